@@ -1,0 +1,198 @@
+//! The model graph: a decoder-only transformer before any scheduling.
+//!
+//! A graph is structured rather than a bag of nodes: every family that `model` imports is one shape with options (biases,
+//! q/k norms, a sliding window). It carries what the arithmetic needs, including the rotary frequencies, so that the two
+//! executors in `reference-vm` and the device read the same numbers. It holds no weights; see [`Weights`](crate::Weights).
+
+use serde::{Deserialize, Serialize};
+
+use crate::id::TensorId;
+
+/// Element type of a stored tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// The upper half of a binary32.
+    Bf16,
+}
+
+impl DType {
+    /// Bytes of one element.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    /// The lower-case name: `f32`, `f16`, `bf16`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+        }
+    }
+}
+
+/// A stored tensor: its name in the checkpoint, element type and shape (row-major).
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Tensor {
+    /// Checkpoint name, such as `model.layers.0.self_attn.q_proj.weight`.
+    pub name: String,
+    /// Element type.
+    pub dtype: DType,
+    /// `[rows, cols]` for a matrix, `[len]` for a vector.
+    pub shape: Vec<u32>,
+}
+
+impl Tensor {
+    /// Number of elements.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.shape.iter().map(|&d| d as usize).product()
+    }
+
+    /// Whether the tensor has no elements. Never true in a valid graph.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes of the stored tensor.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.len() * self.dtype.bytes()
+    }
+}
+
+/// A linear map `y = W x (+ b)`, with `W` of shape `[rows, cols]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Linear {
+    /// `[rows, cols]`.
+    pub weight: TensorId,
+    /// `[rows]`, where the family has one.
+    pub bias: Option<TensorId>,
+}
+
+/// One transformer layer.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Layer {
+    /// RMSNorm before attention, `[hidden]`.
+    pub attn_norm: TensorId,
+    /// `[heads * head_dim, hidden]`.
+    pub q: Linear,
+    /// `[kv_heads * head_dim, hidden]`.
+    pub k: Linear,
+    /// `[kv_heads * head_dim, hidden]`.
+    pub v: Linear,
+    /// RMSNorm over each query head, `[head_dim]` (qwen3).
+    pub q_norm: Option<TensorId>,
+    /// RMSNorm over each key head, `[head_dim]` (qwen3).
+    pub k_norm: Option<TensorId>,
+    /// `[hidden, heads * head_dim]`.
+    pub o: Linear,
+    /// RMSNorm before the MLP, `[hidden]`.
+    pub mlp_norm: TensorId,
+    /// `[ffn, hidden]`; `silu(gate) * up` feeds `down`.
+    pub gate: Linear,
+    /// `[ffn, hidden]`.
+    pub up: Linear,
+    /// `[hidden, ffn]`.
+    pub down: Linear,
+    /// Sliding window: position `p` attends to `p - window + 1 ..= p`. `None` is full attention.
+    pub window: Option<u32>,
+}
+
+/// A decoder-only transformer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Graph {
+    /// What people call the model: a preset's name or the folder's.
+    pub name: String,
+    /// Hugging Face `model_type`: `llama`, `mistral`, `qwen2` or `qwen3`.
+    pub family: String,
+    /// Width of the residual stream.
+    pub hidden: u32,
+    /// Query heads.
+    pub heads: u32,
+    /// Key/value heads; divides `heads`.
+    pub kv_heads: u32,
+    /// Elements of one head; `heads * head_dim` may differ from `hidden`.
+    pub head_dim: u32,
+    /// Width of the MLP.
+    pub ffn: u32,
+    /// Rows of the embedding and of the logits.
+    pub vocab: u32,
+    /// Epsilon of every RMSNorm.
+    pub norm_eps: f32,
+    /// Rotary inverse frequencies, `[head_dim / 2]`, scaling already applied: the angle at position `p` is `p * inv_freq[i]`.
+    /// Element `i` of a head is rotated with element `i + head_dim / 2`.
+    pub inv_freq: Vec<f32>,
+    /// Factor on q.k before the softmax, usually `head_dim ** -0.5`.
+    pub attn_scale: f32,
+    /// Longest sequence that the checkpoint was made for.
+    pub max_positions: u32,
+    /// Element type that all matrices share.
+    pub dtype: DType,
+    /// Every stored tensor; [`TensorId`] indexes it.
+    pub tensors: Vec<Tensor>,
+    /// `[vocab, hidden]`.
+    pub embed: TensorId,
+    /// The layers, first to last.
+    pub layers: Vec<Layer>,
+    /// RMSNorm before `lm_head`, `[hidden]`.
+    pub final_norm: TensorId,
+    /// `[vocab, hidden]`; equals `embed` when embeddings are tied.
+    pub lm_head: TensorId,
+    /// Ids that end a generation, from the checkpoint.
+    pub eos: Vec<u32>,
+    /// Id that begins a sequence, from the checkpoint.
+    pub bos: Option<u32>,
+}
+
+impl Graph {
+    /// The tensor with this id.
+    ///
+    /// # Panics
+    /// If the id is not of this graph.
+    #[must_use]
+    pub fn tensor(&self, id: TensorId) -> &Tensor {
+        &self.tensors[id.index()]
+    }
+
+    /// Width of all query heads together.
+    #[must_use]
+    pub fn q_width(&self) -> u32 {
+        self.heads * self.head_dim
+    }
+
+    /// Width of all key (or value) heads together.
+    #[must_use]
+    pub fn kv_width(&self) -> u32 {
+        self.kv_heads * self.head_dim
+    }
+
+    /// Query heads that share one key/value head.
+    #[must_use]
+    pub fn group(&self) -> u32 {
+        self.heads / self.kv_heads
+    }
+
+    /// Whether `lm_head` reuses the embedding table.
+    #[must_use]
+    pub fn tied(&self) -> bool {
+        self.embed == self.lm_head
+    }
+
+    /// Bytes of all stored tensors.
+    #[must_use]
+    pub fn weight_bytes(&self) -> usize {
+        self.tensors.iter().map(Tensor::bytes).sum()
+    }
+}

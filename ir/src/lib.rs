@@ -1,0 +1,13 @@
+//! The two levels that `amk` speaks: the model [`graph`] with a schedule for it, and the program that they
+//! lower to.
+//!
+//! **Promises.** Everything here is pure: no IO, clock, threads, environment or hash-order dependence. `validate` checks what a
+//! user gave and lists every violation; `verify` checks what we made. Both hand out proof types with private constructors.
+
+pub mod graph;
+mod id;
+mod weights;
+
+pub use graph::{DType, Graph, Layer, Linear, Tensor};
+pub use id::{CounterId, MatrixId, SlotId, TensorId, WorkerId};
+pub use weights::{FileRange, Weights, decode};

@@ -1,0 +1,53 @@
+//! Where stored weights come from, without saying how they are read.
+
+use half::{bf16, f16};
+
+use crate::graph::DType;
+use crate::id::TensorId;
+
+/// A tensor's place in a file: what a loader needs to read it without going through the mapping.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileRange {
+    /// The file.
+    pub path: std::path::PathBuf,
+    /// First byte of the tensor's data.
+    pub offset: u64,
+    /// Bytes of the tensor's data.
+    pub bytes: u64,
+}
+
+/// The stored weights of one graph: row-major, little-endian, in each tensor's own element type.
+pub trait Weights: Sync {
+    /// The tensor's bytes. They need not be aligned.
+    fn bytes(&self, tensor: TensorId) -> &[u8];
+
+    /// Where the tensor lies in a file, if it does.
+    fn file_range(&self, _tensor: TensorId) -> Option<FileRange> {
+        None
+    }
+}
+
+/// Decodes `out.len()` elements of `dtype` from the start of `bytes`.
+///
+/// # Panics
+/// If `bytes` holds fewer elements than `out`.
+pub fn decode(dtype: DType, bytes: &[u8], out: &mut [f32]) {
+    assert!(bytes.len() >= out.len() * dtype.bytes(), "{} bytes for {} elements", bytes.len(), out.len());
+    match dtype {
+        DType::F32 => {
+            for (o, b) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                *o = f32::from_le_bytes(*b);
+            }
+        }
+        DType::F16 => {
+            for (o, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                *o = f16::from_le_bytes(*b).to_f32();
+            }
+        }
+        DType::Bf16 => {
+            for (o, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                *o = bf16::from_le_bytes(*b).to_f32();
+            }
+        }
+    }
+}

@@ -1,1 +1,26 @@
-//! abi
+//! What crosses the boundary between host and device, and nothing else.
+//!
+//! Opcodes, task parameters, wire structs, limits, trap codes and ring states are declared here **once**. The C header that the
+//! device compiles ([`c_header`]) is generated from the same tables, so the two sides cannot drift: every struct's size and every
+//! field's offset is asserted on both sides, and [`abi_hash`] is compared at boot with what the compiled kernel reports.
+//!
+//! **Promises.** Little-endian, `repr(C)`, no padding, reserved words are zero. This crate holds layout, never policy.
+
+mod header;
+mod layout;
+mod limits;
+mod op;
+mod ring;
+mod status;
+mod task;
+
+pub use header::{abi_hash, c_header};
+pub use layout::{Field, StructLayout, WireType, probe_values, structs};
+pub use limits::*;
+pub use op::{
+    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, NopParams, OpInfo, OpVisitor, Opcode, Prologue,
+    SampleParams, visit,
+};
+pub use ring::{Command, Completion, EntryState, RingIndices, Submission, Transition, transition};
+pub use status::{Status, Trap};
+pub use task::{Load, ProgramHeader, Queue, SlotDesc, SlotKind, StepState, Task, TaskRecord};

@@ -6,6 +6,7 @@
 
 pub mod graph;
 mod id;
+pub mod program;
 mod weights;
 
 pub use graph::{DType, Graph, Layer, Linear, Tensor};

@@ -1,0 +1,116 @@
+//! Prints the C header. It includes nothing: NVRTC has no system headers.
+
+use std::fmt::Write as _;
+
+use crate::layout::{StructLayout, structs};
+use crate::limits::{LIMITS, NONE};
+use crate::op::{Epilogue, Opcode, Prologue};
+use crate::ring::{Command, EntryState};
+use crate::status::Trap;
+use crate::task::SlotKind;
+
+/// FNV-1a, 64 bits: enough to notice a change, and the same everywhere.
+const fn fnv1a(hash: u64, byte: u8) -> u64 {
+    (hash ^ byte as u64).wrapping_mul(0x0000_0100_0000_01b3)
+}
+
+/// A hash over everything that both sides must agree on. The compiled kernel reports the one it was built with.
+#[must_use]
+pub fn abi_hash() -> u64 {
+    body().bytes().fold(0xcbf2_9ce4_8422_2325, fnv1a)
+}
+
+/// The generated header, complete.
+#[must_use]
+pub fn c_header() -> String {
+    let mut out = String::from(PREAMBLE);
+    let _ = writeln!(out, "#define AMK_ABI_HASH {:#018x}ull\n", abi_hash());
+    out += &body();
+    out
+}
+
+const PREAMBLE: &str = "\
+// Generated from the `abi` crate by its tests (BLESS=1 cargo test -p abi); edits are overwritten.
+#pragma once
+#ifdef __CUDACC_RTC__
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+typedef int int32_t;
+typedef long long int64_t;
+#else
+#include <stdint.h>
+#endif
+";
+
+fn body() -> String {
+    let mut out = String::new();
+    for (name, value) in LIMITS {
+        if *value == u64::from(NONE) {
+            let _ = writeln!(out, "#define AMK_{name} 0xffffffffu");
+        } else {
+            let _ = writeln!(out, "#define AMK_{name} {value}u");
+        }
+    }
+    enumeration(&mut out, "OP", Opcode::ALL.iter().map(|op| (op.info().name, *op as u32)));
+    enumeration(&mut out, "PROLOGUE", Prologue::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "EPILOGUE", Epilogue::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "SLOT", SlotKind::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "COMMAND", Command::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "ENTRY", EntryState::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "TRAP", Trap::ALL.iter().map(|v| (v.name(), *v as u32)));
+    out += "\n#define AMK_FOR_EACH_OP(X)";
+    for op in Opcode::ALL {
+        let _ = write!(out, " X({}, {})", op.info().name, *op as u16);
+    }
+    out += "\n";
+    for layout in structs() {
+        print_struct(&mut out, &layout);
+    }
+    probe(&mut out);
+    out
+}
+
+fn enumeration<'a>(out: &mut String, prefix: &str, values: impl Iterator<Item = (&'a str, u32)>) {
+    out.push('\n');
+    for (name, number) in values {
+        let _ = writeln!(out, "#define AMK_{prefix}_{} {number}u", name.to_uppercase());
+    }
+}
+
+fn print_struct(out: &mut String, layout: &StructLayout) {
+    let name = layout.c_name;
+    let _ = writeln!(out, "\nstruct alignas({}) {name} {{", layout.align);
+    for field in layout.fields {
+        let array = field.len.map_or(String::new(), |n| format!("[{n}]"));
+        let _ = writeln!(out, "  {} {}{array}; //{}", field.ty.c_name(), field.name, field.doc);
+    }
+    let _ = writeln!(out, "}};");
+    let _ = writeln!(out, "static_assert(sizeof({name}) == {}, \"size of {name}\");", layout.size);
+    let _ = writeln!(out, "static_assert(alignof({name}) == {}, \"alignment of {name}\");", layout.align);
+    for field in layout.fields {
+        let _ = writeln!(
+            out,
+            "static_assert(__builtin_offsetof({name}, {}) == {}, \"offset of {name}.{}\");",
+            field.name, field.offset, field.name
+        );
+    }
+}
+
+/// The numbers that the boot probe compares: the size of every struct and the offset of every field, as the device compiler sees
+/// them.
+fn probe(out: &mut String) {
+    let mut count = 0;
+    let mut list = String::new();
+    for layout in structs() {
+        let _ = write!(list, " X(sizeof({}))", layout.c_name);
+        count += 1;
+        for field in layout.fields {
+            let _ = write!(list, " X(__builtin_offsetof({}, {}))", layout.c_name, field.name);
+            count += 1;
+        }
+    }
+    let _ = writeln!(out, "\n#define AMK_PROBE_LEN {count}u");
+    let _ = writeln!(out, "#define AMK_FOR_EACH_PROBE(X){list}");
+}

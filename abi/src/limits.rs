@@ -1,0 +1,62 @@
+//! Every limit, in one place, with their relations asserted.
+
+macro_rules! limits {
+    ($($(#[$doc:meta])* $name:ident: $ty:ty = $value:expr;)+) => {
+        $($(#[$doc])* pub const $name: $ty = $value;)+
+        /// Every limit as `(name, value)`, for the generated header.
+        pub(crate) const LIMITS: &[(&str, u64)] = &[$((stringify!($name), $name as u64)),+];
+    };
+}
+
+limits! {
+    /// Bumped on every change of meaning that the layout hash cannot see.
+    ABI_VERSION: u32 = 1;
+    /// Bytes of one weight unit: 8 rows by 64 bytes of a row, contiguous, row after row.
+    UNIT_BYTES: u32 = 512;
+    /// Matrix rows of one unit, and so the row granule of every tile.
+    UNIT_ROWS: u32 = 8;
+    /// Bytes of one row in a unit.
+    UNIT_ROW_BYTES: u32 = 64;
+    /// Slots that a task may read.
+    READS_MAX: usize = 4;
+    /// Slots that a task may write.
+    WRITES_MAX: usize = 2;
+    /// Counters that a task may wait for.
+    WAITS_MAX: usize = 2;
+    /// Bytes of a task's parameters.
+    PARAM_BYTES: usize = 64;
+    /// Bytes of a task: one L2 line.
+    TASK_BYTES: usize = 128;
+    /// Tasks of a program.
+    TASKS_MAX: u32 = 1 << 20;
+    /// Slots of a program.
+    SLOTS_MAX: u32 = 1 << 16;
+    /// Counters of a program.
+    COUNTERS_MAX: u32 = 1 << 16;
+    /// Workers of a program: more than the multiprocessors of any GPU.
+    WORKERS_MAX: u32 = 256;
+    /// Stages of the weight ring of a worker.
+    STAGES_MAX: u32 = 32;
+    /// Splits of the keys of one head group over workers.
+    SPLITS_MAX: u32 = 32;
+    /// Elements of one head.
+    HEAD_DIM_MAX: u32 = 256;
+    /// Query heads per key/value head.
+    GROUP_MAX: u32 = 16;
+    /// Tokens of a session's key/value cache.
+    KV_CAPACITY_MAX: u32 = 1 << 18;
+    /// Writes of one tagged slot within a step; a tag is `epoch * GENERATIONS_MAX + generation`.
+    GENERATIONS_MAX: u32 = 256;
+    /// Entries of each host ring, a power of two.
+    RING_ENTRIES: u32 = 64;
+    /// Stop tokens of a submission.
+    STOP_TOKENS_MAX: usize = 8;
+    /// Sessions of one resident kernel.
+    SESSIONS_MAX: u32 = 64;
+    /// "No slot" and "no counter" in a wire struct.
+    NONE: u32 = u32::MAX;
+}
+
+const _: () = assert!(RING_ENTRIES.is_power_of_two());
+const _: () = assert!(UNIT_BYTES == UNIT_ROWS * UNIT_ROW_BYTES);
+const _: () = assert!(TASK_BYTES == 64 + PARAM_BYTES);

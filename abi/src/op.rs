@@ -1,0 +1,279 @@
+//! The opcode table. An op is added here and nowhere else; the compiler then lists what is missing.
+
+use serde::{Deserialize, Serialize};
+
+use crate::layout::wire_struct;
+use crate::limits::PARAM_BYTES;
+
+/// Calls `$macro` with the whole opcode table.
+macro_rules! for_each_op {
+    ($macro:ident) => {
+        $macro! {
+            /// Does nothing. Opcode zero, so that a zeroed task is valid and inert.
+            nop = Nop = 0 NopParams amk_nop_params { reads 0, writes 0 } {
+                /// Zero.
+                pub reserved: [u32; 16],
+            }
+            /// Writes `len` elements of the current token's embedding row to the residual slot.
+            ///
+            /// Reads `[embedding]`, writes `[x]`.
+            embed = Embed = 1 EmbedParams amk_embed_params { reads 1, writes 1 } {
+                /// First element.
+                pub offset: u32,
+                /// Elements.
+                pub len: u32,
+                /// Zero.
+                pub reserved: [u32; 14],
+            }
+            /// Multiplies rows of a streamed matrix with a vector: `out[row] = epilogue(W[row, ..] . prologue(x) + bias[row])`.
+            ///
+            /// Reads `[x, norm weight, bias, residual]` (each but `x` may be none), writes `[out, candidates]`.
+            matvec = Matvec = 2 MatvecParams amk_matvec_params { reads 4, writes 2 } {
+                /// Matrix of the program; the rows come from the worker's load stream, in order.
+                pub matrix: u32,
+                /// First tile of 8 rows.
+                pub tile0: u32,
+                /// Tiles; even for `silu_mul`.
+                pub tiles: u32,
+                /// Units of 64 bytes along a row.
+                pub units: u32,
+                /// Elements of `x` that count; the rest of the last unit is zero in the matrix.
+                pub k_len: u32,
+                /// Rows of the matrix that count; the rest of the last tile is padding.
+                pub rows: u32,
+                /// A `Prologue`.
+                pub prologue: u32,
+                /// An `Epilogue`.
+                pub epilogue: u32,
+                /// Epsilon of the norm, for `rms`.
+                pub eps: f32,
+                /// Splits of the attention partials, for `merge`.
+                pub splits: u32,
+                /// Elements of a head, for `merge`.
+                pub head_dim: u32,
+                /// Keys of a block, for `merge`.
+                pub kv_block: u32,
+                /// Sliding window or zero, for `merge`.
+                pub window: u32,
+                /// Index of this task's entry in the candidates slot, for `logits`.
+                pub candidate: u32,
+                /// Zero.
+                pub reserved: [u32; 2],
+            }
+            /// Attention of one key/value head's query group over one split of the keys. The task that owns the newest position also
+            /// normalises, rotates and appends its key and value.
+            ///
+            /// Reads `[qkv, q norm, k norm, inverse frequencies]`, writes `[partials, kv cache]`.
+            attention = Attention = 3 AttentionParams amk_attention_params { reads 4, writes 2 } {
+                /// Key/value head.
+                pub kv_head: u32,
+                /// Key/value heads of the model.
+                pub kv_heads: u32,
+                /// Query heads that share a key/value head.
+                pub group: u32,
+                /// Elements of a head.
+                pub head_dim: u32,
+                /// This task's split.
+                pub split: u32,
+                /// Splits of this head; how many are active follows from the keys at run time.
+                pub splits: u32,
+                /// Keys of a block: splits are made of whole blocks.
+                pub kv_block: u32,
+                /// Sliding window, or zero for full attention.
+                pub window: u32,
+                /// Factor on q.k.
+                pub scale: f32,
+                /// Epsilon of the q and k norms.
+                pub eps: f32,
+                /// Zero.
+                pub reserved: [u32; 6],
+            }
+            /// Combines the partial results of the active splits of some heads.
+            ///
+            /// Reads `[partials]`, writes `[attention output]`.
+            attention_merge = AttentionMerge = 4 AttentionMergeParams amk_attention_merge_params { reads 1, writes 1 } {
+                /// First query head.
+                pub head0: u32,
+                /// Query heads.
+                pub heads: u32,
+                /// Query heads of the model.
+                pub heads_total: u32,
+                /// Elements of a head.
+                pub head_dim: u32,
+                /// Splits of the partials.
+                pub splits: u32,
+                /// Keys of a block.
+                pub kv_block: u32,
+                /// Sliding window or zero.
+                pub window: u32,
+                /// Zero.
+                pub reserved: [u32; 9],
+            }
+            /// Picks the next token from the candidates, and ends the step.
+            ///
+            /// Reads `[candidates]`, writes nothing but the step state.
+            sample = Sample = 5 SampleParams amk_sample_params { reads 1, writes 0 } {
+                /// Candidates.
+                pub candidates: u32,
+                /// Zero.
+                pub reserved: [u32; 15],
+            }
+        }
+    };
+}
+
+/// What the table says of an op.
+#[derive(Clone, Copy, Debug)]
+pub struct OpInfo {
+    /// The op.
+    pub opcode: Opcode,
+    /// Its name in the text form, in CUDA (`op_<name>`) and in the reference VM.
+    pub name: &'static str,
+    /// First line of its documentation.
+    pub doc: &'static str,
+    /// Slots it may read.
+    pub reads: usize,
+    /// Slots it may write.
+    pub writes: usize,
+}
+
+macro_rules! define_ops {
+    ($(
+        $(#[doc = $doc:literal])+
+        $name:ident = $variant:ident = $number:literal $params:ident $c_params:ident { reads $reads:literal, writes $writes:literal } {
+            $($(#[doc = $fdoc:literal])+ pub $field:ident: $ty:ty,)+
+        }
+    )+) => {
+        /// The operations of the VM. Numbers are append-only: stored programs carry them.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+        #[serde(rename_all = "snake_case")]
+        #[repr(u16)]
+        pub enum Opcode { $($(#[doc = $doc])+ $variant = $number),+ }
+
+        impl Opcode {
+            /// Every op in numeric order.
+            pub const ALL: &'static [Self] = &[$(Self::$variant),+];
+
+            /// The op with this number.
+            #[must_use]
+            pub const fn new(number: u16) -> Option<Self> {
+                match number {
+                    $($number => Some(Self::$variant),)+
+                    _ => None,
+                }
+            }
+
+            /// The op's row of the table.
+            #[must_use]
+            pub const fn info(self) -> OpInfo {
+                match self {
+                    $(Self::$variant => OpInfo {
+                        opcode: self,
+                        name: stringify!($name),
+                        doc: $crate::layout::first(&[$($doc),+]),
+                        reads: $reads,
+                        writes: $writes,
+                    }),+
+                }
+            }
+        }
+
+        $(wire_struct! {
+            #[doc = concat!("Parameters of `", stringify!($name), "`.")]
+            $c_params align(4) size(64)
+            pub struct $params { $($(#[doc = $fdoc])+ pub $field: $ty,)+ }
+        })+
+
+        pub(crate) fn param_layouts() -> Vec<crate::StructLayout> {
+            vec![$($params::LAYOUT),+]
+        }
+
+        /// One method per op: an implementation that forgets an op does not compile.
+        pub trait OpVisitor {
+            /// What a visit returns.
+            type Output;
+            $(
+                #[doc = concat!("Visits `", stringify!($name), "`.")]
+                fn $name(&mut self, params: &$params) -> Self::Output;
+            )+
+        }
+
+        /// Decodes `params` for `opcode` and calls the visitor's method for it.
+        pub fn visit<V: OpVisitor>(opcode: Opcode, params: &[u32; PARAM_BYTES / 4], visitor: &mut V) -> V::Output {
+            match opcode {
+                $(Opcode::$variant => visitor.$name(bytemuck::cast_ref(params))),+
+            }
+        }
+
+        const _: () = {
+            let mut next = 0;
+            $(assert!($number == next, "opcode numbers must be dense"); next += 1;)+
+            let _ = next;
+            $(assert!($reads < crate::READS_MAX + 1 && $writes < crate::WRITES_MAX + 1);)+
+        };
+    };
+}
+for_each_op!(define_ops);
+
+macro_rules! wire_enum {
+    ($(#[$edoc:meta])* $name:ident { $($(#[doc = $doc:literal])+ $variant:ident = $number:literal $text:literal,)+ }) => {
+        $(#[$edoc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+        #[serde(rename_all = "snake_case")]
+        #[repr(u32)]
+        pub enum $name { $($(#[doc = $doc])+ $variant = $number),+ }
+
+        impl $name {
+            /// Every value in numeric order.
+            pub const ALL: &'static [Self] = &[$(Self::$variant),+];
+
+            /// The value with this number.
+            #[must_use]
+            pub const fn new(number: u32) -> Option<Self> {
+                match number {
+                    $($number => Some(Self::$variant),)+
+                    _ => None,
+                }
+            }
+
+            /// Its name in text and JSON.
+            #[must_use]
+            pub const fn name(self) -> &'static str {
+                match self { $(Self::$variant => $text),+ }
+            }
+
+            /// The value with this name.
+            #[must_use]
+            pub fn from_name(name: &str) -> Option<Self> {
+                Self::ALL.iter().copied().find(|v| v.name() == name)
+            }
+        }
+    };
+}
+pub(crate) use wire_enum;
+
+wire_enum! {
+    /// What a `matvec` does to its input before multiplying.
+    Prologue {
+        /// Takes the vector as it is.
+        Copy = 0 "copy",
+        /// Multiplies with the norm weight; the products are scaled with the inverse root mean square.
+        Rms = 1 "rms",
+        /// Combines the attention partials of the active splits.
+        Merge = 2 "merge",
+    }
+}
+
+wire_enum! {
+    /// What a `matvec` does with its products.
+    Epilogue {
+        /// Stores them.
+        Store = 0 "store",
+        /// Adds the residual element of the same row, then stores.
+        Residual = 1 "residual",
+        /// `silu(gate) * up`, gate and up tiles alternating; stores half as many rows.
+        SiluMul = 2 "silu_mul",
+        /// Stores logits, and the best of them as a candidate.
+        Logits = 3 "logits",
+    }
+}

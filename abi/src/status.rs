@@ -1,0 +1,63 @@
+//! Trap codes, and the block in which the device says why it left.
+
+use crate::layout::wire_struct;
+use crate::op::wire_enum;
+
+wire_enum! {
+    /// Why the device stopped.
+    Trap {
+        /// It did not.
+        None = 0 "none",
+        /// The host asked it to leave.
+        Aborted = 1 "aborted",
+        /// A counter did not reach its threshold before the deadline.
+        CounterDeadline = 2 "counter_deadline",
+        /// A tagged word did not arrive before the deadline.
+        PayloadDeadline = 3 "payload_deadline",
+        /// A weight stage did not land before the deadline.
+        StageDeadline = 4 "stage_deadline",
+        /// The loader found no free stage before the deadline.
+        RingDeadline = 5 "ring_deadline",
+        /// The next step was not announced before the deadline.
+        StepDeadline = 6 "step_deadline",
+        /// An opcode outside the table.
+        BadOpcode = 7 "bad_opcode",
+        /// A slot, counter or token outside its table.
+        BadIndex = 8 "bad_index",
+        /// A submission that cannot be carried out.
+        BadCommand = 9 "bad_command",
+        /// The host's lease ran out: nobody is there to read the answer.
+        LeaseExpired = 10 "lease_expired",
+    }
+}
+
+wire_struct! {
+    /// Who waited for what when the device stopped. The first writer wins.
+    amk_status align(64) size(64)
+    pub struct Status {
+        /// A `Trap`.
+        pub trap: u32,
+        /// Worker that reported.
+        pub worker: u32,
+        /// Its task, by index in its queue.
+        pub task: u32,
+        /// Opcode of the task.
+        pub opcode: u32,
+        /// Counter, slot or stage waited for.
+        pub object: u32,
+        /// What it held.
+        pub have: u32,
+        /// What was needed.
+        pub need: u32,
+        /// Epoch.
+        pub epoch: u32,
+        /// Nanoseconds waited.
+        pub waited_ns: u64,
+        /// Workers that have left.
+        pub left: u32,
+        /// Zero.
+        pub reserved: [u32; 4],
+        /// Written last: nonzero when the block is complete.
+        pub valid: u32,
+    }
+}

@@ -1,0 +1,204 @@
+//! The program as the device sees it: tasks, load stream, queues, slots, step state.
+
+use crate::layout::wire_struct;
+use crate::limits::{PARAM_BYTES, READS_MAX, WAITS_MAX, WRITES_MAX};
+use crate::op::wire_enum;
+
+wire_struct! {
+    /// One task: a fixed record of one L2 line.
+    amk_task align(16) size(128)
+    pub struct Task {
+        /// An `Opcode`.
+        pub opcode: u16,
+        /// Layer, for reports only.
+        pub layer: u16,
+        /// Waits in use.
+        pub wait_len: u16,
+        /// Zero.
+        pub reserved: u16,
+        /// Counter that gains one when the task's stores are visible, or none.
+        pub signal: u32,
+        /// Slots read; meaning by op.
+        pub reads: [u32; READS_MAX],
+        /// Slots written; meaning by op.
+        pub writes: [u32; WRITES_MAX],
+        /// Generation expected in a tagged slot that is read.
+        pub read_generation: [u16; READS_MAX],
+        /// Generation written to a tagged slot.
+        pub write_generation: [u16; WRITES_MAX],
+        /// Counters waited for.
+        pub wait_counter: [u32; WAITS_MAX],
+        /// Arrivals per epoch of each such counter; the wait is for `epoch * count`.
+        pub wait_count: [u32; WAITS_MAX],
+        /// Parameters by op.
+        pub params: [u32; 16],
+    }
+}
+
+wire_struct! {
+    /// A contiguous run of weight units that a worker consumes.
+    amk_load align(16) size(16)
+    pub struct Load {
+        /// Device address of the first unit.
+        pub address: u64,
+        /// Units.
+        pub units: u32,
+        /// Zero.
+        pub reserved: u32,
+    }
+}
+
+wire_struct! {
+    /// One worker's share of the program.
+    amk_queue align(16) size(32)
+    pub struct Queue {
+        /// Index of the first task.
+        pub task0: u32,
+        /// Tasks.
+        pub tasks: u32,
+        /// Index of the first load.
+        pub load0: u32,
+        /// Loads.
+        pub loads: u32,
+        /// Units of all loads: one step's stream.
+        pub units: u32,
+        /// Zero.
+        pub reserved: [u32; 3],
+    }
+}
+
+wire_enum! {
+    /// How the device addresses a slot.
+    SlotKind {
+        /// f32 words, ordered by counters.
+        Plain = 0 "plain",
+        /// 8-byte words of an f32 and its tag: the reader polls the data itself.
+        Tagged = 1 "tagged",
+        /// f32 constants: norm weights, biases, inverse frequencies.
+        Constant = 2 "constant",
+        /// Key/value cache of one layer: `[2][kv_heads][capacity][head_dim]` of the cache's element type, per session.
+        KvCache = 3 "kv_cache",
+        /// The embedding matrix, in units; the token of the step picks the row.
+        Embedding = 4 "embedding",
+        /// Logits, `[rows][vocab]` f32; the step picks the row.
+        Logits = 5 "logits",
+    }
+}
+
+wire_struct! {
+    /// One slot, its address patched in when the program is loaded.
+    amk_slot align(16) size(32)
+    pub struct SlotDesc {
+        /// Device address.
+        pub address: u64,
+        /// A `SlotKind`.
+        pub kind: u32,
+        /// Words (elements) of the slot; for `kv_cache` of one session.
+        pub words: u32,
+        /// Units along a row, for `embedding`.
+        pub units: u32,
+        /// Zero.
+        pub reserved: [u32; 3],
+    }
+}
+
+wire_struct! {
+    /// A loaded program.
+    amk_program align(16) size(96)
+    pub struct ProgramHeader {
+        /// `amk_task[]`.
+        pub tasks: u64,
+        /// `amk_load[]`.
+        pub loads: u64,
+        /// `amk_queue[workers]`.
+        pub queues: u64,
+        /// `amk_slot[]`.
+        pub slots: u64,
+        /// Counters, one per 32-byte sector.
+        pub counters: u64,
+        /// Workers.
+        pub workers: u32,
+        /// Stages of the weight ring.
+        pub stages: u32,
+        /// Units of one stage, a power of two.
+        pub stage_units: u32,
+        /// Stages on their way at once, at most.
+        pub in_flight: u32,
+        /// The same while the worker is about to receive a handoff.
+        pub in_flight_near: u32,
+        /// Byte offset of the activation buffer in shared memory.
+        pub x_offset: u32,
+        /// Bytes of the activation buffer.
+        pub x_bytes: u32,
+        /// Tokens of a session's key/value cache.
+        pub kv_capacity: u32,
+        /// Slots, for bounds checks.
+        pub slot_len: u32,
+        /// Counters, for bounds checks.
+        pub counter_len: u32,
+        /// Rows of the logits buffer.
+        pub logits_rows: u32,
+        /// Vocabulary, for token checks.
+        pub vocab: u32,
+        /// Zero.
+        pub reserved: [u32; 2],
+    }
+}
+
+wire_struct! {
+    /// The step that all workers are to run, in device memory; `go` is released last.
+    amk_step align(16) size(64)
+    pub struct StepState {
+        /// Address of the `amk_program`.
+        pub program: u64,
+        /// What to do: 1 step, 2 switch program, 3 leave.
+        pub action: u32,
+        /// Epoch of the program: steps run since it was loaded, this one included.
+        pub epoch: u32,
+        /// Input token.
+        pub token: u32,
+        /// Position of the input token; keys 0..=position are attended to.
+        pub position: u32,
+        /// Session whose key/value cache is used.
+        pub session: u32,
+        /// Row of the logits buffer.
+        pub logits_row: u32,
+        /// Last position of the command plus one.
+        pub end: u32,
+        /// Positions below this one take their token from the prompt.
+        pub forced: u32,
+        /// Flags of the submission.
+        pub flags: u32,
+        /// Stop tokens in use.
+        pub stop_len: u32,
+        /// Zero.
+        pub reserved: [u32; 3],
+        /// Actions published so far; released last.
+        pub go: u32,
+    }
+}
+
+wire_struct! {
+    /// One task's times, written only by the traced kernel variant.
+    amk_record align(16) size(32)
+    pub struct TaskRecord {
+        /// Nanoseconds when the worker took the task up.
+        pub issued: u64,
+        /// Nanoseconds when its waits were over.
+        pub ready: u64,
+        /// Nanoseconds when its stores were done.
+        pub end: u64,
+        /// Worker.
+        pub worker: u32,
+        /// Index of the task.
+        pub task: u32,
+    }
+}
+
+impl Task {
+    /// The parameters as words of a given op's struct.
+    pub fn set_params<P: bytemuck::Pod>(&mut self, params: P) {
+        const { assert!(size_of::<P>() == PARAM_BYTES) };
+        self.params = bytemuck::cast(params);
+    }
+}

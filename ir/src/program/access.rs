@@ -1,0 +1,127 @@
+//! Which words of which slots a task touches. `verify` proves order and coverage on these regions; the reference VM checks tags
+//! on them. The device touches exactly the same words.
+
+use abi::{
+    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, OpVisitor, Prologue, SampleParams, SlotKind, visit,
+};
+
+use crate::id::SlotId;
+use crate::program::{Program, Task};
+
+/// Words `start..end` of a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Region {
+    /// The slot.
+    pub slot: SlotId,
+    /// Generation of a tagged slot.
+    pub generation: u16,
+    /// First word.
+    pub start: u32,
+    /// One past the last word.
+    pub end: u32,
+}
+
+/// What a task touches. Constants and the embedding are never written and are left out.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Accesses {
+    /// Words read.
+    pub reads: Vec<Region>,
+    /// Words written.
+    pub writes: Vec<Region>,
+}
+
+/// The regions that `task` touches. Out-of-range slots give no region (the shape rules report those); word ranges are not clipped,
+/// so that the bounds rule sees them. Arithmetic saturates: an absurd parameter gives an absurd region, never a wrapped one.
+#[must_use]
+pub fn accesses(program: &Program, task: &Task) -> Accesses {
+    let mut finder = Finder { program, task, found: Accesses::default() };
+    visit(task.opcode, &task.params, &mut finder);
+    finder.found
+}
+
+struct Finder<'a> {
+    program: &'a Program,
+    task: &'a Task,
+    found: Accesses,
+}
+
+impl Finder<'_> {
+    fn region(&self, access: Option<crate::program::Access>, start: u32, len: u32) -> Option<Region> {
+        let access = access?;
+        let slot = self.program.slots.get(access.slot.index())?;
+        let tracked = matches!(slot.kind, SlotKind::Plain | SlotKind::Tagged | SlotKind::KvCache | SlotKind::Logits);
+        tracked.then_some(Region { slot: access.slot, generation: access.generation, start, end: start.saturating_add(len) })
+    }
+
+    fn read(&mut self, index: usize, start: u32, len: u32) {
+        self.found.reads.extend(self.region(self.task.reads[index], start, len));
+    }
+
+    fn write(&mut self, index: usize, start: u32, len: u32) {
+        self.found.writes.extend(self.region(self.task.writes[index], start, len));
+    }
+
+    fn partials(&mut self, head0: u32, heads: u32, heads_total: u32, head_dim: u32, splits: u32) {
+        let stride = head_dim.saturating_add(2);
+        for split in 0..splits.min(abi::SPLITS_MAX) {
+            let first = split.saturating_mul(heads_total).saturating_add(head0);
+            self.read(0, first.saturating_mul(stride), heads.saturating_mul(stride));
+        }
+    }
+}
+
+impl OpVisitor for Finder<'_> {
+    type Output = ();
+
+    fn nop(&mut self, _: &abi::NopParams) {}
+
+    fn embed(&mut self, p: &EmbedParams) {
+        self.write(0, p.offset, p.len);
+    }
+
+    fn matvec(&mut self, p: &MatvecParams) {
+        if p.prologue == Prologue::Merge as u32 {
+            let heads = p.k_len / p.head_dim.max(1);
+            self.partials(0, heads, heads, p.head_dim, p.splits);
+        } else {
+            self.read(0, 0, p.k_len);
+        }
+        let row0 = p.tile0.saturating_mul(abi::UNIT_ROWS);
+        let row1 = p.tile0.saturating_add(p.tiles).saturating_mul(abi::UNIT_ROWS).min(p.rows.max(row0));
+        if p.epilogue == Epilogue::SiluMul as u32 {
+            // Gate and up tiles alternate, so two tiles give eight rows; `rows` counts those of the padded matrix.
+            let out_rows = self.task.writes[0].and_then(|a| self.program.slots.get(a.slot.index())).map_or(0, |s| s.words);
+            let (start, end) = (row0 / 2, (row1 / 2).min(out_rows.max(row0 / 2)));
+            self.write(0, start, end - start);
+            return;
+        }
+        if p.epilogue == Epilogue::Residual as u32 {
+            self.read(3, row0, row1 - row0);
+        }
+        self.write(0, row0, row1 - row0);
+        if p.epilogue == Epilogue::Logits as u32 {
+            self.write(1, p.candidate.saturating_mul(2), 2);
+        }
+    }
+
+    fn attention(&mut self, p: &AttentionParams) {
+        let hd = p.head_dim;
+        let heads = p.kv_heads.saturating_mul(p.group);
+        let q = p.group.saturating_mul(hd);
+        self.read(0, p.kv_head.saturating_mul(q), q);
+        self.read(0, heads.saturating_add(p.kv_head).saturating_mul(hd), hd);
+        self.read(0, heads.saturating_add(p.kv_heads).saturating_add(p.kv_head).saturating_mul(hd), hd);
+        let first = p.split.saturating_mul(heads).saturating_add(p.kv_head.saturating_mul(p.group));
+        let stride = hd.saturating_add(2);
+        self.write(0, first.saturating_mul(stride), p.group.saturating_mul(stride));
+    }
+
+    fn attention_merge(&mut self, p: &AttentionMergeParams) {
+        self.partials(p.head0, p.heads, p.heads_total, p.head_dim, p.splits);
+        self.write(0, p.head0.saturating_mul(p.head_dim), p.heads.saturating_mul(p.head_dim));
+    }
+
+    fn sample(&mut self, p: &SampleParams) {
+        self.read(0, 0, p.candidates.saturating_mul(2));
+    }
+}

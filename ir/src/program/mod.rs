@@ -1,0 +1,369 @@
+//! The program: what a schedule lowers to, what both VMs execute.
+//!
+//! A program is position-free: token, position and number of keys are run-time values of the step. Each worker has two streams,
+//! the *loads* (weights, in exactly the order in which it consumes them) and the *tasks*. Workers meet only through counters and
+//! tagged slots, so a program whose accesses are all ordered by those gives the same result in every execution order.
+
+mod access;
+
+pub use access::{Accesses, Region, accesses};
+
+use abi::{Opcode, SlotKind};
+use serde::{Deserialize, Serialize};
+
+use crate::graph::{DType, Graph};
+use crate::id::{CounterId, MatrixId, SlotId, TensorId};
+
+/// How rows of a packed matrix, or elements of a packed vector, come from stored tensors.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct RowMap {
+    /// The tensors, with the rows that each contributes. `None` stands for zeros (a missing bias).
+    pub parts: Vec<(Option<TensorId>, u32)>,
+    /// False: one part after the other. True: tiles of 8 rows of the parts alternate (gate and up).
+    pub interleaved: bool,
+}
+
+impl RowMap {
+    /// One tensor, whole.
+    #[must_use]
+    pub fn single(tensor: TensorId, rows: u32) -> Self {
+        Self { parts: vec![(Some(tensor), rows)], interleaved: false }
+    }
+
+    /// Rows, each part of an interleaved map padded to whole tiles.
+    #[must_use]
+    pub fn rows(&self) -> u32 {
+        if self.interleaved {
+            self.parts.iter().map(|&(_, rows)| rows.next_multiple_of(abi::UNIT_ROWS)).sum()
+        } else {
+            self.parts.iter().map(|&(_, rows)| rows).sum()
+        }
+    }
+
+    /// The tensor and row that packed row `row` comes from; `None` is padding or zeros.
+    #[must_use]
+    pub fn locate(&self, row: u32) -> Option<(TensorId, u32)> {
+        if self.interleaved {
+            let (tile, inner) = (row / abi::UNIT_ROWS, row % abi::UNIT_ROWS);
+            let parts = self.parts.len() as u32;
+            let (tensor, rows) = self.parts[(tile % parts) as usize];
+            let source = tile / parts * abi::UNIT_ROWS + inner;
+            return (source < rows).then_some(source).and_then(|source| tensor.map(|t| (t, source)));
+        }
+        let mut row = row;
+        for &(tensor, rows) in &self.parts {
+            if row < rows {
+                return tensor.map(|t| (t, row));
+            }
+            row -= rows;
+        }
+        None
+    }
+}
+
+/// A packed matrix: tiles of 8 rows, each a run of units of 8 rows by 64 bytes. The packing depends on the graph alone, so every
+/// schedule streams the same bytes and a new program needs no repacking.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Matrix {
+    /// Such as `layers.3.qkv`.
+    pub name: String,
+    /// Where the rows come from.
+    pub map: RowMap,
+    /// Elements of a row.
+    pub cols: u32,
+    /// Element type.
+    pub dtype: DType,
+}
+
+impl Matrix {
+    /// Rows that count.
+    #[must_use]
+    pub fn rows(&self) -> u32 {
+        self.map.rows()
+    }
+
+    /// Tiles of 8 rows, the last padded.
+    #[must_use]
+    pub fn tiles(&self) -> u32 {
+        self.rows().div_ceil(abi::UNIT_ROWS)
+    }
+
+    /// Elements of one row of a unit.
+    #[must_use]
+    pub fn unit_cols(&self) -> u32 {
+        abi::UNIT_ROW_BYTES / self.dtype.bytes() as u32
+    }
+
+    /// Units of one tile: along a row, the last padded.
+    #[must_use]
+    pub fn units_per_tile(&self) -> u32 {
+        self.cols.div_ceil(self.unit_cols())
+    }
+
+    /// Units of the whole matrix.
+    #[must_use]
+    pub fn units(&self) -> u64 {
+        u64::from(self.tiles()) * u64::from(self.units_per_tile())
+    }
+
+    /// Bytes of the packed matrix.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.units() * u64::from(abi::UNIT_BYTES)
+    }
+}
+
+/// What fills a slot before the first step.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum SlotSource {
+    /// Nothing: tasks write it.
+    Scratch,
+    /// Stored tensors, as f32.
+    Vector(RowMap),
+    /// The graph's rotary inverse frequencies.
+    InvFreq,
+    /// The key/value cache of a layer.
+    KvCache {
+        /// The layer.
+        layer: u32,
+    },
+    /// The rows of a packed matrix, picked by the step's token.
+    Embedding(MatrixId),
+}
+
+/// A buffer that tasks name by index.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Slot {
+    /// Such as `layers.3.h`.
+    pub name: String,
+    /// How the device addresses it.
+    pub kind: SlotKind,
+    /// Elements; for a key/value cache those of one session.
+    pub words: u32,
+    /// What fills it.
+    pub source: SlotSource,
+    /// Byte offset in the activation arena, for `plain` and `tagged` scratch slots; 128-byte aligned.
+    pub offset: u64,
+}
+
+impl Slot {
+    /// Bytes in the activation arena (zero for slots that live elsewhere).
+    #[must_use]
+    pub fn arena_bytes(&self) -> u64 {
+        match self.kind {
+            SlotKind::Plain => u64::from(self.words) * 4,
+            SlotKind::Tagged => u64::from(self.words) * 8,
+            SlotKind::Constant | SlotKind::KvCache | SlotKind::Embedding | SlotKind::Logits => 0,
+        }
+    }
+}
+
+/// A slot that a task reads or writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Access {
+    /// The slot.
+    pub slot: SlotId,
+    /// Which write of this step to a tagged slot is meant, from zero. Zero for other slots.
+    pub generation: u16,
+}
+
+/// "Counter `counter` has had `count` arrivals in this epoch."
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Wait {
+    /// The counter.
+    pub counter: CounterId,
+    /// Arrivals per epoch; must be all of them.
+    pub count: u32,
+}
+
+/// One task of a worker's queue.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Task {
+    /// The op.
+    pub opcode: Opcode,
+    /// Layer, for reports; the layer count for what follows the last layer.
+    pub layer: u16,
+    /// Slots read; the op's documentation says which is which.
+    pub reads: [Option<Access>; abi::READS_MAX],
+    /// Slots written.
+    pub writes: [Option<Access>; abi::WRITES_MAX],
+    /// Counters waited for before anything is read.
+    pub waits: Vec<Wait>,
+    /// Counter that gains one after all stores.
+    pub signal: Option<CounterId>,
+    /// Parameters, to be read through [`Task::params`].
+    pub params: [u32; 16],
+}
+
+impl Task {
+    /// A task with these parameters and nothing else.
+    #[must_use]
+    pub fn new<P: bytemuck::Pod>(opcode: Opcode, layer: u16, params: P) -> Self {
+        const { assert!(size_of::<P>() == abi::PARAM_BYTES) };
+        Self {
+            opcode,
+            layer,
+            reads: [None; abi::READS_MAX],
+            writes: [None; abi::WRITES_MAX],
+            waits: Vec::new(),
+            signal: None,
+            params: bytemuck::cast(params),
+        }
+    }
+
+    /// The parameters as the op's struct. The caller names the struct that fits `opcode`.
+    #[must_use]
+    pub fn params<P: bytemuck::Pod>(&self) -> P {
+        const { assert!(size_of::<P>() == abi::PARAM_BYTES) };
+        bytemuck::cast(self.params)
+    }
+}
+
+/// A contiguous run of units that a worker consumes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Load {
+    /// The matrix.
+    pub matrix: MatrixId,
+    /// First unit within the matrix.
+    pub unit0: u64,
+    /// Units.
+    pub units: u32,
+}
+
+/// One persistent thread block's share.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Worker {
+    /// Weights, in the order in which the tasks consume them.
+    pub loads: Vec<Load>,
+    /// Tasks, in the order in which they run.
+    pub tasks: Vec<Task>,
+}
+
+/// The ring of landed weights of each worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Pipeline {
+    /// Units of a stage, a power of two.
+    pub stage_units: u32,
+    /// Stages.
+    pub stages: u32,
+    /// Stages on their way at once, at most.
+    pub in_flight: u32,
+    /// The same in the last stages before a handoff, and until it has arrived.
+    pub in_flight_near: u32,
+}
+
+/// The shapes of the graph that programs depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Dims {
+    /// Width of the residual stream.
+    pub hidden: u32,
+    /// Query heads.
+    pub heads: u32,
+    /// Key/value heads.
+    pub kv_heads: u32,
+    /// Elements of a head.
+    pub head_dim: u32,
+    /// Width of the MLP.
+    pub ffn: u32,
+    /// Rows of the logits.
+    pub vocab: u32,
+    /// Layers.
+    pub layers: u32,
+    /// Element type of the matrices, and of the key/value cache on the device.
+    pub dtype: DType,
+}
+
+impl From<&Graph> for Dims {
+    fn from(graph: &Graph) -> Self {
+        Self {
+            hidden: graph.hidden,
+            heads: graph.heads,
+            kv_heads: graph.kv_heads,
+            head_dim: graph.head_dim,
+            ffn: graph.ffn,
+            vocab: graph.vocab,
+            layers: graph.layers.len() as u32,
+            dtype: graph.dtype,
+        }
+    }
+}
+
+/// A lowered program.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Program {
+    /// Name of the model, for reports.
+    pub model: String,
+    /// Shapes.
+    pub dims: Dims,
+    /// Tokens of a session's key/value cache.
+    pub kv_capacity: u32,
+    /// The weight ring.
+    pub pipeline: Pipeline,
+    /// Packed matrices.
+    pub matrices: Vec<Matrix>,
+    /// Buffers.
+    pub slots: Vec<Slot>,
+    /// Number of counters.
+    pub counters: u32,
+    /// Bytes of the activation arena.
+    pub arena_bytes: u64,
+    /// Workers, each with its streams.
+    pub workers: Vec<Worker>,
+}
+
+impl Program {
+    /// Tasks of all workers.
+    #[must_use]
+    pub fn task_len(&self) -> usize {
+        self.workers.iter().map(|w| w.tasks.len()).sum()
+    }
+
+    /// Weight bytes that one step streams.
+    #[must_use]
+    pub fn stream_bytes(&self) -> u64 {
+        let units: u64 = self.workers.iter().flat_map(|w| &w.loads).map(|l| u64::from(l.units)).sum();
+        units * u64::from(abi::UNIT_BYTES)
+    }
+
+    /// Key/value bytes that one step at `position` reads.
+    #[must_use]
+    pub fn kv_bytes(&self, position: u32) -> u64 {
+        let dims = &self.dims;
+        2 * u64::from(dims.layers) * u64::from(dims.kv_heads) * u64::from(dims.head_dim) * (u64::from(position) + 1)
+            * dims.dtype.bytes() as u64
+    }
+
+    /// The stable id of the program: equal programs have equal ids, on every machine.
+    #[must_use]
+    pub fn id(&self) -> String {
+        let bytes = postcard::to_stdvec(self).unwrap_or_default();
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&abi::abi_hash().to_le_bytes());
+        hasher.update(&bytes);
+        hasher.finalize().to_hex()[..16].to_string()
+    }
+}
+
+/// Splits of the keys of one head group that have work: every active split owns at least one block.
+///
+/// `keys` are those attended to: `position + 1`, or the window if that is smaller.
+#[must_use]
+pub fn active_splits(keys: u32, kv_block: u32, splits: u32) -> u32 {
+    keys.div_ceil(kv_block).min(splits)
+}
+
+/// The keys that split `split` of `active` attends to, as a range relative to the first attended key. Whole blocks, the last one
+/// ending at `keys`; the newest key is always in the last active split.
+#[must_use]
+pub fn split_range(keys: u32, kv_block: u32, active: u32, split: u32) -> std::ops::Range<u32> {
+    let blocks = keys.div_ceil(kv_block);
+    let start = (u64::from(blocks) * u64::from(split) / u64::from(active)) as u32 * kv_block;
+    let end = (u64::from(blocks) * u64::from(split + 1) / u64::from(active)) as u32 * kv_block;
+    start.min(keys)..end.min(keys)
+}
+
+/// Keys attended to at `position` with this window (zero: all).
+#[must_use]
+pub fn attended(position: u32, window: u32) -> u32 {
+    if window == 0 { position + 1 } else { (position + 1).min(window) }
+}

@@ -5,6 +5,7 @@
 //! tagged slots, so a program whose accesses are all ordered by those gives the same result in every execution order.
 
 mod access;
+pub mod smem;
 
 pub use access::{Accesses, Region, accesses};
 

@@ -1,0 +1,348 @@
+//! Decides whether two executors agree, and hands out the proof.
+//!
+//! What is checked: lengths, that every number on both sides is finite, and that each row (one position) of the actual values is
+//! within a bound that scales with the largest expected magnitude of that row. What is not: which of the two is
+//! right, and whether the inputs were worth running.
+//!
+//! The chain has two links. [`compare`] judges the reference VM by the evaluated graph; only its [`Agreement<Reference>`] can become an
+//! [`Agreement<Device>`], by [`Agreement::and_device`]. No other constructor exists.
+//!
+//! ```compile_fail,E0451
+//! # use reference_vm::compare::{Agreement, Device, Reference};
+//! fn forge(reference: Agreement<Reference>) -> Agreement<Device> {
+//!     Agreement { summary: reference.summary(), by: std::marker::PhantomData }
+//! }
+//! ```
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use ir::{DType, SlotId};
+
+use crate::math::argmax;
+
+/// How far actual values may be from expected ones, as a share of the largest expected magnitude in a position's row.
+///
+/// Bounds relative to each single value would ask for the impossible where a sum cancels. The share is private: a
+/// tolerance is one of those below, never one that a caller found convenient.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Tolerance {
+    rel: f64,
+}
+
+impl Tolerance {
+    /// Reference VM by graph evaluation. Both compute in `f32` with wide sums, so this leaves room for reordering only.
+    pub const REFERENCE: Self = Self { rel: 2e-4 };
+
+    /// Device by graph evaluation. Room for a device that splits activations for its tensor cores.
+    pub const DEVICE: Self = Self { rel: 5e-3 };
+
+    /// For one sum of `len` products whose inputs were held as `dtype`: rounding errors grow like a random walk, and eight of its
+    /// standard deviations leave no false alarms.
+    #[must_use]
+    pub fn of_reduction(dtype: DType, len: usize) -> Self {
+        let roundoff = match dtype {
+            DType::F32 => 2f64.powi(-24),
+            DType::F16 => 2f64.powi(-11),
+            DType::Bf16 => 2f64.powi(-8),
+        };
+        Self { rel: 8.0 * roundoff * (len.max(1) as f64).sqrt() }
+    }
+
+    /// The share of the row's largest expected magnitude.
+    #[must_use]
+    pub fn rel(self) -> f64 {
+        self.rel
+    }
+}
+
+/// What was compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum What {
+    /// Logits, one row a position.
+    Logits,
+    /// Cached keys of a layer, one row a position.
+    Keys {
+        /// The layer.
+        layer: u32,
+    },
+    /// Cached values of a layer, one row a position.
+    Values {
+        /// The layer.
+        layer: u32,
+    },
+    /// What a slot holds after each position.
+    Slot(SlotId),
+}
+
+impl fmt::Display for What {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Logits => f.write_str("logits"),
+            Self::Keys { layer } => write!(f, "keys of layer {layer}"),
+            Self::Values { layer } => write!(f, "values of layer {layer}"),
+            Self::Slot(slot) => write!(f, "slot {slot}"),
+        }
+    }
+}
+
+/// Where two executors part: the first position that does, and its worst element.
+#[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
+pub enum Disagreement {
+    /// Nothing to compare, which proves nothing.
+    #[error("there are no {what} to compare at position {position}")]
+    Nothing {
+        /// What was to be compared.
+        what: What,
+        /// The position without elements; 0 if there are no positions.
+        position: usize,
+    },
+    /// Another number of positions.
+    #[error("{what} have {got} positions instead of {want}")]
+    Positions {
+        /// What was compared.
+        what: What,
+        /// Expected positions.
+        want: usize,
+        /// Actual positions.
+        got: usize,
+    },
+    /// Another number of elements at a position.
+    #[error("{what} have {got} elements instead of {want} at position {position}")]
+    Elements {
+        /// What was compared.
+        what: What,
+        /// The position.
+        position: usize,
+        /// Expected elements.
+        want: usize,
+        /// Actual elements.
+        got: usize,
+    },
+    /// NaN or an infinity on either side.
+    #[error("{what} are not finite at position {position}, index {index}: got {got}, want {want}")]
+    NotFinite {
+        /// What was compared.
+        what: What,
+        /// The position.
+        position: usize,
+        /// The element.
+        index: usize,
+        /// Actual value.
+        got: f32,
+        /// Expected value.
+        want: f32,
+    },
+    /// A difference larger than the bound.
+    #[error(
+        "{what} differ at position {position}, index {index}: got {got}, want {want} within {bound:.3e}"
+    )]
+    Beyond {
+        /// What was compared.
+        what: What,
+        /// The position.
+        position: usize,
+        /// The element.
+        index: usize,
+        /// Actual value.
+        got: f32,
+        /// Expected value.
+        want: f32,
+        /// Largest difference allowed.
+        bound: f64,
+    },
+}
+
+/// Marks an agreement of the reference VM with the evaluated graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reference {}
+
+/// Marks an agreement of the device with the evaluated graph, given that the reference VM agrees too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {}
+
+/// Proof that an executor produced the expected values.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[must_use]
+pub struct Agreement<By> {
+    summary: Summary,
+    by: PhantomData<By>,
+}
+
+/// How close two executors came.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Summary {
+    /// Largest difference of any element.
+    pub max_abs_err: f64,
+    /// Largest over positions of: largest difference over largest expected magnitude.
+    pub max_rel_err: f64,
+    /// Share of positions whose largest logit is at the same index.
+    pub top1_agreement: f64,
+    /// Mean over positions of the divergence of the actual from the expected distribution, in nats.
+    pub mean_kl: f64,
+}
+
+/// Compares the reference VM's logits with the evaluated graph's, one row a position.
+///
+/// # Errors
+/// The first position that disagrees.
+pub fn compare(
+    expected: &[Vec<f32>],
+    actual: &[Vec<f32>],
+    tolerance: Tolerance,
+) -> Result<Agreement<Reference>, Disagreement> {
+    let summary = compare_logits(expected, actual, tolerance)?;
+    Ok(Agreement { summary, by: PhantomData })
+}
+
+impl<By> Agreement<By> {
+    /// How close the executors came.
+    #[must_use]
+    pub fn summary(&self) -> Summary {
+        self.summary
+    }
+
+    /// Extends the agreement by other values than logits, one row a position: the KV cache, or a slot.
+    ///
+    /// # Errors
+    /// The first position that disagrees; the agreement is lost.
+    pub fn and_values<'a>(
+        mut self,
+        what: What,
+        expected: impl ExactSizeIterator<Item = &'a [f32]>,
+        actual: impl ExactSizeIterator<Item = &'a [f32]>,
+        tolerance: Tolerance,
+    ) -> Result<Self, Disagreement> {
+        let errors = compare_rows(what, expected, actual, tolerance)?;
+        self.summary.max_abs_err = self.summary.max_abs_err.max(errors.max_abs);
+        self.summary.max_rel_err = self.summary.max_rel_err.max(errors.max_rel);
+        Ok(self)
+    }
+}
+
+impl Agreement<Reference> {
+    /// Compares the device's logits with the same expected values: the second link of the chain.
+    ///
+    /// # Errors
+    /// The first position that disagrees.
+    pub fn and_device(
+        self,
+        expected: &[Vec<f32>],
+        actual: &[Vec<f32>],
+        tolerance: Tolerance,
+    ) -> Result<Agreement<Device>, Disagreement> {
+        let summary = compare_logits(expected, actual, tolerance)?;
+        Ok(Agreement { summary, by: PhantomData })
+    }
+}
+
+#[derive(Default)]
+struct Errors {
+    max_abs: f64,
+    max_rel: f64,
+}
+
+fn compare_logits(
+    expected: &[Vec<f32>],
+    actual: &[Vec<f32>],
+    tolerance: Tolerance,
+) -> Result<Summary, Disagreement> {
+    let errors = compare_rows(
+        What::Logits,
+        expected.iter().map(Vec::as_slice),
+        actual.iter().map(Vec::as_slice),
+        tolerance,
+    )?;
+    let positions = expected.len() as f64;
+    let pairs = || expected.iter().zip(actual);
+    let same = pairs().filter(|(want, got)| argmax(want) == argmax(got)).count();
+    Ok(Summary {
+        max_abs_err: errors.max_abs,
+        max_rel_err: errors.max_rel,
+        top1_agreement: same as f64 / positions,
+        mean_kl: pairs().map(|(want, got)| divergence(want, got)).sum::<f64>() / positions,
+    })
+}
+
+fn compare_rows<'a>(
+    what: What,
+    expected: impl ExactSizeIterator<Item = &'a [f32]>,
+    actual: impl ExactSizeIterator<Item = &'a [f32]>,
+    tolerance: Tolerance,
+) -> Result<Errors, Disagreement> {
+    if expected.len() != actual.len() {
+        return Err(Disagreement::Positions { what, want: expected.len(), got: actual.len() });
+    }
+    if expected.len() == 0 {
+        return Err(Disagreement::Nothing { what, position: 0 });
+    }
+    let mut errors = Errors::default();
+    for (position, (want, got)) in expected.zip(actual).enumerate() {
+        let row = compare_row(what, position, want, got, tolerance)?;
+        errors.max_abs = errors.max_abs.max(row.max_abs);
+        errors.max_rel = errors.max_rel.max(row.max_rel);
+    }
+    Ok(errors)
+}
+
+fn compare_row(
+    what: What,
+    position: usize,
+    want: &[f32],
+    got: &[f32],
+    tolerance: Tolerance,
+) -> Result<Errors, Disagreement> {
+    if want.len() != got.len() {
+        return Err(Disagreement::Elements { what, position, want: want.len(), got: got.len() });
+    }
+    if want.is_empty() {
+        return Err(Disagreement::Nothing { what, position });
+    }
+    let pairs = || want.iter().copied().zip(got.iter().copied()).enumerate();
+    if let Some((index, (want, got))) =
+        pairs().find(|(_, (want, got))| !want.is_finite() || !got.is_finite())
+    {
+        return Err(Disagreement::NotFinite { what, position, index, got, want });
+    }
+    let largest = want.iter().fold(0f64, |largest, &v| largest.max(f64::from(v).abs()));
+    let mut worst = (0, 0f64);
+    for (index, (want, got)) in pairs() {
+        let difference = (f64::from(want) - f64::from(got)).abs();
+        if difference > worst.1 {
+            worst = (index, difference);
+        }
+    }
+    let (index, max_abs) = worst;
+    let bound = tolerance.rel * largest;
+    if max_abs > bound {
+        return Err(Disagreement::Beyond {
+            what,
+            position,
+            index,
+            got: got[index],
+            want: want[index],
+            bound,
+        });
+    }
+    Ok(Errors { max_abs, max_rel: if max_abs == 0.0 { 0.0 } else { max_abs / largest } })
+}
+
+/// Kullback-Leibler divergence of softmax(actual) from softmax(expected), in nats.
+fn divergence(expected: &[f32], actual: &[f32]) -> f64 {
+    let (expected_norm, actual_norm) = (log_sum_exp(expected), log_sum_exp(actual));
+    let terms = expected.iter().zip(actual).map(|(&want, &got)| {
+        let (want, got) = (f64::from(want) - expected_norm, f64::from(got) - actual_norm);
+        want.exp() * (want - got)
+    });
+    // Rounding can take a divergence of zero below it.
+    terms.sum::<f64>().max(0.0)
+}
+
+fn log_sum_exp(values: &[f32]) -> f64 {
+    let max = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = values.iter().map(|&v| (f64::from(v) - f64::from(max)).exp()).sum();
+    f64::from(max) + sum.ln()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,129 @@
+use super::*;
+
+fn rows() -> Vec<Vec<f32>> {
+    vec![vec![1.0, -4.0, 2.0], vec![0.5, 0.25, 8.0]]
+}
+
+fn refusal(expected: &[Vec<f32>], actual: &[Vec<f32>]) -> Disagreement {
+    compare(expected, actual, Tolerance::REFERENCE).unwrap_err()
+}
+
+#[test]
+fn equal_rows_agree_exactly() {
+    let summary = compare(&rows(), &rows(), Tolerance::REFERENCE).unwrap().summary();
+    assert_eq!(
+        summary,
+        Summary { max_abs_err: 0.0, max_rel_err: 0.0, top1_agreement: 1.0, mean_kl: 0.0 }
+    );
+}
+
+#[test]
+fn the_bound_scales_with_the_row_and_not_with_the_other_rows() {
+    let mut actual = rows();
+    actual[0][0] += 7e-4;
+    let summary = compare(&rows(), &actual, Tolerance::REFERENCE).unwrap().summary();
+    assert!(
+        (summary.max_abs_err - 7e-4).abs() < 1e-6
+            && (summary.max_rel_err - 7e-4 / 4.0).abs() < 1e-6
+    );
+    assert!(summary.mean_kl > 0.0);
+
+    actual[0][0] += 2e-4;
+    let Disagreement::Beyond { what, position, index, got, want, bound } =
+        refusal(&rows(), &actual)
+    else {
+        panic!("another reason");
+    };
+    assert_eq!((what, position, index, got, want), (What::Logits, 0, 0, actual[0][0], 1.0));
+    assert!((bound - 8e-4).abs() < 1e-9);
+}
+
+#[test]
+fn lengths_must_match_and_nothing_proves_nothing() {
+    assert_eq!(
+        refusal(&rows(), &rows()[..1]),
+        Disagreement::Positions { what: What::Logits, want: 2, got: 1 }
+    );
+    let mut actual = rows();
+    actual[1].pop();
+    let elements = Disagreement::Elements { what: What::Logits, position: 1, want: 3, got: 2 };
+    assert_eq!(refusal(&rows(), &actual), elements);
+    assert_eq!(refusal(&[], &[]), Disagreement::Nothing { what: What::Logits, position: 0 });
+    assert_eq!(
+        refusal(&[vec![]], &[vec![]]),
+        Disagreement::Nothing { what: What::Logits, position: 0 }
+    );
+}
+
+#[test]
+fn what_is_not_finite_disagrees_even_with_itself() {
+    for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut broken = rows();
+        broken[1][2] = value;
+        for (expected, actual) in
+            [(rows(), broken.clone()), (broken.clone(), rows()), (broken.clone(), broken)]
+        {
+            assert!(matches!(
+                refusal(&expected, &actual),
+                Disagreement::NotFinite { what: What::Logits, position: 1, index: 2, .. }
+            ));
+        }
+    }
+}
+
+#[test]
+fn values_extend_an_agreement_and_can_end_it() {
+    let agreement = || compare(&rows(), &rows(), Tolerance::REFERENCE).unwrap();
+    let (want, got) = ([1.0f32, 2.0, 3.0, 4.0], [1.0f32, 2.0, 3.0, 4.0005]);
+    let what = What::Keys { layer: 3 };
+    let extended = agreement().and_values(
+        what,
+        want.chunks_exact(2),
+        got.chunks_exact(2),
+        Tolerance::REFERENCE,
+    );
+    assert!((extended.unwrap().summary().max_abs_err - 5e-4).abs() < 1e-6);
+    let got = [1.0f32, 2.1, 3.0, 4.0];
+    let ended = agreement().and_values(
+        what,
+        want.chunks_exact(2),
+        got.chunks_exact(2),
+        Tolerance::REFERENCE,
+    );
+    let text = ended.unwrap_err().to_string();
+    assert_eq!(
+        text,
+        "keys of layer 3 differ at position 0, index 1: got 2.1, want 2 within 4.000e-4"
+    );
+}
+
+#[test]
+fn the_device_follows_the_reference() {
+    let mut actual = rows();
+    actual[1][2] += 0.03;
+    let reference = compare(&rows(), &rows(), Tolerance::REFERENCE).unwrap();
+    let device: Agreement<Device> =
+        reference.and_device(&rows(), &actual, Tolerance::DEVICE).unwrap();
+    assert!((device.summary().max_rel_err - 0.03 / 8.0).abs() < 1e-6);
+    actual[1][2] += 0.03;
+    assert!(reference.and_device(&rows(), &actual, Tolerance::DEVICE).is_err());
+}
+
+#[test]
+fn top1_counts_positions() {
+    let expected = [vec![1.0, 1.0001], vec![0.0, 1.0]];
+    let actual = [vec![1.0001, 1.0], vec![0.0, 1.0]];
+    assert_eq!(
+        compare(&expected, &actual, Tolerance::REFERENCE).unwrap().summary().top1_agreement,
+        0.5
+    );
+}
+
+#[test]
+fn tolerances_follow_dtype_and_length() {
+    let of = |dtype, len| Tolerance::of_reduction(dtype, len).rel();
+    assert_eq!(of(DType::F32, 1), 2f64.powi(-21));
+    assert_eq!(of(DType::F32, 4096), 2f64.powi(-15));
+    assert!(of(DType::F32, 64) < of(DType::F16, 64) && of(DType::F16, 64) < of(DType::Bf16, 64));
+    assert!(of(DType::F32, 128 * 1024) < Tolerance::REFERENCE.rel());
+}

@@ -1,0 +1,269 @@
+//! Dot products whose bits do not depend on the CPU or on the number of threads, and the few scalar functions around them.
+//!
+//! A dot product is 32 independent `f32` running sums, element `i` going to sum `i % 32`, added up by a fixed tree in
+//! `f64`. No fused multiply-add is used, so a compiler may vectorise the sums with any width and gets the same bits. Each output element is
+//! one such dot product, computed by one thread: how rows are spread over threads, and how many positions share a
+//! pass over the weights, cannot change a result.
+
+use ir::DType;
+use rayon::prelude::*;
+
+/// Running sums of a dot product.
+const LANES: usize = 32;
+
+/// Multiply-adds that one parallel task should hold, so that small matrices do not drown in scheduling.
+const TASK_MACS: usize = 1 << 16;
+
+/// How an element of a row is stored.
+trait Element {
+    /// The stored form; bytes, because rows need not be aligned.
+    type Raw: Copy + Sync;
+
+    /// The value, exactly.
+    fn value(raw: Self::Raw) -> f32;
+}
+
+struct StoredF32;
+struct StoredF16;
+struct StoredBf16;
+/// A row that was decoded already.
+struct Decoded;
+
+impl Element for StoredF32 {
+    type Raw = [u8; 4];
+
+    #[inline(always)]
+    fn value(raw: [u8; 4]) -> f32 {
+        f32::from_le_bytes(raw)
+    }
+}
+
+impl Element for StoredF16 {
+    type Raw = [u8; 2];
+
+    /// Branch-free, so that it vectorises; `half` decides at run time, per element, which instruction to use.
+    #[inline(always)]
+    fn value(raw: [u8; 2]) -> f32 {
+        let half = u32::from(u16::from_le_bytes(raw));
+        let magnitude = (half & 0x7fff) << 13;
+        // Infinities and NaN keep an all-ones exponent; everything else is rebased from bias 15 to bias 127.
+        let rebase = if magnitude >= 0x1f << 23 { 224 << 23 } else { 112 << 23 };
+        let normal = f32::from_bits(magnitude + rebase);
+        // A subnormal is an integer multiple of 2^-24: give it the implicit one of 2^-14 and subtract that again.
+        let subnormal = f32::from_bits(magnitude + (113 << 23)) - f32::from_bits(113 << 23);
+        let value = if magnitude < 1 << 23 { subnormal } else { normal };
+        f32::from_bits(value.to_bits() | (half & 0x8000) << 16)
+    }
+}
+
+impl Element for StoredBf16 {
+    type Raw = [u8; 2];
+
+    #[inline(always)]
+    fn value(raw: [u8; 2]) -> f32 {
+        f32::from_bits(u32::from(u16::from_le_bytes(raw)) << 16)
+    }
+}
+
+impl Element for Decoded {
+    type Raw = f32;
+
+    #[inline(always)]
+    fn value(raw: f32) -> f32 {
+        raw
+    }
+}
+
+/// The dot product of the module's description. `row` and `x` have one length.
+#[inline(always)]
+fn lane_dot<E: Element>(row: &[E::Raw], x: &[f32]) -> f32 {
+    debug_assert_eq!(row.len(), x.len());
+    let mut sums = [0f32; LANES];
+    let (row_chunks, row_rest) = row.as_chunks::<LANES>();
+    let (x_chunks, x_rest) = x.as_chunks::<LANES>();
+    for (row, x) in row_chunks.iter().zip(x_chunks) {
+        for lane in 0..LANES {
+            sums[lane] += E::value(row[lane]) * x[lane];
+        }
+    }
+    for ((sum, &raw), &x) in sums.iter_mut().zip(row_rest).zip(x_rest) {
+        *sum += E::value(raw) * x;
+    }
+    tree(&sums)
+}
+
+/// Adds the running sums: halves onto halves, so lane `i` meets lane `i + 16`, then `i + 8`, and so on.
+fn tree(sums: &[f32; LANES]) -> f32 {
+    let mut sums = sums.map(f64::from);
+    let mut half = LANES / 2;
+    while half > 0 {
+        for lane in 0..half {
+            sums[lane] += sums[lane + half];
+        }
+        half /= 2;
+    }
+    sums[0] as f32
+}
+
+/// Dot product of two decoded vectors of one length.
+pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
+    lane_dot::<Decoded>(a, b)
+}
+
+/// A stored matrix: row-major, little-endian, any alignment.
+#[derive(Clone, Copy)]
+pub(crate) struct Matrix<'a> {
+    dtype: DType,
+    rows: usize,
+    cols: usize,
+    bytes: &'a [u8],
+}
+
+impl<'a> Matrix<'a> {
+    /// A view of `bytes`, or `None` if they are not `rows * cols` elements or the matrix is empty.
+    pub(crate) fn new(dtype: DType, rows: usize, cols: usize, bytes: &'a [u8]) -> Option<Self> {
+        let expected = rows.checked_mul(cols)?.checked_mul(dtype.bytes())?;
+        (expected > 0 && bytes.len() == expected).then_some(Self { dtype, rows, cols, bytes })
+    }
+
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Decodes row `row` into `out`, which has the length of a row.
+    pub(crate) fn decode_row(&self, row: usize, out: &mut [f32]) {
+        let stride = self.cols * self.dtype.bytes();
+        let bytes = &self.bytes[row * stride..][..stride];
+        match self.dtype {
+            DType::F32 => decode::<StoredF32>(bytes.as_chunks().0, out),
+            DType::F16 => decode::<StoredF16>(bytes.as_chunks().0, out),
+            DType::Bf16 => decode::<StoredBf16>(bytes.as_chunks().0, out),
+        }
+    }
+
+    /// `W x` for each of the vectors in `xs` (`[n, cols]`), as `[n, rows]`.
+    pub(crate) fn apply(&self, xs: &[f32]) -> Vec<f32> {
+        match self.dtype {
+            DType::F32 => self.apply_stored::<StoredF32>(self.bytes.as_chunks().0, xs),
+            DType::F16 => self.apply_stored::<StoredF16>(self.bytes.as_chunks().0, xs),
+            DType::Bf16 => self.apply_stored::<StoredBf16>(self.bytes.as_chunks().0, xs),
+        }
+    }
+
+    fn apply_stored<E: Element>(&self, raw: &[E::Raw], xs: &[f32]) -> Vec<f32> {
+        let (rows, cols) = (self.rows, self.cols);
+        let n = xs.len() / cols;
+        // `[rows, n]`, so that each parallel task owns a contiguous part of the result.
+        let mut by_row = vec![0f32; rows * n];
+        let rows_per_task = (TASK_MACS / (cols * n.max(1))).max(1);
+        let tasks = by_row
+            .par_chunks_mut(rows_per_task * n.max(1))
+            .zip(raw.par_chunks(rows_per_task * cols));
+        if n == 1 {
+            tasks.for_each(|(out, raw)| {
+                for (out, row) in out.iter_mut().zip(raw.chunks_exact(cols)) {
+                    *out = lane_dot::<E>(row, xs);
+                }
+            });
+            return by_row;
+        }
+        // A row is decoded once and stays in the first-level cache while every position is multiplied with it.
+        tasks.for_each_init(
+            || vec![0f32; cols],
+            |decoded, (out, raw)| {
+                for (out, row) in out.chunks_exact_mut(n).zip(raw.chunks_exact(cols)) {
+                    decode::<E>(row, decoded);
+                    for (out, x) in out.iter_mut().zip(xs.chunks_exact(cols)) {
+                        *out = lane_dot::<Decoded>(decoded, x);
+                    }
+                }
+            },
+        );
+        transpose(&by_row, n)
+    }
+}
+
+fn decode<E: Element>(raw: &[E::Raw], out: &mut [f32]) {
+    debug_assert_eq!(raw.len(), out.len());
+    for (out, &raw) in out.iter_mut().zip(raw) {
+        *out = E::value(raw);
+    }
+}
+
+/// `[len / cols, cols]` to `[cols, len / cols]`.
+fn transpose(matrix: &[f32], cols: usize) -> Vec<f32> {
+    if cols == 0 {
+        return Vec::new();
+    }
+    let rows = matrix.len() / cols;
+    let mut out = vec![0f32; matrix.len()];
+    out.par_chunks_mut(rows.max(1)).enumerate().for_each(|(col, out)| {
+        for (out, row) in out.iter_mut().zip(matrix.chunks_exact(cols)) {
+            *out = row[col];
+        }
+    });
+    out
+}
+
+/// `x * weight / sqrt(mean(x^2) + eps)`, the mean in `f64`.
+pub(crate) fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let sum: f64 = x.iter().map(|&v| f64::from(v) * f64::from(v)).sum();
+    let scale = 1.0 / (sum / x.len() as f64 + f64::from(eps)).sqrt();
+    for ((out, &x), &weight) in out.iter_mut().zip(x).zip(weight) {
+        *out = (f64::from(x) * scale * f64::from(weight)) as f32;
+    }
+}
+
+/// Turns scores into weights that sum to one, in place; the sum in `f64`, after subtracting the largest score.
+pub(crate) fn softmax(scores: &mut [f64]) {
+    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let mut sum = 0.0;
+    for score in scores.iter_mut() {
+        *score = (*score - max).exp();
+        sum += *score;
+    }
+    for score in scores.iter_mut() {
+        *score /= sum;
+    }
+}
+
+/// `x * sigmoid(x)`.
+pub(crate) fn silu(x: f32) -> f32 {
+    let x = f64::from(x);
+    (x / (1.0 + (-x).exp())) as f32
+}
+
+/// Cosine and sine of each rotary angle at a position.
+///
+/// The angle is the `f32` product, as every implementation has it; at large positions a wider product is a different rotation.
+pub(crate) fn rotations(position: u32, inv_freq: &[f32]) -> Vec<(f32, f32)> {
+    let rotation = |&frequency: &f32| {
+        let angle = f64::from(position as f32 * frequency);
+        (angle.cos() as f32, angle.sin() as f32)
+    };
+    inv_freq.iter().map(rotation).collect()
+}
+
+/// Rotates element `i` of a head with element `i + head_dim / 2`.
+pub(crate) fn rotate(head: &mut [f32], rotations: &[(f32, f32)]) {
+    let (low, high) = head.split_at_mut(rotations.len());
+    for ((low, high), &(cos, sin)) in low.iter_mut().zip(high).zip(rotations) {
+        (*low, *high) = (*low * cos - *high * sin, *high * cos + *low * sin);
+    }
+}
+
+/// Index of the largest value; the first of equals. NaN never wins, and an empty slice gives 0.
+#[must_use]
+pub fn argmax(values: &[f32]) -> u32 {
+    let mut best = 0;
+    let mut largest = f32::NEG_INFINITY;
+    for (index, &value) in values.iter().enumerate() {
+        if value > largest {
+            (best, largest) = (index, value);
+        }
+    }
+    best as u32
+}
+
+#[cfg(test)]
+mod tests;

@@ -130,6 +130,8 @@ pub fn structs() -> Vec<StructLayout> {
         crate::SlotDesc::LAYOUT,
         crate::ProgramHeader::LAYOUT,
         crate::StepState::LAYOUT,
+        crate::Launch::LAYOUT,
+        crate::Done::LAYOUT,
         crate::TaskRecord::LAYOUT,
         crate::Submission::LAYOUT,
         crate::Completion::LAYOUT,

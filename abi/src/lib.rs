@@ -23,4 +23,4 @@ pub use op::{
 };
 pub use ring::{Command, Completion, EntryState, RingIndices, Submission, Transition, transition};
 pub use status::{Status, Trap};
-pub use task::{Load, ProgramHeader, Queue, SlotDesc, SlotKind, StepState, Task, TaskRecord};
+pub use task::{Done, Launch, Load, ProgramHeader, Queue, SlotDesc, SlotKind, StepState, Task, TaskRecord};

@@ -79,24 +79,20 @@ wire_struct! {
 
 wire_struct! {
     /// Words of the ring that are not entries, each on a line of its own.
-    amk_ring_indices align(128) size(512)
+    amk_ring_indices align(128) size(384)
     pub struct RingIndices {
         /// Written by the host: nonzero asks every worker to leave.
         pub abort: u32,
         /// Zero.
         pub reserved0: [u32; 31],
-        /// Written by the host: increases while the host lives.
-        pub lease: u32,
-        /// Zero.
-        pub reserved1: [u32; 31],
         /// Written by the device: increases while the poller lives.
         pub heartbeat: u32,
         /// Zero.
-        pub reserved2: [u32; 31],
+        pub reserved1: [u32; 31],
         /// Written by the device: submissions taken up.
         pub head: u32,
         /// Zero.
-        pub reserved3: [u32; 31],
+        pub reserved2: [u32; 31],
     }
 }
 

@@ -18,16 +18,12 @@ wire_enum! {
         StageDeadline = 4 "stage_deadline",
         /// The loader found no free stage before the deadline.
         RingDeadline = 5 "ring_deadline",
-        /// The next step was not announced before the deadline.
-        StepDeadline = 6 "step_deadline",
         /// An opcode outside the table.
-        BadOpcode = 7 "bad_opcode",
+        BadOpcode = 6 "bad_opcode",
         /// A slot, counter or token outside its table.
-        BadIndex = 8 "bad_index",
+        BadIndex = 7 "bad_index",
         /// A submission that cannot be carried out.
-        BadCommand = 9 "bad_command",
-        /// The host's lease ran out: nobody is there to read the answer.
-        LeaseExpired = 10 "lease_expired",
+        BadCommand = 8 "bad_command",
     }
 }
 

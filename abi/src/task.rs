@@ -1,7 +1,7 @@
 //! The program as the device sees it: tasks, load stream, queues, slots, step state.
 
 use crate::layout::wire_struct;
-use crate::limits::{PARAM_BYTES, READS_MAX, WAITS_MAX, WRITES_MAX};
+use crate::limits::{PARAM_BYTES, READS_MAX, STOP_TOKENS_MAX, WAITS_MAX, WRITES_MAX};
 use crate::op::wire_enum;
 
 wire_struct! {
@@ -147,7 +147,7 @@ wire_struct! {
 
 wire_struct! {
     /// The step that all workers are to run, in device memory; `go` is released last.
-    amk_step align(16) size(64)
+    amk_step align(16) size(96)
     pub struct StepState {
         /// Address of the `amk_program`.
         pub program: u64,
@@ -171,10 +171,74 @@ wire_struct! {
         pub flags: u32,
         /// Stop tokens in use.
         pub stop_len: u32,
+        /// A generated token among these ends the command.
+        pub stop: [u32; STOP_TOKENS_MAX],
+        /// First position of the command.
+        pub first: u32,
         /// Zero.
-        pub reserved: [u32; 3],
+        pub reserved: [u32; 2],
         /// Actions published so far; released last.
         pub go: u32,
+    }
+}
+
+wire_struct! {
+    /// What a kernel is launched with, by value.
+    amk_launch align(16) size(112)
+    pub struct Launch {
+        /// `amk_submission[RING_ENTRIES]` in mapped host memory.
+        pub submissions: u64,
+        /// `amk_completion[RING_ENTRIES]` in mapped host memory.
+        pub completions: u64,
+        /// `amk_ring_indices` in mapped host memory.
+        pub indices: u64,
+        /// `amk_status` in mapped host memory.
+        pub status: u64,
+        /// Token buffers in mapped host memory, `token_stride` words per session.
+        pub tokens: u64,
+        /// `amk_step` in device memory.
+        pub step: u64,
+        /// `amk_done` in device memory.
+        pub done: u64,
+        /// `amk_record[]` in device memory, for the traced kernel variant; else zero.
+        pub records: u64,
+        /// Nanoseconds that any wait inside a step may last.
+        pub deadline_ns: u64,
+        /// Words between the token buffers of two sessions.
+        pub token_stride: u32,
+        /// Sessions.
+        pub sessions: u32,
+        /// Workers: thread blocks of the launch.
+        pub workers: u32,
+        /// Records that fit.
+        pub record_len: u32,
+        /// First program, loaded before the launch.
+        pub program: u64,
+        /// Zero.
+        pub reserved: [u32; 4],
+    }
+}
+
+wire_struct! {
+    /// What the sampling worker leaves for the poller at the end of a command, in device memory.
+    amk_done align(16) size(32)
+    pub struct Done {
+        /// Device-wide: nonzero asks every worker to leave.
+        pub abort: u32,
+        /// Positions that were run.
+        pub steps: u32,
+        /// Last token chosen.
+        pub token: u32,
+        /// Whether it was a stop token.
+        pub stopped: u32,
+        /// Workers that have switched program, ever.
+        pub switched: u32,
+        /// Workers that have left.
+        pub left: u32,
+        /// Claim on the status block: the first worker to take it reports.
+        pub reporter: u32,
+        /// Commands finished; released last.
+        pub sequence: u32,
     }
 }
 

@@ -1,0 +1,291 @@
+//! The append-only ledger: one JSON object a line, chained by hash.
+//!
+//! A line is `{"seq":N,"prev":"…","record":{…},"hash":"…"}`. `hash` is the blake3 of the line's text before `,"hash"`, so that
+//! what was checked is exactly the bytes that were written; `prev` is the `hash` of the line before, and the [`LEDGER_SCHEMA`]'s
+//! hash on the first line. The first record is the header that the caller gave.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::error::CorpusError;
+
+/// The schema id that the first record of every ledger carries in `schema`.
+pub const LEDGER_SCHEMA: &str = "amk.ledger.v1";
+
+/// Where the text that is hashed ends.
+const HASH_FIELD: &str = ",\"hash\":\"";
+
+/// Largest line that is believed to be one, in bytes.
+const LINE_MAX: usize = 64 << 20;
+
+/// A ledger that is open for appending. The file is locked until it is dropped.
+#[derive(Debug)]
+pub struct Ledger {
+    file: File,
+    path: PathBuf,
+    seq: u64,
+    prev: String,
+    bytes: u64,
+}
+
+/// What a ledger holds.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Contents {
+    /// The first record.
+    pub header: Value,
+    /// The other records, first to last.
+    pub records: Vec<Value>,
+    /// Whether an unfinished last line was ignored.
+    pub torn: bool,
+    /// Bytes of the lines that count.
+    bytes: u64,
+    prev: String,
+}
+
+impl Ledger {
+    /// Starts a ledger. `header` must be a JSON object; its `schema` is set to [`LEDGER_SCHEMA`].
+    ///
+    /// # Errors
+    /// If the file exists and is not empty, or cannot be written.
+    pub fn create(path: &Path, header: &Value) -> Result<Self, CorpusError> {
+        if let Some(folder) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
+            std::fs::create_dir_all(folder).map_err(|e| CorpusError::io("create", folder, e))?;
+        }
+        let file = open(path, true)?;
+        lock(&file, path)?;
+        let held = file.metadata().map_err(|e| CorpusError::io("read", path, e))?.len();
+        if held > 0 && !only_a_torn_header(&file, path)? {
+            return Err(CorpusError::Exists { path: path.to_path_buf() });
+        }
+        cut(&file, path, 0)?;
+        let mut ledger = Self { file, path: path.to_path_buf(), seq: 0, prev: genesis(), bytes: 0 };
+        let mut header = header.clone();
+        if let Some(fields) = header.as_object_mut() {
+            fields.insert("schema".into(), LEDGER_SCHEMA.into());
+        }
+        ledger.append(&header)?;
+        sync_folder(path)?;
+        Ok(ledger)
+    }
+
+    /// Opens a ledger to continue it, and cuts off an unfinished last line.
+    ///
+    /// # Errors
+    /// If it cannot be read or written, is no ledger, is in use, or was tampered with.
+    pub fn resume(path: &Path) -> Result<(Self, Contents), CorpusError> {
+        let file = open(path, false)?;
+        lock(&file, path)?;
+        let contents = read_open(&file, path)?;
+        if contents.torn {
+            cut(&file, path, contents.bytes)?;
+        }
+        let ledger = Self {
+            file,
+            path: path.to_path_buf(),
+            seq: contents.records.len() as u64 + 1,
+            prev: contents.prev.clone(),
+            bytes: contents.bytes,
+        };
+        Ok((ledger, contents))
+    }
+
+    /// Appends a record and returns its hash once the record is on the disk.
+    ///
+    /// # Errors
+    /// If the disk refuses. The ledger then ends where it ended before.
+    pub fn append(&mut self, record: &impl Serialize) -> Result<String, CorpusError> {
+        let body = body(self.seq, &self.prev, record)
+            .map_err(|e| CorpusError::io("write", &self.path, e.into()))?;
+        let hash = hash_of(&body);
+        let line = format!("{body}{HASH_FIELD}{hash}\"}}\n");
+        let written = (&self.file)
+            .seek(SeekFrom::Start(self.bytes))
+            .and_then(|_| self.file.write_all(line.as_bytes()))
+            .and_then(|()| self.file.sync_data());
+        if let Err(error) = written {
+            // What was written of the line is no row; the next reader would cut it off too.
+            let _ = self.file.set_len(self.bytes);
+            return Err(CorpusError::io("write", &self.path, error));
+        }
+        self.bytes += line.len() as u64;
+        self.seq += 1;
+        self.prev.clone_from(&hash);
+        Ok(hash)
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// Reads and checks a whole ledger.
+///
+/// # Errors
+/// If it cannot be read, is no ledger, or was tampered with.
+pub fn read(path: &Path) -> Result<Contents, CorpusError> {
+    let file = File::open(path).map_err(|e| CorpusError::io("read", path, e))?;
+    read_open(&file, path)
+}
+
+fn open(path: &Path, create: bool) -> Result<File, CorpusError> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(create)
+        .truncate(false)
+        .open(path)
+        .map_err(|e| CorpusError::io(if create { "create" } else { "open" }, path, e))
+}
+
+fn lock(file: &File, path: &Path) -> Result<(), CorpusError> {
+    match file.try_lock() {
+        Ok(()) => Ok(()),
+        Err(TryLockError::WouldBlock) => Err(CorpusError::Locked { path: path.to_path_buf() }),
+        Err(TryLockError::Error(source)) => match source.kind() {
+            // Some network file systems have no locks; the chain still finds two writers.
+            std::io::ErrorKind::Unsupported => Ok(()),
+            _ => Err(CorpusError::io("lock", path, source)),
+        },
+    }
+}
+
+/// Whether the file holds no finished line: a process died while it wrote the header.
+fn only_a_torn_header(file: &File, path: &Path) -> Result<bool, CorpusError> {
+    let mut text = Vec::new();
+    let mut reader = file;
+    reader.read_to_end(&mut text).map_err(|e| CorpusError::io("read", path, e))?;
+    Ok(!text.contains(&b'\n') && text.starts_with(br#"{"seq":0,"#))
+}
+
+fn cut(file: &File, path: &Path, bytes: u64) -> Result<(), CorpusError> {
+    file.set_len(bytes)
+        .and_then(|()| file.sync_data())
+        .map_err(|e| CorpusError::io("write", path, e))
+}
+
+/// A new file is only found again after a power loss when its folder is on the disk.
+fn sync_folder(path: &Path) -> Result<(), CorpusError> {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if cfg!(unix) {
+        let synced = File::open(folder).and_then(|folder| folder.sync_all());
+        synced.map_err(|e| CorpusError::io("sync", folder, e))?;
+    }
+    Ok(())
+}
+
+fn genesis() -> String {
+    hash_of(LEDGER_SCHEMA)
+}
+
+fn hash_of(text: &str) -> String {
+    blake3::hash(text.as_bytes()).to_hex().to_string()
+}
+
+/// The text of a line before its hash.
+fn body(seq: u64, prev: &str, record: &impl Serialize) -> Result<String, serde_json::Error> {
+    let record = serde_json::to_string(record)?;
+    Ok(format!("{{\"seq\":{seq},\"prev\":\"{prev}\",\"record\":{record}"))
+}
+
+fn read_open(file: &File, path: &Path) -> Result<Contents, CorpusError> {
+    let mut bytes = Vec::new();
+    let mut reader = file;
+    reader
+        .seek(SeekFrom::Start(0))
+        .and_then(|_| reader.read_to_end(&mut bytes))
+        .map_err(|e| CorpusError::io("read", path, e))?;
+    let finished = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |last| last + 1);
+    let mut chain = Chain { path, seq: 0, prev: genesis(), records: Vec::new() };
+    for line in bytes[..finished].split_inclusive(|&b| b == b'\n') {
+        chain.line(&line[..line.len() - 1])?;
+    }
+    let mut records = chain.records;
+    if records.is_empty() {
+        let found = if bytes.is_empty() { "an empty file" } else { "no finished line" };
+        return Err(CorpusError::Schema { path: path.to_path_buf(), found: found.into() });
+    }
+    let header = records.remove(0);
+    Ok(Contents {
+        header,
+        records,
+        torn: finished < bytes.len(),
+        bytes: finished as u64,
+        prev: chain.prev,
+    })
+}
+
+struct Chain<'a> {
+    path: &'a Path,
+    seq: u64,
+    prev: String,
+    records: Vec<Value>,
+}
+
+impl Chain<'_> {
+    fn line(&mut self, line: &[u8]) -> Result<(), CorpusError> {
+        let Some((body, hash)) = split(line) else {
+            if self.seq == 0 {
+                return Err(self.schema("something else"));
+            }
+            return Err(self.tampered("this is not a row".into()));
+        };
+        let parsed: Result<Value, _> = serde_json::from_str(&format!("{body}}}"));
+        let Ok(Value::Object(mut row)) = parsed else {
+            return Err(self.tampered("this is not a row".into()));
+        };
+        let record = row.remove("record").unwrap_or_default();
+        if self.seq == 0 {
+            let schema = record.get("schema").and_then(Value::as_str).unwrap_or("none");
+            if schema != LEDGER_SCHEMA {
+                return Err(self.schema(schema));
+            }
+        }
+        if hash_of(body) != hash {
+            return Err(self.tampered("the row was edited (its hash does not fit)".into()));
+        }
+        let seq = row.get("seq").and_then(Value::as_u64);
+        let prev = row.get("prev").and_then(Value::as_str);
+        if seq != Some(self.seq) || prev != Some(self.prev.as_str()) {
+            return Err(self.tampered(format!(
+                "a row was removed, inserted or moved before this one (row {} belongs here)",
+                self.seq
+            )));
+        }
+        self.seq += 1;
+        self.prev = hash.to_owned();
+        self.records.push(record);
+        Ok(())
+    }
+
+    fn schema(&self, found: &str) -> CorpusError {
+        CorpusError::Schema { path: self.path.to_path_buf(), found: found.to_owned() }
+    }
+
+    fn tampered(&self, reason: String) -> CorpusError {
+        CorpusError::Tampered {
+            path: self.path.to_path_buf(),
+            line: self.records.len() + 1,
+            reason,
+        }
+    }
+}
+
+/// A line's text before its hash, and the hash.
+fn split(line: &[u8]) -> Option<(&str, &str)> {
+    if line.len() > LINE_MAX {
+        return None;
+    }
+    let line = std::str::from_utf8(line).ok()?;
+    let (body, rest) = line.rsplit_once(HASH_FIELD)?;
+    Some((body, rest.strip_suffix("\"}")?))
+}
+
+#[cfg(test)]
+#[path = "ledger_tests.rs"]
+mod tests;

@@ -7,8 +7,10 @@
 pub mod graph;
 mod id;
 pub mod program;
+mod violation;
 mod weights;
 
 pub use graph::{DType, Graph, Layer, Linear, Tensor};
 pub use id::{CounterId, MatrixId, SlotId, TensorId, WorkerId};
+pub use violation::{At, Level, Rule, Violation, Violations};
 pub use weights::{FileRange, Weights, decode};

@@ -1,0 +1,207 @@
+//! Every rule that `validate` and `verify` check, and what a broken one looks like.
+//!
+//! A rule is declared once, in [`for_each_rule!`]: its identifier and one sentence. `docs/invariants.md` is generated from the table,
+//! and a test fails when a program rule has no negative file test.
+
+use serde::{Serialize, Serializer};
+
+use crate::id::{CounterId, MatrixId, SlotId, WorkerId};
+
+/// Calls `$macro` with the whole rule table. Schedule rules first, then program rules by family.
+macro_rules! for_each_rule {
+    ($macro:ident) => {
+        $macro! {
+            Program PLimit "P-LIMIT" "sizes, dimensions and the weight ring stay within the ABI's limits";
+            Program POpcode "P-OPCODE" "enumerations hold values of their table and reserved words are zero";
+            Program PArity "P-ARITY" "a task has the slots that its op needs, of the right kinds, and every id is in range";
+            Program PShape "P-SHAPE" "parameters, slots, matrices and dimensions agree, and no word or tile lies outside its slot or matrix";
+            Program CSatisfiable "C-SATISFIABLE" "a wait is for at least one arrival and at most those that the counter gets in a step";
+            Program CAlljoin "C-ALLJOIN" "a wait is for all arrivals of its counter in a step";
+            Program CWidth "C-WIDTH" "arrivals over a whole key/value cache of steps fit into a counter";
+            Program OAcyclic "O-ACYCLIC" "queue order, counters and tagged slots leave no cycle of tasks that wait for each other";
+            Program OStep "O-STEP" "a step has exactly one `sample`, and it is ordered after every other task";
+            Program RHappens "R-HAPPENS" "a read is ordered after the write that it reads";
+            Program RWriter "R-WRITER" "a write is ordered after the write before it and after every read in between";
+            Program RUnwritten "R-UNWRITTEN" "every word that a task reads was written in this step, in the same slot and generation";
+            Program ROverlap "R-OVERLAP" "no word is overwritten before anything has read it";
+            Program TCover "T-COVER" "every word of a slot that tasks use is written in each step";
+            Program MPage "M-PAGE" "slots that share arena bytes are used one after the other, and tagged words never see a plain or repeated write";
+            Program LStream "L-STREAM" "a worker's loads are exactly the units that its tasks consume, in order";
+            Program LBounds "L-BOUNDS" "a load is not empty and lies inside its matrix";
+            Program KSplit "K-SPLIT" "each split of each key/value head of a layer is attended exactly once, with equal parameters, and merged with the same";
+            Program KCache "K-CACHE" "each layer has one key/value cache of the right size, used by that layer only";
+        }
+    };
+}
+
+/// What a rule is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Level {
+    /// A schedule that somebody wrote: checked by `validate`.
+    Schedule,
+    /// A program that we made: checked by `verify`.
+    Program,
+}
+
+macro_rules! define_rules {
+    ($($level:ident $variant:ident $id:literal $sentence:literal;)+) => {
+        /// A rule. Its text form is its identifier.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum Rule { $(#[doc = concat!($id, ": ", $sentence, ".")] $variant),+ }
+
+        impl Rule {
+            /// Every rule, in the table's order.
+            pub const ALL: &'static [Self] = &[$(Self::$variant),+];
+
+            /// Such as `R-HAPPENS`.
+            #[must_use]
+            pub const fn id(self) -> &'static str {
+                match self { $(Self::$variant => $id),+ }
+            }
+
+            /// The rule in one sentence, without a full stop.
+            #[must_use]
+            pub const fn sentence(self) -> &'static str {
+                match self { $(Self::$variant => $sentence),+ }
+            }
+
+            /// What the rule is about.
+            #[must_use]
+            pub const fn level(self) -> Level {
+                match self { $(Self::$variant => Level::$level),+ }
+            }
+        }
+    };
+}
+for_each_rule!(define_rules);
+
+impl Rule {
+    /// The rule with this identifier.
+    #[must_use]
+    pub fn from_id(id: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|rule| rule.id() == id)
+    }
+}
+
+impl std::fmt::Display for Rule {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.id())
+    }
+}
+
+impl Serialize for Rule {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.id())
+    }
+}
+
+/// Where a rule is broken.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum At {
+    /// The whole schedule or program.
+    Whole,
+    /// A knob, by its dotted path.
+    Knob(String),
+    /// A matrix of the program.
+    Matrix(MatrixId),
+    /// A slot of the program.
+    Slot(SlotId),
+    /// A counter of the program.
+    Counter(CounterId),
+    /// A worker of the program.
+    Worker(WorkerId),
+    /// A task, by worker and place in its queue.
+    Task(WorkerId, u32),
+}
+
+impl std::fmt::Display for At {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Whole => f.write_str("whole"),
+            Self::Knob(path) => f.write_str(path),
+            Self::Matrix(id) => id.fmt(f),
+            Self::Slot(id) => id.fmt(f),
+            Self::Counter(id) => id.fmt(f),
+            Self::Worker(id) => id.fmt(f),
+            Self::Task(worker, index) => write!(f, "{worker}.{index}"),
+        }
+    }
+}
+
+impl Serialize for At {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// One broken rule, with its place and its numbers.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct Violation {
+    /// The rule.
+    pub rule: Rule,
+    /// The place.
+    pub at: At,
+    /// What was found and what was expected, in one lower-case sentence.
+    pub detail: String,
+}
+
+impl std::fmt::Display for Violation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} at {}: {}", self.rule, self.at, self.detail)
+    }
+}
+
+/// Everything that was found wrong. The first [`Violations::KEPT_MAX`] are kept, the rest only counted.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Violations {
+    kept: Vec<Violation>,
+    total: usize,
+}
+
+impl Violations {
+    /// Violations that are kept; more are only counted.
+    pub const KEPT_MAX: usize = 256;
+    /// Violations that are printed.
+    const PRINTED_MAX: usize = 20;
+
+    /// Adds one.
+    pub fn push(&mut self, rule: Rule, at: At, detail: impl Into<String>) {
+        self.total += 1;
+        if self.kept.len() < Self::KEPT_MAX {
+            self.kept.push(Violation { rule, at, detail: detail.into() });
+        }
+    }
+
+    /// Those that were kept, in the order in which they were found.
+    #[must_use]
+    pub fn list(&self) -> &[Violation] {
+        &self.kept
+    }
+
+    /// How many there are, kept or not.
+    #[must_use]
+    pub fn total(&self) -> usize {
+        self.total
+    }
+
+    /// Whether nothing is wrong.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.total == 0
+    }
+}
+
+impl std::fmt::Display for Violations {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for (index, violation) in self.kept.iter().take(Self::PRINTED_MAX).enumerate() {
+            write!(f, "{}{violation}", if index == 0 { "" } else { "\n" })?;
+        }
+        let printed = self.kept.len().min(Self::PRINTED_MAX);
+        if self.total > printed {
+            write!(f, "\n... and {} more", self.total - printed)?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Violations {}

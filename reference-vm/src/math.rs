@@ -44,15 +44,13 @@ impl Element for StoredF16 {
     /// Branch-free, so that it vectorises; `half` decides at run time, per element, which instruction to use.
     #[inline(always)]
     fn value(raw: [u8; 2]) -> f32 {
-        let half = u32::from(u16::from_le_bytes(raw));
-        let magnitude = (half & 0x7fff) << 13;
-        // Infinities and NaN keep an all-ones exponent; everything else is rebased from bias 15 to bias 127.
-        let rebase = if magnitude >= 0x1f << 23 { 224 << 23 } else { 112 << 23 };
-        let normal = f32::from_bits(magnitude + rebase);
-        // A subnormal is an integer multiple of 2^-24: give it the implicit one of 2^-14 and subtract that again.
-        let subnormal = f32::from_bits(magnitude + (113 << 23)) - f32::from_bits(113 << 23);
-        let value = if magnitude < 1 << 23 { subnormal } else { normal };
-        f32::from_bits(value.to_bits() | (half & 0x8000) << 16)
+        // Sign, exponent and mantissa at their places in an f32, but the exponent still has bias 15 instead of 127.
+        let misbiased = (i32::from(i16::from_le_bytes(raw)) << 16 >> 3) as u32 & 0x8fff_e000;
+        // Exact, for subnormals too.
+        let value = f32::from_bits(misbiased) * f32::from_bits((127 + 112) << 23);
+        // Infinities and NaN had an exponent of ones, and get one.
+        let special = if value.abs() >= 65536.0 { 0x7f80_0000 } else { 0 };
+        f32::from_bits(value.to_bits() | special)
     }
 }
 

@@ -72,11 +72,10 @@ fn import(config: &Value, file: &SafeTensors<'_>) -> (Graph, Vec<Vec<u8>>) {
     let embed = find("model.embed_tokens.weight").unwrap();
     let tensors = names.iter().map(|name| {
         let view = file.tensor(name).unwrap();
-        let dtype = match view.dtype() {
-            Dtype::F32 => DType::F32,
-            Dtype::F16 => DType::F16,
-            _ => DType::Bf16,
-        };
+        let stored = |(stored, dtype)| (stored == view.dtype()).then_some(dtype);
+        let dtypes =
+            [(Dtype::F32, DType::F32), (Dtype::F16, DType::F16), (Dtype::BF16, DType::Bf16)];
+        let dtype = dtypes.into_iter().find_map(stored).unwrap();
         Tensor {
             name: name.clone(),
             dtype,

@@ -6,11 +6,16 @@
 
 pub mod graph;
 mod id;
+mod nearest;
 pub mod program;
+pub mod schedule;
+pub mod target;
 mod violation;
 mod weights;
 
 pub use graph::{DType, Graph, Layer, Linear, Tensor};
 pub use id::{CounterId, MatrixId, SlotId, TensorId, WorkerId};
+pub use schedule::{KernelConfig, Knob, ScheduleConfig, Valid};
+pub use target::Target;
 pub use violation::{At, Level, Rule, Violation, Violations};
 pub use weights::{FileRange, Weights, decode};

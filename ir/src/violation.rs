@@ -3,7 +3,9 @@
 //! A rule is declared once, in [`for_each_rule!`]: its identifier and one sentence. `docs/invariants.md` is generated from the table,
 //! and a test fails when a program rule has no negative file test.
 
+use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
+use serde_json::Value as Json;
 
 use crate::id::{CounterId, MatrixId, SlotId, WorkerId};
 
@@ -11,6 +13,18 @@ use crate::id::{CounterId, MatrixId, SlotId, WorkerId};
 macro_rules! for_each_rule {
     ($macro:ident) => {
         $macro! {
+            Schedule SJson "S-JSON" "a config file is one JSON document that holds an object";
+            Schedule SKey "S-KEY" "every key of a config file is part of a knob's dotted path";
+            Schedule SType "S-TYPE" "a knob's value has the type that the knob table says";
+            Schedule SRange "S-RANGE" "a knob's value is one of those that the knob table lists";
+            Schedule SGraph "S-GRAPH" "the graph lies within the limits of the opcode table";
+            Schedule STarget "S-TARGET" "the target lies within the limits of the opcode table";
+            Schedule SRing "S-RING" "the weight ring fits in shared memory beside the activation buffer";
+            Schedule SInFlight "S-IN-FLIGHT" "bytes in flight are whole stages, at least one and at most the ring";
+            Schedule SNear "S-NEAR" "bytes in flight near a handoff are at most those elsewhere";
+            Schedule SConsumer "S-CONSUMER" "the consumer exists for the element type of the weights and for the architecture";
+            Schedule SThreads "S-THREADS" "the threads of a worker are within the target's limits";
+            Schedule SSplit "S-SPLIT" "every split of the keys has work at some position";
             Program PLimit "P-LIMIT" "sizes, dimensions and the weight ring stay within the ABI's limits";
             Program POpcode "P-OPCODE" "enumerations hold values of their table and reserved words are zero";
             Program PArity "P-ARITY" "a task has the slots that its op needs, of the right kinds, and every id is in range";
@@ -100,8 +114,19 @@ impl Serialize for Rule {
 pub enum At {
     /// The whole schedule or program.
     Whole,
-    /// A knob, by its dotted path.
+    /// A knob or another key of a config, by its dotted path.
     Knob(String),
+    /// A place in a text, counted from one.
+    Text {
+        /// Line.
+        line: u32,
+        /// Column.
+        column: u32,
+    },
+    /// The model graph.
+    Graph,
+    /// The target.
+    Target,
     /// A matrix of the program.
     Matrix(MatrixId),
     /// A slot of the program.
@@ -119,6 +144,9 @@ impl std::fmt::Display for At {
         match self {
             Self::Whole => f.write_str("whole"),
             Self::Knob(path) => f.write_str(path),
+            Self::Text { line, column } => write!(f, "line {line} column {column}"),
+            Self::Graph => f.write_str("graph"),
+            Self::Target => f.write_str("target"),
             Self::Matrix(id) => id.fmt(f),
             Self::Slot(id) => id.fmt(f),
             Self::Counter(id) => id.fmt(f),
@@ -134,8 +162,8 @@ impl Serialize for At {
     }
 }
 
-/// One broken rule, with its place and its numbers.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
+/// One broken rule, with its place and its numbers. As JSON: `{rule, at, value, legal, suggestion, message}`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Violation {
     /// The rule.
     pub rule: Rule,
@@ -143,11 +171,63 @@ pub struct Violation {
     pub at: At,
     /// What was found and what was expected, in one lower-case sentence.
     pub detail: String,
+    /// What was given, where a user gave something.
+    pub value: Option<Json>,
+    /// What would be legal.
+    pub legal: Option<String>,
+    /// What to write instead.
+    pub suggestion: Option<String>,
+}
+
+impl Violation {
+    /// A violation with its sentence; the other methods add what a user can act on.
+    #[must_use]
+    pub fn new(rule: Rule, at: At, detail: impl Into<String>) -> Self {
+        Self { rule, at, detail: detail.into(), value: None, legal: None, suggestion: None }
+    }
+
+    /// Says what was given.
+    #[must_use]
+    pub fn value(self, value: impl Into<Json>) -> Self {
+        Self { value: Some(value.into()), ..self }
+    }
+
+    /// Says what would be legal.
+    #[must_use]
+    pub fn legal(self, legal: impl Into<String>) -> Self {
+        Self { legal: Some(legal.into()), ..self }
+    }
+
+    /// Says what to write instead.
+    #[must_use]
+    pub fn suggest(self, suggestion: impl Into<String>) -> Self {
+        Self { suggestion: Some(suggestion.into()), ..self }
+    }
+}
+
+impl Serialize for Violation {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(6))?;
+        map.serialize_entry("rule", &self.rule)?;
+        map.serialize_entry("at", &self.at)?;
+        map.serialize_entry("value", &self.value)?;
+        map.serialize_entry("legal", &self.legal)?;
+        map.serialize_entry("suggestion", &self.suggestion)?;
+        map.serialize_entry("message", &self.detail)?;
+        map.end()
+    }
 }
 
 impl std::fmt::Display for Violation {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} at {}: {}", self.rule, self.at, self.detail)
+        write!(f, "{} at {}: {}", self.rule, self.at, self.detail)?;
+        if let Some(legal) = &self.legal {
+            write!(f, "; legal: {legal}")?;
+        }
+        if let Some(suggestion) = &self.suggestion {
+            write!(f, "; try {suggestion}")?;
+        }
+        Ok(())
     }
 }
 
@@ -166,10 +246,29 @@ impl Violations {
 
     /// Adds one.
     pub fn push(&mut self, rule: Rule, at: At, detail: impl Into<String>) {
+        self.add(Violation::new(rule, at, detail));
+    }
+
+    /// Adds one with all that is known about it.
+    pub fn add(&mut self, violation: Violation) {
         self.total += 1;
         if self.kept.len() < Self::KEPT_MAX {
-            self.kept.push(Violation { rule, at, detail: detail.into() });
+            self.kept.push(violation);
         }
+    }
+
+    /// `Ok` if nothing is wrong.
+    ///
+    /// # Errors
+    /// These violations, if there are any.
+    pub fn into_result(self) -> Result<(), Self> {
+        if self.is_empty() { Ok(()) } else { Err(self) }
+    }
+
+    /// Whether this rule is among those broken.
+    #[must_use]
+    pub fn has(&self, rule: Rule) -> bool {
+        self.kept.iter().any(|violation| violation.rule == rule)
     }
 
     /// Those that were kept, in the order in which they were found.

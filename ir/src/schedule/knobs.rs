@@ -1,0 +1,399 @@
+//! The knob table and its expansions. A knob is added here and nowhere else; then `lower` or the kernel build must read it.
+
+use serde::{Deserialize, Serialize};
+
+use super::value::{
+    Consumer, Domain, EmbedGrouping, Evict, Handoff, KnobType, MergeGrouping, PageAllocation, SmAssignment, Value,
+};
+
+/// Calls `$macro` with the whole knob table: the structs of a config, outermost first, each with its groups and its knobs. A knob's
+/// row: field, type, variant, dotted path, legal values, default, what it acts on, one sentence.
+macro_rules! for_each_knob {
+    ($macro:ident) => {
+        $macro! {
+            /// A schedule: every choice that a search may make. Built from the defaults or parsed from JSON; checked by `validate`.
+            struct ScheduleConfig {
+                groups {
+                    /// The ring of landed weights.
+                    pipeline: Pipeline,
+                    /// How each phase hands its output over.
+                    sync: Handoffs,
+                    /// Which ops share a phase.
+                    fusion_grouping: FusionGrouping,
+                    /// How much of a phase is dealt at once.
+                    tiling: Tiling,
+                    /// What the kernel is compiled with.
+                    kernel: KernelConfig,
+                }
+                knobs {
+                    sm_assignment: SmAssignment = SmAssignmentPolicy at sm_assignment, names SmAssignment::VALUES,
+                        default SmAssignment::RoundRobin, program, "Which workers get the blocks that do not divide evenly.";
+                    page_allocation: PageAllocation = PageAllocationPolicy at page_allocation, names PageAllocation::VALUES,
+                        default PageAllocation::None, program, "How activation slots share the arena.";
+                }
+            }
+            /// The ring of landed weights of each worker.
+            struct Pipeline {
+                groups {}
+                knobs {
+                    stage_bytes: u32 = PipelineStageBytes at pipeline.stage_bytes, numbers [8192, 16384, 32768],
+                        default 16384, program, "Bytes of one copy, and of one stage of the weight ring.";
+                    stages: u32 = PipelineStages at pipeline.stages, range [2, 26, 1],
+                        default 8, program, "Stages of the weight ring of each worker; it must fit in shared memory beside the activation buffer.";
+                    in_flight_bytes: u32 = PipelineInFlightBytes at pipeline.in_flight_bytes, range [8192, 131072, 8192],
+                        default 65536, program, "Cap on the bytes on their way to a worker: whole stages, at most the ring.";
+                    in_flight_near_bytes: u32 = PipelineInFlightNearBytes at pipeline.in_flight_near_bytes, range [8192, 131072, 8192],
+                        default 65536, program, "The same cap while the worker is about to receive a handoff; at most in_flight_bytes.";
+                }
+            }
+            /// How each phase hands its output over.
+            struct Handoffs {
+                groups {}
+                knobs {
+                    embed: Handoff = SyncEmbed at sync.embed, names Handoff::VALUES,
+                        default Handoff::Counter, program, "How the embedding row is handed over.";
+                    qkv: Handoff = SyncQkv at sync.qkv, names Handoff::VALUES,
+                        default Handoff::Counter, program, "How queries, keys and values are handed to attention.";
+                    attention: Handoff = SyncAttention at sync.attention, names Handoff::VALUES,
+                        default Handoff::Counter, program, "How the attention partials are handed over.";
+                    merge: Handoff = SyncMerge at sync.merge, names Handoff::VALUES,
+                        default Handoff::Counter, program, "How the merged attention output is handed over.";
+                    o_proj: Handoff = SyncOProj at sync.o_proj, names Handoff::VALUES,
+                        default Handoff::Counter, program, "How the residual after attention is handed over.";
+                    gate_up: Handoff = SyncGateUp at sync.gate_up, names Handoff::VALUES,
+                        default Handoff::Counter, program, "How the hidden layer of the MLP is handed over.";
+                    down: Handoff = SyncDown at sync.down, names Handoff::VALUES,
+                        default Handoff::Counter, program, "How the residual after the MLP is handed over.";
+                    lm_head: Handoff = SyncLmHead at sync.lm_head, names Handoff::VALUES,
+                        default Handoff::Counter, program, "How the candidates are handed to sampling.";
+                }
+            }
+            /// Which ops share a phase.
+            struct FusionGrouping {
+                groups {}
+                knobs {
+                    embed: EmbedGrouping = FusionGroupingEmbed at fusion_grouping.embed, names EmbedGrouping::VALUES,
+                        default EmbedGrouping::Separate, program, "Whether the embedding row is a phase of its own or read by the first layer.";
+                    merge: MergeGrouping = FusionGroupingMerge at fusion_grouping.merge, names MergeGrouping::VALUES,
+                        default MergeGrouping::Separate, program, "Whether partials are combined in a phase of its own or by every output projection task.";
+                }
+            }
+            /// How much of a phase is dealt at once.
+            struct Tiling {
+                groups {
+                    /// Queries, keys and values.
+                    qkv: QkvTiling,
+                    /// The output projection.
+                    o_proj: OProjTiling,
+                    /// The first half of the MLP.
+                    gate_up: GateUpTiling,
+                    /// The second half of the MLP.
+                    down: DownTiling,
+                    /// The logits.
+                    lm_head: LmHeadTiling,
+                    /// Attention.
+                    attention: AttentionTiling,
+                }
+                knobs {}
+            }
+            /// Tiling of queries, keys and values.
+            struct QkvTiling {
+                groups {}
+                knobs {
+                    rows: u32 = TilingQkvRows at tiling.qkv.rows, numbers [8, 16, 32, 64],
+                        default 16, program, "Rows of q, k and v dealt at once.";
+                }
+            }
+            /// Tiling of the output projection.
+            struct OProjTiling {
+                groups {}
+                knobs {
+                    rows: u32 = TilingOProjRows at tiling.o_proj.rows, numbers [8, 16, 32, 64],
+                        default 16, program, "Rows of the output projection dealt at once.";
+                }
+            }
+            /// Tiling of the first half of the MLP.
+            struct GateUpTiling {
+                groups {}
+                knobs {
+                    rows: u32 = TilingGateUpRows at tiling.gate_up.rows, numbers [8, 16, 32, 64],
+                        default 16, program, "Rows of the hidden layer dealt at once; each is a gate row and an up row.";
+                }
+            }
+            /// Tiling of the second half of the MLP.
+            struct DownTiling {
+                groups {}
+                knobs {
+                    rows: u32 = TilingDownRows at tiling.down.rows, numbers [8, 16, 32, 64],
+                        default 16, program, "Rows of the down projection dealt at once.";
+                }
+            }
+            /// Tiling of the logits.
+            struct LmHeadTiling {
+                groups {}
+                knobs {
+                    rows: u32 = TilingLmHeadRows at tiling.lm_head.rows, numbers [8, 16, 32, 64],
+                        default 16, program, "Rows of the logits dealt at once.";
+                }
+            }
+            /// Tiling of attention.
+            struct AttentionTiling {
+                groups {}
+                knobs {
+                    kv_block: u32 = TilingAttentionKvBlock at tiling.attention.kv_block, numbers [32, 64, 128, 256, 512],
+                        default 128, program, "Keys of a block; splits are made of whole blocks.";
+                    kv_split: u32 = TilingAttentionKvSplit at tiling.attention.kv_split, numbers [1, 2, 4, 8, 16, 32],
+                        default 1, program, "Workers that share the keys of one key/value head.";
+                }
+            }
+            /// What the kernel is compiled with; equal kernel configs share one build.
+            struct KernelConfig {
+                groups {}
+                knobs {
+                    consumer: Consumer = KernelConsumer at kernel.consumer, names Consumer::VALUES,
+                        default Consumer::Fma, kernel, "What multiplies: fused multiply-adds, or tensor cores (16-bit weights).";
+                    warps: u32 = KernelWarps at kernel.warps, numbers [4, 8, 16],
+                        default 8, kernel, "Consumer warps of a worker.";
+                    unroll: u32 = KernelUnroll at kernel.unroll, numbers [1, 2, 4],
+                        default 2, kernel, "Units that a consumer warp has in registers at once.";
+                    poll_sleep_ns: u32 = KernelPollSleepNs at kernel.poll_sleep_ns, numbers [0, 20, 100],
+                        default 20, kernel, "Nanoseconds between two looks at a counter or tag.";
+                    evict: Evict = KernelEvict at kernel.evict, names Evict::VALUES,
+                        default Evict::Normal, kernel, "What the weight stream does to the L2 cache.";
+                }
+            }
+        }
+    };
+}
+
+/// What a knob changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ActsOn {
+    /// The lowered program: a new value is uploaded beside the running one.
+    Program,
+    /// The kernel build: a new value is compiled and launched.
+    Kernel,
+}
+
+impl ActsOn {
+    /// The lower-case name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Program => "program",
+            Self::Kernel => "kernel",
+        }
+    }
+}
+
+macro_rules! domain {
+    (names $values:expr) => {
+        Domain::Choices($values)
+    };
+    (numbers [$($value:literal),+]) => {
+        Domain::Choices(&[$(Value::Number($value)),+])
+    };
+    (range [$min:literal, $max:literal, $step:literal]) => {
+        Domain::Range { min: $min, max: $max, step: $step }
+    };
+}
+
+macro_rules! acts_on {
+    (program) => {
+        ActsOn::Program
+    };
+    (kernel) => {
+        ActsOn::Kernel
+    };
+}
+
+macro_rules! define_knobs {
+    ($(
+        $(#[$sdoc:meta])+
+        struct $name:ident {
+            groups { $($(#[$gdoc:meta])+ $group:ident: $group_type:ident,)* }
+            knobs { $(
+                $field:ident: $type:ident = $variant:ident at $($path:ident).+, $domain:ident $values:tt $(:: $values2:ident)?,
+                default $default:expr, $acts_on:ident, $desc:literal;
+            )* }
+        }
+    )+) => {
+        $(
+            $(#[$sdoc])+
+            #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+            #[serde(default, deny_unknown_fields)]
+            pub struct $name {
+                $($(#[$gdoc])+ pub $group: $group_type,)*
+                $(#[doc = $desc] pub $field: $type,)*
+            }
+
+            impl Default for $name {
+                fn default() -> Self {
+                    Self { $($group: $group_type::default(),)* $($field: $default,)* }
+                }
+            }
+        )+
+
+        /// A knob of the schedule.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum Knob { $($(#[doc = $desc] $variant,)*)+ }
+
+        impl Knob {
+            /// Every knob in table order.
+            pub const ALL: &'static [Self] = &[$($(Self::$variant,)*)+];
+
+            /// The dotted path, such as `pipeline.stage_bytes`.
+            #[must_use]
+            pub const fn path(self) -> &'static str {
+                match self {
+                    $($(Self::$variant => {
+                        const DOTTED: &str = concat!($(stringify!($path), "."),+);
+                        DOTTED.split_at(DOTTED.len() - 1).0
+                    })*)+
+                }
+            }
+
+            /// The values that the table allows, before any graph or target narrows them.
+            #[must_use]
+            pub const fn domain(self) -> Domain {
+                match self { $($(Self::$variant => domain!($domain $values $(:: $values2)?),)*)+ }
+            }
+
+            /// The default of the table.
+            #[must_use]
+            pub fn default(self) -> Value {
+                match self { $($(Self::$variant => <$type as KnobType>::to_value($default),)*)+ }
+            }
+
+            /// What the knob changes.
+            #[must_use]
+            pub const fn acts_on(self) -> ActsOn {
+                match self { $($(Self::$variant => acts_on!($acts_on),)*)+ }
+            }
+
+            /// The knob in one sentence.
+            #[must_use]
+            pub const fn desc(self) -> &'static str {
+                match self { $($(Self::$variant => $desc,)*)+ }
+            }
+        }
+
+        impl ScheduleConfig {
+            /// The value of a knob.
+            #[must_use]
+            pub fn get(&self, knob: Knob) -> Value {
+                match knob { $($(Knob::$variant => self.$($path).+.to_value(),)*)+ }
+            }
+
+            /// Sets a knob, if the table allows the value. Whether it fits a graph and target is for `validate` to say.
+            ///
+            /// # Errors
+            /// The knob's domain, if the value is not in it.
+            pub fn set(&mut self, knob: Knob, value: Value) -> Result<(), Domain> {
+                if !knob.domain().contains(value) {
+                    return Err(knob.domain());
+                }
+                match knob {
+                    $($(Knob::$variant => self.$($path).+ = KnobType::from_value(value).ok_or(knob.domain())?,)*)+
+                }
+                Ok(())
+            }
+        }
+    };
+}
+for_each_knob!(define_knobs);
+
+impl Knob {
+    /// Every value that the table allows, in table order.
+    #[must_use]
+    pub fn values(self) -> Vec<Value> {
+        self.domain().values()
+    }
+
+    /// The knob with this dotted path.
+    #[must_use]
+    pub fn from_path(path: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|knob| knob.path() == path)
+    }
+
+    /// The JSON type of its values: `integer` or `string`.
+    #[must_use]
+    pub fn type_name(self) -> &'static str {
+        if self.domain().is_names() { "string" } else { "integer" }
+    }
+}
+
+impl std::fmt::Display for Knob {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.path())
+    }
+}
+
+impl KernelConfig {
+    /// Threads of a worker: the consumer warps, the loader and the spare warp that polls the host ring.
+    #[must_use]
+    pub const fn threads(&self) -> u32 {
+        (self.warps + 2) * 32
+    }
+
+    /// The stable id of this kernel config.
+    #[must_use]
+    pub fn id(&self) -> String {
+        super::content_id("kernel", self)
+    }
+}
+
+impl ScheduleConfig {
+    /// The stable id of the schedule: equal configs have equal ids, on every machine, however they were written.
+    #[must_use]
+    pub fn id(&self) -> String {
+        super::content_id("schedule", self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_knob_has_a_path_a_legal_default_and_several_values() {
+        let config = ScheduleConfig::default();
+        for knob in Knob::ALL {
+            assert_eq!(Knob::from_path(knob.path()), Some(*knob));
+            assert!(knob.domain().contains(knob.default()), "{knob}");
+            assert!(knob.values().len() > 1, "{knob}");
+            assert_eq!(config.get(*knob), knob.default(), "{knob}");
+            assert!(knob.desc().ends_with('.'), "{knob}");
+        }
+        assert_eq!(Knob::TilingGateUpRows.path(), "tiling.gate_up.rows");
+        assert_eq!(Knob::SmAssignmentPolicy.path(), "sm_assignment");
+    }
+
+    #[test]
+    fn paths_are_the_places_in_the_json() {
+        let json = serde_json::to_value(ScheduleConfig::default()).expect("serializes");
+        for knob in Knob::ALL {
+            let pointer = format!("/{}", knob.path().replace('.', "/"));
+            assert_eq!(json.pointer(&pointer), Some(&knob.default().to_json()), "{knob}");
+        }
+    }
+
+    #[test]
+    fn set_changes_that_knob_alone_and_refuses_other_values() {
+        for knob in Knob::ALL {
+            for value in knob.values() {
+                let mut config = ScheduleConfig::default();
+                assert_eq!(config.set(*knob, value), Ok(()));
+                for other in Knob::ALL {
+                    let expected = if other == knob { value } else { other.default() };
+                    assert_eq!(config.get(*other), expected, "{other} after {knob}");
+                }
+                assert_eq!(config.id() == ScheduleConfig::default().id(), value == knob.default());
+            }
+            let mut config = ScheduleConfig::default();
+            assert_eq!(config.set(*knob, Value::Number(77)), Err(knob.domain()));
+            assert_eq!(config.set(*knob, Value::Name("banana")), Err(knob.domain()));
+        }
+    }
+}

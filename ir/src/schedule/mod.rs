@@ -1,0 +1,52 @@
+//! The schedule: every choice that a search may make, as one structured object.
+//!
+//! Knobs are declared once, in the table of `knobs.rs`: the structs, [`Knob`], `get`, `set`, [`search_space`], the JSON schema, the
+//! docs table and the errors of [`parse_config`] are expansions of it or walks over it.
+//!
+//! **Promises.** [`validate`] is the only way to a [`Valid`] config. A refusal lists every violation with its place, what was given,
+//! what is legal and what to write instead. Nothing is rounded or adjusted in silence: a value is taken as it is or refused.
+
+mod knobs;
+mod value;
+
+use serde::Serialize;
+
+pub use knobs::{
+    ActsOn, AttentionTiling, DownTiling, FusionGrouping, GateUpTiling, Handoffs, KernelConfig, Knob, LmHeadTiling, OProjTiling, Pipeline,
+    QkvTiling, ScheduleConfig, Tiling,
+};
+pub use value::{Consumer, Domain, EmbedGrouping, Evict, Handoff, MergeGrouping, PageAllocation, SmAssignment, Value};
+
+/// A value that passed its check. Made only by this module's [`validate`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Valid<T>(T);
+
+impl<T> Valid<T> {
+    /// The value.
+    #[must_use]
+    pub fn into_inner(self) -> T {
+        self.0
+    }
+}
+
+impl<T> std::ops::Deref for Valid<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+/// The stable id of a schedule: 16 hex digits.
+#[must_use]
+pub fn schedule_id(config: &ScheduleConfig) -> String {
+    config.id()
+}
+
+/// Hash of the canonical JSON (fields in table order) under a kind's name.
+fn content_id<T: Serialize>(kind: &str, value: &T) -> String {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(kind.as_bytes());
+    hasher.update(serde_json::to_string(value).unwrap_or_default().as_bytes());
+    hasher.finalize().to_hex()[..16].to_string()
+}

@@ -1,0 +1,174 @@
+//! A GPU as data: what schedules, lowering and the cost model need to know of it.
+//!
+//! **Promises.** No driver call: a live device is described by whoever talks to it. A bandwidth says where it comes from, because
+//! floors and percentages are only as good as it is.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::nearest::nearest;
+
+/// Where a bandwidth comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BandwidthSource {
+    /// Measured on one card with streaming bulk copies; other cards of the same name differ by a per cent or so.
+    Measured,
+    /// The vendor's number times [`DERATE_PERCENT`].
+    Datasheet,
+}
+
+/// Share of the vendor's bandwidth that a stream of bulk copies reaches: what the h200 reached (4.67 of 4.8 TB/s).
+pub const DERATE_PERCENT: u64 = 97;
+
+/// A GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Target {
+    /// Lower-case name, such as `h200`.
+    pub name: String,
+    /// What the device code is compiled for, such as `sm_90a`.
+    pub arch: String,
+    /// Multiprocessors; a program has one worker on each.
+    pub sms: u32,
+    /// Shared memory that one block may opt in to.
+    pub smem_optin_bytes: u32,
+    /// Second-level cache.
+    pub l2_bytes: u64,
+    /// 32-bit registers of a multiprocessor.
+    pub registers_per_sm: u32,
+    /// Threads of a block, at most.
+    pub threads_per_block_max: u32,
+    /// Bytes per second that a weight stream over all multiprocessors reaches.
+    pub bandwidth: u64,
+    /// Where `bandwidth` comes from.
+    pub bandwidth_source: BandwidthSource,
+    /// Boost clock.
+    pub clock_mhz: u32,
+}
+
+/// One row of the table. Bandwidth in GB/s; megabytes of L2 are binary.
+struct Row {
+    name: &'static str,
+    arch: &'static str,
+    sms: u32,
+    smem_optin_kib: u32,
+    l2_mib: u64,
+    gb_per_s: u64,
+    source: BandwidthSource,
+    clock_mhz: u32,
+}
+
+use BandwidthSource::{Datasheet, Measured};
+
+/// The GPUs we know. The h200's bandwidth is measured on one card: 64 KB x 3 stages of bulk copies, 1 block per multiprocessor,
+/// contiguous per multiprocessor, 4.670 TB/s. The rest are data sheets.
+const TABLE: &[Row] = &[
+    Row { name: "h200", arch: "sm_90a", sms: 132, smem_optin_kib: 227, l2_mib: 60, gb_per_s: 4670, source: Measured, clock_mhz: 1980 },
+    Row { name: "h100", arch: "sm_90a", sms: 132, smem_optin_kib: 227, l2_mib: 50, gb_per_s: 3350, source: Datasheet, clock_mhz: 1980 },
+    Row { name: "a100", arch: "sm_80", sms: 108, smem_optin_kib: 163, l2_mib: 40, gb_per_s: 2039, source: Datasheet, clock_mhz: 1410 },
+    Row { name: "l40s", arch: "sm_89", sms: 142, smem_optin_kib: 99, l2_mib: 96, gb_per_s: 864, source: Datasheet, clock_mhz: 2520 },
+    Row { name: "rtx4090", arch: "sm_89", sms: 128, smem_optin_kib: 99, l2_mib: 72, gb_per_s: 1008, source: Datasheet, clock_mhz: 2520 },
+    Row { name: "rtx5090", arch: "sm_120a", sms: 170, smem_optin_kib: 99, l2_mib: 96, gb_per_s: 1792, source: Datasheet, clock_mhz: 2407 },
+    Row { name: "b200", arch: "sm_100a", sms: 148, smem_optin_kib: 227, l2_mib: 126, gb_per_s: 8000, source: Datasheet, clock_mhz: 1965 },
+];
+
+impl From<&Row> for Target {
+    fn from(row: &Row) -> Self {
+        let percent = match row.source {
+            Measured => 100,
+            Datasheet => DERATE_PERCENT,
+        };
+        Self {
+            name: row.name.to_string(),
+            arch: row.arch.to_string(),
+            sms: row.sms,
+            smem_optin_bytes: row.smem_optin_kib * 1024,
+            l2_bytes: row.l2_mib << 20,
+            registers_per_sm: 65_536,
+            threads_per_block_max: 1024,
+            bandwidth: row.gb_per_s * 1_000_000_000 / 100 * percent,
+            bandwidth_source: row.source,
+            clock_mhz: row.clock_mhz,
+        }
+    }
+}
+
+/// No GPU of the table has this name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnknownTarget {
+    /// The name that was given.
+    pub given: String,
+    /// The nearest name of the table, if one is near.
+    pub suggestion: Option<&'static str>,
+}
+
+impl fmt::Display for UnknownTarget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "unknown target `{}`; known: {}", self.given, Target::names().collect::<Vec<_>>().join(", "))?;
+        match self.suggestion {
+            Some(name) => write!(f, "; try `{name}`"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl std::error::Error for UnknownTarget {}
+
+impl Target {
+    /// The GPU of the table with this name.
+    ///
+    /// # Errors
+    /// [`UnknownTarget`], with the nearest name.
+    pub fn by_name(name: &str) -> Result<Self, UnknownTarget> {
+        TABLE.iter().find(|row| row.name.eq_ignore_ascii_case(name)).map(Self::from).ok_or_else(|| UnknownTarget {
+            given: name.to_string(),
+            suggestion: nearest(name, Self::names()),
+        })
+    }
+
+    /// Every GPU of the table.
+    #[must_use]
+    pub fn all() -> Vec<Self> {
+        TABLE.iter().map(Self::from).collect()
+    }
+
+    /// The names of the table, in order.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        TABLE.iter().map(|row| row.name)
+    }
+
+    /// Whether the architecture has tensor cores that multiply 16-bit elements of both kinds (8.0 and later).
+    #[must_use]
+    pub fn has_mma(&self) -> bool {
+        let digits = self.arch.trim_start_matches("sm_").trim_end_matches(|c: char| !c.is_ascii_digit());
+        digits.parse::<u32>().is_ok_and(|arch| arch >= 80)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn table_is_found_by_name_with_suggestions() {
+        let h200 = Target::by_name("H200").expect("in the table");
+        assert_eq!((h200.sms, h200.smem_optin_bytes, h200.bandwidth), (132, 232_448, 4_670_000_000_000));
+        assert_eq!(h200.bandwidth_source, Measured);
+        let error = Target::by_name("rtx409O").expect_err("not in the table");
+        assert_eq!(error.suggestion, Some("rtx4090"));
+        assert_eq!(error.to_string(), "unknown target `rtx409O`; known: h200, h100, a100, l40s, rtx4090, rtx5090, b200; try `rtx4090`");
+    }
+
+    #[test]
+    fn every_target_is_within_the_abi_and_differs_in_name() {
+        let all = Target::all();
+        for (i, target) in all.iter().enumerate() {
+            assert!((1..=abi::WORKERS_MAX).contains(&target.sms), "{}", target.name);
+            assert!(target.has_mma());
+            assert!(all[..i].iter().all(|other| other.name != target.name));
+            assert_eq!(Target::by_name(&target.name).as_ref(), Ok(target));
+        }
+    }
+}

@@ -5,9 +5,13 @@
 //! tagged slots, so a program whose accesses are all ordered by those gives the same result in every execution order.
 
 mod access;
+mod rules;
 pub mod smem;
+mod verify;
 
 pub use access::{Accesses, Region, accesses};
+pub use rules::order::Order;
+pub use verify::{Verified, check, verify};
 
 use abi::{Opcode, SlotKind};
 use serde::{Deserialize, Serialize};

@@ -1,0 +1,222 @@
+//! Attention: every split of every head once, caches by layer, and merges that know what was split how.
+//!
+//! Relies on sound tasks.
+
+use std::collections::BTreeMap;
+
+use abi::{AttentionMergeParams, AttentionParams, MatvecParams, Opcode, Prologue};
+use rustc_hash::FxHashMap;
+
+use crate::id::SlotId;
+use crate::program::{Access, Program, SlotSource, Task};
+use crate::violation::{At, Rule, Violations};
+
+use super::{slot_name, tasks};
+
+/// What all attention tasks of a layer must share.
+#[derive(Clone, Copy, PartialEq)]
+struct Shape {
+    splits: u32,
+    kv_block: u32,
+    window: u32,
+    scale: u32,
+    eps: u32,
+    reads: [Option<Access>; abi::READS_MAX],
+    partials: Option<Access>,
+}
+
+/// The attention tasks of one cache.
+struct Group {
+    shape: Shape,
+    first: At,
+    parts: Vec<(u32, u32)>,
+}
+
+pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
+    let groups = groups(program, found);
+    for (&cache, group) in &groups {
+        splits(program, cache, group, found);
+    }
+    caches(program, found);
+    merges(program, &groups, found);
+}
+
+fn groups(program: &Program, found: &mut Violations) -> BTreeMap<SlotId, Group> {
+    let mut groups: BTreeMap<SlotId, Group> = BTreeMap::new();
+    for (at, task) in tasks(program).filter(|(_, task)| task.opcode == Opcode::Attention) {
+        let p: AttentionParams = task.params();
+        let Some(cache) = task.writes[1] else { continue };
+        let shape = Shape {
+            splits: p.splits,
+            kv_block: p.kv_block,
+            window: p.window,
+            scale: p.scale.to_bits(),
+            eps: p.eps.to_bits(),
+            reads: task.reads,
+            partials: task.writes[0],
+        };
+        let group = groups.entry(cache.slot).or_insert_with(|| Group {
+            shape,
+            first: at.clone(),
+            parts: Vec::new(),
+        });
+        group.parts.push((p.kv_head, p.split));
+        if group.shape != shape {
+            let name = slot_name(program, cache.slot);
+            found.push(
+                Rule::KSplit,
+                at.clone(),
+                format!(
+                    "parameters or slots differ from those of {}, which uses {name} too",
+                    group.first
+                ),
+            );
+        }
+        if let SlotSource::KvCache { layer } = program.slots[cache.slot.index()].source
+            && layer != u32::from(task.layer)
+        {
+            found.push(
+                Rule::KCache,
+                at,
+                format!("layer {} uses the cache of layer {layer}", task.layer),
+            );
+        }
+    }
+    groups
+}
+
+/// Every (head, split) exactly once.
+fn splits(program: &Program, cache: SlotId, group: &Group, found: &mut Violations) {
+    let mut parts = group.parts.clone();
+    parts.sort_unstable();
+    let name = slot_name(program, cache);
+    for pair in parts.windows(2).filter(|pair| pair[0] == pair[1]) {
+        found.push(
+            Rule::KSplit,
+            group.first.clone(),
+            format!("split {} of head {} of {name} is attended twice", pair[0].1, pair[0].0),
+        );
+    }
+    parts.dedup();
+    let expected = u64::from(program.dims.kv_heads) * u64::from(group.shape.splits);
+    let missing = expected.saturating_sub(parts.len() as u64);
+    if missing > 0 {
+        // Parts are in range, so the first hole is where the sorted list leaves the full one.
+        let full = (0..program.dims.kv_heads)
+            .flat_map(|head| (0..group.shape.splits).map(move |split| (head, split)));
+        let hole = full
+            .zip(parts.iter().map(Some).chain(std::iter::repeat(None)))
+            .find(|(all, part)| Some(all) != *part);
+        let (head, split) = hole.map_or((0, 0), |(all, _)| all);
+        let detail = format!(
+            "split {split} of head {head} of {name} is attended by no task ({missing} are missing)"
+        );
+        found.push(Rule::KSplit, group.first.clone(), detail);
+    }
+}
+
+/// One cache a layer.
+fn caches(program: &Program, found: &mut Violations) {
+    let mut seen: FxHashMap<u32, SlotId> = FxHashMap::default();
+    for (index, slot) in program.slots.iter().enumerate() {
+        let SlotSource::KvCache { layer } = slot.source else { continue };
+        let id = SlotId(index as u32);
+        if let Some(other) = seen.insert(layer, id) {
+            found.push(
+                Rule::KCache,
+                At::Slot(id),
+                format!("{} is the cache of layer {layer} too", slot_name(program, other)),
+            );
+        }
+    }
+}
+
+/// The splits that a task merges, if it does.
+fn merged(task: &Task) -> Option<(u32, u32, u32)> {
+    match task.opcode {
+        Opcode::Matvec => {
+            let p: MatvecParams = task.params();
+            (p.prologue == Prologue::Merge as u32).then_some((p.splits, p.kv_block, p.window))
+        }
+        Opcode::AttentionMerge => {
+            let p: AttentionMergeParams = task.params();
+            Some((p.splits, p.kv_block, p.window))
+        }
+        Opcode::Nop | Opcode::Embed | Opcode::Attention | Opcode::Sample => None,
+    }
+}
+
+/// Partials are written by the attention of one layer and read by merges that compute the same active splits.
+fn merges(program: &Program, groups: &BTreeMap<SlotId, Group>, found: &mut Violations) {
+    let mut partials: FxHashMap<Access, (SlotId, &Shape)> = FxHashMap::default();
+    for (&cache, group) in groups {
+        let Some(access) = group.shape.partials else { continue };
+        if let Some((other, _)) = partials.insert(access, (cache, &group.shape)) {
+            let (a, b) = (slot_name(program, cache), slot_name(program, other));
+            found.push(
+                Rule::KSplit,
+                group.first.clone(),
+                format!("the attention over {a} and over {b} write the same partials"),
+            );
+        }
+    }
+    for (at, task) in tasks(program).filter(|(_, task)| task.opcode != Opcode::Attention) {
+        if let Some(access) =
+            task.writes.iter().flatten().find(|access| partials.contains_key(access))
+        {
+            found.push(
+                Rule::KSplit,
+                at.clone(),
+                format!("writes {}, which holds partials", slot_name(program, access.slot)),
+            );
+        }
+        let merged = merged(task);
+        for (index, access) in task.reads.iter().enumerate() {
+            let Some(access) = access else { continue };
+            let name = || slot_name(program, access.slot);
+            match (partials.get(access), merged.filter(|_| index == 0)) {
+                (None, None) => {}
+                (Some(_), None) => found.push(
+                    Rule::KSplit,
+                    at.clone(),
+                    format!("reads the partials {} without merging them", name()),
+                ),
+                (None, Some(_)) => found.push(
+                    Rule::KSplit,
+                    at.clone(),
+                    format!("merges {}, which no attention writes", name()),
+                ),
+                (Some((_, shape)), Some(mine)) => {
+                    let theirs = (shape.splits, shape.kv_block, shape.window);
+                    if mine != theirs {
+                        let detail = format!(
+                            "merges (splits, kv_block, window) {mine:?} of {}, attended with {theirs:?}",
+                            name()
+                        );
+                        found.push(Rule::KSplit, at.clone(), detail);
+                    }
+                }
+            }
+        }
+    }
+    attention_reads(program, &partials, found);
+}
+
+/// Attention reads qkv, never partials.
+fn attention_reads(
+    program: &Program,
+    partials: &FxHashMap<Access, (SlotId, &Shape)>,
+    found: &mut Violations,
+) {
+    for (at, task) in tasks(program).filter(|(_, task)| task.opcode == Opcode::Attention) {
+        if let Some(access) =
+            task.reads.iter().flatten().find(|access| partials.contains_key(access))
+        {
+            found.push(
+                Rule::KSplit,
+                at,
+                format!("attends to {}, which holds partials", slot_name(program, access.slot)),
+            );
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! Counters: every wait can be over, and is for all arrivals. A wait for some of several arrivals says nothing about which ones.
+
+use crate::id::CounterId;
+use crate::program::Program;
+use crate::violation::{At, Rule, Violations};
+
+use super::tasks;
+
+pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
+    let mut arrivals = vec![0_u32; program.counters as usize];
+    for (_, task) in tasks(program) {
+        if let Some(counter) = task.signal {
+            arrivals[counter.index()] += 1;
+        }
+    }
+    for (at, task) in tasks(program) {
+        for wait in &task.waits {
+            let have = arrivals[wait.counter.index()];
+            if wait.count == 0 || wait.count > have {
+                found.push(
+                    Rule::CSatisfiable,
+                    at.clone(),
+                    format!(
+                        "waits for {} arrivals of {}, which gets {have}",
+                        wait.count, wait.counter
+                    ),
+                );
+            } else if wait.count != have {
+                found.push(
+                    Rule::CAlljoin,
+                    at.clone(),
+                    format!("waits for {} of the {have} arrivals of {}", wait.count, wait.counter),
+                );
+            }
+            if u64::from(wait.count) * u64::from(program.kv_capacity) > u64::from(u32::MAX) {
+                found.push(Rule::CWidth, at.clone(), width(wait.count, program));
+            }
+        }
+    }
+    for (index, &have) in arrivals.iter().enumerate() {
+        if u64::from(have) * u64::from(program.kv_capacity) > u64::from(u32::MAX) {
+            found.push(Rule::CWidth, At::Counter(CounterId(index as u32)), width(have, program));
+        }
+    }
+}
+
+fn width(count: u32, program: &Program) -> String {
+    format!("{count} arrivals in each of {} steps do not fit into 32 bits", program.kv_capacity)
+}

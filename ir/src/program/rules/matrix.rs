@@ -1,0 +1,61 @@
+//! Packed matrices: row maps that cannot overflow, dimensions that are the model's.
+
+use crate::id::MatrixId;
+use crate::program::{Matrix, Program, RowMap};
+use crate::violation::{At, Rule, Violations};
+
+/// Parts of a row map: q, k and v are three.
+const PARTS_MAX: usize = 16;
+
+/// Rows of the map, or why it has none. What it accepts, [`RowMap::rows`] computes without overflow.
+pub(super) fn map_rows(map: &RowMap) -> Result<u32, String> {
+    if map.parts.is_empty() || map.parts.len() > PARTS_MAX {
+        return Err(format!(
+            "the row map has {} parts, not within 1..={PARTS_MAX}",
+            map.parts.len()
+        ));
+    }
+    if map.interleaved && map.parts.iter().any(|&(_, rows)| rows != map.parts[0].1) {
+        return Err("the parts of an interleaved row map have different rows".into());
+    }
+    let granule = if map.interleaved { u64::from(abi::UNIT_ROWS) } else { 1 };
+    let rows: u64 =
+        map.parts.iter().map(|&(_, rows)| u64::from(rows).next_multiple_of(granule)).sum();
+    match u32::try_from(rows) {
+        Ok(0) => Err("the row map has no rows".into()),
+        Ok(rows) if rows <= 1 << 28 => Ok(rows),
+        _ => Err(format!("the row map has {rows} rows, more than {}", 1 << 28)),
+    }
+}
+
+pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
+    for (index, matrix) in program.matrices.iter().enumerate() {
+        if let Err(detail) = check_one(program, matrix) {
+            found.push(
+                Rule::PShape,
+                At::Matrix(MatrixId(index as u32)),
+                format!("{}: {detail}", matrix.name),
+            );
+        }
+    }
+}
+
+fn check_one(program: &Program, matrix: &Matrix) -> Result<(), String> {
+    map_rows(&matrix.map)?;
+    let d = &program.dims;
+    let widths = [d.hidden, d.heads * d.head_dim, d.ffn];
+    if !widths.contains(&matrix.cols) {
+        return Err(format!(
+            "{} columns are neither hidden ({}), query width ({}) nor ffn ({})",
+            matrix.cols, widths[0], widths[1], widths[2]
+        ));
+    }
+    if matrix.dtype != d.dtype {
+        return Err(format!(
+            "elements are {}, those of the program {}",
+            matrix.dtype.name(),
+            d.dtype.name()
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,42 @@
+//! The program rules, one family a file, each rule a function. `verify` calls them in stages; a family may rely on what the stages
+//! before it proved, and says so.
+
+pub(super) mod attention;
+pub(super) mod counter;
+pub(super) mod limit;
+pub(super) mod matrix;
+pub(super) mod memory;
+pub(super) mod order;
+pub(super) mod page;
+pub(super) mod slot;
+pub(super) mod stream;
+pub(super) mod task;
+
+use crate::id::{SlotId, WorkerId};
+use crate::program::{Access, Program, Task};
+use crate::violation::At;
+
+/// A task's place: worker and index in its queue.
+pub(super) fn at(worker: usize, index: usize) -> At {
+    At::Task(WorkerId(worker as u32), index as u32)
+}
+
+/// Every task with its place, worker by worker.
+pub(super) fn tasks(program: &Program) -> impl Iterator<Item = (At, &Task)> {
+    program.workers.iter().enumerate().flat_map(|(w, worker)| {
+        worker.tasks.iter().enumerate().map(move |(i, task)| (at(w, i), task))
+    })
+}
+
+/// A slot as it is spoken of: `s3 (layers.0.h)`.
+pub(super) fn slot_name(program: &Program, slot: SlotId) -> String {
+    match program.slots.get(slot.index()) {
+        Some(s) => format!("{slot} ({})", s.name),
+        None => format!("{slot}"),
+    }
+}
+
+/// The slots that a task names, reads first.
+pub(super) fn named(task: &Task) -> impl Iterator<Item = Access> {
+    task.reads.iter().chain(&task.writes).copied().flatten()
+}

@@ -1,0 +1,543 @@
+//! The order of tasks within a step: queue order, counters and tagged slots, as vector clocks.
+//!
+//! **Optional tasks.** Splits of attention beyond the first have no keys early in a sequence. Such a task then reads and writes nothing:
+//! it does not wait for the tagged words it would read, and nobody waits for the tagged words it would write. It still takes its turn
+//! in the queue, waits for its counters and signals. So the edges of tagged slots into and out of an optional task order the task's own
+//! accesses, which exist only when the edges do, but order nothing *through* the task.
+
+use std::collections::VecDeque;
+
+use abi::{AttentionParams, Opcode, SlotKind};
+use rustc_hash::FxHashMap;
+
+use crate::id::{SlotId, WorkerId};
+use crate::program::{Program, Region, Task, accesses};
+use crate::violation::{At, Rule, Violations};
+
+use super::{at, slot_name, tasks};
+
+/// Edges of tagged reads, and rows of clocks, that `verify` is willing to hold. A 70B program has a hundredth of them.
+const EDGES_MAX: usize = 1 << 26;
+const CLOCK_WORDS_MAX: usize = 1 << 28;
+
+/// Runs of words that tasks touch, all together.
+const REGIONS_MAX: usize = 1 << 22;
+
+/// Tasks that a printed cycle names.
+const CYCLE_SHOWN_MAX: usize = 12;
+
+/// Whether the task does nothing at positions with few keys.
+pub(super) fn optional(task: &Task) -> bool {
+    match task.opcode {
+        Opcode::Attention => task.params::<AttentionParams>().split > 0,
+        Opcode::Nop | Opcode::Embed | Opcode::Matvec | Opcode::AttentionMerge | Opcode::Sample => {
+            false
+        }
+    }
+}
+
+/// The order of a program's tasks. Tasks are numbered worker by worker, in queue order.
+#[derive(Clone, Debug)]
+pub struct Order {
+    workers: usize,
+    places: Vec<(u32, u32)>,
+    optional: Vec<bool>,
+    sequence: Vec<u32>,
+    edges: Edges,
+    clocks: Clocks,
+}
+
+impl Order {
+    /// Number of tasks.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.places.len()
+    }
+
+    /// Whether there is no task.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.places.is_empty()
+    }
+
+    /// The tasks in an order in which one worker could run them all.
+    #[must_use]
+    pub fn sequence(&self) -> &[u32] {
+        &self.sequence
+    }
+
+    /// Worker and index in its queue.
+    #[must_use]
+    pub fn place(&self, task: u32) -> (WorkerId, u32) {
+        let (worker, index) = self.places[task as usize];
+        (WorkerId(worker), index)
+    }
+
+    /// Whether every access of `a` comes before every access of `b`, at every position at which both have any.
+    #[must_use]
+    pub fn happens_before(&self, a: u32, b: u32) -> bool {
+        let reached = |task: u32| {
+            let (worker, index) = self.places[task as usize];
+            self.clocks.row(b as usize)[worker as usize] > index
+        };
+        if a == b {
+            return false;
+        }
+        if reached(a) {
+            return true;
+        }
+        // An optional task that did anything was waited for by those who read its tagged words.
+        let tasks = self.places.len() as u32;
+        let reader = |task: u32| !self.optional[task as usize] && (task == b || reached(task));
+        self.optional[a as usize]
+            && self.edges.out(a).iter().filter(|edge| edge.tagged).any(|edge| {
+                if edge.to < tasks {
+                    reader(edge.to)
+                } else {
+                    self.edges.out(edge.to).iter().any(|e| e.tagged && reader(e.to))
+                }
+            })
+    }
+
+    pub(super) fn at(&self, task: u32) -> At {
+        let (worker, index) = self.places[task as usize];
+        at(worker as usize, index as usize)
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Edge {
+    to: u32,
+    tagged: bool,
+}
+
+/// Edges out of tasks and joins, by source. Queue order is not among them. A join is a counter, or a range of a tagged slot that several
+/// tasks read: they share the join of its writers' clocks.
+#[derive(Clone, Debug)]
+struct Edges {
+    starts: Vec<u32>,
+    list: Vec<Edge>,
+}
+
+impl Edges {
+    fn new(nodes: usize, pairs: &[(u32, Edge)]) -> Self {
+        let mut starts = vec![0_u32; nodes + 1];
+        for (from, _) in pairs {
+            starts[*from as usize + 1] += 1;
+        }
+        for node in 0..nodes {
+            starts[node + 1] += starts[node];
+        }
+        let mut next = starts.clone();
+        let mut list = vec![Edge { to: 0, tagged: false }; pairs.len()];
+        for (from, edge) in pairs {
+            let place = &mut next[*from as usize];
+            list[*place as usize] = *edge;
+            *place += 1;
+        }
+        Self { starts, list }
+    }
+
+    fn out(&self, node: u32) -> &[Edge] {
+        &self.list[self.starts[node as usize] as usize..self.starts[node as usize + 1] as usize]
+    }
+}
+
+/// One row of clocks per task and join, and a second one for each optional task: what is ordered before its *end*, even if it was idle.
+#[derive(Clone, Debug)]
+struct Clocks {
+    width: usize,
+    words: Vec<u32>,
+}
+
+impl Clocks {
+    fn row(&self, row: usize) -> &[u32] {
+        &self.words[row * self.width..(row + 1) * self.width]
+    }
+
+    fn join(&mut self, from: usize, to: usize) {
+        let [source, target] = self
+            .words
+            .get_disjoint_mut([
+                from * self.width..(from + 1) * self.width,
+                to * self.width..(to + 1) * self.width,
+            ])
+            .expect("a node has no edge to itself: that is a cycle, and cycles never get here");
+        for (t, s) in target.iter_mut().zip(source) {
+            *t = (*t).max(*s);
+        }
+    }
+
+    fn tick(&mut self, row: usize, worker: usize, index: u32) {
+        self.words[row * self.width + worker] = index + 1;
+    }
+}
+
+/// Writes by slot and generation: first word, one past the last, task.
+pub(super) type WriteIndex = FxHashMap<(SlotId, u16), Vec<(u32, u32, u32)>>;
+
+/// The writes of tagged slots, sorted by first word.
+pub(super) struct TaggedWrites(WriteIndex);
+
+impl TaggedWrites {
+    fn new(program: &Program) -> Self {
+        let mut all = WriteIndex::default();
+        for (number, (_, task)) in tasks(program).enumerate() {
+            for region in
+                accesses(program, task).writes.into_iter().filter(|region| tagged(program, region))
+            {
+                all.entry((region.slot, region.generation)).or_default().push((
+                    region.start,
+                    region.end,
+                    number as u32,
+                ));
+            }
+        }
+        all.values_mut().for_each(|writes| writes.sort_unstable());
+        Self(all)
+    }
+
+    /// Tasks that write some word of the region. Writes do not overlap, so those are neighbours.
+    fn overlapping(&self, region: &Region) -> impl Iterator<Item = u32> + '_ {
+        let writes = self.0.get(&(region.slot, region.generation)).map_or(&[][..], Vec::as_slice);
+        let first = writes.partition_point(|&(_, end, _)| end <= region.start);
+        let end = region.end;
+        writes[first..]
+            .iter()
+            .take_while(move |&&(start, _, _)| start < end)
+            .map(|&(_, _, task)| task)
+    }
+}
+
+fn tagged(program: &Program, region: &Region) -> bool {
+    program.slots[region.slot.index()].kind == SlotKind::Tagged
+}
+
+/// Finds the order and checks it.
+pub(in crate::program) fn check(program: &Program, found: &mut Violations) -> Option<Order> {
+    let regions = tasks(program)
+        .map(|(_, task)| accesses(program, task))
+        .map(|a| a.reads.len() + a.writes.len())
+        .sum::<usize>();
+    if regions > REGIONS_MAX {
+        found.push(
+            Rule::PLimit,
+            At::Whole,
+            format!("tasks touch {regions} runs of words, more than {REGIONS_MAX}"),
+        );
+        return None;
+    }
+    let writes = TaggedWrites::new(program);
+    repeated(program, &writes, found);
+    if !found.is_empty() {
+        return None;
+    }
+    let graph = match Graph::new(program, &writes) {
+        Ok(graph) => graph,
+        Err(detail) => {
+            found.push(Rule::PLimit, At::Whole, detail);
+            return None;
+        }
+    };
+    let order = graph.sort(program, found)?;
+    last(program, &order, found);
+    Some(order)
+}
+
+/// Two writes of one generation to a word are indistinguishable to its readers.
+fn repeated(program: &Program, writes: &TaggedWrites, found: &mut Violations) {
+    let mut keys: Vec<_> = writes.0.keys().copied().collect();
+    keys.sort_unstable();
+    let places: Vec<At> =
+        if keys.is_empty() { Vec::new() } else { tasks(program).map(|(at, _)| at).collect() };
+    for key in keys {
+        for pair in writes.0[&key].windows(2).filter(|pair| pair[1].0 < pair[0].1) {
+            let ((_, end, a), (start, _, b)) = (pair[0], pair[1]);
+            let name = slot_name(program, key.0);
+            let detail = format!(
+                "words {start}..{end} of {name}, generation {}, are written by {} too",
+                key.1, places[a as usize]
+            );
+            found.push(Rule::MPage, places[b as usize].clone(), detail);
+        }
+    }
+}
+
+/// One `sample`, after everything else.
+fn last(program: &Program, order: &Order, found: &mut Violations) {
+    let samples: Vec<u32> = tasks(program)
+        .zip(0..)
+        .filter(|((_, t), _)| t.opcode == Opcode::Sample)
+        .map(|(_, n)| n)
+        .collect();
+    let &[sample] = samples.as_slice() else {
+        found.push(
+            Rule::OStep,
+            At::Whole,
+            format!("{} `sample` tasks, expected one", samples.len()),
+        );
+        return;
+    };
+    for task in (0..order.len() as u32)
+        .filter(|&task| task != sample && !order.happens_before(task, sample))
+    {
+        found.push(
+            Rule::OStep,
+            order.at(task),
+            format!("not ordered before `sample` at {}", order.at(sample)),
+        );
+    }
+}
+
+/// Tasks, joins and edges, before they are sorted.
+struct Graph {
+    tasks: usize,
+    nodes: usize,
+    counters: usize,
+    joins: Vec<Region>,
+    pairs: Vec<(u32, Edge)>,
+}
+
+impl Graph {
+    fn new(program: &Program, writes: &TaggedWrites) -> Result<Self, String> {
+        let task_len = program.task_len();
+        let counters = program.counters as usize;
+        let mut graph = Self {
+            tasks: task_len,
+            nodes: task_len + counters,
+            counters,
+            joins: Vec::new(),
+            pairs: Vec::new(),
+        };
+        let mut readers: FxHashMap<Region, Vec<u32>> = FxHashMap::default();
+        let mut regions: Vec<Region> = Vec::new();
+        for ((_, task), number) in tasks(program).zip(0_u32..) {
+            if let Some(counter) = task.signal {
+                graph.pairs.push((
+                    number,
+                    Edge { to: (task_len + counter.index()) as u32, tagged: false },
+                ));
+            }
+            for wait in &task.waits {
+                graph.pairs.push((
+                    (task_len + wait.counter.index()) as u32,
+                    Edge { to: number, tagged: false },
+                ));
+            }
+            for region in
+                accesses(program, task).reads.into_iter().filter(|region| tagged(program, region))
+            {
+                let list = readers.entry(region).or_default();
+                if list.is_empty() {
+                    regions.push(region);
+                }
+                list.push(number);
+            }
+        }
+        for region in regions {
+            graph.tagged_edges(writes, region, &readers[&region])?;
+        }
+        Ok(graph)
+    }
+
+    /// A region with one reader needs no join.
+    fn tagged_edges(
+        &mut self,
+        writes: &TaggedWrites,
+        region: Region,
+        readers: &[u32],
+    ) -> Result<(), String> {
+        let target = if let [reader] = *readers {
+            reader
+        } else {
+            let join = self.nodes as u32;
+            self.nodes += 1;
+            self.joins.push(region);
+            self.pairs
+                .extend(readers.iter().map(|&reader| (join, Edge { to: reader, tagged: true })));
+            join
+        };
+        self.pairs.extend(
+            writes.overlapping(&region).map(|writer| (writer, Edge { to: target, tagged: true })),
+        );
+        if self.pairs.len() > EDGES_MAX {
+            return Err(format!("tagged reads make more than {EDGES_MAX} edges"));
+        }
+        Ok(())
+    }
+
+    /// Kahn's algorithm, with the clocks pushed along the edges.
+    fn sort(self, program: &Program, found: &mut Violations) -> Option<Order> {
+        let mut order = self.unsorted(program, found)?;
+        let mut waiting = vec![0_u32; self.nodes];
+        for (_, edge) in &self.pairs {
+            waiting[edge.to as usize] += 1;
+        }
+        for (task, &(_, index)) in order.places.iter().enumerate() {
+            waiting[task] += u32::from(index > 0);
+        }
+        let rows = second_rows(&order.optional, self.nodes);
+        let mut ready: VecDeque<u32> =
+            (0..self.nodes as u32).filter(|&node| waiting[node as usize] == 0).collect();
+        let mut done = 0;
+        while let Some(node) = ready.pop_front() {
+            done += 1;
+            let task = (node as usize) < self.tasks;
+            if task {
+                order.sequence.push(node);
+                let (worker, index) = order.places[node as usize];
+                order.clocks.tick(node as usize, worker as usize, index);
+                order.clocks.tick(rows[node as usize] as usize, worker as usize, index);
+                if order.places.get(node as usize + 1).is_some_and(|&(_, next)| next == index + 1) {
+                    order.pass(
+                        &rows,
+                        node,
+                        Edge { to: node + 1, tagged: false },
+                        &mut waiting,
+                        &mut ready,
+                    );
+                }
+            }
+            for index in order.edges.starts[node as usize]..order.edges.starts[node as usize + 1] {
+                let edge = order.edges.list[index as usize];
+                order.pass(&rows, node, edge, &mut waiting, &mut ready);
+            }
+        }
+        if done < self.nodes {
+            found.push(Rule::OAcyclic, At::Whole, self.cycle(program, &order, &waiting));
+            return None;
+        }
+        Some(order)
+    }
+
+    fn unsorted(&self, program: &Program, found: &mut Violations) -> Option<Order> {
+        let optional: Vec<bool> = tasks(program).map(|(_, task)| optional(task)).collect();
+        let width = program.workers.len();
+        let words = (self.nodes + optional.iter().filter(|&&o| o).count()).saturating_mul(width);
+        if words > CLOCK_WORDS_MAX {
+            found.push(
+                Rule::PLimit,
+                At::Whole,
+                format!("clocks of {words} words, more than {CLOCK_WORDS_MAX}"),
+            );
+            return None;
+        }
+        let places = program
+            .workers
+            .iter()
+            .zip(0..)
+            .flat_map(|(worker, w)| (0..worker.tasks.len() as u32).map(move |i| (w, i)))
+            .collect();
+        Some(Order {
+            workers: width,
+            places,
+            optional,
+            sequence: Vec::with_capacity(self.tasks),
+            edges: Edges::new(self.nodes, &self.pairs),
+            clocks: Clocks { width, words: vec![0; words] },
+        })
+    }
+
+    /// One cycle among the nodes that never became ready, told task by task.
+    fn cycle(&self, program: &Program, order: &Order, waiting: &[u32]) -> String {
+        let stuck = |node: usize| waiting[node] > 0;
+        let mut before: Vec<Option<u32>> = vec![None; self.nodes];
+        for (task, &(_, index)) in order.places.iter().enumerate() {
+            if index > 0 && stuck(task) && stuck(task - 1) {
+                before[task] = Some(task as u32 - 1);
+            }
+        }
+        for (from, edge) in &self.pairs {
+            if stuck(*from as usize) && stuck(edge.to as usize) {
+                before[edge.to as usize] = Some(*from);
+            }
+        }
+        // Every stuck node has a stuck predecessor, so walking back from any of them ends in a cycle.
+        let Some(start) = (0..self.nodes).find(|&node| stuck(node)) else {
+            return "a cycle".into();
+        };
+        let mut seen = vec![false; self.nodes];
+        let mut node = start;
+        while !seen[node] {
+            seen[node] = true;
+            match before[node] {
+                Some(previous) => node = previous as usize,
+                None => {
+                    return format!("{} never becomes ready", self.node_name(program, order, node));
+                }
+            }
+        }
+        let mut names = vec![self.node_name(program, order, node)];
+        let mut walk = node;
+        while let Some(previous) = before[walk] {
+            names.push(self.node_name(program, order, previous as usize));
+            walk = previous as usize;
+            if walk == node {
+                break;
+            }
+        }
+        let total = names.len();
+        if total > CYCLE_SHOWN_MAX {
+            names.truncate(CYCLE_SHOWN_MAX);
+            names.push(format!("... ({total} in all)"));
+        }
+        names.join(", which waits for ")
+    }
+
+    fn node_name(&self, program: &Program, order: &Order, node: usize) -> String {
+        if node < self.tasks {
+            let (worker, index) = order.places[node];
+            return format!(
+                "{} {}",
+                order.at(node as u32),
+                program.workers[worker as usize].tasks[index as usize].opcode.info().name
+            );
+        }
+        match node - self.tasks {
+            counter if counter < self.counters => format!("c{counter}"),
+            join => slot_name(program, self.joins[join - self.counters].slot),
+        }
+    }
+}
+
+/// The row that holds what is ordered before a node's end: its own, but a second one for an optional task.
+fn second_rows(optional: &[bool], nodes: usize) -> Vec<u32> {
+    let mut rows: Vec<u32> = (0..nodes as u32).collect();
+    let second = rows.iter_mut().zip(optional).filter(|(_, optional)| **optional);
+    for ((row, _), next) in second.zip(nodes as u32..) {
+        *row = next;
+    }
+    rows
+}
+
+impl Order {
+    /// Carries `node`'s clock over `edge`.
+    fn pass(
+        &mut self,
+        rows: &[u32],
+        node: u32,
+        edge: Edge,
+        waiting: &mut [u32],
+        ready: &mut VecDeque<u32>,
+    ) {
+        let (from, to) = (node as usize, edge.to as usize);
+        let is_optional = |node: usize| self.optional.get(node).copied().unwrap_or(false);
+        let (from_optional, to_optional) = (is_optional(from), is_optional(to));
+        if !(edge.tagged && from_optional) {
+            self.clocks.join(rows[from] as usize, to);
+            if to_optional && !edge.tagged {
+                self.clocks.join(rows[from] as usize, rows[to] as usize);
+            }
+        }
+        waiting[to] -= 1;
+        if waiting[to] == 0 {
+            ready.push_back(edge.to);
+        }
+    }
+
+    /// Workers of the program.
+    #[must_use]
+    pub fn workers(&self) -> usize {
+        self.workers
+    }
+}

@@ -1,0 +1,406 @@
+//! Each task by itself: the slots that its op needs, and parameters that agree with slots, matrices and dimensions.
+//!
+//! Relies on sound limits, matrices and slots. Everything later relies on this: regions lie inside their slots.
+
+use abi::{
+    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, NopParams,
+    OpVisitor, Prologue, SampleParams, SlotKind, visit,
+};
+
+use crate::program::{Access, Program, Slot, SlotSource, Task, accesses};
+use crate::violation::{At, Rule, Violations};
+
+use super::{named, slot_name, tasks};
+
+pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
+    for (at, task) in tasks(program) {
+        let before = found.total();
+        ids(program, task, &at, found);
+        if found.total() > before {
+            continue;
+        }
+        let mut op = Op { program, task, at: &at, found };
+        visit(task.opcode, &task.params, &mut op);
+        if found.total() == before {
+            bounds(program, task, &at, found);
+        }
+    }
+}
+
+/// Every id is in range, and so are generations and the layer.
+fn ids(program: &Program, task: &Task, at: &At, found: &mut Violations) {
+    for access in named(task) {
+        let Some(slot) = program.slots.get(access.slot.index()) else {
+            found.push(Rule::PArity, at.clone(), format!("there is no slot {}", access.slot));
+            continue;
+        };
+        let generations = if slot.kind == SlotKind::Tagged { abi::GENERATIONS_MAX } else { 1 };
+        if u32::from(access.generation) >= generations {
+            let name = slot_name(program, access.slot);
+            found.push(
+                Rule::PArity,
+                at.clone(),
+                format!("generation {} of {name}, which has {generations}", access.generation),
+            );
+        }
+    }
+    for counter in task.waits.iter().map(|wait| wait.counter).chain(task.signal) {
+        if counter.0 >= program.counters {
+            found.push(Rule::PArity, at.clone(), format!("there is no counter {counter}"));
+        }
+    }
+    if task.waits.len() > abi::WAITS_MAX {
+        found.push(
+            Rule::PArity,
+            at.clone(),
+            format!("{} waits, at most {}", task.waits.len(), abi::WAITS_MAX),
+        );
+    }
+    if u32::from(task.layer) > program.dims.layers {
+        found.push(
+            Rule::PShape,
+            at.clone(),
+            format!("layer {} of {}", task.layer, program.dims.layers),
+        );
+    }
+}
+
+/// No region is empty or reaches outside its slot.
+fn bounds(program: &Program, task: &Task, at: &At, found: &mut Violations) {
+    let touched = accesses(program, task);
+    for region in touched.reads.iter().chain(&touched.writes) {
+        let words = program.slots[region.slot.index()].words;
+        if region.start >= region.end || region.end > words {
+            let name = slot_name(program, region.slot);
+            found.push(
+                Rule::PShape,
+                at.clone(),
+                format!("words {}..{} of {name}, which has {words}", region.start, region.end),
+            );
+        }
+    }
+}
+
+const ACTIVATION: &[SlotKind] = &[SlotKind::Plain, SlotKind::Tagged];
+const VECTOR: &[SlotKind] = &[SlotKind::Plain, SlotKind::Tagged, SlotKind::Embedding];
+const CONSTANT: &[SlotKind] = &[SlotKind::Constant];
+
+struct Op<'a> {
+    program: &'a Program,
+    task: &'a Task,
+    at: &'a At,
+    found: &'a mut Violations,
+}
+
+impl<'a> Op<'a> {
+    fn wrong(&mut self, rule: Rule, detail: String) {
+        self.found.push(rule, self.at.clone(), detail);
+    }
+
+    fn equal(&mut self, what: &str, actual: u32, expected: u32) {
+        if actual != expected {
+            self.wrong(Rule::PShape, format!("{what} is {actual}, expected {expected}"));
+        }
+    }
+
+    fn below(&mut self, what: &str, actual: u32, limit: u32) {
+        if actual >= limit {
+            self.wrong(Rule::PShape, format!("{what} is {actual}, not below {limit}"));
+        }
+    }
+
+    fn finite(&mut self, what: &str, value: f32) {
+        if !(value.is_finite() && value >= 0.0) {
+            self.wrong(Rule::PShape, format!("{what} is {value}"));
+        }
+    }
+
+    fn zero(&mut self, reserved: &[u32]) {
+        if reserved.iter().any(|&word| word != 0) {
+            self.wrong(Rule::POpcode, "a reserved parameter is not zero".into());
+        }
+    }
+
+    /// A slot that must be there, of one of these kinds.
+    fn slot(&mut self, what: &str, access: Option<Access>, kinds: &[SlotKind]) -> Option<&'a Slot> {
+        let Some(access) = access else {
+            self.wrong(Rule::PArity, format!("{what} is missing"));
+            return None;
+        };
+        let slot = &self.program.slots[access.slot.index()];
+        if !kinds.contains(&slot.kind) {
+            let name = slot_name(self.program, access.slot);
+            self.wrong(Rule::PArity, format!("{what} is {name}, a {} slot", slot.kind.name()));
+            return None;
+        }
+        Some(slot)
+    }
+
+    fn read(&mut self, what: &str, index: usize, kinds: &[SlotKind]) -> Option<&'a Slot> {
+        self.slot(what, self.task.reads[index], kinds)
+    }
+
+    fn write(&mut self, what: &str, index: usize, kinds: &[SlotKind]) -> Option<&'a Slot> {
+        self.slot(what, self.task.writes[index], kinds)
+    }
+
+    /// A slot of exactly this many words. An embedding stands for one row.
+    fn words(&mut self, what: &str, slot: Option<&Slot>, words: u64) {
+        let Some(slot) = slot else { return };
+        let have = if slot.kind == SlotKind::Embedding {
+            u64::from(self.program.dims.hidden)
+        } else {
+            u64::from(slot.words)
+        };
+        if have != words {
+            self.wrong(
+                Rule::PShape,
+                format!("{what} is {} with {have} words, expected {words}", slot.name),
+            );
+        }
+    }
+
+    /// The slots from these places on are not used.
+    fn none(&mut self, reads: &[usize], writes: &[usize]) {
+        for &index in reads {
+            if self.task.reads[index].is_some() {
+                self.wrong(
+                    Rule::PArity,
+                    format!("read {index} is not used by this {}", self.task.opcode.info().name),
+                );
+            }
+        }
+        for &index in writes {
+            if self.task.writes[index].is_some() {
+                self.wrong(
+                    Rule::PArity,
+                    format!("write {index} is not used by this {}", self.task.opcode.info().name),
+                );
+            }
+        }
+    }
+
+    /// What attention and its two merges share.
+    fn splits(&mut self, head_dim: u32, splits: u32, kv_block: u32) {
+        self.equal("head_dim", head_dim, self.program.dims.head_dim);
+        if !(1..=abi::SPLITS_MAX).contains(&splits) {
+            self.wrong(
+                Rule::PShape,
+                format!("splits is {splits}, not within 1..={}", abi::SPLITS_MAX),
+            );
+        }
+        if !(1..=abi::KV_CAPACITY_MAX).contains(&kv_block) {
+            self.wrong(
+                Rule::PShape,
+                format!("kv_block is {kv_block}, not within 1..={}", abi::KV_CAPACITY_MAX),
+            );
+        }
+    }
+
+    fn partial_words(&self, splits: u32) -> u64 {
+        let d = &self.program.dims;
+        u64::from(splits) * u64::from(d.heads) * (u64::from(d.head_dim) + 2)
+    }
+
+    fn matrix(&mut self, p: &MatvecParams) {
+        let Some(m) = self.program.matrices.get(p.matrix as usize) else {
+            self.wrong(Rule::PArity, format!("there is no matrix m{}", p.matrix));
+            return;
+        };
+        self.equal("units", p.units, m.units_per_tile());
+        self.equal("k_len", p.k_len, m.cols);
+        self.equal("rows", p.rows, m.rows());
+        let end = u64::from(p.tile0) + u64::from(p.tiles);
+        if p.tiles == 0 || end > u64::from(m.tiles()) {
+            self.wrong(
+                Rule::PShape,
+                format!("tiles {}..+{} of {}, which has {}", p.tile0, p.tiles, m.name, m.tiles()),
+            );
+        }
+    }
+
+    fn prologue(&mut self, p: &MatvecParams, prologue: Prologue) {
+        let d = &self.program.dims;
+        let norm = match prologue {
+            Prologue::Copy | Prologue::Rms => {
+                let x = self.read("the input", 0, VECTOR);
+                self.words("the input", x, p.k_len.into());
+                prologue == Prologue::Rms
+            }
+            Prologue::Merge => {
+                let partials = self.read("the partials", 0, ACTIVATION);
+                self.words("the partials", partials, self.partial_words(p.splits));
+                self.splits(p.head_dim, p.splits, p.kv_block);
+                self.equal("k_len", p.k_len, d.heads * d.head_dim);
+                false
+            }
+        };
+        if norm {
+            let weight = self.read("the norm weight", 1, CONSTANT);
+            self.words("the norm weight", weight, p.k_len.into());
+            self.finite("eps", p.eps);
+        } else {
+            self.none(&[1], &[]);
+        }
+        if self.task.reads[2].is_some() {
+            let bias = self.read("the bias", 2, CONSTANT);
+            self.words("the bias", bias, p.rows.into());
+        }
+    }
+
+    fn epilogue(&mut self, p: &MatvecParams, epilogue: Epilogue) {
+        match epilogue {
+            Epilogue::Store => {
+                let out = self.write("the output", 0, ACTIVATION);
+                self.words("the output", out, p.rows.into());
+                self.none(&[3], &[1]);
+            }
+            Epilogue::Residual => {
+                let residual = self.read("the residual", 3, VECTOR);
+                self.words("the residual", residual, p.rows.into());
+                let out = self.write("the output", 0, ACTIVATION);
+                self.words("the output", out, p.rows.into());
+                self.none(&[], &[1]);
+            }
+            Epilogue::SiluMul => {
+                if let Some(out) = self.write("the output", 0, ACTIVATION)
+                    && u64::from(out.words).next_multiple_of(8) != u64::from(p.rows / 2)
+                {
+                    self.wrong(
+                        Rule::PShape,
+                        format!(
+                            "{} has {} words, but gate and up make {}",
+                            out.name,
+                            out.words,
+                            p.rows / 2
+                        ),
+                    );
+                }
+                if !p.tile0.is_multiple_of(2) || !p.tiles.is_multiple_of(2) {
+                    self.wrong(
+                        Rule::PShape,
+                        format!("tiles {}..+{} split a pair of gate and up", p.tile0, p.tiles),
+                    );
+                }
+                let pairs = self
+                    .program
+                    .matrices
+                    .get(p.matrix as usize)
+                    .is_some_and(|m| m.map.interleaved && m.map.parts.len() == 2);
+                if !pairs {
+                    self.wrong(
+                        Rule::PShape,
+                        format!("m{} does not alternate tiles of gate and up", p.matrix),
+                    );
+                }
+                self.none(&[3], &[1]);
+            }
+            Epilogue::Logits => {
+                let out = self.write("the logits", 0, &[SlotKind::Logits]);
+                self.words("the logits", out, p.rows.into());
+                self.equal("rows", p.rows, self.program.dims.vocab);
+                self.write("the candidates", 1, ACTIVATION);
+                self.none(&[3], &[]);
+            }
+        }
+    }
+}
+
+impl OpVisitor for Op<'_> {
+    type Output = ();
+
+    fn nop(&mut self, p: &NopParams) {
+        self.zero(&p.reserved);
+        self.none(&[0, 1, 2, 3], &[0, 1]);
+    }
+
+    fn embed(&mut self, p: &EmbedParams) {
+        self.zero(&p.reserved);
+        self.read("the embedding", 0, &[SlotKind::Embedding]);
+        let out = self.write("the output", 0, ACTIVATION);
+        self.words("the output", out, self.program.dims.hidden.into());
+        if p.len == 0 {
+            self.wrong(Rule::PShape, "len is zero".into());
+        }
+        self.none(&[1, 2, 3], &[1]);
+    }
+
+    fn matvec(&mut self, p: &MatvecParams) {
+        self.zero(&p.reserved);
+        self.matrix(p);
+        match Prologue::new(p.prologue) {
+            Some(prologue) => self.prologue(p, prologue),
+            None => {
+                self.wrong(Rule::POpcode, format!("prologue {} is not in the table", p.prologue))
+            }
+        }
+        match Epilogue::new(p.epilogue) {
+            Some(epilogue) => self.epilogue(p, epilogue),
+            None => {
+                self.wrong(Rule::POpcode, format!("epilogue {} is not in the table", p.epilogue))
+            }
+        }
+    }
+
+    fn attention(&mut self, p: &AttentionParams) {
+        let d = self.program.dims;
+        self.zero(&p.reserved);
+        self.splits(p.head_dim, p.splits, p.kv_block);
+        self.equal("kv_heads", p.kv_heads, d.kv_heads);
+        self.equal("group", p.group, d.heads / d.kv_heads);
+        self.below("kv_head", p.kv_head, d.kv_heads);
+        self.below("split", p.split, p.splits);
+        self.finite("eps", p.eps);
+        if !p.scale.is_finite() {
+            self.wrong(Rule::PShape, format!("scale is {}", p.scale));
+        }
+        let qkv = self.read("qkv", 0, ACTIVATION);
+        self.words(
+            "qkv",
+            qkv,
+            (u64::from(d.heads) + 2 * u64::from(d.kv_heads)) * u64::from(d.head_dim),
+        );
+        for (what, index) in [("the q norm", 1), ("the k norm", 2)] {
+            if self.task.reads[index].is_some() {
+                let norm = self.read(what, index, CONSTANT);
+                self.words(what, norm, d.head_dim.into());
+            }
+        }
+        if let Some(freq) = self.read("inverse frequencies", 3, CONSTANT)
+            && freq.source != SlotSource::InvFreq
+        {
+            self.wrong(
+                Rule::PArity,
+                format!("{} does not hold the inverse frequencies", freq.name),
+            );
+        }
+        let partials = self.write("the partials", 0, ACTIVATION);
+        self.words("the partials", partials, self.partial_words(p.splits));
+        self.write("the cache", 1, &[SlotKind::KvCache]);
+    }
+
+    fn attention_merge(&mut self, p: &AttentionMergeParams) {
+        let d = self.program.dims;
+        self.zero(&p.reserved);
+        self.splits(p.head_dim, p.splits, p.kv_block);
+        self.equal("heads_total", p.heads_total, d.heads);
+        if p.heads == 0 || u64::from(p.head0) + u64::from(p.heads) > u64::from(d.heads) {
+            self.wrong(Rule::PShape, format!("heads {}..+{} of {}", p.head0, p.heads, d.heads));
+        }
+        let partials = self.read("the partials", 0, ACTIVATION);
+        self.words("the partials", partials, self.partial_words(p.splits));
+        let out = self.write("the output", 0, ACTIVATION);
+        self.words("the output", out, u64::from(d.heads) * u64::from(d.head_dim));
+        self.none(&[1, 2, 3], &[1]);
+    }
+
+    fn sample(&mut self, p: &SampleParams) {
+        self.zero(&p.reserved);
+        let candidates = self.read("the candidates", 0, ACTIVATION);
+        self.words("the candidates", candidates, 2 * u64::from(p.candidates));
+        if p.candidates == 0 {
+            self.wrong(Rule::PShape, "no candidates".into());
+        }
+        self.none(&[1, 2, 3], &[0, 1]);
+    }
+}

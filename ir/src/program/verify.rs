@@ -1,0 +1,90 @@
+//! Proves that a program gives the same result in every order in which its workers can run it.
+//!
+//! **What is checked**, stage by stage; a stage runs only when the one before it found nothing, and reports everything it finds:
+//!
+//! 1. *limits and shapes*: sizes, ids, kinds of slots, parameters, matrices, dimensions (`P-*`);
+//! 2. *streams*: counters (`C-*`), the load stream (`L-*`), attention splits and caches (`K-*`);
+//! 3. *order*: no cycle, and one `sample` at the end (`O-*`);
+//! 4. *data*: every conflicting pair of accesses to a byte is ordered, every read finds its write (`R-*`, `M-*`, `T-*`).
+//!
+//! **What is not checked**: that the program computes the model. Two layers' weights may be swapped and an epsilon may be wrong; the
+//! comparison with the graph's evaluator finds that.
+//!
+//! Attention splits that have no keys yet do nothing but signal. So the order in stage 3 counts only what holds with one active
+//! split and what holds with all of them; see [`Order`](super::Order).
+
+use crate::program::Program;
+use crate::program::rules;
+use crate::program::rules::order::Order;
+use crate::violation::Violations;
+
+/// A value that its checker accepted. Only [`verify`] makes one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Verified<T>(T);
+
+impl<T> Verified<T> {
+    /// The value, no longer known to be verified.
+    #[must_use]
+    pub fn into_inner(self) -> T {
+        self.0
+    }
+}
+
+impl<T> std::ops::Deref for Verified<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T> AsRef<T> for Verified<T> {
+    fn as_ref(&self) -> &T {
+        &self.0
+    }
+}
+
+/// Checks every program rule.
+///
+/// The cost is about `tasks * workers`, plus the accesses to each run of bytes that no task splits further.
+///
+/// # Errors
+/// All violations of the first stage that has any, each with a witness.
+pub fn verify(program: Program) -> Result<Verified<Program>, Violations> {
+    check(&program).map(|()| Verified(program))
+}
+
+/// As [`verify`], for a program that is only looked at.
+///
+/// # Errors
+/// As [`verify`].
+pub fn check(program: &Program) -> Result<(), Violations> {
+    stage(|found| rules::limit::check(program, found))?;
+    stage(|found| {
+        rules::matrix::check(program, found);
+        rules::slot::check(program, found);
+        if found.is_empty() {
+            rules::task::check(program, found);
+        }
+    })?;
+    stage(|found| {
+        rules::counter::check(program, found);
+        rules::stream::check(program, found);
+        rules::attention::check(program, found);
+        rules::page::check(program, found);
+    })?;
+    let mut order = None;
+    stage(|found| order = rules::order::check(program, found))?;
+    let order: Option<Order> = order;
+    stage(|found| {
+        if let Some(order) = &order {
+            rules::memory::check(program, order, found);
+        }
+    })
+}
+
+fn stage(check: impl FnOnce(&mut Violations)) -> Result<(), Violations> {
+    let mut found = Violations::default();
+    check(&mut found);
+    if found.is_empty() { Ok(()) } else { Err(found) }
+}

@@ -23,7 +23,10 @@ fn distance(a: &str, b: &str) -> usize {
 
 /// The candidate with the fewest edits, if at most half of the letters differ; the first one on a tie. Names longer than
 /// `NAME_MAX` letters have no neighbours.
-pub(crate) fn nearest<'a>(given: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+pub(crate) fn nearest<'a>(
+    given: &str,
+    candidates: impl IntoIterator<Item = &'a str>,
+) -> Option<&'a str> {
     const NAME_MAX: usize = 128;
     if given.len() > NAME_MAX {
         return None;

@@ -65,13 +65,76 @@ use BandwidthSource::{Datasheet, Measured};
 /// The GPUs we know. The h200's bandwidth is measured on one card: 64 KB x 3 stages of bulk copies, 1 block per multiprocessor,
 /// contiguous per multiprocessor, 4.670 TB/s. The rest are data sheets.
 const TABLE: &[Row] = &[
-    Row { name: "h200", arch: "sm_90a", sms: 132, smem_optin_kib: 227, l2_mib: 60, gb_per_s: 4670, source: Measured, clock_mhz: 1980 },
-    Row { name: "h100", arch: "sm_90a", sms: 132, smem_optin_kib: 227, l2_mib: 50, gb_per_s: 3350, source: Datasheet, clock_mhz: 1980 },
-    Row { name: "a100", arch: "sm_80", sms: 108, smem_optin_kib: 163, l2_mib: 40, gb_per_s: 2039, source: Datasheet, clock_mhz: 1410 },
-    Row { name: "l40s", arch: "sm_89", sms: 142, smem_optin_kib: 99, l2_mib: 96, gb_per_s: 864, source: Datasheet, clock_mhz: 2520 },
-    Row { name: "rtx4090", arch: "sm_89", sms: 128, smem_optin_kib: 99, l2_mib: 72, gb_per_s: 1008, source: Datasheet, clock_mhz: 2520 },
-    Row { name: "rtx5090", arch: "sm_120a", sms: 170, smem_optin_kib: 99, l2_mib: 96, gb_per_s: 1792, source: Datasheet, clock_mhz: 2407 },
-    Row { name: "b200", arch: "sm_100a", sms: 148, smem_optin_kib: 227, l2_mib: 126, gb_per_s: 8000, source: Datasheet, clock_mhz: 1965 },
+    Row {
+        name: "h200",
+        arch: "sm_90a",
+        sms: 132,
+        smem_optin_kib: 227,
+        l2_mib: 60,
+        gb_per_s: 4670,
+        source: Measured,
+        clock_mhz: 1980,
+    },
+    Row {
+        name: "h100",
+        arch: "sm_90a",
+        sms: 132,
+        smem_optin_kib: 227,
+        l2_mib: 50,
+        gb_per_s: 3350,
+        source: Datasheet,
+        clock_mhz: 1980,
+    },
+    Row {
+        name: "a100",
+        arch: "sm_80",
+        sms: 108,
+        smem_optin_kib: 163,
+        l2_mib: 40,
+        gb_per_s: 2039,
+        source: Datasheet,
+        clock_mhz: 1410,
+    },
+    Row {
+        name: "l40s",
+        arch: "sm_89",
+        sms: 142,
+        smem_optin_kib: 99,
+        l2_mib: 96,
+        gb_per_s: 864,
+        source: Datasheet,
+        clock_mhz: 2520,
+    },
+    Row {
+        name: "rtx4090",
+        arch: "sm_89",
+        sms: 128,
+        smem_optin_kib: 99,
+        l2_mib: 72,
+        gb_per_s: 1008,
+        source: Datasheet,
+        clock_mhz: 2520,
+    },
+    Row {
+        name: "rtx5090",
+        arch: "sm_120a",
+        sms: 170,
+        smem_optin_kib: 99,
+        l2_mib: 96,
+        gb_per_s: 1792,
+        source: Datasheet,
+        clock_mhz: 2407,
+    },
+    Row {
+        name: "b200",
+        arch: "sm_100a",
+        sms: 148,
+        smem_optin_kib: 227,
+        l2_mib: 126,
+        gb_per_s: 8000,
+        source: Datasheet,
+        clock_mhz: 1965,
+    },
 ];
 
 impl From<&Row> for Target {
@@ -106,7 +169,12 @@ pub struct UnknownTarget {
 
 impl fmt::Display for UnknownTarget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "unknown target `{}`; known: {}", self.given, Target::names().collect::<Vec<_>>().join(", "))?;
+        write!(
+            f,
+            "unknown target `{}`; known: {}",
+            self.given,
+            Target::names().collect::<Vec<_>>().join(", ")
+        )?;
         match self.suggestion {
             Some(name) => write!(f, "; try `{name}`"),
             None => Ok(()),
@@ -122,10 +190,9 @@ impl Target {
     /// # Errors
     /// [`UnknownTarget`], with the nearest name.
     pub fn by_name(name: &str) -> Result<Self, UnknownTarget> {
-        TABLE.iter().find(|row| row.name.eq_ignore_ascii_case(name)).map(Self::from).ok_or_else(|| UnknownTarget {
-            given: name.to_string(),
-            suggestion: nearest(name, Self::names()),
-        })
+        TABLE.iter().find(|row| row.name.eq_ignore_ascii_case(name)).map(Self::from).ok_or_else(
+            || UnknownTarget { given: name.to_string(), suggestion: nearest(name, Self::names()) },
+        )
     }
 
     /// Every GPU of the table.
@@ -142,7 +209,8 @@ impl Target {
     /// Whether the architecture has tensor cores that multiply 16-bit elements of both kinds (8.0 and later).
     #[must_use]
     pub fn has_mma(&self) -> bool {
-        let digits = self.arch.trim_start_matches("sm_").trim_end_matches(|c: char| !c.is_ascii_digit());
+        let digits =
+            self.arch.trim_start_matches("sm_").trim_end_matches(|c: char| !c.is_ascii_digit());
         digits.parse::<u32>().is_ok_and(|arch| arch >= 80)
     }
 }
@@ -154,11 +222,17 @@ mod tests {
     #[test]
     fn table_is_found_by_name_with_suggestions() {
         let h200 = Target::by_name("H200").expect("in the table");
-        assert_eq!((h200.sms, h200.smem_optin_bytes, h200.bandwidth), (132, 232_448, 4_670_000_000_000));
+        assert_eq!(
+            (h200.sms, h200.smem_optin_bytes, h200.bandwidth),
+            (132, 232_448, 4_670_000_000_000)
+        );
         assert_eq!(h200.bandwidth_source, Measured);
         let error = Target::by_name("rtx409O").expect_err("not in the table");
         assert_eq!(error.suggestion, Some("rtx4090"));
-        assert_eq!(error.to_string(), "unknown target `rtx409O`; known: h200, h100, a100, l40s, rtx4090, rtx5090, b200; try `rtx4090`");
+        assert_eq!(
+            error.to_string(),
+            "unknown target `rtx409O`; known: h200, h100, a100, l40s, rtx4090, rtx5090, b200; try `rtx4090`"
+        );
     }
 
     #[test]

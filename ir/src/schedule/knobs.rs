@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::value::{
-    Consumer, Domain, EmbedGrouping, Evict, Handoff, KnobType, MergeGrouping, PageAllocation, SmAssignment, Value,
+    Consumer, Domain, EmbedGrouping, Evict, Handoff, KnobType, MergeGrouping, PageAllocation,
+    SmAssignment, Value,
 };
 
 /// Calls `$macro` with the whole knob table: the structs of a config, outermost first, each with its groups and its knobs. A knob's

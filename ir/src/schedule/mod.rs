@@ -7,15 +7,26 @@
 //! what is legal and what to write instead. Nothing is rounded or adjusted in silence: a value is taken as it is or refused.
 
 mod knobs;
+mod parse;
+mod space;
+#[cfg(test)]
+mod tests;
+mod validate;
 mod value;
 
 use serde::Serialize;
 
 pub use knobs::{
-    ActsOn, AttentionTiling, DownTiling, FusionGrouping, GateUpTiling, Handoffs, KernelConfig, Knob, LmHeadTiling, OProjTiling, Pipeline,
-    QkvTiling, ScheduleConfig, Tiling,
+    ActsOn, AttentionTiling, DownTiling, FusionGrouping, GateUpTiling, Handoffs, KernelConfig,
+    Knob, LmHeadTiling, OProjTiling, Pipeline, QkvTiling, ScheduleConfig, Tiling,
 };
-pub use value::{Consumer, Domain, EmbedGrouping, Evict, Handoff, MergeGrouping, PageAllocation, SmAssignment, Value};
+pub use parse::{parse_config, read_config};
+pub use space::{default_config, json_schema, knob_table_markdown, legal_values, search_space};
+pub use validate::{activation_bytes, largest_stages, validate};
+pub use value::{
+    Consumer, Domain, EmbedGrouping, Evict, Handoff, MergeGrouping, PageAllocation, SmAssignment,
+    Value,
+};
 
 /// A value that passed its check. Made only by this module's [`validate`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -55,7 +55,9 @@ impl Domain {
     pub fn contains(self, value: Value) -> bool {
         match (self, value) {
             (Self::Choices(choices), value) => choices.contains(&value),
-            (Self::Range { min, max, step }, Value::Number(n)) => (min..=max).contains(&n) && (n - min).is_multiple_of(step),
+            (Self::Range { min, max, step }, Value::Number(n)) => {
+                (min..=max).contains(&n) && (n - min).is_multiple_of(step)
+            }
             (Self::Range { .. }, Value::Name(_)) => false,
         }
     }
@@ -65,7 +67,9 @@ impl Domain {
     pub fn values(self) -> Vec<Value> {
         match self {
             Self::Choices(choices) => choices.to_vec(),
-            Self::Range { min, max, step } => (min..=max).step_by(step as usize).map(Value::Number).collect(),
+            Self::Range { min, max, step } => {
+                (min..=max).step_by(step as usize).map(Value::Number).collect()
+            }
         }
     }
 

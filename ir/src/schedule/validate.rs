@@ -1,0 +1,277 @@
+//! Checks a config against a graph and a target.
+//!
+//! **Checked:** every knob is in the table's domain; the graph and target are within the opcode table's limits; the rules between knobs
+//! (`S-RING`, `S-IN-FLIGHT`, `S-NEAR`, `S-CONSUMER`, `S-THREADS`, `S-SPLIT`). A rule between knobs is left out when one of its knobs is
+//! outside its domain. **Not checked:** limits of the lowered program (`lower`), and that the kernel compiles (the build).
+//!
+//! **Rounding.** There is none. Bytes in flight must be whole stages, and what is given is what runs.
+
+use super::value::{Consumer, Domain, Value};
+use super::{Knob, ScheduleConfig, Valid};
+use crate::graph::{DType, Graph};
+use crate::program::{Dims, attended, smem};
+use crate::target::Target;
+use crate::violation::{At, Rule, Violation, Violations};
+
+/// Widest vector that shapes are computed for without overflow.
+const WIDTH_MAX: u32 = 1 << 20;
+
+const _: () = assert!(abi::STAGES_MAX >= 26, "the table's stages fit the ABI");
+
+/// Checks every rule and lists everything that is wrong.
+///
+/// # Errors
+/// All violations.
+pub fn validate(
+    config: ScheduleConfig,
+    graph: &Graph,
+    target: &Target,
+) -> Result<Valid<ScheduleConfig>, Violations> {
+    check(&config, graph, target).into_result().map(|()| Valid(config))
+}
+
+/// Every violation of a config.
+pub(super) fn check(config: &ScheduleConfig, graph: &Graph, target: &Target) -> Violations {
+    let mut found = Violations::default();
+    domains(config, &mut found);
+    graph_limits(graph, &mut found);
+    target_limits(target, &mut found);
+    let fits = |rule| !found.has(rule);
+    if fits(Rule::SRange) && fits(Rule::SGraph) {
+        ring(config, graph, target, &mut found);
+        splits(config, graph, &mut found);
+    }
+    for rule in [in_flight, consumer, threads] {
+        rule(config, graph, target, &mut found);
+    }
+    found
+}
+
+/// The bytes of a worker's activation buffer under this config.
+#[must_use]
+pub fn activation_bytes(config: &ScheduleConfig, graph: &Graph) -> u32 {
+    let attention = config.tiling.attention;
+    smem::activation_bytes(
+        &Dims::from(graph),
+        attention.kv_block,
+        attention.kv_split,
+        config.kernel.warps,
+    )
+}
+
+/// The most stages that the table allows and that fit in shared memory, everything else in the config unchanged. `None` if not even
+/// the fewest fit.
+#[must_use]
+pub fn largest_stages(config: &ScheduleConfig, graph: &Graph, target: &Target) -> Option<u32> {
+    let (min, max) = match Knob::PipelineStages.domain() {
+        Domain::Range { min, max, .. } => (min, max),
+        Domain::Choices(_) => (1, abi::STAGES_MAX),
+    };
+    let other = smem::worker_bytes(0, config.pipeline.stage_bytes, activation_bytes(config, graph));
+    let room = target.smem_optin_bytes.checked_sub(other)? / config.pipeline.stage_bytes.max(1);
+    (room >= min).then_some(room.min(max))
+}
+
+fn at(knob: Knob) -> At {
+    At::Knob(knob.path().to_string())
+}
+
+fn domains(config: &ScheduleConfig, found: &mut Violations) {
+    for &knob in Knob::ALL {
+        let value = config.get(knob);
+        if !knob.domain().contains(value) {
+            found.add(super::parse::out_of_range(knob, value.to_json()));
+        }
+    }
+}
+
+fn graph_limits(graph: &Graph, found: &mut Violations) {
+    let mut refuse = |what: &str, value: u32, legal: String| {
+        let detail = format!("{what} is {value} in {}", graph.name);
+        found.add(Violation::new(Rule::SGraph, At::Graph, detail).value(value).legal(legal));
+    };
+    let widths = [
+        ("hidden", graph.hidden),
+        ("ffn", graph.ffn),
+        ("vocab", graph.vocab),
+        ("heads", graph.heads),
+    ];
+    for (what, width) in widths
+        .into_iter()
+        .chain([("kv_heads", graph.kv_heads), ("max_positions", graph.max_positions)])
+    {
+        if width == 0 {
+            refuse(what, width, "at least 1".to_string());
+        }
+    }
+    for (what, width) in [("hidden", graph.hidden), ("ffn", graph.ffn), ("heads", graph.heads)] {
+        if width > WIDTH_MAX {
+            refuse(what, width, format!("at most {WIDTH_MAX}"));
+        }
+    }
+    if graph.layers.is_empty() || graph.layers.len() >= usize::from(u16::MAX) {
+        refuse("number of layers", graph.layers.len() as u32, format!("1 to {}", u16::MAX - 1));
+    }
+    if graph.head_dim == 0
+        || graph.head_dim > abi::HEAD_DIM_MAX
+        || !graph.head_dim.is_multiple_of(2)
+    {
+        refuse("head_dim", graph.head_dim, format!("an even number up to {}", abi::HEAD_DIM_MAX));
+    }
+    if graph.kv_heads > 0 {
+        if !graph.heads.is_multiple_of(graph.kv_heads) {
+            refuse("heads", graph.heads, format!("a multiple of kv_heads = {}", graph.kv_heads));
+        }
+        if graph.heads / graph.kv_heads > abi::GROUP_MAX {
+            refuse(
+                "heads per kv_head",
+                graph.heads / graph.kv_heads,
+                format!("at most {}", abi::GROUP_MAX),
+            );
+        }
+    }
+}
+
+fn target_limits(target: &Target, found: &mut Violations) {
+    if target.sms == 0 || target.sms > abi::WORKERS_MAX {
+        let detail = format!("{} has {} multiprocessors, one worker each", target.name, target.sms);
+        let legal = format!("1 to {}", abi::WORKERS_MAX);
+        found.add(Violation::new(Rule::STarget, At::Target, detail).value(target.sms).legal(legal));
+    }
+}
+
+fn ring(config: &ScheduleConfig, graph: &Graph, target: &Target, found: &mut Violations) {
+    let pipeline = config.pipeline;
+    let activations = activation_bytes(config, graph);
+    let needed = smem::worker_bytes(pipeline.stages, pipeline.stage_bytes, activations);
+    let available = target.smem_optin_bytes;
+    if needed <= available {
+        return;
+    }
+    let detail = format!(
+        "{} stages of {} bytes need {needed} bytes of shared memory with {activations} for activations and {} fixed, {} has {available}",
+        pipeline.stages,
+        pipeline.stage_bytes,
+        smem::FIXED_BYTES,
+        target.name
+    );
+    let violation =
+        Violation::new(Rule::SRing, at(Knob::PipelineStages), detail).value(pipeline.stages);
+    found.add(match largest_stages(config, graph, target) {
+        Some(most) => violation
+            .legal(format!("at most {most} stages of {} bytes", pipeline.stage_bytes))
+            .suggest(format!("pipeline.stages = {most}")),
+        None => violation.legal(format!("no number of stages of {} bytes", pipeline.stage_bytes)).suggest(
+            "a smaller pipeline.stage_bytes, tiling.attention.kv_block or kernel.warps, or a target with more shared memory",
+        ),
+    });
+}
+
+fn in_flight(config: &ScheduleConfig, _: &Graph, _: &Target, found: &mut Violations) {
+    let pipeline = config.pipeline;
+    let stage = pipeline.stage_bytes;
+    if found.has(Rule::SRange) {
+        return;
+    }
+    let ring = stage * pipeline.stages;
+    let caps = [
+        (Knob::PipelineInFlightBytes, pipeline.in_flight_bytes),
+        (Knob::PipelineInFlightNearBytes, pipeline.in_flight_near_bytes),
+    ];
+    for (knob, bytes) in caps {
+        if bytes >= stage && bytes <= ring && bytes.is_multiple_of(stage) {
+            continue;
+        }
+        let detail =
+            format!("{bytes} bytes in flight with {} stages of {stage} bytes", pipeline.stages);
+        let nearest = (bytes / stage).clamp(1, pipeline.stages) * stage;
+        found.add(
+            Violation::new(Rule::SInFlight, at(knob), detail)
+                .value(bytes)
+                .legal(format!("multiples of {stage} from {stage} to {ring}"))
+                .suggest(format!("{knob} = {nearest}")),
+        );
+    }
+    if pipeline.in_flight_near_bytes > pipeline.in_flight_bytes {
+        let detail = format!(
+            "{} near handoffs, {} elsewhere",
+            pipeline.in_flight_near_bytes, pipeline.in_flight_bytes
+        );
+        let knob = Knob::PipelineInFlightNearBytes;
+        found.add(
+            Violation::new(Rule::SNear, at(knob), detail)
+                .value(pipeline.in_flight_near_bytes)
+                .legal(format!("at most {}", pipeline.in_flight_bytes))
+                .suggest(format!("{knob} = {}", pipeline.in_flight_bytes)),
+        );
+    }
+}
+
+fn consumer(config: &ScheduleConfig, graph: &Graph, target: &Target, found: &mut Violations) {
+    let detail = match (config.kernel.consumer, graph.dtype) {
+        (Consumer::Fma, _) => return,
+        (Consumer::Mma, DType::F32) => {
+            format!("mma multiplies 16-bit weights, {} has {}", graph.name, graph.dtype.name())
+        }
+        (Consumer::Mma, DType::F16 | DType::Bf16) if !target.has_mma() => {
+            format!(
+                "{} is {}, which has no mma for {}",
+                target.name,
+                target.arch,
+                graph.dtype.name()
+            )
+        }
+        (Consumer::Mma, DType::F16 | DType::Bf16) => return,
+    };
+    found.add(
+        Violation::new(Rule::SConsumer, at(Knob::KernelConsumer), detail)
+            .value(Consumer::Mma.name())
+            .legal(Consumer::Fma.name())
+            .suggest("kernel.consumer = fma"),
+    );
+}
+
+fn threads(config: &ScheduleConfig, _: &Graph, target: &Target, found: &mut Violations) {
+    let (warps, most) = (config.kernel.warps, target.threads_per_block_max);
+    let threads = warps.saturating_add(2).saturating_mul(32);
+    if threads > most {
+        let detail = format!(
+            "{warps} consumer warps and 2 more are {threads} threads, {} allows {most}",
+            target.name
+        );
+        let legal = format!("at most {} warps", (most / 32).saturating_sub(2));
+        found.add(
+            Violation::new(Rule::SThreads, at(Knob::KernelWarps), detail).value(warps).legal(legal),
+        );
+    }
+}
+
+/// Keys that the layer which sees the most attends to, at the last position.
+fn keys_max(graph: &Graph) -> u32 {
+    let last = graph.max_positions.saturating_sub(1);
+    graph.layers.iter().map(|layer| attended(last, layer.window.unwrap_or(0))).max().unwrap_or(1)
+}
+
+fn splits(config: &ScheduleConfig, graph: &Graph, found: &mut Violations) {
+    let attention = config.tiling.attention;
+    let keys = keys_max(graph);
+    let useful = keys.div_ceil(attention.kv_block).min(abi::SPLITS_MAX);
+    if attention.kv_split > useful {
+        let fits = |v: &Value| matches!(v, Value::Number(n) if *n <= useful);
+        let largest = Knob::TilingAttentionKvSplit
+            .values()
+            .into_iter()
+            .rfind(fits)
+            .unwrap_or(Value::Number(1));
+        let detail = format!(
+            "{} splits of blocks of {} keys, but {} attends to at most {keys} keys, {useful} blocks",
+            attention.kv_split, attention.kv_block, graph.name
+        );
+        found.add(
+            Violation::new(Rule::SSplit, at(Knob::TilingAttentionKvSplit), detail)
+                .value(attention.kv_split)
+                .legal(format!("at most {useful}"))
+                .suggest(format!("tiling.attention.kv_split = {largest}")),
+        );
+    }
+}

@@ -1,1 +1,41 @@
-//! model
+//! Models in and out: a Hugging Face folder or a preset becomes an [`ir::Graph`] with its weights, text becomes ids and
+//! ids text, and any model can be written out as a folder that other engines load.
+//!
+//! **Promises.**
+//!
+//! - A folder either imports as the model that it describes or is refused, with the file, the field or tensor, its value and
+//!   what is supported; all problems of a file come in one answer. Nothing that changes the arithmetic is ignored.
+//! - No file can make this crate panic or allocate beyond a small multiple of what is really there: a length in a header
+//!   is compared with the file before it is used.
+//! - Weights are mapped, never copied. They must not change while the model lives: a file that someone shortens meanwhile
+//!   ends the process with SIGBUS, as it does for every program that maps its weights.
+//! - A preset's weights are a function of their seed, the tensor's name and the element's index: the same on every machine
+//!   and with any number of threads, and not computed before they are read.
+//! - An exported folder appears complete or not at all.
+
+mod chat;
+mod config;
+mod error;
+mod export;
+mod fields;
+mod files;
+mod header;
+mod model;
+mod preset;
+mod random;
+mod rope;
+mod shape;
+mod store;
+mod tokenizer;
+
+pub use chat::{Chat, Message};
+pub use error::{ModelError, Problem};
+pub use export::export;
+pub use model::{Model, Origin, import, load};
+pub use preset::{PRESETS, Preset, preset};
+pub use rope::{Rope, Scaling};
+pub use shape::{
+    FFN_MAX, Family, HEAD_DIM_MAX, HEAD_DIM_STEP, HEADS_MAX, HIDDEN_MAX, LAYERS_MAX, POSITIONS_MAX,
+    Shape, VOCAB_MAX, Window,
+};
+pub use tokenizer::{TextStream, Tokenizer};

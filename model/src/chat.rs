@@ -1,0 +1,261 @@
+//! Chat templates: the program, written in Jinja by whoever made the model, that turns messages into a prompt.
+//!
+//! A template comes with the weights and is not trusted: it sees its messages and nothing else, and its length, its steps, its
+//! depth of calls and its output are limited.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Serde};
+use minijinja::{Environment, Error, ErrorKind, Value};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value as Json};
+
+use crate::error::ModelError;
+use crate::files;
+
+const FILE: &str = "chat_template.jinja";
+const CONFIG: &str = "tokenizer_config.json";
+/// Longest template, in bytes. The longest in use are about 20 000.
+const SOURCE_MAX: usize = 1 << 20;
+/// Steps of one rendering: about a second, or some hundred thousand messages.
+const FUEL: u64 = 20_000_000;
+/// Nested calls and blocks.
+const DEPTH_MAX: usize = 100;
+/// Longest prompt, in bytes.
+const OUTPUT_MAX: usize = 64 << 20;
+/// Tokens that templates mention by name.
+const SPECIAL_TOKENS: [&str; 5] = ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token"];
+
+/// One message of a chat.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    /// Who speaks: `system`, `user`, `assistant`, or what else the template knows.
+    pub role: String,
+    /// What is said.
+    pub content: String,
+}
+
+/// What a chat template is given.
+#[derive(Clone, Copy, Debug)]
+pub struct Chat<'a> {
+    /// The messages so far.
+    pub messages: &'a [Message],
+    /// Whether the prompt ends where the assistant begins to speak.
+    pub add_generation_prompt: bool,
+    /// Variables that this template knows, such as `enable_thinking`.
+    pub extra: Option<&'a Map<String, Json>>,
+    /// The time that a template which writes today's date takes for now; dates are in UTC.
+    pub now: SystemTime,
+}
+
+/// A folder's chat template, compiled.
+pub(crate) struct Template {
+    environment: Environment<'static>,
+    tokens: BTreeMap<&'static str, String>,
+}
+
+impl Template {
+    /// The template of a folder: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, else none.
+    pub(crate) fn load(dir: &Path) -> Result<Option<Self>, ModelError> {
+        let config_path = dir.join(CONFIG);
+        let config = files::read_object(&config_path, files::SMALL_FILE_MAX)?.unwrap_or_default();
+        let (path, bytes) = match files::read(&dir.join(FILE), files::SMALL_FILE_MAX)? {
+            Some(bytes) => (dir.join(FILE), bytes),
+            None => match embedded(&config) {
+                Some(source) => (config_path, source.as_bytes().to_vec()),
+                None => return Ok(None),
+            },
+        };
+        let source = String::from_utf8(bytes)
+            .map_err(|_| ModelError::file(&path, "the chat template is not UTF-8"))?;
+        let environment = compile(&source).map_err(|e| {
+            ModelError::file(&path, format!("the chat template does not compile: {e:#}"))
+        })?;
+        let tokens =
+            SPECIAL_TOKENS.into_iter().filter_map(|name| Some((name, token(&config, name)?)));
+        Ok(Some(Self { environment, tokens: tokens.collect() }))
+    }
+
+    /// The prompt for a chat.
+    pub(crate) fn render(&self, chat: &Chat<'_>) -> Result<String, ModelError> {
+        let mut output = Limited { bytes: Vec::new() };
+        self.environment
+            .get_template(FILE)
+            .and_then(|template| {
+                template.render_captured_to(self.context(chat), &mut output).map(drop)
+            })
+            .map_err(|e| ModelError::Template { reason: reason(&e) })?;
+        String::from_utf8(output.bytes).map_err(|e| ModelError::Template { reason: e.to_string() })
+    }
+
+    fn context(&self, chat: &Chat<'_>) -> Value {
+        let mut context: BTreeMap<&str, Value> = BTreeMap::new();
+        // Templates test these two against none, so they are there and none.
+        context.insert("tools", Value::from(()));
+        context.insert("documents", Value::from(()));
+        for (name, text) in &self.tokens {
+            context.insert(name, Value::from(text.as_str()));
+        }
+        for (name, value) in chat.extra.into_iter().flatten() {
+            context.insert(name, Value::from(Serde(value)));
+        }
+        context.insert("messages", Value::from(Serde(chat.messages)));
+        context.insert("add_generation_prompt", Value::from(chat.add_generation_prompt));
+        let now = chat.now;
+        context.insert("strftime_now", Value::from_function(move |format: &str| date(now, format)));
+        Value::from(context)
+    }
+}
+
+/// The template inside `tokenizer_config.json`: a string, or a list of named ones of which `default` is meant.
+fn embedded(config: &Map<String, Json>) -> Option<&str> {
+    let value = config.get("chat_template")?;
+    if let Some(list) = value.as_array() {
+        let default = list
+            .iter()
+            .find(|entry| entry.get("name").and_then(Json::as_str) == Some("default"))?;
+        return default.get("template")?.as_str();
+    }
+    value.as_str()
+}
+
+/// A special token's text, which is a string or an object with its settings.
+fn token(config: &Map<String, Json>, name: &str) -> Option<String> {
+    let value = config.get(name)?;
+    let text = value.as_str().or_else(|| value.get("content")?.as_str())?;
+    Some(text.to_owned())
+}
+
+fn compile(source: &str) -> Result<Environment<'static>, Error> {
+    if source.len() > SOURCE_MAX {
+        let detail = format!("it is {} bytes long; supported: up to {SOURCE_MAX}", source.len());
+        return Err(Error::new(ErrorKind::SyntaxError, detail));
+    }
+    let mut environment = Environment::new();
+    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    environment.set_fuel(Some(FUEL));
+    environment.set_recursion_limit(DEPTH_MAX);
+    environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+        Err(Error::new(ErrorKind::InvalidOperation, message))
+    });
+    environment.add_filter("tojson", to_json);
+    environment.add_template_owned(FILE, without_generation_tags(source))?;
+    Ok(environment)
+}
+
+/// Makes the tags that mark the assistant's words for training into tags without effect: `generation` becomes `if true`.
+fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let Some(end) = rest[start..].find("%}").map(|length| start + length) else { break };
+        let tag = &rest[start + 2..end];
+        let word = tag.trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+');
+        out.push_str(&rest[..start + 2]);
+        match word {
+            "generation" => out.push_str(&tag.replace(word, "if true")),
+            "endgeneration" => out.push_str(&tag.replace(word, "endif")),
+            _ => out.push_str(tag),
+        }
+        out.push_str("%}");
+        rest = &rest[end + 2..];
+    }
+    out.push_str(rest);
+    out
+}
+
+fn date(now: SystemTime, format: &str) -> Result<String, Error> {
+    let wrong =
+        |detail: String| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {detail}"));
+    let seconds = now.duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs());
+    let seconds = i64::try_from(seconds).map_err(|e| wrong(e.to_string()))?;
+    let time = jiff::Timestamp::from_second(seconds).map_err(|e| wrong(e.to_string()))?;
+    let zoned = time.to_zoned(jiff::tz::TimeZone::UTC);
+    jiff::fmt::strtime::format(format, &zoned).map_err(|e| wrong(e.to_string()))
+}
+
+/// JSON as Python's `json.dumps` spaces it, which is what models were trained on.
+fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    let _: Option<bool> = options.get("ensure_ascii")?;
+    options.assert_all_used()?;
+    let wrong = |e: serde_json::Error| Error::new(ErrorKind::BadSerialization, e.to_string());
+    let mut text = Vec::new();
+    match indent {
+        Some(width) => {
+            let spaces = vec![b' '; width.min(16)];
+            let pretty = serde_json::ser::PrettyFormatter::with_indent(&spaces);
+            let mut serializer = serde_json::Serializer::with_formatter(&mut text, pretty);
+            value.serialize(&mut serializer).map_err(wrong)?;
+        }
+        None => {
+            let mut serializer = serde_json::Serializer::with_formatter(&mut text, Spaced);
+            value.serialize(&mut serializer).map_err(wrong)?;
+        }
+    }
+    Ok(Value::from(String::from_utf8_lossy(&text).into_owned()))
+}
+
+/// One line, with a space after every comma and colon.
+struct Spaced;
+
+impl serde_json::ser::Formatter for Spaced {
+    fn begin_array_value<W: ?Sized + io::Write>(
+        &mut self,
+        out: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + io::Write>(
+        &mut self,
+        out: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
+        out.write_all(b": ")
+    }
+}
+
+/// A prompt that may not grow beyond its limit.
+struct Limited {
+    bytes: Vec<u8>,
+}
+
+impl io::Write for Limited {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.bytes.len() + bytes.len() > OUTPUT_MAX {
+            return Err(io::Error::other(format!("the prompt is longer than {OUTPUT_MAX} bytes")));
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The engine's message in one line, with the error beneath it.
+fn reason(error: &Error) -> String {
+    let mut text = match error.kind() {
+        ErrorKind::OutOfFuel => format!("it ran longer than {FUEL} steps and was stopped"),
+        _ => error.to_string(),
+    };
+    let mut source = std::error::Error::source(error);
+    while let Some(inner) = source {
+        text.push_str(&format!(": {inner}"));
+        source = inner.source();
+    }
+    text
+}

@@ -1,0 +1,165 @@
+//! What can go wrong, in words that say where and what to do.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Problems that one message spells out; the rest are counted. The error itself holds them all.
+const SHOWN_PROBLEMS: usize = 100;
+
+/// Characters of a name or value from a file that a message repeats.
+const SHOWN_CHARS: usize = 120;
+
+/// Why a model could not be imported, built, exported or given a tokenizer.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// The name is neither a preset nor a folder.
+    #[error("{}", unknown(name, nearest.as_deref(), presets))]
+    Unknown {
+        /// What was asked for.
+        name: String,
+        /// The preset that is spelled most like it, if one is close.
+        nearest: Option<String>,
+        /// All presets.
+        presets: Vec<&'static str>,
+    },
+    /// The path is not a model folder.
+    #[error("{} is not a model folder: {reason}", path.display())]
+    NotAFolder {
+        /// The path.
+        path: PathBuf,
+        /// What it is, or what it lacks.
+        reason: String,
+    },
+    /// The operating system refused a file.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// `read`, `write`, `rename` and so on.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The operating system's reason.
+        source: io::Error,
+    },
+    /// A file is not what its name says.
+    #[error("{}: {reason}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and where in the file.
+        reason: String,
+    },
+    /// The model's configuration is not one that can be run; every problem is listed.
+    #[error("{}: {}", path.display(), listed(problems))]
+    Config {
+        /// The file, `config.json` or `generation_config.json`.
+        path: PathBuf,
+        /// All problems.
+        problems: Vec<Problem>,
+    },
+    /// The stored tensors are not those that the configuration asks for; every difference is listed.
+    #[error("{}: the tensors do not fit config.json: {}", path.display(), listed(problems))]
+    Tensors {
+        /// The model folder.
+        path: PathBuf,
+        /// All differences.
+        problems: Vec<Problem>,
+    },
+    /// The target of an export is in use.
+    #[error("cannot export to {}: {reason}", path.display())]
+    Target {
+        /// The folder.
+        path: PathBuf,
+        /// What is in the way.
+        reason: String,
+    },
+    /// Text could not be turned into ids or back.
+    #[error("tokenizer: {reason}")]
+    Tokenizer {
+        /// What the tokenizer says.
+        reason: String,
+    },
+    /// A chat template failed on these messages.
+    #[error("chat template: {reason}")]
+    Template {
+        /// What the template engine says.
+        reason: String,
+    },
+}
+
+impl ModelError {
+    /// An I/O error with its file.
+    pub(crate) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
+        Self::Io { action, path: path.to_path_buf(), source }
+    }
+
+    /// A malformed file.
+    pub(crate) fn file(path: &Path, reason: impl Into<String>) -> Self {
+        Self::File { path: path.to_path_buf(), reason: reason.into() }
+    }
+}
+
+/// One thing wrong with one field or tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Problem {
+    /// The field of `config.json`, or the tensor's name.
+    pub subject: String,
+    /// What is wrong with it and what would be right.
+    pub reason: String,
+}
+
+impl Problem {
+    /// A problem with a field or tensor.
+    pub(crate) fn new(subject: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self { subject: subject.into(), reason: reason.into() }
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", quoted(&self.subject), self.reason)
+    }
+}
+
+/// A string from a file, quoted, escaped and cut to a length that is fit to print.
+pub(crate) fn quoted(text: &str) -> String {
+    match text.char_indices().nth(SHOWN_CHARS) {
+        Some((cut, _)) => format!("{:?}...", &text[..cut]),
+        None => format!("{text:?}"),
+    }
+}
+
+/// A JSON value, cut to a length that is fit to print.
+pub(crate) fn shown(value: &serde_json::Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(SHOWN_CHARS) {
+        Some((cut, _)) => format!("{}...", &text[..cut]),
+        None => text,
+    }
+}
+
+fn listed(problems: &[Problem]) -> String {
+    let mut text = String::new();
+    if problems.len() > 1 {
+        text = format!("{} problems: ", problems.len());
+    }
+    for (i, problem) in problems.iter().take(SHOWN_PROBLEMS).enumerate() {
+        if i > 0 {
+            text.push_str(" | ");
+        }
+        text.push_str(&problem.to_string());
+    }
+    if problems.len() > SHOWN_PROBLEMS {
+        text.push_str(&format!(" | and {} more", problems.len() - SHOWN_PROBLEMS));
+    }
+    text
+}
+
+fn unknown(name: &str, nearest: Option<&str>, presets: &[&str]) -> String {
+    let hint = nearest.map(|n| format!(" (did you mean {n}?)")).unwrap_or_default();
+    format!(
+        "{} is neither a preset nor a folder{hint}; presets: {}",
+        quoted(name),
+        presets.join(", ")
+    )
+}

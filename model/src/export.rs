@@ -1,0 +1,312 @@
+//! Any model as a Hugging Face folder.
+
+use std::borrow::Cow;
+use std::fs::{File, Permissions};
+use std::io::{self, BufWriter, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use ir::{DType, TensorId};
+use serde_json::{Map, Value, json};
+
+use crate::error::ModelError;
+use crate::model::{Model, Origin};
+use crate::random;
+use crate::rope::{Rope, Scaling};
+use crate::shape::{Family, Shape, Window};
+use crate::store::{INDEX, SINGLE};
+
+/// A checkpoint above this is cut into files of at most this many bytes.
+const SHARD_BYTES: u64 = 5_000_000_000;
+/// Bytes collected before a write.
+const BUFFER: usize = 1 << 20;
+/// Files of an imported folder that go along unchanged.
+const COMPANIONS: [&str; 4] =
+    ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"];
+
+/// Writes the model to `dir` as `config.json`, `generation_config.json` and `model.safetensors` (shards and an index above
+/// 5 GB), with the tokenizer of the folder that it was imported from, if it was.
+///
+/// The folder is written beside `dir` under another name and renamed when it is complete and on disk. Weights are written
+/// tensor by tensor; random ones are made for it one at a time and not kept.
+///
+/// # Errors
+/// When `dir` exists and is not an empty folder, when the model's sliding windows fit no `config.json`, or when the disk
+/// refuses; nothing is left at `dir` then.
+pub fn export(model: &Model, dir: &Path) -> Result<(), ModelError> {
+    export_in_shards(model, dir, SHARD_BYTES)
+}
+
+pub(crate) fn export_in_shards(
+    model: &Model,
+    dir: &Path,
+    shard_bytes: u64,
+) -> Result<(), ModelError> {
+    refuse_occupied(dir)?;
+    let config = config(&model.shape)
+        .map_err(|reason| ModelError::Target { path: dir.to_path_buf(), reason })?;
+    let parent =
+        dir.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    std::fs::create_dir_all(parent).map_err(|e| ModelError::io("create", parent, e))?;
+    // The umask still applies to these permissions, as it does to any other new folder.
+    let temporary = tempfile::Builder::new()
+        .prefix(".export-")
+        .permissions(Permissions::from_mode(0o777))
+        .tempdir_in(parent)
+        .map_err(|e| ModelError::io("create a folder in", parent, e))?;
+    let inside = temporary.path();
+    write_json(&inside.join("config.json"), &Value::Object(config))?;
+    write_json(&inside.join("generation_config.json"), &generation_config(&model.shape))?;
+    copy_companions(model, inside)?;
+    write_weights(model, inside, shard_bytes)?;
+    sync(inside)?;
+    std::fs::rename(inside, dir).map_err(|e| match e.kind() {
+        io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::AlreadyExists => occupied(dir),
+        _ => ModelError::io("rename the finished folder to", dir, e),
+    })?;
+    // The folder has its final name, so there is nothing left to clean up.
+    let _ = temporary.keep();
+    sync(parent)
+}
+
+fn occupied(dir: &Path) -> ModelError {
+    let reason = "it exists and is not an empty folder; remove it or give another path".to_owned();
+    ModelError::Target { path: dir.to_path_buf(), reason }
+}
+
+fn refuse_occupied(dir: &Path) -> Result<(), ModelError> {
+    if dir.file_name().is_none() {
+        let reason = "the path must end in the new folder's name".to_owned();
+        return Err(ModelError::Target { path: dir.to_path_buf(), reason });
+    }
+    match std::fs::read_dir(dir).map(|mut entries| entries.next().is_none()) {
+        Ok(true) => Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(e) if e.kind() != io::ErrorKind::NotADirectory => {
+            Err(ModelError::io("look into", dir, e))
+        }
+        Ok(false) | Err(_) => Err(occupied(dir)),
+    }
+}
+
+fn sync(path: &Path) -> Result<(), ModelError> {
+    File::open(path).and_then(|file| file.sync_all()).map_err(|e| ModelError::io("sync", path, e))
+}
+
+fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
+    let write = || {
+        let mut file = File::create(path)?;
+        file.write_all(format!("{value:#}\n").as_bytes())?;
+        file.sync_all()
+    };
+    write().map_err(|e| ModelError::io("write", path, e))
+}
+
+fn copy_companions(model: &Model, inside: &Path) -> Result<(), ModelError> {
+    let Some(source) = model.folder() else { return Ok(()) };
+    for name in COMPANIONS {
+        let (from, to) = (source.join(name), inside.join(name));
+        if from.is_file() {
+            std::fs::copy(&from, &to).map_err(|e| ModelError::io("copy", &from, e))?;
+            sync(&to)?;
+        }
+    }
+    Ok(())
+}
+
+/// `config.json`, in the spelling of transformers 5 with the fields of transformers 4 beside it.
+fn config(shape: &Shape) -> Result<Map<String, Value>, String> {
+    let dtype = match shape.dtype {
+        DType::F32 => "float32",
+        DType::F16 => "float16",
+        DType::Bf16 => "bfloat16",
+    };
+    let fields = json!({
+        "architectures": [shape.family.architecture()],
+        "model_type": shape.family.model_type(),
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.max_positions,
+        "hidden_act": "silu",
+        "rms_norm_eps": decimal(shape.norm_eps),
+        "tie_word_embeddings": shape.tied,
+        "attention_dropout": 0.0,
+        "bos_token_id": shape.bos,
+        "eos_token_id": eos(&shape.eos),
+        "rope_theta": shape.rope.theta,
+        "rope_scaling": rope_scaling(shape.rope),
+        "rope_parameters": rope_parameters(shape.rope),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "use_cache": true,
+    });
+    let Value::Object(mut fields) = fields else {
+        return Err("its configuration is no object".to_owned());
+    };
+    match shape.family {
+        Family::Llama => {
+            fields.insert("attention_bias".to_owned(), json!(shape.attention_bias));
+            fields.insert("mlp_bias".to_owned(), json!(shape.mlp_bias));
+        }
+        Family::Qwen3 => {
+            fields.insert("attention_bias".to_owned(), json!(shape.attention_bias));
+        }
+        Family::Mistral | Family::Qwen2 => {}
+    }
+    insert_window(&mut fields, shape)?;
+    Ok(fields)
+}
+
+/// The shortest decimal that reads back as this single-precision number: 1e-5 rather than 9.999999747378752e-6.
+fn decimal(value: f32) -> f64 {
+    value.to_string().parse().unwrap_or(f64::from(value))
+}
+
+fn eos(ids: &[u32]) -> Value {
+    match ids {
+        [] => Value::Null,
+        [one] => json!(one),
+        many => json!(many),
+    }
+}
+
+fn rope_parameters(rope: Rope) -> Value {
+    let theta = rope.theta;
+    match rope.scaling {
+        Scaling::Default => json!({ "rope_type": "default", "rope_theta": theta }),
+        Scaling::Linear { factor } => {
+            json!({ "rope_type": "linear", "rope_theta": theta, "factor": factor })
+        }
+        Scaling::Llama3 { factor, low, high, original } => json!({
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": original,
+        }),
+    }
+}
+
+fn rope_scaling(rope: Rope) -> Value {
+    if rope.scaling == Scaling::Default {
+        return Value::Null;
+    }
+    rope_parameters(rope)
+}
+
+fn insert_window(fields: &mut Map<String, Value>, shape: &Shape) -> Result<(), String> {
+    let layers = shape.layers as usize;
+    let sliding: Vec<bool> = (0..layers).map(|i| shape.window.of(i).is_some()).collect();
+    let window = match shape.window {
+        Window::None => None,
+        Window::All(window) | Window::Layers { window, .. } => Some(window),
+    };
+    match shape.family {
+        Family::Llama if window.is_some() => {
+            return Err(
+                "a llama with a sliding window fits no config.json; use the mistral family"
+                    .to_owned(),
+            );
+        }
+        Family::Llama => {}
+        Family::Mistral if matches!(shape.window, Window::Layers { .. }) => {
+            return Err("a mistral's sliding window is in every layer or in none".to_owned());
+        }
+        Family::Mistral => {
+            fields.insert("sliding_window".to_owned(), json!(window));
+        }
+        Family::Qwen2 | Family::Qwen3 => {
+            let first = sliding.iter().position(|&s| s).unwrap_or(layers);
+            let types =
+                sliding.iter().map(|&s| if s { "sliding_attention" } else { "full_attention" });
+            fields.insert("layer_types".to_owned(), types.collect());
+            fields.insert("use_sliding_window".to_owned(), json!(window.is_some()));
+            fields.insert("sliding_window".to_owned(), json!(window));
+            fields.insert("max_window_layers".to_owned(), json!(first));
+        }
+    }
+    Ok(())
+}
+
+fn generation_config(shape: &Shape) -> Value {
+    let mut fields = Map::new();
+    if let Some(bos) = shape.bos {
+        fields.insert("bos_token_id".to_owned(), json!(bos));
+    }
+    if !shape.eos.is_empty() {
+        fields.insert("eos_token_id".to_owned(), eos(&shape.eos));
+    }
+    Value::Object(fields)
+}
+
+fn write_weights(model: &Model, inside: &Path, shard_bytes: u64) -> Result<(), ModelError> {
+    let tensors = &model.graph.tensors;
+    let mut shards: Vec<Vec<TensorId>> = vec![Vec::new()];
+    let mut filled = 0;
+    for (i, tensor) in tensors.iter().enumerate() {
+        let bytes = tensor.bytes() as u64;
+        if filled > 0 && filled + bytes > shard_bytes {
+            shards.push(Vec::new());
+            filled = 0;
+        }
+        filled += bytes;
+        if let Some(shard) = shards.last_mut() {
+            shard.push(TensorId(i as u32));
+        }
+    }
+    if let [all] = &shards[..] {
+        return write_shard(model, &inside.join(SINGLE), all);
+    }
+    let mut places = Map::new();
+    for (i, shard) in shards.iter().enumerate() {
+        let name = format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len());
+        write_shard(model, &inside.join(&name), shard)?;
+        places.extend(shard.iter().map(|&id| (model.graph.tensor(id).name.clone(), json!(name))));
+    }
+    let index =
+        json!({ "metadata": { "total_size": model.graph.weight_bytes() }, "weight_map": places });
+    write_json(&inside.join(INDEX), &index)
+}
+
+fn write_shard(model: &Model, path: &Path, ids: &[TensorId]) -> Result<(), ModelError> {
+    // Wide elements first, so that every tensor is aligned to its own element.
+    let mut ids = ids.to_vec();
+    ids.sort_by_key(|&id| std::cmp::Reverse(model.graph.tensor(id).dtype.bytes()));
+    let mut header = Map::new();
+    header.insert("__metadata__".to_owned(), json!({ "format": "pt" }));
+    let mut end = 0;
+    for &id in &ids {
+        let tensor = model.graph.tensor(id);
+        let start = end;
+        end += tensor.bytes();
+        let dtype = tensor.dtype.name().to_uppercase();
+        let info = json!({ "dtype": dtype, "shape": tensor.shape, "data_offsets": [start, end] });
+        header.insert(tensor.name.clone(), info);
+    }
+    let mut json = Value::Object(header).to_string().into_bytes();
+    json.resize(json.len().next_multiple_of(8), b' ');
+    let write = || {
+        let mut out = BufWriter::with_capacity(BUFFER, File::create(path)?);
+        out.write_all(&(json.len() as u64).to_le_bytes())?;
+        out.write_all(&json)?;
+        for &id in &ids {
+            out.write_all(&bytes(model, id))?;
+        }
+        out.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
+    };
+    write().map_err(|e| ModelError::io("write", path, e))
+}
+
+fn bytes(model: &Model, id: TensorId) -> Cow<'_, [u8]> {
+    match model.origin {
+        // Made anew: a preset that is only exported then never lies in memory as a whole.
+        Origin::Random { seed } => Cow::Owned(random::tensor(&model.graph, id, seed)),
+        Origin::Folder(_) => Cow::Borrowed(model.weights.bytes(id)),
+    }
+}

@@ -1,0 +1,149 @@
+//! Reads typed fields out of a JSON object and keeps every complaint.
+
+use serde_json::{Map, Value};
+
+use crate::error::{Problem, shown};
+
+/// Most token ids in a list.
+const IDS_MAX: usize = 1024;
+
+/// A JSON object being read; wrong fields are noted, not fatal, so that one answer lists them all.
+pub(crate) struct Fields<'a> {
+    object: &'a Map<String, Value>,
+    /// Put before a field's name in a complaint: empty, or `rope_scaling.`.
+    prefix: &'static str,
+    problems: Vec<Problem>,
+}
+
+impl<'a> Fields<'a> {
+    /// Starts reading an object.
+    pub(crate) fn new(object: &'a Map<String, Value>, prefix: &'static str) -> Self {
+        Self { object, prefix, problems: Vec::new() }
+    }
+
+    /// The complaints so far.
+    pub(crate) fn into_problems(self) -> Vec<Problem> {
+        self.problems
+    }
+
+    /// The value of a field; `null` counts as absent.
+    pub(crate) fn get(&self, field: &str) -> Option<&'a Value> {
+        self.object.get(field).filter(|value| !value.is_null())
+    }
+
+    /// Whether the field is there and `null`.
+    pub(crate) fn is_null(&self, field: &str) -> bool {
+        self.object.get(field).is_some_and(Value::is_null)
+    }
+
+    /// Notes a complaint.
+    pub(crate) fn complain(&mut self, field: &str, reason: impl Into<String>) {
+        self.problems.push(Problem::new(format!("{}{field}", self.prefix), reason));
+    }
+
+    /// Adds complaints made elsewhere.
+    pub(crate) fn adopt(&mut self, problems: Vec<Problem>) {
+        self.problems.extend(problems);
+    }
+
+    /// Whether a complaint about this field has been made.
+    pub(crate) fn complained(&self, field: &str) -> bool {
+        self.problems.iter().any(|problem| problem.subject == field)
+    }
+
+    /// A whole number that may be absent.
+    pub(crate) fn whole(&mut self, field: &str) -> Option<u32> {
+        let value = self.get(field)?;
+        let found = as_u32(value);
+        if found.is_none() {
+            self.expected(field, value, "a whole number from 0 to 4294967295");
+        }
+        found
+    }
+
+    /// A whole number that must be there. After a complaint it is 0.
+    pub(crate) fn required(&mut self, field: &str) -> u32 {
+        if self.get(field).is_none() {
+            self.complain(field, "is missing; it must be a whole number");
+        }
+        self.whole(field).unwrap_or(0)
+    }
+
+    /// A number that may be absent.
+    pub(crate) fn number(&mut self, field: &str) -> Option<f64> {
+        let value = self.get(field)?;
+        let found = value.as_f64();
+        if found.is_none() {
+            self.expected(field, value, "a number");
+        }
+        found
+    }
+
+    /// A number that must be there. After a complaint it is 1.
+    pub(crate) fn required_number(&mut self, field: &str) -> f64 {
+        if self.get(field).is_none() {
+            self.complain(field, "is missing; it must be a number");
+        }
+        self.number(field).unwrap_or(1.0)
+    }
+
+    /// A boolean; absent is `false`.
+    pub(crate) fn flag(&mut self, field: &str) -> bool {
+        let Some(value) = self.get(field) else { return false };
+        let found = value.as_bool();
+        if found.is_none() {
+            self.expected(field, value, "true or false");
+        }
+        found.unwrap_or(false)
+    }
+
+    /// A string that may be absent.
+    pub(crate) fn text(&mut self, field: &str) -> Option<&'a str> {
+        let value = self.get(field)?;
+        let found = value.as_str();
+        if found.is_none() {
+            self.expected(field, value, "a string");
+        }
+        found
+    }
+
+    /// An object that may be absent.
+    pub(crate) fn object(&mut self, field: &str) -> Option<&'a Map<String, Value>> {
+        let value = self.get(field)?;
+        let found = value.as_object();
+        if found.is_none() {
+            self.expected(field, value, "an object or null");
+        }
+        found
+    }
+
+    /// Token ids: one, a list, or none.
+    pub(crate) fn ids(&mut self, field: &str) -> Vec<u32> {
+        let Some(value) = self.get(field) else { return Vec::new() };
+        let found: Option<Vec<u32>> = match value.as_array() {
+            // The limit keeps the search for repeated ids short.
+            Some(list) => list.iter().take(IDS_MAX + 1).map(as_u32).collect(),
+            None => as_u32(value).map(|id| vec![id]),
+        };
+        if found.as_ref().is_none_or(|ids| ids.len() > IDS_MAX) {
+            let supported = format!("a token id, a list of up to {IDS_MAX} token ids, or null");
+            self.expected(field, value, &supported);
+        }
+        found.unwrap_or_default()
+    }
+
+    /// Complains that a value is not what is supported.
+    pub(crate) fn expected(&mut self, field: &str, value: &Value, supported: &str) {
+        self.complain(field, format!("is {}; supported: {supported}", shown(value)));
+    }
+}
+
+/// A whole number, also when it is spelled `8192.0`.
+fn as_u32(value: &Value) -> Option<u32> {
+    if let Some(whole) = value.as_u64() {
+        return u32::try_from(whole).ok();
+    }
+    let real = value.as_f64()?;
+    let fits = real.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(&real);
+    fits.then_some(real as u32)
+}

@@ -1,0 +1,154 @@
+//! A graph with its weights, and the ways to get one.
+
+use std::path::{Path, PathBuf};
+
+use ir::{Graph, Weights};
+
+use crate::error::ModelError;
+use crate::preset::{PRESETS, preset};
+use crate::random::Random;
+use crate::shape::Shape;
+use crate::tokenizer::Tokenizer;
+use crate::{config, files, store};
+
+/// Farther than this, a preset's name is not what was meant.
+const NEAR: f64 = 0.6;
+
+/// A model that can be run: its graph and where its weights come from.
+pub struct Model {
+    /// The graph.
+    pub graph: Graph,
+    /// The dimensions that the graph was built from.
+    pub shape: Shape,
+    /// The weights of the graph's tensors.
+    pub weights: Box<dyn Weights + Send + Sync>,
+    /// Where the weights come from.
+    pub origin: Origin,
+}
+
+/// Where a model's weights come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// A Hugging Face folder.
+    Folder(PathBuf),
+    /// A seed: [`Model::random`].
+    Random {
+        /// The seed.
+        seed: u64,
+    },
+}
+
+impl std::fmt::Debug for Model {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Model")
+            .field("shape", &self.shape)
+            .field("origin", &self.origin)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Model {
+    /// A model of this shape with random weights, each tensor made when it is first read.
+    ///
+    /// Matrices are bell-shaped with standard deviation `cols ** -0.5`, an untied embedding with 1, biases with 0.1; norms are
+    /// uniform from 0.5 to 1.5. An element depends on the seed, its tensor's name and its index, and on nothing else.
+    #[must_use]
+    pub fn random(shape: Shape, seed: u64) -> Self {
+        let graph = shape.graph();
+        let weights = Box::new(Random::new(&graph, seed));
+        Self { graph, shape, weights, origin: Origin::Random { seed } }
+    }
+
+    /// The folder that the model was imported from.
+    #[must_use]
+    pub fn folder(&self) -> Option<&Path> {
+        match &self.origin {
+            Origin::Folder(path) => Some(path),
+            Origin::Random { .. } => None,
+        }
+    }
+
+    /// The folder's tokenizer; `None` for a preset and for a folder without `tokenizer.json`.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::load`].
+    pub fn tokenizer(&self) -> Result<Option<Tokenizer>, ModelError> {
+        match self.folder() {
+            Some(dir) if Tokenizer::exists(dir) => Tokenizer::load(dir, self.graph.vocab).map(Some),
+            _ => Ok(None),
+        }
+    }
+}
+
+/// Imports a Hugging Face folder: `config.json` with `model.safetensors` or its shards.
+///
+/// The weights stay in their files. While the model lives, the files must not be changed or shortened.
+///
+/// # Errors
+/// When the folder, its configuration or its tensors are not those of a supported model; every problem of the first bad
+/// file is in the one error.
+pub fn import(dir: &Path) -> Result<Model, ModelError> {
+    let not_a_folder = |reason: &str| ModelError::NotAFolder {
+        path: dir.to_path_buf(),
+        reason: reason.to_owned(),
+    };
+    let kind = std::fs::metadata(dir).map_err(|e| ModelError::io("open", dir, e))?;
+    if !kind.is_dir() {
+        return Err(not_a_folder("it is a file; give the folder that holds config.json"));
+    }
+    let path = dir.join("config.json");
+    let Some(object) = files::read_object(&path, files::SMALL_FILE_MAX)? else {
+        return Err(not_a_folder("it has no config.json"));
+    };
+    let mut shape = config::parse(&object, &folder_name(dir))
+        .map_err(|problems| ModelError::Config { path, problems })?;
+    add_generation_eos(dir, &mut shape)?;
+    let mut graph = shape.graph();
+    let weights = store::open(dir, &mut graph)?;
+    shape.dtype = graph.dtype;
+    Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()) })
+}
+
+/// A preset by name, or else a folder by path. A folder that is named like a preset is meant by `./name`.
+///
+/// # Errors
+/// As [`import`]; and when the text names neither, an error with all presets and the one that is spelled most like it.
+pub fn load(name_or_path: &str) -> Result<Model, ModelError> {
+    if let Some(model) = preset(name_or_path) {
+        return Ok(model);
+    }
+    let path = Path::new(name_or_path);
+    // An empty path would open nothing and complain about nothing by name.
+    if !name_or_path.is_empty() && std::fs::exists(path).unwrap_or(false) {
+        return import(path);
+    }
+    let likeness =
+        |name: &str| strsim::normalized_damerau_levenshtein(name, &name_or_path.to_lowercase());
+    let presets: Vec<_> = PRESETS.iter().map(|preset| preset.name).collect();
+    let nearest = presets.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+    Err(ModelError::Unknown {
+        name: name_or_path.to_owned(),
+        nearest: nearest.filter(|name| likeness(name) >= NEAR).map(|&name| name.to_owned()),
+        presets,
+    })
+}
+
+/// Unites the ids of both files, each once, in order of first mention.
+fn add_generation_eos(dir: &Path, shape: &mut Shape) -> Result<(), ModelError> {
+    let path = dir.join("generation_config.json");
+    let object = files::read_object(&path, files::SMALL_FILE_MAX)?.unwrap_or_default();
+    let more = config::generation_eos(&object, shape.vocab)
+        .map_err(|problems| ModelError::Config { path, problems })?;
+    for id in std::mem::take(&mut shape.eos).into_iter().chain(more) {
+        if !shape.eos.contains(&id) {
+            shape.eos.push(id);
+        }
+    }
+    Ok(())
+}
+
+/// The folder's own name, also when the path ends in `.` or `..`.
+fn folder_name(dir: &Path) -> String {
+    let full = dir.canonicalize().unwrap_or_else(|_| dir.to_path_buf());
+    full.file_name().map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
+}

@@ -1,0 +1,171 @@
+//! Seeded random weights: every element is a function of the seed, the tensor's name and the element's index, so a
+//! tensor comes out the same alone, in any order, on any machine and with any number of threads.
+
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::thread;
+
+use half::{bf16, f16};
+use ir::{DType, Graph, Tensor, TensorId, Weights};
+
+/// Tensors shorter than this are not worth a second thread.
+const PARALLEL_MIN: usize = 1 << 18;
+/// Elements from one 64-bit word of a matrix: four bytes are summed for each.
+const MATRIX_PER_WORD: usize = 2;
+/// Elements from one word of a norm, 16 bits for each.
+const NORM_PER_WORD: usize = 4;
+/// Sums of four bytes: 0 to 1020.
+const SUMS: usize = 4 * 255 + 1;
+/// Variance of a sum of four uniform bytes: `4 * (256^2 - 1) / 12`.
+const SUM_VARIANCE: f64 = 21_845.0;
+
+/// The weights of a preset. A tensor is made when it is first asked for.
+pub(crate) struct Random {
+    seed: u64,
+    recipes: Vec<Recipe>,
+    made: Vec<OnceLock<Vec<u8>>>,
+}
+
+impl Random {
+    /// Weights for `graph`; nothing is computed yet.
+    pub(crate) fn new(graph: &Graph, seed: u64) -> Self {
+        let recipes =
+            (0..graph.tensors.len()).map(|i| Recipe::of(graph, TensorId(i as u32))).collect();
+        Self { seed, recipes, made: graph.tensors.iter().map(|_| OnceLock::new()).collect() }
+    }
+}
+
+impl Weights for Random {
+    fn bytes(&self, tensor: TensorId) -> &[u8] {
+        let i = tensor.index();
+        self.made[i].get_or_init(|| self.recipes[i].make(self.seed, &thread_count))
+    }
+}
+
+/// One tensor of the preset `graph` with this seed, without keeping it.
+pub(crate) fn tensor(graph: &Graph, id: TensorId, seed: u64) -> Vec<u8> {
+    Recipe::of(graph, id).make(seed, &thread_count)
+}
+
+fn thread_count() -> usize {
+    thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
+/// What the values of a tensor look like.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Law {
+    /// A bell of this standard deviation around zero.
+    Bell(f64),
+    /// Uniform from 0.5 to 1.5.
+    Norm,
+}
+
+struct Recipe {
+    tensor: Tensor,
+    law: Law,
+}
+
+impl Recipe {
+    fn of(graph: &Graph, id: TensorId) -> Self {
+        let tensor = graph.tensor(id).clone();
+        let law = match tensor.shape[..] {
+            // A tied table is also the output matrix. With deviation 1 a token's own row would win every argmax by far, and
+            // the model would repeat its input for ever.
+            [_, _] if id == graph.embed && !graph.tied() => Law::Bell(1.0),
+            [_, cols] => Law::Bell(1.0 / f64::from(cols).sqrt()),
+            _ if tensor.name.ends_with(".bias") => Law::Bell(0.1),
+            _ => Law::Norm,
+        };
+        Self { tensor, law }
+    }
+
+    fn make(&self, seed: u64, threads: &dyn Fn() -> usize) -> Vec<u8> {
+        // Large tensors use every core, so two at once would only crowd each other.
+        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+        let len = self.tensor.len();
+        let mut out = vec![0; self.tensor.bytes()];
+        let key = key(seed, &self.tensor.name);
+        let threads = if len < PARALLEL_MIN { 1 } else { threads() };
+        if threads <= 1 {
+            self.fill(key, 0, &mut out);
+            return out;
+        }
+        let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        // Plain threads rather than a work-stealing pool: a pool's worker that waits here could pick up a job that asks
+        // for this very tensor, and wait for itself.
+        let part = len.div_ceil(threads).next_multiple_of(MATRIX_PER_WORD * NORM_PER_WORD);
+        thread::scope(|scope| {
+            for (i, out) in out.chunks_mut(part * self.tensor.dtype.bytes()).enumerate() {
+                scope.spawn(move || self.fill(key, i * part, out));
+            }
+        });
+        out
+    }
+
+    /// Writes the elements from `first` on, a multiple of every word's element count.
+    fn fill(&self, key: u64, first: usize, out: &mut [u8]) {
+        match self.tensor.dtype {
+            DType::F32 => self.fill_as::<4>(key, first, out, |x| x.to_le_bytes()),
+            DType::F16 => self.fill_as::<2>(key, first, out, |x| f16::from_f32(x).to_le_bytes()),
+            DType::Bf16 => self.fill_as::<2>(key, first, out, |x| bf16::from_f32(x).to_le_bytes()),
+        }
+    }
+
+    fn fill_as<const N: usize>(
+        &self,
+        key: u64,
+        first: usize,
+        out: &mut [u8],
+        encode: fn(f32) -> [u8; N],
+    ) {
+        let (elements, _) = out.as_chunks_mut::<N>();
+        match self.law {
+            Law::Bell(std) => {
+                let unit = std / SUM_VARIANCE.sqrt();
+                let table: Vec<[u8; N]> =
+                    (0..SUMS).map(|sum| encode(((sum as f64 - 510.0) * unit) as f32)).collect();
+                let start = (first / MATRIX_PER_WORD) as u64;
+                for (pair, index) in elements.chunks_mut(MATRIX_PER_WORD).zip(start..) {
+                    let sums = byte_sums(word(key, index));
+                    for (element, sum) in pair.iter_mut().zip(sums) {
+                        *element = table[sum];
+                    }
+                }
+            }
+            Law::Norm => {
+                let start = (first / NORM_PER_WORD) as u64;
+                for (four, index) in elements.chunks_mut(NORM_PER_WORD).zip(start..) {
+                    let word = word(key, index);
+                    for (i, element) in four.iter_mut().enumerate() {
+                        let uniform = (word >> (16 * i)) as u16;
+                        *element = encode(0.5 + f32::from(uniform) / 65536.0);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The sums of the low four and of the high four bytes of a word.
+fn byte_sums(word: u64) -> [usize; 2] {
+    const EVEN: u64 = 0x00ff_00ff_00ff_00ff;
+    let pairs = (word & EVEN) + ((word >> 8) & EVEN);
+    let fours = pairs + (pairs >> 16);
+    [(fours & 0xffff) as usize, ((fours >> 32) & 0xffff) as usize]
+}
+
+/// A tensor's stream: seed and name, mixed.
+fn key(seed: u64, name: &str) -> u64 {
+    name.bytes().fold(mix(seed), |state, byte| mix(state ^ u64::from(byte)))
+}
+
+/// The stream's word at `index`: the index spread over 64 bits, then mixed.
+fn word(key: u64, index: u64) -> u64 {
+    mix(key.wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
+}
+
+/// A bijection of 64-bit words in which every input bit moves every output bit: xor-shifts and odd multipliers.
+fn mix(mut x: u64) -> u64 {
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}

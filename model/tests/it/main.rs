@@ -1,0 +1,11 @@
+//! What the crate promises, checked on the golden folders and on broken copies of them.
+
+mod config;
+mod export;
+mod folder;
+mod golden;
+mod mutilated;
+mod preset;
+mod refusals;
+mod rope;
+mod text;

@@ -1,0 +1,199 @@
+//! The golden tokenizer and chat template, and templates that misbehave.
+
+use std::time::{Duration, UNIX_EPOCH};
+
+use model::{Chat, Message, Tokenizer, import};
+use serde::Deserialize;
+use serde_json::json;
+
+use crate::folder::{Copy, golden};
+
+const NAME: &str = "llama3-rope-bf16";
+
+#[derive(Deserialize)]
+struct Text {
+    prompts: Vec<Prompt>,
+    chat: GoldenChat,
+    greedy_text: String,
+}
+
+#[derive(Deserialize)]
+struct Prompt {
+    text: String,
+    ids: Vec<u32>,
+}
+
+#[derive(Deserialize)]
+struct GoldenChat {
+    messages: Vec<Message>,
+    text: String,
+    ids: Vec<u32>,
+}
+
+fn text() -> Text {
+    let bytes = std::fs::read(golden(NAME).join("text.json")).expect("text.json");
+    serde_json::from_slice(&bytes).expect("text.json")
+}
+
+fn tokenizer() -> Tokenizer {
+    import(&golden(NAME))
+        .expect("a model")
+        .tokenizer()
+        .expect("a tokenizer")
+        .expect("some tokenizer")
+}
+
+fn chat(messages: &[Message]) -> Chat<'_> {
+    Chat { messages, add_generation_prompt: true, extra: None, now: UNIX_EPOCH }
+}
+
+fn hello() -> Vec<Message> {
+    vec![Message { role: "user".into(), content: "<hi> & \"bye\"".into() }]
+}
+
+/// Renders a template on one message.
+fn rendered(template: &str) -> Result<String, String> {
+    let copy = Copy::of(NAME);
+    copy.write("chat_template.jinja", template);
+    let tokenizer = Tokenizer::load(copy.dir(), 512).map_err(|e| e.to_string())?;
+    tokenizer.chat(&chat(&hello())).map_err(|e| e.to_string())
+}
+
+#[test]
+fn prompts_give_the_golden_ids() {
+    let tokenizer = tokenizer();
+    for prompt in text().prompts {
+        assert_eq!(
+            tokenizer.encode(&prompt.text, false).expect("ids"),
+            prompt.ids,
+            "{:?}",
+            prompt.text
+        );
+        assert_eq!(tokenizer.decode(&prompt.ids, false).expect("text"), prompt.text);
+    }
+}
+
+#[test]
+fn the_chat_template_gives_the_golden_prompt() {
+    let (tokenizer, golden) = (tokenizer(), text().chat);
+    assert!(tokenizer.has_chat_template());
+    let prompt = tokenizer.chat(&chat(&golden.messages)).expect("a prompt");
+    assert_eq!(prompt, golden.text);
+    assert_eq!(tokenizer.encode(&prompt, false).expect("ids"), golden.ids);
+}
+
+#[test]
+fn greedy_ids_give_the_golden_text_at_once_and_one_by_one() {
+    let file = std::fs::read(golden(NAME).join("golden.safetensors")).expect("golden.safetensors");
+    let tensors = safetensors::SafeTensors::deserialize(&file).expect("tensors");
+    let greedy = tensors.tensor("greedy").expect("greedy ids");
+    let ids: Vec<u32> =
+        greedy.data().as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b) as u32).collect();
+    let tokenizer = tokenizer();
+    let whole = text().greedy_text;
+    assert_eq!(tokenizer.decode(&ids, false).expect("text"), whole);
+    let mut stream = tokenizer.stream(false);
+    let parts: Vec<String> = ids.iter().filter_map(|&id| stream.push(id).expect("text")).collect();
+    assert!(whole.starts_with(parts.concat().trim_end_matches('\u{fffd}')), "{parts:?}");
+    assert!(parts.len() > 10);
+}
+
+#[test]
+fn an_id_beyond_the_vocabulary_is_refused() {
+    let error = Tokenizer::load(&golden(NAME), 500).expect_err("a refusal").to_string();
+    assert!(error.contains("id 511, but the model's vocabulary ends at 499"), "{error}");
+}
+
+#[test]
+fn malformed_tokenizers_are_refused() {
+    let copy = Copy::of(NAME);
+    for bytes in [&b""[..], b"{}", b"[", b"{\"model\":{\"type\":\"BPE\"}}", b"\xff\xfe"] {
+        copy.write("tokenizer.json", bytes);
+        let error = Tokenizer::load(copy.dir(), 512).expect_err("a refusal").to_string();
+        assert!(error.contains("tokenizer.json: is not a tokenizer"), "{error}");
+    }
+}
+
+#[test]
+fn a_folder_without_tokenizer_has_none() {
+    assert!(
+        import(&golden("mistral-f16")).expect("a model").tokenizer().expect("no error").is_none()
+    );
+    assert!(model::preset("toy").expect("toy").tokenizer().expect("no error").is_none());
+}
+
+#[test]
+fn templates_may_be_in_the_tokenizer_config() {
+    let copy = Copy::of(NAME);
+    copy.remove("chat_template.jinja");
+    let none = Tokenizer::load(copy.dir(), 512).expect("a tokenizer");
+    let error = none.chat(&chat(&hello())).expect_err("no template").to_string();
+    assert!(error.contains("the model has none"), "{error}");
+    let list = json!([{ "name": "tools", "template": "no" }, { "name": "default", "template": "{{ eos_token }}" }]);
+    for template in [json!("{{ eos_token }}"), list] {
+        let config = json!({ "chat_template": template, "eos_token": { "content": "</s>" } });
+        copy.write("tokenizer_config.json", config.to_string());
+        let tokenizer = Tokenizer::load(copy.dir(), 512).expect("a tokenizer");
+        assert_eq!(tokenizer.chat(&chat(&hello())).expect("a prompt"), "</s>");
+    }
+}
+
+#[test]
+fn templates_have_what_transformers_gives_them() {
+    let cases = [
+        ("{% if true %}\n  x\n  {% endif %}\ny", "  x\ny"),
+        ("{{ messages[0]['content'] }}", "<hi> & \"bye\""),
+        ("{{ messages[0] | tojson }}", "{\"role\": \"user\", \"content\": \"<hi> & \\\"bye\\\"\"}"),
+        ("{{ [1, 'é'] | tojson(indent=2) }}", "[\n  1,\n  \"é\"\n]"),
+        ("{{ strftime_now('%d %b %Y') }}", "01 Jan 1970"),
+        ("{{ ' a b '.strip().split(' ')[1].upper() }}", "B"),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{% generation %}a{%- endgeneration -%} b", "ab"),
+        ("{% if tools is none and documents is none %}ok{% endif %}", "ok"),
+        ("{% if thinking is defined %}no{% else %}ok{% endif %}", "ok"),
+        ("{% set ns = namespace(x=1) %}{% set ns.x = ns.x + 1 %}{{ ns.x }}", "2"),
+        ("{{ bos_token + eos_token }}", "<|begin_of_text|><|eot_id|>"),
+        ("{{ messages[-1].role }}{{ messages | length }}", "user1"),
+    ];
+    for (template, expected) in cases {
+        assert_eq!(rendered(template).as_deref(), Ok(expected), "{template}");
+    }
+}
+
+#[test]
+fn extra_variables_and_the_time_reach_the_template() {
+    let copy = Copy::of(NAME);
+    copy.write("chat_template.jinja", "{{ enable_thinking }} {{ strftime_now('%Y-%m-%d %H:%M') }}");
+    let tokenizer = Tokenizer::load(copy.dir(), 512).expect("a tokenizer");
+    let extra = json!({ "enable_thinking": false }).as_object().expect("an object").clone();
+    let now = UNIX_EPOCH + Duration::from_secs(1_709_210_096);
+    let messages = hello();
+    let chat = Chat { messages: &messages, add_generation_prompt: false, extra: Some(&extra), now };
+    assert_eq!(tokenizer.chat(&chat).expect("a prompt"), "False 2024-02-29 12:34");
+}
+
+#[test]
+fn a_template_may_refuse_and_cannot_run_away() {
+    let endless =
+        "{% for i in range(99999) %}{% for j in range(99999) %}{{ j }}{% endfor %}{% endfor %}";
+    let cases = [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "steps"),
+        (endless, "ran longer than 20000000 steps"),
+        (
+            "{% set x = 'x' * 1000000 %}{% for i in range(99) %}{{ x }}{% endfor %}",
+            "longer than 67108864 bytes",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ strftime_now('%') }}", "strftime_now"),
+        ("{% for %}", "does not compile"),
+        ("{{ 1 / 0 }}", "chat template:"),
+        ("{% include 'x' %}", "chat template:"),
+    ];
+    for (template, expected) in cases {
+        let error = rendered(template).expect_err(template);
+        assert!(error.contains(expected), "{template}: {error}");
+    }
+    let long = format!("{{# {} #}}", "x".repeat(2 << 20));
+    assert!(rendered(&long).expect_err("a refusal").contains("supported: up to 1048576"));
+}

@@ -39,8 +39,10 @@ typedef unsigned int uint32_t;
 typedef unsigned long long uint64_t;
 typedef int int32_t;
 typedef long long int64_t;
+#define AMK_OFFSETOF(type, field) (uint64_t) __INTADDR__(&(((type*)0)->field))
 #else
 #include <stdint.h>
+#define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
 ";
 
@@ -88,11 +90,15 @@ fn print_struct(out: &mut String, layout: &StructLayout) {
     }
     let _ = writeln!(out, "}};");
     let _ = writeln!(out, "static_assert(sizeof({name}) == {}, \"size of {name}\");", layout.size);
-    let _ = writeln!(out, "static_assert(alignof({name}) == {}, \"alignment of {name}\");", layout.align);
+    let _ = writeln!(
+        out,
+        "static_assert(alignof({name}) == {}, \"alignment of {name}\");",
+        layout.align
+    );
     for field in layout.fields {
         let _ = writeln!(
             out,
-            "static_assert(__builtin_offsetof({name}, {}) == {}, \"offset of {name}.{}\");",
+            "static_assert(AMK_OFFSETOF({name}, {}) == {}, \"offset of {name}.{}\");",
             field.name, field.offset, field.name
         );
     }
@@ -107,7 +113,7 @@ fn probe(out: &mut String) {
         let _ = write!(list, " X(sizeof({}))", layout.c_name);
         count += 1;
         for field in layout.fields {
-            let _ = write!(list, " X(__builtin_offsetof({}, {}))", layout.c_name, field.name);
+            let _ = write!(list, " X(AMK_OFFSETOF({}, {}))", layout.c_name, field.name);
             count += 1;
         }
     }

@@ -18,9 +18,11 @@ pub use header::{abi_hash, c_header};
 pub use layout::{Field, StructLayout, WireType, probe_values, structs};
 pub use limits::*;
 pub use op::{
-    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, NopParams, OpInfo, OpVisitor, Opcode, Prologue,
-    SampleParams, visit,
+    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, NopParams, OpInfo,
+    OpVisitor, Opcode, Prologue, SampleParams, visit,
 };
 pub use ring::{Command, Completion, EntryState, RingIndices, Submission, Transition, transition};
 pub use status::{Status, Trap};
-pub use task::{Done, Launch, Load, ProgramHeader, Queue, SlotDesc, SlotKind, StepState, Task, TaskRecord};
+pub use task::{
+    Done, Launch, Load, ProgramHeader, Queue, SlotDesc, SlotKind, StepState, Task, TaskRecord,
+};

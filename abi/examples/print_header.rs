@@ -1,0 +1,4 @@
+//! Prints the generated C header.
+fn main() {
+    print!("{}", abi::c_header());
+}

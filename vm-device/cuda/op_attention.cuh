@@ -1,0 +1,308 @@
+// attention: one key/value head's query group over one split of the keys. Same stages as reference-vm/src/ops/attention.rs.
+#pragma once
+
+constexpr uint32_t GROUP_BUF = 4;                       // query heads worked on at once: ir::program::smem::ATTENTION_GROUP
+constexpr uint32_t CHUNK_ELEMENTS = 16 / ELEMENT_BYTES; // elements of a 16-byte chunk: 4 or 8
+
+// The attention scratch in the activation buffer.
+struct AttentionScratch {
+  float* q;      // [GROUP_BUF][head_dim]
+  float* key;    // [head_dim], the newest key
+  float* scores; // [GROUP_BUF][kv_block]
+  float* out;    // [AMK_WARPS][GROUP_BUF][head_dim]
+  float* m;      // [GROUP_BUF] running maximum
+  float* l;      // [GROUP_BUF] running sum
+  float* alpha;  // [GROUP_BUF] factor on what was accumulated before this block
+};
+
+__device__ __forceinline__ AttentionScratch attention_scratch(Worker const& w, uint32_t group, uint32_t head_dim, uint32_t kv_block) {
+  AttentionScratch s;
+  s.q = (float*)w.x;
+  s.key = s.q + group * head_dim;
+  s.scores = s.key + head_dim;
+  s.out = s.scores + group * kv_block;
+  s.m = s.out + AMK_WARPS * group * head_dim;
+  s.l = s.m + GROUP_BUF;
+  s.alpha = s.l + GROUP_BUF;
+  return s;
+}
+
+// One warp: a head of qkv, normalised (norm may be null) and rotated, times `factor`, into `out`.
+__device__ __forceinline__ void rotate_head(Worker const& w, ResolvedSlot const& qkv, uint32_t generation, uint32_t word0, uint32_t head_dim, float const* norm, float eps,
+                                            float const* rope, float factor, float* out) {
+  uint32_t const lane = threadIdx.x % 32, half = head_dim / 2;
+  float a[AMK_HEAD_DIM_MAX / 64], b[AMK_HEAD_DIM_MAX / 64];
+  float square = 0.f;
+#pragma unroll
+  for (uint32_t j = 0; j < AMK_HEAD_DIM_MAX / 64; ++j) {
+    uint32_t const i = lane + j * 32;
+    a[j] = b[j] = 0.f;
+    if (i < half) {
+      a[j] = slot_read(w, qkv, generation, word0 + i);
+      b[j] = slot_read(w, qkv, generation, word0 + half + i);
+    }
+    square += a[j] * a[j] + b[j] * b[j];
+  }
+  float inverse = 1.f;
+  if (norm != nullptr) {
+#pragma unroll
+    for (int o = 16; o > 0; o >>= 1) {
+      square += __shfl_xor_sync(~0u, square, o);
+    }
+    inverse = 1.f / sqrtf(square / (float)head_dim + eps);
+  }
+#pragma unroll
+  for (uint32_t j = 0; j < AMK_HEAD_DIM_MAX / 64; ++j) {
+    uint32_t const i = lane + j * 32;
+    if (i < half) {
+      float const x = a[j] * inverse * (norm != nullptr ? __ldg(norm + i) : 1.f);
+      float const y = b[j] * inverse * (norm != nullptr ? __ldg(norm + half + i) : 1.f);
+      float2 const cs = __ldg((float2 const*)rope + i); // cosine, sine of this position
+      out[i] = (x * cs.x - y * cs.y) * factor;
+      out[half + i] = (y * cs.x + x * cs.y) * factor;
+    }
+  }
+}
+
+// Address of a key (which = 0) or value (1) row of this session's cache.
+__device__ __forceinline__ char* cache_row(Worker const& w, ResolvedSlot const& kv, amk_attention_params const& p, uint32_t which, uint32_t position) {
+  uint64_t const session = (uint64_t)w.shared->step.session * kv.units; // units: words of one session
+  uint64_t const row = ((uint64_t)which * p.kv_heads + p.kv_head) * w.shared->program.kv_capacity + position;
+  return (char*)kv.address + (session + row * p.head_dim) * ELEMENT_BYTES;
+}
+
+// One warp: stores a rotated key, or a raw value, as cache elements.
+__device__ __forceinline__ void cache_store(char* row, uint32_t i, float v) {
+#if AMK_DTYPE == 0
+  *(float*)(row + i * 4) = v;
+#else
+  *(uint16_t*)(row + i * 2) = (uint16_t)element_bits(v);
+#endif
+}
+
+// The newest key and value, by the split that owns them.
+__device__ __forceinline__ void append(Worker const& w, StagedTask const& st, amk_attention_params const& p, float const* rope, AttentionScratch const& s) {
+  uint32_t const warp = threadIdx.x / 32, lane = threadIdx.x % 32, position = w.shared->step.position;
+  uint32_t const heads = p.kv_heads * p.group, generation = st.task.read_generation[0];
+  ResolvedSlot const& kv = st.slot[AMK_READS_MAX + 1];
+  if (warp == AMK_WARPS - 1) {
+    uint32_t const word0 = (heads + p.kv_head) * p.head_dim;
+    rotate_head(w, st.slot[0], generation, word0, p.head_dim, (float const*)st.slot[2].address, p.eps, rope, 1.f, s.key);
+    __syncwarp();
+    char* row = cache_row(w, kv, p, 0, position);
+    for (uint32_t i = lane; i < p.head_dim; i += 32) {
+      cache_store(row, i, s.key[i]);
+    }
+  } else if (warp == AMK_WARPS - 2) {
+    uint32_t const word0 = (heads + p.kv_heads + p.kv_head) * p.head_dim;
+    char* row = cache_row(w, kv, p, 1, position);
+    for (uint32_t i = lane; i < p.head_dim; i += 32) {
+      cache_store(row, i, slot_read(w, st.slot[0], generation, word0 + i));
+    }
+  }
+}
+
+// How the lanes of a warp share rows: `lanes` (a power of two) per row, each with 16-byte chunks lane, lane + lanes, ...
+struct RowShare {
+  uint32_t chunks; // of a row
+  uint32_t lanes;
+  uint32_t row;   // of this lane within the warp's rows
+  uint32_t chunk; // first chunk of this lane
+  uint32_t rows;  // per warp
+};
+__device__ __forceinline__ RowShare row_share(uint32_t head_dim) {
+  RowShare r;
+  r.chunks = head_dim * ELEMENT_BYTES / 16;
+  r.lanes = r.chunks >= 32 ? 32 : 1u << (32 - __clz(r.chunks - 1));
+  uint32_t const lane = threadIdx.x % 32;
+  r.row = lane / r.lanes;
+  r.chunk = lane % r.lanes;
+  r.rows = 32 / r.lanes;
+  return r;
+}
+
+constexpr uint32_t LANE_CHUNKS = (AMK_HEAD_DIM_MAX * ELEMENT_BYTES / 16 + 31) / 32; // 1 for 16-bit elements, 2 for f32
+
+// Scores of the block's keys, into s.scores[g][key].
+__device__ __forceinline__ void block_scores(Worker const& w, StagedTask const& st, amk_attention_params const& p, AttentionScratch const& s, uint32_t group, uint32_t key0,
+                                             uint32_t keys) {
+  RowShare const r = row_share(p.head_dim);
+  uint32_t const warp = threadIdx.x / 32;
+  for (uint32_t k0 = warp * r.rows; k0 < keys; k0 += AMK_WARPS * r.rows) {
+    uint32_t const k = k0 + r.row;
+    char const* row = cache_row(w, st.slot[AMK_READS_MAX + 1], p, 0, key0 + (k < keys ? k : 0));
+    float dot[GROUP_BUF] = {};
+#pragma unroll
+    for (uint32_t c = 0; c < LANE_CHUNKS; ++c) {
+      uint32_t const chunk = r.chunk + c * 32;
+      if (chunk < r.chunks) {
+        float v[8];
+        unpack(load_u32x4(row + chunk * 16), v);
+#pragma unroll
+        for (uint32_t g = 0; g < GROUP_BUF; ++g) {
+          if (g < group) {
+#pragma unroll
+            for (uint32_t i = 0; i < CHUNK_ELEMENTS; i += 4) {
+              float4 const q = *(float4 const*)(s.q + g * p.head_dim + chunk * CHUNK_ELEMENTS + i);
+              dot[g] = fmaf(q.x, v[i], fmaf(q.y, v[i + 1], fmaf(q.z, v[i + 2], fmaf(q.w, v[i + 3], dot[g]))));
+            }
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (uint32_t g = 0; g < GROUP_BUF; ++g) {
+      for (uint32_t o = r.lanes / 2; o > 0; o >>= 1) {
+        dot[g] += __shfl_xor_sync(~0u, dot[g], o);
+      }
+      if (g < group && k < keys && r.chunk == 0) {
+        s.scores[g * p.kv_block + k] = dot[g];
+      }
+    }
+  }
+}
+
+// Warp g of the group: running maximum and sum, and the block's scores become exp(score - maximum).
+__device__ __forceinline__ void block_softmax(amk_attention_params const& p, AttentionScratch const& s, uint32_t group, uint32_t keys) {
+  uint32_t const lane = threadIdx.x % 32;
+  for (uint32_t g = threadIdx.x / 32; g < group; g += AMK_WARPS) {
+    float* scores = s.scores + g * p.kv_block;
+    float top = s.m[g];
+    for (uint32_t k = lane; k < keys; k += 32) {
+      top = fmaxf(top, scores[k]);
+    }
+#pragma unroll
+    for (int o = 16; o > 0; o >>= 1) {
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    }
+    float sum = 0.f;
+    for (uint32_t k = lane; k < keys; k += 32) {
+      float const e = expf(scores[k] - top);
+      scores[k] = e;
+      sum += e;
+    }
+#pragma unroll
+    for (int o = 16; o > 0; o >>= 1) {
+      sum += __shfl_xor_sync(~0u, sum, o);
+    }
+    __syncwarp();
+    if (lane == 0) {
+      float const alpha = expf(s.m[g] - top); // zero in the first block
+      s.alpha[g] = alpha;
+      s.l[g] = s.l[g] * alpha + sum;
+      s.m[g] = top;
+    }
+  }
+}
+
+// Adds the block's weighted values to this lane's accumulators.
+__device__ __forceinline__ void block_values(Worker const& w, StagedTask const& st, amk_attention_params const& p, AttentionScratch const& s, uint32_t group, uint32_t key0,
+                                             uint32_t keys, float (&acc)[GROUP_BUF][LANE_CHUNKS * CHUNK_ELEMENTS]) {
+  RowShare const r = row_share(p.head_dim);
+#pragma unroll
+  for (uint32_t g = 0; g < GROUP_BUF; ++g) {
+    float const alpha = g < group ? s.alpha[g] : 0.f;
+#pragma unroll
+    for (uint32_t i = 0; i < LANE_CHUNKS * CHUNK_ELEMENTS; ++i) {
+      acc[g][i] *= alpha;
+    }
+  }
+  for (uint32_t k = threadIdx.x / 32 * r.rows + r.row; k < keys; k += AMK_WARPS * r.rows) {
+    char const* row = cache_row(w, st.slot[AMK_READS_MAX + 1], p, 1, key0 + k);
+#pragma unroll
+    for (uint32_t c = 0; c < LANE_CHUNKS; ++c) {
+      uint32_t const chunk = r.chunk + c * 32;
+      if (chunk < r.chunks) {
+        float v[8];
+        unpack(load_u32x4(row + chunk * 16), v);
+#pragma unroll
+        for (uint32_t g = 0; g < GROUP_BUF; ++g) {
+          float const weight = g < group ? s.scores[g * p.kv_block + k] : 0.f;
+#pragma unroll
+          for (uint32_t i = 0; i < CHUNK_ELEMENTS; ++i) {
+            acc[g][c * CHUNK_ELEMENTS + i] = fmaf(weight, v[i], acc[g][c * CHUNK_ELEMENTS + i]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Sums the accumulators over the rows of each warp, then over the warps, and writes m, l and the normalised outputs.
+__device__ __forceinline__ void write_partials(Worker const& w, StagedTask const& st, amk_attention_params const& p, AttentionScratch const& s, uint32_t g0, uint32_t group,
+                                               float (&acc)[GROUP_BUF][LANE_CHUNKS * CHUNK_ELEMENTS]) {
+  RowShare const r = row_share(p.head_dim);
+  uint32_t const warp = threadIdx.x / 32, t = threadIdx.x;
+#pragma unroll
+  for (uint32_t g = 0; g < GROUP_BUF; ++g) {
+#pragma unroll
+    for (uint32_t i = 0; i < LANE_CHUNKS * CHUNK_ELEMENTS; ++i) {
+      float v = acc[g][i];
+      for (uint32_t o = r.lanes; o < 32; o <<= 1) {
+        v += __shfl_xor_sync(~0u, v, o);
+      }
+      uint32_t const chunk = r.chunk + i / CHUNK_ELEMENTS * 32;
+      if (g < group && r.row == 0 && chunk < r.chunks) {
+        s.out[(warp * group + g) * p.head_dim + chunk * CHUNK_ELEMENTS + i % CHUNK_ELEMENTS] = v;
+      }
+    }
+  }
+  consumers_sync();
+  ResolvedSlot const& out = st.slot[AMK_READS_MAX];
+  uint32_t const generation = st.task.write_generation[0];
+  uint32_t const heads = p.kv_heads * p.group, head = p.kv_head * p.group + g0;
+  for (uint32_t i = t; i < group * p.head_dim; i += CONSUMERS) {
+    uint32_t const g = i / p.head_dim, d = i % p.head_dim;
+    float v = 0.f;
+#pragma unroll
+    for (uint32_t j = 0; j < AMK_WARPS; ++j) {
+      v += s.out[(j * group + g) * p.head_dim + d];
+    }
+    slot_write(w, out, generation, partial_word(p.split, heads, head + g, p.head_dim) + 2 + d, v / s.l[g]);
+  }
+  if (t < group) {
+    uint32_t const word = partial_word(p.split, heads, head + t, p.head_dim);
+    slot_write(w, out, generation, word, s.m[t]);
+    slot_write(w, out, generation, word + 1, s.l[t]);
+  }
+}
+
+__device__ __forceinline__ void op_attention(Worker const& w, StagedTask const& st) {
+  amk_attention_params const p = *(amk_attention_params const*)st.task.params;
+  uint32_t const position = w.shared->step.position, t = threadIdx.x, warp = t / 32;
+  uint32_t const keys = attended(position, p.window), active = active_splits(keys, p.kv_block, p.splits);
+  if (p.split >= active) {
+    return;
+  }
+  uint32_t const first = position + 1 - keys;
+  uint32_t const start = first + split_start(keys, p.kv_block, active, p.split), end = first + split_start(keys, p.kv_block, active, p.split + 1);
+  float const* rope = (float const*)st.slot[3].address + (size_t)position * p.head_dim; // [position][head_dim / 2][2]
+  for (uint32_t g0 = 0; g0 < p.group; g0 += GROUP_BUF) {
+    uint32_t const group = p.group - g0 < GROUP_BUF ? p.group - g0 : GROUP_BUF;
+    AttentionScratch const s = attention_scratch(w, group, p.head_dim, p.kv_block);
+    for (uint32_t g = warp; g < group; g += AMK_WARPS) {
+      uint32_t const word0 = (p.kv_head * p.group + g0 + g) * p.head_dim;
+      rotate_head(w, st.slot[0], st.task.read_generation[0], word0, p.head_dim, (float const*)st.slot[1].address, p.eps, rope, p.scale, s.q + g * p.head_dim);
+    }
+    if (g0 == 0 && p.split == active - 1) {
+      append(w, st, p, rope, s);
+    }
+    if (t < group) {
+      s.m[t] = -__int_as_float(0x7f800000);
+      s.l[t] = 0.f;
+    }
+    consumers_sync();
+    float acc[GROUP_BUF][LANE_CHUNKS * CHUNK_ELEMENTS] = {};
+    for (uint32_t key0 = start; key0 < end; key0 += p.kv_block) {
+      uint32_t const count = end - key0 < p.kv_block ? end - key0 : p.kv_block;
+      block_scores(w, st, p, s, group, key0, count);
+      consumers_sync();
+      block_softmax(p, s, group, count);
+      consumers_sync();
+      block_values(w, st, p, s, group, key0, count, acc);
+      consumers_sync(); // the scores are about to be overwritten
+    }
+    write_partials(w, st, p, s, g0, group, acc);
+    consumers_sync(); // the scratch may be overwritten
+  }
+}

@@ -1,0 +1,67 @@
+// nop, embed and sample: the ops that do little. Same as the files of these names in reference-vm/src/ops/.
+#pragma once
+
+__device__ __forceinline__ void op_embed(Worker const& w, StagedTask const& st) {
+  amk_embed_params const p = *(amk_embed_params const*)st.task.params;
+  for (uint32_t i = threadIdx.x; i < p.len; i += CONSUMERS) {
+    uint32_t const e = p.offset + i;
+    slot_write(w, st.slot[AMK_READS_MAX], st.task.write_generation[0], e, slot_read(w, st.slot[0], 0, e));
+  }
+}
+
+// Ends the step: chooses the token, then announces the next step, or the end of the command to the poller.
+__device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen) {
+  amk_step const& s = w.shared->step;
+  amk_step* next_step = (amk_step*)w.launch->step;
+  amk_done* done = (amk_done*)w.launch->done;
+  uint32_t const next = s.position + 1;
+  uint32_t* tokens = (uint32_t*)w.launch->tokens + (size_t)s.session * w.launch->token_stride;
+  bool const forced = next < s.forced;
+  uint32_t const token = forced ? host_load(tokens + next) : chosen;
+  bool stopped = false;
+  if (!forced) {
+    for (uint32_t i = 0; i < s.stop_len && i < AMK_STOP_TOKENS_MAX; ++i) {
+      stopped |= s.stop[i] == token;
+    }
+    host_store(tokens + next, token);
+  }
+  if (next >= s.end || stopped) {
+    store_relaxed(&done->steps, next - s.first);
+    store_relaxed(&done->token, token);
+    store_relaxed(&done->stopped, stopped);
+    __threadfence_system(); // the tokens are on their way to the host before the poller may say so
+    word_publish(&done->sequence, load_relaxed(&done->sequence) + 1);
+    return;
+  }
+  if (token >= w.shared->program.vocab) {
+    trap(w.shared, AMK_TRAP_BAD_INDEX, token, token, w.shared->program.vocab, 0);
+    return;
+  }
+  store_relaxed(&next_step->token, token);
+  store_relaxed(&next_step->position, next);
+  store_relaxed(&next_step->epoch, s.epoch + 1);
+  store_relaxed(&next_step->logits_row, (s.flags & 1) != 0 ? s.logits_row + 1 : s.logits_row);
+  word_publish(&next_step->go, s.go + 1);
+}
+
+__device__ __forceinline__ void op_sample(Worker const& w, StagedTask const& st) {
+  amk_sample_params const p = *(amk_sample_params const*)st.task.params;
+  uint32_t const t = threadIdx.x;
+  Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
+  for (uint32_t i = t; i < p.candidates; i += CONSUMERS) {
+    float2 const c = slot_read2(w, st.slot[0], st.task.read_generation[0], i * 2);
+    best = better(best, Best{c.x, __float_as_uint(c.y)});
+  }
+  best = warp_best(best);
+  if (t % 32 == 0) {
+    w.shared->best_value[t / 32] = best.value;
+    w.shared->best_row[t / 32] = best.row;
+  }
+  consumers_sync();
+  if (t == 0 && !is_dead(w.shared)) {
+    for (uint32_t i = 1; i < AMK_WARPS; ++i) {
+      best = better(best, Best{w.shared->best_value[i], w.shared->best_row[i]});
+    }
+    finish_step(w, best.row);
+  }
+}

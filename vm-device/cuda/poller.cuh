@@ -1,0 +1,157 @@
+// The poller: one thread of the first worker that watches the host ring and speaks for the device. Nobody else reads host memory
+// while waiting.
+#pragma once
+
+struct Poller {
+  Worker const* worker;
+  uint32_t head;     // submissions taken up
+  uint32_t go;       // actions published
+  uint32_t finished; // commands finished by the workers
+  uint32_t switched; // workers that have switched, expected
+  uint32_t epoch;    // epochs of the current program so far
+  uint64_t program;
+};
+
+__device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, uint32_t steps, uint32_t token, uint32_t stopped, uint64_t start) {
+  amk_launch const& l = *p.worker->launch;
+  amk_completion* c = (amk_completion*)l.completions + (p.head & (AMK_RING_ENTRIES - 1));
+  uint64_t const end = now_ns();
+  host_store(&c->trap, trap_code);
+  host_store(&c->steps, steps);
+  host_store(&c->token, token);
+  host_store(&c->stopped, stopped);
+  host_store((uint32_t*)&c->start_ns, (uint32_t)start);
+  host_store((uint32_t*)&c->start_ns + 1, (uint32_t)(start >> 32));
+  host_store((uint32_t*)&c->end_ns, (uint32_t)end);
+  host_store((uint32_t*)&c->end_ns + 1, (uint32_t)(end >> 32));
+  ring_release(&c->sequence, p.head + 1);
+  ++p.head;
+  ring_release(&((amk_ring_indices*)l.indices)->head, p.head);
+}
+
+// Until a word that the workers raise reaches `need`; false when the device is leaving.
+__device__ __forceinline__ bool poller_wait(Poller& p, uint32_t const* word, uint32_t need) {
+  amk_launch const& l = *p.worker->launch;
+  amk_done* done = (amk_done*)l.done;
+  amk_ring_indices* indices = (amk_ring_indices*)l.indices;
+  for (uint32_t spin = 1;; ++spin) {
+    if ((int32_t)(load_relaxed(word) - need) >= 0) {
+      acquire_fence();
+      return true;
+    }
+    if (load_relaxed(&done->abort) != 0) {
+      return false;
+    }
+    if (spin % 512 == 0) { // a read of host memory takes about a microsecond: seldom, so that a finished command is seen at once
+      if (host_load(&indices->abort) != 0) {
+        trap(p.worker->shared, AMK_TRAP_ABORTED, 0, 0, 0, 0);
+        return false;
+      }
+      host_store(&indices->heartbeat, (uint32_t)now_ns());
+    }
+    __nanosleep(100);
+  }
+}
+
+__device__ __forceinline__ void publish_action(Poller& p, uint32_t action) {
+  amk_step* step = (amk_step*)p.worker->launch->step;
+  store_relaxed(&step->action, action);
+  word_publish(&step->go, ++p.go);
+}
+
+__device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* s, uint64_t start) {
+  amk_launch const& l = *p.worker->launch;
+  amk_step* step = (amk_step*)l.step;
+  amk_done* done = (amk_done*)l.done;
+  amk_program const* program = (amk_program const*)p.program;
+  uint32_t const session = host_load(&s->session), position = host_load(&s->position), steps = host_load(&s->steps);
+  uint32_t const flags = host_load(&s->flags), stop_len = host_load(&s->stop_len);
+  uint32_t const capacity = load_relaxed(&program->kv_capacity);
+  uint32_t const rows = load_relaxed(&program->logits_rows);
+  bool const bad = session >= l.sessions || steps == 0 || position >= capacity || steps > capacity - position || stop_len > AMK_STOP_TOKENS_MAX ||
+                   ((flags & 1) != 0 && steps > rows);
+  uint32_t const token = bad ? 0 : host_load((uint32_t const*)l.tokens + (size_t)session * l.token_stride + position);
+  if (bad || token >= load_relaxed(&program->vocab)) {
+    post_completion(p, AMK_TRAP_BAD_COMMAND, 0, 0, 0, start);
+    return AMK_TRAP_NONE;
+  }
+  store_relaxed(&step->epoch, p.epoch + 1);
+  store_relaxed(&step->token, token);
+  store_relaxed(&step->position, position);
+  store_relaxed(&step->first, position);
+  store_relaxed(&step->session, session);
+  store_relaxed(&step->logits_row, 0);
+  store_relaxed(&step->end, position + steps);
+  store_relaxed(&step->forced, host_load(&s->forced));
+  store_relaxed(&step->flags, flags);
+  store_relaxed(&step->stop_len, stop_len);
+  for (uint32_t i = 0; i < AMK_STOP_TOKENS_MAX; ++i) {
+    store_relaxed(&step->stop[i], host_load(&s->stop[i]));
+  }
+  publish_action(p, 1);
+  if (!poller_wait(p, &done->sequence, ++p.finished)) {
+    return AMK_TRAP_ABORTED;
+  }
+  uint32_t const ran = load_relaxed(&done->steps);
+  p.epoch += ran;
+  p.go += ran - 1; // the sampling worker announced the steps after the first
+  post_completion(p, AMK_TRAP_NONE, ran, load_relaxed(&done->token), load_relaxed(&done->stopped), start);
+  return AMK_TRAP_NONE;
+}
+
+__device__ __forceinline__ uint32_t run_load_program(Poller& p, amk_submission const* s, uint64_t start) {
+  amk_launch const& l = *p.worker->launch;
+  uint64_t const program = (uint64_t)host_load((uint32_t const*)&s->program + 1) << 32 | host_load((uint32_t const*)&s->program);
+  amk_step* step = (amk_step*)l.step;
+  store_relaxed((uint32_t*)&step->program, (uint32_t)program);
+  store_relaxed((uint32_t*)&step->program + 1, (uint32_t)(program >> 32));
+  p.program = program;
+  p.epoch = 0;
+  p.switched += l.workers;
+  publish_action(p, 2);
+  if (!poller_wait(p, &((amk_done*)l.done)->switched, p.switched)) {
+    return AMK_TRAP_ABORTED;
+  }
+  post_completion(p, AMK_TRAP_NONE, 0, 0, 0, start);
+  return AMK_TRAP_NONE;
+}
+
+// The poller's life. Ends at a stop command or when the device leaves.
+__device__ __forceinline__ void poller_run(Worker const& w) {
+  amk_launch const& l = *w.launch;
+  Poller p = {&w, 0, 0, 0, 0, 0, l.program};
+  amk_ring_indices* indices = (amk_ring_indices*)l.indices;
+  for (;;) {
+    amk_submission const* s = (amk_submission const*)l.submissions + (p.head & (AMK_RING_ENTRIES - 1));
+    if (ring_acquire(&s->sequence) != p.head + 1) { // pairs with ring.rs: publish
+      if (host_load(&indices->abort) != 0) {
+        trap(w.shared, AMK_TRAP_ABORTED, 0, 0, 0, 0);
+        return;
+      }
+      if (load_relaxed(&((amk_done*)l.done)->abort) != 0) {
+        return;
+      }
+      host_store(&indices->heartbeat, (uint32_t)now_ns());
+      continue;
+    }
+    uint64_t const start = now_ns();
+    uint32_t const command = host_load(&s->command);
+    uint32_t result = AMK_TRAP_NONE;
+    if (command == AMK_COMMAND_DECODE) {
+      result = run_decode(p, s, start);
+    } else if (command == AMK_COMMAND_LOAD_PROGRAM) {
+      result = run_load_program(p, s, start);
+    } else if (command == AMK_COMMAND_STOP) {
+      publish_action(p, 3);
+      post_completion(p, AMK_TRAP_NONE, 0, 0, 0, start);
+      return;
+    } else { // ping and fence: everything before has finished, since commands run one after the other
+      bool const known = command == AMK_COMMAND_PING || command == AMK_COMMAND_FENCE;
+      post_completion(p, known ? AMK_TRAP_NONE : AMK_TRAP_BAD_COMMAND, 0, 0, 0, start);
+    }
+    if (result != AMK_TRAP_NONE) {
+      post_completion(p, result, 0, 0, 0, start); // the status block says why
+      return;
+    }
+  }
+}

@@ -1,0 +1,23 @@
+// The host ring, device side. Scope is .sys throughout. Every word has one writer; the GPU never does a read-modify-write on host
+// memory (it would not be atomic towards the CPU). Pairs with vm-host/src/ring.rs, function by function.
+#pragma once
+
+// Pairs with ring.rs: publish.
+__device__ __forceinline__ uint32_t ring_acquire(uint32_t const* word) {
+  uint32_t v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
+  return v;
+}
+
+// Pairs with ring.rs: poll_completion, heartbeat and status readers.
+__device__ __forceinline__ void ring_release(uint32_t* word, uint32_t v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");
+}
+
+// Words that order nothing: token buffers, abort requests, payloads behind a release.
+__device__ __forceinline__ uint32_t host_load(uint32_t const* word) {
+  uint32_t v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
+  return v;
+}
+__device__ __forceinline__ void host_store(uint32_t* word, uint32_t v) { asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory"); }

@@ -1,0 +1,47 @@
+// The ring of landed weights in shared memory: bulk copies that complete on `full`, consumers that free on `empty`.
+#pragma once
+
+__device__ __forceinline__ uint32_t shared_address(void const* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(uint64_t* b, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_invalidate(uint64_t* b) { asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory"); }
+
+// Whether the phase of this parity is over. Pairs with barrier_arrive (empty) and the copy's completion (full); acquires.
+__device__ __forceinline__ bool barrier_try(uint64_t* b, uint32_t parity) {
+  uint32_t ok;
+  asm volatile(
+      "{ .reg .pred q; mbarrier.try_wait.parity.shared.b64 q, [%1], %2; selp.u32 %0, 1, 0, q; }"
+      : "=r"(ok)
+      : "r"(shared_address(b)), "r"(parity)
+      : "memory");
+  return ok != 0;
+}
+__device__ __forceinline__ void barrier_arrive(uint64_t* b) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(b)) : "memory"); }
+
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Announces `bytes` on the barrier of a stage. The copies that bring them follow.
+__device__ __forceinline__ void stage_expect(uint64_t* full, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(full)), "r"(bytes) : "memory");
+}
+// Brings `bytes` (a multiple of 16) into a stage.
+__device__ __forceinline__ void stage_copy(void* stage, uint64_t address, uint32_t bytes, uint64_t* full, uint64_t policy) {
+#if AMK_EVICT_FIRST
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(stage)),
+      "l"(address), "r"(bytes), "r"(shared_address(full)), "l"(policy)
+      : "memory");
+#else
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(stage)), "l"(address),
+               "r"(bytes), "r"(shared_address(full))
+               : "memory");
+#endif
+}

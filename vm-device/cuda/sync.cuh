@@ -1,0 +1,81 @@
+// Memory order inside the GPU: counters, tagged words, the step word. All accesses to words that another worker writes or reads
+// concurrently are here, each naming the function that it pairs with. Scope is .gpu throughout; the host's words are in ring.cuh.
+#pragma once
+
+// A 64-bit nanosecond clock for deadlines and reports.
+__device__ __forceinline__ uint64_t now_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+// Polls without ordering anything; follow a success with acquire_fence. Pairs with counter_signal, word_publish.
+__device__ __forceinline__ uint32_t load_relaxed(uint32_t const* word) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_relaxed(uint32_t* word, uint32_t v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");
+}
+
+// After a successful poll: what the signalling worker wrote before its release is visible. With the CTA barrier that follows, to
+// every thread of this worker.
+__device__ __forceinline__ void acquire_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// One arrival: everything this worker wrote before (ordered by the CTA barrier in front) is visible to who sees it. Pairs with
+// load_relaxed + acquire_fence in wait_counter.
+__device__ __forceinline__ void counter_signal(uint32_t* counter) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+// Publishes a word last. Pairs with load_relaxed + acquire_fence of whoever polls it.
+__device__ __forceinline__ void word_publish(uint32_t* word, uint32_t v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");
+}
+
+// Adds one and returns the old value; for claims, which order nothing by themselves.
+__device__ __forceinline__ uint32_t claim(uint32_t* word) {
+  uint32_t v;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(word) : "memory");
+  return v;
+}
+
+// Activations. They bypass L1, which is not coherent between multiprocessors.
+__device__ __forceinline__ float load_f32(float const* p) {
+  float v;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float2 load_f32x2(float const* p) {
+  float2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float4 load_f32x4(float const* p) {
+  float4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint4 load_u32x4(void const* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_f32(float* p, float v) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory"); }
+
+// Tagged words: value and tag are one 8-byte access, so whoever sees the tag has the value; no fence on either side.
+__device__ __forceinline__ void tagged_store(uint64_t* word, float v, uint32_t tag) {
+  uint64_t const x = (uint64_t)tag << 32 | __float_as_uint(v);
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(word), "l"(x) : "memory");
+}
+__device__ __forceinline__ uint64_t tagged_load(uint64_t const* word) {
+  uint64_t x;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(x) : "l"(word) : "memory");
+  return x;
+}
+__device__ __forceinline__ void tagged_load2(uint64_t const* word, uint64_t& a, uint64_t& b) {
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(word) : "memory");
+}

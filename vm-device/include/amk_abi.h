@@ -1,0 +1,517 @@
+// Generated from the `abi` crate by its tests (BLESS=1 cargo test -p abi); edits are overwritten.
+#pragma once
+#ifdef __CUDACC_RTC__
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+typedef int int32_t;
+typedef long long int64_t;
+#define AMK_OFFSETOF(type, field) (uint64_t) __INTADDR__(&(((type*)0)->field))
+#else
+#include <stdint.h>
+#define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
+#endif
+#define AMK_ABI_HASH 0xf173e6a34de337b0ull
+
+#define AMK_ABI_VERSION 1u
+#define AMK_UNIT_BYTES 512u
+#define AMK_UNIT_ROWS 8u
+#define AMK_UNIT_ROW_BYTES 64u
+#define AMK_READS_MAX 4u
+#define AMK_WRITES_MAX 2u
+#define AMK_WAITS_MAX 2u
+#define AMK_PARAM_BYTES 64u
+#define AMK_TASK_BYTES 128u
+#define AMK_TASKS_MAX 1048576u
+#define AMK_SLOTS_MAX 65536u
+#define AMK_COUNTERS_MAX 65536u
+#define AMK_WORKERS_MAX 256u
+#define AMK_STAGES_MAX 32u
+#define AMK_SPLITS_MAX 32u
+#define AMK_HEAD_DIM_MAX 256u
+#define AMK_GROUP_MAX 16u
+#define AMK_KV_CAPACITY_MAX 262144u
+#define AMK_GENERATIONS_MAX 256u
+#define AMK_RING_ENTRIES 64u
+#define AMK_STOP_TOKENS_MAX 8u
+#define AMK_SESSIONS_MAX 64u
+#define AMK_NONE 0xffffffffu
+
+#define AMK_OP_NOP 0u
+#define AMK_OP_EMBED 1u
+#define AMK_OP_MATVEC 2u
+#define AMK_OP_ATTENTION 3u
+#define AMK_OP_ATTENTION_MERGE 4u
+#define AMK_OP_SAMPLE 5u
+
+#define AMK_PROLOGUE_COPY 0u
+#define AMK_PROLOGUE_RMS 1u
+#define AMK_PROLOGUE_MERGE 2u
+
+#define AMK_EPILOGUE_STORE 0u
+#define AMK_EPILOGUE_RESIDUAL 1u
+#define AMK_EPILOGUE_SILU_MUL 2u
+#define AMK_EPILOGUE_LOGITS 3u
+
+#define AMK_SLOT_PLAIN 0u
+#define AMK_SLOT_TAGGED 1u
+#define AMK_SLOT_CONSTANT 2u
+#define AMK_SLOT_KV_CACHE 3u
+#define AMK_SLOT_EMBEDDING 4u
+#define AMK_SLOT_LOGITS 5u
+
+#define AMK_COMMAND_PING 1u
+#define AMK_COMMAND_DECODE 2u
+#define AMK_COMMAND_LOAD_PROGRAM 3u
+#define AMK_COMMAND_FENCE 4u
+#define AMK_COMMAND_STOP 5u
+
+#define AMK_ENTRY_EMPTY 0u
+#define AMK_ENTRY_PUBLISHED 1u
+#define AMK_ENTRY_CLAIMED 2u
+#define AMK_ENTRY_DONE 3u
+#define AMK_ENTRY_WAIT_IO 4u
+#define AMK_ENTRY_YIELD 5u
+#define AMK_ENTRY_REQUEUE 6u
+#define AMK_ENTRY_FAULT 7u
+
+#define AMK_TRAP_NONE 0u
+#define AMK_TRAP_ABORTED 1u
+#define AMK_TRAP_COUNTER_DEADLINE 2u
+#define AMK_TRAP_PAYLOAD_DEADLINE 3u
+#define AMK_TRAP_STAGE_DEADLINE 4u
+#define AMK_TRAP_RING_DEADLINE 5u
+#define AMK_TRAP_BAD_OPCODE 6u
+#define AMK_TRAP_BAD_INDEX 7u
+#define AMK_TRAP_BAD_COMMAND 8u
+
+#define AMK_FOR_EACH_OP(X) X(nop, 0) X(embed, 1) X(matvec, 2) X(attention, 3) X(attention_merge, 4) X(sample, 5)
+
+struct alignas(16) amk_task {
+  uint16_t opcode; // An `Opcode`.
+  uint16_t layer; // Layer, for reports only.
+  uint16_t wait_len; // Waits in use.
+  uint16_t reserved; // Zero.
+  uint32_t signal; // Counter that gains one when the task's stores are visible, or none.
+  uint32_t reads[4]; // Slots read; meaning by op.
+  uint32_t writes[2]; // Slots written; meaning by op.
+  uint16_t read_generation[4]; // Generation expected in a tagged slot that is read.
+  uint16_t write_generation[2]; // Generation written to a tagged slot.
+  uint32_t wait_counter[2]; // Counters waited for.
+  uint32_t wait_count[2]; // Arrivals per epoch of each such counter; the wait is for `epoch * count`.
+  uint32_t params[16]; // Parameters by op.
+};
+static_assert(sizeof(amk_task) == 128, "size of amk_task");
+static_assert(alignof(amk_task) == 16, "alignment of amk_task");
+static_assert(AMK_OFFSETOF(amk_task, opcode) == 0, "offset of amk_task.opcode");
+static_assert(AMK_OFFSETOF(amk_task, layer) == 2, "offset of amk_task.layer");
+static_assert(AMK_OFFSETOF(amk_task, wait_len) == 4, "offset of amk_task.wait_len");
+static_assert(AMK_OFFSETOF(amk_task, reserved) == 6, "offset of amk_task.reserved");
+static_assert(AMK_OFFSETOF(amk_task, signal) == 8, "offset of amk_task.signal");
+static_assert(AMK_OFFSETOF(amk_task, reads) == 12, "offset of amk_task.reads");
+static_assert(AMK_OFFSETOF(amk_task, writes) == 28, "offset of amk_task.writes");
+static_assert(AMK_OFFSETOF(amk_task, read_generation) == 36, "offset of amk_task.read_generation");
+static_assert(AMK_OFFSETOF(amk_task, write_generation) == 44, "offset of amk_task.write_generation");
+static_assert(AMK_OFFSETOF(amk_task, wait_counter) == 48, "offset of amk_task.wait_counter");
+static_assert(AMK_OFFSETOF(amk_task, wait_count) == 56, "offset of amk_task.wait_count");
+static_assert(AMK_OFFSETOF(amk_task, params) == 64, "offset of amk_task.params");
+
+struct alignas(16) amk_load {
+  uint64_t address; // Device address of the first unit.
+  uint32_t units; // Units.
+  uint32_t reserved; // Zero.
+};
+static_assert(sizeof(amk_load) == 16, "size of amk_load");
+static_assert(alignof(amk_load) == 16, "alignment of amk_load");
+static_assert(AMK_OFFSETOF(amk_load, address) == 0, "offset of amk_load.address");
+static_assert(AMK_OFFSETOF(amk_load, units) == 8, "offset of amk_load.units");
+static_assert(AMK_OFFSETOF(amk_load, reserved) == 12, "offset of amk_load.reserved");
+
+struct alignas(16) amk_queue {
+  uint32_t task0; // Index of the first task.
+  uint32_t tasks; // Tasks.
+  uint32_t load0; // Index of the first load.
+  uint32_t loads; // Loads.
+  uint32_t units; // Units of all loads: one step's stream.
+  uint32_t reserved[3]; // Zero.
+};
+static_assert(sizeof(amk_queue) == 32, "size of amk_queue");
+static_assert(alignof(amk_queue) == 16, "alignment of amk_queue");
+static_assert(AMK_OFFSETOF(amk_queue, task0) == 0, "offset of amk_queue.task0");
+static_assert(AMK_OFFSETOF(amk_queue, tasks) == 4, "offset of amk_queue.tasks");
+static_assert(AMK_OFFSETOF(amk_queue, load0) == 8, "offset of amk_queue.load0");
+static_assert(AMK_OFFSETOF(amk_queue, loads) == 12, "offset of amk_queue.loads");
+static_assert(AMK_OFFSETOF(amk_queue, units) == 16, "offset of amk_queue.units");
+static_assert(AMK_OFFSETOF(amk_queue, reserved) == 20, "offset of amk_queue.reserved");
+
+struct alignas(16) amk_slot {
+  uint64_t address; // Device address.
+  uint32_t kind; // A `SlotKind`.
+  uint32_t words; // Words (elements) of the slot; for `kv_cache` of one session.
+  uint32_t units; // Units along a row, for `embedding`.
+  uint32_t reserved[3]; // Zero.
+};
+static_assert(sizeof(amk_slot) == 32, "size of amk_slot");
+static_assert(alignof(amk_slot) == 16, "alignment of amk_slot");
+static_assert(AMK_OFFSETOF(amk_slot, address) == 0, "offset of amk_slot.address");
+static_assert(AMK_OFFSETOF(amk_slot, kind) == 8, "offset of amk_slot.kind");
+static_assert(AMK_OFFSETOF(amk_slot, words) == 12, "offset of amk_slot.words");
+static_assert(AMK_OFFSETOF(amk_slot, units) == 16, "offset of amk_slot.units");
+static_assert(AMK_OFFSETOF(amk_slot, reserved) == 20, "offset of amk_slot.reserved");
+
+struct alignas(16) amk_program {
+  uint64_t tasks; // `amk_task[]`.
+  uint64_t loads; // `amk_load[]`.
+  uint64_t queues; // `amk_queue[workers]`.
+  uint64_t slots; // `amk_slot[]`.
+  uint64_t counters; // Counters, one per 32-byte sector.
+  uint32_t workers; // Workers.
+  uint32_t stages; // Stages of the weight ring.
+  uint32_t stage_units; // Units of one stage, a power of two.
+  uint32_t in_flight; // Stages on their way at once, at most.
+  uint32_t in_flight_near; // The same while the worker is about to receive a handoff.
+  uint32_t x_offset; // Byte offset of the activation buffer in shared memory.
+  uint32_t x_bytes; // Bytes of the activation buffer.
+  uint32_t kv_capacity; // Tokens of a session's key/value cache.
+  uint32_t slot_len; // Slots, for bounds checks.
+  uint32_t counter_len; // Counters, for bounds checks.
+  uint32_t logits_rows; // Rows of the logits buffer.
+  uint32_t vocab; // Vocabulary, for token checks.
+  uint32_t reserved[2]; // Zero.
+};
+static_assert(sizeof(amk_program) == 96, "size of amk_program");
+static_assert(alignof(amk_program) == 16, "alignment of amk_program");
+static_assert(AMK_OFFSETOF(amk_program, tasks) == 0, "offset of amk_program.tasks");
+static_assert(AMK_OFFSETOF(amk_program, loads) == 8, "offset of amk_program.loads");
+static_assert(AMK_OFFSETOF(amk_program, queues) == 16, "offset of amk_program.queues");
+static_assert(AMK_OFFSETOF(amk_program, slots) == 24, "offset of amk_program.slots");
+static_assert(AMK_OFFSETOF(amk_program, counters) == 32, "offset of amk_program.counters");
+static_assert(AMK_OFFSETOF(amk_program, workers) == 40, "offset of amk_program.workers");
+static_assert(AMK_OFFSETOF(amk_program, stages) == 44, "offset of amk_program.stages");
+static_assert(AMK_OFFSETOF(amk_program, stage_units) == 48, "offset of amk_program.stage_units");
+static_assert(AMK_OFFSETOF(amk_program, in_flight) == 52, "offset of amk_program.in_flight");
+static_assert(AMK_OFFSETOF(amk_program, in_flight_near) == 56, "offset of amk_program.in_flight_near");
+static_assert(AMK_OFFSETOF(amk_program, x_offset) == 60, "offset of amk_program.x_offset");
+static_assert(AMK_OFFSETOF(amk_program, x_bytes) == 64, "offset of amk_program.x_bytes");
+static_assert(AMK_OFFSETOF(amk_program, kv_capacity) == 68, "offset of amk_program.kv_capacity");
+static_assert(AMK_OFFSETOF(amk_program, slot_len) == 72, "offset of amk_program.slot_len");
+static_assert(AMK_OFFSETOF(amk_program, counter_len) == 76, "offset of amk_program.counter_len");
+static_assert(AMK_OFFSETOF(amk_program, logits_rows) == 80, "offset of amk_program.logits_rows");
+static_assert(AMK_OFFSETOF(amk_program, vocab) == 84, "offset of amk_program.vocab");
+static_assert(AMK_OFFSETOF(amk_program, reserved) == 88, "offset of amk_program.reserved");
+
+struct alignas(16) amk_step {
+  uint64_t program; // Address of the `amk_program`.
+  uint32_t action; // What to do: 1 step, 2 switch program, 3 leave.
+  uint32_t epoch; // Epoch of the program: steps run since it was loaded, this one included.
+  uint32_t token; // Input token.
+  uint32_t position; // Position of the input token; keys 0..=position are attended to.
+  uint32_t session; // Session whose key/value cache is used.
+  uint32_t logits_row; // Row of the logits buffer.
+  uint32_t end; // Last position of the command plus one.
+  uint32_t forced; // Positions below this one take their token from the prompt.
+  uint32_t flags; // Flags of the submission.
+  uint32_t stop_len; // Stop tokens in use.
+  uint32_t stop[8]; // A generated token among these ends the command.
+  uint32_t first; // First position of the command.
+  uint32_t reserved[2]; // Zero.
+  uint32_t go; // Actions published so far; released last.
+};
+static_assert(sizeof(amk_step) == 96, "size of amk_step");
+static_assert(alignof(amk_step) == 16, "alignment of amk_step");
+static_assert(AMK_OFFSETOF(amk_step, program) == 0, "offset of amk_step.program");
+static_assert(AMK_OFFSETOF(amk_step, action) == 8, "offset of amk_step.action");
+static_assert(AMK_OFFSETOF(amk_step, epoch) == 12, "offset of amk_step.epoch");
+static_assert(AMK_OFFSETOF(amk_step, token) == 16, "offset of amk_step.token");
+static_assert(AMK_OFFSETOF(amk_step, position) == 20, "offset of amk_step.position");
+static_assert(AMK_OFFSETOF(amk_step, session) == 24, "offset of amk_step.session");
+static_assert(AMK_OFFSETOF(amk_step, logits_row) == 28, "offset of amk_step.logits_row");
+static_assert(AMK_OFFSETOF(amk_step, end) == 32, "offset of amk_step.end");
+static_assert(AMK_OFFSETOF(amk_step, forced) == 36, "offset of amk_step.forced");
+static_assert(AMK_OFFSETOF(amk_step, flags) == 40, "offset of amk_step.flags");
+static_assert(AMK_OFFSETOF(amk_step, stop_len) == 44, "offset of amk_step.stop_len");
+static_assert(AMK_OFFSETOF(amk_step, stop) == 48, "offset of amk_step.stop");
+static_assert(AMK_OFFSETOF(amk_step, first) == 80, "offset of amk_step.first");
+static_assert(AMK_OFFSETOF(amk_step, reserved) == 84, "offset of amk_step.reserved");
+static_assert(AMK_OFFSETOF(amk_step, go) == 92, "offset of amk_step.go");
+
+struct alignas(16) amk_launch {
+  uint64_t submissions; // `amk_submission[RING_ENTRIES]` in mapped host memory.
+  uint64_t completions; // `amk_completion[RING_ENTRIES]` in mapped host memory.
+  uint64_t indices; // `amk_ring_indices` in mapped host memory.
+  uint64_t status; // `amk_status` in mapped host memory.
+  uint64_t tokens; // Token buffers in mapped host memory, `token_stride` words per session.
+  uint64_t step; // `amk_step` in device memory.
+  uint64_t done; // `amk_done` in device memory.
+  uint64_t records; // `amk_record[]` in device memory, for the traced kernel variant; else zero.
+  uint64_t deadline_ns; // Nanoseconds that any wait inside a step may last.
+  uint32_t token_stride; // Words between the token buffers of two sessions.
+  uint32_t sessions; // Sessions.
+  uint32_t workers; // Workers: thread blocks of the launch.
+  uint32_t record_len; // Records that fit.
+  uint64_t program; // First program, loaded before the launch.
+  uint32_t reserved[4]; // Zero.
+};
+static_assert(sizeof(amk_launch) == 112, "size of amk_launch");
+static_assert(alignof(amk_launch) == 16, "alignment of amk_launch");
+static_assert(AMK_OFFSETOF(amk_launch, submissions) == 0, "offset of amk_launch.submissions");
+static_assert(AMK_OFFSETOF(amk_launch, completions) == 8, "offset of amk_launch.completions");
+static_assert(AMK_OFFSETOF(amk_launch, indices) == 16, "offset of amk_launch.indices");
+static_assert(AMK_OFFSETOF(amk_launch, status) == 24, "offset of amk_launch.status");
+static_assert(AMK_OFFSETOF(amk_launch, tokens) == 32, "offset of amk_launch.tokens");
+static_assert(AMK_OFFSETOF(amk_launch, step) == 40, "offset of amk_launch.step");
+static_assert(AMK_OFFSETOF(amk_launch, done) == 48, "offset of amk_launch.done");
+static_assert(AMK_OFFSETOF(amk_launch, records) == 56, "offset of amk_launch.records");
+static_assert(AMK_OFFSETOF(amk_launch, deadline_ns) == 64, "offset of amk_launch.deadline_ns");
+static_assert(AMK_OFFSETOF(amk_launch, token_stride) == 72, "offset of amk_launch.token_stride");
+static_assert(AMK_OFFSETOF(amk_launch, sessions) == 76, "offset of amk_launch.sessions");
+static_assert(AMK_OFFSETOF(amk_launch, workers) == 80, "offset of amk_launch.workers");
+static_assert(AMK_OFFSETOF(amk_launch, record_len) == 84, "offset of amk_launch.record_len");
+static_assert(AMK_OFFSETOF(amk_launch, program) == 88, "offset of amk_launch.program");
+static_assert(AMK_OFFSETOF(amk_launch, reserved) == 96, "offset of amk_launch.reserved");
+
+struct alignas(16) amk_done {
+  uint32_t abort; // Device-wide: nonzero asks every worker to leave.
+  uint32_t steps; // Positions that were run.
+  uint32_t token; // Last token chosen.
+  uint32_t stopped; // Whether it was a stop token.
+  uint32_t switched; // Workers that have switched program, ever.
+  uint32_t left; // Workers that have left.
+  uint32_t reporter; // Claim on the status block: the first worker to take it reports.
+  uint32_t sequence; // Commands finished; released last.
+};
+static_assert(sizeof(amk_done) == 32, "size of amk_done");
+static_assert(alignof(amk_done) == 16, "alignment of amk_done");
+static_assert(AMK_OFFSETOF(amk_done, abort) == 0, "offset of amk_done.abort");
+static_assert(AMK_OFFSETOF(amk_done, steps) == 4, "offset of amk_done.steps");
+static_assert(AMK_OFFSETOF(amk_done, token) == 8, "offset of amk_done.token");
+static_assert(AMK_OFFSETOF(amk_done, stopped) == 12, "offset of amk_done.stopped");
+static_assert(AMK_OFFSETOF(amk_done, switched) == 16, "offset of amk_done.switched");
+static_assert(AMK_OFFSETOF(amk_done, left) == 20, "offset of amk_done.left");
+static_assert(AMK_OFFSETOF(amk_done, reporter) == 24, "offset of amk_done.reporter");
+static_assert(AMK_OFFSETOF(amk_done, sequence) == 28, "offset of amk_done.sequence");
+
+struct alignas(16) amk_record {
+  uint64_t issued; // Nanoseconds when the worker took the task up.
+  uint64_t ready; // Nanoseconds when its waits were over.
+  uint64_t end; // Nanoseconds when its stores were done.
+  uint32_t worker; // Worker.
+  uint32_t task; // Index of the task.
+};
+static_assert(sizeof(amk_record) == 32, "size of amk_record");
+static_assert(alignof(amk_record) == 16, "alignment of amk_record");
+static_assert(AMK_OFFSETOF(amk_record, issued) == 0, "offset of amk_record.issued");
+static_assert(AMK_OFFSETOF(amk_record, ready) == 8, "offset of amk_record.ready");
+static_assert(AMK_OFFSETOF(amk_record, end) == 16, "offset of amk_record.end");
+static_assert(AMK_OFFSETOF(amk_record, worker) == 24, "offset of amk_record.worker");
+static_assert(AMK_OFFSETOF(amk_record, task) == 28, "offset of amk_record.task");
+
+struct alignas(64) amk_submission {
+  uint32_t command; // A `Command`.
+  uint32_t session; // Session.
+  uint32_t position; // First position to run.
+  uint32_t steps; // Positions to run, at most.
+  uint32_t forced; // Positions below this one take their token from the session's token buffer.
+  uint32_t flags; // Bit 0: write the logits of each step to its own row.
+  uint32_t stop_len; // Stop tokens in use.
+  uint32_t reserved0; // Zero.
+  uint64_t program; // Address of the `amk_program`, for `load_program`.
+  uint32_t stop[8]; // A generated token among these ends the command.
+  uint32_t reserved1[13]; // Zero.
+  uint32_t sequence; // Index of the entry plus one; written last.
+};
+static_assert(sizeof(amk_submission) == 128, "size of amk_submission");
+static_assert(alignof(amk_submission) == 64, "alignment of amk_submission");
+static_assert(AMK_OFFSETOF(amk_submission, command) == 0, "offset of amk_submission.command");
+static_assert(AMK_OFFSETOF(amk_submission, session) == 4, "offset of amk_submission.session");
+static_assert(AMK_OFFSETOF(amk_submission, position) == 8, "offset of amk_submission.position");
+static_assert(AMK_OFFSETOF(amk_submission, steps) == 12, "offset of amk_submission.steps");
+static_assert(AMK_OFFSETOF(amk_submission, forced) == 16, "offset of amk_submission.forced");
+static_assert(AMK_OFFSETOF(amk_submission, flags) == 20, "offset of amk_submission.flags");
+static_assert(AMK_OFFSETOF(amk_submission, stop_len) == 24, "offset of amk_submission.stop_len");
+static_assert(AMK_OFFSETOF(amk_submission, reserved0) == 28, "offset of amk_submission.reserved0");
+static_assert(AMK_OFFSETOF(amk_submission, program) == 32, "offset of amk_submission.program");
+static_assert(AMK_OFFSETOF(amk_submission, stop) == 40, "offset of amk_submission.stop");
+static_assert(AMK_OFFSETOF(amk_submission, reserved1) == 72, "offset of amk_submission.reserved1");
+static_assert(AMK_OFFSETOF(amk_submission, sequence) == 124, "offset of amk_submission.sequence");
+
+struct alignas(64) amk_completion {
+  uint32_t trap; // A `Trap`; zero is success.
+  uint32_t steps; // Positions that were run.
+  uint32_t token; // The last token that was chosen.
+  uint32_t stopped; // Whether a stop token ended the command.
+  uint64_t start_ns; // Device nanoseconds when the command was taken up.
+  uint64_t end_ns; // Device nanoseconds when it was done.
+  uint32_t reserved[7]; // Zero.
+  uint32_t sequence; // Index of the entry plus one; written last.
+};
+static_assert(sizeof(amk_completion) == 64, "size of amk_completion");
+static_assert(alignof(amk_completion) == 64, "alignment of amk_completion");
+static_assert(AMK_OFFSETOF(amk_completion, trap) == 0, "offset of amk_completion.trap");
+static_assert(AMK_OFFSETOF(amk_completion, steps) == 4, "offset of amk_completion.steps");
+static_assert(AMK_OFFSETOF(amk_completion, token) == 8, "offset of amk_completion.token");
+static_assert(AMK_OFFSETOF(amk_completion, stopped) == 12, "offset of amk_completion.stopped");
+static_assert(AMK_OFFSETOF(amk_completion, start_ns) == 16, "offset of amk_completion.start_ns");
+static_assert(AMK_OFFSETOF(amk_completion, end_ns) == 24, "offset of amk_completion.end_ns");
+static_assert(AMK_OFFSETOF(amk_completion, reserved) == 32, "offset of amk_completion.reserved");
+static_assert(AMK_OFFSETOF(amk_completion, sequence) == 60, "offset of amk_completion.sequence");
+
+struct alignas(128) amk_ring_indices {
+  uint32_t abort; // Written by the host: nonzero asks every worker to leave.
+  uint32_t reserved0[31]; // Zero.
+  uint32_t heartbeat; // Written by the device: increases while the poller lives.
+  uint32_t reserved1[31]; // Zero.
+  uint32_t head; // Written by the device: submissions taken up.
+  uint32_t reserved2[31]; // Zero.
+};
+static_assert(sizeof(amk_ring_indices) == 384, "size of amk_ring_indices");
+static_assert(alignof(amk_ring_indices) == 128, "alignment of amk_ring_indices");
+static_assert(AMK_OFFSETOF(amk_ring_indices, abort) == 0, "offset of amk_ring_indices.abort");
+static_assert(AMK_OFFSETOF(amk_ring_indices, reserved0) == 4, "offset of amk_ring_indices.reserved0");
+static_assert(AMK_OFFSETOF(amk_ring_indices, heartbeat) == 128, "offset of amk_ring_indices.heartbeat");
+static_assert(AMK_OFFSETOF(amk_ring_indices, reserved1) == 132, "offset of amk_ring_indices.reserved1");
+static_assert(AMK_OFFSETOF(amk_ring_indices, head) == 256, "offset of amk_ring_indices.head");
+static_assert(AMK_OFFSETOF(amk_ring_indices, reserved2) == 260, "offset of amk_ring_indices.reserved2");
+
+struct alignas(64) amk_status {
+  uint32_t trap; // A `Trap`.
+  uint32_t worker; // Worker that reported.
+  uint32_t task; // Its task, by index in its queue.
+  uint32_t opcode; // Opcode of the task.
+  uint32_t object; // Counter, slot or stage waited for.
+  uint32_t have; // What it held.
+  uint32_t need; // What was needed.
+  uint32_t epoch; // Epoch.
+  uint64_t waited_ns; // Nanoseconds waited.
+  uint32_t left; // Workers that have left.
+  uint32_t reserved[4]; // Zero.
+  uint32_t valid; // Written last: nonzero when the block is complete.
+};
+static_assert(sizeof(amk_status) == 64, "size of amk_status");
+static_assert(alignof(amk_status) == 64, "alignment of amk_status");
+static_assert(AMK_OFFSETOF(amk_status, trap) == 0, "offset of amk_status.trap");
+static_assert(AMK_OFFSETOF(amk_status, worker) == 4, "offset of amk_status.worker");
+static_assert(AMK_OFFSETOF(amk_status, task) == 8, "offset of amk_status.task");
+static_assert(AMK_OFFSETOF(amk_status, opcode) == 12, "offset of amk_status.opcode");
+static_assert(AMK_OFFSETOF(amk_status, object) == 16, "offset of amk_status.object");
+static_assert(AMK_OFFSETOF(amk_status, have) == 20, "offset of amk_status.have");
+static_assert(AMK_OFFSETOF(amk_status, need) == 24, "offset of amk_status.need");
+static_assert(AMK_OFFSETOF(amk_status, epoch) == 28, "offset of amk_status.epoch");
+static_assert(AMK_OFFSETOF(amk_status, waited_ns) == 32, "offset of amk_status.waited_ns");
+static_assert(AMK_OFFSETOF(amk_status, left) == 40, "offset of amk_status.left");
+static_assert(AMK_OFFSETOF(amk_status, reserved) == 44, "offset of amk_status.reserved");
+static_assert(AMK_OFFSETOF(amk_status, valid) == 60, "offset of amk_status.valid");
+
+struct alignas(4) amk_nop_params {
+  uint32_t reserved[16]; // Zero.
+};
+static_assert(sizeof(amk_nop_params) == 64, "size of amk_nop_params");
+static_assert(alignof(amk_nop_params) == 4, "alignment of amk_nop_params");
+static_assert(AMK_OFFSETOF(amk_nop_params, reserved) == 0, "offset of amk_nop_params.reserved");
+
+struct alignas(4) amk_embed_params {
+  uint32_t offset; // First element.
+  uint32_t len; // Elements.
+  uint32_t reserved[14]; // Zero.
+};
+static_assert(sizeof(amk_embed_params) == 64, "size of amk_embed_params");
+static_assert(alignof(amk_embed_params) == 4, "alignment of amk_embed_params");
+static_assert(AMK_OFFSETOF(amk_embed_params, offset) == 0, "offset of amk_embed_params.offset");
+static_assert(AMK_OFFSETOF(amk_embed_params, len) == 4, "offset of amk_embed_params.len");
+static_assert(AMK_OFFSETOF(amk_embed_params, reserved) == 8, "offset of amk_embed_params.reserved");
+
+struct alignas(4) amk_matvec_params {
+  uint32_t matrix; // Matrix of the program; the rows come from the worker's load stream, in order.
+  uint32_t tile0; // First tile of 8 rows.
+  uint32_t tiles; // Tiles; even for `silu_mul`.
+  uint32_t units; // Units of 64 bytes along a row.
+  uint32_t k_len; // Elements of `x` that count; the rest of the last unit is zero in the matrix.
+  uint32_t rows; // Rows of the matrix that count; the rest of the last tile is padding.
+  uint32_t prologue; // A `Prologue`.
+  uint32_t epilogue; // An `Epilogue`.
+  float eps; // Epsilon of the norm, for `rms`.
+  uint32_t splits; // Splits of the attention partials, for `merge`.
+  uint32_t head_dim; // Elements of a head, for `merge`.
+  uint32_t kv_block; // Keys of a block, for `merge`.
+  uint32_t window; // Sliding window or zero, for `merge`.
+  uint32_t candidate; // Index of this task's entry in the candidates slot, for `logits`.
+  uint32_t reserved[2]; // Zero.
+};
+static_assert(sizeof(amk_matvec_params) == 64, "size of amk_matvec_params");
+static_assert(alignof(amk_matvec_params) == 4, "alignment of amk_matvec_params");
+static_assert(AMK_OFFSETOF(amk_matvec_params, matrix) == 0, "offset of amk_matvec_params.matrix");
+static_assert(AMK_OFFSETOF(amk_matvec_params, tile0) == 4, "offset of amk_matvec_params.tile0");
+static_assert(AMK_OFFSETOF(amk_matvec_params, tiles) == 8, "offset of amk_matvec_params.tiles");
+static_assert(AMK_OFFSETOF(amk_matvec_params, units) == 12, "offset of amk_matvec_params.units");
+static_assert(AMK_OFFSETOF(amk_matvec_params, k_len) == 16, "offset of amk_matvec_params.k_len");
+static_assert(AMK_OFFSETOF(amk_matvec_params, rows) == 20, "offset of amk_matvec_params.rows");
+static_assert(AMK_OFFSETOF(amk_matvec_params, prologue) == 24, "offset of amk_matvec_params.prologue");
+static_assert(AMK_OFFSETOF(amk_matvec_params, epilogue) == 28, "offset of amk_matvec_params.epilogue");
+static_assert(AMK_OFFSETOF(amk_matvec_params, eps) == 32, "offset of amk_matvec_params.eps");
+static_assert(AMK_OFFSETOF(amk_matvec_params, splits) == 36, "offset of amk_matvec_params.splits");
+static_assert(AMK_OFFSETOF(amk_matvec_params, head_dim) == 40, "offset of amk_matvec_params.head_dim");
+static_assert(AMK_OFFSETOF(amk_matvec_params, kv_block) == 44, "offset of amk_matvec_params.kv_block");
+static_assert(AMK_OFFSETOF(amk_matvec_params, window) == 48, "offset of amk_matvec_params.window");
+static_assert(AMK_OFFSETOF(amk_matvec_params, candidate) == 52, "offset of amk_matvec_params.candidate");
+static_assert(AMK_OFFSETOF(amk_matvec_params, reserved) == 56, "offset of amk_matvec_params.reserved");
+
+struct alignas(4) amk_attention_params {
+  uint32_t kv_head; // Key/value head.
+  uint32_t kv_heads; // Key/value heads of the model.
+  uint32_t group; // Query heads that share a key/value head.
+  uint32_t head_dim; // Elements of a head.
+  uint32_t split; // This task's split.
+  uint32_t splits; // Splits of this head; how many are active follows from the keys at run time.
+  uint32_t kv_block; // Keys of a block: splits are made of whole blocks.
+  uint32_t window; // Sliding window, or zero for full attention.
+  float scale; // Factor on q.k.
+  float eps; // Epsilon of the q and k norms.
+  uint32_t reserved[6]; // Zero.
+};
+static_assert(sizeof(amk_attention_params) == 64, "size of amk_attention_params");
+static_assert(alignof(amk_attention_params) == 4, "alignment of amk_attention_params");
+static_assert(AMK_OFFSETOF(amk_attention_params, kv_head) == 0, "offset of amk_attention_params.kv_head");
+static_assert(AMK_OFFSETOF(amk_attention_params, kv_heads) == 4, "offset of amk_attention_params.kv_heads");
+static_assert(AMK_OFFSETOF(amk_attention_params, group) == 8, "offset of amk_attention_params.group");
+static_assert(AMK_OFFSETOF(amk_attention_params, head_dim) == 12, "offset of amk_attention_params.head_dim");
+static_assert(AMK_OFFSETOF(amk_attention_params, split) == 16, "offset of amk_attention_params.split");
+static_assert(AMK_OFFSETOF(amk_attention_params, splits) == 20, "offset of amk_attention_params.splits");
+static_assert(AMK_OFFSETOF(amk_attention_params, kv_block) == 24, "offset of amk_attention_params.kv_block");
+static_assert(AMK_OFFSETOF(amk_attention_params, window) == 28, "offset of amk_attention_params.window");
+static_assert(AMK_OFFSETOF(amk_attention_params, scale) == 32, "offset of amk_attention_params.scale");
+static_assert(AMK_OFFSETOF(amk_attention_params, eps) == 36, "offset of amk_attention_params.eps");
+static_assert(AMK_OFFSETOF(amk_attention_params, reserved) == 40, "offset of amk_attention_params.reserved");
+
+struct alignas(4) amk_attention_merge_params {
+  uint32_t head0; // First query head.
+  uint32_t heads; // Query heads.
+  uint32_t heads_total; // Query heads of the model.
+  uint32_t head_dim; // Elements of a head.
+  uint32_t splits; // Splits of the partials.
+  uint32_t kv_block; // Keys of a block.
+  uint32_t window; // Sliding window or zero.
+  uint32_t reserved[9]; // Zero.
+};
+static_assert(sizeof(amk_attention_merge_params) == 64, "size of amk_attention_merge_params");
+static_assert(alignof(amk_attention_merge_params) == 4, "alignment of amk_attention_merge_params");
+static_assert(AMK_OFFSETOF(amk_attention_merge_params, head0) == 0, "offset of amk_attention_merge_params.head0");
+static_assert(AMK_OFFSETOF(amk_attention_merge_params, heads) == 4, "offset of amk_attention_merge_params.heads");
+static_assert(AMK_OFFSETOF(amk_attention_merge_params, heads_total) == 8, "offset of amk_attention_merge_params.heads_total");
+static_assert(AMK_OFFSETOF(amk_attention_merge_params, head_dim) == 12, "offset of amk_attention_merge_params.head_dim");
+static_assert(AMK_OFFSETOF(amk_attention_merge_params, splits) == 16, "offset of amk_attention_merge_params.splits");
+static_assert(AMK_OFFSETOF(amk_attention_merge_params, kv_block) == 20, "offset of amk_attention_merge_params.kv_block");
+static_assert(AMK_OFFSETOF(amk_attention_merge_params, window) == 24, "offset of amk_attention_merge_params.window");
+static_assert(AMK_OFFSETOF(amk_attention_merge_params, reserved) == 28, "offset of amk_attention_merge_params.reserved");
+
+struct alignas(4) amk_sample_params {
+  uint32_t candidates; // Candidates.
+  uint32_t reserved[15]; // Zero.
+};
+static_assert(sizeof(amk_sample_params) == 64, "size of amk_sample_params");
+static_assert(alignof(amk_sample_params) == 4, "alignment of amk_sample_params");
+static_assert(AMK_OFFSETOF(amk_sample_params, candidates) == 0, "offset of amk_sample_params.candidates");
+static_assert(AMK_OFFSETOF(amk_sample_params, reserved) == 4, "offset of amk_sample_params.reserved");
+
+#define AMK_PROBE_LEN 184u
+#define AMK_FOR_EACH_PROBE(X) X(sizeof(amk_task)) X(AMK_OFFSETOF(amk_task, opcode)) X(AMK_OFFSETOF(amk_task, layer)) X(AMK_OFFSETOF(amk_task, wait_len)) X(AMK_OFFSETOF(amk_task, reserved)) X(AMK_OFFSETOF(amk_task, signal)) X(AMK_OFFSETOF(amk_task, reads)) X(AMK_OFFSETOF(amk_task, writes)) X(AMK_OFFSETOF(amk_task, read_generation)) X(AMK_OFFSETOF(amk_task, write_generation)) X(AMK_OFFSETOF(amk_task, wait_counter)) X(AMK_OFFSETOF(amk_task, wait_count)) X(AMK_OFFSETOF(amk_task, params)) X(sizeof(amk_load)) X(AMK_OFFSETOF(amk_load, address)) X(AMK_OFFSETOF(amk_load, units)) X(AMK_OFFSETOF(amk_load, reserved)) X(sizeof(amk_queue)) X(AMK_OFFSETOF(amk_queue, task0)) X(AMK_OFFSETOF(amk_queue, tasks)) X(AMK_OFFSETOF(amk_queue, load0)) X(AMK_OFFSETOF(amk_queue, loads)) X(AMK_OFFSETOF(amk_queue, units)) X(AMK_OFFSETOF(amk_queue, reserved)) X(sizeof(amk_slot)) X(AMK_OFFSETOF(amk_slot, address)) X(AMK_OFFSETOF(amk_slot, kind)) X(AMK_OFFSETOF(amk_slot, words)) X(AMK_OFFSETOF(amk_slot, units)) X(AMK_OFFSETOF(amk_slot, reserved)) X(sizeof(amk_program)) X(AMK_OFFSETOF(amk_program, tasks)) X(AMK_OFFSETOF(amk_program, loads)) X(AMK_OFFSETOF(amk_program, queues)) X(AMK_OFFSETOF(amk_program, slots)) X(AMK_OFFSETOF(amk_program, counters)) X(AMK_OFFSETOF(amk_program, workers)) X(AMK_OFFSETOF(amk_program, stages)) X(AMK_OFFSETOF(amk_program, stage_units)) X(AMK_OFFSETOF(amk_program, in_flight)) X(AMK_OFFSETOF(amk_program, in_flight_near)) X(AMK_OFFSETOF(amk_program, x_offset)) X(AMK_OFFSETOF(amk_program, x_bytes)) X(AMK_OFFSETOF(amk_program, kv_capacity)) X(AMK_OFFSETOF(amk_program, slot_len)) X(AMK_OFFSETOF(amk_program, counter_len)) X(AMK_OFFSETOF(amk_program, logits_rows)) X(AMK_OFFSETOF(amk_program, vocab)) X(AMK_OFFSETOF(amk_program, reserved)) X(sizeof(amk_step)) X(AMK_OFFSETOF(amk_step, program)) X(AMK_OFFSETOF(amk_step, action)) X(AMK_OFFSETOF(amk_step, epoch)) X(AMK_OFFSETOF(amk_step, token)) X(AMK_OFFSETOF(amk_step, position)) X(AMK_OFFSETOF(amk_step, session)) X(AMK_OFFSETOF(amk_step, logits_row)) X(AMK_OFFSETOF(amk_step, end)) X(AMK_OFFSETOF(amk_step, forced)) X(AMK_OFFSETOF(amk_step, flags)) X(AMK_OFFSETOF(amk_step, stop_len)) X(AMK_OFFSETOF(amk_step, stop)) X(AMK_OFFSETOF(amk_step, first)) X(AMK_OFFSETOF(amk_step, reserved)) X(AMK_OFFSETOF(amk_step, go)) X(sizeof(amk_launch)) X(AMK_OFFSETOF(amk_launch, submissions)) X(AMK_OFFSETOF(amk_launch, completions)) X(AMK_OFFSETOF(amk_launch, indices)) X(AMK_OFFSETOF(amk_launch, status)) X(AMK_OFFSETOF(amk_launch, tokens)) X(AMK_OFFSETOF(amk_launch, step)) X(AMK_OFFSETOF(amk_launch, done)) X(AMK_OFFSETOF(amk_launch, records)) X(AMK_OFFSETOF(amk_launch, deadline_ns)) X(AMK_OFFSETOF(amk_launch, token_stride)) X(AMK_OFFSETOF(amk_launch, sessions)) X(AMK_OFFSETOF(amk_launch, workers)) X(AMK_OFFSETOF(amk_launch, record_len)) X(AMK_OFFSETOF(amk_launch, program)) X(AMK_OFFSETOF(amk_launch, reserved)) X(sizeof(amk_done)) X(AMK_OFFSETOF(amk_done, abort)) X(AMK_OFFSETOF(amk_done, steps)) X(AMK_OFFSETOF(amk_done, token)) X(AMK_OFFSETOF(amk_done, stopped)) X(AMK_OFFSETOF(amk_done, switched)) X(AMK_OFFSETOF(amk_done, left)) X(AMK_OFFSETOF(amk_done, reporter)) X(AMK_OFFSETOF(amk_done, sequence)) X(sizeof(amk_record)) X(AMK_OFFSETOF(amk_record, issued)) X(AMK_OFFSETOF(amk_record, ready)) X(AMK_OFFSETOF(amk_record, end)) X(AMK_OFFSETOF(amk_record, worker)) X(AMK_OFFSETOF(amk_record, task)) X(sizeof(amk_submission)) X(AMK_OFFSETOF(amk_submission, command)) X(AMK_OFFSETOF(amk_submission, session)) X(AMK_OFFSETOF(amk_submission, position)) X(AMK_OFFSETOF(amk_submission, steps)) X(AMK_OFFSETOF(amk_submission, forced)) X(AMK_OFFSETOF(amk_submission, flags)) X(AMK_OFFSETOF(amk_submission, stop_len)) X(AMK_OFFSETOF(amk_submission, reserved0)) X(AMK_OFFSETOF(amk_submission, program)) X(AMK_OFFSETOF(amk_submission, stop)) X(AMK_OFFSETOF(amk_submission, reserved1)) X(AMK_OFFSETOF(amk_submission, sequence)) X(sizeof(amk_completion)) X(AMK_OFFSETOF(amk_completion, trap)) X(AMK_OFFSETOF(amk_completion, steps)) X(AMK_OFFSETOF(amk_completion, token)) X(AMK_OFFSETOF(amk_completion, stopped)) X(AMK_OFFSETOF(amk_completion, start_ns)) X(AMK_OFFSETOF(amk_completion, end_ns)) X(AMK_OFFSETOF(amk_completion, reserved)) X(AMK_OFFSETOF(amk_completion, sequence)) X(sizeof(amk_ring_indices)) X(AMK_OFFSETOF(amk_ring_indices, abort)) X(AMK_OFFSETOF(amk_ring_indices, reserved0)) X(AMK_OFFSETOF(amk_ring_indices, heartbeat)) X(AMK_OFFSETOF(amk_ring_indices, reserved1)) X(AMK_OFFSETOF(amk_ring_indices, head)) X(AMK_OFFSETOF(amk_ring_indices, reserved2)) X(sizeof(amk_status)) X(AMK_OFFSETOF(amk_status, trap)) X(AMK_OFFSETOF(amk_status, worker)) X(AMK_OFFSETOF(amk_status, task)) X(AMK_OFFSETOF(amk_status, opcode)) X(AMK_OFFSETOF(amk_status, object)) X(AMK_OFFSETOF(amk_status, have)) X(AMK_OFFSETOF(amk_status, need)) X(AMK_OFFSETOF(amk_status, epoch)) X(AMK_OFFSETOF(amk_status, waited_ns)) X(AMK_OFFSETOF(amk_status, left)) X(AMK_OFFSETOF(amk_status, reserved)) X(AMK_OFFSETOF(amk_status, valid)) X(sizeof(amk_nop_params)) X(AMK_OFFSETOF(amk_nop_params, reserved)) X(sizeof(amk_embed_params)) X(AMK_OFFSETOF(amk_embed_params, offset)) X(AMK_OFFSETOF(amk_embed_params, len)) X(AMK_OFFSETOF(amk_embed_params, reserved)) X(sizeof(amk_matvec_params)) X(AMK_OFFSETOF(amk_matvec_params, matrix)) X(AMK_OFFSETOF(amk_matvec_params, tile0)) X(AMK_OFFSETOF(amk_matvec_params, tiles)) X(AMK_OFFSETOF(amk_matvec_params, units)) X(AMK_OFFSETOF(amk_matvec_params, k_len)) X(AMK_OFFSETOF(amk_matvec_params, rows)) X(AMK_OFFSETOF(amk_matvec_params, prologue)) X(AMK_OFFSETOF(amk_matvec_params, epilogue)) X(AMK_OFFSETOF(amk_matvec_params, eps)) X(AMK_OFFSETOF(amk_matvec_params, splits)) X(AMK_OFFSETOF(amk_matvec_params, head_dim)) X(AMK_OFFSETOF(amk_matvec_params, kv_block)) X(AMK_OFFSETOF(amk_matvec_params, window)) X(AMK_OFFSETOF(amk_matvec_params, candidate)) X(AMK_OFFSETOF(amk_matvec_params, reserved)) X(sizeof(amk_attention_params)) X(AMK_OFFSETOF(amk_attention_params, kv_head)) X(AMK_OFFSETOF(amk_attention_params, kv_heads)) X(AMK_OFFSETOF(amk_attention_params, group)) X(AMK_OFFSETOF(amk_attention_params, head_dim)) X(AMK_OFFSETOF(amk_attention_params, split)) X(AMK_OFFSETOF(amk_attention_params, splits)) X(AMK_OFFSETOF(amk_attention_params, kv_block)) X(AMK_OFFSETOF(amk_attention_params, window)) X(AMK_OFFSETOF(amk_attention_params, scale)) X(AMK_OFFSETOF(amk_attention_params, eps)) X(AMK_OFFSETOF(amk_attention_params, reserved)) X(sizeof(amk_attention_merge_params)) X(AMK_OFFSETOF(amk_attention_merge_params, head0)) X(AMK_OFFSETOF(amk_attention_merge_params, heads)) X(AMK_OFFSETOF(amk_attention_merge_params, heads_total)) X(AMK_OFFSETOF(amk_attention_merge_params, head_dim)) X(AMK_OFFSETOF(amk_attention_merge_params, splits)) X(AMK_OFFSETOF(amk_attention_merge_params, kv_block)) X(AMK_OFFSETOF(amk_attention_merge_params, window)) X(AMK_OFFSETOF(amk_attention_merge_params, reserved)) X(sizeof(amk_sample_params)) X(AMK_OFFSETOF(amk_sample_params, candidates)) X(AMK_OFFSETOF(amk_sample_params, reserved))

@@ -1,0 +1,279 @@
+//! NVRTC: the device source to a cubin, cached by everything that it depends on.
+
+use std::ffi::{CStr, CString};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use cudarc::nvrtc::sys;
+use vm_device::{Variant, translation_unit};
+
+use crate::error::HostError;
+
+/// A compiled kernel.
+#[derive(Clone, Debug)]
+pub struct Cubin {
+    /// The machine code.
+    pub image: Vec<u8>,
+    /// The compiler's log, with registers and spills of each kernel.
+    pub log: String,
+    /// Identifies the build: hash of source, options and architecture.
+    pub kernel_id: String,
+    /// Whether it came from the cache.
+    pub cached: bool,
+}
+
+/// What the assembler said of one kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Resources {
+    /// Entry point.
+    pub kernel: String,
+    /// Registers of a thread.
+    pub registers: u32,
+    /// Bytes of registers spilled to local memory, stores and loads together.
+    pub spills: u32,
+    /// Bytes of stack.
+    pub stack: u32,
+}
+
+/// Compiler options of a variant for an architecture such as `sm_90a`.
+#[must_use]
+pub fn options(variant: &Variant, arch: &str) -> Vec<String> {
+    let mut options = vec![
+        format!("--gpu-architecture={arch}"),
+        "-std=c++17".into(),
+        "--ptxas-options=-v".into(),
+        "-lineinfo".into(),
+    ];
+    options.extend(variant.defines());
+    options
+}
+
+/// The id that [`compile`] gives: a function of source, options and architecture alone, so it is known without a compiler.
+#[must_use]
+pub fn kernel_id(variant: &Variant, arch: &str) -> String {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(translation_unit().as_bytes());
+    for option in options(variant, arch) {
+        hasher.update(option.as_bytes());
+        hasher.update(&[0]);
+    }
+    hasher.finalize().to_hex()[..16].to_string()
+}
+
+/// Compiles a variant, or takes it from `cache`.
+///
+/// # Errors
+/// If NVRTC is missing or refuses the source.
+pub fn compile(variant: &Variant, arch: &str, cache: Option<&Path>) -> Result<Cubin, HostError> {
+    let (major, minor) = nvrtc_version()?;
+    let id = kernel_id(variant, arch);
+    let file = cache.map(|dir| dir.join(format!("{id}-nvrtc{major}.{minor}")));
+    if let Some(cubin) = file.as_deref().and_then(|file| read_cached(file, &id)) {
+        return Ok(cubin);
+    }
+    let (image, log) = run_nvrtc(&translation_unit(), &options(variant, arch))?;
+    if let Some(file) = &file {
+        write_cached(file, &image, &log);
+    }
+    Ok(Cubin { image, log, kernel_id: id, cached: false })
+}
+
+/// Where cubins are kept: `$AMK_CACHE`, else the user's cache folder.
+#[must_use]
+pub fn default_cache() -> Option<PathBuf> {
+    if let Some(dir) = std::env::var_os("AMK_CACHE") {
+        return Some(dir.into());
+    }
+    let base = std::env::var_os("XDG_CACHE_HOME")
+        .map(PathBuf::from)
+        .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")))?;
+    Some(base.join("amk"))
+}
+
+/// A cache entry is the image, its log, and a hash over both, so that a torn or edited file is compiled anew.
+fn read_cached(file: &Path, id: &str) -> Option<Cubin> {
+    let bytes = std::fs::read(file).ok()?;
+    let (hash, rest) = bytes.split_at_checked(32)?;
+    if blake3::hash(rest).as_bytes() != hash {
+        return None;
+    }
+    let (len, rest) = rest.split_at_checked(8)?;
+    let (image, log) =
+        rest.split_at_checked(usize::try_from(u64::from_le_bytes(len.try_into().ok()?)).ok()?)?;
+    Some(Cubin {
+        image: image.to_vec(),
+        log: String::from_utf8_lossy(log).into(),
+        kernel_id: id.into(),
+        cached: true,
+    })
+}
+
+/// Failing to cache is not failing to compile: errors are dropped on purpose.
+fn write_cached(file: &Path, image: &[u8], log: &str) {
+    let mut rest = (image.len() as u64).to_le_bytes().to_vec();
+    rest.extend_from_slice(image);
+    rest.extend_from_slice(log.as_bytes());
+    let mut bytes = blake3::hash(&rest).as_bytes().to_vec();
+    bytes.append(&mut rest);
+    let temporary = file.with_extension(format!("tmp{}", std::process::id()));
+    let written = file.parent().map(std::fs::create_dir_all).is_some_and(|made| made.is_ok())
+        && std::fs::write(&temporary, bytes).is_ok();
+    if !written || std::fs::rename(&temporary, file).is_err() {
+        let _ = std::fs::remove_file(&temporary);
+    }
+}
+
+/// Folders that may hold NVRTC, most explicit first.
+fn nvrtc_folders() -> Vec<PathBuf> {
+    let mut folders: Vec<PathBuf> =
+        std::env::var_os("AMK_NVRTC").map(PathBuf::from).into_iter().collect();
+    folders.push("/usr/local/cuda/lib64".into());
+    folders.extend(
+        std::env::var_os("VIRTUAL_ENV")
+            .map(|venv| PathBuf::from(venv).join("lib/python3/site-packages/nvidia/cu13/lib")),
+    );
+    folders
+}
+
+/// Loads NVRTC once, by absolute path where one of the folders has it: its soname then satisfies cudarc's search.
+fn load_nvrtc() -> Result<(), HostError> {
+    static LOADED: OnceLock<Result<(), String>> = OnceLock::new();
+    let loaded = LOADED.get_or_init(|| {
+        for folder in nvrtc_folders() {
+            preload(&folder);
+        }
+        // SAFETY: only asks the dynamic loader whether the library can be opened.
+        if unsafe { sys::is_culib_present() } {
+            return Ok(());
+        }
+        let searched: Vec<String> =
+            nvrtc_folders().iter().map(|f| f.display().to_string()).collect();
+        Err(format!("{}, the dynamic loader's path", searched.join(", ")))
+    });
+    loaded.clone().map_err(|searched| HostError::NoNvrtc { searched })
+}
+
+/// Opens `libnvrtc-builtins` and `libnvrtc` of a folder for the life of the process, if they are there.
+fn preload(folder: &Path) {
+    let Ok(entries) = std::fs::read_dir(folder) else { return };
+    let mut names: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
+    names.retain(|path| {
+        let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        !name.contains(".alt.")
+            && (name.starts_with("libnvrtc-builtins.so.") || name.starts_with("libnvrtc.so."))
+    });
+    // The builtins first: libnvrtc has no run path to find them by.
+    names.sort_by_key(|path| !path.to_string_lossy().contains("builtins"));
+    for path in names {
+        // SAFETY: NVRTC's initialisers have no preconditions; the handle is leaked, so no symbol outlives its library.
+        if let Ok(library) = unsafe { libloading::Library::new(&path) } {
+            std::mem::forget(library);
+        }
+    }
+}
+
+/// NVRTC's version.
+///
+/// # Errors
+/// If NVRTC is missing.
+pub fn nvrtc_version() -> Result<(i32, i32), HostError> {
+    load_nvrtc()?;
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: both out pointers are valid for the call.
+    check("nvrtcVersion", unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) })?;
+    Ok((major, minor))
+}
+
+fn check(call: &'static str, result: sys::nvrtcResult) -> Result<(), HostError> {
+    if result == sys::nvrtcResult::NVRTC_SUCCESS {
+        return Ok(());
+    }
+    Err(HostError::Driver { call, message: format!("{result:?}") })
+}
+
+fn run_nvrtc(source: &str, options: &[String]) -> Result<(Vec<u8>, String), HostError> {
+    load_nvrtc()?;
+    let no_nul = |_| HostError::Compile { log: "the source or an option holds a NUL byte".into() };
+    let source = CString::new(source).map_err(no_nul)?;
+    let options: Vec<CString> = options
+        .iter()
+        .map(|o| CString::new(o.as_str()))
+        .collect::<Result<_, _>>()
+        .map_err(no_nul)?;
+    let pointers: Vec<*const i8> = options.iter().map(|o| o.as_ptr()).collect();
+    let mut program = std::ptr::null_mut();
+    // SAFETY: the strings outlive the call; no headers are passed.
+    check("nvrtcCreateProgram", unsafe {
+        sys::nvrtcCreateProgram(
+            &raw mut program,
+            source.as_ptr(),
+            c"megakernel.cu".as_ptr(),
+            0,
+            std::ptr::null(),
+            std::ptr::null(),
+        )
+    })?;
+    // SAFETY: `program` is live, `pointers` holds as many valid strings as is said.
+    let compiled =
+        unsafe { sys::nvrtcCompileProgram(program, pointers.len() as i32, pointers.as_ptr()) };
+    let log = program_log(program);
+    let image = if compiled == sys::nvrtcResult::NVRTC_SUCCESS {
+        program_image(program)
+    } else {
+        Err(HostError::Compile { log: log.clone() })
+    };
+    // SAFETY: `program` is live and not used after.
+    unsafe { sys::nvrtcDestroyProgram(&raw mut program) };
+    Ok((image?, log))
+}
+
+fn program_log(program: sys::nvrtcProgram) -> String {
+    let mut size = 0;
+    // SAFETY: `program` is live.
+    if unsafe { sys::nvrtcGetProgramLogSize(program, &raw mut size) }
+        != sys::nvrtcResult::NVRTC_SUCCESS
+        || size == 0
+    {
+        return String::new();
+    }
+    let mut bytes = vec![0_u8; size];
+    // SAFETY: the buffer has the size that NVRTC asked for.
+    unsafe { sys::nvrtcGetProgramLog(program, bytes.as_mut_ptr().cast()) };
+    CStr::from_bytes_until_nul(&bytes).map(|s| s.to_string_lossy().into_owned()).unwrap_or_default()
+}
+
+fn program_image(program: sys::nvrtcProgram) -> Result<Vec<u8>, HostError> {
+    let mut size = 0;
+    // SAFETY: `program` is live and compiled.
+    check("nvrtcGetCUBINSize", unsafe { sys::nvrtcGetCUBINSize(program, &raw mut size) })?;
+    let mut image = vec![0_u8; size];
+    // SAFETY: the buffer has the size that NVRTC asked for.
+    check("nvrtcGetCUBIN", unsafe { sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast()) })?;
+    Ok(image)
+}
+
+/// Reads registers, stack and spills of each kernel from the assembler's lines in `log`.
+#[must_use]
+pub fn resources(log: &str) -> Vec<Resources> {
+    let number_before = |line: &str, what: &str| -> u32 {
+        let before = line.split(what).next().unwrap_or_default();
+        before.split_whitespace().last().and_then(|word| word.parse().ok()).unwrap_or_default()
+    };
+    let mut found: Vec<Resources> = Vec::new();
+    for line in log.lines() {
+        if let Some(name) =
+            line.split("Compiling entry function '").nth(1).and_then(|rest| rest.split('\'').next())
+        {
+            found.push(Resources { kernel: name.into(), registers: 0, spills: 0, stack: 0 });
+        } else if let Some(last) = found.last_mut() {
+            if line.contains("bytes stack frame") {
+                last.stack = number_before(line, "bytes stack frame");
+                last.spills = number_before(line, "bytes spill stores")
+                    + number_before(line, "bytes spill loads");
+            } else if line.contains("registers") {
+                last.registers = number_before(line, "registers");
+            }
+        }
+    }
+    found
+}

@@ -1,0 +1,119 @@
+//! Everything that can go wrong between this process and the device.
+
+use std::time::Duration;
+
+use abi::{Status, Trap};
+
+/// A failure of the host side, the driver or the device.
+#[derive(Debug, thiserror::Error)]
+pub enum HostError {
+    /// No CUDA driver library.
+    #[error(
+        "no CUDA driver (libcuda.so.1) on this machine: use --device cpu, or install the NVIDIA driver"
+    )]
+    NoDriver,
+    /// No device.
+    #[error("the CUDA driver is here but reports no device")]
+    NoDevice,
+    /// No NVRTC library.
+    #[error(
+        "NVRTC not found (looked in {searched}): install the CUDA toolkit or point AMK_NVRTC at the folder of libnvrtc.so.13"
+    )]
+    NoNvrtc {
+        /// Where it was looked for.
+        searched: String,
+    },
+    /// The device is of an architecture that the kernel does not run on.
+    #[error(
+        "{name} has compute capability {major}.{minor}; the megakernel needs 9.0 (bulk copies and mbarriers)"
+    )]
+    Architecture {
+        /// Device name.
+        name: String,
+        /// Compute capability, major.
+        major: i32,
+        /// Compute capability, minor.
+        minor: i32,
+    },
+    /// A driver call failed.
+    #[error("{call} failed: {message}")]
+    Driver {
+        /// The call.
+        call: &'static str,
+        /// What the driver says.
+        message: String,
+    },
+    /// The kernel does not compile.
+    #[error("the kernel does not compile: {log}")]
+    Compile {
+        /// NVRTC's log.
+        log: String,
+    },
+    /// The compiled kernel was built from another layout.
+    #[error("the compiled kernel disagrees with this build about the layout: {what}")]
+    AbiMismatch {
+        /// What differs.
+        what: String,
+    },
+    /// The grid does not fit on the device at once, so that waiting for each other would never end.
+    #[error(
+        "{requested} workers need {requested} resident blocks, but {possible} fit ({threads} threads, {shared} bytes of shared memory each)"
+    )]
+    NotCoResident {
+        /// Blocks asked for.
+        requested: u32,
+        /// Blocks that fit.
+        possible: u32,
+        /// Threads of a block.
+        threads: u32,
+        /// Shared memory of a block.
+        shared: u32,
+    },
+    /// Device memory is too small.
+    #[error("the model needs {needed} bytes of device memory, {free} are free")]
+    OutOfMemory {
+        /// Bytes needed.
+        needed: u64,
+        /// Bytes free.
+        free: u64,
+    },
+    /// A weight file cannot be read.
+    #[error("{path}: {message}")]
+    Weights {
+        /// The file.
+        path: String,
+        /// What went wrong.
+        message: String,
+    },
+    /// The caller asked for something that the machine was not booted for.
+    #[error("{0}")]
+    Request(String),
+    /// The device stopped and said why.
+    #[error("the device stopped: {}", describe(.0))]
+    Trapped(Box<Status>),
+    /// The device did not answer in time and said nothing.
+    #[error("no answer from the device in {waited:?} (poller heartbeat {}): the process that holds it must be restarted", if *.alive { "alive" } else { "stopped" })]
+    TimedOut {
+        /// How long was waited.
+        waited: Duration,
+        /// Whether the poller's heartbeat moved meanwhile.
+        alive: bool,
+    },
+}
+
+/// The status block in words.
+#[must_use]
+pub fn describe(s: &Status) -> String {
+    let trap = Trap::new(s.trap).map_or("unknown trap", Trap::name);
+    format!(
+        "{trap} (worker {}, task {}, opcode {}, object {}, have {}, need {}, epoch {}, waited {} us)",
+        s.worker,
+        s.task,
+        s.opcode,
+        s.object,
+        s.have,
+        s.need,
+        s.epoch,
+        s.waited_ns / 1000
+    )
+}

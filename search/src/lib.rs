@@ -1,1 +1,32 @@
-//! search
+//! Propose, gate, measure, keep or revert.
+//!
+//! A trial in one line: a schedule is **proposed**, **validated**, **lowered** and **verified**, agrees with the graph on the
+//! **reference machine**, agrees on the **device**, is **timed** against the incumbent, and is **kept**, **reverted** or found
+//! **inconclusive**. Without a device the cost model's prediction is compared instead; the two kinds never meet.
+//!
+//! **Promises.** Pure: no IO, clock, threads or environment; seeds and time are arguments, so equal inputs give equal
+//! trials. No latency without agreement: [`Latency`] and [`Contender`] are made from an `Agreement<Device>`, which is made from an
+//! `Agreement<Reference>`, and from nothing else. The search never learns which driver is behind [`Device`].
+
+pub mod assess;
+mod budget;
+mod decide;
+mod device;
+mod gate;
+mod measure;
+mod propose;
+mod run;
+pub mod scripted;
+mod trial;
+mod verdict;
+
+pub use assess::{Assessed, Timing};
+pub use budget::{BadBudget, Budget};
+pub use decide::{Decision, decide_measured, decide_predicted, predicted_gain};
+pub use device::{Contender, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side};
+pub use gate::{Candidate, Dropped, Expected, Gate, KernelId};
+pub use measure::{BelowFloor, Interval, Latency, Predicted, gain, median, noise_floor};
+pub use propose::{Change, Origin, Proposer, changes};
+pub use run::{Search, SearchError, Settings, Step, StoppedBy};
+pub use trial::{Confirmation, Outcome, Row, Skipped, SkippedProposal, Trial};
+pub use verdict::{GateReport, LatencyKind, VERDICT_SCHEMA, Verdict};

@@ -1,0 +1,108 @@
+//! How long a search goes on. Time is what the caller says it is.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+/// When a search ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Budget {
+    /// After this many trials, the baseline included.
+    Trials(u64),
+    /// When no trial may begin any more. The one under way is finished.
+    Time(Duration),
+}
+
+/// Longest budget, so that sums cannot overflow: a year.
+const TIME_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// Most trials.
+const TRIALS_MAX: u64 = 1_000_000;
+
+impl Budget {
+    /// Whether a search that did `trials` in `elapsed` is over.
+    #[must_use]
+    pub fn is_spent(self, trials: u64, elapsed: Duration) -> bool {
+        match self {
+            Self::Trials(most) => trials >= most,
+            Self::Time(most) => trials > 0 && elapsed >= most,
+        }
+    }
+
+    /// Trials that begin with exploring, before the incumbent is mutated.
+    #[must_use]
+    pub fn explore(self) -> u64 {
+        match self {
+            Self::Trials(most) => (most / 4).clamp(2, 32),
+            Self::Time(_) => 16,
+        }
+    }
+}
+
+/// A budget that cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "budget {0:?} is neither a number of trials (64) nor a time (90s, 10m, 2h), at least 1 and at most a million trials or a year"
+)]
+pub struct BadBudget(String);
+
+impl FromStr for Budget {
+    type Err = BadBudget;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let bad = || BadBudget(text.to_owned());
+        let trimmed = text.trim();
+        let digits = trimmed.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+        let number: u64 = digits.parse().map_err(|_| bad())?;
+        let seconds = match &trimmed[digits.len()..] {
+            "" if (1..=TRIALS_MAX).contains(&number) => return Ok(Self::Trials(number)),
+            "s" => 1,
+            "m" | "min" => 60,
+            "h" => 3600,
+            _ => return Err(bad()),
+        };
+        let time = number.checked_mul(seconds).map(Duration::from_secs).ok_or_else(bad)?;
+        if time.is_zero() || time > TIME_MAX {
+            return Err(bad());
+        }
+        Ok(Self::Time(time))
+    }
+}
+
+impl fmt::Display for Budget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Trials(trials) => write!(f, "{trials}"),
+            Self::Time(time) => write!(f, "{}s", time.as_secs()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn trials_and_times_are_read_and_written() {
+        let time = |s| Budget::Time(Duration::from_secs(s));
+        let table =
+            [("64", Budget::Trials(64)), ("90s", time(90)), ("10m", time(600)), ("2h", time(7200))];
+        for (text, want) in table {
+            let budget: Budget = text.parse().unwrap();
+            assert_eq!(budget, want);
+            assert_eq!(budget.to_string().parse(), Ok(want));
+        }
+        for text in ["", "0", "0m", "-3", "3 parsecs", "m", "1.5", "99999999999999999999", "é"] {
+            assert!(text.parse::<Budget>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_first_trial_is_always_run() {
+        let hour = Duration::from_secs(3600);
+        assert!(!Budget::Time(Duration::from_secs(1)).is_spent(0, hour));
+        assert!(Budget::Time(Duration::from_secs(1)).is_spent(1, hour));
+        assert!(Budget::Trials(2).is_spent(2, Duration::ZERO));
+        assert!(!Budget::Trials(2).is_spent(1, hour));
+    }
+}

@@ -1,0 +1,282 @@
+//! The gates of a trial, in order. Each takes the proof that the one before it made; the last hands out what may be timed.
+//!
+//! The expected values come from the graph, with no schedule, and are computed once. They cover several positions from zero on fresh
+//! tokens of the search's seed; how many of them a candidate must show depends on what the model's size allows.
+
+use std::collections::BTreeMap;
+
+use ir::program::Program;
+use ir::schedule::{KernelConfig, ScheduleConfig};
+use ir::{Graph, Target, Valid, Verified, Violations, Weights};
+use lower::LowerError;
+use rand::RngExt;
+use reference_vm::compare::{Agreement, Device as OnDevice, Disagreement, Reference, Tolerance};
+use reference_vm::eval::{EvalError, Evaluator, Logits};
+use reference_vm::{Machine, MachineError, Order};
+
+use crate::device::{Contender, Device, DeviceError, Handle, Samples};
+use crate::measure::{BelowFloor, Predicted};
+use crate::propose::generator;
+
+/// Weight bytes that the reference machine may read for one candidate: what decides how many positions it runs.
+const REFERENCE_BYTES: u64 = 2 << 30;
+
+/// Positions that the reference machine runs at least.
+const REFERENCE_POSITIONS_MIN: usize = 6;
+
+/// Positions that any executor runs at most, when the model allows: more than one block of the default `kv_block`.
+const POSITIONS_MAX: usize = 144;
+
+/// Which numbers the tokens of a search are drawn with.
+const TOKENS_STREAM: u64 = u64::MAX;
+
+/// Why a candidate is out. Every end but a latency is data for the ledger, not a failure of the search.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Dropped {
+    /// The schedule breaks rules.
+    Rejected(Violations),
+    /// The schedule is legal and cannot be lowered.
+    Unloadable(LowerError),
+    /// The lowered program breaks a rule, cannot run or runs into a trap on the reference machine.
+    Broken(MachineError),
+    /// Values differ from the evaluated graph's.
+    Disagreed {
+        /// `reference`, `device` or `timed`.
+        by: &'static str,
+        /// Where.
+        at: Disagreement,
+    },
+    /// The device gave no result.
+    Failed(DeviceError),
+    /// It was faster than the bytes that it read allow.
+    BelowFloor(BelowFloor),
+}
+
+impl std::fmt::Display for Dropped {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Rejected(violations) => {
+                let all: Vec<String> = violations.iter().map(ToString::to_string).collect();
+                f.write_str(&all.join(" | "))
+            }
+            Self::Unloadable(error) => write!(f, "{error}"),
+            Self::Broken(error) => write!(f, "on the reference machine: {error}"),
+            Self::Disagreed { by, at } => write!(f, "{by} disagrees with the graph: {at}"),
+            Self::Failed(error) => write!(f, "{error}"),
+            Self::BelowFloor(error) => write!(f, "{error}"),
+        }
+    }
+}
+
+/// A schedule that was validated, lowered and verified.
+#[derive(Debug)]
+pub struct Candidate {
+    /// The schedule.
+    pub config: Valid<ScheduleConfig>,
+    /// What it lowers to.
+    pub program: Verified<Program>,
+    /// Hash of the schedule.
+    pub schedule_id: String,
+    /// Hash of the program.
+    pub program_id: String,
+    /// Hash of the kernel build.
+    pub kernel_id: String,
+}
+
+/// The inputs of the gate and what the graph makes of them.
+#[derive(Debug)]
+pub struct Expected {
+    /// Tokens, from position zero.
+    pub tokens: Vec<u32>,
+    /// Logits of every position.
+    pub logits: Vec<Vec<f32>>,
+    /// Positions that a candidate runs on the reference machine.
+    pub reference_positions: usize,
+}
+
+impl Expected {
+    /// Draws tokens from the seed and evaluates the graph on them.
+    ///
+    /// # Errors
+    /// If the graph cannot be evaluated.
+    pub fn new(
+        graph: &Graph,
+        weights: &dyn Weights,
+        kv_capacity: u32,
+        seed: u64,
+        on_device: bool,
+    ) -> Result<Self, EvalError> {
+        let room = kv_capacity.min(graph.max_positions).max(1) as usize;
+        let affordable = REFERENCE_BYTES / (graph.weight_bytes() as u64).max(1);
+        let affordable = usize::try_from(affordable).unwrap_or(usize::MAX);
+        let reference_positions =
+            affordable.clamp(REFERENCE_POSITIONS_MIN, POSITIONS_MAX).min(room);
+        let positions = if on_device { POSITIONS_MAX.min(room) } else { reference_positions };
+        let mut rng = generator(seed, TOKENS_STREAM);
+        let tokens: Vec<u32> = (0..positions).map(|_| rng.random_range(0..graph.vocab)).collect();
+        let mut evaluator = Evaluator::new(graph, weights)?;
+        let logits = evaluator.run(&tokens, Logits::All)?;
+        Ok(Self { tokens, logits, reference_positions })
+    }
+}
+
+/// Names the kernel build of a kernel config.
+pub type KernelId<'a> = &'a dyn Fn(&KernelConfig) -> String;
+
+/// Everything that candidates are judged by.
+pub struct Gate<'a> {
+    graph: &'a Graph,
+    weights: &'a dyn Weights,
+    target: &'a Target,
+    options: lower::Options,
+    kernel_id: KernelId<'a>,
+    expected: Expected,
+    agreed: BTreeMap<String, Agreement<Reference>>,
+}
+
+impl<'a> Gate<'a> {
+    /// The gate of a model, a target and inputs.
+    #[must_use]
+    pub fn new(
+        graph: &'a Graph,
+        weights: &'a dyn Weights,
+        target: &'a Target,
+        options: lower::Options,
+        kernel_id: KernelId<'a>,
+        expected: Expected,
+    ) -> Self {
+        Self { graph, weights, target, options, kernel_id, expected, agreed: BTreeMap::new() }
+    }
+
+    /// The model.
+    #[must_use]
+    pub fn graph(&self) -> &'a Graph {
+        self.graph
+    }
+
+    /// The target.
+    #[must_use]
+    pub fn target(&self) -> &'a Target {
+        self.target
+    }
+
+    /// The inputs and what is expected of them.
+    #[must_use]
+    pub fn expected(&self) -> &Expected {
+        &self.expected
+    }
+
+    /// Whether the schedule is legal here: what a proposal must show before a trial is spent on it.
+    ///
+    /// # Errors
+    /// Every violation.
+    pub fn validate(&self, config: &ScheduleConfig) -> Result<Valid<ScheduleConfig>, Dropped> {
+        ir::schedule::validate(config, self.graph, self.target).map_err(Dropped::Rejected)
+    }
+
+    /// Lowers and verifies.
+    ///
+    /// # Errors
+    /// If it cannot be lowered.
+    pub fn lower(&self, config: Valid<ScheduleConfig>) -> Result<Candidate, Dropped> {
+        let program = lower::lower(&config, self.graph, self.target, &self.options)
+            .map_err(Dropped::Unloadable)?;
+        Ok(Candidate {
+            schedule_id: config.id(),
+            program_id: program.id(),
+            kernel_id: (self.kernel_id)(&config.kernel),
+            program,
+            config,
+        })
+    }
+
+    /// Runs the program on the reference machine. Equal programs are run once.
+    ///
+    /// # Errors
+    /// If it traps, gets stuck or disagrees.
+    pub fn reference(&mut self, candidate: &Candidate) -> Result<Agreement<Reference>, Dropped> {
+        if let Some(agreement) = self.agreed.get(&candidate.program_id) {
+            return Ok(*agreement);
+        }
+        let positions = self.expected.reference_positions;
+        let mut machine = Machine::new(&candidate.program, self.graph, self.weights)
+            .map_err(Dropped::Broken)?;
+        let actual = machine
+            .run(&self.expected.tokens[..positions], Order::Waves)
+            .map_err(Dropped::Broken)?;
+        let expected = &self.expected.logits[..positions];
+        let agreement = reference_vm::compare::compare(expected, &actual, Tolerance::REFERENCE)
+            .map_err(|at| Dropped::Disagreed { by: "reference", at })?;
+        self.agreed.insert(candidate.program_id.clone(), agreement);
+        Ok(agreement)
+    }
+
+    /// Runs the program on the device, at every position of the inputs.
+    ///
+    /// # Errors
+    /// If it cannot be loaded, traps, hangs or disagrees.
+    pub fn device(
+        &self,
+        device: &mut dyn Device,
+        candidate: &Candidate,
+        reference: Agreement<Reference>,
+    ) -> Result<(Handle, Agreement<OnDevice>), Dropped> {
+        let handle = device
+            .prepare(&candidate.program, &candidate.config.kernel)
+            .map_err(Dropped::Failed)?;
+        let actual = device.run(handle, &self.expected.tokens).map_err(Dropped::Failed)?;
+        let agreement = reference
+            .and_device(&self.expected.logits, &actual, Tolerance::DEVICE)
+            .map_err(|at| Dropped::Disagreed { by: "device", at })?;
+        Ok((handle, agreement))
+    }
+
+    /// Checks the outputs of timed runs: a program that is only right when nobody times it is wrong.
+    ///
+    /// # Errors
+    /// If a side's last logits disagree.
+    pub fn timed(&self, proof: Agreement<Reference>, samples: &Samples) -> Result<(), Dropped> {
+        let last = self.expected.logits.last().map(std::slice::from_ref).unwrap_or_default();
+        for actual in &samples.last_logits {
+            let _ = proof
+                .and_device(last, std::slice::from_ref(actual), Tolerance::DEVICE)
+                .map_err(|at| Dropped::Disagreed { by: "timed", at })?;
+        }
+        Ok(())
+    }
+
+    /// What the cost model says, at the position where a device would be timed.
+    ///
+    /// # Errors
+    /// If it is below the floor, which is a fault of the model.
+    pub fn predict(
+        &self,
+        candidate: &Candidate,
+        proof: &Agreement<Reference>,
+    ) -> Result<Predicted, Dropped> {
+        let cost = lower::predict(&candidate.program, self.target, self.timed_position());
+        Predicted::new(proof, cost.us, cost.bound_us).map_err(Dropped::BelowFloor)
+    }
+
+    /// Times two contenders on the gate's tokens; the first half fills the cache, the second is timed.
+    ///
+    /// # Errors
+    /// If the device gives no result.
+    pub fn time(
+        &self,
+        device: &mut dyn Device,
+        contenders: [Contender<'_>; 2],
+        rounds: usize,
+        warmup: usize,
+    ) -> Result<Samples, DeviceError> {
+        let tokens = &self.expected.tokens;
+        let plan = crate::device::Plan { tokens, first: tokens.len() / 2, rounds, warmup };
+        device.time(contenders, &plan)
+    }
+
+    /// Position of the middle of the timed tokens: where floors are computed.
+    #[must_use]
+    pub fn timed_position(&self) -> u32 {
+        (self.expected.tokens.len() * 3 / 4) as u32
+    }
+}

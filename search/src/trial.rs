@@ -1,0 +1,212 @@
+//! What the ledger keeps of a trial, and what a search concludes.
+
+use ir::schedule::ScheduleConfig;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::decide::Decision;
+use crate::device::DeviceError;
+use crate::gate::Dropped;
+use crate::measure::Interval;
+use crate::propose::{Change, Origin};
+use crate::verdict::Verdict;
+
+/// Proposals that a record describes among those that cost no trial; the rest are counted.
+pub(crate) const SKIPPED_SHOWN: usize = 8;
+
+/// How a trial ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    /// The neutral default, which the others are compared with.
+    Baseline,
+    /// Better than the incumbent: it is the incumbent now.
+    Kept,
+    /// Not better.
+    Reverted,
+    /// The samples do not tell.
+    Inconclusive,
+    /// The schedule breaks rules. Only the baseline can end so: other illegal proposals cost no trial.
+    Rejected,
+    /// Legal, but it cannot be lowered.
+    Unloadable,
+    /// The program gets stuck or traps on the reference machine.
+    Broken,
+    /// Wrong values.
+    Disagreed,
+    /// The kernel does not compile.
+    CompileFailed,
+    /// A device worker gave up.
+    Trapped,
+    /// The host gave up.
+    TimedOut,
+    /// Does not fit the device.
+    OutOfMemory,
+    /// The driver reported a fault.
+    Fault,
+    /// Faster than it can be.
+    BelowFloor,
+}
+
+impl Outcome {
+    /// The name as in the ledger.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Baseline => "baseline",
+            Self::Kept => "kept",
+            Self::Reverted => "reverted",
+            Self::Inconclusive => "inconclusive",
+            Self::Rejected => "rejected",
+            Self::Unloadable => "unloadable",
+            Self::Broken => "broken",
+            Self::Disagreed => "disagreed",
+            Self::CompileFailed => "compile_failed",
+            Self::Trapped => "trapped",
+            Self::TimedOut => "timed_out",
+            Self::OutOfMemory => "out_of_memory",
+            Self::Fault => "fault",
+            Self::BelowFloor => "below_floor",
+        }
+    }
+
+    /// Whether the candidate became the incumbent.
+    #[must_use]
+    pub fn leads(self) -> bool {
+        match self {
+            Self::Baseline | Self::Kept => true,
+            Self::Reverted
+            | Self::Inconclusive
+            | Self::Rejected
+            | Self::Unloadable
+            | Self::Broken
+            | Self::Disagreed
+            | Self::CompileFailed
+            | Self::Trapped
+            | Self::TimedOut
+            | Self::OutOfMemory
+            | Self::Fault
+            | Self::BelowFloor => false,
+        }
+    }
+}
+
+impl From<Decision> for Outcome {
+    fn from(decision: Decision) -> Self {
+        match decision {
+            Decision::Kept => Self::Kept,
+            Decision::Reverted => Self::Reverted,
+            Decision::Inconclusive => Self::Inconclusive,
+        }
+    }
+}
+
+impl From<&Dropped> for Outcome {
+    fn from(dropped: &Dropped) -> Self {
+        match dropped {
+            Dropped::Rejected(_) => Self::Rejected,
+            Dropped::Unloadable(_) => Self::Unloadable,
+            Dropped::Broken(_) => Self::Broken,
+            Dropped::Disagreed { .. } => Self::Disagreed,
+            Dropped::BelowFloor(_) => Self::BelowFloor,
+            Dropped::Failed(error) => match error {
+                DeviceError::Compile { .. } => Self::CompileFailed,
+                DeviceError::Trapped { .. } => Self::Trapped,
+                DeviceError::TimedOut { .. } => Self::TimedOut,
+                DeviceError::OutOfMemory { .. } => Self::OutOfMemory,
+                DeviceError::Fault { .. } | DeviceError::Unavailable { .. } => Self::Fault,
+            },
+        }
+    }
+}
+
+/// A proposal that cost no trial.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SkippedProposal {
+    /// The knobs in which it differs from the config that it was drawn from.
+    pub changed: Map<String, Value>,
+    /// Why it was not tried.
+    pub why: String,
+}
+
+/// Proposals that were drawn for a trial and cost none.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Skipped {
+    /// Illegal ones.
+    pub rejected: u64,
+    /// Those that lower to a program and kernel that were tried.
+    pub repeated: u64,
+    /// The first few.
+    pub examples: Vec<SkippedProposal>,
+}
+
+/// One finished trial: a row of the ledger.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Trial {
+    /// Its number, from zero.
+    pub trial: u64,
+    /// Where the proposal comes from.
+    pub origin: Origin,
+    /// The trial that was the incumbent, if there was one.
+    pub incumbent: Option<u64>,
+    /// How it ended.
+    pub outcome: Outcome,
+    /// Why, in one line.
+    pub why: String,
+    /// The knobs in which it differs from the incumbent (from the default when there is none): path to `[before, after]`.
+    pub changed: Map<String, Value>,
+    /// The schedule, whole.
+    pub config: ScheduleConfig,
+    /// Share of its time that it saves over the incumbent.
+    pub gain: Option<Interval>,
+    /// What the gain had to beat.
+    pub threshold: Option<f64>,
+    /// The noise floor, on the trial that measured it.
+    pub noise_floor: Option<f64>,
+    /// Raw samples: microseconds a token of each round's four blocks (incumbent, candidate, candidate, incumbent).
+    pub samples_us: Vec<[f64; 4]>,
+    /// The verdict.
+    pub verdict: Verdict,
+    /// Proposals that were drawn before this one and cost no trial.
+    pub skipped: Skipped,
+    /// Seconds of search when the trial began.
+    pub began_s: f64,
+}
+
+/// The champion against the baseline, once more.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Confirmation {
+    /// Trials that were finished.
+    pub trials: u64,
+    /// The champion's trial.
+    pub champion: u64,
+    /// Whether it is better than the baseline, again.
+    pub decision: Decision,
+    /// Share of its time that it saves over the baseline.
+    pub gain: Interval,
+    /// What the gain had to beat.
+    pub threshold: f64,
+    /// Raw samples.
+    pub samples_us: Vec<[f64; 4]>,
+    /// The champion's verdict with the new latency.
+    pub verdict: Verdict,
+}
+
+/// A row of the ledger after the header.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase")]
+pub enum Row {
+    /// A finished trial.
+    Trial(Box<Trial>),
+    /// The champion's confirmation.
+    Confirmation(Box<Confirmation>),
+}
+
+/// Changes as a ledger keeps them: path to `[before, after]`.
+pub(crate) fn changed(changes: &[Change]) -> Map<String, Value> {
+    let entry = |change: &Change| {
+        let pair = vec![change.from.to_json(), change.to.to_json()];
+        (change.knob.path().to_owned(), Value::Array(pair))
+    };
+    changes.iter().map(entry).collect()
+}

@@ -1,1 +1,22 @@
-//! tests
+//! What the cross-crate tests share: toy models, programs built without `lower`, edits that break them, and the file-test runner.
+//!
+//! Nothing depends on this crate. It builds programs in its own way, so that a mistake in `lower` is not repeated here.
+
+pub mod build;
+pub mod diff;
+
+pub mod toy;
+
+use std::path::PathBuf;
+
+/// The root of the repository.
+#[must_use]
+pub fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().map(PathBuf::from).unwrap_or_default()
+}
+
+/// Whether expected outputs are to be rewritten (`BLESS=1`).
+#[must_use]
+pub fn blessing() -> bool {
+    std::env::var_os("BLESS").is_some_and(|value| value == "1")
+}

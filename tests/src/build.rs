@@ -1,0 +1,413 @@
+//! Builds valid programs by construction, without `lower`: one phase after the other, each dealt over the workers.
+
+use abi::{
+    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, Opcode, Prologue,
+    SampleParams, SlotKind,
+};
+use ir::program::{
+    Access, Dims, Load, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker,
+};
+use ir::{CounterId, Graph, MatrixId, SlotId, TensorId};
+
+/// The phases whose output is handed over in a way of its own choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Embedding.
+    Embed,
+    /// Query, key and value projection.
+    Qkv,
+    /// Attention.
+    Attention,
+    /// Merge of the splits.
+    Merge,
+    /// Output projection.
+    OProj,
+    /// Gate and up projection.
+    GateUp,
+    /// Down projection.
+    Down,
+    /// Logits.
+    LmHead,
+}
+
+/// How to build a program.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// Workers.
+    pub workers: u32,
+    /// Bit per [`Phase`]: tagged instead of counter.
+    pub tagged: u8,
+    /// Layer 0 reads the embedding itself.
+    pub embed_fused: bool,
+    /// `o_proj` merges the splits.
+    pub merge_fused: bool,
+    /// Splits of the keys.
+    pub splits: u32,
+    /// Keys of a block.
+    pub kv_block: u32,
+    /// Tiles dealt at once.
+    pub block_tiles: u32,
+    /// Two buffers per kind of slot instead of one per slot.
+    pub linear: bool,
+    /// Added to the first worker of each phase.
+    pub rotate: u32,
+    /// Tokens of the cache.
+    pub kv_capacity: u32,
+}
+
+/// What a phase hands over.
+#[derive(Clone, Copy)]
+struct Output {
+    access: Access,
+    wait: Option<Wait>,
+}
+
+struct Builder<'a> {
+    graph: &'a Graph,
+    plan: &'a Plan,
+    program: Program,
+    /// Buffers of the linear allocation: name and parity, offset.
+    buffers: Vec<(String, u64)>,
+    phases: u32,
+}
+
+/// Builds the program of `graph`.
+#[must_use]
+pub fn build(graph: &Graph, plan: &Plan) -> Program {
+    let mut b =
+        Builder { graph, plan, program: empty(graph, plan), buffers: Vec::new(), phases: 0 };
+    let embedding = b.matrix("embed", RowMap::single(graph.embed, graph.vocab), graph.hidden);
+    let inv_freq = b.slot("inv_freq", SlotKind::Constant, graph.head_dim / 2, SlotSource::InvFreq);
+    let mut x = b.embed(embedding);
+    for layer in 0..graph.layers.len() as u32 {
+        x = b.layer(layer, x, inv_freq);
+    }
+    let head = if graph.tied() {
+        embedding
+    } else {
+        b.matrix("lm_head", RowMap::single(graph.lm_head, graph.vocab), graph.hidden)
+    };
+    b.lm_head(head, x);
+    b.program
+}
+
+fn empty(graph: &Graph, plan: &Plan) -> Program {
+    Program {
+        model: graph.name.clone(),
+        dims: Dims::from(graph),
+        kv_capacity: plan.kv_capacity,
+        pipeline: Pipeline { stage_units: 32, stages: 8, in_flight: 4, in_flight_near: 2 },
+        matrices: Vec::new(),
+        slots: Vec::new(),
+        counters: 0,
+        arena_bytes: 0,
+        workers: vec![Worker::default(); plan.workers as usize],
+    }
+}
+
+impl Builder<'_> {
+    fn matrix(&mut self, name: &str, map: RowMap, cols: u32) -> MatrixId {
+        self.program.matrices.push(Matrix {
+            name: name.into(),
+            map,
+            cols,
+            dtype: self.graph.dtype,
+        });
+        MatrixId(self.program.matrices.len() as u32 - 1)
+    }
+
+    fn slot(&mut self, name: &str, kind: SlotKind, words: u32, source: SlotSource) -> Access {
+        self.program.slots.push(Slot { name: name.into(), kind, words, source, offset: 0 });
+        Access { slot: SlotId(self.program.slots.len() as u32 - 1), generation: 0 }
+    }
+
+    fn vector(&mut self, name: String, tensor: TensorId) -> Access {
+        let words = self.graph.tensor(tensor).shape[0];
+        self.slot(
+            &name,
+            SlotKind::Constant,
+            words,
+            SlotSource::Vector(RowMap::single(tensor, words)),
+        )
+    }
+
+    fn is_tagged(&self, phase: Phase) -> bool {
+        self.plan.tagged >> phase as u32 & 1 == 1
+    }
+
+    /// The slot that a phase writes. In a linear allocation layers `n` and `n + 2` share bytes.
+    fn activation(&mut self, phase: Phase, layer: u32, name: &str, words: u32) -> Access {
+        let kind = if self.is_tagged(phase) { SlotKind::Tagged } else { SlotKind::Plain };
+        let mut access =
+            self.slot(&format!("layers.{layer}.{name}"), kind, words, SlotSource::Scratch);
+        let bytes = self.program.slots[access.slot.index()].arena_bytes().next_multiple_of(128);
+        let key = format!("{name}.{}", layer % 2);
+        let shared = self
+            .buffers
+            .iter()
+            .find(|(k, _)| self.plan.linear && *k == key)
+            .map(|&(_, offset)| offset);
+        let offset = shared.unwrap_or(self.program.arena_bytes);
+        if shared.is_none() {
+            self.program.arena_bytes += bytes;
+            self.buffers.push((key, offset));
+        } else if kind == SlotKind::Tagged {
+            access.generation = (layer / 2) as u16;
+        }
+        self.program.slots[access.slot.index()].offset = offset;
+        access
+    }
+
+    /// Deals `tasks` (each already complete but for its signal) over the workers and hands over `access`.
+    fn phase(
+        &mut self,
+        phase: Phase,
+        access: Access,
+        input: Option<Output>,
+        tasks: Vec<Task>,
+    ) -> Output {
+        let counter = (!self.is_tagged(phase)).then(|| {
+            self.program.counters += 1;
+            CounterId(self.program.counters - 1)
+        });
+        let count = tasks.len() as u32;
+        for (index, mut task) in tasks.into_iter().enumerate() {
+            task.signal = counter;
+            task.waits.extend(input.and_then(|input| input.wait));
+            let worker = (index as u32 + self.phases * self.plan.rotate) % self.plan.workers;
+            self.push(worker, task);
+        }
+        self.phases += 1;
+        Output { access, wait: counter.map(|counter| Wait { counter, count }) }
+    }
+
+    fn push(&mut self, worker: u32, task: Task) {
+        let worker = &mut self.program.workers[worker as usize];
+        if task.opcode == Opcode::Matvec {
+            let p: MatvecParams = task.params();
+            let (unit0, units) = (u64::from(p.tile0) * u64::from(p.units), p.tiles * p.units);
+            worker.loads.push(Load { matrix: MatrixId(p.matrix), unit0, units });
+        }
+        worker.tasks.push(task);
+    }
+
+    /// Splits `tiles` into one contiguous share per worker, in steps of `granule` tiles.
+    fn shares(&self, tiles: u32, granule: u32) -> Vec<(u32, u32)> {
+        let granule = granule * self.plan.block_tiles;
+        let blocks = tiles.div_ceil(granule);
+        let shares = blocks.min(self.plan.workers);
+        let cut = |i: u32| {
+            ((u64::from(blocks) * u64::from(i) / u64::from(shares)) as u32 * granule).min(tiles)
+        };
+        (0..shares).map(|i| (cut(i), cut(i + 1) - cut(i))).collect()
+    }
+
+    fn matvecs(
+        &self,
+        matrix: MatrixId,
+        prologue: Prologue,
+        epilogue: Epilogue,
+        layer: u32,
+    ) -> Vec<Task> {
+        let m = &self.program.matrices[matrix.index()];
+        let granule = if epilogue == Epilogue::SiluMul { 2 } else { 1 };
+        let merge = prologue == Prologue::Merge;
+        let window = self.graph.layers.get(layer as usize).and_then(|l| l.window).unwrap_or(0);
+        let share = |(candidate, (tile0, tiles)): (u32, (u32, u32))| {
+            let params = MatvecParams {
+                matrix: matrix.0,
+                tile0,
+                tiles,
+                units: m.units_per_tile(),
+                k_len: m.cols,
+                rows: m.rows(),
+                prologue: prologue as u32,
+                epilogue: epilogue as u32,
+                eps: if prologue == Prologue::Rms { self.graph.norm_eps } else { 0.0 },
+                splits: if merge { self.plan.splits } else { 0 },
+                head_dim: if merge { self.graph.head_dim } else { 0 },
+                kv_block: if merge { self.plan.kv_block } else { 0 },
+                window: if merge { window } else { 0 },
+                candidate: if epilogue == Epilogue::Logits { candidate } else { 0 },
+                reserved: [0; 2],
+            };
+            Task::new(Opcode::Matvec, layer as u16, params)
+        };
+        (0..).zip(self.shares(m.tiles(), granule)).map(share).collect()
+    }
+
+    fn embed(&mut self, matrix: MatrixId) -> Output {
+        let embedding = self.slot(
+            "embedding",
+            SlotKind::Embedding,
+            self.graph.hidden,
+            SlotSource::Embedding(matrix),
+        );
+        if self.plan.embed_fused {
+            return Output { access: embedding, wait: None };
+        }
+        let x = self.activation(Phase::Embed, 0, "x0", self.graph.hidden);
+        let shares = self.shares(self.graph.hidden.div_ceil(8), 1);
+        let tasks = shares.into_iter().map(|(start, len)| {
+            let offset = start * 8;
+            let params = EmbedParams {
+                offset,
+                len: (len * 8).min(self.graph.hidden - offset),
+                reserved: [0; 14],
+            };
+            let mut task = Task::new(Opcode::Embed, 0, params);
+            (task.reads[0], task.writes[0]) = (Some(embedding), Some(x));
+            task
+        });
+        let tasks = tasks.collect();
+        self.phase(Phase::Embed, x, None, tasks)
+    }
+
+    /// A matvec phase: input, norm, bias, residual, output.
+    fn linear(
+        &mut self,
+        phase: Phase,
+        mut tasks: Vec<Task>,
+        input: Output,
+        reads: [Option<Access>; 3],
+        out: Access,
+    ) -> Output {
+        for task in &mut tasks {
+            task.reads = [Some(input.access), reads[0], reads[1], reads[2]];
+            task.writes[0] = Some(out);
+        }
+        self.phase(phase, out, Some(input), tasks)
+    }
+
+    fn layer(&mut self, layer: u32, x: Output, inv_freq: Access) -> Output {
+        let graph = self.graph;
+        let l = &graph.layers[layer as usize];
+        let name = |part: &str| format!("layers.{layer}.{part}");
+        let (q, kv) = (graph.q_width(), graph.kv_width());
+        let parts = vec![(Some(l.q.weight), q), (Some(l.k.weight), kv), (Some(l.v.weight), kv)];
+        let matrix = self.matrix(&name("qkv"), RowMap { parts, interleaved: false }, graph.hidden);
+        let norm = self.vector(name("attn_norm"), l.attn_norm);
+        let bias = l.q.bias.is_some().then(|| {
+            let map = RowMap {
+                parts: vec![(l.q.bias, q), (l.k.bias, kv), (l.v.bias, kv)],
+                interleaved: false,
+            };
+            self.slot(&name("qkv_bias"), SlotKind::Constant, q + 2 * kv, SlotSource::Vector(map))
+        });
+        let out = self.activation(Phase::Qkv, layer, "qkv", q + 2 * kv);
+        let tasks = self.matvecs(matrix, Prologue::Rms, Epilogue::Store, layer);
+        let qkv = self.linear(Phase::Qkv, tasks, x, [Some(norm), bias, None], out);
+        let partials = self.attention(layer, qkv, inv_freq);
+
+        let matrix = self.matrix(&name("o"), RowMap::single(l.o.weight, graph.hidden), q);
+        let (input, prologue) = if self.plan.merge_fused {
+            (partials, Prologue::Merge)
+        } else {
+            (self.merge(layer, partials), Prologue::Copy)
+        };
+        let out = self.activation(Phase::OProj, layer, "x_mid", graph.hidden);
+        let tasks = self.matvecs(matrix, prologue, Epilogue::Residual, layer);
+        let mid = self.linear(Phase::OProj, tasks, input, [None, None, Some(x.access)], out);
+
+        let parts = vec![(Some(l.gate.weight), graph.ffn), (Some(l.up.weight), graph.ffn)];
+        let matrix =
+            self.matrix(&name("gate_up"), RowMap { parts, interleaved: true }, graph.hidden);
+        let norm = self.vector(name("mlp_norm"), l.mlp_norm);
+        let out = self.activation(Phase::GateUp, layer, "h", graph.ffn);
+        let tasks = self.matvecs(matrix, Prologue::Rms, Epilogue::SiluMul, layer);
+        let h = self.linear(Phase::GateUp, tasks, mid, [Some(norm), None, None], out);
+
+        let matrix =
+            self.matrix(&name("down"), RowMap::single(l.down.weight, graph.hidden), graph.ffn);
+        let out = self.activation(Phase::Down, layer, "x_out", graph.hidden);
+        let tasks = self.matvecs(matrix, Prologue::Copy, Epilogue::Residual, layer);
+        self.linear(Phase::Down, tasks, h, [None, None, Some(mid.access)], out)
+    }
+
+    fn attention(&mut self, layer: u32, qkv: Output, inv_freq: Access) -> Output {
+        let (graph, plan) = (self.graph, self.plan);
+        let l = &graph.layers[layer as usize];
+        let q_norm = l.q_norm.map(|tensor| self.vector(format!("layers.{layer}.q_norm"), tensor));
+        let k_norm = l.k_norm.map(|tensor| self.vector(format!("layers.{layer}.k_norm"), tensor));
+        let words = 2 * graph.kv_width() * plan.kv_capacity;
+        let cache = self.slot(
+            &format!("layers.{layer}.kv"),
+            SlotKind::KvCache,
+            words,
+            SlotSource::KvCache { layer },
+        );
+        let partials = self.activation(
+            Phase::Attention,
+            layer,
+            "partials",
+            plan.splits * graph.heads * (graph.head_dim + 2),
+        );
+        let mut tasks = Vec::new();
+        for (kv_head, split) in
+            (0..graph.kv_heads).flat_map(|head| (0..plan.splits).map(move |split| (head, split)))
+        {
+            let params = AttentionParams {
+                kv_head,
+                kv_heads: graph.kv_heads,
+                group: graph.group(),
+                head_dim: graph.head_dim,
+                split,
+                splits: plan.splits,
+                kv_block: plan.kv_block,
+                window: l.window.unwrap_or(0),
+                scale: graph.attn_scale,
+                eps: graph.norm_eps,
+                reserved: [0; 6],
+            };
+            let mut task = Task::new(Opcode::Attention, layer as u16, params);
+            task.reads = [Some(qkv.access), q_norm, k_norm, Some(inv_freq)];
+            task.writes = [Some(partials), Some(cache)];
+            tasks.push(task);
+        }
+        self.phase(Phase::Attention, partials, Some(qkv), tasks)
+    }
+
+    fn merge(&mut self, layer: u32, partials: Output) -> Output {
+        let graph = self.graph;
+        let out = self.activation(Phase::Merge, layer, "attn", graph.q_width());
+        let tasks = (0..graph.kv_heads).map(|head| {
+            let params = AttentionMergeParams {
+                head0: head * graph.group(),
+                heads: graph.group(),
+                heads_total: graph.heads,
+                head_dim: graph.head_dim,
+                splits: self.plan.splits,
+                kv_block: self.plan.kv_block,
+                window: graph.layers[layer as usize].window.unwrap_or(0),
+                reserved: [0; 9],
+            };
+            let mut task = Task::new(Opcode::AttentionMerge, layer as u16, params);
+            (task.reads[0], task.writes[0]) = (Some(partials.access), Some(out));
+            task
+        });
+        let tasks = tasks.collect();
+        self.phase(Phase::Merge, out, Some(partials), tasks)
+    }
+
+    fn lm_head(&mut self, matrix: MatrixId, x: Output) {
+        let layers = self.graph.layers.len() as u32;
+        let norm = self.vector("final_norm".into(), self.graph.final_norm);
+        let logits = self.slot("logits", SlotKind::Logits, self.graph.vocab, SlotSource::Scratch);
+        let mut tasks = self.matvecs(matrix, Prologue::Rms, Epilogue::Logits, layers);
+        let count = tasks.len() as u32;
+        let candidates = self.activation(Phase::LmHead, layers, "candidates", 2 * count);
+        for task in &mut tasks {
+            task.reads = [Some(x.access), Some(norm), None, None];
+            task.writes = [Some(logits), Some(candidates)];
+        }
+        let out = self.phase(Phase::LmHead, candidates, Some(x), tasks);
+        let mut sample = Task::new(
+            Opcode::Sample,
+            layers as u16,
+            SampleParams { candidates: count, reserved: [0; 15] },
+        );
+        sample.reads[0] = Some(candidates);
+        sample.waits.extend(out.wait);
+        self.push(0, sample);
+    }
+}

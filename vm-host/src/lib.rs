@@ -1,7 +1,29 @@
 //! Compiles, loads and drives the resident megakernel.
+//!
+//! **Promises.** No allocating or synchronising driver call is made while the kernel is resident: [`Idle`] owns everything that may
+//! allocate or free, [`Resident`] can only copy on a stream of its own and touch mapped words, and each is made by consuming the
+//! other. Every wait has a limit. On a machine without a driver every entry point returns an error that says so.
+//!
+//! ```compile_fail
+//! fn free_behind_a_running_kernel(resident: vm_host::Resident) {
+//!     // `measure_bandwidth` allocates, so a resident machine does not have it.
+//!     resident.measure_bandwidth(&resident.variant(), 1);
+//! }
+//! ```
+
 mod compile;
+mod driver;
 mod error;
+mod load;
+mod machine;
+mod memory;
+mod ring;
+mod weights;
+
 pub use compile::{
     Cubin, Resources, compile, default_cache, kernel_id, nvrtc_version, options, resources,
 };
+pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
+pub use machine::{BootOptions, Decoded, Idle, Loaded, PROGRAMS_MAX, Resident, device_info};
+pub use weights::LoadReport;

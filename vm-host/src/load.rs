@@ -1,0 +1,298 @@
+//! A verified program to device tables. Addresses are patched in here and nowhere else.
+
+use std::collections::BTreeMap;
+
+use abi::{NONE, ProgramHeader, Queue, SlotDesc};
+use ir::program::{Program, RowMap, Slot, SlotSource, Task, Verified, smem};
+use ir::{Graph, Weights, decode};
+
+use crate::error::HostError;
+
+/// Bytes between two counters: one sector each, so that polls of one do not disturb another.
+const COUNTER_BYTES: u64 = 32;
+
+/// Device addresses of everything that does not depend on the schedule.
+pub(crate) struct Residents {
+    /// Of each packed matrix, by `MatrixId`.
+    pub(crate) matrices: Vec<u64>,
+    /// The matrices that they hold, to refuse a program of another model.
+    pub(crate) matrix_table: Vec<ir::program::Matrix>,
+    /// Constants by the tensors that they are made of.
+    pub(crate) constants: BTreeMap<String, u64>,
+    /// Rotary cosines and sines, `[kv_capacity][head_dim / 2][2]`.
+    pub(crate) rope: u64,
+    /// Key/value caches by layer.
+    pub(crate) caches: Vec<u64>,
+    /// Logits rows.
+    pub(crate) logits: u64,
+    /// Rows of it.
+    pub(crate) logits_rows: u32,
+    /// Tokens of a session's cache.
+    pub(crate) kv_capacity: u32,
+    /// Workers of the launch.
+    pub(crate) workers: u32,
+}
+
+/// Names a constant by its content, the same for every program of a model.
+pub(crate) fn constant_key(map: &RowMap) -> String {
+    format!(
+        "{:?}",
+        (
+            map.interleaved,
+            map.parts.iter().map(|(t, rows)| (t.map(|t| t.0), *rows)).collect::<Vec<_>>()
+        )
+    )
+}
+
+/// The elements of a packed vector as f32, padded with zeros so that the device may read whole units.
+pub(crate) fn constant_values(map: &RowMap, graph: &Graph, weights: &dyn Weights) -> Vec<f32> {
+    let rows = map.rows();
+    let mut out = vec![0.0; rows.next_multiple_of(64) as usize];
+    let mut decoded: BTreeMap<u32, Vec<f32>> = BTreeMap::new();
+    for row in 0..rows {
+        if let Some((tensor, source)) = map.locate(row) {
+            let values = decoded.entry(tensor.0).or_insert_with(|| {
+                let stored = graph.tensor(tensor);
+                let mut values = vec![0.0; stored.len()];
+                decode(stored.dtype, weights.bytes(tensor), &mut values);
+                values
+            });
+            out[row as usize] = values[source as usize];
+        }
+    }
+    out
+}
+
+/// Cosines and sines of every position, from angles rounded to f32 as the reference has them.
+pub(crate) fn rope_table(inv_freq: &[f32], positions: u32) -> Vec<f32> {
+    let mut table = Vec::with_capacity(positions as usize * inv_freq.len() * 2);
+    for position in 0..positions {
+        for &frequency in inv_freq {
+            let angle = f64::from(position as f32 * frequency);
+            table.extend([angle.cos() as f32, angle.sin() as f32]);
+        }
+    }
+    table
+}
+
+/// A program as bytes for a region of device memory that starts at `base`: the header first, then its tables; behind them the
+/// counters and the activation arena, which are only zeroed.
+pub(crate) struct Image {
+    /// Header and tables.
+    pub(crate) bytes: Vec<u8>,
+    /// Bytes behind them that must be zero.
+    pub(crate) zeroed: u64,
+}
+
+/// Lays a program out.
+///
+/// # Errors
+/// If it is of another model or does not fit what was booted.
+pub(crate) fn image(
+    program: &Verified<Program>,
+    residents: &Residents,
+    variant: &vm_device::Variant,
+    shared_bytes: u32,
+    base: u64,
+) -> Result<Image, HostError> {
+    check_fits(program, residents)?;
+    let (tasks, loads, queues) = tables(program, residents);
+    let mut layout = Layout::new(base, size_of::<ProgramHeader>() as u64);
+    let task_address = layout.place(bytemuck::cast_slice(&tasks));
+    let load_address = layout.place(bytemuck::cast_slice(&loads));
+    let queue_address = layout.place(bytemuck::cast_slice(&queues));
+    let slot_address = layout.reserve(program.slots.len() as u64 * size_of::<SlotDesc>() as u64);
+    let fixed = layout.end();
+    let counters = base + fixed;
+    let arena = counters + (u64::from(program.counters) * COUNTER_BYTES).next_multiple_of(256);
+    let slots = slot_table(program, residents, arena)?;
+    layout.write(slot_address, bytemuck::cast_slice(&slots));
+    let header = ProgramHeader {
+        tasks: task_address,
+        loads: load_address,
+        queues: queue_address,
+        slots: slot_address,
+        counters,
+        slot_len: program.slots.len() as u32,
+        ..header(program, residents, variant, shared_bytes)?
+    };
+    layout.write(base, bytemuck::bytes_of(&header));
+    Ok(Image { bytes: layout.bytes, zeroed: arena + program.arena_bytes - counters })
+}
+
+fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError> {
+    if program.matrices != residents.matrix_table {
+        return Err(HostError::Request(format!(
+            "the program is of {}, whose matrices are not those on the device",
+            program.model
+        )));
+    }
+    if program.kv_capacity != residents.kv_capacity {
+        let (want, have) = (program.kv_capacity, residents.kv_capacity);
+        return Err(HostError::Request(format!(
+            "the program's key/value capacity is {want}, the device was booted for {have}"
+        )));
+    }
+    if program.workers.len() != residents.workers as usize {
+        let (want, have) = (program.workers.len(), residents.workers);
+        return Err(HostError::Request(format!(
+            "the program has {want} workers, the launch {have}: lower it for this device"
+        )));
+    }
+    Ok(())
+}
+
+fn header(
+    program: &Program,
+    residents: &Residents,
+    variant: &vm_device::Variant,
+    shared_bytes: u32,
+) -> Result<ProgramHeader, HostError> {
+    let stage_bytes = program.pipeline.stage_units * abi::UNIT_BYTES;
+    let (kv_block, splits) = attention_shape(program);
+    let x_bytes = smem::activation_bytes(&program.dims, kv_block, splits, variant.warps);
+    let needed = smem::worker_bytes(program.pipeline.stages, stage_bytes, x_bytes);
+    if needed > shared_bytes {
+        return Err(HostError::Request(format!(
+            "the program needs {needed} bytes of shared memory a block, {shared_bytes} may be had"
+        )));
+    }
+    Ok(ProgramHeader {
+        workers: program.workers.len() as u32,
+        stages: program.pipeline.stages,
+        stage_units: program.pipeline.stage_units,
+        in_flight: program.pipeline.in_flight,
+        in_flight_near: program.pipeline.in_flight_near,
+        x_offset: smem::FIXED_BYTES,
+        x_bytes,
+        kv_capacity: residents.kv_capacity,
+        counter_len: program.counters,
+        logits_rows: residents.logits_rows,
+        vocab: program.dims.vocab,
+        ..ProgramHeader::default()
+    })
+}
+
+/// Block and splits of the program's attention: they size the activation buffer.
+fn attention_shape(program: &Program) -> (u32, u32) {
+    let tasks = program.workers.iter().flat_map(|w| &w.tasks);
+    tasks
+        .filter(|task| task.opcode == abi::Opcode::Attention)
+        .map(|task| task.params::<abi::AttentionParams>())
+        .fold((1, 1), |(block, splits), p| (block.max(p.kv_block), splits.max(p.splits)))
+}
+
+fn tables(
+    program: &Program,
+    residents: &Residents,
+) -> (Vec<abi::Task>, Vec<abi::Load>, Vec<Queue>) {
+    let (mut tasks, mut loads, mut queues) = (Vec::new(), Vec::new(), Vec::new());
+    for worker in &program.workers {
+        queues.push(Queue {
+            task0: tasks.len() as u32,
+            tasks: worker.tasks.len() as u32,
+            load0: loads.len() as u32,
+            loads: worker.loads.len() as u32,
+            units: worker.loads.iter().map(|l| l.units).sum(),
+            reserved: [0; 3],
+        });
+        tasks.extend(worker.tasks.iter().map(wire_task));
+        loads.extend(worker.loads.iter().map(|l| abi::Load {
+            address: residents.matrices[l.matrix.index()] + l.unit0 * u64::from(abi::UNIT_BYTES),
+            units: l.units,
+            reserved: 0,
+        }));
+    }
+    tasks.push(abi::Task { signal: NONE, ..abi::Task::default() }); // a worker without tasks fetches one all the same
+    (tasks, loads, queues)
+}
+
+fn wire_task(task: &Task) -> abi::Task {
+    let mut wire = abi::Task {
+        opcode: task.opcode as u16,
+        layer: task.layer,
+        wait_len: task.waits.len() as u16,
+        signal: task.signal.map_or(NONE, |c| c.0),
+        reads: task.reads.map(|a| a.map_or(NONE, |a| a.slot.0)),
+        writes: task.writes.map(|a| a.map_or(NONE, |a| a.slot.0)),
+        read_generation: task.reads.map(|a| a.map_or(0, |a| a.generation)),
+        write_generation: task.writes.map(|a| a.map_or(0, |a| a.generation)),
+        params: task.params,
+        ..abi::Task::default()
+    };
+    for (i, wait) in task.waits.iter().enumerate() {
+        wire.wait_counter[i] = wait.counter.0;
+        wire.wait_count[i] = wait.count;
+    }
+    wire
+}
+
+fn slot_table(
+    program: &Program,
+    residents: &Residents,
+    arena: u64,
+) -> Result<Vec<SlotDesc>, HostError> {
+    program.slots.iter().map(|slot| wire_slot(program, slot, residents, arena)).collect()
+}
+
+fn wire_slot(
+    program: &Program,
+    slot: &Slot,
+    residents: &Residents,
+    arena: u64,
+) -> Result<SlotDesc, HostError> {
+    let mut units = 0;
+    let address = match &slot.source {
+        SlotSource::Scratch if slot.kind == abi::SlotKind::Logits => residents.logits,
+        SlotSource::Scratch => arena + slot.offset,
+        SlotSource::Vector(map) => {
+            *residents.constants.get(&constant_key(map)).ok_or_else(|| {
+                HostError::Request(format!(
+                    "slot {} is of a constant that is not on the device",
+                    slot.name
+                ))
+            })?
+        }
+        SlotSource::InvFreq => residents.rope,
+        SlotSource::KvCache { layer } => residents.caches[*layer as usize],
+        SlotSource::Embedding(matrix) => {
+            units = program.matrices[matrix.index()].units_per_tile();
+            residents.matrices[matrix.index()]
+        }
+    };
+    Ok(SlotDesc { address, kind: slot.kind as u32, words: slot.words, units, reserved: [0; 3] })
+}
+
+/// Tables one after the other, each 128-byte aligned.
+struct Layout {
+    base: u64,
+    bytes: Vec<u8>,
+}
+
+impl Layout {
+    fn new(base: u64, header: u64) -> Self {
+        Self { base, bytes: vec![0; header.next_multiple_of(128) as usize] }
+    }
+
+    fn place(&mut self, table: &[u8]) -> u64 {
+        let address = self.reserve(table.len() as u64);
+        self.write(address, table);
+        address
+    }
+
+    fn reserve(&mut self, bytes: u64) -> u64 {
+        let address = self.base + self.bytes.len() as u64;
+        self.bytes.resize((self.bytes.len() + bytes as usize).next_multiple_of(128), 0);
+        address
+    }
+
+    fn write(&mut self, address: u64, table: &[u8]) {
+        let start = (address - self.base) as usize;
+        self.bytes[start..start + table.len()].copy_from_slice(table);
+    }
+
+    fn end(&mut self) -> u64 {
+        self.bytes.resize(self.bytes.len().next_multiple_of(256), 0);
+        self.bytes.len() as u64
+    }
+}

@@ -1,0 +1,739 @@
+//! The device's life: boot, launch, commands, stop.
+//!
+//! [`Idle`] owns the memory and may allocate, load and free; [`Resident`] holds a running kernel and can only do what never waits for
+//! it: copies on its own stream and words in mapped memory. Going from one to the other moves the value, so that a call of the first
+//! kind behind a resident kernel does not compile.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use abi::{Command, Completion, Launch, StepState, Submission};
+use ir::program::{Program, SlotSource, Verified};
+use ir::{Graph, Weights};
+use vm_device::Variant;
+
+use crate::compile::{Cubin, compile, default_cache};
+use crate::driver::{Context, DeviceInfo, Event, Module, Stream};
+use crate::error::HostError;
+use crate::load::{Image, Residents, constant_key, constant_values, image, rope_table};
+use crate::memory::{DeviceBuffer, HostBuffer, download, upload, upload_zeros};
+use crate::ring::{self, RingHost};
+use crate::weights::{LoadReport, load_matrices};
+
+/// Programs that can be loaded beside each other.
+pub const PROGRAMS_MAX: usize = 4;
+/// Bytes of the page-locked buffer that copies beside a resident kernel go through.
+const BOUNCE_BYTES: usize = 4 << 20;
+
+/// What a machine is booted for.
+#[derive(Clone, Debug)]
+pub struct BootOptions {
+    /// Sessions with a key/value cache of their own.
+    pub sessions: u32,
+    /// Rows of logits that a command may keep.
+    pub logits_rows: u32,
+    /// Device memory for each loaded program's tables and activations.
+    pub program_bytes: u64,
+    /// How long a worker may wait inside a step before it reports and the kernel leaves.
+    pub deadline: Duration,
+}
+
+impl Default for BootOptions {
+    fn default() -> Self {
+        Self {
+            sessions: 1,
+            logits_rows: 64,
+            program_bytes: 96 << 20,
+            deadline: Duration::from_secs(2),
+        }
+    }
+}
+
+/// A loaded program: a place in device memory. Good for the machine that loaded it, until the place is used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Loaded {
+    place: usize,
+    serial: u64,
+}
+
+/// The result of a decode command.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Decoded {
+    /// Tokens that were generated, a stop token included.
+    pub tokens: Vec<u32>,
+    /// Positions that were run.
+    pub steps: u32,
+    /// Whether a stop token ended the command.
+    pub stopped: bool,
+    /// Microseconds from publishing the command to seeing its completion, by the host's clock.
+    pub host_us: f64,
+    /// Microseconds between taking the command up and completing it, by the device's clock; for diagnosis only.
+    pub device_us: f64,
+}
+
+/// Everything on the device that outlives a launch.
+struct Memory {
+    residents: Residents,
+    programs: Vec<DeviceBuffer>,
+    serials: Vec<u64>,
+    step: DeviceBuffer,
+    done: DeviceBuffer,
+    tokens: HostBuffer,
+    token_stride: u32,
+    bounce: HostBuffer,
+    ring: RingHost,
+    block: HostBuffer, // the ring's memory: dropped after it
+    _weights: Vec<DeviceBuffer>,
+}
+
+/// A booted machine with no kernel running.
+pub struct Idle {
+    memory: Memory,
+    copy: Stream,
+    compute: Stream,
+    _context: Arc<Context>,
+    info: DeviceInfo,
+    options: BootOptions,
+    report: LoadReport,
+    vocab: u32,
+}
+
+/// A machine whose kernel is running.
+pub struct Resident {
+    idle: Option<Idle>,
+    _module: Module,
+    variant: Variant,
+    current: Loaded,
+    next_place: usize,
+    failed: bool,
+}
+
+/// What the device is, without booting it.
+///
+/// # Errors
+/// If there is no driver or device.
+pub fn device_info() -> Result<DeviceInfo, HostError> {
+    Context::new()?.info()
+}
+
+fn arch(info: &DeviceInfo) -> Result<String, HostError> {
+    let (major, minor) = info.capability;
+    if major != 9 {
+        return Err(HostError::Architecture { name: info.name.clone(), major, minor });
+    }
+    Ok(format!("sm_{major}{minor}a"))
+}
+
+fn load_module(variant: &Variant, info: &DeviceInfo) -> Result<(Module, Cubin), HostError> {
+    let cubin = compile(variant, &arch(info)?, default_cache().as_deref())?;
+    Ok((Module::load(&cubin.image)?, cubin))
+}
+
+impl Idle {
+    /// Brings a model onto the device: packed weights, constants, caches, rings. `program` is any program of the model.
+    ///
+    /// # Errors
+    /// If there is no suitable device, memory is short, or a weight file cannot be read.
+    pub fn boot(
+        graph: &Graph,
+        weights: &dyn Weights,
+        program: &Program,
+        variant: &Variant,
+        options: BootOptions,
+    ) -> Result<Self, HostError> {
+        let context = Context::new()?;
+        let info = context.info()?;
+        if options.sessions == 0 || options.sessions > abi::SESSIONS_MAX {
+            return Err(HostError::Request(format!(
+                "{} sessions; 1 to {} are possible",
+                options.sessions,
+                abi::SESSIONS_MAX
+            )));
+        }
+        check_memory(program, &options, info.free_bytes)?;
+        let (module, _) = load_module(variant, &info)?;
+        let (copy, compute) = (Stream::new()?, Stream::new()?);
+        probe_abi(&module, &compute)?;
+        let mut bounce = HostBuffer::zeroed(BOUNCE_BYTES)?;
+        let mut owned = Vec::new();
+        let mut matrices = Vec::new();
+        for matrix in &program.matrices {
+            owned.push(DeviceBuffer::zeroed(matrix.bytes())?);
+            matrices.extend(owned.last().map(|b| b.address));
+        }
+        let report =
+            load_matrices(program, weights, &matrices, &module.function(c"amk_pack")?, &copy)?;
+        let residents = make_residents(
+            graph,
+            weights,
+            program,
+            &options,
+            matrices,
+            info.sms,
+            &mut owned,
+            &copy,
+            &mut bounce,
+        )?;
+        let memory = Memory::new(residents, &options, program.kv_capacity, bounce, owned)?;
+        Ok(Self {
+            memory,
+            copy,
+            compute,
+            _context: context,
+            info,
+            options,
+            report,
+            vocab: graph.vocab,
+        })
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    /// How the weights came in.
+    #[must_use]
+    pub fn load_report(&self) -> &LoadReport {
+        &self.report
+    }
+
+    /// Bytes a second that bulk copies read on this device: the median of `runs` sweeps over the packed weights (or over scratch
+    /// memory, where the model is too small to defeat the L2 cache).
+    ///
+    /// # Errors
+    /// If a launch fails.
+    pub fn measure_bandwidth(&self, variant: &Variant, runs: usize) -> Result<f64, HostError> {
+        const STAGE: u32 = 32 << 10;
+        const STAGES: u32 = 6;
+        let (module, _) = load_module(variant, &self.info)?;
+        let kernel = module.function(c"amk_bandwidth")?;
+        let shared = 1024 + STAGE * STAGES;
+        kernel.allow_shared(shared)?;
+        let scratch = DeviceBuffer::zeroed(2 << 30)?;
+        let (start, end) = (Event::new()?, Event::new()?);
+        let mut rates = Vec::new();
+        for _ in 0..=runs.max(1) {
+            let (mut source, mut bytes, mut stage, mut stages) =
+                (scratch.address, scratch.bytes, STAGE, STAGES);
+            let mut arguments: [*mut std::ffi::c_void; 4] = [
+                (&raw mut source).cast(),
+                (&raw mut bytes).cast(),
+                (&raw mut stage).cast(),
+                (&raw mut stages).cast(),
+            ];
+            start.record(&self.compute)?;
+            self.compute.launch(&kernel, self.info.sms, 32, shared, &mut arguments)?;
+            end.record(&self.compute)?;
+            end.synchronize()?;
+            let read = bytes / u64::from(self.info.sms) / u64::from(STAGE)
+                * u64::from(self.info.sms)
+                * u64::from(STAGE);
+            rates.push(read as f64 / start.elapsed_us(&end)? * 1e6);
+        }
+        rates.remove(0); // warm-up
+        rates.sort_by(f64::total_cmp);
+        Ok(rates[rates.len() / 2])
+    }
+
+    /// Launches the kernel with a program. Residency of the whole grid is proven first.
+    ///
+    /// # Errors
+    /// If the kernel does not compile, does not fit, or the program is of another model; the machine is given back.
+    pub fn launch(
+        mut self,
+        variant: Variant,
+        program: &Verified<Program>,
+    ) -> Result<Resident, Box<(Self, HostError)>> {
+        match self.try_launch(&variant, program) {
+            Ok((module, current)) => {
+                let next_place = (current.place + 1) % PROGRAMS_MAX;
+                Ok(Resident {
+                    idle: Some(self),
+                    _module: module,
+                    variant,
+                    current,
+                    next_place,
+                    failed: false,
+                })
+            }
+            Err(error) => Err(Box::new((self, error))),
+        }
+    }
+
+    fn try_launch(
+        &mut self,
+        variant: &Variant,
+        program: &Verified<Program>,
+    ) -> Result<(Module, Loaded), HostError> {
+        let (module, _) = load_module(variant, &self.info)?;
+        let kernel = module.function(c"amk_megakernel")?;
+        let shared = self.info.shared_bytes;
+        kernel.allow_shared(shared)?;
+        let per_sm = kernel.resident_blocks(variant.threads(), shared)?;
+        let (requested, possible) = (self.memory.residents.workers, per_sm * self.info.sms);
+        if requested > possible {
+            return Err(HostError::NotCoResident {
+                requested,
+                possible,
+                threads: variant.threads(),
+                shared,
+            });
+        }
+        let loaded = self.load_into(0, variant, program)?;
+        self.memory.ring.reset();
+        upload_zeros(
+            &self.copy,
+            &mut self.memory.bounce,
+            self.memory.step.address,
+            self.memory.step.bytes,
+        )?;
+        upload_zeros(
+            &self.copy,
+            &mut self.memory.bounce,
+            self.memory.done.address,
+            self.memory.done.bytes,
+        )?;
+        let mut launch = self.launch_block();
+        let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut launch).cast()];
+        self.compute.launch(&kernel, requested, variant.threads(), shared, &mut arguments)?;
+        Ok((module, loaded))
+    }
+
+    fn launch_block(&self) -> Launch {
+        let m = &self.memory;
+        Launch {
+            submissions: m.block.device + ring::SUBMISSIONS as u64,
+            completions: m.block.device + ring::COMPLETIONS as u64,
+            indices: m.block.device + ring::INDICES as u64,
+            status: m.block.device + ring::STATUS as u64,
+            tokens: m.tokens.device,
+            step: m.step.address,
+            done: m.done.address,
+            deadline_ns: self.options.deadline.as_nanos() as u64,
+            token_stride: m.token_stride,
+            sessions: self.options.sessions,
+            workers: m.residents.workers,
+            program: m.programs[0].address,
+            ..Launch::default()
+        }
+    }
+
+    /// Writes a program's image into a place. Beside a resident kernel the place must not be the current one.
+    fn load_into(
+        &mut self,
+        place: usize,
+        variant: &Variant,
+        program: &Verified<Program>,
+    ) -> Result<Loaded, HostError> {
+        let m = &mut self.memory;
+        let (base, room) = (m.programs[place].address, m.programs[place].bytes);
+        let Image { bytes, zeroed } =
+            image(program, &m.residents, variant, self.info.shared_bytes, base)?;
+        let needed = bytes.len() as u64 + zeroed;
+        if needed > room {
+            return Err(HostError::Request(format!(
+                "the program needs {needed} bytes of tables and activations, {room} were set aside"
+            )));
+        }
+        upload(&self.copy, &mut m.bounce, base, &bytes)?;
+        upload_zeros(&self.copy, &mut m.bounce, base + bytes.len() as u64, zeroed)?;
+        m.serials[place] += 1;
+        Ok(Loaded { place, serial: m.serials[place] })
+    }
+}
+
+impl Memory {
+    fn new(
+        residents: Residents,
+        options: &BootOptions,
+        kv_capacity: u32,
+        bounce: HostBuffer,
+        weights: Vec<DeviceBuffer>,
+    ) -> Result<Self, HostError> {
+        let block = HostBuffer::zeroed(ring::BYTES)?;
+        // SAFETY: the block is page-aligned, long enough, declared after the ring in this struct (dropped after it), and shared with
+        // the device alone.
+        let ring = unsafe { RingHost::new(block.pointer()) };
+        let token_stride = (kv_capacity + 1).next_multiple_of(32);
+        let programs = (0..PROGRAMS_MAX)
+            .map(|_| DeviceBuffer::zeroed(options.program_bytes))
+            .collect::<Result<Vec<_>, _>>()?;
+        Ok(Self {
+            residents,
+            serials: vec![0; programs.len()],
+            programs,
+            step: DeviceBuffer::zeroed(size_of::<StepState>() as u64)?,
+            done: DeviceBuffer::zeroed(size_of::<abi::Done>() as u64)?,
+            tokens: HostBuffer::zeroed(options.sessions as usize * token_stride as usize * 4)?,
+            token_stride,
+            bounce,
+            ring,
+            block,
+            _weights: weights,
+        })
+    }
+}
+
+/// Refuses before anything is allocated.
+fn check_memory(program: &Program, options: &BootOptions, free: u64) -> Result<(), HostError> {
+    let matrices: u64 = program.matrices.iter().map(ir::program::Matrix::bytes).sum();
+    let caches: u64 = program
+        .slots
+        .iter()
+        .filter(|s| matches!(s.source, SlotSource::KvCache { .. }))
+        .map(|s| u64::from(s.words))
+        .sum();
+    let caches = caches * program.dims.dtype.bytes() as u64 * u64::from(options.sessions);
+    let logits = u64::from(options.logits_rows) * u64::from(program.dims.vocab) * 4;
+    let needed =
+        matrices + caches + logits + options.program_bytes * PROGRAMS_MAX as u64 + (256 << 20);
+    if needed > free { Err(HostError::OutOfMemory { needed, free }) } else { Ok(()) }
+}
+
+/// The layout handshake: what the compiled kernel says of every struct must be what this build says.
+fn probe_abi(module: &Module, stream: &Stream) -> Result<(), HostError> {
+    let expected = abi::probe_values();
+    let out = HostBuffer::zeroed((expected.len() + 2) * 4)?;
+    let mut address = out.device;
+    let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut address).cast()];
+    stream.launch(&module.function(c"amk_abi_probe")?, 1, 1, 0, &mut arguments)?;
+    stream.synchronize()?;
+    let mut bytes = vec![0; (expected.len() + 2) * 4];
+    out.read(0, &mut bytes);
+    let words: Vec<u32> = bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
+    let hash = u64::from(words[0]) | u64::from(words[1]) << 32;
+    if hash != abi::abi_hash() {
+        return Err(HostError::AbiMismatch {
+            what: format!("hash {hash:#x}, expected {:#x}", abi::abi_hash()),
+        });
+    }
+    match words[2..].iter().zip(&expected).position(|(got, want)| got != want) {
+        Some(i) => Err(HostError::AbiMismatch {
+            what: format!("layout value {i} is {}, expected {}", words[2 + i], expected[i]),
+        }),
+        None => Ok(()),
+    }
+}
+
+#[expect(
+    clippy::too_many_arguments,
+    reason = "one call, at boot, of everything that the device will hold"
+)]
+fn make_residents(
+    graph: &Graph,
+    weights: &dyn Weights,
+    program: &Program,
+    options: &BootOptions,
+    matrices: Vec<u64>,
+    workers: u32,
+    owned: &mut Vec<DeviceBuffer>,
+    stream: &Stream,
+    bounce: &mut HostBuffer,
+) -> Result<Residents, HostError> {
+    let mut place = |bytes: &[u8], owned: &mut Vec<DeviceBuffer>| -> Result<u64, HostError> {
+        let buffer = DeviceBuffer::zeroed(bytes.len() as u64)?;
+        let address = buffer.address;
+        upload(stream, bounce, address, bytes)?;
+        owned.push(buffer);
+        Ok(address)
+    };
+    let mut constants = BTreeMap::new();
+    for slot in &program.slots {
+        if let SlotSource::Vector(map) = &slot.source {
+            let values = constant_values(map, graph, weights);
+            constants.insert(constant_key(map), place(bytemuck::cast_slice(&values), owned)?);
+        }
+    }
+    let rope =
+        place(bytemuck::cast_slice(&rope_table(&graph.inv_freq, program.kv_capacity)), owned)?;
+    let mut caches = vec![0; graph.layers.len()];
+    for slot in &program.slots {
+        if let SlotSource::KvCache { layer } = slot.source {
+            let bytes =
+                u64::from(slot.words) * graph.dtype.bytes() as u64 * u64::from(options.sessions);
+            owned.push(DeviceBuffer::zeroed(bytes)?);
+            caches[layer as usize] = owned.last().map_or(0, |b| b.address);
+        }
+    }
+    owned.push(DeviceBuffer::zeroed(u64::from(options.logits_rows) * u64::from(graph.vocab) * 4)?);
+    Ok(Residents {
+        matrices,
+        matrix_table: program.matrices.clone(),
+        constants,
+        rope,
+        caches,
+        logits: owned.last().map_or(0, |b| b.address),
+        logits_rows: options.logits_rows,
+        kv_capacity: program.kv_capacity,
+        workers,
+    })
+}
+
+impl Resident {
+    fn idle(&mut self) -> &mut Idle {
+        self.idle
+            .as_mut()
+            .unwrap_or_else(|| unreachable!("only `stop` takes it, and consumes the machine"))
+    }
+
+    /// The kernel variant that is running.
+    #[must_use]
+    pub fn variant(&self) -> Variant {
+        self.variant
+    }
+
+    /// The program that is current.
+    #[must_use]
+    pub fn current(&self) -> Loaded {
+        self.current
+    }
+
+    /// Loads a program beside the current one. Its place is the one used longest ago; a handle of that place is no longer good.
+    ///
+    /// # Errors
+    /// If the program does not fit.
+    pub fn load(&mut self, program: &Verified<Program>) -> Result<Loaded, HostError> {
+        if self.next_place == self.current.place {
+            self.next_place = (self.next_place + 1) % PROGRAMS_MAX;
+        }
+        let (place, variant) = (self.next_place, self.variant);
+        self.next_place = (place + 1) % PROGRAMS_MAX;
+        self.idle().load_into(place, &variant, program)
+    }
+
+    /// Makes a loaded program current.
+    ///
+    /// # Errors
+    /// If its place has been used again, or the device stopped.
+    pub fn switch(&mut self, program: Loaded) -> Result<(), HostError> {
+        if self.idle().memory.serials[program.place] != program.serial {
+            return Err(HostError::Request(
+                "the program's place has been used again: load it anew".into(),
+            ));
+        }
+        if program != self.current {
+            let address = self.idle().memory.programs[program.place].address;
+            self.command(
+                &Submission {
+                    command: Command::LoadProgram as u32,
+                    program: address,
+                    ..Submission::default()
+                },
+                Duration::from_secs(5),
+            )?;
+            self.current = program;
+        }
+        Ok(())
+    }
+
+    /// Runs the prompt `tokens` from `position` of a session, then generates until `generate` tokens or a stop token. With
+    /// `keep_logits` the logits of every position that is run can be read afterwards.
+    ///
+    /// # Errors
+    /// If the request is outside what was booted, or the device stopped.
+    pub fn decode(
+        &mut self,
+        session: u32,
+        position: u32,
+        tokens: &[u32],
+        generate: u32,
+        stop: &[u32],
+        keep_logits: bool,
+    ) -> Result<Decoded, HostError> {
+        let steps = self.check_request(session, position, tokens, generate, stop, keep_logits)?;
+        let idle = self.idle();
+        let base = (session * idle.memory.token_stride + position) as usize * 4;
+        idle.memory.tokens.write(base, bytemuck::cast_slice(tokens));
+        let mut submission = Submission {
+            command: Command::Decode as u32,
+            session,
+            position,
+            steps,
+            forced: position + tokens.len() as u32,
+            flags: u32::from(keep_logits),
+            stop_len: stop.len() as u32,
+            ..Submission::default()
+        };
+        submission.stop[..stop.len()].copy_from_slice(stop);
+        let start = Instant::now();
+        let limit = idle.options.deadline * 2 + Duration::from_millis(100) * steps;
+        let done = self.command(&submission, limit)?;
+        let host_us = start.elapsed().as_secs_f64() * 1e6;
+        let generated = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
+        let mut bytes = vec![0; generated as usize * 4];
+        self.idle().memory.tokens.read(base + tokens.len() * 4, &mut bytes);
+        Ok(Decoded {
+            tokens: bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect(),
+            steps: done.steps,
+            stopped: done.stopped != 0,
+            host_us,
+            device_us: done.end_ns.saturating_sub(done.start_ns) as f64 / 1000.0,
+        })
+    }
+
+    /// Positions to run, if the request is one that the device can serve.
+    fn check_request(
+        &mut self,
+        session: u32,
+        position: u32,
+        tokens: &[u32],
+        generate: u32,
+        stop: &[u32],
+        keep_logits: bool,
+    ) -> Result<u32, HostError> {
+        let (vocab, sessions) = (self.idle().vocab, self.idle().options.sessions);
+        let (capacity, rows) =
+            (self.idle().memory.residents.kv_capacity, self.idle().memory.residents.logits_rows);
+        let refuse = |what: String| Err(HostError::Request(what));
+        if session >= sessions {
+            return refuse(format!("session {session} of {sessions}"));
+        }
+        if tokens.is_empty() {
+            return refuse("an empty prompt: there is no token to start from".into());
+        }
+        if let Some(token) = tokens.iter().find(|&&t| t >= vocab) {
+            return refuse(format!("token {token} is outside the vocabulary of {vocab}"));
+        }
+        if stop.len() > abi::STOP_TOKENS_MAX {
+            return refuse(format!(
+                "{} stop tokens; at most {} are possible",
+                stop.len(),
+                abi::STOP_TOKENS_MAX
+            ));
+        }
+        let steps = tokens.len() as u64 + u64::from(generate.saturating_sub(1));
+        if u64::from(position) + steps > u64::from(capacity) {
+            return refuse(format!(
+                "{steps} positions from {position} exceed the key/value capacity of {capacity}"
+            ));
+        }
+        if keep_logits && steps > u64::from(rows) {
+            return refuse(format!("{steps} rows of logits; {rows} were set aside"));
+        }
+        Ok(steps as u32)
+    }
+
+    /// Logits of the first `rows` positions of the last command that kept them.
+    ///
+    /// # Errors
+    /// If a copy fails.
+    pub fn logits(&mut self, rows: u32) -> Result<Vec<Vec<f32>>, HostError> {
+        let idle = self.idle();
+        let vocab = idle.vocab as usize;
+        let mut out = Vec::with_capacity(rows as usize);
+        for row in 0..rows.min(idle.memory.residents.logits_rows) {
+            let mut values = vec![0.0_f32; vocab];
+            let source = idle.memory.residents.logits + u64::from(row) * vocab as u64 * 4;
+            download(
+                &idle.copy,
+                &idle.memory.bounce,
+                source,
+                bytemuck::cast_slice_mut(&mut values),
+            )?;
+            out.push(values);
+        }
+        Ok(out)
+    }
+
+    /// Microseconds of an empty command, there and back.
+    ///
+    /// # Errors
+    /// If the device stopped.
+    pub fn ping(&mut self) -> Result<f64, HostError> {
+        let start = Instant::now();
+        self.command(
+            &Submission { command: Command::Ping as u32, ..Submission::default() },
+            Duration::from_secs(2),
+        )?;
+        Ok(start.elapsed().as_secs_f64() * 1e6)
+    }
+
+    fn command(
+        &mut self,
+        submission: &Submission,
+        limit: Duration,
+    ) -> Result<Completion, HostError> {
+        if self.failed {
+            return Err(HostError::Request(
+                "the device stopped earlier: stop the machine and launch it again".into(),
+            ));
+        }
+        let ring = &mut self.idle().memory.ring;
+        ring.publish(submission)?;
+        let answer = ring.wait_completion(limit);
+        match answer {
+            Ok(completion) if completion.trap == abi::Trap::None as u32 => Ok(completion),
+            Ok(completion) if completion.trap == abi::Trap::BadCommand as u32 => {
+                Err(HostError::Request(
+                    "the device refused the command: it is outside what the program was loaded for"
+                        .into(),
+                ))
+            }
+            Ok(_) => Err(self.fail_with_status()),
+            Err(error) => {
+                self.failed = true;
+                Err(error)
+            }
+        }
+    }
+
+    /// The command ended in a trap: the status block says which.
+    fn fail_with_status(&mut self) -> HostError {
+        self.failed = true;
+        let status = self.idle().memory.ring.status().unwrap_or_default();
+        HostError::Trapped(Box::new(status))
+    }
+
+    /// Ends the kernel and gives the machine back.
+    ///
+    /// # Errors
+    /// If the kernel does not leave in time; then only ending the process frees the device.
+    pub fn stop(mut self) -> Result<Idle, HostError> {
+        let Some(mut idle) = self.idle.take() else {
+            unreachable!("only `stop` takes it, and consumes the machine")
+        };
+        let left = end_kernel(&mut idle, self.failed);
+        if let Err(error) = left {
+            std::mem::forget(idle); // freeing anything would wait for the kernel for ever
+            return Err(error);
+        }
+        Ok(idle)
+    }
+}
+
+impl Drop for Resident {
+    fn drop(&mut self) {
+        if let Some(mut idle) = self.idle.take()
+            && end_kernel(&mut idle, self.failed).is_err()
+        {
+            std::mem::forget(idle); // as in `stop`
+        }
+    }
+}
+
+/// Asks the kernel to leave and waits for it, at most a few deadlines long.
+fn end_kernel(idle: &mut Idle, failed: bool) -> Result<(), HostError> {
+    if failed {
+        idle.memory.ring.abort();
+    } else {
+        let stop = Submission { command: Command::Stop as u32, ..Submission::default() };
+        if idle.memory.ring.publish(&stop).is_err() {
+            idle.memory.ring.abort();
+        }
+    }
+    let limit = idle.options.deadline * 3 + Duration::from_secs(1);
+    let start = Instant::now();
+    while !idle.compute.is_done()? {
+        if start.elapsed() > limit / 2 {
+            idle.memory.ring.abort();
+        }
+        if start.elapsed() > limit {
+            return Err(HostError::TimedOut { waited: start.elapsed(), alive: false });
+        }
+        std::thread::sleep(Duration::from_micros(50));
+    }
+    Ok(())
+}

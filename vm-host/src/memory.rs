@@ -1,0 +1,168 @@
+//! Device memory and page-locked host memory. Freeing either waits for the device, so nothing here is dropped while a kernel is
+//! resident: `machine` owns all of it.
+
+use std::marker::PhantomData;
+
+use cudarc::driver::sys;
+
+use crate::driver::{Stream, check};
+use crate::error::HostError;
+
+/// A device allocation.
+pub(crate) struct DeviceBuffer {
+    /// Address, 256-byte aligned.
+    pub(crate) address: u64,
+    /// Bytes.
+    pub(crate) bytes: u64,
+}
+
+impl DeviceBuffer {
+    /// Allocates zeroed memory. Never called while a kernel is resident.
+    pub(crate) fn zeroed(bytes: u64) -> Result<Self, HostError> {
+        let bytes = bytes.max(256);
+        let mut address = 0;
+        // SAFETY: the out pointer is valid; a context is current.
+        let result = unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes as usize) };
+        if result == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            let (mut free, mut total) = (0, 0);
+            // SAFETY: both out pointers are valid.
+            check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
+            return Err(HostError::OutOfMemory { needed: bytes, free: free as u64 });
+        }
+        check("cuMemAlloc", result)?;
+        let buffer = Self { address, bytes };
+        // SAFETY: the range was just allocated.
+        check("cuMemsetD8", unsafe { sys::cuMemsetD8_v2(address, 0, bytes as usize) })?;
+        Ok(buffer)
+    }
+}
+
+impl Drop for DeviceBuffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated by cuMemAlloc and not used after.
+        unsafe { sys::cuMemFree_v2(self.address) };
+    }
+}
+
+/// Page-locked host memory that the device can address too. Cached, not write-combined: the host reads it.
+pub(crate) struct HostBuffer {
+    host: *mut u8,
+    /// The device's address of the same bytes.
+    pub(crate) device: u64,
+    /// Bytes.
+    pub(crate) bytes: usize,
+    _raw: PhantomData<*mut u8>,
+}
+
+// SAFETY: the memory belongs to this value alone; the pointer is not tied to a thread.
+unsafe impl Send for HostBuffer {}
+
+impl HostBuffer {
+    /// Allocates zeroed memory. Never called while a kernel is resident.
+    pub(crate) fn zeroed(bytes: usize) -> Result<Self, HostError> {
+        let bytes = bytes.max(4096);
+        let mut host = std::ptr::null_mut();
+        let mut device = 0;
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: out pointers are valid; the range written is the range allocated.
+        unsafe {
+            check("cuMemHostAlloc", sys::cuMemHostAlloc(&raw mut host, bytes, flags))?;
+            std::ptr::write_bytes(host.cast::<u8>(), 0, bytes);
+            check(
+                "cuMemHostGetDevicePointer",
+                sys::cuMemHostGetDevicePointer_v2(&raw mut device, host, 0),
+            )?;
+        }
+        Ok(Self { host: host.cast(), device, bytes, _raw: PhantomData })
+    }
+
+    /// The first byte. The device may write behind it, so no reference to the contents is ever made.
+    pub(crate) fn pointer(&self) -> *mut u8 {
+        self.host
+    }
+
+    /// Copies `bytes` in at `offset`. The device is not reading that range.
+    pub(crate) fn write(&mut self, offset: usize, bytes: &[u8]) {
+        assert!(
+            offset.checked_add(bytes.len()).is_some_and(|end| end <= self.bytes),
+            "{} bytes at {offset} of {}",
+            bytes.len(),
+            self.bytes
+        );
+        // SAFETY: in range by the assert; the caller promises that the device is not reading it.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.host.add(offset), bytes.len())
+        };
+    }
+
+    /// Copies `out.len()` bytes from `offset`. The device is not writing that range.
+    pub(crate) fn read(&self, offset: usize, out: &mut [u8]) {
+        assert!(
+            offset.checked_add(out.len()).is_some_and(|end| end <= self.bytes),
+            "{} bytes at {offset} of {}",
+            out.len(),
+            self.bytes
+        );
+        // SAFETY: in range by the assert; the caller promises that the device is not writing it.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.host.add(offset), out.as_mut_ptr(), out.len())
+        };
+    }
+}
+
+impl Drop for HostBuffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated by cuMemHostAlloc and not used after.
+        unsafe { sys::cuMemFreeHost(self.host.cast()) };
+    }
+}
+
+/// Copies `bytes` to the device through a page-locked bounce buffer, in pieces. Safe beside a resident kernel: it only waits for its
+/// own stream.
+pub(crate) fn upload(
+    stream: &Stream,
+    bounce: &mut HostBuffer,
+    target: u64,
+    bytes: &[u8],
+) -> Result<(), HostError> {
+    for (i, piece) in bytes.chunks(bounce.bytes).enumerate() {
+        bounce.write(0, piece);
+        stream.copy_in(target + (i * bounce.bytes) as u64, bounce.pointer(), piece.len())?;
+        stream.synchronize()?;
+    }
+    Ok(())
+}
+
+/// Zeroes device memory by copies of a zeroed bounce buffer: a memset may be a kernel, which a resident kernel leaves no room for.
+pub(crate) fn upload_zeros(
+    stream: &Stream,
+    bounce: &mut HostBuffer,
+    target: u64,
+    bytes: u64,
+) -> Result<(), HostError> {
+    let len = (bounce.bytes as u64).min(bytes) as usize;
+    // SAFETY: the bounce buffer is ours and holds `len` bytes; no copy from it is under way.
+    unsafe { std::ptr::write_bytes(bounce.pointer(), 0, len) };
+    let mut done = 0;
+    while done < bytes {
+        let piece = (bytes - done).min(len as u64);
+        stream.copy_in(target + done, bounce.pointer(), piece as usize)?;
+        done += piece;
+    }
+    stream.synchronize()
+}
+
+/// Copies device memory out through a bounce buffer.
+pub(crate) fn download(
+    stream: &Stream,
+    bounce: &HostBuffer,
+    source: u64,
+    out: &mut [u8],
+) -> Result<(), HostError> {
+    for (i, piece) in out.chunks_mut(bounce.bytes).enumerate() {
+        stream.copy_out(bounce.pointer(), source + (i * bounce.bytes) as u64, piece.len())?;
+        stream.synchronize()?;
+        bounce.read(0, piece);
+    }
+    Ok(())
+}

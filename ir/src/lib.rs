@@ -10,6 +10,7 @@ mod nearest;
 pub mod program;
 pub mod schedule;
 pub mod target;
+pub mod text;
 mod violation;
 mod weights;
 

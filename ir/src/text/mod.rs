@@ -1,0 +1,47 @@
+//! Programs outside memory: the text form `.amk` for people and tests, the binary form `.amkp` for machines.
+//!
+//! **Promises.** `parse(&print(p)) == p` and `load(&save(p)) == p` for every program, valid or not: reading one says nothing about
+//! whether it [verifies](crate::program::verify). What is read is bounded by the size of the input, and no input panics.
+//!
+//! # The text form
+//!
+//! One item a line; `;` begins a comment. Words that are not printed are zero.
+//!
+//! ```text
+//! amk 1
+//! model "toy"
+//! dims hidden=48 heads=4 kv_heads=2 head_dim=8 ffn=56 vocab=100 layers=1 dtype=f32
+//! kv_capacity 16
+//! pipeline stage_units=32 stages=8 in_flight=4 in_flight_near=2
+//! counters 1
+//! arena 384
+//! matrix m0 "layers.0.o" cols=32 dtype=f32 rows %7:48
+//! slot s0 "layers.0.attn" plain words=32 offset=0
+//! slot s1 "layers.0.x_mid" tagged words=48 offset=128
+//! worker w0
+//!   load m0 0+6
+//!   matvec layer=0 matrix=m0 tiles=2 units=2 k_len=32 rows=48 reads s0 -> s1#3 waits c0>=4 signal c0
+//! ```
+//!
+//! A task's parameters have the names of the ABI's table. `reads` and `->` list slots by place: `_` is none, `s1#3` is generation 3.
+//! A row map is `rows` or `interleaved`, then `%tensor:rows` or `zero:rows` for each part.
+
+mod lex;
+mod parse;
+mod print;
+mod store;
+#[cfg(test)]
+mod tests;
+
+pub use parse::{ParseError, parse};
+pub use print::print;
+pub use store::{LoadError, load, save};
+
+/// Version of both forms; other versions are refused.
+pub const FORMAT_VERSION: u32 = 1;
+
+/// The parameters of an op in the ABI's table.
+fn param_fields(opcode: abi::Opcode, structs: &[abi::StructLayout]) -> &'static [abi::Field] {
+    let name = format!("amk_{}_params", opcode.info().name);
+    structs.iter().find(|layout| layout.c_name == name).map_or(&[], |layout| layout.fields)
+}

@@ -1,0 +1,468 @@
+//! Reads the text form.
+
+use std::str::FromStr;
+
+use abi::{Epilogue, Opcode, Prologue, SlotKind, StructLayout, WireType};
+
+use crate::graph::DType;
+use crate::id::{CounterId, MatrixId, SlotId, TensorId};
+use crate::program::{
+    Access, Dims, Load, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker,
+};
+
+use super::lex::{Word, words};
+use super::{FORMAT_VERSION, param_fields};
+
+/// Why a text is not a program, and where.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("line {line}, column {column}: {message}")]
+pub struct ParseError {
+    /// Line, from one.
+    pub line: u32,
+    /// Column in characters, from one.
+    pub column: u32,
+    /// What is wrong, in one lower-case sentence.
+    pub message: String,
+}
+
+/// Reads a program. It need not verify.
+///
+/// # Errors
+/// The first place that is not as the text form wants it.
+pub fn parse(text: &str) -> Result<Program, ParseError> {
+    let mut parser = Parser { structs: abi::structs(), program: empty(), headers: 0 };
+    let mut last = 0;
+    for (line, number) in text.lines().zip(1_u32..) {
+        last = number;
+        let words = words(line, number)?;
+        if let Some(first) = words.first() {
+            parser.line(&mut Cursor {
+                line: number,
+                end: line.chars().count() as u32 + 1,
+                words: &words[1..],
+                first: first.clone(),
+            })?;
+        }
+    }
+    match HEADERS.get(parser.headers) {
+        None => Ok(parser.program),
+        Some(missing) => Err(ParseError {
+            line: last.max(1),
+            column: 1,
+            message: format!("the text ends before its `{missing}` line"),
+        }),
+    }
+}
+
+/// The lines that every program begins with, in this order.
+const HEADERS: [&str; 7] = ["amk", "model", "dims", "kv_capacity", "pipeline", "counters", "arena"];
+
+fn empty() -> Program {
+    Program {
+        model: String::new(),
+        dims: Dims {
+            hidden: 0,
+            heads: 0,
+            kv_heads: 0,
+            head_dim: 0,
+            ffn: 0,
+            vocab: 0,
+            layers: 0,
+            dtype: DType::F32,
+        },
+        kv_capacity: 0,
+        pipeline: Pipeline { stage_units: 0, stages: 0, in_flight: 0, in_flight_near: 0 },
+        matrices: Vec::new(),
+        slots: Vec::new(),
+        counters: 0,
+        arena_bytes: 0,
+        workers: Vec::new(),
+    }
+}
+
+/// The words of a line that are still to be read.
+struct Cursor<'a> {
+    line: u32,
+    end: u32,
+    first: Word,
+    words: &'a [Word],
+}
+
+impl<'a> Cursor<'a> {
+    fn error<T>(&self, column: u32, message: impl Into<String>) -> Result<T, ParseError> {
+        Err(ParseError { line: self.line, column, message: message.into() })
+    }
+
+    fn next(&mut self, what: &str) -> Result<&'a Word, ParseError> {
+        let Some((word, rest)) = self.words.split_first() else {
+            return self.error(self.end, format!("the line ends where {what} is expected"));
+        };
+        self.words = rest;
+        Ok(word)
+    }
+
+    fn peek(&self) -> Option<&'a str> {
+        self.words.first().filter(|word| !word.quoted).map(|word| word.text.as_str())
+    }
+
+    /// Takes the next word if it is this one.
+    fn take(&mut self, text: &str) -> bool {
+        let hit = self.peek() == Some(text);
+        if hit {
+            self.words = &self.words[1..];
+        }
+        hit
+    }
+
+    fn string(&mut self, what: &str) -> Result<String, ParseError> {
+        let word = self.next(what)?;
+        if word.quoted {
+            Ok(word.text.clone())
+        } else {
+            self.error(word.column, format!("{what} is a quoted string, not `{}`", word.text))
+        }
+    }
+
+    fn parsed<T: FromStr>(&self, word: &Word, text: &str, what: &str) -> Result<T, ParseError> {
+        match text.parse() {
+            Ok(value) if !word.quoted => Ok(value),
+            _ => self.error(word.column, format!("{what} cannot be `{text}`")),
+        }
+    }
+
+    fn number<T: FromStr>(&mut self, what: &str) -> Result<T, ParseError> {
+        let word = self.next(what)?;
+        self.parsed(word, &word.text, what)
+    }
+
+    /// An id such as `s3`.
+    fn id(&self, word: &Word, text: &str, letter: char) -> Result<u32, ParseError> {
+        match text.strip_prefix(letter) {
+            Some(digits) => self.parsed(word, digits, &format!("the number after `{letter}`")),
+            None => {
+                self.error(word.column, format!("expected `{letter}` and a number, not `{text}`"))
+            }
+        }
+    }
+
+    /// The id that a declaration must have, since ids count from zero.
+    fn declared(&mut self, letter: char, index: usize) -> Result<(), ParseError> {
+        let word = self.next("an id")?;
+        let id = self.id(word, &word.text, letter)?;
+        if id as usize == index {
+            Ok(())
+        } else {
+            self.error(word.column, format!("expected {letter}{index}, not {letter}{id}"))
+        }
+    }
+
+    /// The value of `name=value`.
+    fn named(&mut self, name: &str) -> Result<(&'a Word, &'a str), ParseError> {
+        let word = self.next(&format!("`{name}=`"))?;
+        match word.text.split_once('=') {
+            Some((key, value)) if key == name && !word.quoted => Ok((word, value)),
+            _ => self.error(word.column, format!("expected `{name}=`, not `{}`", word.text)),
+        }
+    }
+
+    fn named_number<T: FromStr>(&mut self, name: &str) -> Result<T, ParseError> {
+        let (word, value) = self.named(name)?;
+        self.parsed(word, value, name)
+    }
+
+    fn named_dtype(&mut self) -> Result<DType, ParseError> {
+        let (word, value) = self.named("dtype")?;
+        match [DType::F32, DType::F16, DType::Bf16].into_iter().find(|dtype| dtype.name() == value)
+        {
+            Some(dtype) => Ok(dtype),
+            None => self.error(word.column, format!("there is no element type `{value}`")),
+        }
+    }
+
+    fn done(&self) -> Result<(), ParseError> {
+        match self.words.first() {
+            None => Ok(()),
+            Some(word) => self.error(word.column, format!("unexpected `{}`", word.text)),
+        }
+    }
+
+    /// `%tensor:rows` or `zero:rows`, to the end of the line.
+    fn map(&mut self, interleaved: bool) -> Result<RowMap, ParseError> {
+        let mut parts = Vec::new();
+        while !self.words.is_empty() {
+            let word = self.next("a part")?;
+            let Some((source, rows)) = word.text.split_once(':') else {
+                return self.error(
+                    word.column,
+                    format!("expected `%tensor:rows` or `zero:rows`, not `{}`", word.text),
+                );
+            };
+            let tensor =
+                if source == "zero" { None } else { Some(TensorId(self.id(word, source, '%')?)) };
+            parts.push((tensor, self.parsed(word, rows, "rows")?));
+        }
+        Ok(RowMap { parts, interleaved })
+    }
+}
+
+struct Parser {
+    structs: Vec<StructLayout>,
+    program: Program,
+    /// Header lines seen.
+    headers: usize,
+}
+
+impl Parser {
+    fn line(&mut self, cursor: &mut Cursor<'_>) -> Result<(), ParseError> {
+        if let Some(&expected) = HEADERS.get(self.headers) {
+            if cursor.first.text != expected {
+                return cursor.error(
+                    cursor.first.column,
+                    format!("expected the `{expected}` line, not `{}`", cursor.first.text),
+                );
+            }
+            self.headers += 1;
+            self.header(cursor, expected)?;
+            return cursor.done();
+        }
+        match cursor.first.text.clone().as_str() {
+            "matrix" => self.matrix(cursor)?,
+            "slot" => self.slot(cursor)?,
+            "worker" => {
+                cursor.declared('w', self.program.workers.len())?;
+                self.program.workers.push(Worker::default());
+            }
+            "load" => self.load(cursor)?,
+            name => self.task(cursor, name)?,
+        }
+        cursor.done()
+    }
+
+    fn header(&mut self, cursor: &mut Cursor<'_>, name: &str) -> Result<(), ParseError> {
+        let program = &mut self.program;
+        match name {
+            "amk" => {
+                let column = cursor.first.column;
+                let version: u32 = cursor.number("a format version")?;
+                if version != FORMAT_VERSION {
+                    return cursor.error(
+                        column,
+                        format!("format version {version}, this is {FORMAT_VERSION}"),
+                    );
+                }
+            }
+            "model" => program.model = cursor.string("the model's name")?,
+            "dims" => program.dims = dims(cursor)?,
+            "kv_capacity" => program.kv_capacity = cursor.number("a capacity")?,
+            "pipeline" => program.pipeline = pipeline(cursor)?,
+            "counters" => program.counters = cursor.number("a number of counters")?,
+            _ => program.arena_bytes = cursor.number("bytes")?,
+        }
+        Ok(())
+    }
+
+    fn matrix(&mut self, cursor: &mut Cursor<'_>) -> Result<(), ParseError> {
+        cursor.declared('m', self.program.matrices.len())?;
+        let name = cursor.string("the matrix's name")?;
+        let cols = cursor.named_number("cols")?;
+        let dtype = cursor.named_dtype()?;
+        let interleaved = cursor.take("interleaved");
+        if !interleaved && !cursor.take("rows") {
+            return cursor.error(
+                cursor.words.first().map_or(cursor.end, |w| w.column),
+                "expected `rows` or `interleaved`",
+            );
+        }
+        let map = cursor.map(interleaved)?;
+        self.program.matrices.push(Matrix { name, map, cols, dtype });
+        Ok(())
+    }
+
+    fn slot(&mut self, cursor: &mut Cursor<'_>) -> Result<(), ParseError> {
+        cursor.declared('s', self.program.slots.len())?;
+        let name = cursor.string("the slot's name")?;
+        let word = cursor.next("a slot kind")?;
+        let Some(kind) = SlotKind::from_name(&word.text) else {
+            return cursor.error(word.column, format!("there is no slot kind `{}`", word.text));
+        };
+        let words = cursor.named_number("words")?;
+        let offset = if cursor.peek().is_some_and(|w| w.starts_with("offset=")) {
+            cursor.named_number("offset")?
+        } else {
+            0
+        };
+        let source = source(cursor)?;
+        self.program.slots.push(Slot { name, kind, words, source, offset });
+        Ok(())
+    }
+
+    fn load(&mut self, cursor: &mut Cursor<'_>) -> Result<(), ParseError> {
+        let word = cursor.next("a matrix")?;
+        let matrix = MatrixId(cursor.id(word, &word.text, 'm')?);
+        let word = cursor.next("`first+units`")?;
+        let Some((unit0, units)) = word.text.split_once('+') else {
+            return cursor
+                .error(word.column, format!("expected `first+units`, not `{}`", word.text));
+        };
+        let load = Load {
+            matrix,
+            unit0: cursor.parsed(word, unit0, "the first unit")?,
+            units: cursor.parsed(word, units, "units")?,
+        };
+        self.worker(cursor)?.loads.push(load);
+        Ok(())
+    }
+
+    fn worker(&mut self, cursor: &Cursor<'_>) -> Result<&mut Worker, ParseError> {
+        let column = cursor.first.column;
+        match self.program.workers.last_mut() {
+            Some(worker) => Ok(worker),
+            None => {
+                cursor.error(column, format!("`{}` before the first `worker`", cursor.first.text))
+            }
+        }
+    }
+
+    fn task(&mut self, cursor: &mut Cursor<'_>, name: &str) -> Result<(), ParseError> {
+        let Some(opcode) =
+            Opcode::ALL.iter().copied().find(|op| op.info().name == name && !cursor.first.quoted)
+        else {
+            return cursor.error(
+                cursor.first.column,
+                format!("`{name}` is neither an op nor `matrix`, `slot`, `worker` or `load`"),
+            );
+        };
+        let mut task = Task::new(opcode, cursor.named_number("layer")?, [0_u32; 16]);
+        while cursor.peek().is_some_and(|word| word.contains('=') && !word.contains('>')) {
+            self.param(cursor, &mut task)?;
+        }
+        if cursor.take("reads") {
+            accesses(cursor, &mut task.reads)?;
+        }
+        if cursor.take("->") {
+            accesses(cursor, &mut task.writes)?;
+        }
+        if cursor.take("waits") {
+            while cursor.peek().is_some_and(|word| word.contains(">=")) {
+                let word = cursor.next("a wait")?;
+                let (counter, count) = word.text.split_once(">=").unwrap_or_default();
+                let counter = CounterId(cursor.id(word, counter, 'c')?);
+                task.waits.push(Wait { counter, count: cursor.parsed(word, count, "a count")? });
+            }
+        }
+        if cursor.take("signal") {
+            let word = cursor.next("a counter")?;
+            task.signal = Some(CounterId(cursor.id(word, &word.text, 'c')?));
+        }
+        self.worker(cursor)?.tasks.push(task);
+        Ok(())
+    }
+
+    fn param(&self, cursor: &mut Cursor<'_>, task: &mut Task) -> Result<(), ParseError> {
+        let word = cursor.next("a parameter")?;
+        let (name, value) = word.text.split_once('=').unwrap_or_default();
+        let op = task.opcode.info().name;
+        let Some(field) =
+            param_fields(task.opcode, &self.structs).iter().find(|field| field.name == name)
+        else {
+            return cursor.error(word.column, format!("`{op}` has no parameter `{name}`"));
+        };
+        let first = field.offset / 4;
+        if let Some(len) = field.len {
+            let list: Vec<&str> = value.split(',').collect();
+            if list.len() != len {
+                return cursor
+                    .error(word.column, format!("`{name}` has {len} words, not {}", list.len()));
+            }
+            for (place, text) in task.params[first..first + len].iter_mut().zip(list) {
+                *place = cursor.parsed(word, text, name)?;
+            }
+            return Ok(());
+        }
+        let named = match name {
+            "prologue" => Prologue::from_name(value).map(|v| v as u32),
+            "epilogue" => Epilogue::from_name(value).map(|v| v as u32),
+            "matrix" => Some(cursor.id(word, value, 'm')?),
+            _ => None,
+        };
+        task.params[first] = match named {
+            Some(number) => number,
+            None if field.ty == WireType::F32 => match value.strip_prefix("0x") {
+                Some(digits) => match u32::from_str_radix(digits, 16) {
+                    Ok(bits) => bits,
+                    Err(_) => {
+                        return cursor.error(word.column, format!("{name} cannot be `{value}`"));
+                    }
+                },
+                None => cursor.parsed::<f32>(word, value, name)?.to_bits(),
+            },
+            None => cursor.parsed(word, value, name)?,
+        };
+        Ok(())
+    }
+}
+
+fn dims(cursor: &mut Cursor<'_>) -> Result<Dims, ParseError> {
+    Ok(Dims {
+        hidden: cursor.named_number("hidden")?,
+        heads: cursor.named_number("heads")?,
+        kv_heads: cursor.named_number("kv_heads")?,
+        head_dim: cursor.named_number("head_dim")?,
+        ffn: cursor.named_number("ffn")?,
+        vocab: cursor.named_number("vocab")?,
+        layers: cursor.named_number("layers")?,
+        dtype: cursor.named_dtype()?,
+    })
+}
+
+fn pipeline(cursor: &mut Cursor<'_>) -> Result<Pipeline, ParseError> {
+    Ok(Pipeline {
+        stage_units: cursor.named_number("stage_units")?,
+        stages: cursor.named_number("stages")?,
+        in_flight: cursor.named_number("in_flight")?,
+        in_flight_near: cursor.named_number("in_flight_near")?,
+    })
+}
+
+fn source(cursor: &mut Cursor<'_>) -> Result<SlotSource, ParseError> {
+    if cursor.words.is_empty() {
+        return Ok(SlotSource::Scratch);
+    }
+    let word = cursor.next("a source")?;
+    Ok(match word.text.as_str() {
+        "rows" => SlotSource::Vector(cursor.map(false)?),
+        "interleaved" => SlotSource::Vector(cursor.map(true)?),
+        "inv_freq" => SlotSource::InvFreq,
+        "cache" => SlotSource::KvCache { layer: cursor.number("a layer")? },
+        "embedding" => {
+            let word = cursor.next("a matrix")?;
+            SlotSource::Embedding(MatrixId(cursor.id(word, &word.text, 'm')?))
+        }
+        other => return cursor.error(word.column, format!("there is no slot source `{other}`")),
+    })
+}
+
+/// Slots by place, as many as there are.
+fn accesses(cursor: &mut Cursor<'_>, places: &mut [Option<Access>]) -> Result<(), ParseError> {
+    let limit = places.len();
+    let mut used = 0;
+    while let Some(text) = cursor.peek().filter(|text| *text == "_" || is_slot(text)) {
+        let word = cursor.next("a slot")?;
+        let Some(place) = places.get_mut(used) else {
+            return cursor.error(word.column, format!("more than {limit} slots"));
+        };
+        used += 1;
+        if text == "_" {
+            continue;
+        }
+        let (slot, generation) = text.split_once('#').unwrap_or((text, "0"));
+        let slot = SlotId(cursor.id(word, slot, 's')?);
+        *place =
+            Some(Access { slot, generation: cursor.parsed(word, generation, "a generation")? });
+    }
+    Ok(())
+}
+
+fn is_slot(text: &str) -> bool {
+    text.strip_prefix('s').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+}

@@ -1,0 +1,190 @@
+//! Prints the text form.
+
+use std::fmt::Write as _;
+
+use abi::{Epilogue, Field, Prologue, StructLayout, WireType};
+
+use crate::program::{Access, Matrix, Program, RowMap, Slot, SlotSource, Task};
+
+use super::{FORMAT_VERSION, param_fields};
+
+/// The program as text. Loses nothing: [`parse`](super::parse) gives the same program back.
+#[must_use]
+pub fn print(program: &Program) -> String {
+    let structs = abi::structs();
+    let mut out = String::new();
+    header(&mut out, program);
+    for (index, matrix) in program.matrices.iter().enumerate() {
+        print_matrix(&mut out, index, matrix);
+    }
+    for (index, slot) in program.slots.iter().enumerate() {
+        print_slot(&mut out, index, slot);
+    }
+    for (index, worker) in program.workers.iter().enumerate() {
+        let _ = writeln!(out, "worker w{index}");
+        for load in &worker.loads {
+            let _ = writeln!(out, "  load {} {}+{}", load.matrix, load.unit0, load.units);
+        }
+        for task in &worker.tasks {
+            print_task(&mut out, task, &structs);
+        }
+    }
+    out
+}
+
+/// A string literal of the text form.
+fn quote(text: &str) -> String {
+    let mut out = String::from("\"");
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => out.extend(['\\', c]),
+            '\n' => out += "\\n",
+            c if c.is_control() => {
+                let _ = write!(out, "\\u{{{:x}}}", c as u32);
+            }
+            c => out.push(c),
+        }
+    }
+    out + "\""
+}
+
+fn header(out: &mut String, program: &Program) {
+    let (d, p) = (&program.dims, &program.pipeline);
+    let _ = writeln!(out, "amk {FORMAT_VERSION}");
+    let _ = writeln!(out, "model {}", quote(&program.model));
+    let _ = writeln!(
+        out,
+        "dims hidden={} heads={} kv_heads={} head_dim={} ffn={} vocab={} layers={} dtype={}",
+        d.hidden,
+        d.heads,
+        d.kv_heads,
+        d.head_dim,
+        d.ffn,
+        d.vocab,
+        d.layers,
+        d.dtype.name()
+    );
+    let _ = writeln!(out, "kv_capacity {}", program.kv_capacity);
+    let _ = writeln!(
+        out,
+        "pipeline stage_units={} stages={} in_flight={} in_flight_near={}",
+        p.stage_units, p.stages, p.in_flight, p.in_flight_near
+    );
+    let _ = writeln!(out, "counters {}", program.counters);
+    let _ = writeln!(out, "arena {}", program.arena_bytes);
+}
+
+fn print_map(out: &mut String, map: &RowMap) {
+    *out += if map.interleaved { " interleaved" } else { " rows" };
+    for (tensor, rows) in &map.parts {
+        let _ = match tensor {
+            Some(tensor) => write!(out, " {tensor}:{rows}"),
+            None => write!(out, " zero:{rows}"),
+        };
+    }
+}
+
+fn print_matrix(out: &mut String, index: usize, matrix: &Matrix) {
+    let _ = write!(
+        out,
+        "matrix m{index} {} cols={} dtype={}",
+        quote(&matrix.name),
+        matrix.cols,
+        matrix.dtype.name()
+    );
+    print_map(out, &matrix.map);
+    out.push('\n');
+}
+
+fn print_slot(out: &mut String, index: usize, slot: &Slot) {
+    let _ = write!(
+        out,
+        "slot s{index} {} {} words={}",
+        quote(&slot.name),
+        slot.kind.name(),
+        slot.words
+    );
+    if slot.offset != 0 || slot.arena_bytes() > 0 {
+        let _ = write!(out, " offset={}", slot.offset);
+    }
+    match &slot.source {
+        SlotSource::Scratch => {}
+        SlotSource::Vector(map) => print_map(out, map),
+        SlotSource::InvFreq => *out += " inv_freq",
+        SlotSource::KvCache { layer } => {
+            let _ = write!(out, " cache {layer}");
+        }
+        SlotSource::Embedding(matrix) => {
+            let _ = write!(out, " embedding {matrix}");
+        }
+    }
+    out.push('\n');
+}
+
+fn print_task(out: &mut String, task: &Task, structs: &[StructLayout]) {
+    let _ = write!(out, "  {} layer={}", task.opcode.info().name, task.layer);
+    for field in param_fields(task.opcode, structs) {
+        print_param(out, field, &task.params);
+    }
+    print_accesses(out, " reads", &task.reads);
+    print_accesses(out, " ->", &task.writes);
+    if !task.waits.is_empty() {
+        *out += " waits";
+        for wait in &task.waits {
+            let _ = write!(out, " {}>={}", wait.counter, wait.count);
+        }
+    }
+    if let Some(counter) = task.signal {
+        let _ = write!(out, " signal {counter}");
+    }
+    out.push('\n');
+}
+
+fn print_param(out: &mut String, field: &Field, params: &[u32; 16]) {
+    let first = field.offset / 4;
+    let words = &params[first..first + field.len.unwrap_or(1)];
+    if words.iter().all(|&word| word == 0) {
+        return;
+    }
+    if field.len.is_some() {
+        let list: Vec<String> = words.iter().map(u32::to_string).collect();
+        let _ = write!(out, " {}={}", field.name, list.join(","));
+        return;
+    }
+    let word = words[0];
+    let name = match field.name {
+        "prologue" => Prologue::new(word).map(|v| v.name().to_owned()),
+        "epilogue" => Epilogue::new(word).map(|v| v.name().to_owned()),
+        "matrix" => Some(format!("m{word}")),
+        _ => None,
+    };
+    let value = name
+        .unwrap_or_else(|| if field.ty == WireType::F32 { float(word) } else { word.to_string() });
+    let _ = write!(out, " {}={value}", field.name);
+}
+
+/// The shortest decimal with these bits, or the bits themselves.
+fn float(bits: u32) -> String {
+    let value = f32::from_bits(bits);
+    let text = format!("{value:?}");
+    if value.is_finite() && text.parse::<f32>().is_ok_and(|back| back.to_bits() == bits) {
+        text
+    } else {
+        format!("{bits:#x}")
+    }
+}
+
+fn print_accesses(out: &mut String, word: &str, accesses: &[Option<Access>]) {
+    let used = accesses.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
+    if used == 0 {
+        return;
+    }
+    *out += word;
+    for access in &accesses[..used] {
+        let _ = match access {
+            None => write!(out, " _"),
+            Some(Access { slot, generation: 0 }) => write!(out, " {slot}"),
+            Some(Access { slot, generation }) => write!(out, " {slot}#{generation}"),
+        };
+    }
+}

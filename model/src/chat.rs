@@ -248,9 +248,10 @@ impl io::Write for Limited {
 
 /// The engine's message in one line, with the error beneath it.
 fn reason(error: &Error) -> String {
-    let mut text = match error.kind() {
-        ErrorKind::OutOfFuel => format!("it ran longer than {FUEL} steps and was stopped"),
-        _ => error.to_string(),
+    let mut text = if error.kind() == ErrorKind::OutOfFuel {
+        format!("it ran longer than {FUEL} steps and was stopped")
+    } else {
+        error.to_string()
     };
     let mut source = std::error::Error::source(error);
     while let Some(inner) = source {

@@ -60,9 +60,12 @@ pub(crate) fn export_in_shards(
     copy_companions(model, inside)?;
     write_weights(model, inside, shard_bytes)?;
     sync(inside)?;
-    std::fs::rename(inside, dir).map_err(|e| match e.kind() {
-        io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::AlreadyExists => occupied(dir),
-        _ => ModelError::io("rename the finished folder to", dir, e),
+    std::fs::rename(inside, dir).map_err(|e| {
+        if e.kind() == io::ErrorKind::DirectoryNotEmpty {
+            occupied(dir)
+        } else {
+            ModelError::io("rename the finished folder to", dir, e)
+        }
     })?;
     // The folder has its final name, so there is nothing left to clean up.
     let _ = temporary.keep();
@@ -308,5 +311,32 @@ fn bytes(model: &Model, id: TensorId) -> Cow<'_, [u8]> {
         // Made anew: a preset that is only exported then never lies in memory as a whole.
         Origin::Random { seed } => Cow::Owned(random::tensor(&model.graph, id, seed)),
         Origin::Folder(_) => Cow::Borrowed(model.weights.bytes(id)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::import;
+    use crate::preset::preset;
+
+    #[test]
+    fn shards_import_as_the_same_model() {
+        let parent = tempfile::tempdir().expect("a folder");
+        let toy = preset("toy-2l").expect("toy-2l");
+        for (shard_bytes, files) in [(60_000, 4), (1, 21), (1 << 40, 1)] {
+            let dir = parent.path().join(shard_bytes.to_string());
+            export_in_shards(&toy, &dir, shard_bytes).expect("an export");
+            let found = std::fs::read_dir(&dir).expect("a folder").filter(|entry| {
+                let name = entry.as_ref().expect("an entry").file_name();
+                name.to_string_lossy().ends_with(".safetensors")
+            });
+            assert_eq!(found.count(), files, "{shard_bytes}");
+            let back = import(&dir).expect("an import");
+            for i in 0..toy.graph.tensors.len() {
+                let id = TensorId(i as u32);
+                assert_eq!(back.weights.bytes(id), toy.weights.bytes(id));
+            }
+        }
     }
 }

@@ -169,3 +169,28 @@ fn mix(mut x: u64) -> u64 {
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shape::Shape;
+
+    #[test]
+    fn any_number_of_threads_gives_the_same_bytes() {
+        for dtype in [DType::F32, DType::F16, DType::Bf16] {
+            // An odd vocabulary of odd rows, so that parts do not divide evenly.
+            let graph = Shape { vocab: 8191, hidden: 72, dtype, ..Shape::default() }.graph();
+            let recipe = Recipe::of(&graph, graph.embed);
+            let one = recipe.make(3, &|| 1);
+            for threads in [2, 3, 7, 16, 64] {
+                assert!(recipe.make(3, &|| threads) == one, "{threads} threads, {dtype:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn sums_are_of_the_bytes() {
+        assert_eq!(byte_sums(0xff01_0203_0405_0607), [22, 261]);
+        assert_eq!(byte_sums(u64::MAX), [1020, 1020]);
+    }
+}

@@ -225,7 +225,7 @@ fn matched(
         places.push(Place { file, offset: entry.offset, bytes: entry.bytes });
     }
     let mut extra: Vec<String> = found.into_keys().collect();
-    extra.retain(|name| !is_buffer(name) && !(tied && name == "lm_head.weight"));
+    extra.retain(|name| !(is_buffer(name) || (tied && name == "lm_head.weight")));
     extra.sort_unstable();
     let reason = "is not part of the model that config.json describes";
     problems.extend(extra.into_iter().map(|name| Problem::new(name, reason)));

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use serde::de::IgnoredAny;
+
 use crate::chat::{Chat, Template};
 use crate::error::{ModelError, quoted};
 use crate::files;
@@ -43,7 +45,7 @@ impl Tokenizer {
                 "does not exist; text needs the model's tokenizer",
             ));
         };
-        let mut inner = tokenizers::Tokenizer::from_bytes(bytes)
+        let mut inner = parse(&bytes)
             .map_err(|e| ModelError::file(&path, format!("is not a tokenizer: {e}")))?;
         let beyond = inner
             .get_vocab(true)
@@ -139,6 +141,16 @@ impl TextStream<'_> {
         )
         .map_err(|e| failed(&e))
     }
+}
+
+/// Reads `tokenizer.json`.
+fn parse(bytes: &[u8]) -> Result<tokenizers::Tokenizer, String> {
+    // The library panics where parts of it read JSON that is cut short, so the syntax is checked first.
+    serde_json::from_slice::<IgnoredAny>(bytes).map_err(|e| e.to_string())?;
+    // It also indexes its own tables by numbers from the file; a panic there is the file's fault and no more than an error.
+    let read = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(bytes));
+    let read = read.map_err(|_| "its tables contradict each other".to_owned())?;
+    read.map_err(|e| e.to_string())
 }
 
 fn failed(error: &tokenizers::Error) -> ModelError {

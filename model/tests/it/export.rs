@@ -1,1 +1,127 @@
-//! t
+//! What is exported imports as the same model, and appears complete or not at all.
+
+use std::fs;
+
+use ir::{DType, TensorId};
+use model::{Family, Model, Rope, Scaling, Shape, Window, export, import, preset};
+
+use crate::folder::{GOLDEN, golden};
+
+/// Exports, imports, and compares everything but the name.
+fn round_trip(model: &Model) {
+    let parent = tempfile::tempdir().expect("a folder");
+    let dir = parent.path().join("nested/model");
+    export(model, &dir).expect("an export");
+    let mut back = import(&dir).expect("an import");
+    back.graph.name.clone_from(&model.graph.name);
+    assert_eq!(back.graph, model.graph);
+    for i in 0..model.graph.tensors.len() {
+        let id = TensorId(i as u32);
+        assert_eq!(
+            back.weights.bytes(id),
+            model.weights.bytes(id),
+            "{}",
+            model.graph.tensor(id).name
+        );
+    }
+    let file = fs::read(dir.join("model.safetensors")).expect("the checkpoint");
+    let reference = safetensors::SafeTensors::deserialize(&file).expect("a checkpoint");
+    assert_eq!(reference.len(), model.graph.tensors.len());
+    let left: Vec<_> = fs::read_dir(dir.parent().expect("a parent")).expect("a folder").collect();
+    assert_eq!(left.len(), 1, "a temporary folder stayed");
+}
+
+#[test]
+fn golden_models() {
+    for name in GOLDEN {
+        round_trip(&import(&golden(name)).expect(name));
+    }
+}
+
+#[test]
+fn presets() {
+    round_trip(&preset("toy").expect("toy"));
+    round_trip(&preset("toy-2l").expect("toy-2l"));
+}
+
+#[test]
+fn every_option() {
+    let shape =
+        |family| Shape { family, layers: 2, eos: vec![3], bos: Some(1), ..Shape::default() };
+    let llama3 = Scaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 512 };
+    let mixed = Window::Layers { window: 8, sliding: vec![true, false] };
+    let shapes = [
+        Shape { attention_bias: true, mlp_bias: true, tied: true, ..shape(Family::Llama) },
+        Shape {
+            rope: Rope { theta: 5e5, scaling: llama3 },
+            eos: vec![2, 9],
+            ..shape(Family::Llama)
+        },
+        Shape {
+            rope: Rope { theta: 1e4, scaling: Scaling::Linear { factor: 2.5 } },
+            ..shape(Family::Llama)
+        },
+        Shape {
+            window: Window::All(32),
+            dtype: DType::F16,
+            norm_eps: 1e-6,
+            ..shape(Family::Mistral)
+        },
+        Shape { window: mixed.clone(), ..shape(Family::Qwen2) },
+        Shape { window: mixed, attention_bias: true, head_dim: 32, ..shape(Family::Qwen3) },
+        Shape { window: Window::All(32), dtype: DType::F32, ..shape(Family::Qwen3) },
+        Shape { eos: vec![], bos: None, ..shape(Family::Qwen3) },
+    ];
+    for shape in shapes {
+        assert_eq!(shape.problems(), []);
+        round_trip(&Model::random(shape, 11));
+    }
+}
+
+#[test]
+fn the_tokenizer_goes_along() {
+    let parent = tempfile::tempdir().expect("a folder");
+    let dir = parent.path().join("model");
+    export(&import(&golden("llama3-rope-bf16")).expect("a model"), &dir).expect("an export");
+    let tokenizer =
+        import(&dir).expect("a model").tokenizer().expect("no error").expect("a tokenizer");
+    assert!(tokenizer.has_chat_template());
+}
+
+#[test]
+fn an_occupied_target_is_left_alone() {
+    let parent = tempfile::tempdir().expect("a folder");
+    let toy = preset("toy").expect("toy");
+    let occupied = parent.path().join("occupied");
+    fs::create_dir(&occupied).expect("a folder");
+    fs::write(occupied.join("mine"), "x").expect("a file");
+    for target in [&occupied, &occupied.join("mine")] {
+        let error = export(&toy, target).expect_err("a refusal").to_string();
+        assert!(
+            error.ends_with("it exists and is not an empty folder; remove it or give another path"),
+            "{error}"
+        );
+    }
+    assert_eq!(fs::read(occupied.join("mine")).expect("the file"), b"x");
+    let empty = parent.path().join("empty");
+    fs::create_dir(&empty).expect("a folder");
+    export(&toy, &empty).expect("an empty folder is no obstacle");
+    assert!(import(&empty).is_ok());
+    let error = export(&toy, &parent.path().join("..")).expect_err("a refusal").to_string();
+    assert!(error.ends_with("the path must end in the new folder's name"), "{error}");
+    assert_eq!(fs::read_dir(parent.path()).expect("a folder").count(), 2);
+}
+
+#[test]
+fn a_window_that_fits_no_configuration_is_refused() {
+    let parent = tempfile::tempdir().expect("a folder");
+    let shape = Shape { window: Window::All(8), ..Shape::default() };
+    let error = export(&Model::random(shape, 1), &parent.path().join("m"))
+        .expect_err("a refusal")
+        .to_string();
+    assert!(
+        error
+            .ends_with("a llama with a sliding window fits no config.json; use the mistral family")
+    );
+    assert_eq!(fs::read_dir(parent.path()).expect("a folder").count(), 0);
+}

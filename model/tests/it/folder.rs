@@ -68,7 +68,7 @@ impl Copy {
 
     /// What the import says against the copy, without the folder's path.
     pub(crate) fn refusal(&self) -> String {
-        let error = model::import(self.dir()).err().expect("a refusal").to_string();
+        let error = model::import(self.dir()).expect_err("a refusal").to_string();
         error.replace(&format!("{}", self.dir().display()), "DIR")
     }
 }
@@ -86,4 +86,33 @@ pub(crate) fn split(file: &[u8]) -> (Map<String, Value>, Vec<u8>) {
     let length = u64::from_le_bytes(file[..8].try_into().expect("8 bytes")) as usize;
     let header = serde_json::from_slice(&file[8..8 + length]).expect("a header");
     (header, file[8 + length..].to_vec())
+}
+
+/// A copy of a golden model whose tensors are in two shards, every other one in the second.
+pub(crate) fn sharded(name: &str) -> Copy {
+    let copy = Copy::of(name);
+    let (header, data) = split(&copy.read("model.safetensors"));
+    let mut shards = [(Map::new(), Vec::new()), (Map::new(), Vec::new())];
+    let mut places = Map::new();
+    let tensors = header.iter().filter(|(name, _)| *name != "__metadata__");
+    for (i, (name, info)) in tensors.enumerate() {
+        // The final norm is always in the second, because tests speak of it.
+        let which = if name == "model.norm.weight" { 1 } else { i % 2 };
+        let (header, bytes) = &mut shards[which];
+        let at = |i: usize| info["data_offsets"][i].as_u64().expect("an offset") as usize;
+        let start = bytes.len();
+        bytes.extend_from_slice(&data[at(0)..at(1)]);
+        let mut info = info.clone();
+        info["data_offsets"] = serde_json::json!([start, bytes.len()]);
+        header.insert(name.clone(), info);
+        places.insert(name.clone(), serde_json::json!(format!("model-{}.safetensors", which + 1)));
+    }
+    for (i, (header, bytes)) in shards.into_iter().enumerate() {
+        let header = Value::Object(header).to_string();
+        copy.write(&format!("model-{}.safetensors", i + 1), safetensors(&header, &bytes));
+    }
+    let index =
+        serde_json::json!({ "metadata": { "total_size": data.len() }, "weight_map": places });
+    copy.write("model.safetensors.index.json", index.to_string()).remove("model.safetensors");
+    copy
 }

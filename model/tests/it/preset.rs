@@ -1,1 +1,153 @@
-//! t
+//! Presets: published shapes, and weights that depend on nothing but seed, name and index.
+
+use ir::{DType, TensorId, decode};
+use model::{Family, Model, Origin, PRESETS, Shape, Window, preset};
+
+/// Parameters of the published models, in the table's order; the toys' are sums by hand.
+const PARAMETERS: [(&str, usize); 9] = [
+    ("toy", 69_824),
+    ("toy-2l", 106_816),
+    ("smollm2-135m", 134_515_008),
+    ("qwen3-0.6b", 596_049_920),
+    ("llama-3.2-1b", 1_235_814_400),
+    ("qwen3-1.7b", 1_720_574_976),
+    ("qwen3-4b", 4_022_468_096),
+    ("llama-3.1-8b", 8_030_261_248),
+    ("qwen3-8b", 8_190_735_360),
+];
+
+fn values(model: &Model, name: &str) -> Vec<f32> {
+    let i = model.graph.tensors.iter().position(|t| t.name == name).expect(name);
+    let tensor = &model.graph.tensors[i];
+    let mut out = vec![0.0; tensor.len()];
+    decode(tensor.dtype, model.weights.bytes(TensorId(i as u32)), &mut out);
+    out
+}
+
+fn moments(values: &[f32]) -> (f64, f64) {
+    let n = values.len() as f64;
+    let mean = values.iter().map(|&v| f64::from(v)).sum::<f64>() / n;
+    let variance = values.iter().map(|&v| (f64::from(v) - mean).powi(2)).sum::<f64>() / n;
+    (mean, variance.sqrt())
+}
+
+#[test]
+fn presets_have_the_published_sizes_and_cost_nothing_until_read() {
+    assert_eq!(PRESETS.len(), PARAMETERS.len());
+    for (entry, (name, parameters)) in PRESETS.iter().zip(PARAMETERS) {
+        assert_eq!(entry.name, name);
+        assert!(!entry.about.is_empty());
+        assert_eq!(entry.shape().problems(), [], "{name}");
+        let model = preset(name).expect(name);
+        assert_eq!(
+            model.graph.tensors.iter().map(|t| t.len()).sum::<usize>(),
+            parameters,
+            "{name}"
+        );
+        assert_eq!((model.graph.dtype, &model.graph.name[..]), (DType::Bf16, name));
+        assert!(matches!(model.origin, Origin::Random { .. }) && model.folder().is_none());
+    }
+    assert!(preset("toy-3l").is_none());
+    assert_eq!(model::load("toy").expect("toy").graph, preset("toy").expect("toy").graph);
+}
+
+#[test]
+fn values_follow_their_law() {
+    let model = preset("smollm2-135m").expect("a preset");
+    for (name, deviation) in [
+        ("model.layers.3.mlp.gate_proj.weight", 1.0 / 576_f64.sqrt()),
+        ("model.layers.3.mlp.down_proj.weight", 1.0 / 1536_f64.sqrt()),
+        ("model.embed_tokens.weight", 1.0 / 576_f64.sqrt()),
+    ] {
+        let (mean, std) = moments(&values(&model, name));
+        assert!(mean.abs() < 0.01 * deviation, "{name}: mean {mean}");
+        assert!((std / deviation - 1.0).abs() < 0.01, "{name}: deviation {std} for {deviation}");
+    }
+    let norm = values(&model, "model.norm.weight");
+    assert!(norm.iter().all(|v| (0.5..=1.5).contains(v)));
+    let (mean, std) = moments(&norm);
+    assert!((mean - 1.0).abs() < 0.05 && (std - 12_f64.powf(-0.5)).abs() < 0.02, "{mean} {std}");
+}
+
+#[test]
+fn untied_embeddings_and_biases_follow_theirs() {
+    let shape = Shape { family: Family::Qwen2, vocab: 4096, hidden: 512, ..Shape::default() };
+    let model = Model::random(shape, 7);
+    let (_, std) = moments(&values(&model, "model.embed_tokens.weight"));
+    assert!((std - 1.0).abs() < 0.01, "{std}");
+    let (_, std) = moments(&values(&model, "lm_head.weight"));
+    assert!((std * 512_f64.sqrt() - 1.0).abs() < 0.01, "{std}");
+    let (_, std) = moments(&values(&model, "model.layers.0.self_attn.k_proj.bias"));
+    assert!((0.06..0.14).contains(&std), "{std}");
+}
+
+#[test]
+fn tensors_and_seeds_differ_and_element_types_agree() {
+    let random = |dtype, seed| Model::random(Shape { dtype, ..Shape::default() }, seed);
+    let (a, b) = (random(DType::F32, 1), random(DType::F32, 2));
+    let name = "model.layers.0.self_attn.k_proj.weight";
+    assert_ne!(values(&a, name), values(&b, name));
+    assert_ne!(values(&a, name), values(&a, "model.layers.0.self_attn.v_proj.weight"));
+    let rounded: Vec<f32> =
+        values(&a, name).iter().map(|&v| half::bf16::from_f32(v).to_f32()).collect();
+    assert_eq!(values(&random(DType::Bf16, 1), name), rounded);
+    let rounded: Vec<f32> =
+        values(&a, name).iter().map(|&v| half::f16::from_f32(v).to_f32()).collect();
+    assert_eq!(values(&random(DType::F16, 1), name), rounded);
+}
+
+/// A change here changes every result that was ever measured on a preset.
+#[test]
+fn values_are_pinned() {
+    let model = preset("toy").expect("toy");
+    let first = |name: &str| values(&model, name)[..4].to_vec();
+    assert_eq!(first("model.layers.0.self_attn.q_proj.weight"), PINNED_Q);
+    assert_eq!(first("model.norm.weight"), PINNED_NORM);
+}
+
+const PINNED_Q: [f32; 4] = [0.051513672, -0.171875, -0.28320313, -0.15429688];
+const PINNED_NORM: [f32; 4] = [1.0, 1.046875, 0.9921875, 1.0703125];
+
+#[test]
+fn many_threads_may_ask_for_the_same_tensor_at_once() {
+    let shape = Shape { vocab: 8192, ..Shape::default() };
+    let (model, alone) = (Model::random(shape.clone(), 5), Model::random(shape, 5));
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                for i in 0..model.graph.tensors.len() {
+                    let id = TensorId(i as u32);
+                    assert_eq!(model.weights.bytes(id), alone.weights.bytes(id));
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_shape_of_70b_is_only_numbers() {
+    let shape = Shape {
+        hidden: 8192,
+        layers: 80,
+        heads: 64,
+        kv_heads: 8,
+        head_dim: 128,
+        ffn: 28_672,
+        vocab: 128_256,
+        ..Shape::default()
+    };
+    assert_eq!(shape.problems(), []);
+    let graph = shape.graph();
+    assert_eq!(graph.layers.len(), 80);
+    assert_eq!(graph.weight_bytes(), 2 * 70_553_706_496);
+    assert_eq!((graph.attn_scale, graph.tensors.len()), (0.088_388_346, 3 + 80 * 9));
+}
+
+#[test]
+fn windows_reach_the_graph() {
+    let window = Window::Layers { window: 8, sliding: vec![true, false] };
+    let graph = Shape { layers: 2, window, ..Shape::default() }.graph();
+    assert_eq!(graph.layers.iter().map(|l| l.window).collect::<Vec<_>>(), [Some(8), None]);
+    let problems = Shape { layers: 3, window: Window::All(0), ..Shape::default() }.problems();
+    assert_eq!(problems[0].to_string(), "\"sliding_window\" is 0; use null for full attention");
+}

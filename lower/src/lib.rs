@@ -1,1 +1,123 @@
-//! lower
+//! Lowers a valid schedule to a verified program, and predicts how long the program takes.
+//!
+//! **Passes**, each a function of what the ones before it found:
+//!
+//! | pass | finds | holds afterwards |
+//! |---|---|---|
+//! | `matrix` | the packed matrices | they depend on the graph alone |
+//! | `phase` | the phases of a step | each phase reads the output of the one before it |
+//! | `assign` | who does what | every item of every phase is dealt once, a worker's share is one range |
+//! | `emit::counters` | the counters | one per phase that hands over by counter; arrivals are its tasks |
+//! | `slots` | the slots | one scratch slot per phase, written once per step |
+//! | `pages` | arena offsets, generations | slots that share bytes take turns |
+//! | `emit` | tasks and load streams | a worker's loads are its tasks' units, in order |
+//! | `ir::program::verify` | the proof | the program gives one result in every order |
+//!
+//! **Promises.** Pure and deterministic: the same schedule, graph, target and options give the same program, byte for byte. A
+//! schedule that `validate` accepted for this graph and target lowers, unless a limit of the ABI says no; that the result does not
+//! verify is our bug and is reported as such.
+
+mod assign;
+mod cost;
+mod emit;
+mod error;
+mod matrix;
+mod pages;
+mod phase;
+mod slots;
+
+use ir::program::{Access, Dims, Pipeline, Program, Verified};
+use ir::schedule::{Valid, validate};
+use ir::{Graph, ScheduleConfig, Target};
+
+pub use cost::{PhaseTime, Prediction, predict};
+pub use error::{Limit, LowerError};
+
+use crate::error::within;
+
+/// What a program needs to know beside schedule, graph and target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Options {
+    /// Tokens of a session's key/value cache.
+    pub kv_capacity: u32,
+}
+
+/// Lowers a schedule to a program that is proven to give one result in every order of execution.
+///
+/// # Errors
+/// [`LowerError`]: a limit of the ABI, a schedule that was validated for something else, or our own bug.
+pub fn lower(
+    config: &Valid<ScheduleConfig>,
+    graph: &Graph,
+    target: &Target,
+    options: Options,
+) -> Result<Verified<Program>, LowerError> {
+    let program = build(config, graph, target, options)?;
+    ir::program::verify(program).map_err(LowerError::Internal)
+}
+
+/// The program before it is verified.
+pub(crate) fn build(
+    config: &Valid<ScheduleConfig>,
+    graph: &Graph,
+    target: &Target,
+    options: Options,
+) -> Result<Program, LowerError> {
+    // A `Valid` config does not say for which graph and target.
+    validate(**config, graph, target).map_err(LowerError::NotValidHere)?;
+    within(Limit::KvCapacity, abi::KV_CAPACITY_MAX.into(), options.kv_capacity.into())?;
+    within(Limit::MatrixRows, 1 << 28, matrix::rows_max(graph))?;
+    let config: &ScheduleConfig = config;
+    let matrices = matrix::Matrices::new(graph);
+    let phases = phase::phases(config, graph, &matrices);
+    let shares = assign::assign(&phases, config.sm_assignment, target.sms);
+    let counters = emit::counters(&phases, &shares);
+    let splits = config.tiling.attention.kv_split;
+    let mut slots = slots::slots(graph, &phases, &shares, splits, options.kv_capacity)?;
+    let pages = pages::pages(config.page_allocation, &phases, &slots.scratch, &mut slots.list);
+    let mut outputs = vec![None; phases.len()];
+    for (scratch, &generation) in slots.scratch.iter().zip(&pages.generations) {
+        outputs[scratch.written] = Some(Access { slot: scratch.slot, generation });
+    }
+    let plan = emit::Plan {
+        config,
+        graph,
+        matrices: &matrices,
+        phases: &phases,
+        shares: &shares,
+        counters: &counters,
+        slots: &slots,
+        outputs,
+    };
+    let mut workers = plan.emit(target.sms as usize);
+    let phase_counters = counters.iter().flatten().count() as u32;
+    let counters = emit::occupy_idle(&mut workers, graph.layers.len() as u32, phase_counters);
+    within(Limit::Counters, abi::COUNTERS_MAX.into(), counters.into())?;
+    let program = Program {
+        model: graph.name.clone(),
+        dims: Dims::from(graph),
+        kv_capacity: options.kv_capacity,
+        pipeline: pipeline(config),
+        matrices: matrices.list,
+        slots: slots.list,
+        counters,
+        arena_bytes: pages.arena_bytes,
+        workers,
+    };
+    within(Limit::Tasks, abi::TASKS_MAX.into(), program.task_len() as u64)?;
+    Ok(program)
+}
+
+/// The ring in units and stages. `validate` has refused whatever does not divide.
+fn pipeline(config: &ScheduleConfig) -> Pipeline {
+    let knobs = config.pipeline;
+    Pipeline {
+        stage_units: knobs.stage_bytes / abi::UNIT_BYTES,
+        stages: knobs.stages,
+        in_flight: knobs.in_flight_bytes / knobs.stage_bytes,
+        in_flight_near: knobs.in_flight_near_bytes / knobs.stage_bytes,
+    }
+}
+
+#[cfg(test)]
+mod tests;

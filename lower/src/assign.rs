@@ -1,0 +1,108 @@
+//! Deals the blocks of each phase to the workers.
+//!
+//! A worker's share of a phase is one contiguous range of items, in worker order. Every worker gets `blocks / workers` blocks; the
+//! policy says who gets one more.
+
+use std::ops::Range;
+
+use ir::schedule::SmAssignment;
+
+use crate::phase::Phase;
+
+/// One phase's shares: the range of items of each worker.
+pub(crate) type Shares = Vec<Range<u32>>;
+
+/// Deals every phase, in order.
+pub(crate) fn assign(phases: &[Phase], policy: SmAssignment, workers: u32) -> Vec<Shares> {
+    let mut dealer = Dealer { policy, cursor: 0, bytes: vec![0; workers as usize] };
+    phases.iter().map(|phase| dealer.deal(phase)).collect()
+}
+
+struct Dealer {
+    policy: SmAssignment,
+    /// Where the last remainder stopped.
+    cursor: usize,
+    /// Bytes dealt to each worker so far.
+    bytes: Vec<u64>,
+}
+
+impl Dealer {
+    fn deal(&mut self, phase: &Phase) -> Shares {
+        let workers = self.bytes.len();
+        let blocks = phase.items.div_ceil(phase.block) as usize;
+        let mut counts = vec![(blocks / workers) as u32; workers];
+        for worker in self.extra(blocks % workers) {
+            counts[worker] += 1;
+        }
+        let mut next = 0_u32;
+        let mut shares = Vec::with_capacity(workers);
+        for (worker, count) in counts.into_iter().enumerate() {
+            let start = next;
+            next = next.saturating_add(count * phase.block).min(phase.items);
+            self.bytes[worker] += u64::from(next - start) * phase.item_bytes;
+            shares.push(start..next);
+        }
+        debug_assert_eq!(next, phase.items, "every item is dealt");
+        shares
+    }
+
+    /// The workers that get one block more.
+    fn extra(&mut self, remainder: usize) -> Vec<usize> {
+        let workers = self.bytes.len();
+        match self.policy {
+            SmAssignment::RoundRobin => (0..remainder).collect(),
+            SmAssignment::Carry => {
+                let first = self.cursor;
+                self.cursor = (first + remainder) % workers;
+                (first..first + remainder).map(|worker| worker % workers).collect()
+            }
+            SmAssignment::ByteBalance => {
+                let mut order: Vec<usize> = (0..workers).collect();
+                order.sort_by_key(|&worker| (self.bytes[worker], worker));
+                order.truncate(remainder);
+                order
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::phase::Op;
+
+    fn phase(items: u32, block: u32) -> Phase {
+        let (op, layer, matrix, handoff) = (Op::Down, 0, None, None);
+        Phase { op, layer, matrix, items, block, item_bytes: 10, handoff, joins: true }
+    }
+
+    fn lens(shares: &Shares) -> Vec<u32> {
+        shares.iter().map(|range| range.end - range.start).collect()
+    }
+
+    #[test]
+    fn remainders_go_where_the_policy_says() {
+        let phases = [phase(6, 1), phase(6, 1), phase(9, 2)];
+        let deal = |policy| assign(&phases, policy, 4).iter().map(lens).collect::<Vec<_>>();
+        let round_robin = vec![vec![2, 2, 1, 1], vec![2, 2, 1, 1], vec![4, 2, 2, 1]];
+        assert_eq!(deal(SmAssignment::RoundRobin), round_robin);
+        let carry = vec![vec![2, 2, 1, 1], vec![1, 1, 2, 2], vec![4, 2, 2, 1]];
+        assert_eq!(deal(SmAssignment::Carry), carry);
+        assert_eq!(deal(SmAssignment::ByteBalance), carry);
+    }
+
+    #[test]
+    fn every_item_is_dealt_once_in_worker_order() {
+        for policy in SmAssignment::ALL {
+            for (items, block, workers) in [(1, 8, 132), (1000, 3, 7), (132, 1, 132), (5, 2, 256)] {
+                let shares = &assign(&[phase(items, block)], *policy, workers)[0];
+                let mut next = 0;
+                for share in shares {
+                    assert_eq!(share.start, next);
+                    next = share.end;
+                }
+                assert_eq!((next, shares.len()), (items, workers as usize));
+            }
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! The phases of a step, in order: what each multiplies or attends to, and in what blocks it is dealt.
+
+use abi::UNIT_ROWS;
+use ir::program::Matrix;
+use ir::schedule::{EmbedGrouping, Handoff, MergeGrouping};
+use ir::{Graph, MatrixId, ScheduleConfig};
+
+use crate::matrix::Matrices;
+
+/// Elements of the embedding row that one task copies, at least: four for each thread of a small worker.
+const EMBED_BLOCK: u32 = 512;
+
+/// What a phase does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Op {
+    Embed,
+    Qkv,
+    Attention,
+    Merge,
+    OProj,
+    GateUp,
+    Down,
+    LmHead,
+    Sample,
+}
+
+/// A phase: `items` in blocks of `block`, dealt to the workers.
+#[derive(Clone, Debug)]
+pub(crate) struct Phase {
+    pub(crate) op: Op,
+    /// The layer; the number of layers for what follows the last.
+    pub(crate) layer: u32,
+    /// The matrix that is multiplied.
+    pub(crate) matrix: Option<MatrixId>,
+    /// Tiles of the matrix; elements of the embedding; (head, split) pairs; heads to merge.
+    pub(crate) items: u32,
+    /// Items dealt at once.
+    pub(crate) block: u32,
+    /// Bytes that one item brings to a worker, for balance.
+    pub(crate) item_bytes: u64,
+    /// How the output is handed over. `None` for `sample`, which has no reader.
+    pub(crate) handoff: Option<Handoff>,
+    /// Whether every task of this phase waits for all tasks of the phase before it.
+    pub(crate) joins: bool,
+}
+
+/// All phases of a step.
+pub(crate) fn phases(config: &ScheduleConfig, graph: &Graph, matrices: &Matrices) -> Vec<Phase> {
+    let planner = Planner { config, graph, matrices };
+    let mut list = Vec::new();
+    if config.fusion_grouping.embed == EmbedGrouping::Separate {
+        list.push(planner.embed());
+    }
+    for layer in 0..graph.layers.len() as u32 {
+        list.push(planner.matvec(Op::Qkv, layer));
+        list.push(planner.attention(layer));
+        if config.fusion_grouping.merge == MergeGrouping::Separate {
+            list.push(planner.merge(layer));
+        }
+        list.push(planner.matvec(Op::OProj, layer));
+        list.push(planner.matvec(Op::GateUp, layer));
+        list.push(planner.matvec(Op::Down, layer));
+    }
+    list.push(planner.matvec(Op::LmHead, graph.layers.len() as u32));
+    list.push(Phase { items: 1, ..planner.plain(Op::Sample, graph.layers.len() as u32) });
+    for i in 1..list.len() {
+        // A tagged edge orders the reader after the writers of the words that it reads; only these two read a part.
+        let part = matches!(list[i].op, Op::Attention | Op::Merge);
+        list[i].joins = !part || list[i - 1].handoff == Some(Handoff::Counter);
+    }
+    list
+}
+
+struct Planner<'a> {
+    config: &'a ScheduleConfig,
+    graph: &'a Graph,
+    matrices: &'a Matrices,
+}
+
+impl Planner<'_> {
+    fn plain(&self, op: Op, layer: u32) -> Phase {
+        let sync = &self.config.sync;
+        let handoff = match op {
+            Op::Embed => Some(sync.embed),
+            Op::Qkv => Some(sync.qkv),
+            Op::Attention => Some(sync.attention),
+            Op::Merge => Some(sync.merge),
+            Op::OProj => Some(sync.o_proj),
+            Op::GateUp => Some(sync.gate_up),
+            Op::Down => Some(sync.down),
+            Op::LmHead => Some(sync.lm_head),
+            Op::Sample => None,
+        };
+        Phase { op, layer, matrix: None, items: 0, block: 1, item_bytes: 0, handoff, joins: true }
+    }
+
+    fn embed(&self) -> Phase {
+        let item_bytes = self.graph.dtype.bytes() as u64;
+        Phase { items: self.graph.hidden, block: EMBED_BLOCK, item_bytes, ..self.plain(Op::Embed, 0) }
+    }
+
+    fn attention(&self, layer: u32) -> Phase {
+        let attention = self.config.tiling.attention;
+        // The length of the sequence is not known here: one block of keys stands for it.
+        let key_bytes = 2 * u64::from(self.graph.head_dim) * self.graph.dtype.bytes() as u64;
+        Phase {
+            items: self.graph.kv_heads * attention.kv_split,
+            item_bytes: key_bytes * u64::from(attention.kv_block),
+            ..self.plain(Op::Attention, layer)
+        }
+    }
+
+    fn merge(&self, layer: u32) -> Phase {
+        let splits = u64::from(self.config.tiling.attention.kv_split);
+        let item_bytes = splits * (u64::from(self.graph.head_dim) + 2) * 4;
+        Phase { items: self.graph.heads, item_bytes, ..self.plain(Op::Merge, layer) }
+    }
+
+    fn matvec(&self, op: Op, layer: u32) -> Phase {
+        let (tiling, matrices) = (&self.config.tiling, self.matrices);
+        let (id, rows) = match op {
+            Op::Qkv => (matrices.qkv(layer), tiling.qkv.rows),
+            Op::OProj => (matrices.o_proj(layer), tiling.o_proj.rows),
+            // Rows of h: each is a gate row and an up row.
+            Op::GateUp => (matrices.gate_up(layer), 2 * tiling.gate_up.rows),
+            Op::Down => (matrices.down(layer), tiling.down.rows),
+            Op::LmHead | Op::Embed | Op::Attention | Op::Merge | Op::Sample => {
+                (matrices.lm_head(), tiling.lm_head.rows)
+            }
+        };
+        let matrix: &Matrix = matrices.get(id);
+        Phase {
+            matrix: Some(id),
+            items: matrix.tiles(),
+            block: rows / UNIT_ROWS,
+            item_bytes: u64::from(matrix.units_per_tile()) * u64::from(abi::UNIT_BYTES),
+            ..self.plain(op, layer)
+        }
+    }
+}

@@ -1,0 +1,379 @@
+//! Every schedule of every graph lowers and verifies; every knob does something.
+
+use std::collections::BTreeSet;
+
+use abi::{MatvecParams, Opcode, SlotKind};
+use ir::program::{Program, Verified};
+use ir::schedule::{
+    ActsOn, Consumer, EmbedGrouping, Handoff, MergeGrouping, PageAllocation, SmAssignment, Value,
+    default_config, legal_values,
+};
+use ir::{DType, Graph, Knob, ScheduleConfig, Target};
+use model::{Family, Shape, Window};
+use proptest::prelude::*;
+
+use super::*;
+
+const OPTIONS: Options = Options { kv_capacity: 1024 };
+
+fn target(name: &str) -> Target {
+    Target::by_name(name).expect("in the table")
+}
+
+fn preset(name: &str, layers: u32) -> Graph {
+    let preset = model::PRESETS.iter().find(|preset| preset.name == name).expect("a preset");
+    let shape = preset.shape();
+    Shape { layers: layers.min(shape.layers), ..shape }.graph()
+}
+
+/// Nothing divides anything: vocabulary, widths and MLP are odd, every layer has biases and norms, one layer has a window.
+fn awkward() -> Graph {
+    let shape = Shape {
+        name: "awkward".into(),
+        family: Family::Qwen3,
+        hidden: 84,
+        layers: 3,
+        heads: 6,
+        kv_heads: 3,
+        head_dim: 16,
+        ffn: 100,
+        vocab: 1003,
+        tied: true,
+        attention_bias: true,
+        dtype: DType::F32,
+        window: Window::Layers { window: 40, sliding: vec![false, true, false] },
+        ..Shape::default()
+    };
+    let biased = Shape { family: Family::Llama, mlp_bias: true, ..shape.clone() }.graph();
+    let mut graph = shape.graph();
+    // Qwen 3 norms and Llama's biases in one graph: no family has both, lowering must not care.
+    graph.tensors.extend(biased.tensors);
+    let offset = |id: ir::TensorId| ir::TensorId(id.0 + graph.tensors.len() as u32 / 2);
+    for (layer, other) in graph.layers.iter_mut().zip(&biased.layers) {
+        layer.gate.bias = other.gate.bias.map(offset);
+        layer.down.bias = other.down.bias.map(offset);
+    }
+    graph
+}
+
+fn lowered(config: ScheduleConfig, graph: &Graph, target: &Target) -> Verified<Program> {
+    let config = validate(config, graph, target).unwrap_or_else(|v| panic!("{}: {v}", graph.name));
+    lower(&config, graph, target, OPTIONS).unwrap_or_else(|e| panic!("{}: {e}", graph.name))
+}
+
+#[test]
+fn every_graph_lowers_for_every_target() {
+    let graphs = [
+        preset("toy", 1),
+        preset("toy-2l", 2),
+        preset("smollm2-135m", 2),
+        preset("qwen3-0.6b", 2),
+        preset("llama-3.2-1b", 2),
+        awkward(),
+    ];
+    for graph in &graphs {
+        for target in Target::all() {
+            let program = lowered(default_config(graph, &target), graph, &target);
+            assert_eq!(program.workers.len(), target.sms as usize);
+        }
+    }
+}
+
+#[test]
+fn every_byte_of_every_matrix_is_streamed_once_and_the_order_is_deterministic() {
+    for graph in [preset("llama-3.2-1b", 16), preset("llama-3.1-8b", 2), awkward()] {
+        let program = lowered(default_config(&graph, &target("h200")), &graph, &target("h200"));
+        let again = lowered(default_config(&graph, &target("h200")), &graph, &target("h200"));
+        assert_eq!(program.id(), again.id());
+        let all: u64 = program.matrices.iter().map(ir::program::Matrix::bytes).sum();
+        // The embedding is streamed when it is the head too, looked up otherwise.
+        let looked_up = if graph.tied() { 0 } else { program.matrices[0].bytes() };
+        assert_eq!(program.stream_bytes(), all - looked_up, "{}", graph.name);
+    }
+}
+
+fn tasks<'a>(program: &'a Program, op: Opcode) -> impl Iterator<Item = &'a ir::program::Task> {
+    program.workers.iter().flat_map(|w| &w.tasks).filter(move |task| task.opcode == op)
+}
+
+#[test]
+fn the_default_program_has_the_phases_of_the_contract() {
+    let graph = preset("llama-3.2-1b", 16);
+    let program = lowered(ScheduleConfig::default(), &graph, &target("h200"));
+    assert_eq!(program.counters, 1 + 16 * 6 + 1);
+    assert_eq!(tasks(&program, Opcode::Attention).count(), 16 * 8);
+    assert_eq!(tasks(&program, Opcode::AttentionMerge).count(), 16 * 32);
+    assert_eq!(tasks(&program, Opcode::Sample).count(), 1);
+    let candidates: Vec<u32> = tasks(&program, Opcode::Matvec)
+        .filter(|task| task.layer == 16)
+        .map(|task| task.params::<MatvecParams>().candidate)
+        .collect();
+    assert_eq!(candidates, (0..132).collect::<Vec<_>>());
+    let names: Vec<&str> = program.matrices.iter().map(|m| m.name.as_str()).collect();
+    assert_eq!(names[..3], ["embed", "layers.0.qkv", "layers.0.o"]);
+}
+
+#[test]
+fn fusing_removes_phases() {
+    let graph = preset("llama-3.2-1b", 2);
+    let mut config = ScheduleConfig::default();
+    config.fusion_grouping.embed = EmbedGrouping::Qkv;
+    config.fusion_grouping.merge = MergeGrouping::OProj;
+    let program = lowered(config, &graph, &target("h200"));
+    assert_eq!(program.counters, 2 * 5 + 1);
+    assert_eq!(tasks(&program, Opcode::Embed).count(), 0);
+    assert_eq!(tasks(&program, Opcode::AttentionMerge).count(), 0);
+}
+
+/// Sets every knob that acts on the program and is not about the ring from `pick`.
+fn chosen(graph: &Graph, target: &Target, pick: &[usize]) -> ScheduleConfig {
+    let mut config = default_config(graph, target);
+    for (knob, &pick) in Knob::ALL.iter().zip(pick) {
+        let ring = knob.path().starts_with("pipeline.") || knob.acts_on() == ActsOn::Kernel;
+        let legal = legal_values(*knob, graph, target);
+        if !ring && knob.path() != "tiling.attention.kv_block" {
+            config.set(*knob, legal[pick % legal.len()]).expect("legal values are in the domain");
+        }
+    }
+    // Long sequences have blocks for every split.
+    let blocks = graph.max_positions.div_ceil(config.tiling.attention.kv_split);
+    config.tiling.attention.kv_block = config.tiling.attention.kv_block.min(blocks).max(32);
+    if validate(config, graph, target).is_err() {
+        config.tiling.attention.kv_split = 1;
+    }
+    config
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_combination_of_knobs_verifies(
+        pick in proptest::collection::vec(0_usize..64, Knob::ALL.len()),
+        which in 0_usize..4,
+        gpu in 0_usize..7,
+        layers in 1_u32..5,
+    ) {
+        let graph = match which {
+            0 => preset("toy-2l", layers),
+            1 => awkward(),
+            2 => preset("smollm2-135m", layers),
+            _ => preset("llama-3.2-1b", layers),
+        };
+        let target = &Target::all()[gpu];
+        let config = chosen(&graph, target, &pick);
+        let program = lowered(config, &graph, target);
+        for position in [0, 127, 1000] {
+            let prediction = predict(&program, &config.kernel, target, position);
+            prop_assert!(prediction.latency_us >= prediction.bound_us);
+            prop_assert!(prediction.latency_us.is_finite());
+        }
+    }
+}
+
+/// With every edge tagged, and everything shared that may be shared, over enough layers for buffers to be reused often.
+#[test]
+fn tagged_and_shared_slots_verify_over_many_layers() {
+    let graph = Shape { layers: 24, kv_heads: 4, ..Shape::default() }.graph();
+    for page_allocation in PageAllocation::ALL {
+        for kv_split in [1, 4] {
+            for merge in MergeGrouping::ALL {
+                for tagged in 0..256_u32 {
+                    // All, none, and a third of the rest.
+                    if tagged % 3 != 0 && tagged != 0b1111_1111 {
+                        continue;
+                    }
+                    let mut config = ScheduleConfig { page_allocation: *page_allocation, ..ScheduleConfig::default() };
+                    config.tiling.attention.kv_split = kv_split;
+                    config.fusion_grouping.merge = *merge;
+                    let syncs = Knob::ALL.iter().filter(|knob| knob.path().starts_with("sync."));
+                    for (bit, knob) in syncs.enumerate() {
+                        let handoff = if tagged >> bit & 1 == 1 { Handoff::Tagged } else { Handoff::Counter };
+                        config.set(*knob, Value::Name(handoff.name())).expect("a handoff");
+                    }
+                    let mut small = target("h200");
+                    small.sms = 12;
+                    lowered(config, &graph, &small);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn generations_run_out_gracefully() {
+    let graph = Shape { layers: 600, ..Shape::default() }.graph();
+    let mut small = target("h200");
+    small.sms = 4;
+    for page_allocation in [PageAllocation::Linear, PageAllocation::GraphColor] {
+        let mut config = ScheduleConfig { page_allocation, ..ScheduleConfig::default() };
+        config.sync.down = Handoff::Tagged;
+        config.sync.gate_up = Handoff::Tagged;
+        let program = lowered(config, &graph, &small);
+        let tagged = program.slots.iter().filter(|slot| slot.kind == SlotKind::Tagged);
+        let offsets: BTreeSet<u64> = tagged.map(|slot| slot.offset).collect();
+        assert!(offsets.len() > 2 && offsets.len() < 600, "{} buffers", offsets.len());
+    }
+}
+
+#[test]
+fn sharing_saves_bytes() {
+    let graph = preset("llama-3.2-1b", 16);
+    let bytes = |page_allocation| {
+        let config = ScheduleConfig { page_allocation, ..ScheduleConfig::default() };
+        lowered(config, &graph, &target("h200")).arena_bytes
+    };
+    let [none, linear, color] = [PageAllocation::None, PageAllocation::Linear, PageAllocation::GraphColor].map(bytes);
+    assert!(none > 4 * linear && linear > color, "{none} {linear} {color}");
+}
+
+/// Configs that differ from a base in one knob, and the base, both legal.
+fn variants(knob: Knob, value: Value, graph: &Graph, target: &Target) -> Vec<[ScheduleConfig; 2]> {
+    let base = default_config(graph, target);
+    let mut bases = vec![base];
+    // Caps need rings that hold them, and small stages.
+    let mut deep = base;
+    deep.pipeline.stage_bytes = 8192;
+    deep.pipeline.stages = 16;
+    deep.pipeline.in_flight_bytes = 131_072;
+    bases.push(deep);
+    let mut shallow = base;
+    shallow.pipeline.in_flight_bytes = 32_768;
+    shallow.pipeline.in_flight_near_bytes = 32_768;
+    bases.push(shallow);
+    let mut low = deep;
+    low.pipeline.in_flight_near_bytes = 8192;
+    bases.push(low);
+    bases
+        .into_iter()
+        .filter_map(|before| {
+            let mut after = before;
+            after.set(knob, value).ok()?;
+            let legal = |config| validate(config, graph, target).is_ok();
+            (before != after && legal(before) && legal(after)).then_some([before, after])
+        })
+        .collect()
+}
+
+#[test]
+fn every_value_of_every_knob_changes_the_program_or_the_kernel() {
+    let graphs = [preset("llama-3.2-1b", 1), preset("smollm2-135m", 1), preset("toy", 1)];
+    let target = target("h200");
+    for &knob in Knob::ALL {
+        for value in knob.values().into_iter().filter(|value| *value != knob.default()) {
+            let mut tried = 0;
+            let live = graphs.iter().any(|graph| {
+                variants(knob, value, graph, &target).into_iter().any(|[before, after]| {
+                    tried += 1;
+                    match knob.acts_on() {
+                        ActsOn::Kernel => before.kernel != after.kernel && before.kernel.id() != after.kernel.id(),
+                        ActsOn::Program => {
+                            let id = |config| lowered(config, graph, &target).id();
+                            id(before) != id(after)
+                        }
+                    }
+                })
+            });
+            assert!(live, "{knob} = {value} changes nothing in {tried} pairs");
+        }
+    }
+}
+
+#[test]
+fn kernel_knobs_leave_the_program_alone() {
+    let graph = preset("llama-3.2-1b", 1);
+    let before = default_config(&graph, &target("h200"));
+    let mut after = before;
+    after.kernel.consumer = Consumer::Mma;
+    after.kernel.warps = 16;
+    after.kernel.poll_sleep_ns = 0;
+    let id = |config| lowered(config, &graph, &target("h200")).id();
+    assert_eq!(id(before), id(after));
+}
+
+#[test]
+fn limits_and_foreign_configs_are_refused_with_numbers() {
+    let graph = preset("llama-3.2-1b", 1);
+    let h200 = target("h200");
+    let config = validate(default_config(&graph, &h200), &graph, &h200).expect("legal");
+    for kv_capacity in [0, abi::KV_CAPACITY_MAX + 1] {
+        let error = lower(&config, &graph, &h200, Options { kv_capacity }).expect_err("refused");
+        let max = u64::from(abi::KV_CAPACITY_MAX);
+        let actual = u64::from(kv_capacity);
+        assert_eq!(error, LowerError::LimitExceeded { limit: Limit::KvCapacity, max, actual });
+    }
+    let mut deep = default_config(&graph, &h200);
+    deep.pipeline.stages = 11;
+    let deep = validate(deep, &graph, &h200).expect("fits an h200");
+    let error = lower(&deep, &graph, &target("l40s"), OPTIONS).expect_err("does not fit an l40s");
+    assert!(matches!(error, LowerError::NotValidHere(_)), "{error}");
+}
+
+fn latency(config: ScheduleConfig, graph: &Graph) -> f64 {
+    let program = lowered(config, graph, &target("h200"));
+    predict(&program, &config.kernel, &target("h200"), 127).latency_us
+}
+
+/// What we believe a good schedule for an H200 to be.
+fn tuned() -> ScheduleConfig {
+    let mut config = ScheduleConfig::default();
+    config.kernel.consumer = Consumer::Mma;
+    config.pipeline.stages = 10;
+    config.pipeline.in_flight_bytes = 49_152;
+    config.pipeline.in_flight_near_bytes = 32_768;
+    config.sm_assignment = SmAssignment::ByteBalance;
+    config
+}
+
+#[test]
+fn predictions_rank_as_measurements_did() {
+    let graph = preset("llama-3.2-1b", 16);
+    let base = latency(tuned(), &graph);
+    let with = |change: &dyn Fn(&mut ScheduleConfig)| {
+        let mut config = tuned();
+        change(&mut config);
+        latency(config, &graph)
+    };
+    let deep = with(&|c| {
+        c.pipeline.in_flight_bytes = 131_072;
+        c.pipeline.in_flight_near_bytes = 131_072;
+    });
+    let starved = with(&|c| {
+        c.pipeline.in_flight_bytes = 16_384;
+        c.pipeline.in_flight_near_bytes = 16_384;
+    });
+    let fma = with(&|c| c.kernel.consumer = Consumer::Fma);
+    let shallow = with(&|c| {
+        c.pipeline.stages = 4;
+    });
+    let round_robin = with(&|c| c.sm_assignment = SmAssignment::RoundRobin);
+    let tagged = with(&|c| {
+        c.sync.o_proj = Handoff::Tagged;
+        c.sync.down = Handoff::Tagged;
+    });
+    println!("base {base:.0} deep {deep:.0} starved {starved:.0} fma {fma:.0} shallow {shallow:.0} rr {round_robin:.0} tagged {tagged:.0}");
+    assert!(deep > base, "more in flight than needed is slower: {deep} {base}");
+    assert!(starved > base, "{starved} {base}");
+    assert!(fma > base, "{fma} {base}");
+    assert!(shallow > base, "{shallow} {base}");
+    assert!(round_robin > base, "{round_robin} {base}");
+    assert!(tagged < base, "{tagged} {base}");
+    assert!((529.0..2000.0).contains(&base), "{base}");
+}
+
+#[test]
+fn predictions_add_up_and_know_the_position() {
+    let graph = preset("llama-3.2-1b", 16);
+    let program = lowered(tuned(), &graph, &target("h200"));
+    let at = |position| predict(&program, &tuned().kernel, &target("h200"), position);
+    let (near, far) = (at(127), at(1000));
+    let sum: f64 = near.phases.iter().map(|phase| phase.us).sum();
+    assert!((sum - near.latency_us).abs() < 0.01 * near.latency_us, "{sum} {}", near.latency_us);
+    assert!(far.latency_us > near.latency_us && far.kv_bytes > near.kv_bytes);
+    assert_eq!(near.stream_bytes, program.stream_bytes());
+    assert_eq!(near.kv_bytes, program.kv_bytes(127));
+    let streamed: u64 = near.phases.iter().map(|phase| phase.stream_bytes).sum();
+    assert_eq!(streamed, near.stream_bytes);
+    assert!(near.handoffs >= 81, "{}", near.handoffs);
+    assert!((near.bound_us - 529.0).abs() < 5.0, "{}", near.bound_us);
+}

@@ -34,12 +34,12 @@ pub fn begin(gate: &Gate<'_>, device: Option<&dyn Device>, config: &ScheduleConf
 pub fn refuse(verdict: &mut Verdict, dropped: &Dropped) {
     let gate = match dropped {
         Dropped::Rejected(violations) => {
-            let all = violations.iter().filter_map(|v| serde_json::to_value(v).ok());
+            let all = violations.list().iter().filter_map(|v| serde_json::to_value(v).ok());
             verdict.violations = all.collect();
             "validate"
         }
         Dropped::Unloadable(_) => "lower",
-        Dropped::Broken(_) => "reference",
+        Dropped::Unrunnable(_) | Dropped::Halted(_) | Dropped::Sampled { .. } => "reference",
         Dropped::Disagreed { by, .. } => by,
         Dropped::Failed(_) => "device",
         Dropped::BelowFloor(_) => "floor",
@@ -204,9 +204,8 @@ pub fn race(
         return Err(Dropped::Failed(DeviceError::Unavailable { reason }));
     };
     let contenders = [Contender::new(handles[0], first), Contender::new(handles[1], second)];
-    let samples = gate
-        .time(device, contenders, timing.rounds, timing.warmup)
-        .map_err(Dropped::Failed)?;
+    let samples =
+        gate.time(device, contenders, timing.rounds, timing.warmup).map_err(Dropped::Failed)?;
     gate.timed(candidate.reference, &samples)?;
     Ok(samples)
 }

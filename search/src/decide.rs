@@ -34,7 +34,11 @@ pub fn decide_measured(gain: Interval, noise_floor: f64, min_gain: f64) -> Decis
 /// Decides on two predictions, which have no noise.
 #[must_use]
 pub fn decide_predicted(incumbent: &Predicted, candidate: &Predicted, min_gain: f64) -> Decision {
-    if predicted_gain(incumbent, candidate) > min_gain { Decision::Kept } else { Decision::Reverted }
+    if predicted_gain(incumbent, candidate) > min_gain {
+        Decision::Kept
+    } else {
+        Decision::Reverted
+    }
 }
 
 /// The share of its predicted time that the candidate saves over the incumbent.

@@ -4,9 +4,8 @@
 //! asks for a program again before each use; a device that still has it answers at once, one that was restarted after a
 //! fault loads it anew. No method may take the candidate's word for a time: the implementation owns the clock.
 
-use ir::program::Program;
+use ir::program::{Program, Verified};
 use ir::schedule::KernelConfig;
-use ir::Verified;
 use reference_vm::compare::{Agreement, Device as OnDevice};
 use serde::{Deserialize, Serialize};
 

@@ -5,14 +5,17 @@
 
 use std::collections::BTreeMap;
 
-use ir::program::Program;
+use ir::program::{Program, Verified};
 use ir::schedule::{KernelConfig, ScheduleConfig};
-use ir::{Graph, Target, Valid, Verified, Violations, Weights};
+use ir::{Graph, Target, Valid, Violations, Weights};
 use lower::LowerError;
 use rand::RngExt;
-use reference_vm::compare::{Agreement, Device as OnDevice, Disagreement, Reference, Tolerance};
+use reference_vm::compare::{
+    Agreement, Device as OnDevice, Disagreement, Reference, Tolerance, What, compare,
+};
 use reference_vm::eval::{EvalError, Evaluator, Logits};
-use reference_vm::{Machine, MachineError, Order};
+use reference_vm::machine::{Machine, Outputs, Run};
+use reference_vm::{MachineError, Order, argmax};
 
 use crate::device::{Contender, Device, DeviceError, Handle, Samples};
 use crate::measure::{BelowFloor, Predicted};
@@ -37,8 +40,19 @@ pub enum Dropped {
     Rejected(Violations),
     /// The schedule is legal and cannot be lowered.
     Unloadable(LowerError),
-    /// The lowered program breaks a rule, cannot run or runs into a trap on the reference machine.
-    Broken(MachineError),
+    /// The reference machine cannot run the lowered program.
+    Unrunnable(MachineError),
+    /// The program trapped, got stuck or used up its fuel on the reference machine.
+    Halted(Run),
+    /// The program chose another token than its own logits say.
+    Sampled {
+        /// The position.
+        position: usize,
+        /// The token chosen.
+        got: u32,
+        /// The most likely one.
+        want: u32,
+    },
     /// Values differ from the evaluated graph's.
     Disagreed {
         /// `reference`, `device` or `timed`.
@@ -56,15 +70,33 @@ impl std::fmt::Display for Dropped {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Rejected(violations) => {
-                let all: Vec<String> = violations.iter().map(ToString::to_string).collect();
+                let all: Vec<String> = violations.list().iter().map(ToString::to_string).collect();
                 f.write_str(&all.join(" | "))
             }
             Self::Unloadable(error) => write!(f, "{error}"),
-            Self::Broken(error) => write!(f, "on the reference machine: {error}"),
+            Self::Unrunnable(error) => write!(f, "the reference machine cannot run it: {error}"),
+            Self::Halted(run) => halted(f, run),
+            Self::Sampled { position, got, want } => write!(
+                f,
+                "token {got} was chosen at position {position} where the logits say {want}"
+            ),
             Self::Disagreed { by, at } => write!(f, "{by} disagrees with the graph: {at}"),
             Self::Failed(error) => write!(f, "{error}"),
             Self::BelowFloor(error) => write!(f, "{error}"),
         }
+    }
+}
+
+fn halted(f: &mut std::fmt::Formatter<'_>, run: &Run) -> std::fmt::Result {
+    f.write_str("on the reference machine: ")?;
+    match run {
+        Run::Finished(_) => f.write_str("finished"),
+        Run::Trapped(trap) => write!(f, "{trap}"),
+        Run::OutOfFuel { fired } => write!(f, "still running after {fired} tasks"),
+        Run::Stuck { waiting } => match waiting.first() {
+            Some(first) => write!(f, "stuck, {} workers wait: {first}", waiting.len()),
+            None => f.write_str("stuck"),
+        },
     }
 }
 
@@ -92,6 +124,8 @@ pub struct Expected {
     pub logits: Vec<Vec<f32>>,
     /// Positions that a candidate runs on the reference machine.
     pub reference_positions: usize,
+    /// Keys and values of each layer after that many positions.
+    cache: Vec<(Vec<f32>, Vec<f32>)>,
 }
 
 impl Expected {
@@ -112,12 +146,22 @@ impl Expected {
         let reference_positions =
             affordable.clamp(REFERENCE_POSITIONS_MIN, POSITIONS_MAX).min(room);
         let positions = if on_device { POSITIONS_MAX.min(room) } else { reference_positions };
-        let mut rng = generator(seed, TOKENS_STREAM);
-        let tokens: Vec<u32> = (0..positions).map(|_| rng.random_range(0..graph.vocab)).collect();
+        let tokens = draw_tokens(seed, graph.vocab, positions);
         let mut evaluator = Evaluator::new(graph, weights)?;
-        let logits = evaluator.run(&tokens, Logits::All)?;
-        Ok(Self { tokens, logits, reference_positions })
+        let mut logits = evaluator.run(&tokens[..reference_positions], Logits::All)?;
+        let cache = (0..graph.layers.len())
+            .map(|layer| (evaluator.keys(layer).to_vec(), evaluator.values(layer).to_vec()))
+            .collect();
+        logits.extend(evaluator.run(&tokens[reference_positions..], Logits::All)?);
+        Ok(Self { tokens, logits, reference_positions, cache })
     }
+}
+
+/// Tokens that depend on the seed alone.
+#[must_use]
+pub fn draw_tokens(seed: u64, vocab: u32, count: usize) -> Vec<u32> {
+    let mut rng = generator(seed, TOKENS_STREAM);
+    (0..count).map(|_| rng.random_range(0..vocab.max(1))).collect()
 }
 
 /// Names the kernel build of a kernel config.
@@ -131,6 +175,7 @@ pub struct Gate<'a> {
     options: lower::Options,
     kernel_id: KernelId<'a>,
     expected: Expected,
+    context: Option<u32>,
     agreed: BTreeMap<String, Agreement<Reference>>,
 }
 
@@ -145,7 +190,23 @@ impl<'a> Gate<'a> {
         kernel_id: KernelId<'a>,
         expected: Expected,
     ) -> Self {
-        Self { graph, weights, target, options, kernel_id, expected, agreed: BTreeMap::new() }
+        Self {
+            graph,
+            weights,
+            target,
+            options,
+            kernel_id,
+            expected,
+            context: None,
+            agreed: BTreeMap::new(),
+        }
+    }
+
+    /// Predicts at this many tokens of context instead of those of the gate's tokens.
+    #[must_use]
+    pub fn with_context(mut self, tokens: u32) -> Self {
+        self.context = Some(tokens);
+        self
     }
 
     /// The model.
@@ -171,7 +232,7 @@ impl<'a> Gate<'a> {
     /// # Errors
     /// Every violation.
     pub fn validate(&self, config: &ScheduleConfig) -> Result<Valid<ScheduleConfig>, Dropped> {
-        ir::schedule::validate(config, self.graph, self.target).map_err(Dropped::Rejected)
+        ir::schedule::validate(*config, self.graph, self.target).map_err(Dropped::Rejected)
     }
 
     /// Lowers and verifies.
@@ -179,7 +240,7 @@ impl<'a> Gate<'a> {
     /// # Errors
     /// If it cannot be lowered.
     pub fn lower(&self, config: Valid<ScheduleConfig>) -> Result<Candidate, Dropped> {
-        let program = lower::lower(&config, self.graph, self.target, &self.options)
+        let program = lower::lower(&config, self.graph, self.target, self.options)
             .map_err(Dropped::Unloadable)?;
         Ok(Candidate {
             schedule_id: config.id(),
@@ -200,15 +261,53 @@ impl<'a> Gate<'a> {
         }
         let positions = self.expected.reference_positions;
         let mut machine = Machine::new(&candidate.program, self.graph, self.weights)
-            .map_err(Dropped::Broken)?;
-        let actual = machine
+            .map_err(Dropped::Unrunnable)?;
+        let run = machine
             .run(&self.expected.tokens[..positions], Order::Waves)
-            .map_err(Dropped::Broken)?;
+            .map_err(Dropped::Unrunnable)?;
+        let outputs = match run {
+            Run::Finished(outputs) => outputs,
+            halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+                return Err(Dropped::Halted(halted));
+            }
+        };
+        check_tokens(&outputs)?;
         let expected = &self.expected.logits[..positions];
-        let agreement = reference_vm::compare::compare(expected, &actual, Tolerance::REFERENCE)
+        let mut agreement = compare(expected, &outputs.logits, Tolerance::REFERENCE)
             .map_err(|at| Dropped::Disagreed { by: "reference", at })?;
+        for layer in 0..self.graph.layers.len() {
+            agreement = self.compare_cache(agreement, &machine, layer)?;
+        }
         self.agreed.insert(candidate.program_id.clone(), agreement);
         Ok(agreement)
+    }
+
+    /// Compares a layer's key/value cache after the last position.
+    fn compare_cache(
+        &self,
+        agreement: Agreement<Reference>,
+        machine: &Machine<'_>,
+        layer: usize,
+    ) -> Result<Agreement<Reference>, Dropped> {
+        let width = self.graph.kv_width() as usize;
+        let at = layer as u32;
+        let disagreed = |at| Dropped::Disagreed { by: "reference", at };
+        let (keys, values) = &self.expected.cache[layer];
+        agreement
+            .and_values(
+                What::Keys { layer: at },
+                keys.chunks_exact(width),
+                machine.keys(layer).chunks_exact(width),
+                Tolerance::REFERENCE,
+            )
+            .map_err(disagreed)?
+            .and_values(
+                What::Values { layer: at },
+                values.chunks_exact(width),
+                machine.values(layer).chunks_exact(width),
+                Tolerance::REFERENCE,
+            )
+            .map_err(disagreed)
     }
 
     /// Runs the program on the device, at every position of the inputs.
@@ -254,8 +353,10 @@ impl<'a> Gate<'a> {
         candidate: &Candidate,
         proof: &Agreement<Reference>,
     ) -> Result<Predicted, Dropped> {
-        let cost = lower::predict(&candidate.program, self.target, self.timed_position());
-        Predicted::new(proof, cost.us, cost.bound_us).map_err(Dropped::BelowFloor)
+        let Candidate { program, config, .. } = candidate;
+        let position = self.context.unwrap_or(self.timed_position());
+        let cost = lower::predict(program, &config.kernel, self.target, position);
+        Predicted::new(proof, cost.latency_us, cost.bound_us).map_err(Dropped::BelowFloor)
     }
 
     /// Times two contenders on the gate's tokens; the first half fills the cache, the second is timed.
@@ -279,4 +380,15 @@ impl<'a> Gate<'a> {
     pub fn timed_position(&self) -> u32 {
         (self.expected.tokens.len() * 3 / 4) as u32
     }
+}
+
+/// The tokens that the program chose must be those of its own logits.
+fn check_tokens(outputs: &Outputs) -> Result<(), Dropped> {
+    for (position, (&got, logits)) in outputs.tokens.iter().zip(&outputs.logits).enumerate() {
+        let want = argmax(logits);
+        if got != want {
+            return Err(Dropped::Sampled { position, got, want });
+        }
+    }
+    Ok(())
 }

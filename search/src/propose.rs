@@ -40,15 +40,15 @@ pub fn changes(from: &ScheduleConfig, to: &ScheduleConfig) -> Vec<Change> {
 /// search that was cut off continues with the very proposals that it would have made.
 #[derive(Debug)]
 pub struct Proposer<'a> {
-    knobs: &'a [Knob],
+    space: &'a [(Knob, Vec<Value>)],
     rng: Xoshiro256PlusPlus,
 }
 
 impl<'a> Proposer<'a> {
-    /// The proposer of one trial, which varies these knobs.
+    /// The proposer of one trial, which varies these knobs over these values.
     #[must_use]
-    pub fn new(knobs: &'a [Knob], seed: u64, trial: u64) -> Self {
-        Self { knobs, rng: generator(seed, trial) }
+    pub fn new(space: &'a [(Knob, Vec<Value>)], seed: u64, trial: u64) -> Self {
+        Self { space, rng: generator(seed, trial) }
     }
 
     /// The next draw. It may be illegal, and it may have been tried.
@@ -69,11 +69,11 @@ impl<'a> Proposer<'a> {
     fn explore(&mut self, default: &ScheduleConfig) -> ScheduleConfig {
         let share = self.rng.random_range(0.15..0.75);
         let mut config = *default;
-        for &knob in self.knobs {
+        for (knob, values) in self.space {
             if self.rng.random_bool(share)
-                && let Some(&value) = knob.values().choose(&mut self.rng)
+                && let Some(&value) = values.choose(&mut self.rng)
             {
-                set(&mut config, knob, value);
+                set(&mut config, *knob, value);
             }
         }
         config
@@ -84,16 +84,15 @@ impl<'a> Proposer<'a> {
         let mut config = *incumbent;
         let count = self.rng.random_range(1..=2);
         for _ in 0..count {
-            if let Some(&knob) = self.knobs.choose(&mut self.rng) {
-                let value = self.another(knob, config.get(knob));
-                set(&mut config, knob, value);
+            if let Some((knob, values)) = self.space.choose(&mut self.rng) {
+                let value = self.another(values, config.get(*knob));
+                set(&mut config, *knob, value);
             }
         }
         config
     }
 
-    fn another(&mut self, knob: Knob, current: Value) -> Value {
-        let values = knob.values();
+    fn another(&mut self, values: &[Value], current: Value) -> Value {
         let at = values.iter().position(|&v| v == current).unwrap_or(0);
         let near = self.rng.random_bool(0.5);
         let others: Vec<Value> = values
@@ -131,13 +130,16 @@ pub(crate) fn mixed(seed: u64, trial: u64) -> u64 {
 mod tests {
     use super::*;
 
+    fn whole() -> Vec<(Knob, Vec<Value>)> {
+        Knob::ALL.iter().map(|&knob| (knob, knob.values())).collect()
+    }
+
     #[test]
     fn a_mutation_changes_one_or_two_knobs_and_is_repeatable() {
-        let incumbent = ScheduleConfig::default();
+        let (space, incumbent) = (whole(), ScheduleConfig::default());
         for trial in 0..200 {
-            let draw = || {
-                Proposer::new(Knob::ALL, 7, trial).draw(Origin::Mutate, &incumbent, &incumbent)
-            };
+            let draw =
+                || Proposer::new(&space, 7, trial).draw(Origin::Mutate, &incumbent, &incumbent);
             let config = draw();
             assert_eq!(config, draw());
             assert!((0..=2).contains(&changes(&incumbent, &config).len()));
@@ -146,24 +148,23 @@ mod tests {
 
     #[test]
     fn exploring_reaches_every_value_of_every_knob() {
-        let default = ScheduleConfig::default();
+        let (space, default) = (whole(), ScheduleConfig::default());
         let mut seen = std::collections::BTreeSet::new();
         for trial in 0..2000 {
-            let config =
-                Proposer::new(Knob::ALL, 1, trial).draw(Origin::Explore, &default, &default);
+            let config = Proposer::new(&space, 1, trial).draw(Origin::Explore, &default, &default);
             seen.extend(Knob::ALL.iter().map(|&knob| (knob, config.get(knob))));
         }
-        let all: usize = Knob::ALL.iter().map(|knob| knob.values().len()).sum();
+        let all: usize = space.iter().map(|(_, values)| values.len()).sum();
         assert_eq!(seen.len(), all);
     }
 
     #[test]
     fn only_the_given_knobs_vary() {
         let default = ScheduleConfig::default();
-        let knobs = [Knob::PipelineStages];
+        let space = [(Knob::PipelineStages, Knob::PipelineStages.values())];
         for trial in 0..50 {
             for origin in [Origin::Explore, Origin::Mutate] {
-                let config = Proposer::new(&knobs, 3, trial).draw(origin, &default, &default);
+                let config = Proposer::new(&space, 3, trial).draw(origin, &default, &default);
                 let changed = changes(&default, &config);
                 assert!(changed.iter().all(|change| change.knob == Knob::PipelineStages));
             }

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use ir::schedule::{Knob, ScheduleConfig};
+use ir::schedule::{Knob, ScheduleConfig, Value};
 
 use crate::assess::{self, Assessed, Timing};
 use crate::budget::Budget;
@@ -37,8 +37,8 @@ pub struct Settings {
     pub min_gain: f64,
     /// The neutral default.
     pub default: ScheduleConfig,
-    /// The knobs to vary.
-    pub knobs: Vec<Knob>,
+    /// The knobs to vary, with the values to draw from.
+    pub space: Vec<(Knob, Vec<Value>)>,
     /// How a device is timed.
     pub timing: Timing,
 }
@@ -180,6 +180,22 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
+    /// Checks, after the last trial was absorbed, that the leading schedule still lowers to what the ledger says.
+    ///
+    /// # Errors
+    /// If it does not: the ledger was written by another version, or for another model.
+    pub fn check_absorbed(&self) -> Result<(), SearchError> {
+        let Some(champion) = self.champion() else { return Ok(()) };
+        let foreign = |reason: String| SearchError::Foreign { trial: champion.trial, reason };
+        let lowered = self.gate.validate(&champion.config).and_then(|v| self.gate.lower(v));
+        let candidate = lowered.map_err(|dropped| foreign(dropped.to_string()))?;
+        let now = Some(&candidate.program_id);
+        if now == champion.verdict.program_id.as_ref() {
+            return Ok(());
+        }
+        Err(foreign(format!("its schedule lowers to program {} now", candidate.program_id)))
+    }
+
     /// Does one trial. `elapsed` is the time that the search has taken so far, sessions before a resume included.
     ///
     /// # Errors
@@ -218,18 +234,13 @@ impl<'a> Search<'a> {
     }
 
     /// The next schedule that is legal and lowers to something new; `None` when none is found.
-    fn propose(
-        &self,
-        index: u64,
-        origin: Origin,
-        skipped: &mut Skipped,
-    ) -> Option<ScheduleConfig> {
+    fn propose(&self, index: u64, origin: Origin, skipped: &mut Skipped) -> Option<ScheduleConfig> {
         if origin == Origin::Baseline {
             return Some(self.settings.default);
         }
         let parent = self.parent();
         let default = &self.settings.default;
-        let mut proposer = Proposer::new(&self.settings.knobs, self.settings.seed, index);
+        let mut proposer = Proposer::new(&self.settings.space, self.settings.seed, index);
         let mut drawn = BTreeSet::new();
         let mut lowered = 0;
         for _ in 0..DRAWS_MAX {
@@ -310,6 +321,7 @@ impl<'a> Search<'a> {
             verdict,
             skipped,
             began_s: elapsed.as_secs_f64(),
+            ended_s: elapsed.as_secs_f64(),
         };
         Ok((trial, assessed))
     }
@@ -387,11 +399,7 @@ impl<'a> Search<'a> {
             let why =
                 format!("{:.1} us measured, noise {:.2} %", latency.median_us(), 100.0 * noise);
             let first = self.first(why);
-            return Ok(Judgement {
-                noise_floor: Some(noise),
-                samples_us: samples.rounds,
-                ..first
-            });
+            return Ok(Judgement { noise_floor: Some(noise), samples_us: samples.rounds, ..first });
         };
         let mut samples = assess::race(&self.gate, device, incumbent, assessed, timing)?;
         let mut interval = gain(&samples, seed);

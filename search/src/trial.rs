@@ -106,8 +106,8 @@ impl From<&Dropped> for Outcome {
         match dropped {
             Dropped::Rejected(_) => Self::Rejected,
             Dropped::Unloadable(_) => Self::Unloadable,
-            Dropped::Broken(_) => Self::Broken,
-            Dropped::Disagreed { .. } => Self::Disagreed,
+            Dropped::Unrunnable(_) | Dropped::Halted(_) => Self::Broken,
+            Dropped::Disagreed { .. } | Dropped::Sampled { .. } => Self::Disagreed,
             Dropped::BelowFloor(_) => Self::BelowFloor,
             Dropped::Failed(error) => match error {
                 DeviceError::Compile { .. } => Self::CompileFailed,
@@ -171,6 +171,8 @@ pub struct Trial {
     pub skipped: Skipped,
     /// Seconds of search when the trial began.
     pub began_s: f64,
+    /// Seconds of search when it ended. The caller, who has the clock, sets it.
+    pub ended_s: f64,
 }
 
 /// The champion against the baseline, once more.

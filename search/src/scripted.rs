@@ -1,0 +1,181 @@
+//! A device that does what a script says: the whole search runs in tests without a GPU.
+
+use ir::program::{Program, Verified};
+use ir::schedule::KernelConfig;
+use rand::rngs::Xoshiro256PlusPlus;
+use rand::{RngExt, SeedableRng};
+
+use crate::device::{
+    Contender, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,
+};
+
+/// What a scripted device does with one program.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Behaviour {
+    /// Microseconds a token.
+    pub us: f64,
+    /// Width of the uniform noise on that, as a share.
+    pub noise: f64,
+    /// Fails to load.
+    pub load_error: Option<DeviceError>,
+    /// Fails to run.
+    pub run_error: Option<DeviceError>,
+    /// Fails while it is timed.
+    pub time_error: Option<DeviceError>,
+    /// Answers wrong values.
+    pub wrong: bool,
+    /// Answers wrong values when it is timed, and only then.
+    pub wrong_when_timed: bool,
+}
+
+impl Behaviour {
+    /// A program that works and takes this long.
+    #[must_use]
+    pub fn takes(us: f64) -> Self {
+        Self {
+            us,
+            noise: 0.0,
+            load_error: None,
+            run_error: None,
+            time_error: None,
+            wrong: false,
+            wrong_when_timed: false,
+        }
+    }
+
+    /// The same with noise.
+    #[must_use]
+    pub fn with_noise(self, noise: f64) -> Self {
+        Self { noise, ..self }
+    }
+}
+
+type Script<'a> = Box<dyn Fn(&Program, &KernelConfig) -> Behaviour + 'a>;
+
+/// The device.
+pub struct ScriptedDevice<'a> {
+    script: Script<'a>,
+    expected: Vec<Vec<f32>>,
+    loaded: Vec<(String, KernelConfig, Behaviour)>,
+    rng: Xoshiro256PlusPlus,
+    bandwidth: f64,
+    /// Calls of `run`, for tests that count evaluations.
+    pub runs: usize,
+    /// Calls of `time`.
+    pub timings: usize,
+}
+
+impl<'a> ScriptedDevice<'a> {
+    /// A device whose programs behave as the script says; right answers are the first rows of `expected`.
+    #[must_use]
+    pub fn new(
+        expected: Vec<Vec<f32>>,
+        seed: u64,
+        script: impl Fn(&Program, &KernelConfig) -> Behaviour + 'a,
+    ) -> Self {
+        Self {
+            script: Box::new(script),
+            expected,
+            loaded: Vec::new(),
+            rng: Xoshiro256PlusPlus::seed_from_u64(seed),
+            bandwidth: 1e15,
+            runs: 0,
+            timings: 0,
+        }
+    }
+
+    /// The same device with this bandwidth, which sets the floor.
+    #[must_use]
+    pub fn with_bandwidth(self, bandwidth: f64) -> Self {
+        Self { bandwidth, ..self }
+    }
+
+    fn behaviour(&self, program: Handle) -> Result<Behaviour, DeviceError> {
+        let index = usize::try_from(program.0).unwrap_or(usize::MAX);
+        let found = self.loaded.get(index).map(|(_, _, behaviour)| behaviour.clone());
+        found.ok_or_else(|| DeviceError::Fault { reason: "no such program is loaded".into() })
+    }
+
+    fn sample(&mut self, behaviour: &Behaviour) -> f64 {
+        behaviour.us * (1.0 + behaviour.noise * (self.rng.random::<f64>() - 0.5))
+    }
+}
+
+fn spoil(logits: &mut [f32]) {
+    for value in logits {
+        *value = 1.0 - *value;
+    }
+}
+
+impl Device for ScriptedDevice<'_> {
+    fn describe(&self) -> DeviceInfo {
+        DeviceInfo {
+            name: "scripted".into(),
+            bandwidth: Some(self.bandwidth),
+            cache_bytes: 0,
+            conditions: Vec::new(),
+        }
+    }
+
+    fn prepare(
+        &mut self,
+        program: &Verified<Program>,
+        kernel: &KernelConfig,
+    ) -> Result<Handle, DeviceError> {
+        let id = program.id();
+        let same = |(other, config, _): &(String, KernelConfig, Behaviour)| {
+            *other == id && config == kernel
+        };
+        if let Some(index) = self.loaded.iter().position(same) {
+            return Ok(Handle(index as u64));
+        }
+        let behaviour = (self.script)(program, kernel);
+        if let Some(error) = behaviour.load_error.clone() {
+            return Err(error);
+        }
+        self.loaded.push((id, *kernel, behaviour));
+        Ok(Handle(self.loaded.len() as u64 - 1))
+    }
+
+    fn run(&mut self, program: Handle, tokens: &[u32]) -> Result<Vec<Vec<f32>>, DeviceError> {
+        self.runs += 1;
+        let behaviour = self.behaviour(program)?;
+        if let Some(error) = behaviour.run_error {
+            return Err(error);
+        }
+        let mut rows = self.expected[..tokens.len()].to_vec();
+        if behaviour.wrong {
+            rows.iter_mut().for_each(|row| spoil(row));
+        }
+        Ok(rows)
+    }
+
+    fn time(
+        &mut self,
+        contenders: [Contender<'_>; 2],
+        plan: &Plan<'_>,
+    ) -> Result<Samples, DeviceError> {
+        self.timings += 1;
+        let [first, second] = contenders.map(|contender| self.behaviour(contender.handle()));
+        let sides = [first?, second?];
+        if let Some(error) = sides.iter().find_map(|side| side.time_error.clone()) {
+            return Err(error);
+        }
+        let of = |side: Side| match side {
+            Side::Incumbent => &sides[0],
+            Side::Candidate => &sides[1],
+        };
+        let rounds = (0..plan.rounds).map(|_| ROUND.map(|side| self.sample(of(side)))).collect();
+        let last = &self.expected[plan.tokens.len() - 1];
+        let last_logits = sides.each_ref().map(|side| {
+            let mut logits = last.clone();
+            if side.wrong_when_timed {
+                spoil(&mut logits);
+            }
+            logits
+        });
+        Ok(Samples { rounds, last_logits })
+    }
+
+    fn release(&mut self, _program: Handle) {}
+}

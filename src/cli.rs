@@ -1,0 +1,302 @@
+//! Commands and flags, declared once.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use search::Budget;
+
+/// What `amk` says when it is given nothing to do.
+pub(crate) const FIRST_STEPS: &str = "\
+amk turns a decoder LLM into one persistent CUDA megakernel and searches for its fastest schedule.
+
+  amk doctor                     what this machine can do
+  amk loop --budget 64           search on a preset model; no GPU or download needed
+  amk propose --model toy        the schedule to edit, and every knob with its legal values
+  amk evaluate --model toy --config my.json
+                                 check and judge a schedule of your own
+  amk generate --model DIR --prompt \"Hello\"
+
+`amk COMMAND --help` has examples. Exit codes: 0 yes, 1 a gate said no, 2 usage or unreadable input, 3 capability missing,
+4 integrity, 5 inconclusive, 70 a bug in amk, 130 interrupted.";
+
+const EXIT_CODES: &str = "\
+Exit codes: 0 yes; 1 a gate said no (rejected, disagreed, trapped); 2 usage or unreadable input; 3 capability missing (no GPU, no
+NVRTC); 4 integrity (tampered or corrupt); 5 inconclusive; 70 a bug in amk; 130 interrupted.
+Standard output carries one JSON document with a `schema` id; everything for people goes to standard error.";
+
+/// Turns a decoder LLM into one persistent CUDA megakernel and searches for its fastest schedule.
+#[derive(Debug, Parser)]
+#[command(name = "amk", version, about, after_help = EXIT_CODES, max_term_width = 110)]
+pub(crate) struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub(crate) command: Option<Command>,
+}
+
+/// The verbs.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Says what this machine can do, what is missing and how to get it.
+    #[command(after_help = "Examples:\n  amk doctor\n  amk doctor | jq .checks")]
+    Doctor,
+    /// Prints the schedule to start from and the search space: every knob with its legal values.
+    #[command(after_help = "Examples:\n  amk propose --model toy\n  \
+        amk propose --model llama-3.2-1b --target h100 | jq .search_space\n  \
+        amk propose --model smollm2-135m --ledger runs/x/ledger.jsonl   (its incumbent)")]
+    Propose(ProposeArgs),
+    /// Judges one schedule: validate, lower, verify, compare with the graph, then time or predict.
+    #[command(after_help = "Examples:\n  amk evaluate --model toy\n  \
+        echo '{\"pipeline\":{\"stages\":4}}' | amk evaluate --model toy --config -\n  \
+        amk evaluate --model llama-3.2-1b --config best.json --device cuda\n\n\
+        A config gives any subset of the knobs; the others take their defaults.")]
+    Evaluate(EvaluateArgs),
+    /// Searches: proposes schedules, keeps what is better, reverts what is not.
+    #[command(after_help = "Examples:\n  amk loop --budget 64\n  \
+        amk loop --budget 10m --model llama-3.2-1b --device cuda --out runs/llama\n  \
+        amk loop --resume --out runs/llama\n\n\
+        Every finished trial is on the disk (DIR/ledger.jsonl) before the next begins. Ctrl-C ends the search after the current\n\
+        trial with exit code 130; --resume goes on without repeating a finished trial. A trial is a schedule that lowers to a new\n\
+        program or kernel; illegal and repeated proposals cost none.")]
+    Loop(LoopArgs),
+    /// Continues a prompt, greedily.
+    #[command(
+        after_help = "Examples:\n  amk generate --model DIR --prompt \"The sky is\" --max-new-tokens 40\n  \
+        amk generate --model DIR --prompt \"What is 2 + 2?\" --chat\n  \
+        amk generate --model toy --tokens 1,2,3 --device eval --logits logits.safetensors\n\n\
+        --device cpu runs the lowered program on the reference machine, eval the graph with no schedule, cuda the megakernel.\n\
+        --tokens continues for exactly --max-new-tokens tokens unless --stop is given; --prompt also stops at the model's end tokens."
+    )]
+    Generate(GenerateArgs),
+    /// Measures microseconds a token, beside what else runs here. Without a GPU it predicts, and says so.
+    #[command(
+        after_help = "Examples:\n  amk bench --model llama-3.2-1b --context 128\n  amk bench --model smollm2-135m --device cpu"
+    )]
+    Bench(BenchArgs),
+    /// Lowers a schedule to a program; prints its ids, or saves it.
+    #[command(
+        after_help = "Examples:\n  amk lower --model toy --json\n  amk lower --model toy -o toy.amk      (text)\n  \
+        amk lower --model toy --config my.json -o toy.amkp      (binary)"
+    )]
+    Lower(LowerArgs),
+    /// Checks a saved program against every rule.
+    #[command(
+        after_help = "Examples:\n  amk verify toy.amk\n  amk verify toy.amkp | jq .violations"
+    )]
+    Verify(FileArgs),
+    /// Prints a saved program as text.
+    #[command(
+        after_help = "Examples:\n  amk disasm toy.amkp | less\n  amk disasm toy.amk\n\nPrints text, not JSON."
+    )]
+    Disasm(FileArgs),
+    /// Runs a saved program on the reference machine and compares it with the graph.
+    #[command(
+        after_help = "Examples:\n  amk lower --model toy -o toy.amkp && amk interpret toy.amkp --model toy\n  \
+        amk interpret toy.amk --model toy --tokens 5,6,7"
+    )]
+    Interpret(InterpretArgs),
+    /// Writes a model out as a Hugging Face folder that any other engine can load.
+    #[command(after_help = "Examples:\n  amk export --model smollm2-135m --out smollm2/")]
+    Export(ExportArgs),
+    /// Prints a shell's completion script.
+    #[command(
+        after_help = "Examples:\n  amk completions bash > ~/.local/share/bash-completion/completions/amk\n  \
+        amk completions zsh > ~/.zfunc/_amk\n\nPrints a script, not JSON."
+    )]
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
+}
+
+/// What runs the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DeviceChoice {
+    /// The GPU if there is one, else the CPU.
+    Auto,
+    /// The reference machine; latencies are predicted.
+    Cpu,
+    /// The GPU; an error without one.
+    Cuda,
+    /// The graph with no schedule (`generate` only).
+    Eval,
+}
+
+/// The model and where it is to run.
+#[derive(Debug, Args)]
+pub(crate) struct ModelArgs {
+    /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json) or a preset: toy, toy-2l, smollm2-135m, qwen3-0.6b,
+    /// llama-3.2-1b, qwen3-1.7b, qwen3-4b, llama-3.1-8b, qwen3-8b.
+    #[arg(long, value_name = "DIR|PRESET")]
+    pub(crate) model: String,
+    #[command(flatten)]
+    pub(crate) place: PlaceArgs,
+}
+
+/// Where a model is to run.
+#[derive(Debug, Args)]
+pub(crate) struct PlaceArgs {
+    /// The GPU to schedule for: h200, h100, a100, l40s, rtx4090, rtx5090, b200. Default: the live device, else h200.
+    #[arg(long, value_name = "GPU")]
+    pub(crate) target: Option<String>,
+    /// What runs the model.
+    #[arg(long, value_enum, default_value_t = DeviceChoice::Auto)]
+    pub(crate) device: DeviceChoice,
+    /// Tokens that the key/value cache holds. Default: the model's positions, at most 4096.
+    #[arg(long, value_name = "TOKENS")]
+    pub(crate) kv_capacity: Option<u32>,
+}
+
+/// A schedule from a file.
+#[derive(Debug, Args)]
+pub(crate) struct ConfigArgs {
+    /// A JSON file with any subset of the knobs, or - for standard input. Default: the neutral schedule.
+    #[arg(long, value_name = "FILE|-")]
+    pub(crate) config: Option<PathBuf>,
+}
+
+/// Arguments of `propose`.
+#[derive(Debug, Args)]
+pub(crate) struct ProposeArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// A search's ledger, whose incumbent is proposed instead of the neutral schedule.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) ledger: Option<PathBuf>,
+}
+
+/// Arguments of `evaluate`.
+#[derive(Debug, Args)]
+pub(crate) struct EvaluateArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// What the gate's tokens are drawn with.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+}
+
+/// Arguments of `loop`.
+#[derive(Debug, Args)]
+pub(crate) struct LoopArgs {
+    /// A Hugging Face folder or a preset. Default: smollm2-135m, or the resumed search's.
+    #[arg(long, value_name = "DIR|PRESET")]
+    pub(crate) model: Option<String>,
+    #[command(flatten)]
+    pub(crate) place: PlaceArgs,
+    /// When to end: a number of trials (64) or a time (90s, 10m, 2h). Default: 64, or the resumed search's.
+    #[arg(long, value_name = "TRIALS|TIME")]
+    pub(crate) budget: Option<Budget>,
+    /// What proposals and the gate's tokens are drawn with. Default: 0, or the resumed search's.
+    #[arg(long)]
+    pub(crate) seed: Option<u64>,
+    /// The least gain worth keeping, in per cent. Default: 1 when measured, 0.1 when predicted.
+    #[arg(long, value_name = "PERCENT")]
+    pub(crate) min_gain: Option<f64>,
+    /// Continue the search in --out (default: the latest one in runs/).
+    #[arg(long)]
+    pub(crate) resume: bool,
+    /// Where the ledger, the table and the best schedule go. Default: a new folder in runs/.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: Option<PathBuf>,
+    /// Where the table of trials goes. Default: OUT/results.tsv.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) results: Option<PathBuf>,
+}
+
+/// Arguments of `generate`.
+#[derive(Debug, Args)]
+pub(crate) struct GenerateArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// Token ids to continue, separated by commas.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "IDS",
+        conflicts_with = "prompt",
+        required_unless_present = "prompt"
+    )]
+    pub(crate) tokens: Vec<u32>,
+    /// Text to continue; needs the model's tokenizer.json.
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) prompt: Option<String>,
+    /// Put the prompt into the model's chat template.
+    #[arg(long, requires = "prompt")]
+    pub(crate) chat: bool,
+    /// Tokens to generate at most.
+    #[arg(long, default_value_t = 32, value_name = "N")]
+    pub(crate) max_new_tokens: usize,
+    /// Token ids that end the generation, separated by commas.
+    #[arg(long, value_delimiter = ',', value_name = "IDS")]
+    pub(crate) stop: Vec<u32>,
+    /// Write the logits of every executed position: a safetensors file with `logits`, [positions, vocab] f32.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) logits: Option<PathBuf>,
+}
+
+/// Arguments of `bench`.
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// Tokens before the measured ones.
+    #[arg(long, default_value_t = 128, value_name = "TOKENS")]
+    pub(crate) context: u32,
+    /// What the prompt is drawn with.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+}
+
+/// Arguments of `lower`.
+#[derive(Debug, Args)]
+pub(crate) struct LowerArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// Print the ids as JSON (the default; kept for scripts that say what they want).
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Save the program: .amk is text, .amkp is binary.
+    #[arg(long, short, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+}
+
+/// A saved program.
+#[derive(Debug, Args)]
+pub(crate) struct FileArgs {
+    /// A program: .amk (text) or .amkp (binary).
+    pub(crate) file: PathBuf,
+}
+
+/// Arguments of `interpret`.
+#[derive(Debug, Args)]
+pub(crate) struct InterpretArgs {
+    /// A program: .amk (text) or .amkp (binary).
+    pub(crate) file: PathBuf,
+    /// The model that it was lowered from.
+    #[arg(long, value_name = "DIR|PRESET")]
+    pub(crate) model: String,
+    /// Token ids to feed, separated by commas. Default: eight, drawn with --seed.
+    #[arg(long, value_delimiter = ',', value_name = "IDS")]
+    pub(crate) tokens: Vec<u32>,
+    /// What the tokens are drawn with.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+}
+
+/// Arguments of `export`.
+#[derive(Debug, Args)]
+pub(crate) struct ExportArgs {
+    /// A preset, or a Hugging Face folder.
+    #[arg(long, value_name = "DIR|PRESET")]
+    pub(crate) model: String,
+    /// The folder to write; it must not exist, or be empty.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
+}

@@ -1,0 +1,109 @@
+//! `amk evaluate`: one structured verdict on one schedule.
+
+use ir::Violations;
+use search::{Dropped, Expected, Gate, Timing, Verdict};
+
+use crate::cli::EvaluateArgs;
+use crate::context::Context;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::report;
+
+/// Tokens of context that predictions are made for.
+const PREDICTED_POSITION: u32 = 128;
+
+pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
+    let context = Context::new(&args.model)?;
+    let config = context.config(args.config.config.as_deref())?;
+    let mut device = context.open()?;
+    let config = match config {
+        Ok(config) => config,
+        Err(violations) => {
+            let name = device.as_deref().map_or_else(|| "cpu".to_owned(), |d| d.describe().name);
+            let mut verdict = Verdict::new(&context.graph().name, &context.target.name, &name);
+            search::assess::refuse(&mut verdict, &Dropped::Rejected(violations.clone()));
+            say_violations(&violations);
+            report::document(&verdict)?;
+            return Ok(Exit::No);
+        }
+    };
+    let kernel_id = |kernel: &_| context.kernel_id(kernel);
+    let mut gate = gate(&context, args.seed, device.is_some(), &kernel_id)?;
+    let (verdict, outcome) = search::assess::evaluate(
+        &mut gate,
+        device.as_deref_mut(),
+        &config,
+        Timing::default(),
+        args.seed,
+    );
+    if let Err(dropped) = &outcome {
+        stop_on_our_fault(dropped)?;
+    }
+    say(&verdict);
+    report::document(&verdict)?;
+    Ok(if verdict.correct && outcome.is_ok() { Exit::Yes } else { Exit::No })
+}
+
+/// A gate for a model: the expected values are computed here.
+pub(crate) fn gate<'a>(
+    context: &'a Context,
+    seed: u64,
+    on_device: bool,
+    kernel_id: search::KernelId<'a>,
+) -> Result<Gate<'a>, Failure> {
+    let (graph, weights) = (context.graph(), &*context.model.weights);
+    let expected = Expected::new(graph, weights, context.kv_capacity, seed, on_device)
+        .map_err(|error| Failure::usage(format!("{} cannot be evaluated: {error}", graph.name)))?;
+    let options = context.lower_options();
+    let predicted_at = PREDICTED_POSITION.min(context.kv_capacity - 1);
+    Ok(Gate::new(graph, weights, &context.target, options, kernel_id, expected)
+        .with_context(predicted_at))
+}
+
+/// Some ends are not the schedule's fault.
+pub(crate) fn stop_on_our_fault(dropped: &Dropped) -> Result<(), Failure> {
+    match dropped {
+        Dropped::Unloadable(error @ lower::LowerError::Internal(_)) => {
+            Err(Failure { exit: Exit::Bug, message: error.to_string() })
+        }
+        Dropped::Failed(error @ search::DeviceError::Unavailable { .. }) => {
+            Err(Failure::missing(error.to_string()))
+        }
+        Dropped::Rejected(_)
+        | Dropped::Unloadable(_)
+        | Dropped::Unrunnable(_)
+        | Dropped::Halted(_)
+        | Dropped::Sampled { .. }
+        | Dropped::Disagreed { .. }
+        | Dropped::Failed(_)
+        | Dropped::BelowFloor(_) => Ok(()),
+    }
+}
+
+fn say_violations(violations: &Violations) {
+    report::say(&format!("rejected: {} violations", violations.total()));
+    for violation in violations.list() {
+        report::say(&format!("  {violation}"));
+    }
+}
+
+/// The verdict as a table.
+pub(crate) fn say(verdict: &Verdict) {
+    let kind = verdict.latency_kind.map_or("", search::LatencyKind::name);
+    let mut rows = vec![
+        ("model".to_owned(), format!("{} on {}", verdict.model, verdict.target)),
+        ("device".to_owned(), verdict.device.clone()),
+    ];
+    for gate in &verdict.gates {
+        let mark = if gate.passed { "yes" } else { "NO " };
+        rows.push((gate.gate.clone(), format!("{mark} {}", gate.detail)));
+    }
+    let share = report::maybe(verdict.pct_of_roofline, "% of the floor");
+    rows.push((
+        "latency".to_owned(),
+        format!("{} {kind}, {share}", report::maybe(verdict.latency_us, "us")),
+    ));
+    for note in &verdict.notes {
+        rows.push(("note".to_owned(), note.clone()));
+    }
+    report::table(&rows);
+}

@@ -1,0 +1,21 @@
+//! `amk export`: a model as a Hugging Face folder.
+
+use serde_json::json;
+
+use crate::cli::ExportArgs;
+use crate::failure::{Exit, Outcome};
+use crate::report;
+
+pub(crate) fn run(args: &ExportArgs) -> Outcome {
+    let model = model::load(&args.model)?;
+    model::export(&model, &args.out)?;
+    report::document(&json!({
+        "schema": "amk.export.v1",
+        "model": model.graph.name,
+        "out": args.out,
+        "tensors": model.graph.tensors.len(),
+        "bytes": model.graph.weight_bytes(),
+    }))?;
+    report::say(&format!("{} written to {}", model.graph.name, args.out.display()));
+    Ok(Exit::Yes)
+}

@@ -1,0 +1,39 @@
+//! One command a file.
+
+mod bench;
+mod doctor;
+mod evaluate;
+mod export;
+mod generate;
+mod program;
+mod propose;
+mod search_loop;
+
+use clap::CommandFactory;
+
+use crate::cli::{Cli, Command};
+use crate::failure::{Exit, Outcome};
+use crate::report;
+
+/// Runs a command and says how it ended.
+pub(crate) fn run(command: Command) -> Outcome {
+    match command {
+        Command::Doctor => doctor::run(),
+        Command::Propose(args) => propose::run(&args),
+        Command::Evaluate(args) => evaluate::run(&args),
+        Command::Loop(args) => search_loop::run(&args),
+        Command::Generate(args) => generate::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Lower(args) => program::lower(&args),
+        Command::Verify(args) => program::verify(&args),
+        Command::Disasm(args) => program::disasm(&args),
+        Command::Interpret(args) => program::interpret(&args),
+        Command::Export(args) => export::run(&args),
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "amk", &mut script);
+            report::text(&String::from_utf8_lossy(&script))?;
+            Ok(Exit::Yes)
+        }
+    }
+}

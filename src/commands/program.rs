@@ -1,0 +1,147 @@
+//! `amk lower`, `verify`, `disasm` and `interpret`: programs as files.
+
+use std::path::Path;
+
+use ir::program::{Program, Verified};
+use ir::schedule::ScheduleConfig;
+use reference_vm::Order;
+use reference_vm::compare::{Tolerance, compare};
+use reference_vm::eval::{Evaluator, Logits};
+use reference_vm::machine::{Machine, Run};
+use serde_json::{Value, json};
+
+use crate::cli::{FileArgs, InterpretArgs, LowerArgs};
+use crate::context::Context;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::{files, report};
+
+/// Tokens that `interpret` feeds when none are given.
+const TOKENS_DEFAULT: usize = 8;
+
+pub(crate) fn lower(args: &LowerArgs) -> Outcome {
+    let context = Context::new(&args.model)?;
+    let config = context.valid_config(args.config.config.as_deref())?;
+    let program = lowered(&context, &config)?;
+    if let Some(path) = &args.output {
+        files::save(&program, path)?;
+        report::say(&format!("saved to {}", path.display()));
+    }
+    let mut document = facts(&program);
+    document["schema"] = "amk.lower.v1".into();
+    document["model"] = context.graph().name.clone().into();
+    document["target"] = context.target.name.clone().into();
+    document["schedule_id"] = config.id().into();
+    document["kernel_id"] = context.kernel_id(&config.kernel).into();
+    document["output"] = json!(args.output);
+    report::document(&document)?;
+    Ok(Exit::Yes)
+}
+
+/// Lowers a schedule that may still be illegal.
+pub(crate) fn lowered(
+    context: &Context,
+    config: &ScheduleConfig,
+) -> Result<Verified<Program>, Failure> {
+    let (graph, target) = (context.graph(), &context.target);
+    let valid = ir::schedule::validate(*config, graph, target)
+        .map_err(|violations| Failure::refused(violations.to_string()))?;
+    lower::lower(&valid, graph, target, context.lower_options()).map_err(|error| match error {
+        lower::LowerError::Internal(_) => Failure { exit: Exit::Bug, message: error.to_string() },
+        lower::LowerError::LimitExceeded { .. } | lower::LowerError::NotValidHere(_) => {
+            Failure::refused(error.to_string())
+        }
+    })
+}
+
+fn facts(program: &Program) -> Value {
+    json!({
+        "schema": null,
+        "model": program.model,
+        "program_id": program.id(),
+        "tasks": program.task_len(),
+        "workers": program.workers.len(),
+        "n_slots": program.slots.len(),
+        "n_counters": program.counters,
+        "weight_mb": program.stream_bytes() as f64 / 1e6,
+        "kv_capacity": program.kv_capacity,
+    })
+}
+
+pub(crate) fn verify(args: &FileArgs) -> Outcome {
+    let program = files::open(&args.file)?;
+    let checked = ir::program::check(&program);
+    let mut document = facts(&program);
+    document["schema"] = "amk.verify.v1".into();
+    document["verified"] = checked.is_ok().into();
+    document["violations"] = json!(checked.as_ref().err());
+    if checked.is_ok() {
+        document["violations"] = json!([]);
+    }
+    match &checked {
+        Ok(()) => {
+            report::say("verified: no deadlock, no race, every tile once, within every limit")
+        }
+        Err(violations) => report::say(&format!("NOT verified:\n{violations}")),
+    }
+    report::document(&document)?;
+    Ok(if checked.is_ok() { Exit::Yes } else { Exit::No })
+}
+
+pub(crate) fn disasm(args: &FileArgs) -> Outcome {
+    let program = files::open(&args.file)?;
+    report::text(&ir::text::print(&program))?;
+    Ok(Exit::Yes)
+}
+
+pub(crate) fn interpret(args: &InterpretArgs) -> Outcome {
+    let program = verified(&args.file)?;
+    let model = model::load(&args.model)?;
+    let graph = &model.graph;
+    let tokens = if args.tokens.is_empty() {
+        search::draw_tokens(
+            args.seed,
+            graph.vocab,
+            TOKENS_DEFAULT.min(program.kv_capacity as usize),
+        )
+    } else {
+        args.tokens.clone()
+    };
+    let mut machine = Machine::new(&program, graph, &*model.weights).map_err(|e| {
+        Failure::usage(format!("{} does not run on {}: {e}", args.file.display(), graph.name))
+    })?;
+    let run = machine
+        .run(&tokens, Order::Waves)
+        .map_err(|e| Failure::usage(format!("the tokens cannot be fed: {e}")))?;
+    let Run::Finished(outputs) = run else {
+        return Err(Failure::refused(search::Dropped::Halted(run).to_string()));
+    };
+    let expected = Evaluator::new(graph, &*model.weights)
+        .and_then(|mut evaluator| evaluator.run(&tokens, Logits::All))
+        .map_err(|e| Failure::usage(format!("{} cannot be evaluated: {e}", graph.name)))?;
+    let agreement = compare(&expected, &outputs.logits, Tolerance::REFERENCE);
+    let summary = agreement.as_ref().ok().map(|agreement| agreement.summary());
+    let reason = agreement.as_ref().err().map(ToString::to_string);
+    report::document(&json!({
+        "schema": "amk.interpret.v1",
+        "model": graph.name,
+        "program_id": program.id(),
+        "tokens": tokens,
+        "next_tokens": outputs.tokens,
+        "correct": reason.is_none(),
+        "disagreement": reason,
+        "max_abs_err": summary.map(|s| s.max_abs_err),
+        "max_rel_err": summary.map(|s| s.max_rel_err),
+        "top1_agreement": summary.map(|s| s.top1_agreement),
+    }))?;
+    report::say(&match &reason {
+        None => format!("agrees with the graph at {} positions", tokens.len()),
+        Some(reason) => format!("DISAGREES with the graph: {reason}"),
+    });
+    Ok(if reason.is_none() { Exit::Yes } else { Exit::No })
+}
+
+fn verified(path: &Path) -> Result<Verified<Program>, Failure> {
+    ir::program::verify(files::open(path)?).map_err(|violations| {
+        Failure::refused(format!("{} does not verify: {violations}", path.display()))
+    })
+}

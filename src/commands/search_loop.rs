@@ -1,0 +1,449 @@
+//! `amk loop`: the keep/revert search, with its ledger, its table and its progress.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use corpus::{Contents, Ledger, Results};
+use indicatif::{ProgressBar, ProgressStyle};
+use ir::Knob;
+use ir::schedule::Value as KnobValue;
+use search::{
+    Budget, Confirmation, Decision, Outcome as End, Row, Search, SearchError, Settings, Step,
+    StoppedBy, Timing, Trial,
+};
+use serde_json::{Value, json};
+
+use super::evaluate::gate;
+use crate::cli::LoopArgs;
+use crate::context::Context;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::{files, report};
+
+mod header;
+
+use header::Header;
+
+/// Columns of the table of trials.
+const COLUMNS: &[&str] = &[
+    "trial",
+    "origin",
+    "outcome",
+    "latency_us",
+    "latency_kind",
+    "gain_low_pct",
+    "gain_high_pct",
+    "pct_of_roofline",
+    "correct",
+    "schedule_id",
+    "program_id",
+    "kernel_id",
+    "changed",
+    "why",
+];
+
+/// Set by Ctrl-C; looked at between trials.
+static STOP: AtomicBool = AtomicBool::new(false);
+
+pub(crate) fn run(args: &LoopArgs) -> Outcome {
+    let dir = header::folder(args)?;
+    let ledger_path = dir.join("ledger.jsonl");
+    let (opened, header, past) = if args.resume {
+        let (ledger, contents) = Ledger::resume(&ledger_path)?;
+        let header = Header::resumed(args, &contents, &ledger_path)?;
+        (Some(ledger), header, rows(&contents, &ledger_path)?)
+    } else {
+        (None, Header::fresh(args)?, Vec::new())
+    };
+    let context = Context::load(&header.model, &header.place(args))?;
+    let kernel_id = |kernel: &_| context.kernel_id(kernel);
+    let mut device = context.open()?;
+    let header = header.with_kind(&context, device.as_deref())?;
+    let results_path = args.results.clone().unwrap_or_else(|| dir.join("results.tsv"));
+    let (ledger, results) = open_files(opened, &ledger_path, &results_path, &header, &past)?;
+    catch_interrupts();
+    say_start(&header, &dir, past.len());
+
+    let gate = gate(&context, header.seed, device.is_some(), &kernel_id)?;
+    let settings = settings(&context, &header, device.is_some());
+    let device = device.as_mut().map(|device| &mut **device as &mut dyn search::Device);
+    let mut search = Search::new(gate, device, settings);
+    let began_s = past.iter().map(ended).fold(0.0, f64::max);
+    let confirmed = absorb(&mut search, past)?;
+    let mut session = Session {
+        ledger,
+        results,
+        bar: bar(&header),
+        clock: Instant::now(),
+        before: Duration::try_from_secs_f64(began_s).unwrap_or_default(),
+        dir,
+    };
+    let stopped_by = session.search(&mut search)?;
+    let confirmation = session.confirm(&mut search, stopped_by, confirmed)?;
+    session.finish(&search, stopped_by, confirmation.as_ref())
+}
+
+/// The rows of a ledger.
+pub(crate) fn rows(contents: &Contents, path: &Path) -> Result<Vec<Row>, Failure> {
+    let row = |(index, record): (usize, &Value)| {
+        serde_json::from_value(record.clone()).map_err(|error| {
+            Failure::usage(format!(
+                "{} line {}: written by another version of amk ({error}); start a new search",
+                path.display(),
+                index + 2
+            ))
+        })
+    };
+    contents.records.iter().enumerate().map(row).collect()
+}
+
+fn ended(row: &Row) -> f64 {
+    match row {
+        Row::Trial(trial) => trial.ended_s,
+        Row::Confirmation(_) => 0.0,
+    }
+}
+
+/// Opens the ledger and the table, so that a path that cannot be written fails before anything is computed.
+fn open_files(
+    resumed: Option<Ledger>,
+    ledger_path: &Path,
+    results_path: &Path,
+    header: &Header,
+    past: &[Row],
+) -> Result<(Ledger, Results), Failure> {
+    let rows: Vec<Vec<String>> = past.iter().filter_map(cells_of_row).collect();
+    let fresh = resumed.is_none();
+    let ledger = match resumed {
+        Some(ledger) => ledger,
+        None => Ledger::create(ledger_path, &header.to_json())?,
+    };
+    match Results::create(results_path, COLUMNS, &rows) {
+        Ok(results) => Ok((ledger, results)),
+        Err(error) => {
+            if fresh {
+                // Nothing was searched: the folder is as it was.
+                let _ = std::fs::remove_file(ledger_path);
+            }
+            Err(error.into())
+        }
+    }
+}
+
+fn settings(context: &Context, header: &Header, measured: bool) -> Settings {
+    // The cost model does not know cache hints; trials of that knob would be wasted.
+    let matters = |knob: &&Knob| measured || **knob != Knob::KernelEvict;
+    let values = |knob: &Knob| -> (Knob, Vec<KnobValue>) {
+        (*knob, ir::schedule::legal_values(*knob, context.graph(), &context.target))
+    };
+    Settings {
+        seed: header.seed,
+        budget: header.budget,
+        explore: header.explore,
+        min_gain: header.min_gain,
+        default: context.default_config(),
+        space: Knob::ALL.iter().filter(matters).map(values).collect(),
+        timing: Timing::default(),
+    }
+}
+
+/// Feeds finished trials to the search; returns the confirmation, if it came last.
+fn absorb(search: &mut Search<'_>, past: Vec<Row>) -> Result<Option<Confirmation>, Failure> {
+    let foreign = |error: SearchError| Failure::integrity(error.to_string());
+    let mut confirmed = None;
+    for row in past {
+        match row {
+            Row::Trial(trial) => {
+                confirmed = None;
+                search.absorb(*trial).map_err(foreign)?;
+            }
+            Row::Confirmation(confirmation) => confirmed = Some(*confirmation),
+        }
+    }
+    search.check_absorbed().map_err(|error| Failure::usage(error.to_string()))?;
+    Ok(confirmed)
+}
+
+fn catch_interrupts() {
+    let handler = || {
+        if STOP.swap(true, Ordering::SeqCst) {
+            std::process::exit(Exit::Interrupted.code());
+        }
+        report::say("stopping after this trial (again: at once; finished trials are safe)");
+    };
+    if ctrlc::set_handler(handler).is_err() {
+        report::say("note: Ctrl-C cannot be caught here; finished trials are safe all the same");
+    }
+}
+
+fn say_start(header: &Header, dir: &Path, done: usize) {
+    let what = match done {
+        0 => "search".to_owned(),
+        _ => format!("search resumed after {done} rows"),
+    };
+    report::say(&format!(
+        "{what}: {} for {}, {} latencies, budget {}, seed {}, in {}",
+        header.model,
+        header.target,
+        header.kind,
+        header.budget,
+        header.seed,
+        dir.display()
+    ));
+}
+
+fn bar(header: &Header) -> ProgressBar {
+    let length = match header.budget {
+        Budget::Trials(trials) => trials,
+        Budget::Time(time) => time.as_secs(),
+    };
+    let style = ProgressStyle::with_template("  [{bar:30}] {pos}/{len} {elapsed} {msg}");
+    let bar = ProgressBar::new(length);
+    style.map(|style| bar.clone().with_style(style)).unwrap_or(bar)
+}
+
+struct Session {
+    ledger: Ledger,
+    results: Results,
+    bar: ProgressBar,
+    clock: Instant,
+    before: Duration,
+    dir: PathBuf,
+}
+
+impl Session {
+    fn elapsed(&self) -> Duration {
+        self.before + self.clock.elapsed()
+    }
+
+    /// Trials until the budget is spent or somebody interrupts.
+    fn search(&mut self, search: &mut Search<'_>) -> Result<StoppedBy, Failure> {
+        loop {
+            if STOP.load(Ordering::SeqCst) {
+                return Ok(StoppedBy::Interrupted);
+            }
+            let step = search.step(self.elapsed()).map_err(|error| self.lost(&error))?;
+            match step {
+                Step::Done(stopped_by) => return Ok(stopped_by),
+                Step::Trial(trial) => self.record(*trial, search)?,
+            }
+        }
+    }
+
+    fn record(&mut self, mut trial: Trial, search: &Search<'_>) -> Result<(), Failure> {
+        trial.ended_s = self.elapsed().as_secs_f64();
+        let line = trial_line(&trial);
+        let cells = cells(&trial);
+        self.ledger.append(&Row::Trial(Box::new(trial)))?;
+        self.results.append(&cells)?;
+        match search.champion() {
+            Some(champion) => self.bar.set_message(format!(
+                "best {} (trial {})",
+                report::maybe(champion.verdict.latency_us, "us"),
+                champion.trial
+            )),
+            None => self.bar.set_message("nothing correct yet"),
+        }
+        let trials = search.trials().len() as u64;
+        let seconds = self.elapsed().as_secs().min(self.bar.length().unwrap_or(0));
+        self.bar.set_position(if self.bar.length() >= Some(trials) { trials } else { seconds });
+        if self.bar.is_hidden() {
+            report::say(&line);
+        } else {
+            self.bar.println(line);
+        }
+        Ok(())
+    }
+
+    /// Measured champions are measured again; an interrupted search is left as it is.
+    fn confirm(
+        &mut self,
+        search: &mut Search<'_>,
+        stopped_by: StoppedBy,
+        confirmed: Option<Confirmation>,
+    ) -> Result<Option<Confirmation>, Failure> {
+        let current = |c: &Confirmation| c.trials == search.trials().len() as u64;
+        if stopped_by == StoppedBy::Interrupted || confirmed.as_ref().is_some_and(current) {
+            return Ok(confirmed);
+        }
+        let confirmation = search.confirm().map_err(|error| self.lost(&error))?;
+        if let Some(confirmation) = &confirmation {
+            self.ledger.append(&Row::Confirmation(Box::new(confirmation.clone())))?;
+        }
+        Ok(confirmation)
+    }
+
+    fn lost(&self, error: &SearchError) -> Failure {
+        self.bar.finish_and_clear();
+        let resume = self.resume_command();
+        match error {
+            SearchError::Device(error) => Failure::missing(format!(
+                "{error}; finished trials are in {}; continue with: {resume}",
+                self.ledger.path().display()
+            )),
+            SearchError::Foreign { .. } => Failure::usage(error.to_string()),
+        }
+    }
+
+    fn resume_command(&self) -> String {
+        format!("amk loop --resume --out {}", self.dir.display())
+    }
+
+    /// The last document, the table of what was kept, and the best schedule as a file.
+    fn finish(
+        &mut self,
+        search: &Search<'_>,
+        stopped_by: StoppedBy,
+        confirmation: Option<&Confirmation>,
+    ) -> Outcome {
+        self.bar.finish_and_clear();
+        let trials = search.trials();
+        let refuted = confirmation.is_some_and(|c| c.decision == Decision::Reverted);
+        let best = if refuted { trials.first() } else { search.champion() };
+        let verdict = match confirmation {
+            Some(confirmation) if !refuted => Some(&confirmation.verdict),
+            Some(_) | None => best.map(|trial| &trial.verdict),
+        };
+        let count = |test: fn(&Trial) -> bool| trials.iter().filter(|trial| test(trial)).count();
+        let kept: Vec<&Trial> = trials.iter().filter(|trial| trial.outcome.leads()).collect();
+        let best_path = self.dir.join("best.json");
+        if let Some(best) = best {
+            let text = serde_json::to_string_pretty(&best.config).unwrap_or_default() + "\n";
+            files::write_whole(&best_path, text.as_bytes())?;
+        }
+        say_end(&kept, best, confirmation, &best_path);
+        if stopped_by == StoppedBy::Interrupted {
+            report::say(&format!("interrupted; continue with: {}", self.resume_command()));
+        }
+        report::document(&json!({
+            "schema": "amk.loop.v1",
+            "best_verdict": verdict,
+            "best_config": best.map(|trial| trial.config),
+            "n_trials": trials.len(),
+            "n_valid": count(|trial| trial.verdict.valid),
+            "n_correct": count(|trial| trial.verdict.correct),
+            "n_kept": count(|trial| trial.outcome == End::Kept),
+            "n_rejected": search.rejected(),
+            "results_tsv": self.results.path(),
+            "ledger": self.ledger.path(),
+            "stopped_by": stopped_by.name(),
+            "best_config_file": best.map(|_| &best_path),
+            "kept": kept.iter().map(|trial| json!({
+                "trial": trial.trial,
+                "changed": trial.changed,
+                "why": trial.why,
+            })).collect::<Vec<_>>(),
+            "confirmation": confirmation,
+            "resume": self.resume_command(),
+        }))?;
+        Ok(match (stopped_by, best, confirmation.map(|c| c.decision)) {
+            (StoppedBy::Interrupted, _, _) => Exit::Interrupted,
+            (_, None, _) => Exit::No,
+            (_, Some(_), Some(Decision::Inconclusive)) => Exit::Inconclusive,
+            (_, Some(_), Some(Decision::Kept | Decision::Reverted) | None) => Exit::Yes,
+        })
+    }
+}
+
+fn say_end(
+    kept: &[&Trial],
+    best: Option<&Trial>,
+    confirmation: Option<&Confirmation>,
+    best_path: &Path,
+) {
+    report::say("kept:");
+    for trial in kept {
+        report::say(&trial_line(trial));
+    }
+    if let Some(confirmation) = confirmation {
+        report::say(&format!(
+            "confirmed again against the baseline: {:?}, gain {:+.2} to {:+.2} %",
+            confirmation.decision,
+            100.0 * confirmation.gain.low,
+            100.0 * confirmation.gain.high
+        ));
+    }
+    match best {
+        Some(best) => report::say(&format!(
+            "best: trial {}, {} {}, {}, schedule in {}",
+            best.trial,
+            report::maybe(best.verdict.latency_us, "us"),
+            best.verdict.latency_kind.map_or("", search::LatencyKind::name),
+            report::maybe(best.verdict.pct_of_roofline, "% of the floor"),
+            best_path.display()
+        )),
+        None => report::say("no schedule was correct; see `why` in the table"),
+    }
+}
+
+fn trial_line(trial: &Trial) -> String {
+    format!(
+        "  {:>4} {:8} {:12} {:>12}  {}{}",
+        trial.trial,
+        format!("{:?}", trial.origin).to_lowercase(),
+        trial.outcome.name(),
+        report::maybe(trial.verdict.latency_us, "us"),
+        changes(trial),
+        reason(trial)
+    )
+}
+
+/// Why, where the latency alone does not say it.
+fn reason(trial: &Trial) -> String {
+    match trial.outcome {
+        End::Reverted => String::new(),
+        End::Baseline | End::Kept | End::Inconclusive => format!(" ({})", trial.why),
+        End::Rejected
+        | End::Unloadable
+        | End::Broken
+        | End::Disagreed
+        | End::CompileFailed
+        | End::Trapped
+        | End::TimedOut
+        | End::OutOfMemory
+        | End::Fault
+        | End::BelowFloor => format!(" ({})", trial.why),
+    }
+}
+
+/// `path before -> after` of each changed knob.
+fn changes(trial: &Trial) -> String {
+    let word = |value: Option<&Value>| match value {
+        Some(Value::String(text)) => text.clone(),
+        Some(other) => other.to_string(),
+        None => String::new(),
+    };
+    let one = |(path, pair): (&String, &Value)| {
+        format!("{path} {} -> {}", word(pair.get(0)), word(pair.get(1)))
+    };
+    trial.changed.iter().map(one).collect::<Vec<_>>().join(", ")
+}
+
+fn cells_of_row(row: &Row) -> Option<Vec<String>> {
+    match row {
+        Row::Trial(trial) => Some(cells(trial)),
+        Row::Confirmation(_) => None,
+    }
+}
+
+fn cells(trial: &Trial) -> Vec<String> {
+    let verdict = &trial.verdict;
+    let number = |value: Option<f64>| value.map_or_else(String::new, |v| format!("{v:.3}"));
+    let text = |value: &Option<String>| value.clone().unwrap_or_default();
+    vec![
+        trial.trial.to_string(),
+        format!("{:?}", trial.origin).to_lowercase(),
+        trial.outcome.name().to_owned(),
+        number(verdict.latency_us),
+        verdict.latency_kind.map_or("", search::LatencyKind::name).to_owned(),
+        number(trial.gain.map(|gain| 100.0 * gain.low)),
+        number(trial.gain.map(|gain| 100.0 * gain.high)),
+        number(verdict.pct_of_roofline),
+        verdict.correct.to_string(),
+        text(&verdict.schedule_id),
+        text(&verdict.program_id),
+        text(&verdict.kernel_id),
+        changes(trial),
+        trial.why.clone(),
+    ]
+}

@@ -1,0 +1,240 @@
+//! What a search is: settled when it starts, kept in the ledger's first row, and read back on resuming.
+
+use std::path::{Path, PathBuf};
+
+use corpus::Contents;
+use search::{Budget, Device, LatencyKind};
+use serde_json::{Value, json};
+
+use crate::cli::{DeviceChoice, LoopArgs, PlaceArgs};
+use crate::context::Context;
+use crate::failure::Failure;
+
+/// The model of a search that names none: real shapes, and small enough for two cores.
+const DEFAULT_MODEL: &str = "smollm2-135m";
+
+/// The budget of a search that names none.
+const DEFAULT_BUDGET: Budget = Budget::Trials(64);
+
+/// Least gains worth keeping: measurements are noisy, predictions are not.
+const MIN_GAIN_MEASURED: f64 = 0.01;
+const MIN_GAIN_PREDICTED: f64 = 0.001;
+
+/// Folder of the searches that name none.
+const RUNS: &str = "runs";
+
+/// A search's terms.
+#[derive(Clone, Debug)]
+pub(super) struct Header {
+    pub(super) model: String,
+    pub(super) graph: String,
+    pub(super) target: String,
+    pub(super) kind: String,
+    pub(super) device: String,
+    pub(super) seed: u64,
+    pub(super) budget: Budget,
+    pub(super) explore: u64,
+    pub(super) min_gain: f64,
+    pub(super) kv_capacity: Option<u32>,
+    resumed: bool,
+}
+
+impl Header {
+    /// The terms of a new search, as far as the arguments say.
+    pub(super) fn fresh(args: &LoopArgs) -> Result<Self, Failure> {
+        let budget = args.budget.unwrap_or(DEFAULT_BUDGET);
+        Ok(Self {
+            model: args.model.clone().unwrap_or_else(|| DEFAULT_MODEL.to_owned()),
+            graph: String::new(),
+            target: args.place.target.clone().unwrap_or_default(),
+            kind: String::new(),
+            device: String::new(),
+            seed: args.seed.unwrap_or(0),
+            budget,
+            explore: budget.explore(),
+            min_gain: min_gain(args)?.unwrap_or(f64::NAN),
+            kv_capacity: args.place.kv_capacity,
+            resumed: false,
+        })
+    }
+
+    /// The terms of a ledger. Arguments that say something else are refused, but the budget may grow.
+    pub(super) fn resumed(
+        args: &LoopArgs,
+        contents: &Contents,
+        path: &Path,
+    ) -> Result<Self, Failure> {
+        let header = &contents.header;
+        let text = |key: &str| header.get(key).and_then(Value::as_str).map(str::to_owned);
+        let read = || {
+            Some(Self {
+                model: text("model")?,
+                graph: text("graph")?,
+                target: text("target")?,
+                kind: text("latency_kind")?,
+                device: text("device")?,
+                seed: header.get("seed")?.as_u64()?,
+                budget: text("budget")?.parse().ok()?,
+                explore: header.get("explore")?.as_u64()?,
+                min_gain: header.get("min_gain")?.as_f64()?,
+                kv_capacity: header.get("kv_capacity")?.as_u64()?.try_into().ok(),
+                resumed: true,
+            })
+        };
+        let mut found = read().ok_or_else(|| {
+            Failure::usage(format!(
+                "{} has a header of another version of amk; start a new search in another --out",
+                path.display()
+            ))
+        })?;
+        found.refuse_changes(args, path)?;
+        if let Some(budget) = args.budget {
+            found.budget = budget;
+        }
+        Ok(found)
+    }
+
+    fn refuse_changes(&self, args: &LoopArgs, path: &Path) -> Result<(), Failure> {
+        let differs = |flag: &str, given: &str, held: &str| {
+            Err(Failure::usage(format!(
+                "{flag} {given} contradicts {} ({held}); leave it out, or start a new search in another --out",
+                path.display()
+            )))
+        };
+        if let Some(model) = args.model.as_ref().filter(|model| **model != self.model) {
+            return differs("--model", model, &self.model);
+        }
+        if let Some(target) = args.place.target.as_ref().filter(|target| **target != self.target) {
+            return differs("--target", target, &self.target);
+        }
+        if let Some(seed) = args.seed.filter(|&seed| seed != self.seed) {
+            return differs("--seed", &seed.to_string(), &self.seed.to_string());
+        }
+        if let Some(gain) = min_gain(args)?.filter(|gain| (gain - self.min_gain).abs() > 1e-12) {
+            let held = (100.0 * self.min_gain).to_string();
+            return differs("--min-gain", &(100.0 * gain).to_string(), &held);
+        }
+        if args.place.kv_capacity.is_some_and(|tokens| Some(tokens) != self.kv_capacity) {
+            let (given, held) = (args.place.kv_capacity, self.kv_capacity);
+            let shown = |tokens: Option<u32>| tokens.unwrap_or_default().to_string();
+            return differs("--kv-capacity", &shown(given), &shown(held));
+        }
+        let measured = self.kind == LatencyKind::MeasuredGpu.name();
+        match args.place.device {
+            DeviceChoice::Cpu if measured => differs("--device", "cpu", &self.kind),
+            DeviceChoice::Cuda if !measured => differs("--device", "cuda", &self.kind),
+            DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::Cuda | DeviceChoice::Eval => {
+                Ok(())
+            }
+        }
+    }
+
+    /// Where the search runs: a resumed one where it ran before.
+    pub(super) fn place(&self, args: &LoopArgs) -> PlaceArgs {
+        let measured = self.kind == LatencyKind::MeasuredGpu.name();
+        let device = match (self.resumed, measured) {
+            (false, _) => args.place.device,
+            (true, true) => DeviceChoice::Cuda,
+            (true, false) => DeviceChoice::Cpu,
+        };
+        let target = Some(self.target.clone()).filter(|target| !target.is_empty());
+        PlaceArgs { target, device, kv_capacity: self.kv_capacity }
+    }
+
+    /// The terms with what only the loaded model and the opened device say.
+    pub(super) fn with_kind(
+        mut self,
+        context: &Context,
+        device: Option<&dyn Device>,
+    ) -> Result<Self, Failure> {
+        let kind = match device {
+            Some(_) => LatencyKind::MeasuredGpu,
+            None => LatencyKind::Predicted,
+        };
+        let name = device.map_or_else(|| "cpu".to_owned(), |device| device.describe().name);
+        if self.resumed {
+            if name != self.device || context.graph().name != self.graph {
+                return Err(Failure::usage(format!(
+                    "this search ran {} on {}, and here is {} on {name}; start a new search in another --out",
+                    self.graph,
+                    self.device,
+                    context.graph().name
+                )));
+            }
+            return Ok(self);
+        }
+        self.kind = kind.name().to_owned();
+        self.device = name;
+        self.graph.clone_from(&context.graph().name);
+        self.target.clone_from(&context.target.name);
+        self.kv_capacity = Some(context.kv_capacity);
+        if self.min_gain.is_nan() {
+            self.min_gain = match kind {
+                LatencyKind::MeasuredGpu => MIN_GAIN_MEASURED,
+                LatencyKind::Predicted => MIN_GAIN_PREDICTED,
+            };
+        }
+        Ok(self)
+    }
+
+    /// The ledger's first record.
+    pub(super) fn to_json(&self) -> Value {
+        json!({
+            "schema": null,
+            "amk": env!("CARGO_PKG_VERSION"),
+            "model": self.model,
+            "graph": self.graph,
+            "target": self.target,
+            "latency_kind": self.kind,
+            "device": self.device,
+            "seed": self.seed,
+            "budget": self.budget.to_string(),
+            "explore": self.explore,
+            "min_gain": self.min_gain,
+            "kv_capacity": self.kv_capacity,
+        })
+    }
+}
+
+/// The least gain as a share.
+fn min_gain(args: &LoopArgs) -> Result<Option<f64>, Failure> {
+    match args.min_gain {
+        None => Ok(None),
+        Some(percent) if (0.0..100.0).contains(&percent) => Ok(Some(percent / 100.0)),
+        Some(percent) => {
+            Err(Failure::usage(format!("--min-gain {percent} is out of range: 0 to 100 per cent")))
+        }
+    }
+}
+
+/// The search's folder: the one named, a new one, or the latest one to resume.
+pub(super) fn folder(args: &LoopArgs) -> Result<PathBuf, Failure> {
+    if let Some(dir) = &args.out {
+        if args.resume && !dir.join("ledger.jsonl").is_file() {
+            return Err(Failure::usage(format!(
+                "{} holds no search to resume (no ledger.jsonl); leave out --resume to start one",
+                dir.display()
+            )));
+        }
+        return Ok(dir.clone());
+    }
+    let latest = latest_run();
+    if args.resume {
+        return latest.map(|(_, dir)| dir).ok_or_else(|| {
+            Failure::usage(format!("there is no search in {RUNS}/ to resume; name it with --out"))
+        });
+    }
+    let number = latest.map_or(1, |(number, _)| number + 1);
+    Ok(Path::new(RUNS).join(format!("{number:04}")))
+}
+
+/// The run with the greatest number.
+fn latest_run() -> Option<(u32, PathBuf)> {
+    let entries = std::fs::read_dir(RUNS).ok()?;
+    let numbered = |entry: std::io::Result<std::fs::DirEntry>| {
+        let path = entry.ok()?.path();
+        let number = path.file_name()?.to_str()?.parse().ok()?;
+        path.join("ledger.jsonl").is_file().then_some((number, path))
+    };
+    entries.filter_map(numbered).max()
+}

@@ -1,0 +1,178 @@
+//! What the commands share: a loaded model, its target and the schedule that a file gives.
+
+use std::io::Read;
+use std::path::Path;
+
+use ir::schedule::{KernelConfig, ScheduleConfig};
+use ir::{DType, Graph, Rule, Target, Violations};
+use model::Model;
+use search::Device;
+use vm_device::Variant;
+
+use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs};
+use crate::device::{live_target, open_device};
+use crate::failure::Failure;
+
+/// The target when there is no live device and none is named.
+const DEFAULT_TARGET: &str = "h200";
+
+/// Tokens of the key/value cache when nothing else is said.
+const DEFAULT_KV_CAPACITY: u32 = 4096;
+
+/// Longest config file that is read.
+const CONFIG_BYTES_MAX: u64 = 16 << 20;
+
+/// A model and where it is to run.
+pub(crate) struct Context {
+    /// The model.
+    pub(crate) model: Model,
+    /// The GPU to schedule for.
+    pub(crate) target: Target,
+    /// Tokens of the key/value cache.
+    pub(crate) kv_capacity: u32,
+    device: DeviceChoice,
+}
+
+impl Context {
+    /// Loads what the arguments name.
+    pub(crate) fn new(args: &ModelArgs) -> Result<Self, Failure> {
+        Self::load(&args.model, &args.place)
+    }
+
+    /// Loads a model for a place.
+    pub(crate) fn load(name: &str, place: &PlaceArgs) -> Result<Self, Failure> {
+        let target = choose_target(place)?;
+        let model = model::load(name)?;
+        let most = model.graph.max_positions.clamp(1, abi::KV_CAPACITY_MAX);
+        let kv_capacity = match place.kv_capacity {
+            None => most.min(DEFAULT_KV_CAPACITY),
+            Some(tokens) if (1..=most).contains(&tokens) => tokens,
+            Some(tokens) => {
+                return Err(Failure::usage(format!(
+                    "--kv-capacity {tokens} is out of range: {} takes 1 to {most}",
+                    model.graph.name
+                )));
+            }
+        };
+        Ok(Self { model, target, kv_capacity, device: place.device })
+    }
+
+    /// The model's graph.
+    pub(crate) fn graph(&self) -> &Graph {
+        &self.model.graph
+    }
+
+    /// How programs are lowered here.
+    pub(crate) fn lower_options(&self) -> lower::Options {
+        lower::Options { kv_capacity: self.kv_capacity }
+    }
+
+    /// The GPU, if it is wanted and there is one.
+    pub(crate) fn open(&self) -> Result<Option<Box<dyn Device + '_>>, Failure> {
+        let wanted = match self.device {
+            DeviceChoice::Cpu => return Ok(None),
+            DeviceChoice::Eval => {
+                let message = "--device eval is for `generate` only; use auto, cpu or cuda";
+                return Err(Failure::usage(message));
+            }
+            DeviceChoice::Auto => false,
+            DeviceChoice::Cuda => true,
+        };
+        match open_device(self) {
+            Ok(device) => Ok(Some(device)),
+            Err(failure) if wanted => Err(failure),
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// The kernel build of a kernel config: a hash of source, options and architecture.
+    pub(crate) fn kernel_id(&self, kernel: &KernelConfig) -> String {
+        vm_host::kernel_id(&variant(kernel, self.graph().dtype), &self.target.arch)
+    }
+
+    /// The neutral schedule.
+    pub(crate) fn default_config(&self) -> ScheduleConfig {
+        ir::schedule::default_config(self.graph(), &self.target)
+    }
+
+    /// The schedule of a file, or the neutral one. The inner error is a gate's no; unreadable files fail outright.
+    pub(crate) fn config(
+        &self,
+        path: Option<&Path>,
+    ) -> Result<Result<ScheduleConfig, Violations>, Failure> {
+        let Some(path) = path else { return Ok(Ok(self.default_config())) };
+        let text = read_config_text(path)?;
+        match ir::schedule::read_config(&text, self.graph(), &self.target) {
+            Ok(valid) => Ok(Ok(*valid)),
+            Err(violations) if violations.has(Rule::SJson) => Err(Failure::usage(format!(
+                "{}: {violations}; a config is a JSON object such as {{\"pipeline\": {{\"stages\": 8}}}}",
+                shown(path)
+            ))),
+            Err(violations) => Ok(Err(violations)),
+        }
+    }
+
+    /// The schedule of a file, for the commands that have no verdict to put violations into.
+    pub(crate) fn valid_config(&self, path: Option<&Path>) -> Result<ScheduleConfig, Failure> {
+        self.config(path)?.map_err(|violations| {
+            let from = path.map(shown).unwrap_or_default();
+            Failure::refused(format!("{from}: {violations}"))
+        })
+    }
+}
+
+/// What the kernel of a kernel config is compiled for.
+pub(crate) fn variant(kernel: &KernelConfig, dtype: DType) -> Variant {
+    Variant {
+        dtype: match dtype {
+            DType::F32 => 0,
+            DType::F16 => 1,
+            DType::Bf16 => 2,
+        },
+        mma: kernel.consumer == ir::schedule::Consumer::Mma,
+        warps: kernel.warps,
+        unroll: kernel.unroll,
+        poll_sleep_ns: kernel.poll_sleep_ns,
+        evict_first: kernel.evict == ir::schedule::Evict::First,
+    }
+}
+
+fn choose_target(place: &PlaceArgs) -> Result<Target, Failure> {
+    if let Some(name) = &place.target {
+        return Target::by_name(name).map_err(|error| Failure::usage(error.to_string()));
+    }
+    if place.device != DeviceChoice::Cpu
+        && let Some(target) = live_target()
+    {
+        return Ok(target);
+    }
+    Target::by_name(DEFAULT_TARGET).map_err(|error| Failure::usage(error.to_string()))
+}
+
+fn read_config_text(path: &Path) -> Result<String, Failure> {
+    let unreadable = |error: std::io::Error| {
+        Failure::usage(format!("cannot read {}: {error}; check the path", shown(path)))
+    };
+    let mut bytes = Vec::new();
+    if path == Path::new("-") {
+        let mut input = std::io::stdin().lock().take(CONFIG_BYTES_MAX + 1);
+        input.read_to_end(&mut bytes).map_err(unreadable)?;
+    } else {
+        let file = std::fs::File::open(path).map_err(unreadable)?;
+        file.take(CONFIG_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(unreadable)?;
+    }
+    if bytes.len() as u64 > CONFIG_BYTES_MAX {
+        return Err(Failure::usage(format!(
+            "{} is longer than {} MiB: that is no config",
+            shown(path),
+            CONFIG_BYTES_MAX >> 20
+        )));
+    }
+    String::from_utf8(bytes).map_err(|_| {
+        Failure::usage(format!("{} is not UTF-8 text; a config is a JSON object", shown(path)))
+    })
+}
+
+fn shown(path: &Path) -> String {
+    if path == Path::new("-") { "standard input".to_owned() } else { path.display().to_string() }
+}

@@ -1,0 +1,109 @@
+//! How a command can end, and the exit code that says so.
+
+use std::process::ExitCode;
+
+use corpus::CorpusError;
+use model::ModelError;
+
+/// The exit codes. They are part of the interface: scripts and agents branch on them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Exit {
+    /// Yes.
+    Yes,
+    /// A gate said no: rejected, disagreed, trapped.
+    No,
+    /// Wrong usage, or input that cannot be read.
+    Usage,
+    /// Something that this machine lacks.
+    Missing,
+    /// Tampered or corrupt files.
+    Integrity,
+    /// The samples do not tell.
+    Inconclusive,
+    /// Our bug.
+    Bug,
+    /// Stopped by the user.
+    Interrupted,
+}
+
+impl Exit {
+    /// The number.
+    pub(crate) fn code(self) -> i32 {
+        match self {
+            Self::Yes => 0,
+            Self::No => 1,
+            Self::Usage => 2,
+            Self::Missing => 3,
+            Self::Integrity => 4,
+            Self::Inconclusive => 5,
+            Self::Bug => 70,
+            Self::Interrupted => 130,
+        }
+    }
+
+    /// The word in an error document.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Yes => "yes",
+            Self::No => "refused",
+            Self::Usage => "usage",
+            Self::Missing => "capability_missing",
+            Self::Integrity => "integrity",
+            Self::Inconclusive => "inconclusive",
+            Self::Bug => "bug",
+            Self::Interrupted => "interrupted",
+        }
+    }
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit.code() as u8)
+    }
+}
+
+/// Why a command gave no result.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    /// What kind of failure.
+    pub(crate) exit: Exit,
+    /// What, where and what to do, in one line.
+    pub(crate) message: String,
+}
+
+impl Failure {
+    pub(crate) fn usage(message: impl Into<String>) -> Self {
+        Self { exit: Exit::Usage, message: message.into() }
+    }
+
+    pub(crate) fn missing(message: impl Into<String>) -> Self {
+        Self { exit: Exit::Missing, message: message.into() }
+    }
+
+    pub(crate) fn integrity(message: impl Into<String>) -> Self {
+        Self { exit: Exit::Integrity, message: message.into() }
+    }
+
+    pub(crate) fn refused(message: impl Into<String>) -> Self {
+        Self { exit: Exit::No, message: message.into() }
+    }
+}
+
+/// What a command returns.
+pub(crate) type Outcome = Result<Exit, Failure>;
+
+impl From<ModelError> for Failure {
+    fn from(error: ModelError) -> Self {
+        Self::usage(error.to_string())
+    }
+}
+
+impl From<CorpusError> for Failure {
+    fn from(error: CorpusError) -> Self {
+        if error.is_integrity() {
+            Self::integrity(error.to_string())
+        } else {
+            Self::usage(error.to_string())
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! Saved programs (`.amk` is text, `.amkp` is binary), and files that appear whole or not at all.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use ir::program::Program;
+
+use crate::failure::Failure;
+
+/// Longest program file that is read.
+const PROGRAM_BYTES_MAX: u64 = 1 << 30;
+
+/// The forms of a program file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    Text,
+    Binary,
+}
+
+fn form(path: &Path) -> Result<Form, Failure> {
+    match path.extension().and_then(|e| e.to_str()) {
+        Some("amk") => Ok(Form::Text),
+        Some("amkp") => Ok(Form::Binary),
+        Some(_) | None => Err(Failure::usage(format!(
+            "{}: a program file ends in .amk (text) or .amkp (binary)",
+            path.display()
+        ))),
+    }
+}
+
+/// Writes a program, whole or not at all.
+pub(crate) fn save(program: &Program, path: &Path) -> Result<(), Failure> {
+    let bytes = match form(path)? {
+        Form::Text => ir::text::print(program).into_bytes(),
+        Form::Binary => ir::text::save(program),
+    };
+    write_whole(path, &bytes)
+}
+
+/// Reads a program, without verifying it.
+pub(crate) fn open(path: &Path) -> Result<Program, Failure> {
+    let form = form(path)?;
+    let unreadable = |e: std::io::Error| {
+        Failure::usage(format!("cannot read {}: {e}; check the path", path.display()))
+    };
+    let length = std::fs::metadata(path).map_err(unreadable)?.len();
+    if length > PROGRAM_BYTES_MAX {
+        return Err(Failure::usage(format!("{} is too long for a program", path.display())));
+    }
+    let bytes = std::fs::read(path).map_err(unreadable)?;
+    match form {
+        Form::Binary => decode(path, &bytes),
+        Form::Text => {
+            let text = String::from_utf8(bytes)
+                .map_err(|_| Failure::usage(format!("{} is not text", path.display())))?;
+            ir::text::parse(&text).map_err(|e| Failure::usage(format!("{}: {e}", path.display())))
+        }
+    }
+}
+
+fn decode(path: &Path, bytes: &[u8]) -> Result<Program, Failure> {
+    ir::text::load(bytes)
+        .map_err(|error| Failure::integrity(format!("{}: {error}", path.display())))
+}
+
+/// Writes a file so that it appears complete or not at all.
+pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    let refused = |e: std::io::Error| {
+        Failure::usage(format!(
+            "cannot write {}: {e}; choose a path that you may write to and that has room",
+            path.display()
+        ))
+    };
+    if path.is_dir() {
+        return Err(refused(std::io::ErrorKind::IsADirectory.into()));
+    }
+    if path.exists() && !path.is_file() {
+        // A pipe or a device: there is nothing to rename over.
+        let mut file = std::fs::OpenOptions::new().write(true).open(path).map_err(refused)?;
+        return file.write_all(bytes).map_err(refused);
+    }
+    let partial = partial_of(path);
+    let written = std::fs::File::create(&partial)
+        .and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()))
+        .and_then(|()| std::fs::rename(&partial, path));
+    written.map_err(|e| {
+        let _ = std::fs::remove_file(&partial);
+        refused(e)
+    })
+}
+
+fn partial_of(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!(".{}.partial", std::process::id()));
+    PathBuf::from(name)
+}

@@ -1,0 +1,86 @@
+//! What is printed: one JSON document on stdout, everything for people on stderr.
+
+use std::io::{IsTerminal, Write};
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::failure::{Exit, Failure};
+
+/// Prints the command's one document: indented for people, on one line for programs.
+pub(crate) fn document(value: &impl Serialize) -> Result<(), Failure> {
+    let mut out = std::io::stdout().lock();
+    let text = if out.is_terminal() {
+        serde_json::to_string_pretty(value)
+    } else {
+        serde_json::to_string(value)
+    };
+    let text = text.map_err(|e| Failure::usage(format!("cannot write the answer as JSON: {e}")))?;
+    text_to(&mut out, &text)
+}
+
+/// Prints text instead of a document, for the commands whose answer is text.
+pub(crate) fn text(text: &str) -> Result<(), Failure> {
+    text_to(&mut std::io::stdout().lock(), text)
+}
+
+fn text_to(out: &mut impl Write, text: &str) -> Result<(), Failure> {
+    match writeln!(out, "{}", text.trim_end_matches('\n')).and_then(|()| out.flush()) {
+        Ok(()) => Ok(()),
+        // The reader has seen enough.
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        Err(error) => Err(Failure::usage(format!("cannot write to standard output: {error}"))),
+    }
+}
+
+/// A line for people. A closed stderr is no reason to stop.
+pub(crate) fn say(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// Reports a failure on both channels.
+pub(crate) fn fail(failure: &Failure) -> ExitCode {
+    say(&format!("amk: {}", failure.message.replace('\n', " | ")));
+    let _ = document(&error_document(failure.exit, &failure.message));
+    failure.exit.into()
+}
+
+fn error_document(exit: Exit, message: &str) -> Value {
+    json!({
+        "schema": "amk.error.v1",
+        "error": exit.name(),
+        "message": message,
+        "exit_code": exit.code(),
+    })
+}
+
+/// Wrong arguments, or a request for help.
+pub(crate) fn usage(error: &clap::Error) -> ExitCode {
+    let _ = error.print();
+    match error.kind() {
+        ErrorKind::DisplayHelp
+        | ErrorKind::DisplayVersion
+        | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Exit::Yes.into(),
+        _ => {
+            let text = error.render().to_string();
+            let first = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
+            let _ = document(&error_document(Exit::Usage, first));
+            Exit::Usage.into()
+        }
+    }
+}
+
+/// Two columns, aligned.
+pub(crate) fn table(rows: &[(String, String)]) {
+    let width = rows.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
+    for (name, value) in rows {
+        say(&format!("  {name:width$}  {value}"));
+    }
+}
+
+/// A number with its unit, or a dash.
+pub(crate) fn maybe(value: Option<f64>, unit: &str) -> String {
+    value.map_or_else(|| "-".to_owned(), |value| format!("{value:.1} {unit}"))
+}

@@ -261,7 +261,7 @@ impl<'a> Evaluator<'a> {
         let hidden = graph.hidden as usize;
         let mut x = vec![0f32; tokens.len() * hidden];
         for (&token, x) in tokens.iter().zip(x.chunks_exact_mut(hidden)) {
-            self.embed.decode_row(token as usize, x);
+            self.embed.decode_row(token as usize, 0, x);
         }
         let rotations: Vec<_> = (0..tokens.len())
             .map(|i| rotations((self.positions + i) as u32, &graph.inv_freq))

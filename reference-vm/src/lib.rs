@@ -1,6 +1,6 @@
 //! The plain CPU oracle: what a model graph and a lowered program mean, in code that can be believed by reading.
 //!
-//! Two executors. [`eval`] runs the model graph with no schedule and gives the expected values; a machine runs the lowered
+//! Two executors. [`eval`] runs the model graph with no schedule and gives the expected values; [`machine`] runs the lowered
 //! program. [`compare`] decides whether two of them, or one and the device, agree, and hands out the proof.
 //!
 //! **Promises.** Deterministic: the same graph, weights and tokens give the same bits on every CPU, with any number of
@@ -13,6 +13,14 @@
 
 pub mod compare;
 pub mod eval;
+pub mod machine;
 mod math;
+mod memory;
+mod ops;
+mod order;
+mod packed;
+mod trap;
 
 pub use math::argmax;
+pub use order::Order;
+pub use trap::{Fault, MachineError, Trap};

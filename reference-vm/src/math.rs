@@ -12,7 +12,7 @@ use rayon::prelude::*;
 const LANES: usize = 32;
 
 /// Multiply-adds that one parallel task should hold, so that small matrices do not drown in scheduling.
-const TASK_MACS: usize = 1 << 16;
+pub(crate) const TASK_MACS: usize = 1 << 16;
 
 /// How an element of a row is stored.
 trait Element {
@@ -128,14 +128,29 @@ impl<'a> Matrix<'a> {
         self.rows
     }
 
-    /// Decodes row `row` into `out`, which has the length of a row.
-    pub(crate) fn decode_row(&self, row: usize, out: &mut [f32]) {
-        let stride = self.cols * self.dtype.bytes();
-        let bytes = &self.bytes[row * stride..][..stride];
+    /// The bytes of `len` elements of row `row` from `start` on.
+    fn row_bytes(&self, row: usize, start: usize, len: usize) -> &'a [u8] {
+        let size = self.dtype.bytes();
+        &self.bytes[row * self.cols * size..][..self.cols * size][start * size..][..len * size]
+    }
+
+    /// Decodes the elements of row `row` from `start` on into `out`.
+    pub(crate) fn decode_row(&self, row: usize, start: usize, out: &mut [f32]) {
+        let bytes = self.row_bytes(row, start, out.len());
         match self.dtype {
             DType::F32 => decode::<StoredF32>(bytes.as_chunks().0, out),
             DType::F16 => decode::<StoredF16>(bytes.as_chunks().0, out),
             DType::Bf16 => decode::<StoredBf16>(bytes.as_chunks().0, out),
+        }
+    }
+
+    /// Row `row` times `x`, which may be shorter than the row.
+    pub(crate) fn dot_row(&self, row: usize, x: &[f32]) -> f32 {
+        let bytes = self.row_bytes(row, 0, x.len());
+        match self.dtype {
+            DType::F32 => lane_dot::<StoredF32>(bytes.as_chunks().0, x),
+            DType::F16 => lane_dot::<StoredF16>(bytes.as_chunks().0, x),
+            DType::Bf16 => lane_dot::<StoredBf16>(bytes.as_chunks().0, x),
         }
     }
 
@@ -203,24 +218,35 @@ fn transpose(matrix: &[f32], cols: usize) -> Vec<f32> {
     out
 }
 
-/// `x * weight / sqrt(mean(x^2) + eps)`, the mean in `f64`.
-pub(crate) fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+/// `sqrt(mean(x^2) + eps)`, in `f64`.
+pub(crate) fn root_mean_square(x: &[f32], eps: f32) -> f64 {
     let sum: f64 = x.iter().map(|&v| f64::from(v) * f64::from(v)).sum();
-    let scale = 1.0 / (sum / x.len() as f64 + f64::from(eps)).sqrt();
+    (sum / x.len() as f64 + f64::from(eps)).sqrt()
+}
+
+/// `x * weight / sqrt(mean(x^2) + eps)`.
+pub(crate) fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let scale = 1.0 / root_mean_square(x, eps);
     for ((out, &x), &weight) in out.iter_mut().zip(x).zip(weight) {
         *out = (f64::from(x) * scale * f64::from(weight)) as f32;
     }
 }
 
-/// Turns scores into weights that sum to one, in place; the sum in `f64`, after subtracting the largest score.
-pub(crate) fn softmax(scores: &mut [f64]) {
-    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+/// Turns scores into `exp(score - greatest)`, in place, and returns the greatest and the sum.
+pub(crate) fn softmax_parts(scores: &mut [f64]) -> (f64, f64) {
+    let greatest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let mut sum = 0.0;
     for score in scores.iter_mut() {
-        *score = (*score - max).exp();
+        *score = (*score - greatest).exp();
         sum += *score;
     }
-    for score in scores.iter_mut() {
+    (greatest, sum)
+}
+
+/// Turns scores into weights that sum to one, in place.
+pub(crate) fn softmax(scores: &mut [f64]) {
+    let (_, sum) = softmax_parts(scores);
+    for score in scores {
         *score /= sum;
     }
 }

@@ -46,7 +46,7 @@ fn products_are_close_to_f64() {
             let got = matrix.apply(&x);
             let mut row = vec![0.0; cols];
             for (index, &got) in got.iter().enumerate() {
-                matrix.decode_row(index, &mut row);
+                matrix.decode_row(index, 0, &mut row);
                 let want: f64 =
                     row.iter().zip(&x).map(|(&w, &x)| f64::from(w) * f64::from(x)).sum();
                 assert!((f64::from(got) - want).abs() < 1e-5, "{dtype:?} {cols}: {got} for {want}");

@@ -1,18 +1,42 @@
 //! The evaluator against logits that transformers computed for small random models, and against itself.
 
-mod folder;
-
 use std::path::Path;
 
-use folder::Folder;
 use half::{bf16, f16};
 use ir::{DType, Graph, TensorId};
+use model::Model;
 use reference_vm::compare::{Tolerance, compare};
 use reference_vm::eval::{EvalError, Evaluator, Logits};
+use safetensors::SafeTensors;
+
+/// A model with the tokens and logits that belong to it.
+struct Golden {
+    model: Model,
+    tokens: Vec<u32>,
+    logits: Vec<Vec<f32>>,
+    greedy: Vec<u32>,
+}
+
+impl Golden {
+    fn open(folder: &Path) -> Self {
+        let model = model::import(folder).unwrap();
+        let file = std::fs::read(folder.join("golden.safetensors")).unwrap();
+        let file = SafeTensors::deserialize(&file).unwrap();
+        let ids = |name| {
+            let data = file.tensor(name).unwrap().data().to_vec();
+            data.as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b) as u32).collect()
+        };
+        let logits = file.tensor("logits").unwrap();
+        let logits: Vec<f32> =
+            logits.data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        let logits = logits.chunks_exact(model.graph.vocab as usize).map(<[f32]>::to_vec).collect();
+        Self { tokens: ids("tokens"), greedy: ids("greedy"), logits, model }
+    }
+}
 
 /// Runs `check` on every golden folder.
-fn each(check: impl Fn(&str, &Folder)) {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/golden");
+fn each(check: impl Fn(&str, &Golden)) {
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/golden");
     for name in [
         "llama-tied-f32",
         "llama3-rope-bf16",
@@ -20,9 +44,9 @@ fn each(check: impl Fn(&str, &Folder)) {
         "qwen2-bias-bf16",
         "qwen3-qknorm-bf16",
     ] {
-        let mut folder = Folder::open(&golden.join(name));
-        round_frequencies(&mut folder.graph);
-        check(name, &folder);
+        let mut golden = Golden::open(&corpus.join(name));
+        round_frequencies(&mut golden.model.graph);
+        check(name, &golden);
     }
 }
 
@@ -38,15 +62,15 @@ fn round_frequencies(graph: &mut Graph) {
     }
 }
 
-fn evaluator(folder: &Folder) -> Evaluator<'_> {
-    Evaluator::new(&folder.graph, folder).unwrap()
+fn evaluator(golden: &Golden) -> Evaluator<'_> {
+    Evaluator::new(&golden.model.graph, &*golden.model.weights).unwrap()
 }
 
 #[test]
 fn logits_are_those_of_transformers() {
-    each(|name, folder| {
-        let logits = evaluator(folder).run(&folder.tokens, Logits::All).unwrap();
-        let agreement = compare(&folder.logits, &logits, Tolerance::REFERENCE)
+    each(|name, golden| {
+        let logits = evaluator(golden).run(&golden.tokens, Logits::All).unwrap();
+        let agreement = compare(&golden.logits, &logits, Tolerance::REFERENCE)
             .unwrap_or_else(|d| panic!("{name}: {d}"));
         assert_eq!(agreement.summary().top1_agreement, 1.0, "{name}");
     });
@@ -54,58 +78,61 @@ fn logits_are_those_of_transformers() {
 
 #[test]
 fn greedy_tokens_are_those_of_transformers() {
-    each(|name, folder| {
-        let mut evaluator = evaluator(folder);
-        evaluator.run(&folder.tokens, Logits::Skip).unwrap();
-        assert_eq!(evaluator.greedy(folder.greedy.len(), &[]).unwrap(), folder.greedy, "{name}");
+    each(|name, golden| {
+        let mut evaluator = evaluator(golden);
+        evaluator.run(&golden.tokens, Logits::Skip).unwrap();
+        assert_eq!(evaluator.greedy(golden.greedy.len(), &[]).unwrap(), golden.greedy, "{name}");
     });
 }
 
 #[test]
 fn one_at_a_time_has_the_bits_of_all_at_once() {
-    each(|name, folder| {
-        let mut together = evaluator(folder);
-        let logits = together.run(&folder.tokens, Logits::All).unwrap();
-        let mut single = evaluator(folder);
-        for (token, want) in folder.tokens.iter().zip(&logits) {
+    each(|name, golden| {
+        let mut together = evaluator(golden);
+        let logits = together.run(&golden.tokens, Logits::All).unwrap();
+        let mut single = evaluator(golden);
+        for (token, want) in golden.tokens.iter().zip(&logits) {
             assert_eq!(&single.run(&[*token], Logits::Last).unwrap()[0], want, "{name}");
         }
-        for layer in 0..folder.graph.layers.len() {
+        for layer in 0..golden.model.graph.layers.len() {
             assert_eq!(single.keys(layer), together.keys(layer), "{name}");
             assert_eq!(single.values(layer), together.values(layer), "{name}");
-            assert_eq!(single.keys(layer).len(), 48 * folder.graph.kv_width() as usize);
+            assert_eq!(single.keys(layer).len(), 48 * golden.model.graph.kv_width() as usize);
         }
     });
 }
 
 #[test]
 fn truncating_goes_back() {
-    each(|name, folder| {
-        let mut evaluator = evaluator(folder);
-        let logits = evaluator.run(&folder.tokens, Logits::All).unwrap();
+    each(|name, golden| {
+        let mut evaluator = evaluator(golden);
+        let logits = evaluator.run(&golden.tokens, Logits::All).unwrap();
         evaluator.truncate(20);
         assert_eq!(evaluator.positions(), 20);
         assert_eq!(evaluator.greedy(1, &[]), Err(EvalError::NothingFed));
         assert_eq!(
-            evaluator.run(&folder.tokens[20..], Logits::All).unwrap(),
+            evaluator.run(&golden.tokens[20..], Logits::All).unwrap(),
             logits[20..],
             "{name}"
         );
         evaluator.reset();
-        assert_eq!(evaluator.run(&folder.tokens, Logits::All).unwrap(), logits, "{name}");
+        assert_eq!(evaluator.run(&golden.tokens, Logits::All).unwrap(), logits, "{name}");
     });
 }
 
 #[test]
 fn a_window_of_the_whole_sequence_is_full_attention_and_a_shorter_one_is_not() {
-    each(|name, folder| {
-        let full = evaluator(folder).run(&folder.tokens, Logits::All).unwrap();
+    each(|name, golden| {
+        let full = evaluator(golden).run(&golden.tokens, Logits::All).unwrap();
         let windowed = |window| {
-            let mut graph = folder.graph.clone();
+            let mut graph = golden.model.graph.clone();
             for layer in &mut graph.layers {
                 layer.window = Some(window);
             }
-            Evaluator::new(&graph, folder).unwrap().run(&folder.tokens, Logits::All).unwrap()
+            Evaluator::new(&graph, &*golden.model.weights)
+                .unwrap()
+                .run(&golden.tokens, Logits::All)
+                .unwrap()
         };
         assert_eq!(windowed(48), full, "{name}");
         let short = windowed(5);
@@ -116,9 +143,9 @@ fn a_window_of_the_whole_sequence_is_full_attention_and_a_shorter_one_is_not() {
 
 #[test]
 fn what_cannot_be_evaluated_is_an_error() {
-    each(|name, folder| {
-        let vocab = folder.graph.vocab;
-        let mut evaluator = evaluator(folder).with_capacity(4);
+    each(|name, golden| {
+        let vocab = golden.model.graph.vocab;
+        let mut evaluator = evaluator(golden).with_capacity(4);
         assert_eq!(
             evaluator.run(&[1, vocab], Logits::All),
             Err(EvalError::Token { token: vocab, vocab }),
@@ -142,22 +169,24 @@ fn what_cannot_be_evaluated_is_an_error() {
 
 #[test]
 fn greedy_ends_with_a_stop_token() {
-    each(|name, folder| {
-        let mut evaluator = evaluator(folder);
-        evaluator.run(&folder.tokens, Logits::Skip).unwrap();
-        let stop = folder.greedy[3];
-        let end = folder.greedy.iter().position(|&token| token == stop).unwrap();
-        assert_eq!(evaluator.greedy(24, &[stop]).unwrap(), folder.greedy[..=end], "{name}");
+    each(|name, golden| {
+        let mut evaluator = evaluator(golden);
+        evaluator.run(&golden.tokens, Logits::Skip).unwrap();
+        let stop = golden.greedy[3];
+        let end = golden.greedy.iter().position(|&token| token == stop).unwrap();
+        assert_eq!(evaluator.greedy(24, &[stop]).unwrap(), golden.greedy[..=end], "{name}");
     });
 }
 
 #[test]
 fn a_graph_that_contradicts_itself_is_refused() {
-    each(|name, folder| {
+    each(|name, golden| {
         let refused = |edit: &dyn Fn(&mut Graph)| {
-            let mut graph = folder.graph.clone();
+            let mut graph = golden.model.graph.clone();
             edit(&mut graph);
-            Evaluator::new(&graph, folder).err().unwrap_or_else(|| panic!("{name} was accepted"))
+            Evaluator::new(&graph, &*golden.model.weights)
+                .err()
+                .unwrap_or_else(|| panic!("{name} was accepted"))
         };
         assert!(matches!(refused(&|g| g.kv_heads = 0), EvalError::Heads { .. }));
         assert!(matches!(refused(&|g| g.inv_freq.clear()), EvalError::Heads { .. }));

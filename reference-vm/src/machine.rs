@@ -1,0 +1,481 @@
+//! Executes a program: workers, their queues, counters and tagged words, one step a token.
+//!
+//! A step fires every task once. A worker's next task is ready when its waits are over and all tagged words that it reads have the
+//! right tag; which ready task goes first is the [`Order`]'s choice. Counters and tags persist over steps, as on the device.
+//!
+//! What a program does wrong is a [`Trap`], which says where: words read before they are written, a load stream that is not what the
+//! tasks consume, a step that ends early. What it merely computes wrong is for [`compare`](crate::compare) to find.
+
+use ir::program::{Program, Verified};
+use ir::{CounterId, Graph, SlotId, Weights, WorkerId};
+use rayon::prelude::*;
+
+use crate::memory::{Memory, Span, Step};
+use crate::ops::{self, Context, Effects};
+use crate::order::{Order, Picker};
+use crate::packed::{Cursor, Packed};
+use crate::trap::{Fault, MachineError, Trap};
+
+/// How a run ended.
+#[derive(Clone, Debug, PartialEq)]
+#[must_use]
+pub enum Run {
+    /// Every step ended.
+    Finished(Outputs),
+    /// The program did something that it must not do.
+    Trapped(Trap),
+    /// The fuel is used up.
+    OutOfFuel {
+        /// Tasks fired.
+        fired: u64,
+    },
+    /// Tasks are left and none is ready.
+    Stuck {
+        /// What each unfinished worker waits for.
+        waiting: Vec<Waiting>,
+    },
+}
+
+impl Run {
+    /// The outputs, if the run finished.
+    #[must_use]
+    pub fn finished(self) -> Option<Outputs> {
+        match self {
+            Self::Finished(outputs) => Some(outputs),
+            Self::Trapped(_) | Self::OutOfFuel { .. } | Self::Stuck { .. } => None,
+        }
+    }
+}
+
+/// What a finished run gives.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Outputs {
+    /// Logits after each token that was fed.
+    pub logits: Vec<Vec<f32>>,
+    /// Of `run`: the token that the program chose after each token that was fed. Of `greedy`: the continuation.
+    pub tokens: Vec<u32>,
+}
+
+/// A worker that cannot go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Waiting {
+    /// The worker.
+    pub worker: WorkerId,
+    /// Index of its next task.
+    pub task: u32,
+    /// What the task waits for.
+    pub on: On,
+}
+
+/// What a task waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum On {
+    /// A counter.
+    Counter {
+        /// The counter.
+        counter: CounterId,
+        /// Its value.
+        have: u64,
+        /// The value waited for.
+        need: u64,
+    },
+    /// A tagged word.
+    Word {
+        /// The slot.
+        slot: SlotId,
+        /// The word.
+        word: u32,
+        /// Its tag.
+        have: u32,
+        /// The tag waited for.
+        need: u32,
+    },
+}
+
+impl std::fmt::Display for Waiting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "worker {}, task {} waits for ", self.worker, self.task)?;
+        match self.on {
+            On::Counter { counter, have, need } => {
+                write!(f, "counter {counter}, which has {have} of {need}")
+            }
+            On::Word { slot, word, have, need } => {
+                write!(f, "word {word} of slot {slot}, which has tag {have} instead of {need}")
+            }
+        }
+    }
+}
+
+/// A program bound to its weights, with the memory of one sequence.
+pub struct Machine<'a> {
+    program: &'a Program,
+    packed: Vec<Packed<'a>>,
+    memory: Memory<'a>,
+    fuel: u64,
+    fired: u64,
+    epoch: u32,
+    positions: usize,
+    /// The last token chosen, until positions are forgotten.
+    chosen: Option<u32>,
+    /// The last run stopped in the middle of a step.
+    halted: bool,
+}
+
+/// Why a step stopped; turned into a [`Run`].
+enum Stop {
+    Trapped(Trap),
+    OutOfFuel,
+    Stuck(Vec<Waiting>),
+}
+
+/// Where a worker stands in its queue during a step.
+#[derive(Default)]
+struct Progress {
+    task: usize,
+    cursor: Cursor,
+    /// Inputs of the next task and the first word of them not known to have arrived: span, and word within.
+    inputs: Option<Vec<Span>>,
+    scan: (usize, u32),
+    ready: bool,
+}
+
+impl<'a> Machine<'a> {
+    /// Binds a program to the graph it was lowered from and to its weights.
+    ///
+    /// # Errors
+    /// If the program does not fit the graph or the weights.
+    pub fn new(
+        program: &'a Verified<Program>,
+        graph: &Graph,
+        weights: &'a dyn Weights,
+    ) -> Result<Self, MachineError> {
+        Self::bind(program, graph, weights)
+    }
+
+    /// As [`new`](Self::new), for tests of what verification keeps out.
+    pub(crate) fn bind(
+        program: &'a Program,
+        graph: &Graph,
+        weights: &'a dyn Weights,
+    ) -> Result<Self, MachineError> {
+        let qkv_rows = u64::from(graph.heads) + 2 * u64::from(graph.kv_heads);
+        let qkv_fits = qkv_rows * u64::from(graph.head_dim) <= u64::from(u32::MAX);
+        if program.dims != graph.into() || !qkv_fits {
+            return Err(MachineError::Dims);
+        }
+        let logits = program.slots.iter().filter(|slot| slot.kind == abi::SlotKind::Logits).count();
+        if program.workers.is_empty() || logits != 1 {
+            return Err(MachineError::Incomplete { workers: program.workers.len(), logits });
+        }
+        let matrices = program.matrices.iter().enumerate();
+        let bind =
+            |(index, matrix)| Packed::new(ir::MatrixId(index as u32), matrix, graph, weights);
+        Ok(Self {
+            program,
+            packed: matrices.map(bind).collect::<Result<_, _>>()?,
+            memory: Memory::new(program, graph, weights)?,
+            fuel: u64::MAX,
+            fired: 0,
+            epoch: 0,
+            positions: 0,
+            chosen: None,
+            halted: false,
+        })
+    }
+
+    /// Limits the tasks fired until the next [`reset`](Self::reset).
+    #[must_use]
+    pub fn with_fuel(mut self, tasks: u64) -> Self {
+        self.fuel = tasks;
+        self
+    }
+
+    /// Positions fed so far.
+    #[must_use]
+    pub fn positions(&self) -> usize {
+        self.positions
+    }
+
+    /// Keys of a layer after norm and rotation, `[positions, kv_heads * head_dim]`; empty for a layer that does not exist.
+    #[must_use]
+    pub fn keys(&self, layer: usize) -> &[f32] {
+        self.memory.layer(layer).map_or(&[], |cache| &cache.keys)
+    }
+
+    /// Values of a layer, `[positions, kv_heads * head_dim]`; empty for a layer that does not exist.
+    #[must_use]
+    pub fn values(&self, layer: usize) -> &[f32] {
+        self.memory.layer(layer).map_or(&[], |cache| &cache.values)
+    }
+
+    /// What a plain or tagged slot holds after the last step; words that no task wrote are NaN.
+    #[must_use]
+    pub fn slot(&self, slot: SlotId) -> Option<Vec<f32>> {
+        self.memory.contents(slot)
+    }
+
+    /// Forgets everything, as if the program had just been loaded.
+    pub fn reset(&mut self) {
+        self.memory.reset();
+        (self.fired, self.epoch, self.positions, self.chosen, self.halted) = (0, 0, 0, None, false);
+    }
+
+    /// Forgets all but the first `positions` positions. A continuation then needs a fed token first.
+    pub fn truncate(&mut self, positions: usize) {
+        if positions < self.positions {
+            self.memory.truncate(positions);
+            (self.positions, self.chosen) = (positions, None);
+        }
+    }
+
+    /// Feeds tokens at the next positions, one step each.
+    ///
+    /// # Errors
+    /// If a token is outside the vocabulary, the KV cache is full, or the last run did not finish; nothing was fed then.
+    pub fn run(&mut self, tokens: &[u32], order: Order) -> Result<Run, MachineError> {
+        let vocab = self.program.dims.vocab;
+        if self.halted {
+            return Err(MachineError::Halted);
+        }
+        if let Some(&token) = tokens.iter().find(|&&token| token >= vocab) {
+            return Err(MachineError::Token { token, vocab });
+        }
+        let (positions, capacity) =
+            (self.positions + tokens.len(), self.program.kv_capacity as usize);
+        if positions > capacity {
+            return Err(MachineError::Capacity { positions, capacity });
+        }
+        let mut outputs = Outputs::default();
+        for &token in tokens {
+            match self.step(token, order) {
+                Ok(chosen) => {
+                    self.chosen = Some(chosen);
+                    outputs.tokens.push(chosen);
+                    outputs.logits.push(self.memory.logits());
+                }
+                Err(stop) => {
+                    self.halted = true;
+                    return Ok(match stop {
+                        Stop::Trapped(trap) => Run::Trapped(trap),
+                        Stop::OutOfFuel => Run::OutOfFuel { fired: self.fired },
+                        Stop::Stuck(waiting) => Run::Stuck { waiting },
+                    });
+                }
+            }
+        }
+        Ok(Run::Finished(outputs))
+    }
+
+    /// Continues the sequence with the tokens that the program chooses, up to `n`. A token of `stop` is the last one returned.
+    ///
+    /// The last token returned is chosen but not fed.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run), or if nothing was fed since the start or the last [`truncate`](Self::truncate).
+    pub fn greedy(&mut self, n: usize, stop: &[u32], order: Order) -> Result<Run, MachineError> {
+        let mut token = self.chosen.ok_or(MachineError::NothingFed)?;
+        let mut outputs = Outputs::default();
+        while outputs.tokens.len() < n {
+            if let Some(&last) = outputs.tokens.last() {
+                match self.run(&[last], order)? {
+                    Run::Finished(fed) => {
+                        outputs.logits.extend(fed.logits);
+                        token = fed.tokens[0];
+                    }
+                    run @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+                        return Ok(run);
+                    }
+                }
+            }
+            outputs.tokens.push(token);
+            if stop.contains(&token) {
+                break;
+            }
+        }
+        Ok(Run::Finished(outputs))
+    }
+
+    /// Runs one token through the program and returns the token chosen.
+    fn step(&mut self, token: u32, order: Order) -> Result<u32, Stop> {
+        self.epoch = self.epoch.wrapping_add(1);
+        let step = Step { token, position: self.positions as u32, epoch: self.epoch };
+        self.memory.begin(step);
+        let mut workers: Vec<Progress> =
+            self.program.workers.iter().map(|_| Progress::default()).collect();
+        let mut picker = Picker::new(order, self.epoch);
+        let mut left = self.program.task_len() as u64;
+        let mut chosen = None;
+        let mut ready = Vec::new();
+        while left > 0 {
+            ready.clear();
+            for (worker, progress) in workers.iter_mut().enumerate() {
+                if self.poll(worker, progress, step)? {
+                    ready.push(worker);
+                }
+            }
+            if ready.is_empty() {
+                return Err(Stop::Stuck(self.waiting(&workers, step)));
+            }
+            let picked = picker.pick(&mut ready);
+            let picked = &ready[ready.len() - picked..];
+            for (worker, effects) in self.fire(picked, &workers, step)? {
+                left -= 1;
+                let ends = effects.chosen;
+                self.commit(worker, &mut workers[worker], effects, step)?;
+                if let Some(token) = ends {
+                    chosen = Some(self.end(worker, &workers[worker], token, left)?);
+                }
+            }
+        }
+        for (worker, progress) in workers.iter().enumerate() {
+            let units = progress.cursor.left(&self.program.workers[worker].loads);
+            if units > 0 {
+                return Err(self.trap(
+                    worker,
+                    progress.task.saturating_sub(1),
+                    Fault::StreamLeft { units },
+                ));
+            }
+        }
+        self.positions += 1;
+        chosen.ok_or_else(|| self.trap(0, 0, Fault::NoEnd))
+    }
+
+    /// Whether the worker's next task is ready; looks only at what it was not known to have.
+    fn poll(&self, worker: usize, progress: &mut Progress, step: Step) -> Result<bool, Stop> {
+        let Some(task) = self.program.workers[worker].tasks.get(progress.task) else {
+            return Ok(false);
+        };
+        if progress.ready {
+            return Ok(true);
+        }
+        let fault = |fault| self.trap(worker, progress.task, fault);
+        if progress.inputs.is_none() {
+            for wait in &task.waits {
+                let have = self.memory.counter(wait.counter).map_err(fault)?;
+                if have < u64::from(step.epoch) * u64::from(wait.count) {
+                    return Ok(false);
+                }
+            }
+            progress.inputs =
+                Some(ops::inputs(self.context(worker, progress, step)).map_err(fault)?);
+        }
+        while let Some(&span) = progress.inputs.iter().flatten().nth(progress.scan.0) {
+            if let Some((word, _)) =
+                self.memory.missing_tag(span, progress.scan.1, step).map_err(fault)?
+            {
+                progress.scan.1 = word;
+                return Ok(false);
+            }
+            progress.scan = (progress.scan.0 + 1, 0);
+        }
+        progress.ready = true;
+        Ok(true)
+    }
+
+    /// Computes what the picked workers' next tasks change. None sees the changes of another.
+    fn fire(
+        &mut self,
+        picked: &[usize],
+        workers: &[Progress],
+        step: Step,
+    ) -> Result<Vec<(usize, Effects)>, Stop> {
+        if self.fuel - self.fired < picked.len() as u64 {
+            return Err(Stop::OutOfFuel);
+        }
+        self.fired += picked.len() as u64;
+        let machine = &*self;
+        let effects = |&worker: &usize| {
+            let progress = &workers[worker];
+            let effects = ops::fire(machine.context(worker, progress, step));
+            effects
+                .map(|effects| (worker, effects))
+                .map_err(|fault| machine.trap(worker, progress.task, fault))
+        };
+        // Collected first, so that the first trap in order is the one reported.
+        let all: Vec<_> = picked.par_iter().map(effects).collect();
+        all.into_iter().collect()
+    }
+
+    fn commit(
+        &mut self,
+        worker: usize,
+        progress: &mut Progress,
+        effects: Effects,
+        step: Step,
+    ) -> Result<(), Stop> {
+        let program = self.program;
+        let task = &program.workers[worker].tasks[progress.task];
+        let stored = (|| {
+            for (access, start, words) in &effects.writes {
+                self.memory.write(*access, *start, words, step)?;
+            }
+            if let Some(append) = &effects.append {
+                self.memory.append(append, step)?;
+            }
+            task.signal.map_or(Ok(()), |counter| self.memory.signal(counter))
+        })();
+        stored.map_err(|fault| self.trap(worker, progress.task, fault))?;
+        let cursor = effects.cursor.unwrap_or(progress.cursor);
+        *progress = Progress { task: progress.task + 1, cursor, ..Progress::default() };
+        Ok(())
+    }
+
+    /// Checks the end of a step: the token chosen, and that no other task is left.
+    fn end(&self, worker: usize, progress: &Progress, token: u32, left: u64) -> Result<u32, Stop> {
+        let vocab = self.program.dims.vocab;
+        if left > 0 {
+            return Err(self.trap(worker, progress.task - 1, Fault::EarlyEnd { tasks: left }));
+        }
+        if token >= vocab {
+            return Err(self.trap(worker, progress.task - 1, Fault::BadToken { token, vocab }));
+        }
+        Ok(token)
+    }
+
+    fn context<'m>(&'m self, worker: usize, progress: &Progress, step: Step) -> Context<'m> {
+        let queue = &self.program.workers[worker];
+        Context {
+            task: &queue.tasks[progress.task],
+            step,
+            memory: &self.memory,
+            packed: &self.packed,
+            loads: &queue.loads,
+            cursor: progress.cursor,
+        }
+    }
+
+    fn trap(&self, worker: usize, task: usize, fault: Fault) -> Stop {
+        let opcode = self.program.workers[worker]
+            .tasks
+            .get(task)
+            .map_or(abi::Opcode::Nop, |task| task.opcode);
+        let (worker, task) = (WorkerId(worker as u32), task as u32);
+        Stop::Trapped(Trap { worker, task, opcode, epoch: self.epoch, fault })
+    }
+
+    fn waiting(&self, workers: &[Progress], step: Step) -> Vec<Waiting> {
+        let waiting = |(worker, progress): (usize, &Progress)| {
+            let task = self.program.workers[worker].tasks.get(progress.task)?;
+            let counter = task.waits.iter().find_map(|wait| {
+                let (have, need) = (
+                    self.memory.counter(wait.counter).ok()?,
+                    u64::from(step.epoch) * u64::from(wait.count),
+                );
+                (have < need).then_some(On::Counter { counter: wait.counter, have, need })
+            });
+            let word = || {
+                let span = *progress.inputs.as_ref()?.get(progress.scan.0)?;
+                let (word, have) = self.memory.missing_tag(span, progress.scan.1, step).ok()??;
+                let (slot, need) = (span.access.slot, step.tag(span.access.generation));
+                Some(On::Word { slot, word: span.start + word, have, need })
+            };
+            let (worker, task) = (WorkerId(worker as u32), progress.task as u32);
+            Some(Waiting { worker, task, on: counter.or_else(word)? })
+        };
+        workers.iter().enumerate().filter_map(waiting).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,369 @@
+mod plan;
+
+use std::path::Path;
+
+use abi::{AttentionParams, MatvecParams, Opcode};
+use ir::program::{Access, verify};
+use model::{Family, Model, Shape, Window};
+use plan::Plan;
+
+use super::*;
+use crate::compare::{Tolerance, What, compare};
+use crate::eval::{Evaluator, Logits};
+
+const ORDERS: [Order; 5] =
+    [Order::Waves, Order::Queue, Order::Reverse, Order::Seeded(1), Order::Seeded(2)];
+
+/// Small models with everything that the families differ in.
+fn models() -> Vec<Model> {
+    let qwen3 =
+        Shape { family: Family::Qwen3, attention_bias: true, layers: 2, ..Shape::default() };
+    let sliding = Window::Layers { window: 5, sliding: vec![true, false] };
+    // Rows, columns and heads that do not divide by 8, by units or by workers.
+    let odd = Shape {
+        family: Family::Llama,
+        hidden: 60,
+        heads: 3,
+        kv_heads: 1,
+        ffn: 100,
+        vocab: 131,
+        tied: true,
+        mlp_bias: true,
+        dtype: ir::DType::F16,
+        ..Shape::default()
+    };
+    let mistral = Shape {
+        family: Family::Mistral,
+        dtype: ir::DType::F32,
+        layers: 2,
+        window: sliding,
+        ..Shape::default()
+    };
+    [qwen3, odd, mistral]
+        .into_iter()
+        .zip(1..)
+        .map(|(shape, seed)| Model::random(shape, seed))
+        .collect()
+}
+
+fn tokens(n: u32) -> Vec<u32> {
+    (0..n).map(|i| i * 37 % 131).collect()
+}
+
+fn outputs(run: Run) -> Outputs {
+    match run {
+        Run::Finished(outputs) => outputs,
+        other @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+            panic!("{other:?}")
+        }
+    }
+}
+
+/// Checks logits, caches and a continuation against the evaluated graph, and returns the logits.
+fn agree(model: &Model, plan: Plan, order: Order, n: u32) -> Vec<Vec<f32>> {
+    let program = plan::program(&model.graph, plan);
+    let program = verify(program).unwrap_or_else(|violations| panic!("{plan:?}: {violations}"));
+    let mut machine = Machine::new(&program, &model.graph, &*model.weights).unwrap();
+    let mut evaluator = Evaluator::new(&model.graph, &*model.weights).unwrap();
+    let expected = evaluator.run(&tokens(n), Logits::All).unwrap();
+    let outputs = outputs(machine.run(&tokens(n), order).unwrap());
+    let mut agreement = compare(&expected, &outputs.logits, Tolerance::REFERENCE).unwrap();
+    let width = model.graph.kv_width() as usize;
+    for layer in 0..model.graph.layers.len() {
+        let pairs = [
+            (What::Keys { layer: layer as u32 }, evaluator.keys(layer), machine.keys(layer)),
+            (What::Values { layer: layer as u32 }, evaluator.values(layer), machine.values(layer)),
+        ];
+        for (what, want, got) in pairs {
+            let (want, got) = (want.chunks_exact(width), got.chunks_exact(width));
+            agreement = agreement.and_values(what, want, got, Tolerance::REFERENCE).unwrap();
+        }
+    }
+    assert!(agreement.summary().max_rel_err < 2e-5, "{plan:?}: {:?}", agreement.summary());
+    let greedy = machine.greedy(6, &[], order).unwrap();
+    assert_eq!(self::outputs(greedy).tokens, evaluator.greedy(6, &[]).unwrap(), "{plan:?}");
+    outputs.logits
+}
+
+#[test]
+fn every_model_and_edge_agrees_with_the_graph() {
+    for model in models() {
+        for tagged in [false, true] {
+            for (fuse_merge, fuse_embed, workers) in
+                [(false, false, 3), (true, true, 1), (true, false, 7)]
+            {
+                let plan = Plan { tagged, fuse_merge, fuse_embed, workers, ..Plan::default() };
+                agree(&model, plan, Order::Waves, 30);
+            }
+        }
+    }
+}
+
+#[test]
+fn orders_do_not_change_bits() {
+    for model in models() {
+        for tagged in [false, true] {
+            let plan = Plan { tagged, workers: 5, splits: 3, kv_block: 4, ..Plan::default() };
+            let [first, rest @ ..] = ORDERS.map(|order| agree(&model, plan, order, 12));
+            for logits in rest {
+                assert_eq!(logits, first);
+            }
+        }
+    }
+}
+
+#[test]
+fn splits_agree_before_and_after_they_become_active() {
+    for model in models() {
+        for (splits, kv_block) in [(1, 128), (2, 3), (8, 1), (32, 2)] {
+            agree(&model, Plan { splits, kv_block, ..Plan::default() }, Order::Seeded(7), 26);
+        }
+    }
+}
+
+#[test]
+fn goldens_agree() {
+    for name in [
+        "llama-tied-f32",
+        "llama3-rope-bf16",
+        "mistral-f16",
+        "qwen2-bias-bf16",
+        "qwen3-qknorm-bf16",
+    ] {
+        let model = model::import(
+            &Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/golden").join(name),
+        )
+        .unwrap();
+        agree(&model, Plan::default(), Order::Waves, 48);
+        agree(
+            &model,
+            Plan { tagged: true, fuse_merge: true, ..Plan::default() },
+            Order::Reverse,
+            48,
+        );
+    }
+}
+
+#[test]
+fn sequences_can_be_cut_and_started_again() {
+    let model = &models()[0];
+    let program = verify(plan::program(&model.graph, Plan::default())).unwrap();
+    let mut machine = Machine::new(&program, &model.graph, &*model.weights).unwrap();
+    let first = outputs(machine.run(&tokens(10), Order::Waves).unwrap());
+    machine.truncate(4);
+    assert_eq!(machine.positions(), 4);
+    assert_eq!(machine.greedy(1, &[], Order::Waves), Err(MachineError::NothingFed));
+    let again = outputs(machine.run(&tokens(10)[4..], Order::Queue).unwrap());
+    assert_eq!(again.logits, first.logits[4..]);
+    machine.reset();
+    assert_eq!(outputs(machine.run(&tokens(10), Order::Waves).unwrap()), first);
+}
+
+#[test]
+fn what_cannot_be_run_is_an_error() {
+    let models = models();
+    let program =
+        verify(plan::program(&models[0].graph, Plan { capacity: 8, ..Plan::default() })).unwrap();
+    let machine = |model: &'static Model| Machine::new(&program, &model.graph, &*model.weights);
+    let models: &'static Vec<Model> = Box::leak(Box::new(models));
+    assert_eq!(machine(&models[1]).err(), Some(MachineError::Dims));
+    let mut machine = machine(&models[0]).unwrap().with_fuel(100);
+    let vocab = models[0].graph.vocab;
+    assert_eq!(
+        machine.run(&[vocab], Order::Waves),
+        Err(MachineError::Token { token: vocab, vocab })
+    );
+    let full = MachineError::Capacity { positions: 9, capacity: 8 };
+    assert_eq!(machine.run(&[0; 9], Order::Waves), Err(full));
+    assert_eq!(machine.run(&[0; 8], Order::Queue), Ok(Run::OutOfFuel { fired: 100 }));
+    assert_eq!(machine.run(&[0], Order::Queue), Err(MachineError::Halted));
+    machine.reset();
+    assert!(machine.run(&[0], Order::Queue).unwrap().finished().is_some());
+}
+
+/// Runs a program that verification would refuse.
+fn broken(edit: impl Fn(&mut Program), plan: Plan, order: Order) -> Run {
+    let model = &models()[0];
+    let mut program = plan::program(&model.graph, plan);
+    edit(&mut program);
+    let mut machine = Machine::bind(&program, &model.graph, &*model.weights).unwrap();
+    machine.run(&tokens(12), order).unwrap()
+}
+
+fn trapped(run: Run) -> Trap {
+    match run {
+        Run::Trapped(trap) => trap,
+        other @ (Run::Finished(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+            panic!("{other:?}")
+        }
+    }
+}
+
+fn tasks(program: &mut Program, opcode: Opcode) -> impl Iterator<Item = &mut ir::program::Task> {
+    program
+        .workers
+        .iter_mut()
+        .flat_map(|worker| &mut worker.tasks)
+        .filter(move |task| task.opcode == opcode)
+}
+
+#[test]
+fn missing_waits_read_what_is_not_written() {
+    let edit =
+        |program: &mut Program| tasks(program, Opcode::Matvec).for_each(|task| task.waits.clear());
+    let traps = ORDERS
+        .map(|order| trapped(broken(edit, Plan { workers: 4, ..Plan::default() }, order)).fault);
+    assert!(traps.iter().all(|fault| matches!(fault, Fault::Unwritten { .. })), "{traps:?}");
+    // A tagged word is its own wait.
+    let run = broken(
+        edit,
+        Plan { tagged: true, fuse_merge: false, splits: 1, ..Plan::default() },
+        Order::Seeded(3),
+    );
+    assert!(run.finished().is_some());
+}
+
+#[test]
+fn wrong_counts_and_generations_are_stuck() {
+    let edit = |program: &mut Program| program.workers[1].tasks[2].waits[0].count += 1;
+    let Run::Stuck { waiting } = broken(edit, Plan::default(), Order::Queue) else {
+        panic!("not stuck")
+    };
+    assert_eq!(waiting.len(), 3);
+    assert!(
+        waiting[1].to_string().starts_with("worker w1, task 2 waits for counter c"),
+        "{}",
+        waiting[1]
+    );
+
+    let edit = |program: &mut Program| {
+        tasks(program, Opcode::Embed).for_each(|task| {
+            task.writes[0] = task.writes[0].map(|access| Access { generation: 1, ..access });
+        });
+    };
+    let Run::Stuck { waiting } =
+        broken(edit, Plan { tagged: true, ..Plan::default() }, Order::Waves)
+    else {
+        panic!("not stuck")
+    };
+    let on = On::Word { slot: SlotId(1), word: 0, have: 257, need: 256 };
+    assert_eq!(waiting[0], Waiting { worker: WorkerId(0), task: 1, on });
+}
+
+#[test]
+fn streams_must_hold_what_tasks_consume() {
+    let fault = |edit: fn(&mut Program)| trapped(broken(edit, Plan::default(), Order::Queue)).fault;
+    assert!(matches!(fault(|program| program.workers[0].loads.swap(0, 1)), Fault::Stream { .. }));
+    assert!(matches!(
+        fault(|program| program.workers[0].loads[0].unit0 += 1),
+        Fault::Stream { .. }
+    ));
+    let end = fault(|program| drop(program.workers[0].loads.pop()));
+    assert!(matches!(end, Fault::StreamEnd { units } if units > 0));
+    let left = fault(|program| {
+        let load = program.workers[0].loads[0];
+        program.workers[0].loads.push(load);
+    });
+    assert!(matches!(left, Fault::StreamLeft { units } if units > 0));
+}
+
+#[test]
+fn a_step_ends_once_and_last() {
+    let fault = |edit: fn(&mut Program), order| trapped(broken(edit, Plan::default(), order)).fault;
+    let nop = |program: &mut Program| {
+        let nop = ir::program::Task::new(Opcode::Nop, 0, abi::NopParams { reserved: [0; 16] });
+        let last = program
+            .workers
+            .iter()
+            .position(|worker| worker.tasks.last().unwrap().opcode == Opcode::Sample);
+        program.workers[last.unwrap()].tasks.push(nop);
+    };
+    assert_eq!(fault(nop, Order::Waves), Fault::EarlyEnd { tasks: 1 });
+    let none = |program: &mut Program| {
+        tasks(program, Opcode::Sample).for_each(|task| task.opcode = Opcode::Nop)
+    };
+    assert_eq!(fault(none, Order::Queue), Fault::NoEnd);
+}
+
+#[test]
+fn caches_are_appended_once() {
+    let fault = |edit: fn(&mut Program)| {
+        trapped(broken(edit, Plan { splits: 1, ..Plan::default() }, Order::Queue))
+    };
+    let twice = |program: &mut Program| {
+        let task = tasks(program, Opcode::Attention).next().unwrap().clone();
+        let signal = task.signal.unwrap();
+        program.workers[0].tasks.iter_mut().flat_map(|task| &mut task.waits).for_each(|wait| {
+            wait.count += u32::from(wait.counter == signal);
+        });
+        let at = program.workers[0]
+            .tasks
+            .iter()
+            .position(|task| task.opcode == Opcode::Attention)
+            .unwrap();
+        program.workers[0].tasks.insert(at, task);
+    };
+    let trap = fault(twice);
+    assert!(matches!(trap.fault, Fault::KeyTwice { position: 0, .. }), "{trap}");
+}
+
+/// Every parameter of every op, set to what it cannot be: a trap, a disagreement or an error, never a panic.
+#[test]
+fn absurd_parameters_never_panic() {
+    let model = &models()[0];
+    let mut evaluator = Evaluator::new(&model.graph, &*model.weights).unwrap();
+    let expected = evaluator.run(&tokens(12), Logits::All).unwrap();
+    let whole = plan::program(&model.graph, Plan { fuse_merge: false, ..Plan::default() });
+    let mut accepted = 0;
+    for opcode in Opcode::ALL {
+        for word in 0..16 {
+            for value in [0, 1, 3, 1 << 16, u32::MAX - 1, u32::MAX] {
+                let mut program = whole.clone();
+                let Some(task) = tasks(&mut program, *opcode).last() else { continue };
+                if task.params[word] == value {
+                    continue;
+                }
+                task.params[word] = value;
+                let mut machine = Machine::bind(&program, &model.graph, &*model.weights).unwrap();
+                let run = machine.run(&tokens(12), Order::Queue).unwrap();
+                let same = run.finished().is_some_and(|outputs| {
+                    compare(&expected, &outputs.logits, Tolerance::REFERENCE).is_ok()
+                });
+                accepted += usize::from(same);
+            }
+        }
+    }
+    // Parameters of another prologue, windows and splits that a short sequence does not reach, a tiny epsilon.
+    assert!(accepted < 40, "{accepted} edits change nothing");
+}
+
+#[test]
+fn parameters_that_verification_lets_through_change_the_result() {
+    let model = &models()[0];
+    let expected = Evaluator::new(&model.graph, &*model.weights)
+        .unwrap()
+        .run(&tokens(12), Logits::All)
+        .unwrap();
+    let differs = |edit: &dyn Fn(&mut Program)| {
+        let Run::Finished(outputs) = broken(edit, Plan::default(), Order::Waves) else {
+            panic!("did not finish")
+        };
+        assert!(compare(&expected, &outputs.logits, Tolerance::REFERENCE).is_err());
+    };
+    differs(&|program| {
+        tasks(program, Opcode::Attention).for_each(|task| {
+            let p: AttentionParams = task.params();
+            task.params = bytemuck::cast(AttentionParams { scale: p.scale * 1.01, ..p });
+        });
+    });
+    differs(&|program| {
+        tasks(program, Opcode::Matvec).for_each(|task| {
+            let p: MatvecParams = task.params();
+            task.params = bytemuck::cast(MatvecParams { eps: p.eps + 0.01, ..p });
+        });
+    });
+    differs(&|program| {
+        tasks(program, Opcode::Attention).for_each(|task| task.reads[1] = task.reads[2])
+    });
+    differs(&|program| tasks(program, Opcode::Matvec).for_each(|task| task.reads[2] = None));
+}

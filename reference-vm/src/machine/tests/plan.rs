@@ -1,0 +1,372 @@
+//! Programs by hand: the simplest way to run a graph on a few workers, with every kind of edge and fusion.
+
+use abi::{
+    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, Opcode, Prologue,
+    SampleParams, SlotKind,
+};
+use ir::program::{
+    Access, Dims, Load, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker,
+};
+use ir::{CounterId, Graph, Layer, Linear, MatrixId, SlotId, TensorId};
+
+/// How to run a graph.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Plan {
+    pub(super) workers: usize,
+    /// Every edge but those after attention is tagged words instead of counters.
+    pub(super) tagged: bool,
+    pub(super) splits: u32,
+    pub(super) kv_block: u32,
+    /// The o projection merges by itself.
+    pub(super) fuse_merge: bool,
+    /// The first layer reads the embedding by itself.
+    pub(super) fuse_embed: bool,
+    pub(super) capacity: u32,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Self {
+            workers: 3,
+            tagged: false,
+            splits: 2,
+            kv_block: 8,
+            fuse_merge: false,
+            fuse_embed: false,
+            capacity: 128,
+        }
+    }
+}
+
+/// What a matvec does besides multiplying.
+#[derive(Clone, Copy, Default)]
+struct Around {
+    x: Option<Access>,
+    norm: Option<Access>,
+    bias: Option<Access>,
+    residual: Option<Access>,
+}
+
+struct Builder<'a> {
+    graph: &'a Graph,
+    plan: Plan,
+    program: Program,
+    /// What the next phase waits for.
+    wait: Option<Wait>,
+    turn: usize,
+}
+
+/// The program of `graph` by `plan`.
+pub(super) fn program(graph: &Graph, plan: Plan) -> Program {
+    let program = Program {
+        model: graph.name.clone(),
+        dims: Dims::from(graph),
+        kv_capacity: plan.capacity,
+        pipeline: Pipeline { stage_units: 16, stages: 4, in_flight: 2, in_flight_near: 2 },
+        matrices: Vec::new(),
+        slots: Vec::new(),
+        counters: 0,
+        arena_bytes: 0,
+        workers: vec![Worker::default(); plan.workers],
+    };
+    let mut builder = Builder { graph, plan, program, wait: None, turn: 0 };
+    builder.build();
+    builder.program
+}
+
+impl Builder<'_> {
+    fn build(&mut self) {
+        let graph = self.graph;
+        let embed = self.matrix("embed", RowMap::single(graph.embed, graph.vocab), graph.hidden);
+        let mut x =
+            self.slot("embedding", SlotKind::Embedding, graph.hidden, SlotSource::Embedding(embed));
+        if !self.plan.fuse_embed {
+            x = self.embed(x);
+        }
+        let inv_freq =
+            self.slot("inv_freq", SlotKind::Constant, graph.head_dim / 2, SlotSource::InvFreq);
+        for (index, layer) in graph.layers.iter().enumerate() {
+            x = self.attend(index as u16, layer, x, inv_freq);
+            x = self.feed_forward(index as u16, layer, x);
+        }
+        let lm_head = if graph.tied() {
+            embed
+        } else {
+            self.matrix("lm_head", RowMap::single(graph.lm_head, graph.vocab), graph.hidden)
+        };
+        let norm = self.constant("final_norm", RowMap::single(graph.final_norm, graph.hidden));
+        let logits = self.slot("logits", SlotKind::Logits, graph.vocab, SlotSource::Scratch);
+        let tiles = self.program.matrices[lm_head.index()].tiles();
+        let candidates = tiles.min(self.plan.workers as u32);
+        let pairs = self.activation("candidates", candidates * 2, true);
+        let around = Around { x: Some(x), norm: Some(norm), ..Around::default() };
+        let params =
+            MatvecParams { epilogue: Epilogue::Logits as u32, ..bytemuck::Zeroable::zeroed() };
+        let layers = graph.layers.len() as u16;
+        self.matvec(layers, lm_head, around, params, [Some(logits), Some(pairs)]);
+        let params = SampleParams { candidates, reserved: [0; 15] };
+        let mut sample = Task::new(Opcode::Sample, layers, params);
+        sample.reads[0] = Some(pairs);
+        self.phase(vec![sample], false);
+    }
+
+    fn embed(&mut self, embedding: Access) -> Access {
+        let hidden = self.graph.hidden;
+        let x = self.activation("x", hidden, true);
+        let part = hidden.div_ceil(2);
+        let tasks = [(0, part), (part, hidden - part)].map(|(offset, len)| {
+            let mut task =
+                Task::new(Opcode::Embed, 0, EmbedParams { offset, len, reserved: [0; 14] });
+            (task.reads[0], task.writes[0]) = (Some(embedding), Some(x));
+            task
+        });
+        self.phase(tasks.to_vec(), true);
+        x
+    }
+
+    fn attend(&mut self, index: u16, layer: &Layer, x: Access, inv_freq: Access) -> Access {
+        let graph = self.graph;
+        let (q_width, kv_width) = (graph.q_width(), graph.kv_width());
+        let parts = [(layer.q, q_width), (layer.k, kv_width), (layer.v, kv_width)];
+        let around = Around {
+            x: Some(x),
+            norm: Some(self.constant("attn_norm", RowMap::single(layer.attn_norm, graph.hidden))),
+            bias: self.bias(&parts, false),
+            residual: None,
+        };
+        let map = rows(&parts, false);
+        let matrix = self.matrix("qkv", map, graph.hidden);
+        let qkv = self.activation("qkv", q_width + 2 * kv_width, true);
+        self.matvec(index, matrix, around, bytemuck::Zeroable::zeroed(), [Some(qkv), None]);
+
+        let partials = self.attention(index, layer, qkv, inv_freq);
+        let (splits, kv_block, window) =
+            (self.plan.splits, self.plan.kv_block, layer.window.unwrap_or(0));
+        let head_dim = graph.head_dim;
+        let params = MatvecParams {
+            epilogue: Epilogue::Residual as u32,
+            prologue: Prologue::Merge as u32,
+            splits,
+            head_dim,
+            kv_block,
+            window,
+            ..bytemuck::Zeroable::zeroed()
+        };
+        let parts = [(layer.o, graph.hidden)];
+        let matrix = self.matrix("o", rows(&parts, false), q_width);
+        let mut around = Around {
+            x: Some(partials),
+            bias: self.bias(&parts, false),
+            residual: Some(x),
+            ..Around::default()
+        };
+        let out = self.activation("x", graph.hidden, true);
+        if self.plan.fuse_merge {
+            self.matvec(index, matrix, around, params, [Some(out), None]);
+            return out;
+        }
+        let attn = self.activation("attn", q_width, true);
+        let task = |head0| {
+            let params = AttentionMergeParams {
+                head0,
+                heads: 1,
+                heads_total: graph.heads,
+                head_dim,
+                splits,
+                kv_block,
+                window,
+                reserved: [0; 9],
+            };
+            let mut task = Task::new(Opcode::AttentionMerge, index, params);
+            (task.reads[0], task.writes[0]) = (Some(partials), Some(attn));
+            task
+        };
+        self.phase((0..graph.heads).map(task).collect(), true);
+        around.x = Some(attn);
+        let params =
+            MatvecParams { epilogue: Epilogue::Residual as u32, ..bytemuck::Zeroable::zeroed() };
+        self.matvec(index, matrix, around, params, [Some(out), None]);
+        out
+    }
+
+    fn attention(&mut self, index: u16, layer: &Layer, qkv: Access, inv_freq: Access) -> Access {
+        let graph = self.graph;
+        let splits = self.plan.splits;
+        let partials =
+            self.activation("partials", splits * graph.heads * (graph.head_dim + 2), false);
+        let words = 2 * graph.kv_width() * self.plan.capacity;
+        let cache =
+            self.slot("kv", SlotKind::KvCache, words, SlotSource::KvCache { layer: index.into() });
+        let norms = [layer.q_norm, layer.k_norm].map(|norm| {
+            norm.map(|norm| self.constant("head_norm", RowMap::single(norm, graph.head_dim)))
+        });
+        let task = |kv_head, split| {
+            let params = AttentionParams {
+                kv_head,
+                kv_heads: graph.kv_heads,
+                group: graph.group(),
+                head_dim: graph.head_dim,
+                split,
+                splits,
+                kv_block: self.plan.kv_block,
+                window: layer.window.unwrap_or(0),
+                scale: graph.attn_scale,
+                eps: graph.norm_eps,
+                reserved: [0; 6],
+            };
+            let mut task = Task::new(Opcode::Attention, index, params);
+            task.reads = [Some(qkv), norms[0], norms[1], Some(inv_freq)];
+            task.writes = [Some(partials), Some(cache)];
+            task
+        };
+        let tasks =
+            (0..graph.kv_heads).flat_map(|head| (0..splits).map(move |split| (head, split)));
+        let tasks = tasks.map(|(head, split)| task(head, split)).collect();
+        self.phase(tasks, false);
+        partials
+    }
+
+    fn feed_forward(&mut self, index: u16, layer: &Layer, x: Access) -> Access {
+        let graph = self.graph;
+        let parts = [(layer.gate, graph.ffn), (layer.up, graph.ffn)];
+        let around = Around {
+            x: Some(x),
+            norm: Some(self.constant("mlp_norm", RowMap::single(layer.mlp_norm, graph.hidden))),
+            bias: self.bias(&parts, true),
+            residual: None,
+        };
+        let matrix = self.matrix("gate_up", rows(&parts, true), graph.hidden);
+        let h = self.activation("h", graph.ffn, true);
+        let params =
+            MatvecParams { epilogue: Epilogue::SiluMul as u32, ..bytemuck::Zeroable::zeroed() };
+        self.matvec(index, matrix, around, params, [Some(h), None]);
+
+        let parts = [(layer.down, graph.hidden)];
+        let around = Around {
+            x: Some(h),
+            bias: self.bias(&parts, false),
+            residual: Some(x),
+            ..Around::default()
+        };
+        let matrix = self.matrix("down", rows(&parts, false), graph.ffn);
+        let out = self.activation("x", graph.hidden, true);
+        let params =
+            MatvecParams { epilogue: Epilogue::Residual as u32, ..bytemuck::Zeroable::zeroed() };
+        self.matvec(index, matrix, around, params, [Some(out), None]);
+        out
+    }
+
+    /// Deals the tiles of a matrix to the workers, in contiguous shares.
+    fn matvec(
+        &mut self,
+        layer: u16,
+        id: MatrixId,
+        around: Around,
+        params: MatvecParams,
+        writes: [Option<Access>; 2],
+    ) {
+        let matrix = self.program.matrices[id.index()].clone();
+        let granule = if params.epilogue == Epilogue::SiluMul as u32 { 2 } else { 1 };
+        let blocks = matrix.tiles() / granule;
+        let workers = (self.plan.workers as u32).min(blocks);
+        let mut tasks = Vec::new();
+        for share in 0..workers {
+            let (tile0, end) =
+                (blocks * share / workers * granule, blocks * (share + 1) / workers * granule);
+            let params = MatvecParams {
+                matrix: id.0,
+                tile0,
+                tiles: end - tile0,
+                units: matrix.units_per_tile(),
+                k_len: matrix.cols,
+                rows: matrix.rows(),
+                prologue: if around.norm.is_some() {
+                    Prologue::Rms as u32
+                } else {
+                    params.prologue
+                },
+                eps: if around.norm.is_some() { self.graph.norm_eps } else { 0.0 },
+                candidate: if params.epilogue == Epilogue::Logits as u32 { share } else { 0 },
+                ..params
+            };
+            let mut task = Task::new(Opcode::Matvec, layer, params);
+            task.reads = [around.x, around.norm, around.bias, around.residual];
+            task.writes = writes;
+            tasks.push(task);
+        }
+        self.phase(tasks, true);
+    }
+
+    /// Deals tasks to workers in turn. Each waits for all of the last phase; `may_tag` says that readers may poll the data instead.
+    fn phase(&mut self, mut tasks: Vec<Task>, may_tag: bool) {
+        let counted = !(self.plan.tagged && may_tag) && tasks[0].opcode != Opcode::Sample;
+        let signal = counted.then(|| {
+            self.program.counters += 1;
+            CounterId(self.program.counters - 1)
+        });
+        let count = tasks.len() as u32;
+        for task in &mut tasks {
+            task.waits.extend(self.wait);
+            task.signal = signal;
+        }
+        for task in tasks {
+            let worker = &mut self.program.workers[self.turn % self.plan.workers];
+            if task.opcode == Opcode::Matvec {
+                let p: MatvecParams = task.params();
+                let unit0 = u64::from(p.tile0) * u64::from(p.units);
+                worker.loads.push(Load {
+                    matrix: MatrixId(p.matrix),
+                    unit0,
+                    units: p.tiles * p.units,
+                });
+            }
+            worker.tasks.push(task);
+            self.turn += 1;
+        }
+        self.wait = signal.map(|counter| Wait { counter, count });
+    }
+
+    fn matrix(&mut self, name: &str, map: RowMap, cols: u32) -> MatrixId {
+        self.program.matrices.push(Matrix {
+            name: name.into(),
+            map,
+            cols,
+            dtype: self.graph.dtype,
+        });
+        MatrixId(self.program.matrices.len() as u32 - 1)
+    }
+
+    fn slot(&mut self, name: &str, kind: SlotKind, words: u32, source: SlotSource) -> Access {
+        let mut slot = Slot { name: name.into(), kind, words, source, offset: 0 };
+        if slot.arena_bytes() > 0 {
+            slot.offset = self.program.arena_bytes;
+            self.program.arena_bytes += slot.arena_bytes().next_multiple_of(128);
+        }
+        self.program.slots.push(slot);
+        Access { slot: SlotId(self.program.slots.len() as u32 - 1), generation: 0 }
+    }
+
+    fn activation(&mut self, name: &str, words: u32, may_tag: bool) -> Access {
+        let kind = if self.plan.tagged && may_tag { SlotKind::Tagged } else { SlotKind::Plain };
+        self.slot(name, kind, words, SlotSource::Scratch)
+    }
+
+    fn constant(&mut self, name: &str, map: RowMap) -> Access {
+        self.slot(name, SlotKind::Constant, map.rows(), SlotSource::Vector(map))
+    }
+
+    fn bias(&mut self, parts: &[(Linear, u32)], interleaved: bool) -> Option<Access> {
+        parts.iter().any(|(linear, _)| linear.bias.is_some()).then(|| {
+            let parts: Vec<(Option<TensorId>, u32)> =
+                parts.iter().map(|&(linear, rows)| (linear.bias, rows)).collect();
+            self.constant("bias", RowMap { parts, interleaved })
+        })
+    }
+}
+
+fn rows(parts: &[(Linear, u32)], interleaved: bool) -> RowMap {
+    RowMap {
+        parts: parts.iter().map(|&(linear, rows)| (Some(linear.weight), rows)).collect(),
+        interleaved,
+    }
+}

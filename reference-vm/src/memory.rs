@@ -1,0 +1,377 @@
+//! What tasks read and write: the arena, constants, the key/value caches, the logits and the counters.
+//!
+//! The arena is one array of words at the offsets that the program chose, so slots that share bytes share them here too. Plain
+//! words and logits are poisoned before every step: reading what no task of this step has written is a fault, not a stale number.
+
+use abi::SlotKind;
+use ir::program::{Access, Dims, Program, Slot, SlotSource};
+use ir::{CounterId, Graph, MatrixId, SlotId, Weights};
+
+use crate::packed::{Packed, vector};
+use crate::trap::{Fault, MachineError};
+
+/// A signalling NaN that no arithmetic produces.
+const POISON: u32 = 0x7fa5_a5a5;
+
+/// Bytes of the largest arena: far more than activations of one token need.
+const ARENA_BYTES_MAX: u64 = 1 << 32;
+
+/// The run-time values of a step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Step {
+    pub(crate) token: u32,
+    pub(crate) position: u32,
+    pub(crate) epoch: u32,
+}
+
+impl Step {
+    /// The tag of this step's write `generation` to a tagged word.
+    pub(crate) fn tag(self, generation: u16) -> u32 {
+        self.epoch.wrapping_mul(abi::GENERATIONS_MAX).wrapping_add(u32::from(generation))
+    }
+}
+
+/// Words `start..start + len` of a slot.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Span {
+    pub(crate) access: Access,
+    pub(crate) start: u32,
+    pub(crate) len: u32,
+}
+
+/// Where a slot's words are.
+enum Place {
+    /// First word in the arena, one word an element.
+    Plain(usize),
+    /// First word in the arena, value and tag alternating.
+    Tagged(usize),
+    Constant(Vec<f32>),
+    /// One row of a packed matrix.
+    Embedding {
+        matrix: MatrixId,
+        cols: u32,
+    },
+    /// A layer's cache.
+    KvCache(usize),
+    Logits,
+}
+
+/// Keys and values of one layer, `[positions, kv_heads * head_dim]`.
+#[derive(Default)]
+pub(crate) struct Cache {
+    pub(crate) keys: Vec<f32>,
+    pub(crate) values: Vec<f32>,
+    /// `[positions, kv_heads]`.
+    written: Vec<bool>,
+}
+
+/// All memory of a program and one sequence.
+pub(crate) struct Memory<'a> {
+    program: &'a Program,
+    places: Vec<Place>,
+    arena: Vec<u32>,
+    logits: Vec<u32>,
+    counters: Vec<u64>,
+    caches: Vec<Cache>,
+}
+
+impl<'a> Memory<'a> {
+    /// Places every slot.
+    pub(crate) fn new(
+        program: &'a Program,
+        graph: &Graph,
+        weights: &'a dyn Weights,
+    ) -> Result<Self, MachineError> {
+        let bytes = program.arena_bytes;
+        if bytes > ARENA_BYTES_MAX {
+            return Err(MachineError::Arena { bytes, max: ARENA_BYTES_MAX });
+        }
+        let slots =
+            program.slots.iter().enumerate().map(|(index, slot)| (SlotId(index as u32), slot));
+        let places =
+            slots.map(|slot| place(program, graph, weights, slot)).collect::<Result<_, _>>()?;
+        let mut memory = Self {
+            program,
+            places,
+            arena: Vec::new(),
+            logits: Vec::new(),
+            counters: Vec::new(),
+            caches: (0..program.dims.layers).map(|_| Cache::default()).collect(),
+        };
+        memory.reset();
+        Ok(memory)
+    }
+
+    /// As after loading: no step has run.
+    pub(crate) fn reset(&mut self) {
+        self.arena = vec![0; self.program.arena_bytes as usize / 4];
+        self.logits = vec![POISON; self.program.dims.vocab as usize];
+        self.counters = vec![0; self.program.counters as usize];
+        self.truncate(0);
+    }
+
+    /// Forgets all but the first keys and values.
+    pub(crate) fn truncate(&mut self, positions: usize) {
+        let heads = self.program.dims.kv_heads as usize;
+        let width = heads * self.program.dims.head_dim as usize;
+        for cache in &mut self.caches {
+            cache.keys.truncate(positions * width);
+            cache.values.truncate(positions * width);
+            cache.written.truncate(positions * heads);
+        }
+    }
+
+    /// Makes room for the step's key and value, and poisons what earlier steps left.
+    pub(crate) fn begin(&mut self, step: Step) {
+        for (slot, place) in self.program.slots.iter().zip(&self.places) {
+            if let Place::Plain(first) = *place {
+                self.arena[first..first + slot.words as usize].fill(POISON);
+            }
+        }
+        self.logits.fill(POISON);
+        let heads = self.program.dims.kv_heads as usize;
+        let width = heads * self.program.dims.head_dim as usize;
+        let positions = step.position as usize + 1;
+        for cache in &mut self.caches {
+            cache.keys.resize(positions * width, 0.0);
+            cache.values.resize(positions * width, 0.0);
+            cache.written.resize(positions * heads, false);
+        }
+    }
+
+    fn slot(&self, span: Span) -> Result<(&Slot, &Place), Fault> {
+        let id = span.access.slot;
+        let bad = Fault::BadSlot { slot: id };
+        let (slot, place) =
+            (self.program.slots.get(id.index()).ok_or(bad)?, &self.places[id.index()]);
+        let words = if let Place::Embedding { cols, .. } = *place { cols } else { slot.words };
+        let end = u64::from(span.start) + u64::from(span.len);
+        if end > u64::from(words) {
+            return Err(Fault::Bounds { slot: id, start: span.start, end, words });
+        }
+        Ok((slot, place))
+    }
+
+    /// The first word of `span`, from its word `from` on, whose tag is not there yet, with the tag that it has.
+    pub(crate) fn missing_tag(
+        &self,
+        span: Span,
+        from: u32,
+        step: Step,
+    ) -> Result<Option<(u32, u32)>, Fault> {
+        let (_, place) = self.slot(span)?;
+        let Place::Tagged(first) = *place else { return Ok(None) };
+        let need = step.tag(span.access.generation);
+        let tag = |word: u32| self.arena[first + 2 * (span.start + word) as usize + 1];
+        let missing = (from..span.len).find(|&word| tag(word) != need);
+        Ok(missing.map(|word| (word, tag(word))))
+    }
+
+    /// The words of `span` as numbers. `packed` are the program's matrices.
+    pub(crate) fn read(
+        &self,
+        span: Span,
+        step: Step,
+        packed: &[Packed<'_>],
+    ) -> Result<Vec<f32>, Fault> {
+        let (slot, place) = self.slot(span)?;
+        let (id, start, len) = (span.access.slot, span.start as usize, span.len as usize);
+        match place {
+            Place::Plain(first) => {
+                let words = &self.arena[first + start..][..len];
+                if let Some(word) = words.iter().position(|&word| word == POISON) {
+                    return Err(Fault::Unwritten { slot: id, word: span.start + word as u32 });
+                }
+                Ok(words.iter().map(|&word| f32::from_bits(word)).collect())
+            }
+            Place::Tagged(first) => {
+                let words = self.arena[first + 2 * start..][..2 * len].as_chunks::<2>().0;
+                let need = step.tag(span.access.generation);
+                if let Some(word) = words.iter().position(|word| word[1] != need) {
+                    return Err(Fault::Tag {
+                        slot: id,
+                        word: span.start + word as u32,
+                        have: words[word][1],
+                        need,
+                    });
+                }
+                Ok(words.iter().map(|word| f32::from_bits(word[0])).collect())
+            }
+            Place::Constant(values) => Ok(values[start..][..len].to_vec()),
+            Place::Embedding { matrix, .. } => {
+                let mut out = vec![0f32; len];
+                packed[matrix.index()].decode(step.token, start, &mut out);
+                Ok(out)
+            }
+            Place::KvCache(_) | Place::Logits => Err(Fault::Kind { slot: id, kind: slot.kind }),
+        }
+    }
+
+    /// Stores words from `start` on.
+    pub(crate) fn write(
+        &mut self,
+        access: Access,
+        start: u32,
+        words: &[u32],
+        step: Step,
+    ) -> Result<(), Fault> {
+        let (slot, place) = self.slot(Span { access, start, len: words.len() as u32 })?;
+        let (kind, start) = (slot.kind, start as usize);
+        match *place {
+            Place::Plain(first) => {
+                self.arena[first + start..][..words.len()].copy_from_slice(words)
+            }
+            Place::Tagged(first) => {
+                let tag = step.tag(access.generation);
+                let stored = self.arena[first + 2 * start..].as_chunks_mut::<2>().0;
+                for (stored, &word) in stored.iter_mut().zip(words) {
+                    *stored = [word, tag];
+                }
+            }
+            Place::Logits => self.logits[start..][..words.len()].copy_from_slice(words),
+            Place::Constant(_) | Place::Embedding { .. } | Place::KvCache(_) => {
+                return Err(Fault::Kind { slot: access.slot, kind });
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn dims(&self) -> Dims {
+        self.program.dims
+    }
+
+    /// Words of a slot, whatever is in them; 0 for a slot that does not exist.
+    pub(crate) fn words(&self, slot: SlotId) -> u32 {
+        self.program.slots.get(slot.index()).map_or(0, |slot| slot.words)
+    }
+
+    fn cache(&self, slot: SlotId) -> Result<usize, Fault> {
+        match self.places.get(slot.index()).ok_or(Fault::BadSlot { slot })? {
+            Place::KvCache(layer) => Ok(*layer),
+            Place::Plain(_)
+            | Place::Tagged(_)
+            | Place::Constant(_)
+            | Place::Embedding { .. }
+            | Place::Logits => {
+                Err(Fault::Kind { slot, kind: self.program.slots[slot.index()].kind })
+            }
+        }
+    }
+
+    /// Key and value of one head at a position.
+    pub(crate) fn key_value(
+        &self,
+        slot: SlotId,
+        kv_head: u32,
+        position: u32,
+    ) -> Result<(&[f32], &[f32]), Fault> {
+        let cache = &self.caches[self.cache(slot)?];
+        let head = position as usize * self.program.dims.kv_heads as usize + kv_head as usize;
+        if !cache.written.get(head).copied().unwrap_or(false) {
+            return Err(Fault::NoKey { slot, kv_head, position });
+        }
+        let head_dim = self.program.dims.head_dim as usize;
+        Ok((
+            &cache.keys[head * head_dim..][..head_dim],
+            &cache.values[head * head_dim..][..head_dim],
+        ))
+    }
+
+    /// Appends the step's key and value of one head.
+    pub(crate) fn append(&mut self, append: &Append, step: Step) -> Result<(), Fault> {
+        let Append { slot, kv_head, .. } = *append;
+        let layer = self.cache(slot)?;
+        let cache = &mut self.caches[layer];
+        let position = step.position;
+        let head = position as usize * self.program.dims.kv_heads as usize + kv_head as usize;
+        if std::mem::replace(&mut cache.written[head], true) {
+            return Err(Fault::KeyTwice { slot, kv_head, position });
+        }
+        let head_dim = self.program.dims.head_dim as usize;
+        cache.keys[head * head_dim..][..head_dim].copy_from_slice(&append.key);
+        cache.values[head * head_dim..][..head_dim].copy_from_slice(&append.value);
+        Ok(())
+    }
+
+    pub(crate) fn counter(&self, counter: CounterId) -> Result<u64, Fault> {
+        self.counters.get(counter.index()).copied().ok_or(Fault::BadCounter { counter })
+    }
+
+    pub(crate) fn signal(&mut self, counter: CounterId) -> Result<(), Fault> {
+        *self.counters.get_mut(counter.index()).ok_or(Fault::BadCounter { counter })? += 1;
+        Ok(())
+    }
+
+    /// The logits of the last step; poison is NaN.
+    pub(crate) fn logits(&self) -> Vec<f32> {
+        self.logits.iter().map(|&word| f32::from_bits(word)).collect()
+    }
+
+    pub(crate) fn layer(&self, layer: usize) -> Option<&Cache> {
+        self.caches.get(layer)
+    }
+
+    /// What a plain or tagged slot holds after the last step.
+    pub(crate) fn contents(&self, slot: SlotId) -> Option<Vec<f32>> {
+        let words = self.words(slot) as usize;
+        match *self.places.get(slot.index())? {
+            Place::Plain(first) => {
+                Some(self.arena[first..][..words].iter().map(|&w| f32::from_bits(w)).collect())
+            }
+            Place::Tagged(first) => {
+                let words = self.arena[first..][..2 * words].as_chunks::<2>().0;
+                Some(words.iter().map(|word| f32::from_bits(word[0])).collect())
+            }
+            Place::Constant(_) | Place::Embedding { .. } | Place::KvCache(_) | Place::Logits => {
+                None
+            }
+        }
+    }
+}
+
+/// A key and a value for the step's position.
+pub(crate) struct Append {
+    pub(crate) slot: SlotId,
+    pub(crate) kv_head: u32,
+    pub(crate) key: Vec<f32>,
+    pub(crate) value: Vec<f32>,
+}
+
+/// Where a slot's words are, if its source, kind, words and offset fit together.
+fn place(
+    program: &Program,
+    graph: &Graph,
+    weights: &dyn Weights,
+    (id, slot): (SlotId, &Slot),
+) -> Result<Place, MachineError> {
+    let misfit = MachineError::Slot { slot: id };
+    let when = |fits: bool, place: Place| if fits { Ok(place) } else { Err(misfit) };
+    let words = slot.words as usize;
+    let in_arena = || {
+        let end = slot.offset.checked_add(slot.arena_bytes()).ok_or(misfit)?;
+        let fits = slot.offset % 8 == 0 && end <= program.arena_bytes / 4 * 4;
+        if fits { Ok(slot.offset as usize / 4) } else { Err(misfit) }
+    };
+    match (slot.kind, &slot.source) {
+        (SlotKind::Plain, SlotSource::Scratch) => Ok(Place::Plain(in_arena()?)),
+        (SlotKind::Tagged, SlotSource::Scratch) => Ok(Place::Tagged(in_arena()?)),
+        (SlotKind::Logits, SlotSource::Scratch) => {
+            when(slot.words == program.dims.vocab, Place::Logits)
+        }
+        (SlotKind::Constant, SlotSource::InvFreq) => {
+            when(graph.inv_freq.len() == words, Place::Constant(graph.inv_freq.clone()))
+        }
+        (SlotKind::Constant, SlotSource::Vector(map)) => {
+            let values = vector(map, graph, weights)?.ok_or(misfit)?;
+            when(values.len() == words, Place::Constant(values))
+        }
+        (SlotKind::KvCache, SlotSource::KvCache { layer }) => {
+            when(*layer < program.dims.layers, Place::KvCache(*layer as usize))
+        }
+        (SlotKind::Embedding, SlotSource::Embedding(matrix)) => {
+            let cols = program.matrices.get(matrix.index()).ok_or(misfit)?.cols;
+            Ok(Place::Embedding { matrix: *matrix, cols })
+        }
+        _ => Err(misfit),
+    }
+}

@@ -1,0 +1,163 @@
+//! What each op reads, computes and writes. One op a file, named as in the opcode table.
+//!
+//! An op is a function of memory, the step and its parameters; it returns its [`Effects`] and changes nothing. `inputs` lists the
+//! activations that must have arrived before it may run.
+
+mod attention;
+mod attention_merge;
+mod embed;
+mod matvec;
+mod nop;
+mod sample;
+
+use abi::{
+    AttentionMergeParams, AttentionParams, EmbedParams, MatvecParams, NopParams, OpVisitor,
+    SampleParams, visit,
+};
+use ir::program::{Access, Load, Task, active_splits, attended};
+
+use crate::memory::{Append, Memory, Span, Step};
+use crate::packed::{Cursor, Packed};
+use crate::trap::Fault;
+
+/// Everything that a task may look at.
+#[derive(Clone, Copy)]
+pub(crate) struct Context<'m> {
+    pub(crate) task: &'m Task,
+    pub(crate) step: Step,
+    pub(crate) memory: &'m Memory<'m>,
+    pub(crate) packed: &'m [Packed<'m>],
+    /// The worker's load stream, and where it stands.
+    pub(crate) loads: &'m [Load],
+    pub(crate) cursor: Cursor,
+}
+
+/// What a task changes.
+#[derive(Default)]
+pub(crate) struct Effects {
+    /// Words stored from a first word of a slot on.
+    pub(crate) writes: Vec<(Access, u32, Vec<u32>)>,
+    pub(crate) append: Option<Append>,
+    /// Where the load stream stands afterwards, if the task consumed any.
+    pub(crate) cursor: Option<Cursor>,
+    /// The token chosen; ends the step.
+    pub(crate) chosen: Option<u32>,
+}
+
+impl Effects {
+    fn store(access: Access, start: u32, values: &[f32]) -> Self {
+        Self { writes: vec![(access, start, bits(values))], ..Self::default() }
+    }
+}
+
+/// The words that the task at hand needs to have arrived.
+pub(crate) fn inputs(context: Context<'_>) -> Result<Vec<Span>, Fault> {
+    visit(context.task.opcode, &context.task.params, &mut Inputs(context))
+}
+
+/// Runs the task at hand.
+pub(crate) fn fire(context: Context<'_>) -> Result<Effects, Fault> {
+    visit(context.task.opcode, &context.task.params, &mut Fire(context))
+}
+
+macro_rules! dispatch {
+    ($visitor:ident -> $output:ty, $function:ident) => {
+        impl OpVisitor for $visitor<'_> {
+            type Output = Result<$output, Fault>;
+
+            fn nop(&mut self, params: &NopParams) -> Self::Output {
+                nop::$function(self.0, params)
+            }
+
+            fn embed(&mut self, params: &EmbedParams) -> Self::Output {
+                embed::$function(self.0, params)
+            }
+
+            fn matvec(&mut self, params: &MatvecParams) -> Self::Output {
+                matvec::$function(self.0, params)
+            }
+
+            fn attention(&mut self, params: &AttentionParams) -> Self::Output {
+                attention::$function(self.0, params)
+            }
+
+            fn attention_merge(&mut self, params: &AttentionMergeParams) -> Self::Output {
+                attention_merge::$function(self.0, params)
+            }
+
+            fn sample(&mut self, params: &SampleParams) -> Self::Output {
+                sample::$function(self.0, params)
+            }
+        }
+    };
+}
+
+struct Inputs<'m>(Context<'m>);
+struct Fire<'m>(Context<'m>);
+dispatch!(Inputs -> Vec<Span>, inputs);
+dispatch!(Fire -> Effects, fire);
+
+impl<'m> Context<'m> {
+    fn reads(self, index: usize) -> Result<Access, Fault> {
+        self.task.reads[index].ok_or(Fault::NoSlot { access: "read", index })
+    }
+
+    fn writes(self, index: usize) -> Result<Access, Fault> {
+        self.task.writes[index].ok_or(Fault::NoSlot { access: "write", index })
+    }
+
+    /// Words of read `index`.
+    fn span(self, index: usize, start: u32, len: u32) -> Result<Span, Fault> {
+        Ok(Span { access: self.reads(index)?, start, len })
+    }
+
+    /// The values of words of read `index`.
+    fn read(self, index: usize, start: u32, len: u32) -> Result<Vec<f32>, Fault> {
+        self.memory.read(self.span(index, start, len)?, self.step, self.packed)
+    }
+
+    /// The values of words of read `index`, if it is given.
+    fn read_optional(self, index: usize, start: u32, len: u32) -> Result<Option<Vec<f32>>, Fault> {
+        if self.task.reads[index].is_none() {
+            return Ok(None);
+        }
+        self.read(index, start, len).map(Some)
+    }
+}
+
+/// A product of parameters, which must fit a word.
+fn product(name: &'static str, a: u32, b: u32) -> Result<u32, Fault> {
+    a.checked_mul(b).ok_or(Fault::Parameter { name, value: a })
+}
+
+/// Reserved parameters are zero, or a later version of the table means something by them.
+fn reserved(words: &[u32]) -> Result<(), Fault> {
+    let set = words.iter().find(|&&word| word != 0);
+    set.map_or(Ok(()), |&value| Err(Fault::Parameter { name: "reserved", value }))
+}
+
+/// How the keys of a step are split; the same numbers in `attention` and in both merges.
+#[derive(Clone, Copy)]
+struct Splits {
+    /// Keys attended to.
+    keys: u32,
+    /// Splits that have any.
+    active: u32,
+}
+
+impl Splits {
+    fn new(step: Step, window: u32, kv_block: u32, splits: u32) -> Result<Self, Fault> {
+        if kv_block == 0 {
+            return Err(Fault::Parameter { name: "kv_block", value: kv_block });
+        }
+        if splits == 0 || splits > abi::SPLITS_MAX {
+            return Err(Fault::Parameter { name: "splits", value: splits });
+        }
+        let keys = attended(step.position, window);
+        Ok(Self { keys, active: active_splits(keys, kv_block, splits) })
+    }
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}

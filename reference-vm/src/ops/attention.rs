@@ -1,0 +1,124 @@
+//! Attention of one key/value head's query group over one split of the keys. The split that has the newest key appends it.
+
+use abi::AttentionParams;
+use ir::program::{Dims, split_range};
+
+use super::{Context, Effects, Splits, bits, product, reserved};
+use crate::math::{dot, rms_norm, rotate, rotations, softmax_parts};
+use crate::memory::{Append, Span};
+use crate::trap::Fault;
+
+/// Where this task's rows of qkv start.
+struct Layout {
+    q: u32,
+    k: u32,
+    v: u32,
+    /// Elements of the group's queries.
+    group: u32,
+    /// Query heads of the model.
+    heads: u32,
+}
+
+impl Layout {
+    fn new(p: &AttentionParams, dims: Dims) -> Result<Self, Fault> {
+        let checks = [
+            ("kv_heads", p.kv_heads, p.kv_heads == dims.kv_heads),
+            ("kv_head", p.kv_head, p.kv_head < dims.kv_heads),
+            ("group", p.group, p.group == dims.heads / dims.kv_heads.max(1)),
+            ("head_dim", p.head_dim, p.head_dim == dims.head_dim),
+        ];
+        if let Some(&(name, value, _)) = checks.iter().find(|(_, _, holds)| !holds) {
+            return Err(Fault::Parameter { name, value });
+        }
+        let heads = p.kv_heads * p.group;
+        let group = p.group * p.head_dim;
+        let k = (heads + p.kv_head) * p.head_dim;
+        Ok(Self { q: p.kv_head * group, k, v: k + p.kv_heads * p.head_dim, group, heads })
+    }
+}
+
+/// Whether this task's split has the newest key, which is in the last active split.
+fn owns_newest(p: &AttentionParams, splits: Splits) -> bool {
+    p.split + 1 == splits.active
+}
+
+pub(super) fn inputs(context: Context<'_>, p: &AttentionParams) -> Result<Vec<Span>, Fault> {
+    reserved(&p.reserved)?;
+    let splits = Splits::new(context.step, p.window, p.kv_block, p.splits)?;
+    if p.split >= splits.active {
+        return Ok(Vec::new());
+    }
+    let at = Layout::new(p, context.memory.dims())?;
+    let mut spans = vec![context.span(0, at.q, at.group)?];
+    if owns_newest(p, splits) {
+        spans.push(context.span(0, at.k, p.head_dim)?);
+        spans.push(context.span(0, at.v, p.head_dim)?);
+    }
+    Ok(spans)
+}
+
+pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects, Fault> {
+    let splits = Splits::new(context.step, p.window, p.kv_block, p.splits)?;
+    if p.split >= splits.active {
+        return Ok(Effects::default());
+    }
+    let at = Layout::new(p, context.memory.dims())?;
+    let rotations = rotations(context.step.position, &context.read(3, 0, p.head_dim / 2)?);
+    let shaped = |x: Vec<f32>, norm: usize| -> Result<Vec<f32>, Fault> {
+        let norm = context.read_optional(norm, 0, p.head_dim)?;
+        let mut out = x.clone();
+        for (x, out) in
+            x.chunks_exact(p.head_dim as usize).zip(out.chunks_exact_mut(p.head_dim as usize))
+        {
+            if let Some(norm) = &norm {
+                rms_norm(x, norm, p.eps, out);
+            }
+            rotate(out, &rotations);
+        }
+        Ok(out)
+    };
+    let queries = shaped(context.read(0, at.q, at.group)?, 1)?;
+    let cache = context.writes(1)?.slot;
+    let newest = owns_newest(p, splits);
+    let append = if newest {
+        let key = shaped(context.read(0, at.k, p.head_dim)?, 2)?;
+        let value = context.read(0, at.v, p.head_dim)?;
+        Some(Append { slot: cache, kv_head: p.kv_head, key, value })
+    } else {
+        None
+    };
+
+    let first = context.step.position + 1 - splits.keys;
+    let range = split_range(splits.keys, p.kv_block, splits.active, p.split);
+    let key_value = |position: u32| match &append {
+        Some(append) if position == context.step.position => {
+            Ok((&append.key[..], &append.value[..]))
+        }
+        Some(_) | None => context.memory.key_value(cache, p.kv_head, position),
+    };
+    let keys = range.map(|key| key_value(first + key)).collect::<Result<Vec<_>, _>>()?;
+    let mut out = Vec::new();
+    for query in queries.chunks_exact(p.head_dim as usize) {
+        partial(query, &keys, p.scale, &mut out);
+    }
+    let stride = p.head_dim + 2;
+    let head = product("split", p.split, at.heads)? + p.kv_head * p.group;
+    let start = product("split", head, stride)?;
+    let writes = vec![(context.writes(0)?, start, bits(&out))];
+    Ok(Effects { writes, append, ..Effects::default() })
+}
+
+/// Appends one query's greatest score, sum of exponentials and weighted mean of the values to `out`.
+fn partial(query: &[f32], keys: &[(&[f32], &[f32])], scale: f32, out: &mut Vec<f32>) {
+    let mut weights: Vec<f64> =
+        keys.iter().map(|(key, _)| f64::from(dot(query, key) * scale)).collect();
+    let (greatest, total) = softmax_parts(&mut weights);
+    out.extend([greatest as f32, total as f32]);
+    let mut sums = vec![0f64; query.len()];
+    for (weight, (_, values)) in weights.into_iter().zip(keys) {
+        for (sum, &value) in sums.iter_mut().zip(*values) {
+            *sum += weight * f64::from(value);
+        }
+    }
+    out.extend(sums.into_iter().map(|sum| (sum / total) as f32));
+}

@@ -1,0 +1,165 @@
+//! Multiplies rows of a streamed matrix with a vector.
+
+use abi::{Epilogue, MatvecParams, Prologue, UNIT_ROWS};
+use ir::MatrixId;
+use rayon::prelude::*;
+
+use super::attention_merge::Partials;
+use super::{Context, Effects, bits, reserved};
+use crate::math::{TASK_MACS, argmax, root_mean_square, silu};
+use crate::memory::Span;
+use crate::packed::Packed;
+use crate::trap::Fault;
+
+/// The rows that a task multiplies: packed rows `row0..row1`, those of its tiles that count.
+struct Rows {
+    row0: u32,
+    row1: u32,
+}
+
+impl Rows {
+    fn new(p: &MatvecParams) -> Result<Self, Fault> {
+        let end = p.tile0.checked_add(p.tiles).and_then(|end| end.checked_mul(UNIT_ROWS));
+        let end = end.ok_or(Fault::Parameter { name: "tiles", value: p.tiles })?;
+        let row0 = p.tile0 * UNIT_ROWS;
+        if row0 >= end.min(p.rows) {
+            return Err(Fault::Parameter { name: "tile0", value: p.tile0 });
+        }
+        Ok(Self { row0, row1: end.min(p.rows) })
+    }
+
+    fn len(&self) -> u32 {
+        self.row1 - self.row0
+    }
+}
+
+fn prologue(p: &MatvecParams) -> Result<Prologue, Fault> {
+    Prologue::new(p.prologue).ok_or(Fault::Parameter { name: "prologue", value: p.prologue })
+}
+
+fn epilogue(p: &MatvecParams) -> Result<Epilogue, Fault> {
+    Epilogue::new(p.epilogue).ok_or(Fault::Parameter { name: "epilogue", value: p.epilogue })
+}
+
+fn partials(p: &MatvecParams) -> Result<Partials, Fault> {
+    if p.head_dim == 0 || !p.k_len.is_multiple_of(p.head_dim) {
+        return Err(Fault::Parameter { name: "head_dim", value: p.head_dim });
+    }
+    let heads = p.k_len / p.head_dim;
+    Ok(Partials {
+        head0: 0,
+        heads,
+        heads_total: heads,
+        head_dim: p.head_dim,
+        splits: p.splits,
+        kv_block: p.kv_block,
+        window: p.window,
+    })
+}
+
+pub(super) fn inputs(context: Context<'_>, p: &MatvecParams) -> Result<Vec<Span>, Fault> {
+    reserved(&p.reserved)?;
+    let mut spans = match prologue(p)? {
+        Prologue::Copy | Prologue::Rms => vec![context.span(0, 0, p.k_len)?],
+        Prologue::Merge => partials(p)?.spans(context, context.step)?,
+    };
+    if epilogue(p)? == Epilogue::Residual {
+        let rows = Rows::new(p)?;
+        spans.push(context.span(3, rows.row0, rows.len())?);
+    }
+    Ok(spans)
+}
+
+pub(super) fn fire(context: Context<'_>, p: &MatvecParams) -> Result<Effects, Fault> {
+    let id = MatrixId(p.matrix);
+    let matrix = context.packed.get(id.index()).ok_or(Fault::BadMatrix { matrix: id })?;
+    if p.units != matrix.units_per_tile() {
+        return Err(Fault::Parameter { name: "units", value: p.units });
+    }
+    if p.k_len > matrix.cols() {
+        return Err(Fault::Parameter { name: "k_len", value: p.k_len });
+    }
+    if p.rows > matrix.rows() {
+        return Err(Fault::Parameter { name: "rows", value: p.rows });
+    }
+    let (rows, units) = (Rows::new(p)?, u64::from(p.units));
+    let unit0 = u64::from(p.tile0) * units;
+    let cursor = context.cursor.consume(context.loads, id, unit0, u64::from(p.tiles) * units)?;
+
+    let mut y = products(context, p, matrix, &rows)?;
+    if let Some(bias) = context.read_optional(2, rows.row0, rows.len())? {
+        for (y, bias) in y.iter_mut().zip(bias) {
+            *y += bias;
+        }
+    }
+    let writes = finish(context, p, &rows, y)?;
+    Ok(Effects { writes, cursor: Some(cursor), ..Effects::default() })
+}
+
+/// `W[row] . prologue(x)` of every row.
+fn products(
+    context: Context<'_>,
+    p: &MatvecParams,
+    matrix: &Packed<'_>,
+    rows: &Rows,
+) -> Result<Vec<f32>, Fault> {
+    let (x, scale) = match prologue(p)? {
+        Prologue::Copy => (context.read(0, 0, p.k_len)?, None),
+        Prologue::Rms => {
+            let x = context.read(0, 0, p.k_len)?;
+            let norm = context.read(1, 0, p.k_len)?;
+            let scale = 1.0 / root_mean_square(&x, p.eps);
+            (x.iter().zip(norm).map(|(x, norm)| x * norm).collect(), Some(scale))
+        }
+        Prologue::Merge => (partials(p)?.merge(context)?, None),
+    };
+    let product = |row| {
+        let product = matrix.dot_row(row, &x);
+        scale.map_or(product, |scale| (f64::from(product) * scale) as f32)
+    };
+    let rows_per_task = (TASK_MACS / x.len().max(1)).max(1);
+    Ok((rows.row0..rows.row1).into_par_iter().with_min_len(rows_per_task).map(product).collect())
+}
+
+/// Applies the epilogue and says what to store where.
+fn finish(
+    context: Context<'_>,
+    p: &MatvecParams,
+    rows: &Rows,
+    mut y: Vec<f32>,
+) -> Result<Vec<(ir::program::Access, u32, Vec<u32>)>, Fault> {
+    let out = context.writes(0)?;
+    match epilogue(p)? {
+        Epilogue::Store => Ok(vec![(out, rows.row0, bits(&y))]),
+        Epilogue::Residual => {
+            let residual = context.read(3, rows.row0, rows.len())?;
+            for (y, residual) in y.iter_mut().zip(residual) {
+                *y += residual;
+            }
+            Ok(vec![(out, rows.row0, bits(&y))])
+        }
+        Epilogue::SiluMul => {
+            let tile = UNIT_ROWS as usize;
+            if !p.tile0.is_multiple_of(2) || !y.len().is_multiple_of(2 * tile) {
+                return Err(Fault::Parameter { name: "tiles", value: p.tiles });
+            }
+            let pairs = y.chunks_exact(2 * tile).map(|pair| pair.split_at(tile));
+            let mut h: Vec<f32> = pairs
+                .flat_map(|(gate, up)| gate.iter().zip(up).map(|(&gate, &up)| silu(gate) * up))
+                .collect();
+            // The last tile may be padded where the MLP's width is not a multiple of 8.
+            let start = rows.row0 / 2;
+            h.truncate(context.memory.words(out.slot).saturating_sub(start) as usize);
+            Ok(vec![(out, start, bits(&h))])
+        }
+        Epilogue::Logits => {
+            let best = argmax(&y);
+            let candidate = vec![y[best as usize].to_bits(), rows.row0 + best];
+            let at = p
+                .candidate
+                .checked_mul(2)
+                .ok_or(Fault::Parameter { name: "candidate", value: p.candidate })?;
+            Ok(vec![(out, rows.row0, bits(&y)), (context.writes(1)?, at, candidate)])
+        }
+    }
+}

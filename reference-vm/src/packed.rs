@@ -1,0 +1,216 @@
+//! Packed matrices and vectors of a program, read from the stored tensors that their maps name.
+//!
+//! The machine never packs: it asks the map where a row comes from. So a packing that mixes rows up cannot be repeated here.
+
+use ir::program::{Load, RowMap};
+use ir::{DType, Graph, MatrixId, TensorId, Weights};
+
+use crate::math;
+use crate::trap::{Fault, MachineError};
+
+/// A packed matrix bound to its tensors.
+pub(crate) struct Packed<'a> {
+    map: &'a RowMap,
+    rows: u32,
+    cols: u32,
+    units_per_tile: u32,
+    /// One view per part of the map.
+    parts: Vec<Option<(TensorId, math::Matrix<'a>)>>,
+}
+
+impl<'a> Packed<'a> {
+    /// Binds a matrix, checking every part against the graph.
+    pub(crate) fn new(
+        id: MatrixId,
+        matrix: &'a ir::program::Matrix,
+        graph: &Graph,
+        weights: &'a dyn Weights,
+    ) -> Result<Self, MachineError> {
+        let empty = MachineError::Matrix { matrix: id };
+        let rows = rows(&matrix.map).filter(|&rows| rows > 0 && matrix.cols > 0).ok_or(empty)?;
+        let part = |&(tensor, part_rows): &(Option<TensorId>, u32)| {
+            let Some(tensor) = tensor else { return Ok(None) };
+            let stored = stored(tensor, graph, weights)?;
+            let fits = stored.shape.len() == 2
+                && stored.dtype == matrix.dtype
+                && stored.shape[0] >= part_rows
+                && stored.shape[1] == matrix.cols;
+            let misfit = MachineError::Tensor { tensor };
+            if !fits {
+                return Err(misfit);
+            }
+            let (rows, cols) = (stored.shape[0] as usize, stored.shape[1] as usize);
+            let view = math::Matrix::new(stored.dtype, rows, cols, stored.bytes).ok_or(misfit)?;
+            Ok(Some((tensor, view)))
+        };
+        Ok(Self {
+            map: &matrix.map,
+            rows,
+            cols: matrix.cols,
+            units_per_tile: matrix.units_per_tile(),
+            parts: matrix.map.parts.iter().map(part).collect::<Result<_, _>>()?,
+        })
+    }
+
+    pub(crate) fn rows(&self) -> u32 {
+        self.rows
+    }
+
+    pub(crate) fn cols(&self) -> u32 {
+        self.cols
+    }
+
+    pub(crate) fn units_per_tile(&self) -> u32 {
+        self.units_per_tile
+    }
+
+    /// Packed row `row` times `x`, which is not longer than a row. Padding is zero.
+    pub(crate) fn dot_row(&self, row: u32, x: &[f32]) -> f32 {
+        self.locate(row).map_or(0.0, |(view, row)| view.dot_row(row, x))
+    }
+
+    /// Decodes the elements of packed row `row` from `start` into `out`.
+    pub(crate) fn decode(&self, row: u32, start: usize, out: &mut [f32]) {
+        match self.locate(row) {
+            Some((view, row)) => view.decode_row(row, start, out),
+            None => out.fill(0.0),
+        }
+    }
+
+    fn locate(&self, row: u32) -> Option<(&math::Matrix<'a>, usize)> {
+        let (tensor, row) = self.map.locate(row)?;
+        let (_, view) = self.parts.iter().flatten().find(|(id, _)| *id == tensor)?;
+        Some((view, row as usize))
+    }
+}
+
+/// The elements that a map gives when its rows are single elements: norm weights and biases.
+pub(crate) fn vector(
+    map: &RowMap,
+    graph: &Graph,
+    weights: &dyn Weights,
+) -> Result<Option<Vec<f32>>, MachineError> {
+    let Some(rows) = rows(map) else { return Ok(None) };
+    let mut out = vec![0f32; rows as usize];
+    for &(tensor, part_rows) in &map.parts {
+        let Some(tensor) = tensor else { continue };
+        let stored = stored(tensor, graph, weights)?;
+        if stored.shape.len() != 1 || stored.shape[0] < part_rows {
+            return Err(MachineError::Tensor { tensor });
+        }
+        let mut values = vec![0f32; stored.shape[0] as usize];
+        ir::decode(stored.dtype, stored.bytes, &mut values);
+        for (row, out) in (0..rows).zip(&mut out) {
+            if let Some((_, element)) = map.locate(row).filter(|&(id, _)| id == tensor) {
+                *out = values[element as usize];
+            }
+        }
+    }
+    Ok(Some(out))
+}
+
+/// Rows of a map that has parts, unless they overflow.
+fn rows(map: &RowMap) -> Option<u32> {
+    let padded = |rows: u32| {
+        if map.interleaved { rows.checked_next_multiple_of(abi::UNIT_ROWS) } else { Some(rows) }
+    };
+    let sum = map.parts.iter().try_fold(0u32, |sum, &(_, rows)| sum.checked_add(padded(rows)?))?;
+    (!map.parts.is_empty()).then_some(sum)
+}
+
+struct Stored<'g, 'a> {
+    dtype: DType,
+    shape: &'g [u32],
+    bytes: &'a [u8],
+}
+
+fn stored<'g, 'a>(
+    tensor: TensorId,
+    graph: &'g Graph,
+    weights: &'a dyn Weights,
+) -> Result<Stored<'g, 'a>, MachineError> {
+    let misfit = MachineError::Tensor { tensor };
+    let meta = graph.tensors.get(tensor.index()).ok_or(misfit)?;
+    let bytes = weights.bytes(tensor);
+    if bytes.len() != meta.bytes() {
+        return Err(misfit);
+    }
+    Ok(Stored { dtype: meta.dtype, shape: &meta.shape, bytes })
+}
+
+/// A place in a worker's load stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Cursor {
+    load: usize,
+    unit: u32,
+}
+
+impl Cursor {
+    /// Consumes `units` units, which must be those of `want` from `unit0` on.
+    pub(crate) fn consume(
+        self,
+        loads: &[Load],
+        want: MatrixId,
+        unit0: u64,
+        units: u64,
+    ) -> Result<Self, Fault> {
+        let Self { mut load, mut unit } = self;
+        let mut done = 0;
+        while done < units {
+            let Some(run) = loads.get(load) else {
+                return Err(Fault::StreamEnd { units: units - done });
+            };
+            if unit == run.units {
+                (load, unit) = (load + 1, 0);
+                continue;
+            }
+            let (have, want_unit) = (run.unit0.saturating_add(u64::from(unit)), unit0 + done);
+            if run.matrix != want || have != want_unit {
+                return Err(Fault::Stream { matrix: run.matrix, unit: have, want, want_unit });
+            }
+            let step = u64::from(run.units - unit).min(units - done);
+            unit += step as u32;
+            done += step;
+        }
+        Ok(Self { load, unit })
+    }
+
+    /// Units that are left.
+    pub(crate) fn left(self, loads: &[Load]) -> u64 {
+        let rest: u64 = loads.iter().skip(self.load).map(|run| u64::from(run.units)).sum();
+        rest - u64::from(self.unit)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(matrix: u32, unit0: u64, units: u32) -> Load {
+        Load { matrix: MatrixId(matrix), unit0, units }
+    }
+
+    #[test]
+    fn a_stream_is_consumed_across_runs() {
+        let loads = [load(0, 4, 6), load(0, 10, 2), load(1, 0, 3)];
+        let cursor = Cursor::default().consume(&loads, MatrixId(0), 4, 3).unwrap();
+        assert_eq!(cursor.left(&loads), 8);
+        let cursor = cursor
+            .consume(&loads, MatrixId(0), 7, 5)
+            .unwrap()
+            .consume(&loads, MatrixId(1), 0, 3)
+            .unwrap();
+        assert_eq!(cursor.left(&loads), 0);
+        assert_eq!(cursor.consume(&loads, MatrixId(1), 3, 1), Err(Fault::StreamEnd { units: 1 }));
+    }
+
+    #[test]
+    fn another_unit_is_a_fault() {
+        let loads = [load(0, 4, 6), load(1, 0, 3)];
+        let fault = Fault::Stream { matrix: MatrixId(0), unit: 4, want: MatrixId(0), want_unit: 5 };
+        assert_eq!(Cursor::default().consume(&loads, MatrixId(0), 5, 1), Err(fault));
+        let fault =
+            Fault::Stream { matrix: MatrixId(1), unit: 0, want: MatrixId(0), want_unit: 10 };
+        assert_eq!(Cursor::default().consume(&loads, MatrixId(0), 4, 7), Err(fault));
+    }
+}

@@ -1,0 +1,226 @@
+//! Whose fault it is: a [`Trap`] is a result of the program, a [`MachineError`] is a fault of what surrounds it.
+
+use abi::{Opcode, SlotKind};
+use ir::{CounterId, MatrixId, SlotId, TensorId, WorkerId};
+
+/// The program did something that it must not do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("worker {worker}, task {task} ({}), epoch {epoch}: {fault}", opcode.info().name)]
+pub struct Trap {
+    /// The worker.
+    pub worker: WorkerId,
+    /// Index of the task in the worker's queue.
+    pub task: u32,
+    /// The task's op.
+    pub opcode: Opcode,
+    /// The step, from 1.
+    pub epoch: u32,
+    /// What it did.
+    pub fault: Fault,
+}
+
+/// What a task did wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Fault {
+    /// A parameter outside its table, or parameters that contradict each other or the matrix.
+    #[error("parameter {name} cannot be {value}")]
+    Parameter {
+        /// The parameter's field.
+        name: &'static str,
+        /// Its value.
+        value: u32,
+    },
+    /// A slot that the op needs is not given.
+    #[error("{access} {index} is not given")]
+    NoSlot {
+        /// `read` or `write`.
+        access: &'static str,
+        /// Which of them.
+        index: usize,
+    },
+    /// A slot outside the table.
+    #[error("slot {slot} does not exist")]
+    BadSlot {
+        /// The slot.
+        slot: SlotId,
+    },
+    /// A slot of a kind that this access cannot use.
+    #[error("slot {slot} of kind {} cannot be used here", kind.name())]
+    Kind {
+        /// The slot.
+        slot: SlotId,
+        /// Its kind.
+        kind: SlotKind,
+    },
+    /// Words outside a slot.
+    #[error("words {start}..{end} are outside slot {slot} of {words}")]
+    Bounds {
+        /// The slot.
+        slot: SlotId,
+        /// First word.
+        start: u32,
+        /// One past the last word.
+        end: u64,
+        /// Words of the slot.
+        words: u32,
+    },
+    /// A word that nothing has written in this step.
+    #[error("word {word} of slot {slot} is read before it is written")]
+    Unwritten {
+        /// The slot.
+        slot: SlotId,
+        /// The word.
+        word: u32,
+    },
+    /// A tagged word that holds another write than the one meant.
+    #[error("word {word} of slot {slot} has tag {have} instead of {need}")]
+    Tag {
+        /// The slot.
+        slot: SlotId,
+        /// The word.
+        word: u32,
+        /// Its tag.
+        have: u32,
+        /// The tag of the write that the task means.
+        need: u32,
+    },
+    /// A key that is not in the cache.
+    #[error("key {position} of head {kv_head} in slot {slot} is read before it is appended")]
+    NoKey {
+        /// The key/value cache.
+        slot: SlotId,
+        /// Key/value head.
+        kv_head: u32,
+        /// Position of the key.
+        position: u32,
+    },
+    /// A key that is in the cache already.
+    #[error("key {position} of head {kv_head} in slot {slot} is appended twice")]
+    KeyTwice {
+        /// The key/value cache.
+        slot: SlotId,
+        /// Key/value head.
+        kv_head: u32,
+        /// Position of the key.
+        position: u32,
+    },
+    /// A counter outside the table.
+    #[error("counter {counter} does not exist")]
+    BadCounter {
+        /// The counter.
+        counter: CounterId,
+    },
+    /// A matrix outside the table.
+    #[error("matrix {matrix} does not exist")]
+    BadMatrix {
+        /// The matrix.
+        matrix: MatrixId,
+    },
+    /// The load stream holds another unit than the task consumes.
+    #[error(
+        "the load stream holds unit {unit} of {matrix} where the task consumes unit {want_unit} of {want}"
+    )]
+    Stream {
+        /// The stream's matrix.
+        matrix: MatrixId,
+        /// The stream's unit.
+        unit: u64,
+        /// The task's matrix.
+        want: MatrixId,
+        /// The task's unit.
+        want_unit: u64,
+    },
+    /// The load stream is over and the task needs more.
+    #[error("the load stream ends {units} units before the task does")]
+    StreamEnd {
+        /// Units that are missing.
+        units: u64,
+    },
+    /// The queue is over and units are left.
+    #[error("{units} units of the load stream are left at the end of the step")]
+    StreamLeft {
+        /// Units left.
+        units: u64,
+    },
+    /// The step ended while tasks were left.
+    #[error("the step ends while {tasks} other tasks are left")]
+    EarlyEnd {
+        /// Tasks left.
+        tasks: u64,
+    },
+    /// All tasks are over and none ended the step.
+    #[error("no task ends the step")]
+    NoEnd,
+    /// The token chosen is not in the vocabulary.
+    #[error("token {token} is outside the vocabulary of {vocab}")]
+    BadToken {
+        /// The token.
+        token: u32,
+        /// Size of the vocabulary.
+        vocab: u32,
+    },
+}
+
+/// The machine cannot be built, or cannot do what was asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MachineError {
+    /// The program was lowered from a graph of other shapes.
+    #[error("the program's shapes are not the graph's")]
+    Dims,
+    /// A program without workers, or with as many logits slots as this, instead of one.
+    #[error("the program has {workers} workers and {logits} logits slots")]
+    Incomplete {
+        /// Workers.
+        workers: usize,
+        /// Slots of kind `logits`.
+        logits: usize,
+    },
+    /// The arena is larger than the machine allows.
+    #[error("an arena of {bytes} bytes exceeds {max}")]
+    Arena {
+        /// Bytes of the arena.
+        bytes: u64,
+        /// Bytes allowed.
+        max: u64,
+    },
+    /// A slot lies outside the arena, is not aligned, or its source does not fit its kind and words.
+    #[error("slot {slot} cannot be placed")]
+    Slot {
+        /// The slot.
+        slot: SlotId,
+    },
+    /// A packed matrix or vector refers to a tensor that does not exist or has another shape or element type.
+    #[error("tensor {tensor} does not fit where the program uses it")]
+    Tensor {
+        /// The tensor.
+        tensor: TensorId,
+    },
+    /// A packed matrix has no parts, no rows or no columns.
+    #[error("matrix {matrix} is empty")]
+    Matrix {
+        /// The matrix.
+        matrix: MatrixId,
+    },
+    /// A token is not in the vocabulary.
+    #[error("token {token} is outside the vocabulary of {vocab}")]
+    Token {
+        /// The token.
+        token: u32,
+        /// Size of the vocabulary.
+        vocab: u32,
+    },
+    /// The sequence would grow past the KV cache.
+    #[error("{positions} positions do not fit a KV cache of {capacity}")]
+    Capacity {
+        /// Positions that the sequence would have.
+        positions: usize,
+        /// Positions that the KV cache may hold.
+        capacity: usize,
+    },
+    /// A continuation was asked for before any token was fed.
+    #[error("there is nothing to continue: feed a token first")]
+    NothingFed,
+    /// The last run did not finish, so memory is in the middle of a step.
+    #[error("the last run did not finish: reset the machine first")]
+    Halted,
+}

@@ -4,6 +4,7 @@
 
 pub mod build;
 pub mod diff;
+pub mod filetest;
 
 pub mod toy;
 

@@ -1,3 +1,4 @@
 //! The cross-crate tests, in one binary.
 
+mod filetest;
 mod generate;

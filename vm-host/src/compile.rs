@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use cudarc::nvrtc::sys;
+use ir::schedule::{Consumer, Evict};
+use ir::{DType, KernelConfig};
 use vm_device::{Variant, translation_unit};
 
 use crate::error::HostError;
@@ -33,6 +35,23 @@ pub struct Resources {
     pub spills: u32,
     /// Bytes of stack.
     pub stack: u32,
+}
+
+/// The variant that a schedule's kernel knobs and a model's element type ask for.
+#[must_use]
+pub fn variant(kernel: &KernelConfig, dtype: DType) -> Variant {
+    Variant {
+        dtype: match dtype {
+            DType::F32 => 0,
+            DType::F16 => 1,
+            DType::Bf16 => 2,
+        },
+        mma: kernel.consumer == Consumer::Mma,
+        warps: kernel.warps,
+        unroll: kernel.unroll,
+        poll_sleep_ns: kernel.poll_sleep_ns,
+        evict_first: kernel.evict == Evict::First,
+    }
 }
 
 /// Compiler options of a variant for an architecture such as `sm_90a`.

@@ -1,0 +1,141 @@
+//! The megakernel against stored logits, on a real device.
+//!
+//! Without a device every test here says `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure. Run from the
+//! repository root, or with cargo.
+
+use std::path::PathBuf;
+
+use ir::schedule::{parse_config, validate};
+use ir::{Target, Valid};
+use vm_host::{BootOptions, HostError, Idle, Resident};
+
+const GOLDEN: [&str; 5] = ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
+
+/// Schedules that between them take every path of the kernel. `mma` ones are left out for f32 models.
+const SCHEDULES: [(&str, &str); 7] = [
+    ("default", "{}"),
+    ("fused", r#"{"fusion_grouping": {"embed": "qkv", "merge": "o_proj"}}"#),
+    (
+        "tagged",
+        r#"{"sync": {"embed": "tagged", "qkv": "tagged", "attention": "tagged", "merge": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged", "lm_head": "tagged"}}"#,
+    ),
+    (
+        "tagged, fused, split",
+        r#"{"sync": {"qkv": "tagged", "attention": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged", "lm_head": "tagged"},
+            "fusion_grouping": {"embed": "qkv", "merge": "o_proj"}, "tiling": {"attention": {"kv_split": 4, "kv_block": 32}},
+            "page_allocation": "graph_color", "sm_assignment": "carry"}"#,
+    ),
+    (
+        "mma",
+        r#"{"kernel": {"consumer": "mma", "evict": "first", "unroll": 4, "poll_sleep_ns": 0}, "pipeline": {"stages": 4, "stage_bytes": 8192, "in_flight_bytes": 16384, "in_flight_near_bytes": 8192}}"#,
+    ),
+    (
+        "mma, 16 warps, split",
+        r#"{"kernel": {"consumer": "mma", "warps": 16, "unroll": 1}, "tiling": {"attention": {"kv_split": 2, "kv_block": 32}, "qkv": {"rows": 8}},
+            "page_allocation": "linear", "sm_assignment": "byte_balance"}"#,
+    ),
+    ("4 warps", r#"{"kernel": {"warps": 4}, "pipeline": {"stages": 2, "stage_bytes": 32768, "in_flight_bytes": 32768, "in_flight_near_bytes": 32768}}"#),
+];
+
+fn golden_dir() -> PathBuf {
+    let here = PathBuf::from("corpus/golden");
+    if here.is_dir() { here } else { PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus/golden")) }
+}
+
+/// Whether there is a device to test on.
+fn device() -> Option<vm_host::DeviceInfo> {
+    match vm_host::device_info() {
+        Ok(info) => Some(info),
+        Err(error @ (HostError::NoDriver | HostError::NoDevice)) => {
+            assert!(std::env::var_os("AMK_REQUIRE_DEVICE").is_none(), "a device is required: {error}");
+            eprintln!("skipped: {error}");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+struct Golden {
+    tokens: Vec<u32>,
+    greedy: Vec<u32>,
+    logits: Vec<f32>,
+}
+
+fn read_golden(dir: &std::path::Path) -> Golden {
+    let bytes = std::fs::read(dir.join("golden.safetensors")).expect("golden file");
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("golden tensors");
+    let integers = |name: &str| -> Vec<u32> {
+        let data = tensors.tensor(name).expect(name).data();
+        data.as_chunks::<8>().0.iter().map(|b| u32::try_from(i64::from_le_bytes(*b)).expect("a token id")).collect()
+    };
+    let logits = tensors.tensor("logits").expect("logits").data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+    Golden { tokens: integers("tokens"), greedy: integers("greedy"), logits }
+}
+
+fn config(text: &str, graph: &ir::Graph, target: &Target) -> Option<Valid<ir::ScheduleConfig>> {
+    if graph.dtype == ir::DType::F32 && text.contains("mma") {
+        return None;
+    }
+    let parsed = parse_config(text, graph, target).unwrap_or_else(|e| panic!("{text}: {e}"));
+    Some(validate(parsed, graph, target).unwrap_or_else(|e| panic!("{text}: {e}")))
+}
+
+/// Greatest difference relative to the greatest logit.
+fn worst(expected: &[f32], actual: &[f32]) -> f64 {
+    let scale = expected.iter().fold(0.0_f64, |m, v| m.max(f64::from(v.abs())));
+    let differences = expected.iter().zip(actual).map(|(e, a)| if a.is_finite() { f64::from((e - a).abs()) } else { f64::INFINITY });
+    differences.fold(0.0, f64::max) / scale
+}
+
+/// One model under every schedule: launched anew only when the kernel variant changes, else switched by a ring command.
+fn check_model(name: &str, info: &vm_host::DeviceInfo) {
+    let dir = golden_dir().join(name);
+    let model = model::import(&dir).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let golden = read_golden(&dir);
+    let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
+    let options = lower::Options { kv_capacity: 128 };
+    let mut idle: Option<Idle> = None;
+    let mut resident: Option<Resident> = None;
+    for (schedule, text) in SCHEDULES {
+        let Some(config) = config(text, &model.graph, &target) else { continue };
+        let program = lower::lower(&config, &model.graph, &target, options).unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
+        let variant = vm_host::variant(&config.kernel, model.graph.dtype);
+        let mut machine = match resident.take() {
+            Some(mut running) if running.variant() == variant => {
+                let loaded = running.load(&program).unwrap_or_else(|e| panic!("{name}, {schedule}: load: {e}"));
+                running.switch(loaded).unwrap_or_else(|e| panic!("{name}, {schedule}: switch: {e}"));
+                running
+            }
+            other => {
+                if let Some(running) = other {
+                    idle = Some(running.stop().unwrap_or_else(|e| panic!("{name}, {schedule}: stop: {e}")));
+                }
+                let booted = idle.take().unwrap_or_else(|| {
+                    let options = BootOptions { logits_rows: 80, ..BootOptions::default() };
+                    Idle::boot(&model.graph, &*model.weights, &program, &variant, options).unwrap_or_else(|e| panic!("{name}: boot: {e}"))
+                });
+                booted.launch(variant, &program).unwrap_or_else(|e| panic!("{name}, {schedule}: launch: {}", e.1))
+            }
+        };
+        for repeat in 0..2 {
+            let decoded = machine.decode(0, 0, &golden.tokens, golden.greedy.len() as u32, &[], true).unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
+            let logits = machine.logits(golden.tokens.len() as u32).unwrap_or_else(|e| panic!("{name}, {schedule}: {e}")).concat();
+            let error = worst(&golden.logits, &logits);
+            eprintln!("{name:18} {schedule:22} run {repeat}: max |diff| / max |logit| {error:.2e}, {:.1} us a position", decoded.device_us / f64::from(decoded.steps));
+            assert!(error <= 5e-3, "{name}, {schedule}: {error:.3e}");
+            assert_eq!(decoded.tokens, golden.greedy, "{name}, {schedule}");
+        }
+        resident = Some(machine);
+    }
+    if let Some(running) = resident {
+        running.stop().unwrap_or_else(|e| panic!("{name}: stop: {e}"));
+    }
+}
+
+#[test]
+fn logits_and_tokens_are_those_of_the_golden_models() {
+    let Some(info) = device() else { return };
+    for name in GOLDEN {
+        check_model(name, &info);
+    }
+}

@@ -21,7 +21,7 @@ mod ring;
 mod weights;
 
 pub use compile::{
-    Cubin, Resources, compile, default_cache, kernel_id, nvrtc_version, options, resources,
+    Cubin, Resources, compile, default_cache, kernel_id, nvrtc_version, options, resources, variant,
 };
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};

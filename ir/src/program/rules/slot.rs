@@ -58,11 +58,16 @@ fn source(program: &Program, slot: &Slot) -> Finding {
         SlotSource::KvCache { layer } => kv_cache(program, slot, *layer),
         SlotSource::Embedding(matrix) => match program.matrices.get(matrix.index()) {
             None => Some((Rule::PArity, format!("there is no matrix {matrix}"))),
-            Some(m) if m.cols != d.hidden || m.rows() != d.vocab => Some((
-                Rule::PShape,
-                format!("{} is {} by {}, not vocab by hidden", m.name, m.rows(), m.cols),
-            )),
-            Some(_) => None,
+            Some(m) => match map_rows(&m.map) {
+                // A map without rows is reported at its matrix.
+                Err(_) => None,
+                Ok(rows) => (m.cols != d.hidden || rows != d.vocab).then(|| {
+                    (
+                        Rule::PShape,
+                        format!("{} is {rows} by {}, not vocab by hidden", m.name, m.cols),
+                    )
+                }),
+            },
         },
     }
 }

@@ -275,23 +275,35 @@ impl Plan<'_> {
     }
 }
 
-/// Gives every worker without a task one that does nothing but signal, and makes `sample` wait for all of them: a worker that takes
-/// no part in a step could fall behind it and miss the next one's announcement. Returns the counters in use.
-pub(crate) fn occupy_idle(workers: &mut [Worker], layer: u32, counters: u32) -> u32 {
-    let idle = workers.iter().filter(|worker| worker.tasks.is_empty()).count() as u32;
-    if idle == 0 {
-        return counters;
-    }
+/// Makes `sample` wait for the workers that nothing else makes it wait for: those without a task, which get one that only signals,
+/// and those that end with a split of attention that may be idle and hands over by tags alone. A worker that takes no part in a
+/// step could fall behind it and miss the next one's announcement. Returns the counters in use.
+pub(crate) fn join_stragglers(workers: &mut [Worker], layer: u32, counters: u32) -> u32 {
     let counter = CounterId(counters);
+    let mut count = 0;
     for worker in workers.iter_mut() {
         if worker.tasks.is_empty() {
-            let mut task = Task::new(Opcode::Nop, layer as u16, abi::NopParams::default());
-            task.signal = Some(counter);
-            worker.tasks.push(task);
-        } else {
-            let samples = worker.tasks.iter_mut().filter(|task| task.opcode == Opcode::Sample);
-            samples.for_each(|task| task.waits.push(Wait { counter, count: idle }));
+            let params = abi::NopParams::default();
+            worker.tasks.push(Task::new(Opcode::Nop, layer as u16, params));
         }
+        let last = worker.tasks.len() - 1;
+        let task = &mut worker.tasks[last];
+        let idle = match task.opcode {
+            Opcode::Nop => true,
+            Opcode::Attention => task.params::<AttentionParams>().split > 0,
+            Opcode::Embed | Opcode::Matvec | Opcode::AttentionMerge | Opcode::Sample => false,
+        };
+        if idle && task.signal.is_none() {
+            task.signal = Some(counter);
+            count += 1;
+        }
+    }
+    if count == 0 {
+        return counters;
+    }
+    let tasks = workers.iter_mut().flat_map(|worker| &mut worker.tasks);
+    for sample in tasks.filter(|task| task.opcode == Opcode::Sample) {
+        sample.waits.push(Wait { counter, count });
     }
     counters + 1
 }

@@ -10,7 +10,7 @@
 //! | `emit::counters` | the counters | one per phase that hands over by counter; arrivals are its tasks |
 //! | `slots` | the slots | one scratch slot per phase, written once per step |
 //! | `pages` | arena offsets, generations | slots that share bytes take turns |
-//! | `emit` | tasks and load streams | a worker's loads are its tasks' units, in order |
+//! | `emit` | tasks and load streams | a worker's loads are its tasks' units, in order; `sample` waits for every worker |
 //! | `ir::program::verify` | the proof | the program gives one result in every order |
 //!
 //! **Promises.** Pure and deterministic: the same schedule, graph, target and options give the same program, byte for byte. A
@@ -91,8 +91,8 @@ pub(crate) fn build(
     };
     let mut workers = plan.emit(target.sms as usize);
     let phase_counters = counters.iter().flatten().count() as u32;
-    let counters = emit::occupy_idle(&mut workers, graph.layers.len() as u32, phase_counters);
-    within(Limit::Counters, abi::COUNTERS_MAX.into(), counters.into())?;
+    let counters = emit::join_stragglers(&mut workers, graph.layers.len() as u32, phase_counters);
+    within(Limit::Counters, abi::COUNTERS_MAX.into(), u64::from(counters.max(1)))?;
     let program = Program {
         model: graph.name.clone(),
         dims: Dims::from(graph),

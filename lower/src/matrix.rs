@@ -22,9 +22,17 @@ impl Matrices {
         for (n, layer) in graph.layers.iter().enumerate() {
             let name = |part: &str| format!("layers.{n}.{part}");
             list.push(matrix(name("qkv"), qkv_map(graph, layer), graph.hidden));
-            list.push(matrix(name("o"), RowMap::single(layer.o.weight, graph.hidden), graph.q_width()));
+            list.push(matrix(
+                name("o"),
+                RowMap::single(layer.o.weight, graph.hidden),
+                graph.q_width(),
+            ));
             list.push(matrix(name("gate_up"), gate_up_map(graph, layer), graph.hidden));
-            list.push(matrix(name("down"), RowMap::single(layer.down.weight, graph.hidden), graph.ffn));
+            list.push(matrix(
+                name("down"),
+                RowMap::single(layer.down.weight, graph.hidden),
+                graph.ffn,
+            ));
         }
         if !graph.tied() {
             list.push(matrix("lm_head".into(), vocab(graph.lm_head), graph.hidden));
@@ -68,8 +76,8 @@ impl Matrices {
 
 fn qkv_map(graph: &Graph, layer: &Layer) -> RowMap {
     let kv = graph.kv_width();
-    let parts =
-        [(layer.q, graph.q_width()), (layer.k, kv), (layer.v, kv)].map(|(l, n)| (Some(l.weight), n));
+    let parts = [(layer.q, graph.q_width()), (layer.k, kv), (layer.v, kv)]
+        .map(|(l, n)| (Some(l.weight), n));
     RowMap { parts: parts.to_vec(), interleaved: false }
 }
 

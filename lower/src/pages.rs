@@ -131,9 +131,13 @@ impl Region {
         for &i in members {
             let slot = &mut slots[scratch[i].slot.index()];
             let bytes = slot.arena_bytes().next_multiple_of(ALIGN);
-            let over = |p: &Placed| joins[scratch[p.index].last_read] <= scratch[i].written;
+            // Bytes whose generations have run out stay taken.
+            let free = |p: &Placed| {
+                joins[scratch[p.index].last_read] <= scratch[i].written
+                    && self.after(Some(p.generation)).is_some()
+            };
             let mut alive: Vec<(u64, u64)> =
-                self.placed.iter().filter(|p| !over(p)).map(|p| (p.start, p.end)).collect();
+                self.placed.iter().filter(|p| !free(p)).map(|p| (p.start, p.end)).collect();
             alive.sort_unstable();
             let mut start = 0;
             for (from, to) in alive {
@@ -143,10 +147,8 @@ impl Region {
                 start = start.max(to);
             }
             let had = self.placed.iter().filter(|p| p.start < start + bytes && start < p.end);
-            match self.after(had.map(|p| p.generation).max()) {
-                Some(generation) => self.put(i, slot, start, generation),
-                None => self.append(i, slot),
-            }
+            let generation = self.after(had.map(|p| p.generation).max()).unwrap_or(0);
+            self.put(i, slot, start, generation);
         }
     }
 }

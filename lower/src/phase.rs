@@ -96,7 +96,12 @@ impl Planner<'_> {
 
     fn embed(&self) -> Phase {
         let item_bytes = self.graph.dtype.bytes() as u64;
-        Phase { items: self.graph.hidden, block: EMBED_BLOCK, item_bytes, ..self.plain(Op::Embed, 0) }
+        Phase {
+            items: self.graph.hidden,
+            block: EMBED_BLOCK,
+            item_bytes,
+            ..self.plain(Op::Embed, 0)
+        }
     }
 
     fn attention(&self, layer: u32) -> Phase {

@@ -60,8 +60,12 @@ pub(crate) fn slots(
     let kv_words = 2 * u64::from(graph.kv_width()) * u64::from(kv_capacity);
     within(Limit::KvWords, u32::MAX.into(), kv_words)?;
     let mut list = List(Vec::new());
-    let embedding =
-        list.add("embedding".into(), SlotKind::Embedding, graph.hidden, SlotSource::Embedding(MatrixId(0)));
+    let embedding = list.add(
+        "embedding".into(),
+        SlotKind::Embedding,
+        graph.hidden,
+        SlotSource::Embedding(MatrixId(0)),
+    );
     let half = graph.head_dim / 2;
     let inv_freq = list.add("inv_freq".into(), SlotKind::Constant, half, SlotSource::InvFreq);
     let layers = (0_u32..)

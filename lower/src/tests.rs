@@ -56,9 +56,26 @@ fn awkward() -> Graph {
     graph
 }
 
+/// Whether `sample` cannot run before the worker's last task is over, at any position.
+fn joined(program: &Program, worker: &ir::program::Worker) -> bool {
+    let Some(last) = worker.tasks.last() else { return false };
+    let sample = tasks(program, Opcode::Sample).next().expect("every step ends");
+    let optional = last.opcode == Opcode::Nop
+        || last.opcode == Opcode::Attention && last.params::<abi::AttentionParams>().split > 0;
+    let waits = |counter| sample.waits.iter().any(|wait| wait.counter == counter);
+    let tagged =
+        last.writes[0].is_some_and(|a| program.slots[a.slot.index()].kind == SlotKind::Tagged);
+    !optional || last.signal.is_some_and(|signal| waits(signal) || !tagged)
+}
+
 fn lowered(config: ScheduleConfig, graph: &Graph, target: &Target) -> Verified<Program> {
     let config = validate(config, graph, target).unwrap_or_else(|v| panic!("{}: {v}", graph.name));
-    lower(&config, graph, target, OPTIONS).unwrap_or_else(|e| panic!("{}: {e}", graph.name))
+    let program =
+        lower(&config, graph, target, OPTIONS).unwrap_or_else(|e| panic!("{}: {e}", graph.name));
+    for (index, worker) in program.workers.iter().enumerate() {
+        assert!(joined(&program, worker), "worker {index} of {} may fall behind", graph.name);
+    }
+    program
 }
 
 #[test]
@@ -104,6 +121,7 @@ fn the_default_program_has_the_phases_of_the_contract() {
     assert_eq!(tasks(&program, Opcode::Attention).count(), 16 * 8);
     assert_eq!(tasks(&program, Opcode::AttentionMerge).count(), 16 * 32);
     assert_eq!(tasks(&program, Opcode::Sample).count(), 1);
+    assert_eq!(tasks(&program, Opcode::Nop).count(), 0);
     let candidates: Vec<u32> = tasks(&program, Opcode::Matvec)
         .filter(|task| task.layer == 16)
         .map(|task| task.params::<MatvecParams>().candidate)
@@ -183,12 +201,16 @@ fn tagged_and_shared_slots_verify_over_many_layers() {
                     if tagged % 3 != 0 && tagged != 0b1111_1111 {
                         continue;
                     }
-                    let mut config = ScheduleConfig { page_allocation: *page_allocation, ..ScheduleConfig::default() };
+                    let mut config = ScheduleConfig {
+                        page_allocation: *page_allocation,
+                        ..ScheduleConfig::default()
+                    };
                     config.tiling.attention.kv_split = kv_split;
                     config.fusion_grouping.merge = *merge;
                     let syncs = Knob::ALL.iter().filter(|knob| knob.path().starts_with("sync."));
                     for (bit, knob) in syncs.enumerate() {
-                        let handoff = if tagged >> bit & 1 == 1 { Handoff::Tagged } else { Handoff::Counter };
+                        let handoff =
+                            if tagged >> bit & 1 == 1 { Handoff::Tagged } else { Handoff::Counter };
                         config.set(*knob, Value::Name(handoff.name())).expect("a handoff");
                     }
                     let mut small = target("h200");
@@ -223,7 +245,8 @@ fn sharing_saves_bytes() {
         let config = ScheduleConfig { page_allocation, ..ScheduleConfig::default() };
         lowered(config, &graph, &target("h200")).arena_bytes
     };
-    let [none, linear, color] = [PageAllocation::None, PageAllocation::Linear, PageAllocation::GraphColor].map(bytes);
+    let [none, linear, color] =
+        [PageAllocation::None, PageAllocation::Linear, PageAllocation::GraphColor].map(bytes);
     assert!(none > 4 * linear && linear > color, "{none} {linear} {color}");
 }
 
@@ -237,6 +260,13 @@ fn variants(knob: Knob, value: Value, graph: &Graph, target: &Target) -> Vec<[Sc
     deep.pipeline.stages = 16;
     deep.pipeline.in_flight_bytes = 131_072;
     bases.push(deep);
+    // Large stages need few of them, for the cap and for room.
+    let mut small = base;
+    small.pipeline.stages = 4;
+    bases.push(small);
+    let mut fine = base;
+    fine.pipeline.stage_bytes = 8192;
+    bases.push(fine);
     let mut shallow = base;
     shallow.pipeline.in_flight_bytes = 32_768;
     shallow.pipeline.in_flight_near_bytes = 32_768;
@@ -257,7 +287,8 @@ fn variants(knob: Knob, value: Value, graph: &Graph, target: &Target) -> Vec<[Sc
 
 #[test]
 fn every_value_of_every_knob_changes_the_program_or_the_kernel() {
-    let graphs = [preset("llama-3.2-1b", 1), preset("smollm2-135m", 1), preset("toy", 1)];
+    // Buffers that two layers share alternate: it takes three layers to see it.
+    let graphs = [preset("llama-3.2-1b", 3), preset("smollm2-135m", 3), preset("toy", 1)];
     let target = target("h200");
     for &knob in Knob::ALL {
         for value in knob.values().into_iter().filter(|value| *value != knob.default()) {
@@ -266,7 +297,9 @@ fn every_value_of_every_knob_changes_the_program_or_the_kernel() {
                 variants(knob, value, graph, &target).into_iter().any(|[before, after]| {
                     tried += 1;
                     match knob.acts_on() {
-                        ActsOn::Kernel => before.kernel != after.kernel && before.kernel.id() != after.kernel.id(),
+                        ActsOn::Kernel => {
+                            before.kernel != after.kernel && before.kernel.id() != after.kernel.id()
+                        }
                         ActsOn::Program => {
                             let id = |config| lowered(config, graph, &target).id();
                             id(before) != id(after)
@@ -351,7 +384,9 @@ fn predictions_rank_as_measurements_did() {
         c.sync.o_proj = Handoff::Tagged;
         c.sync.down = Handoff::Tagged;
     });
-    println!("base {base:.0} deep {deep:.0} starved {starved:.0} fma {fma:.0} shallow {shallow:.0} rr {round_robin:.0} tagged {tagged:.0}");
+    println!(
+        "base {base:.0} deep {deep:.0} starved {starved:.0} fma {fma:.0} shallow {shallow:.0} rr {round_robin:.0} tagged {tagged:.0}"
+    );
     assert!(deep > base, "more in flight than needed is slower: {deep} {base}");
     assert!(starved > base, "{starved} {base}");
     assert!(fma > base, "{fma} {base}");

@@ -121,8 +121,11 @@ impl Rates {
 
 /// Small copies cost: 8 KB 3 to 6 %, larger ones next to nothing.
 fn copy_efficiency(stage_bytes: f64) -> f64 {
-    interpolate(&[(0.0, 0.0), (8.0 * KIB, 0.965), (16.0 * KIB, 0.995), (32.0 * KIB, 0.998)], stage_bytes)
-        .min(1.0)
+    interpolate(
+        &[(0.0, 0.0), (8.0 * KIB, 0.965), (16.0 * KIB, 0.995), (32.0 * KIB, 0.998)],
+        stage_bytes,
+    )
+    .min(1.0)
 }
 
 /// Bytes per second that all consumers of an H200 multiply when everything has landed. Measured: 7.4 TB/s for 8 warps with mma,

@@ -199,7 +199,8 @@ impl Simulation {
         let rates = &self.rates;
         let state = &mut self.states[worker];
         let multiply = rates.multiply(task.stream_bytes, state.landed);
-        let aside = task.fixed_us + rates.vector(task.vector_bytes) + task.direct_bytes / rates.direct;
+        let aside =
+            task.fixed_us + rates.vector(task.vector_bytes) + task.direct_bytes / rates.direct;
         let landed = state.landed + multiply * rates.stream - task.stream_bytes;
         state.landed = (landed.max(0.0) + aside * rates.stream_near).min(rates.ring);
         state.time += multiply + aside;
@@ -274,7 +275,9 @@ impl Tagged {
         if poll.last - poll.first == self.writers.len() {
             return (self.have == self.writers.len()).then_some(self.time);
         }
-        self.done[poll.first..poll.last].iter().try_fold(0.0_f64, |max, done| Some(max.max((*done)?)))
+        self.done[poll.first..poll.last]
+            .iter()
+            .try_fold(0.0_f64, |max, done| Some(max.max((*done)?)))
     }
 }
 
@@ -329,7 +332,9 @@ impl<'a> Builder<'a> {
         let touched = accesses(self.program, task);
         let mut polls = Vec::new();
         for region in touched.reads.iter().filter(|region| self.is_tagged(region)) {
-            let Some(&slot) = self.tagged_ids.get(&(region.slot, region.generation)) else { continue };
+            let Some(&slot) = self.tagged_ids.get(&(region.slot, region.generation)) else {
+                continue;
+            };
             let writers = &self.tagged[slot].writers;
             let first = writers.partition_point(|&(_, end)| end <= region.start);
             let last = writers.partition_point(|&(start, _)| start < region.end);
@@ -337,7 +342,9 @@ impl<'a> Builder<'a> {
         }
         let mut posts = Vec::new();
         for region in touched.writes.iter().filter(|region| self.is_tagged(region)) {
-            let Some(&slot) = self.tagged_ids.get(&(region.slot, region.generation)) else { continue };
+            let Some(&slot) = self.tagged_ids.get(&(region.slot, region.generation)) else {
+                continue;
+            };
             let place = self.tagged[slot].writers.binary_search(&(region.start, region.end));
             posts.extend(place.map(|place| (slot, place)));
         }
@@ -383,7 +390,8 @@ impl<'a> Builder<'a> {
                 Work { name: "attention".into(), direct_bytes: bytes, fixed_us, ..Work::default() }
             }
             Opcode::AttentionMerge => Work { name: "merge".into(), ..Work::default() },
-            Opcode::Nop | Opcode::Embed | Opcode::Sample => {
+            Opcode::Nop => Work { name: "nop".into(), fixed_us: 0.0, ..Work::default() },
+            Opcode::Embed | Opcode::Sample => {
                 Work { name: task.opcode.info().name.into(), ..Work::default() }
             }
         }
@@ -430,4 +438,3 @@ impl Default for Work {
         Self { name: String::new(), stream_bytes: 0, direct_bytes: 0, fixed_us: TASK_US }
     }
 }
-

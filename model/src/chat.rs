@@ -1,7 +1,7 @@
 //! Chat templates: the program, written in Jinja by whoever made the model, that turns messages into a prompt.
 //!
 //! A template comes with the weights and is not trusted: it sees its messages and nothing else, and its length, its steps, its
-//! depth of calls and its output are limited.
+//! depth of calls and its output are limited. The engine has no limit for intermediate strings.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -408,6 +408,31 @@ impl Builder<'_> {
         );
         sample.reads[0] = Some(candidates);
         sample.waits.extend(out.wait);
+        sample.waits.extend(self.idle_ends());
         self.push(0, sample);
+    }
+
+    /// Splits without keys are idle, and nobody waits for the tagged words of an idle task. So where such a task is the last of its
+    /// worker, it signals, and `sample` waits for that.
+    fn idle_ends(&mut self) -> Option<Wait> {
+        let counter = CounterId(self.program.counters);
+        let idle = |task: &&mut Task| {
+            task.opcode == Opcode::Attention
+                && task.params::<AttentionParams>().split > 0
+                && task.signal.is_none()
+        };
+        let mut count = 0;
+        for task in self
+            .program
+            .workers
+            .iter_mut()
+            .filter_map(|worker| worker.tasks.last_mut())
+            .filter(idle)
+        {
+            task.signal = Some(counter);
+            count += 1;
+        }
+        self.program.counters += u32::from(count > 0);
+        (count > 0).then_some(Wait { counter, count })
     }
 }

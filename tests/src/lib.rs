@@ -4,8 +4,9 @@
 
 pub mod build;
 pub mod diff;
+pub mod edit;
 pub mod filetest;
-
+pub mod rng;
 pub mod toy;
 
 use std::path::PathBuf;

@@ -76,10 +76,7 @@ impl Order {
     /// Whether every access of `a` comes before every access of `b`, at every position at which both have any.
     #[must_use]
     pub fn happens_before(&self, a: u32, b: u32) -> bool {
-        let reached = |task: u32| {
-            let (worker, index) = self.places[task as usize];
-            self.clocks.row(b as usize)[worker as usize] > index
-        };
+        let reached = |task: u32| self.always_before(task, b);
         if a == b {
             return false;
         }
@@ -97,6 +94,13 @@ impl Order {
                     self.edges.out(edge.to).iter().any(|e| e.tagged && reader(e.to))
                 }
             })
+    }
+
+    /// Whether `a` comes before `b` at every position, even if it is idle there.
+    #[must_use]
+    pub fn always_before(&self, a: u32, b: u32) -> bool {
+        let (worker, index) = self.places[a as usize];
+        a != b && self.clocks.row(b as usize)[worker as usize] > index
     }
 
     pub(super) fn at(&self, task: u32) -> At {
@@ -263,7 +267,7 @@ fn repeated(program: &Program, writes: &TaggedWrites, found: &mut Violations) {
     }
 }
 
-/// One `sample`, after everything else.
+/// One `sample`, after everything else: idle tasks too, for the next step must not find a worker that is still in this one.
 fn last(program: &Program, order: &Order, found: &mut Violations) {
     let samples: Vec<u32> = tasks(program)
         .zip(0..)
@@ -278,8 +282,8 @@ fn last(program: &Program, order: &Order, found: &mut Violations) {
         );
         return;
     };
-    for task in (0..order.len() as u32)
-        .filter(|&task| task != sample && !order.happens_before(task, sample))
+    for task in
+        (0..order.len() as u32).filter(|&task| task != sample && !order.always_before(task, sample))
     {
         found.push(
             Rule::OStep,

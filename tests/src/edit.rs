@@ -1,0 +1,255 @@
+//! Single edits of a valid program, most of which make it invalid.
+
+use abi::{MatvecParams, Opcode, SlotKind};
+use ir::program::{Load, Program, Task};
+use ir::{CounterId, MatrixId, SlotId};
+
+use crate::rng::Rng;
+
+macro_rules! edits {
+    ($($variant:ident $name:literal)+) => {
+        /// A class of edits.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+        pub enum Edit { $(#[doc = concat!("To ", $name, ".")] $variant),+ }
+
+        impl Edit {
+            /// Every class.
+            pub const ALL: &'static [Self] = &[$(Self::$variant),+];
+
+            /// What the edit does.
+            #[must_use]
+            pub const fn name(self) -> &'static str {
+                match self { $(Self::$variant => $name),+ }
+            }
+        }
+    };
+}
+
+edits! {
+    DropWait "drop a wait"
+    LowerThreshold "lower a threshold"
+    RaiseThreshold "raise a threshold"
+    RedirectWait "wait for another counter"
+    DropSignal "drop a signal"
+    RedirectSignal "signal another counter"
+    SwapTasks "swap two tasks of a queue"
+    MoveTask "move a task to another worker"
+    DropTask "drop a task"
+    DuplicateTask "duplicate a task"
+    ShiftTile "shift a tile"
+    SwapLoads "swap two loads"
+    AliasPage "alias a page"
+    FlipKind "make a slot tagged, or plain"
+    CorruptRead "read another slot"
+    CorruptWrite "write another slot"
+    CorruptGeneration "read or write another generation"
+    CorruptParam "change a parameter"
+}
+
+impl Edit {
+    /// Whether a program that is still accepted after the edit must give the results that it gave before.
+    /// The others may change what is computed, but not make it depend on the order.
+    #[must_use]
+    pub const fn keeps_meaning(self) -> bool {
+        match self {
+            Self::CorruptRead | Self::CorruptWrite | Self::CorruptParam | Self::ShiftTile => false,
+            Self::DropWait
+            | Self::LowerThreshold
+            | Self::RaiseThreshold
+            | Self::RedirectWait
+            | Self::DropSignal
+            | Self::RedirectSignal
+            | Self::SwapTasks
+            | Self::MoveTask
+            | Self::DropTask
+            | Self::DuplicateTask
+            | Self::SwapLoads
+            | Self::AliasPage
+            | Self::FlipKind
+            | Self::CorruptGeneration => true,
+        }
+    }
+
+    /// Edits the program at a place of the generator's choice. May find nothing to edit.
+    pub fn apply(self, program: &mut Program, rng: &mut Rng) {
+        match self {
+            Self::DropWait | Self::LowerThreshold | Self::RaiseThreshold | Self::RedirectWait => {
+                self.edit_wait(program, rng)
+            }
+            Self::DropSignal | Self::RedirectSignal => self.edit_signal(program, rng),
+            Self::SwapTasks
+            | Self::MoveTask
+            | Self::DropTask
+            | Self::DuplicateTask
+            | Self::ShiftTile => {
+                self.edit_queue(program, rng);
+                // Half of the time the stream follows, so that its rule does not hide the others.
+                if rng.flip() {
+                    restream(program);
+                }
+            }
+            Self::SwapLoads => {
+                let worker = rng.below(program.workers.len());
+                let loads = &mut program.workers[worker].loads;
+                if !loads.is_empty() {
+                    let (a, b) = (rng.below(loads.len()), rng.below(loads.len()));
+                    loads.swap(a, b);
+                }
+            }
+            Self::AliasPage | Self::FlipKind => self.edit_slot(program, rng),
+            Self::CorruptRead | Self::CorruptWrite | Self::CorruptGeneration => {
+                self.edit_access(program, rng)
+            }
+            Self::CorruptParam => {
+                if let Some(task) = any_task(program, rng, |_| true) {
+                    let word = rng.below(14);
+                    let value = task.params[word];
+                    task.params[word] = match rng.below(4) {
+                        0 => value.wrapping_add(1),
+                        1 => value.wrapping_sub(1),
+                        2 => value ^ (1 << rng.below(32)),
+                        _ => rng.pick(&[0, 1, 2, 8, u32::MAX]),
+                    };
+                }
+            }
+        }
+    }
+
+    fn edit_wait(self, program: &mut Program, rng: &mut Rng) {
+        let counters = program.counters as usize;
+        let Some(task) = any_task(program, rng, |task| !task.waits.is_empty()) else { return };
+        let index = rng.below(task.waits.len());
+        let wait = &mut task.waits[index];
+        match self {
+            Self::LowerThreshold => wait.count -= 1,
+            Self::RaiseThreshold => wait.count += 1,
+            Self::RedirectWait => wait.counter = CounterId(rng.below(counters) as u32),
+            _ => {
+                task.waits.remove(index);
+            }
+        }
+    }
+
+    fn edit_signal(self, program: &mut Program, rng: &mut Rng) {
+        let counters = program.counters as usize;
+        if let Some(task) = any_task(program, rng, |task| task.signal.is_some()) {
+            task.signal =
+                (self == Self::RedirectSignal).then(|| CounterId(rng.below(counters) as u32));
+        }
+    }
+
+    fn edit_queue(self, program: &mut Program, rng: &mut Rng) {
+        let from = rng.below(program.workers.len());
+        let to = rng.below(program.workers.len());
+        let len = program.workers[from].tasks.len();
+        if len == 0 {
+            return;
+        }
+        let index = rng.below(len);
+        let task = program.workers[from].tasks[index].clone();
+        let place = rng.below(program.workers[to].tasks.len() + 1);
+        match self {
+            Self::SwapTasks => {
+                let other = if rng.flip() { (index + 1) % len } else { rng.below(len) };
+                program.workers[from].tasks.swap(index, other);
+            }
+            Self::DropTask => {
+                program.workers[from].tasks.remove(index);
+            }
+            Self::DuplicateTask => program.workers[to].tasks.insert(place, task),
+            Self::ShiftTile => {
+                if let Some(task) = any_task(program, rng, |task| task.opcode == Opcode::Matvec) {
+                    let mut p: MatvecParams = task.params();
+                    let step = rng.pick(&[1, 2, u32::MAX]);
+                    p.tile0 = p.tile0.wrapping_add(step);
+                    task.params = bytemuck::cast(p);
+                }
+            }
+            _ => {
+                program.workers[from].tasks.remove(index);
+                let place = place.min(program.workers[to].tasks.len());
+                program.workers[to].tasks.insert(place, task);
+            }
+        }
+    }
+
+    fn edit_slot(self, program: &mut Program, rng: &mut Rng) {
+        let arena: Vec<usize> =
+            (0..program.slots.len()).filter(|&i| program.slots[i].arena_bytes() > 0).collect();
+        let (a, b) = (rng.pick(&arena), rng.pick(&arena));
+        if self == Self::AliasPage {
+            program.slots[a].offset = program.slots[b].offset;
+            return;
+        }
+        // Out of the others' way, so that only the kind changes.
+        let slot = &mut program.slots[a];
+        slot.kind = if slot.kind == SlotKind::Tagged { SlotKind::Plain } else { SlotKind::Tagged };
+        slot.offset = program.arena_bytes;
+        program.arena_bytes += slot.arena_bytes().next_multiple_of(128);
+    }
+
+    fn edit_access(self, program: &mut Program, rng: &mut Rng) {
+        let slots = program.slots.len();
+        let slot = SlotId(rng.below(slots) as u32);
+        let near = rng.flip();
+        let Some(task) = any_task(program, rng, |task| {
+            task.reads.iter().chain(&task.writes).any(Option::is_some)
+        }) else {
+            return;
+        };
+        let write = match self {
+            Self::CorruptRead => false,
+            Self::CorruptWrite => true,
+            _ => rng.flip(),
+        };
+        let places: &mut [_] = if write { &mut task.writes } else { &mut task.reads };
+        let used: Vec<usize> = (0..places.len()).filter(|&i| places[i].is_some()).collect();
+        if used.is_empty() {
+            return;
+        }
+        if let Some(access) = &mut places[rng.pick(&used)] {
+            if self == Self::CorruptGeneration {
+                access.generation =
+                    if near { access.generation + 1 } else { rng.below(300) as u16 };
+            } else {
+                // A neighbour is more often of the right kind.
+                access.slot = if near { SlotId((access.slot.0 + 1) % slots as u32) } else { slot };
+            }
+        }
+    }
+}
+
+/// One of the tasks that fit.
+fn any_task<'a>(
+    program: &'a mut Program,
+    rng: &mut Rng,
+    fits: impl Fn(&Task) -> bool,
+) -> Option<&'a mut Task> {
+    let mut tasks: Vec<&mut Task> = program
+        .workers
+        .iter_mut()
+        .flat_map(|worker| &mut worker.tasks)
+        .filter(|task| fits(task))
+        .collect();
+    if tasks.is_empty() {
+        return None;
+    }
+    let index = rng.below(tasks.len());
+    Some(tasks.swap_remove(index))
+}
+
+/// Makes every load stream what the tasks consume.
+pub fn restream(program: &mut Program) {
+    for worker in &mut program.workers {
+        let tasks = worker.tasks.iter().filter(|task| task.opcode == Opcode::Matvec);
+        let load = |task: &Task| {
+            let p: MatvecParams = task.params();
+            Load {
+                matrix: MatrixId(p.matrix),
+                unit0: u64::from(p.tile0) * u64::from(p.units),
+                units: p.tiles.wrapping_mul(p.units),
+            }
+        };
+        worker.loads = tasks.map(load).collect();
+    }
+}

@@ -26,6 +26,7 @@ mod preset;
 mod random;
 mod rope;
 mod shape;
+mod sidecar;
 mod store;
 mod tokenizer;
 

@@ -9,7 +9,7 @@ use crate::preset::{PRESETS, preset};
 use crate::random::Random;
 use crate::shape::Shape;
 use crate::tokenizer::Tokenizer;
-use crate::{config, files, store};
+use crate::{config, files, sidecar, store};
 
 /// Farther than this, a preset's name is not what was meant.
 const NEAR: f64 = 0.6;
@@ -80,7 +80,8 @@ impl Model {
     }
 }
 
-/// Imports a Hugging Face folder: `config.json` with `model.safetensors` or its shards.
+/// Imports a Hugging Face folder: `config.json` with `model.safetensors` or its shards. An `amk.json` beside them may ask for rotary
+/// frequencies that are rounded to the stored type (`{"rope_frequencies": "stored"}`).
 ///
 /// The weights stay in their files. While the model lives, the files must not be changed or shortened.
 ///
@@ -106,6 +107,7 @@ pub fn import(dir: &Path) -> Result<Model, ModelError> {
     let mut graph = shape.graph();
     let weights = store::open(dir, &mut graph)?;
     shape.dtype = graph.dtype;
+    sidecar::apply(dir, &mut graph)?;
     Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()) })
 }
 

@@ -2,3 +2,4 @@
 
 mod filetest;
 mod generate;
+mod lowering;

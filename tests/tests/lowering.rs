@@ -1,0 +1,137 @@
+//! File tests that lower a toy model and run the program: `lower` holds the program below its directives, `run` compares it with the
+//! evaluated graph in several orders.
+//!
+//! Directives: `shape` (`hidden=16 layers=2 ...`, any subset), `workers`, `config` (JSON, any subset of the knobs).
+
+use ir::program::{Program, Verified, verify};
+use ir::{Graph, Target, schedule};
+use lower::{Options, lower};
+use reference_vm::Order;
+use reference_vm::compare::{Tolerance, compare};
+use reference_vm::eval::{Evaluator, Logits};
+use reference_vm::machine::{Machine, Run};
+use tests::diff::unified;
+use tests::filetest::Filetest;
+use tests::toy::{SeededWeights, Shape, graph};
+
+use crate::filetest::all;
+
+const OPTIONS: Options = Options { kv_capacity: 64 };
+/// More tokens than the smallest block of keys holds, so that a second split becomes active on the way.
+const TOKENS: usize = 40;
+
+fn shape(file: &Filetest) -> Result<Shape, String> {
+    let mut shape = Shape {
+        hidden: 16,
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 4,
+        ffn: 16,
+        vocab: 24,
+        layers: 1,
+        tied: true,
+        bias: false,
+        qk_norm: false,
+        window: None,
+    };
+    for word in file.directive("shape").unwrap_or("").split_whitespace() {
+        let (name, value) = word.split_once('=').ok_or(format!("`{word}` is not name=value"))?;
+        let number: u32 = value.parse().map_err(|_| format!("`{value}` is not a number"))?;
+        match name {
+            "hidden" => shape.hidden = number,
+            "heads" => shape.heads = number,
+            "kv_heads" => shape.kv_heads = number,
+            "head_dim" => shape.head_dim = number,
+            "ffn" => shape.ffn = number,
+            "vocab" => shape.vocab = number,
+            "layers" => shape.layers = number,
+            "tied" => shape.tied = number == 1,
+            "bias" => shape.bias = number == 1,
+            "qk_norm" => shape.qk_norm = number == 1,
+            "window" => shape.window = Some(number),
+            _ => return Err(format!("there is no dimension `{name}`")),
+        }
+    }
+    Ok(shape)
+}
+
+/// The program that the directives ask for.
+fn lowered(file: &Filetest, graph: &Graph) -> Result<Verified<Program>, String> {
+    let mut target = Target::by_name("h200").map_err(|error| error.to_string())?;
+    target.sms = file
+        .directive("workers")
+        .unwrap_or("2")
+        .parse()
+        .map_err(|_| "workers is not a number".to_owned())?;
+    let config = schedule::read_config(file.directive("config").unwrap_or("{}"), graph, &target)
+        .map_err(|v| v.to_string())?;
+    lower(&config, graph, &target, OPTIONS).map_err(|error| error.to_string())
+}
+
+/// Every order gives the same bits, and they agree with the evaluated graph.
+fn run(program: &Verified<Program>, graph: &Graph) -> Result<(), String> {
+    let tokens: Vec<u32> = (0..TOKENS as u32).map(|i| (i * i + 3) % graph.vocab).collect();
+    let weights = SeededWeights::new(graph, 7);
+    let mut evaluator = Evaluator::new(graph, &weights).map_err(|error| error.to_string())?;
+    let expected = evaluator.run(&tokens, Logits::All).map_err(|error| error.to_string())?;
+    let mut first: Option<Vec<Vec<f32>>> = None;
+    for order in [Order::Queue, Order::Reverse, Order::Waves, Order::Seeded(3), Order::Seeded(4)] {
+        let mut machine =
+            Machine::new(program, graph, &weights).map_err(|error| error.to_string())?;
+        let outputs = match machine.run(&tokens, order).map_err(|error| error.to_string())? {
+            Run::Finished(outputs) => outputs,
+            other => return Err(format!("{order:?}: {other:?}")),
+        };
+        let _ = compare(&expected, &outputs.logits, Tolerance::REFERENCE)
+            .map_err(|error| format!("{order:?}: {error}"))?;
+        if first.get_or_insert_with(|| outputs.logits.clone()) != &outputs.logits {
+            return Err(format!("{order:?} gives other bits than Queue"));
+        }
+    }
+    Ok(())
+}
+
+fn check(file: &Filetest) -> Result<(), String> {
+    let graph = graph(&shape(file)?);
+    let head: String = file
+        .text
+        .lines()
+        .take_while(|line| line.starts_with(';'))
+        .map(|line| format!("{line}\n"))
+        .collect();
+    let mut text = file.text.clone();
+    if file.has_mode("lower") {
+        let program = lowered(file, &graph)?;
+        text = head + &ir::text::print(&program);
+        if text != file.text {
+            if !tests::blessing() {
+                return Err(format!(
+                    "{}rewrite with: BLESS=1 cargo test -p tests lowering",
+                    unified(&file.text, &text)
+                ));
+            }
+            std::fs::write(&file.path, &text).map_err(|error| error.to_string())?;
+        }
+    }
+    if file.has_mode("run") {
+        // What the file says is what runs.
+        let program = ir::text::parse(&text).map_err(|error| error.to_string())?;
+        run(&verify(program).map_err(|violations| violations.to_string())?, &graph)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn lowered_programs_are_as_written_and_agree_with_the_graph() {
+    let files = all();
+    let mut failed = Vec::new();
+    let mut count = 0;
+    for file in files.iter().filter(|file| file.has_mode("lower") || file.has_mode("run")) {
+        count += 1;
+        if let Err(problem) = check(file) {
+            failed.push(format!("{}:\n{problem}", file.path.display()));
+        }
+    }
+    assert!(count > 5, "only {count} files");
+    assert!(failed.is_empty(), "{} of {count}\n{}", failed.len(), failed.join("\n"));
+}

@@ -97,9 +97,13 @@ impl Rates {
         }
     }
 
-    /// One trip of a handoff, with so many bytes free in the ring: what cannot land is not in flight.
-    pub(super) fn trip(&self, free: f64) -> f64 {
-        interpolate(HANDOFF, self.near.min(free.max(0.0)) / self.scale) / 4.0
+    /// `trips` dependent trips through L2 to a worker with so many bytes free in its ring. They are slow while bytes are in
+    /// flight; once the ring is full nothing is, and the rest goes at the speed of an idle machine.
+    pub(super) fn trips(&self, trips: f64, free: f64) -> f64 {
+        let loaded = trips / 4.0 * interpolate(HANDOFF, self.near / self.scale);
+        let idle = trips / 4.0 * interpolate(HANDOFF, 0.0);
+        let fill = free.max(0.0) / self.stream_near;
+        if fill >= loaded { loaded } else { fill + (1.0 - fill / loaded) * idle }
     }
 
     /// Between two looks at a counter or tag, on average.

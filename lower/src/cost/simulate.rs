@@ -162,7 +162,7 @@ impl Simulation {
         }
         let end = self.states.iter().map(|state| state.time).fold(start, f64::max);
         // The step state is published and seen by everyone: one more handoff, with the rings full or nearly so.
-        end + 4.0 * self.rates.trip(0.0)
+        end + self.rates.trips(4.0, 0.0)
     }
 
     /// Lets the stream of an idle worker run on until `time`.
@@ -173,8 +173,7 @@ impl Simulation {
         state.time = state.time.max(time);
     }
 
-    /// When the inputs of the worker's next task were done: `None` if some are not, or there is no task. The flag says whether
-    /// any came by tag, by counter.
+    /// When the inputs of the worker's next task were done: `None` if some are not, or there is no task.
     fn arrival(&self, worker: usize) -> Option<Arrival> {
         let task = self.workers[worker].get(self.states[worker].next)?;
         let mut arrival = Arrival::default();
@@ -227,30 +226,30 @@ impl Simulation {
         let latest = arrival.counter.unwrap_or(0.0).max(arrival.tagged.unwrap_or(0.0));
         let idle = (latest - state.time).max(0.0);
         let landed = (state.landed + idle * self.rates.stream_near).min(self.rates.ring);
-        let trip = self.rates.trip(self.rates.ring - landed);
+        let trips = |count| self.rates.trips(count, self.rates.ring - landed);
         let mut ready = state.time;
         if let Some(time) = arrival.counter {
-            let seen = (time + 3.0 * trip + self.rates.poll()).max(state.time + trip);
-            ready = ready.max(seen + trip);
+            ready = ready.max(time + trips(4.0) + self.rates.poll()).max(state.time + trips(2.0));
         }
         if let Some(time) = arrival.tagged {
-            ready = ready.max((time + 2.0 * trip + self.rates.poll()).max(state.time + trip));
+            ready = ready.max(time + trips(2.0) + self.rates.poll()).max(state.time + trips(1.0));
         }
         ready
     }
 
-    /// Time between the ends of consecutive phases, summed by kind.
+    /// Time between the ends of consecutive phases, summed by kind. Publishing the next step counts to the last one.
     fn breakdown(&self, start: f64, end: f64) -> Vec<PhaseTime> {
-        let mut times: Vec<PhaseTime> = self
-            .names
-            .iter()
-            .map(|name| PhaseTime { phase: name.clone(), tasks: 0, stream_bytes: 0, us: 0.0 })
-            .collect();
         let mut order: Vec<&Phase> = self.phases.iter().collect();
         order.sort_by(|a, b| a.end.total_cmp(&b.end));
+        let mut times: Vec<PhaseTime> = Vec::new();
         let mut before = start;
         for phase in order {
-            let time = &mut times[phase.name];
+            let name = &self.names[phase.name];
+            let index = times.iter().position(|time| time.phase == *name).unwrap_or_else(|| {
+                times.push(PhaseTime { phase: name.clone(), tasks: 0, stream_bytes: 0, us: 0.0 });
+                times.len() - 1
+            });
+            let time = &mut times[index];
             time.tasks += phase.tasks;
             time.stream_bytes += phase.stream_bytes;
             time.us += (phase.end - before).max(0.0);

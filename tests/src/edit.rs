@@ -120,13 +120,14 @@ impl Edit {
         let Some(task) = any_task(program, rng, |task| !task.waits.is_empty()) else { return };
         let index = rng.below(task.waits.len());
         let wait = &mut task.waits[index];
-        match self {
-            Self::LowerThreshold => wait.count -= 1,
-            Self::RaiseThreshold => wait.count += 1,
-            Self::RedirectWait => wait.counter = CounterId(rng.below(counters) as u32),
-            _ => {
-                task.waits.remove(index);
-            }
+        if self == Self::DropWait {
+            task.waits.remove(index);
+        } else if self == Self::RedirectWait {
+            wait.counter = CounterId(rng.below(counters) as u32);
+        } else if self == Self::LowerThreshold {
+            wait.count -= 1;
+        } else {
+            wait.count += 1;
         }
     }
 
@@ -148,28 +149,23 @@ impl Edit {
         let index = rng.below(len);
         let task = program.workers[from].tasks[index].clone();
         let place = rng.below(program.workers[to].tasks.len() + 1);
-        match self {
-            Self::SwapTasks => {
-                let other = if rng.flip() { (index + 1) % len } else { rng.below(len) };
-                program.workers[from].tasks.swap(index, other);
+        if self == Self::SwapTasks {
+            let other = if rng.flip() { (index + 1) % len } else { rng.below(len) };
+            program.workers[from].tasks.swap(index, other);
+        } else if self == Self::DropTask {
+            program.workers[from].tasks.remove(index);
+        } else if self == Self::DuplicateTask {
+            program.workers[to].tasks.insert(place, task);
+        } else if self == Self::ShiftTile {
+            if let Some(task) = any_task(program, rng, |task| task.opcode == Opcode::Matvec) {
+                let mut p: MatvecParams = task.params();
+                p.tile0 = p.tile0.wrapping_add(rng.pick(&[1, 2, u32::MAX]));
+                task.params = bytemuck::cast(p);
             }
-            Self::DropTask => {
-                program.workers[from].tasks.remove(index);
-            }
-            Self::DuplicateTask => program.workers[to].tasks.insert(place, task),
-            Self::ShiftTile => {
-                if let Some(task) = any_task(program, rng, |task| task.opcode == Opcode::Matvec) {
-                    let mut p: MatvecParams = task.params();
-                    let step = rng.pick(&[1, 2, u32::MAX]);
-                    p.tile0 = p.tile0.wrapping_add(step);
-                    task.params = bytemuck::cast(p);
-                }
-            }
-            _ => {
-                program.workers[from].tasks.remove(index);
-                let place = place.min(program.workers[to].tasks.len());
-                program.workers[to].tasks.insert(place, task);
-            }
+        } else {
+            program.workers[from].tasks.remove(index);
+            let place = place.min(program.workers[to].tasks.len());
+            program.workers[to].tasks.insert(place, task);
         }
     }
 
@@ -197,11 +193,7 @@ impl Edit {
         }) else {
             return;
         };
-        let write = match self {
-            Self::CorruptRead => false,
-            Self::CorruptWrite => true,
-            _ => rng.flip(),
-        };
+        let write = self == Self::CorruptWrite || (self == Self::CorruptGeneration && rng.flip());
         let places: &mut [_] = if write { &mut task.writes } else { &mut task.reads };
         let used: Vec<usize> = (0..places.len()).filter(|&i| places[i].is_some()).collect();
         if used.is_empty() {

@@ -62,7 +62,9 @@ fn run(
         Run::Finished(outputs) => {
             Ok(outputs.logits.into_iter().flatten().map(f32::to_bits).collect())
         }
-        other => Err(format!("{other:?}")),
+        other @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+            Err(format!("{other:?}"))
+        }
     }
 }
 

@@ -80,7 +80,9 @@ fn run(program: &Verified<Program>, graph: &Graph) -> Result<(), String> {
             Machine::new(program, graph, &weights).map_err(|error| error.to_string())?;
         let outputs = match machine.run(&tokens, order).map_err(|error| error.to_string())? {
             Run::Finished(outputs) => outputs,
-            other => return Err(format!("{order:?}: {other:?}")),
+            other @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+                return Err(format!("{order:?}: {other:?}"));
+            }
         };
         let _ = compare(&expected, &outputs.logits, Tolerance::REFERENCE)
             .map_err(|error| format!("{order:?}: {error}"))?;

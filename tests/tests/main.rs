@@ -1,5 +1,7 @@
 //! The cross-crate tests, in one binary.
 
+mod docs;
 mod filetest;
 mod generate;
 mod lowering;
+mod tidy;

@@ -143,7 +143,8 @@ fn print_task(out: &mut String, task: &Task, structs: &[StructLayout]) {
 fn print_param(out: &mut String, field: &Field, params: &[u32; 16]) {
     let first = field.offset / 4;
     let words = &params[first..first + field.len.unwrap_or(1)];
-    if words.iter().all(|&word| word == 0) {
+    // `m0` is a matrix like any other.
+    if words.iter().all(|&word| word == 0) && field.name != "matrix" {
         return;
     }
     if field.len.is_some() {

@@ -1,0 +1,135 @@
+//! Pages that are generated from the tables: `docs/opcodes.md` and `docs/invariants.md`. `BLESS=1` rewrites them.
+
+use std::fmt::Write as _;
+
+use abi::{Epilogue, Opcode, Prologue, SlotKind};
+use ir::{Level, Rule};
+use tests::diff::unified;
+use tests::root;
+
+/// Compares a page with what it should be, or rewrites it.
+fn fresh(name: &str, expected: &str) {
+    let path = root().join("docs").join(name);
+    let actual = std::fs::read_to_string(&path).unwrap_or_default();
+    if actual == expected {
+        return;
+    }
+    if tests::blessing() {
+        std::fs::write(&path, expected)
+            .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        return;
+    }
+    panic!(
+        "docs/{name} is stale; rewrite with: BLESS=1 cargo test -p tests docs\n{}",
+        unified(&actual, expected)
+    );
+}
+
+/// The doc comment above an op's row of the table. The table itself keeps the first line only.
+fn op_doc(source: &str, op: Opcode) -> String {
+    let info = op.info();
+    let row = format!("{} = ", info.name);
+    let lines: Vec<&str> = source.lines().map(str::trim).collect();
+    let at = lines
+        .iter()
+        .position(|line| line.starts_with(&row))
+        .unwrap_or_else(|| panic!("no row `{row}` in abi/src/op.rs"));
+    let first = lines[..at].iter().rposition(|line| !line.starts_with("///")).map_or(0, |i| i + 1);
+    lines[first..at]
+        .iter()
+        .map(|line| line.trim_start_matches("///").trim())
+        .collect::<Vec<_>>()
+        .join("\n")
+}
+
+fn values<'a>(out: &mut String, title: &str, list: impl Iterator<Item = (&'a str, u32)>) {
+    let names: Vec<String> = list.map(|(name, number)| format!("`{name}` {number}")).collect();
+    let _ = writeln!(out, "- {title}: {}", names.join(", "));
+}
+
+fn opcodes() -> String {
+    let source = std::fs::read_to_string(root().join("abi/src/op.rs"))
+        .unwrap_or_else(|error| panic!("abi/src/op.rs: {error}"));
+    let structs = abi::structs();
+    let mut out = String::from(
+        "# Opcodes\n\nGenerated from `abi/src/op.rs` by the tests (`BLESS=1 cargo test -p tests docs`); edits are overwritten.\n\n\
+         The same name stands in the text form, in `op_<name>` on the device and in the reference VM. Parameters are 64 bytes; words that \
+         are not listed are zero.\n\nValues of enumerations:\n\n",
+    );
+    values(&mut out, "prologue", Prologue::ALL.iter().map(|v| (v.name(), *v as u32)));
+    values(&mut out, "epilogue", Epilogue::ALL.iter().map(|v| (v.name(), *v as u32)));
+    values(&mut out, "slot kind", SlotKind::ALL.iter().map(|v| (v.name(), *v as u32)));
+    for &op in Opcode::ALL {
+        let info = op.info();
+        let _ = writeln!(out, "\n## {} `{}`\n\n{}\n", op as u16, info.name, op_doc(&source, op));
+        let _ = writeln!(out, "At most {} slots read, {} written.\n", info.reads, info.writes);
+        let _ = writeln!(out, "| byte | field | type | meaning |\n|---|---|---|---|");
+        let name = format!("amk_{}_params", info.name);
+        let layout = structs
+            .iter()
+            .find(|layout| layout.c_name == name)
+            .unwrap_or_else(|| panic!("no struct {name}"));
+        for field in layout.fields {
+            let array = field.len.map_or(String::new(), |n| format!("[{n}]"));
+            let _ = writeln!(
+                out,
+                "| {} | `{}` | `{}{array}` | {} |",
+                field.offset,
+                field.name,
+                field.ty.c_name(),
+                field.doc.trim()
+            );
+        }
+    }
+    out
+}
+
+fn invariants() -> String {
+    let files = crate::filetest::all();
+    let folder = root();
+    let mut out = String::from(
+        "# Invariants\n\nGenerated from the rule table in `ir/src/violation.rs` by the tests (`BLESS=1 cargo test -p tests docs`); edits are \
+         overwritten.\n\n`validate` checks what somebody wrote, `verify` what we made. Both report everything they find, each with its place \
+         and its numbers.\n",
+    );
+    for (level, title, who) in
+        [(Level::Schedule, "Schedules", "validate"), (Level::Program, "Programs", "verify")]
+    {
+        let _ = writeln!(
+            out,
+            "\n## {title}: `{who}`\n\n| rule | what holds | broken in |\n|---|---|---|"
+        );
+        for rule in Rule::ALL.iter().filter(|rule| rule.level() == level) {
+            let broken: Vec<String> = files
+                .iter()
+                .filter(|file| file.expected_rules().iter().any(|id| id == rule.id()))
+                .filter_map(|file| {
+                    Some(format!(
+                        "`{}`",
+                        file.path.strip_prefix(folder.join("tests/filetests")).ok()?.display()
+                    ))
+                })
+                .take(4)
+                .collect();
+            let broken =
+                if broken.is_empty() { "unit tests".to_owned() } else { broken.join(", ") };
+            let _ = writeln!(
+                out,
+                "| {} | {} | {broken} |",
+                rule.id(),
+                rule.sentence().replace('|', "\\|")
+            );
+        }
+    }
+    out
+}
+
+#[test]
+fn docs_of_opcodes_are_fresh() {
+    fresh("opcodes.md", &opcodes());
+}
+
+#[test]
+fn docs_of_invariants_are_fresh() {
+    fresh("invariants.md", &invariants());
+}

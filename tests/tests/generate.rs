@@ -164,6 +164,71 @@ fn edited_programs_are_rejected_or_do_not_depend_on_the_order() {
     assert_eq!(tallies.len(), Edit::ALL.len(), "every class of edits must occur");
 }
 
+/// Numbers that nobody expects.
+const ABSURD: &[u64] = &[
+    0,
+    1,
+    2,
+    7,
+    8,
+    255,
+    256,
+    65_535,
+    65_536,
+    1 << 20,
+    1 << 28,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 32,
+    1 << 63,
+    u64::MAX,
+];
+
+/// The text with some of its numbers replaced.
+fn absurd(text: &str, rng: &mut Rng) -> String {
+    let bytes = text.as_bytes();
+    let digit = |i: usize| bytes.get(i).is_some_and(u8::is_ascii_digit);
+    let starts: Vec<usize> = (1..bytes.len()).filter(|&i| digit(i) && !digit(i - 1)).collect();
+    let mut chosen: Vec<usize> = (0..=rng.below(3)).map(|_| rng.pick(&starts)).collect();
+    chosen.sort_unstable();
+    chosen.dedup();
+    let mut text = text.to_owned();
+    for start in chosen.into_iter().rev() {
+        let end = (start..bytes.len()).find(|&i| !digit(i)).unwrap_or(bytes.len());
+        text.replace_range(start..end, &rng.pick(ABSURD).to_string());
+    }
+    text
+}
+
+/// Absurd numbers give violations or, where they mean nothing, a program that still runs. Nothing panics and nothing takes long.
+#[test]
+fn absurd_numbers_are_violations() {
+    let (mut unread, mut refused, mut accepted) = (0, 0, 0);
+    for seed in 0..4000 {
+        let mut rng = Rng::new(seed);
+        let (graph, plan) = (graph(&shape(&mut rng)), plan(&mut rng));
+        let text = absurd(&ir::text::print(&build(&graph, &plan)), &mut rng);
+        let Ok(program) = ir::text::parse(&text) else {
+            unread += 1;
+            continue;
+        };
+        let saved = ir::text::load(&ir::text::save(&program));
+        assert_eq!(saved.as_ref(), Ok(&program), "seed {seed}");
+        let start = Instant::now();
+        match verify(program) {
+            Ok(_) => accepted += 1,
+            Err(violations) => {
+                assert!(!violations.to_string().is_empty());
+                refused += 1;
+            }
+        }
+        assert!(start.elapsed().as_secs() < 5, "seed {seed} took {:?}", start.elapsed());
+    }
+    println!("absurd numbers: {unread} unreadable, {refused} refused, {accepted} accepted");
+    assert!(refused > 1000);
+}
+
 #[test]
 fn large_programs_verify_quickly() {
     for (layers, workers, heads) in [(1, 8, 16), (2, 64, 64), (15, 132, 64), (80, 132, 64)] {

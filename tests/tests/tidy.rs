@@ -52,7 +52,8 @@ const TEST_EDGES: &[(&str, &[&str])] = &[
     ("ir", &["model"]),
     ("lower", &["model"]),
     ("search", &["model"]),
-    ("reference-vm", &["model"]),
+    // Programs to run. The library is built without it.
+    ("reference-vm", &["lower", "model"]),
     ("vm-host", &["lower", "model", "reference-vm"]),
     ("amk", &["tests"]),
 ];

@@ -370,3 +370,71 @@ fn parameters_that_verification_lets_through_change_the_result() {
     });
     differs(&|program| tasks(program, Opcode::Matvec).for_each(|task| task.reads[2] = None));
 }
+
+/// `verify` orders what `ir::program::accesses` says that a task touches. No task may touch more.
+#[test]
+fn tasks_touch_what_verification_orders() {
+    for model in models() {
+        for (tagged, fuse_merge) in [(false, true), (true, false)] {
+            let plan = Plan { tagged, fuse_merge, splits: 3, kv_block: 2, ..Plan::default() };
+            let program = plan::program(&model.graph, plan);
+            let mut machine = Machine::bind(&program, &model.graph, &*model.weights).unwrap();
+            for position in 0..9 {
+                let step = Step { token: position, position, epoch: position + 1 };
+                machine.epoch = step.epoch;
+                machine.memory.begin(step);
+                fire_all(&mut machine, step, &|task, inputs, effects| {
+                    let declared = ir::program::accesses(&program, task);
+                    let within = |regions: &[ir::program::Region],
+                                  access: Access,
+                                  start: u32,
+                                  len: usize| {
+                        let inside = |region: &ir::program::Region| {
+                            (region.slot, region.generation) == (access.slot, access.generation)
+                                && region.start <= start
+                                && start as usize + len <= region.end as usize
+                        };
+                        assert!(
+                            regions.iter().any(inside),
+                            "{task:?}: {start}..+{len} of {}",
+                            access.slot
+                        );
+                    };
+                    for span in inputs {
+                        let kind = program.slots[span.access.slot.index()].kind;
+                        if kind != abi::SlotKind::Embedding {
+                            within(&declared.reads, span.access, span.start, span.len as usize);
+                        }
+                    }
+                    for (access, start, words) in &effects.writes {
+                        within(&declared.writes, *access, *start, words.len());
+                    }
+                });
+            }
+        }
+    }
+}
+
+fn fire_all(
+    machine: &mut Machine<'_>,
+    step: Step,
+    check: &dyn Fn(&ir::program::Task, &[Span], &Effects),
+) {
+    let program = machine.program;
+    let mut workers: Vec<Progress> = program.workers.iter().map(|_| Progress::default()).collect();
+    let mut left = program.task_len();
+    while left > 0 {
+        for worker in 0..workers.len() {
+            if !machine.poll(worker, &mut workers[worker], step).is_ok_and(|ready| ready) {
+                continue;
+            }
+            let fired = machine.fire(&[worker], &workers, step).ok().and_then(|mut all| all.pop());
+            let (_, effects) = fired.expect("a verified program does not trap");
+            let progress = &mut workers[worker];
+            let task = &program.workers[worker].tasks[progress.task];
+            check(task, progress.inputs.as_deref().unwrap_or_default(), &effects);
+            assert!(machine.commit(worker, progress, effects, step).is_ok());
+            left -= 1;
+        }
+    }
+}

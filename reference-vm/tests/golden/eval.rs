@@ -1,66 +1,10 @@
-//! The evaluator against logits that transformers computed for small random models, and against itself.
+//! The evaluator, and what it promises about feeding, cutting and refusing.
 
-use std::path::Path;
-
-use half::{bf16, f16};
 use ir::{DType, Graph, TensorId};
-use model::Model;
 use reference_vm::compare::{Tolerance, compare};
 use reference_vm::eval::{EvalError, Evaluator, Logits};
-use safetensors::SafeTensors;
 
-/// A model with the tokens and logits that belong to it.
-struct Golden {
-    model: Model,
-    tokens: Vec<u32>,
-    logits: Vec<Vec<f32>>,
-    greedy: Vec<u32>,
-}
-
-impl Golden {
-    fn open(folder: &Path) -> Self {
-        let model = model::import(folder).unwrap();
-        let file = std::fs::read(folder.join("golden.safetensors")).unwrap();
-        let file = SafeTensors::deserialize(&file).unwrap();
-        let ids = |name| {
-            let data = file.tensor(name).unwrap().data().to_vec();
-            data.as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b) as u32).collect()
-        };
-        let logits = file.tensor("logits").unwrap();
-        let logits: Vec<f32> =
-            logits.data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
-        let logits = logits.chunks_exact(model.graph.vocab as usize).map(<[f32]>::to_vec).collect();
-        Self { tokens: ids("tokens"), greedy: ids("greedy"), logits, model }
-    }
-}
-
-/// Runs `check` on every golden folder.
-fn each(check: impl Fn(&str, &Golden)) {
-    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/golden");
-    for name in [
-        "llama-tied-f32",
-        "llama3-rope-bf16",
-        "mistral-f16",
-        "qwen2-bias-bf16",
-        "qwen3-qknorm-bf16",
-    ] {
-        let mut golden = Golden::open(&corpus.join(name));
-        round_frequencies(&mut golden.model.graph);
-        check(name, &golden);
-    }
-}
-
-/// `make_golden.py` casts its model to the stored type and back, and PyTorch casts the rotary frequencies along with the
-/// weights: the stored logits belong to rounded frequencies. A checkpoint loaded for use keeps them in `f32`.
-fn round_frequencies(graph: &mut Graph) {
-    for frequency in &mut graph.inv_freq {
-        *frequency = match graph.dtype {
-            DType::F32 => *frequency,
-            DType::F16 => f16::from_f32(*frequency).to_f32(),
-            DType::Bf16 => bf16::from_f32(*frequency).to_f32(),
-        };
-    }
-}
+use crate::{Golden, each};
 
 fn evaluator(golden: &Golden) -> Evaluator<'_> {
     Evaluator::new(&golden.model.graph, &*golden.model.weights).unwrap()

@@ -1,0 +1,83 @@
+//! Lowered programs on the machine.
+
+use ir::schedule::{ActsOn, default_config, legal_values, validate};
+use ir::{Knob, ScheduleConfig, Target};
+use lower::{Options, lower};
+use reference_vm::Order;
+use reference_vm::compare::{Tolerance, compare};
+use reference_vm::machine::{Machine, Outputs, Run};
+
+use crate::{Golden, each};
+
+fn finished(run: Run) -> Outputs {
+    match run {
+        Run::Finished(outputs) => outputs,
+        other @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+            panic!("{other:?}")
+        }
+    }
+}
+
+/// Lowers, runs and compares; all of the tokens, then the greedy continuation.
+fn check(golden: &Golden, config: ScheduleConfig, target: &Target, order: Order) {
+    let Golden { model, tokens, logits, greedy } = golden;
+    let config = validate(config, &model.graph, target).unwrap();
+    let program = lower(&config, &model.graph, target, Options { kv_capacity: 96 }).unwrap();
+    let mut machine = Machine::new(&program, &model.graph, &*model.weights).unwrap();
+    let outputs = finished(machine.run(tokens, order).unwrap());
+    let agreement =
+        compare(logits, &outputs.logits, Tolerance::REFERENCE).unwrap_or_else(|d| panic!("{d}"));
+    assert!(agreement.summary().max_rel_err < 1e-5, "{:?}", agreement.summary());
+    let continuation = finished(machine.greedy(greedy.len(), &[], order).unwrap());
+    assert_eq!(&continuation.tokens, greedy);
+}
+
+#[test]
+fn goldens_agree_on_as_many_workers_as_a_gpu_has() {
+    let target = Target::by_name("h200").unwrap();
+    each(|_, golden| {
+        check(golden, default_config(&golden.model.graph, &target), &target, Order::Waves)
+    });
+}
+
+#[test]
+fn goldens_agree_whatever_a_knob_says() {
+    let target = Target { sms: 5, ..Target::by_name("h200").unwrap() };
+    each(|_, golden| {
+        let graph = &golden.model.graph;
+        for &knob in Knob::ALL.iter().filter(|knob| knob.acts_on() == ActsOn::Program) {
+            let values = legal_values(knob, graph, &target);
+            for value in [values.first(), values.last()].into_iter().flatten() {
+                let mut config = default_config(graph, &target);
+                config.set(knob, *value).unwrap();
+                if validate(config, graph, &target).is_ok() {
+                    check(golden, config, &target, Order::Seeded(11));
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn goldens_agree_with_every_edge_tagged_and_splits_that_become_active() {
+    let target = Target { sms: 7, ..Target::by_name("h200").unwrap() };
+    each(|_, golden| {
+        let mut config = default_config(&golden.model.graph, &target);
+        for (path, value) in [("tiling.attention.kv_block", 0), ("tiling.attention.kv_split", 2)] {
+            let knob = Knob::from_path(path).unwrap();
+            config.set(knob, knob.values()[value]).unwrap();
+        }
+        for &knob in Knob::ALL {
+            let path = knob.path();
+            if ["sync.", "fusion_grouping.", "page_allocation"]
+                .iter()
+                .any(|start| path.starts_with(start))
+            {
+                config.set(knob, *knob.values().last().unwrap()).unwrap();
+            }
+        }
+        for order in [Order::Waves, Order::Reverse, Order::Seeded(5)] {
+            check(golden, config, &target, order);
+        }
+    });
+}

@@ -226,6 +226,9 @@ pub(crate) struct GenerateArgs {
     /// Put the prompt into the model's chat template.
     #[arg(long, requires = "prompt")]
     pub(crate) chat: bool,
+    /// The chat's system message.
+    #[arg(long, requires = "chat", value_name = "TEXT")]
+    pub(crate) system: Option<String>,
     /// Tokens to generate at most.
     #[arg(long, default_value_t = 32, value_name = "N")]
     pub(crate) max_new_tokens: usize,

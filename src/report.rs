@@ -59,17 +59,14 @@ fn error_document(exit: Exit, message: &str) -> Value {
 /// Wrong arguments, or a request for help.
 pub(crate) fn usage(error: &clap::Error) -> ExitCode {
     let _ = error.print();
-    match error.kind() {
-        ErrorKind::DisplayHelp
-        | ErrorKind::DisplayVersion
-        | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Exit::Yes.into(),
-        _ => {
-            let text = error.render().to_string();
-            let first = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
-            let _ = document(&error_document(Exit::Usage, first));
-            Exit::Usage.into()
-        }
+    let asked_for = [ErrorKind::DisplayHelp, ErrorKind::DisplayVersion];
+    if asked_for.contains(&error.kind()) {
+        return Exit::Yes.into();
     }
+    let text = error.render().to_string();
+    let first = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
+    let _ = document(&error_document(Exit::Usage, first));
+    Exit::Usage.into()
 }
 
 /// Two columns, aligned.

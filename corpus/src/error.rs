@@ -62,20 +62,23 @@ impl CorpusError {
 }
 
 /// What a person can do about an I/O error.
+const REMEDIES: &[(io::ErrorKind, &str)] = &[
+    (io::ErrorKind::PermissionDenied, "choose a folder that you may write to"),
+    (io::ErrorKind::ReadOnlyFilesystem, "the file system is read-only: choose another folder"),
+    (io::ErrorKind::StorageFull, "the disk is full: free some space or choose another folder"),
+    (
+        io::ErrorKind::QuotaExceeded,
+        "the quota is used up: free some space or choose another folder",
+    ),
+    (io::ErrorKind::NotFound, "check the path"),
+    (io::ErrorKind::IsADirectory, "name a file, not a folder"),
+    (io::ErrorKind::NotADirectory, "a file is in the way of a folder: choose another path"),
+    (io::ErrorKind::AlreadyExists, "a file is in the way of a folder: choose another path"),
+];
+
 fn remedy(source: &io::Error) -> &'static str {
-    match source.kind() {
-        io::ErrorKind::PermissionDenied => "choose a folder that you may write to",
-        io::ErrorKind::ReadOnlyFilesystem => "the file system is read-only: choose another folder",
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            "the disk is full: free some space or choose another folder"
-        }
-        io::ErrorKind::NotFound => "check the path",
-        io::ErrorKind::IsADirectory => "name a file, not a folder",
-        io::ErrorKind::NotADirectory | io::ErrorKind::AlreadyExists => {
-            "a file is in the way of a folder: choose another path"
-        }
-        _ => "choose another path",
-    }
+    let found = REMEDIES.iter().find(|(kind, _)| *kind == source.kind());
+    found.map_or("choose another path", |(_, remedy)| remedy)
 }
 
 impl fmt::Display for CorpusError {

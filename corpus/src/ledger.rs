@@ -147,11 +147,9 @@ fn lock(file: &File, path: &Path) -> Result<(), CorpusError> {
     match file.try_lock() {
         Ok(()) => Ok(()),
         Err(TryLockError::WouldBlock) => Err(CorpusError::Locked { path: path.to_path_buf() }),
-        Err(TryLockError::Error(source)) => match source.kind() {
-            // Some network file systems have no locks; the chain still finds two writers.
-            std::io::ErrorKind::Unsupported => Ok(()),
-            _ => Err(CorpusError::io("lock", path, source)),
-        },
+        // Some network file systems have no locks; the chain still finds two writers.
+        Err(TryLockError::Error(e)) if e.kind() == std::io::ErrorKind::Unsupported => Ok(()),
+        Err(TryLockError::Error(source)) => Err(CorpusError::io("lock", path, source)),
     }
 }
 

@@ -39,7 +39,10 @@ pub fn refuse(verdict: &mut Verdict, dropped: &Dropped) {
             "validate"
         }
         Dropped::Unloadable(_) => "lower",
-        Dropped::Unrunnable(_) | Dropped::Halted(_) | Dropped::Sampled { .. } => "reference",
+        Dropped::Unrunnable(_)
+        | Dropped::Unevaluated(_)
+        | Dropped::Halted(_)
+        | Dropped::Sampled { .. } => "reference",
         Dropped::Disagreed { by, .. } => by,
         Dropped::Failed(_) => "device",
         Dropped::BelowFloor(_) => "floor",

@@ -47,7 +47,6 @@ impl<'a> Contender<'a> {
     }
 
     /// The proof.
-    #[must_use]
     pub fn agreement(&self) -> &Agreement<OnDevice> {
         self.agreement
     }

@@ -30,6 +30,9 @@ const REFERENCE_POSITIONS_MIN: usize = 6;
 /// Positions that any executor runs at most, when the model allows: more than one block of the default `kv_block`.
 const POSITIONS_MAX: usize = 144;
 
+/// The same for the champion of a search, which is run on longer and fresh tokens.
+const THOROUGH_BYTES: u64 = 24 << 30;
+
 /// Which numbers the tokens of a search are drawn with.
 const TOKENS_STREAM: u64 = u64::MAX;
 
@@ -42,6 +45,8 @@ pub enum Dropped {
     Unloadable(LowerError),
     /// The reference machine cannot run the lowered program.
     Unrunnable(MachineError),
+    /// The graph cannot be evaluated on these tokens.
+    Unevaluated(EvalError),
     /// The program trapped, got stuck or used up its fuel on the reference machine.
     Halted(Run),
     /// The program chose another token than its own logits say.
@@ -75,6 +80,7 @@ impl std::fmt::Display for Dropped {
             }
             Self::Unloadable(error) => write!(f, "{error}"),
             Self::Unrunnable(error) => write!(f, "the reference machine cannot run it: {error}"),
+            Self::Unevaluated(error) => write!(f, "the graph cannot be evaluated: {error}"),
             Self::Halted(run) => halted(f, run),
             Self::Sampled { position, got, want } => write!(
                 f,
@@ -140,13 +146,24 @@ impl Expected {
         seed: u64,
         on_device: bool,
     ) -> Result<Self, EvalError> {
+        let reference_positions = affordable(graph, kv_capacity, REFERENCE_BYTES, POSITIONS_MAX);
         let room = kv_capacity.min(graph.max_positions).max(1) as usize;
-        let affordable = REFERENCE_BYTES / (graph.weight_bytes() as u64).max(1);
-        let affordable = usize::try_from(affordable).unwrap_or(usize::MAX);
-        let reference_positions =
-            affordable.clamp(REFERENCE_POSITIONS_MIN, POSITIONS_MAX).min(room);
         let positions = if on_device { POSITIONS_MAX.min(room) } else { reference_positions };
-        let tokens = draw_tokens(seed, graph.vocab, positions);
+        Self::of_tokens(
+            graph,
+            weights,
+            draw_tokens(seed, graph.vocab, positions),
+            reference_positions,
+        )
+    }
+
+    /// Evaluates the graph on these tokens; a candidate runs the first `reference_positions` on the reference machine.
+    fn of_tokens(
+        graph: &Graph,
+        weights: &dyn Weights,
+        tokens: Vec<u32>,
+        reference_positions: usize,
+    ) -> Result<Self, EvalError> {
         let mut evaluator = Evaluator::new(graph, weights)?;
         let mut logits = evaluator.run(&tokens[..reference_positions], Logits::All)?;
         let cache = (0..graph.layers.len())
@@ -155,6 +172,14 @@ impl Expected {
         logits.extend(evaluator.run(&tokens[reference_positions..], Logits::All)?);
         Ok(Self { tokens, logits, reference_positions, cache })
     }
+}
+
+/// Positions that may be run for so many weight bytes, at most `most`.
+fn affordable(graph: &Graph, kv_capacity: u32, bytes: u64, most: usize) -> usize {
+    let room = kv_capacity.min(graph.max_positions).max(1) as usize;
+    let positions = bytes / (graph.weight_bytes() as u64).max(1);
+    let most = most.max(REFERENCE_POSITIONS_MIN);
+    usize::try_from(positions).unwrap_or(most).clamp(REFERENCE_POSITIONS_MIN, most).min(room)
 }
 
 /// Tokens that depend on the seed alone.
@@ -259,12 +284,35 @@ impl<'a> Gate<'a> {
         if let Some(agreement) = self.agreed.get(&candidate.program_id) {
             return Ok(*agreement);
         }
-        let positions = self.expected.reference_positions;
+        let agreement = self.interpret(candidate, &self.expected)?;
+        self.agreed.insert(candidate.program_id.clone(), agreement);
+        Ok(agreement)
+    }
+
+    /// Runs the program on fresh tokens, over more than one block of keys if the model's size allows; returns the positions.
+    ///
+    /// # Errors
+    /// If it traps, gets stuck or disagrees.
+    pub fn thorough(&self, candidate: &Candidate, seed: u64) -> Result<usize, Dropped> {
+        let most = candidate.config.tiling.attention.kv_block as usize + 2;
+        let positions = affordable(self.graph, self.options.kv_capacity, THOROUGH_BYTES, most);
+        let tokens = draw_tokens(seed, self.graph.vocab, positions);
+        let expected = Expected::of_tokens(self.graph, self.weights, tokens, positions)
+            .map_err(Dropped::Unevaluated)?;
+        let _ = self.interpret(candidate, &expected)?;
+        Ok(positions)
+    }
+
+    fn interpret(
+        &self,
+        candidate: &Candidate,
+        inputs: &Expected,
+    ) -> Result<Agreement<Reference>, Dropped> {
+        let positions = inputs.reference_positions;
         let mut machine = Machine::new(&candidate.program, self.graph, self.weights)
             .map_err(Dropped::Unrunnable)?;
-        let run = machine
-            .run(&self.expected.tokens[..positions], Order::Waves)
-            .map_err(Dropped::Unrunnable)?;
+        let run =
+            machine.run(&inputs.tokens[..positions], Order::Waves).map_err(Dropped::Unrunnable)?;
         let outputs = match run {
             Run::Finished(outputs) => outputs,
             halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
@@ -272,13 +320,12 @@ impl<'a> Gate<'a> {
             }
         };
         check_tokens(&outputs)?;
-        let expected = &self.expected.logits[..positions];
+        let expected = &inputs.logits[..positions];
         let mut agreement = compare(expected, &outputs.logits, Tolerance::REFERENCE)
             .map_err(|at| Dropped::Disagreed { by: "reference", at })?;
         for layer in 0..self.graph.layers.len() {
-            agreement = self.compare_cache(agreement, &machine, layer)?;
+            agreement = self.compare_cache(agreement, &machine, inputs, layer)?;
         }
-        self.agreed.insert(candidate.program_id.clone(), agreement);
         Ok(agreement)
     }
 
@@ -287,12 +334,13 @@ impl<'a> Gate<'a> {
         &self,
         agreement: Agreement<Reference>,
         machine: &Machine<'_>,
+        inputs: &Expected,
         layer: usize,
     ) -> Result<Agreement<Reference>, Dropped> {
         let width = self.graph.kv_width() as usize;
         let at = layer as u32;
         let disagreed = |at| Dropped::Disagreed { by: "reference", at };
-        let (keys, values) = &self.expected.cache[layer];
+        let (keys, values) = &inputs.cache[layer];
         agreement
             .and_values(
                 What::Keys { layer: at },

@@ -228,9 +228,10 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The incumbent's schedule, or the default while there is none.
-    fn parent(&self) -> ScheduleConfig {
-        self.champion().map_or(self.settings.default, |champion| champion.config)
+    /// What a proposal is drawn from: the incumbent's schedule for mutations, else the default.
+    fn parent(&self, origin: Origin) -> ScheduleConfig {
+        let champion = self.champion().filter(|_| origin == Origin::Mutate);
+        champion.map_or(self.settings.default, |champion| champion.config)
     }
 
     /// The next schedule that is legal and lowers to something new; `None` when none is found.
@@ -238,7 +239,7 @@ impl<'a> Search<'a> {
         if origin == Origin::Baseline {
             return Some(self.settings.default);
         }
-        let parent = self.parent();
+        let parent = self.parent(origin);
         let default = &self.settings.default;
         let mut proposer = Proposer::new(&self.settings.space, self.settings.seed, index);
         let mut drawn = BTreeSet::new();
@@ -291,7 +292,7 @@ impl<'a> Search<'a> {
         elapsed: Duration,
     ) -> Result<(Trial, Option<Assessed>), SearchError> {
         let incumbent = self.champion().map(|champion| champion.trial);
-        let changed = changed(&changes(&self.parent(), config));
+        let changed = changed(&changes(&self.parent(origin), config));
         let shared = self.device.as_deref().map(|device| device as &dyn Device);
         let mut verdict = assess::begin(&self.gate, shared, config);
         let judged = self.judge(config, &mut verdict);
@@ -452,59 +453,82 @@ impl<'a> Search<'a> {
         self.trials.push(trial);
     }
 
-    /// Measures the champion against the baseline once more. `None` without a device, or when the baseline was never beaten.
+    /// Runs the champion again, on longer and fresh tokens and, where there is a device, against the baseline. `None` when there is no
+    /// champion.
     ///
     /// # Errors
     /// If the device is lost.
     pub fn confirm(&mut self) -> Result<Option<Confirmation>, SearchError> {
-        if self.device.is_none() || self.champion().is_none_or(|champion| champion.trial == 0) {
-            return Ok(None);
-        }
-        match self.race_baseline() {
-            Ok(confirmation) => Ok(confirmation),
-            Err(Dropped::Failed(error)) => Err(SearchError::Device(error)),
+        let Some(champion) = self.champion() else { return Ok(None) };
+        let mut confirmation = Confirmation {
+            trials: self.trials.len() as u64,
+            champion: champion.trial,
+            decision: Decision::Kept,
+            why: String::new(),
+            positions: 0,
+            gain: None,
+            threshold: None,
+            samples_us: Vec::new(),
+            verdict: champion.verdict.clone(),
+        };
+        match self.confirm_into(&mut confirmation) {
+            Ok(()) => Ok(Some(confirmation)),
+            Err(Dropped::Failed(error @ DeviceError::Unavailable { .. })) => {
+                Err(SearchError::Device(error))
+            }
             Err(dropped) => {
-                let trial = self.champion().map_or(0, |champion| champion.trial);
-                Err(SearchError::Foreign { trial, reason: dropped.to_string() })
+                confirmation.decision = Decision::Reverted;
+                confirmation.why = dropped.to_string();
+                assess::refuse(&mut confirmation.verdict, &dropped);
+                Ok(Some(confirmation))
             }
         }
     }
 
-    fn race_baseline(&mut self) -> Result<Option<Confirmation>, Dropped> {
+    fn confirm_into(&mut self, confirmation: &mut Confirmation) -> Result<(), Dropped> {
         self.ready_incumbent()?;
-        let (Some(0), Some((index, Some(_)))) =
-            (self.trials.iter().position(|t| t.outcome == Outcome::Baseline), &self.incumbent)
-        else {
-            return Ok(None);
-        };
-        let index = *index;
+        let Some((index, Some(champion))) = &self.incumbent else { return Ok(()) };
+        let (index, seed) = (*index, mixed(self.settings.seed, u64::MAX - 1));
+        confirmation.positions = self.gate.thorough(&champion.candidate, seed)?;
+        confirmation.why = format!("agrees at {} positions", confirmation.positions);
+        if self.device.is_none() || index == 0 || self.trials[0].outcome != Outcome::Baseline {
+            return Ok(());
+        }
         let candidate = self.lower_again(0)?;
         let mut ignored = self.trials[0].verdict.clone();
         let device = self.device.as_deref_mut();
         let baseline = assess::assess(&mut self.gate, device, candidate, &mut ignored)?;
+        self.race_baseline(&baseline, seed, confirmation)
+    }
+
+    fn race_baseline(
+        &mut self,
+        baseline: &Assessed,
+        seed: u64,
+        confirmation: &mut Confirmation,
+    ) -> Result<(), Dropped> {
         let (Some((_, Some(champion))), Some(device)) =
             (&self.incumbent, self.device.as_deref_mut())
         else {
-            return Ok(None);
+            return Ok(());
         };
-        let Some(agreement) = &champion.on_device else { return Ok(None) };
-        let Settings { seed, min_gain, timing, .. } = self.settings;
-        let seed = mixed(seed, u64::MAX - 1);
+        let Some(agreement) = &champion.on_device else { return Ok(()) };
+        let Settings { min_gain, timing, .. } = self.settings;
         let longer = Timing { rounds: 2 * timing.rounds, ..timing };
         let floors = assess::floors(&self.gate, device, &champion.candidate);
-        let samples = assess::race(&self.gate, device, &baseline, champion, longer)?;
-        let mut verdict = self.trials[index].verdict.clone();
-        assess::set_measured(&mut verdict, agreement, &samples, floors, seed)?;
+        let samples = assess::race(&self.gate, device, baseline, champion, longer)?;
+        assess::set_measured(&mut confirmation.verdict, agreement, &samples, floors, seed)?;
         let interval = gain(&samples, seed);
-        Ok(Some(Confirmation {
-            trials: self.trials.len() as u64,
-            champion: index as u64,
-            decision: decide_measured(interval, self.noise_floor, min_gain),
-            gain: interval,
-            threshold: self.noise_floor.max(min_gain),
-            samples_us: samples.rounds,
-            verdict,
-        }))
+        confirmation.decision = decide_measured(interval, self.noise_floor, min_gain);
+        confirmation.why += &format!(
+            ", gain {:+.2} to {:+.2} % against the baseline",
+            100.0 * interval.low,
+            100.0 * interval.high
+        );
+        confirmation.gain = Some(interval).filter(|gain| gain.low.is_finite());
+        confirmation.threshold = Some(self.noise_floor.max(min_gain));
+        confirmation.samples_us = samples.rounds;
+        Ok(())
     }
 }
 

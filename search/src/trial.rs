@@ -106,7 +106,7 @@ impl From<&Dropped> for Outcome {
         match dropped {
             Dropped::Rejected(_) => Self::Rejected,
             Dropped::Unloadable(_) => Self::Unloadable,
-            Dropped::Unrunnable(_) | Dropped::Halted(_) => Self::Broken,
+            Dropped::Unrunnable(_) | Dropped::Unevaluated(_) | Dropped::Halted(_) => Self::Broken,
             Dropped::Disagreed { .. } | Dropped::Sampled { .. } => Self::Disagreed,
             Dropped::BelowFloor(_) => Self::BelowFloor,
             Dropped::Failed(error) => match error {
@@ -153,7 +153,8 @@ pub struct Trial {
     pub outcome: Outcome,
     /// Why, in one line.
     pub why: String,
-    /// The knobs in which it differs from the incumbent (from the default when there is none): path to `[before, after]`.
+    /// The knobs in which it differs from what it was drawn from (a mutation from the incumbent, others from the default): path to
+    /// `[before, after]`.
     pub changed: Map<String, Value>,
     /// The schedule, whole.
     pub config: ScheduleConfig,
@@ -175,22 +176,26 @@ pub struct Trial {
     pub ended_s: f64,
 }
 
-/// The champion against the baseline, once more.
+/// The champion, once more: on fresh tokens and, where there is a device, against the baseline.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Confirmation {
     /// Trials that were finished.
     pub trials: u64,
     /// The champion's trial.
     pub champion: u64,
-    /// Whether it is better than the baseline, again.
+    /// Whether it stands: kept if it agrees again and, where it was measured, is better than the baseline again.
     pub decision: Decision,
+    /// Why, in one line.
+    pub why: String,
+    /// Positions that the reference machine ran on fresh tokens.
+    pub positions: usize,
     /// Share of its time that it saves over the baseline.
-    pub gain: Interval,
+    pub gain: Option<Interval>,
     /// What the gain had to beat.
-    pub threshold: f64,
+    pub threshold: Option<f64>,
     /// Raw samples.
     pub samples_us: Vec<[f64; 4]>,
-    /// The champion's verdict with the new latency.
+    /// The champion's verdict, with the new latency.
     pub verdict: Verdict,
 }
 

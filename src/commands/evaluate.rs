@@ -71,6 +71,7 @@ pub(crate) fn stop_on_our_fault(dropped: &Dropped) -> Result<(), Failure> {
         Dropped::Rejected(_)
         | Dropped::Unloadable(_)
         | Dropped::Unrunnable(_)
+        | Dropped::Unevaluated(_)
         | Dropped::Halted(_)
         | Dropped::Sampled { .. }
         | Dropped::Disagreed { .. }

@@ -63,7 +63,10 @@ fn prompt(
     if !args.chat {
         return Ok(tokenizer.encode(text, true)?);
     }
-    let messages = [Message { role: "user".to_owned(), content: text.clone() }];
+    let message =
+        |role: &str, content: &String| Message { role: role.to_owned(), content: content.clone() };
+    let system = args.system.iter().map(|text| message("system", text));
+    let messages: Vec<Message> = system.chain([message("user", text)]).collect();
     let now = std::time::SystemTime::now();
     let chat = Chat { messages: &messages, add_generation_prompt: true, extra: None, now };
     Ok(tokenizer.encode(&tokenizer.chat(&chat)?, false)?)

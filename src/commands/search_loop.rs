@@ -42,6 +42,9 @@ const COLUMNS: &[&str] = &[
     "why",
 ];
 
+/// Changed knobs that a line for people names; the table has them all.
+const CHANGES_SHOWN: usize = 3;
+
 /// Set by Ctrl-C; looked at between trials.
 static STOP: AtomicBool = AtomicBool::new(false);
 
@@ -356,12 +359,12 @@ fn say_end(
         report::say(&trial_line(trial));
     }
     if let Some(confirmation) = confirmation {
-        report::say(&format!(
-            "confirmed again against the baseline: {:?}, gain {:+.2} to {:+.2} %",
-            confirmation.decision,
-            100.0 * confirmation.gain.low,
-            100.0 * confirmation.gain.high
-        ));
+        let decision = match confirmation.decision {
+            Decision::Kept => "confirmed",
+            Decision::Reverted => "NOT confirmed",
+            Decision::Inconclusive => "neither confirmed nor refuted",
+        };
+        report::say(&format!("champion {decision}: {}", confirmation.why));
     }
     match best {
         Some(best) => report::say(&format!(
@@ -378,36 +381,28 @@ fn say_end(
 
 fn trial_line(trial: &Trial) -> String {
     format!(
-        "  {:>4} {:8} {:12} {:>12}  {}{}",
+        "  {:>4} {:8} {:12} {:>11} {:>15}  {}",
         trial.trial,
         format!("{:?}", trial.origin).to_lowercase(),
         trial.outcome.name(),
         report::maybe(trial.verdict.latency_us, "us"),
-        changes(trial),
-        reason(trial)
+        gain(trial),
+        if trial.verdict.correct { changes(trial, CHANGES_SHOWN) } else { trial.why.clone() }
     )
 }
 
-/// Why, where the latency alone does not say it.
-fn reason(trial: &Trial) -> String {
-    match trial.outcome {
-        End::Reverted => String::new(),
-        End::Baseline | End::Kept | End::Inconclusive => format!(" ({})", trial.why),
-        End::Rejected
-        | End::Unloadable
-        | End::Broken
-        | End::Disagreed
-        | End::CompileFailed
-        | End::Trapped
-        | End::TimedOut
-        | End::OutOfMemory
-        | End::Fault
-        | End::BelowFloor => format!(" ({})", trial.why),
+/// The gain over the incumbent; an interval when it was measured.
+fn gain(trial: &Trial) -> String {
+    let percent = |share: f64| format!("{:+.1}", 100.0 * share);
+    match trial.gain {
+        None => String::new(),
+        Some(gain) if gain.low == gain.high => format!("{} %", percent(gain.low)),
+        Some(gain) => format!("{}..{} %", percent(gain.low), percent(gain.high)),
     }
 }
 
-/// `path before -> after` of each changed knob.
-fn changes(trial: &Trial) -> String {
+/// `path before -> after` of the changed knobs, at most `most` of them.
+fn changes(trial: &Trial, most: usize) -> String {
     let word = |value: Option<&Value>| match value {
         Some(Value::String(text)) => text.clone(),
         Some(other) => other.to_string(),
@@ -416,7 +411,11 @@ fn changes(trial: &Trial) -> String {
     let one = |(path, pair): (&String, &Value)| {
         format!("{path} {} -> {}", word(pair.get(0)), word(pair.get(1)))
     };
-    trial.changed.iter().map(one).collect::<Vec<_>>().join(", ")
+    let mut shown: Vec<String> = trial.changed.iter().take(most).map(one).collect();
+    if trial.changed.len() > most {
+        shown.push(format!("and {} more", trial.changed.len() - most));
+    }
+    shown.join(", ")
 }
 
 fn cells_of_row(row: &Row) -> Option<Vec<String>> {
@@ -443,7 +442,7 @@ fn cells(trial: &Trial) -> Vec<String> {
         text(&verdict.schedule_id),
         text(&verdict.program_id),
         text(&verdict.kernel_id),
-        changes(trial),
+        changes(trial, usize::MAX),
         trial.why.clone(),
     ]
 }

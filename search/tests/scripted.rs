@@ -1,0 +1,370 @@
+//! The whole search on a scripted device: every way in which a trial can end, and what must never happen.
+
+use std::cell::Cell;
+use std::time::Duration;
+
+use ir::Target;
+use ir::program::Program;
+use ir::schedule::{Consumer, KernelConfig, Knob, Value};
+use model::Model;
+use search::scripted::{Behaviour, ScriptedDevice};
+use search::{
+    Budget, Decision, Device, DeviceError, Expected, Gate, LatencyKind, Outcome, Row, Search,
+    SearchError, Settings, Step, StoppedBy, Timing, Trial,
+};
+
+const KV_CAPACITY: u32 = 24;
+
+struct Bench {
+    model: Model,
+    target: Target,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let model = model::preset("toy").unwrap();
+        Self { model, target: Target::by_name("h200").unwrap() }
+    }
+
+    fn expected(&self) -> Expected {
+        Expected::new(&self.model.graph, &*self.model.weights, KV_CAPACITY, 1, true).unwrap()
+    }
+
+    fn gate(&self) -> Gate<'_> {
+        let options = lower::Options { kv_capacity: KV_CAPACITY };
+        let (graph, weights) = (&self.model.graph, &*self.model.weights);
+        Gate::new(graph, weights, &self.target, options, &KernelConfig::id, self.expected())
+    }
+
+    /// A search over a few knobs, each of which changes the toy's program or kernel.
+    fn settings(&self, trials: u64) -> Settings {
+        let knobs = [
+            Knob::SyncQkv,
+            Knob::SyncDown,
+            Knob::PipelineStages,
+            Knob::KernelWarps,
+            Knob::KernelConsumer,
+        ];
+        let (graph, target) = (&self.model.graph, &self.target);
+        let values = |knob| (knob, ir::schedule::legal_values(knob, graph, target));
+        Settings {
+            seed: 5,
+            budget: Budget::Trials(trials),
+            explore: trials / 3,
+            min_gain: 0.01,
+            default: ir::schedule::default_config(graph, target),
+            space: knobs.into_iter().map(values).collect(),
+            timing: Timing { rounds: 12, warmup: 1 },
+        }
+    }
+
+    fn device<'a>(
+        &self,
+        seed: u64,
+        script: impl Fn(&Program, &KernelConfig) -> Behaviour + 'a,
+    ) -> ScriptedDevice<'a> {
+        ScriptedDevice::new(self.expected().logits, seed, script)
+    }
+
+    fn search(&self, device: &mut dyn Device, settings: Settings) -> Vec<Trial> {
+        let mut search = Search::new(self.gate(), Some(device), settings);
+        all(&mut search).1
+    }
+}
+
+fn all(search: &mut Search<'_>) -> (StoppedBy, Vec<Trial>) {
+    let mut trials = Vec::new();
+    loop {
+        match search.step(Duration::ZERO).unwrap() {
+            Step::Trial(trial) => trials.push(*trial),
+            Step::Done(stopped_by) => return (stopped_by, trials),
+        }
+    }
+}
+
+fn outcomes(trials: &[Trial]) -> Vec<Outcome> {
+    trials.iter().map(|trial| trial.outcome).collect()
+}
+
+/// Tensor cores are a third faster; everything else is noise.
+fn mma_wins(_: &Program, kernel: &KernelConfig) -> Behaviour {
+    let us = if kernel.consumer == Consumer::Mma { 66.0 } else { 100.0 };
+    Behaviour::takes(us).with_noise(0.01)
+}
+
+#[test]
+fn the_better_schedule_is_kept_and_confirmed() {
+    let bench = Bench::new();
+    let mut device = bench.device(1, mma_wins);
+    let mut search = Search::new(bench.gate(), Some(&mut device), bench.settings(16));
+    let (stopped_by, trials) = all(&mut search);
+    assert_eq!(stopped_by, StoppedBy::Trials);
+    assert_eq!(trials.len(), 16);
+    assert_eq!(trials[0].outcome, Outcome::Baseline);
+    assert!(trials[0].noise_floor.is_some_and(|noise| noise < 0.02));
+    let kept: Vec<&Trial> = trials.iter().filter(|t| t.outcome == Outcome::Kept).collect();
+    assert_eq!(kept.len(), 1, "{:?}", outcomes(&trials));
+    assert_eq!(kept[0].config.kernel.consumer, Consumer::Mma);
+    assert_eq!(kept[0].verdict.latency_kind, Some(LatencyKind::MeasuredGpu));
+    assert!(kept[0].gain.is_some_and(|gain| gain.low > 0.3 && gain.high < 0.4));
+    assert_eq!(kept[0].samples_us.len(), 12);
+    let confirmation = search.confirm().unwrap().unwrap();
+    assert_eq!(confirmation.decision, Decision::Kept);
+    assert_eq!(confirmation.champion, kept[0].trial);
+}
+
+#[test]
+fn equal_programs_are_never_kept_more_than_noise_allows() {
+    let bench = Bench::new();
+    let mut kept = 0;
+    for seed in 0..6 {
+        let mut device = bench.device(seed, |_, _| Behaviour::takes(100.0).with_noise(0.06));
+        let trials = bench.search(&mut device, Settings { seed, ..bench.settings(16) });
+        kept += outcomes(&trials).iter().filter(|&&outcome| outcome == Outcome::Kept).count();
+    }
+    assert!(kept <= 1, "{kept} of 90 equal candidates kept");
+}
+
+#[test]
+fn what_is_slower_is_reverted_and_what_is_unclear_is_inconclusive() {
+    let bench = Bench::new();
+    let first = Cell::new(true);
+    let mut device = bench.device(2, |_, _| {
+        Behaviour::takes(if first.replace(false) { 100.0 } else { 120.0 }).with_noise(0.01)
+    });
+    let trials = bench.search(&mut device, bench.settings(5));
+    assert!(trials[1..].iter().all(|t| t.outcome == Outcome::Reverted), "{:?}", outcomes(&trials));
+
+    let first = Cell::new(true);
+    let mut device = bench.device(3, |_, _| {
+        Behaviour::takes(if first.replace(false) { 100.0 } else { 97.0 }).with_noise(0.12)
+    });
+    let trials = bench.search(&mut device, bench.settings(5));
+    let unclear: Vec<_> = trials.iter().filter(|t| t.outcome == Outcome::Inconclusive).collect();
+    assert!(!unclear.is_empty(), "{:?}", outcomes(&trials));
+    for trial in unclear {
+        assert_eq!(trial.samples_us.len(), 36, "measured longer before it is given up");
+        let (gain, threshold) = (trial.gain.unwrap(), trial.threshold.unwrap());
+        assert!(gain.low <= threshold && threshold <= gain.high);
+    }
+}
+
+/// Every candidate but the baseline behaves like this.
+fn candidates_end_as(bench: &Bench, behaviour: &Behaviour) -> Vec<Trial> {
+    let first = Cell::new(true);
+    let mut device = bench.device(4, |_, _| {
+        if first.replace(false) { Behaviour::takes(100.0) } else { behaviour.clone() }
+    });
+    bench.search(&mut device, bench.settings(4))
+}
+
+#[test]
+fn every_fault_of_a_candidate_costs_one_trial_and_gives_no_latency() {
+    let bench = Bench::new();
+    let trap = DeviceError::Trapped {
+        trap: "deadline".into(),
+        worker: 3,
+        task: 7,
+        counter: 2,
+        have: 1,
+        need: 4,
+    };
+    let late = DeviceError::TimedOut { after_ms: 500, status: "worker 3 waits".into() };
+    let compile = DeviceError::Compile { log: "error: no".into() };
+    let memory = DeviceError::OutOfMemory { needed: 2, free: 1 };
+    let fast = || Behaviour::takes(10.0);
+    let table = [
+        (Behaviour { wrong: true, ..fast() }, Outcome::Disagreed),
+        (Behaviour { wrong_when_timed: true, ..fast() }, Outcome::Disagreed),
+        (Behaviour { run_error: Some(trap.clone()), ..fast() }, Outcome::Trapped),
+        (Behaviour { time_error: Some(trap), ..fast() }, Outcome::Trapped),
+        (Behaviour { run_error: Some(late.clone()), ..fast() }, Outcome::TimedOut),
+        (Behaviour { time_error: Some(late), ..fast() }, Outcome::TimedOut),
+        (Behaviour { load_error: Some(compile), ..fast() }, Outcome::CompileFailed),
+        (Behaviour { load_error: Some(memory), ..fast() }, Outcome::OutOfMemory),
+    ];
+    for (behaviour, want) in table {
+        let trials = candidates_end_as(&bench, &behaviour);
+        assert_eq!(outcomes(&trials), [Outcome::Baseline, want, want, want], "{behaviour:?}");
+        for trial in &trials[1..] {
+            assert_eq!(trial.verdict.latency_us, None, "{behaviour:?}");
+            assert!(!trial.verdict.correct, "{behaviour:?}");
+            assert!(trial.verdict.rejected_reason.is_some() && !trial.why.is_empty());
+        }
+    }
+}
+
+#[test]
+fn a_trap_names_who_waits_for_what() {
+    let bench = Bench::new();
+    let trap = DeviceError::Trapped {
+        trap: "deadline".into(),
+        worker: 3,
+        task: 7,
+        counter: 2,
+        have: 1,
+        need: 4,
+    };
+    let trials =
+        candidates_end_as(&bench, &Behaviour { run_error: Some(trap), ..Behaviour::takes(1.0) });
+    assert_eq!(trials[1].why, "trap deadline: worker 3, task 7, counter 2 has 1 and needs 4");
+}
+
+#[test]
+fn faster_than_the_bytes_allow_is_an_artefact() {
+    let bench = Bench::new();
+    let first = Cell::new(true);
+    // The toy's bytes take about 100 us at 1 GB/s.
+    let mut device = bench
+        .device(5, |_, _| Behaviour::takes(if first.replace(false) { 200.0 } else { 1.0 }))
+        .with_bandwidth(1e9);
+    let trials = bench.search(&mut device, bench.settings(3));
+    assert_eq!(outcomes(&trials), [Outcome::Baseline, Outcome::BelowFloor, Outcome::BelowFloor]);
+    assert_eq!(trials[1].verdict.latency_us, None);
+    assert!(trials[1].why.contains("artefact"), "{}", trials[1].why);
+}
+
+#[test]
+fn a_lost_device_ends_the_search_and_loses_no_trial() {
+    let bench = Bench::new();
+    let calls = Cell::new(0);
+    let mut device = bench.device(6, |_, _| {
+        calls.set(calls.get() + 1);
+        let reason = "unplugged".to_owned();
+        let lost = (calls.get() > 2).then_some(DeviceError::Unavailable { reason });
+        Behaviour { load_error: lost, ..Behaviour::takes(100.0) }
+    });
+    let mut search = Search::new(bench.gate(), Some(&mut device), bench.settings(8));
+    assert!(matches!(search.step(Duration::ZERO), Ok(Step::Trial(_))));
+    assert!(matches!(search.step(Duration::ZERO), Ok(Step::Trial(_))));
+    assert!(matches!(search.step(Duration::ZERO), Err(SearchError::Device(_))));
+    assert_eq!(search.trials().len(), 2);
+}
+
+/// What a ledger would have kept.
+fn through_json(trial: &Trial) -> Trial {
+    let text = serde_json::to_string(&Row::Trial(Box::new(trial.clone()))).unwrap();
+    match serde_json::from_str(&text).unwrap() {
+        Row::Trial(trial) => *trial,
+        Row::Confirmation(_) => panic!("a trial was written"),
+    }
+}
+
+#[test]
+fn a_resumed_search_makes_the_same_trials() {
+    let bench = Bench::new();
+    for device_there in [false, true] {
+        let settings = || Settings { min_gain: 0.001, ..bench.settings(14) };
+        let script =
+            |_: &Program, kernel: &KernelConfig| Behaviour::takes(100.0 - f64::from(kernel.warps));
+        let mut device = bench.device(7, script);
+        let whole = {
+            let device = device_there.then_some(&mut device as &mut dyn Device);
+            all(&mut Search::new(bench.gate(), device, settings())).1
+        };
+        assert_eq!(whole.len(), 14);
+        for cut in [0, 1, 5, 9, 14] {
+            let mut device = bench.device(7, script);
+            let device = device_there.then_some(&mut device as &mut dyn Device);
+            let mut search = Search::new(bench.gate(), device, settings());
+            for trial in &whole[..cut] {
+                search.absorb(through_json(trial)).unwrap();
+            }
+            search.check_absorbed().unwrap();
+            let rest = all(&mut search).1;
+            assert_eq!(rest.len(), 14 - cut, "cut at {cut}");
+            for (again, once) in rest.iter().zip(&whole[cut..]) {
+                assert_eq!(again.verdict.schedule_id, once.verdict.schedule_id);
+                assert_eq!(again.outcome, once.outcome);
+                assert_eq!(again.skipped, once.skipped);
+                assert_eq!(again.incumbent, once.incumbent);
+            }
+        }
+    }
+}
+
+#[test]
+fn foreign_rows_are_refused() {
+    let bench = Bench::new();
+    let trials = {
+        let mut search = Search::new(bench.gate(), None, bench.settings(3));
+        all(&mut search).1
+    };
+    let fresh = || Search::new(bench.gate(), None, bench.settings(3));
+    assert!(matches!(fresh().absorb(trials[1].clone()), Err(SearchError::Foreign { .. })));
+    let mut changed = trials[0].clone();
+    changed.verdict.program_id = Some("another".into());
+    let mut search = fresh();
+    search.absorb(changed).unwrap();
+    assert!(matches!(search.check_absorbed(), Err(SearchError::Foreign { .. })));
+}
+
+#[test]
+fn no_program_and_kernel_is_evaluated_twice() {
+    let bench = Bench::new();
+    let mut device = bench.device(8, mma_wins);
+    let trials = bench.search(&mut device, bench.settings(40));
+    let keys: std::collections::BTreeSet<_> = trials
+        .iter()
+        .map(|trial| (trial.verdict.program_id.clone(), trial.verdict.kernel_id.clone()))
+        .collect();
+    assert_eq!(keys.len(), trials.len());
+    assert_eq!(device.runs, trials.len());
+}
+
+#[test]
+fn a_space_without_anything_new_ends_the_search() {
+    let bench = Bench::new();
+    let space = vec![(Knob::KernelWarps, vec![Value::Number(4), Value::Number(8)])];
+    let mut search = Search::new(bench.gate(), None, Settings { space, ..bench.settings(64) });
+    let (stopped_by, trials) = all(&mut search);
+    assert_eq!(stopped_by, StoppedBy::Exhausted);
+    assert_eq!(trials.len(), 2);
+}
+
+#[test]
+fn illegal_proposals_cost_no_trial_and_are_counted() {
+    let bench = Bench::new();
+    let settings = Settings {
+        space: Knob::ALL.iter().map(|&knob| (knob, knob.values())).collect(),
+        ..bench.settings(12)
+    };
+    let mut search = Search::new(bench.gate(), None, settings);
+    let (_, trials) = all(&mut search);
+    assert_eq!(trials.len(), 12);
+    assert!(trials.iter().all(|trial| trial.verdict.valid && trial.verdict.correct));
+    let counted: u64 = trials.iter().map(|trial| trial.skipped.rejected).sum();
+    assert!(counted > 0 && counted == search.rejected());
+}
+
+#[test]
+fn predictions_are_kept_only_when_better_and_stay_predictions() {
+    let bench = Bench::new();
+    let mut search = Search::new(bench.gate(), None, bench.settings(20));
+    let (_, trials) = all(&mut search);
+    let mut best = f64::INFINITY;
+    for trial in &trials {
+        assert_eq!(trial.verdict.latency_kind, Some(LatencyKind::Predicted));
+        let us = trial.verdict.latency_us.unwrap();
+        assert!(us >= trial.verdict.bound_us.unwrap());
+        assert_eq!(trial.outcome.leads(), us < best * 0.99 || best.is_infinite(), "{}", trial.why);
+        if trial.outcome.leads() {
+            best = us;
+        }
+    }
+    let confirmation = search.confirm().unwrap().unwrap();
+    assert_eq!((confirmation.decision, confirmation.gain), (Decision::Kept, None));
+    assert_eq!(confirmation.positions, KV_CAPACITY as usize);
+}
+
+#[test]
+fn time_budgets_use_the_callers_clock() {
+    let bench = Bench::new();
+    let budget = Budget::Time(Duration::from_secs(10));
+    let mut search = Search::new(bench.gate(), None, Settings { budget, ..bench.settings(9) });
+    for second in 0..10 {
+        assert!(matches!(search.step(Duration::from_secs(second)), Ok(Step::Trial(_))));
+    }
+    let end = search.step(Duration::from_secs(10));
+    assert!(matches!(end, Ok(Step::Done(StoppedBy::Time))));
+}

@@ -71,12 +71,22 @@ __device__ __forceinline__ char* cache_row(Worker const& w, ResolvedSlot const& 
   return (char*)kv.address + (session + row * p.head_dim) * ELEMENT_BYTES;
 }
 
-// One warp: stores a rotated key, or a raw value, as cache elements.
+// The cache holds f32 for f32 models, else f16: bf16 keys would cost ten times the error for the same bytes, and keys and values
+// are far inside f16's range (they are clamped to it all the same).
 __device__ __forceinline__ void cache_store(char* row, uint32_t i, float v) {
 #if AMK_DTYPE == 0
   *(float*)(row + i * 4) = v;
 #else
-  *(uint16_t*)(row + i * 2) = (uint16_t)element_bits(v);
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(fminf(fmaxf(v, -65504.f), 65504.f)));
+  *(uint16_t*)(row + i * 2) = bits;
+#endif
+}
+__device__ __forceinline__ void cache_unpack(uint4 v, float* out) {
+#if AMK_DTYPE == 0
+  unpack(v, out);
+#else
+  unpack_f16(v, out);
 #endif
 }
 
@@ -137,7 +147,7 @@ __device__ __forceinline__ void block_scores(Worker const& w, StagedTask const& 
       uint32_t const chunk = r.chunk + c * 32;
       if (chunk < r.chunks) {
         float v[8];
-        unpack(load_u32x4(row + chunk * 16), v);
+        cache_unpack(load_u32x4(row + chunk * 16), v);
 #pragma unroll
         for (uint32_t g = 0; g < GROUP_BUF; ++g) {
           if (g < group) {
@@ -214,7 +224,7 @@ __device__ __forceinline__ void block_values(Worker const& w, StagedTask const& 
       uint32_t const chunk = r.chunk + c * 32;
       if (chunk < r.chunks) {
         float v[8];
-        unpack(load_u32x4(row + chunk * 16), v);
+        cache_unpack(load_u32x4(row + chunk * 16), v);
 #pragma unroll
         for (uint32_t g = 0; g < GROUP_BUF; ++g) {
           float const weight = g < group ? s.scores[g * p.kv_block + k] : 0.f;

@@ -120,6 +120,8 @@ __device__ __forceinline__ void tile_multiply(Worker const& w, Cursor& c, uint32
       unit_multiply(acc[0], d);
     }
   }
+  // Also a warp without a share in the last stages frees them: in a narrow matrix the others need the ring while it would wait.
+  cursor_pass(w, c, first + units);
 #if AMK_MMA
   float r0 = 0.f, r1 = 0.f;
 #pragma unroll

@@ -9,20 +9,27 @@ constexpr uint32_t ELEMENT_BYTES = 2;
 constexpr uint32_t UNIT_COLS = AMK_UNIT_ROW_BYTES / ELEMENT_BYTES; // 16 or 32
 constexpr uint32_t LANE_COLS = UNIT_COLS / 4;                      // elements of a row that one lane holds: 4 or 8
 
+// 16 bytes of f16 as 8 floats.
+__device__ __forceinline__ void unpack_f16(uint4 v, float* out) {
+  uint32_t const words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(out[2 * i]), "=f"(out[2 * i + 1]) : "r"(words[i]));
+  }
+}
+
 // 16 bytes of stored elements as floats (4 or 8 of them).
 __device__ __forceinline__ void unpack(uint4 v, float* out) {
 #if AMK_DTYPE == 0
   out[0] = __uint_as_float(v.x), out[1] = __uint_as_float(v.y), out[2] = __uint_as_float(v.z), out[3] = __uint_as_float(v.w);
+#elif AMK_DTYPE == 1
+  unpack_f16(v, out);
 #else
   uint32_t const words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-#if AMK_DTYPE == 2
     out[2 * i] = __uint_as_float(words[i] << 16);
     out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-#else
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(out[2 * i]), "=f"(out[2 * i + 1]) : "r"(words[i]));
-#endif
   }
 #endif
 }

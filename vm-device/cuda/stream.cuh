@@ -32,11 +32,16 @@ __device__ __forceinline__ void cursor_next(Worker const& w, Cursor& c) {
   }
 }
 
-// Makes the stage of unit n current and landed.
-__device__ __forceinline__ void cursor_seek(Worker const& w, Cursor& c, uint32_t n) {
+// Frees every stage that ends at or before unit n.
+__device__ __forceinline__ void cursor_pass(Worker const& w, Cursor& c, uint32_t n) {
   while (n - c.base >= w.shared->program.stage_units) {
     cursor_next(w, c);
   }
+}
+
+// Makes the stage of unit n current and landed.
+__device__ __forceinline__ void cursor_seek(Worker const& w, Cursor& c, uint32_t n) {
+  cursor_pass(w, c, n);
   cursor_land(w, c);
 }
 

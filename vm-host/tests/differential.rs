@@ -9,7 +9,8 @@ use ir::schedule::{parse_config, validate};
 use ir::{Target, Valid};
 use vm_host::{BootOptions, HostError, Idle, Resident};
 
-const GOLDEN: [&str; 5] = ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
+const GOLDEN: [&str; 5] =
+    ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
 
 /// Schedules that between them take every path of the kernel. `mma` ones are left out for f32 models.
 const SCHEDULES: [(&str, &str); 7] = [
@@ -34,12 +35,19 @@ const SCHEDULES: [(&str, &str); 7] = [
         r#"{"kernel": {"consumer": "mma", "warps": 16, "unroll": 1}, "tiling": {"attention": {"kv_split": 2, "kv_block": 32}, "qkv": {"rows": 8}},
             "page_allocation": "linear", "sm_assignment": "byte_balance"}"#,
     ),
-    ("4 warps", r#"{"kernel": {"warps": 4}, "pipeline": {"stages": 2, "stage_bytes": 32768, "in_flight_bytes": 32768, "in_flight_near_bytes": 32768}}"#),
+    (
+        "4 warps",
+        r#"{"kernel": {"warps": 4}, "pipeline": {"stages": 2, "stage_bytes": 32768, "in_flight_bytes": 32768, "in_flight_near_bytes": 32768}}"#,
+    ),
 ];
 
 fn golden_dir() -> PathBuf {
     let here = PathBuf::from("corpus/golden");
-    if here.is_dir() { here } else { PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus/golden")) }
+    if here.is_dir() {
+        here
+    } else {
+        PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus/golden"))
+    }
 }
 
 /// Whether there is a device to test on.
@@ -47,7 +55,10 @@ fn device() -> Option<vm_host::DeviceInfo> {
     match vm_host::device_info() {
         Ok(info) => Some(info),
         Err(error @ (HostError::NoDriver | HostError::NoDevice)) => {
-            assert!(std::env::var_os("AMK_REQUIRE_DEVICE").is_none(), "a device is required: {error}");
+            assert!(
+                std::env::var_os("AMK_REQUIRE_DEVICE").is_none(),
+                "a device is required: {error}"
+            );
             eprintln!("skipped: {error}");
             None
         }
@@ -66,9 +77,21 @@ fn read_golden(dir: &std::path::Path) -> Golden {
     let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("golden tensors");
     let integers = |name: &str| -> Vec<u32> {
         let data = tensors.tensor(name).expect(name).data();
-        data.as_chunks::<8>().0.iter().map(|b| u32::try_from(i64::from_le_bytes(*b)).expect("a token id")).collect()
+        data.as_chunks::<8>()
+            .0
+            .iter()
+            .map(|b| u32::try_from(i64::from_le_bytes(*b)).expect("a token id"))
+            .collect()
     };
-    let logits = tensors.tensor("logits").expect("logits").data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+    let logits = tensors
+        .tensor("logits")
+        .expect("logits")
+        .data()
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .map(|b| f32::from_le_bytes(*b))
+        .collect();
     Golden { tokens: integers("tokens"), greedy: integers("greedy"), logits }
 }
 
@@ -83,7 +106,10 @@ fn config(text: &str, graph: &ir::Graph, target: &Target) -> Option<Valid<ir::Sc
 /// Greatest difference relative to the greatest logit.
 fn worst(expected: &[f32], actual: &[f32]) -> f64 {
     let scale = expected.iter().fold(0.0_f64, |m, v| m.max(f64::from(v.abs())));
-    let differences = expected.iter().zip(actual).map(|(e, a)| if a.is_finite() { f64::from((e - a).abs()) } else { f64::INFINITY });
+    let differences = expected
+        .iter()
+        .zip(actual)
+        .map(|(e, a)| if a.is_finite() { f64::from((e - a).abs()) } else { f64::INFINITY });
     differences.fold(0.0, f64::max) / scale
 }
 
@@ -98,30 +124,48 @@ fn check_model(name: &str, info: &vm_host::DeviceInfo) {
     let mut resident: Option<Resident> = None;
     for (schedule, text) in SCHEDULES {
         let Some(config) = config(text, &model.graph, &target) else { continue };
-        let program = lower::lower(&config, &model.graph, &target, options).unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
+        let program = lower::lower(&config, &model.graph, &target, options)
+            .unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
         let variant = vm_host::variant(&config.kernel, model.graph.dtype);
         let mut machine = match resident.take() {
             Some(mut running) if running.variant() == variant => {
-                let loaded = running.load(&program).unwrap_or_else(|e| panic!("{name}, {schedule}: load: {e}"));
-                running.switch(loaded).unwrap_or_else(|e| panic!("{name}, {schedule}: switch: {e}"));
+                let loaded = running
+                    .load(&program)
+                    .unwrap_or_else(|e| panic!("{name}, {schedule}: load: {e}"));
+                running
+                    .switch(loaded)
+                    .unwrap_or_else(|e| panic!("{name}, {schedule}: switch: {e}"));
                 running
             }
             other => {
                 if let Some(running) = other {
-                    idle = Some(running.stop().unwrap_or_else(|e| panic!("{name}, {schedule}: stop: {e}")));
+                    idle = Some(
+                        running.stop().unwrap_or_else(|e| panic!("{name}, {schedule}: stop: {e}")),
+                    );
                 }
                 let booted = idle.take().unwrap_or_else(|| {
                     let options = BootOptions { logits_rows: 80, ..BootOptions::default() };
-                    Idle::boot(&model.graph, &*model.weights, &program, &variant, options).unwrap_or_else(|e| panic!("{name}: boot: {e}"))
+                    Idle::boot(&model.graph, &*model.weights, &program, &variant, options)
+                        .unwrap_or_else(|e| panic!("{name}: boot: {e}"))
                 });
-                booted.launch(variant, &program).unwrap_or_else(|e| panic!("{name}, {schedule}: launch: {}", e.1))
+                booted
+                    .launch(variant, &program)
+                    .unwrap_or_else(|e| panic!("{name}, {schedule}: launch: {}", e.1))
             }
         };
         for repeat in 0..2 {
-            let decoded = machine.decode(0, 0, &golden.tokens, golden.greedy.len() as u32, &[], true).unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
-            let logits = machine.logits(golden.tokens.len() as u32).unwrap_or_else(|e| panic!("{name}, {schedule}: {e}")).concat();
+            let decoded = machine
+                .decode(0, 0, &golden.tokens, golden.greedy.len() as u32, &[], true)
+                .unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
+            let logits = machine
+                .logits(golden.tokens.len() as u32)
+                .unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"))
+                .concat();
             let error = worst(&golden.logits, &logits);
-            eprintln!("{name:18} {schedule:22} run {repeat}: max |diff| / max |logit| {error:.2e}, {:.1} us a position", decoded.device_us / f64::from(decoded.steps));
+            eprintln!(
+                "{name:18} {schedule:22} run {repeat}: max |diff| / max |logit| {error:.2e}, {:.1} us a position",
+                decoded.device_us / f64::from(decoded.steps)
+            );
             assert!(error <= 5e-3, "{name}, {schedule}: {error:.3e}");
             assert_eq!(decoded.tokens, golden.greedy, "{name}, {schedule}");
         }

@@ -1,10 +1,11 @@
 //! Reads a config file: any subset of the tree of dotted paths, as JSON. Everything that is wrong is reported at once.
 
+use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::Value as Json;
 
 use super::space::default_config;
 use super::validate::check;
-use super::value::{Domain, Value};
+use super::value::Value;
 use super::{Knob, ScheduleConfig, Valid};
 use crate::graph::Graph;
 use crate::nearest::nearest;
@@ -47,17 +48,80 @@ pub fn read_config(
 
 fn read(text: &str, graph: &Graph, target: &Target, found: &mut Violations) -> ScheduleConfig {
     let mut config = default_config(graph, target);
-    match serde_json::from_str::<Json>(text) {
-        Ok(tree) => walk(&tree, "", &mut config, found),
+    match serde_json::from_str::<Unique>(text) {
+        Ok(Unique(tree)) => walk(&tree, "", &mut config, found),
         Err(error) => {
             let at = At::Text { line: error.line() as u32, column: error.column() as u32 };
             let whole = error.to_string();
             let message =
                 whole.rsplit_once(" at line ").map_or(whole.as_str(), |(message, _)| message);
-            found.add(Violation::new(Rule::SJson, at, format!("not JSON: {message}")));
+            found.add(Violation::new(Rule::SJson, at, message));
         }
     }
     config
+}
+
+/// JSON in which no object gives a key twice: the parser alone would silently keep the last.
+struct Unique(Json);
+
+impl<'de> Deserialize<'de> for Unique {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(UniqueVisitor).map(Self)
+    }
+}
+
+struct UniqueVisitor;
+
+impl<'de> Visitor<'de> for UniqueVisitor {
+    type Value = Json;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<Json, E> {
+        Ok(Json::Null)
+    }
+
+    fn visit_bool<E: Error>(self, value: bool) -> Result<Json, E> {
+        Ok(value.into())
+    }
+
+    fn visit_u64<E: Error>(self, value: u64) -> Result<Json, E> {
+        Ok(value.into())
+    }
+
+    fn visit_i64<E: Error>(self, value: i64) -> Result<Json, E> {
+        Ok(value.into())
+    }
+
+    fn visit_f64<E: Error>(self, value: f64) -> Result<Json, E> {
+        Ok(value.into())
+    }
+
+    fn visit_str<E: Error>(self, value: &str) -> Result<Json, E> {
+        Ok(value.into())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Json, A::Error> {
+        let mut list = Vec::new();
+        while let Some(Unique(value)) = seq.next_element()? {
+            list.push(value);
+        }
+        Ok(Json::Array(list))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Json, A::Error> {
+        let mut object = serde_json::Map::new();
+        while let Some(key) = map.next_key::<String>()? {
+            if object.contains_key(&key) {
+                return Err(A::Error::custom(format!("key `{key}` is given twice")));
+            }
+            let Unique(value) = map.next_value()?;
+            object.insert(key, value);
+        }
+        Ok(Json::Object(object))
+    }
 }
 
 /// The part of a knob's path below `prefix` up to the next dot.
@@ -183,7 +247,6 @@ fn nearest_value(knob: Knob, given: &Json) -> Option<Value> {
         Value::Number(n) => (f64::from(*n) - number).abs(),
         Value::Name(_) => f64::INFINITY,
     };
-    debug_assert!(matches!(knob.domain(), Domain::Choices(_) | Domain::Range { .. }));
     values.into_iter().min_by(|a, b| gap(a).total_cmp(&gap(b)))
 }
 

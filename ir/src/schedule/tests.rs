@@ -124,6 +124,9 @@ fn broken_json_has_its_line_and_column() {
         (found.list()[0].rule, &found.list()[0].at),
         (Rule::SJson, &At::Text { line: 3, column: 11 })
     );
+    let found = refuse("{\"kernel\": {\"warps\": 4,\n \"warps\": 8}}");
+    assert_eq!(found.list()[0].rule, Rule::SJson);
+    assert!(found.to_string().contains("line 2 column 8: key `warps` is given twice"), "{found}");
     let found = refuse("[1, 2]");
     assert_eq!((found.list()[0].rule, &found.list()[0].at), (Rule::SJson, &At::Whole));
 }

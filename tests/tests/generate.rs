@@ -164,6 +164,40 @@ fn edited_programs_are_rejected_or_do_not_depend_on_the_order() {
     assert_eq!(tallies.len(), Edit::ALL.len(), "every class of edits must occur");
 }
 
+/// The order that `verify` works with is the one that its edges imply, seen from the outside: queues and counters.
+#[test]
+fn order_follows_queues_and_counters() {
+    let mut rng = Rng::new(11);
+    let (graph, plan) = (graph(&shape(&mut rng)), Plan { tagged: 0, workers: 3, ..plan(&mut rng) });
+    let program = verify(build(&graph, &plan)).unwrap_or_else(|violations| panic!("{violations}"));
+    let order = ir::program::Order::of(&program);
+    let tasks: Vec<&ir::program::Task> =
+        program.workers.iter().flat_map(|worker| &worker.tasks).collect();
+    assert_eq!(order.len(), tasks.len());
+    // Reachability by brute force, in the order's own sequence.
+    let mut after: Vec<Vec<bool>> = vec![vec![false; tasks.len()]; tasks.len()];
+    for &b in order.sequence() {
+        for a in 0..tasks.len() {
+            let (place_a, place_b) = (order.place(a as u32), order.place(b));
+            let queue = place_a.0 == place_b.0 && place_a.1 + 1 == place_b.1;
+            let counter = tasks[a]
+                .signal
+                .is_some_and(|c| tasks[b as usize].waits.iter().any(|wait| wait.counter == c));
+            if queue || counter {
+                let before_a = after[a].clone();
+                let row = &mut after[b as usize];
+                row[a] = true;
+                row.iter_mut().zip(before_a).for_each(|(mine, theirs)| *mine |= theirs);
+            }
+        }
+    }
+    for (b, row) in after.iter().enumerate() {
+        for (a, &reached) in row.iter().enumerate() {
+            assert_eq!(order.happens_before(a as u32, b as u32), reached, "{a} before {b}");
+        }
+    }
+}
+
 /// Numbers that nobody expects.
 const ABSURD: &[u64] = &[
     0,
@@ -217,7 +251,11 @@ fn absurd_numbers_are_violations() {
         assert_eq!(saved.as_ref(), Ok(&program), "seed {seed}");
         let start = Instant::now();
         match verify(program) {
-            Ok(_) => accepted += 1,
+            Ok(program) => {
+                accepted += 1;
+                // It may still not fit the graph; that is an error too.
+                let _ = run(&program, &graph, &SeededWeights::new(&graph, seed), Order::Reverse);
+            }
             Err(violations) => {
                 assert!(!violations.to_string().is_empty());
                 refused += 1;

@@ -11,7 +11,7 @@ use abi::{AttentionParams, Opcode, SlotKind};
 use rustc_hash::FxHashMap;
 
 use crate::id::{SlotId, WorkerId};
-use crate::program::{Program, Region, Task, accesses};
+use crate::program::{Program, Region, Task, Verified, accesses};
 use crate::violation::{At, Rule, Violations};
 
 use super::{at, slot_name, tasks};
@@ -48,6 +48,16 @@ pub struct Order {
 }
 
 impl Order {
+    /// The order of a verified program.
+    #[must_use]
+    pub fn of(program: &Verified<Program>) -> Self {
+        let mut found = Violations::default();
+        match check(program, &mut found) {
+            Some(order) => order,
+            None => unreachable!("a verified program has an order: {found}"),
+        }
+    }
+
     /// Number of tasks.
     #[must_use]
     pub fn len(&self) -> usize {

@@ -224,7 +224,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "TEXT")]
     pub(crate) prompt: Option<String>,
     /// Put the prompt into the model's chat template.
-    #[arg(long, requires = "prompt")]
+    #[arg(long, requires = "prompt", conflicts_with = "tokens")]
     pub(crate) chat: bool,
     /// The chat's system message.
     #[arg(long, requires = "chat", value_name = "TEXT")]

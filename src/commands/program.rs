@@ -73,10 +73,8 @@ pub(crate) fn verify(args: &FileArgs) -> Outcome {
     let mut document = facts(&program);
     document["schema"] = "amk.verify.v1".into();
     document["verified"] = checked.is_ok().into();
-    document["violations"] = json!(checked.as_ref().err());
-    if checked.is_ok() {
-        document["violations"] = json!([]);
-    }
+    document["violations"] = json!(checked.as_ref().err().map_or(&[][..], |v| v.list()));
+    document["n_violations"] = checked.as_ref().err().map_or(0, |v| v.total()).into();
     match &checked {
         Ok(()) => {
             report::say("verified: no deadlock, no race, every tile once, within every limit")

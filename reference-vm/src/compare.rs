@@ -1,11 +1,12 @@
 //! Decides whether two executors agree, and hands out the proof.
 //!
-//! What is checked: lengths, that every number on both sides is finite, and that each row (one position) of the actual values is
-//! within a bound that scales with the largest expected magnitude of that row. What is not: which of the two is
-//! right, and whether the inputs were worth running.
+//! What is checked: lengths, that every number on both sides is finite, and that each row (one
+//! position) of the actual values is within a bound that scales with the largest expected magnitude
+//! of that row. What is not: which of the two is right, and whether the inputs were worth running.
 //!
-//! The chain has two links. [`compare`] judges the reference VM by the evaluated graph; only its [`Agreement<Reference>`] can become an
-//! [`Agreement<Device>`], by [`Agreement::and_device`]. No other constructor exists.
+//! The chain has two links. [`compare`] judges the reference VM by the evaluated graph; only its
+//! [`Agreement<Reference>`] can become an [`Agreement<Device>`], by [`Agreement::and_device`]. No
+//! other constructor exists.
 //!
 //! ```compile_fail,E0451
 //! # use reference_vm::compare::{Agreement, Device, Reference};
@@ -21,24 +22,26 @@ use ir::{DType, SlotId};
 
 use crate::math::argmax;
 
-/// How far actual values may be from expected ones, as a share of the largest expected magnitude in a position's row.
+/// How far actual values may be from expected ones, as a share of the largest expected magnitude in
+/// a position's row.
 ///
-/// Bounds relative to each single value would ask for the impossible where a sum cancels. The share is private: a
-/// tolerance is one of those below, never one that a caller found convenient.
+/// Bounds relative to each single value would ask for the impossible where a sum cancels. The share
+/// is private: a tolerance is one of those below, never one that a caller found convenient.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Tolerance {
     rel: f64,
 }
 
 impl Tolerance {
-    /// Reference VM by graph evaluation. Both compute in `f32` with wide sums, so this leaves room for reordering only.
+    /// Reference VM by graph evaluation. Both compute in `f32` with wide sums, so this leaves room
+    /// for reordering only.
     pub const REFERENCE: Self = Self { rel: 2e-4 };
 
     /// Device by graph evaluation. Room for a device that splits activations for its tensor cores.
     pub const DEVICE: Self = Self { rel: 5e-3 };
 
-    /// For one sum of `len` products whose inputs were held as `dtype`: rounding errors grow like a random walk, and eight of its
-    /// standard deviations leave no false alarms.
+    /// For one sum of `len` products whose inputs were held as `dtype`: rounding errors grow like a
+    /// random walk, and eight of its standard deviations leave no false alarms.
     #[must_use]
     pub fn of_reduction(dtype: DType, len: usize) -> Self {
         let roundoff = match dtype {
@@ -157,7 +160,8 @@ pub enum Disagreement {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reference {}
 
-/// Marks an agreement of the device with the evaluated graph, given that the reference VM agrees too.
+/// Marks an agreement of the device with the evaluated graph, given that the reference VM agrees
+/// too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {}
 
@@ -202,7 +206,8 @@ impl<By> Agreement<By> {
         self.summary
     }
 
-    /// Extends the agreement by other values than logits, one row a position: the KV cache, or a slot.
+    /// Extends the agreement by other values than logits, one row a position: the KV cache, or a
+    /// slot.
     ///
     /// # Errors
     /// The first position that disagrees; the agreement is lost.

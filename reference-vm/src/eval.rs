@@ -1,12 +1,13 @@
-//! Evaluates a model graph directly, with no schedule and no program: the expected values of everything else.
+//! Evaluates a model graph directly, with no schedule and no program: the expected values of
+//! everything else.
 //!
-//! All arithmetic is on `f32` values; sums of norms and softmax are in `f64`, and dot products are those of `math.rs`.
-//! Feeding tokens one at a time or all at once gives the same bits.
+//! All arithmetic is on `f32` values; sums of norms and softmax are in `f64`, and dot products are
+//! those of `math.rs`. Feeding tokens one at a time or all at once gives the same bits.
 
 use ir::{DType, Graph, Layer, Linear, TensorId, Weights};
 use rayon::prelude::*;
 
-use crate::math::{Matrix, argmax, dot, rms_norm, rotate, rotations, silu, softmax};
+use crate::math::{Matrix, argmax, dot, rms_norm, rotate, rotations, silu, softmax, stored_bytes};
 
 /// Positions that share one pass over the weights; bounds the memory of a long prompt.
 const POSITIONS_PER_PASS: usize = 64;
@@ -83,7 +84,8 @@ pub enum EvalError {
     NothingFed,
 }
 
-/// Which positions of a [`run`](Evaluator::run) get logits. The vocabulary is often the largest matrix.
+/// Which positions of a [`run`](Evaluator::run) get logits. The vocabulary is often the largest
+/// matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Logits {
     /// Every fed position, in order.
@@ -171,13 +173,15 @@ impl<'a> Evaluator<'a> {
         self.positions
     }
 
-    /// Keys of a layer after norm and rotation, `[positions, kv_heads * head_dim]`; empty for a layer that does not exist.
+    /// Keys of a layer after norm and rotation, `[positions, kv_heads * head_dim]`; empty for a
+    /// layer that does not exist.
     #[must_use]
     pub fn keys(&self, layer: usize) -> &[f32] {
         self.caches.get(layer).map_or(&[], |cache| &cache.keys)
     }
 
-    /// Values of a layer, `[positions, kv_heads * head_dim]`; empty for a layer that does not exist.
+    /// Values of a layer, `[positions, kv_heads * head_dim]`; empty for a layer that does not
+    /// exist.
     #[must_use]
     pub fn values(&self, layer: usize) -> &[f32] {
         self.caches.get(layer).map_or(&[], |cache| &cache.values)
@@ -188,7 +192,8 @@ impl<'a> Evaluator<'a> {
         self.truncate(0);
     }
 
-    /// Forgets all but the first `positions` positions. A continuation then needs a fed token first.
+    /// Forgets all but the first `positions` positions. A continuation then needs a fed token
+    /// first.
     pub fn truncate(&mut self, positions: usize) {
         if positions >= self.positions {
             return;
@@ -202,7 +207,8 @@ impl<'a> Evaluator<'a> {
         self.last.clear();
     }
 
-    /// Feeds tokens at the next positions and returns the logits that `logits` asks for, one row a position.
+    /// Feeds tokens at the next positions and returns the logits that `logits` asks for, one row a
+    /// position.
     ///
     /// # Errors
     /// If a token is outside the vocabulary or the KV cache is full; nothing was fed then.
@@ -231,12 +237,14 @@ impl<'a> Evaluator<'a> {
         Ok(rows)
     }
 
-    /// Continues the sequence with the most likely token, up to `n` of them. A token of `stop` is the last one returned.
+    /// Continues the sequence with the most likely token, up to `n` of them. A token of `stop` is
+    /// the last one returned.
     ///
     /// The last token returned is chosen but not fed.
     ///
     /// # Errors
-    /// If nothing was fed since the start or the last [`truncate`](Self::truncate), or the KV cache is full.
+    /// If nothing was fed since the start or the last [`truncate`](Self::truncate), or the KV cache
+    /// is full.
     pub fn greedy(&mut self, n: usize, stop: &[u32]) -> Result<Vec<u32>, EvalError> {
         if self.last.is_empty() {
             return Err(EvalError::NothingFed);
@@ -255,7 +263,8 @@ impl<'a> Evaluator<'a> {
         Ok(tokens)
     }
 
-    /// One pass over the weights for tokens that were checked; returns the inputs to `lm_head`, `[tokens, hidden]`.
+    /// One pass over the weights for tokens that were checked; returns the inputs to `lm_head`,
+    /// `[tokens, hidden]`.
     fn pass(&mut self, tokens: &[u32]) -> Vec<f32> {
         let graph = self.graph;
         let hidden = graph.hidden as usize;
@@ -463,8 +472,9 @@ impl<'a> Binder<'a> {
             });
         }
         let bytes = self.weights.bytes(tensor);
-        if bytes.len() != stored.bytes() {
-            return Err(EvalError::Bytes { tensor, want: stored.bytes(), got: bytes.len() });
+        let want = stored_bytes(stored).unwrap_or(usize::MAX);
+        if bytes.len() != want {
+            return Err(EvalError::Bytes { tensor, want, got: bytes.len() });
         }
         Ok((stored.dtype, bytes))
     }

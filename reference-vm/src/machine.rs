@@ -1,10 +1,12 @@
 //! Executes a program: workers, their queues, counters and tagged words, one step a token.
 //!
-//! A step fires every task once. A worker's next task is ready when its waits are over and all tagged words that it reads have the
-//! right tag; which ready task goes first is the [`Order`]'s choice. Counters and tags persist over steps, as on the device.
+//! A step fires every task once. A worker's next task is ready when its waits are over and all
+//! tagged words that it reads have the right tag; which ready task goes first is the [`Order`]'s
+//! choice. Counters and tags persist over steps, as on the device.
 //!
-//! What a program does wrong is a [`Trap`], which says where: words read before they are written, a load stream that is not what the
-//! tasks consume, a step that ends early. What it merely computes wrong is for [`compare`](crate::compare) to find.
+//! What a program does wrong is a [`Trap`], which says where: words read before they are written, a
+//! load stream that is not what the tasks consume, a step that ends early. What it merely computes
+//! wrong is for [`compare`](crate::compare) to find.
 
 use ir::program::{Program, Verified};
 use ir::{CounterId, Graph, SlotId, Weights, WorkerId};
@@ -52,7 +54,8 @@ impl Run {
 pub struct Outputs {
     /// Logits after each token that was fed.
     pub logits: Vec<Vec<f32>>,
-    /// Of `run`: the token that the program chose after each token that was fed. Of `greedy`: the continuation.
+    /// Of `run`: the token that the program chose after each token that was fed. Of `greedy`: the
+    /// continuation.
     pub tokens: Vec<u32>,
 }
 
@@ -133,7 +136,8 @@ enum Stop {
 struct Progress {
     task: usize,
     cursor: Cursor,
-    /// Inputs of the next task and the first word of them not known to have arrived: span, and word within.
+    /// Inputs of the next task and the first word of them not known to have arrived: span, and word
+    /// within.
     inputs: Option<Vec<Span>>,
     scan: (usize, u32),
     ready: bool,
@@ -196,13 +200,15 @@ impl<'a> Machine<'a> {
         self.positions
     }
 
-    /// Keys of a layer after norm and rotation, `[positions, kv_heads * head_dim]`; empty for a layer that does not exist.
+    /// Keys of a layer after norm and rotation, `[positions, kv_heads * head_dim]`; empty for a
+    /// layer that does not exist.
     #[must_use]
     pub fn keys(&self, layer: usize) -> &[f32] {
         self.memory.layer(layer).map_or(&[], |cache| &cache.keys)
     }
 
-    /// Values of a layer, `[positions, kv_heads * head_dim]`; empty for a layer that does not exist.
+    /// Values of a layer, `[positions, kv_heads * head_dim]`; empty for a layer that does not
+    /// exist.
     #[must_use]
     pub fn values(&self, layer: usize) -> &[f32] {
         self.memory.layer(layer).map_or(&[], |cache| &cache.values)
@@ -220,7 +226,8 @@ impl<'a> Machine<'a> {
         (self.fired, self.epoch, self.positions, self.chosen, self.halted) = (0, 0, 0, None, false);
     }
 
-    /// Forgets all but the first `positions` positions. A continuation then needs a fed token first.
+    /// Forgets all but the first `positions` positions. A continuation then needs a fed token
+    /// first.
     pub fn truncate(&mut self, positions: usize) {
         if positions < self.positions {
             self.memory.truncate(positions);
@@ -231,7 +238,8 @@ impl<'a> Machine<'a> {
     /// Feeds tokens at the next positions, one step each.
     ///
     /// # Errors
-    /// If a token is outside the vocabulary, the KV cache is full, or the last run did not finish; nothing was fed then.
+    /// If a token is outside the vocabulary, the KV cache is full, or the last run did not finish;
+    /// nothing was fed then.
     pub fn run(&mut self, tokens: &[u32], order: Order) -> Result<Run, MachineError> {
         let vocab = self.program.dims.vocab;
         if self.halted {
@@ -266,12 +274,14 @@ impl<'a> Machine<'a> {
         Ok(Run::Finished(outputs))
     }
 
-    /// Continues the sequence with the tokens that the program chooses, up to `n`. A token of `stop` is the last one returned.
+    /// Continues the sequence with the tokens that the program chooses, up to `n`. A token of
+    /// `stop` is the last one returned.
     ///
     /// The last token returned is chosen but not fed.
     ///
     /// # Errors
-    /// As [`run`](Self::run), or if nothing was fed since the start or the last [`truncate`](Self::truncate).
+    /// As [`run`](Self::run), or if nothing was fed since the start or the last
+    /// [`truncate`](Self::truncate).
     pub fn greedy(&mut self, n: usize, stop: &[u32], order: Order) -> Result<Run, MachineError> {
         let mut token = self.chosen.ok_or(MachineError::NothingFed)?;
         let mut outputs = Outputs::default();

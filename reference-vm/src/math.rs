@@ -1,17 +1,20 @@
-//! Dot products whose bits do not depend on the CPU or on the number of threads, and the few scalar functions around them.
+//! Dot products whose bits do not depend on the CPU or on the number of threads, and the few scalar
+//! functions around them.
 //!
-//! A dot product is 32 independent `f32` running sums, element `i` going to sum `i % 32`, added up by a fixed tree in
-//! `f64`. No fused multiply-add is used, so a compiler may vectorise the sums with any width and gets the same bits. Each output element is
-//! one such dot product, computed by one thread: how rows are spread over threads, and how many positions share a
-//! pass over the weights, cannot change a result.
+//! A dot product is 32 independent `f32` running sums, element `i` going to sum `i % 32`, added up
+//! by a fixed tree in `f64`. No fused multiply-add is used, so a compiler may vectorise the sums
+//! with any width and gets the same bits. Each output element is one such dot product, computed by
+//! one thread: how rows are spread over threads, and how many positions share a pass over the
+//! weights, cannot change a result.
 
-use ir::DType;
+use ir::{DType, Tensor};
 use rayon::prelude::*;
 
 /// Running sums of a dot product.
 const LANES: usize = 32;
 
-/// Multiply-adds that one parallel task should hold, so that small matrices do not drown in scheduling.
+/// Multiply-adds that one parallel task should hold, so that small matrices do not drown in
+/// scheduling.
 pub(crate) const TASK_MACS: usize = 1 << 16;
 
 /// How an element of a row is stored.
@@ -41,10 +44,12 @@ impl Element for StoredF32 {
 impl Element for StoredF16 {
     type Raw = [u8; 2];
 
-    /// Branch-free, so that it vectorises; `half` decides at run time, per element, which instruction to use.
+    /// Branch-free, so that it vectorises; `half` decides at run time, per element, which
+    /// instruction to use.
     #[inline(always)]
     fn value(raw: [u8; 2]) -> f32 {
-        // Sign, exponent and mantissa at their places in an f32, but the exponent still has bias 15 instead of 127.
+        // Sign, exponent and mantissa at their places in an f32, but the exponent still has bias 15
+        // instead of 127.
         let misbiased = (i32::from(i16::from_le_bytes(raw)) << 16 >> 3) as u32 & 0x8fff_e000;
         // Exact, for subnormals too.
         let value = f32::from_bits(misbiased) * f32::from_bits((127 + 112) << 23);
@@ -90,7 +95,8 @@ fn lane_dot<E: Element>(row: &[E::Raw], x: &[f32]) -> f32 {
     tree(&sums)
 }
 
-/// Adds the running sums: halves onto halves, so lane `i` meets lane `i + 16`, then `i + 8`, and so on.
+/// Adds the running sums: halves onto halves, so lane `i` meets lane `i + 16`, then `i + 8`, and so
+/// on.
 fn tree(sums: &[f32; LANES]) -> f32 {
     let mut sums = sums.map(f64::from);
     let mut half = LANES / 2;
@@ -106,6 +112,14 @@ fn tree(sums: &[f32; LANES]) -> f32 {
 /// Dot product of two decoded vectors of one length.
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     lane_dot::<Decoded>(a, b)
+}
+
+/// Bytes of a stored tensor, unless they overflow.
+pub(crate) fn stored_bytes(tensor: &Tensor) -> Option<usize> {
+    tensor
+        .shape
+        .iter()
+        .try_fold(tensor.dtype.bytes(), |bytes, &len| bytes.checked_mul(len as usize))
 }
 
 /// A stored matrix: row-major, little-endian, any alignment.
@@ -180,7 +194,8 @@ impl<'a> Matrix<'a> {
             });
             return by_row;
         }
-        // A row is decoded once and stays in the first-level cache while every position is multiplied with it.
+        // A row is decoded once and stays in the first-level cache while every position is
+        // multiplied with it.
         tasks.for_each_init(
             || vec![0f32; cols],
             |decoded, (out, raw)| {
@@ -259,7 +274,8 @@ pub(crate) fn silu(x: f32) -> f32 {
 
 /// Cosine and sine of each rotary angle at a position.
 ///
-/// The angle is the `f32` product, as every implementation has it; at large positions a wider product is a different rotation.
+/// The angle is the `f32` product, as every implementation has it; at large positions a wider
+/// product is a different rotation.
 pub(crate) fn rotations(position: u32, inv_freq: &[f32]) -> Vec<(f32, f32)> {
     let rotation = |&frequency: &f32| {
         let angle = f64::from(position as f32 * frequency);

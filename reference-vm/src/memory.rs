@@ -1,7 +1,9 @@
-//! What tasks read and write: the arena, constants, the key/value caches, the logits and the counters.
+//! What tasks read and write: the arena, constants, the key/value caches, the logits and the
+//! counters.
 //!
-//! The arena is one array of words at the offsets that the program chose, so slots that share bytes share them here too. Plain
-//! words and logits are poisoned before every step: reading what no task of this step has written is a fault, not a stale number.
+//! The arena is one array of words at the offsets that the program chose, so slots that share bytes
+//! share them here too. Plain words and logits are poisoned before every step: reading what no task
+//! of this step has written is a fault, not a stale number.
 
 use abi::SlotKind;
 use ir::program::{Access, Dims, Program, Slot, SlotSource};
@@ -152,7 +154,8 @@ impl<'a> Memory<'a> {
         Ok((slot, place))
     }
 
-    /// The first word of `span`, from its word `from` on, whose tag is not there yet, with the tag that it has.
+    /// The first word of `span`, from its word `from` on, whose tag is not there yet, with the tag
+    /// that it has.
     pub(crate) fn missing_tag(
         &self,
         span: Span,

@@ -1,7 +1,7 @@
 //! What each op reads, computes and writes. One op a file, named as in the opcode table.
 //!
-//! An op is a function of memory, the step and its parameters; it returns its [`Effects`] and changes nothing. `inputs` lists the
-//! activations that must have arrived before it may run.
+//! An op is a function of memory, the step and its parameters; it returns its [`Effects`] and
+//! changes nothing. `inputs` lists the activations that must have arrived before it may run.
 
 mod attention;
 mod attention_merge;

@@ -1,16 +1,18 @@
-//! Which of several ready tasks goes first. A verified program gives the same bits in every order; these are the ones worth trying.
+//! Which of several ready tasks goes first. A verified program gives the same bits in every order;
+//! these are the ones worth trying.
 
 /// The order in which ready tasks are fired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Order {
-    /// All ready tasks at once: each reads before any of them writes. The only order that uses several threads well.
+    /// All ready tasks at once: each reads before any of them writes. The only order that uses
+    /// several threads well.
     Waves,
     /// One task at a time, of the first worker that is ready.
     Queue,
     /// One task at a time, of the last worker that is ready.
     Reverse,
-    /// One task at a time, of the worker that the seed favours. Favours last for some tasks and then change, so that some workers run far ahead
-    /// and others starve.
+    /// One task at a time, of the worker that the seed favours. Favours last for some tasks and
+    /// then change, so that some workers run far ahead and others starve.
     Seeded(u64),
 }
 
@@ -36,7 +38,8 @@ impl Picker {
         picker
     }
 
-    /// Moves the workers to fire from `ready`, which is sorted and not empty, to the end of the list and returns their number.
+    /// Moves the workers to fire from `ready`, which is sorted and not empty, to the end of the
+    /// list and returns their number.
     pub(crate) fn pick(&mut self, ready: &mut [usize]) -> usize {
         let chosen = match self.order {
             Order::Waves => return ready.len(),

@@ -1,6 +1,7 @@
 //! Packed matrices and vectors of a program, read from the stored tensors that their maps name.
 //!
-//! The machine never packs: it asks the map where a row comes from. So a packing that mixes rows up cannot be repeated here.
+//! The machine never packs: it asks the map where a row comes from. So a packing that mixes rows up
+//! cannot be repeated here.
 
 use ir::program::{Load, RowMap};
 use ir::{DType, Graph, MatrixId, TensorId, Weights};
@@ -132,7 +133,7 @@ fn stored<'g, 'a>(
     let misfit = MachineError::Tensor { tensor };
     let meta = graph.tensors.get(tensor.index()).ok_or(misfit)?;
     let bytes = weights.bytes(tensor);
-    if bytes.len() != meta.bytes() {
+    if Some(bytes.len()) != math::stored_bytes(meta) {
         return Err(misfit);
     }
     Ok(Stored { dtype: meta.dtype, shape: &meta.shape, bytes })

@@ -1,4 +1,5 @@
-//! Whose fault it is: a [`Trap`] is a result of the program, a [`MachineError`] is a fault of what surrounds it.
+//! Whose fault it is: a [`Trap`] is a result of the program, a [`MachineError`] is a fault of what
+//! surrounds it.
 
 use abi::{Opcode, SlotKind};
 use ir::{CounterId, MatrixId, SlotId, TensorId, WorkerId};
@@ -183,13 +184,15 @@ pub enum MachineError {
         /// Bytes allowed.
         max: u64,
     },
-    /// A slot lies outside the arena, is not aligned, or its source does not fit its kind and words.
+    /// A slot lies outside the arena, is not aligned, or its source does not fit its kind and
+    /// words.
     #[error("slot {slot} cannot be placed")]
     Slot {
         /// The slot.
         slot: SlotId,
     },
-    /// A packed matrix or vector refers to a tensor that does not exist or has another shape or element type.
+    /// A packed matrix or vector refers to a tensor that does not exist or has another shape or
+    /// element type.
     #[error("tensor {tensor} does not fit where the program uses it")]
     Tensor {
         /// The tensor.

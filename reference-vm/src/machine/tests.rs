@@ -310,7 +310,8 @@ fn caches_are_appended_once() {
     assert!(matches!(trap.fault, Fault::KeyTwice { position: 0, .. }), "{trap}");
 }
 
-/// Every parameter of every op, set to what it cannot be: a trap, a disagreement or an error, never a panic.
+/// Every parameter of every op, set to what it cannot be: a trap, a disagreement or an error, never
+/// a panic.
 #[test]
 fn absurd_parameters_never_panic() {
     let model = &models()[0];
@@ -336,7 +337,8 @@ fn absurd_parameters_never_panic() {
             }
         }
     }
-    // Parameters of another prologue, windows and splits that a short sequence does not reach, a tiny epsilon.
+    // Parameters of another prologue, windows and splits that a short sequence does not reach, a
+    // tiny epsilon.
     assert!(accepted < 40, "{accepted} edits change nothing");
 }
 

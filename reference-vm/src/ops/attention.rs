@@ -1,4 +1,5 @@
-//! Attention of one key/value head's query group over one split of the keys. The split that has the newest key appends it.
+//! Attention of one key/value head's query group over one split of the keys. The split that has the
+//! newest key appends it.
 
 use abi::AttentionParams;
 use ir::program::{Dims, split_range};
@@ -108,7 +109,8 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
     Ok(Effects { writes, append, ..Effects::default() })
 }
 
-/// Appends one query's greatest score, sum of exponentials and weighted mean of the values to `out`.
+/// Appends one query's greatest score, sum of exponentials and weighted mean of the values to
+/// `out`.
 fn partial(query: &[f32], keys: &[(&[f32], &[f32])], scale: f32, out: &mut Vec<f32>) {
     let mut weights: Vec<f64> =
         keys.iter().map(|(key, _)| f64::from(dot(query, key) * scale)).collect();

@@ -1,4 +1,5 @@
-//! Programs by hand: the simplest way to run a graph on a few workers, with every kind of edge and fusion.
+//! Programs by hand: the simplest way to run a graph on a few workers, with every kind of edge and
+//! fusion.
 
 use abi::{
     AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, Opcode, Prologue,
@@ -297,7 +298,8 @@ impl Builder<'_> {
         self.phase(tasks, true);
     }
 
-    /// Deals tasks to workers in turn. Each waits for all of the last phase; `may_tag` says that readers may poll the data instead.
+    /// Deals tasks to workers in turn. Each waits for all of the last phase; `may_tag` says that
+    /// readers may poll the data instead.
     fn phase(&mut self, mut tasks: Vec<Task>, may_tag: bool) {
         let counted = !(self.plan.tagged && may_tag) && tasks[0].opcode != Opcode::Sample;
         let signal = counted.then(|| {

@@ -4,14 +4,12 @@ use std::io::Read;
 use std::path::Path;
 
 use ir::schedule::{KernelConfig, ScheduleConfig};
-use ir::{DType, Graph, Rule, Target, Violations};
+use ir::{Graph, Rule, Target, Violations};
 use model::Model;
-use search::Device;
-use vm_device::Variant;
 
 use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs};
-use crate::device::{live_target, open_device};
-use crate::failure::Failure;
+use crate::device::{Gpu, live_target, open_device};
+use crate::failure::{Exit, Failure};
 
 /// The target when there is no live device and none is named.
 const DEFAULT_TARGET: &str = "h200";
@@ -68,7 +66,7 @@ impl Context {
     }
 
     /// The GPU, if it is wanted and there is one.
-    pub(crate) fn open(&self) -> Result<Option<Box<dyn Device + '_>>, Failure> {
+    pub(crate) fn open(&self) -> Result<Option<Gpu<'_>>, Failure> {
         let wanted = match self.device {
             DeviceChoice::Cpu => return Ok(None),
             DeviceChoice::Eval => {
@@ -80,14 +78,15 @@ impl Context {
         };
         match open_device(self) {
             Ok(device) => Ok(Some(device)),
-            Err(failure) if wanted => Err(failure),
+            Err(failure) if wanted || failure.exit != Exit::Missing => Err(failure),
             Err(_) => Ok(None),
         }
     }
 
     /// The kernel build of a kernel config: a hash of source, options and architecture.
     pub(crate) fn kernel_id(&self, kernel: &KernelConfig) -> String {
-        vm_host::kernel_id(&variant(kernel, self.graph().dtype), &self.target.arch)
+        let variant = vm_host::variant(kernel, self.graph().dtype);
+        vm_host::kernel_id(&variant, &self.target.arch)
     }
 
     /// The neutral schedule.
@@ -118,22 +117,6 @@ impl Context {
             let from = path.map(shown).unwrap_or_default();
             Failure::refused(format!("{from}: {violations}"))
         })
-    }
-}
-
-/// What the kernel of a kernel config is compiled for.
-pub(crate) fn variant(kernel: &KernelConfig, dtype: DType) -> Variant {
-    Variant {
-        dtype: match dtype {
-            DType::F32 => 0,
-            DType::F16 => 1,
-            DType::Bf16 => 2,
-        },
-        mma: kernel.consumer == ir::schedule::Consumer::Mma,
-        warps: kernel.warps,
-        unroll: kernel.unroll,
-        poll_sleep_ns: kernel.poll_sleep_ns,
-        evict_first: kernel.evict == ir::schedule::Evict::First,
     }
 }
 

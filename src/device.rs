@@ -1,22 +1,350 @@
 //! The GPU behind `search::Device`: the only place where the command line meets the driver.
 
+use std::collections::BTreeMap;
+use std::time::Duration;
+
 use ir::Target;
-use search::Device;
+use ir::program::{Program, Verified};
+use ir::schedule::KernelConfig;
+use search::{Contender, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side};
+use vm_device::Variant;
+use vm_host::{BootOptions, HostError, Idle, Loaded, Resident};
 
 use crate::context::Context;
 use crate::failure::Failure;
 
+/// Rows of logits set aside on the device: longer runs are read in pieces.
+const LOGITS_ROWS: u32 = 160;
+/// How long a worker may wait inside a step.
+const DEADLINE: Duration = Duration::from_secs(2);
+/// Sweeps of the bandwidth measurement.
+const BANDWIDTH_RUNS: usize = 9;
+/// Untimed positions after a switch of program, before a timed block: the ring of the new program has to fill.
+const SETTLE: usize = 4;
+
 /// Opens the GPU for a model. The error says what is missing (exit code 3).
-pub(crate) fn open_device(_context: &Context) -> Result<Box<dyn Device + '_>, Failure> {
-    Err(Failure::missing(
-        "capability missing: no CUDA device can be driven here (libcuda.so and NVRTC are needed); \
-         use --device cpu for predictions, or see `amk doctor`",
-    ))
+pub(crate) fn open_device(context: &Context) -> Result<Gpu<'_>, Failure> {
+    let missing = |error: HostError| Failure::missing(format!("capability missing: {error}"));
+    let info = vm_host::device_info().map_err(missing)?;
+    vm_host::nvrtc_version().map_err(missing)?;
+    if info.sms != context.target.sms {
+        return Err(Failure::missing(format!(
+            "capability missing: the target {} has {} multiprocessors, {} has {}; leave --target out to schedule for the GPU that is here",
+            context.target.name, context.target.sms, info.name, info.sms
+        )));
+    }
+    let bandwidth = vm_host::measure_bandwidth(BANDWIDTH_RUNS).map_err(missing)?;
+    Ok(Gpu {
+        context,
+        info,
+        bandwidth,
+        machine: Machine::Absent,
+        programs: BTreeMap::new(),
+        next: 0,
+    })
 }
 
-/// The live GPU as a target, if there is one.
+/// The live GPU as a target, if there is one that the kernel runs on.
 pub(crate) fn live_target() -> Option<Target> {
-    None
+    let info = vm_host::device_info().ok()?;
+    if info.capability.0 != 9 {
+        return None;
+    }
+    let name = if info.name.contains("H200") { "h200" } else { "h100" };
+    let target = Target::by_name(name).ok()?;
+    Some(Target {
+        sms: info.sms,
+        smem_optin_bytes: info.shared_bytes,
+        l2_bytes: info.l2_bytes.into(),
+        ..target
+    })
+}
+
+/// Where the machine is in its life. `Absent` before the first program, and again if the kernel could not be ended.
+enum Machine {
+    Absent,
+    Idle(Box<Idle>),
+    Running(Box<Resident>),
+}
+
+/// A program that was prepared.
+struct Prepared {
+    program: Verified<Program>,
+    program_id: String,
+    variant: Variant,
+    loaded: Option<Loaded>,
+}
+
+/// A GPU that holds one model.
+pub(crate) struct Gpu<'a> {
+    context: &'a Context,
+    info: vm_host::DeviceInfo,
+    bandwidth: f64,
+    machine: Machine,
+    programs: BTreeMap<u64, Prepared>,
+    next: u64,
+}
+
+impl Gpu<'_> {
+    /// Makes a prepared program current, launching or switching as needed. `fresh` loads it anew: its scratch memory is poisoned.
+    fn activate(&mut self, handle: Handle, fresh: bool) -> Result<&mut Resident, DeviceError> {
+        let Some(prepared) = self.programs.get_mut(&handle.0) else {
+            return Err(DeviceError::Fault { reason: "the program was released".into() });
+        };
+        if !matches!(&self.machine, Machine::Running(running) if running.variant() == prepared.variant)
+        {
+            let idle = match std::mem::replace(&mut self.machine, Machine::Absent) {
+                Machine::Absent => boot(self.context, &prepared.program, &prepared.variant)?,
+                Machine::Idle(idle) => *idle,
+                Machine::Running(running) => running.stop().map_err(lost)?,
+            };
+            match idle.launch(prepared.variant, &prepared.program) {
+                Ok(running) => {
+                    prepared.loaded = Some(running.current());
+                    self.machine = Machine::Running(Box::new(running));
+                }
+                Err(refused) => {
+                    let (idle, error) = *refused;
+                    self.machine = Machine::Idle(Box::new(idle));
+                    return Err(device_error(error));
+                }
+            }
+        }
+        let Machine::Running(running) = &mut self.machine else {
+            return Err(DeviceError::Unavailable { reason: "the kernel is not running".into() });
+        };
+        let loaded = match prepared.loaded.filter(|&loaded| !fresh && running.holds(loaded)) {
+            Some(loaded) => loaded,
+            None => running.load(&prepared.program).map_err(device_error)?,
+        };
+        prepared.loaded = Some(loaded);
+        running.switch(loaded).map_err(device_error)?;
+        Ok(running)
+    }
+
+    /// After a fault: ends the kernel, so that the next program starts on a new launch.
+    fn recover<T>(&mut self, result: Result<T, DeviceError>) -> Result<T, DeviceError> {
+        if matches!(
+            result,
+            Err(DeviceError::Trapped { .. }
+                | DeviceError::TimedOut { .. }
+                | DeviceError::Fault { .. })
+        ) && let Machine::Running(running) =
+            std::mem::replace(&mut self.machine, Machine::Absent)
+        {
+            self.machine = Machine::Idle(Box::new(running.stop().map_err(lost)?));
+        }
+        result
+    }
+
+    /// Runs a prompt and generates on the device, the chosen token fed back there. With `keep`, the logits of every position.
+    pub(crate) fn generate(
+        &mut self,
+        handle: Handle,
+        prompt: &[u32],
+        generate: u32,
+        stop: &[u32],
+        keep: bool,
+    ) -> Result<(Vec<u32>, Vec<Vec<f32>>), DeviceError> {
+        let running = self.activate(handle, true)?;
+        let mut logits = Vec::new();
+        let mut position = 0;
+        // The prompt but its last token, in pieces whose logits can be kept.
+        let (head, last) = prompt.split_at(prompt.len().saturating_sub(1));
+        for piece in head.chunks(running.logits_rows() as usize) {
+            let done = running.decode(0, position, piece, 1, &[], keep).map_err(device_error)?;
+            if keep {
+                logits.extend(running.logits(done.steps).map_err(device_error)?);
+            }
+            position += done.steps;
+        }
+        let mut tokens = Vec::new();
+        let mut next = last.to_vec();
+        while (tokens.len() as u32) < generate {
+            let rows = running.logits_rows();
+            let count = (generate - tokens.len() as u32).min(rows);
+            let done =
+                running.decode(0, position, &next, count, stop, keep).map_err(device_error)?;
+            if keep {
+                logits.extend(running.logits(done.steps).map_err(device_error)?);
+            }
+            position += done.steps;
+            tokens.extend(&done.tokens);
+            next = tokens.last().copied().into_iter().collect();
+            if done.stopped {
+                break;
+            }
+        }
+        Ok((tokens, logits))
+    }
+
+    fn run_tokens(&mut self, handle: Handle, tokens: &[u32]) -> Result<Vec<Vec<f32>>, DeviceError> {
+        let running = self.activate(handle, true)?;
+        running.poison().map_err(device_error)?;
+        let mut logits = Vec::with_capacity(tokens.len());
+        let mut position = 0;
+        for piece in tokens.chunks(running.logits_rows() as usize) {
+            let done = running.decode(0, position, piece, 1, &[], true).map_err(device_error)?;
+            logits.extend(running.logits(done.steps).map_err(device_error)?);
+            position += done.steps;
+        }
+        Ok(logits)
+    }
+
+    /// One timed block: microseconds a token by this process's clock, ring round trip included.
+    fn block(
+        &mut self,
+        handle: Handle,
+        plan: &Plan<'_>,
+        switched: bool,
+    ) -> Result<f64, DeviceError> {
+        let first = plan.first;
+        let running = self.activate(handle, false)?;
+        let timed = &plan.tokens[first..];
+        if switched {
+            let settle = &timed[..timed.len().min(SETTLE)];
+            running.decode(0, first as u32, settle, 1, &[], false).map_err(device_error)?;
+        }
+        let done = running.decode(0, first as u32, timed, 1, &[], false).map_err(device_error)?;
+        Ok(done.host_us / f64::from(done.steps.max(1)))
+    }
+
+    fn time_pair(
+        &mut self,
+        contenders: [Contender<'_>; 2],
+        plan: &Plan<'_>,
+    ) -> Result<Samples, DeviceError> {
+        let [incumbent, candidate] = contenders.map(|c| c.handle());
+        let handle = |side: Side| if side == Side::Incumbent { incumbent } else { candidate };
+        let mut samples = Samples::default();
+        for side in [Side::Incumbent, Side::Candidate] {
+            let running = self.activate(handle(side), false)?;
+            running.decode(0, 0, plan.tokens, 1, &[], false).map_err(device_error)?;
+            for _ in 0..plan.warmup {
+                self.block(handle(side), plan, false)?;
+            }
+        }
+        let mut current = candidate;
+        for _ in 0..plan.rounds {
+            let mut round = [0.0; 4];
+            for (slot, side) in round.iter_mut().zip(ROUND) {
+                let next = handle(side);
+                *slot = self.block(next, plan, next != current)?;
+                let last = usize::from(side == Side::Candidate);
+                if samples.rounds.len() + 1 == plan.rounds {
+                    let Machine::Running(running) = &mut self.machine else { continue };
+                    let rows = running.logits(1).map_err(device_error)?;
+                    samples.last_logits[last] = rows.into_iter().next().unwrap_or_default();
+                }
+                current = next;
+            }
+            samples.rounds.push(round);
+        }
+        Ok(samples)
+    }
+}
+
+fn boot(
+    context: &Context,
+    program: &Verified<Program>,
+    variant: &Variant,
+) -> Result<Idle, DeviceError> {
+    let options =
+        BootOptions { logits_rows: LOGITS_ROWS, deadline: DEADLINE, ..BootOptions::default() };
+    Idle::boot(context.graph(), &*context.model.weights, program, variant, options)
+        .map_err(device_error)
+}
+
+/// The kernel did not leave: only a new process gets the device back.
+fn lost(error: HostError) -> DeviceError {
+    DeviceError::Unavailable {
+        reason: format!("the kernel did not leave ({error}); run the command again"),
+    }
+}
+
+fn device_error(error: HostError) -> DeviceError {
+    match error {
+        HostError::Trapped(status) => DeviceError::Trapped {
+            trap: abi::Trap::new(status.trap).map_or("unknown", abi::Trap::name).to_owned(),
+            worker: status.worker,
+            task: status.task,
+            counter: status.object,
+            have: status.have,
+            need: status.need,
+        },
+        HostError::TimedOut { waited, alive } => DeviceError::TimedOut {
+            after_ms: u64::try_from(waited.as_millis()).unwrap_or(u64::MAX),
+            status: format!("poller {}", if alive { "alive" } else { "silent" }),
+        },
+        HostError::Compile { log } => DeviceError::Compile { log },
+        HostError::OutOfMemory { needed, free } => DeviceError::OutOfMemory { needed, free },
+        HostError::NoDriver
+        | HostError::NoDevice
+        | HostError::NoNvrtc { .. }
+        | HostError::Architecture { .. }
+        | HostError::AbiMismatch { .. }
+        | HostError::NotCoResident { .. }
+        | HostError::Weights { .. } => DeviceError::Unavailable { reason: error.to_string() },
+        HostError::Driver { .. } | HostError::Request(_) => {
+            DeviceError::Fault { reason: error.to_string() }
+        }
+    }
+}
+
+impl Device for Gpu<'_> {
+    fn describe(&self) -> DeviceInfo {
+        DeviceInfo {
+            name: self.info.name.clone(),
+            bandwidth: Some(self.bandwidth),
+            cache_bytes: u64::from(self.info.l2_bytes),
+            conditions: vec![
+                format!("uuid {}", self.info.uuid),
+                format!("driver CUDA {}.{}", self.info.driver / 1000, self.info.driver % 1000 / 10),
+                format!("{} multiprocessors", self.info.sms),
+            ],
+        }
+    }
+
+    fn prepare(
+        &mut self,
+        program: &Verified<Program>,
+        kernel: &KernelConfig,
+    ) -> Result<Handle, DeviceError> {
+        let variant = vm_host::variant(kernel, self.context.graph().dtype);
+        let program_id = program.id();
+        let known =
+            self.programs.iter().find(|(_, p)| p.program_id == program_id && p.variant == variant);
+        if let Some((&handle, _)) = known {
+            return Ok(Handle(handle));
+        }
+        vm_host::compile(&variant, &self.context.target.arch, vm_host::default_cache().as_deref())
+            .map_err(device_error)?;
+        let handle = self.next;
+        self.next += 1;
+        self.programs.insert(
+            handle,
+            Prepared { program: program.clone(), program_id, variant, loaded: None },
+        );
+        Ok(Handle(handle))
+    }
+
+    fn run(&mut self, program: Handle, tokens: &[u32]) -> Result<Vec<Vec<f32>>, DeviceError> {
+        let result = self.run_tokens(program, tokens);
+        self.recover(result)
+    }
+
+    fn time(
+        &mut self,
+        contenders: [Contender<'_>; 2],
+        plan: &Plan<'_>,
+    ) -> Result<Samples, DeviceError> {
+        let result = self.time_pair(contenders, plan);
+        self.recover(result)
+    }
+
+    fn release(&mut self, program: Handle) {
+        self.programs.remove(&program.0);
+    }
 }
 
 /// One thing that driving a GPU needs.
@@ -27,14 +355,20 @@ pub(crate) struct Check {
     pub(crate) remedy: Option<String>,
 }
 
-/// What driving a GPU needs, and whether it is here.
+/// What driving a GPU needs, and whether it is here. Where all of it is, the bandwidth is measured too.
 pub(crate) fn checks() -> Vec<Check> {
+    let info = vm_host::device_info();
     let nvrtc = vm_host::nvrtc_version();
-    vec![
+    let driver = !matches!(info, Err(HostError::NoDriver));
+    let hopper = info.as_ref().is_ok_and(|info| info.capability.0 == 9);
+    let mut checks = vec![
         Check {
             name: "driver",
-            ok: false,
-            found: "not looked for by this version".into(),
+            ok: driver,
+            found: match &info {
+                Ok(info) => format!("CUDA {}.{}", info.driver / 1000, info.driver % 1000 / 10),
+                Err(error) => error.to_string(),
+            },
             remedy: Some("install the NVIDIA driver; in a container, run with --gpus all".into()),
         },
         Check {
@@ -44,13 +378,44 @@ pub(crate) fn checks() -> Vec<Check> {
                 Ok((major, minor)) => format!("{major}.{minor}"),
                 Err(error) => error.to_string(),
             },
-            remedy: Some("install the CUDA toolkit, or: pip install nvidia-cuda-nvrtc".into()),
+            remedy: Some("install the CUDA toolkit, or: pip install nvidia-cuda-nvrtc, and point AMK_NVRTC at its lib folder".into()),
         },
         Check {
             name: "gpu",
-            ok: false,
-            found: "none".into(),
-            remedy: Some("run where an NVIDIA GPU is visible (nvidia-smi lists it)".into()),
+            ok: hopper,
+            found: match &info {
+                Ok(info) => format!(
+                    "{}, {} multiprocessors, {:.1} of {:.1} GiB free, compute capability {}.{}",
+                    info.name,
+                    info.sms,
+                    gib(info.free_bytes),
+                    gib(info.memory_bytes),
+                    info.capability.0,
+                    info.capability.1
+                ),
+                Err(_) => "none".into(),
+            },
+            remedy: Some("the megakernel needs compute capability 9.0 (H100, H200)".into()),
         },
-    ]
+    ];
+    if hopper && nvrtc.is_ok() {
+        let bandwidth = vm_host::measure_bandwidth(BANDWIDTH_RUNS);
+        checks.push(Check {
+            name: "bandwidth",
+            ok: bandwidth.is_ok(),
+            found: match &bandwidth {
+                Ok(rate) => format!(
+                    "{:.3} TB/s read by bulk copies (median of {BANDWIDTH_RUNS})",
+                    rate / 1e12
+                ),
+                Err(error) => error.to_string(),
+            },
+            remedy: None,
+        });
+    }
+    checks
+}
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / (1_u64 << 30) as f64
 }

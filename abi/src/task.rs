@@ -140,8 +140,10 @@ wire_struct! {
         pub logits_rows: u32,
         /// Vocabulary, for token checks.
         pub vocab: u32,
+        /// Steps run since it was loaded; the poller keeps it, so that a program can be left and come back to.
+        pub epoch: u32,
         /// Zero.
-        pub reserved: [u32; 2],
+        pub reserved: u32,
     }
 }
 

@@ -1,12 +1,15 @@
 //! `amk bench`: microseconds a token, beside what else runs here.
 
-use search::{Expected, Gate, LatencyKind, Timing};
+use search::{Device, Expected, Gate, LatencyKind, Timing};
 use serde_json::json;
 
 use crate::cli::BenchArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::{peers, report};
+
+/// Tokens that one block times.
+const TIMED_TOKENS: u32 = 32;
 
 pub(crate) fn run(args: &BenchArgs) -> Outcome {
     let context = Context::new(&args.model)?;
@@ -20,15 +23,18 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     let mut device = context.open()?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let (graph, weights) = (context.graph(), &*context.model.weights);
-    let expected = Expected::new(graph, weights, context.kv_capacity, args.seed, device.is_some())
+    let positions = (args.context + TIMED_TOKENS).min(context.kv_capacity) as usize;
+    let on_device = device.is_some().then_some(positions);
+    let expected = Expected::new(graph, weights, context.kv_capacity, args.seed, on_device)
         .map_err(|e| Failure::usage(format!("{} cannot be evaluated: {e}", graph.name)))?;
     let mut gate =
         Gate::new(graph, weights, &context.target, context.lower_options(), &kernel_id, expected)
-            .with_context(args.context);
-    let bandwidth = device.as_deref().and_then(|device| device.describe().bandwidth);
+            .with_context(args.context)
+            .with_timed_from(args.context as usize);
+    let bandwidth = device.as_ref().and_then(|device| device.describe().bandwidth);
     let (verdict, outcome) = search::assess::evaluate(
         &mut gate,
-        device.as_deref_mut(),
+        device.as_mut().map(|gpu| gpu as &mut dyn Device),
         &config,
         Timing { rounds: 24, warmup: 4 },
         args.seed,

@@ -1,7 +1,7 @@
 //! `amk evaluate`: one structured verdict on one schedule.
 
 use ir::Violations;
-use search::{Dropped, Expected, Gate, Timing, Verdict};
+use search::{Device, Dropped, Expected, Gate, Timing, Verdict};
 
 use crate::cli::EvaluateArgs;
 use crate::context::Context;
@@ -18,7 +18,7 @@ pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
     let config = match config {
         Ok(config) => config,
         Err(violations) => {
-            let name = device.as_deref().map_or_else(|| "cpu".to_owned(), |d| d.describe().name);
+            let name = device.as_ref().map_or_else(|| "cpu".to_owned(), |d| d.describe().name);
             let mut verdict = Verdict::new(&context.graph().name, &context.target.name, &name);
             search::assess::refuse(&mut verdict, &Dropped::Rejected(violations.clone()));
             say_violations(&violations);
@@ -30,7 +30,7 @@ pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
     let mut gate = gate(&context, args.seed, device.is_some(), &kernel_id)?;
     let (verdict, outcome) = search::assess::evaluate(
         &mut gate,
-        device.as_deref_mut(),
+        device.as_mut().map(|gpu| gpu as &mut dyn Device),
         &config,
         Timing::default(),
         args.seed,
@@ -51,7 +51,8 @@ pub(crate) fn gate<'a>(
     kernel_id: search::KernelId<'a>,
 ) -> Result<Gate<'a>, Failure> {
     let (graph, weights) = (context.graph(), &*context.model.weights);
-    let expected = Expected::new(graph, weights, context.kv_capacity, seed, on_device)
+    let positions = on_device.then_some(search::POSITIONS_MAX);
+    let expected = Expected::new(graph, weights, context.kv_capacity, seed, positions)
         .map_err(|error| Failure::usage(format!("{} cannot be evaluated: {error}", graph.name)))?;
     let options = context.lower_options();
     let predicted_at = PREDICTED_POSITION.min(context.kv_capacity - 1);

@@ -8,6 +8,7 @@ use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::{Machine, Run};
 use reference_vm::{Order, argmax};
 use safetensors::tensor::{Dtype, TensorView};
+use search::Device;
 use serde_json::json;
 
 use crate::cli::{DeviceChoice, GenerateArgs};
@@ -131,13 +132,20 @@ fn execute(args: &GenerateArgs, context: &Context, prompt: &[u32]) -> Result<Gen
     }
 }
 
-/// The megakernel decodes; each generated token is fed back by running the longer sequence's new part.
+/// The megakernel decodes, choosing and feeding back its own tokens.
 fn on_device(
     args: &GenerateArgs,
     context: &Context,
     prompt: &[u32],
     stop: &[u32],
 ) -> Result<Generated, Failure> {
+    if stop.len() > abi::STOP_TOKENS_MAX {
+        return Err(Failure::usage(format!(
+            "{} stop tokens; the device takes at most {}",
+            stop.len(),
+            abi::STOP_TOKENS_MAX
+        )));
+    }
     let config = context.valid_config(args.config.config.as_deref())?;
     let program = super::program::lowered(context, &config)?;
     let Some(mut device) = context.open()? else {
@@ -145,13 +153,10 @@ fn on_device(
     };
     let failed = |error: search::DeviceError| Failure::refused(error.to_string());
     let handle = device.prepare(&program, &config.kernel).map_err(failed)?;
-    let mut sequence = Vec::new();
-    let mut feed = |tokens: &[u32]| {
-        sequence.extend_from_slice(tokens);
-        let mut rows = device.run(handle, &sequence).map_err(failed)?;
-        Ok(rows.split_off(rows.len().saturating_sub(tokens.len())))
-    };
-    greedy(&mut feed, prompt, args.max_new_tokens, stop, args.logits.is_some())
+    let limit = u32::try_from(args.max_new_tokens).unwrap_or(u32::MAX);
+    let keep = args.logits.is_some();
+    let (tokens, logits) = device.generate(handle, prompt, limit, stop, keep).map_err(failed)?;
+    Ok(Generated { tokens, logits })
 }
 
 /// Text stops where the model says; raw tokens only where the caller says.

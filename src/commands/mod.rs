@@ -9,6 +9,8 @@ mod program;
 mod propose;
 mod search_loop;
 
+pub(crate) use program::lowered;
+
 use clap::CommandFactory;
 
 use crate::cli::{Cli, Command};

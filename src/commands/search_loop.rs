@@ -61,7 +61,8 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
     let context = Context::load(&header.model, &header.place(args))?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let mut device = context.open()?;
-    let header = header.with_kind(&context, device.as_deref())?;
+    let header =
+        header.with_kind(&context, device.as_ref().map(|gpu| gpu as &dyn search::Device))?;
     let results_path = args.results.clone().unwrap_or_else(|| dir.join("results.tsv"));
     let (ledger, results) = open_files(opened, &ledger_path, &results_path, &header, &past)?;
     catch_interrupts();
@@ -69,7 +70,7 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
 
     let gate = gate(&context, header.seed, device.is_some(), &kernel_id)?;
     let settings = settings(&context, &header, device.is_some());
-    let device = device.as_mut().map(|device| &mut **device as &mut dyn search::Device);
+    let device = device.as_mut().map(|gpu| gpu as &mut dyn search::Device);
     let mut search = Search::new(gate, device, settings);
     let began_s = past.iter().map(ended).fold(0.0, f64::max);
     let confirmed = absorb(&mut search, past)?;

@@ -161,7 +161,7 @@ __device__ __forceinline__ void wait_action(Worker const& w, uint32_t go) {
     }
     poll_pause();
   }
-  acquire_fence();
+  acquire_release_fence();
 }
 
 __device__ __forceinline__ void consumer_run(Worker& w) {

@@ -250,6 +250,9 @@ __device__ __forceinline__ void write_candidate(Worker const& w, StagedTask cons
       best = better(best, Best{w.shared->best_value[i], w.shared->best_row[i]});
     }
     ResolvedSlot const& out = st.slot[AMK_READS_MAX + 1];
+    // The candidate is the last word of this worker in the step. Tagged words order nothing else, so what it wrote before without a
+    // signal (keys and values, logits) is released here; pairs with the fence in op_sample.
+    acquire_release_fence();
     slot_write(w, out, st.task.write_generation[1], index * 2, best.value);
     slot_write(w, out, st.task.write_generation[1], index * 2 + 1, __uint_as_float(best.row));
   }

@@ -29,7 +29,7 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen) {
     store_relaxed(&done->steps, next - s.first);
     store_relaxed(&done->token, token);
     store_relaxed(&done->stopped, stopped);
-    __threadfence_system(); // the tokens are on their way to the host before the poller may say so
+    host_fence(); // the tokens are on their way to the host before the poller may say so
     word_publish(&done->sequence, load_relaxed(&done->sequence) + 1);
     return;
   }
@@ -57,6 +57,7 @@ __device__ __forceinline__ void op_sample(Worker const& w, StagedTask const& st)
     w.shared->best_value[t / 32] = best.value;
     w.shared->best_row[t / 32] = best.row;
   }
+  acquire_release_fence(); // pairs with write_candidate: the next step may read what the workers wrote in this one
   consumers_sync();
   if (t == 0 && !is_dead(w.shared)) {
     for (uint32_t i = 1; i < AMK_WARPS; ++i) {

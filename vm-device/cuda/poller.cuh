@@ -36,7 +36,7 @@ __device__ __forceinline__ bool poller_wait(Poller& p, uint32_t const* word, uin
   amk_ring_indices* indices = (amk_ring_indices*)l.indices;
   for (uint32_t spin = 1;; ++spin) {
     if ((int32_t)(load_relaxed(word) - need) >= 0) {
-      acquire_fence();
+      acquire_release_fence();
       return true;
     }
     if (load_relaxed(&done->abort) != 0) {
@@ -94,6 +94,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   }
   uint32_t const ran = load_relaxed(&done->steps);
   p.epoch += ran;
+  store_relaxed(&((amk_program*)p.program)->epoch, p.epoch); // its counters stand there: coming back must not start over
   p.go += ran - 1; // the sampling worker announced the steps after the first
   post_completion(p, AMK_TRAP_NONE, ran, load_relaxed(&done->token), load_relaxed(&done->stopped), start);
   return AMK_TRAP_NONE;
@@ -106,7 +107,7 @@ __device__ __forceinline__ uint32_t run_load_program(Poller& p, amk_submission c
   store_relaxed((uint32_t*)&step->program, (uint32_t)program);
   store_relaxed((uint32_t*)&step->program + 1, (uint32_t)(program >> 32));
   p.program = program;
-  p.epoch = 0;
+  p.epoch = load_relaxed(&((amk_program const*)program)->epoch);
   p.switched += l.workers;
   publish_action(p, 2);
   if (!poller_wait(p, &((amk_done*)l.done)->switched, p.switched)) {
@@ -119,7 +120,7 @@ __device__ __forceinline__ uint32_t run_load_program(Poller& p, amk_submission c
 // The poller's life. Ends at a stop command or when the device leaves.
 __device__ __forceinline__ void poller_run(Worker const& w) {
   amk_launch const& l = *w.launch;
-  Poller p = {&w, 0, 0, 0, 0, 0, l.program};
+  Poller p = {&w, 0, 0, 0, 0, load_relaxed(&((amk_program const*)l.program)->epoch), l.program};
   amk_ring_indices* indices = (amk_ring_indices*)l.indices;
   for (;;) {
     amk_submission const* s = (amk_submission const*)l.submissions + (p.head & (AMK_RING_ENTRIES - 1));

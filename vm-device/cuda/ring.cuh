@@ -21,3 +21,6 @@ __device__ __forceinline__ uint32_t host_load(uint32_t const* word) {
   return v;
 }
 __device__ __forceinline__ void host_store(uint32_t* word, uint32_t v) { asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory"); }
+
+// Orders host_store words before a publication that the poller passes on to the host.
+__device__ __forceinline__ void host_fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }

@@ -9,7 +9,7 @@ __device__ __forceinline__ uint64_t now_ns() {
   return t;
 }
 
-// Polls without ordering anything; follow a success with acquire_fence. Pairs with counter_signal, word_publish.
+// Polls without ordering anything; follow a success with acquire_release_fence. Pairs with counter_signal, word_publish.
 __device__ __forceinline__ uint32_t load_relaxed(uint32_t const* word) {
   uint32_t v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
@@ -20,18 +20,18 @@ __device__ __forceinline__ void store_relaxed(uint32_t* word, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");
 }
 
-// After a successful poll: what the signalling worker wrote before its release is visible. With the CTA barrier that follows, to
-// every thread of this worker.
-__device__ __forceinline__ void acquire_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// After a successful poll: what the signalling worker wrote before its release is visible; with the CTA barrier that follows, to
+// every thread of this worker. Before a relaxed publication: what this worker wrote before is visible to who fences after seeing it.
+__device__ __forceinline__ void acquire_release_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // One arrival: everything this worker wrote before (ordered by the CTA barrier in front) is visible to who sees it. Pairs with
-// load_relaxed + acquire_fence in wait_counter.
+// load_relaxed + acquire_release_fence in wait_counter.
 __device__ __forceinline__ void counter_signal(uint32_t* counter) {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-// Publishes a word last. Pairs with load_relaxed + acquire_fence of whoever polls it.
+// Publishes a word last. Pairs with load_relaxed + acquire_release_fence of whoever polls it.
 __device__ __forceinline__ void word_publish(uint32_t* word, uint32_t v) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");
 }

@@ -114,7 +114,7 @@ __device__ __forceinline__ bool wait_counter(Worker const& w, uint32_t counter, 
   for (uint32_t spin = 1;; ++spin) {
     uint32_t const have = load_relaxed(word);
     if ((int32_t)(have - need) >= 0) {
-      acquire_fence();
+      acquire_release_fence();
       return true;
     }
     if (spin % SPINS_PER_CHECK == 0 && (since = give_up(w.shared, since, AMK_TRAP_COUNTER_DEADLINE, counter, have, need)) == GIVE_UP) {

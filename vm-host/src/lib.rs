@@ -5,12 +5,13 @@
 //! other. Every wait has a limit. On a machine without a driver every entry point returns an error that says so.
 //!
 //! ```compile_fail
-//! fn free_behind_a_running_kernel(resident: vm_host::Resident) {
-//!     // `measure_bandwidth` allocates, so a resident machine does not have it.
-//!     resident.measure_bandwidth(&resident.variant(), 1);
+//! fn launch_behind_a_running_kernel(resident: vm_host::Resident, program: &ir::program::Verified<ir::program::Program>) {
+//!     // `launch` loads a module, so only an `Idle` machine has it.
+//!     let _ = resident.launch(resident.variant(), program);
 //! }
 //! ```
 
+mod boot;
 mod compile;
 mod driver;
 mod error;
@@ -20,10 +21,11 @@ mod memory;
 mod ring;
 mod weights;
 
+pub use boot::{BootOptions, device_info, measure_bandwidth};
 pub use compile::{
     Cubin, Resources, compile, default_cache, kernel_id, nvrtc_version, options, resources, variant,
 };
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
-pub use machine::{BootOptions, Decoded, Idle, Loaded, PROGRAMS_MAX, Resident, device_info};
+pub use machine::{Decoded, Idle, Loaded, PROGRAMS_MAX, Resident};
 pub use weights::LoadReport;

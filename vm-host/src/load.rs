@@ -23,6 +23,8 @@ pub(crate) struct Residents {
     pub(crate) rope: u64,
     /// Key/value caches by layer.
     pub(crate) caches: Vec<u64>,
+    /// Bytes of a layer's cache, of all sessions.
+    pub(crate) cache_bytes: u64,
     /// Logits rows.
     pub(crate) logits: u64,
     /// Rows of it.
@@ -76,12 +78,14 @@ pub(crate) fn rope_table(inv_freq: &[f32], positions: u32) -> Vec<f32> {
 }
 
 /// A program as bytes for a region of device memory that starts at `base`: the header first, then its tables; behind them the
-/// counters and the activation arena, which are only zeroed.
+/// counters, to be zeroed, and the activation arena, to be poisoned: a word that is read before it is written must be seen.
 pub(crate) struct Image {
     /// Header and tables.
     pub(crate) bytes: Vec<u8>,
-    /// Bytes behind them that must be zero.
+    /// Bytes behind them that must be zero: the counters.
     pub(crate) zeroed: u64,
+    /// Bytes behind those to be filled with ones, which is not a number as an f32 and no tag.
+    pub(crate) poisoned: u64,
 }
 
 /// Lays a program out.
@@ -117,7 +121,7 @@ pub(crate) fn image(
         ..header(program, residents, variant, shared_bytes)?
     };
     layout.write(base, bytemuck::bytes_of(&header));
-    Ok(Image { bytes: layout.bytes, zeroed: arena + program.arena_bytes - counters })
+    Ok(Image { bytes: layout.bytes, zeroed: arena - counters, poisoned: program.arena_bytes })
 }
 
 fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError> {

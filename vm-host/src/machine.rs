@@ -4,20 +4,19 @@
 //! it: copies on its own stream and words in mapped memory. Going from one to the other moves the value, so that a call of the first
 //! kind behind a resident kernel does not compile.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use abi::{Command, Completion, Launch, StepState, Submission};
-use ir::program::{Program, SlotSource, Verified};
+use ir::program::{Program, Verified};
 use ir::{Graph, Weights};
 use vm_device::Variant;
 
-use crate::compile::{Cubin, compile, default_cache};
-use crate::driver::{Context, DeviceInfo, Event, Module, Stream};
+use crate::boot::{BootOptions, check_memory, load_module, make_residents, probe_abi};
+use crate::driver::{Context, DeviceInfo, Module, Stream};
 use crate::error::HostError;
-use crate::load::{Image, Residents, constant_key, constant_values, image, rope_table};
-use crate::memory::{DeviceBuffer, HostBuffer, download, upload, upload_zeros};
+use crate::load::{Image, Residents, image};
+use crate::memory::{DeviceBuffer, HostBuffer, download, upload, upload_fill};
 use crate::ring::{self, RingHost};
 use crate::weights::{LoadReport, load_matrices};
 
@@ -25,30 +24,6 @@ use crate::weights::{LoadReport, load_matrices};
 pub const PROGRAMS_MAX: usize = 4;
 /// Bytes of the page-locked buffer that copies beside a resident kernel go through.
 const BOUNCE_BYTES: usize = 4 << 20;
-
-/// What a machine is booted for.
-#[derive(Clone, Debug)]
-pub struct BootOptions {
-    /// Sessions with a key/value cache of their own.
-    pub sessions: u32,
-    /// Rows of logits that a command may keep.
-    pub logits_rows: u32,
-    /// Device memory for each loaded program's tables and activations.
-    pub program_bytes: u64,
-    /// How long a worker may wait inside a step before it reports and the kernel leaves.
-    pub deadline: Duration,
-}
-
-impl Default for BootOptions {
-    fn default() -> Self {
-        Self {
-            sessions: 1,
-            logits_rows: 64,
-            program_bytes: 96 << 20,
-            deadline: Duration::from_secs(2),
-        }
-    }
-}
 
 /// A loaded program: a place in device memory. Good for the machine that loaded it, until the place is used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,6 +62,11 @@ struct Memory {
     _weights: Vec<DeviceBuffer>,
 }
 
+/// Zeroes a buffer.
+fn zero(stream: &Stream, bounce: &mut HostBuffer, buffer: &DeviceBuffer) -> Result<(), HostError> {
+    upload_fill(stream, bounce, buffer.address, buffer.bytes, 0)
+}
+
 /// A booted machine with no kernel running.
 pub struct Idle {
     memory: Memory,
@@ -107,27 +87,6 @@ pub struct Resident {
     current: Loaded,
     next_place: usize,
     failed: bool,
-}
-
-/// What the device is, without booting it.
-///
-/// # Errors
-/// If there is no driver or device.
-pub fn device_info() -> Result<DeviceInfo, HostError> {
-    Context::new()?.info()
-}
-
-fn arch(info: &DeviceInfo) -> Result<String, HostError> {
-    let (major, minor) = info.capability;
-    if major != 9 {
-        return Err(HostError::Architecture { name: info.name.clone(), major, minor });
-    }
-    Ok(format!("sm_{major}{minor}a"))
-}
-
-fn load_module(variant: &Variant, info: &DeviceInfo) -> Result<(Module, Cubin), HostError> {
-    let cubin = compile(variant, &arch(info)?, default_cache().as_deref())?;
-    Ok((Module::load(&cubin.image)?, cubin))
 }
 
 impl Idle {
@@ -200,44 +159,6 @@ impl Idle {
         &self.report
     }
 
-    /// Bytes a second that bulk copies read on this device: the median of `runs` sweeps over the packed weights (or over scratch
-    /// memory, where the model is too small to defeat the L2 cache).
-    ///
-    /// # Errors
-    /// If a launch fails.
-    pub fn measure_bandwidth(&self, variant: &Variant, runs: usize) -> Result<f64, HostError> {
-        const STAGE: u32 = 32 << 10;
-        const STAGES: u32 = 6;
-        let (module, _) = load_module(variant, &self.info)?;
-        let kernel = module.function(c"amk_bandwidth")?;
-        let shared = 1024 + STAGE * STAGES;
-        kernel.allow_shared(shared)?;
-        let scratch = DeviceBuffer::zeroed(2 << 30)?;
-        let (start, end) = (Event::new()?, Event::new()?);
-        let mut rates = Vec::new();
-        for _ in 0..=runs.max(1) {
-            let (mut source, mut bytes, mut stage, mut stages) =
-                (scratch.address, scratch.bytes, STAGE, STAGES);
-            let mut arguments: [*mut std::ffi::c_void; 4] = [
-                (&raw mut source).cast(),
-                (&raw mut bytes).cast(),
-                (&raw mut stage).cast(),
-                (&raw mut stages).cast(),
-            ];
-            start.record(&self.compute)?;
-            self.compute.launch(&kernel, self.info.sms, 32, shared, &mut arguments)?;
-            end.record(&self.compute)?;
-            end.synchronize()?;
-            let read = bytes / u64::from(self.info.sms) / u64::from(STAGE)
-                * u64::from(self.info.sms)
-                * u64::from(STAGE);
-            rates.push(read as f64 / start.elapsed_us(&end)? * 1e6);
-        }
-        rates.remove(0); // warm-up
-        rates.sort_by(f64::total_cmp);
-        Ok(rates[rates.len() / 2])
-    }
-
     /// Launches the kernel with a program. Residency of the whole grid is proven first.
     ///
     /// # Errors
@@ -284,18 +205,8 @@ impl Idle {
         }
         let loaded = self.load_into(0, variant, program)?;
         self.memory.ring.reset();
-        upload_zeros(
-            &self.copy,
-            &mut self.memory.bounce,
-            self.memory.step.address,
-            self.memory.step.bytes,
-        )?;
-        upload_zeros(
-            &self.copy,
-            &mut self.memory.bounce,
-            self.memory.done.address,
-            self.memory.done.bytes,
-        )?;
+        zero(&self.copy, &mut self.memory.bounce, &self.memory.step)?;
+        zero(&self.copy, &mut self.memory.bounce, &self.memory.done)?;
         let mut launch = self.launch_block();
         let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut launch).cast()];
         self.compute.launch(&kernel, requested, variant.threads(), shared, &mut arguments)?;
@@ -330,16 +241,18 @@ impl Idle {
     ) -> Result<Loaded, HostError> {
         let m = &mut self.memory;
         let (base, room) = (m.programs[place].address, m.programs[place].bytes);
-        let Image { bytes, zeroed } =
+        let Image { bytes, zeroed, poisoned } =
             image(program, &m.residents, variant, self.info.shared_bytes, base)?;
-        let needed = bytes.len() as u64 + zeroed;
+        let needed = bytes.len() as u64 + zeroed + poisoned;
         if needed > room {
             return Err(HostError::Request(format!(
                 "the program needs {needed} bytes of tables and activations, {room} were set aside"
             )));
         }
         upload(&self.copy, &mut m.bounce, base, &bytes)?;
-        upload_zeros(&self.copy, &mut m.bounce, base + bytes.len() as u64, zeroed)?;
+        let end = base + bytes.len() as u64;
+        upload_fill(&self.copy, &mut m.bounce, end, zeroed, 0)?;
+        upload_fill(&self.copy, &mut m.bounce, end + zeroed, poisoned, 0xff)?;
         m.serials[place] += 1;
         Ok(Loaded { place, serial: m.serials[place] })
     }
@@ -375,101 +288,6 @@ impl Memory {
             _weights: weights,
         })
     }
-}
-
-/// Refuses before anything is allocated.
-fn check_memory(program: &Program, options: &BootOptions, free: u64) -> Result<(), HostError> {
-    let matrices: u64 = program.matrices.iter().map(ir::program::Matrix::bytes).sum();
-    let caches: u64 = program
-        .slots
-        .iter()
-        .filter(|s| matches!(s.source, SlotSource::KvCache { .. }))
-        .map(|s| u64::from(s.words))
-        .sum();
-    let caches = caches * program.dims.dtype.bytes() as u64 * u64::from(options.sessions);
-    let logits = u64::from(options.logits_rows) * u64::from(program.dims.vocab) * 4;
-    let needed =
-        matrices + caches + logits + options.program_bytes * PROGRAMS_MAX as u64 + (256 << 20);
-    if needed > free { Err(HostError::OutOfMemory { needed, free }) } else { Ok(()) }
-}
-
-/// The layout handshake: what the compiled kernel says of every struct must be what this build says.
-fn probe_abi(module: &Module, stream: &Stream) -> Result<(), HostError> {
-    let expected = abi::probe_values();
-    let out = HostBuffer::zeroed((expected.len() + 2) * 4)?;
-    let mut address = out.device;
-    let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut address).cast()];
-    stream.launch(&module.function(c"amk_abi_probe")?, 1, 1, 0, &mut arguments)?;
-    stream.synchronize()?;
-    let mut bytes = vec![0; (expected.len() + 2) * 4];
-    out.read(0, &mut bytes);
-    let words: Vec<u32> = bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
-    let hash = u64::from(words[0]) | u64::from(words[1]) << 32;
-    if hash != abi::abi_hash() {
-        return Err(HostError::AbiMismatch {
-            what: format!("hash {hash:#x}, expected {:#x}", abi::abi_hash()),
-        });
-    }
-    match words[2..].iter().zip(&expected).position(|(got, want)| got != want) {
-        Some(i) => Err(HostError::AbiMismatch {
-            what: format!("layout value {i} is {}, expected {}", words[2 + i], expected[i]),
-        }),
-        None => Ok(()),
-    }
-}
-
-#[expect(
-    clippy::too_many_arguments,
-    reason = "one call, at boot, of everything that the device will hold"
-)]
-fn make_residents(
-    graph: &Graph,
-    weights: &dyn Weights,
-    program: &Program,
-    options: &BootOptions,
-    matrices: Vec<u64>,
-    workers: u32,
-    owned: &mut Vec<DeviceBuffer>,
-    stream: &Stream,
-    bounce: &mut HostBuffer,
-) -> Result<Residents, HostError> {
-    let mut place = |bytes: &[u8], owned: &mut Vec<DeviceBuffer>| -> Result<u64, HostError> {
-        let buffer = DeviceBuffer::zeroed(bytes.len() as u64)?;
-        let address = buffer.address;
-        upload(stream, bounce, address, bytes)?;
-        owned.push(buffer);
-        Ok(address)
-    };
-    let mut constants = BTreeMap::new();
-    for slot in &program.slots {
-        if let SlotSource::Vector(map) = &slot.source {
-            let values = constant_values(map, graph, weights);
-            constants.insert(constant_key(map), place(bytemuck::cast_slice(&values), owned)?);
-        }
-    }
-    let rope =
-        place(bytemuck::cast_slice(&rope_table(&graph.inv_freq, program.kv_capacity)), owned)?;
-    let mut caches = vec![0; graph.layers.len()];
-    for slot in &program.slots {
-        if let SlotSource::KvCache { layer } = slot.source {
-            let bytes =
-                u64::from(slot.words) * graph.dtype.bytes() as u64 * u64::from(options.sessions);
-            owned.push(DeviceBuffer::zeroed(bytes)?);
-            caches[layer as usize] = owned.last().map_or(0, |b| b.address);
-        }
-    }
-    owned.push(DeviceBuffer::zeroed(u64::from(options.logits_rows) * u64::from(graph.vocab) * 4)?);
-    Ok(Residents {
-        matrices,
-        matrix_table: program.matrices.clone(),
-        constants,
-        rope,
-        caches,
-        logits: owned.last().map_or(0, |b| b.address),
-        logits_rows: options.logits_rows,
-        kv_capacity: program.kv_capacity,
-        workers,
-    })
 }
 
 impl Resident {
@@ -509,7 +327,7 @@ impl Resident {
     /// # Errors
     /// If its place has been used again, or the device stopped.
     pub fn switch(&mut self, program: Loaded) -> Result<(), HostError> {
-        if self.idle().memory.serials[program.place] != program.serial {
+        if !self.holds(program) {
             return Err(HostError::Request(
                 "the program's place has been used again: load it anew".into(),
             ));
@@ -638,6 +456,31 @@ impl Resident {
         Ok(out)
     }
 
+    /// Fills the key/value caches and the logits with what is not a number, so that a run which skips work cannot pass for one
+    /// that did it before.
+    ///
+    /// # Errors
+    /// If a copy fails.
+    pub fn poison(&mut self) -> Result<(), HostError> {
+        let idle = self.idle();
+        let (residents, bounce) = (&idle.memory.residents, &mut idle.memory.bounce);
+        for &cache in &residents.caches {
+            upload_fill(&idle.copy, bounce, cache, residents.cache_bytes, 0xff)?;
+        }
+        let logits = u64::from(residents.logits_rows) * u64::from(idle.vocab) * 4;
+        upload_fill(&idle.copy, bounce, residents.logits, logits, 0xff)
+    }
+
+    /// Whether a handle still names the program that it was given for.
+    pub fn holds(&mut self, program: Loaded) -> bool {
+        self.idle().memory.serials[program.place] == program.serial
+    }
+
+    /// Rows of logits that a command may keep.
+    pub fn logits_rows(&mut self) -> u32 {
+        self.idle().memory.residents.logits_rows
+    }
+
     /// Microseconds of an empty command, there and back.
     ///
     /// # Errors
@@ -674,15 +517,21 @@ impl Resident {
             }
             Ok(_) => Err(self.fail_with_status()),
             Err(error) => {
-                self.failed = true;
+                self.fail();
                 Err(error)
             }
         }
     }
 
+    /// The kernel is leaving in the middle of a step: the counters of every loaded program are worth nothing.
+    fn fail(&mut self) {
+        self.failed = true;
+        self.idle().memory.serials.iter_mut().for_each(|serial| *serial += 1);
+    }
+
     /// The command ended in a trap: the status block says which.
     fn fail_with_status(&mut self) -> HostError {
-        self.failed = true;
+        self.fail();
         let status = self.idle().memory.ring.status().unwrap_or_default();
         HostError::Trapped(Box::new(status))
     }

@@ -133,16 +133,17 @@ pub(crate) fn upload(
     Ok(())
 }
 
-/// Zeroes device memory by copies of a zeroed bounce buffer: a memset may be a kernel, which a resident kernel leaves no room for.
-pub(crate) fn upload_zeros(
+/// Fills device memory by copies of a filled bounce buffer: a memset may be a kernel, which a resident kernel leaves no room for.
+pub(crate) fn upload_fill(
     stream: &Stream,
     bounce: &mut HostBuffer,
     target: u64,
     bytes: u64,
+    value: u8,
 ) -> Result<(), HostError> {
     let len = (bounce.bytes as u64).min(bytes) as usize;
     // SAFETY: the bounce buffer is ours and holds `len` bytes; no copy from it is under way.
-    unsafe { std::ptr::write_bytes(bounce.pointer(), 0, len) };
+    unsafe { std::ptr::write_bytes(bounce.pointer(), value, len) };
     let mut done = 0;
     while done < bytes {
         let piece = (bytes - done).min(len as u64);

@@ -1,0 +1,205 @@
+//! What happens once, before any kernel is resident: the handshake, the memory, the constants, the ceiling of the card.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use ir::program::{Program, SlotSource};
+use ir::{Graph, Weights};
+use vm_device::Variant;
+
+use crate::compile::{Cubin, compile, default_cache};
+use crate::driver::{Context, DeviceInfo, Event, Module, Stream};
+use crate::error::HostError;
+use crate::load::{Residents, constant_key, constant_values, rope_table};
+use crate::machine::PROGRAMS_MAX;
+use crate::memory::{DeviceBuffer, HostBuffer, upload};
+
+/// The build whose bandwidth kernel is used; any would do.
+const PROBE_VARIANT: Variant =
+    Variant { dtype: 2, mma: false, warps: 8, unroll: 2, poll_sleep_ns: 20, evict_first: true };
+
+/// What a machine is booted for.
+#[derive(Clone, Debug)]
+pub struct BootOptions {
+    /// Sessions with a key/value cache of their own.
+    pub sessions: u32,
+    /// Rows of logits that a command may keep.
+    pub logits_rows: u32,
+    /// Device memory for each loaded program's tables and activations.
+    pub program_bytes: u64,
+    /// How long a worker may wait inside a step before it reports and the kernel leaves.
+    pub deadline: Duration,
+}
+
+impl Default for BootOptions {
+    fn default() -> Self {
+        Self {
+            sessions: 1,
+            logits_rows: 64,
+            program_bytes: 96 << 20,
+            deadline: Duration::from_secs(2),
+        }
+    }
+}
+
+/// What the device is, without booting it.
+///
+/// # Errors
+/// If there is no driver or device.
+pub fn device_info() -> Result<DeviceInfo, HostError> {
+    Context::new()?.info()
+}
+
+fn arch(info: &DeviceInfo) -> Result<String, HostError> {
+    let (major, minor) = info.capability;
+    if major != 9 {
+        return Err(HostError::Architecture { name: info.name.clone(), major, minor });
+    }
+    Ok(format!("sm_{major}{minor}a"))
+}
+
+pub(crate) fn load_module(
+    variant: &Variant,
+    info: &DeviceInfo,
+) -> Result<(Module, Cubin), HostError> {
+    let cubin = compile(variant, &arch(info)?, default_cache().as_deref())?;
+    Ok((Module::load(&cubin.image)?, cubin))
+}
+
+/// Bytes a second that bulk copies read on this device: the median of `runs` sweeps over scratch memory far larger than the L2 cache.
+/// No kernel of ours may be resident.
+///
+/// # Errors
+/// If there is no suitable device, or a launch fails.
+pub fn measure_bandwidth(runs: usize) -> Result<f64, HostError> {
+    const STAGE: u32 = 32 << 10;
+    const STAGES: u32 = 6;
+    let context = Context::new()?;
+    let info = context.info()?;
+    let (module, _) = load_module(&PROBE_VARIANT, &info)?;
+    let kernel = module.function(c"amk_bandwidth")?;
+    let shared = 1024 + STAGE * STAGES;
+    kernel.allow_shared(shared)?;
+    let (stream, scratch) = (Stream::new()?, DeviceBuffer::zeroed(2 << 30)?);
+    let (start, end) = (Event::new()?, Event::new()?);
+    let sweep = u64::from(info.sms) * u64::from(STAGE);
+    let mut rates = Vec::new();
+    for _ in 0..=runs.max(1) {
+        let (mut source, mut bytes, mut stage, mut stages) =
+            (scratch.address, scratch.bytes, STAGE, STAGES);
+        let mut arguments: [*mut std::ffi::c_void; 4] = [
+            (&raw mut source).cast(),
+            (&raw mut bytes).cast(),
+            (&raw mut stage).cast(),
+            (&raw mut stages).cast(),
+        ];
+        start.record(&stream)?;
+        stream.launch(&kernel, info.sms, 32, shared, &mut arguments)?;
+        end.record(&stream)?;
+        end.synchronize()?;
+        rates.push((bytes / sweep * sweep) as f64 / start.elapsed_us(&end)? * 1e6);
+    }
+    rates.remove(0); // warm-up
+    rates.sort_by(f64::total_cmp);
+    Ok(rates[rates.len() / 2])
+}
+/// Refuses before anything is allocated.
+pub(crate) fn check_memory(
+    program: &Program,
+    options: &BootOptions,
+    free: u64,
+) -> Result<(), HostError> {
+    let matrices: u64 = program.matrices.iter().map(ir::program::Matrix::bytes).sum();
+    let caches: u64 = program
+        .slots
+        .iter()
+        .filter(|s| matches!(s.source, SlotSource::KvCache { .. }))
+        .map(|s| u64::from(s.words))
+        .sum();
+    let caches = caches * program.dims.dtype.bytes() as u64 * u64::from(options.sessions);
+    let logits = u64::from(options.logits_rows) * u64::from(program.dims.vocab) * 4;
+    let needed =
+        matrices + caches + logits + options.program_bytes * PROGRAMS_MAX as u64 + (256 << 20);
+    if needed > free { Err(HostError::OutOfMemory { needed, free }) } else { Ok(()) }
+}
+
+/// The layout handshake: what the compiled kernel says of every struct must be what this build says.
+pub(crate) fn probe_abi(module: &Module, stream: &Stream) -> Result<(), HostError> {
+    let expected = abi::probe_values();
+    let out = HostBuffer::zeroed((expected.len() + 2) * 4)?;
+    let mut address = out.device;
+    let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut address).cast()];
+    stream.launch(&module.function(c"amk_abi_probe")?, 1, 1, 0, &mut arguments)?;
+    stream.synchronize()?;
+    let mut bytes = vec![0; (expected.len() + 2) * 4];
+    out.read(0, &mut bytes);
+    let words: Vec<u32> = bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
+    let hash = u64::from(words[0]) | u64::from(words[1]) << 32;
+    if hash != abi::abi_hash() {
+        return Err(HostError::AbiMismatch {
+            what: format!("hash {hash:#x}, expected {:#x}", abi::abi_hash()),
+        });
+    }
+    match words[2..].iter().zip(&expected).position(|(got, want)| got != want) {
+        Some(i) => Err(HostError::AbiMismatch {
+            what: format!("layout value {i} is {}, expected {}", words[2 + i], expected[i]),
+        }),
+        None => Ok(()),
+    }
+}
+
+#[expect(
+    clippy::too_many_arguments,
+    reason = "one call, at boot, of everything that the device will hold"
+)]
+pub(crate) fn make_residents(
+    graph: &Graph,
+    weights: &dyn Weights,
+    program: &Program,
+    options: &BootOptions,
+    matrices: Vec<u64>,
+    workers: u32,
+    owned: &mut Vec<DeviceBuffer>,
+    stream: &Stream,
+    bounce: &mut HostBuffer,
+) -> Result<Residents, HostError> {
+    let mut place = |bytes: &[u8], owned: &mut Vec<DeviceBuffer>| -> Result<u64, HostError> {
+        let buffer = DeviceBuffer::zeroed(bytes.len() as u64)?;
+        let address = buffer.address;
+        upload(stream, bounce, address, bytes)?;
+        owned.push(buffer);
+        Ok(address)
+    };
+    let mut constants = BTreeMap::new();
+    for slot in &program.slots {
+        if let SlotSource::Vector(map) = &slot.source {
+            let values = constant_values(map, graph, weights);
+            constants.insert(constant_key(map), place(bytemuck::cast_slice(&values), owned)?);
+        }
+    }
+    let rope =
+        place(bytemuck::cast_slice(&rope_table(&graph.inv_freq, program.kv_capacity)), owned)?;
+    let mut caches = vec![0; graph.layers.len()];
+    let mut cache_bytes = 0;
+    for slot in &program.slots {
+        if let SlotSource::KvCache { layer } = slot.source {
+            cache_bytes =
+                u64::from(slot.words) * graph.dtype.bytes() as u64 * u64::from(options.sessions);
+            owned.push(DeviceBuffer::zeroed(cache_bytes)?);
+            caches[layer as usize] = owned.last().map_or(0, |b| b.address);
+        }
+    }
+    owned.push(DeviceBuffer::zeroed(u64::from(options.logits_rows) * u64::from(graph.vocab) * 4)?);
+    Ok(Residents {
+        matrices,
+        matrix_table: program.matrices.clone(),
+        constants,
+        rope,
+        caches,
+        cache_bytes,
+        logits: owned.last().map_or(0, |b| b.address),
+        logits_rows: options.logits_rows,
+        kv_capacity: program.kv_capacity,
+        workers,
+    })
+}

@@ -28,7 +28,7 @@ const REFERENCE_BYTES: u64 = 2 << 30;
 const REFERENCE_POSITIONS_MIN: usize = 6;
 
 /// Positions that any executor runs at most, when the model allows: more than one block of the default `kv_block`.
-const POSITIONS_MAX: usize = 144;
+pub const POSITIONS_MAX: usize = 144;
 
 /// The same for the champion of a search, which is run on longer and fresh tokens.
 const THOROUGH_BYTES: u64 = 24 << 30;
@@ -135,7 +135,8 @@ pub struct Expected {
 }
 
 impl Expected {
-    /// Draws tokens from the seed and evaluates the graph on them.
+    /// Draws tokens from the seed and evaluates the graph on them: as many as the reference machine can afford, or as a device is to
+    /// run ([`POSITIONS_MAX`] unless there is a reason).
     ///
     /// # Errors
     /// If the graph cannot be evaluated.
@@ -144,11 +145,11 @@ impl Expected {
         weights: &dyn Weights,
         kv_capacity: u32,
         seed: u64,
-        on_device: bool,
+        on_device: Option<usize>,
     ) -> Result<Self, EvalError> {
         let reference_positions = affordable(graph, kv_capacity, REFERENCE_BYTES, POSITIONS_MAX);
         let room = kv_capacity.min(graph.max_positions).max(1) as usize;
-        let positions = if on_device { POSITIONS_MAX.min(room) } else { reference_positions };
+        let positions = on_device.map_or(0, |most| most.min(room)).max(reference_positions);
         Self::of_tokens(
             graph,
             weights,
@@ -201,6 +202,7 @@ pub struct Gate<'a> {
     kernel_id: KernelId<'a>,
     expected: Expected,
     context: Option<u32>,
+    timed_from: usize,
     agreed: BTreeMap<String, Agreement<Reference>>,
 }
 
@@ -215,6 +217,7 @@ impl<'a> Gate<'a> {
         kernel_id: KernelId<'a>,
         expected: Expected,
     ) -> Self {
+        let timed_from = expected.tokens.len() / 2;
         Self {
             graph,
             weights,
@@ -223,6 +226,7 @@ impl<'a> Gate<'a> {
             kernel_id,
             expected,
             context: None,
+            timed_from,
             agreed: BTreeMap::new(),
         }
     }
@@ -231,6 +235,13 @@ impl<'a> Gate<'a> {
     #[must_use]
     pub fn with_context(mut self, tokens: u32) -> Self {
         self.context = Some(tokens);
+        self
+    }
+
+    /// Times the gate's tokens from this one on, instead of their second half. At least one is timed.
+    #[must_use]
+    pub fn with_timed_from(mut self, first: usize) -> Self {
+        self.timed_from = first.min(self.expected.tokens.len().saturating_sub(1));
         self
     }
 
@@ -407,7 +418,7 @@ impl<'a> Gate<'a> {
         Predicted::new(proof, cost.latency_us, cost.bound_us).map_err(Dropped::BelowFloor)
     }
 
-    /// Times two contenders on the gate's tokens; the first half fills the cache, the second is timed.
+    /// Times two contenders on the gate's tokens; the first ones fill the cache, the others are timed.
     ///
     /// # Errors
     /// If the device gives no result.
@@ -419,14 +430,14 @@ impl<'a> Gate<'a> {
         warmup: usize,
     ) -> Result<Samples, DeviceError> {
         let tokens = &self.expected.tokens;
-        let plan = crate::device::Plan { tokens, first: tokens.len() / 2, rounds, warmup };
+        let plan = crate::device::Plan { tokens, first: self.timed_from, rounds, warmup };
         device.time(contenders, &plan)
     }
 
     /// Position of the middle of the timed tokens: where floors are computed.
     #[must_use]
     pub fn timed_position(&self) -> u32 {
-        (self.expected.tokens.len() * 3 / 4) as u32
+        ((self.timed_from + self.expected.tokens.len()) / 2) as u32
     }
 }
 

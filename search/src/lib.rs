@@ -24,7 +24,7 @@ pub use assess::{Assessed, Timing};
 pub use budget::{BadBudget, Budget};
 pub use decide::{Decision, decide_measured, decide_predicted, predicted_gain};
 pub use device::{Contender, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side};
-pub use gate::{Candidate, Dropped, Expected, Gate, KernelId, draw_tokens};
+pub use gate::{Candidate, Dropped, Expected, Gate, KernelId, POSITIONS_MAX, draw_tokens};
 pub use measure::{BelowFloor, Interval, Latency, Predicted, gain, median, noise_floor};
 pub use propose::{Change, Origin, Proposer, changes};
 pub use run::{Search, SearchError, Settings, Step, StoppedBy};

@@ -27,7 +27,7 @@ impl Bench {
     }
 
     fn expected(&self) -> Expected {
-        Expected::new(&self.model.graph, &*self.model.weights, KV_CAPACITY, 1, true).unwrap()
+        Expected::new(&self.model.graph, &*self.model.weights, KV_CAPACITY, 1, Some(144)).unwrap()
     }
 
     fn gate(&self) -> Gate<'_> {

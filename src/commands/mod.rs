@@ -9,8 +9,6 @@ mod program;
 mod propose;
 mod search_loop;
 
-pub(crate) use program::lowered;
-
 use clap::CommandFactory;
 
 use crate::cli::{Cli, Command};

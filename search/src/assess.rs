@@ -107,11 +107,14 @@ pub fn assess(
     let on_device = match device {
         None => None,
         Some(device) => {
-            let (_, agreement) = gate.device(device, &candidate, reference)?;
+            let (agreement, repeatable) = gate.device(device, &candidate, reference)?;
             set_errors(verdict, agreement.summary());
             let positions = gate.expected().tokens.len();
-            let detail = format!("logits agree with the graph's at {positions} positions");
+            let detail = format!("logits agree with the graph's at {positions} positions, twice");
             verdict.passed("device", detail);
+            if !repeatable {
+                verdict.notes.push("repeatable: false (two runs gave different bits)".to_owned());
+            }
             Some(agreement)
         }
     };

@@ -17,7 +17,7 @@ use reference_vm::eval::{EvalError, Evaluator, Logits};
 use reference_vm::machine::{Machine, Outputs, Run};
 use reference_vm::{MachineError, Order, argmax};
 
-use crate::device::{Contender, Device, DeviceError, Handle, Samples};
+use crate::device::{Contender, Device, DeviceError, Samples};
 use crate::measure::{BelowFloor, Predicted};
 use crate::propose::generator;
 
@@ -32,6 +32,9 @@ pub const POSITIONS_MAX: usize = 144;
 
 /// The same for the champion of a search, which is run on longer and fresh tokens.
 const THOROUGH_BYTES: u64 = 24 << 30;
+
+/// Tokens that one block times at most: long enough to hide the command's round trip, short enough for many blocks.
+const TIMED_TOKENS: usize = 24;
 
 /// Which numbers the tokens of a search are drawn with.
 const TOKENS_STREAM: u64 = u64::MAX;
@@ -217,7 +220,8 @@ impl<'a> Gate<'a> {
         kernel_id: KernelId<'a>,
         expected: Expected,
     ) -> Self {
-        let timed_from = expected.tokens.len() / 2;
+        let tokens = expected.tokens.len();
+        let timed_from = tokens.saturating_sub(TIMED_TOKENS).max(tokens / 2);
         Self {
             graph,
             weights,
@@ -238,7 +242,7 @@ impl<'a> Gate<'a> {
         self
     }
 
-    /// Times the gate's tokens from this one on, instead of their second half. At least one is timed.
+    /// Times the gate's tokens from this one on, instead of the last few. At least one is timed.
     #[must_use]
     pub fn with_timed_from(mut self, first: usize) -> Self {
         self.timed_from = first.min(self.expected.tokens.len().saturating_sub(1));
@@ -369,7 +373,8 @@ impl<'a> Gate<'a> {
             .map_err(disagreed)
     }
 
-    /// Runs the program on the device, at every position of the inputs.
+    /// Runs the program on the device, at every position of the inputs, twice. The second run must agree as well; the last value says
+    /// whether it gave the same bits.
     ///
     /// # Errors
     /// If it cannot be loaded, traps, hangs or disagrees.
@@ -378,15 +383,21 @@ impl<'a> Gate<'a> {
         device: &mut dyn Device,
         candidate: &Candidate,
         reference: Agreement<Reference>,
-    ) -> Result<(Handle, Agreement<OnDevice>), Dropped> {
+    ) -> Result<(Agreement<OnDevice>, bool), Dropped> {
         let handle = device
             .prepare(&candidate.program, &candidate.config.kernel)
             .map_err(Dropped::Failed)?;
-        let actual = device.run(handle, &self.expected.tokens).map_err(Dropped::Failed)?;
-        let agreement = reference
-            .and_device(&self.expected.logits, &actual, Tolerance::DEVICE)
-            .map_err(|at| Dropped::Disagreed { by: "device", at })?;
-        Ok((handle, agreement))
+        let mut run = || {
+            let actual = device.run(handle, &self.expected.tokens).map_err(Dropped::Failed)?;
+            let agreement = reference
+                .and_device(&self.expected.logits, &actual, Tolerance::DEVICE)
+                .map_err(|at| Dropped::Disagreed { by: "device", at })?;
+            Ok((agreement, actual))
+        };
+        let (agreement, first) = run()?;
+        let (_, second) = run()?;
+        let same = first.iter().flatten().map(|value| value.to_bits());
+        Ok((agreement, same.eq(second.iter().flatten().map(|value| value.to_bits()))))
     }
 
     /// Checks the outputs of timed runs: a program that is only right when nobody times it is wrong.

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use ir::schedule::{Knob, ScheduleConfig, Value};
+use lower::LowerError;
 
 use crate::assess::{self, Assessed, Timing};
 use crate::budget::Budget;
@@ -256,6 +257,8 @@ impl<'a> Search<'a> {
                     lowered += 1;
                     format!("lowers to the program and kernel of trial {twin}")
                 }
+                // Our own mistake must be seen, so it is tried and recorded.
+                Err(Dropped::Unloadable(LowerError::Internal(_))) => return Some(config),
                 Err(dropped) => {
                     skipped.rejected += 1;
                     dropped.to_string()

@@ -78,6 +78,7 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
         ledger,
         results,
         bar: bar(&header),
+        budget: header.budget,
         clock: Instant::now(),
         before: Duration::try_from_secs_f64(began_s).unwrap_or_default(),
         dir,
@@ -210,6 +211,7 @@ struct Session {
     ledger: Ledger,
     results: Results,
     bar: ProgressBar,
+    budget: Budget,
     clock: Instant,
     before: Duration,
     dir: PathBuf,
@@ -248,9 +250,10 @@ impl Session {
             )),
             None => self.bar.set_message("nothing correct yet"),
         }
-        let trials = search.trials().len() as u64;
-        let seconds = self.elapsed().as_secs().min(self.bar.length().unwrap_or(0));
-        self.bar.set_position(if self.bar.length() >= Some(trials) { trials } else { seconds });
+        self.bar.set_position(match self.budget {
+            Budget::Trials(_) => search.trials().len() as u64,
+            Budget::Time(most) => self.elapsed().min(most).as_secs(),
+        });
         if self.bar.is_hidden() {
             report::say(&line);
         } else {

@@ -1,4 +1,5 @@
-//! Pages that are generated from the tables: `docs/opcodes.md` and `docs/invariants.md`. `BLESS=1` rewrites them.
+//! Pages that are generated from the tables: `docs/opcodes.md`, `docs/invariants.md` and the knob table in `HARNESS.md`. `BLESS=1`
+//! rewrites them.
 
 use std::fmt::Write as _;
 
@@ -7,9 +8,9 @@ use ir::{Level, Rule};
 use tests::diff::unified;
 use tests::root;
 
-/// Compares a page with what it should be, or rewrites it.
+/// Compares a page, by its path from the repository's root, with what it should be, or rewrites it.
 fn fresh(name: &str, expected: &str) {
-    let path = root().join("docs").join(name);
+    let path = root().join(name);
     let actual = std::fs::read_to_string(&path).unwrap_or_default();
     if actual == expected {
         return;
@@ -20,7 +21,7 @@ fn fresh(name: &str, expected: &str) {
         return;
     }
     panic!(
-        "docs/{name} is stale; rewrite with: BLESS=1 cargo test -p tests docs\n{}",
+        "{name} is stale; rewrite with: BLESS=1 cargo test -p tests docs\n{}",
         unified(&actual, expected)
     );
 }
@@ -126,10 +127,24 @@ fn invariants() -> String {
 
 #[test]
 fn docs_of_opcodes_are_fresh() {
-    fresh("opcodes.md", &opcodes());
+    fresh("docs/opcodes.md", &opcodes());
 }
 
 #[test]
 fn docs_of_invariants_are_fresh() {
-    fresh("invariants.md", &invariants());
+    fresh("docs/invariants.md", &invariants());
+}
+
+#[test]
+fn docs_of_knobs_are_fresh() {
+    const NAME: &str = "HARNESS.md";
+    const BEGIN: &str = "<!-- knobs:begin -->\n";
+    const END: &str = "<!-- knobs:end -->";
+    let text = std::fs::read_to_string(root().join(NAME))
+        .unwrap_or_else(|error| panic!("{NAME}: {error}"));
+    let missing = || panic!("{NAME} has no {} ... {END}", BEGIN.trim_end());
+    let (before, rest) = text.split_once(BEGIN).unwrap_or_else(missing);
+    let (_, after) = rest.split_once(END).unwrap_or_else(missing);
+    let table = ir::schedule::knob_table_markdown();
+    fresh(NAME, &format!("{before}{BEGIN}{table}{END}{after}"));
 }

@@ -1,8 +1,9 @@
-//! Every kernel variant that the schedule space can produce compiles for `sm_90a`, and none spills or needs a stack.
+//! Every kernel variant that the schedule space can produce compiles for `sm_90a`, none spills or needs a stack, and no two are the
+//! same machine code: a knob that changes nothing would be a knob to search for nothing.
 //!
 //! NVRTC needs no GPU. Without NVRTC every test here says `skipped` and passes; with `AMK_REQUIRE_NVRTC=1` that is a failure.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -63,10 +64,17 @@ fn configs(graph: &Graph, target: &Target, knobs: &[Knob]) -> Vec<ScheduleConfig
     found
 }
 
+/// What compiling a variant gave.
+#[derive(Clone, Default)]
+struct Built {
+    image: Vec<u8>,
+    kernels: Vec<Resources>,
+}
+
 /// Compiles all variants, as many at once as there are cores. In the order of `variants`.
-fn compile_all(variants: &[Variant]) -> Vec<Vec<Resources>> {
+fn compile_all(variants: &[Variant]) -> Vec<Built> {
     let next = AtomicUsize::new(0);
-    let results = Mutex::new(vec![Vec::new(); variants.len()]);
+    let results = Mutex::new(vec![Built::default(); variants.len()]);
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     std::thread::scope(|scope| {
         for _ in 0..threads.min(variants.len()) {
@@ -77,10 +85,9 @@ fn compile_all(variants: &[Variant]) -> Vec<Vec<Resources>> {
                     // No cache: what is tested is the compiler's answer, not the cache's.
                     let cubin = vm_host::compile(variant, ARCH, None)
                         .unwrap_or_else(|error| panic!("{variant:?}: {error}"));
-                    assert!(!cubin.image.is_empty(), "{variant:?}");
-                    let resources = vm_host::resources(&cubin.log);
+                    let kernels = vm_host::resources(&cubin.log);
                     results.lock().expect("no thread panicked while it held the lock")[index] =
-                        resources;
+                        Built { image: cubin.image, kernels };
                 }
             });
         }
@@ -97,10 +104,14 @@ fn name(variant: &Variant) -> String {
     )
 }
 
-/// Prints the table and fails on whatever spills or has a stack.
+/// Prints the table and fails on whatever spills or has a stack, and on a knob that leaves the machine code as it was.
 fn check(variants: &[Variant]) {
     let mut problems = Vec::new();
-    for (variant, kernels) in variants.iter().zip(compile_all(variants)) {
+    let mut images: HashMap<Vec<u8>, &Variant> = HashMap::new();
+    for (variant, Built { image, kernels }) in variants.iter().zip(compile_all(variants)) {
+        if let Some(twin) = images.insert(image, variant) {
+            problems.push(format!("{}: the same machine code as {}", name(variant), name(twin)));
+        }
         let Some(main) = kernels.iter().find(|kernel| kernel.kernel == "amk_megakernel") else {
             panic!("{}: the assembler said nothing of amk_megakernel: {kernels:?}", name(variant));
         };
@@ -150,7 +161,8 @@ fn every_value_of_the_other_kernel_knobs_compiles() {
         variants.extend(configs.iter().map(|config| vm_host::variant(&config.kernel, graph.dtype)));
     }
     variants.retain(|variant| *variant != default);
-    let values: usize = DETAILS.iter().map(|knob| knob.values().len() - 1).sum();
-    assert_eq!(variants.len(), values);
+    variants.push(default);
+    let others: usize = DETAILS.iter().map(|knob| knob.values().len() - 1).sum();
+    assert_eq!(variants.len(), others + 1);
     check(&variants);
 }

@@ -16,8 +16,8 @@ wire_enum! {
         PayloadDeadline = 3 "payload_deadline",
         /// A weight stage did not land before the deadline.
         StageDeadline = 4 "stage_deadline",
-        /// The loader found no free stage before the deadline.
-        RingDeadline = 5 "ring_deadline",
+        /// No task was finished before the deadline, and nothing was waited for.
+        Stalled = 5 "stalled",
         /// An opcode outside the table.
         BadOpcode = 6 "bad_opcode",
         /// A slot, counter or token outside its table.

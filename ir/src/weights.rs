@@ -32,7 +32,12 @@ pub trait Weights: Sync {
 /// # Panics
 /// If `bytes` holds fewer elements than `out`.
 pub fn decode(dtype: DType, bytes: &[u8], out: &mut [f32]) {
-    assert!(bytes.len() >= out.len() * dtype.bytes(), "{} bytes for {} elements", bytes.len(), out.len());
+    assert!(
+        bytes.len() >= out.len() * dtype.bytes(),
+        "{} bytes for {} elements",
+        bytes.len(),
+        out.len()
+    );
     match dtype {
         DType::F32 => {
             for (o, b) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {

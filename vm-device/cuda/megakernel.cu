@@ -97,6 +97,7 @@ __device__ __forceinline__ void run_step(Worker& w, Cursor& c) {
     }
     if (threadIdx.x == 0) {
       sh->leave = is_dead(sh);
+      *(volatile uint32_t*)&sh->progress = sh->progress + 1;
     }
     consumers_sync();
     if (threadIdx.x == 0 && st.task.signal != AMK_NONE) {
@@ -128,6 +129,7 @@ __device__ __forceinline__ void adopt_program(Worker& w, Cursor& c, uint64_t pro
     ((uint4*)&sh->queue)[t] = load_u32x4((char const*)sh->program.queues + (size_t)blockIdx.x * sizeof(amk_queue) + t * 16);
   }
   if (t == 32) {
+#pragma unroll 1
     for (uint32_t s = 0; s < AMK_STAGES_MAX; ++s) {
       barrier_invalidate(&sh->full[s]);
       barrier_invalidate(&sh->empty[s]);
@@ -147,16 +149,15 @@ __device__ __forceinline__ void adopt_program(Worker& w, Cursor& c, uint64_t pro
   }
   w.ring = (char*)sh + sh->program.x_offset + sh->program.x_bytes;
   w.x = (char*)sh + sh->program.x_offset;
-  c = Cursor{0, 0, 0, false};
+  c = Cursor{0, 0, 0, false, sh->program.stages, sh->program.stage_units};
   worker_sync(); // the loader may start
 }
 
 // One thread: until the next action is announced. Idle time has no deadline; the host may be thinking.
 __device__ __forceinline__ void wait_action(Worker const& w, uint32_t go) {
   amk_step const* step = (amk_step const*)w.launch->step;
-  uint64_t since = 0;
-  for (uint32_t spin = 1; (int32_t)(load_relaxed(&step->go) - go) < 0; ++spin) {
-    if (spin % SPINS_PER_CHECK == 0 && (since = give_up(w.shared, since, AMK_TRAP_NONE, 0, 0, 0)) == GIVE_UP) {
+  while ((int32_t)(load_relaxed(&step->go) - go) < 0) {
+    if (is_dead(w.shared)) {
       return;
     }
     poll_pause();
@@ -185,8 +186,12 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
       w.epoch = sh->step.epoch;
       if (threadIdx.x == 0) {
         sh->epoch = w.epoch;
+        *(volatile uint32_t*)&sh->active = 1;
       }
       run_step(w, c);
+      if (threadIdx.x == 0) {
+        *(volatile uint32_t*)&sh->active = 0;
+      }
       if (sh->leave == 0) {
         continue;
       }
@@ -201,6 +206,7 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
       }
       worker_sync(); // the loader leaves
       if (threadIdx.x == 0) {
+        *(volatile uint32_t*)&sh->gone = 1;
         claim(&done->left);
       }
       return;
@@ -229,6 +235,14 @@ __device__ __forceinline__ void loader_life(Worker const& w) {
   }
 }
 
+// The last warp of every block, once the poller (if it has one) is done: until the consumers have left.
+__device__ __forceinline__ void watchdog_run(Shared* sh) {
+  while (*(volatile uint32_t*)&sh->gone == 0) {
+    watchdog_check(sh);
+    __nanosleep(20000);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) amk_megakernel(__grid_constant__ amk_launch const launch) {
   extern __shared__ __align__(128) char memory[];
   Shared* sh = (Shared*)memory;
@@ -238,11 +252,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) amk_megakernel(_
     sh->dead = 0;
     sh->halt = 0;
     sh->near = 0;
-    sh->leave = 0;
+    sh->leave = sh->gone = sh->active = sh->progress = sh->wait_code = 0;
+    sh->seen_progress = 0;
+    sh->seen_ns = 0;
     sh->index = blockIdx.x;
     sh->epoch = 0;
     sh->task = 0;
     sh->launch = &launch;
+#pragma unroll 1
     for (uint32_t s = 0; s < AMK_STAGES_MAX; ++s) { // so that the first program finds barriers to invalidate
       barrier_init(&sh->full[s], 1);
       barrier_init(&sh->empty[s], AMK_WARPS);
@@ -253,8 +270,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) amk_megakernel(_
     consumer_run(w);
   } else if (warp == AMK_WARPS) {
     loader_life(w);
-  } else if (blockIdx.x == 0 && threadIdx.x % 32 == 0) {
-    poller_run(w);
+  } else if (threadIdx.x % 32 == 0) {
+    if (blockIdx.x == 0) {
+      poller_run(w);
+    }
+    watchdog_run(sh);
   }
 }
 

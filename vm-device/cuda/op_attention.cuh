@@ -133,40 +133,68 @@ __device__ __forceinline__ RowShare row_share(uint32_t head_dim) {
 
 constexpr uint32_t LANE_CHUNKS = (AMK_HEAD_DIM_MAX * ELEMENT_BYTES / 16 + 31) / 32; // 1 for 16-bit elements, 2 for f32
 
+// Rows that a lane asks for before it uses the first.
+constexpr uint32_t ROW_BATCH = LANE_CHUNKS > 1 ? 2 : 4;
+
+// 16-byte chunks of up to ROW_BATCH rows of the cache: rows k, k + step, ... below `keys`.
+__device__ __forceinline__ void rows_load(Worker const& w, ResolvedSlot const& kv, amk_attention_params const& p, uint32_t which, uint32_t key0, uint32_t k, uint32_t step,
+                                          uint32_t keys, uint32_t chunk, uint4 (&out)[ROW_BATCH]) {
+#pragma unroll
+  for (uint32_t i = 0; i < ROW_BATCH; ++i) {
+    out[i] = make_uint4(0, 0, 0, 0);
+    if (k + i * step < keys) {
+      out[i] = load_u32x4(cache_row(w, kv, p, which, key0 + k + i * step) + chunk * 16);
+    }
+  }
+}
+
 // Scores of the block's keys, into s.scores[g][key].
-__device__ __forceinline__ void block_scores(Worker const& w, StagedTask const& st, amk_attention_params const& p, AttentionScratch const& s, uint32_t group, uint32_t key0,
+__device__ __forceinline__ void block_scores(Worker const& w, ResolvedSlot const& kv, amk_attention_params const& p, AttentionScratch const& s, uint32_t group, uint32_t key0,
                                              uint32_t keys) {
   RowShare const r = row_share(p.head_dim);
-  uint32_t const warp = threadIdx.x / 32;
-  for (uint32_t k0 = warp * r.rows; k0 < keys; k0 += AMK_WARPS * r.rows) {
-    uint32_t const k = k0 + r.row;
-    char const* row = cache_row(w, st.slot[AMK_READS_MAX + 1], p, 0, key0 + (k < keys ? k : 0));
-    float dot[GROUP_BUF] = {};
+  uint32_t const step = AMK_WARPS * r.rows;
+  for (uint32_t k0 = threadIdx.x / 32 * r.rows; k0 < keys; k0 += ROW_BATCH * step) {
+    float dot[ROW_BATCH][GROUP_BUF] = {};
 #pragma unroll
     for (uint32_t c = 0; c < LANE_CHUNKS; ++c) {
       uint32_t const chunk = r.chunk + c * 32;
       if (chunk < r.chunks) {
-        float v[8];
-        cache_unpack(load_u32x4(row + chunk * 16), v);
+        uint4 rows[ROW_BATCH];
+        rows_load(w, kv, p, 0, key0, k0 + r.row, step, keys, chunk, rows);
 #pragma unroll
         for (uint32_t g = 0; g < GROUP_BUF; ++g) {
           if (g < group) {
+            float q[CHUNK_ELEMENTS];
 #pragma unroll
             for (uint32_t i = 0; i < CHUNK_ELEMENTS; i += 4) {
-              float4 const q = *(float4 const*)(s.q + g * p.head_dim + chunk * CHUNK_ELEMENTS + i);
-              dot[g] = fmaf(q.x, v[i], fmaf(q.y, v[i + 1], fmaf(q.z, v[i + 2], fmaf(q.w, v[i + 3], dot[g]))));
+              float4 const v = *(float4 const*)(s.q + g * p.head_dim + chunk * CHUNK_ELEMENTS + i);
+              q[i] = v.x, q[i + 1] = v.y, q[i + 2] = v.z, q[i + 3] = v.w;
+            }
+#pragma unroll
+            for (uint32_t j = 0; j < ROW_BATCH; ++j) {
+              float v[8];
+              cache_unpack(rows[j], v);
+#pragma unroll
+              for (uint32_t i = 0; i < CHUNK_ELEMENTS; ++i) {
+                dot[j][g] = fmaf(q[i], v[i], dot[j][g]);
+              }
             }
           }
         }
       }
     }
 #pragma unroll
-    for (uint32_t g = 0; g < GROUP_BUF; ++g) {
-      for (uint32_t o = r.lanes / 2; o > 0; o >>= 1) {
-        dot[g] += __shfl_xor_sync(~0u, dot[g], o);
-      }
-      if (g < group && k < keys && r.chunk == 0) {
-        s.scores[g * p.kv_block + k] = dot[g];
+    for (uint32_t j = 0; j < ROW_BATCH; ++j) {
+      uint32_t const k = k0 + r.row + j * step;
+#pragma unroll
+      for (uint32_t g = 0; g < GROUP_BUF; ++g) {
+        float d = dot[j][g];
+        for (uint32_t o = r.lanes / 2; o > 0; o >>= 1) {
+          d += __shfl_xor_sync(~0u, d, o);
+        }
+        if (g < group && k < keys && r.chunk == 0) {
+          s.scores[g * p.kv_block + k] = d;
+        }
       }
     }
   }
@@ -205,10 +233,22 @@ __device__ __forceinline__ void block_softmax(amk_attention_params const& p, Att
   }
 }
 
-// Adds the block's weighted values to this lane's accumulators.
-__device__ __forceinline__ void block_values(Worker const& w, StagedTask const& st, amk_attention_params const& p, AttentionScratch const& s, uint32_t group, uint32_t key0,
-                                             uint32_t keys, float (&acc)[GROUP_BUF][LANE_CHUNKS * CHUNK_ELEMENTS]) {
+// The first values of a block, asked for before the scores are known: they do not depend on them.
+__device__ __forceinline__ void values_ahead(Worker const& w, ResolvedSlot const& kv, amk_attention_params const& p, uint32_t key0, uint32_t keys,
+                                             uint4 (&ahead)[LANE_CHUNKS][ROW_BATCH]) {
   RowShare const r = row_share(p.head_dim);
+#pragma unroll
+  for (uint32_t c = 0; c < LANE_CHUNKS; ++c) {
+    uint32_t const chunk = r.chunk + c * 32, none = chunk < r.chunks ? keys : 0;
+    rows_load(w, kv, p, 1, key0, threadIdx.x / 32 * r.rows + r.row, AMK_WARPS * r.rows, none, chunk, ahead[c]);
+  }
+}
+
+// Adds the block's weighted values to this lane's accumulators.
+__device__ __forceinline__ void block_values(Worker const& w, ResolvedSlot const& kv, amk_attention_params const& p, AttentionScratch const& s, uint32_t group, uint32_t key0,
+                                             uint32_t keys, uint4 (&ahead)[LANE_CHUNKS][ROW_BATCH], float (&acc)[GROUP_BUF][LANE_CHUNKS * CHUNK_ELEMENTS]) {
+  RowShare const r = row_share(p.head_dim);
+  uint32_t const step = AMK_WARPS * r.rows, first = threadIdx.x / 32 * r.rows + r.row;
 #pragma unroll
   for (uint32_t g = 0; g < GROUP_BUF; ++g) {
     float const alpha = g < group ? s.alpha[g] : 0.f;
@@ -217,17 +257,21 @@ __device__ __forceinline__ void block_values(Worker const& w, StagedTask const& 
       acc[g][i] *= alpha;
     }
   }
-  for (uint32_t k = threadIdx.x / 32 * r.rows + r.row; k < keys; k += AMK_WARPS * r.rows) {
-    char const* row = cache_row(w, st.slot[AMK_READS_MAX + 1], p, 1, key0 + k);
+  for (uint32_t k0 = first; k0 < keys; k0 += ROW_BATCH * step) {
 #pragma unroll
     for (uint32_t c = 0; c < LANE_CHUNKS; ++c) {
       uint32_t const chunk = r.chunk + c * 32;
-      if (chunk < r.chunks) {
+      if (k0 != first) {
+        rows_load(w, kv, p, 1, key0, k0, step, chunk < r.chunks ? keys : 0, chunk, ahead[c]);
+      }
+#pragma unroll
+      for (uint32_t j = 0; j < ROW_BATCH; ++j) {
+        uint32_t const k = k0 + j * step;
         float v[8];
-        cache_unpack(load_u32x4(row + chunk * 16), v);
+        cache_unpack(ahead[c][j], v); // zeros where there is no row
 #pragma unroll
         for (uint32_t g = 0; g < GROUP_BUF; ++g) {
-          float const weight = g < group ? s.scores[g * p.kv_block + k] : 0.f;
+          float const weight = g < group && k < keys ? s.scores[g * p.kv_block + k] : 0.f;
 #pragma unroll
           for (uint32_t i = 0; i < CHUNK_ELEMENTS; ++i) {
             acc[g][c * CHUNK_ELEMENTS + i] = fmaf(weight, v[i], acc[g][c * CHUNK_ELEMENTS + i]);
@@ -286,6 +330,7 @@ __device__ __forceinline__ void op_attention(Worker const& w, StagedTask const& 
   }
   uint32_t const first = position + 1 - keys;
   uint32_t const start = first + split_start(keys, p.kv_block, active, p.split), end = first + split_start(keys, p.kv_block, active, p.split + 1);
+  ResolvedSlot const kv = st.slot[AMK_READS_MAX + 1];
   float const* rope = (float const*)st.slot[3].address + (size_t)position * p.head_dim; // [position][head_dim / 2][2]
   for (uint32_t g0 = 0; g0 < p.group; g0 += GROUP_BUF) {
     uint32_t const group = p.group - g0 < GROUP_BUF ? p.group - g0 : GROUP_BUF;
@@ -305,11 +350,13 @@ __device__ __forceinline__ void op_attention(Worker const& w, StagedTask const& 
     float acc[GROUP_BUF][LANE_CHUNKS * CHUNK_ELEMENTS] = {};
     for (uint32_t key0 = start; key0 < end; key0 += p.kv_block) {
       uint32_t const count = end - key0 < p.kv_block ? end - key0 : p.kv_block;
-      block_scores(w, st, p, s, group, key0, count);
+      uint4 ahead[LANE_CHUNKS][ROW_BATCH];
+      values_ahead(w, kv, p, key0, count, ahead);
+      block_scores(w, kv, p, s, group, key0, count);
       consumers_sync();
       block_softmax(p, s, group, count);
       consumers_sync();
-      block_values(w, st, p, s, group, key0, count, acc);
+      block_values(w, kv, p, s, group, key0, count, ahead, acc);
       consumers_sync(); // the scores are about to be overwritten
     }
     write_partials(w, st, p, s, g0, group, acc);

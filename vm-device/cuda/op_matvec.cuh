@@ -93,7 +93,7 @@ __device__ __forceinline__ void unit_multiply(Accumulator& a, UnitData const& d)
 // This warp's share of a tile: units warp, warp + WARPS, ... of `units`, the tile's first unit being `first` of the step's stream.
 __device__ __forceinline__ void tile_multiply(Worker const& w, Cursor& c, uint32_t first, uint32_t units, float* part) {
   uint32_t const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  uint32_t const stage_units = w.shared->program.stage_units;
+  uint32_t const stage_units = c.stage_units;
   constexpr uint32_t X_BYTES = UNIT_COLS * 4; // staged bytes of a unit's columns, in either form
   Accumulator acc[AMK_UNROLL] = {};
   uint32_t u = warp;
@@ -154,26 +154,39 @@ __device__ __forceinline__ void stage_input(Worker const& w, StagedTask const& s
   ResolvedSlot const in = st.slot[0];
   uint32_t const generation = st.task.read_generation[0];
   float square = 0.f;
-  if (p.prologue == AMK_PROLOGUE_MERGE) {
-    merge_weights(w, in, generation, p.k_len / p.head_dim, p.k_len / p.head_dim, 0, p.head_dim, p.splits, p.kv_block, p.window, (float*)(w.x + (size_t)padded * 4));
-    for (uint32_t e = t * 4; e < padded; e += CONSUMERS * 4) {
-      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (e < p.k_len) {
-        v = merge_read4(w, in, generation, p.k_len / p.head_dim, 0, e, p.head_dim, p.splits, p.kv_block, p.window, (float const*)(w.x + (size_t)padded * 4));
-      }
-      stage_x4(w, e, v);
+  bool const rms = p.prologue == AMK_PROLOGUE_RMS, merge = p.prologue == AMK_PROLOGUE_MERGE;
+  float const* norm = (float const*)st.slot[1].address;
+  float* weights = (float*)(w.x + (size_t)padded * 4);
+  MergeShape m = {};
+  if (merge) {
+    m = merge_shape(w, p.k_len / p.head_dim, 0, p.head_dim, p.splits, p.kv_block, p.window);
+    merge_weights(w, in, generation, m, p.k_len / p.head_dim, weights);
+  }
+  for (uint32_t e0 = t * 4; e0 < padded; e0 += INPUT_BATCH * CONSUMERS * 4) {
+    float4 v[INPUT_BATCH], n[INPUT_BATCH];
+    uint32_t e[INPUT_BATCH];
+    bool wanted[INPUT_BATCH];
+#pragma unroll
+    for (uint32_t i = 0; i < INPUT_BATCH; ++i) {
+      e[i] = e0 + i * CONSUMERS * 4;
+      wanted[i] = e[i] + 4 <= p.k_len;
+      n[i] = rms && e[i] < padded ? __ldg((float4 const*)(norm + e[i])) : make_float4(1.f, 1.f, 1.f, 1.f); // padded with zeros
     }
-  } else {
-    bool const rms = p.prologue == AMK_PROLOGUE_RMS;
-    float const* norm = (float const*)st.slot[1].address;
-    for (uint32_t e = t * 4; e < padded; e += CONSUMERS * 4) {
-      float4 v = slot_read4(w, in, generation, e, p.k_len);
-      if (rms) {
-        square += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-        float4 const n = __ldg((float4 const*)(norm + e)); // padded with zeros
-        v.x *= n.x, v.y *= n.y, v.z *= n.z, v.w *= n.w;
+    if (merge) {
+      merge_read_batch(w, in, generation, m, e, wanted, weights, v);
+    } else {
+      slot_read_batch<INPUT_BATCH, true>(w, in, generation, e, wanted, v);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < INPUT_BATCH; ++i) {
+      if (e[i] >= padded) {
+        continue;
       }
-      stage_x4(w, e, v);
+      if (!wanted[i] && !merge) {
+        v[i] = slot_read4(w, in, generation, e[i], p.k_len); // the ragged end
+      }
+      square += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
+      stage_x4(w, e[i], make_float4(v[i].x * n[i].x, v[i].y * n[i].y, v[i].z * n[i].z, v[i].w * n[i].w));
     }
   }
 #pragma unroll
@@ -276,7 +289,7 @@ __device__ __forceinline__ void op_matvec(Worker const& w, StagedTask const& st,
     scale = 1.f / sqrtf(sum / (float)p.k_len + p.eps);
   }
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
-  uint32_t const near_units = 4 * w.shared->program.stage_units;
+  uint32_t const near_units = 4 * c.stage_units;
   for (uint32_t done = 0; done < p.tiles; done += TILES_BUF) {
     uint32_t const nt = p.tiles - done < TILES_BUF ? p.tiles - done : TILES_BUF;
     uint32_t const tile = p.tile0 + done, row = tile * AMK_UNIT_ROWS + t;

@@ -48,6 +48,7 @@ __device__ __forceinline__ bool poller_wait(Poller& p, uint32_t const* word, uin
         return false;
       }
       host_store(&indices->heartbeat, (uint32_t)now_ns());
+      watchdog_check(p.worker->shared);
     }
     __nanosleep(100);
   }

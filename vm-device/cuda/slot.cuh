@@ -53,28 +53,26 @@ __device__ __forceinline__ uint32_t slot_tag(Worker const& w, uint32_t generatio
 
 // The value of a tagged word once its tag is right. Pairs with tagged_store in slot_write.
 __device__ __forceinline__ float tagged_wait(Worker const& w, uint64_t const* word, uint32_t tag) {
-  uint64_t since = 0;
   for (uint32_t spin = 1;; ++spin) {
     uint64_t const x = tagged_load(word);
-    if ((uint32_t)(x >> 32) == tag) {
+    if ((uint32_t)(x >> 32) == tag || is_dead(w.shared)) {
       return __uint_as_float((uint32_t)x);
     }
-    if (spin % SPINS_PER_CHECK == 0 && (since = give_up(w.shared, since, AMK_TRAP_PAYLOAD_DEADLINE, (uint32_t)((uint64_t)word >> 3), (uint32_t)(x >> 32), tag)) == GIVE_UP) {
-      return 0.f;
+    if (spin % SPINS_PER_NOTE == 0) {
+      note_wait(w.shared, AMK_TRAP_PAYLOAD_DEADLINE, (uint32_t)((uint64_t)word >> 3), (uint32_t)(x >> 32), tag);
     }
     poll_pause();
   }
 }
 __device__ __forceinline__ float2 tagged_wait2(Worker const& w, uint64_t const* word, uint32_t tag) {
-  uint64_t since = 0;
   for (uint32_t spin = 1;; ++spin) {
     uint64_t a, b;
     tagged_load2(word, a, b);
-    if ((uint32_t)(a >> 32) == tag && (uint32_t)(b >> 32) == tag) {
+    if (((uint32_t)(a >> 32) == tag && (uint32_t)(b >> 32) == tag) || is_dead(w.shared)) {
       return make_float2(__uint_as_float((uint32_t)a), __uint_as_float((uint32_t)b));
     }
-    if (spin % SPINS_PER_CHECK == 0 && (since = give_up(w.shared, since, AMK_TRAP_PAYLOAD_DEADLINE, (uint32_t)((uint64_t)word >> 3), (uint32_t)(a >> 32), tag)) == GIVE_UP) {
-      return make_float2(0.f, 0.f);
+    if (spin % SPINS_PER_NOTE == 0) {
+      note_wait(w.shared, AMK_TRAP_PAYLOAD_DEADLINE, (uint32_t)((uint64_t)word >> 3), (uint32_t)(a >> 32), tag);
     }
     poll_pause();
   }
@@ -145,16 +143,77 @@ __device__ __forceinline__ void slot_write(Worker const& w, ResolvedSlot const& 
   }
 }
 
+// Elements that a thread asks for before it uses the first: each trip to L2 is long, so they are taken together.
+constexpr uint32_t INPUT_BATCH = 4;
+
+// Words first[i]..first[i]+4 of a slot for each i that is wanted, else zero. All of them are asked for before the first is used. The
+// words start at even places (ALIGNED: at multiples of 4).
+template <uint32_t N, bool ALIGNED>
+__device__ __forceinline__ void slot_read_batch(Worker const& w, ResolvedSlot const& s, uint32_t generation, uint32_t const (&first)[N], bool const (&wanted)[N],
+                                                float4 (&out)[N]) {
+  if (s.kind == AMK_SLOT_TAGGED) {
+    uint64_t const* words = (uint64_t const*)s.address;
+    uint32_t const tag = slot_tag(w, generation);
+    for (bool here = false; !here;) {
+      here = true;
+#pragma unroll
+      for (uint32_t i = 0; i < N; ++i) {
+        uint64_t a = (uint64_t)tag << 32, b = a, c = a, d = a;
+        if (wanted[i]) {
+          tagged_load2(words + first[i], a, b);
+          tagged_load2(words + first[i] + 2, c, d);
+        }
+        out[i] = make_float4(__uint_as_float((uint32_t)a), __uint_as_float((uint32_t)b), __uint_as_float((uint32_t)c), __uint_as_float((uint32_t)d));
+        here &= (uint32_t)(a >> 32) == tag && (uint32_t)(b >> 32) == tag && (uint32_t)(c >> 32) == tag && (uint32_t)(d >> 32) == tag;
+      }
+      if (!here) {
+        if (is_dead(w.shared)) {
+          return;
+        }
+        note_wait(w.shared, AMK_TRAP_PAYLOAD_DEADLINE, (uint32_t)((uint64_t)words >> 3), 0, tag);
+        poll_pause();
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < N; ++i) {
+    out[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (wanted[i]) {
+      float const* p = (float const*)s.address + first[i];
+      if (s.kind == AMK_SLOT_EMBEDDING) {
+        out[i] = embedding_read4(w, s, first[i]);
+      } else if (ALIGNED) {
+        out[i] = load_f32x4(p);
+      } else {
+        float2 const a = load_f32x2(p), b = load_f32x2(p + 2);
+        out[i] = make_float4(a.x, a.y, b.x, b.y);
+      }
+    }
+  }
+}
+
 // One warp: before everybody reads a tagged range, waits for a sample of its words. Many pollers of the payload itself would
 // congest L2 for the producers; the readers still validate every word.
 __device__ __forceinline__ void tagged_presample(Worker const& w, ResolvedSlot const& s, uint32_t generation, uint32_t start, uint32_t len) {
   if (s.kind != AMK_SLOT_TAGGED || len == 0) {
     return;
   }
-  uint32_t const lane = threadIdx.x % 32;
-  uint32_t const samples = len < 128 ? len : 128;
-  for (uint32_t j = lane; j < samples; j += 32) {
-    uint32_t const i = start + (uint32_t)((uint64_t)(j + 1) * len / samples) - 1;
-    tagged_wait(w, (uint64_t const*)s.address + i, slot_tag(w, generation));
+  uint32_t const lane = threadIdx.x % 32, tag = slot_tag(w, generation);
+  uint64_t const* const words = (uint64_t const*)s.address + start;
+  for (uint32_t spin = 1;; ++spin) {
+    bool here = true;
+#pragma unroll
+    for (uint32_t j = 0; j < 4; ++j) { // the last word of each of 128 equal parts
+      uint64_t const x = tagged_load(words + ((uint64_t)(j * 32 + lane + 1) * len - 1) / 128);
+      here &= (uint32_t)(x >> 32) == tag;
+    }
+    if (__all_sync(~0u, here || is_dead(w.shared))) {
+      return;
+    }
+    if (spin % SPINS_PER_NOTE == 0 && !here) {
+      note_wait(w.shared, AMK_TRAP_PAYLOAD_DEADLINE, (uint32_t)(((uint64_t)words + lane) >> 3), 0, tag);
+    }
+    poll_pause();
   }
 }

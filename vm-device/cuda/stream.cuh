@@ -8,11 +8,13 @@ struct Cursor {
   uint32_t parity; // of its full barrier
   uint32_t base;   // first unit of the current stage, counted from the start of the step
   bool landed;     // whether the current stage has been waited for
+  uint32_t stages; // of the ring
+  uint32_t stage_units;
 };
 
 __device__ __forceinline__ void cursor_land(Worker const& w, Cursor& c) {
   if (!c.landed) {
-    wait_stage(w, &w.shared->full[c.stage], c.parity, c.stage, AMK_TRAP_STAGE_DEADLINE);
+    wait_stage(w.shared, &w.shared->full[c.stage], c.parity, c.stage);
     c.landed = true;
   }
 }
@@ -24,9 +26,9 @@ __device__ __forceinline__ void cursor_next(Worker const& w, Cursor& c) {
   if (threadIdx.x % 32 == 0) {
     barrier_arrive(&w.shared->empty[c.stage]);
   }
-  c.base += w.shared->program.stage_units;
+  c.base += c.stage_units;
   c.landed = false;
-  if (++c.stage == w.shared->program.stages) {
+  if (++c.stage == c.stages) {
     c.stage = 0;
     c.parity ^= 1;
   }
@@ -34,7 +36,7 @@ __device__ __forceinline__ void cursor_next(Worker const& w, Cursor& c) {
 
 // Frees every stage that ends at or before unit n.
 __device__ __forceinline__ void cursor_pass(Worker const& w, Cursor& c, uint32_t n) {
-  while (n - c.base >= w.shared->program.stage_units) {
+  while (n - c.base >= c.stage_units) {
     cursor_next(w, c);
   }
 }
@@ -67,7 +69,7 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
   uint32_t landed_stage = 0, landed_parity = 0;
   auto settle = [&](uint32_t target) { // until at most `target` stages are on their way
     while (issued - landed > target) {
-      if (!wait_stage(w, &sh->full[landed_stage], landed_parity, landed_stage, AMK_TRAP_STAGE_DEADLINE)) {
+      if (!wait_stage(sh, &sh->full[landed_stage], landed_parity, landed_stage)) {
         return false;
       }
       ++landed;
@@ -84,9 +86,8 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
     for (uint32_t done = 0; done < units;) {
       uint32_t const want = units - done < stage_units ? units - done : stage_units;
       if (lap > 0) { // the stage must have been freed by every consumer warp
-        uint64_t since = 0;
-        for (uint32_t spin = 1; !barrier_try(&sh->empty[stage], (lap - 1) & 1); ++spin) {
-          if (*(volatile uint32_t*)&sh->halt != 0 || (spin % 64 == 0 && (since = give_up(sh, since, AMK_TRAP_NONE, stage, 0, 0)) == GIVE_UP)) {
+        while (!barrier_try(&sh->empty[stage], (lap - 1) & 1)) {
+          if (*(volatile uint32_t*)&sh->halt != 0 || is_dead(sh)) {
             goto drain;
           }
         }

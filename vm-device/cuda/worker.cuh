@@ -5,7 +5,7 @@ constexpr uint32_t CONSUMERS = AMK_WARPS * 32;
 constexpr uint32_t TILES_BUF = 16;                       // tiles whose sums are kept before an epilogue
 constexpr uint32_t ROWS_BUF = TILES_BUF * AMK_UNIT_ROWS; // 128
 constexpr uint32_t FIXED_BYTES = 12 * 1024;              // ir::program::smem::FIXED_BYTES
-constexpr uint32_t SPINS_PER_CHECK = 256;
+constexpr uint32_t SPINS_PER_NOTE = 256;                 // turns of a wait after which it says what it waits for
 
 // A slot as a task uses it: resolved when the task is fetched.
 struct alignas(16) ResolvedSlot {
@@ -36,9 +36,15 @@ struct Shared {
   uint32_t halt; // nonzero: the loader stops issuing
   uint32_t near; // nonzero: the loader keeps to the lower cap
   uint32_t leave; // `dead` as one thread saw it before a barrier, so that all decide alike after it
+  uint32_t gone;  // the consumers are leaving: so does the watchdog
+  uint32_t active;   // nonzero while a step is under way
+  uint32_t progress; // tasks done, ever
+  uint32_t wait_code, wait_object, wait_have, wait_need; // what the longest wait of the moment is about
   uint32_t index; // of the worker
   uint32_t epoch; // for reports
   uint32_t task;  // index in the queue, for reports
+  uint32_t seen_progress; // the watchdog's: progress when it last changed, and when that was
+  uint64_t seen_ns;
   amk_launch const* launch;
 };
 static_assert(sizeof(Shared) <= FIXED_BYTES, "the fixed part holds the shared state");
@@ -60,7 +66,7 @@ __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;
 __device__ __forceinline__ void worker_sync() { asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS + 32) : "memory"); }
 
 // Asks the whole device to leave, and writes who waited for what. The first reporter wins.
-__device__ __noinline__ void trap(Shared* sh, uint32_t code, uint32_t object, uint32_t have, uint32_t need, uint64_t waited) {
+__device__ __noinline__ void trap(Shared* sh, uint32_t code, uint32_t object, uint32_t have, uint32_t need, uint64_t waited_ns) {
   *(volatile uint32_t*)&sh->dead = 1;
   amk_done* done = (amk_done*)sh->launch->done;
   if (claim(&done->reporter) == 0) {
@@ -73,31 +79,37 @@ __device__ __noinline__ void trap(Shared* sh, uint32_t code, uint32_t object, ui
     host_store(&s->have, have);
     host_store(&s->need, need);
     host_store(&s->epoch, sh->epoch);
-    host_store((uint32_t*)&s->waited_ns, (uint32_t)waited);
-    host_store((uint32_t*)&s->waited_ns + 1, (uint32_t)(waited >> 32));
+    host_store((uint32_t*)&s->waited_ns, (uint32_t)waited_ns);
+    host_store((uint32_t*)&s->waited_ns + 1, (uint32_t)(waited_ns >> 32));
     ring_release(&s->valid, 1);
   }
   word_publish(&done->abort, 1);
 }
 
-constexpr uint64_t GIVE_UP = ~0ull;
-
-// For spin loops: called every so many turns with the time of its first call (zero before that). Returns that time, or GIVE_UP when
-// the device is leaving or the deadline has passed; then the trap has been reported.
-__device__ __noinline__ uint64_t give_up(Shared* sh, uint64_t since, uint32_t code, uint32_t object, uint32_t have, uint32_t need) {
-  if (is_dead(sh)) {
-    return GIVE_UP;
-  }
+// Every wait inside a step spins on `dead` and on nothing slower; this thread of each worker sets it. It looks at the device-wide abort
+// word, and it reports the worker when no task has been finished for the deadline.
+__device__ __noinline__ void watchdog_check(Shared* sh) {
   if (load_relaxed(&((amk_done*)sh->launch->done)->abort) != 0) {
     *(volatile uint32_t*)&sh->dead = 1;
-    return GIVE_UP;
   }
   uint64_t const now = now_ns();
-  if (since != 0 && code != AMK_TRAP_NONE && now - since > sh->launch->deadline_ns) {
-    trap(sh, code, object, have, need, now - since);
-    return GIVE_UP;
+  uint32_t const progress = *(volatile uint32_t*)&sh->progress;
+  if (*(volatile uint32_t*)&sh->active == 0 || progress != sh->seen_progress || sh->seen_ns == 0) {
+    sh->seen_progress = progress;
+    sh->seen_ns = now;
+    *(volatile uint32_t*)&sh->wait_code = 0;
+  } else if (now - sh->seen_ns > sh->launch->deadline_ns && !is_dead(sh)) {
+    uint32_t const code = *(volatile uint32_t*)&sh->wait_code;
+    trap(sh, code != 0 ? code : AMK_TRAP_STALLED, sh->wait_object, sh->wait_have, sh->wait_need, now - sh->seen_ns);
   }
-  return since == 0 ? now : since;
+}
+
+// A long wait says what it is about, for the watchdog's report.
+__device__ __forceinline__ void note_wait(Shared* sh, uint32_t code, uint32_t object, uint32_t have, uint32_t need) {
+  *(volatile uint32_t*)&sh->wait_object = object;
+  *(volatile uint32_t*)&sh->wait_have = have;
+  *(volatile uint32_t*)&sh->wait_need = need;
+  *(volatile uint32_t*)&sh->wait_code = code;
 }
 
 __device__ __forceinline__ void poll_pause() {
@@ -110,34 +122,33 @@ __device__ __forceinline__ void poll_pause() {
 __device__ __forceinline__ bool wait_counter(Worker const& w, uint32_t counter, uint32_t count) {
   uint32_t const* word = (uint32_t const*)w.shared->program.counters + (size_t)counter * 8;
   uint32_t const need = w.epoch * count;
-  uint64_t since = 0;
   for (uint32_t spin = 1;; ++spin) {
     uint32_t const have = load_relaxed(word);
     if ((int32_t)(have - need) >= 0) {
       acquire_release_fence();
       return true;
     }
-    if (spin % SPINS_PER_CHECK == 0 && (since = give_up(w.shared, since, AMK_TRAP_COUNTER_DEADLINE, counter, have, need)) == GIVE_UP) {
+    if (is_dead(w.shared)) {
       return false;
+    }
+    if (spin % SPINS_PER_NOTE == 0) {
+      note_wait(w.shared, AMK_TRAP_COUNTER_DEADLINE, counter, have, need);
     }
     poll_pause();
   }
 }
 
 // Until a phase of a stage barrier is over.
-__device__ __forceinline__ bool wait_stage(Worker const& w, uint64_t* barrier, uint32_t parity, uint32_t stage, uint32_t code) {
-  if (barrier_try(barrier, parity)) {
-    return true;
-  }
-  uint64_t since = 0;
-  for (uint32_t spin = 1;; ++spin) {
-    if (barrier_try(barrier, parity)) {
-      return true;
-    }
-    if (spin % 16 == 0 && (since = give_up(w.shared, since, code, stage, 0, parity)) == GIVE_UP) {
+__device__ __forceinline__ bool wait_stage(Shared* sh, uint64_t* barrier, uint32_t parity, uint32_t stage) {
+  for (uint32_t spin = 1; !barrier_try(barrier, parity); ++spin) {
+    if (is_dead(sh)) {
       return false;
     }
+    if (spin % SPINS_PER_NOTE == 0) {
+      note_wait(sh, AMK_TRAP_STAGE_DEADLINE, stage, 0, parity);
+    }
   }
+  return true;
 }
 
 // One thread: the waits of the staged task. The caller follows with consumers_sync.

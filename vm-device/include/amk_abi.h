@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0xab4f05d31ffe587eull
+#define AMK_ABI_HASH 0x6c04493b563e502eull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -81,7 +81,7 @@ typedef long long int64_t;
 #define AMK_TRAP_COUNTER_DEADLINE 2u
 #define AMK_TRAP_PAYLOAD_DEADLINE 3u
 #define AMK_TRAP_STAGE_DEADLINE 4u
-#define AMK_TRAP_RING_DEADLINE 5u
+#define AMK_TRAP_STALLED 5u
 #define AMK_TRAP_BAD_OPCODE 6u
 #define AMK_TRAP_BAD_INDEX 7u
 #define AMK_TRAP_BAD_COMMAND 8u

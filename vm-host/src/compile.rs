@@ -271,7 +271,7 @@ fn program_image(program: sys::nvrtcProgram) -> Result<Vec<u8>, HostError> {
     Ok(image)
 }
 
-/// Reads registers, stack and spills of each kernel from the assembler's lines in `log`.
+/// Reads registers, stack and spills of each kernel, with those of the functions that it calls, from the assembler's lines in `log`.
 #[must_use]
 pub fn resources(log: &str) -> Vec<Resources> {
     let number_before = |line: &str, what: &str| -> u32 {
@@ -279,20 +279,56 @@ pub fn resources(log: &str) -> Vec<Resources> {
         before.split_whitespace().last().and_then(|word| word.parse().ok()).unwrap_or_default()
     };
     let mut found: Vec<Resources> = Vec::new();
+    let mut current = String::new(); // the function that the next numbers are of: a kernel, or one that it calls
     for line in log.lines() {
-        if let Some(name) =
-            line.split("Compiling entry function '").nth(1).and_then(|rest| rest.split('\'').next())
-        {
-            found.push(Resources { kernel: name.into(), registers: 0, spills: 0, stack: 0 });
+        let name =
+            |marker: &str| line.split(marker).nth(1).map(|rest| rest.trim_matches('\'').to_owned());
+        if let Some(kernel) = name("Compiling entry function ") {
+            let kernel = kernel.split('\'').next().unwrap_or_default().to_owned();
+            found.push(Resources { kernel, registers: 0, spills: 0, stack: 0 });
+        } else if let Some(function) = name("Function properties for ") {
+            current = function;
         } else if let Some(last) = found.last_mut() {
             if line.contains("bytes stack frame") {
-                last.stack = number_before(line, "bytes stack frame");
-                last.spills = number_before(line, "bytes spill stores")
+                // Functions that are not inlined count against the kernel that calls them.
+                last.stack += number_before(line, "bytes stack frame");
+                last.spills += number_before(line, "bytes spill stores")
                     + number_before(line, "bytes spill loads");
-            } else if line.contains("registers") {
+            } else if line.contains("registers") && (current == last.kernel || current.is_empty()) {
                 last.registers = number_before(line, "registers");
             }
         }
     }
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spills_are_read_past_the_functions_that_follow() {
+        let log = "\
+ptxas info    : Compiling entry function 'amk_megakernel' for 'sm_90a'
+ptxas info    : Function properties for amk_megakernel
+ptxas         .     160 bytes stack frame, 184 bytes spill stores, 528 bytes spill loads
+ptxas info    : Used 168 registers, used 3 barriers, 160 bytes cumulative stack size
+ptxas info    : Function properties for _Z4trapP6Sharedjjjjy
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Compiling entry function 'amk_pack' for 'sm_90a'
+ptxas info    : Function properties for amk_pack
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 20 registers, used 0 barriers
+";
+        let kernel = |name: &str, registers, spills, stack| Resources {
+            kernel: name.into(),
+            registers,
+            spills,
+            stack,
+        };
+        assert_eq!(
+            resources(log),
+            [kernel("amk_megakernel", 168, 712, 160), kernel("amk_pack", 20, 0, 0)]
+        );
+    }
 }

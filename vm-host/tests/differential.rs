@@ -31,8 +31,8 @@ const SCHEDULES: [(&str, &str); 7] = [
         r#"{"kernel": {"consumer": "mma", "evict": "first", "unroll": 4, "poll_sleep_ns": 0}, "pipeline": {"stages": 4, "stage_bytes": 8192, "in_flight_bytes": 16384, "in_flight_near_bytes": 8192}}"#,
     ),
     (
-        "mma, 16 warps, split",
-        r#"{"kernel": {"consumer": "mma", "warps": 16, "unroll": 1}, "tiling": {"attention": {"kv_split": 2, "kv_block": 32}, "qkv": {"rows": 8}},
+        "mma, 4 warps, split",
+        r#"{"kernel": {"consumer": "mma", "warps": 4, "unroll": 1}, "tiling": {"attention": {"kv_split": 2, "kv_block": 32}, "qkv": {"rows": 8}},
             "page_allocation": "linear", "sm_assignment": "byte_balance"}"#,
     ),
     (

@@ -2,7 +2,8 @@
 //! on them. The device touches exactly the same words.
 
 use abi::{
-    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, OpVisitor, Prologue, SampleParams, SlotKind, visit,
+    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, OpVisitor,
+    Prologue, SampleParams, SlotKind, visit,
 };
 
 use crate::id::SlotId;
@@ -46,11 +47,24 @@ struct Finder<'a> {
 }
 
 impl Finder<'_> {
-    fn region(&self, access: Option<crate::program::Access>, start: u32, len: u32) -> Option<Region> {
+    fn region(
+        &self,
+        access: Option<crate::program::Access>,
+        start: u32,
+        len: u32,
+    ) -> Option<Region> {
         let access = access?;
         let slot = self.program.slots.get(access.slot.index())?;
-        let tracked = matches!(slot.kind, SlotKind::Plain | SlotKind::Tagged | SlotKind::KvCache | SlotKind::Logits);
-        tracked.then_some(Region { slot: access.slot, generation: access.generation, start, end: start.saturating_add(len) })
+        let tracked = matches!(
+            slot.kind,
+            SlotKind::Plain | SlotKind::Tagged | SlotKind::KvCache | SlotKind::Logits
+        );
+        tracked.then_some(Region {
+            slot: access.slot,
+            generation: access.generation,
+            start,
+            end: start.saturating_add(len),
+        })
     }
 
     fn read(&mut self, index: usize, start: u32, len: u32) {
@@ -87,10 +101,13 @@ impl OpVisitor for Finder<'_> {
             self.read(0, 0, p.k_len);
         }
         let row0 = p.tile0.saturating_mul(abi::UNIT_ROWS);
-        let row1 = p.tile0.saturating_add(p.tiles).saturating_mul(abi::UNIT_ROWS).min(p.rows.max(row0));
+        let row1 =
+            p.tile0.saturating_add(p.tiles).saturating_mul(abi::UNIT_ROWS).min(p.rows.max(row0));
         if p.epilogue == Epilogue::SiluMul as u32 {
             // Gate and up tiles alternate, so two tiles give eight rows; `rows` counts those of the padded matrix.
-            let out_rows = self.task.writes[0].and_then(|a| self.program.slots.get(a.slot.index())).map_or(0, |s| s.words);
+            let out_rows = self.task.writes[0]
+                .and_then(|a| self.program.slots.get(a.slot.index()))
+                .map_or(0, |s| s.words);
             let (start, end) = (row0 / 2, (row1 / 2).min(out_rows.max(row0 / 2)));
             self.write(0, start, end - start);
             return;
@@ -110,7 +127,11 @@ impl OpVisitor for Finder<'_> {
         let q = p.group.saturating_mul(hd);
         self.read(0, p.kv_head.saturating_mul(q), q);
         self.read(0, heads.saturating_add(p.kv_head).saturating_mul(hd), hd);
-        self.read(0, heads.saturating_add(p.kv_heads).saturating_add(p.kv_head).saturating_mul(hd), hd);
+        self.read(
+            0,
+            heads.saturating_add(p.kv_heads).saturating_add(p.kv_head).saturating_mul(hd),
+            hd,
+        );
         let first = p.split.saturating_mul(heads).saturating_add(p.kv_head.saturating_mul(p.group));
         let stride = hd.saturating_add(2);
         self.write(0, first.saturating_mul(stride), p.group.saturating_mul(stride));

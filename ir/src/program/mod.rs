@@ -53,7 +53,9 @@ impl RowMap {
             let parts = self.parts.len() as u32;
             let (tensor, rows) = self.parts[(tile % parts) as usize];
             let source = tile / parts * abi::UNIT_ROWS + inner;
-            return (source < rows).then_some(source).and_then(|source| tensor.map(|t| (t, source)));
+            return (source < rows)
+                .then_some(source)
+                .and_then(|source| tensor.map(|t| (t, source)));
         }
         let mut row = row;
         for &(tensor, rows) in &self.parts {
@@ -326,7 +328,8 @@ impl Program {
     /// Weight bytes that one step streams.
     #[must_use]
     pub fn stream_bytes(&self) -> u64 {
-        let units: u64 = self.workers.iter().flat_map(|w| &w.loads).map(|l| u64::from(l.units)).sum();
+        let units: u64 =
+            self.workers.iter().flat_map(|w| &w.loads).map(|l| u64::from(l.units)).sum();
         units * u64::from(abi::UNIT_BYTES)
     }
 
@@ -334,7 +337,10 @@ impl Program {
     #[must_use]
     pub fn kv_bytes(&self, position: u32) -> u64 {
         let dims = &self.dims;
-        2 * u64::from(dims.layers) * u64::from(dims.kv_heads) * u64::from(dims.head_dim) * (u64::from(position) + 1)
+        2 * u64::from(dims.layers)
+            * u64::from(dims.kv_heads)
+            * u64::from(dims.head_dim)
+            * (u64::from(position) + 1)
             * dims.dtype.bytes() as u64
     }
 

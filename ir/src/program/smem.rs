@@ -18,7 +18,12 @@ pub fn activation_bytes(dims: &Dims, kv_block: u32, splits: u32, warps: u32) -> 
     let merge = 4 * q_width.next_multiple_of(unit_cols) + 4 * dims.heads * splits;
     let group = (dims.heads / dims.kv_heads).min(ATTENTION_GROUP);
     // Queries, one key, scores of a block, partial outputs of each warp, running statistics.
-    let attention = 4 * (group * dims.head_dim + dims.head_dim + group * kv_block + warps * group * dims.head_dim + 4 * group * warps);
+    let attention = 4
+        * (group * dims.head_dim
+            + dims.head_dim
+            + group * kv_block
+            + warps * group * dims.head_dim
+            + 4 * group * warps);
     (4 * k_max).max(merge).max(attention).next_multiple_of(128)
 }
 

@@ -153,7 +153,7 @@ macro_rules! for_each_knob {
                 knobs {
                     consumer: Consumer = KernelConsumer at kernel.consumer, names Consumer::VALUES,
                         default Consumer::Fma, kernel, "What multiplies: fused multiply-adds, or tensor cores (16-bit weights).";
-                    warps: u32 = KernelWarps at kernel.warps, numbers [4, 8, 16],
+                    warps: u32 = KernelWarps at kernel.warps, numbers [4, 8],
                         default 8, kernel, "Consumer warps of a worker.";
                     unroll: u32 = KernelUnroll at kernel.unroll, numbers [1, 2, 4],
                         default 2, kernel, "Units that a consumer warp has in registers at once.";

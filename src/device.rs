@@ -17,6 +17,8 @@ use crate::failure::Failure;
 const LOGITS_ROWS: u32 = 160;
 /// How long a worker may wait inside a step.
 const DEADLINE: Duration = Duration::from_secs(2);
+/// One for each side of a comparison.
+const SESSIONS: u32 = 2;
 /// Sweeps of the bandwidth measurement.
 const BANDWIDTH_RUNS: usize = 9;
 /// Untimed positions after a switch of program, before a timed block: the ring of the new program has to fill.
@@ -195,17 +197,18 @@ impl Gpu<'_> {
     fn block(
         &mut self,
         handle: Handle,
+        side: Side,
         plan: &Plan<'_>,
         switched: bool,
     ) -> Result<f64, DeviceError> {
-        let first = plan.first;
+        let (first, session) = (plan.first as u32, session_of(side));
         let running = self.activate(handle, false)?;
-        let timed = &plan.tokens[first..];
+        let timed = &plan.tokens[plan.first..];
         if switched {
             let settle = &timed[..timed.len().min(SETTLE)];
-            running.decode(0, first as u32, settle, 1, &[], false).map_err(device_error)?;
+            running.decode(session, first, settle, 1, &[], false).map_err(device_error)?;
         }
-        let done = running.decode(0, first as u32, timed, 1, &[], false).map_err(device_error)?;
+        let done = running.decode(session, first, timed, 1, &[], false).map_err(device_error)?;
         Ok(done.host_us / f64::from(done.steps.max(1)))
     }
 
@@ -219,9 +222,11 @@ impl Gpu<'_> {
         let mut samples = Samples::default();
         for side in [Side::Incumbent, Side::Candidate] {
             let running = self.activate(handle(side), false)?;
-            running.decode(0, 0, plan.tokens, 1, &[], false).map_err(device_error)?;
+            running
+                .decode(session_of(side), 0, plan.tokens, 1, &[], false)
+                .map_err(device_error)?;
             for _ in 0..plan.warmup {
-                self.block(handle(side), plan, false)?;
+                self.block(handle(side), side, plan, false)?;
             }
         }
         let mut current = candidate;
@@ -229,18 +234,27 @@ impl Gpu<'_> {
             let mut round = [0.0; 4];
             for (slot, side) in round.iter_mut().zip(ROUND) {
                 let next = handle(side);
-                *slot = self.block(next, plan, next != current)?;
-                let last = usize::from(side == Side::Candidate);
-                if samples.rounds.len() + 1 == plan.rounds {
-                    let Machine::Running(running) = &mut self.machine else { continue };
-                    let rows = running.logits(1).map_err(device_error)?;
-                    samples.last_logits[last] = rows.into_iter().next().unwrap_or_default();
-                }
+                *slot = self.block(next, side, plan, next != current)?;
                 current = next;
+                if samples.rounds.len() + 1 == plan.rounds
+                    && let Machine::Running(running) = &mut self.machine
+                {
+                    let rows = running.logits(1).map_err(device_error)?;
+                    let last = &mut samples.last_logits[usize::from(side == Side::Candidate)];
+                    *last = rows.into_iter().next().unwrap_or_default();
+                }
             }
             samples.rounds.push(round);
         }
         Ok(samples)
+    }
+}
+
+/// The contenders' key/value caches may differ in precision, so each side has a session of its own.
+fn session_of(side: Side) -> u32 {
+    match side {
+        Side::Incumbent => 0,
+        Side::Candidate => 1,
     }
 }
 
@@ -249,8 +263,12 @@ fn boot(
     program: &Verified<Program>,
     variant: &Variant,
 ) -> Result<Idle, DeviceError> {
-    let options =
-        BootOptions { logits_rows: LOGITS_ROWS, deadline: DEADLINE, ..BootOptions::default() };
+    let options = BootOptions {
+        sessions: SESSIONS,
+        logits_rows: LOGITS_ROWS,
+        deadline: DEADLINE,
+        ..BootOptions::default()
+    };
     Idle::boot(context.graph(), &*context.model.weights, program, variant, options)
         .map_err(device_error)
 }

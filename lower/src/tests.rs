@@ -441,7 +441,7 @@ fn predictions_add_up_and_know_the_position() {
     assert!((sum - near.latency_us).abs() < 0.01 * near.latency_us, "{sum} {}", near.latency_us);
     assert!(far.latency_us > near.latency_us && far.kv_bytes > near.kv_bytes);
     assert_eq!(near.stream_bytes, program.stream_bytes());
-    assert_eq!(near.kv_bytes, program.kv_bytes(127));
+    assert_eq!(near.kv_bytes, program.kv_bytes(127, tuned().kernel.kv_cache.bytes()));
     let streamed: u64 = near.phases.iter().map(|phase| phase.stream_bytes).sum();
     assert_eq!(streamed, near.stream_bytes);
     assert!(near.handoffs >= 81, "{}", near.handoffs);

@@ -2,7 +2,8 @@
 #pragma once
 
 constexpr uint32_t GROUP_BUF = 4;                       // query heads worked on at once: ir::program::smem::ATTENTION_GROUP
-constexpr uint32_t CHUNK_ELEMENTS = 16 / ELEMENT_BYTES; // elements of a 16-byte chunk: 4 or 8
+constexpr uint32_t CACHE_BYTES = AMK_KV_F32 ? 4 : 2;   // of an element of the key/value cache
+constexpr uint32_t CHUNK_ELEMENTS = 16 / CACHE_BYTES;  // elements of a 16-byte chunk: 4 or 8
 
 // The attention scratch in the activation buffer.
 struct AttentionScratch {
@@ -66,15 +67,16 @@ __device__ __forceinline__ void rotate_head(Worker const& w, ResolvedSlot const&
 
 // Address of a key (which = 0) or value (1) row of this session's cache.
 __device__ __forceinline__ char* cache_row(Worker const& w, ResolvedSlot const& kv, amk_attention_params const& p, uint32_t which, uint32_t position) {
-  uint64_t const session = (uint64_t)w.shared->step.session * kv.units; // units: words of one session
+  // Sessions are 4 bytes a word apart in every kernel variant, so that variants of either precision can take turns.
+  uint64_t const session = (uint64_t)w.shared->step.session * kv.units * 4; // units: words of one session
   uint64_t const row = ((uint64_t)which * p.kv_heads + p.kv_head) * w.shared->program.kv_capacity + position;
-  return (char*)kv.address + (session + row * p.head_dim) * ELEMENT_BYTES;
+  return (char*)kv.address + session + row * p.head_dim * CACHE_BYTES;
 }
 
-// The cache holds f32 for f32 models, else f16: bf16 keys would cost ten times the error for the same bytes, and keys and values
-// are far inside f16's range (they are clamped to it all the same).
+// f16 and not bf16, whatever the weights: bf16 would cost ten times the error for the same bytes, and keys and values are far inside
+// f16's range (they are clamped to it all the same).
 __device__ __forceinline__ void cache_store(char* row, uint32_t i, float v) {
-#if AMK_DTYPE == 0
+#if AMK_KV_F32
   *(float*)(row + i * 4) = v;
 #else
   uint16_t bits;
@@ -83,8 +85,8 @@ __device__ __forceinline__ void cache_store(char* row, uint32_t i, float v) {
 #endif
 }
 __device__ __forceinline__ void cache_unpack(uint4 v, float* out) {
-#if AMK_DTYPE == 0
-  unpack(v, out);
+#if AMK_KV_F32
+  out[0] = __uint_as_float(v.x), out[1] = __uint_as_float(v.y), out[2] = __uint_as_float(v.z), out[3] = __uint_as_float(v.w);
 #else
   unpack_f16(v, out);
 #endif
@@ -122,7 +124,7 @@ struct RowShare {
 };
 __device__ __forceinline__ RowShare row_share(uint32_t head_dim) {
   RowShare r;
-  r.chunks = head_dim * ELEMENT_BYTES / 16;
+  r.chunks = head_dim * CACHE_BYTES / 16;
   r.lanes = r.chunks >= 32 ? 32 : 1u << (32 - __clz(r.chunks - 1));
   uint32_t const lane = threadIdx.x % 32;
   r.row = lane / r.lanes;
@@ -131,7 +133,7 @@ __device__ __forceinline__ RowShare row_share(uint32_t head_dim) {
   return r;
 }
 
-constexpr uint32_t LANE_CHUNKS = (AMK_HEAD_DIM_MAX * ELEMENT_BYTES / 16 + 31) / 32; // 1 for 16-bit elements, 2 for f32
+constexpr uint32_t LANE_CHUNKS = (AMK_HEAD_DIM_MAX * CACHE_BYTES / 16 + 31) / 32; // 1 for 16-bit elements, 2 for f32
 
 // Rows that a lane asks for before it uses the first.
 constexpr uint32_t ROW_BATCH = LANE_CHUNKS > 1 ? 2 : 4;

@@ -18,4 +18,7 @@
 #ifndef AMK_EVICT_FIRST
 #define AMK_EVICT_FIRST 0
 #endif
+#ifndef AMK_KV_F32 // 1: the key/value cache holds f32, 0: f16
+#define AMK_KV_F32 1
+#endif
 static_assert(AMK_DTYPE != 0 || AMK_MMA == 0, "the tensor cores multiply 16-bit weights");

@@ -52,13 +52,15 @@ pub struct Variant {
     pub poll_sleep_ns: u32,
     /// Weights leave L2 first.
     pub evict_first: bool,
+    /// The key/value cache holds f32 instead of f16.
+    pub kv_f32: bool,
 }
 
 impl Variant {
     /// The macro definitions, as compiler options.
     #[must_use]
     pub fn defines(&self) -> Vec<String> {
-        let Self { dtype, mma, warps, unroll, poll_sleep_ns, evict_first } = *self;
+        let Self { dtype, mma, warps, unroll, poll_sleep_ns, evict_first, kv_f32 } = *self;
         vec![
             format!("-DAMK_DTYPE={dtype}"),
             format!("-DAMK_MMA={}", u32::from(mma)),
@@ -66,6 +68,7 @@ impl Variant {
             format!("-DAMK_UNROLL={unroll}"),
             format!("-DAMK_POLL_SLEEP_NS={poll_sleep_ns}"),
             format!("-DAMK_EVICT_FIRST={}", u32::from(evict_first)),
+            format!("-DAMK_KV_F32={}", u32::from(kv_f32)),
         ]
     }
 

@@ -15,6 +15,7 @@ fn main() {
                         unroll,
                         poll_sleep_ns: 20,
                         evict_first: true,
+                        kv_f32: true,
                     };
                     let t = std::time::Instant::now();
                     match vm_host::compile(&v, "sm_90a", None) {

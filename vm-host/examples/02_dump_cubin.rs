@@ -13,6 +13,7 @@ fn main() {
         unroll: number(4),
         poll_sleep_ns: 0,
         evict_first: true,
+        kv_f32: true,
     };
     match vm_host::compile(&variant, "sm_90a", None) {
         Ok(cubin) => match std::fs::write(&path, &cubin.image) {

@@ -14,9 +14,19 @@ use crate::load::{Residents, constant_key, constant_values, rope_table};
 use crate::machine::PROGRAMS_MAX;
 use crate::memory::{DeviceBuffer, HostBuffer, upload};
 
+/// Bytes set aside for an element of a key/value cache: the most that any kernel variant uses, so that a relaunch fits.
+const CACHE_ELEMENT_BYTES: u64 = 4;
+
 /// The build whose bandwidth kernel is used; any would do.
-const PROBE_VARIANT: Variant =
-    Variant { dtype: 2, mma: false, warps: 8, unroll: 2, poll_sleep_ns: 20, evict_first: true };
+const PROBE_VARIANT: Variant = Variant {
+    dtype: 2,
+    mma: false,
+    warps: 8,
+    unroll: 2,
+    poll_sleep_ns: 20,
+    evict_first: true,
+    kv_f32: true,
+};
 
 /// What a machine is booted for.
 #[derive(Clone, Debug)]
@@ -116,7 +126,7 @@ pub(crate) fn check_memory(
         .filter(|s| matches!(s.source, SlotSource::KvCache { .. }))
         .map(|s| u64::from(s.words))
         .sum();
-    let caches = caches * program.dims.dtype.bytes() as u64 * u64::from(options.sessions);
+    let caches = caches * CACHE_ELEMENT_BYTES * u64::from(options.sessions);
     let logits = u64::from(options.logits_rows) * u64::from(program.dims.vocab) * 4;
     let needed =
         matrices + caches + logits + options.program_bytes * PROGRAMS_MAX as u64 + (256 << 20);
@@ -183,8 +193,7 @@ pub(crate) fn make_residents(
     let mut cache_bytes = 0;
     for slot in &program.slots {
         if let SlotSource::KvCache { layer } = slot.source {
-            cache_bytes =
-                u64::from(slot.words) * graph.dtype.bytes() as u64 * u64::from(options.sessions);
+            cache_bytes = u64::from(slot.words) * CACHE_ELEMENT_BYTES * u64::from(options.sessions);
             owned.push(DeviceBuffer::zeroed(cache_bytes)?);
             caches[layer as usize] = owned.last().map_or(0, |b| b.address);
         }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use cudarc::nvrtc::sys;
-use ir::schedule::{Consumer, Evict};
+use ir::schedule::{Consumer, Evict, KvCache};
 use ir::{DType, KernelConfig};
 use vm_device::{Variant, translation_unit};
 
@@ -51,6 +51,7 @@ pub fn variant(kernel: &KernelConfig, dtype: DType) -> Variant {
         unroll: kernel.unroll,
         poll_sleep_ns: kernel.poll_sleep_ns,
         evict_first: kernel.evict == Evict::First,
+        kv_f32: kernel.kv_cache == KvCache::F32,
     }
 }
 

@@ -32,12 +32,12 @@ const SCHEDULES: [(&str, &str); 7] = [
     ),
     (
         "mma, 4 warps, split",
-        r#"{"kernel": {"consumer": "mma", "warps": 4, "unroll": 1}, "tiling": {"attention": {"kv_split": 2, "kv_block": 32}, "qkv": {"rows": 8}},
+        r#"{"kernel": {"consumer": "mma", "warps": 4, "unroll": 1, "kv_cache": "f16"}, "tiling": {"attention": {"kv_split": 2, "kv_block": 32}, "qkv": {"rows": 8}},
             "page_allocation": "linear", "sm_assignment": "byte_balance"}"#,
     ),
     (
         "4 warps",
-        r#"{"kernel": {"warps": 4}, "pipeline": {"stages": 2, "stage_bytes": 32768, "in_flight_bytes": 32768, "in_flight_near_bytes": 32768}}"#,
+        r#"{"kernel": {"warps": 4, "kv_cache": "f16"}, "pipeline": {"stages": 2, "stage_bytes": 32768, "in_flight_bytes": 32768, "in_flight_near_bytes": 32768}}"#,
     ),
 ];
 

@@ -19,7 +19,8 @@ const ARCH: &str = "sm_90a";
 const MODELS: [&str; 3] = ["llama-tied-f32", "mistral-f16", "qwen2-bias-bf16"];
 
 /// The knobs that decide which code there is. The other kernel knobs change one instruction each.
-const SHAPE: [Knob; 3] = [Knob::KernelConsumer, Knob::KernelWarps, Knob::KernelUnroll];
+const SHAPE: [Knob; 4] =
+    [Knob::KernelConsumer, Knob::KernelWarps, Knob::KernelUnroll, Knob::KernelKvCache];
 
 /// The other kernel knobs.
 const DETAILS: [Knob; 2] = [Knob::KernelPollSleepNs, Knob::KernelEvict];

@@ -276,7 +276,7 @@ pub struct Dims {
     pub vocab: u32,
     /// Layers.
     pub layers: u32,
-    /// Element type of the matrices, and of the key/value cache on the device.
+    /// Element type of the matrices.
     pub dtype: DType,
 }
 
@@ -333,15 +333,13 @@ impl Program {
         units * u64::from(abi::UNIT_BYTES)
     }
 
-    /// Key/value bytes that one step at `position` reads.
+    /// Key/value bytes that one step at `position` reads, with elements of so many bytes.
     #[must_use]
-    pub fn kv_bytes(&self, position: u32) -> u64 {
+    pub fn kv_bytes(&self, position: u32, element_bytes: u64) -> u64 {
         let dims = &self.dims;
-        2 * u64::from(dims.layers)
-            * u64::from(dims.kv_heads)
-            * u64::from(dims.head_dim)
-            * (u64::from(position) + 1)
-            * dims.dtype.bytes() as u64
+        let elements =
+            2 * u64::from(dims.layers) * u64::from(dims.kv_heads) * u64::from(dims.head_dim);
+        elements * (u64::from(position) + 1) * element_bytes
     }
 
     /// The stable id of the program: equal programs have equal ids, on every machine.

@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::value::{
-    Consumer, Domain, EmbedGrouping, Evict, Handoff, KnobType, MergeGrouping, PageAllocation,
-    SmAssignment, Value,
+    Consumer, Domain, EmbedGrouping, Evict, Handoff, KnobType, KvCache, MergeGrouping,
+    PageAllocation, SmAssignment, Value,
 };
 
 /// Calls `$macro` with the whole knob table: the structs of a config, outermost first, each with its groups and its knobs. A knob's
@@ -161,6 +161,8 @@ macro_rules! for_each_knob {
                         default 20, kernel, "Nanoseconds between two looks at a counter or tag.";
                     evict: Evict = KernelEvict at kernel.evict, names Evict::VALUES,
                         default Evict::Normal, kernel, "What the weight stream does to the L2 cache.";
+                    kv_cache: KvCache = KernelKvCache at kernel.kv_cache, names KvCache::VALUES,
+                        default KvCache::F32, kernel, "Element type of the key/value cache: f32 is as precise as the reference, f16 halves its bytes.";
                 }
             }
         }

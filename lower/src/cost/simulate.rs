@@ -93,7 +93,7 @@ impl Simulation {
         target: &Target,
         position: u32,
     ) -> Self {
-        let mut builder = Builder::new(program, position);
+        let mut builder = Builder::new(program, position, kernel.kv_cache.bytes());
         let workers = program
             .workers
             .iter()
@@ -284,6 +284,7 @@ impl Tagged {
 struct Builder<'a> {
     program: &'a Program,
     position: u32,
+    kv_element_bytes: u64,
     tagged: Vec<Tagged>,
     tagged_ids: FxHashMap<(SlotId, u16), usize>,
     phases: Vec<Phase>,
@@ -293,10 +294,11 @@ struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    fn new(program: &'a Program, position: u32) -> Self {
+    fn new(program: &'a Program, position: u32, kv_element_bytes: u64) -> Self {
         let mut builder = Self {
             program,
             position,
+            kv_element_bytes,
             tagged: Vec::new(),
             tagged_ids: FxHashMap::default(),
             phases: Vec::new(),
@@ -367,7 +369,6 @@ impl<'a> Builder<'a> {
     }
 
     fn work(&mut self, task: &Task) -> Work {
-        let dims = self.program.dims;
         match task.opcode {
             Opcode::Matvec => {
                 let p: MatvecParams = task.params();
@@ -383,7 +384,7 @@ impl<'a> Builder<'a> {
                 } else {
                     0
                 };
-                let bytes = mine * 2 * u64::from(p.head_dim) * dims.dtype.bytes() as u64;
+                let bytes = mine * 2 * u64::from(p.head_dim) * self.kv_element_bytes;
                 self.kv_bytes += bytes;
                 let fixed_us = if mine > 0 { TASK_US + ATTENTION_US } else { 0.0 };
                 Work { name: "attention".into(), direct_bytes: bytes, fixed_us, ..Work::default() }

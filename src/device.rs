@@ -12,6 +12,7 @@ use vm_host::{BootOptions, HostError, Idle, Loaded, Resident};
 
 use crate::context::Context;
 use crate::failure::Failure;
+use crate::report;
 
 /// Rows of logits set aside on the device: longer runs are read in pieces.
 const LOGITS_ROWS: u32 = 160;
@@ -269,8 +270,18 @@ fn boot(
         deadline: DEADLINE,
         ..BootOptions::default()
     };
-    Idle::boot(context.graph(), &*context.model.weights, program, variant, options)
-        .map_err(device_error)
+    let idle = Idle::boot(context.graph(), &*context.model.weights, program, variant, options)
+        .map_err(device_error)?;
+    let load = idle.load_report();
+    report::say(&format!(
+        "weights: {:.2} GB from {} to the device in {:.2} s ({:.2} GB/s){}",
+        load.bytes as f64 / 1e9,
+        load.source,
+        load.seconds,
+        load.bytes as f64 / 1e9 / load.seconds,
+        load.fallback.as_ref().map(|why| format!("; {why}")).unwrap_or_default()
+    ));
+    Ok(idle)
 }
 
 /// The kernel did not leave: only a new process gets the device back.

@@ -149,7 +149,7 @@ pub(crate) struct PlaceArgs {
 /// A schedule from a file.
 #[derive(Debug, Args)]
 pub(crate) struct ConfigArgs {
-    /// A JSON file with any subset of the knobs, or - for standard input. Default: the neutral schedule.
+    /// A JSON file with any subset of the knobs, or - for standard input. Default: for `bench` and `generate` the schedule shipped for the model and GPU, if there is one; else the neutral schedule.
     #[arg(long, value_name = "FILE|-")]
     pub(crate) config: Option<PathBuf>,
 }

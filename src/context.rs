@@ -10,6 +10,7 @@ use model::Model;
 use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs};
 use crate::device::{Gpu, live_target, open_device};
 use crate::failure::{Exit, Failure};
+use crate::report;
 
 /// The target when there is no live device and none is named.
 const DEFAULT_TARGET: &str = "h200";
@@ -111,6 +112,22 @@ impl Context {
         }
     }
 
+    /// The schedule of a file, else the shipped one of this model and target, else the neutral one.
+    pub(crate) fn best_config(&self, path: Option<&Path>) -> Result<ScheduleConfig, Failure> {
+        if path.is_none()
+            && let Some(text) = corpus::shipped(&self.target.name, &self.graph().name)
+            && let Ok(config) = ir::schedule::read_config(text, self.graph(), &self.target)
+        {
+            report::say(&format!(
+                "schedule: the shipped one for {} on {}",
+                self.graph().name,
+                self.target.name
+            ));
+            return Ok(*config);
+        }
+        self.valid_config(path)
+    }
+
     /// The schedule of a file, for the commands that have no verdict to put violations into.
     pub(crate) fn valid_config(&self, path: Option<&Path>) -> Result<ScheduleConfig, Failure> {
         self.config(path)?.map_err(|violations| {
@@ -158,4 +175,18 @@ fn read_config_text(path: &Path) -> Result<String, Failure> {
 
 fn shown(path: &Path) -> String {
     if path == Path::new("-") { "standard input".to_owned() } else { path.display().to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_shipped_schedule_of_a_preset_is_legal() {
+        let target = Target::by_name("h200").expect("a known target");
+        let model = model::preset("llama-3.2-1b").expect("a preset");
+        let text = corpus::shipped(&target.name, &model.graph.name).expect("it is shipped");
+        let config = ir::schedule::read_config(text, &model.graph, &target);
+        assert!(config.is_ok(), "{config:?}");
+    }
 }

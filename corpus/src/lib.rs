@@ -7,12 +7,16 @@
 //! **What the chain cannot show.** Rows removed from the end, and a file rewritten as a whole with new hashes. It guards against
 //! slips and quiet edits, not against an owner who forges the file.
 //!
+//! Beside the store, the schedules that are shipped with the project: [`shipped`].
+//!
 //! The crate stores what it is given: what a row means is up to `search`.
 
 mod error;
 mod ledger;
 mod results;
+mod schedules;
 
 pub use error::CorpusError;
 pub use ledger::{Contents, LEDGER_SCHEMA, Ledger, read};
 pub use results::Results;
+pub use schedules::shipped;

@@ -13,7 +13,7 @@ const TIMED_TOKENS: u32 = 32;
 
 pub(crate) fn run(args: &BenchArgs) -> Outcome {
     let context = Context::new(&args.model)?;
-    let config = context.valid_config(args.config.config.as_deref())?;
+    let config = context.best_config(args.config.config.as_deref())?;
     if args.context == 0 || args.context >= context.kv_capacity {
         return Err(Failure::usage(format!(
             "--context {} is out of range: the key/value cache holds {}; raise --kv-capacity",

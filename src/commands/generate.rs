@@ -116,7 +116,7 @@ fn execute(args: &GenerateArgs, context: &Context, prompt: &[u32]) -> Result<Gen
         }
         DeviceChoice::Cuda => on_device(args, context, prompt, &stop),
         DeviceChoice::Auto | DeviceChoice::Cpu => {
-            let config = context.valid_config(args.config.config.as_deref())?;
+            let config = context.best_config(args.config.config.as_deref())?;
             let program = super::program::lowered(context, &config)?;
             let mut machine = Machine::new(&program, graph, weights)
                 .map_err(|e| Failure::usage(e.to_string()))?;
@@ -146,7 +146,7 @@ fn on_device(
             abi::STOP_TOKENS_MAX
         )));
     }
-    let config = context.valid_config(args.config.config.as_deref())?;
+    let config = context.best_config(args.config.config.as_deref())?;
     let program = super::program::lowered(context, &config)?;
     let Some(mut device) = context.open()? else {
         return Err(Failure::missing("capability missing: no CUDA device"));

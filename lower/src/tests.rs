@@ -318,7 +318,7 @@ fn kernel_knobs_leave_the_program_alone() {
     let before = default_config(&graph, &target("h200"));
     let mut after = before;
     after.kernel.consumer = Consumer::Mma;
-    after.kernel.warps = 16;
+    after.kernel.warps = 4;
     after.kernel.poll_sleep_ns = 0;
     let id = |config| lowered(config, &graph, &target("h200")).id();
     assert_eq!(id(before), id(after));

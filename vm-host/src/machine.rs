@@ -586,3 +586,7 @@ fn end_kernel(idle: &mut Idle, failed: bool) -> Result<(), HostError> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+#[path = "machine_tests.rs"]
+mod tests;

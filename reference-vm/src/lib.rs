@@ -23,8 +23,10 @@ mod memory;
 mod ops;
 mod order;
 mod packed;
+mod products;
 mod trap;
 
 pub use math::argmax;
 pub use order::Order;
+pub use products::Products;
 pub use trap::{Fault, MachineError, Trap};

@@ -16,6 +16,7 @@ use crate::memory::{Memory, Span, Step};
 use crate::ops::{self, Context, Effects};
 use crate::order::{Order, Picker};
 use crate::packed::{Cursor, Packed};
+use crate::products::Products;
 use crate::trap::{Fault, MachineError, Trap};
 
 /// How a run ended.
@@ -113,6 +114,7 @@ impl std::fmt::Display for Waiting {
 pub struct Machine<'a> {
     program: &'a Program,
     packed: Vec<Packed<'a>>,
+    products: Option<&'a Products<'a>>,
     memory: Memory<'a>,
     fuel: u64,
     fired: u64,
@@ -156,6 +158,21 @@ impl<'a> Machine<'a> {
         Self::bind(program, graph, weights)
     }
 
+    /// As [`new`](Self::new), with the weights that `products` are of. Products of stored rows
+    /// that an earlier machine computed are not computed again; nothing else is left out.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn sharing(
+        program: &'a Verified<Program>,
+        graph: &Graph,
+        products: &'a Products<'a>,
+    ) -> Result<Self, MachineError> {
+        products.begin();
+        let machine = Self::bind(program, graph, products.weights())?;
+        Ok(Self { products: Some(products), ..machine })
+    }
+
     /// As [`new`](Self::new), for tests of what verification keeps out.
     pub(crate) fn bind(
         program: &'a Program,
@@ -177,6 +194,7 @@ impl<'a> Machine<'a> {
         Ok(Self {
             program,
             packed: matrices.map(bind).collect::<Result<_, _>>()?,
+            products: None,
             memory: Memory::new(program, graph, weights)?,
             fuel: u64::MAX,
             fired: 0,
@@ -450,6 +468,7 @@ impl<'a> Machine<'a> {
             step,
             memory: &self.memory,
             packed: &self.packed,
+            products: self.products,
             loads: &queue.loads,
             cursor: progress.cursor,
         }

@@ -18,6 +18,7 @@ use ir::program::{Access, Load, Task, active_splits, attended};
 
 use crate::memory::{Append, Memory, Span, Step};
 use crate::packed::{Cursor, Packed};
+use crate::products::Products;
 use crate::trap::Fault;
 
 /// Everything that a task may look at.
@@ -27,6 +28,8 @@ pub(crate) struct Context<'m> {
     pub(crate) step: Step,
     pub(crate) memory: &'m Memory<'m>,
     pub(crate) packed: &'m [Packed<'m>],
+    /// Products that were computed before, if the machine may use them.
+    pub(crate) products: Option<&'m Products<'m>>,
     /// The worker's load stream, and where it stands.
     pub(crate) loads: &'m [Load],
     pub(crate) cursor: Cursor,

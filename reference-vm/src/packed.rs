@@ -3,10 +3,13 @@
 //! The machine never packs: it asks the map where a row comes from. So a packing that mixes rows up
 //! cannot be repeated here.
 
+use std::sync::Arc;
+
 use ir::program::{Load, RowMap};
 use ir::{DType, Graph, MatrixId, TensorId, Weights};
 
 use crate::math;
+use crate::products::{Products, Rows, Stored as Place, Vector};
 use crate::trap::{Fault, MachineError};
 
 /// A packed matrix bound to its tensors.
@@ -15,9 +18,18 @@ pub(crate) struct Packed<'a> {
     rows: u32,
     cols: u32,
     units_per_tile: u32,
-    /// One view per part of the map.
-    parts: Vec<Option<(TensorId, math::Matrix<'a>)>>,
+    parts: Vec<Option<Part<'a>>>,
 }
+
+/// One part of a map: a stored matrix.
+struct Part<'a> {
+    tensor: TensorId,
+    view: math::Matrix<'a>,
+    place: Place,
+}
+
+/// What is known of the products of a packed matrix with one vector: by part of its map.
+pub(crate) struct Known(Vec<Option<Arc<Rows>>>);
 
 impl<'a> Packed<'a> {
     /// Binds a matrix, checking every part against the graph.
@@ -42,7 +54,9 @@ impl<'a> Packed<'a> {
             }
             let (rows, cols) = (stored.shape[0] as usize, stored.shape[1] as usize);
             let view = math::Matrix::new(stored.dtype, rows, cols, stored.bytes).ok_or(misfit)?;
-            Ok(Some((tensor, view)))
+            let address = stored.bytes.as_ptr().addr();
+            let place = Place { address, dtype: stored.dtype, rows, cols };
+            Ok(Some(Part { tensor, view, place }))
         };
         Ok(Self {
             map: &matrix.map,
@@ -67,21 +81,42 @@ impl<'a> Packed<'a> {
 
     /// Packed row `row` times `x`, which is not longer than a row. Padding is zero.
     pub(crate) fn dot_row(&self, row: u32, x: &[f32]) -> f32 {
-        self.locate(row).map_or(0.0, |(view, row)| view.dot_row(row, x))
+        self.locate(row).map_or(0.0, |(_, view, row)| view.dot_row(row, x))
+    }
+
+    /// What `products` has of this matrix and `x`.
+    pub(crate) fn known(&self, products: &Products<'_>, x: &[f32]) -> Known {
+        let vector = Vector::new(x);
+        let of = |part: &Option<Part<'_>>| products.of(part.as_ref()?.place, &vector);
+        Known(self.parts.iter().map(of).collect())
+    }
+
+    /// As [`dot_row`](Self::dot_row), with what is known of the same `x`.
+    pub(crate) fn dot_row_known(&self, row: u32, x: &[f32], known: &Known) -> f32 {
+        let Some((part, view, row)) = self.locate(row) else { return 0.0 };
+        let product = || view.dot_row(row, x);
+        match known.0.get(part).and_then(Option::as_ref) {
+            Some(rows) => rows.get(row, product),
+            None => product(),
+        }
     }
 
     /// Decodes the elements of packed row `row` from `start` into `out`.
     pub(crate) fn decode(&self, row: u32, start: usize, out: &mut [f32]) {
         match self.locate(row) {
-            Some((view, row)) => view.decode_row(row, start, out),
+            Some((_, view, row)) => view.decode_row(row, start, out),
             None => out.fill(0.0),
         }
     }
 
-    fn locate(&self, row: u32) -> Option<(&math::Matrix<'a>, usize)> {
+    /// Part, view and stored row of a packed row; none for padding.
+    fn locate(&self, row: u32) -> Option<(usize, &math::Matrix<'a>, usize)> {
         let (tensor, row) = self.map.locate(row)?;
-        let (_, view) = self.parts.iter().flatten().find(|(id, _)| *id == tensor)?;
-        Some((view, row as usize))
+        let parts = self.parts.iter().enumerate();
+        let (index, part) = parts
+            .filter_map(|(index, part)| Some((index, part.as_ref()?)))
+            .find(|(_, part)| part.tensor == tensor)?;
+        Some((index, &part.view, row as usize))
     }
 }
 

@@ -15,7 +15,7 @@ use reference_vm::compare::{
 };
 use reference_vm::eval::{EvalError, Evaluator, Logits};
 use reference_vm::machine::{Machine, Outputs, Run};
-use reference_vm::{MachineError, Order, argmax};
+use reference_vm::{MachineError, Order, Products, argmax};
 
 use crate::device::{Contender, Device, DeviceError, Samples};
 use crate::measure::{BelowFloor, Predicted};
@@ -35,6 +35,9 @@ const THOROUGH_BYTES: u64 = 24 << 30;
 
 /// Tokens that one block times at most: long enough to hide the command's round trip, short enough for many blocks.
 const TIMED_TOKENS: usize = 24;
+
+/// Bytes of products that the reference machine keeps from one candidate to the next.
+const PRODUCTS_BYTES: usize = 512 << 20;
 
 /// Which numbers the tokens of a search are drawn with.
 const TOKENS_STREAM: u64 = u64::MAX;
@@ -207,6 +210,8 @@ pub struct Gate<'a> {
     context: Option<u32>,
     timed_from: usize,
     agreed: BTreeMap<String, Agreement<Reference>>,
+    /// What no schedule changes: stored rows times vectors.
+    products: Products<'a>,
 }
 
 impl<'a> Gate<'a> {
@@ -232,6 +237,7 @@ impl<'a> Gate<'a> {
             context: None,
             timed_from,
             agreed: BTreeMap::new(),
+            products: Products::new(weights, PRODUCTS_BYTES),
         }
     }
 
@@ -324,7 +330,7 @@ impl<'a> Gate<'a> {
         inputs: &Expected,
     ) -> Result<Agreement<Reference>, Dropped> {
         let positions = inputs.reference_positions;
-        let mut machine = Machine::new(&candidate.program, self.graph, self.weights)
+        let mut machine = Machine::sharing(&candidate.program, self.graph, &self.products)
             .map_err(Dropped::Unrunnable)?;
         let run =
             machine.run(&inputs.tokens[..positions], Order::Waves).map_err(Dropped::Unrunnable)?;

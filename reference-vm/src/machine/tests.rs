@@ -1,4 +1,5 @@
 mod plan;
+mod shared;
 
 use std::path::Path;
 

@@ -113,10 +113,18 @@ fn products(
         }
         Prologue::Merge => (partials(p)?.merge(context)?, None),
     };
+    let known = context.products.map(|products| matrix.known(products, &x));
     let product = |row| {
-        let product = matrix.dot_row(row, &x);
+        let product = match &known {
+            Some(known) => matrix.dot_row_known(row, &x, known),
+            None => matrix.dot_row(row, &x),
+        };
         scale.map_or(product, |scale| (f64::from(product) * scale) as f32)
     };
+    if known.is_some() {
+        // Most are looked up, which is too little work to spread.
+        return Ok((rows.row0..rows.row1).map(product).collect());
+    }
     let rows_per_task = (TASK_MACS / x.len().max(1)).max(1);
     Ok((rows.row0..rows.row1).into_par_iter().with_min_len(rows_per_task).map(product).collect())
 }

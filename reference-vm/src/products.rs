@@ -1,0 +1,221 @@
+//! Dot products that were computed before, for machines that run many programs of one model.
+//!
+//! A schedule decides which task multiplies which rows, when, and from which slot it takes the
+//! vector. It does not decide what a stored row times a given vector is. That number alone is kept
+//! here, under the stored row and all bits of the vector; everything that a schedule decides is
+//! still executed. A task with a wrong row asks for another number, and one with a wrong vector
+//! finds none, so what is refused without this memo is refused with it.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use ir::{DType, Weights};
+
+/// No product has these bits: a signalling NaN, which no arithmetic gives.
+const ABSENT: u32 = 0x7fa5_5a5a;
+
+/// The products of one set of weights, up to a limit of memory.
+pub struct Products<'w> {
+    weights: &'w dyn Weights,
+    bytes_max: usize,
+    generation: AtomicU64,
+    kept: RwLock<Kept>,
+}
+
+#[derive(Default)]
+struct Kept {
+    /// By matrix and by a hash of the vector, which is compared before it is believed.
+    rows: BTreeMap<(Stored, u64), Vec<Arc<Rows>>>,
+    bytes: usize,
+}
+
+/// A stored matrix: where its bytes are, which stay as long as the weights do, and how to read them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Stored {
+    pub(crate) address: usize,
+    pub(crate) dtype: DType,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+}
+
+/// The products of one stored matrix with one vector, as far as they were asked for.
+pub(crate) struct Rows {
+    vector: Arc<[u32]>,
+    products: Vec<AtomicU32>,
+    used: AtomicU64,
+}
+
+impl Rows {
+    /// The product of row `row`, computed if nobody did yet. Two threads that both compute it store
+    /// the same bits.
+    pub(crate) fn get(&self, row: usize, compute: impl FnOnce() -> f32) -> f32 {
+        let found = self.products[row].load(Ordering::Relaxed);
+        if found != ABSENT {
+            return f32::from_bits(found);
+        }
+        let product = compute();
+        self.products[row].store(product.to_bits(), Ordering::Relaxed);
+        product
+    }
+
+    fn bytes(&self) -> usize {
+        size_of_val(&*self.vector) + self.products.len() * size_of::<AtomicU32>()
+    }
+}
+
+/// A vector with its hash, computed once for all matrices that it is multiplied with.
+pub(crate) struct Vector {
+    bits: Arc<[u32]>,
+    hash: u64,
+}
+
+impl Vector {
+    pub(crate) fn new(values: &[f32]) -> Self {
+        let bits: Arc<[u32]> = values.iter().map(|value| value.to_bits()).collect();
+        // Multiply and rotate, in lanes that do not wait for each other. Any hash will do.
+        let mix = |hash: u64, word: u32| {
+            (hash.rotate_left(5) ^ u64::from(word)).wrapping_mul(0x517c_c1b7_2722_0a95)
+        };
+        let mut lanes = [bits.len() as u64; 8];
+        let (chunks, rest) = bits.as_chunks::<8>();
+        for chunk in chunks {
+            for (lane, &word) in lanes.iter_mut().zip(chunk) {
+                *lane = mix(*lane, word);
+            }
+        }
+        let hash = rest.iter().fold(0, |hash, &word| mix(hash, word));
+        let join = |hash: u64, lane: u64| mix(mix(hash, lane as u32), (lane >> 32) as u32);
+        Self { hash: lanes.into_iter().fold(hash, join), bits }
+    }
+}
+
+impl<'w> Products<'w> {
+    /// Remembers nothing yet, and at most `bytes_max` bytes.
+    #[must_use]
+    pub fn new(weights: &'w dyn Weights, bytes_max: usize) -> Self {
+        Self {
+            weights,
+            bytes_max,
+            generation: AtomicU64::new(0),
+            kept: RwLock::new(Kept::default()),
+        }
+    }
+
+    /// The weights whose products these are.
+    #[must_use]
+    pub fn weights(&self) -> &'w dyn Weights {
+        self.weights
+    }
+
+    /// Bytes that are held.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.kept.read().unwrap_or_else(PoisonError::into_inner).bytes
+    }
+
+    /// A new program begins: what the last one did not use may go when room is needed.
+    pub(crate) fn begin(&self) {
+        self.generation.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The products of a stored matrix with a vector; `None` if there is no room for them.
+    pub(crate) fn of(&self, matrix: Stored, vector: &Vector) -> Option<Arc<Rows>> {
+        let generation = self.generation.load(Ordering::Relaxed);
+        let key = (matrix, vector.hash);
+        let found = |kept: &Kept| {
+            let twins = kept.rows.get(&key)?;
+            twins.iter().find(|rows| rows.vector == vector.bits).cloned()
+        };
+        let known = found(&self.kept.read().unwrap_or_else(PoisonError::into_inner));
+        if let Some(rows) = known {
+            rows.used.store(generation, Ordering::Relaxed);
+            return Some(rows);
+        }
+        let rows = Arc::new(Rows {
+            vector: vector.bits.clone(),
+            products: (0..matrix.rows).map(|_| AtomicU32::new(ABSENT)).collect(),
+            used: AtomicU64::new(generation),
+        });
+        let mut kept = self.kept.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(rows) = found(&kept) {
+            return Some(rows);
+        }
+        if kept.bytes + rows.bytes() > self.bytes_max {
+            kept.forget_before(generation);
+        }
+        if kept.bytes + rows.bytes() > self.bytes_max {
+            return None;
+        }
+        kept.bytes += rows.bytes();
+        kept.rows.entry(key).or_default().push(rows.clone());
+        Some(rows)
+    }
+}
+
+impl Kept {
+    fn forget_before(&mut self, generation: u64) {
+        for twins in self.rows.values_mut() {
+            twins.retain(|rows| rows.used.load(Ordering::Relaxed) >= generation);
+        }
+        self.rows.retain(|_, twins| !twins.is_empty());
+        self.bytes = self.rows.values().flatten().map(|rows| rows.bytes()).sum();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Nothing;
+
+    impl Weights for Nothing {
+        fn bytes(&self, _: ir::TensorId) -> &[u8] {
+            &[]
+        }
+    }
+
+    const MATRIX: Stored = Stored { address: 64, dtype: DType::F32, rows: 4, cols: 8 };
+
+    #[test]
+    fn a_product_is_computed_once_and_only_for_its_own_vector() {
+        let products = Products::new(&Nothing, 1 << 20);
+        let (a, b) = (Vector::new(&[1.0; 8]), Vector::new(&[1.0, -0.0]));
+        let rows = products.of(MATRIX, &a).unwrap();
+        assert_eq!(rows.get(2, || 5.0), 5.0);
+        assert_eq!(products.of(MATRIX, &a).unwrap().get(2, || unreachable!()), 5.0);
+        assert_eq!(products.of(MATRIX, &a).unwrap().get(1, || 6.0), 6.0);
+        assert_eq!(products.of(MATRIX, &b).unwrap().get(2, || 7.0), 7.0);
+        // Equal as numbers, not as bits.
+        let c = Vector::new(&[1.0, 0.0]);
+        assert_eq!(products.of(MATRIX, &c).unwrap().get(2, || 8.0), 8.0);
+    }
+
+    #[test]
+    fn a_hash_that_two_vectors_share_does_not_mix_them_up() {
+        let products = Products::new(&Nothing, 1 << 20);
+        let (a, b) = (Vector::new(&[1.0; 8]), Vector::new(&[2.0; 8]));
+        let twin = Vector { bits: b.bits.clone(), hash: a.hash };
+        assert_eq!(products.of(MATRIX, &a).unwrap().get(0, || 1.0), 1.0);
+        assert_eq!(products.of(MATRIX, &twin).unwrap().get(0, || 2.0), 2.0);
+        assert_eq!(products.of(MATRIX, &a).unwrap().get(0, || unreachable!()), 1.0);
+    }
+
+    #[test]
+    fn memory_is_bounded_and_old_programs_make_room() {
+        let one = 8 * 4 + 4 * 4;
+        let products = Products::new(&Nothing, 2 * one);
+        let vector = |i: u32| Vector::new(&[i as f32; 8]);
+        products.begin();
+        assert!(products.of(MATRIX, &vector(0)).is_some());
+        assert!(products.of(MATRIX, &vector(1)).is_some());
+        assert!(products.of(MATRIX, &vector(2)).is_none(), "no room in one program");
+        assert_eq!(products.bytes(), 2 * one);
+        products.begin();
+        assert!(products.of(MATRIX, &vector(1)).is_some());
+        assert!(products.of(MATRIX, &vector(2)).is_some(), "the unused one made room");
+        assert_eq!(products.bytes(), 2 * one);
+        let rows = products.of(MATRIX, &vector(1)).unwrap();
+        assert_eq!(rows.get(0, || 9.0), 9.0);
+    }
+}

@@ -1,13 +1,20 @@
 //! Evaluates a model graph directly, with no schedule and no program: the expected values of
 //! everything else.
 //!
-//! All arithmetic is on `f32` values; sums of norms and softmax are in `f64`, and dot products are
-//! those of `math.rs`. Feeding tokens one at a time or all at once gives the same bits.
+//! All arithmetic is on `f32` values; sums of norms are in `f64`, dot products are those of `math.rs`
+//! and attention is that of `attention.rs`. Feeding tokens one at a time or all at once gives the same
+//! bits; together they share each pass over the weights, and most of the work is matrix products.
+
+mod attention;
+
+use std::collections::BTreeSet;
 
 use ir::{DType, Graph, Layer, Linear, TensorId, Weights};
 use rayon::prelude::*;
 
-use crate::math::{Matrix, argmax, dot, rms_norm, rotate, rotations, silu, softmax, stored_bytes};
+use attention::{Cache, attend};
+
+use crate::math::{Matrix, argmax, rms_norm, rotate, rotations, silu, stored_bytes};
 
 /// Positions that share one pass over the weights; bounds the memory of a long prompt.
 const POSITIONS_PER_PASS: usize = 64;
@@ -110,13 +117,6 @@ pub struct Evaluator<'a> {
     last: Vec<f32>,
 }
 
-/// Keys (after norm and rotation) and values of one layer, `[positions, kv_width]`.
-#[derive(Default)]
-struct Cache {
-    keys: Vec<f32>,
-    values: Vec<f32>,
-}
-
 struct BoundLinear<'a> {
     weight: Matrix<'a>,
     bias: Option<Vec<f32>>,
@@ -176,15 +176,16 @@ impl<'a> Evaluator<'a> {
     /// Keys of a layer after norm and rotation, `[positions, kv_heads * head_dim]`; empty for a
     /// layer that does not exist.
     #[must_use]
-    pub fn keys(&self, layer: usize) -> &[f32] {
-        self.caches.get(layer).map_or(&[], |cache| &cache.keys)
+    pub fn keys(&self, layer: usize) -> Vec<f32> {
+        let width = self.graph.kv_width() as usize;
+        self.caches.get(layer).map_or_else(Vec::new, |cache| cache.keys(width))
     }
 
     /// Values of a layer, `[positions, kv_heads * head_dim]`; empty for a layer that does not
     /// exist.
     #[must_use]
-    pub fn values(&self, layer: usize) -> &[f32] {
-        self.caches.get(layer).map_or(&[], |cache| &cache.values)
+    pub fn values(&self, layer: usize) -> Vec<f32> {
+        self.caches.get(layer).map_or_else(Vec::new, |cache| cache.values().to_vec())
     }
 
     /// Forgets the sequence.
@@ -200,8 +201,7 @@ impl<'a> Evaluator<'a> {
         }
         let width = self.graph.kv_width() as usize;
         for cache in &mut self.caches {
-            cache.keys.truncate(positions * width);
-            cache.values.truncate(positions * width);
+            cache.truncate(positions, width);
         }
         self.positions = positions;
         self.last.clear();
@@ -213,6 +213,33 @@ impl<'a> Evaluator<'a> {
     /// # Errors
     /// If a token is outside the vocabulary or the KV cache is full; nothing was fed then.
     pub fn run(&mut self, tokens: &[u32], logits: Logits) -> Result<Vec<Vec<f32>>, EvalError> {
+        let last = self.positions + tokens.len().saturating_sub(1);
+        self.feed(tokens, |position| match logits {
+            Logits::All => true,
+            Logits::Last => position == last,
+            Logits::Skip => false,
+        })
+    }
+
+    /// Feeds tokens at the next positions and returns logits at those of `positions` that were fed, in
+    /// the order of positions. A long prompt needs no more memory for logits than is asked for.
+    ///
+    /// # Errors
+    /// If a token is outside the vocabulary or the KV cache is full; nothing was fed then.
+    pub fn run_at(
+        &mut self,
+        tokens: &[u32],
+        positions: &[usize],
+    ) -> Result<Vec<Vec<f32>>, EvalError> {
+        let positions: BTreeSet<_> = positions.iter().copied().collect();
+        self.feed(tokens, |position| positions.contains(&position))
+    }
+
+    fn feed(
+        &mut self,
+        tokens: &[u32],
+        wanted: impl Fn(usize) -> bool,
+    ) -> Result<Vec<Vec<f32>>, EvalError> {
         let vocab = self.graph.vocab;
         if let Some(&token) = tokens.iter().find(|&&token| token >= vocab) {
             return Err(EvalError::Token { token, vocab });
@@ -224,15 +251,18 @@ impl<'a> Evaluator<'a> {
         let hidden = self.graph.hidden as usize;
         let mut rows = Vec::new();
         for tokens in tokens.chunks(POSITIONS_PER_PASS) {
+            let first = self.positions;
             let x = self.pass(tokens);
             self.last = x[x.len() - hidden..].to_vec();
-            if logits == Logits::All {
-                let all = self.lm_head.apply(&x);
-                rows.extend(all.chunks_exact(vocab as usize).map(<[f32]>::to_vec));
+            let fed = x.chunks_exact(hidden).zip(first..);
+            let asked: Vec<f32> = fed
+                .filter(|(_, position)| wanted(*position))
+                .flat_map(|(x, _)| x.iter().copied())
+                .collect();
+            if !asked.is_empty() {
+                let logits = self.lm_head.apply(&asked);
+                rows.extend(logits.chunks_exact(vocab as usize).map(<[f32]>::to_vec));
             }
-        }
-        if logits == Logits::Last && !tokens.is_empty() {
-            rows.push(self.lm_head.apply(&self.last));
         }
         Ok(rows)
     }
@@ -273,6 +303,7 @@ impl<'a> Evaluator<'a> {
             self.embed.decode_row(token as usize, 0, x);
         }
         let rotations: Vec<_> = (0..tokens.len())
+            .into_par_iter()
             .map(|i| rotations((self.positions + i) as u32, &graph.inv_freq))
             .collect();
         for (layer, cache) in self.layers.iter().zip(&mut self.caches) {
@@ -311,21 +342,8 @@ impl BoundLayer<'_> {
         let v = self.v.apply(&h);
         shape_heads(graph, &mut q, graph.q_width(), self.q_norm.as_deref(), rotations);
         shape_heads(graph, &mut k, graph.kv_width(), self.k_norm.as_deref(), rotations);
-        let first = cache.keys.len() / graph.kv_width() as usize;
-        cache.keys.extend_from_slice(&k);
-        cache.values.extend_from_slice(&v);
-
-        let (heads, head_dim, group) =
-            (graph.heads as usize, graph.head_dim as usize, graph.group() as usize);
-        let mut mixed = vec![0f32; q.len()];
-        mixed.par_chunks_mut(head_dim).zip(q.par_chunks(head_dim)).enumerate().for_each(
-            |(index, (out, q))| {
-                let (position, head) = (first + index / heads, index % heads);
-                let start =
-                    self.window.map_or(0, |window| (position + 1).saturating_sub(window as usize));
-                attend_head(graph, cache, q, head / group, start..position + 1, out);
-            },
-        );
+        cache.extend(&k, &v, graph.kv_width() as usize);
+        let mixed = attend(graph, cache, &q, self.window);
         add(x, &self.o.apply(&mixed));
     }
 
@@ -334,36 +352,13 @@ impl BoundLayer<'_> {
         let h = norm_rows(x, &self.mlp_norm, graph.norm_eps);
         let mut gate = self.gate.apply(&h);
         let up = self.up.apply(&h);
-        for (gate, up) in gate.iter_mut().zip(up) {
-            *gate = silu(*gate) * up;
-        }
+        let ffn = graph.ffn as usize;
+        gate.par_chunks_mut(ffn).zip(up.par_chunks(ffn)).for_each(|(gate, up)| {
+            for (gate, up) in gate.iter_mut().zip(up) {
+                *gate = silu(*gate) * up;
+            }
+        });
         add(x, &self.down.apply(&gate));
-    }
-}
-
-/// One query head over the positions in `range`.
-fn attend_head(
-    graph: &Graph,
-    cache: &Cache,
-    q: &[f32],
-    kv_head: usize,
-    range: std::ops::Range<usize>,
-    out: &mut [f32],
-) {
-    let (width, head_dim) = (graph.kv_width() as usize, graph.head_dim as usize);
-    let at = |position: usize| position * width + kv_head * head_dim;
-    let score =
-        |position| f64::from(dot(q, &cache.keys[at(position)..][..head_dim]) * graph.attn_scale);
-    let mut weights: Vec<f64> = range.clone().map(score).collect();
-    softmax(&mut weights);
-    let mut sums = vec![0f64; head_dim];
-    for (position, weight) in range.zip(weights) {
-        for (sum, &value) in sums.iter_mut().zip(&cache.values[at(position)..][..head_dim]) {
-            *sum += weight * f64::from(value);
-        }
-    }
-    for (out, sum) in out.iter_mut().zip(sums) {
-        *out = sum as f32;
     }
 }
 
@@ -376,7 +371,7 @@ fn shape_heads(
     rotations: &[Vec<(f32, f32)>],
 ) {
     let head_dim = graph.head_dim as usize;
-    for (row, rotations) in x.chunks_exact_mut(width as usize).zip(rotations) {
+    x.par_chunks_mut(width as usize).zip(rotations).for_each(|(row, rotations)| {
         for head in row.chunks_exact_mut(head_dim) {
             if let Some(weight) = norm {
                 let plain = head.to_vec();
@@ -384,14 +379,13 @@ fn shape_heads(
             }
             rotate(head, rotations);
         }
-    }
+    });
 }
 
 fn norm_rows(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     let mut out = vec![0f32; x.len()];
-    for (x, out) in x.chunks_exact(weight.len()).zip(out.chunks_exact_mut(weight.len())) {
-        rms_norm(x, weight, eps, out);
-    }
+    let rows = x.par_chunks(weight.len()).zip(out.par_chunks_mut(weight.len()));
+    rows.for_each(|(x, out)| rms_norm(x, weight, eps, out));
     out
 }
 

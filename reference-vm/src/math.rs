@@ -1,14 +1,21 @@
 //! Dot products whose bits do not depend on the CPU or on the number of threads, and the few scalar
 //! functions around them.
 //!
-//! A dot product is 32 independent `f32` running sums, element `i` going to sum `i % 32`, added up
-//! by a fixed tree in `f64`. No fused multiply-add is used, so a compiler may vectorise the sums
-//! with any width and gets the same bits. Each output element is one such dot product, computed by
-//! one thread: how rows are spread over threads, and how many positions share a pass over the
-//! weights, cannot change a result.
+//! A dot product is 32 independent `f32` running sums of fused multiply-adds, element `i` going to
+//! sum `i % 32`, added up by a fixed tree in `f64`. The sums are independent, so they may be
+//! vectorised with any width. Each output element is one such dot product: how rows are spread over
+//! threads, and how many positions share a pass over the weights, cannot change a result.
 
 use ir::{DType, Tensor};
 use rayon::prelude::*;
+
+mod blend;
+mod product;
+mod vector;
+
+pub(crate) use blend::{Blend, blend, exp_below};
+pub(crate) use product::dot;
+pub(crate) use vector::Width;
 
 /// Running sums of a dot product.
 const LANES: usize = 32;
@@ -77,28 +84,15 @@ impl Element for Decoded {
     }
 }
 
-/// The dot product of the module's description. `row` and `x` have one length.
-#[inline(always)]
-fn lane_dot<E: Element>(row: &[E::Raw], x: &[f32]) -> f32 {
-    debug_assert_eq!(row.len(), x.len());
-    let mut sums = [0f32; LANES];
-    let (row_chunks, row_rest) = row.as_chunks::<LANES>();
-    let (x_chunks, x_rest) = x.as_chunks::<LANES>();
-    for (row, x) in row_chunks.iter().zip(x_chunks) {
-        for lane in 0..LANES {
-            sums[lane] += E::value(row[lane]) * x[lane];
-        }
-    }
-    for ((sum, &raw), &x) in sums.iter_mut().zip(row_rest).zip(x_rest) {
-        *sum += E::value(raw) * x;
-    }
-    tree(&sums)
-}
-
 /// Adds the running sums: halves onto halves, so lane `i` meets lane `i + 16`, then `i + 8`, and so
 /// on.
+#[inline(always)]
 fn tree(sums: &[f32; LANES]) -> f32 {
-    let mut sums = sums.map(f64::from);
+    let mut wide = [0f64; LANES];
+    for (wide, &sum) in wide.iter_mut().zip(sums) {
+        *wide = f64::from(sum);
+    }
+    let mut sums = wide;
     let mut half = LANES / 2;
     while half > 0 {
         for lane in 0..half {
@@ -107,11 +101,6 @@ fn tree(sums: &[f32; LANES]) -> f32 {
         half /= 2;
     }
     sums[0] as f32
-}
-
-/// Dot product of two decoded vectors of one length.
-pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
-    lane_dot::<Decoded>(a, b)
 }
 
 /// Bytes of a stored tensor, unless they overflow.
@@ -161,56 +150,54 @@ impl<'a> Matrix<'a> {
     /// Row `row` times `x`, which may be shorter than the row.
     pub(crate) fn dot_row(&self, row: usize, x: &[f32]) -> f32 {
         let bytes = self.row_bytes(row, 0, x.len());
+        let (width, mut out) = (Width::best(), [0.0]);
         match self.dtype {
-            DType::F32 => lane_dot::<StoredF32>(bytes.as_chunks().0, x),
-            DType::F16 => lane_dot::<StoredF16>(bytes.as_chunks().0, x),
-            DType::Bf16 => lane_dot::<StoredBf16>(bytes.as_chunks().0, x),
+            DType::F32 => product::single::<StoredF32>(width, bytes.as_chunks().0, x, &mut out),
+            DType::F16 => product::single::<StoredF16>(width, bytes.as_chunks().0, x, &mut out),
+            DType::Bf16 => product::single::<StoredBf16>(width, bytes.as_chunks().0, x, &mut out),
         }
+        out[0]
     }
 
     /// `W x` for each of the vectors in `xs` (`[n, cols]`), as `[n, rows]`.
     pub(crate) fn apply(&self, xs: &[f32]) -> Vec<f32> {
+        self.apply_with(Width::best(), xs)
+    }
+
+    fn apply_with(&self, width: Width, xs: &[f32]) -> Vec<f32> {
         match self.dtype {
-            DType::F32 => self.apply_stored::<StoredF32>(self.bytes.as_chunks().0, xs),
-            DType::F16 => self.apply_stored::<StoredF16>(self.bytes.as_chunks().0, xs),
-            DType::Bf16 => self.apply_stored::<StoredBf16>(self.bytes.as_chunks().0, xs),
+            DType::F32 => self.apply_stored::<StoredF32>(width, self.bytes.as_chunks().0, xs),
+            DType::F16 => self.apply_stored::<StoredF16>(width, self.bytes.as_chunks().0, xs),
+            DType::Bf16 => self.apply_stored::<StoredBf16>(width, self.bytes.as_chunks().0, xs),
         }
     }
 
-    fn apply_stored<E: Element>(&self, raw: &[E::Raw], xs: &[f32]) -> Vec<f32> {
+    fn apply_stored<E: Element>(&self, width: Width, raw: &[E::Raw], xs: &[f32]) -> Vec<f32> {
         let (rows, cols) = (self.rows, self.cols);
         let n = xs.len() / cols;
         // `[rows, n]`, so that each parallel task owns a contiguous part of the result.
         let mut by_row = vec![0f32; rows * n];
-        let rows_per_task = (TASK_MACS / (cols * n.max(1))).max(1);
-        let tasks = by_row
-            .par_chunks_mut(rows_per_task * n.max(1))
-            .zip(raw.par_chunks(rows_per_task * cols));
-        if n == 1 {
-            tasks.for_each(|(out, raw)| {
-                for (out, row) in out.iter_mut().zip(raw.chunks_exact(cols)) {
-                    *out = lane_dot::<E>(row, xs);
-                }
-            });
+        if n <= 1 {
+            let rows_per_task = (TASK_MACS / cols).max(1);
+            by_row
+                .par_chunks_mut(rows_per_task)
+                .zip(raw.par_chunks(rows_per_task * cols))
+                .for_each(|(out, raw)| product::single::<E>(width, raw, xs, out));
             return by_row;
         }
-        // A row is decoded once and stays in the first-level cache while every position is
-        // multiplied with it.
-        tasks.for_each_init(
-            || vec![0f32; cols],
-            |decoded, (out, raw)| {
-                for (out, row) in out.chunks_exact_mut(n).zip(raw.chunks_exact(cols)) {
-                    decode::<E>(row, decoded);
-                    for (out, x) in out.iter_mut().zip(xs.chunks_exact(cols)) {
-                        *out = lane_dot::<Decoded>(decoded, x);
-                    }
-                }
-            },
-        );
+        let vectors = product::Vectors::new(xs, cols);
+        let rows_per_task = product::rows_per_panel(rows, rayon::current_num_threads());
+        by_row
+            .par_chunks_mut(rows_per_task * n)
+            .zip(raw.par_chunks(rows_per_task * cols))
+            .for_each_init(product::Scratch::default, |scratch, (out, raw)| {
+                product::panel::<E>(width, raw, &vectors, scratch, out);
+            });
         transpose(&by_row, n)
     }
 }
 
+#[inline(always)]
 fn decode<E: Element>(raw: &[E::Raw], out: &mut [f32]) {
     debug_assert_eq!(raw.len(), out.len());
     for (out, &raw) in out.iter_mut().zip(raw) {
@@ -256,14 +243,6 @@ pub(crate) fn softmax_parts(scores: &mut [f64]) -> (f64, f64) {
         sum += *score;
     }
     (greatest, sum)
-}
-
-/// Turns scores into weights that sum to one, in place.
-pub(crate) fn softmax(scores: &mut [f64]) {
-    let (_, sum) = softmax_parts(scores);
-    for score in scores {
-        *score /= sum;
-    }
 }
 
 /// `x * sigmoid(x)`.

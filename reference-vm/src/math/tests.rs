@@ -72,6 +72,65 @@ fn positions_together_have_the_bits_of_positions_alone() {
 }
 
 #[test]
+fn widths_do_not_change_bits() {
+    for dtype in DTYPES {
+        for (rows, cols, n) in [(1, 1, 1), (5, 33, 1), (7, 64, 5), (37, 1100, 13), (3, 2080, 6)] {
+            let bytes = stored(dtype, &noise(1, rows * cols));
+            let matrix = Matrix::new(dtype, rows, cols, &bytes).unwrap();
+            let xs = noise(2, n * cols);
+            let portable = matrix.apply_with(Width::Portable, &xs);
+            for width in Width::all() {
+                assert_eq!(matrix.apply_with(width, &xs), portable, "{width:?} {dtype:?} {cols}");
+            }
+        }
+    }
+}
+
+#[test]
+fn blends_are_chains_whatever_the_width() {
+    for (rows, depth, cols) in [(1, 1, 1), (6, 64, 64), (7, 3, 19), (24, 64, 128), (11, 17, 37)] {
+        let (a_stride, b_stride, out_stride) = (depth + 1, cols + 2, cols + 3);
+        let (a, b) = (noise(5, rows * a_stride), noise(6, depth * b_stride));
+        let mut want = vec![0f32; rows * out_stride];
+        for (row, col) in (0..rows).flat_map(|row| (0..cols).map(move |col| (row, col))) {
+            want[row * out_stride + col] = (0..depth)
+                .fold(0f32, |sum, d| a[row * a_stride + d].mul_add(b[d * b_stride + col], sum));
+        }
+        for width in Width::all() {
+            let mut out = vec![0f32; rows * out_stride];
+            let out_of = (&mut out[..], out_stride);
+            blend(
+                width,
+                Blend { a: (&a, a_stride), b: (&b, b_stride), out: out_of, rows, depth, cols },
+            );
+            assert_eq!(out, want, "{width:?} {rows}x{depth}x{cols}");
+        }
+    }
+}
+
+#[test]
+fn exponentials_are_close_whatever_the_width() {
+    let scores: Vec<f32> = (0..9000).map(|i| 3.0 - i as f32 * 0.01).collect();
+    let run = |width| {
+        let mut weights = scores.clone();
+        let sum = exp_below(width, &mut weights, 3.0);
+        (weights, sum)
+    };
+    let (weights, sum) = run(Width::Portable);
+    for (&weight, &score) in weights.iter().zip(&scores) {
+        let want = f64::from(score - 3.0).max(-87.0).exp();
+        assert!((f64::from(weight) / want - 1.0).abs() < 3e-7, "exp({score} - 3) is {weight}");
+    }
+    assert_eq!(weights[0], 1.0);
+    assert!((sum / weights.iter().map(|&w| f64::from(w)).sum::<f64>() - 1.0).abs() < 1e-6);
+    for width in Width::all() {
+        assert_eq!(run(width), (weights.clone(), sum), "{width:?}");
+    }
+    let mut bad = [f32::NAN, 0.0];
+    assert!(exp_below(Width::best(), &mut bad, 0.0).is_nan());
+}
+
+#[test]
 fn threads_do_not_change_bits() {
     let (rows, cols) = (513, 700);
     let bytes = stored(DType::Bf16, &noise(3, rows * cols));

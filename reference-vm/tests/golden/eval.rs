@@ -1,6 +1,7 @@
 //! The evaluator, and what it promises about feeding, cutting and refusing.
 
 use ir::{DType, Graph, TensorId};
+use model::{Model, Shape, Window};
 use reference_vm::compare::{Tolerance, compare};
 use reference_vm::eval::{EvalError, Evaluator, Logits};
 
@@ -44,6 +45,46 @@ fn one_at_a_time_has_the_bits_of_all_at_once() {
             assert_eq!(single.keys(layer).len(), 48 * golden.model.graph.kv_width() as usize);
         }
     });
+}
+
+#[test]
+fn logits_at_some_positions_are_those_of_all() {
+    each(|name, golden| {
+        let all = evaluator(golden).run(&golden.tokens, Logits::All).unwrap();
+        let mut some = evaluator(golden);
+        let mut rows = some.run_at(&golden.tokens[..30], &[0, 7, 29, 31]).unwrap();
+        rows.extend(some.run_at(&golden.tokens[30..], &[47, 31, 31, 99]).unwrap());
+        let want = [0, 7, 29, 31, 47].map(|position: usize| all[position].clone());
+        assert_eq!(rows, want, "{name}");
+    });
+}
+
+/// More positions than a block of keys and a pass over the weights, in uneven pieces.
+#[test]
+fn pieces_have_the_bits_of_the_whole() {
+    for (window, dtype) in
+        [(Window::None, DType::Bf16), (Window::All(70), DType::F16), (Window::All(3), DType::F32)]
+    {
+        let named = format!("{window:?}");
+        let shape = Shape { window, dtype, layers: 2, head_dim: 24, ..Shape::default() };
+        let model = Model::random(shape, 3);
+        let tokens: Vec<u32> = (0..201).map(|i| i * 37 % model.graph.vocab).collect();
+        let new = || Evaluator::new(&model.graph, &*model.weights).unwrap();
+        let mut whole = new();
+        let want = whole.run(&tokens, Logits::All).unwrap();
+        let mut pieces = new();
+        let mut got = Vec::new();
+        for cut in [0..1, 1..3, 3..130, 130..131, 131..201] {
+            got.extend(pieces.run(&tokens[cut], Logits::All).unwrap());
+        }
+        assert_eq!(got, want, "{named}");
+        for layer in 0..2 {
+            assert_eq!(pieces.keys(layer), whole.keys(layer));
+            assert_eq!(pieces.values(layer), whole.values(layer));
+        }
+        pieces.truncate(70);
+        assert_eq!(pieces.run(&tokens[70..], Logits::All).unwrap(), want[70..], "{named}");
+    }
 }
 
 #[test]

@@ -1,0 +1,241 @@
+//! Products of stored rows with vectors: the dot product of `math.rs`, for one vector or many.
+//!
+//! For one vector each row is read once, and memory is the limit. For many, rows are decoded in
+//! panels, and tiles of four rows times several vectors keep their running sums in registers. Both
+//! give every running sum the same products in the same order, so both give the same bits.
+
+use super::vector::{Kernel, Vector, Width, dispatch};
+use super::{Decoded, Element, LANES, decode, tree};
+
+/// Rows of a tile.
+const TILE_ROWS: usize = 4;
+
+/// Columns of a panel: a tile's rows and vectors stay in the first-level cache.
+const PANEL_COLS: usize = 1024;
+
+/// Rows of a panel at most: the panel stays in the second-level cache.
+const PANEL_ROWS: usize = 32;
+
+/// Panels for each thread, so that none waits long for the last one.
+const PANELS_PER_THREAD: usize = 4;
+
+/// Rows of a panel of a matrix with so many rows.
+pub(super) fn rows_per_panel(rows: usize, threads: usize) -> usize {
+    let even = rows.div_ceil(threads * PANELS_PER_THREAD).next_multiple_of(TILE_ROWS);
+    even.min(PANEL_ROWS)
+}
+
+/// The dot product of the module's description. `row` and `x` have one length.
+#[inline(always)]
+fn lane_dot<E: Element>(row: &[E::Raw], x: &[f32]) -> f32 {
+    debug_assert_eq!(row.len(), x.len());
+    let mut sums = [0f32; LANES];
+    let (row_chunks, row_rest) = row.as_chunks::<LANES>();
+    let (x_chunks, x_rest) = x.as_chunks::<LANES>();
+    for (row, x) in row_chunks.iter().zip(x_chunks) {
+        for lane in 0..LANES {
+            sums[lane] = E::value(row[lane]).mul_add(x[lane], sums[lane]);
+        }
+    }
+    for ((sum, &raw), &x) in sums.iter_mut().zip(row_rest).zip(x_rest) {
+        *sum = E::value(raw).mul_add(x, *sum);
+    }
+    tree(&sums)
+}
+
+/// One vector with each of several stored rows.
+struct Single<'a, E: Element> {
+    raw: &'a [E::Raw],
+    x: &'a [f32],
+    out: &'a mut [f32],
+}
+
+impl<E: Element> Kernel for Single<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector>(self) {
+        let len = self.x.len();
+        for (row, out) in self.out.iter_mut().enumerate() {
+            *out = lane_dot::<E>(&self.raw[row * len..][..len], self.x);
+        }
+    }
+}
+
+/// `out[row] = rows[row] . x` for rows as long as `x`.
+pub(super) fn single<E: Element>(width: Width, raw: &[E::Raw], x: &[f32], out: &mut [f32]) {
+    dispatch(width, Single::<E> { raw, x, out });
+}
+
+/// Dot product of two decoded vectors of one length.
+pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut out = [0.0];
+    single::<Decoded>(Width::best(), a, b, &mut out);
+    out[0]
+}
+
+/// Vectors of one length, each padded with zeros to whole running sums.
+pub(super) struct Vectors<'a> {
+    data: std::borrow::Cow<'a, [f32]>,
+    cols: usize,
+    stride: usize,
+}
+
+impl<'a> Vectors<'a> {
+    /// `[n, cols]`, copied only if `cols` is not a multiple of [`LANES`].
+    pub(super) fn new(xs: &'a [f32], cols: usize) -> Self {
+        let stride = cols.next_multiple_of(LANES);
+        if stride == cols {
+            return Self { data: xs.into(), cols, stride };
+        }
+        let mut data = vec![0f32; xs.len() / cols * stride];
+        for (padded, x) in data.chunks_exact_mut(stride).zip(xs.chunks_exact(cols)) {
+            padded[..cols].copy_from_slice(x);
+        }
+        Self { data: data.into(), cols, stride }
+    }
+
+    /// How many.
+    pub(super) fn len(&self) -> usize {
+        self.data.len() / self.stride
+    }
+}
+
+/// What a panel needs beside its inputs; kept from panel to panel.
+#[derive(Default)]
+pub(super) struct Scratch {
+    /// `[rows, columns of a panel]`.
+    panel: Vec<f32>,
+    /// `[tiles, vectors, rows of a tile, LANES]`.
+    sums: Vec<f32>,
+}
+
+/// Several vectors with each of several stored rows.
+struct Panel<'a, E: Element> {
+    raw: &'a [E::Raw],
+    xs: &'a Vectors<'a>,
+    scratch: &'a mut Scratch,
+    out: &'a mut [f32],
+}
+
+/// `out[row][n] = rows[row] . xs[n]`, for the rows of one panel.
+pub(super) fn panel<E: Element>(
+    width: Width,
+    raw: &[E::Raw],
+    xs: &Vectors<'_>,
+    scratch: &mut Scratch,
+    out: &mut [f32],
+) {
+    dispatch(width, Panel::<E> { raw, xs, scratch, out });
+}
+
+impl<E: Element> Kernel for Panel<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector>(self) {
+        let Self { raw, xs, scratch, out } = self;
+        let (n, cols) = (xs.len(), xs.cols);
+        let rows = raw.len() / cols;
+        let tiles = rows.div_ceil(TILE_ROWS);
+        scratch.panel.resize(tiles * TILE_ROWS * PANEL_COLS, 0.0);
+        scratch.sums.clear();
+        scratch.sums.resize(tiles * n * TILE_ROWS * LANES, 0.0);
+        for first in (0..cols).step_by(PANEL_COLS) {
+            let len = PANEL_COLS.min(cols - first);
+            for (panel, row) in
+                scratch.panel.chunks_exact_mut(PANEL_COLS).zip(raw.chunks_exact(cols))
+            {
+                decode::<E>(&row[first..first + len], &mut panel[..len]);
+                panel[len..len.next_multiple_of(LANES)].fill(0.0);
+            }
+            let steps = len.div_ceil(LANES);
+            for start in (0..n).step_by(V::GROUPS) {
+                let count = V::GROUPS.min(n - start);
+                let x = &xs.data[start * xs.stride + first..];
+                for tile in 0..tiles {
+                    let panel = &scratch.panel[tile * TILE_ROWS * PANEL_COLS..];
+                    let sums = &mut scratch.sums[(tile * n + start) * TILE_ROWS * LANES..];
+                    tile_of::<V>(panel, x, xs.stride, steps, count, sums);
+                }
+            }
+        }
+        for (index, sums) in scratch.sums.as_chunks::<LANES>().0.iter().enumerate() {
+            let (row, x) =
+                (index / TILE_ROWS / n * TILE_ROWS + index % TILE_ROWS, index / TILE_ROWS % n);
+            if row < rows {
+                out[row * n + x] = tree(sums);
+            }
+        }
+    }
+}
+
+/// A tile of `count` vectors; a count of its own for each, so that the sums are registers.
+#[inline(always)]
+fn tile_of<V: Vector>(
+    panel: &[f32],
+    x: &[f32],
+    stride: usize,
+    steps: usize,
+    count: usize,
+    sums: &mut [f32],
+) {
+    match count {
+        1 => tile::<V, 1>(panel, x, stride, steps, sums),
+        2 => tile::<V, 2>(panel, x, stride, steps, sums),
+        3 => tile::<V, 3>(panel, x, stride, steps, sums),
+        4 => tile::<V, 4>(panel, x, stride, steps, sums),
+        5 => tile::<V, 5>(panel, x, stride, steps, sums),
+        _ => tile::<V, 6>(panel, x, stride, steps, sums),
+    }
+}
+
+/// Adds to the running sums of four rows of a panel times `N` vectors, `steps` products each. One
+/// register's worth of running sums at a time.
+#[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "indices keep the sums in registers, see inside")]
+fn tile<V: Vector, const N: usize>(
+    panel: &[f32],
+    x: &[f32],
+    stride: usize,
+    steps: usize,
+    sums: &mut [f32],
+) {
+    assert!(steps > 0 && V::LEN <= LANES);
+    assert!(panel.len() >= (TILE_ROWS - 1) * PANEL_COLS + steps * LANES);
+    assert!(x.len() >= (N - 1) * stride + steps * LANES);
+    assert!(sums.len() >= N * TILE_ROWS * LANES);
+    // Plain indices and no closures: iterators over the sums would keep them in memory.
+    for lane in (0..LANES).step_by(V::LEN) {
+        let mut acc = [[V::splat(0.0); TILE_ROWS]; N];
+        for n in 0..N {
+            for row in 0..TILE_ROWS {
+                let at = (n * TILE_ROWS + row) * LANES + lane;
+                // SAFETY: `n < N`, `row < TILE_ROWS`, `lane + V::LEN <= LANES`; the length was asserted.
+                acc[n][row] = unsafe { V::load(sums.as_ptr().add(at)) };
+            }
+        }
+        for step in 0..steps {
+            let at = step * LANES + lane;
+            let mut rows = [V::splat(0.0); TILE_ROWS];
+            for row in 0..TILE_ROWS {
+                // SAFETY: `at + V::LEN <= steps * LANES`; the length was asserted.
+                rows[row] = unsafe { V::load(panel.as_ptr().add(row * PANEL_COLS + at)) };
+            }
+            for n in 0..N {
+                // SAFETY: as above, and `n < N`.
+                let x = unsafe { V::load(x.as_ptr().add(n * stride + at)) };
+                for row in 0..TILE_ROWS {
+                    acc[n][row] = rows[row].mul_add(x, acc[n][row]);
+                }
+            }
+        }
+        for n in 0..N {
+            for row in 0..TILE_ROWS {
+                let at = (n * TILE_ROWS + row) * LANES + lane;
+                // SAFETY: as for reading them.
+                unsafe { acc[n][row].store(sums.as_mut_ptr().add(at)) };
+            }
+        }
+    }
+}

@@ -3,8 +3,10 @@
 use ir::schedule::ScheduleConfig;
 use reference_vm::compare::{Agreement, Device as OnDevice, Reference, Summary};
 
+use crate::decide::Decision;
 use crate::device::{Contender, Device, DeviceError, Samples, Side};
-use crate::gate::{Candidate, Dropped, Gate};
+use crate::effort::{Bar, Look};
+use crate::gate::{Candidate, Clock, Dropped, Gate, OnFirst};
 use crate::measure::{Interval, Latency, Predicted};
 use crate::verdict::{LatencyKind, Verdict};
 
@@ -19,6 +21,18 @@ pub struct Assessed {
     pub predicted: Predicted,
     /// It agrees on the device, if there is one.
     pub on_device: Option<Agreement<OnDevice>>,
+}
+
+/// A candidate that agrees on the reference machine and, at the positions of the first stage, on the device. It may be timed, and all
+/// that its time can do is to give it up: nothing but an [`Assessed`] is ever kept.
+#[derive(Debug)]
+pub struct Screened {
+    /// The candidate.
+    pub candidate: Candidate,
+    /// It agrees on the reference machine.
+    pub reference: Agreement<Reference>,
+    /// It agrees on the device as far as the first stage goes.
+    pub first: OnFirst,
 }
 
 /// A verdict that knows what the schedule alone says.
@@ -84,7 +98,7 @@ pub fn describe(candidate: &Candidate, verdict: &mut Verdict) {
     verdict.passed("verify", "no deadlock, no race, every tile once, within every limit");
 }
 
-/// Runs the candidate on the reference machine and, if there is one, on the device.
+/// Runs the candidate on the reference machine and, if there is one, on the device, at every position and twice.
 ///
 /// # Errors
 /// Why the candidate is out.
@@ -94,7 +108,65 @@ pub fn assess(
     candidate: Candidate,
     verdict: &mut Verdict,
 ) -> Result<Assessed, Dropped> {
-    let reference = gate.reference(&candidate)?;
+    let Some(device) = device else {
+        let reference = gate.reference(&candidate)?;
+        passed_reference(gate, &candidate, reference, verdict);
+        verdict.correct = true;
+        let predicted = gate.predict(&candidate, &reference)?;
+        return Ok(Assessed { candidate, reference, predicted, on_device: None });
+    };
+    let screened = screen(gate, device, candidate, verdict, || std::time::Duration::ZERO)?;
+    complete(gate, device, screened, verdict)
+}
+
+/// Runs the candidate on the reference machine and at the first positions on the device.
+///
+/// # Errors
+/// Why the candidate is out.
+pub fn screen(
+    gate: &mut Gate<'_>,
+    device: &mut dyn Device,
+    candidate: Candidate,
+    verdict: &mut Verdict,
+    clock: Clock,
+) -> Result<Screened, Dropped> {
+    let (reference, first) = gate.first(device, &candidate, clock)?;
+    passed_reference(gate, &candidate, reference, verdict);
+    let first = first?;
+    set_errors(verdict, first.agreement.summary());
+    Ok(Screened { candidate, reference, first })
+}
+
+/// Runs what the first stage left out, and then everything once more.
+///
+/// # Errors
+/// Why the candidate is out.
+pub fn complete(
+    gate: &Gate<'_>,
+    device: &mut dyn Device,
+    screened: Screened,
+    verdict: &mut Verdict,
+) -> Result<Assessed, Dropped> {
+    let Screened { candidate, reference, first } = screened;
+    let (agreement, repeatable) = gate.rest(device, &candidate, reference, first)?;
+    set_errors(verdict, agreement.summary());
+    let positions = gate.expected().tokens.len();
+    let detail = format!("logits agree with the graph's at {positions} positions, twice");
+    verdict.passed("device", detail);
+    if !repeatable {
+        verdict.notes.push("repeatable: false (two runs gave different bits)".to_owned());
+    }
+    verdict.correct = true;
+    let predicted = gate.predict(&candidate, &reference)?;
+    Ok(Assessed { candidate, reference, predicted, on_device: Some(agreement) })
+}
+
+fn passed_reference(
+    gate: &Gate<'_>,
+    candidate: &Candidate,
+    reference: Agreement<Reference>,
+    verdict: &mut Verdict,
+) {
     set_errors(verdict, reference.summary());
     let positions = gate.expected().reference_positions;
     verdict.passed("reference", format!("logits agree with the graph's at {positions} positions"));
@@ -104,23 +176,17 @@ pub fn assess(
             "the reference machine ran {positions} positions, fewer than one block of {block} keys"
         ));
     }
-    let on_device = match device {
-        None => None,
-        Some(device) => {
-            let (agreement, repeatable) = gate.device(device, &candidate, reference)?;
-            set_errors(verdict, agreement.summary());
-            let positions = gate.expected().tokens.len();
-            let detail = format!("logits agree with the graph's at {positions} positions, twice");
-            verdict.passed("device", detail);
-            if !repeatable {
-                verdict.notes.push("repeatable: false (two runs gave different bits)".to_owned());
-            }
-            Some(agreement)
-        }
-    };
+}
+
+/// Writes down that the first stage was enough to give the candidate up.
+pub fn given_up(gate: &Gate<'_>, verdict: &mut Verdict) {
+    let (ran, all) = (gate.first_stage(), gate.expected().tokens.len());
+    let detail = format!("logits agree with the graph's at {ran} positions; {all} were not needed");
+    verdict.passed("device", detail);
     verdict.correct = true;
-    let predicted = gate.predict(&candidate, &reference)?;
-    Ok(Assessed { candidate, reference, predicted, on_device })
+    verdict
+        .notes
+        .push(format!("given up after the first stage: timed once, before position {ran}"));
 }
 
 fn set_errors(verdict: &mut Verdict, summary: Summary) {
@@ -143,18 +209,20 @@ pub struct Floors {
     pub artefact_us: f64,
 }
 
-/// The floors at the timed position.
+/// The floors at a position.
 #[must_use]
-pub fn floors(gate: &Gate<'_>, device: &dyn Device, candidate: &Candidate) -> Floors {
+pub fn floors(gate: &Gate<'_>, device: &dyn Device, candidate: &Candidate, at: u32) -> Floors {
     let info = device.describe();
     let bandwidth = info.bandwidth.unwrap_or(gate.target().bandwidth as f64);
     let program = &candidate.program;
-    let kv_bytes =
-        program.kv_bytes(gate.timed_position(), candidate.config.kernel.kv_cache.bytes());
+    let kv_bytes = program.kv_bytes(at, candidate.config.kernel.kv_cache.bytes());
     let bytes = (program.stream_bytes() + kv_bytes) as f64;
     let beyond_cache = (bytes - info.cache_bytes as f64).max(0.0);
     Floors { bound_us: bytes / bandwidth * 1e6, artefact_us: beyond_cache / bandwidth * 1e6 }
 }
+
+/// Rounds below which a bootstrap interval of a median would promise too much.
+const INTERVAL_ROUNDS: usize = 4;
 
 /// Writes down a measured latency.
 ///
@@ -172,7 +240,7 @@ pub fn set_measured(
     verdict.passed("floor", format!("not below {:.1} us", floors.artefact_us));
     verdict.set_latency(latency.median_us(), LatencyKind::MeasuredGpu, floors.bound_us);
     let Interval { low, high } = latency.ci_us();
-    verdict.ci_us = Some([low, high]);
+    verdict.ci_us = (samples.rounds.len() >= INTERVAL_ROUNDS).then_some([low, high]);
     Ok(latency)
 }
 
@@ -187,35 +255,75 @@ pub struct Timing {
 
 impl Default for Timing {
     fn default() -> Self {
-        Self { rounds: 12, warmup: 2 }
+        Self { rounds: 12, warmup: 1 }
     }
 }
 
-/// Times two assessed programs against each other and checks the outputs of the timed runs.
+/// Times two assessed programs against each other, a few rounds at a time, until `enough` says so, and checks the outputs of the timed
+/// runs. `enough` looks at all samples so far and says how many rounds to add.
 ///
 /// # Errors
 /// If the device gives no result, or a timed output disagrees.
 pub fn race(
     gate: &Gate<'_>,
     device: &mut dyn Device,
-    incumbent: &Assessed,
-    candidate: &Assessed,
+    sides: [&Assessed; 2],
     timing: Timing,
+    mut enough: impl FnMut(&Samples) -> Option<usize>,
 ) -> Result<Samples, Dropped> {
-    let mut contender = |assessed: &Assessed| {
-        let kernel = &assessed.candidate.config.kernel;
-        device.prepare(&assessed.candidate.program, kernel).map_err(Dropped::Failed)
-    };
-    let handles = [contender(incumbent)?, contender(candidate)?];
+    let [incumbent, candidate] = sides;
     let (Some(first), Some(second)) = (&incumbent.on_device, &candidate.on_device) else {
         let reason = "a program without agreement on the device cannot be timed".to_owned();
         return Err(Dropped::Failed(DeviceError::Unavailable { reason }));
     };
-    let contenders = [Contender::new(handles[0], first), Contender::new(handles[1], second)];
-    let samples =
-        gate.time(device, contenders, timing.rounds, timing.warmup).map_err(Dropped::Failed)?;
-    gate.timed(candidate.reference, &samples)?;
+    let proofs = [(&incumbent.candidate, first), (&candidate.candidate, second)];
+    let contenders = contenders(device, proofs)?;
+    let mut samples = Samples::default();
+    let mut warmup = timing.warmup;
+    while let Some(rounds) = enough(&samples) {
+        let more = gate.time(device, contenders, rounds, warmup).map_err(Dropped::Failed)?;
+        gate.timed(candidate.reference, gate.expected().tokens.len(), &more)?;
+        samples.extend(more);
+        warmup = 0;
+    }
     Ok(samples)
+}
+
+/// Times a screened candidate against the incumbent, one round at the end of the first stage.
+///
+/// # Errors
+/// As [`race`].
+pub fn glance(
+    gate: &Gate<'_>,
+    device: &mut dyn Device,
+    incumbent: &Assessed,
+    screened: &Screened,
+    bar: &Bar,
+    seed: u64,
+) -> Result<Option<(Samples, Look)>, Dropped> {
+    let Some(first) = &incumbent.on_device else { return Ok(None) };
+    let proofs = [(&incumbent.candidate, first), (&screened.candidate, &screened.first.agreement)];
+    let contenders = contenders(device, proofs)?;
+    let samples = gate.time_first(device, contenders).map_err(Dropped::Failed)?;
+    gate.timed(screened.reference, gate.first_stage(), &samples)?;
+    let look = bar.look(&samples, seed);
+    Ok((look.decision == Some(Decision::Reverted)).then_some((samples, look)))
+}
+
+fn contenders<'a>(
+    device: &mut dyn Device,
+    sides: [(&Candidate, &'a Agreement<OnDevice>); 2],
+) -> Result<[Contender<'a>; 2], Dropped> {
+    let mut one = |(candidate, agreement): (&Candidate, &'a Agreement<OnDevice>)| {
+        let handle = device.prepare(&candidate.program, &candidate.config.kernel);
+        Ok(Contender::new(handle.map_err(Dropped::Failed)?, agreement))
+    };
+    Ok([one(sides[0])?, one(sides[1])?])
+}
+
+/// So many rounds, whatever they show.
+pub fn fixed(rounds: usize) -> impl FnMut(&Samples) -> Option<usize> {
+    move |samples| (samples.rounds.len() < rounds).then_some(rounds)
 }
 
 /// The whole answer for one schedule: what `evaluate` prints. A measured latency comes with its noise, from racing the program against itself.
@@ -233,8 +341,9 @@ pub fn evaluate(
         let assessed = assess(gate, device.as_deref_mut(), candidate, &mut verdict)?;
         match (device.as_deref_mut(), &assessed.on_device) {
             (Some(device), Some(agreement)) => {
-                let floors = floors(gate, device, &assessed.candidate);
-                let samples = race(gate, device, &assessed, &assessed, timing)?;
+                let floors = floors(gate, device, &assessed.candidate, gate.timed_position());
+                let itself = [&assessed, &assessed];
+                let samples = race(gate, device, itself, timing, fixed(timing.rounds))?;
                 set_measured(&mut verdict, agreement, &samples, floors, seed)?;
                 let noise = crate::measure::noise_floor(&samples, seed);
                 verdict.notes.push(format!("noise floor {:.2} %", 100.0 * noise));

@@ -29,12 +29,12 @@ impl Budget {
         }
     }
 
-    /// Trials that begin with exploring, before the incumbent is mutated.
+    /// Trials, after the baseline, that a sweep over the knobs may take.
     #[must_use]
     pub fn explore(self) -> u64 {
         match self {
-            Self::Trials(most) => (most / 4).clamp(2, 32),
-            Self::Time(_) => 16,
+            Self::Trials(most) => (most / 2).clamp(2, 40),
+            Self::Time(_) => 40,
         }
     }
 }

@@ -52,7 +52,8 @@ impl<'a> Contender<'a> {
     }
 }
 
-/// What to time: one block decodes `tokens[first..]`, after `tokens[..first]` have filled the key/value cache untimed.
+/// What to time: one block decodes `tokens[first..]`, after `tokens[..first]` have filled the key/value cache untimed. A device that still
+/// has the sequence of the contender's last run need not fill it again.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan<'a> {
     /// The forced tokens, from position zero.
@@ -144,6 +145,54 @@ pub enum DeviceError {
     },
 }
 
+/// What making programs run has cost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Costs {
+    /// Kernels that were compiled, or taken from a cache.
+    pub compiles: u64,
+    /// Seconds of waiting for them.
+    pub compile_s: f64,
+    /// Launches of a resident kernel.
+    pub launches: u64,
+    /// Seconds of stopping and launching.
+    pub launch_s: f64,
+    /// Programs that were uploaded.
+    pub loads: u64,
+    /// Seconds of uploading and poisoning.
+    pub load_s: f64,
+}
+
+impl std::ops::Add for Costs {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            compiles: self.compiles + other.compiles,
+            compile_s: self.compile_s + other.compile_s,
+            launches: self.launches + other.launches,
+            launch_s: self.launch_s + other.launch_s,
+            loads: self.loads + other.loads,
+            load_s: self.load_s + other.load_s,
+        }
+    }
+}
+
+impl std::ops::Sub for Costs {
+    type Output = Self;
+
+    /// What came since `earlier`.
+    fn sub(self, earlier: Self) -> Self {
+        Self {
+            compiles: self.compiles.saturating_sub(earlier.compiles),
+            compile_s: self.compile_s - earlier.compile_s,
+            launches: self.launches.saturating_sub(earlier.launches),
+            launch_s: self.launch_s - earlier.launch_s,
+            loads: self.loads.saturating_sub(earlier.loads),
+            load_s: self.load_s - earlier.load_s,
+        }
+    }
+}
+
 /// A device that runs verified programs.
 pub trait Device {
     /// What it is.
@@ -159,11 +208,25 @@ pub trait Device {
         kernel: &KernelConfig,
     ) -> Result<Handle, DeviceError>;
 
-    /// Runs tokens from position zero of a fresh sequence, with scratch memory poisoned, and returns the logits of each.
+    /// Runs `tokens[first..]` and returns the logits of each. From position zero on it is a fresh sequence, with scratch memory
+    /// poisoned; from a later one it goes on with the sequence that the last run of this program left, of the same tokens.
     ///
     /// # Errors
-    /// If the device trapped, hung or was lost.
-    fn run(&mut self, program: Handle, tokens: &[u32]) -> Result<Vec<Vec<f32>>, DeviceError>;
+    /// If the device trapped, hung or was lost, or has no such sequence.
+    fn run(
+        &mut self,
+        program: Handle,
+        tokens: &[u32],
+        first: usize,
+    ) -> Result<Vec<Vec<f32>>, DeviceError>;
+
+    /// Kernel builds that are likely to be asked for soon. A device may compile them while it does other things.
+    fn foresee(&mut self, _kernels: &[KernelConfig]) {}
+
+    /// What was spent so far on making programs run, as opposed to running them.
+    fn costs(&self) -> Costs {
+        Costs::default()
+    }
 
     /// Times two contenders in alternation; the same one twice measures the noise.
     ///

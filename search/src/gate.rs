@@ -17,7 +17,7 @@ use reference_vm::eval::{EvalError, Evaluator, Logits};
 use reference_vm::machine::{Machine, Outputs, Run};
 use reference_vm::{MachineError, Order, Products, argmax};
 
-use crate::device::{Contender, Device, DeviceError, Samples};
+use crate::device::{Contender, Device, DeviceError, Plan, Samples};
 use crate::measure::{BelowFloor, Predicted};
 use crate::propose::generator;
 
@@ -33,8 +33,12 @@ pub const POSITIONS_MAX: usize = 144;
 /// The same for the champion of a search, which is run on longer and fresh tokens.
 const THOROUGH_BYTES: u64 = 24 << 30;
 
-/// Tokens that one block times at most: long enough to hide the command's round trip, short enough for many blocks.
-const TIMED_TOKENS: usize = 24;
+/// Tokens that one block times at most. Eight steps of a small model are some milliseconds, of which the command's round trip is a
+/// few microseconds, the same for both sides; blocks of one length vary by tenths of a per cent.
+const TIMED_TOKENS: usize = 8;
+
+/// Positions of the first stage on the device, after which a candidate that is clearly slower is given up.
+const FIRST_STAGE: usize = 24;
 
 /// Bytes of products that the reference machine keeps from one candidate to the next.
 const PRODUCTS_BYTES: usize = 512 << 20;
@@ -196,6 +200,9 @@ pub fn draw_tokens(seed: u64, vocab: u32, count: usize) -> Vec<u32> {
     (0..count).map(|_| rng.random_range(0..vocab.max(1))).collect()
 }
 
+/// Time since any fixed moment. The search has no clock of its own; it passes this one on to know what it spent on what.
+pub type Clock = fn() -> std::time::Duration;
+
 /// Names the kernel build of a kernel config.
 pub type KernelId<'a> = &'a dyn Fn(&KernelConfig) -> String;
 
@@ -212,6 +219,8 @@ pub struct Gate<'a> {
     agreed: BTreeMap<String, Agreement<Reference>>,
     /// What no schedule changes: stored rows times vectors.
     products: Products<'a>,
+    /// Seconds of the reference machine so far, by the clock of those who asked for [`first`](Self::first).
+    pub(crate) reference_s: f64,
 }
 
 impl<'a> Gate<'a> {
@@ -238,6 +247,7 @@ impl<'a> Gate<'a> {
             timed_from,
             agreed: BTreeMap::new(),
             products: Products::new(weights, PRODUCTS_BYTES),
+            reference_s: 0.0,
         }
     }
 
@@ -329,89 +339,101 @@ impl<'a> Gate<'a> {
         candidate: &Candidate,
         inputs: &Expected,
     ) -> Result<Agreement<Reference>, Dropped> {
-        let positions = inputs.reference_positions;
-        let mut machine = Machine::sharing(&candidate.program, self.graph, &self.products)
-            .map_err(Dropped::Unrunnable)?;
-        let run =
-            machine.run(&inputs.tokens[..positions], Order::Waves).map_err(Dropped::Unrunnable)?;
-        let outputs = match run {
-            Run::Finished(outputs) => outputs,
-            halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
-                return Err(Dropped::Halted(halted));
-            }
-        };
-        check_tokens(&outputs)?;
-        let expected = &inputs.logits[..positions];
-        let mut agreement = compare(expected, &outputs.logits, Tolerance::REFERENCE)
-            .map_err(|at| Dropped::Disagreed { by: "reference", at })?;
-        for layer in 0..self.graph.layers.len() {
-            agreement = self.compare_cache(agreement, &machine, inputs, layer)?;
-        }
-        Ok(agreement)
+        self.interpreter().run(candidate, inputs)
     }
 
-    /// Compares a layer's key/value cache after the last position.
-    fn compare_cache(
-        &self,
-        agreement: Agreement<Reference>,
-        machine: &Machine<'_>,
-        inputs: &Expected,
-        layer: usize,
-    ) -> Result<Agreement<Reference>, Dropped> {
-        let width = self.graph.kv_width() as usize;
-        let at = layer as u32;
-        let disagreed = |at| Dropped::Disagreed { by: "reference", at };
-        let (keys, values) = &inputs.cache[layer];
-        agreement
-            .and_values(
-                What::Keys { layer: at },
-                keys.chunks_exact(width),
-                machine.keys(layer).chunks_exact(width),
-                Tolerance::REFERENCE,
-            )
-            .map_err(disagreed)?
-            .and_values(
-                What::Values { layer: at },
-                values.chunks_exact(width),
-                machine.values(layer).chunks_exact(width),
-                Tolerance::REFERENCE,
-            )
-            .map_err(disagreed)
+    fn interpreter(&self) -> Interpreter<'_> {
+        Interpreter { graph: self.graph, products: &self.products }
     }
 
-    /// Runs the program on the device, at every position of the inputs, twice. The second run must agree as well; the last value says
-    /// whether it gave the same bits.
+    /// Positions of the first stage on the device.
+    #[must_use]
+    pub fn first_stage(&self) -> usize {
+        FIRST_STAGE.min(self.expected.tokens.len())
+    }
+
+    /// Runs the program on the reference machine and, meanwhile, the first positions on the device. Both must agree; the reference
+    /// machine is asked first.
     ///
     /// # Errors
-    /// If it cannot be loaded, traps, hangs or disagrees.
-    pub fn device(
+    /// If the reference machine refuses it. The inner error is the device's.
+    pub fn first(
+        &mut self,
+        device: &mut dyn Device,
+        candidate: &Candidate,
+        clock: Clock,
+    ) -> Result<(Agreement<Reference>, Result<OnFirst, Dropped>), Dropped> {
+        let began = clock();
+        let mut reference_s = 0.0;
+        let tokens = &self.expected.tokens[..self.first_stage()];
+        let known = self.agreed.get(&candidate.program_id).copied();
+        let interpreter = self.interpreter();
+        let mut reference = known.map(Ok);
+        let mut rows = Err(Dropped::Failed(DeviceError::Fault { reason: "nothing ran".into() }));
+        rayon::in_place_scope(|scope| {
+            if reference.is_none() {
+                scope.spawn(|_| {
+                    reference = Some(interpreter.run(candidate, &self.expected));
+                    reference_s = (clock() - began).as_secs_f64();
+                });
+            }
+            rows = device
+                .prepare(&candidate.program, &candidate.config.kernel)
+                .and_then(|handle| device.run(handle, tokens, 0))
+                .map_err(Dropped::Failed);
+        });
+        let reference = reference.unwrap_or_else(|| self.interpret(candidate, &self.expected))?;
+        self.agreed.insert(candidate.program_id.clone(), reference);
+        self.reference_s += reference_s;
+        let first = rows.and_then(|rows| {
+            let expected = &self.expected.logits[..rows.len()];
+            let agreement = disagreed(reference.and_device(expected, &rows, Tolerance::DEVICE))?;
+            Ok(OnFirst { rows, agreement })
+        });
+        Ok((reference, first))
+    }
+
+    /// Runs the positions after the first stage, then all of them again on a fresh sequence. Every position must agree both times; the
+    /// last value says whether both gave the same bits.
+    ///
+    /// # Errors
+    /// If it traps, hangs or disagrees.
+    pub fn rest(
         &self,
         device: &mut dyn Device,
         candidate: &Candidate,
         reference: Agreement<Reference>,
+        first: OnFirst,
     ) -> Result<(Agreement<OnDevice>, bool), Dropped> {
         let handle = device
             .prepare(&candidate.program, &candidate.config.kernel)
             .map_err(Dropped::Failed)?;
-        let mut run = || {
-            let actual = device.run(handle, &self.expected.tokens).map_err(Dropped::Failed)?;
-            let agreement = reference
-                .and_device(&self.expected.logits, &actual, Tolerance::DEVICE)
-                .map_err(|at| Dropped::Disagreed { by: "device", at })?;
-            Ok((agreement, actual))
-        };
-        let (agreement, first) = run()?;
-        let (_, second) = run()?;
-        let same = first.iter().flatten().map(|value| value.to_bits());
-        Ok((agreement, same.eq(second.iter().flatten().map(|value| value.to_bits()))))
+        let expected = &self.expected;
+        let mut rows = first.rows;
+        let ran = rows.len();
+        if ran < expected.tokens.len() {
+            rows.extend(device.run(handle, &expected.tokens, ran).map_err(Dropped::Failed)?);
+        }
+        let _ = disagreed(reference.and_device(&expected.logits, &rows, Tolerance::DEVICE))?;
+        let again = device.run(handle, &expected.tokens, 0).map_err(Dropped::Failed)?;
+        let agreement =
+            disagreed(reference.and_device(&expected.logits, &again, Tolerance::DEVICE))?;
+        let same = rows.iter().flatten().map(|value| value.to_bits());
+        Ok((agreement, same.eq(again.iter().flatten().map(|value| value.to_bits()))))
     }
 
     /// Checks the outputs of timed runs: a program that is only right when nobody times it is wrong.
     ///
     /// # Errors
     /// If a side's last logits disagree.
-    pub fn timed(&self, proof: Agreement<Reference>, samples: &Samples) -> Result<(), Dropped> {
-        let last = self.expected.logits.last().map(std::slice::from_ref).unwrap_or_default();
+    pub fn timed(
+        &self,
+        proof: Agreement<Reference>,
+        positions: usize,
+        samples: &Samples,
+    ) -> Result<(), Dropped> {
+        let last = positions.saturating_sub(1).min(self.expected.logits.len());
+        let last = &self.expected.logits[last..][..1];
         for actual in &samples.last_logits {
             let _ = proof
                 .and_device(last, std::slice::from_ref(actual), Tolerance::DEVICE)
@@ -447,7 +469,22 @@ impl<'a> Gate<'a> {
         warmup: usize,
     ) -> Result<Samples, DeviceError> {
         let tokens = &self.expected.tokens;
-        let plan = crate::device::Plan { tokens, first: self.timed_from, rounds, warmup };
+        let plan = Plan { tokens, first: self.timed_from, rounds, warmup };
+        device.time(contenders, &plan)
+    }
+
+    /// Times one round at the last positions of the first stage.
+    ///
+    /// # Errors
+    /// If the device gives no result.
+    pub fn time_first(
+        &self,
+        device: &mut dyn Device,
+        contenders: [Contender<'_>; 2],
+    ) -> Result<Samples, DeviceError> {
+        let tokens = &self.expected.tokens[..self.first_stage()];
+        let first = tokens.len().saturating_sub(TIMED_TOKENS).max(tokens.len() / 2);
+        let plan = Plan { tokens, first, rounds: 1, warmup: 0 };
         device.time(contenders, &plan)
     }
 
@@ -467,4 +504,82 @@ fn check_tokens(outputs: &Outputs) -> Result<(), Dropped> {
         }
     }
     Ok(())
+}
+
+/// What the first stage on the device gave.
+#[derive(Debug)]
+pub struct OnFirst {
+    rows: Vec<Vec<f32>>,
+    /// It agrees at the positions of the first stage.
+    pub agreement: Agreement<OnDevice>,
+}
+
+fn disagreed(
+    compared: Result<Agreement<OnDevice>, Disagreement>,
+) -> Result<Agreement<OnDevice>, Dropped> {
+    compared.map_err(|at| Dropped::Disagreed { by: "device", at })
+}
+
+/// What the reference machine needs of a gate, which other threads may hold too.
+#[derive(Clone, Copy)]
+struct Interpreter<'g> {
+    graph: &'g Graph,
+    products: &'g Products<'g>,
+}
+
+impl Interpreter<'_> {
+    fn run(
+        self,
+        candidate: &Candidate,
+        inputs: &Expected,
+    ) -> Result<Agreement<Reference>, Dropped> {
+        let positions = inputs.reference_positions;
+        let mut machine = Machine::sharing(&candidate.program, self.graph, &self.products)
+            .map_err(Dropped::Unrunnable)?;
+        let run =
+            machine.run(&inputs.tokens[..positions], Order::Waves).map_err(Dropped::Unrunnable)?;
+        let outputs = match run {
+            Run::Finished(outputs) => outputs,
+            halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+                return Err(Dropped::Halted(halted));
+            }
+        };
+        check_tokens(&outputs)?;
+        let expected = &inputs.logits[..positions];
+        let mut agreement = compare(expected, &outputs.logits, Tolerance::REFERENCE)
+            .map_err(|at| Dropped::Disagreed { by: "reference", at })?;
+        for layer in 0..self.graph.layers.len() {
+            agreement = self.compare_cache(agreement, &machine, inputs, layer)?;
+        }
+        Ok(agreement)
+    }
+
+    /// Compares a layer's key/value cache after the last position.
+    fn compare_cache(
+        self,
+        agreement: Agreement<Reference>,
+        machine: &Machine<'_>,
+        inputs: &Expected,
+        layer: usize,
+    ) -> Result<Agreement<Reference>, Dropped> {
+        let width = self.graph.kv_width() as usize;
+        let at = layer as u32;
+        let disagreed = |at| Dropped::Disagreed { by: "reference", at };
+        let (keys, values) = &inputs.cache[layer];
+        agreement
+            .and_values(
+                What::Keys { layer: at },
+                keys.chunks_exact(width),
+                machine.keys(layer).chunks_exact(width),
+                Tolerance::REFERENCE,
+            )
+            .map_err(disagreed)?
+            .and_values(
+                What::Values { layer: at },
+                values.chunks_exact(width),
+                machine.values(layer).chunks_exact(width),
+                Tolerance::REFERENCE,
+            )
+            .map_err(disagreed)
+    }
 }

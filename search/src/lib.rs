@@ -4,14 +4,15 @@
 //! **reference machine**, agrees on the **device**, is **timed** against the incumbent, and is **kept**, **reverted** or found
 //! **inconclusive**. Without a device the cost model's prediction is compared instead; the two kinds never meet.
 //!
-//! **Promises.** Pure: no IO, clock, threads or environment; seeds and time are arguments, so equal inputs give equal
-//! trials. No latency without agreement: [`Latency`] and [`Contender`] are made from an `Agreement<Device>`, which is made from an
+//! **Promises.** Pure: no IO, clock or environment; seeds and time are arguments, so equal inputs give equal trials, with any number of
+//! threads of the caller's `rayon` pool. No latency without agreement: [`Latency`] and [`Contender`] are made from an `Agreement<Device>`, which is made from an
 //! `Agreement<Reference>`, and from nothing else. The search never learns which driver is behind [`Device`].
 
 pub mod assess;
 mod budget;
 mod decide;
 mod device;
+mod effort;
 mod gate;
 mod measure;
 mod propose;
@@ -23,10 +24,15 @@ mod verdict;
 pub use assess::{Assessed, Timing};
 pub use budget::{BadBudget, Budget};
 pub use decide::{Decision, decide_measured, decide_predicted, predicted_gain};
-pub use device::{Contender, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side};
-pub use gate::{Candidate, Dropped, Expected, Gate, KernelId, POSITIONS_MAX, draw_tokens};
+pub use device::{
+    Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,
+};
+pub use effort::{Bar, Look, spread};
+pub use gate::{
+    Candidate, Clock, Dropped, Expected, Gate, KernelId, OnFirst, POSITIONS_MAX, draw_tokens,
+};
 pub use measure::{BelowFloor, Interval, Latency, Predicted, gain, median, noise_floor};
-pub use propose::{Change, Origin, Proposer, changes};
+pub use propose::{Change, Origin, Past, Proposer, changes};
 pub use run::{Search, SearchError, Settings, Step, StoppedBy};
-pub use trial::{Confirmation, Outcome, Row, Skipped, SkippedProposal, Trial};
+pub use trial::{Confirmation, Outcome, Row, Skipped, SkippedProposal, Spent, Trial};
 pub use verdict::{GateReport, LatencyKind, VERDICT_SCHEMA, Verdict};

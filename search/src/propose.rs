@@ -1,10 +1,28 @@
-//! What to try next. Proposing is drawing from the knob table; whether a draw is legal is asked before a trial is spent on it.
+//! What to try next. A proposal is the incumbent with some knobs changed; whether it is legal is asked before a trial is spent on it.
+//!
+//! A search first **sweeps**: moves that change what belongs together (all hand-offs, all row counts, the ring as a whole), each once,
+//! on top of whatever leads by then. Afterwards three kinds take turns: **steps** change one knob, those first whose changes paid so
+//! far; **combinations** put together what seemed to help and was too little on its own; **jumps** change a few knobs at random. What
+//! lost is remembered, and is not asked for again as long as nothing that interacts with it has changed.
 
 use ir::schedule::{Knob, ScheduleConfig, Value};
 use rand::rngs::Xoshiro256PlusPlus;
-use rand::seq::IndexedRandom;
+use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{RngExt, SeedableRng};
 use serde::{Deserialize, Serialize};
+
+mod moves;
+
+use moves::Move;
+
+/// Gain that an untried knob is credited with: more than noise, less than a knob that paid.
+const UNTRIED: f64 = 0.005;
+
+/// Gains above this, of a trial that was not kept, are worth combining.
+const PROMISING: f64 = 0.0005;
+
+/// Most trials whose changes one combination puts together.
+const COMBINED_MAX: usize = 6;
 
 /// Where a proposal comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -12,10 +30,14 @@ use serde::{Deserialize, Serialize};
 pub enum Origin {
     /// The neutral default: the first trial.
     Baseline,
-    /// Drawn at random around the default.
-    Explore,
-    /// The incumbent with one or two knobs changed.
-    Mutate,
+    /// A move of the first sweep.
+    Sweep,
+    /// One knob of the incumbent changed.
+    Step,
+    /// Several changes that seemed to help, together.
+    Combine,
+    /// A few knobs of the incumbent changed at random.
+    Jump,
 }
 
 /// One knob with its value in the config compared with and in the proposal.
@@ -36,79 +58,201 @@ pub fn changes(from: &ScheduleConfig, to: &ScheduleConfig) -> Vec<Change> {
     Knob::ALL.iter().map(change).filter(|change| change.from != change.to).collect()
 }
 
-/// Draws configs. Each trial has its own generator, made from the search's seed and the trial's number alone, so that a
-/// search that was cut off continues with the very proposals that it would have made.
-#[derive(Debug)]
+/// What a finished trial says about its changes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Past {
+    /// The schedule.
+    pub config: ScheduleConfig,
+    /// What it changed in the incumbent of its time.
+    pub changes: Vec<Change>,
+    /// Share of its time that it saved over that incumbent; `None` if it gave no latency.
+    pub gain: Option<f64>,
+    /// It became the incumbent.
+    pub kept: bool,
+}
+
+/// Everything that proposals are drawn from.
+#[derive(Clone, Copy, Debug)]
 pub struct Proposer<'a> {
-    space: &'a [(Knob, Vec<Value>)],
-    rng: Xoshiro256PlusPlus,
+    /// The knobs to vary, with the values to draw from.
+    pub space: &'a [(Knob, Vec<Value>)],
+    /// What random choices are made with, together with the trial's number.
+    pub seed: u64,
+    /// Trials, after the baseline, of the sweep at most.
+    pub sweep: u64,
 }
 
-impl<'a> Proposer<'a> {
-    /// The proposer of one trial, which varies these knobs over these values.
-    #[must_use]
-    pub fn new(space: &'a [(Knob, Vec<Value>)], seed: u64, trial: u64) -> Self {
-        Self { space, rng: generator(seed, trial) }
+impl Proposer<'_> {
+    /// Draws for a trial in the order in which they are to be tried: the same for the same history. They may be illegal, and they may
+    /// have been tried. The last ones are random and go on for ever.
+    pub fn draws<'s>(
+        &'s self,
+        trial: u64,
+        incumbent: &'s ScheduleConfig,
+        past: &[Past],
+    ) -> impl Iterator<Item = (Origin, ScheduleConfig)> + 's {
+        let mut rng = generator(self.seed, trial);
+        let mut planned = Vec::new();
+        if trial <= self.sweep {
+            planned.extend(self.sweep(incumbent, past));
+        }
+        let steps = self.steps(incumbent, past, &mut rng);
+        let combinations = combinations(incumbent, past, &mut rng);
+        // Every fourth trial looks further first, every fourth puts together what is there.
+        match trial % 4 {
+            1 if trial > self.sweep => planned.push((Origin::Jump, self.jump(incumbent, &mut rng))),
+            3 => planned.extend(combinations),
+            _ => {}
+        }
+        planned.extend(steps);
+        let random = std::iter::repeat_with(move || (Origin::Jump, self.jump(incumbent, &mut rng)));
+        planned.into_iter().chain(random)
     }
 
-    /// The next draw. It may be illegal, and it may have been tried.
-    pub fn draw(
-        &mut self,
-        origin: Origin,
-        default: &ScheduleConfig,
+    /// The first move that nobody made yet, in each of its forms: the first one that is legal counts.
+    fn sweep(&self, incumbent: &ScheduleConfig, past: &[Past]) -> Vec<(Origin, ScheduleConfig)> {
+        // The caps of the ring follow its size, so they may have changed without being asked for.
+        let follows = |knob: Knob| moves::group(knob) == "pipeline";
+        let made = |form: &Vec<(Knob, Value)>| {
+            let named = |knob: Knob| form.iter().any(|&(other, _)| other == knob);
+            past.iter().any(|past| {
+                past.changes.iter().any(|change| named(change.knob))
+                    && past.changes.iter().all(|c| named(c.knob) || follows(c.knob))
+                    && form.iter().all(|&(knob, value)| past.config.get(knob) == value)
+            })
+        };
+        let open = |mv: &Move| !mv.forms.iter().any(made);
+        let with = |form: &Vec<(Knob, Value)>| (Origin::Sweep, edited(incumbent, form));
+        let moves = moves::all(self.space, incumbent);
+        moves.iter().filter(|mv| open(mv)).flat_map(|mv| mv.forms.iter().map(with)).collect()
+    }
+
+    /// Single changes, the most promising knob first; what lost since something of its group last changed is left out.
+    fn steps(
+        &self,
         incumbent: &ScheduleConfig,
-    ) -> ScheduleConfig {
-        match origin {
-            Origin::Baseline => *default,
-            Origin::Explore => self.explore(default),
-            Origin::Mutate => self.mutate(incumbent),
-        }
-    }
-
-    /// Redraws a random share of the knobs: some draws stay near the default, some go far.
-    fn explore(&mut self, default: &ScheduleConfig) -> ScheduleConfig {
-        let share = self.rng.random_range(0.15..0.75);
-        let mut config = *default;
+        past: &[Past],
+        rng: &mut Xoshiro256PlusPlus,
+    ) -> Vec<(Origin, ScheduleConfig)> {
+        let mut steps = Vec::new();
         for (knob, values) in self.space {
-            if self.rng.random_bool(share)
-                && let Some(&value) = values.choose(&mut self.rng)
-            {
-                set(&mut config, *knob, value);
+            let at = values.iter().position(|&v| v == incumbent.get(*knob)).unwrap_or(0);
+            for (index, &value) in values.iter().enumerate() {
+                if index == at || refuted(*knob, value, past) {
+                    continue;
+                }
+                let distance = index.abs_diff(at) as f64;
+                let worth = worth(*knob, value, past) / distance.sqrt();
+                steps.push((worth * rng.random_range(0.5..1.5), *knob, value));
             }
         }
-        config
+        steps.sort_by(|a, b| b.0.total_cmp(&a.0));
+        let with = |(_, knob, value): (f64, Knob, Value)| {
+            (Origin::Step, edited(incumbent, &[(knob, value)]))
+        };
+        steps.into_iter().map(with).collect()
     }
 
-    /// Changes one or two knobs, half of the time to a neighbouring value.
-    fn mutate(&mut self, incumbent: &ScheduleConfig) -> ScheduleConfig {
-        let mut config = *incumbent;
-        let count = self.rng.random_range(1..=2);
-        for _ in 0..count {
-            if let Some((knob, values)) = self.space.choose(&mut self.rng) {
-                let value = self.another(values, config.get(*knob));
-                set(&mut config, *knob, value);
-            }
-        }
-        config
-    }
-
-    fn another(&mut self, values: &[Value], current: Value) -> Value {
-        let at = values.iter().position(|&v| v == current).unwrap_or(0);
-        let near = self.rng.random_bool(0.5);
-        let others: Vec<Value> = values
-            .iter()
-            .enumerate()
-            .filter(|&(i, _)| i != at && (!near || i.abs_diff(at) == 1))
-            .map(|(_, &value)| value)
+    /// Two to four knobs changed, half of the time within one group, half of the values being neighbours.
+    fn jump(&self, incumbent: &ScheduleConfig, rng: &mut Xoshiro256PlusPlus) -> ScheduleConfig {
+        let count = rng.random_range(2..=4);
+        let first = self.space.choose(rng).map(|(knob, _)| moves::group(*knob));
+        let together = rng.random_bool(0.5);
+        let near = |knob: Knob| !together || first == Some(moves::group(knob));
+        let mut pool: Vec<_> = self.space.iter().filter(|(knob, _)| near(*knob)).collect();
+        pool.shuffle(rng);
+        let form: Vec<(Knob, Value)> = pool
+            .into_iter()
+            .take(count)
+            .map(|(knob, values)| (*knob, another(values, incumbent.get(*knob), rng)))
             .collect();
-        others.choose(&mut self.rng).copied().unwrap_or(current)
+        edited(incumbent, &form)
     }
 }
 
-/// Sets a knob to a value of its own domain.
-fn set(config: &mut ScheduleConfig, knob: Knob, value: Value) {
-    let outcome = config.set(knob, value);
-    debug_assert!(outcome.is_ok(), "{knob} takes every value of its own domain");
+/// Whether setting a knob to a value lost, on its own, and nothing of its group became the incumbent's since.
+fn refuted(knob: Knob, value: Value, past: &[Past]) -> bool {
+    for past in past.iter().rev() {
+        let alone = past.changes.len() == 1;
+        if alone && past.changes[0].knob == knob && past.changes[0].to == value && !past.kept {
+            return true;
+        }
+        let same_group = |change: &Change| moves::group(change.knob) == moves::group(knob);
+        if past.kept && past.changes.iter().any(same_group) {
+            return false;
+        }
+    }
+    false
+}
+
+/// What a step may bring: the best gain that came with changes of this knob, shared by all knobs that changed with it; more when it
+/// goes on in the direction that was kept.
+fn worth(knob: Knob, value: Value, past: &[Past]) -> f64 {
+    let with = past.iter().filter_map(|past| {
+        let change = past.changes.iter().find(|change| change.knob == knob)?;
+        let share = past.gain? / past.changes.len() as f64;
+        let onward = past.kept && (change.to > change.from) == (value > change.to);
+        Some(if onward { 2.0 * share } else { share })
+    });
+    let best = with.fold(f64::NEG_INFINITY, f64::max);
+    if best == f64::NEG_INFINITY { UNTRIED } else { best.clamp(UNTRIED / 4.0, 0.2) }
+}
+
+/// Trials that seemed to help and were not kept, put together: all of them, then random parts.
+fn combinations(
+    incumbent: &ScheduleConfig,
+    past: &[Past],
+    rng: &mut Xoshiro256PlusPlus,
+) -> Vec<(Origin, ScheduleConfig)> {
+    let promising = |past: &&Past| !past.kept && past.gain.is_some_and(|gain| gain > PROMISING);
+    let mut found: Vec<&Past> = past.iter().filter(promising).collect();
+    found.sort_by(|a, b| b.gain.unwrap_or(0.0).total_cmp(&a.gain.unwrap_or(0.0)));
+    found.truncate(COMBINED_MAX);
+    let together = |parts: &[&Past]| {
+        let form: Vec<_> =
+            parts.iter().rev().flat_map(|p| &p.changes).map(|c| (c.knob, c.to)).collect();
+        (Origin::Combine, edited(incumbent, &form))
+    };
+    let mut all = Vec::new();
+    if found.len() < 2 {
+        return all;
+    }
+    all.push(together(&found));
+    for _ in 0..2 {
+        let count = rng.random_range(2..=found.len());
+        let mut part: Vec<&Past> = found.clone();
+        part.shuffle(rng);
+        part.truncate(count);
+        all.push(together(&part));
+    }
+    all
+}
+
+fn another(values: &[Value], current: Value, rng: &mut Xoshiro256PlusPlus) -> Value {
+    let at = values.iter().position(|&v| v == current).unwrap_or(0);
+    let near = rng.random_bool(0.5);
+    let others: Vec<Value> = values
+        .iter()
+        .enumerate()
+        .filter(|&(i, _)| i != at && (!near || i.abs_diff(at) == 1))
+        .map(|(_, &value)| value)
+        .collect();
+    others.choose(rng).copied().unwrap_or(current)
+}
+
+/// The config with some knobs set, and with the caps of the ring brought back under what they must not exceed.
+fn edited(config: &ScheduleConfig, form: &[(Knob, Value)]) -> ScheduleConfig {
+    let mut config = *config;
+    for &(knob, value) in form {
+        let outcome = config.set(knob, value);
+        debug_assert!(outcome.is_ok(), "{knob} takes every value of its own domain");
+    }
+    let ring = &mut config.pipeline;
+    let whole = |bytes: u32| (bytes / ring.stage_bytes).max(1) * ring.stage_bytes;
+    let most = ring.stages * ring.stage_bytes;
+    ring.in_flight_bytes = whole(ring.in_flight_bytes.min(most));
+    ring.in_flight_near_bytes = whole(ring.in_flight_near_bytes.min(ring.in_flight_bytes));
+    config
 }
 
 /// A generator for one purpose of one trial.
@@ -127,47 +271,4 @@ pub(crate) fn mixed(seed: u64, trial: u64) -> u64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn whole() -> Vec<(Knob, Vec<Value>)> {
-        Knob::ALL.iter().map(|&knob| (knob, knob.values())).collect()
-    }
-
-    #[test]
-    fn a_mutation_changes_one_or_two_knobs_and_is_repeatable() {
-        let (space, incumbent) = (whole(), ScheduleConfig::default());
-        for trial in 0..200 {
-            let draw =
-                || Proposer::new(&space, 7, trial).draw(Origin::Mutate, &incumbent, &incumbent);
-            let config = draw();
-            assert_eq!(config, draw());
-            assert!((0..=2).contains(&changes(&incumbent, &config).len()));
-        }
-    }
-
-    #[test]
-    fn exploring_reaches_every_value_of_every_knob() {
-        let (space, default) = (whole(), ScheduleConfig::default());
-        let mut seen = std::collections::BTreeSet::new();
-        for trial in 0..2000 {
-            let config = Proposer::new(&space, 1, trial).draw(Origin::Explore, &default, &default);
-            seen.extend(Knob::ALL.iter().map(|&knob| (knob, config.get(knob))));
-        }
-        let all: usize = space.iter().map(|(_, values)| values.len()).sum();
-        assert_eq!(seen.len(), all);
-    }
-
-    #[test]
-    fn only_the_given_knobs_vary() {
-        let default = ScheduleConfig::default();
-        let space = [(Knob::PipelineStages, Knob::PipelineStages.values())];
-        for trial in 0..50 {
-            for origin in [Origin::Explore, Origin::Mutate] {
-                let config = Proposer::new(&space, 3, trial).draw(origin, &default, &default);
-                let changed = changes(&default, &config);
-                assert!(changed.iter().all(|change| change.knob == Knob::PipelineStages));
-            }
-        }
-    }
-}
+mod tests;

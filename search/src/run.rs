@@ -4,23 +4,24 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use ir::schedule::{Knob, ScheduleConfig, Value};
+use ir::schedule::{ActsOn, Knob, ScheduleConfig, Value};
 use lower::LowerError;
 
-use crate::assess::{self, Assessed, Timing};
+use crate::assess::{self, Assessed, Screened, Timing};
 use crate::budget::Budget;
 use crate::decide::{Decision, decide_measured, decide_predicted, predicted_gain};
-use crate::device::{Device, DeviceError};
-use crate::gate::{Candidate, Dropped, Gate};
+use crate::device::{Device, DeviceError, Samples};
+use crate::effort::{Bar, Look, spread};
+use crate::gate::{Candidate, Clock, Dropped, Gate};
 use crate::measure::{Interval, gain, noise_floor};
-use crate::propose::{Origin, Proposer, changes, mixed};
+use crate::propose::{Origin, Past, Proposer, changes, mixed};
 use crate::trial::{
-    Confirmation, Outcome, SKIPPED_SHOWN, Skipped, SkippedProposal, Trial, changed,
+    Confirmation, Outcome, SKIPPED_SHOWN, Skipped, SkippedProposal, Spent, Trial, changed,
 };
 use crate::verdict::Verdict;
 
 /// Draws for one trial before the space counts as exhausted.
-const DRAWS_MAX: u32 = 20_000;
+const DRAWS_MAX: usize = 20_000;
 
 /// Legal draws that are lowered for one trial before the space counts as exhausted.
 const LOWERED_MAX: u32 = 256;
@@ -32,7 +33,7 @@ pub struct Settings {
     pub seed: u64,
     /// When to end.
     pub budget: Budget,
-    /// Trials, after the baseline, that are drawn around the default.
+    /// Trials, after the baseline, that the sweep over the knobs may take.
     pub explore: u64,
     /// The least gain worth keeping.
     pub min_gain: f64,
@@ -104,6 +105,10 @@ pub struct Search<'a> {
     tried: BTreeSet<(String, String)>,
     rejected: u64,
     noise_floor: f64,
+    /// Standard deviation of a block, from the trial that measured the noise.
+    spread: f64,
+    clock: Clock,
+    spent: Spent,
     /// The trial that leads, with its proofs once they are needed.
     incumbent: Option<(usize, Option<Assessed>)>,
 }
@@ -135,8 +140,17 @@ impl<'a> Search<'a> {
             tried: BTreeSet::new(),
             rejected: 0,
             noise_floor: 0.0,
+            spread: 0.0,
+            clock: || Duration::ZERO,
+            spent: Spent::default(),
             incumbent: None,
         }
+    }
+
+    /// Notes what trials spend their time on, by this clock. It decides nothing.
+    #[must_use]
+    pub fn with_clock(self, clock: Clock) -> Self {
+        Self { clock, ..self }
     }
 
     /// The trials so far.
@@ -210,62 +224,94 @@ impl<'a> Search<'a> {
             }));
         }
         let mut skipped = Skipped::default();
-        let origin = self.origin(index);
-        let Some(config) = self.propose(index, origin, &mut skipped) else {
+        self.spent = Spent::default();
+        let (began, costs) = ((self.clock)(), self.costs());
+        let Some(proposal) = self.propose(index, &mut skipped) else {
             return Ok(Step::Done(StoppedBy::Exhausted));
         };
-        let (trial, assessed) = self.try_out(index, origin, &config, skipped, elapsed)?;
+        self.spent.propose_s = ((self.clock)() - began).as_secs_f64() - self.spent.lower_s;
+        let (mut trial, assessed) = self.try_out(index, proposal, skipped, elapsed)?;
+        trial.spent = Spent {
+            device: self.costs() - costs,
+            total_s: ((self.clock)() - began).as_secs_f64(),
+            ..self.spent
+        };
         self.record(trial.clone(), assessed);
         Ok(Step::Trial(Box::new(trial)))
     }
 
-    fn origin(&self, index: u64) -> Origin {
-        if index == 0 {
-            Origin::Baseline
-        } else if index <= self.settings.explore || self.incumbent.is_none() {
-            Origin::Explore
-        } else {
-            Origin::Mutate
-        }
+    fn costs(&self) -> crate::device::Costs {
+        self.device.as_deref().map_or_else(Default::default, Device::costs)
     }
 
-    /// What a proposal is drawn from: the incumbent's schedule for mutations, else the default.
-    fn parent(&self, origin: Origin) -> ScheduleConfig {
-        let champion = self.champion().filter(|_| origin == Origin::Mutate);
-        champion.map_or(self.settings.default, |champion| champion.config)
+    /// What the finished trials say to the proposer.
+    fn past(&self) -> Vec<Past> {
+        let of = |trial: &Trial| {
+            let incumbent = usize::try_from(trial.incumbent?).ok()?;
+            Some(Past {
+                config: trial.config,
+                changes: changes(&self.trials.get(incumbent)?.config, &trial.config),
+                gain: trial.gain.map(|gain| f64::midpoint(gain.low, gain.high)),
+                kept: trial.outcome.leads(),
+            })
+        };
+        self.trials.iter().filter_map(of).collect()
+    }
+
+    /// What proposals are drawn from: the schedule that leads, else the default.
+    fn parent(&self) -> ScheduleConfig {
+        self.champion().map_or(self.settings.default, |champion| champion.config)
     }
 
     /// The next schedule that is legal and lowers to something new; `None` when none is found.
-    fn propose(&self, index: u64, origin: Origin, skipped: &mut Skipped) -> Option<ScheduleConfig> {
-        if origin == Origin::Baseline {
-            return Some(self.settings.default);
+    fn propose(&mut self, index: u64, skipped: &mut Skipped) -> Option<Proposal> {
+        let parent = self.parent();
+        if index == 0 {
+            return Some(Proposal { origin: Origin::Baseline, config: parent, lowered: None });
         }
-        let parent = self.parent(origin);
-        let default = &self.settings.default;
-        let mut proposer = Proposer::new(&self.settings.space, self.settings.seed, index);
-        let mut drawn = BTreeSet::new();
+        let Settings { seed, explore, .. } = self.settings;
+        let space = std::mem::take(&mut self.settings.space);
+        let proposer = Proposer { space: &space, seed, sweep: explore };
+        let past = self.past();
+        let draws = proposer.draws(index, &parent, &past);
+        let found = self.first_new(draws.take(DRAWS_MAX), &parent, skipped);
+        self.settings.space = space;
+        found
+    }
+
+    fn first_new(
+        &mut self,
+        draws: impl Iterator<Item = (Origin, ScheduleConfig)>,
+        parent: &ScheduleConfig,
+        skipped: &mut Skipped,
+    ) -> Option<Proposal> {
+        let mut drawn: BTreeSet<String> =
+            self.trials.iter().map(|trial| trial.config.id()).collect();
         let mut lowered = 0;
-        for _ in 0..DRAWS_MAX {
-            let config = proposer.draw(origin, default, &parent);
+        for (origin, config) in draws {
             if !drawn.insert(config.id()) {
                 continue;
             }
-            let why = match self.is_new(&config) {
-                Ok(None) => return Some(config),
-                Ok(Some(twin)) => {
+            let why = match self.lower_new(&config) {
+                Ok(Ok(candidate)) => {
+                    return Some(Proposal { origin, config, lowered: Some(candidate) });
+                }
+                Ok(Err(twin)) => {
                     skipped.repeated += 1;
                     lowered += 1;
                     format!("lowers to the program and kernel of trial {twin}")
                 }
                 // Our own mistake must be seen, so it is tried and recorded.
-                Err(Dropped::Unloadable(LowerError::Internal(_))) => return Some(config),
+                Err(Dropped::Unloadable(LowerError::Internal(_))) => {
+                    return Some(Proposal { origin, config, lowered: None });
+                }
                 Err(dropped) => {
                     skipped.rejected += 1;
                     dropped.to_string()
                 }
             };
             if skipped.examples.len() < SKIPPED_SHOWN {
-                let changed = changed(&changes(&parent, &config));
+                let changed = changed(&changes(parent, &config));
                 skipped.examples.push(SkippedProposal { changed, why });
             }
             if lowered == LOWERED_MAX {
@@ -275,32 +321,38 @@ impl<'a> Search<'a> {
         None
     }
 
-    /// The trial that this schedule would repeat, if there is one.
-    fn is_new(&self, config: &ScheduleConfig) -> Result<Option<u64>, Dropped> {
-        let candidate = self.gate.lower(self.gate.validate(config)?)?;
-        let key = (candidate.program_id, candidate.kernel_id);
-        if !self.tried.contains(&key) {
-            return Ok(None);
-        }
+    /// The lowered schedule, or the trial that it would repeat.
+    fn lower_new(&mut self, config: &ScheduleConfig) -> Result<Result<Candidate, u64>, Dropped> {
+        let valid = self.gate.validate(config)?;
+        let began = (self.clock)();
+        let candidate = self.gate.lower(valid);
+        self.spent.lower_s += ((self.clock)() - began).as_secs_f64();
+        let candidate = candidate?;
+        let key = (candidate.program_id.clone(), candidate.kernel_id.clone());
         let same = |trial: &&Trial| key_of(&trial.verdict).as_ref() == Some(&key);
-        Ok(self.trials.iter().find(same).map(|trial| trial.trial))
+        if self.tried.contains(&key)
+            && let Some(twin) = self.trials.iter().find(same)
+        {
+            return Ok(Err(twin.trial));
+        }
+        Ok(Ok(candidate))
     }
 
     fn try_out(
         &mut self,
         index: u64,
-        origin: Origin,
-        config: &ScheduleConfig,
+        proposal: Proposal,
         skipped: Skipped,
         elapsed: Duration,
     ) -> Result<(Trial, Option<Assessed>), SearchError> {
+        let Proposal { origin, config, lowered } = proposal;
         let incumbent = self.champion().map(|champion| champion.trial);
-        let changed = changed(&changes(&self.parent(origin), config));
+        let changed = changed(&changes(&self.parent(), &config));
         let shared = self.device.as_deref().map(|device| device as &dyn Device);
-        let mut verdict = assess::begin(&self.gate, shared, config);
-        let judged = self.judge(config, &mut verdict);
+        let mut verdict = assess::begin(&self.gate, shared, &config);
+        let judged = self.judge(&config, lowered, &mut verdict);
         let (judgement, assessed) = match judged {
-            Ok((judgement, assessed)) => (judgement, Some(assessed)),
+            Ok(judged) => judged,
             Err(Dropped::Failed(error @ DeviceError::Unavailable { .. })) => {
                 return Err(SearchError::Device(error));
             }
@@ -317,34 +369,111 @@ impl<'a> Search<'a> {
             outcome: judgement.outcome.unwrap_or(Outcome::Inconclusive),
             why: judgement.why,
             changed,
-            config: *config,
+            config,
             gain: judgement.gain.filter(|gain| gain.low.is_finite() && gain.high.is_finite()),
             threshold: judgement.threshold.filter(|threshold| threshold.is_finite()),
             noise_floor: judgement.noise_floor.filter(|noise| noise.is_finite()),
             samples_us: judgement.samples_us,
             verdict,
             skipped,
+            spent: Spent::default(),
             began_s: elapsed.as_secs_f64(),
             ended_s: elapsed.as_secs_f64(),
         };
         Ok((trial, assessed))
     }
 
-    /// The gates, then the comparison with the incumbent.
+    /// The gates, then the comparison with the incumbent. Nothing is assessed in full that was given up before.
     fn judge(
         &mut self,
         config: &ScheduleConfig,
+        lowered: Option<Candidate>,
         verdict: &mut Verdict,
-    ) -> Result<(Judgement, Assessed), Dropped> {
-        let candidate = assess::lower(&self.gate, config, verdict)?;
-        let assessed =
-            assess::assess(&mut self.gate, self.device.as_deref_mut(), candidate, verdict)?;
-        self.ready_incumbent()?;
-        let judgement = match self.device.is_some() {
-            true => self.judge_measured(&assessed, verdict)?,
-            false => self.judge_predicted(&assessed, verdict),
+    ) -> Result<(Judgement, Option<Assessed>), Dropped> {
+        let candidate = match lowered {
+            Some(candidate) => {
+                verdict.passed("validate", "every rule of schedules holds");
+                assess::describe(&candidate, verdict);
+                candidate
+            }
+            None => assess::lower(&self.gate, config, verdict)?,
         };
-        Ok((judgement, assessed))
+        self.ready_incumbent()?;
+        if self.device.is_some() {
+            return self.judge_on_device(candidate, verdict);
+        }
+        let began = (self.clock)();
+        let assessed = assess::assess(&mut self.gate, None, candidate, verdict)?;
+        self.spent.gates_s += ((self.clock)() - began).as_secs_f64();
+        self.spent.reference_s = self.spent.gates_s;
+        let judgement = self.judge_predicted(&assessed, verdict);
+        Ok((judgement, Some(assessed)))
+    }
+
+    /// The first stage, which may end it; then the rest of the gate, and the race.
+    fn judge_on_device(
+        &mut self,
+        candidate: Candidate,
+        verdict: &mut Verdict,
+    ) -> Result<(Judgement, Option<Assessed>), Dropped> {
+        let (clock, reference_s) = (self.clock, self.gate.reference_s);
+        let began = clock();
+        let device = device_of(&mut self.device)?;
+        let screened = assess::screen(&mut self.gate, device, candidate, verdict, clock);
+        self.spent.reference_s = self.gate.reference_s - reference_s;
+        self.spent.gates_s += (clock() - began).as_secs_f64();
+        let screened = screened?;
+        let began = clock();
+        let given_up = self.give_up(&screened, verdict);
+        self.spent.timing_s += (clock() - began).as_secs_f64();
+        if let Some(judgement) = given_up? {
+            return Ok((judgement, None));
+        }
+        let began = clock();
+        let device = device_of(&mut self.device)?;
+        let assessed = assess::complete(&self.gate, device, screened, verdict);
+        self.spent.gates_s += (clock() - began).as_secs_f64();
+        let assessed = assessed?;
+        let began = clock();
+        let judgement = self.judge_measured(&assessed, verdict);
+        self.spent.timing_s += (clock() - began).as_secs_f64();
+        Ok((judgement?, Some(assessed)))
+    }
+
+    /// Times a candidate once at the end of the first stage and gives it up if it is clearly not better than the incumbent. Only where
+    /// both attend in the same way: how attention is split shows at later positions only.
+    fn give_up(
+        &mut self,
+        screened: &Screened,
+        verdict: &mut Verdict,
+    ) -> Result<Option<Judgement>, Dropped> {
+        let (bar, seed) = (self.bar(), self.seed_of_trial());
+        let Some((_, Some(incumbent))) = &self.incumbent else { return Ok(None) };
+        if !attend_alike(&incumbent.candidate, &screened.candidate) {
+            return Ok(None);
+        }
+        let device = device_of(&mut self.device)?;
+        let Some((samples, look)) =
+            assess::glance(&self.gate, device, incumbent, screened, &bar, seed)?
+        else {
+            return Ok(None);
+        };
+        assess::given_up(&self.gate, verdict);
+        let at = self.gate.first_stage() as u32;
+        let floors = assess::floors(&self.gate, device, &screened.candidate, at);
+        let agreement = &screened.first.agreement;
+        assess::set_measured(verdict, agreement, &samples, floors, seed)?;
+        Ok(Some(compared(verdict, look, samples, bar.threshold)))
+    }
+
+    fn bar(&self) -> Bar {
+        let Settings { min_gain, timing, .. } = self.settings;
+        let threshold = self.noise_floor.max(min_gain);
+        Bar { threshold, spread: self.spread, rounds: timing.rounds }
+    }
+
+    fn seed_of_trial(&self) -> u64 {
+        mixed(self.settings.seed, self.trials.len() as u64)
     }
 
     /// After a resume the incumbent's proofs are gone; it passes the gates again before anything is compared with it.
@@ -389,15 +518,18 @@ impl<'a> Search<'a> {
         assessed: &Assessed,
         verdict: &mut Verdict,
     ) -> Result<Judgement, Dropped> {
-        let (Some(device), Some(agreement)) = (self.device.as_deref_mut(), &assessed.on_device)
-        else {
+        let (bar, seed) = (self.bar(), self.seed_of_trial());
+        let timing = self.settings.timing;
+        let Some(agreement) = &assessed.on_device else {
             return Ok(self.judge_predicted(assessed, verdict));
         };
-        let Settings { seed, min_gain, timing, .. } = self.settings;
-        let seed = mixed(seed, self.trials.len() as u64);
-        let floors = assess::floors(&self.gate, device, &assessed.candidate);
+        let device = device_of(&mut self.device)?;
+        let at = self.gate.timed_position();
+        let floors = assess::floors(&self.gate, device, &assessed.candidate, at);
         let Some((_, Some(incumbent))) = &self.incumbent else {
-            let samples = assess::race(&self.gate, device, assessed, assessed, timing)?;
+            let itself = [assessed, assessed];
+            let fixed = assess::fixed(timing.rounds);
+            let samples = assess::race(&self.gate, device, itself, timing, fixed)?;
             let latency = assess::set_measured(verdict, agreement, &samples, floors, seed)?;
             let noise = noise_floor(&samples, seed);
             let why =
@@ -405,31 +537,16 @@ impl<'a> Search<'a> {
             let first = self.first(why);
             return Ok(Judgement { noise_floor: Some(noise), samples_us: samples.rounds, ..first });
         };
-        let mut samples = assess::race(&self.gate, device, incumbent, assessed, timing)?;
-        let mut interval = gain(&samples, seed);
-        let mut decision = decide_measured(interval, self.noise_floor, min_gain);
-        if decision == Decision::Inconclusive {
-            let longer = Timing { rounds: 2 * timing.rounds, ..timing };
-            samples.extend(assess::race(&self.gate, device, incumbent, assessed, longer)?);
-            interval = gain(&samples, seed);
-            decision = decide_measured(interval, self.noise_floor, min_gain);
-        }
-        let latency = assess::set_measured(verdict, agreement, &samples, floors, seed)?;
-        let threshold = self.noise_floor.max(min_gain);
-        Ok(Judgement {
-            outcome: Some(decision.into()),
-            why: format!(
-                "{:.1} us measured, gain {:+.2} to {:+.2} % against the incumbent, {:.2} % needed",
-                latency.median_us(),
-                100.0 * interval.low,
-                100.0 * interval.high,
-                100.0 * threshold
-            ),
-            gain: Some(interval),
-            threshold: Some(threshold),
-            noise_floor: None,
-            samples_us: samples.rounds,
-        })
+        let enough = |samples: &Samples| {
+            let done = samples.rounds.len();
+            let decided = done > 0 && bar.look(samples, seed).decision.is_some();
+            if decided { None } else { bar.more(done) }
+        };
+        let sides = [incumbent, assessed];
+        let samples = assess::race(&self.gate, device, sides, timing, enough)?;
+        assess::set_measured(verdict, agreement, &samples, floors, seed)?;
+        let look = bar.look(&samples, seed);
+        Ok(compared(verdict, look, samples, bar.threshold))
     }
 
     /// The first correct candidate leads whatever its latency.
@@ -443,17 +560,35 @@ impl<'a> Search<'a> {
         self.rejected += trial.skipped.rejected;
         if let Some(noise) = trial.noise_floor {
             self.noise_floor = noise;
+            let rounds = trial.samples_us.clone();
+            self.spread = spread(&Samples { rounds, ..Samples::default() });
         }
         if trial.outcome.leads() {
-            if let (Some((_, Some(old))), Some(device)) = (&self.incumbent, &mut self.device)
-                && let Ok(handle) =
-                    device.prepare(&old.candidate.program, &old.candidate.config.kernel)
-            {
-                device.release(handle);
+            if let (Some((_, Some(old))), Some(device)) = (&self.incumbent, &mut self.device) {
+                release(&mut **device, &old.candidate);
             }
             self.incumbent = Some((self.trials.len(), assessed));
+            self.foresee(&trial.config);
+        } else if let (Some(assessed), Some(device)) = (&assessed, &mut self.device) {
+            release(&mut **device, &assessed.candidate);
         }
         self.trials.push(trial);
+    }
+
+    /// Tells the device which kernels may be asked for next: those one knob away from the leading schedule's.
+    fn foresee(&mut self, leading: &ScheduleConfig) {
+        let Some(device) = &mut self.device else { return };
+        let kernel = |(knob, _): &&(Knob, Vec<Value>)| knob.acts_on() == ActsOn::Kernel;
+        let mut soon = Vec::new();
+        for (knob, values) in self.settings.space.iter().filter(kernel) {
+            for &value in values {
+                let mut config = *leading;
+                if config.set(*knob, value).is_ok() && config.kernel != leading.kernel {
+                    soon.push(config.kernel);
+                }
+            }
+        }
+        device.foresee(&soon);
     }
 
     /// Runs the champion again, on longer and fresh tokens and, where there is a device, against the baseline. `None` when there is no
@@ -517,9 +652,10 @@ impl<'a> Search<'a> {
         };
         let Some(agreement) = &champion.on_device else { return Ok(()) };
         let Settings { min_gain, timing, .. } = self.settings;
-        let longer = Timing { rounds: 2 * timing.rounds, ..timing };
-        let floors = assess::floors(&self.gate, device, &champion.candidate);
-        let samples = assess::race(&self.gate, device, baseline, champion, longer)?;
+        let at = self.gate.timed_position();
+        let floors = assess::floors(&self.gate, device, &champion.candidate, at);
+        let fixed = assess::fixed(2 * timing.rounds);
+        let samples = assess::race(&self.gate, device, [baseline, champion], timing, fixed)?;
         assess::set_measured(&mut confirmation.verdict, agreement, &samples, floors, seed)?;
         let interval = gain(&samples, seed);
         confirmation.decision = decide_measured(interval, self.noise_floor, min_gain);
@@ -532,6 +668,61 @@ impl<'a> Search<'a> {
         confirmation.threshold = Some(self.noise_floor.max(min_gain));
         confirmation.samples_us = samples.rounds;
         Ok(())
+    }
+}
+
+/// A schedule to try. What it lowers to is there already, unless lowering is to fail in the open.
+struct Proposal {
+    origin: Origin,
+    config: ScheduleConfig,
+    lowered: Option<Candidate>,
+}
+
+/// The device of a search that has one.
+fn device_of<'d, 'a>(
+    device: &'d mut Option<&'a mut (dyn Device + 'a)>,
+) -> Result<&'d mut (dyn Device + 'a), Dropped> {
+    let none = || {
+        let reason = "there is none; leave the device out to compare predictions".to_owned();
+        Dropped::Failed(DeviceError::Unavailable { reason })
+    };
+    device.as_deref_mut().ok_or_else(none)
+}
+
+fn release(device: &mut (dyn Device + '_), candidate: &Candidate) {
+    if let Ok(handle) = device.prepare(&candidate.program, &candidate.config.kernel) {
+        device.release(handle);
+    }
+}
+
+/// Whether two candidates attend in the same way, so that their times at early positions say what those at late ones would.
+fn attend_alike(one: &Candidate, other: &Candidate) -> bool {
+    let shape = |candidate: &Candidate| {
+        let config = &candidate.config;
+        let attention = config.tiling.attention;
+        let handoffs = (config.sync.attention, config.sync.merge);
+        (attention, config.fusion_grouping.merge, handoffs, config.kernel.kv_cache)
+    };
+    shape(one) == shape(other)
+}
+
+/// A comparison as a trial keeps it.
+fn compared(verdict: &Verdict, look: Look, samples: Samples, threshold: f64) -> Judgement {
+    let Look { gain, decision } = look;
+    Judgement {
+        outcome: decision.map(Outcome::from),
+        why: format!(
+            "{:.1} us measured, gain {:+.2} to {:+.2} % against the incumbent, {:.2} % needed, {} rounds",
+            verdict.latency_us.unwrap_or(f64::NAN),
+            100.0 * gain.low,
+            100.0 * gain.high,
+            100.0 * threshold,
+            samples.rounds.len()
+        ),
+        gain: Some(gain),
+        threshold: Some(threshold),
+        noise_floor: None,
+        samples_us: samples.rounds,
     }
 }
 

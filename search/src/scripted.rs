@@ -6,7 +6,7 @@ use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
 
 use crate::device::{
-    Contender, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,
+    Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,
 };
 
 /// What a scripted device does with one program.
@@ -24,6 +24,8 @@ pub struct Behaviour {
     pub time_error: Option<DeviceError>,
     /// Answers wrong values.
     pub wrong: bool,
+    /// Answers wrong values from this position on.
+    pub wrong_from: Option<usize>,
     /// Answers wrong values when it is timed, and only then.
     pub wrong_when_timed: bool,
 }
@@ -39,6 +41,7 @@ impl Behaviour {
             run_error: None,
             time_error: None,
             wrong: false,
+            wrong_from: None,
             wrong_when_timed: false,
         }
     }
@@ -59,8 +62,18 @@ pub struct ScriptedDevice<'a> {
     loaded: Vec<(String, KernelConfig, Behaviour)>,
     rng: Xoshiro256PlusPlus,
     bandwidth: f64,
-    /// Calls of `run`, for tests that count evaluations.
+    /// Kernel builds that were compiled, and the one that is running.
+    compiled: Vec<KernelConfig>,
+    running: Option<KernelConfig>,
+    costs: Costs,
+    /// Positions of the sequence that each program left, by handle.
+    sequences: Vec<usize>,
+    /// Fresh sequences that were run, for tests that count evaluations.
     pub runs: usize,
+    /// Positions that were run untimed.
+    pub positions: usize,
+    /// Rounds that were timed.
+    pub rounds: usize,
     /// Calls of `time`.
     pub timings: usize,
 }
@@ -79,7 +92,13 @@ impl<'a> ScriptedDevice<'a> {
             loaded: Vec::new(),
             rng: Xoshiro256PlusPlus::seed_from_u64(seed),
             bandwidth: 1e15,
+            compiled: Vec::new(),
+            running: None,
+            costs: Costs::default(),
+            sequences: Vec::new(),
             runs: 0,
+            positions: 0,
+            rounds: 0,
             timings: 0,
         }
     }
@@ -94,6 +113,15 @@ impl<'a> ScriptedDevice<'a> {
         let index = usize::try_from(program.0).unwrap_or(usize::MAX);
         let found = self.loaded.get(index).map(|(_, _, behaviour)| behaviour.clone());
         found.ok_or_else(|| DeviceError::Fault { reason: "no such program is loaded".into() })
+    }
+
+    /// Launches the program's kernel, as a device would that can have one at a time.
+    fn activate(&mut self, program: Handle) {
+        let kernel = usize::try_from(program.0).ok().and_then(|i| self.loaded.get(i)).map(|l| l.1);
+        if self.running != kernel {
+            self.costs.launches += 1;
+            self.running = kernel;
+        }
     }
 
     fn sample(&mut self, behaviour: &Behaviour) -> f64 {
@@ -133,21 +161,46 @@ impl Device for ScriptedDevice<'_> {
         if let Some(error) = behaviour.load_error.clone() {
             return Err(error);
         }
+        if !self.compiled.contains(kernel) {
+            self.compiled.push(*kernel);
+            self.costs.compiles += 1;
+        }
+        self.costs.loads += 1;
         self.loaded.push((id, *kernel, behaviour));
+        self.sequences.push(0);
         Ok(Handle(self.loaded.len() as u64 - 1))
     }
 
-    fn run(&mut self, program: Handle, tokens: &[u32]) -> Result<Vec<Vec<f32>>, DeviceError> {
-        self.runs += 1;
+    fn run(
+        &mut self,
+        program: Handle,
+        tokens: &[u32],
+        first: usize,
+    ) -> Result<Vec<Vec<f32>>, DeviceError> {
+        self.activate(program);
         let behaviour = self.behaviour(program)?;
+        self.runs += usize::from(first == 0);
+        self.positions += tokens.len() - first;
         if let Some(error) = behaviour.run_error {
             return Err(error);
         }
-        let mut rows = self.expected[..tokens.len()].to_vec();
+        let sequence = &mut self.sequences[program.0 as usize];
+        if first > *sequence {
+            let reason = format!("the sequence has {sequence} positions, not {first}");
+            return Err(DeviceError::Fault { reason });
+        }
+        *sequence = tokens.len();
+        let mut rows = self.expected[first..tokens.len()].to_vec();
+        let wrong_from = behaviour.wrong_from.unwrap_or(usize::MAX).max(first) - first;
+        rows.iter_mut().skip(wrong_from).for_each(|row| spoil(row));
         if behaviour.wrong {
             rows.iter_mut().for_each(|row| spoil(row));
         }
         Ok(rows)
+    }
+
+    fn costs(&self) -> Costs {
+        self.costs
     }
 
     fn time(
@@ -156,6 +209,10 @@ impl Device for ScriptedDevice<'_> {
         plan: &Plan<'_>,
     ) -> Result<Samples, DeviceError> {
         self.timings += 1;
+        self.rounds += plan.rounds;
+        for contender in contenders {
+            self.activate(contender.handle());
+        }
         let [first, second] = contenders.map(|contender| self.behaviour(contender.handle()));
         let sides = [first?, second?];
         if let Some(error) = sides.iter().find_map(|side| side.time_error.clone()) {

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::decide::Decision;
-use crate::device::DeviceError;
+use crate::device::{Costs, DeviceError};
 use crate::gate::Dropped;
 use crate::measure::Interval;
 use crate::propose::{Change, Origin};
@@ -91,6 +91,18 @@ impl Outcome {
     }
 }
 
+impl std::ops::AddAssign for Spent {
+    fn add_assign(&mut self, other: Self) {
+        self.total_s += other.total_s;
+        self.propose_s += other.propose_s;
+        self.lower_s += other.lower_s;
+        self.gates_s += other.gates_s;
+        self.reference_s += other.reference_s;
+        self.timing_s += other.timing_s;
+        self.device = self.device + other.device;
+    }
+}
+
 impl From<Decision> for Outcome {
     fn from(decision: Decision) -> Self {
         match decision {
@@ -140,6 +152,25 @@ pub struct Skipped {
     pub examples: Vec<SkippedProposal>,
 }
 
+/// What a trial spent its seconds on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Spent {
+    /// All of it.
+    pub total_s: f64,
+    /// Drawing and validating proposals.
+    pub propose_s: f64,
+    /// Lowering and verifying, those included that repeat a trial.
+    pub lower_s: f64,
+    /// The gates: reference machine and device, which run side by side in the first stage.
+    pub gates_s: f64,
+    /// The reference machine's own part of that.
+    pub reference_s: f64,
+    /// Timing against the incumbent.
+    pub timing_s: f64,
+    /// What of the device's parts went into making programs run.
+    pub device: Costs,
+}
+
 /// One finished trial: a row of the ledger.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Trial {
@@ -153,8 +184,7 @@ pub struct Trial {
     pub outcome: Outcome,
     /// Why, in one line.
     pub why: String,
-    /// The knobs in which it differs from what it was drawn from (a mutation from the incumbent, others from the default): path to
-    /// `[before, after]`.
+    /// The knobs in which it differs from the incumbent: path to `[before, after]`.
     pub changed: Map<String, Value>,
     /// The schedule, whole.
     pub config: ScheduleConfig,
@@ -170,6 +200,9 @@ pub struct Trial {
     pub verdict: Verdict,
     /// Proposals that were drawn before this one and cost no trial.
     pub skipped: Skipped,
+    /// What its time was spent on.
+    #[serde(default)]
+    pub spent: Spent,
     /// Seconds of search when the trial began.
     pub began_s: f64,
     /// Seconds of search when it ended. The caller, who has the clock, sets it.

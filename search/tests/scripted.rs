@@ -18,20 +18,26 @@ const KV_CAPACITY: u32 = 24;
 struct Bench {
     model: Model,
     target: Target,
+    kv_capacity: u32,
 }
 
 impl Bench {
     fn new() -> Self {
+        Self::with_capacity(KV_CAPACITY)
+    }
+
+    fn with_capacity(kv_capacity: u32) -> Self {
         let model = model::preset("toy").unwrap();
-        Self { model, target: Target::by_name("h200").unwrap() }
+        Self { model, target: Target::by_name("h200").unwrap(), kv_capacity }
     }
 
     fn expected(&self) -> Expected {
-        Expected::new(&self.model.graph, &*self.model.weights, KV_CAPACITY, 1, Some(144)).unwrap()
+        Expected::new(&self.model.graph, &*self.model.weights, self.kv_capacity, 1, Some(144))
+            .unwrap()
     }
 
     fn gate(&self) -> Gate<'_> {
-        let options = lower::Options { kv_capacity: KV_CAPACITY };
+        let options = lower::Options { kv_capacity: self.kv_capacity };
         let (graph, weights) = (&self.model.graph, &*self.model.weights);
         Gate::new(graph, weights, &self.target, options, &KernelConfig::id, self.expected())
     }
@@ -107,7 +113,7 @@ fn the_better_schedule_is_kept_and_confirmed() {
     assert_eq!(kept[0].config.kernel.consumer, Consumer::Mma);
     assert_eq!(kept[0].verdict.latency_kind, Some(LatencyKind::MeasuredGpu));
     assert!(kept[0].gain.is_some_and(|gain| gain.low > 0.3 && gain.high < 0.4));
-    assert_eq!(kept[0].samples_us.len(), 12);
+    assert_eq!(kept[0].samples_us.len(), 4, "a third faster is clear after four rounds");
     let confirmation = search.confirm().unwrap().unwrap();
     assert_eq!(confirmation.decision, Decision::Kept);
     assert_eq!(confirmation.champion, kept[0].trial);
@@ -309,7 +315,7 @@ fn no_program_and_kernel_is_evaluated_twice() {
         .map(|trial| (trial.verdict.program_id.clone(), trial.verdict.kernel_id.clone()))
         .collect();
     assert_eq!(keys.len(), trials.len());
-    assert_eq!(device.runs, 2 * trials.len());
+    assert!((trials.len()..=2 * trials.len()).contains(&device.runs));
 }
 
 #[test]
@@ -327,11 +333,11 @@ fn illegal_proposals_cost_no_trial_and_are_counted() {
     let bench = Bench::new();
     let settings = Settings {
         space: Knob::ALL.iter().map(|&knob| (knob, knob.values())).collect(),
-        ..bench.settings(12)
+        ..bench.settings(30)
     };
     let mut search = Search::new(bench.gate(), None, settings);
     let (_, trials) = all(&mut search);
-    assert_eq!(trials.len(), 12);
+    assert_eq!(trials.len(), 30);
     assert!(trials.iter().all(|trial| trial.verdict.valid && trial.verdict.correct));
     let counted: u64 = trials.iter().map(|trial| trial.skipped.rejected).sum();
     assert!(counted > 0 && counted == search.rejected());
@@ -367,4 +373,131 @@ fn time_budgets_use_the_callers_clock() {
     }
     let end = search.step(Duration::from_secs(10));
     assert!(matches!(end, Ok(Step::Done(StoppedBy::Time))));
+}
+
+/// Positions of the first stage, and of the whole gate of a bench with this capacity.
+const FIRST_STAGE: usize = 24;
+const LONG: u32 = 48;
+
+fn first_slower(slower: f64) -> impl Fn(&Program, &KernelConfig) -> Behaviour {
+    let first = Cell::new(true);
+    move |_, _| Behaviour::takes(if first.replace(false) { 100.0 } else { slower }).with_noise(0.01)
+}
+
+#[test]
+fn what_is_clearly_slower_costs_one_short_stage_and_one_round() {
+    let bench = Bench::with_capacity(LONG);
+    let mut device = bench.device(1, first_slower(120.0));
+    let trials = bench.search(&mut device, bench.settings(5));
+    assert!(trials[1..].iter().all(|t| t.outcome == Outcome::Reverted), "{:?}", outcomes(&trials));
+    for trial in &trials[1..] {
+        assert_eq!(trial.samples_us.len(), 1);
+        assert_eq!(trial.verdict.ci_us, None, "two blocks give no interval");
+        let device = trial.verdict.gates.iter().find(|gate| gate.gate == "device").unwrap();
+        assert!(device.detail.contains("at 24 positions"), "{}", device.detail);
+    }
+    let whole = 2 * LONG as usize;
+    assert_eq!(device.positions, whole + 4 * FIRST_STAGE);
+    assert_eq!(device.rounds, 12 + 4);
+}
+
+#[test]
+fn nothing_is_kept_that_did_not_agree_everywhere_twice() {
+    let bench = Bench::with_capacity(LONG);
+    for wrong_from in [FIRST_STAGE, LONG as usize - 1] {
+        let behaviour = Behaviour { wrong_from: Some(wrong_from), ..Behaviour::takes(50.0) };
+        let trials = candidates_end_as(&bench, &behaviour);
+        assert_eq!(trials.len(), 4);
+        for trial in &trials[1..] {
+            assert_eq!(trial.outcome, Outcome::Disagreed, "wrong from {wrong_from}");
+            assert_eq!(trial.verdict.latency_us, None);
+        }
+    }
+    let mut device = bench.device(1, mma_wins);
+    let trials = bench.search(&mut device, bench.settings(16));
+    for trial in trials.iter().filter(|trial| trial.outcome.leads()) {
+        let device = trial.verdict.gates.iter().find(|gate| gate.gate == "device").unwrap();
+        assert!(device.detail.contains("at 48 positions, twice"), "{}", device.detail);
+    }
+}
+
+#[test]
+fn a_wrong_program_is_never_timed_in_the_first_stage_either() {
+    let bench = Bench::with_capacity(LONG);
+    for wrong_from in [0, FIRST_STAGE - 1] {
+        let first = Cell::new(true);
+        let mut device = bench.device(1, |_, _| {
+            let wrong_from = (!first.replace(false)).then_some(wrong_from);
+            Behaviour { wrong_from, ..Behaviour::takes(120.0) }
+        });
+        let trials = bench.search(&mut device, bench.settings(4));
+        assert!(trials[1..].iter().all(|trial| trial.outcome == Outcome::Disagreed));
+        assert_eq!(device.rounds, 12, "only the baseline was timed");
+    }
+}
+
+#[test]
+fn a_schedule_is_data() {
+    let bench = Bench::new();
+    let mut device = bench.device(1, |_, _| Behaviour::takes(100.0).with_noise(0.01));
+    let mut settings = bench.settings(12);
+    settings.space.retain(|(knob, _)| knob.acts_on() == ir::schedule::ActsOn::Program);
+    let trials = bench.search(&mut device, settings);
+    assert_eq!(trials.len(), 12);
+    let costs = device.costs();
+    assert_eq!((costs.compiles, costs.launches), (1, 1), "twelve schedules, one kernel");
+    assert_eq!(costs.loads, 12);
+    assert!(trials[1..].iter().all(|t| t.spent.device.compiles + t.spent.device.launches == 0));
+
+    // A kernel knob costs its build once, and a launch whenever the two sides take turns.
+    let mut device = bench.device(1, |_, _| Behaviour::takes(100.0).with_noise(0.01));
+    let mut settings = bench.settings(3);
+    settings.space.retain(|(knob, _)| knob.acts_on() == ir::schedule::ActsOn::Kernel);
+    let trials = bench.search(&mut device, settings);
+    assert_eq!(device.costs().compiles, 3);
+    assert!(trials[1..].iter().all(|trial| trial.spent.device.compiles == 1));
+}
+
+#[test]
+fn of_64_equal_candidates_at_most_two_are_kept() {
+    let bench = Bench::new();
+    // Blocks of one length vary by 0.2 % on a quiet card; by some per cent on one that others use.
+    for (noise, min_gain) in [(0.007, 0.01), (0.007, 0.0), (0.06, 0.01), (0.06, 0.0)] {
+        for seed in 0..3 {
+            let mut device =
+                bench.device(seed, move |_, _| Behaviour::takes(100.0).with_noise(noise));
+            let settings = Settings { seed, min_gain, ..bench.settings(65) };
+            let trials = bench.search(&mut device, settings);
+            assert_eq!(trials.len(), 65);
+            let kept = outcomes(&trials).iter().filter(|&&end| end == Outcome::Kept).count();
+            assert!(kept <= 2, "{kept} of 64 kept at noise {noise}, least gain {min_gain}");
+        }
+    }
+}
+
+#[test]
+fn the_clock_says_what_trials_spend_and_decides_nothing() {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    static TICKS: AtomicU64 = AtomicU64::new(0);
+    let bench = Bench::new();
+    let run = |clock: Option<search::Clock>| {
+        let mut device = bench.device(1, mma_wins);
+        let search = Search::new(bench.gate(), Some(&mut device), bench.settings(6));
+        let mut search = match clock {
+            Some(clock) => search.with_clock(clock),
+            None => search,
+        };
+        all(&mut search).1
+    };
+    let timed = run(Some(|| Duration::from_millis(TICKS.fetch_add(1, Ordering::Relaxed))));
+    for trial in &timed {
+        let spent = trial.spent;
+        let parts = spent.propose_s + spent.lower_s + spent.gates_s + spent.timing_s;
+        assert!(spent.gates_s > 0.0 && spent.timing_s > 0.0, "{spent:?}");
+        assert!(parts <= spent.total_s + 1e-9, "{spent:?}");
+    }
+    assert!(timed[0].spent.reference_s > 0.0);
+    let plain = run(None);
+    assert_eq!(outcomes(&plain), outcomes(&timed));
+    assert!(plain.iter().all(|trial| trial.spent.total_s == 0.0));
 }

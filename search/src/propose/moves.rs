@@ -1,0 +1,104 @@
+//! The moves of a sweep: changes of what belongs together. Which knobs do is read off the knob table, by path and values.
+
+use ir::schedule::{ActsOn, Knob, ScheduleConfig, Value};
+
+/// One idea, in the forms to try it in: the first legal one is the move.
+pub(super) struct Move {
+    pub(super) forms: Vec<Vec<(Knob, Value)>>,
+}
+
+impl Move {
+    fn one(form: Vec<(Knob, Value)>) -> Self {
+        Self { forms: vec![form] }
+    }
+}
+
+/// Bytes on their way to a worker that a sweep tries, with those of the near cap.
+const CAPS: [(u32, u32); 4] =
+    [(32 << 10, 32 << 10), (48 << 10, 32 << 10), (64 << 10, 32 << 10), (96 << 10, 64 << 10)];
+
+/// What a knob interacts with first: those of the same part of the schedule.
+pub(super) fn group(knob: Knob) -> &'static str {
+    let path = knob.path();
+    if path.starts_with("tiling.attention") || path == "fusion_grouping.merge" {
+        return "attention";
+    }
+    path.split('.').next().unwrap_or(path)
+}
+
+/// Knobs of one group whose last word and values are the same: the hand-offs, the row counts.
+fn family(knob: Knob) -> Option<&'static str> {
+    let path = knob.path();
+    if path.starts_with("sync.") {
+        Some("sync")
+    } else if path.ends_with(".rows") {
+        Some("rows")
+    } else {
+        None
+    }
+}
+
+/// Every move, in the order of the sweep: program knobs first, because their trials need no compiler, which can prepare the kernels
+/// of the others meanwhile.
+pub(super) fn all(space: &[(Knob, Vec<Value>)], incumbent: &ScheduleConfig) -> Vec<Move> {
+    let mut moves = families(space);
+    moves.extend(ring(space));
+    let is_ring = |knob: Knob| knob.path().starts_with("pipeline.");
+    let alone = |(knob, _): &&(Knob, Vec<Value>)| family(*knob).is_none() && !is_ring(*knob);
+    let mut alone: Vec<_> = space.iter().filter(alone).collect();
+    alone.sort_by_key(|(knob, _)| knob.acts_on() == ActsOn::Kernel);
+    for (knob, values) in alone {
+        let at = values.iter().position(|&v| v == incumbent.get(*knob)).unwrap_or(0);
+        let others = values.iter().enumerate().filter(|&(index, _)| index != at);
+        // Of many values the neighbours and the ends; of few, all.
+        let few = values.len() <= 3;
+        let shown = others.filter(|&(index, _)| {
+            few || index.abs_diff(at) == 1 || index == values.len() / 2 || index + 1 == values.len()
+        });
+        moves.extend(shown.map(|(_, &value)| Move::one(vec![(*knob, value)])));
+    }
+    moves
+}
+
+fn families(space: &[(Knob, Vec<Value>)]) -> Vec<Move> {
+    let mut moves = Vec::new();
+    for name in ["sync", "rows"] {
+        let members: Vec<_> =
+            space.iter().filter(|(knob, _)| family(*knob) == Some(name)).collect();
+        let Some((_, values)) = members.first() else { continue };
+        for &value in values {
+            let takes = |(knob, values): &&(Knob, Vec<Value>)| {
+                values.contains(&value).then_some((*knob, value))
+            };
+            let form: Vec<_> = members.iter().copied().filter_map(|m| takes(&m)).collect();
+            if form.iter().any(|&(knob, value)| knob.default() != value) {
+                moves.push(Move::one(form));
+            }
+        }
+    }
+    moves
+}
+
+/// The ring as a whole: each stage size with as many stages as fit, then each pair of caps.
+fn ring(space: &[(Knob, Vec<Value>)]) -> Vec<Move> {
+    let values = |knob: Knob| {
+        space.iter().find(|(other, _)| *other == knob).map_or(&[][..], |(_, values)| values)
+    };
+    let deepest = |&size: &Value| {
+        let depths = values(Knob::PipelineStages).iter().rev();
+        let form =
+            |&depth: &Value| vec![(Knob::PipelineStageBytes, size), (Knob::PipelineStages, depth)];
+        Move { forms: depths.map(form).collect() }
+    };
+    let mut moves: Vec<Move> = values(Knob::PipelineStageBytes).iter().map(deepest).collect();
+    let has = |knob: Knob, bytes: u32| values(knob).contains(&Value::Number(bytes));
+    for (all, near) in CAPS {
+        if has(Knob::PipelineInFlightBytes, all) && has(Knob::PipelineInFlightNearBytes, near) {
+            moves.push(Move::one(vec![
+                (Knob::PipelineInFlightBytes, Value::Number(all)),
+                (Knob::PipelineInFlightNearBytes, Value::Number(near)),
+            ]));
+        }
+    }
+    moves
+}

@@ -1,18 +1,24 @@
 //! The GPU behind `search::Device`: the only place where the command line meets the driver.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ir::Target;
 use ir::program::{Program, Verified};
 use ir::schedule::KernelConfig;
-use search::{Contender, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side};
+use search::{
+    Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,
+};
 use vm_device::Variant;
 use vm_host::{BootOptions, HostError, Idle, Loaded, Resident};
 
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::report;
+
+mod builds;
+
+use builds::Builds;
 
 /// Rows of logits set aside on the device: longer runs are read in pieces.
 const LOGITS_ROWS: u32 = 160;
@@ -23,7 +29,7 @@ const SESSIONS: u32 = 2;
 /// Sweeps of the bandwidth measurement.
 const BANDWIDTH_RUNS: usize = 9;
 /// Untimed positions after a switch of program, before a timed block: the ring of the new program has to fill.
-const SETTLE: usize = 4;
+const SETTLE: usize = 2;
 
 /// Opens the GPU for a model. The error says what is missing (exit code 3).
 pub(crate) fn open_device(context: &Context) -> Result<Gpu<'_>, Failure> {
@@ -44,7 +50,20 @@ pub(crate) fn open_device(context: &Context) -> Result<Gpu<'_>, Failure> {
         machine: Machine::Absent,
         programs: BTreeMap::new(),
         next: 0,
+        sequences: [const { None }; SESSIONS as usize],
+        leading: None,
+        costs: Costs::default(),
+        builds: builds(&context.target.arch),
     })
+}
+
+/// Compilers that fill the cache; without a cache nothing could be handed over.
+fn builds(arch: &str) -> Option<Builds<Variant>> {
+    let (cache, arch) = (vm_host::default_cache()?, arch.to_owned());
+    Some(Builds::new(move |variant: &Variant| {
+        // Whoever needs it compiles it again and gets the error.
+        let _ = vm_host::compile(variant, &arch, Some(&cache));
+    }))
 }
 
 /// The live GPU as a target, if there is one that the kernel runs on.
@@ -86,9 +105,40 @@ pub(crate) struct Gpu<'a> {
     machine: Machine,
     programs: BTreeMap<u64, Prepared>,
     next: u64,
+    /// What is in each session's key/value cache: a program's, and the tokens that it was fed.
+    sequences: [Option<(Handle, Vec<u32>)>; SESSIONS as usize],
+    /// The program that candidates are timed against, whose sequence is to stay.
+    leading: Option<Handle>,
+    costs: Costs,
+    builds: Option<Builds<Variant>>,
 }
 
 impl Gpu<'_> {
+    fn variant(&self, kernel: &KernelConfig) -> Variant {
+        vm_host::variant(kernel, self.context.graph().dtype)
+    }
+
+    /// The session that holds tokens which a program was fed, from position zero on.
+    fn session_with(&self, handle: Handle, tokens: &[u32]) -> Option<u32> {
+        let holds = |sequence: &Option<(Handle, Vec<u32>)>| {
+            sequence.as_ref().is_some_and(|(of, fed)| *of == handle && fed.starts_with(tokens))
+        };
+        self.sequences.iter().position(holds).map(|session| session as u32)
+    }
+
+    /// A session for a new sequence of a program: its own, an empty one, or that of a program which does not lead. It is empty then.
+    fn take_session(&mut self, handle: Handle) -> u32 {
+        let of = |sequence: &Option<(Handle, Vec<u32>)>| sequence.as_ref().map(|(of, _)| *of);
+        let find = |test: &dyn Fn(Option<Handle>) -> bool| {
+            self.sequences.iter().position(|sequence| test(of(sequence)))
+        };
+        let own = find(&|of| of == Some(handle));
+        let free = || find(&|of| of.is_none());
+        let session = own.or_else(free).or_else(|| find(&|of| of != self.leading)).unwrap_or(0);
+        self.sequences[session] = None;
+        session as u32
+    }
+
     /// Makes a prepared program current, launching or switching as needed. `fresh` loads it anew: its scratch memory is poisoned.
     fn activate(&mut self, handle: Handle, fresh: bool) -> Result<&mut Resident, DeviceError> {
         let Some(prepared) = self.programs.get_mut(&handle.0) else {
@@ -96,6 +146,7 @@ impl Gpu<'_> {
         };
         if !matches!(&self.machine, Machine::Running(running) if running.variant() == prepared.variant)
         {
+            let began = Instant::now();
             let idle = match std::mem::replace(&mut self.machine, Machine::Absent) {
                 Machine::Absent => boot(self.context, &prepared.program, &prepared.variant)?,
                 Machine::Idle(idle) => *idle,
@@ -105,6 +156,8 @@ impl Gpu<'_> {
                 Ok(running) => {
                     prepared.loaded = Some(running.current());
                     self.machine = Machine::Running(Box::new(running));
+                    self.costs.launches += 1;
+                    self.costs.launch_s += began.elapsed().as_secs_f64();
                 }
                 Err(refused) => {
                     let (idle, error) = *refused;
@@ -118,7 +171,13 @@ impl Gpu<'_> {
         };
         let loaded = match prepared.loaded.filter(|&loaded| !fresh && running.holds(loaded)) {
             Some(loaded) => loaded,
-            None => running.load(&prepared.program).map_err(device_error)?,
+            None => {
+                let began = Instant::now();
+                let loaded = running.load(&prepared.program).map_err(device_error)?;
+                self.costs.loads += 1;
+                self.costs.load_s += began.elapsed().as_secs_f64();
+                loaded
+            }
         };
         prepared.loaded = Some(loaded);
         running.switch(loaded).map_err(device_error)?;
@@ -135,6 +194,8 @@ impl Gpu<'_> {
         ) && let Machine::Running(running) =
             std::mem::replace(&mut self.machine, Machine::Absent)
         {
+            // A step that was broken off may have left anything.
+            self.sequences = [const { None }; SESSIONS as usize];
             self.machine = Machine::Idle(Box::new(running.stop().map_err(lost)?));
         }
         result
@@ -149,6 +210,7 @@ impl Gpu<'_> {
         stop: &[u32],
         keep: bool,
     ) -> Result<(Vec<u32>, Vec<Vec<f32>>), DeviceError> {
+        self.sequences = [const { None }; SESSIONS as usize];
         let running = self.activate(handle, true)?;
         let mut logits = Vec::new();
         let mut position = 0;
@@ -181,28 +243,59 @@ impl Gpu<'_> {
         Ok((tokens, logits))
     }
 
-    fn run_tokens(&mut self, handle: Handle, tokens: &[u32]) -> Result<Vec<Vec<f32>>, DeviceError> {
-        let running = self.activate(handle, true)?;
-        running.poison().map_err(device_error)?;
-        let mut logits = Vec::with_capacity(tokens.len());
-        let mut position = 0;
-        for piece in tokens.chunks(running.logits_rows() as usize) {
-            let done = running.decode(0, position, piece, 1, &[], true).map_err(device_error)?;
+    fn run_tokens(
+        &mut self,
+        handle: Handle,
+        tokens: &[u32],
+        first: usize,
+    ) -> Result<Vec<Vec<f32>>, DeviceError> {
+        let session = match first {
+            0 => self.take_session(handle),
+            _ => self.session_with(handle, &tokens[..first]).ok_or_else(|| {
+                let reason = format!("no sequence of {first} positions to go on with");
+                DeviceError::Fault { reason }
+            })?,
+        };
+        let running = self.activate(handle, first == 0)?;
+        let rows = running.logits_rows();
+        if first == 0 {
+            let began = Instant::now();
+            running.poison_session(session).map_err(device_error)?;
+            self.costs.load_s += began.elapsed().as_secs_f64();
+        }
+        let running = self.activate(handle, false)?;
+        let mut logits = Vec::with_capacity(tokens.len() - first);
+        let mut position = first as u32;
+        for piece in tokens[first..].chunks(rows as usize) {
+            let done = running.decode(session, position, piece, 1, &[], true);
+            let done = done.map_err(device_error)?;
             logits.extend(running.logits(done.steps).map_err(device_error)?);
             position += done.steps;
         }
+        self.sequences[session as usize] = Some((handle, tokens.to_vec()));
         Ok(logits)
+    }
+
+    /// The session in which a contender is timed, its cache filled with the plan's tokens.
+    fn filled(&mut self, handle: Handle, plan: &Plan<'_>) -> Result<u32, DeviceError> {
+        if let Some(session) = self.session_with(handle, plan.tokens) {
+            return Ok(session);
+        }
+        let session = self.take_session(handle);
+        let running = self.activate(handle, false)?;
+        running.decode(session, 0, plan.tokens, 1, &[], false).map_err(device_error)?;
+        self.sequences[session as usize] = Some((handle, plan.tokens.to_vec()));
+        Ok(session)
     }
 
     /// One timed block: microseconds a token by this process's clock, ring round trip included.
     fn block(
         &mut self,
-        handle: Handle,
-        side: Side,
+        (handle, session): (Handle, u32),
         plan: &Plan<'_>,
         switched: bool,
     ) -> Result<f64, DeviceError> {
-        let (first, session) = (plan.first as u32, session_of(side));
+        let first = plan.first as u32;
         let running = self.activate(handle, false)?;
         let timed = &plan.tokens[plan.first..];
         if switched {
@@ -218,44 +311,34 @@ impl Gpu<'_> {
         contenders: [Contender<'_>; 2],
         plan: &Plan<'_>,
     ) -> Result<Samples, DeviceError> {
-        let [incumbent, candidate] = contenders.map(|c| c.handle());
-        let handle = |side: Side| if side == Side::Incumbent { incumbent } else { candidate };
-        let mut samples = Samples::default();
-        for side in [Side::Incumbent, Side::Candidate] {
-            let running = self.activate(handle(side), false)?;
-            running
-                .decode(session_of(side), 0, plan.tokens, 1, &[], false)
-                .map_err(device_error)?;
+        let handles = contenders.map(|c| c.handle());
+        self.leading = Some(handles[0]);
+        let mut current = None;
+        let mut sides = [(handles[0], 0), (handles[1], 0)];
+        for side in &mut sides {
+            side.1 = self.filled(side.0, plan)?;
             for _ in 0..plan.warmup {
-                self.block(handle(side), side, plan, false)?;
+                self.block(*side, plan, false)?;
+                current = Some(side.0);
             }
         }
-        let mut current = candidate;
+        let mut samples = Samples::default();
         for _ in 0..plan.rounds {
             let mut round = [0.0; 4];
             for (slot, side) in round.iter_mut().zip(ROUND) {
-                let next = handle(side);
-                *slot = self.block(next, side, plan, next != current)?;
-                current = next;
+                let index = usize::from(side == Side::Candidate);
+                *slot = self.block(sides[index], plan, current != Some(sides[index].0))?;
+                current = Some(sides[index].0);
                 if samples.rounds.len() + 1 == plan.rounds
                     && let Machine::Running(running) = &mut self.machine
                 {
                     let rows = running.logits(1).map_err(device_error)?;
-                    let last = &mut samples.last_logits[usize::from(side == Side::Candidate)];
-                    *last = rows.into_iter().next().unwrap_or_default();
+                    samples.last_logits[index] = rows.into_iter().next().unwrap_or_default();
                 }
             }
             samples.rounds.push(round);
         }
         Ok(samples)
-    }
-}
-
-/// The contenders' key/value caches may differ in precision, so each side has a session of its own.
-fn session_of(side: Side) -> u32 {
-    match side {
-        Side::Incumbent => 0,
-        Side::Candidate => 1,
     }
 }
 
@@ -339,15 +422,21 @@ impl Device for Gpu<'_> {
         program: &Verified<Program>,
         kernel: &KernelConfig,
     ) -> Result<Handle, DeviceError> {
-        let variant = vm_host::variant(kernel, self.context.graph().dtype);
+        let variant = self.variant(kernel);
         let program_id = program.id();
         let known =
             self.programs.iter().find(|(_, p)| p.program_id == program_id && p.variant == variant);
         if let Some((&handle, _)) = known {
             return Ok(Handle(handle));
         }
+        let began = Instant::now();
+        if let Some(builds) = &self.builds {
+            builds.settle(&variant);
+        }
         vm_host::compile(&variant, &self.context.target.arch, vm_host::default_cache().as_deref())
             .map_err(device_error)?;
+        self.costs.compiles += 1;
+        self.costs.compile_s += began.elapsed().as_secs_f64();
         let handle = self.next;
         self.next += 1;
         self.programs.insert(
@@ -357,9 +446,25 @@ impl Device for Gpu<'_> {
         Ok(Handle(handle))
     }
 
-    fn run(&mut self, program: Handle, tokens: &[u32]) -> Result<Vec<Vec<f32>>, DeviceError> {
-        let result = self.run_tokens(program, tokens);
+    fn run(
+        &mut self,
+        program: Handle,
+        tokens: &[u32],
+        first: usize,
+    ) -> Result<Vec<Vec<f32>>, DeviceError> {
+        let result = self.run_tokens(program, tokens, first);
         self.recover(result)
+    }
+
+    fn foresee(&mut self, kernels: &[KernelConfig]) {
+        let variants: Vec<Variant> = kernels.iter().map(|kernel| self.variant(kernel)).collect();
+        if let Some(builds) = &mut self.builds {
+            builds.ask(variants.into_iter());
+        }
+    }
+
+    fn costs(&self) -> Costs {
+        self.costs
     }
 
     fn time(
@@ -373,6 +478,9 @@ impl Device for Gpu<'_> {
 
     fn release(&mut self, program: Handle) {
         self.programs.remove(&program.0);
+        for sequence in &mut self.sequences {
+            sequence.take_if(|(of, _)| *of == program);
+        }
     }
 }
 

@@ -21,6 +21,7 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::{files, report};
 
 mod header;
+mod spent;
 
 use header::Header;
 
@@ -71,7 +72,7 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
     let gate = gate(&context, header.seed, device.is_some(), &kernel_id)?;
     let settings = settings(&context, &header, device.is_some());
     let device = device.as_mut().map(|gpu| gpu as &mut dyn search::Device);
-    let mut search = Search::new(gate, device, settings);
+    let mut search = Search::new(gate, device, settings).with_clock(spent::clock);
     let began_s = past.iter().map(ended).fold(0.0, f64::max);
     let confirmed = absorb(&mut search, past)?;
     let mut session = Session {
@@ -319,6 +320,8 @@ impl Session {
             files::write_whole(&best_path, text.as_bytes())?;
         }
         say_end(&kept, best, confirmation, &best_path);
+        let spent = spent::Sum::of(trials);
+        report::say(&spent.line());
         if stopped_by == StoppedBy::Interrupted {
             report::say(&format!("interrupted; continue with: {}", self.resume_command()));
         }
@@ -341,6 +344,7 @@ impl Session {
                 "why": trial.why,
             })).collect::<Vec<_>>(),
             "confirmation": confirmation,
+            "spent": spent.to_json(),
             "resume": self.resume_command(),
         }))?;
         Ok(match (stopped_by, best, confirmation.map(|c| c.decision)) {

@@ -471,6 +471,22 @@ impl Resident {
         upload_fill(&idle.copy, bounce, residents.logits, logits, 0xff)
     }
 
+    /// As [`poison`](Self::poison), for one session's caches: those of the others stay.
+    ///
+    /// # Errors
+    /// If a copy fails.
+    pub fn poison_session(&mut self, session: u32) -> Result<(), HostError> {
+        let idle = self.idle();
+        let (residents, bounce) = (&idle.memory.residents, &mut idle.memory.bounce);
+        let bytes = residents.cache_bytes / u64::from(idle.options.sessions);
+        for &cache in &residents.caches {
+            let start = cache + u64::from(session) * bytes;
+            upload_fill(&idle.copy, bounce, start, bytes, 0xff)?;
+        }
+        let logits = u64::from(residents.logits_rows) * u64::from(idle.vocab) * 4;
+        upload_fill(&idle.copy, bounce, residents.logits, logits, 0xff)
+    }
+
     /// Whether a handle still names the program that it was given for.
     pub fn holds(&mut self, program: Loaded) -> bool {
         self.idle().memory.serials[program.place] == program.serial

@@ -67,9 +67,10 @@ pub(crate) enum Command {
         --tokens continues for exactly --max-new-tokens tokens unless --stop is given; --prompt also stops at the model's end tokens."
     )]
     Generate(GenerateArgs),
-    /// Measures microseconds a token, beside what else runs here. Without a GPU it predicts, and says so.
+    /// Measures microseconds a token and their accuracy, beside the other engines here. Without a GPU it predicts, and says so.
     #[command(
-        after_help = "Examples:\n  amk bench --model llama-3.2-1b --context 128\n  amk bench --model smollm2-135m --device cpu"
+        after_help = "Examples:\n  amk bench --model llama-3.2-1b --context 128\n  amk bench --model llama-3.2-1b --context 16384 --peers none\n  \
+        amk bench --model DIR --peers all --gguf model.gguf\n  amk bench --model smollm2-135m --device cpu"
     )]
     Bench(BenchArgs),
     /// Lowers a schedule to a program; prints its ids, or saves it.
@@ -253,6 +254,31 @@ pub(crate) struct BenchArgs {
     /// What the prompt is drawn with.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
+    /// Other engines to measure in the same run, before ours. Default: all where the GPU is measured, else none.
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "PEERS")]
+    pub(crate) peers: Vec<PeerChoice>,
+    /// Seconds that each peer may take, its start and compilation included.
+    #[arg(long, default_value_t = 300, value_name = "SECONDS")]
+    pub(crate) peer_timeout: u64,
+    /// The model as a GGUF file, for llama.cpp.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) gguf: Option<PathBuf>,
+}
+
+/// Another engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PeerChoice {
+    /// None of them.
+    None,
+    /// Each that is here.
+    All,
+    /// PyTorch, the plain step in a CUDA graph.
+    TorchGraph,
+    /// PyTorch, the compiled step in a CUDA graph.
+    TorchCompile,
+    /// llama.cpp's llama-bench, with --gguf.
+    #[value(name = "llama.cpp")]
+    LlamaCpp,
 }
 
 /// Arguments of `lower`.

@@ -628,9 +628,17 @@ fn without_a_gpu_bench_predicts_and_says_so() {
     let ran = amk(&["bench", "--model", "toy", "--device", "cpu"]);
     let document = ran.succeeds("amk.bench.v1");
     assert_eq!(document["latency_kind"], "predicted");
+    assert!(document["accuracy"].is_null(), "there is no device whose logits could be measured");
     assert!(ran.stderr.contains("not a measurement"));
+    for line in ["  model ", "  context ", "  amk ", "  floor ", "  torch-graph ", "  llama.cpp "] {
+        assert!(ran.stderr.contains(line), "{line:?} is not in {}", ran.stderr);
+    }
     let peers = document["peers"].as_array().unwrap();
-    assert!(peers.iter().all(|peer| peer["note"].is_string()) && peers.len() == 2);
+    assert!(peers.iter().all(|peer| peer["absent"].is_string()) && peers.len() == 3);
+    // A context beyond the default cache has a cache that holds it.
+    let deep = ["bench", "--model", "smollm2-135m", "--device", "cpu", "--context", "5000"];
+    let document = amk(&deep).succeeds("amk.bench.v1");
+    assert_eq!((&document["context"], &document["kv_capacity"]), (&5000.into(), &5032.into()));
     let ran = amk(&["bench", "--model", "toy", "--context", "100000"]);
     ran.fails(2, &["--context"]);
 }

@@ -1,54 +1,312 @@
-//! Other engines on this machine, to be measured side by side. What is absent is named, never left out in silence.
+//! Other engines on this machine, measured side by side: each a child process with a time limit, on the same shapes, element type and
+//! context, and never while the device holds our kernel. What is absent is named with its reason, never left out in silence.
 
+use std::ffi::{OsStr, OsString};
+use std::io::{Read, Write};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use ir::Graph;
 use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::cli::PeerChoice;
+
+/// The step in PyTorch; it is given to the interpreter as text, so that there is nothing to install.
+const TORCH_STEP: &str = include_str!("peers/torch_step.py");
+
+/// Timed blocks of a peer, and the least that make a median.
+const BLOCKS: usize = 9;
+const BLOCKS_MIN: usize = 5;
+
+/// Untimed blocks before them.
+const WARMUP: usize = 2;
+
+/// How often a running child is looked at.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// How long the pipes of a child that has ended may stay open: a grandchild can hold them.
+const DRAIN: Duration = Duration::from_secs(2);
+
+/// Longest part of a peer's own words that is passed on.
+const WORDS_MAX: usize = 300;
+
+/// What peers are asked to do.
+pub(crate) struct Ask<'a> {
+    /// The model.
+    pub(crate) graph: &'a Graph,
+    /// Tokens before the measured ones.
+    pub(crate) context: u32,
+    /// Tokens of a block.
+    pub(crate) tokens: u32,
+    /// What each peer may take, its start included.
+    pub(crate) timeout: Duration,
+    /// The model as llama.cpp reads it.
+    pub(crate) gguf: Option<PathBuf>,
+}
 
 /// One engine.
 #[derive(Debug, Serialize)]
 pub(crate) struct Peer {
     /// Its name.
     pub(crate) name: &'static str,
-    /// Median microseconds a token, if it was measured.
+    /// Its version, if it was measured.
+    pub(crate) version: Option<String>,
+    /// Median over blocks, in microseconds a token.
     pub(crate) us_per_token: Option<f64>,
-    /// Whether it was found here.
-    pub(crate) present: bool,
+    /// Fastest and slowest block.
+    pub(crate) interval: Option<[f64; 2]>,
+    /// How it was run.
+    pub(crate) conditions: Vec<String>,
     /// Why there is no number, and what would give one.
+    pub(crate) absent: Option<String>,
+}
+
+/// What a peer that ran says of itself.
+struct Measured {
+    version: String,
+    blocks: Vec<f64>,
+    conditions: Vec<String>,
+}
+
+/// Whether an engine can be started here at all.
+pub(crate) struct Found {
+    /// Its name.
+    pub(crate) name: &'static str,
+    /// Whether it was found.
+    pub(crate) present: bool,
+    /// What was found, or what is missing.
     pub(crate) note: String,
 }
 
-/// Looks for the peers. They are only looked for, not run: measuring them needs the GPU.
-pub(crate) fn look() -> Vec<Peer> {
-    let torch = runs("python3", &["-c", "import torch, transformers"]);
-    let llama = runs("llama-bench", &["--help"]);
-    let note = |present: bool, remedy: &str| {
-        if present {
-            "found; not measured by this version".to_owned()
-        } else {
-            format!("absent: {remedy}")
-        }
+/// Looks for the peers without measuring them.
+pub(crate) fn look() -> [Found; 2] {
+    let python = python();
+    let found = |name, program: &OsStr, args: &[&str], missing: String| {
+        let present = runs(program, args);
+        Found { name, present, note: if present { "found".to_owned() } else { missing } }
     };
-    vec![
-        Peer {
-            name: "pytorch",
-            us_per_token: None,
-            present: torch,
-            note: note(torch, "python3 cannot import torch and transformers"),
-        },
-        Peer {
-            name: "llama.cpp",
-            us_per_token: None,
-            present: llama,
-            note: note(llama, "llama-bench is not on the PATH"),
-        },
+    let torch = format!("{} cannot import torch", python.display());
+    let llama = "llama-bench is not on the PATH".to_owned();
+    [
+        found("pytorch", &python, &["-c", "import torch"], torch),
+        found("llama.cpp", "llama-bench".as_ref(), &["--help"], llama),
     ]
 }
 
-fn runs(program: &str, args: &[&str]) -> bool {
-    let quiet = std::process::Stdio::null;
-    std::process::Command::new(program)
-        .args(args)
-        .stdin(quiet())
-        .stdout(quiet())
-        .stderr(quiet())
-        .status()
-        .is_ok_and(|status| status.success())
+fn runs(program: &OsStr, args: &[&str]) -> bool {
+    let quiet = Stdio::null;
+    let mut command = Command::new(program);
+    command.args(args).stdin(quiet()).stdout(quiet()).stderr(quiet());
+    command.status().is_ok_and(|status| status.success())
+}
+
+/// The interpreter that has PyTorch.
+fn python() -> OsString {
+    std::env::var_os("AMK_PYTHON").unwrap_or_else(|| "python3".into())
+}
+
+/// Measures the chosen peers, one after the other; the others are named.
+pub(crate) fn measure(chosen: &[PeerChoice], ask: &Ask<'_>, say: impl Fn(&str)) -> Vec<Peer> {
+    let all = [PeerChoice::TorchGraph, PeerChoice::TorchCompile, PeerChoice::LlamaCpp];
+    let one = |peer: PeerChoice| {
+        if !chosen.contains(&peer) && !chosen.contains(&PeerChoice::All) {
+            return absent(peer, format!("not asked for; --peers {} measures it", name(peer)));
+        }
+        say(&format!("measuring {}, at most {} s", name(peer), ask.timeout.as_secs()));
+        let measured = match peer {
+            PeerChoice::LlamaCpp => llama_bench(ask),
+            PeerChoice::TorchGraph | PeerChoice::TorchCompile => torch(peer, ask),
+            PeerChoice::All | PeerChoice::None => Err("it is no engine".to_owned()),
+        };
+        match measured {
+            Ok(measured) => present(peer, measured),
+            Err(reason) => absent(peer, reason),
+        }
+    };
+    all.map(one).into()
+}
+
+fn name(peer: PeerChoice) -> &'static str {
+    match peer {
+        PeerChoice::None => "none",
+        PeerChoice::All => "all",
+        PeerChoice::TorchGraph => "torch-graph",
+        PeerChoice::TorchCompile => "torch-compile",
+        PeerChoice::LlamaCpp => "llama.cpp",
+    }
+}
+
+fn absent(peer: PeerChoice, reason: String) -> Peer {
+    Peer {
+        name: name(peer),
+        version: None,
+        us_per_token: None,
+        interval: None,
+        conditions: Vec::new(),
+        absent: Some(reason),
+    }
+}
+
+fn present(peer: PeerChoice, measured: Measured) -> Peer {
+    let Measured { version, blocks, conditions } = measured;
+    let sound = |us: &f64| us.is_finite() && *us > 0.0;
+    if blocks.len() < BLOCKS_MIN || !blocks.iter().all(sound) {
+        return absent(peer, format!("it answered {blocks:?}, not {BLOCKS_MIN} times or more"));
+    }
+    let low = blocks.iter().copied().fold(f64::INFINITY, f64::min);
+    let high = blocks.iter().copied().fold(0.0, f64::max);
+    Peer {
+        name: name(peer),
+        version: Some(version),
+        us_per_token: Some(search::median(&blocks)),
+        interval: Some([low, high]),
+        conditions: [vec![format!("{} blocks", blocks.len())], conditions].concat(),
+        absent: None,
+    }
+}
+
+/// The step in PyTorch.
+fn torch(peer: PeerChoice, ask: &Ask<'_>) -> Result<Measured, String> {
+    let python = python();
+    let mut command = Command::new(&python);
+    command.args(["-c", TORCH_STEP]);
+    let input = shapes(peer, ask).to_string();
+    let missing = format!("{} is not there; AMK_PYTHON names another", python.display());
+    let answer = run(command, &input, ask.timeout, &missing)?;
+    let line = answer.lines().rev().find(|line| line.starts_with('{')).unwrap_or_default();
+    let garbage = || format!("its answer is not the expected JSON: {}", shortened(&answer));
+    let fields: Value = serde_json::from_str(line).map_err(|_| garbage())?;
+    if let Some(reason) = fields["absent"].as_str() {
+        return Err(shortened(reason));
+    }
+    let words = |list: &Value| {
+        let words = list.as_array().map(Vec::as_slice).unwrap_or_default().iter();
+        words.filter_map(Value::as_str).map(shortened).collect()
+    };
+    let blocks = fields["us_per_token"].as_array().ok_or_else(garbage)?;
+    Ok(Measured {
+        version: fields["version"].as_str().map(shortened).ok_or_else(garbage)?,
+        blocks: blocks.iter().map(|us| us.as_f64().unwrap_or(f64::NAN)).collect(),
+        conditions: words(&fields["conditions"]),
+    })
+}
+
+fn shapes(peer: PeerChoice, ask: &Ask<'_>) -> Value {
+    let graph = ask.graph;
+    let layer = graph.layers.first();
+    json!({
+        "peer": name(peer),
+        "device": "cuda",
+        "dtype": graph.dtype.name(),
+        "hidden": graph.hidden,
+        "layers": graph.layers.len(),
+        "heads": graph.heads,
+        "kv_heads": graph.kv_heads,
+        "head_dim": graph.head_dim,
+        "ffn": graph.ffn,
+        "vocab": graph.vocab,
+        "tied": graph.tied(),
+        "attention_bias": layer.is_some_and(|layer| layer.q.bias.is_some()),
+        "qk_norm": layer.is_some_and(|layer| layer.q_norm.is_some()),
+        "norm_eps": graph.norm_eps,
+        "inv_freq": graph.inv_freq,
+        "attn_scale": graph.attn_scale,
+        "context": ask.context,
+        "tokens": ask.tokens,
+        "blocks": BLOCKS,
+        "warmup": WARMUP,
+        "seconds": ask.timeout.as_secs(),
+    })
+}
+
+/// llama.cpp's own benchmark.
+fn llama_bench(ask: &Ask<'_>) -> Result<Measured, String> {
+    let Some(gguf) = &ask.gguf else {
+        return Err("no model for it; --gguf names one".to_owned());
+    };
+    let mut command = Command::new("llama-bench");
+    command.arg("-m").arg(gguf).args(["-p", "0", "-ngl", "99", "-fa", "1", "-o", "json"]);
+    command.args(["-n", &ask.tokens.to_string(), "-d", &ask.context.to_string()]);
+    command.args(["-r", &BLOCKS.to_string()]);
+    let answer = run(command, "", ask.timeout, "llama-bench is not on the PATH")?;
+    let garbage = || format!("its answer is not llama-bench's JSON: {}", shortened(&answer));
+    let rows: Value = serde_json::from_str(answer.trim()).map_err(|_| garbage())?;
+    let row = &rows[0];
+    let samples = row["samples_ns"].as_array().ok_or_else(garbage)?;
+    let tokens = row["n_gen"].as_f64().filter(|n| *n > 0.0).ok_or_else(garbage)?;
+    let us = |ns: &Value| ns.as_f64().unwrap_or(f64::NAN) / 1000.0 / tokens;
+    let text = |field: &str| row[field].as_str().map(shortened).unwrap_or_default();
+    Ok(Measured {
+        version: format!("{} (build {})", text("build_commit"), row["build_number"]),
+        blocks: samples.iter().map(us).collect(),
+        conditions: vec![
+            text("model_type"),
+            text("gpu_info"),
+            "flash attention, all layers on the GPU; tokens are random, no argmax".to_owned(),
+        ],
+    })
+}
+
+/// Runs a child to its end or its time limit and returns its standard output. It is never left behind.
+fn run(
+    mut command: Command,
+    input: &str,
+    timeout: Duration,
+    missing: &str,
+) -> Result<String, String> {
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let start = Instant::now();
+    let mut child = command.spawn().map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => missing.to_owned(),
+        _ => format!("it cannot be started: {error}"),
+    })?;
+    let stdin = child.stdin.take();
+    let input = input.to_owned();
+    // On threads: a child may stop reading, and pipes fill up.
+    std::thread::spawn(move || stdin.map(|mut pipe| pipe.write_all(input.as_bytes())));
+    let (out, err) = (collected(child.stdout.take()), collected(child.stderr.take()));
+    let status = loop {
+        match child.try_wait() {
+            Ok(Some(status)) => break status,
+            Ok(None) if start.elapsed() < timeout => std::thread::sleep(LOOK),
+            waiting => {
+                let _ = child.kill();
+                let _ = child.wait();
+                let limit = timeout.as_secs_f64();
+                return Err(match waiting {
+                    Err(error) => format!("it cannot be waited for: {error}"),
+                    Ok(_) => format!("no answer within {limit} s; --peer-timeout raises the limit"),
+                });
+            }
+        }
+    };
+    let out = out.recv_timeout(DRAIN).unwrap_or_default();
+    if status.success() {
+        return Ok(out);
+    }
+    let err = err.recv_timeout(DRAIN).unwrap_or_default();
+    let last = err.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
+    Err(format!("it failed ({status}): {}", shortened(last)))
+}
+
+/// All that a pipe gives, once it is closed.
+fn collected(pipe: Option<impl Read + Send + 'static>) -> mpsc::Receiver<String> {
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        // What was read before an error is all there is.
+        let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut bytes));
+        let _ = sender.send(String::from_utf8_lossy(&bytes).into_owned());
+    });
+    receiver
+}
+
+/// One line of bounded length.
+fn shortened(text: &str) -> String {
+    let line: String =
+        text.trim().chars().map(|c| if c.is_control() { ' ' } else { c }).take(WORDS_MAX).collect();
+    if line.is_empty() { "nothing".to_owned() } else { line }
 }

@@ -1,18 +1,64 @@
-//! `amk bench`: microseconds a token, beside what else runs here.
+//! `amk bench`: microseconds a token and how accurate they are, beside the other engines that run here.
 
-use search::{Device, Expected, Gate, LatencyKind, Timing};
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use ir::schedule::ScheduleConfig;
+use reference_vm::accuracy::Accuracy;
+use reference_vm::compare::Tolerance;
+use reference_vm::eval::Evaluator;
+use search::{
+    Contender, Device, Dropped, Expected, Gate, Handle, LatencyKind, POSITIONS_MAX, Plan, Samples,
+    Side, Timing, Verdict, assess, draw_tokens,
+};
 use serde_json::json;
 
-use crate::cli::BenchArgs;
+use crate::cli::{BenchArgs, DeviceChoice, PeerChoice};
 use crate::context::Context;
+use crate::device::live_target;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::{peers, report};
+use crate::peers::{self, Peer};
+use crate::report;
 
 /// Tokens that one block times.
 const TIMED_TOKENS: u32 = 32;
 
+/// Up to so many positions all are compared; beyond, the first ones, some between, and the last before and in the timed ones.
+const COMPARE_ALL: usize = 192;
+const COMPARE_FIRST: usize = 16;
+const COMPARE_BETWEEN: usize = 16;
+const COMPARE_LAST: usize = 64;
+
+/// Positions whose logits come from the device at once.
+const PIECE: usize = 128;
+
+/// Rounds and warm-up of the timing.
+const TIMING: Timing = Timing { rounds: 24, warmup: 4 };
+
+/// The tokens of a bench and what the graph makes of them, where it is compared.
+struct Passage {
+    tokens: Vec<u32>,
+    /// First timed position.
+    context: usize,
+    positions: Vec<usize>,
+    expected: Vec<Vec<f32>>,
+}
+
+/// What a device showed.
+#[derive(Default)]
+struct Shown {
+    accuracy: Option<Accuracy>,
+    /// Bytes that a step reads at the timed positions.
+    bytes: Option<u64>,
+}
+
 pub(crate) fn run(args: &BenchArgs) -> Outcome {
-    let context = Context::new(&args.model)?;
+    let mut context = Context::new(&args.model)?;
+    if args.model.place.kv_capacity.is_none() {
+        let most = context.graph().max_positions.clamp(1, abi::KV_CAPACITY_MAX);
+        let needed = args.context.saturating_add(TIMED_TOKENS).min(most);
+        context.kv_capacity = context.kv_capacity.max(needed);
+    }
     let config = context.best_config(args.config.config.as_deref())?;
     if args.context == 0 || args.context >= context.kv_capacity {
         return Err(Failure::usage(format!(
@@ -20,48 +66,290 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
             args.context, context.kv_capacity
         )));
     }
+    // Before the device is opened: nothing shares the GPU with a measurement.
+    let peers = measure_peers(args, &context);
     let mut device = context.open()?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let (graph, weights) = (context.graph(), &*context.model.weights);
-    let positions = (args.context + TIMED_TOKENS).min(context.kv_capacity) as usize;
-    let on_device = device.is_some().then_some(positions);
-    let expected = Expected::new(graph, weights, context.kv_capacity, args.seed, on_device)
-        .map_err(|e| Failure::usage(format!("{} cannot be evaluated: {e}", graph.name)))?;
-    let mut gate =
-        Gate::new(graph, weights, &context.target, context.lower_options(), &kernel_id, expected)
-            .with_context(args.context)
-            .with_timed_from(args.context as usize);
+    let unevaluated =
+        |error| Failure::usage(format!("{} cannot be evaluated: {error}", graph.name));
+    let most = device.is_some().then_some(POSITIONS_MAX);
+    let expected =
+        Expected::new(graph, weights, context.kv_capacity, args.seed, most).map_err(unevaluated)?;
+    let options = context.lower_options();
+    let mut gate = Gate::new(graph, weights, &context.target, options, &kernel_id, expected)
+        .with_context(args.context);
+    let mut shown = Shown::default();
     let bandwidth = device.as_ref().and_then(|device| device.describe().bandwidth);
-    let (verdict, outcome) = search::assess::evaluate(
-        &mut gate,
-        device.as_mut().map(|gpu| gpu as &mut dyn Device),
-        &config,
-        Timing { rounds: 24, warmup: 4 },
-        args.seed,
-    );
+    let (mut verdict, outcome) = match &mut device {
+        None => {
+            let (verdict, outcome) = assess::evaluate(&mut gate, None, &config, TIMING, args.seed);
+            (verdict, outcome.map(drop))
+        }
+        Some(device) => {
+            let passage = Passage::new(&context, args).map_err(unevaluated)?;
+            measured(&mut gate, device, &config, &passage, args.seed, &mut shown)
+        }
+    };
     if let Err(dropped) = &outcome {
         super::evaluate::stop_on_our_fault(dropped)?;
     }
-    let peers = peers::look();
-    super::evaluate::say(&verdict);
+    let accurate = judge(&mut verdict, shown.accuracy);
+    say(args, &context, &verdict, &shown, bandwidth, &peers);
+    answer(args, &context, &verdict, &shown, bandwidth, &peers)?;
+    Ok(if verdict.correct && outcome.is_ok() && accurate { Exit::Yes } else { Exit::No })
+}
+
+/// Peers are measured where the GPU is, or where they are asked for.
+fn measure_peers(args: &BenchArgs, context: &Context) -> Vec<Peer> {
+    let here = args.model.place.device != DeviceChoice::Cpu && live_target().is_some();
+    let default = [if here { PeerChoice::All } else { PeerChoice::None }];
+    let chosen = if args.peers.is_empty() { &default[..] } else { &args.peers };
+    let ask = peers::Ask {
+        graph: context.graph(),
+        context: args.context,
+        tokens: TIMED_TOKENS,
+        timeout: Duration::from_secs(args.peer_timeout),
+        gguf: args.gguf.clone(),
+    };
+    peers::measure(chosen, &ask, report::say)
+}
+
+impl Passage {
+    fn new(context: &Context, args: &BenchArgs) -> Result<Self, reference_vm::eval::EvalError> {
+        let graph = context.graph();
+        let length = args.context.saturating_add(TIMED_TOKENS).min(context.kv_capacity) as usize;
+        let tokens = draw_tokens(args.seed, graph.vocab, length);
+        let positions = compared(length);
+        report::say(&format!("evaluating the graph at {length} positions"));
+        let start = Instant::now();
+        let mut evaluator = Evaluator::new(graph, &*context.model.weights)?;
+        let expected = evaluator.run_at(&tokens, &positions)?;
+        report::say(&format!("evaluated in {:.1} s", start.elapsed().as_secs_f64()));
+        Ok(Self { tokens, context: args.context as usize, positions, expected })
+    }
+}
+
+/// The positions of so many whose logits are compared, in order; the last one is among them.
+fn compared(length: usize) -> Vec<usize> {
+    if length <= COMPARE_ALL {
+        return (0..length).collect();
+    }
+    let between = (1..=COMPARE_BETWEEN).map(|i| i * length / (COMPARE_BETWEEN + 1));
+    let positions: BTreeSet<usize> =
+        (0..COMPARE_FIRST).chain(between).chain(length - COMPARE_LAST..length).collect();
+    positions.into_iter().collect()
+}
+
+/// The gates, then accuracy and time at the bench's context.
+fn measured(
+    gate: &mut Gate<'_>,
+    device: &mut dyn Device,
+    config: &ScheduleConfig,
+    passage: &Passage,
+    seed: u64,
+    shown: &mut Shown,
+) -> (Verdict, Result<(), Dropped>) {
+    let mut verdict = assess::begin(gate, Some(&*device), config);
+    let outcome = measure(gate, device, config, passage, seed, shown, &mut verdict);
+    if let Err(dropped) = &outcome {
+        assess::refuse(&mut verdict, dropped);
+    }
+    (verdict, outcome)
+}
+
+fn measure(
+    gate: &mut Gate<'_>,
+    device: &mut dyn Device,
+    config: &ScheduleConfig,
+    passage: &Passage,
+    seed: u64,
+    shown: &mut Shown,
+    verdict: &mut Verdict,
+) -> Result<(), Dropped> {
+    let candidate = assess::lower(gate, config, verdict)?;
+    let assessed = assess::assess(gate, Some(device), candidate, verdict)?;
+    let candidate = &assessed.candidate;
+    let kernel = &candidate.config.kernel;
+    let handle = device.prepare(&candidate.program, kernel).map_err(Dropped::Failed)?;
+    let actual = rows_at(device, handle, passage)?;
+    shown.accuracy = Accuracy::of(&passage.expected, &actual, Tolerance::DEVICE);
+    let disagreed = |by| move |at| Dropped::Disagreed { by, at };
+    let agreement = assessed
+        .reference
+        .and_device(&passage.expected, &actual, Tolerance::DEVICE)
+        .map_err(disagreed("device"))?;
+    let contender = Contender::new(handle, &agreement);
+    let Timing { rounds, warmup } = TIMING;
+    let plan = Plan { tokens: &passage.tokens, first: passage.context, rounds, warmup };
+    let samples: Samples = device.time([contender; 2], &plan).map_err(Dropped::Failed)?;
+    let last = passage.expected.last().map(std::slice::from_ref).unwrap_or_default();
+    for actual in &samples.last_logits {
+        let _ = assessed
+            .reference
+            .and_device(last, std::slice::from_ref(actual), Tolerance::DEVICE)
+            .map_err(disagreed("timed"))?;
+    }
+    let middle = u32::midpoint(passage.context as u32, passage.tokens.len() as u32);
+    let keys = candidate.program.kv_bytes(middle, kernel.kv_cache.bytes());
+    shown.bytes = Some(candidate.program.stream_bytes() + keys);
+    let floors = assess::floors(gate, device, candidate, middle);
+    let _ = assess::set_measured(verdict, &agreement, &samples, floors, seed)?;
+    debug_assert_eq!(samples.of(Side::Candidate).len(), 2 * rounds);
+    let noise = search::noise_floor(&samples, seed);
+    verdict.notes.push(format!("noise floor {:.2} %", 100.0 * noise));
+    Ok(())
+}
+
+/// The device's logits at the passage's positions. The others are let go piece by piece: at a long context they would not fit.
+fn rows_at(
+    device: &mut dyn Device,
+    handle: Handle,
+    passage: &Passage,
+) -> Result<Vec<Vec<f32>>, Dropped> {
+    let wanted: BTreeSet<usize> = passage.positions.iter().copied().collect();
+    let mut kept = Vec::with_capacity(wanted.len());
+    for first in (0..passage.tokens.len()).step_by(PIECE) {
+        let end = passage.tokens.len().min(first + PIECE);
+        let rows = device.run(handle, &passage.tokens[..end], first).map_err(Dropped::Failed)?;
+        let rows = rows.into_iter().zip(first..);
+        kept.extend(rows.filter(|(_, position)| wanted.contains(position)).map(|(row, _)| row));
+    }
+    Ok(kept)
+}
+
+/// Whether the accuracy is within its bounds; if it is not, the verdict says so. Without a device there is none to judge.
+fn judge(verdict: &mut Verdict, accuracy: Option<Accuracy>) -> bool {
+    let accurate = accuracy.is_none_or(|accuracy| accuracy.holds());
+    if !accurate {
+        verdict.correct = false;
+        let reason = format!(
+            "accuracy is out of bounds: relative error at most {:.0e}, divergence at most {:.0e} nats, every decided top-1 equal",
+            Accuracy::REL_MAX,
+            Accuracy::KL_MAX
+        );
+        verdict.rejected_reason.get_or_insert(reason);
+    }
+    accurate
+}
+
+/// What people read.
+fn say(
+    args: &BenchArgs,
+    context: &Context,
+    verdict: &Verdict,
+    shown: &Shown,
+    bandwidth: Option<f64>,
+    peers: &[Peer],
+) {
+    let graph = context.graph();
+    let mut row = vec![
+        (
+            "model".to_owned(),
+            format!("{} {} on {}", graph.name, graph.dtype.name(), verdict.device),
+        ),
+        ("context".to_owned(), format!("{} tokens, batch 1, whole step", args.context)),
+    ];
+    if let Some(reason) = &verdict.rejected_reason {
+        row.push(("NO".to_owned(), reason.clone()));
+    }
+    row.push(("amk".to_owned(), latency_line(verdict)));
+    let rate = bandwidth.unwrap_or(context.target.bandwidth as f64);
+    row.push(("floor".to_owned(), floor_line(verdict, shown, rate)));
+    if let Some(accuracy) = shown.accuracy {
+        row.push(("accuracy".to_owned(), accuracy_line(&accuracy)));
+    }
+    let measured =
+        verdict.latency_us.filter(|_| verdict.latency_kind == Some(LatencyKind::MeasuredGpu));
+    row.extend(peers.iter().map(|peer| (peer.name.to_owned(), peer_line(peer, measured))));
+    row.extend(verdict.notes.iter().map(|note| ("note".to_owned(), note.clone())));
+    report::table(&row);
     if verdict.latency_kind == Some(LatencyKind::Predicted) {
         report::say("no GPU was used: the latency is a prediction, not a measurement");
     }
-    for peer in &peers {
-        report::say(&format!("  {:10} {}", peer.name, peer.note));
-    }
+}
+
+fn latency_line(verdict: &Verdict) -> String {
+    let kind = verdict.latency_kind.map_or("", LatencyKind::name);
+    let interval = verdict
+        .ci_us
+        .map_or_else(String::new, |[low, high]| format!(" (99 % interval {low:.1} to {high:.1})"));
+    format!("{} a token{interval}, {kind}", report::maybe(verdict.latency_us, "us"))
+}
+
+fn floor_line(verdict: &Verdict, shown: &Shown, bandwidth: f64) -> String {
+    let bytes = shown.bytes.map(|bytes| bytes as f64);
+    let bytes = bytes.or(verdict.bound_us.map(|us| us * 1e-6 * bandwidth));
+    let share = report::maybe(verdict.pct_of_roofline, "% of it reached");
+    let read = bytes.map_or_else(String::new, |bytes| {
+        format!(" = {:.4} GB at {:.3} TB/s", bytes / 1e9, bandwidth / 1e12)
+    });
+    format!("{}{read}; {share}", report::maybe(verdict.bound_us, "us"))
+}
+
+fn accuracy_line(accuracy: &Accuracy) -> String {
+    format!(
+        "relative error {:.1e} worst, {:.1e} mean; top-1 equal at {} of {} decided; KL {:.1e} nats; {} positions against f32: {}",
+        accuracy.rel_worst,
+        accuracy.rel_mean,
+        accuracy.decided_equal,
+        accuracy.decided,
+        accuracy.kl_mean,
+        accuracy.positions,
+        if accuracy.holds() { "within bounds" } else { "OUT OF BOUNDS" }
+    )
+}
+
+fn peer_line(peer: &Peer, amk_us: Option<f64>) -> String {
+    let (Some(us), Some([low, high])) = (peer.us_per_token, peer.interval) else {
+        return format!("absent: {}", peer.absent.as_deref().unwrap_or("no reason is known"));
+    };
+    let ratio = amk_us.map_or_else(String::new, |amk| format!(", {:.2} x amk", us / amk));
+    let version = peer.version.as_deref().unwrap_or_default();
+    format!(
+        "{us:.1} us a token ({low:.1} to {high:.1}){ratio}; {version}; {}",
+        peer.conditions.join("; ")
+    )
+}
+
+fn answer(
+    args: &BenchArgs,
+    context: &Context,
+    verdict: &Verdict,
+    shown: &Shown,
+    bandwidth: Option<f64>,
+    peers: &[Peer],
+) -> Result<(), Failure> {
+    let accuracy = shown.accuracy.map(|accuracy| {
+        json!({
+            "against": "f32 evaluation of the same weights",
+            "positions": accuracy.positions,
+            "rel_err_worst": accuracy.rel_worst,
+            "rel_err_mean": accuracy.rel_mean,
+            "rel_err_max_allowed": Accuracy::REL_MAX,
+            "top1_decided": accuracy.decided,
+            "top1_equal": accuracy.decided_equal,
+            "kl_mean": accuracy.kl_mean,
+            "kl_max_allowed": Accuracy::KL_MAX,
+            "within_bounds": accuracy.holds(),
+        })
+    });
     report::document(&json!({
         "schema": "amk.bench.v1",
-        "model": graph.name,
+        "model": context.graph().name,
+        "dtype": context.graph().dtype.name(),
         "target": context.target.name,
         "device": verdict.device,
         "context": args.context,
+        "kv_capacity": context.kv_capacity,
         "us_per_token": verdict.latency_us,
         "latency_kind": verdict.latency_kind,
         "ci_us": verdict.ci_us,
         "bound_us": verdict.bound_us,
         "pct_of_roofline": verdict.pct_of_roofline,
+        "bytes_per_token": shown.bytes,
         "bandwidth_measured": bandwidth,
+        "accuracy": accuracy,
         "correct": verdict.correct,
         "rejected_reason": verdict.rejected_reason,
         "schedule_id": verdict.schedule_id,
@@ -69,6 +357,8 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
         "kernel_id": verdict.kernel_id,
         "peers": peers,
         "notes": verdict.notes,
-    }))?;
-    Ok(if verdict.correct && outcome.is_ok() { Exit::Yes } else { Exit::No })
+    }))
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,109 @@
+use ir::Target;
+use ir::program::Program;
+use ir::schedule::KernelConfig;
+use reference_vm::eval::Logits;
+use search::scripted::{Behaviour, ScriptedDevice};
+
+use super::*;
+
+#[test]
+fn compared_positions_are_all_of_a_few_and_some_of_many() {
+    assert_eq!(compared(160), (0..160).collect::<Vec<_>>());
+    for length in [193, 2080, 16_416] {
+        let positions = compared(length);
+        assert!(positions.is_sorted_by(|a, b| a < b));
+        assert!(positions.len() <= COMPARE_FIRST + COMPARE_BETWEEN + COMPARE_LAST);
+        assert_eq!((positions[0], positions.last()), (0, Some(&(length - 1))));
+        // The 32 before the context's end, and the timed ones.
+        assert!((length - 64..length).all(|position| positions.contains(&position)));
+    }
+}
+
+/// A bench of the toy on a scripted device whose logits are `edit`ed; returns verdict, outcome and what was shown.
+fn bench_of(
+    edit: impl Fn(&mut Vec<f32>),
+    behaviour: Behaviour,
+) -> (Verdict, Result<(), Dropped>, Shown) {
+    let model = model::preset("toy").expect("a preset");
+    let (graph, weights) = (&model.graph, &*model.weights);
+    let target = Target::by_name("h200").expect("a known target");
+    let tokens = draw_tokens(3, graph.vocab, 300);
+    let mut evaluator = Evaluator::new(graph, weights).expect("the toy can be evaluated");
+    let rows = evaluator.run(&tokens, Logits::All).expect("the toy can be evaluated");
+    let positions = compared(tokens.len());
+    let expected = positions.iter().map(|&position| rows[position].clone()).collect();
+    let passage = Passage { tokens, context: 268, positions, expected };
+    let gate_inputs = Expected::new(graph, weights, 512, 3, Some(POSITIONS_MAX)).expect("as above");
+    let mut answers = rows;
+    answers.iter_mut().for_each(edit);
+    let script = move |_: &Program, _: &KernelConfig| behaviour.clone();
+    let mut device = ScriptedDevice::new(answers, 1, script).with_bandwidth(1e12);
+    let kernel_id = |_: &KernelConfig| "k".to_owned();
+    let options = lower::Options { kv_capacity: 512 };
+    let mut gate = Gate::new(graph, weights, &target, options, &kernel_id, gate_inputs);
+    let config = ir::schedule::default_config(graph, &target);
+    let mut shown = Shown::default();
+    let (verdict, outcome) = measured(&mut gate, &mut device, &config, &passage, 3, &mut shown);
+    (verdict, outcome, shown)
+}
+
+#[test]
+fn a_device_that_is_right_is_measured_at_the_context() {
+    let (mut verdict, outcome, shown) = bench_of(|_| (), Behaviour::takes(50.0).with_noise(0.01));
+    assert_eq!(outcome, Ok(()));
+    let accuracy = shown.accuracy.expect("it was measured");
+    assert_eq!(accuracy.positions, compared(300).len());
+    assert_eq!((accuracy.rel_worst, accuracy.kl_mean), (0.0, 0.0));
+    assert!(judge(&mut verdict, Some(accuracy)) && verdict.correct);
+    let us = verdict.latency_us.expect("it was timed");
+    assert!((us - 50.0).abs() < 0.5 && verdict.ci_us.is_some());
+    let bound = shown.bytes.expect("it was counted") as f64 / 1e12 * 1e6;
+    assert!((verdict.bound_us.expect("it has a floor") - bound).abs() < 1e-9);
+}
+
+/// Each logit is within the gate's bound, which scales with the greatest, and all together are too far.
+#[test]
+fn an_error_that_the_gate_accepts_can_be_too_large_for_the_bench() {
+    let spread = |row: &mut Vec<f32>| {
+        let largest = row.iter().fold(0f32, |largest, v| largest.max(v.abs()));
+        for (index, value) in row.iter_mut().enumerate() {
+            *value += largest * if index % 2 == 0 { 4.5e-3 } else { -4.5e-3 };
+        }
+    };
+    let (mut verdict, outcome, shown) = bench_of(spread, Behaviour::takes(50.0));
+    assert_eq!(outcome, Ok(()));
+    let accuracy = shown.accuracy.expect("it was measured");
+    assert!(accuracy.rel_worst > Accuracy::REL_MAX, "{accuracy:?}");
+    assert!(verdict.correct && !judge(&mut verdict, Some(accuracy)) && !verdict.correct);
+    let reason = verdict.rejected_reason.expect("it is said");
+    assert!(reason.contains("accuracy") && reason.contains("5e-3"), "{reason}");
+    assert!(accuracy_line(&accuracy).contains("OUT OF BOUNDS"));
+}
+
+#[test]
+fn a_device_that_is_wrong_is_not_timed() {
+    let wrong = Behaviour { wrong: true, ..Behaviour::takes(50.0) };
+    let (verdict, outcome, _) = bench_of(|_| (), wrong);
+    assert!(matches!(outcome, Err(Dropped::Disagreed { by: "device", .. })), "{outcome:?}");
+    assert!(!verdict.correct && verdict.latency_us.is_none());
+    let wrong = Behaviour { wrong_when_timed: true, ..Behaviour::takes(50.0) };
+    let (verdict, outcome, _) = bench_of(|_| (), wrong);
+    assert!(matches!(outcome, Err(Dropped::Disagreed { by: "timed", .. })), "{outcome:?}");
+    assert!(verdict.latency_us.is_none());
+}
+
+#[test]
+fn a_peer_stands_beside_a_measurement_with_its_ratio() {
+    let peer = |us_per_token, absent: Option<&str>| Peer {
+        name: "torch-graph",
+        version: Some("2.11".into()),
+        us_per_token,
+        interval: us_per_token.map(|us| [us - 1.0, us + 1.0]),
+        conditions: vec!["5 blocks".into()],
+        absent: absent.map(str::to_owned),
+    };
+    let line = peer_line(&peer(Some(150.0), None), Some(100.0));
+    assert_eq!(line, "150.0 us a token (149.0 to 151.0), 1.50 x amk; 2.11; 5 blocks");
+    assert!(!peer_line(&peer(Some(150.0), None), None).contains("x amk"));
+    assert_eq!(peer_line(&peer(None, Some("no torch")), Some(100.0)), "absent: no torch");
+}

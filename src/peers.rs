@@ -259,9 +259,9 @@ fn run(
 ) -> Result<String, String> {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let start = Instant::now();
-    let mut child = command.spawn().map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => missing.to_owned(),
-        _ => format!("it cannot be started: {error}"),
+    let mut child = command.spawn().map_err(|error| {
+        let gone = error.kind() == std::io::ErrorKind::NotFound;
+        if gone { missing.to_owned() } else { format!("it cannot be started: {error}") }
     })?;
     let stdin = child.stdin.take();
     let input = input.to_owned();

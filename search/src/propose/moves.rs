@@ -14,8 +14,14 @@ impl Move {
 }
 
 /// Bytes on their way to a worker that a sweep tries, with those of the near cap.
-const CAPS: [(u32, u32); 4] =
-    [(32 << 10, 32 << 10), (48 << 10, 32 << 10), (64 << 10, 32 << 10), (96 << 10, 64 << 10)];
+const CAPS: [(u32, u32); 6] = [
+    (32 << 10, 32 << 10),
+    (48 << 10, 32 << 10),
+    (64 << 10, 32 << 10),
+    (96 << 10, 32 << 10),
+    (128 << 10, 32 << 10),
+    (96 << 10, 64 << 10),
+];
 
 /// What a knob interacts with first: those of the same part of the schedule.
 pub(super) fn group(knob: Knob) -> &'static str {
@@ -39,10 +45,9 @@ fn family(knob: Knob) -> Option<&'static str> {
 }
 
 /// Every move, in the order of the sweep: program knobs first, because their trials need no compiler, which can prepare the kernels
-/// of the others meanwhile.
+/// of the others meanwhile; the ring last, because what it should be depends on how fast its bytes are consumed.
 pub(super) fn all(space: &[(Knob, Vec<Value>)], incumbent: &ScheduleConfig) -> Vec<Move> {
     let mut moves = families(space);
-    moves.extend(ring(space));
     let is_ring = |knob: Knob| knob.path().starts_with("pipeline.");
     let alone = |(knob, _): &&(Knob, Vec<Value>)| family(*knob).is_none() && !is_ring(*knob);
     let mut alone: Vec<_> = space.iter().filter(alone).collect();
@@ -57,6 +62,7 @@ pub(super) fn all(space: &[(Knob, Vec<Value>)], incumbent: &ScheduleConfig) -> V
         });
         moves.extend(shown.map(|(_, &value)| Move::one(vec![(*knob, value)])));
     }
+    moves.extend(ring(space));
     moves
 }
 

@@ -73,6 +73,11 @@ pub(crate) enum Command {
         amk bench --model DIR --peers all --gguf model.gguf\n  amk bench --model smollm2-135m --device cpu"
     )]
     Bench(BenchArgs),
+    /// Times schedules on the GPU and says where the time of a step goes, by op: waiting, input, products, output.
+    #[command(
+        after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json"
+    )]
+    Trace(TraceArgs),
     /// Lowers a schedule to a program; prints its ids, or saves it.
     #[command(
         after_help = "Examples:\n  amk lower --model toy --json\n  amk lower --model toy -o toy.amk      (text)\n  \
@@ -279,6 +284,22 @@ pub(crate) enum PeerChoice {
     /// llama.cpp's llama-bench, with --gguf.
     #[value(name = "llama.cpp")]
     LlamaCpp,
+}
+
+/// Arguments of `trace`.
+#[derive(Debug, Args)]
+pub(crate) struct TraceArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// Schedules (JSON files) to time and to take apart, one after the other. Default: the shipped one.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Vec<PathBuf>,
+    /// Write every record of one step of the last schedule: a table with a line a task, times in nanoseconds.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) records: Option<PathBuf>,
+    /// Tokens before the measured ones.
+    #[arg(long, default_value_t = 128, value_name = "TOKENS")]
+    pub(crate) context: u32,
 }
 
 /// Arguments of `lower`.

@@ -177,7 +177,7 @@ fn a_verdict_has_exactly_the_fields_of_the_contract() {
 #[test]
 fn bad_configs_list_every_violation_and_are_exit_1() {
     let ran = evaluate(
-        br#"{"pipelin": {"stages": 4}, "kernel": {"warps": 7, "consumer": "banana", "unroll": "two"}}"#,
+        br#"{"pipelin": {"stages": 4}, "kernel": {"poll_sleep_ns": 7, "evict": "banana"}, "tiling": {"qkv": {"rows": "two"}}}"#,
     );
     assert_eq!(ran.code, 1, "{}", ran.stderr);
     let verdict = ran.json();
@@ -196,7 +196,7 @@ fn bad_configs_list_every_violation_and_are_exit_1() {
             assert!(violation.get(field).is_some(), "{field}: {violation}");
         }
     }
-    assert!(verdict["rejected_reason"].as_str().unwrap().contains("warps"));
+    assert!(verdict["rejected_reason"].as_str().unwrap().contains("poll_sleep_ns"));
 }
 
 #[test]

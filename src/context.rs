@@ -86,7 +86,7 @@ impl Context {
 
     /// The kernel build of a kernel config: a hash of source, options and architecture.
     pub(crate) fn kernel_id(&self, kernel: &KernelConfig) -> String {
-        let variant = vm_host::variant(kernel, self.graph().dtype);
+        let variant = vm_host::variant(kernel, self.graph());
         vm_host::kernel_id(&variant, &self.target.arch)
     }
 

@@ -115,7 +115,7 @@ pub(crate) struct Gpu<'a> {
 
 impl Gpu<'_> {
     fn variant(&self, kernel: &KernelConfig) -> Variant {
-        vm_host::variant(kernel, self.context.graph().dtype)
+        vm_host::variant(kernel, self.context.graph())
     }
 
     /// The session that holds tokens which a program was fed, from position zero on.

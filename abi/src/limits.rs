@@ -35,18 +35,29 @@ limits! {
     COUNTERS_MAX: u32 = 1 << 16;
     /// Workers of a program: more than the multiprocessors of any GPU.
     WORKERS_MAX: u32 = 256;
+    /// Bytes of an element of the device's key/value cache: f16.
+    KV_ELEMENT_BYTES: u64 = 2;
     /// Stages of the weight ring of a worker.
     STAGES_MAX: u32 = 32;
     /// Splits of the keys of one head group over workers.
     SPLITS_MAX: u32 = 32;
     /// Elements of one head.
     HEAD_DIM_MAX: u32 = 256;
+    /// Elements of one head on the device, whose attention works on blocks of this many or more.
+    HEAD_DIM_MIN: u32 = 16;
     /// Query heads per key/value head.
     GROUP_MAX: u32 = 16;
     /// Tokens of a session's key/value cache.
     KV_CAPACITY_MAX: u32 = 1 << 18;
-    /// Writes of one tagged slot within a step; a tag is `epoch * GENERATIONS_MAX + generation`.
-    GENERATIONS_MAX: u32 = 256;
+    /// Writes of one tagged slot within a step; a tag is `epoch * GENERATIONS_MAX + generation`, of which a word keeps the lowest
+    /// `TAG_BITS`. Every word is written in every step, so a stale one is at most a step old and the bits suffice.
+    GENERATIONS_MAX: u32 = 4;
+    /// Lowest bits of a tagged f32 that hold its tag; the value keeps the others, rounded.
+    TAG_BITS: u32 = 4;
+    /// Words in front of the outputs of a head in the attention partials: greatest score, sum of exponentials, two of padding.
+    PARTIAL_HEADER: u32 = 4;
+    /// Units of a stage of the weight ring, at most.
+    STAGE_UNITS_MAX: u32 = 64;
     /// Entries of each host ring, a power of two.
     RING_ENTRIES: u32 = 64;
     /// Stop tokens of a submission.
@@ -57,6 +68,10 @@ limits! {
     NONE: u32 = u32::MAX;
 }
 
+const _: () = assert!(
+    1 << TAG_BITS >= 4 * GENERATIONS_MAX,
+    "a tag differs from those of the step before and after"
+);
 const _: () = assert!(RING_ENTRIES.is_power_of_two());
 const _: () = assert!(UNIT_BYTES == UNIT_ROWS * UNIT_ROW_BYTES);
 const _: () = assert!(TASK_BYTES == 64 + PARAM_BYTES);

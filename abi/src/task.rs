@@ -13,9 +13,13 @@ wire_struct! {
         /// Layer, for reports only.
         pub layer: u16,
         /// Waits in use.
-        pub wait_len: u16,
+        pub wait_len: u8,
         /// Zero.
-        pub reserved: u16,
+        pub reserved: u8,
+        /// For a matvec: units of a stage. A tile that is longer lies in several, each full but its last.
+        pub stage_units: u8,
+        /// For a matvec: tiles of a stage, 1 where a tile lies in several.
+        pub stage_tiles: u8,
         /// Counter that gains one when the task's stores are visible, or none.
         pub signal: u32,
         /// Slots read; meaning by op.
@@ -43,8 +47,10 @@ wire_struct! {
         pub address: u64,
         /// Units.
         pub units: u32,
-        /// Zero.
-        pub reserved: u32,
+        /// Units of a stage.
+        pub stage_units: u16,
+        /// Units after which a new stage begins even if the last is not full: those of a tile that lies in several stages.
+        pub period: u16,
     }
 }
 
@@ -142,8 +148,8 @@ wire_struct! {
         pub vocab: u32,
         /// Steps run since it was loaded; the poller keeps it, so that a program can be left and come back to.
         pub epoch: u32,
-        /// Zero.
-        pub reserved: u32,
+        /// Tasks of all workers; the records of the loaders come behind theirs.
+        pub task_len: u32,
     }
 }
 
@@ -245,19 +251,31 @@ wire_struct! {
 }
 
 wire_struct! {
-    /// One task's times, written only by the traced kernel variant.
-    amk_record align(16) size(32)
+    /// One task's times in one step, written only by the traced kernel variant: at the index of the task. Behind the tasks come the
+    /// loaders, one record a worker with `task` all ones: `ready` is what it waited for a free stage, `staged` for the cap on bytes
+    /// in flight, `multiplied` for its next descriptor, `end` the whole step, all in cycles.
+    amk_record align(16) size(48)
     pub struct TaskRecord {
-        /// Nanoseconds when the worker took the task up.
-        pub issued: u64,
-        /// Nanoseconds when its waits were over.
-        pub ready: u64,
-        /// Nanoseconds when its stores were done.
-        pub end: u64,
+        /// Nanoseconds, the device's clock, when the worker took the task up.
+        pub begin: u64,
+        /// Cycles of the multiprocessor from `begin` until its waits were over.
+        pub ready: u32,
+        /// Cycles from `begin` until its input was on the multiprocessor.
+        pub staged: u32,
+        /// Cycles from `begin` until its products were done.
+        pub multiplied: u32,
+        /// Cycles from `begin` until its stores were done and signalled.
+        pub end: u32,
+        /// Cycles that the first consumer warp waited for weights.
+        pub starved: u32,
         /// Worker.
         pub worker: u32,
         /// Index of the task.
         pub task: u32,
+        /// The op.
+        pub opcode: u32,
+        /// Zero.
+        pub reserved: [u32; 2],
     }
 }
 

@@ -22,8 +22,7 @@ macro_rules! for_each_rule {
             Schedule SRing "S-RING" "the weight ring fits in shared memory beside the activation buffer";
             Schedule SInFlight "S-IN-FLIGHT" "bytes in flight are whole stages, at least one and at most the ring";
             Schedule SNear "S-NEAR" "bytes in flight near a handoff are at most those elsewhere";
-            Schedule SConsumer "S-CONSUMER" "the consumer exists for the element type of the weights and for the architecture";
-            Schedule SThreads "S-THREADS" "the threads of a worker are within the target's limits";
+            Schedule SThreads "S-THREADS" "the threads of a worker are within the target's limits, and its architecture has what the kernel uses";
             Schedule SSplit "S-SPLIT" "every split of the keys has work at some position";
             Program PLimit "P-LIMIT" "sizes, dimensions and the weight ring stay within the ABI's limits";
             Program POpcode "P-OPCODE" "enumerations hold values of their table and reserved words are zero";

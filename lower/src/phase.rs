@@ -88,7 +88,7 @@ impl Planner<'_> {
             Op::OProj => Some(sync.o_proj),
             Op::GateUp => Some(sync.gate_up),
             Op::Down => Some(sync.down),
-            Op::LmHead => Some(sync.lm_head),
+            Op::LmHead => Some(Handoff::Counter), // a candidate holds a row, which leaves no room for a tag
             Op::Sample => None,
         };
         Phase { op, layer, matrix: None, items: 0, block: 1, item_bytes: 0, handoff, joins: true }

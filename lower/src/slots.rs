@@ -146,7 +146,9 @@ fn output_words(graph: &Graph, phase: &Phase, shares: &Shares, splits: u32) -> u
         Op::Embed | Op::OProj | Op::Down => graph.hidden.into(),
         Op::Qkv => u64::from(graph.q_width()) + 2 * u64::from(graph.kv_width()),
         Op::Attention => {
-            u64::from(splits) * u64::from(graph.heads) * (u64::from(graph.head_dim) + 2)
+            u64::from(splits)
+                * u64::from(graph.heads)
+                * u64::from(graph.head_dim + abi::PARTIAL_HEADER)
         }
         Op::Merge => graph.q_width().into(),
         Op::GateUp => graph.ffn.into(),

@@ -12,6 +12,15 @@ use ir::{CounterId, Graph, MatrixId, SlotId, Weights};
 use crate::packed::{Packed, vector};
 use crate::trap::{Fault, MachineError};
 
+/// The bits of an f32 rounded so that its lowest `TAG_BITS` are free: to nearest, ties away from zero. What is not a number stays so.
+fn make_room(bits: u32) -> u32 {
+    let tag = (1_u32 << abi::TAG_BITS) - 1;
+    if f32::from_bits(bits).is_nan() {
+        return f32::NAN.to_bits() & !tag;
+    }
+    bits.wrapping_add(tag.div_ceil(2)) & !tag
+}
+
 /// A signalling NaN that no arithmetic produces.
 const POISON: u32 = 0x7fa5_a5a5;
 
@@ -45,7 +54,7 @@ pub(crate) struct Span {
 enum Place {
     /// First word in the arena, one word an element.
     Plain(usize),
-    /// First word in the arena, value and tag alternating.
+    /// First word in the arena, one word an element; its tag stands in a table of its own.
     Tagged(usize),
     Constant(Vec<f32>),
     /// One row of a packed matrix.
@@ -72,6 +81,8 @@ pub(crate) struct Memory<'a> {
     program: &'a Program,
     places: Vec<Place>,
     arena: Vec<u32>,
+    /// The whole tag of each word of the arena, of which the device keeps the lowest bits in the word.
+    tags: Vec<u32>,
     logits: Vec<u32>,
     counters: Vec<u64>,
     caches: Vec<Cache>,
@@ -96,6 +107,7 @@ impl<'a> Memory<'a> {
             program,
             places,
             arena: Vec::new(),
+            tags: Vec::new(),
             logits: Vec::new(),
             counters: Vec::new(),
             caches: (0..program.dims.layers).map(|_| Cache::default()).collect(),
@@ -107,6 +119,7 @@ impl<'a> Memory<'a> {
     /// As after loading: no step has run.
     pub(crate) fn reset(&mut self) {
         self.arena = vec![0; self.program.arena_bytes as usize / 4];
+        self.tags = vec![0; self.arena.len()];
         self.logits = vec![POISON; self.program.dims.vocab as usize];
         self.counters = vec![0; self.program.counters as usize];
         self.truncate(0);
@@ -165,7 +178,7 @@ impl<'a> Memory<'a> {
         let (_, place) = self.slot(span)?;
         let Place::Tagged(first) = *place else { return Ok(None) };
         let need = step.tag(span.access.generation);
-        let tag = |word: u32| self.arena[first + 2 * (span.start + word) as usize + 1];
+        let tag = |word: u32| self.tags[first + (span.start + word) as usize];
         let missing = (from..span.len).find(|&word| tag(word) != need);
         Ok(missing.map(|word| (word, tag(word))))
     }
@@ -188,17 +201,18 @@ impl<'a> Memory<'a> {
                 Ok(words.iter().map(|&word| f32::from_bits(word)).collect())
             }
             Place::Tagged(first) => {
-                let words = self.arena[first + 2 * start..][..2 * len].as_chunks::<2>().0;
+                let tags = &self.tags[first + start..][..len];
                 let need = step.tag(span.access.generation);
-                if let Some(word) = words.iter().position(|word| word[1] != need) {
+                if let Some(word) = tags.iter().position(|&tag| tag != need) {
                     return Err(Fault::Tag {
                         slot: id,
                         word: span.start + word as u32,
-                        have: words[word][1],
+                        have: tags[word],
                         need,
                     });
                 }
-                Ok(words.iter().map(|word| f32::from_bits(word[0])).collect())
+                let words = &self.arena[first + start..][..len];
+                Ok(words.iter().map(|&word| f32::from_bits(word)).collect())
             }
             Place::Constant(values) => Ok(values[start..][..len].to_vec()),
             Place::Embedding { matrix, .. } => {
@@ -226,9 +240,9 @@ impl<'a> Memory<'a> {
             }
             Place::Tagged(first) => {
                 let tag = step.tag(access.generation);
-                let stored = self.arena[first + 2 * start..].as_chunks_mut::<2>().0;
-                for (stored, &word) in stored.iter_mut().zip(words) {
-                    *stored = [word, tag];
+                self.tags[first + start..][..words.len()].fill(tag);
+                for (stored, &word) in self.arena[first + start..].iter_mut().zip(words) {
+                    *stored = make_room(word);
                 }
             }
             Place::Logits => self.logits[start..][..words.len()].copy_from_slice(words),
@@ -318,12 +332,8 @@ impl<'a> Memory<'a> {
     pub(crate) fn contents(&self, slot: SlotId) -> Option<Vec<f32>> {
         let words = self.words(slot) as usize;
         match *self.places.get(slot.index())? {
-            Place::Plain(first) => {
+            Place::Plain(first) | Place::Tagged(first) => {
                 Some(self.arena[first..][..words].iter().map(|&w| f32::from_bits(w)).collect())
-            }
-            Place::Tagged(first) => {
-                let words = self.arena[first..][..2 * words].as_chunks::<2>().0;
-                Some(words.iter().map(|word| f32::from_bits(word[0])).collect())
             }
             Place::Constant(_) | Place::Embedding { .. } | Place::KvCache(_) | Place::Logits => {
                 None

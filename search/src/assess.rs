@@ -215,7 +215,7 @@ pub fn floors(gate: &Gate<'_>, device: &dyn Device, candidate: &Candidate, at: u
     let info = device.describe();
     let bandwidth = info.bandwidth.unwrap_or(gate.target().bandwidth as f64);
     let program = &candidate.program;
-    let kv_bytes = program.kv_bytes(at, candidate.config.kernel.kv_cache.bytes());
+    let kv_bytes = program.kv_bytes(at);
     let bytes = (program.stream_bytes() + kv_bytes) as f64;
     let beyond_cache = (bytes - info.cache_bytes as f64).max(0.0);
     Floors { bound_us: bytes / bandwidth * 1e6, artefact_us: beyond_cache / bandwidth * 1e6 }

@@ -534,7 +534,7 @@ impl Interpreter<'_> {
         inputs: &Expected,
     ) -> Result<Agreement<Reference>, Dropped> {
         let positions = inputs.reference_positions;
-        let mut machine = Machine::sharing(&candidate.program, self.graph, &self.products)
+        let mut machine = Machine::sharing(&candidate.program, self.graph, self.products)
             .map_err(Dropped::Unrunnable)?;
         let run =
             machine.run(&inputs.tokens[..positions], Order::Waves).map_err(Dropped::Unrunnable)?;

@@ -701,7 +701,7 @@ fn attend_alike(one: &Candidate, other: &Candidate) -> bool {
         let config = &candidate.config;
         let attention = config.tiling.attention;
         let handoffs = (config.sync.attention, config.sync.merge);
-        (attention, config.fusion_grouping.merge, handoffs, config.kernel.kv_cache)
+        (attention, config.fusion_grouping.merge, handoffs)
     };
     shape(one) == shape(other)
 }

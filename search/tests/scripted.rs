@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ir::Target;
 use ir::program::Program;
-use ir::schedule::{Consumer, KernelConfig, Knob, Value};
+use ir::schedule::{Evict, KernelConfig, Knob, Value};
 use model::Model;
 use search::scripted::{Behaviour, ScriptedDevice};
 use search::{
@@ -48,8 +48,8 @@ impl Bench {
             Knob::SyncQkv,
             Knob::SyncDown,
             Knob::PipelineStages,
-            Knob::KernelWarps,
-            Knob::KernelConsumer,
+            Knob::KernelPollSleepNs,
+            Knob::KernelEvict,
         ];
         let (graph, target) = (&self.model.graph, &self.target);
         let values = |knob| (knob, ir::schedule::legal_values(knob, graph, target));
@@ -92,16 +92,16 @@ fn outcomes(trials: &[Trial]) -> Vec<Outcome> {
     trials.iter().map(|trial| trial.outcome).collect()
 }
 
-/// Tensor cores are a third faster; everything else is noise.
-fn mma_wins(_: &Program, kernel: &KernelConfig) -> Behaviour {
-    let us = if kernel.consumer == Consumer::Mma { 66.0 } else { 100.0 };
+/// Weights that leave the cache first are a third faster; everything else is noise.
+fn evict_wins(_: &Program, kernel: &KernelConfig) -> Behaviour {
+    let us = if kernel.evict == Evict::First { 66.0 } else { 100.0 };
     Behaviour::takes(us).with_noise(0.01)
 }
 
 #[test]
 fn the_better_schedule_is_kept_and_confirmed() {
     let bench = Bench::new();
-    let mut device = bench.device(1, mma_wins);
+    let mut device = bench.device(1, evict_wins);
     let mut search = Search::new(bench.gate(), Some(&mut device), bench.settings(16));
     let (stopped_by, trials) = all(&mut search);
     assert_eq!(stopped_by, StoppedBy::Trials);
@@ -110,7 +110,7 @@ fn the_better_schedule_is_kept_and_confirmed() {
     assert!(trials[0].noise_floor.is_some_and(|noise| noise < 0.02));
     let kept: Vec<&Trial> = trials.iter().filter(|t| t.outcome == Outcome::Kept).collect();
     assert_eq!(kept.len(), 1, "{:?}", outcomes(&trials));
-    assert_eq!(kept[0].config.kernel.consumer, Consumer::Mma);
+    assert_eq!(kept[0].config.kernel.evict, Evict::First);
     assert_eq!(kept[0].verdict.latency_kind, Some(LatencyKind::MeasuredGpu));
     assert!(kept[0].gain.is_some_and(|gain| gain.low > 0.3 && gain.high < 0.4));
     assert_eq!(kept[0].samples_us.len(), 4, "a third faster is clear after four rounds");
@@ -261,8 +261,9 @@ fn a_resumed_search_makes_the_same_trials() {
     let bench = Bench::new();
     for device_there in [false, true] {
         let settings = || Settings { min_gain: 0.001, ..bench.settings(14) };
-        let script =
-            |_: &Program, kernel: &KernelConfig| Behaviour::takes(100.0 - f64::from(kernel.warps));
+        let script = |_: &Program, kernel: &KernelConfig| {
+            Behaviour::takes(100.0 - f64::from(kernel.poll_sleep_ns) / 10.0)
+        };
         let mut device = bench.device(7, script);
         let whole = {
             let device = device_there.then_some(&mut device as &mut dyn Device);
@@ -308,7 +309,7 @@ fn foreign_rows_are_refused() {
 #[test]
 fn no_program_and_kernel_is_evaluated_twice() {
     let bench = Bench::new();
-    let mut device = bench.device(8, mma_wins);
+    let mut device = bench.device(8, evict_wins);
     let trials = bench.search(&mut device, bench.settings(40));
     let keys: std::collections::BTreeSet<_> = trials
         .iter()
@@ -321,7 +322,7 @@ fn no_program_and_kernel_is_evaluated_twice() {
 #[test]
 fn a_space_without_anything_new_ends_the_search() {
     let bench = Bench::new();
-    let space = vec![(Knob::KernelWarps, vec![Value::Number(4), Value::Number(8)])];
+    let space = vec![(Knob::KernelPollSleepNs, vec![Value::Number(0), Value::Number(20)])];
     let mut search = Search::new(bench.gate(), None, Settings { space, ..bench.settings(64) });
     let (stopped_by, trials) = all(&mut search);
     assert_eq!(stopped_by, StoppedBy::Exhausted);
@@ -413,7 +414,7 @@ fn nothing_is_kept_that_did_not_agree_everywhere_twice() {
             assert_eq!(trial.verdict.latency_us, None);
         }
     }
-    let mut device = bench.device(1, mma_wins);
+    let mut device = bench.device(1, evict_wins);
     let trials = bench.search(&mut device, bench.settings(16));
     for trial in trials.iter().filter(|trial| trial.outcome.leads()) {
         let device = trial.verdict.gates.iter().find(|gate| gate.gate == "device").unwrap();
@@ -481,7 +482,7 @@ fn the_clock_says_what_trials_spend_and_decides_nothing() {
     static TICKS: AtomicU64 = AtomicU64::new(0);
     let bench = Bench::new();
     let run = |clock: Option<search::Clock>| {
-        let mut device = bench.device(1, mma_wins);
+        let mut device = bench.device(1, evict_wins);
         let search = Search::new(bench.gate(), Some(&mut device), bench.settings(6));
         let mut search = match clock {
             Some(clock) => search.with_clock(clock),

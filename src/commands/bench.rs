@@ -191,7 +191,7 @@ fn measure(
             .map_err(disagreed("timed"))?;
     }
     let middle = u32::midpoint(passage.context as u32, passage.tokens.len() as u32);
-    let keys = candidate.program.kv_bytes(middle, kernel.kv_cache.bytes());
+    let keys = candidate.program.kv_bytes(middle);
     shown.bytes = Some(candidate.program.stream_bytes() + keys);
     let floors = assess::floors(gate, device, candidate, middle);
     let _ = assess::set_measured(verdict, &agreement, &samples, floors, seed)?;

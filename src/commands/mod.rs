@@ -8,6 +8,7 @@ mod generate;
 mod program;
 mod propose;
 mod search_loop;
+mod trace;
 
 use clap::CommandFactory;
 
@@ -24,6 +25,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Loop(args) => search_loop::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Trace(args) => trace::run(&args),
         Command::Lower(args) => program::lower(&args),
         Command::Verify(args) => program::verify(&args),
         Command::Disasm(args) => program::disasm(&args),

@@ -129,6 +129,9 @@ mod tests {
         });
         builds.ask(0..6);
         builds.ask(0..6);
+        while count.load(Ordering::SeqCst) == 0 {
+            std::thread::yield_now(); // until a thread has taken one
+        }
         for variant in 0..6 {
             builds.settle(&variant);
             assert!(!builds.shared.lock().running.contains(&variant));

@@ -131,8 +131,9 @@ impl Builder<'_> {
         )
     }
 
+    /// Candidates hold rows, which leave no room for a tag.
     fn is_tagged(&self, phase: Phase) -> bool {
-        self.plan.tagged >> phase as u32 & 1 == 1
+        phase != Phase::LmHead && self.plan.tagged >> phase as u32 & 1 == 1
     }
 
     /// The slot that a phase writes. In a linear allocation layers `n` and `n + 2` share bytes.
@@ -141,7 +142,9 @@ impl Builder<'_> {
         let mut access =
             self.slot(&format!("layers.{layer}.{name}"), kind, words, SlotSource::Scratch);
         let bytes = self.program.slots[access.slot.index()].arena_bytes().next_multiple_of(128);
-        let key = format!("{name}.{}", layer % 2);
+        // A tagged slot has so many generations; then another buffer begins.
+        let generations = 2 * abi::GENERATIONS_MAX;
+        let key = format!("{name}.{}.{}", layer % 2, layer / generations);
         let shared = self
             .buffers
             .iter()
@@ -152,7 +155,7 @@ impl Builder<'_> {
             self.program.arena_bytes += bytes;
             self.buffers.push((key, offset));
         } else if kind == SlotKind::Tagged {
-            access.generation = (layer / 2) as u16;
+            access.generation = (layer % generations / 2) as u16;
         }
         self.program.slots[access.slot.index()].offset = offset;
         access
@@ -340,7 +343,7 @@ impl Builder<'_> {
             Phase::Attention,
             layer,
             "partials",
-            plan.splits * graph.heads * (graph.head_dim + 2),
+            plan.splits * graph.heads * (graph.head_dim + abi::PARTIAL_HEADER),
         );
         let mut tasks = Vec::new();
         for (kv_head, split) in

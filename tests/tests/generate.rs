@@ -68,6 +68,13 @@ fn run(
     }
 }
 
+/// Whether these are the same logits up to the rounding of words that got or lost a tag.
+fn rounded(before: &[u32], after: &[u32]) -> bool {
+    let float = |bits: &u32| f64::from(f32::from_bits(*bits));
+    let most = before.iter().map(float).fold(0.0, |most: f64, x| most.max(x.abs()));
+    before.iter().zip(after).all(|(a, b)| (float(a) - float(b)).abs() <= 1e-4 * most)
+}
+
 /// The bits that all orders agree on.
 fn agreed(
     program: &Verified<Program>,
@@ -138,6 +145,7 @@ fn edited_programs_are_rejected_or_do_not_depend_on_the_order() {
             .unwrap_or_else(|problem| panic!("seed {seed}: {problem}"));
         match agreed(&edited, &graph, &weights) {
             Ok(after) if after == before => tally.same += 1,
+            Ok(after) if edit == Edit::FlipKind && rounded(&before, &after) => tally.same += 1,
             Ok(_) if !edit.keeps_meaning() => tally.changed += 1,
             Ok(_) => failures.push(format!(
                 "seed {seed}, {}: accepted, and computes something else",

@@ -1,16 +1,17 @@
 // The one switch over opcodes.
 #pragma once
 
-// Runs the staged task. The caller has waited for its counters; `unit` is the place in the step's weight stream.
-__device__ __forceinline__ void dispatch(Worker const& w, StagedTask const& st, Cursor& c, uint32_t& unit) {
+// Runs the staged task. The caller has waited for its counters.
+__device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, Cursor& c) {
   switch (st.task.opcode) {
   case AMK_OP_NOP:
+    task_barrier(w);
     break;
   case AMK_OP_EMBED:
     op_embed(w, st);
     break;
   case AMK_OP_MATVEC:
-    op_matvec(w, st, c, unit);
+    op_matvec(w, st, c);
     break;
   case AMK_OP_ATTENTION:
     op_attention(w, st);
@@ -25,5 +26,6 @@ __device__ __forceinline__ void dispatch(Worker const& w, StagedTask const& st, 
     if (threadIdx.x == 0) {
       trap(w.shared, AMK_TRAP_BAD_OPCODE, st.task.opcode, st.task.opcode, 0, 0);
     }
+    task_barrier(w);
   }
 }

@@ -2,125 +2,109 @@
 //
 //   host ring -> poller -> step state -> every worker: its task queue, fed by its own weight stream -> sample -> next step
 
-// Fetches the next task and its slots while the current one runs: both are trips to L2, and neither may be waited for.
-struct Fetch {
-  uint4 record; // 16 bytes of the task, lanes 0..8
-  uint4 slot;   // slot descriptor, lanes 0..6
-};
-
-__device__ __forceinline__ void fetch_task(Worker const& w, Fetch& f, uint32_t index) {
-  uint32_t const lane = threadIdx.x % 32;
-  if (lane < AMK_TASK_BYTES / 16) {
-    amk_task const* task = (amk_task const*)w.shared->program.tasks + w.shared->queue.task0 + index;
-    f.record = load_u32x4((char const*)task + lane * 16);
-  }
-}
-
-// Lane j < 6 picks slot index j out of the record and asks for its descriptor: words 3..9 of the task.
-__device__ __forceinline__ void fetch_slots(Worker const& w, Fetch& f) {
-  uint32_t const lane = threadIdx.x % 32, word = 3 + (lane < 6 ? lane : 0);
-  uint32_t const x = __shfl_sync(~0u, f.record.x, word / 4), y = __shfl_sync(~0u, f.record.y, word / 4);
-  uint32_t const z = __shfl_sync(~0u, f.record.z, word / 4), v = __shfl_sync(~0u, f.record.w, word / 4);
-  uint32_t const index = word % 4 == 0 ? x : word % 4 == 1 ? y : word % 4 == 2 ? z : v;
-  f.slot = make_uint4(0, 0, 0, 0);
-  if (lane < AMK_READS_MAX + AMK_WRITES_MAX && index < w.shared->program.slot_len) {
-    amk_slot const* slot = (amk_slot const*)w.shared->program.slots + index;
-    uint4 const head = load_u32x4(slot);
-    uint4 const tail = load_u32x4((char const*)slot + 16);
-    f.slot = make_uint4(head.x, head.y, head.z, head.z == AMK_SLOT_EMBEDDING ? tail.x : head.w);
-  }
-}
-
-__device__ __forceinline__ void fetch_commit(Worker const& w, Fetch const& f, uint32_t index) {
-  uint32_t const lane = threadIdx.x % 32;
-  StagedTask& st = w.shared->staged[index & 1];
-  if (lane < AMK_TASK_BYTES / 16) {
-    ((uint4*)&st.task)[lane] = f.record;
-  }
-  if (lane < AMK_READS_MAX + AMK_WRITES_MAX) {
-    ((uint4*)st.slot)[lane] = f.slot;
-  }
-}
-
-// Warp 0, before an op reads tagged inputs: a sample of their words.
-__device__ __forceinline__ void presample(Worker const& w, StagedTask const& st) {
-  ResolvedSlot const& in = st.slot[0];
-  if (in.kind != AMK_SLOT_TAGGED) {
-    return;
-  }
-  uint32_t const generation = st.task.read_generation[0], position = w.shared->step.position;
-  if (st.task.opcode == AMK_OP_MATVEC) {
-    amk_matvec_params const& p = *(amk_matvec_params const*)st.task.params;
-    uint32_t len = p.k_len;
-    if (p.prologue == AMK_PROLOGUE_MERGE) {
-      len = active_splits(attended(position, p.window), p.kv_block, p.splits) * (p.k_len / p.head_dim) * (p.head_dim + 2);
-    }
-    tagged_presample(w, in, generation, 0, len);
-  } else if (st.task.opcode == AMK_OP_ATTENTION) {
-    amk_attention_params const& p = *(amk_attention_params const*)st.task.params;
-    if (p.split < active_splits(attended(position, p.window), p.kv_block, p.splits)) {
-      tagged_presample(w, in, generation, p.kv_head * p.group * p.head_dim, p.group * p.head_dim);
-    }
-  }
-}
-
-// One step of this worker: its tasks in order.
-__device__ __forceinline__ void run_step(Worker& w, Cursor& c) {
+// The fetcher: one warp, stages tasks with their slots a few ahead of the consumers, since each is two trips to L2. Endless, until
+// halted: the queue starts over with every step.
+__device__ __forceinline__ void fetcher_run(Worker const& w) {
   Shared* sh = w.shared;
-  uint32_t const warp = threadIdx.x / 32, tasks = sh->queue.tasks;
-  uint32_t unit = 0;
-  for (uint32_t i = 0; i < tasks; ++i) {
-    if (threadIdx.x == 0) {
-      sh->task = i;
+  uint32_t const lane = threadIdx.x % 32, word = 3 + (lane < AMK_READS_MAX + AMK_WRITES_MAX ? lane : 0), tasks = sh->queue.tasks;
+  amk_task const* queue = (amk_task const*)sh->program.tasks + sh->queue.task0;
+  uint32_t index = 0;
+  for (uint32_t k = 0; tasks > 0; ++k) {
+    // Once task n is announced as done, every warp has finished those before n - 1.
+    while (k - *(volatile uint32_t*)&sh->done > STAGED - 3 && k >= STAGED - 2) {
+      if (*(volatile uint32_t*)&sh->halt != 0 || is_dead(sh)) {
+        return;
+      }
+      __nanosleep(20);
     }
-    StagedTask const& st = sh->staged[i & 1];
-    Fetch next;
-    bool const fetching = warp == AMK_WARPS - 1;
-    uint32_t const following = i + 1 == tasks ? 0 : i + 1;
-    if (fetching) {
-      fetch_task(w, next, following);
-    }
-    if (threadIdx.x == 0) {
-      wait_counters(w, st.task);
-    }
-    if (warp == 0) {
-      __syncwarp();
-      presample(w, st);
-    }
-    consumers_sync();
-    if (fetching) {
-      fetch_slots(w, next);
-    }
-    dispatch(w, st, c, unit);
-    if (fetching) {
-      fetch_commit(w, next, i + 1);
-    }
-    if (threadIdx.x == 0) {
-      sh->leave = is_dead(sh);
-      *(volatile uint32_t*)&sh->progress = sh->progress + 1;
-    }
-    consumers_sync();
-    if (threadIdx.x == 0 && st.task.signal != AMK_NONE) {
-      counter_signal((uint32_t*)sh->program.counters + (size_t)st.task.signal * 8);
-    }
-    if (sh->leave != 0) {
+    if (*(volatile uint32_t*)&sh->halt != 0) {
       return;
     }
-  }
-  // An odd queue leaves the first task of the next step in the other buffer.
-  if ((tasks & 1) != 0) {
-    if (threadIdx.x < sizeof(StagedTask) / 16) {
-      ((uint4*)&sh->staged[0])[threadIdx.x] = ((uint4*)&sh->staged[1])[threadIdx.x];
+    uint4 record = make_uint4(0, 0, 0, 0);
+    if (lane < AMK_TASK_BYTES / 16) {
+      record = load_u32x4((char const*)(queue + index) + lane * 16);
     }
+    // Lane j < 6 picks slot index j out of the record, words 3..9 of the task, and asks for its descriptor.
+    uint32_t const x = __shfl_sync(~0u, record.x, word / 4), y = __shfl_sync(~0u, record.y, word / 4);
+    uint32_t const z = __shfl_sync(~0u, record.z, word / 4), v = __shfl_sync(~0u, record.w, word / 4);
+    uint32_t const slot = word % 4 == 0 ? x : word % 4 == 1 ? y : word % 4 == 2 ? z : v;
+    StagedTask& st = sh->staged[k % STAGED];
+    if (lane < AMK_READS_MAX + AMK_WRITES_MAX) {
+      uint4 resolved = make_uint4(0, 0, 0, 0);
+      if (slot < sh->program.slot_len) {
+        uint4 const head = load_u32x4((amk_slot const*)sh->program.slots + slot);
+        uint4 const tail = load_u32x4((char const*)((amk_slot const*)sh->program.slots + slot) + 16);
+        resolved = make_uint4(head.x, head.y, head.z, head.z == AMK_SLOT_EMBEDDING ? tail.x : head.w);
+      }
+      ((uint4*)st.slot)[lane] = resolved;
+    }
+    if (lane < AMK_TASK_BYTES / 16) {
+      ((uint4*)&st.task)[lane] = record;
+    }
+    block_fence();
+    __syncwarp();
+    if (lane == 0) {
+      *(volatile uint32_t*)&sh->fetched = k + 1;
+    }
+    index = index + 1 == tasks ? 0 : index + 1;
   }
-  cursor_end_step(w, c, sh->queue.units);
-  consumers_sync();
 }
 
-// Consumers: makes `program` current. The loader is halted and drained.
+// Until the fetcher has staged this warp's next task.
+__device__ __forceinline__ StagedTask const& staged_task(Worker const& w) {
+  while ((int32_t)(*(volatile uint32_t*)&w.shared->fetched - w.task) <= 0 && !is_dead(w.shared)) {
+  }
+  block_fence();
+  return w.shared->staged[w.task % STAGED];
+}
+
+// One step of this worker: its tasks in order. False when all are to leave.
+__device__ __forceinline__ bool run_step(Worker& w, Cursor& c) {
+  Shared* sh = w.shared;
+  uint32_t const tasks = sh->queue.tasks;
+  for (uint32_t i = 0; i < tasks; ++i) {
+    StagedTask const& st = staged_task(w);
+    tape_begin(w);
+    if (st.task.wait_len > 0) {
+      if (threadIdx.x == 0) {
+        wait_counters(w, st.task);
+      }
+      consumers_sync();
+    }
+    tape_ready(w);
+    dispatch(w, st, c);
+    if (st.task.signal != AMK_NONE) {
+      consumers_sync();
+      if (threadIdx.x == 0) {
+        counter_signal((uint32_t*)sh->program.counters + (size_t)st.task.signal * 8);
+      }
+    }
+    tape_end(w, st.task, i);
+    ++w.task;
+    if (threadIdx.x == 0) {
+      sh->task = i + 1;
+      *(volatile uint32_t*)&sh->done = w.task;
+    }
+    if (left(w)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Where the program puts the activation buffer and the ring.
+__device__ __forceinline__ void worker_ring(Worker& w) {
+  amk_program const& p = w.shared->program;
+  w.x = (char*)w.shared + p.x_offset;
+  w.ring = w.x + p.x_bytes;
+  w.stages = p.stages;
+  w.stage_bytes = p.stage_units * AMK_UNIT_BYTES;
+}
+
+// Consumers: makes `program` current. The loader is halted and drained, the fetcher halted.
 __device__ __forceinline__ void adopt_program(Worker& w, Cursor& c, uint64_t program) {
   Shared* sh = w.shared;
-  uint32_t const t = threadIdx.x, warp = t / 32;
+  uint32_t const t = threadIdx.x;
   if (t < sizeof(amk_program) / 16) {
     ((uint4*)&sh->program)[t] = load_u32x4((char const*)program + t * 16);
   }
@@ -139,18 +123,14 @@ __device__ __forceinline__ void adopt_program(Worker& w, Cursor& c, uint64_t pro
     barrier_init_fence();
     sh->halt = 0;
     sh->near = 0;
+    sh->fetched = 0;
+    sh->done = 0;
   }
   consumers_sync();
-  if (warp == AMK_WARPS - 1) {
-    Fetch first;
-    fetch_task(w, first, 0);
-    fetch_slots(w, first);
-    fetch_commit(w, first, 0);
-  }
-  w.ring = (char*)sh + sh->program.x_offset + sh->program.x_bytes;
-  w.x = (char*)sh + sh->program.x_offset;
-  c = Cursor{0, 0, 0, false, sh->program.stages, sh->program.stage_units};
-  worker_sync(); // the loader may start
+  worker_ring(w);
+  w.task = 0;
+  c = Cursor{0, 0};
+  worker_sync(); // loader and fetcher may start
 }
 
 // One thread: until the next action is announced. Idle time has no deadline; the host may be thinking.
@@ -178,33 +158,32 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
     if (threadIdx.x < sizeof(amk_step) / 16) {
       ((uint4*)&sh->step)[threadIdx.x] = load_u32x4((char const*)w.launch->step + threadIdx.x * 16);
     }
-    if (threadIdx.x == 0) {
-      sh->leave = is_dead(sh);
-    }
-    consumers_sync();
-    if (sh->leave == 0 && sh->step.action == 1) {
+    task_barrier(w);
+    bool leaving = left(w);
+    if (!leaving && sh->step.action == 1) {
       w.epoch = sh->step.epoch;
       if (threadIdx.x == 0) {
         sh->epoch = w.epoch;
         *(volatile uint32_t*)&sh->active = 1;
       }
-      run_step(w, c);
+      leaving = !run_step(w, c);
       if (threadIdx.x == 0) {
         *(volatile uint32_t*)&sh->active = 0;
       }
-      if (sh->leave == 0) {
+      if (!leaving) {
+        consumers_sync(); // the step's state is about to be overwritten
         continue;
       }
     }
     if (threadIdx.x == 0) {
       *(volatile uint32_t*)&sh->halt = 1;
     }
-    worker_sync(); // the loader has drained
-    if (sh->leave != 0 || sh->step.action != 2) {
+    worker_sync(); // the loader has drained, the fetcher has stopped
+    if (leaving || sh->step.action != 2) {
       if (threadIdx.x == 0) {
         *(volatile uint32_t*)&sh->halt = 2;
       }
-      worker_sync(); // the loader leaves
+      worker_sync(); // they leave
       if (threadIdx.x == 0) {
         *(volatile uint32_t*)&sh->gone = 1;
         claim(&done->left);
@@ -218,19 +197,21 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
   }
 }
 
-__device__ __forceinline__ void loader_life(Worker const& w) {
+// The loader's warp and the fetcher's.
+__device__ __forceinline__ void helper_life(Worker w, bool loader) {
   for (;;) {
     worker_sync(); // a program has been adopted, or it is time to leave
     if (*(volatile uint32_t*)&w.shared->halt == 2) {
       return;
     }
-    if (threadIdx.x % 32 == 0) {
-      Worker mine = w;
-      mine.ring = (char*)w.shared + w.shared->program.x_offset + w.shared->program.x_bytes;
-      loader_run(mine);
+    worker_ring(w);
+    if (!loader) {
+      fetcher_run(w);
+    } else if (threadIdx.x % 32 == 0) {
+      loader_run(w);
     }
     __syncwarp();
-    // Without a stream there is nothing to halt: wait for the consumers here.
+    // Who has nothing to do waits here for the consumers.
     worker_sync();
   }
 }
@@ -243,16 +224,16 @@ __device__ __forceinline__ void watchdog_run(Shared* sh) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) amk_megakernel(__grid_constant__ amk_launch const launch) {
+extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megakernel(__grid_constant__ amk_launch const launch) {
   extern __shared__ __align__(128) char memory[];
   Shared* sh = (Shared*)memory;
-  Worker w = {&launch, sh, nullptr, nullptr, 0};
+  Worker w = {&launch, sh};
   uint32_t const warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     sh->dead = 0;
     sh->halt = 0;
     sh->near = 0;
-    sh->leave = sh->gone = sh->active = sh->progress = sh->wait_code = 0;
+    sh->leave[0] = sh->leave[1] = sh->gone = sh->active = sh->progress = sh->wait_code = 0;
     sh->seen_progress = 0;
     sh->seen_ns = 0;
     sh->index = blockIdx.x;
@@ -267,10 +248,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) amk_megakernel(_
   }
   __syncthreads();
   if (warp < AMK_WARPS) {
+    consumer_registers();
     consumer_run(w);
-  } else if (warp == AMK_WARPS) {
-    loader_life(w);
-  } else if (threadIdx.x % 32 == 0) {
+    return;
+  }
+  helper_registers();
+  if (warp < AMK_WARPS + 2) {
+    helper_life(w, warp == AMK_WARPS);
+  } else if (threadIdx.x == CONSUMERS + 64) {
     if (blockIdx.x == 0) {
       poller_run(w);
     }
@@ -302,9 +287,9 @@ extern "C" __global__ void amk_pack(char* packed, char const* source, uint32_t r
   }
   uint32_t const piece = (uint32_t)(index % 4), unit = (uint32_t)(index / 4 % units), row = (uint32_t)(index / 4 / units);
   uint32_t const tile = tile0 + row / AMK_UNIT_ROWS * stride_tiles;
-  uint32_t const col0 = unit * UNIT_COLS + piece * LANE_COLS;
+  uint32_t const col0 = unit * UNIT_COLS + piece * (UNIT_COLS / 4);
   char* out = packed + ((uint64_t)tile * units + unit) * AMK_UNIT_BYTES + (row % AMK_UNIT_ROWS) * AMK_UNIT_ROW_BYTES + piece * 16;
-  for (uint32_t i = 0; i < LANE_COLS; ++i) {
+  for (uint32_t i = 0; i < UNIT_COLS / 4; ++i) {
     uint32_t const col = col0 + i;
 #if AMK_DTYPE == 0
     ((uint32_t*)out)[i] = col < cols ? ((uint32_t const*)source)[(uint64_t)row * cols + col] : 0u;
@@ -339,8 +324,8 @@ extern "C" __global__ void __launch_bounds__(32, 1) amk_bandwidth(char const* so
       }
     }
     if (k < share) {
-      stage_expect(&full[s], stage_bytes);
-      stage_copy(ring + (size_t)s * stage_bytes, (uint64_t)(mine + k * stage_bytes), stage_bytes, &full[s], policy);
+      stage_expect_at(shared_address(&full[s]), stage_bytes);
+      stage_copy_at(shared_address(ring + (size_t)s * stage_bytes), (uint64_t)(mine + k * stage_bytes), stage_bytes, shared_address(&full[s]), policy);
     }
   }
 }

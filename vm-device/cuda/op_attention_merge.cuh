@@ -13,96 +13,104 @@ __device__ __forceinline__ uint32_t split_start(uint32_t keys, uint32_t kv_block
   return start < keys ? start : keys;
 }
 
-// Word of the partials: m, l, then the outputs of a head.
-__device__ __forceinline__ uint32_t partial_word(uint32_t split, uint32_t heads_total, uint32_t head, uint32_t head_dim) {
-  return (split * heads_total + head) * (head_dim + 2);
-}
+// Word of the partials: greatest score, sum of exponentials, two of padding, then the outputs of a head.
+constexpr uint32_t PARTIAL_HEAD = AMK_PARTIAL_HEADER;
+constexpr uint32_t PARTIAL_WORDS = AMK_HEAD_DIM + PARTIAL_HEAD;
+__device__ __forceinline__ uint32_t partial_word(uint32_t split, uint32_t heads_total, uint32_t head) { return (split * heads_total + head) * PARTIAL_WORDS; }
 
-// What a merge of some heads works on.
-struct MergeShape {
-  uint32_t heads_total;
-  uint32_t head0;
-  uint32_t head_dim;
-  uint32_t splits;
-  uint32_t active;
+// Softmax over parts whose sums are known: greatest score, sum, weighted outputs.
+struct Merged {
+  float m, l;
+  float4 v;
 };
-__device__ __forceinline__ MergeShape merge_shape(Worker const& w, uint32_t heads_total, uint32_t head0, uint32_t head_dim, uint32_t splits, uint32_t kv_block,
-                                                  uint32_t window) {
-  return MergeShape{heads_total, head0, head_dim, splits, active_splits(attended(w.shared->step.position, window), kv_block, splits)};
+__device__ __forceinline__ Merged merged_empty() { return Merged{-__int_as_float(0x7f800000), 0.f, make_float4(0.f, 0.f, 0.f, 0.f)}; }
+
+// Adds a part of weight l (its sum of exponentials) whose outputs are normalised.
+__device__ __forceinline__ void merged_add(Merged& a, float m, float l, float4 v) {
+  float const top = fmaxf(a.m, m);
+  float const old = a.l > 0.f ? __expf(a.m - top) : 0.f, now = l > 0.f ? l * __expf(m - top) : 0.f;
+  a.m = top;
+  a.l = a.l * old + now;
+  a.v.x = a.v.x * old + now * v.x, a.v.y = a.v.y * old + now * v.y, a.v.z = a.v.z * old + now * v.z, a.v.w = a.v.w * old + now * v.w;
+}
+__device__ __forceinline__ float4 merged_value(Merged const& a) {
+  float const k = 1.f / a.l;
+  return make_float4(a.v.x * k, a.v.y * k, a.v.z * k, a.v.w * k);
 }
 
-// The weight of each split of each of `heads` heads, normalised, into `weights[head][split]`. Nothing to do for one active split.
-// One thread a split, neighbouring lanes for the splits of a head.
-__device__ __forceinline__ void merge_weights(Worker const& w, ResolvedSlot const& in, uint32_t generation, MergeShape const& m, uint32_t heads, float* weights) {
-  if (m.active == 1) {
-    return;
-  }
-  uint32_t const width = 1u << (32 - __clz(m.active - 1)); // lanes of a head, a power of two
-  uint32_t const total = (heads * width + 31) / 32 * 32;
-  for (uint32_t i = threadIdx.x; i < total; i += CONSUMERS) { // whole warps
-    uint32_t const h = i / width, s = i % width;
-    bool const mine = h < heads && s < m.active;
-    float2 ml = make_float2(-__int_as_float(0x7f800000), 0.f);
-    if (mine) {
-      ml = slot_read2(w, in, generation, partial_word(s, m.heads_total, m.head0 + h, m.head_dim));
+// One warp, all lanes: elements e..e+4 of the merged vector, or zeros for AMK_NONE.
+__device__ __forceinline__ float4 merge_wait(Worker const& w, Words const& s, uint32_t heads, uint32_t active, uint32_t e) {
+  constexpr uint32_t SPLITS = 4; // asked for at once
+  Merged a = merged_empty();
+#pragma unroll 1
+  for (uint32_t split = 0; split < active; split += SPLITS) {
+    uint32_t at[2 * SPLITS];
+    bool wanted[2 * SPLITS];
+    uint4 v[2 * SPLITS];
+#pragma unroll
+    for (uint32_t j = 0; j < SPLITS; ++j) {
+      uint32_t const word = partial_word(split + j, heads, e / AMK_HEAD_DIM);
+      at[2 * j] = word;
+      at[2 * j + 1] = word + PARTIAL_HEAD + e % AMK_HEAD_DIM;
+      wanted[2 * j] = wanted[2 * j + 1] = e != AMK_NONE && split + j < active;
     }
-    float top = ml.x;
-    for (uint32_t o = width / 2; o > 0; o >>= 1) {
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
-    }
-    float const weight = mine ? ml.y * expf(ml.x - top) : 0.f;
-    float sum = weight;
-    for (uint32_t o = width / 2; o > 0; o >>= 1) {
-      sum += __shfl_xor_sync(~0u, sum, o);
-    }
-    if (mine) {
-      weights[h * m.splits + s] = weight / sum;
+    quads_wait(w, s, at, wanted, v);
+#pragma unroll
+    for (uint32_t j = 0; j < SPLITS; ++j) {
+      if (wanted[2 * j]) {
+        merged_add(a, word_value(s, v[2 * j].x), word_value(s, v[2 * j].y), quad_value(s, v[2 * j + 1]));
+      }
     }
   }
-  consumers_sync();
+  return e != AMK_NONE ? merged_value(a) : a.v;
 }
 
-// Elements e[i]..e[i]+4 of the merged vector, counted from head0's first, for each i that is wanted.
-template <uint32_t N>
-__device__ __forceinline__ void merge_read_batch(Worker const& w, ResolvedSlot const& in, uint32_t generation, MergeShape const& m, uint32_t const (&e)[N],
-                                                 bool const (&wanted)[N], float const* weights, float4 (&out)[N]) {
-#pragma unroll
-  for (uint32_t i = 0; i < N; ++i) {
-    out[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
-  for (uint32_t s = 0; s < m.active; ++s) {
-    uint32_t word[N];
-    float4 v[N];
-#pragma unroll
-    for (uint32_t i = 0; i < N; ++i) {
-      word[i] = partial_word(s, m.heads_total, m.head0 + e[i] / m.head_dim, m.head_dim) + 2 + e[i] % m.head_dim;
-    }
-    slot_read_batch<N, false>(w, in, generation, word, wanted, v);
-#pragma unroll
-    for (uint32_t i = 0; i < N; ++i) {
-      float const k = m.active == 1 || !wanted[i] ? 1.f : weights[e[i] / m.head_dim * m.splits + s];
-      out[i].x = fmaf(k, v[i].x, out[i].x), out[i].y = fmaf(k, v[i].y, out[i].y), out[i].z = fmaf(k, v[i].z, out[i].z), out[i].w = fmaf(k, v[i].w, out[i].w);
-    }
-  }
-}
-
-__device__ __forceinline__ void op_attention_merge(Worker const& w, StagedTask const& st) {
+// Threads share a head: each takes 4 elements of every so-many-th split, then their sums meet in shared memory.
+__device__ __forceinline__ void op_attention_merge(Worker& w, StagedTask const& st) {
   amk_attention_merge_params const p = *(amk_attention_merge_params const*)st.task.params;
-  float* weights = (float*)w.x;
-  ResolvedSlot const in = st.slot[0], target = st.slot[AMK_READS_MAX];
-  uint32_t const generation = st.task.read_generation[0], g = st.task.write_generation[0];
-  MergeShape const m = merge_shape(w, p.heads_total, p.head0, p.head_dim, p.splits, p.kv_block, p.window);
-  merge_weights(w, in, generation, m, p.heads, weights);
-  for (uint32_t i = threadIdx.x * 4; i < p.heads * p.head_dim; i += CONSUMERS * 4) {
-    uint32_t const e[1] = {i};
-    bool const wanted[1] = {true};
-    float4 v[1];
-    merge_read_batch(w, in, generation, m, e, wanted, weights, v);
-    uint32_t const out = p.head0 * p.head_dim + i;
-    slot_write(w, target, g, out, v[0].x);
-    slot_write(w, target, g, out + 1, v[0].y);
-    slot_write(w, target, g, out + 2, v[0].z);
-    slot_write(w, target, g, out + 3, v[0].w);
+  constexpr uint32_t QUADS = AMK_HEAD_DIM / 4, SHARES = CONSUMERS / QUADS;
+  uint32_t const t = threadIdx.x, quad = t % QUADS, share = t / QUADS;
+  Words const in = slot_words(w, st.slot[0], st.task.read_generation[0]), out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
+  uint32_t const active = active_splits(attended(w.shared->step.position, p.window), p.kv_block, p.splits);
+  Merged* sums = (Merged*)w.x;
+  tape_staged(w);
+#pragma unroll 1
+  for (uint32_t h = 0; h < p.heads; ++h) {
+    uint32_t const head = p.head0 + h;
+    Merged a = merged_empty();
+#pragma unroll 1
+    for (uint32_t split = 0; split < active; split += SHARES) {
+      uint32_t const word = partial_word(split + share, p.heads_total, head);
+      uint32_t const at[2] = {word, word + PARTIAL_HEAD + quad * 4};
+      bool const mine = share < SHARES && split + share < active, wanted[2] = {mine, mine};
+      uint4 v[2];
+      quads_wait(w, in, at, wanted, v);
+      if (mine) {
+        merged_add(a, word_value(in, v[0].x), word_value(in, v[0].y), quad_value(in, v[1]));
+      }
+    }
+    if (share < SHARES) {
+      sums[share * QUADS + quad] = a;
+    }
+    consumers_sync();
+    if (t < QUADS) {
+      Merged all = merged_empty();
+#pragma unroll 1
+      for (uint32_t i = 0; i < SHARES; ++i) {
+        Merged const part = sums[i * QUADS + t];
+        if (part.l > 0.f) {
+          merged_add(all, part.m, part.l, merged_value(part));
+        }
+      }
+      float4 const v = merged_value(all);
+      uint32_t const e = head * AMK_HEAD_DIM + t * 4;
+      word_write(out, e, v.x);
+      word_write(out, e + 1, v.y);
+      word_write(out, e + 2, v.z);
+      word_write(out, e + 3, v.w);
+    }
+    consumers_sync(); // the sums are about to be overwritten
   }
-  consumers_sync(); // the weights may be overwritten
+  tape_multiplied(w);
+  task_barrier(w);
 }

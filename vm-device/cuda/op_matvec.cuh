@@ -1,202 +1,220 @@
 // matvec: rows of a streamed matrix times a vector, with the norm or the attention merge in front and the residual, activation or
 // argmax behind. Same stages as reference-vm/src/ops/matvec.rs.
+//
+// A stage of the ring holds whole chunks: a tile, or an equal part of one that is longer than a stage. Warp w multiplies units w, w + 8,
+// ... of every chunk, so it needs those columns of the vector alone: it waits for them, stages them and starts, and the warps first
+// meet when all sums of the task are there.
 #pragma once
 
-#if AMK_MMA
+constexpr uint32_t SHARE = AMK_STAGE_UNITS_MAX / AMK_WARPS; // units of a chunk that a warp has at most
+constexpr uint32_t TAKE = 2;                                 // stages that wait in registers
+constexpr uint32_t ACCUMULATORS = 4;                         // chains of products, so that they do not wait for each other
+
+#if AMK_DTYPE != 0
 // c += a . b for a 16x16 a (rows 0 and 1 used) and a 16x8 b.
-__device__ __forceinline__ void mma(float* c, uint32_t a0, uint32_t a2, uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a2, uint32_t b0, uint32_t b1) {
 #if AMK_DTYPE == 2
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
 #else
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
-#endif
 }
 #endif
 
-// Element e..e+4 of the vector into the activation buffer, in the form that the consumer multiplies: f32, or for the tensor cores
-// the high and the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16).
+// Elements e..e+4 of the vector into the activation buffer, in the form that is multiplied: f32, or for the tensor cores the high and
+// the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16).
 __device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) {
-#if AMK_MMA
-  char* p = w.x + (e / UNIT_COLS) * (2 * AMK_UNIT_ROW_BYTES) + (e % UNIT_COLS) * 2;
-  float const in[4] = {v.x, v.y, v.z, v.w};
-  uint32_t hi[4], lo[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    hi[i] = element_bits(in[i]);
-#if AMK_DTYPE == 2
-    float const back = __uint_as_float(hi[i] << 16);
-#else
-    float back;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(back) : "h"((uint16_t)hi[i]));
-#endif
-    lo[i] = element_bits(in[i] - back);
-  }
-  *(uint2*)p = make_uint2(hi[0] | hi[1] << 16, hi[2] | hi[3] << 16);
-  *(uint2*)(p + AMK_UNIT_ROW_BYTES) = make_uint2(lo[0] | lo[1] << 16, lo[2] | lo[3] << 16);
-#else
+#if AMK_DTYPE == 0
   *(float4*)(w.x + (size_t)e * 4) = v;
+#else
+  char* p = w.x + (e / UNIT_COLS) * X_BYTES + (e % UNIT_COLS) * 2;
+  uint32_t const h0 = element_pair(v.x, v.y), h1 = element_pair(v.z, v.w);
+  float2 const b0 = pair_values(h0), b1 = pair_values(h1);
+  *(uint2*)p = make_uint2(h0, h1);
+  *(uint2*)(p + AMK_UNIT_ROW_BYTES) = make_uint2(element_pair(v.x - b0.x, v.y - b0.y), element_pair(v.z - b1.x, v.w - b1.y));
 #endif
 }
 
-// One unit: 8 rows by UNIT_COLS columns. Each lane holds 16 bytes of row lane / 4.
-struct Accumulator {
-#if AMK_MMA
-  float c[4];
+// A lane's 16 bytes of the staged vector for a unit.
+__device__ __forceinline__ uint4 x_load(char const* x) {
+#if AMK_DTYPE == 0
+  return stage_load(x + (threadIdx.x & 3) * 16);
 #else
-  float c[2];
+  uint32_t const lane = threadIdx.x % 32;
+  return lane < 8 ? stage_load(x + (lane >> 2) * AMK_UNIT_ROW_BYTES + (lane & 3) * 16) : make_uint4(0, 0, 0, 0);
 #endif
+}
+
+// Sums of 8 rows in the making.
+struct Sums {
+  float c[ACCUMULATORS][4];
 };
 
-struct UnitData {
-  uint4 weights;
-#if AMK_MMA
-  uint4 x;
+__device__ __forceinline__ void unit_multiply(Sums& s, uint32_t chain, uint4 x, uint4 weights) {
+#if AMK_DTYPE == 0
+  float(&c)[4] = s.c[chain % ACCUMULATORS];
+  c[0] = fmaf(__uint_as_float(weights.x), __uint_as_float(x.x), c[0]);
+  c[1] = fmaf(__uint_as_float(weights.y), __uint_as_float(x.y), c[1]);
+  c[0] = fmaf(__uint_as_float(weights.z), __uint_as_float(x.z), c[0]);
+  c[1] = fmaf(__uint_as_float(weights.w), __uint_as_float(x.w), c[1]);
 #else
-  float x[LANE_COLS];
+  mma(s.c[2 * chain % ACCUMULATORS], x.x, x.y, weights.x, weights.y);
+  mma(s.c[(2 * chain + 1) % ACCUMULATORS], x.z, x.w, weights.z, weights.w);
 #endif
+}
+
+// This warp's units of a chunk of SHARE units a warp.
+struct Share {
+  uint4 weights[SHARE];
 };
-
-__device__ __forceinline__ UnitData unit_load(char const* unit, char const* x, uint32_t lane) {
-  UnitData d;
-  d.weights = *(uint4 const*)(unit + lane * 16);
-#if AMK_MMA
-  d.x = lane < 8 ? *(uint4 const*)(x + (lane >> 2) * AMK_UNIT_ROW_BYTES + (lane & 3) * 16) : make_uint4(0, 0, 0, 0);
-#else
+__device__ __forceinline__ void share_multiply(Share const& v, uint4 const (&frag)[SHARE], Sums& s) {
 #pragma unroll
-  for (uint32_t i = 0; i < LANE_COLS; i += 4) {
-    float4 const v = *(float4 const*)(x + ((lane & 3) * LANE_COLS + i) * 4);
-    d.x[i] = v.x, d.x[i + 1] = v.y, d.x[i + 2] = v.z, d.x[i + 3] = v.w;
+  for (uint32_t j = 0; j < SHARE; ++j) {
+    unit_multiply(s, j, frag[j], v.weights[j]);
   }
-#endif
-  return d;
 }
 
-__device__ __forceinline__ void unit_multiply(Accumulator& a, UnitData const& d) {
-#if AMK_MMA
-  mma(a.c, d.x.x, d.x.y, d.weights.x, d.weights.y);
-  mma(a.c, d.x.z, d.x.w, d.weights.z, d.weights.w);
-#else
-  float v[8];
-  unpack(d.weights, v);
+// This warp's `mine` units of a chunk, with the vector in the activation buffer.
+__device__ __forceinline__ void chunk_multiply(char const* weights, char const* x, uint32_t mine, Sums& s) {
+  constexpr uint32_t BATCH = 4;
+  uint32_t j = 0;
+#pragma unroll 1
+  for (; j + BATCH <= mine; j += BATCH) {
+    uint4 v[BATCH], f[BATCH];
 #pragma unroll
-  for (uint32_t i = 0; i < LANE_COLS; i += 2) {
-    a.c[0] = fmaf(v[i], d.x[i], a.c[0]);
-    a.c[1] = fmaf(v[i + 1], d.x[i + 1], a.c[1]);
+    for (uint32_t i = 0; i < BATCH; ++i) {
+      v[i] = stage_load(weights + (j + i) * AMK_WARPS * AMK_UNIT_BYTES);
+      f[i] = x_load(x + (j + i) * AMK_WARPS * X_BYTES);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < BATCH; ++i) {
+      unit_multiply(s, i, f[i], v[i]);
+    }
   }
-#endif
+#pragma unroll 1
+  for (; j < mine; ++j) {
+    unit_multiply(s, 0, x_load(x + j * AMK_WARPS * X_BYTES), stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
+  }
 }
 
-// This warp's share of a tile: units warp, warp + WARPS, ... of `units`, the tile's first unit being `first` of the step's stream.
-__device__ __forceinline__ void tile_multiply(Worker const& w, Cursor& c, uint32_t first, uint32_t units, float* part) {
-  uint32_t const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  uint32_t const stage_units = c.stage_units;
-  constexpr uint32_t X_BYTES = UNIT_COLS * 4; // staged bytes of a unit's columns, in either form
-  Accumulator acc[AMK_UNROLL] = {};
-  uint32_t u = warp;
-  while (u < units) {
-    cursor_seek(w, c, first + u);
-    // Units of this tile in the current stage.
-    uint32_t const left = c.base + stage_units - first;
-    uint32_t const end = left < units ? left : units;
-    char const* stage = w.ring + (size_t)c.stage * stage_units * AMK_UNIT_BYTES + (int32_t)(first - c.base) * (int32_t)AMK_UNIT_BYTES;
-    for (; u + (AMK_UNROLL - 1) * AMK_WARPS < end; u += AMK_UNROLL * AMK_WARPS) {
-      UnitData d[AMK_UNROLL];
-#pragma unroll
-      for (uint32_t i = 0; i < AMK_UNROLL; ++i) {
-        uint32_t const v = u + i * AMK_WARPS;
-        d[i] = unit_load(stage + v * AMK_UNIT_BYTES, w.x + v * X_BYTES, lane);
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < AMK_UNROLL; ++i) {
-        unit_multiply(acc[i], d[i]);
-      }
-    }
-    for (; u < end; u += AMK_WARPS) {
-      UnitData const d = unit_load(stage + u * AMK_UNIT_BYTES, w.x + u * X_BYTES, lane);
-      unit_multiply(acc[0], d);
-    }
+// The sums of a tile's 8 rows over the lanes, into `part`.
+__device__ __forceinline__ void tile_finish(Sums const& s, float* part) {
+  uint32_t const lane = threadIdx.x % 32;
+  float r0 = (s.c[0][0] + s.c[1][0]) + (s.c[2][0] + s.c[3][0]), r1 = (s.c[0][1] + s.c[1][1]) + (s.c[2][1] + s.c[3][1]);
+#if AMK_DTYPE == 0
+  r0 += r1;
+  r0 += __shfl_xor_sync(~0u, r0, 1);
+  r0 += __shfl_xor_sync(~0u, r0, 2);
+  if ((lane & 3) == 0) {
+    part[lane / 4] = r0;
   }
-  // Also a warp without a share in the last stages frees them: in a narrow matrix the others need the ring while it would wait.
-  cursor_pass(w, c, first + units);
-#if AMK_MMA
-  float r0 = 0.f, r1 = 0.f;
-#pragma unroll
-  for (uint32_t i = 0; i < AMK_UNROLL; ++i) {
-    r0 += acc[i].c[0];
-    r1 += acc[i].c[1];
-  }
+#else
   r0 += __shfl_down_sync(~0u, r0, 4); // row 0 holds the high halves' products, row 1 the low halves'
   r1 += __shfl_down_sync(~0u, r1, 4);
   if (lane < 4) {
     *(float2*)(part + lane * 2) = make_float2(r0, r1);
   }
-#else
-  float r = 0.f;
-#pragma unroll
-  for (uint32_t i = 0; i < AMK_UNROLL; ++i) {
-    r += acc[i].c[0] + acc[i].c[1];
-  }
-  r += __shfl_xor_sync(~0u, r, 1);
-  r += __shfl_xor_sync(~0u, r, 2);
-  if ((lane & 3) == 0) {
-    part[lane / 4] = r;
-  }
 #endif
 }
 
-// Fills the activation buffer with the prologue's result and leaves the sum of squares in `sums`.
-__device__ __forceinline__ void stage_input(Worker const& w, StagedTask const& st, amk_matvec_params const& p) {
-  uint32_t const t = threadIdx.x, padded = p.units * UNIT_COLS;
-  ResolvedSlot const in = st.slot[0];
-  uint32_t const generation = st.task.read_generation[0];
+// Units of `units` consecutive ones that this warp multiplies: each 8th, from its own number on.
+__device__ __forceinline__ uint32_t warp_share(uint32_t units) {
+  uint32_t const warp = threadIdx.x / 32;
+  return warp < units ? (units - warp + AMK_WARPS - 1) / AMK_WARPS : 0;
+}
+
+constexpr uint32_t TURN_UNITS = 32 / UNIT_QUADS; // units of which a warp takes all elements at once, 4 a lane
+
+// The first of a lane's i-th 4 elements.
+__device__ __forceinline__ uint32_t lane_element(uint32_t i) {
+  uint32_t const lane = threadIdx.x % 32, unit = threadIdx.x / 32 + (i * TURN_UNITS + lane / UNIT_QUADS) * AMK_WARPS;
+  return unit * UNIT_COLS + lane % UNIT_QUADS * 4;
+}
+
+// One warp: its columns of the attention's result, merged from several splits, into the activation buffer.
+__device__ __forceinline__ void stage_merged(Worker const& w, Words const& words, amk_matvec_params const& p, uint32_t active) {
+#pragma unroll 1
+  for (uint32_t i = 0; i * TURN_UNITS < warp_share(p.units); ++i) {
+    uint32_t const e = lane_element(i);
+    float4 const x = merge_wait(w, words, p.k_len / AMK_HEAD_DIM, active, e < p.k_len ? e : AMK_NONE);
+    if (e < p.units * UNIT_COLS) {
+      stage_x4(w, e, x);
+    }
+  }
+}
+
+// One warp: its columns of the token's embedding, times the norm; returns its lanes' sums of squares.
+__device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedSlot const& in, float const* norm, amk_matvec_params const& p) {
   float square = 0.f;
-  bool const rms = p.prologue == AMK_PROLOGUE_RMS, merge = p.prologue == AMK_PROLOGUE_MERGE;
-  float const* norm = (float const*)st.slot[1].address;
-  float* weights = (float*)(w.x + (size_t)padded * 4);
-  MergeShape m = {};
-  if (merge) {
-    m = merge_shape(w, p.k_len / p.head_dim, 0, p.head_dim, p.splits, p.kv_block, p.window);
-    merge_weights(w, in, generation, m, p.k_len / p.head_dim, weights);
+#pragma unroll 1
+  for (uint32_t i = 0; i * TURN_UNITS < warp_share(p.units); ++i) {
+    uint32_t const e = lane_element(i);
+    if (e < p.units * UNIT_COLS) { // padding is zero in the matrix
+      float4 const x = embedding_read4(w, in, e), n = __ldg((float4 const*)(norm + e));
+      square += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
+      stage_x4(w, e, make_float4(x.x * n.x, x.y * n.y, x.z * n.z, x.w * n.w));
+    }
   }
-  for (uint32_t e0 = t * 4; e0 < padded; e0 += INPUT_BATCH * CONSUMERS * 4) {
-    float4 v[INPUT_BATCH], n[INPUT_BATCH];
-    uint32_t e[INPUT_BATCH];
-    bool wanted[INPUT_BATCH];
+  return square;
+}
+
+// One warp: its columns of a vector, times the norm if there is one, N groups of 4 elements a lane at once; returns its lanes' sums of
+// squares. `skip`: words in front of the elements of each head.
+template <uint32_t N, bool NORM>
+__device__ __forceinline__ float stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, uint32_t skip) {
+  float square = 0.f;
+  uint32_t const turns = (warp_share(p.units) + TURN_UNITS - 1) / TURN_UNITS;
+#pragma unroll 1
+  for (uint32_t first = 0; first < turns; first += N) {
+    uint32_t at[N];
+    bool wanted[N];
+    float4 n[N];
+    uint4 v[N];
 #pragma unroll
-    for (uint32_t i = 0; i < INPUT_BATCH; ++i) {
-      e[i] = e0 + i * CONSUMERS * 4;
-      wanted[i] = e[i] + 4 <= p.k_len;
-      n[i] = rms && e[i] < padded ? __ldg((float4 const*)(norm + e[i])) : make_float4(1.f, 1.f, 1.f, 1.f); // padded with zeros
+    for (uint32_t i = 0; i < N; ++i) {
+      uint32_t const e = lane_element(first + i);
+      wanted[i] = e < p.k_len;
+      at[i] = e + (e / AMK_HEAD_DIM + 1) * skip;
+      n[i] = NORM && norm != nullptr && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
     }
-    if (merge) {
-      merge_read_batch(w, in, generation, m, e, wanted, weights, v);
-    } else {
-      slot_read_batch<INPUT_BATCH, true>(w, in, generation, e, wanted, v);
-    }
+    quads_wait(w, words, at, wanted, v);
 #pragma unroll
-    for (uint32_t i = 0; i < INPUT_BATCH; ++i) {
-      if (e[i] >= padded) {
-        continue;
+    for (uint32_t i = 0; i < N; ++i) {
+      uint32_t const e = lane_element(first + i);
+      float4 const x = quad_value(words, v[i]);
+      square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, square))));
+      if (e < p.units * UNIT_COLS) {
+        stage_x4(w, e, make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w));
       }
-      if (!wanted[i] && !merge) {
-        v[i] = slot_read4(w, in, generation, e[i], p.k_len); // the ragged end
-      }
-      square += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
-      stage_x4(w, e[i], make_float4(v[i].x * n[i].x, v[i].y * n[i].y, v[i].z * n[i].z, v[i].w * n[i].w));
     }
   }
-#pragma unroll
-  for (int o = 16; o > 0; o >>= 1) {
-    square += __shfl_xor_sync(~0u, square, o);
+  return square;
+}
+
+// One warp: its columns of the prologue's result into the activation buffer; returns its lanes' sums of squares.
+__device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& st, amk_matvec_params const& p) {
+  ResolvedSlot const& in = st.slot[0];
+  float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.slot[1].address : nullptr;
+  if (in.kind == AMK_SLOT_EMBEDDING) {
+    return stage_embedding(w, in, norm, p);
   }
-  if (t % 32 == 0) {
-    w.shared->sums[t / 32] = square;
+  Words const words = slot_words(w, in, st.task.read_generation[0]);
+  uint32_t skip = 0;
+  if (p.prologue == AMK_PROLOGUE_MERGE) {
+    uint32_t const active = active_splits(attended(w.shared->step.position, p.window), p.kv_block, p.splits);
+    if (active > 1) {
+      stage_merged(w, words, p, active);
+      return 0.f;
+    }
+    skip = PARTIAL_HEAD; // of one split, the partials are the result
   }
-  consumers_sync();
+  if (p.units <= 2 * TURN_UNITS * AMK_WARPS) {
+    return stage_vector<2, true>(w, words, norm, p, skip);
+  }
+  // The norm's weights take as many registers as the vector.
+  return norm != nullptr ? stage_vector<4, true>(w, words, norm, p, skip) : stage_vector<8, false>(w, words, norm, p, skip);
 }
 
 // A running best: greater value wins, then the smaller row.
@@ -213,40 +231,67 @@ __device__ __forceinline__ Best warp_best(Best b) {
   return b;
 }
 
-// Rows of `nt` tiles from `tile` on: sums over the warps, scale, bias, then what the epilogue says.
-__device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t tile, uint32_t nt, float scale, float residual,
-                                         float bias, float bias_up, Best& best) {
-  uint32_t const t = threadIdx.x, row = tile * AMK_UNIT_ROWS + t;
-  if (t >= nt * AMK_UNIT_ROWS || row >= p.rows) {
-    return;
+// What the epilogue adds to a thread's row: on its way while the products are computed. The residual is the word as it was found.
+struct Addends {
+  uint32_t residual;
+  float bias, bias_up;
+};
+// Optional constant of a row: the bias.
+__device__ __forceinline__ float constant_or_zero(ResolvedSlot const& s, uint32_t i) { return s.address != 0 ? __ldg((float const*)s.address + i) : 0.f; }
+
+__device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row) {
+  if (row >= p.rows) {
+    return Addends{};
   }
+  bool const residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.slot[3].kind != AMK_SLOT_EMBEDDING;
+  return Addends{residual ? load_relaxed((uint32_t const*)st.slot[3].address + row) : 0, constant_or_zero(st.slot[2], row),
+                 p.epilogue == AMK_EPILOGUE_SILU_MUL ? constant_or_zero(st.slot[2], row + AMK_UNIT_ROWS) : 0.f};
+}
+
+// The residual of a row. Where the word came too early, which takes a reader that did not need the whole vector, it is waited for.
+__device__ __forceinline__ float residual_value(Worker const& w, StagedTask const& st, uint32_t row, uint32_t word) {
+  if (st.slot[3].kind == AMK_SLOT_EMBEDDING) {
+    return slot_read(w, st.slot[3], 0, row);
+  }
+  Words const words = slot_words(w, st.slot[3], st.task.read_generation[3]);
+  return word_here(words, word) ? word_value(words, word) : word_wait(w, words, row);
+}
+
+// A row's sum over the warps. `buffer` is the parity that the products were written under.
+__device__ __forceinline__ float row_sum(Worker const& w, uint32_t buffer, uint32_t t) {
   float v = 0.f;
 #pragma unroll
   for (uint32_t i = 0; i < AMK_WARPS; ++i) {
-    v += w.shared->part[i][t];
+    v += w.shared->part[buffer][i][t];
   }
-  v = v * scale + bias;
-  if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
-    if ((t / AMK_UNIT_ROWS) % 2 == 0) {
-      float up = 0.f;
-#pragma unroll
-      for (uint32_t i = 0; i < AMK_WARPS; ++i) {
-        up += w.shared->part[i][t + AMK_UNIT_ROWS];
-      }
-      up = up * scale + bias_up;
-      uint32_t const out = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
-      if (out < st.slot[AMK_READS_MAX].units) { // words of the slot: padding rows are dropped
-        slot_write(w, st.slot[AMK_READS_MAX], st.task.write_generation[0], out, v / (1.f + expf(-v)) * up);
-      }
-    }
-    return;
-  }
+  return v;
+}
+
+// A thread's row of a group of tiles: sum over the warps, scale, bias, then what the epilogue says.
+__device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, Words const& out, uint32_t buffer, uint32_t row, float scale,
+                                         Addends const& add, Best& best) {
+  uint32_t const t = threadIdx.x;
+  float v = row_sum(w, buffer, t) * scale + add.bias;
   if (p.epilogue == AMK_EPILOGUE_LOGITS) {
     best = better(best, Best{v, row});
-    store_f32((float*)st.slot[AMK_READS_MAX].address + (size_t)w.shared->step.logits_row * p.rows + row, v);
+    store_f32((float*)out.at + (size_t)w.shared->step.logits_row * p.rows + row, v);
     return;
   }
-  slot_write(w, st.slot[AMK_READS_MAX], st.task.write_generation[0], row, v + residual);
+  if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
+    if ((t / AMK_UNIT_ROWS) % 2 != 0) {
+      return;
+    }
+    float const up = row_sum(w, buffer, t + AMK_UNIT_ROWS) * scale + add.bias_up;
+    row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
+    if (row >= st.slot[AMK_READS_MAX].units) { // words of the slot: padding rows are dropped
+      return;
+    }
+    v = __fdividef(v, 1.f + __expf(-v)) * up;
+  }
+  if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
+    v += residual_value(w, st, row, add.residual);
+  }
+  word_write(out, row, v);
 }
 
 // Leaves the best row of this worker as candidate `index`.
@@ -262,53 +307,190 @@ __device__ __forceinline__ void write_candidate(Worker const& w, StagedTask cons
     for (uint32_t i = 1; i < AMK_WARPS; ++i) {
       best = better(best, Best{w.shared->best_value[i], w.shared->best_row[i]});
     }
-    ResolvedSlot const& out = st.slot[AMK_READS_MAX + 1];
     // The candidate is the last word of this worker in the step. Tagged words order nothing else, so what it wrote before without a
-    // signal (keys and values, logits) is released here; pairs with the fence in op_sample.
-    acquire_release_fence();
-    slot_write(w, out, st.task.write_generation[1], index * 2, best.value);
-    slot_write(w, out, st.task.write_generation[1], index * 2 + 1, __uint_as_float(best.row));
+    // signal (keys and values, logits) is released by the signal behind it; pairs with the wait in front of op_sample.
+    uint32_t* out = (uint32_t*)st.slot[AMK_READS_MAX + 1].address + (size_t)index * 2;
+    store_u32(out, __float_as_uint(best.value));
+    store_u32(out + 1, best.row);
   }
 }
 
-// Optional constant of a row: the bias.
-__device__ __forceinline__ float constant_or_zero(ResolvedSlot const& s, uint32_t i) { return s.address != 0 ? __ldg((float const*)s.address + i) : 0.f; }
+// How a task's tiles lie in the ring.
+struct Tiles {
+  uint32_t units;       // of a tile
+  uint32_t stage_units; // of a chunk, where a tile is longer than a stage; else of the tiles of a stage
+  uint32_t per_stage;   // tiles of a stage; 1 where a tile has several chunks
+  uint32_t count;       // of the task
+  bool shares;          // a tile is whole chunks of SHARE units a warp, and a stage is one or a part of one
+  uint32_t chunks;      // then: of a tile
+};
+__device__ __forceinline__ Tiles task_tiles(amk_task const& task, amk_matvec_params const& p) {
+  constexpr uint32_t FULL = SHARE * AMK_WARPS;
+  uint32_t const s = task.stage_units;
+  bool const shares = p.units % FULL == 0 && task.stage_tiles == 1 && (s == FULL || s == FULL / 2 || s == FULL / 4);
+  return Tiles{p.units, s, task.stage_tiles, p.tiles, shares, p.units / FULL};
+}
 
-__device__ __forceinline__ void op_matvec(Worker const& w, StagedTask const& st, Cursor& c, uint32_t& unit) {
+// Announces that the task's last stages are near, so that little is on its way when the next handoff comes.
+__device__ __forceinline__ void note_near(Worker const& w, uint32_t left, uint32_t enough) {
+  if (threadIdx.x == 0 && left <= enough) {
+    *(volatile uint32_t*)&w.shared->near = 1;
+  }
+}
+
+// Takes a chunk of SHARE units a warp out of the ring into registers: out of one stage, or 2 or 4 smaller ones.
+template <uint32_t STAGES> __device__ __forceinline__ void share_take_from(Worker const& w, Cursor& c, Share& v) {
+#pragma unroll
+  for (uint32_t s = 0; s < STAGES; ++s) {
+    char const* weights = cursor_land(w, c) + threadIdx.x / 32 * AMK_UNIT_BYTES + threadIdx.x % 32 * 16;
+#pragma unroll
+    for (uint32_t j = 0; j < SHARE / STAGES; ++j) {
+      v.weights[s * (SHARE / STAGES) + j] = stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES);
+    }
+    cursor_next(w, c);
+  }
+}
+__device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, Share& v) {
+  if (k.stage_units == SHARE * AMK_WARPS) {
+    share_take_from<1>(w, c, v);
+  } else if (k.stage_units == SHARE * AMK_WARPS / 2) {
+    share_take_from<2>(w, c, v);
+  } else {
+    share_take_from<4>(w, c, v);
+  }
+}
+__device__ __forceinline__ void frag_load(Worker const& w, uint32_t chunk, uint4 (&frag)[SHARE]) {
+#pragma unroll
+  for (uint32_t j = 0; j < SHARE; ++j) {
+    frag[j] = x_load(w.x + (threadIdx.x / 32 + (chunk * SHARE + j) * AMK_WARPS) * X_BYTES);
+  }
+}
+
+// Tiles `tile0`.. of a task whose stages are shares: this warp's products of each. `v` holds the next two stages, also afterwards, if the
+// task has so many left. `frag` holds the vector if a tile is one chunk.
+__device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, uint4 (&frag)[SHARE], Share (&v)[TAKE], float* part) {
+  uint32_t chunk = 0, left = (k.count - tile0) * k.chunks;
+  Sums s = {};
+  auto stage = [&](Share& weights) {
+    note_near(w, left, 4);
+    if (k.chunks > 1) {
+      frag_load(w, chunk, frag);
+    }
+    share_multiply(weights, frag, s);
+    if (left > TAKE) {
+      share_take(w, c, k, weights);
+    }
+    --left;
+    if (++chunk == k.chunks) {
+      tile_finish(s, part);
+      part += AMK_UNIT_ROWS;
+      chunk = 0;
+      s = Sums{};
+    }
+  };
+#pragma unroll 1
+  for (uint32_t n = tiles * k.chunks; n > 0; n -= 2) {
+    stage(v[0]);
+    if (n == 1) {
+      break;
+    }
+    stage(v[TAKE - 1]);
+  }
+}
+
+// The same for tiles of any length.
+__device__ __forceinline__ void multiply_chunks(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, float* part) {
+  uint32_t const warp = threadIdx.x / 32, lane0 = warp * AMK_UNIT_BYTES + threadIdx.x % 32 * 16;
+  uint32_t in_stage = tile0 % k.per_stage;
+#pragma unroll 1
+  for (uint32_t i = 0; i < tiles; ++i) {
+    note_near(w, (k.count - tile0 - i) * k.units, 4 * SHARE * AMK_WARPS);
+    Sums s = {};
+#pragma unroll 1
+    for (uint32_t unit = 0; unit < k.units; unit += k.stage_units) {
+      char const* stage = cursor_land(w, c) + in_stage * k.units * AMK_UNIT_BYTES;
+      uint32_t const units = k.units - unit < k.stage_units ? k.units - unit : k.stage_units;
+      chunk_multiply(stage + lane0, w.x + (unit + warp) * X_BYTES, warp_share(units), s);
+      if (in_stage + 1 == k.per_stage || tile0 + i + 1 == k.count) {
+        cursor_next(w, c);
+      }
+    }
+    in_stage = in_stage + 1 == k.per_stage ? 0 : in_stage + 1;
+    tile_finish(s, part + i * AMK_UNIT_ROWS);
+  }
+}
+
+__device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Cursor& c) {
   amk_matvec_params const p = *(amk_matvec_params const*)st.task.params;
   uint32_t const t = threadIdx.x, warp = t / 32;
-  stage_input(w, st, p);
-  *(volatile uint32_t*)&w.shared->near = 0;
-  float scale = 1.f;
-  if (p.prologue == AMK_PROLOGUE_RMS) {
-    float sum = 0.f;
-#pragma unroll
-    for (uint32_t i = 0; i < AMK_WARPS; ++i) {
-      sum += w.shared->sums[i];
-    }
-    scale = 1.f / sqrtf(sum / (float)p.k_len + p.eps);
+  Tiles const k = task_tiles(st.task, p);
+  Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
+  // Set, though never read before they are filled: what is not would be kept alive through all other ops.
+  Share v[TAKE] = {};
+  uint4 frag[SHARE] = {};
+  uint32_t const ahead = !k.shares ? 0 : k.count * k.chunks < TAKE ? k.count * k.chunks : TAKE;
+  uint32_t taken = 0;
+  if (taken < ahead && cursor_landed(w, c)) { // what has landed waits in registers, and the stream has as much more room
+    share_take(w, c, k, v[0]);
+    ++taken;
+  }
+  if (TAKE > 1 && taken == 1 && ahead > 1 && cursor_landed(w, c)) {
+    share_take(w, c, k, v[TAKE - 1]);
+    ++taken;
+  }
+  Addends add = {};
+  if (t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF) {
+    add = addends(w, st, p, p.tile0 * AMK_UNIT_ROWS + t);
+  }
+  float square = stage_input(w, st, p);
+  __syncwarp();
+  if (t == 0) {
+    *(volatile uint32_t*)&w.shared->near = 0;
+  }
+  tape_staged(w);
+  if (k.shares && k.chunks == 1) {
+    frag_load(w, 0, frag);
+  }
+  if (taken < ahead && taken == 0) {
+    share_take(w, c, k, v[0]);
+    ++taken;
+  }
+  if (TAKE > 1 && taken < ahead) {
+    share_take(w, c, k, v[TAKE - 1]);
   }
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
-  uint32_t const near_units = 4 * c.stage_units;
+#pragma unroll 1
   for (uint32_t done = 0; done < p.tiles; done += TILES_BUF) {
     uint32_t const nt = p.tiles - done < TILES_BUF ? p.tiles - done : TILES_BUF;
-    uint32_t const tile = p.tile0 + done, row = tile * AMK_UNIT_ROWS + t;
-    // What the epilogue adds is on its way while the products are computed.
+    uint32_t const row = (p.tile0 + done) * AMK_UNIT_ROWS + t, buffer = w.parity;
     bool const mine = t < nt * AMK_UNIT_ROWS && row < p.rows;
-    float const residual = mine && p.epilogue == AMK_EPILOGUE_RESIDUAL ? slot_read(w, st.slot[3], st.task.read_generation[3], row) : 0.f;
-    float const bias = mine ? constant_or_zero(st.slot[2], row) : 0.f;
-    float const bias_up = mine && p.epilogue == AMK_EPILOGUE_SILU_MUL ? constant_or_zero(st.slot[2], row + AMK_UNIT_ROWS) : 0.f;
-    for (uint32_t i = 0; i < nt; ++i) {
-      if (t == 0 && (p.tiles - done - i) * p.units <= near_units) {
-        *(volatile uint32_t*)&w.shared->near = 1;
-      }
-      tile_multiply(w, c, unit, p.units, &w.shared->part[warp][i * AMK_UNIT_ROWS]);
-      unit += p.units;
+    if (mine && done > 0) {
+      add = addends(w, st, p, row);
     }
-    consumers_sync();
-    epilogue(w, st, p, tile, nt, scale, residual, bias, bias_up, best);
-    if (done + TILES_BUF < p.tiles) {
-      consumers_sync(); // the sums are about to be overwritten
+    float* part = w.shared->part[buffer][warp];
+    if (k.shares) {
+      multiply_shares(w, c, k, done, nt, frag, v, part);
+    } else {
+      multiply_chunks(w, c, k, done, nt, part);
+    }
+    if (done == 0) {
+#pragma unroll
+      for (int o = 16; o > 0; o >>= 1) {
+        square += __shfl_xor_sync(~0u, square, o);
+      }
+    }
+    if (t % 32 == 0) {
+      w.shared->sums[buffer][warp] = square;
+    }
+    tape_multiplied(w);
+    task_barrier(w);
+    if (mine) {
+      float scale = 1.f;
+      if (p.prologue == AMK_PROLOGUE_RMS) {
+        float4 const a = *(float4 const*)&w.shared->sums[buffer][0], b = *(float4 const*)&w.shared->sums[buffer][4];
+        scale = rsqrtf(__fdividef(((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)), (float)p.k_len) + p.eps);
+      }
+      epilogue(w, st, p, out, buffer, row, scale, add, best);
     }
   }
   if (p.epilogue == AMK_EPILOGUE_LOGITS) {

@@ -1,12 +1,13 @@
 // nop, embed and sample: the ops that do little. Same as the files of these names in reference-vm/src/ops/.
 #pragma once
 
-__device__ __forceinline__ void op_embed(Worker const& w, StagedTask const& st) {
+__device__ __forceinline__ void op_embed(Worker& w, StagedTask const& st) {
   amk_embed_params const p = *(amk_embed_params const*)st.task.params;
+  Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
   for (uint32_t i = threadIdx.x; i < p.len; i += CONSUMERS) {
-    uint32_t const e = p.offset + i;
-    slot_write(w, st.slot[AMK_READS_MAX], st.task.write_generation[0], e, slot_read(w, st.slot[0], 0, e));
+    word_write(out, p.offset + i, slot_read(w, st.slot[0], 0, p.offset + i));
   }
+  task_barrier(w);
 }
 
 // Ends the step: chooses the token, then announces the next step, or the end of the command to the poller.
@@ -44,12 +45,12 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen) {
   word_publish(&next_step->go, s.go + 1);
 }
 
-__device__ __forceinline__ void op_sample(Worker const& w, StagedTask const& st) {
+__device__ __forceinline__ void op_sample(Worker& w, StagedTask const& st) {
   amk_sample_params const p = *(amk_sample_params const*)st.task.params;
   uint32_t const t = threadIdx.x;
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
   for (uint32_t i = t; i < p.candidates; i += CONSUMERS) {
-    float2 const c = slot_read2(w, st.slot[0], st.task.read_generation[0], i * 2);
+    float2 const c = load_f32x2((float const*)st.slot[0].address + (size_t)i * 2); // the counter has been waited for
     best = better(best, Best{c.x, __float_as_uint(c.y)});
   }
   best = warp_best(best);
@@ -57,8 +58,7 @@ __device__ __forceinline__ void op_sample(Worker const& w, StagedTask const& st)
     w.shared->best_value[t / 32] = best.value;
     w.shared->best_row[t / 32] = best.row;
   }
-  acquire_release_fence(); // pairs with write_candidate: the next step may read what the workers wrote in this one
-  consumers_sync();
+  task_barrier(w);
   if (t == 0 && !is_dead(w.shared)) {
     for (uint32_t i = 1; i < AMK_WARPS; ++i) {
       best = better(best, Best{w.shared->best_value[i], w.shared->best_row[i]});

@@ -11,15 +11,16 @@ __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarr
 __device__ __forceinline__ void barrier_invalidate(uint64_t* b) { asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory"); }
 
 // Whether the phase of this parity is over. Pairs with barrier_arrive (empty) and the copy's completion (full); acquires.
-__device__ __forceinline__ bool barrier_try(uint64_t* b, uint32_t parity) {
+__device__ __forceinline__ bool barrier_try_at(uint32_t b, uint32_t parity) {
   uint32_t ok;
   asm volatile(
       "{ .reg .pred q; mbarrier.try_wait.parity.shared.b64 q, [%1], %2; selp.u32 %0, 1, 0, q; }"
       : "=r"(ok)
-      : "r"(shared_address(b)), "r"(parity)
+      : "r"(b), "r"(parity)
       : "memory");
   return ok != 0;
 }
+__device__ __forceinline__ bool barrier_try(uint64_t* b, uint32_t parity) { return barrier_try_at(shared_address(b), parity); }
 __device__ __forceinline__ void barrier_arrive(uint64_t* b) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(b)) : "memory"); }
 
 __device__ __forceinline__ uint64_t evict_first_policy() {
@@ -28,20 +29,28 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
-// Announces `bytes` on the barrier of a stage. The copies that bring them follow.
-__device__ __forceinline__ void stage_expect(uint64_t* full, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(full)), "r"(bytes) : "memory");
+// 16 bytes of a landed stage or of the staged vector. Volatile, so that a batch of them stays in front of the products that use it.
+__device__ __forceinline__ uint4 stage_load(void const* p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(p)));
+  return v;
+}
+
+// Announces `bytes` on the barrier of a stage. The copies that bring them follow. Places are shared addresses here: the loader's loop is
+// short on purpose.
+__device__ __forceinline__ void stage_expect_at(uint32_t full, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(full), "r"(bytes) : "memory");
 }
 // Brings `bytes` (a multiple of 16) into a stage.
-__device__ __forceinline__ void stage_copy(void* stage, uint64_t address, uint32_t bytes, uint64_t* full, uint64_t policy) {
+__device__ __forceinline__ void stage_copy_at(uint32_t stage, uint64_t address, uint32_t bytes, uint32_t full, uint64_t policy) {
 #if AMK_EVICT_FIRST
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(stage)),
-      "l"(address), "r"(bytes), "r"(shared_address(full)), "l"(policy)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(stage),
+      "l"(address), "r"(bytes), "r"(full), "l"(policy)
       : "memory");
 #else
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(stage)), "l"(address),
-               "r"(bytes), "r"(shared_address(full))
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(stage), "l"(address),
+               "r"(bytes), "r"(full)
                : "memory");
 #endif
 }

@@ -66,16 +66,12 @@ __device__ __forceinline__ uint4 load_u32x4(void const* p) {
 }
 __device__ __forceinline__ void store_f32(float* p, float v) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory"); }
 
-// Tagged words: value and tag are one 8-byte access, so whoever sees the tag has the value; no fence on either side.
-__device__ __forceinline__ void tagged_store(uint64_t* word, float v, uint32_t tag) {
-  uint64_t const x = (uint64_t)tag << 32 | __float_as_uint(v);
-  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(word), "l"(x) : "memory");
-}
-__device__ __forceinline__ uint64_t tagged_load(uint64_t const* word) {
-  uint64_t x;
-  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(x) : "l"(word) : "memory");
-  return x;
-}
-__device__ __forceinline__ void tagged_load2(uint64_t const* word, uint64_t& a, uint64_t& b) {
-  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(word) : "memory");
-}
+// A word of a slot. If it is tagged, value and tag are this one access: whoever sees the tag has the value, with no fence on either
+// side. Pairs with load_u32x4 and load_relaxed in slot.cuh.
+__device__ __forceinline__ void store_u32(uint32_t* p, uint32_t v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+
+// Brings a line that never changes closer.
+__device__ __forceinline__ void prefetch_l1(void const* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+
+// Words of shared memory that one warp writes and then announces, and that others read once they have seen the announcement.
+__device__ __forceinline__ void block_fence() { __threadfence_block(); }

@@ -2,9 +2,11 @@
 #pragma once
 
 constexpr uint32_t CONSUMERS = AMK_WARPS * 32;
+constexpr uint32_t HELPERS = 128; // threads: loader, fetcher, watchdog, and a warp that only completes the group that gives registers away
 constexpr uint32_t TILES_BUF = 16;                       // tiles whose sums are kept before an epilogue
 constexpr uint32_t ROWS_BUF = TILES_BUF * AMK_UNIT_ROWS; // 128
 constexpr uint32_t FIXED_BYTES = 12 * 1024;              // ir::program::smem::FIXED_BYTES
+constexpr uint32_t STAGED = 8;                           // tasks that may be staged at once
 constexpr uint32_t SPINS_PER_NOTE = 256;                 // turns of a wait after which it says what it waits for
 
 // A slot as a task uses it: resolved when the task is fetched.
@@ -20,22 +22,32 @@ struct alignas(16) StagedTask {
   ResolvedSlot slot[AMK_READS_MAX + AMK_WRITES_MAX];
 };
 
+#if AMK_TRACE
+// Marks of the task under way, in cycles; what the loader waited for in this step.
+struct Tape {
+  uint64_t begin_ns;
+  uint32_t begin, ready, staged, multiplied, starved;
+};
+#endif
+
 // The fixed part of a worker's shared memory.
 struct Shared {
   uint64_t full[AMK_STAGES_MAX];
   uint64_t empty[AMK_STAGES_MAX];
-  StagedTask staged[2];
+  StagedTask staged[STAGED];
   amk_program program;
   amk_queue queue;
   amk_step step;
-  float part[AMK_WARPS][ROWS_BUF];
-  float sums[AMK_WARPS];
+  float part[2][AMK_WARPS][ROWS_BUF]; // of two barriers in turn: the fast warps may be one ahead
+  alignas(16) float sums[2][AMK_WARPS];
   float best_value[AMK_WARPS];
   uint32_t best_row[AMK_WARPS];
   uint32_t dead; // nonzero: every wait returns at once and the worker leaves at the next task boundary
   uint32_t halt; // nonzero: the loader stops issuing
   uint32_t near; // nonzero: the loader keeps to the lower cap
-  uint32_t leave; // `dead` as one thread saw it before a barrier, so that all decide alike after it
+  uint32_t leave[2]; // `dead` as one thread saw it before a barrier, so that all decide alike after it
+  uint32_t fetched;  // tasks staged since the program was adopted
+  uint32_t done;     // tasks that have reached their barrier since the program was adopted
   uint32_t gone;  // the consumers are leaving: so does the watchdog
   uint32_t active;   // nonzero while a step is under way
   uint32_t progress; // tasks done, ever
@@ -46,6 +58,9 @@ struct Shared {
   uint32_t seen_progress; // the watchdog's: progress when it last changed, and when that was
   uint64_t seen_ns;
   amk_launch const* launch;
+#if AMK_TRACE
+  Tape tape;
+#endif
 };
 static_assert(sizeof(Shared) <= FIXED_BYTES, "the fixed part holds the shared state");
 
@@ -56,17 +71,36 @@ struct Worker {
   char* x;    // activation buffer
   char* ring; // stages
   uint32_t epoch;
+  uint32_t stages, stage_bytes;
+  uint32_t task;   // tasks begun since the program was adopted
+  uint32_t parity; // of the next barrier
 };
 
 __device__ __forceinline__ bool is_dead(Shared* sh) { return *(volatile uint32_t*)&sh->dead != 0; }
 
+// Registers go from the helpers to the consumers, whole groups of 4 warps at once: 65536 = 256 * 232 + 128 * 40 + a rest.
+__device__ __forceinline__ void consumer_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 232;"); }
+__device__ __forceinline__ void helper_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
+
 // Barrier among the consumer warps. Every path of every op passes the same barriers, dead or not.
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
-// Barrier among consumers and loader, at a program switch and at the end.
-__device__ __forceinline__ void worker_sync() { asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS + 32) : "memory"); }
+// Barrier among consumers, loader and fetcher, at a program switch and at the end.
+__device__ __forceinline__ void worker_sync() { asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS + 64) : "memory"); }
+
+// The barrier of a task: what the warps computed meets behind it. Each task passes it once or more; afterwards `left` says whether all
+// are to leave, and the parity of the buffers has changed.
+__device__ __forceinline__ void task_barrier(Worker& w) {
+  if (threadIdx.x == 0) {
+    w.shared->leave[w.parity] = is_dead(w.shared);
+    *(volatile uint32_t*)&w.shared->progress = w.shared->progress + 1;
+  }
+  consumers_sync();
+  w.parity ^= 1;
+}
+__device__ __forceinline__ bool left(Worker const& w) { return w.shared->leave[w.parity ^ 1] != 0; }
 
 // Asks the whole device to leave, and writes who waited for what. The first reporter wins.
-__device__ __noinline__ void trap(Shared* sh, uint32_t code, uint32_t object, uint32_t have, uint32_t need, uint64_t waited_ns) {
+__device__ __forceinline__ void trap(Shared* sh, uint32_t code, uint32_t object, uint32_t have, uint32_t need, uint64_t waited_ns) {
   *(volatile uint32_t*)&sh->dead = 1;
   amk_done* done = (amk_done*)sh->launch->done;
   if (claim(&done->reporter) == 0) {
@@ -74,7 +108,7 @@ __device__ __noinline__ void trap(Shared* sh, uint32_t code, uint32_t object, ui
     host_store(&s->trap, code);
     host_store(&s->worker, sh->index);
     host_store(&s->task, sh->task);
-    host_store(&s->opcode, sh->staged[sh->task & 1].task.opcode);
+    host_store(&s->opcode, sh->staged[sh->done % STAGED].task.opcode);
     host_store(&s->object, object);
     host_store(&s->have, have);
     host_store(&s->need, need);
@@ -88,7 +122,7 @@ __device__ __noinline__ void trap(Shared* sh, uint32_t code, uint32_t object, ui
 
 // Every wait inside a step spins on `dead` and on nothing slower; this thread of each worker sets it. It looks at the device-wide abort
 // word, and it reports the worker when no task has been finished for the deadline.
-__device__ __noinline__ void watchdog_check(Shared* sh) {
+__device__ __forceinline__ void watchdog_check(Shared* sh) {
   if (load_relaxed(&((amk_done*)sh->launch->done)->abort) != 0) {
     *(volatile uint32_t*)&sh->dead = 1;
   }

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x6c04493b563e502eull
+#define AMK_ABI_HASH 0xede5ed2d76438ffdull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -27,12 +27,17 @@ typedef long long int64_t;
 #define AMK_SLOTS_MAX 65536u
 #define AMK_COUNTERS_MAX 65536u
 #define AMK_WORKERS_MAX 256u
+#define AMK_KV_ELEMENT_BYTES 2u
 #define AMK_STAGES_MAX 32u
 #define AMK_SPLITS_MAX 32u
 #define AMK_HEAD_DIM_MAX 256u
+#define AMK_HEAD_DIM_MIN 16u
 #define AMK_GROUP_MAX 16u
 #define AMK_KV_CAPACITY_MAX 262144u
-#define AMK_GENERATIONS_MAX 256u
+#define AMK_GENERATIONS_MAX 4u
+#define AMK_TAG_BITS 4u
+#define AMK_PARTIAL_HEADER 4u
+#define AMK_STAGE_UNITS_MAX 64u
 #define AMK_RING_ENTRIES 64u
 #define AMK_STOP_TOKENS_MAX 8u
 #define AMK_SESSIONS_MAX 64u
@@ -91,8 +96,10 @@ typedef long long int64_t;
 struct alignas(16) amk_task {
   uint16_t opcode; // An `Opcode`.
   uint16_t layer; // Layer, for reports only.
-  uint16_t wait_len; // Waits in use.
-  uint16_t reserved; // Zero.
+  uint8_t wait_len; // Waits in use.
+  uint8_t reserved; // Zero.
+  uint8_t stage_units; // For a matvec: units of a stage. A tile that is longer lies in several, each full but its last.
+  uint8_t stage_tiles; // For a matvec: tiles of a stage, 1 where a tile lies in several.
   uint32_t signal; // Counter that gains one when the task's stores are visible, or none.
   uint32_t reads[4]; // Slots read; meaning by op.
   uint32_t writes[2]; // Slots written; meaning by op.
@@ -107,7 +114,9 @@ static_assert(alignof(amk_task) == 16, "alignment of amk_task");
 static_assert(AMK_OFFSETOF(amk_task, opcode) == 0, "offset of amk_task.opcode");
 static_assert(AMK_OFFSETOF(amk_task, layer) == 2, "offset of amk_task.layer");
 static_assert(AMK_OFFSETOF(amk_task, wait_len) == 4, "offset of amk_task.wait_len");
-static_assert(AMK_OFFSETOF(amk_task, reserved) == 6, "offset of amk_task.reserved");
+static_assert(AMK_OFFSETOF(amk_task, reserved) == 5, "offset of amk_task.reserved");
+static_assert(AMK_OFFSETOF(amk_task, stage_units) == 6, "offset of amk_task.stage_units");
+static_assert(AMK_OFFSETOF(amk_task, stage_tiles) == 7, "offset of amk_task.stage_tiles");
 static_assert(AMK_OFFSETOF(amk_task, signal) == 8, "offset of amk_task.signal");
 static_assert(AMK_OFFSETOF(amk_task, reads) == 12, "offset of amk_task.reads");
 static_assert(AMK_OFFSETOF(amk_task, writes) == 28, "offset of amk_task.writes");
@@ -120,13 +129,15 @@ static_assert(AMK_OFFSETOF(amk_task, params) == 64, "offset of amk_task.params")
 struct alignas(16) amk_load {
   uint64_t address; // Device address of the first unit.
   uint32_t units; // Units.
-  uint32_t reserved; // Zero.
+  uint16_t stage_units; // Units of a stage.
+  uint16_t period; // Units after which a new stage begins even if the last is not full: those of a tile that lies in several stages.
 };
 static_assert(sizeof(amk_load) == 16, "size of amk_load");
 static_assert(alignof(amk_load) == 16, "alignment of amk_load");
 static_assert(AMK_OFFSETOF(amk_load, address) == 0, "offset of amk_load.address");
 static_assert(AMK_OFFSETOF(amk_load, units) == 8, "offset of amk_load.units");
-static_assert(AMK_OFFSETOF(amk_load, reserved) == 12, "offset of amk_load.reserved");
+static_assert(AMK_OFFSETOF(amk_load, stage_units) == 12, "offset of amk_load.stage_units");
+static_assert(AMK_OFFSETOF(amk_load, period) == 14, "offset of amk_load.period");
 
 struct alignas(16) amk_queue {
   uint32_t task0; // Index of the first task.
@@ -179,7 +190,7 @@ struct alignas(16) amk_program {
   uint32_t logits_rows; // Rows of the logits buffer.
   uint32_t vocab; // Vocabulary, for token checks.
   uint32_t epoch; // Steps run since it was loaded; the poller keeps it, so that a program can be left and come back to.
-  uint32_t reserved; // Zero.
+  uint32_t task_len; // Tasks of all workers; the records of the loaders come behind theirs.
 };
 static_assert(sizeof(amk_program) == 96, "size of amk_program");
 static_assert(alignof(amk_program) == 16, "alignment of amk_program");
@@ -201,7 +212,7 @@ static_assert(AMK_OFFSETOF(amk_program, counter_len) == 76, "offset of amk_progr
 static_assert(AMK_OFFSETOF(amk_program, logits_rows) == 80, "offset of amk_program.logits_rows");
 static_assert(AMK_OFFSETOF(amk_program, vocab) == 84, "offset of amk_program.vocab");
 static_assert(AMK_OFFSETOF(amk_program, epoch) == 88, "offset of amk_program.epoch");
-static_assert(AMK_OFFSETOF(amk_program, reserved) == 92, "offset of amk_program.reserved");
+static_assert(AMK_OFFSETOF(amk_program, task_len) == 92, "offset of amk_program.task_len");
 
 struct alignas(16) amk_step {
   uint64_t program; // Address of the `amk_program`.
@@ -295,19 +306,29 @@ static_assert(AMK_OFFSETOF(amk_done, reporter) == 24, "offset of amk_done.report
 static_assert(AMK_OFFSETOF(amk_done, sequence) == 28, "offset of amk_done.sequence");
 
 struct alignas(16) amk_record {
-  uint64_t issued; // Nanoseconds when the worker took the task up.
-  uint64_t ready; // Nanoseconds when its waits were over.
-  uint64_t end; // Nanoseconds when its stores were done.
+  uint64_t begin; // Nanoseconds, the device's clock, when the worker took the task up.
+  uint32_t ready; // Cycles of the multiprocessor from `begin` until its waits were over.
+  uint32_t staged; // Cycles from `begin` until its input was on the multiprocessor.
+  uint32_t multiplied; // Cycles from `begin` until its products were done.
+  uint32_t end; // Cycles from `begin` until its stores were done and signalled.
+  uint32_t starved; // Cycles that the first consumer warp waited for weights.
   uint32_t worker; // Worker.
   uint32_t task; // Index of the task.
+  uint32_t opcode; // The op.
+  uint32_t reserved[2]; // Zero.
 };
-static_assert(sizeof(amk_record) == 32, "size of amk_record");
+static_assert(sizeof(amk_record) == 48, "size of amk_record");
 static_assert(alignof(amk_record) == 16, "alignment of amk_record");
-static_assert(AMK_OFFSETOF(amk_record, issued) == 0, "offset of amk_record.issued");
+static_assert(AMK_OFFSETOF(amk_record, begin) == 0, "offset of amk_record.begin");
 static_assert(AMK_OFFSETOF(amk_record, ready) == 8, "offset of amk_record.ready");
-static_assert(AMK_OFFSETOF(amk_record, end) == 16, "offset of amk_record.end");
-static_assert(AMK_OFFSETOF(amk_record, worker) == 24, "offset of amk_record.worker");
-static_assert(AMK_OFFSETOF(amk_record, task) == 28, "offset of amk_record.task");
+static_assert(AMK_OFFSETOF(amk_record, staged) == 12, "offset of amk_record.staged");
+static_assert(AMK_OFFSETOF(amk_record, multiplied) == 16, "offset of amk_record.multiplied");
+static_assert(AMK_OFFSETOF(amk_record, end) == 20, "offset of amk_record.end");
+static_assert(AMK_OFFSETOF(amk_record, starved) == 24, "offset of amk_record.starved");
+static_assert(AMK_OFFSETOF(amk_record, worker) == 28, "offset of amk_record.worker");
+static_assert(AMK_OFFSETOF(amk_record, task) == 32, "offset of amk_record.task");
+static_assert(AMK_OFFSETOF(amk_record, opcode) == 36, "offset of amk_record.opcode");
+static_assert(AMK_OFFSETOF(amk_record, reserved) == 40, "offset of amk_record.reserved");
 
 struct alignas(64) amk_submission {
   uint32_t command; // A `Command`.
@@ -515,5 +536,5 @@ static_assert(alignof(amk_sample_params) == 4, "alignment of amk_sample_params")
 static_assert(AMK_OFFSETOF(amk_sample_params, candidates) == 0, "offset of amk_sample_params.candidates");
 static_assert(AMK_OFFSETOF(amk_sample_params, reserved) == 4, "offset of amk_sample_params.reserved");
 
-#define AMK_PROBE_LEN 185u
-#define AMK_FOR_EACH_PROBE(X) X(sizeof(amk_task)) X(AMK_OFFSETOF(amk_task, opcode)) X(AMK_OFFSETOF(amk_task, layer)) X(AMK_OFFSETOF(amk_task, wait_len)) X(AMK_OFFSETOF(amk_task, reserved)) X(AMK_OFFSETOF(amk_task, signal)) X(AMK_OFFSETOF(amk_task, reads)) X(AMK_OFFSETOF(amk_task, writes)) X(AMK_OFFSETOF(amk_task, read_generation)) X(AMK_OFFSETOF(amk_task, write_generation)) X(AMK_OFFSETOF(amk_task, wait_counter)) X(AMK_OFFSETOF(amk_task, wait_count)) X(AMK_OFFSETOF(amk_task, params)) X(sizeof(amk_load)) X(AMK_OFFSETOF(amk_load, address)) X(AMK_OFFSETOF(amk_load, units)) X(AMK_OFFSETOF(amk_load, reserved)) X(sizeof(amk_queue)) X(AMK_OFFSETOF(amk_queue, task0)) X(AMK_OFFSETOF(amk_queue, tasks)) X(AMK_OFFSETOF(amk_queue, load0)) X(AMK_OFFSETOF(amk_queue, loads)) X(AMK_OFFSETOF(amk_queue, units)) X(AMK_OFFSETOF(amk_queue, reserved)) X(sizeof(amk_slot)) X(AMK_OFFSETOF(amk_slot, address)) X(AMK_OFFSETOF(amk_slot, kind)) X(AMK_OFFSETOF(amk_slot, words)) X(AMK_OFFSETOF(amk_slot, units)) X(AMK_OFFSETOF(amk_slot, reserved)) X(sizeof(amk_program)) X(AMK_OFFSETOF(amk_program, tasks)) X(AMK_OFFSETOF(amk_program, loads)) X(AMK_OFFSETOF(amk_program, queues)) X(AMK_OFFSETOF(amk_program, slots)) X(AMK_OFFSETOF(amk_program, counters)) X(AMK_OFFSETOF(amk_program, workers)) X(AMK_OFFSETOF(amk_program, stages)) X(AMK_OFFSETOF(amk_program, stage_units)) X(AMK_OFFSETOF(amk_program, in_flight)) X(AMK_OFFSETOF(amk_program, in_flight_near)) X(AMK_OFFSETOF(amk_program, x_offset)) X(AMK_OFFSETOF(amk_program, x_bytes)) X(AMK_OFFSETOF(amk_program, kv_capacity)) X(AMK_OFFSETOF(amk_program, slot_len)) X(AMK_OFFSETOF(amk_program, counter_len)) X(AMK_OFFSETOF(amk_program, logits_rows)) X(AMK_OFFSETOF(amk_program, vocab)) X(AMK_OFFSETOF(amk_program, epoch)) X(AMK_OFFSETOF(amk_program, reserved)) X(sizeof(amk_step)) X(AMK_OFFSETOF(amk_step, program)) X(AMK_OFFSETOF(amk_step, action)) X(AMK_OFFSETOF(amk_step, epoch)) X(AMK_OFFSETOF(amk_step, token)) X(AMK_OFFSETOF(amk_step, position)) X(AMK_OFFSETOF(amk_step, session)) X(AMK_OFFSETOF(amk_step, logits_row)) X(AMK_OFFSETOF(amk_step, end)) X(AMK_OFFSETOF(amk_step, forced)) X(AMK_OFFSETOF(amk_step, flags)) X(AMK_OFFSETOF(amk_step, stop_len)) X(AMK_OFFSETOF(amk_step, stop)) X(AMK_OFFSETOF(amk_step, first)) X(AMK_OFFSETOF(amk_step, reserved)) X(AMK_OFFSETOF(amk_step, go)) X(sizeof(amk_launch)) X(AMK_OFFSETOF(amk_launch, submissions)) X(AMK_OFFSETOF(amk_launch, completions)) X(AMK_OFFSETOF(amk_launch, indices)) X(AMK_OFFSETOF(amk_launch, status)) X(AMK_OFFSETOF(amk_launch, tokens)) X(AMK_OFFSETOF(amk_launch, step)) X(AMK_OFFSETOF(amk_launch, done)) X(AMK_OFFSETOF(amk_launch, records)) X(AMK_OFFSETOF(amk_launch, deadline_ns)) X(AMK_OFFSETOF(amk_launch, token_stride)) X(AMK_OFFSETOF(amk_launch, sessions)) X(AMK_OFFSETOF(amk_launch, workers)) X(AMK_OFFSETOF(amk_launch, record_len)) X(AMK_OFFSETOF(amk_launch, program)) X(AMK_OFFSETOF(amk_launch, reserved)) X(sizeof(amk_done)) X(AMK_OFFSETOF(amk_done, abort)) X(AMK_OFFSETOF(amk_done, steps)) X(AMK_OFFSETOF(amk_done, token)) X(AMK_OFFSETOF(amk_done, stopped)) X(AMK_OFFSETOF(amk_done, switched)) X(AMK_OFFSETOF(amk_done, left)) X(AMK_OFFSETOF(amk_done, reporter)) X(AMK_OFFSETOF(amk_done, sequence)) X(sizeof(amk_record)) X(AMK_OFFSETOF(amk_record, issued)) X(AMK_OFFSETOF(amk_record, ready)) X(AMK_OFFSETOF(amk_record, end)) X(AMK_OFFSETOF(amk_record, worker)) X(AMK_OFFSETOF(amk_record, task)) X(sizeof(amk_submission)) X(AMK_OFFSETOF(amk_submission, command)) X(AMK_OFFSETOF(amk_submission, session)) X(AMK_OFFSETOF(amk_submission, position)) X(AMK_OFFSETOF(amk_submission, steps)) X(AMK_OFFSETOF(amk_submission, forced)) X(AMK_OFFSETOF(amk_submission, flags)) X(AMK_OFFSETOF(amk_submission, stop_len)) X(AMK_OFFSETOF(amk_submission, reserved0)) X(AMK_OFFSETOF(amk_submission, program)) X(AMK_OFFSETOF(amk_submission, stop)) X(AMK_OFFSETOF(amk_submission, reserved1)) X(AMK_OFFSETOF(amk_submission, sequence)) X(sizeof(amk_completion)) X(AMK_OFFSETOF(amk_completion, trap)) X(AMK_OFFSETOF(amk_completion, steps)) X(AMK_OFFSETOF(amk_completion, token)) X(AMK_OFFSETOF(amk_completion, stopped)) X(AMK_OFFSETOF(amk_completion, start_ns)) X(AMK_OFFSETOF(amk_completion, end_ns)) X(AMK_OFFSETOF(amk_completion, reserved)) X(AMK_OFFSETOF(amk_completion, sequence)) X(sizeof(amk_ring_indices)) X(AMK_OFFSETOF(amk_ring_indices, abort)) X(AMK_OFFSETOF(amk_ring_indices, reserved0)) X(AMK_OFFSETOF(amk_ring_indices, heartbeat)) X(AMK_OFFSETOF(amk_ring_indices, reserved1)) X(AMK_OFFSETOF(amk_ring_indices, head)) X(AMK_OFFSETOF(amk_ring_indices, reserved2)) X(sizeof(amk_status)) X(AMK_OFFSETOF(amk_status, trap)) X(AMK_OFFSETOF(amk_status, worker)) X(AMK_OFFSETOF(amk_status, task)) X(AMK_OFFSETOF(amk_status, opcode)) X(AMK_OFFSETOF(amk_status, object)) X(AMK_OFFSETOF(amk_status, have)) X(AMK_OFFSETOF(amk_status, need)) X(AMK_OFFSETOF(amk_status, epoch)) X(AMK_OFFSETOF(amk_status, waited_ns)) X(AMK_OFFSETOF(amk_status, left)) X(AMK_OFFSETOF(amk_status, reserved)) X(AMK_OFFSETOF(amk_status, valid)) X(sizeof(amk_nop_params)) X(AMK_OFFSETOF(amk_nop_params, reserved)) X(sizeof(amk_embed_params)) X(AMK_OFFSETOF(amk_embed_params, offset)) X(AMK_OFFSETOF(amk_embed_params, len)) X(AMK_OFFSETOF(amk_embed_params, reserved)) X(sizeof(amk_matvec_params)) X(AMK_OFFSETOF(amk_matvec_params, matrix)) X(AMK_OFFSETOF(amk_matvec_params, tile0)) X(AMK_OFFSETOF(amk_matvec_params, tiles)) X(AMK_OFFSETOF(amk_matvec_params, units)) X(AMK_OFFSETOF(amk_matvec_params, k_len)) X(AMK_OFFSETOF(amk_matvec_params, rows)) X(AMK_OFFSETOF(amk_matvec_params, prologue)) X(AMK_OFFSETOF(amk_matvec_params, epilogue)) X(AMK_OFFSETOF(amk_matvec_params, eps)) X(AMK_OFFSETOF(amk_matvec_params, splits)) X(AMK_OFFSETOF(amk_matvec_params, head_dim)) X(AMK_OFFSETOF(amk_matvec_params, kv_block)) X(AMK_OFFSETOF(amk_matvec_params, window)) X(AMK_OFFSETOF(amk_matvec_params, candidate)) X(AMK_OFFSETOF(amk_matvec_params, reserved)) X(sizeof(amk_attention_params)) X(AMK_OFFSETOF(amk_attention_params, kv_head)) X(AMK_OFFSETOF(amk_attention_params, kv_heads)) X(AMK_OFFSETOF(amk_attention_params, group)) X(AMK_OFFSETOF(amk_attention_params, head_dim)) X(AMK_OFFSETOF(amk_attention_params, split)) X(AMK_OFFSETOF(amk_attention_params, splits)) X(AMK_OFFSETOF(amk_attention_params, kv_block)) X(AMK_OFFSETOF(amk_attention_params, window)) X(AMK_OFFSETOF(amk_attention_params, scale)) X(AMK_OFFSETOF(amk_attention_params, eps)) X(AMK_OFFSETOF(amk_attention_params, reserved)) X(sizeof(amk_attention_merge_params)) X(AMK_OFFSETOF(amk_attention_merge_params, head0)) X(AMK_OFFSETOF(amk_attention_merge_params, heads)) X(AMK_OFFSETOF(amk_attention_merge_params, heads_total)) X(AMK_OFFSETOF(amk_attention_merge_params, head_dim)) X(AMK_OFFSETOF(amk_attention_merge_params, splits)) X(AMK_OFFSETOF(amk_attention_merge_params, kv_block)) X(AMK_OFFSETOF(amk_attention_merge_params, window)) X(AMK_OFFSETOF(amk_attention_merge_params, reserved)) X(sizeof(amk_sample_params)) X(AMK_OFFSETOF(amk_sample_params, candidates)) X(AMK_OFFSETOF(amk_sample_params, reserved))
+#define AMK_PROBE_LEN 193u
+#define AMK_FOR_EACH_PROBE(X) X(sizeof(amk_task)) X(AMK_OFFSETOF(amk_task, opcode)) X(AMK_OFFSETOF(amk_task, layer)) X(AMK_OFFSETOF(amk_task, wait_len)) X(AMK_OFFSETOF(amk_task, reserved)) X(AMK_OFFSETOF(amk_task, stage_units)) X(AMK_OFFSETOF(amk_task, stage_tiles)) X(AMK_OFFSETOF(amk_task, signal)) X(AMK_OFFSETOF(amk_task, reads)) X(AMK_OFFSETOF(amk_task, writes)) X(AMK_OFFSETOF(amk_task, read_generation)) X(AMK_OFFSETOF(amk_task, write_generation)) X(AMK_OFFSETOF(amk_task, wait_counter)) X(AMK_OFFSETOF(amk_task, wait_count)) X(AMK_OFFSETOF(amk_task, params)) X(sizeof(amk_load)) X(AMK_OFFSETOF(amk_load, address)) X(AMK_OFFSETOF(amk_load, units)) X(AMK_OFFSETOF(amk_load, stage_units)) X(AMK_OFFSETOF(amk_load, period)) X(sizeof(amk_queue)) X(AMK_OFFSETOF(amk_queue, task0)) X(AMK_OFFSETOF(amk_queue, tasks)) X(AMK_OFFSETOF(amk_queue, load0)) X(AMK_OFFSETOF(amk_queue, loads)) X(AMK_OFFSETOF(amk_queue, units)) X(AMK_OFFSETOF(amk_queue, reserved)) X(sizeof(amk_slot)) X(AMK_OFFSETOF(amk_slot, address)) X(AMK_OFFSETOF(amk_slot, kind)) X(AMK_OFFSETOF(amk_slot, words)) X(AMK_OFFSETOF(amk_slot, units)) X(AMK_OFFSETOF(amk_slot, reserved)) X(sizeof(amk_program)) X(AMK_OFFSETOF(amk_program, tasks)) X(AMK_OFFSETOF(amk_program, loads)) X(AMK_OFFSETOF(amk_program, queues)) X(AMK_OFFSETOF(amk_program, slots)) X(AMK_OFFSETOF(amk_program, counters)) X(AMK_OFFSETOF(amk_program, workers)) X(AMK_OFFSETOF(amk_program, stages)) X(AMK_OFFSETOF(amk_program, stage_units)) X(AMK_OFFSETOF(amk_program, in_flight)) X(AMK_OFFSETOF(amk_program, in_flight_near)) X(AMK_OFFSETOF(amk_program, x_offset)) X(AMK_OFFSETOF(amk_program, x_bytes)) X(AMK_OFFSETOF(amk_program, kv_capacity)) X(AMK_OFFSETOF(amk_program, slot_len)) X(AMK_OFFSETOF(amk_program, counter_len)) X(AMK_OFFSETOF(amk_program, logits_rows)) X(AMK_OFFSETOF(amk_program, vocab)) X(AMK_OFFSETOF(amk_program, epoch)) X(AMK_OFFSETOF(amk_program, task_len)) X(sizeof(amk_step)) X(AMK_OFFSETOF(amk_step, program)) X(AMK_OFFSETOF(amk_step, action)) X(AMK_OFFSETOF(amk_step, epoch)) X(AMK_OFFSETOF(amk_step, token)) X(AMK_OFFSETOF(amk_step, position)) X(AMK_OFFSETOF(amk_step, session)) X(AMK_OFFSETOF(amk_step, logits_row)) X(AMK_OFFSETOF(amk_step, end)) X(AMK_OFFSETOF(amk_step, forced)) X(AMK_OFFSETOF(amk_step, flags)) X(AMK_OFFSETOF(amk_step, stop_len)) X(AMK_OFFSETOF(amk_step, stop)) X(AMK_OFFSETOF(amk_step, first)) X(AMK_OFFSETOF(amk_step, reserved)) X(AMK_OFFSETOF(amk_step, go)) X(sizeof(amk_launch)) X(AMK_OFFSETOF(amk_launch, submissions)) X(AMK_OFFSETOF(amk_launch, completions)) X(AMK_OFFSETOF(amk_launch, indices)) X(AMK_OFFSETOF(amk_launch, status)) X(AMK_OFFSETOF(amk_launch, tokens)) X(AMK_OFFSETOF(amk_launch, step)) X(AMK_OFFSETOF(amk_launch, done)) X(AMK_OFFSETOF(amk_launch, records)) X(AMK_OFFSETOF(amk_launch, deadline_ns)) X(AMK_OFFSETOF(amk_launch, token_stride)) X(AMK_OFFSETOF(amk_launch, sessions)) X(AMK_OFFSETOF(amk_launch, workers)) X(AMK_OFFSETOF(amk_launch, record_len)) X(AMK_OFFSETOF(amk_launch, program)) X(AMK_OFFSETOF(amk_launch, reserved)) X(sizeof(amk_done)) X(AMK_OFFSETOF(amk_done, abort)) X(AMK_OFFSETOF(amk_done, steps)) X(AMK_OFFSETOF(amk_done, token)) X(AMK_OFFSETOF(amk_done, stopped)) X(AMK_OFFSETOF(amk_done, switched)) X(AMK_OFFSETOF(amk_done, left)) X(AMK_OFFSETOF(amk_done, reporter)) X(AMK_OFFSETOF(amk_done, sequence)) X(sizeof(amk_record)) X(AMK_OFFSETOF(amk_record, begin)) X(AMK_OFFSETOF(amk_record, ready)) X(AMK_OFFSETOF(amk_record, staged)) X(AMK_OFFSETOF(amk_record, multiplied)) X(AMK_OFFSETOF(amk_record, end)) X(AMK_OFFSETOF(amk_record, starved)) X(AMK_OFFSETOF(amk_record, worker)) X(AMK_OFFSETOF(amk_record, task)) X(AMK_OFFSETOF(amk_record, opcode)) X(AMK_OFFSETOF(amk_record, reserved)) X(sizeof(amk_submission)) X(AMK_OFFSETOF(amk_submission, command)) X(AMK_OFFSETOF(amk_submission, session)) X(AMK_OFFSETOF(amk_submission, position)) X(AMK_OFFSETOF(amk_submission, steps)) X(AMK_OFFSETOF(amk_submission, forced)) X(AMK_OFFSETOF(amk_submission, flags)) X(AMK_OFFSETOF(amk_submission, stop_len)) X(AMK_OFFSETOF(amk_submission, reserved0)) X(AMK_OFFSETOF(amk_submission, program)) X(AMK_OFFSETOF(amk_submission, stop)) X(AMK_OFFSETOF(amk_submission, reserved1)) X(AMK_OFFSETOF(amk_submission, sequence)) X(sizeof(amk_completion)) X(AMK_OFFSETOF(amk_completion, trap)) X(AMK_OFFSETOF(amk_completion, steps)) X(AMK_OFFSETOF(amk_completion, token)) X(AMK_OFFSETOF(amk_completion, stopped)) X(AMK_OFFSETOF(amk_completion, start_ns)) X(AMK_OFFSETOF(amk_completion, end_ns)) X(AMK_OFFSETOF(amk_completion, reserved)) X(AMK_OFFSETOF(amk_completion, sequence)) X(sizeof(amk_ring_indices)) X(AMK_OFFSETOF(amk_ring_indices, abort)) X(AMK_OFFSETOF(amk_ring_indices, reserved0)) X(AMK_OFFSETOF(amk_ring_indices, heartbeat)) X(AMK_OFFSETOF(amk_ring_indices, reserved1)) X(AMK_OFFSETOF(amk_ring_indices, head)) X(AMK_OFFSETOF(amk_ring_indices, reserved2)) X(sizeof(amk_status)) X(AMK_OFFSETOF(amk_status, trap)) X(AMK_OFFSETOF(amk_status, worker)) X(AMK_OFFSETOF(amk_status, task)) X(AMK_OFFSETOF(amk_status, opcode)) X(AMK_OFFSETOF(amk_status, object)) X(AMK_OFFSETOF(amk_status, have)) X(AMK_OFFSETOF(amk_status, need)) X(AMK_OFFSETOF(amk_status, epoch)) X(AMK_OFFSETOF(amk_status, waited_ns)) X(AMK_OFFSETOF(amk_status, left)) X(AMK_OFFSETOF(amk_status, reserved)) X(AMK_OFFSETOF(amk_status, valid)) X(sizeof(amk_nop_params)) X(AMK_OFFSETOF(amk_nop_params, reserved)) X(sizeof(amk_embed_params)) X(AMK_OFFSETOF(amk_embed_params, offset)) X(AMK_OFFSETOF(amk_embed_params, len)) X(AMK_OFFSETOF(amk_embed_params, reserved)) X(sizeof(amk_matvec_params)) X(AMK_OFFSETOF(amk_matvec_params, matrix)) X(AMK_OFFSETOF(amk_matvec_params, tile0)) X(AMK_OFFSETOF(amk_matvec_params, tiles)) X(AMK_OFFSETOF(amk_matvec_params, units)) X(AMK_OFFSETOF(amk_matvec_params, k_len)) X(AMK_OFFSETOF(amk_matvec_params, rows)) X(AMK_OFFSETOF(amk_matvec_params, prologue)) X(AMK_OFFSETOF(amk_matvec_params, epilogue)) X(AMK_OFFSETOF(amk_matvec_params, eps)) X(AMK_OFFSETOF(amk_matvec_params, splits)) X(AMK_OFFSETOF(amk_matvec_params, head_dim)) X(AMK_OFFSETOF(amk_matvec_params, kv_block)) X(AMK_OFFSETOF(amk_matvec_params, window)) X(AMK_OFFSETOF(amk_matvec_params, candidate)) X(AMK_OFFSETOF(amk_matvec_params, reserved)) X(sizeof(amk_attention_params)) X(AMK_OFFSETOF(amk_attention_params, kv_head)) X(AMK_OFFSETOF(amk_attention_params, kv_heads)) X(AMK_OFFSETOF(amk_attention_params, group)) X(AMK_OFFSETOF(amk_attention_params, head_dim)) X(AMK_OFFSETOF(amk_attention_params, split)) X(AMK_OFFSETOF(amk_attention_params, splits)) X(AMK_OFFSETOF(amk_attention_params, kv_block)) X(AMK_OFFSETOF(amk_attention_params, window)) X(AMK_OFFSETOF(amk_attention_params, scale)) X(AMK_OFFSETOF(amk_attention_params, eps)) X(AMK_OFFSETOF(amk_attention_params, reserved)) X(sizeof(amk_attention_merge_params)) X(AMK_OFFSETOF(amk_attention_merge_params, head0)) X(AMK_OFFSETOF(amk_attention_merge_params, heads)) X(AMK_OFFSETOF(amk_attention_merge_params, heads_total)) X(AMK_OFFSETOF(amk_attention_merge_params, head_dim)) X(AMK_OFFSETOF(amk_attention_merge_params, splits)) X(AMK_OFFSETOF(amk_attention_merge_params, kv_block)) X(AMK_OFFSETOF(amk_attention_merge_params, window)) X(AMK_OFFSETOF(amk_attention_merge_params, reserved)) X(sizeof(amk_sample_params)) X(AMK_OFFSETOF(amk_sample_params, candidates)) X(AMK_OFFSETOF(amk_sample_params, reserved))

@@ -26,6 +26,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/ring.cuh",
     "cuda/stage.cuh",
     "cuda/worker.cuh",
+    "cuda/tape.cuh",
     "cuda/slot.cuh",
     "cuda/stream.cuh",
     "cuda/op_attention_merge.cuh",
@@ -42,40 +43,34 @@ pub const SOURCES: &[Source] = sources![
 pub struct Variant {
     /// Element type of the matrices: 0 f32, 1 f16, 2 bf16.
     pub dtype: u32,
-    /// Tensor cores instead of plain multiply-adds.
-    pub mma: bool,
-    /// Consumer warps.
-    pub warps: u32,
-    /// Units that a consumer warp has in flight.
-    pub unroll: u32,
+    /// Elements of a head.
+    pub head_dim: u32,
+    /// Query heads of a key/value head.
+    pub group: u32,
+    /// Whether queries and keys are normalised.
+    pub qk_norm: bool,
     /// Pause between two polls.
     pub poll_sleep_ns: u32,
     /// Weights leave L2 first.
     pub evict_first: bool,
-    /// The key/value cache holds f32 instead of f16.
-    pub kv_f32: bool,
+    /// Every task leaves an `amk_record`. Never in a build that is timed.
+    pub trace: bool,
 }
 
 impl Variant {
     /// The macro definitions, as compiler options.
     #[must_use]
     pub fn defines(&self) -> Vec<String> {
-        let Self { dtype, mma, warps, unroll, poll_sleep_ns, evict_first, kv_f32 } = *self;
+        let Self { dtype, head_dim, group, qk_norm, poll_sleep_ns, evict_first, trace } = *self;
         vec![
             format!("-DAMK_DTYPE={dtype}"),
-            format!("-DAMK_MMA={}", u32::from(mma)),
-            format!("-DAMK_WARPS={warps}"),
-            format!("-DAMK_UNROLL={unroll}"),
+            format!("-DAMK_HEAD_DIM={head_dim}"),
+            format!("-DAMK_GROUP={group}"),
+            format!("-DAMK_QK_NORM={}", u32::from(qk_norm)),
             format!("-DAMK_POLL_SLEEP_NS={poll_sleep_ns}"),
             format!("-DAMK_EVICT_FIRST={}", u32::from(evict_first)),
-            format!("-DAMK_KV_F32={}", u32::from(kv_f32)),
+            format!("-DAMK_TRACE={}", u32::from(trace)),
         ]
-    }
-
-    /// Threads of a block: consumers, the loader's warp and the poller's.
-    #[must_use]
-    pub fn threads(&self) -> u32 {
-        (self.warps + 2) * 32
     }
 }
 

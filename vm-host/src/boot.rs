@@ -20,12 +20,12 @@ const CACHE_ELEMENT_BYTES: u64 = 4;
 /// The build whose bandwidth kernel is used; any would do.
 const PROBE_VARIANT: Variant = Variant {
     dtype: 2,
-    mma: false,
-    warps: 8,
-    unroll: 2,
+    head_dim: 64,
+    group: 1,
+    qk_norm: false,
     poll_sleep_ns: 20,
     evict_first: true,
-    kv_f32: true,
+    trace: false,
 };
 
 /// What a machine is booted for.
@@ -37,6 +37,8 @@ pub struct BootOptions {
     pub logits_rows: u32,
     /// Device memory for each loaded program's tables and activations.
     pub program_bytes: u64,
+    /// Task records that the traced kernel variant may leave.
+    pub records: u32,
     /// How long a worker may wait inside a step before it reports and the kernel leaves.
     pub deadline: Duration,
 }
@@ -47,6 +49,7 @@ impl Default for BootOptions {
             sessions: 1,
             logits_rows: 64,
             program_bytes: 96 << 20,
+            records: 0,
             deadline: Duration::from_secs(2),
         }
     }

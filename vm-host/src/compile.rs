@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use cudarc::nvrtc::sys;
-use ir::schedule::{Consumer, Evict, KvCache};
-use ir::{DType, KernelConfig};
+use ir::schedule::Evict;
+use ir::{DType, Graph, KernelConfig};
 use vm_device::{Variant, translation_unit};
 
 use crate::error::HostError;
@@ -37,21 +37,21 @@ pub struct Resources {
     pub stack: u32,
 }
 
-/// The variant that a schedule's kernel knobs and a model's element type ask for.
+/// The variant that a schedule's kernel knobs and a model's shapes ask for.
 #[must_use]
-pub fn variant(kernel: &KernelConfig, dtype: DType) -> Variant {
+pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
     Variant {
-        dtype: match dtype {
+        dtype: match graph.dtype {
             DType::F32 => 0,
             DType::F16 => 1,
             DType::Bf16 => 2,
         },
-        mma: kernel.consumer == Consumer::Mma,
-        warps: kernel.warps,
-        unroll: kernel.unroll,
+        head_dim: graph.head_dim,
+        group: graph.group(),
+        qk_norm: graph.layers.iter().any(|layer| layer.q_norm.is_some()),
         poll_sleep_ns: kernel.poll_sleep_ns,
         evict_first: kernel.evict == Evict::First,
-        kv_f32: kernel.kv_cache == KvCache::F32,
+        trace: false,
     }
 }
 
@@ -68,11 +68,28 @@ pub fn options(variant: &Variant, arch: &str) -> Vec<String> {
     options
 }
 
+/// The device source: the one that this build holds, or the files of `$AMK_KERNEL_DIR` (a copy of the `vm-device` folder), so that
+/// work on the kernel needs no new build of the host.
+fn source() -> Result<String, HostError> {
+    let Some(dir) = std::env::var_os("AMK_KERNEL_DIR").map(PathBuf::from) else {
+        return Ok(translation_unit());
+    };
+    let mut text = String::new();
+    for source in vm_device::SOURCES {
+        let path = dir.join(source.name);
+        let file = std::fs::read_to_string(&path).map_err(|error| HostError::Compile {
+            log: format!("AMK_KERNEL_DIR: cannot read {}: {error}", path.display()),
+        })?;
+        text += &format!("#line 1 \"{}\"\n{file}\n", source.name);
+    }
+    Ok(text)
+}
+
 /// The id that [`compile`] gives: a function of source, options and architecture alone, so it is known without a compiler.
 #[must_use]
 pub fn kernel_id(variant: &Variant, arch: &str) -> String {
     let mut hasher = blake3::Hasher::new();
-    hasher.update(translation_unit().as_bytes());
+    hasher.update(source().unwrap_or_default().as_bytes());
     for option in options(variant, arch) {
         hasher.update(option.as_bytes());
         hasher.update(&[0]);
@@ -91,7 +108,7 @@ pub fn compile(variant: &Variant, arch: &str, cache: Option<&Path>) -> Result<Cu
     if let Some(cubin) = file.as_deref().and_then(|file| read_cached(file, &id)) {
         return Ok(cubin);
     }
-    let (image, log) = run_nvrtc(&translation_unit(), &options(variant, arch))?;
+    let (image, log) = run_nvrtc(&source()?, &options(variant, arch))?;
     if let Some(file) = &file {
         write_cached(file, &image, &log);
     }

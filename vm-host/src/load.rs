@@ -95,12 +95,11 @@ pub(crate) struct Image {
 pub(crate) fn image(
     program: &Verified<Program>,
     residents: &Residents,
-    variant: &vm_device::Variant,
     shared_bytes: u32,
     base: u64,
 ) -> Result<Image, HostError> {
     check_fits(program, residents)?;
-    let (tasks, loads, queues) = tables(program, residents);
+    let (tasks, loads, queues) = tables(program, residents)?;
     let mut layout = Layout::new(base, size_of::<ProgramHeader>() as u64);
     let task_address = layout.place(bytemuck::cast_slice(&tasks));
     let load_address = layout.place(bytemuck::cast_slice(&loads));
@@ -118,7 +117,7 @@ pub(crate) fn image(
         slots: slot_address,
         counters,
         slot_len: program.slots.len() as u32,
-        ..header(program, residents, variant, shared_bytes)?
+        ..header(program, residents, shared_bytes)?
     };
     layout.write(base, bytemuck::bytes_of(&header));
     Ok(Image { bytes: layout.bytes, zeroed: arena - counters, poisoned: program.arena_bytes })
@@ -149,12 +148,10 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
 fn header(
     program: &Program,
     residents: &Residents,
-    variant: &vm_device::Variant,
     shared_bytes: u32,
 ) -> Result<ProgramHeader, HostError> {
     let stage_bytes = program.pipeline.stage_units * abi::UNIT_BYTES;
-    let (kv_block, splits) = attention_shape(program);
-    let x_bytes = smem::activation_bytes(&program.dims, kv_block, splits, variant.warps);
+    let x_bytes = smem::activation_bytes(&program.dims);
     let needed = smem::worker_bytes(program.pipeline.stages, stage_bytes, x_bytes);
     if needed > shared_bytes {
         return Err(HostError::Request(format!(
@@ -173,24 +170,45 @@ fn header(
         counter_len: program.counters,
         logits_rows: residents.logits_rows,
         vocab: program.dims.vocab,
+        task_len: program.task_len() as u32,
         ..ProgramHeader::default()
     })
 }
 
-/// Block and splits of the program's attention: they size the activation buffer.
-fn attention_shape(program: &Program) -> (u32, u32) {
-    let tasks = program.workers.iter().flat_map(|w| &w.tasks);
-    tasks
-        .filter(|task| task.opcode == abi::Opcode::Attention)
-        .map(|task| task.params::<abi::AttentionParams>())
-        .fold((1, 1), |(block, splits), p| (block.max(p.kv_block), splits.max(p.splits)))
+/// How the tiles of a matrix lie in the stages of the ring: several whole ones in a stage, or one in several stages.
+struct Staging {
+    stage_units: u32,
+    stage_tiles: u32,
+    period: u32,
 }
 
-fn tables(
-    program: &Program,
-    residents: &Residents,
-) -> (Vec<abi::Task>, Vec<abi::Load>, Vec<Queue>) {
+impl Staging {
+    fn new(tile_units: u32, stage_units: u32) -> Result<Self, HostError> {
+        if tile_units > u32::from(u16::MAX) || stage_units > abi::STAGE_UNITS_MAX {
+            return Err(HostError::Request(format!(
+                "tiles of {tile_units} units in stages of {stage_units}: at most {} and {} are possible",
+                u16::MAX,
+                abi::STAGE_UNITS_MAX
+            )));
+        }
+        if tile_units > stage_units {
+            return Ok(Self { stage_units, stage_tiles: 1, period: tile_units });
+        }
+        let stage_tiles = stage_units / tile_units.max(1);
+        let stage_units = stage_tiles * tile_units;
+        Ok(Self { stage_units, stage_tiles, period: stage_units })
+    }
+}
+
+/// Tasks, loads and queues of all workers.
+type Tables = (Vec<abi::Task>, Vec<abi::Load>, Vec<Queue>);
+
+fn tables(program: &Program, residents: &Residents) -> Result<Tables, HostError> {
     let (mut tasks, mut loads, mut queues) = (Vec::new(), Vec::new(), Vec::new());
+    let of = |matrix: &ir::program::Matrix| {
+        Staging::new(matrix.units_per_tile(), program.pipeline.stage_units)
+    };
+    let stagings = program.matrices.iter().map(of).collect::<Result<Vec<_>, _>>()?;
     for worker in &program.workers {
         queues.push(Queue {
             task0: tasks.len() as u32,
@@ -200,22 +218,27 @@ fn tables(
             units: worker.loads.iter().map(|l| l.units).sum(),
             reserved: [0; 3],
         });
-        tasks.extend(worker.tasks.iter().map(wire_task));
-        loads.extend(worker.loads.iter().map(|l| abi::Load {
-            address: residents.matrices[l.matrix.index()] + l.unit0 * u64::from(abi::UNIT_BYTES),
-            units: l.units,
-            reserved: 0,
+        tasks.extend(worker.tasks.iter().map(|task| wire_task(task, &stagings)));
+        loads.extend(worker.loads.iter().map(|l| {
+            let s = &stagings[l.matrix.index()];
+            let first = l.unit0 * u64::from(abi::UNIT_BYTES);
+            abi::Load {
+                address: residents.matrices[l.matrix.index()] + first,
+                units: l.units,
+                stage_units: s.stage_units as u16,
+                period: s.period as u16,
+            }
         }));
     }
     tasks.push(abi::Task { signal: NONE, ..abi::Task::default() }); // a worker without tasks fetches one all the same
-    (tasks, loads, queues)
+    Ok((tasks, loads, queues))
 }
 
-fn wire_task(task: &Task) -> abi::Task {
+fn wire_task(task: &Task, stagings: &[Staging]) -> abi::Task {
     let mut wire = abi::Task {
         opcode: task.opcode as u16,
         layer: task.layer,
-        wait_len: task.waits.len() as u16,
+        wait_len: task.waits.len() as u8,
         signal: task.signal.map_or(NONE, |c| c.0),
         reads: task.reads.map(|a| a.map_or(NONE, |a| a.slot.0)),
         writes: task.writes.map(|a| a.map_or(NONE, |a| a.slot.0)),
@@ -224,6 +247,10 @@ fn wire_task(task: &Task) -> abi::Task {
         params: task.params,
         ..abi::Task::default()
     };
+    if task.opcode == abi::Opcode::Matvec {
+        let s = &stagings[task.params::<abi::MatvecParams>().matrix as usize];
+        (wire.stage_units, wire.stage_tiles) = (s.stage_units as u8, s.stage_tiles as u8);
+    }
     for (i, wait) in task.waits.iter().enumerate() {
         wire.wait_counter[i] = wait.counter.0;
         wire.wait_count[i] = wait.count;

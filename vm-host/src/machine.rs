@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use abi::{Command, Completion, Launch, StepState, Submission};
+use abi::{Command, Completion, Launch, StepState, Submission, TaskRecord};
 use ir::program::{Program, Verified};
 use ir::{Graph, Weights};
 use vm_device::Variant;
@@ -22,6 +22,8 @@ use crate::weights::{LoadReport, load_matrices};
 
 /// Programs that can be loaded beside each other.
 pub const PROGRAMS_MAX: usize = 4;
+/// Threads of a worker.
+const THREADS: u32 = ir::program::smem::WARPS * 32;
 /// Bytes of the page-locked buffer that copies beside a resident kernel go through.
 const BOUNCE_BYTES: usize = 4 << 20;
 
@@ -54,6 +56,7 @@ struct Memory {
     serials: Vec<u64>,
     step: DeviceBuffer,
     done: DeviceBuffer,
+    records: DeviceBuffer,
     tokens: HostBuffer,
     token_stride: u32,
     bounce: HostBuffer,
@@ -108,6 +111,13 @@ impl Idle {
                 "{} sessions; 1 to {} are possible",
                 options.sessions,
                 abi::SESSIONS_MAX
+            )));
+        }
+        if !graph.head_dim.is_power_of_two() || !(abi::HEAD_DIM_MIN..=128).contains(&graph.head_dim)
+        {
+            return Err(HostError::Request(format!(
+                "heads of {} elements in {}: the attention of the kernel takes 16, 32, 64 or 128",
+                graph.head_dim, graph.name
             )));
         }
         check_memory(program, &options, info.free_bytes)?;
@@ -193,23 +203,18 @@ impl Idle {
         let kernel = module.function(c"amk_megakernel")?;
         let shared = self.info.shared_bytes;
         kernel.allow_shared(shared)?;
-        let per_sm = kernel.resident_blocks(variant.threads(), shared)?;
+        let per_sm = kernel.resident_blocks(THREADS, shared)?;
         let (requested, possible) = (self.memory.residents.workers, per_sm * self.info.sms);
         if requested > possible {
-            return Err(HostError::NotCoResident {
-                requested,
-                possible,
-                threads: variant.threads(),
-                shared,
-            });
+            return Err(HostError::NotCoResident { requested, possible, threads: THREADS, shared });
         }
-        let loaded = self.load_into(0, variant, program)?;
+        let loaded = self.load_into(0, program)?;
         self.memory.ring.reset();
         zero(&self.copy, &mut self.memory.bounce, &self.memory.step)?;
         zero(&self.copy, &mut self.memory.bounce, &self.memory.done)?;
         let mut launch = self.launch_block();
         let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut launch).cast()];
-        self.compute.launch(&kernel, requested, variant.threads(), shared, &mut arguments)?;
+        self.compute.launch(&kernel, requested, THREADS, shared, &mut arguments)?;
         Ok((module, loaded))
     }
 
@@ -223,6 +228,8 @@ impl Idle {
             tokens: m.tokens.device,
             step: m.step.address,
             done: m.done.address,
+            records: m.records.address,
+            record_len: (m.records.bytes / size_of::<TaskRecord>() as u64) as u32,
             deadline_ns: self.options.deadline.as_nanos() as u64,
             token_stride: m.token_stride,
             sessions: self.options.sessions,
@@ -236,13 +243,12 @@ impl Idle {
     fn load_into(
         &mut self,
         place: usize,
-        variant: &Variant,
         program: &Verified<Program>,
     ) -> Result<Loaded, HostError> {
         let m = &mut self.memory;
         let (base, room) = (m.programs[place].address, m.programs[place].bytes);
         let Image { bytes, zeroed, poisoned } =
-            image(program, &m.residents, variant, self.info.shared_bytes, base)?;
+            image(program, &m.residents, self.info.shared_bytes, base)?;
         let needed = bytes.len() as u64 + zeroed + poisoned;
         if needed > room {
             return Err(HostError::Request(format!(
@@ -280,6 +286,9 @@ impl Memory {
             programs,
             step: DeviceBuffer::zeroed(size_of::<StepState>() as u64)?,
             done: DeviceBuffer::zeroed(size_of::<abi::Done>() as u64)?,
+            records: DeviceBuffer::zeroed(
+                u64::from(options.records) * size_of::<TaskRecord>() as u64,
+            )?,
             tokens: HostBuffer::zeroed(options.sessions as usize * token_stride as usize * 4)?,
             token_stride,
             bounce,
@@ -317,9 +326,9 @@ impl Resident {
         if self.next_place == self.current.place {
             self.next_place = (self.next_place + 1) % PROGRAMS_MAX;
         }
-        let (place, variant) = (self.next_place, self.variant);
+        let place = self.next_place;
         self.next_place = (place + 1) % PROGRAMS_MAX;
-        self.idle().load_into(place, &variant, program)
+        self.idle().load_into(place, program)
     }
 
     /// Makes a loaded program current.
@@ -454,6 +463,19 @@ impl Resident {
             out.push(values);
         }
         Ok(out)
+    }
+
+    /// What the traced variant wrote of the last step: a record a task, then one for each loader.
+    ///
+    /// # Errors
+    /// If a copy fails.
+    pub fn records(&mut self) -> Result<Vec<TaskRecord>, HostError> {
+        let idle = self.idle();
+        let mut records: Vec<TaskRecord> =
+            vec![bytemuck::Zeroable::zeroed(); idle.options.records as usize];
+        let source = idle.memory.records.address;
+        download(&idle.copy, &idle.memory.bounce, source, bytemuck::cast_slice_mut(&mut records))?;
+        Ok(records)
     }
 
     /// Fills the key/value caches and the logits with what is not a number, so that a run which skips work cannot pass for one

@@ -31,7 +31,7 @@ fn toy() -> Option<(Model, Verified<Program>, Variant, Idle)> {
         .expect("the default is legal");
     let program = lower::lower(&config, &model.graph, &target, lower::Options { kv_capacity: 64 })
         .expect("it lowers");
-    let variant = crate::compile::variant(&KernelConfig::default(), model.graph.dtype);
+    let variant = crate::compile::variant(&KernelConfig::default(), &model.graph);
     let options = BootOptions { deadline: DEADLINE, ..BootOptions::default() };
     let idle =
         Idle::boot(&model.graph, &*model.weights, &program, &variant, options).expect("it boots");

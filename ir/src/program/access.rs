@@ -76,7 +76,7 @@ impl Finder<'_> {
     }
 
     fn partials(&mut self, head0: u32, heads: u32, heads_total: u32, head_dim: u32, splits: u32) {
-        let stride = head_dim.saturating_add(2);
+        let stride = head_dim.saturating_add(abi::PARTIAL_HEADER);
         for split in 0..splits.min(abi::SPLITS_MAX) {
             let first = split.saturating_mul(heads_total).saturating_add(head0);
             self.read(0, first.saturating_mul(stride), heads.saturating_mul(stride));
@@ -133,7 +133,7 @@ impl OpVisitor for Finder<'_> {
             hd,
         );
         let first = p.split.saturating_mul(heads).saturating_add(p.kv_head.saturating_mul(p.group));
-        let stride = hd.saturating_add(2);
+        let stride = hd.saturating_add(abi::PARTIAL_HEADER);
         self.write(0, first.saturating_mul(stride), p.group.saturating_mul(stride));
     }
 

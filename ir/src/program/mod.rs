@@ -158,8 +158,7 @@ impl Slot {
     #[must_use]
     pub fn arena_bytes(&self) -> u64 {
         match self.kind {
-            SlotKind::Plain => u64::from(self.words) * 4,
-            SlotKind::Tagged => u64::from(self.words) * 8,
+            SlotKind::Plain | SlotKind::Tagged => u64::from(self.words) * 4,
             SlotKind::Constant | SlotKind::KvCache | SlotKind::Embedding | SlotKind::Logits => 0,
         }
     }
@@ -333,13 +332,13 @@ impl Program {
         units * u64::from(abi::UNIT_BYTES)
     }
 
-    /// Key/value bytes that one step at `position` reads, with elements of so many bytes.
+    /// Key/value bytes that one step at `position` reads on the device.
     #[must_use]
-    pub fn kv_bytes(&self, position: u32, element_bytes: u64) -> u64 {
+    pub fn kv_bytes(&self, position: u32) -> u64 {
         let dims = &self.dims;
         let elements =
             2 * u64::from(dims.layers) * u64::from(dims.kv_heads) * u64::from(dims.head_dim);
-        elements * (u64::from(position) + 1) * element_bytes
+        elements * (u64::from(position) + 1) * abi::KV_ELEMENT_BYTES
     }
 
     /// The stable id of the program: equal programs have equal ids, on every machine.

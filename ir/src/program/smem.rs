@@ -5,25 +5,29 @@ use crate::program::Dims;
 /// Bytes for reductions, barriers and task records, whatever the program.
 pub const FIXED_BYTES: u32 = 12 * 1024;
 
-/// Query heads that the attention op works on at once.
-pub const ATTENTION_GROUP: u32 = 4;
+/// Query heads that the attention op works on at once, at most.
+pub const ATTENTION_GROUP: u32 = 7;
 
-/// Bytes of the activation buffer: the longest staged vector (4 bytes an element: an f32, or the high and low 16-bit halves), the
-/// merge's vector and split weights, or the attention scratch.
+/// Consumer warps of a worker.
+pub const CONSUMER_WARPS: u32 = 8;
+
+/// Warps of a worker: the consumers, the loader, the fetcher of tasks, the watchdog that also polls the host ring, and one that only
+/// completes the group of four that gives registers to the consumers.
+pub const WARPS: u32 = CONSUMER_WARPS + 4;
+
+/// Bytes of the activation buffer: the longest staged vector (4 bytes an element: an f32, or the high and low 16-bit halves), or what
+/// the consumer warps leave each other in attention and its merge.
 #[must_use]
-pub fn activation_bytes(dims: &Dims, kv_block: u32, splits: u32, warps: u32) -> u32 {
+pub fn activation_bytes(dims: &Dims) -> u32 {
     let unit_cols = abi::UNIT_ROW_BYTES / dims.dtype.bytes() as u32;
     let q_width = dims.heads * dims.head_dim;
     let k_max = dims.hidden.max(q_width).max(dims.ffn).next_multiple_of(unit_cols);
-    let merge = 4 * q_width.next_multiple_of(unit_cols) + 4 * dims.heads * splits;
-    let group = (dims.heads / dims.kv_heads).min(ATTENTION_GROUP);
-    // Queries, one key, scores of a block, partial outputs of each warp, running statistics.
-    let attention = 4
-        * (group * dims.head_dim
-            + dims.head_dim
-            + group * kv_block
-            + warps * group * dims.head_dim
-            + 4 * group * warps);
+    // A tile of 16 rows of values of each warp; then of each warp its heads: maximum, sum, padding, outputs.
+    let values = CONSUMER_WARPS * 16 * dims.head_dim * 2;
+    let group = (dims.heads / dims.kv_heads.max(1)).min(ATTENTION_GROUP);
+    let attention = values + 4 * CONSUMER_WARPS * group * (dims.head_dim + 4);
+    // Six floats of each thread, 16-byte aligned.
+    let merge = 32 * CONSUMER_WARPS * 32;
     (4 * k_max).max(merge).max(attention).next_multiple_of(128)
 }
 

@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::value::{
-    Consumer, Domain, EmbedGrouping, Evict, Handoff, KnobType, KvCache, MergeGrouping,
-    PageAllocation, SmAssignment, Value,
+    Domain, EmbedGrouping, Evict, Handoff, KnobType, MergeGrouping, PageAllocation, SmAssignment,
+    Value,
 };
 
 /// Calls `$macro` with the whole knob table: the structs of a config, outermost first, each with its groups and its knobs. A knob's
@@ -39,7 +39,7 @@ macro_rules! for_each_knob {
                 knobs {
                     stage_bytes: u32 = PipelineStageBytes at pipeline.stage_bytes, numbers [8192, 16384, 32768],
                         default 16384, program, "Bytes of one copy, and of one stage of the weight ring.";
-                    stages: u32 = PipelineStages at pipeline.stages, range [2, 26, 1],
+                    stages: u32 = PipelineStages at pipeline.stages, range [2, 25, 1],
                         default 8, program, "Stages of the weight ring of each worker; it must fit in shared memory beside the activation buffer.";
                     in_flight_bytes: u32 = PipelineInFlightBytes at pipeline.in_flight_bytes, range [8192, 131072, 8192],
                         default 65536, program, "Cap on the bytes on their way to a worker: whole stages, at most the ring.";
@@ -65,8 +65,6 @@ macro_rules! for_each_knob {
                         default Handoff::Counter, program, "How the hidden layer of the MLP is handed over.";
                     down: Handoff = SyncDown at sync.down, names Handoff::VALUES,
                         default Handoff::Counter, program, "How the residual after the MLP is handed over.";
-                    lm_head: Handoff = SyncLmHead at sync.lm_head, names Handoff::VALUES,
-                        default Handoff::Counter, program, "How the candidates are handed to sampling.";
                 }
             }
             /// Which ops share a phase.
@@ -151,18 +149,10 @@ macro_rules! for_each_knob {
             struct KernelConfig {
                 groups {}
                 knobs {
-                    consumer: Consumer = KernelConsumer at kernel.consumer, names Consumer::VALUES,
-                        default Consumer::Fma, kernel, "What multiplies: fused multiply-adds, or tensor cores (16-bit weights).";
-                    warps: u32 = KernelWarps at kernel.warps, numbers [4, 8],
-                        default 8, kernel, "Consumer warps of a worker.";
-                    unroll: u32 = KernelUnroll at kernel.unroll, numbers [1, 2, 4],
-                        default 2, kernel, "Units that a consumer warp has in registers at once.";
                     poll_sleep_ns: u32 = KernelPollSleepNs at kernel.poll_sleep_ns, numbers [0, 20, 100],
                         default 20, kernel, "Nanoseconds between two looks at a counter or tag.";
                     evict: Evict = KernelEvict at kernel.evict, names Evict::VALUES,
                         default Evict::Normal, kernel, "What the weight stream does to the L2 cache.";
-                    kv_cache: KvCache = KernelKvCache at kernel.kv_cache, names KvCache::VALUES,
-                        default KvCache::F32, kernel, "Element type of the key/value cache: f32 is as precise as the reference, f16 halves its bytes.";
                 }
             }
         }
@@ -334,12 +324,6 @@ impl std::fmt::Display for Knob {
 }
 
 impl KernelConfig {
-    /// Threads of a worker: the consumer warps, the loader and the spare warp that polls the host ring.
-    #[must_use]
-    pub const fn threads(&self) -> u32 {
-        (self.warps + 2) * 32
-    }
-
     /// The stable id of this kernel config.
     #[must_use]
     pub fn id(&self) -> String {

@@ -42,7 +42,6 @@ fn undemanding(knob: Knob, value: Value) -> ScheduleConfig {
     config.pipeline.stage_bytes = 8192;
     config.pipeline.stages = 2;
     config.tiling.attention.kv_block = 32;
-    config.kernel.warps = 4;
     // `value` is from the knob's own domain.
     let _ = config.set(knob, value);
     let stage = config.pipeline.stage_bytes;

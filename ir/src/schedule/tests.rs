@@ -158,8 +158,8 @@ fn every_bad_value_of_every_knob_is_refused() {
 fn a_ring_that_does_not_fit_names_the_largest_that_does() {
     let graph = graph(14336, DType::Bf16);
     let mut config = ScheduleConfig::default();
-    config.pipeline.stages = 26;
-    let found = validate(config, &graph, &h200()).expect_err("26 x 16 KB do not fit beside 56 KB");
+    config.pipeline.stages = 25;
+    let found = validate(config, &graph, &h200()).expect_err("25 x 16 KB do not fit beside 56 KB");
     assert_eq!(found.total(), 1, "{found}");
     let most = largest_stages(&config, &graph, &h200()).expect("some fit");
     assert_eq!(
@@ -175,12 +175,10 @@ fn a_ring_that_does_not_fit_names_the_largest_that_does() {
 #[test]
 fn rules_between_knobs_are_all_reported_in_one_answer() {
     let graph = graph(14336, DType::F32);
-    let text = r#"{"pipeline": {"in_flight_bytes": 24576, "in_flight_near_bytes": 32768, "stages": 26},
-        "kernel": {"consumer": "mma"}, "tiling": {"attention": {"kv_block": 512, "kv_split": 32}}, "oops": 1}"#;
+    let text = r#"{"pipeline": {"in_flight_bytes": 24576, "in_flight_near_bytes": 32768, "stages": 25},
+        "tiling": {"attention": {"kv_block": 512, "kv_split": 32}}, "oops": 1}"#;
     let found = read_config(text, &graph, &h200()).expect_err("refused");
-    for rule in
-        [Rule::SKey, Rule::SRing, Rule::SInFlight, Rule::SNear, Rule::SConsumer, Rule::SSplit]
-    {
+    for rule in [Rule::SKey, Rule::SRing, Rule::SInFlight, Rule::SNear, Rule::SSplit] {
         assert!(found.has(rule), "{rule} in {found}");
     }
 }
@@ -201,10 +199,10 @@ fn schedule_rules_are_all_reachable() {
         .expect_err("target");
     assert!(found.has(Rule::STarget) && found.has(Rule::SThreads), "{found}");
     let mut config = ScheduleConfig::default();
-    config.kernel.unroll = 3;
+    config.kernel.poll_sleep_ns = 3;
     assert!(
         validate(config, &graph(14336, DType::Bf16), &h200())
-            .expect_err("unroll")
+            .expect_err("poll_sleep_ns")
             .has(Rule::SRange)
     );
 }
@@ -233,7 +231,7 @@ fn the_default_is_legal_on_every_target_that_can_hold_the_model() {
 fn the_search_space_lists_what_is_legal_on_its_own() {
     let space = search_space(&graph(14336, DType::F32), &h200());
     assert_eq!(space.as_object().map(serde_json::Map::len), Some(Knob::ALL.len()));
-    assert_eq!(space["kernel.consumer"]["choices"], json!(["fma"]));
+    assert_eq!(space["kernel.evict"]["choices"], json!(["normal", "first"]));
     assert_eq!(space["pipeline.stages"]["min"], json!(2));
     assert_eq!(space["pipeline.stages"]["max"], json!(19));
     assert_eq!(space["pipeline.stages"]["acts_on"], json!("program"));
@@ -249,8 +247,8 @@ fn schedule_ids_do_not_depend_on_how_the_config_was_written() {
     let graph = graph(14336, DType::Bf16);
     let parse = |text| parse_config(text, &graph, &h200()).expect("legal").id();
     assert_eq!(
-        parse(r#"{"kernel": {"warps": 4, "unroll": 1}}"#),
-        parse(r#"{"kernel": {"unroll": 1, "warps": 4}, "sync": {}}"#)
+        parse(r#"{"kernel": {"evict": "first", "poll_sleep_ns": 0}}"#),
+        parse(r#"{"kernel": {"poll_sleep_ns": 0, "evict": "first"}, "sync": {}}"#)
     );
     assert_eq!(parse("{}").len(), 16);
 }

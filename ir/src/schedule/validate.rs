@@ -1,14 +1,14 @@
 //! Checks a config against a graph and a target.
 //!
 //! **Checked:** every knob is in the table's domain; the graph and target are within the opcode table's limits; the rules between knobs
-//! (`S-RING`, `S-IN-FLIGHT`, `S-NEAR`, `S-CONSUMER`, `S-THREADS`, `S-SPLIT`). A rule between knobs is left out when one of its knobs is
+//! (`S-RING`, `S-IN-FLIGHT`, `S-NEAR`, `S-THREADS`, `S-SPLIT`). A rule between knobs is left out when one of its knobs is
 //! outside its domain. **Not checked:** limits of the lowered program (`lower`), and that the kernel compiles (the build).
 //!
 //! **Rounding.** There is none. Bytes in flight must be whole stages, and what is given is what runs.
 
-use super::value::{Consumer, Domain, Value};
+use super::value::{Domain, Value};
 use super::{Knob, ScheduleConfig, Valid};
-use crate::graph::{DType, Graph};
+use crate::graph::Graph;
 use crate::program::{Dims, attended, smem};
 use crate::target::Target;
 use crate::violation::{At, Rule, Violation, Violations};
@@ -16,7 +16,7 @@ use crate::violation::{At, Rule, Violation, Violations};
 /// Widest vector that shapes are computed for without overflow.
 const WIDTH_MAX: u32 = 1 << 20;
 
-const _: () = assert!(abi::STAGES_MAX >= 26, "the table's stages fit the ABI");
+const _: () = assert!(abi::STAGES_MAX >= 25, "the table's stages fit the ABI");
 
 /// Checks every rule and lists everything that is wrong.
 ///
@@ -41,22 +41,15 @@ pub(super) fn check(config: &ScheduleConfig, graph: &Graph, target: &Target) -> 
         ring(config, graph, target, &mut found);
         splits(config, graph, &mut found);
     }
-    for rule in [in_flight, consumer, threads] {
-        rule(config, graph, target, &mut found);
-    }
+    in_flight(config, &mut found);
+    threads(target, &mut found);
     found
 }
 
-/// The bytes of a worker's activation buffer under this config.
+/// The bytes of a worker's activation buffer.
 #[must_use]
-pub fn activation_bytes(config: &ScheduleConfig, graph: &Graph) -> u32 {
-    let attention = config.tiling.attention;
-    smem::activation_bytes(
-        &Dims::from(graph),
-        attention.kv_block,
-        attention.kv_split,
-        config.kernel.warps,
-    )
+pub fn activation_bytes(graph: &Graph) -> u32 {
+    smem::activation_bytes(&Dims::from(graph))
 }
 
 /// The most stages that the table allows and that fit in shared memory, everything else in the config unchanged. `None` if not even
@@ -67,7 +60,7 @@ pub fn largest_stages(config: &ScheduleConfig, graph: &Graph, target: &Target) -
         Domain::Range { min, max, .. } => (min, max),
         Domain::Choices(_) => (1, abi::STAGES_MAX),
     };
-    let other = smem::worker_bytes(0, config.pipeline.stage_bytes, activation_bytes(config, graph));
+    let other = smem::worker_bytes(0, config.pipeline.stage_bytes, activation_bytes(graph));
     let room = target.smem_optin_bytes.checked_sub(other)? / config.pipeline.stage_bytes.max(1);
     (room >= min).then_some(room.min(max))
 }
@@ -142,7 +135,7 @@ fn target_limits(target: &Target, found: &mut Violations) {
 
 fn ring(config: &ScheduleConfig, graph: &Graph, target: &Target, found: &mut Violations) {
     let pipeline = config.pipeline;
-    let activations = activation_bytes(config, graph);
+    let activations = activation_bytes(graph);
     let needed = smem::worker_bytes(pipeline.stages, pipeline.stage_bytes, activations);
     let available = target.smem_optin_bytes;
     if needed <= available {
@@ -161,13 +154,13 @@ fn ring(config: &ScheduleConfig, graph: &Graph, target: &Target, found: &mut Vio
         Some(most) => violation
             .legal(format!("at most {most} stages of {} bytes", pipeline.stage_bytes))
             .suggest(format!("pipeline.stages = {most}")),
-        None => violation.legal(format!("no number of stages of {} bytes", pipeline.stage_bytes)).suggest(
-            "a smaller pipeline.stage_bytes, tiling.attention.kv_block or kernel.warps, or a target with more shared memory",
-        ),
+        None => violation
+            .legal(format!("no number of stages of {} bytes", pipeline.stage_bytes))
+            .suggest("a smaller pipeline.stage_bytes, or a target with more shared memory"),
     });
 }
 
-fn in_flight(config: &ScheduleConfig, _: &Graph, _: &Target, found: &mut Violations) {
+fn in_flight(config: &ScheduleConfig, found: &mut Violations) {
     let pipeline = config.pipeline;
     let stage = pipeline.stage_bytes;
     if found.has(Rule::SRange) {
@@ -207,42 +200,16 @@ fn in_flight(config: &ScheduleConfig, _: &Graph, _: &Target, found: &mut Violati
     }
 }
 
-fn consumer(config: &ScheduleConfig, graph: &Graph, target: &Target, found: &mut Violations) {
-    let detail = match (config.kernel.consumer, graph.dtype) {
-        (Consumer::Fma, _) => return,
-        (Consumer::Mma, DType::F32) => {
-            format!("mma multiplies 16-bit weights, {} has {}", graph.name, graph.dtype.name())
-        }
-        (Consumer::Mma, DType::F16 | DType::Bf16) if !target.has_mma() => {
-            format!(
-                "{} is {}, which has no mma for {}",
-                target.name,
-                target.arch,
-                graph.dtype.name()
-            )
-        }
-        (Consumer::Mma, DType::F16 | DType::Bf16) => return,
-    };
-    found.add(
-        Violation::new(Rule::SConsumer, at(Knob::KernelConsumer), detail)
-            .value(Consumer::Mma.name())
-            .legal(Consumer::Fma.name())
-            .suggest("kernel.consumer = fma"),
-    );
-}
-
-fn threads(config: &ScheduleConfig, _: &Graph, target: &Target, found: &mut Violations) {
-    let (warps, most) = (config.kernel.warps, target.threads_per_block_max);
-    let threads = warps.saturating_add(2).saturating_mul(32);
+fn threads(target: &Target, found: &mut Violations) {
+    let (threads, most) = (smem::WARPS * 32, target.threads_per_block_max);
     if threads > most {
-        let detail = format!(
-            "{warps} consumer warps and 2 more are {threads} threads, {} allows {most}",
-            target.name
-        );
-        let legal = format!("at most {} warps", (most / 32).saturating_sub(2));
-        found.add(
-            Violation::new(Rule::SThreads, at(Knob::KernelWarps), detail).value(warps).legal(legal),
-        );
+        let detail = format!("a worker has {threads} threads, {} allows {most}", target.name);
+        let legal = format!("a target that allows {threads}");
+        found.add(Violation::new(Rule::SThreads, At::Target, detail).value(most).legal(legal));
+    }
+    if !target.has_mma() {
+        let detail = format!("{} is {}, which has no mma for 16 bits", target.name, target.arch);
+        found.add(Violation::new(Rule::SThreads, At::Target, detail).legal("sm_80 or later"));
     }
 }
 

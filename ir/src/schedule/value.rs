@@ -198,37 +198,6 @@ choice! {
 }
 
 choice! {
-    /// What multiplies.
-    Consumer {
-        /// Fused multiply-adds, any element type.
-        Fma = "fma",
-        /// Tensor cores; 16-bit weights only.
-        Mma = "mma",
-    }
-}
-
-choice! {
-    /// Element type of the device's key/value cache.
-    KvCache {
-        /// As precise as the reference.
-        F32 = "f32",
-        /// Half the bytes; costs about a thousandth of the largest logit.
-        F16 = "f16",
-    }
-}
-
-impl KvCache {
-    /// Bytes of one element.
-    #[must_use]
-    pub const fn bytes(self) -> u64 {
-        match self {
-            Self::F32 => 4,
-            Self::F16 => 2,
-        }
-    }
-}
-
-choice! {
     /// What the weight stream does to the L2 cache.
     Evict {
         /// The default policy.

@@ -93,7 +93,7 @@ impl Simulation {
         target: &Target,
         position: u32,
     ) -> Self {
-        let mut builder = Builder::new(program, position, kernel.kv_cache.bytes());
+        let mut builder = Builder::new(program, position, abi::KV_ELEMENT_BYTES);
         let workers = program
             .workers
             .iter()

@@ -247,7 +247,8 @@ fn wrong_counts_and_generations_are_stuck() {
     else {
         panic!("not stuck")
     };
-    let on = On::Word { slot: SlotId(1), word: 0, have: 257, need: 256 };
+    let need = abi::GENERATIONS_MAX;
+    let on = On::Word { slot: SlotId(1), word: 0, have: need + 1, need };
     assert_eq!(waiting[0], Waiting { worker: WorkerId(0), task: 1, on });
 }
 

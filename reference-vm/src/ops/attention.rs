@@ -102,7 +102,7 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
     for query in queries.chunks_exact(p.head_dim as usize) {
         partial(query, &keys, p.scale, &mut out);
     }
-    let stride = p.head_dim + 2;
+    let stride = p.head_dim + abi::PARTIAL_HEADER;
     let head = product("split", p.split, at.heads)? + p.kv_head * p.group;
     let start = product("split", head, stride)?;
     let writes = vec![(context.writes(0)?, start, bits(&out))];
@@ -115,7 +115,7 @@ fn partial(query: &[f32], keys: &[(&[f32], &[f32])], scale: f32, out: &mut Vec<f
     let mut weights: Vec<f64> =
         keys.iter().map(|(key, _)| f64::from(dot(query, key) * scale)).collect();
     let (greatest, total) = softmax_parts(&mut weights);
-    out.extend([greatest as f32, total as f32]);
+    out.extend([greatest as f32, total as f32, 0.0, 0.0]);
     let mut sums = vec![0f64; query.len()];
     for (weight, (_, values)) in weights.into_iter().zip(keys) {
         for (sum, &value) in sums.iter_mut().zip(*values) {

@@ -24,7 +24,7 @@ impl Partials {
         let Splits { active, .. } = Splits::new(step, self.window, self.kv_block, self.splits)?;
         let stride = self
             .head_dim
-            .checked_add(2)
+            .checked_add(abi::PARTIAL_HEADER)
             .ok_or(Fault::Parameter { name: "head_dim", value: self.head_dim })?;
         let len = product("heads", self.heads, stride)?;
         let span = |split: u32| {
@@ -40,11 +40,15 @@ impl Partials {
         let read = |span: Span| context.memory.read(span, context.step, context.packed);
         let splits: Vec<Vec<f32>> =
             self.spans(context, context.step)?.into_iter().map(read).collect::<Result<_, _>>()?;
-        let (head_dim, stride) = (self.head_dim as usize, self.head_dim as usize + 2);
+        let (head_dim, stride) =
+            (self.head_dim as usize, (self.head_dim + abi::PARTIAL_HEADER) as usize);
         let mut out = Vec::with_capacity(self.heads as usize * head_dim);
         for head in 0..self.heads as usize {
-            let of_head =
-                || splits.iter().map(|split| split[head * stride..][..stride].split_at(2));
+            let of_head = || {
+                splits.iter().map(|split| {
+                    split[head * stride..][..stride].split_at(abi::PARTIAL_HEADER as usize)
+                })
+            };
             let greatest = of_head().map(|(stats, _)| stats[0]).fold(f32::NEG_INFINITY, f32::max);
             let mut sums = vec![0f64; head_dim];
             let mut total = 0f64;

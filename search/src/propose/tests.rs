@@ -37,7 +37,7 @@ fn equal_histories_give_equal_draws() {
     let proposer = Proposer { space: &space, seed: 7, sweep: 4 };
     let default = ScheduleConfig::default();
     let mut other = default;
-    other.kernel.warps = 4;
+    other.kernel.poll_sleep_ns = 0;
     let history = [past(&default, &other, -0.1, false)];
     for trial in 1..40 {
         let draws = || proposer.draws(trial, &default, &history).take(50).collect::<Vec<_>>();

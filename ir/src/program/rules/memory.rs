@@ -56,8 +56,7 @@ impl AddressMap {
             .slots
             .iter()
             .map(|slot| match slot.kind {
-                SlotKind::Plain => Some((slot.offset, 4)),
-                SlotKind::Tagged => Some((slot.offset, 8)),
+                SlotKind::Plain | SlotKind::Tagged => Some((slot.offset, 4)),
                 SlotKind::Logits => {
                     let base = logits;
                     logits += u64::from(slot.words) * 4;

@@ -82,6 +82,8 @@ fn bounds(program: &Program, task: &Task, at: &At, found: &mut Violations) {
 }
 
 const ACTIVATION: &[SlotKind] = &[SlotKind::Plain, SlotKind::Tagged];
+/// A candidate holds a row, which leaves no room for a tag.
+const CANDIDATES: &[SlotKind] = &[SlotKind::Plain];
 const VECTOR: &[SlotKind] = &[SlotKind::Plain, SlotKind::Tagged, SlotKind::Embedding];
 const CONSTANT: &[SlotKind] = &[SlotKind::Constant];
 
@@ -199,7 +201,7 @@ impl<'a> Op<'a> {
 
     fn partial_words(&self, splits: u32) -> u64 {
         let d = &self.program.dims;
-        u64::from(splits) * u64::from(d.heads) * (u64::from(d.head_dim) + 2)
+        u64::from(splits) * u64::from(d.heads) * u64::from(d.head_dim + abi::PARTIAL_HEADER)
     }
 
     fn matrix(&mut self, p: &MatvecParams) {
@@ -299,7 +301,7 @@ impl<'a> Op<'a> {
                 let out = self.write("the logits", 0, &[SlotKind::Logits]);
                 self.words("the logits", out, p.rows.into());
                 self.equal("rows", p.rows, self.program.dims.vocab);
-                self.write("the candidates", 1, ACTIVATION);
+                self.write("the candidates", 1, CANDIDATES);
                 self.none(&[3], &[]);
             }
         }
@@ -396,7 +398,7 @@ impl OpVisitor for Op<'_> {
 
     fn sample(&mut self, p: &SampleParams) {
         self.zero(&p.reserved);
-        let candidates = self.read("the candidates", 0, ACTIVATION);
+        let candidates = self.read("the candidates", 0, CANDIDATES);
         self.words("the candidates", candidates, 2 * u64::from(p.candidates));
         if p.candidates == 0 {
             self.wrong(Rule::PShape, "no candidates".into());

@@ -99,7 +99,7 @@ impl Builder<'_> {
         let logits = self.slot("logits", SlotKind::Logits, graph.vocab, SlotSource::Scratch);
         let tiles = self.program.matrices[lm_head.index()].tiles();
         let candidates = tiles.min(self.plan.workers as u32);
-        let pairs = self.activation("candidates", candidates * 2, true);
+        let pairs = self.activation("candidates", candidates * 2, false); // rows leave no room for a tag
         let around = Around { x: Some(x), norm: Some(norm), ..Around::default() };
         let params =
             MatvecParams { epilogue: Epilogue::Logits as u32, ..bytemuck::Zeroable::zeroed() };
@@ -193,8 +193,11 @@ impl Builder<'_> {
     fn attention(&mut self, index: u16, layer: &Layer, qkv: Access, inv_freq: Access) -> Access {
         let graph = self.graph;
         let splits = self.plan.splits;
-        let partials =
-            self.activation("partials", splits * graph.heads * (graph.head_dim + 2), false);
+        let partials = self.activation(
+            "partials",
+            splits * graph.heads * (graph.head_dim + abi::PARTIAL_HEADER),
+            false,
+        );
         let words = 2 * graph.kv_width() * self.plan.capacity;
         let cache =
             self.slot("kv", SlotKind::KvCache, words, SlotSource::KvCache { layer: index.into() });
@@ -295,7 +298,7 @@ impl Builder<'_> {
             task.writes = writes;
             tasks.push(task);
         }
-        self.phase(tasks, true);
+        self.phase(tasks, params.epilogue != Epilogue::Logits as u32);
     }
 
     /// Deals tasks to workers in turn. Each waits for all of the last phase; `may_tag` says that

@@ -1,0 +1,84 @@
+// Times of each task, in the traced variant; nothing at all in the others. One thread of a worker writes, so marks cost it alone.
+#pragma once
+
+#if AMK_TRACE
+__device__ __forceinline__ uint32_t tape_clock() { return (uint32_t)clock64(); }
+#else
+__device__ __forceinline__ uint32_t tape_clock() { return 0; }
+#endif
+
+__device__ __forceinline__ void tape_begin(Worker const& w) {
+#if AMK_TRACE
+  if (threadIdx.x == 0) {
+    Tape& t = w.shared->tape;
+    t.begin_ns = now_ns();
+    t.begin = t.ready = t.staged = t.multiplied = tape_clock();
+    t.starved = 0;
+  }
+#endif
+}
+
+// What the task waited for is here.
+__device__ __forceinline__ void tape_ready(Worker const& w) {
+#if AMK_TRACE
+  if (threadIdx.x == 0) {
+    w.shared->tape.ready = w.shared->tape.staged = w.shared->tape.multiplied = tape_clock();
+  }
+#endif
+}
+// The input is on the multiprocessor.
+__device__ __forceinline__ void tape_staged(Worker const& w) {
+#if AMK_TRACE
+  if (threadIdx.x == 0) {
+    w.shared->tape.staged = w.shared->tape.multiplied = tape_clock();
+  }
+#endif
+}
+// The products are done.
+__device__ __forceinline__ void tape_multiplied(Worker const& w) {
+#if AMK_TRACE
+  if (threadIdx.x == 0) {
+    w.shared->tape.multiplied = tape_clock();
+  }
+#endif
+}
+// The first consumer warp had no weights since `since`.
+__device__ __forceinline__ void tape_starved(Worker const& w, uint32_t since) {
+#if AMK_TRACE
+  if (threadIdx.x == 0) {
+    w.shared->tape.starved += tape_clock() - since;
+  }
+#endif
+}
+
+__device__ __forceinline__ void tape_write(Worker const& w, uint32_t index, amk_record const& r) {
+#if AMK_TRACE
+  if (w.launch->records != 0 && index < w.launch->record_len) {
+    ((amk_record*)w.launch->records)[index] = r;
+  }
+#endif
+}
+
+__device__ __forceinline__ void tape_end(Worker const& w, amk_task const& task, uint32_t index) {
+#if AMK_TRACE
+  if (threadIdx.x == 0) {
+    Tape const& t = w.shared->tape;
+    uint32_t const at = w.shared->queue.task0 + index;
+    tape_write(w, at,
+               amk_record{t.begin_ns, t.ready - t.begin, t.staged - t.begin, t.multiplied - t.begin, tape_clock() - t.begin, t.starved, blockIdx.x, at,
+                          task.opcode, {0, 0}});
+  }
+#endif
+}
+
+// What a loader has waited for in this step, in cycles: a free stage, the cap on bytes in flight; and when the step began.
+struct LoaderWaits {
+  uint32_t free, cap, start;
+};
+__device__ __forceinline__ void tape_loader(Worker const& w, LoaderWaits& waits) {
+#if AMK_TRACE
+  tape_write(w, w.shared->program.task_len + blockIdx.x,
+             amk_record{now_ns(), waits.free, waits.cap, 0, tape_clock() - waits.start, 0, blockIdx.x, AMK_NONE, 0, {0, 0}});
+  waits = LoaderWaits{0, 0, tape_clock()};
+#endif
+}

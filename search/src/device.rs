@@ -4,6 +4,8 @@
 //! asks for a program again before each use; a device that still has it answers at once, one that was restarted after a
 //! fault loads it anew. No method may take the candidate's word for a time: the implementation owns the clock.
 
+use std::sync::Arc;
+
 use ir::program::{Program, Verified};
 use ir::schedule::KernelConfig;
 use reference_vm::compare::{Agreement, Device as OnDevice};
@@ -198,13 +200,14 @@ pub trait Device {
     /// What it is.
     fn describe(&self) -> DeviceInfo;
 
-    /// Loads a program for a kernel variant, beside those already loaded. A program that is still loaded is returned at once.
+    /// Loads a program for a kernel variant, beside those already loaded. A program that is still loaded is returned at once; the same
+    /// allocation is the same program.
     ///
     /// # Errors
     /// If it cannot be compiled, loaded or held.
     fn prepare(
         &mut self,
-        program: &Verified<Program>,
+        program: &Arc<Verified<Program>>,
         kernel: &KernelConfig,
     ) -> Result<Handle, DeviceError>;
 

@@ -162,6 +162,12 @@ pub struct Costs {
     pub loads: u64,
     /// Seconds of uploading and poisoning.
     pub load_s: f64,
+    /// Seconds of the steps that gates ran.
+    #[serde(default)]
+    pub run_s: f64,
+    /// Seconds of reading their logits.
+    #[serde(default)]
+    pub read_s: f64,
 }
 
 impl std::ops::Add for Costs {
@@ -175,6 +181,8 @@ impl std::ops::Add for Costs {
             launch_s: self.launch_s + other.launch_s,
             loads: self.loads + other.loads,
             load_s: self.load_s + other.load_s,
+            run_s: self.run_s + other.run_s,
+            read_s: self.read_s + other.read_s,
         }
     }
 }
@@ -191,6 +199,8 @@ impl std::ops::Sub for Costs {
             launch_s: self.launch_s - earlier.launch_s,
             loads: self.loads.saturating_sub(earlier.loads),
             load_s: self.load_s - earlier.load_s,
+            run_s: self.run_s - earlier.run_s,
+            read_s: self.read_s - earlier.read_s,
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use model::{Chat, Message, Tokenizer};
 use reference_vm::eval::{Evaluator, Logits};
@@ -147,7 +148,7 @@ fn on_device(
         )));
     }
     let config = context.best_config(args.config.config.as_deref())?;
-    let program = super::program::lowered(context, &config)?;
+    let program = Arc::new(super::program::lowered(context, &config)?);
     let Some(mut device) = context.open()? else {
         return Err(Failure::missing("capability missing: no CUDA device"));
     };

@@ -33,8 +33,8 @@ const HEADS: [(u32, u32, bool, u32); 8] = [
     (128, 2, true, WIDE_SPILLS),
     (128, 4, false, WIDE_SPILLS),
 ];
-const WIDE_SPILLS: u32 = 512;
-const TRACE_SPILLS: u32 = 128;
+const WIDE_SPILLS: u32 = 192;
+const TRACE_SPILLS: u32 = 32;
 
 /// Whether there is a compiler.
 fn nvrtc() -> bool {

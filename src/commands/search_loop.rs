@@ -99,14 +99,16 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
     })
 }
 
-/// Helpers of a search, and threads of each. Two keep up with a device; without one, few cores have nothing to spare.
+/// Helpers of a search, and threads of each. Several programs at once use cores better than one program on all of them. Two cores are
+/// left: for the thread that drives a device, and for the system. Without a device, few cores have nothing to spare.
 fn helpers(measured: bool) -> (usize, usize) {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    match cores {
-        4.. => (2, cores / 2),
-        _ if measured => (1, cores),
-        _ => (0, 0),
+    if cores < 4 && !measured {
+        return (0, 0);
     }
+    let spare = cores.saturating_sub(2);
+    let helpers = (spare / 3).clamp(1, 4);
+    (helpers, (spare / helpers).max(1))
 }
 
 /// The rows of a ledger.

@@ -78,6 +78,13 @@ pub(crate) enum Command {
         after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json"
     )]
     Trace(TraceArgs),
+    /// Measures random legal schedules on the GPU, a row each: what the cost model is fitted to.
+    #[command(
+        after_help = "Examples:\n  amk sample --model llama-3.2-1b --count 200 --out llama.jsonl\n  amk sample --model qwen3-0.6b --count 60 --seed 3 --out qwen.jsonl\n\n\
+        Half of the schedules are drawn over all knobs, half a few edits away from a known one. Each passes the gates of a search before\n\
+        it is timed. Every row is written before the next schedule runs; Ctrl-C ends the survey with exit code 130."
+    )]
+    Sample(SampleArgs),
     /// Lowers a schedule to a program; prints its ids, or saves it.
     #[command(
         after_help = "Examples:\n  amk lower --model toy --json\n  amk lower --model toy -o toy.amk      (text)\n  \
@@ -300,6 +307,25 @@ pub(crate) struct TraceArgs {
     /// Tokens before the measured ones.
     #[arg(long, default_value_t = 128, value_name = "TOKENS")]
     pub(crate) context: u32,
+}
+
+/// Arguments of `sample`.
+#[derive(Debug, Args)]
+pub(crate) struct SampleArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// Schedules to measure.
+    #[arg(long, default_value_t = 200, value_name = "N")]
+    pub(crate) count: usize,
+    /// What schedules and tokens are drawn with.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// Tokens before the timed ones.
+    #[arg(long, default_value_t = 128, value_name = "TOKENS")]
+    pub(crate) context: u32,
+    /// The file of rows to write; it must not exist.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) out: PathBuf,
 }
 
 /// Arguments of `lower`.

@@ -19,4 +19,4 @@ mod schedules;
 pub use error::CorpusError;
 pub use ledger::{Contents, LEDGER_SCHEMA, Ledger, read};
 pub use results::Results;
-pub use schedules::shipped;
+pub use schedules::{shipped, shipped_for};

@@ -11,6 +11,11 @@ pub fn shipped(target: &str, model: &str) -> Option<&'static str> {
     SHIPPED.iter().find(|(t, m, _)| *t == target && *m == model).map(|(_, _, text)| *text)
 }
 
+/// Every schedule that is shipped for a target, whatever the model.
+pub fn shipped_for(target: &str) -> impl Iterator<Item = &'static str> {
+    SHIPPED.iter().filter(move |(t, _, _)| *t == target).map(|(_, _, text)| *text)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

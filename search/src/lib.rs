@@ -18,6 +18,7 @@ mod measure;
 mod propose;
 mod run;
 pub mod scripted;
+pub mod survey;
 mod trial;
 mod verdict;
 

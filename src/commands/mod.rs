@@ -7,6 +7,7 @@ mod export;
 mod generate;
 mod program;
 mod propose;
+mod sample;
 mod search_loop;
 mod trace;
 
@@ -26,6 +27,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Trace(args) => trace::run(&args),
+        Command::Sample(args) => sample::run(&args),
         Command::Lower(args) => program::lower(&args),
         Command::Verify(args) => program::verify(&args),
         Command::Disasm(args) => program::disasm(&args),

@@ -73,6 +73,13 @@ pub(crate) enum Command {
         amk bench --model DIR --peers all --gguf model.gguf\n  amk bench --model smollm2-135m --device cpu"
     )]
     Bench(BenchArgs),
+    /// Checks bundles: files with a schedule and the proof of what it reached. Written by `bench --bundle`; no GPU is needed.
+    #[command(
+        after_help = "Examples:\n  amk bundle corpus/schedules/h200/*/*.bundle.json\n  amk bundle mine.json --reference\n\n\
+        Refuses an edited file (exit code 4), a schedule that is illegal or lowers to another program now, and figures that do not\n\
+        follow from the samples. Small models are run on the reference machine too."
+    )]
+    Bundle(BundleArgs),
     /// Times schedules on the GPU and says where the time of a step goes, by op: waiting, input, products, output.
     #[command(
         after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json"
@@ -275,6 +282,23 @@ pub(crate) struct BenchArgs {
     /// The model as a GGUF file, for llama.cpp.
     #[arg(long, value_name = "FILE")]
     pub(crate) gguf: Option<PathBuf>,
+    /// Write what was measured, with the schedule and the proofs, as one file that `amk bundle` checks. Needs the GPU.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) bundle: Option<PathBuf>,
+}
+
+/// Arguments of `bundle`.
+#[derive(Debug, Args)]
+pub(crate) struct BundleArgs {
+    /// Bundles, as `bench --bundle` writes them.
+    #[arg(required = true, value_name = "FILE")]
+    pub(crate) files: Vec<PathBuf>,
+    /// Where the model is. Default: the name that the bundle has.
+    #[arg(long, value_name = "DIR|PRESET")]
+    pub(crate) model: Option<String>,
+    /// Run the program on the reference machine whatever the model's size.
+    #[arg(long)]
+    pub(crate) reference: bool,
 }
 
 /// Another engine.

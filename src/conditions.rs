@@ -1,7 +1,6 @@
 //! Where a measurement is made: what a reader of the number needs to know about this machine.
 
-use search::Device;
-use search::survey::Conditions;
+use search::{Conditions, Device};
 
 /// Where the kernel module says its version.
 const DRIVER_FILE: &str = "/proc/driver/nvidia/version";
@@ -18,7 +17,10 @@ pub(crate) fn here(device: &dyn Device) -> Conditions {
         driver: unknown(driver.as_deref().and_then(version).map(str::to_owned)),
         cuda: unknown(info.conditions.iter().find_map(cuda)),
         nvrtc: unknown(nvrtc),
-        amk: env!("CARGO_PKG_VERSION").to_owned(),
+        amk: match option_env!("AMK_COMMIT") {
+            Some(commit) => format!("{} ({commit})", env!("CARGO_PKG_VERSION")),
+            None => env!("CARGO_PKG_VERSION").to_owned(),
+        },
         notes: info.conditions,
     }
 }

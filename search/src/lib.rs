@@ -10,6 +10,8 @@
 
 pub mod assess;
 mod budget;
+mod bundle;
+mod conditions;
 mod decide;
 mod device;
 mod effort;
@@ -24,6 +26,8 @@ mod verdict;
 
 pub use assess::{Assessed, Timing};
 pub use budget::{BadBudget, Budget};
+pub use bundle::{BUNDLE_SCHEMA, Bundle, Proof, Refusal};
+pub use conditions::Conditions;
 pub use decide::{Decision, decide_measured, decide_predicted, predicted_gain};
 pub use device::{
     Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,

@@ -12,6 +12,7 @@ use reference_vm::compare::Tolerance;
 use serde::{Deserialize, Serialize};
 
 use crate::assess::{self, Assessed, Timing};
+use crate::conditions::Conditions;
 use crate::device::{Contender, Device, DeviceError, Plan, Samples, Side};
 use crate::gate::{Candidate, Dropped, Gate};
 use crate::measure::Latency;
@@ -36,23 +37,6 @@ pub enum Drawn {
         /// Knobs that differ from it.
         edits: usize,
     },
-}
-
-/// Where a measurement was made.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Conditions {
-    /// The card.
-    pub card: String,
-    /// Version of the kernel driver.
-    pub driver: String,
-    /// Version of CUDA that the driver speaks.
-    pub cuda: String,
-    /// Version of the device compiler.
-    pub nvrtc: String,
-    /// Version of `amk`, and the commit if the build knew it.
-    pub amk: String,
-    /// What else the device says of itself.
-    pub notes: Vec<String>,
 }
 
 /// One schedule that agreed and was timed: a row of `corpus/measurements/`.

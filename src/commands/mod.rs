@@ -1,6 +1,7 @@
 //! One command a file.
 
 mod bench;
+mod bundle;
 mod doctor;
 mod evaluate;
 mod export;
@@ -26,6 +27,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Loop(args) => search_loop::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Bundle(args) => bundle::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::Sample(args) => sample::run(&args),
         Command::Lower(args) => program::lower(&args),

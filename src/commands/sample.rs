@@ -9,11 +9,10 @@ use std::time::{Duration, Instant};
 
 use ir::schedule::ScheduleConfig;
 use reference_vm::eval::Evaluator;
-use search::survey::{
-    Conditions, Drawn, OBSERVATION_SCHEMA, Observation, Passage, Survey, observe,
-};
+use search::survey::{Drawn, OBSERVATION_SCHEMA, Observation, Passage, Survey, observe};
 use search::{
-    Device, DeviceError, Dropped, Expected, Gate, POSITIONS_MAX, Side, Timing, draw_tokens,
+    Conditions, Device, DeviceError, Dropped, Expected, Gate, POSITIONS_MAX, Side, Timing,
+    draw_tokens,
 };
 use serde_json::json;
 
@@ -118,8 +117,11 @@ fn expected<'a>(
 /// The schedules that near draws start from: the neutral one, and those shipped for this GPU that are legal here.
 fn known(context: &Context) -> Vec<ScheduleConfig> {
     let (graph, target) = (context.graph(), &context.target);
-    let read = |text: &str| ir::schedule::read_config(text, graph, target).ok();
-    let shipped = corpus::shipped_for(&target.name).filter_map(read).map(|valid| *valid);
+    let here = corpus::all_shipped().iter().filter(|shipped| shipped.target == target.name);
+    let read = |shipped: &corpus::Shipped| {
+        ir::schedule::read_config(shipped.schedule, graph, target).ok().map(|valid| *valid)
+    };
+    let shipped = here.filter_map(read);
     [context.default_config()].into_iter().chain(shipped).collect()
 }
 

@@ -4,4 +4,5 @@ mod docs;
 mod filetest;
 mod generate;
 mod lowering;
+mod shipped;
 mod tidy;

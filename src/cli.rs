@@ -92,6 +92,13 @@ pub(crate) enum Command {
         it is timed. Every row is written before the next schedule runs; Ctrl-C ends the survey with exit code 130."
     )]
     Sample(SampleArgs),
+    /// Compares the cost model's predictions with measured rows, and fits its rates to them.
+    #[command(
+        after_help = "Examples:\n  amk calibrate corpus/measurements/*.jsonl\n  amk calibrate corpus/measurements/*.jsonl --fit lower/src/cost/rates.json\n\n\
+        Exit code 1: some model is ranked worse than 0.8, or a prediction is below the floor. A fit holds out every fourth row and\n\
+        prints both; the build includes the rates, so build again after it."
+    )]
+    Calibrate(CalibrateArgs),
     /// Lowers a schedule to a program; prints its ids, or saves it.
     #[command(
         after_help = "Examples:\n  amk lower --model toy --json\n  amk lower --model toy -o toy.amk      (text)\n  \
@@ -350,6 +357,20 @@ pub(crate) struct SampleArgs {
     /// The file of rows to write; it must not exist.
     #[arg(long, value_name = "FILE")]
     pub(crate) out: PathBuf,
+}
+
+/// Arguments of `calibrate`.
+#[derive(Debug, Args)]
+pub(crate) struct CalibrateArgs {
+    /// Rows, as `sample` writes them.
+    #[arg(required = true, value_name = "FILE")]
+    pub(crate) samples: Vec<PathBuf>,
+    /// Predict with the rates of this file instead of those of the build.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) rates: Option<PathBuf>,
+    /// Fit the rates to the rows and write them to this file.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) fit: Option<PathBuf>,
 }
 
 /// Arguments of `lower`.

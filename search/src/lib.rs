@@ -11,6 +11,7 @@
 pub mod assess;
 mod budget;
 mod bundle;
+pub mod calibrate;
 mod conditions;
 mod decide;
 mod device;

@@ -2,6 +2,7 @@
 
 mod bench;
 mod bundle;
+mod calibrate;
 mod doctor;
 mod evaluate;
 mod export;
@@ -30,6 +31,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Bundle(args) => bundle::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::Sample(args) => sample::run(&args),
+        Command::Calibrate(args) => calibrate::run(&args),
         Command::Lower(args) => program::lower(&args),
         Command::Verify(args) => program::verify(&args),
         Command::Disasm(args) => program::disasm(&args),

@@ -47,11 +47,11 @@ pub(crate) fn run(args: &SampleArgs) -> Outcome {
             args.context, context.kv_capacity
         )));
     }
-    let file = open(&args.out)?;
     let Some(mut device) = context.open()? else {
         let message = "a survey is measured, and there is no GPU here: see `amk doctor`";
         return Err(Failure::missing(message));
     };
+    let file = open(&args.out)?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let (gate, passage) = expected(&context, args, &kernel_id)?;
     if ctrlc::set_handler(|| STOP.store(true, Ordering::SeqCst)).is_err() {

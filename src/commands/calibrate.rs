@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use ir::Target;
 use lower::{RateFile, Rates};
-use search::calibrate::{Calibration, Case, fit, points, split};
+use search::calibrate::{Calibration, Case, Point, fit, points, split};
 use search::survey::{OBSERVATION_SCHEMA, Observation};
 use serde_json::{Value, json};
 
@@ -61,11 +61,28 @@ pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
         "samples": args.samples,
         "tables": tables.iter().map(Table::to_json).collect::<Vec<_>>(),
         "rates": rates,
+        "rows": rows(&cases, &rates),
         "other_program": other,
         "rank_correlation_min": RANK_MIN,
         "holds": holds,
     }))?;
     Ok(if holds { Exit::Yes } else { Exit::No })
+}
+
+/// Every row with its prediction, for those who want to know which ones are off.
+fn rows(cases: &[Case], rates: &Rates) -> Vec<Value> {
+    let pairs = cases.iter().zip(points(cases, rates));
+    let row = |(case, point): (&Case, Point)| {
+        json!({
+            "model": case.row.model,
+            "context": case.row.context,
+            "schedule_id": case.row.config.id(),
+            "measured_us": point.measured_us,
+            "predicted_us": point.predicted_us,
+            "bound_us": point.bound_us,
+        })
+    };
+    pairs.map(row).collect()
 }
 
 /// The rows of a file, lowered.

@@ -15,6 +15,9 @@ const H200_WORKERS: f64 = 132.0;
 const H200_BANDWIDTH: f64 = 4.67e12;
 const H200_CLOCK_MHZ: f64 = 1980.0;
 
+/// A trip to memory: what the measured stream with 16 KB in flight says.
+const MEMORY_US: f64 = 16.0 * KIB / (3.08e12 / H200_WORKERS / 1e6);
+
 /// Stages that wait in registers beyond the ring, where every warp's share of a stage is whole.
 const TAKEN_STAGES: u32 = 2;
 
@@ -84,15 +87,17 @@ rates! {
     /// A stage taken out of the ring, by its consumers.
     stage_us: [0.0, 1.0],
     /// Multiplying 1 KiB of weights that have landed, where a warp's share of a stage is whole (`AMK_STAGE_UNITS_MAX`).
-    kib_us: [0.002, 0.03],
+    kib_us: [0.0, 0.03],
     /// The same for tiles of other lengths.
     odd_kib_us: [0.002, 0.06],
     /// A tile of any other length, beside its bytes.
     odd_tile_us: [0.0, 1.5],
     /// Share of the measured stream that the loader reaches.
     stream_share: [0.5, 1.1],
-    /// The loader's part of a stage.
+    /// From a stage's landing to the next one's request: what a loader with few bytes in flight waits beyond the trip to memory.
     issue_us: [0.0, 1.0],
+    /// Share of the bandwidth that idle workers leave which the busy ones get, where a phase is dealt unevenly.
+    idle_share: [0.0, 1.0],
     /// Fixed part of attention with keys to attend to.
     attention_us: [0.2, 6.0],
     /// Attention over 128 keys, one pass of all warps.
@@ -143,9 +148,11 @@ fn interpolate(points: &[(f64, f64)], x: f64) -> f64 {
 pub(super) struct Flow {
     /// Bytes that the ring holds when it is full.
     pub(super) ring: f64,
-    /// Bytes that land in a microsecond inside a phase, and while a handoff is near.
+    /// Bytes that land in a microsecond inside a phase, and while a handoff is near, with every worker streaming.
     pub(super) stream: f64,
     pub(super) stream_near: f64,
+    /// What the bytes in flight allow however few others stream.
+    pub(super) alone: f64,
     /// Multiplying a byte, and what comes on top for each stage and each tile.
     pub(super) byte: f64,
     pub(super) stage: f64,
@@ -208,12 +215,17 @@ impl Speeds {
         let kib = if shape.even { rates.kib_us } else { rates.odd_kib_us };
         let byte = kib / KIB / self.clock;
         let stage = rates.stage_us / self.clock;
+        let in_flight = f64::from(shape.in_flight) * shape.payload;
         let near = f64::from(shape.in_flight_near) * shape.payload;
+        let taken = if shape.even { TAKEN_STAGES } else { 0 };
+        let ring = f64::from(shape.stages + taken) * shape.payload;
+        // While products run, a stage is free again when it has landed and been multiplied.
+        let lap = ring / (MEMORY_US + rates.issue_us + stage + shape.payload * byte);
         Flow {
-            ring: f64::from(shape.stages + if shape.even { TAKEN_STAGES } else { 0 })
-                * shape.payload,
-            stream: self.stream(f64::from(shape.in_flight) * shape.payload, shape.payload),
-            stream_near: self.stream(near, shape.payload),
+            ring,
+            stream: self.stream(in_flight).min(lap),
+            stream_near: self.stream(near),
+            alone: self.alone(in_flight).min(lap),
             byte,
             stage,
             tile: if shape.even { 0.0 } else { rates.odd_tile_us / self.clock },
@@ -221,12 +233,24 @@ impl Speeds {
         }
     }
 
-    /// Bytes a microsecond with so many in flight, in stages of so many.
-    fn stream(&self, in_flight: f64, payload: f64) -> f64 {
+    /// Bytes a microsecond with so many in flight while every worker streams.
+    fn stream(&self, in_flight: f64) -> f64 {
         let measured = interpolate(STREAM, (in_flight / self.scale).min(176.0 * KIB));
         let share = measured / H200_BANDWIDTH * self.rates.stream_share * self.evict;
-        let rate = share.min(1.0) * self.per_worker;
-        payload / (payload / rate + self.rates.issue_us)
+        (share.min(1.0) * self.per_worker).min(self.alone(in_flight))
+    }
+
+    /// Bytes a microsecond with so many in flight while nobody else streams: each waits for a trip to memory.
+    fn alone(&self, in_flight: f64) -> f64 {
+        in_flight / (MEMORY_US + self.rates.issue_us)
+    }
+
+    /// Bytes a microsecond of a worker that has so many bytes of a phase, of which workers have `mean` on average: when the others
+    /// are done they leave it their bandwidth.
+    pub(super) fn stream_of(&self, flow: &Flow, bytes: f64, mean: f64) -> f64 {
+        let crowd = (mean / bytes).clamp(f64::MIN_POSITIVE, 1.0);
+        (flow.stream * (1.0 + self.rates.idle_share * (1.0 / crowd - 1.0)))
+            .min(flow.alone.max(flow.stream))
     }
 
     /// Reading bytes without the ring: keys and values.

@@ -137,8 +137,11 @@ impl<'a> Simulation<'a> {
         state.landed = (state.landed + aside.before * flow.stream_near).min(flow.ring);
         let mut multiply = 0.0;
         if let Work::Product { bytes, stages, tiles, .. } = task.work {
-            multiply = flow.multiply(bytes, stages, tiles, state.landed);
-            state.landed = (state.landed + multiply * flow.stream - bytes).max(0.0);
+            let mean = self.plan.phases[task.phase as usize].stream_bytes as f64
+                / self.plan.workers.len() as f64;
+            let stream = self.speeds.stream_of(&flow, bytes, mean);
+            multiply = flow.multiply(bytes, stages, tiles, state.landed, stream);
+            state.landed = (state.landed + multiply * stream - bytes).max(0.0);
         }
         state.landed = (state.landed + aside.after * flow.stream_near).min(flow.ring);
         state.time += aside.before + multiply + aside.after;
@@ -252,11 +255,11 @@ impl Speeds {
 
 impl Flow {
     /// Multiplying `bytes` of weights of which `landed` are in the ring: the last stage is used after it has landed.
-    fn multiply(&self, bytes: f64, stages: f64, tiles: f64, landed: f64) -> f64 {
+    fn multiply(&self, bytes: f64, stages: f64, tiles: f64, landed: f64, stream: f64) -> f64 {
         let consume = bytes * self.byte + stages * self.stage + tiles * self.tile;
         let tail = (consume / stages.max(1.0)).min(consume);
         let missing = (bytes - landed).max(0.0);
-        if missing == 0.0 { consume } else { consume.max(missing / self.stream + tail) }
+        if missing == 0.0 { consume } else { consume.max(missing / stream + tail) }
     }
 }
 

@@ -387,7 +387,7 @@ fn predictions_rank_as_measurements_did() {
     assert!(deep > 0.99 * base, "more in flight than needed is no better: {deep} {base}");
     assert!(starved > base, "{starved} {base}");
     assert!(shallow >= base, "{shallow} {base}");
-    assert!(round_robin > base, "{round_robin} {base}");
+    assert!(round_robin >= base, "{round_robin} {base}");
     assert!(tagged < base, "{tagged} {base}");
     assert!((529.0..2000.0).contains(&base), "{base}");
 }

@@ -114,6 +114,17 @@ impl Calibration {
     }
 }
 
+/// Lowers every row, each with its graph and target.
+///
+/// # Errors
+/// The first row that cannot be, by its place.
+pub fn cases(rows: Vec<(Observation, &Graph, &Target)>) -> Result<Vec<Case>, (usize, Dropped)> {
+    let one = |(index, (row, graph, target)): (usize, (Observation, &Graph, &Target))| {
+        Case::new(row, graph, target).map_err(|dropped| (index, dropped))
+    };
+    rows.into_par_iter().enumerate().map(one).collect()
+}
+
 /// Predicts every case.
 #[must_use]
 pub fn points(cases: &[Case], rates: &Rates) -> Vec<Point> {

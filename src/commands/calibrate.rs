@@ -1,6 +1,7 @@
 //! `amk calibrate`: the cost model beside measured rows, and rates that are fitted to them.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::path::{Path, PathBuf};
 
 use ir::Target;
@@ -90,23 +91,31 @@ fn read(path: &Path) -> Result<Vec<Case>, Failure> {
     let text = std::fs::read_to_string(path).map_err(|error| {
         Failure::usage(format!("cannot read {}: {error}; check the path", path.display()))
     })?;
-    let mut graphs = BTreeMap::new();
-    let mut cases = Vec::new();
+    let at = |index: usize, what: String| {
+        Failure::usage(format!("{} line {}: {what}", path.display(), index + 1))
+    };
+    let mut known = BTreeMap::new();
+    let mut rows = Vec::new();
     for (index, line) in text.lines().enumerate() {
-        let at =
-            |what: String| Failure::usage(format!("{} line {}: {what}", path.display(), index + 1));
-        let row: Observation = serde_json::from_str(line).map_err(|error| at(error.to_string()))?;
+        let row: Observation =
+            serde_json::from_str(line).map_err(|error| at(index, error.to_string()))?;
         if row.schema != OBSERVATION_SCHEMA {
-            return Err(at(format!("its schema is {}", row.schema)));
+            return Err(at(index, format!("its schema is {}", row.schema)));
         }
-        let target = Target::by_name(&row.target).map_err(|error| at(error.to_string()))?;
-        if !graphs.contains_key(&row.model) {
-            graphs.insert(row.model.clone(), model::load(&row.model)?.graph);
+        let key = (row.model.clone(), row.target.clone());
+        if let Entry::Vacant(entry) = known.entry(key) {
+            let target =
+                Target::by_name(&row.target).map_err(|error| at(index, error.to_string()))?;
+            entry.insert((model::load(&row.model)?.graph, target));
         }
-        let case = Case::new(row.clone(), &graphs[&row.model], &target);
-        cases.push(case.map_err(|dropped| at(dropped.to_string()))?);
+        rows.push(row);
     }
-    Ok(cases)
+    let of = |row: Observation| {
+        let (graph, target) = &known[&(row.model.clone(), row.target.clone())];
+        (row, graph, target)
+    };
+    let lowered = search::calibrate::cases(rows.into_iter().map(of).collect());
+    lowered.map_err(|(index, dropped)| at(index, dropped.to_string()))
 }
 
 fn read_rates(path: &Path) -> Result<Rates, Failure> {

@@ -14,7 +14,7 @@ use search::{
     Conditions, Device, DeviceError, Dropped, Expected, Gate, POSITIONS_MAX, Side, Timing,
     draw_tokens,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::cli::SampleArgs;
 use crate::context::Context;
@@ -134,7 +134,8 @@ struct Session<'a> {
     file: File,
     seen: BTreeSet<(String, String)>,
     rows: usize,
-    dropped: BTreeMap<&'static str, Vec<String>>,
+    /// By kind: what is needed to try them again.
+    dropped: BTreeMap<&'static str, Vec<Value>>,
     began: Instant,
     timed: Duration,
 }
@@ -172,7 +173,7 @@ impl Session<'_> {
         drawn: Drawn,
         config: ScheduleConfig,
     ) -> Result<(), Failure> {
-        match self.measure(device, drawn, config) {
+        match self.measure(device, &drawn, config) {
             Ok(None) => Ok(()),
             Ok(Some(row)) => self.record(&row),
             Err(Dropped::Failed(error @ DeviceError::Unavailable { .. })) => Err(Failure::missing(
@@ -189,9 +190,10 @@ impl Session<'_> {
                     | Dropped::Sampled { .. }
                     | Dropped::Disagreed { .. } => "disagreed",
                 };
-                let text = format!("{}: {dropped}", config.id());
-                report::say(&format!("  {kind}: {text}"));
-                self.dropped.entry(kind).or_default().push(text);
+                let reason = dropped.to_string();
+                report::say(&format!("  {kind}: {}: {reason}", config.id()));
+                let document = json!({"reason": reason, "drawn": drawn, "config": config});
+                self.dropped.entry(kind).or_default().push(document);
                 Ok(())
             }
         }
@@ -201,7 +203,7 @@ impl Session<'_> {
     fn measure(
         &mut self,
         device: &mut Gpu<'_>,
-        drawn: Drawn,
+        drawn: &Drawn,
         config: ScheduleConfig,
     ) -> Result<Option<Observation>, Dropped> {
         let candidate = self.gate.lower(self.gate.validate(&config)?)?;
@@ -222,7 +224,7 @@ impl Session<'_> {
             kv_capacity: self.context.kv_capacity,
             context: self.args.context,
             timed_tokens: TIMED_TOKENS,
-            drawn,
+            drawn: drawn.clone(),
             config,
             program_id,
             kernel_id,

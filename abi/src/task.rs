@@ -14,8 +14,8 @@ wire_struct! {
         pub layer: u16,
         /// Waits in use.
         pub wait_len: u8,
-        /// Zero.
-        pub reserved: u8,
+        /// For a matvec: units of a tile that a warp takes into registers at once with all others of a stage; 0 where tiles are not taken so.
+        pub warp_units: u8,
         /// For a matvec: units of a stage. A tile that is longer lies in several, each full but its last.
         pub stage_units: u8,
         /// For a matvec: tiles of a stage, 1 where a tile lies in several.
@@ -40,17 +40,27 @@ wire_struct! {
 }
 
 wire_struct! {
-    /// A contiguous run of weight units that a worker consumes.
-    amk_load align(16) size(16)
+    /// A contiguous run of weight units that a worker consumes, or the keys and values of an attention task.
+    amk_load align(16) size(32)
     pub struct Load {
-        /// Device address of the first unit.
+        /// Device address of the first unit; or of the first session's keys of a head.
         pub address: u64,
-        /// Units.
+        /// Units; zero for keys and values, whose number the position decides.
         pub units: u32,
         /// Units of a stage.
         pub stage_units: u16,
         /// Units after which a new stage begins even if the last is not full: those of a tile that lies in several stages.
         pub period: u16,
+        /// Bytes from the keys to the values of a head: half of a session's.
+        pub values: u32,
+        /// Keys of a block of the task's splits.
+        pub kv_block: u32,
+        /// Sliding window, or zero for full attention.
+        pub window: u32,
+        /// The task's split.
+        pub split: u16,
+        /// Splits of the head.
+        pub splits: u16,
     }
 }
 
@@ -78,7 +88,7 @@ wire_enum! {
     SlotKind {
         /// f32 words, ordered by counters.
         Plain = 0 "plain",
-        /// 8-byte words of an f32 and its tag: the reader polls the data itself.
+        /// f32 words whose lowest bits are a tag: the reader polls the data itself.
         Tagged = 1 "tagged",
         /// f32 constants: norm weights, biases, inverse frequencies.
         Constant = 2 "constant",

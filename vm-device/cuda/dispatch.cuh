@@ -14,7 +14,7 @@ __device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, Cursor
     op_matvec(w, st, c);
     break;
   case AMK_OP_ATTENTION:
-    op_attention(w, st);
+    op_attention(w, st, c);
     break;
   case AMK_OP_ATTENTION_MERGE:
     op_attention_merge(w, st);
@@ -24,7 +24,7 @@ __device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, Cursor
     break;
   default:
     if (threadIdx.x == 0) {
-      trap(w.shared, AMK_TRAP_BAD_OPCODE, st.task.opcode, st.task.opcode, 0, 0);
+      fault(w.shared, AMK_TRAP_BAD_OPCODE, st.task.opcode, st.task.opcode, 0);
     }
     task_barrier(w);
   }

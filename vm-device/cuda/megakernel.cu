@@ -61,8 +61,7 @@ __device__ __forceinline__ StagedTask const& staged_task(Worker const& w) {
 // One step of this worker: its tasks in order. False when all are to leave.
 __device__ __forceinline__ bool run_step(Worker& w, Cursor& c) {
   Shared* sh = w.shared;
-  uint32_t const tasks = sh->queue.tasks;
-  for (uint32_t i = 0; i < tasks; ++i) {
+  for (uint32_t i = 0; i < sh->queue.tasks; ++i) {
     StagedTask const& st = staged_task(w);
     tape_begin(w);
     if (st.task.wait_len > 0) {
@@ -125,6 +124,7 @@ __device__ __forceinline__ void adopt_program(Worker& w, Cursor& c, uint64_t pro
     sh->near = 0;
     sh->fetched = 0;
     sh->done = 0;
+    sh->begun = 0;
   }
   consumers_sync();
   worker_ring(w);
@@ -135,7 +135,7 @@ __device__ __forceinline__ void adopt_program(Worker& w, Cursor& c, uint64_t pro
 
 // One thread: until the next action is announced. Idle time has no deadline; the host may be thinking.
 __device__ __forceinline__ void wait_action(Worker const& w, uint32_t go) {
-  amk_step const* step = (amk_step const*)w.launch->step;
+  amk_step const* step = (amk_step const*)w.shared->launch->step;
   while ((int32_t)(load_relaxed(&step->go) - go) < 0) {
     if (is_dead(w.shared)) {
       return;
@@ -147,16 +147,15 @@ __device__ __forceinline__ void wait_action(Worker const& w, uint32_t go) {
 
 __device__ __forceinline__ void consumer_run(Worker& w) {
   Shared* sh = w.shared;
-  amk_done* done = (amk_done*)w.launch->done;
   Cursor c;
-  adopt_program(w, c, w.launch->program);
+  adopt_program(w, c, sh->launch->program);
   for (uint32_t go = 1;; ++go) {
     if (threadIdx.x == 0) {
       wait_action(w, go);
     }
     consumers_sync();
     if (threadIdx.x < sizeof(amk_step) / 16) {
-      ((uint4*)&sh->step)[threadIdx.x] = load_u32x4((char const*)w.launch->step + threadIdx.x * 16);
+      ((uint4*)&sh->step)[threadIdx.x] = load_u32x4((char const*)sh->launch->step + threadIdx.x * 16);
     }
     task_barrier(w);
     bool leaving = left(w);
@@ -165,6 +164,11 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
       if (threadIdx.x == 0) {
         sh->epoch = w.epoch;
         *(volatile uint32_t*)&sh->active = 1;
+        uint32_t const begun = sh->begun;
+        *(volatile uint32_t*)&sh->begun_position[begun % 2] = sh->step.position;
+        *(volatile uint32_t*)&sh->begun_session[begun % 2] = sh->step.session;
+        block_fence();
+        *(volatile uint32_t*)&sh->begun = begun + 1;
       }
       leaving = !run_step(w, c);
       if (threadIdx.x == 0) {
@@ -186,13 +190,13 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
       worker_sync(); // they leave
       if (threadIdx.x == 0) {
         *(volatile uint32_t*)&sh->gone = 1;
-        claim(&done->left);
+        claim(&((amk_done*)sh->launch->done)->left);
       }
       return;
     }
     adopt_program(w, c, sh->step.program);
     if (threadIdx.x == 0) {
-      claim(&done->switched);
+      claim(&((amk_done*)sh->launch->done)->switched);
     }
   }
 }
@@ -227,13 +231,13 @@ __device__ __forceinline__ void watchdog_run(Shared* sh) {
 extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megakernel(__grid_constant__ amk_launch const launch) {
   extern __shared__ __align__(128) char memory[];
   Shared* sh = (Shared*)memory;
-  Worker w = {&launch, sh};
+  Worker w = {sh};
   uint32_t const warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     sh->dead = 0;
     sh->halt = 0;
     sh->near = 0;
-    sh->leave[0] = sh->leave[1] = sh->gone = sh->active = sh->progress = sh->wait_code = 0;
+    sh->leave[0] = sh->leave[1] = sh->gone = sh->active = sh->progress = sh->wait_code = sh->fault_code = 0;
     sh->seen_progress = 0;
     sh->seen_ns = 0;
     sh->index = blockIdx.x;

@@ -1,18 +1,6 @@
 // attention_merge, and the same arithmetic as the prologue of a matvec: combines the partial results of the active splits.
 #pragma once
 
-// Keys attended to, and how many splits have some. Same as ir::program::{attended, active_splits, split_range}.
-__device__ __forceinline__ uint32_t attended(uint32_t position, uint32_t window) { return window == 0 || position + 1 < window ? position + 1 : window; }
-__device__ __forceinline__ uint32_t active_splits(uint32_t keys, uint32_t kv_block, uint32_t splits) {
-  uint32_t const blocks = (keys + kv_block - 1) / kv_block;
-  return blocks < splits ? blocks : splits;
-}
-__device__ __forceinline__ uint32_t split_start(uint32_t keys, uint32_t kv_block, uint32_t active, uint32_t split) {
-  uint32_t const blocks = (keys + kv_block - 1) / kv_block;
-  uint32_t const start = blocks * split / active * kv_block;
-  return start < keys ? start : keys;
-}
-
 // Word of the partials: greatest score, sum of exponentials, two of padding, then the outputs of a head.
 constexpr uint32_t PARTIAL_HEAD = AMK_PARTIAL_HEADER;
 constexpr uint32_t PARTIAL_WORDS = AMK_HEAD_DIM + PARTIAL_HEAD;

@@ -1,9 +1,12 @@
 // matvec: rows of a streamed matrix times a vector, with the norm or the attention merge in front and the residual, activation or
 // argmax behind. Same stages as reference-vm/src/ops/matvec.rs.
 //
-// A stage of the ring holds whole chunks: a tile, or an equal part of one that is longer than a stage. Warp w multiplies units w, w + 8,
-// ... of every chunk, so it needs those columns of the vector alone: it waits for them, stages them and starts, and the warps first
-// meet when all sums of the task are there.
+// A stage of the ring holds one or two whole tiles, or an equal part (chunk) of a tile that is longer than a stage. Warp w multiplies
+// units w, w + 8, ... of every chunk, so it needs those columns of the vector alone: it waits for them, stages them and starts, and the
+// warps first meet when all sums of the task are there.
+//
+// A share is what a warp takes out of the ring into registers at once: UNITS units of a chunk, of one tile or of two. Which shares there
+// are is compiled in (AMK_SHARES has a bit for each UNITS that the model's matrices need); tiles of any other length go without.
 #pragma once
 
 constexpr uint32_t SHARE = AMK_STAGE_UNITS_MAX / AMK_WARPS; // units of a chunk that a warp has at most
@@ -65,16 +68,10 @@ __device__ __forceinline__ void unit_multiply(Sums& s, uint32_t chain, uint4 x, 
 #endif
 }
 
-// This warp's units of a chunk of SHARE units a warp.
+// This warp's units of a stage.
 struct Share {
   uint4 weights[SHARE];
 };
-__device__ __forceinline__ void share_multiply(Share const& v, uint4 const (&frag)[SHARE], Sums& s) {
-#pragma unroll
-  for (uint32_t j = 0; j < SHARE; ++j) {
-    unit_multiply(s, j, frag[j], v.weights[j]);
-  }
-}
 
 // This warp's `mine` units of a chunk, with the vector in the activation buffer.
 __device__ __forceinline__ void chunk_multiply(char const* weights, char const* x, uint32_t mine, Sums& s) {
@@ -126,6 +123,14 @@ __device__ __forceinline__ uint32_t warp_share(uint32_t units) {
 }
 
 constexpr uint32_t TURN_UNITS = 32 / UNIT_QUADS; // units of which a warp takes all elements at once, 4 a lane
+
+// Turns that a warp takes to stage a vector of so many elements, or an equal part of them where that is more than `most`. Any number would
+// do for any vector; this one leaves nothing over.
+__device__ constexpr uint32_t turns_at_once(uint32_t elements, uint32_t most) {
+  uint32_t const turns = (elements + TURN_UNITS * UNIT_COLS * AMK_WARPS - 1) / (TURN_UNITS * UNIT_COLS * AMK_WARPS);
+  uint32_t const parts = (turns + most - 1) / most;
+  return (turns + parts - 1) / parts;
+}
 
 // The first of a lane's i-th 4 elements.
 __device__ __forceinline__ uint32_t lane_element(uint32_t i) {
@@ -210,11 +215,13 @@ __device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& 
     }
     skip = PARTIAL_HEAD; // of one split, the partials are the result
   }
-  if (p.units <= 2 * TURN_UNITS * AMK_WARPS) {
-    return stage_vector<2, true>(w, words, norm, p, skip);
+  if (norm != nullptr) {
+    return stage_vector<turns_at_once(AMK_HIDDEN, 4), true>(w, words, norm, p, skip); // the norm's weights take as many registers as the vector
   }
-  // The norm's weights take as many registers as the vector.
-  return norm != nullptr ? stage_vector<4, true>(w, words, norm, p, skip) : stage_vector<8, false>(w, words, norm, p, skip);
+  if (turns_at_once(AMK_Q_WIDTH, 8) != turns_at_once(AMK_FFN, 8) && p.k_len == AMK_Q_WIDTH) {
+    return stage_vector<turns_at_once(AMK_Q_WIDTH, 8), false>(w, words, norm, p, skip);
+  }
+  return stage_vector<turns_at_once(AMK_FFN, 8), false>(w, words, norm, p, skip);
 }
 
 // A running best: greater value wins, then the smaller row.
@@ -231,7 +238,8 @@ __device__ __forceinline__ Best warp_best(Best b) {
   return b;
 }
 
-// What the epilogue adds to a thread's row: on its way while the products are computed. The residual is the word as it was found.
+// What the epilogue adds to a thread's row: on its way while the products are computed. The residual is the word as it was found, if it is
+// tagged: a plain one may be read only once the input of all warps is there, since that is what it is ordered by.
 struct Addends {
   uint32_t residual;
   float bias, bias_up;
@@ -243,14 +251,15 @@ __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st
   if (row >= p.rows) {
     return Addends{};
   }
-  bool const residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.slot[3].kind != AMK_SLOT_EMBEDDING;
+  bool const residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.slot[3].kind == AMK_SLOT_TAGGED;
   return Addends{residual ? load_relaxed((uint32_t const*)st.slot[3].address + row) : 0, constant_or_zero(st.slot[2], row),
                  p.epilogue == AMK_EPILOGUE_SILU_MUL ? constant_or_zero(st.slot[2], row + AMK_UNIT_ROWS) : 0.f};
 }
 
-// The residual of a row. Where the word came too early, which takes a reader that did not need the whole vector, it is waited for.
+// The residual of a row, behind the task's barrier. Where a tagged word came too early, which takes a reader that did not need the whole
+// vector, it is waited for.
 __device__ __forceinline__ float residual_value(Worker const& w, StagedTask const& st, uint32_t row, uint32_t word) {
-  if (st.slot[3].kind == AMK_SLOT_EMBEDDING) {
+  if (st.slot[3].kind != AMK_SLOT_TAGGED) {
     return slot_read(w, st.slot[3], 0, row);
   }
   Words const words = slot_words(w, st.slot[3], st.task.read_generation[3]);
@@ -321,14 +330,25 @@ struct Tiles {
   uint32_t stage_units; // of a chunk, where a tile is longer than a stage; else of the tiles of a stage
   uint32_t per_stage;   // tiles of a stage; 1 where a tile has several chunks
   uint32_t count;       // of the task
-  bool shares;          // a tile is whole chunks of SHARE units a warp, and a stage is one or a part of one
-  uint32_t chunks;      // then: of a tile
+  uint32_t warp_units;  // of a share, or 0 where tiles are not taken in shares
+  uint32_t chunk;       // units of a chunk that is a share
+  uint32_t chunks;      // of a tile, that are shares
+  uint32_t shares;      // of the task
 };
+// Tiles of a share.
+__device__ constexpr uint32_t share_tiles(uint32_t warp_units) { return 2 * warp_units <= SHARE ? 2 : 1; }
+__device__ constexpr bool has_share(uint32_t warp_units) { return (AMK_SHARES >> warp_units & 1) != 0; }
+
 __device__ __forceinline__ Tiles task_tiles(amk_task const& task, amk_matvec_params const& p) {
-  constexpr uint32_t FULL = SHARE * AMK_WARPS;
-  uint32_t const s = task.stage_units;
-  bool const shares = p.units % FULL == 0 && task.stage_tiles == 1 && (s == FULL || s == FULL / 2 || s == FULL / 4);
-  return Tiles{p.units, s, task.stage_tiles, p.tiles, shares, p.units / FULL};
+  Tiles k = {p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, p.units, 1, 0};
+  if (k.warp_units > SHARE / 2) { // of one tile
+    k.chunk = k.stage_units;
+    k.chunks = k.units / k.stage_units;
+    k.shares = k.count * k.chunks;
+  } else if (k.warp_units > 0) {
+    k.shares = (k.count + 1) / 2;
+  }
+  return k;
 }
 
 // Announces that the task's last stages are near, so that little is on its way when the next handoff comes.
@@ -338,58 +358,72 @@ __device__ __forceinline__ void note_near(Worker const& w, uint32_t left, uint32
   }
 }
 
-// Takes a chunk of SHARE units a warp out of the ring into registers: out of one stage, or 2 or 4 smaller ones.
-template <uint32_t STAGES> __device__ __forceinline__ void share_take_from(Worker const& w, Cursor& c, Share& v) {
+// Whether unit j of this warp's is one of the chunk: all but the last always are.
+template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Tiles const& k, uint32_t j) {
+  return j + 1 < UNITS || j * AMK_WARPS + threadIdx.x / 32 < k.chunk;
+}
+
+// Takes the current stage. The second tile of a pair may be missing at the end of a task: what is read then is multiplied for nothing.
+template <uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, Share& v) {
+  char const* weights = cursor_land(w, c) + threadIdx.x / 32 * AMK_UNIT_BYTES + threadIdx.x % 32 * 16;
 #pragma unroll
-  for (uint32_t s = 0; s < STAGES; ++s) {
-    char const* weights = cursor_land(w, c) + threadIdx.x / 32 * AMK_UNIT_BYTES + threadIdx.x % 32 * 16;
-#pragma unroll
-    for (uint32_t j = 0; j < SHARE / STAGES; ++j) {
-      v.weights[s * (SHARE / STAGES) + j] = stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES);
+  for (uint32_t i = 0; i < share_tiles(UNITS) * UNITS; ++i) {
+    uint32_t const tile = i / UNITS, j = i % UNITS;
+    v.weights[i] = share_has<UNITS>(k, j) ? stage_load(weights + (tile * k.chunk + j * AMK_WARPS) * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
+  }
+  cursor_next(w, c);
+}
+// Calls f<UNITS>() for the task's share.
+template <typename F> __device__ __forceinline__ void with_share(Tiles const& k, F const& f) {
+  auto const of = [&](auto units) {
+    if constexpr (has_share(decltype(units)::value)) {
+      if (k.warp_units == decltype(units)::value) {
+        f(units);
+      }
     }
-    cursor_next(w, c);
-  }
+  };
+  of(Number<1>()), of(Number<2>()), of(Number<3>()), of(Number<4>()), of(Number<5>()), of(Number<6>()), of(Number<7>()), of(Number<8>());
 }
-__device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, Share& v) {
-  if (k.stage_units == SHARE * AMK_WARPS) {
-    share_take_from<1>(w, c, v);
-  } else if (k.stage_units == SHARE * AMK_WARPS / 2) {
-    share_take_from<2>(w, c, v);
-  } else {
-    share_take_from<4>(w, c, v);
-  }
-}
-__device__ __forceinline__ void frag_load(Worker const& w, uint32_t chunk, uint4 (&frag)[SHARE]) {
+// This warp's part of the vector for a chunk.
+template <uint32_t UNITS> __device__ __forceinline__ void frag_load(Worker const& w, Tiles const& k, uint32_t chunk, uint4 (&frag)[SHARE]) {
 #pragma unroll
-  for (uint32_t j = 0; j < SHARE; ++j) {
-    frag[j] = x_load(w.x + (threadIdx.x / 32 + (chunk * SHARE + j) * AMK_WARPS) * X_BYTES);
+  for (uint32_t j = 0; j < UNITS; ++j) {
+    frag[j] = share_has<UNITS>(k, j) ? x_load(w.x + (threadIdx.x / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES) : make_uint4(0, 0, 0, 0);
   }
 }
 
-// Tiles `tile0`.. of a task whose stages are shares: this warp's products of each. `v` holds the next two stages, also afterwards, if the
+// Tiles `tile0`.. of a task whose stages are shares: this warp's products of each. `v` holds the next two shares, also afterwards, if the
 // task has so many left. `frag` holds the vector if a tile is one chunk.
+template <uint32_t UNITS>
 __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, uint4 (&frag)[SHARE], Share (&v)[TAKE], float* part) {
-  uint32_t chunk = 0, left = (k.count - tile0) * k.chunks;
-  Sums s = {};
+  constexpr uint32_t TILES = share_tiles(UNITS);
+  uint32_t chunk = 0, left = k.shares - tile0 / TILES * k.chunks;
+  Sums s[TILES] = {};
   auto stage = [&](Share& weights) {
     note_near(w, left, 4);
     if (k.chunks > 1) {
-      frag_load(w, chunk, frag);
+      frag_load<UNITS>(w, k, chunk, frag);
     }
-    share_multiply(weights, frag, s);
+#pragma unroll
+    for (uint32_t i = 0; i < TILES * UNITS; ++i) {
+      unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], weights.weights[i]);
+    }
     if (left > TAKE) {
-      share_take(w, c, k, weights);
+      share_take<UNITS>(w, c, k, weights);
     }
     --left;
     if (++chunk == k.chunks) {
-      tile_finish(s, part);
-      part += AMK_UNIT_ROWS;
+#pragma unroll
+      for (uint32_t i = 0; i < TILES; ++i) {
+        tile_finish(s[i], part + i * AMK_UNIT_ROWS);
+        s[i] = Sums{};
+      }
+      part += TILES * AMK_UNIT_ROWS;
       chunk = 0;
-      s = Sums{};
     }
   };
 #pragma unroll 1
-  for (uint32_t n = tiles * k.chunks; n > 0; n -= 2) {
+  for (uint32_t n = (tiles + TILES - 1) / TILES * k.chunks; n > 0; n -= 2) {
     stage(v[0]);
     if (n == 1) {
       break;
@@ -427,36 +461,43 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
   // Set, though never read before they are filled: what is not would be kept alive through all other ops.
   Share v[TAKE] = {};
-  uint4 frag[SHARE] = {};
-  uint32_t const ahead = !k.shares ? 0 : k.count * k.chunks < TAKE ? k.count * k.chunks : TAKE;
-  uint32_t taken = 0;
-  if (taken < ahead && cursor_landed(w, c)) { // what has landed waits in registers, and the stream has as much more room
-    share_take(w, c, k, v[0]);
-    ++taken;
-  }
-  if (TAKE > 1 && taken == 1 && ahead > 1 && cursor_landed(w, c)) {
-    share_take(w, c, k, v[TAKE - 1]);
-    ++taken;
-  }
   Addends add = {};
-  if (t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF) {
-    add = addends(w, st, p, p.tile0 * AMK_UNIT_ROWS + t);
+  float square = 0.f;
+  uint32_t const ahead = k.shares < TAKE ? k.shares : TAKE;
+  uint32_t taken = 0;
+  // One piece of code, gone through twice: before the vector is there for what has landed, which then waits in registers while the stream
+  // goes on; and afterwards for the rest.
+#pragma unroll 1
+  for (uint32_t late = 0; late < 2; ++late) {
+    if (taken == 0 && ahead > 0 && (late != 0 || cursor_landed(w, c))) {
+      with_share(k, [&](auto units) { share_take<decltype(units)::value>(w, c, k, v[0]); });
+      taken = 1;
+    }
+    if (taken == 1 && ahead > 1 && (late != 0 || cursor_landed(w, c))) {
+      with_share(k, [&](auto units) { share_take<decltype(units)::value>(w, c, k, v[TAKE - 1]); });
+      taken = 2;
+    }
+    if (late == 0) {
+      if (t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF) {
+        add = addends(w, st, p, p.tile0 * AMK_UNIT_ROWS + t);
+      }
+      square = stage_input(w, st, p);
+      __syncwarp();
+      if (t == 0) {
+        *(volatile uint32_t*)&w.shared->near = 0;
+      }
+      tape_staged(w);
+    }
   }
-  float square = stage_input(w, st, p);
-  __syncwarp();
-  if (t == 0) {
-    *(volatile uint32_t*)&w.shared->near = 0;
+  uint4 frag[SHARE] = {};
+  if (k.chunks == 1) {
+    with_share(k, [&](auto units) { frag_load<decltype(units)::value>(w, k, 0, frag); });
   }
-  tape_staged(w);
-  if (k.shares && k.chunks == 1) {
-    frag_load(w, 0, frag);
-  }
-  if (taken < ahead && taken == 0) {
-    share_take(w, c, k, v[0]);
-    ++taken;
-  }
-  if (TAKE > 1 && taken < ahead) {
-    share_take(w, c, k, v[TAKE - 1]);
+  if (p.prologue == AMK_PROLOGUE_RMS) {
+#pragma unroll
+    for (int o = 16; o > 0; o >>= 1) {
+      square += __shfl_xor_sync(~0u, square, o);
+    }
   }
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
 #pragma unroll 1
@@ -468,22 +509,17 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
       add = addends(w, st, p, row);
     }
     float* part = w.shared->part[buffer][warp];
-    if (k.shares) {
-      multiply_shares(w, c, k, done, nt, frag, v, part);
-    } else {
-      multiply_chunks(w, c, k, done, nt, part);
-    }
-    if (done == 0) {
-#pragma unroll
-      for (int o = 16; o > 0; o >>= 1) {
-        square += __shfl_xor_sync(~0u, square, o);
-      }
-    }
     if (t % 32 == 0) {
       w.shared->sums[buffer][warp] = square;
     }
+    barrier_announce(w);
+    if (k.shares > 0) {
+      with_share(k, [&](auto units) { multiply_shares<decltype(units)::value>(w, c, k, done, nt, frag, v, part); });
+    } else {
+      multiply_chunks(w, c, k, done, nt, part);
+    }
     tape_multiplied(w);
-    task_barrier(w);
+    barrier_meet(w);
     if (mine) {
       float scale = 1.f;
       if (p.prologue == AMK_PROLOGUE_RMS) {

@@ -13,10 +13,10 @@ __device__ __forceinline__ void op_embed(Worker& w, StagedTask const& st) {
 // Ends the step: chooses the token, then announces the next step, or the end of the command to the poller.
 __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen) {
   amk_step const& s = w.shared->step;
-  amk_step* next_step = (amk_step*)w.launch->step;
-  amk_done* done = (amk_done*)w.launch->done;
+  amk_step* next_step = (amk_step*)w.shared->launch->step;
+  amk_done* done = (amk_done*)w.shared->launch->done;
   uint32_t const next = s.position + 1;
-  uint32_t* tokens = (uint32_t*)w.launch->tokens + (size_t)s.session * w.launch->token_stride;
+  uint32_t* tokens = (uint32_t*)w.shared->launch->tokens + (size_t)s.session * w.shared->launch->token_stride;
   bool const forced = next < s.forced;
   uint32_t const token = forced ? host_load(tokens + next) : chosen;
   bool stopped = false;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen) {
     return;
   }
   if (token >= w.shared->program.vocab) {
-    trap(w.shared, AMK_TRAP_BAD_INDEX, token, token, w.shared->program.vocab, 0);
+    fault(w.shared, AMK_TRAP_BAD_INDEX, token, token, w.shared->program.vocab);
     return;
   }
   store_relaxed(&next_step->token, token);

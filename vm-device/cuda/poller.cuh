@@ -13,7 +13,7 @@ struct Poller {
 };
 
 __device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, uint32_t steps, uint32_t token, uint32_t stopped, uint64_t start) {
-  amk_launch const& l = *p.worker->launch;
+  amk_launch const& l = *p.worker->shared->launch;
   amk_completion* c = (amk_completion*)l.completions + (p.head & (AMK_RING_ENTRIES - 1));
   uint64_t const end = now_ns();
   host_store(&c->trap, trap_code);
@@ -31,7 +31,7 @@ __device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, u
 
 // Until a word that the workers raise reaches `need`; false when the device is leaving.
 __device__ __forceinline__ bool poller_wait(Poller& p, uint32_t const* word, uint32_t need) {
-  amk_launch const& l = *p.worker->launch;
+  amk_launch const& l = *p.worker->shared->launch;
   amk_done* done = (amk_done*)l.done;
   amk_ring_indices* indices = (amk_ring_indices*)l.indices;
   for (uint32_t spin = 1;; ++spin) {
@@ -55,13 +55,13 @@ __device__ __forceinline__ bool poller_wait(Poller& p, uint32_t const* word, uin
 }
 
 __device__ __forceinline__ void publish_action(Poller& p, uint32_t action) {
-  amk_step* step = (amk_step*)p.worker->launch->step;
+  amk_step* step = (amk_step*)p.worker->shared->launch->step;
   store_relaxed(&step->action, action);
   word_publish(&step->go, ++p.go);
 }
 
 __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* s, uint64_t start) {
-  amk_launch const& l = *p.worker->launch;
+  amk_launch const& l = *p.worker->shared->launch;
   amk_step* step = (amk_step*)l.step;
   amk_done* done = (amk_done*)l.done;
   amk_program const* program = (amk_program const*)p.program;
@@ -102,7 +102,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
 }
 
 __device__ __forceinline__ uint32_t run_load_program(Poller& p, amk_submission const* s, uint64_t start) {
-  amk_launch const& l = *p.worker->launch;
+  amk_launch const& l = *p.worker->shared->launch;
   uint64_t const program = (uint64_t)host_load((uint32_t const*)&s->program + 1) << 32 | host_load((uint32_t const*)&s->program);
   amk_step* step = (amk_step*)l.step;
   store_relaxed((uint32_t*)&step->program, (uint32_t)program);
@@ -120,7 +120,7 @@ __device__ __forceinline__ uint32_t run_load_program(Poller& p, amk_submission c
 
 // The poller's life. Ends at a stop command or when the device leaves.
 __device__ __forceinline__ void poller_run(Worker const& w) {
-  amk_launch const& l = *w.launch;
+  amk_launch const& l = *w.shared->launch;
   Poller p = {&w, 0, 0, 0, 0, load_relaxed(&((amk_program const*)l.program)->epoch), l.program};
   amk_ring_indices* indices = (amk_ring_indices*)l.indices;
   for (;;) {

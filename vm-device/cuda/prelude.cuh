@@ -19,6 +19,23 @@ constexpr unsigned AMK_WARPS = 8; // consumer warps: ir::program::smem::CONSUMER
 #ifndef AMK_EVICT_FIRST
 #define AMK_EVICT_FIRST 0
 #endif
+#ifndef AMK_HIDDEN // elements of the residual stream, of all query heads, of the hidden layer
+#define AMK_HIDDEN 2048
+#endif
+#ifndef AMK_Q_WIDTH
+#define AMK_Q_WIDTH 2048
+#endif
+#ifndef AMK_FFN
+#define AMK_FFN 8192
+#endif
+#ifndef AMK_SHARES // bit n: some matrix of the model is taken in shares of n units a warp
+#define AMK_SHARES 0x100
+#endif
 #ifndef AMK_TRACE // 1: every task leaves an amk_record
 #define AMK_TRACE 0
 #endif
+
+// A number as a type, for what is compiled once for each.
+template <uint32_t N> struct Number {
+  static constexpr uint32_t value = N;
+};

@@ -36,6 +36,15 @@ __device__ __forceinline__ uint4 stage_load(void const* p) {
   return v;
 }
 
+__device__ __forceinline__ void stage_store(void* p, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(p)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// What threads have stored in global memory, and this one has seen, comes before the copies that follow. Takes a microsecond.
+__device__ __forceinline__ void copies_see_stores() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+// What this thread has stored in a stage comes before the copy that fills it again.
+__device__ __forceinline__ void stage_given_back() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Announces `bytes` on the barrier of a stage. The copies that bring them follow. Places are shared addresses here: the loader's loop is
 // short on purpose.
 __device__ __forceinline__ void stage_expect_at(uint32_t full, uint32_t bytes) {

@@ -38,9 +38,12 @@ struct Loader {
   uint32_t ring;           // stage 0
   uint32_t stages, stage_bytes;
   uint32_t stage, parity;  // next stage to issue; parity that its empty barrier waits for
+  uint32_t cap_far, cap_near; // stages that may be on their way, and near a handoff
   uint32_t in_flight;      // stages on their way
   uint32_t oldest, oldest_parity; // the first of them
   bool lapped;             // whether every stage has been used once
+  uint64_t policy;
+  uint32_t seen;           // steps of which what was stored before is visible to copies
 };
 
 // The oldest stage on its way has landed.
@@ -67,7 +70,7 @@ __device__ __forceinline__ void loader_drain(Worker const& w, Loader& l) {
   uint64_t const start = now_ns();
   while (l.in_flight != 0) {
     while (!barrier_try_at(l.full + l.oldest * 8, l.oldest_parity)) {
-      if (now_ns() - start > w.launch->deadline_ns) {
+      if (now_ns() - start > w.shared->launch->deadline_ns) {
         return;
       }
     }
@@ -75,11 +78,12 @@ __device__ __forceinline__ void loader_drain(Worker const& w, Loader& l) {
   }
 }
 
-// Issues a stage once it has been freed by every consumer warp and few enough bytes are on their way: the messages of a handoff queue
+// The next stage, once it has been freed by every consumer warp and few enough bytes are on their way: the messages of a handoff queue
 // behind them. False when the loader is to stop.
-__device__ __forceinline__ bool loader_issue(Shared* sh, Loader& l, uint64_t from, uint32_t bytes, uint32_t cap, uint64_t policy, LoaderWaits& waits) {
-  uint32_t const t0 = tape_clock();
-  if (l.lapped && !loader_wait(sh, l.empty + l.stage * 8, l.parity)) {
+__device__ __forceinline__ bool loader_claim(Shared* sh, Loader& l, LoaderWaits& waits) {
+  uint32_t const near = *(volatile uint32_t*)&sh->near, halt = *(volatile uint32_t*)&sh->halt;
+  uint32_t const cap = near != 0 ? l.cap_near : l.cap_far, t0 = tape_clock();
+  if (halt != 0 || (l.lapped && !loader_wait(sh, l.empty + l.stage * 8, l.parity))) {
     return false;
   }
   uint32_t const t1 = tape_clock();
@@ -91,8 +95,11 @@ __device__ __forceinline__ bool loader_issue(Shared* sh, Loader& l, uint64_t fro
   }
   waits.free += t1 - t0;
   waits.cap += tape_clock() - t1;
-  stage_expect_at(l.full + l.stage * 8, bytes);
-  stage_copy_at(l.ring + l.stage * l.stage_bytes, from, bytes, l.full + l.stage * 8, policy);
+  return true;
+}
+
+// The claimed stage has been issued.
+__device__ __forceinline__ void loader_issued(Loader& l) {
   ++l.in_flight;
   if (++l.stage == l.stages) {
     l.stage = 0;
@@ -102,41 +109,119 @@ __device__ __forceinline__ bool loader_issue(Shared* sh, Loader& l, uint64_t fro
       l.parity = 0;
     }
   }
+}
+
+// A stage of one run of bytes, or of two, the second `gap` bytes behind the start of the first. False when the loader is to stop.
+__device__ __forceinline__ bool loader_issue(Shared* sh, Loader& l, uint64_t from, uint32_t bytes, uint64_t then, uint32_t gap, LoaderWaits& waits) {
+  if (!loader_claim(sh, l, waits)) {
+    return false;
+  }
+  uint32_t const full = l.full + l.stage * 8, place = l.ring + l.stage * l.stage_bytes;
+  stage_expect_at(full, then != 0 ? 2 * bytes : bytes);
+  stage_copy_at(place, from, bytes, full, l.policy);
+  if (then != 0) {
+    stage_copy_at(place + gap, then, bytes, full, l.policy);
+  }
+  loader_issued(l);
   return true;
 }
 
-// The loader: one thread, endless, until halted. Every run of units starts on a stage of its own.
+// A run of units of a matrix.
+__device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run, LoaderWaits& waits) {
+  uint64_t address = (uint64_t)run.y << 32 | run.x;
+  uint32_t const stage_units = run.w & 0xffff, period = run.w >> 16;
+  uint32_t place = 0;
+  for (uint32_t left = run.z; left > 0;) { // z: units of the run
+    uint32_t const most = period - place < stage_units ? period - place : stage_units;
+    uint32_t const units = left < most ? left : most;
+    if (!loader_issue(sh, l, address, units * AMK_UNIT_BYTES, 0, 0, waits)) {
+      return false;
+    }
+    left -= units;
+    address += units * AMK_UNIT_BYTES;
+    place = place + units == period ? 0 : place + units;
+  }
+  return true;
+}
+
+// Rows of keys or of values of one block.
+__device__ __forceinline__ bool loader_rows(Shared* sh, Loader& l, uint32_t most, uint64_t from, uint32_t rows, LoaderWaits& waits) {
+#pragma unroll 1
+  for (uint32_t at = 0; at < rows; at += most) {
+    uint32_t const n = rows - at < most ? rows - at : most;
+    if (!loader_issue(sh, l, from + at * ROW_BYTES, n * ROW_BYTES, 0, 0, waits)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Keys and values of an attention task, once the step that they are for has begun: what earlier steps have written is here then. The row
+// of the step's own key is read as it was before; the op knows better. `more`: values, kv_block, window, split and splits.
+__device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t lap, LoaderWaits& waits) {
+  while ((int32_t)(*(volatile uint32_t*)&sh->begun - lap) <= 0) {
+    if (*(volatile uint32_t*)&sh->halt != 0 || is_dead(sh)) {
+      return false;
+    }
+  }
+  block_fence();
+  uint32_t const position = *(volatile uint32_t*)&sh->begun_position[lap % 2], session = *(volatile uint32_t*)&sh->begun_session[lap % 2];
+  block_fence();
+  if (*(volatile uint32_t*)&sh->begun - lap >= 2) { // that step is over, without these keys: the split had none
+    return true;
+  }
+  if (l.seen != lap + 1) {
+    l.seen = lap + 1;
+    copies_see_stores();
+  }
+  uint32_t const keys = attended(position, more.z), active = active_splits(keys, more.y, more.w >> 16), split = more.w & 0xffff;
+  if (split >= active) {
+    return true;
+  }
+  uint32_t const first = split_start(keys, more.y, active, split), count = split_start(keys, more.y, active, split + 1) - first;
+  uint64_t const start = ((uint64_t)run.y << 32 | run.x) + (uint64_t)session * 2 * more.x + (uint64_t)(position + 1 - keys + first) * ROW_BYTES;
+#pragma unroll 1
+  for (uint32_t k = 0; k < ROUNDS * count;) {
+    uint32_t const at = k % count, rows = count - at < BLOCK_KEYS ? count - at : BLOCK_KEYS;
+    uint64_t const from = start + at * ROW_BYTES;
+    BlockStages const b = block_stages(rows, l.stage_bytes);
+    bool const on = b.values != 0 ? loader_issue(sh, l, from, rows * ROW_BYTES, from + more.x, b.values, waits)
+                                  : loader_rows(sh, l, b.rows, from, rows, waits) && loader_rows(sh, l, b.rows, from + more.x, rows, waits);
+    if (!on) {
+      return false;
+    }
+    k += rows;
+  }
+  return true;
+}
+
+// The loader: one thread, endless, until halted. Every run starts on a stage of its own.
 __device__ __forceinline__ void loader_run(Worker const& w) {
   Shared* sh = w.shared;
-  uint32_t const loads = sh->queue.loads, cap_far = sh->program.in_flight, cap_near = sh->program.in_flight_near;
+  uint32_t const loads = sh->queue.loads;
   amk_load const* list = (amk_load const*)sh->program.loads + sh->queue.load0;
-  uint64_t const policy = evict_first_policy();
   Loader l = {};
   l.full = shared_address(sh->full), l.empty = shared_address(sh->empty), l.ring = shared_address(w.ring);
   l.stages = w.stages, l.stage_bytes = w.stage_bytes;
+  l.cap_far = sh->program.in_flight, l.cap_near = sh->program.in_flight_near;
+  l.policy = evict_first_policy();
   LoaderWaits waits = {0, 0, tape_clock()};
-  uint32_t load = 0;
-  uint4 run = loads > 0 ? load_u32x4(list) : make_uint4(0, 0, 0, 0);
+  uint32_t load = 0, lap = 0;
+  uint4 run = make_uint4(0, 0, 0, 0), more = run;
+  if (loads > 0) {
+    run = load_u32x4(list), more = load_u32x4((char const*)list + 16);
+  }
   while (loads > 0) {
     load = load + 1 == loads ? 0 : load + 1;
-    uint4 const next = load_u32x4(list + load); // asked for a whole run ahead: it is a trip to L2
-    uint64_t address = (uint64_t)run.y << 32 | run.x;
-    uint32_t const stage_units = run.w & 0xffff, period = run.w >> 16;
-    uint32_t place = 0;
-    for (uint32_t left = run.z; left > 0;) { // z: units of the run
-      uint32_t const near = *(volatile uint32_t*)&sh->near, halt = *(volatile uint32_t*)&sh->halt;
-      uint32_t const most = period - place < stage_units ? period - place : stage_units;
-      uint32_t const units = left < most ? left : most;
-      if (halt != 0 || !loader_issue(sh, l, address, units * AMK_UNIT_BYTES, near != 0 ? cap_near : cap_far, policy, waits)) {
-        loader_drain(w, l);
-        return;
-      }
-      left -= units;
-      address += units * AMK_UNIT_BYTES;
-      place = place + units == period ? 0 : place + units;
+    uint4 const next = load_u32x4(list + load), next_more = load_u32x4((char const*)(list + load) + 16); // a whole run ahead: a trip to L2
+    bool const on = run.z != 0 ? loader_weights(sh, l, run, waits) : loader_keys(sh, l, run, more, lap, waits);
+    if (!on) {
+      loader_drain(w, l);
+      return;
     }
-    run = next;
+    run = next, more = next_more;
     if (load == 0) {
+      ++lap;
       tape_loader(w, waits);
     }
   }

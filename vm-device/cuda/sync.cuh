@@ -44,19 +44,9 @@ __device__ __forceinline__ uint32_t claim(uint32_t* word) {
 }
 
 // Activations. They bypass L1, which is not coherent between multiprocessors.
-__device__ __forceinline__ float load_f32(float const* p) {
-  float v;
-  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
-  return v;
-}
 __device__ __forceinline__ float2 load_f32x2(float const* p) {
   float2 v;
   asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ float4 load_f32x4(float const* p) {
-  float4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
   return v;
 }
 __device__ __forceinline__ uint4 load_u32x4(void const* p) {

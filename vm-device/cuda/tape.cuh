@@ -53,8 +53,8 @@ __device__ __forceinline__ void tape_starved(Worker const& w, uint32_t since) {
 
 __device__ __forceinline__ void tape_write(Worker const& w, uint32_t index, amk_record const& r) {
 #if AMK_TRACE
-  if (w.launch->records != 0 && index < w.launch->record_len) {
-    ((amk_record*)w.launch->records)[index] = r;
+  if (w.shared->launch->records != 0 && index < w.shared->launch->record_len) {
+    ((amk_record*)w.shared->launch->records)[index] = r;
   }
 #endif
 }

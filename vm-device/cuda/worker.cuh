@@ -49,9 +49,12 @@ struct Shared {
   uint32_t fetched;  // tasks staged since the program was adopted
   uint32_t done;     // tasks that have reached their barrier since the program was adopted
   uint32_t gone;  // the consumers are leaving: so does the watchdog
+  uint32_t begun;    // steps begun since the program was adopted; the loader may be one behind, so of the last two:
+  uint32_t begun_position[2], begun_session[2];
   uint32_t active;   // nonzero while a step is under way
   uint32_t progress; // tasks done, ever
   uint32_t wait_code, wait_object, wait_have, wait_need; // what the longest wait of the moment is about
+  uint32_t fault_code, fault_object, fault_have, fault_need; // what a consumer found wrong, for the watchdog to report
   uint32_t index; // of the worker
   uint32_t epoch; // for reports
   uint32_t task;  // index in the queue, for reports
@@ -66,7 +69,6 @@ static_assert(sizeof(Shared) <= FIXED_BYTES, "the fixed part holds the shared st
 
 // Everything that a role needs to hand. Lives in registers: it is never passed by address to a function that is not inlined.
 struct Worker {
-  amk_launch const* launch;
   Shared* shared;
   char* x;    // activation buffer
   char* ring; // stages
@@ -74,13 +76,18 @@ struct Worker {
   uint32_t stages, stage_bytes;
   uint32_t task;   // tasks begun since the program was adopted
   uint32_t parity; // of the next barrier
+  uint32_t progress; // barriers announced, ever
 };
 
 __device__ __forceinline__ bool is_dead(Shared* sh) { return *(volatile uint32_t*)&sh->dead != 0; }
 
-// Registers go from the helpers to the consumers, whole groups of 4 warps at once: 65536 = 256 * 232 + 128 * 40 + a rest.
-__device__ __forceinline__ void consumer_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 232;"); }
-__device__ __forceinline__ void helper_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
+// Registers go from the helpers to the consumers, whole groups of 4 warps at once. A block starts with what the launch gave it, and who
+// asks for more than the others have given back waits forever.
+constexpr uint32_t CONSUMER_REGISTERS = 224, HELPER_REGISTERS = 56;
+constexpr uint32_t LAUNCH_REGISTERS = 65536 / (CONSUMERS + HELPERS) / 8 * 8; // of a thread
+static_assert(CONSUMERS * CONSUMER_REGISTERS + HELPERS * HELPER_REGISTERS <= (CONSUMERS + HELPERS) * LAUNCH_REGISTERS, "registers are only moved");
+__device__ __forceinline__ void consumer_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS)); }
+__device__ __forceinline__ void helper_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(HELPER_REGISTERS)); }
 
 // Barrier among the consumer warps. Every path of every op passes the same barriers, dead or not.
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
@@ -88,14 +95,22 @@ __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;
 __device__ __forceinline__ void worker_sync() { asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS + 64) : "memory"); }
 
 // The barrier of a task: what the warps computed meets behind it. Each task passes it once or more; afterwards `left` says whether all
-// are to leave, and the parity of the buffers has changed.
-__device__ __forceinline__ void task_barrier(Worker& w) {
+// are to leave, and the parity of the buffers has changed. In two parts, so that what one thread decides is not in the way: announced
+// before the products, met behind them.
+__device__ __forceinline__ void barrier_announce(Worker& w) {
+  ++w.progress;
   if (threadIdx.x == 0) {
     w.shared->leave[w.parity] = is_dead(w.shared);
-    *(volatile uint32_t*)&w.shared->progress = w.shared->progress + 1;
+    *(volatile uint32_t*)&w.shared->progress = w.progress;
   }
+}
+__device__ __forceinline__ void barrier_meet(Worker& w) {
   consumers_sync();
   w.parity ^= 1;
+}
+__device__ __forceinline__ void task_barrier(Worker& w) {
+  barrier_announce(w);
+  barrier_meet(w);
 }
 __device__ __forceinline__ bool left(Worker const& w) { return w.shared->leave[w.parity ^ 1] != 0; }
 
@@ -120,6 +135,15 @@ __device__ __forceinline__ void trap(Shared* sh, uint32_t code, uint32_t object,
   word_publish(&done->abort, 1);
 }
 
+// One consumer thread: what it has found cannot go on. The watchdog reports it, so that the ops have no code for that.
+__device__ __forceinline__ void fault(Shared* sh, uint32_t code, uint32_t object, uint32_t have, uint32_t need) {
+  *(volatile uint32_t*)&sh->fault_object = object;
+  *(volatile uint32_t*)&sh->fault_have = have;
+  *(volatile uint32_t*)&sh->fault_need = need;
+  block_fence();
+  *(volatile uint32_t*)&sh->fault_code = code;
+}
+
 // Every wait inside a step spins on `dead` and on nothing slower; this thread of each worker sets it. It looks at the device-wide abort
 // word, and it reports the worker when no task has been finished for the deadline.
 __device__ __forceinline__ void watchdog_check(Shared* sh) {
@@ -127,8 +151,11 @@ __device__ __forceinline__ void watchdog_check(Shared* sh) {
     *(volatile uint32_t*)&sh->dead = 1;
   }
   uint64_t const now = now_ns();
-  uint32_t const progress = *(volatile uint32_t*)&sh->progress;
-  if (*(volatile uint32_t*)&sh->active == 0 || progress != sh->seen_progress || sh->seen_ns == 0) {
+  uint32_t const progress = *(volatile uint32_t*)&sh->progress, found = *(volatile uint32_t*)&sh->fault_code;
+  if (found != 0 && !is_dead(sh)) {
+    block_fence();
+    trap(sh, found, sh->fault_object, sh->fault_have, sh->fault_need, 0);
+  } else if (*(volatile uint32_t*)&sh->active == 0 || progress != sh->seen_progress || sh->seen_ns == 0) {
     sh->seen_progress = progress;
     sh->seen_ns = now;
     *(volatile uint32_t*)&sh->wait_code = 0;

@@ -28,6 +28,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/worker.cuh",
     "cuda/tape.cuh",
     "cuda/slot.cuh",
+    "cuda/keys.cuh",
     "cuda/stream.cuh",
     "cuda/op_attention_merge.cuh",
     "cuda/op_matvec.cuh",
@@ -49,6 +50,10 @@ pub struct Variant {
     pub group: u32,
     /// Whether queries and keys are normalised.
     pub qk_norm: bool,
+    /// Elements of the residual stream, of all query heads, of the hidden layer. Vectors of other lengths work too, more slowly.
+    pub widths: [u32; 3],
+    /// Bit n: some matrix of the model is taken in shares of n units a warp.
+    pub shares: u32,
     /// Pause between two polls.
     pub poll_sleep_ns: u32,
     /// Weights leave L2 first.
@@ -61,12 +66,26 @@ impl Variant {
     /// The macro definitions, as compiler options.
     #[must_use]
     pub fn defines(&self) -> Vec<String> {
-        let Self { dtype, head_dim, group, qk_norm, poll_sleep_ns, evict_first, trace } = *self;
+        let Self {
+            dtype,
+            head_dim,
+            group,
+            qk_norm,
+            widths,
+            shares,
+            poll_sleep_ns,
+            evict_first,
+            trace,
+        } = *self;
         vec![
             format!("-DAMK_DTYPE={dtype}"),
             format!("-DAMK_HEAD_DIM={head_dim}"),
             format!("-DAMK_GROUP={group}"),
             format!("-DAMK_QK_NORM={}", u32::from(qk_norm)),
+            format!("-DAMK_HIDDEN={}", widths[0]),
+            format!("-DAMK_Q_WIDTH={}", widths[1]),
+            format!("-DAMK_FFN={}", widths[2]),
+            format!("-DAMK_SHARES={shares}"),
             format!("-DAMK_POLL_SLEEP_NS={poll_sleep_ns}"),
             format!("-DAMK_EVICT_FIRST={}", u32::from(evict_first)),
             format!("-DAMK_TRACE={}", u32::from(trace)),

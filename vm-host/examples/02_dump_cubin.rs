@@ -12,6 +12,8 @@ fn main() {
         group: number(4),
         trace: number(0) != 0,
         qk_norm: number(0) != 0,
+        widths: [2048, 2048, 8192],
+        shares: 1 << 8,
         poll_sleep_ns: 0,
         evict_first: true,
     };

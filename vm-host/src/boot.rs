@@ -14,8 +14,8 @@ use crate::load::{Residents, constant_key, constant_values, rope_table};
 use crate::machine::PROGRAMS_MAX;
 use crate::memory::{DeviceBuffer, HostBuffer, upload};
 
-/// Bytes set aside for an element of a key/value cache: the most that any kernel variant uses, so that a relaunch fits.
-const CACHE_ELEMENT_BYTES: u64 = 4;
+/// Bytes of an element of a key/value cache: f16.
+pub(crate) const CACHE_ELEMENT_BYTES: u64 = 2;
 
 /// The build whose bandwidth kernel is used; any would do.
 const PROBE_VARIANT: Variant = Variant {
@@ -23,6 +23,8 @@ const PROBE_VARIANT: Variant = Variant {
     head_dim: 64,
     group: 1,
     qk_norm: false,
+    widths: [64; 3],
+    shares: 0,
     poll_sleep_ns: 20,
     evict_first: true,
     trace: false,

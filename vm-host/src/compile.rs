@@ -49,6 +49,8 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
         head_dim: graph.head_dim,
         group: graph.group(),
         qk_norm: graph.layers.iter().any(|layer| layer.q_norm.is_some()),
+        widths: [graph.hidden, graph.heads * graph.head_dim, graph.ffn],
+        shares: crate::staging::share_mask(graph),
         poll_sleep_ns: kernel.poll_sleep_ns,
         evict_first: kernel.evict == Evict::First,
         trace: false,
@@ -63,6 +65,7 @@ pub fn options(variant: &Variant, arch: &str) -> Vec<String> {
         "-std=c++17".into(),
         "--ptxas-options=-v".into(),
         "-lineinfo".into(),
+        "--device-as-default-execution-space".into(), // lambdas are the device's
     ];
     options.extend(variant.defines());
     options

@@ -19,6 +19,7 @@ mod load;
 mod machine;
 mod memory;
 mod ring;
+mod staging;
 mod weights;
 
 pub use boot::{BootOptions, device_info, measure_bandwidth};

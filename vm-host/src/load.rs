@@ -6,7 +6,9 @@ use abi::{NONE, ProgramHeader, Queue, SlotDesc};
 use ir::program::{Program, RowMap, Slot, SlotSource, Task, Verified, smem};
 use ir::{Graph, Weights, decode};
 
+use crate::boot::CACHE_ELEMENT_BYTES;
 use crate::error::HostError;
+use crate::staging::Staging;
 
 /// Bytes between two counters: one sector each, so that polls of one do not disturb another.
 const COUNTER_BYTES: u64 = 32;
@@ -136,6 +138,16 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
             "the program's key/value capacity is {want}, the device was booted for {have}"
         )));
     }
+    let values = u64::from(program.dims.kv_heads)
+        * u64::from(program.kv_capacity)
+        * u64::from(program.dims.head_dim)
+        * CACHE_ELEMENT_BYTES;
+    if u32::try_from(values).is_err() {
+        return Err(HostError::Request(format!(
+            "the keys of a layer are {values} bytes, at most {} are possible: use a smaller --kv-capacity",
+            u32::MAX
+        )));
+    }
     if program.workers.len() != residents.workers as usize {
         let (want, have) = (program.workers.len(), residents.workers);
         return Err(HostError::Request(format!(
@@ -175,31 +187,6 @@ fn header(
     })
 }
 
-/// How the tiles of a matrix lie in the stages of the ring: several whole ones in a stage, or one in several stages.
-struct Staging {
-    stage_units: u32,
-    stage_tiles: u32,
-    period: u32,
-}
-
-impl Staging {
-    fn new(tile_units: u32, stage_units: u32) -> Result<Self, HostError> {
-        if tile_units > u32::from(u16::MAX) || stage_units > abi::STAGE_UNITS_MAX {
-            return Err(HostError::Request(format!(
-                "tiles of {tile_units} units in stages of {stage_units}: at most {} and {} are possible",
-                u16::MAX,
-                abi::STAGE_UNITS_MAX
-            )));
-        }
-        if tile_units > stage_units {
-            return Ok(Self { stage_units, stage_tiles: 1, period: tile_units });
-        }
-        let stage_tiles = stage_units / tile_units.max(1);
-        let stage_units = stage_tiles * tile_units;
-        Ok(Self { stage_units, stage_tiles, period: stage_units })
-    }
-}
-
 /// Tasks, loads and queues of all workers.
 type Tables = (Vec<abi::Task>, Vec<abi::Load>, Vec<Queue>);
 
@@ -210,28 +197,60 @@ fn tables(program: &Program, residents: &Residents) -> Result<Tables, HostError>
     };
     let stagings = program.matrices.iter().map(of).collect::<Result<Vec<_>, _>>()?;
     for worker in &program.workers {
+        let load0 = loads.len();
+        loads.extend(worker.tasks.iter().filter_map(|t| load(program, t, &stagings, residents)));
         queues.push(Queue {
             task0: tasks.len() as u32,
             tasks: worker.tasks.len() as u32,
-            load0: loads.len() as u32,
-            loads: worker.loads.len() as u32,
+            load0: load0 as u32,
+            loads: (loads.len() - load0) as u32,
             units: worker.loads.iter().map(|l| l.units).sum(),
             reserved: [0; 3],
         });
         tasks.extend(worker.tasks.iter().map(|task| wire_task(task, &stagings)));
-        loads.extend(worker.loads.iter().map(|l| {
-            let s = &stagings[l.matrix.index()];
-            let first = l.unit0 * u64::from(abi::UNIT_BYTES);
-            abi::Load {
-                address: residents.matrices[l.matrix.index()] + first,
-                units: l.units,
-                stage_units: s.stage_units as u16,
-                period: s.period as u16,
-            }
-        }));
     }
     tasks.push(abi::Task { signal: NONE, ..abi::Task::default() }); // a worker without tasks fetches one all the same
     Ok((tasks, loads, queues))
+}
+
+/// What a task takes out of the ring. The program is verified, so these are its worker's loads, one a task; keys and values, which the
+/// program leaves to the machine, come in between.
+fn load(
+    program: &Program,
+    task: &Task,
+    stagings: &[Staging],
+    residents: &Residents,
+) -> Option<abi::Load> {
+    match task.opcode {
+        abi::Opcode::Matvec => {
+            let p: abi::MatvecParams = task.params();
+            let s = &stagings[p.matrix as usize];
+            let first = u64::from(p.tile0) * u64::from(p.units) * u64::from(abi::UNIT_BYTES);
+            Some(abi::Load {
+                address: residents.matrices[p.matrix as usize] + first,
+                units: p.tiles * p.units,
+                stage_units: s.stage_units as u16,
+                period: s.period as u16,
+                ..abi::Load::default()
+            })
+        }
+        abi::Opcode::Attention => {
+            let p: abi::AttentionParams = task.params();
+            let cache = program.slots[task.writes[1]?.slot.index()].source.clone();
+            let SlotSource::KvCache { layer } = cache else { return None };
+            let head = u64::from(program.kv_capacity) * u64::from(p.head_dim) * CACHE_ELEMENT_BYTES;
+            Some(abi::Load {
+                address: residents.caches[layer as usize] + u64::from(p.kv_head) * head,
+                values: (u64::from(p.kv_heads) * head) as u32,
+                kv_block: p.kv_block,
+                window: p.window,
+                split: p.split as u16,
+                splits: p.splits as u16,
+                ..abi::Load::default()
+            })
+        }
+        _ => None,
+    }
 }
 
 fn wire_task(task: &Task, stagings: &[Staging]) -> abi::Task {
@@ -250,6 +269,7 @@ fn wire_task(task: &Task, stagings: &[Staging]) -> abi::Task {
     if task.opcode == abi::Opcode::Matvec {
         let s = &stagings[task.params::<abi::MatvecParams>().matrix as usize];
         (wire.stage_units, wire.stage_tiles) = (s.stage_units as u8, s.stage_tiles as u8);
+        wire.warp_units = s.warp_units as u8;
     }
     for (i, wait) in task.waits.iter().enumerate() {
         wire.wait_counter[i] = wait.counter.0;

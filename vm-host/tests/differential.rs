@@ -13,7 +13,7 @@ const GOLDEN: [&str; 5] =
     ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
 
 /// Schedules that between them take every path of the kernel.
-const SCHEDULES: [(&str, &str); 7] = [
+const SCHEDULES: [(&str, &str); 9] = [
     ("default", "{}"),
     ("fused", r#"{"fusion_grouping": {"embed": "qkv", "merge": "o_proj"}}"#),
     (
@@ -34,6 +34,19 @@ const SCHEDULES: [(&str, &str); 7] = [
         "two splits",
         r#"{"tiling": {"attention": {"kv_split": 2, "kv_block": 32}, "qkv": {"rows": 8}},
             "page_allocation": "linear", "sm_assignment": "byte_balance"}"#,
+    ),
+    // A worker without a task in the phase between has nothing but the tagged input to order the plain residual by.
+    (
+        "plain residual",
+        r#"{"sync": {"embed": "counter", "qkv": "tagged", "attention": "tagged", "o_proj": "counter", "gate_up": "tagged", "down": "counter"},
+            "tiling": {"qkv": {"rows": 64}, "o_proj": {"rows": 8}, "gate_up": {"rows": 64}, "down": {"rows": 8}}}"#,
+    ),
+    (
+        "counters from the hidden layer on",
+        r#"{"pipeline": {"stage_bytes": 16384, "stages": 10, "in_flight_bytes": 49152, "in_flight_near_bytes": 49152},
+            "sync": {"embed": "tagged", "qkv": "tagged", "attention": "tagged", "merge": "tagged", "o_proj": "tagged", "gate_up": "counter", "down": "counter"},
+            "fusion_grouping": {"merge": "o_proj"}, "tiling": {"qkv": {"rows": 64}, "gate_up": {"rows": 16}, "down": {"rows": 32}, "o_proj": {"rows": 8}},
+            "sm_assignment": "carry", "page_allocation": "graph_color"}"#,
     ),
     (
         "large stages",

@@ -22,10 +22,9 @@ pub fn activation_bytes(dims: &Dims) -> u32 {
     let unit_cols = abi::UNIT_ROW_BYTES / dims.dtype.bytes() as u32;
     let q_width = dims.heads * dims.head_dim;
     let k_max = dims.hidden.max(q_width).max(dims.ffn).next_multiple_of(unit_cols);
-    // A tile of 16 rows of values of each warp; then of each warp its heads: maximum, sum, padding, outputs.
-    let values = CONSUMER_WARPS * 16 * dims.head_dim * 2;
+    // Of each warp its heads: maximum, sum, padding, outputs; then the new key and value, as f16.
     let group = (dims.heads / dims.kv_heads.max(1)).min(ATTENTION_GROUP);
-    let attention = values + 4 * CONSUMER_WARPS * group * (dims.head_dim + 4);
+    let attention = 4 * CONSUMER_WARPS * group * (dims.head_dim + 4) + 4 * dims.head_dim;
     // Six floats of each thread, 16-byte aligned.
     let merge = 32 * CONSUMER_WARPS * 32;
     (4 * k_max).max(merge).max(attention).next_multiple_of(128)

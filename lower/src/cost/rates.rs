@@ -18,7 +18,7 @@ const H200_CLOCK_MHZ: f64 = 1980.0;
 /// A trip to memory: what the measured stream with 16 KB in flight says.
 const MEMORY_US: f64 = 16.0 * KIB / (3.08e12 / H200_WORKERS / 1e6);
 
-/// Stages that wait in registers beyond the ring, where every warp's share of a stage is whole.
+/// Stages that wait in registers beyond the ring, where each warp takes its share of one at once.
 const TAKEN_STAGES: u32 = 2;
 
 /// Measured: bytes in flight per worker, and the stream of all workers in bytes per second.
@@ -86,11 +86,11 @@ rates! {
     vector_us: [0.0, 1.0],
     /// A stage taken out of the ring, by its consumers.
     stage_us: [0.0, 1.0],
-    /// Multiplying 1 KiB of weights that have landed, where a warp's share of a stage is whole (`AMK_STAGE_UNITS_MAX`).
+    /// Multiplying 1 KiB of weights that have landed, where each warp takes its share of a stage into registers at once.
     kib_us: [0.0, 0.03],
-    /// The same for tiles of other lengths.
+    /// The same where it does not.
     odd_kib_us: [0.002, 0.06],
-    /// A tile of any other length, beside its bytes.
+    /// What a tile costs beside its bytes there.
     odd_tile_us: [0.0, 1.5],
     /// Share of the measured stream that the loader reaches.
     stream_share: [0.5, 1.1],
@@ -100,7 +100,7 @@ rates! {
     idle_share: [0.0, 1.0],
     /// Fixed part of attention with keys to attend to.
     attention_us: [0.2, 6.0],
-    /// Attention over 128 keys, one pass of all warps.
+    /// Attention over 256 keys, one pass of all warps.
     pass_us: [0.0, 3.0],
     /// Fixed part of a merge of several active splits, as a phase or in front of the output projection.
     merge_us: [0.0, 4.0],
@@ -169,7 +169,7 @@ pub(super) struct Shape {
     pub(super) in_flight_near: u32,
     /// Bytes of an average stage.
     pub(super) payload: f64,
-    /// Whether every warp's share of a stage is whole.
+    /// Whether each warp takes its share of a stage into registers at once.
     pub(super) even: bool,
 }
 
@@ -251,11 +251,6 @@ impl Speeds {
         let crowd = (mean / bytes).clamp(f64::MIN_POSITIVE, 1.0);
         (flow.stream * (1.0 + self.rates.idle_share * (1.0 / crowd - 1.0)))
             .min(flow.alone.max(flow.stream))
-    }
-
-    /// Reading bytes without the ring: keys and values.
-    pub(super) fn direct(&self, bytes: f64) -> f64 {
-        bytes / self.per_worker
     }
 }
 

@@ -136,11 +136,13 @@ impl<'a> Simulation<'a> {
         // The vector is staged while the stream goes on; then the products; then the reduction and the stores.
         state.landed = (state.landed + aside.before * flow.stream_near).min(flow.ring);
         let mut multiply = 0.0;
-        if let Work::Product { bytes, stages, tiles, .. } = task.work {
-            let mean = self.plan.phases[task.phase as usize].stream_bytes as f64
-                / self.plan.workers.len() as f64;
-            let stream = self.speeds.stream_of(&flow, bytes, mean);
-            multiply = flow.multiply(bytes, stages, tiles, state.landed, stream);
+        if let Some((bytes, consume, tail)) = self.speeds.consume(&task.work, &flow) {
+            let phase = &self.plan.phases[task.phase as usize];
+            let all = (phase.stream_bytes + phase.kv_bytes) as f64;
+            let stream = self.speeds.stream_of(&flow, bytes, all / self.plan.workers.len() as f64);
+            let missing = (bytes - state.landed).max(0.0);
+            // The last stage is used after it has landed.
+            multiply = if missing == 0.0 { consume } else { consume.max(missing / stream + tail) };
             state.landed = (state.landed + multiply * stream - bytes).max(0.0);
         }
         state.landed = (state.landed + aside.after * flow.stream_near).min(flow.ring);
@@ -233,13 +235,25 @@ impl Speeds {
                 before: elements / 1024.0 * rates.vector_us + merge(merged),
                 after: rates.task_us,
             },
-            Work::Attention { passes, bytes } => {
-                let us = rates.attention_us + f64::from(passes) * rates.pass_us;
-                Aside { before: us + self.direct(bytes), after: 0.0 }
-            }
+            Work::Attention { .. } => Aside { before: rates.attention_us, after: 0.0 },
             Work::Merge { merged } => Aside { before: merge(merged), after: rates.small_us },
             Work::Small => Aside { before: 0.0, after: rates.small_us },
             Work::Nothing => Aside { before: 0.0, after: 0.0 },
+        }
+    }
+
+    /// Bytes that a task takes out of the ring, what consuming them takes once they have landed, and the part of that for the last stage.
+    fn consume(&self, work: &Work, flow: &Flow) -> Option<(f64, f64, f64)> {
+        match *work {
+            Work::Product { bytes, stages, tiles, .. } => {
+                let us = bytes * flow.byte + stages * flow.stage + tiles * flow.tile;
+                Some((bytes, us, us / stages.max(1.0)))
+            }
+            Work::Attention { passes, bytes } => {
+                let us = f64::from(passes) * self.rates.pass_us;
+                Some((bytes, us, us / f64::from(passes.max(1))))
+            }
+            Work::Merge { .. } | Work::Small | Work::Nothing => None,
         }
     }
 
@@ -250,16 +264,6 @@ impl Speeds {
         let loaded = idle + trips * flow.queue;
         let fill = free.max(0.0) / flow.stream_near;
         if fill >= loaded { loaded } else { fill + (1.0 - fill / loaded) * idle }
-    }
-}
-
-impl Flow {
-    /// Multiplying `bytes` of weights of which `landed` are in the ring: the last stage is used after it has landed.
-    fn multiply(&self, bytes: f64, stages: f64, tiles: f64, landed: f64, stream: f64) -> f64 {
-        let consume = bytes * self.byte + stages * self.stage + tiles * self.tile;
-        let tail = (consume / stages.max(1.0)).min(consume);
-        let missing = (bytes - landed).max(0.0);
-        if missing == 0.0 { consume } else { consume.max(missing / stream + tail) }
     }
 }
 

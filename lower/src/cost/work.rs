@@ -1,24 +1,25 @@
 //! What the tasks of a program have to do, as far as time goes and whatever the rates are.
 
 use abi::{AttentionMergeParams, AttentionParams, MatvecParams, Opcode, Prologue, SlotKind};
+use ir::program::smem::CONSUMER_WARPS;
 use ir::program::{Program, Region, Task, accesses, active_splits, attended, split_range};
 use ir::{MatrixId, SlotId};
 use rustc_hash::FxHashMap;
 
 use super::rates::Shape;
 
-/// Keys that all warps of a worker attend to at once.
-const PASS_KEYS: u32 = 128;
+/// Keys that all warps of a worker attend to at once: a tile of 32 each.
+const PASS_KEYS: u32 = 32 * CONSUMER_WARPS;
 
-/// Units of a stage of which every warp has a whole share.
-const EVEN_UNITS: u32 = abi::STAGE_UNITS_MAX;
+/// Units that a warp holds of a stage, at most.
+const SHARE: u32 = abi::STAGE_UNITS_MAX / CONSUMER_WARPS;
 
 /// What a task does.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Work {
     /// Products of so many bytes in stages and tiles, behind a vector of so many elements and a merge of so many splits.
     Product { bytes: f64, stages: f64, tiles: f64, elements: f64, merged: u32 },
-    /// Attention in so many passes over so many bytes of keys and values.
+    /// Attention in so many passes over so many bytes of keys and values, which come through the ring.
     Attention { passes: u32, bytes: f64 },
     /// A merge of so many splits.
     Merge { merged: u32 },
@@ -57,6 +58,8 @@ pub(super) struct Phase {
     pub(super) name: usize,
     pub(super) tasks: u32,
     pub(super) stream_bytes: u64,
+    /// Keys and values, which come through the ring as well.
+    pub(super) kv_bytes: u64,
 }
 
 /// Everything that a simulation needs to know of a program at a position.
@@ -97,6 +100,39 @@ impl Plan {
     pub(super) fn handoffs(&self) -> u32 {
         let counters = self.counters.iter().filter(|&&arrivals| arrivals > 0).count();
         (counters + self.tagged.len()) as u32
+    }
+}
+
+/// How tiles lie in stages: as `vm-host/src/staging.rs` lays them, which knows the machine.
+struct Staging {
+    /// Units of an average stage.
+    units: f64,
+    /// Tiles of a stage; a part of one where a tile lies in several.
+    tiles: f64,
+    /// Whether each warp takes its share of a stage into registers at once.
+    even: bool,
+}
+
+impl Staging {
+    fn new(tile: u32, stage: u32) -> Self {
+        let parts = tile.div_ceil(abi::STAGE_UNITS_MAX);
+        let part = tile / parts;
+        let together = if 2 * part.div_ceil(CONSUMER_WARPS) <= SHARE { 2 } else { 1 };
+        if tile.is_multiple_of(parts) && together * part <= stage {
+            let tiles = f64::from(together) / f64::from(parts);
+            return Self { units: f64::from(together * part), tiles, even: true };
+        }
+        if tile > stage {
+            let stages = f64::from(tile.div_ceil(stage));
+            return Self { units: f64::from(tile) / stages, tiles: 1.0 / stages, even: false };
+        }
+        let tiles = stage / tile;
+        Self { units: f64::from(tiles * tile), tiles: f64::from(tiles), even: false }
+    }
+
+    /// Stages of so many tiles.
+    fn stages(&self, tiles: u32) -> f64 {
+        (f64::from(tiles) / self.tiles).ceil()
     }
 }
 
@@ -150,18 +186,13 @@ impl<'a> Builder<'a> {
     /// The flow of matrices whose tiles have so many units.
     fn flow(&mut self, units: u32) -> u32 {
         let pipeline = self.program.pipeline;
-        let stage_units = pipeline.stage_units.max(1);
-        let payload_units = if units > stage_units {
-            f64::from(units) / f64::from(units.div_ceil(stage_units))
-        } else {
-            f64::from(stage_units / units.max(1) * units)
-        };
+        let staging = Staging::new(units.max(1), pipeline.stage_units.max(1));
         let shape = Shape {
             stages: pipeline.stages,
             in_flight: pipeline.in_flight,
             in_flight_near: pipeline.in_flight_near,
-            payload: payload_units * f64::from(abi::UNIT_BYTES),
-            even: units.is_multiple_of(EVEN_UNITS),
+            payload: staging.units * f64::from(abi::UNIT_BYTES),
+            even: staging.even,
         };
         let found = self.flows.iter().position(|flow| *flow == shape);
         found.unwrap_or_else(|| {
@@ -192,6 +223,9 @@ impl<'a> Builder<'a> {
         }
         let (name, work, stream_bytes) = self.work(task, flow);
         let phase = self.phase(task, name, stream_bytes);
+        if let Work::Attention { bytes, .. } = work {
+            self.phases[phase as usize].kv_bytes += bytes as u64;
+        }
         Cost {
             phase,
             flow: *flow,
@@ -210,17 +244,13 @@ impl<'a> Builder<'a> {
                 let p: MatvecParams = task.params();
                 *flow = self.flow(p.units);
                 let stage_units = self.program.pipeline.stage_units.max(1);
-                let stages = if p.units > stage_units {
-                    p.tiles * p.units.div_ceil(stage_units)
-                } else {
-                    p.tiles.div_ceil(stage_units / p.units.max(1))
-                };
+                let stages = Staging::new(p.units.max(1), stage_units).stages(p.tiles);
                 let merges = p.prologue == Prologue::Merge as u32;
                 let merged = if merges { self.merged(p.window, p.kv_block, p.splits) } else { 0 };
                 let bytes = u64::from(p.tiles) * u64::from(p.units) * u64::from(abi::UNIT_BYTES);
                 let work = Work::Product {
                     bytes: bytes as f64,
-                    stages: f64::from(stages),
+                    stages,
                     tiles: f64::from(p.tiles),
                     elements: f64::from(p.k_len),
                     merged,
@@ -275,7 +305,7 @@ impl<'a> Builder<'a> {
         let next = self.phases.len();
         let id = *self.phase_ids.entry((task.layer, name)).or_insert(next);
         if id == next {
-            self.phases.push(Phase { name, tasks: 0, stream_bytes: 0 });
+            self.phases.push(Phase { name, tasks: 0, stream_bytes: 0, kv_bytes: 0 });
         }
         self.phases[id].tasks += 1;
         self.phases[id].stream_bytes += stream_bytes;

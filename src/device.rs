@@ -1,6 +1,7 @@
 //! The GPU behind `search::Device`: the only place where the command line meets the driver.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ir::Target;
@@ -91,8 +92,7 @@ enum Machine {
 
 /// A program that was prepared.
 struct Prepared {
-    program: Verified<Program>,
-    program_id: String,
+    program: Arc<Verified<Program>>,
     variant: Variant,
     loaded: Option<Loaded>,
 }
@@ -256,22 +256,26 @@ impl Gpu<'_> {
                 DeviceError::Fault { reason }
             })?,
         };
+        let mut costs = Costs::default();
         let running = self.activate(handle, first == 0)?;
         let rows = running.logits_rows();
         if first == 0 {
-            let began = Instant::now();
-            running.poison_session(session).map_err(device_error)?;
-            self.costs.load_s += began.elapsed().as_secs_f64();
+            costs.load_s += timed(|| running.poison_session(session))?;
         }
-        let running = self.activate(handle, false)?;
         let mut logits = Vec::with_capacity(tokens.len() - first);
         let mut position = first as u32;
         for piece in tokens[first..].chunks(rows as usize) {
+            costs.load_s += timed(|| running.poison_logits(piece.len() as u32))?;
             let done = running.decode(session, position, piece, 1, &[], true);
             let done = done.map_err(device_error)?;
-            logits.extend(running.logits(done.steps).map_err(device_error)?);
+            costs.run_s += done.host_us / 1e6;
+            costs.read_s += timed(|| {
+                logits.extend(running.logits(done.steps)?);
+                Ok(())
+            })?;
             position += done.steps;
         }
+        self.costs = self.costs + costs;
         self.sequences[session as usize] = Some((handle, tokens.to_vec()));
         Ok(logits)
     }
@@ -342,6 +346,13 @@ impl Gpu<'_> {
     }
 }
 
+/// Seconds that a call takes.
+fn timed(call: impl FnOnce() -> Result<(), HostError>) -> Result<f64, DeviceError> {
+    let began = Instant::now();
+    call().map_err(device_error)?;
+    Ok(began.elapsed().as_secs_f64())
+}
+
 fn boot(
     context: &Context,
     program: &Verified<Program>,
@@ -390,7 +401,9 @@ fn device_error(error: HostError) -> DeviceError {
         },
         HostError::Compile { log } => DeviceError::Compile { log },
         HostError::OutOfMemory { needed, free } => DeviceError::OutOfMemory { needed, free },
-        HostError::NoDriver
+        HostError::Left => DeviceError::Fault { reason: error.to_string() },
+        HostError::Died { .. }
+        | HostError::NoDriver
         | HostError::NoDevice
         | HostError::NoNvrtc { .. }
         | HostError::Architecture { .. }
@@ -419,13 +432,12 @@ impl Device for Gpu<'_> {
 
     fn prepare(
         &mut self,
-        program: &Verified<Program>,
+        program: &Arc<Verified<Program>>,
         kernel: &KernelConfig,
     ) -> Result<Handle, DeviceError> {
         let variant = self.variant(kernel);
-        let program_id = program.id();
-        let known =
-            self.programs.iter().find(|(_, p)| p.program_id == program_id && p.variant == variant);
+        let same = |p: &Prepared| Arc::ptr_eq(&p.program, program) && p.variant == variant;
+        let known = self.programs.iter().find(|(_, prepared)| same(prepared));
         if let Some((&handle, _)) = known {
             return Ok(Handle(handle));
         }
@@ -439,10 +451,7 @@ impl Device for Gpu<'_> {
         self.costs.compile_s += began.elapsed().as_secs_f64();
         let handle = self.next;
         self.next += 1;
-        self.programs.insert(
-            handle,
-            Prepared { program: program.clone(), program_id, variant, loaded: None },
-        );
+        self.programs.insert(handle, Prepared { program: program.clone(), variant, loaded: None });
         Ok(Handle(handle))
     }
 

@@ -26,6 +26,7 @@ mod order;
 mod packed;
 mod products;
 mod trap;
+mod wave;
 
 pub use math::argmax;
 pub use order::Order;

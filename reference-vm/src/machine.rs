@@ -18,6 +18,7 @@ use crate::order::{Order, Picker};
 use crate::packed::{Cursor, Packed};
 use crate::products::Products;
 use crate::trap::{Fault, MachineError, Trap};
+use crate::wave::Wave;
 
 /// How a run ended.
 #[derive(Clone, Debug, PartialEq)]
@@ -412,10 +413,14 @@ impl<'a> Machine<'a> {
             return Err(Stop::OutOfFuel);
         }
         self.fired += picked.len() as u64;
-        let machine = &*self;
+        let (machine, wave) = (&*self, Wave::default());
         let effects = |&worker: &usize| {
             let progress = &workers[worker];
-            let effects = ops::fire(machine.context(worker, progress, step));
+            let context = Context {
+                products: machine.products.map(|products| (products, &wave)),
+                ..machine.context(worker, progress, step)
+            };
+            let effects = ops::fire(context);
             effects
                 .map(|effects| (worker, effects))
                 .map_err(|fault| machine.trap(worker, progress.task, fault))
@@ -468,7 +473,7 @@ impl<'a> Machine<'a> {
             step,
             memory: &self.memory,
             packed: &self.packed,
-            products: self.products,
+            products: None,
             loads: &queue.loads,
             cursor: progress.cursor,
         }

@@ -178,9 +178,10 @@ impl<'a> Memory<'a> {
         let (_, place) = self.slot(span)?;
         let Place::Tagged(first) = *place else { return Ok(None) };
         let need = step.tag(span.access.generation);
-        let tag = |word: u32| self.tags[first + (span.start + word) as usize];
-        let missing = (from..span.len).find(|&word| tag(word) != need);
-        Ok(missing.map(|word| (word, tag(word))))
+        let tags = &self.tags[first + span.start as usize..][..span.len as usize];
+        let rest = tags.get(from as usize..).unwrap_or_default();
+        let missing = find(rest, |tag| tag != need).map(|word| from + word as u32);
+        Ok(missing.map(|word| (word, tags[word as usize])))
     }
 
     /// The words of `span` as numbers. `packed` are the program's matrices.
@@ -195,7 +196,7 @@ impl<'a> Memory<'a> {
         match place {
             Place::Plain(first) => {
                 let words = &self.arena[first + start..][..len];
-                if let Some(word) = words.iter().position(|&word| word == POISON) {
+                if let Some(word) = find(words, |word| word == POISON) {
                     return Err(Fault::Unwritten { slot: id, word: span.start + word as u32 });
                 }
                 Ok(words.iter().map(|&word| f32::from_bits(word)).collect())
@@ -203,7 +204,7 @@ impl<'a> Memory<'a> {
             Place::Tagged(first) => {
                 let tags = &self.tags[first + start..][..len];
                 let need = step.tag(span.access.generation);
-                if let Some(word) = tags.iter().position(|&tag| tag != need) {
+                if let Some(word) = find(tags, |tag| tag != need) {
                     return Err(Fault::Tag {
                         slot: id,
                         word: span.start + word as u32,
@@ -340,6 +341,14 @@ impl<'a> Memory<'a> {
             }
         }
     }
+}
+
+/// The first word that `is` what is looked for. It is rarely there, so whole chunks are looked at without a way out.
+fn find(words: &[u32], is: impl Fn(u32) -> bool) -> Option<usize> {
+    let mut chunks = words.chunks(64).enumerate();
+    let found = |chunk: &[u32]| chunk.iter().fold(false, |any, &word| any | is(word));
+    let (index, chunk) = chunks.find(|(_, chunk)| found(chunk))?;
+    chunk.iter().position(|&word| is(word)).map(|word| index * 64 + word)
 }
 
 /// A key and a value for the step's position.

@@ -20,6 +20,7 @@ use crate::memory::{Append, Memory, Span, Step};
 use crate::packed::{Cursor, Packed};
 use crate::products::Products;
 use crate::trap::Fault;
+use crate::wave::Wave;
 
 /// Everything that a task may look at.
 #[derive(Clone, Copy)]
@@ -28,8 +29,9 @@ pub(crate) struct Context<'m> {
     pub(crate) step: Step,
     pub(crate) memory: &'m Memory<'m>,
     pub(crate) packed: &'m [Packed<'m>],
-    /// Products that were computed before, if the machine may use them.
-    pub(crate) products: Option<&'m Products<'m>>,
+    /// Products that were computed before, if the machine may use them, and what the tasks of this wave
+    /// have in common.
+    pub(crate) products: Option<(&'m Products<'m>, &'m Wave)>,
     /// The worker's load stream, and where it stands.
     pub(crate) loads: &'m [Load],
     pub(crate) cursor: Cursor,

@@ -21,7 +21,7 @@ fn main() {
         expected.reference_positions
     );
     let options = lower::Options { kv_capacity: 4096 };
-    let mut gate = Gate::new(graph, weights, &target, options, &KernelConfig::id, expected);
+    let gate = Gate::new(graph, weights, &target, options, &KernelConfig::id, expected);
     let default = ir::schedule::default_config(graph, &target);
     let values = |&knob: &Knob| (knob, ir::schedule::legal_values(knob, graph, &target));
     let space: Vec<_> = Knob::ALL.iter().map(values).collect();

@@ -3,10 +3,11 @@
 use ir::schedule::ScheduleConfig;
 use reference_vm::compare::{Agreement, Device as OnDevice, Reference, Summary};
 
+use crate::cpu::Candidate;
 use crate::decide::Decision;
 use crate::device::{Contender, Device, DeviceError, Samples, Side};
 use crate::effort::{Bar, Look};
-use crate::gate::{Candidate, Clock, Dropped, Gate, OnFirst};
+use crate::gate::{Clock, Dropped, Gate, OnFirst};
 use crate::measure::{Interval, Latency, Predicted};
 use crate::verdict::{LatencyKind, Verdict};
 

@@ -4,6 +4,8 @@
 //! asks for a program again before each use; a device that still has it answers at once, one that was restarted after a
 //! fault loads it anew. No method may take the candidate's word for a time: the implementation owns the clock.
 
+use std::sync::Arc;
+
 use ir::program::{Program, Verified};
 use ir::schedule::KernelConfig;
 use reference_vm::compare::{Agreement, Device as OnDevice};
@@ -160,6 +162,12 @@ pub struct Costs {
     pub loads: u64,
     /// Seconds of uploading and poisoning.
     pub load_s: f64,
+    /// Seconds of the steps that gates ran.
+    #[serde(default)]
+    pub run_s: f64,
+    /// Seconds of reading their logits.
+    #[serde(default)]
+    pub read_s: f64,
 }
 
 impl std::ops::Add for Costs {
@@ -173,6 +181,8 @@ impl std::ops::Add for Costs {
             launch_s: self.launch_s + other.launch_s,
             loads: self.loads + other.loads,
             load_s: self.load_s + other.load_s,
+            run_s: self.run_s + other.run_s,
+            read_s: self.read_s + other.read_s,
         }
     }
 }
@@ -189,6 +199,8 @@ impl std::ops::Sub for Costs {
             launch_s: self.launch_s - earlier.launch_s,
             loads: self.loads.saturating_sub(earlier.loads),
             load_s: self.load_s - earlier.load_s,
+            run_s: self.run_s - earlier.run_s,
+            read_s: self.read_s - earlier.read_s,
         }
     }
 }
@@ -198,13 +210,14 @@ pub trait Device {
     /// What it is.
     fn describe(&self) -> DeviceInfo;
 
-    /// Loads a program for a kernel variant, beside those already loaded. A program that is still loaded is returned at once.
+    /// Loads a program for a kernel variant, beside those already loaded. A program that is still loaded is returned at once; the same
+    /// allocation is the same program.
     ///
     /// # Errors
     /// If it cannot be compiled, loaded or held.
     fn prepare(
         &mut self,
-        program: &Verified<Program>,
+        program: &Arc<Verified<Program>>,
         kernel: &KernelConfig,
     ) -> Result<Handle, DeviceError>;
 

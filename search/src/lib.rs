@@ -8,15 +8,19 @@
 //! threads of the caller's `rayon` pool. No latency without agreement: [`Latency`] and [`Contender`] are made from an `Agreement<Device>`, which is made from an
 //! `Agreement<Reference>`, and from nothing else. The search never learns which driver is behind [`Device`].
 
+mod ahead;
 pub mod assess;
 mod budget;
 mod bundle;
 pub mod calibrate;
 mod conditions;
+mod cpu;
 mod decide;
 mod device;
 mod effort;
+mod expected;
 mod gate;
+mod history;
 mod measure;
 mod propose;
 mod run;
@@ -29,14 +33,14 @@ pub use assess::{Assessed, Timing};
 pub use budget::{BadBudget, Budget};
 pub use bundle::{BUNDLE_SCHEMA, Bundle, Proof, Refusal};
 pub use conditions::Conditions;
+pub use cpu::{Candidate, KernelId};
 pub use decide::{Decision, decide_measured, decide_predicted, predicted_gain};
 pub use device::{
     Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,
 };
 pub use effort::{Bar, Look, spread};
-pub use gate::{
-    Candidate, Clock, Dropped, Expected, Gate, KernelId, OnFirst, POSITIONS_MAX, draw_tokens,
-};
+pub use expected::{Expected, POSITIONS_MAX, draw_tokens};
+pub use gate::{Clock, Dropped, Gate, OnFirst};
 pub use measure::{BelowFloor, Interval, Latency, Predicted, gain, median, noise_floor};
 pub use propose::{Change, Origin, Past, Proposer, changes};
 pub use run::{Search, SearchError, Settings, Step, StoppedBy};

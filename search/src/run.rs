@@ -1,30 +1,26 @@
 //! The search: propose, gate, measure or predict, keep or revert. It does one trial at a time and hands it to the caller, who writes
 //! it down before asking for the next; a search that absorbs those rows again goes on as if it had never stopped.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::thread::Scope;
 use std::time::Duration;
 
 use ir::schedule::{ActsOn, Knob, ScheduleConfig, Value};
-use lower::LowerError;
 
+use crate::ahead::Helpers;
 use crate::assess::{self, Assessed, Screened, Timing};
 use crate::budget::Budget;
+use crate::cpu::Candidate;
 use crate::decide::{Decision, decide_measured, decide_predicted, predicted_gain};
 use crate::device::{Device, DeviceError, Samples};
 use crate::effort::{Bar, Look, spread};
-use crate::gate::{Candidate, Clock, Dropped, Gate};
+use crate::gate::{Clock, Dropped, Gate, no_clock};
+use crate::history::{Guess, History, Proposal};
 use crate::measure::{Interval, gain, noise_floor};
-use crate::propose::{Origin, Past, Proposer, changes, mixed};
-use crate::trial::{
-    Confirmation, Outcome, SKIPPED_SHOWN, Skipped, SkippedProposal, Spent, Trial, changed,
-};
+use crate::propose::{Origin, Past, changes, mixed};
+use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial, changed};
 use crate::verdict::Verdict;
-
-/// Draws for one trial before the space counts as exhausted.
-const DRAWS_MAX: usize = 20_000;
-
-/// Legal draws that are lowered for one trial before the space counts as exhausted.
-const LOWERED_MAX: u32 = 256;
 
 /// How a search goes about it.
 #[derive(Clone, Debug, PartialEq)]
@@ -100,15 +96,18 @@ pub enum SearchError {
 pub struct Search<'a> {
     gate: Gate<'a>,
     device: Option<&'a mut (dyn Device + 'a)>,
-    settings: Settings,
+    settings: Arc<Settings>,
     trials: Vec<Trial>,
-    tried: BTreeSet<(String, String)>,
+    /// Trials by the ids of their program and kernel.
+    tried: BTreeMap<(String, String), u64>,
     rejected: u64,
     noise_floor: f64,
     /// Standard deviation of a block, from the trial that measured the noise.
     spread: f64,
     clock: Clock,
     spent: Spent,
+    /// Threads that work ahead.
+    helpers: Option<Helpers<'a>>,
     /// The trial that leads, with its proofs once they are needed.
     incumbent: Option<(usize, Option<Assessed>)>,
 }
@@ -135,14 +134,15 @@ impl<'a> Search<'a> {
         Self {
             gate,
             device,
-            settings,
+            settings: Arc::new(settings),
             trials: Vec::new(),
-            tried: BTreeSet::new(),
+            tried: BTreeMap::new(),
             rejected: 0,
             noise_floor: 0.0,
             spread: 0.0,
-            clock: || Duration::ZERO,
+            clock: no_clock,
             spent: Spent::default(),
+            helpers: None,
             incumbent: None,
         }
     }
@@ -151,6 +151,23 @@ impl<'a> Search<'a> {
     #[must_use]
     pub fn with_clock(self, clock: Clock) -> Self {
         Self { clock, ..self }
+    }
+
+    /// Lowers the schedules that are likely to come next, and runs them on the reference machine, beside the trial under way: with so many
+    /// helpers, of so many threads each, which end with the search. They decide nothing: the trials are the same without them.
+    #[must_use]
+    pub fn with_helpers<'scope>(
+        mut self,
+        scope: &'scope Scope<'scope, '_>,
+        helpers: usize,
+        threads: usize,
+    ) -> Self
+    where
+        'a: 'scope,
+    {
+        let ahead = &self.gate.ahead;
+        self.helpers = Some(Helpers::start(ahead, scope, helpers, threads, self.clock));
+        self
     }
 
     /// The trials so far.
@@ -202,7 +219,7 @@ impl<'a> Search<'a> {
     pub fn check_absorbed(&self) -> Result<(), SearchError> {
         let Some(champion) = self.champion() else { return Ok(()) };
         let foreign = |reason: String| SearchError::Foreign { trial: champion.trial, reason };
-        let lowered = self.gate.validate(&champion.config).and_then(|v| self.gate.lower(v));
+        let lowered = self.gate.ahead.lower(&champion.config);
         let candidate = lowered.map_err(|dropped| foreign(dropped.to_string()))?;
         let now = Some(&candidate.program_id);
         if now == champion.verdict.program_id.as_ref() {
@@ -244,8 +261,8 @@ impl<'a> Search<'a> {
         self.device.as_deref().map_or_else(Default::default, Device::costs)
     }
 
-    /// What the finished trials say to the proposer.
-    fn past(&self) -> Vec<Past> {
+    /// What the finished trials say to the next one.
+    fn history(&self) -> History {
         let of = |trial: &Trial| {
             let incumbent = usize::try_from(trial.incumbent?).ok()?;
             Some(Past {
@@ -255,7 +272,12 @@ impl<'a> Search<'a> {
                 kept: trial.outcome.leads(),
             })
         };
-        self.trials.iter().filter_map(of).collect()
+        History {
+            parent: self.parent(),
+            past: self.trials.iter().filter_map(of).collect(),
+            drawn: self.trials.iter().map(|trial| trial.config.id()).collect(),
+            tried: self.tried.clone(),
+        }
     }
 
     /// What proposals are drawn from: the schedule that leads, else the default.
@@ -263,79 +285,31 @@ impl<'a> Search<'a> {
         self.champion().map_or(self.settings.default, |champion| champion.config)
     }
 
-    /// The next schedule that is legal and lowers to something new; `None` when none is found.
+    /// The next schedule that is legal and lowers to something new; `None` when none is found. Helpers go on with those after it.
     fn propose(&mut self, index: u64, skipped: &mut Skipped) -> Option<Proposal> {
-        let parent = self.parent();
-        if index == 0 {
-            return Some(Proposal { origin: Origin::Baseline, config: parent, lowered: None });
+        let history = self.history();
+        let (ahead, clock) = (&*self.gate.ahead, self.clock);
+        let mut lower_s = 0.0;
+        let mut timed = |config: &ScheduleConfig| {
+            let began = clock();
+            let lowered = ahead.lower_new(config, &history.tried);
+            lower_s += (clock() - began).as_secs_f64();
+            lowered
+        };
+        let proposal = if index == 0 {
+            // The baseline is tried whatever comes of it.
+            let config = history.parent;
+            let lowered = timed(&config).ok().and_then(Result::ok);
+            Some(Proposal { origin: Origin::Baseline, config, lowered })
+        } else {
+            history.next(&self.settings, index, skipped, timed)
+        };
+        self.spent.lower_s += lower_s;
+        let candidate = proposal.as_ref().and_then(|proposal| proposal.lowered.as_ref());
+        if let (Some(_), Some(candidate)) = (&self.helpers, candidate) {
+            ahead.guess(Guess::after(self.settings.clone(), history, index, candidate));
         }
-        let Settings { seed, explore, .. } = self.settings;
-        let space = std::mem::take(&mut self.settings.space);
-        let proposer = Proposer { space: &space, seed, sweep: explore };
-        let past = self.past();
-        let draws = proposer.draws(index, &parent, &past);
-        let found = self.first_new(draws.take(DRAWS_MAX), &parent, skipped);
-        self.settings.space = space;
-        found
-    }
-
-    fn first_new(
-        &mut self,
-        draws: impl Iterator<Item = (Origin, ScheduleConfig)>,
-        parent: &ScheduleConfig,
-        skipped: &mut Skipped,
-    ) -> Option<Proposal> {
-        let mut drawn: BTreeSet<String> =
-            self.trials.iter().map(|trial| trial.config.id()).collect();
-        let mut lowered = 0;
-        for (origin, config) in draws {
-            if !drawn.insert(config.id()) {
-                continue;
-            }
-            let why = match self.lower_new(&config) {
-                Ok(Ok(candidate)) => {
-                    return Some(Proposal { origin, config, lowered: Some(candidate) });
-                }
-                Ok(Err(twin)) => {
-                    skipped.repeated += 1;
-                    lowered += 1;
-                    format!("lowers to the program and kernel of trial {twin}")
-                }
-                // Our own mistake must be seen, so it is tried and recorded.
-                Err(Dropped::Unloadable(LowerError::Internal(_))) => {
-                    return Some(Proposal { origin, config, lowered: None });
-                }
-                Err(dropped) => {
-                    skipped.rejected += 1;
-                    dropped.to_string()
-                }
-            };
-            if skipped.examples.len() < SKIPPED_SHOWN {
-                let changed = changed(&changes(parent, &config));
-                skipped.examples.push(SkippedProposal { changed, why });
-            }
-            if lowered == LOWERED_MAX {
-                break;
-            }
-        }
-        None
-    }
-
-    /// The lowered schedule, or the trial that it would repeat.
-    fn lower_new(&mut self, config: &ScheduleConfig) -> Result<Result<Candidate, u64>, Dropped> {
-        let valid = self.gate.validate(config)?;
-        let began = (self.clock)();
-        let candidate = self.gate.lower(valid);
-        self.spent.lower_s += ((self.clock)() - began).as_secs_f64();
-        let candidate = candidate?;
-        let key = (candidate.program_id.clone(), candidate.kernel_id.clone());
-        let same = |trial: &&Trial| key_of(&trial.verdict).as_ref() == Some(&key);
-        if self.tried.contains(&key)
-            && let Some(twin) = self.trials.iter().find(same)
-        {
-            return Ok(Err(twin.trial));
-        }
-        Ok(Ok(candidate))
+        proposal
     }
 
     fn try_out(
@@ -402,12 +376,19 @@ impl<'a> Search<'a> {
         if self.device.is_some() {
             return self.judge_on_device(candidate, verdict);
         }
-        let began = (self.clock)();
-        let assessed = assess::assess(&mut self.gate, None, candidate, verdict)?;
+        let (began, program_id) = ((self.clock)(), candidate.program_id.clone());
+        let _ = self.gate.ahead.judge(&candidate, self.clock);
         self.spent.gates_s += ((self.clock)() - began).as_secs_f64();
-        self.spent.reference_s = self.spent.gates_s;
+        self.spent.reference_s = self.reference_s(&program_id);
+        let assessed = assess::assess(&mut self.gate, None, candidate, verdict)?;
         let judgement = self.judge_predicted(&assessed, verdict);
         Ok((judgement, Some(assessed)))
+    }
+
+    /// Seconds that the reference machine took for this trial's program, ahead or now; none if an earlier trial had the same one.
+    fn reference_s(&self, program_id: &str) -> f64 {
+        let before = self.tried.keys().any(|(program, _)| program == program_id);
+        if before { 0.0 } else { self.gate.ahead.seconds(program_id) }
     }
 
     /// The first stage, which may end it; then the rest of the gate, and the race.
@@ -416,11 +397,13 @@ impl<'a> Search<'a> {
         candidate: Candidate,
         verdict: &mut Verdict,
     ) -> Result<(Judgement, Option<Assessed>), Dropped> {
-        let (clock, reference_s) = (self.clock, self.gate.reference_s);
+        let (clock, waited_s) = (self.clock, self.gate.waited_s);
         let began = clock();
         let device = device_of(&mut self.device)?;
+        let program_id = candidate.program_id.clone();
         let screened = assess::screen(&mut self.gate, device, candidate, verdict, clock);
-        self.spent.reference_s = self.gate.reference_s - reference_s;
+        self.spent.reference_s = self.reference_s(&program_id);
+        self.spent.waiting_s = self.gate.waited_s - waited_s;
         self.spent.gates_s += (clock() - began).as_secs_f64();
         let screened = screened?;
         let began = clock();
@@ -467,7 +450,7 @@ impl<'a> Search<'a> {
     }
 
     fn bar(&self) -> Bar {
-        let Settings { min_gain, timing, .. } = self.settings;
+        let Settings { min_gain, timing, .. } = *self.settings;
         let threshold = self.noise_floor.max(min_gain);
         Bar { threshold, spread: self.spread, rounds: timing.rounds }
     }
@@ -488,7 +471,7 @@ impl<'a> Search<'a> {
     }
 
     fn lower_again(&self, index: usize) -> Result<Candidate, Dropped> {
-        self.gate.lower(self.gate.validate(&self.trials[index].config)?)
+        self.gate.ahead.lower(&self.trials[index].config)
     }
 
     fn judge_predicted(&self, assessed: &Assessed, verdict: &mut Verdict) -> Judgement {
@@ -556,7 +539,9 @@ impl<'a> Search<'a> {
     }
 
     fn record(&mut self, trial: Trial, assessed: Option<Assessed>) {
-        self.tried.extend(key_of(&trial.verdict));
+        if let Some(key) = key_of(&trial.verdict) {
+            self.tried.entry(key).or_insert(trial.trial);
+        }
         self.rejected += trial.skipped.rejected;
         if let Some(noise) = trial.noise_floor {
             self.noise_floor = noise;
@@ -651,7 +636,7 @@ impl<'a> Search<'a> {
             return Ok(());
         };
         let Some(agreement) = &champion.on_device else { return Ok(()) };
-        let Settings { min_gain, timing, .. } = self.settings;
+        let Settings { min_gain, timing, .. } = *self.settings;
         let at = self.gate.timed_position();
         let floors = assess::floors(&self.gate, device, &champion.candidate, at);
         let fixed = assess::fixed(2 * timing.rounds);
@@ -669,13 +654,6 @@ impl<'a> Search<'a> {
         confirmation.samples_us = samples.rounds;
         Ok(())
     }
-}
-
-/// A schedule to try. What it lowers to is there already, unless lowering is to fail in the open.
-struct Proposal {
-    origin: Origin,
-    config: ScheduleConfig,
-    lowered: Option<Candidate>,
 }
 
 /// The device of a search that has one.

@@ -1,5 +1,7 @@
 //! A device that does what a script says: the whole search runs in tests without a GPU.
 
+use std::sync::Arc;
+
 use ir::program::{Program, Verified};
 use ir::schedule::KernelConfig;
 use rand::rngs::Xoshiro256PlusPlus;
@@ -147,7 +149,7 @@ impl Device for ScriptedDevice<'_> {
 
     fn prepare(
         &mut self,
-        program: &Verified<Program>,
+        program: &Arc<Verified<Program>>,
         kernel: &KernelConfig,
     ) -> Result<Handle, DeviceError> {
         let id = program.id();

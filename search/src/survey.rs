@@ -13,8 +13,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::assess::{self, Assessed, Timing};
 use crate::conditions::Conditions;
+use crate::cpu::Candidate;
 use crate::device::{Contender, Device, DeviceError, Plan, Samples, Side};
-use crate::gate::{Candidate, Dropped, Gate};
+use crate::gate::{Dropped, Gate};
 use crate::measure::Latency;
 use crate::propose::changes;
 

@@ -97,6 +97,7 @@ impl std::ops::AddAssign for Spent {
         self.propose_s += other.propose_s;
         self.lower_s += other.lower_s;
         self.gates_s += other.gates_s;
+        self.waiting_s += other.waiting_s;
         self.reference_s += other.reference_s;
         self.timing_s += other.timing_s;
         self.device = self.device + other.device;
@@ -163,7 +164,10 @@ pub struct Spent {
     pub lower_s: f64,
     /// The gates: reference machine and device, which run side by side in the first stage.
     pub gates_s: f64,
-    /// The reference machine's own part of that.
+    /// The part of that in which the device waited for the reference machine.
+    #[serde(default)]
+    pub waiting_s: f64,
+    /// The reference machine's own seconds, which may be from before the trial began: helpers work ahead.
     pub reference_s: f64,
     /// Timing against the incumbent.
     pub timing_s: f64,

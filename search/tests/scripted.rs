@@ -334,11 +334,11 @@ fn illegal_proposals_cost_no_trial_and_are_counted() {
     let bench = Bench::new();
     let settings = Settings {
         space: Knob::ALL.iter().map(|&knob| (knob, knob.values())).collect(),
-        ..bench.settings(30)
+        ..bench.settings(60)
     };
     let mut search = Search::new(bench.gate(), None, settings);
     let (_, trials) = all(&mut search);
-    assert_eq!(trials.len(), 30);
+    assert_eq!(trials.len(), 60);
     assert!(trials.iter().all(|trial| trial.verdict.valid && trial.verdict.correct));
     let counted: u64 = trials.iter().map(|trial| trial.skipped.rejected).sum();
     assert!(counted > 0 && counted == search.rejected());
@@ -501,4 +501,45 @@ fn the_clock_says_what_trials_spend_and_decides_nothing() {
     let plain = run(None);
     assert_eq!(outcomes(&plain), outcomes(&timed));
     assert!(plain.iter().all(|trial| trial.spent.total_s == 0.0));
+}
+
+/// The trials of a search, and how its champion was confirmed, as a ledger would have them. With helpers if there are any.
+fn rows(bench: &Bench, device: Option<u64>, settings: Settings, helpers: usize) -> String {
+    // Each poll interval has its own time; the best differs a little from what else is good.
+    let script = |program: &Program, kernel: &KernelConfig| {
+        let us =
+            100.0 - f64::from(kernel.poll_sleep_ns) / 20.0 - f64::from(program.pipeline.stages);
+        Behaviour::takes(us).with_noise(0.004)
+    };
+    let mut scripted = bench.device(device.unwrap_or(0), script);
+    std::thread::scope(|scope| {
+        let device = device.map(|_| &mut scripted as &mut dyn Device);
+        let mut search = Search::new(bench.gate(), device, settings);
+        if helpers > 0 {
+            search = search.with_helpers(scope, helpers, 2);
+        }
+        let (stopped_by, trials) = all(&mut search);
+        let confirmation = search.confirm().unwrap();
+        serde_json::to_string_pretty(&(stopped_by.name(), trials, confirmation)).unwrap()
+    })
+}
+
+#[test]
+fn work_ahead_changes_no_row() {
+    let bench = Bench::with_capacity(LONG);
+    for (device, seed, min_gain) in [(None, 5, 0.001), (Some(1), 5, 0.001), (Some(2), 6, 0.02)] {
+        let settings = || Settings { seed, min_gain, ..bench.settings(24) };
+        let alone = rows(&bench, device, settings(), 0);
+        assert!(alone.contains("\"kept\"") && alone.contains("\"reverted\""));
+        for helpers in [1, 3] {
+            assert_eq!(rows(&bench, device, settings(), helpers), alone, "{helpers} helpers");
+        }
+    }
+    // All knobs, and an end by exhaustion.
+    let space = || Knob::ALL.iter().map(|&knob| (knob, knob.values())).collect();
+    let all = || Settings { space: space(), min_gain: 0.001, ..bench.settings(40) };
+    assert_eq!(rows(&bench, None, all(), 3), rows(&bench, None, all(), 0));
+    let space = || vec![(Knob::KernelPollSleepNs, vec![Value::Number(0), Value::Number(20)])];
+    let few = || Settings { space: space(), ..bench.settings(64) };
+    assert_eq!(rows(&bench, Some(3), few(), 2), rows(&bench, Some(3), few(), 0));
 }

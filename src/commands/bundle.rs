@@ -116,7 +116,7 @@ fn refused(refusal: &Refusal) -> (Exit, String) {
 /// Runs the program on the reference machine, as the gate of a search does.
 fn reference(context: &Context, bundle: &Bundle) -> Result<Result<String, String>, Failure> {
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
-    let mut gate = super::evaluate::gate(context, bundle.seed, false, &kernel_id)?;
+    let gate = super::evaluate::gate(context, bundle.seed, false, &kernel_id)?;
     let assessed = gate
         .validate(&bundle.config)
         .and_then(|valid| gate.lower(valid))

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use ir::schedule::ScheduleConfig;
 use model::{Chat, Message, Tokenizer};
@@ -158,7 +159,7 @@ fn on_device(
         )));
     }
     let config = config(args, context, prompt)?;
-    let program = super::program::lowered(context, &config)?;
+    let program = Arc::new(super::program::lowered(context, &config)?);
     let Some(mut device) = context.open()? else {
         return Err(Failure::missing("capability missing: no CUDA device"));
     };

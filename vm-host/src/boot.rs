@@ -211,6 +211,8 @@ pub(crate) fn make_residents(
         rope,
         caches,
         cache_bytes,
+        cache_runs: 2 * graph.kv_heads,
+        cache_row_bytes: u64::from(graph.head_dim) * abi::KV_ELEMENT_BYTES,
         logits: owned.last().map_or(0, |b| b.address),
         logits_rows: options.logits_rows,
         kv_capacity: program.kv_capacity,

@@ -91,6 +91,17 @@ pub enum HostError {
     /// The device stopped and said why.
     #[error("the device stopped: {}", describe(.0))]
     Trapped(Box<Status>),
+    /// The kernel died of an exception, as the driver says. The driver gives this process nothing more.
+    #[error(
+        "the kernel died in the middle of a command ({message}): run it again in a new process; if it dies there too, compute-sanitizer shows where"
+    )]
+    Died {
+        /// What the driver says.
+        message: String,
+    },
+    /// The kernel is gone, and left neither an answer nor a trap.
+    #[error("the kernel left without an answer: stop the machine and launch it again")]
+    Left,
     /// The device did not answer in time and said nothing.
     #[error("no answer from the device in {waited:?} (poller heartbeat {}): the process that holds it must be restarted", if *.alive { "alive" } else { "stopped" })]
     TimedOut {

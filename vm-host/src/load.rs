@@ -27,6 +27,10 @@ pub(crate) struct Residents {
     pub(crate) caches: Vec<u64>,
     /// Bytes of a layer's cache, of all sessions.
     pub(crate) cache_bytes: u64,
+    /// Runs of rows in a session's part of it, one row a position: keys of each head, then values. As `cache_rows` of op_attention.cuh.
+    pub(crate) cache_runs: u32,
+    /// Bytes of such a row.
+    pub(crate) cache_row_bytes: u64,
     /// Logits rows.
     pub(crate) logits: u64,
     /// Rows of it.

@@ -16,7 +16,9 @@ use crate::boot::{BootOptions, check_memory, load_module, make_residents, probe_
 use crate::driver::{Context, DeviceInfo, Module, Stream};
 use crate::error::HostError;
 use crate::load::{Image, Residents, image};
-use crate::memory::{DeviceBuffer, HostBuffer, download, upload, upload_fill};
+use crate::memory::{
+    DeviceBuffer, HostBuffer, download, download_rows, upload, upload_fill, upload_fills,
+};
 use crate::ring::{self, RingHost};
 use crate::weights::{LoadReport, load_matrices};
 
@@ -25,7 +27,7 @@ pub const PROGRAMS_MAX: usize = 4;
 /// Threads of a worker.
 const THREADS: u32 = ir::program::smem::WARPS * 32;
 /// Bytes of the page-locked buffer that copies beside a resident kernel go through.
-const BOUNCE_BYTES: usize = 4 << 20;
+const BOUNCE_BYTES: usize = 32 << 20;
 
 /// A loaded program: a place in device memory. Good for the machine that loaded it, until the place is used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,6 +62,8 @@ struct Memory {
     tokens: HostBuffer,
     token_stride: u32,
     bounce: HostBuffer,
+    /// Positions of each session's caches that may hold something else than poison.
+    touched: Vec<u32>,
     ring: RingHost,
     block: HostBuffer, // the ring's memory: dropped after it
     _weights: Vec<DeviceBuffer>,
@@ -124,7 +128,8 @@ impl Idle {
         let (module, _) = load_module(variant, &info)?;
         let (copy, compute) = (Stream::new()?, Stream::new()?);
         probe_abi(&module, &compute)?;
-        let mut bounce = HostBuffer::zeroed(BOUNCE_BYTES)?;
+        let row_bytes = graph.vocab as usize * size_of::<f32>();
+        let mut bounce = HostBuffer::zeroed(BOUNCE_BYTES.max(row_bytes))?;
         let mut owned = Vec::new();
         let mut matrices = Vec::new();
         for matrix in &program.matrices {
@@ -292,6 +297,7 @@ impl Memory {
             tokens: HostBuffer::zeroed(options.sessions as usize * token_stride as usize * 4)?,
             token_stride,
             bounce,
+            touched: vec![kv_capacity; options.sessions as usize],
             ring,
             block,
             _weights: weights,
@@ -372,6 +378,8 @@ impl Resident {
     ) -> Result<Decoded, HostError> {
         let steps = self.check_request(session, position, tokens, generate, stop, keep_logits)?;
         let idle = self.idle();
+        let touched = &mut idle.memory.touched[session as usize];
+        *touched = (*touched).max(position + steps);
         let base = (session * idle.memory.token_stride + position) as usize * 4;
         idle.memory.tokens.write(base, bytemuck::cast_slice(tokens));
         let mut submission = Submission {
@@ -449,20 +457,9 @@ impl Resident {
     /// If a copy fails.
     pub fn logits(&mut self, rows: u32) -> Result<Vec<Vec<f32>>, HostError> {
         let idle = self.idle();
-        let vocab = idle.vocab as usize;
-        let mut out = Vec::with_capacity(rows as usize);
-        for row in 0..rows.min(idle.memory.residents.logits_rows) {
-            let mut values = vec![0.0_f32; vocab];
-            let source = idle.memory.residents.logits + u64::from(row) * vocab as u64 * 4;
-            download(
-                &idle.copy,
-                &idle.memory.bounce,
-                source,
-                bytemuck::cast_slice_mut(&mut values),
-            )?;
-            out.push(values);
-        }
-        Ok(out)
+        let (residents, bounce) = (&idle.memory.residents, &idle.memory.bounce);
+        let rows = rows.min(residents.logits_rows) as usize;
+        download_rows(&idle.copy, bounce, residents.logits, rows, idle.vocab as usize)
     }
 
     /// What the traced variant wrote of the last step: a record a task, then one for each loader.
@@ -478,35 +475,35 @@ impl Resident {
         Ok(records)
     }
 
-    /// Fills the key/value caches and the logits with what is not a number, so that a run which skips work cannot pass for one
-    /// that did it before.
-    ///
-    /// # Errors
-    /// If a copy fails.
-    pub fn poison(&mut self) -> Result<(), HostError> {
-        let idle = self.idle();
-        let (residents, bounce) = (&idle.memory.residents, &mut idle.memory.bounce);
-        for &cache in &residents.caches {
-            upload_fill(&idle.copy, bounce, cache, residents.cache_bytes, 0xff)?;
-        }
-        let logits = u64::from(residents.logits_rows) * u64::from(idle.vocab) * 4;
-        upload_fill(&idle.copy, bounce, residents.logits, logits, 0xff)
-    }
-
-    /// As [`poison`](Self::poison), for one session's caches: those of the others stay.
+    /// Fills a session's key/value caches with what is not a number, so that a run which skips work cannot pass for one that did it
+    /// before. Positions that no command touched since the last time still hold it, and are left out.
     ///
     /// # Errors
     /// If a copy fails.
     pub fn poison_session(&mut self, session: u32) -> Result<(), HostError> {
         let idle = self.idle();
+        let m = &mut idle.memory;
+        let (residents, touched) = (&m.residents, m.touched[session as usize]);
+        let base = u64::from(session) * residents.cache_bytes / u64::from(idle.options.sessions);
+        let run_bytes = u64::from(residents.kv_capacity) * residents.cache_row_bytes;
+        let runs = residents.caches.iter().flat_map(|&cache| {
+            (0..u64::from(residents.cache_runs)).map(move |run| cache + base + run * run_bytes)
+        });
+        let bytes = u64::from(touched) * residents.cache_row_bytes;
+        upload_fills(&idle.copy, &mut m.bounce, runs, bytes, 0xff)?;
+        m.touched[session as usize] = 0;
+        Ok(())
+    }
+
+    /// Fills the first rows of logits with what is not a number: those that a command is to write and the host to read.
+    ///
+    /// # Errors
+    /// If a copy fails.
+    pub fn poison_logits(&mut self, rows: u32) -> Result<(), HostError> {
+        let idle = self.idle();
         let (residents, bounce) = (&idle.memory.residents, &mut idle.memory.bounce);
-        let bytes = residents.cache_bytes / u64::from(idle.options.sessions);
-        for &cache in &residents.caches {
-            let start = cache + u64::from(session) * bytes;
-            upload_fill(&idle.copy, bounce, start, bytes, 0xff)?;
-        }
-        let logits = u64::from(residents.logits_rows) * u64::from(idle.vocab) * 4;
-        upload_fill(&idle.copy, bounce, residents.logits, logits, 0xff)
+        let bytes = u64::from(rows.min(residents.logits_rows)) * u64::from(idle.vocab) * 4;
+        upload_fill(&idle.copy, bounce, residents.logits, bytes, 0xff)
     }
 
     /// Whether a handle still names the program that it was given for.
@@ -542,9 +539,9 @@ impl Resident {
                 "the device stopped earlier: stop the machine and launch it again".into(),
             ));
         }
-        let ring = &mut self.idle().memory.ring;
-        ring.publish(submission)?;
-        let answer = ring.wait_completion(limit);
+        let Idle { memory, compute, .. } = self.idle();
+        memory.ring.publish(submission)?;
+        let answer = memory.ring.wait_completion(limit, || compute.is_done());
         match answer {
             Ok(completion) if completion.trap == abi::Trap::None as u32 => Ok(completion),
             Ok(completion) if completion.trap == abi::Trap::BadCommand as u32 => {

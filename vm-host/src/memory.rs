@@ -4,6 +4,7 @@
 use std::marker::PhantomData;
 
 use cudarc::driver::sys;
+use rayon::prelude::*;
 
 use crate::driver::{Stream, check};
 use crate::error::HostError;
@@ -56,6 +57,8 @@ pub(crate) struct HostBuffer {
 
 // SAFETY: the memory belongs to this value alone; the pointer is not tied to a thread.
 unsafe impl Send for HostBuffer {}
+// SAFETY: through a shared reference the host only reads; what the device writes is waited for before it is read.
+unsafe impl Sync for HostBuffer {}
 
 impl HostBuffer {
     /// Allocates zeroed memory. Never called while a kernel is resident.
@@ -133,6 +136,9 @@ pub(crate) fn upload(
     Ok(())
 }
 
+/// Bytes of one copy of a fill.
+const FILL_BYTES: usize = 4 << 20;
+
 /// Fills device memory by copies of a filled bounce buffer: a memset may be a kernel, which a resident kernel leaves no room for.
 pub(crate) fn upload_fill(
     stream: &Stream,
@@ -141,14 +147,27 @@ pub(crate) fn upload_fill(
     bytes: u64,
     value: u8,
 ) -> Result<(), HostError> {
-    let len = (bounce.bytes as u64).min(bytes) as usize;
+    upload_fills(stream, bounce, std::iter::once(target), bytes, value)
+}
+
+/// Fills several ranges of so many bytes each, and waits once.
+pub(crate) fn upload_fills(
+    stream: &Stream,
+    bounce: &mut HostBuffer,
+    targets: impl Iterator<Item = u64>,
+    bytes: u64,
+    value: u8,
+) -> Result<(), HostError> {
+    let len = (bounce.bytes.min(FILL_BYTES) as u64).min(bytes) as usize;
     // SAFETY: the bounce buffer is ours and holds `len` bytes; no copy from it is under way.
     unsafe { std::ptr::write_bytes(bounce.pointer(), value, len) };
-    let mut done = 0;
-    while done < bytes {
-        let piece = (bytes - done).min(len as u64);
-        stream.copy_in(target + done, bounce.pointer(), piece as usize)?;
-        done += piece;
+    for target in targets {
+        let mut done = 0;
+        while done < bytes {
+            let piece = (bytes - done).min(len as u64);
+            stream.copy_in(target + done, bounce.pointer(), piece as usize)?;
+            done += piece;
+        }
     }
     stream.synchronize()
 }
@@ -166,4 +185,30 @@ pub(crate) fn download(
         bounce.read(0, piece);
     }
     Ok(())
+}
+
+/// Copies rows of numbers out: as many at a time as the bounce buffer holds, at least one, and from there with all cores.
+pub(crate) fn download_rows(
+    stream: &Stream,
+    bounce: &HostBuffer,
+    source: u64,
+    rows: usize,
+    len: usize,
+) -> Result<Vec<Vec<f32>>, HostError> {
+    let row_bytes = len * size_of::<f32>();
+    let at_once = bounce.bytes / row_bytes;
+    let mut out = Vec::with_capacity(rows);
+    while out.len() < rows {
+        let count = at_once.min(rows - out.len());
+        let start = source + (out.len() * row_bytes) as u64;
+        stream.copy_out(bounce.pointer(), start, count * row_bytes)?;
+        stream.synchronize()?;
+        let row = |index: usize| {
+            let mut values = vec![0.0; len];
+            bounce.read(index * row_bytes, bytemuck::cast_slice_mut(&mut values));
+            values
+        };
+        out.par_extend((0..count).into_par_iter().map(row));
+    }
+    Ok(out)
 }

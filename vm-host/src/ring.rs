@@ -22,6 +22,17 @@ pub(crate) const STATUS: usize = (INDICES + size_of::<RingIndices>()).next_multi
 /// Bytes of all of it.
 pub(crate) const BYTES: usize = (STATUS + size_of::<Status>()).next_multiple_of(4096);
 
+/// How often a wait asks the driver for the kernel: a fraction of a step's time, and far cheaper than one.
+const ASK_EVERY: Duration = Duration::from_millis(1);
+
+/// A driver error while the kernel is resident: an exception of the kernel, which every later call reports too.
+fn died(error: HostError) -> HostError {
+    match error {
+        HostError::Driver { message, .. } => HostError::Died { message },
+        other => other,
+    }
+}
+
 /// The host's end of a ring that lives in memory shared with the device.
 pub(crate) struct RingHost {
     base: *mut u8,
@@ -86,14 +97,20 @@ impl RingHost {
         Some(bytemuck::cast(copy))
     }
 
-    /// Waits for the next completion, at most until `limit`.
+    /// Waits for the next completion, at most until `limit`. Now and then `gone` is asked whether the kernel is: one that died posts
+    /// nothing any more.
     ///
     /// # Errors
-    /// What the status block says if the device stopped, else a time-out.
-    pub(crate) fn wait_completion(&mut self, limit: Duration) -> Result<Completion, HostError> {
+    /// What the status block says if the device stopped, what the driver says if the kernel died, else a time-out.
+    pub(crate) fn wait_completion(
+        &mut self,
+        limit: Duration,
+        mut gone: impl FnMut() -> Result<bool, HostError>,
+    ) -> Result<Completion, HostError> {
         let start = Instant::now();
         let heartbeat = self.heartbeat();
         let mut spins = 0_u32;
+        let mut ask_at = ASK_EVERY;
         loop {
             if let Some(completion) = self.poll_completion() {
                 return Ok(completion);
@@ -110,8 +127,23 @@ impl RingHost {
                         alive: self.heartbeat() != heartbeat,
                     });
                 }
+                if waited > ask_at {
+                    if gone().map_err(died)? {
+                        return self.last_words();
+                    }
+                    ask_at = waited + ASK_EVERY;
+                }
             }
             std::hint::spin_loop();
+        }
+    }
+
+    /// What a kernel that is gone left: it may have answered after it was last looked at.
+    fn last_words(&mut self) -> Result<Completion, HostError> {
+        match (self.poll_completion(), self.status()) {
+            (Some(completion), _) => Ok(completion),
+            (None, Some(status)) => Err(HostError::Trapped(Box::new(status))),
+            (None, None) => Err(HostError::Left),
         }
     }
 
@@ -169,6 +201,10 @@ mod tests {
         ring.word(entry + 60).store(index + 1, Ordering::Release);
     }
 
+    fn running() -> Result<bool, HostError> {
+        Ok(false)
+    }
+
     #[test]
     fn completions_arrive_in_order_over_several_laps() {
         let (_block, mut ring) = ring();
@@ -177,7 +213,7 @@ mod tests {
             assert!(ring.poll_completion().is_none());
             answer(&ring, i, i * 7);
             assert_eq!(
-                ring.wait_completion(Duration::from_secs(1)).map(|c| c.token).ok(),
+                ring.wait_completion(Duration::from_secs(1), running).map(|c| c.token).ok(),
                 Some(i * 7)
             );
         }
@@ -198,15 +234,47 @@ mod tests {
     #[test]
     fn silence_is_a_time_out_and_a_trap_is_named() {
         let (_block, mut ring) = ring();
-        let silent = ring.wait_completion(Duration::from_millis(5));
+        let silent = ring.wait_completion(Duration::from_millis(5), running);
         assert!(matches!(silent, Err(HostError::TimedOut { alive: false, .. })));
         ring.word(STATUS).store(abi::Trap::CounterDeadline as u32, Ordering::Relaxed);
         ring.word(STATUS + core::mem::offset_of!(Status, valid)).store(1, Ordering::Release);
-        let trapped = ring.wait_completion(Duration::from_secs(1));
+        let trapped = ring.wait_completion(Duration::from_secs(1), running);
         assert!(
             matches!(trapped, Err(HostError::Trapped(status)) if status.trap == abi::Trap::CounterDeadline as u32)
         );
         ring.reset();
         assert!(ring.status().is_none());
+    }
+
+    #[test]
+    fn a_dead_kernel_is_reported_at_once() {
+        let (_block, mut ring) = ring();
+        let limit = Duration::from_secs(60);
+        let message = "an illegal memory access was encountered".to_owned();
+        let dead = || Err(HostError::Driver { call: "cuStreamQuery", message: message.clone() });
+        let start = Instant::now();
+        let error = ring.wait_completion(limit, dead).unwrap_err();
+        assert!(start.elapsed() < limit / 10);
+        assert!(matches!(&error, HostError::Died { message: said } if *said == message));
+        assert!(error.to_string().contains("run it again"), "{error}");
+        assert!(matches!(ring.wait_completion(limit, || Ok(true)), Err(HostError::Left)));
+    }
+
+    #[test]
+    fn what_a_kernel_said_before_it_left_counts() {
+        let (_block, mut ring) = ring();
+        assert!(ring.publish(&Submission::default()).is_ok());
+        // It answers between the last look and the question.
+        let twin = RingHost { base: ring.base, tail: 0, seen: 0 };
+        let answered = ring.wait_completion(Duration::from_secs(60), || {
+            answer(&twin, 0, 7);
+            Ok(true)
+        });
+        assert_eq!(answered.map(|c| c.token).ok(), Some(7));
+        let trapped = ring.wait_completion(Duration::from_secs(60), || {
+            twin.word(STATUS + core::mem::offset_of!(Status, valid)).store(1, Ordering::Release);
+            Ok(true)
+        });
+        assert!(matches!(trapped, Err(HostError::Trapped(_))));
     }
 }

@@ -10,6 +10,7 @@ use crate::math::{TASK_MACS, argmax, root_mean_square, silu};
 use crate::memory::Span;
 use crate::packed::Packed;
 use crate::trap::Fault;
+use crate::wave::Operand;
 
 /// The rows that a task multiplies: packed rows `row0..row1`, those of its tiles that count.
 struct Rows {
@@ -96,13 +97,8 @@ pub(super) fn fire(context: Context<'_>, p: &MatvecParams) -> Result<Effects, Fa
     Ok(Effects { writes, cursor: Some(cursor), ..Effects::default() })
 }
 
-/// `W[row] . prologue(x)` of every row.
-fn products(
-    context: Context<'_>,
-    p: &MatvecParams,
-    matrix: &Packed<'_>,
-    rows: &Rows,
-) -> Result<Vec<f32>, Fault> {
+/// The vector of a task: `prologue(x)`, with the scale of the norm kept apart.
+fn operand(context: Context<'_>, p: &MatvecParams, matrix: &Packed<'_>) -> Result<Operand, Fault> {
     let (x, scale) = match prologue(p)? {
         Prologue::Copy => (context.read(0, 0, p.k_len)?, None),
         Prologue::Rms => {
@@ -113,20 +109,35 @@ fn products(
         }
         Prologue::Merge => (partials(p)?.merge(context)?, None),
     };
-    let known = context.products.map(|products| matrix.known(products, &x));
-    let product = |row| {
-        let product = match &known {
-            Some(known) => matrix.dot_row_known(row, &x, known),
-            None => matrix.dot_row(row, &x),
-        };
+    let known = context.products.map(|(products, _)| matrix.known(products, &x));
+    Ok(Operand { x, scale, known })
+}
+
+/// `W[row] . prologue(x)` of every row.
+fn products(
+    context: Context<'_>,
+    p: &MatvecParams,
+    matrix: &Packed<'_>,
+    rows: &Rows,
+) -> Result<Vec<f32>, Fault> {
+    let scaled = |product: f32, scale: Option<f64>| {
         scale.map_or(product, |scale| (f64::from(product) * scale) as f32)
     };
-    if known.is_some() {
-        // Most are looked up, which is too little work to spread.
-        return Ok((rows.row0..rows.row1).map(product).collect());
-    }
-    let rows_per_task = (TASK_MACS / x.len().max(1)).max(1);
-    Ok((rows.row0..rows.row1).into_par_iter().with_min_len(rows_per_task).map(product).collect())
+    let Some((_, wave)) = context.products else {
+        let Operand { x, scale, .. } = operand(context, p, matrix)?;
+        let product = |row| scaled(matrix.dot_row(row, &x), scale);
+        let rows_per_task = (TASK_MACS / x.len().max(1)).max(1);
+        let rows = (rows.row0..rows.row1).into_par_iter().with_min_len(rows_per_task);
+        return Ok(rows.map(product).collect());
+    };
+    let shared = wave.operand(context.task, p, || operand(context, p, matrix));
+    let Operand { x, scale, known } = shared.as_ref().as_ref().map_err(|fault| *fault)?;
+    let product = |row| match known {
+        Some(known) => matrix.dot_row_known(row, x, known),
+        None => matrix.dot_row(row, x),
+    };
+    // Most are looked up, which is too little work to spread.
+    Ok((rows.row0..rows.row1).map(|row| scaled(product(row), *scale)).collect())
 }
 
 /// Applies the epilogue and says what to store where.

@@ -1,0 +1,52 @@
+//! What tasks of one wave have in common.
+//!
+//! The tasks of a wave read memory before any of them writes, so two that name the same operands with
+//! the same parameters multiply with the same vector. It is read, normed and looked up once. Everything
+//! that goes into it is its key; nothing outlives the wave.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use abi::{MatvecParams, Opcode};
+use ir::program::{Access, Task};
+
+use crate::packed::Known;
+use crate::trap::Fault;
+
+/// What a matvec multiplies its rows with.
+pub(crate) struct Operand {
+    pub(crate) x: Vec<f32>,
+    /// Factor of each product.
+    pub(crate) scale: Option<f64>,
+    /// Products that were computed before, if the machine may use them.
+    pub(crate) known: Option<Known>,
+}
+
+type Shared = Arc<Result<Operand, Fault>>;
+
+/// All parameters but those that say which rows a task takes, and all reads.
+type Key = ([u32; 16], [Option<(u32, u16)>; abi::READS_MAX]);
+
+/// The operands of a wave.
+#[derive(Default)]
+pub(crate) struct Wave {
+    operands: Mutex<BTreeMap<Key, Arc<OnceLock<Shared>>>>,
+}
+
+impl Wave {
+    /// The operand of a task, made by `make` for the first of those that share it.
+    pub(crate) fn operand(
+        &self,
+        task: &Task,
+        p: &MatvecParams,
+        make: impl FnOnce() -> Result<Operand, Fault>,
+    ) -> Shared {
+        let rows = MatvecParams { tile0: 0, tiles: 0, candidate: 0, ..*p };
+        let read = |access: Option<Access>| access.map(|a| (a.slot.0, a.generation));
+        let key = (Task::new(Opcode::Matvec, 0, rows).params, task.reads.map(read));
+        let mut operands = self.operands.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = operands.entry(key).or_default().clone();
+        drop(operands);
+        place.get_or_init(|| Arc::new(make())).clone()
+    }
+}

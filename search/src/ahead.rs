@@ -1,0 +1,270 @@
+//! Work that is done before it is asked for, on threads beside the search.
+//!
+//! While a device runs and times one candidate, the next ones can be lowered, verified and run on the reference machine: what comes of
+//! that follows from the schedule alone. Which schedules come next is a guess, namely that the trial under way is reverted. A guess
+//! decides nothing: the search asks for the candidates that it proposes itself, and finds some of them done. So the trials are the
+//! same with any number of threads, and with none.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::Scope;
+
+use ir::schedule::ScheduleConfig;
+use reference_vm::compare::{Agreement, Reference};
+
+use crate::cpu::{Candidate, Cpu};
+use crate::gate::{Clock, Dropped};
+use crate::history::Guess;
+
+/// Lowered candidates that are kept: those of some trials to come, of some megabytes each.
+const LOWERED_MAX: usize = 16;
+
+/// A schedule as it lowers, or why it does not.
+pub(crate) type Lowered = Result<Candidate, Dropped>;
+
+/// What the reference machine found, and how many seconds that took it by the clock of whoever asked.
+#[derive(Clone)]
+pub(crate) struct Judged {
+    pub(crate) found: Result<Agreement<Reference>, Dropped>,
+    pub(crate) seconds: f64,
+}
+
+/// A result that is there, or that a thread is at work on.
+enum Entry<T> {
+    Running,
+    Done(T),
+}
+
+/// Results by id.
+type Memo<T> = BTreeMap<String, Entry<T>>;
+
+#[derive(Default)]
+struct State {
+    /// By the id of the schedule.
+    lowered: Memo<Lowered>,
+    /// Ids of schedules in `lowered`, oldest first.
+    order: VecDeque<String>,
+    /// What schedules lowered to, by their ids.
+    keys: BTreeMap<String, (String, String)>,
+    /// By the id of the program.
+    judged: Memo<Judged>,
+    /// What the next trials are guessed from, and how many guesses there were before.
+    guess: Option<Guess>,
+    serial: u64,
+    /// Guessed candidates that the reference machine has not run, in the order in which they will be asked for.
+    waiting: VecDeque<Candidate>,
+    over: bool,
+}
+
+/// What is known of candidates, and the threads that find out more.
+pub(crate) struct Ahead<'a> {
+    pub(crate) cpu: Cpu<'a>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// Which of the two memos.
+type Of<T> = fn(&mut State) -> &mut Memo<T>;
+
+/// Something for a thread to do.
+enum Job {
+    Judge(Box<Candidate>),
+    Follow(Guess, u64),
+}
+
+impl<'a> Ahead<'a> {
+    pub(crate) fn new(cpu: Cpu<'a>) -> Self {
+        Self { cpu, state: Mutex::new(State::default()), changed: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'s>(&self, state: MutexGuard<'s, State>) -> MutexGuard<'s, State> {
+        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The result of an id: known, waited for, or computed here.
+    fn get<T: Clone>(&self, of: Of<T>, id: &str, compute: impl FnOnce() -> T) -> T {
+        let mut state = self.lock();
+        loop {
+            match of(&mut state).get(id) {
+                Some(Entry::Done(value)) => return value.clone(),
+                Some(Entry::Running) => state = self.wait(state),
+                None => break,
+            }
+        }
+        of(&mut state).insert(id.to_owned(), Entry::Running);
+        drop(state);
+        let running = Running { ahead: self, of, id };
+        let value = compute();
+        of(&mut self.lock()).insert(id.to_owned(), Entry::Done(value.clone()));
+        drop(running);
+        value
+    }
+
+    /// Validates, lowers and verifies.
+    pub(crate) fn lower(&self, config: &ScheduleConfig) -> Lowered {
+        let valid = self.cpu.validate(config)?;
+        let id = config.id();
+        let lowered = self.get(|s| &mut s.lowered, &id, || self.cpu.lower(valid));
+        let mut state = self.lock();
+        if let Ok(candidate) = &lowered {
+            state.keys.insert(id.clone(), candidate.key());
+        }
+        if !state.order.contains(&id) {
+            state.order.push_back(id);
+        }
+        if state.order.len() > LOWERED_MAX
+            && let Some(oldest) = state.order.pop_front()
+        {
+            state.lowered.remove(&oldest);
+        }
+        lowered
+    }
+
+    /// The lowered schedule, or the trial of those `tried` that it would repeat. What is known to repeat one is not lowered again.
+    pub(crate) fn lower_new(
+        &self,
+        config: &ScheduleConfig,
+        tried: &BTreeMap<(String, String), u64>,
+    ) -> Result<Result<Candidate, u64>, Dropped> {
+        let known = self.lock().keys.get(&config.id()).and_then(|key| tried.get(key)).copied();
+        if let Some(twin) = known {
+            return Ok(Err(twin));
+        }
+        let candidate = self.lower(config)?;
+        Ok(match tried.get(&candidate.key()) {
+            Some(&twin) => Err(twin),
+            None => Ok(candidate),
+        })
+    }
+
+    /// Whether the reference machine has run a program already.
+    pub(crate) fn is_judged(&self, program_id: &str) -> bool {
+        matches!(self.lock().judged.get(program_id), Some(Entry::Done(_)))
+    }
+
+    /// Seconds that the reference machine took for a program that it has run.
+    pub(crate) fn seconds(&self, program_id: &str) -> f64 {
+        match self.lock().judged.get(program_id) {
+            Some(Entry::Done(judged)) => judged.seconds,
+            Some(Entry::Running) | None => 0.0,
+        }
+    }
+
+    /// Runs a candidate on the reference machine. Equal programs are run once.
+    pub(crate) fn judge(&self, candidate: &Candidate, clock: Clock) -> Judged {
+        self.get(
+            |s| &mut s.judged,
+            &candidate.program_id,
+            || {
+                let began = clock();
+                let found = self.cpu.judge(candidate);
+                Judged { found, seconds: (clock() - began).as_secs_f64() }
+            },
+        )
+    }
+
+    /// Replaces what the next trials are guessed from.
+    pub(crate) fn guess(&self, guess: Guess) {
+        let mut state = self.lock();
+        state.guess = Some(guess);
+        state.serial += 1;
+        state.waiting.clear();
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Works until the search is over. What is asked for first goes first.
+    fn work(&self, clock: Clock) {
+        while let Some(job) = self.next_job() {
+            match job {
+                Job::Judge(candidate) => drop(self.judge(&candidate, clock)),
+                Job::Follow(mut guess, serial) => {
+                    let candidate = guess.next(self);
+                    let mut state = self.lock();
+                    if let Some(candidate) = candidate
+                        && state.serial == serial
+                    {
+                        state.waiting.push_back(candidate);
+                        state.guess = Some(guess);
+                    }
+                    drop(state);
+                    self.changed.notify_all();
+                }
+            }
+        }
+    }
+
+    fn next_job(&self) -> Option<Job> {
+        let mut state = self.lock();
+        loop {
+            if state.over {
+                return None;
+            }
+            if let Some(candidate) = state.waiting.pop_front() {
+                return Some(Job::Judge(Box::new(candidate)));
+            }
+            let serial = state.serial;
+            if let Some(guess) = state.guess.take() {
+                return Some(Job::Follow(guess, serial));
+            }
+            state = self.wait(state);
+        }
+    }
+}
+
+/// Takes the mark of a computation away that ended in a panic, so that nobody waits for it; else it only wakes those who wait.
+struct Running<'r, 'a, T> {
+    ahead: &'r Ahead<'a>,
+    of: Of<T>,
+    id: &'r str,
+}
+
+impl<T> Drop for Running<'_, '_, T> {
+    fn drop(&mut self) {
+        let mut state = self.ahead.lock();
+        let memo = (self.of)(&mut state);
+        if matches!(memo.get(self.id), Some(Entry::Running)) {
+            memo.remove(self.id);
+        }
+        drop(state);
+        self.ahead.changed.notify_all();
+    }
+}
+
+/// The threads of a search; they end with it.
+pub(crate) struct Helpers<'a>(Arc<Ahead<'a>>);
+
+impl<'a> Helpers<'a> {
+    /// Starts `helpers` threads, each with `threads` more for the reference machine. Where the system has none to give, nothing is done ahead.
+    pub(crate) fn start<'scope>(
+        ahead: &Arc<Ahead<'a>>,
+        scope: &'scope Scope<'scope, '_>,
+        helpers: usize,
+        threads: usize,
+        clock: Clock,
+    ) -> Self
+    where
+        'a: 'scope,
+    {
+        for _ in 0..helpers {
+            let ahead = ahead.clone();
+            // A pool of its own: a thread that waits for its part of one program must not take up another one.
+            let Ok(pool) = rayon::ThreadPoolBuilder::new().num_threads(threads).build() else {
+                continue;
+            };
+            scope.spawn(move || pool.install(|| ahead.work(clock)));
+        }
+        Self(ahead.clone())
+    }
+}
+
+impl Drop for Helpers<'_> {
+    fn drop(&mut self) {
+        self.0.lock().over = true;
+        self.0.changed.notify_all();
+    }
+}

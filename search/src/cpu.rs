@@ -1,0 +1,174 @@
+//! What judging a candidate takes before a device is asked: rules, lowering and the reference machine. All of it follows from the
+//! schedule and the model alone, and every thread of a search may do it.
+
+use std::sync::Arc;
+
+use ir::program::{Program, Verified};
+use ir::schedule::{KernelConfig, ScheduleConfig};
+use ir::{Graph, Target, Valid, Weights};
+use reference_vm::compare::{Agreement, Reference, Tolerance, What, compare};
+use reference_vm::machine::{Machine, Outputs, Run};
+use reference_vm::{Order, Products, argmax};
+
+use crate::expected::{Expected, affordable, draw_tokens};
+use crate::gate::Dropped;
+
+/// Weight bytes that the reference machine may read for the champion of a search, which is run on longer and fresh tokens.
+const THOROUGH_BYTES: u64 = 24 << 30;
+
+/// Bytes of products that the reference machine keeps from one candidate to the next.
+const PRODUCTS_BYTES: usize = 512 << 20;
+
+/// Names the kernel build of a kernel config.
+pub type KernelId<'a> = &'a (dyn Fn(&KernelConfig) -> String + Sync);
+
+/// A schedule that was validated, lowered and verified.
+#[derive(Clone, Debug)]
+pub struct Candidate {
+    /// The schedule.
+    pub config: Valid<ScheduleConfig>,
+    /// What it lowers to.
+    pub program: Arc<Verified<Program>>,
+    /// Hash of the schedule.
+    pub schedule_id: String,
+    /// Hash of the program.
+    pub program_id: String,
+    /// Hash of the kernel build.
+    pub kernel_id: String,
+}
+
+impl Candidate {
+    /// What makes two schedules one evaluation: the ids of program and kernel.
+    pub(crate) fn key(&self) -> (String, String) {
+        (self.program_id.clone(), self.kernel_id.clone())
+    }
+}
+
+/// A model, a target and inputs.
+pub(crate) struct Cpu<'a> {
+    pub(crate) graph: &'a Graph,
+    weights: &'a dyn Weights,
+    pub(crate) target: &'a Target,
+    options: lower::Options,
+    kernel_id: KernelId<'a>,
+    pub(crate) expected: Expected,
+    /// What no schedule changes: stored rows times vectors.
+    products: Products<'a>,
+}
+
+impl<'a> Cpu<'a> {
+    pub(crate) fn new(
+        graph: &'a Graph,
+        weights: &'a dyn Weights,
+        target: &'a Target,
+        options: lower::Options,
+        kernel_id: KernelId<'a>,
+        expected: Expected,
+    ) -> Self {
+        let products = Products::new(weights, PRODUCTS_BYTES);
+        Self { graph, weights, target, options, kernel_id, expected, products }
+    }
+
+    /// Whether the schedule is legal here.
+    pub(crate) fn validate(
+        &self,
+        config: &ScheduleConfig,
+    ) -> Result<Valid<ScheduleConfig>, Dropped> {
+        ir::schedule::validate(*config, self.graph, self.target).map_err(Dropped::Rejected)
+    }
+
+    /// Lowers and verifies.
+    pub(crate) fn lower(&self, config: Valid<ScheduleConfig>) -> Result<Candidate, Dropped> {
+        let program = lower::lower(&config, self.graph, self.target, self.options)
+            .map_err(Dropped::Unloadable)?;
+        Ok(Candidate {
+            schedule_id: config.id(),
+            program_id: program.id(),
+            kernel_id: (self.kernel_id)(&config.kernel),
+            program: Arc::new(program),
+            config,
+        })
+    }
+
+    /// Runs the program on the gate's inputs.
+    pub(crate) fn judge(&self, candidate: &Candidate) -> Result<Agreement<Reference>, Dropped> {
+        self.interpret(candidate, &self.expected)
+    }
+
+    /// Runs the program on fresh tokens, over more than one block of keys if the model's size allows; returns the positions.
+    pub(crate) fn thorough(&self, candidate: &Candidate, seed: u64) -> Result<usize, Dropped> {
+        let most = candidate.config.tiling.attention.kv_block as usize + 2;
+        let positions = affordable(self.graph, self.options.kv_capacity, THOROUGH_BYTES, most);
+        let tokens = draw_tokens(seed, self.graph.vocab, positions);
+        let expected = Expected::of_tokens(self.graph, self.weights, tokens, positions)
+            .map_err(Dropped::Unevaluated)?;
+        let _ = self.interpret(candidate, &expected)?;
+        Ok(positions)
+    }
+
+    fn interpret(
+        &self,
+        candidate: &Candidate,
+        inputs: &Expected,
+    ) -> Result<Agreement<Reference>, Dropped> {
+        let positions = inputs.reference_positions;
+        let mut machine = Machine::sharing(&candidate.program, self.graph, &self.products)
+            .map_err(Dropped::Unrunnable)?;
+        let run =
+            machine.run(&inputs.tokens[..positions], Order::Waves).map_err(Dropped::Unrunnable)?;
+        let outputs = match run {
+            Run::Finished(outputs) => outputs,
+            halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+                return Err(Dropped::Halted(halted));
+            }
+        };
+        check_tokens(&outputs)?;
+        let expected = &inputs.logits[..positions];
+        let mut agreement = compare(expected, &outputs.logits, Tolerance::REFERENCE)
+            .map_err(|at| Dropped::Disagreed { by: "reference", at })?;
+        for layer in 0..self.graph.layers.len() {
+            agreement = self.compare_cache(agreement, &machine, inputs, layer)?;
+        }
+        Ok(agreement)
+    }
+
+    /// Compares a layer's key/value cache after the last position.
+    fn compare_cache(
+        &self,
+        agreement: Agreement<Reference>,
+        machine: &Machine<'_>,
+        inputs: &Expected,
+        layer: usize,
+    ) -> Result<Agreement<Reference>, Dropped> {
+        let width = self.graph.kv_width() as usize;
+        let at = layer as u32;
+        let disagreed = |at| Dropped::Disagreed { by: "reference", at };
+        let (keys, values) = &inputs.cache[layer];
+        agreement
+            .and_values(
+                What::Keys { layer: at },
+                keys.chunks_exact(width),
+                machine.keys(layer).chunks_exact(width),
+                Tolerance::REFERENCE,
+            )
+            .map_err(disagreed)?
+            .and_values(
+                What::Values { layer: at },
+                values.chunks_exact(width),
+                machine.values(layer).chunks_exact(width),
+                Tolerance::REFERENCE,
+            )
+            .map_err(disagreed)
+    }
+}
+
+/// The tokens that the program chose must be those of its own logits.
+fn check_tokens(outputs: &Outputs) -> Result<(), Dropped> {
+    for (position, (&got, logits)) in outputs.tokens.iter().zip(&outputs.logits).enumerate() {
+        let want = argmax(logits);
+        if got != want {
+            return Err(Dropped::Sampled { position, got, want });
+        }
+    }
+    Ok(())
+}

@@ -70,7 +70,7 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
     say_start(&header, &dir, past.len());
 
     let gate = gate(&context, header.seed, device.is_some(), &kernel_id)?;
-    let settings = settings(&context, &header, device.is_some());
+    let settings = settings(&context, &header);
     let device = device.as_mut().map(|gpu| gpu as &mut dyn search::Device);
     let mut search = Search::new(gate, device, settings).with_clock(spent::clock);
     let began_s = past.iter().map(ended).fold(0.0, f64::max);
@@ -136,9 +136,7 @@ fn open_files(
     }
 }
 
-fn settings(context: &Context, header: &Header, measured: bool) -> Settings {
-    // The cost model does not know cache hints; trials of that knob would be wasted.
-    let matters = |knob: &&Knob| measured || **knob != Knob::KernelEvict;
+fn settings(context: &Context, header: &Header) -> Settings {
     let values = |knob: &Knob| -> (Knob, Vec<KnobValue>) {
         (*knob, ir::schedule::legal_values(*knob, context.graph(), &context.target))
     };
@@ -148,7 +146,7 @@ fn settings(context: &Context, header: &Header, measured: bool) -> Settings {
         explore: header.explore,
         min_gain: header.min_gain,
         default: context.default_config(),
-        space: Knob::ALL.iter().filter(matters).map(values).collect(),
+        space: Knob::ALL.iter().map(values).collect(),
         timing: Timing::default(),
     }
 }

@@ -17,7 +17,7 @@ use crate::gate::{Clock, Dropped};
 use crate::history::Guess;
 
 /// Lowered candidates that are kept: those of some trials to come, of some megabytes each.
-const LOWERED_MAX: usize = 16;
+const LOWERED_MAX: usize = 32;
 
 /// A schedule as it lowers, or why it does not.
 pub(crate) type Lowered = Result<Candidate, Dropped>;
@@ -48,10 +48,10 @@ struct State {
     keys: BTreeMap<String, (String, String)>,
     /// By the id of the program.
     judged: Memo<Judged>,
-    /// What the next trials are guessed from, and how many guesses there were before.
-    guess: Option<Guess>,
+    /// What the next trials are guessed from, the most urgent first. Those of an earlier trial have another serial number.
+    guesses: VecDeque<Guess>,
     serial: u64,
-    /// Guessed candidates that the reference machine has not run, in the order in which they will be asked for.
+    /// Guessed candidates that the reference machine has not run, in the order in which they may be asked for.
     waiting: VecDeque<Candidate>,
     over: bool,
 }
@@ -69,7 +69,7 @@ type Of<T> = fn(&mut State) -> &mut Memo<T>;
 /// Something for a thread to do.
 enum Job {
     Judge(Box<Candidate>),
-    Follow(Guess, u64),
+    Follow(Box<Guess>, u64),
 }
 
 impl<'a> Ahead<'a> {
@@ -167,35 +167,46 @@ impl<'a> Ahead<'a> {
         )
     }
 
-    /// Replaces what the next trials are guessed from.
+    /// Says what the next trials are guessed from: anew, or before what was said of this trial already.
     pub(crate) fn guess(&self, guess: Guess) {
         let mut state = self.lock();
-        state.guess = Some(guess);
-        state.serial += 1;
-        state.waiting.clear();
+        if !guess.is_urgent() {
+            state.serial += 1;
+            state.guesses.clear();
+            state.waiting.clear();
+        }
+        state.guesses.push_front(guess);
         drop(state);
         self.changed.notify_all();
     }
 
-    /// Works until the search is over. What is asked for first goes first.
+    /// Works until the search is over. What may be asked for first goes first.
     fn work(&self, clock: Clock) {
         while let Some(job) = self.next_job() {
             match job {
                 Job::Judge(candidate) => drop(self.judge(&candidate, clock)),
-                Job::Follow(mut guess, serial) => {
-                    let candidate = guess.next(self);
-                    let mut state = self.lock();
-                    if let Some(candidate) = candidate
-                        && state.serial == serial
-                    {
-                        state.waiting.push_back(candidate);
-                        state.guess = Some(guess);
-                    }
-                    drop(state);
-                    self.changed.notify_all();
-                }
+                Job::Follow(guess, serial) => self.follow(*guess, serial),
             }
         }
+    }
+
+    /// Guesses one candidate more, unless the guess is of an earlier trial by then.
+    fn follow(&self, mut guess: Guess, serial: u64) {
+        let candidate = guess.next(self);
+        let mut state = self.lock();
+        if let Some(candidate) = candidate
+            && state.serial == serial
+        {
+            if guess.is_urgent() {
+                state.waiting.push_front(candidate);
+                state.guesses.push_front(guess);
+            } else {
+                state.waiting.push_back(candidate);
+                state.guesses.push_back(guess);
+            }
+        }
+        drop(state);
+        self.changed.notify_all();
     }
 
     fn next_job(&self) -> Option<Job> {
@@ -204,12 +215,13 @@ impl<'a> Ahead<'a> {
             if state.over {
                 return None;
             }
-            if let Some(candidate) = state.waiting.pop_front() {
+            let urgent = state.guesses.front().is_some_and(Guess::is_urgent);
+            if !urgent && let Some(candidate) = state.waiting.pop_front() {
                 return Some(Job::Judge(Box::new(candidate)));
             }
             let serial = state.serial;
-            if let Some(guess) = state.guess.take() {
-                return Some(Job::Follow(guess, serial));
+            if let Some(guess) = state.guesses.pop_front() {
+                return Some(Job::Follow(Box::new(guess), serial));
             }
             state = self.wait(state);
         }

@@ -7,7 +7,7 @@ use crate::cpu::Candidate;
 use crate::decide::Decision;
 use crate::device::{Contender, Device, DeviceError, Samples, Side};
 use crate::effort::{Bar, Look};
-use crate::gate::{Clock, Dropped, Gate, OnFirst};
+use crate::gate::{Clock, Dropped, Gate, OnDeviceOnce};
 use crate::measure::{Interval, Latency, Predicted};
 use crate::verdict::{LatencyKind, Verdict};
 
@@ -24,16 +24,16 @@ pub struct Assessed {
     pub on_device: Option<Agreement<OnDevice>>,
 }
 
-/// A candidate that agrees on the reference machine and, at the positions of the first stage, on the device. It may be timed, and all
-/// that its time can do is to give it up: nothing but an [`Assessed`] is ever kept.
+/// A candidate that agrees on the reference machine and, once, on the device, at the positions of the first stage or at all. It may be
+/// timed, and all that its time can do is to give it up: nothing but an [`Assessed`] is ever kept.
 #[derive(Debug)]
 pub struct Screened {
     /// The candidate.
     pub candidate: Candidate,
     /// It agrees on the reference machine.
     pub reference: Agreement<Reference>,
-    /// It agrees on the device as far as the first stage goes.
-    pub first: OnFirst,
+    /// It agrees on the device as far as it was run.
+    pub once: OnDeviceOnce,
 }
 
 /// A verdict that knows what the schedule alone says.
@@ -133,12 +133,28 @@ pub fn screen(
 ) -> Result<Screened, Dropped> {
     let (reference, first) = gate.first(device, &candidate, clock)?;
     passed_reference(gate, &candidate, reference, verdict);
-    let first = first?;
-    set_errors(verdict, first.agreement.summary());
-    Ok(Screened { candidate, reference, first })
+    let once = first?;
+    set_errors(verdict, once.agreement.summary());
+    Ok(Screened { candidate, reference, once })
 }
 
-/// Runs what the first stage left out, and then everything once more.
+/// Runs what the first stage left out.
+///
+/// # Errors
+/// Why the candidate is out.
+pub fn extend(
+    gate: &Gate<'_>,
+    device: &mut dyn Device,
+    screened: Screened,
+    verdict: &mut Verdict,
+) -> Result<Screened, Dropped> {
+    let Screened { candidate, reference, once } = screened;
+    let once = gate.rest(device, &candidate, reference, once)?;
+    set_errors(verdict, once.agreement.summary());
+    Ok(Screened { candidate, reference, once })
+}
+
+/// Runs what was left out so far, and then everything once more.
 ///
 /// # Errors
 /// Why the candidate is out.
@@ -148,8 +164,8 @@ pub fn complete(
     screened: Screened,
     verdict: &mut Verdict,
 ) -> Result<Assessed, Dropped> {
-    let Screened { candidate, reference, first } = screened;
-    let (agreement, repeatable) = gate.rest(device, &candidate, reference, first)?;
+    let Screened { candidate, reference, once } = extend(gate, device, screened, verdict)?;
+    let (agreement, repeatable) = gate.again(device, &candidate, reference, &once)?;
     set_errors(verdict, agreement.summary());
     let positions = gate.expected().tokens.len();
     let detail = format!("logits agree with the graph's at {positions} positions, twice");
@@ -179,15 +195,17 @@ fn passed_reference(
     }
 }
 
-/// Writes down that the first stage was enough to give the candidate up.
-pub fn given_up(gate: &Gate<'_>, verdict: &mut Verdict) {
-    let (ran, all) = (gate.first_stage(), gate.expected().tokens.len());
-    let detail = format!("logits agree with the graph's at {ran} positions; {all} were not needed");
-    verdict.passed("device", detail);
+/// Writes down that what was run was enough to give the candidate up.
+pub fn given_up(gate: &Gate<'_>, screened: &Screened, verdict: &mut Verdict) {
+    let (ran, all) = (screened.once.positions(), gate.expected().tokens.len());
+    let (rest, when) = if ran == all {
+        ("a second run was not needed".to_owned(), "first run")
+    } else {
+        (format!("{all} were not needed"), "first stage")
+    };
+    verdict.passed("device", format!("logits agree with the graph's at {ran} positions; {rest}"));
     verdict.correct = true;
-    verdict
-        .notes
-        .push(format!("given up after the first stage: timed once, before position {ran}"));
+    verdict.notes.push(format!("given up after the {when}: timed once, before position {ran}"));
 }
 
 fn set_errors(verdict: &mut Verdict, summary: Summary) {
@@ -290,7 +308,7 @@ pub fn race(
     Ok(samples)
 }
 
-/// Times a screened candidate against the incumbent, one round at the end of the first stage.
+/// Times a screened candidate against the incumbent, one round at the end of what was run.
 ///
 /// # Errors
 /// As [`race`].
@@ -303,10 +321,11 @@ pub fn glance(
     seed: u64,
 ) -> Result<Option<(Samples, Look)>, Dropped> {
     let Some(first) = &incumbent.on_device else { return Ok(None) };
-    let proofs = [(&incumbent.candidate, first), (&screened.candidate, &screened.first.agreement)];
+    let proofs = [(&incumbent.candidate, first), (&screened.candidate, &screened.once.agreement)];
     let contenders = contenders(device, proofs)?;
-    let samples = gate.time_first(device, contenders).map_err(Dropped::Failed)?;
-    gate.timed(screened.reference, gate.first_stage(), &samples)?;
+    let positions = screened.once.positions();
+    let samples = gate.time_once(device, contenders, positions).map_err(Dropped::Failed)?;
+    gate.timed(screened.reference, positions, &samples)?;
     let look = bar.look(&samples, seed);
     Ok((look.decision == Some(Decision::Reverted)).then_some((samples, look)))
 }

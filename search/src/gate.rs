@@ -213,7 +213,7 @@ impl<'a> Gate<'a> {
         device: &mut dyn Device,
         candidate: &Candidate,
         clock: Clock,
-    ) -> Result<(Agreement<Reference>, Result<OnFirst, Dropped>), Dropped> {
+    ) -> Result<(Agreement<Reference>, Result<OnDeviceOnce, Dropped>), Dropped> {
         let ahead = &*self.ahead;
         let tokens = &ahead.cpu.expected.tokens[..self.first_stage()];
         let mut answered = clock();
@@ -234,13 +234,12 @@ impl<'a> Gate<'a> {
         let first = rows.and_then(|rows| {
             let expected = &self.expected().logits[..rows.len()];
             let agreement = disagreed(reference.and_device(expected, &rows, Tolerance::DEVICE))?;
-            Ok(OnFirst { rows, agreement })
+            Ok(OnDeviceOnce { rows, agreement })
         });
         Ok((reference, first))
     }
 
-    /// Runs the positions after the first stage, then all of them again on a fresh sequence. Every position must agree both times; the
-    /// last value says whether both gave the same bits.
+    /// Runs the positions that were not run yet; every one so far must agree. Nothing is run if there is none.
     ///
     /// # Errors
     /// If it traps, hangs or disagrees.
@@ -249,22 +248,43 @@ impl<'a> Gate<'a> {
         device: &mut dyn Device,
         candidate: &Candidate,
         reference: Agreement<Reference>,
-        first: OnFirst,
-    ) -> Result<(Agreement<OnDevice>, bool), Dropped> {
+        once: OnDeviceOnce,
+    ) -> Result<OnDeviceOnce, Dropped> {
+        let expected = self.expected();
+        let OnDeviceOnce { mut rows, .. } = once;
+        let ran = rows.len();
+        if ran == expected.tokens.len() {
+            return Ok(OnDeviceOnce { rows, ..once });
+        }
         let handle = device
             .prepare(&candidate.program, &candidate.config.kernel)
             .map_err(Dropped::Failed)?;
+        rows.extend(device.run(handle, &expected.tokens, ran).map_err(Dropped::Failed)?);
+        let agreement =
+            disagreed(reference.and_device(&expected.logits, &rows, Tolerance::DEVICE))?;
+        Ok(OnDeviceOnce { rows, agreement })
+    }
+
+    /// Runs all positions again, on a fresh sequence. Every one must agree again; the last value says whether both runs gave the same
+    /// bits.
+    ///
+    /// # Errors
+    /// If it traps, hangs or disagrees.
+    pub fn again(
+        &self,
+        device: &mut dyn Device,
+        candidate: &Candidate,
+        reference: Agreement<Reference>,
+        once: &OnDeviceOnce,
+    ) -> Result<(Agreement<OnDevice>, bool), Dropped> {
         let expected = self.expected();
-        let mut rows = first.rows;
-        let ran = rows.len();
-        if ran < expected.tokens.len() {
-            rows.extend(device.run(handle, &expected.tokens, ran).map_err(Dropped::Failed)?);
-        }
-        let _ = disagreed(reference.and_device(&expected.logits, &rows, Tolerance::DEVICE))?;
+        let handle = device
+            .prepare(&candidate.program, &candidate.config.kernel)
+            .map_err(Dropped::Failed)?;
         let again = device.run(handle, &expected.tokens, 0).map_err(Dropped::Failed)?;
         let agreement =
             disagreed(reference.and_device(&expected.logits, &again, Tolerance::DEVICE))?;
-        Ok((agreement, same_bits(&rows, &again)))
+        Ok((agreement, same_bits(&once.rows, &again)))
     }
 
     /// Checks the outputs of timed runs: a program that is only right when nobody times it is wrong.
@@ -318,16 +338,20 @@ impl<'a> Gate<'a> {
         device.time(contenders, &plan)
     }
 
-    /// Times one round at the last positions of the first stage.
+    /// Times one round at the end of the positions that were run: of the first stage's, or where races are timed.
     ///
     /// # Errors
     /// If the device gives no result.
-    pub fn time_first(
+    pub fn time_once(
         &self,
         device: &mut dyn Device,
         contenders: [Contender<'_>; 2],
+        positions: usize,
     ) -> Result<Samples, DeviceError> {
-        let tokens = &self.expected().tokens[..self.first_stage()];
+        if positions == self.expected().tokens.len() {
+            return self.time(device, contenders, 1, 0);
+        }
+        let tokens = &self.expected().tokens[..positions];
         let first = tokens.len().saturating_sub(TIMED_TOKENS).max(tokens.len() / 2);
         let plan = Plan { tokens, first, rounds: 1, warmup: 0 };
         device.time(contenders, &plan)
@@ -347,12 +371,20 @@ fn same_bits(one: &[Vec<f32>], other: &[Vec<f32>]) -> bool {
     one.len() == other.len() && one.par_iter().zip(other).all(same)
 }
 
-/// What the first stage on the device gave.
+/// What a device gave at the positions that it ran once, from the first on.
 #[derive(Debug)]
-pub struct OnFirst {
+pub struct OnDeviceOnce {
     rows: Vec<Vec<f32>>,
-    /// It agrees at the positions of the first stage.
+    /// It agrees at all of them.
     pub agreement: Agreement<OnDevice>,
+}
+
+impl OnDeviceOnce {
+    /// How many.
+    #[must_use]
+    pub fn positions(&self) -> usize {
+        self.rows.len()
+    }
 }
 
 fn disagreed(

@@ -21,11 +21,14 @@ const DRAWS_MAX: usize = 20_000;
 /// Legal draws that are lowered for one trial before the space counts as exhausted.
 const LOWERED_MAX: u32 = 256;
 
-/// Trials that are guessed.
-const GUESSED: u64 = 4;
+/// Trials that are guessed: far enough that what the reference machine takes long for is begun early.
+const GUESSED: u64 = 16;
 
-/// Gain that a trial under way is guessed to have. The proposer treats all losses alike.
-const GUESSED_GAIN: f64 = -0.01;
+/// Trials that are guessed for the case that the one under way is kept.
+const GUESSED_KEPT: u64 = 2;
+
+/// Gain that a trial under way is guessed to have if it is reverted, and if it is kept. The proposer treats all losses alike.
+const GUESSED_GAIN: [f64; 2] = [-0.01, 0.02];
 
 /// What the finished trials say to the next one.
 #[derive(Clone)]
@@ -92,12 +95,16 @@ impl History {
         None
     }
 
-    /// As if this trial had been reverted, or had become the baseline that it was to be.
-    fn assume(&mut self, index: u64, candidate: &Candidate) {
+    /// As if this trial had been reverted or kept, or had become the baseline that it was to be.
+    fn assume(&mut self, index: u64, candidate: &Candidate, kept: bool) {
         let config = *candidate.config;
         if index > 0 {
             let changes = changes(&self.parent, &config);
-            self.past.push(Past { config, changes, gain: Some(GUESSED_GAIN), kept: false });
+            let gain = Some(GUESSED_GAIN[usize::from(kept)]);
+            self.past.push(Past { config, changes, gain, kept });
+        }
+        if kept {
+            self.parent = config;
         }
         self.drawn.insert(config.id());
         self.tried.entry(candidate.key()).or_insert(index);
@@ -111,22 +118,49 @@ pub(crate) struct Guess {
     /// The next trial.
     index: u64,
     left: u64,
+    urgent: bool,
 }
 
 impl Guess {
-    /// A guess at what comes after a trial that begins.
-    pub(crate) fn after(
+    /// A guess at what comes after a trial that begins: it is reverted.
+    pub(crate) fn reverted(
+        settings: Arc<Settings>,
+        history: History,
+        index: u64,
+        candidate: &Candidate,
+    ) -> Self {
+        Self::after(settings, history, index, candidate, false)
+    }
+
+    /// A guess at what comes after a trial that was not given up: it is kept.
+    pub(crate) fn kept(
+        settings: Arc<Settings>,
+        history: History,
+        index: u64,
+        candidate: &Candidate,
+    ) -> Self {
+        Self::after(settings, history, index, candidate, true)
+    }
+
+    fn after(
         settings: Arc<Settings>,
         mut history: History,
         index: u64,
         candidate: &Candidate,
+        kept: bool,
     ) -> Self {
-        history.assume(index, candidate);
+        history.assume(index, candidate, kept);
+        let most = if kept { GUESSED_KEPT } else { GUESSED };
         let left = match settings.budget {
-            Budget::Trials(all) => all.saturating_sub(index + 1).min(GUESSED),
-            Budget::Time(_) => GUESSED,
+            Budget::Trials(all) => all.saturating_sub(index + 1).min(most),
+            Budget::Time(_) => most,
         };
-        Self { settings, history, index: index + 1, left }
+        Self { settings, history, index: index + 1, left, urgent: kept }
+    }
+
+    /// Whether it goes before what was guessed earlier.
+    pub(crate) fn is_urgent(&self) -> bool {
+        self.urgent
     }
 
     /// The candidate of the next trial, lowered.
@@ -137,7 +171,7 @@ impl Guess {
         let mut skipped = Skipped::default();
         let proposal = self.history.next(&self.settings, self.index, &mut skipped, lower)?;
         let candidate = proposal.lowered?;
-        self.history.assume(self.index, &candidate);
+        self.history.assume(self.index, &candidate, false);
         self.index += 1;
         Some(candidate)
     }

@@ -40,7 +40,7 @@ pub use device::{
 };
 pub use effort::{Bar, Look, spread};
 pub use expected::{Expected, POSITIONS_MAX, draw_tokens};
-pub use gate::{Clock, Dropped, Gate, OnFirst};
+pub use gate::{Clock, Dropped, Gate, OnDeviceOnce};
 pub use measure::{BelowFloor, Interval, Latency, Predicted, gain, median, noise_floor};
 pub use propose::{Change, Origin, Past, Proposer, changes};
 pub use run::{Search, SearchError, Settings, Step, StoppedBy};

@@ -307,7 +307,7 @@ impl<'a> Search<'a> {
         self.spent.lower_s += lower_s;
         let candidate = proposal.as_ref().and_then(|proposal| proposal.lowered.as_ref());
         if let (Some(_), Some(candidate)) = (&self.helpers, candidate) {
-            ahead.guess(Guess::after(self.settings.clone(), history, index, candidate));
+            ahead.guess(Guess::reverted(self.settings.clone(), history, index, candidate));
         }
         proposal
     }
@@ -385,6 +385,15 @@ impl<'a> Search<'a> {
         Ok((judgement, Some(assessed)))
     }
 
+    /// Lets helpers begin with what comes next if a candidate is kept that was not given up.
+    fn guess_kept(&self, candidate: &Candidate) {
+        if let (Some(_), Some(_)) = (&self.helpers, &self.incumbent) {
+            let index = self.trials.len() as u64;
+            let guess = Guess::kept(self.settings.clone(), self.history(), index, candidate);
+            self.gate.ahead.guess(guess);
+        }
+    }
+
     /// Seconds that the reference machine took for this trial's program, ahead or now; none if an earlier trial had the same one.
     fn reference_s(&self, program_id: &str) -> f64 {
         let before = self.tried.keys().any(|(program, _)| program == program_id);
@@ -405,13 +414,14 @@ impl<'a> Search<'a> {
         self.spent.reference_s = self.reference_s(&program_id);
         self.spent.waiting_s = self.gate.waited_s - waited_s;
         self.spent.gates_s += (clock() - began).as_secs_f64();
-        let screened = screened?;
+        let screened = self.extend_if_needed(screened?, verdict)?;
         let began = clock();
         let given_up = self.give_up(&screened, verdict);
         self.spent.timing_s += (clock() - began).as_secs_f64();
         if let Some(judgement) = given_up? {
             return Ok((judgement, None));
         }
+        self.guess_kept(&screened.candidate);
         let began = clock();
         let device = device_of(&mut self.device)?;
         let assessed = assess::complete(&self.gate, device, screened, verdict);
@@ -423,8 +433,25 @@ impl<'a> Search<'a> {
         Ok((judgement?, Some(assessed)))
     }
 
-    /// Times a candidate once at the end of the first stage and gives it up if it is clearly not better than the incumbent. Only where
-    /// both attend in the same way: how attention is split shows at later positions only.
+    /// How attention is split shows at later positions only: where it differs from the incumbent's, all positions are run before
+    /// anything is timed.
+    fn extend_if_needed(
+        &mut self,
+        screened: Screened,
+        verdict: &mut Verdict,
+    ) -> Result<Screened, Dropped> {
+        let Some((_, Some(incumbent))) = &self.incumbent else { return Ok(screened) };
+        if attend_alike(&incumbent.candidate, &screened.candidate) {
+            return Ok(screened);
+        }
+        let began = (self.clock)();
+        let device = device_of(&mut self.device)?;
+        let screened = assess::extend(&self.gate, device, screened, verdict);
+        self.spent.gates_s += ((self.clock)() - began).as_secs_f64();
+        screened
+    }
+
+    /// Times a candidate once at the end of what was run and gives it up if it is clearly not better than the incumbent.
     fn give_up(
         &mut self,
         screened: &Screened,
@@ -432,19 +459,16 @@ impl<'a> Search<'a> {
     ) -> Result<Option<Judgement>, Dropped> {
         let (bar, seed) = (self.bar(), self.seed_of_trial());
         let Some((_, Some(incumbent))) = &self.incumbent else { return Ok(None) };
-        if !attend_alike(&incumbent.candidate, &screened.candidate) {
-            return Ok(None);
-        }
         let device = device_of(&mut self.device)?;
         let Some((samples, look)) =
             assess::glance(&self.gate, device, incumbent, screened, &bar, seed)?
         else {
             return Ok(None);
         };
-        assess::given_up(&self.gate, verdict);
-        let at = self.gate.first_stage() as u32;
+        assess::given_up(&self.gate, screened, verdict);
+        let at = screened.once.positions() as u32;
         let floors = assess::floors(&self.gate, device, &screened.candidate, at);
-        let agreement = &screened.first.agreement;
+        let agreement = &screened.once.agreement;
         assess::set_measured(verdict, agreement, &samples, floors, seed)?;
         Ok(Some(compared(verdict, look, samples, bar.threshold)))
     }

@@ -403,6 +403,37 @@ fn what_is_clearly_slower_costs_one_short_stage_and_one_round() {
 }
 
 #[test]
+fn another_attention_is_run_at_every_position_before_it_is_given_up() {
+    let bench = Bench::with_capacity(LONG);
+    let values = |knob| (knob, ir::schedule::legal_values(knob, &bench.model.graph, &bench.target));
+    let knobs = [Knob::FusionGroupingMerge, Knob::SyncAttention, Knob::SyncMerge];
+    let space: Vec<_> = knobs.into_iter().map(values).collect();
+    let mut device = bench.device(1, first_slower(120.0));
+    let settings = Settings { space, ..bench.settings(3) };
+    let trials = bench.search(&mut device, settings);
+    assert_eq!(outcomes(&trials), [Outcome::Baseline, Outcome::Reverted, Outcome::Reverted]);
+    for trial in &trials[1..] {
+        assert_eq!(trial.samples_us.len(), 1);
+        let device = trial.verdict.gates.iter().find(|gate| gate.gate == "device").unwrap();
+        assert!(device.detail.contains("at 48 positions; a second run"), "{}", device.detail);
+    }
+    assert_eq!(device.positions, 4 * LONG as usize, "the baseline twice, the others once");
+    // What is wrong at the last position only is never timed.
+    let wrong = |_: &Program, _: &KernelConfig| Behaviour {
+        wrong_from: Some(LONG as usize - 1),
+        ..Behaviour::takes(120.0)
+    };
+    let first = Cell::new(true);
+    let mut device = bench.device(1, |program, kernel| {
+        if first.replace(false) { Behaviour::takes(100.0) } else { wrong(program, kernel) }
+    });
+    let space: Vec<_> = knobs.into_iter().map(values).collect();
+    let trials = bench.search(&mut device, Settings { space, ..bench.settings(3) });
+    assert!(trials[1..].iter().all(|trial| trial.outcome == Outcome::Disagreed));
+    assert_eq!(device.rounds, 12, "only the baseline was timed");
+}
+
+#[test]
 fn nothing_is_kept_that_did_not_agree_everywhere_twice() {
     let bench = Bench::with_capacity(LONG);
     for wrong_from in [FIRST_STAGE, LONG as usize - 1] {

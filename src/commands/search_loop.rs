@@ -9,8 +9,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use ir::Knob;
 use ir::schedule::Value as KnobValue;
 use search::{
-    Budget, Confirmation, Decision, Outcome as End, Row, Search, SearchError, Settings, Step,
-    StoppedBy, Timing, Trial,
+    Budget, Confirmation, Decision, Device, Outcome as End, Row, Search, SearchError, Settings,
+    Step, StoppedBy, Timing, Trial,
 };
 use serde_json::{Value, json};
 
@@ -50,6 +50,7 @@ const CHANGES_SHOWN: usize = 3;
 static STOP: AtomicBool = AtomicBool::new(false);
 
 pub(crate) fn run(args: &LoopArgs) -> Outcome {
+    let _ = spent::clock(); // from here on
     let dir = header::folder(args)?;
     let ledger_path = dir.join("ledger.jsonl");
     let (opened, header, past) = if args.resume {
@@ -62,31 +63,52 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
     let context = Context::load(&header.model, &header.place(args))?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let mut device = context.open()?;
-    let header =
-        header.with_kind(&context, device.as_ref().map(|gpu| gpu as &dyn search::Device))?;
+    let header = header.with_kind(&context, device.as_ref().map(|gpu| gpu as &dyn Device))?;
     let results_path = args.results.clone().unwrap_or_else(|| dir.join("results.tsv"));
     let (ledger, results) = open_files(opened, &ledger_path, &results_path, &header, &past)?;
     catch_interrupts();
     say_start(&header, &dir, past.len());
+    if let Some(device) = &mut device
+        && past.is_empty()
+    {
+        // Compiled while the graph is evaluated.
+        device.foresee(&[context.default_config().kernel]);
+    }
 
     let gate = gate(&context, header.seed, device.is_some(), &kernel_id)?;
     let settings = settings(&context, &header);
-    let device = device.as_mut().map(|gpu| gpu as &mut dyn search::Device);
-    let mut search = Search::new(gate, device, settings).with_clock(spent::clock);
-    let began_s = past.iter().map(ended).fold(0.0, f64::max);
-    let confirmed = absorb(&mut search, past)?;
-    let mut session = Session {
-        ledger,
-        results,
-        bar: bar(&header),
-        budget: header.budget,
-        clock: Instant::now(),
-        before: Duration::try_from_secs_f64(began_s).unwrap_or_default(),
-        dir,
-    };
-    let stopped_by = session.search(&mut search)?;
-    let confirmation = session.confirm(&mut search, stopped_by, confirmed)?;
-    session.finish(&search, stopped_by, confirmation.as_ref())
+    let (helpers, threads) = helpers(device.is_some());
+    std::thread::scope(|scope| {
+        let device = device.as_mut().map(|gpu| gpu as &mut dyn Device);
+        let search = Search::new(gate, device, settings).with_clock(spent::clock);
+        let mut search = search.with_helpers(scope, helpers, threads);
+        let began_s = past.iter().map(ended).fold(0.0, f64::max);
+        let confirmed = absorb(&mut search, past)?;
+        let mut session = Session {
+            ledger,
+            results,
+            bar: bar(&header),
+            budget: header.budget,
+            clock: Instant::now(),
+            before: Duration::try_from_secs_f64(began_s).unwrap_or_default(),
+            dir,
+        };
+        let stopped_by = session.search(&mut search)?;
+        let confirmation = session.confirm(&mut search, stopped_by, confirmed)?;
+        session.finish(&search, stopped_by, confirmation.as_ref())
+    })
+}
+
+/// Helpers of a search, and threads of each. Several programs at once use cores better than one program on all of them. Two cores are
+/// left: for the thread that drives a device, and for the system. Without a device, few cores have nothing to spare.
+fn helpers(measured: bool) -> (usize, usize) {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    if cores < 4 && !measured {
+        return (0, 0);
+    }
+    let spare = cores.saturating_sub(2);
+    let helpers = (spare / 3).clamp(1, 4);
+    (helpers, (spare / helpers).max(1))
 }
 
 /// The rows of a ledger.
@@ -319,7 +341,8 @@ impl Session {
         }
         say_end(&kept, best, confirmation, &best_path);
         let spent = spent::Sum::of(trials);
-        report::say(&spent.line());
+        let wall = spent::clock();
+        report::say(&spent.line(wall));
         if stopped_by == StoppedBy::Interrupted {
             report::say(&format!("interrupted; continue with: {}", self.resume_command()));
         }
@@ -342,7 +365,7 @@ impl Session {
                 "why": trial.why,
             })).collect::<Vec<_>>(),
             "confirmation": confirmation,
-            "spent": spent.to_json(),
+            "spent": spent.to_json(wall),
             "resume": self.resume_command(),
         }))?;
         Ok(match (stopped_by, best, confirmation.map(|c| c.decision)) {

@@ -185,8 +185,8 @@ __device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, ui
     uint32_t const at = k % count, rows = count - at < BLOCK_KEYS ? count - at : BLOCK_KEYS;
     uint64_t const from = start + at * ROW_BYTES;
     BlockStages const b = block_stages(rows, l.stage_bytes);
-    bool const on = b.values != 0 ? loader_issue(sh, l, from, rows * ROW_BYTES, from + more.x, b.values, waits)
-                                  : loader_rows(sh, l, b.rows, from, rows, waits) && loader_rows(sh, l, b.rows, from + more.x, rows, waits);
+    bool const on = b.values != 0 ? loader_issue(sh, l, from, b.values, from + more.x, b.values, waits)
+                                  : loader_rows(sh, l, b.rows, from, b.copied, waits) && loader_rows(sh, l, b.rows, from + more.x, b.copied, waits);
     if (!on) {
       return false;
     }

@@ -94,3 +94,95 @@ fn a_stop_token_ends_a_command_and_bad_requests_are_refused() {
     assert!(machine.ping().expect("it answers") < 1e5);
     machine.stop().expect("it stops");
 }
+
+#[test]
+fn a_poisoned_session_holds_nothing() {
+    let Some((_model, program, variant, idle)) = toy() else { return };
+    let mut machine = idle.launch(variant, &program).unwrap_or_else(|e| panic!("{}", e.1));
+    machine.poison_session(0).expect("the whole session");
+    for tokens in [&[1, 2, 3][..], &[4; 20]] {
+        machine.decode(0, 0, tokens, 1, &[], true).expect("it decodes");
+        assert!(caches(&mut machine).iter().any(|&byte| byte != 0xff), "a command writes");
+        machine.poison_session(0).expect("what was touched");
+        assert!(
+            caches(&mut machine).iter().all(|&byte| byte == 0xff),
+            "{} positions",
+            tokens.len()
+        );
+    }
+    machine.poison_logits(2).expect("two rows");
+    let rows = machine.logits(3).expect("three rows");
+    assert!(rows[..2].iter().flatten().all(|value| value.is_nan()));
+    assert!(rows[2].iter().all(|value| value.is_finite()), "the third row is left alone");
+    machine.stop().expect("it stops");
+}
+
+/// The bytes that the kernel uses of the only session's caches.
+fn caches(machine: &mut Resident) -> Vec<u8> {
+    let idle = machine.idle();
+    let residents = &idle.memory.residents;
+    let used = u64::from(residents.cache_runs * residents.kv_capacity) * residents.cache_row_bytes;
+    let mut all = Vec::new();
+    for &cache in &residents.caches {
+        let mut bytes = vec![0; used as usize];
+        download(&idle.copy, &idle.memory.bounce, cache, &mut bytes).expect("a cache");
+        all.extend(bytes);
+    }
+    all
+}
+
+/// Set in the process that is to lose its device.
+const DIES: &str = "AMK_TEST_DIES";
+
+/// An exception takes the process's context with it, so it is met in a process of its own.
+#[test]
+fn a_kernel_that_dies_is_reported_before_any_limit() {
+    if std::env::var_os(DIES).is_some() {
+        return die();
+    }
+    let Some(booted) = toy() else { return };
+    drop(booted);
+    let name = "machine::tests::a_kernel_that_dies_is_reported_before_any_limit";
+    let output = std::process::Command::new(std::env::current_exe().expect("this test"))
+        .args(["--exact", name, "--nocapture"])
+        .env(DIES, "1")
+        .output()
+        .expect("it starts again");
+    let said = String::from_utf8_lossy(&output.stderr);
+    eprintln!("{said}");
+    assert!(output.status.success(), "{said}");
+}
+
+/// Sends the workers after tasks at an address that nobody has.
+fn die() {
+    let Some((_model, program, variant, idle)) = toy() else { return };
+    let mut machine = idle.launch(variant, &program).unwrap_or_else(|e| panic!("{}", e.1));
+    let place = machine.current.place;
+    let idle = machine.idle();
+    let base = idle.memory.programs[place].address;
+    let mut bytes = [0; size_of::<ProgramHeader>()];
+    download(&idle.copy, &idle.memory.bounce, base, &mut bytes).expect("the header");
+    let mut header: ProgramHeader = bytemuck::pod_read_unaligned(&bytes);
+    header.tasks = 128;
+    let header = bytemuck::bytes_of(&header);
+    upload(&idle.copy, &mut idle.memory.bounce, base, header).expect("the header");
+    let load =
+        Submission { command: Command::LoadProgram as u32, program: base, ..Submission::default() };
+    let limit = Duration::from_secs(60);
+    let start = Instant::now();
+    let died = machine.command(&load, limit).and_then(|_| {
+        let decode = Submission {
+            command: Command::Decode as u32,
+            steps: 1,
+            forced: 1,
+            ..Submission::default()
+        };
+        machine.command(&decode, limit)
+    });
+    let waited = start.elapsed();
+    let error = died.expect_err("there are no tasks");
+    eprintln!("after {waited:?}: {error}");
+    assert!(matches!(error, HostError::Died { .. }), "{error}");
+    assert!(waited < limit / 10, "{waited:?}");
+    assert!(machine.stop().is_err(), "the context is gone");
+}

@@ -1,4 +1,4 @@
-//! Where the time of a search went: the sum over its trials, resumed ones included.
+//! Where the time of a search went: the sum over its candidates, resumed ones included.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -12,23 +12,29 @@ pub(super) fn clock() -> Duration {
     START.get_or_init(Instant::now).elapsed()
 }
 
-/// The sum over trials.
+/// The sum over candidates: the trials after the baseline, which pays for boot, launch and the first kernel.
 pub(super) struct Sum {
-    trials: usize,
+    candidates: usize,
     spent: Spent,
+    baseline: Spent,
 }
 
 impl Sum {
     pub(super) fn of(trials: &[Trial]) -> Self {
-        let mut spent = Spent::default();
+        let mut sum = Self { candidates: 0, spent: Spent::default(), baseline: Spent::default() };
         for trial in trials {
-            spent += trial.spent;
+            if trial.trial == 0 {
+                sum.baseline = trial.spent;
+            } else {
+                sum.candidates += 1;
+                sum.spent += trial.spent;
+            }
         }
-        Self { trials: trials.len(), spent }
+        sum
     }
 
     fn per_second(&self) -> f64 {
-        if self.spent.total_s > 0.0 { self.trials as f64 / self.spent.total_s } else { 0.0 }
+        if self.spent.total_s > 0.0 { self.candidates as f64 / self.spent.total_s } else { 0.0 }
     }
 
     /// A part's share of all the time.
@@ -49,43 +55,50 @@ impl Sum {
         ]
     }
 
-    /// One line for people.
-    pub(super) fn line(&self) -> String {
+    /// One line for people. `wall` is the time since the command began.
+    pub(super) fn line(&self, wall: Duration) -> String {
         let shares = self.parts().map(|(part, s)| format!("{part} {:.0} %", 100.0 * self.share(s)));
-        let Spent { total_s, reference_s, device, .. } = &self.spent;
+        let Spent { total_s, waiting_s, reference_s, device, .. } = &self.spent;
         let mut line = format!(
-            "{} trials in {total_s:.1} s, {:.2} a second: {}; reference machine {reference_s:.1} s of the gates",
-            self.trials,
+            "{} candidates in {total_s:.1} s, {:.2} a second: {}; reference machine {reference_s:.1} s, waited for {waiting_s:.1} s; baseline {:.1} s, the whole command {:.1} s",
+            self.candidates,
             self.per_second(),
-            shares.join(", ")
+            shares.join(", "),
+            self.baseline.total_s,
+            wall.as_secs_f64()
         );
         if device.loads > 0 {
             line += &format!(
-                "; {} builds {:.1} s, {} launches {:.1} s, {} uploads {:.1} s",
+                "; {} builds {:.1} s, {} launches {:.1} s, {} uploads {:.1} s, steps of the gates {:.1} s, their logits {:.1} s",
                 device.compiles,
                 device.compile_s,
                 device.launches,
                 device.launch_s,
                 device.loads,
-                device.load_s
+                device.load_s,
+                device.run_s,
+                device.read_s
             );
         }
         line
     }
 
-    pub(super) fn to_json(&self) -> Value {
+    pub(super) fn to_json(&self, wall: Duration) -> Value {
         let parts = self.parts();
         let seconds: serde_json::Map<String, Value> =
             parts.iter().map(|(part, s)| ((*part).to_owned(), json!(s))).collect();
         let shares: serde_json::Map<String, Value> =
             parts.iter().map(|(part, s)| ((*part).to_owned(), json!(self.share(*s)))).collect();
         json!({
-            "trials": self.trials,
-            "total_s": self.spent.total_s,
-            "trials_per_s": self.per_second(),
+            "candidates": self.candidates,
+            "candidates_s": self.spent.total_s,
+            "candidates_per_s": self.per_second(),
+            "baseline_s": self.baseline.total_s,
+            "wall_s": wall.as_secs_f64(),
             "seconds": seconds,
             "shares": shares,
             "reference_s": self.spent.reference_s,
+            "waiting_s": self.spent.waiting_s,
             "device": self.spent.device,
         })
     }
@@ -106,20 +119,24 @@ mod tests {
             timing_s: 2.5,
             ..Spent::default()
         };
-        let sum = Sum { trials: 50, spent };
-        let document = sum.to_json();
-        assert_eq!(document["trials_per_s"], 5.0);
+        let sum = Sum { candidates: 50, spent, baseline: Spent { total_s: 3.0, ..spent } };
+        let wall = Duration::from_secs(20);
+        let document = sum.to_json(wall);
+        assert_eq!(document["candidates_per_s"], 5.0);
+        assert_eq!(document["baseline_s"], 3.0);
         assert_eq!(document["seconds"]["other"], 1.5);
         let shares = document["shares"].as_object().unwrap();
         let all: f64 = shares.values().filter_map(Value::as_f64).sum();
         assert!((all - 1.0).abs() < 1e-9);
-        assert!(sum.line().starts_with("50 trials in 10.0 s, 5.00 a second: propose 10 %"));
+        let line = sum.line(wall);
+        assert!(line.starts_with("50 candidates in 10.0 s, 5.00 a second: propose 10 %"), "{line}");
+        assert!(line.ends_with("baseline 3.0 s, the whole command 20.0 s"), "{line}");
     }
 
     #[test]
     fn nothing_divides_by_nothing() {
         let sum = Sum::of(&[]);
-        assert_eq!(sum.to_json()["trials_per_s"], 0.0);
-        assert!(sum.line().contains("0.00 a second"));
+        assert_eq!(sum.to_json(Duration::ZERO)["candidates_per_s"], 0.0);
+        assert!(sum.line(Duration::ZERO).contains("0.00 a second"));
     }
 }

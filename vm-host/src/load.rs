@@ -253,7 +253,10 @@ fn load(
                 ..abi::Load::default()
             })
         }
-        _ => None,
+        abi::Opcode::Nop
+        | abi::Opcode::Embed
+        | abi::Opcode::AttentionMerge
+        | abi::Opcode::Sample => None,
     }
 }
 

@@ -110,7 +110,10 @@ mod tests {
         for tile in 1..1000 {
             for stage in [8, 16, 32, 64] {
                 let s = Staging::new(tile, stage).expect("within limits");
-                assert!(s.stage_units <= stage && s.period.is_multiple_of(tile), "{tile} in {stage}: {s:?}");
+                assert!(
+                    s.stage_units <= stage && s.period.is_multiple_of(tile),
+                    "{tile} in {stage}: {s:?}"
+                );
                 if s.warp_units > 0 {
                     assert_eq!(s.period % s.stage_units, 0, "{tile} in {stage}: {s:?}");
                     assert!(s.warp_units * s.stage_tiles <= SHARE, "{tile} in {stage}: {s:?}");

@@ -73,11 +73,32 @@ pub(crate) enum Command {
         amk bench --model DIR --peers all --gguf model.gguf\n  amk bench --model smollm2-135m --device cpu"
     )]
     Bench(BenchArgs),
+    /// Checks bundles: files with a schedule and the proof of what it reached. Written by `bench --bundle`; no GPU is needed.
+    #[command(
+        after_help = "Examples:\n  amk bundle corpus/schedules/h200/*/*.bundle.json\n  amk bundle mine.json --reference\n\n\
+        Refuses an edited file (exit code 4), a schedule that is illegal or lowers to another program now, and figures that do not\n\
+        follow from the samples. Small models are run on the reference machine too."
+    )]
+    Bundle(BundleArgs),
     /// Times schedules on the GPU and says where the time of a step goes, by op: waiting, input, products, output.
     #[command(
         after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json"
     )]
     Trace(TraceArgs),
+    /// Measures random legal schedules on the GPU, a row each: what the cost model is fitted to.
+    #[command(
+        after_help = "Examples:\n  amk sample --model llama-3.2-1b --count 200 --out llama.jsonl\n  amk sample --model qwen3-0.6b --count 60 --seed 3 --out qwen.jsonl\n\n\
+        Half of the schedules are drawn over all knobs, half a few edits away from a known one. Each passes the gates of a search before\n\
+        it is timed. Every row is written before the next schedule runs; Ctrl-C ends the survey with exit code 130."
+    )]
+    Sample(SampleArgs),
+    /// Compares the cost model's predictions with measured rows, and fits its rates to them.
+    #[command(
+        after_help = "Examples:\n  amk calibrate corpus/measurements/*.jsonl\n  amk calibrate corpus/measurements/*.jsonl --fit lower/src/cost/rates.json\n\n\
+        Exit code 1: some model is ranked worse than 0.8, or a prediction is below the floor. A fit holds out every fourth row and\n\
+        prints both; the build includes the rates, so build again after it."
+    )]
+    Calibrate(CalibrateArgs),
     /// Lowers a schedule to a program; prints its ids, or saves it.
     #[command(
         after_help = "Examples:\n  amk lower --model toy --json\n  amk lower --model toy -o toy.amk      (text)\n  \
@@ -268,6 +289,23 @@ pub(crate) struct BenchArgs {
     /// The model as a GGUF file, for llama.cpp.
     #[arg(long, value_name = "FILE")]
     pub(crate) gguf: Option<PathBuf>,
+    /// Write what was measured, with the schedule and the proofs, as one file that `amk bundle` checks. Needs the GPU.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) bundle: Option<PathBuf>,
+}
+
+/// Arguments of `bundle`.
+#[derive(Debug, Args)]
+pub(crate) struct BundleArgs {
+    /// Bundles, as `bench --bundle` writes them.
+    #[arg(required = true, value_name = "FILE")]
+    pub(crate) files: Vec<PathBuf>,
+    /// Where the model is. Default: the name that the bundle has.
+    #[arg(long, value_name = "DIR|PRESET")]
+    pub(crate) model: Option<String>,
+    /// Run the program on the reference machine whatever the model's size.
+    #[arg(long)]
+    pub(crate) reference: bool,
 }
 
 /// Another engine.
@@ -300,6 +338,39 @@ pub(crate) struct TraceArgs {
     /// Tokens before the measured ones.
     #[arg(long, default_value_t = 128, value_name = "TOKENS")]
     pub(crate) context: u32,
+}
+
+/// Arguments of `sample`.
+#[derive(Debug, Args)]
+pub(crate) struct SampleArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// Schedules to measure.
+    #[arg(long, default_value_t = 200, value_name = "N")]
+    pub(crate) count: usize,
+    /// What schedules and tokens are drawn with.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// Tokens before the timed ones.
+    #[arg(long, default_value_t = 128, value_name = "TOKENS")]
+    pub(crate) context: u32,
+    /// The file of rows to write; it must not exist.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) out: PathBuf,
+}
+
+/// Arguments of `calibrate`.
+#[derive(Debug, Args)]
+pub(crate) struct CalibrateArgs {
+    /// Rows, as `sample` writes them.
+    #[arg(required = true, value_name = "FILE")]
+    pub(crate) samples: Vec<PathBuf>,
+    /// Predict with the rates of this file instead of those of the build.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) rates: Option<PathBuf>,
+    /// Fit the rates to the rows and write them to this file.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) fit: Option<PathBuf>,
 }
 
 /// Arguments of `lower`.

@@ -112,16 +112,20 @@ impl Context {
         }
     }
 
-    /// The schedule of a file, else the shipped one of this model and target, else the neutral one.
-    pub(crate) fn best_config(&self, path: Option<&Path>) -> Result<ScheduleConfig, Failure> {
+    /// The schedule of a file, else the shipped one of this model and target for so many tokens of context, else the neutral one.
+    pub(crate) fn best_config(
+        &self,
+        path: Option<&Path>,
+        tokens: u32,
+    ) -> Result<ScheduleConfig, Failure> {
         if path.is_none()
-            && let Some(text) = corpus::shipped(&self.target.name, &self.graph().name)
-            && let Ok(config) = ir::schedule::read_config(text, self.graph(), &self.target)
+            && let Some(shipped) = corpus::shipped(&self.target.name, &self.graph().name, tokens)
+            && let Ok(config) =
+                ir::schedule::read_config(shipped.schedule, self.graph(), &self.target)
         {
             report::say(&format!(
-                "schedule: the shipped one for {} on {}",
-                self.graph().name,
-                self.target.name
+                "schedule: the shipped one for {} on {} at {} tokens of context",
+                shipped.model, shipped.target, shipped.context
             ));
             return Ok(*config);
         }
@@ -182,11 +186,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_shipped_schedule_of_a_preset_is_legal() {
-        let target = Target::by_name("h200").expect("a known target");
-        let model = model::preset("llama-3.2-1b").expect("a preset");
-        let text = corpus::shipped(&target.name, &model.graph.name).expect("it is shipped");
-        let config = ir::schedule::read_config(text, &model.graph, &target);
-        assert!(config.is_ok(), "{config:?}");
+    fn shipped_schedules_are_legal_for_the_presets_that_they_name() {
+        for shipped in corpus::all_shipped() {
+            let target = Target::by_name(shipped.target).expect("a known target");
+            let model = model::preset(shipped.model).expect("a preset");
+            let config = ir::schedule::read_config(shipped.schedule, &model.graph, &target);
+            assert!(config.is_ok(), "{shipped:?}: {config:?}");
+        }
     }
 }

@@ -5,6 +5,7 @@
 
 mod cli;
 mod commands;
+mod conditions;
 mod context;
 mod device;
 mod failure;

@@ -7,7 +7,7 @@
 //! **What the chain cannot show.** Rows removed from the end, and a file rewritten as a whole with new hashes. It guards against
 //! slips and quiet edits, not against an owner who forges the file.
 //!
-//! Beside the store, the schedules that are shipped with the project: [`shipped`].
+//! Beside the store, the schedules that are shipped with the project ([`shipped`]), and documents that know their own hash ([`seal`]).
 //!
 //! The crate stores what it is given: what a row means is up to `search`.
 
@@ -15,8 +15,10 @@ mod error;
 mod ledger;
 mod results;
 mod schedules;
+mod seal;
 
 pub use error::CorpusError;
 pub use ledger::{Contents, LEDGER_SCHEMA, Ledger, read};
 pub use results::Results;
-pub use schedules::shipped;
+pub use schedules::{Shipped, all_shipped, shipped};
+pub use seal::{check_seal, seal};

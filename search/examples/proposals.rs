@@ -117,8 +117,7 @@ fn main() {
     let graph = model::preset(&name).expect("the first argument names a preset").graph;
     let target = Target::by_name("h200").expect("a target of the table");
     let legal = |&knob: &Knob| (knob, ir::schedule::legal_values(knob, &graph, &target));
-    // As in a search without a device: the cost model does not know cache hints.
-    let space = Knob::ALL.iter().filter(|knob| **knob != Knob::KernelEvict).map(legal).collect();
+    let space = Knob::ALL.iter().map(legal).collect();
     let land = Landscape { space, graph, target, known: Mutex::default() };
     let long = |seed: u64| {
         let planned = land.planned(LONGER * trials, 1000 + seed, 0.0);

@@ -11,6 +11,9 @@
 mod ahead;
 pub mod assess;
 mod budget;
+mod bundle;
+pub mod calibrate;
+mod conditions;
 mod cpu;
 mod decide;
 mod device;
@@ -22,11 +25,14 @@ mod measure;
 mod propose;
 mod run;
 pub mod scripted;
+pub mod survey;
 mod trial;
 mod verdict;
 
 pub use assess::{Assessed, Timing};
 pub use budget::{BadBudget, Budget};
+pub use bundle::{BUNDLE_SCHEMA, Bundle, Proof, Refusal};
+pub use conditions::Conditions;
 pub use cpu::{Candidate, KernelId};
 pub use decide::{Decision, decide_measured, decide_predicted, predicted_gain};
 pub use device::{

@@ -334,11 +334,11 @@ fn illegal_proposals_cost_no_trial_and_are_counted() {
     let bench = Bench::new();
     let settings = Settings {
         space: Knob::ALL.iter().map(|&knob| (knob, knob.values())).collect(),
-        ..bench.settings(30)
+        ..bench.settings(60)
     };
     let mut search = Search::new(bench.gate(), None, settings);
     let (_, trials) = all(&mut search);
-    assert_eq!(trials.len(), 30);
+    assert_eq!(trials.len(), 60);
     assert!(trials.iter().all(|trial| trial.verdict.valid && trial.verdict.correct));
     let counted: u64 = trials.iter().map(|trial| trial.skipped.rejected).sum();
     assert!(counted > 0 && counted == search.rejected());

@@ -8,8 +8,8 @@ use reference_vm::accuracy::Accuracy;
 use reference_vm::compare::Tolerance;
 use reference_vm::eval::Evaluator;
 use search::{
-    Contender, Device, Dropped, Expected, Gate, Handle, LatencyKind, POSITIONS_MAX, Plan, Samples,
-    Side, Timing, Verdict, assess, draw_tokens,
+    BUNDLE_SCHEMA, Bundle, Conditions, Contender, Device, Dropped, Expected, Gate, Handle,
+    LatencyKind, POSITIONS_MAX, Plan, Samples, Side, Timing, Verdict, assess, draw_tokens,
 };
 use serde_json::json;
 
@@ -18,7 +18,7 @@ use crate::context::Context;
 use crate::device::live_target;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::peers::{self, Peer};
-use crate::report;
+use crate::{conditions, files, report};
 
 /// Tokens that one block times.
 const TIMED_TOKENS: u32 = 32;
@@ -51,6 +51,10 @@ struct Shown {
     accuracy: Option<Accuracy>,
     /// Bytes that a step reads at the timed positions.
     bytes: Option<u64>,
+    /// Bytes a second of the device, measured.
+    bandwidth: Option<f64>,
+    /// Every timed block.
+    rounds_us: Vec<[f64; 4]>,
 }
 
 pub(crate) fn run(args: &BenchArgs) -> Outcome {
@@ -60,7 +64,7 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
         let needed = args.context.saturating_add(TIMED_TOKENS).min(most);
         context.kv_capacity = context.kv_capacity.max(needed);
     }
-    let config = context.best_config(args.config.config.as_deref())?;
+    let config = context.best_config(args.config.config.as_deref(), args.context)?;
     if args.context == 0 || args.context >= context.kv_capacity {
         return Err(Failure::usage(format!(
             "--context {} is out of range: the key/value cache holds {}; raise --kv-capacity",
@@ -70,6 +74,12 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     // Before the device is opened: nothing shares the GPU with a measurement.
     let peers = measure_peers(args, &context);
     let mut device = context.open()?;
+    if args.bundle.is_some() && device.is_none() {
+        let message =
+            "--bundle is for what is measured, and there is no GPU here: see `amk doctor`";
+        return Err(Failure::missing(message));
+    }
+    let conditions = device.as_ref().map(|device| conditions::here(device));
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let (graph, weights) = (context.graph(), &*context.model.weights);
     let unevaluated =
@@ -80,7 +90,6 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     let options = context.lower_options();
     let mut gate = Gate::new(graph, weights, &context.target, options, &kernel_id, expected)
         .with_context(args.context);
-    let bandwidth = device.as_ref().and_then(|device| device.describe().bandwidth);
     let (mut verdict, outcome, shown) = match &mut device {
         None => {
             let (verdict, outcome) = assess::evaluate(&mut gate, None, &config, TIMING, args.seed);
@@ -95,9 +104,51 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
         super::evaluate::stop_on_our_fault(dropped)?;
     }
     let accurate = judge(&mut verdict, shown.accuracy);
-    say(args, &context, &verdict, &shown, bandwidth, &peers);
-    answer(args, &context, &verdict, &shown, bandwidth, &peers)?;
-    Ok(if verdict.correct && outcome.is_ok() && accurate { Exit::Yes } else { Exit::No })
+    say(args, &context, &verdict, &shown, &peers);
+    let good = verdict.correct && outcome.is_ok() && accurate;
+    if let (Some(path), Some(conditions), true) = (&args.bundle, conditions, good) {
+        let bundle = bundle(args, &context, config, &verdict, &shown, conditions);
+        let missing = || Failure::refused("the run left out a figure that a bundle needs");
+        files::write_whole(path, bundle.ok_or_else(missing)?.to_text().as_bytes())?;
+        report::say(&format!("bundle: {}", path.display()));
+    }
+    answer(args, &context, &verdict, &shown, &peers)?;
+    Ok(if good { Exit::Yes } else { Exit::No })
+}
+
+/// The proof of a measured schedule. What lacks a figure is none.
+fn bundle(
+    args: &BenchArgs,
+    context: &Context,
+    config: ScheduleConfig,
+    verdict: &Verdict,
+    shown: &Shown,
+    conditions: Conditions,
+) -> Option<Bundle> {
+    Some(Bundle {
+        schema: BUNDLE_SCHEMA.to_owned(),
+        model: args.model.model.clone(),
+        dtype: context.graph().dtype.name().to_owned(),
+        target: context.target.name.clone(),
+        context: args.context,
+        kv_capacity: context.kv_capacity,
+        seed: args.seed,
+        config,
+        schedule_id: config.id(),
+        program_id: verdict.program_id.clone()?,
+        kernel_id: verdict.kernel_id.clone()?,
+        conditions,
+        gates: verdict.gates.clone(),
+        accuracy: shown.accuracy?.into(),
+        timed_tokens: TIMED_TOKENS.min(context.kv_capacity.checked_sub(args.context)?),
+        median_us: verdict.latency_us?,
+        ci_us: verdict.ci_us?,
+        rounds_us: shown.rounds_us.clone(),
+        bound_us: verdict.bound_us?,
+        bytes_per_token: shown.bytes?,
+        bandwidth: shown.bandwidth?,
+        notes: verdict.notes.clone(),
+    })
 }
 
 /// Peers are measured where the GPU is, or where they are asked for.
@@ -153,7 +204,8 @@ impl Bench<'_, '_> {
     /// The gates, then accuracy and time at the bench's context.
     fn run(mut self, config: &ScheduleConfig) -> (Verdict, Result<(), Dropped>, Shown) {
         let mut verdict = assess::begin(self.gate, Some(&*self.device), config);
-        let mut shown = Shown::default();
+        let bandwidth = self.device.describe().bandwidth;
+        let mut shown = Shown { bandwidth, ..Shown::default() };
         let outcome = self.measure(config, &mut shown, &mut verdict);
         if let Err(dropped) = &outcome {
             assess::refuse(&mut verdict, dropped);
@@ -199,6 +251,7 @@ impl Bench<'_, '_> {
         debug_assert_eq!(samples.of(Side::Candidate).len(), 2 * rounds);
         let noise = search::noise_floor(&samples, passage.seed);
         verdict.notes.push(format!("noise floor {:.2} %", 100.0 * noise));
+        shown.rounds_us = samples.rounds;
         Ok(())
     }
 }
@@ -236,14 +289,7 @@ fn judge(verdict: &mut Verdict, accuracy: Option<Accuracy>) -> bool {
 }
 
 /// What people read.
-fn say(
-    args: &BenchArgs,
-    context: &Context,
-    verdict: &Verdict,
-    shown: &Shown,
-    bandwidth: Option<f64>,
-    peers: &[Peer],
-) {
+fn say(args: &BenchArgs, context: &Context, verdict: &Verdict, shown: &Shown, peers: &[Peer]) {
     let graph = context.graph();
     let mut row = vec![
         (
@@ -256,7 +302,7 @@ fn say(
         row.push(("NO".to_owned(), reason.clone()));
     }
     row.push(("amk".to_owned(), latency_line(verdict)));
-    let rate = bandwidth.unwrap_or(context.target.bandwidth as f64);
+    let rate = shown.bandwidth.unwrap_or(context.target.bandwidth as f64);
     row.push(("floor".to_owned(), floor_line(verdict, shown, rate)));
     if let Some(accuracy) = shown.accuracy {
         row.push(("accuracy".to_owned(), accuracy_line(&accuracy)));
@@ -319,7 +365,6 @@ fn answer(
     context: &Context,
     verdict: &Verdict,
     shown: &Shown,
-    bandwidth: Option<f64>,
     peers: &[Peer],
 ) -> Result<(), Failure> {
     let accuracy = shown.accuracy.map(|accuracy| {
@@ -350,7 +395,7 @@ fn answer(
         "bound_us": verdict.bound_us,
         "pct_of_roofline": verdict.pct_of_roofline,
         "bytes_per_token": shown.bytes,
-        "bandwidth_measured": bandwidth,
+        "bandwidth_measured": shown.bandwidth,
         "accuracy": accuracy,
         "correct": verdict.correct,
         "rejected_reason": verdict.rejected_reason,

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use ir::schedule::ScheduleConfig;
 use model::{Chat, Message, Tokenizer};
 use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::{Machine, Run};
@@ -117,7 +118,7 @@ fn execute(args: &GenerateArgs, context: &Context, prompt: &[u32]) -> Result<Gen
         }
         DeviceChoice::Cuda => on_device(args, context, prompt, &stop),
         DeviceChoice::Auto | DeviceChoice::Cpu => {
-            let config = context.best_config(args.config.config.as_deref())?;
+            let config = config(args, context, prompt)?;
             let program = super::program::lowered(context, &config)?;
             let mut machine = Machine::new(&program, graph, weights)
                 .map_err(|e| Failure::usage(e.to_string()))?;
@@ -131,6 +132,16 @@ fn execute(args: &GenerateArgs, context: &Context, prompt: &[u32]) -> Result<Gen
             greedy(&mut feed, prompt, limit, &stop, keep)
         }
     }
+}
+
+/// The schedule that is named, else the best known one for where the generation ends: that is where steps are slowest.
+fn config(
+    args: &GenerateArgs,
+    context: &Context,
+    prompt: &[u32],
+) -> Result<ScheduleConfig, Failure> {
+    let tokens = u32::try_from(prompt.len() + args.max_new_tokens).unwrap_or(u32::MAX);
+    context.best_config(args.config.config.as_deref(), tokens)
 }
 
 /// The megakernel decodes, choosing and feeding back its own tokens.
@@ -147,7 +158,7 @@ fn on_device(
             abi::STOP_TOKENS_MAX
         )));
     }
-    let config = context.best_config(args.config.config.as_deref())?;
+    let config = config(args, context, prompt)?;
     let program = Arc::new(super::program::lowered(context, &config)?);
     let Some(mut device) = context.open()? else {
         return Err(Failure::missing("capability missing: no CUDA device"));

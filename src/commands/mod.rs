@@ -1,12 +1,15 @@
 //! One command a file.
 
 mod bench;
+mod bundle;
+mod calibrate;
 mod doctor;
 mod evaluate;
 mod export;
 mod generate;
 mod program;
 mod propose;
+mod sample;
 mod search_loop;
 mod trace;
 
@@ -25,7 +28,10 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Loop(args) => search_loop::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Bundle(args) => bundle::run(&args),
         Command::Trace(args) => trace::run(&args),
+        Command::Sample(args) => sample::run(&args),
+        Command::Calibrate(args) => calibrate::run(&args),
         Command::Lower(args) => program::lower(&args),
         Command::Verify(args) => program::verify(&args),
         Command::Disasm(args) => program::disasm(&args),

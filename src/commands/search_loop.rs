@@ -76,7 +76,7 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
     }
 
     let gate = gate(&context, header.seed, device.is_some(), &kernel_id)?;
-    let settings = settings(&context, &header, device.is_some());
+    let settings = settings(&context, &header);
     let (helpers, threads) = helpers(device.is_some());
     std::thread::scope(|scope| {
         let device = device.as_mut().map(|gpu| gpu as &mut dyn Device);
@@ -158,9 +158,7 @@ fn open_files(
     }
 }
 
-fn settings(context: &Context, header: &Header, measured: bool) -> Settings {
-    // The cost model does not know cache hints; trials of that knob would be wasted.
-    let matters = |knob: &&Knob| measured || **knob != Knob::KernelEvict;
+fn settings(context: &Context, header: &Header) -> Settings {
     let values = |knob: &Knob| -> (Knob, Vec<KnobValue>) {
         (*knob, ir::schedule::legal_values(*knob, context.graph(), &context.target))
     };
@@ -170,7 +168,7 @@ fn settings(context: &Context, header: &Header, measured: bool) -> Settings {
         explore: header.explore,
         min_gain: header.min_gain,
         default: context.default_config(),
-        space: Knob::ALL.iter().filter(matters).map(values).collect(),
+        space: Knob::ALL.iter().map(values).collect(),
         timing: Timing::default(),
     }
 }

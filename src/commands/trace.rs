@@ -33,7 +33,7 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
         schedules.push((path.display().to_string(), context.valid_config(Some(path))?));
     }
     if schedules.is_empty() {
-        schedules.push(("shipped".to_owned(), context.best_config(None)?));
+        schedules.push(("shipped".to_owned(), context.best_config(None, args.context)?));
     }
     let mut idle = None;
     let mut documents = Vec::new();

@@ -1,7 +1,9 @@
 //! The cross-crate tests, in one binary.
 
+mod calibration;
 mod docs;
 mod filetest;
 mod generate;
 mod lowering;
+mod shipped;
 mod tidy;

@@ -34,12 +34,13 @@ __device__ __forceinline__ uint32_t row_swizzle(uint32_t key) {
   return (key & 1) << 2 | (key & 6) >> 1;
 }
 
-// How a block of so many rows lies in stages.
+// How a block of so many rows lies in stages. Whole tiles are brought: what lies behind the last key is multiplied by zero.
 struct BlockStages {
+  uint32_t copied; // rows
   uint32_t rows;   // of a stage
   uint32_t values; // bytes in front of the values where one stage has the whole block, else 0
 };
 __device__ __forceinline__ BlockStages block_stages(uint32_t rows, uint32_t stage_bytes) {
-  uint32_t const values = (rows + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS * ROW_BYTES;
-  return BlockStages{stage_bytes / ROW_BYTES, 2 * values <= stage_bytes ? values : 0};
+  uint32_t const copied = (rows + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS, values = copied * ROW_BYTES;
+  return BlockStages{copied, stage_bytes / ROW_BYTES, 2 * values <= stage_bytes ? values : 0};
 }

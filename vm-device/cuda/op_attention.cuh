@@ -203,23 +203,17 @@ __device__ __forceinline__ void key_append(Worker const& w, CacheRows const& cac
   }
 }
 
-// Rows of a tile of values that no copy has brought: zero, since what is there may be no numbers; and the new one, which goes into the
-// cache as well.
-__device__ __forceinline__ void values_complete(Worker const& w, CacheRows const& cache, char* rows, uint32_t count, uint32_t position, bool newest, bool store) {
+// The new value into the cache, and into the tile that it belongs to.
+__device__ __forceinline__ void value_append(Worker const& w, CacheRows const& cache, uint32_t position, char* row, bool store) {
   uint32_t const lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (uint32_t i = count * ROW_CHUNKS + lane; i < TILE_KEYS * ROW_CHUNKS; i += 32) {
-    stage_store(rows + i * 16, make_uint4(0, 0, 0, 0));
-  }
-  if (newest && lane < ROW_CHUNKS) {
+  if (lane < ROW_CHUNKS) {
     uint32_t const place = (lane ^ row_swizzle(position)) * 16;
     uint4 const v = fresh_value(w)[lane];
-    stage_store(rows + (count - 1) * ROW_BYTES + place, v);
+    stage_store(row + place, v);
     if (store) {
       *(uint4*)(cache.values + (uint64_t)position * ROW_BYTES + place) = v;
     }
   }
-  stage_given_back(); // soon
   __syncwarp();
 }
 
@@ -312,26 +306,30 @@ __device__ __forceinline__ void write_partials(Worker const& w, StagedTask const
   Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
   uint32_t const first = partial_word(p.split, p.kv_heads * p.group, p.kv_head * p.group + g0);
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < group * AMK_HEAD_DIM; i += CONSUMERS) {
+  for (uint32_t i = threadIdx.x * 2; i < group * AMK_HEAD_DIM; i += CONSUMERS * 2) {
     uint32_t const g = i / AMK_HEAD_DIM, d = i % AMK_HEAD_DIM;
-    float2 stats[AMK_WARPS];
+    float2 stats[AMK_WARPS], values[AMK_WARPS];
     float top = LOWEST;
 #pragma unroll
     for (uint32_t j = 0; j < AMK_WARPS; ++j) {
       stats[j] = *(float2 const*)scratch_head(w, j, g);
+      values[j] = *(float2 const*)(scratch_head(w, j, g) + 4 + d);
       top = fmaxf(top, stats[j].x);
     }
-    float sum = 0.f, v = 0.f;
+    float sum = 0.f, v0 = 0.f, v1 = 0.f;
 #pragma unroll
     for (uint32_t j = 0; j < AMK_WARPS; ++j) {
       float const factor = exp2_fast(stats[j].x - top);
       sum = fmaf(factor, stats[j].y, sum);
-      v = fmaf(factor, scratch_head(w, j, g)[4 + d], v);
+      v0 = fmaf(factor, values[j].x, v0);
+      v1 = fmaf(factor, values[j].y, v1);
     }
     uint32_t const word = first + g * PARTIAL_WORDS;
-    word_write(out, word + PARTIAL_HEAD + d, __fdividef(v, sum));
+    word_write(out, word + PARTIAL_HEAD + d, __fdividef(v0, sum));
+    word_write(out, word + PARTIAL_HEAD + d + 1, __fdividef(v1, sum));
     if (d < PARTIAL_HEAD) {
-      word_write(out, word + d, d == 0 ? top * LN_2 : d == 1 ? sum : 0.f);
+      word_write(out, word + d, d == 0 ? top * LN_2 : 0.f);
+      word_write(out, word + d + 1, d == 0 ? sum : 0.f);
     }
   }
 }
@@ -389,7 +387,7 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
     bool const here = first < keys, fresh_here = newest && tile == newest_tile;
     float s[2 * HALVES][2];
 #pragma unroll 1
-    for (uint32_t at = 0; at < keys; at += in.rows) {
+    for (uint32_t at = 0; at < in.copied; at += in.rows) {
       char const* stage = cursor_land(w, c);
       if (here && first - at < in.rows) {
 #pragma unroll
@@ -407,14 +405,17 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
       }
     }
 #pragma unroll 1
-    for (uint32_t at = 0; at < keys; at += in.rows) {
+    for (uint32_t at = 0; at < in.copied; at += in.rows) {
       char* stage = w.ring + (cursor_land(w, c) - w.ring) + in.values;
       if (here && first - at < in.rows) {
         char* rows = stage + (first - at) * ROW_BYTES;
-        if (count - tile < TILE_KEYS || fresh_here) {
-          values_complete(w, cache, rows, count - tile < TILE_KEYS ? count - tile : TILE_KEYS, position, fresh_here, g0 == 0);
+        if (fresh_here) {
+          value_append(w, cache, position, rows + (count - 1 - tile) * ROW_BYTES, g0 == 0);
         }
         tile_add(r, s, count - tile, rows, swizzle);
+        if (fresh_here) {
+          stage_given_back(); // to the copies
+        }
       }
       cursor_next(w, c);
     }

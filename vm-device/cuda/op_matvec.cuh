@@ -360,7 +360,7 @@ __device__ __forceinline__ void note_near(Worker const& w, uint32_t left, uint32
 
 // Whether unit j of this warp's is one of the chunk: all but the last always are.
 template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Tiles const& k, uint32_t j) {
-  return j + 1 < UNITS || j * AMK_WARPS + threadIdx.x / 32 < k.chunk;
+  return UNITS == SHARE || j + 1 < UNITS || j * AMK_WARPS + threadIdx.x / 32 < k.chunk;
 }
 
 // Takes the current stage. The second tile of a pair may be missing at the end of a task: what is read then is multiplied for nothing.

@@ -38,7 +38,8 @@ struct Loader {
   uint32_t ring;           // stage 0
   uint32_t stages, stage_bytes;
   uint32_t stage, parity;  // next stage to issue; parity that its empty barrier waits for
-  uint32_t cap_far, cap_near; // stages that may be on their way, and near a handoff
+  uint32_t units_far, units_near; // units that may be on their way, and near a handoff
+  uint32_t cap_far, cap_near;     // the same in stages of the run
   uint32_t in_flight;      // stages on their way
   uint32_t oldest, oldest_parity; // the first of them
   bool lapped;             // whether every stage has been used once
@@ -76,6 +77,12 @@ __device__ __forceinline__ void loader_drain(Worker const& w, Loader& l) {
     }
     loader_landed(l);
   }
+}
+
+// How many stages of so many units may be on their way: one at least.
+__device__ __forceinline__ void loader_caps(Loader& l, uint32_t stage_units) {
+  uint32_t const far = l.units_far / stage_units, near = l.units_near / stage_units;
+  l.cap_far = far > 0 ? far : 1, l.cap_near = near > 0 ? near : 1;
 }
 
 // The next stage, once it has been freed by every consumer warp and few enough bytes are on their way: the messages of a handoff queue
@@ -131,6 +138,7 @@ __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run,
   uint64_t address = (uint64_t)run.y << 32 | run.x;
   uint32_t const stage_units = run.w & 0xffff, period = run.w >> 16;
   uint32_t place = 0;
+  loader_caps(l, stage_units);
   for (uint32_t left = run.z; left > 0;) { // z: units of the run
     uint32_t const most = period - place < stage_units ? period - place : stage_units;
     uint32_t const units = left < most ? left : most;
@@ -178,6 +186,7 @@ __device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, ui
   if (split >= active) {
     return true;
   }
+  loader_caps(l, l.stage_bytes / AMK_UNIT_BYTES);
   uint32_t const first = split_start(keys, more.y, active, split), count = split_start(keys, more.y, active, split + 1) - first;
   uint64_t const start = ((uint64_t)run.y << 32 | run.x) + (uint64_t)session * 2 * more.x + (uint64_t)(position + 1 - keys + first) * ROW_BYTES;
 #pragma unroll 1
@@ -185,8 +194,8 @@ __device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, ui
     uint32_t const at = k % count, rows = count - at < BLOCK_KEYS ? count - at : BLOCK_KEYS;
     uint64_t const from = start + at * ROW_BYTES;
     BlockStages const b = block_stages(rows, l.stage_bytes);
-    bool const on = b.values != 0 ? loader_issue(sh, l, from, rows * ROW_BYTES, from + more.x, b.values, waits)
-                                  : loader_rows(sh, l, b.rows, from, rows, waits) && loader_rows(sh, l, b.rows, from + more.x, rows, waits);
+    bool const on = b.values != 0 ? loader_issue(sh, l, from, b.values, from + more.x, b.values, waits)
+                                  : loader_rows(sh, l, b.rows, from, b.copied, waits) && loader_rows(sh, l, b.rows, from + more.x, b.copied, waits);
     if (!on) {
       return false;
     }
@@ -203,7 +212,7 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
   Loader l = {};
   l.full = shared_address(sh->full), l.empty = shared_address(sh->empty), l.ring = shared_address(w.ring);
   l.stages = w.stages, l.stage_bytes = w.stage_bytes;
-  l.cap_far = sh->program.in_flight, l.cap_near = sh->program.in_flight_near;
+  l.units_far = sh->program.in_flight * sh->program.stage_units, l.units_near = sh->program.in_flight_near * sh->program.stage_units;
   l.policy = evict_first_policy();
   LoaderWaits waits = {0, 0, tape_clock()};
   uint32_t load = 0, lap = 0;

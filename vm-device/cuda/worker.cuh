@@ -5,7 +5,7 @@ constexpr uint32_t CONSUMERS = AMK_WARPS * 32;
 constexpr uint32_t HELPERS = 128; // threads: loader, fetcher, watchdog, and a warp that only completes the group that gives registers away
 constexpr uint32_t TILES_BUF = 16;                       // tiles whose sums are kept before an epilogue
 constexpr uint32_t ROWS_BUF = TILES_BUF * AMK_UNIT_ROWS; // 128
-constexpr uint32_t FIXED_BYTES = 12 * 1024;              // ir::program::smem::FIXED_BYTES
+constexpr uint32_t FIXED_BYTES = 11 * 1024;              // ir::program::smem::FIXED_BYTES
 constexpr uint32_t STAGED = 8;                           // tasks that may be staged at once
 constexpr uint32_t SPINS_PER_NOTE = 256;                 // turns of a wait after which it says what it waits for
 

@@ -15,7 +15,10 @@ use crate::machine::PROGRAMS_MAX;
 use crate::memory::{DeviceBuffer, HostBuffer, upload};
 
 /// Bytes of an element of a key/value cache: f16.
-pub(crate) const CACHE_ELEMENT_BYTES: u64 = 2;
+pub(crate) const CACHE_ELEMENT_BYTES: u64 = abi::KV_ELEMENT_BYTES;
+
+/// Bytes behind a layer's cache that the copies of its last tile may read: 32 rows of at most 128 elements.
+const CACHE_SLACK_BYTES: u64 = 32 * 128 * CACHE_ELEMENT_BYTES;
 
 /// The build whose bandwidth kernel is used; any would do.
 const PROBE_VARIANT: Variant = Variant {
@@ -199,7 +202,7 @@ pub(crate) fn make_residents(
     for slot in &program.slots {
         if let SlotSource::KvCache { layer } = slot.source {
             cache_bytes = u64::from(slot.words) * CACHE_ELEMENT_BYTES * u64::from(options.sessions);
-            owned.push(DeviceBuffer::zeroed(cache_bytes)?);
+            owned.push(DeviceBuffer::zeroed(cache_bytes + CACHE_SLACK_BYTES)?);
             caches[layer as usize] = owned.last().map_or(0, |b| b.address);
         }
     }

@@ -25,6 +25,9 @@ use crate::weights::{LoadReport, load_matrices};
 /// Programs that can be loaded beside each other.
 pub const PROGRAMS_MAX: usize = 4;
 /// Threads of a worker.
+/// What caches are poisoned with: an f16 far from any key or value, yet finite, since the copies of a tile bring rows behind the last key,
+/// which are multiplied by zero.
+const CACHE_POISON: u8 = 0x77;
 const THREADS: u32 = ir::program::smem::WARPS * 32;
 /// Bytes of the page-locked buffer that copies beside a resident kernel go through.
 const BOUNCE_BYTES: usize = 32 << 20;
@@ -490,7 +493,7 @@ impl Resident {
             (0..u64::from(residents.cache_runs)).map(move |run| cache + base + run * run_bytes)
         });
         let bytes = u64::from(touched) * residents.cache_row_bytes;
-        upload_fills(&idle.copy, &mut m.bounce, runs, bytes, 0xff)?;
+        upload_fills(&idle.copy, &mut m.bounce, runs, bytes, CACHE_POISON)?;
         m.touched[session as usize] = 0;
         Ok(())
     }

@@ -33,8 +33,15 @@ const HEADS: [(u32, u32, bool, u32); 8] = [
     (128, 2, true, WIDE_SPILLS),
     (128, 4, false, WIDE_SPILLS),
 ];
-const WIDE_SPILLS: u32 = 512;
-const TRACE_SPILLS: u32 = 128;
+/// Matrices of real models: their heads above, the widths of their vectors, and which shares they take.
+const MATRICES: [(usize, [u32; 3], u32); 4] = [
+    (3, [576, 576, 1536], 1 << 3 | 1 << 6),
+    (4, [2048, 2048, 8192], 1 << 8),
+    (6, [1024, 2048, 3072], 1 << 4 | 1 << 6 | 1 << 8),
+    (7, [4096, 4096, 14336], 1 << 8),
+];
+const WIDE_SPILLS: u32 = 192;
+const TRACE_SPILLS: u32 = 32;
 
 /// Whether there is a compiler.
 fn nvrtc() -> bool {
@@ -179,5 +186,8 @@ fn every_shape_of_heads_compiles() {
     let shaped = |(head_dim, group, qk_norm, _)| Variant { head_dim, group, qk_norm, ..plain };
     let mut variants: Vec<Variant> = HEADS.into_iter().map(shaped).collect();
     variants.push(Variant { trace: true, ..shaped(HEADS[4]) });
+    for (heads, widths, shares) in MATRICES {
+        variants.push(Variant { widths, shares, ..shaped(HEADS[heads]) });
+    }
     check(&variants);
 }

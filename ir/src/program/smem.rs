@@ -3,7 +3,7 @@
 use crate::program::Dims;
 
 /// Bytes for reductions, barriers and task records, whatever the program.
-pub const FIXED_BYTES: u32 = 12 * 1024;
+pub const FIXED_BYTES: u32 = 11 * 1024;
 
 /// Query heads that the attention op works on at once, at most.
 pub const ATTENTION_GROUP: u32 = 7;

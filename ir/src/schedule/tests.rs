@@ -233,7 +233,7 @@ fn the_search_space_lists_what_is_legal_on_its_own() {
     assert_eq!(space.as_object().map(serde_json::Map::len), Some(Knob::ALL.len()));
     assert_eq!(space["kernel.evict"]["choices"], json!(["normal", "first"]));
     assert_eq!(space["pipeline.stages"]["min"], json!(2));
-    assert_eq!(space["pipeline.stages"]["max"], json!(19));
+    assert_eq!(space["pipeline.stages"]["max"], json!(20));
     assert_eq!(space["pipeline.stages"]["acts_on"], json!("program"));
     let mut short = graph(14336, DType::Bf16);
     short.max_positions = 100;

@@ -1,7 +1,7 @@
 //! Predicts the time of a step: a deterministic simulation of every worker's two streams.
 //!
 //! A prediction ranks schedules and says where the time goes; it never competes with a measurement and is never below
-//! the floor (bytes over bandwidth). The numbers come from one H200, see `rates`.
+//! the floor (bytes over bandwidth). Its rates are fitted to measurements on one H200, see `rates`.
 //!
 //! Each worker loads at its share of the bandwidth, limited by the bytes in flight, until the ring is full; loads run ahead of
 //! the tasks and over the end of the step. A task starts when its inputs have arrived, which takes longer the more bytes are on
@@ -9,12 +9,17 @@
 
 mod rates;
 mod simulate;
+mod work;
 
 use ir::program::{Program, Verified};
 use ir::{KernelConfig, Target};
 use serde::Serialize;
 
+pub use rates::{RateFile, Rates};
+
+use rates::Speeds;
 use simulate::Simulation;
+use work::Plan;
 
 /// What a step costs, as far as we can tell without running it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -46,7 +51,53 @@ pub struct PhaseTime {
     pub us: f64,
 }
 
-/// Predicts one step at `position` (keys `0..=position` are there).
+/// A program at a position, taken apart once: predictions with other rates are cheap.
+pub struct Predictor {
+    plan: Plan,
+    workers: usize,
+    kernel: KernelConfig,
+    target: Target,
+    stream_bytes: u64,
+}
+
+impl Predictor {
+    /// Takes a program apart for one step at `position` (keys `0..=position` are there).
+    #[must_use]
+    pub fn new(
+        program: &Verified<Program>,
+        kernel: &KernelConfig,
+        target: &Target,
+        position: u32,
+    ) -> Self {
+        Self {
+            plan: Plan::new(program, position),
+            workers: program.workers.len(),
+            kernel: *kernel,
+            target: target.clone(),
+            stream_bytes: program.stream_bytes(),
+        }
+    }
+
+    /// Predicts the step with these rates.
+    #[must_use]
+    pub fn predict(&self, rates: &Rates) -> Prediction {
+        let speeds = Speeds::new(rates, self.workers, &self.kernel, &self.target);
+        let step = Simulation::new(&self.plan, speeds).run();
+        let kv_bytes = self.plan.kv_bytes;
+        let bytes = (self.stream_bytes + kv_bytes) as f64;
+        let bound_us = bytes / self.target.bandwidth as f64 * 1e6;
+        Prediction {
+            latency_us: step.us.max(bound_us),
+            bound_us,
+            stream_bytes: self.stream_bytes,
+            kv_bytes,
+            handoffs: self.plan.handoffs(),
+            phases: step.phases,
+        }
+    }
+}
+
+/// Predicts one step at `position` (keys `0..=position` are there), with the shipped rates.
 #[must_use]
 pub fn predict(
     program: &Verified<Program>,
@@ -54,17 +105,5 @@ pub fn predict(
     target: &Target,
     position: u32,
 ) -> Prediction {
-    let mut simulation = Simulation::new(program, kernel, target, position);
-    let step = simulation.run();
-    let stream_bytes = program.stream_bytes();
-    let kv_bytes = simulation.kv_bytes();
-    let bound_us = (stream_bytes + kv_bytes) as f64 / target.bandwidth as f64 * 1e6;
-    Prediction {
-        latency_us: step.us.max(bound_us),
-        bound_us,
-        stream_bytes,
-        kv_bytes,
-        handoffs: simulation.handoffs(),
-        phases: step.phases,
-    }
+    Predictor::new(program, kernel, target, position).predict(Rates::shipped())
 }

@@ -1,18 +1,27 @@
-//! How fast a worker loads, multiplies and is told: numbers measured on one H200, scaled to other GPUs.
+//! How fast things are: a handful of named rates, fitted to measurements, and the tables whose shape does not depend on the kernel.
 //!
-//! **Measured** (one H200, Llama-3.2-1B shapes, bf16): stream and handoff against bytes in flight, the cost of small copies, what
-//! consumers reach with nothing else to do. **Estimated**: how consumers scale with warps and unrolling, attention's fixed
-//! part, the fixed part of a task. **Not modelled**: cache eviction hints, clocks, what workers do to each other beyond
-//! sharing the bandwidth evenly.
+//! The rates are in `rates.json`, which `amk calibrate --fit` writes from the rows under `corpus/measurements/`. They are those of an H200
+//! and are scaled to other GPUs by bandwidth per multiprocessor. The tables were measured on an H200 with a skeleton of the kernel: real
+//! bytes, real handoffs, no arithmetic. **Not modelled**: clocks, and what workers do to each other beyond sharing the bandwidth.
 
-use ir::program::Program;
+use std::sync::OnceLock;
+
+use ir::schedule::Evict;
 use ir::{KernelConfig, Target};
+use serde::{Deserialize, Serialize};
 
 const KIB: f64 = 1024.0;
 const H200_WORKERS: f64 = 132.0;
 const H200_BANDWIDTH: f64 = 4.67e12;
+const H200_CLOCK_MHZ: f64 = 1980.0;
 
-/// Bytes in flight per worker, and the stream of all workers in bytes per second.
+/// A trip to memory: what the measured stream with 16 KB in flight says.
+const MEMORY_US: f64 = 16.0 * KIB / (3.08e12 / H200_WORKERS / 1e6);
+
+/// Stages that wait in registers beyond the ring, where each warp takes its share of one at once.
+const TAKEN_STAGES: u32 = 2;
+
+/// Measured: bytes in flight per worker, and the stream of all workers in bytes per second.
 const STREAM: &[(f64, f64)] = &[
     (0.0, 0.0),
     (16.0 * KIB, 3.08e12),
@@ -23,25 +32,108 @@ const STREAM: &[(f64, f64)] = &[
     (176.0 * KIB, 4.65e12),
 ];
 
-/// Bytes in flight per worker, and microseconds of one counter handoff (four trips through L2).
-const HANDOFF: &[(f64, f64)] = &[
-    (0.0, 2.0),
-    (16.0 * KIB, 3.4),
-    (32.0 * KIB, 4.8),
-    (48.0 * KIB, 6.8),
-    (64.0 * KIB, 10.6),
-    (96.0 * KIB, 17.7),
-    (176.0 * KIB, 35.8),
+/// Measured: bytes in flight per worker, and by how many microseconds they delay one trip through L2.
+const QUEUE: &[(f64, f64)] = &[
+    (0.0, 0.0),
+    (16.0 * KIB, 0.35),
+    (32.0 * KIB, 0.7),
+    (48.0 * KIB, 1.2),
+    (64.0 * KIB, 2.15),
+    (96.0 * KIB, 3.925),
+    (176.0 * KIB, 8.45),
 ];
 
-/// Bytes of an activation vector that the measured handoff includes.
-const HANDOFF_VECTOR_BYTES: f64 = 8.0 * KIB;
+macro_rules! rates {
+    ($($(#[doc = $doc:literal])+ $name:ident: [$low:literal, $high:literal],)+) => {
+        /// What a fit may change, of one H200. Times in microseconds.
+        #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+        #[serde(deny_unknown_fields)]
+        pub struct Rates { $($(#[doc = $doc])+ pub $name: f64,)+ }
 
-/// Reduction, epilogue and stores of a task (measured: 5 to 12 us for the 16 phases of one kind).
-pub(super) const TASK_US: f64 = 0.6;
+        impl Rates {
+            /// Name, least and greatest value that a fit may try, in the order of the table.
+            pub const TABLE: &'static [(&'static str, f64, f64)] = &[$((stringify!($name), $low, $high)),+];
 
-/// Norms, rotation and the softmax's reductions; estimated.
-pub(super) const ATTENTION_US: f64 = 1.0;
+            /// The value of a row of the table.
+            #[must_use]
+            pub fn get(&self, index: usize) -> f64 {
+                [$(self.$name),+][index]
+            }
+
+            /// The same rates with another value in a row of the table.
+            #[must_use]
+            pub fn with(mut self, index: usize, value: f64) -> Self {
+                let places = [$(&mut self.$name),+];
+                *places.into_iter().nth(index).expect("a row of the table") = value;
+                self
+            }
+        }
+    };
+}
+
+rates! {
+    /// One trip of a message through L2 with nothing else in flight.
+    trip_us: [0.2, 1.5],
+    /// Share of the measured delay by bytes in flight that a message really sees.
+    queue_share: [0.0, 1.5],
+    /// What a counter handoff costs beyond four trips.
+    counter_us: [0.0, 3.0],
+    /// Poll interval, as a share of `kernel.poll_sleep_ns`, that a handoff waits on average.
+    poll_share: [0.0, 20.0],
+    /// Fixed part of a product task: descriptor, reduction over warps, epilogue, stores.
+    task_us: [0.1, 2.0],
+    /// Staging 1 024 elements of the input vector.
+    vector_us: [0.0, 1.0],
+    /// A stage taken out of the ring, by its consumers.
+    stage_us: [0.0, 1.0],
+    /// Multiplying 1 KiB of weights that have landed, where each warp takes its share of a stage into registers at once.
+    kib_us: [0.0, 0.03],
+    /// The same where it does not.
+    odd_kib_us: [0.002, 0.06],
+    /// What a tile costs beside its bytes there.
+    odd_tile_us: [0.0, 1.5],
+    /// Share of the measured stream that the loader reaches.
+    stream_share: [0.5, 1.1],
+    /// From a stage's landing to the next one's request: what a loader with few bytes in flight waits beyond the trip to memory.
+    issue_us: [0.0, 1.0],
+    /// Share of the bandwidth that idle workers leave which the busy ones get, where a phase is dealt unevenly.
+    idle_share: [0.0, 1.0],
+    /// Fixed part of attention with keys to attend to.
+    attention_us: [0.2, 6.0],
+    /// Attention over 256 keys, one pass of all warps.
+    pass_us: [0.0, 3.0],
+    /// Fixed part of a merge of several active splits, as a phase or in front of the output projection.
+    merge_us: [0.0, 4.0],
+    /// A merged split.
+    split_us: [0.0, 1.0],
+    /// Copying a part of an embedding row, choosing a token: the other ops.
+    small_us: [0.0, 4.0],
+    /// Between two steps: the last token is published and everybody sees it.
+    step_us: [0.0, 20.0],
+    /// What the stream loses when it does not mark its lines for eviction first.
+    evict_normal_share: [0.0, 0.2],
+}
+
+/// The file of the rates.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RateFile {
+    /// What they were fitted to.
+    pub source: String,
+    /// The rates.
+    pub rates: Rates,
+}
+
+impl Rates {
+    /// The rates that predictions are made with.
+    #[must_use]
+    pub fn shipped() -> &'static Self {
+        static SHIPPED: OnceLock<RateFile> = OnceLock::new();
+        let read = || {
+            serde_json::from_str(include_str!("rates.json")).expect("rates.json is read by a test")
+        };
+        &SHIPPED.get_or_init(read).rates
+    }
+}
 
 /// The value at `x` on straight lines between the points; beyond the last one its line goes on.
 fn interpolate(points: &[(f64, f64)], x: f64) -> f64 {
@@ -51,88 +143,116 @@ fn interpolate(points: &[(f64, f64)], x: f64) -> f64 {
     y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 }
 
-/// The rates of one worker for one program and kernel. Bytes and microseconds.
+/// How one kind of matrix flows through the ring of a worker. Bytes and microseconds.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Rates {
-    /// Bandwidth per worker over that of the H200: bytes in flight matter in proportion to it.
-    scale: f64,
-    stage_bytes: f64,
-    /// Ring of landed weights.
+pub(super) struct Flow {
+    /// Bytes that the ring holds when it is full.
     pub(super) ring: f64,
-    /// Cap on bytes in flight near a handoff.
-    near: f64,
-    /// Stream inside a phase, and near a handoff.
+    /// Bytes that land in a microsecond inside a phase, and while a handoff is near, with every worker streaming.
     pub(super) stream: f64,
     pub(super) stream_near: f64,
-    /// What the consumers multiply.
-    pub(super) consume: f64,
-    /// What a worker reads without the ring: keys, values, activations.
-    pub(super) direct: f64,
-    poll_us: f64,
+    /// What the bytes in flight allow however few others stream.
+    pub(super) alone: f64,
+    /// Multiplying a byte, and what comes on top for each stage and each tile.
+    pub(super) byte: f64,
+    pub(super) stage: f64,
+    pub(super) tile: f64,
+    /// Delay of one trip by the bytes in flight near a handoff.
+    pub(super) queue: f64,
 }
 
-impl Rates {
-    pub(super) fn new(program: &Program, kernel: &KernelConfig, target: &Target) -> Self {
-        let per_worker = target.bandwidth as f64 / program.workers.len().max(1) as f64;
-        let scale = per_worker / (H200_BANDWIDTH / H200_WORKERS);
-        let pipeline = program.pipeline;
-        let stage_bytes = f64::from(pipeline.stage_units * abi::UNIT_BYTES);
-        let in_flight = f64::from(pipeline.in_flight) * stage_bytes;
-        let near = f64::from(pipeline.in_flight_near) * stage_bytes;
-        let stream = |bytes: f64| {
-            let measured = interpolate(STREAM, (bytes / scale).min(176.0 * KIB));
-            measured / H200_BANDWIDTH * copy_efficiency(stage_bytes) * per_worker / 1e6
+/// What decides a [`Flow`]: the ring's stages, and how much of a stage the matrix fills.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Shape {
+    pub(super) stages: u32,
+    pub(super) in_flight: u32,
+    pub(super) in_flight_near: u32,
+    /// Bytes of an average stage.
+    pub(super) payload: f64,
+    /// Whether each warp takes its share of a stage into registers at once.
+    pub(super) even: bool,
+}
+
+/// The rates of one worker for one kernel and GPU.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Speeds {
+    pub(super) rates: Rates,
+    /// Bandwidth per worker over that of the H200: bytes in flight matter in proportion to it.
+    scale: f64,
+    /// Bytes a microsecond per worker at the full bandwidth.
+    per_worker: f64,
+    /// An H200's cycle over this GPU's.
+    clock: f64,
+    evict: f64,
+    /// Between two looks at a counter or tag, on average.
+    pub(super) poll: f64,
+}
+
+impl Speeds {
+    pub(super) fn new(
+        rates: &Rates,
+        workers: usize,
+        kernel: &KernelConfig,
+        target: &Target,
+    ) -> Self {
+        let per_worker = target.bandwidth as f64 / workers.max(1) as f64;
+        let evict = match kernel.evict {
+            Evict::Normal => 1.0 - rates.evict_normal_share,
+            Evict::First => 1.0,
         };
         Self {
-            scale,
-            stage_bytes,
-            ring: f64::from(pipeline.stages) * stage_bytes,
-            near,
-            stream: stream(in_flight),
-            stream_near: stream(near),
-            consume: CONSUMER / H200_WORKERS / 1e6 * f64::from(target.clock_mhz) / 1980.0,
-            direct: per_worker / 1e6,
-            poll_us: f64::from(kernel.poll_sleep_ns) / 2000.0,
+            rates: *rates,
+            scale: per_worker / (H200_BANDWIDTH / H200_WORKERS),
+            per_worker: per_worker / 1e6,
+            clock: f64::from(target.clock_mhz) / H200_CLOCK_MHZ,
+            evict,
+            poll: rates.poll_share * f64::from(kernel.poll_sleep_ns) / 1000.0,
         }
     }
 
-    /// `trips` dependent trips through L2 to a worker with so many bytes free in its ring. They are slow while bytes are in
-    /// flight; once the ring is full nothing is, and the rest goes at the speed of an idle machine.
-    pub(super) fn trips(&self, trips: f64, free: f64) -> f64 {
-        let loaded = trips / 4.0 * interpolate(HANDOFF, self.near / self.scale);
-        let idle = trips / 4.0 * interpolate(HANDOFF, 0.0);
-        let fill = free.max(0.0) / self.stream_near;
-        if fill >= loaded { loaded } else { fill + (1.0 - fill / loaded) * idle }
+    pub(super) fn flow(&self, shape: &Shape) -> Flow {
+        let rates = &self.rates;
+        let kib = if shape.even { rates.kib_us } else { rates.odd_kib_us };
+        let byte = kib / KIB / self.clock;
+        let stage = rates.stage_us / self.clock;
+        let in_flight = f64::from(shape.in_flight) * shape.payload;
+        let near = f64::from(shape.in_flight_near) * shape.payload;
+        let taken = if shape.even { TAKEN_STAGES } else { 0 };
+        let ring = f64::from(shape.stages + taken) * shape.payload;
+        // While products run, a stage is free again when it has landed and been multiplied.
+        let lap = ring / (MEMORY_US + rates.issue_us + stage + shape.payload * byte);
+        Flow {
+            ring,
+            stream: self.stream(in_flight).min(lap),
+            stream_near: self.stream(near),
+            alone: self.alone(in_flight).min(lap),
+            byte,
+            stage,
+            tile: if shape.even { 0.0 } else { rates.odd_tile_us / self.clock },
+            queue: rates.queue_share * interpolate(QUEUE, near / self.scale),
+        }
     }
 
-    /// Between two looks at a counter or tag, on average.
-    pub(super) fn poll(&self) -> f64 {
-        self.poll_us
+    /// Bytes a microsecond with so many in flight while every worker streams.
+    fn stream(&self, in_flight: f64) -> f64 {
+        let measured = interpolate(STREAM, (in_flight / self.scale).min(176.0 * KIB));
+        let share = measured / H200_BANDWIDTH * self.rates.stream_share * self.evict;
+        (share.min(1.0) * self.per_worker).min(self.alone(in_flight))
     }
 
-    /// Loading an activation vector, beyond what a handoff includes.
-    pub(super) fn vector(&self, bytes: f64) -> f64 {
-        (bytes - HANDOFF_VECTOR_BYTES).max(0.0) / self.direct
+    /// Bytes a microsecond with so many in flight while nobody else streams: each waits for a trip to memory.
+    fn alone(&self, in_flight: f64) -> f64 {
+        in_flight / (MEMORY_US + self.rates.issue_us)
     }
 
-    /// Multiplying `bytes` of weights of which `landed` are in the ring: the last stage is used after it has landed.
-    pub(super) fn multiply(&self, bytes: f64, landed: f64) -> f64 {
-        let tail = self.stage_bytes.min(bytes) / self.consume;
-        (bytes / self.consume).max((bytes - landed).max(0.0) / self.stream + tail)
+    /// Bytes a microsecond of a worker that has so many bytes of a phase, of which workers have `mean` on average: when the others
+    /// are done they leave it their bandwidth.
+    pub(super) fn stream_of(&self, flow: &Flow, bytes: f64, mean: f64) -> f64 {
+        let crowd = (mean / bytes).clamp(f64::MIN_POSITIVE, 1.0);
+        (flow.stream * (1.0 + self.rates.idle_share * (1.0 / crowd - 1.0)))
+            .min(flow.alone.max(flow.stream))
     }
 }
-
-/// Small copies cost: 8 KB 3 to 6 %, larger ones next to nothing.
-fn copy_efficiency(stage_bytes: f64) -> f64 {
-    interpolate(
-        &[(0.0, 0.0), (8.0 * KIB, 0.965), (16.0 * KIB, 0.995), (32.0 * KIB, 0.998)],
-        stage_bytes,
-    )
-    .min(1.0)
-}
-
-/// Bytes per second that all consumers of an H200 multiply when everything has landed: 452 cycles for a tile of 32 KB, measured.
-const CONSUMER: f64 = 15.7e12;
 
 #[cfg(test)]
 mod tests {
@@ -140,11 +260,23 @@ mod tests {
 
     #[test]
     fn interpolation_meets_the_measured_points() {
-        for &(x, y) in HANDOFF.iter().chain(STREAM) {
-            let table = if y < 100.0 && (x > 0.0 || y > 0.0) { HANDOFF } else { STREAM };
-            assert!((interpolate(table, x) - y).abs() <= 1e-9 * y, "{x}");
+        for table in [QUEUE, STREAM] {
+            for &(x, y) in table {
+                assert!((interpolate(table, x) - y).abs() <= 1e-9 * y, "{x}");
+            }
         }
-        assert!((interpolate(HANDOFF, 8.0 * KIB) - 2.7).abs() < 1e-9);
-        assert!(interpolate(HANDOFF, 400.0 * KIB) > 35.8);
+        assert!((interpolate(QUEUE, 8.0 * KIB) - 0.175).abs() < 1e-9);
+        assert!(interpolate(QUEUE, 400.0 * KIB) > 8.45);
+    }
+
+    #[test]
+    fn the_shipped_rates_are_in_their_bounds_and_say_where_they_are_from() {
+        let file: RateFile = serde_json::from_str(include_str!("rates.json")).expect("rates.json");
+        assert!(!file.source.is_empty());
+        for (index, &(name, low, high)) in Rates::TABLE.iter().enumerate() {
+            let value = file.rates.get(index);
+            assert!((low..=high).contains(&value), "{name} is {value}, not in {low} to {high}");
+            assert_eq!(file.rates.with(index, low).get(index), low);
+        }
     }
 }

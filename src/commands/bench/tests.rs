@@ -1,3 +1,4 @@
+use clap::Parser;
 use ir::Target;
 use ir::program::Program;
 use ir::schedule::KernelConfig;
@@ -57,6 +58,27 @@ fn a_device_that_is_right_is_measured_at_the_context() {
     assert!((us - 50.0).abs() < 0.5 && verdict.ci_us.is_some());
     let bound = shown.bytes.expect("it was counted") as f64 / 1e12 * 1e6;
     assert!((verdict.bound_us.expect("it has a floor") - bound).abs() < 1e-9);
+}
+
+#[test]
+fn what_was_measured_becomes_a_bundle_that_holds() {
+    let cli =
+        "amk bench --model toy --device cpu --target h200 --kv-capacity 512 --context 268 --seed 3";
+    let cli = crate::cli::Cli::try_parse_from(cli.split(' ')).expect("a command");
+    let Some(crate::cli::Command::Bench(args)) = cli.command else { panic!("it is a bench") };
+    let context = Context::new(&args.model).expect("the toy loads");
+    let (verdict, outcome, mut shown) = bench_of(|_| (), Behaviour::takes(50.0).with_noise(0.01));
+    assert_eq!(outcome, Ok(()));
+    let config = context.default_config();
+    let made =
+        |shown: &Shown| bundle(&args, &context, config, &verdict, shown, Conditions::default());
+    assert_eq!(made(&shown), None, "nobody measured the bandwidth");
+    shown.bandwidth = Some(1e12);
+    let made = made(&shown).expect("nothing is missing");
+    let read = Bundle::read(&made.to_text()).expect("it is whole");
+    assert_eq!((read.context, read.rounds_us.len()), (268, TIMING.rounds));
+    let rebuilt = read.rebuild(context.graph(), &context.target);
+    assert_eq!(rebuilt.expect("the same program").1.id(), verdict.program_id.expect("it has one"));
 }
 
 /// Each logit is within the gate's bound, which scales with the greatest, and all together are too far.

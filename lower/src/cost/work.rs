@@ -1,0 +1,314 @@
+//! What the tasks of a program have to do, as far as time goes and whatever the rates are.
+
+use abi::{AttentionMergeParams, AttentionParams, MatvecParams, Opcode, Prologue, SlotKind};
+use ir::program::smem::CONSUMER_WARPS;
+use ir::program::{Program, Region, Task, accesses, active_splits, attended, split_range};
+use ir::{MatrixId, SlotId};
+use rustc_hash::FxHashMap;
+
+use super::rates::Shape;
+
+/// Keys that all warps of a worker attend to at once: a tile of 32 each.
+const PASS_KEYS: u32 = 32 * CONSUMER_WARPS;
+
+/// Units that a warp holds of a stage, at most.
+const SHARE: u32 = abi::STAGE_UNITS_MAX / CONSUMER_WARPS;
+
+/// What a task does.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Work {
+    /// Products of so many bytes in stages and tiles, behind a vector of so many elements and a merge of so many splits.
+    Product { bytes: f64, stages: f64, tiles: f64, elements: f64, merged: u32 },
+    /// Attention in so many passes over so many bytes of keys and values, which come through the ring.
+    Attention { passes: u32, bytes: f64 },
+    /// A merge of so many splits.
+    Merge { merged: u32 },
+    /// Another op.
+    Small,
+    /// Nothing.
+    Nothing,
+}
+
+/// One task.
+pub(super) struct Cost {
+    /// Index of its phase.
+    pub(super) phase: u32,
+    /// Index of the flow of its matrix, or of the worker's next one.
+    pub(super) flow: u32,
+    pub(super) work: Work,
+    /// Counters waited for.
+    pub(super) waits: Vec<u32>,
+    /// Tagged regions read.
+    pub(super) polls: Vec<Poll>,
+    pub(super) signal: Option<u32>,
+    /// Tagged writes: slot, place in its list.
+    pub(super) posts: Vec<(u32, u32)>,
+}
+
+/// A tagged region that a task reads: writers `first..last` of a slot.
+pub(super) struct Poll {
+    pub(super) slot: u32,
+    pub(super) first: u32,
+    pub(super) last: u32,
+}
+
+/// The phases of one kind in one layer.
+pub(super) struct Phase {
+    /// Index of its name.
+    pub(super) name: usize,
+    pub(super) tasks: u32,
+    pub(super) stream_bytes: u64,
+    /// Keys and values, which come through the ring as well.
+    pub(super) kv_bytes: u64,
+}
+
+/// Everything that a simulation needs to know of a program at a position.
+pub(super) struct Plan {
+    pub(super) workers: Vec<Vec<Cost>>,
+    /// Arrivals of each counter in a step.
+    pub(super) counters: Vec<u32>,
+    /// Writers of each tagged slot and generation, by first word.
+    pub(super) tagged: Vec<Vec<(u32, u32)>>,
+    pub(super) flows: Vec<Shape>,
+    pub(super) phases: Vec<Phase>,
+    pub(super) names: Vec<String>,
+    pub(super) kv_bytes: u64,
+}
+
+impl Plan {
+    pub(super) fn new(program: &Program, position: u32) -> Self {
+        let mut builder = Builder::new(program, position);
+        let mut workers = Vec::with_capacity(program.workers.len());
+        for worker in &program.workers {
+            // From the last to the first: an op without products runs while the next products land.
+            let mut flow = 0;
+            let tasks = worker.tasks.iter().rev();
+            let mut costs: Vec<Cost> = tasks.map(|task| builder.cost(task, &mut flow)).collect();
+            costs.reverse();
+            workers.push(costs);
+        }
+        let mut counters = vec![0; program.counters as usize];
+        let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
+        for signal in tasks.filter_map(|task| task.signal) {
+            counters[signal.index()] += 1;
+        }
+        let Builder { tagged, flows, phases, names, kv_bytes, .. } = builder;
+        Self { workers, counters, tagged, flows, phases, names, kv_bytes }
+    }
+
+    /// Every counter and every tagged slot is one handoff.
+    pub(super) fn handoffs(&self) -> u32 {
+        let counters = self.counters.iter().filter(|&&arrivals| arrivals > 0).count();
+        (counters + self.tagged.len()) as u32
+    }
+}
+
+/// How tiles lie in stages: as `vm-host/src/staging.rs` lays them, which knows the machine.
+struct Staging {
+    /// Units of an average stage.
+    units: f64,
+    /// Tiles of a stage; a part of one where a tile lies in several.
+    tiles: f64,
+    /// Whether each warp takes its share of a stage into registers at once.
+    even: bool,
+}
+
+impl Staging {
+    fn new(tile: u32, stage: u32) -> Self {
+        let parts = tile.div_ceil(abi::STAGE_UNITS_MAX);
+        let part = tile / parts;
+        let together = if 2 * part.div_ceil(CONSUMER_WARPS) <= SHARE { 2 } else { 1 };
+        if tile.is_multiple_of(parts) && together * part <= stage {
+            let tiles = f64::from(together) / f64::from(parts);
+            return Self { units: f64::from(together * part), tiles, even: true };
+        }
+        if tile > stage {
+            let stages = f64::from(tile.div_ceil(stage));
+            return Self { units: f64::from(tile) / stages, tiles: 1.0 / stages, even: false };
+        }
+        let tiles = stage / tile;
+        Self { units: f64::from(tiles * tile), tiles: f64::from(tiles), even: false }
+    }
+
+    /// Stages of so many tiles.
+    fn stages(&self, tiles: u32) -> f64 {
+        (f64::from(tiles) / self.tiles).ceil()
+    }
+}
+
+/// Costs tasks one by one, and numbers flows, phases and tagged slots on the way.
+struct Builder<'a> {
+    program: &'a Program,
+    position: u32,
+    tagged: Vec<Vec<(u32, u32)>>,
+    tagged_ids: FxHashMap<(SlotId, u16), usize>,
+    flows: Vec<Shape>,
+    phases: Vec<Phase>,
+    phase_ids: FxHashMap<(u16, usize), usize>,
+    names: Vec<String>,
+    kv_bytes: u64,
+}
+
+impl<'a> Builder<'a> {
+    fn new(program: &'a Program, position: u32) -> Self {
+        let mut builder = Self {
+            program,
+            position,
+            tagged: Vec::new(),
+            tagged_ids: FxHashMap::default(),
+            flows: Vec::new(),
+            phases: Vec::new(),
+            phase_ids: FxHashMap::default(),
+            names: Vec::new(),
+            kv_bytes: 0,
+        };
+        builder.flow(program.pipeline.stage_units);
+        let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
+        for region in tasks.flat_map(|task| accesses(program, task).writes) {
+            if !builder.is_tagged(&region) {
+                continue;
+            }
+            let next = builder.tagged.len();
+            let id = *builder.tagged_ids.entry((region.slot, region.generation)).or_insert(next);
+            if id == next {
+                builder.tagged.push(Vec::new());
+            }
+            builder.tagged[id].push((region.start, region.end));
+        }
+        builder.tagged.iter_mut().for_each(|writers| writers.sort_unstable());
+        builder
+    }
+
+    fn is_tagged(&self, region: &Region) -> bool {
+        self.program.slots[region.slot.index()].kind == SlotKind::Tagged
+    }
+
+    /// The flow of matrices whose tiles have so many units.
+    fn flow(&mut self, units: u32) -> u32 {
+        let pipeline = self.program.pipeline;
+        let staging = Staging::new(units.max(1), pipeline.stage_units.max(1));
+        let shape = Shape {
+            stages: pipeline.stages,
+            in_flight: pipeline.in_flight,
+            in_flight_near: pipeline.in_flight_near,
+            payload: staging.units * f64::from(abi::UNIT_BYTES),
+            even: staging.even,
+        };
+        let found = self.flows.iter().position(|flow| *flow == shape);
+        found.unwrap_or_else(|| {
+            self.flows.push(shape);
+            self.flows.len() - 1
+        }) as u32
+    }
+
+    fn cost(&mut self, task: &Task, flow: &mut u32) -> Cost {
+        let touched = accesses(self.program, task);
+        let mut polls: Vec<Poll> = Vec::new();
+        for region in touched.reads.iter().filter(|region| self.is_tagged(region)) {
+            let Some(&slot) = self.tagged_ids.get(&(region.slot, region.generation)) else {
+                continue;
+            };
+            let writers = &self.tagged[slot];
+            let first = writers.partition_point(|&(_, end)| end <= region.start);
+            let last = writers.partition_point(|&(start, _)| start < region.end).max(first);
+            polls.push(Poll { slot: slot as u32, first: first as u32, last: last as u32 });
+        }
+        let mut posts = Vec::new();
+        for region in touched.writes.iter().filter(|region| self.is_tagged(region)) {
+            let Some(&slot) = self.tagged_ids.get(&(region.slot, region.generation)) else {
+                continue;
+            };
+            let place = self.tagged[slot].binary_search(&(region.start, region.end));
+            posts.extend(place.map(|place| (slot as u32, place as u32)));
+        }
+        let (name, work, stream_bytes) = self.work(task, flow);
+        let phase = self.phase(task, name, stream_bytes);
+        if let Work::Attention { bytes, .. } = work {
+            self.phases[phase as usize].kv_bytes += bytes as u64;
+        }
+        Cost {
+            phase,
+            flow: *flow,
+            work,
+            waits: task.waits.iter().map(|wait| wait.counter.0).collect(),
+            polls,
+            signal: task.signal.map(|signal| signal.0),
+            posts,
+        }
+    }
+
+    /// Name of the phase, what is done, bytes streamed.
+    fn work(&mut self, task: &Task, flow: &mut u32) -> (String, Work, u64) {
+        match task.opcode {
+            Opcode::Matvec => {
+                let p: MatvecParams = task.params();
+                *flow = self.flow(p.units);
+                let stage_units = self.program.pipeline.stage_units.max(1);
+                let stages = Staging::new(p.units.max(1), stage_units).stages(p.tiles);
+                let merges = p.prologue == Prologue::Merge as u32;
+                let merged = if merges { self.merged(p.window, p.kv_block, p.splits) } else { 0 };
+                let bytes = u64::from(p.tiles) * u64::from(p.units) * u64::from(abi::UNIT_BYTES);
+                let work = Work::Product {
+                    bytes: bytes as f64,
+                    stages,
+                    tiles: f64::from(p.tiles),
+                    elements: f64::from(p.k_len),
+                    merged,
+                };
+                (self.matrix_name(&p), work, bytes)
+            }
+            Opcode::Attention => ("attention".to_owned(), self.attention(&task.params()), 0),
+            Opcode::AttentionMerge => {
+                let p: AttentionMergeParams = task.params();
+                let merged = self.merged(p.window, p.kv_block, p.splits);
+                ("merge".to_owned(), Work::Merge { merged }, 0)
+            }
+            Opcode::Nop => ("nop".to_owned(), Work::Nothing, 0),
+            Opcode::Embed | Opcode::Sample => (task.opcode.info().name.to_owned(), Work::Small, 0),
+        }
+    }
+
+    /// Splits that have something to merge; one is taken as it is.
+    fn merged(&self, window: u32, kv_block: u32, splits: u32) -> u32 {
+        let active = active_splits(attended(self.position, window), kv_block, splits);
+        if active > 1 { active } else { 0 }
+    }
+
+    fn attention(&mut self, p: &AttentionParams) -> Work {
+        let keys = attended(self.position, p.window);
+        let active = active_splits(keys, p.kv_block, p.splits);
+        if p.split >= active {
+            return Work::Nothing;
+        }
+        let mine = split_range(keys, p.kv_block, active, p.split).len() as u32;
+        let bytes = u64::from(mine) * 2 * u64::from(p.head_dim) * abi::KV_ELEMENT_BYTES;
+        self.kv_bytes += bytes;
+        Work::Attention { passes: mine.div_ceil(PASS_KEYS), bytes: bytes as f64 }
+    }
+
+    /// The last part of the matrix's name; the embedding multiplies as `lm_head` when tied.
+    fn matrix_name(&self, p: &MatvecParams) -> String {
+        let matrix = self.program.matrices.get(MatrixId(p.matrix).index());
+        let part = matrix.and_then(|m| m.name.rsplit('.').next()).unwrap_or("matvec");
+        match part {
+            "embed" => "lm_head".into(),
+            "o" => "o_proj".into(),
+            other => other.into(),
+        }
+    }
+
+    fn phase(&mut self, task: &Task, name: String, stream_bytes: u64) -> u32 {
+        let name = self.names.iter().position(|known| *known == name).unwrap_or_else(|| {
+            self.names.push(name);
+            self.names.len() - 1
+        });
+        let next = self.phases.len();
+        let id = *self.phase_ids.entry((task.layer, name)).or_insert(next);
+        if id == next {
+            self.phases.push(Phase { name, tasks: 0, stream_bytes: 0, kv_bytes: 0 });
+        }
+        self.phases[id].tasks += 1;
+        self.phases[id].stream_bytes += stream_bytes;
+        id as u32
+    }
+}

@@ -1,0 +1,336 @@
+//! A bundle: one file that says what a schedule reached, and lets anybody check what can be checked without the card.
+//!
+//! A time cannot be checked elsewhere. What it was a time of can: the bundle has the schedule, the ids of the program and the kernel that
+//! ran, every raw sample, and its own hash. [`Bundle::read`] refuses an edited file and figures that do not follow from the samples;
+//! [`Bundle::rebuild`] validates and lowers the schedule again and refuses another program.
+
+use ir::program::{Program, Verified};
+use ir::schedule::ScheduleConfig;
+use ir::{Graph, Target, Valid};
+use reference_vm::accuracy::Accuracy;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::conditions::Conditions;
+use crate::device::{Samples, Side};
+use crate::measure::median;
+use crate::verdict::GateReport;
+
+/// The schema id of a bundle.
+pub const BUNDLE_SCHEMA: &str = "amk.bundle.v1";
+
+/// How far the device's logits were from the `f32` evaluation of the same weights.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Proof {
+    /// Positions compared.
+    pub positions: usize,
+    /// Worst relative error of a position (L2 norms).
+    pub rel_err_worst: f64,
+    /// Mean of the same.
+    pub rel_err_mean: f64,
+    /// Mean divergence, in nats.
+    pub kl_mean: f64,
+    /// Positions whose most likely token is decided.
+    pub top1_decided: usize,
+    /// Those of them where it was the same.
+    pub top1_equal: usize,
+}
+
+impl From<Accuracy> for Proof {
+    fn from(accuracy: Accuracy) -> Self {
+        Self {
+            positions: accuracy.positions,
+            rel_err_worst: accuracy.rel_worst,
+            rel_err_mean: accuracy.rel_mean,
+            kl_mean: accuracy.kl_mean,
+            top1_decided: accuracy.decided,
+            top1_equal: accuracy.decided_equal,
+        }
+    }
+}
+
+impl Proof {
+    fn holds(&self) -> bool {
+        self.rel_err_worst <= Accuracy::REL_MAX
+            && self.kl_mean <= Accuracy::KL_MAX
+            && self.top1_equal == self.top1_decided
+            && self.positions > 0
+    }
+}
+
+/// A schedule and what it reached.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Bundle {
+    /// [`BUNDLE_SCHEMA`].
+    pub schema: String,
+    /// The model, as `--model` took it.
+    pub model: String,
+    /// Element type of its weights.
+    pub dtype: String,
+    /// The target of the schedule.
+    pub target: String,
+    /// Tokens before the timed ones.
+    pub context: u32,
+    /// Positions of the key/value cache.
+    pub kv_capacity: u32,
+    /// What the tokens were drawn with.
+    pub seed: u64,
+    /// The schedule.
+    pub config: ScheduleConfig,
+    /// Hash of the schedule.
+    pub schedule_id: String,
+    /// Hash of the program that it lowered to.
+    pub program_id: String,
+    /// Hash of the kernel build: source, options, architecture.
+    pub kernel_id: String,
+    /// Where it was measured.
+    pub conditions: Conditions,
+    /// The gates that it passed.
+    pub gates: Vec<GateReport>,
+    /// How accurate it was.
+    pub accuracy: Proof,
+    /// Tokens of a timed block.
+    pub timed_tokens: u32,
+    /// Measured: microseconds a token, the median of the candidate's blocks.
+    pub median_us: f64,
+    /// 99 % interval of the median.
+    pub ci_us: [f64; 2],
+    /// Every block, four a round: this program against itself, the second and third are the candidate's.
+    pub rounds_us: Vec<[f64; 4]>,
+    /// The floor: `bytes_per_token` over `bandwidth`, in microseconds.
+    pub bound_us: f64,
+    /// Bytes that a step reads at the timed positions.
+    pub bytes_per_token: u64,
+    /// Bytes a second, measured in the same process.
+    pub bandwidth: f64,
+    /// What else a reader should know.
+    pub notes: Vec<String>,
+}
+
+/// Why a bundle proves nothing.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// It is no bundle.
+    #[error("not a bundle: {0}")]
+    Unreadable(String),
+    /// The hash does not fit, or figures do not follow from the samples.
+    #[error("{0}")]
+    Tampered(String),
+    /// It does not say that the schedule was right.
+    #[error("{0}")]
+    Unproven(String),
+    /// The schedule is not legal, or lowers to something else now.
+    #[error("{0}")]
+    Stale(String),
+}
+
+impl Bundle {
+    /// Reads a bundle and checks everything that needs no model.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn read(text: &str) -> Result<Self, Refusal> {
+        let unreadable = |error: serde_json::Error| Refusal::Unreadable(error.to_string());
+        let mut fields: Map<String, Value> = serde_json::from_str(text).map_err(unreadable)?;
+        let schema = fields.get("schema").and_then(Value::as_str).unwrap_or("none");
+        if schema != BUNDLE_SCHEMA {
+            return Err(Refusal::Unreadable(format!("its schema is {schema}")));
+        }
+        corpus::check_seal(&fields).map_err(Refusal::Tampered)?;
+        fields.remove("hash");
+        let bundle: Self = serde_json::from_value(fields.into()).map_err(unreadable)?;
+        bundle.check()?;
+        Ok(bundle)
+    }
+
+    /// The text of the file, with its hash.
+    #[must_use]
+    pub fn to_text(&self) -> String {
+        let fields = match serde_json::to_value(self) {
+            Ok(Value::Object(fields)) => fields,
+            Ok(_) | Err(_) => Map::new(),
+        };
+        serde_json::to_string_pretty(&corpus::seal(&fields)).unwrap_or_default() + "\n"
+    }
+
+    /// Figures that must follow from others in the file.
+    fn check(&self) -> Result<(), Refusal> {
+        let samples = Samples { rounds: self.rounds_us.clone(), ..Samples::default() };
+        let median = median(&samples.of(Side::Candidate));
+        let tampered = |what: String| Err(Refusal::Tampered(what));
+        if median.to_bits() != self.median_us.to_bits() {
+            return tampered(format!(
+                "its median is {} us, its samples have {median}",
+                self.median_us
+            ));
+        }
+        if !(self.ci_us[0]..=self.ci_us[1]).contains(&self.median_us) {
+            return tampered("its median is outside its interval".to_owned());
+        }
+        let bound = self.bytes_per_token as f64 / self.bandwidth * 1e6;
+        if (bound - self.bound_us).abs() > 1e-9 * self.bound_us {
+            return tampered(format!(
+                "its floor is {} us, its bytes and bandwidth have {bound}",
+                self.bound_us
+            ));
+        }
+        if self.config.id() != self.schedule_id {
+            return tampered(format!(
+                "its schedule is {}, not {}",
+                self.config.id(),
+                self.schedule_id
+            ));
+        }
+        let unproven = |what: String| Err(Refusal::Unproven(what));
+        if let Some(gate) = self.gates.iter().find(|gate| !gate.passed) {
+            return unproven(format!("the gate {} failed: {}", gate.gate, gate.detail));
+        }
+        if !self.gates.iter().any(|gate| gate.gate == "device") {
+            return unproven("it says of no device that the program agreed there".to_owned());
+        }
+        if !self.accuracy.holds() {
+            return unproven("its accuracy is out of bounds".to_owned());
+        }
+        Ok(())
+    }
+
+    /// Validates and lowers the schedule again: it must become the program that was measured.
+    ///
+    /// # Errors
+    /// If it is not legal, cannot be lowered, or becomes another program.
+    pub fn rebuild(
+        &self,
+        graph: &Graph,
+        target: &Target,
+    ) -> Result<(Valid<ScheduleConfig>, Verified<Program>), Refusal> {
+        if graph.dtype.name() != self.dtype {
+            return Err(Refusal::Stale(format!(
+                "it was measured with {} weights, the model has {}",
+                self.dtype,
+                graph.dtype.name()
+            )));
+        }
+        let valid = ir::schedule::validate(self.config, graph, target).map_err(|violations| {
+            Refusal::Stale(format!("its schedule is illegal: {violations}"))
+        })?;
+        let options = lower::Options { kv_capacity: self.kv_capacity };
+        let program = lower::lower(&valid, graph, target, options)
+            .map_err(|error| Refusal::Stale(format!("its schedule cannot be lowered: {error}")))?;
+        let id = program.id();
+        if id != self.program_id {
+            return Err(Refusal::Stale(format!(
+                "its schedule lowers to program {id} now, and {} was measured: measure it again",
+                self.program_id
+            )));
+        }
+        Ok((valid, program))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn toy() -> (model::Model, Target) {
+        (model::preset("toy").expect("a preset"), Target::by_name("h200").expect("a target"))
+    }
+
+    fn bundle() -> Bundle {
+        let (model, target) = toy();
+        let config = ir::schedule::default_config(&model.graph, &target);
+        let valid = ir::schedule::validate(config, &model.graph, &target).expect("legal");
+        let options = lower::Options { kv_capacity: 64 };
+        let program = lower::lower(&valid, &model.graph, &target, options).expect("it lowers");
+        let gate = |gate: &str| GateReport {
+            gate: gate.to_owned(),
+            passed: true,
+            detail: "as it should".to_owned(),
+        };
+        Bundle {
+            schema: BUNDLE_SCHEMA.to_owned(),
+            model: "toy".to_owned(),
+            dtype: model.graph.dtype.name().to_owned(),
+            target: "h200".to_owned(),
+            context: 16,
+            kv_capacity: 64,
+            seed: 0,
+            config,
+            schedule_id: config.id(),
+            program_id: program.id(),
+            kernel_id: "k".to_owned(),
+            conditions: Conditions::default(),
+            gates: ["validate", "lower", "verify", "reference", "device"].map(gate).to_vec(),
+            accuracy: Proof {
+                positions: 48,
+                rel_err_worst: 1e-4,
+                rel_err_mean: 1e-5,
+                kl_mean: 1e-6,
+                top1_decided: 40,
+                top1_equal: 40,
+            },
+            timed_tokens: 32,
+            median_us: 25.1,
+            ci_us: [25.0, 25.2],
+            rounds_us: vec![[9.0, 25.0, 25.2, 9.0], [9.0, 25.1, 25.1, 9.0]],
+            bound_us: 1.0,
+            bytes_per_token: 4_000_000,
+            bandwidth: 4e12,
+            notes: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_bundle_survives_its_file_and_is_rebuilt() {
+        let (model, target) = toy();
+        let read = Bundle::read(&bundle().to_text()).expect("it is whole");
+        assert_eq!(read, bundle());
+        let (_, program) = read.rebuild(&model.graph, &target).expect("the same program");
+        assert_eq!(program.id(), bundle().program_id);
+    }
+
+    #[test]
+    fn an_edited_file_is_refused() {
+        let text = bundle().to_text().replace("25.1", "24.1");
+        assert!(
+            matches!(Bundle::read(&text), Err(Refusal::Tampered(why)) if why.contains("edited"))
+        );
+        assert!(matches!(Bundle::read("{}"), Err(Refusal::Unreadable(_))));
+        assert!(matches!(Bundle::read("[]"), Err(Refusal::Unreadable(_))));
+    }
+
+    #[test]
+    fn figures_that_do_not_follow_are_refused_even_with_a_new_hash() {
+        type Forge = fn(&mut Bundle);
+        let forged: [(&str, Forge); 7] = [
+            ("median", |b| b.median_us = 24.0),
+            ("interval", |b| b.ci_us = [20.0, 21.0]),
+            ("floor", |b| b.bound_us = 20.0),
+            ("schedule", |b| b.config.pipeline.stages -= 1),
+            ("gate reference", |b| b.gates[3].passed = false),
+            ("device", |b| b.gates.truncate(4)),
+            ("accuracy", |b| b.accuracy.rel_err_worst = 0.1),
+        ];
+        for (word, forge) in forged {
+            let mut bundle = bundle();
+            forge(&mut bundle);
+            let refusal = Bundle::read(&bundle.to_text()).expect_err(word);
+            assert!(refusal.to_string().contains(word), "{word}: {refusal}");
+        }
+    }
+
+    #[test]
+    fn another_program_is_refused() {
+        let (model, target) = toy();
+        let mut other = bundle();
+        other.program_id = "0000000000000000".to_owned();
+        let refusal = other.rebuild(&model.graph, &target).expect_err("another program");
+        assert!(refusal.to_string().contains("measure it again"), "{refusal}");
+        let mut other = bundle();
+        other.config.pipeline.stages = 25;
+        other.config.pipeline.stage_bytes = 32768;
+        let refusal = other.rebuild(&model.graph, &target).expect_err("an illegal schedule");
+        assert!(refusal.to_string().contains("illegal"), "{refusal}");
+    }
+}

@@ -1,0 +1,381 @@
+//! The cost model against measurements: how well it ranks, how far off it is, and rates that fit better.
+//!
+//! A fit is a damped least-squares search (Levenberg and Marquardt) over the named rates: the residuals are the logarithms of predicted
+//! over measured, each model weighs the same, residuals beyond [`HUBER`] count linearly, and a weak pull towards the rates before keeps
+//! those in place that the rows say nothing about. It is deterministic: the same rows and rates give the same rates.
+
+use ir::{Graph, Target};
+use lower::{Predictor, Rates};
+use rayon::prelude::*;
+use serde::Serialize;
+
+use crate::gate::Dropped;
+use crate::survey::Observation;
+
+/// Residuals up to this are squared; larger ones count linearly, so that a few odd rows do not decide.
+const HUBER: f64 = 0.15;
+
+/// Weight of the pull towards the rates before, for a rate that moved over its whole range.
+const PRIOR: f64 = 0.02;
+
+/// Iterations at most, and dampings that each tries.
+const ITERATIONS: usize = 12;
+const DAMPINGS: [f64; 5] = [1e-4, 1e-3, 1e-2, 1e-1, 1.0];
+
+/// Share of its range by which a rate is changed to see what it does.
+const PROBE: f64 = 0.01;
+
+/// An iteration that gains less than this share of the loss is the last.
+const ENOUGH: f64 = 2e-3;
+
+/// Every so manieth row is held out of a fit.
+const HELD_OUT: usize = 4;
+
+/// A measured row, ready to be predicted.
+pub struct Case {
+    /// The row.
+    pub row: Observation,
+    /// Whether its schedule still lowers to the program that was measured.
+    pub same_program: bool,
+    predictor: Predictor,
+}
+
+impl Case {
+    /// Lowers the row's schedule.
+    ///
+    /// # Errors
+    /// If it is not legal any more, or cannot be lowered.
+    pub fn new(row: Observation, graph: &Graph, target: &Target) -> Result<Self, Dropped> {
+        let valid = ir::schedule::validate(row.config, graph, target).map_err(Dropped::Rejected)?;
+        let options = lower::Options { kv_capacity: row.kv_capacity };
+        let program = lower::lower(&valid, graph, target, options).map_err(Dropped::Unloadable)?;
+        let predictor = Predictor::new(&program, &valid.kernel, target, row.position());
+        Ok(Self { same_program: program.id() == row.program_id, row, predictor })
+    }
+
+    /// What the model says with these rates.
+    #[must_use]
+    pub fn point(&self, rates: &Rates) -> Point {
+        let predicted = self.predictor.predict(rates);
+        Point {
+            measured_us: self.row.median_us,
+            predicted_us: predicted.latency_us,
+            bound_us: predicted.bound_us,
+        }
+    }
+}
+
+/// A measurement and its prediction. They stand beside each other, and are never mixed.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Point {
+    /// Measured microseconds a token.
+    pub measured_us: f64,
+    /// Predicted microseconds a token.
+    pub predicted_us: f64,
+    /// The floor that no prediction may be below.
+    pub bound_us: f64,
+}
+
+/// How good predictions are.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Calibration {
+    /// Rows.
+    pub rows: usize,
+    /// Spearman's rank correlation of predicted and measured.
+    pub rank_correlation: f64,
+    /// Median of `|predicted / measured - 1|`.
+    pub error_median: f64,
+    /// What nine tenths of the rows stay below.
+    pub error_p90: f64,
+    /// Median of `predicted / measured - 1`: whether it is too fast or too slow on the whole.
+    pub bias: f64,
+    /// Predictions below the floor.
+    pub below_floor: usize,
+}
+
+impl Calibration {
+    /// Compares; NaN of nothing.
+    #[must_use]
+    pub fn of(points: &[Point]) -> Self {
+        let values = |of: fn(&Point) -> f64| points.iter().map(of).collect::<Vec<f64>>();
+        let signed = values(|point| point.predicted_us / point.measured_us - 1.0);
+        let errors: Vec<f64> = signed.iter().map(|error| error.abs()).collect();
+        Self {
+            rows: points.len(),
+            rank_correlation: rank_correlation(
+                &values(|point| point.measured_us),
+                &values(|point| point.predicted_us),
+            ),
+            error_median: quantile(&errors, 0.5),
+            error_p90: quantile(&errors, 0.9),
+            bias: quantile(&signed, 0.5),
+            below_floor: points.iter().filter(|point| point.predicted_us < point.bound_us).count(),
+        }
+    }
+}
+
+/// Lowers every row, each with its graph and target.
+///
+/// # Errors
+/// The first row that cannot be, by its place.
+pub fn cases(rows: Vec<(Observation, &Graph, &Target)>) -> Result<Vec<Case>, (usize, Dropped)> {
+    let one = |(index, (row, graph, target)): (usize, (Observation, &Graph, &Target))| {
+        Case::new(row, graph, target).map_err(|dropped| (index, dropped))
+    };
+    rows.into_par_iter().enumerate().map(one).collect()
+}
+
+/// Predicts every case.
+#[must_use]
+pub fn points(cases: &[Case], rates: &Rates) -> Vec<Point> {
+    cases.par_iter().map(|case| case.point(rates)).collect()
+}
+
+/// Spearman's rank correlation; equal values share their mean rank. NaN if one side does not vary.
+#[must_use]
+pub fn rank_correlation(a: &[f64], b: &[f64]) -> f64 {
+    let (a, b) = (ranks(a), ranks(b));
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+    let (mean_a, mean_b) = (mean(&a), mean(&b));
+    let (mut both, mut square_a, mut square_b) = (0.0, 0.0, 0.0);
+    for (a, b) in a.iter().zip(&b) {
+        both += (a - mean_a) * (b - mean_b);
+        square_a += (a - mean_a).powi(2);
+        square_b += (b - mean_b).powi(2);
+    }
+    both / (square_a * square_b).sqrt()
+}
+
+fn ranks(values: &[f64]) -> Vec<f64> {
+    let mut order: Vec<usize> = (0..values.len()).collect();
+    order.sort_by(|&i, &j| values[i].total_cmp(&values[j]));
+    let mut ranks = vec![0.0; values.len()];
+    for group in order.chunk_by(|&i, &j| values[i] == values[j]) {
+        let before = values.iter().filter(|&&value| value < values[group[0]]).count();
+        let rank = before as f64 + (group.len() - 1) as f64 / 2.0;
+        group.iter().for_each(|&index| ranks[index] = rank);
+    }
+    ranks
+}
+
+fn quantile(values: &[f64], share: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let index = (share * sorted.len() as f64) as usize;
+    sorted.get(index.min(sorted.len().saturating_sub(1))).copied().unwrap_or(f64::NAN)
+}
+
+/// The rows that a fit sees, and those that it is judged by.
+#[must_use]
+pub fn split(cases: Vec<Case>) -> (Vec<Case>, Vec<Case>) {
+    let (mut fitted, mut held) = (Vec::new(), Vec::new());
+    for (index, case) in cases.into_iter().enumerate() {
+        let side = if index % HELD_OUT == HELD_OUT - 1 { &mut held } else { &mut fitted };
+        side.push(case);
+    }
+    (fitted, held)
+}
+
+/// Rates that predict the rows better; `progress` is told the loss after each iteration.
+#[must_use]
+pub fn fit(cases: &[Case], start: &Rates, mut progress: impl FnMut(usize, f64)) -> Rates {
+    let problem = Problem::new(cases, start);
+    let mut at = problem.start.clone();
+    let mut residuals = problem.residuals(&at);
+    let mut loss = problem.loss(&residuals, &at);
+    progress(0, loss);
+    for iteration in 1..=ITERATIONS {
+        let step = problem.step(&at, &residuals, loss);
+        let Some((next, its_residuals, its_loss)) = step else { break };
+        let gained = loss - its_loss;
+        (at, residuals, loss) = (next, its_residuals, its_loss);
+        progress(iteration, loss);
+        if gained < ENOUGH * loss {
+            break;
+        }
+    }
+    problem.rates(&at)
+}
+
+/// A least-squares problem over places in the ranges of the rates, zero to one each.
+struct Problem<'a> {
+    cases: &'a [Case],
+    weights: Vec<f64>,
+    base: Rates,
+    start: Vec<f64>,
+}
+
+impl<'a> Problem<'a> {
+    fn new(cases: &'a [Case], start: &Rates) -> Self {
+        let of = |model: &str| cases.iter().filter(|case| case.row.model == model).count();
+        let models = |case: &Case| 1.0 / of(&case.row.model) as f64;
+        let weights: Vec<f64> = cases.iter().map(models).collect();
+        let sum: f64 = weights.iter().sum();
+        let place = |(index, &(_, low, high)): (usize, &(&str, f64, f64))| {
+            ((start.get(index) - low) / (high - low)).clamp(0.0, 1.0)
+        };
+        Self {
+            cases,
+            weights: weights.into_iter().map(|weight| weight / sum).collect(),
+            base: *start,
+            start: Rates::TABLE.iter().enumerate().map(place).collect(),
+        }
+    }
+
+    fn rates(&self, at: &[f64]) -> Rates {
+        let with = |rates: Rates, (index, &(_, low, high)): (usize, &(&str, f64, f64))| {
+            rates.with(index, low + at[index] * (high - low))
+        };
+        Rates::TABLE.iter().enumerate().fold(self.base, with)
+    }
+
+    fn residuals(&self, at: &[f64]) -> Vec<f64> {
+        let points = points(self.cases, &self.rates(at));
+        points.iter().map(|point| (point.predicted_us / point.measured_us).ln()).collect()
+    }
+
+    fn loss(&self, residuals: &[f64], at: &[f64]) -> f64 {
+        let huber = |r: f64| {
+            let size = r.abs();
+            if size <= HUBER { r * r } else { HUBER * (2.0 * size - HUBER) }
+        };
+        let data: f64 = residuals.iter().zip(&self.weights).map(|(r, w)| w * huber(*r)).sum();
+        let pull: f64 = at.iter().zip(&self.start).map(|(x, x0)| (PRIOR * (x - x0)).powi(2)).sum();
+        data + pull
+    }
+
+    /// The best of the damped steps, if one is better than where it starts.
+    fn step(&self, at: &[f64], residuals: &[f64], loss: f64) -> Option<(Vec<f64>, Vec<f64>, f64)> {
+        let count = at.len();
+        let slope = |index: usize| {
+            let mut probe = at.to_vec();
+            let by = if at[index] + PROBE <= 1.0 { PROBE } else { -PROBE };
+            probe[index] += by;
+            let moved = self.residuals(&probe);
+            moved.iter().zip(residuals).map(|(m, r)| (m - r) / by).collect::<Vec<f64>>()
+        };
+        let slopes: Vec<Vec<f64>> = (0..count).map(slope).collect();
+        // Residuals beyond the bound weigh less, as their loss grows only linearly.
+        let robust = |r: f64| if r.abs() <= HUBER { 1.0 } else { HUBER / r.abs() };
+        let weight: Vec<f64> =
+            residuals.iter().zip(&self.weights).map(|(r, w)| w * robust(*r)).collect();
+        let dot = |a: &[f64], b: &[f64]| {
+            a.iter().zip(b).zip(&weight).map(|((a, b), w)| a * b * w).sum::<f64>()
+        };
+        let mut normal = vec![vec![0.0; count]; count];
+        let mut right = vec![0.0; count];
+        for i in 0..count {
+            for j in 0..count {
+                normal[i][j] = dot(&slopes[i], &slopes[j]);
+            }
+            normal[i][i] += PRIOR * PRIOR;
+            right[i] = -dot(&slopes[i], residuals) - PRIOR * PRIOR * (at[i] - self.start[i]);
+        }
+        let tried = DAMPINGS.iter().map(|damping| {
+            let by = solve_within(&normal, &right, *damping, at);
+            let next: Vec<f64> = at.iter().zip(by).map(|(x, d)| (x + d).clamp(0.0, 1.0)).collect();
+            let residuals = self.residuals(&next);
+            let loss = self.loss(&residuals, &next);
+            (next, residuals, loss)
+        });
+        let best = tried.min_by(|a, b| a.2.total_cmp(&b.2))?;
+        (best.2 < loss).then_some(best)
+    }
+}
+
+/// Solves the damped equations; places that would leave their range are put on its end, and the others solved again.
+fn solve_within(normal: &[Vec<f64>], right: &[f64], damping: f64, at: &[f64]) -> Vec<f64> {
+    let mut fixed: Vec<Option<f64>> = vec![None; at.len()];
+    loop {
+        let by = solve(normal, right, damping, &fixed);
+        let mut changed = false;
+        for (index, step) in by.iter().enumerate() {
+            let end = (at[index] + step).clamp(0.0, 1.0) - at[index];
+            if fixed[index].is_none() && (end - step).abs() > 1e-12 {
+                fixed[index] = Some(end);
+                changed = true;
+            }
+        }
+        if !changed {
+            return by;
+        }
+    }
+}
+
+/// Solves `(normal + damping * I) x = right` for the unknowns that are not fixed, by elimination.
+fn solve(normal: &[Vec<f64>], right: &[f64], damping: f64, fixed: &[Option<f64>]) -> Vec<f64> {
+    let free: Vec<usize> = (0..right.len()).filter(|&index| fixed[index].is_none()).collect();
+    let known = |row: usize| -> f64 {
+        let terms = fixed.iter().enumerate();
+        terms.filter_map(|(index, step)| step.map(|step| normal[row][index] * step)).sum()
+    };
+    let mut rows: Vec<Vec<f64>> = free
+        .iter()
+        .map(|&i| {
+            let mut row: Vec<f64> = free.iter().map(|&j| normal[i][j]).collect();
+            row.push(right[i] - known(i));
+            row
+        })
+        .collect();
+    let count = free.len();
+    for (index, row) in rows.iter_mut().enumerate() {
+        row[index] += damping;
+    }
+    // Symmetric and positive with the damping: no pivoting is needed.
+    for pivot in 0..count {
+        for row in pivot + 1..count {
+            let factor = rows[row][pivot] / rows[pivot][pivot];
+            let above = rows[pivot].clone();
+            for (value, above) in rows[row].iter_mut().zip(&above).skip(pivot) {
+                *value -= factor * above;
+            }
+        }
+    }
+    let mut steps: Vec<f64> = fixed.iter().map(|step| step.unwrap_or(0.0)).collect();
+    for pivot in (0..count).rev() {
+        let rest: f64 = (pivot + 1..count).map(|j| rows[pivot][j] * steps[free[j]]).sum();
+        steps[free[pivot]] = (rows[pivot][count] - rest) / rows[pivot][pivot];
+    }
+    steps
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rank_correlation_knows_order_and_ties() {
+        let up = [1.0, 2.0, 3.0, 4.0];
+        assert!((rank_correlation(&up, &[10.0, 20.0, 30.0, 1000.0]) - 1.0).abs() < 1e-12);
+        assert!((rank_correlation(&up, &[4.0, 3.0, 2.0, 1.0]) + 1.0).abs() < 1e-12);
+        // By hand: ranks 0 1 2 3 and 0.5 0.5 2 3.
+        let tied = rank_correlation(&up, &[7.0, 7.0, 8.0, 9.0]);
+        assert!((tied - 0.948_683_298_050_513_8).abs() < 1e-12, "{tied}");
+        assert!(rank_correlation(&up, &[1.0; 4]).is_nan());
+    }
+
+    #[test]
+    fn figures_are_those_of_the_points() {
+        let point = |measured_us, predicted_us| Point { measured_us, predicted_us, bound_us: 90.0 };
+        let points =
+            [point(100.0, 110.0), point(200.0, 190.0), point(300.0, 300.0), point(95.0, 85.0)];
+        let found = Calibration::of(&points);
+        assert_eq!((found.rows, found.below_floor), (4, 1));
+        assert!((found.rank_correlation - 1.0).abs() < 1e-12);
+        assert!((found.error_median - 0.1).abs() < 1e-12, "{found:?}");
+        assert!((found.error_p90 - 10.0 / 95.0).abs() < 1e-12, "{found:?}");
+        assert!(Calibration::of(&[]).rank_correlation.is_nan());
+    }
+
+    #[test]
+    fn equations_are_solved_within_their_bounds() {
+        let normal = vec![vec![4.0, 1.0], vec![1.0, 3.0]];
+        let found = solve_within(&normal, &[1.0, 2.0], 0.0, &[0.1, 0.1]);
+        assert!((4.0 * found[0] + found[1] - 1.0).abs() < 1e-12, "{found:?}");
+        assert!((found[0] + 3.0 * found[1] - 2.0).abs() < 1e-12, "{found:?}");
+        // The second may only move by 0.5; the first is solved for that.
+        let found = solve_within(&normal, &[1.0, 2.0], 0.0, &[0.1, 0.5]);
+        assert!((found[1] - 0.5).abs() < 1e-12, "{found:?}");
+        assert!((found[0] - 0.125).abs() < 1e-12, "{found:?}");
+    }
+}

@@ -1,0 +1,260 @@
+//! A survey: random legal schedules, each gated as in a search and timed on its own. What a cost model is fitted to and judged by.
+//!
+//! Half of the draws are **wide**: every knob takes any legal value. They say what a knob does in bad company. The other half are **near**
+//! a schedule that is known to be good (or the neutral one), one to four knobs away: they say what a search will ask about.
+
+use ir::schedule::{Knob, ScheduleConfig, Value, largest_stages, legal_values, validate};
+use ir::{Graph, Target};
+use rand::rngs::Xoshiro256PlusPlus;
+use rand::seq::{IndexedRandom, SliceRandom};
+use rand::{RngExt, SeedableRng};
+use reference_vm::compare::Tolerance;
+use serde::{Deserialize, Serialize};
+
+use crate::assess::{self, Assessed, Timing};
+use crate::conditions::Conditions;
+use crate::cpu::Candidate;
+use crate::device::{Contender, Device, DeviceError, Plan, Samples, Side};
+use crate::gate::{Dropped, Gate};
+use crate::measure::Latency;
+use crate::propose::changes;
+
+/// Schema of a row.
+pub const OBSERVATION_SCHEMA: &str = "amk.observation.v1";
+
+/// Most knobs that a near draw changes.
+const EDITS_MAX: usize = 4;
+
+/// How a schedule was drawn.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase")]
+pub enum Drawn {
+    /// Every knob at random.
+    Wide,
+    /// Some knobs of a known schedule changed.
+    Near {
+        /// Id of the known schedule.
+        of: String,
+        /// Knobs that differ from it.
+        edits: usize,
+    },
+}
+
+/// One schedule that agreed and was timed: a row of `corpus/measurements/`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Observation {
+    /// [`OBSERVATION_SCHEMA`].
+    pub schema: String,
+    /// The model, as `--model` takes it.
+    pub model: String,
+    /// The target of the schedule.
+    pub target: String,
+    /// Where it was measured.
+    pub conditions: Conditions,
+    /// Positions of the key/value cache.
+    pub kv_capacity: u32,
+    /// Tokens before the timed ones.
+    pub context: u32,
+    /// Tokens of a timed block.
+    pub timed_tokens: u32,
+    /// How it was drawn.
+    pub drawn: Drawn,
+    /// The schedule.
+    pub config: ScheduleConfig,
+    /// Hash of the program that it lowered to.
+    pub program_id: String,
+    /// Hash of the kernel build.
+    pub kernel_id: String,
+    /// Measured median, in microseconds a token.
+    pub median_us: f64,
+    /// 99 % interval of the median.
+    pub ci_us: [f64; 2],
+    /// Blocks that the median is of, in the order in which they were timed.
+    pub blocks_us: Vec<f64>,
+    /// Floor with the bandwidth measured in the same process.
+    pub bound_us: f64,
+    /// That bandwidth, in bytes a second.
+    pub bandwidth: f64,
+}
+
+impl Observation {
+    /// Position in the middle of the timed ones.
+    #[must_use]
+    pub fn position(&self) -> u32 {
+        self.context + self.timed_tokens / 2
+    }
+}
+
+/// What schedules are drawn from.
+#[derive(Clone, Copy, Debug)]
+pub struct Survey<'a> {
+    /// The model.
+    pub graph: &'a Graph,
+    /// The GPU.
+    pub target: &'a Target,
+    /// Schedules to draw near to.
+    pub known: &'a [ScheduleConfig],
+    /// What draws are made with.
+    pub seed: u64,
+}
+
+impl<'a> Survey<'a> {
+    /// Legal schedules without end, wide and near in turn. They may repeat.
+    pub fn draws(self) -> impl Iterator<Item = (Drawn, ScheduleConfig)> + 'a {
+        let values = |&knob: &Knob| (knob, legal_values(knob, self.graph, self.target));
+        let space: Vec<(Knob, Vec<Value>)> = Knob::ALL.iter().map(values).collect();
+        let mut rng = Xoshiro256PlusPlus::seed_from_u64(self.seed);
+        let mut wide = false;
+        std::iter::repeat_with(move || {
+            wide = !wide;
+            let known = if wide { None } else { self.known.choose(&mut rng) };
+            loop {
+                let (drawn, config) = match known {
+                    Some(known) => self.near(known, &space, &mut rng),
+                    None => (Drawn::Wide, self.wide(&space, &mut rng)),
+                };
+                if validate(config, self.graph, self.target).is_ok() {
+                    return (drawn, config);
+                }
+            }
+        })
+    }
+
+    /// Every knob at random. The ring is drawn from what fits: apart from each other, most of its knobs would be illegal together.
+    fn wide(&self, space: &[(Knob, Vec<Value>)], rng: &mut Xoshiro256PlusPlus) -> ScheduleConfig {
+        let mut config = ScheduleConfig::default();
+        for (knob, values) in space {
+            set(&mut config, *knob, values, rng);
+        }
+        config.pipeline.stages = 1;
+        let most = largest_stages(&config, self.graph, self.target).unwrap_or(2);
+        let ring = &mut config.pipeline;
+        ring.stages = rng.random_range(2..=most.max(2));
+        let caps = greatest(space, Knob::PipelineInFlightBytes) / ring.stage_bytes;
+        let all = rng.random_range(1..=caps.clamp(1, ring.stages));
+        ring.in_flight_bytes = all * ring.stage_bytes;
+        ring.in_flight_near_bytes = rng.random_range(1..=all) * ring.stage_bytes;
+        config
+    }
+
+    /// A few knobs of a known schedule at random, and the ring brought back to what fits.
+    fn near(
+        &self,
+        known: &ScheduleConfig,
+        space: &[(Knob, Vec<Value>)],
+        rng: &mut Xoshiro256PlusPlus,
+    ) -> (Drawn, ScheduleConfig) {
+        let mut config = *known;
+        let mut knobs: Vec<_> = space.iter().collect();
+        knobs.shuffle(rng);
+        for (knob, values) in &knobs[..rng.random_range(1..=EDITS_MAX.min(knobs.len()))] {
+            let others = values.iter().copied().filter(|&value| value != known.get(*knob));
+            set(&mut config, *knob, &others.collect::<Vec<_>>(), rng);
+        }
+        if let Some(most) = largest_stages(&config, self.graph, self.target) {
+            config.pipeline.stages = config.pipeline.stages.min(most);
+        }
+        let ring = &mut config.pipeline;
+        let whole = |bytes: u32| (bytes / ring.stage_bytes).max(1) * ring.stage_bytes;
+        let all = whole(ring.in_flight_bytes.min(ring.stages * ring.stage_bytes));
+        let near = whole(ring.in_flight_near_bytes.min(all));
+        (ring.in_flight_bytes, ring.in_flight_near_bytes) = (all, near);
+        let edits = changes(known, &config).len();
+        (Drawn::Near { of: known.id(), edits }, config)
+    }
+}
+
+/// Sets a knob to one of its values, if there is one.
+fn set(config: &mut ScheduleConfig, knob: Knob, values: &[Value], rng: &mut Xoshiro256PlusPlus) {
+    if let Some(&value) = values.choose(rng) {
+        let outcome = config.set(knob, value);
+        debug_assert!(outcome.is_ok(), "{knob} takes every value of its own domain");
+    }
+}
+
+fn greatest(space: &[(Knob, Vec<Value>)], knob: Knob) -> u32 {
+    let of = |value: &Value| match value {
+        Value::Number(number) => *number,
+        Value::Name(_) => 0,
+    };
+    let row = space.iter().find(|(other, _)| *other == knob);
+    row.and_then(|(_, values)| values.iter().map(of).max()).unwrap_or(0)
+}
+
+/// The tokens of a survey: where schedules are timed, and what the last timed position must show.
+#[derive(Clone, Debug)]
+pub struct Passage {
+    /// From position zero.
+    pub tokens: Vec<u32>,
+    /// First timed position.
+    pub first: usize,
+    /// The graph's logits at the last position.
+    pub last: Vec<f32>,
+}
+
+/// What timing an agreed candidate gave.
+#[derive(Clone, Debug)]
+pub struct Timed {
+    /// Median and interval.
+    pub latency: Latency,
+    /// All samples.
+    pub samples: Samples,
+    /// The floor at the middle of the timed positions, in microseconds.
+    pub bound_us: f64,
+}
+
+/// Gates a candidate as a search does before it keeps one, at every position and twice, then times it against itself and checks the
+/// outputs of the timed runs.
+///
+/// # Errors
+/// Why the candidate is out: it has no time then.
+pub fn observe(
+    gate: &mut Gate<'_>,
+    device: &mut dyn Device,
+    candidate: Candidate,
+    passage: &Passage,
+    timing: Timing,
+    seed: u64,
+) -> Result<Timed, Dropped> {
+    let mut verdict = assess::begin(gate, None, &candidate.config);
+    let assessed = assess::assess(gate, Some(&mut *device), candidate, &mut verdict)?;
+    let timed = time(gate, device, &assessed, passage, timing, seed);
+    let Candidate { program, config, .. } = &assessed.candidate;
+    if let Ok(handle) = device.prepare(program, &config.kernel) {
+        device.release(handle);
+    }
+    timed
+}
+
+fn time(
+    gate: &Gate<'_>,
+    device: &mut dyn Device,
+    assessed: &Assessed,
+    passage: &Passage,
+    timing: Timing,
+    seed: u64,
+) -> Result<Timed, Dropped> {
+    let candidate = &assessed.candidate;
+    let handle = device.prepare(&candidate.program, &candidate.config.kernel);
+    let Some(agreement) = &assessed.on_device else {
+        let reason = "a program without agreement on the device cannot be timed".to_owned();
+        return Err(Dropped::Failed(DeviceError::Unavailable { reason }));
+    };
+    let contender = Contender::new(handle.map_err(Dropped::Failed)?, agreement);
+    let Timing { rounds, warmup } = timing;
+    let plan = Plan { tokens: &passage.tokens, first: passage.first, rounds, warmup };
+    let samples = device.time([contender; 2], &plan).map_err(Dropped::Failed)?;
+    for actual in &samples.last_logits {
+        let (expected, actual) =
+            (std::slice::from_ref(&passage.last), std::slice::from_ref(actual));
+        let _ = assessed
+            .reference
+            .and_device(expected, actual, Tolerance::DEVICE)
+            .map_err(|at| Dropped::Disagreed { by: "timed", at })?;
+    }
+    let middle = u32::midpoint(passage.first as u32, passage.tokens.len() as u32);
+    let floors = assess::floors(gate, device, candidate, middle);
+    let latency = Latency::new(agreement, &samples, Side::Candidate, floors.artefact_us, seed)
+        .map_err(Dropped::BelowFloor)?;
+    Ok(Timed { latency, samples, bound_us: floors.bound_us })
+}

@@ -1,0 +1,203 @@
+//! `amk calibrate`: the cost model beside measured rows, and rates that are fitted to them.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::path::{Path, PathBuf};
+
+use ir::Target;
+use lower::{RateFile, Rates};
+use search::calibrate::{Calibration, Case, Point, fit, points, split};
+use search::survey::{OBSERVATION_SCHEMA, Observation};
+use serde_json::{Value, json};
+
+use crate::cli::CalibrateArgs;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::{files, report};
+
+/// The rank correlation that predictions must have to be worth ranking with.
+const RANK_MIN: f64 = 0.8;
+
+pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
+    let mut cases = Vec::new();
+    for path in &args.samples {
+        cases.extend(read(path)?);
+    }
+    let other = cases.iter().filter(|case| !case.same_program).count();
+    if other > 0 {
+        report::say(&format!("note: {other} rows lower to another program than the one measured"));
+    }
+    let mut rates = match &args.rates {
+        Some(path) => read_rates(path)?,
+        None => *Rates::shipped(),
+    };
+    let mut tables = Vec::new();
+    if let Some(path) = &args.fit {
+        let (fitted, held) = split(cases);
+        let before = [
+            table("before, fitted rows", &fitted, &rates),
+            table("before, held out", &held, &rates),
+        ];
+        tables.extend(before);
+        rates = fit(&fitted, &rates, |iteration, loss| {
+            report::say(&format!("  iteration {iteration}: loss {loss:.6}"));
+        });
+        tables.push(table("after, fitted rows", &fitted, &rates));
+        tables.push(table("after, held out", &held, &rates));
+        cases = fitted.into_iter().chain(held).collect();
+        write_rates(path, &rates, &args.samples, &cases)?;
+    }
+    let all = table("all rows", &cases, &rates);
+    let holds = all.holds();
+    tables.push(all);
+    for table in &tables {
+        table.say();
+    }
+    for (index, (name, low, high)) in Rates::TABLE.iter().enumerate() {
+        let value = rates.get(index);
+        let end = if value <= *low || value >= *high { "  (at its bound)" } else { "" };
+        report::say(&format!("  {name:20} {value:.5}{end}"));
+    }
+    report::document(&json!({
+        "schema": "amk.calibrate.v1",
+        "samples": args.samples,
+        "tables": tables.iter().map(Table::to_json).collect::<Vec<_>>(),
+        "rates": rates,
+        "rows": rows(&cases, &rates),
+        "other_program": other,
+        "rank_correlation_min": RANK_MIN,
+        "holds": holds,
+    }))?;
+    Ok(if holds { Exit::Yes } else { Exit::No })
+}
+
+/// Every row with its prediction, for those who want to know which ones are off.
+fn rows(cases: &[Case], rates: &Rates) -> Vec<Value> {
+    let pairs = cases.iter().zip(points(cases, rates));
+    let row = |(case, point): (&Case, Point)| {
+        json!({
+            "model": case.row.model,
+            "context": case.row.context,
+            "schedule_id": case.row.config.id(),
+            "measured_us": point.measured_us,
+            "predicted_us": point.predicted_us,
+            "bound_us": point.bound_us,
+        })
+    };
+    pairs.map(row).collect()
+}
+
+/// The rows of a file, lowered.
+fn read(path: &Path) -> Result<Vec<Case>, Failure> {
+    let text = std::fs::read_to_string(path).map_err(|error| {
+        Failure::usage(format!("cannot read {}: {error}; check the path", path.display()))
+    })?;
+    let at = |index: usize, what: String| {
+        Failure::usage(format!("{} line {}: {what}", path.display(), index + 1))
+    };
+    let mut known = BTreeMap::new();
+    let mut rows = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let row: Observation =
+            serde_json::from_str(line).map_err(|error| at(index, error.to_string()))?;
+        if row.schema != OBSERVATION_SCHEMA {
+            return Err(at(index, format!("its schema is {}", row.schema)));
+        }
+        let key = (row.model.clone(), row.target.clone());
+        if let Entry::Vacant(entry) = known.entry(key) {
+            let target =
+                Target::by_name(&row.target).map_err(|error| at(index, error.to_string()))?;
+            entry.insert((model::load(&row.model)?.graph, target));
+        }
+        rows.push(row);
+    }
+    let of = |row: Observation| {
+        let (graph, target) = &known[&(row.model.clone(), row.target.clone())];
+        (row, graph, target)
+    };
+    let lowered = search::calibrate::cases(rows.into_iter().map(of).collect());
+    lowered.map_err(|(index, dropped)| at(index, dropped.to_string()))
+}
+
+fn read_rates(path: &Path) -> Result<Rates, Failure> {
+    let unreadable =
+        |error: String| Failure::usage(format!("cannot read {}: {error}", path.display()));
+    let text = std::fs::read_to_string(path).map_err(|error| unreadable(error.to_string()))?;
+    let file: RateFile =
+        serde_json::from_str(&text).map_err(|error| unreadable(error.to_string()))?;
+    Ok(file.rates)
+}
+
+/// Writes fitted rates, rounded to what the fit can tell, with where they are from.
+fn write_rates(
+    path: &Path,
+    rates: &Rates,
+    samples: &[PathBuf],
+    cases: &[Case],
+) -> Result<(), Failure> {
+    let round =
+        |rates: Rates, index: usize| rates.with(index, (rates.get(index) * 1e5).round() / 1e5);
+    let names: Vec<String> = samples.iter().map(|path| path.display().to_string()).collect();
+    let mut cards: Vec<String> = cases
+        .iter()
+        .map(|case| format!("{}, driver {}", case.row.conditions.card, case.row.conditions.driver))
+        .collect();
+    cards.sort();
+    cards.dedup();
+    let file = RateFile {
+        source: format!(
+            "amk calibrate --fit on {} rows of {}; {}",
+            cases.len(),
+            names.join(", "),
+            cards.join("; ")
+        ),
+        rates: (0..Rates::TABLE.len()).fold(*rates, round),
+    };
+    let text = serde_json::to_string_pretty(&file).unwrap_or_default() + "\n";
+    files::write_whole(path, text.as_bytes())?;
+    report::say(&format!("rates: {}", path.display()));
+    Ok(())
+}
+
+/// How good predictions are for some rows, by model.
+struct Table {
+    title: &'static str,
+    rows: Vec<(String, Calibration)>,
+}
+
+fn table(title: &'static str, cases: &[Case], rates: &Rates) -> Table {
+    let mut groups: BTreeMap<String, Vec<_>> = BTreeMap::new();
+    for (case, point) in cases.iter().zip(points(cases, rates)) {
+        let group = format!("{} at {} on {}", case.row.model, case.row.context, case.row.target);
+        groups.entry(group).or_default().push(point);
+    }
+    let rows = groups.into_iter().map(|(name, points)| (name, Calibration::of(&points))).collect();
+    Table { title, rows }
+}
+
+impl Table {
+    /// Whether every model is ranked well enough and no prediction is below the floor.
+    fn holds(&self) -> bool {
+        let good = |c: &Calibration| c.rank_correlation >= RANK_MIN && c.below_floor == 0;
+        !self.rows.is_empty() && self.rows.iter().all(|(_, calibration)| good(calibration))
+    }
+
+    fn say(&self) {
+        report::say(&format!("{}: predicted beside measured", self.title));
+        for (name, c) in &self.rows {
+            report::say(&format!(
+                "  {name}: {} rows, rank correlation {:.3}, error {:.1} % median, {:.1} % at nine tenths, bias {:+.1} %, {} below the floor",
+                c.rows,
+                c.rank_correlation,
+                100.0 * c.error_median,
+                100.0 * c.error_p90,
+                100.0 * c.bias,
+                c.below_floor
+            ));
+        }
+    }
+
+    fn to_json(&self) -> Value {
+        let rows: BTreeMap<_, _> = self.rows.iter().cloned().collect();
+        json!({"title": self.title, "models": rows})
+    }
+}

@@ -1,0 +1,284 @@
+//! `amk sample`: random legal schedules, gated and timed, one row each: what the cost model is fitted to.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use ir::schedule::ScheduleConfig;
+use reference_vm::eval::Evaluator;
+use search::survey::{Drawn, OBSERVATION_SCHEMA, Observation, Passage, Survey, observe};
+use search::{
+    Conditions, Device, DeviceError, Dropped, Expected, Gate, POSITIONS_MAX, Side, Timing,
+    draw_tokens,
+};
+use serde_json::{Value, json};
+
+use crate::cli::SampleArgs;
+use crate::context::Context;
+use crate::device::Gpu;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::{conditions, report};
+
+/// Tokens of a timed block, as in a search.
+const TIMED_TOKENS: u32 = 8;
+
+/// A fixed effort for every schedule: eight blocks count, eight more are between them.
+const TIMING: Timing = Timing { rounds: 4, warmup: 1 };
+
+/// Draws for each row asked for, before the space counts as exhausted.
+const DRAWS_PER_ROW: usize = 20;
+
+/// Set by Ctrl-C; looked at between schedules.
+static STOP: AtomicBool = AtomicBool::new(false);
+
+pub(crate) fn run(args: &SampleArgs) -> Outcome {
+    let mut context = Context::new(&args.model)?;
+    let end = args.context.saturating_add(TIMED_TOKENS);
+    if args.model.place.kv_capacity.is_none() {
+        let most = context.graph().max_positions.clamp(1, abi::KV_CAPACITY_MAX);
+        context.kv_capacity = context.kv_capacity.max(end.min(most));
+    }
+    if args.context == 0 || end > context.kv_capacity {
+        return Err(Failure::usage(format!(
+            "--context {} is out of range: {TIMED_TOKENS} tokens are timed after it and the key/value cache holds {}; raise --kv-capacity",
+            args.context, context.kv_capacity
+        )));
+    }
+    let Some(mut device) = context.open()? else {
+        let message = "a survey is measured, and there is no GPU here: see `amk doctor`";
+        return Err(Failure::missing(message));
+    };
+    let file = open(&args.out)?;
+    let kernel_id = |kernel: &_| context.kernel_id(kernel);
+    let (gate, passage) = expected(&context, args, &kernel_id)?;
+    if ctrlc::set_handler(|| STOP.store(true, Ordering::SeqCst)).is_err() {
+        report::say("note: Ctrl-C cannot be caught here; finished rows are safe all the same");
+    }
+    let conditions = conditions::here(&device);
+    let mut session = Session {
+        args,
+        context: &context,
+        gate,
+        passage,
+        conditions,
+        file,
+        seen: BTreeSet::new(),
+        rows: 0,
+        dropped: BTreeMap::new(),
+        began: Instant::now(),
+        timed: Duration::ZERO,
+    };
+    session.survey(&mut device)?;
+    session.finish()
+}
+
+fn open(path: &Path) -> Result<File, Failure> {
+    let refused = |error: std::io::Error| {
+        Failure::usage(format!(
+            "cannot start {}: {error}; --out names a file that does not exist yet",
+            path.display()
+        ))
+    };
+    OpenOptions::new().write(true).create_new(true).open(path).map_err(refused)
+}
+
+/// The gate, and the tokens at which schedules are timed. Up to the gate's own length they are the gate's.
+fn expected<'a>(
+    context: &'a Context,
+    args: &SampleArgs,
+    kernel_id: search::KernelId<'a>,
+) -> Result<(Gate<'a>, Passage), Failure> {
+    let (graph, weights) = (context.graph(), &*context.model.weights);
+    let unevaluated =
+        |error| Failure::usage(format!("{} cannot be evaluated: {error}", graph.name));
+    let first = args.context as usize;
+    let length = first + TIMED_TOKENS as usize;
+    let positions = length.min(POSITIONS_MAX);
+    report::say(&format!("evaluating {} at {length} positions", graph.name));
+    let expected = Expected::new(graph, weights, context.kv_capacity, args.seed, Some(positions))
+        .map_err(unevaluated)?;
+    let tokens = draw_tokens(args.seed, graph.vocab, length);
+    let last = match expected.logits.get(length - 1) {
+        Some(logits) => logits.clone(),
+        None => {
+            let mut evaluator = Evaluator::new(graph, weights).map_err(unevaluated)?;
+            let rows = evaluator.run_at(&tokens, &[length - 1]).map_err(unevaluated)?;
+            rows.into_iter().next().unwrap_or_default()
+        }
+    };
+    let options = context.lower_options();
+    let gate = Gate::new(graph, weights, &context.target, options, kernel_id, expected);
+    Ok((gate, Passage { tokens, first, last }))
+}
+
+/// The schedules that near draws start from: the neutral one, and those shipped for this GPU that are legal here.
+fn known(context: &Context) -> Vec<ScheduleConfig> {
+    let (graph, target) = (context.graph(), &context.target);
+    let here = corpus::all_shipped().iter().filter(|shipped| shipped.target == target.name);
+    let read = |shipped: &corpus::Shipped| {
+        ir::schedule::read_config(shipped.schedule, graph, target).ok().map(|valid| *valid)
+    };
+    let shipped = here.filter_map(read);
+    [context.default_config()].into_iter().chain(shipped).collect()
+}
+
+struct Session<'a> {
+    args: &'a SampleArgs,
+    context: &'a Context,
+    gate: Gate<'a>,
+    passage: Passage,
+    conditions: Conditions,
+    file: File,
+    seen: BTreeSet<(String, String)>,
+    rows: usize,
+    /// By kind: what is needed to try them again.
+    dropped: BTreeMap<&'static str, Vec<Value>>,
+    began: Instant,
+    timed: Duration,
+}
+
+impl Session<'_> {
+    /// Draws as many as are missing, groups them by kernel so that each kernel is launched once, and observes them.
+    fn survey(&mut self, device: &mut Gpu<'_>) -> Result<(), Failure> {
+        let (graph, target) = (self.context.graph(), &self.context.target);
+        let known = known(self.context);
+        let survey = Survey { graph, target, known: &known, seed: self.args.seed };
+        let mut draws = survey.draws().take(self.args.count.saturating_mul(DRAWS_PER_ROW));
+        while self.rows < self.args.count {
+            let missing = self.args.count - self.rows;
+            let mut batch: Vec<_> = draws.by_ref().take(missing).collect();
+            if batch.is_empty() {
+                return Ok(());
+            }
+            batch.sort_by_key(|(_, config)| config.kernel.id());
+            let mut kernels: Vec<_> = batch.iter().map(|(_, config)| config.kernel).collect();
+            kernels.dedup();
+            device.foresee(&kernels);
+            for (drawn, config) in batch {
+                if STOP.load(Ordering::SeqCst) {
+                    return Ok(());
+                }
+                self.one(device, drawn, config)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn one(
+        &mut self,
+        device: &mut Gpu<'_>,
+        drawn: Drawn,
+        config: ScheduleConfig,
+    ) -> Result<(), Failure> {
+        match self.measure(device, &drawn, config) {
+            Ok(None) => Ok(()),
+            Ok(Some(row)) => self.record(&row),
+            Err(Dropped::Failed(error @ DeviceError::Unavailable { .. })) => Err(Failure::missing(
+                format!("{error}; {} finished rows are in {}", self.rows, self.args.out.display()),
+            )),
+            Err(dropped) => {
+                let kind = match dropped {
+                    Dropped::Rejected(_) | Dropped::Unloadable(_) => "over a limit",
+                    Dropped::Failed(_) => "failed on the device",
+                    Dropped::BelowFloor(_) => "below the floor",
+                    Dropped::Unrunnable(_)
+                    | Dropped::Unevaluated(_)
+                    | Dropped::Halted(_)
+                    | Dropped::Sampled { .. }
+                    | Dropped::Disagreed { .. } => "disagreed",
+                };
+                let reason = dropped.to_string();
+                report::say(&format!("  {kind}: {}: {reason}", config.id()));
+                let document = json!({"reason": reason, "drawn": drawn, "config": config});
+                self.dropped.entry(kind).or_default().push(document);
+                Ok(())
+            }
+        }
+    }
+
+    /// A row, or nothing if the same program and kernel were there before.
+    fn measure(
+        &mut self,
+        device: &mut Gpu<'_>,
+        drawn: &Drawn,
+        config: ScheduleConfig,
+    ) -> Result<Option<Observation>, Dropped> {
+        let candidate = self.gate.lower(self.gate.validate(&config)?)?;
+        let (program_id, kernel_id) = (candidate.program_id.clone(), candidate.kernel_id.clone());
+        if !self.seen.insert((program_id.clone(), kernel_id.clone())) {
+            return Ok(None);
+        }
+        let began = Instant::now();
+        let (gate, passage, seed) = (&mut self.gate, &self.passage, self.args.seed);
+        let timed = observe(gate, device, candidate, passage, TIMING, seed)?;
+        self.timed += began.elapsed();
+        let interval = timed.latency.ci_us();
+        Ok(Some(Observation {
+            schema: OBSERVATION_SCHEMA.to_owned(),
+            model: self.args.model.model.clone(),
+            target: self.context.target.name.clone(),
+            conditions: self.conditions.clone(),
+            kv_capacity: self.context.kv_capacity,
+            context: self.args.context,
+            timed_tokens: TIMED_TOKENS,
+            drawn: drawn.clone(),
+            config,
+            program_id,
+            kernel_id,
+            median_us: timed.latency.median_us(),
+            ci_us: [interval.low, interval.high],
+            blocks_us: timed.samples.of(Side::Candidate),
+            bound_us: timed.bound_us,
+            bandwidth: device.describe().bandwidth.unwrap_or(0.0),
+        }))
+    }
+
+    /// Writes a row; it is out of this process's hands before the next schedule runs.
+    fn record(&mut self, row: &Observation) -> Result<(), Failure> {
+        let unwritten = |error: std::io::Error| {
+            Failure::usage(format!("cannot write {}: {error}", self.args.out.display()))
+        };
+        let line = serde_json::to_string(row).map_err(|error| unwritten(error.into()))? + "\n";
+        self.file.write_all(line.as_bytes()).and_then(|()| self.file.flush()).map_err(unwritten)?;
+        self.rows += 1;
+        let drawn = match &row.drawn {
+            Drawn::Wide => "wide".to_owned(),
+            Drawn::Near { edits, .. } => format!("near, {edits} edits"),
+        };
+        report::say(&format!(
+            "  {:4} {:9.1} us ({:.1} to {:.1}), {drawn}",
+            self.rows, row.median_us, row.ci_us[0], row.ci_us[1]
+        ));
+        Ok(())
+    }
+
+    fn finish(&self) -> Outcome {
+        let seconds = self.began.elapsed().as_secs_f64();
+        report::say(&format!(
+            "{} schedules in {seconds:.1} s, of which gating and timing {:.1} s; rows in {}",
+            self.rows,
+            self.timed.as_secs_f64(),
+            self.args.out.display()
+        ));
+        report::document(&json!({
+            "schema": "amk.sample.v1",
+            "model": self.args.model.model,
+            "target": self.context.target.name,
+            "context": self.args.context,
+            "seed": self.args.seed,
+            "rows": self.rows,
+            "out": self.args.out,
+            "dropped": self.dropped,
+            "seconds": seconds,
+        }))?;
+        if STOP.load(Ordering::SeqCst) {
+            return Ok(Exit::Interrupted);
+        }
+        // A limit is no fault; a schedule that disagrees or hangs is one of ours.
+        let faults = self.dropped.keys().any(|kind| *kind != "over a limit");
+        Ok(if faults { Exit::No } else { Exit::Yes })
+    }
+}

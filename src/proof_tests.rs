@@ -1,0 +1,189 @@
+//! Bundles, surveys and calibrations as users meet them: the built binary on a machine without a GPU.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use ir::Target;
+use search::survey::{Drawn, OBSERVATION_SCHEMA, Observation, Survey};
+use search::{BUNDLE_SCHEMA, Bundle, Conditions, GateReport, Proof};
+use serde_json::Value;
+
+const KV_CAPACITY: u32 = 64;
+
+/// Exit code, document and what was said.
+fn amk(args: &[&str]) -> (i32, Value, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
+    let output = command.args(args).stdin(Stdio::null()).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    let document = serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}: {said}"));
+    (output.status.code().unwrap_or(-1), document, said)
+}
+
+/// A bundle of the toy's neutral schedule, as a GPU would have left it.
+fn bundle() -> Bundle {
+    let graph = model::preset("toy").unwrap().graph;
+    let target = Target::by_name("h200").unwrap();
+    let config = ir::schedule::default_config(&graph, &target);
+    let valid = ir::schedule::validate(config, &graph, &target).unwrap();
+    let options = lower::Options { kv_capacity: KV_CAPACITY };
+    let program = lower::lower(&valid, &graph, &target, options).unwrap();
+    let gate = |gate: &str| GateReport {
+        gate: gate.to_owned(),
+        passed: true,
+        detail: "as it should".to_owned(),
+    };
+    Bundle {
+        schema: BUNDLE_SCHEMA.to_owned(),
+        model: "toy".to_owned(),
+        dtype: graph.dtype.name().to_owned(),
+        target: "h200".to_owned(),
+        context: 16,
+        kv_capacity: KV_CAPACITY,
+        seed: 0,
+        config,
+        schedule_id: config.id(),
+        program_id: program.id(),
+        kernel_id: "of another build".to_owned(),
+        conditions: Conditions { card: "a card".to_owned(), ..Conditions::default() },
+        gates: ["validate", "lower", "verify", "reference", "device"].map(gate).to_vec(),
+        accuracy: Proof {
+            positions: 48,
+            rel_err_worst: 1e-4,
+            rel_err_mean: 1e-5,
+            kl_mean: 1e-6,
+            top1_decided: 40,
+            top1_equal: 40,
+        },
+        timed_tokens: 32,
+        median_us: 25.5,
+        ci_us: [25.0, 26.0],
+        rounds_us: vec![[30.0, 25.0, 26.0, 30.0]; 4],
+        bound_us: 1.0,
+        bytes_per_token: 4_000_000,
+        bandwidth: 4e12,
+        notes: Vec::new(),
+    }
+}
+
+fn write(folder: &Path, name: &str, text: &str) -> PathBuf {
+    let path = folder.join(name);
+    std::fs::write(&path, text).unwrap();
+    path
+}
+
+#[test]
+fn a_whole_bundle_holds_and_says_what_was_checked() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write(folder.path(), "128.bundle.json", &bundle().to_text());
+    let (code, document, said) = amk(&["bundle", path.to_str().unwrap()]);
+    assert_eq!((code, &document["schema"]), (0, &Value::from("amk.bundles.v1")), "{said}");
+    let row = &document["bundles"][0];
+    assert_eq!((&row["holds"], &row["latency_kind"]), (&true.into(), &"measured-gpu".into()));
+    assert_eq!((&row["us_per_token"], &row["same_kernel"]), (&25.5.into(), &false.into()));
+    let checked: Vec<&str> =
+        row["checked"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+    assert_eq!(checked.len(), 4, "{checked:?}");
+    assert!(checked[3].contains("reference machine"), "{checked:?}");
+    assert!(said.contains("another kernel") && said.contains("a card"), "{said}");
+}
+
+#[test]
+fn bundles_that_prove_nothing_are_refused_with_the_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = bundle().to_text();
+    let edited = text.replace("\"median_us\": 25.5", "\"median_us\": 20.5");
+    let mut other = bundle();
+    other.program_id = "0123456789abcdef".to_owned();
+    let cases = [
+        (edited, 4, "edited"),
+        (other.to_text(), 1, "measure it again"),
+        ("{\"schema\": \"amk.verdict.v1\"}".to_owned(), 2, "amk.verdict.v1"),
+    ];
+    for (text, expected, word) in cases {
+        let path = write(folder.path(), "x.bundle.json", &text);
+        let whole = write(folder.path(), "y.bundle.json", &bundle().to_text());
+        let (code, document, said) =
+            amk(&["bundle", path.to_str().unwrap(), whole.to_str().unwrap()]);
+        assert_eq!(code, expected, "{said}");
+        assert!(said.contains(word) && said.contains("REFUSED"), "{said}");
+        assert_eq!((&document["bundles"][0]["holds"]), &Value::from(false));
+        assert!(document["bundles"][0]["reason"].as_str().unwrap().contains(word));
+        assert_eq!(document["bundles"][1]["holds"], true, "the others are judged all the same");
+    }
+}
+
+#[test]
+fn what_must_be_measured_is_not_made_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("rows.jsonl");
+    let survey = ["sample", "--model", "toy", "--device", "cpu", "--out", out.to_str().unwrap()];
+    let (code, document, _) = amk(&survey);
+    assert_eq!((code, &document["error"]), (3, &"capability_missing".into()));
+    assert!(!out.exists(), "no file without a row");
+    let bundle = folder.path().join("b.json");
+    let bench = ["bench", "--model", "toy", "--device", "cpu", "--context", "16", "--bundle"];
+    let (code, document, _) = amk(&[&bench[..], &[bundle.to_str().unwrap()]].concat());
+    assert_eq!((code, &document["error"]), (3, &"capability_missing".into()));
+    assert!(!bundle.exists());
+}
+
+/// Rows whose times are what the model predicts, or the reverse of that.
+fn rows(reversed: bool) -> String {
+    let graph = model::preset("toy").unwrap().graph;
+    let target = Target::by_name("h200").unwrap();
+    let known = [ir::schedule::default_config(&graph, &target)];
+    let survey = Survey { graph: &graph, target: &target, known: &known, seed: 1 };
+    let row = |config: ir::ScheduleConfig| {
+        let valid = ir::schedule::validate(config, &graph, &target).ok()?;
+        let options = lower::Options { kv_capacity: KV_CAPACITY };
+        let program = lower::lower(&valid, &graph, &target, options).ok()?;
+        let us = lower::predict(&program, &valid.kernel, &target, 20).latency_us;
+        Some(Observation {
+            schema: OBSERVATION_SCHEMA.to_owned(),
+            model: "toy".to_owned(),
+            target: "h200".to_owned(),
+            conditions: Conditions::default(),
+            kv_capacity: KV_CAPACITY,
+            context: 16,
+            timed_tokens: 8,
+            drawn: Drawn::Wide,
+            config,
+            program_id: program.id(),
+            kernel_id: String::new(),
+            median_us: if reversed { 1000.0 / us } else { us },
+            ci_us: [us; 2],
+            blocks_us: vec![us],
+            bound_us: 0.0,
+            bandwidth: 4e12,
+        })
+    };
+    let rows = survey.draws().filter_map(|(_, config)| row(config)).take(24);
+    rows.map(|row| serde_json::to_string(&row).unwrap() + "\n").collect()
+}
+
+#[test]
+fn a_calibration_says_how_good_predictions_are_and_fits_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write(folder.path(), "rows.jsonl", &rows(false));
+    let (code, document, said) = amk(&["calibrate", path.to_str().unwrap()]);
+    assert_eq!((code, &document["holds"]), (0, &true.into()), "{said}");
+    let table = &document["tables"][0]["models"]["toy at 16 on h200"];
+    assert_eq!((&table["rows"], &table["below_floor"]), (&24.into(), &0.into()));
+    assert!(table["rank_correlation"].as_f64().unwrap() > 0.999, "{table}");
+    assert!(table["error_median"].as_f64().unwrap() < 1e-9, "{table}");
+
+    let wrong = write(folder.path(), "wrong.jsonl", &rows(true));
+    let (code, document, said) = amk(&["calibrate", wrong.to_str().unwrap()]);
+    assert_eq!((code, &document["holds"]), (1, &false.into()), "{said}");
+
+    let rates = folder.path().join("rates.json");
+    let fit = ["calibrate", path.to_str().unwrap(), "--fit", rates.to_str().unwrap()];
+    let (code, document, said) = amk(&fit);
+    assert_eq!((code, document["tables"].as_array().unwrap().len()), (0, 5), "{said}");
+    let again = ["calibrate", path.to_str().unwrap(), "--rates", rates.to_str().unwrap()];
+    assert_eq!(amk(&again).0, 0);
+
+    let broken = write(folder.path(), "broken.jsonl", "{}\n");
+    let (code, _, said) = amk(&["calibrate", broken.to_str().unwrap()]);
+    assert!(code == 2 && said.contains("broken.jsonl line 1"), "{said}");
+}

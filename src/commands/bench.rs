@@ -42,6 +42,7 @@ struct Passage {
     context: usize,
     positions: Vec<usize>,
     expected: Vec<Vec<f32>>,
+    seed: u64,
 }
 
 /// What a device showed.
@@ -89,16 +90,14 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     let options = context.lower_options();
     let mut gate = Gate::new(graph, weights, &context.target, options, &kernel_id, expected)
         .with_context(args.context);
-    let bandwidth = device.as_ref().and_then(|device| device.describe().bandwidth);
-    let mut shown = Shown { bandwidth, ..Shown::default() };
-    let (mut verdict, outcome) = match &mut device {
+    let (mut verdict, outcome, shown) = match &mut device {
         None => {
             let (verdict, outcome) = assess::evaluate(&mut gate, None, &config, TIMING, args.seed);
-            (verdict, outcome.map(drop))
+            (verdict, outcome.map(drop), Shown::default())
         }
         Some(device) => {
             let passage = Passage::new(&context, args).map_err(unevaluated)?;
-            measured(&mut gate, device, &config, &passage, args.seed, &mut shown)
+            Bench { gate: &mut gate, device, passage: &passage }.run(&config)
         }
     };
     if let Err(dropped) = &outcome {
@@ -178,7 +177,8 @@ impl Passage {
         let mut evaluator = Evaluator::new(graph, &*context.model.weights)?;
         let expected = evaluator.run_at(&tokens, &positions)?;
         report::say(&format!("evaluated in {:.1} s", start.elapsed().as_secs_f64()));
-        Ok(Self { tokens, context: args.context as usize, positions, expected })
+        let (context, seed) = (args.context as usize, args.seed);
+        Ok(Self { tokens, context, positions, expected, seed })
     }
 }
 
@@ -193,65 +193,67 @@ fn compared(length: usize) -> Vec<usize> {
     positions.into_iter().collect()
 }
 
-/// The gates, then accuracy and time at the bench's context.
-fn measured(
-    gate: &mut Gate<'_>,
-    device: &mut dyn Device,
-    config: &ScheduleConfig,
-    passage: &Passage,
-    seed: u64,
-    shown: &mut Shown,
-) -> (Verdict, Result<(), Dropped>) {
-    let mut verdict = assess::begin(gate, Some(&*device), config);
-    let outcome = measure(gate, device, config, passage, seed, shown, &mut verdict);
-    if let Err(dropped) = &outcome {
-        assess::refuse(&mut verdict, dropped);
-    }
-    (verdict, outcome)
+/// Where a schedule is benched.
+struct Bench<'b, 'a> {
+    gate: &'b mut Gate<'a>,
+    device: &'b mut dyn Device,
+    passage: &'b Passage,
 }
 
-fn measure(
-    gate: &mut Gate<'_>,
-    device: &mut dyn Device,
-    config: &ScheduleConfig,
-    passage: &Passage,
-    seed: u64,
-    shown: &mut Shown,
-    verdict: &mut Verdict,
-) -> Result<(), Dropped> {
-    let candidate = assess::lower(gate, config, verdict)?;
-    let assessed = assess::assess(gate, Some(device), candidate, verdict)?;
-    let candidate = &assessed.candidate;
-    let kernel = &candidate.config.kernel;
-    let handle = device.prepare(&candidate.program, kernel).map_err(Dropped::Failed)?;
-    let actual = rows_at(device, handle, passage)?;
-    shown.accuracy = Accuracy::of(&passage.expected, &actual, Tolerance::DEVICE);
-    let disagreed = |by| move |at| Dropped::Disagreed { by, at };
-    let agreement = assessed
-        .reference
-        .and_device(&passage.expected, &actual, Tolerance::DEVICE)
-        .map_err(disagreed("device"))?;
-    let contender = Contender::new(handle, &agreement);
-    let Timing { rounds, warmup } = TIMING;
-    let plan = Plan { tokens: &passage.tokens, first: passage.context, rounds, warmup };
-    let samples: Samples = device.time([contender; 2], &plan).map_err(Dropped::Failed)?;
-    let last = passage.expected.last().map(std::slice::from_ref).unwrap_or_default();
-    for actual in &samples.last_logits {
-        let _ = assessed
-            .reference
-            .and_device(last, std::slice::from_ref(actual), Tolerance::DEVICE)
-            .map_err(disagreed("timed"))?;
+impl Bench<'_, '_> {
+    /// The gates, then accuracy and time at the bench's context.
+    fn run(mut self, config: &ScheduleConfig) -> (Verdict, Result<(), Dropped>, Shown) {
+        let mut verdict = assess::begin(self.gate, Some(&*self.device), config);
+        let bandwidth = self.device.describe().bandwidth;
+        let mut shown = Shown { bandwidth, ..Shown::default() };
+        let outcome = self.measure(config, &mut shown, &mut verdict);
+        if let Err(dropped) = &outcome {
+            assess::refuse(&mut verdict, dropped);
+        }
+        (verdict, outcome, shown)
     }
-    let middle = u32::midpoint(passage.context as u32, passage.tokens.len() as u32);
-    let keys = candidate.program.kv_bytes(middle);
-    shown.bytes = Some(candidate.program.stream_bytes() + keys);
-    let floors = assess::floors(gate, device, candidate, middle);
-    let _ = assess::set_measured(verdict, &agreement, &samples, floors, seed)?;
-    debug_assert_eq!(samples.of(Side::Candidate).len(), 2 * rounds);
-    let noise = search::noise_floor(&samples, seed);
-    verdict.notes.push(format!("noise floor {:.2} %", 100.0 * noise));
-    shown.rounds_us = samples.rounds;
-    Ok(())
+
+    fn measure(
+        &mut self,
+        config: &ScheduleConfig,
+        shown: &mut Shown,
+        verdict: &mut Verdict,
+    ) -> Result<(), Dropped> {
+        let passage = self.passage;
+        let candidate = assess::lower(self.gate, config, verdict)?;
+        let assessed = assess::assess(self.gate, Some(self.device), candidate, verdict)?;
+        let candidate = &assessed.candidate;
+        let kernel = &candidate.config.kernel;
+        let handle = self.device.prepare(&candidate.program, kernel).map_err(Dropped::Failed)?;
+        let actual = rows_at(self.device, handle, passage)?;
+        shown.accuracy = Accuracy::of(&passage.expected, &actual, Tolerance::DEVICE);
+        let disagreed = |by| move |at| Dropped::Disagreed { by, at };
+        let agreement = assessed
+            .reference
+            .and_device(&passage.expected, &actual, Tolerance::DEVICE)
+            .map_err(disagreed("device"))?;
+        let contender = Contender::new(handle, &agreement);
+        let Timing { rounds, warmup } = TIMING;
+        let plan = Plan { tokens: &passage.tokens, first: passage.context, rounds, warmup };
+        let samples: Samples = self.device.time([contender; 2], &plan).map_err(Dropped::Failed)?;
+        let last = passage.expected.last().map(std::slice::from_ref).unwrap_or_default();
+        for actual in &samples.last_logits {
+            let _ = assessed
+                .reference
+                .and_device(last, std::slice::from_ref(actual), Tolerance::DEVICE)
+                .map_err(disagreed("timed"))?;
+        }
+        let middle = u32::midpoint(passage.context as u32, passage.tokens.len() as u32);
+        let keys = candidate.program.kv_bytes(middle);
+        shown.bytes = Some(candidate.program.stream_bytes() + keys);
+        let floors = assess::floors(self.gate, self.device, candidate, middle);
+        let _ = assess::set_measured(verdict, &agreement, &samples, floors, passage.seed)?;
+        debug_assert_eq!(samples.of(Side::Candidate).len(), 2 * rounds);
+        let noise = search::noise_floor(&samples, passage.seed);
+        verdict.notes.push(format!("noise floor {:.2} %", 100.0 * noise));
+        shown.rounds_us = samples.rounds;
+        Ok(())
+    }
 }
 
 /// The device's logits at the passage's positions. The others are let go piece by piece: at a long context they would not fit.

@@ -71,12 +71,14 @@ impl Vector for [f32; 8] {
         [value; 8]
     }
 
+    // SAFETY: what the caller promises is said in the trait.
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
         // SAFETY: the caller vouches for eight values; an array has the alignment of its elements.
         unsafe { from.cast::<Self>().read() }
     }
 
+    // SAFETY: what the caller promises is said in the trait.
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
         // SAFETY: the caller vouches for eight values; an array has the alignment of its elements.
@@ -112,12 +114,14 @@ mod x86 {
                     unsafe { $splat(value) }
                 }
 
+                // SAFETY: what the caller promises is said in the trait.
                 #[inline(always)]
                 unsafe fn load(from: *const f32) -> Self {
                     // SAFETY: the caller vouches for the values; for the instructions see above.
                     unsafe { $load(from) }
                 }
 
+                // SAFETY: what the caller promises is said in the trait.
                 #[inline(always)]
                 unsafe fn store(self, to: *mut f32) {
                     // SAFETY: the caller vouches for the place; for the instructions see above.

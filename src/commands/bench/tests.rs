@@ -33,7 +33,7 @@ fn bench_of(
     let rows = evaluator.run(&tokens, Logits::All).expect("the toy can be evaluated");
     let positions = compared(tokens.len());
     let expected = positions.iter().map(|&position| rows[position].clone()).collect();
-    let passage = Passage { tokens, context: 268, positions, expected };
+    let passage = Passage { tokens, context: 268, positions, expected, seed: 3 };
     let gate_inputs = Expected::new(graph, weights, 512, 3, Some(POSITIONS_MAX)).expect("as above");
     let mut answers = rows;
     answers.iter_mut().for_each(edit);
@@ -43,9 +43,7 @@ fn bench_of(
     let options = lower::Options { kv_capacity: 512 };
     let mut gate = Gate::new(graph, weights, &target, options, &kernel_id, gate_inputs);
     let config = ir::schedule::default_config(graph, &target);
-    let mut shown = Shown::default();
-    let (verdict, outcome) = measured(&mut gate, &mut device, &config, &passage, 3, &mut shown);
-    (verdict, outcome, shown)
+    Bench { gate: &mut gate, device: &mut device, passage: &passage }.run(&config)
 }
 
 #[test]

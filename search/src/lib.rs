@@ -5,7 +5,7 @@
 //! **inconclusive**. Without a device the cost model's prediction is compared instead; the two kinds never meet.
 //!
 //! **Promises.** Pure: no IO, clock or environment; seeds and time are arguments, so equal inputs give equal trials, with any number of
-//! threads of the caller's `rayon` pool. No latency without agreement: [`Latency`] and [`Contender`] are made from an `Agreement<Device>`, which is made from an
+//! threads of the caller's `rayon` pool and any number of helpers. No latency without agreement: [`Latency`] and [`Contender`] are made from an `Agreement<Device>`, which is made from an
 //! `Agreement<Reference>`, and from nothing else. The search never learns which driver is behind [`Device`].
 
 mod ahead;

@@ -732,3 +732,6 @@ fn compared(verdict: &Verdict, look: Look, samples: Samples, threshold: f64) -> 
 fn key_of(verdict: &Verdict) -> Option<(String, String)> {
     Some((verdict.program_id.clone()?, verdict.kernel_id.clone()?))
 }
+
+#[cfg(test)]
+mod tests;

@@ -74,7 +74,9 @@ pub(crate) fn build(
     let counters = emit::counters(&phases, &shares);
     let splits = config.tiling.attention.kv_split;
     let mut slots = slots::slots(graph, &phases, &shares, splits, options.kv_capacity)?;
-    let pages = pages::pages(config.page_allocation, &phases, &slots.scratch, &mut slots.list);
+    let splits = config.tiling.attention.kv_split;
+    let pages =
+        pages::pages(config.page_allocation, splits, &phases, &slots.scratch, &mut slots.list);
     let mut outputs = vec![None; phases.len()];
     for (scratch, &generation) in slots.scratch.iter().zip(&pages.generations) {
         outputs[scratch.written] = Some(Access { slot: scratch.slot, generation });

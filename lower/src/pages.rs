@@ -5,7 +5,8 @@
 //!
 //! **When two slots may share.** Slot `a` is last read in phase `r`, slot `b` is written in a later phase `q`. Sharing is safe if
 //! some phase `j` with `r < j <= q` has tasks that each wait for *all* tasks of the phase before it: then every read of `a` is over
-//! before any task of `j` runs, and every task of `q` is one of those or runs after one. `verify` proves it again.
+//! before any task of `j` runs, and every task of `q` is one of those or runs after one. `verify` proves it again. A split of attention
+//! that has no keys writes without waiting for anything, so partial results of several splits share with nobody.
 
 use abi::SlotKind;
 use ir::program::Slot;
@@ -27,24 +28,27 @@ pub(crate) struct Pages {
 /// Sets the offsets of all scratch slots.
 pub(crate) fn pages(
     policy: PageAllocation,
+    splits: u32,
     phases: &[Phase],
     scratch: &[Scratch],
     slots: &mut [Slot],
 ) -> Pages {
+    let alone =
+        |i: usize| policy == PageAllocation::None || (splits > 1 && scratch[i].op == Op::Attention);
     let mut generations = vec![0; scratch.len()];
     let mut base = 0;
     for kind in [SlotKind::Plain, SlotKind::Tagged] {
-        let members: Vec<usize> =
-            (0..scratch.len()).filter(|&i| slots[scratch[i].slot.index()].kind == kind).collect();
+        let (own, shared): (Vec<usize>, Vec<usize>) = (0..scratch.len())
+            .filter(|&i| slots[scratch[i].slot.index()].kind == kind)
+            .partition(|&i| alone(i));
         let mut region = Region { kind, base, bytes: 0, placed: Vec::new() };
         match policy {
-            PageAllocation::None => {
-                for &i in &members {
-                    region.append(i, &mut slots[scratch[i].slot.index()]);
-                }
-            }
-            PageAllocation::Linear => region.linear(&members, scratch, slots),
-            PageAllocation::GraphColor => region.color(&members, phases, scratch, slots),
+            PageAllocation::None => {}
+            PageAllocation::Linear => region.linear(&shared, scratch, slots),
+            PageAllocation::GraphColor => region.color(&shared, phases, scratch, slots),
+        }
+        for &i in &own {
+            region.append(i, &mut slots[scratch[i].slot.index()]);
         }
         for placed in &region.placed {
             generations[placed.index] = placed.generation;

@@ -443,3 +443,46 @@ fn predictions_add_up_and_know_the_position() {
     assert!(near.handoffs >= 81, "{}", near.handoffs);
     assert!((near.bound_us - 529.0).abs() < 5.0, "{}", near.bound_us);
 }
+
+/// A survey on the card found it: with 16 splits, of which one had keys, the idle tasks of layer 5 wrote over the residual that layer 4 had
+/// not read yet.
+#[test]
+fn partial_results_of_splits_share_bytes_with_nobody() {
+    let graph = preset("llama-3.2-1b", 6);
+    let text = r#"{
+        "sync": {"embed": "tagged", "qkv": "tagged", "attention": "tagged", "o_proj": "tagged", "gate_up": "counter", "down": "counter"},
+        "fusion_grouping": {"merge": "o_proj"}, "tiling": {"qkv": {"rows": 64}, "down": {"rows": 32}, "attention": {"kv_split": 16, "kv_block": 256}},
+        "sm_assignment": "carry", "page_allocation": "graph_color"}"#;
+    let config = ir::schedule::parse_config(text, &graph, &target("h200")).expect("a config");
+    let valid = ir::schedule::validate(config, &graph, &target("h200")).expect("legal");
+    let program = lower(&valid, &graph, &target("h200"), OPTIONS).expect("lowers");
+    let bytes = |slot: &ir::program::Slot| slot.offset..slot.offset + slot.arena_bytes();
+    let named = |name: &str| program.slots.iter().find(|s| s.name == name).expect(name);
+    let partials = bytes(named("layers.5.partials"));
+    for slot in program.slots.iter().filter(|s| s.kind == SlotKind::Tagged) {
+        let other = bytes(slot);
+        assert!(
+            slot.name == "layers.5.partials"
+                || other.end <= partials.start
+                || partials.end <= other.start,
+            "{} shares",
+            slot.name
+        );
+    }
+    // The layout of before: `verify` must see that an idle split waits for nothing.
+    let mut shared = Program::clone(&program);
+    let find = |p: &Program, name: &str| p.slots.iter().position(|s| s.name == name).expect(name);
+    let (x, out) = (find(&shared, "layers.4.x"), find(&shared, "layers.5.partials"));
+    shared.slots[x].offset = partials.start + 32 * 68 * 4; // where split 1 writes
+    for task in shared.workers.iter_mut().flat_map(|w| &mut w.tasks) {
+        for access in task.reads.iter_mut().chain(&mut task.writes).flatten() {
+            if access.slot.index() == out {
+                access.generation = 1;
+            } else if access.slot.index() == x {
+                access.generation = 0;
+            }
+        }
+    }
+    let found = ir::program::verify(shared).expect_err("an idle split overwrites the residual");
+    assert!(found.has(ir::Rule::MPage), "{found}");
+}

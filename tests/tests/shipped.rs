@@ -10,8 +10,9 @@ use search::Bundle;
 const WITHOUT_BUNDLE: &[(&str, &str, u32)] = &[
     ("h200", "llama-3.1-8b", 128),
     ("h200", "llama-3.2-1b", 128),
-    ("h200", "llama-3.2-1b", 2048),
     ("h200", "llama-3.2-1b", 16384),
+    ("h200", "qwen3-0.6b", 128),
+    ("h200", "smollm2-135m", 128),
 ];
 
 const RENEW: &str = "renew it on the card: amk bench --model MODEL --context CONTEXT --device cuda --peers none \

@@ -79,10 +79,15 @@ __device__ __forceinline__ void loader_drain(Worker const& w, Loader& l) {
   }
 }
 
-// How many stages of so many units may be on their way: one at least.
+// How many stages of so many units may be on their way: one at least, and never more than there are. With more, the oldest would be a
+// whole lap behind, and its barrier's parity that of another phase.
+__device__ __forceinline__ uint32_t stages_of(Loader const& l, uint32_t units, uint32_t stage_units) {
+  uint32_t const n = units / stage_units;
+  return n == 0 ? 1 : n < l.stages ? n : l.stages;
+}
 __device__ __forceinline__ void loader_caps(Loader& l, uint32_t stage_units) {
-  uint32_t const far = l.units_far / stage_units, near = l.units_near / stage_units;
-  l.cap_far = far > 0 ? far : 1, l.cap_near = near > 0 ? near : 1;
+  l.cap_far = stages_of(l, l.units_far, stage_units);
+  l.cap_near = stages_of(l, l.units_near, stage_units);
 }
 
 // The next stage, once it has been freed by every consumer warp and few enough bytes are on their way: the messages of a handoff queue

@@ -60,10 +60,16 @@ pub(super) fn inputs(context: Context<'_>, p: &AttentionParams) -> Result<Vec<Sp
 
 pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects, Fault> {
     let splits = Splits::new(context.step, p.window, p.kv_block, p.splits)?;
-    if p.split >= splits.active {
-        return Ok(Effects::default());
-    }
     let at = Layout::new(p, context.memory.dims())?;
+    let stride = p.head_dim + abi::PARTIAL_HEADER;
+    let head = product("split", p.split, at.heads)? + p.kv_head * p.group;
+    let start = product("split", head, stride)?;
+    if p.split >= splits.active {
+        // Words of this step all the same, so that no word of an earlier one can be taken for a later one's.
+        let nothing = vec![0; product("group", p.group, stride)? as usize];
+        let writes = vec![(context.writes(0)?, start, nothing)];
+        return Ok(Effects { writes, ..Effects::default() });
+    }
     let rotations = rotations(context.step.position, &context.read(3, 0, p.head_dim / 2)?);
     let shaped = |x: Vec<f32>, norm: usize| -> Result<Vec<f32>, Fault> {
         let norm = context.read_optional(norm, 0, p.head_dim)?;
@@ -102,9 +108,6 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
     for query in queries.chunks_exact(p.head_dim as usize) {
         partial(query, &keys, p.scale, &mut out);
     }
-    let stride = p.head_dim + abi::PARTIAL_HEADER;
-    let head = product("split", p.split, at.heads)? + p.kv_head * p.group;
-    let start = product("split", head, stride)?;
     let writes = vec![(context.writes(0)?, start, bits(&out))];
     Ok(Effects { writes, append, ..Effects::default() })
 }

@@ -83,14 +83,21 @@ struct Write {
     generation: u16,
 }
 
+/// An access that must be over before the next write.
+#[derive(Clone, Copy)]
+struct Pending {
+    task: u32,
+    wrote: bool,
+}
+
 #[derive(Clone, Default)]
 struct Piece {
     writer: Option<Write>,
     /// Whether anything has read the last write.
     read: bool,
-    /// Those whose accesses must be over before the next write. The first is the last writer unless that one is optional; what an
-    /// optional writer would have taken the place of stays, for it may do nothing.
-    pending: Vec<u32>,
+    /// What must be over before the next write. The first is the last write unless that task is optional; what an optional writer would
+    /// have taken the place of stays, for it may not wait for it.
+    pending: Vec<Pending>,
     /// Tagged writes of this step.
     tags: Vec<(SlotId, u16)>,
 }
@@ -184,7 +191,7 @@ impl<'a> Memory<'a> {
             }
             let piece = &mut self.pieces[index];
             piece.read |= found_write.is_some();
-            piece.pending.push(task);
+            piece.pending.push(Pending { task, wrote: false });
         }
         if let Some((rule, detail)) = finding {
             found.push(rule, self.order.at(task), detail);
@@ -250,7 +257,7 @@ impl<'a> Memory<'a> {
             if !optional {
                 piece.pending.clear();
             }
-            piece.pending.push(task);
+            piece.pending.push(Pending { task, wrote: true });
             piece.writer = Some(Write { task, slot: region.slot, generation: region.generation });
             piece.read = false;
             if tagged {
@@ -270,12 +277,10 @@ impl<'a> Memory<'a> {
         tagged: bool,
     ) -> Option<(Rule, String)> {
         let name = self.name_of(region);
-        if let Some(other) = piece
-            .pending
-            .iter()
-            .copied()
-            .find(|&other| other != task && !self.order.happens_before(other, task))
-        {
+        let unordered = |other: &&Pending| {
+            other.task != task && !self.order.before_write(other.task, other.wrote, task)
+        };
+        if let Some(other) = piece.pending.iter().find(unordered) {
             let same = piece.writer.is_none_or(|last| last.slot == region.slot);
             let rule = if same { Rule::RWriter } else { Rule::MPage };
             let used = piece
@@ -286,7 +291,7 @@ impl<'a> Memory<'a> {
                 rule,
                 format!(
                     "writes {name}, which {} uses{used}, and is not ordered after it",
-                    self.order.at(other)
+                    self.order.at(other.task)
                 ),
             ));
         }

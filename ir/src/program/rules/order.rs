@@ -1,9 +1,10 @@
 //! The order of tasks within a step: queue order, counters and tagged slots, as vector clocks.
 //!
-//! **Optional tasks.** Splits of attention beyond the first have no keys early in a sequence. Such a task then reads and writes nothing:
-//! it does not wait for the tagged words it would read, and nobody waits for the tagged words it would write. It still takes its turn
-//! in the queue, waits for its counters and signals. So the edges of tagged slots into and out of an optional task order the task's own
-//! accesses, which exist only when the edges do, but order nothing *through* the task.
+//! **Optional tasks.** Splits of attention beyond the first have no keys early in a sequence. Such a task then reads nothing: it does not
+//! wait for the tagged words it would read. It writes all the same, words that say so, lest a later step take an old word for its own;
+//! nobody waits for those. It still takes its turn in the queue, waits for its counters and signals. So the edges of tagged slots into
+//! and out of an optional task order what it reads, which it does only when the edges exist; they order nothing *through* the task, and
+//! not its writes.
 
 use std::collections::VecDeque;
 
@@ -45,6 +46,8 @@ pub struct Order {
     sequence: Vec<u32>,
     edges: Edges,
     clocks: Clocks,
+    /// Row of the clocks for each node's end.
+    ends: Vec<u32>,
 }
 
 impl Order {
@@ -83,7 +86,17 @@ impl Order {
         (WorkerId(worker), index)
     }
 
-    /// Whether every access of `a` comes before every access of `b`, at every position at which both have any.
+    /// Whether what `a` does comes before `b` writes, at every position. `wrote` says that it is a write of `a`, else a read.
+    #[must_use]
+    pub fn before_write(&self, a: u32, wrote: bool, b: u32) -> bool {
+        if !self.optional[b as usize] {
+            return if wrote { self.always_before(a, b) } else { self.happens_before(a, b) };
+        }
+        let (worker, index) = self.places[a as usize];
+        a != b && self.clocks.row(self.ends[b as usize] as usize)[worker as usize] > index
+    }
+
+    /// Whether every access of `a` comes before every access of `b`, at every position at which both have any to read.
     #[must_use]
     pub fn happens_before(&self, a: u32, b: u32) -> bool {
         let reached = |task: u32| self.always_before(task, b);
@@ -391,6 +404,7 @@ impl Graph {
             waiting[task] += u32::from(index > 0);
         }
         let rows = second_rows(&order.optional, self.nodes);
+        order.ends.clone_from(&rows);
         let mut ready: VecDeque<u32> =
             (0..self.nodes as u32).filter(|&node| waiting[node as usize] == 0).collect();
         let mut done = 0;
@@ -449,6 +463,7 @@ impl Graph {
             sequence: Vec::with_capacity(self.tasks),
             edges: Edges::new(self.nodes, &self.pairs),
             clocks: Clocks { width, words: vec![0; words] },
+            ends: Vec::new(),
         })
     }
 

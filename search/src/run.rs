@@ -22,6 +22,9 @@ use crate::propose::{Origin, Past, changes, mixed};
 use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial, changed};
 use crate::verdict::Verdict;
 
+/// Kernels that are compiled before anything asks for them.
+const FORESEEN: usize = 12;
+
 /// How a search goes about it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
@@ -584,20 +587,25 @@ impl<'a> Search<'a> {
         self.trials.push(trial);
     }
 
-    /// Tells the device which kernels may be asked for next: those one knob away from the leading schedule's.
+    /// Tells the device which kernels may be asked for next: the leading schedule's with its kernel knobs changed, one change first.
     fn foresee(&mut self, leading: &ScheduleConfig) {
         let Some(device) = &mut self.device else { return };
         let kernel = |(knob, _): &&(Knob, Vec<Value>)| knob.acts_on() == ActsOn::Kernel;
-        let mut soon = Vec::new();
+        let mut soon = vec![(0, *leading)];
         for (knob, values) in self.settings.space.iter().filter(kernel) {
-            for &value in values {
-                let mut config = *leading;
-                if config.set(*knob, value).is_ok() && config.kernel != leading.kernel {
-                    soon.push(config.kernel);
-                }
+            let others = values.iter().filter(|&&value| value != leading.get(*knob));
+            for value in others.copied() {
+                let changed = |&(changes, mut config): &(u32, ScheduleConfig)| {
+                    let is_new = config.get(*knob) == leading.get(*knob);
+                    (is_new && config.set(*knob, value).is_ok()).then_some((changes + 1, config))
+                };
+                let more: Vec<_> = soon.iter().filter_map(changed).collect();
+                soon.extend(more);
             }
         }
-        device.foresee(&soon);
+        soon.sort_by_key(|&(changes, _)| changes);
+        let kernels: Vec<_> = soon[1..].iter().take(FORESEEN).map(|(_, c)| c.kernel).collect();
+        device.foresee(&kernels);
     }
 
     /// Runs the champion again, on longer and fresh tokens and, where there is a device, against the baseline. `None` when there is no

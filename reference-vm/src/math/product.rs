@@ -16,6 +16,9 @@ const PANEL_COLS: usize = 1024;
 /// Rows of a panel at most: the panel stays in the second-level cache.
 const PANEL_ROWS: usize = 32;
 
+/// Elements of a row that are decoded at a time for a single vector: they stay in the first-level cache.
+const SINGLE_COLS: usize = 512;
+
 /// Panels for each thread, so that none waits long for the last one.
 const PANELS_PER_THREAD: usize = 4;
 
@@ -25,22 +28,45 @@ pub(super) fn rows_per_panel(rows: usize, threads: usize) -> usize {
     even.min(PANEL_ROWS)
 }
 
-/// The dot product of the module's description. `row` and `x` have one length.
+/// The dot product of the module's description. `row` and `x` have one length; `decoded` is scratch.
+///
+/// The running sums are registers: with an array of them the compiler takes one element at a time.
 #[inline(always)]
-fn lane_dot<E: Element>(row: &[E::Raw], x: &[f32]) -> f32 {
-    debug_assert_eq!(row.len(), x.len());
-    let mut sums = [0f32; LANES];
-    let (row_chunks, row_rest) = row.as_chunks::<LANES>();
-    let (x_chunks, x_rest) = x.as_chunks::<LANES>();
-    for (row, x) in row_chunks.iter().zip(x_chunks) {
-        for lane in 0..LANES {
-            sums[lane] = E::value(row[lane]).mul_add(x[lane], sums[lane]);
+#[expect(clippy::needless_range_loop, reason = "indices keep the sums in registers, see inside")]
+fn lane_dot<E: Element, V: Vector>(
+    row: &[E::Raw],
+    x: &[f32],
+    decoded: &mut [f32; SINGLE_COLS],
+) -> f32 {
+    assert!(row.len() == x.len() && V::LEN >= 8 && LANES.is_multiple_of(V::LEN));
+    // Plain indices and no closures: iterators over the sums would keep them in memory.
+    let mut sums = [V::splat(0.0); LANES / 8];
+    let whole = row.len() / LANES * LANES;
+    let mut start = 0;
+    while start < whole {
+        let count = SINGLE_COLS.min(whole - start);
+        decode::<E>(&row[start..start + count], &mut decoded[..count]);
+        let x = &x[start..start + count];
+        for chunk in 0..count / LANES {
+            for r in 0..LANES / V::LEN {
+                let at = chunk * LANES + r * V::LEN;
+                // SAFETY: `at + V::LEN <= count`, which is the length of both.
+                let (a, b) =
+                    unsafe { (V::load(decoded.as_ptr().add(at)), V::load(x.as_ptr().add(at))) };
+                sums[r] = a.mul_add(b, sums[r]);
+            }
         }
+        start += count;
     }
-    for ((sum, &raw), &x) in sums.iter_mut().zip(row_rest).zip(x_rest) {
+    let mut lanes = [0f32; LANES];
+    for r in 0..LANES / V::LEN {
+        // SAFETY: `(r + 1) * V::LEN <= LANES`.
+        unsafe { sums[r].store(lanes.as_mut_ptr().add(r * V::LEN)) };
+    }
+    for ((sum, &raw), &x) in lanes.iter_mut().zip(&row[whole..]).zip(&x[whole..]) {
         *sum = E::value(raw).mul_add(x, *sum);
     }
-    tree(&sums)
+    tree(&lanes)
 }
 
 /// One vector with each of several stored rows.
@@ -56,8 +82,9 @@ impl<E: Element> Kernel for Single<'_, E> {
     #[inline(always)]
     fn run<V: Vector>(self) {
         let len = self.x.len();
+        let mut decoded = [0f32; SINGLE_COLS];
         for (row, out) in self.out.iter_mut().enumerate() {
-            *out = lane_dot::<E>(&self.raw[row * len..][..len], self.x);
+            *out = lane_dot::<E, V>(&self.raw[row * len..][..len], self.x, &mut decoded);
         }
     }
 }

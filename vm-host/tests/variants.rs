@@ -40,6 +40,8 @@ const MATRICES: [(usize, [u32; 3], u32); 4] = [
     (6, [1024, 2048, 3072], 1 << 4 | 1 << 6 | 1 << 8),
     (7, [4096, 4096, 14336], 1 << 8),
 ];
+/// Registers of a thread at launch that `LAUNCH_REGISTERS` of `worker.cuh` counts on.
+const LAUNCH_REGISTERS: u32 = 168;
 const WIDE_SPILLS: u32 = 192;
 const TRACE_SPILLS: u32 = 32;
 
@@ -147,6 +149,10 @@ fn check(variants: &[Variant]) {
         let words = ir::program::smem::WARPS * (main.registers * 32).next_multiple_of(256);
         if words > 65536 {
             problems.push(format!("{}: {words} registers a block", name(variant)));
+        }
+        // `setmaxnreg` can only move what the launch hands out. With fewer, consumers would wait for registers forever, and nothing traps.
+        if main.registers != LAUNCH_REGISTERS {
+            problems.push(format!("{}: {} registers a thread", name(variant), main.registers));
         }
         let allowed = spills_allowed(variant);
         let spills =

@@ -65,7 +65,7 @@ __device__ __forceinline__ bool run_step(Worker& w, Cursor& c) {
     StagedTask const& st = staged_task(w);
     tape_begin(w);
     if (st.task.wait_len > 0) {
-      if (threadIdx.x == 0) {
+      if (w.thread == 0) {
         wait_counters(w, st.task);
       }
       consumers_sync();
@@ -74,13 +74,13 @@ __device__ __forceinline__ bool run_step(Worker& w, Cursor& c) {
     dispatch(w, st, c);
     if (st.task.signal != AMK_NONE) {
       consumers_sync();
-      if (threadIdx.x == 0) {
+      if (w.thread == 0) {
         counter_signal((uint32_t*)sh->program.counters + (size_t)st.task.signal * 8);
       }
     }
     tape_end(w, st.task, i);
     ++w.task;
-    if (threadIdx.x == 0) {
+    if (w.thread == 0) {
       sh->task = i + 1;
       *(volatile uint32_t*)&sh->done = w.task;
     }
@@ -230,8 +230,12 @@ __device__ __forceinline__ void watchdog_run(Shared* sh) {
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megakernel(__grid_constant__ amk_launch const launch) {
   extern __shared__ __align__(128) char memory[];
-  Shared* sh = (Shared*)memory;
+  uint32_t base, thread;
+  asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"((uint32_t)__cvta_generic_to_shared(memory)));
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  Shared* sh = (Shared*)__cvta_shared_to_generic(base);
   Worker w = {sh};
+  w.thread = thread;
   uint32_t const warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     sh->dead = 0;

@@ -11,60 +11,62 @@
 
 constexpr uint32_t SHARE = AMK_STAGE_UNITS_MAX / AMK_WARPS; // units of a chunk that a warp has at most
 constexpr uint32_t TAKE = 2;                                 // stages that wait in registers
-constexpr uint32_t ACCUMULATORS = 4;                         // chains of products, so that they do not wait for each other
 
 #if AMK_DTYPE != 0
-// c += a . b for a 16x16 a (rows 0 and 1 used) and a 16x8 b.
-__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a2, uint32_t b0, uint32_t b1) {
+// c += a . b for a 16x16 a and a 16x8 b. Of a, row g has elements 0..4 of a lane's 8 columns and row g + 8 elements 4..8, so two products
+// with the two halves of the lane's 8 weights do for both; the half of each result that nobody reads is of the wrong pairs.
+__device__ __forceinline__ void mma(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
 #if AMK_DTYPE == 2
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
 #else
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
 #endif
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 #endif
 
 // Elements e..e+4 of the vector into the activation buffer, in the form that is multiplied: f32, or for the tensor cores the high and
-// the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16).
+// the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16). Of 8 elements, pairs 0 and 1 lie
+// in words 0 and 2 and pairs 2 and 3 in words 1 and 3: so 16 bytes are a left operand as they are.
 __device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) {
 #if AMK_DTYPE == 0
   *(float4*)(w.x + (size_t)e * 4) = v;
 #else
-  char* p = w.x + (e / UNIT_COLS) * X_BYTES + (e % UNIT_COLS) * 2;
+  uint32_t* p = (uint32_t*)(w.x + e / UNIT_COLS * X_BYTES + e % UNIT_COLS / 8 * 16 + e % 8);
   uint32_t const h0 = element_pair(v.x, v.y), h1 = element_pair(v.z, v.w);
   float2 const b0 = pair_values(h0), b1 = pair_values(h1);
-  *(uint2*)p = make_uint2(h0, h1);
-  *(uint2*)(p + AMK_UNIT_ROW_BYTES) = make_uint2(element_pair(v.x - b0.x, v.y - b0.y), element_pair(v.z - b1.x, v.w - b1.y));
+  p[0] = h0, p[2] = h1;
+  p += AMK_UNIT_ROW_BYTES / 4;
+  p[0] = element_pair(v.x - b0.x, v.y - b0.y), p[2] = element_pair(v.z - b1.x, v.w - b1.y);
 #endif
 }
 
-// A lane's 16 bytes of the staged vector for a unit.
-__device__ __forceinline__ uint4 x_load(char const* x) {
+// A lane's 16 bytes of the staged vector for a unit: rows of the left operand are the high and the low halves in turn, of which the first
+// two are used. Zeros for the others would cost more than multiplying them.
+__device__ __forceinline__ uint4 x_load(Worker const& w, char const* x) {
 #if AMK_DTYPE == 0
-  return stage_load(x + (threadIdx.x & 3) * 16);
+  return stage_load(x + (w.thread & 3) * 16);
 #else
-  uint32_t const lane = threadIdx.x % 32;
-  return lane < 8 ? stage_load(x + (lane >> 2) * AMK_UNIT_ROW_BYTES + (lane & 3) * 16) : make_uint4(0, 0, 0, 0);
+  return stage_load(x + (w.thread & 7) * 16); // 4 of the high halves, 4 of the low
 #endif
 }
 
-// Sums of 8 rows in the making.
-struct Sums {
-  float c[ACCUMULATORS][4];
+// Sums of 8 rows in the making. Chains of products that do not wait for each other: two for each of PAIRS.
+template <uint32_t PAIRS> struct Sums {
+  float c[PAIRS][2][4];
 };
 
-__device__ __forceinline__ void unit_multiply(Sums& s, uint32_t chain, uint4 x, uint4 weights) {
+template <uint32_t PAIRS> __device__ __forceinline__ void unit_multiply(Sums<PAIRS>& s, uint32_t unit, uint4 x, uint4 weights) {
+  float(&c)[2][4] = s.c[unit % PAIRS];
 #if AMK_DTYPE == 0
-  float(&c)[4] = s.c[chain % ACCUMULATORS];
-  c[0] = fmaf(__uint_as_float(weights.x), __uint_as_float(x.x), c[0]);
-  c[1] = fmaf(__uint_as_float(weights.y), __uint_as_float(x.y), c[1]);
-  c[0] = fmaf(__uint_as_float(weights.z), __uint_as_float(x.z), c[0]);
-  c[1] = fmaf(__uint_as_float(weights.w), __uint_as_float(x.w), c[1]);
+  c[0][0] = fmaf(__uint_as_float(weights.x), __uint_as_float(x.x), c[0][0]);
+  c[0][1] = fmaf(__uint_as_float(weights.y), __uint_as_float(x.y), c[0][1]);
+  c[1][0] = fmaf(__uint_as_float(weights.z), __uint_as_float(x.z), c[1][0]);
+  c[1][1] = fmaf(__uint_as_float(weights.w), __uint_as_float(x.w), c[1][1]);
 #else
-  mma(s.c[2 * chain % ACCUMULATORS], x.x, x.y, weights.x, weights.y);
-  mma(s.c[(2 * chain + 1) % ACCUMULATORS], x.z, x.w, weights.z, weights.w);
+  mma(c[0], x, weights.x, weights.y);
+  mma(c[1], x, weights.z, weights.w);
 #endif
 }
 
@@ -74,7 +76,7 @@ struct Share {
 };
 
 // This warp's `mine` units of a chunk, with the vector in the activation buffer.
-__device__ __forceinline__ void chunk_multiply(char const* weights, char const* x, uint32_t mine, Sums& s) {
+__device__ __forceinline__ void chunk_multiply(Worker const& w, char const* weights, char const* x, uint32_t mine, Sums<2>& s) {
   constexpr uint32_t BATCH = 4;
   uint32_t j = 0;
 #pragma unroll 1
@@ -83,7 +85,7 @@ __device__ __forceinline__ void chunk_multiply(char const* weights, char const* 
 #pragma unroll
     for (uint32_t i = 0; i < BATCH; ++i) {
       v[i] = stage_load(weights + (j + i) * AMK_WARPS * AMK_UNIT_BYTES);
-      f[i] = x_load(x + (j + i) * AMK_WARPS * X_BYTES);
+      f[i] = x_load(w, x + (j + i) * AMK_WARPS * X_BYTES);
     }
 #pragma unroll
     for (uint32_t i = 0; i < BATCH; ++i) {
@@ -92,22 +94,30 @@ __device__ __forceinline__ void chunk_multiply(char const* weights, char const* 
   }
 #pragma unroll 1
   for (; j < mine; ++j) {
-    unit_multiply(s, 0, x_load(x + j * AMK_WARPS * X_BYTES), stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
+    unit_multiply(s, 0, x_load(w, x + j * AMK_WARPS * X_BYTES), stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
   }
 }
 
 // The sums of a tile's 8 rows over the lanes, into `part`.
-__device__ __forceinline__ void tile_finish(Sums const& s, float* part) {
-  uint32_t const lane = threadIdx.x % 32;
-  float r0 = (s.c[0][0] + s.c[1][0]) + (s.c[2][0] + s.c[3][0]), r1 = (s.c[0][1] + s.c[1][1]) + (s.c[2][1] + s.c[3][1]);
+template <uint32_t PAIRS> __device__ __forceinline__ void tile_finish(Worker const& w, Sums<PAIRS> const& s, float* part) {
+  uint32_t const lane = w.thread % 32;
 #if AMK_DTYPE == 0
-  r0 += r1;
-  r0 += __shfl_xor_sync(~0u, r0, 1);
-  r0 += __shfl_xor_sync(~0u, r0, 2);
+  float r = 0.f;
+#pragma unroll
+  for (uint32_t i = 0; i < PAIRS; ++i) {
+    r += (s.c[i][0][0] + s.c[i][0][1]) + (s.c[i][1][0] + s.c[i][1][1]);
+  }
+  r += __shfl_xor_sync(~0u, r, 1);
+  r += __shfl_xor_sync(~0u, r, 2);
   if ((lane & 3) == 0) {
-    part[lane / 4] = r0;
+    part[lane / 4] = r;
   }
 #else
+  float r0 = s.c[0][0][0] + s.c[0][1][2], r1 = s.c[0][0][1] + s.c[0][1][3];
+#pragma unroll
+  for (uint32_t i = 1; i < PAIRS; ++i) {
+    r0 += s.c[i][0][0] + s.c[i][1][2], r1 += s.c[i][0][1] + s.c[i][1][3];
+  }
   r0 += __shfl_down_sync(~0u, r0, 4); // row 0 holds the high halves' products, row 1 the low halves'
   r1 += __shfl_down_sync(~0u, r1, 4);
   if (lane < 4) {
@@ -117,8 +127,8 @@ __device__ __forceinline__ void tile_finish(Sums const& s, float* part) {
 }
 
 // Units of `units` consecutive ones that this warp multiplies: each 8th, from its own number on.
-__device__ __forceinline__ uint32_t warp_share(uint32_t units) {
-  uint32_t const warp = threadIdx.x / 32;
+__device__ __forceinline__ uint32_t warp_share(Worker const& w, uint32_t units) {
+  uint32_t const warp = w.thread / 32;
   return warp < units ? (units - warp + AMK_WARPS - 1) / AMK_WARPS : 0;
 }
 
@@ -133,16 +143,16 @@ __device__ constexpr uint32_t turns_at_once(uint32_t elements, uint32_t most) {
 }
 
 // The first of a lane's i-th 4 elements.
-__device__ __forceinline__ uint32_t lane_element(uint32_t i) {
-  uint32_t const lane = threadIdx.x % 32, unit = threadIdx.x / 32 + (i * TURN_UNITS + lane / UNIT_QUADS) * AMK_WARPS;
+__device__ __forceinline__ uint32_t lane_element(Worker const& w, uint32_t i) {
+  uint32_t const lane = w.thread % 32, unit = w.thread / 32 + (i * TURN_UNITS + lane / UNIT_QUADS) * AMK_WARPS;
   return unit * UNIT_COLS + lane % UNIT_QUADS * 4;
 }
 
 // One warp: its columns of the attention's result, merged from several splits, into the activation buffer.
 __device__ __forceinline__ void stage_merged(Worker const& w, Words const& words, amk_matvec_params const& p, uint32_t active) {
 #pragma unroll 1
-  for (uint32_t i = 0; i * TURN_UNITS < warp_share(p.units); ++i) {
-    uint32_t const e = lane_element(i);
+  for (uint32_t i = 0; i * TURN_UNITS < warp_share(w, p.units); ++i) {
+    uint32_t const e = lane_element(w, i);
     float4 const x = merge_wait(w, words, p.k_len / AMK_HEAD_DIM, active, e < p.k_len ? e : AMK_NONE);
     if (e < p.units * UNIT_COLS) {
       stage_x4(w, e, x);
@@ -154,8 +164,8 @@ __device__ __forceinline__ void stage_merged(Worker const& w, Words const& words
 __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedSlot const& in, float const* norm, amk_matvec_params const& p) {
   float square = 0.f;
 #pragma unroll 1
-  for (uint32_t i = 0; i * TURN_UNITS < warp_share(p.units); ++i) {
-    uint32_t const e = lane_element(i);
+  for (uint32_t i = 0; i * TURN_UNITS < warp_share(w, p.units); ++i) {
+    uint32_t const e = lane_element(w, i);
     if (e < p.units * UNIT_COLS) { // padding is zero in the matrix
       float4 const x = embedding_read4(w, in, e), n = __ldg((float4 const*)(norm + e));
       square += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
@@ -170,7 +180,7 @@ __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedSlot c
 template <uint32_t N, bool NORM>
 __device__ __forceinline__ float stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, uint32_t skip) {
   float square = 0.f;
-  uint32_t const turns = (warp_share(p.units) + TURN_UNITS - 1) / TURN_UNITS;
+  uint32_t const turns = (warp_share(w, p.units) + TURN_UNITS - 1) / TURN_UNITS;
 #pragma unroll 1
   for (uint32_t first = 0; first < turns; first += N) {
     uint32_t at[N];
@@ -179,7 +189,7 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
     uint4 v[N];
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
-      uint32_t const e = lane_element(first + i);
+      uint32_t const e = lane_element(w, first + i);
       wanted[i] = e < p.k_len;
       at[i] = e + (e / AMK_HEAD_DIM + 1) * skip;
       n[i] = NORM && norm != nullptr && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
@@ -187,7 +197,7 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
     quads_wait(w, words, at, wanted, v);
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
-      uint32_t const e = lane_element(first + i);
+      uint32_t const e = lane_element(w, first + i);
       float4 const x = quad_value(words, v[i]);
       square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, square))));
       if (e < p.units * UNIT_COLS) {
@@ -279,7 +289,7 @@ __device__ __forceinline__ float row_sum(Worker const& w, uint32_t buffer, uint3
 // A thread's row of a group of tiles: sum over the warps, scale, bias, then what the epilogue says.
 __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, Words const& out, uint32_t buffer, uint32_t row, float scale,
                                          Addends const& add, Best& best) {
-  uint32_t const t = threadIdx.x;
+  uint32_t const t = w.thread;
   float v = row_sum(w, buffer, t) * scale + add.bias;
   if (p.epilogue == AMK_EPILOGUE_LOGITS) {
     best = better(best, Best{v, row});
@@ -305,7 +315,7 @@ __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, 
 
 // Leaves the best row of this worker as candidate `index`.
 __device__ __forceinline__ void write_candidate(Worker const& w, StagedTask const& st, uint32_t index, Best best) {
-  uint32_t const t = threadIdx.x;
+  uint32_t const t = w.thread;
   best = warp_best(best);
   if (t % 32 == 0) {
     w.shared->best_value[t / 32] = best.value;
@@ -353,23 +363,23 @@ __device__ __forceinline__ Tiles task_tiles(amk_task const& task, amk_matvec_par
 
 // Announces that the task's last stages are near, so that little is on its way when the next handoff comes.
 __device__ __forceinline__ void note_near(Worker const& w, uint32_t left, uint32_t enough) {
-  if (threadIdx.x == 0 && left <= enough) {
+  if (w.thread == 0 && left <= enough) {
     *(volatile uint32_t*)&w.shared->near = 1;
   }
 }
 
 // Whether unit j of this warp's is one of the chunk: all but the last always are.
-template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Tiles const& k, uint32_t j) {
-  return UNITS == SHARE || j + 1 < UNITS || j * AMK_WARPS + threadIdx.x / 32 < k.chunk;
+template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const& w, Tiles const& k, uint32_t j) {
+  return UNITS == SHARE || j + 1 < UNITS || j * AMK_WARPS + w.thread / 32 < k.chunk;
 }
 
 // Takes the current stage. The second tile of a pair may be missing at the end of a task: what is read then is multiplied for nothing.
 template <uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, Share& v) {
-  char const* weights = cursor_land(w, c) + threadIdx.x / 32 * AMK_UNIT_BYTES + threadIdx.x % 32 * 16;
+  char const* weights = cursor_land(w, c) + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
 #pragma unroll
   for (uint32_t i = 0; i < share_tiles(UNITS) * UNITS; ++i) {
     uint32_t const tile = i / UNITS, j = i % UNITS;
-    v.weights[i] = share_has<UNITS>(k, j) ? stage_load(weights + (tile * k.chunk + j * AMK_WARPS) * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
+    v.weights[i] = share_has<UNITS>(w, k, j) ? stage_load(weights + (tile * k.chunk + j * AMK_WARPS) * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
   }
   cursor_next(w, c);
 }
@@ -385,25 +395,24 @@ template <typename F> __device__ __forceinline__ void with_share(Tiles const& k,
   of(Number<1>()), of(Number<2>()), of(Number<3>()), of(Number<4>()), of(Number<5>()), of(Number<6>()), of(Number<7>()), of(Number<8>());
 }
 // This warp's part of the vector for a chunk.
-template <uint32_t UNITS> __device__ __forceinline__ void frag_load(Worker const& w, Tiles const& k, uint32_t chunk, uint4 (&frag)[SHARE]) {
+template <uint32_t UNITS> __device__ __forceinline__ void frag_load(Worker const& w, Tiles const& k, uint32_t chunk, uint4 (&frag)[UNITS]) {
 #pragma unroll
   for (uint32_t j = 0; j < UNITS; ++j) {
-    frag[j] = share_has<UNITS>(k, j) ? x_load(w.x + (threadIdx.x / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES) : make_uint4(0, 0, 0, 0);
+    frag[j] = share_has<UNITS>(w, k, j) ? x_load(w, w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES) : make_uint4(0, 0, 0, 0);
   }
 }
 
 // Tiles `tile0`.. of a task whose stages are shares: this warp's products of each. `v` holds the next two shares, also afterwards, if the
-// task has so many left. `frag` holds the vector if a tile is one chunk.
+// task has so many left.
 template <uint32_t UNITS>
-__device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, uint4 (&frag)[SHARE], Share (&v)[TAKE], float* part) {
-  constexpr uint32_t TILES = share_tiles(UNITS);
+__device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part) {
+  constexpr uint32_t TILES = share_tiles(UNITS), PAIRS = TILES == 1 ? 2 : 1;
   uint32_t chunk = 0, left = k.shares - tile0 / TILES * k.chunks;
-  Sums s[TILES] = {};
+  uint4 frag[UNITS];
+  frag_load<UNITS>(w, k, 0, frag);
+  Sums<PAIRS> s[TILES] = {};
   auto stage = [&](Share& weights) {
     note_near(w, left, 4);
-    if (k.chunks > 1) {
-      frag_load<UNITS>(w, k, chunk, frag);
-    }
 #pragma unroll
     for (uint32_t i = 0; i < TILES * UNITS; ++i) {
       unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], weights.weights[i]);
@@ -415,11 +424,14 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
     if (++chunk == k.chunks) {
 #pragma unroll
       for (uint32_t i = 0; i < TILES; ++i) {
-        tile_finish(s[i], part + i * AMK_UNIT_ROWS);
-        s[i] = Sums{};
+        tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
+        s[i] = Sums<PAIRS>{};
       }
       part += TILES * AMK_UNIT_ROWS;
       chunk = 0;
+    }
+    if (k.chunks > 1) {
+      frag_load<UNITS>(w, k, chunk, frag);
     }
   };
 #pragma unroll 1
@@ -434,35 +446,36 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
 
 // The same for tiles of any length.
 __device__ __forceinline__ void multiply_chunks(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, float* part) {
-  uint32_t const warp = threadIdx.x / 32, lane0 = warp * AMK_UNIT_BYTES + threadIdx.x % 32 * 16;
+  uint32_t const warp = w.thread / 32, lane0 = warp * AMK_UNIT_BYTES + w.thread % 32 * 16;
   uint32_t in_stage = tile0 % k.per_stage;
 #pragma unroll 1
   for (uint32_t i = 0; i < tiles; ++i) {
     note_near(w, (k.count - tile0 - i) * k.units, 4 * SHARE * AMK_WARPS);
-    Sums s = {};
+    Sums<2> s = {};
 #pragma unroll 1
     for (uint32_t unit = 0; unit < k.units; unit += k.stage_units) {
       char const* stage = cursor_land(w, c) + in_stage * k.units * AMK_UNIT_BYTES;
       uint32_t const units = k.units - unit < k.stage_units ? k.units - unit : k.stage_units;
-      chunk_multiply(stage + lane0, w.x + (unit + warp) * X_BYTES, warp_share(units), s);
+      chunk_multiply(w, stage + lane0, w.x + (unit + warp) * X_BYTES, warp_share(w, units), s);
       if (in_stage + 1 == k.per_stage || tile0 + i + 1 == k.count) {
         cursor_next(w, c);
       }
     }
     in_stage = in_stage + 1 == k.per_stage ? 0 : in_stage + 1;
-    tile_finish(s, part + i * AMK_UNIT_ROWS);
+    tile_finish(w, s, part + i * AMK_UNIT_ROWS);
   }
 }
 
 __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Cursor& c) {
   amk_matvec_params const p = *(amk_matvec_params const*)st.task.params;
-  uint32_t const t = threadIdx.x, warp = t / 32;
+  uint32_t const t = w.thread, warp = t / 32;
   Tiles const k = task_tiles(st.task, p);
   Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
   // Set, though never read before they are filled: what is not would be kept alive through all other ops.
   Share v[TAKE] = {};
   Addends add = {};
   float square = 0.f;
+  float const inverse = __fdividef(1.f, (float)p.k_len);
   uint32_t const ahead = k.shares < TAKE ? k.shares : TAKE;
   uint32_t taken = 0;
   // One piece of code, gone through twice: before the vector is there for what has landed, which then waits in registers while the stream
@@ -481,6 +494,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
       if (t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF) {
         add = addends(w, st, p, p.tile0 * AMK_UNIT_ROWS + t);
       }
+      barrier_announce(w);
       square = stage_input(w, st, p);
       __syncwarp();
       if (t == 0) {
@@ -488,10 +502,6 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
       }
       tape_staged(w);
     }
-  }
-  uint4 frag[SHARE] = {};
-  if (k.chunks == 1) {
-    with_share(k, [&](auto units) { frag_load<decltype(units)::value>(w, k, 0, frag); });
   }
   if (p.prologue == AMK_PROLOGUE_RMS) {
 #pragma unroll
@@ -505,16 +515,16 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     uint32_t const nt = p.tiles - done < TILES_BUF ? p.tiles - done : TILES_BUF;
     uint32_t const row = (p.tile0 + done) * AMK_UNIT_ROWS + t, buffer = w.parity;
     bool const mine = t < nt * AMK_UNIT_ROWS && row < p.rows;
-    if (mine && done > 0) {
-      add = addends(w, st, p, row);
+    if (done > 0) {
+      barrier_announce(w);
+      add = mine ? addends(w, st, p, row) : Addends{};
     }
     float* part = w.shared->part[buffer][warp];
     if (t % 32 == 0) {
       w.shared->sums[buffer][warp] = square;
     }
-    barrier_announce(w);
     if (k.shares > 0) {
-      with_share(k, [&](auto units) { multiply_shares<decltype(units)::value>(w, c, k, done, nt, frag, v, part); });
+      with_share(k, [&](auto units) { multiply_shares<decltype(units)::value>(w, c, k, done, nt, v, part); });
     } else {
       multiply_chunks(w, c, k, done, nt, part);
     }
@@ -524,7 +534,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
       float scale = 1.f;
       if (p.prologue == AMK_PROLOGUE_RMS) {
         float4 const a = *(float4 const*)&w.shared->sums[buffer][0], b = *(float4 const*)&w.shared->sums[buffer][4];
-        scale = rsqrtf(__fdividef(((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)), (float)p.k_len) + p.eps);
+        scale = rsqrtf(fmaf(((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)), inverse, p.eps));
       }
       epilogue(w, st, p, out, buffer, row, scale, add, best);
     }

@@ -10,15 +10,6 @@ constexpr uint32_t UNIT_COLS = AMK_UNIT_ROW_BYTES / ELEMENT_BYTES; // 16 or 32
 constexpr uint32_t X_BYTES = UNIT_COLS * 4;                        // staged bytes of a unit's columns, in either form
 constexpr uint32_t UNIT_QUADS = UNIT_COLS / 4;                     // groups of 4 elements of a unit's columns
 
-// 16 bytes of f16 as 8 floats.
-__device__ __forceinline__ void unpack_f16(uint4 v, float* out) {
-  uint32_t const words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(out[2 * i]), "=f"(out[2 * i + 1]) : "r"(words[i]));
-  }
-}
-
 #if AMK_DTYPE != 0
 // Two floats as stored elements, the first in the low half; and back.
 __device__ __forceinline__ uint32_t element_pair(float low, float high) {

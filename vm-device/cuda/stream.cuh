@@ -22,7 +22,7 @@ __device__ __forceinline__ bool cursor_landed(Worker const& w, Cursor const& c) 
 // Frees the current stage and steps to the next. All lanes have read what they need.
 __device__ __forceinline__ void cursor_next(Worker const& w, Cursor& c) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) {
+  if (w.thread % 32 == 0) {
     barrier_arrive(&w.shared->empty[c.stage]);
   }
   if (++c.stage == w.stages) {

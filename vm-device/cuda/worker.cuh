@@ -77,6 +77,7 @@ struct Worker {
   uint32_t task;   // tasks begun since the program was adopted
   uint32_t parity; // of the next barrier
   uint32_t progress; // barriers announced, ever
+  uint32_t thread;   // threadIdx.x, which the compiler would read again at every use
 };
 
 __device__ __forceinline__ bool is_dead(Shared* sh) { return *(volatile uint32_t*)&sh->dead != 0; }
@@ -99,7 +100,7 @@ __device__ __forceinline__ void worker_sync() { asm volatile("bar.sync 2, %0;" :
 // before the products, met behind them.
 __device__ __forceinline__ void barrier_announce(Worker& w) {
   ++w.progress;
-  if (threadIdx.x == 0) {
+  if (w.thread == 0) {
     w.shared->leave[w.parity] = is_dead(w.shared);
     *(volatile uint32_t*)&w.shared->progress = w.progress;
   }

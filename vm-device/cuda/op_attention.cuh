@@ -7,7 +7,6 @@
 #pragma once
 
 constexpr uint32_t BLOCKS = (AMK_HEAD_DIM + 31) / 32;          // of 32 elements of a head, 8 for each of 4 lanes
-constexpr uint32_t LOW_BLOCKS = BLOCKS > 1 ? BLOCKS / 2 : 1;   // that have rotary angles of their own
 constexpr uint32_t HALVES = TILE_KEYS / 16;                    // of a tile: keys of one product with the values
 constexpr float LOWEST = -1e30f;                               // below every score, and finite, so that differences are numbers
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
@@ -80,54 +79,10 @@ __device__ __forceinline__ void values_pick(char const* rows, uint32_t swizzle, 
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(at) : "memory");
 }
 
-// What a lane knows of the queries: rows GROUP_BUF and above are zero.
+// What a lane knows of the queries: a part of the row of lane / 4. Rows GROUP_BUF and above are of no query, and nobody reads their results.
 struct Queries {
   uint4 high[BLOCKS], low[BLOCKS];
 };
-
-// Cosines and sines of this lane's elements: [position][head_dim / 2][2].
-__device__ __forceinline__ float4 const* rope_row(float const* table, uint32_t position, uint32_t block) {
-  uint32_t const element = (block * 32 + threadIdx.x % 4 * 8) % (AMK_HEAD_DIM / 2);
-  return (float4 const*)(table + (size_t)position * AMK_HEAD_DIM + element * 2);
-}
-// This lane's 8 elements of every block of a head: normalised (QK_NORM) and rotated.
-__device__ __forceinline__ void shape_head(float (&v)[BLOCKS][8], float const* norm, float eps, float const* table, uint32_t position) {
-  uint32_t const lane = threadIdx.x % 32;
-#if AMK_QK_NORM
-  float square = 0.f;
-#pragma unroll
-  for (uint32_t i = 0; i < BLOCKS * 8; ++i) {
-    square = fmaf(v[i / 8][i % 8], v[i / 8][i % 8], square);
-  }
-  square += __shfl_xor_sync(~0u, square, 1);
-  square += __shfl_xor_sync(~0u, square, 2);
-  float const inverse = rsqrtf(square / (float)AMK_HEAD_DIM + eps);
-#pragma unroll
-  for (uint32_t i = 0; i < BLOCKS * 2; ++i) {
-    float4 const n = block_lane() ? __ldg((float4 const*)(norm + i / 2 * 32 + lane % 4 * 8) + i % 2) : make_float4(0.f, 0.f, 0.f, 0.f);
-    float* x = &v[i / 2][i % 2 * 4];
-    x[0] *= inverse * n.x, x[1] *= inverse * n.y, x[2] *= inverse * n.z, x[3] *= inverse * n.w;
-  }
-#endif
-#pragma unroll
-  for (uint32_t i = 0; i < LOW_BLOCKS * 4; ++i) {
-    uint32_t const b = i / 4, e = i % 4 * 2;
-    float4 const angles = __ldg(rope_row(table, position, b) + i % 4); // two elements: cosine, sine
-#pragma unroll
-    for (uint32_t j = 0; j < 2; ++j) {
-      float const c = j == 0 ? angles.x : angles.z, s = j == 0 ? angles.y : angles.w;
-      if (BLOCKS > 1) { // both of a pair are this lane's
-        float const x = v[b][e + j], y = v[b + BLOCKS / 2][e + j];
-        v[b][e + j] = x * c - y * s;
-        v[b + BLOCKS / 2][e + j] = y * c + x * s;
-      } else {
-        constexpr uint32_t STEP = AMK_HEAD_DIM / 16; // lanes to the other half
-        float const other = __shfl_xor_sync(~0u, v[b][e + j], STEP);
-        v[b][e + j] = (lane & STEP) == 0 ? v[b][e + j] * c - other * s : v[b][e + j] * c + other * s;
-      }
-    }
-  }
-}
 
 // A head's place in the scratch of the warps: maximum, sum, padding, then its sums.
 constexpr uint32_t SCRATCH_HEAD = AMK_HEAD_DIM + 4;
@@ -136,57 +91,111 @@ __device__ __forceinline__ float* scratch_head(Worker const& w, uint32_t warp, u
 __device__ __forceinline__ uint4* fresh_key(Worker const& w) { return (uint4*)scratch_head(w, AMK_WARPS, 0); }
 __device__ __forceinline__ uint4* fresh_value(Worker const& w) { return fresh_key(w) + ROW_CHUNKS; }
 
-// One warp: waits for the queries, and for the new key and value if `newest`, and brings them into shape.
+// How a warp brings heads into shape: so many lanes share a head, each with 4 elements of its first half and the 4 that they are rotated with.
+constexpr uint32_t HEAD_LANES = AMK_HEAD_DIM / 8;
+constexpr uint32_t HEADS_ONCE = 32 / HEAD_LANES;
+constexpr uint32_t TURNS = (GROUP_BUF + HEADS_ONCE) / HEADS_ONCE; // for the queries and the new key
+
+// What the elements are shaped with, in registers before they are there: two cosines and sines each, and norms.
+struct Shapes {
+  float4 angles[2];
+#if AMK_QK_NORM
+  float4 norm[2 * TURNS];
+#endif
+};
+
+// Four elements of a head and the four half a head further on: normalised (QK_NORM) and rotated. All lanes.
+__device__ __forceinline__ void shape_head(float (&x)[4], float (&y)[4], Shapes const& s, uint32_t turn, float eps) {
+#if AMK_QK_NORM
+  float square = 0.f;
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    square = fmaf(x[i], x[i], fmaf(y[i], y[i], square));
+  }
+#pragma unroll
+  for (uint32_t o = 1; o < HEAD_LANES; o *= 2) {
+    square += __shfl_xor_sync(~0u, square, o);
+  }
+  float const inverse = rsqrtf(fmaf(square, 1.f / (float)AMK_HEAD_DIM, eps));
+  float4 const n = s.norm[2 * turn], m = s.norm[2 * turn + 1];
+  x[0] *= inverse * n.x, x[1] *= inverse * n.y, x[2] *= inverse * n.z, x[3] *= inverse * n.w;
+  y[0] *= inverse * m.x, y[1] *= inverse * m.y, y[2] *= inverse * m.z, y[3] *= inverse * m.w;
+#endif
+  float const c[4] = {s.angles[0].x, s.angles[0].z, s.angles[1].x, s.angles[1].z}, d[4] = {s.angles[0].y, s.angles[0].w, s.angles[1].y, s.angles[1].w};
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    float const a = x[i], b = y[i];
+    x[i] = a * c[i] - b * d[i];
+    y[i] = b * c[i] + a * d[i];
+  }
+}
+
+// Four scaled elements as f16 and what rounding left, at `high` and `low`.
+__device__ __forceinline__ void store_halves(char* high, char* low, float const (&x)[4], float scale) {
+  float const v[4] = {x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale};
+  uint2 const h = make_uint2(half_pair(v[0], v[1]), half_pair(v[2], v[3]));
+  float2 const a = half_values(h.x), b = half_values(h.y);
+  *(uint2*)high = h;
+  *(uint2*)low = make_uint2(half_pair(v[0] - a.x, v[1] - a.y), half_pair(v[2] - b.x, v[3] - b.y));
+}
+
+// One warp: waits for the queries, and for the new key and value if `newest`, and brings them into shape. They change lanes by way of the
+// warp's scratch: a head's place there holds its high halves, then its low ones.
 __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, bool newest, Queries& q) {
-  constexpr uint32_t N = BLOCKS * 2 + 2;
-  uint32_t const lane = threadIdx.x % 32, row = lane / 4, heads = p.kv_heads * p.group;
+  constexpr uint32_t N = 2 * TURNS + 1;
+  uint32_t const lane = w.thread % 32, part = lane % HEAD_LANES, heads = p.kv_heads * p.group, position = w.shared->step.position;
   Words const in = slot_words(w, st.slot[0], st.task.read_generation[0]);
-  bool const query = row < GROUP_BUF && g0 + row < AMK_GROUP, key = row == GROUP_BUF && newest;
-  uint32_t const first = (query ? p.kv_head * p.group + g0 + row : heads + p.kv_head) * AMK_HEAD_DIM + lane % 4 * 8;
   uint32_t at[N];
   bool wanted[N];
   uint4 v[N];
+  Shapes shapes;
+  float4 const* angles = (float4 const*)((float const*)st.slot[3].address + (size_t)position * AMK_HEAD_DIM + part * 8);
+  shapes.angles[0] = __ldg(angles), shapes.angles[1] = __ldg(angles + 1);
 #pragma unroll
-  for (uint32_t i = 0; i < BLOCKS * 2; ++i) {
-    at[i] = first + i / 2 * 32 + i % 2 * 4;
-    wanted[i] = (query || key) && block_lane();
+  for (uint32_t i = 0; i < TURNS; ++i) {
+    uint32_t const row = i * HEADS_ONCE + lane / HEAD_LANES;
+    bool const query = row < GROUP_BUF && g0 + row < AMK_GROUP;
+    at[2 * i] = (query ? p.kv_head * p.group + g0 + row : heads + p.kv_head) * AMK_HEAD_DIM + part * 4;
+    at[2 * i + 1] = at[2 * i] + AMK_HEAD_DIM / 2;
+    wanted[2 * i] = wanted[2 * i + 1] = query || (row == GROUP_BUF && newest);
+#if AMK_QK_NORM
+    float4 const* norm = (float4 const*)st.slot[query ? 1 : 2].address + part;
+    shapes.norm[2 * i] = __ldg(norm), shapes.norm[2 * i + 1] = __ldg(norm + AMK_HEAD_DIM / 8);
+#endif
   }
-  at[N - 2] = (heads + p.kv_heads + p.kv_head) * AMK_HEAD_DIM + lane % ROW_CHUNKS * 8;
-  at[N - 1] = at[N - 2] + 4;
-  wanted[N - 2] = wanted[N - 1] = newest;
+  at[N - 1] = (heads + p.kv_heads + p.kv_head) * AMK_HEAD_DIM + lane * 4;
+  wanted[N - 1] = newest && lane < AMK_HEAD_DIM / 4;
   quads_wait(w, in, at, wanted, v);
   __syncwarp();
-  float x[BLOCKS][8];
 #pragma unroll
-  for (uint32_t i = 0; i < BLOCKS * 2; ++i) {
-    float4 const f = quad_value(in, v[i]);
-    float* to = &x[i / 2][i % 2 * 4];
-    to[0] = f.x, to[1] = f.y, to[2] = f.z, to[3] = f.w;
+  for (uint32_t i = 0; i < TURNS; ++i) {
+    uint32_t const row = i * HEADS_ONCE + lane / HEAD_LANES;
+    float4 const a = quad_value(in, v[2 * i]), b = quad_value(in, v[2 * i + 1]);
+    float x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+    shape_head(x, y, shapes, i, p.eps);
+    if (row < GROUP_BUF) {
+      char* high = (char*)scratch_head(w, w.thread / 32, row) + part * 8;
+      store_halves(high, high + 2 * AMK_HEAD_DIM, x, p.scale * LOG2_E);
+      store_halves(high + AMK_HEAD_DIM, high + 3 * AMK_HEAD_DIM, y, p.scale * LOG2_E);
+    } else if (row == GROUP_BUF && newest) {
+      uint2* key = (uint2*)fresh_key(w) + part;
+      key[0] = make_uint2(cache_pair(x[0], x[1]), cache_pair(x[2], x[3]));
+      key[HEAD_LANES] = make_uint2(cache_pair(y[0], y[1]), cache_pair(y[2], y[3]));
+    }
   }
-  shape_head(x, (float const*)st.slot[query ? 1 : 2].address, p.eps, (float const*)st.slot[3].address, w.shared->step.position);
-  float4 const a = quad_value(in, v[N - 2]), b = quad_value(in, v[N - 1]);
-  if (newest && lane < ROW_CHUNKS) {
-    fresh_value(w)[lane] = make_uint4(cache_pair(a.x, a.y), cache_pair(a.z, a.w), cache_pair(b.x, b.y), cache_pair(b.z, b.w));
+  if (wanted[N - 1]) {
+    float4 const f = quad_value(in, v[N - 1]);
+    ((uint2*)fresh_value(w))[lane] = make_uint2(cache_pair(f.x, f.y), cache_pair(f.z, f.w));
   }
-  float const scale = query ? p.scale * LOG2_E : 0.f;
+  __syncwarp();
+  uint32_t const row = lane / 4 < GROUP_BUF ? lane / 4 : GROUP_BUF - 1;
+  char const* mine = (char const*)scratch_head(w, w.thread / 32, row) + lane % 4 * 16;
 #pragma unroll
   for (uint32_t i = 0; i < BLOCKS; ++i) {
-    if (key && block_lane()) {
-      fresh_key(w)[i * 4 + lane % 4] =
-          make_uint4(cache_pair(x[i][0], x[i][1]), cache_pair(x[i][2], x[i][3]), cache_pair(x[i][4], x[i][5]), cache_pair(x[i][6], x[i][7]));
-    }
-    uint32_t high[4], low[4];
-#pragma unroll
-    for (uint32_t j = 0; j < 4; ++j) {
-      float const s = x[i][2 * j] * scale, t = x[i][2 * j + 1] * scale;
-      high[j] = half_pair(s, t);
-      float2 const back = half_values(high[j]);
-      low[j] = half_pair(s - back.x, t - back.y);
-    }
-    q.high[i] = make_uint4(high[0], high[1], high[2], high[3]);
-    q.low[i] = make_uint4(low[0], low[1], low[2], low[3]);
+    q.high[i] = block_lane() ? stage_load(mine + i * 64) : make_uint4(0, 0, 0, 0);
+    q.low[i] = block_lane() ? stage_load(mine + 2 * AMK_HEAD_DIM + i * 64) : make_uint4(0, 0, 0, 0);
   }
-  __syncwarp(); // the new key and value are there
+  __syncwarp();
 }
 
 // The new key into the cache, and into the 16 keys that it belongs to, if `row` is one of them.
@@ -217,6 +226,9 @@ __device__ __forceinline__ void value_append(Worker const& w, CacheRows const& c
   __syncwarp();
 }
 
+// Whether a warp has half `half` of its tiles: one of them where the keys are one block, which makes work for all warps, else both.
+__device__ __forceinline__ bool half_on(uint32_t only, uint32_t half) { return only == HALVES || only == half; }
+
 // A row's softmax over the keys that this lane has seen (the sum), that the warp has seen (the rest).
 struct Running {
   float m, l;
@@ -244,8 +256,8 @@ __device__ __forceinline__ void tile_scores(Queries const& q, KeyTile const& key
   }
 }
 
-// Adds a tile of `count` keys with its values.
-__device__ __forceinline__ void tile_add(Running& r, float (&s)[2 * HALVES][2], uint32_t count, char const* values, uint32_t swizzle) {
+// Adds a tile of `count` keys with its values, or one half of it.
+__device__ __forceinline__ void tile_add(Running& r, float (&s)[2 * HALVES][2], uint32_t count, char const* values, uint32_t swizzle, uint32_t only, bool first) {
   uint32_t const column = threadIdx.x % 4 * 2;
   float top = r.m;
 #pragma unroll
@@ -268,18 +280,25 @@ __device__ __forceinline__ void tile_add(Running& r, float (&s)[2 * HALVES][2], 
     float2 const back = half_values(high[h]);
     low[h] = half_pair(a - back.x, b - back.y);
   }
+  if (!first) { // else they are zero
 #pragma unroll
-  for (uint32_t c = 0; c < ROW_CHUNKS; ++c) {
-    r.out[c][0] *= old, r.out[c][1] *= old, r.out[c][2] *= old, r.out[c][3] *= old;
+    for (uint32_t c = 0; c < ROW_CHUNKS; ++c) {
+      r.out[c][0] *= old, r.out[c][1] *= old, r.out[c][2] *= old, r.out[c][3] *= old;
+    }
   }
 #pragma unroll
-  for (uint32_t i = 0; i < HALVES * ROW_CHUNKS / 2; ++i) {
-    uint32_t const half = i / (ROW_CHUNKS / 2), c = i % (ROW_CHUNKS / 2) * 2;
-    uint32_t v[4];
-    values_pick(values + half * 16 * ROW_BYTES, swizzle, c, v);
+  for (uint32_t half = 0; half < HALVES; ++half) {
+    if (!half_on(only, half)) {
+      continue;
+    }
 #pragma unroll
-    for (uint32_t j = 0; j < 2; ++j) {
-      mma_f16(r.out[c + j], high[2 * half], high[2 * half + 1], low[2 * half], low[2 * half + 1], v[2 * j], v[2 * j + 1]);
+    for (uint32_t c = 0; c < ROW_CHUNKS; c += 2) {
+      uint32_t v[4];
+      values_pick(values + half * 16 * ROW_BYTES, swizzle, c, v);
+#pragma unroll
+      for (uint32_t j = 0; j < 2; ++j) {
+        mma_f16(r.out[c + j], high[2 * half], high[2 * half + 1], low[2 * half], low[2 * half + 1], v[2 * j], v[2 * j + 1]);
+      }
     }
   }
 }
@@ -344,34 +363,14 @@ __device__ __forceinline__ void write_nothing(Worker const& w, StagedTask const&
   }
 }
 
-// Brings near what the queries are shaped with. Not into registers: they are short until that is done.
-__device__ __forceinline__ void shape_prefetch(StagedTask const& st, uint32_t position) {
-  uint32_t const lane = threadIdx.x % 32;
-#pragma unroll
-  for (uint32_t b = 0; b < LOW_BLOCKS; ++b) {
-    prefetch_l1(rope_row((float const*)st.slot[3].address, position, b));
-  }
-#if AMK_QK_NORM
-#pragma unroll
-  for (uint32_t b = 0; b < BLOCKS; ++b) {
-    if (block_lane()) {
-      prefetch_l1((float const*)st.slot[lane / 4 < GROUP_BUF ? 1 : 2].address + b * 32 + lane % 4 * 8);
-    }
-  }
-#endif
-}
-
 // One warp: queries g0.. of the group over its tiles of the keys start..start + count, the last of which is the step's if `owns`.
 __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t g0, uint32_t start, uint32_t count, bool owns) {
-  uint32_t const position = w.shared->step.position, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS;
-  uint32_t const mine = threadIdx.x / 32 * TILE_KEYS; // this warp's tiles begin here in every two blocks
-  bool const newest = owns && newest_tile % (2 * BLOCK_KEYS) == mine;
-  shape_prefetch(st, position);
-  Queries q;
-  heads_wait(w, st, p, g0, newest, q);
-  tape_staged(w);
-  CacheRows const cache = cache_rows(w, st.slot[AMK_READS_MAX + 1], p);
-  uint32_t const swizzle = row_swizzle(start + threadIdx.x % 16); // of the row of values that this lane picks from, in every tile
+  uint32_t const position = w.shared->step.position, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS, warp = threadIdx.x / 32;
+  bool const narrow = BLOCKS >= 4 && count <= BLOCK_KEYS; // worth it for long heads only
+  uint32_t const only = narrow ? warp / (AMK_WARPS / HALVES) : HALVES;
+  uint32_t const mine = (narrow ? warp % (AMK_WARPS / HALVES) : warp) * TILE_KEYS; // this warp's tiles begin here in every two blocks
+  bool const newest = owns && newest_tile % (2 * BLOCK_KEYS) == mine && half_on(only, (count - 1 - newest_tile) / 16);
+  // Before the wait, so that it is not behind it.
   Running r;
   r.m = LOWEST;
   r.l = 0.f;
@@ -379,6 +378,11 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
   for (uint32_t i = 0; i < ROW_CHUNKS; ++i) {
     r.out[i][0] = r.out[i][1] = r.out[i][2] = r.out[i][3] = 0.f;
   }
+  Queries q;
+  heads_wait(w, st, p, g0, newest, q);
+  tape_staged(w);
+  CacheRows const cache = cache_rows(w, st.slot[AMK_READS_MAX + 1], p);
+  uint32_t const swizzle = row_swizzle(start + threadIdx.x % 16); // of the row of values that this lane picks from, in every tile
 #pragma unroll 1
   for (uint32_t block = 0; block < count; block += BLOCK_KEYS) {
     uint32_t const keys = count - block < BLOCK_KEYS ? count - block : BLOCK_KEYS;
@@ -392,10 +396,14 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
       if (here && first - at < in.rows) {
 #pragma unroll
         for (uint32_t half = 0; half < HALVES; ++half) {
+          if (!half_on(only, half)) {
+            s[2 * half][0] = s[2 * half][1] = s[2 * half + 1][0] = s[2 * half + 1][1] = LOWEST;
+            continue;
+          }
           KeyTile k;
           keys_take(k, stage + (first - at + half * 16) * ROW_BYTES, start + tile + half * 16);
           if (fresh_here) {
-            key_append(w, cache, position, count - 1 - tile - half * 16, g0 == 0 && half == 0, k);
+            key_append(w, cache, position, count - 1 - tile - half * 16, g0 == 0 && (half == 0 || only == half), k);
           }
           tile_scores(q, k, s + 2 * half);
         }
@@ -412,7 +420,7 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
         if (fresh_here) {
           value_append(w, cache, position, rows + (count - 1 - tile) * ROW_BYTES, g0 == 0);
         }
-        tile_add(r, s, count - tile, rows, swizzle);
+        tile_add(r, s, count - tile, rows, swizzle, only, tile == mine);
         if (fresh_here) {
           stage_given_back(); // to the copies
         }

@@ -13,16 +13,16 @@ constexpr uint32_t SHARE = AMK_STAGE_UNITS_MAX / AMK_WARPS; // units of a chunk 
 constexpr uint32_t TAKE = 2;                                 // stages that wait in registers
 
 #if AMK_DTYPE != 0
-// c += a . b for a 16x16 a and a 16x8 b. Of a, row g has elements 0..4 of a lane's 8 columns and row g + 8 elements 4..8, so two products
-// with the two halves of the lane's 8 weights do for both; the half of each result that nobody reads is of the wrong pairs.
-__device__ __forceinline__ void mma(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
+// c = a . b + from for a 16x16 a and a 16x8 b. Of a, row g has elements 0..4 of a lane's 8 columns and row g + 8 elements 4..8, so two
+// products with the two halves of the lane's 8 weights do for both; the half of each result that nobody reads is of the wrong pairs.
+__device__ __forceinline__ void mma(float (&c)[4], float const (&from)[4], uint4 a, uint32_t b0, uint32_t b1) {
 #if AMK_DTYPE == 2
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
 #else
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
 #endif
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3]));
 }
 #endif
 
@@ -65,8 +65,8 @@ template <uint32_t PAIRS> __device__ __forceinline__ void unit_multiply(Sums<PAI
   c[1][0] = fmaf(__uint_as_float(weights.z), __uint_as_float(x.z), c[1][0]);
   c[1][1] = fmaf(__uint_as_float(weights.w), __uint_as_float(x.w), c[1][1]);
 #else
-  mma(c[0], x, weights.x, weights.y);
-  mma(c[1], x, weights.z, weights.w);
+  mma(c[0], c[0], x, weights.x, weights.y);
+  mma(c[1], c[1], x, weights.z, weights.w);
 #endif
 }
 
@@ -74,6 +74,15 @@ template <uint32_t PAIRS> __device__ __forceinline__ void unit_multiply(Sums<PAI
 struct Share {
   uint4 weights[SHARE];
 };
+
+// Gives shares some value, by no instruction: what is filled under a condition only would be kept alive through all other ops.
+__device__ __forceinline__ void shares_define(Share (&v)[TAKE]) {
+#pragma unroll
+  for (uint32_t i = 0; i < TAKE * SHARE; ++i) {
+    uint4& x = v[i / SHARE].weights[i % SHARE];
+    asm volatile("" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w));
+  }
+}
 
 // This warp's `mine` units of a chunk, with the vector in the activation buffer.
 __device__ __forceinline__ void chunk_multiply(Worker const& w, char const* weights, char const* x, uint32_t mine, Sums<2>& s) {
@@ -96,6 +105,15 @@ __device__ __forceinline__ void chunk_multiply(Worker const& w, char const* weig
   for (; j < mine; ++j) {
     unit_multiply(s, 0, x_load(w, x + j * AMK_WARPS * X_BYTES), stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
   }
+}
+
+// The sum over the lanes of a warp.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int o = 16; o > 0; o >>= 1) {
+    x += __shfl_xor_sync(~0u, x, o);
+  }
+  return x;
 }
 
 // The sums of a tile's 8 rows over the lanes, into `part`.
@@ -353,7 +371,7 @@ __device__ __forceinline__ Tiles task_tiles(amk_task const& task, amk_matvec_par
   Tiles k = {p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, p.units, 1, 0};
   if (k.warp_units > SHARE / 2) { // of one tile
     k.chunk = k.stage_units;
-    k.chunks = k.units / k.stage_units;
+    k.chunks = (uint32_t)__fdividef((float)k.units + 0.5f, (float)k.stage_units); // an integer division takes ten times as long
     k.shares = k.count * k.chunks;
   } else if (k.warp_units > 0) {
     k.shares = (k.count + 1) / 2;
@@ -373,9 +391,9 @@ template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const
   return UNITS == SHARE || j + 1 < UNITS || j * AMK_WARPS + w.thread / 32 < k.chunk;
 }
 
-// Takes the current stage. The second tile of a pair may be missing at the end of a task: what is read then is multiplied for nothing.
+// Takes the current stage, which has landed. The second tile of a pair may be missing at the end of a task: what is read then is multiplied for nothing.
 template <uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, Share& v) {
-  char const* weights = cursor_land(w, c) + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
+  char const* weights = cursor_place(w, c) + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
 #pragma unroll
   for (uint32_t i = 0; i < share_tiles(UNITS) * UNITS; ++i) {
     uint32_t const tile = i / UNITS, j = i % UNITS;
@@ -418,6 +436,7 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
       unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], weights.weights[i]);
     }
     if (left > TAKE) {
+      cursor_land(w, c);
       share_take<UNITS>(w, c, k, weights);
     }
     --left;
@@ -441,6 +460,40 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
       break;
     }
     stage(v[TAKE - 1]);
+  }
+}
+
+// The same for a task whose shares all wait in registers, in one go; and the sum of `square` over the lanes meanwhile. It is what lies
+// between a handoff and the next, so every instruction counts.
+template <uint32_t UNITS> __device__ __forceinline__ void multiply_held(Worker const& w, Tiles const& k, Share const (&v)[TAKE], float* part, float& square) {
+  constexpr uint32_t TILES = share_tiles(UNITS), PAIRS = TILES == 1 ? 2 : 1;
+  uint4 frag[UNITS];
+  Sums<PAIRS> s[TILES] = {};
+  frag_load<UNITS>(w, k, 0, frag);
+#pragma unroll
+  for (uint32_t i = 0; i < TILES * UNITS; ++i) {
+    unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], v[0].weights[i]);
+  }
+  square = warp_sum(square);
+  if (k.shares > 1) {
+    if (k.chunks > 1) {
+      frag_load<UNITS>(w, k, 1, frag);
+    } else {
+#pragma unroll
+      for (uint32_t i = 0; i < TILES; ++i) {
+        tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
+        s[i] = Sums<PAIRS>{};
+      }
+      part += TILES * AMK_UNIT_ROWS;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < TILES * UNITS; ++i) {
+      unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], v[TAKE - 1].weights[i]);
+    }
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < TILES; ++i) {
+    tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
   }
 }
 
@@ -471,73 +524,85 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   uint32_t const t = w.thread, warp = t / 32;
   Tiles const k = task_tiles(st.task, p);
   Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
-  // Set, though never read before they are filled: what is not would be kept alive through all other ops.
   Share v[TAKE] = {};
   Addends add = {};
   float square = 0.f;
   float const inverse = __fdividef(1.f, (float)p.k_len);
   uint32_t const ahead = k.shares < TAKE ? k.shares : TAKE;
+  bool const rms = p.prologue == AMK_PROLOGUE_RMS, held = ahead > 0 && ahead == k.shares && p.epilogue != AMK_EPILOGUE_LOGITS;
+  uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
+  bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
   uint32_t taken = 0;
-  // One piece of code, gone through twice: before the vector is there for what has landed, which then waits in registers while the stream
-  // goes on; and afterwards for the rest.
+  // One piece of code, gone through twice if need be: before the vector is there for what has landed, which then waits in registers while
+  // the stream goes on; and afterwards for the rest.
 #pragma unroll 1
-  for (uint32_t late = 0; late < 2; ++late) {
-    if (taken == 0 && ahead > 0 && (late != 0 || cursor_landed(w, c))) {
+  for (bool late = false;; late = true) {
+    if (taken == 0 && ahead > 0 && cursor_ready(w, c, late)) {
       with_share(k, [&](auto units) { share_take<decltype(units)::value>(w, c, k, v[0]); });
       taken = 1;
     }
-    if (taken == 1 && ahead > 1 && (late != 0 || cursor_landed(w, c))) {
+    if (taken == 1 && ahead > 1 && cursor_ready(w, c, late)) {
       with_share(k, [&](auto units) { share_take<decltype(units)::value>(w, c, k, v[TAKE - 1]); });
       taken = 2;
     }
-    if (late == 0) {
-      if (t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF) {
-        add = addends(w, st, p, p.tile0 * AMK_UNIT_ROWS + t);
-      }
-      barrier_announce(w);
-      square = stage_input(w, st, p);
-      __syncwarp();
-      if (t == 0) {
-        *(volatile uint32_t*)&w.shared->near = 0;
-      }
-      tape_staged(w);
+    if (late) {
+      break;
     }
-  }
-  if (p.prologue == AMK_PROLOGUE_RMS) {
-#pragma unroll
-    for (int o = 16; o > 0; o >>= 1) {
-      square += __shfl_xor_sync(~0u, square, o);
+    if (mine) {
+      add = addends(w, st, p, row);
+    }
+    barrier_announce(w);
+    square = stage_input(w, st, p);
+    __syncwarp();
+    if (t == 0) {
+      *(volatile uint32_t*)&w.shared->near = held; // its last shares are there already
+    }
+    tape_staged(w);
+    if (taken == ahead) {
+      break;
     }
   }
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
-#pragma unroll 1
-  for (uint32_t done = 0; done < p.tiles; done += TILES_BUF) {
-    uint32_t const nt = p.tiles - done < TILES_BUF ? p.tiles - done : TILES_BUF;
-    uint32_t const row = (p.tile0 + done) * AMK_UNIT_ROWS + t, buffer = w.parity;
-    bool const mine = t < nt * AMK_UNIT_ROWS && row < p.rows;
-    if (done > 0) {
-      barrier_announce(w);
-      add = mine ? addends(w, st, p, row) : Addends{};
-    }
-    float* part = w.shared->part[buffer][warp];
+  // What follows the products of up to TILES_BUF tiles.
+  auto const rows_finish = [&](uint32_t buffer) {
     if (t % 32 == 0) {
       w.shared->sums[buffer][warp] = square;
-    }
-    if (k.shares > 0) {
-      with_share(k, [&](auto units) { multiply_shares<decltype(units)::value>(w, c, k, done, nt, v, part); });
-    } else {
-      multiply_chunks(w, c, k, done, nt, part);
     }
     tape_multiplied(w);
     barrier_meet(w);
     if (mine) {
       float scale = 1.f;
-      if (p.prologue == AMK_PROLOGUE_RMS) {
+      if (rms) {
         float4 const a = *(float4 const*)&w.shared->sums[buffer][0], b = *(float4 const*)&w.shared->sums[buffer][4];
         scale = rsqrtf(fmaf(((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)), inverse, p.eps));
       }
       epilogue(w, st, p, out, buffer, row, scale, add, best);
     }
+  };
+  if (held) {
+    with_share(k, [&](auto units) { multiply_held<decltype(units)::value>(w, k, v, w.shared->part[w.parity][warp], square); });
+    rows_finish(w.parity);
+    return;
+  }
+  square = warp_sum(square);
+#pragma unroll 1
+  for (uint32_t done = 0;;) {
+    uint32_t const buffer = w.parity, nt = p.tiles - done < TILES_BUF ? p.tiles - done : TILES_BUF;
+    float* part = w.shared->part[buffer][warp];
+    if (k.shares > 0) {
+      with_share(k, [&](auto units) { multiply_shares<decltype(units)::value>(w, c, k, done, nt, v, part); });
+    } else {
+      multiply_chunks(w, c, k, done, nt, part);
+    }
+    rows_finish(buffer);
+    done += TILES_BUF;
+    if (done >= p.tiles) {
+      break;
+    }
+    row += ROWS_BUF;
+    mine = t + done * AMK_UNIT_ROWS < p.tiles * AMK_UNIT_ROWS && row < p.rows;
+    barrier_announce(w);
+    add = mine ? addends(w, st, p, row) : Addends{};
   }
   if (p.epilogue == AMK_EPILOGUE_LOGITS) {
     write_candidate(w, st, p.candidate, best);

@@ -8,16 +8,28 @@ struct Cursor {
   uint32_t parity; // of its full barrier
 };
 
+// Where the current stage is.
+__device__ __forceinline__ char const* cursor_place(Worker const& w, Cursor const& c) { return w.ring + (size_t)c.stage * w.stage_bytes; }
+
 // The current stage, once it has landed.
 __device__ __forceinline__ char const* cursor_land(Worker const& w, Cursor const& c) {
   uint32_t const since = tape_clock();
   wait_stage(w.shared, &w.shared->full[c.stage], c.parity, c.stage);
   tape_starved(w, since);
-  return w.ring + (size_t)c.stage * w.stage_bytes;
+  return cursor_place(w, c);
 }
 
 // Whether the current stage has landed, without waiting for it. All lanes agree.
 __device__ __forceinline__ bool cursor_landed(Worker const& w, Cursor const& c) { return __all_sync(~0u, barrier_try(&w.shared->full[c.stage], c.parity)) != 0; }
+
+// The same, or until it has.
+__device__ __forceinline__ bool cursor_ready(Worker const& w, Cursor const& c, bool wait) {
+  if (wait) {
+    cursor_land(w, c);
+    return true;
+  }
+  return cursor_landed(w, c);
+}
 
 // Frees the current stage and steps to the next. All lanes have read what they need.
 __device__ __forceinline__ void cursor_next(Worker const& w, Cursor& c) {

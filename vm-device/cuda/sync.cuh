@@ -64,4 +64,4 @@ __device__ __forceinline__ void store_u32(uint32_t* p, uint32_t v) { asm volatil
 __device__ __forceinline__ void prefetch_l1(void const* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 
 // Words of shared memory that one warp writes and then announces, and that others read once they have seen the announcement.
-__device__ __forceinline__ void block_fence() { __threadfence_block(); }
+__device__ __forceinline__ void block_fence() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }

@@ -19,11 +19,11 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 // c += a . b for a 16x16 a and a 16x8 b. Rows 0..8 of a are the high halves of some rows and rows 8..16 their low halves, so one product
-// does for both, and their sum is c[0] + c[2] and c[1] + c[3].
-__device__ __forceinline__ void mma_f16(float (&c)[4], uint32_t high0, uint32_t high1, uint32_t low0, uint32_t low1, uint32_t b0, uint32_t b1) {
+// does for both, and their sum is c[0] + c[2] and c[1] + c[3]. A lane's words of a: high and low of one pair, high and low of another.
+__device__ __forceinline__ void mma_f16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(high0), "r"(low0), "r"(high1), "r"(low1), "r"(b0), "r"(b1));
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ uint32_t half_pair(float low, float high) {
   uint32_t r;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void values_pick(char const* rows, uint32_t swizzle, 
 
 // What a lane knows of the queries: a part of the row of lane / 4. Rows GROUP_BUF and above are of no query, and nobody reads their results.
 struct Queries {
-  uint4 high[BLOCKS], low[BLOCKS];
+  uint4 quads[BLOCKS][2]; // left operands as they are: of 4 elements each
 };
 
 // A head's place in the scratch of the warps: maximum, sum, padding, then its sums.
@@ -130,17 +130,19 @@ __device__ __forceinline__ void shape_head(float (&x)[4], float (&y)[4], Shapes 
   }
 }
 
-// Four scaled elements as f16 and what rounding left, at `high` and `low`.
-__device__ __forceinline__ void store_halves(char* high, char* low, float const (&x)[4], float scale) {
-  float const v[4] = {x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale};
-  uint2 const h = make_uint2(half_pair(v[0], v[1]), half_pair(v[2], v[3]));
-  float2 const a = half_values(h.x), b = half_values(h.y);
-  *(uint2*)high = h;
-  *(uint2*)low = make_uint2(half_pair(v[0] - a.x, v[1] - a.y), half_pair(v[2] - b.x, v[3] - b.y));
+// Two numbers as f16, and what rounding left of them.
+__device__ __forceinline__ uint2 halves(float a, float b) {
+  uint32_t const high = half_pair(a, b);
+  float2 const back = half_values(high);
+  return make_uint2(high, half_pair(a - back.x, b - back.y));
+}
+__device__ __forceinline__ uint4 quad_halves(float (&x)[4], float scale) {
+  uint2 const a = halves(x[0] * scale, x[1] * scale), b = halves(x[2] * scale, x[3] * scale);
+  return make_uint4(a.x, a.y, b.x, b.y);
 }
 
 // One warp: waits for the queries, and for the new key and value if `newest`, and brings them into shape. They change lanes by way of the
-// warp's scratch: a head's place there holds its high halves, then its low ones.
+// warp's scratch, 16 bytes for 4 elements.
 __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, bool newest, Queries& q) {
   constexpr uint32_t N = 2 * TURNS + 1;
   uint32_t const lane = w.thread % 32, part = lane % HEAD_LANES, heads = p.kv_heads * p.group, position = w.shared->step.position;
@@ -174,9 +176,9 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
     float x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
     shape_head(x, y, shapes, i, p.eps);
     if (row < GROUP_BUF) {
-      char* high = (char*)scratch_head(w, w.thread / 32, row) + part * 8;
-      store_halves(high, high + 2 * AMK_HEAD_DIM, x, p.scale * LOG2_E);
-      store_halves(high + AMK_HEAD_DIM, high + 3 * AMK_HEAD_DIM, y, p.scale * LOG2_E);
+      uint4* to = (uint4*)scratch_head(w, w.thread / 32, row) + part;
+      to[0] = quad_halves(x, p.scale * LOG2_E);
+      to[HEAD_LANES] = quad_halves(y, p.scale * LOG2_E);
     } else if (row == GROUP_BUF && newest) {
       uint2* key = (uint2*)fresh_key(w) + part;
       key[0] = make_uint2(cache_pair(x[0], x[1]), cache_pair(x[2], x[3]));
@@ -189,11 +191,10 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
   }
   __syncwarp();
   uint32_t const row = lane / 4 < GROUP_BUF ? lane / 4 : GROUP_BUF - 1;
-  char const* mine = (char const*)scratch_head(w, w.thread / 32, row) + lane % 4 * 16;
+  uint4 const* mine = (uint4 const*)scratch_head(w, w.thread / 32, row) + lane % 4 * 2;
 #pragma unroll
-  for (uint32_t i = 0; i < BLOCKS; ++i) {
-    q.high[i] = block_lane() ? stage_load(mine + i * 64) : make_uint4(0, 0, 0, 0);
-    q.low[i] = block_lane() ? stage_load(mine + 2 * AMK_HEAD_DIM + i * 64) : make_uint4(0, 0, 0, 0);
+  for (uint32_t i = 0; i < 2 * BLOCKS; ++i) {
+    q.quads[i / 2][i % 2] = block_lane() ? stage_load(mine + i / 2 * 8 + i % 2) : make_uint4(0, 0, 0, 0);
   }
   __syncwarp();
 }
@@ -226,9 +227,6 @@ __device__ __forceinline__ void value_append(Worker const& w, CacheRows const& c
   __syncwarp();
 }
 
-// Whether a warp has half `half` of its tiles: one of them where the keys are one block, which makes work for all warps, else both.
-__device__ __forceinline__ bool half_on(uint32_t only, uint32_t half) { return only == HALVES || only == half; }
-
 // A row's softmax over the keys that this lane has seen (the sum), that the warp has seen (the rest).
 struct Running {
   float m, l;
@@ -243,8 +241,8 @@ __device__ __forceinline__ void tile_scores(Queries const& q, KeyTile const& key
   for (uint32_t b = 0; b < BLOCKS; ++b) {
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
-      mma_f16(even[h], q.high[b].x, q.high[b].y, q.low[b].x, q.low[b].y, keys.bits[h][b].x, keys.bits[h][b].y);
-      mma_f16(odd[h], q.high[b].z, q.high[b].w, q.low[b].z, q.low[b].w, keys.bits[h][b].z, keys.bits[h][b].w);
+      mma_f16(even[h], q.quads[b][0], keys.bits[h][b].x, keys.bits[h][b].y);
+      mma_f16(odd[h], q.quads[b][1], keys.bits[h][b].z, keys.bits[h][b].w);
     }
   }
 #pragma unroll
@@ -256,8 +254,8 @@ __device__ __forceinline__ void tile_scores(Queries const& q, KeyTile const& key
   }
 }
 
-// Adds a tile of `count` keys with its values, or one half of it.
-__device__ __forceinline__ void tile_add(Running& r, float (&s)[2 * HALVES][2], uint32_t count, char const* values, uint32_t swizzle, uint32_t only, bool first) {
+// Adds a tile of `count` keys with its values.
+__device__ __forceinline__ void tile_add(Running& r, float (&s)[2 * HALVES][2], uint32_t count, char const* values, uint32_t swizzle, bool first) {
   uint32_t const column = threadIdx.x % 4 * 2;
   float top = r.m;
 #pragma unroll
@@ -271,14 +269,12 @@ __device__ __forceinline__ void tile_add(Running& r, float (&s)[2 * HALVES][2], 
   float const old = exp2_fast(r.m - top);
   r.m = top;
   r.l *= old;
-  uint32_t high[2 * HALVES], low[2 * HALVES];
+  uint2 weights[2 * HALVES];
 #pragma unroll
   for (uint32_t h = 0; h < 2 * HALVES; ++h) {
     float const a = exp2_fast(s[h][0] - top), b = exp2_fast(s[h][1] - top);
     r.l += a + b;
-    high[h] = half_pair(a, b);
-    float2 const back = half_values(high[h]);
-    low[h] = half_pair(a - back.x, b - back.y);
+    weights[h] = halves(a, b);
   }
   if (!first) { // else they are zero
 #pragma unroll
@@ -288,16 +284,15 @@ __device__ __forceinline__ void tile_add(Running& r, float (&s)[2 * HALVES][2], 
   }
 #pragma unroll
   for (uint32_t half = 0; half < HALVES; ++half) {
-    if (!half_on(only, half)) {
-      continue;
-    }
+    uint2 const even = weights[2 * half], odd = weights[2 * half + 1];
+    uint4 const a = make_uint4(even.x, even.y, odd.x, odd.y);
 #pragma unroll
     for (uint32_t c = 0; c < ROW_CHUNKS; c += 2) {
       uint32_t v[4];
       values_pick(values + half * 16 * ROW_BYTES, swizzle, c, v);
 #pragma unroll
       for (uint32_t j = 0; j < 2; ++j) {
-        mma_f16(r.out[c + j], high[2 * half], high[2 * half + 1], low[2 * half], low[2 * half + 1], v[2 * j], v[2 * j + 1]);
+        mma_f16(r.out[c + j], a, v[2 * j], v[2 * j + 1]);
       }
     }
   }
@@ -365,11 +360,9 @@ __device__ __forceinline__ void write_nothing(Worker const& w, StagedTask const&
 
 // One warp: queries g0.. of the group over its tiles of the keys start..start + count, the last of which is the step's if `owns`.
 __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t g0, uint32_t start, uint32_t count, bool owns) {
-  uint32_t const position = w.shared->step.position, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS, warp = threadIdx.x / 32;
-  bool const narrow = BLOCKS >= 4 && count <= BLOCK_KEYS; // worth it for long heads only
-  uint32_t const only = narrow ? warp / (AMK_WARPS / HALVES) : HALVES;
-  uint32_t const mine = (narrow ? warp % (AMK_WARPS / HALVES) : warp) * TILE_KEYS; // this warp's tiles begin here in every two blocks
-  bool const newest = owns && newest_tile % (2 * BLOCK_KEYS) == mine && half_on(only, (count - 1 - newest_tile) / 16);
+  uint32_t const position = w.shared->step.position, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS;
+  uint32_t const mine = threadIdx.x / 32 * TILE_KEYS; // this warp's tiles begin here in every two blocks
+  bool const newest = owns && newest_tile % (2 * BLOCK_KEYS) == mine;
   // Before the wait, so that it is not behind it.
   Running r;
   r.m = LOWEST;
@@ -396,14 +389,10 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
       if (here && first - at < in.rows) {
 #pragma unroll
         for (uint32_t half = 0; half < HALVES; ++half) {
-          if (!half_on(only, half)) {
-            s[2 * half][0] = s[2 * half][1] = s[2 * half + 1][0] = s[2 * half + 1][1] = LOWEST;
-            continue;
-          }
           KeyTile k;
           keys_take(k, stage + (first - at + half * 16) * ROW_BYTES, start + tile + half * 16);
           if (fresh_here) {
-            key_append(w, cache, position, count - 1 - tile - half * 16, g0 == 0 && (half == 0 || only == half), k);
+            key_append(w, cache, position, count - 1 - tile - half * 16, g0 == 0 && half == 0, k);
           }
           tile_scores(q, k, s + 2 * half);
         }
@@ -420,7 +409,7 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
         if (fresh_here) {
           value_append(w, cache, position, rows + (count - 1 - tile) * ROW_BYTES, g0 == 0);
         }
-        tile_add(r, s, count - tile, rows, swizzle, only, tile == mine);
+        tile_add(r, s, count - tile, rows, swizzle, tile == mine);
         if (fresh_here) {
           stage_given_back(); // to the copies
         }

@@ -463,38 +463,52 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
   }
 }
 
-// The same for a task whose shares all wait in registers, in one go; and the sum of `square` over the lanes meanwhile. It is what lies
-// between a handoff and the next, so every instruction counts.
-template <uint32_t UNITS> __device__ __forceinline__ void multiply_held(Worker const& w, Tiles const& k, Share const (&v)[TAKE], float* part, float& square) {
+// The same for a task whose shares wait in registers, but for one at most, in one go; and the sum of `square` over the lanes meanwhile. It
+// is what lies between a handoff and the next, so every instruction counts.
+template <uint32_t UNITS> __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
   constexpr uint32_t TILES = share_tiles(UNITS), PAIRS = TILES == 1 ? 2 : 1;
   uint4 frag[UNITS];
   Sums<PAIRS> s[TILES] = {};
-  frag_load<UNITS>(w, k, 0, frag);
-#pragma unroll
-  for (uint32_t i = 0; i < TILES * UNITS; ++i) {
-    unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], v[0].weights[i]);
-  }
-  square = warp_sum(square);
-  if (k.shares > 1) {
-    if (k.chunks > 1) {
-      frag_load<UNITS>(w, k, 1, frag);
-    } else {
-#pragma unroll
-      for (uint32_t i = 0; i < TILES; ++i) {
-        tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
-        s[i] = Sums<PAIRS>{};
-      }
-      part += TILES * AMK_UNIT_ROWS;
-    }
+  auto const multiply = [&](Share const& share) {
 #pragma unroll
     for (uint32_t i = 0; i < TILES * UNITS; ++i) {
-      unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], v[TAKE - 1].weights[i]);
+      unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], share.weights[i]);
+    }
+  };
+  auto const finish = [&] {
+#pragma unroll
+    for (uint32_t i = 0; i < TILES; ++i) {
+      tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
+    }
+  };
+  auto const next = [&](uint32_t chunk) {
+    if (k.chunks > 1) {
+      frag_load<UNITS>(w, k, chunk, frag);
+      return;
+    }
+    finish();
+    part += TILES * AMK_UNIT_ROWS;
+#pragma unroll
+    for (uint32_t i = 0; i < TILES; ++i) {
+      s[i] = Sums<PAIRS>{};
+    }
+  };
+  frag_load<UNITS>(w, k, 0, frag);
+  multiply(v[0]);
+  square = warp_sum(square);
+  if (k.shares > 1) {
+    if (k.shares > TAKE) {
+      cursor_land(w, c);
+      share_take<UNITS>(w, c, k, v[0]);
+    }
+    next(1);
+    multiply(v[TAKE - 1]);
+    if (k.shares > TAKE) {
+      next(2);
+      multiply(v[0]);
     }
   }
-#pragma unroll
-  for (uint32_t i = 0; i < TILES; ++i) {
-    tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
-  }
+  finish();
 }
 
 // The same for tiles of any length.
@@ -529,7 +543,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   float square = 0.f;
   float const inverse = __fdividef(1.f, (float)p.k_len);
   uint32_t const ahead = k.shares < TAKE ? k.shares : TAKE;
-  bool const rms = p.prologue == AMK_PROLOGUE_RMS, held = ahead > 0 && ahead == k.shares && p.epilogue != AMK_EPILOGUE_LOGITS;
+  bool const rms = p.prologue == AMK_PROLOGUE_RMS, held = ahead > 0 && k.shares <= TAKE + 1 && (k.chunks == 1 || k.chunks == k.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
   uint32_t taken = 0;
@@ -580,7 +594,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     }
   };
   if (held) {
-    with_share(k, [&](auto units) { multiply_held<decltype(units)::value>(w, k, v, w.shared->part[w.parity][warp], square); });
+    with_share(k, [&](auto units) { multiply_held<decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp], square); });
     rows_finish(w.parity);
     return;
   }

@@ -2,6 +2,7 @@
 
 mod calibration;
 mod docs;
+mod explore;
 mod filetest;
 mod generate;
 mod lowering;

@@ -172,11 +172,12 @@ fn edited_programs_are_rejected_or_do_not_depend_on_the_order() {
     assert_eq!(tallies.len(), Edit::ALL.len(), "every class of edits must occur");
 }
 
-/// The order that `verify` works with is the one that its edges imply, seen from the outside: queues and counters.
+/// The order that `verify` works with is the one that its edges imply, seen from the outside: queues and counters, and no tagged words.
 #[test]
 fn order_follows_queues_and_counters() {
     let mut rng = Rng::new(11);
-    let (graph, plan) = (graph(&shape(&mut rng)), Plan { tagged: 0, workers: 3, ..plan(&mut rng) });
+    let (graph, plan) =
+        (graph(&shape(&mut rng)), Plan { tagged: 0b0101_1010, workers: 3, ..plan(&mut rng) });
     let program = verify(build(&graph, &plan)).unwrap_or_else(|violations| panic!("{violations}"));
     let order = ir::program::Order::of(&program);
     let tasks: Vec<&ir::program::Task> =
@@ -199,11 +200,19 @@ fn order_follows_queues_and_counters() {
             }
         }
     }
+    let mut apart = 0;
     for (b, row) in after.iter().enumerate() {
         for (a, &reached) in row.iter().enumerate() {
-            assert_eq!(order.happens_before(a as u32, b as u32), reached, "{a} before {b}");
+            assert_eq!(order.released_to(a as u32, b as u32), reached, "{a} before {b}");
+            let (place_a, place_b) = (order.place(a as u32), order.place(b as u32));
+            let neighbours = place_a.0 == place_b.0 && place_a.1 + 1 == place_b.1;
+            let barrier = tasks[a].signal.is_some() || !tasks[b].waits.is_empty();
+            let before = reached && (!neighbours || barrier);
+            assert_eq!(order.happens_before(a as u32, b as u32), before, "{a} before {b}");
+            apart += u32::from(reached && !before);
         }
     }
+    assert!(apart > 0, "some neighbours have no barrier between them");
 }
 
 /// Numbers that nobody expects.

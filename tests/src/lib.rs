@@ -10,6 +10,7 @@ pub mod explore;
 pub mod filetest;
 pub mod rng;
 pub mod toy;
+pub mod weak;
 
 use std::path::PathBuf;
 

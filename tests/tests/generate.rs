@@ -11,6 +11,7 @@ use tests::build::{Plan, build};
 use tests::edit::Edit;
 use tests::rng::Rng;
 use tests::toy::{SeededWeights, Shape, graph};
+use tests::weak;
 
 /// Edits to try; `AMK_EDITS` asks for more.
 fn edits() -> u64 {
@@ -90,6 +91,41 @@ fn agreed(
     Ok(first)
 }
 
+/// Steps and seeds of a run under weak memory. Four steps: the first two splits of attention become active on the way.
+const WEAK_STEPS: u32 = 4;
+const WEAK_SEEDS: u64 = 4;
+
+/// Under weak memory every read finds the same write, whatever the seed.
+fn agreed_when_weak(program: &Program, seeds: u64) -> Result<(), String> {
+    let first = weak::run(program, WEAK_STEPS, 0)?;
+    for seed in 1..seeds {
+        if weak::run(program, WEAK_STEPS, seed)? != first {
+            return Err(format!("weak memory: with seed {seed} some read finds another write"));
+        }
+    }
+    Ok(())
+}
+
+/// The samples of weak memory find what `verify` refuses, and nothing in what it accepts.
+#[test]
+fn weak_memory_and_verify_are_of_one_mind() {
+    let mut seen = [0, 0];
+    for file in crate::filetest::all() {
+        let folder = |name: &str| file.path.parent().is_some_and(|p| p.ends_with(name));
+        let (formal, accept) = (folder("verify/formal"), folder("verify/accept"));
+        if !formal && !accept {
+            continue;
+        }
+        let program = ir::text::parse(&file.text).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(ir::program::check(&program).is_ok(), accept, "{}", file.path.display());
+        let result = agreed_when_weak(&program, 400);
+        println!("{}: {result:?}", file.path.display());
+        assert_eq!(result.is_ok(), accept, "{}: {result:?}", file.path.display());
+        seen[usize::from(accept)] += 1;
+    }
+    assert!(seen[0] >= 4 && seen[1] >= 4, "{seen:?}");
+}
+
 #[test]
 fn built_programs_agree_in_every_order() {
     for seed in 0..150 {
@@ -97,7 +133,8 @@ fn built_programs_agree_in_every_order() {
         let (graph, plan) = (graph(&shape(&mut rng)), plan(&mut rng));
         let program = verify(build(&graph, &plan))
             .unwrap_or_else(|violations| panic!("seed {seed}, {plan:?}\n{violations}"));
-        if let Err(problem) = agreed(&program, &graph, &SeededWeights::new(&graph, seed)) {
+        let result = agreed(&program, &graph, &SeededWeights::new(&graph, seed));
+        if let Err(problem) = result.and_then(|_| agreed_when_weak(&program, WEAK_SEEDS)) {
             panic!("seed {seed}, {plan:?}: {problem}");
         }
     }

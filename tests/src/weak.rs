@@ -89,7 +89,8 @@ impl<'a> Pieces<'a> {
 
     fn bytes(&self, region: &Region) -> (u64, u64) {
         let base = self.bases[region.slot.index()];
-        (base + u64::from(region.start) * 4, base + u64::from(region.end) * 4)
+        let byte = |word: u32| base.saturating_add(u64::from(word) * 4); // an absurd offset is not our business
+        (byte(region.start), byte(region.end))
     }
 
     fn of(&self, region: &Region) -> std::ops::Range<usize> {

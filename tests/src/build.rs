@@ -9,6 +9,8 @@ use ir::program::{
 };
 use ir::{CounterId, Graph, MatrixId, SlotId, TensorId};
 
+use crate::toy::{Shape, graph};
+
 /// The phases whose output is handed over in a way of its own choice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
@@ -60,6 +62,37 @@ pub struct Plan {
 struct Output {
     access: Access,
     wait: Option<Wait>,
+}
+
+/// A program of about this many tasks: as many layers of a large model as it takes, about five tasks a worker each.
+#[must_use]
+pub fn sized(tasks: u32, workers: u32, tagged: u8) -> Program {
+    let shape = Shape {
+        hidden: 8192,
+        heads: 64,
+        kv_heads: 8,
+        head_dim: 128,
+        ffn: 28_672,
+        vocab: 128_256,
+        layers: (tasks / (5 * workers)).max(1),
+        tied: false,
+        bias: false,
+        qk_norm: false,
+        window: None,
+    };
+    let plan = Plan {
+        workers,
+        tagged,
+        embed_fused: false,
+        merge_fused: true,
+        splits: workers.div_ceil(8),
+        kv_block: 128,
+        block_tiles: 2,
+        linear: true,
+        rotate: 1,
+        kv_capacity: 4096,
+    };
+    build(&graph(&shape), &plan)
 }
 
 struct Builder<'a> {

@@ -8,8 +8,8 @@ use ir::program::{Program, Verified, check, verify};
 use ir::schedule::{ActsOn, default_config, legal_values, validate};
 use ir::{Graph, Knob, Rule, Target};
 use lower::{Options, lower};
-use reference_vm::Order;
 use reference_vm::machine::{Machine, Run};
+use reference_vm::{Fault, Order, Trap};
 use tests::build::{Plan, build};
 use tests::edit::Edit;
 use tests::rng::Rng;
@@ -91,7 +91,8 @@ fn lowered(graph: &Graph, rng: &mut Rng) -> Program {
     program
 }
 
-/// The logits' bits after each of a few tokens, in one order.
+/// The logits' bits after each of a few tokens, in one order. Where a number that an edit made absurd leaves logits without a greatest, the
+/// step at which `sample` says so.
 fn run(
     program: &Verified<Program>,
     graph: &Graph,
@@ -103,6 +104,7 @@ fn run(
         Run::Finished(outputs) => {
             Ok(outputs.logits.into_iter().flatten().map(f32::to_bits).collect())
         }
+        Run::Trapped(Trap { fault: Fault::BadToken { .. }, epoch, .. }) => Ok(vec![epoch]),
         other @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
             Err(format!("{other:?}"))
         }
@@ -420,47 +422,4 @@ fn absurd_numbers_are_violations() {
     }
     println!("absurd numbers: {unread} unreadable, {refused} refused, {accepted} accepted");
     assert!(refused > 1000);
-}
-
-#[test]
-fn large_programs_verify_quickly() {
-    for (layers, workers, heads) in [(1, 8, 16), (2, 64, 64), (15, 132, 64), (80, 132, 64)] {
-        for tagged in [0, 0xff] {
-            let shape = Shape {
-                hidden: 8192,
-                heads,
-                kv_heads: 8,
-                head_dim: 128,
-                ffn: 28672,
-                vocab: 128_256,
-                layers,
-                tied: false,
-                bias: false,
-                qk_norm: false,
-                window: None,
-            };
-            let plan = Plan {
-                workers,
-                tagged,
-                embed_fused: false,
-                merge_fused: true,
-                splits: 16,
-                kv_block: 128,
-                block_tiles: 2,
-                linear: true,
-                rotate: 1,
-                kv_capacity: 4096,
-            };
-            let program = build(&graph(&shape), &plan);
-            let tasks = program.task_len();
-            let start = Instant::now();
-            if let Err(violations) = verify(program) {
-                panic!("{violations}");
-            }
-            let took = start.elapsed();
-            println!("{tasks} tasks, {workers} workers, tagged {tagged:#x}: {took:?}");
-            // Generous, since tests share the machine; the release build on a quiet core is far below.
-            assert!(took.as_secs() < 10, "{tasks} tasks took {took:?}");
-        }
-    }
 }

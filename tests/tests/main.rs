@@ -5,6 +5,7 @@ mod docs;
 mod explore;
 mod filetest;
 mod generate;
+mod growth;
 mod lowering;
 mod shipped;
 mod tidy;

@@ -42,12 +42,13 @@ fn verify_grows_about_linearly() {
     }
 }
 
-/// The same measure sees it when every pair of tasks is looked at.
+/// The same measure sees it when every pair is looked at, if only of every fourth task.
 #[test]
 fn the_measure_sees_a_square() {
     let pairs = |program: &Program| {
         let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
         let writes: Vec<u32> = tasks
+            .step_by(4)
             .filter_map(|task| accesses(program, task).writes.first().map(|r| r.start))
             .collect();
         let same = writes.iter().map(|a| writes.iter().filter(|b| *b == a).count()).sum::<usize>();

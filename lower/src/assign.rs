@@ -73,7 +73,7 @@ mod tests {
 
     fn phase(items: u32, block: u32) -> Phase {
         let (op, layer, matrix, handoff) = (Op::Down, 0, None, None);
-        Phase { op, layer, matrix, items, block, item_bytes: 10, handoff, joins: true }
+        Phase { op, layer, matrix, items, block, item_bytes: 10, handoff }
     }
 
     fn lens(shares: &Shares) -> Vec<u32> {

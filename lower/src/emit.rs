@@ -12,6 +12,7 @@ use ir::{CounterId, Graph, MatrixId, ScheduleConfig, SlotId};
 
 use crate::assign::Shares;
 use crate::matrix::Matrices;
+use crate::order::{PhaseOrder, residual};
 use crate::phase::{Op, Phase};
 use crate::slots::Slots;
 
@@ -48,6 +49,7 @@ pub(crate) struct Plan<'a> {
     pub(crate) phases: &'a [Phase],
     pub(crate) shares: &'a [Shares],
     pub(crate) counters: &'a [Option<Wait>],
+    pub(crate) order: &'a PhaseOrder,
     pub(crate) slots: &'a Slots,
     /// Output of each phase that has one.
     pub(crate) outputs: Vec<Option<Access>>,
@@ -60,7 +62,8 @@ struct Edge {
     /// The residual stream before this phase.
     x: Access,
     output: Option<Access>,
-    wait: Option<Wait>,
+    /// The counter of the residual stream, for a task that does not know it to be over, and that of the input.
+    waits: [Option<Wait>; 2],
     signal: Option<CounterId>,
 }
 
@@ -77,12 +80,17 @@ impl Plan<'_> {
         for (index, phase) in self.phases.iter().enumerate() {
             let before = index.checked_sub(1).and_then(|i| self.counters[i]);
             let signal = self.counters[index].map(|wait| wait.counter);
-            let edge = Edge { input, x, output: self.outputs[index], wait: before, signal };
+            let written = residual(self.phases, index).and_then(|written| self.counters[written]);
+            let edge =
+                Edge { input, x, output: self.outputs[index], waits: [None, before], signal };
             let mut candidate = 0;
-            for (worker, share) in out.iter_mut().zip(&self.shares[index]) {
+            for (w, (worker, share)) in out.iter_mut().zip(&self.shares[index]).enumerate() {
                 if share.is_empty() {
                     continue;
                 }
+                // First, since it is over long before the input is there.
+                let late = written.filter(|_| self.order.catches_up(index, w));
+                let edge = Edge { waits: [late, before], ..edge };
                 self.share(phase, edge, share.clone(), candidate, worker);
                 candidate += 1;
             }
@@ -106,7 +114,7 @@ impl Plan<'_> {
         worker: &mut Worker,
     ) {
         let mut push = |mut task: Task| {
-            task.waits.extend(edge.wait);
+            task.waits.extend(edge.waits.iter().flatten());
             task.signal = edge.signal;
             task.writes[0] = task.writes[0].or(edge.output);
             worker.tasks.push(task);
@@ -276,8 +284,8 @@ impl Plan<'_> {
 }
 
 /// Makes `sample` wait for the workers that nothing else makes it wait for: those without a task, which get one that only signals,
-/// and those that end with a split of attention that may be idle and hands over by tags alone. A worker that takes no part in a
-/// step could fall behind it and miss the next one's announcement. Returns the counters in use.
+/// and those that end with a task that hands over by tags alone. What these have stored (keys and values among it) is released to the next
+/// step by nothing else, and a worker that falls behind could miss its announcement. Returns the counters in use.
 pub(crate) fn join_stragglers(workers: &mut [Worker], layer: u32, counters: u32) -> u32 {
     let counter = CounterId(counters);
     let mut count = 0;
@@ -288,12 +296,7 @@ pub(crate) fn join_stragglers(workers: &mut [Worker], layer: u32, counters: u32)
         }
         let last = worker.tasks.len() - 1;
         let task = &mut worker.tasks[last];
-        let idle = match task.opcode {
-            Opcode::Nop => true,
-            Opcode::Attention => task.params::<AttentionParams>().split > 0,
-            Opcode::Embed | Opcode::Matvec | Opcode::AttentionMerge | Opcode::Sample => false,
-        };
-        if idle && task.signal.is_none() {
+        if task.opcode != Opcode::Sample && task.signal.is_none() {
             task.signal = Some(counter);
             count += 1;
         }

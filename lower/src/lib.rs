@@ -8,6 +8,7 @@
 //! | `phase` | the phases of a step | each phase reads the output of the one before it |
 //! | `assign` | who does what | every item of every phase is dealt once, a worker's share is one range |
 //! | `emit::counters` | the counters | one per phase that hands over by counter; arrivals are its tasks |
+//! | `order` | which phases happen before which | a task waits for all that it needs the counters of |
 //! | `slots` | the slots | one scratch slot per phase, written once per step |
 //! | `pages` | arena offsets, generations | slots that share bytes take turns |
 //! | `emit` | tasks and load streams | a worker's loads are its tasks' units, in order; `sample` waits for every worker |
@@ -22,6 +23,7 @@ mod cost;
 mod emit;
 mod error;
 mod matrix;
+mod order;
 mod pages;
 mod phase;
 mod slots;
@@ -74,9 +76,8 @@ pub(crate) fn build(
     let counters = emit::counters(&phases, &shares);
     let splits = config.tiling.attention.kv_split;
     let mut slots = slots::slots(graph, &phases, &shares, splits, options.kv_capacity)?;
-    let splits = config.tiling.attention.kv_split;
-    let pages =
-        pages::pages(config.page_allocation, splits, &phases, &slots.scratch, &mut slots.list);
+    let order = order::PhaseOrder::new(&phases, &shares);
+    let pages = pages::pages(config.page_allocation, &order, &slots.scratch, &mut slots.list);
     let mut outputs = vec![None; phases.len()];
     for (scratch, &generation) in slots.scratch.iter().zip(&pages.generations) {
         outputs[scratch.written] = Some(Access { slot: scratch.slot, generation });
@@ -88,6 +89,7 @@ pub(crate) fn build(
         phases: &phases,
         shares: &shares,
         counters: &counters,
+        order: &order,
         slots: &slots,
         outputs,
     };

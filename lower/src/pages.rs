@@ -3,16 +3,15 @@
 //! Plain and tagged slots live in two parts of the arena, so they never share bytes. Tagged slots that share bytes get distinct
 //! generations; when those run out a slot gets bytes of its own.
 //!
-//! **When two slots may share.** Slot `a` is last read in phase `r`, slot `b` is written in a later phase `q`. Sharing is safe if
-//! some phase `j` with `r < j <= q` has tasks that each wait for *all* tasks of the phase before it: then every read of `a` is over
-//! before any task of `j` runs, and every task of `q` is one of those or runs after one. `verify` proves it again. A split of attention
-//! that has no keys writes without waiting for anything, so partial results of several splits share with nobody.
+//! **When two slots may share.** Everybody who writes or reads the first must be done, in the sense of the memory model, before anybody writes
+//! the second (`order`). Tagged hand-offs do not order that, so slots share across counters. `verify` proves it again.
 
 use abi::SlotKind;
 use ir::program::Slot;
 use ir::schedule::PageAllocation;
 
-use crate::phase::{Op, Phase};
+use crate::order::PhaseOrder;
+use crate::phase::Op;
 use crate::slots::Scratch;
 
 /// One L2 line: slots never share one.
@@ -28,24 +27,21 @@ pub(crate) struct Pages {
 /// Sets the offsets of all scratch slots.
 pub(crate) fn pages(
     policy: PageAllocation,
-    splits: u32,
-    phases: &[Phase],
+    order: &PhaseOrder,
     scratch: &[Scratch],
     slots: &mut [Slot],
 ) -> Pages {
-    let alone =
-        |i: usize| policy == PageAllocation::None || (splits > 1 && scratch[i].op == Op::Attention);
     let mut generations = vec![0; scratch.len()];
     let mut base = 0;
     for kind in [SlotKind::Plain, SlotKind::Tagged] {
         let (own, shared): (Vec<usize>, Vec<usize>) = (0..scratch.len())
             .filter(|&i| slots[scratch[i].slot.index()].kind == kind)
-            .partition(|&i| alone(i));
+            .partition(|_| policy == PageAllocation::None);
         let mut region = Region { kind, base, bytes: 0, placed: Vec::new() };
         match policy {
             PageAllocation::None => {}
-            PageAllocation::Linear => region.linear(&shared, scratch, slots),
-            PageAllocation::GraphColor => region.color(&shared, phases, scratch, slots),
+            PageAllocation::Linear => region.linear(&shared, order, scratch, slots),
+            PageAllocation::GraphColor => region.color(&shared, order, scratch, slots),
         }
         for &i in &own {
             region.append(i, &mut slots[scratch[i].slot.index()]);
@@ -103,14 +99,22 @@ impl Region {
     }
 
     /// Two buffers per kind of slot. The residual streams before the first layer and after each are one kind.
-    fn linear(&mut self, members: &[usize], scratch: &[Scratch], slots: &mut [Slot]) {
+    fn linear(
+        &mut self,
+        members: &[usize],
+        order: &PhaseOrder,
+        scratch: &[Scratch],
+        slots: &mut [Slot],
+    ) {
         let mut buffers: Vec<((Op, u32), Placed)> = Vec::new();
         for &i in members {
             let Scratch { op, layer, .. } = scratch[i];
             let key = if op == Op::Down { (Op::Embed, (layer + 1) % 2) } else { (op, layer % 2) };
             let slot = &mut slots[scratch[i].slot.index()];
             let buffer = buffers.iter().position(|(other, _)| *other == key);
-            let last = buffer.map(|b| buffers[b].1);
+            let last = buffer
+                .map(|b| buffers[b].1)
+                .filter(|last| over(order, &scratch[last.index], &scratch[i]));
             match last.and_then(|last| Some((last.start, self.after(Some(last.generation))?))) {
                 Some((start, generation)) => self.put(i, slot, start, generation),
                 None => self.append(i, slot),
@@ -127,17 +131,16 @@ impl Region {
     fn color(
         &mut self,
         members: &[usize],
-        phases: &[Phase],
+        order: &PhaseOrder,
         scratch: &[Scratch],
         slots: &mut [Slot],
     ) {
-        let joins = next_joins(phases);
         for &i in members {
             let slot = &mut slots[scratch[i].slot.index()];
             let bytes = slot.arena_bytes().next_multiple_of(ALIGN);
             // Bytes whose generations have run out stay taken.
             let free = |p: &Placed| {
-                joins[scratch[p.index].last_read] <= scratch[i].written
+                over(order, &scratch[p.index], &scratch[i])
                     && self.after(Some(p.generation)).is_some()
             };
             let mut alive: Vec<(u64, u64)> =
@@ -157,11 +160,10 @@ impl Region {
     }
 }
 
-/// For each phase, the first later one whose tasks wait for all tasks of the phase before it.
-fn next_joins(phases: &[Phase]) -> Vec<usize> {
-    let mut next = vec![usize::MAX; phases.len()];
-    for index in (0..phases.len().saturating_sub(1)).rev() {
-        next[index] = if phases[index + 1].joins { index + 1 } else { next[index + 1] };
-    }
-    next
+/// Whether everybody is done with the first slot before anybody writes the second. It is read by the phase behind it, and once more if it
+/// is the residual.
+fn over(order: &PhaseOrder, first: &Scratch, second: &Scratch) -> bool {
+    [first.written, first.written + 1, first.last_read]
+        .into_iter()
+        .all(|phase| order.happens_before(phase, second.written))
 }

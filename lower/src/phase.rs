@@ -40,8 +40,6 @@ pub(crate) struct Phase {
     pub(crate) item_bytes: u64,
     /// How the output is handed over. `None` for `sample`, which has no reader.
     pub(crate) handoff: Option<Handoff>,
-    /// Whether every task of this phase waits for all tasks of the phase before it.
-    pub(crate) joins: bool,
 }
 
 /// All phases of a step.
@@ -63,11 +61,6 @@ pub(crate) fn phases(config: &ScheduleConfig, graph: &Graph, matrices: &Matrices
     }
     list.push(planner.matvec(Op::LmHead, graph.layers.len() as u32));
     list.push(Phase { items: 1, ..planner.plain(Op::Sample, graph.layers.len() as u32) });
-    for i in 1..list.len() {
-        // A tagged edge orders the reader after the writers of the words that it reads; only these two read a part.
-        let part = matches!(list[i].op, Op::Attention | Op::Merge);
-        list[i].joins = !part || list[i - 1].handoff == Some(Handoff::Counter);
-    }
     list
 }
 
@@ -91,7 +84,7 @@ impl Planner<'_> {
             Op::LmHead => Some(Handoff::Counter), // a candidate holds a row, which leaves no room for a tag
             Op::Sample => None,
         };
-        Phase { op, layer, matrix: None, items: 0, block: 1, item_bytes: 0, handoff, joins: true }
+        Phase { op, layer, matrix: None, items: 0, block: 1, item_bytes: 0, handoff }
     }
 
     fn embed(&self) -> Phase {

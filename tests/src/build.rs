@@ -1,13 +1,15 @@
 //! Builds valid programs by construction, without `lower`: one phase after the other, each dealt over the workers.
 
 use abi::{
-    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, Opcode, Prologue,
-    SampleParams, SlotKind,
+    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, NopParams, Opcode,
+    Prologue, SampleParams, SlotKind,
 };
 use ir::program::{
     Access, Dims, Load, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker,
 };
 use ir::{CounterId, Graph, MatrixId, SlotId, TensorId};
+
+use crate::toy::{Shape, graph};
 
 /// The phases whose output is handed over in a way of its own choice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,6 +64,37 @@ struct Output {
     wait: Option<Wait>,
 }
 
+/// A program of about this many tasks: as many layers of a large model as it takes, about five tasks a worker each.
+#[must_use]
+pub fn sized(tasks: u32, workers: u32, tagged: u8) -> Program {
+    let shape = Shape {
+        hidden: 8192,
+        heads: 64,
+        kv_heads: 8,
+        head_dim: 128,
+        ffn: 28_672,
+        vocab: 128_256,
+        layers: (tasks / (5 * workers)).max(1),
+        tied: false,
+        bias: false,
+        qk_norm: false,
+        window: None,
+    };
+    let plan = Plan {
+        workers,
+        tagged,
+        embed_fused: false,
+        merge_fused: true,
+        splits: workers.div_ceil(8),
+        kv_block: 128,
+        block_tiles: 2,
+        linear: true,
+        rotate: 1,
+        kv_capacity: 4096,
+    };
+    build(&graph(&shape), &plan)
+}
+
 struct Builder<'a> {
     graph: &'a Graph,
     plan: &'a Plan,
@@ -81,6 +114,9 @@ pub fn build(graph: &Graph, plan: &Plan) -> Program {
     let mut x = b.embed(embedding);
     for layer in 0..graph.layers.len() as u32 {
         x = b.layer(layer, x, inv_freq);
+        if plan.linear && plan.tagged != 0 {
+            b.meet(layer);
+        }
     }
     let head = if graph.tied() {
         embedding
@@ -184,6 +220,20 @@ impl Builder<'_> {
         Output { access, wait: counter.map(|counter| Wait { counter, count }) }
     }
 
+    /// Every worker waits for every other: what shares bytes with an earlier layer is written after all who used them, which tagged
+    /// words alone do not order.
+    fn meet(&mut self, layer: u32) {
+        let (counter, workers) = (CounterId(self.program.counters), self.plan.workers);
+        self.program.counters += 1;
+        let mut done = Task::new(Opcode::Nop, layer as u16, NopParams::default());
+        let mut go = done.clone();
+        done.signal = Some(counter);
+        go.waits.push(Wait { counter, count: workers });
+        for task in [done, go] {
+            (0..workers).for_each(|worker| self.push(worker, task.clone()));
+        }
+    }
+
     fn push(&mut self, worker: u32, task: Task) {
         let worker = &mut self.program.workers[worker as usize];
         if task.opcode == Opcode::Matvec {
@@ -266,6 +316,21 @@ impl Builder<'_> {
         self.phase(Phase::Embed, x, None, tasks)
     }
 
+    /// A matvec phase that adds to a residual. The words of the input may be tagged and so do not order the residual: its own counter does.
+    fn added(
+        &mut self,
+        phase: Phase,
+        mut tasks: Vec<Task>,
+        input: Output,
+        residual: Output,
+        out: Access,
+    ) -> Output {
+        for task in &mut tasks {
+            task.waits.extend(residual.wait);
+        }
+        self.linear(phase, tasks, input, [None, None, Some(residual.access)], out)
+    }
+
     /// A matvec phase: input, norm, bias, residual, output.
     fn linear(
         &mut self,
@@ -310,7 +375,7 @@ impl Builder<'_> {
         };
         let out = self.activation(Phase::OProj, layer, "x_mid", graph.hidden);
         let tasks = self.matvecs(matrix, prologue, Epilogue::Residual, layer);
-        let mid = self.linear(Phase::OProj, tasks, input, [None, None, Some(x.access)], out);
+        let mid = self.added(Phase::OProj, tasks, input, x, out);
 
         let parts = vec![(Some(l.gate.weight), graph.ffn), (Some(l.up.weight), graph.ffn)];
         let matrix =
@@ -324,7 +389,7 @@ impl Builder<'_> {
             self.matrix(&name("down"), RowMap::single(l.down.weight, graph.hidden), graph.ffn);
         let out = self.activation(Phase::Down, layer, "x_out", graph.hidden);
         let tasks = self.matvecs(matrix, Prologue::Copy, Epilogue::Residual, layer);
-        self.linear(Phase::Down, tasks, h, [None, None, Some(mid.access)], out)
+        self.added(Phase::Down, tasks, h, mid, out)
     }
 
     fn attention(&mut self, layer: u32, qkv: Output, inv_freq: Access) -> Output {
@@ -411,26 +476,22 @@ impl Builder<'_> {
         );
         sample.reads[0] = Some(candidates);
         sample.waits.extend(out.wait);
-        sample.waits.extend(self.idle_ends());
+        sample.waits.extend(self.loose_ends());
         self.push(0, sample);
     }
 
-    /// Splits without keys are idle, and nobody waits for the tagged words of an idle task. So where such a task is the last of its
-    /// worker, it signals, and `sample` waits for that.
-    fn idle_ends(&mut self) -> Option<Wait> {
+    /// What the last task of a worker has stored is released to the next step by a counter: where it hands over by tagged words
+    /// alone, it signals, and `sample` waits for that.
+    fn loose_ends(&mut self) -> Option<Wait> {
         let counter = CounterId(self.program.counters);
-        let idle = |task: &&mut Task| {
-            task.opcode == Opcode::Attention
-                && task.params::<AttentionParams>().split > 0
-                && task.signal.is_none()
-        };
+        let loose = |task: &&mut Task| task.signal.is_none();
         let mut count = 0;
         for task in self
             .program
             .workers
             .iter_mut()
             .filter_map(|worker| worker.tasks.last_mut())
-            .filter(idle)
+            .filter(loose)
         {
             task.signal = Some(counter);
             count += 1;

@@ -1,6 +1,6 @@
 //! Single edits of a valid program, most of which make it invalid.
 
-use abi::{MatvecParams, Opcode, SlotKind};
+use abi::{AttentionMergeParams, AttentionParams, MatvecParams, Opcode, SlotKind};
 use ir::program::{Load, Program, Task};
 use ir::{CounterId, MatrixId, SlotId};
 
@@ -37,8 +37,16 @@ edits! {
     DropTask "drop a task"
     DuplicateTask "duplicate a task"
     ShiftTile "shift a tile"
+    DuplicateTile "compute a tile twice"
+    CutTile "leave out a tile"
     SwapLoads "swap two loads"
+    ShiftLoad "shift or resize a load"
+    DropLoad "drop a load"
+    CorruptRing "change the ring of stages"
+    MoveWait "move a wait to another task of the queue"
+    CorruptSplit "change a split of attention"
     AliasPage "alias a page"
+    ShiftPage "shift a page"
     FlipKind "make a slot tagged, or plain"
     CorruptRead "read another slot"
     CorruptWrite "write another slot"
@@ -52,7 +60,11 @@ impl Edit {
     #[must_use]
     pub const fn keeps_meaning(self) -> bool {
         match self {
-            Self::CorruptRead | Self::CorruptWrite | Self::CorruptParam | Self::ShiftTile => false,
+            Self::CorruptRead
+            | Self::CorruptWrite
+            | Self::CorruptParam
+            | Self::CorruptSplit
+            | Self::ShiftTile => false,
             Self::DropWait
             | Self::LowerThreshold
             | Self::RaiseThreshold
@@ -63,8 +75,15 @@ impl Edit {
             | Self::MoveTask
             | Self::DropTask
             | Self::DuplicateTask
+            | Self::DuplicateTile
+            | Self::CutTile
             | Self::SwapLoads
+            | Self::ShiftLoad
+            | Self::DropLoad
+            | Self::CorruptRing
+            | Self::MoveWait
             | Self::AliasPage
+            | Self::ShiftPage
             | Self::FlipKind
             | Self::CorruptGeneration => true,
         }
@@ -81,22 +100,29 @@ impl Edit {
             | Self::MoveTask
             | Self::DropTask
             | Self::DuplicateTask
-            | Self::ShiftTile => {
+            | Self::ShiftTile
+            | Self::DuplicateTile
+            | Self::CutTile => {
                 self.edit_queue(program, rng);
                 // Half of the time the stream follows, so that its rule does not hide the others.
                 if rng.flip() {
                     restream(program);
                 }
             }
-            Self::SwapLoads => {
-                let worker = rng.below(program.workers.len());
-                let loads = &mut program.workers[worker].loads;
-                if !loads.is_empty() {
-                    let (a, b) = (rng.below(loads.len()), rng.below(loads.len()));
-                    loads.swap(a, b);
-                }
+            Self::SwapLoads | Self::ShiftLoad | Self::DropLoad => self.edit_loads(program, rng),
+            Self::CorruptRing => {
+                let ring = &mut program.pipeline;
+                let field = match rng.below(4) {
+                    0 => &mut ring.stage_units,
+                    1 => &mut ring.stages,
+                    2 => &mut ring.in_flight,
+                    _ => &mut ring.in_flight_near,
+                };
+                *field = rng.pick(&[0, 1, 2, 3, field.wrapping_sub(1), *field + 1, *field * 2]);
             }
-            Self::AliasPage | Self::FlipKind => self.edit_slot(program, rng),
+            Self::MoveWait => self.move_wait(program, rng),
+            Self::CorruptSplit => corrupt_split(program, rng),
+            Self::AliasPage | Self::ShiftPage | Self::FlipKind => self.edit_slot(program, rng),
             Self::CorruptRead | Self::CorruptWrite | Self::CorruptGeneration => {
                 self.edit_access(program, rng)
             }
@@ -131,6 +157,38 @@ impl Edit {
         }
     }
 
+    fn edit_loads(self, program: &mut Program, rng: &mut Rng) {
+        let worker = rng.below(program.workers.len());
+        let loads = &mut program.workers[worker].loads;
+        if loads.is_empty() {
+            return;
+        }
+        let (a, b) = (rng.below(loads.len()), rng.below(loads.len()));
+        if self == Self::SwapLoads {
+            loads.swap(a, b);
+        } else if self == Self::DropLoad {
+            loads.remove(a);
+        } else if rng.flip() {
+            loads[a].unit0 = loads[a].unit0.wrapping_add(rng.pick(&[1, 8, u64::MAX]));
+        } else {
+            loads[a].units = loads[a].units.wrapping_add(rng.pick(&[1, 8, u32::MAX]));
+        }
+    }
+
+    fn move_wait(self, program: &mut Program, rng: &mut Rng) {
+        let worker = rng.below(program.workers.len());
+        let tasks = &mut program.workers[worker].tasks;
+        let waiting: Vec<usize> =
+            (0..tasks.len()).filter(|&i| !tasks[i].waits.is_empty()).collect();
+        if waiting.is_empty() {
+            return;
+        }
+        let from = rng.pick(&waiting);
+        let to = if rng.flip() { (from + 1) % tasks.len() } else { rng.below(tasks.len()) };
+        let wait = tasks[from].waits.remove(0);
+        tasks[to].waits.push(wait);
+    }
+
     fn edit_signal(self, program: &mut Program, rng: &mut Rng) {
         let counters = program.counters as usize;
         if let Some(task) = any_task(program, rng, |task| task.signal.is_some()) {
@@ -156,10 +214,17 @@ impl Edit {
             program.workers[from].tasks.remove(index);
         } else if self == Self::DuplicateTask {
             program.workers[to].tasks.insert(place, task);
-        } else if self == Self::ShiftTile {
+        } else if matches!(self, Self::ShiftTile | Self::DuplicateTile | Self::CutTile) {
             if let Some(task) = any_task(program, rng, |task| task.opcode == Opcode::Matvec) {
                 let mut p: MatvecParams = task.params();
-                p.tile0 = p.tile0.wrapping_add(rng.pick(&[1, 2, u32::MAX]));
+                let tiles = rng.pick(&[1, 2]);
+                if self == Self::ShiftTile {
+                    p.tile0 = p.tile0.wrapping_add(rng.pick(&[1, 2, u32::MAX]));
+                } else if self == Self::DuplicateTile {
+                    p.tiles += tiles;
+                } else {
+                    p.tiles = p.tiles.saturating_sub(tiles);
+                }
                 task.params = bytemuck::cast(p);
             }
         } else {
@@ -175,6 +240,11 @@ impl Edit {
         let (a, b) = (rng.pick(&arena), rng.pick(&arena));
         if self == Self::AliasPage {
             program.slots[a].offset = program.slots[b].offset;
+            return;
+        }
+        if self == Self::ShiftPage {
+            let by = rng.pick(&[128, 256, u64::MAX - 127, 4]);
+            program.slots[a].offset = program.slots[a].offset.wrapping_add(by);
             return;
         }
         // Out of the others' way, so that only the kind changes.
@@ -208,6 +278,34 @@ impl Edit {
                 access.slot = if near { SlotId((access.slot.0 + 1) % slots as u32) } else { slot };
             }
         }
+    }
+}
+
+/// Changes which keys a task attends to or merges.
+fn corrupt_split(program: &mut Program, rng: &mut Rng) {
+    let attends = |task: &Task| matches!(task.opcode, Opcode::Attention | Opcode::AttentionMerge);
+    let Some(task) = any_task(program, rng, attends) else { return };
+    let change = |value: u32, rng: &mut Rng| rng.pick(&[0, 1, value.wrapping_sub(1), value + 1]);
+    if task.opcode == Opcode::Attention {
+        let mut p: AttentionParams = task.params();
+        match rng.below(5) {
+            0 => p.split = change(p.split, rng),
+            1 => p.splits = change(p.splits, rng),
+            2 => p.kv_block = change(p.kv_block, rng),
+            3 => p.window = change(p.window, rng),
+            _ => p.kv_head = change(p.kv_head, rng),
+        }
+        task.params = bytemuck::cast(p);
+    } else {
+        let mut p: AttentionMergeParams = task.params();
+        match rng.below(5) {
+            0 => p.head0 = change(p.head0, rng),
+            1 => p.splits = change(p.splits, rng),
+            2 => p.kv_block = change(p.kv_block, rng),
+            3 => p.window = change(p.window, rng),
+            _ => p.heads = change(p.heads, rng),
+        }
+        task.params = bytemuck::cast(p);
     }
 }
 

@@ -1,13 +1,16 @@
-//! What the cross-crate tests share: toy models, programs built without `lower`, edits that break them, and the file-test runner.
+//! What the cross-crate tests share: toy models, programs built without `lower`, edits that break them,
+//! the explorer of memory orders, and the file-test runner.
 //!
 //! Nothing depends on this crate. It builds programs in its own way, so that a mistake in `lower` is not repeated here.
 
 pub mod build;
 pub mod diff;
 pub mod edit;
+pub mod explore;
 pub mod filetest;
 pub mod rng;
 pub mod toy;
+pub mod weak;
 
 use std::path::PathBuf;
 

@@ -2,8 +2,10 @@
 
 mod calibration;
 mod docs;
+mod explore;
 mod filetest;
 mod generate;
+mod growth;
 mod lowering;
 mod shipped;
 mod tidy;

@@ -10,8 +10,7 @@
 //! **What is not checked**: that the program computes the model. Two layers' weights may be swapped and an epsilon may be wrong; the
 //! comparison with the graph's evaluator finds that.
 //!
-//! Attention splits that have no keys yet do nothing but signal. So the order in stage 3 counts only what holds with one active
-//! split and what holds with all of them; see [`Order`](super::Order).
+//! The order in stage 3 is that of the memory model: queues and counters make it, tagged hand-offs do not; see [`Order`](super::Order).
 
 use crate::program::Program;
 use crate::program::rules;

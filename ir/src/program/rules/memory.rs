@@ -83,21 +83,13 @@ struct Write {
     generation: u16,
 }
 
-/// An access that must be over before the next write.
-#[derive(Clone, Copy)]
-struct Pending {
-    task: u32,
-    wrote: bool,
-}
-
 #[derive(Clone, Default)]
 struct Piece {
     writer: Option<Write>,
     /// Whether anything has read the last write.
     read: bool,
-    /// What must be over before the next write. The first is the last write unless that task is optional; what an optional writer would
-    /// have taken the place of stays, for it may not wait for it.
-    pending: Vec<Pending>,
+    /// Tasks that must be over before the next write: the last writer, and who has read since.
+    pending: Vec<u32>,
     /// Tagged writes of this step.
     tags: Vec<(SlotId, u16)>,
 }
@@ -109,7 +101,6 @@ struct Memory<'a> {
     cuts: Vec<u64>,
     pieces: Vec<Piece>,
     writers: WriteIndex,
-    optional: Vec<bool>,
     work: u64,
 }
 
@@ -139,8 +130,7 @@ impl<'a> Memory<'a> {
         cuts.sort_unstable();
         cuts.dedup();
         let pieces = vec![Piece::default(); cuts.len()];
-        let optional = tasks(program).map(|(_, task)| super::order::optional(task)).collect();
-        Self { program, order, map, cuts, pieces, writers, optional, work: 0 }
+        Self { program, order, map, cuts, pieces, writers, work: 0 }
     }
 
     fn range(&self, region: &Region) -> std::ops::Range<usize> {
@@ -186,12 +176,12 @@ impl<'a> Memory<'a> {
                 finding = match found_write {
                     Some(write) if polled || self.order.happens_before(write.task, task) => None,
                     Some(write) => Some((Rule::RHappens, self.unordered_read(region, write.task))),
-                    None => Some(self.missing(task, region, piece.writer)),
+                    None => Some(self.missing(task, region, polled, piece.writer)),
                 };
             }
             let piece = &mut self.pieces[index];
             piece.read |= found_write.is_some();
-            piece.pending.push(Pending { task, wrote: false });
+            piece.pending.push(task);
         }
         if let Some((rule, detail)) = finding {
             found.push(rule, self.order.at(task), detail);
@@ -209,14 +199,20 @@ impl<'a> Memory<'a> {
     }
 
     /// Why a read found another write, or none.
-    fn missing(&self, task: u32, region: &Region, last: Option<Write>) -> (Rule, String) {
+    fn missing(
+        &self,
+        task: u32,
+        region: &Region,
+        polled: bool,
+        last: Option<Write>,
+    ) -> (Rule, String) {
         let all =
             self.writers.get(&(region.slot, region.generation)).map_or(&[][..], Vec::as_slice);
         let mut writers =
             all.iter().filter(|w| w.0 < region.end && region.start < w.1).map(|w| w.2);
         let late = writers
             .clone()
-            .find(|&writer| writer != task && !self.order.happens_before(writer, task));
+            .find(|&writer| !polled && writer != task && !self.order.happens_before(writer, task));
         if let Some(writer) = late {
             return (Rule::RHappens, self.unordered_read(region, writer));
         }
@@ -246,7 +242,6 @@ impl<'a> Memory<'a> {
 
     fn write(&mut self, task: u32, region: &Region, found: &mut Violations) {
         let tagged = self.program.slots[region.slot.index()].kind == SlotKind::Tagged;
-        let optional = self.optional[task as usize];
         let mut finding: Option<(Rule, String)> = None;
         for index in self.range(region) {
             self.work += 1 + self.pieces[index].pending.len() as u64;
@@ -254,10 +249,8 @@ impl<'a> Memory<'a> {
                 finding = self.conflict(task, region, &self.pieces[index], tagged);
             }
             let piece = &mut self.pieces[index];
-            if !optional {
-                piece.pending.clear();
-            }
-            piece.pending.push(Pending { task, wrote: true });
+            piece.pending.clear();
+            piece.pending.push(task);
             piece.writer = Some(Write { task, slot: region.slot, generation: region.generation });
             piece.read = false;
             if tagged {
@@ -277,10 +270,8 @@ impl<'a> Memory<'a> {
         tagged: bool,
     ) -> Option<(Rule, String)> {
         let name = self.name_of(region);
-        let unordered = |other: &&Pending| {
-            other.task != task && !self.order.before_write(other.task, other.wrote, task)
-        };
-        if let Some(other) = piece.pending.iter().find(unordered) {
+        let unordered = |&&other: &&u32| other != task && !self.order.happens_before(other, task);
+        if let Some(&other) = piece.pending.iter().find(unordered) {
             let same = piece.writer.is_none_or(|last| last.slot == region.slot);
             let rule = if same { Rule::RWriter } else { Rule::MPage };
             let used = piece
@@ -291,7 +282,7 @@ impl<'a> Memory<'a> {
                 rule,
                 format!(
                     "writes {name}, which {} uses{used}, and is not ordered after it",
-                    self.order.at(other.task)
+                    self.order.at(other)
                 ),
             ));
         }

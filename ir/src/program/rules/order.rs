@@ -1,18 +1,22 @@
-//! The order of tasks within a step: queue order, counters and tagged slots, as vector clocks.
+//! The order of tasks within a step, as vector clocks: what has happened, in the sense of the memory model, before what.
 //!
-//! **Optional tasks.** Splits of attention beyond the first have no keys early in a sequence. Such a task then reads nothing: it does not
-//! wait for the tagged words it would read. It writes all the same, words that say so, lest a later step take an old word for its own;
-//! nobody waits for those. It still takes its turn in the queue, waits for its counters and signals. So the edges of tagged slots into
-//! and out of an optional task order what it reads, which it does only when the edges exist; they order nothing *through* the task, and
-//! not its writes.
+//! **What orders.** The queue of a worker, and counters: whoever signals has released all that its worker did and knew before. A tagged
+//! hand-off orders nothing beside its own words. Value and tag of those arrive together, but the store is relaxed, and what else the
+//! writer did may become visible later or never win (`tests/src/explore/models/transitive.rs` has each shape with an execution that goes
+//! wrong). So clocks pass along queues and counters; edges of tagged slots count when we look for cycles and for a sequence to
+//! check in, and a read of tagged words needs no order, for it waits for its words themselves.
+//!
+//! **Neighbours.** The warps of a worker meet at a block barrier inside every task, in front of a task that waits and behind one that
+//! signals. Stores may come behind the barrier inside, loads before it. So a task and the next one in its queue are in order only
+//! if one of them brings a barrier between them; with a task in between, its own barrier does.
 
 use std::collections::VecDeque;
 
-use abi::{AttentionParams, Opcode, SlotKind};
+use abi::{Opcode, SlotKind};
 use rustc_hash::FxHashMap;
 
 use crate::id::{SlotId, WorkerId};
-use crate::program::{Program, Region, Task, Verified, accesses};
+use crate::program::{Program, Region, Verified, accesses};
 use crate::violation::{At, Rule, Violations};
 
 use super::{at, slot_name, tasks};
@@ -27,27 +31,15 @@ const REGIONS_MAX: usize = 1 << 22;
 /// Tasks that a printed cycle names.
 const CYCLE_SHOWN_MAX: usize = 12;
 
-/// Whether the task does nothing at positions with few keys.
-pub(super) fn optional(task: &Task) -> bool {
-    match task.opcode {
-        Opcode::Attention => task.params::<AttentionParams>().split > 0,
-        Opcode::Nop | Opcode::Embed | Opcode::Matvec | Opcode::AttentionMerge | Opcode::Sample => {
-            false
-        }
-    }
-}
-
 /// The order of a program's tasks. Tasks are numbered worker by worker, in queue order.
 #[derive(Clone, Debug)]
 pub struct Order {
     workers: usize,
     places: Vec<(u32, u32)>,
-    optional: Vec<bool>,
+    /// Tasks with no block barrier between them and the one in front in their queue.
+    unparted: Vec<bool>,
     sequence: Vec<u32>,
-    edges: Edges,
     clocks: Clocks,
-    /// Row of the clocks for each node's end.
-    ends: Vec<u32>,
 }
 
 impl Order {
@@ -86,42 +78,17 @@ impl Order {
         (WorkerId(worker), index)
     }
 
-    /// Whether what `a` does comes before `b` writes, at every position. `wrote` says that it is a write of `a`, else a read.
-    #[must_use]
-    pub fn before_write(&self, a: u32, wrote: bool, b: u32) -> bool {
-        if !self.optional[b as usize] {
-            return if wrote { self.always_before(a, b) } else { self.happens_before(a, b) };
-        }
-        let (worker, index) = self.places[a as usize];
-        a != b && self.clocks.row(self.ends[b as usize] as usize)[worker as usize] > index
-    }
-
-    /// Whether every access of `a` comes before every access of `b`, at every position at which both have any to read.
+    /// Whether every access of `a` happens before every access of `b`.
     #[must_use]
     pub fn happens_before(&self, a: u32, b: u32) -> bool {
-        let reached = |task: u32| self.always_before(task, b);
-        if a == b {
-            return false;
-        }
-        if reached(a) {
-            return true;
-        }
-        // An optional task that did anything was waited for by those who read its tagged words.
-        let tasks = self.places.len() as u32;
-        let reader = |task: u32| !self.optional[task as usize] && (task == b || reached(task));
-        self.optional[a as usize]
-            && self.edges.out(a).iter().filter(|edge| edge.tagged).any(|edge| {
-                if edge.to < tasks {
-                    reader(edge.to)
-                } else {
-                    self.edges.out(edge.to).iter().any(|e| e.tagged && reader(e.to))
-                }
-            })
+        let ((worker, index), (other, next)) = (self.places[a as usize], self.places[b as usize]);
+        let neighbours = worker == other && index + 1 == next;
+        self.released_to(a, b) && !(neighbours && self.unparted[b as usize])
     }
 
-    /// Whether `a` comes before `b` at every position, even if it is idle there.
+    /// Whether all of `a` happens before whatever `b` releases.
     #[must_use]
-    pub fn always_before(&self, a: u32, b: u32) -> bool {
+    pub fn released_to(&self, a: u32, b: u32) -> bool {
         let (worker, index) = self.places[a as usize];
         a != b && self.clocks.row(b as usize)[worker as usize] > index
     }
@@ -139,8 +106,7 @@ struct Edge {
 }
 
 /// Edges out of tasks and joins, by source. Queue order is not among them. A join is a counter, or a range of a tagged slot that several
-/// tasks read: they share the join of its writers' clocks.
-#[derive(Clone, Debug)]
+/// tasks read, which has no clock.
 struct Edges {
     starts: Vec<u32>,
     list: Vec<Edge>,
@@ -170,7 +136,7 @@ impl Edges {
     }
 }
 
-/// One row of clocks per task and join, and a second one for each optional task: what is ordered before its *end*, even if it was idle.
+/// One row of clocks per task and counter: of each worker, how many tasks happen before it or are it.
 #[derive(Clone, Debug)]
 struct Clocks {
     width: usize,
@@ -290,7 +256,8 @@ fn repeated(program: &Program, writes: &TaggedWrites, found: &mut Violations) {
     }
 }
 
-/// One `sample`, after everything else: idle tasks too, for the next step must not find a worker that is still in this one.
+/// One `sample`, after everything else: it releases the next step, which must find all that this one has stored (keys and values among it) and
+/// no worker that is still in it.
 fn last(program: &Program, order: &Order, found: &mut Violations) {
     let samples: Vec<u32> = tasks(program)
         .zip(0..)
@@ -306,7 +273,7 @@ fn last(program: &Program, order: &Order, found: &mut Violations) {
         return;
     };
     for task in
-        (0..order.len() as u32).filter(|&task| task != sample && !order.always_before(task, sample))
+        (0..order.len() as u32).filter(|&task| task != sample && !order.released_to(task, sample))
     {
         found.push(
             Rule::OStep,
@@ -396,6 +363,7 @@ impl Graph {
     /// Kahn's algorithm, with the clocks pushed along the edges.
     fn sort(self, program: &Program, found: &mut Violations) -> Option<Order> {
         let mut order = self.unsorted(program, found)?;
+        let edges = Edges::new(self.nodes, &self.pairs);
         let mut waiting = vec![0_u32; self.nodes];
         for (_, edge) in &self.pairs {
             waiting[edge.to as usize] += 1;
@@ -403,32 +371,22 @@ impl Graph {
         for (task, &(_, index)) in order.places.iter().enumerate() {
             waiting[task] += u32::from(index > 0);
         }
-        let rows = second_rows(&order.optional, self.nodes);
-        order.ends.clone_from(&rows);
         let mut ready: VecDeque<u32> =
             (0..self.nodes as u32).filter(|&node| waiting[node as usize] == 0).collect();
         let mut done = 0;
         while let Some(node) = ready.pop_front() {
             done += 1;
-            let task = (node as usize) < self.tasks;
-            if task {
+            if (node as usize) < self.tasks {
                 order.sequence.push(node);
                 let (worker, index) = order.places[node as usize];
                 order.clocks.tick(node as usize, worker as usize, index);
-                order.clocks.tick(rows[node as usize] as usize, worker as usize, index);
                 if order.places.get(node as usize + 1).is_some_and(|&(_, next)| next == index + 1) {
-                    order.pass(
-                        &rows,
-                        node,
-                        Edge { to: node + 1, tagged: false },
-                        &mut waiting,
-                        &mut ready,
-                    );
+                    let queue = Edge { to: node + 1, tagged: false };
+                    order.pass(node, queue, &mut waiting, &mut ready);
                 }
             }
-            for index in order.edges.starts[node as usize]..order.edges.starts[node as usize + 1] {
-                let edge = order.edges.list[index as usize];
-                order.pass(&rows, node, edge, &mut waiting, &mut ready);
+            for &edge in edges.out(node) {
+                order.pass(node, edge, &mut waiting, &mut ready);
             }
         }
         if done < self.nodes {
@@ -439,9 +397,8 @@ impl Graph {
     }
 
     fn unsorted(&self, program: &Program, found: &mut Violations) -> Option<Order> {
-        let optional: Vec<bool> = tasks(program).map(|(_, task)| optional(task)).collect();
         let width = program.workers.len();
-        let words = (self.nodes + optional.iter().filter(|&&o| o).count()).saturating_mul(width);
+        let words = (self.tasks + self.counters).saturating_mul(width);
         if words > CLOCK_WORDS_MAX {
             found.push(
                 Rule::PLimit,
@@ -456,14 +413,18 @@ impl Graph {
             .zip(0..)
             .flat_map(|(worker, w)| (0..worker.tasks.len() as u32).map(move |i| (w, i)))
             .collect();
+        let unparted = program.workers.iter().flat_map(|worker| {
+            let before = std::iter::once(None).chain(worker.tasks.iter().map(Some));
+            worker.tasks.iter().zip(before).map(|(task, before)| {
+                task.waits.is_empty() && before.is_some_and(|before| before.signal.is_none())
+            })
+        });
         Some(Order {
             workers: width,
             places,
-            optional,
+            unparted: unparted.collect(),
             sequence: Vec::with_capacity(self.tasks),
-            edges: Edges::new(self.nodes, &self.pairs),
             clocks: Clocks { width, words: vec![0; words] },
-            ends: Vec::new(),
         })
     }
 
@@ -529,34 +490,12 @@ impl Graph {
     }
 }
 
-/// The row that holds what is ordered before a node's end: its own, but a second one for an optional task.
-fn second_rows(optional: &[bool], nodes: usize) -> Vec<u32> {
-    let mut rows: Vec<u32> = (0..nodes as u32).collect();
-    let second = rows.iter_mut().zip(optional).filter(|(_, optional)| **optional);
-    for ((row, _), next) in second.zip(nodes as u32..) {
-        *row = next;
-    }
-    rows
-}
-
 impl Order {
-    /// Carries `node`'s clock over `edge`.
-    fn pass(
-        &mut self,
-        rows: &[u32],
-        node: u32,
-        edge: Edge,
-        waiting: &mut [u32],
-        ready: &mut VecDeque<u32>,
-    ) {
+    /// Takes `edge`, and `node`'s clock with it if the edge orders memory.
+    fn pass(&mut self, node: u32, edge: Edge, waiting: &mut [u32], ready: &mut VecDeque<u32>) {
         let (from, to) = (node as usize, edge.to as usize);
-        let is_optional = |node: usize| self.optional.get(node).copied().unwrap_or(false);
-        let (from_optional, to_optional) = (is_optional(from), is_optional(to));
-        if !(edge.tagged && from_optional) {
-            self.clocks.join(rows[from] as usize, to);
-            if to_optional && !edge.tagged {
-                self.clocks.join(rows[from] as usize, rows[to] as usize);
-            }
+        if !edge.tagged {
+            self.clocks.join(from, to);
         }
         waiting[to] -= 1;
         if waiting[to] == 0 {

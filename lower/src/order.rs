@@ -1,0 +1,120 @@
+//! The order of phases in the memory model: which counters a task must wait for beside that of its input, and which slots may share
+//! bytes. `verify` proves it again, task by task.
+//!
+//! Counters order everything that was done before them; a tagged hand-off orders nothing beside its own words. So a worker knows that a
+//! phase is over if it has waited for a counter behind it, and a tagged phase in between says nothing.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+use ir::schedule::Handoff;
+
+use crate::assign::Shares;
+use crate::phase::{Op, Phase};
+
+/// For each worker, the number of phases of which all that it did is known.
+type Known = Vec<usize>;
+
+/// What is known of the order of a step's phases.
+pub(crate) struct PhaseOrder {
+    /// Who takes part in each phase.
+    takes_part: Vec<Vec<bool>>,
+    /// What every task of a phase knows.
+    known: Vec<Known>,
+    /// Pairs of phases of which some worker runs a task of the second right behind one of the first, with no block barrier between.
+    touching: BTreeSet<(usize, usize)>,
+    /// By phase and worker: whether its tasks must wait for the counter of the residual that they add.
+    catches_up: Vec<Vec<bool>>,
+}
+
+/// The phase that wrote the residual to which `phase` adds.
+pub(crate) fn residual(phases: &[Phase], phase: usize) -> Option<usize> {
+    let adds = matches!(phases[phase].op, Op::OProj | Op::Down);
+    let writes = |p: &Phase| matches!(p.op, Op::Embed | Op::OProj | Op::Down);
+    phases[..phase].iter().rposition(writes).filter(|_| adds)
+}
+
+/// The rows of the residual stream that a worker writes or adds to.
+fn rows(phase: &Phase, share: &Range<u32>) -> Range<u32> {
+    let each = if phase.op == Op::Embed { 1 } else { abi::UNIT_ROWS };
+    share.start * each..share.end * each
+}
+
+fn join(mine: &mut Known, theirs: &Known) {
+    mine.iter_mut().zip(theirs).for_each(|(m, t)| *m = (*m).max(*t));
+}
+
+impl PhaseOrder {
+    pub(crate) fn new(phases: &[Phase], shares: &[Shares]) -> Self {
+        let workers = shares.first().map_or(0, Vec::len);
+        let takes_part: Vec<Vec<bool>> =
+            shares.iter().map(|s| s.iter().map(|range| !range.is_empty()).collect()).collect();
+        let counter = |phase: usize| phases[phase].handoff == Some(Handoff::Counter);
+        let mut order = Self {
+            catches_up: vec![vec![false; workers]; phases.len()],
+            known: Vec::new(),
+            touching: BTreeSet::new(),
+            takes_part,
+        };
+        let mut now: Vec<Known> = vec![vec![0; workers]; workers];
+        let mut last: Vec<Option<usize>> = vec![None; workers];
+        // What the counter of each phase releases.
+        let mut released: Vec<Option<Known>> = Vec::new();
+        for phase in 0..phases.len() {
+            let input = phase.checked_sub(1).filter(|&before| counter(before));
+            let residual = residual(phases, phase).filter(|&written| counter(written));
+            for worker in 0..workers {
+                if !order.takes_part[phase][worker] {
+                    continue;
+                }
+                let mine = &mut now[worker];
+                if let Some(theirs) = input.and_then(|before| released[before].as_ref()) {
+                    join(mine, theirs);
+                }
+                let added = rows(&phases[phase], &shares[phase][worker]);
+                let unknown = |&written: &usize| {
+                    shares[written].iter().zip(mine.iter()).any(|(share, &known)| {
+                        let wrote = rows(&phases[written], share);
+                        known <= written && wrote.start < added.end && added.start < wrote.end
+                    })
+                };
+                if let Some(written) = residual.filter(unknown) {
+                    order.catches_up[phase][worker] = true;
+                    released[written].iter().for_each(|theirs| join(mine, theirs));
+                }
+                let waits = input.is_some() || order.catches_up[phase][worker];
+                if let Some(before) = last[worker].filter(|&before| !waits && !counter(before)) {
+                    order.touching.insert((before, phase));
+                }
+                mine[worker] = phase + 1;
+                last[worker] = Some(phase);
+            }
+            let part = || (0..workers).filter(|&w| order.takes_part[phase][w]);
+            let least = |of: usize| part().map(|w| now[w][of]).min().unwrap_or(0);
+            order.known.push((0..workers).map(least).collect());
+            released.push(counter(phase).then(|| {
+                part().fold(vec![0; workers], |mut all, w| {
+                    join(&mut all, &now[w]);
+                    all
+                })
+            }));
+        }
+        order
+    }
+
+    fn all_known(&self, phase: usize, known: &Known) -> bool {
+        self.takes_part[phase].iter().zip(known).all(|(&part, &known)| !part || known > phase)
+    }
+
+    /// Whether everything that the first phase does happens before anything that the second does.
+    pub(crate) fn happens_before(&self, first: usize, second: usize) -> bool {
+        first < second
+            && self.all_known(first, &self.known[second])
+            && !self.touching.contains(&(first, second))
+    }
+
+    /// Whether the task of this worker waits for the counter of the residual too.
+    pub(crate) fn catches_up(&self, phase: usize, worker: usize) -> bool {
+        self.catches_up[phase][worker]
+    }
+}

@@ -1,0 +1,76 @@
+//! What `verify` costs grows with the size of a program, not with its square.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use ir::program::{Program, accesses, check};
+use tests::build::sized;
+
+const WORKERS: u32 = 16;
+/// Both far beyond what caches and the allocator's own pages hold, so that these count alike.
+const SMALL: u32 = 5_000;
+const LARGE: u32 = 40_000;
+
+/// The shortest of a few runs.
+fn shortest(mut work: impl FnMut()) -> Duration {
+    let time = |()| {
+        let start = Instant::now();
+        work();
+        start.elapsed()
+    };
+    [(); 3].map(time).into_iter().min().unwrap_or_default()
+}
+
+/// How many times longer `work` takes for eight times the tasks. Linear is 8 and some, quadratic
+/// is 64.
+fn growth(tagged: u8, work: impl Fn(&Program)) -> f64 {
+    let [small, large] = [SMALL, LARGE].map(|tasks| {
+        let program = sized(tasks, WORKERS, tagged);
+        shortest(|| work(&program)).as_secs_f64()
+    });
+    large / small
+}
+
+const GROWTH_MAX: f64 = 24.0;
+
+#[test]
+fn verify_grows_about_linearly() {
+    for tagged in [0, 0xff] {
+        let growth = growth(tagged, |program| check(program).expect("it verifies"));
+        println!("tagged {tagged:#x}: eight times the tasks take {growth:.1} times as long");
+        assert!(growth < GROWTH_MAX, "tagged {tagged:#x}: {growth:.1}");
+    }
+}
+
+/// The same measure sees it when every pair is looked at, if only of every fourth task.
+#[test]
+fn the_measure_sees_a_square() {
+    let pairs = |program: &Program| {
+        let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
+        let writes: Vec<u32> = tasks
+            .step_by(4)
+            .filter_map(|task| accesses(program, task).writes.first().map(|r| r.start))
+            .collect();
+        let same = writes.iter().map(|a| writes.iter().filter(|b| *b == a).count()).sum::<usize>();
+        black_box(same);
+    };
+    let growth = growth(0, pairs);
+    assert!(growth > GROWTH_MAX, "{growth:.1}");
+}
+
+#[test]
+fn large_programs_verify_quickly() {
+    for (tasks, workers) in [(100, 16), (10_000, 132), (50_000, 132)] {
+        for tagged in [0, 0xff] {
+            let program = sized(tasks, workers, tagged);
+            let start = Instant::now();
+            if let Err(violations) = check(&program) {
+                panic!("{violations}");
+            }
+            let (took, tasks) = (start.elapsed(), program.task_len());
+            println!("{tasks} tasks, {workers} workers, tagged {tagged:#x}: {took:?}");
+            // Generous, since tests share the machine; the release build on a quiet core is far below.
+            assert!(took.as_secs() < 10, "{tasks} tasks took {took:?}");
+        }
+    }
+}

@@ -102,6 +102,7 @@ fn every_command_has_help_with_examples() {
         "propose",
         "evaluate",
         "loop",
+        "runs",
         "generate",
         "bench",
         "lower",
@@ -339,6 +340,9 @@ fn a_resumed_search_equals_one_that_never_stopped() {
     // Header and five trials stay; the sixth was being written.
     let kept: usize = text.lines().take(6).map(|line| line.len() + 1).sum();
     std::fs::write(&cut, &text[..kept + 40]).unwrap();
+    let fifth: Value = serde_json::from_str(text.lines().nth(5).unwrap()).unwrap();
+    let head = format!("{{\"rows\":6,\"hash\":{}}}\n", fifth["hash"]);
+    std::fs::write(cut.with_extension("head"), head).unwrap();
     let again = amk_in(dir.path(), &["loop", "--resume", "--out", "cut"]).succeeds("amk.loop.v1");
     assert_eq!(again["n_trials"], 12);
     let ids = |name: &str| -> Vec<String> {

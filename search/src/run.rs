@@ -10,6 +10,7 @@ use ir::schedule::{ActsOn, Knob, ScheduleConfig, Value};
 
 use crate::ahead::Helpers;
 use crate::assess::{self, Assessed, Screened, Timing};
+use crate::audit::{Audit, Terms};
 use crate::budget::Budget;
 use crate::cpu::Candidate;
 use crate::decide::{Decision, decide_measured, decide_predicted, predicted_gain};
@@ -20,7 +21,7 @@ use crate::history::{Guess, History, Proposal};
 use crate::measure::{Interval, gain, noise_floor};
 use crate::propose::{Origin, Past, changes, mixed};
 use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial, changed};
-use crate::verdict::Verdict;
+use crate::verdict::{LatencyKind, Verdict};
 
 /// Kernels that are compiled before anything asks for them.
 const FORESEEN: usize = 12;
@@ -109,6 +110,8 @@ pub struct Search<'a> {
     spread: f64,
     clock: Clock,
     spent: Spent,
+    /// What checks the trials of a ledger.
+    audit: Option<Audit>,
     /// Threads that work ahead.
     helpers: Option<Helpers<'a>>,
     /// The trial that leads, with its proofs once they are needed.
@@ -145,6 +148,7 @@ impl<'a> Search<'a> {
             spread: 0.0,
             clock: no_clock,
             spent: Spent::default(),
+            audit: None,
             helpers: None,
             incumbent: None,
         }
@@ -200,17 +204,18 @@ impl<'a> Search<'a> {
     /// Takes a finished trial from a ledger.
     ///
     /// # Errors
-    /// If it is not the next trial of this search.
+    /// If it is not the next trial of this search, or its figures do not follow from its samples.
     pub fn absorb(&mut self, trial: Trial) -> Result<(), SearchError> {
-        let foreign = |reason: &str| {
-            Err(SearchError::Foreign { trial: trial.trial, reason: reason.to_owned() })
+        let kind = match self.device {
+            Some(_) => LatencyKind::MeasuredGpu,
+            None => LatencyKind::Predicted,
         };
-        if trial.trial != self.trials.len() as u64 {
-            return foreign("its number is not the next one");
-        }
-        if trial.incumbent != self.champion().map(|champion| champion.trial) {
-            return foreign("it was compared with another incumbent");
-        }
+        let Settings { seed, min_gain, timing, .. } = *self.settings;
+        let cache_bytes = self.device.as_deref().map_or(0, |device| device.describe().cache_bytes);
+        let terms = Terms { seed, min_gain, timing, kind: Some(kind), cache_bytes };
+        let audit = self.audit.get_or_insert_with(|| Audit::new(terms));
+        let followed = audit.trial(&trial);
+        followed.map_err(|reason| SearchError::Foreign { trial: trial.trial, reason })?;
         self.record(trial, None);
         Ok(())
     }

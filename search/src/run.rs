@@ -26,6 +26,9 @@ use crate::verdict::{LatencyKind, Verdict};
 /// Kernels that are compiled before anything asks for them.
 const FORESEEN: usize = 12;
 
+/// What is noted of a candidate that only seems to win.
+const LEFT_BEHIND: &str = "order effect: the gain is gone where each side follows its own kind; the candidate slows what runs after it";
+
 /// How a search goes about it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
@@ -561,6 +564,12 @@ impl<'a> Search<'a> {
         let samples = assess::race(&self.gate, device, sides, timing, enough)?;
         assess::set_measured(verdict, agreement, &samples, floors, seed)?;
         let look = bar.look(&samples, seed);
+        if look.decision == Some(Decision::Inconclusive)
+            && bar.is_left_behind(&samples)
+            && look.gain.low > bar.threshold
+        {
+            verdict.notes.push(LEFT_BEHIND.to_owned());
+        }
         Ok(compared(verdict, look, samples, bar.threshold))
     }
 

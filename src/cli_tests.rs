@@ -537,6 +537,21 @@ fn prompts_need_the_right_tokenizer() {
         .fails(2, &["tokenizer.json", "another model"]);
 }
 
+/// The tokenizer's library panics on these; that is the file's fault and no bug of ours.
+#[test]
+fn a_tokenizer_that_contradicts_itself_is_bad_input() {
+    let dir = folder();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(golden("llama3-rope-bf16").join(file), dir.path().join(file)).unwrap();
+    }
+    let found = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fuzz-corpus/tokenizer");
+    let found = found.join("special-token-that-is-not-there");
+    std::fs::copy(found, dir.path().join("tokenizer.json")).unwrap();
+    let model = dir.path().display().to_string();
+    amk(&["generate", "--model", &model, "--prompt", "ab", "--device", "cpu"])
+        .fails(2, &["tokenizer.json contradict"]);
+}
+
 #[test]
 fn prompts_that_cannot_run_are_refused_first() {
     let generate =

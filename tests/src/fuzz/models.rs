@@ -13,6 +13,9 @@ const CHATTY: &str = "corpus/golden/llama3-rope-bf16";
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
+/// What `/etc/passwd` begins with.
+const ROOT: &str = "root:";
+
 /// Bytes of data that a framed header may have behind it.
 const DATA_MAX: u64 = 1 << 20;
 
@@ -164,9 +167,10 @@ pub(super) fn tokenizer_seeds() -> Vec<Vec<u8>> {
 pub(super) fn chat_template(input: &[u8]) {
     in_scratch(|scratch| {
         let dir = folder(scratch, "chat", |dir| {
-            for name in ["tokenizer.json", "tokenizer_config.json"] {
-                write(&dir.join(name), &file(&format!("{CHATTY}/{name}")));
-            }
+            // A small tokenizer: it is read for every template.
+            write(&dir.join("tokenizer.json"), &tokenizer_seeds()[0]);
+            let config = "tokenizer_config.json";
+            write(&dir.join(config), &file(&format!("{CHATTY}/{config}")));
         });
         write(&dir.join("chat_template.jinja"), input);
         let Ok(tokenizer) = Tokenizer::load(&dir, 512) else { return };
@@ -176,7 +180,9 @@ pub(super) fn chat_template(input: &[u8]) {
         let now = UNIX_EPOCH + Duration::from_secs(1_700_000_000);
         let chat = Chat { messages: &messages, add_generation_prompt: true, extra: None, now };
         if let Ok(prompt) = tokenizer.chat(&chat) {
-            assert!(!prompt.contains("root:"), "a template read a file");
+            // The first word of the file that the dictionary asks for, unless the template says it itself.
+            let said = input.windows(ROOT.len()).any(|word| word == ROOT.as_bytes());
+            assert!(said || !prompt.contains(ROOT), "a template read a file");
         }
     });
 }

@@ -47,7 +47,8 @@ fn rows_cut_off_the_end_are_missed() {
 
 #[test]
 fn a_head_that_is_edited_or_gone_is_found() {
-    let edits: [(&str, fn(&str) -> String); 4] = [
+    type Edit = fn(&str) -> String;
+    let edits: [(&str, Edit); 4] = [
         ("names another row", |head| head.replace("\"hash\":\"", "\"hash\":\"0")),
         ("names another row", |head| head.replace("  5,", "  3,")),
         ("not the head", |head| head.replace("rows", "cows")),

@@ -58,6 +58,17 @@ pub(crate) enum Command {
         trial with exit code 130; --resume goes on without repeating a finished trial. A trial is a schedule that lowers to a new\n\
         program or kernel; illegal and repeated proposals cost none.")]
     Loop(LoopArgs),
+    /// Looks at searches that are on the disk.
+    #[command(
+        after_help = "Examples:\n  amk runs list\n  amk runs verify runs/0001 | jq '.runs[] | select(.holds | not)'\n\n\
+        verify finds rows that were edited, removed, moved or cut off, and figures that do not follow from their samples. Exit code 4: one\n\
+        does not hold; the report names the file, the line and what is wrong."
+    )]
+    Runs {
+        /// What to do with them.
+        #[command(subcommand)]
+        command: RunsCommand,
+    },
     /// Continues a prompt, greedily.
     #[command(
         after_help = "Examples:\n  amk generate --model DIR --prompt \"The sky is\" --max-new-tokens 40\n  \
@@ -133,6 +144,27 @@ pub(crate) enum Command {
         /// The shell.
         shell: clap_complete::Shell,
     },
+}
+
+/// What `runs` does.
+#[derive(Debug, Subcommand)]
+pub(crate) enum RunsCommand {
+    /// Checks ledgers from the first row to the last.
+    #[command(
+        after_help = "Examples:\n  amk runs verify\n  amk runs verify runs/0001 elsewhere/ledger.jsonl"
+    )]
+    Verify(RunsArgs),
+    /// Lists searches with their trials and best latencies.
+    #[command(after_help = "Examples:\n  amk runs list\n  amk runs list runs/llama")]
+    List(RunsArgs),
+}
+
+/// Searches.
+#[derive(Debug, Args)]
+pub(crate) struct RunsArgs {
+    /// Ledgers, folders of a search, or folders of such folders. Default: runs.
+    #[arg(value_name = "PATH")]
+    pub(crate) paths: Vec<PathBuf>,
 }
 
 /// What runs the model.

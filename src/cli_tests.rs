@@ -102,6 +102,7 @@ fn every_command_has_help_with_examples() {
         "propose",
         "evaluate",
         "loop",
+        "runs",
         "generate",
         "bench",
         "lower",
@@ -339,6 +340,9 @@ fn a_resumed_search_equals_one_that_never_stopped() {
     // Header and five trials stay; the sixth was being written.
     let kept: usize = text.lines().take(6).map(|line| line.len() + 1).sum();
     std::fs::write(&cut, &text[..kept + 40]).unwrap();
+    let fifth: Value = serde_json::from_str(text.lines().nth(5).unwrap()).unwrap();
+    let head = format!("{{\"rows\":6,\"hash\":{}}}\n", fifth["hash"]);
+    std::fs::write(cut.with_extension("head"), head).unwrap();
     let again = amk_in(dir.path(), &["loop", "--resume", "--out", "cut"]).succeeds("amk.loop.v1");
     assert_eq!(again["n_trials"], 12);
     let ids = |name: &str| -> Vec<String> {
@@ -531,6 +535,21 @@ fn prompts_need_the_right_tokenizer() {
     let model = dir.path().display().to_string();
     amk(&["generate", "--model", &model, "--prompt", "hi"])
         .fails(2, &["tokenizer.json", "another model"]);
+}
+
+/// The tokenizer's library panics on these; that is the file's fault and no bug of ours.
+#[test]
+fn a_tokenizer_that_contradicts_itself_is_bad_input() {
+    let dir = folder();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(golden("llama3-rope-bf16").join(file), dir.path().join(file)).unwrap();
+    }
+    let found = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fuzz-corpus/tokenizer");
+    let found = found.join("special-token-that-is-not-there");
+    std::fs::copy(found, dir.path().join("tokenizer.json")).unwrap();
+    let model = dir.path().display().to_string();
+    amk(&["generate", "--model", &model, "--prompt", "ab", "--device", "cpu"])
+        .fails(2, &["tokenizer.json contradict"]);
 }
 
 #[test]

@@ -13,12 +13,35 @@ mod files;
 mod peers;
 mod report;
 
+use std::alloc::System;
+use std::panic::AssertUnwindSafe;
 use std::process::ExitCode;
+use std::sync::Mutex;
 
 use clap::Parser;
+use model::Guarded;
+
+/// Chat templates may not use all memory.
+#[global_allocator]
+static ALLOCATOR: Guarded<System> = Guarded(System);
+
+/// What the last panic said. Some are caught on the way: those that a hostile file causes in a library.
+static PANIC: Mutex<String> = Mutex::new(String::new());
 
 fn main() -> ExitCode {
     install_panic_hook();
+    // A panic that nobody caught is our bug: one line that says so, and its own exit code.
+    std::panic::catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
+        let what = PANIC.lock().map(|what| what.clone()).unwrap_or_default();
+        report::say(&format!(
+            "amk: this is a bug in amk {}, please report it with the command: {what}",
+            env!("CARGO_PKG_VERSION")
+        ));
+        failure::Exit::Bug.into()
+    })
+}
+
+fn run() -> ExitCode {
     let cli = match cli::Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return report::usage(&error),
@@ -33,7 +56,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// A panic is our bug: one line that says so, and its own exit code.
+/// Keeps what a panic says for whoever ends the process.
 fn install_panic_hook() {
     std::panic::set_hook(Box::new(|info| {
         let what = info
@@ -46,11 +69,8 @@ fn install_panic_hook() {
             std::process::exit(0);
         }
         let place = info.location().map(ToString::to_string).unwrap_or_default();
-        let what = what.replace('\n', " ");
-        report::say(&format!(
-            "amk: this is a bug in amk {}, please report it with the command: {what} ({place})",
-            env!("CARGO_PKG_VERSION")
-        ));
-        std::process::exit(failure::Exit::Bug.code());
+        if let Ok(mut last) = PANIC.lock() {
+            *last = format!("{} ({place})", what.replace('\n', " "));
+        }
     }));
 }

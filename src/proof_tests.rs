@@ -27,6 +27,7 @@ fn bundle() -> Bundle {
     let valid = ir::schedule::validate(config, &graph, &target).unwrap();
     let options = lower::Options { kv_capacity: KV_CAPACITY };
     let program = lower::lower(&valid, &graph, &target, options).unwrap();
+    let bytes = program.stream_bytes() + program.kv_bytes(32);
     let gate = |gate: &str| GateReport {
         gate: gate.to_owned(),
         passed: true,
@@ -44,7 +45,7 @@ fn bundle() -> Bundle {
         schedule_id: config.id(),
         program_id: program.id(),
         kernel_id: "of another build".to_owned(),
-        conditions: Conditions { card: "a card".to_owned(), ..Conditions::default() },
+        conditions: Conditions { card: "NVIDIA H200".to_owned(), ..Conditions::default() },
         gates: ["validate", "lower", "verify", "reference", "device"].map(gate).to_vec(),
         accuracy: Proof {
             positions: 48,
@@ -58,8 +59,8 @@ fn bundle() -> Bundle {
         median_us: 25.5,
         ci_us: [25.0, 26.0],
         rounds_us: vec![[30.0, 25.0, 26.0, 30.0]; 4],
-        bound_us: 1.0,
-        bytes_per_token: 4_000_000,
+        bound_us: bytes as f64 / 4e12 * 1e6,
+        bytes_per_token: bytes,
         bandwidth: 4e12,
         notes: Vec::new(),
     }
@@ -84,7 +85,7 @@ fn a_whole_bundle_holds_and_says_what_was_checked() {
         row["checked"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
     assert_eq!(checked.len(), 4, "{checked:?}");
     assert!(checked[3].contains("reference machine"), "{checked:?}");
-    assert!(said.contains("another kernel") && said.contains("a card"), "{said}");
+    assert!(said.contains("another kernel") && said.contains("NVIDIA H200"), "{said}");
 }
 
 #[test]

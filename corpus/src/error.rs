@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 pub enum CorpusError {
     /// The operating system refused.
     Io {
-        /// `create`, `read`, `write`, `sync`, `lock`.
+        /// `create`, `read`, `write`, `remove`, `sync`, `lock`.
         action: &'static str,
         /// The file.
         path: PathBuf,
@@ -69,6 +69,10 @@ const REMEDIES: &[(io::ErrorKind, &str)] = &[
     (
         io::ErrorKind::QuotaExceeded,
         "the quota is used up: free some space or choose another folder",
+    ),
+    (
+        io::ErrorKind::FileTooLarge,
+        "files may not grow further here (ulimit -f): raise the limit or choose another folder",
     ),
     (io::ErrorKind::NotFound, "check the path"),
     (io::ErrorKind::IsADirectory, "name a file, not a folder"),

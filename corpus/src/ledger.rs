@@ -2,7 +2,8 @@
 //!
 //! A line is `{"seq":N,"prev":"…","record":{…},"hash":"…"}`. `hash` is the blake3 of the line's text before `,"hash"`, so that
 //! what was checked is exactly the bytes that were written; `prev` is the `hash` of the line before, and the [`LEDGER_SCHEMA`]'s
-//! hash on the first line. The first record is the header that the caller gave.
+//! hash on the first line. The first record is the header that the caller gave. How far the ledger goes stands in a file beside it
+//! ([`head`](crate::head)), so that rows cut off its end are missed.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -12,9 +13,10 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::CorpusError;
+use crate::head::{self, Head, Mark};
 
 /// The schema id that the first record of every ledger carries in `schema`.
-pub const LEDGER_SCHEMA: &str = "amk.ledger.v1";
+pub const LEDGER_SCHEMA: &str = "amk.ledger.v2";
 
 /// Where the text that is hashed ends.
 const HASH_FIELD: &str = ",\"hash\":\"";
@@ -26,6 +28,7 @@ const LINE_MAX: usize = 64 << 20;
 #[derive(Debug)]
 pub struct Ledger {
     file: File,
+    head: Head,
     path: PathBuf,
     seq: u64,
     prev: String,
@@ -62,7 +65,9 @@ impl Ledger {
             return Err(CorpusError::Exists { path: path.to_path_buf() });
         }
         cut(&file, path, 0)?;
-        let mut ledger = Self { file, path: path.to_path_buf(), seq: 0, prev: genesis(), bytes: 0 };
+        let head = Head::open(path)?;
+        let path_buf = path.to_path_buf();
+        let mut ledger = Self { file, head, path: path_buf, seq: 0, prev: genesis(), bytes: 0 };
         let mut header = header.clone();
         if let Some(fields) = header.as_object_mut() {
             fields.insert("schema".into(), LEDGER_SCHEMA.into());
@@ -83,8 +88,12 @@ impl Ledger {
         if contents.torn {
             cut(&file, path, contents.bytes)?;
         }
+        let mut head = Head::open(path)?;
+        let rows = contents.records.len() as u64 + 1;
+        head.write(&Mark { rows, hash: contents.prev.clone() })?;
         let ledger = Self {
             file,
+            head,
             path: path.to_path_buf(),
             seq: contents.records.len() as u64 + 1,
             prev: contents.prev.clone(),
@@ -114,7 +123,19 @@ impl Ledger {
         self.bytes += line.len() as u64;
         self.seq += 1;
         self.prev.clone_from(&hash);
+        self.head.write(&Mark { rows: self.seq, hash: hash.clone() })?;
         Ok(hash)
+    }
+
+    /// Takes the files away again: nothing was recorded but the header.
+    ///
+    /// # Errors
+    /// If the disk refuses.
+    pub fn remove(self) -> Result<(), CorpusError> {
+        for path in [self.path.clone(), head::path_of(&self.path)] {
+            std::fs::remove_file(&path).map_err(|e| CorpusError::io("remove", &path, e))?;
+        }
+        Ok(())
     }
 
     /// The file.
@@ -192,6 +213,8 @@ fn body(seq: u64, prev: &str, record: &impl Serialize) -> Result<String, serde_j
 }
 
 fn read_open(file: &File, path: &Path) -> Result<Contents, CorpusError> {
+    // First, so that rows which another process adds meanwhile are not missed.
+    let mark = head::read(path)?;
     let mut bytes = Vec::new();
     let mut reader = file;
     reader
@@ -199,9 +222,13 @@ fn read_open(file: &File, path: &Path) -> Result<Contents, CorpusError> {
         .and_then(|_| reader.read_to_end(&mut bytes))
         .map_err(|e| CorpusError::io("read", path, e))?;
     let finished = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |last| last + 1);
-    let mut chain = Chain { path, seq: 0, prev: genesis(), records: Vec::new() };
+    let mut chain = Chain { path, seq: 0, prev: genesis(), records: Vec::new(), marked: None };
+    chain.marked = mark.as_ref().map(|mark| (mark.rows, None));
     for line in bytes[..finished].split_inclusive(|&b| b == b'\n') {
         chain.line(&line[..line.len() - 1])?;
+    }
+    if !chain.records.is_empty() {
+        chain.reaches(mark)?;
     }
     let mut records = chain.records;
     if records.is_empty() {
@@ -223,6 +250,8 @@ struct Chain<'a> {
     seq: u64,
     prev: String,
     records: Vec<Value>,
+    /// The row that the head names, counted from one, and its hash once it was read.
+    marked: Option<(u64, Option<String>)>,
 }
 
 impl Chain<'_> {
@@ -258,7 +287,38 @@ impl Chain<'_> {
         self.seq += 1;
         self.prev = hash.to_owned();
         self.records.push(record);
+        if let Some((rows, found)) = &mut self.marked
+            && *rows == self.seq
+        {
+            *found = Some(hash.to_owned());
+        }
         Ok(())
+    }
+
+    /// Whether the rows go as far as the head says.
+    fn reaches(&self, mark: Option<Mark>) -> Result<(), CorpusError> {
+        let head = head::path_of(self.path);
+        let head = head.file_name().unwrap_or_default().to_string_lossy();
+        let Some(mark) = mark else {
+            // A new ledger's head is written after its header.
+            return match self.seq {
+                1 => Ok(()),
+                _ => {
+                    Err(self.tampered(format!("{head} is missing, which says where the rows end")))
+                }
+            };
+        };
+        if mark.rows > self.seq {
+            return Err(self.tampered(format!(
+                "rows were cut off the end ({} are here, {head} counts {})",
+                self.seq, mark.rows
+            )));
+        }
+        let found = self.marked.as_ref().and_then(|(_, hash)| hash.as_deref());
+        if found == Some(mark.hash.as_str()) {
+            return Ok(());
+        }
+        Err(self.tampered(format!("{head} names another row {} than this ledger has", mark.rows)))
     }
 
     fn schema(&self, found: &str) -> CorpusError {

@@ -19,6 +19,69 @@ fn rewrite(path: &Path, edit: impl FnOnce(&mut Vec<String>)) {
     std::fs::write(path, lines.join("\n") + "\n").unwrap();
 }
 
+/// The text of the head after so many rows.
+fn head_after(path: &Path, rows: usize) -> String {
+    let text = std::fs::read_to_string(path).unwrap();
+    let row: Value = serde_json::from_str(text.lines().nth(rows - 1).unwrap()).unwrap();
+    format!("{{\"rows\":{rows:20},\"hash\":{}}}\n", row["hash"])
+}
+
+#[test]
+fn rows_cut_off_the_end_are_missed() {
+    for left in 1..5 {
+        let (_folder, path) = filled(4);
+        rewrite(&path, |rows| rows.truncate(left));
+        let error = read(&path).unwrap_err();
+        assert!(error.is_integrity(), "{left} left: {error}");
+        let said = error.to_string();
+        assert!(said.contains(&format!("line {}", left + 1)), "{said}");
+        assert!(said.contains("cut off") && said.contains("ledger.head counts 5"), "{said}");
+        assert!(Ledger::resume(&path).unwrap_err().is_integrity());
+    }
+    // Half a row is no torn row if the head names it.
+    let (_folder, path) = filled(4);
+    let whole = std::fs::read(&path).unwrap();
+    std::fs::write(&path, &whole[..whole.len() - 9]).unwrap();
+    assert!(read(&path).unwrap_err().to_string().contains("cut off"));
+}
+
+#[test]
+fn a_head_that_is_edited_or_gone_is_found() {
+    type Edit = fn(&str) -> String;
+    let edits: [(&str, Edit); 4] = [
+        ("names another row", |head| head.replace("\"hash\":\"", "\"hash\":\"0")),
+        ("names another row", |head| head.replace("  5,", "  3,")),
+        ("not the head", |head| head.replace("rows", "cows")),
+        ("missing", |_| String::new()),
+    ];
+    for (word, edit) in edits {
+        let (_folder, path) = filled(4);
+        let head = std::fs::read_to_string(head::path_of(&path)).unwrap();
+        std::fs::write(head::path_of(&path), edit(&head)).unwrap();
+        let error = read(&path).unwrap_err();
+        assert!(error.is_integrity() && error.to_string().contains(word), "{word}: {error}");
+    }
+    let (_folder, path) = filled(4);
+    std::fs::remove_file(head::path_of(&path)).unwrap();
+    assert!(read(&path).unwrap_err().to_string().contains("ledger.head is missing"));
+}
+
+#[test]
+fn a_head_that_is_behind_is_caught_up() {
+    let (_folder, path) = filled(4);
+    let now = std::fs::read_to_string(head::path_of(&path)).unwrap();
+    assert_eq!(now, head_after(&path, 5));
+    // A process that died between the row and the head.
+    std::fs::write(head::path_of(&path), head_after(&path, 4)).unwrap();
+    assert_eq!(read(&path).unwrap().records.len(), 4);
+    drop(Ledger::resume(&path).unwrap());
+    assert_eq!(std::fs::read_to_string(head::path_of(&path)).unwrap(), now);
+    // Or between the header and its head.
+    let (_folder, path) = filled(0);
+    std::fs::write(head::path_of(&path), "").unwrap();
+    assert_eq!(read(&path).unwrap().records.len(), 0);
+}
+
 #[test]
 fn what_was_appended_is_read() {
     let (_folder, path) = filled(3);
@@ -50,8 +113,11 @@ fn a_torn_row_is_ignored_and_cut_off_wherever_it_tore() {
     let (_folder, path) = filled(3);
     let whole = std::fs::read(&path).unwrap();
     let last = whole[..whole.len() - 1].iter().rposition(|&b| b == b'\n').unwrap() + 1;
+    // The row that tears was never finished, so no head names it.
+    let mark = head_after(&path, 3);
     for end in last + 1..whole.len() {
         std::fs::write(&path, &whole[..end]).unwrap();
+        std::fs::write(head::path_of(&path), &mark).unwrap();
         assert!(read(&path).unwrap().torn);
         let (mut ledger, contents) = Ledger::resume(&path).unwrap();
         assert_eq!(contents.records.len(), 2, "torn at {end}");
@@ -119,7 +185,10 @@ fn an_older_version_says_so() {
 #[test]
 fn a_full_disk_is_one_line_with_a_remedy() {
     let file = OpenOptions::new().write(true).open("/dev/full").unwrap();
-    let mut ledger = Ledger { file, path: "/dev/full".into(), seq: 0, prev: genesis(), bytes: 0 };
+    let folder = tempfile::tempdir().unwrap();
+    let head = Head::open(&folder.path().join("ledger.jsonl")).unwrap();
+    let path = "/dev/full".into();
+    let mut ledger = Ledger { file, head, path, seq: 0, prev: genesis(), bytes: 0 };
     let error = ledger.append(&json!({})).unwrap_err().to_string();
     assert!(error.contains("/dev/full") && error.contains("free some space"), "{error}");
     assert!(!error.contains('\n'));

@@ -1,17 +1,19 @@
 //! The store of trials: an append-only ledger, and the table that people read.
 //!
 //! **Promises.** [`Ledger::append`] returns only when the row is on the disk, so that a killed process loses nothing it
-//! acknowledged. Rows are chained by hash: an edited, removed, inserted or reordered row is found on reading. A row that was
-//! being written when the machine died has no line end; it was never acknowledged, is ignored on reading and cut off on resuming.
+//! acknowledged. Rows are chained by hash, and a small file beside them says where they end: an edited, removed, inserted or reordered row
+//! is found on reading, and so are rows cut off the end. A row that was being written when the machine died has no line end; it was never
+//! acknowledged, is ignored on reading and cut off on resuming.
 //!
-//! **What the chain cannot show.** Rows removed from the end, and a file rewritten as a whole with new hashes. It guards against
-//! slips and quiet edits, not against an owner who forges the file.
+//! **What the chain cannot show.** Files that were rewritten as a whole with new hashes. It guards against slips and quiet edits, not
+//! against an owner who forges both files; what such a forger must get right is up to `search` (its audit).
 //!
 //! Beside the store, the schedules that are shipped with the project ([`shipped`]), and documents that know their own hash ([`seal`]).
 //!
 //! The crate stores what it is given: what a row means is up to `search`.
 
 mod error;
+mod head;
 mod ledger;
 mod results;
 mod schedules;

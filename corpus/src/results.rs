@@ -42,9 +42,16 @@ impl Results {
             let mut partial = path.as_os_str().to_owned();
             partial.push(".partial");
             let partial = PathBuf::from(partial);
-            let file = write_all(&partial, &text).map_err(|e| rename_in(e, path))?;
-            std::fs::rename(&partial, path).map_err(|e| CorpusError::io("write", path, e))?;
-            file
+            let written =
+                write_all(&partial, &text).map_err(|e| rename_in(e, path)).and_then(|file| {
+                    std::fs::rename(&partial, path)
+                        .map_err(|e| CorpusError::io("write", path, e))?;
+                    Ok(file)
+                });
+            if written.is_err() {
+                let _ = std::fs::remove_file(&partial);
+            }
+            written?
         };
         Ok(Self { file, path: path.to_path_buf(), columns: columns.len() })
     }

@@ -1,12 +1,13 @@
 //! Chat templates: the program, written in Jinja by whoever made the model, that turns messages into a prompt.
 //!
 //! A template comes with the weights and is not trusted: it sees its messages and nothing else, and its length, its steps, its
-//! depth of calls and its output are limited. The engine has no limit for intermediate strings.
+//! depth of calls and its output are limited. The engine has no limit for intermediate strings, so it runs [guarded](crate::guard).
 
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde};
@@ -16,6 +17,7 @@ use serde_json::{Map, Value as Json};
 
 use crate::error::ModelError;
 use crate::files;
+use crate::guard::{Stopped, within};
 
 const FILE: &str = "chat_template.jinja";
 const CONFIG: &str = "tokenizer_config.json";
@@ -25,8 +27,12 @@ const SOURCE_MAX: usize = 1 << 20;
 const FUEL: u64 = 20_000_000;
 /// Nested calls and blocks.
 const DEPTH_MAX: usize = 100;
-/// Longest prompt, in bytes.
-const OUTPUT_MAX: usize = 64 << 20;
+/// Longest prompt, in bytes: some million tokens.
+const OUTPUT_MAX: usize = 16 << 20;
+/// Memory of one compilation or rendering beyond what it is given, in bytes.
+const MEMORY_MAX: usize = 128 << 20;
+/// Time of one compilation or rendering. The steps are used up in about a second, so this is for steps that take long.
+const TIME_MAX: Duration = Duration::from_secs(10);
 /// Tokens that templates mention by name.
 const SPECIAL_TOKENS: [&str; 5] = ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token"];
 
@@ -54,7 +60,7 @@ pub struct Chat<'a> {
 
 /// A folder's chat template, compiled.
 pub(crate) struct Template {
-    environment: Environment<'static>,
+    environment: Arc<Environment<'static>>,
     tokens: BTreeMap<&'static str, String>,
 }
 
@@ -72,24 +78,29 @@ impl Template {
         };
         let source = String::from_utf8(bytes)
             .map_err(|_| ModelError::file(&path, "the chat template is not UTF-8"))?;
-        let environment = compile(&source).map_err(|e| {
-            ModelError::file(&path, format!("the chat template does not compile: {e:#}"))
-        })?;
+        let wrong = |why: String| {
+            ModelError::file(&path, format!("the chat template does not compile: {why}"))
+        };
+        let environment = within(MEMORY_MAX, TIME_MAX, move || compile(&source))
+            .map_err(|why| wrong(stopped(why)))?
+            .map_err(|e| wrong(format!("{e:#}")))?;
         let tokens =
             SPECIAL_TOKENS.into_iter().filter_map(|name| Some((name, token(&config, name)?)));
-        Ok(Some(Self { environment, tokens: tokens.collect() }))
+        Ok(Some(Self { environment: Arc::new(environment), tokens: tokens.collect() }))
     }
 
     /// The prompt for a chat.
     pub(crate) fn render(&self, chat: &Chat<'_>) -> Result<String, ModelError> {
-        let mut output = Limited { bytes: Vec::new() };
-        self.environment
-            .get_template(FILE)
-            .and_then(|template| {
-                template.render_captured_to(self.context(chat), &mut output).map(drop)
-            })
-            .map_err(|e| ModelError::Template { reason: reason(&e) })?;
-        String::from_utf8(output.bytes).map_err(|e| ModelError::Template { reason: e.to_string() })
+        let wrong = |reason: String| ModelError::Template { reason };
+        let (environment, context) = (self.environment.clone(), self.context(chat));
+        let render = move || {
+            let mut output = Limited { bytes: Vec::new() };
+            let template = environment.get_template(FILE).map_err(|e| reason(&e))?;
+            template.render_captured_to(context, &mut output).map_err(|e| reason(&e))?;
+            Ok(output.bytes)
+        };
+        let bytes = within(MEMORY_MAX, TIME_MAX, render).map_err(|why| wrong(stopped(why)))?;
+        String::from_utf8(bytes.map_err(wrong)?).map_err(|e| wrong(e.to_string()))
     }
 
     fn context(&self, chat: &Chat<'_>) -> Value {
@@ -154,7 +165,9 @@ fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
-        let Some(end) = rest[start..].find("%}").map(|length| start + length) else { break };
+        let Some(end) = rest[start + 2..].find("%}").map(|length| start + 2 + length) else {
+            break;
+        };
         let tag = &rest[start + 2..end];
         let word = tag.trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+');
         out.push_str(&rest[..start + 2]);
@@ -243,6 +256,17 @@ impl io::Write for Limited {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+/// Why a template was stopped.
+fn stopped(why: Stopped) -> String {
+    match why {
+        Stopped::Memory => {
+            format!("it asked for more than {MEMORY_MAX} bytes of memory and was stopped")
+        }
+        Stopped::Time => format!("it ran longer than {} s and was stopped", TIME_MAX.as_secs()),
+        Stopped::Panic => "it made the template engine fail".to_owned(),
     }
 }
 

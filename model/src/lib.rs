@@ -6,8 +6,8 @@
 //! - A folder either imports as the model that it describes or is refused, with the file, the field or tensor, its value and
 //!   what is supported; all problems of a file come in one answer. Nothing that changes the arithmetic is ignored.
 //! - No file can make this crate panic or allocate beyond a small multiple of what is really there: a length in a header
-//!   is compared with the file before it is used. One exception: a chat template is a program, and while its length, steps,
-//!   depth and output are limited, the strings that it builds on the way are not, so one made to do harm can exhaust memory.
+//!   is compared with the file before it is used. A chat template is a program: its length, steps, depth, output and time are limited,
+//!   and its memory too where the program's global allocator is [`Guarded`].
 //! - Weights are mapped, never copied. They must not change while the model lives: a file that someone shortens meanwhile
 //!   ends the process with SIGBUS, as it does for every program that maps its weights.
 //! - A preset's weights are a function of their seed, the tensor's name and the element's index: the same on every machine
@@ -20,6 +20,7 @@ mod error;
 mod export;
 mod fields;
 mod files;
+mod guard;
 mod header;
 mod model;
 mod preset;
@@ -33,6 +34,7 @@ mod tokenizer;
 pub use chat::{Chat, Message};
 pub use error::{ModelError, Problem};
 pub use export::export;
+pub use guard::Guarded;
 pub use model::{Model, Origin, import, load};
 pub use preset::{PRESETS, Preset, preset};
 pub use rope::{Rope, Scaling};

@@ -1,5 +1,6 @@
 //! Text to ids and back, with the folder's own tokenizer.
 
+use std::panic::AssertUnwindSafe;
 use std::path::Path;
 
 use serde::de::IgnoredAny;
@@ -72,7 +73,7 @@ impl Tokenizer {
     /// # Errors
     /// When the tokenizer's model has no id for a part of the text.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, ModelError> {
-        let encoding = self.inner.encode_fast(text, special).map_err(|e| failed(&e))?;
+        let encoding = caught(|| self.inner.encode_fast(text, special))?;
         Ok(encoding.get_ids().to_vec())
     }
 
@@ -81,7 +82,7 @@ impl Tokenizer {
     /// # Errors
     /// When the tokenizer's decoder fails.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, ModelError> {
-        self.inner.decode(ids, skip_special).map_err(|e| failed(&e))
+        caught(|| self.inner.decode(ids, skip_special))
     }
 
     /// Decodes ids as they come.
@@ -131,15 +132,16 @@ impl TextStream<'_> {
     /// # Errors
     /// When the tokenizer's decoder fails.
     pub fn push(&mut self, id: u32) -> Result<Option<String>, ModelError> {
-        tokenizers::step_decode_stream(
-            &self.tokenizer.inner,
-            vec![id],
-            self.skip_special,
-            &mut self.ids,
-            &mut self.prefix,
-            &mut self.prefix_index,
-        )
-        .map_err(|e| failed(&e))
+        caught(|| {
+            tokenizers::step_decode_stream(
+                &self.tokenizer.inner,
+                vec![id],
+                self.skip_special,
+                &mut self.ids,
+                &mut self.prefix,
+                &mut self.prefix_index,
+            )
+        })
     }
 }
 
@@ -151,6 +153,15 @@ fn parse(bytes: &[u8]) -> Result<tokenizers::Tokenizer, String> {
     let read = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(bytes));
     let read = read.map_err(|_| "its tables contradict each other".to_owned())?;
     read.map_err(|e| e.to_string())
+}
+
+/// A call of the library. It indexes its tables by what other parts of the file say, so a file whose parts contradict each other can
+/// make it panic long after it was read; that is the file's fault, too.
+fn caught<R>(call: impl FnOnce() -> tokenizers::Result<R>) -> Result<R, ModelError> {
+    let reason = "the parts of tokenizer.json contradict each other";
+    std::panic::catch_unwind(AssertUnwindSafe(call))
+        .map_err(|_| ModelError::Tokenizer { reason: reason.to_owned() })?
+        .map_err(|e| failed(&e))
 }
 
 fn failed(error: &tokenizers::Error) -> ModelError {

@@ -241,7 +241,7 @@ pub fn floors(gate: &Gate<'_>, device: &dyn Device, candidate: &Candidate, at: u
 }
 
 /// Rounds below which a bootstrap interval of a median would promise too much.
-const INTERVAL_ROUNDS: usize = 4;
+pub(crate) const INTERVAL_ROUNDS: usize = 4;
 
 /// Writes down a measured latency.
 ///

@@ -176,6 +176,10 @@ impl Bundle {
                 self.bound_us
             ));
         }
+        let plausible = |us: &f64| us.is_finite() && *us > 0.0;
+        if !self.rounds_us.iter().flatten().all(plausible) || !plausible(&self.bound_us) {
+            return tampered("it has samples or a floor that are no times".to_owned());
+        }
         if self.config.id() != self.schedule_id {
             return tampered(format!(
                 "its schedule is {}, not {}",
@@ -218,6 +222,7 @@ impl Bundle {
         let options = lower::Options { kv_capacity: self.kv_capacity };
         let program = lower::lower(&valid, graph, target, options)
             .map_err(|error| Refusal::Stale(format!("its schedule cannot be lowered: {error}")))?;
+        self.fits(target, &program)?;
         let id = program.id();
         if id != self.program_id {
             return Err(Refusal::Stale(format!(
@@ -226,6 +231,47 @@ impl Bundle {
             )));
         }
         Ok((valid, program))
+    }
+}
+
+/// How much faster than the table says a card may read: cards of a name differ by a per cent or so.
+const BANDWIDTH_SLACK: f64 = 1.05;
+
+impl Bundle {
+    /// Whether the figures are possible for this program on this target: the card, its bandwidth, the bytes of a step, the floor.
+    fn fits(&self, target: &Target, program: &Program) -> Result<(), Refusal> {
+        let tampered = |what: String| Err(Refusal::Tampered(what));
+        let card = self.conditions.card.to_lowercase().replace(' ', "");
+        if !card.contains(&target.name) {
+            return Err(Refusal::Unproven(format!(
+                "it was measured on another card ({}) than its target {}",
+                self.conditions.card, target.name
+            )));
+        }
+        let most = target.bandwidth as f64 * BANDWIDTH_SLACK;
+        if self.bandwidth.is_nan() || self.bandwidth <= 0.0 || self.bandwidth > most {
+            return tampered(format!(
+                "its bandwidth of {} is not that of a {}",
+                self.bandwidth, target.name
+            ));
+        }
+        let middle = self.context.saturating_add(self.timed_tokens / 2);
+        let bytes = program.stream_bytes() + program.kv_bytes(middle);
+        if bytes != self.bytes_per_token {
+            return tampered(format!(
+                "it says that a step reads {} bytes, the program reads {bytes}",
+                self.bytes_per_token
+            ));
+        }
+        // What the cache may hold from one step to the next need not be read again.
+        let floor = bytes.saturating_sub(target.l2_bytes) as f64 / most * 1e6;
+        if self.median_us < floor {
+            return tampered(format!(
+                "its median of {} us is below the floor of {floor} us",
+                self.median_us
+            ));
+        }
+        Ok(())
     }
 }
 
@@ -243,6 +289,7 @@ mod tests {
         let valid = ir::schedule::validate(config, &model.graph, &target).expect("legal");
         let options = lower::Options { kv_capacity: 64 };
         let program = lower::lower(&valid, &model.graph, &target, options).expect("it lowers");
+        let bytes = program.stream_bytes() + program.kv_bytes(32);
         let gate = |gate: &str| GateReport {
             gate: gate.to_owned(),
             passed: true,
@@ -260,7 +307,7 @@ mod tests {
             schedule_id: config.id(),
             program_id: program.id(),
             kernel_id: "k".to_owned(),
-            conditions: Conditions::default(),
+            conditions: Conditions { card: "NVIDIA H200".to_owned(), ..Conditions::default() },
             gates: ["validate", "lower", "verify", "reference", "device"].map(gate).to_vec(),
             accuracy: Proof {
                 positions: 48,
@@ -274,8 +321,8 @@ mod tests {
             median_us: 25.1,
             ci_us: [25.0, 25.2],
             rounds_us: vec![[9.0, 25.0, 25.2, 9.0], [9.0, 25.1, 25.1, 9.0]],
-            bound_us: 1.0,
-            bytes_per_token: 4_000_000,
+            bound_us: bytes as f64 / 4e12 * 1e6,
+            bytes_per_token: bytes,
             bandwidth: 4e12,
             notes: Vec::new(),
         }
@@ -316,6 +363,27 @@ mod tests {
             let mut bundle = bundle();
             forge(&mut bundle);
             let refusal = Bundle::read(&bundle.to_text()).expect_err(word);
+            assert!(refusal.to_string().contains(word), "{word}: {refusal}");
+        }
+    }
+
+    #[test]
+    fn figures_that_this_program_cannot_have_on_this_card_are_refused() {
+        type Forge = fn(&mut Bundle);
+        let forged: [(&str, Forge); 4] = [
+            ("another card", |b| b.conditions.card = "NVIDIA A100-SXM4-80GB".to_owned()),
+            ("bandwidth", |b| (b.bandwidth, b.bound_us) = (1e15, b.bytes_per_token as f64 / 1e9)),
+            ("bytes", |b| (b.bytes_per_token, b.bound_us) = (4, 4.0 / 4e12 * 1e6)),
+            ("no times", |b| (b.rounds_us, b.median_us) = (vec![[0.0; 4]], 0.0)),
+        ];
+        let (model, target) = toy();
+        for (word, forge) in forged {
+            let mut bundle = bundle();
+            forge(&mut bundle);
+            bundle.ci_us = [bundle.median_us; 2];
+            let read = Bundle::read(&bundle.to_text());
+            let refusal =
+                read.and_then(|bundle| bundle.rebuild(&model.graph, &target)).expect_err(word);
             assert!(refusal.to_string().contains(word), "{word}: {refusal}");
         }
     }

@@ -19,3 +19,28 @@ pub struct Conditions {
     /// What else the device says of itself.
     pub notes: Vec<String>,
 }
+
+impl Conditions {
+    /// The first thing in which another measurement's conditions are so different that the two cannot stand beside each other: the card,
+    /// one of the same name included, the driver, or the compiler. The build of `amk` is not: programs and kernels have ids.
+    #[must_use]
+    pub fn differs(&self, now: &Self) -> Option<String> {
+        let uuid = |conditions: &Self| {
+            let notes = conditions.notes.iter();
+            notes
+                .filter_map(|note| note.strip_prefix("uuid "))
+                .next()
+                .unwrap_or("unknown")
+                .to_owned()
+        };
+        let pairs = [
+            ("card", self.card.clone(), now.card.clone()),
+            ("card", uuid(self), uuid(now)),
+            ("driver", self.driver.clone(), now.driver.clone()),
+            ("CUDA version", self.cuda.clone(), now.cuda.clone()),
+            ("compiler", self.nvrtc.clone(), now.nvrtc.clone()),
+        ];
+        let different = pairs.into_iter().find(|(_, then, now)| then != now);
+        different.map(|(what, then, now)| format!("the {what} was {then} and is {now} here"))
+    }
+}

@@ -4,6 +4,9 @@
 //!   The standard error comes from the spread within rounds, this pair's or the baseline's, whichever is larger.
 //! - **After 4 and 8 rounds** it is *kept* if its mean gain less Student's 99.95 % quantile of standard errors is above the threshold.
 //! - **After the full rounds, and after three times as many**, the bootstrap interval of [`gain`] decides, as it always did.
+//! - **Nothing is kept that wins by what it leaves behind.** In a round (A B B A) each side has one block that follows the other's and one
+//!   that follows its own kind. Clocks and caches as a candidate leaves them hit the incumbent's last block; so the gain must show
+//!   in the blocks that follow their own kind as well, or the decision is *inconclusive*.
 //!
 //! A wrong revert costs a better schedule, and a later trial may find it again. A wrong keep would be a claim, so no keep rests on fewer
 //! than four rounds or on another pair's spread alone: the looks together keep an equal candidate in at most 1.1 % of trials even if the
@@ -11,7 +14,7 @@
 
 use crate::decide::{Decision, decide_measured};
 use crate::device::Samples;
-use crate::measure::{Interval, gain};
+use crate::measure::{Interval, gain, median};
 
 /// Standard errors by which a candidate must miss the threshold to be given up early: 99.95 % one-sided, with room for the spread being
 /// an estimate itself.
@@ -61,7 +64,10 @@ impl Bar {
         let rounds = samples.rounds.len();
         if rounds >= self.rounds {
             let gain = gain(samples, seed);
-            let decision = decide_measured(gain, self.threshold, self.threshold);
+            let mut decision = decide_measured(gain, self.threshold, self.threshold);
+            if decision == Decision::Kept && self.is_left_behind(samples) {
+                decision = Decision::Inconclusive;
+            }
             let last = self.more(rounds).is_none();
             let undecided = decision == Decision::Inconclusive && !last;
             return Look { gain, decision: (!undecided).then_some(decision) };
@@ -83,11 +89,20 @@ impl Bar {
         {
             let squares: f64 = gains.iter().map(|gain| (gain - mean).powi(2)).sum();
             let sure = within(*quantile, spread.max((squares / (n - 1.0)).sqrt()));
-            if sure.low > self.threshold {
+            if sure.low > self.threshold && !self.is_left_behind(samples) {
                 return Look { gain: sure, decision: Some(Decision::Kept) };
             }
         }
         Look { gain: wide, decision: None }
+    }
+
+    /// Whether a gain is gone where each side follows its own kind: then it is what the candidate does to the block after it.
+    #[must_use]
+    pub fn is_left_behind(&self, samples: &Samples) -> bool {
+        let (own, candidate): (Vec<f64>, Vec<f64>) =
+            samples.rounds.iter().map(|&[a, _, c, _]| (a, c)).unzip();
+        let steady = 1.0 - median(&candidate) / median(&own);
+        steady.is_nan() || steady <= self.threshold
     }
 }
 
@@ -184,6 +199,23 @@ mod tests {
         let lost = share(BAR, 0.02, 0.002, Decision::Reverted);
         assert!(lost < 0.01, "{lost} of candidates that are 2 % faster reverted");
         assert!(share(BAR, 0.02, 0.002, Decision::Kept) > 0.95);
+    }
+
+    #[test]
+    fn what_is_left_behind_is_no_gain() {
+        // Two equals, of which one makes the next block of the other 10 % slower.
+        let samples = |rounds: usize| {
+            let rounds = (0..rounds).map(|i| {
+                let us = 100.0 + 0.01 * (i % 3) as f64;
+                [us, us, us, 1.1 * us]
+            });
+            Samples { rounds: rounds.collect(), ..Samples::default() }
+        };
+        assert!(gain(&samples(12), 1).low > 0.04, "it looks like a gain");
+        for rounds in [4, 8, 12, 36] {
+            assert_ne!(BAR.look(&samples(rounds), 1).decision, Some(Decision::Kept), "{rounds}");
+        }
+        assert_eq!(BAR.look(&samples(36), 1).decision, Some(Decision::Inconclusive));
     }
 
     #[test]

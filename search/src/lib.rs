@@ -10,6 +10,7 @@
 
 mod ahead;
 pub mod assess;
+mod audit;
 mod budget;
 mod bundle;
 pub mod calibrate;
@@ -30,6 +31,7 @@ mod trial;
 mod verdict;
 
 pub use assess::{Assessed, Timing};
+pub use audit::{Audit, Terms};
 pub use budget::{BadBudget, Budget};
 pub use bundle::{BUNDLE_SCHEMA, Bundle, Proof, Refusal};
 pub use conditions::Conditions;

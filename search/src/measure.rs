@@ -61,10 +61,7 @@ impl Latency {
         if !median_us.is_finite() || median_us < floor_us {
             return Err(BelowFloor { floor_us, measured_us: median_us });
         }
-        let ci_us = bootstrap(values.len(), seed, |picks| {
-            median(&picks.iter().map(|&i| values[i]).collect::<Vec<_>>())
-        });
-        Ok(Self { median_us, ci_us })
+        Ok(Self { median_us, ci_us: median_interval(&values, seed) })
     }
 
     /// Median, in microseconds a token.
@@ -171,6 +168,13 @@ pub fn median(values: &[f64]) -> f64 {
     } else {
         f64::midpoint(sorted[middle - 1], sorted[middle])
     }
+}
+
+/// The bootstrap interval of the median.
+pub(crate) fn median_interval(values: &[f64], seed: u64) -> Interval {
+    bootstrap(values.len(), seed, |picks| {
+        median(&picks.iter().map(|&i| values[i]).collect::<Vec<_>>())
+    })
 }
 
 fn bootstrap(len: usize, seed: u64, statistic: impl Fn(&[usize]) -> f64) -> Interval {

@@ -10,6 +10,7 @@ use ir::schedule::{ActsOn, Knob, ScheduleConfig, Value};
 
 use crate::ahead::Helpers;
 use crate::assess::{self, Assessed, Screened, Timing};
+use crate::audit::{Audit, Terms};
 use crate::budget::Budget;
 use crate::cpu::Candidate;
 use crate::decide::{Decision, decide_measured, decide_predicted, predicted_gain};
@@ -20,10 +21,13 @@ use crate::history::{Guess, History, Proposal};
 use crate::measure::{Interval, gain, noise_floor};
 use crate::propose::{Origin, Past, changes, mixed};
 use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial, changed};
-use crate::verdict::Verdict;
+use crate::verdict::{LatencyKind, Verdict};
 
 /// Kernels that are compiled before anything asks for them.
 const FORESEEN: usize = 12;
+
+/// What is noted of a candidate that only seems to win.
+const LEFT_BEHIND: &str = "order effect: the gain is gone where each side follows its own kind; the candidate slows what runs after it";
 
 /// How a search goes about it.
 #[derive(Clone, Debug, PartialEq)]
@@ -109,6 +113,8 @@ pub struct Search<'a> {
     spread: f64,
     clock: Clock,
     spent: Spent,
+    /// What checks the trials of a ledger.
+    audit: Option<Audit>,
     /// Threads that work ahead.
     helpers: Option<Helpers<'a>>,
     /// The trial that leads, with its proofs once they are needed.
@@ -145,6 +151,7 @@ impl<'a> Search<'a> {
             spread: 0.0,
             clock: no_clock,
             spent: Spent::default(),
+            audit: None,
             helpers: None,
             incumbent: None,
         }
@@ -200,17 +207,18 @@ impl<'a> Search<'a> {
     /// Takes a finished trial from a ledger.
     ///
     /// # Errors
-    /// If it is not the next trial of this search.
+    /// If it is not the next trial of this search, or its figures do not follow from its samples.
     pub fn absorb(&mut self, trial: Trial) -> Result<(), SearchError> {
-        let foreign = |reason: &str| {
-            Err(SearchError::Foreign { trial: trial.trial, reason: reason.to_owned() })
+        let kind = match self.device {
+            Some(_) => LatencyKind::MeasuredGpu,
+            None => LatencyKind::Predicted,
         };
-        if trial.trial != self.trials.len() as u64 {
-            return foreign("its number is not the next one");
-        }
-        if trial.incumbent != self.champion().map(|champion| champion.trial) {
-            return foreign("it was compared with another incumbent");
-        }
+        let Settings { seed, min_gain, timing, .. } = *self.settings;
+        let cache_bytes = self.device.as_deref().map_or(0, |device| device.describe().cache_bytes);
+        let terms = Terms { seed, min_gain, timing, kind: Some(kind), cache_bytes };
+        let audit = self.audit.get_or_insert_with(|| Audit::new(terms));
+        let followed = audit.trial(&trial);
+        followed.map_err(|reason| SearchError::Foreign { trial: trial.trial, reason })?;
         self.record(trial, None);
         Ok(())
     }
@@ -556,6 +564,12 @@ impl<'a> Search<'a> {
         let samples = assess::race(&self.gate, device, sides, timing, enough)?;
         assess::set_measured(verdict, agreement, &samples, floors, seed)?;
         let look = bar.look(&samples, seed);
+        if look.decision == Some(Decision::Inconclusive)
+            && bar.is_left_behind(&samples)
+            && look.gain.low > bar.threshold
+        {
+            verdict.notes.push(LEFT_BEHIND.to_owned());
+        }
         Ok(compared(verdict, look, samples, bar.threshold))
     }
 

@@ -11,6 +11,33 @@ use crate::device::{
     Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,
 };
 
+/// What a real card does to times, whatever runs: shares of the time, of blocks that follow each other.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Jitter {
+    /// Standard deviation of what a block keeps of the one before it and adds to it.
+    pub sigma: f64,
+    /// The share that it keeps: autocorrelation.
+    pub keeps: f64,
+    /// A walk that never returns: drift, a block's step of it.
+    pub walk: f64,
+    /// Every block so much slower than the one before: a card that warms up.
+    pub trend: f64,
+    /// Share of blocks that something interrupts.
+    pub spikes: f64,
+    /// Typical length of an interruption; some are many times as long.
+    pub spike: f64,
+    /// Share of blocks at which the clock changes, and by how much.
+    pub steps: (f64, f64),
+}
+
+/// Where the noise of a card is.
+#[derive(Clone, Copy, Debug, Default)]
+struct Weather {
+    kept: f64,
+    walked: f64,
+    stepped: bool,
+}
+
 /// What a scripted device does with one program.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Behaviour {
@@ -64,6 +91,8 @@ pub struct ScriptedDevice<'a> {
     loaded: Vec<(String, KernelConfig, Behaviour)>,
     rng: Xoshiro256PlusPlus,
     bandwidth: f64,
+    jitter: Jitter,
+    weather: Weather,
     /// Kernel builds that were compiled, and the one that is running.
     compiled: Vec<KernelConfig>,
     running: Option<KernelConfig>,
@@ -94,6 +123,8 @@ impl<'a> ScriptedDevice<'a> {
             loaded: Vec::new(),
             rng: Xoshiro256PlusPlus::seed_from_u64(seed),
             bandwidth: 1e15,
+            jitter: Jitter::default(),
+            weather: Weather::default(),
             compiled: Vec::new(),
             running: None,
             costs: Costs::default(),
@@ -109,6 +140,12 @@ impl<'a> ScriptedDevice<'a> {
     #[must_use]
     pub fn with_bandwidth(self, bandwidth: f64) -> Self {
         Self { bandwidth, ..self }
+    }
+
+    /// The same device with the noise of a real card.
+    #[must_use]
+    pub fn with_jitter(self, jitter: Jitter) -> Self {
+        Self { jitter, ..self }
     }
 
     fn behaviour(&self, program: Handle) -> Result<Behaviour, DeviceError> {
@@ -127,7 +164,28 @@ impl<'a> ScriptedDevice<'a> {
     }
 
     fn sample(&mut self, behaviour: &Behaviour) -> f64 {
-        behaviour.us * (1.0 + behaviour.noise * (self.rng.random::<f64>() - 0.5))
+        let uniform = behaviour.noise * (self.rng.random::<f64>() - 0.5);
+        behaviour.us * (1.0 + uniform + self.weather())
+    }
+
+    /// The share by which the next block is slower, whoever runs it.
+    fn weather(&mut self) -> f64 {
+        if self.jitter == Jitter::default() {
+            return 0.0;
+        }
+        let Jitter { sigma, keeps, walk, trend, spikes, spike, steps } = self.jitter;
+        // The sum of twelve is close to normal, with a standard deviation of one.
+        let mut normal = || (0..12).map(|_| self.rng.random::<f64>()).sum::<f64>() - 6.0;
+        self.weather.kept = keeps * self.weather.kept + sigma * normal();
+        self.weather.walked += walk * normal() + trend;
+        if self.rng.random_bool(steps.0) {
+            self.weather.stepped = !self.weather.stepped;
+        }
+        let hit = self.rng.random_bool(spikes);
+        // A Pareto tail: one interruption in thirty is ten times as long.
+        let long = self.rng.random::<f64>().max(1e-4).powf(-2.0 / 3.0);
+        let step = if self.weather.stepped { steps.1 } else { 0.0 };
+        self.weather.kept + self.weather.walked + step + if hit { spike * long } else { 0.0 }
     }
 }
 

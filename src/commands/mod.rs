@@ -9,13 +9,14 @@ mod export;
 mod generate;
 mod program;
 mod propose;
+mod runs;
 mod sample;
 mod search_loop;
 mod trace;
 
 use clap::CommandFactory;
 
-use crate::cli::{Cli, Command};
+use crate::cli::{Cli, Command, RunsCommand};
 use crate::failure::{Exit, Outcome};
 use crate::report;
 
@@ -26,6 +27,8 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Propose(args) => propose::run(&args),
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Loop(args) => search_loop::run(&args),
+        Command::Runs { command: RunsCommand::Verify(args) } => runs::verify(&args),
+        Command::Runs { command: RunsCommand::List(args) } => runs::list(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Bundle(args) => bundle::run(&args),

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use corpus::{Contents, Ledger, Results};
+use corpus::{Contents, CorpusError, Ledger, Results};
 use indicatif::{ProgressBar, ProgressStyle};
 use ir::Knob;
 use ir::schedule::Value as KnobValue;
@@ -151,7 +151,7 @@ fn open_files(
         Err(error) => {
             if fresh {
                 // Nothing was searched: the folder is as it was.
-                let _ = std::fs::remove_file(ledger_path);
+                let _ = ledger.remove();
             }
             Err(error.into())
         }
@@ -261,8 +261,9 @@ impl Session {
         trial.ended_s = self.elapsed().as_secs_f64();
         let line = trial_line(&trial);
         let cells = cells(&trial);
-        self.ledger.append(&Row::Trial(Box::new(trial)))?;
-        self.results.append(&cells)?;
+        // From here on the trial is acknowledged: it is on the disk, and only then is it said.
+        self.ledger.append(&Row::Trial(Box::new(trial))).map_err(|error| self.full(error))?;
+        self.results.append(&cells).map_err(|error| self.full(error))?;
         match search.champion() {
             Some(champion) => self.bar.set_message(format!(
                 "best {} (trial {})",
@@ -296,7 +297,8 @@ impl Session {
         }
         let confirmation = search.confirm().map_err(|error| self.lost(&error))?;
         if let Some(confirmation) = &confirmation {
-            self.ledger.append(&Row::Confirmation(Box::new(confirmation.clone())))?;
+            let row = Row::Confirmation(Box::new(confirmation.clone()));
+            self.ledger.append(&row).map_err(|error| self.full(error))?;
         }
         Ok(confirmation)
     }
@@ -311,6 +313,15 @@ impl Session {
             )),
             SearchError::Foreign { .. } => Failure::usage(error.to_string()),
         }
+    }
+
+    /// The disk takes no more. What was acknowledged is on it.
+    fn full(&self, error: CorpusError) -> Failure {
+        self.bar.finish_and_clear();
+        let mut failure = Failure::from(error);
+        failure.message +=
+            &format!("; finished trials are safe; continue with: {}", self.resume_command());
+        failure
     }
 
     fn resume_command(&self) -> String {

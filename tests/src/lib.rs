@@ -8,6 +8,7 @@ pub mod diff;
 pub mod edit;
 pub mod explore;
 pub mod filetest;
+pub mod fuzz;
 pub mod rng;
 pub mod toy;
 pub mod weak;

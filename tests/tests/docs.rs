@@ -148,3 +148,13 @@ fn docs_of_knobs_are_fresh() {
     let table = ir::schedule::knob_table_markdown();
     fresh(NAME, &format!("{before}{BEGIN}{table}{END}{after}"));
 }
+
+/// The table of attacks in `docs/trust.md`, between its marks.
+#[test]
+fn attacks_are_listed() {
+    let (begin, end) = ("<!-- attacks:begin -->\n", "<!-- attacks:end -->");
+    let page = std::fs::read_to_string(root().join("docs/trust.md")).unwrap_or_default();
+    let (before, rest) = page.split_once(begin).expect("docs/trust.md has a place for the attacks");
+    let (_, after) = rest.split_once(end).expect("docs/trust.md has an end of the attacks");
+    fresh("docs/trust.md", &format!("{before}{begin}{}{end}{after}", crate::attacks::table()));
+}

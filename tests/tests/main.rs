@@ -1,5 +1,6 @@
 //! The cross-crate tests, in one binary.
 
+mod attacks;
 mod calibration;
 mod docs;
 mod explore;

@@ -9,3 +9,7 @@ mod preset;
 mod refusals;
 mod rope;
 mod text;
+
+/// As `amk` has it: the memory of chat templates is limited.
+#[global_allocator]
+static ALLOCATOR: model::Guarded<std::alloc::System> = model::Guarded(std::alloc::System);

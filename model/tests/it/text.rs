@@ -176,13 +176,16 @@ fn extra_variables_and_the_time_reach_the_template() {
 fn a_template_may_refuse_and_cannot_run_away() {
     let endless =
         "{% for i in range(99999) %}{% for j in range(99999) %}{{ j }}{% endfor %}{% endfor %}";
+    let doubled = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}";
     let cases = [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "steps"),
-        (endless, "ran longer than 20000000 steps"),
+        (endless, "longer than 16777216 bytes"),
+        (&endless.replace("{{ j }}", ""), "ran longer than 20000000 steps"),
+        (doubled, "asked for more than 134217728 bytes"),
         (
             "{% set x = 'x' * 1000000 %}{% for i in range(99) %}{{ x }}{% endfor %}",
-            "longer than 67108864 bytes",
+            "longer than 16777216 bytes",
         ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{{ strftime_now('%') }}", "strftime_now"),

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use corpus::Contents;
-use search::{Budget, Device, LatencyKind};
+use search::{Budget, Conditions, Device, LatencyKind};
 use serde_json::{Value, json};
 
 use crate::cli::{DeviceChoice, LoopArgs, PlaceArgs};
@@ -36,6 +36,10 @@ pub(super) struct Header {
     pub(super) explore: u64,
     pub(super) min_gain: f64,
     pub(super) kv_capacity: Option<u32>,
+    /// Where it is measured; nothing where it is predicted.
+    conditions: Option<Conditions>,
+    /// The device's cache, which floors depend on.
+    cache_bytes: u64,
     resumed: bool,
 }
 
@@ -54,6 +58,8 @@ impl Header {
             explore: budget.explore(),
             min_gain: min_gain(args)?.unwrap_or(f64::NAN),
             kv_capacity: args.place.kv_capacity,
+            conditions: None,
+            cache_bytes: 0,
             resumed: false,
         })
     }
@@ -78,6 +84,8 @@ impl Header {
                 explore: header.get("explore")?.as_u64()?,
                 min_gain: header.get("min_gain")?.as_f64()?,
                 kv_capacity: header.get("kv_capacity")?.as_u64()?.try_into().ok(),
+                conditions: serde_json::from_value(header.get("conditions")?.clone()).ok()?,
+                cache_bytes: header.get("cache_bytes")?.as_u64()?,
                 resumed: true,
             })
         };
@@ -152,7 +160,15 @@ impl Header {
             None => LatencyKind::Predicted,
         };
         let name = device.map_or_else(|| "cpu".to_owned(), |device| device.describe().name);
+        let conditions = device.map(crate::conditions::here);
         if self.resumed {
+            if let (Some(then), Some(now)) = (&self.conditions, &conditions)
+                && let Some(difference) = then.differs(now)
+            {
+                return Err(Failure::usage(format!(
+                    "this search was measured elsewhere: {difference}; start a new search in another --out"
+                )));
+            }
             if name != self.device || context.graph().name != self.graph {
                 return Err(Failure::usage(format!(
                     "this search ran {} on {}, and here is {} on {name}; start a new search in another --out",
@@ -165,6 +181,8 @@ impl Header {
         }
         self.kind = kind.name().to_owned();
         self.device = name;
+        self.cache_bytes = device.map_or(0, |device| device.describe().cache_bytes);
+        self.conditions = conditions;
         self.graph.clone_from(&context.graph().name);
         self.target.clone_from(&context.target.name);
         self.kv_capacity = Some(context.kv_capacity);
@@ -192,6 +210,8 @@ impl Header {
             "explore": self.explore,
             "min_gain": self.min_gain,
             "kv_capacity": self.kv_capacity,
+            "conditions": self.conditions,
+            "cache_bytes": self.cache_bytes,
         })
     }
 }

@@ -1,0 +1,338 @@
+//! Whether the rows of a ledger follow from each other: what a forger who computes all hashes anew must get right as well.
+//!
+//! A row holds its raw samples, so everything that was decided from them can be decided again: the median, its interval, the gain, the
+//! threshold, the outcome, and that measuring went on for exactly as long as the rule says. A row that claims a latency without samples, a
+//! latency below its floor, a decision that its samples do not carry, or another incumbent than the one that led, is found and named.
+//!
+//! What this cannot show: samples that were made up consistently, down to every other figure. Only measuring again shows that.
+
+use crate::assess::Timing;
+use crate::decide::{Decision, decide_measured};
+use crate::device::{Samples, Side};
+use crate::effort::{Bar, spread};
+use crate::measure::{gain, median, median_interval, noise_floor};
+use crate::propose::{changes, mixed};
+use crate::trial::{Confirmation, Outcome, Row, Trial, changed};
+use crate::verdict::{LatencyKind, Verdict};
+
+/// What a search was run with, as far as its rows depend on it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Terms {
+    /// The seed.
+    pub seed: u64,
+    /// The least gain worth keeping.
+    pub min_gain: f64,
+    /// How the device was timed.
+    pub timing: Timing,
+    /// Which kind its latencies are of; `None` accepts either.
+    pub kind: Option<LatencyKind>,
+    /// Bytes of the device's cache, which a step may find there instead of in memory.
+    pub cache_bytes: u64,
+}
+
+/// How far a floor may be missed: the bandwidth is measured in each process, and differs by a per cent or so.
+const FLOOR_SLACK: f64 = 0.98;
+
+/// Reads the rows of a search one after the other.
+#[derive(Clone, Debug)]
+pub struct Audit {
+    terms: Terms,
+    trials: Vec<Trial>,
+    champion: Option<usize>,
+    noise_floor: f64,
+    spread: f64,
+}
+
+impl Audit {
+    /// An audit that has seen no row.
+    #[must_use]
+    pub fn new(terms: Terms) -> Self {
+        Self { terms, trials: Vec::new(), champion: None, noise_floor: 0.0, spread: 0.0 }
+    }
+
+    /// Looks at the next row.
+    ///
+    /// # Errors
+    /// The first thing that does not follow.
+    pub fn row(&mut self, row: &Row) -> Result<(), String> {
+        match row {
+            Row::Trial(trial) => self.trial(trial),
+            Row::Confirmation(confirmation) => self.confirmation(confirmation),
+        }
+    }
+
+    /// Looks at the next trial.
+    ///
+    /// # Errors
+    /// The first thing that does not follow.
+    pub fn trial(&mut self, trial: &Trial) -> Result<(), String> {
+        self.place(trial)?;
+        let verdict = &trial.verdict;
+        let compared = match trial.outcome {
+            Outcome::Baseline | Outcome::Kept | Outcome::Reverted | Outcome::Inconclusive => true,
+            Outcome::Rejected
+            | Outcome::Unloadable
+            | Outcome::Broken
+            | Outcome::Disagreed
+            | Outcome::CompileFailed
+            | Outcome::Trapped
+            | Outcome::TimedOut
+            | Outcome::OutOfMemory
+            | Outcome::Fault
+            | Outcome::BelowFloor => false,
+        };
+        if compared {
+            self.judged(trial)?;
+        } else {
+            unjudged(trial)?;
+        }
+        if trial.verdict.schedule_id.as_ref() != Some(&trial.config.id()) {
+            return Err(format!(
+                "its schedule is {}, not {:?}",
+                trial.config.id(),
+                verdict.schedule_id
+            ));
+        }
+        if let Some(noise) = trial.noise_floor {
+            self.noise_floor = noise;
+            self.spread = spread(&samples_of(&trial.samples_us));
+        }
+        if trial.outcome.leads() {
+            self.champion = Some(self.trials.len());
+        }
+        self.trials.push(trial.clone());
+        Ok(())
+    }
+
+    /// Its number, its incumbent, and what it says that it changed.
+    fn place(&self, trial: &Trial) -> Result<(), String> {
+        let next = self.trials.len() as u64;
+        if trial.trial != next {
+            return Err(format!("its number is not the next one ({next})"));
+        }
+        let champion = self.champion.map(|index| self.trials[index].trial);
+        if trial.incumbent != champion {
+            return Err(format!(
+                "it was compared with another incumbent than the one that led ({champion:?})"
+            ));
+        }
+        if let Some(index) = self.champion
+            && trial.changed != changed(&changes(&self.trials[index].config, &trial.config))
+        {
+            return Err(
+                "the knobs that it says it changed are not those in which it differs".to_owned()
+            );
+        }
+        Ok(())
+    }
+
+    /// A trial that was compared: it agreed, has a latency, and its outcome follows.
+    fn judged(&self, trial: &Trial) -> Result<(), String> {
+        let verdict = &trial.verdict;
+        proven(verdict)?;
+        let (Some(us), Some(kind), Some(bound)) =
+            (verdict.latency_us, verdict.latency_kind, verdict.bound_us)
+        else {
+            return Err("it has an outcome without a latency".to_owned());
+        };
+        if self.terms.kind.is_some_and(|wanted| wanted != kind) {
+            return Err(format!("its latency is {}, which this search has none of", kind.name()));
+        }
+        if verdict.pct_of_roofline != (us > 0.0).then_some(100.0 * bound / us) {
+            return Err("its share of the floor does not follow from its latency".to_owned());
+        }
+        let first = self.champion.is_none();
+        if first && !trial.outcome.leads() {
+            return Err("the first correct trial leads, and this one does not".to_owned());
+        }
+        if (trial.outcome == Outcome::Baseline) != (trial.trial == 0) {
+            return Err("only trial 0 is the baseline".to_owned());
+        }
+        match kind {
+            LatencyKind::MeasuredGpu => self.measured(trial, us, bound),
+            LatencyKind::Predicted => self.predicted(trial, us, bound),
+        }
+    }
+
+    fn measured(&self, trial: &Trial, us: f64, bound: f64) -> Result<(), String> {
+        let samples = samples_of(&trial.samples_us);
+        let seed = mixed(self.terms.seed, trial.trial);
+        self.figures(&trial.verdict, &samples, us, bound, seed)?;
+        let rounds = samples.rounds.len();
+        if self.champion.is_none() {
+            if rounds != self.terms.timing.rounds {
+                return Err(format!(
+                    "it has {rounds} rounds, and the noise takes {}",
+                    self.terms.timing.rounds
+                ));
+            }
+            let noise = noise_floor(&samples, seed);
+            let same = trial.noise_floor.map(f64::to_bits) == Some(noise.to_bits());
+            return if same {
+                Ok(())
+            } else {
+                Err(format!("its noise floor is not that of its samples ({noise})"))
+            };
+        }
+        let threshold = self.noise_floor.max(self.terms.min_gain);
+        if trial.threshold != Some(threshold) {
+            return Err(format!("its threshold is not that of the search ({threshold})"));
+        }
+        let bar = Bar { threshold, spread: self.spread, rounds: self.terms.timing.rounds };
+        // Measuring ends with the first look that decides.
+        let mut done = 0;
+        while let Some(more) = bar.more(done).filter(|more| done + more <= rounds) {
+            done += more;
+            let look = bar.look(&samples_of(&samples.rounds[..done]), seed);
+            let Some(decision) = look.decision else { continue };
+            if done < rounds {
+                return Err(format!("it was decided after {done} rounds and has {rounds}"));
+            }
+            if trial.gain != Some(look.gain) {
+                return Err(format!("its gain is not that of its samples ({:?})", look.gain));
+            }
+            let outcome = Outcome::from(decision);
+            let same = outcome == trial.outcome;
+            return if same { Ok(()) } else { Err(format!("its samples say {}", outcome.name())) };
+        }
+        Err(format!("its {rounds} rounds decide nothing"))
+    }
+
+    /// Figures that follow from samples whatever they were compared with.
+    fn figures(
+        &self,
+        verdict: &Verdict,
+        samples: &Samples,
+        us: f64,
+        bound: f64,
+        seed: u64,
+    ) -> Result<(), String> {
+        let values = samples.of(Side::Candidate);
+        let plausible = |us: &f64| us.is_finite() && *us > 0.0;
+        if values.is_empty() || !samples.rounds.iter().flatten().all(plausible) {
+            return Err("it has a measured latency without samples that could be times".to_owned());
+        }
+        let found = median(&values);
+        if found.to_bits() != us.to_bits() {
+            return Err(format!("its latency is {us} us, its samples have {found}"));
+        }
+        let interval = median_interval(&values, seed);
+        let wanted = (samples.rounds.len() >= crate::assess::INTERVAL_ROUNDS)
+            .then_some([interval.low, interval.high]);
+        if verdict.ci_us != wanted {
+            return Err("its interval does not follow from its samples".to_owned());
+        }
+        // The floor was made of the bytes of a step, of which the weights are the greater part.
+        let weights = verdict.weight_mb.unwrap_or(0.0) * 1e6;
+        let cached = self.terms.cache_bytes as f64;
+        let least =
+            if weights > 0.0 { bound * ((weights - cached) / weights).max(0.0) } else { 0.0 };
+        if us < least * FLOOR_SLACK {
+            return Err(format!("its latency of {us} us is below the floor of {least} us"));
+        }
+        Ok(())
+    }
+
+    fn predicted(&self, trial: &Trial, us: f64, bound: f64) -> Result<(), String> {
+        if !trial.samples_us.is_empty()
+            || trial.noise_floor.is_some()
+            || trial.verdict.ci_us.is_some()
+        {
+            return Err("it is predicted and has samples".to_owned());
+        }
+        if !us.is_finite() || us < bound * (1.0 - 1e-6) {
+            return Err(format!("its latency of {us} us is below the floor of {bound} us"));
+        }
+        let Some(index) = self.champion else { return Ok(()) };
+        let Some(incumbent) = self.trials[index].verdict.latency_us else {
+            return Err("it was compared with a trial that has no latency".to_owned());
+        };
+        let gain = 1.0 - us / incumbent;
+        let same = trial.gain.is_some_and(|held| held.low == gain && held.high == gain);
+        if !same || trial.threshold != Some(self.terms.min_gain) {
+            return Err(format!(
+                "its gain or threshold does not follow from the latencies ({gain})"
+            ));
+        }
+        let decision = if gain > self.terms.min_gain { Decision::Kept } else { Decision::Reverted };
+        let outcome = Outcome::from(decision);
+        let same = outcome == trial.outcome;
+        if same { Ok(()) } else { Err(format!("the latencies say {}", outcome.name())) }
+    }
+
+    /// Looks at a confirmation of what leads.
+    ///
+    /// # Errors
+    /// The first thing that does not follow.
+    pub fn confirmation(&mut self, confirmation: &Confirmation) -> Result<(), String> {
+        if confirmation.trials != self.trials.len() as u64 {
+            return Err(format!(
+                "it confirms {} trials, and {} are here",
+                confirmation.trials,
+                self.trials.len()
+            ));
+        }
+        let champion = self.champion.map(|index| &self.trials[index]);
+        let Some(champion) = champion.filter(|trial| trial.trial == confirmation.champion) else {
+            return Err(format!("trial {} does not lead", confirmation.champion));
+        };
+        if confirmation.samples_us.is_empty() {
+            let same = confirmation.verdict.latency_us == champion.verdict.latency_us;
+            let refused = confirmation.decision == Decision::Reverted;
+            return if same || refused {
+                Ok(())
+            } else {
+                Err("it has a new latency without samples".to_owned())
+            };
+        }
+        let samples = samples_of(&confirmation.samples_us);
+        let seed = mixed(self.terms.seed, u64::MAX - 1);
+        let (us, bound) = (confirmation.verdict.latency_us, confirmation.verdict.bound_us);
+        let (Some(us), Some(bound)) = (us, bound) else {
+            return Err("it has samples and no latency".to_owned());
+        };
+        self.figures(&confirmation.verdict, &samples, us, bound, seed)?;
+        let interval = gain(&samples, seed);
+        let decision = decide_measured(interval, self.noise_floor, self.terms.min_gain);
+        if confirmation.gain != Some(interval) || confirmation.decision != decision {
+            return Err(format!("its samples say {decision:?}"));
+        }
+        Ok(())
+    }
+}
+
+/// Whether the gates say that a schedule was right.
+fn proven(verdict: &Verdict) -> Result<(), String> {
+    if let Some(gate) = verdict.gates.iter().find(|gate| !gate.passed) {
+        return Err(format!("it has an outcome, and the gate {} failed", gate.gate));
+    }
+    let passed = |name: &str| verdict.gates.iter().any(|gate| gate.gate == name);
+    let device = verdict.latency_kind == Some(LatencyKind::MeasuredGpu);
+    let mut needed = vec!["validate", "lower", "verify", "reference"];
+    needed.extend(if device { &["device", "floor"][..] } else { &[] });
+    if let Some(missing) = needed.into_iter().find(|name| !passed(name)) {
+        return Err(format!(
+            "it has an outcome, and nothing says that it passed the gate {missing}"
+        ));
+    }
+    if !verdict.valid || !verdict.correct {
+        return Err("it has an outcome and is not correct".to_owned());
+    }
+    Ok(())
+}
+
+/// A trial that was refused has nothing to show for it.
+fn unjudged(trial: &Trial) -> Result<(), String> {
+    let verdict = &trial.verdict;
+    if verdict.latency_us.is_some() || trial.gain.is_some() || !trial.samples_us.is_empty() {
+        return Err(format!("it is {} and has a latency", trial.outcome.name()));
+    }
+    if verdict.gates.iter().all(|gate| gate.passed) {
+        return Err(format!("it is {} and no gate failed", trial.outcome.name()));
+    }
+    Ok(())
+}
+
+fn samples_of(rounds: &[[f64; 4]]) -> Samples {
+    Samples { rounds: rounds.to_vec(), ..Samples::default() }
+}

@@ -1,0 +1,212 @@
+//! `amk runs`: the searches that are on the disk, and whether their ledgers hold.
+
+use std::path::{Path, PathBuf};
+
+use corpus::CorpusError;
+use search::{Audit, LatencyKind, Row, Terms, Timing};
+use serde_json::{Value, json};
+
+use crate::cli::RunsArgs;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::report;
+
+/// The file that makes a folder a search.
+const LEDGER: &str = "ledger.jsonl";
+
+/// Folder of the searches when none is named.
+const RUNS: &str = "runs";
+
+/// What is wrong with a ledger.
+struct Finding {
+    /// The line, from one, if it is about one.
+    line: Option<usize>,
+    reason: String,
+    exit: Exit,
+}
+
+/// What a ledger holds, as far as it could be read.
+struct Found {
+    path: PathBuf,
+    header: Value,
+    trials: usize,
+    best_us: Option<f64>,
+    torn: bool,
+    finding: Option<Finding>,
+}
+
+/// Checks ledgers: the chain, the head, and that every row follows from its samples.
+pub(crate) fn verify(args: &RunsArgs) -> Outcome {
+    let mut exit = Exit::Yes;
+    let mut documents = Vec::new();
+    for path in ledgers(&args.paths)? {
+        let found = look(&path);
+        say(&found);
+        documents.push(found.to_json());
+        if let Some(finding) = &found.finding
+            && exit != Exit::Integrity
+        {
+            exit = finding.exit;
+        }
+    }
+    report::document(&json!({"schema": "amk.runs.v1", "runs": documents}))?;
+    Ok(exit)
+}
+
+/// Lists ledgers, whole or not.
+pub(crate) fn list(args: &RunsArgs) -> Outcome {
+    let found: Vec<Found> = ledgers(&args.paths)?.iter().map(|path| look(path)).collect();
+    let rows: Vec<(String, String)> =
+        found.iter().map(|found| (found.path.display().to_string(), found.line())).collect();
+    report::table(&rows);
+    let documents: Vec<Value> = found.iter().map(Found::to_json).collect();
+    report::document(&json!({"schema": "amk.runs.v1", "runs": documents}))?;
+    Ok(Exit::Yes)
+}
+
+/// The ledgers that are meant: files, folders of one search, folders of many.
+fn ledgers(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
+    let all = [PathBuf::from(RUNS)];
+    let mut found = Vec::new();
+    for path in if paths.is_empty() { &all } else { paths } {
+        let before = found.len();
+        if path.join(LEDGER).is_file() {
+            found.push(path.join(LEDGER));
+        } else if path.is_dir() {
+            let entries = std::fs::read_dir(path).map_err(|e| {
+                Failure::usage(format!("cannot read {}: {e}; check the path", path.display()))
+            })?;
+            let inside = entries.filter_map(|entry| Some(entry.ok()?.path().join(LEDGER)));
+            found.extend(inside.filter(|ledger| ledger.is_file()));
+            found[before..].sort();
+        } else if path.is_file() {
+            found.push(path.clone());
+        }
+        if found.len() == before {
+            return Err(Failure::usage(format!(
+                "there is no search in {} (no {LEDGER}); name a ledger, or the folder of a search",
+                path.display()
+            )));
+        }
+    }
+    Ok(found)
+}
+
+fn look(path: &Path) -> Found {
+    let mut found = Found {
+        path: path.to_path_buf(),
+        header: Value::Null,
+        trials: 0,
+        best_us: None,
+        torn: false,
+        finding: None,
+    };
+    match corpus::read(path) {
+        Ok(contents) => {
+            found.torn = contents.torn;
+            found.finding = audit(&contents, &mut found);
+            found.header = contents.header;
+        }
+        Err(error) => {
+            let (line, exit) = match &error {
+                CorpusError::Tampered { line, .. } => (Some(*line), Exit::Integrity),
+                CorpusError::Io { .. }
+                | CorpusError::Exists { .. }
+                | CorpusError::Locked { .. }
+                | CorpusError::Schema { .. } => (None, Exit::Usage),
+            };
+            found.finding = Some(Finding { line, reason: error.to_string(), exit });
+        }
+    }
+    found
+}
+
+/// The first row that does not follow from its samples and the rows before it.
+fn audit(contents: &corpus::Contents, found: &mut Found) -> Option<Finding> {
+    let at =
+        |index: usize, reason: String, exit| Some(Finding { line: Some(index + 2), reason, exit });
+    let Some(terms) = terms(&contents.header) else {
+        let reason = "the header is that of another version of amk".to_owned();
+        return Some(Finding { line: Some(1), reason, exit: Exit::Usage });
+    };
+    let mut audit = Audit::new(terms);
+    for (index, record) in contents.records.iter().enumerate() {
+        let row: Row = match serde_json::from_value(record.clone()) {
+            Ok(row) => row,
+            Err(e) => {
+                return at(index, format!("written by another version of amk ({e})"), Exit::Usage);
+            }
+        };
+        if let Err(reason) = audit.row(&row) {
+            return at(index, format!("the row does not follow: {reason}"), Exit::Integrity);
+        }
+        if let Row::Trial(trial) = row {
+            found.trials += 1;
+            if trial.outcome.leads() {
+                found.best_us = trial.verdict.latency_us;
+            }
+        }
+    }
+    None
+}
+
+/// What the header says that rows depend on.
+fn terms(header: &Value) -> Option<Terms> {
+    let kinds = [LatencyKind::MeasuredGpu, LatencyKind::Predicted];
+    let name = header.get("latency_kind")?.as_str()?;
+    Some(Terms {
+        seed: header.get("seed")?.as_u64()?,
+        min_gain: header.get("min_gain")?.as_f64()?,
+        timing: Timing::default(),
+        kind: Some(kinds.into_iter().find(|kind| kind.name() == name)?),
+        cache_bytes: header.get("cache_bytes").and_then(Value::as_u64).unwrap_or(0),
+    })
+}
+
+fn say(found: &Found) {
+    let path = found.path.display();
+    match &found.finding {
+        None => report::say(&format!("{path}: holds, {}", found.line())),
+        Some(Finding { line, reason, .. }) => {
+            let line = line.map_or_else(String::new, |line| format!(" line {line}"));
+            report::say(&format!("{path}: DOES NOT HOLD:{line} {reason}"));
+        }
+    }
+}
+
+impl Found {
+    fn word(&self, key: &str) -> &str {
+        self.header.get(key).and_then(Value::as_str).unwrap_or("?")
+    }
+
+    /// One line for people.
+    fn line(&self) -> String {
+        if let Some(finding) = &self.finding {
+            return format!("does not hold: {}", finding.reason);
+        }
+        let torn = if self.torn { ", an unfinished row at its end" } else { "" };
+        format!(
+            "{} trials of {} on {}, best {}, {}{torn}",
+            self.trials,
+            self.word("model"),
+            self.word("device"),
+            report::maybe(self.best_us, "us"),
+            self.word("latency_kind")
+        )
+    }
+
+    fn to_json(&self) -> Value {
+        json!({
+            "ledger": self.path,
+            "holds": self.finding.is_none(),
+            "line": self.finding.as_ref().and_then(|finding| finding.line),
+            "reason": self.finding.as_ref().map(|finding| &finding.reason),
+            "trials": self.trials,
+            "torn": self.torn,
+            "model": self.header.get("model"),
+            "target": self.header.get("target"),
+            "device": self.header.get("device"),
+            "latency_kind": self.header.get("latency_kind"),
+            "best_us": self.best_us,
+        })
+    }
+}

@@ -1,0 +1,336 @@
+//! What a search on the disk survives: SIGKILL at random moments, a full disk, a read-only one, forged rows. On the built binary.
+//!
+//! The line that `amk loop` says on standard error for each trial is its acknowledgement: it comes after the row is on the disk.
+//! `AMK_KILLS=200` kills so often instead of ten times.
+#![cfg(unix)]
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use rand::rngs::Xoshiro256PlusPlus;
+use rand::{RngExt, SeedableRng};
+use serde_json::Value;
+
+const LOOP: [&str; 6] = ["loop", "--model", "toy", "--device", "cpu", "--kv-capacity"];
+
+/// Kills of one folder, after which a new one is begun: from a search's first file on.
+const KILLS_OF_A_SEARCH: u64 = 10;
+
+/// Longest that a search runs before it is killed. A trial takes some milliseconds.
+const LATEST_MS: u64 = 400;
+
+fn amk(folder: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
+    command.args(args).current_dir(folder).stdin(Stdio::null());
+    command
+}
+
+/// Starts the search in `s`, or goes on with it.
+fn start(folder: &Path, resume: bool, budget: &str) -> Command {
+    let fresh = [&LOOP[..], &["16", "--out", "s", "--budget", budget]].concat();
+    let again = ["loop", "--resume", "--out", "s", "--budget", budget];
+    amk(folder, if resume { &again[..] } else { &fresh })
+}
+
+/// Exit code, document and what was said.
+fn ran(command: &mut Command) -> (i32, Value, String) {
+    let output = command.output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    let document = serde_json::from_slice(&output.stdout).unwrap_or(Value::Null);
+    (output.status.code().unwrap_or(-1), document, said)
+}
+
+/// Number and outcome of a trial, from the line that acknowledges it.
+fn acknowledged(line: &str) -> Option<(usize, String)> {
+    let mut words = line.strip_prefix("  ")?.split_whitespace();
+    let number = words.next()?.parse().ok()?;
+    let origins = ["baseline", "sweep", "step", "combine", "jump"];
+    words.next().filter(|origin| origins.contains(origin))?;
+    Some((number, words.next()?.to_owned()))
+}
+
+/// Runs the search for so long, kills it, and returns what it had acknowledged.
+fn killed_after(folder: &Path, resume: bool, time: Duration) -> Vec<(usize, String)> {
+    let mut child = start(folder, resume, "100000")
+        .stderr(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let said = BufReader::new(child.stderr.take().unwrap());
+    let reader = std::thread::spawn(move || {
+        // The last line may be cut; `lines` gives it all the same, so only whole ones count.
+        let mut lines = Vec::new();
+        for line in said.split(b'\n') {
+            lines.push(String::from_utf8_lossy(&line.unwrap()).into_owned());
+        }
+        lines
+    });
+    std::thread::sleep(time);
+    assert!(child.try_wait().unwrap().is_none(), "the search ended by itself");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    reader.join().unwrap().iter().filter_map(|line| acknowledged(line)).collect()
+}
+
+/// The trials of a ledger that holds.
+#[track_caller]
+fn trials(folder: &Path) -> Vec<Value> {
+    let contents = corpus::read(&folder.join("s/ledger.jsonl")).unwrap();
+    let trials = contents.records.into_iter().filter(|record| record["kind"] == "trial");
+    let trials: Vec<Value> = trials.collect();
+    for (index, trial) in trials.iter().enumerate() {
+        assert_eq!(trial["trial"], index, "a trial is missing or there twice");
+    }
+    trials
+}
+
+fn schedules(trials: &[Value]) -> Vec<String> {
+    trials.iter().map(|trial| trial["verdict"]["schedule_id"].to_string()).collect()
+}
+
+fn has_begun(folder: &Path) -> bool {
+    std::fs::read(folder.join("s/ledger.jsonl")).is_ok_and(|bytes| bytes.contains(&b'\n'))
+}
+
+/// Kills one search so often, looks after each kill, and lets it end.
+fn killed_often(kills: u64, rng: &mut Xoshiro256PlusPlus) -> (usize, usize) {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut safe, mut torn) = (Vec::new(), 0);
+    for _ in 0..kills {
+        let time = Duration::from_micros(rng.random_range(0..LATEST_MS * 1000));
+        let resume = has_begun(folder.path());
+        safe.extend(killed_after(folder.path(), resume, time));
+        if !has_begun(folder.path()) {
+            assert!(safe.is_empty(), "{safe:?} were acknowledged without a ledger");
+            continue;
+        }
+        torn += usize::from(corpus::read(&folder.path().join("s/ledger.jsonl")).unwrap().torn);
+        let held = trials(folder.path());
+        for (number, outcome) in &safe {
+            let row = held.get(*number).unwrap_or_else(|| panic!("trial {number} was lost"));
+            assert_eq!(row["outcome"], **outcome, "trial {number} is another one");
+        }
+    }
+    let (code, document, said) = ran(&mut amk(folder.path(), &["runs", "verify", "s"]));
+    assert_eq!((code, &document["runs"][0]["holds"]), (0, &Value::from(true)), "{said}");
+    let held = trials(folder.path());
+    let budget = (held.len() + 3).to_string();
+    let (code, document, said) = ran(&mut start(folder.path(), has_begun(folder.path()), &budget));
+    assert_eq!((code, &document["n_trials"]), (0, &Value::from(held.len() + 3)), "{said}");
+    assert_eq!(
+        schedules(&trials(folder.path()))[..held.len()],
+        schedules(&held),
+        "rows were rewritten"
+    );
+    (safe.len(), torn)
+}
+
+#[test]
+fn nothing_acknowledged_is_lost_when_a_search_is_killed_at_random_moments() {
+    let kills = std::env::var("AMK_KILLS").map_or(10, |text| text.parse().unwrap());
+    let mut rng = Xoshiro256PlusPlus::seed_from_u64(6);
+    let (mut safe, mut torn, mut done) = (0, 0, 0);
+    while done < kills {
+        let kills = KILLS_OF_A_SEARCH.min(kills - done);
+        let (more, more_torn) = killed_often(kills, &mut rng);
+        (safe, torn, done) = (safe + more, torn + more_torn, done + kills);
+    }
+    println!("{done} kills, {safe} acknowledged trials, none lost; {torn} unfinished rows cut off");
+    assert!(safe > 0, "no search came as far as a trial");
+}
+
+#[test]
+fn a_killed_search_makes_the_trials_of_one_that_was_left_alone() {
+    let [cut, whole] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    for ms in [150, 200, 250] {
+        killed_after(cut.path(), has_begun(cut.path()), Duration::from_millis(ms));
+    }
+    let budget = (trials(cut.path()).len() + 5).to_string();
+    assert_eq!(ran(&mut start(cut.path(), true, &budget)).0, 0);
+    // What a search explores first depends on its budget, so the other is begun with the same.
+    assert_eq!(ran(&mut start(whole.path(), false, "1000")).0, 0);
+    let held = schedules(&trials(cut.path()));
+    assert_eq!(held[..], schedules(&trials(whole.path()))[..held.len()]);
+}
+
+/// Limits the size of files, as a quota would. The signal that comes with it is ignored, so that the write fails instead.
+#[test]
+fn a_file_that_may_not_grow_ends_the_search_and_keeps_what_was_done() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "trap '' XFSZ; ulimit -f 32; exec \"$0\" \"$@\"";
+    let mut command = Command::new("bash");
+    command.args(["-c", script, env!("CARGO_BIN_EXE_amk")]).args(LOOP);
+    command.args(["16", "--out", "s", "--budget", "64"]).current_dir(folder.path());
+    let (code, document, said) = ran(&mut command);
+    refused(code, &document, &said, &["s/ledger.jsonl", "ulimit -f", "amk loop --resume --out s"]);
+    let held = trials(folder.path());
+    assert!((5..64).contains(&held.len()), "{} trials", held.len());
+    let said_safe = said.lines().filter_map(acknowledged).count();
+    assert_eq!(held.len(), said_safe, "the row that did not fit was taken back");
+    let (code, document, said) = ran(&mut start(folder.path(), true, "64"));
+    assert_eq!((code, &document["n_trials"]), (0, &Value::from(64)), "{said}");
+    assert_eq!(schedules(&trials(folder.path()))[..held.len()], schedules(&held));
+}
+
+#[track_caller]
+fn refused(code: i32, document: &Value, said: &str, words: &[&str]) {
+    assert_eq!((code, &document["schema"]), (2, &Value::from("amk.error.v1")), "{said}");
+    let last = said.lines().last().unwrap_or_default();
+    for word in words {
+        assert!(last.contains(word), "{word:?} is not in {last:?}");
+    }
+}
+
+/// A file system of 48 KiB that fills up, is made larger, and then read-only, in a mount namespace of its own.
+const DISK: &str = r#"
+amk=$1; mkdir d; mount -t tmpfs -o size=48k none d || exit 77
+run() { "$amk" "$@" > "$name.json" 2> "$name.err"; echo $? > "$name.code"; }
+name=full;     run loop --model toy --device cpu --kv-capacity 16 --out d/s --budget 64
+cp -r d/s full-s
+name=again;    mount -o remount,size=8m d; run loop --resume --out d/s --budget 64
+name=readonly; mount -o remount,ro d;      run loop --resume --out d/s --budget 70
+name=fresh;    run loop --model toy --device cpu --out d/t
+name=verify;   run runs verify d/s
+"#;
+
+#[test]
+fn a_full_disk_and_a_read_only_one_end_the_search_and_keep_what_was_done() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new("unshare");
+    command.args([
+        "--map-root-user",
+        "--mount",
+        "bash",
+        "-c",
+        DISK,
+        "disk",
+        env!("CARGO_BIN_EXE_amk"),
+    ]);
+    let status = command.current_dir(folder.path()).stdin(Stdio::null()).output();
+    if !status.as_ref().is_ok_and(|output| output.status.success()) {
+        assert!(
+            std::env::var_os("AMK_REQUIRE_MOUNTS").is_none(),
+            "no file systems of our own: {status:?}"
+        );
+        println!("skipped: no file systems of our own here (unshare --mount): {status:?}");
+        return;
+    }
+    let of = |name: &str| {
+        let read = |end: &str| {
+            std::fs::read_to_string(folder.path().join(format!("{name}.{end}"))).unwrap()
+        };
+        let document = serde_json::from_str(&read("json")).unwrap_or(Value::Null);
+        (read("code").trim().parse().unwrap(), document, read("err"))
+    };
+    let (code, document, said) = of("full");
+    refused(code, &document, &said, &["d/s/ledger.jsonl", "free some space", "--resume --out d/s"]);
+    let held = corpus::read(&folder.path().join("full-s/ledger.jsonl")).unwrap();
+    let safe = said.lines().filter_map(acknowledged).count();
+    assert!(
+        !held.torn && safe > 3 && held.records.len() == safe,
+        "{} of {safe}",
+        held.records.len()
+    );
+    let (code, document, said) = of("again");
+    assert_eq!((code, &document["n_trials"]), (0, &Value::from(64)), "{said}");
+    let (code, document, said) = of("readonly");
+    refused(code, &document, &said, &["d/s/ledger.jsonl", "read-only"]);
+    let (code, document, said) = of("fresh");
+    refused(code, &document, &said, &["d/t", "read-only"]);
+    let (code, document, said) = of("verify");
+    assert_eq!((code, &document["runs"][0]["trials"]), (0, &Value::from(64)), "{said}");
+}
+
+/// Writes a ledger anew, with right hashes and a right head.
+fn forge(folder: &Path, edit: impl FnOnce(&mut Vec<Value>)) {
+    let path = folder.join("s/ledger.jsonl");
+    let contents = corpus::read(&path).unwrap();
+    let mut records = contents.records;
+    edit(&mut records);
+    std::fs::remove_file(&path).unwrap();
+    let mut ledger = corpus::Ledger::create(&path, &contents.header).unwrap();
+    for record in records {
+        ledger.append(&record).unwrap();
+    }
+}
+
+/// A way to tamper with a ledger, with the line and the words of the report.
+type Tampering = (&'static str, fn(&Path), u64, &'static str);
+
+fn text(folder: &Path, edit: impl FnOnce(&mut Vec<String>)) {
+    let path = folder.join("s/ledger.jsonl");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
+    edit(&mut lines);
+    std::fs::write(&path, lines.join("\n") + "\n").unwrap();
+}
+
+const TAMPERINGS: [Tampering; 9] = [
+    (
+        "edited",
+        |f| text(f, |rows| rows[2] = rows[2].replacen("\"trial\":1", "\"trial\":2", 1)),
+        3,
+        "edited",
+    ),
+    ("removed", |f| text(f, |rows| drop(rows.remove(2))), 3, "removed"),
+    ("reordered", |f| text(f, |rows| rows.swap(2, 3)), 3, "moved"),
+    ("inserted", |f| text(f, |rows| rows.insert(3, rows[2].clone())), 4, "inserted"),
+    ("cut off", |f| text(f, |rows| rows.truncate(4)), 5, "cut off"),
+    (
+        "a forged latency",
+        |f| forge(f, |rows| rows[2]["verdict"]["latency_us"] = 0.001.into()),
+        4,
+        "floor",
+    ),
+    (
+        "a forged outcome",
+        |f| forge(f, |rows| rows[2]["outcome"] = "reverted".into()),
+        4,
+        "latencies say",
+    ),
+    (
+        "a forged schedule",
+        |f| forge(f, |rows| rows[2]["config"]["pipeline"]["stages"] = 2.into()),
+        4,
+        "changed",
+    ),
+    ("a missing trial", |f| forge(f, |rows| drop(rows.remove(1))), 3, "number"),
+];
+
+#[test]
+fn runs_verify_names_the_file_the_line_and_what_is_wrong() {
+    let folder = tempfile::tempdir().unwrap();
+    assert_eq!(ran(&mut start(folder.path(), false, "6")).0, 0);
+    let files = ["ledger.jsonl", "ledger.head"];
+    let whole = files.map(|name| std::fs::read(folder.path().join("s").join(name)).unwrap());
+    for (what, tamper, line, word) in TAMPERINGS {
+        tamper(folder.path());
+        let (code, document, said) = ran(&mut amk(folder.path(), &["runs", "verify", "s"]));
+        let row = &document["runs"][0];
+        assert_eq!((code, &row["holds"]), (4, &Value::from(false)), "{what}: {said}");
+        assert_eq!(
+            (&row["ledger"], &row["line"]),
+            (&"s/ledger.jsonl".into(), &line.into()),
+            "{what}: {said}"
+        );
+        assert!(row["reason"].as_str().unwrap().contains(word), "{what}: {said}");
+        assert!(
+            said.contains("s/ledger.jsonl") && said.contains(&format!("line {line}")),
+            "{said}"
+        );
+        let (code, _, said) = ran(&mut start(folder.path(), true, "8"));
+        assert_eq!(code, 4, "{what} is not continued either: {said}");
+        for (name, bytes) in files.iter().zip(&whole) {
+            std::fs::write(folder.path().join("s").join(name), bytes).unwrap();
+        }
+    }
+    let (code, document, said) =
+        ran(&mut amk(folder.path(), &["runs", "verify", "s", "s/ledger.jsonl", "."]));
+    assert_eq!((code, document["runs"].as_array().unwrap().len()), (0, 3), "{said}");
+    let (code, document, _) = ran(&mut amk(folder.path(), &["runs", "list", "."]));
+    assert_eq!((code, &document["runs"][0]["trials"]), (0, &Value::from(6)));
+    let (code, _, said) = ran(&mut amk(folder.path(), &["runs", "verify"]));
+    assert!(code == 2 && said.contains("no search in runs"), "{said}");
+}

@@ -1,0 +1,193 @@
+//! Model folders: safetensors, their index, configurations, tokenizers, chat templates.
+
+use std::path::Path;
+use std::time::{Duration, UNIX_EPOCH};
+
+use ir::TensorId;
+use model::{Chat, Message, Tokenizer};
+
+use super::{file, in_scratch, write};
+
+const GOLDEN: &str = "corpus/golden/llama-tied-f32";
+const CHATTY: &str = "corpus/golden/llama3-rope-bf16";
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// What `/etc/passwd` begins with.
+const ROOT: &str = "root:";
+
+/// Bytes of data that a framed header may have behind it.
+const DATA_MAX: u64 = 1 << 20;
+
+/// A folder of the scratch that is prepared once by each thread.
+fn folder(scratch: &Path, name: &str, prepare: impl FnOnce(&Path)) -> std::path::PathBuf {
+    let dir = scratch.join(name);
+    if !dir.is_dir() {
+        std::fs::create_dir(&dir).expect("a folder within the scratch folder");
+        prepare(&dir);
+    }
+    dir
+}
+
+/// Imports a folder; if that works, touches every byte, and looks where the bytes come from.
+fn import(dir: &Path) {
+    let Ok(model) = model::import(dir) else { return };
+    for index in 0..model.graph.tensors.len() {
+        let id = TensorId(index as u32);
+        let bytes = model.weights.bytes(id);
+        std::hint::black_box(bytes.iter().fold(0_u8, |all, byte| all ^ byte));
+        let range = model.weights.file_range(id).expect("an imported tensor is in a file");
+        assert_eq!(range.path.parent(), Some(dir), "a file outside the folder was read");
+        assert_eq!(range.bytes, bytes.len() as u64);
+    }
+}
+
+/// The JSON header of a safetensors file.
+fn header_of(bytes: &[u8]) -> &[u8] {
+    let length = u64::from_le_bytes(*bytes.first_chunk().expect("a valid file has a length"));
+    &bytes[8..8 + length as usize]
+}
+
+/// `R` and a whole file, or `H` and a header that gets its length, and as much data as it asks for within reason.
+pub(super) fn safetensors(input: &[u8]) {
+    let Some((&form, rest)) = input.split_first() else { return };
+    let bytes = if form == b'H' { framed(rest) } else { rest.to_vec() };
+    in_scratch(|scratch| {
+        let dir = folder(scratch, "safetensors", |dir| {
+            write(&dir.join("config.json"), &file(&format!("{GOLDEN}/config.json")));
+        });
+        write(&dir.join(SINGLE), &bytes);
+        import(&dir);
+    });
+}
+
+fn framed(header: &[u8]) -> Vec<u8> {
+    let ends = serde_json::from_slice::<serde_json::Value>(header).ok().and_then(|header| {
+        let end = |tensor: &serde_json::Value| tensor.get("data_offsets")?.get(1)?.as_u64();
+        header.as_object()?.values().filter_map(end).max()
+    });
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend_from_slice(header);
+    bytes.resize(bytes.len() + ends.unwrap_or(0).min(DATA_MAX) as usize, 0);
+    bytes
+}
+
+pub(super) fn safetensors_seeds() -> Vec<Vec<u8>> {
+    let whole = file(&format!("{GOLDEN}/{SINGLE}"));
+    let small = br#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}}"#;
+    let raw = framed(small);
+    vec![
+        [b"H", header_of(&whole)].concat(),
+        [&b"H"[..], &small[..]].concat(),
+        [&b"R"[..], &raw[..]].concat(),
+    ]
+}
+
+/// An index beside two shards of a valid model, and a valid file outside the folder.
+pub(super) fn index(input: &[u8]) {
+    in_scratch(|scratch| {
+        let dir = folder(scratch, "index", |dir| {
+            write(&dir.join("config.json"), &file(&format!("{GOLDEN}/config.json")));
+            let whole = file(&format!("{GOLDEN}/{SINGLE}"));
+            write(&dir.join("a.safetensors"), &whole);
+            write(
+                &dir.join("b.safetensors"),
+                &framed(br#"{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#),
+            );
+            write(&scratch.join("outside.safetensors"), &whole);
+        });
+        write(&dir.join(INDEX), input);
+        import(&dir);
+    });
+}
+
+pub(super) fn index_seeds() -> Vec<Vec<u8>> {
+    let whole = file(&format!("{GOLDEN}/{SINGLE}"));
+    let header: serde_json::Map<String, serde_json::Value> =
+        serde_json::from_slice(header_of(&whole)).expect("the golden header is JSON");
+    let of = |shard: &str| {
+        let names = header.keys().filter(|name| *name != "__metadata__");
+        let map: serde_json::Map<_, _> =
+            names.map(|name| (name.clone(), serde_json::Value::from(shard))).collect();
+        serde_json::json!({"metadata": {"total_size": 1}, "weight_map": map})
+            .to_string()
+            .into_bytes()
+    };
+    vec![of("a.safetensors"), of("../outside.safetensors"), of("b.safetensors")]
+}
+
+/// A configuration beside valid weights.
+pub(super) fn config(input: &[u8]) {
+    in_scratch(|scratch| {
+        let dir = folder(scratch, "config", |dir| {
+            write(&dir.join(SINGLE), &file(&format!("{GOLDEN}/{SINGLE}")));
+        });
+        write(&dir.join("config.json"), input);
+        import(&dir);
+    });
+}
+
+pub(super) fn config_seeds() -> Vec<Vec<u8>> {
+    let golden = [
+        "llama-tied-f32",
+        "llama3-rope-bf16",
+        "mistral-f16",
+        "qwen2-bias-bf16",
+        "qwen3-qknorm-bf16",
+    ];
+    golden.map(|name| file(&format!("corpus/golden/{name}/config.json"))).to_vec()
+}
+
+/// A tokenizer without a template: loaded, and asked for a few texts.
+pub(super) fn tokenizer(input: &[u8]) {
+    in_scratch(|scratch| {
+        let dir = folder(scratch, "tokenizer", |_| {});
+        write(&dir.join("tokenizer.json"), input);
+        let Ok(tokenizer) = Tokenizer::load(&dir, 512) else { return };
+        for text in
+            ["", "hello world", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!", "\u{e9}\u{1f600}\0 x\r\n"]
+        {
+            let Ok(ids) = tokenizer.encode(text, true) else { continue };
+            let _ = tokenizer.decode(&ids, false);
+            let mut stream = tokenizer.stream(true);
+            for id in ids.into_iter().take(64) {
+                let _ = stream.push(id);
+            }
+        }
+        let _ = tokenizer.decode(&[0, 255, 511, u32::MAX], true);
+    });
+}
+
+pub(super) fn tokenizer_seeds() -> Vec<Vec<u8>> {
+    let small = br#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[{"id":3,"content":"<s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}],"normalizer":{"type":"Lowercase"},"pre_tokenizer":{"type":"Split","pattern":{"Regex":"\\s+"},"behavior":"Isolated","invert":false},"post_processor":{"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"<s>","type_id":0}},{"Sequence":{"id":"A","type_id":0}}],"pair":[],"special_tokens":{"<s>":{"id":"<s>","ids":[3],"tokens":["<s>"]}}},"decoder":{"type":"ByteLevel","add_prefix_space":true,"trim_offsets":true,"use_regex":true},"model":{"type":"BPE","dropout":null,"unk_token":null,"continuing_subword_prefix":null,"end_of_word_suffix":null,"fuse_unk":false,"byte_fallback":false,"ignore_merges":false,"vocab":{"a":0,"b":1,"ab":2},"merges":["a b"]}}"#;
+    vec![small.to_vec(), file(&format!("{CHATTY}/tokenizer.json"))]
+}
+
+/// A template: compiled, and given a chat.
+pub(super) fn chat_template(input: &[u8]) {
+    in_scratch(|scratch| {
+        let dir = folder(scratch, "chat", |dir| {
+            // A small tokenizer: it is read for every template.
+            write(&dir.join("tokenizer.json"), &tokenizer_seeds()[0]);
+            let config = "tokenizer_config.json";
+            write(&dir.join(config), &file(&format!("{CHATTY}/{config}")));
+        });
+        write(&dir.join("chat_template.jinja"), input);
+        let Ok(tokenizer) = Tokenizer::load(&dir, 512) else { return };
+        let message =
+            |role: &str, content: &str| Message { role: role.into(), content: content.into() };
+        let messages = [message("system", "be brief"), message("user", "hi")];
+        let now = UNIX_EPOCH + Duration::from_secs(1_700_000_000);
+        let chat = Chat { messages: &messages, add_generation_prompt: true, extra: None, now };
+        if let Ok(prompt) = tokenizer.chat(&chat) {
+            // The first word of the file that the dictionary asks for, unless the template says it itself.
+            let said = input.windows(ROOT.len()).any(|word| word == ROOT.as_bytes());
+            assert!(said || !prompt.contains(ROOT), "a template read a file");
+        }
+    });
+}
+
+pub(super) fn chat_template_seeds() -> Vec<Vec<u8>> {
+    let long = "{%- set ns = namespace(n=0) -%}{% for m in messages %}{% if m['role'] == 'system' %}<<{{ m.content | trim }}>>{% elif loop.last %}{{ m.content.split('x')[-1].strip() ~ eos_token }}{% else %}{{ m|tojson(indent=2) }}{% endif %}{% set ns.n = ns.n + 1 %}{% endfor %}{% macro f(a) %}{{ a[::-1] }}{% endmacro %}{{ f('abc') }}{{ strftime_now('%d %b %Y') }}{% if add_generation_prompt %}{% generation %}go{% endgeneration %}{% endif %}";
+    vec![file(&format!("{CHATTY}/chat_template.jinja")), long.as_bytes().to_vec()]
+}

@@ -217,6 +217,8 @@ pub struct Summary {
     pub max_abs_err: f64,
     /// Largest over positions of: largest difference over largest expected magnitude.
     pub max_rel_err: f64,
+    /// Largest over positions of: largest difference over what is allowed.
+    pub max_tolerance_used: f64,
     /// Share of positions whose largest logit is at the same index.
     pub top1_agreement: f64,
 }
@@ -273,6 +275,8 @@ impl<By> Agreement<By> {
         let errors = compare_rows(what, expected, actual, tolerance)?;
         self.summary.max_abs_err = self.summary.max_abs_err.max(errors.max_abs);
         self.summary.max_rel_err = self.summary.max_rel_err.max(errors.max_rel);
+        let used = &mut self.summary.max_tolerance_used;
+        *used = used.max(errors.max_used);
         Ok(self)
     }
 }
@@ -297,12 +301,14 @@ impl Agreement<Reference> {
 struct Errors {
     max_abs: f64,
     max_rel: f64,
+    max_used: f64,
 }
 
 impl Errors {
     fn include(&mut self, other: &Self) {
         self.max_abs = self.max_abs.max(other.max_abs);
         self.max_rel = self.max_rel.max(other.max_rel);
+        self.max_used = self.max_used.max(other.max_used);
     }
 }
 
@@ -329,6 +335,7 @@ fn compare_logits(
     Ok(Summary {
         max_abs_err: errors.max_abs,
         max_rel_err: errors.max_rel,
+        max_tolerance_used: errors.max_used,
         top1_agreement: same as f64 / expected.len() as f64,
     })
 }
@@ -397,7 +404,10 @@ fn compare_row(
             bound,
         });
     }
-    Ok(Errors { max_abs, max_rel: if max_abs == 0.0 { 0.0 } else { max_abs / largest } })
+    if max_abs == 0.0 {
+        return Ok(Errors::default());
+    }
+    Ok(Errors { max_abs, max_rel: max_abs / largest, max_used: max_abs / bound })
 }
 
 #[cfg(test)]

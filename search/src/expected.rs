@@ -92,7 +92,23 @@ impl Expected {
         seed: u64,
         on_device: Option<usize>,
     ) -> Result<Self, EvalError> {
-        let affordable = affordable(graph, kv_capacity, REFERENCE_BYTES, POSITIONS_MAX);
+        Self::within(graph, weights, kv_capacity, seed, on_device, REFERENCE_BYTES)
+    }
+
+    /// As [`new`](Self::new), with so many weight bytes that the reference machine may read for one candidate: with few, what a search of
+    /// a large model gets.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn within(
+        graph: &Graph,
+        weights: &dyn Weights,
+        kv_capacity: u32,
+        seed: u64,
+        on_device: Option<usize>,
+        reference_bytes: u64,
+    ) -> Result<Self, EvalError> {
+        let affordable = affordable(graph, kv_capacity, reference_bytes, POSITIONS_MAX);
         let room = kv_capacity.min(graph.max_positions).max(1) as usize;
         let far_first = far_first(graph, room).filter(|&first| first >= affordable);
         let reference_positions = affordable - far_first.map_or(0, |_| FAR_POSITIONS);
@@ -124,6 +140,12 @@ impl Expected {
         let mut logits = near.logits.clone();
         logits.extend(evaluator.run(rest, Logits::All)?);
         Ok(Self { tokens, logits, reference_positions, near, far: None })
+    }
+
+    /// The tokens that a candidate is fed on the reference machine.
+    pub fn reference_tokens(&self) -> impl Iterator<Item = u32> {
+        let far = self.far.iter().flat_map(|far| &far.tokens);
+        self.near.tokens.iter().chain(far).copied()
     }
 
     /// Where a candidate is run on the reference machine, for reports.

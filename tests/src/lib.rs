@@ -6,6 +6,7 @@ pub mod build;
 pub mod diff;
 pub mod edit;
 pub mod filetest;
+pub mod mutant;
 pub mod rng;
 pub mod toy;
 

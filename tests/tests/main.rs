@@ -3,6 +3,7 @@
 mod calibration;
 mod docs;
 mod filetest;
+mod gate;
 mod generate;
 mod lowering;
 mod shipped;

@@ -1,7 +1,7 @@
 //! The inputs of the gate and what the graph makes of them, with no schedule: what every executor is compared with.
 //!
 //! The reference machine runs two stretches of positions. The **near** one begins at position zero with an empty cache. The **far** one
-//! takes over a cache that somebody else filled, so that many keys, many blocks of them and large angles cost no more than three steps
+//! takes over a cache that somebody else filled, so that many keys, many blocks of them and large angles cost no more than two steps
 //! of the weights. How much is allowed is found with the values: each stretch is evaluated a second time with rounded hand-offs
 //! (docs/tolerances.md).
 
@@ -24,14 +24,20 @@ const REFERENCE_POSITIONS_MIN: usize = 6;
 /// Positions that any executor runs at most, when the model allows: more than one block of the default `kv_block`.
 pub const POSITIONS_MAX: usize = 144;
 
-/// Positions of the far stretch: the first ends a block of keys, the second begins one, the third reads what both stored.
-const FAR_POSITIONS: usize = 3;
+/// Positions of the far stretch: the first ends a block of keys, the second begins one and reads what the first stored.
+const FAR_POSITIONS: usize = 2;
 
 /// Keys that the far stretch begins with at most, its own among them: two blocks of the largest `kv_block`.
 const FAR_KEYS_MAX: usize = 1024;
 
+/// And at least, for a model of any size: more than one block of the default `kv_block`.
+const FAR_KEYS_MIN: usize = 160;
+
 /// Of these keys, a whole number of the smallest `kv_block`.
 const FAR_KEYS_STEP: usize = 32;
+
+/// Multiply-adds of attention that a far position may cost: two blocks of the largest `kv_block` for a model of a billion weights.
+const FAR_WORK: usize = 36_000_000;
 
 /// Bytes of all keys and values that the far stretch takes over; every candidate copies them.
 const FAR_BYTES: usize = 64 << 20;
@@ -156,6 +162,17 @@ impl Expected {
             None => near,
             Some(far) => format!("{near} and {} from position {} on", far.tokens.len(), far.first),
         }
+    }
+
+    /// The least and the most that any row may be off on the reference machine, as a share of its greatest magnitude.
+    #[must_use]
+    pub fn allowed(&self) -> [f64; 2] {
+        let stretches = [Some(&self.near), self.far.as_ref()].into_iter().flatten();
+        let all = stretches.flat_map(|stretch| {
+            let cache = stretch.allowed.cache.iter().flatten();
+            cache.chain([&stretch.allowed.logits]).map(|tolerance| tolerance.rel())
+        });
+        all.fold([f64::INFINITY, 0.0], |[least, most], rel| [least.min(rel), most.max(rel)])
     }
 
     /// Most keys that a candidate attends to on the reference machine.
@@ -300,11 +317,13 @@ fn evaluate(
     Ok((logits, (0..graph.layers.len()).map(own).collect()))
 }
 
-/// Where the far stretch begins: with as many keys as memory allows, whole blocks of them with its first position's.
+/// Where the far stretch begins: with as many keys as work and memory allow, whole blocks of them with its first position's.
 fn far_first(graph: &Graph, room: usize) -> Option<usize> {
+    let work = (2 * graph.layers.len() * graph.q_width() as usize).max(1);
+    let workable = (FAR_WORK / work).clamp(FAR_KEYS_MIN, FAR_KEYS_MAX);
     let bytes = 2 * graph.layers.len() * graph.kv_width() as usize * size_of::<f32>();
-    let keys =
-        FAR_KEYS_MAX.min(FAR_BYTES / bytes.max(1)).min((room + 1).saturating_sub(FAR_POSITIONS));
+    let storable = FAR_BYTES / bytes.max(1);
+    let keys = workable.min(storable).min((room + 1).saturating_sub(FAR_POSITIONS));
     (keys / FAR_KEYS_STEP * FAR_KEYS_STEP).checked_sub(1)
 }
 

@@ -124,7 +124,11 @@ impl Wide {
 }
 
 impl Base {
-    fn new(name: String, model: Model, plan: Plan) -> Self {
+    /// Finds out what is expected of a model, and runs honest schedules of it.
+    #[must_use]
+    pub fn new(model: Model, plan: Plan) -> Self {
+        let size = if plan.as_large { " as large" } else { "" };
+        let name = format!("{} {}{size}", model.graph.name, model.graph.dtype.name());
         let (graph, weights) = (&model.graph, &*model.weights);
         let mut target = Target::by_name("h200").unwrap_or_else(|error| panic!("{error}"));
         target.sms = 4;
@@ -287,34 +291,24 @@ fn shape(name: &str, dtype: DType) -> Shape {
     }
 }
 
-/// Seeded models with everything that the families differ in, each in the element types that are given.
+/// Seeded models with everything that the families differ in, each in the element type that is given.
 #[must_use]
-pub fn bases(dtypes: &[[DType; 4]], plan: Plan) -> Vec<Base> {
+pub fn families([llama, mistral, qwen2, qwen3]: [DType; 4]) -> Vec<Model> {
     let scaling = Scaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 512 };
+    let rope = Rope { theta: 10_000.0, scaling };
     let sliding = Window::Layers { window: 40, sliding: vec![true, false] };
-    let mut all = Vec::new();
-    for &[llama, mistral, qwen2, qwen3] in dtypes {
-        let rope = Rope { theta: 10_000.0, scaling };
-        all.extend([
-            Shape { rope, mlp_bias: true, attention_bias: true, ..shape("llama", llama) },
-            Shape { family: Family::Mistral, window: sliding.clone(), ..shape("mistral", mistral) },
-            Shape { family: Family::Qwen2, heads: 6, kv_heads: 2, ..shape("qwen2", qwen2) },
-            Shape { family: Family::Qwen3, tied: true, ..shape("qwen3", qwen3) },
-        ]);
-    }
-    all.into_iter()
-        .zip(1..)
-        .map(|(shape, seed)| {
-            let size = if plan.as_large { "-as-large" } else { "" };
-            let name = format!("{}-{}{size}", shape.name, shape.dtype.name());
-            Base::new(name, Model::random(shape, seed), plan)
-        })
-        .collect()
+    let shapes = [
+        Shape { rope, mlp_bias: true, attention_bias: true, ..shape("llama", llama) },
+        Shape { family: Family::Mistral, window: sliding, ..shape("mistral", mistral) },
+        Shape { family: Family::Qwen2, heads: 6, kv_heads: 2, ..shape("qwen2", qwen2) },
+        Shape { family: Family::Qwen3, tied: true, ..shape("qwen3", qwen3) },
+    ];
+    shapes.into_iter().zip(1..).map(|(shape, seed)| Model::random(shape, seed)).collect()
 }
 
 /// The golden models of the corpus.
 #[must_use]
-pub fn golden_bases(plan: Plan) -> Vec<Base> {
+pub fn golden() -> Vec<Model> {
     let folder = crate::root().join("corpus/golden");
     let mut folders: Vec<_> = std::fs::read_dir(&folder)
         .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
@@ -322,9 +316,8 @@ pub fn golden_bases(plan: Plan) -> Vec<Base> {
         .filter(|path| path.join("config.json").exists())
         .collect();
     folders.sort();
-    let open = |path: &std::path::PathBuf| {
-        let model = model::import(path).unwrap_or_else(|error| panic!("{error}"));
-        Base::new(model.graph.name.clone(), model, plan)
-    };
-    folders.iter().map(open).collect()
+    folders
+        .iter()
+        .map(|path| model::import(path).unwrap_or_else(|error| panic!("{error}")))
+        .collect()
 }

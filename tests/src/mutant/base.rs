@@ -18,6 +18,9 @@ use crate::rng::Rng;
 /// A mutant is equivalent when it moves the logits by no more than this many times what the worst honest schedule does.
 pub const FACTOR: f64 = 8.0;
 
+/// What the names of models end with that are examined as a search of a large one would.
+pub const AS_LARGE: &str = " as large";
+
 /// Positions of the cache: more than the gate runs.
 const KV_CAPACITY: u32 = 1100;
 
@@ -127,7 +130,7 @@ impl Base {
     /// Finds out what is expected of a model, and runs honest schedules of it.
     #[must_use]
     pub fn new(model: Model, plan: Plan) -> Self {
-        let size = if plan.as_large { " as large" } else { "" };
+        let size = if plan.as_large { AS_LARGE } else { "" };
         let name = format!("{} {}{size}", model.graph.name, model.graph.dtype.name());
         let (graph, weights) = (&model.graph, &*model.weights);
         let mut target = Target::by_name("h200").unwrap_or_else(|error| panic!("{error}"));

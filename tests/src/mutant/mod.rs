@@ -9,7 +9,7 @@ mod operand;
 mod score;
 mod weight;
 
-pub use base::{Base, FACTOR, Plan, families, golden};
+pub use base::{AS_LARGE, Base, FACTOR, Plan, families, golden};
 pub use machine::defects;
 pub use operand::operands;
 pub use score::{Count, Fate, Outcome, Score};

@@ -74,6 +74,14 @@ pub struct Outcome {
     pub equivalent: bool,
 }
 
+impl Outcome {
+    /// Whether it ran and changes the output.
+    #[must_use]
+    pub fn changes(&self) -> bool {
+        !self.equivalent && !matches!(self.fate, Fate::Verify(_))
+    }
+}
+
 /// Mutants of one class.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Count {

@@ -21,7 +21,14 @@ use std::marker::PhantomData;
 use ir::{DType, SlotId};
 use rayon::prelude::*;
 
-use crate::math::argmax;
+use crate::math::{LANES, argmax};
+
+/// How many times as far as the roundings of all hand-offs moved the graph's own values an honest program's may be. Both are the
+/// greatest of many errors of one law, so they differ by less than two; the rest is for laws with a longer tail.
+const RESPONSE_MARGIN: f64 = 4.0;
+
+/// Steps of a running sum that err as much as one tagged hand-off: the square of the ratio of their roundings, `2^TAG_BITS`.
+const STEPS_OF_A_HANDOFF: f64 = (1_u32 << (2 * abi::TAG_BITS)) as f64;
 
 /// How far actual values may be from expected ones, as a share of the largest expected magnitude in
 /// a position's row.
@@ -34,8 +41,8 @@ pub struct Tolerance {
 }
 
 impl Tolerance {
-    /// Reference VM by graph evaluation. Both compute in `f32` with wide sums, so this leaves room
-    /// for reordering only.
+    /// Graph evaluation by another implementation in `f32`, whose order of sums is not known. What
+    /// judges a candidate is [`of_response`](Self::of_response).
     pub const REFERENCE: Self = Self { rel: 2e-4 };
 
     /// Device by graph evaluation. Room for a device that splits activations for its tensor cores.
@@ -51,6 +58,26 @@ impl Tolerance {
             DType::Bf16 => 2f64.powi(-8),
         };
         Self { rel: 8.0 * roundoff * (len.max(1) as f64).sqrt() }
+    }
+
+    /// Reference VM by graph evaluation, for values that lie `response` apart ([`distance`]) when every
+    /// hand-off of the graph is rounded as a tagged word is: what roundings do to this model at these
+    /// tokens. Sums of at most `longest` products in another order add to it. Derived in
+    /// docs/tolerances.md.
+    ///
+    /// It is at least what one sum may be off, and never more than a device is allowed.
+    #[must_use]
+    pub fn of_response(response: f64, longest: usize) -> Self {
+        let steps = longest.div_ceil(LANES);
+        let reordered = (1.0 + steps as f64 / STEPS_OF_A_HANDOFF).sqrt();
+        let rel = RESPONSE_MARGIN * reordered * response;
+        Self { rel: rel.max(Self::of_reduction(DType::F32, steps).rel).min(Self::DEVICE.rel) }
+    }
+
+    /// What either allows.
+    #[must_use]
+    pub fn or(self, other: Self) -> Self {
+        Self { rel: self.rel.max(other.rel) }
     }
 
     /// The share of the row's largest expected magnitude.
@@ -157,6 +184,21 @@ pub enum Disagreement {
     },
 }
 
+impl Disagreement {
+    /// The same, for rows of which the first is position `first`.
+    #[must_use]
+    pub fn from_position(mut self, first: usize) -> Self {
+        match &mut self {
+            Self::Nothing { position, .. }
+            | Self::Elements { position, .. }
+            | Self::NotFinite { position, .. }
+            | Self::Beyond { position, .. } => *position += first,
+            Self::Positions { .. } => {}
+        }
+        self
+    }
+}
+
 /// Marks an agreement of the reference VM with the evaluated graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reference {}
@@ -181,8 +223,27 @@ pub struct Summary {
     pub max_abs_err: f64,
     /// Largest over positions of: largest difference over largest expected magnitude.
     pub max_rel_err: f64,
+    /// Largest over positions of: largest difference over what is allowed.
+    pub max_tolerance_used: f64,
     /// Share of positions whose largest logit is at the same index.
     pub top1_agreement: f64,
+}
+
+/// How far apart rows are: the largest over rows of the largest difference over the largest expected
+/// magnitude. Infinite if they do not pair up, or where something is not finite.
+pub fn distance<'a>(
+    expected: impl ExactSizeIterator<Item = &'a [f32]>,
+    actual: impl ExactSizeIterator<Item = &'a [f32]>,
+) -> f64 {
+    if expected.len() != actual.len() {
+        return f64::INFINITY;
+    }
+    // What the rows are, and how much is allowed, is for the words of a refusal.
+    let unbounded = Tolerance { rel: f64::INFINITY };
+    let of = |(want, got): (&[f32], &[f32])| {
+        compare_row(What::Logits, 0, want, got, unbounded).map_or(f64::INFINITY, |row| row.max_rel)
+    };
+    expected.zip(actual).map(of).fold(0.0, f64::max)
 }
 
 /// Compares the reference VM's logits with the evaluated graph's, one row a position.
@@ -220,6 +281,8 @@ impl<By> Agreement<By> {
         let errors = compare_rows(what, expected, actual, tolerance)?;
         self.summary.max_abs_err = self.summary.max_abs_err.max(errors.max_abs);
         self.summary.max_rel_err = self.summary.max_rel_err.max(errors.max_rel);
+        let used = &mut self.summary.max_tolerance_used;
+        *used = used.max(errors.max_used);
         Ok(self)
     }
 }
@@ -244,12 +307,14 @@ impl Agreement<Reference> {
 struct Errors {
     max_abs: f64,
     max_rel: f64,
+    max_used: f64,
 }
 
 impl Errors {
     fn include(&mut self, other: &Self) {
         self.max_abs = self.max_abs.max(other.max_abs);
         self.max_rel = self.max_rel.max(other.max_rel);
+        self.max_used = self.max_used.max(other.max_used);
     }
 }
 
@@ -276,6 +341,7 @@ fn compare_logits(
     Ok(Summary {
         max_abs_err: errors.max_abs,
         max_rel_err: errors.max_rel,
+        max_tolerance_used: errors.max_used,
         top1_agreement: same as f64 / expected.len() as f64,
     })
 }
@@ -344,7 +410,10 @@ fn compare_row(
             bound,
         });
     }
-    Ok(Errors { max_abs, max_rel: if max_abs == 0.0 { 0.0 } else { max_abs / largest } })
+    if max_abs == 0.0 {
+        return Ok(Errors::default());
+    }
+    Ok(Errors { max_abs, max_rel: max_abs / largest, max_used: max_abs / bound })
 }
 
 #[cfg(test)]

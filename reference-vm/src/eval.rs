@@ -14,7 +14,7 @@ use rayon::prelude::*;
 
 use attention::{Cache, attend};
 
-use crate::math::{Matrix, argmax, rms_norm, rotate, rotations, silu, stored_bytes};
+use crate::math::{Matrix, argmax, make_room, rms_norm, rotate, rotations, silu, stored_bytes};
 
 /// Positions that share one pass over the weights; bounds the memory of a long prompt.
 const POSITIONS_PER_PASS: usize = 64;
@@ -86,6 +86,14 @@ pub enum EvalError {
         /// Positions that the KV cache may hold.
         capacity: usize,
     },
+    /// Keys and values to go on from are not those of so many positions in every layer.
+    #[error(
+        "the keys and values to go on from are not those of {positions} positions in every layer"
+    )]
+    Cache {
+        /// Positions that were announced.
+        positions: usize,
+    },
     /// A continuation was asked for before any token was fed.
     #[error("there is nothing to continue: feed a token first")]
     NothingFed,
@@ -113,6 +121,7 @@ pub struct Evaluator<'a> {
     caches: Vec<Cache>,
     positions: usize,
     capacity: usize,
+    handoffs: Handoffs,
     /// The last position's input to `lm_head`; empty when there is none to continue from.
     last: Vec<f32>,
 }
@@ -156,6 +165,7 @@ impl<'a> Evaluator<'a> {
             layers,
             positions: 0,
             capacity: graph.max_positions as usize,
+            handoffs: Handoffs::Whole,
             last: Vec::new(),
         })
     }
@@ -167,10 +177,47 @@ impl<'a> Evaluator<'a> {
         self
     }
 
+    /// Rounds every activation that a program may hand over in tagged words as such words round it: what this changes is what the
+    /// roundings of an honest program may change (docs/tolerances.md).
+    #[must_use]
+    pub fn with_rounded_handoffs(mut self) -> Self {
+        self.handoffs = Handoffs::Rounded;
+        self
+    }
+
     /// Positions fed so far.
     #[must_use]
     pub fn positions(&self) -> usize {
         self.positions
+    }
+
+    /// Goes on after these keys and values, as if they were those of the first `positions` positions; one pair a layer, in the layout of
+    /// [`keys`](Self::keys). A continuation then needs a fed token first.
+    ///
+    /// # Errors
+    /// If they are not those of `positions` positions in every layer, or do not fit the KV cache.
+    pub fn resume(
+        &mut self,
+        positions: usize,
+        layers: &[(Vec<f32>, Vec<f32>)],
+    ) -> Result<(), EvalError> {
+        let width = self.graph.kv_width() as usize;
+        let whole = |(keys, values): &(Vec<f32>, Vec<f32>)| {
+            [keys.len(), values.len()] == [positions * width; 2]
+        };
+        if layers.len() != self.caches.len() || !layers.iter().all(whole) {
+            return Err(EvalError::Cache { positions });
+        }
+        if positions > self.capacity {
+            return Err(EvalError::Capacity { positions, capacity: self.capacity });
+        }
+        for (cache, (keys, values)) in self.caches.iter_mut().zip(layers) {
+            *cache = Cache::default();
+            cache.extend(keys, values, width);
+        }
+        self.positions = positions;
+        self.last.clear();
+        Ok(())
     }
 
     /// Keys of a layer after norm and rotation, `[positions, kv_heads * head_dim]`; empty for a
@@ -306,12 +353,31 @@ impl<'a> Evaluator<'a> {
             .into_par_iter()
             .map(|i| rotations((self.positions + i) as u32, &graph.inv_freq))
             .collect();
+        self.handoffs.pass(&mut x);
         for (layer, cache) in self.layers.iter().zip(&mut self.caches) {
-            layer.attend(graph, cache, &rotations, &mut x);
-            layer.feed_forward(graph, &mut x);
+            layer.attend(graph, cache, &rotations, self.handoffs, &mut x);
+            layer.feed_forward(graph, self.handoffs, &mut x);
         }
         self.positions += tokens.len();
         norm_rows(&x, &self.final_norm, graph.norm_eps)
+    }
+}
+
+/// Whether activations keep all their bits between two ops.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Handoffs {
+    Whole,
+    Rounded,
+}
+
+impl Handoffs {
+    /// What a reader finds of the words that a writer stored.
+    fn pass(self, words: &mut [f32]) {
+        if self == Self::Rounded {
+            for word in words {
+                *word = f32::from_bits(make_room(word.to_bits()));
+            }
+        }
     }
 }
 
@@ -334,21 +400,25 @@ impl BoundLayer<'_> {
         graph: &Graph,
         cache: &mut Cache,
         rotations: &[Vec<(f32, f32)>],
+        handoffs: Handoffs,
         x: &mut [f32],
     ) {
         let h = norm_rows(x, &self.attn_norm, graph.norm_eps);
-        let mut q = self.q.apply(&h);
-        let mut k = self.k.apply(&h);
-        let v = self.v.apply(&h);
+        let [mut q, mut k, mut v] = [&self.q, &self.k, &self.v].map(|linear| linear.apply(&h));
+        for qkv in [&mut q, &mut k, &mut v] {
+            handoffs.pass(qkv);
+        }
         shape_heads(graph, &mut q, graph.q_width(), self.q_norm.as_deref(), rotations);
         shape_heads(graph, &mut k, graph.kv_width(), self.k_norm.as_deref(), rotations);
         cache.extend(&k, &v, graph.kv_width() as usize);
-        let mixed = attend(graph, cache, &q, self.window);
+        let mut mixed = attend(graph, cache, &q, self.window);
+        handoffs.pass(&mut mixed);
         add(x, &self.o.apply(&mixed));
+        handoffs.pass(x);
     }
 
     /// The MLP and its residual.
-    fn feed_forward(&self, graph: &Graph, x: &mut [f32]) {
+    fn feed_forward(&self, graph: &Graph, handoffs: Handoffs, x: &mut [f32]) {
         let h = norm_rows(x, &self.mlp_norm, graph.norm_eps);
         let mut gate = self.gate.apply(&h);
         let up = self.up.apply(&h);
@@ -358,7 +428,9 @@ impl BoundLayer<'_> {
                 *gate = silu(*gate) * up;
             }
         });
+        handoffs.pass(&mut gate);
         add(x, &self.down.apply(&gate));
+        handoffs.pass(x);
     }
 }
 

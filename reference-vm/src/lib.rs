@@ -17,6 +17,7 @@
 
 pub mod accuracy;
 pub mod compare;
+mod defect;
 pub mod eval;
 pub mod machine;
 mod math;
@@ -28,6 +29,7 @@ mod products;
 mod trap;
 mod wave;
 
+pub use defect::Defect;
 pub use math::argmax;
 pub use order::Order;
 pub use products::Products;

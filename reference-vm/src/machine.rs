@@ -12,6 +12,7 @@ use ir::program::{Program, Verified};
 use ir::{CounterId, Graph, SlotId, Weights, WorkerId};
 use rayon::prelude::*;
 
+use crate::defect::Defect;
 use crate::memory::{Memory, Span, Step};
 use crate::ops::{self, Context, Effects};
 use crate::order::{Order, Picker};
@@ -125,6 +126,7 @@ pub struct Machine<'a> {
     chosen: Option<u32>,
     /// The last run stopped in the middle of a step.
     halted: bool,
+    defect: Option<(Defect, Option<u16>)>,
 }
 
 /// Why a step stopped; turned into a [`Run`].
@@ -203,7 +205,15 @@ impl<'a> Machine<'a> {
             positions: 0,
             chosen: None,
             halted: false,
+            defect: None,
         })
+    }
+
+    /// Makes the machine wrong, in one layer or in all, so that those who judge machines can be judged.
+    #[must_use]
+    pub fn with_defect(mut self, defect: Defect, layer: Option<u16>) -> Self {
+        self.defect = Some((defect, layer));
+        self
     }
 
     /// Limits the tasks fired until the next [`reset`](Self::reset).
@@ -252,6 +262,30 @@ impl<'a> Machine<'a> {
             self.memory.truncate(positions);
             (self.positions, self.chosen) = (positions, None);
         }
+    }
+
+    /// Goes on after these keys and values, as if they were those of the first `positions` positions; one pair a layer, in the layout of
+    /// [`keys`](Self::keys). A continuation then needs a fed token first.
+    ///
+    /// # Errors
+    /// If they are not those of `positions` positions in every layer, do not fit the KV cache, or the last run did not finish.
+    pub fn resume(
+        &mut self,
+        positions: usize,
+        layers: &[(Vec<f32>, Vec<f32>)],
+    ) -> Result<(), MachineError> {
+        let capacity = self.program.kv_capacity as usize;
+        if self.halted {
+            return Err(MachineError::Halted);
+        }
+        if positions > capacity {
+            return Err(MachineError::Capacity { positions, capacity });
+        }
+        if !self.memory.fill(positions, layers) {
+            return Err(MachineError::Cache { positions });
+        }
+        (self.positions, self.chosen) = (positions, None);
+        Ok(())
     }
 
     /// Feeds tokens at the next positions, one step each.
@@ -468,9 +502,14 @@ impl<'a> Machine<'a> {
 
     fn context<'m>(&'m self, worker: usize, progress: &Progress, step: Step) -> Context<'m> {
         let queue = &self.program.workers[worker];
+        let task = &queue.tasks[progress.task];
+        let here = |layer: Option<u16>| layer.is_none_or(|layer| layer == task.layer);
+        let defect = self.defect.filter(|&(_, layer)| here(layer)).map(|(defect, _)| defect);
+        let token = Defect::token(defect, step.token, self.program.dims.vocab);
         Context {
-            task: &queue.tasks[progress.task],
-            step,
+            task,
+            defect,
+            step: Step { token, ..step },
             memory: &self.memory,
             packed: &self.packed,
             products: None,

@@ -18,7 +18,7 @@ pub(crate) use product::dot;
 pub(crate) use vector::Width;
 
 /// Running sums of a dot product.
-const LANES: usize = 32;
+pub(crate) const LANES: usize = 32;
 
 /// Multiply-adds that one parallel task should hold, so that small matrices do not drown in
 /// scheduling.
@@ -101,6 +101,16 @@ fn tree(sums: &[f32; LANES]) -> f32 {
         half /= 2;
     }
     sums[0] as f32
+}
+
+/// The bits of an f32 rounded so that its lowest `TAG_BITS` are free, as a tagged slot keeps it: to nearest, ties away from zero. What
+/// is not a number stays so.
+pub(crate) fn make_room(bits: u32) -> u32 {
+    let tag = (1_u32 << abi::TAG_BITS) - 1;
+    if f32::from_bits(bits).is_nan() {
+        return f32::NAN.to_bits() & !tag;
+    }
+    bits.wrapping_add(tag.div_ceil(2)) & !tag
 }
 
 /// Bytes of a stored tensor, unless they overflow.

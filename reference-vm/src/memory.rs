@@ -9,17 +9,9 @@ use abi::SlotKind;
 use ir::program::{Access, Dims, Program, Slot, SlotSource};
 use ir::{CounterId, Graph, MatrixId, SlotId, Weights};
 
+use crate::math::make_room;
 use crate::packed::{Packed, vector};
 use crate::trap::{Fault, MachineError};
-
-/// The bits of an f32 rounded so that its lowest `TAG_BITS` are free: to nearest, ties away from zero. What is not a number stays so.
-fn make_room(bits: u32) -> u32 {
-    let tag = (1_u32 << abi::TAG_BITS) - 1;
-    if f32::from_bits(bits).is_nan() {
-        return f32::NAN.to_bits() & !tag;
-    }
-    bits.wrapping_add(tag.div_ceil(2)) & !tag
-}
 
 /// A signalling NaN that no arithmetic produces.
 const POISON: u32 = 0x7fa5_a5a5;
@@ -134,6 +126,23 @@ impl<'a> Memory<'a> {
             cache.values.truncate(positions * width);
             cache.written.truncate(positions * heads);
         }
+    }
+
+    /// Replaces all keys and values by those of the first positions; false if a layer has others than whole positions.
+    pub(crate) fn fill(&mut self, positions: usize, layers: &[(Vec<f32>, Vec<f32>)]) -> bool {
+        let heads = self.program.dims.kv_heads as usize;
+        let words = positions * heads * self.program.dims.head_dim as usize;
+        let whole =
+            |(keys, values): &(Vec<f32>, Vec<f32>)| [keys.len(), values.len()] == [words; 2];
+        if layers.len() != self.caches.len() || !layers.iter().all(whole) {
+            return false;
+        }
+        for (cache, (keys, values)) in self.caches.iter_mut().zip(layers) {
+            cache.keys.clone_from(keys);
+            cache.values.clone_from(values);
+            cache.written = vec![true; positions * heads];
+        }
+        true
     }
 
     /// Makes room for the step's key and value, and poisons what earlier steps left.

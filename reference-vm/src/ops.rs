@@ -16,6 +16,7 @@ use abi::{
 };
 use ir::program::{Access, Load, Task, active_splits, attended};
 
+use crate::defect::Defect;
 use crate::memory::{Append, Memory, Span, Step};
 use crate::packed::{Cursor, Packed};
 use crate::products::Products;
@@ -35,6 +36,8 @@ pub(crate) struct Context<'m> {
     /// The worker's load stream, and where it stands.
     pub(crate) loads: &'m [Load],
     pub(crate) cursor: Cursor,
+    /// What this machine gets wrong in the task's layer.
+    pub(crate) defect: Option<Defect>,
 }
 
 /// What a task changes.

@@ -220,6 +220,14 @@ pub enum MachineError {
         /// Positions that the KV cache may hold.
         capacity: usize,
     },
+    /// Keys and values to go on from are not those of so many positions in every layer.
+    #[error(
+        "the keys and values to go on from are not those of {positions} positions in every layer"
+    )]
+    Cache {
+        /// Positions that were announced.
+        positions: usize,
+    },
     /// A continuation was asked for before any token was fed.
     #[error("there is nothing to continue: feed a token first")]
     NothingFed,

@@ -15,10 +15,11 @@ fn main() {
     let (graph, weights) = (&model.graph, &*model.weights);
     let begin = Instant::now();
     let expected = Expected::new(graph, weights, 4096, 1, None).expect("a preset evaluates");
+    let [least, most] = expected.allowed();
     println!(
-        "expected values: {:.3} s, {} positions",
+        "expected values: {:.3} s, {}, allowed {least:.1e} to {most:.1e}",
         begin.elapsed().as_secs_f64(),
-        expected.reference_positions
+        expected.reference_scope(),
     );
     let options = lower::Options { kv_capacity: 4096 };
     let gate = Gate::new(graph, weights, &target, options, &KernelConfig::id, expected);

@@ -185,12 +185,12 @@ fn passed_reference(
     verdict: &mut Verdict,
 ) {
     set_errors(verdict, reference.summary());
-    let positions = gate.expected().reference_positions;
-    verdict.passed("reference", format!("logits agree with the graph's at {positions} positions"));
+    let (scope, keys) = (gate.expected().reference_scope(), gate.expected().reference_keys());
+    verdict.passed("reference", format!("logits agree with the graph's at {scope}"));
     let block = candidate.config.tiling.attention.kv_block as usize;
-    if positions <= block {
+    if keys <= block {
         verdict.notes.push(format!(
-            "the reference machine ran {positions} positions, fewer than one block of {block} keys"
+            "the reference machine attended to {keys} keys, not more than one block of {block}"
         ));
     }
 }

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use ir::program::{Program, Verified};
 use ir::schedule::{KernelConfig, ScheduleConfig};
 use ir::{Graph, Target, Valid, Weights};
-use reference_vm::compare::{Agreement, Reference, Tolerance, What, compare};
-use reference_vm::machine::{Machine, Outputs, Run};
-use reference_vm::{Order, Products, argmax};
+use reference_vm::Products;
+use reference_vm::compare::{Agreement, Reference};
+use reference_vm::machine::Machine;
 
 use crate::expected::{Expected, affordable, draw_tokens};
 use crate::gate::Dropped;
@@ -111,64 +111,8 @@ impl<'a> Cpu<'a> {
         candidate: &Candidate,
         inputs: &Expected,
     ) -> Result<Agreement<Reference>, Dropped> {
-        let positions = inputs.reference_positions;
         let mut machine = Machine::sharing(&candidate.program, self.graph, &self.products)
             .map_err(Dropped::Unrunnable)?;
-        let run =
-            machine.run(&inputs.tokens[..positions], Order::Waves).map_err(Dropped::Unrunnable)?;
-        let outputs = match run {
-            Run::Finished(outputs) => outputs,
-            halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
-                return Err(Dropped::Halted(halted));
-            }
-        };
-        check_tokens(&outputs)?;
-        let expected = &inputs.logits[..positions];
-        let mut agreement = compare(expected, &outputs.logits, Tolerance::REFERENCE)
-            .map_err(|at| Dropped::Disagreed { by: "reference", at })?;
-        for layer in 0..self.graph.layers.len() {
-            agreement = self.compare_cache(agreement, &machine, inputs, layer)?;
-        }
-        Ok(agreement)
+        inputs.examine(&mut machine)
     }
-
-    /// Compares a layer's key/value cache after the last position.
-    fn compare_cache(
-        &self,
-        agreement: Agreement<Reference>,
-        machine: &Machine<'_>,
-        inputs: &Expected,
-        layer: usize,
-    ) -> Result<Agreement<Reference>, Dropped> {
-        let width = self.graph.kv_width() as usize;
-        let at = layer as u32;
-        let disagreed = |at| Dropped::Disagreed { by: "reference", at };
-        let (keys, values) = &inputs.cache[layer];
-        agreement
-            .and_values(
-                What::Keys { layer: at },
-                keys.chunks_exact(width),
-                machine.keys(layer).chunks_exact(width),
-                Tolerance::REFERENCE,
-            )
-            .map_err(disagreed)?
-            .and_values(
-                What::Values { layer: at },
-                values.chunks_exact(width),
-                machine.values(layer).chunks_exact(width),
-                Tolerance::REFERENCE,
-            )
-            .map_err(disagreed)
-    }
-}
-
-/// The tokens that the program chose must be those of its own logits.
-fn check_tokens(outputs: &Outputs) -> Result<(), Dropped> {
-    for (position, (&got, logits)) in outputs.tokens.iter().zip(&outputs.logits).enumerate() {
-        let want = argmax(logits);
-        if got != want {
-            return Err(Dropped::Sampled { position, got, want });
-        }
-    }
-    Ok(())
 }

@@ -1,9 +1,18 @@
 //! The inputs of the gate and what the graph makes of them, with no schedule: what every executor is compared with.
+//!
+//! The reference machine runs two stretches of positions. The **near** one begins at position zero with an empty cache. The **far** one
+//! takes over a cache that somebody else filled, so that many keys, many blocks of them and large angles cost no more than two steps
+//! of the weights. How much is allowed is found with the values: each stretch is evaluated a second time with rounded hand-offs
+//! (docs/tolerances.md).
 
 use ir::{Graph, Weights};
 use rand::RngExt;
+use reference_vm::Order;
+use reference_vm::compare::{Agreement, Reference, Tolerance, What, compare, distance};
 use reference_vm::eval::{EvalError, Evaluator, Logits};
+use reference_vm::machine::{Machine, Outputs, Run};
 
+use crate::gate::Dropped;
 use crate::propose::generator;
 
 /// Weight bytes that the reference machine may read for one candidate: what decides how many positions it runs.
@@ -15,8 +24,32 @@ const REFERENCE_POSITIONS_MIN: usize = 6;
 /// Positions that any executor runs at most, when the model allows: more than one block of the default `kv_block`.
 pub const POSITIONS_MAX: usize = 144;
 
+/// Positions of the far stretch: the first ends a block of keys, the second begins one and reads what the first stored.
+const FAR_POSITIONS: usize = 2;
+
+/// Keys that the far stretch begins with at most, its own among them: two blocks of the largest `kv_block`.
+const FAR_KEYS_MAX: usize = 1024;
+
+/// And at least, for a model of any size: more than one block of the default `kv_block`.
+const FAR_KEYS_MIN: usize = 160;
+
+/// Of these keys, a whole number of the smallest `kv_block`.
+const FAR_KEYS_STEP: usize = 32;
+
+/// Multiply-adds of attention that a far position may cost: two blocks of the largest `kv_block` for a model of a billion weights.
+const FAR_WORK: usize = 36_000_000;
+
+/// Bytes of all keys and values that the far stretch takes over; every candidate copies them.
+const FAR_BYTES: usize = 64 << 20;
+
 /// Which numbers the tokens of a search are drawn with.
 const TOKENS_STREAM: u64 = u64::MAX;
+
+/// Which numbers the far stretch's tokens and cache are drawn with.
+const FAR_STREAM: u64 = u64::MAX - 1;
+
+/// Keys and values of each layer.
+type Layers = Vec<(Vec<f32>, Vec<f32>)>;
 
 /// The inputs of the gate and what the graph makes of them.
 #[derive(Debug)]
@@ -25,10 +58,31 @@ pub struct Expected {
     pub tokens: Vec<u32>,
     /// Logits of every position.
     pub logits: Vec<Vec<f32>>,
-    /// Positions that a candidate runs on the reference machine.
+    /// Positions from zero that a candidate runs on the reference machine.
     pub reference_positions: usize,
-    /// Keys and values of each layer after that many positions.
-    pub(crate) cache: Vec<(Vec<f32>, Vec<f32>)>,
+    near: Stretch,
+    far: Option<Stretch>,
+}
+
+/// Positions in a row that the reference machine runs.
+#[derive(Debug)]
+struct Stretch {
+    first: usize,
+    /// The cache of the positions before.
+    before: Layers,
+    tokens: Vec<u32>,
+    logits: Vec<Vec<f32>>,
+    /// Keys and values of these positions.
+    cache: Layers,
+    allowed: Allowed,
+}
+
+/// How far each kind of row may be off.
+#[derive(Debug)]
+struct Allowed {
+    logits: Tolerance,
+    /// Of keys and of values of each layer.
+    cache: Vec<[Tolerance; 2]>,
 }
 
 impl Expected {
@@ -44,18 +98,43 @@ impl Expected {
         seed: u64,
         on_device: Option<usize>,
     ) -> Result<Self, EvalError> {
-        let reference_positions = affordable(graph, kv_capacity, REFERENCE_BYTES, POSITIONS_MAX);
-        let room = kv_capacity.min(graph.max_positions).max(1) as usize;
-        let positions = on_device.map_or(0, |most| most.min(room)).max(reference_positions);
-        Self::of_tokens(
-            graph,
-            weights,
-            draw_tokens(seed, graph.vocab, positions),
-            reference_positions,
-        )
+        Self::within(graph, weights, kv_capacity, seed, on_device, REFERENCE_BYTES)
     }
 
-    /// Evaluates the graph on these tokens; a candidate runs the first `reference_positions` on the reference machine.
+    /// As [`new`](Self::new), with so many weight bytes that the reference machine may read for one candidate: with few, what a search of
+    /// a large model gets.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn within(
+        graph: &Graph,
+        weights: &dyn Weights,
+        kv_capacity: u32,
+        seed: u64,
+        on_device: Option<usize>,
+        reference_bytes: u64,
+    ) -> Result<Self, EvalError> {
+        let affordable = affordable(graph, kv_capacity, reference_bytes, POSITIONS_MAX);
+        let room = kv_capacity.min(graph.max_positions).max(1) as usize;
+        let far_first = far_first(graph, room).filter(|&first| first >= affordable);
+        let reference_positions = affordable - far_first.map_or(0, |_| FAR_POSITIONS);
+        let positions = on_device.map_or(0, |most| most.min(room)).max(reference_positions);
+        let tokens = draw_tokens(seed, graph.vocab, positions);
+        let mut expected = Self::of_tokens(graph, weights, tokens, reference_positions)?;
+        if let Some(first) = far_first {
+            let mut rng = generator(seed, FAR_STREAM);
+            let tokens =
+                (0..FAR_POSITIONS).map(|_| rng.random_range(0..graph.vocab.max(1))).collect();
+            let before = filled(graph, &expected.near.cache, first, &mut rng);
+            let mut evaluator = Evaluator::new(graph, weights)?;
+            let mut far = Stretch::new(&mut evaluator, weights, graph, before, tokens, first)?;
+            far.allowed = far.allowed.or(&expected.near.allowed);
+            expected.far = Some(far);
+        }
+        Ok(expected)
+    }
+
+    /// Evaluates the graph on these tokens; a candidate runs the first `reference_positions` on the reference machine, and no others.
     pub(crate) fn of_tokens(
         graph: &Graph,
         weights: &dyn Weights,
@@ -63,13 +142,215 @@ impl Expected {
         reference_positions: usize,
     ) -> Result<Self, EvalError> {
         let mut evaluator = Evaluator::new(graph, weights)?;
-        let mut logits = evaluator.run(&tokens[..reference_positions], Logits::All)?;
-        let cache = (0..graph.layers.len())
-            .map(|layer| (evaluator.keys(layer).to_vec(), evaluator.values(layer).to_vec()))
-            .collect();
-        logits.extend(evaluator.run(&tokens[reference_positions..], Logits::All)?);
-        Ok(Self { tokens, logits, reference_positions, cache })
+        let (first, rest) = tokens.split_at(reference_positions);
+        let near = Stretch::new(&mut evaluator, weights, graph, empty(graph), first.to_vec(), 0)?;
+        let mut logits = near.logits.clone();
+        logits.extend(evaluator.run(rest, Logits::All)?);
+        Ok(Self { tokens, logits, reference_positions, near, far: None })
     }
+
+    /// The tokens that a candidate is fed on the reference machine.
+    pub fn reference_tokens(&self) -> impl Iterator<Item = u32> {
+        let far = self.far.iter().flat_map(|far| &far.tokens);
+        self.near.tokens.iter().chain(far).copied()
+    }
+
+    /// Where a candidate is run on the reference machine, for reports.
+    #[must_use]
+    pub fn reference_scope(&self) -> String {
+        let near = format!("{} positions", self.reference_positions);
+        match &self.far {
+            None => near,
+            Some(far) => format!("{near} and {} from position {} on", far.tokens.len(), far.first),
+        }
+    }
+
+    /// The least and the most that any row may be off on the reference machine, as a share of its greatest magnitude.
+    #[must_use]
+    pub fn allowed(&self) -> [f64; 2] {
+        let stretches = [Some(&self.near), self.far.as_ref()].into_iter().flatten();
+        let all = stretches.flat_map(|stretch| {
+            let cache = stretch.allowed.cache.iter().flatten();
+            cache.chain([&stretch.allowed.logits]).map(|tolerance| tolerance.rel())
+        });
+        all.fold([f64::INFINITY, 0.0], |[least, most], rel| [least.min(rel), most.max(rel)])
+    }
+
+    /// Most keys that a candidate attends to on the reference machine.
+    #[must_use]
+    pub fn reference_keys(&self) -> usize {
+        let last = self.far.as_ref().unwrap_or(&self.near);
+        last.first + last.tokens.len()
+    }
+
+    /// Runs a fresh machine on the inputs and compares all that it leaves: tokens, logits, keys and values.
+    ///
+    /// # Errors
+    /// If it traps, gets stuck or disagrees.
+    pub fn examine(&self, machine: &mut Machine<'_>) -> Result<Agreement<Reference>, Dropped> {
+        let outputs = self.near.run(machine)?;
+        let mut agreement = compare(&self.near.logits, &outputs.logits, self.near.allowed.logits)
+            .map_err(|at| Dropped::Disagreed { by: "reference", at })?;
+        agreement = self.near.compare_cache(agreement, machine)?;
+        if let Some(far) = &self.far {
+            machine.resume(far.first, &far.before).map_err(Dropped::Unrunnable)?;
+            let outputs = far.run(machine)?;
+            let allowed = (What::Logits, far.allowed.logits);
+            agreement =
+                far.compare(agreement, allowed, rows(&far.logits), rows(&outputs.logits))?;
+            agreement = far.compare_cache(agreement, machine)?;
+        }
+        Ok(agreement)
+    }
+}
+
+impl Allowed {
+    /// What either allows: the greatest error of a few rows says little of the greatest of the next few.
+    fn or(&self, other: &Self) -> Self {
+        let layers = self.cache.iter().zip(&other.cache);
+        Self {
+            logits: self.logits.or(other.logits),
+            cache: layers.map(|(a, b)| [a[0].or(b[0]), a[1].or(b[1])]).collect(),
+        }
+    }
+}
+
+impl Stretch {
+    fn new(
+        evaluator: &mut Evaluator<'_>,
+        weights: &dyn Weights,
+        graph: &Graph,
+        before: Layers,
+        tokens: Vec<u32>,
+        first: usize,
+    ) -> Result<Self, EvalError> {
+        let (logits, cache) = evaluate(evaluator, graph, first, &before, &tokens)?;
+        let mut rounded = Evaluator::new(graph, weights)?.with_rounded_handoffs();
+        let (rounded_logits, rounded_cache) =
+            evaluate(&mut rounded, graph, first, &before, &tokens)?;
+        let longest = graph.hidden.max(graph.ffn).max(graph.q_width()) as usize;
+        let width = graph.kv_width() as usize;
+        let of = |want: &[f32], got: &[f32]| {
+            let response = distance(want.chunks_exact(width), got.chunks_exact(width));
+            Tolerance::of_response(response, longest)
+        };
+        let response = distance(rows(&logits), rows(&rounded_logits));
+        let pairs = cache.iter().zip(&rounded_cache);
+        let allowed = Allowed {
+            logits: Tolerance::of_response(response, longest),
+            cache: pairs.map(|(want, got)| [of(&want.0, &got.0), of(&want.1, &got.1)]).collect(),
+        };
+        Ok(Self { first, before, tokens, logits, cache, allowed })
+    }
+
+    fn run(&self, machine: &mut Machine<'_>) -> Result<Outputs, Dropped> {
+        let run = machine.run(&self.tokens, Order::Waves).map_err(Dropped::Unrunnable)?;
+        let outputs = match run {
+            Run::Finished(outputs) => outputs,
+            halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+                return Err(Dropped::Halted(halted));
+            }
+        };
+        self.check_tokens(&outputs)?;
+        Ok(outputs)
+    }
+
+    /// The tokens that the program chose must be those of its own logits.
+    fn check_tokens(&self, outputs: &Outputs) -> Result<(), Dropped> {
+        for (index, (&got, logits)) in outputs.tokens.iter().zip(&outputs.logits).enumerate() {
+            let want = reference_vm::argmax(logits);
+            if got != want {
+                return Err(Dropped::Sampled { position: self.first + index, got, want });
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares the keys and values of the machine's last positions, which are this stretch's.
+    fn compare_cache(
+        &self,
+        mut agreement: Agreement<Reference>,
+        machine: &Machine<'_>,
+    ) -> Result<Agreement<Reference>, Dropped> {
+        for (layer, ((keys, values), allowed)) in
+            self.cache.iter().zip(&self.allowed.cache).enumerate()
+        {
+            let at = layer as u32;
+            let parts = [
+                (What::Keys { layer: at }, keys, machine.keys(layer)),
+                (What::Values { layer: at }, values, machine.values(layer)),
+            ];
+            for ((what, want, all), &allowed) in parts.into_iter().zip(allowed) {
+                let got = &all[all.len().saturating_sub(want.len())..];
+                let width = (want.len() / self.tokens.len().max(1)).max(1);
+                let (want, got) = (want.chunks_exact(width), got.chunks_exact(width));
+                agreement = self.compare(agreement, (what, allowed), want, got)?;
+            }
+        }
+        Ok(agreement)
+    }
+
+    fn compare<'a>(
+        &self,
+        agreement: Agreement<Reference>,
+        (what, allowed): (What, Tolerance),
+        want: impl ExactSizeIterator<Item = &'a [f32]>,
+        got: impl ExactSizeIterator<Item = &'a [f32]>,
+    ) -> Result<Agreement<Reference>, Dropped> {
+        agreement
+            .and_values(what, want, got, allowed)
+            .map_err(|at| Dropped::Disagreed { by: "reference", at: at.from_position(self.first) })
+    }
+}
+
+fn rows(rows: &[Vec<f32>]) -> impl ExactSizeIterator<Item = &[f32]> {
+    rows.iter().map(Vec::as_slice)
+}
+
+/// A cache of no positions.
+fn empty(graph: &Graph) -> Layers {
+    vec![(Vec::new(), Vec::new()); graph.layers.len()]
+}
+
+/// Logits of the tokens after `before`, and their keys and values.
+fn evaluate(
+    evaluator: &mut Evaluator<'_>,
+    graph: &Graph,
+    first: usize,
+    before: &Layers,
+    tokens: &[u32],
+) -> Result<(Vec<Vec<f32>>, Layers), EvalError> {
+    evaluator.resume(first, before)?;
+    let logits = evaluator.run(tokens, Logits::All)?;
+    let from = first * graph.kv_width() as usize;
+    let own = |layer: usize| {
+        (evaluator.keys(layer)[from..].to_vec(), evaluator.values(layer)[from..].to_vec())
+    };
+    Ok((logits, (0..graph.layers.len()).map(own).collect()))
+}
+
+/// Where the far stretch begins: with as many keys as work and memory allow, whole blocks of them with its first position's.
+fn far_first(graph: &Graph, room: usize) -> Option<usize> {
+    let work = (2 * graph.layers.len() * graph.q_width() as usize).max(1);
+    let workable = (FAR_WORK / work).clamp(FAR_KEYS_MIN, FAR_KEYS_MAX);
+    let bytes = 2 * graph.layers.len() * graph.kv_width() as usize * size_of::<f32>();
+    let storable = FAR_BYTES / bytes.max(1);
+    let keys = workable.min(storable).min((room + 1).saturating_sub(FAR_POSITIONS));
+    (keys / FAR_KEYS_STEP * FAR_KEYS_STEP).checked_sub(1)
+}
+
+/// Keys and values of so many positions that are as large as those that the model makes: some of them, element by element with another
+/// sign and up to half as large again.
+fn filled(graph: &Graph, made: &Layers, positions: usize, rng: &mut impl RngExt) -> Layers {
+    let words = positions * graph.kv_width() as usize;
+    let mut varied = |values: &[f32]| -> Vec<f32> {
+        let vary = |&value: &f32| {
+            let factor: f32 = rng.random_range(0.5..1.5);
+            if rng.random_bool(0.5) { value * factor } else { -value * factor }
+        };
+        values.iter().cycle().take(words).map(vary).collect()
+    };
+    made.iter().map(|(keys, values)| (varied(keys), varied(values))).collect()
 }
 
 /// Positions that may be run for so many weight bytes, at most `most`.

@@ -123,10 +123,8 @@ fn reference(context: &Context, bundle: &Bundle) -> Result<Result<String, String
         .and_then(|candidate| gate.reference(&candidate));
     Ok(match assessed {
         Ok(_) => {
-            let positions = gate.expected().reference_positions;
-            Ok(format!(
-                "it agrees with the graph on the reference machine at {positions} positions"
-            ))
+            let scope = gate.expected().reference_scope();
+            Ok(format!("it agrees with the graph on the reference machine at {scope}"))
         }
         Err(dropped) => Err(dropped.to_string()),
     })

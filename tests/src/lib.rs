@@ -9,6 +9,7 @@ pub mod edit;
 pub mod explore;
 pub mod filetest;
 pub mod fuzz;
+pub mod mutant;
 pub mod rng;
 pub mod toy;
 pub mod weak;

@@ -5,6 +5,7 @@ mod calibration;
 mod docs;
 mod explore;
 mod filetest;
+mod gate;
 mod generate;
 mod growth;
 mod lowering;

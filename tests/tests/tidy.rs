@@ -278,6 +278,21 @@ fn nothing_is_left_for_later() {
     none(&problems);
 }
 
+/// Machines that are wrong on request exist to judge those who judge machines, and nothing else may ask for one.
+#[test]
+fn only_tests_ask_for_defects() {
+    let asks = |(path, text): &(PathBuf, String)| {
+        let may = path.starts_with("reference-vm") || path.starts_with("tests");
+        !may && (text.contains("with_defect") || text.contains("Defect::"))
+    };
+    let problems: Vec<String> = files(&["rs"])
+        .iter()
+        .filter(|file| asks(file))
+        .map(|(p, _)| p.display().to_string())
+        .collect();
+    none(&problems);
+}
+
 #[test]
 fn modules_have_names() {
     let banned = ["utils", "util", "common", "helpers", "misc"];

@@ -11,7 +11,7 @@ fn refusal(expected: &[Vec<f32>], actual: &[Vec<f32>]) -> Disagreement {
 #[test]
 fn equal_rows_agree_exactly() {
     let summary = compare(&rows(), &rows(), Tolerance::REFERENCE).unwrap().summary();
-    assert_eq!(summary, Summary { max_abs_err: 0.0, max_rel_err: 0.0, top1_agreement: 1.0 });
+    assert_eq!(summary, Summary { top1_agreement: 1.0, ..Summary::default() });
 }
 
 #[test]
@@ -122,4 +122,55 @@ fn tolerances_follow_dtype_and_length() {
     assert_eq!(of(DType::F32, 4096), 2f64.powi(-15));
     assert!(of(DType::F32, 64) < of(DType::F16, 64) && of(DType::F16, 64) < of(DType::Bf16, 64));
     assert!(of(DType::F32, 128 * 1024) < Tolerance::REFERENCE.rel());
+}
+
+#[test]
+fn what_rounding_does_is_what_is_allowed() {
+    let of = |response, longest| Tolerance::of_response(response, longest).rel();
+    // Four times what the roundings did; sums of 8192 products err as much again, in squares.
+    assert_eq!(of(1e-5, 32), 4e-5 * (1.0 + 1.0 / 256.0f64).sqrt());
+    assert_eq!(of(1e-5, 8192), 4e-5 * 2f64.sqrt());
+    // A model that rounding does nothing to may still be summed in another order.
+    assert_eq!(of(0.0, 8192), Tolerance::of_reduction(DType::F32, 256).rel());
+    // A model that rounding throws about proves nothing beyond what a device is allowed.
+    assert_eq!(of(1.0, 32), Tolerance::DEVICE.rel());
+    assert_eq!(of(f64::INFINITY, 32), Tolerance::DEVICE.rel());
+}
+
+#[test]
+fn distance_is_of_the_worst_row_and_infinite_where_there_is_none() {
+    let of = |want: &[Vec<f32>], got: &[Vec<f32>]| {
+        distance(want.iter().map(Vec::as_slice), got.iter().map(Vec::as_slice))
+    };
+    let mut actual = rows();
+    assert_eq!(of(&rows(), &actual), 0.0);
+    (actual[0][0], actual[1][1]) = (1.5, 0.5);
+    assert_eq!(of(&rows(), &actual), 0.5 / 4.0);
+    assert_eq!(of(&rows(), &actual[..1]), f64::INFINITY);
+    actual[1][1] = f32::NAN;
+    assert_eq!(of(&rows(), &actual), f64::INFINITY);
+    assert_eq!(of(&[vec![0.0]], &[vec![1.0]]), f64::INFINITY);
+}
+
+#[test]
+fn an_agreement_says_how_much_of_its_tolerance_was_used() {
+    let (want, got) = ([1.0f32, 2.0], [1.0f32, 2.000_1]);
+    let agreement = compare(&rows(), &rows(), Tolerance::REFERENCE)
+        .unwrap()
+        .and_values(
+            What::Values { layer: 0 },
+            want.chunks_exact(2),
+            got.chunks_exact(2),
+            Tolerance::REFERENCE,
+        )
+        .unwrap();
+    assert!((agreement.summary().max_tolerance_used - 0.25).abs() < 1e-3);
+}
+
+#[test]
+fn positions_are_counted_from_where_the_rows_begin() {
+    let mut actual = rows();
+    actual[1][2] = 9.0;
+    let at = refusal(&rows(), &actual).from_position(1023);
+    assert!(at.to_string().starts_with("logits differ at position 1024, index 2"), "{at}");
 }

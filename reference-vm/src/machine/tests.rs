@@ -442,3 +442,52 @@ fn fire_all(
         }
     }
 }
+
+/// Taking over a cache is no different from having filled it.
+#[test]
+fn resuming_goes_on_with_the_same_bits() {
+    for model in &models() {
+        let program = verify(plan::program(&model.graph, Plan::default())).unwrap();
+        let new = || Machine::new(&program, &model.graph, &*model.weights).unwrap();
+        let mut whole = new();
+        outputs(whole.run(&tokens(9), Order::Waves).unwrap());
+        let layers = 0..model.graph.layers.len();
+        let cache: Vec<_> =
+            layers.map(|l| (whole.keys(l).to_vec(), whole.values(l).to_vec())).collect();
+        let want = outputs(whole.run(&tokens(3), Order::Waves).unwrap());
+        let mut other = new();
+        outputs(other.run(&tokens(2), Order::Waves).unwrap());
+        other.resume(9, &cache).unwrap();
+        assert_eq!(other.positions(), 9);
+        assert_eq!(other.greedy(1, &[], Order::Waves), Err(MachineError::NothingFed));
+        assert_eq!(outputs(other.run(&tokens(3), Order::Waves).unwrap()), want);
+        assert_eq!(other.resume(8, &cache), Err(MachineError::Cache { positions: 8 }));
+        assert_eq!(other.resume(9, &cache[1..]), Err(MachineError::Cache { positions: 9 }));
+        let capacity = program.kv_capacity as usize;
+        let full = MachineError::Capacity { positions: capacity + 1, capacity };
+        assert_eq!(other.resume(capacity + 1, &cache), Err(full));
+    }
+}
+
+/// A defect spoils the layer that it is asked for, and nothing without being asked for.
+#[test]
+fn a_defect_is_in_its_layer() {
+    let model = &models()[0];
+    let program = verify(plan::program(&model.graph, Plan::default())).unwrap();
+    let values = |defect: Option<(Defect, Option<u16>)>| {
+        let machine = Machine::new(&program, &model.graph, &*model.weights).unwrap();
+        let mut machine = match defect {
+            Some((defect, layer)) => machine.with_defect(defect, layer),
+            None => machine,
+        };
+        outputs(machine.run(&tokens(4), Order::Waves).unwrap());
+        [0, 1].map(|layer| machine.values(layer).to_vec())
+    };
+    let right = values(None);
+    for (layer, spoiled) in
+        [(Some(0), [true, true]), (Some(1), [false, true]), (Some(7), [false; 2])]
+    {
+        let wrong = values(Some((Defect::TurnedValues, layer)));
+        assert_eq!([0, 1].map(|l| wrong[l] != right[l]), spoiled, "{layer:?}");
+    }
+}

@@ -5,7 +5,8 @@ use abi::AttentionParams;
 use ir::program::{Dims, split_range};
 
 use super::{Context, Effects, Splits, bits, product, reserved};
-use crate::math::{dot, rms_norm, rotate, rotations, softmax_parts};
+use crate::defect::{Defect, Rotated};
+use crate::math::{dot, rms_norm, softmax_parts};
 use crate::memory::{Append, Span};
 use crate::trap::Fault;
 
@@ -70,9 +71,10 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
         let writes = vec![(context.writes(0)?, start, nothing)];
         return Ok(Effects { writes, ..Effects::default() });
     }
-    let rotations = rotations(context.step.position, &context.read(3, 0, p.head_dim / 2)?);
-    let shaped = |x: Vec<f32>, norm: usize| -> Result<Vec<f32>, Fault> {
-        let norm = context.read_optional(norm, 0, p.head_dim)?;
+    let frequencies = context.read(3, 0, p.head_dim / 2)?;
+    let shaped = |x: Vec<f32>, which: Rotated| -> Result<Vec<f32>, Fault> {
+        let norm = context.read_optional(which.norm(), 0, p.head_dim)?;
+        let rotation = Defect::rotation(context.defect, which, context.step.position, &frequencies);
         let mut out = x.clone();
         for (x, out) in
             x.chunks_exact(p.head_dim as usize).zip(out.chunks_exact_mut(p.head_dim as usize))
@@ -80,15 +82,15 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
             if let Some(norm) = &norm {
                 rms_norm(x, norm, p.eps, out);
             }
-            rotate(out, &rotations);
+            rotation.apply(out);
         }
         Ok(out)
     };
-    let queries = shaped(context.read(0, at.q, at.group)?, 1)?;
+    let queries = shaped(context.read(0, at.q, at.group)?, Rotated::Queries)?;
     let cache = context.writes(1)?.slot;
     let newest = owns_newest(p, splits);
     let append = if newest {
-        let key = shaped(context.read(0, at.k, p.head_dim)?, 2)?;
+        let key = shaped(context.read(0, at.k, p.head_dim)?, Rotated::Keys)?;
         let value = context.read(0, at.v, p.head_dim)?;
         Some(Append { slot: cache, kv_head: p.kv_head, key, value })
     } else {
@@ -103,11 +105,14 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
         }
         Some(_) | None => context.memory.key_value(cache, p.kv_head, position),
     };
-    let keys = range.map(|key| key_value(first + key)).collect::<Result<Vec<_>, _>>()?;
+    let mut keys = range.map(|key| key_value(first + key)).collect::<Result<Vec<_>, _>>()?;
+    Defect::keys(context.defect, &mut keys);
     let mut out = Vec::new();
     for query in queries.chunks_exact(p.head_dim as usize) {
         partial(query, &keys, p.scale, &mut out);
     }
+    let out = Defect::partials(context.defect, out, stride as usize);
+    let append = append.map(|append| Defect::append(context.defect, append, p.kv_heads));
     let writes = vec![(context.writes(0)?, start, bits(&out))];
     Ok(Effects { writes, append, ..Effects::default() })
 }

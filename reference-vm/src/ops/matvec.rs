@@ -6,7 +6,8 @@ use rayon::prelude::*;
 
 use super::attention_merge::Partials;
 use super::{Context, Effects, bits, reserved};
-use crate::math::{TASK_MACS, argmax, root_mean_square, silu};
+use crate::defect::Defect;
+use crate::math::{TASK_MACS, argmax, root_mean_square};
 use crate::memory::Span;
 use crate::packed::Packed;
 use crate::trap::Fault;
@@ -104,7 +105,7 @@ fn operand(context: Context<'_>, p: &MatvecParams, matrix: &Packed<'_>) -> Resul
         Prologue::Rms => {
             let x = context.read(0, 0, p.k_len)?;
             let norm = context.read(1, 0, p.k_len)?;
-            let scale = 1.0 / root_mean_square(&x, p.eps);
+            let scale = Defect::norm_scale(context.defect, 1.0 / root_mean_square(&x, p.eps));
             (x.iter().zip(norm).map(|(x, norm)| x * norm).collect(), Some(scale))
         }
         Prologue::Merge => (partials(p)?.merge(context)?, None),
@@ -153,7 +154,7 @@ fn finish(
         Epilogue::Residual => {
             let residual = context.read(3, rows.row0, rows.len())?;
             for (y, residual) in y.iter_mut().zip(residual) {
-                *y += residual;
+                *y += Defect::residual(context.defect, residual);
             }
             Ok(vec![(out, rows.row0, bits(&y))])
         }
@@ -162,9 +163,10 @@ fn finish(
             if !p.tile0.is_multiple_of(2) || !y.len().is_multiple_of(2 * tile) {
                 return Err(Fault::Parameter { name: "tiles", value: p.tiles });
             }
+            let gated = |gate, up| Defect::activation(context.defect, gate) * up;
             let pairs = y.chunks_exact(2 * tile).map(|pair| pair.split_at(tile));
             let mut h: Vec<f32> = pairs
-                .flat_map(|(gate, up)| gate.iter().zip(up).map(|(&gate, &up)| silu(gate) * up))
+                .flat_map(|(gate, up)| gate.iter().zip(up).map(|(&gate, &up)| gated(gate, up)))
                 .collect();
             // The last tile may be padded where the MLP's width is not a multiple of 8.
             let start = rows.row0 / 2;

@@ -3,6 +3,7 @@
 use abi::SampleParams;
 
 use super::{Context, Effects, product, reserved};
+use crate::defect::Defect;
 use crate::memory::Span;
 use crate::trap::Fault;
 
@@ -16,6 +17,7 @@ pub(super) fn fire(context: Context<'_>, p: &SampleParams) -> Result<Effects, Fa
     let mut best = (f32::NEG_INFINITY, u32::MAX);
     for &[value, row] in words.as_chunks::<2>().0 {
         let row = row.to_bits();
+        let value = Defect::rank(context.defect, value);
         if value > best.0 || value == best.0 && row < best.1 {
             best = (value, row);
         }

@@ -2,7 +2,7 @@
 
 use ir::{DType, Graph, TensorId};
 use model::{Model, Shape, Window};
-use reference_vm::compare::{Tolerance, compare};
+use reference_vm::compare::{Tolerance, compare, distance};
 use reference_vm::eval::{EvalError, Evaluator, Logits};
 
 use crate::{Golden, each};
@@ -102,6 +102,40 @@ fn truncating_goes_back() {
         );
         evaluator.reset();
         assert_eq!(evaluator.run(&golden.tokens, Logits::All).unwrap(), logits, "{name}");
+    });
+}
+
+/// Taking over a cache is no different from having filled it.
+#[test]
+fn resuming_goes_on_with_the_same_bits() {
+    each(|name, golden| {
+        let layers = 0..golden.model.graph.layers.len();
+        let mut whole = evaluator(golden);
+        whole.run(&golden.tokens[..20], Logits::Skip).unwrap();
+        let cache: Vec<_> = layers.map(|layer| (whole.keys(layer), whole.values(layer))).collect();
+        let want = whole.run(&golden.tokens[20..], Logits::All).unwrap();
+        let mut other = evaluator(golden);
+        other.run(&golden.tokens[30..], Logits::Skip).unwrap();
+        other.resume(20, &cache).unwrap();
+        assert_eq!(other.positions(), 20);
+        assert_eq!(other.greedy(1, &[]), Err(EvalError::NothingFed));
+        assert_eq!(other.run(&golden.tokens[20..], Logits::All).unwrap(), want, "{name}");
+        assert_eq!(other.resume(21, &cache), Err(EvalError::Cache { positions: 21 }));
+        assert_eq!(other.resume(20, &cache[1..]), Err(EvalError::Cache { positions: 20 }));
+        let full = Err(EvalError::Capacity { positions: 20, capacity: 19 });
+        assert_eq!(other.with_capacity(19).resume(20, &cache), full);
+    });
+}
+
+/// Rounding hand-offs moves logits, by about what their last bits are worth.
+#[test]
+fn rounded_handoffs_move_logits_a_little() {
+    each(|name, golden| {
+        let want = evaluator(golden).run(&golden.tokens, Logits::All).unwrap();
+        let mut rounded = evaluator(golden).with_rounded_handoffs();
+        let got = rounded.run(&golden.tokens, Logits::All).unwrap();
+        let moved = distance(want.iter().map(Vec::as_slice), got.iter().map(Vec::as_slice));
+        assert!((1e-7..2e-5).contains(&moved), "{name}: {moved}");
     });
 }
 

@@ -1,0 +1,131 @@
+//! Mutants that the gate must refuse: models and programs with one mistake each, and what became of them.
+//!
+//! A mutant is run through [`Expected::examine`], which is all that the product does with a candidate on the reference machine. Whether
+//! it deserved to be refused is found without the gate: by its logits on other and longer inputs ([`Base::is_equivalent`]).
+
+mod base;
+mod machine;
+mod operand;
+mod score;
+mod weight;
+
+pub use base::{AS_LARGE, Base, FACTOR, Plan, families, golden};
+pub use machine::defects;
+pub use operand::operands;
+pub use score::{Count, Fate, Outcome, Score};
+pub use weight::weights;
+
+use ir::program::{Program, Verified};
+use ir::{Graph, ScheduleConfig, Weights};
+use reference_vm::Defect;
+use reference_vm::compare::{Agreement, Reference};
+use reference_vm::machine::Machine;
+use search::{Dropped, Expected};
+
+use crate::mutant::operand::Edit;
+use crate::mutant::weight::Patched;
+
+/// What judges a machine by what is expected.
+pub type Gate = dyn Fn(&Expected, &mut Machine<'_>) -> Result<Agreement<Reference>, Dropped> + Sync;
+
+/// One mistake.
+pub struct Mutant<'b> {
+    /// What is scored together, such as `q_proj` or `matvec.eps`.
+    pub class: String,
+    /// What was done, and where.
+    pub what: String,
+    /// Which schedule it was done to.
+    pub schedule: usize,
+    mistake: Mistake<'b>,
+}
+
+/// Where a mistake is.
+enum Mistake<'b> {
+    /// In the model as the machine sees it.
+    Model(Box<(Graph, Patched<'b>)>),
+    /// In a machine that runs the right program.
+    Machine(Defect, Option<u16>),
+    /// In the program.
+    Program(Edit),
+}
+
+impl<'b> Mutant<'b> {
+    /// Lets the gate judge it, and finds out what it really changes.
+    #[must_use]
+    pub fn judge(&self, base: &Base) -> Outcome {
+        self.judge_by(base, &Expected::examine)
+    }
+
+    /// The same with another gate.
+    #[must_use]
+    pub fn judge_by(&self, base: &Base, gate: &Gate) -> Outcome {
+        let right = base.program(self.schedule);
+        match &self.mistake {
+            Mistake::Model(changed) => {
+                let (graph, patched) = &**changed;
+                match base.lower(graph, base.config(self.schedule)) {
+                    Ok(program) => {
+                        let change = base.change_of_model(graph, patched);
+                        self.examine(base, gate, (&program, graph, patched), None, change)
+                    }
+                    Err(reason) => self.outcome(base, Fate::Verify(reason), None),
+                }
+            }
+            Mistake::Machine(defect, layer) => {
+                let (graph, weights) = (base.graph(), base.weights());
+                let defect = Some((*defect, *layer));
+                let change = base.change_of_program(right, defect);
+                self.examine(base, gate, (right, graph, weights), defect, change)
+            }
+            Mistake::Program(edit) => match ir::program::verify(edit.apply(right)) {
+                Ok(program) => {
+                    let change = base.change_of_program(&program, None);
+                    self.examine(base, gate, (&program, base.graph(), base.weights()), None, change)
+                }
+                Err(violations) => {
+                    let first =
+                        violations.list().first().map_or_else(String::new, |v| v.rule.to_string());
+                    self.outcome(base, Fate::Verify(first), None)
+                }
+            },
+        }
+    }
+
+    fn examine(
+        &self,
+        base: &Base,
+        gate: &Gate,
+        (program, graph, weights): (&Verified<Program>, &Graph, &dyn Weights),
+        defect: Option<(Defect, Option<u16>)>,
+        change: Option<f64>,
+    ) -> Outcome {
+        let fate = match Machine::new(program, graph, weights) {
+            Ok(machine) => {
+                let mut machine = match defect {
+                    Some((defect, layer)) => machine.with_defect(defect, layer),
+                    None => machine,
+                };
+                Fate::of(gate(base.expected(), &mut machine))
+            }
+            Err(error) => Fate::Trapped(error.to_string()),
+        };
+        self.outcome(base, fate, change)
+    }
+
+    fn outcome(&self, base: &Base, fate: Fate, change: Option<f64>) -> Outcome {
+        Outcome {
+            base: base.name.clone(),
+            dtype: base.graph().dtype,
+            class: self.class.clone(),
+            what: self.what.clone(),
+            equivalent: change.is_some_and(|change| base.is_equivalent(change)),
+            change: change.map(|change| change / base.honest()),
+            fate,
+        }
+    }
+}
+
+/// A config by knob values, in JSON.
+fn config(base: &str, graph: &Graph, target: &ir::Target) -> ScheduleConfig {
+    *ir::schedule::read_config(base, graph, target).unwrap_or_else(|v| panic!("{base}: {v}"))
+}

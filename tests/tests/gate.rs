@@ -1,0 +1,152 @@
+//! The gate's own score: mutants that change the output must be refused, honest schedules must not.
+//!
+//! A small part runs by default. `AMK_MUTANTS=4 cargo test -p tests gate -- --nocapture` tries up to 4 mutants of every class on every
+//! model in every element type; docs/trust.md has its figures.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ir::DType::{Bf16, F16, F32};
+use model::Model;
+use rayon::prelude::*;
+use reference_vm::Order;
+use reference_vm::compare::{Agreement, Reference, Tolerance, compare};
+use reference_vm::machine::{Machine, Run};
+use search::{Dropped, Expected};
+use tests::mutant::{
+    AS_LARGE, Base, Gate, Mutant, Outcome, Plan, Score, defects, families, golden, operands,
+    weights,
+};
+use tests::rng::Rng;
+
+/// Mutants of each model and class that are tried by default.
+const FEW: usize = 3;
+
+/// How the first model is examined; some others as a search of a large model would.
+const PLAN: Plan = Plan { schedules: 6, seed: 5, as_large: false };
+
+/// What the default run tries: each family in one element type, half of them with few steps.
+fn smoke() -> Vec<(Model, Plan)> {
+    let plan = |index| Plan { as_large: index >= 2, ..PLAN };
+    families([Bf16, F16, F32, Bf16]).into_iter().zip((0..4).map(plan)).collect()
+}
+
+/// What the long run tries: each family in each element type, with many steps and with few, and the golden models.
+fn everything() -> Vec<(Model, Plan)> {
+    let plan = Plan { schedules: 20, ..PLAN };
+    let large = Plan { as_large: true, seed: 6, ..plan };
+    let families = || [Bf16, F16, F32].into_iter().flat_map(|dtype| families([dtype; 4]));
+    let with = |plan: Plan| move |model: Model| (model, plan);
+    let seeded = families().map(with(plan)).chain(families().map(with(large)));
+    seeded.chain(golden().into_iter().map(with(plan))).collect()
+}
+
+/// Some mutants of each class of a model, drawn without regard to what they are.
+fn mutants(base: &Base, of_a_class: usize) -> Vec<Mutant<'_>> {
+    let mut all = weights(base, 11);
+    all.extend(defects(base));
+    all.extend(operands(base));
+    let mut rng = Rng::new(13);
+    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    let mut drawn = Vec::new();
+    while !all.is_empty() {
+        let mutant = all.swap_remove(rng.below(all.len()));
+        let count = counts.entry(mutant.class.clone()).or_default();
+        if *count < of_a_class {
+            *count += 1;
+            drawn.push(mutant);
+        }
+    }
+    drawn
+}
+
+fn say(base: &Base, outcomes: &[Outcome]) {
+    let score = Score::of(outcomes);
+    let [least, most] = base.expected().allowed();
+    println!(
+        "{}: allowed {least:.1e} to {most:.1e}; {} of {} honest schedules refused, logits up to {:.2e} apart, {:.0} % of a tolerance used; {} of {} mutants passed\n{}",
+        base.name,
+        base.false_alarms.0.len(),
+        base.false_alarms.1,
+        base.honest(),
+        100.0 * base.closest,
+        score.survivors.len(),
+        outcomes.len(),
+        score.report(),
+    );
+}
+
+#[test]
+fn the_gate_refuses_every_mutant_and_no_honest_schedule() {
+    let asked = std::env::var("AMK_MUTANTS").ok().and_then(|text| text.parse().ok());
+    let of_a_class = asked.unwrap_or(FEW);
+    let (mut outcomes, mut alarms, mut honest) = (Vec::new(), Vec::new(), 0);
+    for (model, plan) in if asked.is_some() { everything() } else { smoke() } {
+        let base = Base::new(model, plan);
+        let mutants = mutants(&base, of_a_class);
+        let found: Vec<Outcome> = mutants.par_iter().map(|mutant| mutant.judge(&base)).collect();
+        say(&base, &found);
+        alarms.extend(base.false_alarms.0.clone());
+        honest += base.false_alarms.1;
+        outcomes.extend(found);
+    }
+    let score = Score::of(&outcomes);
+    println!("{}{:?}; {honest} honest schedules", score.table(), score.sum());
+    assert!(alarms.is_empty(), "honest schedules were refused:\n{}", alarms.join("\n"));
+    // Six steps do not multiply every single weight with something: of a thousand mutants one may pass there, and nowhere else.
+    let few_steps = |outcome: &&Outcome| outcome.base.ends_with(AS_LARGE);
+    let passed = score.survivors.iter().filter(few_steps).count();
+    let changed = outcomes.iter().filter(few_steps).filter(|outcome| outcome.changes()).count();
+    assert!(passed * 1000 <= changed, "{passed} of {changed} passed:\n{}", score.report());
+    assert_eq!(score.survivors.len(), passed, "mutants passed:\n{}", score.report());
+    // A class of which nothing ran proves nothing.
+    let classes: BTreeSet<&str> = score.counts.keys().map(|(class, _)| class.as_str()).collect();
+    let of = |class: &str| {
+        score
+            .counts
+            .iter()
+            .filter(|((name, _), _)| name == class)
+            .map(|(_, c)| c.total())
+            .sum::<usize>()
+    };
+    for class in classes.iter().filter(|class| !class.contains('.')) {
+        assert!(of(class) > 0, "no mutant of `{class}` changes the output");
+    }
+    assert!(classes.len() > 70, "only {} classes", classes.len());
+    assert!(honest >= 30, "only {honest} honest schedules");
+}
+
+/// The gate as it was once: logits alone, six positions from zero, as wide as a device is allowed.
+fn loosened(
+    expected: &Expected,
+    machine: &mut Machine<'_>,
+) -> Result<Agreement<Reference>, Dropped> {
+    let run = machine.run(&expected.tokens[..6], Order::Waves).map_err(Dropped::Unrunnable)?;
+    match run {
+        Run::Finished(outputs) => {
+            compare(&expected.logits[..6], &outputs.logits, Tolerance::DEVICE)
+                .map_err(|at| Dropped::Disagreed { by: "reference", at })
+        }
+        halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+            Err(Dropped::Halted(halted))
+        }
+    }
+}
+
+/// The score itself can fail: a gate that looks less closely lets mutants pass, and they are reported by class.
+#[test]
+fn a_loosened_gate_is_found_out() {
+    let mistral = families([F16; 4]).remove(1);
+    let base = Base::new(mistral, PLAN);
+    let gate: &Gate = &loosened;
+    let mutants = mutants(&base, 6);
+    let outcomes: Vec<Outcome> =
+        mutants.par_iter().map(|mutant| mutant.judge_by(&base, gate)).collect();
+    let score = Score::of(&outcomes);
+    println!("{}", score.report());
+    let passed: BTreeSet<&str> = score.survivors.iter().map(|o| o.class.as_str()).collect();
+    // Never reached by six positions, not in the logits, and too small.
+    for class in ["sliding window", "machine: joining splits", "machine: sampling", "q_proj"] {
+        assert!(passed.contains(class), "`{class}` is not among the survivors {passed:?}");
+        assert!(score.report().contains(class));
+    }
+}

@@ -10,7 +10,7 @@
 //! | `emit::counters` | the counters | one per phase that hands over by counter; arrivals are its tasks |
 //! | `order` | which phases happen before which | a task waits for all that it needs the counters of |
 //! | `slots` | the slots | one scratch slot per phase, written once per step |
-//! | `pages` | arena offsets, generations | slots that share bytes take turns |
+//! | `pages` | arena offsets | slots share no bytes |
 //! | `emit` | tasks and load streams | a worker's loads are its tasks' units, in order; `sample` waits for every worker |
 //! | `ir::program::verify` | the proof | the program gives one result in every order |
 //!
@@ -77,10 +77,10 @@ pub(crate) fn build(
     let splits = config.tiling.attention.kv_split;
     let mut slots = slots::slots(graph, &phases, &shares, splits, options.kv_capacity)?;
     let order = order::PhaseOrder::new(&phases, &shares);
-    let pages = pages::pages(config.page_allocation, &order, &slots.scratch, &mut slots.list);
+    let arena_bytes = pages::pages(&slots.scratch, &mut slots.list);
     let mut outputs = vec![None; phases.len()];
-    for (scratch, &generation) in slots.scratch.iter().zip(&pages.generations) {
-        outputs[scratch.written] = Some(Access { slot: scratch.slot, generation });
+    for scratch in &slots.scratch {
+        outputs[scratch.written] = Some(Access { slot: scratch.slot, generation: 0 });
     }
     let plan = emit::Plan {
         config,
@@ -105,7 +105,7 @@ pub(crate) fn build(
         matrices: matrices.list,
         slots: slots.list,
         counters,
-        arena_bytes: pages.arena_bytes,
+        arena_bytes,
         workers,
     };
     within(Limit::Tasks, abi::TASKS_MAX.into(), program.task_len() as u64)?;

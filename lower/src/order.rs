@@ -1,10 +1,9 @@
-//! The order of phases in the memory model: which counters a task must wait for beside that of its input, and which slots may share
-//! bytes. `verify` proves it again, task by task.
+//! The order of phases in the memory model: which counters a task must wait for beside that of its input. `verify` proves it again, task
+//! by task.
 //!
 //! Counters order everything that was done before them; a tagged hand-off orders nothing beside its own words. So a worker knows that a
 //! phase is over if it has waited for a counter behind it, and a tagged phase in between says nothing.
 
-use std::collections::BTreeSet;
 use std::ops::Range;
 
 use ir::schedule::Handoff;
@@ -19,10 +18,6 @@ type Known = Vec<usize>;
 pub(crate) struct PhaseOrder {
     /// Who takes part in each phase.
     takes_part: Vec<Vec<bool>>,
-    /// What every task of a phase knows.
-    known: Vec<Known>,
-    /// Pairs of phases of which some worker runs a task of the second right behind one of the first, with no block barrier between.
-    touching: BTreeSet<(usize, usize)>,
     /// By phase and worker: whether its tasks must wait for the counter of the residual that they add.
     catches_up: Vec<Vec<bool>>,
 }
@@ -50,14 +45,9 @@ impl PhaseOrder {
         let takes_part: Vec<Vec<bool>> =
             shares.iter().map(|s| s.iter().map(|range| !range.is_empty()).collect()).collect();
         let counter = |phase: usize| phases[phase].handoff == Some(Handoff::Counter);
-        let mut order = Self {
-            catches_up: vec![vec![false; workers]; phases.len()],
-            known: Vec::new(),
-            touching: BTreeSet::new(),
-            takes_part,
-        };
+        let mut order =
+            Self { catches_up: vec![vec![false; workers]; phases.len()], takes_part };
         let mut now: Vec<Known> = vec![vec![0; workers]; workers];
-        let mut last: Vec<Option<usize>> = vec![None; workers];
         // What the counter of each phase releases.
         let mut released: Vec<Option<Known>> = Vec::new();
         for phase in 0..phases.len() {
@@ -82,16 +72,9 @@ impl PhaseOrder {
                     order.catches_up[phase][worker] = true;
                     released[written].iter().for_each(|theirs| join(mine, theirs));
                 }
-                let waits = input.is_some() || order.catches_up[phase][worker];
-                if let Some(before) = last[worker].filter(|&before| !waits && !counter(before)) {
-                    order.touching.insert((before, phase));
-                }
                 mine[worker] = phase + 1;
-                last[worker] = Some(phase);
             }
             let part = || (0..workers).filter(|&w| order.takes_part[phase][w]);
-            let least = |of: usize| part().map(|w| now[w][of]).min().unwrap_or(0);
-            order.known.push((0..workers).map(least).collect());
             released.push(counter(phase).then(|| {
                 part().fold(vec![0; workers], |mut all, w| {
                     join(&mut all, &now[w]);
@@ -100,17 +83,6 @@ impl PhaseOrder {
             }));
         }
         order
-    }
-
-    fn all_known(&self, phase: usize, known: &Known) -> bool {
-        self.takes_part[phase].iter().zip(known).all(|(&part, &known)| !part || known > phase)
-    }
-
-    /// Whether everything that the first phase does happens before anything that the second does.
-    pub(crate) fn happens_before(&self, first: usize, second: usize) -> bool {
-        first < second
-            && self.all_known(first, &self.known[second])
-            && !self.touching.contains(&(first, second))
     }
 
     /// Whether the task of this worker waits for the counter of the residual too.

@@ -1,6 +1,6 @@
 //! The slots of a program: one scratch slot per phase, and the constants, caches and tables that tasks read.
 //!
-//! Scratch slots are written once per step. Their bytes and generations are the business of `pages`.
+//! Scratch slots are written once per step. Where they lie is the business of `pages`.
 
 use abi::SlotKind;
 use ir::program::{RowMap, Slot, SlotSource};
@@ -13,14 +13,11 @@ use crate::error::{Limit, LowerError, within};
 use crate::matrix::{gate_up_bias, qkv_bias};
 use crate::phase::{Op, Phase};
 
-/// The output of a phase and who reads it, by index of the phase.
+/// The output of a phase, by index of the phase.
 #[derive(Clone, Debug)]
 pub(crate) struct Scratch {
     pub(crate) slot: SlotId,
-    pub(crate) op: Op,
-    pub(crate) layer: u32,
     pub(crate) written: usize,
-    pub(crate) last_read: usize,
 }
 
 /// Constants and caches of one layer.
@@ -85,8 +82,7 @@ pub(crate) fn slots(
         within(Limit::SlotWords, u32::MAX.into(), words)?;
         let name = output_name(phase);
         let slot = list.add(name, kind, words as u32, SlotSource::Scratch);
-        let last_read = last_read(phases, index);
-        scratch.push(Scratch { slot, op: phase.op, layer: phase.layer, written: index, last_read });
+        scratch.push(Scratch { slot, written: index });
     }
     within(Limit::Slots, abi::SLOTS_MAX.into(), list.0.len() as u64)?;
     Ok(Slots { list: list.0, embedding, inv_freq, layers, final_norm, logits, scratch })
@@ -155,12 +151,4 @@ fn output_words(graph: &Graph, phase: &Phase, shares: &Shares, splits: u32) -> u
         Op::LmHead => 2 * u64::from(task_count(phase, shares)),
         Op::Sample => 0,
     }
-}
-
-/// The next phase reads every output. The residual stream is read once more: by the next phase that adds to it.
-fn last_read(phases: &[Phase], written: usize) -> usize {
-    let residual = matches!(phases[written].op, Op::Embed | Op::OProj | Op::Down);
-    let adds = |phase: &Phase| matches!(phase.op, Op::OProj | Op::Down);
-    let again = phases.iter().skip(written + 1).position(adds).filter(|_| residual);
-    written + 1 + again.unwrap_or(0)
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use abi::{MatvecParams, Opcode, SlotKind};
 use ir::program::{Program, Verified};
 use ir::schedule::{
-    ActsOn, EmbedGrouping, Evict, Handoff, MergeGrouping, PageAllocation, SmAssignment, Value,
+    ActsOn, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value,
     default_config, legal_values,
 };
 use ir::{DType, Graph, Knob, ScheduleConfig, Target};
@@ -183,65 +183,28 @@ proptest! {
     }
 }
 
-/// With every edge tagged, and everything shared that may be shared, over enough layers for buffers to be reused often.
+/// Any mixture of edges, over many layers.
 #[test]
-fn tagged_and_shared_slots_verify_over_many_layers() {
+fn any_mixture_of_edges_verifies_over_many_layers() {
     let graph = Shape { layers: 24, kv_heads: 4, ..Shape::default() }.graph();
-    for page_allocation in PageAllocation::ALL {
-        for kv_split in [1, 4] {
-            for merge in MergeGrouping::ALL {
-                for tagged in 0..256_u32 {
-                    // All, none, and a third of the rest.
-                    if tagged % 3 != 0 && tagged != 0b1111_1111 {
-                        continue;
-                    }
-                    let mut config = ScheduleConfig {
-                        page_allocation: *page_allocation,
-                        ..ScheduleConfig::default()
-                    };
-                    config.tiling.attention.kv_split = kv_split;
-                    config.fusion_grouping.merge = *merge;
-                    let syncs = Knob::ALL.iter().filter(|knob| knob.path().starts_with("sync."));
-                    for (bit, knob) in syncs.enumerate() {
-                        let handoff =
-                            if tagged >> bit & 1 == 1 { Handoff::Tagged } else { Handoff::Counter };
-                        config.set(*knob, Value::Name(handoff.name())).expect("a handoff");
-                    }
-                    let mut small = target("h200");
-                    small.sms = 12;
-                    lowered(config, &graph, &small);
+    for kv_split in [1, 4] {
+        for merge in MergeGrouping::ALL {
+            for tagged in 0..256_u32 {
+                let mut config = ScheduleConfig::default();
+                config.tiling.attention.kv_split = kv_split;
+                config.fusion_grouping.merge = *merge;
+                let syncs = Knob::ALL.iter().filter(|knob| knob.path().starts_with("sync."));
+                for (bit, knob) in syncs.enumerate() {
+                    let handoff =
+                        if tagged >> bit & 1 == 1 { Handoff::Tagged } else { Handoff::Counter };
+                    config.set(*knob, Value::Name(handoff.name())).expect("a handoff");
                 }
+                let mut small = target("h200");
+                small.sms = 12;
+                lowered(config, &graph, &small);
             }
         }
     }
-}
-
-#[test]
-fn generations_run_out_gracefully() {
-    let graph = Shape { layers: 600, ..Shape::default() }.graph();
-    let mut small = target("h200");
-    small.sms = 4;
-    for page_allocation in [PageAllocation::Linear, PageAllocation::GraphColor] {
-        let mut config = ScheduleConfig { page_allocation, ..ScheduleConfig::default() };
-        config.sync.down = Handoff::Tagged;
-        config.sync.gate_up = Handoff::Tagged;
-        let program = lowered(config, &graph, &small);
-        let tagged = program.slots.iter().filter(|slot| slot.kind == SlotKind::Tagged);
-        let offsets: BTreeSet<u64> = tagged.map(|slot| slot.offset).collect();
-        assert!(offsets.len() > 2 && offsets.len() < 600, "{} buffers", offsets.len());
-    }
-}
-
-#[test]
-fn sharing_saves_bytes() {
-    let graph = preset("llama-3.2-1b", 16);
-    let bytes = |page_allocation| {
-        let config = ScheduleConfig { page_allocation, ..ScheduleConfig::default() };
-        lowered(config, &graph, &target("h200")).arena_bytes
-    };
-    let [none, linear, color] =
-        [PageAllocation::None, PageAllocation::Linear, PageAllocation::GraphColor].map(bytes);
-    assert!(none > 4 * linear && linear > color, "{none} {linear} {color}");
 }
 
 /// Configs that differ from a base in one knob, and the base, both legal.
@@ -416,7 +379,6 @@ fn large_models_lower() {
     for knob in Knob::ALL.iter().filter(|knob| knob.path().starts_with("sync.")) {
         config.set(*knob, Value::Name(Handoff::Tagged.name())).expect("a handoff");
     }
-    config.page_allocation = PageAllocation::GraphColor;
     config.tiling.attention.kv_split = 32;
     lowered(config, &graph, &target("b200"));
 }
@@ -441,29 +403,14 @@ fn predictions_add_up_and_know_the_position() {
 /// A survey on the card found it: with 16 splits, of which one had keys, the idle tasks of layer 5 wrote over the residual that layer 4 had
 /// not read yet. An idle split waits for no tagged word.
 #[test]
-fn partial_results_of_splits_share_no_bytes_across_tagged_words() {
+fn an_idle_split_may_not_overwrite_a_tagged_residual() {
     let graph = preset("llama-3.2-1b", 6);
-    let config = |pages: &str| {
-        let text = format!(
-            r#"{{
-            "sync": {{"embed": "tagged", "qkv": "tagged", "attention": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged"}},
-            "fusion_grouping": {{"merge": "o_proj"}}, "tiling": {{"qkv": {{"rows": 64}}, "down": {{"rows": 32}}, "attention": {{"kv_split": 16, "kv_block": 256}}}},
-            "sm_assignment": "carry", "page_allocation": "{pages}"}}"#
-        );
-        ir::schedule::parse_config(&text, &graph, &target("h200")).expect("a config")
-    };
-    let bytes = |slot: &ir::program::Slot| slot.offset..slot.offset + slot.arena_bytes();
-    for pages in ["linear", "graph_color"] {
-        let program = lowered(config(pages), &graph, &target("h200"));
-        let partials = |s: &&ir::program::Slot| s.name.ends_with(".partials");
-        for out in program.slots.iter().filter(partials).map(bytes) {
-            let sharing = program.slots.iter().map(bytes);
-            let sharing = sharing.filter(|other| other.start < out.end && out.start < other.end);
-            assert_eq!(sharing.count(), 1, "{pages}");
-        }
-    }
-    // The layout of before: `verify` must see that an idle split waits for nothing.
-    let mut shared = lowered(config("none"), &graph, &target("h200")).into_inner();
+    let config = r#"{
+        "sync": {"embed": "tagged", "qkv": "tagged", "attention": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged"},
+        "fusion_grouping": {"merge": "o_proj"}, "tiling": {"qkv": {"rows": 64}, "down": {"rows": 32}, "attention": {"kv_split": 16, "kv_block": 256}},
+        "sm_assignment": "carry"}"#;
+    let config = ir::schedule::parse_config(config, &graph, &target("h200")).expect("a config");
+    let mut shared = lowered(config, &graph, &target("h200")).into_inner();
     let find = |p: &Program, name: &str| p.slots.iter().position(|s| s.name == name).expect(name);
     let (x, out) = (find(&shared, "layers.4.x"), find(&shared, "layers.5.partials"));
     shared.slots[x].offset = shared.slots[out].offset + 32 * 68 * 4; // where split 1 writes
@@ -474,23 +421,6 @@ fn partial_results_of_splits_share_no_bytes_across_tagged_words() {
     }
     let found = ir::program::verify(shared).expect_err("an idle split overwrites the residual");
     assert!(found.has(ir::Rule::MPage), "{found}");
-}
-
-/// Slots share bytes across counters, which order everything before them.
-#[test]
-fn slots_share_bytes_across_counters() {
-    let graph = preset("llama-3.2-1b", 6);
-    let arena = |pages, handoff: Handoff| {
-        let mut config = ScheduleConfig { page_allocation: pages, ..ScheduleConfig::default() };
-        for knob in Knob::ALL.iter().filter(|knob| knob.path().starts_with("sync.")) {
-            config.set(*knob, Value::Name(handoff.name())).expect("a handoff");
-        }
-        lowered(config, &graph, &target("h200")).arena_bytes
-    };
-    for pages in [PageAllocation::Linear, PageAllocation::GraphColor] {
-        assert!(2 * arena(pages, Handoff::Counter) < arena(PageAllocation::None, Handoff::Counter));
-        assert!(arena(pages, Handoff::Tagged) == arena(PageAllocation::None, Handoff::Tagged));
-    }
 }
 
 /// A worker without a share of q, k and v has not waited for the residual that its output projection adds to, and the tagged words in

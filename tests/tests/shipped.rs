@@ -7,13 +7,7 @@ use ir::Target;
 use search::Bundle;
 
 /// Schedules whose measurement is still to be made. A new one must not be added without its bundle: this list only gets shorter.
-const WITHOUT_BUNDLE: &[(&str, &str, u32)] = &[
-    ("h200", "llama-3.1-8b", 128),
-    ("h200", "llama-3.2-1b", 128),
-    ("h200", "llama-3.2-1b", 16384),
-    ("h200", "qwen3-0.6b", 128),
-    ("h200", "smollm2-135m", 128),
-];
+const WITHOUT_BUNDLE: &[(&str, &str, u32)] = &[];
 
 const RENEW: &str = "renew it on the card: amk bench --model MODEL --context CONTEXT --device cuda --peers none \
     --config corpus/schedules/TARGET/MODEL/CONTEXT.json --bundle corpus/schedules/TARGET/MODEL/CONTEXT.bundle.json";

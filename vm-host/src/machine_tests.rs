@@ -102,10 +102,10 @@ fn a_poisoned_session_holds_nothing() {
     machine.poison_session(0).expect("the whole session");
     for tokens in [&[1, 2, 3][..], &[4; 20]] {
         machine.decode(0, 0, tokens, 1, &[], true).expect("it decodes");
-        assert!(caches(&mut machine).iter().any(|&byte| byte != 0xff), "a command writes");
+        assert!(caches(&mut machine).iter().any(|&byte| byte != CACHE_POISON), "a command writes");
         machine.poison_session(0).expect("what was touched");
         assert!(
-            caches(&mut machine).iter().all(|&byte| byte == 0xff),
+            caches(&mut machine).iter().all(|&byte| byte == CACHE_POISON),
             "{} positions",
             tokens.len()
         );

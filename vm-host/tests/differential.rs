@@ -24,7 +24,7 @@ const SCHEDULES: [(&str, &str); 9] = [
         "tagged, fused, split",
         r#"{"sync": {"qkv": "tagged", "attention": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged"},
             "fusion_grouping": {"embed": "qkv", "merge": "o_proj"}, "tiling": {"attention": {"kv_split": 4, "kv_block": 32}},
-            "page_allocation": "graph_color", "sm_assignment": "carry"}"#,
+            "sm_assignment": "carry"}"#,
     ),
     (
         "small stages, evict first",
@@ -33,7 +33,7 @@ const SCHEDULES: [(&str, &str); 9] = [
     (
         "two splits",
         r#"{"tiling": {"attention": {"kv_split": 2, "kv_block": 32}, "qkv": {"rows": 8}},
-            "page_allocation": "linear", "sm_assignment": "byte_balance"}"#,
+            "sm_assignment": "byte_balance"}"#,
     ),
     // A worker without a task in the phase between has nothing but the tagged input to order the plain residual by.
     (
@@ -46,7 +46,7 @@ const SCHEDULES: [(&str, &str); 9] = [
         r#"{"pipeline": {"stage_bytes": 16384, "stages": 10, "in_flight_bytes": 49152, "in_flight_near_bytes": 49152},
             "sync": {"embed": "tagged", "qkv": "tagged", "attention": "tagged", "merge": "tagged", "o_proj": "tagged", "gate_up": "counter", "down": "counter"},
             "fusion_grouping": {"merge": "o_proj"}, "tiling": {"qkv": {"rows": 64}, "gate_up": {"rows": 16}, "down": {"rows": 32}, "o_proj": {"rows": 8}},
-            "sm_assignment": "carry", "page_allocation": "graph_color"}"#,
+            "sm_assignment": "carry"}"#,
     ),
     (
         "large stages",

@@ -3,8 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::value::{
-    Domain, EmbedGrouping, Evict, Handoff, KnobType, MergeGrouping, PageAllocation, SmAssignment,
-    Value,
+    Domain, EmbedGrouping, Evict, Handoff, KnobType, MergeGrouping, SmAssignment, Value,
 };
 
 /// Calls `$macro` with the whole knob table: the structs of a config, outermost first, each with its groups and its knobs. A knob's
@@ -29,8 +28,6 @@ macro_rules! for_each_knob {
                 knobs {
                     sm_assignment: SmAssignment = SmAssignmentPolicy at sm_assignment, names SmAssignment::VALUES,
                         default SmAssignment::RoundRobin, program, "Which workers get the blocks that do not divide evenly.";
-                    page_allocation: PageAllocation = PageAllocationPolicy at page_allocation, names PageAllocation::VALUES,
-                        default PageAllocation::None, program, "How activation slots share the arena.";
                 }
             }
             /// The ring of landed weights of each worker.

@@ -24,7 +24,7 @@ pub use parse::{parse_config, read_config};
 pub use space::{default_config, json_schema, knob_table_markdown, legal_values, search_space};
 pub use validate::{activation_bytes, largest_stages, validate};
 pub use value::{
-    Domain, EmbedGrouping, Evict, Handoff, MergeGrouping, PageAllocation, SmAssignment, Value,
+    Domain, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value,
 };
 
 /// A value that passed its check. Made only by this module's [`validate`].

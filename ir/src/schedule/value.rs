@@ -186,18 +186,6 @@ choice! {
 }
 
 choice! {
-    /// How slots share the activation arena.
-    PageAllocation {
-        /// Each slot has bytes of its own.
-        None = "none",
-        /// Two buffers per kind of slot, layers alternating.
-        Linear = "linear",
-        /// Live ranges coloured first-fit.
-        GraphColor = "graph_color",
-    }
-}
-
-choice! {
     /// What the weight stream does to the L2 cache.
     Evict {
         /// The default policy.

@@ -69,10 +69,7 @@ fn goldens_agree_with_every_edge_tagged_and_splits_that_become_active() {
         }
         for &knob in Knob::ALL {
             let path = knob.path();
-            if ["sync.", "fusion_grouping.", "page_allocation"]
-                .iter()
-                .any(|start| path.starts_with(start))
-            {
+            if ["sync.", "fusion_grouping."].iter().any(|start| path.starts_with(start)) {
                 config.set(knob, *knob.values().last().unwrap()).unwrap();
             }
         }

@@ -45,8 +45,7 @@ impl PhaseOrder {
         let takes_part: Vec<Vec<bool>> =
             shares.iter().map(|s| s.iter().map(|range| !range.is_empty()).collect()).collect();
         let counter = |phase: usize| phases[phase].handoff == Some(Handoff::Counter);
-        let mut order =
-            Self { catches_up: vec![vec![false; workers]; phases.len()], takes_part };
+        let mut order = Self { catches_up: vec![vec![false; workers]; phases.len()], takes_part };
         let mut now: Vec<Known> = vec![vec![0; workers]; workers];
         // What the counter of each phase releases.
         let mut released: Vec<Option<Known>> = Vec::new();

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use abi::{MatvecParams, Opcode, SlotKind};
 use ir::program::{Program, Verified};
 use ir::schedule::{
-    ActsOn, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value,
-    default_config, legal_values,
+    ActsOn, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value, default_config,
+    legal_values,
 };
 use ir::{DType, Graph, Knob, ScheduleConfig, Target};
 use model::{Family, Shape, Window};

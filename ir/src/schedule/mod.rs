@@ -23,9 +23,7 @@ pub use knobs::{
 pub use parse::{parse_config, read_config};
 pub use space::{default_config, json_schema, knob_table_markdown, legal_values, search_space};
 pub use validate::{activation_bytes, largest_stages, validate};
-pub use value::{
-    Domain, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value,
-};
+pub use value::{Domain, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value};
 
 /// A value that passed its check. Made only by this module's [`validate`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,8 +1,6 @@
 //! Every schedule of every graph lowers and verifies; every knob does something.
 
-use std::collections::BTreeSet;
-
-use abi::{MatvecParams, Opcode, SlotKind};
+use abi::{MatvecParams, Opcode};
 use ir::program::{Program, Verified};
 use ir::schedule::{
     ActsOn, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value, default_config,

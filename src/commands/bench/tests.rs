@@ -70,8 +70,8 @@ fn what_was_measured_becomes_a_bundle_that_holds() {
     let (verdict, outcome, mut shown) = bench_of(|_| (), Behaviour::takes(50.0).with_noise(0.01));
     assert_eq!(outcome, Ok(()));
     let config = context.default_config();
-    let made =
-        |shown: &Shown| bundle(&args, &context, config, &verdict, shown, Conditions::default());
+    let conditions = Conditions { card: "NVIDIA H200".into(), ..Conditions::default() };
+    let made = |shown: &Shown| bundle(&args, &context, config, &verdict, shown, conditions.clone());
     let bandwidth = shown.bandwidth.take();
     assert_eq!(made(&shown), None, "nobody measured the bandwidth");
     shown.bandwidth = bandwidth;

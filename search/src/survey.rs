@@ -113,7 +113,9 @@ impl<'a> Survey<'a> {
                     Some(known) => self.near(known, &space, &mut rng),
                     None => (Drawn::Wide, self.wide(&space, &mut rng)),
                 };
-                if validate(config, self.graph, self.target).is_ok() {
+                // What the ring has no room for is cut back, and then nothing may be left of an edit.
+                let edited = !matches!(drawn, Drawn::Near { edits: 0, .. });
+                if edited && validate(config, self.graph, self.target).is_ok() {
                     return (drawn, config);
                 }
             }

@@ -135,6 +135,15 @@ pub(crate) enum Command {
     /// Writes a model out as a Hugging Face folder that any other engine can load.
     #[command(after_help = "Examples:\n  amk export --model smollm2-135m --out smollm2/")]
     Export(ExportArgs),
+    /// Says what a word means here: a knob, a rule, a trap, an exit code, a term.
+    #[command(
+        after_help = "Examples:\n  amk explain                       every name there is\n  amk explain pipeline.stages\n  amk explain R-HAPPENS\n  \
+        amk explain counter_deadline\n  amk explain 5                     an exit code\n  amk explain \"tagged word\""
+    )]
+    Explain {
+        /// A knob's path, a rule's id, a trap's name, an exit code or a word of the glossary. Default: lists them all.
+        name: Option<String>,
+    },
     /// Prints a shell's completion script.
     #[command(
         after_help = "Examples:\n  amk completions bash > ~/.local/share/bash-completion/completions/amk\n  \

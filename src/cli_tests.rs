@@ -110,6 +110,7 @@ fn every_command_has_help_with_examples() {
         "disasm",
         "interpret",
         "export",
+        "explain",
         "completions",
     ];
     let all = amk(&["--help"]);
@@ -688,4 +689,24 @@ fn completions_are_scripts() {
         let ran = amk(&["completions", shell]);
         assert!(ran.code == 0 && ran.stdout.contains("evaluate"), "{shell}");
     }
+}
+
+#[test]
+fn explain_knows_every_kind_of_name() {
+    for (name, kind) in [
+        ("pipeline.stages", "knob"),
+        ("r-happens", "rule"),
+        ("stalled", "trap"),
+        ("4", "exit"),
+        ("Tagged word", "term"),
+    ] {
+        let entries = amk(&["explain", name]).succeeds("amk.explain.v1")["entries"].clone();
+        assert_eq!(
+            (&entries[0]["kind"], entries.as_array().map(Vec::len)),
+            (&kind.into(), Some(1))
+        );
+    }
+    amk(&["explain", "pipeline.stagez"]).fails(2, &["pipeline.stages", "amk explain"]);
+    let names = amk(&["explain"]).succeeds("amk.explain.v1")["names"].clone();
+    assert_eq!(names.as_object().map(serde_json::Map::len), Some(5));
 }

@@ -41,6 +41,44 @@ impl Exit {
         }
     }
 
+    /// Every exit, by number.
+    pub(crate) const ALL: [Self; 8] = [
+        Self::Yes,
+        Self::No,
+        Self::Usage,
+        Self::Missing,
+        Self::Integrity,
+        Self::Inconclusive,
+        Self::Bug,
+        Self::Interrupted,
+    ];
+
+    /// What it tells whoever called, and what to do.
+    pub(crate) fn sentence(self) -> &'static str {
+        match self {
+            Self::Yes => "The answer is yes, or the work is done.",
+            Self::No => {
+                "A gate said no: the schedule or program was rejected, disagreed or trapped. The document says which gate, where, and what would be legal."
+            }
+            Self::Usage => {
+                "Wrong usage, or input that cannot be read or written. The message names the argument or the file, and the remedy."
+            }
+            Self::Missing => {
+                "This machine lacks something: a GPU, a driver, NVRTC. `amk doctor` says what, and how to get it."
+            }
+            Self::Integrity => {
+                "A file was tampered with or is corrupt: a ledger whose chain breaks, an edited bundle, a damaged program."
+            }
+            Self::Inconclusive => {
+                "The samples do not tell: neither better nor worse. Measure longer."
+            }
+            Self::Bug => "A bug in amk. Please report it with the command.",
+            Self::Interrupted => {
+                "Stopped by Ctrl-C. What was finished is on the disk; `--resume` goes on."
+            }
+        }
+    }
+
     /// The word in an error document.
     pub(crate) fn name(self) -> &'static str {
         match self {

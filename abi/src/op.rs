@@ -247,6 +247,12 @@ macro_rules! wire_enum {
             pub fn from_name(name: &str) -> Option<Self> {
                 Self::ALL.iter().copied().find(|v| v.name() == name)
             }
+
+            /// What it means, as these pages say.
+            #[must_use]
+            pub fn sentence(self) -> &'static str {
+                match self { $(Self::$variant => concat!($($doc),+).trim()),+ }
+            }
         }
     };
 }

@@ -5,6 +5,7 @@ mod bundle;
 mod calibrate;
 mod doctor;
 mod evaluate;
+mod explain;
 mod export;
 mod generate;
 mod program;
@@ -40,6 +41,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Disasm(args) => program::disasm(&args),
         Command::Interpret(args) => program::interpret(&args),
         Command::Export(args) => export::run(&args),
+        Command::Explain { name } => explain::run(name.as_deref()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "amk", &mut script);

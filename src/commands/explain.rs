@@ -1,0 +1,147 @@
+//! `amk explain`: what a word means here. Everything comes from the tables that declare it: knobs, rules, traps, exit codes, the glossary.
+
+use std::collections::BTreeMap;
+
+use abi::Trap;
+use ir::Rule;
+use ir::schedule::Knob;
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::failure::{Exit, Failure, Outcome};
+use crate::report;
+
+const GLOSSARY: &str = include_str!("../../docs/glossary.md");
+
+/// Names that are shown to somebody who asked for one that there is not.
+const NEAR_MAX: usize = 8;
+
+/// A word with what it means.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Entry {
+    kind: &'static str,
+    name: String,
+    meaning: String,
+    #[serde(flatten)]
+    more: BTreeMap<&'static str, Value>,
+}
+
+impl Entry {
+    fn new(kind: &'static str, name: impl Into<String>, meaning: impl Into<String>) -> Self {
+        Self { kind, name: name.into(), meaning: meaning.into(), more: BTreeMap::new() }
+    }
+
+    fn with(mut self, key: &'static str, value: impl Into<Value>) -> Self {
+        self.more.insert(key, value.into());
+        self
+    }
+
+    /// Whether somebody who writes this means it. Letter case does not matter, and the first of several words for one thing is enough.
+    fn is(&self, asked: &str) -> bool {
+        let names = std::iter::once(self.name.as_str()).chain(self.name.split(", "));
+        names.into_iter().any(|name| name.eq_ignore_ascii_case(asked))
+    }
+}
+
+/// Every word.
+fn entries() -> Vec<Entry> {
+    let knobs = Knob::ALL.iter().map(|&knob| {
+        Entry::new("knob", knob.path(), knob.desc())
+            .with("values", knob.domain().to_string())
+            .with("default", knob.default().to_json())
+            .with("acts_on", knob.acts_on().name())
+    });
+    let rules = Rule::ALL.iter().map(|rule| Entry::new("rule", rule.id(), rule.sentence()));
+    let traps = Trap::ALL
+        .iter()
+        .map(|trap| Entry::new("trap", trap.name(), trap.sentence()).with("number", *trap as u32));
+    let exits = Exit::ALL.iter().map(|exit| {
+        Entry::new("exit", exit.code().to_string(), exit.sentence()).with("error", exit.name())
+    });
+    knobs.chain(rules).chain(traps).chain(exits).chain(terms()).collect()
+}
+
+/// The rows of the glossary's table: a word, what it means, what it is not called.
+fn terms() -> impl Iterator<Item = Entry> {
+    let rows = GLOSSARY.lines().filter(|line| line.starts_with("| ")).skip(1);
+    rows.filter_map(|row| {
+        let mut cells = row.trim_matches('|').split(" | ").map(str::trim);
+        let (word, meaning) = (cells.next()?, cells.next()?);
+        let entry = Entry::new("term", word, meaning.trim_end_matches('|').trim());
+        let not = cells.next().map_or("", |not| not.trim_end_matches('|').trim());
+        Some(if not.is_empty() { entry } else { entry.with("not", not) })
+    })
+}
+
+/// Prints what a word means, in every sense that it has, or all words.
+pub(crate) fn run(name: Option<&str>) -> Outcome {
+    let all = entries();
+    let Some(name) = name else {
+        let mut names: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for entry in &all {
+            names.entry(entry.kind).or_default().push(&entry.name);
+        }
+        for (kind, names) in &names {
+            report::say(&format!("  {kind:5} {}", names.join("; ")));
+        }
+        report::document(&json!({ "schema": "amk.explain.v1", "names": names }))?;
+        return Ok(Exit::Yes);
+    };
+    let found: Vec<&Entry> = all.iter().filter(|entry| entry.is(name.trim())).collect();
+    if found.is_empty() {
+        return Err(Failure::usage(unknown(name, &all)));
+    }
+    for entry in &found {
+        report::say(&format!("{} ({}): {}", entry.name, entry.kind, entry.meaning));
+        for (key, value) in &entry.more {
+            report::say(&format!(
+                "  {key}: {}",
+                value.as_str().map_or(value.to_string(), str::to_owned)
+            ));
+        }
+    }
+    report::document(&json!({ "schema": "amk.explain.v1", "entries": found }))?;
+    Ok(Exit::Yes)
+}
+
+/// What to say of a name that there is not: those that look like it.
+fn unknown(name: &str, all: &[Entry]) -> String {
+    let asked = name.to_lowercase();
+    let like = |entry: &&Entry| {
+        let known = entry.name.to_lowercase();
+        known.contains(&asked)
+            || asked.contains(&known)
+            || strsim::jaro_winkler(&known, &asked) > 0.85
+    };
+    let near: Vec<&str> = all.iter().filter(like).map(|e| e.name.as_str()).take(NEAR_MAX).collect();
+    let hint = if near.is_empty() { String::new() } else { format!("; try {}", near.join(", ")) };
+    format!("nothing is called `{name}` here{hint}; `amk explain` lists every name")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_is_found_and_means_something() {
+        let all = entries();
+        for entry in &all {
+            assert!(!entry.meaning.is_empty(), "{} means nothing", entry.name);
+            assert!(all.iter().any(|other| other.is(&entry.name)), "{}", entry.name);
+        }
+        let count = |kind| all.iter().filter(|entry| entry.kind == kind).count();
+        assert_eq!(count("knob"), Knob::ALL.len());
+        assert_eq!(count("rule"), Rule::ALL.len());
+        assert_eq!(count("exit"), Exit::ALL.len());
+        let rows = GLOSSARY.lines().filter(|line| line.starts_with("| ")).count();
+        assert_eq!(count("term"), rows - 1, "a row of the glossary is not a term");
+    }
+
+    #[test]
+    fn a_name_that_is_nearly_right_gets_a_suggestion() {
+        let all = entries();
+        assert!(unknown("pipeline.stage", &all).contains("pipeline.stages"));
+        assert!(unknown("R-HAPPEN", &all).contains("R-HAPPENS"));
+        assert!(!unknown("zzz", &all).contains("try"));
+    }
+}

@@ -19,7 +19,7 @@ amk turns a decoder LLM into one persistent CUDA megakernel and searches for its
 `amk COMMAND --help` has examples. Exit codes: 0 yes, 1 a gate said no, 2 usage or unreadable input, 3 capability missing,
 4 integrity, 5 inconclusive, 70 a bug in amk, 130 interrupted.";
 
-const EXIT_CODES: &str = "\
+pub(crate) const EXIT_CODES: &str = "\
 Exit codes: 0 yes; 1 a gate said no (rejected, disagreed, trapped); 2 usage or unreadable input; 3 capability missing (no GPU, no
 NVRTC); 4 integrity (tampered or corrupt); 5 inconclusive; 70 a bug in amk; 130 interrupted.
 Standard output carries one JSON document with a `schema` id; everything for people goes to standard error.";

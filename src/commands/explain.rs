@@ -138,6 +138,17 @@ mod tests {
     }
 
     #[test]
+    fn the_help_names_every_exit_code() {
+        for exit in Exit::ALL {
+            let code = format!(" {} ", exit.code());
+            for help in [crate::cli::EXIT_CODES, crate::cli::FIRST_STEPS] {
+                let help = help.replace('\n', " ");
+                assert!(help.contains(&code), "{help} leaves out {code}");
+            }
+        }
+    }
+
+    #[test]
     fn a_name_that_is_nearly_right_gets_a_suggestion() {
         let all = entries();
         assert!(unknown("pipeline.stage", &all).contains("pipeline.stages"));

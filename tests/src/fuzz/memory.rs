@@ -43,6 +43,7 @@ unsafe impl GlobalAlloc for Counting {
         pointer
     }
 
+    // SAFETY: what the trait asks of the caller is asked of the system's allocator in turn.
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         shrank(layout.size());
         // SAFETY: the caller's promises are the same.
@@ -61,6 +62,7 @@ unsafe impl GlobalAlloc for Counting {
         pointer
     }
 
+    // SAFETY: as `dealloc`, and a refusal leaves the old block alone, as the trait asks.
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         if size > REQUEST_MAX {
             return std::ptr::null_mut();

@@ -7,14 +7,15 @@ use std::ops::Range;
 
 use ir::schedule::SmAssignment;
 
-use crate::phase::Phase;
+use crate::phase::{Op, Phase};
 
 /// One phase's shares: the range of items of each worker.
 pub(crate) type Shares = Vec<Range<u32>>;
 
 /// Deals every phase, in order.
 pub(crate) fn assign(phases: &[Phase], policy: SmAssignment, workers: u32) -> Vec<Shares> {
-    let mut dealer = Dealer { policy, cursor: 0, bytes: vec![0; workers as usize] };
+    let workers = workers as usize;
+    let mut dealer = Dealer { policy, cursor: 0, bytes: vec![0; workers], late: vec![false; workers] };
     phases.iter().map(|phase| dealer.deal(phase)).collect()
 }
 
@@ -24,6 +25,8 @@ struct Dealer {
     cursor: usize,
     /// Bytes dealt to each worker so far.
     bytes: Vec<u64>,
+    /// Who had a part in the last phase, if that was attention: they come to the next one later than all others.
+    late: Vec<bool>,
 }
 
 impl Dealer {
@@ -43,6 +46,8 @@ impl Dealer {
             shares.push(start..next);
         }
         debug_assert_eq!(next, phase.items, "every item is dealt");
+        let few = matches!(phase.op, Op::Attention | Op::Merge);
+        self.late = shares.iter().map(|share| few && !share.is_empty()).collect();
         shares
     }
 
@@ -58,7 +63,7 @@ impl Dealer {
             }
             SmAssignment::ByteBalance => {
                 let mut order: Vec<usize> = (0..workers).collect();
-                order.sort_by_key(|&worker| (self.bytes[worker], worker));
+                order.sort_by_key(|&worker| (self.late[worker], self.bytes[worker], worker));
                 order.truncate(remainder);
                 order
             }
@@ -69,7 +74,6 @@ impl Dealer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::phase::Op;
 
     fn phase(items: u32, block: u32) -> Phase {
         let (op, layer, matrix, handoff) = (Op::Down, 0, None, None);
@@ -89,6 +93,17 @@ mod tests {
         let carry = vec![vec![2, 2, 1, 1], vec![1, 1, 2, 2], vec![4, 2, 2, 1]];
         assert_eq!(deal(SmAssignment::Carry), carry);
         assert_eq!(deal(SmAssignment::ByteBalance), carry);
+    }
+
+    #[test]
+    fn who_attended_gets_the_remainder_of_the_next_phase_last() {
+        let attention = Phase { op: Op::Attention, item_bytes: 0, ..phase(2, 1) };
+        let phases = [attention, phase(6, 1), phase(6, 1)];
+        let shares = assign(&phases, SmAssignment::ByteBalance, 4);
+        let dealt: Vec<_> = shares.iter().map(lens).collect();
+        assert_eq!(dealt, [vec![1, 1, 0, 0], vec![1, 1, 2, 2], vec![2, 2, 1, 1]]);
+        let carry = assign(&phases, SmAssignment::Carry, 4).iter().map(lens).collect::<Vec<_>>();
+        assert_eq!(carry[1], [1, 1, 2, 2], "carry goes on where attention stopped");
     }
 
     #[test]

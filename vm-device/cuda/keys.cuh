@@ -10,19 +10,26 @@ constexpr uint32_t TILE_KEYS = 32;
 constexpr uint32_t BLOCK_KEYS = TILE_KEYS * AMK_WARPS / 2;
 constexpr uint32_t ROW_BYTES = AMK_HEAD_DIM * 2;
 constexpr uint32_t ROW_CHUNKS = ROW_BYTES / 16;
-constexpr uint32_t GROUP_BUF = AMK_GROUP <= 7 ? AMK_GROUP : 4; // query heads worked on at once: rows 0.. of the operand; then the new key
+constexpr uint32_t GROUP_BUF = AMK_GROUP <= 4 ? AMK_GROUP : 4; // query heads worked on at once: columns of the operand
 constexpr uint32_t ROUNDS = (AMK_GROUP + GROUP_BUF - 1) / GROUP_BUF; // times that a task goes over its keys
 static_assert((AMK_HEAD_DIM & (AMK_HEAD_DIM - 1)) == 0 && AMK_HEAD_DIM >= 16 && AMK_HEAD_DIM <= 128, "rows are whole chunks, a power of two of them");
+
+// a / b for a < 2^24, in a third of the time of an integer division.
+__device__ __forceinline__ uint32_t quotient(uint32_t a, uint32_t b) {
+  uint32_t q = (uint32_t)__fdividef((float)a, (float)b); // off by one at most
+  q -= q * b > a;
+  return q + (a - q * b >= b);
+}
 
 // Keys attended to, and how many splits have some. Same as ir::program::{attended, active_splits, split_range}.
 __device__ __forceinline__ uint32_t attended(uint32_t position, uint32_t window) { return window == 0 || position + 1 < window ? position + 1 : window; }
 __device__ __forceinline__ uint32_t active_splits(uint32_t keys, uint32_t kv_block, uint32_t splits) {
-  uint32_t const blocks = (keys + kv_block - 1) / kv_block;
+  uint32_t const blocks = quotient(keys + kv_block - 1, kv_block);
   return blocks < splits ? blocks : splits;
 }
 __device__ __forceinline__ uint32_t split_start(uint32_t keys, uint32_t kv_block, uint32_t active, uint32_t split) {
-  uint32_t const blocks = (keys + kv_block - 1) / kv_block;
-  uint32_t const start = blocks * split / active * kv_block;
+  uint32_t const blocks = quotient(keys + kv_block - 1, kv_block);
+  uint32_t const start = quotient(blocks * split, active) * kv_block;
   return start < keys ? start : keys;
 }
 
@@ -43,4 +50,12 @@ struct BlockStages {
 __device__ __forceinline__ BlockStages block_stages(uint32_t rows, uint32_t stage_bytes) {
   uint32_t const copied = (rows + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS, values = copied * ROW_BYTES;
   return BlockStages{copied, stage_bytes / ROW_BYTES, 2 * values <= stage_bytes ? values : 0};
+}
+
+// Stages that so many rows of a block take. Stages and rows are powers of two.
+__device__ __forceinline__ uint32_t stages_of_rows(uint32_t rows, uint32_t of_stage) { return (rows + of_stage - 1) >> (31 - __clz(of_stage)); }
+// Stages of a block of so many keys, keys and values.
+__device__ __forceinline__ uint32_t stages_of_block(uint32_t keys, uint32_t stage_bytes) {
+  BlockStages const b = block_stages(keys, stage_bytes);
+  return b.values != 0 ? 1 : 2 * stages_of_rows(b.copied, b.rows);
 }

@@ -1,9 +1,9 @@
 // attention: one key/value head's query group over one split of the keys. Same stages as reference-vm/src/ops/attention.rs.
 //
 // Keys and values come through the ring, in blocks (keys.cuh), asked for long before the queries are there. Each warp works alone on its
-// tiles of 32 keys, with the tensor cores: scores are queries times keys, the heads of the group being rows of the left
-// operand; the weights of the keys become the left operand of the product with the values. Queries and weights are split into a high
-// and a low half (22 bits), keys and values are f16 as in the cache. The warps meet once, to add up.
+// tiles of 32 keys, with the tensor cores: scores are keys times queries, the columns of the right operand being the high halves of up to
+// four heads of the group and then their low halves (22 bits together); the weights of the keys become the right operand of the product
+// with the values, in the same columns. Keys and values are f16 as in the cache. The warps meet once, to add up.
 #pragma once
 
 constexpr uint32_t BLOCKS = (AMK_HEAD_DIM + 31) / 32;          // of 32 elements of a head, 8 for each of 4 lanes
@@ -18,8 +18,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return r;
 }
 
-// c += a . b for a 16x16 a and a 16x8 b. Rows 0..8 of a are the high halves of some rows and rows 8..16 their low halves, so one product
-// does for both, and their sum is c[0] + c[2] and c[1] + c[3]. A lane's words of a: high and low of one pair, high and low of another.
+// c += a . b for a 16x16 a and a 16x8 b.
 __device__ __forceinline__ void mma_f16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -28,6 +27,12 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], uint4 a, uint32_t b0, uin
 __device__ __forceinline__ uint32_t half_pair(float low, float high) {
   uint32_t r;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+// Rows and columns of an 8x8 matrix exchanged: a lane has two elements of row lane / 4, and then two of that column.
+__device__ __forceinline__ uint32_t transposed(uint32_t v) {
+  uint32_t r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
   return r;
 }
 __device__ __forceinline__ float2 half_values(uint32_t v) {
@@ -72,17 +77,20 @@ __device__ __forceinline__ void keys_take(KeyTile& tile, char const* rows, uint3
   }
 }
 
-// The right operand for two chunks of 8 elements over 16 keys.
-__device__ __forceinline__ void values_pick(char const* rows, uint32_t swizzle, uint32_t chunk, uint32_t (&b)[4]) {
-  uint32_t const lane = threadIdx.x % 32;
-  uint32_t const at = shared_address(rows + lane % 16 * ROW_BYTES + ((chunk + lane / 16) ^ swizzle) * 16);
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(at) : "memory");
+// The left operand for two chunks of 8 elements over 16 keys: elements are rows, keys are columns.
+__device__ __forceinline__ uint4 values_pick(Worker const& w, char const* rows, uint32_t swizzle, uint32_t chunk) {
+  uint32_t const lane = w.thread % 32;
+  uint32_t const at = shared_address(rows + (lane % 8 + lane / 16 * 8) * ROW_BYTES + ((chunk + lane / 8 % 2) ^ swizzle) * 16);
+  uint4 a;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w) : "r"(at) : "memory");
+  return a;
 }
 
-// What a lane knows of the queries: a part of the row of lane / 4. Rows GROUP_BUF and above are of no query, and nobody reads their results.
+// What a lane knows of the queries: 8 elements of each block of its column, which is lane / 4.
 struct Queries {
-  uint4 quads[BLOCKS][2]; // left operands as they are: of 4 elements each
+  uint4 bits[BLOCKS];
 };
+constexpr uint32_t COLUMN_HEADS = 4; // columns from here on are low halves
 
 // A head's place in the scratch of the warps: maximum, sum, padding, then its sums.
 constexpr uint32_t SCRATCH_HEAD = AMK_HEAD_DIM + 4;
@@ -136,65 +144,77 @@ __device__ __forceinline__ uint2 halves(float a, float b) {
   float2 const back = half_values(high);
   return make_uint2(high, half_pair(a - back.x, b - back.y));
 }
-__device__ __forceinline__ uint4 quad_halves(float (&x)[4], float scale) {
+// Four elements of a head into its rows of high and of low halves.
+__device__ __forceinline__ void head_stage(char* to, float (&x)[4], float scale) {
   uint2 const a = halves(x[0] * scale, x[1] * scale), b = halves(x[2] * scale, x[3] * scale);
-  return make_uint4(a.x, a.y, b.x, b.y);
+  *(uint2*)to = make_uint2(a.x, b.x);
+  *(uint2*)(to + ROW_BYTES) = make_uint2(a.y, b.y);
 }
 
-// One warp: waits for the queries, and for the new key and value if `newest`, and brings them into shape. They change lanes by way of the
-// warp's scratch, 16 bytes for 4 elements.
-__device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, bool newest, Queries& q) {
-  constexpr uint32_t N = 2 * TURNS + 1;
-  uint32_t const lane = w.thread % 32, part = lane % HEAD_LANES, heads = p.kv_heads * p.group, position = w.shared->step.position;
-  Words const in = slot_words(w, st.slot[0], st.task.read_generation[0]);
+// Of the queries and, if `newest`, of the new key and value: where a lane's words are, and what they will be shaped with.
+struct HeadsAsked {
+  static constexpr uint32_t N = 2 * TURNS + 1;
   uint32_t at[N];
   bool wanted[N];
-  uint4 v[N];
   Shapes shapes;
-  float4 const* angles = (float4 const*)((float const*)st.slot[3].address + (size_t)position * AMK_HEAD_DIM + part * 8);
-  shapes.angles[0] = __ldg(angles), shapes.angles[1] = __ldg(angles + 1);
+};
+__device__ __forceinline__ HeadsAsked heads_ask(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, bool newest) {
+  HeadsAsked a;
+  uint32_t const lane = w.thread % 32, part = lane % HEAD_LANES, heads = p.kv_heads * p.group, position = w.shared->step.position;
+  float const* angles = (float const*)st.slot[3].address + (size_t)position * AMK_HEAD_DIM + part * 8;
+  a.shapes.angles[0] = load_constant(angles), a.shapes.angles[1] = load_constant(angles + 4);
 #pragma unroll
   for (uint32_t i = 0; i < TURNS; ++i) {
     uint32_t const row = i * HEADS_ONCE + lane / HEAD_LANES;
     bool const query = row < GROUP_BUF && g0 + row < AMK_GROUP;
-    at[2 * i] = (query ? p.kv_head * p.group + g0 + row : heads + p.kv_head) * AMK_HEAD_DIM + part * 4;
-    at[2 * i + 1] = at[2 * i] + AMK_HEAD_DIM / 2;
-    wanted[2 * i] = wanted[2 * i + 1] = query || (row == GROUP_BUF && newest);
+    a.at[2 * i] = (query ? p.kv_head * p.group + g0 + row : heads + p.kv_head) * AMK_HEAD_DIM + part * 4;
+    a.at[2 * i + 1] = a.at[2 * i] + AMK_HEAD_DIM / 2;
+    a.wanted[2 * i] = a.wanted[2 * i + 1] = query || (row == GROUP_BUF && newest);
 #if AMK_QK_NORM
-    float4 const* norm = (float4 const*)st.slot[query ? 1 : 2].address + part;
-    shapes.norm[2 * i] = __ldg(norm), shapes.norm[2 * i + 1] = __ldg(norm + AMK_HEAD_DIM / 8);
+    float const* norm = (float const*)st.slot[query ? 1 : 2].address + part * 4;
+    a.shapes.norm[2 * i] = load_constant(norm), a.shapes.norm[2 * i + 1] = load_constant(norm + AMK_HEAD_DIM / 2);
 #endif
   }
-  at[N - 1] = (heads + p.kv_heads + p.kv_head) * AMK_HEAD_DIM + lane * 4;
-  wanted[N - 1] = newest && lane < AMK_HEAD_DIM / 4;
-  quads_wait(w, in, at, wanted, v);
+  a.at[HeadsAsked::N - 1] = (heads + p.kv_heads + p.kv_head) * AMK_HEAD_DIM + lane * 4;
+  a.wanted[HeadsAsked::N - 1] = newest && lane < AMK_HEAD_DIM / 4;
+  return a;
+}
+
+// One warp: waits for the queries, and for the new key and value if `newest`, and brings them into shape. They change lanes by way of the
+// warp's scratch.
+__device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st, amk_attention_params const& p, HeadsAsked const& asked, bool newest, Queries& q) {
+  constexpr uint32_t N = HeadsAsked::N;
+  uint32_t const lane = w.thread % 32, part = lane % HEAD_LANES;
+  Words const in = slot_words(w, st.slot[0], st.task.read_generation[0]);
+  uint4 v[N];
+  quads_wait(w, in, asked.at, asked.wanted, v);
   __syncwarp();
 #pragma unroll
   for (uint32_t i = 0; i < TURNS; ++i) {
     uint32_t const row = i * HEADS_ONCE + lane / HEAD_LANES;
     float4 const a = quad_value(in, v[2 * i]), b = quad_value(in, v[2 * i + 1]);
     float x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-    shape_head(x, y, shapes, i, p.eps);
+    shape_head(x, y, asked.shapes, i, p.eps);
     if (row < GROUP_BUF) {
-      uint4* to = (uint4*)scratch_head(w, w.thread / 32, row) + part;
-      to[0] = quad_halves(x, p.scale * LOG2_E);
-      to[HEAD_LANES] = quad_halves(y, p.scale * LOG2_E);
+      char* to = (char*)scratch_head(w, w.thread / 32, row) + part * 8;
+      head_stage(to, x, p.scale * LOG2_E);
+      head_stage(to + AMK_HEAD_DIM, y, p.scale * LOG2_E); // half a row further on
     } else if (row == GROUP_BUF && newest) {
       uint2* key = (uint2*)fresh_key(w) + part;
       key[0] = make_uint2(cache_pair(x[0], x[1]), cache_pair(x[2], x[3]));
       key[HEAD_LANES] = make_uint2(cache_pair(y[0], y[1]), cache_pair(y[2], y[3]));
     }
   }
-  if (wanted[N - 1]) {
+  if (asked.wanted[N - 1]) {
     float4 const f = quad_value(in, v[N - 1]);
     ((uint2*)fresh_value(w))[lane] = make_uint2(cache_pair(f.x, f.y), cache_pair(f.z, f.w));
   }
   __syncwarp();
-  uint32_t const row = lane / 4 < GROUP_BUF ? lane / 4 : GROUP_BUF - 1;
-  uint4 const* mine = (uint4 const*)scratch_head(w, w.thread / 32, row) + lane % 4 * 2;
+  uint32_t const column = lane / 4, head = column % COLUMN_HEADS < GROUP_BUF ? column % COLUMN_HEADS : 0; // nobody reads what others give
+  char const* mine = (char const*)scratch_head(w, w.thread / 32, head) + column / COLUMN_HEADS * ROW_BYTES + lane % 4 * 16;
 #pragma unroll
-  for (uint32_t i = 0; i < 2 * BLOCKS; ++i) {
-    q.quads[i / 2][i % 2] = block_lane() ? stage_load(mine + i / 2 * 8 + i % 2) : make_uint4(0, 0, 0, 0);
+  for (uint32_t i = 0; i < BLOCKS; ++i) {
+    q.bits[i] = block_lane() ? stage_load(mine + i * 64) : make_uint4(0, 0, 0, 0);
   }
   __syncwarp();
 }
@@ -227,90 +247,93 @@ __device__ __forceinline__ void value_append(Worker const& w, CacheRows const& c
   __syncwarp();
 }
 
-// A row's softmax over the keys that this lane has seen (the sum), that the warp has seen (the rest).
+// The softmax of a lane's two heads, 2 * (lane % 2) and the next: sums over the keys that this lane has seen, maxima over those of the warp.
+// Lanes whose column is a low half have the same as those two lanes below, but for `out`.
 struct Running {
-  float m, l;
-  float out[ROW_CHUNKS][4];
+  float m[2], l[2];
+  float out[ROW_CHUNKS / 2][4]; // of 16 elements of the head: two columns of row lane / 4, two of the row 8 further on
 };
 
-// Scores of 16 keys: of this lane's row, keys lane % 4 * 2 and the one behind it, of each half.
-// In four chains of products that do not wait for each other.
-__device__ __forceinline__ void tile_scores(Queries const& q, KeyTile const& keys, float (*s)[2]) {
-  float even[2][4] = {}, odd[2][4] = {};
+// Scores of 16 keys: of keys lane / 4 and 8 further on, this lane's two heads. In two chains of products that do not wait for each other.
+__device__ __forceinline__ void tile_scores(Queries const& q, KeyTile const& keys, float (&s)[2][2]) {
+  float even[4] = {}, odd[4] = {};
 #pragma unroll
   for (uint32_t b = 0; b < BLOCKS; ++b) {
-#pragma unroll
-    for (uint32_t h = 0; h < 2; ++h) {
-      mma_f16(even[h], q.quads[b][0], keys.bits[h][b].x, keys.bits[h][b].y);
-      mma_f16(odd[h], q.quads[b][1], keys.bits[h][b].z, keys.bits[h][b].w);
-    }
+    uint4 const x = keys.bits[0][b], y = keys.bits[1][b];
+    mma_f16(even, make_uint4(x.x, y.x, x.y, y.y), q.bits[b].x, q.bits[b].y);
+    mma_f16(odd, make_uint4(x.z, y.z, x.w, y.w), q.bits[b].z, q.bits[b].w);
   }
 #pragma unroll
-  for (uint32_t h = 0; h < 2; ++h) {
-#pragma unroll
-    for (uint32_t j = 0; j < 2; ++j) {
-      s[h][j] = (even[h][j] + odd[h][j]) + (even[h][j + 2] + odd[h][j + 2]);
-    }
+  for (uint32_t i = 0; i < 4; ++i) {
+    float const half = even[i] + odd[i];
+    s[i / 2][i % 2] = half + __shfl_xor_sync(~0u, half, 2); // of the high halves and of the low ones
   }
 }
 
-// Adds a tile of `count` keys with its values.
-__device__ __forceinline__ void tile_add(Running& r, float (&s)[2 * HALVES][2], uint32_t count, char const* values, uint32_t swizzle, bool first) {
-  uint32_t const column = threadIdx.x % 4 * 2;
-  float top = r.m;
+// Adds a tile of `count` keys with its values. `s`: of each 8 keys, this lane's two heads.
+__device__ __forceinline__ void tile_add(Worker const& w, Running& r, float (&s)[HALVES][2][2], uint32_t count, char const* values, uint32_t swizzle, bool first) {
+  uint32_t const key = w.thread % 32 / 4;
+  float old[2];
 #pragma unroll
-  for (uint32_t i = 0; i < 4 * HALVES; ++i) {
-    float& x = s[i / 2][i % 2];
-    x = i / 2 * 8 + column + i % 2 < count ? x : LOWEST;
-    top = fmaxf(top, x);
+  for (uint32_t j = 0; j < 2; ++j) {
+    float top = r.m[j];
+#pragma unroll
+    for (uint32_t i = 0; i < 2 * HALVES; ++i) {
+      float& x = s[i / 2][i % 2][j];
+      x = i * 8 + key < count ? x : LOWEST;
+      top = fmaxf(top, x);
+    }
+#pragma unroll
+    for (uint32_t o = 4; o < 32; o *= 2) {
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    }
+    old[j] = exp2_fast(r.m[j] - top);
+    r.m[j] = top;
+    r.l[j] *= old[j];
   }
-  top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-  top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-  float const old = exp2_fast(r.m - top);
-  r.m = top;
-  r.l *= old;
-  uint2 weights[2 * HALVES];
+  uint32_t weights[2 * HALVES];
 #pragma unroll
-  for (uint32_t h = 0; h < 2 * HALVES; ++h) {
-    float const a = exp2_fast(s[h][0] - top), b = exp2_fast(s[h][1] - top);
-    r.l += a + b;
-    weights[h] = halves(a, b);
+  for (uint32_t i = 0; i < 2 * HALVES; ++i) {
+    float const a = exp2_fast(s[i / 2][i % 2][0] - r.m[0]), b = exp2_fast(s[i / 2][i % 2][1] - r.m[1]);
+    r.l[0] += a, r.l[1] += b;
+    uint2 const both = halves(a, b);
+    weights[i] = transposed(w.thread % 4 < 2 ? both.x : both.y);
   }
   if (!first) { // else they are zero
 #pragma unroll
-    for (uint32_t c = 0; c < ROW_CHUNKS; ++c) {
-      r.out[c][0] *= old, r.out[c][1] *= old, r.out[c][2] *= old, r.out[c][3] *= old;
+    for (uint32_t c = 0; c < ROW_CHUNKS / 2; ++c) {
+      r.out[c][0] *= old[0], r.out[c][1] *= old[1], r.out[c][2] *= old[0], r.out[c][3] *= old[1];
     }
   }
 #pragma unroll
   for (uint32_t half = 0; half < HALVES; ++half) {
-    uint2 const even = weights[2 * half], odd = weights[2 * half + 1];
-    uint4 const a = make_uint4(even.x, even.y, odd.x, odd.y);
 #pragma unroll
-    for (uint32_t c = 0; c < ROW_CHUNKS; c += 2) {
-      uint32_t v[4];
-      values_pick(values + half * 16 * ROW_BYTES, swizzle, c, v);
-#pragma unroll
-      for (uint32_t j = 0; j < 2; ++j) {
-        mma_f16(r.out[c + j], a, v[2 * j], v[2 * j + 1]);
-      }
+    for (uint32_t c = 0; c < ROW_CHUNKS / 2; ++c) {
+      mma_f16(r.out[c], values_pick(w, values + half * 16 * ROW_BYTES, swizzle, 2 * c), weights[2 * half], weights[2 * half + 1]);
     }
   }
 }
 
-// Leaves what the warp has summed in the scratch.
+// Leaves what the warp has summed in the scratch. Lanes 0 and 1 of four write the first of their two heads, the others the second.
 __device__ __forceinline__ void warp_finish(Worker const& w, Running& r) {
-  uint32_t const lane = threadIdx.x % 32, g = lane / 4;
-  r.l += __shfl_xor_sync(~0u, r.l, 1);
-  r.l += __shfl_xor_sync(~0u, r.l, 2);
-  if (g < GROUP_BUF) {
-    float* to = scratch_head(w, threadIdx.x / 32, g);
-    if (lane % 4 == 0) {
-      *(float2*)to = make_float2(r.m, r.l);
-    }
+  uint32_t const lane = w.thread % 32, second = lane % 4 / 2, g = lane % 2 * 2 + second;
+  float* to = scratch_head(w, w.thread / 32, g);
 #pragma unroll
-    for (uint32_t c = 0; c < ROW_CHUNKS; ++c) {
-      *(float2*)(to + 4 + c * 8 + lane % 4 * 2) = make_float2(r.out[c][0] + r.out[c][2], r.out[c][1] + r.out[c][3]);
+  for (uint32_t j = 0; j < 2; ++j) {
+#pragma unroll
+    for (uint32_t o = 4; o < 32; o *= 2) {
+      r.l[j] += __shfl_xor_sync(~0u, r.l[j], o);
+    }
+  }
+  if (lane < 4 && g < GROUP_BUF) {
+    *(float2*)to = make_float2(second ? r.m[1] : r.m[0], second ? r.l[1] : r.l[0]);
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < ROW_CHUNKS; ++i) {
+    float const x = r.out[i / 2][i % 2 * 2], y = r.out[i / 2][i % 2 * 2 + 1];
+    float const sum = (second ? y : x) + __shfl_xor_sync(~0u, second ? x : y, 2);
+    if (g < GROUP_BUF) {
+      to[4 + i * 8 + lane / 4] = sum;
     }
   }
 }
@@ -358,63 +381,78 @@ __device__ __forceinline__ void write_nothing(Worker const& w, StagedTask const&
   }
 }
 
-// One warp: queries g0.. of the group over its tiles of the keys start..start + count, the last of which is the step's if `owns`.
-__device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t g0, uint32_t start, uint32_t count, bool owns) {
-  uint32_t const position = w.shared->step.position, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS;
-  uint32_t const mine = threadIdx.x / 32 * TILE_KEYS; // this warp's tiles begin here in every two blocks
-  bool const newest = owns && newest_tile % (2 * BLOCK_KEYS) == mine;
-  // Before the wait, so that it is not behind it.
-  Running r;
-  r.m = LOWEST;
-  r.l = 0.f;
+// A warp's way through the stages of an attention task.
+struct KeyWalk {
+  uint32_t start, count, of_block; // first key and number of keys; stages of a whole block
+  uint32_t passed;                 // stages
+};
+// Where a tile of keys is.
+struct TilePlace {
+  uint32_t at, values_at; // stages in front of its keys' and its values'
+  uint32_t row, values;   // of the stage; bytes in front of the values
+};
+__device__ __forceinline__ TilePlace tile_place(Worker const& w, KeyWalk const& walk, uint32_t tile) {
+  uint32_t const block = tile / BLOCK_KEYS, first = tile % BLOCK_KEYS, keys = walk.count - block * BLOCK_KEYS;
+  BlockStages const in = block_stages(keys < BLOCK_KEYS ? keys : BLOCK_KEYS, w.stage_bytes);
+  uint32_t const at = block * walk.of_block + (first >> (31 - __clz(in.rows)));
+  return TilePlace{at, at + (in.values == 0 ? stages_of_rows(in.copied, in.rows) : 0), first & (in.rows - 1), in.values};
+}
+// The keys of a tile into registers, once they have landed.
+__device__ __forceinline__ void tile_take(Worker const& w, Cursor& c, KeyWalk& walk, TilePlace const& place, uint32_t tile, KeyTile (&k)[HALVES]) {
+  cursor_pass(w, c, walk.passed, place.at);
+  char const* rows = cursor_land(w, c) + place.row * ROW_BYTES;
 #pragma unroll
-  for (uint32_t i = 0; i < ROW_CHUNKS; ++i) {
+  for (uint32_t half = 0; half < HALVES; ++half) {
+    keys_take(k[half], rows + half * 16 * ROW_BYTES, walk.start + tile + half * 16);
+  }
+}
+
+// One warp: queries g0.. of the group over its tiles of the keys, the last of which is the step's if `owns`. The keys of the first tile are in
+// registers before the queries are there. Stages are passed up to those of the warp's last tile.
+__device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t g0, KeyWalk& walk, bool owns) {
+  uint32_t const position = w.shared->step.position, count = walk.count, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS;
+  uint32_t const mine = w.thread / 32 * TILE_KEYS; // this warp's tiles begin here in every two blocks
+  bool const newest = owns && newest_tile % (2 * BLOCK_KEYS) == mine;
+  Running r;
+  r.m[0] = r.m[1] = LOWEST;
+  r.l[0] = r.l[1] = 0.f;
+#pragma unroll
+  for (uint32_t i = 0; i < ROW_CHUNKS / 2; ++i) {
     r.out[i][0] = r.out[i][1] = r.out[i][2] = r.out[i][3] = 0.f;
   }
-  Queries q;
-  heads_wait(w, st, p, g0, newest, q);
-  tape_staged(w);
-  CacheRows const cache = cache_rows(w, st.slot[AMK_READS_MAX + 1], p);
-  uint32_t const swizzle = row_swizzle(start + threadIdx.x % 16); // of the row of values that this lane picks from, in every tile
+  if (mine < count) {
+    uint32_t const swizzle = row_swizzle(walk.start + w.thread % 8); // of the rows of values that this lane picks from, in every tile
+    CacheRows const cache = cache_rows(w, st.slot[AMK_READS_MAX + 1], p);
+    Queries q;
+    KeyTile k[HALVES];
+    HeadsAsked const asked = heads_ask(w, st, p, g0, newest);
+    TilePlace place = tile_place(w, walk, mine);
+    tile_take(w, c, walk, place, mine, k);
+    heads_wait(w, st, p, asked, newest, q);
+    tape_staged(w);
 #pragma unroll 1
-  for (uint32_t block = 0; block < count; block += BLOCK_KEYS) {
-    uint32_t const keys = count - block < BLOCK_KEYS ? count - block : BLOCK_KEYS;
-    uint32_t const tile = block / (2 * BLOCK_KEYS) * (2 * BLOCK_KEYS) + mine, first = tile - block; // in this block, if less than `keys`
-    BlockStages const in = block_stages(keys, w.stage_bytes);
-    bool const here = first < keys, fresh_here = newest && tile == newest_tile;
-    float s[2 * HALVES][2];
-#pragma unroll 1
-    for (uint32_t at = 0; at < in.copied; at += in.rows) {
-      char const* stage = cursor_land(w, c);
-      if (here && first - at < in.rows) {
+    for (uint32_t tile = mine;;) {
+      bool const fresh_here = newest && tile == newest_tile;
+      float s[HALVES][2][2];
 #pragma unroll
-        for (uint32_t half = 0; half < HALVES; ++half) {
-          KeyTile k;
-          keys_take(k, stage + (first - at + half * 16) * ROW_BYTES, start + tile + half * 16);
-          if (fresh_here) {
-            key_append(w, cache, position, count - 1 - tile - half * 16, g0 == 0 && half == 0, k);
-          }
-          tile_scores(q, k, s + 2 * half);
-        }
-      }
-      if (in.values == 0) {
-        cursor_next(w, c);
-      }
-    }
-#pragma unroll 1
-    for (uint32_t at = 0; at < in.copied; at += in.rows) {
-      char* stage = w.ring + (cursor_land(w, c) - w.ring) + in.values;
-      if (here && first - at < in.rows) {
-        char* rows = stage + (first - at) * ROW_BYTES;
+      for (uint32_t half = 0; half < HALVES; ++half) {
         if (fresh_here) {
-          value_append(w, cache, position, rows + (count - 1 - tile) * ROW_BYTES, g0 == 0);
+          key_append(w, cache, position, count - 1 - tile - half * 16, g0 == 0 && half == 0, k[half]);
         }
-        tile_add(r, s, count - tile, rows, swizzle, tile == mine);
-        if (fresh_here) {
-          stage_given_back(); // to the copies
-        }
+        tile_scores(q, k[half], s[half]);
       }
-      cursor_next(w, c);
+      cursor_pass(w, c, walk.passed, place.values_at);
+      char* values = w.ring + (cursor_land(w, c) - w.ring) + place.values + place.row * ROW_BYTES;
+      if (fresh_here) {
+        value_append(w, cache, position, values + (count - 1 - tile) * ROW_BYTES, g0 == 0);
+      }
+      tile_add(w, r, s, count - tile, values, swizzle, tile == mine);
+      tile += 2 * BLOCK_KEYS;
+      if (tile >= count) {
+        break;
+      }
+      place = tile_place(w, walk, tile);
+      tile_take(w, c, walk, place, tile, k);
     }
   }
   warp_finish(w, r);
@@ -431,12 +469,17 @@ __device__ __forceinline__ void op_attention(Worker& w, StagedTask const& st, Cu
   }
   uint32_t const first = position + 1 - keys;
   uint32_t const start = split_start(keys, p.kv_block, active, p.split), end = split_start(keys, p.kv_block, active, p.split + 1);
+  uint32_t const count = end - start, last = count % BLOCK_KEYS, of_block = stages_of_block(BLOCK_KEYS, w.stage_bytes);
+  uint32_t const stages = count / BLOCK_KEYS * of_block + (last != 0 ? stages_of_block(last, w.stage_bytes) : 0);
 #pragma unroll 1
   for (uint32_t g0 = 0; g0 < AMK_GROUP; g0 += GROUP_BUF) {
-    attend(w, st, p, c, g0, first + start, end - start, p.split + 1 == active);
+    KeyWalk walk = {first + start, count, of_block, 0};
+    attend(w, st, p, c, g0, walk, p.split + 1 == active);
     tape_multiplied(w);
     consumers_sync();
     write_partials(w, st, p, g0, AMK_GROUP - g0 < GROUP_BUF ? AMK_GROUP - g0 : GROUP_BUF);
+    stage_given_back(); // to the copies, by whoever has put the new value there
+    cursor_pass(w, c, walk.passed, stages);
     if (g0 + GROUP_BUF < AMK_GROUP) {
       consumers_sync(); // the scratch is about to be overwritten
     }

@@ -75,15 +75,6 @@ struct Share {
   uint4 weights[SHARE];
 };
 
-// Gives shares some value, by no instruction: what is filled under a condition only would be kept alive through all other ops.
-__device__ __forceinline__ void shares_define(Share (&v)[TAKE]) {
-#pragma unroll
-  for (uint32_t i = 0; i < TAKE * SHARE; ++i) {
-    uint4& x = v[i / SHARE].weights[i % SHARE];
-    asm volatile("" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w));
-  }
-}
-
 // This warp's `mine` units of a chunk, with the vector in the activation buffer.
 __device__ __forceinline__ void chunk_multiply(Worker const& w, char const* weights, char const* x, uint32_t mine, Sums<2>& s) {
   constexpr uint32_t BATCH = 4;
@@ -533,19 +524,12 @@ __device__ __forceinline__ void multiply_chunks(Worker const& w, Cursor& c, Tile
   }
 }
 
-__device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Cursor& c) {
-  amk_matvec_params const p = *(amk_matvec_params const*)st.task.params;
-  uint32_t const t = w.thread, warp = t / 32;
-  Tiles const k = task_tiles(st.task, p);
-  Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
-  Share v[TAKE] = {};
-  Addends add = {};
-  float square = 0.f;
-  float const inverse = __fdividef(1.f, (float)p.k_len);
+// What can be done before the vector is there, then the vector into the activation buffer: up to TAKE shares in registers, which are here
+// afterwards in any case, and what the epilogue adds to `row`. Returns the lane's part of the sum of squares.
+__device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, bool held, uint32_t row, Share (&v)[TAKE],
+                                                Addends& add) {
   uint32_t const ahead = k.shares < TAKE ? k.shares : TAKE;
-  bool const rms = p.prologue == AMK_PROLOGUE_RMS, held = ahead > 0 && k.shares <= TAKE + 1 && (k.chunks == 1 || k.chunks == k.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
-  uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
-  bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
+  float square = 0.f;
   uint32_t taken = 0;
   // One piece of code, gone through twice if need be: before the vector is there for what has landed, which then waits in registers while
   // the stream goes on; and afterwards for the rest.
@@ -560,22 +544,40 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
       taken = 2;
     }
     if (late) {
-      break;
+      return square;
     }
-    if (mine) {
-      add = addends(w, st, p, row);
-    }
+    add = addends(w, st, p, row);
     barrier_announce(w);
     square = stage_input(w, st, p);
     __syncwarp();
-    if (t == 0) {
+    if (w.thread == 0) {
       *(volatile uint32_t*)&w.shared->near = held; // its last shares are there already
     }
     tape_staged(w);
     if (taken == ahead) {
-      break;
+      return square;
     }
   }
+}
+
+// What the rows of a normalised vector are multiplied by, from the warps' sums of squares.
+__device__ __forceinline__ float rms_scale(Worker const& w, uint32_t buffer, float inverse, float eps) {
+  float4 const a = *(float4 const*)&w.shared->sums[buffer][0], b = *(float4 const*)&w.shared->sums[buffer][4];
+  return rsqrtf(fmaf(((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)), inverse, eps));
+}
+
+__device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Cursor& c) {
+  amk_matvec_params const p = *(amk_matvec_params const*)st.task.params;
+  uint32_t const t = w.thread, warp = t / 32;
+  Tiles const k = task_tiles(st.task, p);
+  Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
+  Share v[TAKE] = {};
+  Addends add = {};
+  float const inverse = __fdividef(1.f, (float)p.k_len);
+  bool const rms = p.prologue == AMK_PROLOGUE_RMS, held = k.shares > 0 && k.shares <= TAKE + 1 && (k.chunks == 1 || k.chunks == k.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
+  uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
+  bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
+  float square = take_and_stage(w, st, p, k, c, held, mine ? row : p.rows, v, add);
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
   // What follows the products of up to TILES_BUF tiles.
   auto const rows_finish = [&](uint32_t buffer) {
@@ -585,12 +587,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     tape_multiplied(w);
     barrier_meet(w);
     if (mine) {
-      float scale = 1.f;
-      if (rms) {
-        float4 const a = *(float4 const*)&w.shared->sums[buffer][0], b = *(float4 const*)&w.shared->sums[buffer][4];
-        scale = rsqrtf(fmaf(((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)), inverse, p.eps));
-      }
-      epilogue(w, st, p, out, buffer, row, scale, add, best);
+      epilogue(w, st, p, out, buffer, row, rms ? rms_scale(w, buffer, inverse, p.eps) : 1.f, add, best);
     }
   };
   if (held) {

@@ -43,6 +43,15 @@ __device__ __forceinline__ void cursor_next(Worker const& w, Cursor& c) {
   }
 }
 
+// Passes stages until it has passed `to`, all of which have landed by then.
+__device__ __forceinline__ void cursor_pass(Worker const& w, Cursor& c, uint32_t& passed, uint32_t to) {
+#pragma unroll 1
+  for (; passed < to; ++passed) {
+    cursor_land(w, c);
+    cursor_next(w, c);
+  }
+}
+
 // What the loader knows of the ring. Its loop runs once a stage and must be far faster than a stage lands, so places are shared addresses
 // and everything is in registers.
 struct Loader {

@@ -60,6 +60,13 @@ __device__ __forceinline__ void store_f32(float* p, float v) { asm volatile("st.
 // side. Pairs with load_u32x4 and load_relaxed in slot.cuh.
 __device__ __forceinline__ void store_u32(uint32_t* p, uint32_t v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
+// What never changes while the kernel runs. Volatile, so that it is asked for where it says.
+__device__ __forceinline__ float4 load_constant(float const* p) {
+  float4 v;
+  asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
+  return v;
+}
+
 // Brings a line that never changes closer.
 __device__ __forceinline__ void prefetch_l1(void const* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 

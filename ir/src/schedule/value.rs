@@ -180,7 +180,7 @@ choice! {
         RoundRobin = "round_robin",
         /// The remainder goes to the workers after the one where the last phase stopped.
         Carry = "carry",
-        /// The remainder goes to the workers with the fewest bytes so far.
+        /// The remainder goes to the workers with the fewest bytes so far, behind attention to those that did not attend first.
         ByteBalance = "byte_balance",
     }
 }

@@ -17,6 +17,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("vm-host", &["abi", "ir", "vm-device"]),
     ("corpus", &["abi", "ir"]),
     ("search", &["abi", "corpus", "ir", "lower", "model", "reference-vm"]),
+    ("remote", &["abi", "ir", "search"]),
     (
         "amk",
         &[
@@ -26,6 +27,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "lower",
             "model",
             "reference-vm",
+            "remote",
             "search",
             "vm-device",
             "vm-host",
@@ -52,6 +54,7 @@ const TEST_EDGES: &[(&str, &[&str])] = &[
     ("ir", &["model"]),
     ("lower", &["model"]),
     ("search", &["model"]),
+    ("remote", &["lower", "model"]),
     // Programs to run. The library is built without it.
     ("reference-vm", &["lower", "model"]),
     ("vm-host", &["lower", "model", "reference-vm"]),

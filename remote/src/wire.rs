@@ -84,12 +84,12 @@ pub(crate) enum Broken {
 
 impl From<io::Error> for Broken {
     fn from(error: io::Error) -> Self {
-        match error.kind() {
-            io::ErrorKind::UnexpectedEof
-            | io::ErrorKind::BrokenPipe
-            | io::ErrorKind::ConnectionReset => Self::Closed,
-            _ => Self::Socket(error),
-        }
+        let gone = [
+            io::ErrorKind::UnexpectedEof,
+            io::ErrorKind::BrokenPipe,
+            io::ErrorKind::ConnectionReset,
+        ];
+        if gone.contains(&error.kind()) { Self::Closed } else { Self::Socket(error) }
     }
 }
 
@@ -167,17 +167,15 @@ impl Channel {
 
     /// Turns a failed read or write into what it means; an interruption and time that is left mean nothing.
     fn failed(&self, error: io::Error, late: &mut bool) -> Result<(), Broken> {
-        match error.kind() {
-            io::ErrorKind::Interrupted => Ok(()),
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                // A process that was stopped and goes on finds its deadline past and an answer waiting: looked at once more.
-                if std::mem::replace(late, self.deadline.is_some_and(|end| Instant::now() >= end)) {
-                    return Err(Broken::Overrun);
-                }
-                Ok(())
-            }
-            _ => Err(error.into()),
+        if error.kind() == io::ErrorKind::Interrupted {
+            return Ok(());
         }
+        if ![io::ErrorKind::WouldBlock, io::ErrorKind::TimedOut].contains(&error.kind()) {
+            return Err(error.into());
+        }
+        // A process that was stopped and goes on finds its deadline past and an answer waiting: looked at once more.
+        let over = self.deadline.is_some_and(|end| Instant::now() >= end);
+        if std::mem::replace(late, over) { Err(Broken::Overrun) } else { Ok(()) }
     }
 
     fn write(&mut self, mut bytes: &[u8]) -> Result<(), Broken> {
@@ -226,9 +224,8 @@ impl Channel {
         let mut byte = [0];
         let mut place = [IoSliceMut::new(&mut byte)];
         rustix::net::recvmsg(&self.socket, &mut place, &mut control, RecvFlags::CMSG_CLOEXEC)?;
-        let files = control.drain().filter_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(files) => Some(files),
-            _ => None,
+        let files = control.drain().filter_map(|message| {
+            if let RecvAncillaryMessage::ScmRights(files) = message { Some(files) } else { None }
         });
         files.flatten().next().ok_or_else(|| io::Error::other("no file came with the first byte"))
     }

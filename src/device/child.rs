@@ -24,7 +24,7 @@ pub(crate) fn open_process<'a>(
     shared: bool,
 ) -> Result<Remote<'a>, Failure> {
     let missing = |what: String| Failure::missing(format!("capability missing: {what}"));
-    let others = vm_host::compute_processes(&info.uuid);
+    let others = sharing::others(shared, || vm_host::compute_processes(&info.uuid));
     let note = sharing::judge(others.as_deref(), shared).map_err(Failure::missing)?;
     let graph = context.graph();
     let room = Room { rows: LOGITS_ROWS as usize, vocab: graph.vocab as usize };

@@ -38,15 +38,15 @@ const PARTS: &str = "a_search_on_a_device_process_is_a_search";
 const KV_CAPACITY: u32 = 24;
 const TRIALS: u64 = 9;
 
-/// No limit of a test that does not wait for one is ever near.
+/// No limit of a test that does not wait for one is ever near, however busy the machine is.
 fn patient() -> Limits {
-    Limits { leave: Duration::from_secs(5), ..Limits::default() }
+    Limits { leave: Duration::from_secs(30), ..Limits::default() }
 }
 
 /// What is scripted takes no time, so only the answer is waited for.
 fn impatient() -> Limits {
     Limits {
-        answer: Duration::from_millis(1500),
+        answer: Duration::from_secs(4),
         boot: Duration::ZERO,
         launch: Duration::ZERO,
         position: Duration::ZERO,
@@ -333,7 +333,8 @@ fn rows(trials: &[Trial]) -> Vec<String> {
 /// Searches on a device that fails once: one trial ends so, and says this; the others are as if nothing had been.
 fn one_bad_trial(mode: &str, outcome: Outcome, says: &[&str]) {
     let once = marker("once");
-    let mut device = open(mode, Some(&once), impatient()).unwrap();
+    let limits = if outcome == Outcome::TimedOut { impatient() } else { patient() };
+    let mut device = open(mode, Some(&once), limits).unwrap();
     let first = device.process_id();
     let began = Instant::now();
     let trials = search(&mut device).unwrap();
@@ -400,7 +401,7 @@ fn a_process_that_does_not_come_up_is_started_again_and_then_given_up() {
     for (mode, says) in [("exit", "exit code 7"), ("mute", "no answer within")] {
         let limits = Limits {
             open: Duration::ZERO,
-            answer: Duration::from_millis(300),
+            answer: Duration::from_millis(500),
             starts: 2,
             ..impatient()
         };
@@ -410,7 +411,7 @@ fn a_process_that_does_not_come_up_is_started_again_and_then_given_up() {
         assert!(said.contains("started 2 times") && said.contains(says), "{said}");
         // Once is no reason to give up.
         let once = marker("start");
-        let limits = Limits { open: Duration::from_millis(1500), starts: 2, ..impatient() };
+        let limits = Limits { open: Duration::ZERO, starts: 2, ..impatient() };
         assert!(open(mode, Some(&once), limits).is_ok(), "{mode}");
         let _ = std::fs::remove_file(once);
     }
@@ -443,7 +444,9 @@ fn a_process_that_is_killed_between_requests_is_replaced() {
     assert_eq!(device.costs().loads, 2);
     device.release(handle);
     assert!(matches!(device.run(handle, &expected.tokens, 0), Err(DeviceError::Fault { .. })));
+    let began = Instant::now();
     drop(device);
+    assert!(began.elapsed() < patient().leave / 2, "it left when the parent hung up");
     assert!(gone(second), "a search that ends takes its device process with it");
 }
 

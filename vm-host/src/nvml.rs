@@ -70,9 +70,11 @@ pub fn compute_processes(uuid: &str) -> Option<Vec<u32>> {
 
 /// NVML's form of an id: `GPU-` and five groups.
 fn name_of(uuid: &str) -> Option<String> {
-    let groups = [0..8, 8..12, 12..16, 16..20, 20..32];
-    let groups: Option<Vec<&str>> = groups.into_iter().map(|range| uuid.get(range)).collect();
-    (uuid.len() == 32).then_some(format!("GPU-{}", groups?.join("-")))
+    if uuid.len() != 32 || !uuid.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return None;
+    }
+    let groups = [0..8, 8..12, 12..16, 16..20, 20..32].map(|range| &uuid[range]);
+    Some(format!("GPU-{}", groups.join("-")))
 }
 
 #[cfg(test)]

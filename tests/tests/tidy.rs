@@ -296,6 +296,26 @@ fn only_tests_ask_for_defects() {
     none(&problems);
 }
 
+/// Devices that are spoiled on request exist to test those who must notice: what is built for users has no way to ask for one.
+#[test]
+fn only_tests_ask_for_faults() {
+    let asks = |manifest: &str| {
+        let mut tests = false;
+        manifest.lines().any(|line| {
+            tests = if line.starts_with('[') { line.contains("dev-dependencies") } else { tests };
+            !tests && line.contains("\"faults\"")
+        })
+    };
+    assert!(asks("[dependencies]\nvm-host = { features = [\"faults\"] }"));
+    assert!(!asks("[dev-dependencies]\nvm-host = { features = [\"faults\"] }\n[lints]"));
+    let problems: Vec<String> = files(&["toml"])
+        .iter()
+        .filter(|(_, text)| asks(text))
+        .map(|(path, _)| path.display().to_string())
+        .collect();
+    none(&problems);
+}
+
 #[test]
 fn modules_have_names() {
     let banned = ["utils", "util", "common", "helpers", "misc"];

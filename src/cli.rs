@@ -144,6 +144,9 @@ pub(crate) enum Command {
         /// A knob's path, a rule's id, a trap's name, an exit code or a word of the glossary. Default: lists them all.
         name: Option<String>,
     },
+    /// The process that drives the GPU for a search; started by `amk` itself.
+    #[command(hide = true)]
+    DeviceChild(DeviceChildArgs),
     /// Prints a shell's completion script.
     #[command(
         after_help = "Examples:\n  amk completions bash > ~/.local/share/bash-completion/completions/amk\n  \
@@ -214,6 +217,28 @@ pub(crate) struct PlaceArgs {
     pub(crate) kv_capacity: Option<u32>,
 }
 
+/// Whether a measurement may share the GPU.
+#[derive(Debug, Args)]
+pub(crate) struct SharingArgs {
+    /// Measure although other processes use the GPU. The conditions of the measurement say so.
+    #[arg(long)]
+    pub(crate) shared_gpu: bool,
+}
+
+/// Arguments of `device-child`, which `amk` gives to itself.
+#[derive(Debug, Args)]
+pub(crate) struct DeviceChildArgs {
+    /// The model, as the parent was given it.
+    #[arg(long)]
+    pub(crate) model: String,
+    /// The target, if the parent was given one.
+    #[arg(long)]
+    pub(crate) target: Option<String>,
+    /// Tokens that the key/value cache holds.
+    #[arg(long)]
+    pub(crate) kv_capacity: Option<u32>,
+}
+
 /// A schedule from a file.
 #[derive(Debug, Args)]
 pub(crate) struct ConfigArgs {
@@ -238,6 +263,8 @@ pub(crate) struct EvaluateArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
     #[command(flatten)]
+    pub(crate) sharing: SharingArgs,
+    #[command(flatten)]
     pub(crate) config: ConfigArgs,
     /// What the gate's tokens are drawn with.
     #[arg(long, default_value_t = 0)]
@@ -252,6 +279,8 @@ pub(crate) struct LoopArgs {
     pub(crate) model: Option<String>,
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
+    #[command(flatten)]
+    pub(crate) sharing: SharingArgs,
     /// When to end: a number of trials (64) or a time (90s, 10m, 2h). Default: 64, or the resumed search's.
     #[arg(long, value_name = "TRIALS|TIME")]
     pub(crate) budget: Option<Budget>,
@@ -313,6 +342,8 @@ pub(crate) struct GenerateArgs {
 pub(crate) struct BenchArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) sharing: SharingArgs,
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
     /// Tokens before the measured ones.
@@ -386,6 +417,8 @@ pub(crate) struct TraceArgs {
 pub(crate) struct SampleArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) sharing: SharingArgs,
     /// Schedules to measure.
     #[arg(long, default_value_t = 200, value_name = "N")]
     pub(crate) count: usize,

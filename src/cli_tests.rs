@@ -124,6 +124,21 @@ fn every_command_has_help_with_examples() {
     assert!(amk(&["--version"]).stdout.starts_with("amk "));
 }
 
+/// The process that drives a GPU for a search is nobody's command.
+#[test]
+fn a_device_process_serves_its_parent_and_nobody_else() {
+    assert!(!amk(&["--help"]).stdout.contains("device-child"));
+    amk(&["device-child", "--model", "toy"]).fails(2, &["started by `amk` itself", "socket"]);
+    // A parent that hangs up before it has said anything.
+    let (parent, child) = std::os::unix::net::UnixStream::pair().unwrap();
+    drop(parent);
+    let mut command = command(Path::new("."), &["device-child", "--model", "toy"]);
+    let began = std::time::Instant::now();
+    let ran = ran(command.stdin(std::os::fd::OwnedFd::from(child)).output().unwrap());
+    ran.fails(2, &["no file came"]);
+    assert!(began.elapsed() < std::time::Duration::from_secs(10));
+}
+
 #[test]
 fn wrong_usage_is_exit_2_with_a_document() {
     for args in [

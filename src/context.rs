@@ -6,10 +6,11 @@ use std::path::Path;
 use ir::schedule::{KernelConfig, ScheduleConfig};
 use ir::{Graph, Rule, Target, Violations};
 use model::Model;
+use remote::Remote;
 
-use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs};
-use crate::device::{Gpu, live_target, open_device};
-use crate::failure::{Exit, Failure};
+use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs, SharingArgs};
+use crate::device::{Gpu, live_target, look, open_here, open_process};
+use crate::failure::Failure;
 use crate::report;
 
 /// The target when there is no live device and none is named.
@@ -29,6 +30,10 @@ pub(crate) struct Context {
     pub(crate) target: Target,
     /// Tokens of the key/value cache.
     pub(crate) kv_capacity: u32,
+    /// The model as it was named.
+    pub(crate) name: String,
+    /// The target, if one was named.
+    pub(crate) named_target: Option<String>,
     device: DeviceChoice,
 }
 
@@ -53,7 +58,8 @@ impl Context {
                 )));
             }
         };
-        Ok(Self { model, target, kv_capacity, device: place.device })
+        let (name, named_target) = (name.to_owned(), place.target.clone());
+        Ok(Self { model, target, kv_capacity, name, named_target, device: place.device })
     }
 
     /// The model's graph.
@@ -66,8 +72,23 @@ impl Context {
         lower::Options { kv_capacity: self.kv_capacity }
     }
 
-    /// The GPU, if it is wanted and there is one.
-    pub(crate) fn open(&self) -> Result<Option<Gpu<'_>>, Failure> {
+    /// The GPU in a process of its own, which a search can lose, if it is wanted and there is one.
+    pub(crate) fn open_process(
+        &self,
+        sharing: &SharingArgs,
+    ) -> Result<Option<Remote<'_>>, Failure> {
+        self.open_with(|info| open_process(self, info, sharing.shared_gpu))
+    }
+
+    /// The GPU in this process, for what runs once, if it is wanted and there is one.
+    pub(crate) fn open_here(&self) -> Result<Option<Gpu<'_>>, Failure> {
+        self.open_with(|_| open_here(self))
+    }
+
+    fn open_with<D>(
+        &self,
+        open: impl FnOnce(&vm_host::DeviceInfo) -> Result<D, Failure>,
+    ) -> Result<Option<D>, Failure> {
         let wanted = match self.device {
             DeviceChoice::Cpu => return Ok(None),
             DeviceChoice::Eval => {
@@ -77,9 +98,9 @@ impl Context {
             DeviceChoice::Auto => false,
             DeviceChoice::Cuda => true,
         };
-        match open_device(self) {
-            Ok(device) => Ok(Some(device)),
-            Err(failure) if wanted || failure.exit != Exit::Missing => Err(failure),
+        match look(self) {
+            Ok(info) => open(&info).map(Some),
+            Err(error) if wanted => Err(Failure::missing(format!("capability missing: {error}"))),
             Err(_) => Ok(None),
         }
     }

@@ -1,28 +1,36 @@
-//! The GPU behind `search::Device`: the only place where the command line meets the driver.
+//! The GPU: the only place where the command line meets the driver. Searches drive it in a process of its own (`device/child.rs`);
+//! commands that only run a program once drive it here.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ir::Target;
 use ir::program::{Program, Verified};
 use ir::schedule::KernelConfig;
-use search::{
-    Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,
-};
+use remote::{Board, Phase, Served};
+use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
 use vm_device::Variant;
-use vm_host::{BootOptions, HostError, Idle, Loaded, Resident};
+use vm_host::{BootOptions, HostError, Idle, Loaded, Lookout, Resident};
 
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::report;
 
 mod builds;
+mod child;
+#[cfg(test)]
+mod hang_tests;
+mod sharing;
+
+pub(crate) use child::{open_process, serve};
 
 use builds::Builds;
 
 /// Rows of logits set aside on the device: longer runs are read in pieces.
 const LOGITS_ROWS: u32 = 160;
+/// Compute capability that the kernel is written for, major.
+const CAPABILITY: i32 = 9;
 /// How long a worker may wait inside a step.
 const DEADLINE: Duration = Duration::from_secs(2);
 /// One for each side of a comparison.
@@ -32,30 +40,27 @@ const BANDWIDTH_RUNS: usize = 9;
 /// Untimed positions after a switch of program, before a timed block: the ring of the new program has to fill.
 const SETTLE: usize = 2;
 
-/// Opens the GPU for a model. The error says what is missing (exit code 3).
-pub(crate) fn open_device(context: &Context) -> Result<Gpu<'_>, Failure> {
-    let missing = |error: HostError| Failure::missing(format!("capability missing: {error}"));
-    let info = vm_host::device_info().map_err(missing)?;
-    vm_host::nvrtc_version().map_err(missing)?;
+/// What is missing for driving the GPU that is here with programs for this target, found without touching it.
+pub(crate) fn look(context: &Context) -> Result<vm_host::DeviceInfo, HostError> {
+    let info = vm_host::device_info()?;
+    let (major, minor) = info.capability;
+    if major != CAPABILITY {
+        return Err(HostError::Architecture { name: info.name, major, minor });
+    }
+    vm_host::nvrtc_version()?;
     if info.sms != context.target.sms {
-        return Err(Failure::missing(format!(
-            "capability missing: the target {} has {} multiprocessors, {} has {}; leave --target out to schedule for the GPU that is here",
+        return Err(HostError::Request(format!(
+            "the target {} has {} multiprocessors, {} has {}; leave --target out to schedule for the GPU that is here",
             context.target.name, context.target.sms, info.name, info.sms
         )));
     }
-    let bandwidth = vm_host::measure_bandwidth(BANDWIDTH_RUNS).map_err(missing)?;
-    Ok(Gpu {
-        context,
-        info,
-        bandwidth,
-        machine: Machine::Absent,
-        programs: BTreeMap::new(),
-        next: 0,
-        sequences: [const { None }; SESSIONS as usize],
-        leading: None,
-        costs: Costs::default(),
-        builds: builds(&context.target.arch),
-    })
+    Ok(info)
+}
+
+/// Opens the GPU for a model in this process. The error says what is missing (exit code 3).
+pub(crate) fn open_here(context: &Context) -> Result<Gpu<'_>, Failure> {
+    Gpu::open(context, None)
+        .map_err(|error| Failure::missing(format!("capability missing: {error}")))
 }
 
 /// Compilers that fill the cache; without a cache nothing could be handed over.
@@ -70,7 +75,7 @@ fn builds(arch: &str) -> Option<Builds<Variant>> {
 /// The live GPU as a target, if there is one that the kernel runs on.
 pub(crate) fn live_target() -> Option<Target> {
     let info = vm_host::device_info().ok()?;
-    if info.capability.0 != 9 {
+    if info.capability.0 != CAPABILITY {
         return None;
     }
     let name = if info.name.contains("H200") { "h200" } else { "h100" };
@@ -111,6 +116,58 @@ pub(crate) struct Gpu<'a> {
     leading: Option<Handle>,
     costs: Costs,
     builds: Option<Builds<Variant>>,
+    /// Where to say what is being done, in a process of its own.
+    board: Option<Board>,
+    /// The ring of the machine, for a thread beside this one.
+    lookout: SharedLookout,
+    /// A kernel did not leave, or took the context with it: only a new process gets the device back.
+    lost: bool,
+}
+
+/// The ring of a machine, while there is one.
+pub(crate) type SharedLookout = Arc<Mutex<Option<Lookout>>>;
+
+impl<'a> Gpu<'a> {
+    fn open(context: &'a Context, board: Option<&Board>) -> Result<Self, HostError> {
+        let info = look(context)?;
+        Ok(Self {
+            context,
+            info,
+            bandwidth: vm_host::measure_bandwidth(BANDWIDTH_RUNS)?,
+            machine: Machine::Absent,
+            programs: BTreeMap::new(),
+            next: 0,
+            sequences: [const { None }; SESSIONS as usize],
+            leading: None,
+            costs: Costs::default(),
+            builds: builds(&context.target.arch),
+            board: board.cloned(),
+            lookout: SharedLookout::default(),
+            lost: false,
+        })
+    }
+
+    fn enter(&self, phase: Phase) {
+        if let Some(board) = &self.board {
+            board.enter(phase);
+        }
+    }
+
+    fn set_lookout(&self, lookout: Option<Lookout>) {
+        *self.lookout.lock().unwrap_or_else(PoisonError::into_inner) = lookout;
+    }
+
+    /// Ends the kernel. If it does not leave, the device is lost to this process.
+    fn stop(&mut self, running: Resident) -> Result<Idle, DeviceError> {
+        self.enter(Phase::Stopping);
+        let stopped = running.stop().map_err(|error| {
+            self.lost = true;
+            let reason = format!("the kernel did not leave ({error})");
+            DeviceError::Fault { reason }
+        });
+        self.set_lookout(None); // what it said is not said of the next one
+        stopped
+    }
 }
 
 impl Gpu<'_> {
@@ -141,50 +198,68 @@ impl Gpu<'_> {
 
     /// Makes a prepared program current, launching or switching as needed. `fresh` loads it anew: its scratch memory is poisoned.
     fn activate(&mut self, handle: Handle, fresh: bool) -> Result<&mut Resident, DeviceError> {
-        let Some(prepared) = self.programs.get_mut(&handle.0) else {
+        let Some(prepared) = self.programs.get(&handle.0) else {
             return Err(DeviceError::Fault { reason: "the program was released".into() });
         };
-        if !matches!(&self.machine, Machine::Running(running) if running.variant() == prepared.variant)
-        {
-            let began = Instant::now();
-            let idle = match std::mem::replace(&mut self.machine, Machine::Absent) {
-                Machine::Absent => boot(self.context, &prepared.program, &prepared.variant)?,
-                Machine::Idle(idle) => *idle,
-                Machine::Running(running) => running.stop().map_err(lost)?,
-            };
-            match idle.launch(prepared.variant, &prepared.program) {
-                Ok(running) => {
-                    prepared.loaded = Some(running.current());
-                    self.machine = Machine::Running(Box::new(running));
-                    self.costs.launches += 1;
-                    self.costs.launch_s += began.elapsed().as_secs_f64();
-                }
-                Err(refused) => {
-                    let (idle, error) = *refused;
-                    self.machine = Machine::Idle(Box::new(idle));
-                    return Err(device_error(error));
-                }
-            }
+        let (variant, program) = (prepared.variant, prepared.program.clone());
+        let mut had = prepared.loaded;
+        if !matches!(&self.machine, Machine::Running(running) if running.variant() == variant) {
+            had = Some(self.launch(variant, &program)?);
         }
         let Machine::Running(running) = &mut self.machine else {
             return Err(DeviceError::Unavailable { reason: "the kernel is not running".into() });
         };
-        let loaded = match prepared.loaded.filter(|&loaded| !fresh && running.holds(loaded)) {
+        let loaded = match had.filter(|&loaded| !fresh && running.holds(loaded)) {
             Some(loaded) => loaded,
             None => {
                 let began = Instant::now();
-                let loaded = running.load(&prepared.program).map_err(device_error)?;
+                let loaded = running.load(&program).map_err(device_error)?;
                 self.costs.loads += 1;
                 self.costs.load_s += began.elapsed().as_secs_f64();
                 loaded
             }
         };
-        prepared.loaded = Some(loaded);
+        if let Some(prepared) = self.programs.get_mut(&handle.0) {
+            prepared.loaded = Some(loaded);
+        }
         running.switch(loaded).map_err(device_error)?;
         Ok(running)
     }
 
-    /// After a fault: ends the kernel, so that the next program starts on a new launch.
+    /// Launches a kernel with a program: on a machine that is booted for it if there is none.
+    fn launch(
+        &mut self,
+        variant: Variant,
+        program: &Verified<Program>,
+    ) -> Result<Loaded, DeviceError> {
+        let began = Instant::now();
+        let idle = match std::mem::replace(&mut self.machine, Machine::Absent) {
+            Machine::Absent => {
+                self.enter(Phase::Booting);
+                boot(self.context, program, &variant)?
+            }
+            Machine::Idle(idle) => *idle,
+            Machine::Running(running) => self.stop(*running)?,
+        };
+        self.enter(Phase::Launching);
+        match idle.launch(variant, program) {
+            Ok(mut running) => {
+                let (loaded, lookout) = (running.current(), running.lookout());
+                self.set_lookout(Some(lookout));
+                self.machine = Machine::Running(Box::new(running));
+                self.costs.launches += 1;
+                self.costs.launch_s += began.elapsed().as_secs_f64();
+                Ok(loaded)
+            }
+            Err(refused) => {
+                let (idle, error) = *refused;
+                self.machine = Machine::Idle(Box::new(idle));
+                Err(device_error(error))
+            }
+        }
+    }
+
+    /// After a fault: ends the kernel, so that the next program starts on a new launch. What is reported is the fault.
     fn recover<T>(&mut self, result: Result<T, DeviceError>) -> Result<T, DeviceError> {
         if matches!(
             result,
@@ -196,7 +271,9 @@ impl Gpu<'_> {
         {
             // A step that was broken off may have left anything.
             self.sequences = [const { None }; SESSIONS as usize];
-            self.machine = Machine::Idle(Box::new(running.stop().map_err(lost)?));
+            if let Ok(idle) = self.stop(*running) {
+                self.machine = Machine::Idle(Box::new(idle));
+            }
         }
         result
     }
@@ -248,7 +325,8 @@ impl Gpu<'_> {
         handle: Handle,
         tokens: &[u32],
         first: usize,
-    ) -> Result<Vec<Vec<f32>>, DeviceError> {
+        logits: &mut [f32],
+    ) -> Result<(), DeviceError> {
         let session = match first {
             0 => self.take_session(handle),
             _ => self.session_with(handle, &tokens[..first]).ok_or_else(|| {
@@ -257,27 +335,29 @@ impl Gpu<'_> {
             })?,
         };
         let mut costs = Costs::default();
+        let (board, vocab) = (self.board.clone(), self.context.graph().vocab as usize);
+        let enter = |phase| board.iter().for_each(|board| board.enter(phase));
+        enter(Phase::Loading);
         let running = self.activate(handle, first == 0)?;
         let rows = running.logits_rows();
         if first == 0 {
             costs.load_s += timed(|| running.poison_session(session))?;
         }
-        let mut logits = Vec::with_capacity(tokens.len() - first);
         let mut position = first as u32;
-        for piece in tokens[first..].chunks(rows as usize) {
+        let places = logits.chunks_mut(rows as usize * vocab);
+        for (piece, place) in tokens[first..].chunks(rows as usize).zip(places) {
             costs.load_s += timed(|| running.poison_logits(piece.len() as u32))?;
+            enter(Phase::Running);
             let done = running.decode(session, position, piece, 1, &[], true);
             let done = done.map_err(device_error)?;
             costs.run_s += done.host_us / 1e6;
-            costs.read_s += timed(|| {
-                logits.extend(running.logits(done.steps)?);
-                Ok(())
-            })?;
+            enter(Phase::Reading);
+            costs.read_s += timed(|| running.logits_into(place))?;
             position += done.steps;
         }
         self.costs = self.costs + costs;
         self.sequences[session as usize] = Some((handle, tokens.to_vec()));
-        Ok(logits)
+        Ok(())
     }
 
     /// The session in which a contender is timed, its cache filled with the plan's tokens.
@@ -312,10 +392,10 @@ impl Gpu<'_> {
 
     fn time_pair(
         &mut self,
-        contenders: [Contender<'_>; 2],
+        handles: [Handle; 2],
         plan: &Plan<'_>,
-    ) -> Result<Samples, DeviceError> {
-        let handles = contenders.map(|c| c.handle());
+        last: &mut [f32],
+    ) -> Result<Vec<[f64; 4]>, DeviceError> {
         self.leading = Some(handles[0]);
         let mut current = None;
         let mut sides = [(handles[0], 0), (handles[1], 0)];
@@ -326,23 +406,24 @@ impl Gpu<'_> {
                 current = Some(side.0);
             }
         }
-        let mut samples = Samples::default();
+        let mut rounds: Vec<[f64; 4]> = Vec::with_capacity(plan.rounds);
+        let vocab = self.context.graph().vocab as usize;
         for _ in 0..plan.rounds {
             let mut round = [0.0; 4];
             for (slot, side) in round.iter_mut().zip(ROUND) {
                 let index = usize::from(side == Side::Candidate);
                 *slot = self.block(sides[index], plan, current != Some(sides[index].0))?;
                 current = Some(sides[index].0);
-                if samples.rounds.len() + 1 == plan.rounds
+                if rounds.len() + 1 == plan.rounds
                     && let Machine::Running(running) = &mut self.machine
                 {
-                    let rows = running.logits(1).map_err(device_error)?;
-                    samples.last_logits[index] = rows.into_iter().next().unwrap_or_default();
+                    let place = &mut last[index * vocab..(index + 1) * vocab];
+                    running.logits_into(place).map_err(device_error)?;
                 }
             }
-            samples.rounds.push(round);
+            rounds.push(round);
         }
-        Ok(samples)
+        Ok(rounds)
     }
 }
 
@@ -378,13 +459,6 @@ fn boot(
     Ok(idle)
 }
 
-/// The kernel did not leave: only a new process gets the device back.
-fn lost(error: HostError) -> DeviceError {
-    DeviceError::Unavailable {
-        reason: format!("the kernel did not leave ({error}); run the command again"),
-    }
-}
-
 fn device_error(error: HostError) -> DeviceError {
     match error {
         HostError::Trapped(status) => DeviceError::Trapped {
@@ -401,9 +475,11 @@ fn device_error(error: HostError) -> DeviceError {
         },
         HostError::Compile { log } => DeviceError::Compile { log },
         HostError::OutOfMemory { needed, free } => DeviceError::OutOfMemory { needed, free },
-        HostError::Left => DeviceError::Fault { reason: error.to_string() },
-        HostError::Died { .. }
-        | HostError::NoDriver
+        // A process that lost its context cannot stop its machine either, which is found next.
+        HostError::Left | HostError::Died { .. } => {
+            DeviceError::Fault { reason: error.to_string() }
+        }
+        HostError::NoDriver
         | HostError::NoDevice
         | HostError::NoNvrtc { .. }
         | HostError::Architecture { .. }
@@ -416,7 +492,7 @@ fn device_error(error: HostError) -> DeviceError {
     }
 }
 
-impl Device for Gpu<'_> {
+impl Served for Gpu<'_> {
     fn describe(&self) -> DeviceInfo {
         DeviceInfo {
             name: self.info.name.clone(),
@@ -442,6 +518,7 @@ impl Device for Gpu<'_> {
             return Ok(Handle(handle));
         }
         let began = Instant::now();
+        self.enter(Phase::Compiling);
         if let Some(builds) = &self.builds {
             builds.settle(&variant);
         }
@@ -460,8 +537,9 @@ impl Device for Gpu<'_> {
         program: Handle,
         tokens: &[u32],
         first: usize,
-    ) -> Result<Vec<Vec<f32>>, DeviceError> {
-        let result = self.run_tokens(program, tokens, first);
+        logits: &mut [f32],
+    ) -> Result<(), DeviceError> {
+        let result = self.run_tokens(program, tokens, first, logits);
         self.recover(result)
     }
 
@@ -478,11 +556,16 @@ impl Device for Gpu<'_> {
 
     fn time(
         &mut self,
-        contenders: [Contender<'_>; 2],
+        programs: [Handle; 2],
         plan: &Plan<'_>,
-    ) -> Result<Samples, DeviceError> {
-        let result = self.time_pair(contenders, plan);
+        last: &mut [f32],
+    ) -> Result<Vec<[f64; 4]>, DeviceError> {
+        let result = self.time_pair(programs, plan, last);
         self.recover(result)
+    }
+
+    fn lost(&self) -> bool {
+        self.lost
     }
 
     fn release(&mut self, program: Handle) {
@@ -506,7 +589,7 @@ pub(crate) fn checks() -> Vec<Check> {
     let info = vm_host::device_info();
     let nvrtc = vm_host::nvrtc_version();
     let driver = !matches!(info, Err(HostError::NoDriver));
-    let hopper = info.as_ref().is_ok_and(|info| info.capability.0 == 9);
+    let hopper = info.as_ref().is_ok_and(|info| info.capability.0 == CAPABILITY);
     let mut checks = vec![
         Check {
             name: "driver",
@@ -531,10 +614,11 @@ pub(crate) fn checks() -> Vec<Check> {
             ok: hopper,
             found: match &info {
                 Ok(info) => format!(
-                    "{}, {} multiprocessors, {:.1} of {:.1} GiB free, compute capability {}.{}",
+                    "{}, {} multiprocessors, {} of {:.1} GiB free, compute capability {}.{}",
                     info.name,
                     info.sms,
-                    gib(info.free_bytes),
+                    vm_host::free_memory()
+                        .map_or_else(|_| "unknown".to_owned(), |free| format!("{:.1}", gib(free))),
                     gib(info.memory_bytes),
                     info.capability.0,
                     info.capability.1

@@ -91,7 +91,7 @@ pub struct Samples {
 }
 
 /// Why a device gave no result. What a search does next depends on the kind.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, thiserror::Error)]
 pub enum DeviceError {
     /// There is no device, or it is lost for good. The search cannot go on.
     #[error("the device is not available: {reason}")]

@@ -163,6 +163,41 @@ impl<'a> ScriptedDevice<'a> {
         }
     }
 
+    /// Times two programs, whoever has the proofs: what [`Device::time`] does, for a device process that is scripted.
+    ///
+    /// # Errors
+    /// If the script says so.
+    pub fn time_programs(
+        &mut self,
+        programs: [Handle; 2],
+        plan: &Plan<'_>,
+    ) -> Result<Samples, DeviceError> {
+        self.timings += 1;
+        self.rounds += plan.rounds;
+        for program in programs {
+            self.activate(program);
+        }
+        let [first, second] = programs.map(|program| self.behaviour(program));
+        let sides = [first?, second?];
+        if let Some(error) = sides.iter().find_map(|side| side.time_error.clone()) {
+            return Err(error);
+        }
+        let of = |side: Side| match side {
+            Side::Incumbent => &sides[0],
+            Side::Candidate => &sides[1],
+        };
+        let rounds = (0..plan.rounds).map(|_| ROUND.map(|side| self.sample(of(side)))).collect();
+        let last = &self.expected[plan.tokens.len() - 1];
+        let last_logits = sides.each_ref().map(|side| {
+            let mut logits = last.clone();
+            if side.wrong_when_timed {
+                spoil(&mut logits);
+            }
+            logits
+        });
+        Ok(Samples { rounds, last_logits })
+    }
+
     fn sample(&mut self, behaviour: &Behaviour) -> f64 {
         let uniform = behaviour.noise * (self.rng.random::<f64>() - 0.5);
         behaviour.us * (1.0 + uniform + self.weather())
@@ -268,30 +303,7 @@ impl Device for ScriptedDevice<'_> {
         contenders: [Contender<'_>; 2],
         plan: &Plan<'_>,
     ) -> Result<Samples, DeviceError> {
-        self.timings += 1;
-        self.rounds += plan.rounds;
-        for contender in contenders {
-            self.activate(contender.handle());
-        }
-        let [first, second] = contenders.map(|contender| self.behaviour(contender.handle()));
-        let sides = [first?, second?];
-        if let Some(error) = sides.iter().find_map(|side| side.time_error.clone()) {
-            return Err(error);
-        }
-        let of = |side: Side| match side {
-            Side::Incumbent => &sides[0],
-            Side::Candidate => &sides[1],
-        };
-        let rounds = (0..plan.rounds).map(|_| ROUND.map(|side| self.sample(of(side)))).collect();
-        let last = &self.expected[plan.tokens.len() - 1];
-        let last_logits = sides.each_ref().map(|side| {
-            let mut logits = last.clone();
-            if side.wrong_when_timed {
-                spoil(&mut logits);
-            }
-            logits
-        });
-        Ok(Samples { rounds, last_logits })
+        self.time_programs(contenders.map(|contender| contender.handle()), plan)
     }
 
     fn release(&mut self, _program: Handle) {}

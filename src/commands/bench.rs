@@ -73,7 +73,7 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     }
     // Before the device is opened: nothing shares the GPU with a measurement.
     let peers = measure_peers(args, &context);
-    let mut device = context.open()?;
+    let mut device = context.open_process(&args.sharing)?;
     if args.bundle.is_some() && device.is_none() {
         let message =
             "--bundle is for what is measured, and there is no GPU here: see `amk doctor`";

@@ -14,7 +14,7 @@ const PREDICTED_POSITION: u32 = 128;
 pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
     let context = Context::new(&args.model)?;
     let config = context.config(args.config.config.as_deref())?;
-    let mut device = context.open()?;
+    let mut device = context.open_process(&args.sharing)?;
     let config = match config {
         Ok(config) => config,
         Err(violations) => {

@@ -9,8 +9,8 @@ use model::{Chat, Message, Tokenizer};
 use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::{Machine, Run};
 use reference_vm::{Order, argmax};
+use remote::Served;
 use safetensors::tensor::{Dtype, TensorView};
-use search::Device;
 use serde_json::json;
 
 use crate::cli::{DeviceChoice, GenerateArgs};
@@ -160,7 +160,7 @@ fn on_device(
     }
     let config = config(args, context, prompt)?;
     let program = Arc::new(super::program::lowered(context, &config)?);
-    let Some(mut device) = context.open()? else {
+    let Some(mut device) = context.open_here()? else {
         return Err(Failure::missing("capability missing: no CUDA device"));
     };
     let failed = |error: search::DeviceError| Failure::refused(error.to_string());

@@ -41,6 +41,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Disasm(args) => program::disasm(&args),
         Command::Interpret(args) => program::interpret(&args),
         Command::Export(args) => export::run(&args),
+        Command::DeviceChild(args) => crate::device::serve(&args),
         Command::Explain { name } => explain::run(name.as_deref()),
         Command::Completions { shell } => {
             let mut script = Vec::new();

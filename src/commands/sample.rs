@@ -18,7 +18,6 @@ use serde_json::{Value, json};
 
 use crate::cli::SampleArgs;
 use crate::context::Context;
-use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::{conditions, report};
 
@@ -47,7 +46,7 @@ pub(crate) fn run(args: &SampleArgs) -> Outcome {
             args.context, context.kv_capacity
         )));
     }
-    let Some(mut device) = context.open()? else {
+    let Some(mut device) = context.open_process(&args.sharing)? else {
         let message = "a survey is measured, and there is no GPU here: see `amk doctor`";
         return Err(Failure::missing(message));
     };
@@ -142,7 +141,7 @@ struct Session<'a> {
 
 impl Session<'_> {
     /// Draws as many as are missing, groups them by kernel so that each kernel is launched once, and observes them.
-    fn survey(&mut self, device: &mut Gpu<'_>) -> Result<(), Failure> {
+    fn survey(&mut self, device: &mut dyn Device) -> Result<(), Failure> {
         let (graph, target) = (self.context.graph(), &self.context.target);
         let known = known(self.context);
         let survey = Survey { graph, target, known: &known, seed: self.args.seed };
@@ -169,7 +168,7 @@ impl Session<'_> {
 
     fn one(
         &mut self,
-        device: &mut Gpu<'_>,
+        device: &mut dyn Device,
         drawn: Drawn,
         config: ScheduleConfig,
     ) -> Result<(), Failure> {
@@ -202,7 +201,7 @@ impl Session<'_> {
     /// A row, or nothing if the same program and kernel were there before.
     fn measure(
         &mut self,
-        device: &mut Gpu<'_>,
+        device: &mut dyn Device,
         drawn: &Drawn,
         config: ScheduleConfig,
     ) -> Result<Option<Observation>, Dropped> {

@@ -62,7 +62,7 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
     };
     let context = Context::load(&header.model, &header.place(args))?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
-    let mut device = context.open()?;
+    let mut device = context.open_process(&args.sharing)?;
     let header = header.with_kind(&context, device.as_ref().map(|gpu| gpu as &dyn Device))?;
     let results_path = args.results.clone().unwrap_or_else(|| dir.join("results.tsv"));
     let (ledger, results) = open_files(opened, &ledger_path, &results_path, &header, &past)?;

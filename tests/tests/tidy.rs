@@ -17,6 +17,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("vm-host", &["abi", "ir", "vm-device"]),
     ("corpus", &["abi", "ir"]),
     ("search", &["abi", "corpus", "ir", "lower", "model", "reference-vm"]),
+    ("remote", &["abi", "ir", "search"]),
     (
         "amk",
         &[
@@ -26,6 +27,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "lower",
             "model",
             "reference-vm",
+            "remote",
             "search",
             "vm-device",
             "vm-host",
@@ -52,6 +54,7 @@ const TEST_EDGES: &[(&str, &[&str])] = &[
     ("ir", &["model"]),
     ("lower", &["model"]),
     ("search", &["model"]),
+    ("remote", &["lower", "model"]),
     // Programs to run. The library is built without it.
     ("reference-vm", &["lower", "model"]),
     ("vm-host", &["lower", "model", "reference-vm"]),
@@ -289,6 +292,26 @@ fn only_tests_ask_for_defects() {
         .iter()
         .filter(|file| asks(file))
         .map(|(p, _)| p.display().to_string())
+        .collect();
+    none(&problems);
+}
+
+/// Devices that are spoiled on request exist to test those who must notice: what is built for users has no way to ask for one.
+#[test]
+fn only_tests_ask_for_faults() {
+    let asks = |manifest: &str| {
+        let mut tests = false;
+        manifest.lines().any(|line| {
+            tests = if line.starts_with('[') { line.contains("dev-dependencies") } else { tests };
+            !tests && line.contains("\"faults\"")
+        })
+    };
+    assert!(asks("[dependencies]\nvm-host = { features = [\"faults\"] }"));
+    assert!(!asks("[dev-dependencies]\nvm-host = { features = [\"faults\"] }\n[lints]"));
+    let problems: Vec<String> = files(&["toml"])
+        .iter()
+        .filter(|(_, text)| asks(text))
+        .map(|(path, _)| path.display().to_string())
         .collect();
     none(&problems);
 }

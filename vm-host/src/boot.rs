@@ -8,7 +8,7 @@ use ir::{Graph, Weights};
 use vm_device::Variant;
 
 use crate::compile::{Cubin, compile, default_cache};
-use crate::driver::{Context, DeviceInfo, Event, Module, Stream};
+use crate::driver::{Context, Device, DeviceInfo, Event, Module, Stream};
 use crate::error::HostError;
 use crate::load::{Residents, constant_key, constant_values, rope_table};
 use crate::machine::PROGRAMS_MAX;
@@ -60,12 +60,20 @@ impl Default for BootOptions {
     }
 }
 
-/// What the device is, without booting it.
+/// What the device is. Nothing is allocated on it and no context made, so another process may own it.
 ///
 /// # Errors
 /// If there is no driver or device.
 pub fn device_info() -> Result<DeviceInfo, HostError> {
-    Context::new()?.info()
+    Device::first()?.info()
+}
+
+/// Device memory that is free, this process's context not counted.
+///
+/// # Errors
+/// If there is no driver or device, or it lets nobody in.
+pub fn free_memory() -> Result<u64, HostError> {
+    Context::new()?.free_bytes()
 }
 
 fn arch(info: &DeviceInfo) -> Result<String, HostError> {
@@ -121,6 +129,22 @@ pub fn measure_bandwidth(runs: usize) -> Result<f64, HostError> {
     rates.sort_by(f64::total_cmp);
     Ok(rates[rates.len() / 2])
 }
+
+/// Refuses a grid that cannot be resident at once, before it is launched: its workers would wait for workers that never start.
+pub(crate) fn check_residency(
+    requested: u32,
+    per_multiprocessor: u32,
+    multiprocessors: u32,
+    threads: u32,
+    shared: u32,
+) -> Result<(), HostError> {
+    let possible = per_multiprocessor.saturating_mul(multiprocessors);
+    if requested > possible {
+        return Err(HostError::NotCoResident { requested, possible, threads, shared });
+    }
+    Ok(())
+}
+
 /// Refuses before anything is allocated.
 pub(crate) fn check_memory(
     program: &Program,
@@ -221,4 +245,43 @@ pub(crate) fn make_residents(
         kv_capacity: program.kv_capacity,
         workers,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use ir::Target;
+
+    use super::*;
+
+    #[test]
+    fn a_grid_that_is_larger_than_what_fits_is_refused_before_a_launch() {
+        assert!(check_residency(132, 1, 132, 416, 232_448).is_ok());
+        let error = check_residency(133, 1, 132, 416, 232_448).expect_err("one too many");
+        assert!(matches!(error, HostError::NotCoResident { requested: 133, possible: 132, .. }));
+        let said = error.to_string();
+        assert!(said.contains("nothing was launched") && said.contains("--target"), "{said}");
+        assert!(check_residency(1, 0, 132, 416, 300_000).is_err(), "not even one fits");
+        assert!(check_residency(u32::MAX, u32::MAX, 132, 1, 0).is_ok(), "it does not wrap");
+    }
+
+    #[test]
+    fn a_model_that_does_not_fit_is_refused_before_an_allocation() {
+        let model = model::preset("toy").expect("a preset");
+        let target = Target::by_name("h200").expect("a known target");
+        let config = ir::schedule::default_config(&model.graph, &target);
+        let valid = ir::schedule::validate(config, &model.graph, &target).expect("it is legal");
+        let lowered =
+            lower::lower(&valid, &model.graph, &target, lower::Options { kv_capacity: 64 });
+        let program = lowered.expect("it lowers");
+        let options = BootOptions::default();
+        assert!(check_memory(&program, &options, 80 << 30).is_ok());
+        let error = check_memory(&program, &options, 1 << 20).expect_err("a megabyte");
+        let HostError::OutOfMemory { needed, free } = error else { panic!("{error}") };
+        assert_eq!(free, 1 << 20);
+        assert!(needed > options.program_bytes * PROGRAMS_MAX as u64);
+        assert!(check_memory(&program, &options, needed).is_ok(), "exactly enough is enough");
+        let more = BootOptions { sessions: 8, ..options };
+        assert!(check_memory(&program, &more, needed).is_err(), "sessions have caches");
+        assert!(error.to_string().contains("nothing was allocated"), "{error}");
+    }
 }

@@ -44,25 +44,19 @@ pub struct DeviceInfo {
     pub l2_bytes: u32,
     /// Device memory.
     pub memory_bytes: u64,
-    /// Device memory that was free at boot.
-    pub free_bytes: u64,
 }
 
-/// The primary context of device 0, current on this thread.
-pub(crate) struct Context {
-    device: sys::CUdevice,
-}
+/// Device 0. Looking at it makes no context, so it takes no memory there and nobody sees this process on it.
+pub(crate) struct Device(sys::CUdevice);
 
-impl Context {
-    /// Initialises the driver and makes the primary context current.
-    pub(crate) fn new() -> Result<Arc<Self>, HostError> {
+impl Device {
+    /// Initialises the driver.
+    pub(crate) fn first() -> Result<Self, HostError> {
         // SAFETY: only asks the dynamic loader whether the library can be opened. Without this check cudarc panics.
         if !unsafe { sys::is_culib_present() } {
             return Err(HostError::NoDriver);
         }
-        let mut count = 0;
-        let mut device = 0;
-        let mut context = std::ptr::null_mut();
+        let (mut count, mut device) = (0, 0);
         // SAFETY: all out pointers are valid for their calls.
         unsafe {
             check("cuInit", sys::cuInit(0))?;
@@ -71,40 +65,34 @@ impl Context {
                 return Err(HostError::NoDevice);
             }
             check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, 0))?;
-            check(
-                "cuDevicePrimaryCtxRetain",
-                sys::cuDevicePrimaryCtxRetain(&raw mut context, device),
-            )?;
-            check("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))?;
         }
-        Ok(Arc::new(Self { device }))
+        Ok(Self(device))
     }
 
     fn attribute(&self, attribute: sys::CUdevice_attribute) -> Result<i32, HostError> {
         let mut value = 0;
         // SAFETY: the out pointer is valid and the device is live.
         check("cuDeviceGetAttribute", unsafe {
-            sys::cuDeviceGetAttribute(&raw mut value, attribute, self.device)
+            sys::cuDeviceGetAttribute(&raw mut value, attribute, self.0)
         })?;
         Ok(value)
     }
 
-    /// Name, limits and memory.
+    /// Name and limits.
     pub(crate) fn info(&self) -> Result<DeviceInfo, HostError> {
         use sys::CUdevice_attribute as A;
         let mut name = [0_u8; 128];
         let mut uuid = sys::CUuuid { bytes: [0; 16] };
-        let mut driver = 0;
-        let (mut free, mut total) = (0, 0);
+        let (mut driver, mut total) = (0, 0);
         // SAFETY: every out pointer is valid, the name buffer as long as is said.
         unsafe {
             check(
                 "cuDeviceGetName",
-                sys::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, self.device),
+                sys::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, self.0),
             )?;
-            check("cuDeviceGetUuid", sys::cuDeviceGetUuid_v2(&raw mut uuid, self.device))?;
+            check("cuDeviceGetUuid", sys::cuDeviceGetUuid_v2(&raw mut uuid, self.0))?;
             check("cuDriverGetVersion", sys::cuDriverGetVersion(&raw mut driver))?;
-            check("cuMemGetInfo", sys::cuMemGetInfo_v2(&raw mut free, &raw mut total))?;
+            check("cuDeviceTotalMem", sys::cuDeviceTotalMem_v2(&raw mut total, self.0))?;
         }
         let number = |attribute| self.attribute(attribute).map(i32::cast_unsigned);
         Ok(DeviceInfo {
@@ -121,8 +109,42 @@ impl Context {
             shared_bytes: number(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
             l2_bytes: number(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
             memory_bytes: total as u64,
-            free_bytes: free as u64,
         })
+    }
+}
+
+/// The primary context of device 0, current on this thread.
+pub(crate) struct Context {
+    device: Device,
+}
+
+impl Context {
+    /// Initialises the driver and makes the primary context current.
+    pub(crate) fn new() -> Result<Arc<Self>, HostError> {
+        let device = Device::first()?;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the out pointer is valid and the device is live; the context is that of the first call.
+        unsafe {
+            check(
+                "cuDevicePrimaryCtxRetain",
+                sys::cuDevicePrimaryCtxRetain(&raw mut context, device.0),
+            )?;
+            check("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))?;
+        }
+        Ok(Arc::new(Self { device }))
+    }
+
+    /// Name and limits.
+    pub(crate) fn info(&self) -> Result<DeviceInfo, HostError> {
+        self.device.info()
+    }
+
+    /// Device memory that is free now.
+    pub(crate) fn free_bytes(&self) -> Result<u64, HostError> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both out pointers are valid; this context is current.
+        check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
+        Ok(free as u64)
     }
 }
 

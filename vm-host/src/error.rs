@@ -57,7 +57,7 @@ pub enum HostError {
     },
     /// The grid does not fit on the device at once, so that waiting for each other would never end.
     #[error(
-        "{requested} workers need {requested} resident blocks, but {possible} fit ({threads} threads, {shared} bytes of shared memory each)"
+        "{requested} workers need {requested} resident blocks, but {possible} fit ({threads} threads, {shared} bytes of shared memory each): nothing was launched; lower for a target with at most {possible} multiprocessors (--target, or leave it out to take the GPU that is here)"
     )]
     NotCoResident {
         /// Blocks asked for.
@@ -70,7 +70,9 @@ pub enum HostError {
         shared: u32,
     },
     /// Device memory is too small.
-    #[error("the model needs {needed} bytes of device memory, {free} are free")]
+    #[error(
+        "the model needs {needed} bytes of device memory, {free} are free: nothing was allocated; end what else uses the GPU (nvidia-smi), or lower --kv-capacity"
+    )]
     OutOfMemory {
         /// Bytes needed.
         needed: u64,

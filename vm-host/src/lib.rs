@@ -15,18 +15,22 @@ mod boot;
 mod compile;
 mod driver;
 mod error;
+#[cfg(feature = "faults")]
+pub mod faults;
 mod load;
 mod machine;
 mod memory;
+mod nvml;
 mod ring;
 mod staging;
 mod weights;
 
-pub use boot::{BootOptions, device_info, measure_bandwidth};
+pub use boot::{BootOptions, device_info, free_memory, measure_bandwidth};
 pub use compile::{
     Cubin, Resources, compile, default_cache, kernel_id, nvrtc_version, options, resources, variant,
 };
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
-pub use machine::{Decoded, Idle, Loaded, PROGRAMS_MAX, Resident};
+pub use machine::{Decoded, Idle, Loaded, Lookout, PROGRAMS_MAX, Resident};
+pub use nvml::compute_processes;
 pub use weights::LoadReport;

@@ -12,22 +12,25 @@ use ir::program::{Program, Verified};
 use ir::{Graph, Weights};
 use vm_device::Variant;
 
-use crate::boot::{BootOptions, check_memory, load_module, make_residents, probe_abi};
+use crate::boot::{
+    BootOptions, check_memory, check_residency, load_module, make_residents, probe_abi,
+};
 use crate::driver::{Context, DeviceInfo, Module, Stream};
 use crate::error::HostError;
 use crate::load::{Image, Residents, image};
 use crate::memory::{
-    DeviceBuffer, HostBuffer, download, download_rows, upload, upload_fill, upload_fills,
+    DeviceBuffer, HostBuffer, download, download_into, download_rows, upload, upload_fill,
+    upload_fills,
 };
 use crate::ring::{self, RingHost};
 use crate::weights::{LoadReport, load_matrices};
 
 /// Programs that can be loaded beside each other.
 pub const PROGRAMS_MAX: usize = 4;
-/// Threads of a worker.
 /// What caches are poisoned with: an f16 far from any key or value, yet finite, since the copies of a tile bring rows behind the last key,
 /// which are multiplied by zero.
 const CACHE_POISON: u8 = 0x77;
+/// Threads of a worker.
 const THREADS: u32 = ir::program::smem::WARPS * 32;
 /// Bytes of the page-locked buffer that copies beside a resident kernel go through.
 const BOUNCE_BYTES: usize = 32 << 20;
@@ -68,7 +71,7 @@ struct Memory {
     /// Positions of each session's caches that may hold something else than poison.
     touched: Vec<u32>,
     ring: RingHost,
-    block: HostBuffer, // the ring's memory: dropped after it
+    block: Arc<HostBuffer>, // the ring's memory: dropped after it
     _weights: Vec<DeviceBuffer>,
 }
 
@@ -87,6 +90,32 @@ pub struct Idle {
     options: BootOptions,
     report: LoadReport,
     vocab: u32,
+}
+
+/// A look at the ring from beside the thread that drives the machine, which may be stuck in a call of the driver. It keeps the ring's
+/// memory.
+pub struct Lookout {
+    ring: RingHost,
+    _block: Arc<HostBuffer>, // the ring's memory: dropped after it
+}
+
+impl Lookout {
+    /// The poller's clock.
+    #[must_use]
+    pub fn heartbeat(&self) -> u32 {
+        self.ring.heartbeat()
+    }
+
+    /// Who waited for what, if the kernel has given up.
+    #[must_use]
+    pub fn status(&self) -> Option<abi::Status> {
+        self.ring.status()
+    }
+
+    /// Asks the kernel to leave.
+    pub fn abort(&self) {
+        self.ring.abort();
+    }
 }
 
 /// A machine whose kernel is running.
@@ -127,7 +156,7 @@ impl Idle {
                 graph.head_dim, graph.name
             )));
         }
-        check_memory(program, &options, info.free_bytes)?;
+        check_memory(program, &options, context.free_bytes()?)?;
         let (module, _) = load_module(variant, &info)?;
         let (copy, compute) = (Stream::new()?, Stream::new()?);
         probe_abi(&module, &compute)?;
@@ -212,10 +241,8 @@ impl Idle {
         let shared = self.info.shared_bytes;
         kernel.allow_shared(shared)?;
         let per_sm = kernel.resident_blocks(THREADS, shared)?;
-        let (requested, possible) = (self.memory.residents.workers, per_sm * self.info.sms);
-        if requested > possible {
-            return Err(HostError::NotCoResident { requested, possible, threads: THREADS, shared });
-        }
+        let requested = self.memory.residents.workers;
+        check_residency(requested, per_sm, self.info.sms, THREADS, shared)?;
         let loaded = self.load_into(0, program)?;
         self.memory.ring.reset();
         zero(&self.copy, &mut self.memory.bounce, &self.memory.step)?;
@@ -280,7 +307,7 @@ impl Memory {
         bounce: HostBuffer,
         weights: Vec<DeviceBuffer>,
     ) -> Result<Self, HostError> {
-        let block = HostBuffer::zeroed(ring::BYTES)?;
+        let block = Arc::new(HostBuffer::zeroed(ring::BYTES)?);
         // SAFETY: the block is page-aligned, long enough, declared after the ring in this struct (dropped after it), and shared with
         // the device alone.
         let ring = unsafe { RingHost::new(block.pointer()) };
@@ -313,6 +340,15 @@ impl Resident {
         self.idle
             .as_mut()
             .unwrap_or_else(|| unreachable!("only `stop` takes it, and consumes the machine"))
+    }
+
+    /// What another thread may see of this kernel.
+    pub fn lookout(&mut self) -> Lookout {
+        let block = self.idle().memory.block.clone();
+        // SAFETY: the block is page-aligned, long enough, kept by the value beside the ring, and shared with the device alone. This end
+        // publishes nothing.
+        let ring = unsafe { RingHost::new(block.pointer()) };
+        Lookout { ring, _block: block }
     }
 
     /// The kernel variant that is running.
@@ -351,14 +387,16 @@ impl Resident {
             ));
         }
         if program != self.current {
-            let address = self.idle().memory.programs[program.place].address;
+            let idle = self.idle();
+            let address = idle.memory.programs[program.place].address;
+            let limit = idle.options.deadline * 2 + Duration::from_secs(1);
             self.command(
                 &Submission {
                     command: Command::LoadProgram as u32,
                     program: address,
                     ..Submission::default()
                 },
-                Duration::from_secs(5),
+                limit,
             )?;
             self.current = program;
         }
@@ -465,6 +503,16 @@ impl Resident {
         download_rows(&idle.copy, bounce, residents.logits, rows, idle.vocab as usize)
     }
 
+    /// The same into a caller's memory, row behind row: as many as fit.
+    ///
+    /// # Errors
+    /// If a copy fails.
+    pub fn logits_into(&mut self, out: &mut [f32]) -> Result<(), HostError> {
+        let idle = self.idle();
+        let (residents, bounce) = (&idle.memory.residents, &idle.memory.bounce);
+        download_into(&idle.copy, bounce, residents.logits, out, idle.vocab as usize)
+    }
+
     /// What the traced variant wrote of the last step: a record a task, then one for each loader.
     ///
     /// # Errors
@@ -524,10 +572,11 @@ impl Resident {
     /// # Errors
     /// If the device stopped.
     pub fn ping(&mut self) -> Result<f64, HostError> {
+        let limit = self.idle().options.deadline;
         let start = Instant::now();
         self.command(
             &Submission { command: Command::Ping as u32, ..Submission::default() },
-            Duration::from_secs(2),
+            limit,
         )?;
         Ok(start.elapsed().as_secs_f64() * 1e6)
     }
@@ -572,6 +621,40 @@ impl Resident {
         self.fail();
         let status = self.idle().memory.ring.status().unwrap_or_default();
         HostError::Trapped(Box::new(status))
+    }
+
+    /// The ring, to be spoiled.
+    #[cfg(feature = "faults")]
+    pub(crate) fn ring(&mut self) -> &mut RingHost {
+        &mut self.idle().memory.ring
+    }
+
+    /// Where a loaded program's header is.
+    #[cfg(feature = "faults")]
+    pub(crate) fn address(&mut self, program: Loaded) -> u64 {
+        self.idle().memory.programs[program.place].address
+    }
+
+    /// Reads device memory.
+    #[cfg(feature = "faults")]
+    pub(crate) fn peek<T: bytemuck::Pod>(
+        &mut self,
+        at: u64,
+        out: &mut [T],
+    ) -> Result<(), HostError> {
+        let idle = self.idle();
+        download(&idle.copy, &idle.memory.bounce, at, bytemuck::cast_slice_mut(out))
+    }
+
+    /// Writes device memory.
+    #[cfg(feature = "faults")]
+    pub(crate) fn poke<T: bytemuck::Pod>(
+        &mut self,
+        at: u64,
+        values: &[T],
+    ) -> Result<(), HostError> {
+        let idle = self.idle();
+        upload(&idle.copy, &mut idle.memory.bounce, at, bytemuck::cast_slice(values))
     }
 
     /// Ends the kernel and gives the machine back.

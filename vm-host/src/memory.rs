@@ -187,7 +187,7 @@ pub(crate) fn download(
     Ok(())
 }
 
-/// Copies rows of numbers out: as many at a time as the bounce buffer holds, at least one, and from there with all cores.
+/// Copies rows of numbers out, each into memory of its own.
 pub(crate) fn download_rows(
     stream: &Stream,
     bounce: &HostBuffer,
@@ -196,19 +196,57 @@ pub(crate) fn download_rows(
     len: usize,
 ) -> Result<Vec<Vec<f32>>, HostError> {
     let row_bytes = len * size_of::<f32>();
-    let at_once = bounce.bytes / row_bytes;
     let mut out = Vec::with_capacity(rows);
-    while out.len() < rows {
-        let count = at_once.min(rows - out.len());
-        let start = source + (out.len() * row_bytes) as u64;
-        stream.copy_out(bounce.pointer(), start, count * row_bytes)?;
-        stream.synchronize()?;
+    for piece in pieces(bounce, rows, row_bytes) {
+        copy_piece(stream, bounce, source, &piece, row_bytes)?;
         let row = |index: usize| {
             let mut values = vec![0.0; len];
             bounce.read(index * row_bytes, bytemuck::cast_slice_mut(&mut values));
             values
         };
-        out.par_extend((0..count).into_par_iter().map(row));
+        out.par_extend((0..piece.len()).into_par_iter().map(row));
     }
     Ok(out)
+}
+
+/// Copies as many rows of numbers out as `out` holds.
+pub(crate) fn download_into(
+    stream: &Stream,
+    bounce: &HostBuffer,
+    source: u64,
+    out: &mut [f32],
+    len: usize,
+) -> Result<(), HostError> {
+    let row_bytes = len * size_of::<f32>();
+    for piece in pieces(bounce, out.len() / len, row_bytes) {
+        copy_piece(stream, bounce, source, &piece, row_bytes)?;
+        let rows = &mut out[piece.start * len..piece.end * len];
+        rows.par_chunks_exact_mut(len).enumerate().for_each(|(index, row)| {
+            bounce.read(index * row_bytes, bytemuck::cast_slice_mut(row));
+        });
+    }
+    Ok(())
+}
+
+/// Rows in pieces: as many at a time as the bounce buffer holds, at least one. From there all cores copy.
+fn pieces(
+    bounce: &HostBuffer,
+    rows: usize,
+    row_bytes: usize,
+) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let at_once = (bounce.bytes / row_bytes).max(1);
+    (0..rows).step_by(at_once).map(move |first| first..rows.min(first + at_once))
+}
+
+/// Copies one piece of rows into the bounce buffer.
+fn copy_piece(
+    stream: &Stream,
+    bounce: &HostBuffer,
+    source: u64,
+    piece: &std::ops::Range<usize>,
+    row_bytes: usize,
+) -> Result<(), HostError> {
+    let start = source + (piece.start * row_bytes) as u64;
+    stream.copy_out(bounce.pointer(), start, piece.len() * row_bytes)?;
+    stream.synchronize()
 }

@@ -196,6 +196,20 @@ impl<W: Words> RingHost<W> {
         Some(bytemuck::cast(copy))
     }
 
+    /// As if the next entry had been overwritten before the device saw it.
+    #[cfg(feature = "faults")]
+    pub(crate) fn lose_one(&mut self) {
+        self.tail = self.tail.wrapping_add(1);
+    }
+
+    /// Overwrites entries and indices.
+    #[cfg(feature = "faults")]
+    pub(crate) fn scribble(&self) {
+        for offset in (0..STATUS).step_by(4) {
+            self.store(offset, u32::MAX, Ordering::Relaxed);
+        }
+    }
+
     /// Forgets everything, for a new launch. No kernel is resident.
     pub(crate) fn reset(&mut self) {
         for offset in (0..BYTES).step_by(4) {

@@ -1,9 +1,14 @@
 //! The megakernel against stored logits, on a real device.
 //!
 //! Without a device every test here says `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure. Run from the
-//! repository root, or with cargo.
+//! repository root, or with cargo. Under a tool that makes the kernel a hundred times slower, `AMK_TEST_MODELS` (names, separated by
+//! commas) chooses some of the models, and `AMK_TEST_DEADLINE_S` says how long a worker may wait.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::time::Duration;
+
+use abi::Opcode;
 
 use ir::schedule::{parse_config, validate};
 use ir::{Target, Valid};
@@ -60,6 +65,26 @@ fn golden_dir() -> PathBuf {
         here
     } else {
         PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus/golden"))
+    }
+}
+
+/// The models to test: all, or those that are asked for.
+fn chosen() -> Vec<&'static str> {
+    let Ok(names) = std::env::var("AMK_TEST_MODELS") else { return GOLDEN.to_vec() };
+    let known = |name: &str| GOLDEN.into_iter().find(|golden| *golden == name);
+    let chosen = names.split(',').map(|name| {
+        known(name).unwrap_or_else(|| panic!("AMK_TEST_MODELS: {name} is none of {GOLDEN:?}"))
+    });
+    chosen.collect()
+}
+
+/// How a device is booted here.
+fn boot_options() -> BootOptions {
+    let options = BootOptions { logits_rows: 80, ..BootOptions::default() };
+    match std::env::var("AMK_TEST_DEADLINE_S").map(|seconds| seconds.parse()) {
+        Ok(Ok(seconds)) => BootOptions { deadline: Duration::from_secs(seconds), ..options },
+        Ok(Err(error)) => panic!("AMK_TEST_DEADLINE_S: {error}"),
+        Err(_) => options,
     }
 }
 
@@ -154,8 +179,7 @@ fn check_model(name: &str, info: &vm_host::DeviceInfo) {
                     );
                 }
                 let booted = idle.take().unwrap_or_else(|| {
-                    let options = BootOptions { logits_rows: 80, ..BootOptions::default() };
-                    Idle::boot(&model.graph, &*model.weights, &program, &variant, options)
+                    Idle::boot(&model.graph, &*model.weights, &program, &variant, boot_options())
                         .unwrap_or_else(|e| panic!("{name}: boot: {e}"))
                 });
                 booted
@@ -189,7 +213,32 @@ fn check_model(name: &str, info: &vm_host::DeviceInfo) {
 #[test]
 fn logits_and_tokens_are_those_of_the_golden_models() {
     let Some(info) = device() else { return };
-    for name in GOLDEN {
+    for name in chosen() {
         check_model(name, &info);
+    }
+}
+
+/// What runs on the device here is every op that programs are made of. Needs no device.
+#[test]
+fn every_op_is_covered() {
+    let target = Target::by_name("h200").expect("a known target");
+    let options = lower::Options { kv_capacity: 128 };
+    for name in chosen() {
+        let model = model::import(&golden_dir().join(name)).unwrap_or_else(|e| panic!("{e}"));
+        let mut tasks: BTreeMap<&str, usize> = BTreeMap::new();
+        for (schedule, text) in SCHEDULES {
+            let Some(config) = config(text, &model.graph, &target) else { continue };
+            let program = lower::lower(&config, &model.graph, &target, options)
+                .unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
+            for task in program.workers.iter().flat_map(|worker| &worker.tasks) {
+                *tasks.entry(task.opcode.info().name).or_default() += 1;
+            }
+        }
+        eprintln!("{name:18} tasks by op over {} schedules: {tasks:?}", SCHEDULES.len());
+        // Lowering never writes a `nop`: there is nothing that it could do wrong.
+        let expected = Opcode::ALL.iter().filter(|op| **op != Opcode::Nop);
+        let missing: Vec<&str> =
+            expected.map(|op| op.info().name).filter(|op| !tasks.contains_key(op)).collect();
+        assert!(missing.is_empty(), "{name}: no task of {missing:?}");
     }
 }

@@ -1,0 +1,434 @@
+//! The parent's side: a device that is a process, and what happens when it does not answer.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ir::KernelConfig;
+use ir::program::{Program, Verified};
+use search::{Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples};
+
+use crate::limits::{Limits, Work};
+use crate::process::{Process, describe};
+use crate::shared::{Board, Rows, Shared};
+use crate::wire::{Answer, Broken, Channel, Reply, Request};
+
+/// How long a process that closed its socket may take to be gone, so that its end can be named.
+const NAME_WITHIN: Duration = Duration::from_secs(1);
+
+/// Pause before a process is started again.
+const START_AGAIN: Duration = Duration::from_millis(100);
+
+/// Makes the command that starts a device process: one that calls [`serve`](crate::serve()).
+pub type Launcher<'a> = Box<dyn FnMut() -> Command + 'a>;
+
+/// How many logits a request may bring back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Positions of a run; longer ones are asked for in pieces.
+    pub rows: usize,
+    /// Values of a position.
+    pub vocab: usize,
+}
+
+/// A program as the parent keeps it: a new process gets it from here.
+struct Kept {
+    program: Arc<Verified<Program>>,
+    kernel: KernelConfig,
+}
+
+/// A process that answers.
+struct Running {
+    process: Process,
+    channel: Channel,
+    /// Programs that it has.
+    loaded: BTreeSet<u64>,
+    /// Kernels that it has compiled.
+    compiled: Vec<KernelConfig>,
+    /// Whether the model is on the device.
+    booted: bool,
+    /// The kernel that runs.
+    kernel: Option<KernelConfig>,
+}
+
+/// A device in a process of its own.
+///
+/// The process gets a signal when the thread that started it ends, so requests are best made from one thread that lives long.
+pub struct Remote<'a> {
+    launcher: Launcher<'a>,
+    limits: Limits,
+    memory: File,
+    rows: Rows,
+    board: Board,
+    info: DeviceInfo,
+    running: Option<Running>,
+    programs: BTreeMap<u64, Kept>,
+    next: u64,
+    number: u32,
+    /// Of processes that are gone.
+    costs_before: Costs,
+    costs: Costs,
+}
+
+impl<'a> Remote<'a> {
+    /// Starts the first process.
+    ///
+    /// # Errors
+    /// If it has no device ([`DeviceError::Unavailable`]), or cannot be started.
+    pub fn open(launcher: Launcher<'a>, limits: Limits, room: Room) -> Result<Self, DeviceError> {
+        let unavailable = |error: std::io::Error| DeviceError::Unavailable {
+            reason: format!("memory cannot be shared with a device process: {error}"),
+        };
+        let (shared, memory) = Shared::create(room.rows.max(2), room.vocab).map_err(unavailable)?;
+        let shared = Arc::new(shared);
+        let mut remote = Self {
+            launcher,
+            limits,
+            memory,
+            rows: Rows::new(&shared),
+            board: Board::new(&shared),
+            info: DeviceInfo {
+                name: String::new(),
+                bandwidth: None,
+                cache_bytes: 0,
+                conditions: Vec::new(),
+            },
+            running: None,
+            programs: BTreeMap::new(),
+            next: 0,
+            number: 0,
+            costs_before: Costs::default(),
+            costs: Costs::default(),
+        };
+        remote.info = remote.start()?;
+        Ok(remote)
+    }
+
+    /// The process, while there is one: for tests that kill it.
+    #[must_use]
+    pub fn process_id(&self) -> Option<u32> {
+        self.running.as_ref().map(|running| running.process.id())
+    }
+
+    /// Notes something that every measurement here is made under.
+    pub fn add_condition(&mut self, note: String) {
+        self.info.conditions.push(note);
+    }
+
+    /// Starts a process, several times if need be. A process that says why it has no device is believed.
+    fn start(&mut self) -> Result<DeviceInfo, DeviceError> {
+        let mut last = String::new();
+        for attempt in 0..self.limits.starts.max(1) {
+            if attempt > 0 {
+                std::thread::sleep(START_AGAIN);
+            }
+            match self.start_once() {
+                Ok(info) => return Ok(info),
+                Err(error @ DeviceError::Unavailable { .. }) => return Err(error),
+                Err(error) => last = error.to_string(),
+            }
+        }
+        let reason = format!(
+            "a device process was started {} times and did not come up: {last}; `amk doctor` says what is missing, and a process that still holds the GPU is seen in nvidia-smi",
+            self.limits.starts.max(1)
+        );
+        Err(DeviceError::Unavailable { reason })
+    }
+
+    fn start_once(&mut self) -> Result<DeviceInfo, DeviceError> {
+        let unstarted = |error: std::io::Error| DeviceError::Fault {
+            reason: format!("a device process cannot be started: {error}"),
+        };
+        self.end();
+        self.board.reset();
+        let (process, socket) = Process::start((self.launcher)()).map_err(unstarted)?;
+        self.running = Some(Running {
+            process,
+            channel: Channel::new(socket),
+            loaded: BTreeSet::new(),
+            compiled: Vec::new(),
+            booted: false,
+            kernel: None,
+        });
+        let sent = match &self.running {
+            Some(running) => running.channel.send_file(&self.memory),
+            None => Ok(()),
+        };
+        if let Err(error) = sent {
+            return Err(self.lose(&error.into(), Duration::ZERO));
+        }
+        match self.ask(&Request::Open, &[], Work { opens: true, ..Work::default() })? {
+            Reply::Opened(info) => Ok(info),
+            reply @ (Reply::Done | Reply::Timed(_)) => Err(self.confused(&reply)),
+        }
+    }
+
+    /// A process that answers, with these programs loaded.
+    fn ready(&mut self, handles: &[Handle]) -> Result<(), DeviceError> {
+        if self.running.is_none() {
+            let info = self.start()?;
+            // Another bandwidth would move the floors in the middle of a search; another card would move everything.
+            if info.name != self.info.name {
+                let reason = format!("the device was {} and is {} now", self.info.name, info.name);
+                self.end();
+                return Err(DeviceError::Unavailable { reason });
+            }
+        }
+        for handle in handles {
+            self.load(handle.0)?;
+        }
+        Ok(())
+    }
+
+    /// Loads a program into the process, unless it is there.
+    fn load(&mut self, handle: u64) -> Result<(), DeviceError> {
+        let Some(kept) = self.programs.get(&handle) else {
+            return Err(DeviceError::Fault { reason: "the program was released".into() });
+        };
+        let known = |running: &Running| running.loaded.contains(&handle);
+        if self.running.as_ref().is_some_and(known) {
+            return Ok(());
+        }
+        let (bytes, kernel) = (ir::text::save(&kept.program), kept.kernel);
+        let compiled = self.running.as_ref().is_some_and(|r| r.compiled.contains(&kernel));
+        let work = Work { compiles: u32::from(!compiled), ..Work::default() };
+        self.done(&Request::Prepare { handle, kernel }, &bytes, work)?;
+        if let Some(running) = &mut self.running {
+            running.loaded.insert(handle);
+            if !compiled {
+                running.compiled.push(kernel);
+            }
+        }
+        Ok(())
+    }
+
+    /// What a run of these programs makes the process do first.
+    fn work(&self, handles: &[Handle], switches: usize, positions: usize) -> Work {
+        let kernel = |handle: &Handle| self.programs.get(&handle.0).map(|kept| kept.kernel);
+        let first = handles.first().and_then(kernel);
+        let differ = handles.iter().any(|handle| kernel(handle) != first);
+        let running = self.running.as_ref().and_then(|running| running.kernel);
+        let launches = usize::from(running != first) + if differ { switches } else { 0 };
+        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        Work {
+            boots: self.running.as_ref().is_none_or(|running| !running.booted),
+            launches: count(launches),
+            positions: count(positions),
+            ..Work::default()
+        }
+    }
+
+    /// One request, one answer, within its deadline. Whatever else happens ends the process.
+    fn ask(&mut self, request: &Request, bytes: &[u8], work: Work) -> Result<Reply, DeviceError> {
+        self.number = self.number.wrapping_add(1);
+        let (number, limit) = (self.number, self.limits.of(&work));
+        let Some(running) = &mut self.running else {
+            return Err(DeviceError::Fault { reason: "there is no device process".into() });
+        };
+        self.board.begin(number);
+        let began = Instant::now();
+        let channel = &mut running.channel;
+        channel.set_deadline(began + limit);
+        let answer = channel
+            .send(number, request, bytes)
+            .and_then(|()| channel.receive::<Answer>())
+            .and_then(|(answered, answer, _)| match answered == number {
+                true => Ok(answer),
+                false => Err(Broken::Nonsense(format!("an answer to request {answered}"))),
+            });
+        match answer {
+            Ok(Answer { result, lost, costs }) => {
+                self.costs = costs;
+                if result.is_err()
+                    && let Some(running) = &mut self.running
+                {
+                    running.kernel = None; // a fault ends the kernel
+                }
+                if lost {
+                    self.end();
+                }
+                result
+            }
+            Err(broken) => Err(self.lose(&broken, began.elapsed())),
+        }
+    }
+
+    /// As [`Self::ask`], where there is nothing to answer.
+    fn done(&mut self, request: &Request, bytes: &[u8], work: Work) -> Result<(), DeviceError> {
+        match self.ask(request, bytes, work)? {
+            Reply::Done => Ok(()),
+            reply @ (Reply::Opened(_) | Reply::Timed(_)) => Err(self.confused(&reply)),
+        }
+    }
+
+    /// An answer to something else.
+    fn confused(&mut self, reply: &Reply) -> DeviceError {
+        let what = match reply {
+            Reply::Opened(_) => "that it has opened its device",
+            Reply::Done => "that it is done",
+            Reply::Timed(_) => "times",
+        };
+        self.lose(&Broken::Nonsense(format!("{what}, which was not asked")), Duration::ZERO)
+    }
+
+    /// Gives a process up: what it said last, how it ended, and the error that says so.
+    fn lose(&mut self, broken: &Broken, waited: Duration) -> DeviceError {
+        let last = self.board.last();
+        let status = match (&mut self.running, broken) {
+            (Some(running), Broken::Closed | Broken::Socket(_)) => {
+                running.process.wait(NAME_WITHIN)
+            }
+            (Some(_) | None, _) => None,
+        };
+        let gone = self.end();
+        let kept = if gone { "" } else { "; the process was killed and has not ended yet" };
+        match broken {
+            Broken::Overrun => DeviceError::TimedOut {
+                after_ms: u64::try_from(waited.as_millis()).unwrap_or(u64::MAX),
+                status: format!("{last}; the device process was killed{kept}"),
+            },
+            Broken::Closed | Broken::Socket(_) => DeviceError::Fault {
+                reason: format!(
+                    "the device process ended ({}) while {last}{kept}",
+                    describe(status)
+                ),
+            },
+            Broken::Nonsense(what) => DeviceError::Fault {
+                reason: format!(
+                    "the device process sent {what}, while {last}; it was killed{kept}"
+                ),
+            },
+        }
+    }
+
+    /// Kills the process. False if it is still there after its time.
+    fn end(&mut self) -> bool {
+        self.costs_before = self.costs_before + std::mem::take(&mut self.costs);
+        let Some(mut running) = self.running.take() else { return true };
+        running.process.kill(self.limits.leave)
+    }
+
+    /// The process has run this program.
+    fn ran(&mut self, handle: Handle) {
+        let kernel = self.programs.get(&handle.0).map(|kept| kept.kernel);
+        if let Some(running) = &mut self.running {
+            running.booted = true;
+            running.kernel = kernel;
+        }
+    }
+}
+
+impl Device for Remote<'_> {
+    fn describe(&self) -> DeviceInfo {
+        self.info.clone()
+    }
+
+    fn prepare(
+        &mut self,
+        program: &Arc<Verified<Program>>,
+        kernel: &KernelConfig,
+    ) -> Result<Handle, DeviceError> {
+        let same = |kept: &Kept| Arc::ptr_eq(&kept.program, program) && kept.kernel == *kernel;
+        let known = self.programs.iter().find(|(_, kept)| same(kept)).map(|(&handle, _)| handle);
+        let handle = known.unwrap_or(self.next);
+        if known.is_none() {
+            self.next += 1;
+            self.programs.insert(handle, Kept { program: program.clone(), kernel: *kernel });
+        }
+        let loaded = self.ready(&[Handle(handle)]);
+        if loaded.is_err() && known.is_none() {
+            self.programs.remove(&handle);
+        }
+        loaded.map(|()| Handle(handle))
+    }
+
+    fn run(
+        &mut self,
+        program: Handle,
+        tokens: &[u32],
+        first: usize,
+    ) -> Result<Vec<Vec<f32>>, DeviceError> {
+        self.ready(&[program])?;
+        let mut logits = Vec::with_capacity(tokens.len().saturating_sub(first));
+        for begin in (first..tokens.len()).step_by(self.rows.len()) {
+            let end = tokens.len().min(begin + self.rows.len());
+            let request = Request::Run {
+                handle: program.0,
+                tokens: tokens[..end].to_vec(),
+                first: begin as u64,
+            };
+            let work = self.work(&[program], 0, end - begin);
+            self.done(&request, &[], work)?;
+            self.ran(program);
+            logits.extend(self.rows.copy(end - begin));
+        }
+        Ok(logits)
+    }
+
+    fn foresee(&mut self, kernels: &[KernelConfig]) {
+        if self.running.is_some() {
+            // A hint: a process that fails at it is replaced when it is needed.
+            let request = Request::Foresee { kernels: kernels.to_vec() };
+            let _ = self.done(&request, &[], Work::default());
+        }
+    }
+
+    fn costs(&self) -> Costs {
+        self.costs_before + self.costs
+    }
+
+    fn time(
+        &mut self,
+        contenders: [Contender<'_>; 2],
+        plan: &Plan<'_>,
+    ) -> Result<Samples, DeviceError> {
+        let handles = contenders.map(|contender| contender.handle());
+        self.ready(&handles)?;
+        let Plan { tokens, first, rounds, warmup } = *plan;
+        let request = Request::Time {
+            handles: handles.map(|handle| handle.0),
+            tokens: tokens.to_vec(),
+            first: first as u64,
+            rounds: rounds as u64,
+            warmup: warmup as u64,
+        };
+        let blocks = rounds.saturating_mul(ROUND.len()).saturating_add(warmup.saturating_mul(2));
+        // Both may have to fill their caches; settling after a switch takes less than a block.
+        let block = tokens.len().saturating_sub(first);
+        let positions = blocks.saturating_mul(2 * block).saturating_add(2 * tokens.len());
+        let work = self.work(&handles, blocks, positions);
+        match self.ask(&request, &[], work)? {
+            Reply::Timed(timed) if timed.len() == rounds => {
+                self.ran(handles[1]);
+                let mut rows = self.rows.copy(2).into_iter();
+                let mut last = || rows.next().unwrap_or_default();
+                Ok(Samples { rounds: timed, last_logits: [last(), last()] })
+            }
+            reply @ (Reply::Opened(_) | Reply::Done | Reply::Timed(_)) => {
+                Err(self.confused(&reply))
+            }
+        }
+    }
+
+    fn release(&mut self, program: Handle) {
+        let held = self.programs.remove(&program.0).is_some();
+        let loaded = self.running.as_mut().is_some_and(|running| running.loaded.remove(&program.0));
+        if held && loaded {
+            let _ = self.done(&Request::Release { handle: program.0 }, &[], Work::default());
+        }
+    }
+}
+
+impl Drop for Remote<'_> {
+    /// Hangs up, which tells the process to end its kernel; waits; kills what does not leave.
+    fn drop(&mut self) {
+        if let Some(Running { mut process, channel, .. }) = self.running.take() {
+            drop(channel);
+            if process.wait(self.limits.leave).is_none() {
+                process.kill(self.limits.leave);
+            }
+        }
+    }
+}

@@ -1,0 +1,332 @@
+//! The child's side: one request after the other, and a thread that watches the parent.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use ir::KernelConfig;
+use ir::program::{Program, Verified};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Signal, getpid, kill_process, set_parent_process_death_signal};
+use search::{Costs, DeviceError, DeviceInfo, Handle, Plan};
+
+use crate::shared::{Board, Phase, Rows, Shared};
+use crate::wire::{Answer, Channel, Reply, Request};
+
+/// How often the watching thread looks at the kernel.
+const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+
+/// How long the device may take to leave when the parent is gone. Then the process kills itself, and the driver cleans up.
+const LEAVE: Duration = Duration::from_secs(5);
+
+/// What a device process drives. As [`search::Device`], but for where logits go and who proves what is timed.
+pub trait Served {
+    /// What it is.
+    fn describe(&self) -> DeviceInfo;
+
+    /// As [`search::Device::prepare`].
+    ///
+    /// # Errors
+    /// As there.
+    fn prepare(
+        &mut self,
+        program: &Arc<Verified<Program>>,
+        kernel: &KernelConfig,
+    ) -> Result<Handle, DeviceError>;
+
+    /// As [`search::Device::run`]; the logits of `tokens[first..]` are written to `logits`, row behind row.
+    ///
+    /// # Errors
+    /// As there.
+    fn run(
+        &mut self,
+        program: Handle,
+        tokens: &[u32],
+        first: usize,
+        logits: &mut [f32],
+    ) -> Result<(), DeviceError>;
+
+    /// Times two programs in alternation. The parent holds the proofs that they agree; this is its door and nobody else's. The last logits
+    /// of both are written to `last`, one behind the other.
+    ///
+    /// # Errors
+    /// As [`search::Device::time`].
+    fn time(
+        &mut self,
+        programs: [Handle; 2],
+        plan: &Plan<'_>,
+        last: &mut [f32],
+    ) -> Result<Vec<[f64; 4]>, DeviceError>;
+
+    /// As [`search::Device::foresee`].
+    fn foresee(&mut self, _kernels: &[KernelConfig]) {}
+
+    /// As [`search::Device::costs`].
+    fn costs(&self) -> Costs {
+        Costs::default()
+    }
+
+    /// As [`search::Device::release`].
+    fn release(&mut self, program: Handle);
+
+    /// Whether only a new process gets the device back.
+    fn lost(&self) -> bool {
+        false
+    }
+}
+
+/// What the watching thread does beside the requests. It must not wait for the device.
+pub trait Watch: Send {
+    /// Notes what the kernel says. Called every 10 ms.
+    fn look(&mut self, board: &Board);
+
+    /// The parent is gone: tells the kernel to leave.
+    fn leave(&mut self);
+}
+
+/// Nobody started this process as a device.
+#[derive(Debug, thiserror::Error)]
+#[error("a device process is started by `amk` itself, with a socket as its standard input ({0})")]
+pub struct NotAChild(std::io::Error);
+
+/// Serves the parent that started this process, until it hangs up. `open` opens the device; if it cannot, the parent is told why.
+///
+/// # Errors
+/// If standard input is not the socket of a parent.
+pub fn serve<D: Served>(
+    watch: impl Watch + 'static,
+    open: impl FnOnce(&Board) -> Result<D, DeviceError>,
+) -> Result<(), NotAChild> {
+    let (channel, socket, shared) = adopt().map_err(NotAChild)?;
+    let board = Board::new(&shared);
+    let over = Arc::new(AtomicBool::new(false));
+    let watcher = {
+        let (board, over) = (board.clone(), over.clone());
+        std::thread::spawn(move || watch_parent(&socket, watch, &board, &over))
+    };
+    answer_all(channel, &shared, &board, open);
+    over.store(true, Ordering::Release);
+    let _ = watcher.join();
+    Ok(())
+}
+
+/// Takes over what the parent left: the socket on standard input, and the shared memory that comes through it.
+fn adopt() -> std::io::Result<(Channel, UnixStream, Arc<Shared>)> {
+    let socket = UnixStream::from(rustix::stdio::stdin().try_clone_to_owned()?);
+    // A parent that died before this line has closed the socket, which is found next.
+    set_parent_process_death_signal(Some(Signal::KILL))?;
+    let channel = Channel::new(socket.try_clone()?);
+    let file = File::from(channel.receive_file()?);
+    rustix::stdio::dup2_stdin(File::open("/dev/null")?)?;
+    Ok((channel, socket, Arc::new(Shared::open(&file)?)))
+}
+
+/// Beats, looks at the kernel, and notices when the parent hangs up. The death signal of the system does the same at once, but only
+/// for a parent that died.
+fn watch_parent(socket: &UnixStream, mut watch: impl Watch, board: &Board, over: &AtomicBool) {
+    loop {
+        let mut files = [PollFd::new(socket, PollFlags::RDHUP)];
+        let _ = rustix::event::poll(&mut files, Some(&LOOK_EVERY));
+        let gone = files[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP);
+        board.beat();
+        watch.look(board);
+        if over.load(Ordering::Acquire) {
+            return;
+        }
+        if gone {
+            break;
+        }
+    }
+    watch.leave();
+    let began = std::time::Instant::now();
+    while began.elapsed() < LEAVE {
+        if over.load(Ordering::Acquire) {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let _ = kill_process(getpid(), Signal::KILL);
+}
+
+/// Opens the device, then answers until there is nobody to answer. The device is closed before this returns.
+fn answer_all<D: Served>(
+    mut channel: Channel,
+    shared: &Arc<Shared>,
+    board: &Board,
+    open: impl FnOnce(&Board) -> Result<D, DeviceError>,
+) {
+    let Ok((number, Request::Open, _)) = channel.receive() else { return };
+    board.enter(Phase::Opening);
+    let device = match open(board) {
+        Ok(device) => device,
+        Err(error) => {
+            let answer = Answer { result: Err(error), lost: true, costs: Costs::default() };
+            let _ = channel.send(number, &answer, &[]);
+            return;
+        }
+    };
+    let opened = Reply::Opened(device.describe());
+    let mut session =
+        Session { device, handles: BTreeMap::new(), rows: Rows::new(shared), board: board.clone() };
+    let mut next = (number, Ok(opened));
+    loop {
+        let (number, result) = next;
+        let (lost, costs) = (session.device.lost(), session.device.costs());
+        board.enter(Phase::Waiting);
+        if channel.send(number, &Answer { result, lost, costs }, &[]).is_err() {
+            return;
+        }
+        next = match channel.receive() {
+            Ok((number, request, bytes)) => (number, session.answer(request, &bytes)),
+            Err(_) => return,
+        };
+    }
+}
+
+struct Session<D> {
+    device: D,
+    /// The device's handles by the parent's.
+    handles: BTreeMap<u64, Handle>,
+    rows: Rows,
+    board: Board,
+}
+
+impl<D: Served> Session<D> {
+    fn answer(&mut self, request: Request, bytes: &[u8]) -> Result<Reply, DeviceError> {
+        match request {
+            Request::Open => Ok(Reply::Opened(self.device.describe())),
+            Request::Prepare { handle, kernel } => {
+                self.board.enter(Phase::Verifying);
+                let program = Arc::new(verified(bytes)?);
+                let prepared = self.device.prepare(&program, &kernel)?;
+                self.handles.insert(handle, prepared);
+                Ok(Reply::Done)
+            }
+            Request::Run { handle, tokens, first } => {
+                let handle = self.handle(handle)?;
+                let first = index(first).filter(|&first| first <= tokens.len());
+                let first = first.ok_or_else(|| fault("it begins behind its end"))?;
+                self.board.enter(Phase::Running);
+                let rows = self.rows.first_mut(tokens.len() - first);
+                let rows = rows.ok_or_else(|| fault("more positions than rows are shared"))?;
+                self.device.run(handle, &tokens, first, rows).map(|()| Reply::Done)
+            }
+            Request::Time { handles, tokens, first, rounds, warmup } => {
+                let handles = [self.handle(handles[0])?, self.handle(handles[1])?];
+                let (Some(first), Some(rounds), Some(warmup)) =
+                    (index(first), index(rounds), index(warmup))
+                else {
+                    return Err(fault("numbers that are too large"));
+                };
+                self.board.enter(Phase::Timing);
+                let plan = Plan { tokens: &tokens, first, rounds, warmup };
+                let last = self.rows.first_mut(2).ok_or_else(|| fault("no rows are shared"))?;
+                self.device.time(handles, &plan, last).map(Reply::Timed)
+            }
+            Request::Foresee { kernels } => {
+                self.device.foresee(&kernels);
+                Ok(Reply::Done)
+            }
+            Request::Release { handle } => {
+                if let Some(handle) = self.handles.remove(&handle) {
+                    self.device.release(handle);
+                }
+                Ok(Reply::Done)
+            }
+        }
+    }
+
+    fn handle(&self, handle: u64) -> Result<Handle, DeviceError> {
+        let found = self.handles.get(&handle).copied();
+        found.ok_or_else(|| fault(&format!("program {handle} is not loaded in this process")))
+    }
+}
+
+fn index(number: u64) -> Option<usize> {
+    usize::try_from(number).ok()
+}
+
+/// The program that was sent, verified here: whoever runs one has seen that every rule holds.
+fn verified(bytes: &[u8]) -> Result<Verified<Program>, DeviceError> {
+    let program = ir::text::load(bytes).map_err(|error| fault(&error.to_string()))?;
+    ir::program::verify(program).map_err(|violations| fault(&violations.to_string()))
+}
+
+fn fault(what: &str) -> DeviceError {
+    DeviceError::Fault { reason: format!("the device process refused a request: {what}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A kernel that leaves when it is told to.
+    struct Kernel {
+        looks: Arc<AtomicBool>,
+        leaves: Arc<AtomicBool>,
+    }
+
+    impl Watch for Kernel {
+        fn look(&mut self, _board: &Board) {
+            self.looks.store(true, Ordering::Release);
+        }
+
+        fn leave(&mut self) {
+            self.leaves.store(true, Ordering::Release);
+        }
+    }
+
+    #[test]
+    fn a_parent_that_hangs_up_makes_the_kernel_leave() {
+        let (shared, _file) = Shared::create(1, 1).unwrap();
+        let board = Board::new(&Arc::new(shared));
+        let (parent, child) = UnixStream::pair().unwrap();
+        let [over, looks, leaves] = std::array::from_fn(|_| Arc::new(AtomicBool::new(false)));
+        let kernel = Kernel { looks: looks.clone(), leaves: leaves.clone() };
+        let until = |flag: &AtomicBool| {
+            let began = std::time::Instant::now();
+            while !flag.load(Ordering::Acquire) {
+                assert!(began.elapsed() < LEAVE / 2);
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        std::thread::scope(|scope| {
+            let (watched, over, board) = (&child, &over, &board);
+            let watcher = scope.spawn(move || watch_parent(watched, kernel, board, over));
+            until(&looks);
+            assert!(!leaves.load(Ordering::Acquire));
+            drop(parent);
+            until(&leaves);
+            // The requests have ended; otherwise it would end this process.
+            over.store(true, Ordering::Release);
+            watcher.join().unwrap();
+        });
+        assert!(board.last().beat > 0);
+    }
+
+    #[test]
+    fn what_is_sent_is_verified_again() {
+        let model = model::preset("toy").unwrap();
+        let target = ir::Target::by_name("h200").unwrap();
+        let config = ir::schedule::default_config(&model.graph, &target);
+        let valid = ir::schedule::validate(config, &model.graph, &target).unwrap();
+        let options = lower::Options { kv_capacity: 24 };
+        let program = lower::lower(&valid, &model.graph, &target, options).unwrap();
+        let bytes = ir::text::save(&program);
+        assert_eq!(*verified(&bytes).unwrap(), *program);
+        let mut torn = bytes.clone();
+        torn[100] ^= 1;
+        assert!(matches!(verified(&torn), Err(DeviceError::Fault { .. })));
+        let mut broken = program.into_inner();
+        for worker in &mut broken.workers {
+            for task in &mut worker.tasks {
+                task.waits.clear();
+            }
+        }
+        let refused = verified(&ir::text::save(&broken)).unwrap_err().to_string();
+        assert!(refused.contains("O-STEP"), "{refused}");
+    }
+}

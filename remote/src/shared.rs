@@ -1,0 +1,331 @@
+//! Memory that both processes map: a page of words in which the child says what it is doing, then rows of logits.
+//!
+//! The words are read after a kill, so each is written as soon as it is known. The rows belong to the child between a request and its
+//! answer, and to the parent otherwise.
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use abi::{Status, Trap};
+use memmap2::{MmapOptions, MmapRaw};
+use rayon::prelude::*;
+use rustix::fs::{MemfdFlags, SealFlags};
+
+/// Bytes of the words; rows begin behind them.
+const HEAD_BYTES: usize = 4096;
+
+/// First word: says what this memory is.
+const MAGIC: u32 = u32::from_le_bytes(*b"AMKS");
+
+/// Places of the words.
+mod at {
+    pub(super) const MAGIC: usize = 0;
+    pub(super) const ROWS: usize = 1;
+    pub(super) const VOCAB: usize = 2;
+    pub(super) const REQUEST: usize = 3;
+    pub(super) const PHASE: usize = 4;
+    pub(super) const BEAT: usize = 5;
+    pub(super) const HEARTBEAT: usize = 6;
+    /// Words of an `abi::Status`, the last of which says that it is complete.
+    pub(super) const STATUS: usize = 16;
+}
+
+const STATUS_WORDS: usize = size_of::<Status>() / 4;
+
+/// Declares the phases once: their numbers and their words.
+macro_rules! phases {
+    ($($(#[$doc:meta])* $name:ident = $words:literal,)+) => {
+        /// What a device process is doing.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Phase {
+            $($(#[$doc])* $name,)+
+        }
+
+        impl Phase {
+            const ALL: &[Self] = &[$(Self::$name),+];
+
+            /// In words.
+            #[must_use]
+            pub fn words(self) -> &'static str {
+                match self {
+                    $(Self::$name => $words,)+
+                }
+            }
+        }
+    };
+}
+
+phases! {
+    /// Not a word from it yet.
+    Starting = "starting",
+    /// Looks for driver, compiler and device.
+    Opening = "opening the device",
+    /// Has answered.
+    Waiting = "waiting for a request",
+    /// Decodes and verifies a program.
+    Verifying = "verifying a program",
+    /// Compiles a kernel variant, or waits for one.
+    Compiling = "compiling a kernel",
+    /// Brings the model onto the device.
+    Booting = "bringing the weights to the device",
+    /// Ends a kernel and launches another.
+    Launching = "launching a kernel",
+    /// Uploads a program, switches to it, poisons what it will write.
+    Loading = "loading a program",
+    /// The device runs positions.
+    Running = "running positions",
+    /// The device is timed.
+    Timing = "timing",
+    /// Copies logits.
+    Reading = "reading logits",
+    /// Waits for a kernel to leave.
+    Stopping = "waiting for a kernel to leave",
+}
+
+/// The mapping.
+pub(crate) struct Shared {
+    map: MmapRaw,
+    rows: usize,
+    vocab: usize,
+}
+
+impl Shared {
+    /// Makes the memory: for so many rows of a vocabulary. Pages that nobody writes cost nothing.
+    pub(crate) fn create(rows: usize, vocab: usize) -> io::Result<(Self, File)> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = File::from(rustix::fs::memfd_create(c"amk-device", flags)?);
+        file.set_len(Self::bytes(rows, vocab)?)?;
+        // A page that a process cut off would be a fault in the other.
+        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let map = MmapOptions::new().map_raw(&file)?;
+        let shared = Self { map, rows, vocab };
+        let count = |n: usize| u32::try_from(n).map_err(io::Error::other);
+        shared.word(at::ROWS).store(count(rows)?, Ordering::Relaxed);
+        shared.word(at::VOCAB).store(count(vocab)?, Ordering::Relaxed);
+        shared.word(at::MAGIC).store(MAGIC, Ordering::Release);
+        Ok((shared, file))
+    }
+
+    /// Maps memory that the other process made.
+    pub(crate) fn open(file: &File) -> io::Result<Self> {
+        let refuse = |what: &str| Err(io::Error::other(format!("the shared memory {what}")));
+        let bytes = file.metadata()?.len();
+        if bytes < HEAD_BYTES as u64 {
+            return refuse("is too short");
+        }
+        let map = MmapOptions::new().map_raw(file)?;
+        let mut shared = Self { map, rows: 0, vocab: 0 };
+        if shared.word(at::MAGIC).load(Ordering::Acquire) != MAGIC {
+            return refuse("is something else");
+        }
+        shared.rows = shared.word(at::ROWS).load(Ordering::Relaxed) as usize;
+        shared.vocab = shared.word(at::VOCAB).load(Ordering::Relaxed) as usize;
+        if Self::bytes(shared.rows, shared.vocab)? != bytes {
+            return refuse("has another length than its words say");
+        }
+        Ok(shared)
+    }
+
+    fn bytes(rows: usize, vocab: usize) -> io::Result<u64> {
+        let bytes = rows
+            .checked_mul(vocab)
+            .and_then(|values| values.checked_mul(size_of::<f32>()))
+            .and_then(|bytes| bytes.checked_add(HEAD_BYTES));
+        bytes.map(|bytes| bytes as u64).ok_or_else(|| io::Error::other("too many logits"))
+    }
+
+    fn word(&self, index: usize) -> &AtomicU32 {
+        debug_assert!(index < HEAD_BYTES / 4);
+        // SAFETY: inside the first page, which every mapping has, and aligned; all accesses to it are atomic.
+        unsafe { AtomicU32::from_ptr(self.map.as_mut_ptr().cast::<u32>().add(index)) }
+    }
+
+    fn values(&self) -> *mut f32 {
+        // SAFETY: the mapping is longer than its first page, or there are no values and nobody reads any.
+        unsafe { self.map.as_mut_ptr().add(HEAD_BYTES).cast() }
+    }
+}
+
+/// The rows of logits, as one process sees them.
+pub(crate) struct Rows(Arc<Shared>);
+
+impl Rows {
+    pub(crate) fn new(shared: &Arc<Shared>) -> Self {
+        Self(shared.clone())
+    }
+
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        self.0.rows
+    }
+
+    /// The first rows, for the child to write between a request and its answer.
+    pub(crate) fn first_mut(&mut self, count: usize) -> Option<&mut [f32]> {
+        if count > self.0.rows {
+            return None;
+        }
+        // SAFETY: in range. This process has one `Rows`, which is borrowed exclusively; the other process leaves them alone until it
+        // has the answer.
+        Some(unsafe { std::slice::from_raw_parts_mut(self.0.values(), count * self.0.vocab) })
+    }
+
+    /// Copies the first rows out, with all cores. The child has answered.
+    pub(crate) fn copy(&self, count: usize) -> Vec<Vec<f32>> {
+        let (count, vocab) = (count.min(self.0.rows), self.0.vocab);
+        // SAFETY: in range. The child writes between a request and its answer only, and no request is under way; whatever the bytes
+        // are, they are numbers.
+        let values = unsafe { std::slice::from_raw_parts(self.0.values(), count * vocab) };
+        values.par_chunks_exact(vocab.max(1)).map(<[f32]>::to_vec).collect()
+    }
+}
+
+/// Where a device process notes what it is doing.
+#[derive(Clone)]
+pub struct Board(Arc<Shared>);
+
+impl Board {
+    pub(crate) fn new(shared: &Arc<Shared>) -> Self {
+        Self(shared.clone())
+    }
+
+    /// The process begins something.
+    pub fn enter(&self, phase: Phase) {
+        self.0.word(at::PHASE).store(phase as u32, Ordering::Release);
+    }
+
+    /// What was last seen of the kernel: its poller's clock and, if it has given up, who waited for what.
+    pub fn kernel(&self, heartbeat: u32, status: Option<&Status>) {
+        self.0.word(at::HEARTBEAT).store(heartbeat, Ordering::Relaxed);
+        let Some(status) = status else { return };
+        let words: &[u32; STATUS_WORDS] = bytemuck::cast_ref(status);
+        let last = STATUS_WORDS - 1;
+        for (index, word) in words[..last].iter().enumerate() {
+            self.0.word(at::STATUS + index).store(*word, Ordering::Relaxed);
+        }
+        self.0.word(at::STATUS + last).store(words[last], Ordering::Release);
+    }
+
+    /// The process is alive.
+    pub(crate) fn beat(&self) {
+        self.0.word(at::BEAT).fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The parent asks for something: what was said before is about something else.
+    pub(crate) fn begin(&self, request: u32) {
+        self.0.word(at::REQUEST).store(request, Ordering::Relaxed);
+        for index in 0..STATUS_WORDS {
+            self.0.word(at::STATUS + index).store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// A new process: nothing is known of it.
+    pub(crate) fn reset(&self) {
+        self.begin(0);
+        self.enter(Phase::Starting);
+    }
+
+    /// What the process said last.
+    #[must_use]
+    pub fn last(&self) -> Last {
+        let word = |index: usize| self.0.word(index).load(Ordering::Relaxed);
+        let valid = self.0.word(at::STATUS + STATUS_WORDS - 1).load(Ordering::Acquire) != 0;
+        let status = valid.then(|| {
+            let words: [u32; STATUS_WORDS] = std::array::from_fn(|index| word(at::STATUS + index));
+            bytemuck::cast(words)
+        });
+        Last {
+            phase: Phase::ALL.get(word(at::PHASE) as usize).copied(),
+            request: word(at::REQUEST),
+            beat: word(at::BEAT),
+            heartbeat: word(at::HEARTBEAT),
+            status,
+        }
+    }
+}
+
+/// What a device process said last.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Last {
+    /// What it was doing; nothing if it wrote nonsense.
+    pub phase: Option<Phase>,
+    /// The request, counted from one.
+    pub request: u32,
+    /// Ticks of its watching thread.
+    pub beat: u32,
+    /// The kernel's poller's clock.
+    pub heartbeat: u32,
+    /// What the kernel said when it gave up, if it did.
+    pub status: Option<Status>,
+}
+
+impl std::fmt::Display for Last {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let phase = self.phase.map_or("doing what nobody knows", Phase::words);
+        write!(f, "{phase} (request {})", self.request)?;
+        let Some(status) = &self.status else {
+            return write!(f, ", the kernel reported no trap");
+        };
+        let trap = Trap::new(status.trap).map_or("unknown trap", Trap::name);
+        let Status { worker, task, opcode, object, have, need, epoch, .. } = *status;
+        let opcode = u16::try_from(opcode).ok().and_then(abi::Opcode::new);
+        let opcode = opcode.map_or("unknown op", |opcode| opcode.info().name);
+        write!(
+            f,
+            ", trap {trap}: worker {worker}, task {task} ({opcode}), counter {object} has {have} and needs {need}, step {epoch}"
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_sides_see_the_same_rows_and_words() {
+        let (parent, file) = Shared::create(3, 5).unwrap();
+        let (parent, child) = (Arc::new(parent), Arc::new(Shared::open(&file).unwrap()));
+        let mut rows = Rows::new(&child);
+        assert_eq!(rows.len(), 3);
+        assert!(rows.first_mut(4).is_none());
+        let written: Vec<f32> = (0..10).map(|i| i as f32).collect();
+        rows.first_mut(2).unwrap().copy_from_slice(&written);
+        assert_eq!(Rows::new(&parent).copy(2), [&written[..5], &written[5..]]);
+        let (here, there) = (Board::new(&child), Board::new(&parent));
+        there.begin(7);
+        here.enter(Phase::Running);
+        assert_eq!(there.last().phase, Some(Phase::Running));
+        assert!(there.last().to_string().contains("running positions (request 7)"));
+        let status = Status {
+            trap: Trap::CounterDeadline as u32,
+            worker: 3,
+            task: 14,
+            object: 7,
+            have: 12,
+            need: 16,
+            valid: 1,
+            ..Status::default()
+        };
+        here.kernel(1, Some(&status));
+        let said = there.last().to_string();
+        for part in ["counter_deadline", "worker 3", "task 14", "counter 7 has 12 and needs 16"] {
+            assert!(said.contains(part), "{said}");
+        }
+        there.begin(8);
+        assert_eq!(there.last().status, None, "a new request forgets the trap of the last one");
+    }
+
+    #[test]
+    fn memory_that_lies_about_itself_is_refused() {
+        let (shared, file) = Shared::create(2, 4).unwrap();
+        shared.word(at::ROWS).store(3, Ordering::Relaxed);
+        assert!(Shared::open(&file).is_err());
+        shared.word(at::ROWS).store(2, Ordering::Relaxed);
+        assert!(Shared::open(&file).is_ok());
+        shared.word(at::MAGIC).store(0, Ordering::Relaxed);
+        assert!(Shared::open(&file).is_err());
+        assert!(Shared::create(usize::MAX, 2).is_err());
+        assert!(file.set_len(100).is_err(), "sealed");
+    }
+}

@@ -1,0 +1,113 @@
+//! The GPU in a process of its own: how a search starts it, and what that process does.
+
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::sync::PoisonError;
+
+use remote::{Board, Limits, Remote, Room, Watch};
+use search::DeviceError;
+use vm_host::HostError;
+
+use super::{Gpu, LOGITS_ROWS, SharedLookout, sharing};
+use crate::cli::{DeviceChildArgs, DeviceChoice, PlaceArgs};
+use crate::context::Context;
+use crate::failure::{Exit, Failure, Outcome};
+
+/// This program, whatever has become of its file: both sides are the same build.
+const THIS_PROGRAM: &str = "/proc/self/exe";
+
+/// Starts a process that drives the GPU for a model. Nothing here touches the device, so that the process is alone on it. With `shared`
+/// others may use it. The error says what is missing, or who else is there (exit code 3).
+pub(crate) fn open_process<'a>(
+    context: &'a Context,
+    info: &vm_host::DeviceInfo,
+    shared: bool,
+) -> Result<Remote<'a>, Failure> {
+    let missing = |what: String| Failure::missing(format!("capability missing: {what}"));
+    let others = sharing::others(shared, || vm_host::compute_processes(&info.uuid));
+    let note = sharing::judge(others.as_deref(), shared).map_err(Failure::missing)?;
+    let graph = context.graph();
+    let room = Room { rows: LOGITS_ROWS as usize, vocab: graph.vocab as usize };
+    let limits = Limits::for_weights(graph.weight_bytes() as u64);
+    let opened = Remote::open(Box::new(|| command(context)), limits, room);
+    let mut remote = opened.map_err(|error| match error {
+        DeviceError::Unavailable { reason } => missing(reason),
+        DeviceError::Compile { .. }
+        | DeviceError::Trapped { .. }
+        | DeviceError::TimedOut { .. }
+        | DeviceError::OutOfMemory { .. }
+        | DeviceError::Fault { .. } => missing(error.to_string()),
+    })?;
+    remote.add_condition(note);
+    Ok(remote)
+}
+
+/// `amk device-child ..`, which ends up in [`serve`].
+fn command(context: &Context) -> Command {
+    let mut command = Command::new(THIS_PROGRAM);
+    command.arg0("amk").args(["device-child", "--model", &context.name, "--kv-capacity"]);
+    command.arg(context.kv_capacity.to_string());
+    if let Some(target) = &context.named_target {
+        command.args(["--target", target]);
+    }
+    command
+}
+
+/// Drives the GPU for the parent that started this process.
+pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
+    let place = PlaceArgs {
+        target: args.target.clone(),
+        device: DeviceChoice::Cuda,
+        kv_capacity: args.kv_capacity,
+    };
+    let context = Context::load(&args.model, &place)?;
+    let lookout = SharedLookout::default();
+    let watch = Kernel(lookout.clone());
+    let open = |board: &Board| {
+        let mut gpu = Gpu::open(&context, Some(board)).map_err(unopened)?;
+        gpu.lookout = lookout;
+        Ok(gpu)
+    };
+    remote::serve(watch, open).map_err(|error| Failure::usage(error.to_string()))?;
+    Ok(Exit::Yes)
+}
+
+/// What keeps a process from opening the device. What may pass is tried again; what is missing stays missing.
+fn unopened(error: HostError) -> DeviceError {
+    match error {
+        HostError::Driver { .. } => DeviceError::Fault { reason: error.to_string() },
+        HostError::OutOfMemory { needed, free } => DeviceError::OutOfMemory { needed, free },
+        HostError::NoDriver
+        | HostError::NoDevice
+        | HostError::NoNvrtc { .. }
+        | HostError::Architecture { .. }
+        | HostError::Compile { .. }
+        | HostError::AbiMismatch { .. }
+        | HostError::NotCoResident { .. }
+        | HostError::Weights { .. }
+        | HostError::Request(_)
+        | HostError::Trapped(_)
+        | HostError::Died { .. }
+        | HostError::Left
+        | HostError::TimedOut { .. } => DeviceError::Unavailable { reason: error.to_string() },
+    }
+}
+
+/// The kernel as the watching thread sees it.
+pub(super) struct Kernel(pub(super) SharedLookout);
+
+impl Watch for Kernel {
+    fn look(&mut self, board: &Board) {
+        let lookout = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(lookout) = &*lookout {
+            board.kernel(lookout.heartbeat(), lookout.status().as_ref());
+        }
+    }
+
+    fn leave(&mut self) {
+        let lookout = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(lookout) = &*lookout {
+            lookout.abort();
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! Whether somebody else uses the GPU. What is timed beside other work says nothing, so measurements want the card alone.
+
+use std::time::{Duration, Instant};
+
+/// How long a process that is being killed may still be listed.
+const GRACE: Duration = Duration::from_secs(3);
+
+/// Pause between two looks.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// The processes that `look` finds. Where they would be a reason to refuse, those that are on their way out are waited for.
+pub(super) fn others(shared: bool, mut look: impl FnMut() -> Option<Vec<u32>>) -> Option<Vec<u32>> {
+    let began = Instant::now();
+    loop {
+        let found = look();
+        let busy = found.as_ref().is_some_and(|found| !found.is_empty());
+        if shared || !busy || began.elapsed() >= GRACE {
+            return found;
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+/// Decides about a measurement from what NVML lists before this program touches the device: what the conditions of the measurement say,
+/// or why there is none.
+pub(super) fn judge(others: Option<&[u32]>, shared: bool) -> Result<String, String> {
+    match others {
+        None => Ok("other processes on the GPU: unknown (no NVML)".to_owned()),
+        Some([]) => Ok("other processes on the GPU: none seen".to_owned()),
+        Some(others) if shared => {
+            Ok(format!("other processes on the GPU: {} (--shared-gpu)", others.len()))
+        }
+        Some(others) => {
+            let numbers: Vec<String> = others.iter().map(ToString::to_string).collect();
+            Err(format!(
+                "the GPU is in use by {} other {} ({}): times would be theirs too; end them, or measure all the same with --shared-gpu",
+                others.len(),
+                if others.len() == 1 { "process" } else { "processes" },
+                numbers.join(", ")
+            ))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_card_in_use_is_refused_unless_it_is_asked_for() {
+        assert_eq!(judge(Some(&[]), false).unwrap(), "other processes on the GPU: none seen");
+        assert_eq!(judge(Some(&[]), true), judge(Some(&[]), false), "asking changes nothing");
+        let refused = judge(Some(&[71, 72]), false).unwrap_err();
+        for part in ["2 other processes", "71, 72", "--shared-gpu"] {
+            assert!(refused.contains(part), "{refused}");
+        }
+        assert!(judge(Some(&[71]), false).unwrap_err().contains("1 other process ("));
+        let noted = judge(Some(&[71, 72]), true).unwrap();
+        assert!(noted.contains("2 (--shared-gpu)"), "{noted}");
+    }
+
+    #[test]
+    fn a_process_on_its_way_out_is_waited_for() {
+        let mut looks = 0;
+        let mut leaving = || {
+            looks += 1;
+            Some(if looks < 3 { vec![71] } else { Vec::new() })
+        };
+        assert_eq!(others(false, &mut leaving), Some(Vec::new()));
+        assert_eq!(others(true, || Some(vec![71])), Some(vec![71]), "who may share need not wait");
+        assert_eq!(others(false, || None), None);
+        let began = Instant::now();
+        assert_eq!(others(false, || Some(vec![71])), Some(vec![71]));
+        assert!((GRACE..GRACE * 3).contains(&began.elapsed()));
+    }
+
+    #[test]
+    fn what_is_not_known_is_no_reason_to_refuse_and_is_noted() {
+        assert!(judge(None, false).unwrap().contains("unknown"));
+    }
+}

@@ -9,5 +9,6 @@ mod gate;
 mod generate;
 mod growth;
 mod lowering;
+mod operands;
 mod shipped;
 mod tidy;

@@ -24,11 +24,13 @@ use crate::weights::{LoadReport, load_matrices};
 
 /// Programs that can be loaded beside each other.
 pub const PROGRAMS_MAX: usize = 4;
-/// Threads of a worker.
 /// What caches are poisoned with: an f16 far from any key or value, yet finite, since the copies of a tile bring rows behind the last key,
 /// which are multiplied by zero.
 const CACHE_POISON: u8 = 0x77;
+/// Threads of a worker.
 const THREADS: u32 = ir::program::smem::WARPS * 32;
+/// How long the report of a trap may come after the completion that says so: some stores to host memory.
+const REPORT_LIMIT: Duration = Duration::from_millis(100);
 /// Bytes of the page-locked buffer that copies beside a resident kernel go through.
 const BOUNCE_BYTES: usize = 32 << 20;
 
@@ -570,7 +572,7 @@ impl Resident {
     /// The command ended in a trap: the status block says which.
     fn fail_with_status(&mut self) -> HostError {
         self.fail();
-        let status = self.idle().memory.ring.status().unwrap_or_default();
+        let status = self.idle().memory.ring.await_status(REPORT_LIMIT).unwrap_or_default();
         HostError::Trapped(Box::new(status))
     }
 

@@ -8,7 +8,7 @@ use ir::Target;
 use ir::program::{Program, Verified};
 use ir::schedule::KernelConfig;
 use search::{
-    Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,
+    Clocks, Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,
 };
 use vm_device::Variant;
 use vm_host::{BootOptions, HostError, Idle, Loaded, Resident};
@@ -474,6 +474,12 @@ impl Device for Gpu<'_> {
 
     fn costs(&self) -> Costs {
         self.costs
+    }
+
+    fn clocks(&mut self) -> Option<Clocks> {
+        let clocks = vm_host::card_clocks(&self.info.uuid)?;
+        let throttled = clocks.throttled.into_iter().map(str::to_owned).collect();
+        Some(Clocks { sm_mhz: clocks.sm_mhz, memory_mhz: clocks.memory_mhz, throttled })
     }
 
     fn time(

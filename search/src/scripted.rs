@@ -291,7 +291,7 @@ impl Device for ScriptedDevice<'_> {
             }
             logits
         });
-        Ok(Samples { rounds, last_logits })
+        Ok(Samples { rounds, last_logits, ..Samples::default() })
     }
 
     fn release(&mut self, _program: Handle) {}

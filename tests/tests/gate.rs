@@ -13,8 +13,8 @@ use reference_vm::compare::{Agreement, Reference, Tolerance, compare};
 use reference_vm::machine::{Machine, Run};
 use search::{Dropped, Expected};
 use tests::mutant::{
-    AS_LARGE, Base, Gate, LEFT_TO_THE_GATE, Mutant, Outcome, Plan, Score, defects, families,
-    golden, operands, weights,
+    Base, Gate, LEFT_TO_THE_GATE, Mutant, Outcome, Plan, Score, defects, families, golden,
+    operands, weights,
 };
 use tests::rng::Rng;
 
@@ -99,12 +99,7 @@ fn the_gate_refuses_every_mutant_and_no_honest_schedule() {
     let score = Score::of(&outcomes);
     println!("{}{:?}; {honest} honest schedules", score.table(), score.sum());
     assert!(alarms.is_empty(), "honest schedules were refused:\n{}", alarms.join("\n"));
-    // Six steps do not multiply every single weight with something: of a thousand mutants one may pass there, and nowhere else.
-    let few_steps = |outcome: &&Outcome| outcome.base.ends_with(AS_LARGE);
-    let passed = score.survivors.iter().filter(few_steps).count();
-    let changed = outcomes.iter().filter(few_steps).filter(|outcome| outcome.changes()).count();
-    assert!(passed * 1000 <= changed, "{passed} of {changed} passed:\n{}", score.report());
-    assert_eq!(score.survivors.len(), passed, "mutants passed:\n{}", score.report());
+    assert_eq!(score.survivors.len(), 0, "mutants passed:\n{}", score.report());
     // A class of which nothing ran proves nothing.
     let classes: BTreeSet<&str> = score.counts.keys().map(|(class, _)| class.as_str()).collect();
     let of = |class: &str| {
@@ -146,7 +141,7 @@ fn loosened(
 fn a_loosened_gate_is_found_out() {
     let mistral = families([F16; 4]).remove(1);
     let base = Base::new(mistral, PLAN);
-    let gate: &Gate = &loosened;
+    let gate: &Gate<'_> = &loosened;
     let mutants = mutants(&base, 6);
     let outcomes: Vec<Outcome> =
         mutants.par_iter().map(|mutant| mutant.judge_by(&base, gate)).collect();

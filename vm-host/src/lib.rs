@@ -12,6 +12,7 @@
 //! ```
 
 mod boot;
+mod clocks;
 mod compile;
 mod driver;
 mod error;
@@ -23,6 +24,7 @@ mod staging;
 mod weights;
 
 pub use boot::{BootOptions, device_info, measure_bandwidth};
+pub use clocks::{CardClocks, card_clocks};
 pub use compile::{
     Cubin, Resources, compile, default_cache, kernel_id, nvrtc_version, options, resources, variant,
 };

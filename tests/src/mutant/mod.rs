@@ -44,7 +44,8 @@ pub const LEFT_TO_THE_GATE: &[&str] = &[
 ];
 
 /// What judges a machine by what is expected.
-pub type Gate = dyn Fn(&Expected, &mut Machine<'_>) -> Result<Agreement<Reference>, Dropped> + Sync;
+pub type Gate<'g> =
+    dyn Fn(&Expected, &mut Machine<'_>) -> Result<Agreement<Reference>, Dropped> + Sync + 'g;
 
 /// One mistake.
 pub struct Mutant<'b> {
@@ -87,7 +88,7 @@ impl<'b> Mutant<'b> {
 
     /// The same with another gate.
     #[must_use]
-    pub fn judge_by(&self, base: &Base, gate: &Gate) -> Outcome {
+    pub fn judge_by(&self, base: &Base, gate: &Gate<'_>) -> Outcome {
         let right = base.program(self.schedule);
         match &self.mistake {
             Mistake::Model(changed) => {
@@ -123,7 +124,7 @@ impl<'b> Mutant<'b> {
     fn examine(
         &self,
         base: &Base,
-        gate: &Gate,
+        gate: &Gate<'_>,
         (program, graph, weights): (&Verified<Program>, &Graph, &dyn Weights),
         defect: Option<(Defect, Option<u16>)>,
         change: Option<f64>,

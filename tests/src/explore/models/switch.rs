@@ -76,11 +76,8 @@ fn poller(
             publish.reverse();
         }
         ops.extend(publish);
-        let need = match bug {
-            Bug::PartialSwitch => i * WORKERS - 1,
-            Bug::CountOfOne => WORKERS,
-            _ => i * WORKERS,
-        };
+        let need = if bug == Bug::CountOfOne { WORKERS } else { i * WORKERS };
+        let need = need - u32::from(bug == Bug::PartialSwitch);
         ops.unless(
             bug == Bug::NotAwaited,
             Op::Poll(switched, Order::Relaxed, Until::AtLeast(need)),

@@ -30,6 +30,15 @@ enum Bug {
     DeafPoller,
 }
 
+/// Until `word` is set, or `other` is unless this wait is deaf to it.
+fn until(word: Word, other: Word, deaf: bool) -> Op {
+    if deaf {
+        Op::Poll(word, Order::Relaxed, Until::AtLeast(1))
+    } else {
+        Op::PollEither(word, Until::AtLeast(1), other, Order::Relaxed, 0)
+    }
+}
+
 /// Words of the report and of those who leave.
 struct Words {
     reporter: Word,
@@ -74,9 +83,10 @@ impl Words {
     /// `wait_completion` and what follows: a completion that says trap, or the report itself; then the whole of it, and the end.
     fn host(&self, workers: u32, bug: Bug) -> Vec<Op> {
         let order = if bug == Bug::RelaxedLook { Order::Relaxed } else { Order::Acquire };
-        let report = match bug {
-            Bug::ReportNotAwaited => Op::Read(self.valid, order, 1),
-            _ => Op::Poll(self.valid, order, Until::AtLeast(1)),
+        let report = if bug == Bug::ReportNotAwaited {
+            Op::Read(self.valid, order, 1)
+        } else {
+            Op::Poll(self.valid, order, Until::AtLeast(1))
         };
         vec![
             Op::PollEither(self.completed, Until::AtLeast(1), self.valid, order, 1),
@@ -90,12 +100,8 @@ impl Words {
     /// A worker that waits for a signal which never comes: its consumer, and its watchdog.
     fn waiting(&self, m: &mut Model, bug: Bug) {
         let (signal, dead) = (m.word("signal"), m.word("dead"));
-        let mut consumer = match bug {
-            Bug::DeafWait => vec![Op::Poll(signal, Order::Relaxed, Until::AtLeast(1))],
-            _ => vec![Op::PollEither(signal, Until::AtLeast(1), dead, Order::Relaxed, 0)],
-        };
-        consumer.push(Op::Add(self.left));
-        m.thread("waiting.consumer", consumer);
+        let wait = until(signal, dead, bug == Bug::DeafWait);
+        m.thread("waiting.consumer", vec![wait, Op::Add(self.left)]);
         let mut watchdog = Vec::new();
         watchdog.unless(
             bug == Bug::DeafWatchdog,
@@ -118,10 +124,7 @@ fn deadlines(bug: Bug) -> Model {
     words.waiting(&mut m, bug);
     let done = m.word("done");
     // poller_wait, then post_completion: no fence lies between the abort word and the completion.
-    let over = match bug {
-        Bug::DeafPoller => Op::Poll(done, Order::Relaxed, Until::AtLeast(1)),
-        _ => Op::PollEither(done, Until::AtLeast(1), words.abort, Order::Relaxed, 0),
-    };
+    let over = until(done, words.abort, bug == Bug::DeafPoller);
     m.thread("poller", vec![over, Op::Write(words.completed, Order::Release, 1)]);
     m.thread("host", words.host(3, bug));
     m
@@ -133,11 +136,7 @@ fn given_up(bug: Bug) -> Model {
     let words = Words::new(&mut m);
     words.waiting(&mut m, bug);
     let (done, enough) = (m.word("done"), m.word("host's abort"));
-    let asked = match bug {
-        Bug::DeafPoller => Op::Poll(done, Order::Relaxed, Until::AtLeast(1)),
-        _ => Op::PollEither(done, Until::AtLeast(1), enough, Order::Relaxed, 0),
-    };
-    let mut poller = vec![asked];
+    let mut poller = vec![until(done, enough, bug == Bug::DeafPoller)];
     poller.extend(words.trap(3, bug));
     poller.push(Op::Write(words.completed, Order::Release, 1));
     m.thread("poller", poller);

@@ -269,6 +269,9 @@ pub(crate) struct EvaluateArgs {
     /// What the gate's tokens are drawn with.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
+    /// Then race the program so many times against a copy of itself, as a search would, and count what would be kept. Needs the GPU.
+    #[arg(long, value_name = "TIMES", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub(crate) aa: Option<u16>,
 }
 
 /// Arguments of `loop`.

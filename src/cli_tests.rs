@@ -693,6 +693,7 @@ fn doctor_lists_what_works_and_what_is_missing() {
         ran.succeeds("amk.verdict.v1");
     } else {
         ran.fails(3, &["capability missing"]);
+        amk(&["evaluate", "--model", "toy", "--aa", "2"]).fails(3, &["no GPU here"]);
         let args = ["generate", "--model", "toy", "--tokens", "1", "--device", "cuda"];
         amk(&args).fails(3, &["capability missing"]);
     }

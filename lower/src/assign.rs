@@ -15,7 +15,8 @@ pub(crate) type Shares = Vec<Range<u32>>;
 /// Deals every phase, in order.
 pub(crate) fn assign(phases: &[Phase], policy: SmAssignment, workers: u32) -> Vec<Shares> {
     let workers = workers as usize;
-    let mut dealer = Dealer { policy, cursor: 0, bytes: vec![0; workers], late: vec![false; workers] };
+    let mut dealer =
+        Dealer { policy, cursor: 0, bytes: vec![0; workers], late: vec![false; workers] };
     phases.iter().map(|phase| dealer.deal(phase)).collect()
 }
 

@@ -30,6 +30,13 @@ const RESPONSE_MARGIN: f64 = 4.0;
 /// Steps of a running sum that err as much as one tagged hand-off: the square of the ratio of their roundings, `2^TAG_BITS`.
 const STEPS_OF_A_HANDOFF: f64 = (1_u32 << (2 * abi::TAG_BITS)) as f64;
 
+/// How many times as far as the roundings of a device moved the graph's own logits an honest device may be. It rounds the same keys and
+/// values to the same f16, at the same positions: unlike above, these are not two draws of one law but nearly the same error.
+const DEVICE_MARGIN: f64 = 2.0;
+
+/// Products that a tensor core adds to a sum at once (`mma.m16n8k16`).
+const MMA_PRODUCTS: usize = 16;
+
 /// How far actual values may be from expected ones, as a share of the largest expected magnitude in
 /// a position's row.
 ///
@@ -45,7 +52,8 @@ impl Tolerance {
     /// judges a candidate is [`of_response`](Self::of_response).
     pub const REFERENCE: Self = Self { rel: 2e-4 };
 
-    /// Device by graph evaluation. Room for a device that splits activations for its tensor cores.
+    /// Device by graph evaluation, at most: what judges a candidate is [`of_device`](Self::of_device). It alone judges where nobody has found the
+    /// model's response, such as at the end of a long context.
     pub const DEVICE: Self = Self { rel: 5e-3 };
 
     /// For one sum of `len` products whose inputs were held as `dtype`: rounding errors grow like a
@@ -72,6 +80,19 @@ impl Tolerance {
         let reordered = (1.0 + steps as f64 / STEPS_OF_A_HANDOFF).sqrt();
         let rel = RESPONSE_MARGIN * reordered * response;
         Self { rel: rel.max(Self::of_reduction(DType::F32, steps).rel).min(Self::DEVICE.rel) }
+    }
+
+    /// Device by graph evaluation, for logits that lie `response` apart when the graph is rounded where the device rounds
+    /// ([`with_device_roundings`](crate::eval::Evaluator::with_device_roundings)). Tensor cores add [`MMA_PRODUCTS`] products at a time and cut off
+    /// what does not fit, always to the same side; so a sum of `longest` products may lose a last place each time. Derived in
+    /// docs/tolerances.md.
+    ///
+    /// It is never more than [`DEVICE`](Self::DEVICE), whatever the model makes of roundings.
+    #[must_use]
+    pub fn of_device(response: f64, longest: usize) -> Self {
+        let cut_off = 2f64.powi(-23) * longest.div_ceil(MMA_PRODUCTS) as f64;
+        let rel = DEVICE_MARGIN * response + cut_off;
+        Self { rel: rel.min(Self::DEVICE.rel) }
     }
 
     /// What either allows.

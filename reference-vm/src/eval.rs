@@ -9,6 +9,7 @@ mod attention;
 
 use std::collections::BTreeSet;
 
+use half::{bf16, f16};
 use ir::{DType, Graph, Layer, Linear, TensorId, Weights};
 use rayon::prelude::*;
 
@@ -121,7 +122,7 @@ pub struct Evaluator<'a> {
     caches: Vec<Cache>,
     positions: usize,
     capacity: usize,
-    handoffs: Handoffs,
+    rounding: Rounding,
     /// The last position's input to `lm_head`; empty when there is none to continue from.
     last: Vec<f32>,
 }
@@ -165,7 +166,7 @@ impl<'a> Evaluator<'a> {
             layers,
             positions: 0,
             capacity: graph.max_positions as usize,
-            handoffs: Handoffs::Whole,
+            rounding: Rounding::None,
             last: Vec::new(),
         })
     }
@@ -181,7 +182,15 @@ impl<'a> Evaluator<'a> {
     /// roundings of an honest program may change (docs/tolerances.md).
     #[must_use]
     pub fn with_rounded_handoffs(mut self) -> Self {
-        self.handoffs = Handoffs::Rounded;
+        self.rounding = Rounding::Handoffs;
+        self
+    }
+
+    /// Rounds as the device does: hand-offs, the vectors that it multiplies with weights, and the keys and values that it keeps. Not the
+    /// queries and the weights of the softmax, of which it multiplies 22 bits, nor sums (docs/tolerances.md).
+    #[must_use]
+    pub fn with_device_roundings(mut self) -> Self {
+        self.rounding = Rounding::Device(self.graph.dtype);
         self
     }
 
@@ -353,32 +362,67 @@ impl<'a> Evaluator<'a> {
             .into_par_iter()
             .map(|i| rotations((self.positions + i) as u32, &graph.inv_freq))
             .collect();
-        self.handoffs.pass(&mut x);
+        self.rounding.handoff(&mut x);
         for (layer, cache) in self.layers.iter().zip(&mut self.caches) {
-            layer.attend(graph, cache, &rotations, self.handoffs, &mut x);
-            layer.feed_forward(graph, self.handoffs, &mut x);
+            layer.attend(graph, cache, &rotations, self.rounding, &mut x);
+            layer.feed_forward(graph, self.rounding, &mut x);
         }
         self.positions += tokens.len();
-        norm_rows(&x, &self.final_norm, graph.norm_eps)
+        let mut last = norm_rows(&x, &self.final_norm, graph.norm_eps);
+        self.rounding.factor(&mut last);
+        last
     }
 }
 
-/// Whether activations keep all their bits between two ops.
+/// Where values are rounded between two ops and on the way into one.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Handoffs {
-    Whole,
-    Rounded,
+enum Rounding {
+    /// Nowhere.
+    None,
+    /// In the words of hand-offs.
+    Handoffs,
+    /// In these, and in what the device multiplies with weights of this type and keeps of keys and values.
+    Device(DType),
 }
 
-impl Handoffs {
+impl Rounding {
     /// What a reader finds of the words that a writer stored.
-    fn pass(self, words: &mut [f32]) {
-        if self == Self::Rounded {
+    fn handoff(self, words: &mut [f32]) {
+        if self != Self::None {
             for word in words {
                 *word = f32::from_bits(make_room(word.to_bits()));
             }
         }
     }
+
+    /// A vector as it is multiplied: on the device, in two halves of the weights' type (op_matvec.cuh: `stage_x4`).
+    fn factor(self, words: &mut [f32]) {
+        let halves = |round: fn(f32) -> f32| {
+            move |word: &mut f32| {
+                let high = round(*word);
+                *word = high + round(*word - high);
+            }
+        };
+        match self {
+            Self::Device(DType::F16) => words.iter_mut().for_each(halves(as_f16)),
+            Self::Device(DType::Bf16) => {
+                words.iter_mut().for_each(halves(|word| bf16::from_f32(word).to_f32()));
+            }
+            Self::Device(DType::F32) | Self::None | Self::Handoffs => {}
+        }
+    }
+
+    /// Keys or values as they are kept: on the device as f16 (op_attention.cuh: `cache_pair`).
+    fn cache(self, words: &mut [f32]) {
+        if let Self::Device(_) = self {
+            words.iter_mut().for_each(|word| *word = as_f16(*word));
+        }
+    }
+}
+
+/// To f16 and back, without infinities.
+fn as_f16(value: f32) -> f32 {
+    f16::from_f32(value.clamp(f16::MIN.to_f32(), f16::MAX.to_f32())).to_f32()
 }
 
 impl BoundLinear<'_> {
@@ -400,26 +444,31 @@ impl BoundLayer<'_> {
         graph: &Graph,
         cache: &mut Cache,
         rotations: &[Vec<(f32, f32)>],
-        handoffs: Handoffs,
+        rounding: Rounding,
         x: &mut [f32],
     ) {
-        let h = norm_rows(x, &self.attn_norm, graph.norm_eps);
+        let mut h = norm_rows(x, &self.attn_norm, graph.norm_eps);
+        rounding.factor(&mut h);
         let [mut q, mut k, mut v] = [&self.q, &self.k, &self.v].map(|linear| linear.apply(&h));
         for qkv in [&mut q, &mut k, &mut v] {
-            handoffs.pass(qkv);
+            rounding.handoff(qkv);
         }
         shape_heads(graph, &mut q, graph.q_width(), self.q_norm.as_deref(), rotations);
         shape_heads(graph, &mut k, graph.kv_width(), self.k_norm.as_deref(), rotations);
+        rounding.cache(&mut k);
+        rounding.cache(&mut v);
         cache.extend(&k, &v, graph.kv_width() as usize);
         let mut mixed = attend(graph, cache, &q, self.window);
-        handoffs.pass(&mut mixed);
+        rounding.handoff(&mut mixed);
+        rounding.factor(&mut mixed);
         add(x, &self.o.apply(&mixed));
-        handoffs.pass(x);
+        rounding.handoff(x);
     }
 
     /// The MLP and its residual.
-    fn feed_forward(&self, graph: &Graph, handoffs: Handoffs, x: &mut [f32]) {
-        let h = norm_rows(x, &self.mlp_norm, graph.norm_eps);
+    fn feed_forward(&self, graph: &Graph, rounding: Rounding, x: &mut [f32]) {
+        let mut h = norm_rows(x, &self.mlp_norm, graph.norm_eps);
+        rounding.factor(&mut h);
         let mut gate = self.gate.apply(&h);
         let up = self.up.apply(&h);
         let ffn = graph.ffn as usize;
@@ -428,9 +477,10 @@ impl BoundLayer<'_> {
                 *gate = silu(*gate) * up;
             }
         });
-        handoffs.pass(&mut gate);
+        rounding.handoff(&mut gate);
+        rounding.factor(&mut gate);
         add(x, &self.down.apply(&gate));
-        handoffs.pass(x);
+        rounding.handoff(x);
     }
 }
 

@@ -18,6 +18,6 @@ mod shared;
 mod wire;
 
 pub use limits::Limits;
-pub use remote::{Launcher, Remote, Room};
+pub use remote::{Launcher, ReadClocks, Remote, Room};
 pub use serve::{NotAChild, Served, Watch, serve};
 pub use shared::{Board, Last, Phase};

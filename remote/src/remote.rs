@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use ir::KernelConfig;
 use ir::program::{Program, Verified};
-use search::{Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples};
+use search::{
+    Clocks, Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples,
+};
 
 use crate::limits::{Limits, Work};
 use crate::process::{Process, describe};
@@ -23,6 +25,9 @@ const START_AGAIN: Duration = Duration::from_millis(100);
 
 /// Makes the command that starts a device process: one that calls [`serve`](crate::serve()).
 pub type Launcher<'a> = Box<dyn FnMut() -> Command + 'a>;
+
+/// Reads the clocks of the device.
+pub type ReadClocks<'a> = Box<dyn FnMut() -> Option<Clocks> + 'a>;
 
 /// How many logits a request may bring back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +75,7 @@ pub struct Remote<'a> {
     /// Of processes that are gone.
     costs_before: Costs,
     costs: Costs,
+    clocks: Option<ReadClocks<'a>>,
 }
 
 impl<'a> Remote<'a> {
@@ -101,6 +107,7 @@ impl<'a> Remote<'a> {
             number: 0,
             costs_before: Costs::default(),
             costs: Costs::default(),
+            clocks: None,
         };
         remote.info = remote.start()?;
         Ok(remote)
@@ -115,6 +122,11 @@ impl<'a> Remote<'a> {
     /// Notes something that every measurement here is made under.
     pub fn add_condition(&mut self, note: String) {
         self.info.conditions.push(note);
+    }
+
+    /// How the device's clocks are read, from here: a process that is busy cannot be asked.
+    pub fn read_clocks(&mut self, clocks: ReadClocks<'a>) {
+        self.clocks = Some(clocks);
     }
 
     /// Starts a process, several times if need be. A process that says why it has no device is believed.
@@ -325,6 +337,10 @@ impl Device for Remote<'_> {
         self.info.clone()
     }
 
+    fn clocks(&mut self) -> Option<Clocks> {
+        self.clocks.as_mut().and_then(|read| read())
+    }
+
     fn prepare(
         &mut self,
         program: &Arc<Verified<Program>>,
@@ -404,7 +420,7 @@ impl Device for Remote<'_> {
                 self.ran(handles[1]);
                 let mut rows = self.rows.copy(2).into_iter();
                 let mut last = || rows.next().unwrap_or_default();
-                Ok(Samples { rounds: timed, last_logits: [last(), last()] })
+                Ok(Samples { rounds: timed, last_logits: [last(), last()], ..Samples::default() })
             }
             reply @ (Reply::Opened(_) | Reply::Done | Reply::Timed(_)) => {
                 Err(self.confused(&reply))

@@ -257,6 +257,7 @@ pub fn set_measured(
     let latency = Latency::new(agreement, samples, Side::Candidate, floors.artefact_us, seed)
         .map_err(Dropped::BelowFloor)?;
     verdict.passed("floor", format!("not below {:.1} us", floors.artefact_us));
+    verdict.notes.extend(samples.clocks.notes());
     verdict.set_latency(latency.median_us(), LatencyKind::MeasuredGpu, floors.bound_us);
     let Interval { low, high } = latency.ci_us();
     verdict.ci_us = (samples.rounds.len() >= INTERVAL_ROUNDS).then_some([low, high]);

@@ -11,6 +11,8 @@ use ir::schedule::KernelConfig;
 use reference_vm::compare::{Agreement, Device as OnDevice};
 use serde::{Deserialize, Serialize};
 
+use crate::clocks::{ClockReadings, Clocks};
+
 /// What kind of device this is, and the conditions under which it measures.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DeviceInfo {
@@ -88,6 +90,8 @@ pub struct Samples {
     pub rounds: Vec<[f64; 4]>,
     /// Logits of the last position of the last timed block of the incumbent and the candidate.
     pub last_logits: [Vec<f32>; 2],
+    /// The card's clocks meanwhile, where they could be read.
+    pub clocks: ClockReadings,
 }
 
 /// Why a device gave no result. What a search does next depends on the kind.
@@ -239,6 +243,11 @@ pub trait Device {
     /// What was spent so far on making programs run, as opposed to running them.
     fn costs(&self) -> Costs {
         Costs::default()
+    }
+
+    /// What its clocks are now; nothing where that cannot be known.
+    fn clocks(&mut self) -> Option<Clocks> {
+        None
     }
 
     /// Times two contenders in alternation; the same one twice measures the noise.

@@ -58,6 +58,14 @@ impl Bar {
         looks.find(|&look| look > done).map(|look| look - done)
     }
 
+    /// Rounds to add to these samples; `None` once they decide or nothing more is to be measured.
+    #[must_use]
+    pub fn enough(&self, samples: &Samples, seed: u64) -> Option<usize> {
+        let done = samples.rounds.len();
+        let decided = done > 0 && self.look(samples, seed).decision.is_some();
+        if decided { None } else { self.more(done) }
+    }
+
     /// Looks at the samples of so many rounds.
     #[must_use]
     pub fn look(&self, samples: &Samples, seed: u64) -> Look {

@@ -10,7 +10,7 @@ use ir::{Graph, Target, Valid, Violations, Weights};
 use lower::LowerError;
 use rayon::prelude::*;
 use reference_vm::MachineError;
-use reference_vm::compare::{Agreement, Device as OnDevice, Disagreement, Reference, Tolerance};
+use reference_vm::compare::{Agreement, Device as OnDevice, Disagreement, Reference};
 use reference_vm::eval::EvalError;
 use reference_vm::machine::Run;
 
@@ -233,7 +233,8 @@ impl<'a> Gate<'a> {
         let reference = reference?;
         let first = rows.and_then(|rows| {
             let expected = &self.expected().logits[..rows.len()];
-            let agreement = disagreed(reference.and_device(expected, &rows, Tolerance::DEVICE))?;
+            let allowed = self.expected().on_device;
+            let agreement = disagreed(reference.and_device(expected, &rows, allowed))?;
             Ok(OnDeviceOnce { rows, agreement })
         });
         Ok((reference, first))
@@ -261,7 +262,7 @@ impl<'a> Gate<'a> {
             .map_err(Dropped::Failed)?;
         rows.extend(device.run(handle, &expected.tokens, ran).map_err(Dropped::Failed)?);
         let agreement =
-            disagreed(reference.and_device(&expected.logits, &rows, Tolerance::DEVICE))?;
+            disagreed(reference.and_device(&expected.logits, &rows, expected.on_device))?;
         Ok(OnDeviceOnce { rows, agreement })
     }
 
@@ -283,7 +284,7 @@ impl<'a> Gate<'a> {
             .map_err(Dropped::Failed)?;
         let again = device.run(handle, &expected.tokens, 0).map_err(Dropped::Failed)?;
         let agreement =
-            disagreed(reference.and_device(&expected.logits, &again, Tolerance::DEVICE))?;
+            disagreed(reference.and_device(&expected.logits, &again, expected.on_device))?;
         Ok((agreement, same_bits(&once.rows, &again)))
     }
 
@@ -301,7 +302,7 @@ impl<'a> Gate<'a> {
         let last = &self.expected().logits[last..][..1];
         for actual in &samples.last_logits {
             let _ = proof
-                .and_device(last, std::slice::from_ref(actual), Tolerance::DEVICE)
+                .and_device(last, std::slice::from_ref(actual), self.expected().on_device)
                 .map_err(|at| Dropped::Disagreed { by: "timed", at })?;
         }
         Ok(())
@@ -335,7 +336,7 @@ impl<'a> Gate<'a> {
     ) -> Result<Samples, DeviceError> {
         let tokens = &self.expected().tokens;
         let plan = Plan { tokens, first: self.timed_from, rounds, warmup };
-        device.time(contenders, &plan)
+        crate::clocks::time(device, contenders, &plan)
     }
 
     /// Times one round at the end of the positions that were run: of the first stage's, or where races are timed.
@@ -354,7 +355,7 @@ impl<'a> Gate<'a> {
         let tokens = &self.expected().tokens[..positions];
         let first = tokens.len().saturating_sub(TIMED_TOKENS).max(tokens.len() / 2);
         let plan = Plan { tokens, first, rounds: 1, warmup: 0 };
-        device.time(contenders, &plan)
+        crate::clocks::time(device, contenders, &plan)
     }
 
     /// Position of the middle of the timed tokens: where floors are computed.

@@ -129,6 +129,7 @@ impl Samples {
     pub fn extend(&mut self, other: Self) {
         self.rounds.extend(other.rounds);
         self.last_logits = other.last_logits;
+        self.clocks.extend(other.clocks);
     }
 }
 
@@ -138,10 +139,8 @@ impl Samples {
 pub fn gain(samples: &Samples, seed: u64) -> Interval {
     let rounds = &samples.rounds;
     let statistic = |picks: &[usize]| {
-        let picked = Samples {
-            rounds: picks.iter().map(|&i| rounds[i]).collect(),
-            last_logits: Default::default(),
-        };
+        let picked =
+            Samples { rounds: picks.iter().map(|&i| rounds[i]).collect(), ..Samples::default() };
         1.0 - median(&picked.of(Side::Candidate)) / median(&picked.of(Side::Incumbent))
     };
     bootstrap(rounds.len(), seed, statistic)
@@ -202,7 +201,7 @@ mod tests {
         let mut rng = Xoshiro256PlusPlus::seed_from_u64(seed);
         let mut one = |us: f64| us * (1.0 + noise * (rng.random::<f64>() - 0.5));
         let rounds = (0..12).map(|_| [one(a), one(b), one(b), one(a)]).collect();
-        Samples { rounds, last_logits: Default::default() }
+        Samples { rounds, ..Samples::default() }
     }
 
     #[test]
@@ -214,8 +213,7 @@ mod tests {
 
     #[test]
     fn sides_follow_the_order_of_a_round() {
-        let samples =
-            Samples { rounds: vec![[1.0, 2.0, 3.0, 4.0]], last_logits: Default::default() };
+        let samples = Samples { rounds: vec![[1.0, 2.0, 3.0, 4.0]], ..Samples::default() };
         assert_eq!(samples.of(Side::Incumbent), [1.0, 4.0]);
         assert_eq!(samples.of(Side::Candidate), [2.0, 3.0]);
     }
@@ -236,8 +234,7 @@ mod tests {
             let us = |block: usize| 100.0 * (1.0 + 0.01 * (4 * i + block) as f64);
             [us(0), us(1), us(2), us(3)]
         };
-        let samples =
-            Samples { rounds: (0..12).map(drifting).collect(), last_logits: Default::default() };
+        let samples = Samples { rounds: (0..12).map(drifting).collect(), ..Samples::default() };
         let found = gain(&samples, 1);
         assert!(found.low < 1e-9 && found.high > -1e-9, "{found:?}");
     }

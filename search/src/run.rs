@@ -555,11 +555,7 @@ impl<'a> Search<'a> {
             let first = self.first(why);
             return Ok(Judgement { noise_floor: Some(noise), samples_us: samples.rounds, ..first });
         };
-        let enough = |samples: &Samples| {
-            let done = samples.rounds.len();
-            let decided = done > 0 && bar.look(samples, seed).decision.is_some();
-            if decided { None } else { bar.more(done) }
-        };
+        let enough = |samples: &Samples| bar.enough(samples, seed);
         let sides = [incumbent, assessed];
         let samples = assess::race(&self.gate, device, sides, timing, enough)?;
         assess::set_measured(verdict, agreement, &samples, floors, seed)?;

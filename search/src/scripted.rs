@@ -195,7 +195,7 @@ impl<'a> ScriptedDevice<'a> {
             }
             logits
         });
-        Ok(Samples { rounds, last_logits })
+        Ok(Samples { rounds, last_logits, ..Samples::default() })
     }
 
     fn sample(&mut self, behaviour: &Behaviour) -> f64 {

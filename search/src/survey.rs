@@ -245,7 +245,7 @@ fn time(
     let contender = Contender::new(handle.map_err(Dropped::Failed)?, agreement);
     let Timing { rounds, warmup } = timing;
     let plan = Plan { tokens: &passage.tokens, first: passage.first, rounds, warmup };
-    let samples = device.time([contender; 2], &plan).map_err(Dropped::Failed)?;
+    let samples = crate::clocks::time(device, [contender; 2], &plan).map_err(Dropped::Failed)?;
     for actual in &samples.last_logits {
         let (expected, actual) =
             (std::slice::from_ref(&passage.last), std::slice::from_ref(actual));

@@ -9,6 +9,9 @@ use ir::Target;
 use ir::schedule::{KernelConfig, Knob};
 use search::scripted::{Behaviour, Jitter, ScriptedDevice};
 use search::{Budget, Expected, Gate, Outcome, Search, Settings, Step, Timing};
+use search::{
+    Clocks, Contender, Device, DeviceError, DeviceInfo, Equals, Handle, Plan, Samples, equals,
+};
 
 const KV_CAPACITY: u32 = 24;
 
@@ -90,6 +93,107 @@ fn of_64_equal_candidates_at_most_two_are_kept_whatever_the_noise() {
         let most = searches.keys().max().unwrap();
         assert!(*most <= KEPT_MAX, "{name}: {most} of {CANDIDATES} equal candidates kept");
     }
+}
+
+/// Handles of copies begin here.
+const COPY: u64 = 1000;
+
+/// A scripted card with clocks, on which a copy of a program takes another share of its time than the program.
+struct Biased<'a> {
+    card: ScriptedDevice<'a>,
+    original: Option<std::sync::Arc<ir::program::Verified<ir::program::Program>>>,
+    factor: f64,
+    sm_mhz: Box<dyn FnMut() -> u32>,
+}
+
+impl Device for Biased<'_> {
+    fn describe(&self) -> DeviceInfo {
+        self.card.describe()
+    }
+
+    fn prepare(
+        &mut self,
+        program: &std::sync::Arc<ir::program::Verified<ir::program::Program>>,
+        kernel: &KernelConfig,
+    ) -> Result<Handle, DeviceError> {
+        let original = self.original.get_or_insert_with(|| program.clone());
+        let copy = !std::sync::Arc::ptr_eq(original, program);
+        let Handle(handle) = self.card.prepare(program, kernel)?;
+        Ok(Handle(if copy { handle + COPY } else { handle }))
+    }
+
+    fn run(
+        &mut self,
+        program: Handle,
+        tokens: &[u32],
+        first: usize,
+    ) -> Result<Vec<Vec<f32>>, DeviceError> {
+        self.card.run(Handle(program.0 % COPY), tokens, first)
+    }
+
+    fn clocks(&mut self) -> Option<Clocks> {
+        let sm_mhz = (self.sm_mhz)();
+        Some(Clocks { sm_mhz, memory_mhz: 3201, throttled: Vec::new() })
+    }
+
+    fn time(&mut self, pair: [Contender<'_>; 2], plan: &Plan<'_>) -> Result<Samples, DeviceError> {
+        let copied = pair[1].handle().0 >= COPY;
+        let pair = pair
+            .each_ref()
+            .map(|side| Contender::new(Handle(side.handle().0 % COPY), side.agreement()));
+        let mut samples = self.card.time(pair, plan)?;
+        for round in samples.rounds.iter_mut().filter(|_| copied) {
+            round[1] *= self.factor;
+            round[2] *= self.factor;
+        }
+        Ok(samples)
+    }
+
+    fn release(&mut self, program: Handle) {
+        self.card.release(program);
+    }
+}
+
+/// What `amk evaluate --aa` does, on a card of our making.
+fn a_against_a(jitter: Jitter, factor: f64, sm_mhz: impl FnMut() -> u32 + 'static) -> Equals {
+    let model = model::preset("toy").unwrap();
+    let target = Target::by_name("h200").unwrap();
+    let (graph, weights) = (&model.graph, &*model.weights);
+    let expected = || Expected::new(graph, weights, KV_CAPACITY, 1, Some(24)).unwrap();
+    let options = lower::Options { kv_capacity: KV_CAPACITY };
+    let mut gate = Gate::new(graph, weights, &target, options, &KernelConfig::id, expected());
+    let same = |_: &_, _: &_| Behaviour::takes(100.0);
+    let card = ScriptedDevice::new(expected().logits, 1, same).with_jitter(jitter);
+    let mut card = Biased { card, original: None, factor, sm_mhz: Box::new(sm_mhz) };
+    let config = ir::schedule::default_config(graph, &target);
+    let timing = Timing::default();
+    let (_, assessed) = search::assess::evaluate(&mut gate, Some(&mut card), &config, timing, 1);
+    equals(&mut gate, &mut card, &assessed.unwrap(), timing, 0.01, (CANDIDATES as usize, 1))
+        .unwrap()
+}
+
+#[test]
+fn a_program_against_its_copy_is_hardly_ever_kept() {
+    for (name, jitter) in [KINDS[0], KINDS[2], KINDS[6]] {
+        let equals = a_against_a(jitter, 1.0, || 1980);
+        assert_eq!((equals.all.len(), equals.kept_max()), (CANDIDATES as usize, KEPT_MAX));
+        assert!(equals.kept() <= KEPT_MAX, "{name}: {} kept", equals.kept());
+        assert!(equals.width() > 0.0 && equals.width() < 0.1, "{name}: {}", equals.width());
+        assert!(equals.all.iter().all(|equal| equal.notes.len() == 1), "{name}: clocks changed");
+    }
+}
+
+#[test]
+fn a_card_that_favours_the_copy_and_clocks_that_change_are_seen() {
+    let mut readings = 0;
+    let biased = a_against_a(QUIET, 0.95, move || {
+        readings += 1;
+        if readings > 99 { 1755 } else { 1980 }
+    });
+    assert_eq!(biased.kept(), CANDIDATES as usize);
+    assert!(biased.kept() > biased.kept_max());
+    let changed = |equal: &&search::Equal| equal.notes.iter().any(|n| n.contains("clocks changed"));
+    assert_eq!(biased.all.iter().filter(changed).count(), 1, "the clock changed once");
 }
 
 /// The noise is there, and without the rule it would be called a gain: times of equals differ by more than is worth keeping.

@@ -235,7 +235,8 @@ impl Bench<'_, '_> {
         let contender = Contender::new(handle, &agreement);
         let Timing { rounds, warmup } = TIMING;
         let plan = Plan { tokens: &passage.tokens, first: passage.context, rounds, warmup };
-        let samples: Samples = self.device.time([contender; 2], &plan).map_err(Dropped::Failed)?;
+        let samples: Samples =
+            search::time(self.device, [contender; 2], &plan).map_err(Dropped::Failed)?;
         let last = passage.expected.last().map(std::slice::from_ref).unwrap_or_default();
         for actual in &samples.last_logits {
             let _ = assessed

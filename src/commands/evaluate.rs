@@ -1,9 +1,11 @@
 //! `amk evaluate`: one structured verdict on one schedule.
 
 use ir::Violations;
-use search::{Device, Dropped, Expected, Gate, Timing, Verdict};
+use search::{Assessed, Decision, Device, Dropped, Expected, Gate, Timing, Verdict};
+use serde_json::json;
 
 use crate::cli::EvaluateArgs;
+use crate::commands::search_loop::MIN_GAIN_MEASURED;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
@@ -15,6 +17,10 @@ pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
     let context = Context::new(&args.model)?;
     let config = context.config(args.config.config.as_deref())?;
     let mut device = context.open_process(&args.sharing)?;
+    if args.aa.is_some() && device.is_none() {
+        let message = "--aa is for what is measured, and there is no GPU here: see `amk doctor`";
+        return Err(Failure::missing(message));
+    }
     let config = match config {
         Ok(config) => config,
         Err(violations) => {
@@ -39,8 +45,51 @@ pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
         stop_on_our_fault(dropped)?;
     }
     say(&verdict);
+    if let (Some(count), Some(device), Ok(assessed)) = (args.aa, &mut device, &outcome) {
+        return same(&mut gate, device, assessed, &verdict, (count.into(), args.seed));
+    }
     report::document(&verdict)?;
     Ok(if verdict.correct && outcome.is_ok() { Exit::Yes } else { Exit::No })
+}
+
+/// Races a program against its copy, and says how often a search would have kept the copy.
+fn same(
+    gate: &mut Gate<'_>,
+    device: &mut dyn Device,
+    assessed: &Assessed,
+    verdict: &Verdict,
+    (count, seed): (usize, u64),
+) -> Outcome {
+    let timing = Timing::default();
+    let equals = search::equals(gate, device, assessed, timing, MIN_GAIN_MEASURED, (count, seed))
+        .map_err(|dropped| match stop_on_our_fault(&dropped) {
+        Err(failure) => failure,
+        Ok(()) => Failure::refused(format!("a copy of the program is out: {dropped}")),
+    })?;
+    let (kept, most) = (equals.kept(), equals.kept_max());
+    let of = |decision| equals.all.iter().filter(|equal| equal.decision == decision).count();
+    report::say(&format!(
+        "A/A: {kept} of {count} equal candidates kept (at most {most}), {} reverted, {} inconclusive; intervals {:.2} % wide, threshold {:.2} %",
+        of(Decision::Reverted),
+        of(Decision::Inconclusive),
+        100.0 * equals.width(),
+        100.0 * equals.threshold
+    ));
+    report::document(&json!({
+        "schema": "amk.aa.v1",
+        "verdict": verdict,
+        "comparisons": count,
+        "kept": kept,
+        "kept_max": most,
+        "reverted": of(Decision::Reverted),
+        "inconclusive": of(Decision::Inconclusive),
+        "interval_width_median": equals.width(),
+        "noise_floor": equals.noise_floor,
+        "threshold": equals.threshold,
+        "holds": kept <= most,
+        "all": equals.all,
+    }))?;
+    Ok(if kept <= most { Exit::Yes } else { Exit::No })
 }
 
 /// A gate for a model: the expected values are computed here.

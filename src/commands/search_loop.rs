@@ -21,6 +21,7 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::{files, report};
 
 mod header;
+pub(crate) use header::MIN_GAIN_MEASURED;
 mod spent;
 
 use header::Header;

@@ -5,7 +5,7 @@ use std::process::Command;
 use std::sync::PoisonError;
 
 use remote::{Board, Limits, Remote, Room, Watch};
-use search::DeviceError;
+use search::{Clocks, DeviceError};
 use vm_host::HostError;
 
 use super::{Gpu, LOGITS_ROWS, SharedLookout, sharing};
@@ -39,7 +39,16 @@ pub(crate) fn open_process<'a>(
         | DeviceError::Fault { .. } => missing(error.to_string()),
     })?;
     remote.add_condition(note);
+    let uuid = info.uuid.clone();
+    remote.read_clocks(Box::new(move || clocks(&uuid)));
     Ok(remote)
+}
+
+/// What the card's clocks are now. NVML answers here too: it needs no context.
+fn clocks(uuid: &str) -> Option<Clocks> {
+    let clocks = vm_host::card_clocks(uuid)?;
+    let throttled = clocks.throttled.into_iter().map(str::to_owned).collect();
+    Some(Clocks { sm_mhz: clocks.sm_mhz, memory_mhz: clocks.memory_mhz, throttled })
 }
 
 /// `amk device-child ..`, which ends up in [`serve`].

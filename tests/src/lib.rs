@@ -16,10 +16,12 @@ pub mod weak;
 
 use std::path::PathBuf;
 
-/// The root of the repository.
+/// The root of the repository: where this was built, or the current folder on a machine that only got the program.
 #[must_use]
 pub fn root() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().map(PathBuf::from).unwrap_or_default()
+    let built =
+        PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().map(PathBuf::from).unwrap_or_default();
+    if built.join("corpus").is_dir() { built } else { PathBuf::from(".") }
 }
 
 /// Whether expected outputs are to be rewritten (`BLESS=1`).

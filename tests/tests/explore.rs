@@ -1,7 +1,7 @@
 //! Memory order: every execution of the protocols is tried, and every deliberate bug is found. `-- --nocapture` prints the states and
 //! the counter-examples.
 
-use tests::explore::models::{Case, counter, host, payload, stages, transitive};
+use tests::explore::models::{Case, counter, host, payload, stages, switch, transitive, trap};
 use tests::explore::{Model, Op, Order, Verdict, explore, outcomes};
 
 /// Far more than any of the models has.
@@ -50,6 +50,16 @@ fn stages_of_the_ring() {
 #[test]
 fn host_ring() {
     check(host::cases());
+}
+
+#[test]
+fn traps() {
+    check(trap::cases());
+}
+
+#[test]
+fn switches_of_programs() {
+    check(switch::cases());
 }
 
 const X: usize = 0;

@@ -13,8 +13,8 @@ use reference_vm::compare::{Agreement, Reference, Tolerance, compare};
 use reference_vm::machine::{Machine, Run};
 use search::{Dropped, Expected};
 use tests::mutant::{
-    AS_LARGE, Base, Gate, Mutant, Outcome, Plan, Score, defects, families, golden, operands,
-    weights,
+    Base, Gate, LEFT_TO_THE_GATE, Mutant, Outcome, Plan, Score, defects, families, golden,
+    operands, weights,
 };
 use tests::rng::Rng;
 
@@ -40,20 +40,27 @@ fn everything() -> Vec<(Model, Plan)> {
     seeded.chain(golden().into_iter().map(with(plan))).collect()
 }
 
-/// Some mutants of each class of a model, drawn without regard to what they are.
+/// Some mutants of each class of a model, those that can run first, and otherwise without regard to what they are.
 fn mutants(base: &Base, of_a_class: usize) -> Vec<Mutant<'_>> {
     let mut all = weights(base, 11);
     all.extend(defects(base));
     all.extend(operands(base));
+    let legal: Vec<bool> = all.par_iter().map(|mutant| mutant.is_legal(base)).collect();
+    let (mut run, mut refused) = (Vec::new(), Vec::new());
+    for (mutant, legal) in all.into_iter().zip(legal) {
+        if legal { run.push(mutant) } else { refused.push(mutant) }
+    }
     let mut rng = Rng::new(13);
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();
     let mut drawn = Vec::new();
-    while !all.is_empty() {
-        let mutant = all.swap_remove(rng.below(all.len()));
-        let count = counts.entry(mutant.class.clone()).or_default();
-        if *count < of_a_class {
-            *count += 1;
-            drawn.push(mutant);
+    for mut rest in [run, refused] {
+        while !rest.is_empty() {
+            let mutant = rest.swap_remove(rng.below(rest.len()));
+            let count = counts.entry(mutant.class.clone()).or_default();
+            if *count < of_a_class {
+                *count += 1;
+                drawn.push(mutant);
+            }
         }
     }
     drawn
@@ -92,12 +99,7 @@ fn the_gate_refuses_every_mutant_and_no_honest_schedule() {
     let score = Score::of(&outcomes);
     println!("{}{:?}; {honest} honest schedules", score.table(), score.sum());
     assert!(alarms.is_empty(), "honest schedules were refused:\n{}", alarms.join("\n"));
-    // Six steps do not multiply every single weight with something: of a thousand mutants one may pass there, and nowhere else.
-    let few_steps = |outcome: &&Outcome| outcome.base.ends_with(AS_LARGE);
-    let passed = score.survivors.iter().filter(few_steps).count();
-    let changed = outcomes.iter().filter(few_steps).filter(|outcome| outcome.changes()).count();
-    assert!(passed * 1000 <= changed, "{passed} of {changed} passed:\n{}", score.report());
-    assert_eq!(score.survivors.len(), passed, "mutants passed:\n{}", score.report());
+    assert_eq!(score.survivors.len(), 0, "mutants passed:\n{}", score.report());
     // A class of which nothing ran proves nothing.
     let classes: BTreeSet<&str> = score.counts.keys().map(|(class, _)| class.as_str()).collect();
     let of = |class: &str| {
@@ -108,7 +110,9 @@ fn the_gate_refuses_every_mutant_and_no_honest_schedule() {
             .map(|(_, c)| c.total())
             .sum::<usize>()
     };
-    for class in classes.iter().filter(|class| !class.contains('.')) {
+    // The default run tries three of each: they may all be equivalent.
+    let left = LEFT_TO_THE_GATE.iter().filter(|_| asked.is_some()).copied();
+    for class in classes.iter().filter(|class| !class.contains('.')).copied().chain(left) {
         assert!(of(class) > 0, "no mutant of `{class}` changes the output");
     }
     assert!(classes.len() > 70, "only {} classes", classes.len());
@@ -137,7 +141,7 @@ fn loosened(
 fn a_loosened_gate_is_found_out() {
     let mistral = families([F16; 4]).remove(1);
     let base = Base::new(mistral, PLAN);
-    let gate: &Gate = &loosened;
+    let gate: &Gate<'_> = &loosened;
     let mutants = mutants(&base, 6);
     let outcomes: Vec<Outcome> =
         mutants.par_iter().map(|mutant| mutant.judge_by(&base, gate)).collect();

@@ -2,6 +2,7 @@
 
 mod attacks;
 mod calibration;
+mod device_bound;
 mod docs;
 mod explore;
 mod filetest;
@@ -9,5 +10,6 @@ mod gate;
 mod generate;
 mod growth;
 mod lowering;
+mod operands;
 mod shipped;
 mod tidy;

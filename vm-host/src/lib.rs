@@ -12,6 +12,7 @@
 //! ```
 
 mod boot;
+mod clocks;
 mod compile;
 mod driver;
 mod error;
@@ -26,6 +27,7 @@ mod staging;
 mod weights;
 
 pub use boot::{BootOptions, device_info, free_memory, measure_bandwidth};
+pub use clocks::{CardClocks, card_clocks};
 pub use compile::{
     Cubin, Resources, compile, default_cache, kernel_id, nvrtc_version, options, resources, variant,
 };

@@ -32,6 +32,8 @@ pub const PROGRAMS_MAX: usize = 4;
 const CACHE_POISON: u8 = 0x77;
 /// Threads of a worker.
 const THREADS: u32 = ir::program::smem::WARPS * 32;
+/// How long the report of a trap may come after the completion that says so: some stores to host memory.
+const REPORT_LIMIT: Duration = Duration::from_millis(100);
 /// Bytes of the page-locked buffer that copies beside a resident kernel go through.
 const BOUNCE_BYTES: usize = 32 << 20;
 
@@ -619,7 +621,7 @@ impl Resident {
     /// The command ended in a trap: the status block says which.
     fn fail_with_status(&mut self) -> HostError {
         self.fail();
-        let status = self.idle().memory.ring.status().unwrap_or_default();
+        let status = self.idle().memory.ring.await_status(REPORT_LIMIT).unwrap_or_default();
         HostError::Trapped(Box::new(status))
     }
 

@@ -196,6 +196,19 @@ impl<W: Words> RingHost<W> {
         Some(bytemuck::cast(copy))
     }
 
+    /// The status block of a device of which a completion says that it trapped: at most until `limit`. The poller leaves as soon as anybody
+    /// aborts, and the one who reports may still be writing (tests/src/explore/models/trap.rs).
+    pub(crate) fn await_status(&self, limit: Duration) -> Option<Status> {
+        let start = Instant::now();
+        loop {
+            let status = self.status();
+            if status.is_some() || start.elapsed() > limit {
+                return status;
+            }
+            std::hint::spin_loop();
+        }
+    }
+
     /// As if the next entry had been overwritten before the device saw it.
     #[cfg(feature = "faults")]
     pub(crate) fn lose_one(&mut self) {

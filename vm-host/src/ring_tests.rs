@@ -98,6 +98,25 @@ fn what_a_kernel_said_before_it_left_counts() {
     assert!(matches!(trapped, Err(HostError::Trapped(_))));
 }
 
+#[test]
+fn a_report_that_comes_after_its_completion_is_waited_for() {
+    let (_block, mut ring) = ring();
+    assert!(ring.publish(&Submission::default()).is_ok());
+    answer(&ring, 0, 0);
+    assert!(ring.poll_completion().is_some());
+    assert!(ring.await_status(Duration::from_millis(5)).is_none());
+    let device = Mapped(ring.words.0);
+    let report = std::thread::spawn(move || {
+        let device = device;
+        std::thread::sleep(Duration::from_millis(20));
+        device.store(STATUS, abi::Trap::StageDeadline as u32, Ordering::Relaxed);
+        device.store(STATUS + core::mem::offset_of!(Status, valid), 1, Ordering::Release);
+    });
+    let status = ring.await_status(Duration::from_secs(60)).map(|status| status.trap);
+    assert_eq!(status, Some(abi::Trap::StageDeadline as u32));
+    assert!(report.join().is_ok());
+}
+
 /// The real `RingHost` beside a thread that does what `poller.cuh` does, in every execution that the C++ memory model allows (up to a
 /// number of preemptions).
 mod every_execution {

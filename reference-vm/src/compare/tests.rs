@@ -153,6 +153,19 @@ fn distance_is_of_the_worst_row_and_infinite_where_there_is_none() {
 }
 
 #[test]
+fn a_device_is_allowed_what_its_roundings_do_and_never_more_than_the_constant() {
+    let of = |response, longest| Tolerance::of_device(response, longest).rel();
+    assert_eq!(of(1e-3, 0), 2e-3);
+    // A sum of 16 products is one step of a tensor core, which may cut off one last place.
+    assert!((of(0.0, 16) - 2f64.powi(-23)).abs() < 1e-20);
+    assert_eq!(of(0.0, 14336), 896.0 * 2f64.powi(-23));
+    assert!(of(5e-4, 8192) > of(5e-4, 2048) && of(6e-4, 2048) > of(5e-4, 2048));
+    for beyond in [2.5e-3, 1.0, f64::INFINITY] {
+        assert_eq!(of(beyond, 32), Tolerance::DEVICE.rel());
+    }
+}
+
+#[test]
 fn an_agreement_says_how_much_of_its_tolerance_was_used() {
     let (want, got) = ([1.0f32, 2.0], [1.0f32, 2.000_1]);
     let agreement = compare(&rows(), &rows(), Tolerance::REFERENCE)

@@ -17,7 +17,7 @@ const DEFAULT_MODEL: &str = "smollm2-135m";
 const DEFAULT_BUDGET: Budget = Budget::Trials(64);
 
 /// Least gains worth keeping: measurements are noisy, predictions are not.
-const MIN_GAIN_MEASURED: f64 = 0.01;
+pub(crate) const MIN_GAIN_MEASURED: f64 = 0.01;
 const MIN_GAIN_PREDICTED: f64 = 0.001;
 
 /// Folder of the searches that name none.

@@ -93,6 +93,8 @@ pub(super) struct State {
 pub(super) enum Step {
     /// The thread's next op, with the place in the word's history that it loads from or stores to.
     Op { thread: usize, place: u8 },
+    /// A poll of two words finds the second one set.
+    Turn { thread: usize, place: u8 },
     /// A poll looks at a value that does not fit, and goes on.
     Look { thread: usize, place: u8 },
     /// A copy completes: what it reads and where it stores.
@@ -177,10 +179,12 @@ impl State {
         let visible = |word: Word| seen(word)..self.words[word].len() as u8;
         let value = |word: Word, place: u8| self.words[word][place as usize].value;
         match op {
-            Op::Read(word, ..) | Op::Note(word, _) => {
+            Op::Read(word, ..) | Op::Note(word, _) | Op::Set(word, _) | Op::Like(word, _) => {
                 steps.extend(visible(word).map(|place| Step::Op { thread, place }));
             }
-            Op::Poll(word, _, until) | Op::PollFor(word, until, _) => {
+            Op::Poll(word, _, until)
+            | Op::PollFor(word, until, _)
+            | Op::PollEither(word, until, ..) => {
                 for place in visible(word) {
                     if until.holds(value(word, place)) {
                         steps.push(Step::Op { thread, place });
@@ -188,11 +192,15 @@ impl State {
                         steps.push(Step::Look { thread, place });
                     }
                 }
+                if let Op::PollEither(_, _, other, ..) = op {
+                    let set = visible(other).filter(|&place| value(other, place) != 0);
+                    steps.extend(set.map(|place| Step::Turn { thread, place }));
+                }
             }
             Op::Write(word, ..) => {
                 steps.extend(self.gaps(word, seen(word)).map(|place| Step::Op { thread, place }));
             }
-            Op::Add(word) => {
+            Op::Add(word) | Op::Claim(word, _) => {
                 // Behind any value, but the view's at least, that nothing has been made from yet.
                 let places = self.gaps(word, seen(word));
                 steps.extend(places.map(|place| Step::Op { thread, place }));
@@ -231,6 +239,15 @@ impl State {
                     self.load(thread, word, order, place);
                 } else if let Some(Op::PollFor(word, ..)) = self.op(model, thread) {
                     self.load(thread, word, Order::Relaxed, place);
+                } else if let Some(Op::PollEither(word, _, _, order, _)) = self.op(model, thread) {
+                    self.load(thread, word, order, place);
+                }
+                Ok(())
+            }
+            Step::Turn { thread, place } => {
+                if let Some(Op::PollEither(_, _, other, order, further)) = self.op(model, thread) {
+                    self.load(thread, other, order, place);
+                    self.threads[thread].next += 1 + further;
                 }
                 Ok(())
             }
@@ -257,16 +274,33 @@ impl State {
                 let value = self.load(thread, word, order, place);
                 self.notes[thread].push(value);
             }
-            Op::Poll(word, order, _) => {
+            Op::Poll(word, order, _) | Op::PollEither(word, _, _, order, _) => {
                 self.load(thread, word, order, place);
+            }
+            Op::Set(word, order) => {
+                let value = self.load(thread, word, order, place);
+                if value == 0 {
+                    return Err(format!("{name} reads nothing from {}", model.words[word]));
+                }
+                self.notes[thread].push(value);
+            }
+            Op::Like(word, order) => {
+                let value = self.load(thread, word, order, place);
+                let wanted = self.notes[thread].last().copied().unwrap_or_default();
+                self.expect(model, name, word, value, wanted)?;
             }
             Op::PollFor(word, _, wanted) => {
                 let value = self.load(thread, word, Order::Relaxed, place);
                 self.expect(model, name, word, value, wanted)?;
             }
             Op::Write(word, order, value) => self.store(thread, word, order, value, place),
-            Op::Add(word) => {
+            Op::Add(word) | Op::Claim(word, _) => {
                 let before = self.words[word][place as usize - 1];
+                if let Op::Claim(_, further) = op
+                    && before.value != 0
+                {
+                    self.threads[thread].next += further;
+                }
                 self.store(thread, word, Order::Relaxed, before.value + 1, place);
                 let mine = &mut self.words[word][place as usize];
                 mine.chained = true;
@@ -410,12 +444,21 @@ impl State {
                 let lost = if behind > 0 { " and is lost under a later store" } else { "" };
                 format!("copy: lands in {}{lost}", model.words[job.to])
             }
-            Step::Look { thread, place } | Step::Op { thread, place } => {
+            Step::Look { thread, place }
+            | Step::Op { thread, place }
+            | Step::Turn { thread, place } => {
                 let op = self.op(model, thread).expect("only threads with an op take one");
+                if let (Step::Turn { .. }, Op::PollEither(_, _, other, ..)) = (step, op) {
+                    let name = &model.threads[thread].name;
+                    return format!("{name}: sees {} set", model.words[other]);
+                }
                 let what = format!("{}: {}", model.threads[thread].name, describe(model, op));
                 let value = |word: Word| self.words[word][place as usize].value;
                 if let Op::Read(word, ..)
                 | Op::Note(word, _)
+                | Op::Set(word, _)
+                | Op::Like(word, _)
+                | Op::PollEither(word, ..)
                 | Op::Poll(word, ..)
                 | Op::PollFor(word, ..) = op
                 {
@@ -436,11 +479,17 @@ fn describe(model: &Model, op: Op) -> String {
     let word = |w: Word| &model.words[w];
     let barrier = |b: Barrier| &model.barriers[b].0;
     match op {
-        Op::Read(w, order, _) | Op::Note(w, order) => format!("load {} {order:?}", word(w)),
+        Op::Read(w, order, _) | Op::Note(w, order) | Op::Set(w, order) | Op::Like(w, order) => {
+            format!("load {} {order:?}", word(w))
+        }
         Op::Poll(w, order, until) => format!("poll {} {order:?} until {until:?}", word(w)),
         Op::PollFor(w, until, _) => format!("poll {} Relaxed until {until:?}", word(w)),
         Op::Write(w, order, value) => format!("store {value} to {} {order:?}", word(w)),
+        Op::PollEither(w, until, other, order, _) => {
+            format!("poll {} {order:?} until {until:?}, or until {} is set", word(w), word(other))
+        }
         Op::Add(w) => format!("add 1 to {}", word(w)),
+        Op::Claim(w, _) => format!("claim {}", word(w)),
         Op::Fence => "fence".into(),
         Op::ProxyFence => "proxy fence".into(),
         Op::Meet(group) => format!("meet group {group}"),

@@ -73,8 +73,16 @@ pub enum Op {
     PollFor(Word, Until, u32),
     /// Stores.
     Write(Word, Order, u32),
+    /// Polls two words at once. Once a value of the first fits, goes on; once the second is not zero, goes on so many ops later.
+    PollEither(Word, Until, Word, Order, u8),
+    /// Loads, and must find something else than zero; noted.
+    Set(Word, Order),
+    /// Loads, and must find what this thread noted last.
+    Like(Word, Order),
     /// Adds one, relaxed, as `red.add` does.
     Add(Word),
+    /// As `Add`, and whoever is not the first goes on so many ops later: `atom.add` of a claim.
+    Claim(Word, u8),
     /// `fence.acq_rel`.
     Fence,
     /// `fence.proxy.async`: what this thread has seen counts for copies too.

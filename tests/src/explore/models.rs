@@ -6,7 +6,9 @@ pub mod counter;
 pub mod host;
 pub mod payload;
 pub mod stages;
+pub mod switch;
 pub mod transitive;
+pub mod trap;
 
 use super::Model;
 

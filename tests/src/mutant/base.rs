@@ -260,6 +260,24 @@ impl Base {
         change <= FACTOR * self.honest
     }
 
+    /// The bits of the logits of a few positions, of which the last has several blocks of keys behind it.
+    pub(super) fn bits(&self, program: &Verified<Program>) -> Vec<u32> {
+        let Ok(mut machine) = Machine::new(program, self.graph(), self.weights()) else {
+            return Vec::new();
+        };
+        let ran = machine.run(&self.wide.tokens[..2], Order::Waves).ok().and_then(|r| r.finished());
+        let mut rows = ran.map_or_else(Vec::new, |outputs| outputs.logits);
+        if machine.resume(self.wide.last_first, &self.wide.last_before).is_ok()
+            && let Some(outputs) = machine
+                .run(&self.wide.last_tokens[..1], Order::Waves)
+                .ok()
+                .and_then(|r| r.finished())
+        {
+            rows.extend(outputs.logits);
+        }
+        rows.into_iter().flatten().map(f32::to_bits).collect()
+    }
+
     /// What a changed model does to the logits. By the graph alone: nothing of the gate is asked.
     pub(super) fn change_of_model(&self, graph: &Graph, weights: &dyn Weights) -> Option<f64> {
         let rows = self.wide.evaluate(graph, weights);

@@ -11,7 +11,7 @@ mod weight;
 
 pub use base::{AS_LARGE, Base, FACTOR, Plan, families, golden};
 pub use machine::defects;
-pub use operand::operands;
+pub use operand::{Left, left_to_the_gate, operands};
 pub use score::{Count, Fate, Outcome, Score};
 pub use weight::weights;
 
@@ -25,8 +25,27 @@ use search::{Dropped, Expected};
 use crate::mutant::operand::Edit;
 use crate::mutant::weight::Patched;
 
+/// Operands that `verify` cannot know: it accepts another value, and the gate must see it. Of every other one it accepts the right value
+/// alone (tests/tests/operands.rs shows both).
+pub const LEFT_TO_THE_GATE: &[&str] = &[
+    "attention and merge.window",
+    "attention.eps",
+    "attention.reads[0]",
+    "attention.reads[1]",
+    "attention.reads[2]",
+    "attention.scale",
+    "attention_merge.reads[0]",
+    "matvec.eps",
+    "matvec.matrix",
+    "matvec.reads[0]",
+    "matvec.reads[1]",
+    "matvec.reads[2]",
+    "matvec.reads[3]",
+];
+
 /// What judges a machine by what is expected.
-pub type Gate = dyn Fn(&Expected, &mut Machine<'_>) -> Result<Agreement<Reference>, Dropped> + Sync;
+pub type Gate<'g> =
+    dyn Fn(&Expected, &mut Machine<'_>) -> Result<Agreement<Reference>, Dropped> + Sync + 'g;
 
 /// One mistake.
 pub struct Mutant<'b> {
@@ -50,6 +69,17 @@ enum Mistake<'b> {
 }
 
 impl<'b> Mutant<'b> {
+    /// Whether it can run at all: a changed program must pass `verify`.
+    #[must_use]
+    pub fn is_legal(&self, base: &Base) -> bool {
+        match &self.mistake {
+            Mistake::Program(edit) => {
+                ir::program::verify(edit.apply(base.program(self.schedule))).is_ok()
+            }
+            Mistake::Model(_) | Mistake::Machine(..) => true,
+        }
+    }
+
     /// Lets the gate judge it, and finds out what it really changes.
     #[must_use]
     pub fn judge(&self, base: &Base) -> Outcome {
@@ -58,7 +88,7 @@ impl<'b> Mutant<'b> {
 
     /// The same with another gate.
     #[must_use]
-    pub fn judge_by(&self, base: &Base, gate: &Gate) -> Outcome {
+    pub fn judge_by(&self, base: &Base, gate: &Gate<'_>) -> Outcome {
         let right = base.program(self.schedule);
         match &self.mistake {
             Mistake::Model(changed) => {
@@ -94,7 +124,7 @@ impl<'b> Mutant<'b> {
     fn examine(
         &self,
         base: &Base,
-        gate: &Gate,
+        gate: &Gate<'_>,
         (program, graph, weights): (&Verified<Program>, &Graph, &dyn Weights),
         defect: Option<(Defect, Option<u16>)>,
         change: Option<f64>,

@@ -1,13 +1,17 @@
 //! Mutants of the program: every operand of every op, in one task or in all that do the same.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use abi::{MatvecParams, Opcode};
+use abi::{Epilogue, MatvecParams, Opcode, Prologue};
 use ir::SlotId;
 use ir::program::{Access, Program, Task};
+use rayon::prelude::*;
 
 use super::{Base, Mistake, Mutant};
 use crate::edit::restream;
+
+/// Parameters that the attention of a layer and what merges its splits must agree on.
+const JOINT: [&str; 4] = ["window", "kv_block", "splits", "head_dim"];
 
 /// What tells tasks apart that do the same at different places: op, layer, matrix, prologue and epilogue.
 type Kind = (Opcode, u16, [u32; 3]);
@@ -43,9 +47,19 @@ fn places(program: &Program) -> Vec<Place> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Edit {
     place: Place,
-    /// In every task of its kind.
-    everywhere: bool,
+    scope: Scope,
     change: Change,
+}
+
+/// Which tasks are changed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Scope {
+    /// The one at the place.
+    Task,
+    /// All of its kind.
+    Kind,
+    /// All of its layer whose op reads a parameter of this name, so that they still agree with each other.
+    Layer(&'static str),
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -68,8 +82,17 @@ impl Edit {
         for (worker, queue) in program.workers.iter_mut().enumerate() {
             for (index, task) in queue.tasks.iter_mut().enumerate() {
                 let here = (worker, index) == self.place;
-                if here || (self.everywhere && kind(task) == edited) {
-                    self.change.apply(task);
+                match self.scope {
+                    Scope::Layer(name) if task.layer == edited.1 => {
+                        if let (Some(word), Change::Param(_, value)) =
+                            (read_word(task, name), self.change)
+                        {
+                            task.params[word] = value;
+                        }
+                    }
+                    Scope::Kind if kind(task) == edited => self.change.apply(task),
+                    Scope::Task | Scope::Kind | Scope::Layer(_) if here => self.change.apply(task),
+                    Scope::Task | Scope::Kind | Scope::Layer(_) => {}
                 }
             }
         }
@@ -91,14 +114,46 @@ impl Change {
     }
 }
 
+/// Where an op has a parameter.
+fn word_of(opcode: Opcode, name: &str) -> Option<usize> {
+    let c_name = format!("amk_{}_params", opcode.info().name);
+    let layout = abi::structs().into_iter().find(|layout| layout.c_name == c_name)?;
+    layout.fields.iter().find(|field| field.name == name).map(|field| field.offset / 4)
+}
+
+/// The same, if this task reads it: a product has words for one prologue or epilogue that mean nothing under the others.
+fn read_word(task: &Task, name: &str) -> Option<usize> {
+    let read = match task.opcode {
+        Opcode::Matvec => {
+            let p: MatvecParams = task.params();
+            match name {
+                "splits" | "head_dim" | "kv_block" | "window" => {
+                    p.prologue == Prologue::Merge as u32
+                }
+                "eps" => p.prologue == Prologue::Rms as u32,
+                "candidate" => p.epilogue == Epilogue::Logits as u32,
+                _ => true,
+            }
+        }
+        // The epsilon of the norms of queries and keys, if there are any.
+        Opcode::Attention => name != "eps" || task.reads[1].is_some(),
+        Opcode::Nop | Opcode::Embed | Opcode::AttentionMerge | Opcode::Sample => true,
+    };
+    word_of(task.opcode, name).filter(|_| read)
+}
+
 /// Every operand of the first and last task of each kind changed, in each schedule's program.
 #[must_use]
 pub fn operands<'b>(base: &Base) -> Vec<Mutant<'b>> {
+    all(base, false)
+}
+
+fn all<'b>(base: &Base, wide: bool) -> Vec<Mutant<'b>> {
     let mut all = Vec::new();
     for schedule in 0..base.schedules() {
         let program: &Program = base.program(schedule);
         for place in places(program) {
-            let mut mutants = Mutants { program, schedule, place, list: &mut all };
+            let mut mutants = Mutants { program, schedule, place, wide, list: &mut all };
             mutants.params();
             mutants.accesses();
         }
@@ -106,11 +161,61 @@ pub fn operands<'b>(base: &Base) -> Vec<Mutant<'b>> {
     all
 }
 
+/// What [`verify`](ir::program::verify()) made of the changes of one class.
+#[derive(Clone, Debug, Default)]
+pub struct Left {
+    /// Changes that were tried.
+    pub tried: usize,
+    /// Those that it accepts, of operands that the task reads.
+    pub read: usize,
+    /// Those that it accepts, of words that mean nothing to the task.
+    pub ignored: usize,
+    /// Such a change that does change what is computed.
+    pub not_ignored: Option<String>,
+}
+
+/// Every operand changed to many more values than [`operands`] tries, and what `verify` leaves of that to the gate. Of the words that
+/// mean nothing some are run, to see that they do.
+#[must_use]
+pub fn left_to_the_gate(base: &Base) -> BTreeMap<String, Left> {
+    const RUN: usize = 2;
+    let mutants = all(base, true);
+    let of = |mutant: &Mutant<'_>| {
+        let Mistake::Program(edit) = &mutant.mistake else {
+            unreachable!("operands edit programs")
+        };
+        let right = base.program(mutant.schedule);
+        let accepted = ir::program::verify(edit.apply(right)).ok();
+        let task = &right.workers[edit.place.0].tasks[edit.place.1];
+        let name = mutant.class.rsplit('.').next().unwrap_or_default();
+        let ignored = matches!(edit.change, Change::Param(..)) && read_word(task, name).is_none();
+        (accepted, ignored)
+    };
+    let judged: Vec<_> = mutants.par_iter().map(|m| (m, of(m))).collect();
+    let mut classes: BTreeMap<String, Left> = BTreeMap::new();
+    for (mutant, (accepted, ignored)) in judged {
+        let left = classes.entry(mutant.class.clone()).or_default();
+        left.tried += 1;
+        let Some(program) = accepted else { continue };
+        if !ignored {
+            left.read += 1;
+            continue;
+        }
+        left.ignored += 1;
+        if left.ignored <= RUN && base.bits(&program) != base.bits(base.program(mutant.schedule)) {
+            left.not_ignored = Some(mutant.what.clone());
+        }
+    }
+    classes
+}
+
 /// Mutants of one task.
 struct Mutants<'p, 'l, 'b> {
     program: &'p Program,
     schedule: usize,
     place: Place,
+    /// Many values of each word, and every slot.
+    wide: bool,
     list: &'l mut Vec<Mutant<'b>>,
 }
 
@@ -128,21 +233,26 @@ impl Mutants<'_, '_, '_> {
         }
         let (task, (worker, index)) = (self.task(), self.place);
         let (op, layer) = (task.opcode.info().name, task.layer);
-        for everywhere in [false, true] {
-            if everywhere && matches!(change, Change::Stream(_)) {
+        let joint = JOINT.iter().find(|&&name| name == class && op == "attention");
+        let scopes = [Some(Scope::Task), Some(Scope::Kind), joint.map(|&name| Scope::Layer(name))];
+        for scope in scopes.into_iter().flatten() {
+            if scope == Scope::Kind && matches!(change, Change::Stream(_)) {
                 continue;
             }
-            let whose = if everywhere { "every task like" } else { "task" };
+            let (op, whose) = match scope {
+                Scope::Task => (op, "task"),
+                Scope::Kind => (op, "every task like"),
+                Scope::Layer(_) => ("attention and merge", "every task that agrees with"),
+            };
             let what = format!(
                 "{what} of {whose} {index} of worker {worker}, layer {layer}, schedule {}",
                 self.schedule
             );
-            let edit = Edit { place: self.place, everywhere, change };
             self.list.push(Mutant {
                 class: format!("{op}.{class}"),
                 what,
                 schedule: self.schedule,
-                mistake: Mistake::Program(edit),
+                mistake: Mistake::Program(Edit { place: self.place, scope, change }),
             });
         }
     }
@@ -159,15 +269,13 @@ impl Mutants<'_, '_, '_> {
             if field.name == "reserved" {
                 self.push("reserved", "reserved word set", Change::Param(first, 1));
             } else if matches!(field.name, "eps" | "scale") {
-                for factor in [0.0, 0.5, 0.99, 1.01, 2.0, 100.0] {
+                for factor in [0.0, 0.5, 0.99, 1.01, 2.0, 100.0, 1e4, 1e6] {
                     let value = f32::from_bits(word) * factor;
                     let what = format!("{} {value} for {}", field.name, f32::from_bits(word));
                     self.push(field.name, &what, Change::Param(first, value.to_bits()));
                 }
             } else {
-                let near = [word.wrapping_add(1), word.wrapping_sub(1), word ^ 2, word / 2];
-                let twice = word.wrapping_mul(2);
-                for value in near.into_iter().chain([twice, 0, 1, 8, 32, u32::MAX]) {
+                for value in self.values(word) {
                     let what = format!("{} {value} for {word}", field.name);
                     self.push(field.name, &what, Change::Param(first, value));
                 }
@@ -176,6 +284,19 @@ impl Mutants<'_, '_, '_> {
         if self.task().opcode == Opcode::Matvec {
             self.stream();
         }
+    }
+
+    /// What to put in place of a word.
+    fn values(&self, word: u32) -> BTreeSet<u32> {
+        let near = [word.wrapping_add(1), word.wrapping_sub(1), word ^ 2, word / 2];
+        let mut values = BTreeSet::from([word.wrapping_mul(2), 0, 1, 8, 32, u32::MAX]);
+        values.extend(near);
+        if self.wide {
+            values.extend(0..=16);
+            values.extend((0..32).map(|bit| word ^ (1 << bit)));
+            values.extend([3, 4, 5].map(|factor| word.wrapping_mul(factor)));
+        }
+        values
     }
 
     /// Other tiles or another matrix, with a load stream that follows.
@@ -217,8 +338,11 @@ impl Mutants<'_, '_, '_> {
         let slots = &self.program.slots;
         let at = |index: usize| Access { slot: SlotId(index as u32), generation: 0 };
         let Some(access) = access else {
-            let other = at(self.place.1 % slots.len());
-            return vec![(format!("slot {} for none", other.slot), Some(other))];
+            let some = self.place.1 % slots.len();
+            let others = (0..slots.len()).filter(|&index| self.wide || index == some).map(at);
+            return others
+                .map(|other| (format!("slot {} for none", other.slot), Some(other)))
+                .collect();
         };
         let own = &slots[access.slot.index()];
         let mut all = vec![(format!("none for slot {}", access.slot), None)];
@@ -227,7 +351,8 @@ impl Mutants<'_, '_, '_> {
             all.push((format!("generation {generation} of slot {}", access.slot), Some(other)));
         }
         let twins = (0..slots.len()).filter(|&i| {
-            i != access.slot.index() && slots[i].kind == own.kind && slots[i].words == own.words
+            let alike = slots[i].kind == own.kind && slots[i].words == own.words;
+            i != access.slot.index() && (self.wide || alike)
         });
         let next = (access.slot.index() + 1) % slots.len();
         for index in twins.chain([next]) {

@@ -1,0 +1,97 @@
+//! Whether a card's clocks stood still while it was timed. They are not locked by us; what they were is on record, and a run in which they
+//! changed or were held down says so by name.
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+
+use crate::device::{Contender, Device, DeviceError, Plan, Samples};
+
+/// The share by which the multiprocessors' clock may differ between two readings and be called the same: two of its steps of 15 MHz.
+const SAME: f64 = 0.016;
+
+/// Clocks at a moment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Clocks {
+    /// Of the multiprocessors, in megahertz.
+    pub sm_mhz: u32,
+    /// Of the memory.
+    pub memory_mhz: u32,
+    /// What holds them down, in words.
+    pub throttled: Vec<String>,
+}
+
+/// What was read before and after each run of timed blocks.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClockReadings {
+    /// In the order in which they were taken.
+    pub all: Vec<Clocks>,
+}
+
+impl ClockReadings {
+    /// Adds later readings.
+    pub fn extend(&mut self, later: Self) {
+        self.all.extend(later.all);
+    }
+
+    /// What a record says of them: what they were, and by name what was not as it should be. Nothing if nobody could read them.
+    #[must_use]
+    pub fn notes(&self) -> Vec<String> {
+        let (Some(first), Some(last)) = (self.all.first(), self.all.last()) else {
+            return Vec::new();
+        };
+        let sm = || self.all.iter().map(|clocks| clocks.sm_mhz);
+        let (low, high) = (sm().min().unwrap_or(0), sm().max().unwrap_or(0));
+        let mut notes = vec![format!(
+            "clocks: SM {} MHz before and {} MHz after, memory {} MHz",
+            first.sm_mhz, last.sm_mhz, last.memory_mhz
+        )];
+        if f64::from(high - low) > SAME * f64::from(high) {
+            notes.push(format!("clocks changed while timed: SM {low} to {high} MHz"));
+        }
+        let reasons: BTreeSet<&str> =
+            self.all.iter().flat_map(|clocks| &clocks.throttled).map(String::as_str).collect();
+        if !reasons.is_empty() {
+            let reasons: Vec<&str> = reasons.into_iter().collect();
+            notes.push(format!("throttled while timed: {}", reasons.join(", ")));
+        }
+        notes
+    }
+}
+
+/// Times two contenders, and reads the clocks before and after.
+///
+/// # Errors
+/// As [`Device::time`].
+pub fn time(
+    device: &mut dyn Device,
+    contenders: [Contender<'_>; 2],
+    plan: &Plan<'_>,
+) -> Result<Samples, DeviceError> {
+    let before = device.clocks();
+    let mut samples = device.time(contenders, plan)?;
+    samples.clocks.all = before.into_iter().chain(device.clocks()).collect();
+    Ok(samples)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reading(sm_mhz: u32, throttled: &[&str]) -> Clocks {
+        let throttled = throttled.iter().map(|&reason| reason.to_owned()).collect();
+        Clocks { sm_mhz, memory_mhz: 3201, throttled }
+    }
+
+    #[test]
+    fn what_moved_or_was_held_down_is_named() {
+        let notes = |all: &[Clocks]| ClockReadings { all: all.to_vec() }.notes();
+        assert_eq!(notes(&[]), Vec::<String>::new());
+        let steady = notes(&[reading(1980, &[]), reading(1965, &[])]);
+        assert_eq!(steady, ["clocks: SM 1980 MHz before and 1965 MHz after, memory 3201 MHz"]);
+        let back = notes(&[reading(1980, &[]), reading(1755, &["power cap"]), reading(1980, &[])]);
+        assert_eq!(back.len(), 3, "{back:?}");
+        assert_eq!(back[1], "clocks changed while timed: SM 1755 to 1980 MHz");
+        assert_eq!(back[2], "throttled while timed: power cap");
+    }
+}

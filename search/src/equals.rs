@@ -1,0 +1,99 @@
+//! A/A: one program raced against a copy of itself, by the rule that a search keeps by. Whatever it would keep, it made up.
+
+use std::sync::Arc;
+
+use serde::Serialize;
+
+use crate::assess::{Assessed, Timing, assess, fixed, race};
+use crate::decide::Decision;
+use crate::device::{Device, Samples};
+use crate::effort::{Bar, spread};
+use crate::gate::{Dropped, Gate};
+use crate::measure::{Interval, median, noise_floor};
+use crate::propose::mixed;
+use crate::verdict::Verdict;
+
+/// Of 64 equal candidates a search may keep so many.
+const KEPT_OF_64: usize = 2;
+
+/// One comparison of equals.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Equal {
+    /// What a search would have decided.
+    pub decision: Decision,
+    /// The gain that the copy seemed to have, as a share.
+    pub gain: Interval,
+    /// Rounds that were measured.
+    pub rounds: usize,
+    /// What the clocks were, and what was wrong with them.
+    pub notes: Vec<String>,
+}
+
+/// All of them, and what they had to beat.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Equals {
+    /// The gain that the program seemed to have over itself when the baseline was measured.
+    pub noise_floor: f64,
+    /// The larger of that and the least gain worth keeping.
+    pub threshold: f64,
+    /// The comparisons, in order.
+    pub all: Vec<Equal>,
+}
+
+impl Equals {
+    /// How many a search would have kept.
+    #[must_use]
+    pub fn kept(&self) -> usize {
+        self.all.iter().filter(|equal| equal.decision == Decision::Kept).count()
+    }
+
+    /// How many it may: 2 of 64.
+    #[must_use]
+    pub fn kept_max(&self) -> usize {
+        self.all.len() * KEPT_OF_64 / 64
+    }
+
+    /// The median width of the gain's interval.
+    #[must_use]
+    pub fn width(&self) -> f64 {
+        let widths: Vec<f64> = self.all.iter().map(|e| e.gain.high - e.gain.low).collect();
+        median(&widths)
+    }
+}
+
+/// Measures the baseline's noise, then races an assessed program against a copy so many times. The copy is a program of its own to the
+/// device: loaded elsewhere, switched to and from, and proven like any candidate.
+///
+/// # Errors
+/// If there is no device, it gives no result, or an output disagrees.
+pub fn equals(
+    gate: &mut Gate<'_>,
+    device: &mut dyn Device,
+    assessed: &Assessed,
+    timing: Timing,
+    min_gain: f64,
+    (count, seed): (usize, u64),
+) -> Result<Equals, Dropped> {
+    let mut copy = assessed.candidate.clone();
+    copy.program = Arc::new((*copy.program).clone());
+    let mut unread = Verdict::new("", "", "");
+    let copy = assess(gate, Some(&mut *device), copy, &mut unread)?;
+    let baseline = race(gate, device, [assessed; 2], timing, fixed(timing.rounds))?;
+    let noise_floor = noise_floor(&baseline, seed);
+    let threshold = noise_floor.max(min_gain);
+    let bar = Bar { threshold, spread: spread(&baseline), rounds: timing.rounds };
+    let mut all = Vec::with_capacity(count);
+    for index in 0..count {
+        let seed = mixed(seed, index as u64);
+        let enough = |samples: &Samples| bar.enough(samples, seed);
+        let samples = race(gate, device, [assessed, &copy], timing, enough)?;
+        let look = bar.look(&samples, seed);
+        all.push(Equal {
+            decision: look.decision.unwrap_or(Decision::Inconclusive),
+            gain: look.gain,
+            rounds: samples.rounds.len(),
+            notes: samples.clocks.notes(),
+        });
+    }
+    Ok(Equals { noise_floor, threshold, all })
+}

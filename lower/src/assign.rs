@@ -9,6 +9,9 @@ use ir::schedule::SmAssignment;
 
 use crate::phase::{Op, Phase};
 
+/// What a worker reads in the time that those who attended come later to the next phase: about a microsecond.
+const LATE_BYTES: u64 = 32 * 1024;
+
 /// One phase's shares: the range of items of each worker.
 pub(crate) type Shares = Vec<Range<u32>>;
 
@@ -34,10 +37,7 @@ impl Dealer {
     fn deal(&mut self, phase: &Phase) -> Shares {
         let workers = self.bytes.len();
         let blocks = phase.items.div_ceil(phase.block) as usize;
-        let mut counts = vec![(blocks / workers) as u32; workers];
-        for worker in self.extra(blocks % workers) {
-            counts[worker] += 1;
-        }
+        let counts = self.counts(blocks, u64::from(phase.block) * phase.item_bytes);
         let mut next = 0_u32;
         let mut shares = Vec::with_capacity(workers);
         for (worker, count) in counts.into_iter().enumerate() {
@@ -50,6 +50,25 @@ impl Dealer {
         let few = matches!(phase.op, Op::Attention | Op::Merge);
         self.late = shares.iter().map(|share| few && !share.is_empty()).collect();
         shares
+    }
+
+    /// Blocks of each worker. Where bytes are balanced and there is a block for everybody else, who attended counts as having one already, if
+    /// that takes no longer than it comes late: the whole phase would wait for it.
+    fn counts(&mut self, blocks: usize, block_bytes: u64) -> Vec<u32> {
+        let workers = self.bytes.len();
+        let late = self.late.iter().filter(|&&late| late).count();
+        let ahead = self.policy == SmAssignment::ByteBalance
+            && blocks + late >= workers
+            && block_bytes <= LATE_BYTES;
+        let all = if ahead { blocks + late } else { blocks };
+        let mut counts = vec![(all / workers) as u32; workers];
+        for worker in self.extra(all % workers) {
+            counts[worker] += 1;
+        }
+        for (count, _) in counts.iter_mut().zip(&self.late).filter(|&(_, &late)| ahead && late) {
+            *count -= 1;
+        }
+        counts
     }
 
     /// The workers that get one block more.
@@ -97,12 +116,16 @@ mod tests {
     }
 
     #[test]
-    fn who_attended_gets_the_remainder_of_the_next_phase_last() {
+    fn who_attended_gets_a_block_less_of_the_next_phase() {
         let attention = Phase { op: Op::Attention, item_bytes: 0, ..phase(2, 1) };
         let phases = [attention, phase(6, 1), phase(6, 1)];
         let shares = assign(&phases, SmAssignment::ByteBalance, 4);
         let dealt: Vec<_> = shares.iter().map(lens).collect();
         assert_eq!(dealt, [vec![1, 1, 0, 0], vec![1, 1, 2, 2], vec![2, 2, 1, 1]]);
+        let three = [phases[0].clone(), phase(3, 1), phase(1, 1)];
+        let shares = assign(&three, SmAssignment::ByteBalance, 4);
+        let dealt: Vec<_> = shares.iter().map(lens).collect();
+        assert_eq!(dealt, [vec![1, 1, 0, 0], vec![0, 0, 2, 1], vec![1, 0, 0, 0]]);
         let carry = assign(&phases, SmAssignment::Carry, 4).iter().map(lens).collect::<Vec<_>>();
         assert_eq!(carry[1], [1, 1, 2, 2], "carry goes on where attention stopped");
     }

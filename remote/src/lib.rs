@@ -4,8 +4,8 @@
 //! for so long and no longer ([`Limits`]). A process that does not answer in time, answers nonsense or ends is killed, and the next
 //! request starts another; programs are loaded into it anew. [`serve()`] is the other side: it drives whatever implements [`Served`].
 //!
-//! **Promises.** Every wait of the parent has a deadline that is declared in `limits.rs`. Programs are verified again by the process that
-//! runs them: a `Verified<Program>` does not travel. Logits never pass through the socket: both sides map the same memory, in
+//! **Promises.** Every wait of the parent has a deadline that is declared in `limits.rs`. A program travels under a seal, which only
+//! verified ones get, with a key that parent and child alone have. Logits never pass through the socket: both sides map the same memory, in
 //! which the child also notes what it is doing, so that the parent can say after a kill who waited for what. The child ends when
 //! the parent does. Timing takes a proof of agreement on the parent's side ([`search::Contender`]); that the child is asked by handles
 //! is a matter between the two.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ir::KernelConfig;
-use ir::program::{Program, Verified};
+use ir::program::{Program, SealKey, Verified};
 use search::{
     Clocks, Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples,
 };
@@ -76,6 +76,8 @@ pub struct Remote<'a> {
     costs_before: Costs,
     costs: Costs,
     clocks: Option<ReadClocks<'a>>,
+    /// What programs are sealed with for the processes of this device.
+    key: SealKey,
 }
 
 impl<'a> Remote<'a> {
@@ -108,6 +110,7 @@ impl<'a> Remote<'a> {
             costs_before: Costs::default(),
             costs: Costs::default(),
             clocks: None,
+            key: SealKey::new(rand::random()),
         };
         remote.info = remote.start()?;
         Ok(remote)
@@ -171,7 +174,11 @@ impl<'a> Remote<'a> {
         if let Err(error) = sent {
             return Err(self.lose(&error.into(), Duration::ZERO));
         }
-        match self.ask(&Request::Open, &[], Work { opens: true, ..Work::default() })? {
+        match self.ask(
+            &Request::Open { key: self.key.to_bytes() },
+            &[],
+            Work { opens: true, ..Work::default() },
+        )? {
             Reply::Opened(info) => Ok(info),
             reply @ (Reply::Done | Reply::Timed(_)) => Err(self.confused(&reply)),
         }
@@ -203,10 +210,10 @@ impl<'a> Remote<'a> {
         if self.running.as_ref().is_some_and(known) {
             return Ok(());
         }
-        let (bytes, kernel) = (ir::text::save(&kept.program), kept.kernel);
+        let ((bytes, seal), kernel) = (self.key.seal(&kept.program), kept.kernel);
         let compiled = self.running.as_ref().is_some_and(|r| r.compiled.contains(&kernel));
         let work = Work { compiles: u32::from(!compiled), ..Work::default() };
-        self.done(&Request::Prepare { handle, kernel }, &bytes, work)?;
+        self.done(&Request::Prepare { handle, kernel, seal }, &bytes, work)?;
         if let Some(running) = &mut self.running {
             running.loaded.insert(handle);
             if !compiled {

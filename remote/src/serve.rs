@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ir::KernelConfig;
-use ir::program::{Program, Verified};
+use ir::program::{Program, SealKey, Verified};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Signal, getpid, kill_process, set_parent_process_death_signal};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan};
@@ -158,7 +158,8 @@ fn answer_all<D: Served>(
     board: &Board,
     open: impl FnOnce(&Board) -> Result<D, DeviceError>,
 ) {
-    let Ok((number, Request::Open, _)) = channel.receive() else { return };
+    let Ok((number, Request::Open { key }, _)) = channel.receive() else { return };
+    let key = SealKey::new(key);
     board.enter(Phase::Opening);
     let device = match open(board) {
         Ok(device) => device,
@@ -169,8 +170,8 @@ fn answer_all<D: Served>(
         }
     };
     let opened = Reply::Opened(device.describe());
-    let mut session =
-        Session { device, handles: BTreeMap::new(), rows: Rows::new(shared), board: board.clone() };
+    let (rows, board) = (Rows::new(shared), board.clone());
+    let mut session = Session { device, key, handles: BTreeMap::new(), rows, board: board.clone() };
     let mut next = (number, Ok(opened));
     loop {
         let (number, result) = next;
@@ -188,6 +189,7 @@ fn answer_all<D: Served>(
 
 struct Session<D> {
     device: D,
+    key: SealKey,
     /// The device's handles by the parent's.
     handles: BTreeMap<u64, Handle>,
     rows: Rows,
@@ -197,10 +199,11 @@ struct Session<D> {
 impl<D: Served> Session<D> {
     fn answer(&mut self, request: Request, bytes: &[u8]) -> Result<Reply, DeviceError> {
         match request {
-            Request::Open => Ok(Reply::Opened(self.device.describe())),
-            Request::Prepare { handle, kernel } => {
-                self.board.enter(Phase::Verifying);
-                let program = Arc::new(verified(bytes)?);
+            Request::Open { .. } => Ok(Reply::Opened(self.device.describe())),
+            Request::Prepare { handle, kernel, seal } => {
+                self.board.enter(Phase::Unsealing);
+                let opened = self.key.open(bytes, &seal);
+                let program = Arc::new(opened.map_err(|error| fault(&error.to_string()))?);
                 let prepared = self.device.prepare(&program, &kernel)?;
                 self.handles.insert(handle, prepared);
                 Ok(Reply::Done)
@@ -249,18 +252,14 @@ fn index(number: u64) -> Option<usize> {
     usize::try_from(number).ok()
 }
 
-/// The program that was sent, verified here: whoever runs one has seen that every rule holds.
-fn verified(bytes: &[u8]) -> Result<Verified<Program>, DeviceError> {
-    let program = ir::text::load(bytes).map_err(|error| fault(&error.to_string()))?;
-    ir::program::verify(program).map_err(|violations| fault(&violations.to_string()))
-}
-
 fn fault(what: &str) -> DeviceError {
     DeviceError::Fault { reason: format!("the device process refused a request: {what}") }
 }
 
 #[cfg(test)]
 mod tests {
+    use ir::program::Unsealed;
+
     use super::*;
 
     /// A kernel that leaves when it is told to.
@@ -308,25 +307,32 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sent_is_verified_again() {
+    fn only_what_was_sealed_is_believed() {
         let model = model::preset("toy").unwrap();
         let target = ir::Target::by_name("h200").unwrap();
         let config = ir::schedule::default_config(&model.graph, &target);
         let valid = ir::schedule::validate(config, &model.graph, &target).unwrap();
         let options = lower::Options { kv_capacity: 24 };
         let program = lower::lower(&valid, &model.graph, &target, options).unwrap();
-        let bytes = ir::text::save(&program);
-        assert_eq!(*verified(&bytes).unwrap(), *program);
-        let mut torn = bytes.clone();
-        torn[100] ^= 1;
-        assert!(matches!(verified(&torn), Err(DeviceError::Fault { .. })));
+        let key = SealKey::new([3; 32]);
+        let (bytes, seal) = key.seal(&program);
+        assert_eq!(key.open(&bytes, &seal).unwrap(), program);
+        for at in [0, 100, bytes.len() - 1] {
+            let mut torn = bytes.clone();
+            torn[at] ^= 1;
+            assert_eq!(key.open(&torn, &seal).unwrap_err(), Unsealed::Broken);
+        }
+        assert_eq!(SealKey::new([4; 32]).open(&bytes, &seal).unwrap_err(), Unsealed::Broken);
+        // A program that was never verified has no seal: a plain hash of its bytes is none.
         let mut broken = program.into_inner();
         for worker in &mut broken.workers {
             for task in &mut worker.tasks {
                 task.waits.clear();
             }
         }
-        let refused = verified(&ir::text::save(&broken)).unwrap_err().to_string();
-        assert!(refused.contains("O-STEP"), "{refused}");
+        let bytes = ir::text::save(&broken);
+        let hash = *blake3::hash(&bytes).as_bytes();
+        assert_eq!(key.open(&bytes, &hash).unwrap_err(), Unsealed::Broken);
+        assert_eq!(key.open(&bytes, &seal).unwrap_err(), Unsealed::Broken);
     }
 }

@@ -64,8 +64,8 @@ phases! {
     Opening = "opening the device",
     /// Has answered.
     Waiting = "waiting for a request",
-    /// Decodes and verifies a program.
-    Verifying = "verifying a program",
+    /// Opens and decodes a sealed program.
+    Unsealing = "opening a program",
     /// Compiles a kernel variant, or waits for one.
     Compiling = "compiling a kernel",
     /// Brings the model onto the device.

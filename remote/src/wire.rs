@@ -10,6 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use ir::KernelConfig;
+use ir::program::Seal;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
@@ -33,10 +34,10 @@ const BYTES_MAX: u32 = 512 << 20;
 /// What the parent asks. Handles are the parent's.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Request {
-    /// Opens the device; the shared memory comes with it.
-    Open,
+    /// Opens the device; the shared memory comes with it. The key is that of all programs to come.
+    Open { key: [u8; 32] },
     /// Loads the program that is saved behind the body.
-    Prepare { handle: u64, kernel: KernelConfig },
+    Prepare { handle: u64, kernel: KernelConfig, seal: Seal },
     /// Runs tokens from `first` on; the logits go to the shared rows.
     Run { handle: u64, tokens: Vec<u32>, first: u64 },
     /// Times two programs, both of which the parent has a proof for; their last logits go to the first two shared rows.
@@ -253,8 +254,8 @@ mod tests {
         let (mut one, mut other) = pair();
         let kernel = KernelConfig { poll_sleep_ns: 100, ..KernelConfig::default() };
         let requests = [
-            Request::Open,
-            Request::Prepare { handle: 3, kernel },
+            Request::Open { key: [5; 32] },
+            Request::Prepare { handle: 3, kernel, seal: [7; 32] },
             Request::Run { handle: 3, tokens: vec![1, 2, 3], first: 1 },
             Request::Time { handles: [1, 2], tokens: vec![4], first: 0, rounds: 12, warmup: 1 },
             Request::Foresee { kernels: vec![kernel; 2] },
@@ -318,14 +319,14 @@ mod tests {
     #[test]
     fn who_does_not_read_is_not_waited_for() {
         let (mut one, _other) = pair();
-        let error = one.send(1, &Request::Open, &vec![0; 64 << 20]);
+        let error = one.send(1, &Request::Open { key: [0; 32] }, &vec![0; 64 << 20]);
         assert!(matches!(error, Err(Broken::Overrun)), "{error:?}");
     }
 
     #[test]
     fn an_answer_that_waits_is_taken_after_the_deadline() {
         let (mut one, mut other) = pair();
-        other.send(1, &Request::Open, &[]).unwrap();
+        other.send(1, &Request::Open { key: [0; 32] }, &[]).unwrap();
         one.set_deadline(Instant::now() - Duration::from_secs(1));
         assert!(one.receive::<Request>().is_ok());
     }

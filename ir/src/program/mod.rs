@@ -11,7 +11,7 @@ mod verify;
 
 pub use access::{Accesses, Region, accesses};
 pub use rules::order::Order;
-pub use verify::{Verified, check, verify};
+pub use verify::{Seal, SealKey, Unsealed, Verified, check, verify};
 
 use abi::{Opcode, SlotKind};
 use serde::{Deserialize, Serialize};

@@ -17,7 +17,11 @@ use crate::program::rules;
 use crate::program::rules::order::Order;
 use crate::violation::Violations;
 
-/// A value that its checker accepted. Only [`verify`] makes one.
+mod seal;
+
+pub use seal::{Seal, SealKey, Unsealed};
+
+/// A value that its checker accepted. Only [`verify`] makes one, and [`SealKey::open`] out of what one was sealed as.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verified<T>(T);
 

@@ -180,7 +180,7 @@ choice! {
         RoundRobin = "round_robin",
         /// The remainder goes to the workers after the one where the last phase stopped.
         Carry = "carry",
-        /// The remainder goes to the workers with the fewest bytes so far, behind attention to those that did not attend first.
+        /// The remainder goes to the workers with the fewest bytes so far; who attended gets a block less of the next phase.
         ByteBalance = "byte_balance",
     }
 }

@@ -384,7 +384,8 @@ __device__ __forceinline__ void write_nothing(Worker const& w, StagedTask const&
 // A warp's way through the stages of an attention task.
 struct KeyWalk {
   uint32_t start, count, of_block; // first key and number of keys; stages of a whole block
-  uint32_t passed;                 // stages
+  uint32_t stages;                 // of all keys and values
+  uint32_t passed;
 };
 // Where a tile of keys is.
 struct TilePlace {
@@ -408,7 +409,7 @@ __device__ __forceinline__ void tile_take(Worker const& w, Cursor& c, KeyWalk& w
 }
 
 // One warp: queries g0.. of the group over its tiles of the keys, the last of which is the step's if `owns`. The keys of the first tile are in
-// registers before the queries are there. Stages are passed up to those of the warp's last tile.
+// registers before the queries are there. Stages are passed as far as they must be before the warps meet.
 __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t g0, KeyWalk& walk, bool owns) {
   uint32_t const position = w.shared->step.position, count = walk.count, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS;
   uint32_t const mine = w.thread / 32 * TILE_KEYS; // this warp's tiles begin here in every two blocks
@@ -455,6 +456,8 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
       tile_take(w, c, walk, place, tile, k);
     }
   }
+  // What is left can wait until the result is out, but for what the ring cannot hold: others need what comes behind it.
+  cursor_pass(w, c, walk.passed, walk.stages > w.stages ? walk.stages - w.stages : 0);
   warp_finish(w, r);
 }
 
@@ -473,7 +476,7 @@ __device__ __forceinline__ void op_attention(Worker& w, StagedTask const& st, Cu
   uint32_t const stages = count / BLOCK_KEYS * of_block + (last != 0 ? stages_of_block(last, w.stage_bytes) : 0);
 #pragma unroll 1
   for (uint32_t g0 = 0; g0 < AMK_GROUP; g0 += GROUP_BUF) {
-    KeyWalk walk = {first + start, count, of_block, 0};
+    KeyWalk walk = {first + start, count, of_block, stages, 0};
     attend(w, st, p, c, g0, walk, p.split + 1 == active);
     tape_multiplied(w);
     consumers_sync();

@@ -1,9 +1,14 @@
-//! Commands and flags, declared once.
+//! Commands and flags, declared once. Those that agents also call as tools are read from JSON too, and describe themselves by a schema
+//! ([`crate::mcp`]): the sentence beside a flag is the sentence in the schema.
 
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use schemars::JsonSchema;
 use search::Budget;
+use serde::Deserialize;
+
+use crate::config_source::ConfigSource;
 
 /// What `amk` says when it is given nothing to do.
 pub(crate) const FIRST_STEPS: &str = "\
@@ -140,10 +145,22 @@ pub(crate) enum Command {
         after_help = "Examples:\n  amk explain                       every name there is\n  amk explain pipeline.stages\n  amk explain R-HAPPENS\n  \
         amk explain counter_deadline\n  amk explain 5                     an exit code\n  amk explain \"tagged word\""
     )]
-    Explain {
-        /// A knob's path, a rule's id, a trap's name, an exit code or a word of the glossary. Default: lists them all.
-        name: Option<String>,
-    },
+    Explain(ExplainArgs),
+    /// Compares two schedules knob by knob, or two programs task by task.
+    #[command(after_help = "Examples:\n  amk diff runs/0001/best.json runs/0002/best.json\n  \
+        amk diff a.json b.json --model smollm2-135m      (and what they lower to)\n  amk diff a.amkp b.amkp")]
+    Diff(DiffArgs),
+    /// Writes searches as one HTML page: progress, what was kept, the floor, each knob's effect, the machine, how to reproduce.
+    #[command(
+        after_help = "Examples:\n  amk report runs/0001\n  amk report runs --out night.html\n\nThe page has no script and fetches nothing. A ledger that does not hold is shown as such."
+    )]
+    Report(ReportArgs),
+    /// Serves the verbs that an agent needs as MCP tools, on standard input and output.
+    #[command(
+        after_help = "Examples:\n  amk mcp                           (started by an MCP client; HARNESS.md has the registration)\n\n\
+        Standard output carries JSON-RPC only. The server ends when standard input does; a search under way ends after its trial."
+    )]
+    Mcp,
     /// Prints a shell's completion script.
     #[command(
         after_help = "Examples:\n  amk completions bash > ~/.local/share/bash-completion/completions/amk\n  \
@@ -169,17 +186,20 @@ pub(crate) enum RunsCommand {
 }
 
 /// Searches.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct RunsArgs {
     /// Ledgers, folders of a search, or folders of such folders. Default: runs.
     #[arg(value_name = "PATH")]
+    #[serde(default)]
     pub(crate) paths: Vec<PathBuf>,
 }
 
 /// What runs the model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub(crate) enum DeviceChoice {
     /// The GPU if there is one, else the CPU.
+    #[default]
     Auto,
     /// The reference machine; latencies are predicted.
     Cpu,
@@ -190,42 +210,51 @@ pub(crate) enum DeviceChoice {
 }
 
 /// The model and where it is to run.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ModelArgs {
     /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json) or a preset: toy, toy-2l, smollm2-135m, qwen3-0.6b,
     /// llama-3.2-1b, qwen3-1.7b, qwen3-4b, llama-3.1-8b, qwen3-8b.
     #[arg(long, value_name = "DIR|PRESET")]
     pub(crate) model: String,
     #[command(flatten)]
+    #[serde(flatten)]
     pub(crate) place: PlaceArgs,
 }
 
 /// Where a model is to run.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct PlaceArgs {
     /// The GPU to schedule for: h200, h100, a100, l40s, rtx4090, rtx5090, b200. Default: the live device, else h200.
     #[arg(long, value_name = "GPU")]
+    #[schemars(extend("enum" = target_names()))]
     pub(crate) target: Option<String>,
-    /// What runs the model.
+    /// What runs the model: auto (the GPU if there is one, else the CPU), cpu (the reference machine; latencies are predicted) or cuda.
     #[arg(long, value_enum, default_value_t = DeviceChoice::Auto)]
+    #[serde(default)]
+    #[schemars(with = "Option<String>", extend("enum" = ["auto", "cpu", "cuda"], "type" = "string"))]
     pub(crate) device: DeviceChoice,
     /// Tokens that the key/value cache holds. Default: the model's positions, at most 4096.
     #[arg(long, value_name = "TOKENS")]
+    #[schemars(range(min = 1))]
     pub(crate) kv_capacity: Option<u32>,
 }
 
-/// A schedule from a file.
-#[derive(Debug, Args)]
+/// A schedule.
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ConfigArgs {
     /// A JSON file with any subset of the knobs, or - for standard input. Default: for `bench` and `generate` the schedule shipped for the model and GPU, if there is one; else the neutral schedule.
     #[arg(long, value_name = "FILE|-")]
-    pub(crate) config: Option<PathBuf>,
+    #[schemars(
+        description = "The schedule: an object with any subset of the knobs, such as {\"pipeline\": {\"stages\": 4}}, or the path of a JSON file with one. Default: the neutral schedule."
+    )]
+    pub(crate) config: Option<ConfigSource>,
 }
 
 /// Arguments of `propose`.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ProposeArgs {
     #[command(flatten)]
+    #[serde(flatten)]
     pub(crate) model: ModelArgs,
     /// A search's ledger, whose incumbent is proposed instead of the neutral schedule.
     #[arg(long, value_name = "FILE")]
@@ -233,24 +262,28 @@ pub(crate) struct ProposeArgs {
 }
 
 /// Arguments of `evaluate`.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct EvaluateArgs {
     #[command(flatten)]
+    #[serde(flatten)]
     pub(crate) model: ModelArgs,
     #[command(flatten)]
+    #[serde(flatten)]
     pub(crate) config: ConfigArgs,
     /// What the gate's tokens are drawn with.
     #[arg(long, default_value_t = 0)]
+    #[serde(default)]
     pub(crate) seed: u64,
 }
 
 /// Arguments of `loop`.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct LoopArgs {
     /// A Hugging Face folder or a preset. Default: smollm2-135m, or the resumed search's.
     #[arg(long, value_name = "DIR|PRESET")]
     pub(crate) model: Option<String>,
     #[command(flatten)]
+    #[serde(flatten)]
     pub(crate) place: PlaceArgs,
     /// When to end: a number of trials (64) or a time (90s, 10m, 2h). Default: 64, or the resumed search's.
     #[arg(long, value_name = "TRIALS|TIME")]
@@ -260,16 +293,57 @@ pub(crate) struct LoopArgs {
     pub(crate) seed: Option<u64>,
     /// The least gain worth keeping, in per cent. Default: 1 when measured, 0.1 when predicted.
     #[arg(long, value_name = "PERCENT")]
+    #[schemars(range(min = 0), extend("exclusiveMaximum" = 100))]
     pub(crate) min_gain: Option<f64>,
     /// Continue the search in --out (default: the latest one in runs/).
     #[arg(long)]
+    #[serde(default)]
     pub(crate) resume: bool,
     /// Where the ledger, the table and the best schedule go. Default: a new folder in runs/.
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Option<PathBuf>,
     /// Where the table of trials goes. Default: OUT/results.tsv.
     #[arg(long, value_name = "FILE")]
+    #[serde(skip)]
     pub(crate) results: Option<PathBuf>,
+}
+
+/// Arguments of `explain`.
+#[derive(Debug, Args, Deserialize, JsonSchema)]
+pub(crate) struct ExplainArgs {
+    /// A knob's path, a rule's id, a trap's name, an exit code or a word of the glossary. Default: lists them all.
+    pub(crate) name: Option<String>,
+}
+
+/// Arguments of `diff`.
+#[derive(Debug, Args, Deserialize, JsonSchema)]
+pub(crate) struct DiffArgs {
+    /// A schedule (JSON: a config, or any subset of one) or a program (.amk, .amkp).
+    pub(crate) a: ConfigSource,
+    /// What it is compared with: another of the same kind.
+    pub(crate) b: ConfigSource,
+    /// Lower both schedules for this model and compare the programs and their predicted latencies too.
+    #[arg(long, value_name = "DIR|PRESET")]
+    pub(crate) model: Option<String>,
+    /// The GPU that they are lowered for: h200, h100, a100, l40s, rtx4090, rtx5090, b200. Default: h200.
+    #[arg(long, value_name = "GPU", requires = "model")]
+    #[schemars(extend("enum" = target_names()))]
+    pub(crate) target: Option<String>,
+    /// Print the document on standard output (the default; kept for scripts that say what they want).
+    #[arg(long)]
+    #[serde(skip)]
+    pub(crate) json: bool,
+}
+
+/// Arguments of `report`.
+#[derive(Debug, Args)]
+pub(crate) struct ReportArgs {
+    /// Ledgers, folders of a search, or folders of such folders.
+    #[arg(required = true, value_name = "RUN")]
+    pub(crate) runs: Vec<PathBuf>,
+    /// The page to write. Default: report.html here.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) out: Option<PathBuf>,
 }
 
 /// Arguments of `generate`.
@@ -372,7 +446,7 @@ pub(crate) struct TraceArgs {
     pub(crate) model: ModelArgs,
     /// Schedules (JSON files) to time and to take apart, one after the other. Default: the shipped one.
     #[arg(long, value_name = "FILE")]
-    pub(crate) config: Vec<PathBuf>,
+    pub(crate) config: Vec<ConfigSource>,
     /// Write every record of one step of the last schedule: a table with a line a task, times in nanoseconds.
     #[arg(long, value_name = "FILE")]
     pub(crate) records: Option<PathBuf>,
@@ -461,4 +535,9 @@ pub(crate) struct ExportArgs {
     /// The folder to write; it must not exist, or be empty.
     #[arg(long, value_name = "DIR")]
     pub(crate) out: PathBuf,
+}
+
+/// The targets that there are, and nothing, which is to take the default.
+fn target_names() -> Vec<Option<&'static str>> {
+    ir::Target::names().map(Some).chain([None]).collect()
 }

@@ -111,6 +111,9 @@ fn every_command_has_help_with_examples() {
         "interpret",
         "export",
         "explain",
+        "diff",
+        "report",
+        "mcp",
         "completions",
     ];
     let all = amk(&["--help"]);

@@ -1,6 +1,7 @@
 //! What the ledger keeps of a trial, and what a search concludes.
 
 use ir::schedule::ScheduleConfig;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -214,7 +215,7 @@ pub struct Trial {
 }
 
 /// The champion, once more: on fresh tokens and, where there is a device, against the baseline.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Confirmation {
     /// Trials that were finished.
     pub trials: u64,

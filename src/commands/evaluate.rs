@@ -6,14 +6,19 @@ use search::{Device, Dropped, Expected, Gate, Timing, Verdict};
 use crate::cli::EvaluateArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
+use crate::report::{self, Answer};
 
 /// Tokens of context that predictions are made for.
-const PREDICTED_POSITION: u32 = 128;
+pub(super) const PREDICTED_POSITION: u32 = 128;
 
 pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
+    answer(args)?.print()
+}
+
+/// The verdict on one schedule.
+pub(crate) fn answer(args: &EvaluateArgs) -> Result<Answer<Verdict>, Failure> {
     let context = Context::new(&args.model)?;
-    let config = context.config(args.config.config.as_deref())?;
+    let config = context.config(args.config.config.as_ref())?;
     let mut device = context.open()?;
     let config = match config {
         Ok(config) => config,
@@ -22,8 +27,7 @@ pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
             let mut verdict = Verdict::new(&context.graph().name, &context.target.name, &name);
             search::assess::refuse(&mut verdict, &Dropped::Rejected(violations.clone()));
             say_violations(&violations);
-            report::document(&verdict)?;
-            return Ok(Exit::No);
+            return Ok(Answer { document: verdict, exit: Exit::No });
         }
     };
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
@@ -39,8 +43,8 @@ pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
         stop_on_our_fault(dropped)?;
     }
     say(&verdict);
-    report::document(&verdict)?;
-    Ok(if verdict.correct && outcome.is_ok() { Exit::Yes } else { Exit::No })
+    let exit = if verdict.correct && outcome.is_ok() { Exit::Yes } else { Exit::No };
+    Ok(Answer { document: verdict, exit })
 }
 
 /// A gate for a model: the expected values are computed here.

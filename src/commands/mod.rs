@@ -3,16 +3,18 @@
 mod bench;
 mod bundle;
 mod calibrate;
+pub(crate) mod diff;
 mod doctor;
-mod evaluate;
-mod explain;
+pub(crate) mod evaluate;
+pub(crate) mod explain;
 mod export;
 mod generate;
+mod html;
 mod program;
-mod propose;
-mod runs;
+pub(crate) mod propose;
+pub(crate) mod runs;
 mod sample;
-mod search_loop;
+pub(crate) mod search_loop;
 mod trace;
 
 use clap::CommandFactory;
@@ -28,8 +30,8 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Propose(args) => propose::run(&args),
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Loop(args) => search_loop::run(&args),
-        Command::Runs { command: RunsCommand::Verify(args) } => runs::verify(&args),
-        Command::Runs { command: RunsCommand::List(args) } => runs::list(&args),
+        Command::Runs { command: RunsCommand::Verify(args) } => runs::verify(&args)?.print(),
+        Command::Runs { command: RunsCommand::List(args) } => runs::list(&args)?.print(),
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Bundle(args) => bundle::run(&args),
@@ -41,7 +43,10 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Disasm(args) => program::disasm(&args),
         Command::Interpret(args) => program::interpret(&args),
         Command::Export(args) => export::run(&args),
-        Command::Explain { name } => explain::run(name.as_deref()),
+        Command::Explain(args) => explain::run(&args),
+        Command::Diff(args) => diff::run(&args),
+        Command::Report(args) => html::run(&args),
+        Command::Mcp => crate::mcp::serve(),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "amk", &mut script);

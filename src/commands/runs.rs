@@ -3,18 +3,63 @@
 use std::path::{Path, PathBuf};
 
 use corpus::CorpusError;
+use schemars::JsonSchema;
 use search::{Audit, LatencyKind, Row, Terms, Timing};
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::Value;
 
 use crate::cli::RunsArgs;
-use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
+use crate::failure::{Exit, Failure};
+use crate::report::{self, Answer};
 
 /// The file that makes a folder a search.
 const LEDGER: &str = "ledger.jsonl";
 
 /// Folder of the searches when none is named.
 const RUNS: &str = "runs";
+
+/// Searches on the disk.
+#[derive(Debug, Serialize, JsonSchema)]
+pub(crate) struct Runs {
+    #[schemars(extend("const" = "amk.runs.v1"))]
+    schema: &'static str,
+    /// One for each ledger.
+    runs: Vec<Run>,
+}
+
+/// One of them.
+#[derive(Debug, Serialize, JsonSchema)]
+struct Run {
+    /// Its file.
+    ledger: PathBuf,
+    /// Whether the chain is whole and every row follows from its samples.
+    holds: bool,
+    /// The first line that does not hold, from one.
+    line: Option<usize>,
+    /// Why it does not.
+    reason: Option<String>,
+    /// Trials up to there.
+    trials: usize,
+    /// Whether an unfinished row at its end was left out.
+    torn: bool,
+    model: Option<Value>,
+    target: Option<Value>,
+    device: Option<Value>,
+    latency_kind: Option<Value>,
+    /// Latency of the schedule that leads, in microseconds a token.
+    best_us: Option<f64>,
+}
+
+impl Runs {
+    /// Why the first ledger that does not hold does not.
+    pub(crate) fn first_reason(&self) -> Option<String> {
+        self.runs.iter().find_map(|run| run.reason.clone())
+    }
+
+    fn of(found: &[Found]) -> Self {
+        Self { schema: "amk.runs.v1", runs: found.iter().map(Found::document).collect() }
+    }
+}
 
 /// What is wrong with a ledger.
 struct Finding {
@@ -35,36 +80,33 @@ struct Found {
 }
 
 /// Checks ledgers: the chain, the head, and that every row follows from its samples.
-pub(crate) fn verify(args: &RunsArgs) -> Outcome {
+pub(crate) fn verify(args: &RunsArgs) -> Result<Answer<Runs>, Failure> {
     let mut exit = Exit::Yes;
-    let mut documents = Vec::new();
+    let mut all = Vec::new();
     for path in ledgers(&args.paths)? {
         let found = look(&path);
         say(&found);
-        documents.push(found.to_json());
         if let Some(finding) = &found.finding
             && exit != Exit::Integrity
         {
             exit = finding.exit;
         }
+        all.push(found);
     }
-    report::document(&json!({"schema": "amk.runs.v1", "runs": documents}))?;
-    Ok(exit)
+    Ok(Answer { document: Runs::of(&all), exit })
 }
 
 /// Lists ledgers, whole or not.
-pub(crate) fn list(args: &RunsArgs) -> Outcome {
+pub(crate) fn list(args: &RunsArgs) -> Result<Answer<Runs>, Failure> {
     let found: Vec<Found> = ledgers(&args.paths)?.iter().map(|path| look(path)).collect();
     let rows: Vec<(String, String)> =
         found.iter().map(|found| (found.path.display().to_string(), found.line())).collect();
     report::table(&rows);
-    let documents: Vec<Value> = found.iter().map(Found::to_json).collect();
-    report::document(&json!({"schema": "amk.runs.v1", "runs": documents}))?;
-    Ok(Exit::Yes)
+    Ok(Answer { document: Runs::of(&found), exit: Exit::Yes })
 }
 
 /// The ledgers that are meant: files, folders of one search, folders of many.
-fn ledgers(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
+pub(crate) fn ledgers(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
     let all = [PathBuf::from(RUNS)];
     let mut found = Vec::new();
     for path in if paths.is_empty() { &all } else { paths } {
@@ -194,19 +236,20 @@ impl Found {
         )
     }
 
-    fn to_json(&self) -> Value {
-        json!({
-            "ledger": self.path,
-            "holds": self.finding.is_none(),
-            "line": self.finding.as_ref().and_then(|finding| finding.line),
-            "reason": self.finding.as_ref().map(|finding| &finding.reason),
-            "trials": self.trials,
-            "torn": self.torn,
-            "model": self.header.get("model"),
-            "target": self.header.get("target"),
-            "device": self.header.get("device"),
-            "latency_kind": self.header.get("latency_kind"),
-            "best_us": self.best_us,
-        })
+    fn document(&self) -> Run {
+        let said = |key: &str| self.header.get(key).cloned();
+        Run {
+            ledger: self.path.clone(),
+            holds: self.finding.is_none(),
+            line: self.finding.as_ref().and_then(|finding| finding.line),
+            reason: self.finding.as_ref().map(|finding| finding.reason.clone()),
+            trials: self.trials,
+            torn: self.torn,
+            model: said("model"),
+            target: said("target"),
+            device: said("device"),
+            latency_kind: said("latency_kind"),
+            best_us: self.best_us,
+        }
     }
 }

@@ -110,7 +110,7 @@ fn programs_are_compared_task_by_task() {
     );
     let rows = tasks("rows.amkp");
     assert!(count(&rows, "added") > 0 && count(&rows, "removed") > 0, "{rows}");
-    assert!(rows["examples"].as_array().unwrap().len() <= 12);
+    assert!((1..=16).contains(&rows["examples"].as_array().unwrap().len()));
     for diff in [moved, tagged, rows] {
         let of_a = count(&diff, "same") + count(&diff, "removed");
         assert!(of_a <= count(&diff, "a"), "{diff}");

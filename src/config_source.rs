@@ -77,11 +77,14 @@ impl From<OsString> for ConfigSource {
 
 impl<'de> Deserialize<'de> for ConfigSource {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        match Value::deserialize(deserializer)? {
-            Value::Object(config) => Ok(Self::Inline(config)),
-            Value::String(path) => Ok(Self::File(PathBuf::from(path))),
-            _ => Err(serde::de::Error::custom("neither a config object nor a path")),
+        let given = Value::deserialize(deserializer)?;
+        if let Some(path) = given.as_str() {
+            return Ok(Self::File(PathBuf::from(path)));
         }
+        let Value::Object(config) = given else {
+            return Err(serde::de::Error::custom("neither a config object nor a path"));
+        };
+        Ok(Self::Inline(config))
     }
 }
 

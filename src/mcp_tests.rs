@@ -308,6 +308,24 @@ fn is_progress(message: &Value) -> bool {
     message["method"] == "notifications/progress"
 }
 
+/// While a search runs, others are answered, and what would disturb it is refused at once.
+fn leaves_room(server: &mut Server, folder: &Path) {
+    let ping = server.request("ping", json!({}));
+    server.result(ping);
+    let status = server.call("status", json!({}));
+    assert_eq!(
+        (&status["doing"], &status["search"]["state"]),
+        (&json!("searching"), &json!("running"))
+    );
+    assert!(status["search"]["best_us"].as_f64().unwrap() > 0.0);
+    for (tool, arguments) in [("evaluate", toy(json!({}))), ("loop", toy(json!({"out": "other"})))]
+    {
+        let error = server.refused(tool, arguments);
+        assert!(error["message"].as_str().unwrap().starts_with("busy: a search"), "{error}");
+    }
+    assert!(!folder.join("other").exists());
+}
+
 #[test]
 fn a_search_reports_leaves_room_is_cancelled_and_goes_on() {
     let dir = folder();
@@ -330,22 +348,7 @@ fn a_search_reports_leaves_room_is_cancelled_and_goes_on() {
         );
         assert!(trials(&ledger) as f64 >= before, "told before it was on the disk");
     }
-    // Others are answered meanwhile, and what would disturb it is refused at once.
-    let ping = server.request("ping", json!({}));
-    server.result(ping);
-    let status = server.call("status", json!({}));
-    assert_eq!(
-        (&status["doing"], &status["search"]["state"]),
-        (&json!("searching"), &json!("running"))
-    );
-    assert!(status["search"]["best_us"].as_f64().unwrap() > 0.0);
-    for (tool, arguments) in [("evaluate", toy(json!({}))), ("loop", toy(json!({"out": "other"})))]
-    {
-        let error = server.refused(tool, arguments);
-        assert!(error["message"].as_str().unwrap().starts_with("busy: a search"), "{error}");
-    }
-    assert!(!dir.path().join("other").exists());
-
+    leaves_room(&mut server, dir.path());
     server.send(&json!({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": search, "reason": "enough"}}));
     let began = Instant::now();
     let ended = loop {

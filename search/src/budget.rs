@@ -85,10 +85,8 @@ impl fmt::Display for Budget {
 
 impl<'de> Deserialize<'de> for Budget {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let text = match Value::deserialize(deserializer)? {
-            Value::String(text) => text,
-            other => other.to_string(),
-        };
+        let value = Value::deserialize(deserializer)?;
+        let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         text.parse().map_err(serde::de::Error::custom)
     }
 }

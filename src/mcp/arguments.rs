@@ -59,23 +59,17 @@ pub(super) fn against(validator: &Validator, schema: &Value, arguments: &Value) 
     let mut problems = Vec::new();
     for error in validator.iter_errors(arguments) {
         let at = error.instance_path().to_string().trim_start_matches('/').replace('/', ".");
-        match error.kind() {
-            Kind::AdditionalProperties { unexpected } => {
-                problems.extend(unexpected.iter().map(|name| unknown(name, schema, arguments)));
-            }
-            Kind::Required { property } => {
-                let name = property.as_str().unwrap_or_default();
-                let mut problem = Problem::new(name, &Value::Null, "it is missing");
-                problem.legal = described(schema, name);
-                problems.push(problem);
-            }
-            _ => {
-                let name = at.split('.').next().unwrap_or_default();
-                let mut problem = Problem::new(&at, error.instance(), error.to_string());
-                problem.legal = described(schema, name);
-                problems.push(problem);
-            }
+        if let Kind::AdditionalProperties { unexpected } = error.kind() {
+            problems.extend(unexpected.iter().map(|name| unknown(name, schema, arguments)));
+            continue;
         }
+        let mut problem = if let Kind::Required { property } = error.kind() {
+            Problem::new(property.as_str().unwrap_or_default(), &Value::Null, "it is missing")
+        } else {
+            Problem::new(at, error.instance(), error.to_string())
+        };
+        problem.legal = described(schema, problem.at.split('.').next().unwrap_or_default());
+        problems.push(problem);
     }
     problems
 }

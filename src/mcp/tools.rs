@@ -199,15 +199,11 @@ fn entry<A: JsonSchema, D: JsonSchema>(
 }
 
 fn object(schema: Schema) -> JsonObject {
-    match schema.to_value() {
-        Value::Object(mut object) => {
-            // The type's name and sentence are ours; the tool has its own.
-            object.remove("title");
-            object.remove("description");
-            object
-        }
-        _ => Map::new(),
-    }
+    let Value::Object(mut object) = schema.to_value() else { return Map::new() };
+    // The type's name and sentence are ours; the tool has its own.
+    object.remove("title");
+    object.remove("description");
+    object
 }
 
 #[cfg(test)]

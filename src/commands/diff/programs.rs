@@ -9,8 +9,8 @@ use serde::Serialize;
 
 use crate::report;
 
-/// Tasks that are named; the rest are counted.
-const EXAMPLES_MAX: usize = 12;
+/// Tasks that are named of each opcode; the rest are counted.
+const EXAMPLES_MAX: u64 = 2;
 
 /// How two programs differ.
 #[derive(Debug, Serialize, JsonSchema)]
@@ -25,10 +25,13 @@ pub(crate) struct ProgramDiff {
     slots_added: Vec<String>,
     /// Names of slots that only the first has.
     slots_removed: Vec<String>,
-    /// The first tasks that differ, each in a line.
+    /// The first tasks of each opcode that differ, each in a line.
     examples: Vec<String>,
     /// Differing tasks that are not among the examples.
     more: u64,
+    /// Examples of each opcode.
+    #[serde(skip)]
+    named: BTreeMap<&'static str, u64>,
 }
 
 /// Tasks of two programs.
@@ -111,6 +114,7 @@ impl ProgramDiff {
             slots_removed: only(a, b),
             examples: Vec::new(),
             more: 0,
+            named: BTreeMap::new(),
         };
         let none = Vec::new();
         for work in works {
@@ -151,23 +155,27 @@ impl ProgramDiff {
                         u64::from((&form.reads, &form.writes) != (&other.reads, &other.writes));
                     counts.sync +=
                         u64::from((&form.waits, form.signals) != (&other.waits, other.signals));
-                    self.example(|| format!("{}: {}", said(work), changes(form, other)));
+                    self.example(work.0, || format!("{}: {}", said(work), changes(form, other)));
                 }
                 None => {
                     counts.removed += 1;
-                    self.example(|| format!("{}: removed from worker {}", said(work), form.worker));
+                    self.example(work.0, || {
+                        format!("{}: removed from worker {}", said(work), form.worker)
+                    });
                 }
             }
         }
         for form in left {
             counts.added += 1;
-            self.example(|| format!("{}: added on worker {}", said(work), form.worker));
+            self.example(work.0, || format!("{}: added on worker {}", said(work), form.worker));
         }
         self.by_opcode.entry(work.0).or_default().add(&counts);
     }
 
-    fn example(&mut self, line: impl FnOnce() -> String) {
-        if self.examples.len() < EXAMPLES_MAX {
+    fn example(&mut self, opcode: &'static str, line: impl FnOnce() -> String) {
+        let named = self.named.entry(opcode).or_default();
+        if *named < EXAMPLES_MAX {
+            *named += 1;
             self.examples.push(line());
         } else {
             self.more += 1;

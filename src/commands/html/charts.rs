@@ -1,7 +1,10 @@
 //! The charts, as SVG inside the page. Ink and grid take the page's colours, so that they follow light and dark; no text here comes from
 //! a ledger.
 
+use std::ops::Range;
+
 use plotters::coord::Shift;
+use plotters::coord::types::RangedCoordf64;
 use plotters::prelude::*;
 use search::{Outcome, Trial};
 
@@ -73,6 +76,62 @@ fn label() -> TextStyle<'static> {
     ("sans-serif", 14).into_font().color(&INK)
 }
 
+/// What stands beside a chart.
+struct Axes<'a> {
+    x: &'a str,
+    x_label: &'a dyn Fn(&f64) -> String,
+    /// None where the rows of the chart have names.
+    y: Option<YAxis<'a>>,
+    /// Room at the left.
+    left: u32,
+}
+
+struct YAxis<'a> {
+    words: &'a str,
+    label: &'a dyn Fn(&f64) -> String,
+}
+
+type Framed<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
+
+/// A chart with its axes and its grid.
+fn framed<'a, 'b>(
+    area: &'a Area<'b>,
+    x: Range<f64>,
+    y: Range<f64>,
+    axes: &Axes<'_>,
+) -> Result<Framed<'a, 'b>, Box<dyn std::error::Error>> {
+    let mut builder = ChartBuilder::on(area);
+    let sized = builder.margin(12).x_label_area_size(44).y_label_area_size(axes.left);
+    let mut chart = sized.build_cartesian_2d(x, y)?;
+    let mut mesh = chart.configure_mesh();
+    mesh.bold_line_style(GRID)
+        .light_line_style(TRANSPARENT)
+        .axis_style(INK)
+        .label_style(label())
+        .axis_desc_style(label())
+        .x_labels(9)
+        .x_label_formatter(axes.x_label)
+        .x_desc(axes.x);
+    match &axes.y {
+        Some(y) => mesh.y_labels(8).y_label_formatter(y.label).y_desc(y.words),
+        None => mesh.disable_y_mesh().disable_y_axis().y_labels(0),
+    };
+    mesh.draw()?;
+    drop(mesh);
+    Ok(chart)
+}
+
+/// The line of the leader: level until somebody else leads.
+fn steps(leaders: &[(f64, f64, Outcome)], last: f64) -> Vec<(f64, f64)> {
+    let mut line: Vec<(f64, f64)> = Vec::new();
+    for &(x, y, _) in leaders {
+        line.extend(line.last().map(|&(_, before)| (x, before)));
+        line.push((x, y));
+    }
+    line.extend(line.last().map(|&(_, best)| (last, best)));
+    line
+}
+
 /// Latencies over trials: every one, those that led, the leader of each moment, and the floor.
 pub(super) fn progress(run: &Run) -> Option<Chart> {
     let us = |trial: &Trial| trial.verdict.latency_us;
@@ -96,25 +155,12 @@ pub(super) fn progress(run: &Run) -> Option<Chart> {
     let above = others.iter().filter(|point| point.1 > top).count();
     let last = run.trials.last()?.trial.max(1) as f64;
     let svg = draw(380, "Latency of every trial", |area| {
-        let mut chart = ChartBuilder::on(area)
-            .margin(12)
-            .x_label_area_size(44)
-            .y_label_area_size(70)
-            .build_cartesian_2d(-0.01 * last..1.02 * last, bottom..top)?;
-        chart
-            .configure_mesh()
-            .bold_line_style(GRID)
-            .light_line_style(TRANSPARENT)
-            .axis_style(INK)
-            .label_style(label())
-            .axis_desc_style(label())
-            .x_labels(10)
-            .y_labels(8)
-            .x_label_formatter(&|x| format!("{x:.0}"))
-            .y_label_formatter(&|y| figure(*y))
-            .x_desc("trial")
-            .y_desc(format!("{} latency, us a token", run.kind()))
-            .draw()?;
+        let y_axis = YAxis {
+            words: &format!("{} latency, us a token", run.kind()),
+            label: &|y| tick(*y, top - bottom),
+        };
+        let axes = Axes { x: "trial", x_label: &|x| format!("{x:.0}"), y: Some(y_axis), left: 70 };
+        let mut chart = framed(area, -0.01 * last..1.02 * last, bottom..top, &axes)?;
         if near {
             chart.draw_series(LineSeries::new(
                 [(0.0, floor), (last, floor)],
@@ -133,12 +179,7 @@ pub(super) fn progress(run: &Run) -> Option<Chart> {
                 chart.draw_series([Circle::new((*x, *y), 2, colour.filled())])?;
             }
         }
-        let mut steps = Vec::new();
-        for pair in leaders.windows(2) {
-            steps.extend([(pair[0].0, pair[0].1), (pair[1].0, pair[0].1)]);
-        }
-        steps.extend([(leaders[leaders.len() - 1].0, best), (last, best)]);
-        chart.draw_series(LineSeries::new(steps, KEPT.stroke_width(2)))?;
+        chart.draw_series(LineSeries::new(steps(&leaders, last), KEPT.stroke_width(2)))?;
         chart.draw_series(leaders.iter().map(|p| Circle::new((p.0, p.1), 4, KEPT.filled())))?;
         Ok(())
     });
@@ -177,25 +218,10 @@ pub(super) fn gains(run: &Run) -> Option<Chart> {
     }
     let last = run.trials.last()?.trial.max(1) as f64;
     let svg = draw(320, "Gain of every trial over the schedule that led", |area| {
-        let mut chart = ChartBuilder::on(area)
-            .margin(12)
-            .x_label_area_size(44)
-            .y_label_area_size(70)
-            .build_cartesian_2d(-0.01 * last..1.02 * last, bottom..top)?;
-        chart
-            .configure_mesh()
-            .bold_line_style(GRID)
-            .light_line_style(TRANSPARENT)
-            .axis_style(INK)
-            .label_style(label())
-            .axis_desc_style(label())
-            .x_labels(10)
-            .y_labels(8)
-            .x_label_formatter(&|x| format!("{x:.0}"))
-            .y_label_formatter(&|y| format!("{y:+.0} %"))
-            .x_desc("trial")
-            .y_desc("time saved over the leader")
-            .draw()?;
+        let y_axis =
+            YAxis { words: "time saved over the leader", label: &|y| format!("{y:+.0} %") };
+        let axes = Axes { x: "trial", x_label: &|x| format!("{x:.0}"), y: Some(y_axis), left: 70 };
+        let mut chart = framed(area, -0.01 * last..1.02 * last, bottom..top, &axes)?;
         chart.draw_series(LineSeries::new([(0.0, 0.0), (last, 0.0)], INK.stroke_width(1)))?;
         for (x, [low, middle, high], outcome) in shown.iter().chain(&kept) {
             let colour = match outcome.leads() {
@@ -242,30 +268,14 @@ pub(super) fn knobs(effects: &[Effect]) -> Option<Chart> {
     let height = 90 + 26 * known.len() as u32;
     let margin = 0.06 * (high - low);
     let svg = draw(height, "Gain of each knob changed alone", |area| {
-        let mut chart = ChartBuilder::on(area)
-            .margin(12)
-            .x_label_area_size(44)
-            .y_label_area_size(230)
-            .build_cartesian_2d(low - margin..high + margin, 0.0..rows)?;
-        chart
-            .configure_mesh()
-            .disable_y_mesh()
-            .disable_y_axis()
-            .y_labels(0)
-            .bold_line_style(GRID)
-            .light_line_style(TRANSPARENT)
-            .axis_style(INK)
-            .label_style(label())
-            .axis_desc_style(label())
-            .x_labels(8)
-            .x_label_formatter(&|x| format!("{x:+.0} %"))
-            .x_desc("time saved over the leader, this knob changed alone")
-            .draw()?;
+        let words = "time saved over the leader, this knob changed alone";
+        let axes = Axes { x: words, x_label: &|x| format!("{x:+.0} %"), y: None, left: 230 };
+        let mut chart = framed(area, low - margin..high + margin, 0.0..rows, &axes)?;
         chart.draw_series(LineSeries::new([(0.0, 0.0), (0.0, rows)], INK.stroke_width(1)))?;
         for (index, effect) in known.iter().enumerate() {
             let y = rows - index as f64 - 0.5;
             let (least, most) = (effect.alone[0], effect.alone[effect.alone.len() - 1]);
-            let colour = if effect.kept > 0 { KEPT } else { REVERTED };
+            let colour = if most > 0.0 { KEPT } else { REVERTED };
             let span = vec![(least, y), (most, y)];
             chart.draw_series([PathElement::new(span, colour.stroke_width(4))])?;
             if let Some(median) = effect.median() {
@@ -292,25 +302,9 @@ pub(super) fn floor(run: &Run) -> Option<Chart> {
     let bars = [("default", first, REVERTED), ("best", best, KEPT), ("floor", floor, FLOOR)];
     let svg = draw(200, "The default, the best and the floor", |area| {
         let most = 1.18 * first.max(best);
-        let mut chart = ChartBuilder::on(area)
-            .margin(12)
-            .x_label_area_size(44)
-            .y_label_area_size(90)
-            .build_cartesian_2d(0.0..most, 0.0..3.0_f64)?;
-        chart
-            .configure_mesh()
-            .disable_y_mesh()
-            .disable_y_axis()
-            .y_labels(0)
-            .bold_line_style(GRID)
-            .light_line_style(TRANSPARENT)
-            .axis_style(INK)
-            .label_style(label())
-            .axis_desc_style(label())
-            .x_labels(8)
-            .x_label_formatter(&|x| figure(*x))
-            .x_desc(format!("{} latency, us a token (the floor: bytes over bandwidth)", run.kind()))
-            .draw()?;
+        let words = format!("{} latency, us a token (the floor: bytes over bandwidth)", run.kind());
+        let axes = Axes { x: &words, x_label: &|x| tick(*x, most), y: None, left: 90 };
+        let mut chart = framed(area, 0.0..most, 0.0..3.0, &axes)?;
         for (index, (name, us, colour)) in bars.iter().enumerate() {
             let y = 2.5 - index as f64;
             chart
@@ -322,6 +316,18 @@ pub(super) fn floor(run: &Run) -> Option<Chart> {
         Ok(())
     });
     Some(Chart { svg, note: None })
+}
+
+/// A label of an axis that spans so much: all of them with equally many digits.
+fn tick(value: f64, span: f64) -> String {
+    let digits = if span >= 20.0 {
+        0
+    } else if span >= 2.0 {
+        1
+    } else {
+        3
+    };
+    format!("{:.digits$}", value + 0.0)
 }
 
 /// A figure with as many digits as say something.

@@ -118,7 +118,7 @@ fn facts(out: &mut String, run: &Run) {
         (format!("best, {}, a token", run.kind()), shown(best)),
         ("its 99 % interval".to_owned(), interval),
         (format!("default, {}, a token", run.kind()), shown(first)),
-        ("time saved".to_owned(), saved),
+        (format!("time saved, {}", run.kind()), saved),
         ("of the floor".to_owned(), share.map_or("-".to_owned(), |share| format!("{share:.1} %"))),
         ("the champion, once more".to_owned(), confirmed),
         ("trials".to_owned(), run.trials.len().to_string()),
@@ -209,7 +209,9 @@ fn knob_table(out: &mut String, effects: &[Effect]) {
         "<div class=\"scroll\"><table>\n<tr><th>knob</th><th class=\"n\">trials that changed it</th><th class=\"n\">kept</th>\
          <th class=\"n\">alone</th><th class=\"n\">worst</th><th class=\"n\">middle</th><th class=\"n\">best</th></tr>\n",
     );
-    let percent = |value: Option<f64>| value.map_or("-".to_owned(), |v| format!("{v:+.2} %"));
+    // What rounds to nothing has no sign.
+    let signed = |v: f64| if v.abs() < 0.005 { "0.00 %".to_owned() } else { format!("{v:+.2} %") };
+    let percent = |value: Option<f64>| value.map_or("-".to_owned(), signed);
     for effect in effects {
         let _ = writeln!(
             out,
@@ -261,13 +263,12 @@ fn machine(out: &mut String, run: &Run) {
     out.push_str("<h3>The machine and the terms</h3>\n<div class=\"scroll\"><table>\n");
     let mut rows = Vec::new();
     for (key, value) in run.header.as_object().into_iter().flatten() {
-        match value {
-            Value::Object(inner) => {
-                rows.extend(
-                    inner.iter().map(|(name, value)| (format!("{key}: {name}"), word(Some(value)))),
-                );
-            }
-            value => rows.push((key.clone(), word(Some(value)))),
+        if let Value::Object(inner) = value {
+            let named =
+                |(name, value): (&String, &Value)| (format!("{key}: {name}"), word(Some(value)));
+            rows.extend(inner.iter().map(named));
+        } else {
+            rows.push((key.clone(), word(Some(value))));
         }
     }
     for (name, value) in rows {

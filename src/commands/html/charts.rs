@@ -192,7 +192,7 @@ pub(super) fn progress(run: &Run) -> Option<Chart> {
         ));
     }
     if above > 0 {
-        notes.push(format!("{above} trials lie above the chart (triangles at its edge)"));
+        notes.push(format!("above the chart, as triangles at its edge: {above}"));
     }
     if !near {
         notes.push(format!("the floor, {} us, lies far below the chart", figure(floor)));
@@ -247,7 +247,7 @@ pub(super) fn gains(run: &Run) -> Option<Chart> {
         ));
     }
     if below > 0 {
-        notes.push(format!("{below} losses lie below the chart and are drawn at its edge"));
+        notes.push(format!("below the chart, drawn at its edge: {below}"));
     }
     if !run.is_measured() {
         notes.push("predictions have no interval".to_owned());

@@ -119,7 +119,10 @@ fn facts(out: &mut String, run: &Run) {
         ("its 99 % interval".to_owned(), interval),
         (format!("default, {}, a token", run.kind()), shown(first)),
         (format!("time saved, {}", run.kind()), saved),
-        ("of the floor".to_owned(), share.map_or("-".to_owned(), |share| format!("{share:.1} %"))),
+        (
+            "of the floor reached".to_owned(),
+            share.map_or("-".to_owned(), |share| format!("{share:.1} %")),
+        ),
         ("the champion, once more".to_owned(), confirmed),
         ("trials".to_owned(), run.trials.len().to_string()),
         ("kept".to_owned(), count(&|trial| trial.outcome == Outcome::Kept).to_string()),

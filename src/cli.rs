@@ -58,6 +58,17 @@ pub(crate) enum Command {
         trial with exit code 130; --resume goes on without repeating a finished trial. A trial is a schedule that lowers to a new\n\
         program or kernel; illegal and repeated proposals cost none.")]
     Loop(LoopArgs),
+    /// What all searches found, in one SQLite file: shows, checks, imports, exports.
+    #[command(
+        after_help = "Examples:\n  amk corpus show\n  amk corpus import runs\n  amk corpus export --out store.jsonl\n\n\
+        A search adds its trials to store.sqlite beside its folder. docs/store.md describes the tables; sqlite3 and pandas read them. The\n\
+        ledgers are the record: a store can be made anew from them at any time."
+    )]
+    Corpus {
+        /// What to do with it.
+        #[command(subcommand)]
+        command: CorpusCommand,
+    },
     /// Looks at searches that are on the disk.
     #[command(
         after_help = "Examples:\n  amk runs list\n  amk runs verify runs/0001 | jq '.runs[] | select(.holds | not)'\n\n\
@@ -270,6 +281,65 @@ pub(crate) struct LoopArgs {
     /// Where the table of trials goes. Default: OUT/results.tsv.
     #[arg(long, value_name = "FILE")]
     pub(crate) results: Option<PathBuf>,
+    /// The store that remembers what all searches found; `none`: no store. Default: store.sqlite beside OUT.
+    #[arg(long, value_name = "FILE|none")]
+    pub(crate) store: Option<PathBuf>,
+}
+
+/// What to do with the store.
+#[derive(Debug, Subcommand)]
+pub(crate) enum CorpusCommand {
+    /// Says what a store holds: what leads by model and card, and which moves paid.
+    #[command(
+        after_help = "Examples:\n  amk corpus show\n  amk corpus show --store night.sqlite | jq .best"
+    )]
+    Show(StoreArgs),
+    /// Checks the file, the chain of every run, and that the tables follow from the rows.
+    #[command(after_help = "Examples:\n  amk corpus check")]
+    Check(StoreArgs),
+    /// Adds runs that are not in the store yet: ledgers, folders of runs, or what `export` wrote.
+    #[command(
+        after_help = "Examples:\n  amk corpus import runs\n  amk corpus import night.jsonl --store all.sqlite"
+    )]
+    Import(ImportArgs),
+    /// Writes the store out: JSON lines (every row with its chain, and the programs).
+    #[command(
+        after_help = "Examples:\n  amk corpus export --out store.jsonl\n  amk corpus export --out - | gzip > store.jsonl.gz"
+    )]
+    Export(StoreExportArgs),
+}
+
+/// A store.
+#[derive(Debug, Args)]
+pub(crate) struct StoreArgs {
+    /// The store. Default: runs/store.sqlite.
+    #[arg(
+        long,
+        value_name = "FILE",
+        default_value = "runs/store.sqlite",
+        hide_default_value = true
+    )]
+    pub(crate) store: PathBuf,
+}
+
+/// Arguments of `corpus import`.
+#[derive(Debug, Args)]
+pub(crate) struct ImportArgs {
+    #[command(flatten)]
+    pub(crate) store: StoreArgs,
+    /// Ledgers, folders of a search, folders of such folders, exported files.
+    #[arg(value_name = "PATH", required = true)]
+    pub(crate) paths: Vec<PathBuf>,
+}
+
+/// Arguments of `corpus export`.
+#[derive(Debug, Args)]
+pub(crate) struct StoreExportArgs {
+    #[command(flatten)]
+    pub(crate) store: StoreArgs,
+    /// The file, or `-` for standard output, which then carries the lines instead of a document.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) out: PathBuf,
 }
 
 /// Arguments of `generate`.

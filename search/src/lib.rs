@@ -46,5 +46,5 @@ pub use gate::{Clock, Dropped, Gate, OnDeviceOnce};
 pub use measure::{BelowFloor, Interval, Latency, Predicted, gain, median, noise_floor};
 pub use propose::{Change, Origin, Past, Proposer, changes};
 pub use run::{Search, SearchError, Settings, Step, StoppedBy};
-pub use trial::{Confirmation, Outcome, Row, Skipped, SkippedProposal, Spent, Trial};
+pub use trial::{Confirmation, Outcome, PROTOCOL, Row, Skipped, SkippedProposal, Spent, Trial};
 pub use verdict::{GateReport, LatencyKind, VERDICT_SCHEMA, Verdict};

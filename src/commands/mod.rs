@@ -3,6 +3,7 @@
 mod bench;
 mod bundle;
 mod calibrate;
+mod corpus_store;
 mod doctor;
 mod evaluate;
 mod explain;
@@ -28,6 +29,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Propose(args) => propose::run(&args),
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Loop(args) => search_loop::run(&args),
+        Command::Corpus { command } => corpus_store::run(&command),
         Command::Runs { command: RunsCommand::Verify(args) } => runs::verify(&args),
         Command::Runs { command: RunsCommand::List(args) } => runs::list(&args),
         Command::Generate(args) => generate::run(&args),

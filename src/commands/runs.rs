@@ -64,7 +64,7 @@ pub(crate) fn list(args: &RunsArgs) -> Outcome {
 }
 
 /// The ledgers that are meant: files, folders of one search, folders of many.
-fn ledgers(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
+pub(super) fn ledgers(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
     let all = [PathBuf::from(RUNS)];
     let mut found = Vec::new();
     for path in if paths.is_empty() { &all } else { paths } {
@@ -92,18 +92,11 @@ fn ledgers(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
 }
 
 fn look(path: &Path) -> Found {
-    let mut found = Found {
-        path: path.to_path_buf(),
-        header: Value::Null,
-        trials: 0,
-        best_us: None,
-        torn: false,
-        finding: None,
-    };
+    let mut found = Found::of(path.to_path_buf());
     match corpus::read(path) {
         Ok(contents) => {
             found.torn = contents.torn;
-            found.finding = audit(&contents, &mut found);
+            found.finding = audit(&contents.header, &contents.records, &mut found);
             found.header = contents.header;
         }
         Err(error) => {
@@ -112,7 +105,12 @@ fn look(path: &Path) -> Found {
                 CorpusError::Io { .. }
                 | CorpusError::Exists { .. }
                 | CorpusError::Locked { .. }
-                | CorpusError::Schema { .. } => (None, Exit::Usage),
+                | CorpusError::Schema { .. }
+                | CorpusError::Store { .. }
+                | CorpusError::NoStore { .. }
+                | CorpusError::NewerStore { .. }
+                | CorpusError::Diverged { .. }
+                | CorpusError::Foreign { .. } => (None, Exit::Usage),
             };
             found.finding = Some(Finding { line, reason: error.to_string(), exit });
         }
@@ -121,15 +119,15 @@ fn look(path: &Path) -> Found {
 }
 
 /// The first row that does not follow from its samples and the rows before it.
-fn audit(contents: &corpus::Contents, found: &mut Found) -> Option<Finding> {
+fn audit(header: &Value, records: &[Value], found: &mut Found) -> Option<Finding> {
     let at =
         |index: usize, reason: String, exit| Some(Finding { line: Some(index + 2), reason, exit });
-    let Some(terms) = terms(&contents.header) else {
+    let Some(terms) = terms(header) else {
         let reason = "the header is that of another version of amk".to_owned();
         return Some(Finding { line: Some(1), reason, exit: Exit::Usage });
     };
     let mut audit = Audit::new(terms);
-    for (index, record) in contents.records.iter().enumerate() {
+    for (index, record) in records.iter().enumerate() {
         let row: Row = match serde_json::from_value(record.clone()) {
             Ok(row) => row,
             Err(e) => {
@@ -147,6 +145,24 @@ fn audit(contents: &corpus::Contents, found: &mut Found) -> Option<Finding> {
         }
     }
     None
+}
+
+/// Refuses rows that do not follow from each other and their samples. `from` is where they are.
+pub(super) fn require_sound(
+    header: &Value,
+    records: &[Value],
+    from: &dyn std::fmt::Display,
+) -> Result<(), Failure> {
+    match audit(header, records, &mut Found::of(PathBuf::new())) {
+        None => Ok(()),
+        Some(Finding { line, reason, exit }) => Err(Failure {
+            exit,
+            message: format!(
+                "{from}, row {}: {reason}; nothing of it was taken",
+                line.unwrap_or(1) - 1
+            ),
+        }),
+    }
 }
 
 /// What the header says that rows depend on.
@@ -174,6 +190,11 @@ fn say(found: &Found) {
 }
 
 impl Found {
+    fn of(path: PathBuf) -> Self {
+        let header = Value::Null;
+        Self { path, header, trials: 0, best_us: None, torn: false, finding: None }
+    }
+
     fn word(&self, key: &str) -> &str {
         self.header.get(key).and_then(Value::as_str).unwrap_or("?")
     }

@@ -21,9 +21,11 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::{files, report};
 
 mod header;
+pub(super) mod keep;
 mod spent;
 
 use header::Header;
+use keep::Keeper;
 
 /// Columns of the table of trials.
 const COLUMNS: &[&str] = &[
@@ -85,6 +87,7 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
         let began_s = past.iter().map(ended).fold(0.0, f64::max);
         let confirmed = absorb(&mut search, past)?;
         let mut session = Session {
+            keeper: Keeper::open(args, &dir, &ledger_path),
             ledger,
             results,
             bar: bar(&header),
@@ -229,6 +232,7 @@ fn bar(header: &Header) -> ProgressBar {
 }
 
 struct Session {
+    keeper: Keeper,
     ledger: Ledger,
     results: Results,
     bar: ProgressBar,
@@ -262,7 +266,12 @@ impl Session {
         let line = trial_line(&trial);
         let cells = cells(&trial);
         // From here on the trial is acknowledged: it is on the disk, and only then is it said.
-        self.ledger.append(&Row::Trial(Box::new(trial))).map_err(|error| self.full(error))?;
+        let leads = trial.outcome.leads().then_some(trial.config);
+        let link = self.ledger.append(&Row::Trial(Box::new(trial)));
+        self.keeper.row(link.map_err(|error| self.full(error))?);
+        if let Some(config) = leads {
+            self.keeper.program(search, &config);
+        }
         self.results.append(&cells).map_err(|error| self.full(error))?;
         match search.champion() {
             Some(champion) => self.bar.set_message(format!(
@@ -298,7 +307,8 @@ impl Session {
         let confirmation = search.confirm().map_err(|error| self.lost(&error))?;
         if let Some(confirmation) = &confirmation {
             let row = Row::Confirmation(Box::new(confirmation.clone()));
-            self.ledger.append(&row).map_err(|error| self.full(error))?;
+            let link = self.ledger.append(&row);
+            self.keeper.row(link.map_err(|error| self.full(error))?);
         }
         Ok(confirmation)
     }
@@ -368,6 +378,7 @@ impl Session {
             "n_rejected": search.rejected(),
             "results_tsv": self.results.path(),
             "ledger": self.ledger.path(),
+            "store": self.keeper.path(),
             "stopped_by": stopped_by.name(),
             "best_config_file": best.map(|_| &best_path),
             "kept": kept.iter().map(|trial| json!({

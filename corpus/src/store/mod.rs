@@ -60,6 +60,12 @@ pub struct Added {
     pub held: u64,
 }
 
+/// An id for a search that begins: of everything that tells it from others.
+#[must_use]
+pub fn fresh_run_id(what: &str) -> String {
+    blake3::hash(what.as_bytes()).to_hex()[..16].to_owned()
+}
+
 /// The id of the search that a ledger's header begins: what it calls itself, else the start of its hash.
 #[must_use]
 pub fn run_id(header: &Value, hash: &str) -> String {
@@ -275,7 +281,7 @@ impl Store {
     ) -> Result<(), CorpusError> {
         let failed = |e: rusqlite::Error| CorpusError::store("read", &self.path, &e);
         let mut statement = self.db.prepare(sql).map_err(failed)?;
-        let names: Vec<String> = statement.column_names().into_iter().map(str::to_owned).collect();
+        let names: Vec<String> = statement.column_names().map(str::to_owned).collect();
         let mut rows = statement.query(rusqlite::params_from_iter(parameters)).map_err(failed)?;
         while let Some(found) = rows.next().map_err(failed)? {
             let cell = |index| found.get::<_, Cell>(index);

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 pub enum CorpusError {
     /// The operating system refused.
     Io {
-        /// `create`, `read`, `write`, `remove`, `sync`, `lock`.
+        /// `create`, `read`, `write`, `remove`, `sync`, `lock`, `seal`.
         action: &'static str,
         /// The file.
         path: PathBuf,
@@ -126,6 +126,7 @@ const REMEDIES: &[(io::ErrorKind, &str)] = &[
         "files may not grow further here (ulimit -f): raise the limit or choose another folder",
     ),
     (io::ErrorKind::NotFound, "check the path"),
+    (io::ErrorKind::InvalidInput, "move what is not the run's out of its folder"),
     (io::ErrorKind::IsADirectory, "name a file, not a folder"),
     (io::ErrorKind::NotADirectory, "a file is in the way of a folder: choose another path"),
     (io::ErrorKind::AlreadyExists, "a file is in the way of a folder: choose another path"),

@@ -15,6 +15,7 @@
 mod error;
 mod head;
 mod ledger;
+pub mod manifest;
 mod results;
 mod schedules;
 mod seal;

@@ -24,6 +24,7 @@ mod gate;
 mod history;
 mod measure;
 mod propose;
+pub mod replay;
 mod run;
 pub mod scripted;
 pub mod survey;

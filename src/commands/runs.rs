@@ -3,12 +3,20 @@
 use std::path::{Path, PathBuf};
 
 use corpus::CorpusError;
+use corpus::manifest::{self, State};
 use search::{Audit, LatencyKind, Row, Terms, Timing};
 use serde_json::{Value, json};
 
 use crate::cli::RunsArgs;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
+
+pub(super) mod compare;
+pub(super) mod export;
+pub(super) mod gc;
+mod recorded;
+pub(super) mod replay;
+pub(super) mod show;
 
 /// The file that makes a folder a search.
 const LEDGER: &str = "ledger.jsonl";
@@ -31,6 +39,8 @@ struct Found {
     trials: usize,
     best_us: Option<f64>,
     torn: bool,
+    /// Whether the run is sealed.
+    state: State,
     finding: Option<Finding>,
 }
 
@@ -98,6 +108,9 @@ fn look(path: &Path) -> Found {
             found.torn = contents.torn;
             found.finding = audit(&contents.header, &contents.records, &mut found);
             found.header = contents.header;
+            if found.finding.is_none() {
+                found.finding = seal(path, &mut found.state);
+            }
         }
         Err(error) => {
             let (line, exit) = match &error {
@@ -116,6 +129,23 @@ fn look(path: &Path) -> Found {
         }
     }
     found
+}
+
+/// What does not fit a sealed run's manifest.
+fn seal(ledger: &Path, state: &mut State) -> Option<Finding> {
+    let folder = recorded::folder(ledger)?;
+    match manifest::look(folder) {
+        Ok(looked) => {
+            *state = looked.state;
+            let reason = looked.problems.join("; ");
+            let exit = Exit::Integrity;
+            (!reason.is_empty()).then_some(Finding { line: None, reason, exit })
+        }
+        Err(error) => {
+            let exit = if error.is_integrity() { Exit::Integrity } else { Exit::Usage };
+            Some(Finding { line: None, reason: error.to_string(), exit })
+        }
+    }
 }
 
 /// The first row that does not follow from its samples and the rows before it.
@@ -192,7 +222,15 @@ fn say(found: &Found) {
 impl Found {
     fn of(path: PathBuf) -> Self {
         let header = Value::Null;
-        Self { path, header, trials: 0, best_us: None, torn: false, finding: None }
+        Self {
+            path,
+            header,
+            trials: 0,
+            best_us: None,
+            torn: false,
+            state: State::Open,
+            finding: None,
+        }
     }
 
     fn word(&self, key: &str) -> &str {
@@ -206,7 +244,8 @@ impl Found {
         }
         let torn = if self.torn { ", an unfinished row at its end" } else { "" };
         format!(
-            "{} trials of {} on {}, best {}, {}{torn}",
+            "{}, {} trials of {} on {}, best {}, {}{torn}",
+            recorded::state_name(&self.state),
             self.trials,
             self.word("model"),
             self.word("device"),
@@ -223,6 +262,7 @@ impl Found {
             "reason": self.finding.as_ref().map(|finding| &finding.reason),
             "trials": self.trials,
             "torn": self.torn,
+            "state": recorded::state_name(&self.state),
             "model": self.header.get("model"),
             "target": self.header.get("target"),
             "device": self.header.get("device"),

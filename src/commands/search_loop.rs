@@ -86,6 +86,7 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
         let mut search = search.with_helpers(scope, helpers, threads);
         let began_s = past.iter().map(ended).fold(0.0, f64::max);
         let confirmed = absorb(&mut search, past)?;
+        corpus::manifest::unseal_run(&dir)?;
         let mut session = Session {
             keeper: Keeper::open(args, &dir, &ledger_path),
             ledger,
@@ -361,6 +362,9 @@ impl Session {
             files::write_whole(&best_path, text.as_bytes())?;
         }
         say_end(&kept, best, confirmation, &best_path);
+        if stopped_by != StoppedBy::Interrupted {
+            keep::seal(&self.dir, self.ledger.path());
+        }
         let spent = spent::Sum::of(trials);
         let wall = spent::clock();
         report::say(&spent.line(wall));

@@ -82,6 +82,7 @@ impl Store {
         if let Some(folder) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
             std::fs::create_dir_all(folder).map_err(|e| CorpusError::io("create", folder, e))?;
         }
+        let is_new = !path.exists();
         let open = || {
             let db = Connection::open(path)?;
             db.busy_timeout(PATIENCE)?;
@@ -89,7 +90,14 @@ impl Store {
         };
         let db = open().map_err(|e| CorpusError::store("open", path, &e))?;
         let mut store = Self { db, path: path.to_path_buf() };
-        store.prepare()?;
+        if let Err(error) = store.prepare() {
+            drop(store);
+            if is_new {
+                // What a full disk took of it would be missing to the ledger.
+                remove(path);
+            }
+            return Err(error);
+        }
         Ok(store)
     }
 
@@ -344,6 +352,15 @@ impl Store {
             }
         }
         Ok(Ok(()))
+    }
+}
+
+/// Takes away a store that could not be begun, with the files that SQLite keeps beside it.
+fn remove(path: &Path) {
+    for end in ["", "-wal", "-shm"] {
+        let mut name = path.as_os_str().to_owned();
+        name.push(end);
+        let _ = std::fs::remove_file(PathBuf::from(name));
     }
 }
 

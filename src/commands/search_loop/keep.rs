@@ -77,6 +77,19 @@ impl Keeper {
     }
 }
 
+/// Seals the run of a search that has ended. Without a seal it is as safe as before, and counts as one that can be resumed.
+pub(super) fn seal(dir: &Path, ledger: &Path) {
+    let sealed = corpus::read(ledger).and_then(|contents| {
+        let first = contents.hashes.first().map_or("", String::as_str);
+        let run = corpus::store::run_id(&contents.header, first);
+        let rows = contents.hashes.len() as u64;
+        corpus::manifest::seal_run(dir, &run, rows, super::header::unix_s())
+    });
+    if let Err(error) = sealed {
+        report::say(&format!("note: the run is not sealed: {error}"));
+    }
+}
+
 /// The store that the arguments mean: the one named, or the one beside the search's folder.
 fn path(args: &LoopArgs, dir: &Path) -> Option<PathBuf> {
     match &args.store {

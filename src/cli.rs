@@ -388,9 +388,10 @@ pub(crate) enum CorpusCommand {
         after_help = "Examples:\n  amk corpus import runs\n  amk corpus import night.jsonl --store all.sqlite"
     )]
     Import(ImportArgs),
-    /// Writes the store out: JSON lines (every row with its chain, and the programs).
+    /// Writes the store out: JSON lines (every row with its chain, and the programs), or a Parquet file for each table.
     #[command(
-        after_help = "Examples:\n  amk corpus export --out store.jsonl\n  amk corpus export --out - | gzip > store.jsonl.gz"
+        after_help = "Examples:\n  amk corpus export --out store.jsonl\n  amk corpus export --out - | gzip > store.jsonl.gz\n  \
+        amk corpus export --format parquet --out tables"
     )]
     Export(StoreExportArgs),
 }
@@ -423,9 +424,21 @@ pub(crate) struct ImportArgs {
 pub(crate) struct StoreExportArgs {
     #[command(flatten)]
     pub(crate) store: StoreArgs,
-    /// The file, or `-` for standard output, which then carries the lines instead of a document.
-    #[arg(long, value_name = "FILE")]
+    /// What to write.
+    #[arg(long, value_enum, default_value = "jsonl")]
+    pub(crate) format: ExportFormat,
+    /// The file, or `-` for standard output, which then carries the lines instead of a document. For Parquet a new folder.
+    #[arg(long, value_name = "FILE|DIR")]
     pub(crate) out: PathBuf,
+}
+
+/// What a store is written out as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ExportFormat {
+    /// JSON lines: everything, to be imported again.
+    Jsonl,
+    /// A file for each table.
+    Parquet,
 }
 
 /// Arguments of `generate`.

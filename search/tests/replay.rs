@@ -38,7 +38,7 @@ impl Bench {
     }
 
     /// The trials of a search of two.
-    fn trials(&self, device: Option<&mut dyn Device>) -> Vec<Trial> {
+    fn trials<'a>(&'a self, device: Option<&'a mut (dyn Device + 'a)>) -> Vec<Trial> {
         let (graph, target) = (&self.model.graph, &self.target);
         let values = |knob| (knob, ir::schedule::legal_values(knob, graph, target));
         let settings = Settings {

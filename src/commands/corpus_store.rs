@@ -1,21 +1,24 @@
 //! `amk corpus`: the store of all searches. What goes into it passed the same checks as `runs verify`.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, BufWriter, Read, Write};
+use std::io::{BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
-use corpus::store::{Added, BEST, PRIORS, run_id, schema, text};
+use corpus::store::{Added, BEST, PRIORS, parquet, run_id, schema, text};
 use corpus::{Link, Store};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::runs;
-use crate::cli::{CorpusCommand, ImportArgs, StoreArgs, StoreExportArgs};
+use crate::cli::{CorpusCommand, ExportFormat, ImportArgs, StoreArgs, StoreExportArgs};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 
 /// How every line of an export begins.
 const EXPORTED: [&[u8]; 2] = [b"{\"run\":\"", b"{\"program\":"];
+
+/// The file that makes a folder an export.
+const PARQUET: &str = "records.parquet";
 
 /// What a store holds.
 #[derive(Debug, Serialize)]
@@ -67,7 +70,8 @@ struct Written<'a> {
     schema: &'static str,
     store: &'a Path,
     out: &'a Path,
-    lines: u64,
+    /// Lines, or rows of all tables.
+    rows: u64,
 }
 
 pub(crate) fn run(command: &CorpusCommand) -> Outcome {
@@ -176,6 +180,9 @@ fn import(args: &ImportArgs) -> Outcome {
 }
 
 fn is_export(path: &Path) -> bool {
+    if path.join(PARQUET).is_file() {
+        return true;
+    }
     let mut start = [0; 11];
     let read = File::open(path).and_then(|mut file| file.read(&mut start));
     read.is_ok_and(|bytes| EXPORTED.iter().any(|begin| start[..bytes].starts_with(begin)))
@@ -186,9 +193,12 @@ fn exported(path: &Path) -> Result<text::Exported, Failure> {
     let unreadable = |reason: String| {
         Failure::usage(format!("{}: {reason}; name what `amk corpus export` wrote", path.display()))
     };
-    let file = File::open(path).map_err(|e| unreadable(e.to_string()))?;
-    let input: Box<dyn BufRead> = Box::new(BufReader::new(file));
-    let found = text::read(input).map_err(unreadable)?;
+    let found = if path.is_dir() {
+        parquet::read(path).map_err(unreadable)?
+    } else {
+        let file = File::open(path).map_err(|e| unreadable(e.to_string()))?;
+        text::read(BufReader::new(file)).map_err(unreadable)?
+    };
     for (run, links) in &found.runs {
         let record = |link: &Link| serde_json::from_str(&link.record).unwrap_or(Value::Null);
         let records: Vec<Value> = links.iter().map(record).collect();
@@ -197,6 +207,12 @@ fn exported(path: &Path) -> Result<text::Exported, Failure> {
         let first = links.first().map_or("", |link| link.hash.as_str());
         if run_id(header, first) != *run {
             return Err(Failure::integrity(format!("{from}: the header is that of another run")));
+        }
+        let mut last = None;
+        for link in links {
+            let follows = link.follows(last);
+            follows.map_err(|reason| Failure::integrity(format!("{from}: {reason}")))?;
+            last = Some((link.seq, link.hash.as_str()));
         }
         runs::require_sound(header, records, &from)?;
     }
@@ -213,19 +229,45 @@ fn exported(path: &Path) -> Result<text::Exported, Failure> {
 
 fn export(args: &StoreExportArgs) -> Outcome {
     let store = open(&args.store)?;
-    if args.out == Path::new("-") {
+    if args.out == Path::new("-") && args.format == ExportFormat::Jsonl {
         let mut out = BufWriter::new(std::io::stdout().lock());
         text::write(&store, &mut out)?;
         return Ok(Exit::Yes);
     }
-    let mut lines = 0;
-    crate::files::write_with(&args.out, |file| {
-        let mut out = BufWriter::new(file);
-        lines = text::write(&store, &mut out).map_err(|e| std::io::Error::other(e.to_string()))?;
-        out.flush()
-    })?;
-    report::say(&format!("{lines} lines in {}", args.out.display()));
+    let mut rows = 0;
+    match args.format {
+        ExportFormat::Jsonl => crate::files::write_with(&args.out, |file| {
+            let mut out = BufWriter::new(file);
+            let written = text::write(&store, &mut out);
+            rows = written.map_err(|e| std::io::Error::other(e.to_string()))?;
+            out.flush()
+        })?,
+        ExportFormat::Parquet => rows = tables(&store, &args.out)?,
+    }
+    report::say(&format!("{rows} rows in {}", args.out.display()));
     let schema = "amk.corpus_export.v1";
-    report::document(&Written { schema, store: &args.store.store, out: &args.out, lines })?;
+    report::document(&Written { schema, store: &args.store.store, out: &args.out, rows })?;
     Ok(Exit::Yes)
+}
+
+/// A Parquet file for each table, in a folder that appears when it is complete.
+fn tables(store: &Store, out: &Path) -> Result<u64, Failure> {
+    let refused = |e: std::io::Error| {
+        let remedy = "--out names a folder that does not exist yet";
+        Failure::usage(format!("cannot write {}: {e}; {remedy}", out.display()))
+    };
+    if out.exists() {
+        return Err(refused(std::io::ErrorKind::AlreadyExists.into()));
+    }
+    let mut partial = out.as_os_str().to_owned();
+    partial.push(format!(".{}.partial", std::process::id()));
+    let partial = PathBuf::from(partial);
+    std::fs::create_dir_all(&partial).map_err(refused)?;
+    let written = parquet::write(store, &partial).map_err(Failure::from);
+    let written =
+        written.and_then(|rows| std::fs::rename(&partial, out).map(|()| rows).map_err(refused));
+    if written.is_err() {
+        let _ = std::fs::remove_dir_all(&partial);
+    }
+    written
 }

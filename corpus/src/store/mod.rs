@@ -18,6 +18,7 @@ use crate::error::CorpusError;
 use crate::ledger::Link;
 
 mod derive;
+pub mod parquet;
 pub mod schema;
 #[cfg(test)]
 mod tests;

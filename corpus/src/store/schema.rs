@@ -354,5 +354,5 @@ pub fn markdown() -> String {
         out.push('\n');
     }
     out.truncate(out.trim_end().len());
-    out
+    out + "\n"
 }

@@ -295,6 +295,37 @@ fn a_store_survives_its_text() {
     }
 }
 
+#[test]
+fn a_store_survives_parquet() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut first = store(folder.path());
+    for run in ["r1", "r2"] {
+        first.add(run, ledger(folder.path(), run, 5)).unwrap();
+    }
+    first.add_program("p0", &[0, 255, 16]).unwrap();
+    let files = folder.path().join("files");
+    std::fs::create_dir(&files).unwrap();
+    let counts = first.counts().unwrap();
+    let rows: u64 = counts.iter().map(|(_, rows)| rows).sum();
+    assert_eq!(parquet::write(&first, &files).unwrap(), rows);
+    assert_eq!(std::fs::read_dir(&files).unwrap().count(), TABLES.len());
+    let exported = parquet::read(&files).unwrap();
+    let mut second = Store::open(&folder.path().join("second.sqlite")).unwrap();
+    for (run, links) in exported.runs {
+        second.add(&run, links).unwrap();
+    }
+    for (id, bytes) in exported.programs {
+        second.add_program(&id, &bytes).unwrap();
+    }
+    assert_eq!(second.counts().unwrap(), counts);
+    for run in ["r1", "r2"] {
+        assert_eq!(second.links(run).unwrap(), first.links(run).unwrap());
+    }
+    assert_eq!(second.program("p0").unwrap(), first.program("p0").unwrap());
+    std::fs::write(files.join("records.parquet"), "PAR1").unwrap();
+    assert!(parquet::read(&files).unwrap_err().contains("records.parquet"));
+}
+
 /// `AMK_STORE_TRIALS=100000` is the long run.
 #[test]
 fn questions_are_answered_quickly_whatever_the_number_of_trials() {

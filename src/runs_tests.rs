@@ -26,8 +26,9 @@ fn succeeds(folder: &Path, args: &[&str], schema: &str) -> Value {
 #[track_caller]
 fn search(folder: &Path, out: &str, more: &[&str]) -> Value {
     let args = ["loop", "--model", "toy", "--device", "cpu", "--out", out];
-    let small = ["--kv-capacity", "16", "--budget", "6"];
-    let (code, document, said) = amk(folder, &[&args[..], &small, more].concat());
+    let budget = if more.contains(&"--budget") { &[][..] } else { &["--budget", "6"] };
+    let (code, document, said) =
+        amk(folder, &[&args[..], &["--kv-capacity", "16"], budget, more].concat());
     assert_eq!(code, 0, "{said}");
     document
 }

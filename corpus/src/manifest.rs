@@ -388,9 +388,10 @@ mod tests {
     fn runs_are_chained_through_resuming_and_collecting() {
         let parent = tempfile::tempdir().unwrap();
         let [a, b, c] = ["a", "b", "c"].map(|name| sealed(parent.path(), name, 1));
-        let number = |folder: &Path| match look(folder).unwrap().state {
-            State::Sealed(manifest, _) => (manifest.number, manifest.supersedes.len()),
-            state => panic!("{state:?}"),
+        let number = |folder: &Path| {
+            let state = look(folder).unwrap().state;
+            let State::Sealed(manifest, _) = state else { panic!("{state:?}") };
+            (manifest.number, manifest.supersedes.len())
         };
         assert_eq!([number(&a), number(&b), number(&c)], [(0, 0), (1, 0), (2, 0)]);
         // `a` goes on and is sealed again: those after it still hold.

@@ -7,7 +7,7 @@
 use serde::Serialize;
 
 use crate::assess::{self, Timing};
-use crate::device::Device;
+use crate::device::{Device, DeviceError};
 use crate::gate::{Dropped, Gate};
 use crate::measure::Interval;
 use crate::trial::Trial;
@@ -151,10 +151,9 @@ fn measure(
     let timing = Timing::default();
     let (verdict, outcome) = assess::evaluate(gate, Some(device), &trial.config, timing, seed);
     if let Err(dropped) = outcome {
-        return match dropped {
-            Dropped::Failed(crate::device::DeviceError::Unavailable { .. }) => Err(dropped),
-            dropped => Ok(Stage::of("measure", false, dropped.to_string())),
-        };
+        let lost = matches!(dropped, Dropped::Failed(DeviceError::Unavailable { .. }));
+        let stage = Stage::of("measure", false, dropped.to_string());
+        return if lost { Err(dropped) } else { Ok(stage) };
     }
     let (Some(now), Some([low, high])) = (verdict.latency_us, verdict.ci_us) else {
         return Ok(Stage::of("measure", false, "it gave no interval"));

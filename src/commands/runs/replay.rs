@@ -46,7 +46,7 @@ pub(crate) fn run(args: &ReplayArgs) -> Outcome {
         let place = match (elsewhere(&found, here.as_ref()), &mut device) {
             (None, Some(device)) => Place::Here(device as &mut dyn Device),
             (Some(why), _) => Place::Elsewhere(why),
-            (None, None) => Place::Elsewhere("there is no GPU here".to_owned()),
+            (None, None) => Place::Elsewhere("no GPU: none was found, or --device cpu".to_owned()),
         };
         let done = replay(&mut gate, place, trial, found.noise_floor(), seed);
         stages.extend(done.map_err(|dropped| lost(&dropped))?);
@@ -106,10 +106,8 @@ fn elsewhere(found: &Recorded, here: Option<&Conditions>) -> Option<String> {
 }
 
 fn lost(dropped: &Dropped) -> Failure {
-    match dropped {
-        Dropped::Failed(error @ DeviceError::Unavailable { .. }) => {
-            Failure::missing(error.to_string())
-        }
-        other => Failure::refused(other.to_string()),
+    if let Dropped::Failed(error @ DeviceError::Unavailable { .. }) = dropped {
+        return Failure::missing(error.to_string());
     }
+    Failure::refused(dropped.to_string())
 }

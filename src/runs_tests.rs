@@ -6,6 +6,9 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
+/// A way to change a ledger: its header and its rows.
+type Forge = fn(&mut Value, &mut Vec<Value>);
+
 /// Exit code, document and what was said.
 fn amk(folder: &Path, args: &[&str]) -> (i32, Value, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
@@ -139,7 +142,7 @@ fn compare_gives_a_verdict_or_every_reason_against_one() {
     let same = document["a"]["schedule_id"] == document["b"]["schedule_id"];
     assert_eq!(document["better"], if same { "equal" } else { better });
     assert_eq!(document["changed"].as_object().unwrap().is_empty(), same);
-    let edits: [(&str, fn(&mut Value, &mut Vec<Value>)); 6] = [
+    let edits: [(&str, Forge); 6] = [
         ("protocol", |header, _| header["protocol"] = 2.into()),
         ("graph", |header, _| header["graph_id"] = "0".into()),
         ("card", |header, _| header["device"] = "another".into()),

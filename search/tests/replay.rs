@@ -9,6 +9,9 @@ use search::replay::{Place, Repeated, Stage, replay};
 use search::scripted::{Behaviour, ScriptedDevice};
 use search::{Budget, Device, Expected, Gate, Search, Settings, Step, Timing, Trial};
 
+/// A way to change a record.
+type Forge = fn(&mut Trial);
+
 const KV_CAPACITY: u32 = 24;
 
 fn expected(model: &Model) -> Expected {
@@ -76,7 +79,7 @@ fn a_predicted_trial_is_repeated_exactly() {
         let stages = bench.again(nowhere(), &trial);
         let names = ["schedule", "program", "kernel", "reference", "predict"];
         assert_eq!(results(&stages), names.map(|name| (name, Repeated::Same)), "{stages:?}");
-        let edits: [(&str, fn(&mut Trial)); 5] = [
+        let edits: [(&str, Forge); 5] = [
             ("schedule", |t| t.verdict.schedule_id = Some("0".into())),
             ("program", |t| t.verdict.program_id = Some("0".into())),
             ("kernel", |t| t.verdict.kernel_id = None),

@@ -63,6 +63,17 @@ pub(crate) enum Command {
         trial with exit code 130; --resume goes on without repeating a finished trial. A trial is a schedule that lowers to a new\n\
         program or kernel; illegal and repeated proposals cost none.")]
     Loop(LoopArgs),
+    /// What all searches found, in one SQLite file: shows, checks, imports, exports.
+    #[command(
+        after_help = "Examples:\n  amk corpus show\n  amk corpus import runs\n  amk corpus export --out store.jsonl\n\n\
+        A search adds its trials to store.sqlite beside its folder. docs/store.md describes the tables; sqlite3 and pandas read them. The\n\
+        ledgers are the record: a store can be made anew from them at any time."
+    )]
+    Corpus {
+        /// What to do with it.
+        #[command(subcommand)]
+        command: CorpusCommand,
+    },
     /// Looks at searches that are on the disk.
     #[command(
         after_help = "Examples:\n  amk runs list\n  amk runs verify runs/0001 | jq '.runs[] | select(.holds | not)'\n\n\
@@ -183,6 +194,92 @@ pub(crate) enum RunsCommand {
     /// Lists searches with their trials and best latencies.
     #[command(after_help = "Examples:\n  amk runs list\n  amk runs list runs/llama")]
     List(RunsArgs),
+    /// One run: its terms, its trials by outcome, what led and why.
+    #[command(
+        after_help = "Examples:\n  amk runs show runs/0001\n  amk runs show runs/0001 | jq .champion.config"
+    )]
+    Show(RunArgs),
+    /// Two runs beside each other, or every reason why they may not be compared (exit code 1).
+    #[command(
+        after_help = "Examples:\n  amk runs compare runs/0001 runs/0002\n  amk runs compare runs/0001 runs/0002 | jq .reasons"
+    )]
+    Compare(CompareArgs),
+    /// Does a trial again: the same program, the same values, and on the same card a latency that fits.
+    #[command(
+        after_help = "Examples:\n  amk runs replay runs/0001\n  amk runs replay runs/0001 --trial 7 --device cpu\n\n\
+        Stages: files, graph, schedule, program, kernel, reference, then predict or measure; each is the same, differs or was skipped, and why.\n\
+        Exit code 1: one differs. A time is measured again only on the card, driver and compiler of the record."
+    )]
+    Replay(ReplayArgs),
+    /// Writes trajectories for training and study: state, edit, verdict, decision; a line each, split by whole runs.
+    #[command(
+        after_help = "Examples:\n  amk runs export --out trajectories\n  amk runs export runs/llama --out t --validation 20"
+    )]
+    Export(RunsExportArgs),
+    /// Says which runs could be given up to make room; does it with --apply.
+    #[command(
+        after_help = "Examples:\n  amk runs gc\n  amk runs gc --keep 3\n  amk runs gc --keep 3 --apply"
+    )]
+    Gc(GcArgs),
+}
+
+/// One search.
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// The folder of a search, or its ledger.
+    #[arg(value_name = "RUN")]
+    pub(crate) path: PathBuf,
+}
+
+/// Arguments of `runs compare`.
+#[derive(Debug, Args)]
+pub(crate) struct CompareArgs {
+    /// The folder of a search, or its ledger.
+    #[arg(value_name = "A")]
+    pub(crate) a: PathBuf,
+    /// Another one.
+    #[arg(value_name = "B")]
+    pub(crate) b: PathBuf,
+}
+
+/// Arguments of `runs replay`.
+#[derive(Debug, Args)]
+pub(crate) struct ReplayArgs {
+    /// The folder of a search, or its ledger.
+    #[arg(value_name = "RUN")]
+    pub(crate) path: PathBuf,
+    /// The trial. Default: the one that leads.
+    #[arg(long, value_name = "N")]
+    pub(crate) trial: Option<u64>,
+    /// What a measured trial is measured on.
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(crate) device: DeviceChoice,
+}
+
+/// Arguments of `runs export`.
+#[derive(Debug, Args)]
+pub(crate) struct RunsExportArgs {
+    #[command(flatten)]
+    pub(crate) runs: RunsArgs,
+    /// A new folder for train.jsonl and validation.jsonl.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
+    /// How many of a hundred runs are for validation.
+    #[arg(long, value_name = "PERCENT", default_value_t = 10)]
+    pub(crate) validation: u64,
+}
+
+/// Arguments of `runs gc`.
+#[derive(Debug, Args)]
+pub(crate) struct GcArgs {
+    #[command(flatten)]
+    pub(crate) runs: RunsArgs,
+    /// Of sealed runs of one model, target and card, the best so many stay, and the newest. Default: all.
+    #[arg(long, value_name = "N")]
+    pub(crate) keep: Option<usize>,
+    /// Do it.
+    #[arg(long)]
+    pub(crate) apply: bool,
 }
 
 /// Searches.
@@ -306,6 +403,78 @@ pub(crate) struct LoopArgs {
     #[arg(long, value_name = "FILE")]
     #[serde(skip)]
     pub(crate) results: Option<PathBuf>,
+    /// The store that remembers what all searches found; `none`: no store. Default: store.sqlite beside OUT.
+    #[arg(long, value_name = "FILE|none")]
+    pub(crate) store: Option<PathBuf>,
+}
+
+/// What to do with the store.
+#[derive(Debug, Subcommand)]
+pub(crate) enum CorpusCommand {
+    /// Says what a store holds: what leads by model and card, and which moves paid.
+    #[command(
+        after_help = "Examples:\n  amk corpus show\n  amk corpus show --store night.sqlite | jq .best"
+    )]
+    Show(StoreArgs),
+    /// Checks the file, the chain of every run, and that the tables follow from the rows.
+    #[command(after_help = "Examples:\n  amk corpus check")]
+    Check(StoreArgs),
+    /// Adds runs that are not in the store yet: ledgers, folders of runs, or what `export` wrote.
+    #[command(
+        after_help = "Examples:\n  amk corpus import runs\n  amk corpus import night.jsonl --store all.sqlite"
+    )]
+    Import(ImportArgs),
+    /// Writes the store out: JSON lines (every row with its chain, and the programs), or a Parquet file for each table.
+    #[command(
+        after_help = "Examples:\n  amk corpus export --out store.jsonl\n  amk corpus export --out - | gzip > store.jsonl.gz\n  \
+        amk corpus export --format parquet --out tables"
+    )]
+    Export(StoreExportArgs),
+}
+
+/// A store.
+#[derive(Debug, Args)]
+pub(crate) struct StoreArgs {
+    /// The store. Default: runs/store.sqlite.
+    #[arg(
+        long,
+        value_name = "FILE",
+        default_value = "runs/store.sqlite",
+        hide_default_value = true
+    )]
+    pub(crate) store: PathBuf,
+}
+
+/// Arguments of `corpus import`.
+#[derive(Debug, Args)]
+pub(crate) struct ImportArgs {
+    #[command(flatten)]
+    pub(crate) store: StoreArgs,
+    /// Ledgers, folders of a search, folders of such folders, exported files.
+    #[arg(value_name = "PATH", required = true)]
+    pub(crate) paths: Vec<PathBuf>,
+}
+
+/// Arguments of `corpus export`.
+#[derive(Debug, Args)]
+pub(crate) struct StoreExportArgs {
+    #[command(flatten)]
+    pub(crate) store: StoreArgs,
+    /// What to write.
+    #[arg(long, value_enum, default_value = "jsonl")]
+    pub(crate) format: ExportFormat,
+    /// The file, or `-` for standard output, which then carries the lines instead of a document. For Parquet a new folder.
+    #[arg(long, value_name = "FILE|DIR")]
+    pub(crate) out: PathBuf,
+}
+
+/// What a store is written out as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ExportFormat {
+    /// JSON lines: everything, to be imported again.
+    Jsonl,
+    /// A file for each table.
+    Parquet,
 }
 
 /// Arguments of `explain`.

@@ -102,6 +102,7 @@ fn every_command_has_help_with_examples() {
         "propose",
         "evaluate",
         "loop",
+        "corpus",
         "runs",
         "generate",
         "bench",
@@ -305,6 +306,7 @@ fn a_search_ends_with_its_best_schedule_and_leaves_its_files() {
         "n_rejected",
         "results_tsv",
         "ledger",
+        "store",
         "stopped_by",
     ] {
         assert!(document.get(field).is_some(), "{field}");

@@ -12,6 +12,9 @@ use crate::measure::Interval;
 use crate::propose::{Change, Origin};
 use crate::verdict::Verdict;
 
+/// Version of how trials are gated, timed and decided. It rises when figures of before and after may not stand beside each other.
+pub const PROTOCOL: u32 = 1;
+
 /// Proposals that a record describes among those that cost no trial; the rest are counted.
 pub(crate) const SKIPPED_SHOWN: usize = 8;
 

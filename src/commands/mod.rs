@@ -3,6 +3,7 @@
 mod bench;
 mod bundle;
 mod calibrate;
+mod corpus_store;
 pub(crate) mod diff;
 mod doctor;
 pub(crate) mod evaluate;
@@ -30,8 +31,14 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Propose(args) => propose::run(&args),
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Loop(args) => search_loop::run(&args),
+        Command::Corpus { command } => corpus_store::run(&command),
         Command::Runs { command: RunsCommand::Verify(args) } => runs::verify(&args)?.print(),
         Command::Runs { command: RunsCommand::List(args) } => runs::list(&args)?.print(),
+        Command::Runs { command: RunsCommand::Show(args) } => runs::show::run(&args),
+        Command::Runs { command: RunsCommand::Compare(args) } => runs::compare::run(&args),
+        Command::Runs { command: RunsCommand::Replay(args) } => runs::replay::run(&args),
+        Command::Runs { command: RunsCommand::Export(args) } => runs::export::run(&args),
+        Command::Runs { command: RunsCommand::Gc(args) } => runs::gc::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Bundle(args) => bundle::run(&args),

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use corpus::CorpusError;
+use corpus::manifest::{self, State};
 use schemars::JsonSchema;
 use search::{Audit, LatencyKind, Row, Terms, Timing};
 use serde::Serialize;
@@ -11,6 +12,13 @@ use serde_json::Value;
 use crate::cli::RunsArgs;
 use crate::failure::{Exit, Failure};
 use crate::report::{self, Answer};
+
+pub(super) mod compare;
+pub(super) mod export;
+pub(super) mod gc;
+mod recorded;
+pub(super) mod replay;
+pub(super) mod show;
 
 /// The file that makes a folder a search.
 const LEDGER: &str = "ledger.jsonl";
@@ -42,6 +50,8 @@ struct Run {
     trials: usize,
     /// Whether an unfinished row at its end was left out.
     torn: bool,
+    /// open (it can be resumed), sealed or collected.
+    state: &'static str,
     model: Option<Value>,
     target: Option<Value>,
     device: Option<Value>,
@@ -76,6 +86,8 @@ struct Found {
     trials: usize,
     best_us: Option<f64>,
     torn: bool,
+    /// Whether the run is sealed.
+    state: State,
     finding: Option<Finding>,
 }
 
@@ -134,19 +146,15 @@ pub(crate) fn ledgers(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
 }
 
 fn look(path: &Path) -> Found {
-    let mut found = Found {
-        path: path.to_path_buf(),
-        header: Value::Null,
-        trials: 0,
-        best_us: None,
-        torn: false,
-        finding: None,
-    };
+    let mut found = Found::of(path.to_path_buf());
     match corpus::read(path) {
         Ok(contents) => {
             found.torn = contents.torn;
-            found.finding = audit(&contents, &mut found);
+            found.finding = audit(&contents.header, &contents.records, &mut found);
             found.header = contents.header;
+            if found.finding.is_none() {
+                found.finding = seal(path, &mut found.state);
+            }
         }
         Err(error) => {
             let (line, exit) = match &error {
@@ -154,7 +162,12 @@ fn look(path: &Path) -> Found {
                 CorpusError::Io { .. }
                 | CorpusError::Exists { .. }
                 | CorpusError::Locked { .. }
-                | CorpusError::Schema { .. } => (None, Exit::Usage),
+                | CorpusError::Schema { .. }
+                | CorpusError::Store { .. }
+                | CorpusError::NoStore { .. }
+                | CorpusError::NewerStore { .. }
+                | CorpusError::Diverged { .. }
+                | CorpusError::Foreign { .. } => (None, Exit::Usage),
             };
             found.finding = Some(Finding { line, reason: error.to_string(), exit });
         }
@@ -162,16 +175,33 @@ fn look(path: &Path) -> Found {
     found
 }
 
+/// What does not fit a sealed run's manifest.
+fn seal(ledger: &Path, state: &mut State) -> Option<Finding> {
+    let folder = recorded::folder(ledger)?;
+    match manifest::look(folder) {
+        Ok(looked) => {
+            *state = looked.state;
+            let reason = looked.problems.join("; ");
+            let exit = Exit::Integrity;
+            (!reason.is_empty()).then_some(Finding { line: None, reason, exit })
+        }
+        Err(error) => {
+            let exit = if error.is_integrity() { Exit::Integrity } else { Exit::Usage };
+            Some(Finding { line: None, reason: error.to_string(), exit })
+        }
+    }
+}
+
 /// The first row that does not follow from its samples and the rows before it.
-fn audit(contents: &corpus::Contents, found: &mut Found) -> Option<Finding> {
+fn audit(header: &Value, records: &[Value], found: &mut Found) -> Option<Finding> {
     let at =
         |index: usize, reason: String, exit| Some(Finding { line: Some(index + 2), reason, exit });
-    let Some(terms) = terms(&contents.header) else {
+    let Some(terms) = terms(header) else {
         let reason = "the header is that of another version of amk".to_owned();
         return Some(Finding { line: Some(1), reason, exit: Exit::Usage });
     };
     let mut audit = Audit::new(terms);
-    for (index, record) in contents.records.iter().enumerate() {
+    for (index, record) in records.iter().enumerate() {
         let row: Row = match serde_json::from_value(record.clone()) {
             Ok(row) => row,
             Err(e) => {
@@ -189,6 +219,24 @@ fn audit(contents: &corpus::Contents, found: &mut Found) -> Option<Finding> {
         }
     }
     None
+}
+
+/// Refuses rows that do not follow from each other and their samples. `from` is where they are.
+pub(super) fn require_sound(
+    header: &Value,
+    records: &[Value],
+    from: &dyn std::fmt::Display,
+) -> Result<(), Failure> {
+    match audit(header, records, &mut Found::of(PathBuf::new())) {
+        None => Ok(()),
+        Some(Finding { line, reason, exit }) => Err(Failure {
+            exit,
+            message: format!(
+                "{from}, row {}: {reason}; nothing of it was taken",
+                line.unwrap_or(1) - 1
+            ),
+        }),
+    }
 }
 
 /// What the header says that rows depend on.
@@ -216,6 +264,19 @@ fn say(found: &Found) {
 }
 
 impl Found {
+    fn of(path: PathBuf) -> Self {
+        let header = Value::Null;
+        Self {
+            path,
+            header,
+            trials: 0,
+            best_us: None,
+            torn: false,
+            state: State::Open,
+            finding: None,
+        }
+    }
+
     fn word(&self, key: &str) -> &str {
         self.header.get(key).and_then(Value::as_str).unwrap_or("?")
     }
@@ -227,7 +288,8 @@ impl Found {
         }
         let torn = if self.torn { ", an unfinished row at its end" } else { "" };
         format!(
-            "{} trials of {} on {}, best {}, {}{torn}",
+            "{}, {} trials of {} on {}, best {}, {}{torn}",
+            recorded::state_name(&self.state),
             self.trials,
             self.word("model"),
             self.word("device"),
@@ -245,6 +307,7 @@ impl Found {
             reason: self.finding.as_ref().map(|finding| finding.reason.clone()),
             trials: self.trials,
             torn: self.torn,
+            state: recorded::state_name(&self.state),
             model: said("model"),
             target: said("target"),
             device: said("device"),

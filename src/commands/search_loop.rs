@@ -22,11 +22,13 @@ use crate::report::{self, Answer};
 
 mod document;
 mod header;
+pub(super) mod keep;
 mod spent;
 mod watch;
 
 use document::Kept;
 use header::Header;
+use keep::Keeper;
 
 pub(crate) use document::Found;
 pub(crate) use watch::{Progress, Watch};
@@ -91,7 +93,9 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let mut search = search.with_helpers(scope, helpers, threads);
         let began_s = past.iter().map(ended).fold(0.0, f64::max);
         let confirmed = absorb(&mut search, past)?;
+        corpus::manifest::unseal_run(&dir)?;
         let mut session = Session {
+            keeper: Keeper::open(args, &dir, &ledger_path),
             ledger,
             results,
             bar: bar(&header),
@@ -235,6 +239,7 @@ fn bar(header: &Header) -> ProgressBar {
 struct Session<'a> {
     header: &'a Header,
     watch: &'a dyn Watch,
+    keeper: Keeper,
     ledger: Ledger,
     results: Results,
     bar: ProgressBar,
@@ -267,7 +272,12 @@ impl Session<'_> {
         let line = trial_line(&trial);
         let cells = cells(&trial);
         // From here on the trial is acknowledged: it is on the disk, and only then is it said.
-        self.ledger.append(&Row::Trial(Box::new(trial))).map_err(|error| self.full(error))?;
+        let leads = trial.outcome.leads().then_some(trial.config);
+        let link = self.ledger.append(&Row::Trial(Box::new(trial)));
+        self.keeper.row(link.map_err(|error| self.full(error))?);
+        if let Some(config) = leads {
+            self.keeper.program(search, &config);
+        }
         self.results.append(&cells).map_err(|error| self.full(error))?;
         match search.champion() {
             Some(champion) => self.bar.set_message(format!(
@@ -304,7 +314,8 @@ impl Session<'_> {
         let confirmation = search.confirm().map_err(|error| self.lost(&error))?;
         if let Some(confirmation) = &confirmation {
             let row = Row::Confirmation(Box::new(confirmation.clone()));
-            self.ledger.append(&row).map_err(|error| self.full(error))?;
+            let link = self.ledger.append(&row);
+            self.keeper.row(link.map_err(|error| self.full(error))?);
         }
         Ok(confirmation)
     }
@@ -375,6 +386,9 @@ impl Session<'_> {
             files::write_whole(&best_path, text.as_bytes())?;
         }
         say_end(&kept, best, confirmation, &best_path);
+        if stopped_by != StoppedBy::Interrupted {
+            keep::seal(&self.dir, self.ledger.path());
+        }
         let spent = spent::Sum::of(trials);
         let wall = spent::clock();
         report::say(&spent.line(wall));
@@ -392,6 +406,7 @@ impl Session<'_> {
             n_rejected: search.rejected(),
             results_tsv: self.results.path().to_path_buf(),
             ledger: self.ledger.path().to_path_buf(),
+            store: self.keeper.path().map(Path::to_path_buf),
             stopped_by: stopped_by.name().to_owned(),
             best_config_file: best.map(|_| best_path),
             kept: kept.into_iter().map(Kept::from).collect(),

@@ -31,6 +31,8 @@ pub(crate) struct Found {
     pub(super) results_tsv: PathBuf,
     /// The ledger.
     pub(super) ledger: PathBuf,
+    /// The store that holds its rows too. None if there is none, or if it could not be kept up to date.
+    pub(super) store: Option<PathBuf>,
     /// trials, time, exhausted or interrupted.
     pub(super) stopped_by: String,
     /// The best schedule as a file for `--config`.

@@ -488,6 +488,9 @@ pub(crate) struct ExplainArgs {
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct DiffArgs {
     /// A schedule (JSON: a config, or any subset of one) or a program (.amk, .amkp).
+    #[schemars(
+        description = "A schedule (a config, any subset of one, or its file), a program (.amk, .amkp) or a run (the folder of a search, or its ledger.jsonl)."
+    )]
     pub(crate) a: ConfigSource,
     /// What it is compared with: another of the same kind.
     pub(crate) b: ConfigSource,

@@ -186,7 +186,7 @@ fn tools_and_resources_are_listed_and_read() {
         assert_eq!(tool["inputSchema"]["additionalProperties"], false, "{tool}");
         assert!(
             tool["outputSchema"]["properties"]["schema"]["const"].is_string()
-                || tool["name"] == "evaluate",
+                || ["evaluate", "compare"].contains(&tool["name"].as_str().unwrap()),
             "{tool}"
         );
         assert!(tool["description"].as_str().unwrap().len() < 400, "{tool}");
@@ -382,6 +382,54 @@ fn a_search_reports_leaves_room_is_cancelled_and_goes_on() {
     assert!(!answered(&server));
     assert_eq!(server.call("status", json!({}))["search"]["state"], "finished");
     assert_eq!(server.end().0, Some(0));
+}
+
+#[test]
+fn a_search_is_sealed_kept_in_the_store_and_compared_with_another() {
+    let dir = folder();
+    let mut server = Server::start(dir.path());
+    let few = |more: Value| {
+        let mut arguments = toy(json!({"budget": 4, "kv_capacity": 16}));
+        arguments.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        arguments
+    };
+    let one = server.call("loop", few(json!({"out": "runs/one"})));
+    let two = server.call("loop", few(json!({"out": "runs/two", "seed": 1})));
+    assert_eq!((&one["store"], &two["store"]), (&json!("runs/store.sqlite"), &one["store"]));
+    let own = server.call("loop", few(json!({"out": "runs/own", "store": "none"})));
+    assert!(own["store"].is_null(), "{own}");
+    let other = few(json!({"out": "runs/other", "store": "other.sqlite", "kv_capacity": 32}));
+    assert_eq!(server.call("loop", other)["store"], "other.sqlite");
+    for (store, held) in [("runs/store.sqlite", 2), ("other.sqlite", 1)] {
+        let store = corpus::Store::existing(&dir.path().join(store)).unwrap();
+        assert_eq!(store.runs().unwrap().len(), held);
+        assert_eq!(store.check().unwrap(), Ok(()));
+    }
+    let listed = server.call("runs", json!({"verify": true, "paths": ["runs"]}));
+    let states: Vec<&Value> =
+        listed["runs"].as_array().unwrap().iter().map(|run| &run["state"]).collect();
+    assert_eq!(states, ["sealed"; 4]);
+    let pair = ["runs/one", "runs/two/ledger.jsonl"];
+    let compared = server.call("compare", json!({"a": pair[0], "b": pair[1]}));
+    let ran = Command::new(env!("CARGO_BIN_EXE_amk"))
+        .args(["runs", "compare", pair[0], pair[1]])
+        .current_dir(dir.path())
+        .output()
+        .unwrap();
+    assert_eq!(compared, serde_json::from_slice::<Value>(&ran.stdout).unwrap());
+    assert_eq!(
+        (&compared["schema"], &compared["comparable"]),
+        (&json!("amk.compare.v1"), &json!(true))
+    );
+    // What may not be compared is an answer with its reasons, and no error.
+    let apart = server.call("compare", json!({"a": "runs/one", "b": "runs/other"}));
+    assert_eq!(
+        (&apart["better"], &apart["reasons"][0]["what"]),
+        (&Value::Null, &json!("key/value capacity"))
+    );
+    let mixed = json!({"a": "runs/one", "b": "runs/one/best.json", "model": "toy"});
+    assert_eq!(places(&server.refused("compare", mixed)), ["model", "b"]);
+    assert_eq!(places(&server.refused("compare", json!({"a": "runs", "b": "runs/one"}))), ["a"]);
 }
 
 #[test]

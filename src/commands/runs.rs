@@ -13,7 +13,7 @@ use crate::cli::RunsArgs;
 use crate::failure::{Exit, Failure};
 use crate::report::{self, Answer};
 
-pub(super) mod compare;
+pub(crate) mod compare;
 pub(super) mod export;
 pub(super) mod gc;
 mod recorded;
@@ -143,6 +143,24 @@ pub(crate) fn ledgers(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
         }
     }
     Ok(found)
+}
+
+/// The one ledger that a path means.
+pub(crate) fn one_ledger(path: &Path) -> Result<PathBuf, Failure> {
+    let mut found = ledgers(&[path.to_path_buf()])?;
+    match (found.pop(), found.len()) {
+        (Some(ledger), 0) => Ok(ledger),
+        (_, more) => Err(Failure::usage(format!(
+            "{} holds {} runs; name one of them",
+            path.display(),
+            more + 1
+        ))),
+    }
+}
+
+/// Whether a path can only mean a run: a folder, or a file that is called as ledgers are.
+pub(crate) fn names_run(path: &Path) -> bool {
+    path.is_dir() || path.file_name().is_some_and(|name| name == LEDGER)
 }
 
 fn look(path: &Path) -> Found {

@@ -1,11 +1,14 @@
 //! What is wrong with a tool's arguments: all of it, each with its place, what would be legal and what to write instead.
 
+use std::path::Path;
+
 use jsonschema::Validator;
 use jsonschema::error::ValidationErrorKind as Kind;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::cli::PlaceArgs;
+use crate::commands::{diff, runs};
 use crate::config_source::ConfigSource;
 use crate::context::{Context, kv_capacity};
 use crate::failure::{Exit, Failure};
@@ -142,15 +145,47 @@ fn about_config(arguments: &Map<String, Value>, context: &Context) -> Vec<Proble
     }
 }
 
+/// The path, if it is that of a run.
+pub(super) fn run_path(source: &ConfigSource) -> Option<&Path> {
+    let ConfigSource::File(path) = source else { return None };
+    runs::names_run(path).then_some(path)
+}
+
 /// What is wrong with the two sides of a comparison, and with the model that they are lowered for.
 pub(super) fn about_pair(arguments: &Map<String, Value>) -> Vec<Problem> {
+    let side = |name: &'static str| {
+        let given = arguments.get(name)?;
+        Some((name, given, serde_json::from_value::<ConfigSource>(given.clone()).ok()?))
+    };
+    let sides: Vec<(&str, &Value, ConfigSource)> =
+        ["a", "b"].into_iter().filter_map(side).collect();
+    if sides.iter().any(|(_, _, source)| run_path(source).is_some()) {
+        return about_runs_pair(arguments, &sides);
+    }
     let mut problems = about_model(arguments);
-    for side in ["a", "b"] {
-        let Some(given) = arguments.get(side) else { continue };
-        let Ok(source) = serde_json::from_value::<ConfigSource>(given.clone()) else { continue };
-        problems.extend(about_path(side, given, crate::commands::diff::check(&source)));
+    for (name, given, source) in &sides {
+        problems.extend(about_path(name, given, diff::check(source)));
     }
     problems
+}
+
+/// Two runs: each must be one, and they bring their model with them.
+fn about_runs_pair(
+    arguments: &Map<String, Value>,
+    sides: &[(&str, &Value, ConfigSource)],
+) -> Vec<Problem> {
+    let unused = ["model", "target"].into_iter().filter_map(|name| {
+        let why = "a run has its own; leave it out";
+        Some(Problem::new(name, arguments.get(name).filter(|given| !given.is_null())?, why))
+    });
+    let side = |(name, given, source): &(&str, &Value, ConfigSource)| match run_path(source) {
+        Some(path) => about_path(name, given, runs::one_ledger(path).map(drop)),
+        None => {
+            let why = "the other side is a run, and this is none: name the folder of a search";
+            Some(Problem::new(*name, given, why))
+        }
+    };
+    unused.chain(sides.iter().filter_map(side)).collect()
 }
 
 /// Whether a path names what it must: a problem for each argument whose check fails.

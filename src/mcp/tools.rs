@@ -8,11 +8,13 @@ use schemars::generate::SchemaSettings;
 use schemars::{JsonSchema, Schema};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::arguments::{self, Problem};
 use super::server::Status;
-use crate::cli::{DiffArgs, EvaluateArgs, ExplainArgs, LoopArgs, ProposeArgs, RunsArgs};
+use crate::cli::{
+    CompareArgs, DiffArgs, EvaluateArgs, ExplainArgs, LoopArgs, ProposeArgs, RunsArgs,
+};
 use crate::commands::{diff, evaluate, explain, propose, runs, search_loop};
 use crate::failure::{Exit, Failure};
 use crate::report::Answer;
@@ -70,6 +72,18 @@ struct RunsCall {
     runs: RunsArgs,
 }
 
+/// What `compare` answers: the document of `runs compare` for two runs, else that of `diff`.
+#[derive(Serialize, JsonSchema)]
+#[serde(untagged)]
+#[schemars(extend(
+    "type" = "object",
+    "properties" = json!({"schema": {"type": "string", "enum": ["amk.compare.v1", "amk.diff.v1"]}})
+))]
+enum Comparison {
+    Runs(runs::compare::Compared),
+    Parts(diff::Difference),
+}
+
 /// Every tool.
 pub(super) fn all() -> Result<Vec<Entry>, Failure> {
     Ok(vec![
@@ -105,11 +119,10 @@ pub(super) fn all() -> Result<Vec<Entry>, Failure> {
             })),
             about_runs,
         )?,
-        // Whole runs belong here too once the command line compares them: another kind of `a` and `b`.
-        entry::<DiffArgs, diff::Difference>(
+        entry::<DiffArgs, Comparison>(
             "compare",
-            "Compares two schedules knob by knob, with `model` also what they lower to and their predicted latencies; or two saved programs task by task.",
-            Run::Quick(typed(diff::answer)),
+            "Compares two schedules knob by knob, with `model` also what they lower to and their predicted latencies; two saved programs task by task; or two runs: which champion is better, or every reason why the runs may not be compared.",
+            Run::Quick(typed(compare)),
             arguments::about_pair,
         )?,
         entry::<ExplainArgs, explain::Explanation>(
@@ -119,6 +132,17 @@ pub(super) fn all() -> Result<Vec<Entry>, Failure> {
             |_| Vec::new(),
         )?,
     ])
+}
+
+/// Two runs are compared as `runs compare` does it, everything else as `diff` does.
+fn compare(args: &DiffArgs) -> Result<Answer<Comparison>, Failure> {
+    if let (Some(a), Some(b)) = (arguments::run_path(&args.a), arguments::run_path(&args.b)) {
+        let pair = CompareArgs { a: a.to_path_buf(), b: b.to_path_buf() };
+        let Answer { document, exit } = runs::compare::answer(&pair)?;
+        return Ok(Answer { document: Comparison::Runs(document), exit });
+    }
+    let Answer { document, exit } = diff::answer(args)?;
+    Ok(Answer { document: Comparison::Parts(document), exit })
 }
 
 /// A ledger that is not there.

@@ -112,6 +112,8 @@ async def drive(amk, folder):
         assert led["schedule_config"] == found["best_config"], led
         difference = await answer(client, "compare", a={}, b=runs[0]["ledger"].replace("ledger.jsonl", "best.json"))
         assert not difference["same"] and difference["knobs"], difference
+        compared = await answer(client, "compare", a="night", b="night")
+        assert compared["better"] == "equal", compared
         # A byte is flipped: the ledger must not hold, and the line is named.
         ledger = folder / "night" / "ledger.jsonl"
         text = ledger.read_bytes()

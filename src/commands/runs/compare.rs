@@ -2,14 +2,15 @@
 
 use std::collections::BTreeMap;
 
+use schemars::JsonSchema;
 use search::{LatencyKind, Trial, changes};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::recorded::Recorded;
 use crate::cli::CompareArgs;
-use crate::failure::{Exit, Outcome};
-use crate::report;
+use crate::failure::{Exit, Failure};
+use crate::report::{self, Answer};
 
 /// What must be equal in the headers: the word, where it stands, and why it matters.
 const EQUAL: [(&str, &str, &str); 12] = [
@@ -28,22 +29,28 @@ const EQUAL: [(&str, &str, &str); 12] = [
 ];
 
 /// A reason not to compare.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 struct Reason {
+    /// What differs.
     what: String,
+    /// What it is in the first run.
     a: Value,
+    /// In the second.
     b: Value,
+    /// Why it matters.
     why: String,
 }
 
 /// One side.
-#[derive(Serialize)]
-struct Side<'a> {
-    run: &'a str,
+#[derive(Debug, Serialize, JsonSchema)]
+struct Side {
+    run: String,
+    /// The trial that leads.
     champion: Option<u64>,
-    schedule_id: Option<&'a str>,
+    schedule_id: Option<String>,
     /// Microseconds a token: of the confirmation, where there is one.
     latency_us: Option<f64>,
+    /// Its 99 % interval, if it was measured.
     ci_us: Option<[f64; 2]>,
     /// Share of the time saved over the baseline, from the confirmation's race: low and high.
     gain_over_baseline: Option<[f64; 2]>,
@@ -51,22 +58,26 @@ struct Side<'a> {
 }
 
 /// Two runs.
-#[derive(Serialize)]
-struct Compared<'a> {
+#[derive(Debug, Serialize, JsonSchema)]
+pub(crate) struct Compared {
+    #[schemars(extend("const" = "amk.compare.v1"))]
     schema: &'static str,
+    /// Whether their figures may stand beside each other.
     comparable: bool,
-    /// All of them, not the first.
+    /// Why not: all of it, not the first.
     reasons: Vec<Reason>,
-    a: Side<'a>,
-    b: Side<'a>,
+    a: Side,
+    b: Side,
     /// Knobs in which the champions differ: path to `[a, b]`. Empty where they may not be compared.
     changed: Map<String, Value>,
     /// `a`, `b`, `equal` or `inconclusive`; null where they may not be compared.
     better: Option<&'static str>,
+    /// The figures behind it.
     why: String,
 }
 
-pub(crate) fn run(args: &CompareArgs) -> Outcome {
+/// Compares what the arguments name.
+pub(crate) fn answer(args: &CompareArgs) -> Result<Answer<Compared>, Failure> {
     let [a, b] = [Recorded::open(&args.a)?, Recorded::open(&args.b)?];
     let reasons = reasons(&a, &b);
     let comparable = reasons.is_empty();
@@ -85,7 +96,7 @@ pub(crate) fn run(args: &CompareArgs) -> Outcome {
             ));
         }
     }
-    report::document(&Compared {
+    let document = Compared {
         schema: "amk.compare.v1",
         comparable,
         reasons,
@@ -94,8 +105,8 @@ pub(crate) fn run(args: &CompareArgs) -> Outcome {
         changed,
         better,
         why,
-    })?;
-    Ok(if comparable { Exit::Yes } else { Exit::No })
+    };
+    Ok(Answer { document, exit: if comparable { Exit::Yes } else { Exit::No } })
 }
 
 fn side_line(side: &str) -> &str {
@@ -174,16 +185,16 @@ fn difference(a: &Recorded, b: &Recorded) -> Map<String, Value> {
     changes(&one.config, &other.config).into_iter().map(pair).collect()
 }
 
-fn side(run: &Recorded) -> Side<'_> {
+fn side(run: &Recorded) -> Side {
     let champion = run.champion();
     let verdict = champion.map(|trial| &trial.verdict);
     let confirmed =
         run.confirmation.as_ref().filter(|c| Some(c.champion) == champion.map(|t| t.trial));
     let latest = confirmed.map(|confirmation| &confirmation.verdict).or(verdict);
     Side {
-        run: &run.run,
+        run: run.run.clone(),
         champion: champion.map(|trial| trial.trial),
-        schedule_id: verdict.and_then(|verdict| verdict.schedule_id.as_deref()),
+        schedule_id: verdict.and_then(|verdict| verdict.schedule_id.clone()),
         latency_us: latest.and_then(|verdict| verdict.latency_us),
         ci_us: latest.and_then(|verdict| verdict.ci_us),
         gain_over_baseline: confirmed.and_then(|c| c.gain).map(|gain| [gain.low, gain.high]),

@@ -6,7 +6,7 @@ use corpus::manifest::{self, State};
 use search::{Conditions, Confirmation, Row, Trial};
 use serde_json::Value;
 
-use super::{Finding, ledgers, look};
+use super::{Finding, look, one_ledger};
 use crate::commands::search_loop;
 use crate::failure::Failure;
 
@@ -29,15 +29,7 @@ pub(super) struct Recorded {
 impl Recorded {
     /// Reads the one run that a path means, and refuses it if it does not hold.
     pub(super) fn open(path: &Path) -> Result<Self, Failure> {
-        let found = ledgers(&[path.to_path_buf()])?;
-        let [ledger] = &found[..] else {
-            return Err(Failure::usage(format!(
-                "{} holds {} runs; name one of them",
-                path.display(),
-                found.len()
-            )));
-        };
-        Self::read(ledger)
+        Self::read(&one_ledger(path)?)
     }
 
     /// Reads a ledger with its run.

@@ -80,8 +80,8 @@ struct RunsCall {
     "properties" = json!({"schema": {"type": "string", "enum": ["amk.compare.v1", "amk.diff.v1"]}})
 ))]
 enum Comparison {
-    Runs(runs::compare::Compared),
-    Parts(diff::Difference),
+    Runs(Box<runs::compare::Compared>),
+    Parts(Box<diff::Difference>),
 }
 
 /// Every tool.
@@ -139,10 +139,10 @@ fn compare(args: &DiffArgs) -> Result<Answer<Comparison>, Failure> {
     if let (Some(a), Some(b)) = (arguments::run_path(&args.a), arguments::run_path(&args.b)) {
         let pair = CompareArgs { a: a.to_path_buf(), b: b.to_path_buf() };
         let Answer { document, exit } = runs::compare::answer(&pair)?;
-        return Ok(Answer { document: Comparison::Runs(document), exit });
+        return Ok(Answer { document: Comparison::Runs(Box::new(document)), exit });
     }
     let Answer { document, exit } = diff::answer(args)?;
-    Ok(Answer { document: Comparison::Parts(document), exit })
+    Ok(Answer { document: Comparison::Parts(Box::new(document)), exit })
 }
 
 /// A ledger that is not there.

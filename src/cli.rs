@@ -1,9 +1,14 @@
-//! Commands and flags, declared once.
+//! Commands and flags, declared once. Those that agents also call as tools are read from JSON too, and describe themselves by a schema
+//! ([`crate::mcp`]): the sentence beside a flag is the sentence in the schema.
 
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use schemars::JsonSchema;
 use search::Budget;
+use serde::Deserialize;
+
+use crate::config_source::ConfigSource;
 
 /// What `amk` says when it is given nothing to do.
 pub(crate) const FIRST_STEPS: &str = "\
@@ -58,6 +63,17 @@ pub(crate) enum Command {
         trial with exit code 130; --resume goes on without repeating a finished trial. A trial is a schedule that lowers to a new\n\
         program or kernel; illegal and repeated proposals cost none.")]
     Loop(LoopArgs),
+    /// What all searches found, in one SQLite file: shows, checks, imports, exports.
+    #[command(
+        after_help = "Examples:\n  amk corpus show\n  amk corpus import runs\n  amk corpus export --out store.jsonl\n\n\
+        A search adds its trials to store.sqlite beside its folder. docs/store.md describes the tables; sqlite3 and pandas read them. The\n\
+        ledgers are the record: a store can be made anew from them at any time."
+    )]
+    Corpus {
+        /// What to do with it.
+        #[command(subcommand)]
+        command: CorpusCommand,
+    },
     /// Looks at searches that are on the disk.
     #[command(
         after_help = "Examples:\n  amk runs list\n  amk runs verify runs/0001 | jq '.runs[] | select(.holds | not)'\n\n\
@@ -140,10 +156,22 @@ pub(crate) enum Command {
         after_help = "Examples:\n  amk explain                       every name there is\n  amk explain pipeline.stages\n  amk explain R-HAPPENS\n  \
         amk explain counter_deadline\n  amk explain 5                     an exit code\n  amk explain \"tagged word\""
     )]
-    Explain {
-        /// A knob's path, a rule's id, a trap's name, an exit code or a word of the glossary. Default: lists them all.
-        name: Option<String>,
-    },
+    Explain(ExplainArgs),
+    /// Compares two schedules knob by knob, or two programs task by task.
+    #[command(after_help = "Examples:\n  amk diff runs/0001/best.json runs/0002/best.json\n  \
+        amk diff a.json b.json --model smollm2-135m      (and what they lower to)\n  amk diff a.amkp b.amkp")]
+    Diff(DiffArgs),
+    /// Writes searches as one HTML page: progress, what was kept, the floor, each knob's effect, the machine, how to reproduce.
+    #[command(
+        after_help = "Examples:\n  amk report runs/0001\n  amk report runs --out night.html\n\nThe page has no script and fetches nothing. A ledger that does not hold is shown as such."
+    )]
+    Report(ReportArgs),
+    /// Serves the verbs that an agent needs as MCP tools, on standard input and output.
+    #[command(
+        after_help = "Examples:\n  amk mcp                           (started by an MCP client; HARNESS.md has the registration)\n\n\
+        Standard output carries JSON-RPC only. The server ends when standard input does; a search under way ends after its trial."
+    )]
+    Mcp,
     /// The process that drives the GPU for a search; started by `amk` itself.
     #[command(hide = true)]
     DeviceChild(DeviceChildArgs),
@@ -169,20 +197,111 @@ pub(crate) enum RunsCommand {
     /// Lists searches with their trials and best latencies.
     #[command(after_help = "Examples:\n  amk runs list\n  amk runs list runs/llama")]
     List(RunsArgs),
+    /// One run: its terms, its trials by outcome, what led and why.
+    #[command(
+        after_help = "Examples:\n  amk runs show runs/0001\n  amk runs show runs/0001 | jq .champion.config"
+    )]
+    Show(RunArgs),
+    /// Two runs beside each other, or every reason why they may not be compared (exit code 1).
+    #[command(
+        after_help = "Examples:\n  amk runs compare runs/0001 runs/0002\n  amk runs compare runs/0001 runs/0002 | jq .reasons"
+    )]
+    Compare(CompareArgs),
+    /// Does a trial again: the same program, the same values, and on the same card a latency that fits.
+    #[command(
+        after_help = "Examples:\n  amk runs replay runs/0001\n  amk runs replay runs/0001 --trial 7 --device cpu\n\n\
+        Stages: files, graph, schedule, program, kernel, reference, then predict or measure; each is the same, differs or was skipped, and why.\n\
+        Exit code 1: one differs. A time is measured again only on the card, driver and compiler of the record."
+    )]
+    Replay(ReplayArgs),
+    /// Writes trajectories for training and study: state, edit, verdict, decision; a line each, split by whole runs.
+    #[command(
+        after_help = "Examples:\n  amk runs export --out trajectories\n  amk runs export runs/llama --out t --validation 20"
+    )]
+    Export(RunsExportArgs),
+    /// Says which runs could be given up to make room; does it with --apply.
+    #[command(
+        after_help = "Examples:\n  amk runs gc\n  amk runs gc --keep 3\n  amk runs gc --keep 3 --apply"
+    )]
+    Gc(GcArgs),
+}
+
+/// One search.
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// The folder of a search, or its ledger.
+    #[arg(value_name = "RUN")]
+    pub(crate) path: PathBuf,
+}
+
+/// Arguments of `runs compare`.
+#[derive(Debug, Args)]
+pub(crate) struct CompareArgs {
+    /// The folder of a search, or its ledger.
+    #[arg(value_name = "A")]
+    pub(crate) a: PathBuf,
+    /// Another one.
+    #[arg(value_name = "B")]
+    pub(crate) b: PathBuf,
+}
+
+/// Arguments of `runs replay`.
+#[derive(Debug, Args)]
+pub(crate) struct ReplayArgs {
+    /// The folder of a search, or its ledger.
+    #[arg(value_name = "RUN")]
+    pub(crate) path: PathBuf,
+    /// The trial. Default: the one that leads.
+    #[arg(long, value_name = "N")]
+    pub(crate) trial: Option<u64>,
+    /// What a measured trial is measured on.
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(crate) device: DeviceChoice,
+    #[command(flatten)]
+    pub(crate) sharing: SharingArgs,
+}
+
+/// Arguments of `runs export`.
+#[derive(Debug, Args)]
+pub(crate) struct RunsExportArgs {
+    #[command(flatten)]
+    pub(crate) runs: RunsArgs,
+    /// A new folder for train.jsonl and validation.jsonl.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
+    /// How many of a hundred runs are for validation.
+    #[arg(long, value_name = "PERCENT", default_value_t = 10)]
+    pub(crate) validation: u64,
+}
+
+/// Arguments of `runs gc`.
+#[derive(Debug, Args)]
+pub(crate) struct GcArgs {
+    #[command(flatten)]
+    pub(crate) runs: RunsArgs,
+    /// Of sealed runs of one model, target and card, the best so many stay, and the newest. Default: all.
+    #[arg(long, value_name = "N")]
+    pub(crate) keep: Option<usize>,
+    /// Do it.
+    #[arg(long)]
+    pub(crate) apply: bool,
 }
 
 /// Searches.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct RunsArgs {
     /// Ledgers, folders of a search, or folders of such folders. Default: runs.
     #[arg(value_name = "PATH")]
+    #[serde(default)]
     pub(crate) paths: Vec<PathBuf>,
 }
 
 /// What runs the model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub(crate) enum DeviceChoice {
     /// The GPU if there is one, else the CPU.
+    #[default]
     Auto,
     /// The reference machine; latencies are predicted.
     Cpu,
@@ -193,35 +312,41 @@ pub(crate) enum DeviceChoice {
 }
 
 /// The model and where it is to run.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ModelArgs {
     /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json) or a preset: toy, toy-2l, smollm2-135m, qwen3-0.6b,
     /// llama-3.2-1b, qwen3-1.7b, qwen3-4b, llama-3.1-8b, qwen3-8b.
     #[arg(long, value_name = "DIR|PRESET")]
     pub(crate) model: String,
     #[command(flatten)]
+    #[serde(flatten)]
     pub(crate) place: PlaceArgs,
 }
 
 /// Where a model is to run.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct PlaceArgs {
     /// The GPU to schedule for: h200, h100, a100, l40s, rtx4090, rtx5090, b200. Default: the live device, else h200.
     #[arg(long, value_name = "GPU")]
+    #[schemars(extend("enum" = target_names()))]
     pub(crate) target: Option<String>,
-    /// What runs the model.
+    /// What runs the model: auto (the GPU if there is one, else the CPU), cpu (the reference machine; latencies are predicted) or cuda.
     #[arg(long, value_enum, default_value_t = DeviceChoice::Auto)]
+    #[serde(default)]
+    #[schemars(with = "Option<String>", extend("enum" = ["auto", "cpu", "cuda"], "type" = "string"))]
     pub(crate) device: DeviceChoice,
     /// Tokens that the key/value cache holds. Default: the model's positions, at most 4096.
     #[arg(long, value_name = "TOKENS")]
+    #[schemars(range(min = 1))]
     pub(crate) kv_capacity: Option<u32>,
 }
 
 /// Whether a measurement may share the GPU.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct SharingArgs {
     /// Measure although other processes use the GPU. The conditions of the measurement say so.
     #[arg(long)]
+    #[serde(default)]
     pub(crate) shared_gpu: bool,
 }
 
@@ -239,18 +364,22 @@ pub(crate) struct DeviceChildArgs {
     pub(crate) kv_capacity: Option<u32>,
 }
 
-/// A schedule from a file.
-#[derive(Debug, Args)]
+/// A schedule.
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ConfigArgs {
     /// A JSON file with any subset of the knobs, or - for standard input. Default: for `bench` and `generate` the schedule shipped for the model and GPU, if there is one; else the neutral schedule.
     #[arg(long, value_name = "FILE|-")]
-    pub(crate) config: Option<PathBuf>,
+    #[schemars(
+        description = "The schedule: an object with any subset of the knobs, such as {\"pipeline\": {\"stages\": 4}}, or the path of a JSON file with one. Default: the neutral schedule."
+    )]
+    pub(crate) config: Option<ConfigSource>,
 }
 
 /// Arguments of `propose`.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ProposeArgs {
     #[command(flatten)]
+    #[serde(flatten)]
     pub(crate) model: ModelArgs,
     /// A search's ledger, whose incumbent is proposed instead of the neutral schedule.
     #[arg(long, value_name = "FILE")]
@@ -258,31 +387,38 @@ pub(crate) struct ProposeArgs {
 }
 
 /// Arguments of `evaluate`.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct EvaluateArgs {
     #[command(flatten)]
+    #[serde(flatten)]
     pub(crate) model: ModelArgs,
     #[command(flatten)]
+    #[serde(flatten)]
     pub(crate) sharing: SharingArgs,
     #[command(flatten)]
+    #[serde(flatten)]
     pub(crate) config: ConfigArgs,
     /// What the gate's tokens are drawn with.
     #[arg(long, default_value_t = 0)]
+    #[serde(default)]
     pub(crate) seed: u64,
     /// Then race the program so many times against a copy of itself, as a search would, and count what would be kept. Needs the GPU.
     #[arg(long, value_name = "TIMES", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    #[serde(skip)]
     pub(crate) aa: Option<u16>,
 }
 
 /// Arguments of `loop`.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct LoopArgs {
     /// A Hugging Face folder or a preset. Default: smollm2-135m, or the resumed search's.
     #[arg(long, value_name = "DIR|PRESET")]
     pub(crate) model: Option<String>,
     #[command(flatten)]
+    #[serde(flatten)]
     pub(crate) place: PlaceArgs,
     #[command(flatten)]
+    #[serde(flatten)]
     pub(crate) sharing: SharingArgs,
     /// When to end: a number of trials (64) or a time (90s, 10m, 2h). Default: 64, or the resumed search's.
     #[arg(long, value_name = "TRIALS|TIME")]
@@ -292,16 +428,132 @@ pub(crate) struct LoopArgs {
     pub(crate) seed: Option<u64>,
     /// The least gain worth keeping, in per cent. Default: 1 when measured, 0.1 when predicted.
     #[arg(long, value_name = "PERCENT")]
+    #[schemars(range(min = 0), extend("exclusiveMaximum" = 100))]
     pub(crate) min_gain: Option<f64>,
     /// Continue the search in --out (default: the latest one in runs/).
     #[arg(long)]
+    #[serde(default)]
     pub(crate) resume: bool,
     /// Where the ledger, the table and the best schedule go. Default: a new folder in runs/.
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Option<PathBuf>,
     /// Where the table of trials goes. Default: OUT/results.tsv.
     #[arg(long, value_name = "FILE")]
+    #[serde(skip)]
     pub(crate) results: Option<PathBuf>,
+    /// The store that remembers what all searches found; `none`: no store. Default: store.sqlite beside OUT.
+    #[arg(long, value_name = "FILE|none")]
+    pub(crate) store: Option<PathBuf>,
+}
+
+/// What to do with the store.
+#[derive(Debug, Subcommand)]
+pub(crate) enum CorpusCommand {
+    /// Says what a store holds: what leads by model and card, and which moves paid.
+    #[command(
+        after_help = "Examples:\n  amk corpus show\n  amk corpus show --store night.sqlite | jq .best"
+    )]
+    Show(StoreArgs),
+    /// Checks the file, the chain of every run, and that the tables follow from the rows.
+    #[command(after_help = "Examples:\n  amk corpus check")]
+    Check(StoreArgs),
+    /// Adds runs that are not in the store yet: ledgers, folders of runs, or what `export` wrote.
+    #[command(
+        after_help = "Examples:\n  amk corpus import runs\n  amk corpus import night.jsonl --store all.sqlite"
+    )]
+    Import(ImportArgs),
+    /// Writes the store out: JSON lines (every row with its chain, and the programs), or a Parquet file for each table.
+    #[command(
+        after_help = "Examples:\n  amk corpus export --out store.jsonl\n  amk corpus export --out - | gzip > store.jsonl.gz\n  \
+        amk corpus export --format parquet --out tables"
+    )]
+    Export(StoreExportArgs),
+}
+
+/// A store.
+#[derive(Debug, Args)]
+pub(crate) struct StoreArgs {
+    /// The store. Default: runs/store.sqlite.
+    #[arg(
+        long,
+        value_name = "FILE",
+        default_value = "runs/store.sqlite",
+        hide_default_value = true
+    )]
+    pub(crate) store: PathBuf,
+}
+
+/// Arguments of `corpus import`.
+#[derive(Debug, Args)]
+pub(crate) struct ImportArgs {
+    #[command(flatten)]
+    pub(crate) store: StoreArgs,
+    /// Ledgers, folders of a search, folders of such folders, exported files.
+    #[arg(value_name = "PATH", required = true)]
+    pub(crate) paths: Vec<PathBuf>,
+}
+
+/// Arguments of `corpus export`.
+#[derive(Debug, Args)]
+pub(crate) struct StoreExportArgs {
+    #[command(flatten)]
+    pub(crate) store: StoreArgs,
+    /// What to write.
+    #[arg(long, value_enum, default_value = "jsonl")]
+    pub(crate) format: ExportFormat,
+    /// The file, or `-` for standard output, which then carries the lines instead of a document. For Parquet a new folder.
+    #[arg(long, value_name = "FILE|DIR")]
+    pub(crate) out: PathBuf,
+}
+
+/// What a store is written out as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ExportFormat {
+    /// JSON lines: everything, to be imported again.
+    Jsonl,
+    /// A file for each table.
+    Parquet,
+}
+
+/// Arguments of `explain`.
+#[derive(Debug, Args, Deserialize, JsonSchema)]
+pub(crate) struct ExplainArgs {
+    /// A knob's path, a rule's id, a trap's name, an exit code or a word of the glossary. Default: lists them all.
+    pub(crate) name: Option<String>,
+}
+
+/// Arguments of `diff`.
+#[derive(Debug, Args, Deserialize, JsonSchema)]
+pub(crate) struct DiffArgs {
+    /// A schedule (JSON: a config, or any subset of one) or a program (.amk, .amkp).
+    #[schemars(
+        description = "A schedule (a config, any subset of one, or its file), a program (.amk, .amkp) or a run (the folder of a search, or its ledger.jsonl)."
+    )]
+    pub(crate) a: ConfigSource,
+    /// What it is compared with: another of the same kind.
+    pub(crate) b: ConfigSource,
+    /// Lower both schedules for this model and compare the programs and their predicted latencies too.
+    #[arg(long, value_name = "DIR|PRESET")]
+    pub(crate) model: Option<String>,
+    /// The GPU that they are lowered for: h200, h100, a100, l40s, rtx4090, rtx5090, b200. Default: h200.
+    #[arg(long, value_name = "GPU", requires = "model")]
+    #[schemars(extend("enum" = target_names()))]
+    pub(crate) target: Option<String>,
+    /// Print the document on standard output (the default; kept for scripts that say what they want).
+    #[arg(long)]
+    #[serde(skip)]
+    pub(crate) json: bool,
+}
+
+/// Arguments of `report`.
+#[derive(Debug, Args)]
+pub(crate) struct ReportArgs {
+    /// Ledgers, folders of a search, or folders of such folders.
+    #[arg(required = true, value_name = "RUN")]
+    pub(crate) runs: Vec<PathBuf>,
+    /// The page to write. Default: report.html here.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) out: Option<PathBuf>,
 }
 
 /// Arguments of `generate`.
@@ -406,7 +658,7 @@ pub(crate) struct TraceArgs {
     pub(crate) model: ModelArgs,
     /// Schedules (JSON files) to time and to take apart, one after the other. Default: the shipped one.
     #[arg(long, value_name = "FILE")]
-    pub(crate) config: Vec<PathBuf>,
+    pub(crate) config: Vec<ConfigSource>,
     /// Write every record of one step of the last schedule: a table with a line a task, times in nanoseconds.
     #[arg(long, value_name = "FILE")]
     pub(crate) records: Option<PathBuf>,
@@ -497,4 +749,9 @@ pub(crate) struct ExportArgs {
     /// The folder to write; it must not exist, or be empty.
     #[arg(long, value_name = "DIR")]
     pub(crate) out: PathBuf,
+}
+
+/// The targets that there are, and nothing, which is to take the default.
+fn target_names() -> Vec<Option<&'static str>> {
+    ir::Target::names().map(Some).chain([None]).collect()
 }

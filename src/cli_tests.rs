@@ -102,6 +102,7 @@ fn every_command_has_help_with_examples() {
         "propose",
         "evaluate",
         "loop",
+        "corpus",
         "runs",
         "generate",
         "bench",
@@ -111,6 +112,9 @@ fn every_command_has_help_with_examples() {
         "interpret",
         "export",
         "explain",
+        "diff",
+        "report",
+        "mcp",
         "completions",
     ];
     let all = amk(&["--help"]);
@@ -317,6 +321,7 @@ fn a_search_ends_with_its_best_schedule_and_leaves_its_files() {
         "n_rejected",
         "results_tsv",
         "ledger",
+        "store",
         "stopped_by",
     ] {
         assert!(document.get(field).is_some(), "{field}");

@@ -1,14 +1,12 @@
 //! What the commands share: a loaded model, its target and the schedule that a file gives.
 
-use std::io::Read;
-use std::path::Path;
-
 use ir::schedule::{KernelConfig, ScheduleConfig};
 use ir::{Graph, Rule, Target, Violations};
 use model::Model;
 use remote::Remote;
 
 use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs, SharingArgs};
+use crate::config_source::ConfigSource;
 use crate::device::{Gpu, live_target, look, open_here, open_process};
 use crate::failure::Failure;
 use crate::report;
@@ -18,9 +16,6 @@ const DEFAULT_TARGET: &str = "h200";
 
 /// Tokens of the key/value cache when nothing else is said.
 const DEFAULT_KV_CAPACITY: u32 = 4096;
-
-/// Longest config file that is read.
-const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
 /// A model and where it is to run.
 pub(crate) struct Context {
@@ -47,17 +42,7 @@ impl Context {
     pub(crate) fn load(name: &str, place: &PlaceArgs) -> Result<Self, Failure> {
         let target = choose_target(place)?;
         let model = model::load(name)?;
-        let most = model.graph.max_positions.clamp(1, abi::KV_CAPACITY_MAX);
-        let kv_capacity = match place.kv_capacity {
-            None => most.min(DEFAULT_KV_CAPACITY),
-            Some(tokens) if (1..=most).contains(&tokens) => tokens,
-            Some(tokens) => {
-                return Err(Failure::usage(format!(
-                    "--kv-capacity {tokens} is out of range: {} takes 1 to {most}",
-                    model.graph.name
-                )));
-            }
-        };
+        let kv_capacity = kv_capacity(place.kv_capacity, &model.graph)?;
         let (name, named_target) = (name.to_owned(), place.target.clone());
         Ok(Self { model, target, kv_capacity, name, named_target, device: place.device })
     }
@@ -119,15 +104,14 @@ impl Context {
     /// The schedule of a file, or the neutral one. The inner error is a gate's no; unreadable files fail outright.
     pub(crate) fn config(
         &self,
-        path: Option<&Path>,
+        source: Option<&ConfigSource>,
     ) -> Result<Result<ScheduleConfig, Violations>, Failure> {
-        let Some(path) = path else { return Ok(Ok(self.default_config())) };
-        let text = read_config_text(path)?;
+        let Some(source) = source else { return Ok(Ok(self.default_config())) };
+        let text = source.text()?;
         match ir::schedule::read_config(&text, self.graph(), &self.target) {
             Ok(valid) => Ok(Ok(*valid)),
             Err(violations) if violations.has(Rule::SJson) => Err(Failure::usage(format!(
-                "{}: {violations}; a config is a JSON object such as {{\"pipeline\": {{\"stages\": 8}}}}",
-                shown(path)
+                "{source}: {violations}; a config is a JSON object such as {{\"pipeline\": {{\"stages\": 8}}}}"
             ))),
             Err(violations) => Ok(Err(violations)),
         }
@@ -136,10 +120,10 @@ impl Context {
     /// The schedule of a file, else the shipped one of this model and target for so many tokens of context, else the neutral one.
     pub(crate) fn best_config(
         &self,
-        path: Option<&Path>,
+        source: Option<&ConfigSource>,
         tokens: u32,
     ) -> Result<ScheduleConfig, Failure> {
-        if path.is_none()
+        if source.is_none()
             && let Some(shipped) = corpus::shipped(&self.target.name, &self.graph().name, tokens)
             && let Ok(config) =
                 ir::schedule::read_config(shipped.schedule, self.graph(), &self.target)
@@ -150,15 +134,31 @@ impl Context {
             ));
             return Ok(*config);
         }
-        self.valid_config(path)
+        self.valid_config(source)
     }
 
     /// The schedule of a file, for the commands that have no verdict to put violations into.
-    pub(crate) fn valid_config(&self, path: Option<&Path>) -> Result<ScheduleConfig, Failure> {
-        self.config(path)?.map_err(|violations| {
-            let from = path.map(shown).unwrap_or_default();
+    pub(crate) fn valid_config(
+        &self,
+        source: Option<&ConfigSource>,
+    ) -> Result<ScheduleConfig, Failure> {
+        self.config(source)?.map_err(|violations| {
+            let from = source.map(ToString::to_string).unwrap_or_default();
             Failure::refused(format!("{from}: {violations}"))
         })
+    }
+}
+
+/// Tokens of the key/value cache: those asked for, if the model has as many positions.
+pub(crate) fn kv_capacity(asked: Option<u32>, graph: &Graph) -> Result<u32, Failure> {
+    let most = graph.max_positions.clamp(1, abi::KV_CAPACITY_MAX);
+    match asked {
+        None => Ok(most.min(DEFAULT_KV_CAPACITY)),
+        Some(tokens) if (1..=most).contains(&tokens) => Ok(tokens),
+        Some(tokens) => Err(Failure::usage(format!(
+            "--kv-capacity {tokens} is out of range: {} takes 1 to {most}",
+            graph.name
+        ))),
     }
 }
 
@@ -172,34 +172,6 @@ fn choose_target(place: &PlaceArgs) -> Result<Target, Failure> {
         return Ok(target);
     }
     Target::by_name(DEFAULT_TARGET).map_err(|error| Failure::usage(error.to_string()))
-}
-
-fn read_config_text(path: &Path) -> Result<String, Failure> {
-    let unreadable = |error: std::io::Error| {
-        Failure::usage(format!("cannot read {}: {error}; check the path", shown(path)))
-    };
-    let mut bytes = Vec::new();
-    if path == Path::new("-") {
-        let mut input = std::io::stdin().lock().take(CONFIG_BYTES_MAX + 1);
-        input.read_to_end(&mut bytes).map_err(unreadable)?;
-    } else {
-        let file = std::fs::File::open(path).map_err(unreadable)?;
-        file.take(CONFIG_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(unreadable)?;
-    }
-    if bytes.len() as u64 > CONFIG_BYTES_MAX {
-        return Err(Failure::usage(format!(
-            "{} is longer than {} MiB: that is no config",
-            shown(path),
-            CONFIG_BYTES_MAX >> 20
-        )));
-    }
-    String::from_utf8(bytes).map_err(|_| {
-        Failure::usage(format!("{} is not UTF-8 text; a config is a JSON object", shown(path)))
-    })
-}
-
-fn shown(path: &Path) -> String {
-    if path == Path::new("-") { "standard input".to_owned() } else { path.display().to_string() }
 }
 
 #[cfg(test)]

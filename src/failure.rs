@@ -101,7 +101,7 @@ impl From<Exit> for ExitCode {
 }
 
 /// Why a command gave no result.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Failure {
     /// What kind of failure.
     pub(crate) exit: Exit,

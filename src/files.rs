@@ -1,5 +1,6 @@
 //! Saved programs (`.amk` is text, `.amkp` is binary), and files that appear whole or not at all.
 
+use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -65,6 +66,14 @@ fn decode(path: &Path, bytes: &[u8]) -> Result<Program, Failure> {
 
 /// Writes a file so that it appears complete or not at all.
 pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    write_with(path, |file| file.write_all(bytes))
+}
+
+/// The same, in parts.
+pub(crate) fn write_with(
+    path: &Path,
+    write: impl FnOnce(&mut File) -> std::io::Result<()>,
+) -> Result<(), Failure> {
     let refused = |e: std::io::Error| {
         Failure::usage(format!(
             "cannot write {}: {e}; choose a path that you may write to and that has room",
@@ -77,11 +86,11 @@ pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     if path.exists() && !path.is_file() {
         // A pipe or a device: there is nothing to rename over.
         let mut file = std::fs::OpenOptions::new().write(true).open(path).map_err(refused)?;
-        return file.write_all(bytes).map_err(refused);
+        return write(&mut file).map_err(refused);
     }
     let partial = partial_of(path);
-    let written = std::fs::File::create(&partial)
-        .and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()))
+    let written = File::create(&partial)
+        .and_then(|mut file| write(&mut file).and_then(|()| file.sync_all()))
         .and_then(|()| std::fs::rename(&partial, path));
     written.map_err(|e| {
         let _ = std::fs::remove_file(&partial);

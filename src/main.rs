@@ -6,10 +6,12 @@
 mod cli;
 mod commands;
 mod conditions;
+mod config_source;
 mod context;
 mod device;
 mod failure;
 mod files;
+mod mcp;
 mod peers;
 mod report;
 
@@ -32,13 +34,16 @@ fn main() -> ExitCode {
     install_panic_hook();
     // A panic that nobody caught is our bug: one line that says so, and its own exit code.
     std::panic::catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
-        let what = PANIC.lock().map(|what| what.clone()).unwrap_or_default();
-        report::say(&format!(
-            "amk: this is a bug in amk {}, please report it with the command: {what}",
-            env!("CARGO_PKG_VERSION")
-        ));
+        report::say(&format!("amk: {}", last_panic()));
         failure::Exit::Bug.into()
     })
+}
+
+/// What the last panic said, for whoever is to report it.
+fn last_panic() -> String {
+    let what = PANIC.lock().map(|what| what.clone()).unwrap_or_default();
+    let version = env!("CARGO_PKG_VERSION");
+    format!("this is a bug in amk {version}, please report it with the command: {what}")
 }
 
 fn run() -> ExitCode {

@@ -2,12 +2,33 @@
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::error::ErrorKind;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::failure::{Exit, Failure};
+use crate::failure::{Exit, Failure, Outcome};
+
+/// Whether lines for people are left out.
+static QUIET: AtomicBool = AtomicBool::new(false);
+
+/// What a command answers.
+#[derive(Debug)]
+pub(crate) struct Answer<T> {
+    /// Its one document.
+    pub(crate) document: T,
+    /// How it ended.
+    pub(crate) exit: Exit,
+}
+
+impl<T: Serialize> Answer<T> {
+    /// Prints the document.
+    pub(crate) fn print(&self) -> Outcome {
+        document(&self.document)?;
+        Ok(self.exit)
+    }
+}
 
 /// Prints the command's one document: indented for people, on one line for programs.
 pub(crate) fn document(value: &impl Serialize) -> Result<(), Failure> {
@@ -35,8 +56,21 @@ fn text_to(out: &mut impl Write, text: &str) -> Result<(), Failure> {
     }
 }
 
+/// From here on nothing is said to people: nobody may be reading, and a full pipe would stop the work.
+pub(crate) fn quiet() {
+    QUIET.store(true, Ordering::Relaxed);
+}
+
+/// Whether nothing is said to people.
+pub(crate) fn is_quiet() -> bool {
+    QUIET.load(Ordering::Relaxed)
+}
+
 /// A line for people. A closed stderr is no reason to stop.
 pub(crate) fn say(line: &str) {
+    if is_quiet() {
+        return;
+    }
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
@@ -47,7 +81,8 @@ pub(crate) fn fail(failure: &Failure) -> ExitCode {
     failure.exit.into()
 }
 
-fn error_document(exit: Exit, message: &str) -> Value {
+/// The document of a failure.
+pub(crate) fn error_document(exit: Exit, message: &str) -> Value {
     json!({
         "schema": "amk.error.v1",
         "error": exit.name(),

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 pub enum CorpusError {
     /// The operating system refused.
     Io {
-        /// `create`, `read`, `write`, `remove`, `sync`, `lock`.
+        /// `create`, `read`, `write`, `remove`, `sync`, `lock`, `seal`.
         action: &'static str,
         /// The file.
         path: PathBuf,
@@ -42,9 +42,56 @@ pub enum CorpusError {
         /// What does not fit.
         reason: String,
     },
+    /// SQLite refused.
+    Store {
+        /// `open`, `read`, `write`, `bring up to date`.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// SQLite's reason and the remedy.
+        reason: String,
+        /// Whether the file is damaged.
+        damaged: bool,
+    },
+    /// An SQLite file of somebody else.
+    NoStore {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A store of a later version of `amk`.
+    NewerStore {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        found: i64,
+    },
+    /// The store has another row of this search than the ledger.
+    Diverged {
+        /// The store.
+        path: PathBuf,
+        /// The search.
+        run: String,
+        /// The row.
+        seq: u64,
+    },
+    /// A row that was offered to the store does not follow from those before it.
+    Foreign {
+        /// The search.
+        run: String,
+        /// The row.
+        seq: u64,
+        /// What does not fit.
+        reason: String,
+    },
 }
 
 impl CorpusError {
+    pub(crate) fn store(action: &'static str, path: &Path, source: &rusqlite::Error) -> Self {
+        let (damaged, remedy) = crate::store::remedy(source);
+        let reason = format!("{source}; {remedy}");
+        Self::Store { action, path: path.to_path_buf(), reason, damaged }
+    }
+
     pub(crate) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
         Self::Io { action, path: path.to_path_buf(), source }
     }
@@ -53,10 +100,14 @@ impl CorpusError {
     #[must_use]
     pub fn is_integrity(&self) -> bool {
         match self {
-            Self::Tampered { .. } => true,
-            Self::Io { .. } | Self::Exists { .. } | Self::Locked { .. } | Self::Schema { .. } => {
-                false
-            }
+            Self::Tampered { .. } | Self::Diverged { .. } | Self::Foreign { .. } => true,
+            Self::Store { damaged, .. } => *damaged,
+            Self::Io { .. }
+            | Self::Exists { .. }
+            | Self::Locked { .. }
+            | Self::Schema { .. }
+            | Self::NoStore { .. }
+            | Self::NewerStore { .. } => false,
         }
     }
 }
@@ -75,6 +126,7 @@ const REMEDIES: &[(io::ErrorKind, &str)] = &[
         "files may not grow further here (ulimit -f): raise the limit or choose another folder",
     ),
     (io::ErrorKind::NotFound, "check the path"),
+    (io::ErrorKind::InvalidInput, "move what is not the run's out of its folder"),
     (io::ErrorKind::IsADirectory, "name a file, not a folder"),
     (io::ErrorKind::NotADirectory, "a file is in the way of a folder: choose another path"),
     (io::ErrorKind::AlreadyExists, "a file is in the way of a folder: choose another path"),
@@ -112,6 +164,29 @@ impl fmt::Display for CorpusError {
                 "{} line {line}: {reason}; the ledger cannot be trusted: start again in another --out",
                 path.display()
             ),
+            Self::Store { action, path, reason, .. } => {
+                write!(f, "cannot {action} the store {}: {reason}", path.display())
+            }
+            Self::NoStore { path } => write!(
+                f,
+                "{} is an SQLite file and no store of amk; name another with --store",
+                path.display()
+            ),
+            Self::NewerStore { path, found } => write!(
+                f,
+                "the store {} is of version {found}, and this amk knows versions up to {}; use a newer amk, or make another one from the runs: amk corpus import RUNS --store NEW",
+                path.display(),
+                crate::store::schema::VERSION
+            ),
+            Self::Diverged { path, run, seq } => write!(
+                f,
+                "the store {} has another row {seq} of run {run}: two copies of one search went on apart; keep the other one in a store of its own (--store)",
+                path.display()
+            ),
+            Self::Foreign { run, seq, reason } => write!(
+                f,
+                "run {run}, row {seq}: {reason}; nothing of it was added: take the rows from the run's ledger"
+            ),
         }
     }
 }
@@ -123,7 +198,12 @@ impl std::error::Error for CorpusError {
             Self::Exists { .. }
             | Self::Locked { .. }
             | Self::Schema { .. }
-            | Self::Tampered { .. } => None,
+            | Self::Tampered { .. }
+            | Self::Store { .. }
+            | Self::NoStore { .. }
+            | Self::NewerStore { .. }
+            | Self::Diverged { .. }
+            | Self::Foreign { .. } => None,
         }
     }
 }

@@ -35,6 +35,67 @@ pub struct Ledger {
     bytes: u64,
 }
 
+/// A row with its place in the chain: the bytes that were hashed, in parts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Link {
+    /// Its number, from zero: the header.
+    pub seq: u64,
+    /// The hash of the row before.
+    pub prev: String,
+    /// The record's JSON text.
+    pub record: String,
+    /// The hash of all that.
+    pub hash: String,
+}
+
+impl Link {
+    /// The row after another one, or a first one.
+    #[must_use]
+    pub fn after(last: Option<&Self>, record: String) -> Self {
+        let first = || (0, genesis());
+        let (seq, prev) = last.map_or_else(first, |last| (last.seq + 1, last.hash.clone()));
+        Self::at(seq, prev, record)
+    }
+
+    fn at(seq: u64, prev: String, record: String) -> Self {
+        let hash = hash_of(&body(seq, &prev, &record));
+        Self { seq, prev, record, hash }
+    }
+
+    /// The line of the ledger, without its end.
+    #[must_use]
+    pub fn line(&self) -> String {
+        format!("{}{HASH_FIELD}{}\"}}", body(self.seq, &self.prev, &self.record), self.hash)
+    }
+
+    /// Reads a line as a ledger has it. Whether its hash fits is asked by [`follows`](Self::follows).
+    #[must_use]
+    pub fn parse(line: &str) -> Option<Self> {
+        let (body, hash) = split(line.as_bytes())?;
+        let rest = body.strip_prefix("{\"seq\":")?;
+        let (seq, rest) = rest.split_once(",\"prev\":\"")?;
+        let (prev, record) = rest.split_once("\",\"record\":")?;
+        let (seq, record) = (seq.parse().ok()?, record.to_owned());
+        Some(Self { seq, prev: prev.to_owned(), record, hash: hash.to_owned() })
+    }
+
+    /// Whether it is the row after another one, or a first one.
+    ///
+    /// # Errors
+    /// Why it is not.
+    pub fn follows(&self, last: Option<(u64, &str)>) -> Result<(), String> {
+        let genesis = genesis();
+        let (seq, prev) = last.map_or((0, genesis.as_str()), |(seq, hash)| (seq + 1, hash));
+        if self.seq != seq || self.prev != prev {
+            return Err(format!("row {seq} belongs here, and this is row {}", self.seq));
+        }
+        if self.hash != hash_of(&body(self.seq, &self.prev, &self.record)) {
+            return Err(format!("row {seq} was edited (its hash does not fit)"));
+        }
+        Ok(())
+    }
+}
+
 /// What a ledger holds.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Contents {
@@ -44,9 +105,27 @@ pub struct Contents {
     pub records: Vec<Value>,
     /// Whether an unfinished last line was ignored.
     pub torn: bool,
+    /// The hash of each row, the header's first.
+    pub hashes: Vec<String>,
     /// Bytes of the lines that count.
     bytes: u64,
     prev: String,
+}
+
+impl Contents {
+    /// The rows as links of the chain, the header first. A row whose text is not what `serde_json` prints does not follow any more.
+    pub fn links(&self) -> impl Iterator<Item = Link> + '_ {
+        let genesis = std::iter::once(genesis());
+        let prev = genesis.chain(self.hashes.iter().cloned());
+        let records = std::iter::once(&self.header).chain(&self.records);
+        let rows = records.zip(prev).zip(&self.hashes).zip(0..);
+        rows.map(|(((record, prev), hash), seq)| Link {
+            seq,
+            prev,
+            record: record.to_string(),
+            hash: hash.clone(),
+        })
+    }
 }
 
 impl Ledger {
@@ -102,15 +181,15 @@ impl Ledger {
         Ok((ledger, contents))
     }
 
-    /// Appends a record and returns its hash once the record is on the disk.
+    /// Appends a record and returns its row once the row is on the disk.
     ///
     /// # Errors
     /// If the disk refuses. The ledger then ends where it ended before.
-    pub fn append(&mut self, record: &impl Serialize) -> Result<String, CorpusError> {
-        let body = body(self.seq, &self.prev, record)
+    pub fn append(&mut self, record: &impl Serialize) -> Result<Link, CorpusError> {
+        let record = serde_json::to_string(record)
             .map_err(|e| CorpusError::io("write", &self.path, e.into()))?;
-        let hash = hash_of(&body);
-        let line = format!("{body}{HASH_FIELD}{hash}\"}}\n");
+        let link = Link::at(self.seq, self.prev.clone(), record);
+        let line = link.line() + "\n";
         let written = (&self.file)
             .seek(SeekFrom::Start(self.bytes))
             .and_then(|_| self.file.write_all(line.as_bytes()))
@@ -122,9 +201,9 @@ impl Ledger {
         }
         self.bytes += line.len() as u64;
         self.seq += 1;
-        self.prev.clone_from(&hash);
-        self.head.write(&Mark { rows: self.seq, hash: hash.clone() })?;
-        Ok(hash)
+        self.prev.clone_from(&link.hash);
+        self.head.write(&Mark { rows: self.seq, hash: link.hash.clone() })?;
+        Ok(link)
     }
 
     /// Takes the files away again: nothing was recorded but the header.
@@ -207,9 +286,8 @@ fn hash_of(text: &str) -> String {
 }
 
 /// The text of a line before its hash.
-fn body(seq: u64, prev: &str, record: &impl Serialize) -> Result<String, serde_json::Error> {
-    let record = serde_json::to_string(record)?;
-    Ok(format!("{{\"seq\":{seq},\"prev\":\"{prev}\",\"record\":{record}"))
+fn body(seq: u64, prev: &str, record: &str) -> String {
+    format!("{{\"seq\":{seq},\"prev\":\"{prev}\",\"record\":{record}")
 }
 
 fn read_open(file: &File, path: &Path) -> Result<Contents, CorpusError> {
@@ -222,7 +300,14 @@ fn read_open(file: &File, path: &Path) -> Result<Contents, CorpusError> {
         .and_then(|_| reader.read_to_end(&mut bytes))
         .map_err(|e| CorpusError::io("read", path, e))?;
     let finished = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |last| last + 1);
-    let mut chain = Chain { path, seq: 0, prev: genesis(), records: Vec::new(), marked: None };
+    let mut chain = Chain {
+        path,
+        seq: 0,
+        prev: genesis(),
+        records: Vec::new(),
+        hashes: Vec::new(),
+        marked: None,
+    };
     chain.marked = mark.as_ref().map(|mark| (mark.rows, None));
     for line in bytes[..finished].split_inclusive(|&b| b == b'\n') {
         chain.line(&line[..line.len() - 1])?;
@@ -240,6 +325,7 @@ fn read_open(file: &File, path: &Path) -> Result<Contents, CorpusError> {
         header,
         records,
         torn: finished < bytes.len(),
+        hashes: chain.hashes,
         bytes: finished as u64,
         prev: chain.prev,
     })
@@ -250,6 +336,7 @@ struct Chain<'a> {
     seq: u64,
     prev: String,
     records: Vec<Value>,
+    hashes: Vec<String>,
     /// The row that the head names, counted from one, and its hash once it was read.
     marked: Option<(u64, Option<String>)>,
 }
@@ -287,6 +374,7 @@ impl Chain<'_> {
         self.seq += 1;
         self.prev = hash.to_owned();
         self.records.push(record);
+        self.hashes.push(hash.to_owned());
         if let Some((rows, found)) = &mut self.marked
             && *rows == self.seq
         {

@@ -1,4 +1,4 @@
-//! The store of trials: an append-only ledger, and the table that people read.
+//! What searches found: an append-only ledger of each, the table that people read, and one store of them all ([`store`]).
 //!
 //! **Promises.** [`Ledger::append`] returns only when the row is on the disk, so that a killed process loses nothing it
 //! acknowledged. Rows are chained by hash, and a small file beside them says where they end: an edited, removed, inserted or reordered row
@@ -8,19 +8,22 @@
 //! **What the chain cannot show.** Files that were rewritten as a whole with new hashes. It guards against slips and quiet edits, not
 //! against an owner who forges both files; what such a forger must get right is up to `search` (its audit).
 //!
-//! Beside the store, the schedules that are shipped with the project ([`shipped`]), and documents that know their own hash ([`seal`]).
+//! Beside them, the schedules that are shipped with the project ([`shipped`]), and documents that know their own hash ([`seal`]).
 //!
 //! The crate stores what it is given: what a row means is up to `search`.
 
 mod error;
 mod head;
 mod ledger;
+pub mod manifest;
 mod results;
 mod schedules;
 mod seal;
+pub mod store;
 
 pub use error::CorpusError;
-pub use ledger::{Contents, LEDGER_SCHEMA, Ledger, read};
+pub use ledger::{Contents, LEDGER_SCHEMA, Ledger, Link, read};
 pub use results::Results;
 pub use schedules::{Shipped, all_shipped, shipped};
 pub use seal::{check_seal, seal};
+pub use store::Store;

@@ -87,7 +87,12 @@ fn rename_in(error: CorpusError, path: &Path) -> CorpusError {
         CorpusError::Exists { .. }
         | CorpusError::Locked { .. }
         | CorpusError::Schema { .. }
-        | CorpusError::Tampered { .. } => error,
+        | CorpusError::Tampered { .. }
+        | CorpusError::Store { .. }
+        | CorpusError::NoStore { .. }
+        | CorpusError::NewerStore { .. }
+        | CorpusError::Diverged { .. }
+        | CorpusError::Foreign { .. } => error,
     }
 }
 

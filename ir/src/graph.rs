@@ -157,6 +157,13 @@ pub struct Graph {
 }
 
 impl Graph {
+    /// The stable id of the graph, whatever it is called: 16 hex digits. Weights have no part in it.
+    #[must_use]
+    pub fn id(&self) -> String {
+        let nameless = Self { name: String::new(), ..self.clone() };
+        crate::schedule::content_id("graph", &nameless)
+    }
+
     /// The tensor with this id.
     ///
     /// # Panics

@@ -1,8 +1,13 @@
 //! How long a search goes on. Time is what the caller says it is.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
+
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::{Deserialize, Deserializer};
+use serde_json::Value;
 
 /// When a search ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,6 +83,33 @@ impl fmt::Display for Budget {
     }
 }
 
+impl<'de> Deserialize<'de> for Budget {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let value = Value::deserialize(deserializer)?;
+        let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        text.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+impl JsonSchema for Budget {
+    fn schema_name() -> Cow<'static, str> {
+        "Budget".into()
+    }
+
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({
+            "type": ["integer", "string"],
+            "minimum": 1,
+            "maximum": TRIALS_MAX,
+            "pattern": "^\\s*0*[1-9][0-9]*(s|m|min|h)?\\s*$"
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -94,6 +126,17 @@ mod tests {
         }
         for text in ["", "0", "0m", "-3", "3 parsecs", "m", "1.5", "99999999999999999999", "é"] {
             assert!(text.parse::<Budget>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn json_gives_a_number_or_a_text() {
+        let read = serde_json::from_str::<Budget>;
+        assert_eq!(read("64").unwrap(), Budget::Trials(64));
+        assert_eq!(read("\"64\"").unwrap(), Budget::Trials(64));
+        assert_eq!(read("\"10m\"").unwrap(), Budget::Time(Duration::from_secs(600)));
+        for text in ["0", "-1", "1.5", "null", "[64]", "\"soon\""] {
+            assert!(read(text).is_err(), "{text}");
         }
     }
 

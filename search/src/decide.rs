@@ -1,11 +1,12 @@
 //! Keep, revert, or say that the samples do not tell: pure functions of what was measured or predicted.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::measure::{Interval, Predicted};
 
 /// What becomes of a candidate that is correct.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Decision {
     /// It is better by more than the threshold: the new incumbent.

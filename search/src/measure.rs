@@ -3,6 +3,7 @@
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
 use reference_vm::compare::{Agreement, Device};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::device::{ROUND, Samples, Side};
@@ -14,7 +15,7 @@ const RESAMPLES: usize = 2000;
 const TAIL: f64 = 0.005;
 
 /// A closed interval.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Interval {
     /// Lower bound.
     pub low: f64,

@@ -1,6 +1,7 @@
 //! What the ledger keeps of a trial, and what a search concludes.
 
 use ir::schedule::ScheduleConfig;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -10,6 +11,9 @@ use crate::gate::Dropped;
 use crate::measure::Interval;
 use crate::propose::{Change, Origin};
 use crate::verdict::Verdict;
+
+/// Version of how trials are gated, timed and decided. It rises when figures of before and after may not stand beside each other.
+pub const PROTOCOL: u32 = 1;
 
 /// Proposals that a record describes among those that cost no trial; the rest are counted.
 pub(crate) const SKIPPED_SHOWN: usize = 8;
@@ -214,7 +218,7 @@ pub struct Trial {
 }
 
 /// The champion, once more: on fresh tokens and, where there is a device, against the baseline.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Confirmation {
     /// Trials that were finished.
     pub trials: u64,

@@ -1,5 +1,6 @@
 //! The one structured answer to "what about this schedule?".
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -7,7 +8,7 @@ use serde_json::Value;
 pub const VERDICT_SCHEMA: &str = "amk.verdict.v1";
 
 /// Whether a latency was measured or predicted. The two are never compared.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 pub enum LatencyKind {
     /// A device ran the program, agreed, and was timed.
     #[serde(rename = "measured-gpu")]
@@ -29,7 +30,7 @@ impl LatencyKind {
 }
 
 /// How one gate ended.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct GateReport {
     /// `validate`, `lower`, `verify`, `reference`, `device`, `floor`.
     pub gate: String,
@@ -40,7 +41,7 @@ pub struct GateReport {
 }
 
 /// What is known about a schedule after its gates. Fields are absent (`null`) when the gates before them did not pass.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Verdict {
     /// [`VERDICT_SCHEMA`].
     pub schema: String,

@@ -64,7 +64,7 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
         let needed = args.context.saturating_add(TIMED_TOKENS).min(most);
         context.kv_capacity = context.kv_capacity.max(needed);
     }
-    let config = context.best_config(args.config.config.as_deref(), args.context)?;
+    let config = context.best_config(args.config.config.as_ref(), args.context)?;
     if args.context == 0 || args.context >= context.kv_capacity {
         return Err(Failure::usage(format!(
             "--context {} is out of range: the key/value cache holds {}; raise --kv-capacity",

@@ -8,14 +8,36 @@ use crate::cli::EvaluateArgs;
 use crate::commands::search_loop::MIN_GAIN_MEASURED;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
+use crate::report::{self, Answer};
 
 /// Tokens of context that predictions are made for.
-const PREDICTED_POSITION: u32 = 128;
+pub(super) const PREDICTED_POSITION: u32 = 128;
 
 pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
+    match judge(args)? {
+        Judged::Schedule(answer) => answer.print(),
+        Judged::Copies(exit) => Ok(exit),
+    }
+}
+
+/// The verdict on one schedule.
+pub(crate) fn answer(args: &EvaluateArgs) -> Result<Answer<Verdict>, Failure> {
+    match judge(args)? {
+        Judged::Schedule(answer) => Ok(*answer),
+        Judged::Copies(_) => Err(Failure::usage("races against copies are for the command line")),
+    }
+}
+
+/// What there is to say.
+enum Judged {
+    Schedule(Box<Answer<Verdict>>),
+    /// The races against copies have been printed.
+    Copies(Exit),
+}
+
+fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
     let context = Context::new(&args.model)?;
-    let config = context.config(args.config.config.as_deref())?;
+    let config = context.config(args.config.config.as_ref())?;
     let mut device = context.open_process(&args.sharing)?;
     if args.aa.is_some() && device.is_none() {
         let message = "--aa is for what is measured, and there is no GPU here: see `amk doctor`";
@@ -28,8 +50,7 @@ pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
             let mut verdict = Verdict::new(&context.graph().name, &context.target.name, &name);
             search::assess::refuse(&mut verdict, &Dropped::Rejected(violations.clone()));
             say_violations(&violations);
-            report::document(&verdict)?;
-            return Ok(Exit::No);
+            return Ok(Judged::Schedule(Box::new(Answer { document: verdict, exit: Exit::No })));
         }
     };
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
@@ -46,10 +67,11 @@ pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
     }
     say(&verdict);
     if let (Some(count), Some(device), Ok(assessed)) = (args.aa, &mut device, &outcome) {
-        return same(&mut gate, device, assessed, &verdict, (count.into(), args.seed));
+        let copies = (count.into(), args.seed);
+        return same(&mut gate, device, assessed, &verdict, copies).map(Judged::Copies);
     }
-    report::document(&verdict)?;
-    Ok(if verdict.correct && outcome.is_ok() { Exit::Yes } else { Exit::No })
+    let exit = if verdict.correct && outcome.is_ok() { Exit::Yes } else { Exit::No };
+    Ok(Judged::Schedule(Box::new(Answer { document: verdict, exit })))
 }
 
 /// Races a program against its copy, and says how often a search would have kept the copy.

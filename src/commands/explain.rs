@@ -5,11 +5,13 @@ use std::collections::BTreeMap;
 use abi::Trap;
 use ir::Rule;
 use ir::schedule::Knob;
+use schemars::JsonSchema;
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::Value;
 
+use crate::cli::ExplainArgs;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
+use crate::report::{self, Answer};
 
 const GLOSSARY: &str = include_str!("../../docs/glossary.md");
 
@@ -17,8 +19,9 @@ const GLOSSARY: &str = include_str!("../../docs/glossary.md");
 const NEAR_MAX: usize = 8;
 
 /// A word with what it means.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 struct Entry {
+    /// knob, rule, trap, exit or term.
     kind: &'static str,
     name: String,
     meaning: String,
@@ -41,6 +44,19 @@ impl Entry {
         let names = std::iter::once(self.name.as_str()).chain(self.name.split(", "));
         names.into_iter().any(|name| name.eq_ignore_ascii_case(asked))
     }
+}
+
+/// What words mean, or which there are.
+#[derive(Debug, Serialize, JsonSchema)]
+pub(crate) struct Explanation {
+    #[schemars(extend("const" = "amk.explain.v1"))]
+    schema: &'static str,
+    /// Every name, by kind, if none was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    names: Option<BTreeMap<&'static str, Vec<String>>>,
+    /// What the name means, in every sense that it has.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    entries: Option<Vec<Entry>>,
 }
 
 /// Every word.
@@ -74,20 +90,28 @@ fn terms() -> impl Iterator<Item = Entry> {
 }
 
 /// Prints what a word means, in every sense that it has, or all words.
-pub(crate) fn run(name: Option<&str>) -> Outcome {
+pub(crate) fn run(args: &ExplainArgs) -> Outcome {
+    answer(args)?.print()
+}
+
+/// What a word means, or all words.
+pub(crate) fn answer(args: &ExplainArgs) -> Result<Answer<Explanation>, Failure> {
+    let explained = |names, entries| {
+        let document = Explanation { schema: "amk.explain.v1", names, entries };
+        Ok(Answer { document, exit: Exit::Yes })
+    };
     let all = entries();
-    let Some(name) = name else {
-        let mut names: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-        for entry in &all {
-            names.entry(entry.kind).or_default().push(&entry.name);
+    let Some(name) = &args.name else {
+        let mut names: BTreeMap<&'static str, Vec<String>> = BTreeMap::new();
+        for entry in all {
+            names.entry(entry.kind).or_default().push(entry.name);
         }
         for (kind, names) in &names {
             report::say(&format!("  {kind:5} {}", names.join("; ")));
         }
-        report::document(&json!({ "schema": "amk.explain.v1", "names": names }))?;
-        return Ok(Exit::Yes);
+        return explained(Some(names), None);
     };
-    let found: Vec<&Entry> = all.iter().filter(|entry| entry.is(name.trim())).collect();
+    let found: Vec<Entry> = all.iter().filter(|entry| entry.is(name.trim())).cloned().collect();
     if found.is_empty() {
         return Err(Failure::usage(unknown(name, &all)));
     }
@@ -100,8 +124,7 @@ pub(crate) fn run(name: Option<&str>) -> Outcome {
             ));
         }
     }
-    report::document(&json!({ "schema": "amk.explain.v1", "entries": found }))?;
-    Ok(Exit::Yes)
+    explained(None, Some(found))
 }
 
 /// What to say of a name that there is not: those that look like it.

@@ -141,7 +141,7 @@ fn config(
     prompt: &[u32],
 ) -> Result<ScheduleConfig, Failure> {
     let tokens = u32::try_from(prompt.len() + args.max_new_tokens).unwrap_or(u32::MAX);
-    context.best_config(args.config.config.as_deref(), tokens)
+    context.best_config(args.config.config.as_ref(), tokens)
 }
 
 /// The megakernel decodes, choosing and feeding back its own tokens.

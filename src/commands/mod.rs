@@ -3,16 +3,19 @@
 mod bench;
 mod bundle;
 mod calibrate;
+mod corpus_store;
+pub(crate) mod diff;
 mod doctor;
-mod evaluate;
-mod explain;
+pub(crate) mod evaluate;
+pub(crate) mod explain;
 mod export;
 mod generate;
+mod html;
 mod program;
-mod propose;
-mod runs;
+pub(crate) mod propose;
+pub(crate) mod runs;
 mod sample;
-mod search_loop;
+pub(crate) mod search_loop;
 mod trace;
 
 use clap::CommandFactory;
@@ -28,8 +31,16 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Propose(args) => propose::run(&args),
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Loop(args) => search_loop::run(&args),
-        Command::Runs { command: RunsCommand::Verify(args) } => runs::verify(&args),
-        Command::Runs { command: RunsCommand::List(args) } => runs::list(&args),
+        Command::Corpus { command } => corpus_store::run(&command),
+        Command::Runs { command: RunsCommand::Verify(args) } => runs::verify(&args)?.print(),
+        Command::Runs { command: RunsCommand::List(args) } => runs::list(&args)?.print(),
+        Command::Runs { command: RunsCommand::Show(args) } => runs::show::run(&args),
+        Command::Runs { command: RunsCommand::Compare(args) } => {
+            runs::compare::answer(&args)?.print()
+        }
+        Command::Runs { command: RunsCommand::Replay(args) } => runs::replay::run(&args),
+        Command::Runs { command: RunsCommand::Export(args) } => runs::export::run(&args),
+        Command::Runs { command: RunsCommand::Gc(args) } => runs::gc::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Bundle(args) => bundle::run(&args),
@@ -41,8 +52,11 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Disasm(args) => program::disasm(&args),
         Command::Interpret(args) => program::interpret(&args),
         Command::Export(args) => export::run(&args),
+        Command::Explain(args) => explain::run(&args),
+        Command::Diff(args) => diff::run(&args),
+        Command::Report(args) => html::run(&args),
+        Command::Mcp => crate::mcp::serve(),
         Command::DeviceChild(args) => crate::device::serve(&args),
-        Command::Explain { name } => explain::run(name.as_deref()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "amk", &mut script);

@@ -20,7 +20,7 @@ const TOKENS_DEFAULT: usize = 8;
 
 pub(crate) fn lower(args: &LowerArgs) -> Outcome {
     let context = Context::new(&args.model)?;
-    let config = context.valid_config(args.config.config.as_deref())?;
+    let config = context.valid_config(args.config.config.as_ref())?;
     let program = lowered(&context, &config)?;
     if let Some(path) = &args.output {
         files::save(&program, path)?;

@@ -1,39 +1,67 @@
 //! `amk propose`: the schedule to edit and every knob with its legal values.
 
-use serde_json::{Value, json};
+use ir::schedule::ScheduleConfig;
+use schemars::JsonSchema;
+use serde::Serialize;
+use serde_json::{Map, Value};
 
 use crate::cli::ProposeArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
+use crate::report::{self, Answer};
+
+/// A schedule to start from.
+#[derive(Debug, Serialize, JsonSchema)]
+pub(crate) struct Proposal {
+    #[schemars(extend("const" = "amk.propose.v1"))]
+    schema: &'static str,
+    /// The model.
+    model: String,
+    /// The GPU that is scheduled for.
+    target: String,
+    /// The schedule; any subset of it is a config.
+    schedule_config: ScheduleConfig,
+    /// Its hash.
+    schedule_id: String,
+    /// Each knob's dotted path with its type, its choices or min, max and step, its default, what it acts on and what it decides.
+    search_space: Map<String, Value>,
+}
 
 pub(crate) fn run(args: &ProposeArgs) -> Outcome {
+    answer(args)?.print()
+}
+
+/// The schedule to edit, and the search space.
+pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
     let context = Context::new(&args.model)?;
     let (config, from) = match &args.ledger {
         None => (context.default_config(), "the neutral schedule".to_owned()),
         Some(path) => incumbent(&context, path)?,
     };
     let space = ir::schedule::search_space(context.graph(), &context.target);
-    let knobs = space.as_object().map_or(0, serde_json::Map::len);
-    report::document(&json!({
-        "schema": "amk.propose.v1",
-        "model": context.graph().name,
-        "target": context.target.name,
-        "schedule_config": config,
-        "schedule_id": config.id(),
-        "search_space": space,
-    }))?;
+    let Value::Object(search_space) = space else {
+        return Err(Failure { exit: Exit::Bug, message: "a search space is no object".to_owned() });
+    };
     report::say(&format!(
-        "{from}; {knobs} knobs. Edit schedule_config (any subset of it is a config) and judge it: amk evaluate --config FILE"
+        "{from}; {} knobs. Edit schedule_config (any subset of it is a config) and judge it: amk evaluate --config FILE",
+        search_space.len()
     ));
-    Ok(Exit::Yes)
+    let document = Proposal {
+        schema: "amk.propose.v1",
+        model: context.graph().name.clone(),
+        target: context.target.name.clone(),
+        schedule_config: config,
+        schedule_id: config.id(),
+        search_space,
+    };
+    Ok(Answer { document, exit: Exit::Yes })
 }
 
 /// The schedule that leads in a ledger.
 fn incumbent(
     context: &Context,
     path: &std::path::Path,
-) -> Result<(ir::schedule::ScheduleConfig, String), Failure> {
+) -> Result<(ScheduleConfig, String), Failure> {
     let contents = corpus::read(path)?;
     let held = contents.header.get("model").and_then(Value::as_str).unwrap_or_default();
     let name = &context.graph().name;

@@ -3,18 +3,73 @@
 use std::path::{Path, PathBuf};
 
 use corpus::CorpusError;
+use corpus::manifest::{self, State};
+use schemars::JsonSchema;
 use search::{Audit, LatencyKind, Row, Terms, Timing};
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::Value;
 
 use crate::cli::RunsArgs;
-use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
+use crate::failure::{Exit, Failure};
+use crate::report::{self, Answer};
+
+pub(crate) mod compare;
+pub(super) mod export;
+pub(super) mod gc;
+mod recorded;
+pub(super) mod replay;
+pub(super) mod show;
 
 /// The file that makes a folder a search.
 const LEDGER: &str = "ledger.jsonl";
 
 /// Folder of the searches when none is named.
 const RUNS: &str = "runs";
+
+/// Searches on the disk.
+#[derive(Debug, Serialize, JsonSchema)]
+pub(crate) struct Runs {
+    #[schemars(extend("const" = "amk.runs.v1"))]
+    schema: &'static str,
+    /// One for each ledger.
+    runs: Vec<Run>,
+}
+
+/// One of them.
+#[derive(Debug, Serialize, JsonSchema)]
+struct Run {
+    /// Its file.
+    ledger: PathBuf,
+    /// Whether the chain is whole and every row follows from its samples.
+    holds: bool,
+    /// The first line that does not hold, from one.
+    line: Option<usize>,
+    /// Why it does not.
+    reason: Option<String>,
+    /// Trials up to there.
+    trials: usize,
+    /// Whether an unfinished row at its end was left out.
+    torn: bool,
+    /// open (it can be resumed), sealed or collected.
+    state: &'static str,
+    model: Option<Value>,
+    target: Option<Value>,
+    device: Option<Value>,
+    latency_kind: Option<Value>,
+    /// Latency of the schedule that leads, in microseconds a token.
+    best_us: Option<f64>,
+}
+
+impl Runs {
+    /// Why the first ledger that does not hold does not.
+    pub(crate) fn first_reason(&self) -> Option<String> {
+        self.runs.iter().find_map(|run| run.reason.clone())
+    }
+
+    fn of(found: &[Found]) -> Self {
+        Self { schema: "amk.runs.v1", runs: found.iter().map(Found::document).collect() }
+    }
+}
 
 /// What is wrong with a ledger.
 struct Finding {
@@ -31,40 +86,39 @@ struct Found {
     trials: usize,
     best_us: Option<f64>,
     torn: bool,
+    /// Whether the run is sealed.
+    state: State,
     finding: Option<Finding>,
 }
 
 /// Checks ledgers: the chain, the head, and that every row follows from its samples.
-pub(crate) fn verify(args: &RunsArgs) -> Outcome {
+pub(crate) fn verify(args: &RunsArgs) -> Result<Answer<Runs>, Failure> {
     let mut exit = Exit::Yes;
-    let mut documents = Vec::new();
+    let mut all = Vec::new();
     for path in ledgers(&args.paths)? {
         let found = look(&path);
         say(&found);
-        documents.push(found.to_json());
         if let Some(finding) = &found.finding
             && exit != Exit::Integrity
         {
             exit = finding.exit;
         }
+        all.push(found);
     }
-    report::document(&json!({"schema": "amk.runs.v1", "runs": documents}))?;
-    Ok(exit)
+    Ok(Answer { document: Runs::of(&all), exit })
 }
 
 /// Lists ledgers, whole or not.
-pub(crate) fn list(args: &RunsArgs) -> Outcome {
+pub(crate) fn list(args: &RunsArgs) -> Result<Answer<Runs>, Failure> {
     let found: Vec<Found> = ledgers(&args.paths)?.iter().map(|path| look(path)).collect();
     let rows: Vec<(String, String)> =
         found.iter().map(|found| (found.path.display().to_string(), found.line())).collect();
     report::table(&rows);
-    let documents: Vec<Value> = found.iter().map(Found::to_json).collect();
-    report::document(&json!({"schema": "amk.runs.v1", "runs": documents}))?;
-    Ok(Exit::Yes)
+    Ok(Answer { document: Runs::of(&found), exit: Exit::Yes })
 }
 
 /// The ledgers that are meant: files, folders of one search, folders of many.
-fn ledgers(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
+pub(crate) fn ledgers(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
     let all = [PathBuf::from(RUNS)];
     let mut found = Vec::new();
     for path in if paths.is_empty() { &all } else { paths } {
@@ -91,20 +145,34 @@ fn ledgers(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
     Ok(found)
 }
 
+/// The one ledger that a path means.
+pub(crate) fn one_ledger(path: &Path) -> Result<PathBuf, Failure> {
+    let mut found = ledgers(&[path.to_path_buf()])?;
+    match (found.pop(), found.len()) {
+        (Some(ledger), 0) => Ok(ledger),
+        (_, more) => Err(Failure::usage(format!(
+            "{} holds {} runs; name one of them",
+            path.display(),
+            more + 1
+        ))),
+    }
+}
+
+/// Whether a path can only mean a run: a folder, or a file that is called as ledgers are.
+pub(crate) fn names_run(path: &Path) -> bool {
+    path.is_dir() || path.file_name().is_some_and(|name| name == LEDGER)
+}
+
 fn look(path: &Path) -> Found {
-    let mut found = Found {
-        path: path.to_path_buf(),
-        header: Value::Null,
-        trials: 0,
-        best_us: None,
-        torn: false,
-        finding: None,
-    };
+    let mut found = Found::of(path.to_path_buf());
     match corpus::read(path) {
         Ok(contents) => {
             found.torn = contents.torn;
-            found.finding = audit(&contents, &mut found);
+            found.finding = audit(&contents.header, &contents.records, &mut found);
             found.header = contents.header;
+            if found.finding.is_none() {
+                found.finding = seal(path, &mut found.state);
+            }
         }
         Err(error) => {
             let (line, exit) = match &error {
@@ -112,7 +180,12 @@ fn look(path: &Path) -> Found {
                 CorpusError::Io { .. }
                 | CorpusError::Exists { .. }
                 | CorpusError::Locked { .. }
-                | CorpusError::Schema { .. } => (None, Exit::Usage),
+                | CorpusError::Schema { .. }
+                | CorpusError::Store { .. }
+                | CorpusError::NoStore { .. }
+                | CorpusError::NewerStore { .. }
+                | CorpusError::Diverged { .. }
+                | CorpusError::Foreign { .. } => (None, Exit::Usage),
             };
             found.finding = Some(Finding { line, reason: error.to_string(), exit });
         }
@@ -120,16 +193,33 @@ fn look(path: &Path) -> Found {
     found
 }
 
+/// What does not fit a sealed run's manifest.
+fn seal(ledger: &Path, state: &mut State) -> Option<Finding> {
+    let folder = recorded::folder(ledger)?;
+    match manifest::look(folder) {
+        Ok(looked) => {
+            *state = looked.state;
+            let reason = looked.problems.join("; ");
+            let exit = Exit::Integrity;
+            (!reason.is_empty()).then_some(Finding { line: None, reason, exit })
+        }
+        Err(error) => {
+            let exit = if error.is_integrity() { Exit::Integrity } else { Exit::Usage };
+            Some(Finding { line: None, reason: error.to_string(), exit })
+        }
+    }
+}
+
 /// The first row that does not follow from its samples and the rows before it.
-fn audit(contents: &corpus::Contents, found: &mut Found) -> Option<Finding> {
+fn audit(header: &Value, records: &[Value], found: &mut Found) -> Option<Finding> {
     let at =
         |index: usize, reason: String, exit| Some(Finding { line: Some(index + 2), reason, exit });
-    let Some(terms) = terms(&contents.header) else {
+    let Some(terms) = terms(header) else {
         let reason = "the header is that of another version of amk".to_owned();
         return Some(Finding { line: Some(1), reason, exit: Exit::Usage });
     };
     let mut audit = Audit::new(terms);
-    for (index, record) in contents.records.iter().enumerate() {
+    for (index, record) in records.iter().enumerate() {
         let row: Row = match serde_json::from_value(record.clone()) {
             Ok(row) => row,
             Err(e) => {
@@ -147,6 +237,24 @@ fn audit(contents: &corpus::Contents, found: &mut Found) -> Option<Finding> {
         }
     }
     None
+}
+
+/// Refuses rows that do not follow from each other and their samples. `from` is where they are.
+pub(super) fn require_sound(
+    header: &Value,
+    records: &[Value],
+    from: &dyn std::fmt::Display,
+) -> Result<(), Failure> {
+    match audit(header, records, &mut Found::of(PathBuf::new())) {
+        None => Ok(()),
+        Some(Finding { line, reason, exit }) => Err(Failure {
+            exit,
+            message: format!(
+                "{from}, row {}: {reason}; nothing of it was taken",
+                line.unwrap_or(1) - 1
+            ),
+        }),
+    }
 }
 
 /// What the header says that rows depend on.
@@ -174,6 +282,19 @@ fn say(found: &Found) {
 }
 
 impl Found {
+    fn of(path: PathBuf) -> Self {
+        let header = Value::Null;
+        Self {
+            path,
+            header,
+            trials: 0,
+            best_us: None,
+            torn: false,
+            state: State::Open,
+            finding: None,
+        }
+    }
+
     fn word(&self, key: &str) -> &str {
         self.header.get(key).and_then(Value::as_str).unwrap_or("?")
     }
@@ -185,7 +306,8 @@ impl Found {
         }
         let torn = if self.torn { ", an unfinished row at its end" } else { "" };
         format!(
-            "{} trials of {} on {}, best {}, {}{torn}",
+            "{}, {} trials of {} on {}, best {}, {}{torn}",
+            recorded::state_name(&self.state),
             self.trials,
             self.word("model"),
             self.word("device"),
@@ -194,19 +316,21 @@ impl Found {
         )
     }
 
-    fn to_json(&self) -> Value {
-        json!({
-            "ledger": self.path,
-            "holds": self.finding.is_none(),
-            "line": self.finding.as_ref().and_then(|finding| finding.line),
-            "reason": self.finding.as_ref().map(|finding| &finding.reason),
-            "trials": self.trials,
-            "torn": self.torn,
-            "model": self.header.get("model"),
-            "target": self.header.get("target"),
-            "device": self.header.get("device"),
-            "latency_kind": self.header.get("latency_kind"),
-            "best_us": self.best_us,
-        })
+    fn document(&self) -> Run {
+        let said = |key: &str| self.header.get(key).cloned();
+        Run {
+            ledger: self.path.clone(),
+            holds: self.finding.is_none(),
+            line: self.finding.as_ref().and_then(|finding| finding.line),
+            reason: self.finding.as_ref().map(|finding| finding.reason.clone()),
+            trials: self.trials,
+            torn: self.torn,
+            state: recorded::state_name(&self.state),
+            model: said("model"),
+            target: said("target"),
+            device: said("device"),
+            latency_kind: said("latency_kind"),
+            best_us: self.best_us,
+        }
     }
 }

@@ -1,7 +1,6 @@
 //! `amk loop`: the keep/revert search, with its ledger, its table and its progress.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use corpus::{Contents, CorpusError, Ledger, Results};
@@ -12,19 +11,28 @@ use search::{
     Budget, Confirmation, Decision, Device, Outcome as End, Row, Search, SearchError, Settings,
     Step, StoppedBy, Timing, Trial,
 };
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::evaluate::gate;
 use crate::cli::LoopArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::{files, report};
+use crate::files;
+use crate::report::{self, Answer};
 
+mod document;
 mod header;
+pub(super) mod keep;
 pub(crate) use header::MIN_GAIN_MEASURED;
 mod spent;
+mod watch;
 
+use document::Kept;
 use header::Header;
+use keep::Keeper;
+
+pub(crate) use document::Found;
+pub(crate) use watch::{Progress, Watch};
 
 /// Columns of the table of trials.
 const COLUMNS: &[&str] = &[
@@ -47,10 +55,12 @@ const COLUMNS: &[&str] = &[
 /// Changed knobs that a line for people names; the table has them all.
 const CHANGES_SHOWN: usize = 3;
 
-/// Set by Ctrl-C; looked at between trials.
-static STOP: AtomicBool = AtomicBool::new(false);
-
 pub(crate) fn run(args: &LoopArgs) -> Outcome {
+    answer(args, &watch::Interrupts)?.print()
+}
+
+/// Searches until the budget is spent or the watcher says so.
+pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>, Failure> {
     let _ = spent::clock(); // from here on
     let dir = header::folder(args)?;
     let ledger_path = dir.join("ledger.jsonl");
@@ -67,7 +77,6 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
     let header = header.with_kind(&context, device.as_ref().map(|gpu| gpu as &dyn Device))?;
     let results_path = args.results.clone().unwrap_or_else(|| dir.join("results.tsv"));
     let (ledger, results) = open_files(opened, &ledger_path, &results_path, &header, &past)?;
-    catch_interrupts();
     say_start(&header, &dir, past.len());
     if let Some(device) = &mut device
         && past.is_empty()
@@ -85,19 +94,30 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
         let mut search = search.with_helpers(scope, helpers, threads);
         let began_s = past.iter().map(ended).fold(0.0, f64::max);
         let confirmed = absorb(&mut search, past)?;
+        corpus::manifest::unseal_run(&dir)?;
         let mut session = Session {
+            keeper: Keeper::open(args, &dir, &ledger_path),
             ledger,
             results,
             bar: bar(&header),
-            budget: header.budget,
+            header: &header,
             clock: Instant::now(),
             before: Duration::try_from_secs_f64(began_s).unwrap_or_default(),
             dir,
+            watch,
         };
+        watch.begins(&session.progress(&search, None));
         let stopped_by = session.search(&mut search)?;
         let confirmation = session.confirm(&mut search, stopped_by, confirmed)?;
         session.finish(&search, stopped_by, confirmation.as_ref())
     })
+}
+
+/// Whether a search can begin, or go on, where the arguments say.
+pub(crate) fn check_folder(args: &LoopArgs) -> Result<(), Failure> {
+    let ledger = header::folder(args)?.join("ledger.jsonl");
+    let holds = std::fs::metadata(&ledger).is_ok_and(|file| file.len() > 0);
+    if holds && !args.resume { Err(CorpusError::Exists { path: ledger }.into()) } else { Ok(()) }
 }
 
 /// Helpers of a search, and threads of each. Several programs at once use cores better than one program on all of them. Two cores are
@@ -191,18 +211,6 @@ fn absorb(search: &mut Search<'_>, past: Vec<Row>) -> Result<Option<Confirmation
     Ok(confirmed)
 }
 
-fn catch_interrupts() {
-    let handler = || {
-        if STOP.swap(true, Ordering::SeqCst) {
-            std::process::exit(Exit::Interrupted.code());
-        }
-        report::say("stopping after this trial (again: at once; finished trials are safe)");
-    };
-    if ctrlc::set_handler(handler).is_err() {
-        report::say("note: Ctrl-C cannot be caught here; finished trials are safe all the same");
-    }
-}
-
 fn say_start(header: &Header, dir: &Path, done: usize) {
     let what = match done {
         0 => "search".to_owned(),
@@ -225,21 +233,23 @@ fn bar(header: &Header) -> ProgressBar {
         Budget::Time(time) => time.as_secs(),
     };
     let style = ProgressStyle::with_template("  [{bar:30}] {pos}/{len} {elapsed} {msg}");
-    let bar = ProgressBar::new(length);
+    let bar = if report::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(length) };
     style.map(|style| bar.clone().with_style(style)).unwrap_or(bar)
 }
 
-struct Session {
+struct Session<'a> {
+    header: &'a Header,
+    watch: &'a dyn Watch,
+    keeper: Keeper,
     ledger: Ledger,
     results: Results,
     bar: ProgressBar,
-    budget: Budget,
     clock: Instant,
     before: Duration,
     dir: PathBuf,
 }
 
-impl Session {
+impl Session<'_> {
     fn elapsed(&self) -> Duration {
         self.before + self.clock.elapsed()
     }
@@ -247,7 +257,7 @@ impl Session {
     /// Trials until the budget is spent or somebody interrupts.
     fn search(&mut self, search: &mut Search<'_>) -> Result<StoppedBy, Failure> {
         loop {
-            if STOP.load(Ordering::SeqCst) {
+            if self.watch.stopped() {
                 return Ok(StoppedBy::Interrupted);
             }
             let step = search.step(self.elapsed()).map_err(|error| self.lost(&error))?;
@@ -263,7 +273,12 @@ impl Session {
         let line = trial_line(&trial);
         let cells = cells(&trial);
         // From here on the trial is acknowledged: it is on the disk, and only then is it said.
-        self.ledger.append(&Row::Trial(Box::new(trial))).map_err(|error| self.full(error))?;
+        let leads = trial.outcome.leads().then_some(trial.config);
+        let link = self.ledger.append(&Row::Trial(Box::new(trial)));
+        self.keeper.row(link.map_err(|error| self.full(error))?);
+        if let Some(config) = leads {
+            self.keeper.program(search, &config);
+        }
         self.results.append(&cells).map_err(|error| self.full(error))?;
         match search.champion() {
             Some(champion) => self.bar.set_message(format!(
@@ -273,7 +288,8 @@ impl Session {
             )),
             None => self.bar.set_message("nothing correct yet"),
         }
-        self.bar.set_position(match self.budget {
+        self.watch.trial(&self.progress(search, Some(line.trim().to_owned())));
+        self.bar.set_position(match self.header.budget {
             Budget::Trials(_) => search.trials().len() as u64,
             Budget::Time(most) => self.elapsed().min(most).as_secs(),
         });
@@ -299,7 +315,8 @@ impl Session {
         let confirmation = search.confirm().map_err(|error| self.lost(&error))?;
         if let Some(confirmation) = &confirmation {
             let row = Row::Confirmation(Box::new(confirmation.clone()));
-            self.ledger.append(&row).map_err(|error| self.full(error))?;
+            let link = self.ledger.append(&row);
+            self.keeper.row(link.map_err(|error| self.full(error))?);
         }
         Ok(confirmation)
     }
@@ -325,6 +342,24 @@ impl Session {
         failure
     }
 
+    fn progress(&self, search: &Search<'_>, last: Option<String>) -> Progress {
+        let (header, champion) = (self.header, search.champion());
+        Progress {
+            folder: self.dir.clone(),
+            model: header.model.clone(),
+            target: header.target.clone(),
+            device: header.device.clone(),
+            latency_kind: header.kind.clone(),
+            budget: header.budget,
+            trials: search.trials().len() as u64,
+            elapsed: self.elapsed(),
+            best_us: champion.and_then(|champion| champion.verdict.latency_us),
+            best_trial: champion.map(|champion| champion.trial),
+            last,
+            resume: self.resume_command(),
+        }
+    }
+
     fn resume_command(&self) -> String {
         format!("amk loop --resume --out {}", self.dir.display())
     }
@@ -335,7 +370,7 @@ impl Session {
         search: &Search<'_>,
         stopped_by: StoppedBy,
         confirmation: Option<&Confirmation>,
-    ) -> Outcome {
+    ) -> Result<Answer<Found>, Failure> {
         self.bar.finish_and_clear();
         let trials = search.trials();
         let refuted = confirmation.is_some_and(|c| c.decision == Decision::Reverted);
@@ -352,40 +387,41 @@ impl Session {
             files::write_whole(&best_path, text.as_bytes())?;
         }
         say_end(&kept, best, confirmation, &best_path);
+        if stopped_by != StoppedBy::Interrupted {
+            keep::seal(&self.dir, self.ledger.path());
+        }
         let spent = spent::Sum::of(trials);
         let wall = spent::clock();
         report::say(&spent.line(wall));
         if stopped_by == StoppedBy::Interrupted {
             report::say(&format!("interrupted; continue with: {}", self.resume_command()));
         }
-        report::document(&json!({
-            "schema": "amk.loop.v1",
-            "best_verdict": verdict,
-            "best_config": best.map(|trial| trial.config),
-            "n_trials": trials.len(),
-            "n_valid": count(|trial| trial.verdict.valid),
-            "n_correct": count(|trial| trial.verdict.correct),
-            "n_kept": count(|trial| trial.outcome == End::Kept),
-            "n_rejected": search.rejected(),
-            "results_tsv": self.results.path(),
-            "ledger": self.ledger.path(),
-            "stopped_by": stopped_by.name(),
-            "best_config_file": best.map(|_| &best_path),
-            "kept": kept.iter().map(|trial| json!({
-                "trial": trial.trial,
-                "changed": trial.changed,
-                "why": trial.why,
-            })).collect::<Vec<_>>(),
-            "confirmation": confirmation,
-            "spent": spent.to_json(wall),
-            "resume": self.resume_command(),
-        }))?;
-        Ok(match (stopped_by, best, confirmation.map(|c| c.decision)) {
+        let document = Found {
+            schema: "amk.loop.v1",
+            best_verdict: verdict.cloned(),
+            best_config: best.map(|trial| trial.config),
+            n_trials: trials.len(),
+            n_valid: count(|trial| trial.verdict.valid),
+            n_correct: count(|trial| trial.verdict.correct),
+            n_kept: count(|trial| trial.outcome == End::Kept),
+            n_rejected: search.rejected(),
+            results_tsv: self.results.path().to_path_buf(),
+            ledger: self.ledger.path().to_path_buf(),
+            store: self.keeper.path().map(Path::to_path_buf),
+            stopped_by: stopped_by.name().to_owned(),
+            best_config_file: best.map(|_| best_path),
+            kept: kept.into_iter().map(Kept::from).collect(),
+            confirmation: confirmation.cloned(),
+            spent: spent.to_json(wall),
+            resume: self.resume_command(),
+        };
+        let exit = match (stopped_by, best, confirmation.map(|c| c.decision)) {
             (StoppedBy::Interrupted, _, _) => Exit::Interrupted,
             (_, None, _) => Exit::No,
             (_, Some(_), Some(Decision::Inconclusive)) => Exit::Inconclusive,
             (_, Some(_), Some(Decision::Kept | Decision::Reverted) | None) => Exit::Yes,
-        })
+        };
+        Ok(Answer { document, exit })
     }
 }
 

@@ -30,7 +30,7 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
     }
     let mut schedules = Vec::new();
     for path in &args.config {
-        schedules.push((path.display().to_string(), context.valid_config(Some(path))?));
+        schedules.push((path.to_string(), context.valid_config(Some(path))?));
     }
     if schedules.is_empty() {
         schedules.push(("shipped".to_owned(), context.best_config(None, args.context)?));

@@ -149,6 +149,17 @@ fn docs_of_knobs_are_fresh() {
     fresh(NAME, &format!("{before}{BEGIN}{table}{END}{after}"));
 }
 
+/// The tables of the store in `docs/store.md`, between their marks.
+#[test]
+fn docs_of_the_store_are_fresh() {
+    let (begin, end) = ("<!-- tables:begin -->\n", "<!-- tables:end -->");
+    let page = std::fs::read_to_string(root().join("docs/store.md")).unwrap_or_default();
+    let (before, rest) = page.split_once(begin).expect("docs/store.md has a place for the tables");
+    let (_, after) = rest.split_once(end).expect("docs/store.md has an end of the tables");
+    let tables = corpus::store::schema::markdown();
+    fresh("docs/store.md", &format!("{before}{begin}{tables}{end}{after}"));
+}
+
 /// The table of attacks in `docs/trust.md`, between its marks.
 #[test]
 fn attacks_are_listed() {

@@ -52,7 +52,7 @@ pub fn schedule_id(config: &ScheduleConfig) -> String {
 }
 
 /// Hash of the canonical JSON (fields in table order) under a kind's name.
-fn content_id<T: Serialize>(kind: &str, value: &T) -> String {
+pub(crate) fn content_id<T: Serialize>(kind: &str, value: &T) -> String {
     let mut hasher = blake3::Hasher::new();
     hasher.update(kind.as_bytes());
     hasher.update(serde_json::to_string(value).unwrap_or_default().as_bytes());

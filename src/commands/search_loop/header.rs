@@ -1,8 +1,10 @@
 //! What a search is: settled when it starts, kept in the ledger's first row, and read back on resuming.
 
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use corpus::Contents;
+use ir::Graph;
 use search::{Budget, Conditions, Device, LatencyKind};
 use serde_json::{Value, json};
 
@@ -40,6 +42,11 @@ pub(super) struct Header {
     conditions: Option<Conditions>,
     /// The device's cache, which floors depend on.
     cache_bytes: u64,
+    /// What tells the search from all others; nothing in ledgers from before it was kept.
+    run: Option<String>,
+    /// The graph's id and shape.
+    graph_id: Option<String>,
+    shape: Value,
     resumed: bool,
 }
 
@@ -60,6 +67,9 @@ impl Header {
             kv_capacity: args.place.kv_capacity,
             conditions: None,
             cache_bytes: 0,
+            run: Some(fresh_run()),
+            graph_id: None,
+            shape: Value::Null,
             resumed: false,
         })
     }
@@ -86,6 +96,9 @@ impl Header {
                 kv_capacity: header.get("kv_capacity")?.as_u64()?.try_into().ok(),
                 conditions: serde_json::from_value(header.get("conditions")?.clone()).ok()?,
                 cache_bytes: header.get("cache_bytes")?.as_u64()?,
+                run: text("run"),
+                graph_id: text("graph_id"),
+                shape: header.get("shape").cloned().unwrap_or_default(),
                 resumed: true,
             })
         };
@@ -177,6 +190,14 @@ impl Header {
                     context.graph().name
                 )));
             }
+            let now = context.graph().id();
+            if self.graph_id.as_ref().is_some_and(|then| *then != now) {
+                return Err(Failure::usage(format!(
+                    "this search ran another graph called {} (graph {}, here {now}); start a new search in another --out",
+                    self.graph,
+                    self.graph_id.as_deref().unwrap_or_default()
+                )));
+            }
             return Ok(self);
         }
         self.kind = kind.name().to_owned();
@@ -184,6 +205,8 @@ impl Header {
         self.cache_bytes = device.map_or(0, |device| device.describe().cache_bytes);
         self.conditions = conditions;
         self.graph.clone_from(&context.graph().name);
+        self.graph_id = Some(context.graph().id());
+        self.shape = shape(context.graph());
         self.target.clone_from(&context.target.name);
         self.kv_capacity = Some(context.kv_capacity);
         if self.min_gain.is_nan() {
@@ -199,9 +222,15 @@ impl Header {
     pub(super) fn to_json(&self) -> Value {
         json!({
             "schema": null,
+            "run": self.run,
+            "began_unix_s": unix_s(),
             "amk": env!("CARGO_PKG_VERSION"),
+            "commit": option_env!("AMK_COMMIT"),
+            "protocol": search::PROTOCOL,
             "model": self.model,
             "graph": self.graph,
+            "graph_id": self.graph_id,
+            "shape": self.shape,
             "target": self.target,
             "latency_kind": self.kind,
             "device": self.device,
@@ -214,6 +243,32 @@ impl Header {
             "cache_bytes": self.cache_bytes,
         })
     }
+}
+
+/// The sizes of a graph: what makes two of them similar.
+fn shape(graph: &Graph) -> Value {
+    json!({
+        "hidden": graph.hidden,
+        "layers": graph.layers.len(),
+        "heads": graph.heads,
+        "kv_heads": graph.kv_heads,
+        "head_dim": graph.head_dim,
+        "ffn": graph.ffn,
+        "vocab": graph.vocab,
+        "dtype": graph.dtype.name(),
+    })
+}
+
+/// Seconds since 1970.
+pub(super) fn unix_s() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// An id that no other search has.
+fn fresh_run() -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let place = std::env::current_dir().unwrap_or_default();
+    corpus::store::fresh_run_id(&format!("{now:?} {} {}", std::process::id(), place.display()))
 }
 
 /// The least gain as a share.

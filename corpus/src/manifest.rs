@@ -1,0 +1,436 @@
+//! The seal of a finished run: `manifest.json` in its folder, with the hash of every file and of the manifest of the run before.
+//!
+//! A run grows while its search goes on, and its ledger guards it row by row. At its end it is **sealed**: the manifest is written to a
+//! temporary name, synced and renamed, so that a run is sealed or it is not. Before a search goes on its manifest is put aside
+//! ([`UNSEALED`]); sealed again, it keeps its place in the chain and says which manifests it replaces. A run whose files were given up to
+//! make room keeps its manifest ([`COLLECTED`]), so the chain of those after it still holds.
+//!
+//! Runs are chained in the order in which they were first sealed, among the folders beside each other.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::error::CorpusError;
+use crate::seal::{check_seal, seal};
+
+/// The manifest's name.
+pub const MANIFEST: &str = "manifest.json";
+
+/// Its name while the search goes on.
+pub const UNSEALED: &str = "unsealed.json";
+
+/// Its name once the run's files were given up.
+pub const COLLECTED: &str = "collected.json";
+
+/// The schema id of a manifest.
+pub const MANIFEST_SCHEMA: &str = "amk.manifest.v1";
+
+/// Files of a run at most, its manifest included.
+pub const FILES_MAX: usize = 12;
+
+/// What is known of a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileSeal {
+    /// Hash of its bytes.
+    pub blake3: String,
+    /// How many they are.
+    pub bytes: u64,
+}
+
+/// The run before.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Previous {
+    /// Its id.
+    pub run: String,
+    /// The hash of its manifest at that time.
+    pub hash: String,
+}
+
+/// What a sealed run consists of.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    /// [`MANIFEST_SCHEMA`].
+    pub schema: String,
+    /// The run's id.
+    pub run: String,
+    /// Its place in the chain, from zero.
+    pub number: u64,
+    /// The run before it in the chain.
+    pub previous: Option<Previous>,
+    /// When it was sealed, seconds since 1970.
+    pub sealed_unix_s: u64,
+    /// Rows of its ledger, the header among them.
+    pub rows: u64,
+    /// Hashes of its earlier manifests: it was sealed, went on, and was sealed again.
+    pub supersedes: Vec<String>,
+    /// Every other file of the folder.
+    pub files: BTreeMap<String, FileSeal>,
+}
+
+/// Whether a run is sealed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Its search has not ended, or was stopped: it can be resumed.
+    Open,
+    /// Its manifest, with its hash.
+    Sealed(Box<Manifest>, String),
+    /// The manifest of what was there.
+    Collected(Box<Manifest>, String),
+}
+
+/// What a look at a run's manifest found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Looked {
+    /// Whether it is sealed.
+    pub state: State,
+    /// What does not fit: any of it means that the run was changed.
+    pub problems: Vec<String>,
+    /// Whether the run before was found beside it.
+    pub previous_is_here: bool,
+}
+
+impl Manifest {
+    fn read(path: &Path) -> Result<Option<(Self, String)>, CorpusError> {
+        let tampered =
+            |reason: String| CorpusError::Tampered { path: path.to_path_buf(), line: 1, reason };
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) if error.kind() == std::io::ErrorKind::InvalidData => {
+                return Err(tampered("this is not the manifest of a run".to_owned()));
+            }
+            Err(error) => return Err(CorpusError::io("read", path, error)),
+        };
+        let fields: Result<Map<String, Value>, _> = serde_json::from_str(&text);
+        let mut fields = fields.map_err(|e| tampered(format!("this is not a manifest ({e})")))?;
+        check_seal(&fields).map_err(tampered)?;
+        let hash = fields.remove("hash").and_then(|hash| hash.as_str().map(str::to_owned));
+        let manifest: Self = serde_json::from_value(fields.into())
+            .map_err(|e| tampered(format!("this is not a manifest of this version ({e})")))?;
+        Ok(Some((manifest, hash.unwrap_or_default())))
+    }
+
+    /// The text of the file, with its hash, and the hash.
+    fn to_text(&self) -> (String, String) {
+        let fields = match serde_json::to_value(self) {
+            Ok(Value::Object(fields)) => seal(&fields),
+            Ok(_) | Err(_) => Map::new(),
+        };
+        let hash = fields.get("hash").and_then(Value::as_str).unwrap_or_default().to_owned();
+        (serde_json::to_string_pretty(&fields).unwrap_or_default() + "\n", hash)
+    }
+}
+
+/// Whether a run is sealed, and whether its files are those that were sealed.
+///
+/// # Errors
+/// If the folder cannot be read. A manifest that was edited is a problem that is found, not an error.
+pub fn look(folder: &Path) -> Result<Looked, CorpusError> {
+    let open = Looked { state: State::Open, problems: Vec::new(), previous_is_here: false };
+    let sealed = match Manifest::read(&folder.join(MANIFEST)) {
+        Ok(found) => found,
+        Err(error @ CorpusError::Tampered { .. }) => {
+            return Ok(Looked { problems: vec![error.to_string()], ..open });
+        }
+        Err(error) => return Err(error),
+    };
+    let Some((manifest, hash)) = sealed else {
+        return Ok(match Manifest::read(&folder.join(COLLECTED))? {
+            Some((manifest, hash)) => {
+                Looked { state: State::Collected(Box::new(manifest), hash), ..open }
+            }
+            None => open,
+        });
+    };
+    let mut problems = match differences(folder, &manifest.files) {
+        Ok(problems) => problems,
+        Err(error) => vec![error.to_string()],
+    };
+    let previous_is_here = match &manifest.previous {
+        None => true,
+        Some(previous) => match neighbour(folder, &previous.run)? {
+            None => false,
+            Some(known) => {
+                if !known.contains(&previous.hash) {
+                    problems.push(format!(
+                        "{MANIFEST} names another manifest of the run before it ({}) than that has",
+                        previous.run
+                    ));
+                }
+                true
+            }
+        },
+    };
+    Ok(Looked { state: State::Sealed(Box::new(manifest), hash), problems, previous_is_here })
+}
+
+/// Seals a run, or puts back the seal that it had when nothing has changed since. `rows` are those of its ledger.
+///
+/// # Errors
+/// If it has too many files, or the disk refuses.
+pub fn seal_run(folder: &Path, run: &str, rows: u64, unix_s: u64) -> Result<Manifest, CorpusError> {
+    let parent = parent_of(folder);
+    // One at a time, so that no two runs follow the same one. Where folders cannot be locked, `look` finds it.
+    let lock = File::open(&parent).map_err(|e| CorpusError::io("read", &parent, e))?;
+    let _ = lock.lock();
+    let files = files_of(folder)?;
+    let aside = folder.join(UNSEALED);
+    let old = Manifest::read(&aside)?;
+    if let Some((manifest, _)) = &old
+        && manifest.files == files
+    {
+        rename(&aside, &folder.join(MANIFEST))?;
+        return Ok(manifest.clone());
+    }
+    let (number, previous, supersedes) = match old {
+        Some((old, hash)) => (old.number, old.previous, [old.supersedes, vec![hash]].concat()),
+        None => match latest(folder)? {
+            Some((last, hash)) => {
+                (last.number + 1, Some(Previous { run: last.run, hash }), Vec::new())
+            }
+            None => (0, None, Vec::new()),
+        },
+    };
+    let schema = MANIFEST_SCHEMA.to_owned();
+    let run = run.to_owned();
+    let manifest =
+        Manifest { schema, run, number, previous, sealed_unix_s: unix_s, rows, supersedes, files };
+    let path = folder.join(MANIFEST);
+    let partial = folder.join(format!("{MANIFEST}.partial"));
+    let (text, _) = manifest.to_text();
+    let written = File::create(&partial)
+        .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()));
+    written.map_err(|e| CorpusError::io("write", &path, e))?;
+    rename(&partial, &path)?;
+    if aside.exists() {
+        std::fs::remove_file(&aside).map_err(|e| CorpusError::io("remove", &aside, e))?;
+    }
+    Ok(manifest)
+}
+
+/// Puts the seal of a run aside: its search goes on.
+///
+/// # Errors
+/// If the disk refuses.
+pub fn unseal_run(folder: &Path) -> Result<(), CorpusError> {
+    let path = folder.join(MANIFEST);
+    if path.exists() { rename(&path, &folder.join(UNSEALED)) } else { Ok(()) }
+}
+
+/// Gives up the files of a sealed run and keeps its manifest. Returns the bytes that were freed.
+///
+/// # Errors
+/// If it is not sealed, or the disk refuses.
+pub fn collect_run(folder: &Path) -> Result<u64, CorpusError> {
+    let path = folder.join(MANIFEST);
+    let Some((manifest, _)) = Manifest::read(&path)? else {
+        return Err(CorpusError::io("read", &path, std::io::ErrorKind::NotFound.into()));
+    };
+    // From here on it counts as collected, whatever becomes of the rest.
+    rename(&path, &folder.join(COLLECTED))?;
+    let mut freed = 0;
+    for (name, file) in &manifest.files {
+        let path = folder.join(name);
+        match std::fs::remove_file(&path) {
+            Ok(()) => freed += file.bytes,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(error) => return Err(CorpusError::io("remove", &path, error)),
+        }
+    }
+    Ok(freed)
+}
+
+/// In what the files of a folder differ from those that were sealed.
+fn differences(
+    folder: &Path,
+    sealed: &BTreeMap<String, FileSeal>,
+) -> Result<Vec<String>, CorpusError> {
+    let found = files_of(folder)?;
+    let mut problems = Vec::new();
+    for (name, seal) in sealed {
+        match found.get(name) {
+            None => problems.push(format!("{name} is missing")),
+            Some(now) if now != seal => problems.push(format!(
+                "{name} was changed since it was sealed ({} bytes, {} now)",
+                seal.bytes, now.bytes
+            )),
+            Some(_) => {}
+        }
+    }
+    let more = found.keys().filter(|name| !sealed.contains_key(*name));
+    problems.extend(more.map(|name| format!("{name} was added since the run was sealed")));
+    Ok(problems)
+}
+
+/// Every file of a run but its manifest, and what a dead process left unfinished.
+fn files_of(folder: &Path) -> Result<BTreeMap<String, FileSeal>, CorpusError> {
+    let unreadable = |e| CorpusError::io("read", folder, e);
+    let mut files = BTreeMap::new();
+    for entry in std::fs::read_dir(folder).map_err(unreadable)? {
+        let entry = entry.map_err(unreadable)?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let own = [MANIFEST, UNSEALED, COLLECTED].contains(&name.as_str());
+        if own || name.ends_with(".partial") {
+            continue;
+        }
+        let path = entry.path();
+        let bytes = std::fs::read(&path).map_err(|e| CorpusError::io("read", &path, e))?;
+        let blake3 = blake3::hash(&bytes).to_hex().to_string();
+        files.insert(name, FileSeal { blake3, bytes: bytes.len() as u64 });
+    }
+    if files.len() >= FILES_MAX {
+        let many = format!("{} files, and a run has at most {FILES_MAX}", files.len() + 1);
+        let error = std::io::Error::new(std::io::ErrorKind::InvalidInput, many);
+        return Err(CorpusError::io("seal", folder, error));
+    }
+    Ok(files)
+}
+
+fn parent_of(path: &Path) -> PathBuf {
+    let whole = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    let parent = whole.parent().filter(|parent| !parent.as_os_str().is_empty());
+    parent.unwrap_or(Path::new(".")).to_path_buf()
+}
+
+/// The manifests of the runs beside a folder, in whatever state. One that cannot be read is none.
+fn beside(folder: &Path) -> Result<Vec<(Manifest, String)>, CorpusError> {
+    let parent = parent_of(folder);
+    let own = folder.canonicalize().map_err(|e| CorpusError::io("read", folder, e))?;
+    let unreadable = |e| CorpusError::io("read", &parent, e);
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(&parent).map_err(unreadable)? {
+        let other = entry.map_err(unreadable)?.path();
+        let names = [MANIFEST, UNSEALED, COLLECTED];
+        if other.file_name() != own.file_name() && other.is_dir() {
+            let read = |name: &&str| Manifest::read(&other.join(name)).ok().flatten();
+            found.extend(names.iter().find_map(read));
+        }
+    }
+    Ok(found)
+}
+
+/// The last run of the chain.
+fn latest(folder: &Path) -> Result<Option<(Manifest, String)>, CorpusError> {
+    Ok(beside(folder)?.into_iter().max_by_key(|(manifest, _)| manifest.number))
+}
+
+/// The hashes that the manifest of a run beside this one has and had.
+fn neighbour(folder: &Path, run: &str) -> Result<Option<Vec<String>>, CorpusError> {
+    let found = beside(folder)?.into_iter().find(|(manifest, _)| manifest.run == run);
+    Ok(found.map(|(manifest, hash)| [manifest.supersedes, vec![hash]].concat()))
+}
+
+fn rename(from: &Path, to: &Path) -> Result<(), CorpusError> {
+    std::fs::rename(from, to).map_err(|e| CorpusError::io("write", to, e))?;
+    if cfg!(unix) {
+        let folder = parent_of(to);
+        let synced = File::open(&folder).and_then(|folder| folder.sync_all());
+        synced.map_err(|e| CorpusError::io("sync", &folder, e))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(parent: &Path, name: &str) -> PathBuf {
+        let folder = parent.join(name);
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::write(folder.join("ledger.jsonl"), format!("rows of {name}\n")).unwrap();
+        std::fs::write(folder.join("best.json"), "{}\n").unwrap();
+        folder
+    }
+
+    fn sealed(parent: &Path, name: &str, unix_s: u64) -> PathBuf {
+        let folder = run(parent, name);
+        seal_run(&folder, &format!("id-{name}"), 3, unix_s).unwrap();
+        folder
+    }
+
+    #[test]
+    fn a_flipped_byte_in_any_file_is_found_and_named() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = sealed(parent.path(), "a", 1);
+        let clean = look(&folder).unwrap();
+        assert!(matches!(clean.state, State::Sealed(..)) && clean.problems.is_empty());
+        for name in ["ledger.jsonl", "best.json", MANIFEST] {
+            let whole = std::fs::read(folder.join(name)).unwrap();
+            for at in 0..whole.len() {
+                let mut bytes = whole.clone();
+                bytes[at] ^= 1;
+                std::fs::write(folder.join(name), bytes).unwrap();
+                let problems = look(&folder).unwrap().problems;
+                let named = problems.iter().any(|problem| problem.contains(name));
+                assert!(named, "{name} byte {at}: {problems:?}");
+            }
+            std::fs::write(folder.join(name), whole).unwrap();
+        }
+        std::fs::write(folder.join("notes.md"), "more").unwrap();
+        assert_eq!(
+            look(&folder).unwrap().problems,
+            ["notes.md was added since the run was sealed"]
+        );
+        std::fs::remove_file(folder.join("notes.md")).unwrap();
+        std::fs::remove_file(folder.join("best.json")).unwrap();
+        assert_eq!(look(&folder).unwrap().problems, ["best.json is missing"]);
+    }
+
+    #[test]
+    fn runs_are_chained_through_resuming_and_collecting() {
+        let parent = tempfile::tempdir().unwrap();
+        let [a, b, c] = ["a", "b", "c"].map(|name| sealed(parent.path(), name, 1));
+        let number = |folder: &Path| {
+            let state = look(folder).unwrap().state;
+            let State::Sealed(manifest, _) = state else { panic!("{state:?}") };
+            (manifest.number, manifest.supersedes.len())
+        };
+        assert_eq!([number(&a), number(&b), number(&c)], [(0, 0), (1, 0), (2, 0)]);
+        // `a` goes on and is sealed again: those after it still hold.
+        unseal_run(&a).unwrap();
+        assert_eq!(look(&a).unwrap().state, State::Open);
+        assert!(look(&b).unwrap().problems.is_empty(), "while it is open, too");
+        std::fs::write(a.join("ledger.jsonl"), "more rows\n").unwrap();
+        seal_run(&a, "id-a", 4, 2).unwrap();
+        assert_eq!((number(&a), a.join(UNSEALED).exists()), ((0, 1), false));
+        assert!(look(&b).unwrap().problems.is_empty() && look(&b).unwrap().previous_is_here);
+        // Nothing new: the seal is the one that it was.
+        let before = std::fs::read(a.join(MANIFEST)).unwrap();
+        unseal_run(&a).unwrap();
+        seal_run(&a, "id-a", 4, 3).unwrap();
+        assert_eq!(std::fs::read(a.join(MANIFEST)).unwrap(), before);
+        // `b` gives up its files.
+        assert!(collect_run(&b).unwrap() > 0);
+        assert_eq!(std::fs::read_dir(&b).unwrap().count(), 1);
+        assert!(matches!(look(&b).unwrap().state, State::Collected(..)));
+        assert!(look(&c).unwrap().problems.is_empty());
+        // Another run in `b`'s place does not pass.
+        std::fs::remove_dir_all(&b).unwrap();
+        assert!(!look(&c).unwrap().previous_is_here);
+        sealed(parent.path(), "b", 9);
+        let problems = look(&c).unwrap().problems;
+        assert!(problems.len() == 1 && problems[0].contains("id-b"), "{problems:?}");
+    }
+
+    #[test]
+    fn a_run_has_at_most_twelve_files() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = run(parent.path(), "a");
+        for number in 0..FILES_MAX - 3 {
+            std::fs::write(folder.join(format!("note{number}")), "").unwrap();
+        }
+        assert!(seal_run(&folder, "id", 1, 1).is_ok());
+        unseal_run(&folder).unwrap();
+        std::fs::write(folder.join("one more"), "").unwrap();
+        let error = seal_run(&folder, "id", 1, 1).unwrap_err().to_string();
+        assert!(error.contains("13 files, and a run has at most 12"), "{error}");
+    }
+}

@@ -1,0 +1,172 @@
+//! The rows of the derived tables that a record makes.
+
+use rusqlite::types::Value as Cell;
+use rusqlite::{Connection, params, params_from_iter};
+use serde_json::{Map, Value};
+
+use super::schema::{Column, Kind, Rows, Source, TABLES, Table};
+use crate::ledger::Link;
+
+/// What rows of a run need to know of its header.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Place {
+    latency_kind: String,
+    device: String,
+    target: String,
+    graph: String,
+}
+
+impl Place {
+    pub(super) fn of(header: &Value) -> Self {
+        let text = |key: &str| header.get(key).and_then(Value::as_str).map(str::to_owned);
+        let graph = text("graph_id").or_else(|| text("graph"));
+        Self {
+            latency_kind: text("latency_kind").unwrap_or_default(),
+            device: text("device").unwrap_or_default(),
+            target: text("target").unwrap_or_default(),
+            graph: graph.unwrap_or_default(),
+        }
+    }
+}
+
+/// Fills the derived tables from one record.
+pub(super) fn derive(
+    db: &Connection,
+    run: &str,
+    place: &Place,
+    link: &Link,
+    record: &Value,
+) -> rusqlite::Result<()> {
+    let kind = record.get("kind").and_then(Value::as_str).unwrap_or("");
+    for table in TABLES {
+        let wanted = match table.rows {
+            Rows::Header => link.seq == 0,
+            Rows::Record(wanted) => link.seq > 0 && kind == wanted,
+            Rows::Kept | Rows::Parts => false,
+        };
+        if wanted {
+            insert(db, table, run, link, record)?;
+        }
+    }
+    if link.seq > 0 {
+        samples(db, run, link.seq, record)?;
+    }
+    if link.seq > 0 && kind == "trial" {
+        changes(db, run, link.seq, record)?;
+        prior(db, place, record)?;
+    }
+    Ok(())
+}
+
+/// The row of a table that has one for each record.
+fn insert(
+    db: &Connection,
+    table: &Table,
+    run: &str,
+    link: &Link,
+    record: &Value,
+) -> rusqlite::Result<()> {
+    let cell = |column: &Column| match (column.from, column.name) {
+        (Source::At(pointer), _) => cell_of(record.pointer(pointer), column.kind),
+        (Source::Note(start), _) => Cell::from(note(record, start)),
+        (Source::Code, "run") => Cell::Text(run.to_owned()),
+        (Source::Code, "seq") => Cell::Integer(link.seq.cast_signed()),
+        (Source::Code, _) => Cell::Text(machine(record)),
+    };
+    let marks = vec!["?"; table.columns.len()].join(",");
+    // A machine is there already when an earlier search ran on it.
+    let verb = if table.name == "machines" { "INSERT OR IGNORE" } else { "INSERT" };
+    let mut statement =
+        db.prepare_cached(&format!("{verb} INTO {} VALUES ({marks})", table.name))?;
+    statement.execute(params_from_iter(table.columns.iter().map(cell)))?;
+    Ok(())
+}
+
+fn cell_of(value: Option<&Value>, kind: Kind) -> Cell {
+    let Some(value) = value.filter(|value| !value.is_null()) else { return Cell::Null };
+    let found = match kind {
+        Kind::Text => value.as_str().map(|text| Cell::Text(text.to_owned())),
+        Kind::Integer => value.as_i64().map(Cell::Integer),
+        Kind::Real => value.as_f64().map(Cell::Real),
+        Kind::Flag => value.as_bool().map(|flag| Cell::Integer(flag.into())),
+        Kind::Json => Some(Cell::Text(value.to_string())),
+        Kind::Bytes => None,
+    };
+    // A value of another type than the table says is kept as it is: better seen than lost.
+    found.unwrap_or_else(|| Cell::Text(value.to_string()))
+}
+
+fn note(header: &Value, start: &str) -> Option<String> {
+    let notes = header.pointer("/conditions/notes")?.as_array()?;
+    notes.iter().find_map(|note| note.as_str()?.strip_prefix(start)).map(str::to_owned)
+}
+
+/// The id of the machine of a header.
+fn machine(header: &Value) -> String {
+    let conditions = header.get("conditions").filter(|conditions| conditions.is_object());
+    let Some(conditions) = conditions else { return "cpu".to_owned() };
+    let part = |key: &str| conditions.get(key).and_then(Value::as_str).unwrap_or("");
+    let uuid = note(header, "uuid ").unwrap_or_default();
+    let text = [part("card"), &uuid, part("driver"), part("cuda"), part("nvrtc")].join("\n");
+    blake3::hash(text.as_bytes()).to_hex()[..16].to_owned()
+}
+
+fn samples(db: &Connection, run: &str, seq: u64, record: &Value) -> rusqlite::Result<()> {
+    let rounds = record.get("samples_us").and_then(Value::as_array);
+    let mut statement = db.prepare_cached("INSERT INTO samples VALUES (?,?,?,?,?,?,?)")?;
+    for (round, blocks) in rounds.into_iter().flatten().enumerate() {
+        let us = |block: usize| blocks.get(block).and_then(Value::as_f64);
+        let (seq, round) = (seq.cast_signed(), round as i64);
+        statement.execute(params![run, seq, round, us(0), us(1), us(2), us(3)])?;
+    }
+    Ok(())
+}
+
+/// A trial's changes: path to `[before, after]`.
+fn changed(record: &Value) -> Option<&Map<String, Value>> {
+    record.get("changed")?.as_object().filter(|changed| !changed.is_empty())
+}
+
+/// A value as people write it: text without quotes.
+fn plain(value: Option<&Value>) -> Option<String> {
+    value.map(|value| value.as_str().map_or_else(|| value.to_string(), str::to_owned))
+}
+
+fn changes(db: &Connection, run: &str, seq: u64, record: &Value) -> rusqlite::Result<()> {
+    let mut statement = db.prepare_cached("INSERT INTO changes VALUES (?,?,?,?,?)")?;
+    for (knob, pair) in changed(record).into_iter().flatten() {
+        let (was, became) = (plain(pair.get(0)), plain(pair.get(1)));
+        statement.execute(params![run, seq.cast_signed(), knob, was, became])?;
+    }
+    Ok(())
+}
+
+fn prior(db: &Connection, place: &Place, record: &Value) -> rusqlite::Result<()> {
+    let Some(changed) = changed(record) else { return Ok(()) };
+    let after = |(path, pair): (&String, &Value)| Some((path.clone(), pair.get(1)?.clone()));
+    let moved: Map<String, Value> = changed.iter().filter_map(after).collect();
+    let end = |key: &str| record.pointer("/gain")?.get(key)?.as_f64();
+    let gain = end("low").zip(end("high")).map(|(low, high)| f64::midpoint(low, high));
+    let kept = record.get("outcome").and_then(Value::as_str) == Some("kept");
+    let failed = record.pointer("/verdict/latency_us").is_none_or(Value::is_null);
+    let Place { latency_kind, device, target, graph } = place;
+    let mut statement = db.prepare_cached(
+        "INSERT INTO priors VALUES (?,?,?,?,?,1,?,?,?,?) ON CONFLICT DO UPDATE SET tries = tries + 1, \
+         kept = kept + excluded.kept, failed = failed + excluded.failed, gain_sum = gain_sum + excluded.gain_sum, \
+         gain_best = max(coalesce(gain_best, excluded.gain_best), coalesce(excluded.gain_best, gain_best))",
+    )?;
+    let moved = Value::Object(moved).to_string();
+    let sum = gain.unwrap_or(0.0);
+    statement.execute(params![
+        latency_kind,
+        device,
+        target,
+        graph,
+        moved,
+        kept,
+        failed,
+        sum,
+        gain
+    ])?;
+    Ok(())
+}

@@ -1,0 +1,449 @@
+//! The store: what all searches found, in one SQLite file that other programs read directly.
+//!
+//! **Promises.** The ledgers are the source of truth, and the store can be made from them at any time: [`Store::add`] takes rows of a ledger
+//! with their chain, in order, each once, whole or not at all. A process that is killed leaves the store as of its last finished
+//! transaction, and adding the ledger again brings it to exactly the ledger's rows. Several processes may read while one writes (WAL).
+//!
+//! **Versions.** `user_version` counts the steps of the schema ([`schema::STEPS`]). An older file is brought up to date when it is opened, in
+//! one transaction; a newer one is refused. `docs/store.md` is generated from the same tables.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rusqlite::types::{Value as Cell, ValueRef};
+use rusqlite::{Connection, ErrorCode, OptionalExtension, TransactionBehavior, params};
+use serde_json::{Map, Value};
+
+use crate::error::CorpusError;
+use crate::ledger::Link;
+
+mod derive;
+pub mod parquet;
+pub mod schema;
+#[cfg(test)]
+mod tests;
+pub mod text;
+
+use derive::{Place, derive};
+use schema::{STEPS, TABLES, Table, VERSION};
+
+/// What marks a file as a store: `amk1`.
+const APPLICATION_ID: i64 = 0x616d_6b31;
+
+/// Longest that one process waits for another one's transaction.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What leads, by model, target, device and kind of latency: the last trial of a search that led, the least of several searches.
+pub const BEST: &str = "\
+SELECT model, graph, graph_id, target, latency_kind, device, count(*) AS runs, sum(trials) AS trials, min(us) AS best_us, run AS best_run \
+FROM (SELECT runs.*, (SELECT count(*) FROM trials t WHERE t.run = runs.run) AS trials, \
+(SELECT latency_us FROM trials t WHERE t.run = runs.run AND outcome IN ('baseline', 'kept') ORDER BY seq DESC LIMIT 1) AS us FROM runs) \
+GROUP BY coalesce(graph_id, graph), target, latency_kind, device ORDER BY model, target, latency_kind, device";
+
+/// What moves brought, those first that were kept most often.
+pub const PRIORS: &str = "\
+SELECT latency_kind, device, target, graph, move, tries, kept, failed, gain_sum / max(tries - failed, 1) AS gain_mean, gain_best \
+FROM priors ORDER BY 1.0 * kept / tries DESC, gain_best DESC, move LIMIT 32";
+
+/// A store that is open.
+#[derive(Debug)]
+pub struct Store {
+    db: Connection,
+    path: PathBuf,
+}
+
+/// What [`Store::add`] did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Added {
+    /// Rows that were new.
+    pub new: u64,
+    /// Rows that were there.
+    pub held: u64,
+}
+
+/// An id for a search that begins: of everything that tells it from others.
+#[must_use]
+pub fn fresh_run_id(what: &str) -> String {
+    blake3::hash(what.as_bytes()).to_hex()[..16].to_owned()
+}
+
+/// The id of the search that a ledger's header begins: what it calls itself, else the start of its hash.
+#[must_use]
+pub fn run_id(header: &Value, hash: &str) -> String {
+    let named = header.get("run").and_then(Value::as_str);
+    named.map_or_else(|| hash.chars().take(16).collect(), str::to_owned)
+}
+
+impl Store {
+    /// Opens a store, or makes one. An older one is brought up to date.
+    ///
+    /// # Errors
+    /// If it is no store, a newer one, or cannot be read or written.
+    pub fn open(path: &Path) -> Result<Self, CorpusError> {
+        if let Some(folder) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
+            std::fs::create_dir_all(folder).map_err(|e| CorpusError::io("create", folder, e))?;
+        }
+        let is_new = !path.exists();
+        let open = || {
+            let db = Connection::open(path)?;
+            db.busy_timeout(PATIENCE)?;
+            Ok(db)
+        };
+        let db = open().map_err(|e| CorpusError::store("open", path, &e))?;
+        let mut store = Self { db, path: path.to_path_buf() };
+        if let Err(error) = store.prepare() {
+            drop(store);
+            if is_new {
+                // What a full disk took of it would be missing to the ledger.
+                remove(path);
+            }
+            return Err(error);
+        }
+        Ok(store)
+    }
+
+    /// Opens a store that is there.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open), and if there is none.
+    pub fn existing(path: &Path) -> Result<Self, CorpusError> {
+        let found = std::fs::metadata(path).map_err(|e| CorpusError::io("read", path, e))?;
+        if !found.is_file() {
+            return Err(CorpusError::io("read", path, std::io::ErrorKind::IsADirectory.into()));
+        }
+        Self::open(path)
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn prepare(&mut self) -> Result<(), CorpusError> {
+        let version = self.version()?;
+        if version > VERSION {
+            return Err(CorpusError::NewerStore { path: self.path.clone(), found: version });
+        }
+        if version == VERSION {
+            return Ok(());
+        }
+        self.bring_up_to_date().map_err(|e| CorpusError::store("bring up to date", &self.path, &e))
+    }
+
+    /// The file's version; zero for an empty one.
+    fn version(&self) -> Result<i64, CorpusError> {
+        let read = || -> rusqlite::Result<(i64, i64, i64)> {
+            let number = |pragma: &str| self.db.query_row(pragma, [], |row| row.get(0));
+            let tables = number("SELECT count(*) FROM sqlite_schema")?;
+            Ok((number("PRAGMA application_id")?, number("PRAGMA user_version")?, tables))
+        };
+        let (id, version, tables) =
+            read().map_err(|e| CorpusError::store("read", &self.path, &e))?;
+        if id != APPLICATION_ID && tables > 0 {
+            return Err(CorpusError::NoStore { path: self.path.clone() });
+        }
+        Ok(version)
+    }
+
+    fn bring_up_to_date(&mut self) -> rusqlite::Result<()> {
+        // Outside of a transaction, and kept by the file. Two processes that make the same store take turns.
+        self.db.query_row("PRAGMA journal_mode = WAL", [], |_| Ok(()))?;
+        let db = self.db.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        let version: i64 = db.query_row("PRAGMA user_version", [], |row| row.get(0))?;
+        if version >= VERSION {
+            return Ok(());
+        }
+        for table in STEPS[usize::try_from(version).unwrap_or(0)..].iter().copied().flatten() {
+            db.execute_batch(&table.sql())?;
+        }
+        for table in TABLES.iter().filter(|table| table.is_derived()) {
+            db.execute_batch(&format!("DROP TABLE IF EXISTS {}; {}", table.name, table.sql()))?;
+        }
+        derive_all(&db)?;
+        db.pragma_update(None, "application_id", APPLICATION_ID)?;
+        db.pragma_update(None, "user_version", VERSION)?;
+        db.commit()
+    }
+
+    /// Adds the rows of a ledger, the header first, that are not there yet: all of them or, on an error, none.
+    ///
+    /// # Errors
+    /// If the rows do not follow from each other or from those that are there, or the file cannot be written.
+    pub fn add(
+        &mut self,
+        run: &str,
+        links: impl IntoIterator<Item = Link>,
+    ) -> Result<Added, CorpusError> {
+        let path = self.path.clone();
+        let failed = |e: rusqlite::Error| CorpusError::store("write", &path, &e);
+        let db =
+            self.db.transaction_with_behavior(TransactionBehavior::Immediate).map_err(failed)?;
+        let mut last = last(&db, run).map_err(failed)?;
+        let mut place = place(&db, run).map_err(failed)?;
+        let mut added = Added::default();
+        for link in links {
+            if let Some((seq, _)) = &last
+                && link.seq <= *seq
+            {
+                let held = hash_at(&db, run, link.seq).map_err(failed)?;
+                if held.as_deref() != Some(&link.hash) {
+                    return Err(CorpusError::Diverged { path, run: run.to_owned(), seq: link.seq });
+                }
+                added.held += 1;
+                continue;
+            }
+            let tampered = |reason: String| CorpusError::Foreign {
+                run: run.to_owned(),
+                seq: link.seq,
+                reason,
+            };
+            link.follows(last.as_ref().map(|(seq, hash)| (*seq, hash.as_str())))
+                .map_err(tampered)?;
+            let record: Value = serde_json::from_str(&link.record)
+                .map_err(|e| tampered(format!("it is not JSON: {e}")))?;
+            if link.seq == 0 {
+                place = Place::of(&record);
+            }
+            write(&db, run, &place, &link, &record).map_err(failed)?;
+            added.new += 1;
+            last = Some((link.seq, link.hash));
+        }
+        db.commit().map_err(failed)?;
+        Ok(added)
+    }
+
+    /// The last row that is there of a run, with its hash.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub fn last(&self, run: &str) -> Result<Option<(u64, String)>, CorpusError> {
+        last(&self.db, run).map_err(|e| CorpusError::store("read", &self.path, &e))
+    }
+
+    /// Adds a program, unless one of this id is there; says whether it was new.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn add_program(&mut self, program_id: &str, saved: &[u8]) -> Result<bool, CorpusError> {
+        let insert = "INSERT OR IGNORE INTO programs VALUES (?, ?)";
+        let added = self.db.execute(insert, params![program_id, saved]);
+        added.map(|rows| rows > 0).map_err(|e| CorpusError::store("write", &self.path, &e))
+    }
+
+    /// A program's bytes.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub fn program(&self, program_id: &str) -> Result<Option<Vec<u8>>, CorpusError> {
+        let select = "SELECT saved FROM programs WHERE program_id = ?";
+        let found = self.db.query_row(select, [program_id], |row| row.get(0)).optional();
+        found.map_err(|e| CorpusError::store("read", &self.path, &e))
+    }
+
+    /// The ids of the runs, in order.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub fn runs(&self) -> Result<Vec<String>, CorpusError> {
+        let select = || {
+            let mut statement = self.db.prepare("SELECT run FROM runs ORDER BY run")?;
+            let rows = statement.query_map([], |row| row.get(0))?;
+            rows.collect::<Result<Vec<String>, _>>()
+        };
+        select().map_err(|e| CorpusError::store("read", &self.path, &e))
+    }
+
+    /// The rows of a run, the header first.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub fn links(&self, run: &str) -> Result<Vec<Link>, CorpusError> {
+        let select = || links(&self.db, run);
+        select().map_err(|e| CorpusError::store("read", &self.path, &e))
+    }
+
+    /// The rows of a query as JSON objects.
+    ///
+    /// # Errors
+    /// If it is no query of this store.
+    pub fn query(
+        &self,
+        sql: &str,
+        parameters: &[&str],
+    ) -> Result<Vec<Map<String, Value>>, CorpusError> {
+        let mut rows = Vec::new();
+        self.for_each(sql, parameters, |names, cells| {
+            let fields = names.iter().zip(cells);
+            rows.push(fields.map(|(name, cell)| (name.clone(), json_of(cell))).collect());
+            Ok(())
+        })?;
+        Ok(rows)
+    }
+
+    /// Hands every row of a query to somebody.
+    fn for_each(
+        &self,
+        sql: &str,
+        parameters: &[&str],
+        mut row: impl FnMut(&[String], Vec<Cell>) -> Result<(), CorpusError>,
+    ) -> Result<(), CorpusError> {
+        let failed = |e: rusqlite::Error| CorpusError::store("read", &self.path, &e);
+        let mut statement = self.db.prepare(sql).map_err(failed)?;
+        let names: Vec<String> = statement.column_names().map(str::to_owned).collect();
+        let mut rows = statement.query(rusqlite::params_from_iter(parameters)).map_err(failed)?;
+        while let Some(found) = rows.next().map_err(failed)? {
+            let cell = |index| found.get::<_, Cell>(index);
+            let cells: Result<Vec<Cell>, _> = (0..names.len()).map(cell).collect();
+            row(&names, cells.map_err(failed)?)?;
+        }
+        Ok(())
+    }
+
+    /// Rows of each table.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub fn counts(&self) -> Result<Vec<(&'static str, u64)>, CorpusError> {
+        let count = |table: &Table| {
+            let select = format!("SELECT count(*) FROM {}", table.name);
+            let rows: i64 = self.db.query_row(&select, [], |row| row.get(0))?;
+            Ok((table.name, rows.cast_unsigned()))
+        };
+        let counts: rusqlite::Result<Vec<_>> = TABLES.iter().map(count).collect();
+        counts.map_err(|e| CorpusError::store("read", &self.path, &e))
+    }
+
+    /// Whether the file is sound, every chain holds and the derived tables are those of the records; otherwise what is wrong.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub fn check(&self) -> Result<Result<(), String>, CorpusError> {
+        let read = |e| CorpusError::store("read", &self.path, &e);
+        let sound: String =
+            self.db.query_row("PRAGMA integrity_check", [], |row| row.get(0)).map_err(read)?;
+        if sound != "ok" {
+            return Ok(Err(sound));
+        }
+        let fresh = Connection::open_in_memory().map_err(read)?;
+        for table in TABLES.iter().filter(|table| table.name != "programs") {
+            fresh.execute_batch(&table.sql()).map_err(read)?;
+        }
+        for run in self.runs()? {
+            let (mut last, mut place) = (None::<(u64, String)>, Place::default());
+            for link in self.links(&run)? {
+                if let Err(reason) =
+                    link.follows(last.as_ref().map(|(seq, hash)| (*seq, hash.as_str())))
+                {
+                    return Ok(Err(format!("run {run}: {reason}")));
+                }
+                let record = serde_json::from_str(&link.record).unwrap_or(Value::Null);
+                if link.seq == 0 {
+                    place = Place::of(&record);
+                }
+                write(&fresh, &run, &place, &link, &record).map_err(read)?;
+                last = Some((link.seq, link.hash));
+            }
+        }
+        let fresh = Self { db: fresh, path: self.path.clone() };
+        for table in TABLES.iter().filter(|table| table.is_derived()) {
+            let all = format!("SELECT * FROM {} ORDER BY {}", table.name, table.key);
+            if self.query(&all, &[])? != fresh.query(&all, &[])? {
+                return Ok(Err(format!("table {} does not follow from the records", table.name)));
+            }
+        }
+        Ok(Ok(()))
+    }
+}
+
+/// Takes away a store that could not be begun, with the files that SQLite keeps beside it.
+fn remove(path: &Path) {
+    for end in ["", "-wal", "-shm"] {
+        let mut name = path.as_os_str().to_owned();
+        name.push(end);
+        let _ = std::fs::remove_file(PathBuf::from(name));
+    }
+}
+
+fn write(
+    db: &Connection,
+    run: &str,
+    place: &Place,
+    link: &Link,
+    record: &Value,
+) -> rusqlite::Result<()> {
+    let mut statement = db.prepare_cached("INSERT INTO records VALUES (?,?,?,?,?)")?;
+    statement.execute(params![run, link.seq.cast_signed(), link.prev, link.hash, link.record])?;
+    derive(db, run, place, link, record)
+}
+
+/// Fills the derived tables from the records.
+fn derive_all(db: &Connection) -> rusqlite::Result<()> {
+    let mut statement = db.prepare("SELECT run FROM records WHERE seq = 0 ORDER BY run")?;
+    let runs: Vec<String> = statement.query_map([], |row| row.get(0))?.collect::<Result<_, _>>()?;
+    for run in runs {
+        let place = place(db, &run)?;
+        for link in links(db, &run)? {
+            let record = serde_json::from_str(&link.record).unwrap_or(Value::Null);
+            derive(db, &run, &place, &link, &record)?;
+        }
+    }
+    Ok(())
+}
+
+fn links(db: &Connection, run: &str) -> rusqlite::Result<Vec<Link>> {
+    let select = "SELECT seq, prev, record, hash FROM records WHERE run = ? ORDER BY seq";
+    let mut statement = db.prepare(select)?;
+    let link = |row: &rusqlite::Row<'_>| {
+        let seq: i64 = row.get(0)?;
+        let seq = seq.cast_unsigned();
+        Ok(Link { seq, prev: row.get(1)?, record: row.get(2)?, hash: row.get(3)? })
+    };
+    statement.query_map([run], link)?.collect()
+}
+
+fn last(db: &Connection, run: &str) -> rusqlite::Result<Option<(u64, String)>> {
+    let select = "SELECT seq, hash FROM records WHERE run = ? ORDER BY seq DESC LIMIT 1";
+    let found = db.query_row(select, [run], |row| Ok((row.get::<_, i64>(0)?, row.get(1)?)));
+    Ok(found.optional()?.map(|(seq, hash)| (seq.cast_unsigned(), hash)))
+}
+
+fn hash_at(db: &Connection, run: &str, seq: u64) -> rusqlite::Result<Option<String>> {
+    let select = "SELECT hash FROM records WHERE run = ? AND seq = ?";
+    db.query_row(select, params![run, seq.cast_signed()], |row| row.get(0)).optional()
+}
+
+fn place(db: &Connection, run: &str) -> rusqlite::Result<Place> {
+    let select = "SELECT record FROM records WHERE run = ? AND seq = 0";
+    let header: Option<String> = db.query_row(select, [run], |row| row.get(0)).optional()?;
+    let header: Option<Value> = header.and_then(|text| serde_json::from_str(&text).ok());
+    Ok(header.map_or_else(Place::default, |header| Place::of(&header)))
+}
+
+fn json_of(cell: Cell) -> Value {
+    match ValueRef::from(&cell) {
+        ValueRef::Null => Value::Null,
+        ValueRef::Integer(number) => number.into(),
+        ValueRef::Real(number) => number.into(),
+        ValueRef::Text(text) => String::from_utf8_lossy(text).into(),
+        ValueRef::Blob(bytes) => text::hex(bytes).into(),
+    }
+}
+
+/// What went wrong, as far as a person can act on it.
+pub(crate) fn remedy(error: &rusqlite::Error) -> (bool, &'static str) {
+    let corrupt = "it is damaged: make it anew with `amk corpus import RUNS --store NEW` (the ledgers are the record)";
+    match error.sqlite_error_code() {
+        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => {
+            (false, "another process is writing it: try again")
+        }
+        Some(ErrorCode::DiskFull) => (false, "the disk is full: free some space"),
+        Some(ErrorCode::ReadOnly | ErrorCode::CannotOpen | ErrorCode::PermissionDenied) => (
+            false,
+            "name a path that you may write to with --store, or leave the store out: --store none",
+        ),
+        Some(ErrorCode::DatabaseCorrupt) => (true, corrupt),
+        Some(ErrorCode::NotADatabase) => (false, "it is no SQLite file: name another with --store"),
+        _ => (false, "name another path with --store, or leave the store out: --store none"),
+    }
+}

@@ -1,0 +1,188 @@
+//! The store as Parquet, a file for each table: for pandas, polars, DuckDB. `records.parquet` and `programs.parquet` hold everything that the
+//! others follow from, and can be imported again.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use parquet::basic::{LogicalType, Repetition, Type as Physical};
+use parquet::column::writer::ColumnWriter;
+use parquet::data_type::ByteArray;
+use parquet::errors::{ParquetError, Result};
+use parquet::file::properties::WriterProperties;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::file::writer::SerializedFileWriter;
+use parquet::record::RowAccessor;
+use parquet::schema::types::{Type, TypePtr};
+use rusqlite::types::Value as Cell;
+
+use super::Store;
+use super::schema::{Column, Kind, TABLES, Table};
+use super::text::Exported;
+use crate::error::CorpusError;
+use crate::ledger::Link;
+
+/// Rows that are in memory at once.
+const GROUP_ROWS: usize = 16_384;
+
+/// Writes every table to a folder, which must exist; returns the rows.
+///
+/// # Errors
+/// If the store cannot be read or the files cannot be written.
+pub fn write(store: &Store, folder: &Path) -> std::result::Result<u64, CorpusError> {
+    let mut rows = 0;
+    for table in TABLES {
+        let path = folder.join(format!("{}.parquet", table.name));
+        rows += write_table(store, table, &path)?;
+    }
+    Ok(rows)
+}
+
+fn write_table(store: &Store, table: &Table, path: &Path) -> std::result::Result<u64, CorpusError> {
+    let failed = |e: ParquetError| CorpusError::io("write", path, std::io::Error::other(e));
+    let file = File::create(path).map_err(|e| CorpusError::io("create", path, e))?;
+    let schema = schema_of(table).map_err(failed)?;
+    let properties = Arc::new(WriterProperties::builder().build());
+    let mut writer = SerializedFileWriter::new(file, schema, properties).map_err(failed)?;
+    let mut group: Vec<Vec<Cell>> = Vec::new();
+    let mut rows = 0;
+    let all = format!("SELECT * FROM {} ORDER BY {}", table.name, table.key);
+    store.for_each(&all, &[], |_, cells| {
+        rows += 1;
+        group.push(cells);
+        if group.len() == GROUP_ROWS {
+            write_group(&mut writer, table, &std::mem::take(&mut group)).map_err(failed)?;
+        }
+        Ok(())
+    })?;
+    if !group.is_empty() {
+        write_group(&mut writer, table, &group).map_err(failed)?;
+    }
+    let file = writer.into_inner().map_err(failed)?;
+    file.sync_all().map_err(|e| CorpusError::io("sync", path, e))?;
+    Ok(rows)
+}
+
+/// Every column may be null, as in SQLite.
+fn schema_of(table: &Table) -> Result<TypePtr> {
+    let field = |column: &Column| {
+        let (physical, logical) = match column.kind {
+            Kind::Text | Kind::Json => (Physical::BYTE_ARRAY, Some(LogicalType::String)),
+            Kind::Integer | Kind::Flag => (Physical::INT64, None),
+            Kind::Real => (Physical::DOUBLE, None),
+            Kind::Bytes => (Physical::BYTE_ARRAY, None),
+        };
+        let builder = Type::primitive_type_builder(column.name, physical);
+        let builder = builder.with_repetition(Repetition::OPTIONAL).with_logical_type(logical);
+        builder.build().map(Arc::new)
+    };
+    let fields: Result<Vec<TypePtr>> = table.columns.iter().map(field).collect();
+    Type::group_type_builder(table.name).with_fields(fields?).build().map(Arc::new)
+}
+
+fn write_group(
+    writer: &mut SerializedFileWriter<File>,
+    table: &Table,
+    rows: &[Vec<Cell>],
+) -> Result<()> {
+    let mut group = writer.next_row_group()?;
+    for index in 0..table.columns.len() {
+        let Some(mut column) = group.next_column()? else { break };
+        let cells = || rows.iter().filter_map(|row| row.get(index));
+        let levels: Vec<i16> = cells().map(|cell| i16::from(*cell != Cell::Null)).collect();
+        match column.untyped() {
+            ColumnWriter::Int64ColumnWriter(column) => {
+                let values: Vec<i64> = cells().filter_map(integer).collect();
+                fits(values.len(), &levels, table, index)?;
+                column.write_batch(&values, Some(&levels), None)?;
+            }
+            ColumnWriter::DoubleColumnWriter(column) => {
+                let values: Vec<f64> = cells().filter_map(real).collect();
+                fits(values.len(), &levels, table, index)?;
+                column.write_batch(&values, Some(&levels), None)?;
+            }
+            ColumnWriter::ByteArrayColumnWriter(column) => {
+                let values: Vec<ByteArray> = cells().filter_map(bytes).collect();
+                fits(values.len(), &levels, table, index)?;
+                column.write_batch(&values, Some(&levels), None)?;
+            }
+            ColumnWriter::BoolColumnWriter(_)
+            | ColumnWriter::Int32ColumnWriter(_)
+            | ColumnWriter::Int96ColumnWriter(_)
+            | ColumnWriter::FloatColumnWriter(_)
+            | ColumnWriter::FixedLenByteArrayColumnWriter(_) => {
+                return Err(ParquetError::General("the schema has no such column".to_owned()));
+            }
+        }
+        column.close()?;
+    }
+    group.close().map(drop)
+}
+
+/// A value of another type than its column's has no place in a typed file; better refused than lost.
+fn fits(values: usize, levels: &[i16], table: &Table, index: usize) -> Result<()> {
+    let defined = levels.iter().filter(|&&level| level == 1).count();
+    if values == defined {
+        return Ok(());
+    }
+    let name = table.columns.get(index).map_or("?", |column| column.name);
+    let message = format!("{}.{name} holds a value of another type", table.name);
+    Err(ParquetError::General(message))
+}
+
+fn integer(cell: &Cell) -> Option<i64> {
+    match cell {
+        Cell::Integer(number) => Some(*number),
+        Cell::Null | Cell::Real(_) | Cell::Text(_) | Cell::Blob(_) => None,
+    }
+}
+
+fn real(cell: &Cell) -> Option<f64> {
+    match cell {
+        Cell::Real(number) => Some(*number),
+        Cell::Integer(number) => Some(*number as f64),
+        Cell::Null | Cell::Text(_) | Cell::Blob(_) => None,
+    }
+}
+
+fn bytes(cell: &Cell) -> Option<ByteArray> {
+    match cell {
+        Cell::Text(text) => Some(text.as_str().into()),
+        Cell::Blob(bytes) => Some(bytes.clone().into()),
+        Cell::Null | Cell::Integer(_) | Cell::Real(_) => None,
+    }
+}
+
+/// Reads the records and programs of a folder that [`write`] filled. The chain is checked by [`Store::add`].
+///
+/// # Errors
+/// What is wrong, with the file's name.
+pub fn read(folder: &Path) -> std::result::Result<Exported, String> {
+    let mut found = Exported::default();
+    rows(&folder.join("records.parquet"), |row| {
+        let text = |index: usize| row.get_string(index).cloned();
+        let seq = u64::try_from(row.get_long(1)?)?;
+        let link = Link { seq, prev: text(2)?, hash: text(3)?, record: text(4)? };
+        found.runs.entry(text(0)?).or_default().push(link);
+        Ok(())
+    })?;
+    rows(&folder.join("programs.parquet"), |row| {
+        let saved = row.get_bytes(1)?.data().to_vec();
+        found.programs.push((row.get_string(0)?.clone(), saved));
+        Ok(())
+    })?;
+    Ok(found)
+}
+
+fn rows(
+    path: &Path,
+    mut take: impl FnMut(&parquet::record::Row) -> std::result::Result<(), Box<dyn std::error::Error>>,
+) -> std::result::Result<(), String> {
+    let named = |e: &dyn std::fmt::Display| format!("{}: {e}", path.display());
+    let file = File::open(path).map_err(|e| named(&e))?;
+    let reader = SerializedFileReader::new(file).map_err(|e| named(&e))?;
+    for row in reader.get_row_iter(None).map_err(|e| named(&e))? {
+        take(&row.map_err(|e| named(&e))?).map_err(|e| named(&e))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,358 @@
+//! The tables of the store, declared once: the SQL, the filling, the exports and `docs/store.md` are walks over them.
+//!
+//! Two tables are **kept**: `records` has every acknowledged row of every ledger, word for word, with its hash chain, and `programs` the
+//! programs that led. All others are **derived** from `records` as rows come in, by the JSON pointers below. A change of a derived table
+//! therefore needs no migration of its own: when the version rises they are dropped and made anew.
+
+use std::fmt::Write as _;
+
+/// What a column holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Text.
+    Text,
+    /// A whole number.
+    Integer,
+    /// A number.
+    Real,
+    /// 0 or 1.
+    Flag,
+    /// JSON, as text.
+    Json,
+    /// Bytes.
+    Bytes,
+}
+
+impl Kind {
+    fn sql(self) -> &'static str {
+        match self {
+            Self::Text | Self::Json => "TEXT",
+            Self::Integer | Self::Flag => "INTEGER",
+            Self::Real => "REAL",
+            Self::Bytes => "BLOB",
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Text => "text",
+            Self::Integer => "integer",
+            Self::Real => "real",
+            Self::Flag => "0 or 1",
+            Self::Json => "JSON",
+            Self::Bytes => "bytes",
+        }
+    }
+}
+
+/// Where a column's value comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A JSON pointer into the record.
+    At(&'static str),
+    /// The rest of the note of a measurement's conditions that begins so.
+    Note(&'static str),
+    /// Code: the chain, a count, a part of a list.
+    Code,
+}
+
+/// A column.
+#[derive(Clone, Copy, Debug)]
+pub struct Column {
+    /// Its name.
+    pub name: &'static str,
+    /// What it holds.
+    pub kind: Kind,
+    /// Where the value comes from.
+    pub from: Source,
+    /// What it means.
+    pub about: &'static str,
+}
+
+/// Which records a table has rows of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rows {
+    /// Kept, not derived.
+    Kept,
+    /// One for the header of a ledger.
+    Header,
+    /// One for a record of this `kind`.
+    Record(&'static str),
+    /// Several for a record, made by code.
+    Parts,
+}
+
+/// A table.
+#[derive(Clone, Copy, Debug)]
+pub struct Table {
+    /// Its name.
+    pub name: &'static str,
+    /// What a row is.
+    pub about: &'static str,
+    /// Which records it has rows of.
+    pub rows: Rows,
+    /// The columns that name a row.
+    pub key: &'static str,
+    /// All columns.
+    pub columns: &'static [Column],
+    /// Columns of further indexes.
+    pub indexes: &'static [&'static str],
+}
+
+/// `name Kind from "about"`, a line each.
+macro_rules! columns {
+    ($($name:ident $kind:ident $from:expr, $about:literal;)*) => {
+        &[$(Column { name: stringify!($name), kind: Kind::$kind, from: $from, about: $about }),*]
+    };
+}
+
+use Source::{At, Code, Note};
+
+const RECORDS: Table = Table {
+    name: "records",
+    about: "One acknowledged row of a ledger, word for word.",
+    rows: Rows::Kept,
+    key: "run, seq",
+    columns: columns! {
+        run Text Code, "the search's id";
+        seq Integer Code, "the row's number in its ledger; 0 is the header";
+        prev Text Code, "hash of the row before";
+        hash Text Code, "hash of this row: blake3 of the ledger's line before its hash";
+        record Text Code, "the row, as JSON";
+    },
+    indexes: &[],
+};
+
+const PROGRAMS: Table = Table {
+    name: "programs",
+    about: "A program that led a search, in the binary form that `amk disasm` and `amk verify` read (postcard with a head).",
+    rows: Rows::Kept,
+    key: "program_id",
+    columns: columns! {
+        program_id Text Code, "hash of the program";
+        saved Bytes Code, "the file's bytes (`.amkp`)";
+    },
+    indexes: &[],
+};
+
+const RUNS: Table = Table {
+    name: "runs",
+    about: "A search: the terms of its ledger's header.",
+    rows: Rows::Header,
+    key: "run",
+    columns: columns! {
+        run Text Code, "the search's id";
+        model Text At("/model"), "the model, as `--model` took it";
+        graph Text At("/graph"), "the graph's name";
+        graph_id Text At("/graph_id"), "hash of the graph without its name; null in ledgers from before 2026-11-21";
+        target Text At("/target"), "the target that schedules are for";
+        latency_kind Text At("/latency_kind"), "`measured-gpu` or `predicted`; the two are never compared";
+        device Text At("/device"), "the card's name, or `cpu`";
+        machine Text Code, "the machine: a row of `machines`";
+        seed Integer At("/seed"), "what proposals and tokens are drawn with";
+        budget Text At("/budget"), "the first budget";
+        min_gain Real At("/min_gain"), "the least gain worth keeping, a share";
+        kv_capacity Integer At("/kv_capacity"), "positions of the key/value cache";
+        protocol Integer At("/protocol"), "version of how trials are gated, timed and decided";
+        amk Text At("/amk"), "version of amk";
+        source_commit Text At("/commit"), "the commit that amk was built from, if the build was told";
+        began_unix_s Integer At("/began_unix_s"), "when the search began, seconds since 1970";
+        hidden Integer At("/shape/hidden"), "width of the residual stream";
+        layers Integer At("/shape/layers"), "layers";
+        heads Integer At("/shape/heads"), "query heads";
+        kv_heads Integer At("/shape/kv_heads"), "key/value heads";
+        head_dim Integer At("/shape/head_dim"), "elements of a head";
+        ffn Integer At("/shape/ffn"), "width of the MLP";
+        vocab Integer At("/shape/vocab"), "rows of the logits";
+        dtype Text At("/shape/dtype"), "element type of the weights";
+    },
+    indexes: &[],
+};
+
+const MACHINES: Table = Table {
+    name: "machines",
+    about: "Where searches ran. What was only predicted ran on the machine `cpu`, of which nothing else is known.",
+    rows: Rows::Header,
+    key: "machine",
+    columns: columns! {
+        machine Text Code, "hash of card, UUID, driver, CUDA version and compiler, or `cpu`";
+        card Text At("/conditions/card"), "the card";
+        uuid Text Note("uuid "), "the card's UUID";
+        driver Text At("/conditions/driver"), "version of the kernel driver";
+        cuda Text At("/conditions/cuda"), "version of CUDA that the driver speaks";
+        nvrtc Text At("/conditions/nvrtc"), "version of the device compiler";
+        clocks Text Note("clocks "), "highest clocks, where `nvidia-smi` says them";
+        cache_bytes Integer At("/cache_bytes"), "bytes of the last-level cache";
+    },
+    indexes: &[],
+};
+
+const TRIALS: Table = Table {
+    name: "trials",
+    about: "A finished trial.",
+    rows: Rows::Record("trial"),
+    key: "run, seq",
+    columns: columns! {
+        run Text Code, "the search's id";
+        seq Integer Code, "the row's number in its ledger";
+        trial Integer At("/trial"), "the trial's number";
+        origin Text At("/origin"), "where the proposal came from";
+        incumbent Integer At("/incumbent"), "the trial that it was compared with";
+        outcome Text At("/outcome"), "how it ended";
+        why Text At("/why"), "why, in one line";
+        valid Flag At("/verdict/valid"), "validated, lowered and verified";
+        correct Flag At("/verdict/correct"), "agreed with the graph";
+        latency_us Real At("/verdict/latency_us"), "microseconds a token";
+        latency_kind Text At("/verdict/latency_kind"), "`measured-gpu` or `predicted`";
+        ci_low_us Real At("/verdict/ci_us/0"), "lower end of the 99 % interval of a measured median";
+        ci_high_us Real At("/verdict/ci_us/1"), "upper end";
+        gain_low Real At("/gain/low"), "share of the time saved over the incumbent: lower end";
+        gain_high Real At("/gain/high"), "upper end";
+        threshold Real At("/threshold"), "what the gain had to beat";
+        noise_floor Real At("/noise_floor"), "the noise, on the trial that measured it";
+        bound_us Real At("/verdict/bound_us"), "the floor: bytes over bandwidth";
+        pct_of_roofline Real At("/verdict/pct_of_roofline"), "100 * bound_us / latency_us";
+        max_rel_err Real At("/verdict/max_rel_err"), "largest error of a logit over the largest logit of its position";
+        schedule_id Text At("/verdict/schedule_id"), "hash of the schedule";
+        program_id Text At("/verdict/program_id"), "hash of the lowered program";
+        kernel_id Text At("/verdict/kernel_id"), "hash of the kernel build";
+        tasks Integer At("/verdict/tasks"), "tasks of the program";
+        rejected Integer At("/skipped/rejected"), "illegal proposals before this one";
+        repeated Integer At("/skipped/repeated"), "proposals before this one that lowered to what was tried";
+        total_s Real At("/spent/total_s"), "seconds that the trial took";
+        ended_s Real At("/ended_s"), "seconds of search when it ended";
+        changed Json At("/changed"), "knobs in which it differs from the incumbent: path to `[before, after]`";
+        config Json At("/config"), "the schedule";
+    },
+    indexes: &["run, outcome, seq, latency_us", "program_id"],
+};
+
+const CONFIRMATIONS: Table = Table {
+    name: "confirmations",
+    about: "A champion, measured once more against the baseline.",
+    rows: Rows::Record("confirmation"),
+    key: "run, seq",
+    columns: columns! {
+        run Text Code, "the search's id";
+        seq Integer Code, "the row's number in its ledger";
+        trials Integer At("/trials"), "trials that were finished";
+        champion Integer At("/champion"), "the champion's trial";
+        decision Text At("/decision"), "`kept`, `reverted` or `inconclusive`";
+        why Text At("/why"), "why, in one line";
+        positions Integer At("/positions"), "positions that the reference machine ran";
+        latency_us Real At("/verdict/latency_us"), "microseconds a token";
+        gain_low Real At("/gain/low"), "share of the time saved over the baseline: lower end";
+        gain_high Real At("/gain/high"), "upper end";
+    },
+    indexes: &[],
+};
+
+const SAMPLES: Table = Table {
+    name: "samples",
+    about: "One round of a race: microseconds a token of its four blocks, in the order in which they ran.",
+    rows: Rows::Parts,
+    key: "run, seq, round",
+    columns: columns! {
+        run Text Code, "the search's id";
+        seq Integer Code, "the row that was measured: a trial or a confirmation";
+        round Integer Code, "from zero";
+        incumbent_1_us Real Code, "incumbent (of a confirmation: the baseline)";
+        candidate_1_us Real Code, "candidate";
+        candidate_2_us Real Code, "candidate";
+        incumbent_2_us Real Code, "incumbent";
+    },
+    indexes: &[],
+};
+
+const CHANGES: Table = Table {
+    name: "changes",
+    about: "A knob in which a trial differed from its incumbent.",
+    rows: Rows::Parts,
+    key: "run, seq, knob",
+    columns: columns! {
+        run Text Code, "the search's id";
+        seq Integer Code, "the trial's row";
+        knob Text Code, "dotted path";
+        was Text Code, "its value in the incumbent";
+        became Text Code, "its value in the trial";
+    },
+    indexes: &["knob"],
+};
+
+const PRIORS: Table = Table {
+    name: "priors",
+    about: "What a move (the knobs that a trial changed, with their new values) brought so far, by graph, card and kind of latency.",
+    rows: Rows::Parts,
+    key: "latency_kind, device, target, graph, move",
+    columns: columns! {
+        latency_kind Text Code, "`measured-gpu` or `predicted`; the two are never mixed";
+        device Text Code, "the card's name, or `cpu`";
+        target Text Code, "the target";
+        graph Text Code, "hash of the graph, or its name in ledgers without one";
+        move Text Code, "JSON object: path to the new value, paths in the order of the knob table";
+        tries Integer Code, "trials that made it";
+        kept Integer Code, "of them, those that led afterwards";
+        failed Integer Code, "of them, those without a latency";
+        gain_sum Real Code, "sum of the middles of their gains, shares of the time";
+        gain_best Real Code, "the greatest of them";
+    },
+    indexes: &[],
+};
+
+/// Every table: the kept ones, then the derived ones.
+pub const TABLES: &[Table] =
+    &[RECORDS, PROGRAMS, RUNS, MACHINES, TRIALS, CONFIRMATIONS, SAMPLES, CHANGES, PRIORS];
+
+/// The kept tables as each version of the schema brought them. A file's `user_version` says how many steps were taken.
+pub const STEPS: &[&[Table]] = &[&[RECORDS], &[PROGRAMS]];
+
+/// The version that this build writes.
+pub const VERSION: i64 = STEPS.len() as i64;
+
+impl Table {
+    /// Whether it can be made anew from the records.
+    #[must_use]
+    pub fn is_derived(&self) -> bool {
+        self.rows != Rows::Kept
+    }
+
+    /// The statements that make it.
+    #[must_use]
+    pub fn sql(&self) -> String {
+        let mut out = format!("CREATE TABLE {} (\n", self.name);
+        for column in self.columns {
+            let _ = writeln!(out, "  {} {},", column.name, column.kind.sql());
+        }
+        let _ = writeln!(out, "  PRIMARY KEY ({})\n);", self.key);
+        for (index, columns) in self.indexes.iter().enumerate() {
+            let _ = writeln!(out, "CREATE INDEX {0}_{index} ON {0} ({columns});", self.name);
+        }
+        out
+    }
+}
+
+/// The tables as Markdown, for `docs/store.md`.
+#[must_use]
+pub fn markdown() -> String {
+    let mut out = String::new();
+    for table in TABLES {
+        let kind = if table.is_derived() { "derived" } else { "kept" };
+        let _ = writeln!(
+            out,
+            "### `{}` ({kind})\n\n{} Key: `{}`.\n",
+            table.name, table.about, table.key
+        );
+        out.push_str("| column | holds | from | meaning |\n|---|---|---|---|\n");
+        for Column { name, kind, from, about } in table.columns {
+            let from = match from {
+                At(pointer) => format!("`{pointer}`"),
+                Note(start) => format!("a note `{}..`", start.trim_end()),
+                Code => String::new(),
+            };
+            let _ = writeln!(out, "| `{name}` | {} | {from} | {about} |", kind.name());
+        }
+        out.push('\n');
+    }
+    out.truncate(out.trim_end().len());
+    out + "\n"
+}

@@ -1,0 +1,363 @@
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use serde_json::json;
+
+use super::*;
+use crate::ledger::{Ledger, read};
+
+/// A header of a search on a card.
+fn header(run: &str) -> Value {
+    json!({
+        "run": run, "model": "toy", "graph": "toy", "graph_id": "g0", "target": "h200",
+        "latency_kind": "measured-gpu", "device": "NVIDIA H200", "seed": 3, "budget": "64",
+        "min_gain": 0.01, "kv_capacity": 64, "protocol": 1, "cache_bytes": 50_000_000,
+        "shape": {"hidden": 64, "layers": 2, "dtype": "f32"},
+        "conditions": {
+            "card": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "nvrtc": "13.0", "amk": "0.1.0",
+            "notes": ["uuid 00ff", "clocks sm 1980 MHz", "132 multiprocessors"],
+        },
+    })
+}
+
+fn trial(number: u64) -> Value {
+    let gain = number as f64 / 1000.0;
+    let kept = number % 5 == 1;
+    json!({
+        "kind": "trial", "trial": number, "origin": "step", "incumbent": number.checked_sub(1),
+        "outcome": if kept { "kept" } else { "reverted" }, "why": "a,\"hash\":\"b", "threshold": 0.01,
+        "noise_floor": null, "gain": {"low": gain, "high": gain + 0.5},
+        "changed": {"pipeline.stages": [8, number % 7 + 2], "sync.qkv": ["counter", "tagged"]},
+        "config": {"pipeline": {"stages": number % 7 + 2}},
+        "samples_us": [[10.0, 9.5, 9.6, 10.1], [10.2, 9.4, 9.5, 10.0]],
+        "verdict": {
+            "valid": true, "correct": true, "latency_us": 9.5 + gain, "latency_kind": "measured-gpu",
+            "ci_us": [9.4, 9.6], "schedule_id": format!("s{number}"), "program_id": format!("p{}", number / 2),
+            "kernel_id": "k", "tasks": 160,
+        },
+        "skipped": {"rejected": 1, "repeated": 2}, "spent": {"total_s": 0.5}, "ended_s": 0.5,
+    })
+}
+
+/// The rows of a ledger of so many trials.
+fn ledger(folder: &Path, run: &str, trials: u64) -> Vec<Link> {
+    let path = folder.join(run).join("ledger.jsonl");
+    let mut ledger = Ledger::create(&path, &header(run)).unwrap();
+    let written: Vec<Link> = (0..trials).map(|n| ledger.append(&trial(n)).unwrap()).collect();
+    let links: Vec<Link> = read(&path).unwrap().links().collect();
+    assert_eq!(links[1..], written, "what is read is what was appended");
+    links
+}
+
+fn store(folder: &Path) -> Store {
+    Store::open(&folder.join("store.sqlite")).unwrap()
+}
+
+fn one(store: &Store, sql: &str) -> Value {
+    Value::Object(store.query(sql, &[]).unwrap().remove(0))
+}
+
+#[test]
+fn rows_are_added_once_and_the_tables_follow_from_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let links = ledger(folder.path(), "r1", 11);
+    let mut store = store(folder.path());
+    assert_eq!(store.add("r1", links[..5].to_vec()).unwrap(), Added { new: 5, held: 0 });
+    assert_eq!(store.add("r1", links.clone()).unwrap(), Added { new: 7, held: 5 });
+    assert_eq!(store.add("r1", links.clone()).unwrap(), Added { new: 0, held: 12 });
+    assert_eq!(store.links("r1").unwrap(), links);
+    let counts = store.counts().unwrap();
+    let count = |name: &str| counts.iter().find(|(table, _)| *table == name).unwrap().1;
+    assert_eq!([count("records"), count("trials"), count("samples")], [12, 11, 22]);
+    assert_eq!([count("runs"), count("machines"), count("changes")], [1, 1, 22]);
+    let row = one(
+        &store,
+        "SELECT * FROM trials JOIN runs USING (run) JOIN machines USING (machine) WHERE trial = 6",
+    );
+    for (column, value) in [
+        ("outcome", json!("kept")),
+        ("latency_us", json!(9.506)),
+        ("ci_low_us", json!(9.4)),
+        ("correct", json!(1)),
+        ("noise_floor", Value::Null),
+        ("seed", json!(3)),
+        ("layers", json!(2)),
+        ("uuid", json!("00ff")),
+        ("clocks", json!("sm 1980 MHz")),
+        ("driver", json!("580.1")),
+        ("changed", json!(r#"{"pipeline.stages":[8,8],"sync.qkv":["counter","tagged"]}"#)),
+    ] {
+        assert_eq!(row[column], value, "{column}");
+    }
+    // Moves to 3 stages: trials 1 (kept) and 8.
+    let prior = one(&store, r#"SELECT * FROM priors WHERE move LIKE '{"pipeline.stages":3,%'"#);
+    assert_eq!(
+        (&prior["tries"], &prior["kept"], &prior["graph"]),
+        (&json!(2), &json!(1), &json!("g0"))
+    );
+    let gains = 0.001 + 0.008 + 0.5;
+    assert!((prior["gain_sum"].as_f64().unwrap() - gains).abs() < 1e-9, "{prior}");
+    assert!((prior["gain_best"].as_f64().unwrap() - 0.258).abs() < 1e-9, "{prior}");
+    assert_eq!(store.check().unwrap(), Ok(()));
+}
+
+#[test]
+fn what_does_not_follow_is_refused_and_nothing_of_it_added() {
+    let folder = tempfile::tempdir().unwrap();
+    let links = ledger(folder.path(), "r1", 4);
+    let mut store = store(folder.path());
+    let edited = |index: usize, edit: fn(&mut Link)| {
+        let mut links = links.clone();
+        edit(&mut links[index]);
+        links
+    };
+    let wrong = [
+        ("edited", edited(2, |link| link.record = link.record.replace("9.501", "1.501"))),
+        ("row 2 belongs here", {
+            let mut rows = links.clone();
+            rows.remove(2);
+            rows
+        }),
+        ("row 0 belongs here", links[1..].to_vec()),
+        ("edited", edited(0, |link| link.hash = "00".repeat(32))),
+    ];
+    for (word, rows) in wrong {
+        let error = store.add("r1", rows).unwrap_err();
+        assert!(error.is_integrity() && error.to_string().contains(word), "{word}: {error}");
+        assert_eq!(store.counts().unwrap()[0], ("records", 0), "{word}");
+    }
+    store.add("r1", links.clone()).unwrap();
+    // The same search, gone on elsewhere.
+    let other = tempfile::tempdir().unwrap();
+    let path = other.path().join("ledger.jsonl");
+    let mut apart = Ledger::create(&path, &header("r1")).unwrap();
+    apart.append(&trial(9)).unwrap();
+    let error = store.add("r1", read(&path).unwrap().links()).unwrap_err();
+    assert!(error.to_string().contains("another row 1 of run r1"), "{error}");
+    assert_eq!(store.links("r1").unwrap(), links);
+}
+
+#[test]
+fn check_finds_an_edited_table() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut store = store(folder.path());
+    store.add("r1", ledger(folder.path(), "r1", 4)).unwrap();
+    let edits = [
+        ("trials", "UPDATE trials SET latency_us = 1.0 WHERE trial = 2"),
+        ("samples", "DELETE FROM samples WHERE seq = 3 AND round = 1"),
+        ("priors", "UPDATE priors SET kept = 5"),
+        ("edited", "UPDATE records SET record = replace(record, '9.502', '1.502')"),
+    ];
+    for (word, edit) in edits {
+        store.db.execute_batch(&format!("BEGIN; {edit}")).unwrap();
+        let found = store.check().unwrap().unwrap_err();
+        assert!(found.contains(word), "{word}: {found}");
+        store.db.execute_batch("ROLLBACK").unwrap();
+        assert_eq!(store.check().unwrap(), Ok(()));
+    }
+}
+
+/// A file of the first version: records only.
+fn first_version(path: &Path, links: &[Link]) {
+    let db = Connection::open(path).unwrap();
+    db.query_row("PRAGMA journal_mode = WAL", [], |_| Ok(())).unwrap();
+    for table in STEPS[0] {
+        db.execute_batch(&table.sql()).unwrap();
+    }
+    for link in links {
+        let row = params!["r1", link.seq.cast_signed(), link.prev, link.hash, link.record];
+        db.execute("INSERT INTO records VALUES (?,?,?,?,?)", row).unwrap();
+    }
+    db.pragma_update(None, "application_id", APPLICATION_ID).unwrap();
+    db.pragma_update(None, "user_version", 1).unwrap();
+}
+
+#[test]
+fn an_older_store_is_brought_up_to_date_and_a_newer_one_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store.sqlite");
+    let links = ledger(folder.path(), "r1", 6);
+    first_version(&path, &links);
+    let mut store = Store::existing(&path).unwrap();
+    assert_eq!(store.version().unwrap(), VERSION);
+    assert_eq!(store.check().unwrap(), Ok(()));
+    assert_eq!(one(&store, "SELECT count(*) AS n FROM trials"), json!({"n": 6}));
+    assert!(store.add_program("p0", b"bytes").unwrap() && !store.add_program("p0", b"").unwrap());
+    assert_eq!(store.program("p0").unwrap().as_deref(), Some(&b"bytes"[..]));
+    store.db.pragma_update(None, "user_version", VERSION + 1).unwrap();
+    drop(store);
+    let error = Store::open(&path).unwrap_err().to_string();
+    for word in ["store.sqlite", &format!("version {}", VERSION + 1), "newer amk", "corpus import"]
+    {
+        assert!(error.contains(word), "{word}: {error}");
+    }
+}
+
+#[test]
+fn other_files_are_refused_and_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("notes.txt");
+    std::fs::write(&text, "not a database, and long enough to have a header of one\n".repeat(8))
+        .unwrap();
+    let before = std::fs::read(&text).unwrap();
+    let error = Store::open(&text).unwrap_err().to_string();
+    assert!(error.contains("notes.txt") && error.contains("no SQLite file"), "{error}");
+    assert_eq!(std::fs::read(&text).unwrap(), before);
+    let other = folder.path().join("other.sqlite");
+    Connection::open(&other)
+        .unwrap()
+        .execute_batch("CREATE TABLE t (x); INSERT INTO t VALUES (1)")
+        .unwrap();
+    let error = Store::open(&other).unwrap_err().to_string();
+    assert!(error.contains("no store of amk"), "{error}");
+    assert!(Store::existing(&folder.path().join("none")).is_err());
+    assert!(!folder.path().join("none").exists());
+    assert!(Store::open(folder.path()).unwrap_err().to_string().contains("--store"));
+}
+
+#[test]
+fn several_read_while_one_writes_and_several_begin_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store.sqlite");
+    let runs: Vec<_> =
+        (0..3).map(|n| (format!("r{n}"), ledger(folder.path(), &format!("r{n}"), 30))).collect();
+    let done = AtomicBool::new(false);
+    let looks = std::thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            let mut looks = 0;
+            while !done.load(Ordering::SeqCst) {
+                let store = Store::open(&path).unwrap();
+                // A row and what was derived from it are seen together or not at all.
+                let sql = "SELECT count(*) AS n FROM records WHERE seq > 0 AND NOT EXISTS (SELECT 1 FROM trials t WHERE t.run = records.run AND t.seq = records.seq)";
+                assert_eq!(one(&store, sql), json!({"n": 0}));
+                looks += 1;
+            }
+            looks
+        });
+        let writers: Vec<_> = runs
+            .iter()
+            .map(|(run, links)| {
+                let path = &path;
+                scope.spawn(move || {
+                    let mut store = Store::open(path).unwrap();
+                    for link in links {
+                        store.add(run, [link.clone()]).unwrap();
+                    }
+                })
+            })
+            .collect();
+        for writer in writers {
+            writer.join().unwrap();
+        }
+        done.store(true, Ordering::SeqCst);
+        reader.join().unwrap()
+    });
+    assert!(looks > 0);
+    let store = Store::open(&path).unwrap();
+    for (run, links) in &runs {
+        assert_eq!(&store.links(run).unwrap(), links);
+    }
+    assert_eq!(store.check().unwrap(), Ok(()));
+}
+
+#[test]
+fn a_store_survives_its_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut first = store(folder.path());
+    for run in ["r1", "r2"] {
+        first.add(run, ledger(folder.path(), run, 5)).unwrap();
+    }
+    first.add_program("p0", &[0, 255, 16]).unwrap();
+    let mut lines = Vec::new();
+    assert_eq!(text::write(&first, &mut lines).unwrap(), 13);
+    let exported = text::read(&lines[..]).unwrap();
+    assert_eq!(exported.programs, [("p0".to_owned(), vec![0, 255, 16])]);
+    let mut second = Store::open(&folder.path().join("second.sqlite")).unwrap();
+    for (run, links) in exported.runs {
+        second.add(&run, links).unwrap();
+    }
+    for (id, bytes) in exported.programs {
+        second.add_program(&id, &bytes).unwrap();
+    }
+    let mut again = Vec::new();
+    text::write(&second, &mut again).unwrap();
+    assert_eq!(again, lines);
+    assert_eq!(second.check().unwrap(), Ok(()));
+    // One digit of one line.
+    let forged = String::from_utf8(lines).unwrap().replacen("9.503", "9.403", 1);
+    let exported = text::read(forged.as_bytes()).unwrap();
+    let mut third = Store::open(&folder.path().join("third.sqlite")).unwrap();
+    let added: Result<Vec<_>, _> =
+        exported.runs.into_iter().map(|(run, links)| third.add(&run, links)).collect();
+    assert!(added.unwrap_err().is_integrity());
+    for bad in ["{}", "{\"run\":\"r\",\"seq\":0}", "{\"program\":\"p\",\"saved\":\"0\"}", "x"] {
+        assert!(text::read(bad.as_bytes()).unwrap_err().contains("line 1"), "{bad}");
+    }
+}
+
+#[test]
+fn a_store_survives_parquet() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut first = store(folder.path());
+    for run in ["r1", "r2"] {
+        first.add(run, ledger(folder.path(), run, 5)).unwrap();
+    }
+    first.add_program("p0", &[0, 255, 16]).unwrap();
+    let files = folder.path().join("files");
+    std::fs::create_dir(&files).unwrap();
+    let counts = first.counts().unwrap();
+    let rows: u64 = counts.iter().map(|(_, rows)| rows).sum();
+    assert_eq!(parquet::write(&first, &files).unwrap(), rows);
+    assert_eq!(std::fs::read_dir(&files).unwrap().count(), TABLES.len());
+    let exported = parquet::read(&files).unwrap();
+    let mut second = Store::open(&folder.path().join("second.sqlite")).unwrap();
+    for (run, links) in exported.runs {
+        second.add(&run, links).unwrap();
+    }
+    for (id, bytes) in exported.programs {
+        second.add_program(&id, &bytes).unwrap();
+    }
+    assert_eq!(second.counts().unwrap(), counts);
+    for run in ["r1", "r2"] {
+        assert_eq!(second.links(run).unwrap(), first.links(run).unwrap());
+    }
+    assert_eq!(second.program("p0").unwrap(), first.program("p0").unwrap());
+    std::fs::write(files.join("records.parquet"), "PAR1").unwrap();
+    assert!(parquet::read(&files).unwrap_err().contains("records.parquet"));
+}
+
+/// `AMK_STORE_TRIALS=100000` is the long run.
+#[test]
+fn questions_are_answered_quickly_whatever_the_number_of_trials() {
+    let trials = std::env::var("AMK_STORE_TRIALS").map_or(2_000, |text| text.parse().unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let mut store = store(folder.path());
+    let each = 1_000;
+    let began = Instant::now();
+    for number in 0..trials / each {
+        let run = format!("r{number}");
+        let mut last: Option<Link> = None;
+        let records =
+            std::iter::once(header(&run)).chain((0..each).map(|n| trial(number * each + n)));
+        let links: Vec<Link> = records
+            .map(|record| {
+                let link = Link::after(last.as_ref(), record.to_string());
+                last = Some(link.clone());
+                link
+            })
+            .collect();
+        store.add(&run, links).unwrap();
+    }
+    let added = began.elapsed();
+    for question in [BEST, PRIORS] {
+        let began = Instant::now();
+        let rows = store.query(question, &[]).unwrap();
+        let took = began.elapsed();
+        println!(
+            "{trials} trials, added in {added:.1?}: {} rows in {took:.1?} of {question}",
+            rows.len()
+        );
+        assert!(!rows.is_empty());
+        assert!(took < Duration::from_millis(100), "{took:?}: {question}");
+    }
+}

@@ -1,0 +1,82 @@
+//! The store as JSON lines: the ledgers' own lines, each with the id of its run in front, and programs in hexadecimal. What is imported is
+//! checked by the same chain.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, Write};
+
+use serde_json::Value;
+
+use super::Store;
+use crate::error::CorpusError;
+use crate::ledger::Link;
+
+/// What was read from an export.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Exported {
+    /// The rows of each run, the header first.
+    pub runs: BTreeMap<String, Vec<Link>>,
+    /// Programs by id, in their binary form.
+    pub programs: Vec<(String, Vec<u8>)>,
+}
+
+/// Writes every record and every program.
+///
+/// # Errors
+/// If the store cannot be read or the lines cannot be written.
+pub fn write(store: &Store, out: &mut impl Write) -> Result<u64, CorpusError> {
+    let failed = |e| CorpusError::io("write", store.path(), e);
+    let mut lines = 0;
+    for run in store.runs()? {
+        for link in store.links(&run)? {
+            writeln!(out, "{{\"run\":\"{run}\",{}", &link.line()[1..]).map_err(failed)?;
+            lines += 1;
+        }
+    }
+    for row in store.query("SELECT program_id, saved FROM programs ORDER BY program_id", &[])? {
+        writeln!(out, "{{\"program\":{},\"saved\":{}}}", row["program_id"], row["saved"])
+            .map_err(failed)?;
+        lines += 1;
+    }
+    out.flush().map_err(failed)?;
+    Ok(lines)
+}
+
+/// Reads what [`write`] wrote. The chain is checked by [`Store::add`].
+///
+/// # Errors
+/// The first line that is not one of these, from one, with what it should be.
+pub fn read(input: impl BufRead) -> Result<Exported, String> {
+    let mut found = Exported::default();
+    for (number, line) in (1..).zip(input.lines()) {
+        let line = line.map_err(|e| format!("line {number}: {e}"))?;
+        let taken = match line.strip_prefix("{\"run\":\"").and_then(|rest| rest.split_once("\",")) {
+            Some((run, rest)) => Link::parse(&format!("{{{rest}"))
+                .map(|link| found.runs.entry(run.to_owned()).or_default().push(link)),
+            None => program(&line).map(|program| found.programs.push(program)),
+        };
+        if taken.is_none() {
+            return Err(format!("line {number} is neither a row of a run nor a program"));
+        }
+    }
+    Ok(found)
+}
+
+fn program(line: &str) -> Option<(String, Vec<u8>)> {
+    let fields: Value = serde_json::from_str(line).ok()?;
+    let text = |key: &str| fields.get(key).and_then(Value::as_str);
+    Some((text("program")?.to_owned(), unhex(text("saved")?)?))
+}
+
+pub(super) fn hex(bytes: &[u8]) -> String {
+    let digit = |nibble: u8| char::from_digit(u32::from(nibble), 16).unwrap_or('0');
+    bytes.iter().flat_map(|&byte| [digit(byte >> 4), digit(byte & 15)]).collect()
+}
+
+fn unhex(text: &str) -> Option<Vec<u8>> {
+    let digits = text.as_bytes().chunks(2).map(|pair| {
+        let digit = |&digit: &u8| char::from(digit).to_digit(16);
+        let [high, low] = pair else { return None };
+        u8::try_from(digit(high)? * 16 + digit(low)?).ok()
+    });
+    digits.collect()
+}

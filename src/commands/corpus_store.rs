@@ -1,0 +1,273 @@
+//! `amk corpus`: the store of all searches. What goes into it passed the same checks as `runs verify`.
+
+use std::fs::File;
+use std::io::{BufReader, BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+
+use corpus::store::{Added, BEST, PRIORS, parquet, run_id, schema, text};
+use corpus::{Link, Store};
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use super::runs;
+use crate::cli::{CorpusCommand, ExportFormat, ImportArgs, StoreArgs, StoreExportArgs};
+use crate::failure::{Exit, Failure, Outcome};
+use crate::report;
+
+/// How every line of an export begins.
+const EXPORTED: [&[u8]; 2] = [b"{\"run\":\"", b"{\"program\":"];
+
+/// The file that makes a folder an export.
+const PARQUET: &str = "records.parquet";
+
+/// What a store holds.
+#[derive(Debug, Serialize)]
+struct Shown<'a> {
+    schema: &'static str,
+    store: &'a Path,
+    version: i64,
+    /// Rows by table.
+    rows: Map<String, Value>,
+    /// What leads, by model, target, device and kind of latency.
+    best: Vec<Map<String, Value>>,
+    /// What moves brought, the most reliable first.
+    moves: Vec<Map<String, Value>>,
+}
+
+/// Whether a store holds.
+#[derive(Debug, Serialize)]
+struct Checked<'a> {
+    schema: &'static str,
+    store: &'a Path,
+    holds: bool,
+    reason: Option<String>,
+}
+
+/// What an import added.
+#[derive(Debug, Serialize)]
+struct Imported<'a> {
+    schema: &'static str,
+    store: &'a Path,
+    runs: Vec<ImportedRun>,
+    /// Programs that were new.
+    programs: u64,
+}
+
+/// One run of an import.
+#[derive(Debug, Serialize)]
+struct ImportedRun {
+    run: String,
+    from: PathBuf,
+    /// Rows that were new, the header among them.
+    new: u64,
+    /// Rows that were there.
+    held: u64,
+}
+
+/// What an export wrote.
+#[derive(Debug, Serialize)]
+struct Written<'a> {
+    schema: &'static str,
+    store: &'a Path,
+    out: &'a Path,
+    /// Lines, or rows of all tables.
+    rows: u64,
+}
+
+pub(crate) fn run(command: &CorpusCommand) -> Outcome {
+    match command {
+        CorpusCommand::Show(args) => show(args),
+        CorpusCommand::Check(args) => check(args),
+        CorpusCommand::Import(args) => import(args),
+        CorpusCommand::Export(args) => export(args),
+    }
+}
+
+/// A store that is there.
+fn open(args: &StoreArgs) -> Result<Store, Failure> {
+    if !args.store.exists() {
+        return Err(Failure::usage(format!(
+            "there is no store {}; a search makes one, or: amk corpus import RUNS --store {0}",
+            args.store.display()
+        )));
+    }
+    Ok(Store::existing(&args.store)?)
+}
+
+fn show(args: &StoreArgs) -> Outcome {
+    let store = open(args)?;
+    let rows = store.counts()?.into_iter().map(|(table, rows)| (table.to_owned(), rows.into()));
+    let shown = Shown {
+        schema: "amk.corpus.v1",
+        store: &args.store,
+        version: schema::VERSION,
+        rows: rows.collect(),
+        best: store.query(BEST, &[])?,
+        moves: store.query(PRIORS, &[])?,
+    };
+    let line = |best: &Map<String, Value>| {
+        let word = |key: &str| best.get(key).and_then(Value::as_str).unwrap_or("?").to_owned();
+        let us = report::maybe(best.get("best_us").and_then(Value::as_f64), "us");
+        let of = |key: &str| best.get(key).map_or_else(String::new, Value::to_string);
+        (
+            format!("{} for {} on {}", word("model"), word("target"), word("device")),
+            format!(
+                "{us} {}, {} trials in {} runs",
+                word("latency_kind"),
+                of("trials"),
+                of("runs")
+            ),
+        )
+    };
+    report::table(&shown.best.iter().map(line).collect::<Vec<_>>());
+    report::document(&shown)?;
+    Ok(Exit::Yes)
+}
+
+fn check(args: &StoreArgs) -> Outcome {
+    let found = open(args)?.check()?;
+    let reason = found.err();
+    match &reason {
+        None => report::say(&format!("{}: holds", args.store.display())),
+        Some(reason) => report::say(&format!(
+            "{}: DOES NOT HOLD: {reason}; make it anew from the runs: amk corpus import RUNS --store NEW",
+            args.store.display()
+        )),
+    }
+    let holds = reason.is_none();
+    report::document(&Checked {
+        schema: "amk.corpus_check.v1",
+        store: &args.store,
+        holds,
+        reason,
+    })?;
+    Ok(if holds { Exit::Yes } else { Exit::Integrity })
+}
+
+fn import(args: &ImportArgs) -> Outcome {
+    // Everything is read and checked before anything is written.
+    let (mut rows, mut programs) = (Vec::new(), Vec::new());
+    for path in &args.paths {
+        if is_export(path) {
+            let found = exported(path)?;
+            rows.extend(found.runs.into_iter().map(|(run, links)| (run, path.clone(), links)));
+            programs.extend(found.programs);
+        } else {
+            for ledger in runs::ledgers(std::slice::from_ref(path))? {
+                let contents = corpus::read(&ledger)?;
+                runs::require_sound(&contents.header, &contents.records, &ledger.display())?;
+                let header = contents.hashes.first().map_or("", String::as_str);
+                let run = run_id(&contents.header, header);
+                rows.push((run, ledger, contents.links().collect()));
+            }
+        }
+    }
+    let mut store = Store::open(&args.store.store)?;
+    let mut imported = Vec::new();
+    for (run, from, links) in rows {
+        let Added { new, held } = store.add(&run, links)?;
+        report::say(&format!("{}: run {run}, {new} rows new, {held} held", from.display()));
+        imported.push(ImportedRun { run, from, new, held });
+    }
+    let mut added = 0;
+    for (id, saved) in programs {
+        added += u64::from(store.add_program(&id, &saved)?);
+    }
+    let path = &args.store.store;
+    let schema = "amk.corpus_import.v1";
+    report::document(&Imported { schema, store: path, runs: imported, programs: added })?;
+    Ok(Exit::Yes)
+}
+
+fn is_export(path: &Path) -> bool {
+    if path.join(PARQUET).is_file() {
+        return true;
+    }
+    let mut start = [0; 11];
+    let read = File::open(path).and_then(|mut file| file.read(&mut start));
+    read.is_ok_and(|bytes| EXPORTED.iter().any(|begin| start[..bytes].starts_with(begin)))
+}
+
+/// The rows and programs of an export, each of them checked.
+fn exported(path: &Path) -> Result<text::Exported, Failure> {
+    let unreadable = |reason: String| {
+        Failure::usage(format!("{}: {reason}; name what `amk corpus export` wrote", path.display()))
+    };
+    let found = if path.is_dir() {
+        parquet::read(path).map_err(unreadable)?
+    } else {
+        let file = File::open(path).map_err(|e| unreadable(e.to_string()))?;
+        text::read(BufReader::new(file)).map_err(unreadable)?
+    };
+    for (run, links) in &found.runs {
+        let record = |link: &Link| serde_json::from_str(&link.record).unwrap_or(Value::Null);
+        let records: Vec<Value> = links.iter().map(record).collect();
+        let (header, records) = records.split_first().unwrap_or((&Value::Null, &[]));
+        let from = format!("{}, run {run}", path.display());
+        let first = links.first().map_or("", |link| link.hash.as_str());
+        if run_id(header, first) != *run {
+            return Err(Failure::integrity(format!("{from}: the header is that of another run")));
+        }
+        let mut last = None;
+        for link in links {
+            let follows = link.follows(last);
+            follows.map_err(|reason| Failure::integrity(format!("{from}: {reason}")))?;
+            last = Some((link.seq, link.hash.as_str()));
+        }
+        runs::require_sound(header, records, &from)?;
+    }
+    for (id, saved) in &found.programs {
+        let program = ir::text::load(saved);
+        // A program of another build cannot be read here; its own check is that of the build that can.
+        if program.is_ok_and(|program| program.id() != *id) {
+            let reason = format!("what it calls program {id} is another one");
+            return Err(Failure::integrity(format!("{}: {reason}", path.display())));
+        }
+    }
+    Ok(found)
+}
+
+fn export(args: &StoreExportArgs) -> Outcome {
+    let store = open(&args.store)?;
+    if args.out == Path::new("-") && args.format == ExportFormat::Jsonl {
+        let mut out = BufWriter::new(std::io::stdout().lock());
+        text::write(&store, &mut out)?;
+        return Ok(Exit::Yes);
+    }
+    let mut rows = 0;
+    match args.format {
+        ExportFormat::Jsonl => crate::files::write_with(&args.out, |file| {
+            let mut out = BufWriter::new(file);
+            let written = text::write(&store, &mut out);
+            rows = written.map_err(|e| std::io::Error::other(e.to_string()))?;
+            out.flush()
+        })?,
+        ExportFormat::Parquet => rows = tables(&store, &args.out)?,
+    }
+    report::say(&format!("{rows} rows in {}", args.out.display()));
+    let schema = "amk.corpus_export.v1";
+    report::document(&Written { schema, store: &args.store.store, out: &args.out, rows })?;
+    Ok(Exit::Yes)
+}
+
+/// A Parquet file for each table, in a folder that appears when it is complete.
+fn tables(store: &Store, out: &Path) -> Result<u64, Failure> {
+    let refused = |e: std::io::Error| {
+        let remedy = "--out names a folder that does not exist yet";
+        Failure::usage(format!("cannot write {}: {e}; {remedy}", out.display()))
+    };
+    if out.exists() {
+        return Err(refused(std::io::ErrorKind::AlreadyExists.into()));
+    }
+    let mut partial = out.as_os_str().to_owned();
+    partial.push(format!(".{}.partial", std::process::id()));
+    let partial = PathBuf::from(partial);
+    std::fs::create_dir_all(&partial).map_err(refused)?;
+    let written = parquet::write(store, &partial).map_err(Failure::from);
+    let written =
+        written.and_then(|rows| std::fs::rename(&partial, out).map(|()| rows).map_err(refused));
+    if written.is_err() {
+        let _ = std::fs::remove_dir_all(&partial);
+    }
+    written
+}

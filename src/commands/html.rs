@@ -1,0 +1,116 @@
+//! `amk report`: searches as one HTML page that needs nothing else. It shows what the ledger says and computes nothing new but medians.
+
+use std::path::{Path, PathBuf};
+
+use schemars::JsonSchema;
+use search::{Confirmation, Row, Trial};
+use serde::Serialize;
+use serde_json::Value;
+
+use super::{runs, search_loop};
+use crate::cli::{ReportArgs, RunsArgs};
+use crate::failure::{Exit, Failure, Outcome};
+use crate::files;
+use crate::report::{self, Answer};
+
+mod charts;
+mod effects;
+mod page;
+mod thin;
+
+/// Where the page goes when nothing is said.
+const FILE: &str = "report.html";
+
+/// A page that was written.
+#[derive(Debug, Serialize, JsonSchema)]
+pub(crate) struct Written {
+    #[schemars(extend("const" = "amk.report.v1"))]
+    schema: &'static str,
+    /// The page.
+    file: PathBuf,
+    /// Its length.
+    bytes: usize,
+    /// The ledgers that it shows.
+    ledgers: Vec<PathBuf>,
+    /// Their trials.
+    trials: usize,
+}
+
+/// A search as the page shows it.
+pub(super) struct Run {
+    /// Its ledger.
+    ledger: PathBuf,
+    /// The ledger's first record.
+    header: Value,
+    /// The trials, first to last.
+    trials: Vec<Trial>,
+    /// The last confirmation.
+    confirmation: Option<Confirmation>,
+    /// Why the ledger does not hold.
+    broken: Option<String>,
+}
+
+pub(crate) fn run(args: &ReportArgs) -> Outcome {
+    answer(args)?.print()
+}
+
+fn answer(args: &ReportArgs) -> Result<Answer<Written>, Failure> {
+    let ledgers = runs::ledgers(&args.runs)?;
+    let shown: Vec<Run> = ledgers.iter().map(|path| read(path)).collect::<Result<_, _>>()?;
+    let page = page::render(&shown);
+    let file = args.out.clone().unwrap_or_else(|| PathBuf::from(FILE));
+    files::write_whole(&file, page.as_bytes())?;
+    report::say(&format!("{}: {} bytes, needs no network", file.display(), page.len()));
+    let trials = shown.iter().map(|run| run.trials.len()).sum();
+    let document = Written { schema: "amk.report.v1", file, bytes: page.len(), ledgers, trials };
+    Ok(Answer { document, exit: Exit::Yes })
+}
+
+fn read(path: &Path) -> Result<Run, Failure> {
+    let contents = corpus::read(path)?;
+    let rows = search_loop::rows(&contents, path)?;
+    let checked = runs::verify(&RunsArgs { paths: vec![path.to_path_buf()] })?;
+    let mut run = Run {
+        ledger: path.to_path_buf(),
+        header: contents.header,
+        trials: Vec::new(),
+        confirmation: None,
+        broken: checked.document.first_reason(),
+    };
+    for row in rows {
+        match row {
+            Row::Trial(trial) => run.trials.push(*trial),
+            Row::Confirmation(confirmation) => run.confirmation = Some(*confirmation),
+        }
+    }
+    Ok(run)
+}
+
+impl Run {
+    /// A word of the header.
+    fn word(&self, key: &str) -> String {
+        match self.header.get(key) {
+            Some(Value::String(text)) => text.clone(),
+            None | Some(Value::Null) => "-".to_owned(),
+            Some(other) => other.to_string(),
+        }
+    }
+
+    /// Whether its latencies were measured.
+    fn is_measured(&self) -> bool {
+        self.word("latency_kind") == search::LatencyKind::MeasuredGpu.name()
+    }
+
+    /// `measured` or `predicted`.
+    fn kind(&self) -> &'static str {
+        if self.is_measured() { "measured" } else { "predicted" }
+    }
+
+    /// The trial that leads at the end.
+    fn champion(&self) -> Option<&Trial> {
+        self.trials.iter().rfind(|trial| trial.outcome.leads())
+    }
+}
+
+#[cfg(test)]
+mod tests;

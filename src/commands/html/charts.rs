@@ -1,0 +1,341 @@
+//! The charts, as SVG inside the page. Ink and grid take the page's colours, so that they follow light and dark; no text here comes from
+//! a ledger.
+
+use std::ops::Range;
+
+use plotters::coord::Shift;
+use plotters::coord::types::RangedCoordf64;
+use plotters::prelude::*;
+use search::{Outcome, Trial};
+
+use super::Run;
+use super::effects::{Effect, gain_of};
+use super::thin::thin;
+
+/// Points of a chart, those that led excepted; a page with ten thousand trials stays small.
+const POINTS_MAX: usize = 1500;
+
+/// Trials whose intervals are drawn, those that led excepted.
+const INTERVALS_MAX: usize = 240;
+
+/// Knobs of the chart of effects.
+const KNOBS_MAX: usize = 16;
+
+/// How far above the baseline the chart of the progress goes, as a share of the way from the floor.
+const HEADROOM: f64 = 0.35;
+
+const WIDTH: u32 = 860;
+
+/// Stand-ins, which become colours of the page's style sheet.
+const INK: RGBColor = RGBColor(1, 2, 3);
+const GRID: RGBColor = RGBColor(4, 5, 6);
+const KEPT: RGBColor = RGBColor(7, 8, 9);
+const REVERTED: RGBColor = RGBColor(10, 11, 12);
+const UNCLEAR: RGBColor = RGBColor(13, 14, 15);
+const FLOOR: RGBColor = RGBColor(16, 17, 18);
+
+const COLOURS: [(&str, &str); 6] = [
+    ("#010203", "var(--ink)"),
+    ("#040506", "var(--grid)"),
+    ("#070809", "var(--kept)"),
+    ("#0A0B0C", "var(--reverted)"),
+    ("#0D0E0F", "var(--unclear)"),
+    ("#101112", "var(--floor)"),
+];
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Drawn = Result<(), Box<dyn std::error::Error>>;
+
+/// A chart and what to say below it.
+pub(super) struct Chart {
+    /// The drawing.
+    pub(super) svg: String,
+    /// What was left out.
+    pub(super) note: Option<String>,
+}
+
+fn draw(height: u32, label: &str, body: impl FnOnce(&Area<'_>) -> Drawn) -> String {
+    let mut svg = String::new();
+    let drawn = {
+        let area = SVGBackend::with_string(&mut svg, (WIDTH, height)).into_drawing_area();
+        body(&area).and_then(|()| area.present().map_err(Into::into))
+    };
+    if let Err(error) = drawn {
+        return format!(
+            "<p>this chart cannot be drawn: {}</p>",
+            super::page::escaped(&error.to_string())
+        );
+    }
+    for (stand_in, colour) in COLOURS {
+        svg = svg.replace(stand_in, colour);
+    }
+    svg.replacen("<svg ", &format!("<svg role=\"img\" aria-label=\"{label}\" "), 1)
+}
+
+fn label() -> TextStyle<'static> {
+    ("sans-serif", 14).into_font().color(&INK)
+}
+
+/// What stands beside a chart.
+struct Axes<'a> {
+    x: &'a str,
+    x_label: &'a dyn Fn(&f64) -> String,
+    /// None where the rows of the chart have names.
+    y: Option<YAxis<'a>>,
+    /// Room at the left.
+    left: u32,
+}
+
+struct YAxis<'a> {
+    words: &'a str,
+    label: &'a dyn Fn(&f64) -> String,
+}
+
+type Framed<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
+
+/// A chart with its axes and its grid.
+fn framed<'a, 'b>(
+    area: &'a Area<'b>,
+    x: Range<f64>,
+    y: Range<f64>,
+    axes: &Axes<'_>,
+) -> Result<Framed<'a, 'b>, Box<dyn std::error::Error>> {
+    let mut builder = ChartBuilder::on(area);
+    let sized = builder.margin(12).x_label_area_size(44).y_label_area_size(axes.left);
+    let mut chart = sized.build_cartesian_2d(x, y)?;
+    let mut mesh = chart.configure_mesh();
+    mesh.bold_line_style(GRID)
+        .light_line_style(TRANSPARENT)
+        .axis_style(INK)
+        .label_style(label())
+        .axis_desc_style(label())
+        .x_labels(9)
+        .x_label_formatter(axes.x_label)
+        .x_desc(axes.x);
+    match &axes.y {
+        Some(y) => mesh.y_labels(8).y_label_formatter(y.label).y_desc(y.words),
+        None => mesh.disable_y_mesh().disable_y_axis().y_labels(0),
+    };
+    mesh.draw()?;
+    drop(mesh);
+    Ok(chart)
+}
+
+/// The line of the leader: level until somebody else leads.
+fn steps(leaders: &[(f64, f64, Outcome)], last: f64) -> Vec<(f64, f64)> {
+    let mut line: Vec<(f64, f64)> = Vec::new();
+    for &(x, y, _) in leaders {
+        line.extend(line.last().map(|&(_, before)| (x, before)));
+        line.push((x, y));
+    }
+    line.extend(line.last().map(|&(_, best)| (last, best)));
+    line
+}
+
+/// Latencies over trials: every one, those that led, the leader of each moment, and the floor.
+pub(super) fn progress(run: &Run) -> Option<Chart> {
+    let us = |trial: &Trial| trial.verdict.latency_us;
+    let points: Vec<(f64, f64, Outcome)> = run
+        .trials
+        .iter()
+        .filter_map(|trial| Some((trial.trial as f64, us(trial)?, trial.outcome)))
+        .collect();
+    let leaders: Vec<(f64, f64, Outcome)> =
+        points.iter().copied().filter(|point| point.2.leads()).collect();
+    let (first, best) = (leaders.first()?.1, leaders.last()?.1);
+    let floor = run.champion()?.verdict.bound_us?;
+    let others: Vec<(f64, f64, Outcome)> =
+        points.iter().copied().filter(|point| !point.2.leads()).collect();
+    let shown = thin(&others, POINTS_MAX, |point| point.1);
+    // A floor far below everything would squeeze all that is to be seen.
+    let near = floor > 0.4 * best;
+    let least = leaders.iter().map(|point| point.1).fold(f64::MAX, f64::min);
+    let bottom = if near { 0.96 * floor } else { least - 0.25 * (first - least).max(0.1 * least) };
+    let top = first + HEADROOM * (first - bottom);
+    let above = others.iter().filter(|point| point.1 > top).count();
+    let last = run.trials.last()?.trial.max(1) as f64;
+    let svg = draw(380, "Latency of every trial", |area| {
+        let y_axis = YAxis {
+            words: &format!("{} latency, us a token", run.kind()),
+            label: &|y| tick(*y, top - bottom),
+        };
+        let axes = Axes { x: "trial", x_label: &|x| format!("{x:.0}"), y: Some(y_axis), left: 70 };
+        let mut chart = framed(area, -0.01 * last..1.02 * last, bottom..top, &axes)?;
+        if near {
+            chart.draw_series(LineSeries::new(
+                [(0.0, floor), (last, floor)],
+                FLOOR.stroke_width(2),
+            ))?;
+        }
+        for (x, y, outcome) in &shown {
+            let colour = if *outcome == Outcome::Inconclusive { UNCLEAR } else { REVERTED };
+            if *y > top {
+                chart.draw_series([TriangleMarker::new(
+                    (*x, top - 0.012 * (top - bottom)),
+                    4,
+                    colour,
+                )])?;
+            } else {
+                chart.draw_series([Circle::new((*x, *y), 2, colour.filled())])?;
+            }
+        }
+        chart.draw_series(LineSeries::new(steps(&leaders, last), KEPT.stroke_width(2)))?;
+        chart.draw_series(leaders.iter().map(|p| Circle::new((p.0, p.1), 4, KEPT.filled())))?;
+        Ok(())
+    });
+    let mut notes = Vec::new();
+    if shown.len() < others.len() {
+        notes.push(format!(
+            "{} of {} trials that did not lead are drawn: of each run of neighbours the lowest, the middle and the highest",
+            shown.len(),
+            others.len()
+        ));
+    }
+    if above > 0 {
+        notes.push(format!("above the chart, as triangles at its edge: {above}"));
+    }
+    if !near {
+        notes.push(format!("the floor, {} us, lies far below the chart", figure(floor)));
+    }
+    Some(Chart { svg, note: (!notes.is_empty()).then(|| notes.join("; ")) })
+}
+
+/// Gains with their intervals.
+pub(super) fn gains(run: &Run) -> Option<Chart> {
+    type Gained = (f64, [f64; 3], Outcome);
+    let gained = |trial: &Trial| -> Option<Gained> {
+        let (middle, gain) = (gain_of(trial)?, trial.gain?);
+        Some((trial.trial as f64, [100.0 * gain.low, middle, 100.0 * gain.high], trial.outcome))
+    };
+    let all: Vec<Gained> = run.trials.iter().filter_map(gained).collect();
+    let (kept, others): (Vec<Gained>, Vec<Gained>) = all.iter().partition(|g| g.2.leads());
+    let shown = thin(&others, INTERVALS_MAX, |gained| gained.1[1]);
+    let highest = kept.iter().map(|gained| gained.1[2]).fold(1.0, f64::max);
+    let (bottom, top) = (-1.2 * highest.max(5.0), 1.15 * highest);
+    let below = others.iter().filter(|gained| gained.1[1] < bottom).count();
+    if all.is_empty() {
+        return None;
+    }
+    let last = run.trials.last()?.trial.max(1) as f64;
+    let svg = draw(320, "Gain of every trial over the schedule that led", |area| {
+        let y_axis =
+            YAxis { words: "time saved over the leader", label: &|y| format!("{y:+.0} %") };
+        let axes = Axes { x: "trial", x_label: &|x| format!("{x:.0}"), y: Some(y_axis), left: 70 };
+        let mut chart = framed(area, -0.01 * last..1.02 * last, bottom..top, &axes)?;
+        chart.draw_series(LineSeries::new([(0.0, 0.0), (last, 0.0)], INK.stroke_width(1)))?;
+        for (x, [low, middle, high], outcome) in shown.iter().chain(&kept) {
+            let colour = match outcome.leads() {
+                true => KEPT,
+                false if *outcome == Outcome::Inconclusive => UNCLEAR,
+                false => REVERTED,
+            };
+            let within = |y: f64| y.clamp(bottom, top);
+            let line = vec![(*x, within(*low)), (*x, within(*high))];
+            if low < high {
+                chart.draw_series([PathElement::new(line, colour.stroke_width(2))])?;
+            }
+            chart.draw_series([Circle::new((*x, within(*middle)), 3, colour.filled())])?;
+        }
+        Ok(())
+    });
+    let mut notes = Vec::new();
+    if shown.len() < others.len() {
+        notes.push(format!(
+            "{} of {} trials that were not kept are drawn",
+            shown.len(),
+            others.len()
+        ));
+    }
+    if below > 0 {
+        notes.push(format!("below the chart, drawn at its edge: {below}"));
+    }
+    if !run.is_measured() {
+        notes.push("predictions have no interval".to_owned());
+    }
+    Some(Chart { svg, note: (!notes.is_empty()).then(|| notes.join("; ")) })
+}
+
+/// What each knob brought when it was changed alone: the span of the gains, and the middle.
+pub(super) fn knobs(effects: &[Effect]) -> Option<Chart> {
+    let known: Vec<&Effect> =
+        effects.iter().filter(|effect| !effect.alone.is_empty()).take(KNOBS_MAX).collect();
+    let low = known.iter().map(|effect| effect.alone[0]).fold(-1.0, f64::min);
+    let high = known.iter().filter_map(|effect| effect.alone.last().copied()).fold(1.0, f64::max);
+    if known.is_empty() {
+        return None;
+    }
+    let rows = known.len() as f64;
+    let height = 90 + 26 * known.len() as u32;
+    let margin = 0.06 * (high - low);
+    let svg = draw(height, "Gain of each knob changed alone", |area| {
+        let words = "time saved over the leader, this knob changed alone";
+        let axes = Axes { x: words, x_label: &|x| format!("{x:+.0} %"), y: None, left: 230 };
+        let mut chart = framed(area, low - margin..high + margin, 0.0..rows, &axes)?;
+        chart.draw_series(LineSeries::new([(0.0, 0.0), (0.0, rows)], INK.stroke_width(1)))?;
+        for (index, effect) in known.iter().enumerate() {
+            let y = rows - index as f64 - 0.5;
+            let (least, most) = (effect.alone[0], effect.alone[effect.alone.len() - 1]);
+            let colour = if most > 0.0 { KEPT } else { REVERTED };
+            let span = vec![(least, y), (most, y)];
+            chart.draw_series([PathElement::new(span, colour.stroke_width(4))])?;
+            if let Some(median) = effect.median() {
+                chart.draw_series([Circle::new((median, y), 5, colour.filled())])?;
+            }
+            let (x, y) = chart.backend_coord(&(low - margin, y));
+            area.draw(&Text::new(effect.path, (14, y - 8), label()))?;
+            area.draw(&PathElement::new(vec![(x - 4, y), (x, y)], INK))?;
+        }
+        Ok(())
+    });
+    let left = effects.len() - known.len();
+    let note = format!(
+        "{left} knobs that were only changed together with others, or brought least, are in the table alone"
+    );
+    Some(Chart { svg, note: (left > 0).then_some(note) })
+}
+
+/// The default, the best and the floor, as bars from zero.
+pub(super) fn floor(run: &Run) -> Option<Chart> {
+    let first = run.trials.first()?.verdict.latency_us?;
+    let champion = run.champion()?;
+    let (best, floor) = (champion.verdict.latency_us?, champion.verdict.bound_us?);
+    let bars = [("default", first, REVERTED), ("best", best, KEPT), ("floor", floor, FLOOR)];
+    let svg = draw(200, "The default, the best and the floor", |area| {
+        let most = 1.18 * first.max(best);
+        let words = format!("{} latency, us a token (the floor: bytes over bandwidth)", run.kind());
+        let axes = Axes { x: &words, x_label: &|x| tick(*x, most), y: None, left: 90 };
+        let mut chart = framed(area, 0.0..most, 0.0..3.0, &axes)?;
+        for (index, (name, us, colour)) in bars.iter().enumerate() {
+            let y = 2.5 - index as f64;
+            chart
+                .draw_series([Rectangle::new([(0.0, y - 0.3), (*us, y + 0.3)], colour.filled())])?;
+            let (x, y) = chart.backend_coord(&(*us, y));
+            area.draw(&Text::new(format!("{} us", figure(*us)), (x + 8, y - 8), label()))?;
+            area.draw(&Text::new(*name, (20, y - 8), label()))?;
+        }
+        Ok(())
+    });
+    Some(Chart { svg, note: None })
+}
+
+/// A label of an axis that spans so much: all of them with equally many digits.
+fn tick(value: f64, span: f64) -> String {
+    let digits = if span >= 20.0 {
+        0
+    } else if span >= 2.0 {
+        1
+    } else {
+        3
+    };
+    format!("{:.digits$}", value + 0.0)
+}
+
+/// A figure with as many digits as say something.
+pub(super) fn figure(value: f64) -> String {
+    match value.abs() {
+        size if size >= 1000.0 => format!("{value:.0}"),
+        size if size >= 10.0 => format!("{value:.1}"),
+        size if size >= 1.0 => format!("{value:.2}"),
+        _ => format!("{value:.3}"),
+    }
+}

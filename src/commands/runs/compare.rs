@@ -1,0 +1,260 @@
+//! `amk runs compare`: two runs beside each other, or every reason why they may not stand there.
+
+use std::collections::BTreeMap;
+
+use schemars::JsonSchema;
+use search::{LatencyKind, Trial, changes};
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use super::recorded::Recorded;
+use crate::cli::CompareArgs;
+use crate::failure::{Exit, Failure};
+use crate::report::{self, Answer};
+
+/// What must be equal in the headers: the word, where it stands, and why it matters.
+const EQUAL: [(&str, &str, &str); 12] = [
+    ("model", "/graph", "latencies of two models say nothing about schedules"),
+    ("graph", "/graph_id", "graphs of one name and other shapes are other models"),
+    ("target", "/target", "schedules are for a target"),
+    ("kind of latency", "/latency_kind", "a prediction is never compared with a measurement"),
+    ("card", "/device", "cards differ"),
+    ("card, driver or compiler", "/conditions/driver", "drivers differ"),
+    ("card, driver or compiler", "/conditions/cuda", "CUDA versions differ"),
+    ("card, driver or compiler", "/conditions/nvrtc", "compilers make other kernels"),
+    ("protocol", "/protocol", "trials were gated, timed or decided in another way"),
+    ("key/value capacity", "/kv_capacity", "it changes the program"),
+    ("amk", "/amk", "another version may predict otherwise"),
+    ("commit", "/commit", "another build may predict otherwise"),
+];
+
+/// A reason not to compare.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+struct Reason {
+    /// What differs.
+    what: String,
+    /// What it is in the first run.
+    a: Value,
+    /// In the second.
+    b: Value,
+    /// Why it matters.
+    why: String,
+}
+
+/// One side.
+#[derive(Debug, Serialize, JsonSchema)]
+struct Side {
+    run: String,
+    /// The trial that leads.
+    champion: Option<u64>,
+    schedule_id: Option<String>,
+    /// Microseconds a token: of the confirmation, where there is one.
+    latency_us: Option<f64>,
+    /// Its 99 % interval, if it was measured.
+    ci_us: Option<[f64; 2]>,
+    /// Share of the time saved over the baseline, from the confirmation's race: low and high.
+    gain_over_baseline: Option<[f64; 2]>,
+    trials: usize,
+}
+
+/// Two runs.
+#[derive(Debug, Serialize, JsonSchema)]
+pub(crate) struct Compared {
+    #[schemars(extend("const" = "amk.compare.v1"))]
+    schema: &'static str,
+    /// Whether their figures may stand beside each other.
+    comparable: bool,
+    /// Why not: all of it, not the first.
+    reasons: Vec<Reason>,
+    a: Side,
+    b: Side,
+    /// Knobs in which the champions differ: path to `[a, b]`. Empty where they may not be compared.
+    changed: Map<String, Value>,
+    /// `a`, `b`, `equal` or `inconclusive`; null where they may not be compared.
+    better: Option<&'static str>,
+    /// The figures behind it.
+    why: String,
+}
+
+/// Compares what the arguments name.
+pub(crate) fn answer(args: &CompareArgs) -> Result<Answer<Compared>, Failure> {
+    let [a, b] = [Recorded::open(&args.a)?, Recorded::open(&args.b)?];
+    let reasons = reasons(&a, &b);
+    let comparable = reasons.is_empty();
+    let (mut changed, mut better, mut why) = (Map::new(), None, String::new());
+    if comparable {
+        changed = difference(&a, &b);
+        let (side, line) = judge(&a, &b);
+        (better, why) = (Some(side), line);
+        report::say(&format!("{}: {why}", side_line(side)));
+    } else {
+        report::say("not comparable:");
+        for reason in &reasons {
+            report::say(&format!(
+                "  {}: {} and {}; {}",
+                reason.what, reason.a, reason.b, reason.why
+            ));
+        }
+    }
+    let document = Compared {
+        schema: "amk.compare.v1",
+        comparable,
+        reasons,
+        a: side(&a),
+        b: side(&b),
+        changed,
+        better,
+        why,
+    };
+    Ok(Answer { document, exit: if comparable { Exit::Yes } else { Exit::No } })
+}
+
+fn side_line(side: &str) -> &str {
+    match side {
+        "a" => "the first is better",
+        "b" => "the second is better",
+        "equal" => "equal",
+        _ => "inconclusive",
+    }
+}
+
+/// Every reason why figures of two runs may not stand beside each other.
+fn reasons(a: &Recorded, b: &Recorded) -> Vec<Reason> {
+    let mut found = Vec::new();
+    let measured =
+        [a, b].iter().all(|run| run.word("latency_kind") == Some(LatencyKind::MeasuredGpu.name()));
+    for (what, pointer, why) in EQUAL {
+        // A measured time is that of a kernel and a program, which have ids; a prediction is that of a build.
+        if measured && ["amk", "commit"].contains(&what) {
+            continue;
+        }
+        let at = |run: &Recorded| run.header.pointer(pointer).cloned().unwrap_or(Value::Null);
+        let (one, other) = (at(a), at(b));
+        if one != other {
+            let reason = Reason { what: what.to_owned(), a: one, b: other, why: why.to_owned() };
+            found.push(reason);
+        }
+    }
+    let uuid = |run: &Recorded| {
+        let notes = run.conditions().map(|conditions| conditions.notes).unwrap_or_default();
+        notes.iter().find_map(|note| note.strip_prefix("uuid ")).map(str::to_owned)
+    };
+    let mut differs = |what: &str, one: Option<String>, other: Option<String>, why: &str| {
+        if one != other {
+            let (a, b) = (one.into(), other.into());
+            found.push(Reason { what: what.to_owned(), a, b, why: why.to_owned() });
+        }
+    };
+    differs("card's UUID", uuid(a), uuid(b), "two cards of one name differ by per cents");
+    let kernels =
+        conflict(a, b, |trial| Some((trial.config.kernel.id(), trial.verdict.kernel_id.clone()?)));
+    if let Some((one, other)) = kernels {
+        differs(
+            "kernel build",
+            Some(one),
+            Some(other),
+            "one kernel config was compiled from two sources",
+        );
+    }
+    let programs =
+        conflict(a, b, |trial| Some((trial.config.id(), trial.verdict.program_id.clone()?)));
+    if let Some((one, other)) = programs {
+        differs("lowering", Some(one), Some(other), "one schedule lowered to two programs");
+    }
+    found
+}
+
+/// Two values of one key, if the runs have any.
+fn conflict(
+    a: &Recorded,
+    b: &Recorded,
+    of: impl Fn(&Trial) -> Option<(String, String)>,
+) -> Option<(String, String)> {
+    let known: BTreeMap<String, String> = a.trials.iter().filter_map(&of).collect();
+    let other = b.trials.iter().filter_map(&of);
+    let mut pairs = other.filter_map(|(key, value)| Some((known.get(&key)?.clone(), value)));
+    pairs.find(|(one, other)| one != other)
+}
+
+fn difference(a: &Recorded, b: &Recorded) -> Map<String, Value> {
+    let (Some(one), Some(other)) = (a.champion(), b.champion()) else { return Map::new() };
+    let pair = |change: search::Change| {
+        let values = vec![change.from.to_json(), change.to.to_json()];
+        (change.knob.path().to_owned(), Value::Array(values))
+    };
+    changes(&one.config, &other.config).into_iter().map(pair).collect()
+}
+
+fn side(run: &Recorded) -> Side {
+    let champion = run.champion();
+    let verdict = champion.map(|trial| &trial.verdict);
+    let confirmed =
+        run.confirmation.as_ref().filter(|c| Some(c.champion) == champion.map(|t| t.trial));
+    let latest = confirmed.map(|confirmation| &confirmation.verdict).or(verdict);
+    Side {
+        run: run.run.clone(),
+        champion: champion.map(|trial| trial.trial),
+        schedule_id: verdict.and_then(|verdict| verdict.schedule_id.clone()),
+        latency_us: latest.and_then(|verdict| verdict.latency_us),
+        ci_us: latest.and_then(|verdict| verdict.ci_us),
+        gain_over_baseline: confirmed.and_then(|c| c.gain).map(|gain| [gain.low, gain.high]),
+        trials: run.trials.len(),
+    }
+}
+
+/// Which is better, as far as the records carry it.
+fn judge(a: &Recorded, b: &Recorded) -> (&'static str, String) {
+    let (one, other) = (side(a), side(b));
+    let (Some(us_a), Some(us_b)) = (one.latency_us, other.latency_us) else {
+        return ("inconclusive", "a run has no correct schedule".to_owned());
+    };
+    let percent = 100.0 * (us_b / us_a - 1.0);
+    let figures = format!("{us_a:.2} us and {us_b:.2} us ({percent:+.2} %)");
+    if one.schedule_id == other.schedule_id {
+        return ("equal", format!("the same schedule leads in both; {figures}"));
+    }
+    let predicted = a.word("latency_kind") == Some(LatencyKind::Predicted.name());
+    if predicted {
+        let side = if us_a < us_b {
+            "a"
+        } else if us_b < us_a {
+            "b"
+        } else {
+            "equal"
+        };
+        return (side, format!("{figures}, predicted"));
+    }
+    // Both raced the same baseline, each in its own process: that cancels what the card did on that day.
+    if let (Some([low_a, high_a]), Some([low_b, high_b])) =
+        (one.gain_over_baseline, other.gain_over_baseline)
+    {
+        let line = format!(
+            "saves {:.2} to {:.2} % and {:.2} to {:.2} % of the baseline's time; {figures}",
+            100.0 * low_a,
+            100.0 * high_a,
+            100.0 * low_b,
+            100.0 * high_b
+        );
+        return (apart([low_b, high_b], [low_a, high_a]), line);
+    }
+    match (one.ci_us, other.ci_us) {
+        (Some(ci_a), Some(ci_b)) => (
+            apart(ci_a, ci_b),
+            format!(
+                "{figures}; measured in two processes and not raced: drift of the card is in it"
+            ),
+        ),
+        _ => ("inconclusive", format!("{figures}, without intervals")),
+    }
+}
+
+/// Which of two intervals of costs is below the other.
+fn apart(a: [f64; 2], b: [f64; 2]) -> &'static str {
+    if a[1] < b[0] {
+        "a"
+    } else if b[1] < a[0] {
+        "b"
+    } else {
+        "inconclusive"
+    }
+}

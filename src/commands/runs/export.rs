@@ -1,0 +1,188 @@
+//! `amk runs export`: trajectories for training and study. A line is a step: the state (what led), the edit, the verdict and the
+//! decision, failures and illegal proposals among them.
+//!
+//! Runs go to `train.jsonl` or `validation.jsonl` whole, by a hash of what their proposals were drawn from (graph, target, device, kind of
+//! latency, seed): a run that repeats another one, on the same side, tells the other side nothing.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use ir::schedule::ScheduleConfig;
+use search::{Origin, Outcome as End, Trial, Verdict};
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use super::recorded::Recorded;
+use super::{ledgers, look};
+use crate::cli::RunsExportArgs;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::report;
+
+/// One step of a search.
+#[derive(Serialize)]
+struct Line<'a> {
+    schema: &'static str,
+    run: &'a str,
+    /// The trial, or the trial before which an illegal proposal was drawn.
+    trial: u64,
+    model: Option<&'a str>,
+    graph_id: Option<&'a str>,
+    target: Option<&'a str>,
+    device: Option<&'a str>,
+    latency_kind: Option<&'a str>,
+    /// The trial that led.
+    parent: Option<u64>,
+    /// What led, and how long it took; null before the first trial.
+    state: Option<State<'a>>,
+    origin: Option<Origin>,
+    /// Path to `[before, after]`.
+    edit: &'a Map<String, Value>,
+    /// Null for proposals that were not tried.
+    verdict: Option<&'a Verdict>,
+    /// How it ended; `skipped` for a proposal that was illegal or repeated a trial.
+    decision: &'static str,
+    why: &'a str,
+    /// Share of the time saved over the parent: low and high.
+    gain: Option<[f64; 2]>,
+}
+
+#[derive(Serialize)]
+struct State<'a> {
+    config: &'a ScheduleConfig,
+    latency_us: Option<f64>,
+}
+
+/// A run and where it went.
+#[derive(Serialize)]
+struct Placed {
+    run: String,
+    ledger: PathBuf,
+    split: &'static str,
+    steps: u64,
+}
+
+/// What an export wrote.
+#[derive(Serialize)]
+struct Exported<'a> {
+    schema: &'static str,
+    out: &'a Path,
+    train: u64,
+    validation: u64,
+    runs: Vec<Placed>,
+    /// Ledgers that do not hold: nothing of them was written.
+    refused: Vec<PathBuf>,
+}
+
+pub(crate) fn run(args: &RunsExportArgs) -> Outcome {
+    if args.out.exists() {
+        return Err(Failure::usage(format!(
+            "{} is there already; --out names a folder that does not exist yet",
+            args.out.display()
+        )));
+    }
+    if args.validation > 100 {
+        return Err(Failure::usage("--validation is a percentage: 0 to 100"));
+    }
+    let (mut runs, mut refused) = (Vec::new(), Vec::new());
+    for ledger in ledgers(&args.runs.paths)? {
+        match look(&ledger).finding {
+            None => runs.push(Recorded::read(&ledger)?),
+            Some(finding) => {
+                report::say(&format!("left out, {}: {}", ledger.display(), finding.reason));
+                refused.push(ledger);
+            }
+        }
+    }
+    let mut partial = args.out.as_os_str().to_owned();
+    partial.push(format!(".{}.partial", std::process::id()));
+    let partial = PathBuf::from(partial);
+    let written = write(&partial, &runs, args.validation)
+        .and_then(|placed| std::fs::rename(&partial, &args.out).map(|()| placed));
+    let placed = written.map_err(|e| {
+        let _ = std::fs::remove_dir_all(&partial);
+        Failure::usage(format!(
+            "cannot write {}: {e}; choose a path that you may write to and that has room",
+            args.out.display()
+        ))
+    })?;
+    let count = |split: &str| placed.iter().filter(|p| p.split == split).map(|p| p.steps).sum();
+    let (train, validation) = (count("train"), count("validation"));
+    report::say(&format!(
+        "{train} steps to train on and {validation} to validate, of {} runs, in {}",
+        placed.len(),
+        args.out.display()
+    ));
+    let (schema, out) = ("amk.trajectories.v1", args.out.as_path());
+    report::document(&Exported { schema, out, train, validation, runs: placed, refused })?;
+    Ok(Exit::Yes)
+}
+
+fn write(folder: &Path, runs: &[Recorded], validation: u64) -> std::io::Result<Vec<Placed>> {
+    std::fs::create_dir_all(folder)?;
+    let create = |name: &str| File::create(folder.join(name)).map(BufWriter::new);
+    let mut files = [create("train.jsonl")?, create("validation.jsonl")?];
+    let mut placed = Vec::new();
+    for found in runs {
+        let side = usize::from(percentile(found) < validation);
+        let mut steps = 0;
+        for line in found.trials.iter().flat_map(|trial| lines(found, trial)) {
+            serde_json::to_writer(&mut files[side], &line)?;
+            files[side].write_all(b"\n")?;
+            steps += 1;
+        }
+        let split = ["train", "validation"][side];
+        let (run, ledger) = (found.run.clone(), found.ledger.clone());
+        placed.push(Placed { run, ledger, split, steps });
+    }
+    for file in &mut files {
+        file.flush()?;
+        file.get_ref().sync_all()?;
+    }
+    Ok(placed)
+}
+
+/// Where a run stands among a hundred, by what its proposals were drawn from.
+fn percentile(found: &Recorded) -> u64 {
+    let graph = found.word("graph_id").or_else(|| found.word("graph")).unwrap_or("");
+    let words = ["target", "device", "latency_kind"].map(|key| found.word(key).unwrap_or(""));
+    let seed = found.header.get("seed").and_then(Value::as_u64).unwrap_or(0);
+    let drawn_from = format!("{graph}\n{}\n{seed}", words.join("\n"));
+    let id = corpus::store::fresh_run_id(&drawn_from);
+    u64::from_str_radix(&id, 16).unwrap_or(0) % 100
+}
+
+/// The steps of a trial: the proposals before it that were not tried, then the trial.
+fn lines<'a>(found: &'a Recorded, trial: &'a Trial) -> Vec<Line<'a>> {
+    let parent = trial.incumbent.and_then(|n| found.trials.iter().find(|trial| trial.trial == n));
+    let blank = |edit, decision, why| Line {
+        schema: "amk.trajectory.v1",
+        run: &found.run,
+        trial: trial.trial,
+        model: found.word("model"),
+        graph_id: found.word("graph_id"),
+        target: found.word("target"),
+        device: found.word("device"),
+        latency_kind: found.word("latency_kind"),
+        parent: trial.incumbent,
+        state: parent
+            .map(|parent| State { config: &parent.config, latency_us: parent.verdict.latency_us }),
+        origin: None,
+        edit,
+        verdict: None,
+        decision,
+        why,
+        gain: None,
+    };
+    let skipped = trial.skipped.examples.iter();
+    let mut all: Vec<Line<'a>> =
+        skipped.map(|skipped| blank(&skipped.changed, "skipped", skipped.why.as_str())).collect();
+    let outcome: End = trial.outcome;
+    all.push(Line {
+        origin: Some(trial.origin),
+        verdict: Some(&trial.verdict),
+        gain: trial.gain.map(|gain| [gain.low, gain.high]),
+        ..blank(&trial.changed, outcome.name(), trial.why.as_str())
+    });
+    all
+}

@@ -1,0 +1,113 @@
+//! `amk runs replay`: a trial of a run, done again. What cannot be done here is said, and is no failure.
+
+use search::replay::{Place, Repeated, Stage, replay};
+use search::{Conditions, Device, DeviceError, Dropped, LatencyKind};
+use serde::Serialize;
+use serde_json::Value;
+
+use super::recorded::Recorded;
+use crate::cli::{DeviceChoice, PlaceArgs, ReplayArgs};
+use crate::commands::evaluate::gate;
+use crate::context::Context;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::report;
+
+/// A trial, done again.
+#[derive(Serialize)]
+struct Replayed<'a> {
+    schema: &'static str,
+    run: &'a str,
+    trial: u64,
+    /// Whether nothing that was done differs.
+    same: bool,
+    /// What was done, in order.
+    stages: Vec<Stage>,
+}
+
+pub(crate) fn run(args: &ReplayArgs) -> Outcome {
+    let found = Recorded::open(&args.path)?;
+    let trial = match args.trial {
+        None => found.champion(),
+        Some(number) => found.trials.iter().find(|trial| trial.trial == number),
+    };
+    let trial = trial.ok_or_else(|| {
+        let last = found.trials.len().saturating_sub(1);
+        Failure::usage(format!("{} has no such trial: 0 to {last}", found.ledger.display()))
+    })?;
+    let context = context(&found, args.device)?;
+    let seed = found.header.get("seed").and_then(Value::as_u64).unwrap_or(0);
+    let mut stages = vec![files(&found), graph(&found, &context)];
+    if stages.iter().all(|stage| stage.result != Repeated::Differs) {
+        let measured = trial.verdict.latency_kind == Some(LatencyKind::MeasuredGpu);
+        let mut device = if measured { context.open_process(&args.sharing)? } else { None };
+        let kernel_id = |kernel: &_| context.kernel_id(kernel);
+        let mut gate = gate(&context, seed, measured, &kernel_id)?;
+        let here = device.as_ref().map(|gpu| crate::conditions::here(gpu));
+        let place = match (elsewhere(&found, here.as_ref()), &mut device) {
+            (None, Some(device)) => Place::Here(device as &mut dyn Device),
+            (Some(why), _) => Place::Elsewhere(why),
+            (None, None) => Place::Elsewhere("no GPU: none was found, or --device cpu".to_owned()),
+        };
+        let done = replay(&mut gate, place, trial, found.noise_floor(), seed);
+        stages.extend(done.map_err(|dropped| lost(&dropped))?);
+    }
+    let same = stages.iter().all(|stage| stage.result != Repeated::Differs);
+    for Stage { stage, result, detail } in &stages {
+        let word = match result {
+            Repeated::Same => "same",
+            Repeated::Differs => "DIFFERS",
+            Repeated::Skipped => "skipped",
+        };
+        report::say(&format!("  {stage:9} {word:7} {detail}"));
+    }
+    let (run, trial) = (found.run.as_str(), trial.trial);
+    report::document(&Replayed { schema: "amk.replay.v1", run, trial, same, stages })?;
+    Ok(if same { Exit::Yes } else { Exit::No })
+}
+
+/// The model of the run, where it is to be replayed.
+fn context(found: &Recorded, device: DeviceChoice) -> Result<Context, Failure> {
+    let missing =
+        |what: &str| Failure::usage(format!("{} does not say its {what}", found.ledger.display()));
+    let capacity = found.header.get("kv_capacity").and_then(Value::as_u64);
+    let place = PlaceArgs {
+        target: Some(found.word("target").ok_or_else(|| missing("target"))?.to_owned()),
+        device,
+        kv_capacity: capacity.and_then(|tokens| u32::try_from(tokens).ok()),
+    };
+    Context::load(found.word("model").ok_or_else(|| missing("model"))?, &place)
+}
+
+/// The ledger was read and held, or the run was refused before.
+fn files(found: &Recorded) -> Stage {
+    let detail = format!("{} rows follow from each other and their samples", found.rows);
+    Stage { stage: "files", result: Repeated::Same, detail }
+}
+
+fn graph(found: &Recorded, context: &Context) -> Stage {
+    let now = context.graph().id();
+    match found.word("graph_id") {
+        None => Stage::skipped("graph", "the ledger is from before the graph's id was kept"),
+        Some(then) => Stage {
+            stage: "graph",
+            result: if then == now { Repeated::Same } else { Repeated::Differs },
+            detail: format!("recorded {then}, now {now}"),
+        },
+    }
+}
+
+/// Why a time that is measured here could not be found again, if it could not.
+fn elsewhere(found: &Recorded, here: Option<&Conditions>) -> Option<String> {
+    let here = here?;
+    match found.conditions() {
+        None => Some("the ledger does not say where it was measured".to_owned()),
+        Some(then) => then.differs(here),
+    }
+}
+
+fn lost(dropped: &Dropped) -> Failure {
+    if let Dropped::Failed(error @ DeviceError::Unavailable { .. }) = dropped {
+        return Failure::missing(error.to_string());
+    }
+    Failure::refused(dropped.to_string())
+}

@@ -1,0 +1,70 @@
+//! The document that a search ends with.
+
+use std::path::PathBuf;
+
+use ir::schedule::ScheduleConfig;
+use schemars::JsonSchema;
+use search::{Confirmation, Trial, Verdict};
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+/// What a search found, and where it is kept.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub(crate) struct Found {
+    #[schemars(extend("const" = "amk.loop.v1"))]
+    pub(super) schema: &'static str,
+    /// The verdict on the best schedule: the confirmation's, if it was confirmed.
+    pub(super) best_verdict: Option<Verdict>,
+    /// The best schedule.
+    pub(super) best_config: Option<ScheduleConfig>,
+    /// Trials, those before a resume included.
+    pub(super) n_trials: usize,
+    /// Of these, those that were lowered and verified.
+    pub(super) n_valid: usize,
+    /// Of these, those that agreed with the graph.
+    pub(super) n_correct: usize,
+    /// Of these, those that were kept.
+    pub(super) n_kept: usize,
+    /// Illegal proposals, which cost no trial.
+    pub(super) n_rejected: u64,
+    /// The table of trials.
+    pub(super) results_tsv: PathBuf,
+    /// The ledger.
+    pub(super) ledger: PathBuf,
+    /// The store that holds its rows too. None if there is none, or if it could not be kept up to date.
+    pub(super) store: Option<PathBuf>,
+    /// trials, time, exhausted or interrupted.
+    pub(super) stopped_by: String,
+    /// The best schedule as a file for `--config`.
+    pub(super) best_config_file: Option<PathBuf>,
+    /// The trials that led, first to last.
+    pub(super) kept: Vec<Kept>,
+    /// The best schedule judged once more, on fresh tokens and against the baseline. None after an interruption.
+    pub(super) confirmation: Option<Confirmation>,
+    /// What the time was spent on.
+    pub(super) spent: Value,
+    /// The command that goes on with this search.
+    pub(super) resume: String,
+}
+
+impl Found {
+    /// Whether somebody ended it.
+    pub(crate) fn was_interrupted(&self) -> bool {
+        self.stopped_by == search::StoppedBy::Interrupted.name()
+    }
+}
+
+/// A trial that led.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub(super) struct Kept {
+    trial: u64,
+    /// The knobs in which it differs from the schedule that led before: path to before and after.
+    changed: Map<String, Value>,
+    why: String,
+}
+
+impl From<&Trial> for Kept {
+    fn from(trial: &Trial) -> Self {
+        Self { trial: trial.trial, changed: trial.changed.clone(), why: trial.why.clone() }
+    }
+}

@@ -1,0 +1,100 @@
+//! The search's part of the store: what the ledger has acknowledged is added to it. The ledger is the record, so a store that cannot be
+//! written never ends a search: that is said once, with the command that brings the store up to date.
+
+use std::path::{Path, PathBuf};
+
+use corpus::{CorpusError, Link, Store};
+use ir::schedule::ScheduleConfig;
+use search::Search;
+
+use crate::cli::LoopArgs;
+use crate::report;
+
+/// The store of the searches that name none, beside their folders.
+pub(crate) const STORE: &str = "store.sqlite";
+
+/// A store that follows one ledger.
+pub(super) struct Keeper {
+    store: Option<Store>,
+    run: String,
+    ledger: PathBuf,
+}
+
+impl Keeper {
+    /// Opens the store and adds what the ledger holds already: after a kill that may be more than the store has.
+    pub(super) fn open(args: &LoopArgs, dir: &Path, ledger: &Path) -> Self {
+        let mut keeper = Self { store: None, run: String::new(), ledger: ledger.to_path_buf() };
+        let Some(path) = path(args, dir) else { return keeper };
+        match keeper.begin(&path) {
+            Ok(store) => keeper.store = Some(store),
+            Err(error) => keeper.behind(&error),
+        }
+        keeper
+    }
+
+    fn begin(&mut self, path: &Path) -> Result<Store, CorpusError> {
+        let contents = corpus::read(&self.ledger)?;
+        let header = contents.hashes.first().map_or("", String::as_str);
+        self.run = corpus::store::run_id(&contents.header, header);
+        let mut store = Store::open(path)?;
+        store.add(&self.run, contents.links())?;
+        Ok(store)
+    }
+
+    /// The store's file, as long as it is kept.
+    pub(super) fn path(&self) -> Option<&Path> {
+        self.store.as_ref().map(Store::path)
+    }
+
+    /// Adds a row that the ledger acknowledged.
+    pub(super) fn row(&mut self, link: Link) {
+        let Some(store) = &mut self.store else { return };
+        if let Err(error) = store.add(&self.run, [link]) {
+            self.behind(&error);
+        }
+    }
+
+    /// Adds the program of a schedule that leads.
+    pub(super) fn program(&mut self, search: &Search<'_>, config: &ScheduleConfig) {
+        let Some(store) = &mut self.store else { return };
+        let gate = search.gate();
+        let Ok(candidate) = gate.validate(config).and_then(|valid| gate.lower(valid)) else {
+            return;
+        };
+        let saved = ir::text::save(&candidate.program);
+        if let Err(error) = store.add_program(&candidate.program_id, &saved) {
+            self.behind(&error);
+        }
+    }
+
+    /// From here on the store is left alone: a row that came after a missing one would not follow.
+    fn behind(&mut self, error: &CorpusError) {
+        self.store = None;
+        report::say(&format!(
+            "note: {error}. The search goes on without the store; bring it up to date with: amk corpus import {}",
+            self.ledger.display()
+        ));
+    }
+}
+
+/// Seals the run of a search that has ended. Without a seal it is as safe as before, and counts as one that can be resumed.
+pub(super) fn seal(dir: &Path, ledger: &Path) {
+    let sealed = corpus::read(ledger).and_then(|contents| {
+        let first = contents.hashes.first().map_or("", String::as_str);
+        let run = corpus::store::run_id(&contents.header, first);
+        let rows = contents.hashes.len() as u64;
+        corpus::manifest::seal_run(dir, &run, rows, super::header::unix_s())
+    });
+    if let Err(error) = sealed {
+        report::say(&format!("note: the run is not sealed: {error}"));
+    }
+}
+
+/// The store that the arguments mean: the one named, or the one beside the search's folder.
+fn path(args: &LoopArgs, dir: &Path) -> Option<PathBuf> {
+    match &args.store {
+        Some(path) if path.as_os_str() == "none" => None,
+        Some(path) => Some(path.clone()),
+        None => Some(dir.parent().unwrap_or(Path::new("")).join(STORE)),
+    }
+}

@@ -1,0 +1,80 @@
+//! Who follows a search while it runs, and may end it.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use search::Budget;
+
+use crate::failure::Exit;
+use crate::report;
+
+/// How far a search is.
+#[derive(Clone, Debug)]
+pub(crate) struct Progress {
+    /// The search's folder.
+    pub(crate) folder: PathBuf,
+    /// The model, as it was asked for.
+    pub(crate) model: String,
+    /// The GPU that is scheduled for.
+    pub(crate) target: String,
+    /// `cpu`, or the device's name.
+    pub(crate) device: String,
+    /// `measured-gpu` or `predicted`.
+    pub(crate) latency_kind: String,
+    /// When it ends.
+    pub(crate) budget: Budget,
+    /// Trials that are on the disk, those before a resume included.
+    pub(crate) trials: u64,
+    /// Time that it took, sessions before a resume included.
+    pub(crate) elapsed: Duration,
+    /// Latency of the schedule that leads, in microseconds a token.
+    pub(crate) best_us: Option<f64>,
+    /// Its trial.
+    pub(crate) best_trial: Option<u64>,
+    /// The last trial, in a line.
+    pub(crate) last: Option<String>,
+    /// The command that goes on with it.
+    pub(crate) resume: String,
+}
+
+/// Who follows a search.
+pub(crate) trait Watch {
+    /// Whether to end before the next trial.
+    fn stopped(&self) -> bool;
+
+    /// The files are open and the first trial is next.
+    fn begins(&self, progress: &Progress);
+
+    /// Another trial is on the disk.
+    fn trial(&self, progress: &Progress);
+}
+
+/// Set by Ctrl-C; looked at between trials.
+static STOP: AtomicBool = AtomicBool::new(false);
+
+/// The command line, where Ctrl-C ends a search.
+pub(super) struct Interrupts;
+
+impl Watch for Interrupts {
+    fn stopped(&self) -> bool {
+        STOP.load(Ordering::SeqCst)
+    }
+
+    fn begins(&self, _: &Progress) {
+        let handler = || {
+            if STOP.swap(true, Ordering::SeqCst) {
+                std::process::exit(Exit::Interrupted.code());
+            }
+            report::say("stopping after this trial (again: at once; finished trials are safe)");
+        };
+        if ctrlc::set_handler(handler).is_err() {
+            report::say(
+                "note: Ctrl-C cannot be caught here; finished trials are safe all the same",
+            );
+        }
+    }
+
+    // The bar and the lines of the trials are the session's own.
+    fn trial(&self, _: &Progress) {}
+}

@@ -1,0 +1,179 @@
+//! `amk diff` and `amk report` on the built binary.
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::{Value, json};
+
+fn amk(folder: &Path, args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
+    command.args(args).current_dir(folder).stdin(Stdio::null()).output().unwrap()
+}
+
+#[track_caller]
+fn document(ran: &Output, code: i32) -> Value {
+    let error = String::from_utf8_lossy(&ran.stderr);
+    assert_eq!(ran.status.code(), Some(code), "{error}");
+    serde_json::from_slice(&ran.stdout).unwrap_or_else(|e| panic!("{e}: {error}"))
+}
+
+fn write(folder: &Path, name: &str, config: &Value) {
+    std::fs::write(folder.join(name), config.to_string()).unwrap();
+}
+
+#[test]
+fn schedules_are_compared_knob_by_knob() {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), "a.json", &json!({"pipeline": {"stages": 4}}));
+    write(dir.path(), "b.json", &json!({"pipeline": {"stages": 6}, "sm_assignment": "carry"}));
+    write(dir.path(), "c.json", &json!({"kernel": {"evict": "first"}, "pipeline": {"stages": 4}}));
+    let differ = |a: &str, b: &str, more: &[&str]| {
+        let ran = amk(dir.path(), &[&["diff", a, b][..], more].concat());
+        let said = String::from_utf8_lossy(&ran.stderr).into_owned();
+        (document(&ran, 0), said)
+    };
+    let (same, said) = differ("a.json", "a.json", &[]);
+    assert_eq!(
+        (&same["same"], &same["acts_on"], &same["knobs"]),
+        (&json!(true), &json!("nothing"), &json!([]))
+    );
+    assert!(said.contains("are the same"), "{said}");
+
+    let (tables, said) = differ("a.json", "b.json", &["--json"]);
+    assert_eq!((&tables["same"], &tables["acts_on"]), (&json!(false), &json!("program")));
+    let knobs = tables["knobs"].as_array().unwrap();
+    assert_eq!(knobs.len(), 2);
+    assert_eq!(
+        (&knobs[1]["knob"], &knobs[1]["a"], &knobs[1]["b"]),
+        (&json!("pipeline.stages"), &json!(4), &json!(6))
+    );
+    assert!(
+        said.contains("pipeline.stages: 4 -> 6 (program)")
+            && said.contains("new tables are uploaded"),
+        "{said}"
+    );
+    assert_eq!(differ("a.json", "c.json", &[]).0["acts_on"], "kernel");
+
+    let (lowered, _) = differ("a.json", "b.json", &["--model", "toy"]);
+    let lowered = &lowered["lowered"];
+    assert_ne!(lowered["program_ids"][0], lowered["program_ids"][1]);
+    assert_eq!(lowered["kernel_ids"][0], lowered["kernel_ids"][1]);
+    assert!(lowered["predicted_us"][0].as_f64().unwrap() > 0.0);
+    assert_eq!(lowered["programs"]["sizes"]["ring.stages"], json!([4, 6]));
+
+    write(dir.path(), "bad.json", &json!({"pipeline": {"stages": 99, "stage": 1}}));
+    let refused = document(&amk(dir.path(), &["diff", "a.json", "bad.json"]), 1);
+    let message = refused["message"].as_str().unwrap();
+    assert!(
+        message.contains("bad.json")
+            && message.contains("pipeline.stages")
+            && message.contains("pipeline.stage:"),
+        "{message}"
+    );
+}
+
+#[test]
+fn programs_are_compared_task_by_task() {
+    let dir = tempfile::tempdir().unwrap();
+    let lower = |name: &str, config: Value| {
+        write(dir.path(), "config.json", &config);
+        let args =
+            ["lower", "--model", "toy", "--device", "cpu", "--config", "config.json", "-o", name];
+        assert!(amk(dir.path(), &args).status.success());
+    };
+    lower("a.amkp", json!({}));
+    lower("a.amk", json!({}));
+    lower("moved.amkp", json!({"sm_assignment": "carry"}));
+    lower("tagged.amkp", json!({"sync": {"qkv": "tagged"}}));
+    lower("rows.amkp", json!({"tiling": {"down": {"rows": 8}}}));
+    let tasks = |b: &str| document(&amk(dir.path(), &["diff", "a.amkp", b]), 0)["programs"].clone();
+
+    let same = document(&amk(dir.path(), &["diff", "a.amkp", "a.amk"]), 0);
+    assert_eq!((&same["same"], &same["kind"]), (&json!(true), &json!("programs")));
+    let all = &same["programs"]["tasks"];
+    assert_eq!((&all["a"], &all["same"]), (&all["b"], &all["a"]), "{all}");
+    assert_eq!(
+        (&same["programs"]["by_opcode"], &same["programs"]["examples"]),
+        (&json!({}), &json!([]))
+    );
+
+    let count = |diff: &Value, what: &str| diff["tasks"][what].as_u64().unwrap();
+    let moved = tasks("moved.amkp");
+    assert!(count(&moved, "moved") > 0 && count(&moved, "added") == 0, "{moved}");
+    assert_eq!(count(&moved, "slots"), 0);
+    let tagged = tasks("tagged.amkp");
+    assert!(count(&tagged, "slots") > 0 && count(&tagged, "sync") > 0, "{tagged}");
+    assert_eq!(
+        (count(&tagged, "added"), count(&tagged, "removed"), count(&tagged, "moved")),
+        (0, 0, 0),
+        "{tagged}"
+    );
+    let rows = tasks("rows.amkp");
+    assert!(count(&rows, "added") > 0 && count(&rows, "removed") > 0, "{rows}");
+    assert!((1..=16).contains(&rows["examples"].as_array().unwrap().len()));
+    for diff in [moved, tagged, rows] {
+        let of_a = count(&diff, "same") + count(&diff, "removed");
+        assert!(of_a <= count(&diff, "a"), "{diff}");
+    }
+
+    write(dir.path(), "c.json", &json!({}));
+    let refused = document(&amk(dir.path(), &["diff", "a.amkp", "c.json"]), 2);
+    assert!(refused["message"].as_str().unwrap().contains("a program and a schedule"), "{refused}");
+}
+
+/// A model whose name is an element, through a whole search.
+#[test]
+fn a_report_is_one_page_that_a_name_cannot_break_out_of() {
+    let dir = tempfile::tempdir().unwrap();
+    let hostile = "<img src=x onerror=alert(1)>";
+    assert!(amk(dir.path(), &["export", "--model", "toy", "--out", hostile]).status.success());
+    let args = [
+        "loop",
+        "--model",
+        hostile,
+        "--device",
+        "cpu",
+        "--kv-capacity",
+        "16",
+        "--budget",
+        "5",
+        "--out",
+        "<b>run",
+    ];
+    document(&amk(dir.path(), &args), 0);
+    let written = document(&amk(dir.path(), &["report", "<b>run", "--out", "page.html"]), 0);
+    assert_eq!((&written["schema"], &written["trials"]), (&json!("amk.report.v1"), &json!(5)));
+    let page = std::fs::read_to_string(dir.path().join("page.html")).unwrap();
+    assert_eq!(written["bytes"], page.len());
+    assert!(
+        page.contains("&lt;img src=x") && !page.contains("<img") && !page.contains("<b>run"),
+        "{page}"
+    );
+    for part in [
+        "Progress",
+        "Against the floor",
+        "Kept and reverted",
+        "What each knob was worth",
+        "beside the default",
+        "How to reproduce",
+    ] {
+        assert!(page.contains(part), "{part}");
+    }
+    assert!(page.contains("predicted latency, us a token") && !page.contains("measured latency"));
+    assert!(!page.contains("does not hold"));
+    // The page gives the commands that check it and do it again.
+    let command = page.lines().find(|line| line.starts_with("amk loop ")).unwrap();
+    assert!(command.contains("--budget 5") && command.contains("--kv-capacity 16"), "{command}");
+
+    // A ledger that was tampered with is no search to report on.
+    let ledger = dir.path().join("<b>run/ledger.jsonl");
+    let text = std::fs::read_to_string(&ledger).unwrap().replacen(
+        "\"correct\":true",
+        "\"correct\":false",
+        1,
+    );
+    std::fs::write(&ledger, text).unwrap();
+    document(&amk(dir.path(), &["report", "<b>run"]), 4);
+    assert!(!dir.path().join("report.html").exists());
+    document(&amk(dir.path(), &["report", "nowhere"]), 2);
+}

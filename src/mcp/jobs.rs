@@ -1,0 +1,251 @@
+//! The long work: one schedule is judged at a time, since two would share a device and two cores, and time each other.
+
+use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot, watch};
+
+use crate::commands::search_loop::{Found, Progress, Watch};
+use crate::failure::{Exit, Failure};
+
+/// Evaluations that may wait for their turn.
+const WAITING_MAX: usize = 8;
+
+/// Calls that may be under way at once, of whatever tool.
+const CALLS_MAX: usize = 32;
+
+/// Threads of the tools that answer soon.
+const QUICK_MAX: usize = 4;
+
+/// How long the end of the server waits for a trial under way. What it does not wait for is on the disk, or was never acknowledged.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// How long the last answers may take to be read.
+const LAST_WORDS: Duration = Duration::from_secs(7);
+
+/// Stack of a thread that judges: as much as the main thread has.
+const STACK_BYTES: usize = 8 << 20;
+
+/// What is under way.
+pub(super) struct Jobs {
+    /// Held by the one that judges.
+    turn: Arc<Semaphore>,
+    quick: Arc<Semaphore>,
+    waiting: AtomicUsize,
+    calls: AtomicUsize,
+    ending: Arc<AtomicBool>,
+    ended: Notify,
+    search: Mutex<Option<Arc<Follow>>>,
+}
+
+impl Default for Jobs {
+    fn default() -> Self {
+        Self {
+            turn: Arc::new(Semaphore::new(1)),
+            quick: Arc::new(Semaphore::new(QUICK_MAX)),
+            waiting: AtomicUsize::new(0),
+            calls: AtomicUsize::new(0),
+            ending: Arc::default(),
+            ended: Notify::new(),
+            search: Mutex::default(),
+        }
+    }
+}
+
+/// One more of a bounded number, until it is dropped.
+pub(super) struct Counted<'a>(&'a AtomicUsize);
+
+impl<'a> Counted<'a> {
+    fn new(counter: &'a AtomicUsize, most: usize) -> Option<Self> {
+        let less = |n: usize| (n < most).then_some(n + 1);
+        counter.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less).ok().map(|_| Self(counter))
+    }
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Jobs {
+    /// Notes a call, or refuses it.
+    pub(super) fn call(&self) -> Result<Counted<'_>, Failure> {
+        Counted::new(&self.calls, CALLS_MAX)
+            .ok_or_else(|| busy(&format!("{CALLS_MAX} calls are under way; wait for one of them")))
+    }
+
+    /// A thread for a tool that answers soon.
+    pub(super) async fn quick(&self) -> Result<OwnedSemaphorePermit, Failure> {
+        self.quick.clone().acquire_owned().await.map_err(|_| busy("the server is ending"))
+    }
+
+    /// The turn of an evaluation: at once, or after those that came before it. A search is not waited for.
+    pub(super) async fn turn(&self) -> Result<OwnedSemaphorePermit, Failure> {
+        if let Some(search) = self.search().filter(|search| search.is_running()) {
+            return Err(busy(&search.busy()));
+        }
+        let Some(_waiting) = Counted::new(&self.waiting, WAITING_MAX) else {
+            return Err(busy(&format!("{WAITING_MAX} evaluations wait already; send it again")));
+        };
+        self.turn.clone().acquire_owned().await.map_err(|_| busy("the server is ending"))
+    }
+
+    /// Begins a search, unless something is being judged.
+    pub(super) fn begin(&self) -> Result<(Arc<Follow>, OwnedSemaphorePermit), Failure> {
+        let mut search = lock(&self.search);
+        if let Some(running) = search.as_ref().filter(|search| search.is_running()) {
+            return Err(busy(&running.busy()));
+        }
+        let turn = self.turn.clone().try_acquire_owned();
+        let turn = turn.map_err(|_| busy("an evaluation is under way; send it again"))?;
+        let follow = Arc::new(Follow::new(self.ending.clone()));
+        *search = Some(follow.clone());
+        Ok((follow, turn))
+    }
+
+    /// The latest search of this server.
+    pub(super) fn search(&self) -> Option<Arc<Follow>> {
+        lock(&self.search).clone()
+    }
+
+    /// Whether something is being judged.
+    pub(super) fn is_judging(&self) -> bool {
+        self.turn.available_permits() == 0
+    }
+
+    /// Evaluations that wait for their turn.
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting.load(Ordering::SeqCst)
+    }
+
+    /// Ends a search after its trial, and lets nothing begin.
+    pub(super) fn end(&self) {
+        self.ending.store(true, Ordering::SeqCst);
+        self.quick.close();
+        self.turn.close();
+        self.ended.notify_one();
+    }
+
+    /// Comes back a while after the end.
+    pub(super) async fn long_ended(&self) {
+        self.ended.notified().await;
+        tokio::time::sleep(LAST_WORDS).await;
+    }
+
+    /// Waits for what is being judged, for a while.
+    pub(super) fn wait(&self) {
+        let began = Instant::now();
+        while self.is_judging() && began.elapsed() < GRACE {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+fn busy(why: &str) -> Failure {
+    Failure::refused(format!("busy: {why}"))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs something on a thread of its own, which keeps the permit until it is done. A panic is a failure like any other, and ours.
+pub(super) fn on_thread<T: Send + 'static>(
+    permit: OwnedSemaphorePermit,
+    work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
+) -> oneshot::Receiver<Result<T, Failure>> {
+    let (sender, receiver) = oneshot::channel();
+    let run = move || {
+        let caught = std::panic::catch_unwind(AssertUnwindSafe(work));
+        drop(permit);
+        let bug = |_| Err(Failure { exit: Exit::Bug, message: crate::last_panic() });
+        // Nobody may be waiting any more.
+        let _ = sender.send(caught.unwrap_or_else(bug));
+    };
+    let thread = std::thread::Builder::new().name("amk-judge".to_owned()).stack_size(STACK_BYTES);
+    // Without a thread the sender is dropped, which the receiver sees.
+    let _ = thread.spawn(run);
+    receiver
+}
+
+/// What became of a thread's work.
+pub(super) fn received<T>(
+    sent: Result<Result<T, Failure>, oneshot::error::RecvError>,
+) -> Result<T, Failure> {
+    sent.unwrap_or_else(|_| Err(Failure::missing("this machine starts no more threads")))
+}
+
+/// How a search ended.
+pub(super) type End = Result<Found, Failure>;
+
+/// A search, and who follows it.
+pub(super) struct Follow {
+    stop: AtomicBool,
+    ending: Arc<AtomicBool>,
+    progress: watch::Sender<Option<Progress>>,
+    end: Mutex<Option<Arc<End>>>,
+}
+
+impl Follow {
+    fn new(ending: Arc<AtomicBool>) -> Self {
+        let progress = watch::Sender::new(None);
+        Self { stop: AtomicBool::new(false), ending, progress, end: Mutex::new(None) }
+    }
+
+    /// Asks it to end after the trial under way.
+    pub(super) fn stop(&self) {
+        self.stop.store(true, Ordering::SeqCst);
+    }
+
+    /// Notes how it ended, and wakes who follows it.
+    pub(super) fn ended(&self, end: Arc<End>) {
+        *lock(&self.end) = Some(end);
+        self.progress.send_modify(|_| {});
+    }
+
+    /// How it ended, if it did.
+    pub(super) fn end(&self) -> Option<Arc<End>> {
+        lock(&self.end).clone()
+    }
+
+    pub(super) fn is_running(&self) -> bool {
+        self.end().is_none()
+    }
+
+    /// How far it is.
+    pub(super) fn progress(&self) -> Option<Progress> {
+        self.progress.borrow().clone()
+    }
+
+    /// Wakes at every later progress, of which it sees the newest, and at the end.
+    pub(super) fn subscribe(&self) -> watch::Receiver<Option<Progress>> {
+        self.progress.subscribe()
+    }
+
+    /// Why nothing else may be judged.
+    fn busy(&self) -> String {
+        let at = self
+            .progress()
+            .map_or(String::new(), |p| format!(" (trial {} of {})", p.trials, p.budget));
+        format!(
+            "a search is under way{at}; `status` follows it, cancelling its call ends it after the trial"
+        )
+    }
+}
+
+impl Watch for Follow {
+    fn stopped(&self) -> bool {
+        self.stop.load(Ordering::SeqCst) || self.ending.load(Ordering::SeqCst)
+    }
+
+    fn begins(&self, progress: &Progress) {
+        self.trial(progress);
+    }
+
+    fn trial(&self, progress: &Progress) {
+        self.progress.send_replace(Some(progress.clone()));
+    }
+}

@@ -1,0 +1,77 @@
+//! `amk mcp`: the verbs that an agent needs as tools of the Model Context Protocol, on standard input and output.
+//!
+//! The SDK speaks the protocol. A tool's arguments are those of the command of its name and its answer is that command's document: both
+//! describe themselves by schemas that are made from the same types. Standard output carries JSON-RPC only, and nobody need read
+//! standard error: nothing is said there.
+//!
+//! **Promises.** Nothing waits without a bound: one schedule is judged at a time, a few wait for their turn, what is beyond that is refused
+//! at once, and progress that nobody reads is replaced by newer progress. A search runs on a thread of its own and asks before each trial
+//! whether it goes on. The end of the input ends it too.
+
+mod arguments;
+mod jobs;
+mod resources;
+mod server;
+mod tools;
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use rmcp::ServiceExt;
+use rmcp::service::ServerInitializeError;
+use tokio::io::{AsyncRead, ReadBuf};
+
+use crate::failure::{Exit, Failure, Outcome};
+use crate::report;
+use jobs::Jobs;
+
+/// Serves one client until its end of the input is closed.
+pub(crate) fn serve() -> Outcome {
+    report::say("amk mcp: serving on standard input and output until the input ends");
+    report::quiet();
+    let here = |error: std::io::Error| Failure::missing(format!("cannot start a server: {error}"));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(here)?;
+    let jobs = Arc::new(Jobs::default());
+    let server = server::Server::new(jobs.clone())?;
+    let served = runtime.block_on(async {
+        let (input, output) = rmcp::transport::stdio();
+        let input = UntilEnd { input, jobs: jobs.clone() };
+        match server.serve((input, output)).await {
+            // A client that reads no more would keep the SDK at its last words for ever.
+            Ok(running) => tokio::select! {
+                ended = running.waiting() => ended.map(drop).map_err(|error| error.to_string()),
+                () = jobs.long_ended() => Ok(()),
+            },
+            Err(ServerInitializeError::ConnectionClosed(_)) => Ok(()),
+            Err(error) => Err(error.to_string()),
+        }
+    });
+    jobs.end();
+    jobs.wait();
+    // A thread that reads standard input cannot be joined.
+    runtime.shutdown_background();
+    served.map(|()| Exit::Yes).map_err(|error| Failure::usage(format!("no MCP client: {error}")))
+}
+
+/// Standard input, which ends the work when it ends.
+struct UntilEnd<R> {
+    input: R,
+    jobs: Arc<Jobs>,
+}
+
+impl<R: AsyncRead + Unpin> AsyncRead for UntilEnd<R> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<std::io::Result<()>> {
+        let (before, room) = (buf.filled().len(), buf.remaining());
+        let read = ready!(Pin::new(&mut self.input).poll_read(cx, buf));
+        if read.is_err() || (room > 0 && buf.filled().len() == before) {
+            self.jobs.end();
+        }
+        Poll::Ready(read)
+    }
+}

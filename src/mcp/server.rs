@@ -1,0 +1,369 @@
+//! Answers the protocol's requests: which tools and resources there are, and what they say.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rmcp::model::{
+    CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, ErrorData,
+    Implementation, ListResourcesResult, ListToolsResult, PaginatedRequestParams,
+    ProgressNotificationParam, ProgressToken, ReadResourceRequestParams, ReadResourceResponse,
+    ReadResourceResult, ServerCapabilities, ServerConfig, Tool,
+};
+use rmcp::service::{Peer, RequestContext};
+use rmcp::{RoleServer, ServerHandler};
+use schemars::JsonSchema;
+use search::Budget;
+use serde::Serialize;
+use serde_json::{Map, Value};
+use tokio::sync::watch;
+
+use super::arguments;
+use super::jobs::{Follow, Jobs, on_thread, received};
+use super::resources;
+use super::tools::{self, Entry, Run};
+use crate::cli::LoopArgs;
+use crate::commands::search_loop::{self, Found, Progress};
+use crate::failure::{Exit, Failure};
+use crate::report::{self, Answer};
+
+/// How long a result waits for the last progress to be taken.
+const LAST_PROGRESS: Duration = Duration::from_secs(1);
+
+const INSTRUCTIONS: &str = "amk searches for the fastest schedule of a decoder LLM's megakernel. Read the resource amk://harness first. \
+    The order of work: propose (the schedule and the legal values), evaluate (one verdict on your edit), loop (an automatic search), status, \
+    runs. You edit the schedule's knobs and nothing else; predicted latencies are never compared with measured ones.";
+
+/// What the server is doing.
+#[derive(Debug, Serialize, JsonSchema)]
+pub(super) struct Status {
+    #[schemars(extend("const" = "amk.status.v1"))]
+    schema: &'static str,
+    /// Version of amk.
+    version: &'static str,
+    /// idle, evaluating or searching.
+    doing: &'static str,
+    /// Evaluations that wait for their turn.
+    waiting: usize,
+    /// The latest search of this server.
+    search: Option<SearchStatus>,
+}
+
+/// A search of this server.
+#[derive(Debug, Serialize, JsonSchema)]
+struct SearchStatus {
+    /// starting, running, finished, interrupted or failed.
+    state: &'static str,
+    /// The search's folder.
+    folder: Option<String>,
+    model: Option<String>,
+    target: Option<String>,
+    /// cpu, or the device's name.
+    device: Option<String>,
+    /// measured-gpu or predicted.
+    latency_kind: Option<String>,
+    budget: Option<String>,
+    /// Trials that are on the disk.
+    trials: u64,
+    /// Seconds that it took, sessions before a resume included.
+    elapsed_s: f64,
+    /// Latency of the schedule that leads, in microseconds a token.
+    best_us: Option<f64>,
+    /// Its trial.
+    best_trial: Option<u64>,
+    /// The last trial, in a line.
+    last: Option<String>,
+    /// The command that goes on with it; as a tool: `loop` with `resume` and `out`.
+    resume: Option<String>,
+    /// What it found, once it has ended.
+    result: Option<Found>,
+    /// Why it failed.
+    error: Option<String>,
+}
+
+impl Status {
+    fn of(jobs: &Jobs) -> Self {
+        let search = jobs.search();
+        let searching = search.as_ref().is_some_and(|search| search.is_running());
+        let doing = match (searching, jobs.is_judging()) {
+            (true, _) => "searching",
+            (false, true) => "evaluating",
+            (false, false) => "idle",
+        };
+        Self {
+            schema: "amk.status.v1",
+            version: env!("CARGO_PKG_VERSION"),
+            doing,
+            waiting: jobs.waiting(),
+            search: search.map(|search| SearchStatus::of(&search)),
+        }
+    }
+}
+
+impl SearchStatus {
+    fn of(search: &Follow) -> Self {
+        let (progress, end) = (search.progress(), search.end());
+        let (state, result, error) = match end.as_deref() {
+            None if progress.is_none() => ("starting", None, None),
+            None => ("running", None, None),
+            Some(Ok(found)) if found.was_interrupted() => {
+                ("interrupted", Some(found.clone()), None)
+            }
+            Some(Ok(found)) => ("finished", Some(found.clone()), None),
+            Some(Err(failure)) => ("failed", None, Some(failure.message.clone())),
+        };
+        let of = |word: fn(&Progress) -> String| progress.as_ref().map(word);
+        Self {
+            state,
+            folder: of(|p| p.folder.display().to_string()),
+            model: of(|p| p.model.clone()),
+            target: of(|p| p.target.clone()),
+            device: of(|p| p.device.clone()),
+            latency_kind: of(|p| p.latency_kind.clone()),
+            budget: of(|p| p.budget.to_string()),
+            trials: progress.as_ref().map_or(0, |p| p.trials),
+            elapsed_s: progress.as_ref().map_or(0.0, |p| p.elapsed.as_secs_f64()),
+            best_us: progress.as_ref().and_then(|p| p.best_us),
+            best_trial: progress.as_ref().and_then(|p| p.best_trial),
+            last: progress.as_ref().and_then(|p| p.last.clone()),
+            resume: of(|p| p.resume.clone()),
+            result,
+            error,
+        }
+    }
+}
+
+/// The server of one client.
+pub(super) struct Server {
+    jobs: Arc<Jobs>,
+    tools: Arc<Vec<Entry>>,
+}
+
+impl Server {
+    pub(super) fn new(jobs: Arc<Jobs>) -> Result<Self, Failure> {
+        Ok(Self { jobs, tools: Arc::new(tools::all()?) })
+    }
+
+    /// Runs a tool by its place in the table. The outer error is for arguments that are wrong, as a document.
+    async fn run(
+        &self,
+        index: usize,
+        given: Map<String, Value>,
+        context: &RequestContext<RoleServer>,
+    ) -> Result<Result<Answer<Value>, Failure>, Value> {
+        let quick = match self.jobs.quick().await {
+            Ok(permit) => permit,
+            Err(failure) => return Ok(Err(failure)),
+        };
+        let (tools, checked) = (self.tools.clone(), given.clone());
+        let check = move || Ok(tools[index].problems(&checked));
+        let problems = match received(on_thread(quick, check).await) {
+            Ok(problems) => problems,
+            Err(failure) => return Ok(Err(failure)),
+        };
+        let entry = &self.tools[index];
+        if !problems.is_empty() {
+            return Err(arguments::document(&entry.tool.name, &problems));
+        }
+        let given = Value::Object(given);
+        Ok(match &entry.run {
+            Run::Status => tools::as_json(&Status::of(&self.jobs))
+                .map(|document| Answer { document, exit: Exit::Yes }),
+            Run::Search => self.search(given, context).await,
+            Run::Quick(_) | Run::Judge(_) => self.call(index, given, context).await,
+        })
+    }
+
+    /// Runs a tool that answers from its arguments, on a thread of its own.
+    async fn call(
+        &self,
+        index: usize,
+        given: Value,
+        context: &RequestContext<RoleServer>,
+    ) -> Result<Answer<Value>, Failure> {
+        let permit = match &self.tools[index].run {
+            Run::Judge(_) => tokio::select! {
+                turn = self.jobs.turn() => turn?,
+                () = context.ct.cancelled() => return Err(Failure::refused("cancelled")),
+            },
+            Run::Quick(_) | Run::Search | Run::Status => self.jobs.quick().await?,
+        };
+        let tools = self.tools.clone();
+        let work = move || match &tools[index].run {
+            Run::Quick(call) | Run::Judge(call) => call(given),
+            Run::Search | Run::Status => Err(Failure::refused("not a call")),
+        };
+        received(on_thread(permit, work).await)
+    }
+
+    /// Searches until the budget is spent, or the call is cancelled.
+    async fn search(
+        &self,
+        given: Value,
+        context: &RequestContext<RoleServer>,
+    ) -> Result<Answer<Value>, Failure> {
+        let args: LoopArgs = tools::read(given)?;
+        let (follow, turn) = self.jobs.begin()?;
+        let news = context.meta.get_progress_token().map(|token| {
+            let (peer, follow, news) = (context.peer.clone(), follow.clone(), follow.subscribe());
+            tokio::spawn(forward(token, peer, follow, news))
+        });
+        let watch = follow.clone();
+        let mut end = on_thread(turn, move || {
+            // Noted on the thread: a status after this is true whoever still listens.
+            let end = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                search_loop::answer(&args, &*watch).map(|answer| answer.document)
+            }));
+            let bug = |_| Err(Failure { exit: Exit::Bug, message: crate::last_panic() });
+            let end = Arc::new(end.unwrap_or_else(bug));
+            watch.ended(end.clone());
+            Ok(end)
+        });
+        let end = tokio::select! {
+            end = &mut end => end,
+            () = context.ct.cancelled() => {
+                follow.stop();
+                end.await
+            }
+        };
+        let end = received(end).inspect_err(|failure| {
+            follow.ended(Arc::new(Err(failure.clone())));
+        })?;
+        if let Some(mut news) = news
+            && tokio::time::timeout(LAST_PROGRESS, &mut news).await.is_err()
+        {
+            news.abort();
+        }
+        match &*end {
+            Ok(found) => Ok(Answer { document: tools::as_json(found)?, exit: Exit::Yes }),
+            Err(failure) => Err(failure.clone()),
+        }
+    }
+}
+
+/// Sends a search's progress. What the client is too slow to take is replaced by what comes after it.
+async fn forward(
+    token: ProgressToken,
+    peer: Peer<RoleServer>,
+    follow: Arc<Follow>,
+    mut news: watch::Receiver<Option<Progress>>,
+) {
+    let mut sent = None;
+    while news.changed().await.is_ok() {
+        let progress = news.borrow_and_update().clone();
+        // The protocol wants every progress to be more than the one before.
+        let new = |p: &Progress| p.last.is_some() && Some(p.trials) > sent;
+        if let Some(progress) = progress.filter(new) {
+            sent = Some(progress.trials);
+            let told = peer.notify_progress(notification(token.clone(), &progress)).await;
+            if told.is_err() {
+                return;
+            }
+        }
+        if !follow.is_running() {
+            return;
+        }
+    }
+}
+
+fn notification(token: ProgressToken, progress: &Progress) -> ProgressNotificationParam {
+    let (done, total) = match progress.budget {
+        Budget::Trials(most) => (progress.trials as f64, most as f64),
+        Budget::Time(most) => (progress.elapsed.as_secs_f64(), most.as_secs_f64()),
+    };
+    let best = match (progress.best_us, progress.best_trial) {
+        (Some(us), Some(trial)) => {
+            format!("best {us:.1} us {} (trial {trial})", progress.latency_kind)
+        }
+        _ => "nothing correct yet".to_owned(),
+    };
+    let last = progress.last.as_deref().unwrap_or_default();
+    let words: Vec<&str> = last.split_whitespace().collect();
+    ProgressNotificationParam::new(token, done.min(total)).with_total(total).with_message(format!(
+        "trial {} of {}; {best}; last: {}",
+        progress.trials,
+        progress.budget,
+        words.join(" ")
+    ))
+}
+
+/// What is sent for an answer. A schedule that breaks rules is an argument that is wrong, though its verdict says it all.
+fn complete(answered: Answer<Value>) -> CallToolResult {
+    let illegal = answered.document["violations"].as_array().is_some_and(|list| !list.is_empty());
+    let mut result = CallToolResult::structured(answered.document);
+    result.is_error = Some(illegal);
+    result
+}
+
+/// An error that the agent reads. It has no structured content: that would have to fit the schema of the tool's answer.
+fn error(document: &Value) -> CallToolResult {
+    CallToolResult::error(vec![ContentBlock::text(document.to_string())])
+}
+
+impl ServerHandler for Server {
+    fn get_info(&self) -> ServerConfig {
+        let capabilities = ServerCapabilities::builder().enable_tools().enable_resources().build();
+        ServerConfig::new(capabilities)
+            .with_server_info(Implementation::new("amk", env!("CARGO_PKG_VERSION")))
+            .with_instructions(INSTRUCTIONS)
+    }
+
+    async fn list_tools(
+        &self,
+        _: Option<PaginatedRequestParams>,
+        _: RequestContext<RoleServer>,
+    ) -> Result<ListToolsResult, ErrorData> {
+        let tools = self.tools.iter().map(|entry| entry.tool.clone()).collect();
+        Ok(ListToolsResult::with_all_items(tools))
+    }
+
+    fn get_tool(&self, name: &str) -> Option<Tool> {
+        let entry = self.tools.iter().find(|entry| entry.tool.name == name);
+        entry.map(|entry| entry.tool.clone())
+    }
+
+    async fn call_tool(
+        &self,
+        request: CallToolRequestParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<CallToolResponse, ErrorData> {
+        let named = |entry: &Entry| entry.tool.name == request.name;
+        let Some(index) = self.tools.iter().position(named) else {
+            let names: Vec<&str> = self.tools.iter().map(|entry| &*entry.tool.name).collect();
+            let known = names.join(", ");
+            let message = format!("there is no tool `{}`; there are {known}", request.name);
+            return Err(ErrorData::invalid_params(message, None));
+        };
+        let given = request.arguments.unwrap_or_default();
+        let failed = |failure: &Failure| report::error_document(failure.exit, &failure.message);
+        let _call = match self.jobs.call() {
+            Ok(call) => call,
+            Err(failure) => return Ok(error(&failed(&failure)).into()),
+        };
+        Ok(match self.run(index, given, &context).await {
+            Ok(Ok(answered)) => complete(answered),
+            Ok(Err(failure)) => error(&failed(&failure)),
+            Err(document) => error(&document),
+        }
+        .into())
+    }
+
+    async fn list_resources(
+        &self,
+        _: Option<PaginatedRequestParams>,
+        _: RequestContext<RoleServer>,
+    ) -> Result<ListResourcesResult, ErrorData> {
+        Ok(ListResourcesResult::with_all_items(resources::list()))
+    }
+
+    async fn read_resource(
+        &self,
+        request: ReadResourceRequestParams,
+        _: RequestContext<RoleServer>,
+    ) -> Result<ReadResourceResponse, ErrorData> {
+        let contents = resources::read(&request.uri).ok_or_else(|| {
+            let message = format!("there is no {}; there are {}", request.uri, resources::uris());
+            ErrorData::resource_not_found(message, None)
+        })?;
+        Ok(ReadResourceResult::new(vec![contents]).into())
+    }
+}

@@ -1,0 +1,278 @@
+//! The tools: each is a command's arguments, its answer, and a sentence for the agent that chooses between them.
+
+use std::sync::Arc;
+
+use jsonschema::Validator;
+use rmcp::model::{JsonObject, Tool, ToolAnnotations};
+use schemars::generate::SchemaSettings;
+use schemars::{JsonSchema, Schema};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use super::arguments::{self, Problem};
+use super::server::Status;
+use crate::cli::{
+    CompareArgs, DiffArgs, EvaluateArgs, ExplainArgs, LoopArgs, ProposeArgs, RunsArgs,
+};
+use crate::commands::{diff, evaluate, explain, propose, runs, search_loop};
+use crate::failure::{Exit, Failure};
+use crate::report::Answer;
+
+/// A tool that answers from its arguments alone.
+type Call = Box<dyn Fn(Value) -> Result<Answer<Value>, Failure> + Send + Sync>;
+
+/// How a tool is run.
+pub(super) enum Run {
+    /// It answers soon, beside whatever else is under way.
+    Quick(Call),
+    /// It judges a schedule: one at a time.
+    Judge(Call),
+    /// It searches.
+    Search,
+    /// It says what is under way.
+    Status,
+}
+
+/// A tool.
+pub(super) struct Entry {
+    /// As it is listed.
+    pub(super) tool: Tool,
+    /// How it is run.
+    pub(super) run: Run,
+    schema: Value,
+    validator: Validator,
+    check: fn(&Map<String, Value>) -> Vec<Problem>,
+}
+
+impl Entry {
+    /// Everything that is wrong with these arguments.
+    pub(super) fn problems(&self, arguments: &Map<String, Value>) -> Vec<Problem> {
+        let whole = Value::Object(arguments.clone());
+        let mut problems = arguments::against(&self.validator, &self.schema, &whole);
+        let shape = problems.len();
+        problems.extend((self.check)(arguments));
+        // A verdict says what is wrong with a schedule in its own way, if nothing else is.
+        let only_config = shape == 0 && problems.iter().all(Problem::is_about_config);
+        if only_config && matches!(self.run, Run::Judge(_)) { Vec::new() } else { problems }
+    }
+}
+
+/// Arguments of `status`.
+#[derive(Debug, Deserialize, JsonSchema)]
+struct StatusArgs {}
+
+/// Arguments of `runs`.
+#[derive(Debug, Deserialize, JsonSchema)]
+struct RunsCall {
+    /// Check every row (the chain, the head, and that each follows from its samples) and say of a ledger that does not hold which line and why.
+    #[serde(default)]
+    verify: bool,
+    #[serde(flatten)]
+    runs: RunsArgs,
+}
+
+/// What `compare` answers: the document of `runs compare` for two runs, else that of `diff`.
+#[derive(Serialize, JsonSchema)]
+#[serde(untagged)]
+#[schemars(extend(
+    "type" = "object",
+    "properties" = json!({"schema": {"type": "string", "enum": ["amk.compare.v1", "amk.diff.v1"]}})
+))]
+enum Comparison {
+    Runs(Box<runs::compare::Compared>),
+    Parts(Box<diff::Difference>),
+}
+
+/// Every tool.
+pub(super) fn all() -> Result<Vec<Entry>, Failure> {
+    Ok(vec![
+        entry::<ProposeArgs, propose::Proposal>(
+            "propose",
+            "The schedule to start from and the search space: every knob with its legal values for this model and GPU. With `ledger`, the schedule that leads in that search.",
+            Run::Quick(typed(propose::answer)),
+            |given| [arguments::about_model(given), about_ledger(given)].concat(),
+        )?,
+        entry::<EvaluateArgs, search::Verdict>(
+            "evaluate",
+            "Judges one schedule: legal, lowered, verified, equal to the graph's values on the reference machine and the GPU, then timed, or predicted without a GPU. An illegal schedule is an error with every violation; a wrong or slow one is a verdict.",
+            Run::Judge(typed(evaluate::answer)),
+            arguments::about_model,
+        )?,
+        entry::<LoopArgs, search_loop::Found>(
+            "loop",
+            "Searches for a faster schedule: proposes, judges, keeps what is better. Blocks until the budget is spent; reports progress by trials. Cancelling ends it after the trial under way; every finished trial is kept, and `resume` with `out` goes on. Give a larger `budget` to resume: it counts trials from the first.",
+            Run::Search,
+            |given| [arguments::about_model(given), about_folder(given)].concat(),
+        )?,
+        entry::<StatusArgs, Status>(
+            "status",
+            "What this server is doing: idle, judging or searching; of the latest search the trials so far, the best latency, how it ended and the whole result.",
+            Run::Status,
+            |_| Vec::new(),
+        )?,
+        entry::<RunsCall, runs::Runs>(
+            "runs",
+            "The searches on the disk with their trials, device and best latency; with `verify`, whether their ledgers hold.",
+            Run::Quick(typed(|call: &RunsCall| {
+                if call.verify { runs::verify(&call.runs) } else { runs::list(&call.runs) }
+            })),
+            about_runs,
+        )?,
+        entry::<DiffArgs, Comparison>(
+            "compare",
+            "Compares two schedules knob by knob, with `model` also what they lower to and their predicted latencies; two saved programs task by task; or two runs: which champion is better, or every reason why the runs may not be compared.",
+            Run::Quick(typed(compare)),
+            arguments::about_pair,
+        )?,
+        entry::<ExplainArgs, explain::Explanation>(
+            "explain",
+            "What a knob, rule, trap, exit code or term means. Without `name`, every name there is.",
+            Run::Quick(typed(explain::answer)),
+            |_| Vec::new(),
+        )?,
+    ])
+}
+
+/// Two runs are compared as `runs compare` does it, everything else as `diff` does.
+fn compare(args: &DiffArgs) -> Result<Answer<Comparison>, Failure> {
+    if let (Some(a), Some(b)) = (arguments::run_path(&args.a), arguments::run_path(&args.b)) {
+        let pair = CompareArgs { a: a.to_path_buf(), b: b.to_path_buf() };
+        let Answer { document, exit } = runs::compare::answer(&pair)?;
+        return Ok(Answer { document: Comparison::Runs(Box::new(document)), exit });
+    }
+    let Answer { document, exit } = diff::answer(args)?;
+    Ok(Answer { document: Comparison::Parts(Box::new(document)), exit })
+}
+
+/// A ledger that is not there.
+fn about_ledger(given: &Map<String, Value>) -> Vec<Problem> {
+    let Some(path @ Value::String(name)) = given.get("ledger") else { return Vec::new() };
+    let there = std::path::Path::new(name).is_file();
+    let problem = Problem::new("ledger", path, "there is no such file; `runs` lists ledgers");
+    if there { Vec::new() } else { vec![problem] }
+}
+
+/// A folder that a search cannot begin or go on in.
+fn about_folder(given: &Map<String, Value>) -> Vec<Problem> {
+    let folder = serde_json::from_value::<LoopArgs>(Value::Object(given.clone()));
+    let checked = folder.ok().map(|args| search_loop::check_folder(&args));
+    let out = given.get("out").unwrap_or(&Value::Null);
+    checked.and_then(|checked| arguments::about_path("out", out, checked)).into_iter().collect()
+}
+
+/// Each path that holds no search.
+fn about_runs(given: &Map<String, Value>) -> Vec<Problem> {
+    let paths = given.get("paths").and_then(Value::as_array);
+    let problem = |path: &Value| {
+        let name = std::path::PathBuf::from(path.as_str()?);
+        arguments::about_path("paths", path, runs::ledgers(&[name]).map(drop))
+    };
+    paths.into_iter().flatten().filter_map(problem).collect()
+}
+
+/// A command as a tool's call.
+fn typed<A, D>(answer: impl Fn(&A) -> Result<Answer<D>, Failure> + Send + Sync + 'static) -> Call
+where
+    A: DeserializeOwned,
+    D: Serialize,
+{
+    Box::new(move |given| {
+        let answered = answer(&read(given)?)?;
+        let document = as_json(&answered.document)?;
+        Ok(Answer { document, exit: answered.exit })
+    })
+}
+
+/// Arguments that the schema let through.
+pub(super) fn read<A: DeserializeOwned>(given: Value) -> Result<A, Failure> {
+    serde_json::from_value(given).map_err(|error| Failure::usage(format!("arguments: {error}")))
+}
+
+/// A document as it is sent.
+pub(super) fn as_json(document: &impl Serialize) -> Result<Value, Failure> {
+    let bug = |error: serde_json::Error| Failure { exit: Exit::Bug, message: error.to_string() };
+    serde_json::to_value(document).map_err(bug)
+}
+
+fn entry<A: JsonSchema, D: JsonSchema>(
+    name: &'static str,
+    description: &'static str,
+    run: Run,
+    check: fn(&Map<String, Value>) -> Vec<Problem>,
+) -> Result<Entry, Failure> {
+    let mut input =
+        object(SchemaSettings::draft2020_12().into_generator().into_root_schema_for::<A>());
+    // The types cannot say it: a flattened struct does not know which names belong to its neighbours.
+    input.insert("additionalProperties".into(), false.into());
+    input.entry("properties").or_insert_with(|| Value::Object(Map::new()));
+    let settings = SchemaSettings::draft2020_12().for_serialize();
+    let output = object(settings.into_generator().into_root_schema_for::<D>());
+    let schema = Value::Object(input.clone());
+    let bug = |error: &dyn std::fmt::Display| Failure {
+        exit: Exit::Bug,
+        message: format!("the schema of `{name}`: {error}"),
+    };
+    let validator = jsonschema::validator_for(&schema).map_err(|error| bug(&error))?;
+    let writes = matches!(run, Run::Search);
+    let hints = ToolAnnotations::new().read_only(!writes).destructive(false).open_world(false);
+    let mut tool = Tool::new(name, description, Arc::new(input));
+    tool.output_schema = Some(Arc::new(output));
+    tool.annotations = Some(hints);
+    Ok(Entry { tool, run, schema, validator, check })
+}
+
+fn object(schema: Schema) -> JsonObject {
+    let Value::Object(mut object) = schema.to_value() else { return Map::new() };
+    // The type's name and sentence are ours; the tool has its own.
+    object.remove("title");
+    object.remove("description");
+    object
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tools_describe_themselves_whole() {
+        for entry in all().expect("schemas that compile") {
+            let name = &entry.tool.name;
+            let properties = entry.schema["properties"].as_object().expect("an object");
+            for (property, schema) in properties {
+                let described = schema["description"].as_str().unwrap_or_default();
+                assert!(!described.is_empty(), "{name}: {property} is not described");
+            }
+            let output = entry.tool.output_schema.as_ref().expect("an output schema");
+            assert_eq!(output["type"], "object", "{name}");
+            let id = &output["properties"]["schema"];
+            assert!(id["type"] == "string", "{name}: {id}");
+        }
+    }
+
+    #[test]
+    fn everything_wrong_is_said_at_once() {
+        let tools = all().expect("schemas that compile");
+        let tool = tools.iter().find(|entry| entry.tool.name == "evaluate").expect("evaluate");
+        let given = serde_json::json!({
+            "model": "toy", "target": "h2000", "device": "gpu", "kv_capacity": 99_999_999, "sed": 1,
+            "config": {"pipeline": {"stages": 99, "stage": 1}}
+        });
+        let problems = tool.problems(given.as_object().expect("an object"));
+        let places: Vec<&str> = problems.iter().map(Problem::at).collect();
+        for place in [
+            "target",
+            "device",
+            "kv_capacity",
+            "sed",
+            "config.pipeline.stages",
+            "config.pipeline.stage",
+        ] {
+            assert!(places.contains(&place), "{place} is not in {places:?}");
+        }
+        assert_eq!(problems.len(), 6, "{problems:?}");
+        // A schedule that is the only thing wrong is the verdict's to refuse.
+        let given = serde_json::json!({"model": "toy", "config": {"pipeline": {"stages": 99}}});
+        assert_eq!(tool.problems(given.as_object().expect("an object")), []);
+    }
+}

@@ -1,0 +1,526 @@
+//! The MCP server as a client meets it: the built binary, and JSON-RPC line by line over its pipes. A client of another project drives it
+//! in `tests/mcp/client.py`.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+/// How long anything may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A server and its pipes. Every line that it writes must be a JSON-RPC message.
+struct Server {
+    child: Child,
+    input: Option<ChildStdin>,
+    lines: Receiver<Value>,
+    /// What came while something else was waited for.
+    aside: Vec<Value>,
+    id: u64,
+}
+
+impl Server {
+    /// A server that has been greeted.
+    fn start(folder: &Path) -> Self {
+        let mut server = Self::spawn(folder);
+        let hello = json!({"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "transcript", "version": "1"}});
+        let id = server.request("initialize", hello);
+        let answer = server.answer(id);
+        assert_eq!(answer["result"]["serverInfo"]["name"], "amk", "{answer}");
+        assert_eq!(answer["result"]["protocolVersion"], "2025-06-18");
+        server.send(&json!({"jsonrpc": "2.0", "method": "notifications/initialized"}));
+        server
+    }
+
+    fn spawn(folder: &Path) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_amk"))
+            .arg("mcp")
+            .current_dir(folder)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            // Never read: a server that says much there would stop.
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let input = child.stdin.take();
+        let output = child.stdout.take().unwrap();
+        let (sender, lines) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(output).lines() {
+                let line = line.unwrap();
+                let message: Value = serde_json::from_str(&line)
+                    .unwrap_or_else(|e| panic!("not JSON on standard output: {e}: {line}"));
+                assert_eq!(message["jsonrpc"], "2.0", "{line}");
+                if sender.send(message).is_err() {
+                    return;
+                }
+            }
+        });
+        Self { child, input, lines, aside: Vec::new(), id: 0 }
+    }
+
+    fn send(&mut self, message: &Value) {
+        writeln!(self.input.as_mut().unwrap(), "{message}").unwrap();
+    }
+
+    fn request(&mut self, method: &str, params: Value) -> u64 {
+        self.id += 1;
+        let id = self.id;
+        self.send(&json!({"jsonrpc": "2.0", "id": id, "method": method, "params": params}));
+        id
+    }
+
+    fn next(&mut self) -> Value {
+        self.lines.recv_timeout(PATIENCE).expect("the server is silent")
+    }
+
+    /// The next message of a kind; others are put aside.
+    #[track_caller]
+    fn until(&mut self, wanted: impl Fn(&Value) -> bool) -> Value {
+        if let Some(place) = self.aside.iter().position(&wanted) {
+            return self.aside.remove(place);
+        }
+        let began = Instant::now();
+        while began.elapsed() < PATIENCE {
+            let message = self.next();
+            if wanted(&message) {
+                return message;
+            }
+            self.aside.push(message);
+        }
+        panic!("not among {:?}", self.aside);
+    }
+
+    #[track_caller]
+    fn answer(&mut self, id: u64) -> Value {
+        self.until(|message| message["id"] == id && message.get("method").is_none())
+    }
+
+    fn begin(&mut self, tool: &str, arguments: Value) -> u64 {
+        self.request("tools/call", json!({"name": tool, "arguments": arguments}))
+    }
+
+    #[track_caller]
+    fn result(&mut self, id: u64) -> Value {
+        let answer = self.answer(id);
+        assert!(answer.get("error").is_none(), "{answer}");
+        answer["result"].clone()
+    }
+
+    /// A call that succeeds: its document.
+    #[track_caller]
+    fn call(&mut self, tool: &str, arguments: Value) -> Value {
+        let id = self.begin(tool, arguments);
+        let result = self.result(id);
+        assert_eq!(result["isError"], false, "{result}");
+        let text = result["content"][0]["text"].as_str().unwrap();
+        let document: Value = serde_json::from_str(text).unwrap();
+        assert_eq!(document, result["structuredContent"], "text and structure differ");
+        document
+    }
+
+    /// A call that is refused: the error's document.
+    #[track_caller]
+    fn refused(&mut self, tool: &str, arguments: Value) -> Value {
+        let id = self.begin(tool, arguments);
+        let result = self.result(id);
+        assert_eq!(result["isError"], true, "{result}");
+        serde_json::from_str(result["content"][0]["text"].as_str().unwrap()).unwrap()
+    }
+
+    /// Closes the input and waits for the end: its exit code, and how long it took.
+    fn end(mut self) -> (Option<i32>, Duration) {
+        let began = Instant::now();
+        drop(self.input.take());
+        while began.elapsed() < PATIENCE {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return (status.code(), began.elapsed());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        panic!("the server is still there {PATIENCE:?} after its input ended");
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+fn toy(mut more: Value) -> Value {
+    more["model"] = "toy".into();
+    more["device"] = "cpu".into();
+    more
+}
+
+/// Trials of a ledger, read without the project's own reader.
+fn trials(ledger: &Path) -> usize {
+    let text = std::fs::read_to_string(ledger).unwrap_or_default();
+    text.lines().filter(|line| line.contains("\"kind\":\"trial\"")).count()
+}
+
+fn places(document: &Value) -> Vec<&str> {
+    let list = document["violations"].as_array().unwrap();
+    list.iter().map(|violation| violation["at"].as_str().unwrap()).collect()
+}
+
+#[test]
+fn tools_and_resources_are_listed_and_read() {
+    let dir = folder();
+    let mut server = Server::start(dir.path());
+    let id = server.request("tools/list", json!({}));
+    let tools = server.result(id)["tools"].clone();
+    let names: Vec<&str> =
+        tools.as_array().unwrap().iter().map(|tool| tool["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["propose", "evaluate", "loop", "status", "runs", "compare", "explain"]);
+    for tool in tools.as_array().unwrap() {
+        assert_eq!(tool["inputSchema"]["additionalProperties"], false, "{tool}");
+        assert!(
+            tool["outputSchema"]["properties"]["schema"]["const"].is_string()
+                || ["evaluate", "compare"].contains(&tool["name"].as_str().unwrap()),
+            "{tool}"
+        );
+        assert!(tool["description"].as_str().unwrap().len() < 400, "{tool}");
+    }
+    let id = server.request("resources/list", json!({}));
+    let listed = server.result(id)["resources"].clone();
+    let uris: Vec<&str> =
+        listed.as_array().unwrap().iter().map(|page| page["uri"].as_str().unwrap()).collect();
+    assert_eq!(uris, ["amk://harness", "amk://knobs"]);
+    let mut read = |uri: &str| {
+        let id = server.request("resources/read", json!({"uri": uri}));
+        server.result(id)["contents"][0]["text"].as_str().unwrap().to_owned()
+    };
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    let harness = std::fs::read_to_string(root.join("HARNESS.md")).unwrap();
+    assert_eq!(read("amk://harness"), harness);
+    assert!(harness.contains(&read("amk://knobs")), "the knob table is not HARNESS.md's");
+    let id = server.request("resources/read", json!({"uri": "amk://nothing"}));
+    let missing = server.answer(id);
+    assert!(missing["error"]["message"].as_str().unwrap().contains("amk://knobs"), "{missing}");
+}
+
+#[test]
+fn the_quick_tools_answer_as_the_commands_do() {
+    let dir = folder();
+    let mut server = Server::start(dir.path());
+    let command = |args: &[&str]| -> Value {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
+        let ran = command.args(args).current_dir(dir.path()).output().unwrap();
+        serde_json::from_slice(&ran.stdout).unwrap()
+    };
+    let proposed = server.call("propose", toy(json!({})));
+    assert_eq!(proposed, command(&["propose", "--model", "toy", "--device", "cpu"]));
+    let config = json!({"pipeline": {"stages": 4}});
+    std::fs::write(dir.path().join("my.json"), config.to_string()).unwrap();
+    let verdict = server.call("evaluate", toy(json!({"config": config, "kv_capacity": 16})));
+    let args = ["evaluate", "--model", "toy", "--device", "cpu", "--kv-capacity", "16"];
+    assert_eq!(verdict, command(&[&args[..], &["--config", "my.json"]].concat()));
+    assert_eq!(verdict["correct"], true);
+    let same = server.call("evaluate", toy(json!({"config": "my.json", "kv_capacity": 16})));
+    assert_eq!(same, verdict, "a config in a file and one in the arguments");
+    assert_eq!(server.call("explain", json!({"name": "S-RING"})), command(&["explain", "S-RING"]));
+    assert_eq!(server.call("explain", json!({})), command(&["explain"]));
+    let (a, b) = (json!({"kernel": {"evict": "first"}}), json!({"pipeline": {"stages": 4}}));
+    let difference = server.call("compare", json!({"a": a, "b": b}));
+    let knobs: Vec<&str> = difference["knobs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|knob| knob["knob"].as_str().unwrap())
+        .collect();
+    assert_eq!(knobs, ["pipeline.stages", "kernel.evict"]);
+    assert_eq!(difference["acts_on"], "kernel");
+    assert_eq!(server.call("status", json!({}))["doing"], "idle");
+}
+
+#[test]
+fn wrong_arguments_are_an_error_that_says_all_of_it() {
+    let dir = folder();
+    let mut server = Server::start(dir.path());
+    let wrong = json!({
+        "model": "toy", "device": "gpu", "target": "h2000", "kv_capacity": 99_999_999, "sed": 3,
+        "config": {"pipeline": {"stages": 99, "stage": 1}}
+    });
+    let error = server.refused("evaluate", wrong);
+    assert_eq!((&error["schema"], &error["exit_code"]), (&json!("amk.error.v1"), &json!(2)));
+    let mut found = places(&error);
+    found.sort_unstable();
+    let all = [
+        "config.pipeline.stage",
+        "config.pipeline.stages",
+        "device",
+        "kv_capacity",
+        "sed",
+        "target",
+    ];
+    assert_eq!(found, all);
+    // Nothing but the schedule is wrong: the verdict says so, with every violation, and it is an error.
+    let illegal = json!({"config": {"pipeline": {"stages": 99, "stage": 1}, "kernel": {"poll_sleep_ns": "8"}}});
+    let verdict = server.refused("evaluate", toy(illegal));
+    assert_eq!(verdict["schema"], "amk.verdict.v1");
+    assert_eq!(places(&verdict), ["pipeline.stages", "pipeline.stage", "kernel.poll_sleep_ns"]);
+
+    let error = server.refused("evaluate", json!({"model": "no-such-model", "seed": -1}));
+    assert_eq!(places(&error), ["seed", "model"]);
+    let error = server.refused("propose", json!({"ledger": "nowhere.jsonl"}));
+    assert_eq!(places(&error), ["model", "ledger"]);
+    let error = server
+        .refused("loop", json!({"budget": "soon", "min_gain": 100, "results": "/etc/passwd"}));
+    let mut found = places(&error);
+    found.sort_unstable();
+    assert_eq!(found, ["budget", "min_gain", "results"]);
+    let error = server.refused("loop", toy(json!({"resume": true, "out": "nowhere"})));
+    assert_eq!(places(&error), ["out"]);
+    let error = server.refused(
+        "compare",
+        json!({"a": {"pipeline": {"stages": 99}}, "b": "nowhere.json", "model": "none"}),
+    );
+    assert_eq!(places(&error), ["model", "a", "b"]);
+    let error = server.refused("runs", json!({"paths": ["here", "there"]}));
+    assert_eq!(places(&error), ["paths", "paths"]);
+    let error = server.refused("explain", json!({"name": "pipeline.stage"}));
+    assert!(error["message"].as_str().unwrap().contains("pipeline.stages"), "{error}");
+    // What is no call of a tool is the protocol's error.
+    let id = server.begin("lop", json!({}));
+    let answer = server.answer(id);
+    assert!(answer["error"]["message"].as_str().unwrap().contains("loop"), "{answer}");
+    assert_eq!(server.call("status", json!({}))["doing"], "idle", "it goes on after all that");
+}
+
+/// Begins a search with a progress token.
+fn begin_search(server: &mut Server, arguments: Value) -> u64 {
+    let meta = json!({"progressToken": "trials"});
+    server
+        .request("tools/call", json!({"name": "loop", "arguments": toy(arguments), "_meta": meta}))
+}
+
+fn is_progress(message: &Value) -> bool {
+    message["method"] == "notifications/progress"
+}
+
+/// While a search runs, others are answered, and what would disturb it is refused at once.
+fn leaves_room(server: &mut Server, folder: &Path) {
+    let ping = server.request("ping", json!({}));
+    server.result(ping);
+    let status = server.call("status", json!({}));
+    assert_eq!(
+        (&status["doing"], &status["search"]["state"]),
+        (&json!("searching"), &json!("running"))
+    );
+    assert!(status["search"]["best_us"].as_f64().unwrap() > 0.0);
+    for (tool, arguments) in [("evaluate", toy(json!({}))), ("loop", toy(json!({"out": "other"})))]
+    {
+        let error = server.refused(tool, arguments);
+        assert!(error["message"].as_str().unwrap().starts_with("busy: a search"), "{error}");
+    }
+    assert!(!folder.join("other").exists());
+}
+
+#[test]
+fn a_search_reports_leaves_room_is_cancelled_and_goes_on() {
+    let dir = folder();
+    let ledger = dir.path().join("night/ledger.jsonl");
+    let mut server = Server::start(dir.path());
+    let search = begin_search(&mut server, json!({"budget": 100_000, "out": "night"}));
+    let mut before = 0.0;
+    for _ in 0..3 {
+        let progress = server.until(is_progress)["params"].clone();
+        assert_eq!(
+            (&progress["progressToken"], &progress["total"]),
+            (&json!("trials"), &json!(100_000.0))
+        );
+        assert!(progress["progress"].as_f64().unwrap() > before, "{progress}");
+        before = progress["progress"].as_f64().unwrap();
+        let message = progress["message"].as_str().unwrap();
+        assert!(
+            message.contains("of 100000; best") && message.contains("us predicted"),
+            "{message}"
+        );
+        assert!(trials(&ledger) as f64 >= before, "told before it was on the disk");
+    }
+    leaves_room(&mut server, dir.path());
+    server.send(&json!({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": search, "reason": "enough"}}));
+    let began = Instant::now();
+    let ended = loop {
+        let status = server.call("status", json!({}));
+        if status["doing"] == "idle" {
+            break status["search"].clone();
+        }
+        assert!(began.elapsed() < PATIENCE, "{status}");
+    };
+    assert_eq!(
+        (&ended["state"], &ended["result"]["stopped_by"]),
+        (&json!("interrupted"), &json!("interrupted"))
+    );
+    let done = trials(&ledger);
+    assert_eq!(ended["trials"], done, "what is told is what is on the disk");
+    assert_eq!(ended["result"]["n_trials"], done);
+    assert!(done >= 3 && ended["resume"] == "amk loop --resume --out night", "{ended}");
+    let answered = |server: &Server| server.aside.iter().any(|message| message["id"] == search);
+    assert!(!answered(&server), "a call that was cancelled has no answer");
+
+    let runs = server.call("runs", json!({"verify": true, "paths": ["night"]}));
+    assert_eq!(
+        (&runs["runs"][0]["holds"], &runs["runs"][0]["trials"]),
+        (&json!(true), &json!(done))
+    );
+    // It goes on where it was, and ends by itself.
+    let more = json!({"resume": true, "out": "night", "budget": done + 2});
+    let found = server.call("loop", toy(more));
+    assert_eq!((&found["n_trials"], &found["stopped_by"]), (&json!(done + 2), &json!("trials")));
+    assert_eq!(trials(&ledger), done + 2);
+    assert!(!answered(&server));
+    assert_eq!(server.call("status", json!({}))["search"]["state"], "finished");
+    assert_eq!(server.end().0, Some(0));
+}
+
+#[test]
+fn a_search_is_sealed_kept_in_the_store_and_compared_with_another() {
+    let dir = folder();
+    let mut server = Server::start(dir.path());
+    let few = |more: Value| {
+        let mut arguments = toy(json!({"budget": 4, "kv_capacity": 16}));
+        arguments.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        arguments
+    };
+    let one = server.call("loop", few(json!({"out": "runs/one"})));
+    let two = server.call("loop", few(json!({"out": "runs/two", "seed": 1})));
+    assert_eq!((&one["store"], &two["store"]), (&json!("runs/store.sqlite"), &one["store"]));
+    let own = server.call("loop", few(json!({"out": "runs/own", "store": "none"})));
+    assert!(own["store"].is_null(), "{own}");
+    let other = few(json!({"out": "runs/other", "store": "other.sqlite", "kv_capacity": 32}));
+    assert_eq!(server.call("loop", other)["store"], "other.sqlite");
+    for (store, held) in [("runs/store.sqlite", 2), ("other.sqlite", 1)] {
+        let store = corpus::Store::existing(&dir.path().join(store)).unwrap();
+        assert_eq!(store.runs().unwrap().len(), held);
+        assert_eq!(store.check().unwrap(), Ok(()));
+    }
+    let listed = server.call("runs", json!({"verify": true, "paths": ["runs"]}));
+    let states: Vec<&Value> =
+        listed["runs"].as_array().unwrap().iter().map(|run| &run["state"]).collect();
+    assert_eq!(states, ["sealed"; 4]);
+    let pair = ["runs/one", "runs/two/ledger.jsonl"];
+    let compared = server.call("compare", json!({"a": pair[0], "b": pair[1]}));
+    let ran = Command::new(env!("CARGO_BIN_EXE_amk"))
+        .args(["runs", "compare", pair[0], pair[1]])
+        .current_dir(dir.path())
+        .output()
+        .unwrap();
+    assert_eq!(compared, serde_json::from_slice::<Value>(&ran.stdout).unwrap());
+    assert_eq!(
+        (&compared["schema"], &compared["comparable"]),
+        (&json!("amk.compare.v1"), &json!(true))
+    );
+    // What may not be compared is an answer with its reasons, and no error.
+    let apart = server.call("compare", json!({"a": "runs/one", "b": "runs/other"}));
+    assert_eq!(
+        (&apart["better"], &apart["reasons"][0]["what"]),
+        (&Value::Null, &json!("key/value capacity"))
+    );
+    let mixed = json!({"a": "runs/one", "b": "runs/one/best.json", "model": "toy"});
+    assert_eq!(places(&server.refused("compare", mixed)), ["model", "b"]);
+    assert_eq!(places(&server.refused("compare", json!({"a": "runs", "b": "runs/one"}))), ["a"]);
+}
+
+#[test]
+fn evaluations_take_turns_and_a_crowd_is_refused() {
+    let dir = folder();
+    let mut server = Server::start(dir.path());
+    let ids: Vec<u64> =
+        (0..24).map(|_| server.begin("evaluate", toy(json!({"kv_capacity": 16})))).collect();
+    let results: Vec<Value> = ids.into_iter().map(|id| server.result(id)).collect();
+    let (judged, refused): (Vec<&Value>, Vec<&Value>) =
+        results.iter().partition(|result| result["isError"] == false);
+    assert!(!judged.is_empty(), "{refused:?}");
+    for result in &judged {
+        assert_eq!(result["structuredContent"], judged[0]["structuredContent"]);
+    }
+    for result in &refused {
+        assert!(result["content"][0]["text"].as_str().unwrap().contains("busy: "), "{result}");
+    }
+}
+
+#[test]
+fn the_end_of_the_input_ends_the_work() {
+    let dir = folder();
+    let mut server = Server::start(dir.path());
+    begin_search(&mut server, json!({"budget": 1_000_000, "out": "night"}));
+    server.until(is_progress);
+    let (code, took) = server.end();
+    assert_eq!(code, Some(0));
+    assert!(took < Duration::from_secs(20), "{took:?}");
+    let done = trials(&dir.path().join("night/ledger.jsonl"));
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(trials(&dir.path().join("night/ledger.jsonl")), done, "somebody still searches");
+    let verify = Command::new(env!("CARGO_BIN_EXE_amk"))
+        .args(["runs", "verify", "night"])
+        .current_dir(dir.path())
+        .output()
+        .unwrap();
+    assert_eq!(verify.status.code(), Some(0));
+    // Nobody said anything.
+    let silent = Server::spawn(dir.path());
+    assert_eq!(silent.end().0, Some(0));
+}
+
+/// A client that sends and never reads. What it does not take must neither stop the search nor keep the server alive.
+#[test]
+fn a_client_that_does_not_read_stops_nothing() {
+    let dir = folder();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_amk"))
+        .arg("mcp")
+        .current_dir(dir.path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut input = child.stdin.take().unwrap();
+    let hello = json!({"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "deaf", "version": "1"}});
+    writeln!(
+        input,
+        "{}",
+        json!({"jsonrpc": "2.0", "id": 0, "method": "initialize", "params": hello})
+    )
+    .unwrap();
+    writeln!(input, "{}", json!({"jsonrpc": "2.0", "method": "notifications/initialized"}))
+        .unwrap();
+    // More than a pipe holds.
+    for id in 1..=20 {
+        let read = json!({"jsonrpc": "2.0", "id": id, "method": "resources/read", "params": {"uri": "amk://harness"}});
+        writeln!(input, "{read}").unwrap();
+    }
+    let search = json!({
+        "jsonrpc": "2.0", "id": 99, "method": "tools/call",
+        "params": {"name": "loop", "arguments": toy(json!({"budget": 8, "out": "night"})), "_meta": {"progressToken": 1}}
+    });
+    writeln!(input, "{search}").unwrap();
+    let best = dir.path().join("night/best.json");
+    let began = Instant::now();
+    while !best.exists() {
+        assert!(began.elapsed() < PATIENCE, "the search waits for its reader");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(trials(&dir.path().join("night/ledger.jsonl")), 8);
+    drop(input);
+    let (sender, ended) = channel();
+    let mut output = child.stdout.take();
+    std::thread::spawn(move || sender.send(child.wait().unwrap().code()));
+    match ended.recv_timeout(PATIENCE) {
+        Ok(code) => assert_eq!(code, Some(0)),
+        Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+            panic!("the server outlives its client")
+        }
+    }
+    drop(output.take());
+}

@@ -1,0 +1,356 @@
+//! `amk runs` and `amk corpus` as their users meet them: sealed runs, comparison, replay, trajectories, making room, and the store. On the
+//! built binary, without a GPU.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+/// A way to change a ledger: its header and its rows.
+type Forge = fn(&mut Value, &mut Vec<Value>);
+
+/// Exit code, document and what was said.
+fn amk(folder: &Path, args: &[&str]) -> (i32, Value, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
+    let output = command.args(args).current_dir(folder).stdin(Stdio::null()).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    let document = serde_json::from_slice(&output.stdout).unwrap_or(Value::Null);
+    (output.status.code().unwrap_or(-1), document, said)
+}
+
+#[track_caller]
+fn succeeds(folder: &Path, args: &[&str], schema: &str) -> Value {
+    let (code, document, said) = amk(folder, args);
+    assert_eq!((code, &document["schema"]), (0, &Value::from(schema)), "{args:?}: {said}");
+    document
+}
+
+/// A search of so many trials on the toy.
+#[track_caller]
+fn search(folder: &Path, out: &str, more: &[&str]) -> Value {
+    let args = ["loop", "--model", "toy", "--device", "cpu", "--out", out];
+    let budget = if more.contains(&"--budget") { &[][..] } else { &["--budget", "6"] };
+    let (code, document, said) =
+        amk(folder, &[&args[..], &["--kv-capacity", "16"], budget, more].concat());
+    assert_eq!(code, 0, "{said}");
+    document
+}
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+/// Writes a run's ledger anew, with right hashes and a right head, and without its seal.
+fn forge(run: &Path, edit: impl FnOnce(&mut Value, &mut Vec<Value>)) {
+    let path = run.join("ledger.jsonl");
+    let contents = corpus::read(&path).unwrap();
+    let (mut header, mut records) = (contents.header, contents.records);
+    edit(&mut header, &mut records);
+    for name in ["ledger.jsonl", "manifest.json"] {
+        std::fs::remove_file(run.join(name)).unwrap();
+    }
+    let mut ledger = corpus::Ledger::create(&path, &header).unwrap();
+    for record in records {
+        ledger.append(&record).unwrap();
+    }
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+}
+
+#[test]
+fn a_flipped_byte_in_any_file_of_a_run_is_found() {
+    let folder = folder();
+    search(folder.path(), "runs/a", &[]);
+    search(folder.path(), "runs/b", &["--seed", "1"]);
+    let run = folder.path().join("runs/b");
+    let mut names: Vec<String> = std::fs::read_dir(&run)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert_eq!(names, ["best.json", "ledger.head", "ledger.jsonl", "manifest.json", "results.tsv"]);
+    let clean = succeeds(folder.path(), &["runs", "verify"], "amk.runs.v1");
+    assert_eq!([&clean["runs"][0]["state"], &clean["runs"][1]["state"]], ["sealed", "sealed"]);
+    for name in &names {
+        let whole = std::fs::read(run.join(name)).unwrap();
+        for at in [0, whole.len() / 3, whole.len() / 2, whole.len() - 1] {
+            let mut bytes = whole.clone();
+            bytes[at] ^= 1;
+            std::fs::write(run.join(name), bytes).unwrap();
+            let (code, document, said) = amk(folder.path(), &["runs", "verify", "runs/b"]);
+            let reason = document["runs"][0]["reason"].as_str().unwrap_or_default();
+            assert!([2, 4].contains(&code) && !reason.is_empty(), "{name} byte {at}: {said}");
+            assert!(said.contains(name), "{name} byte {at}: {said}");
+        }
+        std::fs::write(run.join(name), whole).unwrap();
+    }
+    // The run before is part of the chain: another one in its place is found.
+    std::fs::remove_dir_all(folder.path().join("runs/a")).unwrap();
+    assert_eq!(amk(folder.path(), &["runs", "verify"]).0, 0, "a run that is gone is not its fault");
+    let shown = succeeds(folder.path(), &["runs", "show", "runs/b"], "amk.run.v1");
+    assert_eq!(shown["manifest"]["number"], 1);
+    assert_eq!(shown["champion"]["verdict"]["correct"], true);
+    let counts = shown["outcomes"].as_object().unwrap().values();
+    assert_eq!(counts.map(|n| n.as_u64().unwrap()).sum::<u64>(), 6);
+}
+
+#[test]
+fn a_sealed_run_goes_on_and_is_sealed_again() {
+    let folder = folder();
+    search(folder.path(), "runs/a", &[]);
+    search(folder.path(), "runs/b", &["--seed", "1"]);
+    let manifest = folder.path().join("runs/a/manifest.json");
+    let before = std::fs::read(&manifest).unwrap();
+    succeeds(folder.path(), &["loop", "--resume", "--out", "runs/a"], "amk.loop.v1");
+    assert_eq!(std::fs::read(&manifest).unwrap(), before, "nothing was added, nothing is new");
+    let more = ["loop", "--resume", "--out", "runs/a", "--budget", "9"];
+    succeeds(folder.path(), &more, "amk.loop.v1");
+    let shown = succeeds(folder.path(), &["runs", "show", "runs/a"], "amk.run.v1");
+    let manifest = &shown["manifest"];
+    assert_eq!(
+        (&manifest["number"], manifest["supersedes"].as_array().unwrap().len()),
+        (&0.into(), 1)
+    );
+    succeeds(folder.path(), &["runs", "verify"], "amk.runs.v1");
+}
+
+#[test]
+fn compare_gives_a_verdict_or_every_reason_against_one() {
+    let folder = folder();
+    search(folder.path(), "runs/a", &[]);
+    search(folder.path(), "runs/b", &["--seed", "1", "--budget", "3"]);
+    let args = ["runs", "compare", "runs/a", "runs/b"];
+    let document = succeeds(folder.path(), &args, "amk.compare.v1");
+    assert_eq!(
+        (&document["comparable"], &document["reasons"]),
+        (&true.into(), &Value::Array(vec![]))
+    );
+    let us = |side: &str| document[side]["latency_us"].as_f64().unwrap();
+    let better = if us("a") < us("b") {
+        "a"
+    } else if us("b") < us("a") {
+        "b"
+    } else {
+        "equal"
+    };
+    let same = document["a"]["schedule_id"] == document["b"]["schedule_id"];
+    assert_eq!(document["better"], if same { "equal" } else { better });
+    assert_eq!(document["changed"].as_object().unwrap().is_empty(), same);
+    let edits: [(&str, Forge); 6] = [
+        ("protocol", |header, _| header["protocol"] = 2.into()),
+        ("graph", |header, _| header["graph_id"] = "0".into()),
+        ("card", |header, _| header["device"] = "another".into()),
+        ("commit", |header, _| header["commit"] = "abc".into()),
+        ("kernel build", |_, rows| rows[0]["verdict"]["kernel_id"] = "0".into()),
+        ("lowering", |_, rows| rows[0]["verdict"]["program_id"] = "0".into()),
+    ];
+    for (what, edit) in edits {
+        let other = folder.path().join("runs/c");
+        copy(&folder.path().join("runs/b"), &other);
+        forge(&other, edit);
+        let (code, document, said) = amk(folder.path(), &["runs", "compare", "runs/a", "runs/c"]);
+        let reasons = document["reasons"].as_array().unwrap();
+        assert_eq!((code, &document["comparable"], reasons.len()), (1, &false.into(), 1), "{said}");
+        assert_eq!((&reasons[0]["what"], &document["better"]), (&what.into(), &Value::Null));
+        std::fs::remove_dir_all(other).unwrap();
+    }
+    // All reasons at once.
+    let others =
+        ["loop", "--model", "toy", "--device", "cpu", "--target", "h100", "--kv-capacity", "32"];
+    let (code, _, said) =
+        amk(folder.path(), &[&others[..], &["--budget", "2", "--out", "runs/d"]].concat());
+    assert_eq!(code, 0, "{said}");
+    let (code, document, _) = amk(folder.path(), &["runs", "compare", "runs/a", "runs/d"]);
+    let what: Vec<&str> =
+        document["reasons"].as_array().unwrap().iter().filter_map(|r| r["what"].as_str()).collect();
+    assert!(
+        code == 1 && what.contains(&"target") && what.contains(&"key/value capacity"),
+        "{what:?}"
+    );
+    let (code, _, said) = amk(folder.path(), &["runs", "compare", "runs/a", "runs"]);
+    assert!(code == 2 && said.contains("name one of them"), "{said}");
+}
+
+#[test]
+fn replay_does_a_trial_again_and_says_what_it_did_not() {
+    let folder = folder();
+    search(folder.path(), "runs/a", &[]);
+    for trial in [&[][..], &["--trial", "3"]] {
+        let args = [&["runs", "replay", "runs/a", "--device", "cpu"][..], trial].concat();
+        let document = succeeds(folder.path(), &args, "amk.replay.v1");
+        let stages: Vec<(&str, &str)> = (document["stages"].as_array().unwrap().iter())
+            .map(|stage| (stage["stage"].as_str().unwrap(), stage["result"].as_str().unwrap()))
+            .collect();
+        let names = ["files", "graph", "schedule", "program", "kernel", "reference", "predict"];
+        assert_eq!(stages, names.map(|name| (name, "same")));
+    }
+    let (code, _, said) = amk(folder.path(), &["runs", "replay", "runs/a", "--trial", "99"]);
+    assert!(code == 2 && said.contains("no such trial: 0 to 5"), "{said}");
+    forge(&folder.path().join("runs/a"), |_, rows| {
+        rows.iter_mut().for_each(|row| row["verdict"]["program_id"] = "0".into());
+    });
+    let (code, document, said) = amk(folder.path(), &["runs", "replay", "runs/a"]);
+    assert_eq!((code, &document["same"]), (1, &false.into()), "{said}");
+    assert!(said.contains("program   DIFFERS recorded 0"), "{said}");
+    forge_graph(&folder.path().join("runs/a"));
+    let (code, document, said) = amk(folder.path(), &["runs", "replay", "runs/a"]);
+    assert_eq!((code, document["stages"].as_array().unwrap().len()), (1, 2), "{said}");
+}
+
+fn forge_graph(run: &Path) {
+    std::fs::write(run.join("manifest.json"), "").unwrap();
+    forge(run, |header, _| header["graph_id"] = "0".into());
+}
+
+#[test]
+fn trajectories_are_split_by_whole_runs_and_keep_failures() {
+    let folder = folder();
+    for seed in 0..6 {
+        let (out, seed) = (format!("runs/{seed}"), seed.to_string());
+        search(folder.path(), &out, &["--seed", &seed]);
+    }
+    // The same search again: its steps are those of the first, so it must be on the same side.
+    search(folder.path(), "runs/again", &["--seed", "0"]);
+    let export = ["runs", "export", "--validation", "50", "--out", "t"];
+    let document = succeeds(folder.path(), &export, "amk.trajectories.v1");
+    let runs = document["runs"].as_array().unwrap();
+    let split = |name: &str| {
+        let named = runs.iter().find(|run| run["ledger"] == format!("runs/{name}/ledger.jsonl"));
+        named.unwrap()["split"].clone()
+    };
+    assert_eq!(split("0"), split("again"));
+    let mut sides = [0, 0];
+    for (side, name) in ["train", "validation"].iter().enumerate() {
+        let text = std::fs::read_to_string(folder.path().join(format!("t/{name}.jsonl"))).unwrap();
+        for line in text.lines() {
+            let step: Value = serde_json::from_str(line).unwrap();
+            let placed = runs.iter().find(|run| run["run"] == step["run"]).unwrap();
+            assert_eq!(placed["split"], **name, "a run is on one side");
+            assert_eq!(step["parent"].is_null(), step["trial"] == 0);
+            sides[side] += 1;
+        }
+    }
+    assert!(sides[0] > 0 && sides[1] > 0, "{sides:?}");
+    let mut steps = 0;
+    for run in runs {
+        let contents = corpus::read(&folder.path().join(run["ledger"].as_str().unwrap())).unwrap();
+        let trials = contents.records.iter().filter(|row| row["kind"] == "trial");
+        steps +=
+            trials.map(|t| 1 + t["skipped"]["examples"].as_array().unwrap().len()).sum::<usize>();
+    }
+    assert_eq!(sides[0] + sides[1], steps, "every trial and every proposal on record is there");
+    let (code, _, said) = amk(folder.path(), &export);
+    assert!(code == 2 && said.contains("t is there already"), "{said}");
+    let text = |name: &str| std::fs::read(folder.path().join(name).join("train.jsonl")).unwrap();
+    succeeds(
+        folder.path(),
+        &["runs", "export", "--validation", "50", "--out", "u"],
+        "amk.trajectories.v1",
+    );
+    assert_eq!(text("t"), text("u"));
+}
+
+#[test]
+fn gc_says_what_it_would_do_and_does_it_only_when_asked() {
+    let folder = folder();
+    for (name, budget) in [("a", "6"), ("b", "3"), ("c", "2")] {
+        search(folder.path(), &format!("runs/{name}"), &["--budget", budget]);
+    }
+    let empty = folder.path().join("runs/d");
+    let header = corpus::read(&folder.path().join("runs/a/ledger.jsonl")).unwrap().header;
+    drop(corpus::Ledger::create(&empty.join("ledger.jsonl"), &header).unwrap());
+    let actions = |document: &Value| -> Vec<String> {
+        let runs = document["runs"].as_array().unwrap().iter();
+        runs.map(|run| run["action"].as_str().unwrap().to_owned()).collect()
+    };
+    let document = succeeds(folder.path(), &["runs", "gc"], "amk.gc.v1");
+    assert_eq!(actions(&document), ["keep", "keep", "keep", "remove"]);
+    assert_eq!(document["applied"], false);
+    assert!(empty.exists());
+    let store = folder.path().join("runs/store.sqlite");
+    std::fs::rename(&store, folder.path().join("elsewhere")).unwrap();
+    let document = succeeds(folder.path(), &["runs", "gc", "--keep", "1"], "amk.gc.v1");
+    assert_eq!(
+        actions(&document),
+        ["keep", "keep", "keep", "remove"],
+        "what is nowhere else stays"
+    );
+    std::fs::rename(folder.path().join("elsewhere"), &store).unwrap();
+    let document = succeeds(folder.path(), &["runs", "gc", "--keep", "1", "--apply"], "amk.gc.v1");
+    assert_eq!(actions(&document), ["keep", "collect", "keep", "remove"]);
+    assert!(!empty.exists());
+    let left: Vec<_> = std::fs::read_dir(folder.path().join("runs/b")).unwrap().collect();
+    assert_eq!(left.len(), 1, "its manifest");
+    let document = succeeds(folder.path(), &["runs", "verify"], "amk.runs.v1");
+    assert_eq!(document["runs"].as_array().unwrap().len(), 2, "the chain holds without it");
+    let shown = succeeds(folder.path(), &["corpus", "show"], "amk.corpus.v1");
+    assert_eq!(shown["rows"]["trials"], 11, "the store has its trials");
+}
+
+#[test]
+fn the_store_is_filled_shown_exported_and_imported() {
+    let folder = folder();
+    let document = search(folder.path(), "runs/a", &[]);
+    assert_eq!(document["store"], "runs/store.sqlite");
+    search(folder.path(), "runs/b", &["--seed", "1", "--store", "none"]);
+    let shown = succeeds(folder.path(), &["corpus", "show"], "amk.corpus.v1");
+    assert_eq!((&shown["rows"]["runs"], &shown["rows"]["trials"]), (&1.into(), &6.into()));
+    assert!(shown["rows"]["programs"].as_u64().unwrap() >= 1, "programs that led");
+    assert_eq!(shown["best"][0]["best_us"], document["best_verdict"]["latency_us"]);
+    succeeds(folder.path(), &["corpus", "import", "runs"], "amk.corpus_import.v1");
+    succeeds(folder.path(), &["corpus", "check"], "amk.corpus_check.v1");
+    succeeds(folder.path(), &["corpus", "export", "--out", "all.jsonl"], "amk.corpus_export.v1");
+    let import = ["corpus", "import", "all.jsonl", "--store", "two.sqlite"];
+    let document = succeeds(folder.path(), &import, "amk.corpus_import.v1");
+    assert_eq!(document["runs"].as_array().unwrap().len(), 2);
+    let again = ["corpus", "export", "--store", "two.sqlite", "--out", "again.jsonl"];
+    succeeds(folder.path(), &again, "amk.corpus_export.v1");
+    let text = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
+    assert_eq!(text("all.jsonl"), text("again.jsonl"));
+    let tables = ["corpus", "export", "--format", "parquet", "--out", "tables"];
+    succeeds(folder.path(), &tables, "amk.corpus_export.v1");
+    assert_eq!(amk(folder.path(), &tables).0, 2, "a folder that is there is left alone");
+    let import = ["corpus", "import", "tables", "--store", "parquet.sqlite"];
+    succeeds(folder.path(), &import, "amk.corpus_import.v1");
+    let again = ["corpus", "export", "--store", "parquet.sqlite", "--out", "third.jsonl"];
+    succeeds(folder.path(), &again, "amk.corpus_export.v1");
+    assert_eq!(text("all.jsonl"), text("third.jsonl"));
+    // An edited line, and one whose hash was made anew over a figure that does not follow.
+    let forged = text("all.jsonl").replacen("\"outcome\":\"kept\"", "\"outcome\":\"fault\"", 1);
+    std::fs::write(folder.path().join("forged.jsonl"), forged).unwrap();
+    let import = ["corpus", "import", "forged.jsonl", "--store", "three.sqlite"];
+    let (code, document, said) = amk(folder.path(), &import);
+    assert_eq!((code, &document["schema"]), (4, &"amk.error.v1".into()), "{said}");
+    assert!(!folder.path().join("three.sqlite").exists(), "nothing was begun");
+    forge(&folder.path().join("runs/b"), |_, rows| rows[2]["verdict"]["latency_us"] = 0.001.into());
+    let (code, _, said) =
+        amk(folder.path(), &["corpus", "import", "runs", "--store", "three.sqlite"]);
+    assert!(code == 4 && said.contains("runs/b/ledger.jsonl, row 3"), "{said}");
+    let (code, _, said) = amk(folder.path(), &["corpus", "show", "--store", "none.sqlite"]);
+    assert!(code == 2 && said.contains("corpus import"), "{said}");
+}
+
+/// What the documentation promises: other programs read the file as it is.
+#[test]
+fn python_reads_the_store_while_a_search_writes_it() {
+    let folder = folder();
+    search(folder.path(), "runs/a", &[]);
+    let store = corpus::Store::existing(&folder.path().join("runs/store.sqlite")).unwrap();
+    let script = "import sqlite3; db = sqlite3.connect('file:runs/store.sqlite?mode=ro', uri=True); \
+        print(db.execute('SELECT count(*), min(latency_us) > 0 FROM trials JOIN runs USING (run)').fetchone())";
+    let python = Command::new("python3").args(["-c", script]).current_dir(folder.path()).output();
+    drop(store);
+    match python {
+        Ok(output) => {
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), "(6, 1)", "{said}");
+        }
+        Err(error) => println!("skipped: no python3 here: {error}"),
+    }
+}

@@ -18,7 +18,7 @@ const GOLDEN: [&str; 5] =
     ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
 
 /// Schedules that between them take every path of the kernel.
-const SCHEDULES: [(&str, &str); 9] = [
+const SCHEDULES: [(&str, &str); 10] = [
     ("default", "{}"),
     ("fused", r#"{"fusion_grouping": {"embed": "qkv", "merge": "o_proj"}}"#),
     (

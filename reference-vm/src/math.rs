@@ -141,6 +141,10 @@ impl<'a> Matrix<'a> {
         self.rows
     }
 
+    pub(crate) fn cols(&self) -> usize {
+        self.cols
+    }
+
     /// The bytes of `len` elements of row `row` from `start` on.
     fn row_bytes(&self, row: usize, start: usize, len: usize) -> &'a [u8] {
         let size = self.dtype.bytes();
@@ -159,14 +163,24 @@ impl<'a> Matrix<'a> {
 
     /// Row `row` times `x`, which may be shorter than the row.
     pub(crate) fn dot_row(&self, row: usize, x: &[f32]) -> f32 {
-        let bytes = self.row_bytes(row, 0, x.len());
-        let (width, mut out) = (Width::best(), [0.0]);
-        match self.dtype {
-            DType::F32 => product::single::<StoredF32>(width, bytes.as_chunks().0, x, &mut out),
-            DType::F16 => product::single::<StoredF16>(width, bytes.as_chunks().0, x, &mut out),
-            DType::Bf16 => product::single::<StoredBf16>(width, bytes.as_chunks().0, x, &mut out),
-        }
+        let mut out = [0.0];
+        self.single(self.row_bytes(row, 0, x.len()), x, &mut out);
         out[0]
+    }
+
+    /// The rows from `first` on times `x`, which is as long as a row; as many as there is room for in `out`.
+    pub(crate) fn dot_rows(&self, first: usize, x: &[f32], out: &mut [f32]) {
+        let size = self.cols * self.dtype.bytes();
+        self.single(&self.bytes[first * size..][..out.len() * size], x, out);
+    }
+
+    fn single(&self, bytes: &[u8], x: &[f32], out: &mut [f32]) {
+        let width = Width::best();
+        match self.dtype {
+            DType::F32 => product::single::<StoredF32>(width, bytes.as_chunks().0, x, out),
+            DType::F16 => product::single::<StoredF16>(width, bytes.as_chunks().0, x, out),
+            DType::Bf16 => product::single::<StoredBf16>(width, bytes.as_chunks().0, x, out),
+        }
     }
 
     /// `W x` for each of the vectors in `xs` (`[n, cols]`), as `[n, rows]`.

@@ -91,6 +91,18 @@ impl<'a> Packed<'a> {
         Known(self.parts.iter().map(of).collect())
     }
 
+    /// Lets the crew of `products` compute what is absent of `known`, once. A vector that is shorter than the rows is left to
+    /// [`dot_row_known`](Self::dot_row_known).
+    pub(crate) fn fill(&self, products: &Products<'_>, x: &[f32], known: &Known) {
+        for (part, rows) in self.parts.iter().zip(&known.0) {
+            if let (Some(part), Some(rows)) = (part, rows)
+                && part.view.cols() == x.len()
+            {
+                products.fill(rows, &part.view, x);
+            }
+        }
+    }
+
     /// As [`dot_row`](Self::dot_row), with what is known of the same `x`.
     pub(crate) fn dot_row_known(&self, row: u32, x: &[f32], known: &Known) -> f32 {
         let Some((part, view, row)) = self.locate(row) else { return 0.0 };

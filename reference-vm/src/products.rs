@@ -7,10 +7,14 @@
 //! finds none, so what is refused without this memo is refused with it.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use ir::{DType, Weights};
+use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::math::{Matrix, TASK_MACS};
 
 /// No product has these bits: a signalling NaN, which no arithmetic gives.
 const ABSENT: u32 = 0x7fa5_5a5a;
@@ -21,6 +25,8 @@ pub struct Products<'w> {
     bytes_max: usize,
     generation: AtomicU64,
     kept: RwLock<Kept>,
+    /// Threads that multiply whole matrices; they run no machine.
+    crew: Option<ThreadPool>,
 }
 
 #[derive(Default)]
@@ -44,6 +50,8 @@ pub(crate) struct Rows {
     vector: Arc<[u32]>,
     products: Vec<AtomicU32>,
     used: AtomicU64,
+    /// Somebody has seen to it that a crew multiplies the whole matrix.
+    claimed: AtomicBool,
 }
 
 impl Rows {
@@ -57,6 +65,26 @@ impl Rows {
         let product = compute();
         self.products[row].store(product.to_bits(), Ordering::Relaxed);
         product
+    }
+
+    /// Computes what is absent on all threads of the crew. A program takes rows one task after another and on few threads; memory
+    /// feeds more than those. Nobody waits for this: who needs a row before it is there computes it.
+    fn fill(&self, matrix: &Matrix<'_>, x: &[f32], crew: &ThreadPool) {
+        if self.claimed.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let rows = (TASK_MACS / x.len().max(1)).max(1);
+        let chunk = |(index, products): (usize, &[AtomicU32])| {
+            if products.iter().all(|product| product.load(Ordering::Relaxed) != ABSENT) {
+                return;
+            }
+            let mut out = vec![0.0; products.len()];
+            matrix.dot_rows(index * rows, x, &mut out);
+            for (product, out) in products.iter().zip(out) {
+                product.store(out.to_bits(), Ordering::Relaxed);
+            }
+        };
+        crew.install(|| self.products.par_chunks(rows).enumerate().for_each(chunk));
     }
 
     fn bytes(&self) -> usize {
@@ -99,7 +127,16 @@ impl<'w> Products<'w> {
             bytes_max,
             generation: AtomicU64::new(0),
             kept: RwLock::new(Kept::default()),
+            crew: None,
         }
+    }
+
+    /// Multiplies the whole of a matrix on so many threads when its first product with a vector is asked for. Where the system has no
+    /// threads to give, products are computed one by one as before.
+    #[must_use]
+    pub fn with_crew(self, threads: usize) -> Self {
+        let crew = ThreadPoolBuilder::new().num_threads(threads).build().ok();
+        Self { crew, ..self }
     }
 
     /// The weights whose products these are.
@@ -119,6 +156,13 @@ impl<'w> Products<'w> {
         self.generation.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Has a crew, if there is one, compute what is absent of the products of `matrix` with `x`.
+    pub(crate) fn fill(&self, rows: &Rows, matrix: &Matrix<'_>, x: &[f32]) {
+        if let Some(crew) = &self.crew {
+            rows.fill(matrix, x, crew);
+        }
+    }
+
     /// The products of a stored matrix with a vector; `None` if there is no room for them.
     pub(crate) fn of(&self, matrix: Stored, vector: &Vector) -> Option<Arc<Rows>> {
         let generation = self.generation.load(Ordering::Relaxed);
@@ -136,13 +180,14 @@ impl<'w> Products<'w> {
             vector: vector.bits.clone(),
             products: (0..matrix.rows).map(|_| AtomicU32::new(ABSENT)).collect(),
             used: AtomicU64::new(generation),
+            claimed: AtomicBool::new(false),
         });
         let mut kept = self.kept.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(rows) = found(&kept) {
             return Some(rows);
         }
         if kept.bytes + rows.bytes() > self.bytes_max {
-            kept.forget_before(generation);
+            kept.forget(generation, self.bytes_max / 2);
         }
         if kept.bytes + rows.bytes() > self.bytes_max {
             return None;
@@ -154,9 +199,24 @@ impl<'w> Products<'w> {
 }
 
 impl Kept {
-    fn forget_before(&mut self, generation: u64) {
+    /// Drops what was not used for longest until no more than `bytes` are left, or all that is left was used since `generation`.
+    fn forget(&mut self, generation: u64, bytes: usize) {
+        let used = |rows: &Arc<Rows>| rows.used.load(Ordering::Relaxed);
+        let mut by_use: BTreeMap<u64, usize> = BTreeMap::new();
+        for rows in self.rows.values().flatten() {
+            *by_use.entry(used(rows)).or_default() += rows.bytes();
+        }
+        let mut left = self.bytes;
+        let mut oldest_kept = 0;
+        for (&at, &size) in by_use.range(..generation) {
+            if left <= bytes {
+                break;
+            }
+            left -= size;
+            oldest_kept = at + 1;
+        }
         for twins in self.rows.values_mut() {
-            twins.retain(|rows| rows.used.load(Ordering::Relaxed) >= generation);
+            twins.retain(|rows| used(rows) >= oldest_kept);
         }
         self.rows.retain(|_, twins| !twins.is_empty());
         self.bytes = self.rows.values().flatten().map(|rows| rows.bytes()).sum();
@@ -217,5 +277,40 @@ mod tests {
         assert_eq!(products.bytes(), 2 * one);
         let rows = products.of(MATRIX, &vector(1)).unwrap();
         assert_eq!(rows.get(0, || 9.0), 9.0);
+    }
+
+    #[test]
+    fn room_is_made_by_those_that_were_not_used_for_longest() {
+        let one = 8 * 4 + 4 * 4;
+        let products = Products::new(&Nothing, 4 * one);
+        let vector = |i: u32| Vector::new(&[i as f32; 8]);
+        for i in 0..4 {
+            products.begin();
+            assert!(products.of(MATRIX, &vector(i)).is_some());
+        }
+        products.begin();
+        let first = products.of(MATRIX, &vector(0)).unwrap();
+        assert_eq!(first.get(0, || 3.0), 3.0);
+        products.begin();
+        assert!(products.of(MATRIX, &vector(4)).is_some());
+        // The first and the fourth are left of the four, and the new one.
+        assert_eq!(products.bytes(), 3 * one);
+        assert_eq!(products.of(MATRIX, &vector(0)).unwrap().get(0, || unreachable!()), 3.0);
+    }
+
+    #[test]
+    fn a_crew_gives_the_bits_that_single_rows_give() {
+        let bytes: Vec<u8> = (0..4000 * 64 * 2).map(|i: u32| (i * 37 % 251) as u8 & 0x3f).collect();
+        let matrix = Matrix::new(DType::Bf16, 4000, 64, &bytes).unwrap();
+        let place = Stored { address: 64, dtype: DType::Bf16, rows: 4000, cols: 64 };
+        let x: Vec<f32> = (0..64).map(|i| (i as f32 - 31.5) / 7.0).collect();
+        let products = Products::new(&Nothing, 1 << 20).with_crew(2);
+        let rows = products.of(place, &Vector::new(&x)).unwrap();
+        assert_eq!(rows.get(17, || 5.0), 5.0);
+        products.fill(&rows, &matrix, &x);
+        for row in 0..4000 {
+            let product = rows.get(row, || unreachable!());
+            assert_eq!(product.to_bits(), matrix.dot_row(row, &x).to_bits(), "row {row}");
+        }
     }
 }

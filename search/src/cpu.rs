@@ -17,7 +17,7 @@ use crate::gate::Dropped;
 const THOROUGH_BYTES: u64 = 24 << 30;
 
 /// Bytes of products that the reference machine keeps from one candidate to the next.
-const PRODUCTS_BYTES: usize = 512 << 20;
+const PRODUCTS_BYTES: usize = 1 << 30;
 
 /// Names the kernel build of a kernel config.
 pub type KernelId<'a> = &'a (dyn Fn(&KernelConfig) -> String + Sync);
@@ -65,7 +65,8 @@ impl<'a> Cpu<'a> {
         kernel_id: KernelId<'a>,
         expected: Expected,
     ) -> Self {
-        let products = Products::new(weights, PRODUCTS_BYTES);
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let products = Products::new(weights, PRODUCTS_BYTES).with_crew(threads);
         Self { graph, weights, target, options, kernel_id, expected, products }
     }
 

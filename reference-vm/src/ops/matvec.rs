@@ -124,7 +124,7 @@ fn products(
     let scaled = |product: f32, scale: Option<f64>| {
         scale.map_or(product, |scale| (f64::from(product) * scale) as f32)
     };
-    let Some((_, wave)) = context.products else {
+    let Some((memo, wave)) = context.products else {
         let Operand { x, scale, .. } = operand(context, p, matrix)?;
         let product = |row| scaled(matrix.dot_row(row, &x), scale);
         let rows_per_task = (TASK_MACS / x.len().max(1)).max(1);
@@ -133,6 +133,10 @@ fn products(
     };
     let shared = wave.operand(context.task, p, || operand(context, p, matrix));
     let Operand { x, scale, known } = shared.as_ref().as_ref().map_err(|fault| *fault)?;
+    if let Some(known) = known {
+        // Outside of the wave's lock: a thread that waits for the crew may take up another task of the wave.
+        matrix.fill(memo, x, known);
+    }
     let product = |row| match known {
         Some(known) => matrix.dot_row_known(row, x, known),
         None => matrix.dot_row(row, x),

@@ -196,6 +196,7 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
     }
     adopt_program(w, c, sh->step.program);
     if (threadIdx.x == 0) {
+      acquire_release_fence(); // the host may write where the old program lay: after the last look at it
       claim(&((amk_done*)sh->launch->done)->switched);
     }
   }

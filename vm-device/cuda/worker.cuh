@@ -92,8 +92,9 @@ __device__ __forceinline__ void helper_registers() { asm volatile("setmaxnreg.de
 
 // Barrier among the consumer warps. Every path of every op passes the same barriers, dead or not.
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
-// Barrier among consumers, loader and fetcher, at a program switch and at the end.
-__device__ __forceinline__ void worker_sync() { asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS + 64) : "memory"); }
+// Barrier among consumers, loader and fetcher, at a program switch and at the end. The unaligned form: they come to it on paths of their
+// own, and the aligned one promises one instruction for all.
+__device__ __forceinline__ void worker_sync() { asm volatile("barrier.sync 2, %0;" ::"n"(CONSUMERS + 64) : "memory"); }
 
 // The barrier of a task: what the warps computed meets behind it. Each task passes it once or more; afterwards `left` says whether all
 // are to leave, and the parity of the buffers has changed. In two parts, so that what one thread decides is not in the way: announced

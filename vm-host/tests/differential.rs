@@ -2,7 +2,8 @@
 //!
 //! Without a device every test here says `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure. Run from the
 //! repository root, or with cargo. Under a tool that makes the kernel a hundred times slower, `AMK_TEST_MODELS` (names, separated by
-//! commas) chooses some of the models, and `AMK_TEST_DEADLINE_S` says how long a worker may wait.
+//! commas) chooses some of the models, `AMK_TEST_DEADLINE_S` says how long a worker may wait, and `AMK_TEST_POSITIONS` has the first
+//! positions run, once, instead of all of them and the tokens that follow, twice.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -83,13 +84,18 @@ fn chosen() -> Vec<&'static str> {
     chosen.collect()
 }
 
+/// A number from the environment, if it is there.
+fn number(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|error| panic!("{name}: {text:?}: {error}")))
+}
+
 /// How a device is booted here.
 fn boot_options() -> BootOptions {
     let options = BootOptions { logits_rows: 80, ..BootOptions::default() };
-    match std::env::var("AMK_TEST_DEADLINE_S").map(|seconds| seconds.parse()) {
-        Ok(Ok(seconds)) => BootOptions { deadline: Duration::from_secs(seconds), ..options },
-        Ok(Err(error)) => panic!("AMK_TEST_DEADLINE_S: {error}"),
-        Err(_) => options,
+    match number("AMK_TEST_DEADLINE_S") {
+        Some(seconds) => BootOptions { deadline: Duration::from_secs(seconds), ..options },
+        None => options,
     }
 }
 
@@ -153,6 +159,34 @@ fn worst(expected: &[f32], actual: &[f32]) -> f64 {
     differences.fold(0.0, f64::max) / scale
 }
 
+/// Runs what is resident and compares every logit, and every token that follows.
+fn check_program(machine: &mut Resident, golden: &Golden, name: &str, schedule: &str) {
+    let some = number("AMK_TEST_POSITIONS").map(|n| (n as usize).clamp(1, golden.tokens.len()));
+    let (tokens, follow, repeats) = match some {
+        Some(positions) => (&golden.tokens[..positions], 1, 1),
+        None => (&golden.tokens[..], golden.greedy.len(), 2),
+    };
+    let expected = &golden.logits[..golden.logits.len() / golden.tokens.len() * tokens.len()];
+    for repeat in 0..repeats {
+        let decoded = machine
+            .decode(0, 0, tokens, follow as u32, &[], true)
+            .unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
+        let logits = machine
+            .logits(tokens.len() as u32)
+            .unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"))
+            .concat();
+        let error = worst(expected, &logits);
+        eprintln!(
+            "{name:18} {schedule:22} run {repeat}: max |diff| / max |logit| {error:.2e}, {:.1} us a position",
+            decoded.device_us / f64::from(decoded.steps)
+        );
+        assert!(error <= 5e-3, "{name}, {schedule}: {error:.3e}");
+        if some.is_none() {
+            assert_eq!(decoded.tokens, golden.greedy, "{name}, {schedule}");
+        }
+    }
+}
+
 /// One model under every schedule: launched anew only when the kernel variant changes, else switched by a ring command.
 fn check_model(name: &str, info: &vm_host::DeviceInfo) {
     let dir = golden_dir().join(name);
@@ -192,22 +226,7 @@ fn check_model(name: &str, info: &vm_host::DeviceInfo) {
                     .unwrap_or_else(|e| panic!("{name}, {schedule}: launch: {}", e.1))
             }
         };
-        for repeat in 0..2 {
-            let decoded = machine
-                .decode(0, 0, &golden.tokens, golden.greedy.len() as u32, &[], true)
-                .unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
-            let logits = machine
-                .logits(golden.tokens.len() as u32)
-                .unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"))
-                .concat();
-            let error = worst(&golden.logits, &logits);
-            eprintln!(
-                "{name:18} {schedule:22} run {repeat}: max |diff| / max |logit| {error:.2e}, {:.1} us a position",
-                decoded.device_us / f64::from(decoded.steps)
-            );
-            assert!(error <= 5e-3, "{name}, {schedule}: {error:.3e}");
-            assert_eq!(decoded.tokens, golden.greedy, "{name}, {schedule}");
-        }
+        check_program(&mut machine, &golden, name, schedule);
         resident = Some(machine);
     }
     if let Some(running) = resident {

@@ -10,6 +10,10 @@ use serde::Deserialize;
 
 use crate::config_source::ConfigSource;
 
+mod landscape;
+
+pub(crate) use landscape::{LandscapeCommand, RecordArgs};
+
 /// What `amk` says when it is given nothing to do.
 pub(crate) const FIRST_STEPS: &str = "\
 amk turns a decoder LLM into one persistent CUDA megakernel and searches for its fastest schedule.
@@ -119,6 +123,15 @@ pub(crate) enum Command {
         it is timed. Every row is written before the next schedule runs; Ctrl-C ends the survey with exit code 130."
     )]
     Sample(SampleArgs),
+    /// Grids of schedules with a recorded answer for every point, to compare strategies on with no GPU.
+    #[command(
+        after_help = "Examples:\n  amk landscape record --model smollm2-135m --grid corpus/landscapes/smollm2-135m.grid.json --device cuda --out smollm2.jsonl"
+    )]
+    Landscape {
+        /// What to do with them.
+        #[command(subcommand)]
+        command: LandscapeCommand,
+    },
     /// Compares the cost model's predictions with measured rows, and fits its rates to them.
     #[command(
         after_help = "Examples:\n  amk calibrate corpus/measurements/*.jsonl\n  amk calibrate corpus/measurements/*.jsonl --fit lower/src/cost/rates.json\n\n\

@@ -543,6 +543,17 @@ impl Served for Gpu<'_> {
         self.recover(result)
     }
 
+    fn hand_over(&mut self, from: Handle, to: Handle) -> Result<(), DeviceError> {
+        let known = self.programs.contains_key(&to.0);
+        let held = self.sequences.iter_mut().flatten().find(|(of, _)| *of == from && known);
+        let Some(sequence) = held else {
+            let reason = "there is no sequence to hand over".to_owned();
+            return Err(DeviceError::Fault { reason });
+        };
+        sequence.0 = to;
+        Ok(())
+    }
+
     fn foresee(&mut self, kernels: &[KernelConfig]) {
         let variants: Vec<Variant> = kernels.iter().map(|kernel| self.variant(kernel)).collect();
         if let Some(builds) = &mut self.builds {

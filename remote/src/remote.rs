@@ -390,6 +390,11 @@ impl Device for Remote<'_> {
         Ok(logits)
     }
 
+    fn hand_over(&mut self, from: Handle, to: Handle) -> Result<(), DeviceError> {
+        self.ready(&[to])?;
+        self.done(&Request::HandOver { from: from.0, to: to.0 }, &[], Work::default())
+    }
+
     fn foresee(&mut self, kernels: &[KernelConfig]) {
         if self.running.is_some() {
             // A hint: a process that fails at it is replaced when it is needed.

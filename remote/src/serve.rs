@@ -61,6 +61,14 @@ pub trait Served {
         last: &mut [f32],
     ) -> Result<Vec<[f64; 4]>, DeviceError>;
 
+    /// As [`search::Device::hand_over`].
+    ///
+    /// # Errors
+    /// As there.
+    fn hand_over(&mut self, _from: Handle, _to: Handle) -> Result<(), DeviceError> {
+        Err(fault("this device keeps sequences apart"))
+    }
+
     /// As [`search::Device::foresee`].
     fn foresee(&mut self, _kernels: &[KernelConfig]) {}
 
@@ -228,6 +236,10 @@ impl<D: Served> Session<D> {
                 let plan = Plan { tokens: &tokens, first, rounds, warmup };
                 let last = self.rows.first_mut(2).ok_or_else(|| fault("no rows are shared"))?;
                 self.device.time(handles, &plan, last).map(Reply::Timed)
+            }
+            Request::HandOver { from, to } => {
+                let (from, to) = (self.handle(from)?, self.handle(to)?);
+                self.device.hand_over(from, to).map(|()| Reply::Done)
             }
             Request::Foresee { kernels } => {
                 self.device.foresee(&kernels);

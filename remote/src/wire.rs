@@ -42,6 +42,8 @@ pub(crate) enum Request {
     Run { handle: u64, tokens: Vec<u32>, first: u64 },
     /// Times two programs, both of which the parent has a proof for; their last logits go to the first two shared rows.
     Time { handles: [u64; 2], tokens: Vec<u32>, first: u64, rounds: u64, warmup: u64 },
+    /// Lets one program go on with the sequence of another.
+    HandOver { from: u64, to: u64 },
     /// Kernels that will be asked for.
     Foresee { kernels: Vec<KernelConfig> },
     /// Lets go of a program.

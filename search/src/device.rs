@@ -237,6 +237,15 @@ pub trait Device {
         first: usize,
     ) -> Result<Vec<Vec<f32>>, DeviceError>;
 
+    /// Lets one program go on with the sequence that another one left. Caches lie alike for all programs of a model, so that a context
+    /// need not be filled anew for each.
+    ///
+    /// # Errors
+    /// If the device has no such sequence, or keeps those of its programs apart.
+    fn hand_over(&mut self, _from: Handle, _to: Handle) -> Result<(), DeviceError> {
+        Err(DeviceError::Fault { reason: "this device keeps sequences apart".to_owned() })
+    }
+
     /// Kernel builds that are likely to be asked for soon. A device may compile them while it does other things.
     fn foresee(&mut self, _kernels: &[KernelConfig]) {}
 

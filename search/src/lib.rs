@@ -24,6 +24,7 @@ mod equals;
 mod expected;
 mod gate;
 mod history;
+pub mod landscape;
 mod measure;
 mod propose;
 pub mod replay;

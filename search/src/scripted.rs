@@ -294,6 +294,13 @@ impl Device for ScriptedDevice<'_> {
         Ok(rows)
     }
 
+    fn hand_over(&mut self, from: Handle, to: Handle) -> Result<(), DeviceError> {
+        let _ = (self.behaviour(from)?, self.behaviour(to)?);
+        let length = std::mem::take(&mut self.sequences[from.0 as usize]);
+        self.sequences[to.0 as usize] = length;
+        Ok(())
+    }
+
     fn costs(&self) -> Costs {
         self.costs
     }

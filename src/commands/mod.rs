@@ -11,6 +11,7 @@ pub(crate) mod explain;
 mod export;
 mod generate;
 mod html;
+mod landscape;
 mod program;
 pub(crate) mod propose;
 pub(crate) mod runs;
@@ -46,6 +47,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Bundle(args) => bundle::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::Sample(args) => sample::run(&args),
+        Command::Landscape { command } => landscape::run(&command),
         Command::Calibrate(args) => calibrate::run(&args),
         Command::Lower(args) => program::lower(&args),
         Command::Verify(args) => program::verify(&args),

@@ -1,0 +1,175 @@
+//! A point of a landscape on a device: agreement first, as everywhere, then a few blocks. What makes it cheap is the context, which is filled
+//! once: each program goes on with the sequence that the one before it left.
+
+use std::ops::Range;
+
+use ir::schedule::ScheduleConfig;
+use reference_vm::compare::{Agreement, Reference};
+
+use super::{Answer, Measured};
+use crate::assess;
+use crate::cpu::Candidate;
+use crate::device::{Contender, Device, DeviceError, Handle, Plan, Samples, Side};
+use crate::gate::{Dropped, Gate};
+use crate::measure::{Latency, median};
+use crate::trial::Outcome;
+
+/// Lowers a point and runs it on the reference machine: all that needs no device. Any number of threads may do it.
+///
+/// # Errors
+/// What becomes of a point that comes no further.
+pub fn prepare(
+    gate: &Gate<'_>,
+    config: &ScheduleConfig,
+) -> Result<(Candidate, Agreement<Reference>), Answer> {
+    let lowered = gate.validate(config).and_then(|valid| gate.lower(valid));
+    let judged = lowered.and_then(|candidate| {
+        let reference = gate.reference(&candidate)?;
+        Ok((candidate, reference))
+    });
+    judged.map_err(|dropped| answer(&dropped))
+}
+
+fn answer(dropped: &Dropped) -> Answer {
+    if let Dropped::Rejected(violations) = dropped {
+        return Answer::illegal(violations);
+    }
+    let outcome = Outcome::from(dropped).name().to_owned();
+    Answer::Failed { outcome, why: dropped.to_string() }
+}
+
+/// Measures the points of a grid, one after the other.
+pub struct Probe<'g, 'a> {
+    gate: &'g Gate<'a>,
+    timed: Range<usize>,
+    rounds: usize,
+    seed: u64,
+    /// A program that is known to be right, which fills the context.
+    anchor: (Candidate, Agreement<Reference>),
+    /// Whose sequence is on the device.
+    holder: Option<Handle>,
+}
+
+impl<'g, 'a> Probe<'g, 'a> {
+    /// Points are timed on these of the gate's tokens, so many rounds of four blocks.
+    #[must_use]
+    pub fn new(
+        gate: &'g Gate<'a>,
+        anchor: (Candidate, Agreement<Reference>),
+        timed: Range<usize>,
+        rounds: usize,
+        seed: u64,
+    ) -> Self {
+        Self { gate, timed, rounds, seed, anchor, holder: None }
+    }
+
+    /// Times the anchor: at the start and from time to time.
+    ///
+    /// # Errors
+    /// If the device is lost.
+    pub fn anchor(&mut self, device: &mut dyn Device) -> Result<Answer, DeviceError> {
+        let (candidate, reference) = self.anchor.clone();
+        self.measure(device, &candidate, reference)
+    }
+
+    /// Runs the timed positions of a point, compares their logits, and times them. A wrong answer is asked for once more on a context
+    /// that the anchor filled: the program before may have spoilt it.
+    ///
+    /// # Errors
+    /// If the device is lost.
+    pub fn measure(
+        &mut self,
+        device: &mut dyn Device,
+        candidate: &Candidate,
+        reference: Agreement<Reference>,
+    ) -> Result<Answer, DeviceError> {
+        let inherited = self.holder.is_some();
+        let mut measured = self.once(device, candidate, reference);
+        let doubtful = matches!(
+            measured,
+            Err(Dropped::Disagreed { .. } | Dropped::Failed(DeviceError::Fault { .. }))
+        );
+        if inherited && doubtful {
+            self.forget(device);
+            measured = self.once(device, candidate, reference);
+        }
+        match measured {
+            Ok(measured) => Ok(Answer::Measured(measured)),
+            Err(Dropped::Failed(error @ DeviceError::Unavailable { .. })) => Err(error),
+            Err(dropped) => {
+                self.forget(device);
+                Ok(answer(&dropped))
+            }
+        }
+    }
+
+    /// The context on the device is worth nothing any more.
+    fn forget(&mut self, device: &mut dyn Device) {
+        if let Some(handle) = self.holder.take() {
+            device.release(handle);
+        }
+    }
+
+    /// A program that has the context, which the anchor fills if there is none.
+    fn holder(&mut self, device: &mut dyn Device) -> Result<Handle, Dropped> {
+        if let Some(handle) = self.holder {
+            return Ok(handle);
+        }
+        let (Candidate { program, config, .. }, reference) = &self.anchor;
+        let handle = device.prepare(program, &config.kernel).map_err(Dropped::Failed)?;
+        let expected = self.gate.expected();
+        let end = self.timed.end;
+        let rows = device.run(handle, &expected.tokens[..end], 0).map_err(Dropped::Failed)?;
+        let _ = reference
+            .and_device(&expected.logits[..end], &rows, expected.on_device)
+            .map_err(|at| Dropped::Disagreed { by: "device", at })?;
+        self.holder = Some(handle);
+        Ok(handle)
+    }
+
+    fn once(
+        &mut self,
+        device: &mut dyn Device,
+        candidate: &Candidate,
+        reference: Agreement<Reference>,
+    ) -> Result<Measured, Dropped> {
+        let (expected, Range { start: first, end }) = (self.gate.expected(), self.timed.clone());
+        let tokens = &expected.tokens[..end];
+        let holder = self.holder(device)?;
+        let handle = device
+            .prepare(&candidate.program, &candidate.config.kernel)
+            .map_err(Dropped::Failed)?;
+        if handle != holder {
+            self.holder = Some(handle);
+            let handed = device.hand_over(holder, handle);
+            device.release(holder);
+            handed.map_err(Dropped::Failed)?;
+        }
+        let rows = device.run(handle, tokens, first).map_err(Dropped::Failed)?;
+        let agreement = reference
+            .and_device(&expected.logits[first..end], &rows, expected.on_device)
+            .map_err(|at| Dropped::Disagreed { by: "device", at })?;
+        let contender = Contender::new(handle, &agreement);
+        let plan = Plan { tokens, first, rounds: self.rounds, warmup: 0 };
+        let samples = device.time([contender; 2], &plan).map_err(Dropped::Failed)?;
+        self.gate.timed(reference, end, &samples)?;
+        let at = u32::midpoint(first as u32, end as u32);
+        let floor = assess::floors(self.gate, device, candidate, at).artefact_us;
+        let _ = Latency::new(&agreement, &samples, Side::Candidate, floor, self.seed)
+            .map_err(Dropped::BelowFloor)?;
+        Ok(measured(candidate, &samples, device.clocks().map(|clocks| clocks.sm_mhz)))
+    }
+}
+
+/// Both sides of the samples are the same program.
+fn measured(candidate: &Candidate, samples: &Samples, sm_mhz: Option<u32>) -> Measured {
+    let rounded = |us: f64| (1000.0 * us).round() / 1000.0;
+    let blocks: Vec<f64> = samples.rounds.iter().flatten().copied().map(rounded).collect();
+    Measured {
+        program_id: candidate.program_id.clone(),
+        kernel_id: candidate.kernel_id.clone(),
+        us: rounded(median(&blocks)),
+        blocks_us: blocks,
+        sm_mhz,
+    }
+}

@@ -1,0 +1,111 @@
+//! The file of a landscape while it is written: terms first, then rows, each out of this process's hands before the next one is begun.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::{Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use search::landscape::{Answer, Row, Terms};
+
+use crate::failure::Failure;
+
+/// Rows that are there, and those to come.
+pub(super) struct Recording {
+    path: PathBuf,
+    file: File,
+    /// Answers by point.
+    pub(super) done: BTreeMap<u32, Answer>,
+    /// The point that gave the answer for a program and a kernel.
+    pub(super) by_ids: BTreeMap<(String, String), u32>,
+}
+
+impl Recording {
+    /// A new file, which must not be there yet; or with `resume` one that goes on, if its terms are these.
+    pub(super) fn open(path: &Path, terms: &Terms, resume: bool) -> Result<Self, Failure> {
+        let failed = |error: std::io::Error| {
+            Failure::usage(format!("cannot write {}: {error}", path.display()))
+        };
+        let (done, by_ids) = (BTreeMap::new(), BTreeMap::new());
+        if !(resume && path.exists()) {
+            let new = OpenOptions::new().write(true).create_new(true).open(path);
+            let file = new.map_err(|error| {
+                Failure::usage(format!(
+                    "cannot start {}: {error}; --out names a new file, or one to go on with and --resume",
+                    path.display()
+                ))
+            })?;
+            let mut recording = Self { path: path.to_owned(), file, done, by_ids };
+            recording.line(&serde_json::to_string(terms).unwrap_or_default())?;
+            return Ok(recording);
+        }
+        let text = std::fs::read_to_string(path).map_err(failed)?;
+        let whole = text.rfind('\n').map_or("", |end| &text[..=end]);
+        let mut file = OpenOptions::new().write(true).open(path).map_err(failed)?;
+        file.set_len(whole.len() as u64).map_err(failed)?; // what a kill cut off
+        file.seek(SeekFrom::End(0)).map_err(failed)?;
+        let mut recording = Self { path: path.to_owned(), file, done, by_ids };
+        let mut lines = whole.lines();
+        recording.check_terms(lines.next().unwrap_or_default(), terms)?;
+        for (number, line) in lines.enumerate() {
+            let row: Row = serde_json::from_str(line).map_err(|error| {
+                let line = number + 2;
+                Failure::integrity(format!("{} line {line} is no row: {error}", path.display()))
+            })?;
+            recording.note(row);
+        }
+        Ok(recording)
+    }
+
+    fn check_terms(&self, line: &str, now: &Terms) -> Result<(), Failure> {
+        let refuse = |what: String| {
+            Err(Failure::usage(format!(
+                "{} was recorded under other terms: {what}; start another file",
+                self.path.display()
+            )))
+        };
+        let Ok(then) = serde_json::from_str::<Terms>(line) else {
+            return refuse("its first line is not the terms of a landscape".to_owned());
+        };
+        if let (Some(then), Some(now)) = (&then.conditions, &now.conditions)
+            && let Some(difference) = then.differs(now)
+        {
+            return refuse(difference);
+        }
+        // The bandwidth is measured anew in each process, and clocks are among the notes.
+        let (conditions, bandwidth) = (then.conditions.clone(), then.bandwidth);
+        if (Terms { conditions, bandwidth, ..now.clone() }) != then {
+            return refuse("model, grid, context, seed, rounds or shard".to_owned());
+        }
+        Ok(())
+    }
+
+    fn note(&mut self, row: Row) {
+        match &row.answer {
+            Answer::Again(_) => return,
+            Answer::Measured(measured) => {
+                let ids = (measured.program_id.clone(), measured.kernel_id.clone());
+                self.by_ids.insert(ids, row.point);
+            }
+            Answer::Predicted { program_id, kernel_id, .. } => {
+                self.by_ids.insert((program_id.clone(), kernel_id.clone()), row.point);
+            }
+            Answer::Illegal(_) | Answer::Twin(_) | Answer::Failed { .. } => {}
+        }
+        self.done.insert(row.point, row.answer);
+    }
+
+    /// Writes a row.
+    pub(super) fn row(&mut self, point: u32, answer: Answer) -> Result<(), Failure> {
+        let row = Row { point, answer };
+        self.line(&serde_json::to_string(&row).unwrap_or_default())?;
+        self.note(row);
+        Ok(())
+    }
+
+    fn line(&mut self, line: &str) -> Result<(), Failure> {
+        let written = self.file.write_all(format!("{line}\n").as_bytes());
+        written.and_then(|()| self.file.flush()).map_err(|error| {
+            Failure::usage(format!("cannot write {}: {error}", self.path.display()))
+        })
+    }
+}

@@ -11,13 +11,13 @@ __device__ __forceinline__ void fetcher_run(Worker const& w) {
   uint32_t index = 0;
   for (uint32_t k = 0; tasks > 0; ++k) {
     // Once task n is announced as done, every warp has finished those before n - 1.
-    while (k - *(volatile uint32_t*)&sh->done > STAGED - 3 && k >= STAGED - 2) {
-      if (*(volatile uint32_t*)&sh->halt != 0 || is_dead(sh)) {
+    while (k - flag_load(&sh->done) > STAGED - 3 && k >= STAGED - 2) {
+      if (flag_load(&sh->halt) != 0 || is_dead(sh)) {
         return;
       }
       __nanosleep(20);
     }
-    if (*(volatile uint32_t*)&sh->halt != 0) {
+    if (flag_load(&sh->halt) != 0) {
       return;
     }
     uint4 record = make_uint4(0, 0, 0, 0);
@@ -44,7 +44,7 @@ __device__ __forceinline__ void fetcher_run(Worker const& w) {
     block_fence();
     __syncwarp();
     if (lane == 0) {
-      *(volatile uint32_t*)&sh->fetched = k + 1;
+      flag_store(&sh->fetched, k + 1);
     }
     index = index + 1 == tasks ? 0 : index + 1;
   }
@@ -52,7 +52,7 @@ __device__ __forceinline__ void fetcher_run(Worker const& w) {
 
 // Until the fetcher has staged this warp's next task.
 __device__ __forceinline__ StagedTask const& staged_task(Worker const& w) {
-  while ((int32_t)(*(volatile uint32_t*)&w.shared->fetched - w.task) <= 0 && !is_dead(w.shared)) {
+  while ((int32_t)(flag_load(&w.shared->fetched) - w.task) <= 0 && !is_dead(w.shared)) {
   }
   block_fence();
   return w.shared->staged[w.task % STAGED];
@@ -81,8 +81,8 @@ __device__ __forceinline__ bool run_step(Worker& w, Cursor& c) {
     tape_end(w, st.task, i);
     ++w.task;
     if (w.thread == 0) {
-      sh->task = i + 1;
-      *(volatile uint32_t*)&sh->done = w.task;
+      flag_store(&sh->task, i + 1);
+      flag_store(&sh->done, w.task);
     }
     if (left(w)) {
       return false;
@@ -163,16 +163,16 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
       w.epoch = sh->step.epoch;
       if (threadIdx.x == 0) {
         sh->epoch = w.epoch;
-        *(volatile uint32_t*)&sh->active = 1;
-        uint32_t const begun = sh->begun;
-        *(volatile uint32_t*)&sh->begun_position[begun % 2] = sh->step.position;
-        *(volatile uint32_t*)&sh->begun_session[begun % 2] = sh->step.session;
+        flag_store(&sh->active, 1);
+        uint32_t const begun = flag_load(&sh->begun);
+        flag_store(&sh->begun_position[begun % 2], sh->step.position);
+        flag_store(&sh->begun_session[begun % 2], sh->step.session);
         block_fence();
-        *(volatile uint32_t*)&sh->begun = begun + 1;
+        flag_store(&sh->begun, begun + 1);
       }
       leaving = !run_step(w, c);
       if (threadIdx.x == 0) {
-        *(volatile uint32_t*)&sh->active = 0;
+        flag_store(&sh->active, 0);
       }
       if (!leaving) {
         consumers_sync(); // the step's state is about to be overwritten
@@ -180,16 +180,16 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
       }
     }
     if (threadIdx.x == 0) {
-      *(volatile uint32_t*)&sh->halt = 1;
+      flag_store(&sh->halt, 1);
     }
     worker_sync(); // the loader has drained, the fetcher has stopped
     if (leaving || sh->step.action != 2) {
       if (threadIdx.x == 0) {
-        *(volatile uint32_t*)&sh->halt = 2;
+        flag_store(&sh->halt, 2);
       }
       worker_sync(); // they leave
       if (threadIdx.x == 0) {
-        *(volatile uint32_t*)&sh->gone = 1;
+        flag_store(&sh->gone, 1);
         claim(&((amk_done*)sh->launch->done)->left);
       }
       return;
@@ -206,7 +206,7 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
 __device__ __forceinline__ void helper_life(Worker w, bool loader) {
   for (;;) {
     worker_sync(); // a program has been adopted, or it is time to leave
-    if (*(volatile uint32_t*)&w.shared->halt == 2) {
+    if (flag_load(&w.shared->halt) == 2) {
       return;
     }
     worker_ring(w);
@@ -223,7 +223,7 @@ __device__ __forceinline__ void helper_life(Worker w, bool loader) {
 
 // The last warp of every block, once the poller (if it has one) is done: until the consumers have left.
 __device__ __forceinline__ void watchdog_run(Shared* sh) {
-  while (*(volatile uint32_t*)&sh->gone == 0) {
+  while (flag_load(&sh->gone) == 0) {
     watchdog_check(sh);
     __nanosleep(20000);
   }

@@ -373,7 +373,7 @@ __device__ __forceinline__ Tiles task_tiles(amk_task const& task, amk_matvec_par
 // Announces that the task's last stages are near, so that little is on its way when the next handoff comes.
 __device__ __forceinline__ void note_near(Worker const& w, uint32_t left, uint32_t enough) {
   if (w.thread == 0 && left <= enough) {
-    *(volatile uint32_t*)&w.shared->near = 1;
+    flag_store(&w.shared->near, 1);
   }
 }
 
@@ -551,7 +551,7 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
     square = stage_input(w, st, p);
     __syncwarp();
     if (w.thread == 0) {
-      *(volatile uint32_t*)&w.shared->near = held; // its last shares are there already
+      flag_store(&w.shared->near, held); // its last shares are there already
     }
     tape_staged(w);
     if (taken == ahead) {

@@ -1,5 +1,11 @@
-// The ring of landed weights in shared memory: bulk copies that complete on `full`, consumers that free on `empty`.
+// Shared memory between the roles of a block: flags, and the ring of landed weights, whose bulk copies complete on `full` and which
+// consumers free on `empty`.
 #pragma once
+
+// Words by which the roles of a block tell each other things without a barrier: written and read again and again. What else was written
+// before is ordered by a block_fence on both sides.
+__device__ __forceinline__ uint32_t flag_load(uint32_t const* word) { return *(volatile uint32_t const*)word; }
+__device__ __forceinline__ void flag_store(uint32_t* word, uint32_t v) { *(volatile uint32_t*)word = v; }
 
 __device__ __forceinline__ uint32_t shared_address(void const* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 

@@ -80,7 +80,7 @@ __device__ __forceinline__ void loader_landed(Loader& l) {
 // Until the phase of a barrier is over. False when the loader is to stop.
 __device__ __forceinline__ bool loader_wait(Shared* sh, uint32_t barrier, uint32_t parity) {
   while (!barrier_try_at(barrier, parity)) {
-    if (*(volatile uint32_t*)&sh->halt != 0 || is_dead(sh)) {
+    if (flag_load(&sh->halt) != 0 || is_dead(sh)) {
       return false;
     }
   }
@@ -114,7 +114,7 @@ __device__ __forceinline__ void loader_caps(Loader& l, uint32_t stage_units) {
 // The next stage, once it has been freed by every consumer warp and few enough bytes are on their way: the messages of a handoff queue
 // behind them. False when the loader is to stop.
 __device__ __forceinline__ bool loader_claim(Shared* sh, Loader& l, LoaderWaits& waits) {
-  uint32_t const near = *(volatile uint32_t*)&sh->near, halt = *(volatile uint32_t*)&sh->halt;
+  uint32_t const near = flag_load(&sh->near), halt = flag_load(&sh->halt);
   uint32_t const cap = near != 0 ? l.cap_near : l.cap_far, t0 = tape_clock();
   if (halt != 0 || (l.lapped && !loader_wait(sh, l.empty + l.stage * 8, l.parity))) {
     return false;
@@ -193,15 +193,15 @@ __device__ __forceinline__ bool loader_rows(Shared* sh, Loader& l, uint32_t most
 // Keys and values of an attention task, once the step that they are for has begun: what earlier steps have written is here then. The row
 // of the step's own key is read as it was before; the op knows better. `more`: values, kv_block, window, split and splits.
 __device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t lap, LoaderWaits& waits) {
-  while ((int32_t)(*(volatile uint32_t*)&sh->begun - lap) <= 0) {
-    if (*(volatile uint32_t*)&sh->halt != 0 || is_dead(sh)) {
+  while ((int32_t)(flag_load(&sh->begun) - lap) <= 0) {
+    if (flag_load(&sh->halt) != 0 || is_dead(sh)) {
       return false;
     }
   }
   block_fence();
-  uint32_t const position = *(volatile uint32_t*)&sh->begun_position[lap % 2], session = *(volatile uint32_t*)&sh->begun_session[lap % 2];
+  uint32_t const position = flag_load(&sh->begun_position[lap % 2]), session = flag_load(&sh->begun_session[lap % 2]);
   block_fence();
-  if (*(volatile uint32_t*)&sh->begun - lap >= 2) { // that step is over, without these keys: the split had none
+  if (flag_load(&sh->begun) - lap >= 2) { // that step is over, without these keys: the split had none
     return true;
   }
   if (l.seen != lap + 1) {

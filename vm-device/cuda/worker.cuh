@@ -80,7 +80,7 @@ struct Worker {
   uint32_t thread;   // threadIdx.x, which the compiler would read again at every use
 };
 
-__device__ __forceinline__ bool is_dead(Shared* sh) { return *(volatile uint32_t*)&sh->dead != 0; }
+__device__ __forceinline__ bool is_dead(Shared* sh) { return flag_load(&sh->dead) != 0; }
 
 // Registers go from the helpers to the consumers, whole groups of 4 warps at once. A block starts with what the launch gave it, and who
 // asks for more than the others have given back waits forever.
@@ -103,7 +103,7 @@ __device__ __forceinline__ void barrier_announce(Worker& w) {
   ++w.progress;
   if (w.thread == 0) {
     w.shared->leave[w.parity] = is_dead(w.shared);
-    *(volatile uint32_t*)&w.shared->progress = w.progress;
+    flag_store(&w.shared->progress, w.progress);
   }
 }
 __device__ __forceinline__ void barrier_meet(Worker& w) {
@@ -118,14 +118,14 @@ __device__ __forceinline__ bool left(Worker const& w) { return w.shared->leave[w
 
 // Asks the whole device to leave, and writes who waited for what. The first reporter wins.
 __device__ __forceinline__ void trap(Shared* sh, uint32_t code, uint32_t object, uint32_t have, uint32_t need, uint64_t waited_ns) {
-  *(volatile uint32_t*)&sh->dead = 1;
+  flag_store(&sh->dead, 1);
   amk_done* done = (amk_done*)sh->launch->done;
   if (claim(&done->reporter) == 0) {
     amk_status* s = (amk_status*)sh->launch->status;
     host_store(&s->trap, code);
     host_store(&s->worker, sh->index);
-    host_store(&s->task, sh->task);
-    host_store(&s->opcode, sh->staged[sh->done % STAGED].task.opcode);
+    host_store(&s->task, flag_load(&sh->task));
+    host_store(&s->opcode, sh->staged[flag_load(&sh->done) % STAGED].task.opcode);
     host_store(&s->object, object);
     host_store(&s->have, have);
     host_store(&s->need, need);
@@ -139,40 +139,40 @@ __device__ __forceinline__ void trap(Shared* sh, uint32_t code, uint32_t object,
 
 // One consumer thread: what it has found cannot go on. The watchdog reports it, so that the ops have no code for that.
 __device__ __forceinline__ void fault(Shared* sh, uint32_t code, uint32_t object, uint32_t have, uint32_t need) {
-  *(volatile uint32_t*)&sh->fault_object = object;
-  *(volatile uint32_t*)&sh->fault_have = have;
-  *(volatile uint32_t*)&sh->fault_need = need;
+  flag_store(&sh->fault_object, object);
+  flag_store(&sh->fault_have, have);
+  flag_store(&sh->fault_need, need);
   block_fence();
-  *(volatile uint32_t*)&sh->fault_code = code;
+  flag_store(&sh->fault_code, code);
 }
 
 // Every wait inside a step spins on `dead` and on nothing slower; this thread of each worker sets it. It looks at the device-wide abort
 // word, and it reports the worker when no task has been finished for the deadline.
 __device__ __forceinline__ void watchdog_check(Shared* sh) {
   if (load_relaxed(&((amk_done*)sh->launch->done)->abort) != 0) {
-    *(volatile uint32_t*)&sh->dead = 1;
+    flag_store(&sh->dead, 1);
   }
   uint64_t const now = now_ns();
-  uint32_t const progress = *(volatile uint32_t*)&sh->progress, found = *(volatile uint32_t*)&sh->fault_code;
+  uint32_t const progress = flag_load(&sh->progress), found = flag_load(&sh->fault_code);
   if (found != 0 && !is_dead(sh)) {
     block_fence();
-    trap(sh, found, sh->fault_object, sh->fault_have, sh->fault_need, 0);
-  } else if (*(volatile uint32_t*)&sh->active == 0 || progress != sh->seen_progress || sh->seen_ns == 0) {
+    trap(sh, found, flag_load(&sh->fault_object), flag_load(&sh->fault_have), flag_load(&sh->fault_need), 0);
+  } else if (flag_load(&sh->active) == 0 || progress != sh->seen_progress || sh->seen_ns == 0) {
     sh->seen_progress = progress;
     sh->seen_ns = now;
-    *(volatile uint32_t*)&sh->wait_code = 0;
+    flag_store(&sh->wait_code, 0);
   } else if (now - sh->seen_ns > sh->launch->deadline_ns && !is_dead(sh)) {
-    uint32_t const code = *(volatile uint32_t*)&sh->wait_code;
-    trap(sh, code != 0 ? code : AMK_TRAP_STALLED, sh->wait_object, sh->wait_have, sh->wait_need, now - sh->seen_ns);
+    uint32_t const code = flag_load(&sh->wait_code);
+    trap(sh, code != 0 ? code : AMK_TRAP_STALLED, flag_load(&sh->wait_object), flag_load(&sh->wait_have), flag_load(&sh->wait_need), now - sh->seen_ns);
   }
 }
 
 // A long wait says what it is about, for the watchdog's report.
 __device__ __forceinline__ void note_wait(Shared* sh, uint32_t code, uint32_t object, uint32_t have, uint32_t need) {
-  *(volatile uint32_t*)&sh->wait_object = object;
-  *(volatile uint32_t*)&sh->wait_have = have;
-  *(volatile uint32_t*)&sh->wait_need = need;
-  *(volatile uint32_t*)&sh->wait_code = code;
+  flag_store(&sh->wait_object, object);
+  flag_store(&sh->wait_have, have);
+  flag_store(&sh->wait_need, need);
+  flag_store(&sh->wait_code, code);
 }
 
 __device__ __forceinline__ void poll_pause() {

@@ -11,5 +11,6 @@ mod generate;
 mod growth;
 mod lowering;
 mod operands;
+mod race;
 mod shipped;
 mod tidy;

@@ -13,6 +13,9 @@ use crate::config_source::ConfigSource;
 mod landscape;
 
 pub(crate) use landscape::{LandscapeCommand, RecordArgs};
+mod rerun;
+
+pub(crate) use rerun::{RerunArgs, TaskPlace};
 
 /// What `amk` says when it is given nothing to do.
 pub(crate) const FIRST_STEPS: &str = "\
@@ -161,6 +164,12 @@ pub(crate) enum Command {
         amk interpret toy.amk --model toy --tokens 5,6,7"
     )]
     Interpret(InterpretArgs),
+    /// Runs one task of a program again, on the inputs that it had, and shows what it stores beside what belongs there.
+    #[command(after_help = "Examples:\n  amk rerun --model toy --task 0:1 --position 3\n  \
+        amk rerun --model toy --program toy.amk --tokens 5,6,7 --position 2 --task 17:0\n\n\
+        A verdict names the command for the first task that went wrong (first_divergence.rerun). Exit code 1: a word is wrong.\n\
+        With --device cuda the GPU runs the whole step, and the words are those that the task left in its slots.")]
+    Rerun(RerunArgs),
     /// Writes a model out as a Hugging Face folder that any other engine can load.
     #[command(after_help = "Examples:\n  amk export --model smollm2-135m --out smollm2/")]
     Export(ExportArgs),
@@ -380,8 +389,8 @@ pub(crate) struct DeviceChildArgs {
 /// A schedule.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ConfigArgs {
-    /// A JSON file with any subset of the knobs, or - for standard input. Default: for `bench` and `generate` the schedule shipped for the model and GPU, if there is one; else the neutral schedule.
-    #[arg(long, value_name = "FILE|-")]
+    /// A JSON file with any subset of the knobs, - for standard input, or the JSON itself. Default: for `bench` and `generate` the schedule shipped for the model and GPU, if there is one; else the neutral schedule.
+    #[arg(long, value_name = "FILE|-|JSON")]
     #[schemars(
         description = "The schedule: an object with any subset of the knobs, such as {\"pipeline\": {\"stages\": 4}}, or the path of a JSON file with one. Default: the neutral schedule."
     )]
@@ -559,7 +568,7 @@ pub(crate) struct DiffArgs {
 }
 
 /// Arguments of `report`.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ReportArgs {
     /// Ledgers, folders of a search, or folders of such folders.
     #[arg(required = true, value_name = "RUN")]

@@ -21,7 +21,7 @@ pub(crate) enum ConfigSource {
     Stdin,
     /// A file.
     File(PathBuf),
-    /// The config itself, as a tool's argument.
+    /// The config itself: a tool's argument, or JSON on the command line.
     Inline(Map<String, Value>),
 }
 
@@ -67,7 +67,10 @@ impl std::fmt::Display for ConfigSource {
 
 impl From<OsString> for ConfigSource {
     fn from(argument: OsString) -> Self {
-        if Path::new(&argument) == Path::new("-") {
+        let given = argument.to_str().filter(|text| text.trim_start().starts_with('{'));
+        if let Some(Ok(config)) = given.map(serde_json::from_str) {
+            Self::Inline(config)
+        } else if Path::new(&argument) == Path::new("-") {
             Self::Stdin
         } else {
             Self::File(PathBuf::from(argument))

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ir::Target;
-use ir::program::{Program, Verified};
+use ir::program::{Program, Slot, Verified};
 use ir::schedule::KernelConfig;
 use remote::{Board, Phase, Served};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
@@ -434,6 +434,15 @@ fn timed(call: impl FnOnce() -> Result<(), HostError>) -> Result<f64, DeviceErro
     Ok(began.elapsed().as_secs_f64())
 }
 
+/// The words of an activation slot, as its readers find them: without tags.
+fn words_of(slot: &Slot, arena: &[u32]) -> Vec<f32> {
+    let first = slot.offset as usize / size_of::<u32>();
+    let words = slot.arena_bytes() as usize / size_of::<u32>();
+    let tag = if slot.kind == abi::SlotKind::Tagged { (1 << abi::TAG_BITS) - 1 } else { 0 };
+    let held = arena.get(first..first + words).unwrap_or_default();
+    held.iter().map(|&word| f32::from_bits(word & !tag)).collect()
+}
+
 fn boot(
     context: &Context,
     program: &Verified<Program>,
@@ -552,6 +561,18 @@ impl Served for Gpu<'_> {
         };
         sequence.0 = to;
         Ok(())
+    }
+
+    fn slots(&mut self, program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+        let Some(prepared) = self.programs.get(&program.0) else { return Ok(None) };
+        let (Machine::Running(running), Some(loaded)) = (&mut self.machine, prepared.loaded) else {
+            return Ok(None);
+        };
+        if !running.holds(loaded) {
+            return Ok(None);
+        }
+        let arena = running.arena(loaded).map_err(device_error)?;
+        Ok(Some(prepared.program.slots.iter().map(|slot| words_of(slot, &arena)).collect()))
     }
 
     fn foresee(&mut self, kernels: &[KernelConfig]) {

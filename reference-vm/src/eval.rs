@@ -6,6 +6,7 @@
 //! bits; together they share each pass over the weights, and most of the work is matrix products.
 
 mod attention;
+mod ops;
 
 use std::collections::BTreeSet;
 
@@ -14,6 +15,8 @@ use ir::{DType, Graph, Layer, Linear, TensorId, Weights};
 use rayon::prelude::*;
 
 use attention::{Cache, attend};
+
+pub(crate) use ops::{Belongs, greatest};
 
 use crate::math::{Matrix, argmax, make_room, rms_norm, rotate, rotations, silu, stored_bytes};
 
@@ -447,9 +450,7 @@ impl BoundLayer<'_> {
         rounding: Rounding,
         x: &mut [f32],
     ) {
-        let mut h = norm_rows(x, &self.attn_norm, graph.norm_eps);
-        rounding.factor(&mut h);
-        let [mut q, mut k, mut v] = [&self.q, &self.k, &self.v].map(|linear| linear.apply(&h));
+        let [mut q, mut k, mut v] = self.qkv(graph, rounding, x);
         for qkv in [&mut q, &mut k, &mut v] {
             rounding.handoff(qkv);
         }
@@ -460,17 +461,26 @@ impl BoundLayer<'_> {
         cache.extend(&k, &v, graph.kv_width() as usize);
         let mut mixed = attend(graph, cache, &q, self.window);
         rounding.handoff(&mut mixed);
-        rounding.factor(&mut mixed);
-        add(x, &self.o.apply(&mixed));
+        add(x, &self.project(rounding, mixed));
         rounding.handoff(x);
+    }
+
+    /// Queries, keys and values before the norms of heads and rotation.
+    fn qkv(&self, graph: &Graph, rounding: Rounding, x: &[f32]) -> [Vec<f32>; 3] {
+        let mut h = norm_rows(x, &self.attn_norm, graph.norm_eps);
+        rounding.factor(&mut h);
+        [&self.q, &self.k, &self.v].map(|linear| linear.apply(&h))
+    }
+
+    /// What attention adds to the residual.
+    fn project(&self, rounding: Rounding, mut mixed: Vec<f32>) -> Vec<f32> {
+        rounding.factor(&mut mixed);
+        self.o.apply(&mixed)
     }
 
     /// The MLP and its residual.
     fn feed_forward(&self, graph: &Graph, rounding: Rounding, x: &mut [f32]) {
-        let mut h = norm_rows(x, &self.mlp_norm, graph.norm_eps);
-        rounding.factor(&mut h);
-        let mut gate = self.gate.apply(&h);
-        let up = self.up.apply(&h);
+        let [mut gate, up] = self.gate_up(graph, rounding, x);
         let ffn = graph.ffn as usize;
         gate.par_chunks_mut(ffn).zip(up.par_chunks(ffn)).for_each(|(gate, up)| {
             for (gate, up) in gate.iter_mut().zip(up) {
@@ -478,9 +488,21 @@ impl BoundLayer<'_> {
             }
         });
         rounding.handoff(&mut gate);
-        rounding.factor(&mut gate);
-        add(x, &self.down.apply(&gate));
+        add(x, &self.contract(rounding, gate));
         rounding.handoff(x);
+    }
+
+    /// Both products of the MLP's first half.
+    fn gate_up(&self, graph: &Graph, rounding: Rounding, x: &[f32]) -> [Vec<f32>; 2] {
+        let mut h = norm_rows(x, &self.mlp_norm, graph.norm_eps);
+        rounding.factor(&mut h);
+        [&self.gate, &self.up].map(|linear| linear.apply(&h))
+    }
+
+    /// What the MLP adds to the residual.
+    fn contract(&self, rounding: Rounding, mut hidden: Vec<f32>) -> Vec<f32> {
+        rounding.factor(&mut hidden);
+        self.down.apply(&hidden)
     }
 }
 

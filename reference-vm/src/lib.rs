@@ -18,6 +18,7 @@
 pub mod accuracy;
 pub mod compare;
 mod defect;
+pub mod divergence;
 pub mod eval;
 pub mod machine;
 mod math;
@@ -26,6 +27,7 @@ mod ops;
 mod order;
 mod packed;
 mod products;
+mod trace;
 mod trap;
 mod wave;
 
@@ -33,4 +35,5 @@ pub use defect::Defect;
 pub use math::argmax;
 pub use order::Order;
 pub use products::Products;
+pub use trace::{Appended, Fired, Stored};
 pub use trap::{Fault, MachineError, Trap};

@@ -8,7 +8,7 @@
 //! load stream that is not what the tasks consume, a step that ends early. What it merely computes
 //! wrong is for [`compare`](crate::compare) to find.
 
-use ir::program::{Program, Verified};
+use ir::program::{Access, Program, Verified};
 use ir::{CounterId, Graph, SlotId, Weights, WorkerId};
 use rayon::prelude::*;
 
@@ -18,6 +18,7 @@ use crate::ops::{self, Context, Effects};
 use crate::order::{Order, Picker};
 use crate::packed::{Cursor, Packed};
 use crate::products::Products;
+use crate::trace::{Appended, Fired, Stored};
 use crate::trap::{Fault, MachineError, Trap};
 use crate::wave::Wave;
 
@@ -127,6 +128,8 @@ pub struct Machine<'a> {
     /// The last run stopped in the middle of a step.
     halted: bool,
     defect: Option<(Defect, Option<u16>)>,
+    /// What tasks stored, while somebody wants to know.
+    trace: Option<Vec<Fired>>,
 }
 
 /// Why a step stopped; turned into a [`Run`].
@@ -206,6 +209,7 @@ impl<'a> Machine<'a> {
             chosen: None,
             halted: false,
             defect: None,
+            trace: None,
         })
     }
 
@@ -221,6 +225,11 @@ impl<'a> Machine<'a> {
     pub fn with_fuel(mut self, tasks: u64) -> Self {
         self.fuel = tasks;
         self
+    }
+
+    /// The program that it runs.
+    pub(crate) fn program(&self) -> &'a Program {
+        self.program
     }
 
     /// Positions fed so far.
@@ -325,6 +334,59 @@ impl<'a> Machine<'a> {
             }
         }
         Ok(Run::Finished(outputs))
+    }
+
+    /// Feeds one token, and says what each task stored, in the order in which they ran.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn traced(&mut self, token: u32, order: Order) -> Result<(Run, Vec<Fired>), MachineError> {
+        self.trace = Some(Vec::new());
+        let run = self.run(&[token], order);
+        let fired = self.trace.take().unwrap_or_default();
+        Ok((run?, fired))
+    }
+
+    /// Runs one task of the last step again, on what is in memory now, and stores nothing. That is what it had, unless its inputs were
+    /// overwritten since.
+    ///
+    /// # Errors
+    /// The trap that it ends in.
+    pub fn again(&self, fired: &Fired, token: u32) -> Result<Fired, Trap> {
+        let position = self.positions.saturating_sub(1) as u32;
+        let step = Step { token, position, epoch: self.epoch };
+        let (worker, task) = (fired.worker.index(), fired.task as usize);
+        let progress = Progress { task, cursor: fired.cursor, ..Progress::default() };
+        let effects =
+            ops::fire(self.context(worker, &progress, step)).map_err(|fault| {
+                match self.trap(worker, task, fault) {
+                    Stop::Trapped(trap) => trap,
+                    Stop::OutOfFuel | Stop::Stuck(_) => unreachable!("`trap` makes traps"),
+                }
+            })?;
+        Ok(self.fired(worker, task, fired.cursor, &effects))
+    }
+
+    /// What a task has stored, as readers find it.
+    fn fired(&self, worker: usize, task: usize, cursor: Cursor, effects: &Effects) -> Fired {
+        let stored = |(access, start, words): &(Access, u32, Vec<u32>)| Stored {
+            slot: access.slot,
+            start: *start,
+            values: self.memory.as_read(access.slot, words),
+        };
+        let appended = effects.append.as_ref().map(|append| Appended {
+            kv_head: append.kv_head,
+            key: append.key.clone(),
+            value: append.value.clone(),
+        });
+        Fired {
+            worker: WorkerId(worker as u32),
+            task: task as u32,
+            writes: effects.writes.iter().map(stored).collect(),
+            appended,
+            chosen: effects.chosen,
+            cursor,
+        }
     }
 
     /// Continues the sequence with the tokens that the program chooses, up to `n`. A token of
@@ -483,6 +545,10 @@ impl<'a> Machine<'a> {
             task.signal.map_or(Ok(()), |counter| self.memory.signal(counter))
         })();
         stored.map_err(|fault| self.trap(worker, progress.task, fault))?;
+        if self.trace.is_some() {
+            let fired = self.fired(worker, progress.task, progress.cursor, &effects);
+            self.trace.get_or_insert_default().push(fired);
+        }
         let cursor = effects.cursor.unwrap_or(progress.cursor);
         *progress = Progress { task: progress.task + 1, cursor, ..Progress::default() };
         Ok(())

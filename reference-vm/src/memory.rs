@@ -338,6 +338,13 @@ impl<'a> Memory<'a> {
         self.caches.get(layer)
     }
 
+    /// Words that are stored in a slot, as a reader finds them.
+    pub(crate) fn as_read(&self, slot: SlotId, words: &[u32]) -> Vec<f32> {
+        let tagged = matches!(self.places.get(slot.index()), Some(Place::Tagged(_)));
+        let read = |&word: &u32| f32::from_bits(if tagged { make_room(word) } else { word });
+        words.iter().map(read).collect()
+    }
+
     /// What a plain or tagged slot holds after the last step.
     pub(crate) fn contents(&self, slot: SlotId) -> Option<Vec<f32>> {
         let words = self.words(slot) as usize;

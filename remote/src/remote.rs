@@ -180,7 +180,7 @@ impl<'a> Remote<'a> {
             Work { opens: true, ..Work::default() },
         )? {
             Reply::Opened(info) => Ok(info),
-            reply @ (Reply::Done | Reply::Timed(_)) => Err(self.confused(&reply)),
+            reply @ (Reply::Done | Reply::Timed(_) | Reply::Slots(_)) => Err(self.confused(&reply)),
         }
     }
 
@@ -278,7 +278,9 @@ impl<'a> Remote<'a> {
     fn done(&mut self, request: &Request, bytes: &[u8], work: Work) -> Result<(), DeviceError> {
         match self.ask(request, bytes, work)? {
             Reply::Done => Ok(()),
-            reply @ (Reply::Opened(_) | Reply::Timed(_)) => Err(self.confused(&reply)),
+            reply @ (Reply::Opened(_) | Reply::Timed(_) | Reply::Slots(_)) => {
+                Err(self.confused(&reply))
+            }
         }
     }
 
@@ -288,6 +290,7 @@ impl<'a> Remote<'a> {
             Reply::Opened(_) => "that it has opened its device",
             Reply::Done => "that it is done",
             Reply::Timed(_) => "times",
+            Reply::Slots(_) => "slots",
         };
         self.lose(&Broken::Nonsense(format!("{what}, which was not asked")), Duration::ZERO)
     }
@@ -395,6 +398,20 @@ impl Device for Remote<'_> {
         self.done(&Request::HandOver { from: from.0, to: to.0 }, &[], Work::default())
     }
 
+    fn slots(&mut self, program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+        // A process that took the place of another has run nothing yet.
+        let has = |running: &Running| running.loaded.contains(&program.0);
+        if !self.running.as_ref().is_some_and(has) {
+            return Ok(None);
+        }
+        match self.ask(&Request::Slots { handle: program.0 }, &[], Work::default())? {
+            Reply::Slots(slots) => Ok(slots),
+            reply @ (Reply::Opened(_) | Reply::Done | Reply::Timed(_)) => {
+                Err(self.confused(&reply))
+            }
+        }
+    }
+
     fn foresee(&mut self, kernels: &[KernelConfig]) {
         if self.running.is_some() {
             // A hint: a process that fails at it is replaced when it is needed.
@@ -434,7 +451,7 @@ impl Device for Remote<'_> {
                 let mut last = || rows.next().unwrap_or_default();
                 Ok(Samples { rounds: timed, last_logits: [last(), last()], ..Samples::default() })
             }
-            reply @ (Reply::Opened(_) | Reply::Done | Reply::Timed(_)) => {
+            reply @ (Reply::Opened(_) | Reply::Done | Reply::Timed(_) | Reply::Slots(_)) => {
                 Err(self.confused(&reply))
             }
         }

@@ -14,7 +14,7 @@ use rustix::process::{Signal, getpid, kill_process, set_parent_process_death_sig
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan};
 
 use crate::shared::{Board, Phase, Rows, Shared};
-use crate::wire::{Answer, Channel, Reply, Request};
+use crate::wire::{Answer, Channel, Reply, Request, SLOT_WORDS_MAX};
 
 /// How often the watching thread looks at the kernel.
 const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
@@ -67,6 +67,14 @@ pub trait Served {
     /// As there.
     fn hand_over(&mut self, _from: Handle, _to: Handle) -> Result<(), DeviceError> {
         Err(fault("this device keeps sequences apart"))
+    }
+
+    /// As [`search::Device::slots`].
+    ///
+    /// # Errors
+    /// As there.
+    fn slots(&mut self, _program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+        Ok(None)
     }
 
     /// As [`search::Device::foresee`].
@@ -244,6 +252,13 @@ impl<D: Served> Session<D> {
             Request::Foresee { kernels } => {
                 self.device.foresee(&kernels);
                 Ok(Reply::Done)
+            }
+            Request::Slots { handle } => {
+                let handle = self.handle(handle)?;
+                self.board.enter(Phase::Reading);
+                let slots = self.device.slots(handle)?;
+                let words = |slots: &Vec<Vec<f32>>| slots.iter().map(Vec::len).sum::<usize>();
+                Ok(Reply::Slots(slots.filter(|slots| words(slots) <= SLOT_WORDS_MAX)))
             }
             Request::Release { handle } => {
                 if let Some(handle) = self.handles.remove(&handle) {

@@ -28,6 +28,9 @@ const HEAD_BYTES: usize = 16;
 /// Longest body: tokens of a request, a compiler's log or timed blocks in an answer.
 const BODY_BYTES_MAX: u32 = 16 << 20;
 
+/// Words of all slots that fit into an answer.
+pub(crate) const SLOT_WORDS_MAX: usize = BODY_BYTES_MAX as usize / size_of::<f32>() / 2;
+
 /// Longest saved program.
 const BYTES_MAX: u32 = 512 << 20;
 
@@ -48,6 +51,8 @@ pub(crate) enum Request {
     Foresee { kernels: Vec<KernelConfig> },
     /// Lets go of a program.
     Release { handle: u64 },
+    /// What a program's slots hold.
+    Slots { handle: u64 },
 }
 
 /// What came of a request.
@@ -56,6 +61,7 @@ pub(crate) enum Reply {
     Opened(DeviceInfo),
     Done,
     Timed(Vec<[f64; 4]>),
+    Slots(Option<Vec<Vec<f32>>>),
 }
 
 /// What the child answers.

@@ -68,6 +68,21 @@ pub fn refuse(verdict: &mut Verdict, dropped: &Dropped) {
     verdict.failed(gate, dropped.to_string());
 }
 
+/// Writes down where a candidate that was refused goes wrong first. It is lowered again for that: whoever refused it has let go of it.
+pub fn locate(
+    gate: &Gate<'_>,
+    device: Option<&mut (dyn Device + '_)>,
+    config: &ScheduleConfig,
+    dropped: &Dropped,
+    verdict: &mut Verdict,
+) {
+    let differs =
+        matches!(dropped, Dropped::Halted(_) | Dropped::Sampled { .. } | Dropped::Disagreed { .. });
+    if differs && let Ok(candidate) = gate.validate(config).and_then(|valid| gate.lower(valid)) {
+        verdict.first_divergence = gate.locate(device, &candidate, dropped);
+    }
+}
+
 /// Validates, lowers and verifies.
 ///
 /// # Errors
@@ -172,6 +187,7 @@ pub fn complete(
     verdict.passed("device", detail);
     if !repeatable {
         verdict.notes.push("repeatable: false (two runs gave different bits)".to_owned());
+        verdict.first_divergence = Some(gate.race(&candidate));
     }
     verdict.correct = true;
     let predicted = gate.predict(&candidate, &reference)?;
@@ -376,6 +392,7 @@ pub fn evaluate(
     let outcome = run();
     if let Err(dropped) = &outcome {
         refuse(&mut verdict, dropped);
+        locate(gate, device, config, dropped, &mut verdict);
     }
     (verdict, outcome)
 }

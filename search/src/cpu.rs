@@ -6,9 +6,9 @@ use std::sync::Arc;
 use ir::program::{Program, Verified};
 use ir::schedule::{KernelConfig, ScheduleConfig};
 use ir::{Graph, Target, Valid, Weights};
-use reference_vm::Products;
 use reference_vm::compare::{Agreement, Reference};
 use reference_vm::machine::Machine;
+use reference_vm::{MachineError, Products};
 
 use crate::expected::{Expected, affordable, draw_tokens};
 use crate::gate::Dropped;
@@ -47,7 +47,7 @@ impl Candidate {
 /// A model, a target and inputs.
 pub(crate) struct Cpu<'a> {
     pub(crate) graph: &'a Graph,
-    weights: &'a dyn Weights,
+    pub(crate) weights: &'a dyn Weights,
     pub(crate) target: &'a Target,
     options: lower::Options,
     kernel_id: KernelId<'a>,
@@ -112,8 +112,15 @@ impl<'a> Cpu<'a> {
         candidate: &Candidate,
         inputs: &Expected,
     ) -> Result<Agreement<Reference>, Dropped> {
-        let mut machine = Machine::sharing(&candidate.program, self.graph, &self.products)
-            .map_err(Dropped::Unrunnable)?;
+        let mut machine = self.machine(&candidate.program).map_err(Dropped::Unrunnable)?;
         inputs.examine(&mut machine)
+    }
+
+    /// A fresh machine that shares the products.
+    pub(crate) fn machine<'m>(
+        &'m self,
+        program: &'m Verified<Program>,
+    ) -> Result<Machine<'m>, MachineError> {
+        Machine::sharing(program, self.graph, &self.products)
     }
 }

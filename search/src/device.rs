@@ -246,6 +246,14 @@ pub trait Device {
         Err(DeviceError::Fault { reason: "this device keeps sequences apart".to_owned() })
     }
 
+    /// What each slot of a program holds after its last step; of slots that are no activations nothing. None where a device cannot say.
+    ///
+    /// # Errors
+    /// If the device trapped, hung or was lost, or has run something else since.
+    fn slots(&mut self, _program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+        Ok(None)
+    }
+
     /// Kernel builds that are likely to be asked for soon. A device may compile them while it does other things.
     fn foresee(&mut self, _kernels: &[KernelConfig]) {}
 

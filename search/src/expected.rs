@@ -7,10 +7,10 @@
 
 use ir::{Graph, Weights};
 use rand::RngExt;
-use reference_vm::Order;
 use reference_vm::compare::{Agreement, Reference, Tolerance, What, compare, distance};
 use reference_vm::eval::{EvalError, Evaluator, Logits};
 use reference_vm::machine::{Machine, Outputs, Run};
+use reference_vm::{Fired, Order};
 
 use crate::gate::Dropped;
 use crate::propose::generator;
@@ -208,6 +208,31 @@ impl Expected {
             agreement = far.compare_cache(agreement, machine)?;
         }
         Ok(agreement)
+    }
+}
+
+impl Expected {
+    /// Runs a fresh machine on the inputs, a position at a time up to `until`, and shows what its tasks have stored there, until it
+    /// stops or nobody wants to see more.
+    pub fn each_position<'m>(
+        &self,
+        machine: &mut Machine<'m>,
+        until: Option<usize>,
+        mut look: impl FnMut(&Machine<'m>, u32, &[Fired]) -> bool,
+    ) {
+        for stretch in [Some(&self.near), self.far.as_ref()].into_iter().flatten() {
+            if stretch.first > 0 && machine.resume(stretch.first, &stretch.before).is_err() {
+                return;
+            }
+            for (position, &token) in (stretch.first..).zip(&stretch.tokens) {
+                let Ok((Run::Finished(_), fired)) = machine.traced(token, Order::Waves) else {
+                    return;
+                };
+                if !look(machine, token, &fired) || until.is_some_and(|last| position >= last) {
+                    return;
+                }
+            }
+        }
     }
 }
 

@@ -19,6 +19,7 @@ mod conditions;
 mod cpu;
 mod decide;
 mod device;
+mod diverge;
 mod effort;
 mod equals;
 mod expected;
@@ -45,6 +46,7 @@ pub use decide::{Decision, decide_measured, decide_predicted, predicted_gain};
 pub use device::{
     Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,
 };
+pub use diverge::{DivergenceClass, FirstDivergence, TaskAt};
 pub use effort::{Bar, Look, spread};
 pub use equals::{Equal, Equals, equals};
 pub use expected::{Expected, POSITIONS_MAX, draw_tokens};

@@ -343,6 +343,8 @@ impl<'a> Search<'a> {
             }
             Err(dropped) => {
                 assess::refuse(&mut verdict, &dropped);
+                let device = self.device.as_deref_mut();
+                assess::locate(&self.gate, device, &config, &dropped, &mut verdict);
                 let outcome = Some(Outcome::from(&dropped));
                 (Judgement { outcome, why: dropped.to_string(), ..Judgement::default() }, None)
             }

@@ -4,6 +4,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::diverge::FirstDivergence;
+
 /// The schema id of a verdict.
 pub const VERDICT_SCHEMA: &str = "amk.verdict.v1";
 
@@ -93,6 +95,9 @@ pub struct Verdict {
     pub gates: Vec<GateReport>,
     /// What else a reader should know.
     pub notes: Vec<String>,
+    /// Where the program goes wrong first, if values differ.
+    #[serde(default)]
+    pub first_divergence: Option<FirstDivergence>,
 }
 
 impl Verdict {
@@ -125,6 +130,7 @@ impl Verdict {
             n_counters: None,
             gates: Vec::new(),
             notes: Vec::new(),
+            first_divergence: None,
         }
     }
 

@@ -5,6 +5,8 @@ use search::{Assessed, Decision, Device, Dropped, Expected, Gate, Timing, Verdic
 use serde_json::json;
 
 use crate::cli::EvaluateArgs;
+use crate::commands::program::say_divergence;
+use crate::commands::rerun::{self, Inputs, Place};
 use crate::commands::search_loop::MIN_GAIN_MEASURED;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
@@ -55,7 +57,7 @@ fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
     };
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let mut gate = gate(&context, args.seed, device.is_some(), &kernel_id)?;
-    let (verdict, outcome) = search::assess::evaluate(
+    let (mut verdict, outcome) = search::assess::evaluate(
         &mut gate,
         device.as_mut().map(|gpu| gpu as &mut dyn Device),
         &config,
@@ -64,6 +66,14 @@ fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
     );
     if let Err(dropped) = &outcome {
         stop_on_our_fault(dropped)?;
+    }
+    if let Some(found) = &mut verdict.first_divergence {
+        let inputs = Inputs::Schedule {
+            config: &config,
+            neutral: context.default_config(),
+            seed: args.seed,
+        };
+        found.rerun = rerun::command(&Place::of(&context), &inputs, found);
     }
     say(&verdict);
     if let (Some(count), Some(device), Ok(assessed)) = (args.aa, &mut device, &outcome) {
@@ -179,4 +189,5 @@ pub(crate) fn say(verdict: &Verdict) {
         rows.push(("note".to_owned(), note.clone()));
     }
     report::table(&rows);
+    say_divergence(verdict.first_divergence.as_ref());
 }

@@ -54,7 +54,8 @@ pub(crate) fn run(args: &ReportArgs) -> Outcome {
     answer(args)?.print()
 }
 
-fn answer(args: &ReportArgs) -> Result<Answer<Written>, Failure> {
+/// Writes the page, and says where it is.
+pub(crate) fn answer(args: &ReportArgs) -> Result<Answer<Written>, Failure> {
     let ledgers = runs::ledgers(&args.runs)?;
     let shown: Vec<Run> = ledgers.iter().map(|path| read(path)).collect::<Result<_, _>>()?;
     let page = page::render(&shown);

@@ -10,10 +10,11 @@ pub(crate) mod evaluate;
 pub(crate) mod explain;
 mod export;
 mod generate;
-mod html;
+pub(crate) mod html;
 mod landscape;
 mod program;
 pub(crate) mod propose;
+pub(crate) mod rerun;
 pub(crate) mod runs;
 mod sample;
 pub(crate) mod search_loop;
@@ -53,6 +54,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Verify(args) => program::verify(&args),
         Command::Disasm(args) => program::disasm(&args),
         Command::Interpret(args) => program::interpret(&args),
+        Command::Rerun(args) => rerun::run(&args),
         Command::Export(args) => export::run(&args),
         Command::Explain(args) => explain::run(&args),
         Command::Diff(args) => diff::run(&args),

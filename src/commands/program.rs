@@ -6,11 +6,14 @@ use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
 use reference_vm::Order;
 use reference_vm::compare::{Tolerance, compare};
+use reference_vm::divergence::Examiner;
 use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::{Machine, Run};
+use search::FirstDivergence;
 use serde_json::{Value, json};
 
 use crate::cli::{FileArgs, InterpretArgs, LowerArgs};
+use crate::commands::rerun::{self, Inputs, Place};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::{files, report};
@@ -119,6 +122,7 @@ pub(crate) fn interpret(args: &InterpretArgs) -> Outcome {
     let agreement = compare(&expected, &outputs.logits, Tolerance::REFERENCE);
     let summary = agreement.as_ref().ok().map(|agreement| agreement.summary());
     let reason = agreement.as_ref().err().map(ToString::to_string);
+    let located = reason.as_ref().and_then(|_| locate(args, &program, &model, &tokens));
     report::document(&json!({
         "schema": "amk.interpret.v1",
         "model": graph.name,
@@ -127,6 +131,7 @@ pub(crate) fn interpret(args: &InterpretArgs) -> Outcome {
         "next_tokens": outputs.tokens,
         "correct": reason.is_none(),
         "disagreement": reason,
+        "first_divergence": located,
         "max_abs_err": summary.map(|s| s.max_abs_err),
         "max_rel_err": summary.map(|s| s.max_rel_err),
         "top1_agreement": summary.map(|s| s.top1_agreement),
@@ -135,10 +140,42 @@ pub(crate) fn interpret(args: &InterpretArgs) -> Outcome {
         None => format!("agrees with the graph at {} positions", tokens.len()),
         Some(reason) => format!("DISAGREES with the graph: {reason}"),
     });
+    say_divergence(located.as_ref());
     Ok(if reason.is_none() { Exit::Yes } else { Exit::No })
 }
 
-fn verified(path: &Path) -> Result<Verified<Program>, Failure> {
+/// The first task that goes wrong on these tokens.
+fn locate(
+    args: &InterpretArgs,
+    program: &Verified<Program>,
+    model: &model::Model,
+    tokens: &[u32],
+) -> Option<FirstDivergence> {
+    let (graph, weights) = (&model.graph, &*model.weights);
+    let examiner = Examiner::new(graph, weights).ok()?;
+    let mut machine = Machine::new(program, graph, weights).ok()?;
+    let at = tokens.iter().find_map(|&token| {
+        let (_, fired) = machine.traced(token, Order::Waves).ok()?;
+        examiner.first(&machine, token, &fired)
+    })?;
+    let mut found = FirstDivergence::of(program, "reference", &at);
+    let place = Place { model: &args.model, target: None, kv_capacity: None };
+    let inputs = Inputs::Program { file: &args.file, tokens };
+    found.rerun = rerun::command(&place, &inputs, &found);
+    Some(found)
+}
+
+/// Where a program goes wrong, and how to look at it.
+pub(super) fn say_divergence(found: Option<&FirstDivergence>) {
+    let Some(found) = found else { return };
+    report::say(&format!("first divergence: {}", found.detail));
+    if let Some(command) = &found.rerun {
+        report::say(&format!("that task again: {command}"));
+    }
+}
+
+/// A saved program that holds.
+pub(super) fn verified(path: &Path) -> Result<Verified<Program>, Failure> {
     ir::program::verify(files::open(path)?).map_err(|violations| {
         Failure::refused(format!("{} does not verify: {violations}", path.display()))
     })

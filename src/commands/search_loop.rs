@@ -15,6 +15,7 @@ use serde_json::Value;
 
 use super::evaluate::gate;
 use crate::cli::LoopArgs;
+use crate::commands::rerun::{self, Inputs, Place};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::files;
@@ -270,6 +271,14 @@ impl Session<'_> {
 
     fn record(&mut self, mut trial: Trial, search: &Search<'_>) -> Result<(), Failure> {
         trial.ended_s = self.elapsed().as_secs_f64();
+        let (header, first) = (self.header, search.trials().first());
+        if let Some(found) = &mut trial.verdict.first_divergence {
+            let (config, neutral) = (&trial.config, first.map_or(trial.config, |t| t.config));
+            let (target, kv_capacity) = (Some(&*header.target), header.kv_capacity);
+            let place = Place { model: &header.model, target, kv_capacity };
+            let inputs = Inputs::Schedule { config, neutral, seed: header.seed };
+            found.rerun = rerun::command(&place, &inputs, found);
+        }
         let line = trial_line(&trial);
         let cells = cells(&trial);
         // From here on the trial is acknowledged: it is on the disk, and only then is it said.

@@ -169,7 +169,7 @@ impl Server {
             Run::Status => tools::as_json(&Status::of(&self.jobs))
                 .map(|document| Answer { document, exit: Exit::Yes }),
             Run::Search => self.search(given, context).await,
-            Run::Quick(_) | Run::Judge(_) => self.call(index, given, context).await,
+            Run::Quick(_) | Run::Write(_) | Run::Judge(_) => self.call(index, given, context).await,
         })
     }
 
@@ -185,11 +185,11 @@ impl Server {
                 turn = self.jobs.turn() => turn?,
                 () = context.ct.cancelled() => return Err(Failure::refused("cancelled")),
             },
-            Run::Quick(_) | Run::Search | Run::Status => self.jobs.quick().await?,
+            Run::Quick(_) | Run::Write(_) | Run::Search | Run::Status => self.jobs.quick().await?,
         };
         let tools = self.tools.clone();
         let work = move || match &tools[index].run {
-            Run::Quick(call) | Run::Judge(call) => call(given),
+            Run::Quick(call) | Run::Write(call) | Run::Judge(call) => call(given),
             Run::Search | Run::Status => Err(Failure::refused("not a call")),
         };
         received(on_thread(permit, work).await)

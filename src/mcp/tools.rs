@@ -13,9 +13,9 @@ use serde_json::{Map, Value, json};
 use super::arguments::{self, Problem};
 use super::server::Status;
 use crate::cli::{
-    CompareArgs, DiffArgs, EvaluateArgs, ExplainArgs, LoopArgs, ProposeArgs, RunsArgs,
+    CompareArgs, DiffArgs, EvaluateArgs, ExplainArgs, LoopArgs, ProposeArgs, ReportArgs, RunsArgs,
 };
-use crate::commands::{diff, evaluate, explain, propose, runs, search_loop};
+use crate::commands::{diff, evaluate, explain, html, propose, runs, search_loop};
 use crate::failure::{Exit, Failure};
 use crate::report::Answer;
 
@@ -26,6 +26,8 @@ type Call = Box<dyn Fn(Value) -> Result<Answer<Value>, Failure> + Send + Sync>;
 pub(super) enum Run {
     /// It answers soon, beside whatever else is under way.
     Quick(Call),
+    /// As that, and it writes a file.
+    Write(Call),
     /// It judges a schedule: one at a time.
     Judge(Call),
     /// It searches.
@@ -125,6 +127,12 @@ pub(super) fn all() -> Result<Vec<Entry>, Failure> {
             Run::Quick(typed(compare)),
             arguments::about_pair,
         )?,
+        entry::<ReportArgs, html::Written>(
+            "report",
+            "Writes searches as one HTML page for people (progress, what was kept and why, each knob's effect, how to reproduce) and answers with its path, never with the page.",
+            Run::Write(typed(html::answer)),
+            |given| [about_paths("runs", given), about_page(given)].concat(),
+        )?,
         entry::<ExplainArgs, explain::Explanation>(
             "explain",
             "What a knob, rule, trap, exit code or term means. Without `name`, every name there is.",
@@ -163,10 +171,28 @@ fn about_folder(given: &Map<String, Value>) -> Vec<Problem> {
 
 /// Each path that holds no search.
 fn about_runs(given: &Map<String, Value>) -> Vec<Problem> {
-    let paths = given.get("paths").and_then(Value::as_array);
+    about_paths("paths", given)
+}
+
+/// A page that is no page: the tool writes nothing else, and over nothing else.
+fn about_page(given: &Map<String, Value>) -> Vec<Problem> {
+    let Some(out @ Value::String(name)) = given.get("out") else { return Vec::new() };
+    let path = std::path::Path::new(name);
+    let html = path.extension().is_some_and(|end| end == "html");
+    let folder = path.parent().is_none_or(|dir| dir.as_os_str().is_empty() || dir.is_dir());
+    let problem = |message| vec![Problem::new("out", out, message)];
+    match (html, folder) {
+        (false, _) => problem("the page's name must end in .html"),
+        (true, false) => problem("its folder does not exist"),
+        (true, true) => Vec::new(),
+    }
+}
+
+fn about_paths(name: &'static str, given: &Map<String, Value>) -> Vec<Problem> {
+    let paths = given.get(name).and_then(Value::as_array);
     let problem = |path: &Value| {
-        let name = std::path::PathBuf::from(path.as_str()?);
-        arguments::about_path("paths", path, runs::ledgers(&[name]).map(drop))
+        let file = std::path::PathBuf::from(path.as_str()?);
+        arguments::about_path(name, path, runs::ledgers(&[file]).map(drop))
     };
     paths.into_iter().flatten().filter_map(problem).collect()
 }
@@ -214,7 +240,7 @@ fn entry<A: JsonSchema, D: JsonSchema>(
         message: format!("the schema of `{name}`: {error}"),
     };
     let validator = jsonschema::validator_for(&schema).map_err(|error| bug(&error))?;
-    let writes = matches!(run, Run::Search);
+    let writes = matches!(run, Run::Search | Run::Write(_));
     let hints = ToolAnnotations::new().read_only(!writes).destructive(false).open_world(false);
     let mut tool = Tool::new(name, description, Arc::new(input));
     tool.output_schema = Some(Arc::new(output));

@@ -13,8 +13,8 @@ use reference_vm::compare::{Agreement, Reference, Tolerance, compare};
 use reference_vm::machine::{Machine, Run};
 use search::{Dropped, Expected};
 use tests::mutant::{
-    Base, Gate, LEFT_TO_THE_GATE, Mutant, Outcome, Plan, Score, defects, families, golden,
-    operands, weights,
+    Base, Blame, Blamed, Gate, LEFT_TO_THE_GATE, Mutant, Outcome, Plan, Score, defects, families,
+    golden, operands, weights,
 };
 use tests::rng::Rng;
 
@@ -86,18 +86,33 @@ fn say(base: &Base, outcomes: &[Outcome]) {
 fn the_gate_refuses_every_mutant_and_no_honest_schedule() {
     let asked = std::env::var("AMK_MUTANTS").ok().and_then(|text| text.parse().ok());
     let of_a_class = asked.unwrap_or(FEW);
+    let positions = asked.is_none().then_some(8);
     let (mut outcomes, mut alarms, mut honest) = (Vec::new(), Vec::new(), 0);
+    let mut blamed = Blamed::default();
     for (model, plan) in if asked.is_some() { everything() } else { smoke() } {
         let base = Base::new(model, plan);
         let mutants = mutants(&base, of_a_class);
         let found: Vec<Outcome> = mutants.par_iter().map(|mutant| mutant.judge(&base)).collect();
         say(&base, &found);
+        let pairs = mutants.par_iter().zip(&found);
+        let named: Vec<Option<Blame>> = pairs.map(|(mutant, o)| mutant.blame(&base, o)).collect();
+        for (mutant, blame) in mutants.iter().zip(named) {
+            blame.iter().for_each(|blame| blamed.add(mutant, &base.name, blame));
+        }
+        assert_eq!(base.blames(positions), None, "an honest program of {} is blamed", base.name);
         alarms.extend(base.false_alarms.0.clone());
         honest += base.false_alarms.1;
         outcomes.extend(found);
     }
     let score = Score::of(&outcomes);
     println!("{}{:?}; {honest} honest schedules", score.table(), score.sum());
+    let (named, right) = blamed.sum();
+    assert!(named > 300 && right == named, "not the right task: {}", blamed.wrong.join("\n"));
+    println!(
+        "{}the right task named for {right} of {named} refused mutants\n{}",
+        blamed.table(),
+        blamed.wrong.join("\n")
+    );
     assert!(alarms.is_empty(), "honest schedules were refused:\n{}", alarms.join("\n"));
     assert_eq!(score.survivors.len(), 0, "mutants passed:\n{}", score.report());
     // A class of which nothing ran proves nothing.

@@ -11,6 +11,7 @@ mod generate;
 mod growth;
 mod lowering;
 mod operands;
+mod race;
 mod sanitizer;
 mod shipped;
 mod tidy;

@@ -64,6 +64,8 @@ struct Memory {
     residents: Residents,
     programs: Vec<DeviceBuffer>,
     serials: Vec<u64>,
+    /// Of the program in each place: address and bytes of its activations.
+    arenas: Vec<(u64, u64)>,
     step: DeviceBuffer,
     done: DeviceBuffer,
     records: DeviceBuffer,
@@ -297,6 +299,7 @@ impl Idle {
         upload_fill(&self.copy, &mut m.bounce, end, zeroed, 0)?;
         upload_fill(&self.copy, &mut m.bounce, end + zeroed, poisoned, 0xff)?;
         m.serials[place] += 1;
+        m.arenas[place] = (end + zeroed, poisoned);
         Ok(Loaded { place, serial: m.serials[place] })
     }
 }
@@ -320,6 +323,7 @@ impl Memory {
         Ok(Self {
             residents,
             serials: vec![0; programs.len()],
+            arenas: vec![(0, 0); programs.len()],
             programs,
             step: DeviceBuffer::zeroed(size_of::<StepState>() as u64)?,
             done: DeviceBuffer::zeroed(size_of::<abi::Done>() as u64)?,
@@ -513,6 +517,23 @@ impl Resident {
         let idle = self.idle();
         let (residents, bounce) = (&idle.memory.residents, &idle.memory.bounce);
         download_into(&idle.copy, bounce, residents.logits, out, idle.vocab as usize)
+    }
+
+    /// The activations of a program as its last step left them: the words of its arena, poison where nothing was stored. Between two
+    /// commands nobody writes there.
+    ///
+    /// # Errors
+    /// If the program's place has been used again, or a copy fails.
+    pub fn arena(&mut self, program: Loaded) -> Result<Vec<u32>, HostError> {
+        if !self.holds(program) {
+            return Err(HostError::Request("the program's place has been used again".into()));
+        }
+        let idle = self.idle();
+        let (address, bytes) = idle.memory.arenas[program.place];
+        let mut words = vec![0_u32; bytes as usize / size_of::<u32>()];
+        let out = bytemuck::cast_slice_mut(&mut words);
+        download(&idle.copy, &idle.memory.bounce, address, out)?;
+        Ok(words)
     }
 
     /// What the traced variant wrote of the last step: a record a task, then one for each loader.

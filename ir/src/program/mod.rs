@@ -11,7 +11,8 @@ mod verify;
 
 pub use access::{Accesses, Region, accesses};
 pub use rules::order::Order;
-pub use verify::{Seal, SealKey, Unsealed, Verified, check, verify};
+pub use rules::race::Unordered;
+pub use verify::{Seal, SealKey, Unsealed, Verified, check, unordered, verify};
 
 use abi::{Opcode, SlotKind};
 use serde::{Deserialize, Serialize};

@@ -15,6 +15,7 @@
 use crate::program::Program;
 use crate::program::rules;
 use crate::program::rules::order::Order;
+use crate::program::rules::race::Unordered;
 use crate::violation::Violations;
 
 mod seal;
@@ -62,6 +63,35 @@ pub fn verify(program: Program) -> Result<Verified<Program>, Violations> {
 /// # Errors
 /// As [`verify`].
 pub fn check(program: &Program) -> Result<(), Violations> {
+    parts(program)?;
+    let mut order = None;
+    stage(|found| order = rules::order::check(program, found))?;
+    let order: Option<Order> = order;
+    stage(|found| {
+        if let Some(order) = &order {
+            rules::memory::check(program, order, found);
+        }
+    })
+}
+
+/// Tasks that touch the same bytes of the arena or of the logits, of which one writes, with no happens-before between them: all that can
+/// make repeats of a program on one machine differ. In the order in which one worker would come to the writers. A verified program has none.
+///
+/// # Errors
+/// What is wrong with the parts of a program, or why its tasks have no order at all.
+pub fn unordered(program: &Program) -> Result<Vec<Unordered>, Violations> {
+    parts(program)?;
+    let mut order = None;
+    // That `sample` is not the last is one more pair without order, and no reason to say nothing.
+    let mut found = Violations::default();
+    if let Some(sorted) = rules::order::check(program, &mut found) {
+        order = Some(rules::race::unordered(program, &sorted));
+    }
+    order.ok_or(found)
+}
+
+/// The stages that look at each part by itself.
+fn parts(program: &Program) -> Result<(), Violations> {
     stage(|found| rules::limit::check(program, found))?;
     stage(|found| {
         rules::matrix::check(program, found);
@@ -75,14 +105,6 @@ pub fn check(program: &Program) -> Result<(), Violations> {
         rules::stream::check(program, found);
         rules::attention::check(program, found);
         rules::page::check(program, found);
-    })?;
-    let mut order = None;
-    stage(|found| order = rules::order::check(program, found))?;
-    let order: Option<Order> = order;
-    stage(|found| {
-        if let Some(order) = &order {
-            rules::memory::check(program, order, found);
-        }
     })
 }
 

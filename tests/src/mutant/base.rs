@@ -6,6 +6,7 @@ use ir::{DType, Graph, ScheduleConfig, Target, Weights};
 use model::{Family, Model, Rope, Scaling, Shape, Window};
 use rayon::prelude::*;
 use reference_vm::compare::distance;
+use reference_vm::divergence::Examiner;
 use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::Machine;
 use reference_vm::{Defect, Order};
@@ -258,6 +259,18 @@ impl Base {
     #[must_use]
     pub fn is_equivalent(&self, change: f64) -> bool {
         change <= FACTOR * self.honest
+    }
+
+    /// A task of a right program that is named all the same, up to a position of the gate.
+    #[must_use]
+    pub fn blames(&self, until: Option<usize>) -> Option<String> {
+        let examiner =
+            Examiner::new(self.graph(), self.weights()).unwrap_or_else(|e| panic!("{e}"));
+        self.programs.par_iter().find_map_any(|program| {
+            let mut machine = Machine::new(program, self.graph(), self.weights()).ok()?;
+            let found = self.expected.diverges(&examiner, &mut machine, until)?;
+            Some(format!("{found:?}"))
+        })
     }
 
     /// The bits of the logits of a few positions, of which the last has several blocks of keys behind it.

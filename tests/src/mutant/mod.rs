@@ -4,12 +4,14 @@
 //! it deserved to be refused is found without the gate: by its logits on other and longer inputs ([`Base::is_equivalent`]).
 
 mod base;
+mod blame;
 mod machine;
 mod operand;
 mod score;
 mod weight;
 
 pub use base::{AS_LARGE, Base, FACTOR, Plan, families, golden};
+pub use blame::{Blame, Blamed};
 pub use machine::defects;
 pub use operand::{Left, left_to_the_gate, operands};
 pub use score::{Count, Fate, Outcome, Score};

@@ -2,10 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use abi::{MatvecParams, Opcode, Prologue};
 use half::{bf16, f16};
+use ir::program::{Program, Task};
 use ir::{DType, Graph, TensorId, Weights};
 use model::{Rope, Scaling};
 
+use super::blame::reads;
 use super::{Base, Mistake, Mutant};
 use crate::rng::Rng;
 
@@ -18,6 +21,26 @@ pub(super) struct Patched<'b> {
 impl Weights for Patched<'_> {
     fn bytes(&self, tensor: TensorId) -> &[u8] {
         self.tensors.get(&tensor).map_or_else(|| self.base.bytes(tensor), Vec::as_slice)
+    }
+}
+
+impl Patched<'_> {
+    /// Whether a task has to do with what is not as it should be.
+    pub(super) fn touch(&self, base: &Base, program: &Program, task: &Task, graph: &Graph) -> bool {
+        let right = base.graph();
+        let layer = usize::from(task.layer);
+        let merges = task.opcode == Opcode::AttentionMerge
+            || task.opcode == Opcode::Matvec
+                && task.params::<MatvecParams>().prologue == Prologue::Merge as u32;
+        let attends = task.opcode == Opcode::Attention;
+        let norms = task.opcode == Opcode::Matvec
+            && task.params::<MatvecParams>().prologue == Prologue::Rms as u32
+            || attends && task.reads[1].is_some();
+        let window = |graph: &Graph| graph.layers.get(layer).and_then(|layer| layer.window);
+        reads(program, task, &|tensor| self.tensors.contains_key(&tensor))
+            || attends && (graph.attn_scale != right.attn_scale || graph.inv_freq != right.inv_freq)
+            || norms && graph.norm_eps != right.norm_eps
+            || (attends || merges) && window(graph) != window(right)
     }
 }
 

@@ -44,13 +44,13 @@ pub(in crate::program) fn check(program: &Program, order: &Order, found: &mut Vi
 }
 
 /// Where the words of each slot lie.
-struct AddressMap {
+pub(super) struct AddressMap {
     /// First byte and bytes of a word.
     slots: Vec<Option<(u64, u64)>>,
 }
 
 impl AddressMap {
-    fn new(program: &Program) -> Self {
+    pub(super) fn new(program: &Program) -> Self {
         let mut logits = LOGITS_BASE;
         let slots = program
             .slots
@@ -69,9 +69,16 @@ impl AddressMap {
     }
 
     /// The bytes of a region; caches and constants have rules of their own.
-    fn bytes(&self, region: &Region) -> Option<(u64, u64)> {
+    pub(super) fn bytes(&self, region: &Region) -> Option<(u64, u64)> {
         let (base, word) = self.slots[region.slot.index()]?;
         Some((base + u64::from(region.start) * word, base + u64::from(region.end) * word))
+    }
+
+    /// The words of a slot that lie in these bytes.
+    pub(super) fn words(&self, slot: SlotId, (start, end): (u64, u64)) -> (u32, u32) {
+        let (base, word) = self.slots[slot.index()].unwrap_or((0, 4));
+        let place = |byte: u64| (byte.saturating_sub(base) / word) as u32;
+        (place(start), place(end))
     }
 }
 

@@ -8,6 +8,7 @@ pub(super) mod matrix;
 pub(super) mod memory;
 pub(super) mod order;
 pub(super) mod page;
+pub(super) mod race;
 pub(super) mod slot;
 pub(super) mod stream;
 pub(super) mod task;

@@ -1,0 +1,547 @@
+//! Finds the first task that stored something else than the graph makes of what was in the slots before it.
+//!
+//! The graph is evaluated op by op, each op on the values that this executor itself had handed over, and each task's words are compared
+//! with their part of that. So a mistake does not spread: what comes after a wrong task is judged by its own inputs, and the allowance is that
+//! of one op ([`Allowance`]), far below what a whole model may be off. The order is that in which the tasks ran.
+
+use std::collections::BTreeMap;
+
+use abi::{AttentionParams, Epilogue, MatvecParams, Opcode, Prologue};
+use ir::program::{Program, Task, active_splits, attended, split_range};
+use ir::{Graph, SlotId, Weights, WorkerId};
+
+use crate::eval::{Belongs, EvalError, Evaluator, greatest};
+use crate::machine::Machine;
+use crate::math::argmax;
+use crate::trace::{Fired, Stored};
+
+/// A task that stored something else than belongs there, with the word that is furthest off.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Divergence {
+    /// Its worker.
+    pub worker: WorkerId,
+    /// Its index in the worker's queue.
+    pub task: u32,
+    /// Its op.
+    pub opcode: Opcode,
+    /// Its layer; the number of layers for what follows the last.
+    pub layer: u16,
+    /// The position.
+    pub position: usize,
+    /// Where it stored.
+    pub place: Place,
+    /// The word there.
+    pub index: usize,
+    /// What it stored.
+    pub got: f32,
+    /// What the graph makes of what the task had.
+    pub want: f32,
+    /// How far they may be apart.
+    pub allowed: f64,
+    /// Words of this task that are further apart than that.
+    pub words: usize,
+}
+
+/// Where a task stores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// A slot.
+    Slot(SlotId),
+    /// The keys of a layer, at the step's position.
+    Keys {
+        /// The layer.
+        layer: u16,
+    },
+    /// The values of a layer, at the step's position.
+    Values {
+        /// The layer.
+        layer: u16,
+    },
+    /// The token chosen.
+    Token,
+}
+
+/// How far words of one op may be off.
+#[derive(Clone, Copy, Debug)]
+struct Allowance {
+    /// Of each word's own magnitude.
+    word: f64,
+    /// Of the size of what was summed up.
+    sum: f64,
+    /// Of the size of a score of attention.
+    score: f64,
+}
+
+impl Allowance {
+    /// The reference machine: a word may be rounded for its tag, and sums of so many products run in another order.
+    fn reference(longest: usize) -> Self {
+        let sum = 8.0 * 2f64.powi(-24) * (longest.max(1) as f64).sqrt();
+        Self { word: 2f64.powi(abi::TAG_BITS as i32 - 24), sum, score: sum }
+    }
+
+    /// A device rounds the vectors that it multiplies to two halves of the weights' type, in an order of its own, and keeps keys and values
+    /// as f16: two places of that. Sums are cut off ([`Tolerance::of_device`](crate::compare::Tolerance::of_device)).
+    fn device(longest: usize) -> Self {
+        let cut_off = 2f64.powi(-23) * longest.div_ceil(16) as f64;
+        let Self { word, .. } = Self::reference(longest);
+        Self { word, sum: 2f64.powi(-10) + cut_off, score: 2f64.powi(-9) }
+    }
+
+    fn of(&self, want: f32, scale: f32) -> f64 {
+        self.word * f64::from(want.abs()) + self.sum * f64::from(scale)
+    }
+}
+
+/// What a slot is for. In the order of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Role {
+    Embedded,
+    Qkv(usize),
+    Partials(usize),
+    Mixed(usize),
+    AfterAttention(usize),
+    Hidden(usize),
+    AfterMlp(usize),
+    Logits,
+    Candidates,
+}
+
+/// Judges steps of one model.
+pub struct Examiner<'a> {
+    graph: &'a Graph,
+    ops: Evaluator<'a>,
+    allowance: Allowance,
+}
+
+impl<'a> Examiner<'a> {
+    /// For the reference machine.
+    ///
+    /// # Errors
+    /// If the graph cannot be evaluated.
+    pub fn new(graph: &'a Graph, weights: &'a dyn Weights) -> Result<Self, EvalError> {
+        let allowance = Allowance::reference(longest(graph));
+        Ok(Self { graph, ops: Evaluator::new(graph, weights)?, allowance })
+    }
+
+    /// For a device, which rounds more.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of_device(graph: &'a Graph, weights: &'a dyn Weights) -> Result<Self, EvalError> {
+        let ops = Evaluator::new(graph, weights)?.with_device_roundings();
+        Ok(Self { graph, ops, allowance: Allowance::device(longest(graph)) })
+    }
+
+    /// The first of `fired` that stored something else than belongs there. The machine has just made this step, of this token; from it come
+    /// the program and the keys and values of the positions before. What a device has stored is judged beside a machine that made the same
+    /// step.
+    #[must_use]
+    pub fn first(&self, machine: &Machine<'_>, token: u32, fired: &[Fired]) -> Option<Divergence> {
+        let mut step = Step::new(self, machine, token, fired);
+        fired.iter().find_map(|fired| step.judge(fired))
+    }
+
+    /// What belongs where a task has stored: for each of its words that of [`Fired::writes`]; nothing for what is not known.
+    #[must_use]
+    pub fn wanted(
+        &self,
+        machine: &Machine<'_>,
+        token: u32,
+        all: &[Fired],
+        one: &Fired,
+    ) -> Vec<Stored> {
+        let mut step = Step::new(self, machine, token, all);
+        let Some(task) = task_of(step.program, one) else { return Vec::new() };
+        let mut wanted = Vec::new();
+        for (index, stored) in one.writes.iter().enumerate() {
+            let Some(belongs) = step.part(task, index, stored, one) else { continue };
+            wanted.push(Stored { values: belongs.values, ..stored.clone() });
+        }
+        wanted
+    }
+}
+
+fn longest(graph: &Graph) -> usize {
+    graph.hidden.max(graph.ffn).max(graph.q_width()) as usize
+}
+
+fn task_of<'p>(program: &'p Program, fired: &Fired) -> Option<&'p Task> {
+    program.workers.get(fired.worker.index())?.tasks.get(fired.task as usize)
+}
+
+/// What the tasks of a step had, and what belongs where.
+struct Step<'s, 'a> {
+    examiner: &'s Examiner<'a>,
+    machine: &'s Machine<'s>,
+    program: &'s Program,
+    token: u32,
+    position: usize,
+    /// What was handed over.
+    had: BTreeMap<Role, Vec<f32>>,
+    belongs: BTreeMap<Role, Option<Belongs>>,
+    /// Queries, keys and values of a layer at this position.
+    heads: BTreeMap<usize, [Vec<f32>; 3]>,
+}
+
+impl<'s, 'a> Step<'s, 'a> {
+    fn new(
+        examiner: &'s Examiner<'a>,
+        machine: &'s Machine<'s>,
+        token: u32,
+        fired: &[Fired],
+    ) -> Self {
+        let position = machine.positions().saturating_sub(1);
+        let program = machine.program();
+        let mut step = Self {
+            examiner,
+            machine,
+            program,
+            token,
+            position,
+            had: BTreeMap::new(),
+            belongs: BTreeMap::new(),
+            heads: BTreeMap::new(),
+        };
+        for fired in fired {
+            let Some(task) = task_of(program, fired) else { continue };
+            for (index, stored) in fired.writes.iter().enumerate() {
+                step.note(task, index, stored);
+            }
+        }
+        step
+    }
+
+    /// Keeps what was handed over. Partials and candidates are not needed again.
+    fn note(&mut self, task: &Task, index: usize, stored: &Stored) {
+        let graph = self.examiner.graph;
+        let Some(role) = role(graph, self.program, task, index) else { return };
+        let words = match role {
+            Role::Embedded | Role::AfterAttention(_) | Role::AfterMlp(_) => graph.hidden,
+            Role::Qkv(_) => graph.q_width() + 2 * graph.kv_width(),
+            Role::Mixed(_) => graph.q_width(),
+            Role::Hidden(_) => graph.ffn,
+            Role::Logits => graph.vocab,
+            Role::Partials(_) | Role::Candidates => return,
+        };
+        let had = self.had.entry(role).or_insert_with(|| vec![f32::NAN; words as usize]);
+        for (place, value) in had.iter_mut().skip(stored.start as usize).zip(&stored.values) {
+            *place = *value;
+        }
+    }
+
+    /// The residual before a layer.
+    fn before(&self, layer: usize) -> Option<Vec<f32>> {
+        match layer.checked_sub(1) {
+            Some(before) => self.had.get(&Role::AfterMlp(before)).cloned(),
+            None => match self.had.get(&Role::Embedded) {
+                Some(x) => Some(x.clone()),
+                None => Some(self.examiner.ops.embedded(self.token).values),
+            },
+        }
+    }
+
+    fn heads(&mut self, layer: usize) -> Option<&[Vec<f32>; 3]> {
+        if !self.heads.contains_key(&layer) {
+            let qkv = self.had.get(&Role::Qkv(layer))?;
+            let heads = self.examiner.ops.heads(layer, qkv, self.position as u32);
+            self.heads.insert(layer, heads);
+        }
+        self.heads.get(&layer)
+    }
+
+    /// Keys and values of a layer up to this position, of which the last are this step's own.
+    fn cache(&mut self, layer: usize) -> Option<[Vec<f32>; 2]> {
+        let words = self.position * self.examiner.graph.kv_width() as usize;
+        let ops = &self.examiner.ops;
+        let earlier = |all: &[f32]| Some(ops.kept(all.get(..words)?.to_vec()));
+        let mut cache = [earlier(self.machine.keys(layer))?, earlier(self.machine.values(layer))?];
+        let [_, key, value] = self.heads(layer)?;
+        cache[0].extend(key);
+        cache[1].extend(value);
+        Some(cache)
+    }
+
+    fn mixed(&mut self, layer: usize) -> Option<Belongs> {
+        let [keys, values] = self.cache(layer)?;
+        let q = self.heads(layer)?[0].clone();
+        Some(self.examiner.ops.mixed(layer, &q, &keys, &values))
+    }
+
+    /// What belongs where all tasks of a role store.
+    fn whole(&mut self, role: Role) -> Option<&Belongs> {
+        if !self.belongs.contains_key(&role) {
+            let found = self.evaluate(role);
+            self.belongs.insert(role, found);
+        }
+        self.belongs.get(&role)?.as_ref()
+    }
+
+    fn evaluate(&mut self, role: Role) -> Option<Belongs> {
+        let ops = &self.examiner.ops;
+        match role {
+            Role::Embedded => Some(ops.embedded(self.token)),
+            Role::Qkv(layer) => Some(ops.qkv(layer, &self.before(layer)?)),
+            Role::Mixed(layer) => self.mixed(layer),
+            Role::AfterAttention(layer) => {
+                let mixed = match self.had.get(&Role::Mixed(layer)) {
+                    Some(mixed) => mixed.clone(),
+                    None => self.mixed(layer)?.values,
+                };
+                Some(ops.after_attention(layer, &self.before(layer)?, mixed))
+            }
+            Role::Hidden(layer) => {
+                Some(ops.hidden(layer, self.had.get(&Role::AfterAttention(layer))?))
+            }
+            Role::AfterMlp(layer) => {
+                let x = self.had.get(&Role::AfterAttention(layer))?;
+                Some(ops.after_mlp(layer, x, self.had.get(&Role::Hidden(layer))?.clone()))
+            }
+            Role::Logits => Some(ops.logits_of(&self.before(self.examiner.graph.layers.len())?)),
+            Role::Partials(_) | Role::Candidates => None,
+        }
+    }
+
+    /// What belongs in the words of one write.
+    fn part(
+        &mut self,
+        task: &Task,
+        index: usize,
+        stored: &Stored,
+        fired: &Fired,
+    ) -> Option<Belongs> {
+        let role = role(self.examiner.graph, self.program, task, index)?;
+        if let Role::Partials(layer) = role {
+            return self.partials(layer, &task.params());
+        }
+        if role == Role::Candidates {
+            return candidate(fired.writes.first()?);
+        }
+        let whole = self.whole(role)?;
+        let range = stored.start as usize..stored.start as usize + stored.values.len();
+        let (values, scales) = (whole.values.get(range.clone())?, whole.scales.get(range)?);
+        Some(Belongs { values: values.to_vec(), scales: scales.to_vec() })
+    }
+
+    /// What attention of one key/value head over one split gives for each query of its group: the greatest score, the sum of exponentials,
+    /// two zeros, the mean of the values. The scales are such that the allowance of a sum fits each.
+    fn partials(&mut self, layer: usize, p: &AttentionParams) -> Option<Belongs> {
+        let (graph, allowance) = (self.examiner.graph, self.examiner.allowance);
+        let (head_dim, width) = (graph.head_dim as usize, graph.kv_width() as usize);
+        let group = graph.group() as usize;
+        if p.kv_head >= graph.kv_heads || p.kv_block == 0 || p.splits == 0 {
+            return None;
+        }
+        let keys_in_all = attended(self.position as u32, self.examiner.ops.window(layer));
+        let active = active_splits(keys_in_all, p.kv_block, p.splits);
+        let stride = head_dim + abi::PARTIAL_HEADER as usize;
+        if p.split >= active {
+            let nothing = vec![0.0; group * stride];
+            return Some(Belongs { scales: nothing.clone(), values: nothing });
+        }
+        let [keys, values] = self.cache(layer)?;
+        let first = self.position + 1 - keys_in_all as usize;
+        let range = split_range(keys_in_all, p.kv_block, active, p.split);
+        let at = |cached: &[f32], key: u32| {
+            let start = (first + key as usize) * width + p.kv_head as usize * head_dim;
+            cached[start..][..head_dim].to_vec()
+        };
+        let of_range = |cached: &[f32]| -> Vec<Vec<f32>> {
+            range.clone().map(|key| at(cached, key)).collect()
+        };
+        let (keys, values) = (of_range(&keys), of_range(&values));
+        let queries = &self.heads(layer)?[0];
+        let of_group = queries.chunks_exact(head_dim).skip(p.kv_head as usize * group).take(group);
+        let mut belongs = Belongs::default();
+        for query in of_group {
+            partial(query, &keys, &values, graph.attn_scale, allowance, &mut belongs);
+        }
+        Some(belongs)
+    }
+
+    fn judge(&mut self, fired: &Fired) -> Option<Divergence> {
+        let task = task_of(self.program, fired)?;
+        let position = self.position;
+        let found = |place, worst: Worst| Divergence {
+            worker: fired.worker,
+            task: fired.task,
+            opcode: task.opcode,
+            layer: task.layer,
+            position,
+            place,
+            index: worst.index,
+            got: worst.got,
+            want: worst.want,
+            allowed: worst.allowed,
+            words: worst.words,
+        };
+        let allowance = self.examiner.allowance;
+        // Keys and values first: what a task mixes has its own among them.
+        if let Some((place, worst)) = self.appended(task, fired) {
+            return Some(found(place, worst));
+        }
+        for (index, stored) in fired.writes.iter().enumerate() {
+            let Some(belongs) = self.part(task, index, stored, fired) else { continue };
+            if let Some(worst) = worst(&belongs, &stored.values, stored.start as usize, allowance) {
+                return Some(found(Place::Slot(stored.slot), worst));
+            }
+        }
+        let (got, logits) = (fired.chosen?, self.had.get(&Role::Logits)?);
+        let want = argmax(logits);
+        let worst = Worst { index: 0, got: got as f32, want: want as f32, allowed: 0.0, words: 1 };
+        (got != want).then(|| found(Place::Token, worst))
+    }
+
+    /// A key or value that is not that of the head.
+    fn appended(&mut self, task: &Task, fired: &Fired) -> Option<(Place, Worst)> {
+        let (appended, layer) = (fired.appended.as_ref()?, task.layer);
+        if usize::from(layer) >= self.examiner.graph.layers.len() {
+            return None;
+        }
+        let head_dim = self.examiner.graph.head_dim as usize;
+        let allowance = self.examiner.allowance;
+        // What belongs where it was stored, which is not what belongs to the task if it stored elsewhere.
+        let start = appended.kv_head as usize * head_dim;
+        let [_, keys, values] = self.heads(usize::from(layer))?;
+        let sides = [
+            (Place::Keys { layer }, keys, &appended.key),
+            (Place::Values { layer }, values, &appended.value),
+        ];
+        for (place, want, got) in sides {
+            let want = want.get(start..start + head_dim)?.to_vec();
+            let scales = vec![greatest(&want); head_dim];
+            let belongs = Belongs { values: want, scales };
+            if let Some(worst) = worst(&belongs, got, start, allowance) {
+                return Some((place, worst));
+            }
+        }
+        None
+    }
+}
+
+/// What a task stores. By its op, and not by the names of slots, which are for reports.
+fn role(graph: &Graph, program: &Program, task: &Task, index: usize) -> Option<Role> {
+    let layer = usize::from(task.layer);
+    let inside = layer < graph.layers.len();
+    match task.opcode {
+        Opcode::Nop | Opcode::Sample => None,
+        Opcode::Embed => Some(Role::Embedded),
+        Opcode::Attention => inside.then_some(Role::Partials(layer)),
+        Opcode::AttentionMerge => inside.then_some(Role::Mixed(layer)),
+        Opcode::Matvec => {
+            let p: MatvecParams = task.params();
+            match Epilogue::new(p.epilogue)? {
+                Epilogue::Store => inside.then_some(Role::Qkv(layer)),
+                Epilogue::SiluMul => inside.then_some(Role::Hidden(layer)),
+                Epilogue::Residual if !inside => None,
+                Epilogue::Residual if ends_layer(graph, program, layer, &p) => {
+                    Some(Role::AfterMlp(layer))
+                }
+                Epilogue::Residual => Some(Role::AfterAttention(layer)),
+                Epilogue::Logits if index == 0 => Some(Role::Logits),
+                Epilogue::Logits => Some(Role::Candidates),
+            }
+        }
+    }
+}
+
+/// Whether a product that is added to the residual is the MLP's. Where both have as many columns, the matrix tells.
+fn ends_layer(graph: &Graph, program: &Program, layer: usize, p: &MatvecParams) -> bool {
+    if p.prologue == Prologue::Merge as u32 {
+        return false;
+    }
+    if graph.ffn != graph.q_width() {
+        return p.k_len == graph.ffn;
+    }
+    let down = graph.layers[layer].down.weight;
+    let matrix = program.matrices.get(p.matrix as usize);
+    matrix.is_some_and(|matrix| matrix.map.parts.iter().any(|part| part.0 == Some(down)))
+}
+
+/// One query over some keys.
+fn partial(
+    query: &[f32],
+    keys: &[Vec<f32>],
+    values: &[Vec<f32>],
+    scale: f32,
+    allowance: Allowance,
+    belongs: &mut Belongs,
+) {
+    let wide = |words: &[f32]| words.iter().map(|&v| f64::from(v)).collect::<Vec<_>>();
+    let norm = |words: &[f32]| wide(words).iter().map(|v| v * v).sum::<f64>().sqrt();
+    let query_wide = wide(query);
+    let score = |key: &Vec<f32>| {
+        let product: f64 = query_wide.iter().zip(key).map(|(q, &k)| q * f64::from(k)).sum();
+        product * f64::from(scale)
+    };
+    let scores: Vec<f64> = keys.iter().map(score).collect();
+    let best = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = scores.iter().map(|score| (score - best).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    let mut mean = vec![0.0; query.len()];
+    for (weight, value) in weights.iter().zip(values) {
+        mean.iter_mut().zip(value).for_each(|(sum, &v)| *sum += weight / total * f64::from(v));
+    }
+    // A score may be off by this much, and weights by as large a share of themselves.
+    let longest_key = keys.iter().map(|key| norm(key)).fold(0.0, f64::max);
+    let off = allowance.score * f64::from(scale.abs()) * norm(query) * longest_key;
+    let share = 2.0 * off + allowance.sum;
+    let largest = f64::from(values.iter().map(|value| greatest(value)).fold(0.0, f32::max));
+    let as_scale = |bound: f64| (bound / allowance.sum) as f32;
+    belongs.values.extend([best as f32, total as f32, 0.0, 0.0]);
+    belongs.scales.extend([as_scale(off), as_scale(share * total), 0.0, 0.0]);
+    belongs.values.extend(mean.iter().map(|&value| value as f32));
+    belongs.scales.extend(mean.iter().map(|_| as_scale(share * largest)));
+}
+
+/// The best of the logits that a task has stored, and its row.
+fn candidate(logits: &Stored) -> Option<Belongs> {
+    let best = argmax(&logits.values);
+    let row = f32::from_bits(logits.start + best);
+    let values = vec![*logits.values.get(best as usize)?, row];
+    Some(Belongs { scales: vec![0.0; values.len()], values })
+}
+
+/// The word that is furthest off.
+struct Worst {
+    index: usize,
+    got: f32,
+    want: f32,
+    allowed: f64,
+    words: usize,
+}
+
+/// The word that is most of its allowance off, if any is off by more; what is not a number is.
+fn worst(belongs: &Belongs, got: &[f32], start: usize, allowance: Allowance) -> Option<Worst> {
+    let (mut worst, mut most, mut words): (Option<Worst>, f64, usize) = (None, 0.0, 0);
+    let pairs = belongs.values.iter().zip(&belongs.scales).zip(got);
+    for (index, ((&want, &scale), &got)) in pairs.enumerate() {
+        // Nothing is known of what follows from what is not a number.
+        if want.to_bits() == got.to_bits() || !want.is_finite() {
+            continue;
+        }
+        let allowed = allowance.of(want, scale);
+        let off = (f64::from(got) - f64::from(want)).abs();
+        if off <= allowed {
+            continue;
+        }
+        words += 1;
+        let share =
+            if off.is_finite() { off / allowed.max(f64::MIN_POSITIVE) } else { f64::INFINITY };
+        if worst.is_none() || share > most {
+            most = share;
+            worst = Some(Worst { index: start + index, got, want, allowed, words: 0 });
+        }
+    }
+    worst.map(|worst| Worst { words, ..worst })
+}
+
+/// How many numbers of f32 lie between two of them, and one more; none where one is not a number.
+#[must_use]
+pub fn ulps(a: f32, b: f32) -> Option<u64> {
+    let place = |value: f32| {
+        let bits = i64::from(value.to_bits());
+        let magnitude = bits & 0x7fff_ffff;
+        if value.is_sign_negative() { -magnitude } else { magnitude }
+    };
+    (!a.is_nan() && !b.is_nan()).then(|| place(a).abs_diff(place(b)))
+}

@@ -1,0 +1,116 @@
+//! The graph's ops one at a time, for one position, on inputs that somebody else has: what belongs in a slot, given what was in the
+//! slots before it.
+
+use super::{Cache, Evaluator, attend, norm_rows, rotations, shape_heads, silu};
+
+/// What belongs somewhere, element by element, and the sizes that rounding errors scale with.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Belongs {
+    pub(crate) values: Vec<f32>,
+    /// Of each element: the size of what was summed up for it.
+    pub(crate) scales: Vec<f32>,
+}
+
+impl Belongs {
+    /// Sums of one matrix, which err alike.
+    fn sums(values: Vec<f32>) -> Self {
+        let scales = vec![greatest(&values); values.len()];
+        Self { values, scales }
+    }
+
+    /// What is copied has no sum.
+    fn copied(values: Vec<f32>) -> Self {
+        Self { scales: vec![0.0; values.len()], values }
+    }
+
+    fn and(mut self, other: Self) -> Self {
+        self.values.extend(other.values);
+        self.scales.extend(other.scales);
+        self
+    }
+}
+
+/// The greatest magnitude.
+pub(crate) fn greatest(values: &[f32]) -> f32 {
+    values.iter().fold(0.0, |greatest, value| value.abs().max(greatest))
+}
+
+impl Evaluator<'_> {
+    /// The token's row of the embedding.
+    pub(crate) fn embedded(&self, token: u32) -> Belongs {
+        let mut x = vec![0.0; self.graph.hidden as usize];
+        self.embed.decode_row(token as usize, 0, &mut x);
+        Belongs::copied(x)
+    }
+
+    /// Queries, keys and values before the norms of heads and rotation.
+    pub(crate) fn qkv(&self, layer: usize, x: &[f32]) -> Belongs {
+        let [q, k, v] = self.layers[layer].qkv(self.graph, self.rounding, x).map(Belongs::sums);
+        q.and(k).and(v)
+    }
+
+    /// The same after norms and rotation: queries, keys and values of this position.
+    pub(crate) fn heads(&self, layer: usize, qkv: &[f32], position: u32) -> [Vec<f32>; 3] {
+        let (graph, bound) = (self.graph, &self.layers[layer]);
+        let (q, rest) = qkv.split_at(graph.q_width() as usize);
+        let (k, v) = rest.split_at(graph.kv_width() as usize);
+        let [mut q, mut k, mut v] = [q, k, v].map(<[f32]>::to_vec);
+        let angles = [rotations(position, &graph.inv_freq)];
+        shape_heads(graph, &mut q, graph.q_width(), bound.q_norm.as_deref(), &angles);
+        shape_heads(graph, &mut k, graph.kv_width(), bound.k_norm.as_deref(), &angles);
+        self.rounding.cache(&mut k);
+        self.rounding.cache(&mut v);
+        [q, k, v]
+    }
+
+    /// Attention over all keys and values up to this position, which are `[positions, kv_width]`.
+    pub(crate) fn mixed(&self, layer: usize, q: &[f32], keys: &[f32], values: &[f32]) -> Belongs {
+        let (graph, width) = (self.graph, self.graph.kv_width() as usize);
+        let mut cache = Cache::default();
+        cache.extend(keys, values, width);
+        let mixed = attend(graph, &cache, q, self.layers[layer].window);
+        Belongs { scales: vec![greatest(values); mixed.len()], values: mixed }
+    }
+
+    /// The residual after attention.
+    pub(crate) fn after_attention(&self, layer: usize, x: &[f32], mixed: Vec<f32>) -> Belongs {
+        added(x, self.layers[layer].project(self.rounding, mixed))
+    }
+
+    /// The MLP's hidden layer.
+    pub(crate) fn hidden(&self, layer: usize, x: &[f32]) -> Belongs {
+        let [gate, up] = self.layers[layer].gate_up(self.graph, self.rounding, x);
+        let scale = greatest(&gate) * greatest(&up);
+        let values: Vec<f32> = gate.iter().zip(&up).map(|(&gate, up)| silu(gate) * up).collect();
+        Belongs { scales: vec![scale; values.len()], values }
+    }
+
+    /// The residual after the MLP.
+    pub(crate) fn after_mlp(&self, layer: usize, x: &[f32], hidden: Vec<f32>) -> Belongs {
+        added(x, self.layers[layer].contract(self.rounding, hidden))
+    }
+
+    /// Logits of the last residual.
+    pub(crate) fn logits_of(&self, x: &[f32]) -> Belongs {
+        let mut last = norm_rows(x, &self.final_norm, self.graph.norm_eps);
+        self.rounding.factor(&mut last);
+        Belongs::sums(self.lm_head.apply(&last))
+    }
+
+    /// The window of a layer; zero for none.
+    pub(crate) fn window(&self, layer: usize) -> u32 {
+        self.layers[layer].window.unwrap_or(0)
+    }
+
+    /// Keys or values as this evaluator's executor keeps them.
+    pub(crate) fn kept(&self, mut cached: Vec<f32>) -> Vec<f32> {
+        self.rounding.cache(&mut cached);
+        cached
+    }
+}
+
+fn added(x: &[f32], sums: Vec<f32>) -> Belongs {
+    let scale = greatest(&sums);
+    let values: Vec<f32> = x.iter().zip(sums).map(|(x, sum)| x + sum).collect();
+    Belongs { scales: vec![scale; values.len()], values }
+}

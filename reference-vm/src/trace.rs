@@ -1,0 +1,52 @@
+//! What each task of a step stored, in the order in which the machine ran them.
+
+use ir::{SlotId, WorkerId};
+
+use crate::packed::Cursor;
+
+/// A task that ran.
+#[derive(Clone, Debug)]
+pub struct Fired {
+    /// Its worker.
+    pub worker: WorkerId,
+    /// Its index in the worker's queue.
+    pub task: u32,
+    /// What it stored, as a reader finds it.
+    pub writes: Vec<Stored>,
+    /// The key and value that it appended.
+    pub appended: Option<Appended>,
+    /// The token that it chose.
+    pub chosen: Option<u32>,
+    /// Where its worker's load stream stood before.
+    pub(crate) cursor: Cursor,
+}
+
+impl Fired {
+    /// A task that somebody else ran, such as a device.
+    #[must_use]
+    pub fn elsewhere(worker: WorkerId, task: u32, writes: Vec<Stored>) -> Self {
+        Self { worker, task, writes, appended: None, chosen: None, cursor: Cursor::default() }
+    }
+}
+
+/// Words of a slot.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stored {
+    /// The slot.
+    pub slot: SlotId,
+    /// First word.
+    pub start: u32,
+    /// The words.
+    pub values: Vec<f32>,
+}
+
+/// Key and value of one head at the step's position.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Appended {
+    /// The key/value head.
+    pub kv_head: u32,
+    /// The key, after norm and rotation.
+    pub key: Vec<f32>,
+    /// The value.
+    pub value: Vec<f32>,
+}

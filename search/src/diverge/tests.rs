@@ -1,0 +1,227 @@
+//! What is said of candidates that a gate refuses, on devices that are the reference machine with a mistake.
+
+use std::sync::Arc;
+
+use ir::program::{Program, Verified};
+use ir::schedule::{KernelConfig, ScheduleConfig};
+use ir::{Graph, SlotId, Target, Weights};
+use model::Model;
+use reference_vm::machine::Machine;
+use reference_vm::{Defect, Order};
+
+use super::*;
+use crate::assess::evaluate;
+use crate::device::{Contender, DeviceInfo, Handle, Plan, Samples};
+use crate::{Timing, Verdict};
+
+const KV_CAPACITY: u32 = 24;
+const POSITIONS: usize = 12;
+
+/// What is wrong with a device.
+#[derive(Clone, Copy)]
+enum Wrong {
+    Nothing,
+    /// The same in every run.
+    Always(Defect, Option<u16>),
+    /// In every second run.
+    Sometimes(Defect),
+    /// The last bit of a logit, in every second run.
+    Bits,
+}
+
+/// A device that is the reference machine.
+struct Copy<'a> {
+    graph: &'a Graph,
+    weights: &'a dyn Weights,
+    wrong: Wrong,
+    program: Option<Arc<Verified<Program>>>,
+    slots: Vec<Vec<f32>>,
+    runs: usize,
+    looked: usize,
+}
+
+impl Device for Copy<'_> {
+    fn describe(&self) -> DeviceInfo {
+        let name = "copy".to_owned();
+        DeviceInfo { name, bandwidth: Some(1e15), cache_bytes: 0, conditions: Vec::new() }
+    }
+
+    fn prepare(
+        &mut self,
+        program: &Arc<Verified<Program>>,
+        _: &KernelConfig,
+    ) -> Result<Handle, DeviceError> {
+        self.program = Some(program.clone());
+        Ok(Handle(0))
+    }
+
+    fn run(
+        &mut self,
+        _: Handle,
+        tokens: &[u32],
+        first: usize,
+    ) -> Result<Vec<Vec<f32>>, DeviceError> {
+        let program = self.program.clone().unwrap();
+        let machine = Machine::new(&program, self.graph, self.weights).unwrap();
+        self.runs += usize::from(first == 0);
+        let odd = self.runs % 2 == 1;
+        let mut machine = match self.wrong {
+            Wrong::Always(defect, layer) => machine.with_defect(defect, layer),
+            Wrong::Sometimes(defect) if odd => machine.with_defect(defect, None),
+            Wrong::Sometimes(_) | Wrong::Nothing | Wrong::Bits => machine,
+        };
+        let ran = machine.run(tokens, Order::Waves).unwrap().finished().unwrap();
+        let slot = |id| machine.slot(SlotId(id)).unwrap_or_default();
+        self.slots = (0..program.slots.len() as u32).map(slot).collect();
+        let mut rows = ran.logits;
+        if matches!(self.wrong, Wrong::Bits) && odd {
+            rows[0][0] = rows[0][0].next_up();
+        }
+        Ok(rows.split_off(first))
+    }
+
+    fn slots(&mut self, _: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+        self.looked += 1;
+        Ok(Some(self.slots.clone()))
+    }
+
+    fn time(&mut self, _: [Contender<'_>; 2], plan: &Plan<'_>) -> Result<Samples, DeviceError> {
+        let last = self.run(Handle(0), plan.tokens, plan.tokens.len() - 1)?.remove(0);
+        let last_logits = [last.clone(), last];
+        Ok(Samples { rounds: vec![[100.0; 4]; plan.rounds], last_logits, ..Samples::default() })
+    }
+
+    fn release(&mut self, _: Handle) {}
+}
+
+/// The verdict on the neutral schedule on such a device, and how often its slots were looked at.
+fn verdict(wrong: Wrong) -> (Verdict, usize) {
+    let model = model::preset("toy-2l").unwrap();
+    let (graph, weights) = (&model.graph, &*model.weights);
+    let mut device =
+        Copy { graph, weights, wrong, program: None, slots: Vec::new(), runs: 0, looked: 0 };
+    let (config, target) = neutral(&model);
+    let expected = Expected::new(graph, weights, KV_CAPACITY, 1, Some(POSITIONS)).unwrap();
+    let options = lower::Options { kv_capacity: KV_CAPACITY };
+    let mut gate = Gate::new(graph, weights, &target, options, &KernelConfig::id, expected);
+    let timing = Timing { rounds: 1, warmup: 0 };
+    let (verdict, _) = evaluate(&mut gate, Some(&mut device), &config, timing, 1);
+    (verdict, device.looked)
+}
+
+fn neutral(model: &Model) -> (ScheduleConfig, Target) {
+    let target = Target::by_name("h200").unwrap();
+    (ir::schedule::default_config(&model.graph, &target), target)
+}
+
+fn found(verdict: &Verdict) -> &FirstDivergence {
+    verdict.first_divergence.as_ref().unwrap_or_else(|| panic!("nothing was found: {verdict:?}"))
+}
+
+#[test]
+fn what_passes_costs_nothing_more() {
+    let (verdict, looked) = verdict(Wrong::Nothing);
+    assert!(verdict.correct, "{verdict:?}");
+    assert_eq!((verdict.first_divergence, looked), (None, 0));
+}
+
+#[test]
+fn the_first_wrong_task_of_a_device_is_named() {
+    let layer = Some(1);
+    for (defect, slot) in [
+        (Defect::Relu, "layers.1.h"),
+        (Defect::TwiceResidual, "layers.1.x"),
+        (Defect::LateQueries, "layers.1.partials"),
+        (Defect::NoNormScale, "layers.1.qkv"),
+    ] {
+        let (verdict, _) = verdict(Wrong::Always(defect, layer));
+        let at = found(&verdict);
+        assert!(!verdict.correct);
+        assert_eq!((at.class, &*at.by), (DivergenceClass::Wrong, "device"), "{at:?}");
+        assert_eq!(at.slot.as_deref(), Some(slot), "{at:?}");
+        assert_eq!(at.task.as_ref().unwrap().layer, 1, "{at:?}");
+        assert!(at.ulp.unwrap() > 100 && at.words.unwrap() > 0 && at.got != at.want, "{at:?}");
+        // It goes through JSON, as in a ledger.
+        let text = serde_json::to_string(&verdict).unwrap();
+        assert_eq!(serde_json::from_str::<Verdict>(&text).unwrap(), verdict);
+    }
+}
+
+#[test]
+fn repeats_that_differ_are_a_race() {
+    let (wrong, _) = verdict(Wrong::Sometimes(Defect::Relu));
+    let at = found(&wrong);
+    assert_eq!(at.class, DivergenceClass::Race, "{at:?}");
+    // The program is verified: no two of its tasks are to blame, and that is said.
+    assert!(at.unordered.is_empty() && at.detail.contains("in what runs it"), "{at:?}");
+    // Other bits that are as good are no reason to refuse it, and are said too.
+    let (right, _) = verdict(Wrong::Bits);
+    assert!(right.correct, "{right:?}");
+    assert_eq!(found(&right).class, DivergenceClass::Race);
+}
+
+/// Weights of which a whole tensor is zero.
+struct Zeroed<'a>(&'a dyn Weights, ir::TensorId, Vec<u8>);
+
+impl Weights for Zeroed<'_> {
+    fn bytes(&self, tensor: ir::TensorId) -> &[u8] {
+        if tensor == self.1 { &self.2 } else { self.0.bytes(tensor) }
+    }
+}
+
+#[test]
+fn a_machine_and_a_graph_that_were_given_other_weights_name_no_task() {
+    let model = model::preset("toy-2l").unwrap();
+    let (graph, weights) = (&model.graph, &*model.weights);
+    let up = graph.layers[1].up.weight;
+    let zeroed = Zeroed(weights, up, vec![0; weights.bytes(up).len()]);
+    let (config, target) = neutral(&model);
+    let options = lower::Options { kv_capacity: KV_CAPACITY };
+    // What is expected is of the right weights; the gate's machine has the others, and so has what judges its tasks.
+    let expected = Expected::new(graph, weights, KV_CAPACITY, 1, None).unwrap();
+    let mut gate = Gate::new(graph, &zeroed, &target, options, &KernelConfig::id, expected);
+    let (refused, _) = evaluate(&mut gate, None, &config, Timing::default(), 1);
+    let at = found(&refused);
+    assert!(at.task.is_none() && at.detail.contains("no single task"), "{at:?}");
+    // A machine with the others beside the right graph: the product that they are in.
+    let program = lower::lower(
+        &ir::schedule::validate(config, graph, &target).unwrap(),
+        graph,
+        &target,
+        options,
+    )
+    .unwrap();
+    let examiner = Examiner::new(graph, weights).unwrap();
+    let mut machine = Machine::new(&program, graph, &zeroed).unwrap();
+    let at = gate.expected().diverges(&examiner, &mut machine, None).unwrap();
+    let task = &program.workers[at.worker.index()].tasks[at.task as usize];
+    let slot = &program.slots[task.writes[0].unwrap().slot.index()];
+    assert_eq!((task.layer, &*slot.name), (1, "layers.1.h"), "{at:?}");
+}
+
+#[test]
+fn what_was_overwritten_is_not_judged_and_counted() {
+    let model = model::preset("toy-2l").unwrap();
+    let (config, target) = neutral(&model);
+    let valid = ir::schedule::validate(config, &model.graph, &target).unwrap();
+    let options = lower::Options { kv_capacity: KV_CAPACITY };
+    let program = lower::lower(&valid, &model.graph, &target, options).unwrap();
+    let mut machine = Machine::new(&program, &model.graph, &*model.weights).unwrap();
+    let (_, fired) = machine.traced(3, Order::Waves).unwrap();
+    let slots: Vec<Vec<f32>> = (0..program.slots.len() as u32)
+        .map(|id| machine.slot(SlotId(id)).unwrap_or_default())
+        .collect();
+    let (left, overwritten) = left_in(&program, &fired, &slots, None);
+    let writes = |all: &[Fired]| all.iter().map(|fired| fired.writes.len()).sum::<usize>();
+    assert_eq!((left.len(), overwritten), (fired.len(), 0));
+    // All but the logits, which are no slot of the arena.
+    let logits = fired.iter().filter(|fired| fired.writes.len() == 2).count();
+    assert_eq!(writes(&left), writes(&fired) - logits);
+    // The residual after the last layer in the bytes of the first: what was there first is gone.
+    let mut shared = (*program).clone();
+    let place = |name: &str| program.slots.iter().position(|slot| slot.name == name).unwrap();
+    shared.slots[place("x.2")].offset = shared.slots[place("x.0")].offset;
+    let (left, overwritten) = left_in(&shared, &fired, &slots, None);
+    assert!(overwritten > 0);
+    assert_eq!(writes(&left), writes(&fired) - logits - overwritten);
+}

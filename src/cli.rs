@@ -116,7 +116,7 @@ pub(crate) enum Command {
     Bundle(BundleArgs),
     /// Times schedules on the GPU and says where the time of a step goes, by op: waiting, input, products, output.
     #[command(
-        after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json"
+        after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json\n  amk trace --model llama-3.2-1b --device cpu --perfetto step.pftrace --digest step.md"
     )]
     Trace(TraceArgs),
     /// Measures random legal schedules on the GPU, a row each: what the cost model is fitted to.
@@ -684,6 +684,15 @@ pub(crate) struct TraceArgs {
     /// Write every record of one step of the last schedule: a table with a line a task, times in nanoseconds.
     #[arg(long, value_name = "FILE")]
     pub(crate) records: Option<PathBuf>,
+    /// Write one step of the last schedule as a Perfetto trace (ui.perfetto.dev): a lane a worker, arrows from who was waited for, counters.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) perfetto: Option<PathBuf>,
+    /// The same as Chrome's JSON.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) chrome: Option<PathBuf>,
+    /// Write at most 6 KB of text on it: time by op and layer, the worst waits and who was waited for, bubbles.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) digest: Option<PathBuf>,
     /// Tokens before the measured ones.
     #[arg(long, default_value_t = 128, value_name = "TOKENS")]
     pub(crate) context: u32,

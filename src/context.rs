@@ -70,6 +70,11 @@ impl Context {
         self.open_with(|_| open_here(self))
     }
 
+    /// Whether there is a GPU, and it is wanted.
+    pub(crate) fn has_device(&self) -> Result<bool, Failure> {
+        Ok(self.open_with(|_| Ok(()))?.is_some())
+    }
+
     fn open_with<D>(
         &self,
         open: impl FnOnce(&vm_host::DeviceInfo) -> Result<D, Failure>,

@@ -31,7 +31,7 @@ use builds::Builds;
 const LOGITS_ROWS: u32 = 160;
 /// Compute capability that the kernel is written for, major.
 const CAPABILITY: i32 = 9;
-/// How long a worker may wait inside a step.
+/// How long a worker may wait inside a step, unless a test says otherwise.
 const DEADLINE: Duration = Duration::from_secs(2);
 /// One for each side of a comparison.
 const SESSIONS: u32 = 2;
@@ -122,6 +122,8 @@ pub(crate) struct Gpu<'a> {
     lookout: SharedLookout,
     /// A kernel did not leave, or took the context with it: only a new process gets the device back.
     lost: bool,
+    /// How long a worker may wait inside a step.
+    deadline: Duration,
 }
 
 /// The ring of a machine, while there is one.
@@ -144,6 +146,7 @@ impl<'a> Gpu<'a> {
             board: board.cloned(),
             lookout: SharedLookout::default(),
             lost: false,
+            deadline: DEADLINE,
         })
     }
 
@@ -236,7 +239,7 @@ impl Gpu<'_> {
         let idle = match std::mem::replace(&mut self.machine, Machine::Absent) {
             Machine::Absent => {
                 self.enter(Phase::Booting);
-                boot(self.context, program, &variant)?
+                boot(self.context, program, &variant, self.deadline)?
             }
             Machine::Idle(idle) => *idle,
             Machine::Running(running) => self.stop(*running)?,
@@ -447,11 +450,12 @@ fn boot(
     context: &Context,
     program: &Verified<Program>,
     variant: &Variant,
+    deadline: Duration,
 ) -> Result<Idle, DeviceError> {
     let options = BootOptions {
         sessions: SESSIONS,
         logits_rows: LOGITS_ROWS,
-        deadline: DEADLINE,
+        deadline,
         ..BootOptions::default()
     };
     let idle = Idle::boot(context.graph(), &*context.model.weights, program, variant, options)

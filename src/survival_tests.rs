@@ -7,7 +7,7 @@
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
@@ -166,6 +166,68 @@ fn nothing_acknowledged_is_lost_when_a_search_is_killed_at_random_moments() {
         "{done} kills, {safe} acknowledged trials, none lost; {torn} unfinished rows cut off; the store was behind {behind} times and brought to the ledger's rows each time"
     );
     assert!(safe > 0, "no search came as far as a trial");
+}
+
+const IMPORT: [&str; 5] = ["corpus", "import", "runs", "--store", "store.sqlite"];
+
+/// The store holds; each run in it is whole. How many there are.
+#[track_caller]
+fn whole_runs(folder: &Path, ledgers: &[Vec<corpus::Link>]) -> usize {
+    let path = folder.join("store.sqlite");
+    if !path.exists() {
+        return 0;
+    }
+    let store = corpus::Store::existing(&path).unwrap();
+    assert_eq!(store.check().unwrap(), Ok(()), "no torn row, and the tables follow");
+    let runs = store.runs().unwrap();
+    for run in &runs {
+        assert!(ledgers.contains(&store.links(run).unwrap()), "{run} is not whole");
+    }
+    runs.len()
+}
+
+#[test]
+fn a_store_holds_whole_runs_when_who_writes_it_is_killed_at_random_moments() {
+    let kills = std::env::var("AMK_KILLS").map_or(10, |text| text.parse().unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let seeds = ["0", "1", "2", "3"];
+    let ledgers = seeds.map(|seed| {
+        let out = format!("runs/{seed}");
+        let args = ["16", "--budget", "12", "--store", "none", "--seed", seed, "--out", &out];
+        let (code, _, said) = ran(&mut amk(folder.path(), &[&LOOP[..], &args].concat()));
+        assert_eq!(code, 0, "{said}");
+        corpus::read(&folder.path().join(out).join("ledger.jsonl")).unwrap().links().collect()
+    });
+    let began = Instant::now();
+    let (code, _, said) = ran(&mut amk(folder.path(), &IMPORT));
+    let latest = began.elapsed();
+    assert_eq!(code, 0, "{said}");
+    assert_eq!(whole_runs(folder.path(), &ledgers), seeds.len());
+    let mut rng = Xoshiro256PlusPlus::seed_from_u64(7);
+    let mut found = [0; 5];
+    for _ in 0..kills {
+        if whole_runs(folder.path(), &ledgers) == seeds.len() {
+            for file in ["store.sqlite", "store.sqlite-wal", "store.sqlite-shm"] {
+                let _ = std::fs::remove_file(folder.path().join(file));
+            }
+        }
+        let time = Duration::from_micros(rng.random_range(0..latest.as_micros() as u64));
+        let mut child = amk(folder.path(), &IMPORT)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(time);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        found[whole_runs(folder.path(), &ledgers)] += 1;
+    }
+    println!(
+        "{kills} kills while a store was written; it held 0 to 4 whole runs so often: {found:?}"
+    );
+    let (code, _, said) = ran(&mut amk(folder.path(), &IMPORT));
+    assert_eq!(code, 0, "{said}");
+    assert_eq!(whole_runs(folder.path(), &ledgers), seeds.len());
 }
 
 #[test]

@@ -32,7 +32,9 @@ use ir::program::{Access, Dims, Pipeline, Program, Verified};
 use ir::schedule::{Valid, validate};
 use ir::{Graph, ScheduleConfig, Target};
 
-pub use cost::{PhaseTime, Prediction, Predictor, RateFile, Rates, predict};
+pub use cost::{
+    PhaseTime, Prediction, Predictor, RateFile, Rates, SimulatedStep, TaskTimes, predict,
+};
 pub use error::{Limit, LowerError};
 
 use crate::error::within;

@@ -1,10 +1,21 @@
-//! `amk trace`: where the time of a step goes, by op, from a kernel variant in which every task notes its times.
+//! `amk trace`: where the time of a step goes. On a GPU from a kernel variant in which every task notes its times, else in the virtual time of the
+//! cost model; the records are the same.
+
+mod chrome;
+mod counters;
+mod digest;
+mod perfetto;
+mod timeline;
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
 
-use abi::{Opcode, TaskRecord};
+use abi::TaskRecord;
 use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
+use lower::{Predictor, Rates, SimulatedStep};
 use serde_json::{Value, json};
 use vm_host::{BootOptions, HostError, Idle, Resident};
 
@@ -12,6 +23,9 @@ use crate::cli::TraceArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
+
+use counters::{Counter, Ring};
+use timeline::{Clock, Timeline, op_name};
 
 /// Tokens of a timed block.
 const TIMED_TOKENS: u32 = 32;
@@ -35,27 +49,153 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
     if schedules.is_empty() {
         schedules.push(("shipped".to_owned(), context.best_config(None, args.context)?));
     }
+    let measured = context.has_device()?;
     let mut idle = None;
     let mut documents = Vec::new();
     for (name, config) in &schedules {
         let program = super::program::lowered(&context, config)?;
-        let document = schedule(&context, args.context, name, config, &program, &mut idle)
-            .map_err(|error| Failure::missing(format!("{name}: {error}")))?;
-        documents.push(document.0);
-        if let Some(path) = &args.records {
-            std::fs::write(path, document.1).map_err(|error| {
-                Failure::usage(format!("cannot write {}: {error}", path.display()))
-            })?;
-        }
+        let traced = if measured {
+            schedule(&context, args.context, name, config, &program, &mut idle)
+                .map_err(|error| Failure::missing(format!("{name}: {error}")))?
+        } else {
+            simulated(&context, args.context, name, config, &program)
+        };
+        let kind = if measured { "measured" } else { "predicted" };
+        let title = format!(
+            "{} on {} ({kind}), {} tokens of context, schedule {name}",
+            context.graph().name,
+            context.target.name,
+            args.context
+        );
+        documents.push(traced.keep(args, &title)?);
     }
     report::document(&json!({
         "schema": "amk.trace.v1",
         "model": context.graph().name,
         "target": context.target.name,
         "context": args.context,
+        "latency_kind": if measured { "measured-gpu" } else { "predicted" },
         "schedules": documents,
     }))?;
     Ok(Exit::Yes)
+}
+
+/// A schedule that was taken apart.
+struct Traced {
+    document: Value,
+    /// The records of a step as a table.
+    table: String,
+    timeline: Timeline,
+    counters: Vec<Counter>,
+}
+
+impl Traced {
+    /// Writes what was asked for; the document with the sums.
+    fn keep(mut self, args: &TraceArgs, title: &str) -> Result<Value, Failure> {
+        let (timeline, counters) = (&self.timeline, &self.counters);
+        let digest = digest::write(timeline, title);
+        let files: [(_, &dyn Fn(&mut BufWriter<File>) -> std::io::Result<()>); 4] = [
+            (&args.records, &|out| out.write_all(self.table.as_bytes())),
+            (&args.digest, &|out| out.write_all(digest.as_bytes())),
+            (&args.chrome, &|out| chrome::write(out, timeline, counters, title)),
+            (&args.perfetto, &|out| out.write_all(&perfetto::encode(timeline, counters, title))),
+        ];
+        for (path, fill) in files {
+            if let Some(path) = path {
+                save(path, fill)?;
+            }
+        }
+        self.document["step"] = sums(&self.timeline);
+        Ok(self.document)
+    }
+}
+
+fn save(
+    path: &Path,
+    fill: &dyn Fn(&mut BufWriter<File>) -> std::io::Result<()>,
+) -> Result<(), Failure> {
+    let written = File::create(path).map(BufWriter::new).and_then(|mut out| {
+        fill(&mut out)?;
+        out.flush()
+    });
+    written.map_err(|error| Failure::usage(format!("cannot write {}: {error}", path.display())))
+}
+
+/// Where the nanoseconds of all workers went in one step. They add up.
+fn sums(timeline: &Timeline) -> Value {
+    let timeline::Sums { tasks, floor, excess, waiting, bubble } = timeline.total();
+    let [before, between, after] = bubble;
+    json!({
+        "span_ns": timeline.span(), "workers": timeline.workers.len(), "tasks": tasks,
+        "floor_ns": floor, "excess_ns": excess, "waiting_ns": waiting,
+        "bubble_ns": {"before": before, "between": between, "after": after},
+        "clocks_differ_ns": timeline.moved,
+    })
+}
+
+/// A step in the virtual time of the cost model.
+fn simulated(
+    context: &Context,
+    first: u32,
+    name: &str,
+    config: &ScheduleConfig,
+    program: &Verified<Program>,
+) -> Traced {
+    let predictor = Predictor::new(program, &config.kernel, &context.target, first);
+    let step = predictor.simulate(Rates::shipped());
+    let records = virtual_records(program, &step);
+    let mut tape = Tape::default();
+    tape.add(program, &records);
+    let table = tape.table(program, &records);
+    let us = predictor.predict(Rates::shipped()).latency_us;
+    report::say(&format!("{name}: {us:.1} us a token, predicted"));
+    let digest = tape.digest();
+    for line in &digest {
+        report::say(&line.1);
+    }
+    let document = json!({
+        "name": name,
+        "us_per_token": us,
+        "ops": digest.into_iter().map(|line| line.0).collect::<Vec<_>>(),
+    });
+    let span = Some([0, (step.us * 1000.0).round() as u64]);
+    let clock = Clock { ns_per_cycle: 1.0, span, polls_after_ready: false };
+    let bytes = predictor.task_bytes();
+    let timeline = Timeline::new(program, &records, &bytes, context.target.bandwidth, clock);
+    let pipeline = &program.pipeline;
+    let stage = u64::from(pipeline.stage_units) * u64::from(abi::UNIT_BYTES);
+    let ring = Ring {
+        bytes: u64::from(pipeline.stages) * stage,
+        in_flight: u64::from(pipeline.in_flight) * stage,
+    };
+    let mut counters = vec![counters::multiplied(&timeline)];
+    counters.extend(counters::rings(&timeline, &step, ring));
+    Traced { document, table, timeline, counters }
+}
+
+/// The records that the traced kernel would leave if a cycle took a nanosecond. There are none of loaders.
+fn virtual_records(program: &Program, step: &SimulatedStep) -> Vec<TaskRecord> {
+    let ns = |us: f64| (us * 1000.0).round() as u64;
+    let mut records = Vec::with_capacity(program.task_len());
+    for (worker, (queue, times)) in program.workers.iter().zip(&step.workers).enumerate() {
+        for (task, t) in queue.tasks.iter().zip(times) {
+            let begin = ns(t.begin);
+            let since = |us: f64| ns(us).saturating_sub(begin) as u32;
+            records.push(TaskRecord {
+                begin,
+                ready: since(t.ready),
+                staged: since(t.staged),
+                multiplied: since(t.multiplied),
+                end: since(t.end),
+                starved: ns(t.starved) as u32,
+                worker: worker as u32,
+                task: records.len() as u32,
+                opcode: task.opcode as u32,
+                reserved: [0; 2],
+            });
+        }
+    }
+    records
 }
 
 /// Times one schedule, then takes it apart.
@@ -66,7 +206,7 @@ fn schedule(
     config: &ScheduleConfig,
     program: &Verified<Program>,
     idle: &mut Option<Idle>,
-) -> Result<(Value, String), HostError> {
+) -> Result<Traced, HostError> {
     let variant = vm_host::variant(&config.kernel, context.graph());
     let booted = match idle.take() {
         Some(booted) => booted,
@@ -99,7 +239,8 @@ fn schedule(
         running.decode(0, first + step, &[timed[step as usize]], 1, &[], false)?;
         tape.add(program, &running.records()?);
     }
-    let table = tape.table(program, &running.records()?);
+    let records = running.records()?;
+    let table = tape.table(program, &records);
     *idle = Some(running.stop()?);
     let median = blocks[blocks.len() / 2];
     report::say(&format!(
@@ -115,11 +256,17 @@ fn schedule(
     let document = json!({
         "name": name,
         "us_per_token": median,
+        "traced_us_per_token": done.host_us / f64::from(done.steps),
         "blocks_us": blocks,
         "logits": checksum,
         "ops": digest.into_iter().map(|line| line.0).collect::<Vec<_>>(),
     });
-    Ok((document, table))
+    let position = first + TRACED_STEPS - 1;
+    let bytes = Predictor::new(program, &config.kernel, &context.target, position).task_bytes();
+    let clock = Clock { ns_per_cycle: tape.ns_per_cycle(), span: None, polls_after_ready: true };
+    let timeline = Timeline::new(program, &records, &bytes, context.target.bandwidth, clock);
+    let counters = vec![counters::multiplied(&timeline)];
+    Ok(Traced { document, table, timeline, counters })
 }
 
 /// A hash of the logits of a block: two schedules that add in the same order agree.
@@ -129,22 +276,6 @@ fn logits_checksum(running: &mut Resident, first: u32, timed: &[u32]) -> Result<
     let sum: f64 = rows.iter().flatten().map(|&v| f64::from(v)).sum();
     let top = rows.last().and_then(|row| row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)));
     Ok(format!("{sum:.4e}, last best {:?}", top))
-}
-
-/// The op of a task; of a product, what it multiplies.
-fn op_name(program: &Program, task: &ir::program::Task) -> String {
-    match task.opcode {
-        Opcode::Matvec => {
-            let p: abi::MatvecParams = task.params();
-            let name = &program.matrices[p.matrix as usize].name;
-            name.rsplit('.').next().unwrap_or(name).to_owned()
-        }
-        Opcode::Nop
-        | Opcode::Embed
-        | Opcode::Attention
-        | Opcode::AttentionMerge
-        | Opcode::Sample => format!("{:?}", task.opcode).to_lowercase(),
-    }
 }
 
 /// Sums of the times of a kind of task, in cycles.
@@ -192,7 +323,8 @@ impl Tape {
             self.span_ns += span as f64;
             self.span_cycles += (cycles - u64::from(records[index - 1].end)) as f64;
         }
-        for r in &records[index..index + program.workers.len()] {
+        // A simulation has none.
+        for r in records.iter().skip(index).take(program.workers.len()) {
             let sums = self.ops.entry("~loader".to_owned()).or_default();
             sums.tasks += 1;
             sums.waited += u64::from(r.ready);
@@ -202,9 +334,13 @@ impl Tape {
         }
     }
 
+    fn ns_per_cycle(&self) -> f64 {
+        self.span_ns / self.span_cycles
+    }
+
     /// The records of one step as tab-separated text.
     fn table(&self, program: &Program, records: &[TaskRecord]) -> String {
-        let ns = self.span_ns / self.span_cycles;
+        let ns = self.ns_per_cycle();
         let mut out =
             "worker\tlayer\top\tbegin\tready\tstaged\tmultiplied\tend\tstarved\n".to_owned();
         let mut records = records.iter();
@@ -230,7 +366,7 @@ impl Tape {
 
     /// For each op: microseconds of a step on an average worker, and a line for people.
     fn digest(&self) -> Vec<(Value, String)> {
-        let us = self.span_ns / self.span_cycles / 1000.0 / (self.steps * self.workers) as f64;
+        let us = self.ns_per_cycle() / 1000.0 / (self.steps * self.workers) as f64;
         let line = |(name, s): (&String, &Sums)| {
             let [waited, staged, multiplied, ended, starved] =
                 [s.waited, s.staged, s.multiplied, s.ended, s.starved].map(|c| c as f64 * us);

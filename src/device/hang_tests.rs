@@ -21,7 +21,7 @@ use super::{Gpu, LOGITS_ROWS, SharedLookout, device_error};
 use crate::cli::{DeviceChoice, PlaceArgs};
 use crate::context::Context;
 
-/// Set in a device process: what goes wrong in its second run, or `none`.
+/// Set in a device process: what goes wrong in it, in this order, each in every second run. Empty: nothing does.
 const FAULT: &str = "AMK_TEST_FAULT";
 
 /// The test in which this binary is a device process.
@@ -30,8 +30,15 @@ const PARTS: &str = "device::hang_tests::every_fault_is_reported_and_the_next_ru
 /// Small, and with every op: a run takes a millisecond.
 const MODEL: &str = "toy-2l";
 
-/// Longer than a trap and a kernel that does not leave, shorter than anybody's patience.
-const ANSWER: Duration = Duration::from_secs(15);
+/// How long a worker of the device waits here before it traps: a quarter of what a search allows, and hundreds of runs of the model.
+const DEADLINE: Duration = Duration::from_millis(500);
+
+/// Longer than the longest that the device process takes to give up by itself, which is a command that never comes: twice the deadline, a tenth
+/// of a second for each position, and the end of the kernel.
+const ANSWER: Duration = Duration::from_millis(6500);
+
+/// From this position on, `sample` of the endless kernel does not end.
+const ENDLESS_FROM: usize = 32;
 
 fn context() -> Context {
     let place = PlaceArgs { target: None, device: DeviceChoice::Cuda, kv_capacity: Some(64) };
@@ -42,58 +49,67 @@ fn context() -> Context {
 struct Case {
     fault: &'static str,
     says: &'static [&'static str],
-    /// Whether the device process is another one afterwards.
-    new_process: bool,
 }
 
-const CASES: &[Case] = &[
-    Case {
-        fault: "MissingSignal",
-        says: &["trap counter_deadline", "worker", "task", "has", "needs"],
-        new_process: false,
-    },
-    Case {
-        fault: "CyclicWait",
-        says: &["trap counter_deadline", "worker", "task", "has", "needs"],
-        new_process: false,
-    },
-    Case {
-        fault: "WrongThreshold",
-        says: &["trap counter_deadline", "worker", "task", "has", "needs"],
-        new_process: false,
-    },
-    Case {
-        fault: "StuckLoader",
+/// What the device processes meet, one life after the other. Only the last case of a life ends its process; the run after it is the first
+/// of the next life.
+const LIVES: &[&[Case]] = &[
+    &[
+        Case { fault: "MissingSignal", says: COUNTER },
+        Case { fault: "CyclicWait", says: COUNTER },
+        Case { fault: "WrongThreshold", says: COUNTER },
         // Who waits for the stuck worker's result may report before the worker itself does.
-        says: &["_deadline: worker", "task"],
-        new_process: false,
-    },
-    Case { fault: "LostCommand", says: &["no answer within", "poller alive"], new_process: false },
-    Case { fault: "ScribbledRing", says: &["trap aborted"], new_process: false },
-    Case { fault: "BadAddress", says: &["the kernel died"], new_process: true },
+        Case { fault: "StuckLoader", says: &["_deadline: worker", "task"] },
+        Case { fault: "ScribbledRing", says: &["trap aborted"] },
+        Case { fault: "LostCommand", says: &["no answer within", "poller alive"] },
+        Case { fault: "BadAddress", says: &["the kernel died"] },
+    ],
+    &[Case { fault: ENDLESS, says: &["trap stalled", "worker", "task", "has", "needs"] }],
     // The kernel has given up and says so; the process that should pass it on does not.
-    Case {
+    &[Case {
         fault: "asleep",
         says: &["no answer within", "trap counter_deadline", "worker", "needs", "was killed"],
-        new_process: true,
-    },
-    Case { fault: "killed", says: &["ended (signal 9)", "running positions"], new_process: true },
+    }],
+    &[Case { fault: "killed", says: &["ended (signal 9)", "running positions"] }],
 ];
 
-/// A GPU that meets a fault in its second run from position zero.
+const COUNTER: &[&str] = &["trap counter_deadline", "worker", "task", "has", "needs"];
+
+/// An op that never ends. The life that meets it has a kernel of its own, and a run that is long enough.
+const ENDLESS: &str = "endless op";
+
+/// What a device process that is started for the `start`-th time meets, as [`FAULT`] has it.
+fn faults_of(start: usize) -> String {
+    let names: Vec<&str> =
+        LIVES.get(start).copied().unwrap_or_default().iter().map(|case| case.fault).collect();
+    names.join(",")
+}
+
+/// The fault of the `run`-th run of a process, counted from one: none in the first, and in every second after that.
+fn fault_of(faults: &str, run: usize) -> Option<&str> {
+    let mut names = faults.split(',').filter(|fault| !fault.is_empty());
+    if run >= 2 && run.is_multiple_of(2) { names.nth(run / 2 - 1) } else { None }
+}
+
+/// A GPU that meets a fault in every second run.
 struct Faulty<'a> {
     gpu: Gpu<'a>,
-    fault: String,
-    runs: u32,
+    faults: String,
+    runs: usize,
 }
 
 impl Faulty<'_> {
-    fn meet_fault(&mut self, handle: Handle, tokens: &[u32]) -> Result<(), DeviceError> {
+    fn meet_fault(
+        &mut self,
+        fault: &str,
+        handle: Handle,
+        tokens: &[u32],
+    ) -> Result<(), DeviceError> {
         let program = match self.gpu.programs.get(&handle.0) {
             Some(prepared) => prepared.program.clone(),
             None => panic!("the program is loaded"),
         };
-        let killed = self.fault == "killed";
+        let killed = fault == "killed";
         if killed {
             // While the kernel is at work.
             std::thread::spawn(|| {
@@ -102,11 +118,11 @@ impl Faulty<'_> {
                 let _ = rustix::process::kill_process(own, signal);
             });
         }
-        let named = Fault::ALL.iter().find(|fault| format!("{fault:?}") == self.fault);
-        let fault = named.copied().unwrap_or(Fault::MissingSignal);
+        let named = Fault::ALL.iter().find(|known| format!("{known:?}") == fault);
+        let spoiled = named.copied().unwrap_or(Fault::MissingSignal);
         let running = self.gpu.activate(handle, true)?;
         if !killed {
-            running.spoil(&program, fault).map_err(device_error)?;
+            running.spoil(&program, spoiled).map_err(device_error)?;
         }
         let mut decode = || running.decode(0, 0, tokens, 1, &[], false).map_err(device_error);
         let result = decode().map(drop);
@@ -115,7 +131,7 @@ impl Faulty<'_> {
                 let _ = decode();
             }
         }
-        if self.fault == "asleep" {
+        if fault == "asleep" {
             std::thread::sleep(ANSWER * 20);
         }
         result
@@ -143,8 +159,10 @@ impl Served for Faulty<'_> {
         logits: &mut [f32],
     ) -> Result<(), DeviceError> {
         self.runs += 1;
-        if self.runs == 2 && self.fault != "none" {
-            let met = self.meet_fault(program, tokens);
+        // The endless kernel needs no help.
+        if let Some(fault) = fault_of(&self.faults, self.runs).filter(|fault| *fault != ENDLESS) {
+            let fault = fault.to_owned();
+            let met = self.meet_fault(&fault, program, tokens);
             return self.gpu.recover(met);
         }
         self.gpu.run(program, tokens, first, logits)
@@ -173,32 +191,34 @@ impl Served for Faulty<'_> {
 }
 
 /// This binary as a device process.
-fn be_a_device(fault: String) {
+fn be_a_device(faults: String) {
     let context = context();
     let lookout = SharedLookout::default();
     let watch = Kernel(lookout.clone());
     let open = |board: &Board| {
         let mut gpu = Gpu::open(&context, Some(board)).map_err(device_error)?;
         gpu.lookout = lookout;
-        Ok(Faulty { gpu, fault, runs: 0 })
+        gpu.deadline = DEADLINE;
+        Ok(Faulty { gpu, faults, runs: 0 })
     };
     remote::serve(watch, open).unwrap_or_else(|error| panic!("{error}"));
 }
 
-/// A device whose first process meets this fault, and no other. With `sources` the first process compiles that kernel.
-fn open<'a>(context: &Context, fault: &'a str, sources: Option<&'a Path>) -> Remote<'a> {
-    let first = Cell::new(true);
+/// A device whose processes live the lives above, and then good ones. The life with the endless op compiles the kernel in `endless`.
+fn open<'a>(context: &Context, endless: &'a Path) -> Remote<'a> {
+    let starts = Cell::new(0);
     let launcher = move || {
-        let first = first.replace(false);
+        let faults = faults_of(starts.replace(starts.get() + 1));
         let mut command = Command::new("/proc/self/exe");
         command.args(["--exact", PARTS, "--nocapture", "--test-threads=1"]);
-        command.env(FAULT, if first { fault } else { "none" });
-        if let Some(sources) = sources.filter(|_| first) {
-            command.env("AMK_KERNEL_DIR", sources);
+        if faults == ENDLESS {
+            command.env("AMK_KERNEL_DIR", endless);
         }
+        command.env(FAULT, faults);
         command
     };
-    let limits = Limits { answer: ANSWER, ..Limits::default() };
+    let position = Duration::from_millis(20);
+    let limits = Limits { answer: ANSWER, position, ..Limits::default() };
     let room = Room { rows: LOGITS_ROWS as usize, vocab: context.graph().vocab as usize };
     Remote::open(Box::new(launcher), limits, room).unwrap_or_else(|error| panic!("{error}"))
 }
@@ -214,37 +234,41 @@ const TOKENS: [u32; 24] =
 
 type Rows = Vec<Vec<f32>>;
 
+/// Tokens enough for a run to come to where `sample` of the endless kernel does not end.
+fn long_run() -> Vec<u32> {
+    TOKENS.iter().cycle().take(ENDLESS_FROM + 8).copied().collect()
+}
+
 /// Waits for an error and for the run after it, prints both, and checks what was said.
 fn fail_and_go_on(
     device: &mut Remote<'_>,
     handle: Handle,
-    case: &Case,
-    right: Option<&Rows>,
+    (case, new_process): (&Case, bool),
+    right: &Rows,
 ) -> Vec<String> {
     let process = device.process_id();
     let began = Instant::now();
-    let error = device.run(handle, &TOKENS, 0).expect_err(case.fault).to_string();
+    let tokens = if case.fault == ENDLESS { &long_run()[..] } else { &TOKENS };
+    let error = device.run(handle, tokens, 0).expect_err(case.fault).to_string();
     let reported = began.elapsed();
     let rows = device.run(handle, &TOKENS, 0).unwrap_or_else(|e| panic!("{}: {e}", case.fault));
+    let same = device.process_id() == process;
     eprintln!(
         "{:14} reported after {:5} ms, next run done after {:5} ms in {} process: {error}",
         case.fault,
         reported.as_millis(),
         began.elapsed().as_millis(),
-        if device.process_id() == process { "the same" } else { "another" },
+        if same { "the same" } else { "another" },
     );
     let mut wrong = Vec::new();
     for part in case.says.iter().filter(|part| !error.contains(**part)) {
         wrong.push(format!("{}: {error:?} does not say {part:?}", case.fault));
     }
-    if (device.process_id() != process) != case.new_process {
-        wrong.push(format!(
-            "{}: a new process was {}expected",
-            case.fault,
-            if case.new_process { "" } else { "not " }
-        ));
+    if same == new_process {
+        let expected = if new_process { "" } else { "not " };
+        wrong.push(format!("{}: a new process was {expected}expected", case.fault));
     }
-    if right.is_some_and(|right| *right != rows) {
+    if *right != rows {
         wrong.push(format!("{}: other bits", case.fault));
     }
     wrong
@@ -252,8 +276,8 @@ fn fail_and_go_on(
 
 #[test]
 fn every_fault_is_reported_and_the_next_run_is_right() {
-    if let Ok(fault) = std::env::var(FAULT) {
-        return be_a_device(fault);
+    if let Ok(faults) = std::env::var(FAULT) {
+        return be_a_device(faults);
     }
     if let Err(error) = vm_host::device_info() {
         let required = std::env::var_os("AMK_REQUIRE_DEVICE").is_some();
@@ -263,26 +287,22 @@ fn every_fault_is_reported_and_the_next_run_is_right() {
     }
     let context = context();
     let (program, kernel) = (program(&context), context.default_config().kernel);
-    let (mut right, mut wrong): (Option<Rows>, Vec<String>) = (None, Vec::new());
-    for case in CASES {
-        let mut device = open(&context, case.fault, None);
-        let handle = device.prepare(&program, &kernel).unwrap_or_else(|e| panic!("{e}"));
-        let before = device.run(handle, &TOKENS, 0).unwrap_or_else(|e| panic!("{e}"));
-        assert!(before.iter().flatten().all(|value| value.is_finite()));
-        let right = right.get_or_insert(before);
-        wrong.extend(fail_and_go_on(&mut device, handle, case, Some(right)));
-    }
-    // An op that never ends: a kernel of its own, whose first process has no good run.
     let sources = endless_kernel();
-    let mut device = open(&context, "none", Some(sources.path()));
+    let mut device = open(&context, sources.path());
     let handle = device.prepare(&program, &kernel).unwrap_or_else(|e| panic!("{e}"));
-    let says = &["trap stalled", "worker", "task", "has", "needs"];
-    let case = Case { fault: "endless op", says, new_process: true };
-    wrong.extend(fail_and_go_on(&mut device, handle, &case, right.as_ref()));
+    let right = device.run(handle, &TOKENS, 0).unwrap_or_else(|e| panic!("{e}"));
+    assert!(right.iter().flatten().all(|value| value.is_finite()));
+    let mut wrong: Vec<String> = Vec::new();
+    for life in LIVES {
+        for (index, case) in life.iter().enumerate() {
+            let last = index + 1 == life.len();
+            wrong.extend(fail_and_go_on(&mut device, handle, (case, last), &right));
+        }
+    }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// The sources of a kernel whose `sample` never ends.
+/// The sources of a kernel whose `sample` does not end from some position on.
 fn endless_kernel() -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a folder");
     for source in vm_device::SOURCES {
@@ -293,23 +313,39 @@ fn endless_kernel() -> tempfile::TempDir {
     folder
 }
 
-/// A source file, in which `sample` never ends if it is the one with the switch over ops.
+/// A source file, in which `sample` does not end if it is the one with the switch over ops.
 fn endless(source: &vm_device::Source) -> String {
     const CASE: &str = "case AMK_OP_SAMPLE:\n";
-    source.text.replace(CASE, &format!("{CASE}    for (;;) {{\n      __nanosleep(1000);\n    }}\n"))
+    let endless = format!(
+        "    while (w.shared->step.position >= {ENDLESS_FROM}) {{\n      __nanosleep(1000);\n    }}\n"
+    );
+    source.text.replace(CASE, &format!("{CASE}{endless}"))
 }
 
 #[test]
-fn the_endless_kernel_is_another_kernel() {
+fn the_endless_kernel_is_another_kernel_and_is_reached() {
     let changed = vm_device::SOURCES.iter().filter(|source| endless(source) != source.text);
     let names: Vec<&str> = changed.map(|source| source.name).collect();
     assert_eq!(names, ["cuda/dispatch.cuh"]);
+    assert!(TOKENS.len() < ENDLESS_FROM && long_run().len() > ENDLESS_FROM);
 }
 
 #[test]
 fn every_fault_of_tables_and_ring_has_a_case() {
     for fault in Fault::ALL {
         let name = format!("{fault:?}");
-        assert!(CASES.iter().any(|case| case.fault == name), "{name}");
+        assert!(LIVES.iter().flat_map(|life| life.iter()).any(|case| case.fault == name), "{name}");
     }
+}
+
+#[test]
+fn a_fault_is_met_in_every_second_run_of_its_life() {
+    let first = faults_of(0);
+    assert_eq!(fault_of(&first, 1), None);
+    assert_eq!(fault_of(&first, 2), Some("MissingSignal"));
+    assert_eq!(fault_of(&first, 3), None);
+    assert_eq!(fault_of(&first, 2 * LIVES[0].len()), Some("BadAddress"));
+    assert_eq!(faults_of(1), ENDLESS);
+    assert_eq!(faults_of(LIVES.len()), "");
+    assert!((1..9).all(|run| fault_of("", run).is_none()));
 }

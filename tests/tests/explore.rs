@@ -1,7 +1,9 @@
 //! Memory order: every execution of the protocols is tried, and every deliberate bug is found. `-- --nocapture` prints the states and
 //! the counter-examples.
 
-use tests::explore::models::{Case, counter, host, payload, stages, switch, transitive, trap};
+use tests::explore::models::{
+    Case, attend, counter, host, payload, stages, switch, transitive, trap,
+};
 use tests::explore::{Model, Op, Order, Verdict, explore, outcomes};
 
 /// Far more than any of the models has.
@@ -45,6 +47,11 @@ fn what_tagged_words_do_not_order() {
 #[test]
 fn stages_of_the_ring() {
     check(stages::cases());
+}
+
+#[test]
+fn attention_and_the_ring() {
+    check(attend::cases());
 }
 
 #[test]

@@ -19,7 +19,7 @@ pub use rates::{RateFile, Rates};
 
 use rates::Speeds;
 use simulate::Simulation;
-use work::Plan;
+use work::{Cost, Plan};
 
 /// What a step costs, as far as we can tell without running it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -51,6 +51,48 @@ pub struct PhaseTime {
     pub us: f64,
 }
 
+/// A step of every worker in the virtual time of the simulation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SimulatedStep {
+    /// Microseconds from its start to that of the next step.
+    pub us: f64,
+    /// The tasks of each worker, in the order of its queue.
+    pub workers: Vec<Vec<TaskTimes>>,
+}
+
+/// Times of a task in microseconds from the start of its step, none before the one above it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TaskTimes {
+    /// When its worker was free for it.
+    pub begin: f64,
+    /// When what it waits for had arrived.
+    pub ready: f64,
+    /// When its input vector was in shared memory.
+    pub staged: f64,
+    /// When its products were done.
+    pub multiplied: f64,
+    /// When its stores were done and signalled.
+    pub end: f64,
+    /// How long its products waited for weights.
+    pub starved: f64,
+    /// Bytes in its worker's ring when its products began and when they were done.
+    pub landed: [f64; 2],
+}
+
+impl TaskTimes {
+    fn shift(&mut self, start: f64) {
+        for time in [
+            &mut self.begin,
+            &mut self.ready,
+            &mut self.staged,
+            &mut self.multiplied,
+            &mut self.end,
+        ] {
+            *time -= start;
+        }
+    }
+}
+
 /// A program at a position, taken apart once: predictions with other rates are cheap.
 pub struct Predictor {
     plan: Plan,
@@ -76,6 +118,20 @@ impl Predictor {
             target: target.clone(),
             stream_bytes: program.stream_bytes(),
         }
+    }
+
+    /// The simulated step with these rates, task by task. Its length is not raised to the floor.
+    #[must_use]
+    pub fn simulate(&self, rates: &Rates) -> SimulatedStep {
+        let speeds = Speeds::new(rates, self.workers, &self.kernel, &self.target);
+        Simulation::new(&self.plan, speeds).record()
+    }
+
+    /// Bytes that each task takes out of its worker's ring: weights, or keys and values.
+    #[must_use]
+    pub fn task_bytes(&self) -> Vec<Vec<u64>> {
+        let of = |tasks: &Vec<Cost>| tasks.iter().map(|task| task.work.bytes()).collect();
+        self.plan.workers.iter().map(of).collect()
     }
 
     /// Predicts the step with these rates.

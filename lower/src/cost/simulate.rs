@@ -1,8 +1,8 @@
 //! The simulation: per worker one clock and the state of its ring, tasks in any order that their inputs allow.
 
-use super::PhaseTime;
 use super::rates::{Flow, Speeds};
 use super::work::{Cost, Plan, Poll, Work};
+use super::{PhaseTime, SimulatedStep, TaskTimes};
 
 /// Steps to run until the ring's fill at the end of a step no longer changes.
 const STEPS: usize = 3;
@@ -48,6 +48,8 @@ pub(super) struct Simulation<'a> {
     /// When the last task of each phase ended.
     ends: Vec<f64>,
     states: Vec<WorkerState>,
+    /// For each worker, the times of the tasks of the step; if asked for.
+    tape: Option<Vec<Vec<TaskTimes>>>,
 }
 
 impl<'a> Simulation<'a> {
@@ -65,7 +67,23 @@ impl<'a> Simulation<'a> {
             tagged: plan.tagged.iter().map(tagged).collect(),
             ends: vec![0.0; plan.phases.len()],
             states: vec![WorkerState::default(); plan.workers.len()],
+            tape: None,
         }
+    }
+
+    /// Runs a few steps; the times of all tasks of the last one.
+    pub(super) fn record(mut self) -> SimulatedStep {
+        self.tape = Some(vec![Vec::new(); self.states.len()]);
+        let mut start = 0.0;
+        let mut before = 0.0;
+        for _ in 0..STEPS {
+            before = start;
+            self.tape.iter_mut().flatten().for_each(Vec::clear);
+            start = self.step(start);
+        }
+        let mut workers = self.tape.take().unwrap_or_default();
+        workers.iter_mut().flatten().for_each(|times| times.shift(before));
+        SimulatedStep { us: start - before, workers }
     }
 
     /// Runs a few steps; the last one.
@@ -131,10 +149,13 @@ impl<'a> Simulation<'a> {
         let flow = self.flows[task.flow as usize];
         let ready = self.ready(&self.states[worker], &flow, arrival);
         let state = &mut self.states[worker];
+        let mut times = TaskTimes { begin: state.time, ready, ..TaskTimes::default() };
         advance(state, &flow, ready);
         let aside = self.speeds.aside(&task.work);
         // The vector is staged while the stream goes on; then the products; then the reduction and the stores.
         state.landed = (state.landed + aside.before * flow.stream_near).min(flow.ring);
+        times.staged = ready + aside.before;
+        times.landed[0] = state.landed;
         let mut multiply = 0.0;
         if let Some((bytes, consume, tail)) = self.speeds.consume(&task.work, &flow) {
             let phase = &self.plan.phases[task.phase as usize];
@@ -144,11 +165,18 @@ impl<'a> Simulation<'a> {
             // The last stage is used after it has landed.
             multiply = if missing == 0.0 { consume } else { consume.max(missing / stream + tail) };
             state.landed = (state.landed + multiply * stream - bytes).max(0.0);
+            times.starved = multiply - consume;
         }
+        times.multiplied = times.staged + multiply;
+        times.landed[1] = state.landed;
         state.landed = (state.landed + aside.after * flow.stream_near).min(flow.ring);
         state.time += aside.before + multiply + aside.after;
         state.next += 1;
         let end = state.time;
+        times.end = end;
+        if let Some(tape) = &mut self.tape {
+            tape[worker].push(times);
+        }
         let phase_end = &mut self.ends[task.phase as usize];
         *phase_end = phase_end.max(end);
         if let Some(signal) = task.signal {

@@ -29,6 +29,16 @@ pub(super) enum Work {
     Nothing,
 }
 
+impl Work {
+    /// Bytes out of the ring.
+    pub(super) fn bytes(&self) -> u64 {
+        match *self {
+            Self::Product { bytes, .. } | Self::Attention { bytes, .. } => bytes as u64,
+            Self::Merge { .. } | Self::Small | Self::Nothing => 0,
+        }
+    }
+}
+
 /// One task.
 pub(super) struct Cost {
     /// Index of its phase.

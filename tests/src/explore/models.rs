@@ -2,6 +2,7 @@
 //!
 //! A file a protocol. What a function does on the device is spelled here by its orders; the comment names the function.
 
+pub mod attend;
 pub mod counter;
 pub mod host;
 pub mod payload;

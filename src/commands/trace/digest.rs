@@ -1,0 +1,190 @@
+//! What an agent should know of a step, in at most [`BYTES_MAX`] bytes: where the time went, by op and by layer, the worst waits with who was waited
+//! for, and where workers had nothing to do.
+
+use std::collections::HashMap;
+use std::fmt::Write;
+
+use super::timeline::{Sums, Task, Timeline};
+
+/// What a reader with a small window can take.
+pub(super) const BYTES_MAX: usize = 6 * 1024;
+
+/// Rows of each table.
+const OPS: usize = 14;
+const LAYERS: usize = 6;
+const PAIRS: usize = 8;
+const WAITS: usize = 10;
+const WORKERS: usize = 5;
+/// Longer names are cut.
+const NAME: usize = 16;
+
+/// The page. `title` is a line.
+pub(super) fn write(timeline: &Timeline, title: &str) -> String {
+    let mut out = format!("# {title}\n");
+    let total = timeline.total();
+    whole(timeline, &total, &mut out);
+    ops(timeline, &total, &mut out);
+    layers(timeline, &mut out);
+    waits(timeline, &mut out);
+    bubbles(timeline, &total, &mut out);
+    assert!(out.len() <= BYTES_MAX, "{} bytes of digest", out.len());
+    out
+}
+
+/// Nanoseconds of all workers as microseconds of an average one.
+fn mean(timeline: &Timeline, ns: i64) -> f64 {
+    ns as f64 / 1000.0 / timeline.workers.len().max(1) as f64
+}
+
+fn cut(name: &str) -> String {
+    name.chars().take(NAME).collect()
+}
+
+// Writing to a string does not fail.
+macro_rules! row {
+    ($out:expr, $($format:tt)+) => {
+        let _ = writeln!($out, $($format)+);
+    };
+}
+
+fn whole(timeline: &Timeline, total: &Sums, out: &mut String) {
+    let us = |ns| mean(timeline, ns);
+    row!(
+        out,
+        "span {:.1} us x {} workers, {} tasks; us of an average worker from here on",
+        timeline.span() as f64 / 1000.0,
+        timeline.workers.len(),
+        total.tasks
+    );
+    row!(
+        out,
+        "floor {:.1} + excess {:.1} + waiting {:.1} + bubble {:.1} = {:.1}",
+        us(total.floor),
+        us(total.excess),
+        us(total.waiting),
+        us(total.bubbles()),
+        us(total.sum())
+    );
+    out.push_str("floor: the step's bytes at the full bandwidth. excess: at work beyond that (below zero: bytes landed while waiting). waiting: for what others hand over. bubble: no task.\n");
+}
+
+fn table_row(timeline: &Timeline, name: &str, s: &Sums, out: &mut String) {
+    let us = |ns| mean(timeline, ns);
+    let sum = us(s.floor + s.excess + s.waiting);
+    row!(
+        out,
+        "{}\t{}\t{:.1}\t{:.1}\t{:.1}\t{sum:.1}",
+        cut(name),
+        s.tasks,
+        us(s.floor),
+        us(s.excess),
+        us(s.waiting)
+    );
+}
+
+/// Those with the most time first.
+fn by_time<K>(sums: HashMap<K, Sums>, key: impl Fn(&K) -> u64) -> Vec<(K, Sums)> {
+    let mut rows: Vec<(K, Sums)> = sums.into_iter().collect();
+    rows.sort_by_key(|(name, s)| (-(s.floor + s.excess + s.waiting), key(name)));
+    rows
+}
+
+fn ops(timeline: &Timeline, total: &Sums, out: &mut String) {
+    out.push_str("\n## by op\nop\ttasks\tfloor\texcess\twaiting\tsum\n");
+    let rows = by_time(timeline.by(|task| task.name), |&name| name as u64);
+    let (shown, rest) = rows.split_at(rows.len().min(OPS));
+    for (name, sums) in shown {
+        table_row(timeline, &timeline.names[*name], sums, out);
+    }
+    if !rest.is_empty() {
+        let mut others = Sums::default();
+        for (_, s) in rest {
+            others.tasks += s.tasks;
+            others.floor += s.floor;
+            others.excess += s.excess;
+            others.waiting += s.waiting;
+        }
+        table_row(timeline, &format!("{} others", rest.len()), &others, out);
+    }
+    row!(out, "bubble\t\t\t\t\t{:.1}", mean(timeline, total.bubbles()));
+}
+
+fn layers(timeline: &Timeline, out: &mut String) {
+    let rows = by_time(timeline.by(|task| task.layer), |&layer| u64::from(layer));
+    row!(
+        out,
+        "\n## by layer: the {} of {} with the most time, and the middle one",
+        rows.len().min(LAYERS),
+        rows.len()
+    );
+    out.push_str("layer\ttasks\tfloor\texcess\twaiting\tsum\n");
+    for (layer, sums) in rows.iter().take(LAYERS) {
+        table_row(timeline, &layer.to_string(), sums, out);
+    }
+    if let Some((layer, sums)) = rows.get(rows.len() / 2).filter(|_| rows.len() > LAYERS) {
+        table_row(timeline, &format!("{layer} (middle)"), sums, out);
+    }
+}
+
+fn place(timeline: &Timeline, task: &Task) -> String {
+    format!("w{} l{} {}", task.worker, task.layer, cut(timeline.name(task)))
+}
+
+fn waited(task: &Task) -> u64 {
+    task.arrived - task.begin
+}
+
+fn waits(timeline: &Timeline, out: &mut String) {
+    let mut pairs: HashMap<(usize, Option<usize>), [u64; 2]> = HashMap::new();
+    for task in &timeline.tasks {
+        let producer = task.producer.map(|producer| timeline.tasks[producer].name);
+        let [count, sum] = pairs.entry((task.name, producer)).or_default();
+        *count += 1;
+        *sum += waited(task);
+    }
+    let mut pairs: Vec<_> = pairs.into_iter().collect();
+    pairs.sort_by_key(|&(pair, [_, sum])| (std::cmp::Reverse(sum), pair));
+    out.push_str("\n## waits by who waits for whom\nwaits\tfor\ttasks\tus\n");
+    for ((name, producer), [count, sum]) in pairs.into_iter().take(PAIRS) {
+        let producer = producer.map_or("-".to_owned(), |name| cut(&timeline.names[name]));
+        row!(
+            out,
+            "{}\t{producer}\t{count}\t{:.1}",
+            cut(&timeline.names[name]),
+            mean(timeline, sum as i64)
+        );
+    }
+    let mut order: Vec<usize> = (0..timeline.tasks.len()).collect();
+    order.sort_by_key(|&index| (std::cmp::Reverse(waited(&timeline.tasks[index])), index));
+    out.push_str("\n## the longest waits: us, who, for the last of whom, which ended so long after the wait began\n");
+    for index in order.into_iter().take(WAITS) {
+        let task = &timeline.tasks[index];
+        let us = waited(task) as f64 / 1000.0;
+        let producer = task.producer.map(|producer| &timeline.tasks[producer]);
+        let late = producer.map_or("-".to_owned(), |from| {
+            let late = (from.end as i64 - task.begin as i64) as f64 / 1000.0;
+            format!("{}\t{late:.2}", place(timeline, from))
+        });
+        row!(out, "{us:.2}\t{}\t{late}", place(timeline, task));
+    }
+}
+
+fn bubbles(timeline: &Timeline, total: &Sums, out: &mut String) {
+    let us = |ns| mean(timeline, ns);
+    let [before, between, after] = total.bubble;
+    row!(
+        out,
+        "\n## bubbles: {:.1} before a worker's first task, {:.1} between tasks, {:.1} after the last",
+        us(before),
+        us(between),
+        us(after)
+    );
+    let mut workers: Vec<(i64, usize)> =
+        (0..timeline.workers.len()).map(|w| (timeline.worker(w).bubbles(), w)).collect();
+    workers.sort_by_key(|&(bubble, worker)| (-bubble, worker));
+    out.push_str("worker\ttasks\tbubble us\n");
+    for (bubble, worker) in workers.into_iter().take(WORKERS) {
+        let tasks = timeline.workers[worker].len();
+        row!(out, "{worker}\t{tasks}\t{:.1}", bubble as f64 / 1000.0);
+    }
+}

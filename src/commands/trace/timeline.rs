@@ -1,0 +1,309 @@
+//! One step of every worker in whole nanoseconds: where each of them went, and who was waited for.
+//!
+//! A worker's time is parted at the marks of its tasks, so nothing is counted twice and nothing is left out:
+//! `floor + excess + waiting + bubble = workers * span`, which [`Timeline::total`] asserts.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use abi::{Opcode, SlotKind, TaskRecord};
+use ir::program::{Program, Region, Task as ProgramTask, accesses};
+
+/// How the times of records are meant.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Clock {
+    /// Nanoseconds of a cycle.
+    pub(super) ns_per_cycle: f64,
+    /// When the step began and ended, if the records do not say.
+    pub(super) span: Option<[u64; 2]>,
+    /// Whether a task that polls tagged words is ready before it has them. The device marks the end of counter waits, and then that the input
+    /// is there; the simulation knows when it has arrived.
+    pub(super) polls_after_ready: bool,
+}
+
+/// One task of the step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Task {
+    pub(super) worker: u32,
+    pub(super) layer: u16,
+    /// Index of its name in [`Timeline::names`].
+    pub(super) name: usize,
+    /// Nanoseconds, none before the one above it.
+    pub(super) begin: u64,
+    /// When what it waited for was there.
+    pub(super) arrived: u64,
+    pub(super) staged: u64,
+    pub(super) multiplied: u64,
+    pub(super) end: u64,
+    /// How long its products waited for weights.
+    pub(super) starved: u64,
+    /// Bytes out of the ring.
+    pub(super) bytes: u64,
+    /// What these take at the worker's share of the bandwidth.
+    pub(super) floor: u64,
+    /// Of the tasks that it waited for, the last to be done.
+    pub(super) producer: Option<usize>,
+}
+
+/// Parts of workers' time, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Sums {
+    pub(super) tasks: u64,
+    /// What the bytes take at the full bandwidth, shared evenly.
+    pub(super) floor: i64,
+    /// At work beyond that. Negative where bytes landed while the worker waited: the ring runs ahead.
+    pub(super) excess: i64,
+    /// Until what tasks need from others was there.
+    pub(super) waiting: i64,
+    /// No task under way: before the first, between two, after the last.
+    pub(super) bubble: [i64; 3],
+}
+
+impl Sums {
+    pub(super) fn bubbles(&self) -> i64 {
+        self.bubble.iter().sum()
+    }
+
+    pub(super) fn sum(&self) -> i64 {
+        self.floor + self.excess + self.waiting + self.bubbles()
+    }
+
+    fn add_task(&mut self, task: &Task) {
+        self.tasks += 1;
+        self.floor += task.floor as i64;
+        self.excess += (task.end - task.arrived) as i64 - task.floor as i64;
+        self.waiting += (task.arrived - task.begin) as i64;
+    }
+}
+
+/// One step of every worker.
+#[derive(Clone, Debug)]
+pub(super) struct Timeline {
+    pub(super) names: Vec<String>,
+    /// Worker by worker, in the order of the queues.
+    pub(super) tasks: Vec<Task>,
+    /// The tasks of each worker.
+    pub(super) workers: Vec<Range<usize>>,
+    pub(super) start: u64,
+    pub(super) end: u64,
+    /// Nanoseconds by which marks were moved because a clock's mark came before the one in front of it.
+    pub(super) moved: u64,
+}
+
+impl Timeline {
+    /// The step that the records tell of, a record a task in the program's order. `bytes` are what each task takes out of the ring, and
+    /// `bandwidth` is that of all workers together, in bytes a second.
+    pub(super) fn new(
+        program: &Program,
+        records: &[TaskRecord],
+        bytes: &[Vec<u64>],
+        bandwidth: u64,
+        clock: Clock,
+    ) -> Self {
+        let all = || program.workers.iter().flat_map(|worker| &worker.tasks);
+        let begins = records.iter().take(all().count()).map(|record| record.begin);
+        let start = clock.span.map_or_else(|| begins.min().unwrap_or(0), |[start, _]| start);
+        let mut timeline = Self {
+            names: Vec::new(),
+            tasks: Vec::new(),
+            workers: Vec::new(),
+            start,
+            end: start,
+            moved: 0,
+        };
+        let mut names = HashMap::new();
+        let mut floors = Floors { bytes: 0, workers: program.workers.len() as u64, bandwidth };
+        for (index, worker) in program.workers.iter().enumerate() {
+            let first = timeline.tasks.len();
+            let mut before = start;
+            for (task, &bytes) in worker.tasks.iter().zip(&bytes[index]) {
+                let record = &records[timeline.tasks.len()];
+                let name = *names.entry(op_name(program, task)).or_insert_with_key(|name| {
+                    timeline.names.push(name.clone());
+                    timeline.names.len() - 1
+                });
+                let waits_for_words = clock.polls_after_ready && polls(program, task);
+                let marks = timeline.marks(record, clock.ns_per_cycle, before, waits_for_words);
+                let [begin, arrived, staged, multiplied, end] = marks;
+                before = end;
+                timeline.tasks.push(Task {
+                    worker: index as u32,
+                    layer: task.layer,
+                    name,
+                    begin,
+                    arrived,
+                    staged,
+                    multiplied,
+                    end,
+                    starved: (f64::from(record.starved) * clock.ns_per_cycle).round() as u64,
+                    bytes,
+                    floor: floors.of(bytes),
+                    producer: None,
+                });
+            }
+            timeline.end = timeline.end.max(before);
+            timeline.workers.push(first..timeline.tasks.len());
+        }
+        timeline.end = timeline.end.max(clock.span.map_or(0, |[_, end]| end));
+        for (index, producer) in producers(program, &timeline.tasks).into_iter().enumerate() {
+            timeline.tasks[index].producer = producer;
+        }
+        timeline
+    }
+
+    /// Begin, arrival, staged, multiplied, end: in order, and not before the task in front ended.
+    fn marks(
+        &mut self,
+        record: &TaskRecord,
+        ns: f64,
+        before: u64,
+        waits_for_words: bool,
+    ) -> [u64; 5] {
+        let at = |cycles: u32| record.begin + (f64::from(cycles) * ns).round() as u64;
+        let arrived = if waits_for_words { record.staged } else { record.ready };
+        let mut marks =
+            [record.begin, at(arrived), at(record.staged), at(record.multiplied), at(record.end)];
+        let mut least = before;
+        for mark in &mut marks {
+            self.moved += least.saturating_sub(*mark);
+            *mark = least.max(*mark);
+            least = *mark;
+        }
+        marks
+    }
+
+    pub(super) fn span(&self) -> u64 {
+        self.end - self.start
+    }
+
+    pub(super) fn name(&self, task: &Task) -> &str {
+        &self.names[task.name]
+    }
+
+    /// One worker's time.
+    pub(super) fn worker(&self, worker: usize) -> Sums {
+        let mut sums = Sums::default();
+        let mut before = self.start;
+        for (place, task) in self.tasks[self.workers[worker].clone()].iter().enumerate() {
+            sums.add_task(task);
+            sums.bubble[usize::from(place > 0)] += (task.begin - before) as i64;
+            before = task.end;
+        }
+        sums.bubble[2] = (self.end - before) as i64;
+        sums
+    }
+
+    /// All workers' time.
+    ///
+    /// # Panics
+    /// If the parts are not the whole.
+    pub(super) fn total(&self) -> Sums {
+        let mut total = Sums::default();
+        for worker in 0..self.workers.len() {
+            let sums = self.worker(worker);
+            assert_eq!(sums.sum(), self.span() as i64, "the parts of worker {worker}");
+            total.tasks += sums.tasks;
+            total.floor += sums.floor;
+            total.excess += sums.excess;
+            total.waiting += sums.waiting;
+            total.bubble.iter_mut().zip(sums.bubble).for_each(|(all, one)| *all += one);
+        }
+        assert_eq!(total.sum(), (self.span() * self.workers.len() as u64) as i64, "the parts");
+        total
+    }
+
+    /// The tasks' time by what `key` says of them. Bubbles belong to no task.
+    pub(super) fn by<K: std::hash::Hash + Eq>(&self, key: impl Fn(&Task) -> K) -> HashMap<K, Sums> {
+        let mut sums: HashMap<K, Sums> = HashMap::new();
+        for task in &self.tasks {
+            sums.entry(key(task)).or_default().add_task(task);
+        }
+        sums
+    }
+}
+
+/// Whole nanoseconds of each task that add up to those of all bytes.
+struct Floors {
+    bytes: u128,
+    workers: u64,
+    bandwidth: u64,
+}
+
+impl Floors {
+    fn until_now(&self) -> u64 {
+        (self.bytes * 1_000_000_000 * u128::from(self.workers) / u128::from(self.bandwidth.max(1)))
+            as u64
+    }
+
+    fn of(&mut self, bytes: u64) -> u64 {
+        let before = self.until_now();
+        self.bytes += u128::from(bytes);
+        self.until_now() - before
+    }
+}
+
+/// The op of a task; of a product, what it multiplies.
+pub(super) fn op_name(program: &Program, task: &ProgramTask) -> String {
+    match task.opcode {
+        Opcode::Matvec => {
+            let p: abi::MatvecParams = task.params();
+            let name = &program.matrices[p.matrix as usize].name;
+            name.rsplit('.').next().unwrap_or(name).to_owned()
+        }
+        Opcode::Nop
+        | Opcode::Embed
+        | Opcode::Attention
+        | Opcode::AttentionMerge
+        | Opcode::Sample => format!("{:?}", task.opcode).to_lowercase(),
+    }
+}
+
+fn tagged<'a>(program: &'a Program, regions: &'a [Region]) -> impl Iterator<Item = &'a Region> {
+    regions.iter().filter(|region| program.slots[region.slot.index()].kind == SlotKind::Tagged)
+}
+
+fn polls(program: &Program, task: &ProgramTask) -> bool {
+    tagged(program, &accesses(program, task).reads).next().is_some()
+}
+
+/// For each task the last to be done of those that it waits for, by counter or for words.
+fn producers(program: &Program, times: &[Task]) -> Vec<Option<usize>> {
+    let all = || program.workers.iter().flat_map(|worker| &worker.tasks).enumerate();
+    let later =
+        |a: Option<usize>, b: usize| a.filter(|&a| times[a].end >= times[b].end).unwrap_or(b);
+    let mut signalled: Vec<Option<usize>> = vec![None; program.counters as usize];
+    let mut writers: HashMap<_, Vec<(u32, u32, usize)>> = HashMap::new();
+    for (index, task) in all() {
+        if let Some(counter) = task.signal {
+            let last = &mut signalled[counter.index()];
+            *last = Some(later(*last, index));
+        }
+        for region in tagged(program, &accesses(program, task).writes) {
+            let of_slot = writers.entry((region.slot, region.generation)).or_default();
+            of_slot.push((region.start, region.end, index));
+        }
+    }
+    // Many tasks read the same words.
+    let mut known: HashMap<(ir::SlotId, u16, u32, u32), Option<usize>> = HashMap::new();
+    let mut found = Vec::with_capacity(times.len());
+    for (_, task) in all() {
+        let counters = task.waits.iter().filter_map(|wait| signalled[wait.counter.index()]);
+        let mut last = counters.fold(None, |last, index| Some(later(last, index)));
+        for region in tagged(program, &accesses(program, task).reads) {
+            let key = (region.slot, region.generation, region.start, region.end);
+            let writer = *known.entry(key).or_insert_with(|| {
+                let of_slot = writers.get(&(region.slot, region.generation));
+                of_slot
+                    .into_iter()
+                    .flatten()
+                    .filter(|(start, end, _)| *start < region.end && region.start < *end)
+                    .fold(None, |last, &(.., index)| Some(later(last, index)))
+            });
+            if let Some(writer) = writer {
+                last = Some(later(last, writer));
+            }
+        }
+        found.push(last);
+    }
+    found
+}

@@ -43,6 +43,9 @@ pub(crate) struct Cli {
     /// What to do.
     #[command(subcommand)]
     pub(crate) command: Option<Command>,
+    /// Print the answer as JSON on standard output: the default wherever there is a document, kept for scripts that say what they want.
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
 }
 
 /// The verbs.
@@ -197,6 +200,15 @@ pub(crate) enum Command {
     /// The process that drives the GPU for a search; started by `amk` itself.
     #[command(hide = true)]
     DeviceChild(DeviceChildArgs),
+    /// Prints the manual page, or writes those of all commands.
+    #[command(
+        after_help = "Examples:\n  amk man | man -l -\n  amk man --out ~/.local/share/man/man1\n\nPrints a page, not JSON; with --out a document that names the pages."
+    )]
+    Man {
+        /// A folder for the pages of all commands. It is made if it is not there.
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
     /// Prints a shell's completion script.
     #[command(
         after_help = "Examples:\n  amk completions bash > ~/.local/share/bash-completion/completions/amk\n  \
@@ -561,10 +573,6 @@ pub(crate) struct DiffArgs {
     #[arg(long, value_name = "GPU", requires = "model")]
     #[schemars(extend("enum" = target_names()))]
     pub(crate) target: Option<String>,
-    /// Print the document on standard output (the default; kept for scripts that say what they want).
-    #[arg(long)]
-    #[serde(skip)]
-    pub(crate) json: bool,
 }
 
 /// Arguments of `report`.
@@ -740,9 +748,6 @@ pub(crate) struct LowerArgs {
     pub(crate) model: ModelArgs,
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
-    /// Print the ids as JSON (the default; kept for scripts that say what they want).
-    #[arg(long)]
-    pub(crate) json: bool,
     /// Save the program: .amk is text, .amkp is binary.
     #[arg(long, short, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,

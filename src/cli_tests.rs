@@ -6,6 +6,9 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
+#[path = "cli_tests/schemas.rs"]
+mod schemas;
+
 /// What one call of `amk` gave.
 struct Ran {
     code: i32,
@@ -115,6 +118,8 @@ fn every_command_has_help_with_examples() {
         "diff",
         "report",
         "mcp",
+        "rerun",
+        "man",
         "completions",
     ];
     let all = amk(&["--help"]);
@@ -710,6 +715,24 @@ fn completions_are_scripts() {
         let ran = amk(&["completions", shell]);
         assert!(ran.code == 0 && ran.stdout.contains("evaluate"), "{shell}");
     }
+}
+
+#[test]
+fn the_manual_has_a_page_for_every_command() {
+    let page = amk(&["man"]);
+    assert!(page.code == 0 && page.stdout.contains(".TH amk"), "{}", page.stderr);
+    let dir = folder();
+    let written = amk_in(dir.path(), &["man", "--out", "pages", "--json"]).succeeds("amk.man.v1");
+    let pages: Vec<&str> =
+        written["pages"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+    for name in ["amk.1", "amk-evaluate.1", "amk-runs-replay.1", "amk-rerun.1"] {
+        assert!(pages.contains(&name), "{name} is not in {pages:?}");
+        assert!(
+            std::fs::read_to_string(dir.path().join("pages").join(name)).unwrap().contains(".SH")
+        );
+    }
+    // The process that `amk` starts itself is nobody's command.
+    assert!(!page.stdout.contains("device-child"), "{}", page.stdout);
 }
 
 #[test]

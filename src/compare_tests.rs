@@ -1,4 +1,4 @@
-//! `amk diff` and `amk report` on the built binary.
+//! `amk diff`, `amk report` and what is said of a program that goes wrong, on the built binary.
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -176,4 +176,77 @@ fn a_report_is_one_page_that_a_name_cannot_break_out_of() {
     document(&amk(dir.path(), &["report", "<b>run"]), 4);
     assert!(!dir.path().join("report.html").exists());
     document(&amk(dir.path(), &["report", "nowhere"]), 2);
+}
+
+/// The lines of a program whose first task of a kind has another operand.
+fn with(text: &str, kind: &str, from: &str, to: &str) -> String {
+    let mut done = false;
+    let edit = |line: &str| {
+        if done || !line.contains(kind) || !line.contains(from) {
+            return line.to_owned();
+        }
+        done = true;
+        line.replacen(from, to, 1)
+    };
+    let lines: Vec<String> = text.lines().map(edit).collect();
+    assert!(done, "no {kind} with {from}");
+    lines.join("\n") + "\n"
+}
+
+#[test]
+fn the_first_task_that_goes_wrong_is_named_and_run_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let amk = |args: &[&str]| amk(dir.path(), args);
+    let lower = ["lower", "--model", "toy-2l", "--kv-capacity", "32", "--device", "cpu"];
+    document(&amk(&[&lower[..], &["-o", "right.amk"]].concat()), 0);
+    let text = std::fs::read_to_string(dir.path().join("right.amk")).unwrap();
+    // Another scale for one head of one layer: `verify` cannot know it.
+    let scale = text.lines().find(|line| line.contains("attention ")).unwrap();
+    let scale = scale.split_whitespace().find(|word| word.starts_with("scale=")).unwrap();
+    let wrong = with(&text, "attention ", scale, "scale=0.5");
+    std::fs::write(dir.path().join("wrong.amk"), wrong).unwrap();
+
+    let right = document(&amk(&["interpret", "right.amk", "--model", "toy-2l"]), 0);
+    assert_eq!((&right["correct"], &right["first_divergence"]), (&json!(true), &Value::Null));
+    let ran = amk(&["interpret", "wrong.amk", "--model", "toy-2l"]);
+    let found = document(&ran, 1)["first_divergence"].clone();
+    assert_eq!((&found["class"], &found["by"]), (&json!("wrong"), &json!("reference")));
+    assert_eq!(found["task"]["opcode"], "attention", "{found}");
+    assert!(found["ulp"].as_u64().unwrap() > 0 && found["got"] != found["want"], "{found}");
+    let said = String::from_utf8_lossy(&ran.stderr).into_owned();
+    let command = found["rerun"].as_str().unwrap();
+    assert!(said.contains("first divergence: ") && said.contains(command), "{said}");
+
+    // The command is one line that runs as it is, and tells the task's words apart from what belongs there.
+    let words: Vec<&str> = command.split_whitespace().collect();
+    assert_eq!(words[0], "amk");
+    let again = document(&amk(&words[1..]), 1);
+    assert_eq!(again["schema"], "amk.rerun.v1");
+    assert_eq!((&again["task"], &again["repeatable"]), (&found["task"], &json!(true)));
+    assert_eq!(again["words"][0]["slot"], found["slot"]);
+    let index = |document: &Value| document["index"].clone();
+    let shown = again["words"].as_array().unwrap();
+    assert!(shown.iter().any(|word| index(word) == index(&found)), "{again}");
+    // The same task of the right program, and tasks that there are not.
+    let right: Vec<&str> =
+        words[1..].iter().map(|w| if *w == "wrong.amk" { "right.amk" } else { w }).collect();
+    assert_eq!(document(&amk(&right), 0)["n_wrong"], 0);
+    let task = format!("{}:99", found["task"]["worker"]);
+    let none = ["rerun", "--model", "toy-2l", "--program", "right.amk", "--task", &task];
+    let refused = document(&amk(&none), 2);
+    assert!(refused["message"].as_str().unwrap().contains("amk disasm"), "{refused}");
+}
+
+#[test]
+fn a_schedule_may_be_written_on_the_command_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let evaluate = |config: &str| {
+        let args = ["evaluate", "--model", "toy", "--device", "cpu", "--kv-capacity", "16"];
+        amk(dir.path(), &[&args[..], &["--config", config]].concat())
+    };
+    write(dir.path(), "a.json", &json!({"pipeline": {"stages": 4}}));
+    let (file, inline) = (evaluate("a.json"), evaluate(r#"{"pipeline": {"stages": 4}}"#));
+    assert_eq!(document(&file, 0), document(&inline, 0));
+    assert_eq!(document(&file, 0)["first_divergence"], Value::Null);
+    assert!(document(&evaluate(r#"{"pipeline": 4"#), 2)["message"].is_string());
 }

@@ -14,6 +14,7 @@ mod files;
 mod mcp;
 mod peers;
 mod report;
+mod working;
 
 use std::alloc::System;
 use std::panic::AssertUnwindSafe;

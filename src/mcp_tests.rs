@@ -181,7 +181,8 @@ fn tools_and_resources_are_listed_and_read() {
     let tools = server.result(id)["tools"].clone();
     let names: Vec<&str> =
         tools.as_array().unwrap().iter().map(|tool| tool["name"].as_str().unwrap()).collect();
-    assert_eq!(names, ["propose", "evaluate", "loop", "status", "runs", "compare", "explain"]);
+    let all = ["propose", "evaluate", "loop", "status", "runs", "compare", "report", "explain"];
+    assert_eq!(names, all);
     for tool in tools.as_array().unwrap() {
         assert_eq!(tool["inputSchema"]["additionalProperties"], false, "{tool}");
         assert!(
@@ -241,6 +242,27 @@ fn the_quick_tools_answer_as_the_commands_do() {
     assert_eq!(knobs, ["pipeline.stages", "kernel.evict"]);
     assert_eq!(difference["acts_on"], "kernel");
     assert_eq!(server.call("status", json!({}))["doing"], "idle");
+}
+
+#[test]
+fn a_page_is_written_and_only_its_path_is_sent() {
+    let dir = folder();
+    let mut server = Server::start(dir.path());
+    server.call("loop", toy(json!({"budget": 2, "out": "run", "kv_capacity": 16})));
+    let written = server.call("report", json!({"runs": ["run"], "out": "page.html"}));
+    let page = std::fs::read_to_string(dir.path().join("page.html")).unwrap();
+    assert_eq!(
+        (&written["schema"], &written["file"]),
+        (&json!("amk.report.v1"), &json!("page.html"))
+    );
+    assert_eq!(written["bytes"], page.len());
+    assert!(page.contains("<svg") && !written.to_string().contains("<svg"));
+    let wrong = json!({"runs": ["nowhere"], "out": "run/ledger.jsonl"});
+    assert_eq!(places(&server.refused("report", wrong)), ["runs", "out"]);
+    assert_eq!(
+        places(&server.refused("report", json!({"runs": ["run"], "out": "no/a.html"}))),
+        ["out"]
+    );
 }
 
 #[test]

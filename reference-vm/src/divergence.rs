@@ -4,7 +4,9 @@
 //! with their part of that. So a mistake does not spread: what comes after a wrong task is judged by its own inputs, and the allowance is that
 //! of one op ([`Allowance`]), far below what a whole model may be off. The order is that in which the tasks ran.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use abi::{AttentionParams, Epilogue, MatvecParams, Opcode, Prologue};
 use ir::program::{Program, Task, active_splits, attended, split_range};
@@ -141,23 +143,53 @@ impl<'a> Examiner<'a> {
         fired.iter().find_map(|fired| step.judge(fired))
     }
 
-    /// What belongs where a task has stored: for each of its words that of [`Fired::writes`]; nothing for what is not known.
+    /// Every word that one of the tasks has stored, beside what belongs there.
     #[must_use]
-    pub fn wanted(
+    pub fn words(
         &self,
         machine: &Machine<'_>,
         token: u32,
         all: &[Fired],
         one: &Fired,
-    ) -> Vec<Stored> {
+    ) -> Vec<Word> {
         let mut step = Step::new(self, machine, token, all);
         let Some(task) = task_of(step.program, one) else { return Vec::new() };
-        let mut wanted = Vec::new();
-        for (index, stored) in one.writes.iter().enumerate() {
-            let Some(belongs) = step.part(task, index, stored, one) else { continue };
-            wanted.push(Stored { values: belongs.values, ..stored.clone() });
+        let mut words = Vec::new();
+        for (place, start, got, belongs) in step.stored(task, one) {
+            for (index, &got) in got.iter().enumerate() {
+                let part = belongs.as_ref();
+                let want = part.and_then(|part| part.values.get(index).copied());
+                let scale = part.and_then(|part| part.scales.get(index).copied());
+                let allowed = self.allowance.of(want.unwrap_or(0.0), scale.unwrap_or(0.0));
+                words.push(Word { place, index: start + index, got, want, allowed });
+            }
         }
-        wanted
+        words
+    }
+}
+
+/// A word that a task has stored.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Word {
+    /// Where.
+    pub place: Place,
+    /// The word there.
+    pub index: usize,
+    /// What it stored.
+    pub got: f32,
+    /// What belongs there, if that is known.
+    pub want: Option<f32>,
+    /// How far they may be apart.
+    pub allowed: f64,
+}
+
+impl Word {
+    /// Whether it is further off than it may be. Nothing is known of what follows from what is not a number.
+    #[must_use]
+    pub fn is_wrong(&self) -> bool {
+        let Some(want) = self.want.filter(|want| want.is_finite()) else { return false };
+        let off = (f64::from(self.got) - f64::from(want)).abs();
+        want.to_bits() != self.got.to_bits() && (off.is_nan() || off > self.allowed)
     }
 }
 
@@ -358,63 +390,66 @@ impl<'s, 'a> Step<'s, 'a> {
         Some(belongs)
     }
 
-    fn judge(&mut self, fired: &Fired) -> Option<Divergence> {
-        let task = task_of(self.program, fired)?;
-        let position = self.position;
-        let found = |place, worst: Worst| Divergence {
-            worker: fired.worker,
-            task: fired.task,
-            opcode: task.opcode,
-            layer: task.layer,
-            position,
-            place,
-            index: worst.index,
-            got: worst.got,
-            want: worst.want,
-            allowed: worst.allowed,
-            words: worst.words,
-        };
-        let allowance = self.examiner.allowance;
-        // Keys and values first: what a task mixes has its own among them.
-        if let Some((place, worst)) = self.appended(task, fired) {
-            return Some(found(place, worst));
+    /// What a task has stored, and what belongs there. Keys and values first: what it mixes has its own among them.
+    fn stored<'f>(
+        &mut self,
+        task: &Task,
+        fired: &'f Fired,
+    ) -> Vec<(Place, usize, Cow<'f, [f32]>, Option<Belongs>)> {
+        let mut all = Vec::new();
+        if let Some(appended) = &fired.appended {
+            let layer = task.layer;
+            let start = appended.kv_head as usize * self.examiner.graph.head_dim as usize;
+            let sides = [
+                (Place::Keys { layer }, &appended.key),
+                (Place::Values { layer }, &appended.value),
+            ];
+            for (side, (place, got)) in (1..).zip(sides) {
+                let belongs = self.appended(usize::from(layer), side, start..start + got.len());
+                all.push((place, start, Cow::Borrowed(&got[..]), belongs));
+            }
         }
         for (index, stored) in fired.writes.iter().enumerate() {
-            let Some(belongs) = self.part(task, index, stored, fired) else { continue };
-            if let Some(worst) = worst(&belongs, &stored.values, stored.start as usize, allowance) {
-                return Some(found(Place::Slot(stored.slot), worst));
-            }
+            let belongs = self.part(task, index, stored, fired);
+            let place = Place::Slot(stored.slot);
+            all.push((place, stored.start as usize, Cow::Borrowed(&stored.values[..]), belongs));
         }
-        let (got, logits) = (fired.chosen?, self.had.get(&Role::Logits)?);
-        let want = argmax(logits);
-        let worst = Worst { index: 0, got: got as f32, want: want as f32, allowed: 0.0, words: 1 };
-        (got != want).then(|| found(Place::Token, worst))
+        if let Some(chosen) = fired.chosen {
+            let want = self.had.get(&Role::Logits).map(|logits| argmax(logits) as f32);
+            let belongs = want.map(|want| Belongs { values: vec![want], scales: vec![0.0] });
+            all.push((Place::Token, 0, Cow::Owned(vec![chosen as f32]), belongs));
+        }
+        all
     }
 
-    /// A key or value that is not that of the head.
-    fn appended(&mut self, task: &Task, fired: &Fired) -> Option<(Place, Worst)> {
-        let (appended, layer) = (fired.appended.as_ref()?, task.layer);
-        if usize::from(layer) >= self.examiner.graph.layers.len() {
+    /// The key or value that belongs where one was stored, which is not that of the task's head if it was stored under another.
+    fn appended(&mut self, layer: usize, side: usize, words: Range<usize>) -> Option<Belongs> {
+        if layer >= self.examiner.graph.layers.len() {
             return None;
         }
-        let head_dim = self.examiner.graph.head_dim as usize;
-        let allowance = self.examiner.allowance;
-        // What belongs where it was stored, which is not what belongs to the task if it stored elsewhere.
-        let start = appended.kv_head as usize * head_dim;
-        let [_, keys, values] = self.heads(usize::from(layer))?;
-        let sides = [
-            (Place::Keys { layer }, keys, &appended.key),
-            (Place::Values { layer }, values, &appended.value),
-        ];
-        for (place, want, got) in sides {
-            let want = want.get(start..start + head_dim)?.to_vec();
-            let scales = vec![greatest(&want); head_dim];
-            let belongs = Belongs { values: want, scales };
-            if let Some(worst) = worst(&belongs, got, start, allowance) {
-                return Some((place, worst));
-            }
-        }
-        None
+        let values = self.heads(layer)?[side].get(words)?.to_vec();
+        Some(Belongs { scales: vec![greatest(&values); values.len()], values })
+    }
+
+    fn judge(&mut self, fired: &Fired) -> Option<Divergence> {
+        let task = task_of(self.program, fired)?;
+        let (position, allowance) = (self.position, self.examiner.allowance);
+        self.stored(task, fired).into_iter().find_map(|(place, start, got, belongs)| {
+            let worst = worst(&belongs?, &got, start, allowance)?;
+            Some(Divergence {
+                worker: fired.worker,
+                task: fired.task,
+                opcode: task.opcode,
+                layer: task.layer,
+                position,
+                place,
+                index: worst.index,
+                got: worst.got,
+                want: worst.want,
+                allowed: worst.allowed,
+                words: worst.words,
+            })
+        })
     }
 }
 

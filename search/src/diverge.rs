@@ -177,7 +177,9 @@ impl FirstDivergence {
     }
 }
 
-fn place_name(program: &Program, place: Place) -> String {
+/// A place in words.
+#[must_use]
+pub fn place_name(program: &Program, place: Place) -> String {
     match place {
         Place::Slot(slot) => program
             .slots
@@ -333,7 +335,8 @@ impl Gate<'_> {
 }
 
 /// What each task of a step has left in the slots, in the order of `fired`, and how many left nothing: others have written there since.
-fn left_in(
+#[must_use]
+pub fn left_in(
     program: &Program,
     fired: &[Fired],
     slots: &[Vec<f32>],

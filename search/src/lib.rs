@@ -46,7 +46,7 @@ pub use decide::{Decision, decide_measured, decide_predicted, predicted_gain};
 pub use device::{
     Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,
 };
-pub use diverge::{DivergenceClass, FirstDivergence, TaskAt};
+pub use diverge::{DivergenceClass, FirstDivergence, TaskAt, left_in, place_name};
 pub use effort::{Bar, Look, spread};
 pub use equals::{Equal, Equals, equals};
 pub use expected::{Expected, POSITIONS_MAX, draw_tokens};

@@ -13,6 +13,7 @@ use super::runs;
 use crate::cli::{CorpusCommand, ExportFormat, ImportArgs, StoreArgs, StoreExportArgs};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
+use crate::working::Working;
 
 /// How every line of an export begins.
 const EXPORTED: [&[u8]; 2] = [b"{\"run\":\"", b"{\"program\":"];
@@ -164,11 +165,15 @@ fn import(args: &ImportArgs) -> Outcome {
     }
     let mut store = Store::open(&args.store.store)?;
     let mut imported = Vec::new();
+    let working = Working::through(rows.len(), "adding");
     for (run, from, links) in rows {
         let Added { new, held } = store.add(&run, links)?;
-        report::say(&format!("{}: run {run}, {new} rows new, {held} held", from.display()));
+        let line = format!("{}: run {run}, {new} rows new, {held} held", from.display());
+        working.aside(|| report::say(&line));
+        working.done();
         imported.push(ImportedRun { run, from, new, held });
     }
+    drop(working);
     let mut added = 0;
     for (id, saved) in programs {
         added += u64::from(store.add_program(&id, &saved)?);

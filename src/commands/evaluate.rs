@@ -11,6 +11,7 @@ use crate::commands::search_loop::MIN_GAIN_MEASURED;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report::{self, Answer};
+use crate::working::Working;
 
 /// Tokens of context that predictions are made for.
 pub(super) const PREDICTED_POSITION: u32 = 128;
@@ -56,6 +57,7 @@ fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
         }
     };
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
+    let working = Working::on(format!("judging a schedule of {}", context.graph().name));
     let mut gate = gate(&context, args.seed, device.is_some(), &kernel_id)?;
     let (mut verdict, outcome) = search::assess::evaluate(
         &mut gate,
@@ -64,6 +66,7 @@ fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
         Timing::default(),
         args.seed,
     );
+    drop(working);
     if let Err(dropped) = &outcome {
         stop_on_our_fault(dropped)?;
     }

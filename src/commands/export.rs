@@ -5,10 +5,13 @@ use serde_json::json;
 use crate::cli::ExportArgs;
 use crate::failure::{Exit, Outcome};
 use crate::report;
+use crate::working::Working;
 
 pub(crate) fn run(args: &ExportArgs) -> Outcome {
     let model = model::load(&args.model)?;
+    let working = Working::on(format!("writing {}", args.out.display()));
     model::export(&model, &args.out)?;
+    drop(working);
     report::document(&json!({
         "schema": "amk.export.v1",
         "model": model.graph.name,

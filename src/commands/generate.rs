@@ -16,6 +16,7 @@ use serde_json::json;
 use crate::cli::{DeviceChoice, GenerateArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::working::Working;
 use crate::{files, report};
 
 /// Feeds one or more tokens at the next positions and returns the logits of each.
@@ -32,7 +33,9 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     let tokenizer = context.model.tokenizer()?;
     let prompt = prompt(args, &context, tokenizer.as_ref())?;
     check(args, &context, &prompt)?;
+    let working = Working::on(format!("generating with {}", context.graph().name));
     let generated = execute(args, &context, &prompt)?;
+    drop(working);
     if let Some(path) = &args.logits {
         write_logits(path, &generated.logits, context.graph().vocab as usize)?;
         report::say(&format!("{} rows of logits in {}", generated.logits.len(), path.display()));

@@ -20,10 +20,13 @@ mod sample;
 pub(crate) mod search_loop;
 mod trace;
 
+use std::path::Path;
+
 use clap::CommandFactory;
+use serde_json::json;
 
 use crate::cli::{Cli, Command, RunsCommand};
-use crate::failure::{Exit, Outcome};
+use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 
 /// Runs a command and says how it ended.
@@ -61,6 +64,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Report(args) => html::run(&args),
         Command::Mcp => crate::mcp::serve(),
         Command::DeviceChild(args) => crate::device::serve(&args),
+        Command::Man { out } => man(out.as_deref()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "amk", &mut script);
@@ -68,4 +72,32 @@ pub(crate) fn run(command: Command) -> Outcome {
             Ok(Exit::Yes)
         }
     }
+}
+
+/// The manual: one page on standard output, or a page for each command in a folder.
+fn man(out: Option<&Path>) -> Outcome {
+    let unwritable = |folder: &Path, error: std::io::Error| {
+        Failure::usage(format!(
+            "cannot write to {}: {error}; name another folder",
+            folder.display()
+        ))
+    };
+    let Some(folder) = out else {
+        let mut page = Vec::new();
+        let rendered = clap_mangen::Man::new(Cli::command()).render(&mut page);
+        rendered.map_err(|error| unwritable(Path::new("standard output"), error))?;
+        report::text(&String::from_utf8_lossy(&page))?;
+        return Ok(Exit::Yes);
+    };
+    let written = std::fs::create_dir_all(folder)
+        .and_then(|()| clap_mangen::generate_to(Cli::command(), folder))
+        .and_then(|()| std::fs::read_dir(folder));
+    let pages = written.map_err(|error| unwritable(folder, error))?;
+    let mut names: Vec<String> = pages
+        .filter_map(|page| page.ok()?.file_name().into_string().ok())
+        .filter(|name| name.starts_with("amk") && name.ends_with(".1"))
+        .collect();
+    names.sort();
+    report::document(&json!({"schema": "amk.man.v1", "folder": folder, "pages": names}))?;
+    Ok(Exit::Yes)
 }

@@ -16,6 +16,7 @@ use crate::cli::{FileArgs, InterpretArgs, LowerArgs};
 use crate::commands::rerun::{self, Inputs, Place};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::working::Working;
 use crate::{files, report};
 
 /// Tokens that `interpret` feeds when none are given.
@@ -107,6 +108,7 @@ pub(crate) fn interpret(args: &InterpretArgs) -> Outcome {
     } else {
         args.tokens.clone()
     };
+    let working = Working::on(format!("running {} tokens", tokens.len()));
     let mut machine = Machine::new(&program, graph, &*model.weights).map_err(|e| {
         Failure::usage(format!("{} does not run on {}: {e}", args.file.display(), graph.name))
     })?;
@@ -123,6 +125,7 @@ pub(crate) fn interpret(args: &InterpretArgs) -> Outcome {
     let summary = agreement.as_ref().ok().map(|agreement| agreement.summary());
     let reason = agreement.as_ref().err().map(ToString::to_string);
     let located = reason.as_ref().and_then(|_| locate(args, &program, &model, &tokens));
+    drop(working);
     report::document(&json!({
         "schema": "amk.interpret.v1",
         "model": graph.name,

@@ -1,8 +1,11 @@
 //! `amk rerun`: one task again, on the inputs that it had, beside what belongs there.
 
+use std::cmp::Ordering;
+use std::sync::Arc;
+
 use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
-use reference_vm::divergence::{Examiner, ulps};
+use reference_vm::divergence::{Examiner, Word, ulps};
 use reference_vm::machine::{Machine, Run};
 use reference_vm::{Fired, Order};
 use search::{Device, Expected, FirstDivergence, TaskAt};
@@ -13,6 +16,7 @@ use crate::commands::program;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
+use crate::working::Working;
 
 /// The schema of its document.
 const SCHEMA: &str = "amk.rerun.v1";
@@ -20,12 +24,15 @@ const SCHEMA: &str = "amk.rerun.v1";
 /// A task that was run again.
 struct Found {
     token: u32,
-    /// On the reference machine.
-    again: Fired,
-    /// Whether the same bits came out as when the whole step ran.
-    repeatable: bool,
-    /// What belongs there, write by write; of writes of which nothing is known nothing.
-    wanted: Vec<reference_vm::Stored>,
+    words: Vec<Word>,
+    /// Whether the same bits came out as when the whole step ran; on a GPU nobody knows.
+    repeatable: Option<bool>,
+}
+
+/// What a GPU has left after the position: its slots and its logits.
+struct Left {
+    slots: Vec<Vec<f32>>,
+    logits: Vec<f32>,
 }
 
 pub(crate) fn run(args: &RerunArgs) -> Outcome {
@@ -38,15 +45,15 @@ pub(crate) fn run(args: &RerunArgs) -> Outcome {
         }
     };
     check_task(&program, args.task)?;
-    let (mut found, device) = match args.model.place.device {
-        DeviceChoice::Cuda => (on_device(&context, args, &program)?, "cuda"),
-        DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::Eval => {
-            (on_reference(&context, args, &program)?, "cpu")
-        }
+    let working = Working::on("preparing the inputs of the task");
+    let left = match args.model.place.device {
+        DeviceChoice::Cuda => Some(on_device(&context, args, &program)?),
+        DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::Eval => None,
     };
-    let task = TaskAt::of(&program, args.task.worker, args.task.task);
-    let wrong = print(&mut found, &program, &task, args, device)?;
-    Ok(if wrong == 0 && found.repeatable { Exit::Yes } else { Exit::No })
+    let found = at_position(&context, args, &program, left.as_ref())?;
+    drop(working);
+    let wrong = print(&found, &program, args, left.is_some())?;
+    Ok(if wrong == 0 && found.repeatable != Some(false) { Exit::Yes } else { Exit::No })
 }
 
 fn check_task(program: &Program, at: TaskPlace) -> Result<(), Failure> {
@@ -75,38 +82,46 @@ fn check_task(program: &Program, at: TaskPlace) -> Result<(), Failure> {
     }
 }
 
-/// The step in which the task runs, on the reference machine, and then the task alone.
-fn on_reference(
+/// Runs the reference machine as far as the task's step, and the task alone then.
+fn at_position(
     context: &Context,
     args: &RerunArgs,
     program: &Verified<Program>,
+    left: Option<&Left>,
 ) -> Result<Found, Failure> {
     let (graph, weights) = (context.graph(), &*context.model.weights);
     let unrunnable = |e: &dyn std::fmt::Display| {
         Failure::usage(format!("the program does not run on {}: {e}", graph.name))
     };
-    let examiner = Examiner::new(graph, weights).map_err(|e| unrunnable(&e))?;
+    let examiner = match left {
+        None => Examiner::new(graph, weights),
+        Some(_) => Examiner::of_device(graph, weights),
+    };
+    let examiner = examiner.map_err(|e| unrunnable(&e))?;
     let mut machine = Machine::new(program, graph, weights).map_err(|e| unrunnable(&e))?;
     let mut found = None;
     let mut look = |machine: &Machine<'_>, token: u32, fired: &[Fired]| {
         if machine.positions() == args.position + 1 {
-            found = Some(again(&examiner, machine, token, fired, args.task));
+            found = Some(look_at(&examiner, (machine, token, fired), args.task, program, left));
         }
         found.is_none()
     };
-    if args.tokens.is_empty() {
-        let expected = Expected::new(graph, weights, context.kv_capacity, args.seed, None)
-            .map_err(|e| unrunnable(&e))?;
-        expected.each_position(&mut machine, Some(args.position), &mut look);
-    } else {
-        for &token in &args.tokens {
-            let ran = machine.traced(token, Order::Waves).map_err(|e| unrunnable(&e))?;
-            let (Run::Finished(_), fired) = ran else {
-                return Err(Failure::refused(search::Dropped::Halted(ran.0).to_string()));
-            };
-            if !look(&machine, token, &fired) {
-                break;
-            }
+    let tokens = match (args.tokens.is_empty(), left) {
+        (true, None) => {
+            let expected = Expected::new(graph, weights, context.kv_capacity, args.seed, None)
+                .map_err(|e| unrunnable(&e))?;
+            expected.each_position(&mut machine, Some(args.position), &mut look);
+            Vec::new()
+        }
+        _ => tokens(context, args),
+    };
+    for token in tokens {
+        let ran = machine.traced(token, Order::Waves).map_err(|e| unrunnable(&e))?;
+        let (Run::Finished(_), fired) = ran else {
+            return Err(Failure::refused(search::Dropped::Halted(ran.0).to_string()));
+        };
+        if !look(&machine, token, &fired) {
+            break;
         }
     }
     found.unwrap_or_else(|| {
@@ -117,124 +132,105 @@ fn on_reference(
     })
 }
 
-fn again(
-    examiner: &Examiner<'_>,
-    machine: &Machine<'_>,
-    token: u32,
-    all: &[Fired],
-    at: TaskPlace,
-) -> Result<Found, Failure> {
-    let Some(before) =
-        all.iter().find(|fired| fired.worker.0 == at.worker && fired.task == at.task)
-    else {
-        return Err(Failure::refused("the task did not run in this step"));
-    };
-    let again = machine.again(before, token).map_err(|trap| Failure::refused(trap.to_string()))?;
-    let wanted = examiner.wanted(machine, token, all, &again);
-    let repeatable = again.writes == before.writes && again.appended == before.appended;
-    Ok(Found { token, again, repeatable, wanted })
+/// The tokens up to the position: those that were given, or those of a gate from position zero on.
+fn tokens(context: &Context, args: &RerunArgs) -> Vec<u32> {
+    if args.tokens.is_empty() {
+        return search::draw_tokens(args.seed, context.graph().vocab, args.position + 1);
+    }
+    args.tokens.iter().copied().take(args.position + 1).collect()
 }
 
-/// A GPU runs whole steps: what the task has left there, beside what belongs there.
+fn look_at(
+    examiner: &Examiner<'_>,
+    (machine, token, fired): (&Machine<'_>, u32, &[Fired]),
+    at: TaskPlace,
+    program: &Program,
+    left: Option<&Left>,
+) -> Result<Found, Failure> {
+    let is_it = |fired: &&Fired| fired.worker.0 == at.worker && fired.task == at.task;
+    let missing = || Failure::refused("the task did not run in this step");
+    if let Some(left) = left {
+        let (left, _) = search::left_in(program, fired, &left.slots, Some(&left.logits));
+        let one = left.iter().find(is_it).ok_or_else(missing)?;
+        let words = examiner.words(machine, token, &left, one);
+        return Ok(Found { token, words, repeatable: None });
+    }
+    let before = fired.iter().find(is_it).ok_or_else(missing)?;
+    let again = machine.again(before, token).map_err(|trap| Failure::refused(trap.to_string()))?;
+    let same = (&again.writes, &again.appended, again.chosen)
+        == (&before.writes, &before.appended, before.chosen);
+    let words = examiner.words(machine, token, fired, &again);
+    Ok(Found { token, words, repeatable: Some(same) })
+}
+
+/// A GPU runs whole steps: what is in its slots after the one of the task.
 fn on_device(
     context: &Context,
     args: &RerunArgs,
     program: &Verified<Program>,
-) -> Result<Found, Failure> {
-    let mut found = on_reference(context, args, program)?;
+) -> Result<Left, Failure> {
     let config = context.valid_config(args.config.config.as_ref())?;
     let Some(mut device) = context.open_process(&args.sharing)? else {
         return Err(Failure::missing("there is no GPU here: see `amk doctor`"));
     };
-    let tokens = if args.tokens.is_empty() {
-        search::draw_tokens(args.seed, context.graph().vocab, args.position + 1)
-    } else {
-        args.tokens.iter().copied().take(args.position + 1).collect()
-    };
     let failed = |error: search::DeviceError| Failure::refused(error.to_string());
-    let program = std::sync::Arc::new(program.clone());
+    let program = Arc::new(program.clone());
     let handle = device.prepare(&program, &config.kernel).map_err(failed)?;
-    let logits = device.run(handle, &tokens, 0).map_err(failed)?;
-    let Some(slots) = device.slots(handle).map_err(failed)? else {
-        return Err(Failure::missing("this device cannot say what its slots hold"));
-    };
-    for stored in &mut found.again.writes {
-        let slot = &program.slots[stored.slot.index()];
-        let held =
-            if slot.arena_bytes() > 0 { slots.get(stored.slot.index()) } else { logits.last() };
-        let words = stored.start as usize..stored.start as usize + stored.values.len();
-        if let Some(values) = held.and_then(|held| held.get(words)) {
-            stored.values = values.to_vec();
-        }
-    }
-    Ok(found)
+    let rows = device.run(handle, &tokens(context, args), 0).map_err(failed)?;
+    let slots = device.slots(handle).map_err(failed)?;
+    let slots =
+        slots.ok_or_else(|| Failure::missing("this device cannot say what its slots hold"))?;
+    Ok(Left { slots, logits: rows.into_iter().last().unwrap_or_default() })
 }
 
-/// Prints the words, and returns how many are further off than a last place or so of rounding can explain.
+/// Prints the words, wrong ones first, and returns how many are wrong.
 fn print(
-    found: &mut Found,
+    found: &Found,
     program: &Program,
-    task: &TaskAt,
     args: &RerunArgs,
-    device: &str,
+    on_gpu: bool,
 ) -> Result<usize, Failure> {
-    let mut words = Vec::new();
-    for got in &found.again.writes {
-        let slot = &program.slots[got.slot.index()].name;
-        let want =
-            found.wanted.iter().find(|want| want.slot == got.slot && want.start == got.start);
-        for (index, &value) in got.values.iter().enumerate() {
-            let want = want.map(|want| want.values[index]);
-            let ulp = want.and_then(|want| ulps(value, want));
-            words.push((slot, got.start as usize + index, value, want, ulp));
-        }
-    }
-    let far = |word: &&(&String, usize, f32, Option<f32>, Option<u64>)| {
-        word.3.is_some_and(|want| !close(word.2, want, device))
-    };
-    let wrong = words.iter().filter(far).count();
-    let mut order: Vec<_> = words.iter().collect();
-    order.sort_by_key(|word| (!far(word), std::cmp::Reverse(word.4)));
-    let shown: Vec<Value> = order.iter().take(args.words).map(|&&(slot, index, got, want, ulp)| {
-        json!({"slot": slot, "index": index, "got": got, "want": want, "ulp": ulp})
-    }).collect();
-    report::say(&format!(
-        "{task} at position {}: {} words, {wrong} wrong",
-        args.position,
-        words.len()
-    ));
-    let lines = order.iter().take(args.words).map(|&&(slot, index, got, want, ulp)| {
-        let want = want.map_or_else(|| "not known".to_owned(), |want| want.to_string());
-        let ulp = ulp.map_or_else(String::new, |ulp| format!(", {ulp} ulp"));
-        (format!("{slot}[{index}]"), format!("got {got}, want {want}{ulp}"))
+    let task = TaskAt::of(program, args.task.worker, args.task.task);
+    let wrong = found.words.iter().filter(|word| word.is_wrong()).count();
+    let mut order: Vec<&Word> = found.words.iter().collect();
+    let off = |word: &Word| word.want.map_or(0.0, |want| (word.got - want).abs());
+    order.sort_by(|a, b| {
+        (b.is_wrong(), off(b)).partial_cmp(&(a.is_wrong(), off(a))).unwrap_or(Ordering::Equal)
     });
-    report::table(&lines.collect::<Vec<_>>());
-    if device == "cuda" {
-        report::say(
-            "on a GPU the whole step ran; these are the words that the task left in its slots",
-        );
+    order.truncate(args.words);
+    let count = found.words.len();
+    report::say(&format!("{task} at position {}: {count} words, {wrong} wrong", args.position));
+    let name = |word: &Word| search::place_name(program, word.place);
+    let ulp = |word: &Word| word.want.and_then(|want| ulps(word.got, want));
+    let line = |word: &&Word| {
+        let want = word.want.map_or_else(|| "not known".to_owned(), |want| want.to_string());
+        let ulp = ulp(word).map_or_else(String::new, |ulp| format!(", {ulp} ulp"));
+        (format!("{}[{}]", name(word), word.index), format!("got {}, want {want}{ulp}", word.got))
+    };
+    report::table(&order.iter().map(line).collect::<Vec<_>>());
+    if on_gpu {
+        report::say("the GPU ran the whole step; these words are what the task left in its slots");
     }
+    let shown = |word: &&Word| {
+        json!({
+            "slot": name(word), "index": word.index, "got": word.got, "want": word.want,
+            "ulp": ulp(word), "allowed": word.allowed, "wrong": word.is_wrong(),
+        })
+    };
     report::document(&json!({
         "schema": SCHEMA,
         "model": program.model,
         "program_id": program.id(),
-        "device": device,
+        "device": if on_gpu { "cuda" } else { "cpu" },
         "position": args.position,
         "token": found.token,
         "task": task,
         "repeatable": found.repeatable,
-        "n_words": words.len(),
+        "n_words": count,
         "n_wrong": wrong,
-        "words": shown,
-        "token_chosen": found.again.chosen,
+        "words": order.iter().map(shown).collect::<Vec<_>>(),
     }))?;
     Ok(wrong)
-}
-
-/// Whether two words may be the same but for rounding. The verdict's allowance knows the op; this only sorts what is shown.
-fn close(got: f32, want: f32, device: &str) -> bool {
-    let share = if device == "cuda" { 1e-3 } else { 1e-4 };
-    got == want || (got - want).abs() <= share * want.abs().max(got.abs())
 }
 
 /// Where the command gets its inputs from.

@@ -12,6 +12,7 @@ use serde_json::Value;
 use crate::cli::RunsArgs;
 use crate::failure::{Exit, Failure};
 use crate::report::{self, Answer};
+use crate::working::Working;
 
 pub(crate) mod compare;
 pub(super) mod export;
@@ -95,9 +96,12 @@ struct Found {
 pub(crate) fn verify(args: &RunsArgs) -> Result<Answer<Runs>, Failure> {
     let mut exit = Exit::Yes;
     let mut all = Vec::new();
-    for path in ledgers(&args.paths)? {
+    let paths = ledgers(&args.paths)?;
+    let working = Working::through(paths.len(), "checking");
+    for path in paths {
         let found = look(&path);
-        say(&found);
+        working.aside(|| say(&found));
+        working.done();
         if let Some(finding) = &found.finding
             && exit != Exit::Integrity
         {
@@ -110,7 +114,15 @@ pub(crate) fn verify(args: &RunsArgs) -> Result<Answer<Runs>, Failure> {
 
 /// Lists ledgers, whole or not.
 pub(crate) fn list(args: &RunsArgs) -> Result<Answer<Runs>, Failure> {
-    let found: Vec<Found> = ledgers(&args.paths)?.iter().map(|path| look(path)).collect();
+    let paths = ledgers(&args.paths)?;
+    let working = Working::through(paths.len(), "reading");
+    let looked = |path: &PathBuf| {
+        let found = look(path);
+        working.done();
+        found
+    };
+    let found: Vec<Found> = paths.iter().map(looked).collect();
+    drop(working);
     let rows: Vec<(String, String)> =
         found.iter().map(|found| (found.path.display().to_string(), found.line())).collect();
     report::table(&rows);

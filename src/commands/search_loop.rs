@@ -233,7 +233,9 @@ fn bar(header: &Header) -> ProgressBar {
         Budget::Trials(trials) => trials,
         Budget::Time(time) => time.as_secs(),
     };
-    let style = ProgressStyle::with_template("  [{bar:30}] {pos}/{len} {elapsed} {msg}");
+    // What is left: of a time it is known, of trials it is guessed from those so far.
+    let style =
+        ProgressStyle::with_template("  [{bar:30}] {pos}/{len} {elapsed}, {eta} left {msg}");
     let bar = if report::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(length) };
     style.map(|style| bar.clone().with_style(style)).unwrap_or(bar)
 }

@@ -15,7 +15,7 @@ import time
 
 from mcp import Client, StdioServerParameters
 
-TOOLS = {"propose", "evaluate", "loop", "status", "runs", "compare", "explain"}
+TOOLS = {"propose", "evaluate", "loop", "status", "runs", "compare", "report", "explain"}
 TOY = {"model": "toy", "device": "cpu"}
 
 
@@ -114,6 +114,9 @@ async def drive(amk, folder):
         assert not difference["same"] and difference["knobs"], difference
         compared = await answer(client, "compare", a="night", b="night")
         assert compared["better"] == "equal", compared
+        page = await answer(client, "report", runs=["night"], out="night.html")
+        text = (folder / "night.html").read_text()
+        assert page["bytes"] == len(text.encode()) and "<svg" in text and "<svg" not in json.dumps(page), page
         # A byte is flipped: the ledger must not hold, and the line is named.
         ledger = folder / "night" / "ledger.jsonl"
         text = ledger.read_bytes()

@@ -11,6 +11,7 @@ use crate::commands::evaluate::gate;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
+use crate::working::Working;
 
 /// A trial, done again.
 #[derive(Serialize)]
@@ -48,7 +49,9 @@ pub(crate) fn run(args: &ReplayArgs) -> Outcome {
             (Some(why), _) => Place::Elsewhere(why),
             (None, None) => Place::Elsewhere("no GPU: none was found, or --device cpu".to_owned()),
         };
+        let working = Working::on(format!("running trial {} again", trial.trial));
         let done = replay(&mut gate, place, trial, found.noise_floor(), seed);
+        drop(working);
         stages.extend(done.map_err(|dropped| lost(&dropped))?);
     }
     let same = stages.iter().all(|stage| stage.result != Repeated::Differs);

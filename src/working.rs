@@ -1,0 +1,55 @@
+//! What a terminal shows while something is under way: what it is and for how long; of what is counted, how much of it and how long the rest will take.
+//! Nothing is shown where standard error is no terminal.
+
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::report;
+
+/// How often the line is drawn.
+const TICK: Duration = Duration::from_millis(250);
+
+/// A line that is taken away at the end.
+pub(crate) struct Working(ProgressBar);
+
+impl Working {
+    /// Something of which nobody knows how long it takes: the time so far is all that can be said.
+    pub(crate) fn on(what: impl Into<String>) -> Self {
+        Self::with(ProgressBar::no_length(), "  {spinner} {msg}, {elapsed}", what)
+    }
+
+    /// So many things that take about the same time each.
+    pub(crate) fn through(count: usize, what: impl Into<String>) -> Self {
+        let bar = ProgressBar::new(count as u64);
+        Self::with(bar, "  [{bar:30}] {pos}/{len} {msg}, {elapsed}, {eta} left", what)
+    }
+
+    fn with(bar: ProgressBar, template: &str, what: impl Into<String>) -> Self {
+        if report::is_quiet() {
+            return Self(ProgressBar::hidden());
+        }
+        if let Ok(style) = ProgressStyle::with_template(template) {
+            bar.set_style(style);
+        }
+        bar.set_message(what.into());
+        bar.enable_steady_tick(TICK);
+        Self(bar)
+    }
+
+    /// Says something without the line in between.
+    pub(crate) fn aside<T>(&self, say: impl FnOnce() -> T) -> T {
+        self.0.suspend(say)
+    }
+
+    /// Another one is done.
+    pub(crate) fn done(&self) {
+        self.0.inc(1);
+    }
+}
+
+impl Drop for Working {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}

@@ -6,6 +6,9 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
+#[path = "serve_tests.rs"]
+mod serve;
+
 /// What one call of `amk` gave.
 struct Ran {
     code: i32,

@@ -14,6 +14,8 @@ mod files;
 mod mcp;
 mod peers;
 mod report;
+mod sampling_args;
+mod serve;
 
 use std::alloc::System;
 use std::panic::AssertUnwindSafe;

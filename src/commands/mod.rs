@@ -11,7 +11,7 @@ pub(crate) mod explain;
 mod export;
 mod generate;
 mod html;
-mod program;
+pub(crate) mod program;
 pub(crate) mod propose;
 pub(crate) mod runs;
 mod sample;
@@ -55,6 +55,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Explain(args) => explain::run(&args),
         Command::Diff(args) => diff::run(&args),
         Command::Report(args) => html::run(&args),
+        Command::Serve(args) => crate::serve::run(&args),
         Command::Mcp => crate::mcp::serve(),
         Command::DeviceChild(args) => crate::device::serve(&args),
         Command::Completions { shell } => {

@@ -1,14 +1,17 @@
 //! Commands and flags, declared once. Those that agents also call as tools are read from JSON too, and describe themselves by a schema
 //! ([`crate::mcp`]): the sentence beside a flag is the sentence in the schema.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use clap::builder::TypedValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use schemars::JsonSchema;
 use search::Budget;
 use serde::Deserialize;
 
 use crate::config_source::ConfigSource;
+use crate::sampling_args::SamplingArgs;
 
 mod landscape;
 
@@ -95,15 +98,25 @@ pub(crate) enum Command {
         #[command(subcommand)]
         command: RunsCommand,
     },
-    /// Continues a prompt, greedily.
+    /// Continues a prompt, greedily or by drawing.
     #[command(
         after_help = "Examples:\n  amk generate --model DIR --prompt \"The sky is\" --max-new-tokens 40\n  \
         amk generate --model DIR --prompt \"What is 2 + 2?\" --chat\n  \
+        amk generate --model DIR --prompt \"Once\" --temperature 0.8 --top-p 0.95 --seed 7\n  \
         amk generate --model toy --tokens 1,2,3 --device eval --logits logits.safetensors\n\n\
         --device cpu runs the lowered program on the reference machine, eval the graph with no schedule, cuda the megakernel.\n\
+        With cuda the device chooses greedily; with any other setting it sends its logits and the host chooses.\n\
         --tokens continues for exactly --max-new-tokens tokens unless --stop is given; --prompt also stops at the model's end tokens."
     )]
     Generate(GenerateArgs),
+    /// Serves a model over HTTP as OpenAI's completions and chat APIs do.
+    #[command(
+        after_help = "Examples:\n  amk serve --model DIR\n  amk serve --model smollm2-135m --device eval --addr 127.0.0.1:9000\n\n\
+        Standard output carries one document, with the address, once requests are taken. Ctrl-C lets requests under way finish, at most\n\
+        10 s; a second one breaks them off. --device eval runs the graph, cpu the lowered program on the reference machine, cuda the\n\
+        megakernel, whose rows of logits come to the host, where tokens are chosen. docs/serve.md has the fields of a request."
+    )]
+    Serve(ServeArgs),
     /// Measures microseconds a token and their accuracy, beside the other engines here. Without a GPU it predicts, and says so.
     #[command(
         after_help = "Examples:\n  amk bench --model llama-3.2-1b --context 128\n  amk bench --model llama-3.2-1b --context 16384 --peers none\n  \
@@ -341,7 +354,7 @@ pub(crate) enum DeviceChoice {
     Cpu,
     /// The GPU; an error without one.
     Cuda,
-    /// The graph with no schedule (`generate` only).
+    /// The graph with no schedule (`generate` and `serve` only).
     Eval,
 }
 
@@ -617,6 +630,8 @@ pub(crate) struct GenerateArgs {
     /// Token ids that end the generation, separated by commas.
     #[arg(long, value_delimiter = ',', value_name = "IDS")]
     pub(crate) stop: Vec<u32>,
+    #[command(flatten)]
+    pub(crate) sampling: SamplingArgs,
     /// Write the logits of every executed position: a safetensors file with `logits`, [positions, vocab] f32.
     #[arg(long, value_name = "FILE")]
     pub(crate) logits: Option<PathBuf>,
@@ -679,6 +694,24 @@ pub(crate) enum PeerChoice {
     /// llama.cpp's llama-bench, with --gguf.
     #[value(name = "llama.cpp")]
     LlamaCpp,
+}
+
+/// Arguments of `serve`.
+#[derive(Debug, Args)]
+pub(crate) struct ServeArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// Where to listen; port 0 takes a free one. Nobody is asked who they are, so anything but loopback is for closed networks.
+    #[arg(long, default_value = "127.0.0.1:8080", value_name = "IP:PORT")]
+    pub(crate) addr: SocketAddr,
+    /// Sequences that decode at the same time, each with its own key/value cache. Default: 8, or 2 with cuda, which has no more.
+    #[arg(long, value_name = "N")]
+    pub(crate) sessions: Option<usize>,
+    /// Requests in the server, those that wait included; others are told to come back (429).
+    #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096).map(usize::from))]
+    pub(crate) queue: usize,
 }
 
 /// Arguments of `trace`.

@@ -8,6 +8,8 @@ use serde_json::Value;
 
 #[path = "cli_tests/schemas.rs"]
 mod schemas;
+#[path = "serve_tests.rs"]
+mod serve;
 
 /// What one call of `amk` gave.
 struct Ran {

@@ -82,7 +82,8 @@ impl Context {
         let wanted = match self.device {
             DeviceChoice::Cpu => return Ok(None),
             DeviceChoice::Eval => {
-                let message = "--device eval is for `generate` only; use auto, cpu or cuda";
+                let message =
+                    "--device eval is for `generate` and `serve` only; use auto, cpu or cuda";
                 return Err(Failure::usage(message));
             }
             DeviceChoice::Auto => false,

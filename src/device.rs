@@ -33,8 +33,8 @@ const LOGITS_ROWS: u32 = 160;
 const CAPABILITY: i32 = 9;
 /// How long a worker may wait inside a step, unless a test says otherwise.
 const DEADLINE: Duration = Duration::from_secs(2);
-/// One for each side of a comparison.
-const SESSIONS: u32 = 2;
+/// One for each side of a comparison; also the sequences that a server can keep.
+pub(crate) const SESSIONS: u32 = 2;
 /// Sweeps of the bandwidth measurement.
 const BANDWIDTH_RUNS: usize = 9;
 /// Untimed positions after a switch of program, before a timed block: the ring of the new program has to fill.
@@ -321,6 +321,42 @@ impl Gpu<'_> {
             }
         }
         Ok((tokens, logits))
+    }
+
+    /// Runs tokens at the next positions of a session. With `read`, gives the logits after the last of them.
+    pub(crate) fn feed(
+        &mut self,
+        handle: Handle,
+        session: u32,
+        position: u32,
+        tokens: &[u32],
+        read: bool,
+    ) -> Result<Vec<f32>, DeviceError> {
+        self.sequences = [const { None }; SESSIONS as usize];
+        let row = self.fed(handle, session, position, tokens, read);
+        self.recover(row)
+    }
+
+    fn fed(
+        &mut self,
+        handle: Handle,
+        session: u32,
+        position: u32,
+        tokens: &[u32],
+        read: bool,
+    ) -> Result<Vec<f32>, DeviceError> {
+        let running = self.activate(handle, false)?;
+        let (head, last) = tokens.split_at(tokens.len().saturating_sub(usize::from(read)));
+        if !head.is_empty() {
+            running.decode(session, position, head, 1, &[], false).map_err(device_error)?;
+        }
+        if last.is_empty() {
+            return Ok(Vec::new());
+        }
+        let position = position + head.len() as u32;
+        running.decode(session, position, last, 1, &[], true).map_err(device_error)?;
+        let rows = running.logits(1).map_err(device_error)?;
+        Ok(rows.into_iter().next().unwrap_or_default())
     }
 
     fn run_tokens(

@@ -14,6 +14,8 @@ mod files;
 mod mcp;
 mod peers;
 mod report;
+mod sampling_args;
+mod serve;
 mod working;
 
 use std::alloc::System;

@@ -13,6 +13,7 @@ mod op;
 mod ring;
 mod status;
 mod task;
+mod transition;
 
 pub use header::{abi_hash, c_header};
 pub use layout::{Field, StructLayout, WireType, probe_values, structs};
@@ -21,8 +22,9 @@ pub use op::{
     AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, NopParams, OpInfo,
     OpVisitor, Opcode, Prologue, SampleParams, visit,
 };
-pub use ring::{Command, Completion, EntryState, RingIndices, Submission, Transition, transition};
+pub use ring::{Command, Completion, EntryState, RingIndices, Submission};
 pub use status::{Status, Trap};
 pub use task::{
     Done, Launch, Load, ProgramHeader, Queue, SlotDesc, SlotKind, StepState, Task, TaskRecord,
 };
+pub use transition::{CHANGES, Change, Side, Transition, transition};

@@ -117,38 +117,3 @@ wire_enum! {
         Fault = 7 "fault",
     }
 }
-
-/// A change of state that was asked for and is not legal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Transition {
-    /// The state before.
-    pub from: EntryState,
-    /// The state asked for.
-    pub to: EntryState,
-}
-
-impl std::fmt::Display for Transition {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "a ring entry cannot go from {} to {}", self.from.name(), self.to.name())
-    }
-}
-
-impl std::error::Error for Transition {}
-
-/// The legal transitions, and the only place that knows them.
-///
-/// # Errors
-/// If an entry in `from` may not become `to`.
-pub const fn transition(from: EntryState, to: EntryState) -> Result<EntryState, Transition> {
-    use EntryState::{Claimed, Done, Empty, Fault, Published, Requeue, WaitIo, Yield};
-    let legal = match from {
-        Empty => matches!(to, Published),
-        Published => matches!(to, Claimed | Fault | Empty),
-        Claimed => matches!(to, Done | Fault | WaitIo | Yield),
-        WaitIo => matches!(to, Claimed | Fault | Empty),
-        Yield => matches!(to, Requeue | Fault | Empty),
-        Requeue => matches!(to, Claimed | Fault | Empty),
-        Done | Fault => matches!(to, Empty),
-    };
-    if legal { Ok(to) } else { Err(Transition { from, to }) }
-}

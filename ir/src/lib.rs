@@ -8,6 +8,7 @@ pub mod graph;
 mod id;
 mod nearest;
 pub mod program;
+pub mod sampling;
 pub mod schedule;
 pub mod target;
 pub mod text;

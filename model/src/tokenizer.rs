@@ -87,14 +87,8 @@ impl Tokenizer {
 
     /// Decodes ids as they come.
     #[must_use]
-    pub fn stream(&self, skip_special: bool) -> TextStream<'_> {
-        TextStream {
-            tokenizer: self,
-            skip_special,
-            ids: Vec::new(),
-            prefix: String::new(),
-            prefix_index: 0,
-        }
+    pub fn stream(&self, skip_special: bool) -> TextStream<&Self> {
+        TextStream::new(self, skip_special)
     }
 
     /// Whether the folder has a chat template.
@@ -116,32 +110,73 @@ impl Tokenizer {
     }
 }
 
-/// Text from ids that come one at a time.
+/// Text from ids that come one at a time. What is given out is never taken back: the end of the text stays here while a later id may
+/// change it, because a character's bytes can be spread over several ids.
+///
+/// Ids are decoded together with those before them, since a decoder may treat the first one differently; those before are kept up to the
+/// last place where the text was whole.
 #[derive(Debug)]
-pub struct TextStream<'a> {
-    tokenizer: &'a Tokenizer,
+pub struct TextStream<T> {
+    tokenizer: T,
     skip_special: bool,
+    /// The ids of the last whole piece, then those that came after it.
     ids: Vec<u32>,
-    prefix: String,
-    prefix_index: usize,
+    /// How many of them are of that piece.
+    whole: usize,
+    /// Bytes of what the ids after it decode to that were given out.
+    given: usize,
 }
 
-impl TextStream<'_> {
-    /// The text that this id completes; `None` while a character is still incomplete.
+/// Ids after which an end that is not whole is given out as it is: no character has as many bytes.
+const PENDING_MAX: usize = 64;
+/// Replacement characters that a character's first bytes decode to, at most: all of its bytes but one.
+const UNSETTLED_MAX: usize = 3;
+
+impl<T: std::ops::Deref<Target = Tokenizer>> TextStream<T> {
+    /// A stream at the begin of a text.
+    pub fn new(tokenizer: T, skip_special: bool) -> Self {
+        Self { tokenizer, skip_special, ids: Vec::new(), whole: 0, given: 0 }
+    }
+
+    /// The text that this id completes; `None` while there is nothing that later ids cannot change.
     ///
     /// # Errors
     /// When the tokenizer's decoder fails.
     pub fn push(&mut self, id: u32) -> Result<Option<String>, ModelError> {
-        caught(|| {
-            tokenizers::step_decode_stream(
-                &self.tokenizer.inner,
-                vec![id],
-                self.skip_special,
-                &mut self.ids,
-                &mut self.prefix,
-                &mut self.prefix_index,
-            )
-        })
+        self.ids.push(id);
+        let text = self.pending()?;
+        let unsettled = text.chars().rev().take(UNSETTLED_MAX);
+        let unsettled = unsettled.take_while(|c| *c == char::REPLACEMENT_CHARACTER).count();
+        let settled = text.len() - unsettled * char::REPLACEMENT_CHARACTER.len_utf8();
+        let last = unsettled == 0 || self.ids.len() - self.whole >= PENDING_MAX;
+        let end = if last { text.len() } else { settled };
+        let given = self.given.min(end);
+        // A decoder may change its mind about bytes that were given out; they stay.
+        let new = text.get(given..end).unwrap_or_default().to_owned();
+        self.given = given + new.len();
+        if last && !text.is_empty() {
+            self.ids.drain(..self.whole);
+            (self.whole, self.given) = (self.ids.len(), 0);
+        }
+        Ok(Some(new).filter(|new| !new.is_empty()))
+    }
+
+    /// What is left at the end of the text: bytes that never became a character, as replacement characters.
+    ///
+    /// # Errors
+    /// When the tokenizer's decoder fails.
+    pub fn finish(self) -> Result<String, ModelError> {
+        Ok(self.pending()?.get(self.given..).unwrap_or_default().to_owned())
+    }
+
+    /// What the ids after the last whole piece decode to behind it.
+    fn pending(&self) -> Result<String, ModelError> {
+        let before = self.tokenizer.decode(&self.ids[..self.whole], self.skip_special)?;
+        let text = self.tokenizer.decode(&self.ids, self.skip_special)?;
+        match text.strip_prefix(before.as_str()) {
+            Some(rest) => Ok(rest.to_owned()),
+            None => self.tokenizer.decode(&self.ids[self.whole..], self.skip_special),
+        }
     }
 }
 

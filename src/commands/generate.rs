@@ -1,17 +1,18 @@
-//! `amk generate`: continues a prompt, greedily, on the reference machine, the graph or the GPU.
+//! `amk generate`: continues a prompt, on the reference machine, the graph or the GPU.
 
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
 use ir::schedule::ScheduleConfig;
 use model::{Chat, Message, Tokenizer};
+use reference_vm::Order;
 use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::{Machine, Run};
-use reference_vm::{Order, argmax};
 use remote::Served;
 use safetensors::tensor::{Dtype, TensorView};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::cli::{DeviceChoice, GenerateArgs};
 use crate::context::Context;
@@ -26,6 +27,20 @@ type Feed<'a> = dyn FnMut(&[u32]) -> Result<Vec<Vec<f32>>, Failure> + 'a;
 struct Generated {
     tokens: Vec<u32>,
     logits: Vec<Vec<f32>>,
+    /// Of each token, if asked for.
+    logprobs: Vec<Logprobs>,
+    /// Where tokens were chosen: on the host or on the device.
+    chosen_on: &'static str,
+}
+
+/// What is asked for beside a prompt.
+struct Wish {
+    sampling: Sampling,
+    limit: usize,
+    stop: Vec<u32>,
+    /// Keep the logits of every position.
+    keep: bool,
+    logprobs: Option<usize>,
 }
 
 pub(crate) fn run(args: &GenerateArgs) -> Outcome {
@@ -33,8 +48,15 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     let tokenizer = context.model.tokenizer()?;
     let prompt = prompt(args, &context, tokenizer.as_ref())?;
     check(args, &context, &prompt)?;
+    let wish = Wish {
+        sampling: args.sampling.sampling(context.graph().vocab)?,
+        limit: args.max_new_tokens,
+        stop: stop_tokens(args, &context),
+        keep: args.logits.is_some(),
+        logprobs: args.sampling.logprobs,
+    };
     let working = Working::on(format!("generating with {}", context.graph().name));
-    let generated = execute(args, &context, &prompt)?;
+    let generated = execute(args, &context, &prompt, &wish)?;
     drop(working);
     if let Some(path) = &args.logits {
         write_logits(path, &generated.logits, context.graph().vocab as usize)?;
@@ -44,14 +66,27 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     if let Some(text) = &text {
         report::say(text);
     }
-    report::document(&json!({
+    let mut document = json!({
         "schema": "amk.generate.v1",
         "tokens": generated.tokens,
         "text": text,
         "prompt_tokens": prompt,
         "model": context.graph().name,
-    }))?;
+        "sampling": generated.chosen_on,
+    });
+    if args.sampling.logprobs.is_some() {
+        document["logprobs"] =
+            generated.tokens.iter().zip(&generated.logprobs).map(scored).collect();
+    }
+    report::document(&document)?;
     Ok(Exit::Yes)
+}
+
+/// A token with its log probability and the likeliest in its place. JSON has no infinity, which becomes null.
+fn scored((token, logprobs): (&u32, &Logprobs)) -> Value {
+    let top = logprobs.top.iter();
+    let top = top.map(|(token, logprob)| json!({"token": token, "logprob": logprob}));
+    json!({"token": token, "logprob": logprobs.chosen, "top": top.collect::<Vec<Value>>()})
 }
 
 fn prompt(
@@ -104,22 +139,25 @@ fn check(args: &GenerateArgs, context: &Context, prompt: &[u32]) -> Result<(), F
     Ok(())
 }
 
-fn execute(args: &GenerateArgs, context: &Context, prompt: &[u32]) -> Result<Generated, Failure> {
-    let stop = stop_tokens(args, context);
-    let keep = args.logits.is_some();
-    let limit = args.max_new_tokens;
+fn execute(
+    args: &GenerateArgs,
+    context: &Context,
+    prompt: &[u32],
+    wish: &Wish,
+) -> Result<Generated, Failure> {
     let (graph, weights) = (context.graph(), &*context.model.weights);
     match args.model.place.device {
         DeviceChoice::Eval => {
             let mut evaluator = Evaluator::new(graph, weights)
                 .map_err(|e| Failure::usage(format!("{} cannot be evaluated: {e}", graph.name)))?;
             let mut feed = |tokens: &[u32]| {
-                let rows = evaluator.run(tokens, if keep { Logits::All } else { Logits::Last });
+                let rows =
+                    evaluator.run(tokens, if wish.keep { Logits::All } else { Logits::Last });
                 rows.map_err(|e| Failure::usage(e.to_string()))
             };
-            greedy(&mut feed, prompt, limit, &stop, keep)
+            on_host(&mut feed, prompt, wish)
         }
-        DeviceChoice::Cuda => on_device(args, context, prompt, &stop),
+        DeviceChoice::Cuda => on_device(args, context, prompt, wish),
         DeviceChoice::Auto | DeviceChoice::Cpu => {
             let config = config(args, context, prompt)?;
             let program = super::program::lowered(context, &config)?;
@@ -132,7 +170,7 @@ fn execute(args: &GenerateArgs, context: &Context, prompt: &[u32]) -> Result<Gen
                 }
                 Err(error) => Err(Failure::usage(error.to_string())),
             };
-            greedy(&mut feed, prompt, limit, &stop, keep)
+            on_host(&mut feed, prompt, wish)
         }
     }
 }
@@ -147,17 +185,18 @@ fn config(
     context.best_config(args.config.config.as_ref(), tokens)
 }
 
-/// The megakernel decodes, choosing and feeding back its own tokens.
+/// The megakernel decodes. What is plainly greedy it chooses and feeds back itself; for anything else the host gets its logits.
 fn on_device(
     args: &GenerateArgs,
     context: &Context,
     prompt: &[u32],
-    stop: &[u32],
+    wish: &Wish,
 ) -> Result<Generated, Failure> {
-    if stop.len() > abi::STOP_TOKENS_MAX {
+    let chosen_there = wish.sampling.is_plain_greedy() && wish.logprobs.is_none();
+    if chosen_there && wish.stop.len() > abi::STOP_TOKENS_MAX {
         return Err(Failure::usage(format!(
             "{} stop tokens; the device takes at most {}",
-            stop.len(),
+            wish.stop.len(),
             abi::STOP_TOKENS_MAX
         )));
     }
@@ -168,10 +207,23 @@ fn on_device(
     };
     let failed = |error: search::DeviceError| Failure::refused(error.to_string());
     let handle = device.prepare(&program, &config.kernel).map_err(failed)?;
-    let limit = u32::try_from(args.max_new_tokens).unwrap_or(u32::MAX);
-    let keep = args.logits.is_some();
-    let (tokens, logits) = device.generate(handle, prompt, limit, stop, keep).map_err(failed)?;
-    Ok(Generated { tokens, logits })
+    if chosen_there {
+        let limit = u32::try_from(wish.limit).unwrap_or(u32::MAX);
+        let (tokens, logits) =
+            device.generate(handle, prompt, limit, &wish.stop, wish.keep).map_err(failed)?;
+        return Ok(Generated { tokens, logits, logprobs: Vec::new(), chosen_on: "device" });
+    }
+    let mut position = 0;
+    let mut feed = |tokens: &[u32]| {
+        let mut rows = Vec::new();
+        // One row a piece: all of them if they are kept.
+        for piece in tokens.chunks(if wish.keep { 1 } else { tokens.len().max(1) }) {
+            rows.push(device.feed(handle, 0, position, piece, true).map_err(failed)?);
+            position += piece.len() as u32;
+        }
+        Ok(rows)
+    };
+    on_host(&mut feed, prompt, wish)
 }
 
 /// Text stops where the model says; raw tokens only where the caller says.
@@ -183,24 +235,35 @@ fn stop_tokens(args: &GenerateArgs, context: &Context) -> Vec<u32> {
     stop
 }
 
-fn greedy(
-    feed: &mut Feed<'_>,
-    prompt: &[u32],
-    limit: usize,
-    stop: &[u32],
-    keep: bool,
-) -> Result<Generated, Failure> {
-    let mut generated = Generated { tokens: Vec::new(), logits: Vec::new() };
+/// Chooses on the host from rows that a machine computes.
+fn on_host(feed: &mut Feed<'_>, prompt: &[u32], wish: &Wish) -> Result<Generated, Failure> {
+    let (tokens, logits) = (Vec::new(), Vec::new());
+    let mut generated = Generated { tokens, logits, logprobs: Vec::new(), chosen_on: "host" };
     let mut fed = prompt.to_vec();
+    let mut seen = Seen::default();
+    let mut position = 0;
     loop {
         let rows = feed(&fed)?;
-        let next = rows.last().map(|row| argmax(row));
-        if keep {
+        position += fed.len() as u32;
+        seen.extend(fed.iter().copied());
+        let row = rows.last().filter(|_| generated.tokens.len() < wish.limit);
+        let next = row.map(|row| {
+            let next = wish.sampling.choose(row, &seen, position);
+            generated
+                .logprobs
+                .extend(next.zip(wish.logprobs).map(|(token, top)| logprobs(row, token, top)));
+            next.ok_or_else(|| {
+                let what = "every token is banned by --logit-bias or not a number";
+                Failure::refused(format!("no token for position {position}: {what}"))
+            })
+        });
+        let next = next.transpose()?;
+        if wish.keep {
             generated.logits.extend(rows);
         }
-        let Some(next) = next.filter(|_| generated.tokens.len() < limit) else { break };
+        let Some(next) = next else { break };
         generated.tokens.push(next);
-        if generated.tokens.len() == limit || stop.contains(&next) {
+        if generated.tokens.len() == wish.limit || wish.stop.contains(&next) {
             break;
         }
         fed = vec![next];

@@ -12,7 +12,7 @@ mod export;
 mod generate;
 pub(crate) mod html;
 mod landscape;
-mod program;
+pub(crate) mod program;
 pub(crate) mod propose;
 pub(crate) mod rerun;
 pub(crate) mod runs;
@@ -62,6 +62,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Explain(args) => explain::run(&args),
         Command::Diff(args) => diff::run(&args),
         Command::Report(args) => html::run(&args),
+        Command::Serve(args) => crate::serve::run(&args),
         Command::Mcp => crate::mcp::serve(),
         Command::DeviceChild(args) => crate::device::serve(&args),
         Command::Man { out } => man(out.as_deref()),

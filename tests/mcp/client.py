@@ -1,7 +1,7 @@
 """A night's search in small, driven by the public Python client of the Model Context Protocol. No GPU.
 
-    python3 -m venv target/mcp && target/mcp/bin/pip install -r tests/mcp/requirements.txt
-    target/mcp/bin/python tests/mcp/client.py target/release/amk
+    python3 -m venv target/clients && target/clients/bin/pip install -r tests/mcp/requirements.txt
+    target/clients/bin/python tests/mcp/client.py target/release/amk
 
 The client checks every structured answer against the tool's output schema and raises when it does not fit.
 """

@@ -1,4 +1,4 @@
-//! Pages that are generated from the tables: `docs/opcodes.md`, `docs/invariants.md` and the knob table in `HARNESS.md`. `BLESS=1`
+//! Pages that are generated from the tables: `docs/opcodes.md`, `docs/invariants.md`, the knob table in `HARNESS.md` and more. `BLESS=1`
 //! rewrites them.
 
 use std::fmt::Write as _;
@@ -158,6 +158,22 @@ fn docs_of_the_store_are_fresh() {
     let (_, after) = rest.split_once(end).expect("docs/store.md has an end of the tables");
     let tables = corpus::store::schema::markdown();
     fresh("docs/store.md", &format!("{before}{begin}{tables}{end}{after}"));
+}
+
+/// The life of a ring entry in `docs/protocol.md`, between its marks.
+#[test]
+fn docs_of_transitions_are_fresh() {
+    let (begin, end) = ("<!-- transitions:begin -->\n", "<!-- transitions:end -->");
+    let page = std::fs::read_to_string(root().join("docs/protocol.md")).unwrap_or_default();
+    let (before, rest) =
+        page.split_once(begin).expect("docs/protocol.md has a place for the table");
+    let (_, after) = rest.split_once(end).expect("docs/protocol.md has an end of the table");
+    let mut table = String::from("| from | to | by | when |\n|---|---|---|---|\n");
+    for change in abi::CHANGES {
+        let (from, to) = (change.from.name(), change.to.name());
+        let _ = writeln!(table, "| {from} | {to} | {} | {} |", change.by.name(), change.when);
+    }
+    fresh("docs/protocol.md", &format!("{before}{begin}{table}{end}{after}"));
 }
 
 /// The table of attacks in `docs/trust.md`, between its marks.

@@ -18,6 +18,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("corpus", &["abi", "ir"]),
     ("search", &["abi", "corpus", "ir", "lower", "model", "reference-vm"]),
     ("remote", &["abi", "ir", "search"]),
+    ("sessions", &["abi"]),
     (
         "amk",
         &[
@@ -29,6 +30,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "reference-vm",
             "remote",
             "search",
+            "sessions",
             "vm-device",
             "vm-host",
         ],

@@ -122,7 +122,7 @@ pub(super) fn ring(input: &[u8]) {
     for pair in bytes(64).as_chunks::<8>().0 {
         if let (Some(from), Some(to)) = (state(u32::from(pair[0])), state(u32::from(pair[4]))) {
             match abi::transition(from, to) {
-                Ok(now) => assert_eq!(now, to),
+                Ok(change) => assert_eq!((change.from, change.to), (from, to)),
                 Err(refused) => assert_eq!((refused.from, refused.to), (from, to)),
             }
         }

@@ -1,0 +1,415 @@
+//! Who runs next.
+//!
+//! A command that becomes ready is stamped with the turn at which its patience ends: now plus the patience of its priority. The earliest
+//! stamp runs next, the first to become ready of equals. A session that has run is stamped anew, later than all whose patience has
+//! ended, so these run one after the other and each before anybody twice: that is the whole proof that nothing starves.
+
+use abi::EntryState::{self, Claimed, Done, Empty, Fault, Published, Requeue, WaitIo, Yield};
+use abi::{Side, Transition};
+
+use crate::ring::{Refused, Ring};
+
+/// How soon a session wants its turns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Priority {
+    /// After others, unless it has waited long.
+    Low,
+    /// As most.
+    Normal,
+    /// Before others, unless they have waited long.
+    High,
+}
+
+impl Priority {
+    /// All of them, lowest first.
+    pub const ALL: [Self; 3] = [Self::Low, Self::Normal, Self::High];
+
+    /// Turns that pass before a ready command of this priority goes before all that become ready later.
+    #[must_use]
+    pub const fn patience(self) -> u64 {
+        match self {
+            Self::Low => 256,
+            Self::Normal => 32,
+            Self::High => 0,
+        }
+    }
+}
+
+/// A session. Never that of a later session in the same place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SessionId {
+    place: u32,
+    serial: u64,
+}
+
+impl SessionId {
+    /// Its place among the sessions that can be open at once: also its entry, and its caches on a device.
+    #[must_use]
+    pub fn place(self) -> usize {
+        self.place as usize
+    }
+}
+
+/// A session's turn on the machine. Whoever took it gives it back.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "the session's command stays claimed until the turn is given back"]
+pub struct Turn {
+    session: SessionId,
+    tokens: u64,
+}
+
+impl Turn {
+    /// Whose turn it is.
+    #[must_use]
+    pub fn session(&self) -> SessionId {
+        self.session
+    }
+
+    /// Tokens that may be run in it.
+    #[must_use]
+    pub fn tokens(&self) -> u64 {
+        self.tokens
+    }
+}
+
+/// How a turn ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The command is finished.
+    Done,
+    /// There is more to do.
+    Yield,
+    /// Nothing can be done before [`Scheduler::landed`].
+    WaitIo,
+    /// The session is broken.
+    Fault,
+}
+
+/// Why a session is in `fault`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Why {
+    /// Its turn ended so.
+    Trapped,
+    /// It asked for what is not there.
+    Refused,
+    /// It ran more tokens than its turn allowed.
+    Overran,
+    /// Its command wants to go on and its quota is spent.
+    Quota,
+    /// What it waited for will not come.
+    Io,
+}
+
+/// What came of a turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Report {
+    /// The command is in line again.
+    Ready,
+    /// It waits for its weights.
+    Waiting,
+    /// It is finished; [`Scheduler::retire`] makes room for the next one.
+    Finished,
+    /// It was cancelled while it ran, and is gone.
+    Cancelled,
+    /// It failed; the session can be closed.
+    Failed(Why),
+}
+
+/// When a cancellation takes effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cancelled {
+    /// The command is gone.
+    Now,
+    /// It runs; it is gone when its turn is given back.
+    AtTurnEnd,
+}
+
+/// What was asked for and not done. Nothing has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Rejected {
+    /// Every place is taken.
+    #[error("{0} sessions are open already, and there are no more places")]
+    Full(usize),
+    /// The session was closed.
+    #[error("the session was closed")]
+    Closed,
+    /// Its command is running.
+    #[error("the session's command is running; cancel it and give its turn back first")]
+    Running,
+    /// The state says no.
+    #[error(transparent)]
+    State(#[from] Refused),
+}
+
+/// A session's terms and where it stands.
+#[derive(Clone, Debug)]
+struct Session {
+    serial: u64,
+    priority: Priority,
+    quota: u64,
+    /// The stamp of a ready command: the turn at which its patience ends, and its number among all that ever became ready.
+    stamp: Option<(u64, u64)>,
+    cancelled: bool,
+    why: Option<Why>,
+}
+
+/// Sessions in their places, and the states of their commands.
+#[derive(Clone, Debug)]
+pub struct Scheduler {
+    ring: Ring,
+    places: Vec<Option<Session>>,
+    turns: u64,
+    readied: u64,
+    opened: u64,
+}
+
+impl Scheduler {
+    /// So many places, at most the entries of a ring.
+    #[must_use]
+    pub fn new(capacity: usize) -> Self {
+        let ring = Ring::new(capacity);
+        let places = vec![None; ring.len()];
+        Self { ring, places, turns: 0, readied: 0, opened: 0 }
+    }
+
+    /// The most turns of others between the moment a command becomes ready and its turn.
+    #[must_use]
+    pub fn longest_wait(&self, priority: Priority) -> u64 {
+        priority.patience() + (self.places.len() as u64).saturating_sub(1)
+    }
+
+    /// Turns given so far.
+    #[must_use]
+    pub fn turns(&self) -> u64 {
+        self.turns
+    }
+
+    /// The states of all commands.
+    #[must_use]
+    pub fn ring(&self) -> &Ring {
+        &self.ring
+    }
+
+    /// Opens a session that may run `quota` tokens in its life.
+    ///
+    /// # Errors
+    /// If every place is taken.
+    pub fn open(&mut self, priority: Priority, quota: u64) -> Result<SessionId, Rejected> {
+        let free = self.places.iter().position(Option::is_none);
+        let place = free.ok_or(Rejected::Full(self.places.len()))?;
+        self.opened += 1;
+        let serial = self.opened;
+        self.places[place] =
+            Some(Session { serial, priority, quota, stamp: None, cancelled: false, why: None });
+        Ok(SessionId { place: place as u32, serial })
+    }
+
+    /// Puts a command of the session in line.
+    ///
+    /// # Errors
+    /// If the session has one already, or was closed.
+    pub fn submit(&mut self, session: SessionId) -> Result<(), Rejected> {
+        self.find(session)?;
+        self.ring.change(Side::Host, session.place(), Published)?;
+        self.ready(session)
+    }
+
+    /// The next turn, of at most `slice` tokens; none if no command is ready.
+    pub fn next(&mut self, slice: u64) -> Option<Turn> {
+        let stamps = self.places.iter().enumerate();
+        let ready = stamps.filter_map(|(place, held)| Some((held.as_ref()?.stamp?, place)));
+        let (_, place) = ready.min()?;
+        let held = self.places[place].as_mut()?;
+        let session = SessionId { place: place as u32, serial: held.serial };
+        held.stamp = None;
+        let tokens = held.quota.min(slice);
+        let claimed = self.ring.change(Side::Device, place, Claimed);
+        debug_assert_eq!(claimed, Ok(()), "a stamp is on ready commands only");
+        self.turns += 1;
+        Some(Turn { session, tokens })
+    }
+
+    /// Ends a turn in which `used` tokens were run.
+    ///
+    /// # Errors
+    /// If the turn is not one of this scheduler.
+    pub fn give_back(
+        &mut self,
+        turn: Turn,
+        used: u64,
+        outcome: Outcome,
+    ) -> Result<Report, Rejected> {
+        let (session, place) = (turn.session, turn.session.place());
+        let held = self.find(session)?;
+        let over = used > turn.tokens;
+        held.quota = held.quota.saturating_sub(used);
+        let (cancelled, quota) = (held.cancelled, held.quota);
+        let outcome = if over { Outcome::Fault } else { outcome };
+        match outcome {
+            Outcome::Done => {
+                self.ring.change(Side::Device, place, Done)?;
+                Ok(Report::Finished)
+            }
+            Outcome::Fault => {
+                self.ring.change(Side::Device, place, Fault)?;
+                self.failed(session, if over { Why::Overran } else { Why::Trapped })
+            }
+            Outcome::WaitIo | Outcome::Yield if cancelled => {
+                let gives_way = if outcome == Outcome::Yield { Yield } else { WaitIo };
+                self.ring.change(Side::Device, place, gives_way)?;
+                self.ring.change(Side::Host, place, Empty)?;
+                self.find(session)?.cancelled = false;
+                Ok(Report::Cancelled)
+            }
+            Outcome::WaitIo => {
+                self.ring.change(Side::Device, place, WaitIo)?;
+                Ok(Report::Waiting)
+            }
+            Outcome::Yield => {
+                self.ring.change(Side::Device, place, Yield)?;
+                if quota == 0 {
+                    self.ring.change(Side::Host, place, Fault)?;
+                    return self.failed(session, Why::Quota);
+                }
+                self.ring.change(Side::Host, place, Requeue)?;
+                self.ready(session)?;
+                Ok(Report::Ready)
+            }
+        }
+    }
+
+    /// What a command waited for is there: it is in line again.
+    ///
+    /// # Errors
+    /// If it does not wait.
+    pub fn landed(&mut self, session: SessionId) -> Result<(), Rejected> {
+        self.expect(session, WaitIo, Claimed)?;
+        match self.find(session)?.stamp {
+            Some(_) => Ok(()), // told before
+            None => self.ready(session),
+        }
+    }
+
+    /// What a command waits for will not come: it fails.
+    ///
+    /// # Errors
+    /// If it does not wait.
+    pub fn lost(&mut self, session: SessionId) -> Result<(), Rejected> {
+        self.expect(session, WaitIo, Fault)?;
+        self.ring.change(Side::Host, session.place(), Fault)?;
+        self.failed(session, Why::Io)?;
+        Ok(())
+    }
+
+    /// A command in line asks for what is not there: it fails without a turn.
+    ///
+    /// # Errors
+    /// If it is not in line.
+    pub fn refuse(&mut self, session: SessionId) -> Result<(), Rejected> {
+        self.find(session)?;
+        if self.ring.state(session.place()) == Claimed {
+            return Err(Rejected::Running);
+        }
+        self.ring.change(Side::Device, session.place(), Fault)?;
+        self.failed(session, Why::Refused)?;
+        Ok(())
+    }
+
+    /// Takes a session's command back.
+    ///
+    /// # Errors
+    /// If there is none, or it has ended.
+    pub fn cancel(&mut self, session: SessionId) -> Result<Cancelled, Rejected> {
+        self.find(session)?;
+        let (entry, from) = (session.place(), self.ring.state(session.place()));
+        match from {
+            Claimed => {
+                self.find(session)?.cancelled = true;
+                Ok(Cancelled::AtTurnEnd)
+            }
+            Published | WaitIo | Yield | Requeue => {
+                self.ring.change(Side::Host, entry, Empty)?;
+                self.find(session)?.stamp = None;
+                Ok(Cancelled::Now)
+            }
+            Empty | Done | Fault => {
+                let transition = Transition { from, to: Empty };
+                Err(Refused::Illegal { entry, transition }.into())
+            }
+        }
+    }
+
+    /// Takes the answer or the report of an ended command: the session may submit the next one.
+    ///
+    /// # Errors
+    /// If no command has ended.
+    pub fn retire(&mut self, session: SessionId) -> Result<(), Rejected> {
+        self.find(session)?;
+        let (entry, from) = (session.place(), self.ring.state(session.place()));
+        if !matches!(from, Done | Fault) {
+            let transition = Transition { from, to: Empty };
+            return Err(Refused::Illegal { entry, transition }.into());
+        }
+        self.ring.change(Side::Host, entry, Empty)?;
+        let held = self.find(session)?;
+        (held.why, held.cancelled) = (None, false);
+        Ok(())
+    }
+
+    /// Closes a session, its command cancelled or retired.
+    ///
+    /// # Errors
+    /// If its command is running.
+    pub fn close(&mut self, session: SessionId) -> Result<(), Rejected> {
+        self.find(session)?;
+        match self.ring.state(session.place()) {
+            Empty => {}
+            Claimed => return Err(Rejected::Running),
+            Published | Done | WaitIo | Yield | Requeue | Fault => {
+                self.ring.change(Side::Host, session.place(), Empty)?;
+            }
+        }
+        self.places[session.place()] = None;
+        Ok(())
+    }
+
+    /// Why a session's command failed, if it did.
+    #[must_use]
+    pub fn why(&self, session: SessionId) -> Option<Why> {
+        let held = self.places.get(session.place())?.as_ref()?;
+        held.why.filter(|_| held.serial == session.serial)
+    }
+
+    fn find(&mut self, session: SessionId) -> Result<&mut Session, Rejected> {
+        let held = self.places.get_mut(session.place()).and_then(Option::as_mut);
+        held.filter(|held| held.serial == session.serial).ok_or(Rejected::Closed)
+    }
+
+    /// Refuses if a command's state is another than the one that `to` is reached from.
+    fn expect(
+        &mut self,
+        session: SessionId,
+        state: EntryState,
+        to: EntryState,
+    ) -> Result<(), Rejected> {
+        self.find(session)?;
+        let (entry, from) = (session.place(), self.ring.state(session.place()));
+        let transition = Transition { from, to };
+        if from == state { Ok(()) } else { Err(Refused::Illegal { entry, transition }.into()) }
+    }
+
+    /// Puts a command in line, behind those whose patience ends sooner.
+    fn ready(&mut self, session: SessionId) -> Result<(), Rejected> {
+        let (now, number) = (self.turns, self.readied);
+        self.readied += 1;
+        let held = self.find(session)?;
+        held.stamp = Some((now + held.priority.patience(), number));
+        Ok(())
+    }
+
+    fn failed(&mut self, session: SessionId, why: Why) -> Result<Report, Rejected> {
+        let held = self.find(session)?;
+        (held.stamp, held.why) = (None, Some(why));
+        Ok(Report::Failed(why))
+    }
+}

@@ -1,0 +1,288 @@
+//! The decode thread: it owns the engine, and requests take turns on it.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, TryRecvError};
+
+use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
+use sessions::{Outcome, Priority, Report, Scheduler, SessionId, Turn};
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::engine::{Broken, Engine};
+
+/// Prompt tokens of a turn: a long prompt gives way between them.
+const PROMPT_SLICE: u64 = 16;
+
+/// What a request wants of the model.
+#[derive(Debug)]
+pub(super) struct Work {
+    pub(super) prompt: Vec<u32>,
+    /// Tokens to generate at most; one at least.
+    pub(super) limit: u32,
+    pub(super) sampling: Sampling,
+    /// Ids that end the text.
+    pub(super) stop: Vec<u32>,
+    /// How many likeliest tokens to report beside the chosen one's probability.
+    pub(super) logprobs: Option<usize>,
+    pub(super) priority: Priority,
+}
+
+/// A request on its way to the decode thread. Its place in the queue is free again when it is dropped.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) work: Work,
+    /// Closed when the client has gone.
+    pub(super) to: UnboundedSender<Event>,
+    pub(super) admitted: Admitted,
+}
+
+/// What a request hears.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Event {
+    /// A token was chosen.
+    Token { id: u32, logprobs: Option<Logprobs> },
+    /// The text has ended; nothing follows.
+    End(Finish),
+}
+
+/// Why a text ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Finish {
+    /// With a stop token, which was the last one sent.
+    Stop,
+    /// As long as was asked for.
+    Length,
+    /// The machine failed at it.
+    Failed(String),
+    /// The server is going down.
+    Leaving,
+}
+
+/// Requests that are in the server, against its limit.
+#[derive(Clone, Debug)]
+pub(super) struct Admission {
+    inside: Arc<AtomicUsize>,
+    limit: usize,
+}
+
+/// A place in the queue.
+#[derive(Debug)]
+pub(super) struct Admitted(Arc<AtomicUsize>);
+
+impl Admission {
+    pub(super) fn new(limit: usize) -> Self {
+        Self { inside: Arc::default(), limit }
+    }
+
+    /// A place, if one is free.
+    pub(super) fn enter(&self) -> Option<Admitted> {
+        let more = |inside| (inside < self.limit).then_some(inside + 1);
+        let entered = self.inside.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        entered.ok().map(|_| Admitted(self.inside.clone()))
+    }
+
+    /// Requests inside.
+    pub(super) fn inside(&self) -> usize {
+        self.inside.load(Ordering::Relaxed)
+    }
+
+    /// The most that there may be.
+    pub(super) fn limit(&self) -> usize {
+        self.limit
+    }
+}
+
+impl Drop for Admitted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A request that has a session.
+struct Running {
+    job: Job,
+    /// Tokens that were fed.
+    fed: usize,
+    /// Tokens that were chosen; the last one is not fed yet.
+    chosen: Vec<u32>,
+    seen: Seen,
+}
+
+impl Running {
+    fn new(job: Job) -> Self {
+        let mut seen = Seen::default();
+        seen.extend(job.work.prompt.iter().copied());
+        Self { job, fed: 0, chosen: Vec::new(), seen }
+    }
+
+    fn say(&self, event: Event) {
+        // A client that has gone is noticed at the next turn.
+        let _ = self.job.to.send(event);
+    }
+
+    /// What to feed next, at most `most` tokens.
+    fn next(&self, most: u64) -> Vec<u32> {
+        let prompt = &self.job.work.prompt;
+        match prompt.get(self.fed..) {
+            Some(rest) if !rest.is_empty() => rest[..rest.len().min(most as usize)].to_vec(),
+            _ => self.chosen.last().copied().into_iter().collect(),
+        }
+    }
+
+    /// Chooses from a row; says so, and whether that was the last.
+    fn choose(&mut self, logits: &[f32]) -> Result<Option<Finish>, String> {
+        let work = &self.job.work;
+        let position = u32::try_from(self.fed).unwrap_or(u32::MAX);
+        let id = work.sampling.choose(logits, &self.seen, position);
+        let id = id.ok_or_else(|| "every token is banned or not a number".to_owned())?;
+        self.say(Event::Token { id, logprobs: work.logprobs.map(|top| logprobs(logits, id, top)) });
+        self.seen.insert(id);
+        self.chosen.push(id);
+        let full = self.chosen.len() >= self.job.work.limit as usize;
+        Ok(match (self.job.work.stop.contains(&id), full) {
+            (true, _) => Some(Finish::Stop),
+            (false, true) => Some(Finish::Length),
+            (false, false) => None,
+        })
+    }
+}
+
+/// The decode thread's desk.
+pub(super) struct Desk<'e> {
+    engine: Box<dyn Engine + 'e>,
+    scheduler: Scheduler,
+    running: BTreeMap<SessionId, Running>,
+    /// Requests without a session yet, first come first served.
+    waiting: VecDeque<Job>,
+}
+
+impl<'e> Desk<'e> {
+    pub(super) fn new(engine: Box<dyn Engine + 'e>, places: usize) -> Self {
+        let scheduler = Scheduler::new(places);
+        Self { engine, scheduler, running: BTreeMap::new(), waiting: VecDeque::new() }
+    }
+
+    /// Works until nobody can send any more; what is unfinished then is told so.
+    pub(super) fn run(mut self, inbox: &Receiver<Job>) {
+        loop {
+            if self.running.is_empty() && self.waiting.is_empty() {
+                match inbox.recv() {
+                    Ok(job) => self.waiting.push_back(job),
+                    Err(_) => return,
+                }
+            }
+            loop {
+                match inbox.try_recv() {
+                    Ok(job) => self.waiting.push_back(job),
+                    Err(TryRecvError::Empty) => break,
+                    Err(TryRecvError::Disconnected) => return self.leave(),
+                }
+            }
+            self.admit();
+            if let Some(turn) = self.scheduler.next(PROMPT_SLICE) {
+                self.turn(turn);
+            }
+        }
+    }
+
+    fn leave(self) {
+        let running = self.running.into_values().map(|running| running.job);
+        for job in running.chain(self.waiting) {
+            let _ = job.to.send(Event::End(Finish::Leaving));
+        }
+    }
+
+    /// Gives sessions to those who wait, as many as there are places.
+    fn admit(&mut self) {
+        self.waiting.retain(|job| !job.to.is_closed());
+        while let Some(job) = self.waiting.pop_front() {
+            let quota = job.work.prompt.len() as u64 + u64::from(job.work.limit);
+            let Ok(session) = self.scheduler.open(job.work.priority, quota) else {
+                return self.waiting.push_front(job);
+            };
+            let running = Running::new(job);
+            let begun = self.engine.begin(session.place()).map_err(|broken| match broken {
+                Broken::Sequence(why) | Broken::All(why) => why,
+            });
+            let begun = begun.and_then(|()| {
+                self.scheduler.submit(session).map_err(|rejected| rejected.to_string())
+            });
+            self.running.insert(session, running);
+            if let Err(why) = begun {
+                self.end(session, Finish::Failed(why));
+            }
+        }
+    }
+
+    /// One turn: a piece of a prompt, or one token.
+    fn turn(&mut self, turn: Turn) {
+        let session = turn.session();
+        let Some(running) = self.running.get_mut(&session) else {
+            unreachable!("every open session has its request")
+        };
+        if running.job.to.is_closed() {
+            let _ = self.scheduler.cancel(session);
+            let _ = self.scheduler.give_back(turn, 0, Outcome::Yield);
+            drop(self.forget(session));
+            return;
+        }
+        let tokens = running.next(turn.tokens());
+        let read = running.fed + tokens.len() >= running.job.work.prompt.len();
+        let row = self.engine.feed(session.place(), &tokens, read);
+        let (all, finish) = match row {
+            Ok(row) => {
+                running.fed += tokens.len();
+                let chosen = if read { running.choose(&row) } else { Ok(None) };
+                (false, chosen.unwrap_or_else(|why| Some(Finish::Failed(why))))
+            }
+            Err(Broken::Sequence(why)) => (false, Some(Finish::Failed(why))),
+            Err(Broken::All(why)) => (true, Some(Finish::Failed(why))),
+        };
+        let outcome = match &finish {
+            None => Outcome::Yield,
+            Some(Finish::Stop | Finish::Length) => Outcome::Done,
+            Some(Finish::Failed(_) | Finish::Leaving) => Outcome::Fault,
+        };
+        let report = self.scheduler.give_back(turn, tokens.len() as u64, outcome);
+        match (report, finish) {
+            (Ok(Report::Ready), _) => {}
+            (Ok(Report::Finished | Report::Failed(_)), Some(finish)) => {
+                self.end(session, finish.clone());
+                if all {
+                    self.end_all(&finish);
+                }
+            }
+            (report, _) => self.end(session, Finish::Failed(format!("it stopped: {report:?}"))),
+        }
+    }
+
+    /// The machine lost every sequence.
+    fn end_all(&mut self, finish: &Finish) {
+        let sessions: Vec<SessionId> = self.running.keys().copied().collect();
+        for session in sessions {
+            let _ = self.scheduler.refuse(session);
+            self.end(session, finish.clone());
+        }
+    }
+
+    fn end(&mut self, session: SessionId, finish: Finish) {
+        if let Some(Job { to, admitted, .. }) = self.forget(session) {
+            // Whoever hears of the end may send the next request at once.
+            drop(admitted);
+            let _ = to.send(Event::End(finish));
+        }
+    }
+
+    /// Takes a request from the desk, whatever became of it.
+    fn forget(&mut self, session: SessionId) -> Option<Job> {
+        self.engine.end(session.place());
+        let closed = self.scheduler.close(session);
+        debug_assert_eq!(closed, Ok(()), "no turn is out");
+        self.running.remove(&session).map(|running| running.job)
+    }
+}
+
+#[cfg(test)]
+#[path = "decode_tests.rs"]
+mod tests;

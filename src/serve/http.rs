@@ -1,0 +1,282 @@
+//! The routes. A request is read and tokenised beside the runtime's thread, decoded on the decode thread, and written out here.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Path, State};
+use axum::http::{HeaderMap, Method, StatusCode, Uri, header};
+use axum::response::sse::{self, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use futures_util::stream::{self, Stream};
+use serde_json::{Value, json};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+use super::Served;
+use super::answer::{Heading, Usage};
+use super::decode::{Event, Finish, Job};
+use super::refusal::Refusal;
+use super::request::{Api, Request};
+use super::text::{Piece, Writer};
+
+/// Bytes of a body: a long prompt, and no more.
+const BODY_MAX: usize = 1 << 20;
+/// How long a body may take to come.
+const BODY_TIME: Duration = Duration::from_secs(10);
+/// How often a stream that is silent says that it lives.
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+
+/// The server's routes.
+pub(super) fn router(served: Arc<Served>) -> Router {
+    Router::new()
+        .route("/health", get(health))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*model}", get(model))
+        .route("/v1/completions", post(completions))
+        .route("/v1/chat/completions", post(chat))
+        .fallback(no_page)
+        .method_not_allowed_fallback(no_method)
+        .with_state(served)
+}
+
+async fn no_page(uri: Uri) -> Refusal {
+    let pages = "/health, /v1/models, /v1/completions, /v1/chat/completions";
+    Refusal::new(StatusCode::NOT_FOUND, format!("there is no {}; there are {pages}", uri.path()))
+}
+
+async fn no_method(method: Method, uri: Uri) -> Refusal {
+    let message = format!("{} does not take {method}", uri.path());
+    Refusal::new(StatusCode::METHOD_NOT_ALLOWED, message)
+}
+
+fn document(value: &Value) -> Response {
+    ([(header::CONTENT_TYPE, "application/json")], value.to_string()).into_response()
+}
+
+async fn health(State(served): State<Arc<Served>>) -> Response {
+    document(&json!({
+        "status": "ok",
+        "model": served.name,
+        "device": served.device,
+        "requests": served.admission.inside(),
+        "requests_max": served.admission.limit(),
+    }))
+}
+
+fn listed(served: &Served) -> Value {
+    json!({"id": served.name, "object": "model", "created": served.began, "owned_by": "amk"})
+}
+
+async fn models(State(served): State<Arc<Served>>) -> Response {
+    document(&json!({"object": "list", "data": [listed(&served)]}))
+}
+
+async fn model(State(served): State<Arc<Served>>, Path(name): Path<String>) -> Response {
+    if name == served.name {
+        document(&listed(&served))
+    } else {
+        served.no_model(&name).into_response()
+    }
+}
+
+async fn completions(
+    State(served): State<Arc<Served>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, Refusal> {
+    answer(Api::Completions, served, &headers, body).await
+}
+
+async fn chat(
+    State(served): State<Arc<Served>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, Refusal> {
+    answer(Api::Chat, served, &headers, body).await
+}
+
+async fn answer(
+    api: Api,
+    served: Arc<Served>,
+    headers: &HeaderMap,
+    body: Body,
+) -> Result<Response, Refusal> {
+    check_type(headers)?;
+    let admitted = served.admission.enter();
+    let admitted = admitted.ok_or_else(|| Refusal::full(served.admission.limit()))?;
+    let body = received(body).await?;
+    let reader = served.clone();
+    // Templates and tokenizers take their time.
+    let read = tokio::task::spawn_blocking(move || Request::read(api, &body, &reader)).await;
+    let request = read.map_err(|_| Refusal::failed(crate::last_panic()))??;
+    let (to, events) = unbounded_channel(); // bounded by the tokens of the request
+    let heading = served.heading(api, request.work.logprobs.is_some());
+    let answering = Answering {
+        events,
+        writer: Some(Writer::new(served.tokenizer.clone(), request.stop)),
+        ends: request.work.stop.clone(),
+        usage: Usage { prompt: request.work.prompt.len(), completion: 0 },
+        sent: 0,
+    };
+    let job = Job { work: request.work, to, admitted };
+    served.jobs.send(job).map_err(|_| Refusal::leaving())?;
+    if request.stream {
+        let chunks = stream(answering, heading, request.include_usage);
+        let keep_alive = KeepAlive::new().interval(KEEP_ALIVE);
+        return Ok(Sse::new(chunks).keep_alive(keep_alive).into_response());
+    }
+    whole(answering, &heading).await
+}
+
+/// A page elsewhere could post a form to a server on this machine; JSON it must ask for first.
+fn check_type(headers: &HeaderMap) -> Result<(), Refusal> {
+    let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    let kind = kind.unwrap_or_default().split(';').next().unwrap_or_default().trim();
+    if kind.eq_ignore_ascii_case("application/json") {
+        return Ok(());
+    }
+    let message = format!("the content type is {kind:?}; it must be application/json");
+    Err(Refusal::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message))
+}
+
+async fn received(body: Body) -> Result<axum::body::Bytes, Refusal> {
+    let bytes = tokio::time::timeout(BODY_TIME, axum::body::to_bytes(body, BODY_MAX)).await;
+    let bytes = bytes.map_err(|_| {
+        let message = format!("the body did not come within {} s", BODY_TIME.as_secs());
+        Refusal::new(StatusCode::REQUEST_TIMEOUT, message)
+    })?;
+    bytes.map_err(|_| {
+        let message = format!("the body is longer than {BODY_MAX} bytes, or broke off");
+        Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, message)
+    })
+}
+
+/// An answer on its way out. Dropping it tells the decode thread that nobody listens any more.
+struct Answering {
+    events: UnboundedReceiver<Event>,
+    /// Gone when the text has ended.
+    writer: Option<Writer>,
+    ends: Vec<u32>,
+    usage: Usage,
+    /// Characters sent.
+    sent: usize,
+}
+
+/// The next thing to send.
+enum Next {
+    Piece(Piece),
+    /// The last piece and `finish_reason`.
+    Last(Piece, &'static str),
+}
+
+impl Answering {
+    async fn next(&mut self) -> Result<Next, Refusal> {
+        let undecodable = |error: model::ModelError| Refusal::failed(error.to_string());
+        loop {
+            let event = self.events.recv().await;
+            let Some(writer) = &mut self.writer else {
+                return Err(Refusal::failed("the text has ended"));
+            };
+            match event {
+                Some(Event::Token { id, logprobs }) => {
+                    self.usage.completion += 1;
+                    let ends = self.ends.contains(&id);
+                    let (piece, stopped) =
+                        writer.push(id, ends, logprobs.as_ref()).map_err(undecodable)?;
+                    if stopped {
+                        self.events.close(); // the rest is not wanted
+                        return Ok(Next::Last(piece, "stop"));
+                    }
+                    if !piece.is_empty() {
+                        return Ok(Next::Piece(piece));
+                    }
+                }
+                Some(Event::End(finish)) => {
+                    let reason = match finish {
+                        Finish::Stop => "stop",
+                        Finish::Length => "length",
+                        Finish::Failed(why) => return Err(Refusal::failed(why)),
+                        Finish::Leaving => return Err(Refusal::leaving()),
+                    };
+                    let last = self.writer.take().map(Writer::finish).transpose();
+                    let (piece, stopped) = last.map_err(undecodable)?.unwrap_or_default();
+                    return Ok(Next::Last(piece, if stopped { "stop" } else { reason }));
+                }
+                None => return Err(Refusal::failed("the decode thread has gone")),
+            }
+        }
+    }
+}
+
+async fn whole(mut answering: Answering, heading: &Heading) -> Result<Response, Refusal> {
+    let mut all = Piece::default();
+    loop {
+        let (piece, finish) = match answering.next().await? {
+            Next::Piece(piece) => (piece, None),
+            Next::Last(piece, finish) => (piece, Some(finish)),
+        };
+        all.text.push_str(&piece.text);
+        all.scored.extend(piece.scored);
+        if let Some(finish) = finish {
+            return Ok(document(&heading.whole(&all, finish, answering.usage)));
+        }
+    }
+}
+
+/// Where a stream is in its life.
+enum Stage {
+    Opening,
+    Text,
+    Usage,
+    Done,
+    Over,
+}
+
+fn stream(
+    answering: Answering,
+    heading: Heading,
+    include_usage: bool,
+) -> impl Stream<Item = Result<sse::Event, Infallible>> {
+    let begin = (answering, Stage::Opening);
+    stream::unfold((begin, heading), move |((mut answering, stage), heading)| async move {
+        let (data, stage) = chunk(&mut answering, stage, &heading, include_usage).await?;
+        Some((Ok(sse::Event::default().data(data)), ((answering, stage), heading)))
+    })
+}
+
+/// The next line of a stream, and the stage after it.
+async fn chunk(
+    answering: &mut Answering,
+    stage: Stage,
+    heading: &Heading,
+    include_usage: bool,
+) -> Option<(String, Stage)> {
+    let mut stage = stage;
+    if matches!(stage, Stage::Opening) {
+        stage = Stage::Text;
+        if let Some(opening) = heading.opening() {
+            return Some((opening.to_string(), stage));
+        }
+    }
+    match stage {
+        Stage::Opening | Stage::Text => Some(match answering.next().await {
+            Ok(Next::Piece(piece)) => {
+                let chunk = heading.chunk(&piece, answering.sent, None);
+                answering.sent += piece.text.chars().count();
+                (chunk.to_string(), Stage::Text)
+            }
+            Ok(Next::Last(piece, finish)) => {
+                let chunk = heading.chunk(&piece, answering.sent, Some(finish));
+                (chunk.to_string(), if include_usage { Stage::Usage } else { Stage::Done })
+            }
+            // The status has gone out already: clients look for this.
+            Err(refusal) => (refusal.document().to_string(), Stage::Over),
+        }),
+        Stage::Usage => Some((heading.usage(answering.usage).to_string(), Stage::Done)),
+        Stage::Done => Some(("[DONE]".to_owned(), Stage::Over)),
+        Stage::Over => None,
+    }
+}

@@ -1,0 +1,245 @@
+//! `amk serve`: the OpenAI-compatible HTTP server. The main thread owns the model, and requests take turns on it; another one speaks HTTP.
+
+mod answer;
+mod decode;
+mod engine;
+mod http;
+mod refusal;
+mod request;
+mod text;
+
+use std::hash::{BuildHasher, Hasher};
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use model::Tokenizer;
+use serde_json::json;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+
+use crate::cli::{DeviceChoice, ServeArgs};
+use crate::context::Context;
+use crate::device::SESSIONS;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::report;
+
+use answer::Heading;
+use decode::{Admission, Desk, Job};
+use engine::{Engine, Graph, Megakernel, Reference};
+use refusal::Refusal;
+use request::Api;
+
+/// How long requests under way may go on after Ctrl-C.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// What is served, as the routes see it.
+pub(crate) struct Served {
+    name: String,
+    device: &'static str,
+    fingerprint: String,
+    vocab: u32,
+    /// Positions of a sequence.
+    capacity: u32,
+    eos: Vec<u32>,
+    tokenizer: Option<Arc<Tokenizer>>,
+    admission: Admission,
+    jobs: mpsc::Sender<Job>,
+    began: u64,
+    answers: AtomicU64,
+}
+
+impl Served {
+    fn tokenizer(&self, field: &str) -> Result<&Tokenizer, Refusal> {
+        self.tokenizer.as_deref().ok_or_else(|| {
+            let name = &self.name;
+            let message = format!(
+                "{name} has no tokenizer.json, so `{field}` cannot be text; send `prompt` as token ids to /v1/completions"
+            );
+            Refusal::field(field, message)
+        })
+    }
+
+    fn encode(&self, text: &str, special: bool, field: &str) -> Result<Vec<u32>, Refusal> {
+        let ids = self.tokenizer(field)?.encode(text, special);
+        ids.map_err(|error| Refusal::field(field, error.to_string()))
+    }
+
+    fn no_model(&self, name: &str) -> Refusal {
+        let message = format!("there is no model {name:?}; this server has {:?}", self.name);
+        let refusal = Refusal::field("model", message).coded("model_not_found");
+        Refusal { status: axum::http::StatusCode::NOT_FOUND, ..refusal }
+    }
+
+    fn heading(&self, api: Api, scored: bool) -> Heading {
+        let number = self.answers.fetch_add(1, Ordering::Relaxed);
+        let kind = if api == Api::Chat { "chatcmpl" } else { "cmpl" };
+        Heading {
+            api,
+            id: format!("{kind}-{:x}-{number}", self.began),
+            created: seconds(),
+            model: self.name.clone(),
+            fingerprint: self.fingerprint.clone(),
+            scored,
+        }
+    }
+}
+
+fn seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs())
+}
+
+/// A seed for a request that names none.
+fn fresh_seed() -> u64 {
+    std::hash::RandomState::new().build_hasher().finish()
+}
+
+/// Runs the server until Ctrl-C.
+pub(crate) fn run(args: &ServeArgs) -> Outcome {
+    let context = Context::new(&args.model)?;
+    let (device, gpu) = match args.model.place.device {
+        DeviceChoice::Eval => ("eval", None),
+        DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::Cuda => {
+            let gpu = context.open_here()?;
+            (if gpu.is_some() { "cuda" } else { "cpu" }, gpu)
+        }
+    };
+    let most = if gpu.is_some() { SESSIONS as usize } else { abi::SESSIONS_MAX as usize };
+    let places = args.sessions.unwrap_or(most.min(8));
+    if !(1..=most).contains(&places) {
+        let message = format!("--sessions {places} is out of range: {device} takes 1 to {most}");
+        return Err(Failure::usage(message));
+    }
+    let config = context.best_config(args.config.config.as_ref(), context.kv_capacity)?;
+    let program = match device {
+        "eval" => None,
+        _ => Some(Arc::new(crate::commands::program::lowered(&context, &config)?)),
+    };
+    let engine: Box<dyn Engine + '_> = match (gpu, &program) {
+        (Some(mut gpu), Some(program)) => {
+            let handle = remote::Served::prepare(&mut gpu, program, &config.kernel);
+            let handle = handle.map_err(|error| Failure::refused(error.to_string()))?;
+            Box::new(Megakernel::new(gpu, handle, places))
+        }
+        (_, Some(program)) => Box::new(Reference::new(&context, program)),
+        (_, None) => Box::new(Graph::new(&context)),
+    };
+    let (jobs, inbox) = mpsc::channel();
+    let served = Arc::new(serving(&context, args, device, jobs)?);
+    std::thread::scope(|scope| {
+        // Dropped when this thread is done with the model, however it ends.
+        let (_alive, gone) = watch::channel(());
+        let http = std::thread::Builder::new().name("http".to_owned());
+        let http = http.spawn_scoped(scope, || listen(args.addr, served, gone));
+        let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
+        Desk::new(engine, places).run(&inbox);
+        http.join()
+            .unwrap_or_else(|_| Err(Failure { exit: Exit::Bug, message: crate::last_panic() }))
+    })
+}
+
+fn serving(
+    context: &Context,
+    args: &ServeArgs,
+    device: &'static str,
+    jobs: mpsc::Sender<Job>,
+) -> Result<Served, Failure> {
+    let graph = context.graph();
+    Ok(Served {
+        name: graph.name.clone(),
+        device,
+        fingerprint: format!("amk-{}-{device}", env!("CARGO_PKG_VERSION")),
+        vocab: graph.vocab,
+        capacity: context.kv_capacity,
+        eos: graph.eos.clone(),
+        tokenizer: context.model.tokenizer()?.map(Arc::new),
+        admission: Admission::new(args.queue),
+        jobs,
+        began: seconds(),
+        answers: AtomicU64::new(0),
+    })
+}
+
+/// Listens until Ctrl-C, or until the decode thread has gone.
+fn listen(addr: SocketAddr, served: Arc<Served>, gone: watch::Receiver<()>) -> Outcome {
+    let failed = |what: &str, error: std::io::Error| Failure::usage(format!("{what}: {error}"));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
+    let runtime = runtime.map_err(|error| failed("no runtime", error))?;
+    let (stop, stopped) = watch::channel(0_u32);
+    // The handler has to stay for the second Ctrl-C.
+    if ctrlc::set_handler(move || stop.send_modify(|times| *times += 1)).is_err() {
+        report::say("note: Ctrl-C cannot be caught here; it ends the server at once");
+    }
+    let answer = runtime.block_on(async {
+        let listener = TcpListener::bind(addr).await;
+        let listener = listener.map_err(|error| {
+            failed(&format!("cannot listen on {addr}; --addr takes another address"), error)
+        })?;
+        let bound = listener.local_addr().map_err(|error| failed("no address", error))?;
+        announce(bound, &served)?;
+        let leave = after(1, stopped.clone(), gone.clone());
+        let app = http::router(served);
+        let serving = axum::serve(listener, app).with_graceful_shutdown(leave);
+        tokio::select! {
+            end = async { serving.await } => end.map_err(|error| failed("the server failed", error))?,
+            () = deadline(stopped.clone(), gone.clone()) => {
+                report::say("requests that were under way are broken off");
+            }
+        }
+        Ok(Exit::Yes)
+    });
+    // Connections and their senders: the decode thread ends when nobody can send.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    answer
+}
+
+fn announce(bound: SocketAddr, served: &Served) -> Result<(), Failure> {
+    if !bound.ip().is_loopback() {
+        report::say(&format!(
+            "warning: {bound} can be reached from other machines, and the server asks nobody who they are"
+        ));
+    }
+    report::say(&format!(
+        "serving {} on http://{bound}/v1 ({}); Ctrl-C ends it",
+        served.name, served.device
+    ));
+    report::document(&json!({
+        "schema": "amk.serve.v1",
+        "url": format!("http://{bound}/v1"),
+        "model": served.name,
+        "device": served.device,
+        // Where a token is chosen from its row of logits.
+        "sampling": "host",
+        "kv_capacity": served.capacity,
+        "tokenizer": served.tokenizer.is_some(),
+    }))
+}
+
+/// Ends with so many Ctrl-C, or when the decode thread has gone.
+async fn after(times: u32, mut stopped: watch::Receiver<u32>, mut gone: watch::Receiver<()>) {
+    tokio::select! {
+        () = async {
+            // An error: there is no handler, and so no Ctrl-C.
+            if stopped.wait_for(|seen| *seen >= times).await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        } => {}
+        // The sender never sends; it is dropped.
+        _ = gone.changed() => {}
+    }
+}
+
+/// Ends when those who are under way have had their time, or with the second Ctrl-C.
+async fn deadline(stopped: watch::Receiver<u32>, gone: watch::Receiver<()>) {
+    after(1, stopped.clone(), gone.clone()).await;
+    if gone.has_changed().is_err() {
+        // Nobody decodes; answers under way have been told.
+        return tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    report::say("finishing requests that are under way; Ctrl-C again breaks them off");
+    tokio::select! {
+        () = tokio::time::sleep(GRACE) => {}
+        () = after(2, stopped, gone) => {}
+    }
+}

@@ -1,0 +1,72 @@
+//! Refusals and failures in the shape of OpenAI's API: `{"error": {message, type, param, code}}`.
+
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+/// Why a request is not served.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Refusal {
+    pub(super) status: StatusCode,
+    /// What, where and what to do.
+    pub(super) message: String,
+    /// The field at fault.
+    pub(super) param: Option<String>,
+    pub(super) code: Option<&'static str>,
+}
+
+impl Refusal {
+    pub(super) fn new(status: StatusCode, message: impl Into<String>) -> Self {
+        Self { status, message: message.into(), param: None, code: None }
+    }
+
+    /// A field that is wrong, or asks for what there is not.
+    pub(super) fn field(param: impl Into<String>, message: impl Into<String>) -> Self {
+        let param = Some(param.into());
+        Self { param, ..Self::new(StatusCode::BAD_REQUEST, message) }
+    }
+
+    pub(super) fn coded(self, code: &'static str) -> Self {
+        Self { code: Some(code), ..self }
+    }
+
+    /// The machine failed.
+    pub(super) fn failed(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
+    }
+
+    /// The server is going down.
+    pub(super) fn leaving() -> Self {
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "the server is shutting down")
+    }
+
+    /// The queue is full.
+    pub(super) fn full(limit: usize) -> Self {
+        let message = format!("{limit} requests are in the server, its limit; try again later");
+        Self::new(StatusCode::TOO_MANY_REQUESTS, message).coded("queue_full")
+    }
+
+    pub(super) fn document(&self) -> Value {
+        let kind = match self.status {
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            status if status.is_server_error() => "server_error",
+            _ => "invalid_request_error",
+        };
+        json!({"error": {
+            "message": self.message, "type": kind, "param": self.param, "code": self.code,
+        }})
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        let body = self.document().to_string();
+        let json = [(header::CONTENT_TYPE, "application/json")];
+        let mut response = (self.status, json, body).into_response();
+        if self.status == StatusCode::TOO_MANY_REQUESTS {
+            // A text of some tokens takes about as long.
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        }
+        response
+    }
+}

@@ -1,0 +1,457 @@
+//! Choosing tokens on the command line, and the HTTP server as a client meets it, byte by byte. OpenAI's own client drives it in
+//! `tests/serve/client.py`.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use super::amk;
+
+const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/golden/llama3-rope-bf16");
+const MODEL: &str = "llama3-rope-bf16";
+/// How long anything may take.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A server of its own.
+struct Server {
+    child: Child,
+    /// Kept open: a server that cannot write is no better than one that may not.
+    _output: BufReader<ChildStdout>,
+    address: String,
+    document: Value,
+}
+
+/// An answer of the server.
+struct Answer {
+    status: u16,
+    head: String,
+    body: String,
+}
+
+impl Answer {
+    #[track_caller]
+    fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|e| panic!("{e}: {}", self.body))
+    }
+
+    /// Asserts a refusal in OpenAI's shape that names the field.
+    #[track_caller]
+    fn refuses(&self, status: u16, param: Option<&str>) -> String {
+        assert_eq!(self.status, status, "{}", self.body);
+        let error = &self.json()["error"];
+        assert_eq!(error["param"].as_str(), param, "{error}");
+        assert!(error["type"].is_string(), "{error}");
+        error["message"].as_str().unwrap().to_owned()
+    }
+
+    #[track_caller]
+    fn text(&self) -> String {
+        assert_eq!(self.status, 200, "{}", self.body);
+        self.json()["choices"][0]["text"].as_str().unwrap().to_owned()
+    }
+}
+
+impl Server {
+    fn start(arguments: &[&str]) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_amk"))
+            .args(["serve", "--addr", "127.0.0.1:0"])
+            .args(arguments)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut output = BufReader::new(child.stdout.take().unwrap());
+        let mut line = String::new();
+        output.read_line(&mut line).unwrap();
+        let document: Value = serde_json::from_str(&line).unwrap_or_else(|e| panic!("{e}: {line}"));
+        assert_eq!(document["schema"], "amk.serve.v1");
+        let url = document["url"].as_str().unwrap();
+        let address = url.trim_start_matches("http://").trim_end_matches("/v1").to_owned();
+        Self { child, _output: output, address, document }
+    }
+
+    /// Opens a connection and sends a request. HTTP/1.0, so that an answer is what comes until the end.
+    fn send(&self, head: &str, body: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(&self.address).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        // The server may answer and hang up before it has read everything.
+        let _ = write!(stream, "{head}\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+        stream
+    }
+
+    fn ask(&self, head: &str, body: &str) -> Answer {
+        let mut bytes = Vec::new();
+        let mut stream = self.send(head, body);
+        let mut piece = [0; 4096];
+        loop {
+            match stream.read(&mut piece) {
+                Ok(0) => break,
+                Ok(length) => bytes.extend_from_slice(&piece[..length]),
+                Err(error)
+                    if !bytes.is_empty() && error.kind() == std::io::ErrorKind::ConnectionReset =>
+                {
+                    break;
+                }
+                Err(error) => panic!("{error} after {} bytes", bytes.len()),
+            }
+        }
+        let text = String::from_utf8(bytes).unwrap();
+        let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{text:?}"));
+        let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
+        let status = status.unwrap_or_else(|| panic!("{head}"));
+        Answer { status, head: head.to_ascii_lowercase(), body: body.to_owned() }
+    }
+
+    fn get(&self, path: &str) -> Answer {
+        self.ask(&format!("GET {path} HTTP/1.0"), "")
+    }
+
+    fn post(&self, path: &str, body: &Value) -> Answer {
+        self.ask(&head(path), &body.to_string())
+    }
+
+    fn complete(&self, fields: Value) -> Answer {
+        self.post("/v1/completions", &request(fields))
+    }
+
+    fn inside(&self) -> u64 {
+        self.get("/health").json()["requests"].as_u64().unwrap()
+    }
+
+    fn interrupt(&self) {
+        let pid = rustix::process::Pid::from_raw(self.child.id() as i32).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    }
+
+    /// Waits for the end and gives the exit code.
+    #[track_caller]
+    fn end(&mut self) -> i32 {
+        let began = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code().unwrap_or(-1);
+            }
+            assert!(began.elapsed() < PATIENCE, "the server does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn head(path: &str) -> String {
+    format!("POST {path} HTTP/1.0\r\ncontent-type: application/json")
+}
+
+/// A completion with some fields more.
+fn request(fields: Value) -> Value {
+    let mut request = json!({"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 12, "seed": 1});
+    for (name, value) in fields.as_object().unwrap() {
+        request[name] = value.clone();
+    }
+    request
+}
+
+#[test]
+fn tokens_are_drawn_the_same_with_the_same_seed() {
+    let base = ["generate", "--model", "toy", "--tokens", "1,2,3", "--max-new-tokens", "12"];
+    let generate = |more: &[&str]| {
+        let arguments: Vec<&str> = base.iter().chain(more).copied().collect();
+        amk(&arguments).succeeds("amk.generate.v1")
+    };
+    let warm = ["--temperature", "1.5", "--seed", "3"];
+    let drawn = generate(&warm);
+    assert_eq!(drawn["sampling"], "host");
+    assert_eq!(generate(&warm)["tokens"], drawn["tokens"]);
+    assert_ne!(generate(&["--temperature", "1.5", "--seed", "4"])["tokens"], drawn["tokens"]);
+    let greedy = generate(&[]);
+    assert_ne!(greedy["tokens"], drawn["tokens"]);
+    for same in [
+        &["--temperature", "0"][..],
+        &["--top-k", "1", "--temperature", "2"],
+        &["--top-p", "0", "--temperature", "1"],
+        &["--device", "eval"],
+    ] {
+        assert_eq!(generate(same)["tokens"], greedy["tokens"], "{same:?}");
+    }
+    let first = greedy["tokens"][0].as_u64().unwrap();
+    let banned = generate(&["--logit-bias", &format!("{first}:-inf,2:-1.5"), "--logprobs", "3"]);
+    assert!(banned["tokens"].as_array().unwrap().iter().all(|token| *token != first));
+    let scored = &banned["logprobs"][0];
+    assert_eq!(scored["token"], banned["tokens"][0]);
+    // The row as the model gave it: the banned token leads it.
+    assert_eq!(
+        (&scored["top"][0]["token"], scored["top"].as_array().unwrap().len()),
+        (&json!(first), 3)
+    );
+    assert!(scored["top"][0]["logprob"].as_f64() > scored["logprob"].as_f64());
+    assert!(greedy.get("logprobs").is_none());
+}
+
+#[test]
+fn settings_without_meaning_are_refused_together() {
+    let base = ["generate", "--model", "toy", "--tokens", "1"];
+    let wrong = [
+        "--temperature",
+        "-1",
+        "--top-p",
+        "1.5",
+        "--repetition-penalty",
+        "0",
+        "--logit-bias",
+        "999999:1",
+    ];
+    let arguments: Vec<&str> = base.iter().chain(&wrong).copied().collect();
+    let wanted = [
+        "--temperature is -1",
+        "--top-p is 1.5; legal: 0 to 1",
+        "--repetition-penalty is 0",
+        "--logit-bias is 1 for token 999999",
+    ];
+    amk(&arguments).fails(2, &wanted);
+    amk(&["generate", "--model", "toy", "--tokens", "1", "--logit-bias", "x"]).fails(2, &[]);
+    let all: Vec<String> = (0..256).map(|token| format!("{token}:-inf")).collect();
+    let vocab = amk(&[
+        "generate",
+        "--model",
+        "toy",
+        "--tokens",
+        "1",
+        "--max-new-tokens",
+        "1",
+        "--logit-bias",
+        &all.join(","),
+    ]);
+    assert_eq!(vocab.code, 1, "{}", vocab.stderr);
+    assert!(vocab.stderr.contains("every token is banned"), "{}", vocab.stderr);
+}
+
+/// The same model behind the server and on the command line, on both of the CPU's machines.
+#[test]
+fn the_server_gives_the_tokens_of_generate() {
+    for device in ["eval", "cpu"] {
+        let server = Server::start(&["--model", "toy", "--device", device]);
+        assert_eq!(
+            (&server.document["device"], &server.document["tokenizer"]),
+            (&json!(device), &json!(false))
+        );
+        let settings =
+            ["--temperature", "0.9", "--top-k", "20", "--repetition-penalty", "1.3", "--seed", "5"];
+        let base = [
+            "generate",
+            "--model",
+            "toy",
+            "--tokens",
+            "1,2,3",
+            "--max-new-tokens",
+            "20",
+            "--device",
+            device,
+        ];
+        let arguments: Vec<&str> = base.iter().chain(&settings).copied().collect();
+        let document = amk(&arguments).succeeds("amk.generate.v1");
+        let expected: Vec<String> = document["tokens"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|token| format!("{token} "))
+            .collect();
+        let fields = json!({"model": "toy", "prompt": [1, 2, 3], "max_tokens": 20, "temperature": 0.9, "top_k": 20,
+            "repetition_penalty": 1.3, "seed": 5, "service_tier": "flex"});
+        let answer = server.complete(fields);
+        // The server also stops at the model's end tokens, which have no text.
+        assert!(expected.concat().starts_with(&answer.text()), "{}", answer.body);
+        let usage = &answer.json()["usage"];
+        assert_eq!(usage["prompt_tokens"], 3);
+        if usage["completion_tokens"] == 20 {
+            assert_eq!(answer.text().trim_end().len(), expected.concat().trim_end().len());
+        }
+        let message =
+            server.complete(json!({"model": "toy", "prompt": "text"})).refuses(400, Some("prompt"));
+        assert!(message.contains("no tokenizer.json"), "{message}");
+    }
+}
+
+/// Requests beside each other take turns, and none changes another.
+#[test]
+fn requests_beside_each_other_do_not_meet() {
+    let server = Server::start(&["--model", GOLDEN, "--device", "eval", "--sessions", "3"]);
+    let ask = |seed: u64| {
+        let tier = ["flex", "default", "priority"][seed as usize % 3];
+        let fields = json!({"seed": seed, "max_tokens": 30, "service_tier": tier, "prompt": vec![9; 1 + seed as usize * 7]});
+        server.complete(fields).text()
+    };
+    let alone: Vec<String> = (0..10).map(ask).collect();
+    let together: Vec<String> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..10).map(|seed| scope.spawn(move || ask(seed))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(together, alone);
+    assert_eq!(server.inside(), 0);
+}
+
+#[test]
+fn what_is_not_supported_is_refused_by_name() {
+    let server = Server::start(&["--model", GOLDEN, "--device", "eval", "--kv-capacity", "64"]);
+    let fields = [
+        ("model", json!("other"), 404),
+        ("model", json!(null), 400),
+        ("n", json!(2), 400),
+        ("best_of", json!(3), 400),
+        ("echo", json!(true), 400),
+        ("suffix", json!("x"), 400),
+        ("presence_penalty", json!(0.1), 400),
+        ("frequency_penalty", json!(-1), 400),
+        ("response_format", json!({"type": "json_object"}), 400),
+        ("temperature", json!("warm"), 400),
+        ("temperature", json!(-0.1), 400),
+        ("top_p", json!(1.01), 400),
+        ("top_k", json!(-1), 400),
+        ("min_p", json!(2), 400),
+        ("repetition_penalty", json!(0), 400),
+        ("logit_bias", json!({"5": 101}), 400),
+        ("logit_bias", json!({"512": 1}), 400),
+        ("logit_bias", json!({"x": 1}), 400),
+        ("logprobs", json!(21), 400),
+        ("seed", json!(0.5), 400),
+        ("stop", json!(["a", "b", "c", "d", "e"]), 400),
+        ("stop", json!(""), 400),
+        ("stop_token_ids", json!([512]), 400),
+        ("max_tokens", json!(0), 400),
+        ("stream", json!("yes"), 400),
+        ("stream_options", json!({"include_obfuscation": true}), 400),
+        ("service_tier", json!("gold"), 400),
+        ("prompt", json!(["a", "b"]), 400),
+        ("prompt", json!([512]), 400),
+        ("prompt", json!([]), 400),
+        ("prompt", json!(vec![5; 65]), 400),
+        ("max_completion_tokens", json!(5), 400),
+        ("tool_choise", json!("auto"), 400),
+    ];
+    for (name, value, status) in fields {
+        server.complete(json!({name: value})).refuses(status, Some(name));
+    }
+    let neutral = json!({"n": 1, "echo": false, "presence_penalty": 0, "user": "me", "stop": null, "suffix": null, "max_tokens": 1});
+    assert_eq!(server.complete(neutral).status, 200);
+    // The last token chosen needs no position of its own.
+    assert_eq!(server.complete(json!({"prompt": vec![5; 60], "max_tokens": 5})).status, 200);
+    let message = server
+        .complete(json!({"prompt": vec![5; 60], "max_tokens": 6}))
+        .refuses(400, Some("prompt"));
+    assert!(
+        message.contains("60 tokens and 6 new ones do not fit the key/value cache of 64"),
+        "{message}"
+    );
+    let chat = |messages: Value| {
+        server.post("/v1/chat/completions", &json!({"model": MODEL, "messages": messages}))
+    };
+    chat(json!([])).refuses(400, Some("messages"));
+    chat(json!([{"content": "x"}])).refuses(400, Some("messages[0].role"));
+    let image = json!([{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "image_url"}]}]);
+    chat(image).refuses(400, Some("messages[1].content"));
+    chat(json!([{"role": "user", "content": "x", "tool_calls": []}]))
+        .refuses(400, Some("messages[0].tool_calls"));
+}
+
+#[test]
+fn requests_that_are_no_requests() {
+    let server = Server::start(&["--model", GOLDEN, "--device", "eval"]);
+    let body = request(json!({})).to_string();
+    server.ask("POST /v1/completions HTTP/1.0", &body).refuses(415, None);
+    server
+        .ask("POST /v1/completions HTTP/1.0\r\ncontent-type: text/plain", &body)
+        .refuses(415, None);
+    let kind = "POST /v1/completions HTTP/1.0\r\ncontent-type: application/json; charset=utf-8";
+    assert_eq!(server.ask(kind, &body).status, 200);
+    server.ask(&head("/v1/completions"), "{").refuses(400, None);
+    server.ask(&head("/v1/completions"), "[]").refuses(400, Some("body"));
+    server.ask(&head("/v1/completions"), &"[".repeat(100_000)).refuses(400, None);
+    server.ask(&head("/v1/completions"), &" ".repeat((1 << 20) + 1)).refuses(413, None);
+    assert!(server.get("/v1/engines").refuses(404, None).contains("/v1/completions"));
+    server.get("/v1/completions").refuses(405, None);
+    server.get("/v1/models/other").refuses(404, Some("model"));
+    assert_eq!(server.get(&format!("/v1/models/{MODEL}")).json()["id"], MODEL);
+    assert_eq!(server.inside(), 0);
+}
+
+/// A long answer in a server with one place: others are told to come back, and a client that goes makes room.
+#[test]
+fn a_full_queue_and_a_client_that_goes() {
+    let mut server = Server::start(&["--model", GOLDEN, "--device", "cpu", "--queue", "1"]);
+    let long =
+        request(json!({"max_tokens": 2000, "stream": true, "logit_bias": {"1": -100, "2": -100}}));
+    let stream = server.send(&head("/v1/completions"), &long.to_string());
+    let mut lines = BufReader::new(stream).lines().map(Result::unwrap);
+    let chunk = lines.find_map(|line| line.strip_prefix("data: ").map(str::to_owned)).unwrap();
+    let chunk: Value = serde_json::from_str(&chunk).unwrap();
+    assert_eq!(chunk["choices"][0]["finish_reason"], Value::Null);
+    let told = server.complete(json!({}));
+    assert!(told.refuses(429, None).contains("its limit"), "{}", told.body);
+    assert!(told.head.contains("\r\nretry-after: 1"), "{}", told.head);
+    drop(lines);
+    let began = Instant::now();
+    while server.inside() > 0 {
+        assert!(began.elapsed() < Duration::from_secs(5), "the request goes on for nobody");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    // One that waits for its whole answer can go, too.
+    let whole = request(json!({"max_tokens": 2000, "logit_bias": {"1": -100, "2": -100}}));
+    let stream = server.send(&head("/v1/completions"), &whole.to_string());
+    while server.inside() == 0 {}
+    drop(stream);
+    let began = Instant::now();
+    while server.inside() > 0 {
+        assert!(began.elapsed() < Duration::from_secs(5), "the request goes on for nobody");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert_eq!(server.complete(json!({"max_tokens": 2})).status, 200);
+    server.interrupt();
+    assert_eq!(server.end(), 0);
+}
+
+/// Ctrl-C: what is under way is finished, or broken off at the second one; new requests find nobody.
+#[test]
+fn the_server_ends_when_it_is_told() {
+    let mut server = Server::start(&["--model", GOLDEN, "--device", "eval"]);
+    let body =
+        request(json!({"max_tokens": 60, "stream": true, "logit_bias": {"1": -100, "2": -100}}));
+    let stream = server.send(&head("/v1/completions"), &body.to_string());
+    let mut lines = BufReader::new(stream).lines();
+    lines.next().unwrap().unwrap();
+    server.interrupt();
+    let rest: Vec<String> = lines.map(Result::unwrap).collect();
+    assert!(rest.iter().any(|line| line.contains("\"length\"")), "{rest:?}");
+    assert!(rest.iter().any(|line| line == "data: [DONE]"), "{rest:?}");
+    assert_eq!(server.end(), 0);
+    let mut server = Server::start(&["--model", GOLDEN, "--device", "cpu"]);
+    let body =
+        request(json!({"max_tokens": 2000, "stream": true, "logit_bias": {"1": -100, "2": -100}}));
+    let stream = server.send(&head("/v1/completions"), &body.to_string());
+    let mut lines = BufReader::new(stream).lines();
+    lines.next().unwrap().unwrap();
+    server.interrupt();
+    std::thread::sleep(Duration::from_millis(50));
+    let began = Instant::now();
+    server.interrupt();
+    assert_eq!(server.end(), 0);
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+}
+
+#[test]
+fn addresses_and_places_are_checked() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    amk(&["serve", "--model", "toy", "--device", "eval", "--addr", &address])
+        .fails(2, &["cannot listen on", &address, "--addr"]);
+    amk(&["serve", "--model", "toy", "--device", "eval", "--sessions", "65"])
+        .fails(2, &["--sessions 65", "1 to 64"]);
+    amk(&["serve", "--model", "toy", "--addr", "localhost"]).fails(2, &[]);
+}

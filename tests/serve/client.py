@@ -1,0 +1,173 @@
+"""`amk serve` driven by OpenAI's public Python client. No GPU, no download.
+
+    python3 -m venv target/clients && target/clients/bin/pip install -r tests/serve/requirements.txt
+    target/clients/bin/python tests/serve/client.py target/release/amk
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import openai
+
+GOLDEN = "corpus/golden/llama3-rope-bf16"
+MODEL = "llama3-rope-bf16"
+
+
+@contextlib.contextmanager
+def serving(amk, *arguments):
+    command = [amk, "serve", "--addr", "127.0.0.1:0", *arguments]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        announced = json.loads(server.stdout.readline())
+        assert announced["schema"] == "amk.serve.v1", announced
+        url = announced["url"]
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
+            yield client, server
+        if server.poll() is None:
+            server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0, server.returncode
+    finally:
+        server.kill()
+
+
+def requests_inside(client):
+    return client.get("/../health", cast_to=object)["requests"]
+
+
+def models_and_completions(client):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "amk"
+    ask = dict(model=MODEL, prompt="naïve 日本語 🦀", max_tokens=40)
+    drawn = client.completions.create(seed=7, temperature=0.9, top_p=0.95, **ask)
+    assert drawn.usage.completion_tokens <= 40 and drawn.usage.prompt_tokens > 5, drawn.usage
+    assert drawn.choices[0].finish_reason in ("length", "stop")
+    again = client.completions.create(seed=7, temperature=0.9, top_p=0.95, stream=True, **ask)
+    pieces = [chunk.choices[0].text for chunk in again]
+    assert "".join(pieces) == drawn.choices[0].text, (pieces, drawn)
+    other = client.completions.create(seed=8, temperature=0.9, top_p=0.95, **ask)
+    assert other.choices[0].text != drawn.choices[0].text
+    greedy = [client.completions.create(temperature=0, seed=seed, **ask) for seed in (1, 2)]
+    assert greedy[0].choices[0].text == greedy[1].choices[0].text
+    narrow = client.completions.create(seed=3, extra_body={"top_k": 1}, **ask)
+    assert narrow.choices[0].text == greedy[0].choices[0].text
+    scored = client.completions.create(logprobs=3, temperature=0, **ask).choices[0]
+    for logprob, top in zip(scored.logprobs.token_logprobs, scored.logprobs.top_logprobs):
+        assert logprob <= 0 and abs(max(top.values()) - logprob) < 1e-9, (logprob, top)
+    stop = greedy[0].choices[0].text[6:9]
+    stopped = client.completions.create(temperature=0, stop=[stop], **ask).choices[0]
+    assert stopped.finish_reason == "stop" and stop not in stopped.text, stopped
+    assert greedy[0].choices[0].text.startswith(stopped.text)
+    # A token may be forced, and one may be banned.
+    forced = client.completions.create(logit_bias={"100": 100}, seed=1, **ask)
+    assert len(set(forced.choices[0].text)) <= 4, forced
+    first = client.completions.create(temperature=0, logprobs=1, **ask).choices[0].logprobs.tokens[0]
+    return drawn, first
+
+
+def chat(client):
+    ask = dict(
+        model=MODEL,
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Hello?"}]},
+        ],
+        max_completion_tokens=24,
+        seed=11,
+    )
+    answer = client.chat.completions.create(logprobs=True, top_logprobs=2, **ask)
+    choice = answer.choices[0]
+    assert choice.message.role == "assistant" and choice.message.content, answer
+    assert len(choice.logprobs.content) in (answer.usage.completion_tokens, answer.usage.completion_tokens - 1)
+    for token in choice.logprobs.content:
+        assert len(token.top_logprobs) == 2 and token.top_logprobs[0].logprob >= token.logprob - 1e-9
+    text, usage, roles = "", None, 0
+    for chunk in client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **ask):
+        usage = chunk.usage or usage
+        for delta in (choice.delta for choice in chunk.choices):
+            roles += delta.role == "assistant"
+            text += delta.content or ""
+    assert text == choice.message.content and roles == 1, (text, answer)
+    assert usage == answer.usage, (usage, answer.usage)
+
+
+def refusals(client):
+    def refused(kind, param, **arguments):
+        fields = dict(model=MODEL, prompt="x") | arguments
+        try:
+            client.completions.create(**fields)
+        except kind as error:
+            assert error.body["param"] == param, (param, error.body)
+            return error
+        raise AssertionError(f"{arguments} was served")
+
+    refused(openai.NotFoundError, "model", model="other")
+    refused(openai.BadRequestError, "n", n=2)
+    refused(openai.BadRequestError, "suffix", suffix="x")
+    refused(openai.BadRequestError, "presence_penalty", presence_penalty=0.5)
+    refused(openai.BadRequestError, "top_p", top_p=1.5)
+    refused(openai.BadRequestError, "logit_bias", logit_bias={"99999": 1})
+    error = refused(openai.BadRequestError, "prompt", max_tokens=100_000)
+    assert error.code == "context_length_exceeded", error.body
+    try:
+        message = [{"role": "user", "content": "x"}]
+        client.chat.completions.create(model=MODEL, messages=message, tools=[{"type": "function", "function": {"name": "f"}}])
+    except openai.BadRequestError as error:
+        assert error.param == "tools", error.body
+    else:
+        raise AssertionError("tools were served")
+
+
+def alone_and_together(client, expected):
+    """A seed gives its tokens whatever runs beside it."""
+    ask = dict(model=MODEL, prompt="naïve 日本語 🦀", max_tokens=40, temperature=0.9, top_p=0.95)
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        seeds = [7, 1, 7, 2, 7, 3, 7, 4, 7, 5, 7, 6]
+        tiers = ["flex", "default", "priority"] * 4
+        answers = pool.map(lambda seed, tier: client.completions.create(seed=seed, extra_body={"service_tier": tier}, **ask), seeds, tiers)
+        texts = [answer.choices[0].text for answer in answers]
+    assert {text for seed, text in zip(seeds, texts) if seed == 7} == {expected}, texts
+    assert len(set(texts)) == 7, texts
+
+
+def full_and_cancelled(client):
+    """One place in the queue: the next request is told to come back, and a client that goes makes room."""
+    ask = dict(model=MODEL, prompt=[5], temperature=0, logit_bias={"1": -100, "2": -100})
+    stream = client.completions.create(stream=True, max_tokens=2000, **ask)
+    next(iter(stream))
+    try:
+        client.completions.create(max_tokens=1, **ask)
+        raise AssertionError("the queue was full")
+    except openai.RateLimitError as error:
+        assert int(error.response.headers["retry-after"]) >= 1
+    stream.close()
+    began = time.monotonic()
+    while requests_inside(client) and time.monotonic() - began < 5:
+        time.sleep(0.01)
+    waited = time.monotonic() - began
+    assert client.completions.create(max_tokens=1, **ask).usage.completion_tokens == 1
+    return waited
+
+
+def main():
+    amk, began = sys.argv[1], time.monotonic()
+    with serving(amk, "--model", GOLDEN, "--device", "eval") as (client, _):
+        drawn, _ = models_and_completions(client)
+        chat(client)
+        refusals(client)
+        alone_and_together(client, drawn.choices[0].text)
+        assert requests_inside(client) == 0
+    with serving(amk, "--model", GOLDEN, "--device", "cpu", "--queue", "1") as (client, _):
+        waited = full_and_cancelled(client)
+    with serving(amk, "--model", "toy", "--device", "cpu") as (client, _):
+        answer = client.completions.create(model="toy", prompt=[1, 2, 3], max_tokens=5, temperature=0)
+        assert len(answer.choices[0].text.split()) == answer.usage.completion_tokens, answer
+    print(f"completions, chat, 12 at once, a full queue, a cancellation ({waited * 1e3:.0f} ms): {time.monotonic() - began:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

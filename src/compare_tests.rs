@@ -178,21 +178,6 @@ fn a_report_is_one_page_that_a_name_cannot_break_out_of() {
     document(&amk(dir.path(), &["report", "nowhere"]), 2);
 }
 
-/// The lines of a program whose first task of a kind has another operand.
-fn with(text: &str, kind: &str, from: &str, to: &str) -> String {
-    let mut done = false;
-    let edit = |line: &str| {
-        if done || !line.contains(kind) || !line.contains(from) {
-            return line.to_owned();
-        }
-        done = true;
-        line.replacen(from, to, 1)
-    };
-    let lines: Vec<String> = text.lines().map(edit).collect();
-    assert!(done, "no {kind} with {from}");
-    lines.join("\n") + "\n"
-}
-
 #[test]
 fn the_first_task_that_goes_wrong_is_named_and_run_again() {
     let dir = tempfile::tempdir().unwrap();
@@ -200,10 +185,13 @@ fn the_first_task_that_goes_wrong_is_named_and_run_again() {
     let lower = ["lower", "--model", "toy-2l", "--kv-capacity", "32", "--device", "cpu"];
     document(&amk(&[&lower[..], &["-o", "right.amk"]].concat()), 0);
     let text = std::fs::read_to_string(dir.path().join("right.amk")).unwrap();
-    // Another scale for one head of one layer: `verify` cannot know it.
-    let scale = text.lines().find(|line| line.contains("attention ")).unwrap();
-    let scale = scale.split_whitespace().find(|word| word.starts_with("scale=")).unwrap();
-    let wrong = with(&text, "attention ", scale, "scale=0.5");
+    // Another scale in one layer: `verify` cannot know it.
+    let edit = |line: &str| match line.contains("attention layer=1") {
+        true => line.replacen("scale=0.25", "scale=0.5", 1),
+        false => line.to_owned(),
+    };
+    let wrong: String = text.lines().map(|line| edit(line) + "\n").collect();
+    assert_ne!(wrong, text);
     std::fs::write(dir.path().join("wrong.amk"), wrong).unwrap();
 
     let right = document(&amk(&["interpret", "right.amk", "--model", "toy-2l"]), 0);
@@ -211,7 +199,8 @@ fn the_first_task_that_goes_wrong_is_named_and_run_again() {
     let ran = amk(&["interpret", "wrong.amk", "--model", "toy-2l"]);
     let found = document(&ran, 1)["first_divergence"].clone();
     assert_eq!((&found["class"], &found["by"]), (&json!("wrong"), &json!("reference")));
-    assert_eq!(found["task"]["opcode"], "attention", "{found}");
+    let task = (&found["task"]["opcode"], &found["task"]["layer"], &found["slot"]);
+    assert_eq!(task, (&json!("attention"), &json!(1), &json!("layers.1.partials")), "{found}");
     assert!(found["ulp"].as_u64().unwrap() > 0 && found["got"] != found["want"], "{found}");
     let said = String::from_utf8_lossy(&ran.stderr).into_owned();
     let command = found["rerun"].as_str().unwrap();

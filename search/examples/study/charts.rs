@@ -40,7 +40,7 @@ pub(super) fn draw(path: &Path, lands: &[Landscape], lines: &[Line]) {
         chart.configure_mesh().x_desc("trials").light_line_style(WHITE).draw().expect("the mesh");
         for (line, colour) in lines.iter().zip(COLOURS) {
             let at = |trial: usize| {
-                let all: Vec<f64> = line.regrets[index].iter().map(|path| path[trial]).collect();
+                let all: Vec<f64> = line.whole()[index].iter().map(|path| path[trial]).collect();
                 (trial as f64 + 1.0, (100.0 * mean(&all)).max(RANGE.0))
             };
             let points = (0..TRIALS as usize).map(at);
@@ -51,6 +51,9 @@ pub(super) fn draw(path: &Path, lands: &[Landscape], lines: &[Line]) {
                 .legend(move |(x, y)| {
                     PathElement::new([(x, y), (x + 14, y)], colour.stroke_width(2))
                 });
+        }
+        if index > 0 {
+            continue; // one legend for all
         }
         chart
             .configure_series_labels()

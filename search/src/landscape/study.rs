@@ -1,14 +1,22 @@
-//! Searches on a recorded landscape: what a strategy would have done, trial by trial, by the loop's own rule of keep and revert.
+//! Searches on a recorded landscape: what a strategy would have done, trial by trial, by the loop's own rule of keep and revert. What a trial
+//! sees is not the recorded median but the median of as many blocks drawn from the recorded ones, anew for each trial and both sides, so that
+//! searches of several seeds meet the noise of the card; what they are judged by is the recorded median.
 
 use std::collections::BTreeSet;
 
 use super::{Found, Landscape};
 use crate::measure::median;
-use crate::propose::{Past, changes};
+use rand::rngs::Xoshiro256PlusPlus;
+use rand::seq::{IndexedRandom, SliceRandom};
+
+use crate::propose::{Past, changes, generator};
 use crate::strategy::{Ground, Question, Seen, Strategy};
 
 /// Draws for one trial before a search counts as exhausted.
 const DRAWS_MAX: usize = 20_000;
+
+/// Which numbers the noise is drawn with.
+const NOISE_STREAM: u64 = u64::MAX - 2;
 
 /// Candidates of a bracket of successive halving.
 const BRACKET: usize = 16;
@@ -44,30 +52,39 @@ impl Played {
 }
 
 /// A proposal with its time and the blocks that say so; without them if it failed.
-type Asked<'l> = (ir::ScheduleConfig, Option<(f64, &'l [f64])>);
+type Asked<'l> = (ir::ScheduleConfig, Option<Timed<'l>>);
+
+/// The recorded median, and the blocks that it is of.
+type Timed<'l> = (f64, &'l [f64]);
 
 /// A search under way.
 struct Game<'l> {
     land: &'l Landscape,
     incumbent: ir::ScheduleConfig,
+    /// The recorded median and the blocks of the schedule that leads.
     us: f64,
-    first_us: f64,
+    blocks: &'l [f64],
+    /// Its score, as trials saw it.
+    score: f64,
     min_gain: f64,
+    rng: Xoshiro256PlusPlus,
     tried: BTreeSet<u32>,
     drawn: BTreeSet<String>,
     played: Played,
 }
 
 impl<'l> Game<'l> {
-    fn new(land: &'l Landscape, min_gain: f64) -> Option<Self> {
+    fn new(land: &'l Landscape, min_gain: f64, seed: u64) -> Option<Self> {
         let incumbent = *land.start();
-        let Found::Timed(point, us, _) = land.at(&incumbent) else { return None };
+        let Found::Timed(point, us, blocks) = land.at(&incumbent) else { return None };
         Some(Self {
             land,
             incumbent,
             us,
-            first_us: us,
+            blocks,
+            score: 0.0,
             min_gain,
+            rng: generator(seed, NOISE_STREAM),
             tried: BTreeSet::from([point]),
             drawn: BTreeSet::from([incumbent.id()]),
             played: Played { best_us: vec![us], ..Played::default() },
@@ -101,17 +118,62 @@ impl<'l> Game<'l> {
         found
     }
 
+    /// One bracket: returns the blocks that it took.
+    fn halve(&mut self, asked: Vec<Asked<'l>>, full: usize) -> usize {
+        let mut left: Vec<(Asked<'l>, Vec<f64>)> = Vec::new();
+        for (config, timed) in asked {
+            let mut blocks = timed.map_or(Vec::new(), |(_, blocks)| blocks.to_vec());
+            blocks.shuffle(&mut self.rng);
+            left.push(((config, timed), blocks));
+        }
+        let (mut spent, mut blocks) = (0, 0);
+        loop {
+            let more = blocks.max(1).min(full - blocks);
+            (spent, blocks) = (spent + more * left.len(), blocks + more);
+            let seen = |all: &[f64]| match all.is_empty() {
+                true => f64::INFINITY,
+                false => median(&all[..blocks.min(all.len())]),
+            };
+            left.sort_by(|(_, a), (_, b)| seen(a).total_cmp(&seen(b)));
+            if left.len() == 1 || blocks >= full {
+                break;
+            }
+            for ((config, timed), all) in left.split_off(left.len().div_ceil(2)) {
+                // Given up: whatever it seemed to gain is not enough.
+                let gain = timed.map(|_| (1.0 - seen(&all) / self.us).min(self.min_gain));
+                self.end(config, timed, gain);
+            }
+        }
+        if let Some((best, _)) = left.into_iter().next() {
+            self.judge(best);
+        }
+        spent
+    }
+
     /// Ends a trial: keep, or revert.
-    fn judge(&mut self, config: ir::ScheduleConfig, us: Option<f64>) {
-        let gain = us.map(|us| 1.0 - us / self.us);
+    fn judge(&mut self, (config, timed): Asked<'l>) {
+        let gain = timed.map(|(_, blocks)| {
+            1.0 - resampled(blocks, &mut self.rng) / resampled(self.blocks, &mut self.rng)
+        });
+        self.end(config, timed, gain);
+    }
+
+    /// Ends a trial that seemed to gain so much.
+    fn end(&mut self, config: ir::ScheduleConfig, timed: Option<Timed<'l>>, gain: Option<f64>) {
         let kept = gain.is_some_and(|gain| gain > self.min_gain);
-        let score = us.map(|us| (us / self.first_us).ln());
+        let score = gain.map(|gain| self.score + (1.0 - gain).ln());
         let changes = changes(&self.incumbent, &config);
         self.played.past.push(Past { config, changes, gain, kept, score });
-        if let (true, Some(us)) = (kept, us) {
-            (self.incumbent, self.us) = (config, us);
+        if let (true, Some((us, blocks)), Some(score)) = (kept, timed, score) {
+            (self.incumbent, self.us, self.blocks, self.score) = (config, us, blocks, score);
         }
     }
+}
+
+/// The median of as many blocks, drawn from these.
+fn resampled(blocks: &[f64], rng: &mut Xoshiro256PlusPlus) -> f64 {
+    let drawn: Vec<f64> = blocks.iter().filter_map(|_| blocks.choose(rng).copied()).collect();
+    median(&drawn)
 }
 
 /// Plays a search of so many trials, the baseline included. `None` if the landscape does not know its own start.
@@ -121,12 +183,13 @@ pub fn play(
     strategy: &dyn Strategy,
     trials: u64,
     min_gain: f64,
+    seed: u64,
 ) -> Option<Played> {
-    let mut game = Game::new(land, min_gain)?;
+    let mut game = Game::new(land, min_gain, seed)?;
     for trial in 1..trials {
         // Who has nothing left stays where it is.
-        if let Some((config, timed)) = game.next(strategy, trial, 1).pop() {
-            game.judge(config, timed.map(|(us, _)| us));
+        if let Some(asked) = game.next(strategy, trial, 1).pop() {
+            game.judge(asked);
         }
         game.played.best_us.push(game.us);
     }
@@ -141,8 +204,9 @@ pub fn play_halving(
     strategy: &dyn Strategy,
     trials: u64,
     min_gain: f64,
+    seed: u64,
 ) -> Option<Played> {
-    let mut game = Game::new(land, min_gain)?;
+    let mut game = Game::new(land, min_gain, seed)?;
     let (mut spent, mut bracket) = (0_usize, 0);
     let full = match land.at(land.start()) {
         Found::Timed(_, _, blocks) => blocks.len(),
@@ -150,31 +214,11 @@ pub fn play_halving(
     };
     while spent < full * (trials as usize - 1) {
         bracket += 1;
-        let mut left = game.next(strategy, bracket, BRACKET);
+        let left = game.next(strategy, bracket, BRACKET);
         if left.is_empty() {
             break;
         }
-        let mut blocks = 0;
-        loop {
-            let more = if blocks == 0 { 1 } else { blocks }.min(full - blocks);
-            spent += more * left.len();
-            blocks += more;
-            let us = |timed: &Option<(f64, &[f64])>| {
-                timed.map_or(f64::INFINITY, |(_, all)| median(&all[..blocks.min(all.len())]))
-            };
-            left.sort_by(|(_, a), (_, b)| us(a).total_cmp(&us(b)));
-            if left.len() == 1 || blocks >= full {
-                break;
-            }
-            for (config, timed) in left.split_off(left.len().div_ceil(2)) {
-                // What was given up is known by the blocks that it had.
-                let seen = us(&timed);
-                let worse = seen.is_finite().then_some(seen.max(game.us * (1.0 - min_gain)));
-                game.judge(config, worse);
-            }
-        }
-        let best = left.swap_remove(0);
-        game.judge(best.0, best.1.map(|(us, _)| us));
+        spent += game.halve(left, full);
         let until = (1 + spent / full.max(1)).min(trials as usize);
         let last = game.played.best_us.last().copied().unwrap_or(game.us);
         game.played.best_us.resize(until.saturating_sub(1).max(1), last);

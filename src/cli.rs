@@ -8,6 +8,7 @@ use clap::builder::TypedValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use schemars::JsonSchema;
 use search::Budget;
+use search::strategy::StrategyName;
 use serde::Deserialize;
 
 use crate::config_source::ConfigSource;
@@ -473,6 +474,13 @@ pub(crate) struct LoopArgs {
     /// What proposals and the gate's tokens are drawn with. Default: 0, or the resumed search's.
     #[arg(long)]
     pub(crate) seed: Option<u64>,
+    /// Who proposes: random, climb, restarts, tpe or prior (what the store knows comes first). Default: climb, or the resumed search's.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) strategy: Option<StrategyName>,
+    /// A shell command that proposes instead: JSON lines on its standard input and output (HARNESS.md, ask and tell).
+    #[arg(long, value_name = "COMMAND", conflicts_with = "strategy")]
+    #[serde(skip)]
+    pub(crate) proposer: Option<String>,
     /// The least gain worth keeping, in per cent. Default: 1 when measured, 0.1 when predicted.
     #[arg(long, value_name = "PERCENT")]
     #[schemars(range(min = 0), extend("exclusiveMaximum" = 100))]

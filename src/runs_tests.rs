@@ -354,3 +354,114 @@ fn python_reads_the_store_while_a_search_writes_it() {
         Err(error) => println!("skipped: no python3 here: {error}"),
     }
 }
+
+/// The schedules of a run's trials and where they came from.
+fn proposals(run: &Path) -> Vec<(Value, Value)> {
+    let contents = corpus::read(&run.join("ledger.jsonl")).unwrap();
+    let trials = contents.records.iter().filter(|record| record["outcome"].is_string());
+    trials.map(|trial| (trial["origin"].clone(), trial["config"].clone())).collect()
+}
+
+#[test]
+fn a_resumed_search_proposes_what_would_have_come_whatever_the_strategy() {
+    let folder = folder();
+    let at = |name: &str| folder.path().join(name);
+    search(folder.path(), "teach/a", &["--budget", "24", "--store", "store.sqlite"]);
+    for strategy in ["random", "climb", "restarts", "tpe", "prior"] {
+        let [whole, parts] = ["whole", "parts"].map(|kind| format!("{kind}/{strategy}"));
+        let terms = ["--strategy", strategy, "--seed", "3", "--store", "store.sqlite"];
+        // What a search learns from the store is settled when it begins.
+        std::fs::copy(at("store.sqlite"), at("before.sqlite")).unwrap();
+        search(folder.path(), &whole, &[&terms[..], &["--budget", "14"]].concat());
+        std::fs::copy(at("before.sqlite"), at("store.sqlite")).unwrap();
+        search(folder.path(), &parts, &[&terms[..], &["--budget", "14"]].concat());
+        let shorter = corpus::read(&at(&parts).join("ledger.jsonl")).unwrap();
+        forge(&at(&parts), |_, records| records.truncate(10));
+        assert!(shorter.records.len() > 10);
+        let resume = ["loop", "--resume", "--out", &parts, "--store", "other.sqlite"];
+        succeeds(folder.path(), &resume, "amk.loop.v1");
+        assert_eq!(proposals(&at(&whole)), proposals(&at(&parts)), "{strategy}");
+        let _ = std::fs::remove_file(at("other.sqlite"));
+    }
+    let origins = proposals(&at("whole/prior")).into_iter().map(|(origin, _)| origin);
+    assert!(origins.filter(|origin| origin == "prior").count() > 1);
+    let prior = &corpus::read(&at("whole/prior").join("ledger.jsonl")).unwrap().header["prior"];
+    assert!(!prior.as_array().unwrap().is_empty());
+    let other = ["loop", "--resume", "--out", "whole/tpe", "--strategy", "climb"];
+    let (code, _, said) = amk(folder.path(), &other);
+    assert!(code == 2 && said.contains("--strategy climb contradicts"), "{said}");
+}
+
+/// A search whose proposals are a command's; what was said, too.
+fn proposed(folder: &Path, out: &str, budget: &str, command: &str) -> (Value, String) {
+    let args = ["loop", "--model", "toy", "--device", "cpu", "--kv-capacity", "16", "--budget"];
+    let more = [budget, "--out", out, "--proposer", command];
+    let (code, document, said) = amk(folder, &[&args[..], &more].concat());
+    assert_eq!(code, 0, "{said}");
+    (document, said)
+}
+
+#[test]
+fn a_command_outside_proposes_and_its_faults_end_the_search_cleanly() {
+    let folder = folder();
+    // Three stages are illegal beside 64 KB in flight: refused, counted, and asked for again.
+    let script = r#"n=2; while read -r line; do echo "$line" >> heard.jsonl; case "$line" in *'"ask"'*)
+        n=$((n+1)); echo "{\"config\": {\"pipeline\": {\"stages\": $n}}}";; esac; done"#;
+    let (document, _) = proposed(folder.path(), "runs/a", "4", script);
+    assert_eq!((&document["n_trials"], &document["n_rejected"]), (&4.into(), &1.into()));
+    let stages = |name: &str| -> Vec<Value> {
+        let proposals = proposals(&folder.path().join(name)).into_iter().skip(1);
+        proposals.map(|(_, config)| config["pipeline"]["stages"].clone()).collect()
+    };
+    assert_eq!(stages("runs/a"), [4, 5, 6]);
+    let heard = std::fs::read_to_string(folder.path().join("heard.jsonl")).unwrap();
+    let heard: Vec<Value> = heard.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(heard[0]["search"]["schema"], "amk.ask.v1");
+    assert_eq!(heard[2]["ask"]["refused"][0]["rule"], "S-IN-FLIGHT");
+    assert_eq!(heard[3]["tell"]["config"]["pipeline"]["stages"], 4);
+    assert!(heard[3]["tell"]["gain"].is_number());
+    for (name, command, why) in [
+        ("runs/b", "exit 0", "it has ended"),
+        ("runs/c", "echo hello; sleep 60", "no JSON object"),
+        ("runs/d", r#"echo '{"configs": []}'; sleep 60"#, "neither"),
+        ("runs/e", r#"echo '{"stop": true}'; sleep 60"#, "nothing more to propose"),
+        ("runs/f", r#"yes '{"config": {"pipeline": {"stage": 1}}}'"#, "could not be read"),
+    ] {
+        let (document, said) = proposed(folder.path(), name, "5", command);
+        assert!(said.contains(why), "{command}: {said}");
+        assert_eq!(
+            (&document["n_trials"], &document["stopped_by"]),
+            (&1.into(), &"exhausted".into())
+        );
+    }
+}
+
+#[test]
+fn a_predicted_landscape_is_complete_says_so_and_goes_on_after_a_kill() {
+    let folder = folder();
+    let grid = r#"{"schema": "amk.grid.v1", "base": {"sync.qkv": "tagged"},
+        "axes": {"pipeline.stages": [2, 8], "tiling.lm_head.rows": [8, 16], "kernel.poll_sleep_ns": [0, 20]}}"#;
+    std::fs::write(folder.path().join("grid.json"), grid).unwrap();
+    let args = ["landscape", "record", "--model", "toy", "--device", "cpu", "--grid", "grid.json"];
+    let record =
+        |more: &[&str]| amk(folder.path(), &[&args[..], &["--context", "8"], more].concat());
+    let (code, document, said) = record(&["--out", "land.jsonl"]);
+    assert_eq!(code, 0, "{said}");
+    assert_eq!(document["latency_kind"], "predicted");
+    assert_eq!(document["answers"], serde_json::json!({"illegal S-IN-FLIGHT": 4, "predicted": 4}));
+    let path = folder.path().join("land.jsonl");
+    let whole = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, &whole[..whole.len() - 40]).unwrap(); // in the middle of a line
+    let (code, document, said) = record(&["--out", "land.jsonl", "--resume"]);
+    assert_eq!((code, &document["new"]), (0, &1.into()), "{said}");
+    let sorted = |text: &str| {
+        let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
+        lines.sort();
+        lines
+    };
+    assert_eq!(sorted(&std::fs::read_to_string(&path).unwrap()), sorted(&whole));
+    let (code, _, said) = record(&["--out", "land.jsonl", "--resume", "--seed", "1"]);
+    assert!(code == 2 && said.contains("other terms"), "{said}");
+    let (code, _, said) = record(&["--out", "land.jsonl"]);
+    assert!(code == 2 && said.contains("--resume"), "{said}");
+}

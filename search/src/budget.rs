@@ -21,6 +21,12 @@ pub enum Budget {
 /// Longest budget, so that sums cannot overflow: a year.
 const TIME_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 
+/// Trials that a sweep may take before anything else gets some.
+const SWEEP_MIN: u64 = 32;
+
+/// Most trials of a sweep.
+const SWEEP_MAX: u64 = 40;
+
 /// Most trials.
 const TRIALS_MAX: u64 = 1_000_000;
 
@@ -34,12 +40,13 @@ impl Budget {
         }
     }
 
-    /// Trials, after the baseline, that a sweep over the knobs may take.
+    /// Trials, after the baseline, that a sweep over the knobs may take. A short search sweeps to its end: what it leaves out may be worth
+    /// more than all steps that it could take instead (docs/search.md).
     #[must_use]
     pub fn explore(self) -> u64 {
         match self {
-            Self::Trials(most) => (most / 2).clamp(2, 40),
-            Self::Time(_) => 40,
+            Self::Trials(most) => (most / 2).clamp(SWEEP_MIN, SWEEP_MAX),
+            Self::Time(_) => SWEEP_MAX,
         }
     }
 }
@@ -138,6 +145,14 @@ mod tests {
         for text in ["0", "-1", "1.5", "null", "[64]", "\"soon\""] {
             assert!(read(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn a_short_search_sweeps_to_its_end() {
+        for trials in 1..=32 {
+            assert!(Budget::Trials(trials).explore() >= trials);
+        }
+        assert_eq!([64, 80, 1000].map(|trials| Budget::Trials(trials).explore()), [32, 40, 40]);
     }
 
     #[test]

@@ -11,8 +11,8 @@ use crate::ahead::Ahead;
 use crate::budget::Budget;
 use crate::cpu::Candidate;
 use crate::gate::Dropped;
-use crate::propose::{Origin, Past, Proposer, changes};
-use crate::run::Settings;
+use crate::propose::{Origin, Past, changes};
+use crate::strategy::{Question, Strategy};
 use crate::trial::{SKIPPED_SHOWN, Skipped, SkippedProposal, changed};
 
 /// Draws for one trial before the space counts as exhausted.
@@ -53,16 +53,15 @@ impl History {
     /// The proposal for a trial; `None` when none is found. `lower` gives the lowered schedule, or the trial that it would repeat.
     pub(crate) fn next(
         &self,
-        settings: &Settings,
+        strategy: &dyn Strategy,
         index: u64,
         skipped: &mut Skipped,
         mut lower: impl FnMut(&ScheduleConfig) -> Result<Result<Candidate, u64>, Dropped>,
     ) -> Option<Proposal> {
-        let Settings { seed, explore, ref space, .. } = *settings;
-        let proposer = Proposer { space, seed, sweep: explore };
+        let question = Question { trial: index, incumbent: &self.parent, past: &self.past };
         let mut drawn = self.drawn.clone();
         let mut lowered = 0;
-        for (origin, config) in proposer.draws(index, &self.parent, &self.past).take(DRAWS_MAX) {
+        for (origin, config) in strategy.ask(&question).take(DRAWS_MAX) {
             if !drawn.insert(config.id()) {
                 continue;
             }
@@ -100,8 +99,9 @@ impl History {
         let config = *candidate.config;
         if index > 0 {
             let changes = changes(&self.parent, &config);
-            let gain = Some(GUESSED_GAIN[usize::from(kept)]);
-            self.past.push(Past { config, changes, gain, kept });
+            let gain = GUESSED_GAIN[usize::from(kept)];
+            let score = Some(score(&self.past, gain));
+            self.past.push(Past { config, changes, gain: Some(gain), kept, score });
         }
         if kept {
             self.parent = config;
@@ -111,9 +111,21 @@ impl History {
     }
 }
 
+/// Score of a trial that saved this share of the time of the schedule that leads: the last one that was kept, else the baseline.
+pub(crate) fn score(past: &[Past], gain: f64) -> f64 {
+    let leading = past.iter().rev().find(|past| past.kept).and_then(|past| past.score);
+    leading.unwrap_or(0.0) + (1.0 - gain).ln()
+}
+
+/// Who is asked for the trials to come, and how many there can be.
+pub(crate) struct Asked {
+    pub(crate) strategy: Arc<dyn Strategy>,
+    pub(crate) budget: Budget,
+}
+
 /// What the next trials are guessed from.
 pub(crate) struct Guess {
-    settings: Arc<Settings>,
+    strategy: Arc<dyn Strategy>,
     history: History,
     /// The next trial.
     index: u64,
@@ -124,26 +136,21 @@ pub(crate) struct Guess {
 impl Guess {
     /// A guess at what comes after a trial that begins: it is reverted.
     pub(crate) fn reverted(
-        settings: Arc<Settings>,
+        asked: Asked,
         history: History,
         index: u64,
         candidate: &Candidate,
     ) -> Self {
-        Self::after(settings, history, index, candidate, false)
+        Self::after(asked, history, index, candidate, false)
     }
 
     /// A guess at what comes after a trial that was not given up: it is kept.
-    pub(crate) fn kept(
-        settings: Arc<Settings>,
-        history: History,
-        index: u64,
-        candidate: &Candidate,
-    ) -> Self {
-        Self::after(settings, history, index, candidate, true)
+    pub(crate) fn kept(asked: Asked, history: History, index: u64, candidate: &Candidate) -> Self {
+        Self::after(asked, history, index, candidate, true)
     }
 
     fn after(
-        settings: Arc<Settings>,
+        asked: Asked,
         mut history: History,
         index: u64,
         candidate: &Candidate,
@@ -151,11 +158,12 @@ impl Guess {
     ) -> Self {
         history.assume(index, candidate, kept);
         let most = if kept { GUESSED_KEPT } else { GUESSED };
-        let left = match settings.budget {
+        let left = match asked.budget {
             Budget::Trials(all) => all.saturating_sub(index + 1).min(most),
             Budget::Time(_) => most,
         };
-        Self { settings, history, index: index + 1, left, urgent: kept }
+        let strategy = asked.strategy;
+        Self { strategy, history, index: index + 1, left, urgent: kept }
     }
 
     /// Whether it goes before what was guessed earlier.
@@ -169,7 +177,7 @@ impl Guess {
         let tried = &self.history.tried;
         let lower = |config: &ScheduleConfig| ahead.lower_new(config, tried);
         let mut skipped = Skipped::default();
-        let proposal = self.history.next(&self.settings, self.index, &mut skipped, lower)?;
+        let proposal = self.history.next(&*self.strategy, self.index, &mut skipped, lower)?;
         let candidate = proposal.lowered?;
         self.history.assume(self.index, &candidate, false);
         self.index += 1;

@@ -31,6 +31,7 @@ mod propose;
 pub mod replay;
 mod run;
 pub mod scripted;
+pub mod strategy;
 pub mod survey;
 mod trial;
 mod verdict;

@@ -36,8 +36,14 @@ pub enum Origin {
     Step,
     /// Several changes that seemed to help, together.
     Combine,
-    /// A few knobs of the incumbent changed at random.
+    /// A few knobs of the incumbent changed at random, or all of them.
     Jump,
+    /// What a model of the trials so far finds likely to be good.
+    Model,
+    /// What helped in earlier searches.
+    Prior,
+    /// What somebody outside proposed.
+    External,
 }
 
 /// One knob with its value in the config compared with and in the proposal.
@@ -69,6 +75,8 @@ pub struct Past {
     pub gain: Option<f64>,
     /// It became the incumbent.
     pub kept: bool,
+    /// Logarithm of its time over the baseline's, by way of all incumbents between them; `None` if it gave no latency.
+    pub score: Option<f64>,
 }
 
 /// Everything that proposals are drawn from.
@@ -82,15 +90,15 @@ pub struct Proposer<'a> {
     pub sweep: u64,
 }
 
-impl Proposer<'_> {
+impl<'a> Proposer<'a> {
     /// Draws for a trial in the order in which they are to be tried: the same for the same history. They may be illegal, and they may
     /// have been tried. The last ones are random and go on for ever.
-    pub fn draws<'s>(
-        &'s self,
+    pub fn draws(
+        self,
         trial: u64,
-        incumbent: &'s ScheduleConfig,
+        incumbent: &'a ScheduleConfig,
         past: &[Past],
-    ) -> impl Iterator<Item = (Origin, ScheduleConfig)> + 's {
+    ) -> impl Iterator<Item = (Origin, ScheduleConfig)> + use<'a> {
         let mut rng = generator(self.seed, trial);
         let mut planned = Vec::new();
         if trial <= self.sweep {
@@ -241,7 +249,7 @@ fn another(values: &[Value], current: Value, rng: &mut Xoshiro256PlusPlus) -> Va
 }
 
 /// The config with some knobs set, and with the caps of the ring brought back under what they must not exceed.
-fn edited(config: &ScheduleConfig, form: &[(Knob, Value)]) -> ScheduleConfig {
+pub(crate) fn edited(config: &ScheduleConfig, form: &[(Knob, Value)]) -> ScheduleConfig {
     let mut config = *config;
     for &(knob, value) in form {
         let outcome = config.set(knob, value);

@@ -17,9 +17,10 @@ use crate::decide::{Decision, decide_measured, decide_predicted, predicted_gain}
 use crate::device::{Device, DeviceError, Samples};
 use crate::effort::{Bar, Look, spread};
 use crate::gate::{Clock, Dropped, Gate, no_clock};
-use crate::history::{Guess, History, Proposal};
+use crate::history::{Asked, Guess, History, Proposal, score};
 use crate::measure::{Interval, gain, noise_floor};
 use crate::propose::{Origin, Past, changes, mixed};
+use crate::strategy::{Ground, Strategy, StrategyName, strategy};
 use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial, changed};
 use crate::verdict::{LatencyKind, Verdict};
 
@@ -104,6 +105,7 @@ pub struct Search<'a> {
     gate: Gate<'a>,
     device: Option<&'a mut (dyn Device + 'a)>,
     settings: Arc<Settings>,
+    strategy: Arc<dyn Strategy>,
     trials: Vec<Trial>,
     /// Trials by the ids of their program and kernel.
     tried: BTreeMap<(String, String), u64>,
@@ -140,9 +142,12 @@ impl<'a> Search<'a> {
         device: Option<&'a mut (dyn Device + 'a)>,
         settings: Settings,
     ) -> Self {
+        let ground =
+            Ground { space: settings.space.clone(), seed: settings.seed, sweep: settings.explore };
         Self {
             gate,
             device,
+            strategy: strategy(StrategyName::default(), ground, Vec::new()),
             settings: Arc::new(settings),
             trials: Vec::new(),
             tried: BTreeMap::new(),
@@ -155,6 +160,12 @@ impl<'a> Search<'a> {
             helpers: None,
             incumbent: None,
         }
+    }
+
+    /// Has this strategy propose instead of the default one.
+    #[must_use]
+    pub fn with_strategy(self, strategy: Arc<dyn Strategy>) -> Self {
+        Self { strategy, ..self }
     }
 
     /// Notes what trials spend their time on, by this clock. It decides nothing.
@@ -272,20 +283,30 @@ impl<'a> Search<'a> {
         self.device.as_deref().map_or_else(Default::default, Device::costs)
     }
 
+    fn asked(&self) -> Asked {
+        Asked { strategy: self.strategy.clone(), budget: self.settings.budget }
+    }
+
     /// What the finished trials say to the next one.
     fn history(&self) -> History {
-        let of = |trial: &Trial| {
-            let incumbent = usize::try_from(trial.incumbent?).ok()?;
-            Some(Past {
+        let mut past: Vec<Past> = Vec::new();
+        for trial in &self.trials {
+            let incumbent = trial.incumbent.and_then(|index| usize::try_from(index).ok());
+            let Some(incumbent) = incumbent.and_then(|index| self.trials.get(index)) else {
+                continue;
+            };
+            let gain = trial.gain.map(|gain| f64::midpoint(gain.low, gain.high));
+            past.push(Past {
                 config: trial.config,
-                changes: changes(&self.trials.get(incumbent)?.config, &trial.config),
-                gain: trial.gain.map(|gain| f64::midpoint(gain.low, gain.high)),
+                changes: changes(&incumbent.config, &trial.config),
+                gain,
                 kept: trial.outcome.leads(),
-            })
-        };
+                score: gain.map(|gain| score(&past, gain)).filter(|score| score.is_finite()),
+            });
+        }
         History {
             parent: self.parent(),
-            past: self.trials.iter().filter_map(of).collect(),
+            past,
             drawn: self.trials.iter().map(|trial| trial.config.id()).collect(),
             tried: self.tried.clone(),
         }
@@ -313,12 +334,14 @@ impl<'a> Search<'a> {
             let lowered = timed(&config).ok().and_then(Result::ok);
             Some(Proposal { origin: Origin::Baseline, config, lowered })
         } else {
-            history.next(&self.settings, index, skipped, timed)
+            history.next(&*self.strategy, index, skipped, timed)
         };
         self.spent.lower_s += lower_s;
         let candidate = proposal.as_ref().and_then(|proposal| proposal.lowered.as_ref());
-        if let (Some(_), Some(candidate)) = (&self.helpers, candidate) {
-            ahead.guess(Guess::reverted(self.settings.clone(), history, index, candidate));
+        if let (Some(_), Some(candidate)) = (&self.helpers, candidate)
+            && self.strategy.may_be_guessed()
+        {
+            ahead.guess(Guess::reverted(self.asked(), history, index, candidate));
         }
         proposal
     }
@@ -400,9 +423,10 @@ impl<'a> Search<'a> {
 
     /// Lets helpers begin with what comes next if a candidate is kept that was not given up.
     fn guess_kept(&self, candidate: &Candidate) {
-        if let (Some(_), Some(_)) = (&self.helpers, &self.incumbent) {
+        let guessed = self.strategy.may_be_guessed();
+        if let (Some(_), Some(_), true) = (&self.helpers, &self.incumbent, guessed) {
             let index = self.trials.len() as u64;
-            let guess = Guess::kept(self.settings.clone(), self.history(), index, candidate);
+            let guess = Guess::kept(self.asked(), self.history(), index, candidate);
             self.gate.ahead.guess(guess);
         }
     }

@@ -112,14 +112,12 @@ fn recorded(behaviours: [Behaviour; 4]) -> (Vec<Answer>, usize) {
 
 /// The median of an answer, or the name of its failure.
 fn said(answer: &Answer) -> Result<f64, &str> {
-    match answer {
-        Answer::Measured(measured) => {
-            assert_eq!(measured.blocks_us.len(), 8);
-            Ok(measured.us)
-        }
-        Answer::Failed { outcome, .. } => Err(outcome),
-        other => panic!("{other:?}"),
+    if let Answer::Measured(measured) = answer {
+        assert_eq!(measured.blocks_us.len(), 8);
+        return Ok(measured.us);
     }
+    let Answer::Failed { outcome, .. } = answer else { panic!("{answer:?}") };
+    Err(outcome)
 }
 
 #[test]

@@ -1,12 +1,14 @@
 //! `amk loop`: the keep/revert search, with its ledger, its table and its progress.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use corpus::{Contents, CorpusError, Ledger, Results};
 use indicatif::{ProgressBar, ProgressStyle};
 use ir::Knob;
 use ir::schedule::Value as KnobValue;
+use search::strategy::{Ground, Strategy, StrategyName};
 use search::{
     Budget, Confirmation, Decision, Device, Outcome as End, Row, Search, SearchError, Settings,
     Step, StoppedBy, Timing, Trial,
@@ -25,12 +27,14 @@ mod document;
 mod header;
 pub(super) mod keep;
 pub(crate) use header::MIN_GAIN_MEASURED;
+mod proposer;
 mod spent;
 mod watch;
 
 use document::Kept;
 use header::Header;
 use keep::Keeper;
+use proposer::Proposer;
 
 pub(crate) use document::Found;
 pub(crate) use watch::{Progress, Watch};
@@ -75,7 +79,10 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
     let context = Context::load(&header.model, &header.place(args))?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let mut device = context.open_process(&args.sharing)?;
-    let header = header.with_kind(&context, device.as_ref().map(|gpu| gpu as &dyn Device))?;
+    let mut header = header.with_kind(&context, device.as_ref().map(|gpu| gpu as &dyn Device))?;
+    if header.strategy == StrategyName::Prior && !args.resume {
+        header.known = keep::known(args, &dir, &header.kind, &header.target)?;
+    }
     let results_path = args.results.clone().unwrap_or_else(|| dir.join("results.tsv"));
     let (ledger, results) = open_files(opened, &ledger_path, &results_path, &header, &past)?;
     say_start(&header, &dir, past.len());
@@ -88,10 +95,12 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
 
     let gate = gate(&context, header.seed, device.is_some(), &kernel_id)?;
     let settings = settings(&context, &header);
+    let strategy = strategy(&context, &header, &settings)?;
     let (helpers, threads) = helpers(device.is_some());
     std::thread::scope(|scope| {
         let device = device.as_mut().map(|gpu| gpu as &mut dyn Device);
-        let search = Search::new(gate, device, settings).with_clock(spent::clock);
+        let search =
+            Search::new(gate, device, settings).with_strategy(strategy).with_clock(spent::clock);
         let mut search = search.with_helpers(scope, helpers, threads);
         let began_s = past.iter().map(ended).fold(0.0, f64::max);
         let confirmed = absorb(&mut search, past)?;
@@ -195,6 +204,20 @@ fn settings(context: &Context, header: &Header) -> Settings {
     }
 }
 
+/// Who proposes: a command outside, or the strategy of the header.
+fn strategy(
+    context: &Context,
+    header: &Header,
+    settings: &Settings,
+) -> Result<Arc<dyn Strategy>, Failure> {
+    if let Some(command) = &header.proposer {
+        return Ok(Arc::new(Proposer::start(command, context, header.seed)?));
+    }
+    let space = settings.space.clone();
+    let ground = Ground { space, seed: header.seed, sweep: header.explore };
+    Ok(search::strategy::strategy(header.strategy, ground, header.known.clone()))
+}
+
 /// Feeds finished trials to the search; returns the confirmation, if it came last.
 fn absorb(search: &mut Search<'_>, past: Vec<Row>) -> Result<Option<Confirmation>, Failure> {
     let foreign = |error: SearchError| Failure::integrity(error.to_string());
@@ -218,14 +241,26 @@ fn say_start(header: &Header, dir: &Path, done: usize) {
         _ => format!("search resumed after {done} rows"),
     };
     report::say(&format!(
-        "{what}: {} for {}, {} latencies, budget {}, seed {}, in {}",
+        "{what}: {} for {}, {} latencies, budget {}, seed {}, {}, in {}",
         header.model,
         header.target,
         header.kind,
         header.budget,
         header.seed,
+        who(header),
         dir.display()
     ));
+}
+
+/// Who proposes, for people.
+fn who(header: &Header) -> String {
+    match (&header.proposer, header.known.len()) {
+        (Some(command), _) => format!("proposer {command}"),
+        (None, 0) => format!("strategy {}", header.strategy.name()),
+        (None, known) => {
+            format!("strategy {} with {known} moves that the store knows", header.strategy.name())
+        }
+    }
 }
 
 fn bar(header: &Header) -> ProgressBar {
@@ -400,6 +435,10 @@ impl Session<'_> {
         say_end(&kept, best, confirmation, &best_path);
         if stopped_by != StoppedBy::Interrupted {
             keep::seal(&self.dir, self.ledger.path());
+        }
+        if search.rejected() > 0 {
+            let count = search.rejected();
+            report::say(&format!("{count} illegal proposals, which cost no trial"));
         }
         let spent = spent::Sum::of(trials);
         let wall = spent::clock();

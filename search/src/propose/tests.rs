@@ -5,7 +5,7 @@ fn whole() -> Vec<(Knob, Vec<Value>)> {
 }
 
 fn past(from: &ScheduleConfig, to: &ScheduleConfig, gain: f64, kept: bool) -> Past {
-    Past { config: *to, changes: changes(from, to), gain: Some(gain), kept }
+    Past { config: *to, changes: changes(from, to), gain: Some(gain), kept, score: None }
 }
 
 /// What a search does whose every proposal is legal and ends as `gain` says, for so many trials.

@@ -46,10 +46,10 @@ fn guessed(
         let Step::Trial(trial) = search.step(Duration::ZERO).unwrap() else { break };
         let ahead = &*search.gate.ahead;
         let candidate = ahead.lower(&trial.config).unwrap();
-        let settings = search.settings.clone();
+        let asked = search.asked();
         let mut guess = match kept && index > 0 {
-            true => Guess::kept(settings, history, index, &candidate),
-            false => Guess::reverted(settings, history, index, &candidate),
+            true => Guess::kept(asked, history, index, &candidate),
+            false => Guess::reverted(asked, history, index, &candidate),
         };
         let next = std::iter::from_fn(|| guess.next(ahead)).map(|candidate| candidate.schedule_id);
         guesses.push((trial.outcome, next.collect::<Vec<_>>()));

@@ -5,6 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use corpus::Contents;
 use ir::Graph;
+use search::strategy::{Known, StrategyName};
 use search::{Budget, Conditions, Device, LatencyKind};
 use serde_json::{Value, json};
 
@@ -36,6 +37,11 @@ pub(super) struct Header {
     pub(super) seed: u64,
     pub(super) budget: Budget,
     pub(super) explore: u64,
+    pub(super) strategy: StrategyName,
+    /// What the store knew when the search began.
+    pub(super) known: Vec<Known>,
+    /// The command that proposes, if there is one.
+    pub(super) proposer: Option<String>,
     pub(super) min_gain: f64,
     pub(super) kv_capacity: Option<u32>,
     /// Where it is measured; nothing where it is predicted.
@@ -63,6 +69,9 @@ impl Header {
             seed: args.seed.unwrap_or(0),
             budget,
             explore: budget.explore(),
+            strategy: args.strategy.unwrap_or_default(),
+            known: Vec::new(),
+            proposer: args.proposer.clone(),
             min_gain: min_gain(args)?.unwrap_or(f64::NAN),
             kv_capacity: args.place.kv_capacity,
             conditions: None,
@@ -92,6 +101,13 @@ impl Header {
                 seed: header.get("seed")?.as_u64()?,
                 budget: text("budget")?.parse().ok()?,
                 explore: header.get("explore")?.as_u64()?,
+                // Ledgers from before there was a choice have neither.
+                strategy: text("strategy").map_or(Ok(StrategyName::Climb), |n| n.parse()).ok()?,
+                known: match header.get("prior") {
+                    None => Vec::new(),
+                    Some(known) => serde_json::from_value(known.clone()).ok()?,
+                },
+                proposer: text("proposer"),
                 min_gain: header.get("min_gain")?.as_f64()?,
                 kv_capacity: header.get("kv_capacity")?.as_u64()?.try_into().ok(),
                 conditions: serde_json::from_value(header.get("conditions")?.clone()).ok()?,
@@ -130,6 +146,14 @@ impl Header {
         }
         if let Some(seed) = args.seed.filter(|&seed| seed != self.seed) {
             return differs("--seed", &seed.to_string(), &self.seed.to_string());
+        }
+        let (given, held) = (args.proposer.as_deref(), self.proposer.as_deref());
+        if given.is_some() && given != held {
+            let none = format!("strategy {}", self.strategy.name());
+            return differs("--proposer", given.unwrap_or_default(), held.unwrap_or(&none));
+        }
+        if let Some(name) = args.strategy.filter(|&name| held.is_some() || name != self.strategy) {
+            return differs("--strategy", name.name(), held.unwrap_or(self.strategy.name()));
         }
         if let Some(gain) = min_gain(args)?.filter(|gain| (gain - self.min_gain).abs() > 1e-12) {
             let held = (100.0 * self.min_gain).to_string();
@@ -237,6 +261,9 @@ impl Header {
             "seed": self.seed,
             "budget": self.budget.to_string(),
             "explore": self.explore,
+            "strategy": self.strategy,
+            "prior": self.known,
+            "proposer": self.proposer,
             "min_gain": self.min_gain,
             "kv_capacity": self.kv_capacity,
             "conditions": self.conditions,

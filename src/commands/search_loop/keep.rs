@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use corpus::{CorpusError, Link, Store};
 use ir::schedule::ScheduleConfig;
 use search::Search;
+use search::strategy::{Known, Seen, rank};
+use serde_json::{Map, Value};
 
 use crate::cli::LoopArgs;
 use crate::report;
@@ -75,6 +77,28 @@ impl Keeper {
             self.ledger.display()
         ));
     }
+}
+
+/// What moves brought so far, on all graphs, where latencies are of this kind and schedules for this target.
+const SEEN: &str = "SELECT move, tries, gain_sum FROM priors WHERE latency_kind = ?1 AND target = ?2 ORDER BY move, graph, device";
+
+/// What the store of a new search knows of moves that helped: nothing where there is no store yet.
+pub(super) fn known(
+    args: &LoopArgs,
+    dir: &Path,
+    kind: &str,
+    target: &str,
+) -> Result<Vec<Known>, CorpusError> {
+    let Some(path) = path(args, dir).filter(|path| path.is_file()) else { return Ok(Vec::new()) };
+    let rows = Store::existing(&path)?.query(SEEN, &[kind, target])?;
+    let seen = |row: Map<String, Value>| {
+        Some(Seen {
+            to: serde_json::from_str(row.get("move")?.as_str()?).ok()?,
+            tries: row.get("tries")?.as_f64()?,
+            gain_sum: row.get("gain_sum")?.as_f64()?,
+        })
+    };
+    Ok(rank(rows.into_iter().filter_map(seen)))
 }
 
 /// Seals the run of a search that has ended. Without a seal it is as safe as before, and counts as one that can be resumed.

@@ -1,0 +1,200 @@
+//! Strategies: who decides what is tried next. One trait, to **ask** for proposals and be **told** how they ended.
+//!
+//! What a strategy is told is the list of finished trials, which it gets with each question; it keeps nothing of its own. So it is a function
+//! of its seed and that list: a resumed search goes on with the proposals that would have come, and helpers may ask what it would propose
+//! if the trial under way were reverted. Whether a proposal is legal, and new, is for whoever asks to find out: a strategy goes on proposing
+//! until one is, and what is not costs no trial.
+
+use std::fmt;
+use std::sync::Arc;
+
+use ir::schedule::{Knob, ScheduleConfig, Value};
+use rand::RngExt;
+use rand::seq::IndexedRandom;
+use serde::{Deserialize, Serialize};
+
+use crate::propose::{Origin, Past, Proposer, edited, generator};
+
+mod prior;
+mod tpe;
+
+pub use prior::{Known, Seen, rank};
+
+/// Trials without a keep after which a search counts as stuck.
+const PLATEAU: usize = 16;
+
+/// Knobs that a restart changes at least and at most.
+const RESTART: std::ops::RangeInclusive<usize> = 3..=8;
+
+/// Proposals in the order in which they are to be tried. The last ones are random and go on for ever, unless there is nobody to go on.
+pub type Proposals<'s> = Box<dyn Iterator<Item = (Origin, ScheduleConfig)> + 's>;
+
+/// What a strategy is asked.
+#[derive(Clone, Copy, Debug)]
+pub struct Question<'q> {
+    /// The trial to propose for; 0 is the baseline, which nobody is asked for.
+    pub trial: u64,
+    /// The schedule that leads.
+    pub incumbent: &'q ScheduleConfig,
+    /// How the trials before it ended, the baseline left out.
+    pub past: &'q [Past],
+}
+
+/// A way of searching.
+pub trait Strategy: fmt::Debug + Send + Sync {
+    /// Its name, as in the ledger's header.
+    fn name(&self) -> &'static str;
+
+    /// Proposals for a trial: the same for the same question.
+    fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s>;
+
+    /// Whether it may be asked about trials that have not ended yet, as often as one likes.
+    fn may_be_guessed(&self) -> bool {
+        true
+    }
+}
+
+/// The strategies that need nobody outside.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, schemars::JsonSchema,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum StrategyName {
+    /// Every knob at random, each time.
+    Random,
+    /// A sweep over what belongs together, then single steps, combinations and jumps from the schedule that leads.
+    #[default]
+    Climb,
+    /// The same, and wide jumps once it is stuck.
+    Restarts,
+    /// A tree-structured Parzen estimator: values that good trials have more often than others.
+    Tpe,
+    /// What earlier searches learned, best first; then as `climb`.
+    Prior,
+}
+
+impl StrategyName {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::Random, Self::Climb, Self::Restarts, Self::Tpe, Self::Prior];
+
+    /// Its name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Random => "random",
+            Self::Climb => "climb",
+            Self::Restarts => "restarts",
+            Self::Tpe => "tpe",
+            Self::Prior => "prior",
+        }
+    }
+}
+
+/// A strategy that nobody knows.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("no strategy is called {0:?}; there are {names}", names = StrategyName::ALL.map(StrategyName::name).join(", "))]
+pub struct UnknownStrategy(String);
+
+impl std::str::FromStr for StrategyName {
+    type Err = UnknownStrategy;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        let found = Self::ALL.into_iter().find(|strategy| strategy.name() == name);
+        found.ok_or_else(|| UnknownStrategy(name.to_owned()))
+    }
+}
+
+/// What every strategy draws from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Ground {
+    /// The knobs to vary, with the values to draw from.
+    pub space: Vec<(Knob, Vec<Value>)>,
+    /// What random choices are made with, together with the trial's number.
+    pub seed: u64,
+    /// Trials, after the baseline, of a sweep at most.
+    pub sweep: u64,
+}
+
+impl Ground {
+    fn proposer(&self) -> Proposer<'_> {
+        Proposer { space: &self.space, seed: self.seed, sweep: self.sweep }
+    }
+}
+
+/// The strategy of a name. What earlier searches learned is used by [`StrategyName::Prior`] alone.
+#[must_use]
+pub fn strategy(name: StrategyName, ground: Ground, known: Vec<Known>) -> Arc<dyn Strategy> {
+    match name {
+        StrategyName::Random => Arc::new(Random(ground)),
+        StrategyName::Climb => Arc::new(Climb { ground, restarts: false }),
+        StrategyName::Restarts => Arc::new(Climb { ground, restarts: true }),
+        StrategyName::Tpe => Arc::new(tpe::Tpe(ground)),
+        StrategyName::Prior => Arc::new(prior::Prior::new(ground, known)),
+    }
+}
+
+/// Every knob at random, each time: what any other strategy must beat.
+#[derive(Debug)]
+struct Random(Ground);
+
+impl Strategy for Random {
+    fn name(&self) -> &'static str {
+        StrategyName::Random.name()
+    }
+
+    fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
+        let mut rng = generator(self.0.seed, question.trial);
+        let incumbent = question.incumbent;
+        Box::new(std::iter::repeat_with(move || {
+            let any = |(knob, values): &(Knob, Vec<Value>)| {
+                Some((*knob, values.choose(&mut rng).copied()?))
+            };
+            let form: Vec<_> = self.0.space.iter().filter_map(any).collect();
+            (Origin::Jump, edited(incumbent, &form))
+        }))
+    }
+}
+
+/// Sweep, steps, combinations and jumps ([`Proposer`]).
+#[derive(Debug)]
+struct Climb {
+    ground: Ground,
+    /// Whether to jump far once nothing was kept for [`PLATEAU`] trials.
+    restarts: bool,
+}
+
+impl Strategy for Climb {
+    fn name(&self) -> &'static str {
+        if self.restarts { StrategyName::Restarts.name() } else { StrategyName::Climb.name() }
+    }
+
+    fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
+        let Question { trial, incumbent, past } = *question;
+        let draws = self.ground.proposer().draws(trial, incumbent, past);
+        // Behind a wide jump two local trials: they refine where it landed, if it was kept.
+        let stuck = past.iter().rev().take_while(|past| !past.kept).count();
+        if self.restarts && trial > self.ground.sweep && stuck >= PLATEAU && trial % 3 == 0 {
+            return Box::new(std::iter::once(self.far(question)).chain(draws));
+        }
+        Box::new(draws)
+    }
+}
+
+impl Climb {
+    /// Many knobs of the incumbent at random.
+    fn far(&self, question: &Question<'_>) -> (Origin, ScheduleConfig) {
+        // Another stream than that of the proposer's own draws for this trial.
+        let mut rng = generator(self.ground.seed, question.trial ^ (1 << 63));
+        let space = &self.ground.space;
+        let count = rng.random_range(RESTART).min(space.len());
+        let some =
+            |(knob, values): &(Knob, Vec<Value>)| Some((*knob, values.choose(&mut rng).copied()?));
+        let picked: Vec<_> =
+            space.sample(&mut generator(question.trial, self.ground.seed), count).collect();
+        let form: Vec<_> = picked.into_iter().filter_map(some).collect();
+        (Origin::Jump, edited(question.incumbent, &form))
+    }
+}
+
+#[cfg(test)]
+mod tests;

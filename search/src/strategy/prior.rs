@@ -1,0 +1,122 @@
+//! What earlier searches learned, on other graphs too: the moves that helped, best first, and before them all of them at once.
+
+use std::collections::BTreeMap;
+
+use ir::schedule::{Knob, ScheduleConfig, Value};
+use serde::{Deserialize, Serialize};
+use serde_json::Value as Json;
+
+use super::{Climb, Ground, Proposals, Question, Strategy, StrategyName};
+use crate::propose::{Origin, Past, edited};
+
+/// Trials without a gain that each move is credited with, so that one lucky trial does not lead the list.
+const DOUBT: f64 = 1.0;
+
+/// Least gain, with the doubt, of a move that is remembered.
+const WORTH_MIN: f64 = 0.001;
+
+/// Most moves that a search is given.
+const MOVES_MAX: usize = 32;
+
+/// A loss of one trial counts no more than this: how much worse a bad idea was says nothing of the good ones.
+const LOSS_MAX: f64 = -0.1;
+
+/// What a store knows of one move, of one graph on one card.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Seen {
+    /// Paths of the knobs that were changed, with their new values.
+    pub to: BTreeMap<String, Json>,
+    /// Trials that made the move.
+    pub tries: f64,
+    /// Sum of the gains, shares of the time.
+    pub gain_sum: f64,
+}
+
+/// A move that helped.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Known {
+    /// Paths of the knobs with the values that helped.
+    pub to: BTreeMap<String, Json>,
+    /// The gain to expect of it, a share of the time.
+    pub worth: f64,
+}
+
+/// The moves that helped, best first. What several graphs or cards say of one move is put together, each having as much to say as it tried.
+#[must_use]
+pub fn rank(seen: impl IntoIterator<Item = Seen>) -> Vec<Known> {
+    let mut sums: BTreeMap<String, (BTreeMap<String, Json>, f64, f64)> = BTreeMap::new();
+    for Seen { to, tries, gain_sum } in seen {
+        let name = serde_json::to_string(&to).unwrap_or_default();
+        let (_, all, gains) = sums.entry(name).or_insert((to, 0.0, 0.0));
+        *all += tries;
+        *gains += gain_sum.max(LOSS_MAX * tries);
+    }
+    let known =
+        sums.into_values().map(|(to, tries, gains)| Known { to, worth: gains / (tries + DOUBT) });
+    let mut known: Vec<Known> = known.filter(|known| known.worth >= WORTH_MIN).collect();
+    // Equal ones stay in the order of their names.
+    known.sort_by(|a, b| b.worth.total_cmp(&a.worth));
+    known.truncate(MOVES_MAX);
+    known
+}
+
+type Form = Vec<(Knob, Value)>;
+
+#[derive(Debug)]
+pub(super) struct Prior {
+    climb: Climb,
+    /// Best first.
+    moves: Vec<Form>,
+}
+
+impl Prior {
+    /// What names a knob or a value that this ground lacks is left out.
+    pub(super) fn new(ground: Ground, known: Vec<Known>) -> Self {
+        let form = |known: Known| -> Option<Form> {
+            let one = |(path, json): (&String, &Json)| {
+                let (knob, values) = ground.space.iter().find(|(knob, _)| knob.path() == path)?;
+                Some((*knob, values.iter().copied().find(|value| value.to_json() == *json)?))
+            };
+            known.to.iter().map(one).collect()
+        };
+        let moves = known.into_iter().filter_map(form).collect();
+        Self { climb: Climb { ground, restarts: false }, moves }
+    }
+
+    /// The first `count` moves at once; where two set the same knob, the better one does.
+    fn together(&self, incumbent: &ScheduleConfig, count: usize) -> ScheduleConfig {
+        let form: Form = self.moves[..count].iter().rev().flatten().copied().collect();
+        edited(incumbent, &form)
+    }
+}
+
+/// Whether a trial set all these knobs to these values and lost.
+fn refuted(form: &Form, past: &[Past]) -> bool {
+    past.iter().any(|past| {
+        let made = past.changes.iter().all(|c| form.contains(&(c.knob, c.to)));
+        made && !past.kept && form.iter().all(|&(knob, value)| past.config.get(knob) == value)
+    })
+}
+
+impl Strategy for Prior {
+    fn name(&self) -> &'static str {
+        StrategyName::Prior.name()
+    }
+
+    fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
+        let Question { trial, incumbent, past } = *question;
+        let mut planned = Vec::new();
+        if trial <= self.climb.ground.sweep {
+            let count = self.moves.len();
+            let parts = [count, count.div_ceil(2), count.div_ceil(4)];
+            let unions = parts.into_iter().filter(|&part| part > 1);
+            planned.extend(unions.map(|part| self.together(incumbent, part)));
+            let open = self.moves.iter().filter(|form| !refuted(form, past));
+            planned.extend(open.map(|form| edited(incumbent, form)));
+        }
+        let planned = planned.into_iter().filter(move |config| config != incumbent);
+        let known = planned.map(|config| (Origin::Prior, config));
+        Box::new(known.chain(self.climb.ask(question)))
+    }
+}

@@ -1,0 +1,113 @@
+//! A tree-structured Parzen estimator (Bergstra et al., 2011) over knobs taken one by one: the quarter of the trials that did best says where
+//! to look, the others where not to. Of some draws by the first, that is proposed which the first finds likely and the second does not.
+
+use ir::schedule::{Knob, ScheduleConfig, Value};
+use rand::RngExt;
+use rand::rngs::Xoshiro256PlusPlus;
+
+use super::{Ground, Proposals, Question, Strategy, StrategyName};
+use crate::propose::{Origin, Past, edited, generator};
+
+/// Trials that are drawn at random before there is anything to estimate.
+const RANDOM_FIRST: usize = 8;
+
+/// Share of the trials that count as good.
+const GOOD: f64 = 0.25;
+
+/// Draws of which the best ones are proposed.
+const CANDIDATES: usize = 64;
+
+/// Weight of an even spread over the values, in trials.
+const EVEN: f64 = 1.0;
+
+#[derive(Debug)]
+pub(super) struct Tpe(pub(super) Ground);
+
+impl Strategy for Tpe {
+    fn name(&self) -> &'static str {
+        StrategyName::Tpe.name()
+    }
+
+    fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
+        let mut rng = generator(self.0.seed, question.trial);
+        let incumbent = question.incumbent;
+        let mut planned = Vec::new();
+        if question.past.len() >= RANDOM_FIRST {
+            let [good, rest] = halves(question.past);
+            let weights = |of: &[&Past]| -> Vec<Vec<f64>> {
+                self.0.space.iter().map(|axis| shares(axis, of)).collect()
+            };
+            let (likely, unlikely) = (weights(&good), weights(&rest));
+            planned = self.likely(incumbent, &likely, &unlikely, &mut rng);
+        }
+        let even: Vec<Vec<f64>> = self.0.space.iter().map(|axis| shares(axis, &[])).collect();
+        let random = std::iter::repeat_with(move || {
+            (Origin::Jump, edited(incumbent, &self.draw(&even, &mut rng).0))
+        });
+        Box::new(planned.into_iter().chain(random))
+    }
+}
+
+/// The trials that did best, and the others. What gave no latency is among the others.
+fn halves(past: &[Past]) -> [Vec<&Past>; 2] {
+    let mut all: Vec<&Past> = past.iter().collect();
+    all.sort_by(|a, b| {
+        a.score.unwrap_or(f64::INFINITY).total_cmp(&b.score.unwrap_or(f64::INFINITY))
+    });
+    let count = ((GOOD * all.len() as f64).ceil() as usize).max(2);
+    let rest = all.split_off(count.min(all.len()));
+    [all, rest]
+}
+
+/// How often each value of a knob occurs.
+fn shares((knob, values): &(Knob, Vec<Value>), among: &[&Past]) -> Vec<f64> {
+    let all = among.len() as f64 + EVEN;
+    let of = |value: &Value| {
+        let count = among.iter().filter(|past| past.config.get(*knob) == *value).count();
+        (count as f64 + EVEN / values.len() as f64) / all
+    };
+    values.iter().map(of).collect()
+}
+
+impl Tpe {
+    /// A value for every knob by these shares, and which they are.
+    fn draw(
+        &self,
+        shares: &[Vec<f64>],
+        rng: &mut Xoshiro256PlusPlus,
+    ) -> (Vec<(Knob, Value)>, Vec<usize>) {
+        let mut picks = Vec::with_capacity(shares.len());
+        let mut form = Vec::with_capacity(shares.len());
+        for ((knob, values), shares) in self.0.space.iter().zip(shares) {
+            let mut left: f64 = rng.random();
+            let found = shares.iter().position(|share| {
+                left -= share;
+                left < 0.0
+            });
+            let pick = found.unwrap_or(values.len() - 1);
+            form.push((*knob, values[pick]));
+            picks.push(pick);
+        }
+        (form, picks)
+    }
+
+    fn likely(
+        &self,
+        incumbent: &ScheduleConfig,
+        good: &[Vec<f64>],
+        rest: &[Vec<f64>],
+        rng: &mut Xoshiro256PlusPlus,
+    ) -> Vec<(Origin, ScheduleConfig)> {
+        let mut drawn: Vec<(f64, Vec<(Knob, Value)>)> = (0..CANDIDATES)
+            .map(|_| {
+                let (form, picks) = self.draw(good, rng);
+                let ratio =
+                    |(axis, &pick): (usize, &usize)| (good[axis][pick] / rest[axis][pick]).ln();
+                (picks.iter().enumerate().map(ratio).sum(), form)
+            })
+            .collect();
+        drawn.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+        let with = |(_, form): (f64, Vec<_>)| (Origin::Model, edited(incumbent, &form));
+        drawn.into_iter().map(with).collect()
+    }
+}

@@ -1,0 +1,275 @@
+//! A proposer outside: a command that is asked and told over JSON lines, one object a line. It may be an agent, another optimiser, or ten
+//! lines of shell. HARNESS.md describes the lines.
+//!
+//! Nothing that it does can hurt the search: every wait has a limit, a line has a greatest length, a proposal is parsed and validated like any
+//! schedule, and a proposer that ends, falls silent or talks nonsense ends the search with what was done kept.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use ir::schedule::{ScheduleConfig, parse_config, search_space, validate};
+use ir::{Graph, Target, Violations};
+use search::strategy::{Proposals, Question, Strategy};
+use search::{Origin, Past};
+use serde_json::{Value, json};
+
+use crate::context::Context;
+use crate::failure::Failure;
+use crate::report;
+
+/// How long an answer may take.
+const ANSWER: Duration = Duration::from_secs(300);
+
+/// Bytes of an answer's line at most.
+const LINE_MAX: u64 = 1 << 20;
+
+/// Lines that it may leave unread.
+const UNREAD_MAX: usize = 4096;
+
+/// Proposals for one trial that may be refused.
+const REFUSED_MAX: usize = 100;
+
+/// A command that proposes.
+#[derive(Debug)]
+pub(super) struct Proposer {
+    talk: Mutex<Talk>,
+    graph: Graph,
+    target: Target,
+}
+
+/// The conversation with it.
+#[derive(Debug)]
+struct Talk {
+    child: Child,
+    /// Lines to say. A proposer that does not read them keeps nobody waiting.
+    say: Option<SyncSender<String>>,
+    lines: Receiver<std::io::Result<String>>,
+    /// Finished trials that it knows.
+    told: usize,
+    /// Why there will be no more proposals.
+    over: bool,
+}
+
+impl Proposer {
+    /// Starts the command and says what is searched.
+    pub(super) fn start(command: &str, context: &Context, seed: u64) -> Result<Self, Failure> {
+        let spawned = Command::new("sh")
+            .args(["-c", command])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn();
+        let unstarted = |error: std::io::Error| {
+            Failure::usage(format!("--proposer {command:?} cannot be started: {error}"))
+        };
+        let mut child = spawned.map_err(unstarted)?;
+        let say = child.stdin.take().map(speaker);
+        let lines = listener(child.stdout.take());
+        let talk = Talk { child, say, lines, told: 0, over: false };
+        let proposer = Self {
+            talk: Mutex::new(talk),
+            graph: context.graph().clone(),
+            target: context.target.clone(),
+        };
+        proposer.talk().say(&json!({
+            "search": {
+                "schema": "amk.ask.v1",
+                "model": context.name,
+                "target": context.target.name,
+                "seed": seed,
+                "default": context.default_config(),
+                "search_space": search_space(context.graph(), &context.target),
+            }
+        }));
+        Ok(proposer)
+    }
+
+    fn talk(&self) -> std::sync::MutexGuard<'_, Talk> {
+        self.talk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next proposal; `refused` says what was wrong with the one before.
+    fn propose(
+        &self,
+        question: &Question<'_>,
+        mut refused: Option<Value>,
+    ) -> Option<ScheduleConfig> {
+        let mut talk = self.talk();
+        talk.tell(question.past);
+        for _ in 0..REFUSED_MAX {
+            talk.say(&json!({
+                "ask": {"trial": question.trial, "incumbent": question.incumbent, "refused": refused}
+            }));
+            let answer = talk.hear()?;
+            let Some(config) = answer.get("config") else {
+                let over = answer.get("stop").is_some();
+                talk.end(match over {
+                    true => "it has nothing more to propose",
+                    false => "it said neither \"config\" nor \"stop\"",
+                });
+                return None;
+            };
+            match parse_config(&config.to_string(), &self.graph, &self.target) {
+                Ok(config) => return Some(config),
+                Err(violations) => refused = Some(wrong(&violations)),
+            }
+        }
+        talk.end(&format!("{REFUSED_MAX} proposals for one trial could not be read"));
+        None
+    }
+
+    /// Why a proposal that could be read was not tried.
+    fn why(&self, config: &ScheduleConfig) -> Value {
+        match validate(*config, &self.graph, &self.target) {
+            Err(violations) => wrong(&violations),
+            Ok(_) => {
+                json!([{"message": "it was tried before, lowers to a program that was, or cannot be lowered"}])
+            }
+        }
+    }
+}
+
+fn wrong(violations: &Violations) -> Value {
+    let all = violations.list().iter().filter_map(|v| serde_json::to_value(v).ok());
+    all.collect()
+}
+
+/// Writes lines to the command, on a thread that ends when there are no more or nobody reads them.
+fn speaker(mut input: ChildStdin) -> SyncSender<String> {
+    let (send, lines) = sync_channel::<String>(UNREAD_MAX);
+    std::thread::spawn(move || {
+        for line in lines {
+            if input.write_all(line.as_bytes()).and_then(|()| input.flush()).is_err() {
+                return;
+            }
+        }
+    });
+    send
+}
+
+/// Reads the command's lines, on a thread that ends with them or when nobody listens any more.
+fn listener(output: Option<ChildStdout>) -> Receiver<std::io::Result<String>> {
+    let (send, lines) = sync_channel(1);
+    std::thread::spawn(move || {
+        let mut output = output.map(BufReader::new);
+        while let Some(line) = output.as_mut().and_then(|reader| read_line(reader).transpose()) {
+            let last = line.is_err();
+            if send.send(line).is_err() || last {
+                return;
+            }
+        }
+    });
+    lines
+}
+
+/// A line without its end; nothing at the end of the output.
+fn read_line(reader: &mut impl BufRead) -> std::io::Result<Option<String>> {
+    let mut bytes = Vec::new();
+    reader.take(LINE_MAX).read_until(b'\n', &mut bytes)?;
+    if bytes.len() as u64 == LINE_MAX {
+        return Err(std::io::Error::other(format!("a line of more than {LINE_MAX} bytes")));
+    }
+    let text = String::from_utf8_lossy(&bytes).trim().to_owned();
+    Ok((!bytes.is_empty()).then_some(text))
+}
+
+impl Talk {
+    /// Says what finished since the last time.
+    fn tell(&mut self, past: &[Past]) {
+        for (index, past) in past.iter().enumerate().skip(self.told) {
+            let changed: serde_json::Map<String, Value> = (past.changes.iter())
+                .map(|c| (c.knob.path().to_owned(), json!([c.from.to_json(), c.to.to_json()])))
+                .collect();
+            self.say(&json!({
+                "tell": {
+                    "number": index + 1,
+                    "config": past.config,
+                    "changed": changed,
+                    "gain": past.gain,
+                    "kept": past.kept,
+                    "time": past.score.map(f64::exp),
+                }
+            }));
+        }
+        self.told = self.told.max(past.len());
+    }
+
+    fn say(&mut self, line: &Value) {
+        let said = self.say.as_ref().map(|say| say.try_send(format!("{line}\n")));
+        if let Some(Err(_)) = said {
+            self.end("it does not listen");
+        }
+    }
+
+    /// Its next line.
+    fn hear(&mut self) -> Option<Value> {
+        if self.over {
+            return None;
+        }
+        let line = match self.lines.recv_timeout(ANSWER) {
+            Ok(Ok(line)) => line,
+            Ok(Err(error)) => {
+                self.end(&format!("it cannot be heard ({error})"));
+                return None;
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                self.end(&format!("no answer within {} s", ANSWER.as_secs()));
+                return None;
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                self.end("it has ended");
+                return None;
+            }
+        };
+        match serde_json::from_str::<Value>(&line) {
+            Ok(answer) if answer.is_object() => Some(answer),
+            Ok(_) | Err(_) => {
+                let shown: String = line.chars().take(80).collect();
+                self.end(&format!("it said {shown:?}, which is no JSON object"));
+                None
+            }
+        }
+    }
+
+    /// Says once why there will be no more proposals, and hangs up.
+    fn end(&mut self, why: &str) {
+        if !std::mem::replace(&mut self.over, true) {
+            report::say(&format!("the proposer ends the search: {why}"));
+        }
+        self.say = None;
+    }
+}
+
+impl Drop for Talk {
+    /// A proposer that is not asked any more is not waited for.
+    fn drop(&mut self) {
+        self.say = None;
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Strategy for Proposer {
+    fn name(&self) -> &'static str {
+        "external"
+    }
+
+    fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
+        let question = *question;
+        let mut last: Option<ScheduleConfig> = None;
+        Box::new(std::iter::from_fn(move || {
+            // Asked again for the same trial: the last proposal was no good.
+            let refused = last.as_ref().map(|config| self.why(config));
+            let config = self.propose(&question, refused)?;
+            last = Some(config);
+            Some((Origin::External, config))
+        }))
+    }
+
+    /// Whoever is outside is asked once for each trial.
+    fn may_be_guessed(&self) -> bool {
+        false
+    }
+}

@@ -17,6 +17,9 @@ use crate::machine::Machine;
 use crate::math::argmax;
 use crate::trace::{Fired, Stored};
 
+/// What a task has stored of one thing, from which word on, and what belongs there.
+type Part<'f> = (Place, usize, Cow<'f, [f32]>, Option<Belongs>);
+
 /// A task that stored something else than belongs there, with the word that is furthest off.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Divergence {
@@ -391,11 +394,7 @@ impl<'s, 'a> Step<'s, 'a> {
     }
 
     /// What a task has stored, and what belongs there. Keys and values first: what it mixes has its own among them.
-    fn stored<'f>(
-        &mut self,
-        task: &Task,
-        fired: &'f Fired,
-    ) -> Vec<(Place, usize, Cow<'f, [f32]>, Option<Belongs>)> {
+    fn stored<'f>(&mut self, task: &Task, fired: &'f Fired) -> Vec<Part<'f>> {
         let mut all = Vec::new();
         if let Some(appended) = &fired.appended {
             let layer = task.layer;

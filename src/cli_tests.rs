@@ -691,6 +691,28 @@ fn without_a_gpu_bench_predicts_and_says_so() {
 }
 
 #[test]
+fn without_a_gpu_trace_takes_a_predicted_step_apart() {
+    let folder = folder();
+    let files =
+        ["--perfetto", "a.pftrace", "--chrome", "a.json", "--digest", "a.md", "--records", "a.tsv"];
+    let args = ["trace", "--model", "toy", "--device", "cpu", "--kv-capacity", "256"];
+    let document = amk_in(folder.path(), &[&args[..], &files].concat()).succeeds("amk.trace.v1");
+    assert_eq!(document["latency_kind"], "predicted");
+    let step = &document["schedules"][0]["step"];
+    let ns = |key: &str| step[key].as_i64().unwrap_or_else(|| panic!("{key}: {step}"));
+    let bubbles = ["before", "between", "after"].map(|at| step["bubble_ns"][at].as_i64().unwrap());
+    let parts = ns("floor_ns") + ns("excess_ns") + ns("waiting_ns") + bubbles.iter().sum::<i64>();
+    assert_eq!(parts, ns("span_ns") * ns("workers"));
+    for file in files.iter().skip(1).step_by(2) {
+        assert!(std::fs::metadata(folder.path().join(file)).unwrap().len() > 500, "{file}");
+    }
+    let refused = amk_in(folder.path(), &[&args[..], &["--digest", "no/such/folder.md"]].concat());
+    refused.fails(2, &["cannot write", "no/such/folder.md"]);
+    amk(&["trace", "--model", "toy", "--device", "cpu", "--context", "999999"])
+        .fails(2, &["--context"]);
+}
+
+#[test]
 fn doctor_lists_what_works_and_what_is_missing() {
     let document = amk(&["doctor"]).succeeds("amk.doctor.v1");
     let checks = document["checks"].as_array().unwrap();

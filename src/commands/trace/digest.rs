@@ -154,18 +154,35 @@ fn waits(timeline: &Timeline, out: &mut String) {
             mean(timeline, sum as i64)
         );
     }
-    let mut order: Vec<usize> = (0..timeline.tasks.len()).collect();
-    order.sort_by_key(|&index| (std::cmp::Reverse(waited(&timeline.tasks[index])), index));
-    out.push_str("\n## the longest waits: us, who, for the last of whom, which ended so long after the wait began\n");
-    for index in order.into_iter().take(WAITS) {
-        let task = &timeline.tasks[index];
-        let us = waited(task) as f64 / 1000.0;
-        let producer = task.producer.map(|producer| &timeline.tasks[producer]);
-        let late = producer.map_or("-".to_owned(), |from| {
-            let late = (from.end as i64 - task.begin as i64) as f64 / 1000.0;
-            format!("{}\t{late:.2}", place(timeline, from))
-        });
-        row!(out, "{us:.2}\t{}\t{late}", place(timeline, task));
+    longest(timeline, out);
+}
+
+/// Who is waited for, and by tasks of which layer and name.
+type Awaited = (Option<usize>, u16, usize);
+
+/// The longest wait of a group, the task that waits so long (the first of equals), and how many wait.
+type Waits = (u64, std::cmp::Reverse<usize>, u64);
+
+/// Those that wait for the same task are one line, which names the one that waits longest.
+fn longest(timeline: &Timeline, out: &mut String) {
+    let mut groups: HashMap<Awaited, Waits> = HashMap::new();
+    for (index, task) in timeline.tasks.iter().enumerate() {
+        let (most, who, count) = groups.entry((task.producer, task.layer, task.name)).or_default();
+        (*most, *who) = (*most, *who).max((waited(task), std::cmp::Reverse(index)));
+        *count += 1;
+    }
+    let mut groups: Vec<_> = groups.into_iter().collect();
+    groups.sort_by_key(|&(_, (most, who, _))| std::cmp::Reverse((most, who)));
+    out.push_str("\n## the longest waits: us, who, for the last of whom, which ended so long after the wait began, how many wait for it\n");
+    for ((producer, ..), (most, who, count)) in groups.into_iter().take(WAITS) {
+        let task = &timeline.tasks[who.0];
+        let late =
+            producer.map(|producer| &timeline.tasks[producer]).map_or("-\t-".to_owned(), |from| {
+                let late = (from.end as i64 - task.begin as i64) as f64 / 1000.0;
+                format!("{}\t{late:.2}", place(timeline, from))
+            });
+        let us = most as f64 / 1000.0;
+        row!(out, "{us:.2}\t{}\t{late}\t{count}", place(timeline, task));
     }
 }
 

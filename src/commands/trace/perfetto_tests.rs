@@ -173,6 +173,13 @@ fn the_digest_is_small_and_names_the_worst_wait() {
     let worst = timeline.tasks.iter().max_by_key(|task| task.arrived - task.begin).expect("one");
     let us = format!("{:.2}\t", (worst.arrived - worst.begin) as f64 / 1000.0);
     assert!(text.contains(&us), "{us:?} is not in\n{text}");
+    // Many workers wait for the same task: that is one line.
+    let (_, waits) = text.split_once("## the longest waits").expect("they are there");
+    let lines = waits.lines().skip(1).take_while(|line| !line.is_empty());
+    let producers: Vec<&str> = lines.filter_map(|line| line.split('\t').nth(2)).collect();
+    assert!(
+        producers.len() > 2 && producers.len() == producers.iter().collect::<BTreeSet<_>>().len()
+    );
     for heading in ["## by op", "## by layer", "## waits", "## bubbles"] {
         assert!(text.contains(heading), "{heading}");
     }

@@ -248,7 +248,11 @@ pub(super) fn op_name(program: &Program, task: &ProgramTask) -> String {
         Opcode::Matvec => {
             let p: abi::MatvecParams = task.params();
             let name = &program.matrices[p.matrix as usize].name;
-            name.rsplit('.').next().unwrap_or(name).to_owned()
+            match name.rsplit('.').next().unwrap_or(name) {
+                "embed" => "lm_head", // tied
+                part => part,
+            }
+            .to_owned()
         }
         Opcode::Nop
         | Opcode::Embed

@@ -5,13 +5,15 @@
 //! schedule, and a proposer that ends, falls silent or talks nonsense ends the search with what was done kept.
 
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use ir::schedule::{ScheduleConfig, parse_config, search_space, validate};
 use ir::{Graph, Target, Violations};
+use rustix::process::{Pid, Signal, kill_process_group};
 use search::strategy::{Proposals, Question, Strategy};
 use search::{Origin, Past};
 use serde_json::{Value, json};
@@ -58,6 +60,7 @@ impl Proposer {
     pub(super) fn start(command: &str, context: &Context, seed: u64) -> Result<Self, Failure> {
         let spawned = Command::new("sh")
             .args(["-c", command])
+            .process_group(0) // Ctrl-C is for the search, which ends it
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn();
@@ -198,8 +201,11 @@ impl Talk {
 
     fn say(&mut self, line: &Value) {
         let said = self.say.as_ref().map(|say| say.try_send(format!("{line}\n")));
-        if let Some(Err(_)) = said {
-            self.end("it does not listen");
+        match said {
+            Some(Err(TrySendError::Full(_))) => self.end("it does not listen"),
+            // It closed its input. What it said before is still heard, and then why it says no more.
+            Some(Err(TrySendError::Disconnected(_))) => self.say = None,
+            Some(Ok(())) | None => {}
         }
     }
 
@@ -243,10 +249,10 @@ impl Talk {
 }
 
 impl Drop for Talk {
-    /// A proposer that is not asked any more is not waited for.
+    /// A proposer that is not asked any more is not waited for, nor is what it started.
     fn drop(&mut self) {
         self.say = None;
-        let _ = self.child.kill();
+        let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
         let _ = self.child.wait();
     }
 }

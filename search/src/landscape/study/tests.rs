@@ -24,7 +24,7 @@ fn landscape(latency: &str) -> Result<Landscape, crate::landscape::BadLandscape>
         let config = space.config(point);
         let answer = if config.pipeline.stages == 2 {
             r#""illegal": ["S-RING"]"#.to_owned()
-        } else if point == 101 {
+        } else if point == 50 {
             r#""failed": {"outcome": "trapped", "why": "it waited"}"#.to_owned()
         } else {
             let bad = |knob: &&(ir::Knob, Vec<ir::schedule::Value>)| {
@@ -124,7 +124,7 @@ fn regret(land: &Landscape, name: StrategyName, known: &[Known], trials: u64) ->
         let played = play(land, &*strategy, trials, 0.01, seed).unwrap();
         played.best_us.last().unwrap() / best - 1.0
     };
-    (0..4).map(one).sum::<f64>() / 4.0
+    (0..2).map(one).sum::<f64>() / 2.0
 }
 
 #[test]
@@ -138,13 +138,18 @@ fn the_default_leads_where_it_was_measured_and_a_full_store_saves_three_trials_o
     for name in [StrategyName::Random, StrategyName::Tpe] {
         assert!(ends(name) > default, "{}", name.name());
     }
+    // As in docs/search.md: five searches of each model.
+    let found = |land: &Landscape| -> Vec<Seen> {
+        let one = |seed| {
+            let climb = strategy(StrategyName::Climb, ground(land, seed, 64), Vec::new());
+            play(land, &*climb, 64, 0.01, seed).unwrap().seen()
+        };
+        (1000..1005).flat_map(one).collect()
+    };
+    let found: Vec<Vec<Seen>> = lands.iter().map(found).collect();
     for (held_out, land) in lands.iter().enumerate() {
-        let others = lands.iter().enumerate().filter(|(index, _)| *index != held_out);
-        let seen = others.flat_map(|(_, land)| {
-            let climb = strategy(StrategyName::Climb, ground(land, 1000, 64), Vec::new());
-            play(land, &*climb, 64, 0.01, 1000).unwrap().seen()
-        });
-        let known = rank(seen);
+        let others = found.iter().enumerate().filter(|(index, _)| *index != held_out);
+        let known = rank(others.flat_map(|(_, seen)| seen.clone()));
         let full = regret(land, StrategyName::Prior, &known, 16);
         let empty = regret(land, StrategyName::Prior, &[], 64);
         assert!(full <= empty, "{}: {full} with a store, {empty} without", land.terms.model);

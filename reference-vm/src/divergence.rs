@@ -201,6 +201,9 @@ fn task_of<'p>(program: &'p Program, fired: &Fired) -> Option<&'p Task> {
     program.workers.get(fired.worker.index())?.tasks.get(fired.task as usize)
 }
 
+/// Words that a task has stored: where, from which word on, what, and what belongs there.
+type Store<'f> = (Place, usize, Cow<'f, [f32]>, Option<Belongs>);
+
 /// What the tasks of a step had, and what belongs where.
 struct Step<'s, 'a> {
     examiner: &'s Examiner<'a>,
@@ -391,11 +394,7 @@ impl<'s, 'a> Step<'s, 'a> {
     }
 
     /// What a task has stored, and what belongs there. Keys and values first: what it mixes has its own among them.
-    fn stored<'f>(
-        &mut self,
-        task: &Task,
-        fired: &'f Fired,
-    ) -> Vec<(Place, usize, Cow<'f, [f32]>, Option<Belongs>)> {
+    fn stored<'f>(&mut self, task: &Task, fired: &'f Fired) -> Vec<Store<'f>> {
         let mut all = Vec::new();
         if let Some(appended) = &fired.appended {
             let layer = task.layer;

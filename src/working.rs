@@ -1,9 +1,10 @@
 //! What a terminal shows while something is under way: what it is and for how long; of what is counted, how much of it and how long the rest will take.
 //! Nothing is shown where standard error is no terminal.
 
+use std::fmt::Write;
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{HumanDuration, ProgressBar, ProgressState, ProgressStyle};
 
 use crate::report;
 
@@ -22,14 +23,14 @@ impl Working {
     /// So many things that take about the same time each.
     pub(crate) fn through(count: usize, what: impl Into<String>) -> Self {
         let bar = ProgressBar::new(count as u64);
-        Self::with(bar, "  [{bar:30}] {pos}/{len} {msg}, {elapsed}, {eta} left", what)
+        Self::with(bar, "  [{bar:30}] {pos}/{len} {msg}, {elapsed}, {left}", what)
     }
 
     fn with(bar: ProgressBar, template: &str, what: impl Into<String>) -> Self {
         if report::is_quiet() {
             return Self(ProgressBar::hidden());
         }
-        if let Ok(style) = ProgressStyle::with_template(template) {
+        if let Some(style) = style(template) {
             bar.set_style(style);
         }
         bar.set_message(what.into());
@@ -46,6 +47,19 @@ impl Working {
     pub(crate) fn done(&self) {
         self.0.inc(1);
     }
+}
+
+/// A style whose `left` is what the rest will take: guessed from what is done, so nothing is said before anything is.
+pub(crate) fn style(template: &str) -> Option<ProgressStyle> {
+    let left = |state: &ProgressState, out: &mut dyn Write| {
+        let written = match state.pos() {
+            0 => out.write_str("how long is not known yet"),
+            _ => write!(out, "{} left", HumanDuration(state.eta())),
+        };
+        // A line that cannot be drawn is left out.
+        let _ = written;
+    };
+    Some(ProgressStyle::with_template(template).ok()?.with_key("left", left))
 }
 
 impl Drop for Working {

@@ -17,9 +17,6 @@ use crate::machine::Machine;
 use crate::math::argmax;
 use crate::trace::{Fired, Stored};
 
-/// What a task has stored of one thing, from which word on, and what belongs there.
-type Part<'f> = (Place, usize, Cow<'f, [f32]>, Option<Belongs>);
-
 /// A task that stored something else than belongs there, with the word that is furthest off.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Divergence {
@@ -203,6 +200,9 @@ fn longest(graph: &Graph) -> usize {
 fn task_of<'p>(program: &'p Program, fired: &Fired) -> Option<&'p Task> {
     program.workers.get(fired.worker.index())?.tasks.get(fired.task as usize)
 }
+
+/// Words that a task has stored: where, from which word on, what, and what belongs there.
+type Store<'f> = (Place, usize, Cow<'f, [f32]>, Option<Belongs>);
 
 /// What the tasks of a step had, and what belongs where.
 struct Step<'s, 'a> {
@@ -394,7 +394,7 @@ impl<'s, 'a> Step<'s, 'a> {
     }
 
     /// What a task has stored, and what belongs there. Keys and values first: what it mixes has its own among them.
-    fn stored<'f>(&mut self, task: &Task, fired: &'f Fired) -> Vec<Part<'f>> {
+    fn stored<'f>(&mut self, task: &Task, fired: &'f Fired) -> Vec<Store<'f>> {
         let mut all = Vec::new();
         if let Some(appended) = &fired.appended {
             let layer = task.layer;

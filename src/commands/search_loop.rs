@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use corpus::{Contents, CorpusError, Ledger, Results};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use ir::Knob;
 use ir::schedule::Value as KnobValue;
 use search::strategy::{Ground, Strategy, StrategyName};
@@ -22,6 +22,7 @@ use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::files;
 use crate::report::{self, Answer};
+use crate::working;
 
 mod document;
 mod header;
@@ -269,10 +270,12 @@ fn bar(header: &Header) -> ProgressBar {
         Budget::Time(time) => time.as_secs(),
     };
     // What is left: of a time it is known, of trials it is guessed from those so far.
-    let style =
-        ProgressStyle::with_template("  [{bar:30}] {pos}/{len} {elapsed}, {eta} left {msg}");
+    let style = working::style("  [{bar:30}] {pos}/{len} {elapsed}, {left}; {msg}");
     let bar = if report::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(length) };
-    style.map(|style| bar.clone().with_style(style)).unwrap_or(bar)
+    match style {
+        Some(style) => bar.with_style(style),
+        None => bar,
+    }
 }
 
 struct Session<'a> {

@@ -416,6 +416,20 @@ fn the_hostile_load_starves_a_strict_scheduler() {
     assert!(late.contains("session 0 waits longer than 319 turns"), "{late}");
 }
 
+#[test]
+fn the_first_of_equals_runs_first() {
+    let mut scheduler = Scheduler::new(8);
+    let open = |scheduler: &mut Scheduler| scheduler.open(Priority::Normal, 9).unwrap();
+    let sessions: Vec<SessionId> = (0..8).map(|_| open(&mut scheduler)).collect();
+    // Not in the order of their places.
+    let order = [3, 7, 0, 5, 1, 6, 2, 4].map(|place: usize| sessions[place]);
+    for session in order {
+        scheduler.submit(session).unwrap();
+    }
+    let ran = std::iter::from_fn(|| scheduler.next(1)).map(|turn| turn.session());
+    assert_eq!(ran.collect::<Vec<_>>(), order);
+}
+
 /// Runs sessions that write a text each, one of them with a fault at its fifth token.
 fn texts(faulty: bool) -> BTreeMap<usize, Vec<u64>> {
     let mut scheduler = Scheduler::new(8);

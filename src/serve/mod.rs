@@ -14,6 +14,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use ir::program::{Program, Verified};
+use ir::schedule::ScheduleConfig;
 use model::Tokenizer;
 use serde_json::json;
 use tokio::net::TcpListener;
@@ -33,6 +35,9 @@ use request::Api;
 
 /// How long requests under way may go on after Ctrl-C.
 const GRACE: Duration = Duration::from_secs(10);
+
+/// A schedule and its program.
+type Lowered = (ScheduleConfig, Arc<Verified<Program>>);
 
 /// What is served, as the routes see it.
 pub(crate) struct Served {
@@ -111,18 +116,17 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let message = format!("--sessions {places} is out of range: {device} takes 1 to {most}");
         return Err(Failure::usage(message));
     }
-    let config = context.best_config(args.config.config.as_ref(), context.kv_capacity)?;
-    let program = match device {
+    let lowered = match device {
         "eval" => None,
-        _ => Some(Arc::new(crate::commands::program::lowered(&context, &config)?)),
+        _ => Some(lowered(&context, args)?),
     };
-    let engine: Box<dyn Engine + '_> = match (gpu, &program) {
-        (Some(mut gpu), Some(program)) => {
+    let engine: Box<dyn Engine + '_> = match (gpu, &lowered) {
+        (Some(mut gpu), Some((config, program))) => {
             let handle = remote::Served::prepare(&mut gpu, program, &config.kernel);
             let handle = handle.map_err(|error| Failure::refused(error.to_string()))?;
             Box::new(Megakernel::new(gpu, handle, places))
         }
-        (_, Some(program)) => Box::new(Reference::new(&context, program)),
+        (_, Some((_, program))) => Box::new(Reference::new(&context, program)),
         (_, None) => Box::new(Graph::new(&context)),
     };
     let (jobs, inbox) = mpsc::channel();
@@ -137,6 +141,13 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         http.join()
             .unwrap_or_else(|_| Err(Failure { exit: Exit::Bug, message: crate::last_panic() }))
     })
+}
+
+/// The schedule for the end of a full cache, where steps are slowest, and its program.
+fn lowered(context: &Context, args: &ServeArgs) -> Result<Lowered, Failure> {
+    let config = context.best_config(args.config.config.as_ref(), context.kv_capacity)?;
+    let program = Arc::new(crate::commands::program::lowered(context, &config)?);
+    Ok((config, program))
 }
 
 fn serving(

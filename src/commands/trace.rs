@@ -9,7 +9,7 @@ mod timeline;
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
 use abi::TaskRecord;
@@ -94,7 +94,7 @@ impl Traced {
     fn keep(mut self, args: &TraceArgs, title: &str) -> Result<Value, Failure> {
         let (timeline, counters) = (&self.timeline, &self.counters);
         let digest = digest::write(timeline, title);
-        let files: [(_, &dyn Fn(&mut BufWriter<File>) -> std::io::Result<()>); 4] = [
+        let files: [(_, &Fill<'_>); 4] = [
             (&args.records, &|out| out.write_all(self.table.as_bytes())),
             (&args.digest, &|out| out.write_all(digest.as_bytes())),
             (&args.chrome, &|out| chrome::write(out, timeline, counters, title)),
@@ -110,10 +110,10 @@ impl Traced {
     }
 }
 
-fn save(
-    path: &Path,
-    fill: &dyn Fn(&mut BufWriter<File>) -> std::io::Result<()>,
-) -> Result<(), Failure> {
+/// What writes a file.
+type Fill<'a> = dyn Fn(&mut BufWriter<File>) -> io::Result<()> + 'a;
+
+fn save(path: &Path, fill: &Fill<'_>) -> Result<(), Failure> {
     let written = File::create(path).map(BufWriter::new).and_then(|mut out| {
         fill(&mut out)?;
         out.flush()

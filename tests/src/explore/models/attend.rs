@@ -139,7 +139,12 @@ fn attend(s: Shape, bug: Bug, warp: usize, round: usize, walk: &mut Walk<'_>) {
         Bug::IdleWait if warp >= s.tiles => 0,
         Bug::OneShort => beyond.saturating_sub(1),
         Bug::AllInFront => s.of_task(),
-        _ => beyond,
+        Bug::None
+        | Bug::IdleWait
+        | Bug::LargerRing
+        | Bug::NotGivenBack
+        | Bug::NoMeeting
+        | Bug::NoSecondMeeting => beyond,
     };
     walk.pass(base + in_front);
 }

@@ -9,7 +9,7 @@ mod timeline;
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
 use abi::TaskRecord;
@@ -110,8 +110,8 @@ impl Traced {
     }
 }
 
-/// What writes one file.
-type Fill<'a> = dyn Fn(&mut BufWriter<File>) -> std::io::Result<()> + 'a;
+/// What writes a file.
+type Fill<'a> = dyn Fn(&mut BufWriter<File>) -> io::Result<()> + 'a;
 
 fn save(path: &Path, fill: &Fill<'_>) -> Result<(), Failure> {
     let written = File::create(path).map(BufWriter::new).and_then(|mut out| {

@@ -15,12 +15,13 @@ const LAYERS: usize = 6;
 const PAIRS: usize = 8;
 const WAITS: usize = 10;
 const WORKERS: usize = 5;
-/// Longer names are cut.
+/// Longer names are cut, and longer titles, which hold the path of a schedule.
 const NAME: usize = 16;
+const TITLE: usize = 200;
 
 /// The page. `title` is a line.
 pub(super) fn write(timeline: &Timeline, title: &str) -> String {
-    let mut out = format!("# {title}\n");
+    let mut out = format!("# {}\n", title.chars().take(TITLE).collect::<String>());
     let total = timeline.total();
     whole(timeline, &total, &mut out);
     ops(timeline, &total, &mut out);
@@ -157,31 +158,38 @@ fn waits(timeline: &Timeline, out: &mut String) {
     longest(timeline, out);
 }
 
-/// Who is waited for, and by tasks of which layer and name.
-type Awaited = (Option<usize>, u16, usize);
-
-/// The longest wait of a group, the task that waits so long (the first of equals), and how many wait.
-type Waits = (u64, std::cmp::Reverse<usize>, u64);
+/// Tasks of one kind that wait for the same task.
+#[derive(Clone, Copy, Default)]
+struct Waiters {
+    /// How long the one waits that waits longest, and which it is.
+    longest: u64,
+    who: usize,
+    count: u64,
+}
 
 /// Those that wait for the same task are one line, which names the one that waits longest.
 fn longest(timeline: &Timeline, out: &mut String) {
-    let mut groups: HashMap<Awaited, Waits> = HashMap::new();
+    let mut groups: HashMap<(Option<usize>, u16, usize), Waiters> = HashMap::new();
     for (index, task) in timeline.tasks.iter().enumerate() {
-        let (most, who, count) = groups.entry((task.producer, task.layer, task.name)).or_default();
-        (*most, *who) = (*most, *who).max((waited(task), std::cmp::Reverse(index)));
-        *count += 1;
+        let group = groups.entry((task.producer, task.layer, task.name)).or_default();
+        if group.count == 0 || waited(task) > group.longest {
+            (group.longest, group.who) = (waited(task), index);
+        }
+        group.count += 1;
     }
-    let mut groups: Vec<_> = groups.into_iter().collect();
-    groups.sort_by_key(|&(_, (most, who, _))| std::cmp::Reverse((most, who)));
+    let mut groups: Vec<Waiters> = groups.into_values().collect();
+    groups.sort_by_key(|group| (std::cmp::Reverse(group.longest), group.who));
     out.push_str("\n## the longest waits: us, who, for the last of whom, which ended so long after the wait began, how many wait for it\n");
-    for ((producer, ..), (most, who, count)) in groups.into_iter().take(WAITS) {
-        let task = &timeline.tasks[who.0];
-        let late =
-            producer.map(|producer| &timeline.tasks[producer]).map_or("-\t-".to_owned(), |from| {
+    for Waiters { longest, who, count } in groups.into_iter().take(WAITS) {
+        let task = &timeline.tasks[who];
+        let late = task.producer.map(|producer| &timeline.tasks[producer]).map_or_else(
+            || "-\t-".to_owned(),
+            |from| {
                 let late = (from.end as i64 - task.begin as i64) as f64 / 1000.0;
                 format!("{}\t{late:.2}", place(timeline, from))
-            });
-        let us = most as f64 / 1000.0;
+            },
+        );
+        let us = longest as f64 / 1000.0;
         row!(out, "{us:.2}\t{}\t{late}\t{count}", place(timeline, task));
     }
 }

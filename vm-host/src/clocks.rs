@@ -1,12 +1,11 @@
 //! What the card's clocks are, as NVML says. The library comes with the driver; where it is missing nothing is known.
 
-use std::ffi::{CString, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::sync::OnceLock;
 
 use libloading::Library;
 
-/// What the driver installs.
-const LIBRARY: &str = "libnvidia-ml.so.1";
+use crate::nvml::{ByUuid, Init, LIBRARY, name_of};
 
 /// `nvmlClockType_t`.
 const SM: c_uint = 1;
@@ -34,8 +33,6 @@ pub struct CardClocks {
     pub throttled: Vec<&'static str>,
 }
 
-type Init = unsafe extern "C" fn() -> c_int;
-type ByUuid = unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
 type ClockInfo = unsafe extern "C" fn(*mut c_void, c_uint, *mut c_uint) -> c_int;
 type Reasons = unsafe extern "C" fn(*mut c_void, *mut c_ulonglong) -> c_int;
 
@@ -55,7 +52,7 @@ unsafe impl Sync for Card {}
 
 impl Card {
     fn open(uuid: &str) -> Option<Self> {
-        let name = CString::new(name_of(uuid)?).ok()?;
+        let name = name_of(uuid)?;
         // SAFETY: the driver's library, which initialises itself when it is asked to and not when it is loaded.
         let library = unsafe { Library::new(LIBRARY) }.ok()?;
         // SAFETY: the types are those of nvml.h; the library is kept beside the pointers.
@@ -101,25 +98,9 @@ pub fn card_clocks(uuid: &str) -> Option<CardClocks> {
     (card.uuid == uuid).then(|| card.clocks())?
 }
 
-/// NVML's form of an id: `GPU-` and five groups.
-fn name_of(uuid: &str) -> Option<String> {
-    let groups = [0..8, 8..12, 12..16, 16..20, 20..32];
-    let groups: Option<Vec<&str>> = groups.into_iter().map(|range| uuid.get(range)).collect();
-    (uuid.len() == 32).then_some(format!("GPU-{}", groups?.join("-")))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn ids_are_spelled_as_nvml_does() {
-        assert_eq!(
-            name_of("0123456789abcdef0123456789abcdef").as_deref(),
-            Some("GPU-01234567-89ab-cdef-0123-456789abcdef")
-        );
-        assert_eq!(name_of("0123"), None);
-    }
 
     #[test]
     fn an_idle_card_and_set_clocks_are_no_reasons() {

@@ -1,12 +1,12 @@
-//! Who else uses the GPU, as NVML says. The library comes with the driver; where it is missing, or a container hides what is outside,
-//! nothing is known.
+//! Who else uses the GPU, as NVML says, and how NVML is asked about one. The library comes with the driver; where it is missing, or a
+//! container hides what is outside, nothing is known.
 
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 
 use libloading::Library;
 
 /// What the driver installs.
-const LIBRARY: &str = "libnvidia-ml.so.1";
+pub(crate) const LIBRARY: &str = "libnvidia-ml.so.1";
 
 /// Processes that are named; there may be more.
 const PROCESSES_MAX: usize = 64;
@@ -24,8 +24,8 @@ struct ProcessInfo {
     compute_instance: c_uint,
 }
 
-type Init = unsafe extern "C" fn() -> c_int;
-type ByUuid = unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
+pub(crate) type Init = unsafe extern "C" fn() -> c_int;
+pub(crate) type ByUuid = unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
 type Processes = unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut ProcessInfo) -> c_int;
 
 /// Numbers of the processes that have a context on the device with this id (of [`DeviceInfo`](crate::DeviceInfo)), this one included if
@@ -46,7 +46,7 @@ pub fn compute_processes(uuid: &str) -> Option<Vec<u32>> {
             processes.ok()?,
         )
     };
-    let name = CString::new(name_of(uuid)?).ok()?;
+    let name = name_of(uuid)?;
     let mut device = std::ptr::null_mut();
     let mut list = [ProcessInfo::default(); PROCESSES_MAX];
     let mut count = PROCESSES_MAX as c_uint;
@@ -69,12 +69,12 @@ pub fn compute_processes(uuid: &str) -> Option<Vec<u32>> {
 }
 
 /// NVML's form of an id: `GPU-` and five groups.
-fn name_of(uuid: &str) -> Option<String> {
+pub(crate) fn name_of(uuid: &str) -> Option<CString> {
     if uuid.len() != 32 || !uuid.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
     }
     let groups = [0..8, 8..12, 12..16, 16..20, 20..32].map(|range| &uuid[range]);
-    Some(format!("GPU-{}", groups.join("-")))
+    CString::new(format!("GPU-{}", groups.join("-"))).ok()
 }
 
 #[cfg(test)]
@@ -85,7 +85,7 @@ mod tests {
     fn ids_are_spelled_as_nvml_does() {
         assert_eq!(
             name_of("0123456789abcdef0123456789abcdef").as_deref(),
-            Some("GPU-01234567-89ab-cdef-0123-456789abcdef")
+            Some(c"GPU-01234567-89ab-cdef-0123-456789abcdef")
         );
         assert_eq!(name_of("0123"), None);
         assert_eq!(name_of(&"é".repeat(16)), None);

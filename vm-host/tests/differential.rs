@@ -144,9 +144,9 @@ fn read_golden(dir: &std::path::Path) -> Golden {
     Golden { tokens: integers("tokens"), greedy: integers("greedy"), logits }
 }
 
-fn config(text: &str, graph: &ir::Graph, target: &Target) -> Option<Valid<ir::ScheduleConfig>> {
+fn config(text: &str, graph: &ir::Graph, target: &Target) -> Valid<ir::ScheduleConfig> {
     let parsed = parse_config(text, graph, target).unwrap_or_else(|e| panic!("{text}: {e}"));
-    Some(validate(parsed, graph, target).unwrap_or_else(|e| panic!("{text}: {e}")))
+    validate(parsed, graph, target).unwrap_or_else(|e| panic!("{text}: {e}"))
 }
 
 /// Greatest difference relative to the greatest logit.
@@ -197,7 +197,7 @@ fn check_model(name: &str, info: &vm_host::DeviceInfo) {
     let mut idle: Option<Idle> = None;
     let mut resident: Option<Resident> = None;
     for (schedule, text) in SCHEDULES {
-        let Some(config) = config(text, &model.graph, &target) else { continue };
+        let config = config(text, &model.graph, &target);
         let program = lower::lower(&config, &model.graph, &target, options)
             .unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
         let variant = vm_host::variant(&config.kernel, &model.graph);
@@ -251,7 +251,7 @@ fn every_op_is_covered() {
         let model = model::import(&golden_dir().join(name)).unwrap_or_else(|e| panic!("{e}"));
         let mut tasks: BTreeMap<&str, usize> = BTreeMap::new();
         for (schedule, text) in SCHEDULES {
-            let Some(config) = config(text, &model.graph, &target) else { continue };
+            let config = config(text, &model.graph, &target);
             let program = lower::lower(&config, &model.graph, &target, options)
                 .unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
             for task in program.workers.iter().flat_map(|worker| &worker.tasks) {

@@ -67,6 +67,15 @@ fn every_other_pair_of_accesses_is_a_race() {
 }
 
 #[test]
+fn whoever_writes_beside_the_fetcher_is_in_a_race() {
+    let read = "and Read access at op_matvec(";
+    assert!(STAGED.contains(read));
+    let (code, said) =
+        judged("two", &(STAGED.replace(read, "and Write access at op_matvec(") + END));
+    assert_eq!(code, Some(1), "{said}");
+}
+
+#[test]
 fn a_report_that_ends_early_is_no_proof() {
     let (code, said) = judged("early", &format!("{FLAG}{RING}"));
     assert_eq!(code, Some(1), "{said}");

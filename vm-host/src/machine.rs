@@ -22,8 +22,11 @@ use crate::memory::{
     DeviceBuffer, HostBuffer, download, download_into, download_rows, upload, upload_fill,
     upload_fills,
 };
+use crate::prefill::Prefill;
 use crate::ring::{self, RingHost};
 use crate::weights::{LoadReport, load_matrices};
+
+mod chunks;
 
 /// Programs that can be loaded beside each other.
 pub const PROGRAMS_MAX: usize = 4;
@@ -94,6 +97,9 @@ pub struct Idle {
     options: BootOptions,
     report: LoadReport,
     vocab: u32,
+    graph: Graph,
+    /// Kernels and memory for prompt chunks, once one was run.
+    prefill: Option<Box<Prefill>>,
 }
 
 /// A look at the ring from beside the thread that drives the machine, which may be stuck in a call of the driver. It keeps the ring's
@@ -195,6 +201,8 @@ impl Idle {
             options,
             report,
             vocab: graph.vocab,
+            graph: graph.clone(),
+            prefill: None,
         })
     }
 

@@ -15,10 +15,12 @@ use crate::config_source::ConfigSource;
 use crate::sampling_args::SamplingArgs;
 
 mod landscape;
+mod prefill;
 mod rerun;
 mod runs;
 
 pub(crate) use landscape::{LandscapeCommand, RecordArgs};
+pub(crate) use prefill::{PrefillArgs, PrefillChoice};
 pub(crate) use rerun::{RerunArgs, TaskPlace};
 pub(crate) use runs::{
     CompareArgs, GcArgs, ReplayArgs, RunArgs, RunsArgs, RunsCommand, RunsExportArgs,
@@ -533,6 +535,8 @@ pub(crate) struct GenerateArgs {
     pub(crate) stop: Vec<u32>,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
+    pub(crate) prefill: PrefillArgs,
     /// Write the logits of every executed position: a safetensors file with `logits`, [positions, vocab] f32.
     #[arg(long, value_name = "FILE")]
     pub(crate) logits: Option<PathBuf>,
@@ -565,6 +569,9 @@ pub(crate) struct BenchArgs {
     /// Write what was measured, with the schedule and the proofs, as one file that `amk bundle` checks. Needs the GPU.
     #[arg(long, value_name = "FILE")]
     pub(crate) bundle: Option<PathBuf>,
+    /// Time a prompt of so many tokens in chunks instead of decoding. Needs the GPU.
+    #[arg(long, value_name = "TOKENS", conflicts_with_all = ["context", "bundle", "peers", "gguf"])]
+    pub(crate) prefill: Option<u32>,
 }
 
 /// Arguments of `bundle`.
@@ -613,6 +620,8 @@ pub(crate) struct ServeArgs {
     /// Requests in the server, those that wait included; others are told to come back (429).
     #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096).map(usize::from))]
     pub(crate) queue: usize,
+    #[command(flatten)]
+    pub(crate) prefill: PrefillArgs,
 }
 
 /// Arguments of `trace`.

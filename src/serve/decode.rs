@@ -11,9 +11,6 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::engine::{Broken, Engine};
 
-/// Prompt tokens of a turn: a long prompt gives way between them.
-const PROMPT_SLICE: u64 = 16;
-
 /// What a request wants of the model.
 #[derive(Debug)]
 pub(super) struct Work {
@@ -180,7 +177,7 @@ impl<'e> Desk<'e> {
                 }
             }
             self.admit();
-            if let Some(turn) = self.scheduler.next(PROMPT_SLICE) {
+            if let Some(turn) = self.scheduler.next(self.engine.prompt_slice()) {
                 self.turn(turn);
             }
         }

@@ -18,7 +18,7 @@ constexpr uint32_t X_HALVES = AMK_PREFILL_HALVES, Q_HALVES = AMK_PREFILL_SCORES;
 constexpr uint32_t X_UNIT_BYTES = AMK_UNIT_BYTES * X_HALVES; // of 8 tokens
 constexpr uint32_t PREFILL_THREADS = 256;                    // of the kernels that go over vectors
 
-extern __shared__ __align__(128) char prefill_memory[];
+extern __shared__ __align__(1024) char prefill_memory[];
 
 // Where a token's column is, in its unit of high halves.
 __device__ __forceinline__ char* x_place(char* x, uint32_t units, uint32_t token, uint32_t column) {

@@ -78,3 +78,5 @@ __device__ __forceinline__ void piece_copy(uint32_t target, void const* source, 
 }
 __device__ __forceinline__ void pieces_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <uint32_t LEFT> __device__ __forceinline__ void pieces_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+// What this thread's copies have brought comes before products that read shared memory by themselves.
+__device__ __forceinline__ void products_see_pieces() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -24,7 +24,7 @@ use plan::{LayerPlan, Lookup, Packed, Plan};
 
 /// Tokens of a chunk: more make the products no faster, and take more memory.
 const CHUNK_TOKENS: u32 = 2048;
-/// Tokens of a block of the matrix products: `GEMM_TOKENS` of prefill_gemm.cuh.
+/// Tokens that every form of the matrix products and of the attention takes in whole blocks.
 const BLOCK_TOKENS: u32 = 128;
 /// Tokens of a block of the attention, and its threads: `ATTEND_TOKENS` of prefill_attention.cuh.
 const ATTEND_TOKENS: u32 = 64;
@@ -43,13 +43,15 @@ const CHUNK_LIMIT: Duration = Duration::from_secs(20);
 /// The form of a block of the matrix products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GemmShape {
-    /// Whichever fills the multiprocessors better.
+    /// Whichever is likely the fastest for the matrix and the number of tokens.
     #[default]
     Auto,
-    /// 128 tokens by 256 rows, one block a multiprocessor.
-    Wide,
-    /// 128 tokens by 128 rows, two blocks a multiprocessor.
+    /// 128 tokens by 256 rows, with products of whole warpgroups.
+    Group,
+    /// 128 tokens by 128 rows, with products of warps, two blocks a multiprocessor.
     Narrow,
+    /// 64 tokens by 64 rows, with products of warps, four blocks a multiprocessor.
+    Small,
 }
 
 /// How a prompt is run in chunks.
@@ -120,11 +122,12 @@ struct Kernels {
     heads: Function,
     attention: Function,
     logits: Function,
-    wide: [Function; 3],
+    group: [Function; 3],
     narrow: [Function; 3],
+    small: [Function; 3],
 }
 
-/// What becomes of a matrix's products; the order of `Kernels::wide`.
+/// What becomes of a matrix's products; the order of `Kernels::group`.
 #[derive(Clone, Copy)]
 enum Finish {
     Store,
@@ -136,7 +139,7 @@ impl Kernels {
     fn of(module: &Module, variant: &PrefillVariant) -> Result<Self, HostError> {
         let gemm = |shape: GemmShape, name| {
             let function = module.function(name)?;
-            function.allow_shared(gemm_shared(shape, variant.vector_halves))?;
+            function.allow_shared(gemm_block(shape).shared(variant.vector_halves))?;
             Ok::<_, HostError>(function)
         };
         let attention = module.function(c"amk_prefill_attention")?;
@@ -147,33 +150,67 @@ impl Kernels {
             heads: module.function(c"amk_prefill_heads")?,
             attention,
             logits: module.function(c"amk_prefill_logits")?,
-            wide: [
-                gemm(GemmShape::Wide, c"amk_prefill_store_wide")?,
-                gemm(GemmShape::Wide, c"amk_prefill_residual_wide")?,
-                gemm(GemmShape::Wide, c"amk_prefill_silu_wide")?,
+            group: [
+                gemm(GemmShape::Group, c"amk_prefill_store_group")?,
+                gemm(GemmShape::Group, c"amk_prefill_residual_group")?,
+                gemm(GemmShape::Group, c"amk_prefill_silu_group")?,
             ],
             narrow: [
                 gemm(GemmShape::Narrow, c"amk_prefill_store_narrow")?,
                 gemm(GemmShape::Narrow, c"amk_prefill_residual_narrow")?,
                 gemm(GemmShape::Narrow, c"amk_prefill_silu_narrow")?,
             ],
+            small: [
+                gemm(GemmShape::Small, c"amk_prefill_store_small")?,
+                gemm(GemmShape::Small, c"amk_prefill_residual_small")?,
+                gemm(GemmShape::Small, c"amk_prefill_silu_small")?,
+            ],
         })
     }
 }
 
-/// Columns of warps, stages and threads of a block: as the kernels are compiled.
-fn gemm_block(shape: GemmShape) -> (u32, u32, u32) {
-    match shape {
-        GemmShape::Auto | GemmShape::Wide => (4, 6, 256),
-        GemmShape::Narrow => (2, 4, 128),
-    }
+/// A block of the matrix products, as the kernels are compiled.
+struct GemmBlock {
+    tokens: u32,
+    rows: u32,
+    stages: u32,
+    threads: u32,
+    /// Blocks of a multiprocessor.
+    beside: u32,
+    /// Products of a full multiprocessor, relative to those of narrow blocks.
+    rate: f64,
 }
 
-/// Bytes of shared memory of a block of the matrix products.
-fn gemm_shared(shape: GemmShape, halves: u32) -> u32 {
-    let (columns, stages, _) = gemm_block(shape);
-    let tiles = BLOCK_TOKENS / abi::UNIT_ROWS * halves + columns * 64 / abi::UNIT_ROWS;
-    stages * tiles * abi::UNIT_BYTES
+fn gemm_block(shape: GemmShape) -> GemmBlock {
+    let (tokens, rows, stages, threads, beside, rate) = match shape {
+        GemmShape::Auto | GemmShape::Group => (128, 256, 6, 256, 1, 1.5),
+        GemmShape::Narrow => (128, 128, 4, 128, 2, 1.0),
+        GemmShape::Small => (64, 64, 4, 128, 4, 0.7),
+    };
+    GemmBlock { tokens, rows, stages, threads, beside, rate }
+}
+
+impl GemmBlock {
+    /// Bytes of shared memory.
+    fn shared(&self, halves: u32) -> u32 {
+        let tiles = self.tokens / abi::UNIT_ROWS * halves + self.rows / abi::UNIT_ROWS;
+        self.stages * tiles * abi::UNIT_BYTES
+    }
+
+    fn count(&self, tokens: u32, tiles: u32) -> u32 {
+        tokens.div_ceil(self.tokens) * (tiles * abi::UNIT_ROWS).div_ceil(self.rows)
+    }
+
+    /// How long the products of a matrix take, in some unit: rounds over all multiprocessors, the last of which may have fewer blocks each. One
+    /// block alone does not fill a multiprocessor.
+    fn cost(&self, tokens: u32, tiles: u32, sms: u32) -> f64 {
+        let blocks = self.count(tokens, tiles);
+        let (full, rest) = (blocks / (self.beside * sms), blocks % (self.beside * sms));
+        let share = f64::from(rest.div_ceil(sms)) / f64::from(self.beside);
+        let last = if rest == 0 { 0.0 } else { f64::midpoint(share, 1.0).min(share * 1.2) };
+        let round = f64::from(self.tokens * self.rows * self.beside) / self.rate;
+        (f64::from(full) + last) * round
+    }
 }
 
 /// Bytes of shared memory of a block of the attention: keys and values, twice.
@@ -181,22 +218,14 @@ fn attend_shared(head_dim: u32) -> u32 {
     2 * 2 * ATTEND_KEYS * head_dim * HALF_BYTES
 }
 
-/// The better of the two shapes: both take about as long for the same share of a multiprocessor, and what counts is what is left over. One narrow block
-/// alone does not fill a multiprocessor.
-fn choose(shape: GemmShape, tokens: u32, tiles: u32, sms: u32) -> GemmShape {
-    if shape != GemmShape::Auto {
-        return shape;
+/// The form that is likely the fastest for a matrix, unless one is asked for.
+fn choose(asked: GemmShape, tokens: u32, tiles: u32, sms: u32) -> GemmShape {
+    if asked != GemmShape::Auto {
+        return asked;
     }
-    let blocks =
-        |rows: u32| tokens.div_ceil(BLOCK_TOKENS) * (tiles * abi::UNIT_ROWS).div_ceil(rows);
-    let wide = f64::from(blocks(256).div_ceil(sms)) * 2.0;
-    let (full, rest) = (blocks(128) / (2 * sms), blocks(128) % (2 * sms));
-    let last = match rest {
-        0 => 0.0,
-        rest if rest <= sms => 1.2,
-        _ => 2.0,
-    };
-    if f64::from(full) * 2.0 + last < wide { GemmShape::Narrow } else { GemmShape::Wide }
+    let cost = |shape: &GemmShape| gemm_block(*shape).cost(tokens, tiles, sms);
+    let forms = [GemmShape::Group, GemmShape::Narrow, GemmShape::Small];
+    forms.into_iter().min_by(|a, b| cost(a).total_cmp(&cost(b))).unwrap_or(GemmShape::Group)
 }
 
 /// Memory of one chunk.
@@ -497,8 +526,12 @@ impl Run<'_> {
     ) -> Result<(), HostError> {
         let Prefill { kernels, sms, .. } = self.prefill;
         let shape = choose(self.shape, rows.count, matrix.tiles, *sms);
-        let (columns, _, threads) = gemm_block(shape);
-        let set = if shape == GemmShape::Narrow { &kernels.narrow } else { &kernels.wide };
+        let block = gemm_block(shape);
+        let set = match shape {
+            GemmShape::Auto | GemmShape::Group => &kernels.group,
+            GemmShape::Narrow => &kernels.narrow,
+            GemmShape::Small => &kernels.small,
+        };
         let (stride, out) = if let Finish::SiluMul = finish {
             let units = (matrix.tiles / 2 * abi::UNIT_ROWS).div_ceil(UNIT_COLS);
             (units, self.vector(out, rows.first, units))
@@ -506,8 +539,6 @@ impl Run<'_> {
             let stride = matrix.tiles * abi::UNIT_ROWS;
             (stride, out + u64::from(rows.first) * u64::from(stride) * 4)
         };
-        let grid = rows.count.div_ceil(BLOCK_TOKENS)
-            * (matrix.tiles * abi::UNIT_ROWS).div_ceil(columns * 64);
         let mut values = [
             out,
             self.vector(x, rows.first, matrix.units),
@@ -519,8 +550,12 @@ impl Run<'_> {
             stride.into(),
         ];
         let flop = 2.0 * f64::from(rows.count) * f64::from(matrix.rows) * f64::from(matrix.cols);
-        let shared = gemm_shared(shape, self.prefill.variant.vector_halves);
-        self.launch(name, flop, &set[finish as usize], (grid, threads, shared), &mut values)
+        let place = (
+            block.count(rows.count, matrix.tiles),
+            block.threads,
+            block.shared(self.prefill.variant.vector_halves),
+        );
+        self.launch(name, flop, &set[finish as usize], place, &mut values)
     }
 
     /// The session's part of a layer's cache.
@@ -603,21 +638,27 @@ mod tests {
     #[test]
     fn blocks_are_chosen_by_what_they_leave_over() {
         let of = |tokens, rows: u32| choose(GemmShape::Auto, tokens, rows / 8, 132);
-        assert_eq!(of(2048, 16384), GemmShape::Wide, "1024 blocks: 8 rounds against 8");
-        assert_eq!(
-            of(2048, 3072),
-            GemmShape::Narrow,
-            "192 wide blocks are two rounds, the second half empty"
-        );
-        assert_eq!(of(128, 2048), GemmShape::Narrow);
-        assert_eq!(choose(GemmShape::Wide, 128, 256, 132), GemmShape::Wide);
+        assert_eq!(of(2048, 16384), GemmShape::Group, "1024 blocks in 7.8 rounds");
+        assert_eq!(of(7, 2048), GemmShape::Small, "16 blocks of 128 rows would leave most idle");
+        assert_eq!(choose(GemmShape::Narrow, 7, 256, 132), GemmShape::Narrow, "it was asked for");
+    }
+
+    #[test]
+    fn every_row_and_token_has_a_block() {
+        for shape in [GemmShape::Group, GemmShape::Narrow, GemmShape::Small] {
+            let block = gemm_block(shape);
+            assert_eq!(block.count(1, 1), 1);
+            assert_eq!(block.count(block.tokens + 1, block.rows / 8 + 1), 4, "{shape:?}");
+        }
     }
 
     #[test]
     fn blocks_fit_the_shared_memory_and_chunks_the_cache() {
         for halves in [1, 2] {
-            assert!(gemm_shared(GemmShape::Wide, halves) <= 227 << 10);
-            assert!(2 * (gemm_shared(GemmShape::Narrow, halves) + 1024) <= 228 << 10, "two blocks");
+            for shape in [GemmShape::Group, GemmShape::Narrow, GemmShape::Small] {
+                let block = gemm_block(shape);
+                assert!(block.beside * (block.shared(halves) + 1024) <= 228 << 10, "{shape:?}");
+            }
         }
         assert_eq!((chunk_tokens(2048, 64), chunk_tokens(2048, 4096)), (128, 2048));
         assert_eq!((chunk_tokens(1, 4096), chunk_tokens(500, 4096)), (128, 512));

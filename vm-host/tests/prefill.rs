@@ -26,6 +26,7 @@ const LOGITS_MAX: f64 = 5e-3;
 const CACHE_MAX: f64 = 5e-3;
 /// Repetitions of what is timed.
 const REPEATS: usize = 10;
+const SHAPES: [GemmShape; 3] = [GemmShape::Group, GemmShape::Narrow, GemmShape::Small];
 /// Tokens that are generated behind a prompt.
 const FOLLOW: u32 = 24;
 
@@ -202,10 +203,8 @@ impl Bench {
         steps: &Steps,
         graph: &[Vec<f32>],
         (name, options, pieces): (&str, &PrefillOptions, usize),
-        strict: bool,
     ) {
-        let all = self.lengths.clone().into_iter().enumerate();
-        for (index, length) in all.filter(|(_, length)| strict || [129, 2048].contains(length)) {
+        for (index, length) in self.lengths.clone().into_iter().enumerate() {
             let piece = length.div_ceil(pieces);
             for (n, part) in self.tokens[..length].chunks(piece).enumerate() {
                 let last = (n + 1) * piece >= length;
@@ -228,13 +227,11 @@ impl Bench {
             let greatest = steps.logits[index].iter().fold(0.0_f32, |m, v| m.max(v.abs()));
             let decided = f64::from(margin / greatest) > LOGITS_MAX;
             let same = top(&logits).0 == best;
-            let wrong = strict
-                && (by_steps > LOGITS_MAX
-                    || by_graph.is_some_and(|error| error > LOGITS_MAX)
-                    || keys.0 > CACHE_MAX
-                    || values.0 > CACHE_MAX
-                    || (decided && !same)
-                    || !by_steps.is_finite());
+            let wrong = by_steps > LOGITS_MAX
+                || by_graph.is_some_and(|error| error > LOGITS_MAX)
+                || keys.0 > CACHE_MAX
+                || values.0 > CACHE_MAX
+                || (decided && !same);
             let shown = |error: Option<f64>| error.map_or("-".into(), |e| format!("{e:.1e}"));
             self.say(wrong, &format!(
                 "{name:24} {length:5} tokens: logits to steps {by_steps:.1e}, to graph {} (steps {}); keys {:.1e} (layer {}), values {:.1e} ({}); top-1 {}",
@@ -280,34 +277,31 @@ impl Bench {
         }
     }
 
+    /// The tokens that follow a prompt in a session, each the greatest of its logits, and how close the closest call was.
+    fn greedy(machine: &mut Resident, session: u32, last: u32, position: u32) -> Vec<(u32, f64)> {
+        let (mut token, mut all) = (last, Vec::new());
+        for position in (position..).take(FOLLOW as usize) {
+            machine.decode(session, position, &[token], 1, &[], true).expect("a step");
+            let row = machine.logits(1).expect("logits").remove(0);
+            let greatest = row.iter().fold(0.0_f32, |m, v| m.max(v.abs()));
+            let (best, margin) = top(&row);
+            token = best as u32;
+            all.push((token, f64::from(margin / greatest)));
+        }
+        all
+    }
+
     /// What is generated behind a prompt that was run in chunks, and behind the same prompt token by token, which session 0 still holds.
     fn follow(&mut self, mut idle: Idle, length: usize) -> Idle {
         let head = self.tokens[..length - 1].to_vec();
-        let last = [self.tokens[length - 1]];
-        if !head.is_empty() {
-            idle.prefill(1, 0, &head, false, &PrefillOptions::default()).expect("prefill");
-        }
+        let (last, position) = (self.tokens[length - 1], length as u32 - 1);
+        idle.prefill(1, 0, &head, false, &PrefillOptions::default()).expect("prefill");
         let began = Instant::now();
         let mut machine = self.launch(idle);
         let launch_ms = began.elapsed().as_secs_f64() * 1e3;
-        let mut texts = Vec::new();
-        for session in [0, 1] {
-            let done = machine.decode(session, length as u32 - 1, &last, FOLLOW, &[], false);
-            texts.push(done.expect("decode").tokens);
-        }
-        let same = texts[0].iter().zip(&texts[1]).take_while(|(a, b)| a == b).count();
-        let mut call = None;
-        if same < FOLLOW as usize {
-            // Where they part: how close the call was, in session 0, which is run once more with what both have chosen.
-            let mut fed = last.to_vec();
-            fed.extend(&texts[0][..same]);
-            for (token, position) in fed.iter().zip(length as u32 - 1..) {
-                machine.decode(0, position, &[*token], 1, &[], true).expect("decode");
-            }
-            let row = machine.logits(1).expect("logits").remove(0);
-            let greatest = row.iter().fold(0.0_f32, |m, v| m.max(v.abs()));
-            call = Some(f64::from(top(&row).1 / greatest));
-        }
+        let [steps, chunks] = [0, 1].map(|s| Self::greedy(&mut machine, s, last, position));
+        let same = steps.iter().zip(&chunks).take_while(|(a, b)| a.0 == b.0).count();
+        let call = steps.get(same).map(|(_, margin)| *margin);
         let wrong = call.is_some_and(|call| call > LOGITS_MAX);
         self.say(
             wrong,
@@ -357,21 +351,20 @@ fn chunks_of_golden_models_are_as_good_as_steps() {
         idle = booted;
         let graph = bench.evaluated(usize::MAX);
         let small = PrefillOptions { chunk: 128, ..ONE_CHUNK };
-        let (wide, narrow) = (
-            PrefillOptions { shape: GemmShape::Wide, ..ONE_CHUNK },
-            PrefillOptions { shape: GemmShape::Narrow, ..ONE_CHUNK },
-        );
-        bench.compare(&mut idle, &steps, &graph, ("wide blocks", &wide, 1), true);
-        bench.compare(&mut idle, &steps, &graph, ("narrow blocks", &narrow, 1), true);
-        bench.compare(&mut idle, &steps, &graph, ("chunks of 128", &small, 1), true);
-        bench.compare(&mut idle, &steps, &graph, ("in three pieces", &ONE_CHUNK, 3), true);
+        for shape in SHAPES {
+            let options = PrefillOptions { shape, ..ONE_CHUNK };
+            bench.compare(&mut idle, &steps, &graph, (&format!("{shape:?}"), &options, 1));
+        }
+        bench.compare(&mut idle, &steps, &graph, ("chunks of 128", &small, 1));
+        bench.compare(&mut idle, &steps, &graph, ("in three pieces", &ONE_CHUNK, 3));
         bench.follow(idle, 129);
         problems.append(&mut bench.problems);
     }
     check(&problems);
 }
 
-/// The chunk kernels alone, no kernel resident: what runs under compute-sanitizer. All ways of a short prompt give the same numbers.
+/// The chunk kernels alone, no kernel resident: what runs under compute-sanitizer. With one half of each vector the error is beyond the bound,
+/// so the bound can tell.
 #[test]
 fn chunks_alone() {
     let Some(info) = device() else { return };
@@ -380,16 +373,21 @@ fn chunks_alone() {
         let bench = Bench::new(golden(name), &[150], info.sms);
         let mut idle = bench.boot();
         let graph = bench.evaluated(usize::MAX);
-        for (shape, chunk, halves) in
-            [(GemmShape::Wide, 2048, 2), (GemmShape::Narrow, 128, 2), (GemmShape::Narrow, 256, 1)]
-        {
-            let (vector_halves, score_halves) = (halves, halves);
-            let options =
-                PrefillOptions { shape, chunk, vector_halves, score_halves, profile: false };
+        let ways = [
+            (GemmShape::Group, 2048, 2),
+            (GemmShape::Narrow, 128, 2),
+            (GemmShape::Small, 256, 2),
+            (GemmShape::Group, 2048, 1),
+        ];
+        for (shape, chunk, vector_halves) in ways {
+            if vector_halves == 1 && name != "llama3-rope-bf16" {
+                continue;
+            }
+            let options = PrefillOptions { shape, chunk, vector_halves, ..ONE_CHUNK };
             idle.prefill(1, 0, &bench.tokens, true, &options).expect("prefill");
             let error = relative(&graph[0], &idle.last_logits().expect("logits"));
-            eprintln!("{name:18} {shape:?} {chunk} {halves}: logits to graph {error:.1e}");
-            if error > if halves == 2 { LOGITS_MAX } else { 4.0 * LOGITS_MAX } || error.is_nan() {
+            eprintln!("{name:18} {shape:?} {chunk} {vector_halves}: logits to graph {error:.1e}");
+            if (error > LOGITS_MAX) != (vector_halves == 1) {
                 problems.push(format!("{name} {options:?}: {error:.2e}"));
             }
         }
@@ -413,47 +411,23 @@ fn chunks_of_presets() {
         let idle = bench.boot();
         bench.say(false, &format!("booted after {:.1} s", began.elapsed().as_secs_f64()));
         let (mut idle, steps) = bench.steps(idle);
-        for (label, vector_halves, score_halves) in [
-            ("halves 2, 2", 2, 2),
-            ("halves 2, 1", 2, 1),
-            ("halves 1, 2", 1, 2),
-            ("halves 1, 1", 1, 1),
-        ] {
-            let options = PrefillOptions { vector_halves, score_halves, ..ONE_CHUNK };
-            for shape in [GemmShape::Auto, GemmShape::Wide, GemmShape::Narrow] {
-                let options = PrefillOptions { shape, ..options };
-                bench.time(&mut idle, &format!("{label} {shape:?}"), 2048, &options);
+        for length in [2048, 1000, 500, 129, 64, 7] {
+            bench.time(&mut idle, "Auto", length, &ONE_CHUNK);
+            for shape in SHAPES {
+                let options = PrefillOptions { shape, ..ONE_CHUNK };
+                bench.time(&mut idle, &format!("{shape:?}"), length, &options);
+                bench.profile(&mut idle, &format!("{shape:?}"), length, options);
             }
-            bench.profile(&mut idle, label, 2048, options);
         }
-        bench.profile(
-            &mut idle,
-            "wide",
-            2048,
-            PrefillOptions { shape: GemmShape::Wide, ..ONE_CHUNK },
-        );
-        bench.profile(
-            &mut idle,
-            "narrow",
-            2048,
-            PrefillOptions { shape: GemmShape::Narrow, ..ONE_CHUNK },
-        );
-        for length in [1, 7, 64, 129, 500, 1000] {
-            bench.time(&mut idle, "halves 2, 2", length, &ONE_CHUNK);
-        }
-        bench.profile(&mut idle, "halves 2, 2", 129, ONE_CHUNK);
         let small = PrefillOptions { chunk: 512, ..ONE_CHUNK };
         bench.time(&mut idle, "chunks of 512", 2048, &small);
         let graph = bench.evaluated(number("AMK_PREFILL_EVAL").unwrap_or(129));
         bench.say(false, &format!("evaluated after {:.1} s", began.elapsed().as_secs_f64()));
-        bench.compare(&mut idle, &steps, &graph, ("halves 2, 2", &ONE_CHUNK, 1), true);
-        bench.compare(&mut idle, &steps, &graph, ("chunks of 512", &small, 1), true);
-        for (label, vector_halves, score_halves) in
-            [("halves 2, 1", 2, 1), ("halves 1, 2", 1, 2), ("halves 1, 1", 1, 1)]
-        {
-            let options = PrefillOptions { vector_halves, score_halves, ..ONE_CHUNK };
-            bench.compare(&mut idle, &steps, &graph, (label, &options, 1), false);
+        for shape in SHAPES {
+            let options = PrefillOptions { shape, ..ONE_CHUNK };
+            bench.compare(&mut idle, &steps, &graph, (&format!("{shape:?}"), &options, 1));
         }
+        bench.compare(&mut idle, &steps, &graph, ("chunks of 512", &small, 1));
         let idle = bench.follow(idle, 500);
         drop(bench.follow(idle, 64));
         bench.say(false, &format!("done after {:.1} s", began.elapsed().as_secs_f64()));

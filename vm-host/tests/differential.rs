@@ -92,7 +92,7 @@ fn number(name: &str) -> Option<u64> {
 
 /// How a device is booted here.
 fn boot_options() -> BootOptions {
-    let options = BootOptions { logits_rows: 80, ..BootOptions::default() };
+    let options = BootOptions { logits_rows: 80, sessions: 2, ..BootOptions::default() };
     match number("AMK_TEST_DEADLINE_S") {
         Some(seconds) => BootOptions { deadline: Duration::from_secs(seconds), ..options },
         None => options,
@@ -159,7 +159,7 @@ fn worst(expected: &[f32], actual: &[f32]) -> f64 {
     differences.fold(0.0, f64::max) / scale
 }
 
-/// Runs what is resident and compares every logit, and every token that follows.
+/// Runs what is resident, in one session and in another, and compares every logit, and every token that follows.
 fn check_program(machine: &mut Resident, golden: &Golden, name: &str, schedule: &str) {
     let some = number("AMK_TEST_POSITIONS").map(|n| (n as usize).clamp(1, golden.tokens.len()));
     let (tokens, follow, repeats) = match some {
@@ -169,7 +169,7 @@ fn check_program(machine: &mut Resident, golden: &Golden, name: &str, schedule: 
     let expected = &golden.logits[..golden.logits.len() / golden.tokens.len() * tokens.len()];
     for repeat in 0..repeats {
         let decoded = machine
-            .decode(0, 0, tokens, follow as u32, &[], true)
+            .decode(repeat, 0, tokens, follow as u32, &[], true)
             .unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
         let logits = machine
             .logits(tokens.len() as u32)
@@ -203,15 +203,15 @@ fn check_choices(decoded: &vm_host::Decoded, logits: &[f32], positions: usize, w
 }
 
 /// One model under every schedule: launched anew only when the kernel variant changes, else switched by a ring command.
-fn check_model(name: &str, sms: u32, schedules: &[(&str, &str)]) {
+fn check_model(name: &str, info: &vm_host::DeviceInfo) {
     let dir = golden_dir().join(name);
     let model = model::import(&dir).unwrap_or_else(|e| panic!("{name}: {e}"));
     let golden = read_golden(&dir);
-    let target = Target { sms, ..Target::by_name("h200").expect("a known target") };
+    let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
     let options = lower::Options { kv_capacity: 128 };
     let mut idle: Option<Idle> = None;
     let mut resident: Option<Resident> = None;
-    for &(schedule, text) in schedules {
+    for (schedule, text) in SCHEDULES {
         let config = config(text, &model.graph, &target);
         let program = lower::lower(&config, &model.graph, &target, options)
             .unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
@@ -253,20 +253,29 @@ fn check_model(name: &str, sms: u32, schedules: &[(&str, &str)]) {
 fn logits_and_tokens_are_those_of_the_golden_models() {
     let Some(info) = device() else { return };
     for name in chosen() {
-        check_model(name, info.sms, &SCHEDULES);
+        check_model(name, &info);
     }
 }
 
-/// One worker has all rows of the last product: as many groups of tiles behind each other as a large vocabulary gives each of many. Once,
-/// threads without a row took part in the choice from the second group on.
+/// A large vocabulary gives each worker several groups of tiles of the last product behind each other. Once, threads without a row took
+/// part in the choice from the second group on: the logits were right and the token was not theirs.
 #[test]
-fn a_worker_with_many_tiles_chooses_by_its_own_rows() {
-    if device().is_none() {
-        return;
-    }
-    for name in chosen() {
-        check_model(name, 1, &SCHEDULES[..3]);
-    }
+fn the_choice_among_many_rows_is_that_of_the_logits() {
+    let Some(info) = device() else { return };
+    let model = model::preset("smollm2-135m").expect("a known preset");
+    let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
+    let options = lower::Options { kv_capacity: 128 };
+    let config = config("{}", &model.graph, &target);
+    let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");
+    let variant = vm_host::variant(&config.kernel, &model.graph);
+    let booted = Idle::boot(&model.graph, &*model.weights, &program, &variant, boot_options());
+    let launched = booted.expect("it boots").launch(variant, &program);
+    let mut machine = launched.unwrap_or_else(|e| panic!("launch: {}", e.1));
+    let tokens: Vec<u32> = (0..48).map(|i| i * 1021 % model.graph.vocab).collect();
+    let decoded = machine.decode(1, 0, &tokens, 1, &[], true).expect("it runs");
+    let logits = machine.logits(tokens.len() as u32).expect("logits").concat();
+    check_choices(&decoded, &logits, tokens.len(), "smollm2-135m");
+    machine.stop().expect("it stops");
 }
 
 /// What runs on the device here is every op that programs are made of. Needs no device.

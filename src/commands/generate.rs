@@ -146,6 +146,7 @@ fn execute(
     wish: &Wish,
 ) -> Result<Generated, Failure> {
     let (graph, weights) = (context.graph(), &*context.model.weights);
+    args.prefill.check(args.model.place.device == DeviceChoice::Cuda)?;
     match args.model.place.device {
         DeviceChoice::Eval => {
             let mut evaluator = Evaluator::new(graph, weights)

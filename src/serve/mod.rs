@@ -110,6 +110,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
             (if gpu.is_some() { "cuda" } else { "cpu" }, gpu)
         }
     };
+    args.prefill.check(gpu.is_some())?;
     let most = if gpu.is_some() { SESSIONS as usize } else { abi::SESSIONS_MAX as usize };
     let places = args.sessions.unwrap_or(most.min(8));
     if !(1..=most).contains(&places) {

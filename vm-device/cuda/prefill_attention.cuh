@@ -2,7 +2,7 @@
 //
 // A block has 64 tokens of one query head, a warp 16 of them, and goes over the keys in blocks of 64, two of which are on their way or
 // landed, in the layout of the cache: the permuted chunks of its rows (keys.cuh) keep lanes out of each other's banks here too. Queries,
-// and the weights of the keys, are multiplied as Q_HALVES halves.
+// and the weights of the keys, are multiplied as a high and a low half, 22 bits together.
 #pragma once
 
 constexpr uint32_t ATTEND_TOKENS = 64, ATTEND_KEYS = 64, ATTEND_THREADS = ATTEND_TOKENS / 16 * 32;
@@ -19,7 +19,7 @@ struct Attend {
 
 // A warp's 16 queries: of rows lane / 4 and 8 further on, 8 elements of each block of 32.
 struct WarpQueries {
-  uint4 bits[Q_HALVES][BLOCKS][2];
+  uint4 bits[2][BLOCKS][2];
 };
 
 __device__ __forceinline__ void queries_load(Attend const& a, WarpQueries& q, uint32_t token0) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ void queries_load(Attend const& a, WarpQueries& q, ui
     uint32_t const token = token0 + upper * 8 + lane / 4;
     char const* row = a.queries + ((uint64_t)(token < a.tokens ? token : 0) * a.heads + a.head) * 2 * ROW_BYTES + lane % 4 * 16;
 #pragma unroll
-    for (uint32_t half = 0; half < Q_HALVES; ++half) {
+    for (uint32_t half = 0; half < 2; ++half) {
 #pragma unroll
       for (uint32_t b = 0; b < BLOCKS; ++b) {
         q.bits[half][b][upper] = block_lane() ? *(uint4 const*)(row + half * ROW_BYTES + b * 64) : make_uint4(0, 0, 0, 0);
@@ -61,7 +61,7 @@ __device__ __forceinline__ void scores(WarpQueries const& q, char const* keys, f
       char const* at = keys + (j * 8 + lane / 4) * ROW_BYTES + ((b * 4 + lane % 4) ^ swizzle) * 16;
       uint4 const k = block_lane() ? *(uint4 const*)at : make_uint4(0, 0, 0, 0);
 #pragma unroll
-      for (uint32_t half = 0; half < Q_HALVES; ++half) {
+      for (uint32_t half = 0; half < 2; ++half) {
         uint4 const x = q.bits[half][b][0], y = q.bits[half][b][1];
         mma_f16(s[j], make_uint4(x.x, y.x, x.y, y.y), k.x, k.y);
         mma_f16(s[j], make_uint4(x.z, y.z, x.w, y.w), k.z, k.w);
@@ -140,10 +140,8 @@ __device__ __forceinline__ void values_add(Summed& r, float const (&s)[KEY_TILES
       uint4 const v = values_pair(values + k * 8 * ROW_BYTES, chunk);
       mma_f16(r.out[chunk], high, v.x, v.y);
       mma_f16(r.out[chunk + 1], high, v.z, v.w);
-      if (Q_HALVES == 2) {
-        mma_f16(r.out[chunk], low, v.x, v.y);
-        mma_f16(r.out[chunk + 1], low, v.z, v.w);
-      }
+      mma_f16(r.out[chunk], low, v.x, v.y);
+      mma_f16(r.out[chunk + 1], low, v.z, v.w);
     }
   }
 }

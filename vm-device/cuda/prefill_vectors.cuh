@@ -9,12 +9,9 @@
 #ifndef AMK_PREFILL_HALVES // 2: vectors are multiplied as sums of two 16-bit halves; 1: as one
 #define AMK_PREFILL_HALVES 2
 #endif
-#ifndef AMK_PREFILL_SCORES // halves of the queries, and of the weights of the softmax
-#define AMK_PREFILL_SCORES 2
-#endif
 static_assert(AMK_DTYPE != 0, "chunks of a prompt are multiplied with 16-bit weights");
 
-constexpr uint32_t X_HALVES = AMK_PREFILL_HALVES, Q_HALVES = AMK_PREFILL_SCORES;
+constexpr uint32_t X_HALVES = AMK_PREFILL_HALVES;
 constexpr uint32_t X_UNIT_BYTES = AMK_UNIT_BYTES * X_HALVES; // of 8 tokens
 constexpr uint32_t PREFILL_THREADS = 256;                    // of the kernels that go over vectors
 

@@ -111,22 +111,19 @@ pub struct PrefillVariant {
     pub qk_norm: bool,
     /// 16-bit halves that a vector is multiplied as, 1 or 2.
     pub vector_halves: u32,
-    /// The same of queries and of the weights of the softmax.
-    pub score_halves: u32,
 }
 
 impl PrefillVariant {
     /// The macro definitions, as compiler options.
     #[must_use]
     pub fn defines(&self) -> Vec<String> {
-        let Self { dtype, head_dim, group, qk_norm, vector_halves, score_halves } = *self;
+        let Self { dtype, head_dim, group, qk_norm, vector_halves } = *self;
         vec![
             format!("-DAMK_DTYPE={dtype}"),
             format!("-DAMK_HEAD_DIM={head_dim}"),
             format!("-DAMK_GROUP={group}"),
             format!("-DAMK_QK_NORM={}", u32::from(qk_norm)),
             format!("-DAMK_PREFILL_HALVES={vector_halves}"),
-            format!("-DAMK_PREFILL_SCORES={score_halves}"),
         ]
     }
 }

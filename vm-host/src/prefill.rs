@@ -59,8 +59,6 @@ pub enum GemmShape {
 pub struct PrefillOptions {
     /// 16-bit halves that a vector is multiplied as: 1 or 2.
     pub vector_halves: u32,
-    /// The same of queries and of the weights of the softmax.
-    pub score_halves: u32,
     /// Blocks of the matrix products.
     pub shape: GemmShape,
     /// Tokens of a chunk at most; a multiple of 128.
@@ -71,13 +69,7 @@ pub struct PrefillOptions {
 
 impl Default for PrefillOptions {
     fn default() -> Self {
-        Self {
-            vector_halves: 2,
-            score_halves: 2,
-            shape: GemmShape::Auto,
-            chunk: CHUNK_TOKENS,
-            profile: false,
-        }
+        Self { vector_halves: 2, shape: GemmShape::Auto, chunk: CHUNK_TOKENS, profile: false }
     }
 }
 
@@ -374,7 +366,6 @@ fn variant(graph: &Graph, options: &PrefillOptions) -> PrefillVariant {
         group: graph.group(),
         qk_norm: graph.layers.iter().any(|layer| layer.q_norm.is_some()),
         vector_halves: options.vector_halves.clamp(1, 2),
-        score_halves: options.score_halves.clamp(1, 2),
     }
 }
 

@@ -327,13 +327,8 @@ fn check(problems: &[String]) {
     assert!(problems.is_empty(), "{} problems\n{}", problems.len(), problems.join("\n"));
 }
 
-const ONE_CHUNK: PrefillOptions = PrefillOptions {
-    vector_halves: 2,
-    score_halves: 2,
-    shape: GemmShape::Auto,
-    chunk: 2048,
-    profile: false,
-};
+const ONE_CHUNK: PrefillOptions =
+    PrefillOptions { vector_halves: 2, shape: GemmShape::Auto, chunk: 2048, profile: false };
 
 #[test]
 fn chunks_of_golden_models_are_as_good_as_steps() {

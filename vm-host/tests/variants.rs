@@ -212,7 +212,6 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
         group,
         qk_norm,
         vector_halves: 2,
-        score_halves: 2,
     };
     let variants = [of(1, 16, 2, false), of(2, 128, 2, true), of(2, 64, 4, false)];
     let mut problems = Vec::new();

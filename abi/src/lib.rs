@@ -15,7 +15,7 @@ mod status;
 mod task;
 mod transition;
 
-pub use header::{abi_hash, c_header};
+pub use header::{abi_hash, c_header, program_hash};
 pub use layout::{Field, StructLayout, WireType, probe_values, structs};
 pub use limits::*;
 pub use op::{

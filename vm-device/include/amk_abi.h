@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0xc8933d687100bab2ull
+#define AMK_ABI_HASH 0x4d5d7b1ed3dcf2e3ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -264,12 +264,12 @@ struct alignas(16) amk_launch {
   uint64_t completions; // `amk_completion[RING_ENTRIES]` in mapped host memory.
   uint64_t indices; // `amk_ring_indices` in mapped host memory.
   uint64_t status; // `amk_status` in mapped host memory.
-  uint64_t tokens; // Token buffers in mapped host memory, `token_stride` words per session.
+  uint64_t tokens; // Token buffers in mapped host memory. Of each session `token_stride` words with its tokens, then as many with what was chosen behind each.
   uint64_t step; // `amk_step` in device memory.
   uint64_t done; // `amk_done` in device memory.
   uint64_t records; // `amk_record[]` in device memory, for the traced kernel variant; else zero.
   uint64_t deadline_ns; // Nanoseconds that any wait inside a step may last.
-  uint32_t token_stride; // Words between the token buffers of two sessions.
+  uint32_t token_stride; // Words of a session's tokens; twice as many lie between those of two sessions.
   uint32_t sessions; // Sessions.
   uint32_t workers; // Workers: thread blocks of the launch.
   uint32_t record_len; // Records that fit.

@@ -232,8 +232,12 @@ wire_struct! {
         pub record_len: u32,
         /// First program, loaded before the launch.
         pub program: u64,
+        /// `amk_pulse[workers]` in mapped host memory.
+        pub pulses: u64,
+        /// Nanoseconds between two writes of a pulse.
+        pub pulse_ns: u32,
         /// Zero.
-        pub reserved: [u32; 4],
+        pub reserved: u32,
     }
 }
 

@@ -16,7 +16,7 @@ use remote::Served;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 
-use crate::cli::{DeviceChoice, GenerateArgs};
+use crate::cli::{DeviceChoice, GenerateArgs, PrefillChoice};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{Observer, Sequences};
@@ -219,6 +219,10 @@ fn on_device(
             abi::STOP_TOKENS_MAX
         )));
     }
+    if wish.keep && args.prefill.prefill == PrefillChoice::Chunks {
+        let message = "--prefill chunks: chunks give the logits of the last position alone, and --logits wants those of all";
+        return Err(Failure::usage(message));
+    }
     let config = config(args, context, prompt)?;
     let program = Arc::new(super::program::lowered(context, &config)?);
     let Some(mut device) = context.open_here()? else {
@@ -226,6 +230,7 @@ fn on_device(
     };
     device.observed(observer.lookout(), observer.publisher());
     let failed = |error: search::DeviceError| Failure::refused(error.to_string());
+    device.set_prefill(args.prefill.prefill)?;
     let handle = device.prepare(&program, &config.kernel).map_err(failed)?;
     if chosen_there {
         let limit = u32::try_from(wish.limit).unwrap_or(u32::MAX);

@@ -26,7 +26,7 @@ mod ring;
 mod staging;
 mod weights;
 
-pub use boot::{BootOptions, device_info, free_memory, measure_bandwidth};
+pub use boot::{BootOptions, device_info, device_info_at, free_memory, measure_bandwidth};
 pub use clocks::{CardClocks, card_clocks};
 pub use compile::{
     Cubin, Resources, compile, default_cache, kernel_id, nvrtc_version, options, resources, variant,
@@ -34,5 +34,5 @@ pub use compile::{
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
 pub use machine::{Decoded, Idle, Loaded, Lookout, PROGRAMS_MAX, Resident};
-pub use nvml::compute_processes;
+pub use nvml::{compute_processes, visible_name};
 pub use weights::LoadReport;

@@ -12,6 +12,8 @@ mod prefill;
 mod schemas;
 #[path = "serve_tests.rs"]
 mod serve;
+#[path = "top_tests.rs"]
+mod top;
 
 /// What one call of `amk` gave.
 struct Ran {

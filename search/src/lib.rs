@@ -48,7 +48,7 @@ pub use cpu::{Candidate, KernelId};
 pub use crew::{Crew, Opener};
 pub use decide::{Decision, decide_measured, decide_predicted, predicted_gain};
 pub use device::{
-    Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,
+    Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Ran, Samples, Side,
 };
 pub use diverge::{DivergenceClass, FirstDivergence, TaskAt, left_in, place_name};
 pub use effort::{Bar, Look, spread};

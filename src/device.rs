@@ -10,6 +10,7 @@ use ir::program::{Program, Slot, Verified};
 use ir::schedule::KernelConfig;
 use remote::{Board, Phase, Served};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
+use telemetry::Publisher;
 use vm_device::Variant;
 use vm_host::{BootOptions, HostError, Idle, Loaded, Lookout, Resident};
 
@@ -19,6 +20,7 @@ use crate::report;
 
 mod builds;
 mod child;
+mod chunks;
 #[cfg(test)]
 mod hang_tests;
 mod sharing;
@@ -141,10 +143,14 @@ pub(crate) struct Gpu<'a> {
     board: Option<Board>,
     /// The ring of the machine, for a thread beside this one.
     lookout: SharedLookout,
+    /// Where to say what was brought to the device.
+    page: Option<Publisher>,
     /// A kernel did not leave, or took the context with it: only a new process gets the device back.
     lost: bool,
     /// How long a worker may wait inside a step.
     deadline: Duration,
+    /// Tokens from which on a prompt is run in chunks.
+    chunks_from: Option<usize>,
 }
 
 /// The ring of a machine, while there is one.
@@ -166,8 +172,10 @@ impl<'a> Gpu<'a> {
             builds: builds(&context.target.arch),
             board: board.cloned(),
             lookout: SharedLookout::default(),
+            page: None,
             lost: false,
             deadline: DEADLINE,
+            chunks_from: None,
         })
     }
 
@@ -175,6 +183,31 @@ impl<'a> Gpu<'a> {
         if let Some(board) = &self.board {
             board.enter(phase);
         }
+    }
+
+    /// From here on its kernels are looked at from there, and a page says what is brought to the device.
+    pub(crate) fn observed(&mut self, lookout: &SharedLookout, page: &Publisher) {
+        page.edit(|edit| {
+            edit.device(&self.info.name);
+            edit.head().bandwidth = self.bandwidth as u64;
+        });
+        (self.lookout, self.page) = (lookout.clone(), Some(page.clone()));
+    }
+
+    /// A kernel was launched: on a machine that was booted for it, or on one that had its weights already.
+    fn launched(&self, program: &Program, booted: bool) {
+        let Some(page) = &self.page else { return };
+        let bytes = program.matrices.iter().map(|matrix| matrix.bytes()).sum::<u64>();
+        page.edit(|edit| {
+            let head = edit.head();
+            let copied = if booted { &mut head.uploaded_bytes } else { &mut head.avoided_bytes };
+            *copied += bytes;
+            head.launches += 1;
+            head.step_bytes = program.stream_bytes();
+            (head.weights_bytes, head.landed_bytes) = (bytes, bytes);
+            let caches = program.kv_bytes(program.kv_capacity.saturating_sub(1));
+            head.resident_bytes = bytes + u64::from(SESSIONS) * caches;
+        });
     }
 
     fn set_lookout(&self, lookout: Option<Lookout>) {
@@ -238,6 +271,7 @@ impl Gpu<'_> {
             None => {
                 let began = Instant::now();
                 let loaded = running.load(&program).map_err(device_error)?;
+                self.page.iter().for_each(|page| page.edit(|edit| edit.head().loads += 1));
                 self.costs.loads += 1;
                 self.costs.load_s += began.elapsed().as_secs_f64();
                 loaded
@@ -257,6 +291,7 @@ impl Gpu<'_> {
         program: &Verified<Program>,
     ) -> Result<Loaded, DeviceError> {
         let began = Instant::now();
+        let booted = matches!(self.machine, Machine::Absent);
         let idle = match std::mem::replace(&mut self.machine, Machine::Absent) {
             Machine::Absent => {
                 self.enter(Phase::Booting);
@@ -271,6 +306,7 @@ impl Gpu<'_> {
                 let (loaded, lookout) = (running.current(), running.lookout());
                 self.set_lookout(Some(lookout));
                 self.machine = Machine::Running(Box::new(running));
+                self.launched(program, booted);
                 self.costs.launches += 1;
                 self.costs.launch_s += began.elapsed().as_secs_f64();
                 Ok(loaded)
@@ -312,11 +348,14 @@ impl Gpu<'_> {
         keep: bool,
     ) -> Result<(Vec<u32>, Vec<Vec<f32>>), DeviceError> {
         self.sequences = [const { None }; SESSIONS as usize];
-        let running = self.activate(handle, true)?;
         let mut logits = Vec::new();
+        let (mut head, last) = prompt.split_at(prompt.len().saturating_sub(1));
         let mut position = 0;
+        if !keep && self.prefilled(handle, (0, 0), head)? {
+            (position, head) = (head.len() as u32, &[]);
+        }
+        let running = self.activate(handle, true)?;
         // The prompt but its last token, in pieces whose logits can be kept.
-        let (head, last) = prompt.split_at(prompt.len().saturating_sub(1));
         for piece in head.chunks(running.logits_rows() as usize) {
             let done = running.decode(0, position, piece, 1, &[], keep).map_err(device_error)?;
             if keep {
@@ -366,14 +405,15 @@ impl Gpu<'_> {
         tokens: &[u32],
         read: bool,
     ) -> Result<Vec<f32>, DeviceError> {
-        let running = self.activate(handle, false)?;
         let (head, last) = tokens.split_at(tokens.len().saturating_sub(usize::from(read)));
-        if !head.is_empty() {
+        if !head.is_empty() && !self.prefilled(handle, (session, position), head)? {
+            let running = self.activate(handle, false)?;
             running.decode(session, position, head, 1, &[], false).map_err(device_error)?;
         }
         if last.is_empty() {
             return Ok(Vec::new());
         }
+        let running = self.activate(handle, false)?;
         let position = position + head.len() as u32;
         running.decode(session, position, last, 1, &[], true).map_err(device_error)?;
         let rows = running.logits(1).map_err(device_error)?;

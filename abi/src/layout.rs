@@ -137,6 +137,7 @@ pub fn structs() -> Vec<StructLayout> {
         crate::Completion::LAYOUT,
         crate::RingIndices::LAYOUT,
         crate::Status::LAYOUT,
+        crate::Pulse::LAYOUT,
     ];
     all.extend(crate::op::param_layouts());
     all

@@ -5,6 +5,7 @@
 //! kind behind a resident kernel does not compile.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use abi::{Command, Completion, Launch, StepState, Submission, TaskRecord};
@@ -22,8 +23,11 @@ use crate::memory::{
     DeviceBuffer, HostBuffer, download, download_into, download_rows, upload, upload_fill,
     upload_fills,
 };
+use crate::prefill::Prefill;
 use crate::ring::{self, RingHost};
 use crate::weights::{LoadReport, load_matrices};
+
+mod chunks;
 
 /// Programs that can be loaded beside each other.
 pub const PROGRAMS_MAX: usize = 4;
@@ -32,10 +36,15 @@ pub const PROGRAMS_MAX: usize = 4;
 const CACHE_POISON: u8 = 0x77;
 /// Threads of a worker.
 const THREADS: u32 = ir::program::smem::WARPS * 32;
+/// How often a worker says that it lives, at most: 132 workers with 48 bytes each are 6 MB/s over the bus.
+const PULSE_EVERY: Duration = Duration::from_millis(1);
 /// How long the report of a trap may come after the completion that says so: some stores to host memory.
 const REPORT_LIMIT: Duration = Duration::from_millis(100);
 /// Bytes of the page-locked buffer that copies beside a resident kernel go through.
 const BOUNCE_BYTES: usize = 32 << 20;
+
+/// Launches of this process, so that who looks on can tell them apart.
+static LAUNCHES: AtomicU64 = AtomicU64::new(0);
 
 /// A loaded program: a place in device memory. Good for the machine that loaded it, until the place is used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,12 +105,17 @@ pub struct Idle {
     options: BootOptions,
     report: LoadReport,
     vocab: u32,
+    graph: Graph,
+    /// Kernels and memory for prompt chunks, once one was run.
+    prefill: Option<Box<Prefill>>,
 }
 
 /// A look at the ring from beside the thread that drives the machine, which may be stuck in a call of the driver. It keeps the ring's
 /// memory.
 pub struct Lookout {
     ring: RingHost,
+    workers: u32,
+    launch: u64,
     _block: Arc<HostBuffer>, // the ring's memory: dropped after it
 }
 
@@ -116,6 +130,42 @@ impl Lookout {
     #[must_use]
     pub fn status(&self) -> Option<abi::Status> {
         self.ring.status()
+    }
+
+    /// Number of the launch in this process: what was counted of another is over.
+    #[must_use]
+    pub fn launch(&self) -> u64 {
+        self.launch
+    }
+
+    /// Commands answered since the launch.
+    #[must_use]
+    pub fn answered(&self) -> u32 {
+        self.ring.answered()
+    }
+
+    /// Commands published and not answered.
+    #[must_use]
+    pub fn outstanding(&self) -> u32 {
+        self.ring.outstanding()
+    }
+
+    /// One of the last commands answered, by its number from zero; nothing if too many came after it.
+    #[must_use]
+    pub fn completion(&self, index: u32) -> Option<Completion> {
+        self.ring.completion(index)
+    }
+
+    /// Workers of the launch.
+    #[must_use]
+    pub fn workers(&self) -> u32 {
+        self.workers
+    }
+
+    /// What a worker last said of itself.
+    #[must_use]
+    pub fn pulse(&self, worker: u32) -> abi::Pulse {
+        self.ring.pulse(worker)
     }
 
     /// Asks the kernel to leave.
@@ -197,6 +247,8 @@ impl Idle {
             options,
             report,
             vocab: graph.vocab,
+            graph: graph.clone(),
+            prefill: None,
         })
     }
 
@@ -256,6 +308,7 @@ impl Idle {
         let mut launch = self.launch_block();
         let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut launch).cast()];
         self.compute.launch(&kernel, requested, THREADS, shared, &mut arguments)?;
+        LAUNCHES.fetch_add(1, Ordering::Relaxed);
         Ok((module, loaded))
     }
 
@@ -276,6 +329,8 @@ impl Idle {
             sessions: self.options.sessions,
             workers: m.residents.workers,
             program: m.programs[0].address,
+            pulses: m.block.device + ring::PULSES as u64,
+            pulse_ns: PULSE_EVERY.as_nanos() as u32,
             ..Launch::default()
         }
     }
@@ -343,13 +398,6 @@ impl Memory {
     }
 }
 
-/// So many tokens of the buffers, from a byte on.
-fn read_tokens(buffer: &HostBuffer, at: usize, count: u32) -> Vec<u32> {
-    let mut bytes = vec![0; count as usize * 4];
-    buffer.read(at, &mut bytes);
-    bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect()
-}
-
 impl Resident {
     fn idle(&mut self) -> &mut Idle {
         self.idle
@@ -359,11 +407,12 @@ impl Resident {
 
     /// What another thread may see of this kernel.
     pub fn lookout(&mut self) -> Lookout {
-        let block = self.idle().memory.block.clone();
+        let Memory { block, residents, .. } = &self.idle().memory;
+        let (block, workers) = (block.clone(), residents.workers);
         // SAFETY: the block is page-aligned, long enough, kept by the value beside the ring, and shared with the device alone. This end
         // publishes nothing.
         let ring = unsafe { RingHost::new(block.pointer()) };
-        Lookout { ring, _block: block }
+        Lookout { ring, workers, launch: LAUNCHES.load(Ordering::Relaxed), _block: block }
     }
 
     /// The kernel variant that is running.
@@ -457,8 +506,8 @@ impl Resident {
         let generated = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
         let buffer = &self.idle().memory.tokens;
         Ok(Decoded {
-            tokens: read_tokens(buffer, base + tokens.len() * 4, generated),
-            chosen: read_tokens(buffer, base + stride * 4, done.steps),
+            tokens: buffer.read_words(base + tokens.len() * 4, generated as usize),
+            chosen: buffer.read_words(base + stride * 4, done.steps as usize),
             steps: done.steps,
             stopped: done.stopped != 0,
             host_us,

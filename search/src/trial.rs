@@ -306,12 +306,17 @@ impl Beside {
 
     /// A champion as another card confirmed it.
     pub(crate) fn of_confirmation(card: u32, confirmation: &Confirmation) -> Self {
+        let mut verdict = confirmation.verdict.clone();
+        if confirmation.samples_us.is_empty() {
+            // What it shows then is what the card of the champion's trial measured.
+            (verdict.latency_us, verdict.ci_us, verdict.bound_us) = (None, None, None);
+        }
         Self {
             decision: Some(confirmation.decision),
             gain: confirmation.gain,
             threshold: confirmation.threshold,
             samples_us: confirmation.samples_us.clone(),
-            ..Self::of_verdict(card, confirmation.why.clone(), &confirmation.verdict)
+            ..Self::of_verdict(card, confirmation.why.clone(), &verdict)
         }
     }
 

@@ -361,6 +361,13 @@ fn a_champion_is_confirmed_on_each_card() {
     assert_eq!(confirmation.beside[0].samples_us.len(), 24);
     assert!(confirmation.why.contains("; card 1: gain "), "{}", confirmation.why);
 
+    // Where nothing is better than the baseline nothing is raced, and no card has a figure of another one.
+    let equal = |slower: f64| -> Script { Arc::new(move |_, _| Behaviour::takes(100.0 * slower)) };
+    let none = host.run(&[equal(1.0), equal(1.03)], &[], StrategyName::Climb);
+    let last = none.confirmation.as_ref().unwrap();
+    assert_eq!((last.champion, last.card, last.beside.len()), (0, Some(0), 0));
+    audit(&none).unwrap();
+
     // On one card the champion is as slow as the baseline, but only after it was kept on the other.
     let champion = ran.trials.iter().rfind(|trial| trial.outcome.leads()).unwrap();
     let (program, kernel) =

@@ -85,7 +85,7 @@ fn documents() -> BTreeMap<String, Fields> {
     files(dir.path()).iter().for_each(&mut add);
     add(&asked(dir.path()));
     add(&status());
-    add(&served());
+    served().iter().for_each(&mut add);
     all
 }
 
@@ -173,8 +173,8 @@ fn status() -> Value {
     answer["result"]["structuredContent"].clone()
 }
 
-/// What the server says when it listens.
-fn served() -> Value {
+/// What the server says when it listens, and what `top` says of it.
+fn served() -> [Value; 2] {
     let mut child = Command::new(env!("CARGO_BIN_EXE_amk"))
         .args(["serve", "--model", "toy", "--device", "eval", "--addr", "127.0.0.1:0"])
         .stdin(Stdio::null())
@@ -184,9 +184,11 @@ fn served() -> Value {
         .unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let pid = child.id().to_string();
+    let top = amk_in(&std::env::temp_dir(), &["top", "--once", "--json", "--pid", &pid]);
     child.kill().unwrap();
     child.wait().unwrap();
-    serde_json::from_str(&line).unwrap()
+    [serde_json::from_str(&line).unwrap(), top.json()]
 }
 
 #[test]
@@ -227,9 +229,16 @@ fn is_id(text: &str) -> bool {
 fn every_schema_id_of_the_sources_is_on_record() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut ids = BTreeSet::new();
-    for folder in
-        ["src", "search/src", "corpus/src", "remote/src", "ir/src", "model/src", "sessions/src"]
-    {
+    for folder in [
+        "src",
+        "search/src",
+        "corpus/src",
+        "remote/src",
+        "ir/src",
+        "model/src",
+        "sessions/src",
+        "telemetry/src",
+    ] {
         ids_in(&root.join(folder), &mut ids);
     }
     assert!(ids.len() > 35 && ids.contains("amk.verdict.v1"), "{ids:?}");

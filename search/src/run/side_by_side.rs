@@ -390,19 +390,26 @@ impl<'a> Search<'a> {
         fleet.crew.begin(&self.gate, &self.settings, self.clock);
         self.keep_measured_cards(fleet);
         fleet.cut(0);
-        let cards = fleet.crew.cards();
+        let mut cards = fleet.crew.cards();
+        if job.baseline.is_none() {
+            cards.truncate(1); // there is nothing to race
+        }
         for &card in &cards {
             let noise = self.noise(Some(card));
             let thorough = cards.first() == Some(&card);
             fleet.crew.confirm(card, LastJob { noise, thorough, ..job.clone() });
         }
         let mut found: Vec<(u32, Confirmation)> = Vec::new();
-        while fleet.crew.cards().len() > found.len() {
+        while cards.len() > found.len() {
             let Some((card, said)) = fleet.crew.hear() else { return Err(fleet.lost()) };
             match said {
                 Said::Confirmed(Ok(confirmation)) => found.push((card, *confirmation)),
-                Said::Confirmed(Err(error)) => fleet.leave_out(card, error),
+                Said::Confirmed(Err(error)) => {
+                    cards.retain(|&other| other != card);
+                    fleet.leave_out(card, error);
+                }
                 Said::Gone => {
+                    cards.retain(|&other| other != card);
                     found.retain(|&(other, _)| other != card);
                     fleet.leave_out(card, gone());
                 }
@@ -418,12 +425,15 @@ impl<'a> Search<'a> {
             found.iter().map(|(other, c)| Beside::of_confirmation(*other, c)).collect();
         let decision = together(found.iter().map(|(_, c)| c.decision).chain([first.decision]));
         let mut why = first.why.clone();
-        for other in &beside {
+        for other in beside.iter().filter(|other| !other.why.is_empty()) {
             why += &format!("; card {}: {}", other.card, other.why);
         }
         for LeftOut { card, why: reason } in std::mem::take(&mut fleet.left_out) {
             why += &format!("; card {card} was left out: {reason}");
         }
-        Ok(Confirmation { card: Some(card), beside, decision, why, ..first })
+        // Where nothing was raced the figures are still those of the champion's trial.
+        let own = job.baseline.is_some();
+        let card = if own { Some(card) } else { self.champion().and_then(|trial| trial.card) };
+        Ok(Confirmation { card, beside, decision, why, ..first })
     }
 }

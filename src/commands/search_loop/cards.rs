@@ -103,7 +103,11 @@ fn ordinals(args: &LoopArgs, header: &Header) -> Result<Vec<Result<u32, String>>
 fn check(crew: &Crew<'_>, args: &LoopArgs, header: &Header) -> Result<(), Failure> {
     let said = |error: &DeviceError| match error {
         DeviceError::Unavailable { reason } => reason.clone(),
-        other => other.to_string(),
+        DeviceError::Compile { .. }
+        | DeviceError::Trapped { .. }
+        | DeviceError::TimedOut { .. }
+        | DeviceError::OutOfMemory { .. }
+        | DeviceError::Fault { .. } => error.to_string(),
     };
     let infos = crew.infos();
     let none = infos.iter().all(Result::is_err);

@@ -25,6 +25,7 @@ pub use op::{
 pub use ring::{Command, Completion, EntryState, RingIndices, Submission};
 pub use status::{Status, Trap};
 pub use task::{
-    Done, Launch, Load, ProgramHeader, Queue, SlotDesc, SlotKind, StepState, Task, TaskRecord,
+    Done, Landing, Launch, Load, ProgramHeader, Queue, SlotDesc, SlotKind, StepState, Task,
+    TaskRecord,
 };
 pub use transition::{CHANGES, Change, Side, Transition, transition};

@@ -60,6 +60,7 @@ struct Shared {
   uint32_t task;  // index in the queue, for reports
   uint32_t seen_progress; // the watchdog's: progress when it last changed, and when that was
   uint64_t seen_ns;
+  uint32_t seen_landed, landing_idle; // the watchdog's: units landed when it last looked, and deadlines since they last changed
   amk_launch const* launch;
 #if AMK_TRACE
   Tape tape;
@@ -146,6 +147,8 @@ __device__ __forceinline__ void fault(Shared* sh, uint32_t code, uint32_t object
   flag_store(&sh->fault_code, code);
 }
 
+__device__ __forceinline__ bool landing_excuses(Shared* sh); // landing.cuh
+
 // Every wait inside a step spins on `dead` and on nothing slower; this thread of each worker sets it. It looks at the device-wide abort
 // word, and it reports the worker when no task has been finished for the deadline.
 __device__ __forceinline__ void watchdog_check(Shared* sh) {
@@ -162,7 +165,11 @@ __device__ __forceinline__ void watchdog_check(Shared* sh) {
     sh->seen_ns = now;
     flag_store(&sh->wait_code, 0);
   } else if (now - sh->seen_ns > sh->launch->deadline_ns && !is_dead(sh)) {
-    uint32_t const code = flag_load(&sh->wait_code);
+    if (landing_excuses(sh)) {
+      sh->seen_ns = now;
+      return;
+    }
+    uint32_t const code = sh->landing_idle != 0 ? AMK_TRAP_WEIGHTS_DEADLINE : flag_load(&sh->wait_code);
     trap(sh, code != 0 ? code : AMK_TRAP_STALLED, flag_load(&sh->wait_object), flag_load(&sh->wait_have), flag_load(&sh->wait_need), now - sh->seen_ns);
   }
 }

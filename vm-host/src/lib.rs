@@ -18,6 +18,7 @@ mod driver;
 mod error;
 #[cfg(feature = "faults")]
 pub mod faults;
+mod landing;
 mod load;
 mod machine;
 mod memory;
@@ -33,6 +34,9 @@ pub use compile::{
 };
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
-pub use machine::{Decoded, Idle, Loaded, Lookout, PROGRAMS_MAX, Resident};
+pub use landing::{ReadBy, Streaming};
+pub use machine::{
+    Decoded, Idle, LandingReport, Loaded, Lookout, PROGRAMS_MAX, Resident, TensorCheck,
+};
 pub use nvml::compute_processes;
 pub use weights::LoadReport;

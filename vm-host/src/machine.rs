@@ -4,6 +4,7 @@
 //! it: copies on its own stream and words in mapped memory. Going from one to the other moves the value, so that a call of the first
 //! kind behind a resident kernel does not compile.
 
+use std::mem::offset_of;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,7 @@ use crate::boot::{
 };
 use crate::driver::{Context, DeviceInfo, Module, Stream};
 use crate::error::HostError;
+use crate::landing::{Landing, Through};
 use crate::load::{Image, Residents, image};
 use crate::memory::{
     DeviceBuffer, HostBuffer, download, download_into, download_rows, upload, upload_fill,
@@ -68,6 +70,7 @@ struct Memory {
     arenas: Vec<(u64, u64)>,
     step: DeviceBuffer,
     done: DeviceBuffer,
+    landing: DeviceBuffer,
     records: DeviceBuffer,
     tokens: HostBuffer,
     token_stride: u32,
@@ -86,6 +89,8 @@ fn zero(stream: &Stream, bounce: &mut HostBuffer, buffer: &DeviceBuffer) -> Resu
 
 /// A booted machine with no kernel running.
 pub struct Idle {
+    /// Weights on their way: ended before the memory that they go to is freed.
+    landing: Option<Landing>,
     memory: Memory,
     copy: Stream,
     compute: Stream,
@@ -144,6 +149,18 @@ impl Idle {
         variant: &Variant,
         options: BootOptions,
     ) -> Result<Self, HostError> {
+        Self::boot_through(graph, weights, program, variant, options, &|source| source)
+    }
+
+    /// The same, weights that stream read through something.
+    pub(crate) fn boot_through(
+        graph: &Graph,
+        weights: &dyn Weights,
+        program: &Program,
+        variant: &Variant,
+        options: BootOptions,
+        through: Through<'_>,
+    ) -> Result<Self, HostError> {
         let context = Context::new()?;
         let info = context.info()?;
         if options.sessions == 0 || options.sessions > abi::SESSIONS_MAX {
@@ -172,21 +189,31 @@ impl Idle {
             owned.push(DeviceBuffer::zeroed(matrix.bytes())?);
             matrices.extend(owned.last().map(|b| b.address));
         }
-        let report =
-            load_matrices(program, weights, &matrices, &module.function(c"amk_pack")?, &copy)?;
+        let (plan, block) = place_landing(program, &options, &copy, &mut bounce)?;
+        let pack = module.function(c"amk_pack")?;
+        let to = Destination { context: &context, matrices: &matrices, landed: block.address };
+        let (landing, report) = match options.streaming {
+            None => (None, load_matrices(program, weights, &matrices, &pack, &copy)?),
+            Some(how) => {
+                let landing = start_landing(&plan, weights, how, &to, through)?;
+                (Some(landing), LoadReport::default())
+            }
+        };
         let residents = make_residents(
             graph,
             weights,
             program,
             &options,
             matrices,
+            plan.starts.clone(),
             info.sms,
             &mut owned,
             &copy,
             &mut bounce,
         )?;
-        let memory = Memory::new(residents, &options, program.kv_capacity, bounce, owned)?;
+        let memory = Memory::new(residents, &options, program.kv_capacity, bounce, owned, block)?;
         Ok(Self {
+            landing,
             memory,
             copy,
             compute,
@@ -204,10 +231,10 @@ impl Idle {
         &self.info
     }
 
-    /// How the weights came in.
+    /// How the weights came in, or how far they are.
     #[must_use]
-    pub fn load_report(&self) -> &LoadReport {
-        &self.report
+    pub fn load_report(&self) -> LoadReport {
+        self.landing.as_ref().map_or_else(|| self.report.clone(), Landing::report)
     }
 
     /// Launches the kernel with a program. Residency of the whole grid is proven first.
@@ -251,6 +278,8 @@ impl Idle {
         self.memory.ring.reset();
         zero(&self.copy, &mut self.memory.bounce, &self.memory.step)?;
         zero(&self.copy, &mut self.memory.bounce, &self.memory.done)?;
+        let waits = self.memory.landing.address + offset_of!(abi::Landing, waits) as u64;
+        upload_fill(&self.copy, &mut self.memory.bounce, waits, LANDING_COUNTS, 0)?;
         let mut launch = self.launch_block();
         let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut launch).cast()];
         self.compute.launch(&kernel, requested, THREADS, shared, &mut arguments)?;
@@ -274,6 +303,7 @@ impl Idle {
             sessions: self.options.sessions,
             workers: m.residents.workers,
             program: m.programs[0].address,
+            landing: m.landing.address,
             ..Launch::default()
         }
     }
@@ -311,6 +341,7 @@ impl Memory {
         kv_capacity: u32,
         bounce: HostBuffer,
         weights: Vec<DeviceBuffer>,
+        landing: DeviceBuffer,
     ) -> Result<Self, HostError> {
         let block = Arc::new(HostBuffer::zeroed(ring::BYTES)?);
         // SAFETY: the block is page-aligned, long enough, declared after the ring in this struct (dropped after it), and shared with
@@ -327,6 +358,7 @@ impl Memory {
             programs,
             step: DeviceBuffer::zeroed(size_of::<StepState>() as u64)?,
             done: DeviceBuffer::zeroed(size_of::<abi::Done>() as u64)?,
+            landing,
             records: DeviceBuffer::zeroed(
                 u64::from(options.records) * size_of::<TaskRecord>() as u64,
             )?,
@@ -393,20 +425,27 @@ impl Resident {
             ));
         }
         if program != self.current {
-            let idle = self.idle();
-            let address = idle.memory.programs[program.place].address;
-            let limit = idle.options.deadline * 2 + Duration::from_secs(1);
-            self.command(
-                &Submission {
-                    command: Command::LoadProgram as u32,
-                    program: address,
-                    ..Submission::default()
-                },
-                limit,
-            )?;
+            self.adopt(program)?;
             self.current = program;
         }
         Ok(())
+    }
+
+    /// Every worker drops what it has of the current program and takes it up again.
+    fn adopt_anew(&mut self) -> Result<(), HostError> {
+        self.adopt(self.current)
+    }
+
+    fn adopt(&mut self, program: Loaded) -> Result<(), HostError> {
+        let idle = self.idle();
+        let address = idle.memory.programs[program.place].address;
+        let limit = idle.options.deadline * 2 + Duration::from_secs(1);
+        let load = Submission {
+            command: Command::LoadProgram as u32,
+            program: address,
+            ..Submission::default()
+        };
+        self.command(&load, limit).map(|_| ())
     }
 
     /// Runs the prompt `tokens` from `position` of a session, then generates until `generate` tokens or a stop token. With
@@ -425,6 +464,9 @@ impl Resident {
     ) -> Result<Decoded, HostError> {
         let steps = self.check_request(session, position, tokens, generate, stop, keep_logits)?;
         let idle = self.idle();
+        if let Some(failure) = idle.landing.as_ref().and_then(Landing::failure) {
+            return Err(failure);
+        }
         let touched = &mut idle.memory.touched[session as usize];
         *touched = (*touched).max(position + steps);
         let base = (session * idle.memory.token_stride + position) as usize * 4;
@@ -614,9 +656,17 @@ impl Resident {
                 "the device stopped earlier: stop the machine and launch it again".into(),
             ));
         }
-        let Idle { memory, compute, .. } = self.idle();
+        let Idle { memory, compute, landing, .. } = self.idle();
         memory.ring.publish(submission)?;
-        let answer = memory.ring.wait_completion(limit, || compute.is_done());
+        let answer = loop {
+            // What waits for weights waits as long as they may take, which the landing bounds.
+            let under_way = landing.as_ref().is_some_and(Landing::under_way);
+            match memory.ring.wait_completion(limit, || compute.is_done()) {
+                Err(HostError::TimedOut { .. }) if under_way => {}
+                answer => break answer,
+            }
+        };
+        let failure = landing.as_ref().and_then(Landing::failure);
         match answer {
             Ok(completion) if completion.trap == abi::Trap::None as u32 => Ok(completion),
             Ok(completion) if completion.trap == abi::Trap::BadCommand as u32 => {
@@ -625,6 +675,11 @@ impl Resident {
                         .into(),
                 ))
             }
+            Ok(completion) if completion.trap == abi::Trap::Weights as u32 => Err(failure
+                .unwrap_or_else(|| HostError::Weights {
+                    path: "weights".into(),
+                    message: "they will not come".into(),
+                })),
             Ok(_) => Err(self.fail_with_status()),
             Err(error) => {
                 self.fail();
@@ -731,6 +786,14 @@ fn end_kernel(idle: &mut Idle, failed: bool) -> Result<(), HostError> {
     Ok(())
 }
 
+#[path = "machine_landing.rs"]
+mod landed;
+use landed::{Destination, LANDING_COUNTS, place_landing, start_landing};
+pub use landed::{LandingReport, TensorCheck};
+
+#[cfg(test)]
+#[path = "machine_landing_tests.rs"]
+mod landing_tests;
 #[cfg(test)]
 #[path = "machine_tests.rs"]
 mod tests;

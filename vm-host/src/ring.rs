@@ -179,6 +179,11 @@ impl<W: Words> RingHost<W> {
         self.load(INDICES + core::mem::offset_of!(RingIndices, heartbeat), Ordering::Relaxed)
     }
 
+    /// Sequence of the command under way that waits for weights, or zero.
+    pub(crate) fn waiting(&self) -> u32 {
+        self.load(INDICES + core::mem::offset_of!(RingIndices, waiting), Ordering::Relaxed)
+    }
+
     /// Asks the device to leave. Pairs with poller.cuh: poller_wait, poller_run.
     pub(crate) fn abort(&self) {
         self.store(INDICES + core::mem::offset_of!(RingIndices, abort), 1, Ordering::Release);

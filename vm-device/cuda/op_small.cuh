@@ -16,7 +16,8 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen) {
   amk_step* next_step = (amk_step*)w.shared->launch->step;
   amk_done* done = (amk_done*)w.shared->launch->done;
   uint32_t const next = s.position + 1;
-  uint32_t* tokens = (uint32_t*)w.shared->launch->tokens + (size_t)s.session * w.shared->launch->token_stride;
+  uint32_t* tokens = session_tokens(*w.shared->launch, s.session);
+  host_store(tokens + w.shared->launch->token_stride + s.position, chosen); // forced or not: the gate compares it with the logits
   bool const forced = next < s.forced;
   uint32_t const token = forced ? host_load(tokens + next) : chosen;
   bool stopped = false;

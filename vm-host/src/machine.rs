@@ -51,6 +51,8 @@ pub struct Loaded {
 pub struct Decoded {
     /// Tokens that were generated, a stop token included.
     pub tokens: Vec<u32>,
+    /// What the device chose behind each position that was run, also where a token was forced.
+    pub chosen: Vec<u32>,
     /// Positions that were run.
     pub steps: u32,
     /// Whether a stop token ended the command.
@@ -362,7 +364,7 @@ impl Memory {
             records: DeviceBuffer::zeroed(
                 u64::from(options.records) * size_of::<TaskRecord>() as u64,
             )?,
-            tokens: HostBuffer::zeroed(options.sessions as usize * token_stride as usize * 4)?,
+            tokens: HostBuffer::zeroed(options.sessions as usize * 2 * token_stride as usize * 4)?,
             token_stride,
             bounce,
             touched: vec![kv_capacity; options.sessions as usize],
@@ -371,6 +373,13 @@ impl Memory {
             _weights: weights,
         })
     }
+}
+
+/// So many tokens of the buffers, from a byte on.
+fn read_tokens(buffer: &HostBuffer, at: usize, count: u32) -> Vec<u32> {
+    let mut bytes = vec![0; count as usize * 4];
+    buffer.read(at, &mut bytes);
+    bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect()
 }
 
 impl Resident {
@@ -469,7 +478,8 @@ impl Resident {
         }
         let touched = &mut idle.memory.touched[session as usize];
         *touched = (*touched).max(position + steps);
-        let base = (session * idle.memory.token_stride + position) as usize * 4;
+        let stride = idle.memory.token_stride as usize;
+        let base = (session as usize * 2 * stride + position as usize) * 4;
         idle.memory.tokens.write(base, bytemuck::cast_slice(tokens));
         let mut submission = Submission {
             command: Command::Decode as u32,
@@ -487,10 +497,10 @@ impl Resident {
         let done = self.command(&submission, limit)?;
         let host_us = start.elapsed().as_secs_f64() * 1e6;
         let generated = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
-        let mut bytes = vec![0; generated as usize * 4];
-        self.idle().memory.tokens.read(base + tokens.len() * 4, &mut bytes);
+        let buffer = &self.idle().memory.tokens;
         Ok(Decoded {
-            tokens: bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect(),
+            tokens: read_tokens(buffer, base + tokens.len() * 4, generated),
+            chosen: read_tokens(buffer, base + stride * 4, done.steps),
             steps: done.steps,
             stopped: done.stopped != 0,
             host_us,

@@ -440,11 +440,7 @@ impl Resident {
         Ok(())
     }
 
-    /// Every worker drops what it has of the current program and takes it up again.
-    fn adopt_anew(&mut self) -> Result<(), HostError> {
-        self.adopt(self.current)
-    }
-
+    /// Every worker takes the program up, and drops what it has of the current one.
     fn adopt(&mut self, program: Loaded) -> Result<(), HostError> {
         let idle = self.idle();
         let address = idle.memory.programs[program.place].address;
@@ -668,15 +664,8 @@ impl Resident {
         }
         let Idle { memory, compute, landing, .. } = self.idle();
         memory.ring.publish(submission)?;
-        let answer = loop {
-            // What waits for weights waits as long as they may take, which the landing bounds.
-            let under_way = landing.as_ref().is_some_and(Landing::under_way);
-            match memory.ring.wait_completion(limit, || compute.is_done()) {
-                Err(HostError::TimedOut { .. }) if under_way => {}
-                answer => break answer,
-            }
-        };
-        let failure = landing.as_ref().and_then(Landing::failure);
+        let answer = wait_for_answer(&mut memory.ring, compute, landing.as_ref(), limit);
+        let lost = landing.as_ref().and_then(Landing::failure);
         match answer {
             Ok(completion) if completion.trap == abi::Trap::None as u32 => Ok(completion),
             Ok(completion) if completion.trap == abi::Trap::BadCommand as u32 => {
@@ -685,11 +674,9 @@ impl Resident {
                         .into(),
                 ))
             }
-            Ok(completion) if completion.trap == abi::Trap::Weights as u32 => Err(failure
-                .unwrap_or_else(|| HostError::Weights {
-                    path: "weights".into(),
-                    message: "they will not come".into(),
-                })),
+            Ok(completion) if completion.trap == abi::Trap::Weights as u32 => {
+                Err(lost.unwrap_or(HostError::Left))
+            }
             Ok(_) => Err(self.fail_with_status()),
             Err(error) => {
                 self.fail();
@@ -798,7 +785,7 @@ fn end_kernel(idle: &mut Idle, failed: bool) -> Result<(), HostError> {
 
 #[path = "machine_landing.rs"]
 mod landed;
-use landed::{Destination, LANDING_COUNTS, place_landing, start_landing};
+use landed::{Destination, LANDING_COUNTS, place_landing, start_landing, wait_for_answer};
 pub use landed::{LandingReport, TensorCheck};
 
 #[cfg(test)]

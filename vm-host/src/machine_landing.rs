@@ -5,6 +5,7 @@ use std::mem::offset_of;
 use std::sync::Arc;
 use std::time::Duration;
 
+use abi::Completion;
 use ir::program::{Matrix, Program, SlotSource};
 use ir::{Graph, TensorId, Weights};
 use rayon::prelude::*;
@@ -15,6 +16,7 @@ use crate::driver::{Context, Stream};
 use crate::error::HostError;
 use crate::landing::{DeviceTarget, Landing, Plan, Streaming, Through, staging_bytes};
 use crate::memory::{DeviceBuffer, HostBuffer, download, upload};
+use crate::ring::RingHost;
 use crate::weights::LoadReport;
 
 /// How long a write of one word may take on a stream that holds copies only.
@@ -87,7 +89,7 @@ impl Resident {
             return Ok(());
         };
         let pending = landing.prepare_to_resume(weights, WORD_LIMIT)?;
-        self.adopt_anew()?;
+        self.adopt(self.current)?;
         if let Some(landing) = &mut self.idle().landing {
             landing.resume(pending)?;
         }
@@ -156,6 +158,22 @@ pub(super) fn place_landing(
     };
     upload(stream, bounce, block.address, bytemuck::bytes_of(&landing))?;
     Ok((plan, block))
+}
+
+/// Waits for a command. One that waits for weights may take as long as they do, which their landing bounds.
+pub(super) fn wait_for_answer(
+    ring: &mut RingHost,
+    kernel: &Stream,
+    landing: Option<&Landing>,
+    limit: Duration,
+) -> Result<Completion, HostError> {
+    loop {
+        let under_way = landing.is_some_and(Landing::under_way);
+        match ring.wait_completion(limit, || kernel.is_done()) {
+            Err(HostError::TimedOut { .. }) if under_way => {}
+            answer => return answer,
+        }
+    }
 }
 
 /// Where packed matrices go, and the word that says how far they are.

@@ -16,9 +16,10 @@ pub(crate) enum Mishap {
     Hangs,
 }
 
-/// Reads through another source, every piece so much later, and from some piece on not at all.
+/// Reads through another source, every piece asked for and handed on so much later, and from some piece on not at all.
 pub(crate) struct Scripted {
     pub(crate) inner: Box<dyn Source>,
+    pub(crate) asked: Duration,
     pub(crate) delay: Duration,
     pub(crate) mishap: Option<(usize, Mishap)>,
 }
@@ -29,6 +30,7 @@ impl Source for Scripted {
     }
 
     fn start(&mut self, job: Job) -> Result<(), HostError> {
+        std::thread::sleep(self.asked);
         self.inner.start(job)
     }
 

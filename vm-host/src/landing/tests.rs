@@ -268,7 +268,14 @@ fn assert_failed(
 }
 
 fn scripted(mishap: (usize, Mishap)) -> impl Fn(Box<dyn Source>) -> Box<dyn Source> {
-    move |inner| Box::new(Scripted { inner, delay: Duration::ZERO, mishap: Some(mishap) })
+    move |inner| {
+        Box::new(Scripted {
+            inner,
+            asked: Duration::ZERO,
+            delay: Duration::ZERO,
+            mishap: Some(mishap),
+        })
+    }
 }
 
 #[test]
@@ -322,7 +329,12 @@ fn a_device_that_takes_no_copy_ends_it() {
 fn a_stopped_landing_ends_at_once() {
     let model = golden("llama-tied-f32");
     let through = |inner| -> Box<dyn Source> {
-        Box::new(Scripted { inner, delay: Duration::from_millis(50), mishap: None })
+        Box::new(Scripted {
+            inner,
+            asked: Duration::ZERO,
+            delay: Duration::from_millis(50),
+            mishap: None,
+        })
     };
     let mut landing = land(&model, ReadBy::Auto, Duration::from_secs(60), &through);
     let start = Instant::now();
@@ -455,7 +467,12 @@ fn a_command_on_the_reference_machine_waits_for_each_layer() {
         let target = Memory::new(&plan);
         let landed = target.landed.clone();
         let through = move |inner| -> Box<dyn Source> {
-            Box::new(Scripted { inner, delay: Duration::from_millis(5), mishap })
+            Box::new(Scripted {
+                inner,
+                asked: Duration::ZERO,
+                delay: Duration::from_millis(5),
+                mishap,
+            })
         };
         let streaming = Streaming { read_by: ReadBy::IoUring, limit: LIMIT };
         let landing = Landing::start(plan, &*model.weights, streaming, target, &through);

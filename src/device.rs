@@ -10,6 +10,7 @@ use ir::program::{Program, Slot, Verified};
 use ir::schedule::KernelConfig;
 use remote::{Board, Phase, Served};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
+use telemetry::Publisher;
 use vm_device::Variant;
 use vm_host::{BootOptions, HostError, Idle, Loaded, Lookout, Resident, Streaming};
 
@@ -122,6 +123,8 @@ pub(crate) struct Gpu<'a> {
     board: Option<Board>,
     /// The ring of the machine, for a thread beside this one.
     lookout: SharedLookout,
+    /// Where to say what was brought to the device.
+    page: Option<Publisher>,
     /// A kernel did not leave, or took the context with it: only a new process gets the device back.
     lost: bool,
     /// How long a worker may wait inside a step.
@@ -153,6 +156,7 @@ impl<'a> Gpu<'a> {
             builds: builds(&context.target.arch),
             board: board.cloned(),
             lookout: SharedLookout::default(),
+            page: None,
             lost: false,
             deadline: DEADLINE,
             streaming: None,
@@ -165,6 +169,31 @@ impl<'a> Gpu<'a> {
         if let Some(board) = &self.board {
             board.enter(phase);
         }
+    }
+
+    /// From here on its kernels are looked at from there, and a page says what is brought to the device.
+    pub(crate) fn observed(&mut self, lookout: &SharedLookout, page: &Publisher) {
+        page.edit(|edit| {
+            edit.device(&self.info.name);
+            edit.head().bandwidth = self.bandwidth as u64;
+        });
+        (self.lookout, self.page) = (lookout.clone(), Some(page.clone()));
+    }
+
+    /// A kernel was launched: on a machine that was booted for it, or on one that had its weights already.
+    fn launched(&self, program: &Program, booted: bool) {
+        let Some(page) = &self.page else { return };
+        let bytes = program.matrices.iter().map(|matrix| matrix.bytes()).sum::<u64>();
+        page.edit(|edit| {
+            let head = edit.head();
+            let copied = if booted { &mut head.uploaded_bytes } else { &mut head.avoided_bytes };
+            *copied += bytes;
+            head.launches += 1;
+            head.step_bytes = program.stream_bytes();
+            (head.weights_bytes, head.landed_bytes) = (bytes, bytes);
+            let caches = program.kv_bytes(program.kv_capacity.saturating_sub(1));
+            head.resident_bytes = bytes + u64::from(SESSIONS) * caches;
+        });
     }
 
     fn set_lookout(&self, lookout: Option<Lookout>) {
@@ -228,6 +257,7 @@ impl Gpu<'_> {
             None => {
                 let began = Instant::now();
                 let loaded = running.load(&program).map_err(device_error)?;
+                self.page.iter().for_each(|page| page.edit(|edit| edit.head().loads += 1));
                 self.costs.loads += 1;
                 self.costs.load_s += began.elapsed().as_secs_f64();
                 loaded
@@ -247,6 +277,7 @@ impl Gpu<'_> {
         program: &Verified<Program>,
     ) -> Result<Loaded, DeviceError> {
         let began = Instant::now();
+        let booted = matches!(self.machine, Machine::Absent);
         let idle = match std::mem::replace(&mut self.machine, Machine::Absent) {
             Machine::Absent => {
                 self.enter(Phase::Booting);
@@ -262,6 +293,7 @@ impl Gpu<'_> {
                 self.set_lookout(Some(lookout));
                 self.machine = Machine::Running(Box::new(running));
                 self.resident_at.get_or_insert_with(Instant::now);
+                self.launched(program, booted);
                 self.costs.launches += 1;
                 self.costs.launch_s += began.elapsed().as_secs_f64();
                 Ok(loaded)

@@ -138,6 +138,7 @@ pub fn structs() -> Vec<StructLayout> {
         crate::Completion::LAYOUT,
         crate::RingIndices::LAYOUT,
         crate::Status::LAYOUT,
+        crate::Pulse::LAYOUT,
     ];
     all.extend(crate::op::param_layouts());
     all

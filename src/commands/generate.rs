@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use abi::Activity;
 use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
 use ir::schedule::ScheduleConfig;
 use model::{Chat, Message, Tokenizer};
@@ -20,6 +21,7 @@ use crate::cli::{DeviceChoice, GenerateArgs, ReadByChoice};
 use crate::context::Context;
 use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::observe::{Observer, Sequences};
 use crate::working::Working;
 use crate::{files, report};
 
@@ -63,7 +65,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
         logprobs: args.sampling.logprobs,
     };
     let working = Working::on(format!("generating with {}", context.graph().name));
-    let mut generated = execute(args, &context, &prompt, &wish, began)?;
+    let observer = observer(args, &context)?;
+    let mut generated = execute(args, &context, &prompt, &wish, &observer, began)?;
     drop(working);
     if let Some(path) = &args.logits {
         write_logits(path, &generated.logits, context.graph().vocab as usize)?;
@@ -93,6 +96,16 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     }
     report::document(&document)?;
     Ok(Exit::Yes)
+}
+
+/// The page of this process, for `amk top`.
+fn observer(args: &GenerateArgs, context: &Context) -> Result<Observer, Failure> {
+    let device = match args.model.place.device {
+        DeviceChoice::Eval => "eval",
+        DeviceChoice::Cuda => "cuda",
+        DeviceChoice::Auto | DeviceChoice::Cpu => "cpu",
+    };
+    Observer::start(context, ("generate", device), 1, None)
 }
 
 /// A token with its log probability and the likeliest in its place. JSON has no infinity, which becomes null.
@@ -162,8 +175,12 @@ fn execute(
     context: &Context,
     prompt: &[u32],
     wish: &Wish,
+    observer: &Observer,
     began: Instant,
 ) -> Result<Generated, Failure> {
+    // A kernel counts its own commands.
+    let said = Sequences::new(observer.publisher(), args.model.place.device != DeviceChoice::Cuda);
+    said.sole((prompt.len() + wish.limit) as u64);
     let (graph, weights) = (context.graph(), &*context.model.weights);
     match args.model.place.device {
         DeviceChoice::Eval => {
@@ -174,9 +191,9 @@ fn execute(
                     evaluator.run(tokens, if wish.keep { Logits::All } else { Logits::Last });
                 rows.map_err(|e| Failure::usage(e.to_string()))
             };
-            on_host(&mut feed, prompt, wish)
+            on_host(&mut feed, prompt, wish, &said)
         }
-        DeviceChoice::Cuda => on_device(args, context, prompt, wish, began),
+        DeviceChoice::Cuda => on_device(args, context, prompt, wish, (observer, &said), began),
         DeviceChoice::Auto | DeviceChoice::Cpu => {
             let config = config(args, context, prompt)?;
             let program = super::program::lowered(context, &config)?;
@@ -189,7 +206,7 @@ fn execute(
                 }
                 Err(error) => Err(Failure::usage(error.to_string())),
             };
-            on_host(&mut feed, prompt, wish)
+            on_host(&mut feed, prompt, wish, &said)
         }
     }
 }
@@ -210,6 +227,7 @@ fn on_device(
     context: &Context,
     prompt: &[u32],
     wish: &Wish,
+    (observer, said): (&Observer, &Sequences),
     began: Instant,
 ) -> Result<Generated, Failure> {
     let chosen_there = wish.sampling.is_plain_greedy() && wish.logprobs.is_none();
@@ -225,6 +243,7 @@ fn on_device(
     let Some(mut device) = context.open_here()? else {
         return Err(Failure::missing("capability missing: no CUDA device"));
     };
+    device.observed(observer.lookout(), observer.publisher());
     let failed = |error: search::DeviceError| Failure::refused(error.to_string());
     if args.weights.stream_weights {
         device.stream_weights(streaming(args));
@@ -232,8 +251,10 @@ fn on_device(
     let handle = device.prepare(&program, &config.kernel).map_err(failed)?;
     if chosen_there {
         let limit = u32::try_from(wish.limit).unwrap_or(u32::MAX);
+        said.enter(Activity::Running);
         let (tokens, logits) =
             device.generate(handle, prompt, limit, &wish.stop, wish.keep).map_err(failed)?;
+        said.chosen(0, tokens.len() as u64);
         let mut generated = Generated { tokens, logits, ..Generated::chosen_on("device") };
         generated.look_at_weights(args, &mut device, began)?;
         return Ok(generated);
@@ -248,7 +269,7 @@ fn on_device(
         }
         Ok(rows)
     };
-    let mut generated = on_host(&mut feed, prompt, wish)?;
+    let mut generated = on_host(&mut feed, prompt, wish, said)?;
     generated.look_at_weights(args, &mut device, began)?;
     Ok(generated)
 }
@@ -295,13 +316,21 @@ fn stop_tokens(args: &GenerateArgs, context: &Context) -> Vec<u32> {
 }
 
 /// Chooses on the host from rows that a machine computes.
-fn on_host(feed: &mut Feed<'_>, prompt: &[u32], wish: &Wish) -> Result<Generated, Failure> {
+fn on_host(
+    feed: &mut Feed<'_>,
+    prompt: &[u32],
+    wish: &Wish,
+    said: &Sequences,
+) -> Result<Generated, Failure> {
     let mut generated = Generated::chosen_on("host");
     let mut fed = prompt.to_vec();
     let mut seen = Seen::default();
     let mut position = 0;
     loop {
+        said.begin(0, position as usize, fed.len());
+        let began = Instant::now();
         let rows = feed(&fed)?;
+        said.ran(0, fed.len(), began.elapsed());
         position += fed.len() as u32;
         seen.extend(fed.iter().copied());
         let row = rows.last().filter(|_| generated.tokens.len() < wish.limit);
@@ -321,6 +350,7 @@ fn on_host(feed: &mut Feed<'_>, prompt: &[u32], wish: &Wish) -> Result<Generated
         }
         let Some(next) = next else { break };
         generated.tokens.push(next);
+        said.chosen(0, 1);
         if generated.tokens.len() == wish.limit || wish.stop.contains(&next) {
             break;
         }

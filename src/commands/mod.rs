@@ -63,6 +63,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Diff(args) => diff::run(&args),
         Command::Report(args) => html::run(&args),
         Command::Serve(args) => crate::serve::run(&args),
+        Command::Top(args) => crate::top::run(&args),
         Command::Mcp => crate::mcp::serve(),
         Command::DeviceChild(args) => crate::device::serve(&args),
         Command::Man { out } => man(out.as_deref()),

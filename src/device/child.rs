@@ -4,14 +4,17 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::sync::PoisonError;
 
-use remote::{Board, Limits, Remote, Room, Watch};
+use abi::Activity;
+use remote::{Board, Limits, Phase, Remote, Room, Watch};
 use search::{Clocks, DeviceError};
+use telemetry::{Publisher, now_ns};
 use vm_host::HostError;
 
 use super::{Gpu, LOGITS_ROWS, SharedLookout, sharing};
 use crate::cli::{DeviceChildArgs, DeviceChoice, PlaceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::observe::{self, KernelWatch};
 
 /// This program, whatever has become of its file: both sides are the same build.
 const THIS_PROGRAM: &str = "/proc/self/exe";
@@ -71,10 +74,11 @@ pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
     };
     let context = Context::load(&args.model, &place)?;
     let lookout = SharedLookout::default();
-    let watch = Kernel(lookout.clone());
+    let page = observe::publisher(&context, ("search", "cuda"), 0)?;
+    let watch = Kernel::new(lookout.clone(), page.clone());
     let open = |board: &Board| {
         let mut gpu = Gpu::open(&context, Some(board)).map_err(unopened)?;
-        gpu.lookout = lookout;
+        gpu.observed(&lookout, &page);
         Ok(gpu)
     };
     remote::serve(watch, open).map_err(|error| Failure::usage(error.to_string()))?;
@@ -103,18 +107,57 @@ fn unopened(error: HostError) -> DeviceError {
 }
 
 /// The kernel as the watching thread sees it.
-pub(super) struct Kernel(pub(super) SharedLookout);
+pub(super) struct Kernel {
+    lookout: SharedLookout,
+    page: Publisher,
+    watch: KernelWatch,
+    activity: Activity,
+}
+
+impl Kernel {
+    pub(super) fn new(lookout: SharedLookout, page: Publisher) -> Self {
+        Self { lookout, page, watch: KernelWatch::default(), activity: Activity::Idle }
+    }
+}
+
+/// A phase as the page has it.
+fn activity(phase: Option<Phase>) -> Activity {
+    match phase {
+        Some(Phase::Waiting) | None => Activity::Idle,
+        Some(Phase::Running | Phase::Timing) => Activity::Running,
+        Some(Phase::Reading | Phase::Stopping) => Activity::Between,
+        Some(
+            Phase::Starting
+            | Phase::Opening
+            | Phase::Unsealing
+            | Phase::Compiling
+            | Phase::Booting
+            | Phase::Launching
+            | Phase::Loading,
+        ) => Activity::Loading,
+    }
+}
 
 impl Watch for Kernel {
     fn look(&mut self, board: &Board) {
-        let lookout = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let activity = activity(board.last().phase);
+        let changed = std::mem::replace(&mut self.activity, activity) != activity;
+        let lookout = self.lookout.lock().unwrap_or_else(PoisonError::into_inner);
+        let suspect = self.page.edit(|edit| {
+            let now = now_ns();
+            if changed {
+                observe::enter_at(edit.head(), activity, now);
+            }
+            lookout.as_ref().and_then(|lookout| self.watch.look(lookout, edit, now))
+        });
         if let Some(lookout) = &*lookout {
             board.kernel(lookout.heartbeat(), lookout.status().as_ref());
         }
+        board.suspect(suspect.as_ref());
     }
 
     fn leave(&mut self) {
-        let lookout = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let lookout = self.lookout.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(lookout) = &*lookout {
             lookout.abort();
         }

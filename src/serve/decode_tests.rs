@@ -89,7 +89,7 @@ fn expected(prompt: &[u32], limit: u32) -> Vec<u32> {
 fn beside(engine: Scripted, places: usize, test: impl FnOnce(Sender<Job>)) {
     std::thread::scope(|scope| {
         let (jobs, inbox) = channel();
-        scope.spawn(move || Desk::new(Box::new(engine), places).run(&inbox));
+        scope.spawn(move || Desk::new(Box::new(engine), places, Sequences::default()).run(&inbox));
         test(jobs);
     });
 }

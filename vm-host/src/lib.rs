@@ -20,6 +20,7 @@ mod error;
 pub mod faults;
 mod landing;
 mod load;
+mod lookout;
 mod machine;
 mod memory;
 mod nvml;
@@ -35,8 +36,7 @@ pub use compile::{
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
 pub use landing::{ReadBy, Streaming};
-pub use machine::{
-    Decoded, Idle, LandingReport, Loaded, Lookout, PROGRAMS_MAX, Resident, TensorCheck,
-};
+pub use lookout::Lookout;
+pub use machine::{Decoded, Idle, LandingReport, Loaded, PROGRAMS_MAX, Resident, TensorCheck};
 pub use nvml::compute_processes;
 pub use weights::LoadReport;

@@ -6,6 +6,7 @@
 
 use std::mem::offset_of;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use abi::{Command, Completion, Launch, StepState, Submission, TaskRecord};
@@ -20,6 +21,7 @@ use crate::driver::{Context, DeviceInfo, Module, Stream};
 use crate::error::HostError;
 use crate::landing::{Landing, Through};
 use crate::load::{Image, Residents, image};
+use crate::lookout::Lookout;
 use crate::memory::{
     DeviceBuffer, HostBuffer, download, download_into, download_rows, upload, upload_fill,
     upload_fills,
@@ -34,10 +36,15 @@ pub const PROGRAMS_MAX: usize = 4;
 const CACHE_POISON: u8 = 0x77;
 /// Threads of a worker.
 const THREADS: u32 = ir::program::smem::WARPS * 32;
+/// How often a worker says that it lives, at most: 132 workers with 48 bytes each are 6 MB/s over the bus.
+const PULSE_EVERY: Duration = Duration::from_millis(1);
 /// How long the report of a trap may come after the completion that says so: some stores to host memory.
 const REPORT_LIMIT: Duration = Duration::from_millis(100);
 /// Bytes of the page-locked buffer that copies beside a resident kernel go through.
 const BOUNCE_BYTES: usize = 32 << 20;
+
+/// Launches of this process, so that who looks on can tell them apart.
+static LAUNCHES: AtomicU64 = AtomicU64::new(0);
 
 /// A loaded program: a place in device memory. Good for the machine that loaded it, until the place is used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,32 +108,6 @@ pub struct Idle {
     options: BootOptions,
     report: LoadReport,
     vocab: u32,
-}
-
-/// A look at the ring from beside the thread that drives the machine, which may be stuck in a call of the driver. It keeps the ring's
-/// memory.
-pub struct Lookout {
-    ring: RingHost,
-    _block: Arc<HostBuffer>, // the ring's memory: dropped after it
-}
-
-impl Lookout {
-    /// The poller's clock.
-    #[must_use]
-    pub fn heartbeat(&self) -> u32 {
-        self.ring.heartbeat()
-    }
-
-    /// Who waited for what, if the kernel has given up.
-    #[must_use]
-    pub fn status(&self) -> Option<abi::Status> {
-        self.ring.status()
-    }
-
-    /// Asks the kernel to leave.
-    pub fn abort(&self) {
-        self.ring.abort();
-    }
 }
 
 /// A machine whose kernel is running.
@@ -285,6 +266,7 @@ impl Idle {
         let mut launch = self.launch_block();
         let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut launch).cast()];
         self.compute.launch(&kernel, requested, THREADS, shared, &mut arguments)?;
+        LAUNCHES.fetch_add(1, Ordering::Relaxed);
         Ok((module, loaded))
     }
 
@@ -306,6 +288,8 @@ impl Idle {
             workers: m.residents.workers,
             program: m.programs[0].address,
             landing: m.landing.address,
+            pulses: m.block.device + ring::PULSES as u64,
+            pulse_ns: PULSE_EVERY.as_nanos() as u32,
             ..Launch::default()
         }
     }
@@ -391,11 +375,12 @@ impl Resident {
 
     /// What another thread may see of this kernel.
     pub fn lookout(&mut self) -> Lookout {
-        let block = self.idle().memory.block.clone();
+        let Memory { block, residents, .. } = &self.idle().memory;
+        let (block, workers) = (block.clone(), residents.workers);
         // SAFETY: the block is page-aligned, long enough, kept by the value beside the ring, and shared with the device alone. This end
         // publishes nothing.
         let ring = unsafe { RingHost::new(block.pointer()) };
-        Lookout { ring, _block: block }
+        Lookout::new(ring, workers, LAUNCHES.load(Ordering::Relaxed), block)
     }
 
     /// The kernel variant that is running.

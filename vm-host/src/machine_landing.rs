@@ -10,7 +10,7 @@ use ir::program::{Matrix, Program, SlotSource};
 use ir::{Graph, TensorId, Weights};
 use rayon::prelude::*;
 
-use super::{Lookout, Resident};
+use super::Resident;
 use crate::boot::BootOptions;
 use crate::driver::{Context, Stream};
 use crate::error::HostError;
@@ -52,14 +52,6 @@ impl TensorCheck {
     #[must_use]
     pub fn equal(&self) -> bool {
         self.device == self.file
-    }
-}
-
-impl Lookout {
-    /// Whether a command is under way that waits for weights.
-    #[must_use]
-    pub fn waits_for_weights(&self) -> bool {
-        self.ring.waiting() != 0
     }
 }
 

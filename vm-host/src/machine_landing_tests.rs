@@ -221,7 +221,12 @@ fn a_file_that_changes_faults_the_command_and_another_boot_runs() {
         let Some(subject) = subject(folder.path()) else { return };
         // Asked for late: what is read before the file changes is the file as it was.
         let through = |inner| -> Box<dyn crate::landing::Source> {
-            Box::new(Scripted { inner, asked: SLOW + SLOW / 2, delay: Duration::ZERO, mishap: None })
+            Box::new(Scripted {
+                inner,
+                asked: SLOW + SLOW / 2,
+                delay: Duration::ZERO,
+                mishap: None,
+            })
         };
         let mut machine = subject.resident(Some(ReadBy::Pread), &through);
         let file = folder.path().join("model.safetensors");

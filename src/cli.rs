@@ -15,10 +15,12 @@ use crate::config_source::ConfigSource;
 use crate::sampling_args::SamplingArgs;
 
 mod landscape;
+mod prefill;
 mod rerun;
 mod runs;
 
 pub(crate) use landscape::{LandscapeCommand, RecordArgs};
+pub(crate) use prefill::{PrefillArgs, PrefillChoice};
 pub(crate) use rerun::{RerunArgs, TaskPlace};
 pub(crate) use runs::{
     CompareArgs, GcArgs, ReplayArgs, RunArgs, RunsArgs, RunsCommand, RunsExportArgs,
@@ -539,6 +541,8 @@ pub(crate) struct GenerateArgs {
     pub(crate) stop: Vec<u32>,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
+    pub(crate) prefill: PrefillArgs,
     /// Write the logits of every executed position: a safetensors file with `logits`, [positions, vocab] f32.
     #[arg(long, value_name = "FILE")]
     pub(crate) logits: Option<PathBuf>,
@@ -601,6 +605,9 @@ pub(crate) struct BenchArgs {
     /// Write what was measured, with the schedule and the proofs, as one file that `amk bundle` checks. Needs the GPU.
     #[arg(long, value_name = "FILE")]
     pub(crate) bundle: Option<PathBuf>,
+    /// Time a prompt of so many tokens in chunks instead of decoding. Needs the GPU.
+    #[arg(long, value_name = "TOKENS", conflicts_with_all = ["context", "bundle", "peers", "gguf"])]
+    pub(crate) prefill: Option<u32>,
 }
 
 /// Arguments of `bundle`.
@@ -658,6 +665,8 @@ pub(crate) struct ServeArgs {
     /// Seconds between two writes of that file.
     #[arg(long, default_value_t = 5, value_name = "SECONDS", requires = "metrics_file", value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub(crate) metrics_every: u32,
+    #[command(flatten)]
+    pub(crate) prefill: PrefillArgs,
 }
 
 /// Arguments of `top`.

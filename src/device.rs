@@ -20,6 +20,7 @@ use crate::report;
 
 mod builds;
 mod child;
+mod chunks;
 #[cfg(test)]
 mod hang_tests;
 mod sharing;
@@ -134,6 +135,8 @@ pub(crate) struct Gpu<'a> {
     /// When the kernel was resident, and when the first token was there.
     resident_at: Option<Instant>,
     first_token_at: Option<Instant>,
+    /// Tokens from which on a prompt is run in chunks.
+    chunks_from: Option<usize>,
 }
 
 /// The ring of a machine, while there is one.
@@ -162,6 +165,7 @@ impl<'a> Gpu<'a> {
             streaming: None,
             resident_at: None,
             first_token_at: None,
+            chunks_from: None,
         })
     }
 
@@ -335,11 +339,14 @@ impl Gpu<'_> {
         keep: bool,
     ) -> Result<(Vec<u32>, Vec<Vec<f32>>), DeviceError> {
         self.sequences = [const { None }; SESSIONS as usize];
-        let running = self.activate(handle, true)?;
         let mut logits = Vec::new();
+        let (mut head, last) = prompt.split_at(prompt.len().saturating_sub(1));
         let mut position = 0;
+        if !keep && self.prefilled(handle, (0, 0), head)? {
+            (position, head) = (head.len() as u32, &[]);
+        }
+        let running = self.activate(handle, true)?;
         // The prompt but its last token, in pieces whose logits can be kept.
-        let (head, last) = prompt.split_at(prompt.len().saturating_sub(1));
         for piece in head.chunks(running.logits_rows() as usize) {
             let done = running.decode(0, position, piece, 1, &[], keep).map_err(device_error)?;
             if keep {
@@ -393,14 +400,15 @@ impl Gpu<'_> {
         tokens: &[u32],
         read: bool,
     ) -> Result<Vec<f32>, DeviceError> {
-        let running = self.activate(handle, false)?;
         let (head, last) = tokens.split_at(tokens.len().saturating_sub(usize::from(read)));
-        if !head.is_empty() {
+        if !head.is_empty() && !self.prefilled(handle, (session, position), head)? {
+            let running = self.activate(handle, false)?;
             running.decode(session, position, head, 1, &[], false).map_err(device_error)?;
         }
         if last.is_empty() {
             return Ok(Vec::new());
         }
+        let running = self.activate(handle, false)?;
         let position = position + head.len() as u32;
         running.decode(session, position, last, 1, &[], true).map_err(device_error)?;
         let rows = running.logits(1).map_err(device_error)?;

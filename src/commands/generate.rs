@@ -17,7 +17,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 use vm_host::{ReadBy, Streaming};
 
-use crate::cli::{DeviceChoice, GenerateArgs, ReadByChoice};
+use crate::cli::{DeviceChoice, GenerateArgs, PrefillChoice, ReadByChoice};
 use crate::context::Context;
 use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
@@ -238,6 +238,10 @@ fn on_device(
             abi::STOP_TOKENS_MAX
         )));
     }
+    if wish.keep && args.prefill.prefill == PrefillChoice::Chunks {
+        let message = "--prefill chunks: chunks give the logits of the last position alone, and --logits wants those of all";
+        return Err(Failure::usage(message));
+    }
     let config = config(args, context, prompt)?;
     let program = Arc::new(super::program::lowered(context, &config)?);
     let Some(mut device) = context.open_here()? else {
@@ -245,6 +249,7 @@ fn on_device(
     };
     device.observed(observer.lookout(), observer.publisher());
     let failed = |error: search::DeviceError| Failure::refused(error.to_string());
+    device.set_prefill(args.prefill.prefill)?;
     if args.weights.stream_weights {
         device.stream_weights(streaming(args));
     }

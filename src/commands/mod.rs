@@ -12,6 +12,7 @@ mod export;
 mod generate;
 pub(crate) mod html;
 mod landscape;
+mod prefill;
 pub(crate) mod program;
 pub(crate) mod propose;
 pub(crate) mod rerun;

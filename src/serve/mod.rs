@@ -130,6 +130,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     }
     let engine: Box<dyn Engine + '_> = match (gpu, &lowered) {
         (Some(mut gpu), Some((config, program))) => {
+            gpu.set_prefill(args.prefill.prefill)?;
             let handle = remote::Served::prepare(&mut gpu, program, &config.kernel);
             let handle = handle.map_err(|error| Failure::refused(error.to_string()))?;
             Box::new(Megakernel::new(gpu, handle, places))

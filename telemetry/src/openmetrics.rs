@@ -180,7 +180,9 @@ impl Snapshot {
 fn number(mut encoder: MetricEncoder<'_>, kind: MetricType, value: f64) -> Result<(), Error> {
     match kind {
         MetricType::Counter => encoder.encode_counter::<NoLabelSet, f64, f64>(&value, None),
-        _ => encoder.encode_gauge(&value),
+        MetricType::Gauge | MetricType::Histogram | MetricType::Info | MetricType::Unknown => {
+            encoder.encode_gauge(&value)
+        }
     }
 }
 

@@ -80,7 +80,7 @@ pub fn free_memory() -> Result<u64, HostError> {
     Context::new()?.free_bytes()
 }
 
-fn arch(info: &DeviceInfo) -> Result<String, HostError> {
+pub(crate) fn arch(info: &DeviceInfo) -> Result<String, HostError> {
     let (major, minor) = info.capability;
     if major != 9 {
         return Err(HostError::Architecture { name: info.name.clone(), major, minor });

@@ -24,6 +24,7 @@ mod lookout;
 mod machine;
 mod memory;
 mod nvml;
+mod prefill;
 mod ring;
 mod staging;
 mod weights;
@@ -31,7 +32,8 @@ mod weights;
 pub use boot::{BootOptions, device_info, free_memory, measure_bandwidth};
 pub use clocks::{CardClocks, card_clocks};
 pub use compile::{
-    Cubin, Resources, compile, default_cache, kernel_id, nvrtc_version, options, resources, variant,
+    Cubin, Resources, compile, compile_prefill, default_cache, kernel_id, nvrtc_version, options,
+    resources, variant,
 };
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
@@ -39,4 +41,5 @@ pub use landing::{ReadBy, Streaming};
 pub use lookout::Lookout;
 pub use machine::{Decoded, Idle, LandingReport, Loaded, PROGRAMS_MAX, Resident, TensorCheck};
 pub use nvml::compute_processes;
+pub use prefill::{GemmShape, KernelTime, PrefillOptions, Prefilled, prefill_refused};
 pub use weights::LoadReport;

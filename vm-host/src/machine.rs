@@ -26,8 +26,11 @@ use crate::memory::{
     DeviceBuffer, HostBuffer, download, download_into, download_rows, upload, upload_fill,
     upload_fills,
 };
+use crate::prefill::Prefill;
 use crate::ring::{self, RingHost};
 use crate::weights::{LoadReport, load_matrices};
+
+mod chunks;
 
 /// Programs that can be loaded beside each other.
 pub const PROGRAMS_MAX: usize = 4;
@@ -108,6 +111,9 @@ pub struct Idle {
     options: BootOptions,
     report: LoadReport,
     vocab: u32,
+    graph: Graph,
+    /// Kernels and memory for prompt chunks, once one was run.
+    prefill: Option<Box<Prefill>>,
 }
 
 /// A machine whose kernel is running.
@@ -205,6 +211,8 @@ impl Idle {
             options,
             report,
             vocab: graph.vocab,
+            graph: graph.clone(),
+            prefill: None,
         })
     }
 
@@ -359,13 +367,6 @@ impl Memory {
     }
 }
 
-/// So many tokens of the buffers, from a byte on.
-fn read_tokens(buffer: &HostBuffer, at: usize, count: u32) -> Vec<u32> {
-    let mut bytes = vec![0; count as usize * 4];
-    buffer.read(at, &mut bytes);
-    bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect()
-}
-
 impl Resident {
     fn idle(&mut self) -> &mut Idle {
         self.idle
@@ -480,8 +481,8 @@ impl Resident {
         let generated = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
         let buffer = &self.idle().memory.tokens;
         Ok(Decoded {
-            tokens: read_tokens(buffer, base + tokens.len() * 4, generated),
-            chosen: read_tokens(buffer, base + stride * 4, done.steps),
+            tokens: buffer.read_words(base + tokens.len() * 4, generated as usize),
+            chosen: buffer.read_words(base + stride * 4, done.steps as usize),
             steps: done.steps,
             stopped: done.stopped != 0,
             host_us,

@@ -10,7 +10,7 @@ use ir::program::{Matrix, Program, SlotSource};
 use ir::{Graph, TensorId, Weights};
 use rayon::prelude::*;
 
-use super::Resident;
+use super::{Idle, Resident};
 use crate::boot::BootOptions;
 use crate::driver::{Context, Stream};
 use crate::error::HostError;
@@ -52,6 +52,17 @@ impl TensorCheck {
     #[must_use]
     pub fn equal(&self) -> bool {
         self.device == self.file
+    }
+}
+
+impl Idle {
+    /// Waits until all weights are there: kernels that are not the resident one do not know how to wait for them.
+    pub(super) fn weights_here(&self) -> Result<(), HostError> {
+        let Some(landing) = &self.landing else { return Ok(()) };
+        while landing.under_way() {
+            std::thread::sleep(Duration::from_micros(200)); // the landing bounds it
+        }
+        landing.failure().map_or(Ok(()), Err)
     }
 }
 

@@ -14,11 +14,13 @@ use serde::Deserialize;
 use crate::config_source::ConfigSource;
 use crate::sampling_args::SamplingArgs;
 
+mod cards;
 mod landscape;
 mod prefill;
 mod rerun;
 mod runs;
 
+pub(crate) use cards::CardNumber;
 pub(crate) use landscape::{LandscapeCommand, RecordArgs};
 pub(crate) use prefill::{PrefillArgs, PrefillChoice};
 pub(crate) use rerun::{RerunArgs, TaskPlace};
@@ -369,6 +371,11 @@ pub(crate) struct LoopArgs {
     #[command(flatten)]
     #[serde(flatten)]
     pub(crate) sharing: SharingArgs,
+    /// The GPUs of this machine that search side by side, such as 0,1 (or cuda:0,cuda:1), all of one kind. Default: the first one, or the
+    /// resumed search's.
+    #[arg(long, value_delimiter = ',', value_name = "GPUS")]
+    #[serde(default)]
+    pub(crate) devices: Vec<CardNumber>,
     /// When to end: a number of trials (64) or a time (90s, 10m, 2h). Default: 64, or the resumed search's.
     #[arg(long, value_name = "TRIALS|TIME")]
     pub(crate) budget: Option<Budget>,

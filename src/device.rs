@@ -45,7 +45,28 @@ const SETTLE: usize = 2;
 
 /// What is missing for driving the GPU that is here with programs for this target, found without touching it.
 pub(crate) fn look(context: &Context) -> Result<vm_host::DeviceInfo, HostError> {
-    let info = vm_host::device_info()?;
+    fits(context, vm_host::device_info()?)
+}
+
+/// The GPU of a number, as [`look`] finds the first one.
+pub(crate) fn look_at(context: &Context, ordinal: u32) -> Result<vm_host::DeviceInfo, HostError> {
+    fits(context, vm_host::device_info_at(ordinal)?)
+}
+
+/// The GPU with this id, among those that are seen here.
+pub(crate) fn find(uuid: &str) -> Result<Option<u32>, HostError> {
+    for ordinal in 0.. {
+        match vm_host::device_info_at(ordinal) {
+            Ok(info) if info.uuid == uuid => return Ok(Some(ordinal)),
+            Ok(_) => {}
+            Err(HostError::NoSuchDevice { .. } | HostError::NoDevice) => break,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
+fn fits(context: &Context, info: vm_host::DeviceInfo) -> Result<vm_host::DeviceInfo, HostError> {
     let (major, minor) = info.capability;
     if major != CAPABILITY {
         return Err(HostError::Architecture { name: info.name, major, minor });
@@ -595,6 +616,7 @@ fn device_error(error: HostError) -> DeviceError {
         }
         HostError::NoDriver
         | HostError::NoDevice
+        | HostError::NoSuchDevice { .. }
         | HostError::NoNvrtc { .. }
         | HostError::Architecture { .. }
         | HostError::AbiMismatch { .. }

@@ -72,6 +72,14 @@ pub fn device_info() -> Result<DeviceInfo, HostError> {
     Device::first()?.info()
 }
 
+/// The same of the device with this number, as the driver counts them.
+///
+/// # Errors
+/// If there is no driver, or no such device.
+pub fn device_info_at(ordinal: u32) -> Result<DeviceInfo, HostError> {
+    Device::at(ordinal)?.info()
+}
+
 /// Device memory that is free, this process's context not counted.
 ///
 /// # Errors

@@ -29,7 +29,7 @@ mod ring;
 mod staging;
 mod weights;
 
-pub use boot::{BootOptions, device_info, free_memory, measure_bandwidth};
+pub use boot::{BootOptions, device_info, device_info_at, free_memory, measure_bandwidth};
 pub use clocks::{CardClocks, card_clocks};
 pub use compile::{
     Cubin, Resources, compile, compile_prefill, default_cache, kernel_id, nvrtc_version, options,
@@ -40,6 +40,6 @@ pub use error::{HostError, describe};
 pub use landing::{ReadBy, Streaming};
 pub use lookout::Lookout;
 pub use machine::{Decoded, Idle, LandingReport, Loaded, PROGRAMS_MAX, Resident, TensorCheck};
-pub use nvml::compute_processes;
+pub use nvml::{compute_processes, visible_name};
 pub use prefill::{GemmShape, KernelTime, PrefillOptions, Prefilled, prefill_refused};
 pub use weights::LoadReport;

@@ -163,6 +163,8 @@ fn wrong_usage_is_exit_2_with_a_document() {
         &["generate", "--model", "toy"],
         &["generate", "--model", "toy", "--tokens", "1,x"],
         &["generate", "--model", "toy", "--tokens", "1", "--chat"],
+        &["generate", "--model", "toy", "--tokens", "1", "--stream-weights"],
+        &["generate", "--model", "toy", "--tokens", "1", "--read-weights-by", "pread"],
     ] {
         let ran = amk(args);
         assert_eq!(ran.code, 2, "{args:?}: {}", ran.stderr);

@@ -12,7 +12,7 @@ use remote::{Board, Phase, Served};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
 use telemetry::Publisher;
 use vm_device::Variant;
-use vm_host::{BootOptions, HostError, Idle, Loaded, Lookout, Resident};
+use vm_host::{BootOptions, HostError, Idle, Loaded, Lookout, Resident, Streaming};
 
 use crate::context::Context;
 use crate::failure::Failure;
@@ -24,6 +24,7 @@ mod chunks;
 #[cfg(test)]
 mod hang_tests;
 mod sharing;
+mod weights;
 
 pub(crate) use child::{open_process, serve};
 
@@ -129,7 +130,8 @@ struct Prepared {
 pub(crate) struct Gpu<'a> {
     context: &'a Context,
     info: vm_host::DeviceInfo,
-    bandwidth: f64,
+    /// As measured, where it is asked for.
+    bandwidth: Option<f64>,
     machine: Machine,
     programs: BTreeMap<u64, Prepared>,
     next: u64,
@@ -149,6 +151,11 @@ pub(crate) struct Gpu<'a> {
     lost: bool,
     /// How long a worker may wait inside a step.
     deadline: Duration,
+    /// Weights come while the kernel is already resident.
+    streaming: Option<Streaming>,
+    /// When the kernel was resident, and when the first token was there.
+    resident_at: Option<Instant>,
+    first_token_at: Option<Instant>,
     /// Tokens from which on a prompt is run in chunks.
     chunks_from: Option<usize>,
 }
@@ -162,7 +169,8 @@ impl<'a> Gpu<'a> {
         Ok(Self {
             context,
             info,
-            bandwidth: vm_host::measure_bandwidth(BANDWIDTH_RUNS)?,
+            // Who runs a program once compares it with nothing.
+            bandwidth: board.map(|_| vm_host::measure_bandwidth(BANDWIDTH_RUNS)).transpose()?,
             machine: Machine::Absent,
             programs: BTreeMap::new(),
             next: 0,
@@ -175,6 +183,9 @@ impl<'a> Gpu<'a> {
             page: None,
             lost: false,
             deadline: DEADLINE,
+            streaming: None,
+            resident_at: None,
+            first_token_at: None,
             chunks_from: None,
         })
     }
@@ -295,7 +306,7 @@ impl Gpu<'_> {
         let idle = match std::mem::replace(&mut self.machine, Machine::Absent) {
             Machine::Absent => {
                 self.enter(Phase::Booting);
-                boot(self.context, program, &variant, self.deadline)?
+                boot(self.context, program, &variant, self.deadline, self.streaming)?
             }
             Machine::Idle(idle) => *idle,
             Machine::Running(running) => self.stop(*running)?,
@@ -306,6 +317,7 @@ impl Gpu<'_> {
                 let (loaded, lookout) = (running.current(), running.lookout());
                 self.set_lookout(Some(lookout));
                 self.machine = Machine::Running(Box::new(running));
+                self.resident_at.get_or_insert_with(Instant::now);
                 self.launched(program, booted);
                 self.costs.launches += 1;
                 self.costs.launch_s += began.elapsed().as_secs_f64();
@@ -363,11 +375,13 @@ impl Gpu<'_> {
             }
             position += done.steps;
         }
-        let mut tokens = Vec::new();
+        let (mut tokens, mut first) = (Vec::new(), None);
         let mut next = last.to_vec();
         while (tokens.len() as u32) < generate {
             let rows = running.logits_rows();
-            let count = (generate - tokens.len() as u32).min(rows);
+            // The first alone: how long it took is worth knowing.
+            let most = if tokens.is_empty() { 1 } else { rows };
+            let count = (generate - tokens.len() as u32).min(most);
             let done =
                 running.decode(0, position, &next, count, stop, keep).map_err(device_error)?;
             if keep {
@@ -375,11 +389,13 @@ impl Gpu<'_> {
             }
             position += done.steps;
             tokens.extend(&done.tokens);
+            first.get_or_insert_with(Instant::now);
             next = tokens.last().copied().into_iter().collect();
             if done.stopped {
                 break;
             }
         }
+        self.first_token_at = self.first_token_at.or(first);
         Ok((tokens, logits))
     }
 
@@ -552,15 +568,20 @@ fn boot(
     program: &Verified<Program>,
     variant: &Variant,
     deadline: Duration,
+    streaming: Option<Streaming>,
 ) -> Result<Idle, DeviceError> {
     let options = BootOptions {
         sessions: SESSIONS,
         logits_rows: LOGITS_ROWS,
         deadline,
+        streaming,
         ..BootOptions::default()
     };
     let idle = Idle::boot(context.graph(), &*context.model.weights, program, variant, options)
         .map_err(device_error)?;
+    if streaming.is_some() {
+        return Ok(idle);
+    }
     let load = idle.load_report();
     report::say(&format!(
         "weights: {:.2} GB from {} to the device in {:.2} s ({:.2} GB/s){}",
@@ -611,7 +632,7 @@ impl Served for Gpu<'_> {
     fn describe(&self) -> DeviceInfo {
         DeviceInfo {
             name: self.info.name.clone(),
-            bandwidth: Some(self.bandwidth),
+            bandwidth: self.bandwidth,
             cache_bytes: u64::from(self.info.l2_bytes),
             conditions: vec![
                 format!("uuid {}", self.info.uuid),

@@ -26,6 +26,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/ring.cuh",
     "cuda/stage.cuh",
     "cuda/worker.cuh",
+    "cuda/landing.cuh",
     "cuda/tape.cuh",
     "cuda/slot.cuh",
     "cuda/keys.cuh",

@@ -18,7 +18,9 @@ mod driver;
 mod error;
 #[cfg(feature = "faults")]
 pub mod faults;
+mod landing;
 mod load;
+mod lookout;
 mod machine;
 mod memory;
 mod nvml;
@@ -35,7 +37,9 @@ pub use compile::{
 };
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
-pub use machine::{Decoded, Idle, Loaded, Lookout, PROGRAMS_MAX, Resident};
+pub use landing::{ReadBy, Streaming};
+pub use lookout::Lookout;
+pub use machine::{Decoded, Idle, LandingReport, Loaded, PROGRAMS_MAX, Resident, TensorCheck};
 pub use nvml::{compute_processes, visible_name};
 pub use prefill::{GemmShape, KernelTime, PrefillOptions, Prefilled, prefill_refused};
 pub use weights::LoadReport;

@@ -32,8 +32,12 @@ impl DeviceBuffer {
         }
         check("cuMemAlloc", result)?;
         let buffer = Self { address, bytes };
-        // SAFETY: the range was just allocated.
-        check("cuMemsetD8", unsafe { sys::cuMemsetD8_v2(address, 0, bytes as usize) })?;
+        // The memset does not wait, and our streams do not wait for it: what is copied in next must not be zeroed then.
+        // SAFETY: the range was just allocated; null is the legacy stream, in which the memset is.
+        unsafe {
+            check("cuMemsetD8", sys::cuMemsetD8_v2(address, 0, bytes as usize))?;
+            check("cuStreamSynchronize", sys::cuStreamSynchronize(std::ptr::null_mut()))?;
+        }
         Ok(buffer)
     }
 }

@@ -21,6 +21,7 @@ impl Idle {
         options: &PrefillOptions,
     ) -> Result<Prefilled, HostError> {
         self.check_prompt(session, position, tokens, logits)?;
+        self.weights_here()?;
         let residents = &self.memory.residents;
         let ready = self.prefill.take().filter(|ready| ready.serves(&self.graph, options));
         let ready = match ready {

@@ -200,7 +200,7 @@ impl<'a> Gpu<'a> {
     pub(crate) fn observed(&mut self, lookout: &SharedLookout, page: &Publisher) {
         page.edit(|edit| {
             edit.device(&self.info.name);
-            edit.head().bandwidth = self.bandwidth as u64;
+            edit.head().bandwidth = self.bandwidth.unwrap_or_default() as u64;
         });
         (self.lookout, self.page) = (lookout.clone(), Some(page.clone()));
     }

@@ -24,7 +24,7 @@ mod child;
 mod hang_tests;
 mod sharing;
 
-pub(crate) use child::{open_process, serve};
+pub(crate) use child::{open_for_soak, open_process, serve};
 
 use builds::Builds;
 

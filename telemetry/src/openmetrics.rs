@@ -178,9 +178,10 @@ impl Snapshot {
 }
 
 fn number(mut encoder: MetricEncoder<'_>, kind: MetricType, value: f64) -> Result<(), Error> {
-    match kind {
-        MetricType::Counter => encoder.encode_counter::<NoLabelSet, f64, f64>(&value, None),
-        _ => encoder.encode_gauge(&value),
+    if matches!(kind, MetricType::Counter) {
+        encoder.encode_counter::<NoLabelSet, f64, f64>(&value, None)
+    } else {
+        encoder.encode_gauge(&value)
     }
 }
 

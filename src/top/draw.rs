@@ -95,9 +95,13 @@ impl Sheet {
         self.lines.push(Line::from(Span::styled(format!("-- {text} {rule}"), bold)));
     }
 
-    fn warn(&mut self, text: String) {
+    fn warn(&mut self, text: &str) {
         let style = self.colours.style(Color::Red).add_modifier(Modifier::BOLD);
-        self.lines.push(Line::from(Span::styled(text, style)));
+        let letters: Vec<char> = text.chars().collect();
+        for line in letters.chunks(self.width.max(1)) {
+            let line: String = line.iter().collect();
+            self.lines.push(Line::from(Span::styled(line, style)));
+        }
     }
 }
 
@@ -119,7 +123,7 @@ fn heading(sheet: &mut Sheet, view: &View<'_>) {
     let style = Style::new().add_modifier(Modifier::REVERSED);
     sheet.lines.push(Line::from(Span::styled(line, style)));
     if let Some(silent) = view.silent() {
-        sheet.warn(silent);
+        sheet.warn(&silent);
     }
 }
 
@@ -202,7 +206,7 @@ fn ring(sheet: &mut Sheet, view: &View<'_>) {
         sheet.row(
             "weights",
             format!(
-                "{}, {} on the device; {} copied there, {} avoided; {} a step",
+                "{}, {} on the device; {} copied, {} avoided; {} a step",
                 bytes(head.weights_bytes),
                 percent(landed),
                 bytes(head.uploaded_bytes),
@@ -294,7 +298,7 @@ fn workers(sheet: &mut Sheet, view: &View<'_>, rows: usize) {
         short(f64::from(most))
     ));
     if let Some(suspect) = suspect {
-        sheet.warn(format!("{suspected} suspected: {suspect}"));
+        sheet.warn(&format!("{suspected} suspected: {suspect}"));
     }
     let marks: Vec<char> =
         now.iter().zip(before).map(|(now, before)| mark(now, before, most)).collect();

@@ -227,6 +227,13 @@ pub(crate) enum Command {
     /// The process that drives the GPU for a search; started by `amk` itself.
     #[command(hide = true)]
     DeviceChild(DeviceChildArgs),
+    /// Keeps a device process busy with random sequences, cancels, kills and stops it, and checks every token and what is held.
+    #[command(
+        hide = true,
+        after_help = "Examples:\n  amk soak --model toy --device cpu --seconds 60\n  amk soak --model toy --device cuda --seconds 3600\n\n\
+        Exit code 1: a wrong token, or something that is held and was not."
+    )]
+    Soak(SoakArgs),
     /// Prints the manual page, or writes those of all commands.
     #[command(
         after_help = "Examples:\n  amk man | man -l -\n  amk man --out ~/.local/share/man/man1\n\nPrints a page, not JSON; with --out a document that names the pages."
@@ -313,6 +320,25 @@ pub(crate) struct DeviceChildArgs {
     /// Tokens that the key/value cache holds.
     #[arg(long)]
     pub(crate) kv_capacity: Option<u32>,
+    /// Run programs on the reference machine: for tests of those who must notice what becomes of a process.
+    #[arg(long)]
+    pub(crate) reference: bool,
+}
+
+/// Arguments of `soak`.
+#[derive(Debug, Args)]
+pub(crate) struct SoakArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// How long. The process is stopped once, half-way, if it is for four seconds or more.
+    #[arg(long, default_value_t = 60, value_name = "SECONDS")]
+    pub(crate) seconds: u64,
+    /// What is drawn.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// Sequences that take turns.
+    #[arg(long, default_value_t = 8, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64).map(usize::from))]
+    pub(crate) sessions: usize,
 }
 
 /// A schedule.

@@ -123,6 +123,8 @@ fn every_command_has_help_with_examples() {
         "explain",
         "diff",
         "report",
+        "serve",
+        "top",
         "mcp",
         "rerun",
         "man",

@@ -26,7 +26,7 @@ mod hang_tests;
 mod sharing;
 mod weights;
 
-pub(crate) use child::{open_process, serve};
+pub(crate) use child::{open_for_soak, open_process, serve};
 
 use builds::Builds;
 

@@ -17,6 +17,7 @@ mod peers;
 mod report;
 mod sampling_args;
 mod serve;
+mod soak;
 mod top;
 mod working;
 

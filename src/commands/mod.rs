@@ -67,6 +67,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Top(args) => crate::top::run(&args),
         Command::Mcp => crate::mcp::serve(),
         Command::DeviceChild(args) => crate::device::serve(&args),
+        Command::Soak(args) => crate::soak::run(&args),
         Command::Man { out } => man(out.as_deref()),
         Command::Completions { shell } => {
             let mut script = Vec::new();

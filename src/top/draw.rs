@@ -85,7 +85,7 @@ struct Sheet {
 
 impl Sheet {
     fn row(&mut self, name: &'static str, rest: String) {
-        let name = Span::styled(format!("{name:<9}"), self.colours.style(Color::Cyan));
+        let name = Span::styled(format!("{name:<10}"), self.colours.style(Color::Cyan));
         self.lines.push(Line::from(vec![name, Span::raw(rest)]));
     }
 
@@ -95,9 +95,13 @@ impl Sheet {
         self.lines.push(Line::from(Span::styled(format!("-- {text} {rule}"), bold)));
     }
 
-    fn warn(&mut self, text: String) {
+    fn warn(&mut self, text: &str) {
         let style = self.colours.style(Color::Red).add_modifier(Modifier::BOLD);
-        self.lines.push(Line::from(Span::styled(text, style)));
+        let letters: Vec<char> = text.chars().collect();
+        for line in letters.chunks(self.width.max(1)) {
+            let line: String = line.iter().collect();
+            self.lines.push(Line::from(Span::styled(line, style)));
+        }
     }
 }
 
@@ -119,7 +123,7 @@ fn heading(sheet: &mut Sheet, view: &View<'_>) {
     let style = Style::new().add_modifier(Modifier::REVERSED);
     sheet.lines.push(Line::from(Span::styled(line, style)));
     if let Some(silent) = view.silent() {
-        sheet.warn(silent);
+        sheet.warn(&silent);
     }
 }
 
@@ -153,8 +157,8 @@ fn figures(sheet: &mut Sheet, view: &View<'_>) {
             short(card as f64)
         ),
     };
-    let how = if rates.counted { "asked for by the loaders" } else { "weights times positions" };
-    sheet.row("reads", format!("{}B/s while running{of} ({how})", short(rates.bytes)));
+    let how = if rates.counted { "counted" } else { "weights times positions" };
+    sheet.row("reads", format!("{}B/s{of} while running ({how})", short(rates.bytes)));
     let shares = rates.shares;
     sheet.row(
         "time",
@@ -182,7 +186,7 @@ fn ring(sheet: &mut Sheet, view: &View<'_>) {
     sheet.row(
         "commands",
         format!(
-            "{} given, {} drained; {} turns, {} requeued, {} waited for weights",
+            "{} given, {} drained; {} turns, {} requeued, {} io waits",
             short(head.published as f64),
             short(head.drained as f64),
             short(head.turns as f64),
@@ -190,19 +194,19 @@ fn ring(sheet: &mut Sheet, view: &View<'_>) {
             short(head.io_waits as f64)
         ),
     );
-    let endings = SequenceEnd::ALL.iter().zip(head.endings);
-    let endings: Vec<String> = endings
-        .map(|(ending, count)| format!("{} {}", short(count as f64), ending.name()))
-        .collect();
-    let bad = format!("{} faults, {} traps", head.faults, head.traps);
-    sheet.row("ended", format!("{}; {bad}", endings.join(", ")));
+    let endings = SequenceEnd::ALL.iter().zip(head.endings).filter(|(_, count)| *count > 0);
+    let endings =
+        endings.map(|(ending, count)| format!("{} {}", short(count as f64), ending.name()));
+    let endings = endings.collect::<Vec<String>>().join(", ");
+    let endings = if endings.is_empty() { "none yet".to_owned() } else { endings };
+    sheet.row("ended", format!("{endings}; {} faults, {} traps", head.faults, head.traps));
     let bytes = |bytes: u64| format!("{}B", short(bytes as f64));
-    if head.weights_bytes > 0 {
+    if head.landed_bytes > 0 {
         let landed = head.landed_bytes as f64 / head.weights_bytes as f64;
         sheet.row(
             "weights",
             format!(
-                "{}, {} on the device; {} copied there, {} avoided; {} a step",
+                "{}, {} on the device; {} copied, {} avoided; {} a step",
                 bytes(head.weights_bytes),
                 percent(landed),
                 bytes(head.uploaded_bytes),
@@ -289,12 +293,12 @@ fn workers(sheet: &mut Sheet, view: &View<'_>, rows: usize) {
         now.iter().zip(before).map(|(now, before)| now.progress.wrapping_sub(before.progress));
     let most = tasks.max().unwrap_or(0);
     sheet.title(format!(
-        "{} workers, tasks in tenths of {} (c p s: waits for counter, word, stage; . idle; ! stalled)",
+        "{} workers: tenths of {} tasks; c p s waits, . idle, ! stalled",
         now.len(),
         short(f64::from(most))
     ));
     if let Some(suspect) = suspect {
-        sheet.warn(format!("{suspected} suspected: {suspect}"));
+        sheet.warn(&format!("{suspected} suspected: {suspect}"));
     }
     let marks: Vec<char> =
         now.iter().zip(before).map(|(now, before)| mark(now, before, most)).collect();

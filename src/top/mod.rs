@@ -160,15 +160,19 @@ enum Wish {
 }
 
 fn wish(event: &Event) -> Wish {
-    match event {
-        Event::Key(key) if key.kind == KeyEventKind::Press => match key.code {
-            KeyCode::Char('q') | KeyCode::Esc => Wish::Leave,
-            KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => Wish::Leave,
-            KeyCode::Char('p' | ' ') => Wish::Pause,
-            _ => Wish::Nothing,
-        },
-        Event::Resize(..) => Wish::Redraw,
-        _ => Wish::Nothing,
+    if let Event::Resize(..) = event {
+        return Wish::Redraw;
+    }
+    let Event::Key(key) = event else { return Wish::Nothing };
+    let held = key.modifiers.contains(KeyModifiers::CONTROL);
+    if key.kind != KeyEventKind::Press {
+        Wish::Nothing
+    } else if key.code == KeyCode::Esc || key.code == KeyCode::Char(if held { 'c' } else { 'q' }) {
+        Wish::Leave
+    } else if matches!(key.code, KeyCode::Char('p' | ' ')) {
+        Wish::Pause
+    } else {
+        Wish::Nothing
     }
 }
 

@@ -121,7 +121,7 @@ fn any_size_and_any_page_are_drawn() {
     ] {
         for size in [(1, 1), (10, 3), (40, 10), (80, 24), (200, 60)] {
             let shown = rendered(&view(before, now), size);
-            assert_eq!(shown.lines().count() <= size.1 as usize, true, "{size:?}");
+            assert!(shown.lines().count() <= size.1 as usize, "{size:?}");
         }
         assert!(!text(&view(before, now)).is_empty());
         assert_eq!(document::document(&view(before, now))["schema"], "amk.top.v1");

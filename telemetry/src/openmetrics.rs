@@ -178,11 +178,10 @@ impl Snapshot {
 }
 
 fn number(mut encoder: MetricEncoder<'_>, kind: MetricType, value: f64) -> Result<(), Error> {
-    match kind {
-        MetricType::Counter => encoder.encode_counter::<NoLabelSet, f64, f64>(&value, None),
-        MetricType::Gauge | MetricType::Histogram | MetricType::Info | MetricType::Unknown => {
-            encoder.encode_gauge(&value)
-        }
+    if matches!(kind, MetricType::Counter) {
+        encoder.encode_counter::<NoLabelSet, f64, f64>(&value, None)
+    } else {
+        encoder.encode_gauge(&value)
     }
 }
 

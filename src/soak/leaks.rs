@@ -1,0 +1,73 @@
+//! What a process holds, before and after.
+
+/// Bytes by which memory may grow: allocators keep some.
+const GROWTH: u64 = 32 << 20;
+/// Bytes of a card that may be missing afterwards: others use it too, and the driver keeps some.
+const CARD: u64 = 64 << 20;
+
+/// What this process holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Held {
+    files: usize,
+    children: usize,
+    memory: u64,
+}
+
+impl Held {
+    /// Now.
+    pub(super) fn now() -> Self {
+        let count = |folder: &str| std::fs::read_dir(folder).map_or(0, Iterator::count);
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kib = resident.and_then(|text| text.trim().trim_end_matches(" kB").parse::<u64>().ok());
+        let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+        let children = tasks.map(|task| {
+            let path = task.path().join("children");
+            std::fs::read_to_string(path).map_or(0, |list| list.split_whitespace().count())
+        });
+        Self {
+            files: count("/proc/self/fd"),
+            children: children.sum(),
+            memory: kib.unwrap_or(0) * 1024,
+        }
+    }
+}
+
+/// What is held now and was not then.
+pub(super) fn between(before: Option<&Held>, after: &Held) -> Vec<String> {
+    let Some(before) = before else { return Vec::new() };
+    let mut leaks = Vec::new();
+    if after.files > before.files {
+        leaks.push(format!("{} open files were {}", after.files, before.files));
+    }
+    if after.children > before.children {
+        leaks.push(format!("{} child processes were {}", after.children, before.children));
+    }
+    if after.memory > before.memory + GROWTH {
+        leaks.push(format!("{} bytes of memory were {}", after.memory, before.memory));
+    }
+    leaks
+}
+
+/// Memory of the card that is not free again.
+pub(super) fn device(before: Option<u64>) -> Option<String> {
+    let (before, after) = (before?, vm_host::free_memory().ok()?);
+    (after + CARD < before).then(|| format!("{after} bytes of the card are free, {before} were"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_held_is_seen() {
+        let before = Held::now();
+        assert!(before.files > 2 && before.memory > 1 << 20, "{before:?}");
+        let more =
+            Held { files: before.files + 1, children: 3, memory: before.memory + (33 << 20) };
+        assert_eq!(between(Some(&before), &before), Vec::<String>::new());
+        assert_eq!(between(Some(&before), &more).len(), 3);
+        let _file = std::fs::File::open("/proc/self/status").unwrap();
+        assert!(Held::now().files >= before.files);
+    }
+}

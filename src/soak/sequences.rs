@@ -1,0 +1,154 @@
+//! What sequences say: prompts, and the tokens that the reference chooses after them.
+
+use rand::rngs::Xoshiro256PlusPlus;
+use rand::{RngExt, SeedableRng};
+use reference_vm::eval::{Evaluator, Logits};
+use search::Ran;
+
+use crate::context::Context;
+use crate::failure::Failure;
+
+/// Prompts.
+const SCRIPTS: usize = 6;
+/// Tokens of a prompt, and those after it, at most.
+const PROMPT: usize = 12;
+const TOKENS: usize = 24;
+/// Two logits closer than this share of the greatest may change places between two machines that add in another order.
+const TIE: f32 = 2e-3;
+
+/// A prompt and its continuation by the reference.
+pub(super) struct Script {
+    pub(super) prompt: Vec<u32>,
+    pub(super) expected: Vec<Expected>,
+}
+
+/// A token that the reference chooses.
+pub(super) struct Expected {
+    token: u32,
+    /// Those that are as good within rounding.
+    ties: Vec<u32>,
+}
+
+/// A sequence under way.
+pub(super) struct Sequence {
+    pub(super) script: usize,
+    /// Its prompt and what was chosen: kept here, whatever becomes of the process.
+    pub(super) tokens: Vec<u32>,
+    /// Of these, what the process had run when it last ran this sequence.
+    pub(super) held: usize,
+    chosen: usize,
+    limit: usize,
+}
+
+/// What came of a turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    More,
+    Last,
+    /// Another token than the reference's, as good within rounding; what would follow is another text.
+    NearTie,
+}
+
+/// The same for the same seed.
+pub(super) fn scripts(context: &Context, seed: u64) -> Result<Vec<Script>, Failure> {
+    let mut rng = Xoshiro256PlusPlus::seed_from_u64(seed ^ 0x5eed);
+    (0..SCRIPTS).map(|_| script(context, &mut rng)).collect()
+}
+
+fn script(context: &Context, rng: &mut Xoshiro256PlusPlus) -> Result<Script, Failure> {
+    let failed = |what: String| Failure::usage(format!("the reference: {what}"));
+    let (graph, weights) = (context.graph(), &*context.model.weights);
+    let evaluator = Evaluator::new(graph, weights).map_err(|error| failed(error.to_string()))?;
+    let mut evaluator = evaluator.with_capacity(context.kv_capacity);
+    let length = rng.random_range(1..=PROMPT);
+    let prompt: Vec<u32> = (0..length).map(|_| rng.random_range(0..graph.vocab)).collect();
+    let mut expected = Vec::with_capacity(TOKENS);
+    let mut fed = prompt.clone();
+    for _ in 0..TOKENS {
+        let rows = evaluator.run(&fed, Logits::Last).map_err(|error| failed(error.to_string()))?;
+        let row = rows.last().ok_or_else(|| failed("no logits".to_owned()))?;
+        let best = best(row).ok_or_else(|| failed("no token".to_owned()))?;
+        let greatest = row.iter().fold(0.0_f32, |most, logit| most.max(logit.abs()));
+        let near = |logit: &f32| row[best as usize] - logit <= TIE * greatest;
+        let ties = row.iter().enumerate().filter(|(_, logit)| near(logit));
+        let ties = ties.map(|(token, _)| token as u32).filter(|token| *token != best).collect();
+        expected.push(Expected { token: best, ties });
+        fed = vec![best];
+    }
+    Ok(Script { prompt, expected })
+}
+
+/// The highest logit; the lowest id of equals.
+fn best(row: &[f32]) -> Option<u32> {
+    let mut best: Option<(usize, f32)> = None;
+    for (token, &logit) in row.iter().enumerate() {
+        if best.is_none_or(|(_, most)| logit > most) {
+            best = Some((token, logit));
+        }
+    }
+    best.map(|(token, _)| token as u32)
+}
+
+impl Sequence {
+    pub(super) fn new(script: usize, text: &Script, limit: usize) -> Self {
+        Self { script, tokens: text.prompt.clone(), held: 0, chosen: 0, limit }
+    }
+
+    /// Holds what a device gave for the tokens from `held` on against the reference, and goes on with it.
+    pub(super) fn next(
+        &mut self,
+        script: &Script,
+        held: usize,
+        ran: &Ran,
+    ) -> Result<Found, String> {
+        let positions = self.tokens.len() - held;
+        if ran.logits.len() != positions || ran.chosen.len() != positions {
+            return Err(format!(
+                "{} rows and {} tokens for {positions} positions",
+                ran.logits.len(),
+                ran.chosen.len()
+            ));
+        }
+        let (Some(row), Some(&chosen)) = (ran.logits.last(), ran.chosen.last()) else {
+            return Err("nothing was run".to_owned());
+        };
+        if best(row) != Some(chosen) {
+            return Err(format!("token {chosen}, where its own logits say {:?}", best(row)));
+        }
+        let expected = &script.expected[self.chosen];
+        if chosen != expected.token {
+            let what = format!("token {chosen} instead of {}", expected.token);
+            return if expected.ties.contains(&chosen) { Ok(Found::NearTie) } else { Err(what) };
+        }
+        self.tokens.push(chosen);
+        self.chosen += 1;
+        Ok(if self.chosen == self.limit { Found::Last } else { Found::More })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_token_is_found_and_a_tie_is_none() {
+        let expected = |token, ties| Expected { token, ties };
+        let script =
+            Script { prompt: vec![5], expected: vec![expected(1, vec![2]), expected(0, vec![])] };
+        let ran = |rows: usize, chosen: u32, best: usize| {
+            let mut row = vec![0.0; 4];
+            row[best] = 1.0;
+            Ran { logits: vec![row; rows], chosen: vec![chosen; rows] }
+        };
+        let sequence = || Sequence::new(0, &script, 2);
+        assert_eq!(sequence().next(&script, 0, &ran(1, 1, 1)), Ok(Found::More));
+        assert_eq!(sequence().next(&script, 0, &ran(1, 2, 2)), Ok(Found::NearTie));
+        assert!(sequence().next(&script, 0, &ran(1, 3, 3)).unwrap_err().contains("instead of 1"));
+        assert!(sequence().next(&script, 0, &ran(1, 1, 2)).unwrap_err().contains("own logits"));
+        assert!(sequence().next(&script, 0, &ran(2, 1, 1)).unwrap_err().contains("2 rows"));
+        let mut whole = sequence();
+        whole.next(&script, 0, &ran(1, 1, 1)).unwrap();
+        assert_eq!(whole.tokens, [5, 1]);
+        assert_eq!(whole.next(&script, 1, &ran(1, 0, 0)), Ok(Found::Last));
+    }
+}

@@ -5,13 +5,15 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use abi::Ending;
 use ir::Target;
 use ir::program::{Program, Slot, Verified};
+use ir::sampling::Sampling;
 use ir::schedule::KernelConfig;
 use remote::{Board, Phase, Served};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
 use vm_device::Variant;
-use vm_host::{BootOptions, HostError, Idle, Loaded, Lookout, Resident};
+use vm_host::{BootOptions, HostError, Idle, Loaded, Lookout, Request, Resident};
 
 use crate::context::Context;
 use crate::failure::Failure;
@@ -21,9 +23,11 @@ mod builds;
 mod child;
 #[cfg(test)]
 mod hang_tests;
+mod sequences;
 mod sharing;
 
 pub(crate) use child::{open_process, serve};
+pub(crate) use sequences::Undone;
 
 use builds::Builds;
 
@@ -33,8 +37,8 @@ const LOGITS_ROWS: u32 = 160;
 const CAPABILITY: i32 = 9;
 /// How long a worker may wait inside a step, unless a test says otherwise.
 const DEADLINE: Duration = Duration::from_secs(2);
-/// One for each side of a comparison; also the sequences that a server can keep.
-pub(crate) const SESSIONS: u32 = 2;
+/// One for each side of a comparison; a server asks for more.
+const SESSIONS: u32 = 2;
 /// Sweeps of the bandwidth measurement.
 const BANDWIDTH_RUNS: usize = 9;
 /// Untimed positions after a switch of program, before a timed block: the ring of the new program has to fill.
@@ -112,6 +116,8 @@ pub(crate) struct Gpu<'a> {
     next: u64,
     /// What is in each session's key/value cache: a program's, and the tokens that it was fed.
     sequences: [Option<(Handle, Vec<u32>)>; SESSIONS as usize],
+    /// Sessions that the machine is booted for.
+    sessions: u32,
     /// The program that candidates are timed against, whose sequence is to stay.
     leading: Option<Handle>,
     costs: Costs,
@@ -140,6 +146,7 @@ impl<'a> Gpu<'a> {
             programs: BTreeMap::new(),
             next: 0,
             sequences: [const { None }; SESSIONS as usize],
+            sessions: SESSIONS,
             leading: None,
             costs: Costs::default(),
             builds: builds(&context.target.arch),
@@ -239,7 +246,7 @@ impl Gpu<'_> {
         let idle = match std::mem::replace(&mut self.machine, Machine::Absent) {
             Machine::Absent => {
                 self.enter(Phase::Booting);
-                boot(self.context, program, &variant, self.deadline)?
+                boot(self.context, program, &variant, self.deadline, self.sessions)?
             }
             Machine::Idle(idle) => *idle,
             Machine::Running(running) => self.stop(*running)?,
@@ -281,17 +288,22 @@ impl Gpu<'_> {
         result
     }
 
-    /// Runs a prompt and generates on the device, the chosen token fed back there. With `keep`, the logits of every position.
+    /// Runs a prompt and generates on the device, where tokens are chosen and fed back. With `keep`, the logits of every position.
     pub(crate) fn generate(
         &mut self,
         handle: Handle,
         prompt: &[u32],
+        sampling: &Sampling,
         generate: u32,
         stop: &[u32],
         keep: bool,
     ) -> Result<(Vec<u32>, Vec<Vec<f32>>), DeviceError> {
         self.sequences = [const { None }; SESSIONS as usize];
         let running = self.activate(handle, true)?;
+        let sampled = !sampling.is_plain_greedy();
+        if sampled {
+            running.set_sampling(0, sampling).map_err(device_error)?;
+        }
         let mut logits = Vec::new();
         let mut position = 0;
         // The prompt but its last token, in pieces whose logits can be kept.
@@ -308,55 +320,33 @@ impl Gpu<'_> {
         while (tokens.len() as u32) < generate {
             let rows = running.logits_rows();
             let count = (generate - tokens.len() as u32).min(rows);
-            let done =
-                running.decode(0, position, &next, count, stop, keep).map_err(device_error)?;
+            let request = Request {
+                session: 0,
+                position,
+                tokens: &next,
+                generate: count,
+                stop,
+                keep_logits: keep,
+                sampled,
+            };
+            let done = running.run(&request, &mut || false).map_err(device_error)?;
             if keep {
                 logits.extend(running.logits(done.steps).map_err(device_error)?);
             }
             position += done.steps;
             tokens.extend(&done.tokens);
             next = tokens.last().copied().into_iter().collect();
-            if done.stopped {
-                break;
+            match done.ending {
+                Ending::Stop => break,
+                Ending::Length | Ending::Yield => {}
+                Ending::NoToken | Ending::BadToken => {
+                    let what = "every token is banned or not a number";
+                    let reason = format!("no token for position {position}: {what}");
+                    return Err(DeviceError::Fault { reason });
+                }
             }
         }
         Ok((tokens, logits))
-    }
-
-    /// Runs tokens at the next positions of a session. With `read`, gives the logits after the last of them.
-    pub(crate) fn feed(
-        &mut self,
-        handle: Handle,
-        session: u32,
-        position: u32,
-        tokens: &[u32],
-        read: bool,
-    ) -> Result<Vec<f32>, DeviceError> {
-        self.sequences = [const { None }; SESSIONS as usize];
-        let row = self.fed(handle, session, position, tokens, read);
-        self.recover(row)
-    }
-
-    fn fed(
-        &mut self,
-        handle: Handle,
-        session: u32,
-        position: u32,
-        tokens: &[u32],
-        read: bool,
-    ) -> Result<Vec<f32>, DeviceError> {
-        let running = self.activate(handle, false)?;
-        let (head, last) = tokens.split_at(tokens.len().saturating_sub(usize::from(read)));
-        if !head.is_empty() {
-            running.decode(session, position, head, 1, &[], false).map_err(device_error)?;
-        }
-        if last.is_empty() {
-            return Ok(Vec::new());
-        }
-        let position = position + head.len() as u32;
-        running.decode(session, position, last, 1, &[], true).map_err(device_error)?;
-        let rows = running.logits(1).map_err(device_error)?;
-        Ok(rows.into_iter().next().unwrap_or_default())
     }
 
     fn run_tokens(
@@ -487,13 +477,10 @@ fn boot(
     program: &Verified<Program>,
     variant: &Variant,
     deadline: Duration,
+    sessions: u32,
 ) -> Result<Idle, DeviceError> {
-    let options = BootOptions {
-        sessions: SESSIONS,
-        logits_rows: LOGITS_ROWS,
-        deadline,
-        ..BootOptions::default()
-    };
+    let options =
+        BootOptions { sessions, logits_rows: LOGITS_ROWS, deadline, ..BootOptions::default() };
     let idle = Idle::boot(context.graph(), &*context.model.weights, program, variant, options)
         .map_err(device_error)?;
     let load = idle.load_report();

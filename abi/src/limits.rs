@@ -64,7 +64,15 @@ limits! {
     STOP_TOKENS_MAX: usize = 8;
     /// Sessions of one resident kernel.
     SESSIONS_MAX: u32 = 64;
-    /// "No slot" and "no counter" in a wire struct.
+    /// Biases of a session's sampling.
+    BIAS_MAX: u32 = 512;
+    /// Tokens of a vocabulary that is sampled from: the sum of so many weights fits into 64 bits.
+    SAMPLED_VOCAB_MAX: u32 = 1 << 22;
+    /// Flag of a decode command: the logits of each step go to a row of their own.
+    FLAG_KEEP_LOGITS: u32 = 1;
+    /// Flag of a decode command: tokens are chosen by the session's `amk_sampling`, not greedily.
+    FLAG_SAMPLE: u32 = 2;
+    /// "No slot", "no counter" and "no token" in a wire struct.
     NONE: u32 = u32::MAX;
 }
 

@@ -185,21 +185,16 @@ fn config(
     context.best_config(args.config.config.as_ref(), tokens)
 }
 
-/// The megakernel decodes. What is plainly greedy it chooses and feeds back itself; for anything else the host gets its logits.
+/// The megakernel decodes, chooses and feeds back. Where log probabilities are asked for, or more than it holds, the host gets its logits.
 fn on_device(
     args: &GenerateArgs,
     context: &Context,
     prompt: &[u32],
     wish: &Wish,
 ) -> Result<Generated, Failure> {
-    let chosen_there = wish.sampling.is_plain_greedy() && wish.logprobs.is_none();
-    if chosen_there && wish.stop.len() > abi::STOP_TOKENS_MAX {
-        return Err(Failure::usage(format!(
-            "{} stop tokens; the device takes at most {}",
-            wish.stop.len(),
-            abi::STOP_TOKENS_MAX
-        )));
-    }
+    let fits = wish.stop.len() <= abi::STOP_TOKENS_MAX
+        && wish.sampling.bias.len() <= abi::BIAS_MAX as usize;
+    let chosen_there = fits && wish.logprobs.is_none();
     let config = config(args, context, prompt)?;
     let program = Arc::new(super::program::lowered(context, &config)?);
     let Some(mut device) = context.open_here()? else {
@@ -209,8 +204,9 @@ fn on_device(
     let handle = device.prepare(&program, &config.kernel).map_err(failed)?;
     if chosen_there {
         let limit = u32::try_from(wish.limit).unwrap_or(u32::MAX);
-        let (tokens, logits) =
-            device.generate(handle, prompt, limit, &wish.stop, wish.keep).map_err(failed)?;
+        let (tokens, logits) = device
+            .generate(handle, prompt, &wish.sampling, limit, &wish.stop, wish.keep)
+            .map_err(failed)?;
         return Ok(Generated { tokens, logits, logprobs: Vec::new(), chosen_on: "device" });
     }
     let mut position = 0;
@@ -218,7 +214,8 @@ fn on_device(
         let mut rows = Vec::new();
         // One row a piece: all of them if they are kept.
         for piece in tokens.chunks(if wish.keep { 1 } else { tokens.len().max(1) }) {
-            rows.push(device.feed(handle, 0, position, piece, true).map_err(failed)?);
+            let row = device.feed(handle, 0, position, piece, true);
+            rows.push(row.map_err(|undone| Failure::refused(undone.to_string()))?);
             position += piece.len() as u32;
         }
         Ok(rows)

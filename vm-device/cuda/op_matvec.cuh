@@ -611,7 +611,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
       break;
     }
     row += ROWS_BUF;
-    mine = t + done * AMK_UNIT_ROWS < p.tiles * AMK_UNIT_ROWS && row < p.rows;
+    mine = t < ROWS_BUF && t + done * AMK_UNIT_ROWS < p.tiles * AMK_UNIT_ROWS && row < p.rows;
     barrier_announce(w);
     add = mine ? addends(w, st, p, row) : Addends{};
   }

@@ -23,6 +23,7 @@ mod machine;
 mod memory;
 mod nvml;
 mod ring;
+mod sampling;
 mod staging;
 mod weights;
 
@@ -33,6 +34,6 @@ pub use compile::{
 };
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
-pub use machine::{Decoded, Idle, Loaded, Lookout, PROGRAMS_MAX, Resident};
+pub use machine::{Decoded, Idle, Loaded, Lookout, PROGRAMS_MAX, Request, Resident};
 pub use nvml::compute_processes;
 pub use weights::LoadReport;

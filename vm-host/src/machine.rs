@@ -7,8 +7,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use abi::{Command, Completion, Launch, StepState, Submission, TaskRecord};
+use abi::{Command, Completion, Ending, Launch, StepState, Submission, TaskRecord};
 use ir::program::{Program, Verified};
+use ir::sampling::Sampling;
 use ir::{Graph, Weights};
 use vm_device::Variant;
 
@@ -23,6 +24,7 @@ use crate::memory::{
     upload_fills,
 };
 use crate::ring::{self, RingHost};
+use crate::sampling::SamplingMemory;
 use crate::weights::{LoadReport, load_matrices};
 
 /// Programs that can be loaded beside each other.
@@ -51,12 +53,31 @@ pub struct Decoded {
     pub tokens: Vec<u32>,
     /// Positions that were run.
     pub steps: u32,
-    /// Whether a stop token ended the command.
-    pub stopped: bool,
+    /// How the command ended.
+    pub ending: Ending,
     /// Microseconds from publishing the command to seeing its completion, by the host's clock.
     pub host_us: f64,
     /// Microseconds between taking the command up and completing it, by the device's clock; for diagnosis only.
     pub device_us: f64,
+}
+
+/// What a decode command is to do.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Request<'a> {
+    /// The session whose caches are used.
+    pub session: u32,
+    /// Position of the first token.
+    pub position: u32,
+    /// Tokens to run; one at least.
+    pub tokens: &'a [u32],
+    /// Tokens to generate at most. The last one is not run, so a later command starts with it.
+    pub generate: u32,
+    /// A generated token among these ends the command.
+    pub stop: &'a [u32],
+    /// Keep the logits of every position.
+    pub keep_logits: bool,
+    /// Choose by the session's settings ([`Resident::set_sampling`]), not greedily.
+    pub sampled: bool,
 }
 
 /// Everything on the device that outlives a launch.
@@ -74,6 +95,7 @@ struct Memory {
     bounce: HostBuffer,
     /// Positions of each session's caches that may hold something else than poison.
     touched: Vec<u32>,
+    sampling: SamplingMemory,
     ring: RingHost,
     block: Arc<HostBuffer>, // the ring's memory: dropped after it
     _weights: Vec<DeviceBuffer>,
@@ -185,7 +207,9 @@ impl Idle {
             &copy,
             &mut bounce,
         )?;
-        let memory = Memory::new(residents, &options, program.kv_capacity, bounce, owned)?;
+        let sampling = SamplingMemory::new(options.sessions, graph.vocab, residents.logits)?;
+        let memory =
+            Memory::new(residents, &options, program.kv_capacity, bounce, owned, sampling)?;
         Ok(Self {
             memory,
             copy,
@@ -274,6 +298,7 @@ impl Idle {
             sessions: self.options.sessions,
             workers: m.residents.workers,
             program: m.programs[0].address,
+            sampling: m.sampling.settings(),
             ..Launch::default()
         }
     }
@@ -311,6 +336,7 @@ impl Memory {
         kv_capacity: u32,
         bounce: HostBuffer,
         weights: Vec<DeviceBuffer>,
+        sampling: SamplingMemory,
     ) -> Result<Self, HostError> {
         let block = Arc::new(HostBuffer::zeroed(ring::BYTES)?);
         // SAFETY: the block is page-aligned, long enough, declared after the ring in this struct (dropped after it), and shared with
@@ -334,6 +360,7 @@ impl Memory {
             token_stride,
             bounce,
             touched: vec![kv_capacity; options.sessions as usize],
+            sampling,
             ring,
             block,
             _weights: weights,
@@ -403,13 +430,14 @@ impl Resident {
                     ..Submission::default()
                 },
                 limit,
+                &mut || false,
             )?;
             self.current = program;
         }
         Ok(())
     }
 
-    /// Runs the prompt `tokens` from `position` of a session, then generates until `generate` tokens or a stop token. With
+    /// Runs the prompt `tokens` from `position` of a session, then generates greedily until `generate` tokens or a stop token. With
     /// `keep_logits` the logits of every position that is run can be read afterwards.
     ///
     /// # Errors
@@ -423,49 +451,83 @@ impl Resident {
         stop: &[u32],
         keep_logits: bool,
     ) -> Result<Decoded, HostError> {
-        let steps = self.check_request(session, position, tokens, generate, stop, keep_logits)?;
+        let sampled = false;
+        let request = Request { session, position, tokens, generate, stop, keep_logits, sampled };
+        self.run(&request, &mut || false)
+    }
+
+    /// Runs a request. While it runs, `give_way` is asked now and then; once it says yes the command ends after the step that is under
+    /// way, and a request that starts with the last token, at its position, goes on as if there had been no end.
+    ///
+    /// # Errors
+    /// If the request is outside what was booted, or the device stopped. A session that cannot go on is no error of the device: the
+    /// [`Ending`] says so.
+    pub fn run(
+        &mut self,
+        request: &Request<'_>,
+        give_way: &mut dyn FnMut() -> bool,
+    ) -> Result<Decoded, HostError> {
+        let steps = self.check_request(request)?;
+        let Request { session, position, tokens, generate, stop, .. } = *request;
         let idle = self.idle();
         let touched = &mut idle.memory.touched[session as usize];
         *touched = (*touched).max(position + steps);
+        if request.sampled {
+            idle.memory.sampling.uses(&idle.copy, &mut idle.memory.bounce, session, position)?;
+        } else {
+            idle.memory.sampling.passes_by(session);
+        }
         let base = (session * idle.memory.token_stride + position) as usize * 4;
         idle.memory.tokens.write(base, bytemuck::cast_slice(tokens));
+        let keep = if request.keep_logits { abi::FLAG_KEEP_LOGITS } else { 0 };
+        let sample = if request.sampled { abi::FLAG_SAMPLE } else { 0 };
         let mut submission = Submission {
             command: Command::Decode as u32,
             session,
             position,
             steps,
             forced: position + tokens.len() as u32,
-            flags: u32::from(keep_logits),
+            flags: keep | sample,
             stop_len: stop.len() as u32,
             ..Submission::default()
         };
         submission.stop[..stop.len()].copy_from_slice(stop);
         let start = Instant::now();
         let limit = idle.options.deadline * 2 + Duration::from_millis(100) * steps;
-        let done = self.command(&submission, limit)?;
+        let done = self.command(&submission, limit, give_way)?;
         let host_us = start.elapsed().as_secs_f64() * 1e6;
-        let generated = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
+        let ending = Ending::new(done.ending).ok_or_else(|| {
+            HostError::Request(format!("the device says of the command's end: {}", done.ending))
+        })?;
+        let chosen = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
+        let generated = chosen - u32::from(ending == Ending::NoToken && chosen > 0);
         let mut bytes = vec![0; generated as usize * 4];
         self.idle().memory.tokens.read(base + tokens.len() * 4, &mut bytes);
         Ok(Decoded {
             tokens: bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect(),
             steps: done.steps,
-            stopped: done.stopped != 0,
+            ending,
             host_us,
             device_us: done.end_ns.saturating_sub(done.start_ns) as f64 / 1000.0,
         })
     }
 
+    /// Says how tokens of a session are chosen from now on; the next sampled request of the session begins with its tokens so far.
+    ///
+    /// # Errors
+    /// If the settings have no meaning, there is no such session, or a copy fails.
+    pub fn set_sampling(&mut self, session: u32, sampling: &Sampling) -> Result<(), HostError> {
+        let vocab = self.idle().vocab;
+        if let Some(problem) = sampling.problems(vocab).first() {
+            return Err(HostError::Request(problem.to_string()));
+        }
+        let Idle { memory, copy, .. } = self.idle();
+        memory.sampling.set(copy, &mut memory.bounce, session, sampling)
+    }
+
     /// Positions to run, if the request is one that the device can serve.
-    fn check_request(
-        &mut self,
-        session: u32,
-        position: u32,
-        tokens: &[u32],
-        generate: u32,
-        stop: &[u32],
-        keep_logits: bool,
-    ) -> Result<u32, HostError> {
+    fn check_request(&mut self, request: &Request<'_>) -> Result<u32, HostError> {
+        let &Request { session, position, tokens, generate, stop, keep_logits, .. } = request;
         let (vocab, sessions) = (self.idle().vocab, self.idle().options.sessions);
         let (capacity, rows) =
             (self.idle().memory.residents.kv_capacity, self.idle().memory.residents.logits_rows);
@@ -600,6 +662,7 @@ impl Resident {
         self.command(
             &Submission { command: Command::Ping as u32, ..Submission::default() },
             limit,
+            &mut || false,
         )?;
         Ok(start.elapsed().as_secs_f64() * 1e6)
     }
@@ -608,6 +671,7 @@ impl Resident {
         &mut self,
         submission: &Submission,
         limit: Duration,
+        give_way: &mut dyn FnMut() -> bool,
     ) -> Result<Completion, HostError> {
         if self.failed {
             return Err(HostError::Request(
@@ -616,7 +680,7 @@ impl Resident {
         }
         let Idle { memory, compute, .. } = self.idle();
         memory.ring.publish(submission)?;
-        let answer = memory.ring.wait_completion(limit, || compute.is_done());
+        let answer = memory.ring.wait_completion(limit, || compute.is_done(), give_way);
         match answer {
             Ok(completion) if completion.trap == abi::Trap::None as u32 => Ok(completion),
             Ok(completion) if completion.trap == abi::Trap::BadCommand as u32 => {

@@ -355,7 +355,7 @@ impl Gpu<'_> {
         tokens: &[u32],
         first: usize,
         logits: &mut [f32],
-    ) -> Result<(), DeviceError> {
+    ) -> Result<Vec<u32>, DeviceError> {
         let session = match first {
             0 => self.take_session(handle),
             _ => self.session_with(handle, &tokens[..first]).ok_or_else(|| {
@@ -373,6 +373,7 @@ impl Gpu<'_> {
             costs.load_s += timed(|| running.poison_session(session))?;
         }
         let mut position = first as u32;
+        let mut chosen = Vec::with_capacity(tokens.len() - first);
         let places = logits.chunks_mut(rows as usize * vocab);
         for (piece, place) in tokens[first..].chunks(rows as usize).zip(places) {
             costs.load_s += timed(|| running.poison_logits(piece.len() as u32))?;
@@ -383,10 +384,11 @@ impl Gpu<'_> {
             enter(Phase::Reading);
             costs.read_s += timed(|| running.logits_into(place))?;
             position += done.steps;
+            chosen.extend(done.chosen);
         }
         self.costs = self.costs + costs;
         self.sequences[session as usize] = Some((handle, tokens.to_vec()));
-        Ok(())
+        Ok(chosen)
     }
 
     /// The session in which a contender is timed, its cache filled with the plan's tokens.
@@ -407,7 +409,7 @@ impl Gpu<'_> {
         (handle, session): (Handle, u32),
         plan: &Plan<'_>,
         switched: bool,
-    ) -> Result<f64, DeviceError> {
+    ) -> Result<(f64, u32), DeviceError> {
         let first = plan.first as u32;
         let running = self.activate(handle, false)?;
         let timed = &plan.tokens[plan.first..];
@@ -416,7 +418,8 @@ impl Gpu<'_> {
             running.decode(session, first, settle, 1, &[], false).map_err(device_error)?;
         }
         let done = running.decode(session, first, timed, 1, &[], false).map_err(device_error)?;
-        Ok(done.host_us / f64::from(done.steps.max(1)))
+        let chosen = done.chosen.last().copied().unwrap_or_default();
+        Ok((done.host_us / f64::from(done.steps.max(1)), chosen))
     }
 
     fn time_pair(
@@ -424,7 +427,7 @@ impl Gpu<'_> {
         handles: [Handle; 2],
         plan: &Plan<'_>,
         last: &mut [f32],
-    ) -> Result<Vec<[f64; 4]>, DeviceError> {
+    ) -> Result<(Vec<[f64; 4]>, [u32; 2]), DeviceError> {
         self.leading = Some(handles[0]);
         let mut current = None;
         let mut sides = [(handles[0], 0), (handles[1], 0)];
@@ -435,13 +438,14 @@ impl Gpu<'_> {
                 current = Some(side.0);
             }
         }
-        let mut rounds: Vec<[f64; 4]> = Vec::with_capacity(plan.rounds);
+        let (mut rounds, mut chosen) = (Vec::with_capacity(plan.rounds), [0; 2]);
         let vocab = self.context.graph().vocab as usize;
         for _ in 0..plan.rounds {
             let mut round = [0.0; 4];
             for (slot, side) in round.iter_mut().zip(ROUND) {
                 let index = usize::from(side == Side::Candidate);
-                *slot = self.block(sides[index], plan, current != Some(sides[index].0))?;
+                (*slot, chosen[index]) =
+                    self.block(sides[index], plan, current != Some(sides[index].0))?;
                 current = Some(sides[index].0);
                 if rounds.len() + 1 == plan.rounds
                     && let Machine::Running(running) = &mut self.machine
@@ -452,7 +456,7 @@ impl Gpu<'_> {
             }
             rounds.push(round);
         }
-        Ok(rounds)
+        Ok((rounds, chosen))
     }
 }
 
@@ -574,7 +578,7 @@ impl Served for Gpu<'_> {
         tokens: &[u32],
         first: usize,
         logits: &mut [f32],
-    ) -> Result<(), DeviceError> {
+    ) -> Result<Vec<u32>, DeviceError> {
         let result = self.run_tokens(program, tokens, first, logits);
         self.recover(result)
     }
@@ -618,7 +622,7 @@ impl Served for Gpu<'_> {
         programs: [Handle; 2],
         plan: &Plan<'_>,
         last: &mut [f32],
-    ) -> Result<Vec<[f64; 4]>, DeviceError> {
+    ) -> Result<(Vec<[f64; 4]>, [u32; 2]), DeviceError> {
         let result = self.time_pair(programs, plan, last);
         self.recover(result)
     }

@@ -125,6 +125,8 @@ pub enum What {
     },
     /// What a slot holds after each position.
     Slot(SlotId),
+    /// Tokens chosen, one a position.
+    Chosen,
 }
 
 impl fmt::Display for What {
@@ -134,6 +136,7 @@ impl fmt::Display for What {
             Self::Keys { layer } => write!(f, "keys of layer {layer}"),
             Self::Values { layer } => write!(f, "values of layer {layer}"),
             Self::Slot(slot) => write!(f, "slot {slot}"),
+            Self::Chosen => f.write_str("chosen tokens"),
         }
     }
 }
@@ -203,6 +206,18 @@ pub enum Disagreement {
         /// Largest difference allowed.
         bound: f64,
     },
+    /// The device went on with another token than its own logits say.
+    #[error(
+        "token {got} was chosen at position {position} where the device's own logits say {want}"
+    )]
+    Chosen {
+        /// The position.
+        position: usize,
+        /// The token chosen.
+        got: u32,
+        /// The most likely one.
+        want: u32,
+    },
 }
 
 impl Disagreement {
@@ -213,6 +228,7 @@ impl Disagreement {
             Self::Nothing { position, .. }
             | Self::Elements { position, .. }
             | Self::NotFinite { position, .. }
+            | Self::Chosen { position, .. }
             | Self::Beyond { position, .. } => *position += first,
             Self::Positions { .. } => {}
         }
@@ -276,7 +292,7 @@ pub fn compare(
     actual: &[Vec<f32>],
     tolerance: Tolerance,
 ) -> Result<Agreement<Reference>, Disagreement> {
-    let summary = compare_logits(expected, actual, tolerance)?;
+    let summary = compare_logits(expected, actual, None, tolerance)?;
     Ok(Agreement { summary, by: PhantomData })
 }
 
@@ -309,7 +325,8 @@ impl<By> Agreement<By> {
 }
 
 impl Agreement<Reference> {
-    /// Compares the device's logits with the same expected values: the second link of the chain.
+    /// Compares the device's logits with the same expected values, and the tokens that it chose by them with the logits: the second link
+    /// of the chain.
     ///
     /// # Errors
     /// The first position that disagrees.
@@ -317,9 +334,11 @@ impl Agreement<Reference> {
         self,
         expected: &[Vec<f32>],
         actual: &[Vec<f32>],
+        chosen: &[u32],
         tolerance: Tolerance,
     ) -> Result<Agreement<Device>, Disagreement> {
-        let summary = compare_logits(expected, actual, tolerance)?;
+        check_positions(What::Chosen, expected.len(), chosen.len())?;
+        let summary = compare_logits(expected, actual, Some(chosen), tolerance)?;
         Ok(Agreement { summary, by: PhantomData })
     }
 }
@@ -342,6 +361,7 @@ impl Errors {
 fn compare_logits(
     expected: &[Vec<f32>],
     actual: &[Vec<f32>],
+    chosen: Option<&[u32]>,
     tolerance: Tolerance,
 ) -> Result<Summary, Disagreement> {
     let what = What::Logits;
@@ -350,7 +370,13 @@ fn compare_logits(
     let rows: Vec<_> = (expected.par_iter().zip(actual).enumerate())
         .map(|(position, (want, got))| {
             let row = compare_row(what, position, want, got, tolerance)?;
-            Ok((row, argmax(want) == argmax(got)))
+            let likeliest = argmax(got);
+            if let Some(&got) = chosen.and_then(|chosen| chosen.get(position))
+                && got != likeliest
+            {
+                return Err(Disagreement::Chosen { position, got, want: likeliest });
+            }
+            Ok((row, argmax(want) == likeliest))
         })
         .collect();
     let (mut errors, mut same) = (Errors::default(), 0);

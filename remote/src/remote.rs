@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use ir::KernelConfig;
 use ir::program::{Program, SealKey, Verified};
 use search::{
-    Clocks, Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples,
+    Clocks, Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Ran, Samples,
 };
 
 use crate::limits::{Limits, Work};
@@ -180,7 +180,9 @@ impl<'a> Remote<'a> {
             Work { opens: true, ..Work::default() },
         )? {
             Reply::Opened(info) => Ok(info),
-            reply @ (Reply::Done | Reply::Timed(_) | Reply::Slots(_)) => Err(self.confused(&reply)),
+            reply @ (Reply::Done | Reply::Ran(_) | Reply::Timed(..) | Reply::Slots(_)) => {
+                Err(self.confused(&reply))
+            }
         }
     }
 
@@ -278,7 +280,7 @@ impl<'a> Remote<'a> {
     fn done(&mut self, request: &Request, bytes: &[u8], work: Work) -> Result<(), DeviceError> {
         match self.ask(request, bytes, work)? {
             Reply::Done => Ok(()),
-            reply @ (Reply::Opened(_) | Reply::Timed(_) | Reply::Slots(_)) => {
+            reply @ (Reply::Opened(_) | Reply::Ran(_) | Reply::Timed(..) | Reply::Slots(_)) => {
                 Err(self.confused(&reply))
             }
         }
@@ -289,7 +291,8 @@ impl<'a> Remote<'a> {
         let what = match reply {
             Reply::Opened(_) => "that it has opened its device",
             Reply::Done => "that it is done",
-            Reply::Timed(_) => "times",
+            Reply::Ran(_) => "what was chosen at some positions",
+            Reply::Timed(..) => "times",
             Reply::Slots(_) => "slots",
         };
         self.lose(&Broken::Nonsense(format!("{what}, which was not asked")), Duration::ZERO)
@@ -370,14 +373,9 @@ impl Device for Remote<'_> {
         loaded.map(|()| Handle(handle))
     }
 
-    fn run(
-        &mut self,
-        program: Handle,
-        tokens: &[u32],
-        first: usize,
-    ) -> Result<Vec<Vec<f32>>, DeviceError> {
+    fn run(&mut self, program: Handle, tokens: &[u32], first: usize) -> Result<Ran, DeviceError> {
         self.ready(&[program])?;
-        let mut logits = Vec::with_capacity(tokens.len().saturating_sub(first));
+        let mut ran = Ran::default();
         for begin in (first..tokens.len()).step_by(self.rows.len()) {
             let end = tokens.len().min(begin + self.rows.len());
             let request = Request::Run {
@@ -386,11 +384,18 @@ impl Device for Remote<'_> {
                 first: begin as u64,
             };
             let work = self.work(&[program], 0, end - begin);
-            self.done(&request, &[], work)?;
+            match self.ask(&request, &[], work)? {
+                Reply::Ran(chosen) if chosen.len() == end - begin => ran.chosen.extend(chosen),
+                reply @ (Reply::Opened(_)
+                | Reply::Done
+                | Reply::Ran(_)
+                | Reply::Timed(..)
+                | Reply::Slots(_)) => return Err(self.confused(&reply)),
+            }
             self.ran(program);
-            logits.extend(self.rows.copy(end - begin));
+            ran.logits.extend(self.rows.copy(end - begin));
         }
-        Ok(logits)
+        Ok(ran)
     }
 
     fn hand_over(&mut self, from: Handle, to: Handle) -> Result<(), DeviceError> {
@@ -406,7 +411,7 @@ impl Device for Remote<'_> {
         }
         match self.ask(&Request::Slots { handle: program.0 }, &[], Work::default())? {
             Reply::Slots(slots) => Ok(slots),
-            reply @ (Reply::Opened(_) | Reply::Done | Reply::Timed(_)) => {
+            reply @ (Reply::Opened(_) | Reply::Done | Reply::Ran(_) | Reply::Timed(..)) => {
                 Err(self.confused(&reply))
             }
         }
@@ -445,15 +450,18 @@ impl Device for Remote<'_> {
         let positions = blocks.saturating_mul(2 * block).saturating_add(2 * tokens.len());
         let work = self.work(&handles, blocks, positions);
         match self.ask(&request, &[], work)? {
-            Reply::Timed(timed) if timed.len() == rounds => {
+            Reply::Timed(timed, last_chosen) if timed.len() == rounds => {
                 self.ran(handles[1]);
                 let mut rows = self.rows.copy(2).into_iter();
                 let mut last = || rows.next().unwrap_or_default();
-                Ok(Samples { rounds: timed, last_logits: [last(), last()], ..Samples::default() })
+                let last_logits = [last(), last()];
+                Ok(Samples { rounds: timed, last_logits, last_chosen, ..Samples::default() })
             }
-            reply @ (Reply::Opened(_) | Reply::Done | Reply::Timed(_) | Reply::Slots(_)) => {
-                Err(self.confused(&reply))
-            }
+            reply @ (Reply::Opened(_)
+            | Reply::Done
+            | Reply::Ran(_)
+            | Reply::Timed(..)
+            | Reply::Slots(_)) => Err(self.confused(&reply)),
         }
     }
 

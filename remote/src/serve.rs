@@ -37,7 +37,7 @@ pub trait Served {
         kernel: &KernelConfig,
     ) -> Result<Handle, DeviceError>;
 
-    /// As [`search::Device::run`]; the logits of `tokens[first..]` are written to `logits`, row behind row.
+    /// As [`search::Device::run`]; the logits of `tokens[first..]` are written to `logits`, row behind row, and what was chosen is returned.
     ///
     /// # Errors
     /// As there.
@@ -47,10 +47,10 @@ pub trait Served {
         tokens: &[u32],
         first: usize,
         logits: &mut [f32],
-    ) -> Result<(), DeviceError>;
+    ) -> Result<Vec<u32>, DeviceError>;
 
     /// Times two programs in alternation. The parent holds the proofs that they agree; this is its door and nobody else's. The last logits
-    /// of both are written to `last`, one behind the other.
+    /// of both are written to `last`, one behind the other; the tokens chosen by them come with the times.
     ///
     /// # Errors
     /// As [`search::Device::time`].
@@ -59,7 +59,7 @@ pub trait Served {
         programs: [Handle; 2],
         plan: &Plan<'_>,
         last: &mut [f32],
-    ) -> Result<Vec<[f64; 4]>, DeviceError>;
+    ) -> Result<(Vec<[f64; 4]>, [u32; 2]), DeviceError>;
 
     /// As [`search::Device::hand_over`].
     ///
@@ -231,7 +231,7 @@ impl<D: Served> Session<D> {
                 self.board.enter(Phase::Running);
                 let rows = self.rows.first_mut(tokens.len() - first);
                 let rows = rows.ok_or_else(|| fault("more positions than rows are shared"))?;
-                self.device.run(handle, &tokens, first, rows).map(|()| Reply::Done)
+                self.device.run(handle, &tokens, first, rows).map(Reply::Ran)
             }
             Request::Time { handles, tokens, first, rounds, warmup } => {
                 let handles = [self.handle(handles[0])?, self.handle(handles[1])?];
@@ -243,7 +243,8 @@ impl<D: Served> Session<D> {
                 self.board.enter(Phase::Timing);
                 let plan = Plan { tokens: &tokens, first, rounds, warmup };
                 let last = self.rows.first_mut(2).ok_or_else(|| fault("no rows are shared"))?;
-                self.device.time(handles, &plan, last).map(Reply::Timed)
+                let timed = self.device.time(handles, &plan, last);
+                timed.map(|(rounds, chosen)| Reply::Timed(rounds, chosen))
             }
             Request::HandOver { from, to } => {
                 let (from, to) = (self.handle(from)?, self.handle(to)?);

@@ -41,7 +41,7 @@ pub(crate) enum Request {
     Open { key: [u8; 32] },
     /// Loads the program that is saved behind the body.
     Prepare { handle: u64, kernel: KernelConfig, seal: Seal },
-    /// Runs tokens from `first` on; the logits go to the shared rows.
+    /// Runs tokens from `first` on; the logits go to the shared rows, what was chosen by them into the answer.
     Run { handle: u64, tokens: Vec<u32>, first: u64 },
     /// Times two programs, both of which the parent has a proof for; their last logits go to the first two shared rows.
     Time { handles: [u64; 2], tokens: Vec<u32>, first: u64, rounds: u64, warmup: u64 },
@@ -60,7 +60,8 @@ pub(crate) enum Request {
 pub(crate) enum Reply {
     Opened(DeviceInfo),
     Done,
-    Timed(Vec<[f64; 4]>),
+    Ran(Vec<u32>),
+    Timed(Vec<[f64; 4]>, [u32; 2]),
     Slots(Option<Vec<Vec<f32>>>),
 }
 

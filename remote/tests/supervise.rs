@@ -238,13 +238,13 @@ impl Served for Misbehaving {
         tokens: &[u32],
         first: usize,
         logits: &mut [f32],
-    ) -> Result<(), DeviceError> {
+    ) -> Result<Vec<u32>, DeviceError> {
         if self.due() {
             self.misbehave()?;
         }
-        let rows = self.device.run(program, tokens, first)?;
-        logits.copy_from_slice(&rows.concat());
-        Ok(())
+        let ran = self.device.run(program, tokens, first)?;
+        logits.copy_from_slice(&ran.logits.concat());
+        Ok(ran.chosen)
     }
 
     fn time(
@@ -252,10 +252,10 @@ impl Served for Misbehaving {
         programs: [Handle; 2],
         plan: &Plan<'_>,
         last: &mut [f32],
-    ) -> Result<Vec<[f64; 4]>, DeviceError> {
+    ) -> Result<(Vec<[f64; 4]>, [u32; 2]), DeviceError> {
         let samples = self.device.time_programs(programs, plan)?;
         last.copy_from_slice(&samples.last_logits.concat());
-        Ok(samples.rounds)
+        Ok((samples.rounds, samples.last_chosen))
     }
 
     fn costs(&self) -> Costs {
@@ -432,8 +432,8 @@ fn a_process_that_is_killed_between_requests_is_replaced() {
     let expected = expected(&model);
     let handle = device.prepare(&program, &config.kernel).unwrap();
     let before = device.run(handle, &expected.tokens, 0).unwrap();
-    assert_eq!(before, expected.logits[..before.len()]);
-    assert!(before.len() > room().rows, "in pieces");
+    assert_eq!(before.logits, expected.logits[..before.logits.len()]);
+    assert!(before.logits.len() > room().rows, "in pieces");
     let first = device.process_id().unwrap();
     kill(first);
     assert!(matches!(device.run(handle, &expected.tokens, 0), Err(DeviceError::Fault { .. })));

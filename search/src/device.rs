@@ -90,8 +90,19 @@ pub struct Samples {
     pub rounds: Vec<[f64; 4]>,
     /// Logits of the last position of the last timed block of the incumbent and the candidate.
     pub last_logits: [Vec<f32>; 2],
+    /// The token that was chosen by each of them.
+    pub last_chosen: [u32; 2],
     /// The card's clocks meanwhile, where they could be read.
     pub clocks: ClockReadings,
+}
+
+/// What positions gave, in order.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Ran {
+    /// The logits of each.
+    pub logits: Vec<Vec<f32>>,
+    /// The token that the device chose by them. It is what a sequence would go on with, and nothing else shows that it is right.
+    pub chosen: Vec<u32>,
 }
 
 /// Why a device gave no result. What a search does next depends on the kind.
@@ -225,17 +236,12 @@ pub trait Device {
         kernel: &KernelConfig,
     ) -> Result<Handle, DeviceError>;
 
-    /// Runs `tokens[first..]` and returns the logits of each. From position zero on it is a fresh sequence, with scratch memory
+    /// Runs `tokens[first..]` and returns the logits of each, and the token that it chose by them. From position zero on it is a fresh sequence, with scratch memory
     /// poisoned; from a later one it goes on with the sequence that the last run of this program left, of the same tokens.
     ///
     /// # Errors
     /// If the device trapped, hung or was lost, or has no such sequence.
-    fn run(
-        &mut self,
-        program: Handle,
-        tokens: &[u32],
-        first: usize,
-    ) -> Result<Vec<Vec<f32>>, DeviceError>;
+    fn run(&mut self, program: Handle, tokens: &[u32], first: usize) -> Result<Ran, DeviceError>;
 
     /// Lets one program go on with the sequence that another one left. Caches lie alike for all programs of a model, so that a context
     /// need not be filled anew for each.

@@ -197,6 +197,7 @@ fn position_of(at: &Disagreement) -> Option<usize> {
         Disagreement::Nothing { position, .. }
         | Disagreement::Elements { position, .. }
         | Disagreement::NotFinite { position, .. }
+        | Disagreement::Chosen { position, .. }
         | Disagreement::Beyond { position, .. } => Some(position),
         Disagreement::Positions { .. } => None,
     }
@@ -272,7 +273,7 @@ impl Gate<'_> {
         let mut slots = None;
         for _ in 0..2 {
             let handle = device.prepare(program, &candidate.config.kernel)?;
-            rows.push(device.run(handle, tokens, 0)?);
+            rows.push(device.run(handle, tokens, 0)?.logits);
             slots = device.slots(handle)?;
         }
         let bits = |rows: &Vec<Vec<f32>>| -> Vec<u32> {

@@ -16,7 +16,7 @@ use reference_vm::machine::Run;
 
 use crate::ahead::Ahead;
 use crate::cpu::{Candidate, Cpu, KernelId};
-use crate::device::{Contender, Device, DeviceError, Plan, Samples};
+use crate::device::{Contender, Device, DeviceError, Plan, Ran, Samples};
 use crate::expected::Expected;
 use crate::measure::{BelowFloor, Predicted};
 
@@ -217,12 +217,12 @@ impl<'a> Gate<'a> {
         let ahead = &*self.ahead;
         let tokens = &ahead.cpu.expected.tokens[..self.first_stage()];
         let mut answered = clock();
-        let mut rows = Err(Dropped::Failed(DeviceError::Fault { reason: "nothing ran".into() }));
+        let mut ran = Err(Dropped::Failed(DeviceError::Fault { reason: "nothing ran".into() }));
         rayon::in_place_scope(|scope| {
             if !ahead.is_judged(&candidate.program_id) {
                 scope.spawn(|_| drop(ahead.judge(candidate, clock)));
             }
-            rows = device
+            ran = device
                 .prepare(&candidate.program, &candidate.config.kernel)
                 .and_then(|handle| device.run(handle, tokens, 0))
                 .map_err(Dropped::Failed);
@@ -231,11 +231,9 @@ impl<'a> Gate<'a> {
         let reference = ahead.judge(candidate, clock).found;
         self.waited_s += (clock() - answered).as_secs_f64();
         let reference = reference?;
-        let first = rows.and_then(|rows| {
-            let expected = &self.expected().logits[..rows.len()];
-            let allowed = self.expected().on_device;
-            let agreement = disagreed(reference.and_device(expected, &rows, allowed))?;
-            Ok(OnDeviceOnce { rows, agreement })
+        let first = ran.and_then(|ran| {
+            let agreement = self.agreed(reference, &ran)?;
+            Ok(OnDeviceOnce { ran, agreement })
         });
         Ok((reference, first))
     }
@@ -252,18 +250,32 @@ impl<'a> Gate<'a> {
         once: OnDeviceOnce,
     ) -> Result<OnDeviceOnce, Dropped> {
         let expected = self.expected();
-        let OnDeviceOnce { mut rows, .. } = once;
-        let ran = rows.len();
-        if ran == expected.tokens.len() {
-            return Ok(OnDeviceOnce { rows, ..once });
+        let OnDeviceOnce { mut ran, .. } = once;
+        let first = ran.logits.len();
+        if first == expected.tokens.len() {
+            return Ok(OnDeviceOnce { ran, ..once });
         }
         let handle = device
             .prepare(&candidate.program, &candidate.config.kernel)
             .map_err(Dropped::Failed)?;
-        rows.extend(device.run(handle, &expected.tokens, ran).map_err(Dropped::Failed)?);
-        let agreement =
-            disagreed(reference.and_device(&expected.logits, &rows, expected.on_device))?;
-        Ok(OnDeviceOnce { rows, agreement })
+        let rest = device.run(handle, &expected.tokens, first).map_err(Dropped::Failed)?;
+        ran.logits.extend(rest.logits);
+        ran.chosen.extend(rest.chosen);
+        let agreement = self.agreed(reference, &ran)?;
+        Ok(OnDeviceOnce { ran, agreement })
+    }
+
+    /// Compares what a device gave at the first positions, all that it ran.
+    fn agreed(
+        &self,
+        reference: Agreement<Reference>,
+        ran: &Ran,
+    ) -> Result<Agreement<OnDevice>, Dropped> {
+        let expected = self.expected();
+        let rows = expected.logits.get(..ran.logits.len()).unwrap_or(&expected.logits);
+        reference
+            .and_device(rows, &ran.logits, &ran.chosen, expected.on_device)
+            .map_err(|at| Dropped::Disagreed { by: "device", at })
     }
 
     /// Runs all positions again, on a fresh sequence. Every one must agree again; the last value says whether both runs gave the same
@@ -278,20 +290,18 @@ impl<'a> Gate<'a> {
         reference: Agreement<Reference>,
         once: &OnDeviceOnce,
     ) -> Result<(Agreement<OnDevice>, bool), Dropped> {
-        let expected = self.expected();
         let handle = device
             .prepare(&candidate.program, &candidate.config.kernel)
             .map_err(Dropped::Failed)?;
-        let again = device.run(handle, &expected.tokens, 0).map_err(Dropped::Failed)?;
-        let agreement =
-            disagreed(reference.and_device(&expected.logits, &again, expected.on_device))?;
-        Ok((agreement, same_bits(&once.rows, &again)))
+        let again = device.run(handle, &self.expected().tokens, 0).map_err(Dropped::Failed)?;
+        let agreement = self.agreed(reference, &again)?;
+        Ok((agreement, same_bits(&once.ran.logits, &again.logits)))
     }
 
     /// Checks the outputs of timed runs: a program that is only right when nobody times it is wrong.
     ///
     /// # Errors
-    /// If a side's last logits disagree.
+    /// If a side's last logits, or the token chosen by them, disagree.
     pub fn timed(
         &self,
         proof: Agreement<Reference>,
@@ -300,9 +310,9 @@ impl<'a> Gate<'a> {
     ) -> Result<(), Dropped> {
         let last = positions.saturating_sub(1).min(self.expected().logits.len());
         let last = &self.expected().logits[last..][..1];
-        for actual in &samples.last_logits {
+        for (actual, chosen) in samples.last() {
             let _ = proof
-                .and_device(last, std::slice::from_ref(actual), self.expected().on_device)
+                .and_device(last, actual, chosen, self.expected().on_device)
                 .map_err(|at| Dropped::Disagreed { by: "timed", at })?;
         }
         Ok(())
@@ -375,7 +385,7 @@ fn same_bits(one: &[Vec<f32>], other: &[Vec<f32>]) -> bool {
 /// What a device gave at the positions that it ran once, from the first on.
 #[derive(Debug)]
 pub struct OnDeviceOnce {
-    rows: Vec<Vec<f32>>,
+    ran: Ran,
     /// It agrees at all of them.
     pub agreement: Agreement<OnDevice>,
 }
@@ -384,12 +394,6 @@ impl OnDeviceOnce {
     /// How many.
     #[must_use]
     pub fn positions(&self) -> usize {
-        self.rows.len()
+        self.ran.logits.len()
     }
-}
-
-fn disagreed(
-    compared: Result<Agreement<OnDevice>, Disagreement>,
-) -> Result<Agreement<OnDevice>, Dropped> {
-    compared.map_err(|at| Dropped::Disagreed { by: "device", at })
 }

@@ -45,7 +45,7 @@ pub use conditions::Conditions;
 pub use cpu::{Candidate, KernelId};
 pub use decide::{Decision, decide_measured, decide_predicted, predicted_gain};
 pub use device::{
-    Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,
+    Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Ran, Samples, Side,
 };
 pub use diverge::{DivergenceClass, FirstDivergence, TaskAt, left_in, place_name};
 pub use effort::{Bar, Look, spread};

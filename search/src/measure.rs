@@ -126,10 +126,17 @@ impl Samples {
         self.rounds.iter().flat_map(one).collect()
     }
 
+    /// What each side computed last, logits and the token chosen by them, as rows of one position.
+    pub fn last(&self) -> impl Iterator<Item = (&[Vec<f32>], &[u32])> {
+        let rows = self.last_logits.iter().map(std::slice::from_ref);
+        rows.zip(self.last_chosen.iter().map(std::slice::from_ref))
+    }
+
     /// Adds the rounds of another run of the same plan.
     pub fn extend(&mut self, other: Self) {
         self.rounds.extend(other.rounds);
         self.last_logits = other.last_logits;
+        self.last_chosen = other.last_chosen;
         self.clocks.extend(other.clocks);
     }
 }

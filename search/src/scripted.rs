@@ -6,9 +6,10 @@ use ir::program::{Program, Verified};
 use ir::schedule::KernelConfig;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
+use reference_vm::argmax;
 
 use crate::device::{
-    Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Samples, Side,
+    Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Ran, Samples, Side,
 };
 
 /// What a real card does to times, whatever runs: shares of the time, of blocks that follow each other.
@@ -195,7 +196,8 @@ impl<'a> ScriptedDevice<'a> {
             }
             logits
         });
-        Ok(Samples { rounds, last_logits, ..Samples::default() })
+        let last_chosen = last_logits.each_ref().map(|logits| argmax(logits));
+        Ok(Samples { rounds, last_logits, last_chosen, ..Samples::default() })
     }
 
     fn sample(&mut self, behaviour: &Behaviour) -> f64 {
@@ -266,12 +268,7 @@ impl Device for ScriptedDevice<'_> {
         Ok(Handle(self.loaded.len() as u64 - 1))
     }
 
-    fn run(
-        &mut self,
-        program: Handle,
-        tokens: &[u32],
-        first: usize,
-    ) -> Result<Vec<Vec<f32>>, DeviceError> {
+    fn run(&mut self, program: Handle, tokens: &[u32], first: usize) -> Result<Ran, DeviceError> {
         self.activate(program);
         let behaviour = self.behaviour(program)?;
         self.runs += usize::from(first == 0);
@@ -291,7 +288,8 @@ impl Device for ScriptedDevice<'_> {
         if behaviour.wrong {
             rows.iter_mut().for_each(|row| spoil(row));
         }
-        Ok(rows)
+        let chosen = rows.iter().map(|row| argmax(row)).collect();
+        Ok(Ran { logits: rows, chosen })
     }
 
     fn hand_over(&mut self, from: Handle, to: Handle) -> Result<(), DeviceError> {

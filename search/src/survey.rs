@@ -246,12 +246,11 @@ fn time(
     let Timing { rounds, warmup } = timing;
     let plan = Plan { tokens: &passage.tokens, first: passage.first, rounds, warmup };
     let samples = crate::clocks::time(device, [contender; 2], &plan).map_err(Dropped::Failed)?;
-    for actual in &samples.last_logits {
-        let (expected, actual) =
-            (std::slice::from_ref(&passage.last), std::slice::from_ref(actual));
+    for (actual, chosen) in samples.last() {
+        let expected = std::slice::from_ref(&passage.last);
         let _ = assessed
             .reference
-            .and_device(expected, actual, Tolerance::DEVICE)
+            .and_device(expected, actual, chosen, Tolerance::DEVICE)
             .map_err(|at| Dropped::Disagreed { by: "timed", at })?;
     }
     let middle = u32::midpoint(passage.first as u32, passage.tokens.len() as u32);

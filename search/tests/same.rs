@@ -10,7 +10,7 @@ use ir::schedule::{KernelConfig, Knob};
 use search::scripted::{Behaviour, Jitter, ScriptedDevice};
 use search::{Budget, Expected, Gate, Outcome, Search, Settings, Step, Timing};
 use search::{
-    Clocks, Contender, Device, DeviceError, DeviceInfo, Equals, Handle, Plan, Samples, equals,
+    Clocks, Contender, Device, DeviceError, DeviceInfo, Equals, Handle, Plan, Ran, Samples, equals,
 };
 
 const KV_CAPACITY: u32 = 24;
@@ -122,12 +122,7 @@ impl Device for Biased<'_> {
         Ok(Handle(if copy { handle + COPY } else { handle }))
     }
 
-    fn run(
-        &mut self,
-        program: Handle,
-        tokens: &[u32],
-        first: usize,
-    ) -> Result<Vec<Vec<f32>>, DeviceError> {
+    fn run(&mut self, program: Handle, tokens: &[u32], first: usize) -> Result<Ran, DeviceError> {
         self.card.run(Handle(program.0 % COPY), tokens, first)
     }
 

@@ -9,7 +9,7 @@ use reference_vm::compare::Tolerance;
 use reference_vm::eval::Evaluator;
 use search::{
     BUNDLE_SCHEMA, Bundle, Conditions, Contender, Device, Dropped, Expected, Gate, Handle,
-    LatencyKind, POSITIONS_MAX, Plan, Samples, Side, Timing, Verdict, assess, draw_tokens,
+    LatencyKind, POSITIONS_MAX, Plan, Ran, Samples, Side, Timing, Verdict, assess, draw_tokens,
 };
 use serde_json::json;
 
@@ -226,11 +226,11 @@ impl Bench<'_, '_> {
         let kernel = &candidate.config.kernel;
         let handle = self.device.prepare(&candidate.program, kernel).map_err(Dropped::Failed)?;
         let actual = rows_at(self.device, handle, passage)?;
-        shown.accuracy = Accuracy::of(&passage.expected, &actual, Tolerance::DEVICE);
+        shown.accuracy = Accuracy::of(&passage.expected, &actual.logits, Tolerance::DEVICE);
         let disagreed = |by| move |at| Dropped::Disagreed { by, at };
         let agreement = assessed
             .reference
-            .and_device(&passage.expected, &actual, Tolerance::DEVICE)
+            .and_device(&passage.expected, &actual.logits, &actual.chosen, Tolerance::DEVICE)
             .map_err(disagreed("device"))?;
         let contender = Contender::new(handle, &agreement);
         let Timing { rounds, warmup } = TIMING;
@@ -238,10 +238,10 @@ impl Bench<'_, '_> {
         let samples: Samples =
             search::time(self.device, [contender; 2], &plan).map_err(Dropped::Failed)?;
         let last = passage.expected.last().map(std::slice::from_ref).unwrap_or_default();
-        for actual in &samples.last_logits {
+        for (actual, chosen) in samples.last() {
             let _ = assessed
                 .reference
-                .and_device(last, std::slice::from_ref(actual), Tolerance::DEVICE)
+                .and_device(last, actual, chosen, Tolerance::DEVICE)
                 .map_err(disagreed("timed"))?;
         }
         let middle = u32::midpoint(passage.context as u32, passage.tokens.len() as u32);
@@ -257,19 +257,18 @@ impl Bench<'_, '_> {
     }
 }
 
-/// The device's logits at the passage's positions. The others are let go piece by piece: at a long context they would not fit.
-fn rows_at(
-    device: &mut dyn Device,
-    handle: Handle,
-    passage: &Passage,
-) -> Result<Vec<Vec<f32>>, Dropped> {
+/// What the device gave at the passage's positions. The others are let go piece by piece: at a long context they would not fit.
+fn rows_at(device: &mut dyn Device, handle: Handle, passage: &Passage) -> Result<Ran, Dropped> {
     let wanted: BTreeSet<usize> = passage.positions.iter().copied().collect();
-    let mut kept = Vec::with_capacity(wanted.len());
+    let mut kept = Ran::default();
     for first in (0..passage.tokens.len()).step_by(PIECE) {
         let end = passage.tokens.len().min(first + PIECE);
-        let rows = device.run(handle, &passage.tokens[..end], first).map_err(Dropped::Failed)?;
-        let rows = rows.into_iter().zip(first..);
-        kept.extend(rows.filter(|(_, position)| wanted.contains(position)).map(|(row, _)| row));
+        let ran = device.run(handle, &passage.tokens[..end], first).map_err(Dropped::Failed)?;
+        let positions = ran.logits.into_iter().zip(ran.chosen).zip(first..);
+        for ((row, token), _) in positions.filter(|(_, position)| wanted.contains(position)) {
+            kept.logits.push(row);
+            kept.chosen.push(token);
+        }
     }
     Ok(kept)
 }

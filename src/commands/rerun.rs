@@ -176,7 +176,7 @@ fn on_device(
     let failed = |error: search::DeviceError| Failure::refused(error.to_string());
     let program = Arc::new(program.clone());
     let handle = device.prepare(&program, &config.kernel).map_err(failed)?;
-    let rows = device.run(handle, &tokens(context, args), 0).map_err(failed)?;
+    let rows = device.run(handle, &tokens(context, args), 0).map_err(failed)?.logits;
     let slots = device.slots(handle).map_err(failed)?;
     let slots =
         slots.ok_or_else(|| Failure::missing("this device cannot say what its slots hold"))?;

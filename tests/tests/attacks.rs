@@ -14,7 +14,7 @@ use reference_vm::eval::{Evaluator, Logits};
 use search::scripted::{Behaviour, ScriptedDevice};
 use search::{
     Audit, Budget, Bundle, Conditions, Contender, Device, DeviceError, DeviceInfo, Expected, Gate,
-    Handle, LatencyKind, Outcome, Plan, Samples, Search, Settings, Step, Terms, Timing, Trial,
+    Handle, LatencyKind, Outcome, Plan, Ran, Samples, Search, Settings, Step, Terms, Timing, Trial,
 };
 
 const KV_CAPACITY: u32 = 24;
@@ -83,6 +83,20 @@ pub(crate) const ATTACKS: &[Attack] = &[
         found_by: "the gate `device`",
         says: "device disagrees",
         run: || cheats(Cheat::StaleKeys),
+    },
+    Attack {
+        name: "another token than the logits say",
+        how: "the logits are right; the sequence goes on with the token beside the most likely one",
+        found_by: "the gate `device`",
+        says: "the device's own logits say",
+        run: || cheats(Cheat::AnotherToken),
+    },
+    Attack {
+        name: "another token when timed",
+        how: "the same, only while a clock runs",
+        found_by: "the check of timed outputs",
+        says: "timed disagrees",
+        run: || cheats(Cheat::AnotherTokenWhenTimed),
     },
     Attack {
         name: "lower precision",
@@ -347,6 +361,8 @@ enum Cheat {
     StaleKeys,
     EightBits,
     SlowsTheNext,
+    AnotherToken,
+    AnotherTokenWhenTimed,
 }
 
 struct Cheating<'a> {
@@ -368,7 +384,9 @@ impl Cheating<'_> {
             Cheat::Nothing
             | Cheat::PoisonWhenTimed
             | Cheat::RowBeforeWhenTimed
-            | Cheat::SlowsTheNext => rows,
+            | Cheat::SlowsTheNext
+            | Cheat::AnotherToken
+            | Cheat::AnotherTokenWhenTimed => rows,
             Cheat::HalfTheLogits => {
                 rows.iter_mut()
                     .for_each(|row| row.iter_mut().skip(128).for_each(|x| *x = f32::NAN));
@@ -415,14 +433,18 @@ impl Device for Cheating<'_> {
         self.honest.prepare(program, kernel)
     }
 
-    fn run(
-        &mut self,
-        program: Handle,
-        tokens: &[u32],
-        first: usize,
-    ) -> Result<Vec<Vec<f32>>, DeviceError> {
-        let rows = self.honest.run(program, tokens, first)?;
-        Ok(if Self::is_candidate(program) { self.rows(rows, tokens, first) } else { rows })
+    fn run(&mut self, program: Handle, tokens: &[u32], first: usize) -> Result<Ran, DeviceError> {
+        let honest = self.honest.run(program, tokens, first)?;
+        if !Self::is_candidate(program) {
+            return Ok(honest);
+        }
+        // Whatever it answers, it chooses by it.
+        let logits = self.rows(honest.logits, tokens, first);
+        let mut chosen: Vec<u32> = logits.iter().map(|row| reference_vm::argmax(row)).collect();
+        if self.cheat == Cheat::AnotherToken {
+            *chosen.last_mut().unwrap() ^= 1;
+        }
+        Ok(Ran { logits, chosen })
     }
 
     fn time(
@@ -440,7 +462,9 @@ impl Device for Cheating<'_> {
                         self.bench.expected().logits[plan.tokens.len() - 2].clone();
                 }
                 Cheat::SlowsTheNext => samples.rounds.iter_mut().for_each(|round| round[3] *= 1.1),
+                Cheat::AnotherTokenWhenTimed => samples.last_chosen[1] ^= 1,
                 Cheat::Nothing
+                | Cheat::AnotherToken
                 | Cheat::HalfTheLogits
                 | Cheat::LastRowIsPoison
                 | Cheat::RowBefore

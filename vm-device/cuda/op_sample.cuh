@@ -7,7 +7,8 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bo
   amk_step* next_step = (amk_step*)w.shared->launch->step;
   amk_done* done = (amk_done*)w.shared->launch->done;
   uint32_t const next = s.position + 1;
-  uint32_t* tokens = (uint32_t*)w.shared->launch->tokens + (size_t)s.session * w.shared->launch->token_stride;
+  uint32_t* tokens = session_tokens(*w.shared->launch, s.session);
+  host_store(tokens + w.shared->launch->token_stride + s.position, chosen); // forced or not: the gate compares it with the logits
   bool const forced = next < s.forced;
   uint32_t const token = forced ? host_load(tokens + next) : chosen;
   bool const known = token < w.shared->program.vocab;
@@ -41,7 +42,7 @@ __device__ __forceinline__ void see_tokens(Worker const& w, amk_sampling const& 
   amk_step const& s = w.shared->step;
   uint32_t const vocab = w.shared->program.vocab;
   uint32_t* seen = (uint32_t*)settings.seen;
-  uint32_t const* tokens = (uint32_t const*)w.shared->launch->tokens + (size_t)s.session * w.shared->launch->token_stride;
+  uint32_t const* tokens = session_tokens(*w.shared->launch, s.session);
   bool const anew = s.position < settings.upto;
   uint32_t const from = anew ? 0 : settings.upto;
   if (from == 0) {

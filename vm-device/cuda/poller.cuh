@@ -76,7 +76,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   uint32_t const rows = load_relaxed(&program->logits_rows);
   bool const bad = session >= l.sessions || steps == 0 || position >= capacity || steps > capacity - position || stop_len > AMK_STOP_TOKENS_MAX ||
                    ((flags & AMK_FLAG_KEEP_LOGITS) != 0 && steps > rows);
-  uint32_t const token = bad ? 0 : host_load((uint32_t const*)l.tokens + (size_t)session * l.token_stride + position);
+  uint32_t const token = bad ? 0 : host_load(session_tokens(l, session) + position);
   if (bad || token >= load_relaxed(&program->vocab)) {
     post_completion(p, AMK_TRAP_BAD_COMMAND, 0, 0, 0, start);
     return AMK_TRAP_NONE;

@@ -411,9 +411,9 @@ __device__ __forceinline__ Found list_find(Worker const& w, Draw& d, List const&
     for (uint32_t i = 0; i < l.len; i += 4) {
       Listed e[4];
       list_load(l, w.thread, i, e);
-#pragma unroll 1
+#pragma unroll
       for (uint32_t k = 0; k < 4; ++k) {
-        add_digit(d, k < 2 ? (k == 0 ? e[0] : e[1]) : (k == 2 ? e[2] : e[3]), s, shift, width, prefix);
+        add_digit(d, e[k], s, shift, width, prefix);
       }
     }
     consumers_sync();
@@ -517,12 +517,46 @@ __device__ __forceinline__ uint32_t draw_from_row(Worker const& w, Draw& d, List
   return first + (uint32_t)token.key;
 }
 
+constexpr float FIRST_BAND = -12.f, SECOND_BAND = -24.f;
+constexpr uint32_t LIST_WISH = 2048; // tokens that are soon gone through
+
+// How far down the first band goes: as far as there are about LIST_WISH tokens, by a look at one token of many. A bad guess costs time only.
+__device__ __forceinline__ float first_band(Worker const& w, Draw& d, Row const& r) {
+  constexpr uint32_t THREADS = AMK_WARPS * 32, LOOKS = 2;
+  uint32_t const quads = (r.vocab + 3) / 4, step = quads / (THREADS * LOOKS) + 1;
+  if (w.thread < 32) {
+    d.count[w.thread] = 0;
+  }
+  consumers_sync();
+#pragma unroll
+  for (uint32_t j = 0; j < LOOKS; ++j) {
+    float t[4];
+    quad_distances(r, quad_load(r.logits, r.vocab, (j * THREADS + w.thread) * step * 4), t);
+#pragma unroll
+    for (uint32_t k = 0; k < 4; ++k) {
+      if (t[k] > FIRST_BAND) {
+        block_add(&d.count[(uint32_t)-t[k]], 1);
+      }
+    }
+  }
+  consumers_sync();
+  uint32_t octave = 0;
+  for (uint32_t tokens = 0; octave < (uint32_t)-FIRST_BAND; ++octave) {
+    tokens += d.count[octave] * step;
+    if (tokens > LIST_WISH) {
+      break;
+    }
+  }
+  consumers_sync();
+  return -(float)(octave > 0 ? octave : 1);
+}
+
 // Top-k, then top-p, then min-p. The likeliest tokens are listed, more of them as long as they do not suffice: most rows need one band.
 __device__ __forceinline__ uint32_t draw_from_list(Worker const& w, Draw& d, List& l, Row const& r, uint64_t bits) {
   uint64_t const share = d.settings.share, least = d.settings.least > 1 ? d.settings.least : 1;
   uint32_t const top_k = d.settings.top_k;
   bool const nucleus = share < 1ull << 32;
-  float low = -12.f, high = __int_as_float(0x7f800000);
+  float low = first_band(w, d, r), high = __int_as_float(0x7f800000);
   uint64_t total = 0;
   Found found = {};
   Sought sought = {false, top_k == 0, ~0ull, 1, top_k, 0};
@@ -542,7 +576,7 @@ __device__ __forceinline__ uint32_t draw_from_list(Worker const& w, Draw& d, Lis
       break;
     }
     high = low;
-    low = low == -12.f ? -24.f : LIGHTEST;
+    low = low > FIRST_BAND ? FIRST_BAND : low > SECOND_BAND ? SECOND_BAND : LIGHTEST;
   }
   sought.least = least;
   if (found.there) {

@@ -116,6 +116,11 @@ __device__ __forceinline__ void task_barrier(Worker& w) {
 }
 __device__ __forceinline__ bool left(Worker const& w) { return w.shared->leave[w.parity ^ 1] != 0; }
 
+// The words of a session's tokens; what was chosen behind each lies `token_stride` words further on.
+__device__ __forceinline__ uint32_t* session_tokens(amk_launch const& l, uint32_t session) {
+  return (uint32_t*)l.tokens + (size_t)session * 2 * l.token_stride;
+}
+
 // Asks the whole device to leave, and writes who waited for what. The first reporter wins.
 __device__ __forceinline__ void trap(Shared* sh, uint32_t code, uint32_t object, uint32_t have, uint32_t need, uint64_t waited_ns) {
   flag_store(&sh->dead, 1);

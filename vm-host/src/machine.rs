@@ -51,6 +51,8 @@ pub struct Loaded {
 pub struct Decoded {
     /// Tokens that were generated, a stop token included.
     pub tokens: Vec<u32>,
+    /// What the device chose behind each position that was run, also where a token was forced.
+    pub chosen: Vec<u32>,
     /// Positions that were run.
     pub steps: u32,
     /// How the command ended.
@@ -356,7 +358,7 @@ impl Memory {
             records: DeviceBuffer::zeroed(
                 u64::from(options.records) * size_of::<TaskRecord>() as u64,
             )?,
-            tokens: HostBuffer::zeroed(options.sessions as usize * token_stride as usize * 4)?,
+            tokens: HostBuffer::zeroed(options.sessions as usize * 2 * token_stride as usize * 4)?,
             token_stride,
             bounce,
             touched: vec![kv_capacity; options.sessions as usize],
@@ -366,6 +368,13 @@ impl Memory {
             _weights: weights,
         })
     }
+}
+
+/// So many tokens of the buffers, from a byte on.
+fn read_tokens(buffer: &HostBuffer, at: usize, count: u32) -> Vec<u32> {
+    let mut bytes = vec![0; count as usize * 4];
+    buffer.read(at, &mut bytes);
+    bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect()
 }
 
 impl Resident {
@@ -477,7 +486,8 @@ impl Resident {
         } else {
             idle.memory.sampling.passes_by(session);
         }
-        let base = (session * idle.memory.token_stride + position) as usize * 4;
+        let stride = idle.memory.token_stride as usize;
+        let base = (session as usize * 2 * stride + position as usize) * 4;
         idle.memory.tokens.write(base, bytemuck::cast_slice(tokens));
         let keep = if request.keep_logits { abi::FLAG_KEEP_LOGITS } else { 0 };
         let sample = if request.sampled { abi::FLAG_SAMPLE } else { 0 };
@@ -499,12 +509,12 @@ impl Resident {
         let ending = Ending::new(done.ending).ok_or_else(|| {
             HostError::Request(format!("the device says of the command's end: {}", done.ending))
         })?;
-        let chosen = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
-        let generated = chosen - u32::from(ending == Ending::NoToken && chosen > 0);
-        let mut bytes = vec![0; generated as usize * 4];
-        self.idle().memory.tokens.read(base + tokens.len() * 4, &mut bytes);
+        let last = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
+        let generated = last - u32::from(ending == Ending::NoToken && last > 0);
+        let buffer = &self.idle().memory.tokens;
         Ok(Decoded {
-            tokens: bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect(),
+            tokens: read_tokens(buffer, base + tokens.len() * 4, generated),
+            chosen: read_tokens(buffer, base + stride * 4, done.steps),
             steps: done.steps,
             ending,
             host_us,

@@ -92,7 +92,7 @@ fn number(name: &str) -> Option<u64> {
 
 /// How a device is booted here.
 fn boot_options() -> BootOptions {
-    let options = BootOptions { logits_rows: 80, ..BootOptions::default() };
+    let options = BootOptions { logits_rows: 80, sessions: 2, ..BootOptions::default() };
     match number("AMK_TEST_DEADLINE_S") {
         Some(seconds) => BootOptions { deadline: Duration::from_secs(seconds), ..options },
         None => options,
@@ -159,7 +159,7 @@ fn worst(expected: &[f32], actual: &[f32]) -> f64 {
     differences.fold(0.0, f64::max) / scale
 }
 
-/// Runs what is resident and compares every logit, and every token that follows.
+/// Runs what is resident, in one session and in another, and compares every logit, and every token that follows.
 fn check_program(machine: &mut Resident, golden: &Golden, name: &str, schedule: &str) {
     let some = number("AMK_TEST_POSITIONS").map(|n| (n as usize).clamp(1, golden.tokens.len()));
     let (tokens, follow, repeats) = match some {
@@ -169,7 +169,7 @@ fn check_program(machine: &mut Resident, golden: &Golden, name: &str, schedule: 
     let expected = &golden.logits[..golden.logits.len() / golden.tokens.len() * tokens.len()];
     for repeat in 0..repeats {
         let decoded = machine
-            .decode(0, 0, tokens, follow as u32, &[], true)
+            .decode(repeat, 0, tokens, follow as u32, &[], true)
             .unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
         let logits = machine
             .logits(tokens.len() as u32)
@@ -184,7 +184,22 @@ fn check_program(machine: &mut Resident, golden: &Golden, name: &str, schedule: 
         if some.is_none() {
             assert_eq!(decoded.tokens, golden.greedy, "{name}, {schedule}");
         }
+        check_choices(&decoded, &logits, tokens.len(), &format!("{name}, {schedule}"));
     }
+}
+
+/// The index of the greatest value, the first of equals.
+fn first_greatest(row: &[f32]) -> u32 {
+    let better =
+        |best, (index, value): (usize, &f32)| if *value > row[best] { index } else { best };
+    row.iter().enumerate().fold(0, better) as u32
+}
+
+/// What the device chose behind each position of the prompt, where the next token was forced, is what its own logits say.
+fn check_choices(decoded: &vm_host::Decoded, logits: &[f32], positions: usize, what: &str) {
+    let vocab = logits.len() / positions;
+    let likeliest: Vec<u32> = logits.chunks(vocab).map(first_greatest).collect();
+    assert_eq!(decoded.chosen[..positions], likeliest, "{what}: chosen");
 }
 
 /// One model under every schedule: launched anew only when the kernel variant changes, else switched by a ring command.
@@ -240,6 +255,27 @@ fn logits_and_tokens_are_those_of_the_golden_models() {
     for name in chosen() {
         check_model(name, &info);
     }
+}
+
+/// A large vocabulary gives each worker several groups of tiles of the last product behind each other. Once, threads without a row took
+/// part in the choice from the second group on: the logits were right and the token was not theirs.
+#[test]
+fn the_choice_among_many_rows_is_that_of_the_logits() {
+    let Some(info) = device() else { return };
+    let model = model::preset("smollm2-135m").expect("a known preset");
+    let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
+    let options = lower::Options { kv_capacity: 128 };
+    let config = config("{}", &model.graph, &target);
+    let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");
+    let variant = vm_host::variant(&config.kernel, &model.graph);
+    let booted = Idle::boot(&model.graph, &*model.weights, &program, &variant, boot_options());
+    let launched = booted.expect("it boots").launch(variant, &program);
+    let mut machine = launched.unwrap_or_else(|e| panic!("launch: {}", e.1));
+    let tokens: Vec<u32> = (0..48).map(|i| i * 1021 % model.graph.vocab).collect();
+    let decoded = machine.decode(1, 0, &tokens, 1, &[], true).expect("it runs");
+    let logits = machine.logits(tokens.len() as u32).expect("logits").concat();
+    check_choices(&decoded, &logits, tokens.len(), "smollm2-135m");
+    machine.stop().expect("it stops");
 }
 
 /// What runs on the device here is every op that programs are made of. Needs no device.

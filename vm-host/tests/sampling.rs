@@ -265,8 +265,8 @@ fn deliberate_mistakes_are_found() {
     let mistakes = [
         (
             "penalty",
-            "x[k] > 0.f ? __fdiv_rn(x[k], r.penalty)",
-            "x[k] > 9.f ? __fdiv_rn(x[k], r.penalty)",
+            "x > 0.f ? __fdiv_rn(x, c.penalty)",
+            "x > 9.f ? __fdiv_rn(x, c.penalty)",
         ),
         ("whole part", "__fadd_ru(t, base)", "__fadd_rn(t, base)"),
         ("carry", " + (old + low < old)", ""),

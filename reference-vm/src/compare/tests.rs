@@ -99,10 +99,34 @@ fn the_device_follows_the_reference() {
     actual[1][2] += 0.03;
     let reference = compare(&rows(), &rows(), Tolerance::REFERENCE).unwrap();
     let device: Agreement<Device> =
-        reference.and_device(&rows(), &actual, Tolerance::DEVICE).unwrap();
+        reference.and_device(&rows(), &actual, &chosen(&actual), Tolerance::DEVICE).unwrap();
     assert!((device.summary().max_rel_err - 0.03 / 8.0).abs() < 1e-6);
     actual[1][2] += 0.03;
-    assert!(reference.and_device(&rows(), &actual, Tolerance::DEVICE).is_err());
+    assert!(reference.and_device(&rows(), &actual, &chosen(&actual), Tolerance::DEVICE).is_err());
+}
+
+fn chosen(rows: &[Vec<f32>]) -> Vec<u32> {
+    rows.iter().map(|row| argmax(row)).collect()
+}
+
+#[test]
+fn a_device_goes_on_with_the_token_that_its_logits_say() {
+    let reference = compare(&rows(), &rows(), Tolerance::REFERENCE).unwrap();
+    let right = chosen(&rows());
+    let ended = |chosen: &[u32]| {
+        let ended = reference.and_device(&rows(), &rows(), chosen, Tolerance::DEVICE);
+        ended.map(|_| ()).map_err(|at| at.to_string())
+    };
+    assert_eq!(ended(&right), Ok(()));
+    let mut wrong = right.clone();
+    wrong[1] += 1;
+    let text = format!(
+        "token {} was chosen at position 1 where the device's own logits say {}",
+        wrong[1], right[1]
+    );
+    assert_eq!(ended(&wrong), Err(text));
+    let text = format!("chosen tokens have 1 positions instead of {}", right.len());
+    assert_eq!(ended(&right[..1]), Err(text));
 }
 
 #[test]

@@ -11,7 +11,7 @@ use reference_vm::{Defect, Order};
 
 use super::*;
 use crate::assess::evaluate;
-use crate::device::{Contender, DeviceInfo, Handle, Plan, Samples};
+use crate::device::{Contender, DeviceInfo, Handle, Plan, Ran, Samples};
 use crate::{Timing, Verdict};
 
 const KV_CAPACITY: u32 = 24;
@@ -55,12 +55,7 @@ impl Device for Copy<'_> {
         Ok(Handle(0))
     }
 
-    fn run(
-        &mut self,
-        _: Handle,
-        tokens: &[u32],
-        first: usize,
-    ) -> Result<Vec<Vec<f32>>, DeviceError> {
+    fn run(&mut self, _: Handle, tokens: &[u32], first: usize) -> Result<Ran, DeviceError> {
         let program = self.program.clone().unwrap();
         let machine = Machine::new(&program, self.graph, self.weights).unwrap();
         self.runs += usize::from(first == 0);
@@ -77,7 +72,8 @@ impl Device for Copy<'_> {
         if matches!(self.wrong, Wrong::Bits) && odd {
             rows[0][0] = rows[0][0].next_up();
         }
-        Ok(rows.split_off(first))
+        let chosen = rows.iter().map(|row| reference_vm::argmax(row)).skip(first).collect();
+        Ok(Ran { logits: rows.split_off(first), chosen })
     }
 
     fn slots(&mut self, _: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
@@ -86,9 +82,11 @@ impl Device for Copy<'_> {
     }
 
     fn time(&mut self, _: [Contender<'_>; 2], plan: &Plan<'_>) -> Result<Samples, DeviceError> {
-        let last = self.run(Handle(0), plan.tokens, plan.tokens.len() - 1)?.remove(0);
+        let last = self.run(Handle(0), plan.tokens, plan.tokens.len() - 1)?.logits.remove(0);
         let last_logits = [last.clone(), last];
-        Ok(Samples { rounds: vec![[100.0; 4]; plan.rounds], last_logits, ..Samples::default() })
+        let rounds = vec![[100.0; 4]; plan.rounds];
+        let last_chosen = last_logits.each_ref().map(|logits| reference_vm::argmax(logits));
+        Ok(Samples { rounds, last_logits, last_chosen, ..Samples::default() })
     }
 
     fn release(&mut self, _: Handle) {}

@@ -119,9 +119,9 @@ impl<'g, 'a> Probe<'g, 'a> {
         let handle = device.prepare(program, &config.kernel).map_err(Dropped::Failed)?;
         let expected = self.gate.expected();
         let end = self.timed.end;
-        let rows = device.run(handle, &expected.tokens[..end], 0).map_err(Dropped::Failed)?;
+        let ran = device.run(handle, &expected.tokens[..end], 0).map_err(Dropped::Failed)?;
         let _ = reference
-            .and_device(&expected.logits[..end], &rows, expected.on_device)
+            .and_device(&expected.logits[..end], &ran.logits, &ran.chosen, expected.on_device)
             .map_err(|at| Dropped::Disagreed { by: "device", at })?;
         self.holder = Some(handle);
         Ok(handle)
@@ -145,9 +145,9 @@ impl<'g, 'a> Probe<'g, 'a> {
             device.release(holder);
             handed.map_err(Dropped::Failed)?;
         }
-        let rows = device.run(handle, tokens, first).map_err(Dropped::Failed)?;
+        let ran = device.run(handle, tokens, first).map_err(Dropped::Failed)?;
         let agreement = reference
-            .and_device(&expected.logits[first..end], &rows, expected.on_device)
+            .and_device(&expected.logits[first..end], &ran.logits, &ran.chosen, expected.on_device)
             .map_err(|at| Dropped::Disagreed { by: "device", at })?;
         let contender = Contender::new(handle, &agreement);
         let plan = Plan { tokens, first, rounds: self.rounds, warmup: 0 };

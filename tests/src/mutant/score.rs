@@ -44,9 +44,11 @@ impl Fate {
                     What::Keys { .. } => "keys",
                     What::Values { .. } => "values",
                     What::Logits | What::Slot(_) => "logits",
+                    What::Chosen => "tokens",
                 };
                 Self::Gate { by, beyond }
             }
+            Disagreement::Chosen { .. } => Self::Gate { by: "tokens", beyond: f64::INFINITY },
             Disagreement::Nothing { .. }
             | Disagreement::Positions { .. }
             | Disagreement::Elements { .. }

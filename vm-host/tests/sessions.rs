@@ -338,3 +338,108 @@ fn the_price_of_a_choice() {
     assert!(all <= BUDGET_US, "all filters take {all} us");
     machine.stop().expect("it stops");
 }
+
+/// A session on its way: what it was asked for, what it has said.
+struct Speaker {
+    sampling: Sampling,
+    generate: u32,
+    /// Its client goes after so many tokens.
+    goes: u32,
+    feed: Vec<u32>,
+    position: u32,
+    said: Vec<u32>,
+}
+
+impl Speaker {
+    fn new(i: u32, vocab: u32, random: &mut Xoshiro256PlusPlus) -> Self {
+        let prompt: Vec<u32> = (0..1 + 11 * i % 60).map(|k| (k * 131 + i * 977) % vocab).collect();
+        let sampling = match i % 4 {
+            0 => Sampling::default(),
+            _ => settings(random, vocab),
+        };
+        let generate = 20 + 17 * i % 50;
+        let goes = if i % 5 == 4 { 7 } else { generate };
+        Self { sampling, generate, goes, feed: prompt, position: 0, said: Vec::new() }
+    }
+
+    fn done(&self) -> bool {
+        self.said.len() as u32 >= self.goes
+    }
+
+    /// A turn of at most `slice` new tokens.
+    fn turn(
+        &mut self,
+        machine: &mut Resident,
+        session: u32,
+        slice: u32,
+        give_way: &mut dyn FnMut() -> bool,
+    ) -> Ending {
+        let left = self.generate - self.said.len() as u32;
+        let request = Request {
+            session,
+            position: self.position,
+            tokens: &self.feed,
+            generate: left.min(slice),
+            sampled: !self.sampling.is_plain_greedy(),
+            ..Request::default()
+        };
+        let done = machine.run(&request, give_way).expect("it runs");
+        self.position += done.steps;
+        self.said.extend(&done.tokens);
+        match done.tokens.last() {
+            Some(&last) => self.feed = vec![last],
+            None => drop(self.feed.drain(..done.steps as usize)),
+        }
+        done.ending
+    }
+}
+
+/// Sixteen sessions of all settings in random turns that give way at random: each says what it says alone. Some go early, one asks for what
+/// is not there between the turns of the others.
+#[test]
+fn sessions_beside_each_other_say_what_each_says_alone() {
+    const SESSIONS: u32 = 16;
+    let Some((mut machine, vocab)) = machine("smollm2-135m", SESSIONS, 4) else { return };
+    let speakers = || -> Vec<Speaker> {
+        let mut random = Xoshiro256PlusPlus::seed_from_u64(21);
+        (0..SESSIONS).map(|i| Speaker::new(i, vocab, &mut random)).collect()
+    };
+    let begin = |machine: &mut Resident, session: u32, speaker: &Speaker| {
+        machine.set_sampling(session, &speaker.sampling).expect("settings");
+    };
+    let mut alone = speakers();
+    for (session, speaker) in (0..).zip(&mut alone) {
+        begin(&mut machine, session, speaker);
+        while !speaker.done() {
+            let ending = speaker.turn(&mut machine, session, u32::MAX, &mut || false);
+            assert_eq!(ending, Ending::Length, "session {session}");
+        }
+    }
+    let mut together = speakers();
+    for (session, speaker) in (0..).zip(&together) {
+        begin(&mut machine, session, speaker);
+    }
+    let mut random = Xoshiro256PlusPlus::seed_from_u64(22);
+    let (mut turns, mut yields, mut refused) = (0, 0, 0);
+    while together.iter().any(|speaker| !speaker.done()) {
+        let session = random.random_range(0..SESSIONS);
+        let speaker = &mut together[session as usize];
+        if speaker.done() {
+            let bad = Request { session, position: CAPACITY, tokens: &[1], ..Request::default() };
+            assert!(machine.run(&bad, &mut || false).is_err(), "there is no such position");
+            refused += 1;
+            continue;
+        }
+        let slice = random.random_range(1..12);
+        let ending = speaker.turn(&mut machine, session, slice, &mut || random.random_bool(0.02));
+        turns += 1;
+        yields += u32::from(ending == Ending::Yield);
+    }
+    eprintln!("{turns} turns, {yields} gave way, {refused} bad requests between them");
+    assert!(yields > 10 && refused > 0, "{yields} {refused}");
+    for (session, (alone, together)) in alone.iter().zip(&together).enumerate() {
+        let heard = alone.goes as usize;
+        assert_eq!(alone.said[..heard], together.said[..heard], "session {session}");
+    }
+    machine.stop().expect("it stops");
+}

@@ -14,11 +14,15 @@ use serde::Deserialize;
 use crate::config_source::ConfigSource;
 use crate::sampling_args::SamplingArgs;
 
+mod cards;
 mod landscape;
+mod prefill;
 mod rerun;
 mod runs;
 
+pub(crate) use cards::CardNumber;
 pub(crate) use landscape::{LandscapeCommand, RecordArgs};
+pub(crate) use prefill::{PrefillArgs, PrefillChoice};
 pub(crate) use rerun::{RerunArgs, TaskPlace};
 pub(crate) use runs::{
     CompareArgs, GcArgs, ReplayArgs, RunArgs, RunsArgs, RunsCommand, RunsExportArgs,
@@ -121,6 +125,12 @@ pub(crate) enum Command {
         megakernel, whose rows of logits come to the host, where tokens are chosen. docs/serve.md has the fields of a request."
     )]
     Serve(ServeArgs),
+    /// Shows what a running `amk` is doing: sequences, workers, step times, rates. It looks on and disturbs nothing.
+    #[command(
+        after_help = "Examples:\n  amk top\n  amk top --pid 4711\n  amk top --once --json | jq .rates.tokens_per_s\n\n\
+        In the terminal: q ends, p pauses. docs/telemetry.md says what the figures mean."
+    )]
+    Top(TopArgs),
     /// Measures microseconds a token and their accuracy, beside the other engines here. Without a GPU it predicts, and says so.
     #[command(
         after_help = "Examples:\n  amk bench --model llama-3.2-1b --context 128\n  amk bench --model llama-3.2-1b --context 16384 --peers none\n  \
@@ -361,6 +371,11 @@ pub(crate) struct LoopArgs {
     #[command(flatten)]
     #[serde(flatten)]
     pub(crate) sharing: SharingArgs,
+    /// The GPUs of this machine that search side by side, such as 0,1 (or cuda:0,cuda:1), all of one kind. Default: the first one, or the
+    /// resumed search's.
+    #[arg(long, value_delimiter = ',', value_name = "GPUS")]
+    #[serde(default)]
+    pub(crate) devices: Vec<CardNumber>,
     /// When to end: a number of trials (64) or a time (90s, 10m, 2h). Default: 64, or the resumed search's.
     #[arg(long, value_name = "TRIALS|TIME")]
     pub(crate) budget: Option<Budget>,
@@ -533,6 +548,8 @@ pub(crate) struct GenerateArgs {
     pub(crate) stop: Vec<u32>,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
+    pub(crate) prefill: PrefillArgs,
     /// Write the logits of every executed position: a safetensors file with `logits`, [positions, vocab] f32.
     #[arg(long, value_name = "FILE")]
     pub(crate) logits: Option<PathBuf>,
@@ -565,6 +582,9 @@ pub(crate) struct BenchArgs {
     /// Write what was measured, with the schedule and the proofs, as one file that `amk bundle` checks. Needs the GPU.
     #[arg(long, value_name = "FILE")]
     pub(crate) bundle: Option<PathBuf>,
+    /// Time a prompt of so many tokens in chunks instead of decoding. Needs the GPU.
+    #[arg(long, value_name = "TOKENS", conflicts_with_all = ["context", "bundle", "peers", "gguf"])]
+    pub(crate) prefill: Option<u32>,
 }
 
 /// Arguments of `bundle`.
@@ -613,6 +633,34 @@ pub(crate) struct ServeArgs {
     /// Requests in the server, those that wait included; others are told to come back (429).
     #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096).map(usize::from))]
     pub(crate) queue: usize,
+    /// Where to answer Prometheus, under /metrics; port 0 takes a free one. A listener of its own, which asks nobody who they are.
+    #[arg(long, value_name = "IP:PORT")]
+    pub(crate) metrics: Option<SocketAddr>,
+    /// A file for the same text, written anew now and then, whole each time.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) metrics_file: Option<PathBuf>,
+    /// Seconds between two writes of that file.
+    #[arg(long, default_value_t = 5, value_name = "SECONDS", requires = "metrics_file", value_parser = clap::value_parser!(u32).range(1..=3600))]
+    pub(crate) metrics_every: u32,
+    #[command(flatten)]
+    pub(crate) prefill: PrefillArgs,
+}
+
+/// Arguments of `top`.
+#[derive(Debug, Args)]
+pub(crate) struct TopArgs {
+    /// The process to look at. Default: the one that there is.
+    #[arg(long, value_name = "PID")]
+    pub(crate) pid: Option<u32>,
+    /// Look twice, a moment apart, print one document and end.
+    #[arg(long)]
+    pub(crate) once: bool,
+    /// Print JSON; only with --once, which prints a table for people without it.
+    #[arg(long, requires = "once")]
+    pub(crate) json: bool,
+    /// Milliseconds between two looks.
+    #[arg(long, default_value_t = 500, value_name = "MS", value_parser = clap::value_parser!(u64).range(50..=60_000))]
+    pub(crate) every: u64,
 }
 
 /// Arguments of `trace`.

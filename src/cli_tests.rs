@@ -10,6 +10,8 @@ use serde_json::Value;
 mod schemas;
 #[path = "serve_tests.rs"]
 mod serve;
+#[path = "top_tests.rs"]
+mod top;
 
 /// What one call of `amk` gave.
 struct Ran {

@@ -12,6 +12,7 @@ use ir::sampling::Sampling;
 use ir::schedule::KernelConfig;
 use remote::{Board, Phase, Served};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
+use telemetry::Publisher;
 use vm_device::Variant;
 use vm_host::{BootOptions, HostError, Idle, Loaded, Lookout, Request, Resident};
 
@@ -21,6 +22,7 @@ use crate::report;
 
 mod builds;
 mod child;
+mod chunks;
 #[cfg(test)]
 mod hang_tests;
 mod sequences;
@@ -46,7 +48,28 @@ const SETTLE: usize = 2;
 
 /// What is missing for driving the GPU that is here with programs for this target, found without touching it.
 pub(crate) fn look(context: &Context) -> Result<vm_host::DeviceInfo, HostError> {
-    let info = vm_host::device_info()?;
+    fits(context, vm_host::device_info()?)
+}
+
+/// The GPU of a number, as [`look`] finds the first one.
+pub(crate) fn look_at(context: &Context, ordinal: u32) -> Result<vm_host::DeviceInfo, HostError> {
+    fits(context, vm_host::device_info_at(ordinal)?)
+}
+
+/// The GPU with this id, among those that are seen here.
+pub(crate) fn find(uuid: &str) -> Result<Option<u32>, HostError> {
+    for ordinal in 0.. {
+        match vm_host::device_info_at(ordinal) {
+            Ok(info) if info.uuid == uuid => return Ok(Some(ordinal)),
+            Ok(_) => {}
+            Err(HostError::NoSuchDevice { .. } | HostError::NoDevice) => break,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
+fn fits(context: &Context, info: vm_host::DeviceInfo) -> Result<vm_host::DeviceInfo, HostError> {
     let (major, minor) = info.capability;
     if major != CAPABILITY {
         return Err(HostError::Architecture { name: info.name, major, minor });
@@ -126,10 +149,14 @@ pub(crate) struct Gpu<'a> {
     board: Option<Board>,
     /// The ring of the machine, for a thread beside this one.
     lookout: SharedLookout,
+    /// Where to say what was brought to the device.
+    page: Option<Publisher>,
     /// A kernel did not leave, or took the context with it: only a new process gets the device back.
     lost: bool,
     /// How long a worker may wait inside a step.
     deadline: Duration,
+    /// Tokens from which on a prompt is run in chunks.
+    chunks_from: Option<usize>,
 }
 
 /// The ring of a machine, while there is one.
@@ -152,8 +179,10 @@ impl<'a> Gpu<'a> {
             builds: builds(&context.target.arch),
             board: board.cloned(),
             lookout: SharedLookout::default(),
+            page: None,
             lost: false,
             deadline: DEADLINE,
+            chunks_from: None,
         })
     }
 
@@ -161,6 +190,31 @@ impl<'a> Gpu<'a> {
         if let Some(board) = &self.board {
             board.enter(phase);
         }
+    }
+
+    /// From here on its kernels are looked at from there, and a page says what is brought to the device.
+    pub(crate) fn observed(&mut self, lookout: &SharedLookout, page: &Publisher) {
+        page.edit(|edit| {
+            edit.device(&self.info.name);
+            edit.head().bandwidth = self.bandwidth as u64;
+        });
+        (self.lookout, self.page) = (lookout.clone(), Some(page.clone()));
+    }
+
+    /// A kernel was launched: on a machine that was booted for it, or on one that had its weights already.
+    fn launched(&self, program: &Program, booted: bool) {
+        let Some(page) = &self.page else { return };
+        let bytes = program.matrices.iter().map(|matrix| matrix.bytes()).sum::<u64>();
+        page.edit(|edit| {
+            let head = edit.head();
+            let copied = if booted { &mut head.uploaded_bytes } else { &mut head.avoided_bytes };
+            *copied += bytes;
+            head.launches += 1;
+            head.step_bytes = program.stream_bytes();
+            (head.weights_bytes, head.landed_bytes) = (bytes, bytes);
+            let caches = program.kv_bytes(program.kv_capacity.saturating_sub(1));
+            head.resident_bytes = bytes + u64::from(SESSIONS) * caches;
+        });
     }
 
     fn set_lookout(&self, lookout: Option<Lookout>) {
@@ -224,6 +278,7 @@ impl Gpu<'_> {
             None => {
                 let began = Instant::now();
                 let loaded = running.load(&program).map_err(device_error)?;
+                self.page.iter().for_each(|page| page.edit(|edit| edit.head().loads += 1));
                 self.costs.loads += 1;
                 self.costs.load_s += began.elapsed().as_secs_f64();
                 loaded
@@ -243,6 +298,7 @@ impl Gpu<'_> {
         program: &Verified<Program>,
     ) -> Result<Loaded, DeviceError> {
         let began = Instant::now();
+        let booted = matches!(self.machine, Machine::Absent);
         let idle = match std::mem::replace(&mut self.machine, Machine::Absent) {
             Machine::Absent => {
                 self.enter(Phase::Booting);
@@ -257,6 +313,7 @@ impl Gpu<'_> {
                 let (loaded, lookout) = (running.current(), running.lookout());
                 self.set_lookout(Some(lookout));
                 self.machine = Machine::Running(Box::new(running));
+                self.launched(program, booted);
                 self.costs.launches += 1;
                 self.costs.launch_s += began.elapsed().as_secs_f64();
                 Ok(loaded)
@@ -299,15 +356,18 @@ impl Gpu<'_> {
         keep: bool,
     ) -> Result<(Vec<u32>, Vec<Vec<f32>>), DeviceError> {
         self.sequences = [const { None }; SESSIONS as usize];
+        let mut logits = Vec::new();
+        let (mut head, last) = prompt.split_at(prompt.len().saturating_sub(1));
+        let mut position = 0;
+        if !keep && self.prefilled(handle, (0, 0), head)? {
+            (position, head) = (head.len() as u32, &[]);
+        }
         let running = self.activate(handle, true)?;
         let sampled = !sampling.is_plain_greedy();
         if sampled {
             running.set_sampling(0, sampling).map_err(device_error)?;
         }
-        let mut logits = Vec::new();
-        let mut position = 0;
         // The prompt but its last token, in pieces whose logits can be kept.
-        let (head, last) = prompt.split_at(prompt.len().saturating_sub(1));
         for piece in head.chunks(running.logits_rows() as usize) {
             let done = running.decode(0, position, piece, 1, &[], keep).map_err(device_error)?;
             if keep {
@@ -521,6 +581,7 @@ fn device_error(error: HostError) -> DeviceError {
         }
         HostError::NoDriver
         | HostError::NoDevice
+        | HostError::NoSuchDevice { .. }
         | HostError::NoNvrtc { .. }
         | HostError::Architecture { .. }
         | HostError::AbiMismatch { .. }

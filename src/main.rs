@@ -12,10 +12,12 @@ mod device;
 mod failure;
 mod files;
 mod mcp;
+mod observe;
 mod peers;
 mod report;
 mod sampling_args;
 mod serve;
+mod top;
 mod working;
 
 use std::alloc::System;

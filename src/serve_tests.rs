@@ -3,6 +3,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -16,30 +17,30 @@ const MODEL: &str = "llama3-rope-bf16";
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A server of its own.
-struct Server {
+pub(super) struct Server {
     child: Child,
     /// Kept open: a server that cannot write is no better than one that may not.
     _output: BufReader<ChildStdout>,
     address: String,
-    document: Value,
+    pub(super) document: Value,
 }
 
 /// An answer of the server.
-struct Answer {
-    status: u16,
-    head: String,
-    body: String,
+pub(super) struct Answer {
+    pub(super) status: u16,
+    pub(super) head: String,
+    pub(super) body: String,
 }
 
 impl Answer {
     #[track_caller]
-    fn json(&self) -> Value {
+    pub(super) fn json(&self) -> Value {
         serde_json::from_str(&self.body).unwrap_or_else(|e| panic!("{e}: {}", self.body))
     }
 
     /// Asserts a refusal in OpenAI's shape that names the field.
     #[track_caller]
-    fn refuses(&self, status: u16, param: Option<&str>) -> String {
+    pub(super) fn refuses(&self, status: u16, param: Option<&str>) -> String {
         assert_eq!(self.status, status, "{}", self.body);
         let error = &self.json()["error"];
         assert_eq!(error["param"].as_str(), param, "{error}");
@@ -56,9 +57,15 @@ impl Answer {
 
 impl Server {
     fn start(arguments: &[&str]) -> Self {
+        Self::start_in(arguments, None)
+    }
+
+    /// With a folder for its page.
+    pub(super) fn start_in(arguments: &[&str], runtime: Option<&Path>) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_amk"))
             .args(["serve", "--addr", "127.0.0.1:0"])
             .args(arguments)
+            .envs(runtime.map(|folder| ("XDG_RUNTIME_DIR", folder)))
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
@@ -74,17 +81,29 @@ impl Server {
     }
 
     /// Opens a connection and sends a request. HTTP/1.0, so that an answer is what comes until the end.
-    fn send(&self, head: &str, body: &str) -> TcpStream {
-        let mut stream = TcpStream::connect(&self.address).unwrap();
+    pub(super) fn send(&self, head: &str, body: &str) -> TcpStream {
+        Self::connect(&self.address, head, body)
+    }
+
+    fn connect(address: &str, head: &str, body: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(address).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         // The server may answer and hang up before it has read everything.
         let _ = write!(stream, "{head}\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len());
         stream
     }
 
+    /// Asks another listener of the same process.
+    pub(super) fn at(&self, address: &str, head: &str) -> Answer {
+        Self::answered(Self::connect(address, head, ""))
+    }
+
     fn ask(&self, head: &str, body: &str) -> Answer {
+        Self::answered(self.send(head, body))
+    }
+
+    fn answered(mut stream: TcpStream) -> Answer {
         let mut bytes = Vec::new();
-        let mut stream = self.send(head, body);
         let mut piece = [0; 4096];
         loop {
             match stream.read(&mut piece) {
@@ -113,7 +132,7 @@ impl Server {
         self.ask(&head(path), &body.to_string())
     }
 
-    fn complete(&self, fields: Value) -> Answer {
+    pub(super) fn complete(&self, fields: Value) -> Answer {
         self.post("/v1/completions", &request(fields))
     }
 
@@ -121,14 +140,14 @@ impl Server {
         self.get("/health").json()["requests"].as_u64().unwrap()
     }
 
-    fn interrupt(&self) {
+    pub(super) fn interrupt(&self) {
         let pid = rustix::process::Pid::from_raw(self.child.id() as i32).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
     }
 
     /// Waits for the end and gives the exit code.
     #[track_caller]
-    fn end(&mut self) -> i32 {
+    pub(super) fn end(&mut self) -> i32 {
         let began = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {

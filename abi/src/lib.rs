@@ -13,9 +13,10 @@ mod op;
 mod ring;
 mod status;
 mod task;
+mod telemetry;
 mod transition;
 
-pub use header::{abi_hash, c_header};
+pub use header::{abi_hash, c_header, program_hash};
 pub use layout::{Field, StructLayout, WireType, probe_values, structs};
 pub use limits::*;
 pub use op::{
@@ -28,5 +29,9 @@ pub use ring::{
 pub use status::{Status, Trap};
 pub use task::{
     Done, Launch, Load, ProgramHeader, Queue, SlotDesc, SlotKind, StepState, Task, TaskRecord,
+};
+pub use telemetry::{
+    Activity, Pulse, SequenceEnd, SessionWords, TELEMETRY_MAGIC, TELEMETRY_VERSION, Telemetry,
+    WorkerWords, telemetry_structs,
 };
 pub use transition::{CHANGES, Change, Side, Transition, transition};

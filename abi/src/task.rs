@@ -204,7 +204,7 @@ wire_struct! {
 
 wire_struct! {
     /// What a kernel is launched with, by value.
-    amk_launch align(16) size(112)
+    amk_launch align(16) size(128)
     pub struct Launch {
         /// `amk_submission[RING_ENTRIES]` in mapped host memory.
         pub submissions: u64,
@@ -214,7 +214,7 @@ wire_struct! {
         pub indices: u64,
         /// `amk_status` in mapped host memory.
         pub status: u64,
-        /// Token buffers in mapped host memory, `token_stride` words per session.
+        /// Token buffers in mapped host memory. Of each session `token_stride` words with its tokens, then as many with what was chosen behind each.
         pub tokens: u64,
         /// `amk_step` in device memory.
         pub step: u64,
@@ -224,7 +224,7 @@ wire_struct! {
         pub records: u64,
         /// Nanoseconds that any wait inside a step may last.
         pub deadline_ns: u64,
-        /// Words between the token buffers of two sessions.
+        /// Words of a session's tokens; twice as many lie between those of two sessions.
         pub token_stride: u32,
         /// Sessions.
         pub sessions: u32,
@@ -234,10 +234,16 @@ wire_struct! {
         pub record_len: u32,
         /// First program, loaded before the launch.
         pub program: u64,
+        /// `amk_pulse[workers]` in mapped host memory.
+        pub pulses: u64,
+        /// Nanoseconds between two writes of a pulse.
+        pub pulse_ns: u32,
+        /// Zero.
+        pub reserved: u32,
         /// `amk_sampling[sessions]` in device memory.
         pub sampling: u64,
         /// Zero.
-        pub reserved: [u32; 2],
+        pub reserved1: [u32; 2],
     }
 }
 

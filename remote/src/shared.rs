@@ -12,6 +12,7 @@ use abi::{Status, Trap};
 use memmap2::{MmapOptions, MmapRaw};
 use rayon::prelude::*;
 use rustix::fs::{MemfdFlags, SealFlags};
+use telemetry::Suspect;
 
 /// Bytes of the words; rows begin behind them.
 const HEAD_BYTES: usize = 4096;
@@ -30,6 +31,9 @@ mod at {
     pub(super) const HEARTBEAT: usize = 6;
     /// Words of an `abi::Status`, the last of which says that it is complete.
     pub(super) const STATUS: usize = 16;
+    /// Whether a worker is suspected, then the words of the suspicion.
+    pub(super) const SUSPECTED: usize = 64;
+    pub(super) const SUSPECT: usize = 65;
 }
 
 const STATUS_WORDS: usize = size_of::<Status>() / 4;
@@ -207,6 +211,15 @@ impl Board {
         self.0.word(at::STATUS + last).store(words[last], Ordering::Release);
     }
 
+    /// A worker is suspected to have stalled, or none is any more.
+    pub fn suspect(&self, suspect: Option<&Suspect>) {
+        for (index, word) in suspect.map(Suspect::to_words).iter().flatten().enumerate() {
+            self.0.word(at::SUSPECT + index).store(*word, Ordering::Relaxed);
+        }
+        let suspected = u32::from(suspect.is_some());
+        self.0.word(at::SUSPECTED).store(suspected, Ordering::Release);
+    }
+
     /// The process is alive.
     pub(crate) fn beat(&self) {
         self.0.word(at::BEAT).fetch_add(1, Ordering::Relaxed);
@@ -218,6 +231,7 @@ impl Board {
         for index in 0..STATUS_WORDS {
             self.0.word(at::STATUS + index).store(0, Ordering::Relaxed);
         }
+        self.suspect(None);
     }
 
     /// A new process: nothing is known of it.
@@ -235,7 +249,10 @@ impl Board {
             let words: [u32; STATUS_WORDS] = std::array::from_fn(|index| word(at::STATUS + index));
             bytemuck::cast(words)
         });
+        let suspected = self.0.word(at::SUSPECTED).load(Ordering::Acquire) != 0;
+        let suspect = std::array::from_fn(|index| word(at::SUSPECT + index));
         Last {
+            suspect: suspected.then(|| Suspect::from_words(suspect)),
             phase: Phase::ALL.get(word(at::PHASE) as usize).copied(),
             request: word(at::REQUEST),
             beat: word(at::BEAT),
@@ -258,6 +275,8 @@ pub struct Last {
     pub heartbeat: u32,
     /// What the kernel said when it gave up, if it did.
     pub status: Option<Status>,
+    /// A worker that was still when it was last looked at: the kernel had not given up.
+    pub suspect: Option<Suspect>,
 }
 
 impl std::fmt::Display for Last {
@@ -265,7 +284,8 @@ impl std::fmt::Display for Last {
         let phase = self.phase.map_or("doing what nobody knows", Phase::words);
         write!(f, "{phase} (request {})", self.request)?;
         let Some(status) = &self.status else {
-            return write!(f, ", the kernel reported no trap");
+            write!(f, ", the kernel reported no trap")?;
+            return self.suspect.map_or(Ok(()), |suspect| write!(f, ", but {suspect}"));
         };
         let trap = Trap::new(status.trap).map_or("unknown trap", Trap::name);
         let Status { worker, task, opcode, object, have, need, epoch, .. } = *status;
@@ -314,6 +334,22 @@ mod tests {
         }
         there.begin(8);
         assert_eq!(there.last().status, None, "a new request forgets the trap of the last one");
+        let still = Suspect::from_words([5, 900, 0, 14, 130, Trap::StageDeadline as u32, 3, 0, 1]);
+        here.suspect(Some(&still));
+        let said = there.last().to_string();
+        for part in ["no trap, but worker 5", "900 ms", "task 14 of position 130", "stage 3"] {
+            assert!(said.contains(part), "{said}");
+        }
+        here.kernel(2, Some(&status));
+        assert!(
+            !there.last().to_string().contains("900 ms"),
+            "what the kernel says itself is better"
+        );
+        here.suspect(None);
+        assert_eq!(there.last().suspect, None);
+        here.suspect(Some(&still));
+        there.begin(9);
+        assert_eq!(there.last().suspect, None, "a new request forgets a suspicion too");
     }
 
     #[test]

@@ -30,13 +30,15 @@ pub enum Refused {
 #[derive(Clone, Debug)]
 pub struct Ring {
     states: Vec<EntryState>,
+    entered: [u64; EntryState::ALL.len()],
 }
 
 impl Ring {
     /// A ring of empty entries: as many as asked for, at most those of the wire.
     #[must_use]
     pub fn new(entries: usize) -> Self {
-        Self { states: vec![EntryState::Empty; entries.min(RING_ENTRIES as usize)] }
+        let states = vec![EntryState::Empty; entries.min(RING_ENTRIES as usize)];
+        Self { states, entered: [0; EntryState::ALL.len()] }
     }
 
     /// Entries.
@@ -69,10 +71,19 @@ impl Ring {
             return Err(Refused::NotYours { entry, transition: refused, owner: change.by });
         }
         match self.states.get_mut(entry) {
-            Some(state) => *state = to,
+            Some(state) => {
+                *state = to;
+                self.entered[to as usize] += 1;
+            }
             None => return Err(Refused::Illegal { entry, transition: refused }),
         }
         Ok(())
+    }
+
+    /// How often any entry came into each state, by the state's number.
+    #[must_use]
+    pub fn entered(&self) -> [u64; EntryState::ALL.len()] {
+        self.entered
     }
 
     /// How many entries are in each state, by the state's number. Allocates nothing.

@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
+use abi::Activity;
 use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
 use ir::schedule::ScheduleConfig;
 use model::{Chat, Message, Tokenizer};
@@ -14,9 +16,10 @@ use remote::Served;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 
-use crate::cli::{DeviceChoice, GenerateArgs};
+use crate::cli::{DeviceChoice, GenerateArgs, PrefillChoice};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::observe::{Observer, Sequences};
 use crate::working::Working;
 use crate::{files, report};
 
@@ -56,7 +59,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
         logprobs: args.sampling.logprobs,
     };
     let working = Working::on(format!("generating with {}", context.graph().name));
-    let generated = execute(args, &context, &prompt, &wish)?;
+    let observer = observer(args, &context)?;
+    let generated = execute(args, &context, &prompt, &wish, &observer)?;
     drop(working);
     if let Some(path) = &args.logits {
         write_logits(path, &generated.logits, context.graph().vocab as usize)?;
@@ -80,6 +84,16 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     }
     report::document(&document)?;
     Ok(Exit::Yes)
+}
+
+/// The page of this process, for `amk top`.
+fn observer(args: &GenerateArgs, context: &Context) -> Result<Observer, Failure> {
+    let device = match args.model.place.device {
+        DeviceChoice::Eval => "eval",
+        DeviceChoice::Cuda => "cuda",
+        DeviceChoice::Auto | DeviceChoice::Cpu => "cpu",
+    };
+    Observer::start(context, ("generate", device), 1, None)
 }
 
 /// A token with its log probability and the likeliest in its place. JSON has no infinity, which becomes null.
@@ -144,7 +158,11 @@ fn execute(
     context: &Context,
     prompt: &[u32],
     wish: &Wish,
+    observer: &Observer,
 ) -> Result<Generated, Failure> {
+    // A kernel counts its own commands.
+    let said = Sequences::new(observer.publisher(), args.model.place.device != DeviceChoice::Cuda);
+    said.sole((prompt.len() + wish.limit) as u64);
     let (graph, weights) = (context.graph(), &*context.model.weights);
     match args.model.place.device {
         DeviceChoice::Eval => {
@@ -155,9 +173,9 @@ fn execute(
                     evaluator.run(tokens, if wish.keep { Logits::All } else { Logits::Last });
                 rows.map_err(|e| Failure::usage(e.to_string()))
             };
-            on_host(&mut feed, prompt, wish)
+            on_host(&mut feed, prompt, wish, &said)
         }
-        DeviceChoice::Cuda => on_device(args, context, prompt, wish),
+        DeviceChoice::Cuda => on_device(args, context, prompt, wish, (observer, &said)),
         DeviceChoice::Auto | DeviceChoice::Cpu => {
             let config = config(args, context, prompt)?;
             let program = super::program::lowered(context, &config)?;
@@ -170,7 +188,7 @@ fn execute(
                 }
                 Err(error) => Err(Failure::usage(error.to_string())),
             };
-            on_host(&mut feed, prompt, wish)
+            on_host(&mut feed, prompt, wish, &said)
         }
     }
 }
@@ -191,22 +209,31 @@ fn on_device(
     context: &Context,
     prompt: &[u32],
     wish: &Wish,
+    (observer, said): (&Observer, &Sequences),
 ) -> Result<Generated, Failure> {
     let fits = wish.stop.len() <= abi::STOP_TOKENS_MAX
         && wish.sampling.bias.len() <= abi::BIAS_MAX as usize;
     let chosen_there = fits && wish.logprobs.is_none();
+    if wish.keep && args.prefill.prefill == PrefillChoice::Chunks {
+        let message = "--prefill chunks: chunks give the logits of the last position alone, and --logits wants those of all";
+        return Err(Failure::usage(message));
+    }
     let config = config(args, context, prompt)?;
     let program = Arc::new(super::program::lowered(context, &config)?);
     let Some(mut device) = context.open_here()? else {
         return Err(Failure::missing("capability missing: no CUDA device"));
     };
+    device.observed(observer.lookout(), observer.publisher());
     let failed = |error: search::DeviceError| Failure::refused(error.to_string());
+    device.set_prefill(args.prefill.prefill)?;
     let handle = device.prepare(&program, &config.kernel).map_err(failed)?;
     if chosen_there {
         let limit = u32::try_from(wish.limit).unwrap_or(u32::MAX);
+        said.enter(Activity::Running);
         let (tokens, logits) = device
             .generate(handle, prompt, &wish.sampling, limit, &wish.stop, wish.keep)
             .map_err(failed)?;
+        said.chosen(0, tokens.len() as u64);
         return Ok(Generated { tokens, logits, logprobs: Vec::new(), chosen_on: "device" });
     }
     let mut position = 0;
@@ -215,12 +242,12 @@ fn on_device(
         // One row a piece: all of them if they are kept.
         for piece in tokens.chunks(if wish.keep { 1 } else { tokens.len().max(1) }) {
             let row = device.feed(handle, 0, position, piece, true);
-            rows.push(row.map_err(|undone| Failure::refused(undone.to_string()))?);
+            rows.push(row?);
             position += piece.len() as u32;
         }
         Ok(rows)
     };
-    on_host(&mut feed, prompt, wish)
+    on_host(&mut feed, prompt, wish, said)
 }
 
 /// Text stops where the model says; raw tokens only where the caller says.
@@ -233,14 +260,22 @@ fn stop_tokens(args: &GenerateArgs, context: &Context) -> Vec<u32> {
 }
 
 /// Chooses on the host from rows that a machine computes.
-fn on_host(feed: &mut Feed<'_>, prompt: &[u32], wish: &Wish) -> Result<Generated, Failure> {
+fn on_host(
+    feed: &mut Feed<'_>,
+    prompt: &[u32],
+    wish: &Wish,
+    said: &Sequences,
+) -> Result<Generated, Failure> {
     let (tokens, logits) = (Vec::new(), Vec::new());
     let mut generated = Generated { tokens, logits, logprobs: Vec::new(), chosen_on: "host" };
     let mut fed = prompt.to_vec();
     let mut seen = Seen::default();
     let mut position = 0;
     loop {
+        said.begin(0, position as usize, fed.len());
+        let began = Instant::now();
         let rows = feed(&fed)?;
+        said.ran(0, fed.len(), began.elapsed());
         position += fed.len() as u32;
         seen.extend(fed.iter().copied());
         let row = rows.last().filter(|_| generated.tokens.len() < wish.limit);
@@ -260,6 +295,7 @@ fn on_host(feed: &mut Feed<'_>, prompt: &[u32], wish: &Wish) -> Result<Generated
         }
         let Some(next) = next else { break };
         generated.tokens.push(next);
+        said.chosen(0, 1);
         if generated.tokens.len() == wish.limit || wish.stop.contains(&next) {
             break;
         }

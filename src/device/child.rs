@@ -4,32 +4,38 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::sync::PoisonError;
 
-use remote::{Board, Limits, Remote, Room, Watch};
+use abi::Activity;
+use remote::{Board, Limits, Phase, Remote, Room, Watch};
 use search::{Clocks, DeviceError};
+use telemetry::{Publisher, now_ns};
 use vm_host::HostError;
 
 use super::{Gpu, LOGITS_ROWS, SharedLookout, sharing};
 use crate::cli::{DeviceChildArgs, DeviceChoice, PlaceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::observe::{self, KernelWatch};
 
 /// This program, whatever has become of its file: both sides are the same build.
 const THIS_PROGRAM: &str = "/proc/self/exe";
 
 /// Starts a process that drives the GPU for a model. Nothing here touches the device, so that the process is alone on it. With `shared`
-/// others may use it. The error says what is missing, or who else is there (exit code 3).
+/// others may use it, and with `named` the process sees no other GPU than this one. The error says what is missing, or who else is there
+/// (exit code 3).
 pub(crate) fn open_process<'a>(
     context: &'a Context,
     info: &vm_host::DeviceInfo,
     shared: bool,
+    named: bool,
 ) -> Result<Remote<'a>, Failure> {
     let missing = |what: String| Failure::missing(format!("capability missing: {what}"));
     let others = sharing::others(shared, || vm_host::compute_processes(&info.uuid));
     let note = sharing::judge(others.as_deref(), shared).map_err(Failure::missing)?;
+    let visible = if named { vm_host::visible_name(&info.uuid) } else { None };
     let graph = context.graph();
     let room = Room { rows: LOGITS_ROWS as usize, vocab: graph.vocab as usize };
     let limits = Limits::for_weights(graph.weight_bytes() as u64);
-    let opened = Remote::open(Box::new(|| command(context)), limits, room);
+    let opened = Remote::open(Box::new(move || command(context, visible.as_deref())), limits, room);
     let mut remote = opened.map_err(|error| match error {
         DeviceError::Unavailable { reason } => missing(reason),
         DeviceError::Compile { .. }
@@ -51,13 +57,16 @@ fn clocks(uuid: &str) -> Option<Clocks> {
     Some(Clocks { sm_mhz: clocks.sm_mhz, memory_mhz: clocks.memory_mhz, throttled })
 }
 
-/// `amk device-child ..`, which ends up in [`serve`].
-fn command(context: &Context) -> Command {
+/// `amk device-child ..`, which ends up in [`serve`]. A GPU that is made visible alone is the first one there.
+fn command(context: &Context, visible: Option<&str>) -> Command {
     let mut command = Command::new(THIS_PROGRAM);
     command.arg0("amk").args(["device-child", "--model", &context.name, "--kv-capacity"]);
     command.arg(context.kv_capacity.to_string());
     if let Some(target) = &context.named_target {
         command.args(["--target", target]);
+    }
+    if let Some(visible) = visible {
+        command.env("CUDA_VISIBLE_DEVICES", visible);
     }
     command
 }
@@ -71,10 +80,11 @@ pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
     };
     let context = Context::load(&args.model, &place)?;
     let lookout = SharedLookout::default();
-    let watch = Kernel(lookout.clone());
+    let page = observe::publisher(&context, ("search", "cuda"), 0)?;
+    let watch = Kernel::new(lookout.clone(), page.clone());
     let open = |board: &Board| {
         let mut gpu = Gpu::open(&context, Some(board)).map_err(unopened)?;
-        gpu.lookout = lookout;
+        gpu.observed(&lookout, &page);
         Ok(gpu)
     };
     remote::serve(watch, open).map_err(|error| Failure::usage(error.to_string()))?;
@@ -88,6 +98,7 @@ fn unopened(error: HostError) -> DeviceError {
         HostError::OutOfMemory { needed, free } => DeviceError::OutOfMemory { needed, free },
         HostError::NoDriver
         | HostError::NoDevice
+        | HostError::NoSuchDevice { .. }
         | HostError::NoNvrtc { .. }
         | HostError::Architecture { .. }
         | HostError::Compile { .. }
@@ -103,18 +114,57 @@ fn unopened(error: HostError) -> DeviceError {
 }
 
 /// The kernel as the watching thread sees it.
-pub(super) struct Kernel(pub(super) SharedLookout);
+pub(super) struct Kernel {
+    lookout: SharedLookout,
+    page: Publisher,
+    watch: KernelWatch,
+    activity: Activity,
+}
+
+impl Kernel {
+    pub(super) fn new(lookout: SharedLookout, page: Publisher) -> Self {
+        Self { lookout, page, watch: KernelWatch::default(), activity: Activity::Idle }
+    }
+}
+
+/// A phase as the page has it.
+fn activity(phase: Option<Phase>) -> Activity {
+    match phase {
+        Some(Phase::Waiting) | None => Activity::Idle,
+        Some(Phase::Running | Phase::Timing) => Activity::Running,
+        Some(Phase::Reading | Phase::Stopping) => Activity::Between,
+        Some(
+            Phase::Starting
+            | Phase::Opening
+            | Phase::Unsealing
+            | Phase::Compiling
+            | Phase::Booting
+            | Phase::Launching
+            | Phase::Loading,
+        ) => Activity::Loading,
+    }
+}
 
 impl Watch for Kernel {
     fn look(&mut self, board: &Board) {
-        let lookout = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let activity = activity(board.last().phase);
+        let changed = std::mem::replace(&mut self.activity, activity) != activity;
+        let lookout = self.lookout.lock().unwrap_or_else(PoisonError::into_inner);
+        let suspect = self.page.edit(|edit| {
+            let now = now_ns();
+            if changed {
+                observe::enter_at(edit.head(), activity, now);
+            }
+            lookout.as_ref().and_then(|lookout| self.watch.look(lookout, edit, now))
+        });
         if let Some(lookout) = &*lookout {
             board.kernel(lookout.heartbeat(), lookout.status().as_ref());
         }
+        board.suspect(suspect.as_ref());
     }
 
     fn leave(&mut self) {
-        let lookout = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let lookout = self.lookout.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(lookout) = &*lookout {
             lookout.abort();
         }

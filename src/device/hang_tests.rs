@@ -20,6 +20,7 @@ use super::child::Kernel;
 use super::{Gpu, LOGITS_ROWS, SharedLookout, device_error};
 use crate::cli::{DeviceChoice, PlaceArgs};
 use crate::context::Context;
+use crate::observe;
 
 /// Set in a device process: what goes wrong in it, in this order, each in every second run. Empty: nothing does.
 const FAULT: &str = "AMK_TEST_FAULT";
@@ -194,7 +195,8 @@ impl Served for Faulty<'_> {
 fn be_a_device(faults: String) {
     let context = context();
     let lookout = SharedLookout::default();
-    let watch = Kernel(lookout.clone());
+    let page = observe::publisher(&context, ("test", "cuda"), 0).expect("memory for a page");
+    let watch = Kernel::new(lookout.clone(), page);
     let open = |board: &Board| {
         let mut gpu = Gpu::open(&context, Some(board)).map_err(device_error)?;
         gpu.lookout = lookout;

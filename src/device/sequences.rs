@@ -1,10 +1,12 @@
 //! Sequences that share the resident kernel, each in a session of its own: what a server drives. Tokens are chosen on the device.
 
+use abi::Ending;
 use ir::sampling::Sampling;
 use search::{DeviceError, Handle};
 use vm_host::{Decoded, HostError, Request, Resident};
 
 use super::{Gpu, device_error};
+use crate::failure::Failure;
 
 /// Why a command was not run.
 pub(crate) enum Undone {
@@ -20,6 +22,12 @@ impl std::fmt::Display for Undone {
             Self::Refused(why) => f.write_str(why),
             Self::Failed(error) => error.fmt(f),
         }
+    }
+}
+
+impl From<Undone> for Failure {
+    fn from(undone: Undone) -> Self {
+        Self::refused(undone.to_string())
     }
 }
 
@@ -57,7 +65,37 @@ impl Gpu<'_> {
         give_way: &mut dyn FnMut() -> bool,
     ) -> Result<Decoded, Undone> {
         self.sequences.fill(None); // of searches
-        self.undone(handle, |running| running.run(request, give_way))
+        // All but the last token of a prompt needs no choice.
+        let choice = usize::from(request.generate > 0);
+        let (head, rest) = request.tokens.split_at(request.tokens.len().saturating_sub(choice));
+        if !self.in_chunks(handle, (request.session, request.position), head)? {
+            return self.undone(handle, |running| running.run(request, give_way));
+        }
+        let ran = head.len() as u32;
+        if rest.is_empty() {
+            let (ending, host_us, device_us) = (Ending::Length, 0.0, 0.0);
+            let (tokens, chosen) = (Vec::new(), Vec::new());
+            return Ok(Decoded { tokens, chosen, steps: ran, ending, host_us, device_us });
+        }
+        let request = Request { position: request.position + ran, tokens: rest, ..*request };
+        let done = self.undone(handle, |running| running.run(&request, give_way))?;
+        Ok(Decoded { steps: done.steps + ran, ..done })
+    }
+
+    /// A prompt, or a part of it, in chunks, if it is long enough. Whether it was.
+    fn in_chunks(
+        &mut self,
+        handle: Handle,
+        place: (u32, u32),
+        tokens: &[u32],
+    ) -> Result<bool, Undone> {
+        // What cannot be run is refused by the resident kernel, which stays.
+        let vocab = self.context.graph().vocab;
+        if tokens.iter().any(|token| *token >= vocab) {
+            return Ok(false);
+        }
+        let done = self.prefilled(handle, place, tokens);
+        self.recover(done).map_err(Undone::Failed)
     }
 
     /// Runs tokens at the next positions of a session. With `read`, gives the logits after the last of them.
@@ -71,8 +109,9 @@ impl Gpu<'_> {
     ) -> Result<Vec<f32>, Undone> {
         self.sequences.fill(None);
         let (head, last) = tokens.split_at(tokens.len().saturating_sub(usize::from(read)));
+        let chunked = self.in_chunks(handle, (session, position), head)?;
         self.undone(handle, |running| {
-            if !head.is_empty() {
+            if !head.is_empty() && !chunked {
                 running.decode(session, position, head, 1, &[], false)?;
             }
             if last.is_empty() {

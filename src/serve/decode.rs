@@ -4,16 +4,18 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::Instant;
 
+use abi::{Activity, SequenceEnd};
 use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
 use sessions::{Outcome, Priority, Report, Scheduler, SessionId, Turn};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::engine::{Broken, Engine, How};
+use crate::observe::Sequences;
 
-/// Positions of a turn: prompt tokens, and new ones where the machine chooses them. It gives way between turns, and within one to
-/// requests that come.
-const SLICE: u64 = 16;
+/// New tokens of a turn where the machine chooses them. It gives way between turns, and within one to requests that come.
+const SLICE: usize = 16;
 
 /// What a request wants of the model.
 #[derive(Debug)]
@@ -58,6 +60,17 @@ pub(super) enum Finish {
     Failed(String),
     /// The server is going down.
     Leaving,
+}
+
+impl Finish {
+    fn ending(&self) -> SequenceEnd {
+        match self {
+            Self::Stop => SequenceEnd::Stop,
+            Self::Length => SequenceEnd::Length,
+            Self::Failed(_) => SequenceEnd::Failed,
+            Self::Leaving => SequenceEnd::Leaving,
+        }
+    }
 }
 
 /// Requests that are in the server, against its limit.
@@ -190,7 +203,7 @@ impl Running {
         let read = self.fed + tokens.len() >= work.prompt.len();
         let room = most as usize + 1 - tokens.len();
         let left = work.limit as usize - self.chosen.len();
-        let generate = if read { room.min(left) as u32 } else { 0 };
+        let generate = if read { room.min(left).min(SLICE) as u32 } else { 0 };
         let (to, inside) = (&self.job.to, self.job.admitted.inside());
         let mut give_way = || to.is_closed() || self.job.admitted.inside() > inside;
         let done = engine.advance(place, &tokens, generate, &mut give_way)?;
@@ -210,22 +223,26 @@ pub(super) struct Desk<'e> {
     running: BTreeMap<SessionId, Running>,
     /// Requests without a session yet, first come first served.
     waiting: VecDeque<Job>,
+    said: Sequences,
 }
 
 impl<'e> Desk<'e> {
-    pub(super) fn new(engine: Box<dyn Engine + 'e>, places: usize) -> Self {
+    pub(super) fn new(engine: Box<dyn Engine + 'e>, places: usize, said: Sequences) -> Self {
         let scheduler = Scheduler::new(places);
-        Self { engine, scheduler, running: BTreeMap::new(), waiting: VecDeque::new() }
+        let (running, waiting) = (BTreeMap::new(), VecDeque::new());
+        Self { engine, scheduler, running, waiting, said }
     }
 
     /// Works until nobody can send any more; what is unfinished then is told so.
     pub(super) fn run(mut self, inbox: &Receiver<Job>) {
         loop {
             if self.running.is_empty() && self.waiting.is_empty() {
+                self.said.enter(Activity::Idle);
                 match inbox.recv() {
                     Ok(job) => self.waiting.push_back(job),
                     Err(_) => return,
                 }
+                self.said.enter(Activity::Between);
             }
             loop {
                 match inbox.try_recv() {
@@ -235,13 +252,14 @@ impl<'e> Desk<'e> {
                 }
             }
             self.admit();
-            if let Some(turn) = self.scheduler.next(SLICE) {
+            if let Some(turn) = self.scheduler.next(self.engine.prompt_slice()) {
                 self.turn(turn);
             }
         }
     }
 
     fn leave(self) {
+        self.said.lost(SequenceEnd::Leaving, self.running.len() + self.waiting.len());
         let running = self.running.into_values().map(|running| running.job);
         for job in running.chain(self.waiting) {
             let _ = job.to.send(Event::End(Finish::Leaving));
@@ -250,10 +268,22 @@ impl<'e> Desk<'e> {
 
     /// Gives sessions to those who wait, as many as there are places.
     fn admit(&mut self) {
+        let waited = self.waiting.len();
         self.waiting.retain(|job| !job.to.is_closed());
+        if waited > 0 {
+            self.said.lost(SequenceEnd::Cancelled, waited - self.waiting.len());
+        }
+        self.seat();
+        if waited > 0 {
+            self.said.waiting(self.waiting.len());
+        }
+    }
+
+    fn seat(&mut self) {
         while let Some(job) = self.waiting.pop_front() {
             let quota = job.work.prompt.len() as u64 + u64::from(job.work.limit);
-            let Ok(session) = self.scheduler.open(job.work.priority, quota) else {
+            let priority = job.work.priority;
+            let Ok(session) = self.scheduler.open(priority, quota) else {
                 return self.waiting.push_front(job);
             };
             let mut running = Running::new(job);
@@ -264,6 +294,7 @@ impl<'e> Desk<'e> {
                 self.scheduler.submit(session).map_err(|rejected| rejected.to_string())
             });
             self.running.insert(session, running);
+            self.said.open(session.place(), priority, quota, self.scheduler.ring());
             if let Err(why) = begun {
                 self.end(session, Finish::Failed(why));
             }
@@ -291,25 +322,32 @@ impl<'e> Desk<'e> {
         if running.job.to.is_closed() {
             let _ = self.scheduler.cancel(session);
             let _ = self.scheduler.give_back(turn, 0, Outcome::Yield);
-            drop(self.forget(session));
+            drop(self.forget(session, SequenceEnd::Cancelled));
             return;
         }
         let (engine, place) = (&mut *self.engine, session.place());
+        let chosen = running.chosen.len();
+        self.said.begin(place, running.fed, running.next(turn.tokens()).len());
+        let began = Instant::now();
         let done = match running.chosen_there {
             true => running.turn_there(engine, place, turn.tokens()),
             false => running.turn_here(engine, place, turn.tokens()),
         };
-        let (all, ran, finish) = match done {
-            Ok((ran, finish)) => (false, ran, finish),
-            Err(Broken::Sequence(why)) => (false, 0, Some(Finish::Failed(why))),
-            Err(Broken::All(why)) => (true, 0, Some(Finish::Failed(why))),
+        let ran = done.as_ref().map_or(0, |(ran, _)| *ran);
+        self.said.ran(place, ran, began.elapsed());
+        let (all, finish) = match done {
+            Ok((_, finish)) => (false, finish),
+            Err(Broken::Sequence(why)) => (false, Some(Finish::Failed(why))),
+            Err(Broken::All(why)) => (true, Some(Finish::Failed(why))),
         };
         let outcome = match &finish {
             None => Outcome::Yield,
             Some(Finish::Stop | Finish::Length) => Outcome::Done,
             Some(Finish::Failed(_) | Finish::Leaving) => Outcome::Fault,
         };
+        let chosen = (running.chosen.len() - chosen) as u64;
         let report = self.scheduler.give_back(turn, ran as u64, outcome);
+        self.said.turn(session.place(), chosen, self.scheduler.ring());
         match (report, finish) {
             (Ok(Report::Ready), _) => {}
             (Ok(Report::Finished | Report::Failed(_)), Some(finish)) => {
@@ -332,7 +370,7 @@ impl<'e> Desk<'e> {
     }
 
     fn end(&mut self, session: SessionId, finish: Finish) {
-        if let Some(Job { to, admitted, .. }) = self.forget(session) {
+        if let Some(Job { to, admitted, .. }) = self.forget(session, finish.ending()) {
             // Whoever hears of the end may send the next request at once.
             drop(admitted);
             let _ = to.send(Event::End(finish));
@@ -340,10 +378,11 @@ impl<'e> Desk<'e> {
     }
 
     /// Takes a request from the desk, whatever became of it.
-    fn forget(&mut self, session: SessionId) -> Option<Job> {
+    fn forget(&mut self, session: SessionId, ending: SequenceEnd) -> Option<Job> {
         self.engine.end(session.place());
         let closed = self.scheduler.close(session);
         debug_assert_eq!(closed, Ok(()), "no turn is out");
+        self.said.close(session.place(), ending, self.scheduler.ring());
         self.running.remove(&session).map(|running| running.job)
     }
 }

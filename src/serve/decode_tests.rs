@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-use super::super::engine::Advanced;
+use super::super::engine::{Advanced, PROMPT_SLICE};
 use super::*;
 
 /// Tokens of the scripted model.
@@ -129,7 +129,7 @@ fn expected(prompt: &[u32], limit: u32) -> Vec<u32> {
 fn beside(engine: Scripted, places: usize, test: impl FnOnce(Sender<Job>)) {
     std::thread::scope(|scope| {
         let (jobs, inbox) = channel();
-        scope.spawn(move || Desk::new(Box::new(engine), places).run(&inbox));
+        scope.spawn(move || Desk::new(Box::new(engine), places, Sequences::default()).run(&inbox));
         test(jobs);
     });
 }
@@ -223,7 +223,7 @@ fn prompts_give_way() {
         heard(short_events);
     });
     let fed = fed.lock().unwrap();
-    assert!(fed.iter().all(|(_, tokens)| *tokens <= SLICE as usize), "{fed:?}");
+    assert!(fed.iter().all(|(_, tokens)| *tokens <= PROMPT_SLICE as usize), "{fed:?}");
     let last_short = fed.iter().rposition(|(_, tokens)| *tokens == 1).unwrap();
     assert!(last_short < fed.len() - 1, "the short request waited for the long prompt: {fed:?}");
 }
@@ -300,7 +300,7 @@ fn sixty_four_hostile_requests_wait_no_longer_than_they_must() {
             before.remove(place);
             continue;
         }
-        assert!(*ran <= SLICE as usize);
+        assert!(*ran <= PROMPT_SLICE as usize);
         if let Some(last) = before.insert(*place, turns) {
             longest = longest.max(turns - last - 1);
         }

@@ -120,7 +120,8 @@ fn sessions_on_the_kernel_say_what_each_says_alone() {
         gpu.serve(handle, SESSIONS).expect("it boots");
         let engine = Megakernel::new(gpu, handle, SESSIONS as usize);
         let began = Instant::now();
-        let heard = heard(Desk::new(Box::new(engine), SESSIONS as usize), all(), together);
+        let desk = Desk::new(Box::new(engine), SESSIONS as usize, Sequences::default());
+        let heard = heard(desk, all(), together);
         let tokens: usize = heard.iter().map(|(tokens, _)| tokens.len()).sum();
         eprintln!("together {together}: {tokens} tokens in {:.1?}", began.elapsed());
         heard

@@ -15,6 +15,11 @@ use vm_host::Request;
 use crate::context::Context;
 use crate::device::{Gpu, Undone};
 
+/// Prompt tokens of a turn where each takes a step.
+pub(super) const PROMPT_SLICE: u64 = 16;
+/// Prompt tokens of a turn where they are run in chunks: as long as some tens of steps.
+const CHUNK_SLICE: u64 = 1024;
+
 /// Why tokens could not be run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Broken {
@@ -34,6 +39,11 @@ pub(super) trait Engine {
 
     /// Forgets a place's sequence.
     fn end(&mut self, place: usize);
+
+    /// Prompt tokens of a turn: a long prompt gives way between them.
+    fn prompt_slice(&self) -> u64 {
+        PROMPT_SLICE
+    }
 
     /// Has the machine itself choose the tokens of a place's sequence. False if it cannot: then the host chooses, from rows.
     fn choose_by(&mut self, _place: usize, _how: &How<'_>) -> Result<bool, Broken> {
@@ -246,5 +256,9 @@ impl Engine for Megakernel<'_> {
             }
         };
         Ok(Advanced { chosen: done.tokens, ran: done.steps as usize, stopped })
+    }
+
+    fn prompt_slice(&self) -> u64 {
+        if self.gpu.takes_chunks(CHUNK_SLICE as usize) { CHUNK_SLICE } else { PROMPT_SLICE }
     }
 }

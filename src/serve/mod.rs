@@ -4,6 +4,7 @@ mod answer;
 mod decode;
 mod engine;
 mod http;
+mod metrics;
 mod refusal;
 mod request;
 mod text;
@@ -18,12 +19,15 @@ use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
 use model::Tokenizer;
 use serde_json::json;
+use telemetry::Reader;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 use crate::cli::{DeviceChoice, ServeArgs};
 use crate::context::Context;
+use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::observe::{MetricsFile, Observer, Sequences};
 use crate::report;
 
 use answer::Heading;
@@ -102,7 +106,7 @@ fn fresh_seed() -> u64 {
 /// Runs the server until Ctrl-C.
 pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let context = Context::new(&args.model)?;
-    let (device, gpu) = match args.model.place.device {
+    let (device, mut gpu) = match args.model.place.device {
         DeviceChoice::Eval => ("eval", None),
         DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::Cuda => {
             let gpu = context.open_here()?;
@@ -119,8 +123,14 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         "eval" => None,
         _ => Some(lowered(&context, args)?),
     };
+    let observer = observer(&context, args, (device, gpu.as_mut()), places)?;
+    let said = Sequences::new(observer.publisher(), gpu.is_none());
+    if let Some((_, program)) = &lowered {
+        observer.publisher().edit(|edit| edit.head().step_bytes = program.stream_bytes());
+    }
     let engine: Box<dyn Engine + '_> = match (gpu, &lowered) {
         (Some(mut gpu), Some((config, program))) => {
+            gpu.set_prefill(args.prefill.prefill)?;
             let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
                 .and_then(|handle| gpu.serve(handle, places as u32).map(|()| handle))
                 .map_err(|error| Failure::refused(error.to_string()))?;
@@ -131,16 +141,33 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     };
     let (jobs, inbox) = mpsc::channel();
     let served = Arc::new(serving(&context, args, device, jobs)?);
+    let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));
     std::thread::scope(|scope| {
         // Dropped when this thread is done with the model, however it ends.
         let (_alive, gone) = watch::channel(());
         let http = std::thread::Builder::new().name("http".to_owned());
-        let http = http.spawn_scoped(scope, || listen(args.addr, served, gone));
+        let http = http.spawn_scoped(scope, || listen(args.addr, metrics, served, gone));
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
-        Desk::new(engine, places).run(&inbox);
+        Desk::new(engine, places, said).run(&inbox);
         http.join()
             .unwrap_or_else(|_| Err(Failure { exit: Exit::Bug, message: crate::last_panic() }))
     })
+}
+
+/// The page of the server, for `amk top` and the metrics.
+fn observer(
+    context: &Context,
+    args: &ServeArgs,
+    (device, gpu): (&str, Option<&mut Gpu<'_>>),
+    places: usize,
+) -> Result<Observer, Failure> {
+    let every = Duration::from_secs(u64::from(args.metrics_every));
+    let file = args.metrics_file.clone().map(|path| MetricsFile { path, every });
+    let observer = Observer::start(context, ("serve", device), places as u32, file)?;
+    if let Some(gpu) = gpu {
+        gpu.observed(observer.lookout(), observer.publisher());
+    }
+    Ok(observer)
 }
 
 /// The schedule for the end of a full cache, where steps are slowest, and its program.
@@ -173,7 +200,12 @@ fn serving(
 }
 
 /// Listens until Ctrl-C, or until the decode thread has gone.
-fn listen(addr: SocketAddr, served: Arc<Served>, gone: watch::Receiver<()>) -> Outcome {
+fn listen(
+    addr: SocketAddr,
+    metrics: Option<(SocketAddr, Reader)>,
+    served: Arc<Served>,
+    gone: watch::Receiver<()>,
+) -> Outcome {
     let failed = |what: &str, error: std::io::Error| Failure::usage(format!("{what}: {error}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|error| failed("no runtime", error))?;
@@ -188,7 +220,11 @@ fn listen(addr: SocketAddr, served: Arc<Served>, gone: watch::Receiver<()>) -> O
             failed(&format!("cannot listen on {addr}; --addr takes another address"), error)
         })?;
         let bound = listener.local_addr().map_err(|error| failed("no address", error))?;
-        announce(bound, &served)?;
+        let metrics = match metrics {
+            Some((addr, reader)) => Some(metrics::listen(addr, reader).await?),
+            None => None,
+        };
+        announce(bound, metrics, &served)?;
         let leave = after(1, stopped.clone(), gone.clone());
         let app = http::router(served);
         let serving = axum::serve(listener, app).with_graceful_shutdown(leave);
@@ -205,11 +241,17 @@ fn listen(addr: SocketAddr, served: Arc<Served>, gone: watch::Receiver<()>) -> O
     answer
 }
 
-fn announce(bound: SocketAddr, served: &Served) -> Result<(), Failure> {
-    if !bound.ip().is_loopback() {
-        report::say(&format!(
-            "warning: {bound} can be reached from other machines, and the server asks nobody who they are"
-        ));
+fn announce(
+    bound: SocketAddr,
+    metrics: Option<SocketAddr>,
+    served: &Served,
+) -> Result<(), Failure> {
+    for addr in [Some(bound), metrics].into_iter().flatten() {
+        if !addr.ip().is_loopback() {
+            report::say(&format!(
+                "warning: {addr} can be reached from other machines, and the server asks nobody who they are"
+            ));
+        }
     }
     report::say(&format!(
         "serving {} on http://{bound}/v1 ({}); Ctrl-C ends it",
@@ -224,6 +266,8 @@ fn announce(bound: SocketAddr, served: &Served) -> Result<(), Failure> {
         "sampling": if served.device == "cuda" { "device" } else { "host" },
         "kv_capacity": served.capacity,
         "tokenizer": served.tokenizer.is_some(),
+        "metrics": metrics.map(|addr| format!("http://{addr}/metrics")),
+        "pid": std::process::id(),
     }))
 }
 

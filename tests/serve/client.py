@@ -1,4 +1,4 @@
-"""`amk serve` driven by OpenAI's public Python client. No GPU, no download.
+"""`amk serve` driven by OpenAI's public Python client, its figures read by Prometheus's parser and shown by `amk top`. No GPU, no download.
 
     python3 -m venv target/clients && target/clients/bin/pip install -r tests/serve/requirements.txt
     target/clients/bin/python tests/serve/client.py target/release/amk
@@ -6,13 +6,21 @@
 
 import concurrent.futures
 import contextlib
+import fcntl
 import json
+import os
+import pty
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
+import urllib.request
 
 import openai
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 GOLDEN = "corpus/golden/llama3-rope-bf16"
 MODEL = "llama3-rope-bf16"
@@ -27,7 +35,7 @@ def serving(amk, *arguments):
         assert announced["schema"] == "amk.serve.v1", announced
         url = announced["url"]
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
-            yield client, server
+            yield client, server, announced
         if server.poll() is None:
             server.send_signal(signal.SIGINT)
         assert server.wait(20) == 0, server.returncode
@@ -153,20 +161,105 @@ def full_and_cancelled(client):
     return waited
 
 
+def figures(url):
+    """The metrics as Prometheus's own parser reads them: the value of each sample by its name and labels."""
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        assert answer.headers["content-type"].startswith("application/openmetrics-text"), answer.headers
+        text = answer.read().decode()
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        assert family.name.startswith("amk_") and family.documentation, family
+        assert not family.unit or family.name.endswith("_" + family.unit), family
+        for sample in family.samples:
+            place = (sample.name, tuple(sorted(sample.labels.items())))
+            assert place not in samples, place
+            samples[place] = sample.value
+    return samples
+
+
+def total(samples, name, **labels):
+    wanted = set(labels.items())
+    return sum(value for (found, have), value in samples.items() if found == name and wanted <= set(have))
+
+
+def metrics(client, url):
+    """What was sent is what is counted."""
+    answers = [
+        client.completions.create(model="toy", prompt=list(range(1, prompt + 1)), max_tokens=limit, seed=prompt, extra_body={"service_tier": tier})
+        for prompt, limit, tier in [(3, 5, "default"), (30, 20, "flex"), (1, 1, "priority"), (7, 12, "default")]
+    ]
+    chosen = [answer.usage.completion_tokens for answer in answers]
+    fed = [answer.usage.prompt_tokens + answer.usage.completion_tokens - 1 for answer in answers]
+    began = time.monotonic()
+    while total(samples := figures(url), "amk_occupancy", state="empty") < total(samples, "amk_places") and time.monotonic() - began < 10:
+        time.sleep(0.01)
+    assert total(samples, "amk_tokens_total") == sum(chosen), samples
+    assert total(samples, "amk_tokens_total", priority="low") == chosen[1]
+    assert total(samples, "amk_positions_total") == sum(fed) == total(samples, "amk_step_duration_seconds_count")
+    for finish in ("stop", "length"):
+        expected = sum(answer.choices[0].finish_reason == finish for answer in answers)
+        assert total(samples, "amk_sequences_ended_total", outcome=finish) == expected, (finish, samples)
+    assert total(samples, "amk_commands_published_total") == total(samples, "amk_commands_drained_total") > 0
+    later = figures(url)
+    assert all(later[place] >= value for place, value in samples.items() if place[0].endswith(("_total", "_bucket", "_count")))
+
+
+def shown(amk, leave):
+    """`amk top` in a terminal: it draws, takes a new size, ends with a key and leaves the terminal as it was."""
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    top = subprocess.Popen([amk, "top", "--every", "50"], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    drawn = b""
+
+    def until(word):
+        nonlocal drawn
+        began = time.monotonic()
+        while word not in drawn:
+            assert time.monotonic() - began < 20 and top.poll() is None, (word, drawn[-3000:])
+            if select.select([ours], [], [], 0.1)[0]:
+                drawn += os.read(ours, 65536)
+
+    try:
+        until(b"sequences")
+        drawn = b""
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        os.kill(top.pid, signal.SIGWINCH)
+        until(b"q ends")  # the last line has moved
+        os.write(ours, leave)
+        until_left = time.monotonic()
+        while top.poll() is None:
+            assert time.monotonic() - until_left < 20, "it does not end"
+            if select.select([ours], [], [], 0.05)[0]:
+                drawn += os.read(ours, 65536)
+        while select.select([ours], [], [], 0.1)[0]:
+            drawn += os.read(ours, 65536)
+        assert top.returncode == 0, (top.returncode, drawn)
+        assert b"\x1b[?1049l" in drawn and b"\x1b[?25h" in drawn, drawn[-500:]
+        assert termios.tcgetattr(theirs) == before, "the terminal is as it was"
+    finally:
+        top.kill()
+        os.close(ours)
+        os.close(theirs)
+
+
 def main():
     amk, began = sys.argv[1], time.monotonic()
-    with serving(amk, "--model", GOLDEN, "--device", "eval") as (client, _):
+    with serving(amk, "--model", GOLDEN, "--device", "eval") as (client, *_):
         drawn, _ = models_and_completions(client)
         chat(client)
         refusals(client)
         alone_and_together(client, drawn.choices[0].text)
         assert requests_inside(client) == 0
-    with serving(amk, "--model", GOLDEN, "--device", "cpu", "--queue", "1") as (client, _):
+    with serving(amk, "--model", GOLDEN, "--device", "cpu", "--queue", "1") as (client, *_):
         waited = full_and_cancelled(client)
-    with serving(amk, "--model", "toy", "--device", "cpu") as (client, _):
+    with serving(amk, "--model", "toy", "--device", "cpu", "--metrics", "127.0.0.1:0") as (client, _, announced):
+        metrics(client, announced["metrics"])
+        shown(amk, b"q")
+        shown(amk, b"\x03")
         answer = client.completions.create(model="toy", prompt=[1, 2, 3], max_tokens=5, temperature=0)
         assert len(answer.choices[0].text.split()) == answer.usage.completion_tokens, answer
-    print(f"completions, chat, 12 at once, a full queue, a cancellation ({waited * 1e3:.0f} ms): {time.monotonic() - began:.1f} s")
+    print(f"completions, chat, figures, a terminal, 12 at once, a full queue, a cancellation ({waited * 1e3:.0f} ms): {time.monotonic() - began:.1f} s")
 
 
 if __name__ == "__main__":

@@ -176,6 +176,31 @@ fn docs_of_transitions_are_fresh() {
     fresh("docs/protocol.md", &format!("{before}{begin}{table}{end}{after}"));
 }
 
+/// The fields of a telemetry page in `docs/telemetry.md`, between their marks.
+#[test]
+fn docs_of_telemetry_are_fresh() {
+    let (begin, end) = ("<!-- telemetry:begin -->\n", "<!-- telemetry:end -->");
+    let page = std::fs::read_to_string(root().join("docs/telemetry.md")).unwrap_or_default();
+    let (before, rest) = page.split_once(begin).expect("docs/telemetry.md has a place for fields");
+    let (_, after) = rest.split_once(end).expect("docs/telemetry.md has an end of the fields");
+    let mut table = String::new();
+    for part in abi::telemetry_structs() {
+        let name = part.c_name;
+        let _ = writeln!(
+            table,
+            "`{name}`, {} bytes:\n\n| at | field | type | |\n|---|---|---|---|",
+            part.size
+        );
+        for field in part.fields {
+            let len = field.len.map_or(String::new(), |len| format!("[{len}]"));
+            let (at, ty, doc) = (field.offset, field.ty.c_name(), field.doc.trim());
+            let _ = writeln!(table, "| {at} | `{}` | `{ty}{len}` | {doc} |", field.name);
+        }
+        table.push('\n');
+    }
+    fresh("docs/telemetry.md", &format!("{before}{begin}{table}{end}{after}"));
+}
+
 /// The table of attacks in `docs/trust.md`, between its marks.
 #[test]
 fn attacks_are_listed() {

@@ -17,8 +17,9 @@ const EDGES: &[(&str, &[&str])] = &[
     ("vm-host", &["abi", "ir", "vm-device"]),
     ("corpus", &["abi", "ir"]),
     ("search", &["abi", "corpus", "ir", "lower", "model", "reference-vm"]),
-    ("remote", &["abi", "ir", "search"]),
+    ("remote", &["abi", "ir", "search", "telemetry"]),
     ("sessions", &["abi"]),
+    ("telemetry", &["abi"]),
     (
         "amk",
         &[
@@ -31,6 +32,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "remote",
             "search",
             "sessions",
+            "telemetry",
             "vm-device",
             "vm-host",
         ],

@@ -162,7 +162,7 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
     if (!leaving && sh->step.action == 1) {
       w.epoch = sh->step.epoch;
       if (threadIdx.x == 0) {
-        sh->epoch = w.epoch;
+        flag_store(&sh->epoch, w.epoch);
         flag_store(&sh->active, 1);
         uint32_t const begun = flag_load(&sh->begun);
         flag_store(&sh->begun_position[begun % 2], sh->step.position);
@@ -248,6 +248,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megaker
     sh->index = blockIdx.x;
     sh->epoch = 0;
     sh->task = 0;
+    sh->issued = sh->begun = 0;
+    sh->pulse_ns = 0;
     sh->launch = &launch;
 #pragma unroll 1
     for (uint32_t s = 0; s < AMK_STAGES_MAX; ++s) { // so that the first program finds barriers to invalidate

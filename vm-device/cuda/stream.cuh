@@ -159,11 +159,15 @@ __device__ __forceinline__ bool loader_issue(Shared* sh, Loader& l, uint64_t fro
   return true;
 }
 
+// Units that the loader has asked for, once a run and not once a stage; in shared memory, because its registers are all taken.
+__device__ __forceinline__ void loader_count(Shared* sh, uint32_t units) { flag_store(&sh->issued, flag_load(&sh->issued) + units); }
+
 // A run of units of a matrix.
 __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run, LoaderWaits& waits) {
   uint64_t address = (uint64_t)run.y << 32 | run.x;
   uint32_t const stage_units = run.w & 0xffff, period = run.w >> 16;
   uint32_t place = 0;
+  loader_count(sh, run.z);
   loader_caps(l, stage_units);
   for (uint32_t left = run.z; left > 0;) { // z: units of the run
     uint32_t const most = period - place < stage_units ? period - place : stage_units;
@@ -215,6 +219,7 @@ __device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, ui
   loader_caps(l, l.stage_bytes / AMK_UNIT_BYTES);
   uint32_t const first = split_start(keys, more.y, active, split), count = split_start(keys, more.y, active, split + 1) - first;
   uint64_t const start = ((uint64_t)run.y << 32 | run.x) + (uint64_t)session * 2 * more.x + (uint64_t)(position + 1 - keys + first) * ROW_BYTES;
+  loader_count(sh, ROUNDS * count * 2 * ROW_BYTES / AMK_UNIT_BYTES);
 #pragma unroll 1
   for (uint32_t k = 0; k < ROUNDS * count;) {
     uint32_t const at = k % count, rows = count - at < BLOCK_KEYS ? count - at : BLOCK_KEYS;

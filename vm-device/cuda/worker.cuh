@@ -58,8 +58,10 @@ struct Shared {
   uint32_t index; // of the worker
   uint32_t epoch; // for reports
   uint32_t task;  // index in the queue, for reports
+  uint32_t issued; // units that the loader has asked for, ever
   uint32_t seen_progress; // the watchdog's: progress when it last changed, and when that was
   uint64_t seen_ns;
+  uint64_t pulse_ns; // when the watchdog last wrote the worker's pulse
   amk_launch const* launch;
 #if AMK_TRACE
   Tape tape;
@@ -151,6 +153,19 @@ __device__ __forceinline__ void fault(Shared* sh, uint32_t code, uint32_t object
   flag_store(&sh->fault_code, code);
 }
 
+// The worker's life signs for other processes, by the watchdog and seldom. They cross the bus, so they go in three writes.
+__device__ __forceinline__ void pulse(Shared* sh, uint64_t now) {
+  if (now - sh->pulse_ns < sh->launch->pulse_ns) {
+    return;
+  }
+  sh->pulse_ns = now;
+  uint32_t const begun = flag_load(&sh->begun), position = begun != 0 ? flag_load(&sh->begun_position[(begun - 1) % 2]) : 0;
+  char* words = (char*)((amk_pulse*)sh->launch->pulses + sh->index);
+  host_store_u32x4(words, (uint32_t)(now >> 10), flag_load(&sh->active), flag_load(&sh->progress), flag_load(&sh->epoch));
+  host_store_u32x4(words + 16, position, flag_load(&sh->task), flag_load(&sh->issued), flag_load(&sh->wait_code));
+  host_store_u32x4(words + 32, flag_load(&sh->wait_object), flag_load(&sh->wait_have), flag_load(&sh->wait_need), 0);
+}
+
 // Every wait inside a step spins on `dead` and on nothing slower; this thread of each worker sets it. It looks at the device-wide abort
 // word, and it reports the worker when no task has been finished for the deadline.
 __device__ __forceinline__ void watchdog_check(Shared* sh) {
@@ -170,6 +185,7 @@ __device__ __forceinline__ void watchdog_check(Shared* sh) {
     uint32_t const code = flag_load(&sh->wait_code);
     trap(sh, code != 0 ? code : AMK_TRAP_STALLED, flag_load(&sh->wait_object), flag_load(&sh->wait_have), flag_load(&sh->wait_need), now - sh->seen_ns);
   }
+  pulse(sh, now);
 }
 
 // A long wait says what it is about, for the watchdog's report.

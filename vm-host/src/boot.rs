@@ -69,6 +69,14 @@ pub fn device_info() -> Result<DeviceInfo, HostError> {
     Device::first()?.info()
 }
 
+/// The same of the device with this number, as the driver counts them.
+///
+/// # Errors
+/// If there is no driver, or no such device.
+pub fn device_info_at(ordinal: u32) -> Result<DeviceInfo, HostError> {
+    Device::at(ordinal)?.info()
+}
+
 /// Device memory that is free, this process's context not counted.
 ///
 /// # Errors
@@ -77,7 +85,7 @@ pub fn free_memory() -> Result<u64, HostError> {
     Context::new()?.free_bytes()
 }
 
-fn arch(info: &DeviceInfo) -> Result<String, HostError> {
+pub(crate) fn arch(info: &DeviceInfo) -> Result<String, HostError> {
     let (major, minor) = info.capability;
     if major != 9 {
         return Err(HostError::Architecture { name: info.name.clone(), major, minor });

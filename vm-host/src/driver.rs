@@ -46,12 +46,17 @@ pub struct DeviceInfo {
     pub memory_bytes: u64,
 }
 
-/// Device 0. Looking at it makes no context, so it takes no memory there and nobody sees this process on it.
+/// A device. Looking at it makes no context, so it takes no memory there and nobody sees this process on it.
 pub(crate) struct Device(sys::CUdevice);
 
 impl Device {
-    /// Initialises the driver.
+    /// Device 0, the one that this process drives.
     pub(crate) fn first() -> Result<Self, HostError> {
+        Self::at(0)
+    }
+
+    /// Initialises the driver, and finds the device of a number.
+    pub(crate) fn at(ordinal: u32) -> Result<Self, HostError> {
         // SAFETY: only asks the dynamic loader whether the library can be opened. Without this check cudarc panics.
         if !unsafe { sys::is_culib_present() } {
             return Err(HostError::NoDriver);
@@ -64,7 +69,11 @@ impl Device {
             if count == 0 {
                 return Err(HostError::NoDevice);
             }
-            check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, 0))?;
+            let there = i32::try_from(ordinal).ok().filter(|&ordinal| ordinal < count);
+            let Some(ordinal) = there else {
+                return Err(HostError::NoSuchDevice { ordinal, count: count.cast_unsigned() });
+            };
+            check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, ordinal))?;
         }
         Ok(Self(device))
     }

@@ -5,11 +5,11 @@
 //! kind behind a resident kernel does not compile.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use abi::{Command, Completion, Ending, Launch, StepState, Submission, TaskRecord};
+use abi::{Command, Completion, Launch, StepState, Submission, TaskRecord};
 use ir::program::{Program, Verified};
-use ir::sampling::Sampling;
 use ir::{Graph, Weights};
 use vm_device::Variant;
 
@@ -23,9 +23,15 @@ use crate::memory::{
     DeviceBuffer, HostBuffer, download, download_into, download_rows, upload, upload_fill,
     upload_fills,
 };
+use crate::prefill::Prefill;
 use crate::ring::{self, RingHost};
 use crate::sampling::SamplingMemory;
 use crate::weights::{LoadReport, load_matrices};
+
+mod chunks;
+mod run;
+
+pub use run::{Decoded, Request};
 
 /// Programs that can be loaded beside each other.
 pub const PROGRAMS_MAX: usize = 4;
@@ -34,52 +40,21 @@ pub const PROGRAMS_MAX: usize = 4;
 const CACHE_POISON: u8 = 0x77;
 /// Threads of a worker.
 const THREADS: u32 = ir::program::smem::WARPS * 32;
+/// How often a worker says that it lives, at most: 132 workers with 48 bytes each are 6 MB/s over the bus.
+const PULSE_EVERY: Duration = Duration::from_millis(1);
 /// How long the report of a trap may come after the completion that says so: some stores to host memory.
 const REPORT_LIMIT: Duration = Duration::from_millis(100);
 /// Bytes of the page-locked buffer that copies beside a resident kernel go through.
 const BOUNCE_BYTES: usize = 32 << 20;
+
+/// Launches of this process, so that who looks on can tell them apart.
+static LAUNCHES: AtomicU64 = AtomicU64::new(0);
 
 /// A loaded program: a place in device memory. Good for the machine that loaded it, until the place is used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Loaded {
     place: usize,
     serial: u64,
-}
-
-/// The result of a decode command.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Decoded {
-    /// Tokens that were generated, a stop token included.
-    pub tokens: Vec<u32>,
-    /// What the device chose behind each position that was run, also where a token was forced.
-    pub chosen: Vec<u32>,
-    /// Positions that were run.
-    pub steps: u32,
-    /// How the command ended.
-    pub ending: Ending,
-    /// Microseconds from publishing the command to seeing its completion, by the host's clock.
-    pub host_us: f64,
-    /// Microseconds between taking the command up and completing it, by the device's clock; for diagnosis only.
-    pub device_us: f64,
-}
-
-/// What a decode command is to do.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Request<'a> {
-    /// The session whose caches are used.
-    pub session: u32,
-    /// Position of the first token.
-    pub position: u32,
-    /// Tokens to run; one at least.
-    pub tokens: &'a [u32],
-    /// Tokens to generate at most. The last one is not run, so a later command starts with it.
-    pub generate: u32,
-    /// A generated token among these ends the command.
-    pub stop: &'a [u32],
-    /// Keep the logits of every position.
-    pub keep_logits: bool,
-    /// Choose by the session's settings ([`Resident::set_sampling`]), not greedily.
-    pub sampled: bool,
 }
 
 /// Everything on the device that outlives a launch.
@@ -118,12 +93,17 @@ pub struct Idle {
     options: BootOptions,
     report: LoadReport,
     vocab: u32,
+    graph: Graph,
+    /// Kernels and memory for prompt chunks, once one was run.
+    prefill: Option<Box<Prefill>>,
 }
 
 /// A look at the ring from beside the thread that drives the machine, which may be stuck in a call of the driver. It keeps the ring's
 /// memory.
 pub struct Lookout {
     ring: RingHost,
+    workers: u32,
+    launch: u64,
     _block: Arc<HostBuffer>, // the ring's memory: dropped after it
 }
 
@@ -138,6 +118,42 @@ impl Lookout {
     #[must_use]
     pub fn status(&self) -> Option<abi::Status> {
         self.ring.status()
+    }
+
+    /// Number of the launch in this process: what was counted of another is over.
+    #[must_use]
+    pub fn launch(&self) -> u64 {
+        self.launch
+    }
+
+    /// Commands answered since the launch.
+    #[must_use]
+    pub fn answered(&self) -> u32 {
+        self.ring.answered()
+    }
+
+    /// Commands published and not answered.
+    #[must_use]
+    pub fn outstanding(&self) -> u32 {
+        self.ring.outstanding()
+    }
+
+    /// One of the last commands answered, by its number from zero; nothing if too many came after it.
+    #[must_use]
+    pub fn completion(&self, index: u32) -> Option<Completion> {
+        self.ring.completion(index)
+    }
+
+    /// Workers of the launch.
+    #[must_use]
+    pub fn workers(&self) -> u32 {
+        self.workers
+    }
+
+    /// What a worker last said of itself.
+    #[must_use]
+    pub fn pulse(&self, worker: u32) -> abi::Pulse {
+        self.ring.pulse(worker)
     }
 
     /// Asks the kernel to leave.
@@ -221,6 +237,8 @@ impl Idle {
             options,
             report,
             vocab: graph.vocab,
+            graph: graph.clone(),
+            prefill: None,
         })
     }
 
@@ -280,6 +298,7 @@ impl Idle {
         let mut launch = self.launch_block();
         let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut launch).cast()];
         self.compute.launch(&kernel, requested, THREADS, shared, &mut arguments)?;
+        LAUNCHES.fetch_add(1, Ordering::Relaxed);
         Ok((module, loaded))
     }
 
@@ -301,6 +320,8 @@ impl Idle {
             workers: m.residents.workers,
             program: m.programs[0].address,
             sampling: m.sampling.settings(),
+            pulses: m.block.device + ring::PULSES as u64,
+            pulse_ns: PULSE_EVERY.as_nanos() as u32,
             ..Launch::default()
         }
     }
@@ -370,13 +391,6 @@ impl Memory {
     }
 }
 
-/// So many tokens of the buffers, from a byte on.
-fn read_tokens(buffer: &HostBuffer, at: usize, count: u32) -> Vec<u32> {
-    let mut bytes = vec![0; count as usize * 4];
-    buffer.read(at, &mut bytes);
-    bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect()
-}
-
 impl Resident {
     fn idle(&mut self) -> &mut Idle {
         self.idle
@@ -386,11 +400,12 @@ impl Resident {
 
     /// What another thread may see of this kernel.
     pub fn lookout(&mut self) -> Lookout {
-        let block = self.idle().memory.block.clone();
+        let Memory { block, residents, .. } = &self.idle().memory;
+        let (block, workers) = (block.clone(), residents.workers);
         // SAFETY: the block is page-aligned, long enough, kept by the value beside the ring, and shared with the device alone. This end
         // publishes nothing.
         let ring = unsafe { RingHost::new(block.pointer()) };
-        Lookout { ring, _block: block }
+        Lookout { ring, workers, launch: LAUNCHES.load(Ordering::Relaxed), _block: block }
     }
 
     /// The kernel variant that is running.
@@ -444,130 +459,6 @@ impl Resident {
             self.current = program;
         }
         Ok(())
-    }
-
-    /// Runs the prompt `tokens` from `position` of a session, then generates greedily until `generate` tokens or a stop token. With
-    /// `keep_logits` the logits of every position that is run can be read afterwards.
-    ///
-    /// # Errors
-    /// If the request is outside what was booted, or the device stopped.
-    pub fn decode(
-        &mut self,
-        session: u32,
-        position: u32,
-        tokens: &[u32],
-        generate: u32,
-        stop: &[u32],
-        keep_logits: bool,
-    ) -> Result<Decoded, HostError> {
-        let sampled = false;
-        let request = Request { session, position, tokens, generate, stop, keep_logits, sampled };
-        self.run(&request, &mut || false)
-    }
-
-    /// Runs a request. While it runs, `give_way` is asked now and then; once it says yes the command ends after the step that is under
-    /// way, and a request that starts with the last token, at its position, goes on as if there had been no end.
-    ///
-    /// # Errors
-    /// If the request is outside what was booted, or the device stopped. A session that cannot go on is no error of the device: the
-    /// [`Ending`] says so.
-    pub fn run(
-        &mut self,
-        request: &Request<'_>,
-        give_way: &mut dyn FnMut() -> bool,
-    ) -> Result<Decoded, HostError> {
-        let steps = self.check_request(request)?;
-        let Request { session, position, tokens, generate, stop, .. } = *request;
-        let idle = self.idle();
-        let touched = &mut idle.memory.touched[session as usize];
-        *touched = (*touched).max(position + steps);
-        if request.sampled {
-            idle.memory.sampling.uses(&idle.copy, &mut idle.memory.bounce, session, position)?;
-        } else {
-            idle.memory.sampling.passes_by(session);
-        }
-        let stride = idle.memory.token_stride as usize;
-        let base = (session as usize * 2 * stride + position as usize) * 4;
-        idle.memory.tokens.write(base, bytemuck::cast_slice(tokens));
-        let keep = if request.keep_logits { abi::FLAG_KEEP_LOGITS } else { 0 };
-        let sample = if request.sampled { abi::FLAG_SAMPLE } else { 0 };
-        let mut submission = Submission {
-            command: Command::Decode as u32,
-            session,
-            position,
-            steps,
-            forced: position + tokens.len() as u32,
-            flags: keep | sample,
-            stop_len: stop.len() as u32,
-            ..Submission::default()
-        };
-        submission.stop[..stop.len()].copy_from_slice(stop);
-        let start = Instant::now();
-        let limit = idle.options.deadline * 2 + Duration::from_millis(100) * steps;
-        let done = self.command(&submission, limit, give_way)?;
-        let host_us = start.elapsed().as_secs_f64() * 1e6;
-        let ending = Ending::new(done.ending).ok_or_else(|| {
-            HostError::Request(format!("the device says of the command's end: {}", done.ending))
-        })?;
-        let last = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
-        let generated = last - u32::from(ending == Ending::NoToken && last > 0);
-        let buffer = &self.idle().memory.tokens;
-        Ok(Decoded {
-            tokens: read_tokens(buffer, base + tokens.len() * 4, generated),
-            chosen: read_tokens(buffer, base + stride * 4, done.steps),
-            steps: done.steps,
-            ending,
-            host_us,
-            device_us: done.end_ns.saturating_sub(done.start_ns) as f64 / 1000.0,
-        })
-    }
-
-    /// Says how tokens of a session are chosen from now on; the next sampled request of the session begins with its tokens so far.
-    ///
-    /// # Errors
-    /// If the settings have no meaning, there is no such session, or a copy fails.
-    pub fn set_sampling(&mut self, session: u32, sampling: &Sampling) -> Result<(), HostError> {
-        let vocab = self.idle().vocab;
-        if let Some(problem) = sampling.problems(vocab).first() {
-            return Err(HostError::Request(problem.to_string()));
-        }
-        let Idle { memory, copy, .. } = self.idle();
-        memory.sampling.set(copy, &mut memory.bounce, session, sampling)
-    }
-
-    /// Positions to run, if the request is one that the device can serve.
-    fn check_request(&mut self, request: &Request<'_>) -> Result<u32, HostError> {
-        let &Request { session, position, tokens, generate, stop, keep_logits, .. } = request;
-        let (vocab, sessions) = (self.idle().vocab, self.idle().options.sessions);
-        let (capacity, rows) =
-            (self.idle().memory.residents.kv_capacity, self.idle().memory.residents.logits_rows);
-        let refuse = |what: String| Err(HostError::Request(what));
-        if session >= sessions {
-            return refuse(format!("session {session} of {sessions}"));
-        }
-        if tokens.is_empty() {
-            return refuse("an empty prompt: there is no token to start from".into());
-        }
-        if let Some(token) = tokens.iter().find(|&&t| t >= vocab) {
-            return refuse(format!("token {token} is outside the vocabulary of {vocab}"));
-        }
-        if stop.len() > abi::STOP_TOKENS_MAX {
-            return refuse(format!(
-                "{} stop tokens; at most {} are possible",
-                stop.len(),
-                abi::STOP_TOKENS_MAX
-            ));
-        }
-        let steps = tokens.len() as u64 + u64::from(generate.saturating_sub(1));
-        if u64::from(position) + steps > u64::from(capacity) {
-            return refuse(format!(
-                "{steps} positions from {position} exceed the key/value capacity of {capacity}"
-            ));
-        }
-        if keep_logits && steps > u64::from(rows) {
-            return refuse(format!("{steps} rows of logits; {rows} were set aside"));
-        }
-        Ok(steps as u32)
     }
 
     /// Logits of the first `rows` positions of the last command that kept them.

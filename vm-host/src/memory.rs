@@ -111,6 +111,13 @@ impl HostBuffer {
             std::ptr::copy_nonoverlapping(self.host.add(offset), out.as_mut_ptr(), out.len())
         };
     }
+
+    /// So many words from `offset`, as [`read`](Self::read).
+    pub(crate) fn read_words(&self, offset: usize, count: usize) -> Vec<u32> {
+        let mut bytes = vec![0; count * 4];
+        self.read(offset, &mut bytes);
+        bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect()
+    }
 }
 
 impl Drop for HostBuffer {

@@ -6,7 +6,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use abi::{Completion, RING_ENTRIES, RingIndices, Status, Submission};
+use abi::{Completion, Pulse, RING_ENTRIES, RingIndices, Status, Submission, WORKERS_MAX};
 
 use crate::error::HostError;
 
@@ -19,8 +19,11 @@ pub(crate) const INDICES: usize =
     (COMPLETIONS + RING_ENTRIES as usize * size_of::<Completion>()).next_multiple_of(128);
 /// Then the status block.
 pub(crate) const STATUS: usize = (INDICES + size_of::<RingIndices>()).next_multiple_of(128);
+/// Then a pulse for each worker.
+pub(crate) const PULSES: usize = (STATUS + size_of::<Status>()).next_multiple_of(128);
 /// Bytes of all of it.
-pub(crate) const BYTES: usize = (STATUS + size_of::<Status>()).next_multiple_of(4096);
+pub(crate) const BYTES: usize =
+    (PULSES + WORKERS_MAX as usize * size_of::<Pulse>()).next_multiple_of(4096);
 
 /// How often a wait asks the driver for the kernel: a fraction of a step's time, and far cheaper than one.
 const ASK_EVERY: Duration = Duration::from_millis(1);
@@ -183,6 +186,47 @@ impl<W: Words> RingHost<W> {
     /// The poller's clock: it changes while the poller lives.
     pub(crate) fn heartbeat(&self) -> u32 {
         self.load(INDICES + core::mem::offset_of!(RingIndices, heartbeat), Ordering::Relaxed)
+    }
+
+    /// What a worker last said of itself. Pairs with worker.cuh: pulse.
+    pub(crate) fn pulse(&self, worker: u32) -> Pulse {
+        let at = PULSES + (worker % WORKERS_MAX) as usize * size_of::<Pulse>();
+        let word = |index: usize| self.load(at + index * 4, Ordering::Relaxed);
+        let words: [u32; size_of::<Pulse>() / 4] = std::array::from_fn(word);
+        bytemuck::cast(words)
+    }
+
+    /// Completions posted since the launch. Pairs with poller.cuh: post_completion.
+    pub(crate) fn answered(&self) -> u32 {
+        self.load(INDICES + core::mem::offset_of!(RingIndices, head), Ordering::Acquire)
+    }
+
+    /// A completion that was posted, for who only looks on; nothing if its entry may be another's by now. The device writes into an entry
+    /// again a whole lap later, and says nothing before it does: so entries of the last quarter of a lap are not believed.
+    pub(crate) fn completion(&self, index: u32) -> Option<Completion> {
+        let entry = COMPLETIONS + (index % RING_ENTRIES) as usize * size_of::<Completion>();
+        let words = size_of::<Completion>() / 4;
+        if self.load(entry + (words - 1) * 4, Ordering::Acquire) != index.wrapping_add(1) {
+            return None;
+        }
+        let mut copy = [0_u32; size_of::<Completion>() / 4];
+        for (i, word) in copy.iter_mut().enumerate() {
+            *word = self.load(entry + i * 4, Ordering::Relaxed);
+        }
+        let ahead = self.answered().wrapping_sub(index);
+        (ahead <= RING_ENTRIES / 4 * 3).then(|| bytemuck::cast(copy))
+    }
+
+    /// Commands published and not answered, for who only looks on.
+    pub(crate) fn outstanding(&self) -> u32 {
+        let answered = self.answered();
+        let published = |index: u32| {
+            let entry = SUBMISSIONS + (index % RING_ENTRIES) as usize * size_of::<Submission>();
+            let sequence = entry + core::mem::offset_of!(Submission, sequence);
+            self.load(sequence, Ordering::Acquire) == index.wrapping_add(1)
+        };
+        (0..RING_ENTRIES).take_while(|ahead| published(answered.wrapping_add(*ahead))).count()
+            as u32
     }
 
     /// Asks the device to leave. Pairs with poller.cuh: poller_wait, poller_run.

@@ -263,11 +263,7 @@ fn emulated_threads_choose_what_the_definition_chooses() {
 fn deliberate_mistakes_are_found() {
     let Some(cxx) = cxx() else { return };
     let mistakes = [
-        (
-            "penalty",
-            "x > 0.f ? __fdiv_rn(x, c.penalty)",
-            "x > 9.f ? __fdiv_rn(x, c.penalty)",
-        ),
+        ("penalty", "x > 0.f ? __fdiv_rn(x, c.penalty)", "x > 9.f ? __fdiv_rn(x, c.penalty)"),
         ("whole part", "__fadd_ru(t, base)", "__fadd_rn(t, base)"),
         ("carry", " + (old + low < old)", ""),
         ("share of all", "share_of(found.upto, share)", "share_of(found.upto * 2, share)"),

@@ -1,0 +1,262 @@
+//! What a running machine says of itself: a pulse of each worker, written by the device, and the page that other processes read.
+//!
+//! The page lies in a file that the writing process maps and others map for reading ([docs/telemetry.md]). Its words change under a
+//! sequence: odd while somebody writes, and different afterwards. Times are nanoseconds since 1970 by the host's clock unless a field says
+//! otherwise; sums only grow while the process lives.
+//!
+//! [docs/telemetry.md]: https://github.com/amk/amk/blob/main/docs/telemetry.md
+
+use crate::layout::{StructLayout, wire_struct};
+use crate::op::wire_enum;
+
+wire_struct! {
+    /// A worker's life signs, written by its watchdog to mapped host memory, a few times a second at least and a thousand times at most. Each
+    /// word stands for itself: two words may be of two neighbouring writes.
+    amk_pulse align(16) size(48)
+    pub struct Pulse {
+        /// The device's clock at the last write, in units of 1 024 ns; it wraps.
+        pub beat: u32,
+        /// Nonzero while a step is under way.
+        pub active: u32,
+        /// Tasks done since the launch; it wraps.
+        pub progress: u32,
+        /// The step under way, or the last one, counted since the launch or the load of the program.
+        pub epoch: u32,
+        /// Position of that step.
+        pub position: u32,
+        /// Tasks of its queue that the worker has done in that step.
+        pub task: u32,
+        /// Bytes that the loader has asked for since the launch, in units of 512; it wraps.
+        pub issued: u32,
+        /// What a wait that lasts is about: a `Trap` as it would be reported, or zero.
+        pub wait: u32,
+        /// Counter, slot or stage waited for.
+        pub object: u32,
+        /// What it held.
+        pub have: u32,
+        /// What was needed.
+        pub need: u32,
+        /// Zero.
+        pub reserved: u32,
+    }
+}
+
+wire_enum! {
+    /// How a sequence ended.
+    SequenceEnd {
+        /// With a stop token.
+        Stop = 0 "stop",
+        /// As long as was asked for.
+        Length = 1 "length",
+        /// Its client had gone.
+        Cancelled = 2 "cancelled",
+        /// The machine failed at it.
+        Failed = 3 "failed",
+        /// The process was going down.
+        Leaving = 4 "leaving",
+    }
+}
+
+wire_enum! {
+    /// What the process that writes is doing.
+    Activity {
+        /// There is nothing to do.
+        Idle = 0 "idle",
+        /// The machine runs positions.
+        Running = 1 "running",
+        /// It is between two commands: chooses tokens, takes requests, loads programs.
+        Between = 2 "between",
+        /// Brings a model or a program to the machine.
+        Loading = 3 "loading",
+        /// Has ended.
+        Ended = 4 "ended",
+    }
+}
+
+wire_struct! {
+    /// What stands in front: whose page it is, what it has done, and how long it took.
+    amk_telemetry align(64) size(1728)
+    pub struct Telemetry {
+        /// `AMKTELEM`, which says what this file is.
+        pub magic: [u8; 8],
+        /// Version of the layout.
+        pub version: u32,
+        /// Bytes of the page.
+        pub size: u32,
+        /// Odd while somebody writes; another one after each write.
+        pub sequence: u64,
+        /// The process.
+        pub pid: u32,
+        /// What it is doing, an `Activity`.
+        pub activity: u32,
+        /// The command that it runs, as text that ends with zeros.
+        pub command: [u8; 32],
+        /// The model.
+        pub model: [u8; 64],
+        /// What runs the model: `cpu`, `eval` or the name of the card.
+        pub device: [u8; 64],
+        /// When the page was made.
+        pub started_ns: u64,
+        /// When it was last written.
+        pub beat_ns: u64,
+        /// Writes.
+        pub writes: u64,
+        /// Time spent writing, the watching thread's included.
+        pub write_ns: u64,
+        /// Workers of the machine; those of the page behind them mean nothing.
+        pub workers: u32,
+        /// Sequences that can be open at once.
+        pub places: u32,
+        /// Positions of a sequence, at most.
+        pub capacity: u32,
+        /// Requests that wait for a place.
+        pub waiting: u32,
+        /// Places by the state of their command, an `EntryState` each.
+        pub occupancy: [u32; 8],
+        /// Commands that the machine was given: entries of its ring.
+        pub published: u64,
+        /// Commands that it has answered.
+        pub drained: u64,
+        /// Of these, commands that came and went between two looks: their positions and times are not counted.
+        pub unseen: u64,
+        /// Turns given to sequences.
+        pub turns: u64,
+        /// Turns after which a sequence gave way.
+        pub yields: u64,
+        /// Times that a sequence went back in line.
+        pub requeues: u64,
+        /// Turns that found their weights on the way.
+        pub io_waits: u64,
+        /// Times that a sequence's command failed.
+        pub faults: u64,
+        /// Commands of a kernel that trapped.
+        pub traps: u64,
+        /// Sequences that were opened.
+        pub opened: u64,
+        /// Sequences that ended, by `SequenceEnd`.
+        pub endings: [u64; 8],
+        /// Positions run.
+        pub positions: u64,
+        /// Tokens chosen.
+        pub tokens: u64,
+        /// Positions run, by priority: low, normal, high.
+        pub priority_positions: [u64; 4],
+        /// Tokens chosen, by priority.
+        pub priority_tokens: [u64; 4],
+        /// When it began with what it is doing.
+        pub activity_ns: u64,
+        /// Time spent so far, by `Activity`; what it is doing now is not in it.
+        pub spent_ns: [u64; 8],
+        /// The command under way: positions, at most.
+        pub command_positions: u32,
+        /// Its first position.
+        pub command_first: u32,
+        /// Time from taking a command up to completing it, by the device's clock.
+        pub device_running_ns: u64,
+        /// Time from completing a command to taking up the next one, by the device's clock.
+        pub device_idle_ns: u64,
+        /// Steps, by their time: eight buckets an octave from 16.4 microseconds on; the last one has no end.
+        pub steps: [u64; 128],
+        /// Sum of the times of these steps.
+        pub steps_ns: u64,
+        /// Bytes of weights that a step reads.
+        pub step_bytes: u64,
+        /// Bytes a second that were measured on the card; zero if there is none.
+        pub bandwidth: u64,
+        /// Bytes of weights and caches on the device.
+        pub resident_bytes: u64,
+        /// Bytes of weights that are to be there.
+        pub weights_bytes: u64,
+        /// Bytes of weights that have landed.
+        pub landed_bytes: u64,
+        /// Bytes that loaders asked for, weights, keys and values.
+        pub streamed_bytes: u64,
+        /// Bytes copied to the device.
+        pub uploaded_bytes: u64,
+        /// Bytes not copied because they were on the device already.
+        pub avoided_bytes: u64,
+        /// Times that a kernel was launched.
+        pub launches: u64,
+        /// Programs loaded.
+        pub loads: u64,
+        /// Workers that are suspected now: no progress for longer than the limit while a step is under way.
+        pub suspected: u32,
+        /// The first of them.
+        pub suspect: u32,
+        /// Times that the suspicion arose.
+        pub suspicions: u64,
+        /// Zero.
+        pub reserved: u64,
+    }
+}
+
+wire_struct! {
+    /// A sequence in its place.
+    amk_telemetry_session align(64) size(64)
+    pub struct SessionWords {
+        /// Its number among all that were opened, from one; zero if the place is free.
+        pub serial: u64,
+        /// 0 low, 1 normal, 2 high.
+        pub priority: u32,
+        /// State of its command, an `EntryState`.
+        pub state: u32,
+        /// Positions run.
+        pub positions: u64,
+        /// Positions that it may run, at most.
+        pub goal: u64,
+        /// Tokens chosen.
+        pub tokens: u64,
+        /// When it was opened.
+        pub opened_ns: u64,
+        /// When it last had a turn.
+        pub turn_ns: u64,
+        /// Zero.
+        pub reserved: u64,
+    }
+}
+
+wire_struct! {
+    /// A worker as the watching thread saw it: its pulse, and since when it has not moved.
+    amk_telemetry_worker align(64) size(64)
+    pub struct WorkerWords {
+        /// As in `Pulse`.
+        pub beat: u32,
+        /// As in `Pulse`.
+        pub active: u32,
+        /// As in `Pulse`.
+        pub progress: u32,
+        /// As in `Pulse`.
+        pub epoch: u32,
+        /// As in `Pulse`.
+        pub position: u32,
+        /// As in `Pulse`.
+        pub task: u32,
+        /// As in `Pulse`.
+        pub issued: u32,
+        /// As in `Pulse`.
+        pub wait: u32,
+        /// As in `Pulse`.
+        pub object: u32,
+        /// As in `Pulse`.
+        pub have: u32,
+        /// As in `Pulse`.
+        pub need: u32,
+        /// Nonzero while it is suspected.
+        pub suspected: u32,
+        /// When its progress was last seen to change, or the step to be over.
+        pub moved_ns: u64,
+        /// When it was last seen to beat.
+        pub beat_ns: u64,
+    }
+}
+
+/// First bytes of a page.
+pub const TELEMETRY_MAGIC: [u8; 8] = *b"AMKTELEM";
+/// Bumped on every change of the page.
+pub const TELEMETRY_VERSION: u32 = 1;
+
+/// The parts of the page, for its documentation. They are the host's: the device's header has the pulse alone.
+#[must_use]
+pub fn telemetry_structs() -> Vec<StructLayout> {
+    vec![Telemetry::LAYOUT, SessionWords::LAYOUT, WorkerWords::LAYOUT]
+}

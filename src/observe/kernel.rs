@@ -1,0 +1,111 @@
+//! The kernel as a thread beside sees it, without a call of the driver: commands, steps, pulses, suspicion. Everything comes from memory that
+//! the device writes, so who drives the machine does nothing for it.
+
+use abi::{RING_ENTRIES, UNIT_BYTES, WORKERS_MAX};
+use telemetry::{Edit, Stalls, Suspect, bucket};
+use vm_host::Lookout;
+
+/// How long a worker may be still inside a step before it is suspected. A step takes milliseconds, and the kernel itself gives up after
+/// seconds.
+const STILL_NS: u64 = 250_000_000;
+
+/// What was seen of a launch.
+pub(crate) struct KernelWatch {
+    launch: u64,
+    /// Commands that were counted.
+    seen: u32,
+    /// When the last of them was done, by the device's clock.
+    ended_ns: u64,
+    /// What the loaders had asked for, in units.
+    issued: [u32; WORKERS_MAX as usize],
+    stalls: Stalls,
+    suspected: u32,
+}
+
+impl Default for KernelWatch {
+    fn default() -> Self {
+        Self {
+            launch: 0,
+            seen: 0,
+            ended_ns: 0,
+            issued: [0; WORKERS_MAX as usize],
+            stalls: Stalls::new(STILL_NS),
+            suspected: 0,
+        }
+    }
+}
+
+impl KernelWatch {
+    /// Takes in what is new. Returns the worker that is suspected, if one is.
+    pub(crate) fn look(
+        &mut self,
+        lookout: &Lookout,
+        edit: &mut Edit<'_>,
+        now_ns: u64,
+    ) -> Option<Suspect> {
+        if self.launch != lookout.launch() {
+            *self = Self { launch: lookout.launch(), ..Self::default() };
+        }
+        let (answered, outstanding) = (lookout.answered(), lookout.outstanding());
+        self.commands(lookout, edit, answered);
+        let head = edit.head();
+        head.published = head.drained + u64::from(outstanding);
+        self.seen = answered;
+        self.workers(lookout, edit, outstanding > 0, now_ns)
+    }
+
+    fn commands(&mut self, lookout: &Lookout, edit: &mut Edit<'_>, answered: u32) {
+        let head = edit.head();
+        let new = answered.wrapping_sub(self.seen);
+        head.drained += u64::from(new);
+        for index in (0..new.min(RING_ENTRIES)).rev().map(|back| answered.wrapping_sub(back + 1)) {
+            let Some(done) = lookout.completion(index) else {
+                head.unseen += 1;
+                continue;
+            };
+            if done.trap != 0 {
+                head.traps += 1;
+            }
+            let took = done.end_ns.saturating_sub(done.start_ns);
+            head.device_running_ns += took;
+            if self.ended_ns != 0 {
+                head.device_idle_ns += done.start_ns.saturating_sub(self.ended_ns);
+            }
+            self.ended_ns = done.end_ns;
+            if done.steps > 0 {
+                let step = took / u64::from(done.steps);
+                head.positions += u64::from(done.steps);
+                head.steps[bucket(step)] += u64::from(done.steps);
+                head.steps_ns += took;
+            }
+        }
+        head.unseen += u64::from(new.saturating_sub(RING_ENTRIES));
+    }
+
+    fn workers(
+        &mut self,
+        lookout: &Lookout,
+        edit: &mut Edit<'_>,
+        under_way: bool,
+        now_ns: u64,
+    ) -> Option<Suspect> {
+        let count = lookout.workers().min(WORKERS_MAX) as usize;
+        edit.head().workers = count as u32;
+        let workers = &mut edit.workers()[..count];
+        let mut streamed = 0;
+        for ((worker, words), issued) in workers.iter_mut().enumerate().zip(&mut self.issued) {
+            let pulse = lookout.pulse(worker as u32);
+            streamed += u64::from(pulse.issued.wrapping_sub(*issued)) * u64::from(UNIT_BYTES);
+            *issued = pulse.issued;
+            self.stalls.look(words, &pulse, under_way, now_ns);
+        }
+        let (suspected, suspect) = Stalls::suspects(workers, now_ns);
+        let head = edit.head();
+        head.streamed_bytes += streamed;
+        head.suspicions += u64::from(suspected > 0 && self.suspected == 0);
+        head.suspected = suspected;
+        head.suspect = suspect.map_or(0, |suspect| suspect.worker);
+        self.suspected = suspected;
+        suspect
+    }
+}

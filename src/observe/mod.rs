@@ -1,0 +1,178 @@
+//! The page of this process, and the thread beside its work that keeps it fresh: it says that the process lives, looks at the kernel if there
+//! is one, and writes the metrics file.
+
+mod kernel;
+mod sequences;
+
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::PoisonError;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use abi::Activity;
+use telemetry::{Page, Publisher, Reader, Start, now_ns};
+
+use crate::context::Context;
+use crate::device::SharedLookout;
+use crate::failure::Failure;
+use crate::report;
+
+pub(crate) use kernel::KernelWatch;
+pub(crate) use sequences::Sequences;
+
+/// How often the thread looks. The ring holds 64 answers, so commands of a step each are all seen.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+
+/// A file that is written now and then.
+pub(crate) struct MetricsFile {
+    pub(crate) path: PathBuf,
+    pub(crate) every: Duration,
+}
+
+/// The page of this process. When it is dropped the page is gone.
+pub(crate) struct Observer {
+    publisher: Publisher,
+    /// The kernel that the thread looks at, once there is one.
+    lookout: SharedLookout,
+    over: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Observer {
+    /// Makes the page and starts the thread. A page that cannot be had is no reason not to work.
+    pub(crate) fn start(
+        context: &Context,
+        (command, device): (&str, &str),
+        places: u32,
+        file: Option<MetricsFile>,
+    ) -> Result<Self, Failure> {
+        let publisher = publisher(context, (command, device), places)?;
+        let reader = publisher.reader();
+        if let Some(file) = &file {
+            write_metrics(&file.path, &reader)?;
+        }
+        let (over, ended) = channel();
+        let lookout = SharedLookout::default();
+        let (page, looked) = (publisher.clone(), lookout.clone());
+        let run = move || {
+            let mut watch = KernelWatch::default();
+            let mut written = Instant::now();
+            while ended.recv_timeout(LOOK_EVERY) == Err(RecvTimeoutError::Timeout) {
+                look(&page, &looked, &mut watch);
+                if let Some(file) = file.as_ref().filter(|file| written.elapsed() >= file.every) {
+                    written = Instant::now();
+                    let _ = write_metrics(&file.path, &reader); // it was possible at the start
+                }
+            }
+            if let Some(file) = &file {
+                look(&page, &looked, &mut watch);
+                let _ = write_metrics(&file.path, &reader); // as above
+            }
+        };
+        let thread = std::thread::Builder::new().name("telemetry".to_owned()).spawn(run);
+        let thread = thread.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
+        Ok(Self { publisher, lookout, over: Some(over), thread: Some(thread) })
+    }
+
+    /// The page.
+    pub(crate) fn publisher(&self) -> &Publisher {
+        &self.publisher
+    }
+
+    /// Where a machine leaves its kernel to be looked at.
+    pub(crate) fn lookout(&self) -> &SharedLookout {
+        &self.lookout
+    }
+}
+
+impl Drop for Observer {
+    fn drop(&mut self) {
+        drop(self.over.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join(); // a panic there has been reported
+        }
+    }
+}
+
+/// The page of a process that runs a model.
+pub(crate) fn publisher(
+    context: &Context,
+    (command, device): (&str, &str),
+    places: u32,
+) -> Result<Publisher, Failure> {
+    let graph = context.graph();
+    let bytes = graph.weight_bytes() as u64;
+    let start = Start {
+        command,
+        model: &graph.name,
+        device,
+        places,
+        capacity: context.kv_capacity,
+        weights_bytes: bytes,
+        ..Start::default()
+    };
+    let made = Publisher::new(&telemetry::folder(), &start);
+    let (publisher, hidden) =
+        made.map_err(|error| Failure::usage(format!("no memory for telemetry: {error}")))?;
+    if let Some(why) = hidden {
+        report::say(&format!(
+            "note: `amk top` cannot see this process ({}: {why})",
+            telemetry::folder().path().display()
+        ));
+    }
+    Ok(publisher)
+}
+
+fn look(page: &Publisher, lookout: &SharedLookout, watch: &mut KernelWatch) {
+    let lookout = lookout.lock().unwrap_or_else(PoisonError::into_inner);
+    page.edit(|edit| {
+        if let Some(lookout) = &*lookout {
+            watch.look(lookout, edit, now_ns());
+        }
+    });
+}
+
+/// What the process does from now on.
+pub(crate) fn enter(page: &Publisher, activity: Activity) {
+    page.edit(|edit| enter_at(edit.head(), activity, now_ns()));
+}
+
+/// The same, inside another change.
+pub(crate) fn enter_at(head: &mut abi::Telemetry, activity: Activity, now_ns: u64) {
+    let began = if head.activity_ns == 0 { head.started_ns } else { head.activity_ns };
+    let spent = now_ns.saturating_sub(began);
+    if let Some(sum) = head.spent_ns.get_mut(head.activity as usize) {
+        *sum = sum.saturating_add(spent);
+    }
+    (head.activity, head.activity_ns) = (activity as u32, now_ns);
+}
+
+/// A page as it is now.
+pub(crate) fn snapshot(reader: &Reader) -> Option<Box<Page>> {
+    let mut page = Page::boxed();
+    reader.read(&mut page).ok().map(|()| page)
+}
+
+/// Writes the metrics whole or not at all: beside the file, then in its place.
+fn write_metrics(path: &Path, reader: &Reader) -> Result<(), Failure> {
+    let failed = |error: std::io::Error| {
+        Failure::usage(format!(
+            "cannot write metrics to {}: {error}; --metrics-file takes another path",
+            path.display()
+        ))
+    };
+    let Some(page) = snapshot(reader) else { return Ok(()) };
+    let text = telemetry::openmetrics(page);
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(format!(".{}.new", std::process::id()));
+    let beside = path.with_file_name(name);
+    let written = std::fs::File::create(&beside)
+        .and_then(|mut file| file.write_all(text.as_bytes()))
+        .and_then(|()| std::fs::rename(&beside, path));
+    written.map_err(|error| {
+        let _ = std::fs::remove_file(&beside); // there may be none
+        failed(error)
+    })
+}

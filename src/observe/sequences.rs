@@ -1,0 +1,182 @@
+//! Sequences on the page: what the thread that owns a machine says of those that take turns on it.
+
+use std::time::Duration;
+
+use abi::{Activity, EntryState, SequenceEnd, SessionWords};
+use sessions::{Priority, Ring};
+use telemetry::{Edit, Publisher, bucket, now_ns};
+
+use super::enter_at;
+
+/// Says on a page what becomes of sequences. Without a page it does nothing.
+#[derive(Clone, Default)]
+pub(crate) struct Sequences {
+    page: Option<Publisher>,
+    opened: u64,
+    /// Whether commands and steps are counted here: a kernel counts its own.
+    counts: bool,
+}
+
+impl Sequences {
+    /// With `counts`, what is run is counted by the turns; else somebody else does it.
+    pub(crate) fn new(page: &Publisher, counts: bool) -> Self {
+        Self { page: Some(page.clone()), opened: 0, counts }
+    }
+
+    /// The owner of the machine does something else from now on.
+    pub(crate) fn enter(&self, activity: Activity) {
+        if let Some(page) = &self.page {
+            super::enter(page, activity);
+        }
+    }
+
+    /// So many requests have no place.
+    pub(crate) fn waiting(&self, requests: usize) {
+        if let Some(page) = &self.page {
+            page.edit(|edit| edit.head().waiting = u32::try_from(requests).unwrap_or(u32::MAX));
+        }
+    }
+
+    /// A sequence has a place, and may run so many positions.
+    pub(crate) fn open(&mut self, place: usize, priority: Priority, goal: u64, ring: &Ring) {
+        self.opened += 1;
+        let Some(page) = &self.page else { return };
+        page.edit(|edit| {
+            let now = now_ns();
+            *edit.session(place) = SessionWords {
+                serial: self.opened,
+                priority: number(priority),
+                state: ring.state(place) as u32,
+                goal,
+                opened_ns: now,
+                turn_ns: now,
+                ..SessionWords::default()
+            };
+            edit.head().opened = self.opened;
+            states(edit.head(), ring);
+        });
+    }
+
+    /// There is one sequence only, which takes no turns with others.
+    pub(crate) fn sole(&self, goal: u64) {
+        let Some(page) = &self.page else { return };
+        page.edit(|edit| {
+            let now = now_ns();
+            *edit.session(0) = SessionWords {
+                serial: 1,
+                priority: number(Priority::Normal),
+                state: EntryState::Claimed as u32,
+                goal,
+                opened_ns: now,
+                turn_ns: now,
+                ..SessionWords::default()
+            };
+            edit.head().opened = 1;
+            edit.head().occupancy[EntryState::Claimed as usize] = 1;
+        });
+    }
+
+    /// The machine begins to run positions of a place.
+    pub(crate) fn begin(&self, place: usize, first: usize, positions: usize) {
+        let Some(page) = &self.page else { return };
+        page.edit(|edit| {
+            let now = now_ns();
+            let session = edit.session(place);
+            (session.state, session.turn_ns) = (EntryState::Claimed as u32, now);
+            let head = edit.head();
+            head.command_first = u32::try_from(first).unwrap_or(u32::MAX);
+            head.command_positions = u32::try_from(positions).unwrap_or(u32::MAX);
+            head.published += u64::from(self.counts);
+            head.occupancy[EntryState::Claimed as usize] = 1;
+            enter_at(head, Activity::Running, now);
+        });
+    }
+
+    /// It ran so many, in this time.
+    pub(crate) fn ran(&self, place: usize, positions: usize, took: Duration) {
+        let Some(page) = &self.page else { return };
+        page.edit(|edit| {
+            let session = edit.session(place);
+            session.positions += positions as u64;
+            let priority = session.priority as usize;
+            let head = edit.head();
+            if let Some(sum) = head.priority_positions.get_mut(priority) {
+                *sum += positions as u64;
+            }
+            if self.counts {
+                let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+                head.drained += 1;
+                head.positions += positions as u64;
+                if let Some(step) = ns.checked_div(positions as u64) {
+                    head.steps[bucket(step)] += positions as u64;
+                    head.steps_ns += ns;
+                }
+            }
+            enter_at(head, Activity::Between, now_ns());
+        });
+    }
+
+    /// A turn has been given back, in which so many tokens were chosen.
+    pub(crate) fn turn(&self, place: usize, tokens: u64, ring: &Ring) {
+        let Some(page) = &self.page else { return };
+        page.edit(|edit| {
+            add_tokens(edit, place, tokens);
+            edit.session(place).state = ring.state(place) as u32;
+            states(edit.head(), ring);
+        });
+    }
+
+    /// Tokens were chosen, where nobody takes turns.
+    pub(crate) fn chosen(&self, place: usize, tokens: u64) {
+        if let Some(page) = &self.page {
+            page.edit(|edit| add_tokens(edit, place, tokens));
+        }
+    }
+
+    /// A sequence has ended and left its place.
+    pub(crate) fn close(&self, place: usize, ending: SequenceEnd, ring: &Ring) {
+        let Some(page) = &self.page else { return };
+        page.edit(|edit| {
+            *edit.session(place) = SessionWords::default();
+            edit.head().endings[ending as usize] += 1;
+            states(edit.head(), ring);
+        });
+    }
+
+    /// Sequences ended without a turn of their own: they never had a place, or everything ends.
+    pub(crate) fn lost(&self, ending: SequenceEnd, count: usize) {
+        if let Some(page) = &self.page {
+            page.edit(|edit| edit.head().endings[ending as usize] += count as u64);
+        }
+    }
+}
+
+fn add_tokens(edit: &mut Edit<'_>, place: usize, tokens: u64) {
+    let session = edit.session(place);
+    session.tokens += tokens;
+    let priority = session.priority as usize;
+    let head = edit.head();
+    head.tokens += tokens;
+    if let Some(sum) = head.priority_tokens.get_mut(priority) {
+        *sum += tokens;
+    }
+}
+
+fn number(priority: Priority) -> u32 {
+    match priority {
+        Priority::Low => 0,
+        Priority::Normal => 1,
+        Priority::High => 2,
+    }
+}
+
+/// The states of all commands, and how often each was entered.
+fn states(head: &mut abi::Telemetry, ring: &Ring) {
+    head.occupancy = ring.occupancy();
+    let entered = ring.entered();
+    head.turns = entered[EntryState::Claimed as usize];
+    head.yields = entered[EntryState::Yield as usize];
+    head.requeues = entered[EntryState::Requeue as usize];
+    head.io_waits = entered[EntryState::WaitIo as usize];
+    head.faults = entered[EntryState::Fault as usize];
+}

@@ -1,0 +1,40 @@
+//! `--metrics`: the page as OpenMetrics text, on a listener of its own, so that whoever may ask for figures need not be let in to the model.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use telemetry::Reader;
+use tokio::net::TcpListener;
+
+use crate::failure::Failure;
+use crate::observe::snapshot;
+
+/// As OpenMetrics 1.0 asks for.
+const TEXT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Listens until the runtime ends. Returns the address.
+pub(super) async fn listen(addr: SocketAddr, reader: Reader) -> Result<SocketAddr, Failure> {
+    let failed = |error: std::io::Error| {
+        Failure::usage(format!("cannot listen on {addr}; --metrics takes another address: {error}"))
+    };
+    let listener = TcpListener::bind(addr).await.map_err(failed)?;
+    let bound = listener.local_addr().map_err(failed)?;
+    let app = Router::new().route("/metrics", get(metrics)).with_state(Arc::new(reader));
+    // Ends with the runtime: nobody waits for figures of a server that goes down.
+    tokio::spawn(async move { axum::serve(listener, app).await });
+    Ok(bound)
+}
+
+async fn metrics(State(reader): State<Arc<Reader>>) -> Response {
+    match snapshot(&reader) {
+        Some(page) => {
+            ([(header::CONTENT_TYPE, TEXT)], telemetry::openmetrics(page)).into_response()
+        }
+        None => (StatusCode::SERVICE_UNAVAILABLE, "the page is being written").into_response(),
+    }
+}

@@ -1,0 +1,121 @@
+//! The document of `amk top --once --json`.
+
+use abi::{Activity, EntryState, SequenceEnd};
+use serde_json::{Map, Value, json};
+use telemetry::{Rates, Stalls, text};
+
+use super::View;
+
+/// Names by number, with their values.
+fn by_name<'a, V: Into<Value> + Copy>(names: impl Iterator<Item = &'a str>, values: &[V]) -> Value {
+    let pairs = names.zip(values).map(|(name, value)| (name.to_owned(), (*value).into()));
+    Value::Object(pairs.collect::<Map<String, Value>>())
+}
+
+fn rates(rates: &Rates) -> Value {
+    json!({
+        "seconds": rates.seconds,
+        "tokens_per_s": rates.tokens,
+        "positions_per_s": rates.positions,
+        "p50_us": rates.p50_us,
+        "p99_us": rates.p99_us,
+        "mean_us": rates.mean_us,
+        "bytes_per_s": rates.bytes,
+        "bytes_counted": rates.counted,
+        "running": rates.shares.running,
+        "between": rates.shares.between,
+        "idle": rates.shares.idle,
+        "loading": rates.shares.loading,
+        "device_idle": rates.device_idle,
+        "telemetry": rates.telemetry,
+    })
+}
+
+fn sessions(view: &View<'_>) -> Value {
+    let open = view.now.page.open().map(|(place, session)| {
+        json!({
+            "place": place,
+            "serial": session.serial,
+            "priority": super::draw::priority(session.priority),
+            "state": EntryState::new(session.state).map_or("unknown", EntryState::name),
+            "positions": session.positions,
+            "positions_max": session.goal,
+            "tokens": session.tokens,
+            "age_s": view.now.at_ns.saturating_sub(session.opened_ns) as f64 / 1e9,
+        })
+    });
+    open.collect()
+}
+
+fn workers(view: &View<'_>) -> Value {
+    let page = &view.now.page;
+    let (suspected, suspect) = Stalls::suspects(page.running(), view.now.at_ns);
+    let list = page.running().iter().zip(&view.before.page.workers).map(|(now, before)| {
+        json!({
+            "active": now.active != 0,
+            "tasks": now.progress.wrapping_sub(before.progress),
+            "position": now.position,
+            "wait": abi::Trap::new(now.wait).filter(|trap| *trap != abi::Trap::None).map(abi::Trap::name),
+            "object": now.object,
+            "have": now.have,
+            "need": now.need,
+            "suspected": now.suspected != 0,
+        })
+    });
+    json!({
+        "count": page.running().len(),
+        "suspected": suspected,
+        "suspicion": suspect.map(|suspect| suspect.to_string()),
+        "list": list.collect::<Vec<Value>>(),
+    })
+}
+
+/// What was seen, as JSON.
+pub(super) fn document(view: &View<'_>) -> Value {
+    let head = &view.now.page.head;
+    let since = Rates::since_start(&view.now.page, view.now.at_ns);
+    let priorities = || [0, 1, 2].into_iter().map(super::draw::priority);
+    json!({
+        "schema": "amk.top.v1",
+        "pid": head.pid,
+        "command": text(&head.command),
+        "model": text(&head.model),
+        "device": text(&head.device),
+        "activity": Activity::new(head.activity).map_or("unknown", Activity::name),
+        "silent": view.silent(),
+        "uptime_s": view.now.at_ns.saturating_sub(head.started_ns) as f64 / 1e9,
+        "rates": rates(&view.rates),
+        "since_start": rates(&since),
+        "floor_us": view.rates.floor_us,
+        "bandwidth": head.bandwidth,
+        "step_bytes": head.step_bytes,
+        "occupancy": by_name(EntryState::ALL.iter().map(|state| state.name()), &head.occupancy),
+        "waiting": head.waiting,
+        "places": head.places,
+        "capacity": head.capacity,
+        "commands": {
+            "published": head.published, "drained": head.drained, "unseen": head.unseen, "traps": head.traps,
+        },
+        "totals": {
+            "opened": head.opened, "turns": head.turns, "yields": head.yields, "requeues": head.requeues,
+            "io_waits": head.io_waits, "faults": head.faults, "positions": head.positions, "tokens": head.tokens,
+            "launches": head.launches, "loads": head.loads, "suspicions": head.suspicions,
+            "steps": view.now.page.step_count(),
+        },
+        "endings": by_name(SequenceEnd::ALL.iter().map(|ending| ending.name()), &head.endings),
+        "priority_positions": by_name(priorities(), &head.priority_positions),
+        "priority_tokens": by_name(priorities(), &head.priority_tokens),
+        "bytes": {
+            "resident": head.resident_bytes, "weights": head.weights_bytes, "landed": head.landed_bytes,
+            "streamed": head.streamed_bytes, "uploaded": head.uploaded_bytes, "avoided": head.avoided_bytes,
+        },
+        "telemetry": {
+            "writes": head.writes,
+            "write_ns": head.write_ns,
+            "ns_per_write": head.write_ns.checked_div(head.writes.saturating_sub(1)),
+        },
+        "sessions": sessions(view),
+        "workers": workers(view),
+        "others": view.others,
+    })
+}

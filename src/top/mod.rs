@@ -1,0 +1,200 @@
+//! `amk top`: what a running `amk` is doing, from the page that it writes. It reads, and nothing that it does is felt there.
+
+mod document;
+mod draw;
+#[cfg(test)]
+mod tests;
+
+use std::io::IsTerminal;
+use std::time::{Duration, Instant};
+
+use ratatui::DefaultTerminal;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use telemetry::{Folder, Found, Page, Rates, Reader, Unreadable, now_ns};
+
+use crate::cli::TopArgs;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::report;
+
+/// How soon a key is answered.
+const KEYS_EVERY: Duration = Duration::from_millis(50);
+/// A process that has said nothing for so long is not fresh.
+const SILENT_NS: u64 = 2_000_000_000;
+
+/// What was seen at some moment.
+pub(crate) struct Look {
+    page: Box<Page>,
+    at_ns: u64,
+}
+
+/// What is shown: the last look, and what happened since the one before.
+pub(crate) struct View<'a> {
+    now: &'a Look,
+    before: &'a Look,
+    rates: Rates,
+    /// Other processes that could be looked at.
+    others: usize,
+    paused: bool,
+}
+
+impl<'a> View<'a> {
+    fn new(before: &'a Look, now: &'a Look, others: usize, paused: bool) -> Self {
+        let rates = Rates::between((&before.page, before.at_ns), (&now.page, now.at_ns));
+        Self { now, before, rates, others, paused }
+    }
+
+    /// Why the page may not be what is going on.
+    fn silent(&self) -> Option<String> {
+        let silent = self.now.at_ns.saturating_sub(self.now.page.head.beat_ns);
+        if self.now.page.head.activity == abi::Activity::Ended as u32 {
+            return Some("the process has ended".to_owned());
+        }
+        (silent > SILENT_NS)
+            .then(|| format!("silent for {:.1} s: stopped, or busy elsewhere", silent as f64 / 1e9))
+    }
+}
+
+/// A process that is looked at.
+struct Subject {
+    reader: Reader,
+    others: usize,
+}
+
+impl Subject {
+    fn look(&self) -> Result<Look, Failure> {
+        let mut page = Page::boxed();
+        let read = self.reader.read(&mut page);
+        read.map_err(|error| Failure::refused(format!("the page cannot be read: {error}")))?;
+        Ok(Look { page, at_ns: now_ns() })
+    }
+}
+
+/// Shows a process until it is told to end.
+pub(crate) fn run(args: &TopArgs) -> Outcome {
+    let subject = find(&telemetry::folder(), args.pid)?;
+    if args.once {
+        return once(&subject, args);
+    }
+    if !std::io::stdout().is_terminal() {
+        return Err(Failure::usage(
+            "standard output is no terminal; `amk top --once` prints one look, with --json for programs",
+        ));
+    }
+    let terminal = ratatui::try_init();
+    let terminal = terminal.map_err(|e| Failure::usage(format!("no terminal to draw on: {e}")));
+    // Whatever happens to the loop, the terminal is as it was: the library's hook sees to panics.
+    let shown = terminal.and_then(|mut terminal| live(&mut terminal, &subject, args));
+    let restored = ratatui::try_restore();
+    let shown = shown?;
+    restored.map_err(|e| Failure::usage(format!("the terminal cannot be restored: {e}")))?;
+    Ok(shown)
+}
+
+/// The process that was named, or the one that began last.
+fn find(folder: &Folder, pid: Option<u32>) -> Result<Subject, Failure> {
+    let living = folder.living();
+    let named = |found: &&Found| pid.is_none_or(|pid| found.pid == pid);
+    let mut open: Vec<(u64, Reader)> = Vec::new();
+    let mut unreadable = None;
+    for found in living.iter().filter(named) {
+        let looked = Reader::open(&found.path).and_then(|reader| {
+            let mut page = Page::boxed();
+            reader.read(&mut page).map(|()| (page.head.started_ns, reader))
+        });
+        match looked {
+            Ok(looked) => open.push(looked),
+            Err(error) => unreadable = Some((found, error)),
+        }
+    }
+    open.sort_by_key(|(started, _)| *started);
+    let others = open.len().saturating_sub(1);
+    match (open.pop(), unreadable) {
+        (Some((_, reader)), _) => Ok(Subject { reader, others }),
+        (None, Some((found, error))) => Err(unread(found, &error)),
+        (None, None) => Err(nobody(folder, &living, pid)),
+    }
+}
+
+fn unread(found: &Found, error: &Unreadable) -> Failure {
+    let path = found.path.display();
+    Failure::missing(format!(
+        "process {} cannot be looked at: {path}: {error}; use the `amk` that it was started with",
+        found.pid
+    ))
+}
+
+fn nobody(folder: &Folder, living: &[Found], pid: Option<u32>) -> Failure {
+    let place = folder.path().display();
+    let Some(pid) = pid else {
+        return Failure::missing(format!(
+            "no running amk was found in {place}; start one, for example `amk serve --model smollm2-135m`, as the same user and with the same XDG_RUNTIME_DIR, then look again"
+        ));
+    };
+    let there: Vec<String> = living.iter().map(|found| found.pid.to_string()).collect();
+    let there = if there.is_empty() { "none".to_owned() } else { there.join(", ") };
+    Failure::missing(format!(
+        "process {pid} has no page in {place}; processes that have one: {there}"
+    ))
+}
+
+fn once(subject: &Subject, args: &TopArgs) -> Outcome {
+    let before = subject.look()?;
+    std::thread::sleep(Duration::from_millis(args.every));
+    let now = subject.look()?;
+    let view = View::new(&before, &now, subject.others, false);
+    if args.json {
+        report::document(&document::document(&view))?;
+    } else {
+        report::text(&draw::text(&view))?;
+    }
+    Ok(Exit::Yes)
+}
+
+/// What a key asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wish {
+    Leave,
+    Pause,
+    Redraw,
+    Nothing,
+}
+
+fn wish(event: &Event) -> Wish {
+    match event {
+        Event::Key(key) if key.kind == KeyEventKind::Press => match key.code {
+            KeyCode::Char('q') | KeyCode::Esc => Wish::Leave,
+            KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => Wish::Leave,
+            KeyCode::Char('p' | ' ') => Wish::Pause,
+            _ => Wish::Nothing,
+        },
+        Event::Resize(..) => Wish::Redraw,
+        _ => Wish::Nothing,
+    }
+}
+
+fn live(terminal: &mut DefaultTerminal, subject: &Subject, args: &TopArgs) -> Outcome {
+    let failed = |error: std::io::Error| Failure::usage(format!("the terminal failed: {error}"));
+    let every = Duration::from_millis(args.every);
+    let colours = draw::Colours::of_environment();
+    let mut before = subject.look()?;
+    let mut now = subject.look()?;
+    let (mut looked, mut paused, mut dirty) = (Instant::now(), false, true);
+    loop {
+        if !paused && looked.elapsed() >= every {
+            before = std::mem::replace(&mut now, subject.look()?);
+            (looked, dirty) = (Instant::now(), true);
+        }
+        if std::mem::take(&mut dirty) {
+            let view = View::new(&before, &now, subject.others, paused);
+            terminal.draw(|frame| draw::draw(frame, &view, colours)).map_err(failed)?;
+        }
+        if event::poll(KEYS_EVERY).map_err(failed)? {
+            match wish(&event::read().map_err(failed)?) {
+                Wish::Leave => return Ok(Exit::Yes),
+                Wish::Pause => (paused, dirty) = (!paused, true),
+                Wish::Redraw => dirty = true,
+                Wish::Nothing => {}
+            }
+        }
+    }
+}

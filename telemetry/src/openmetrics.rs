@@ -1,0 +1,273 @@
+//! A page as OpenMetrics text. The encoder is Prometheus's own; here is which words of the page become which metrics.
+
+use std::fmt::{Error, Write as _};
+
+use abi::{Activity, EntryState, SequenceEnd, Telemetry};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::page::{Page, now_ns, text};
+use crate::steps::{BUCKETS, upper_ns};
+
+/// Buckets that become one: bounds every half octave. Any of the page's bounds would be exact.
+const MERGED: usize = 4;
+
+/// A number of the page with no labels.
+struct Plain {
+    name: &'static str,
+    help: &'static str,
+    unit: Option<Unit>,
+    kind: MetricType,
+    value: fn(&Telemetry) -> f64,
+}
+
+const SECONDS: Option<Unit> = Some(Unit::Seconds);
+const BYTES: Option<Unit> = Some(Unit::Bytes);
+
+macro_rules! plain {
+    ($($kind:ident $name:literal $unit:expr, $help:literal, $value:expr;)+) => {
+        /// Declared once: name, unit, help, where it comes from.
+        const PLAIN: &[Plain] = &[$(Plain {
+            name: $name, help: $help, unit: $unit, kind: MetricType::$kind, value: $value,
+        }),+];
+    };
+}
+
+fn seconds(ns: u64) -> f64 {
+    ns as f64 / 1e9
+}
+
+plain! {
+    Gauge "start_time" SECONDS, "When the process made its page, since 1970.", |h| seconds(h.started_ns);
+    Gauge "last_write_time" SECONDS, "When the page was last written, since 1970.", |h| seconds(h.beat_ns);
+    Gauge "workers" None, "Workers of the machine.", |h| f64::from(h.workers);
+    Gauge "places" None, "Sequences that can be open at once.", |h| f64::from(h.places);
+    Gauge "waiting_requests" None, "Requests that wait for a place.", |h| f64::from(h.waiting);
+    Counter "commands_published" None, "Commands that the machine was given.", |h| h.published as f64;
+    Counter "commands_drained" None, "Commands that it has answered.", |h| h.drained as f64;
+    Counter "commands_unseen" None, "Of these, commands whose positions and times are not counted.", |h| h.unseen as f64;
+    Counter "turns" None, "Turns given to sequences.", |h| h.turns as f64;
+    Counter "yields" None, "Turns after which a sequence gave way.", |h| h.yields as f64;
+    Counter "requeues" None, "Times that a sequence went back in line.", |h| h.requeues as f64;
+    Counter "io_waits" None, "Turns that found their weights on the way.", |h| h.io_waits as f64;
+    Counter "faults" None, "Times that a sequence's command failed.", |h| h.faults as f64;
+    Counter "traps" None, "Commands of a kernel that trapped.", |h| h.traps as f64;
+    Counter "sequences_opened" None, "Sequences that were opened.", |h| h.opened as f64;
+    Counter "device_running" SECONDS, "Time from taking a command up to completing it, by the device's clock.", |h| seconds(h.device_running_ns);
+    Counter "device_idle" SECONDS, "Time from completing a command to taking up the next one, by the device's clock.", |h| seconds(h.device_idle_ns);
+    Gauge "step_weights" BYTES, "Weights that a step reads.", |h| h.step_bytes as f64;
+    Gauge "bandwidth_bytes_per_second" None, "Measured on the card; zero without one.", |h| h.bandwidth as f64;
+    Gauge "resident" BYTES, "Weights and caches on the device.", |h| h.resident_bytes as f64;
+    Gauge "weights" BYTES, "Weights that are to be on the device.", |h| h.weights_bytes as f64;
+    Gauge "weights_landed" BYTES, "Weights that have landed.", |h| h.landed_bytes as f64;
+    Counter "streamed" BYTES, "Weights, keys and values that loaders asked for.", |h| h.streamed_bytes as f64;
+    Counter "uploaded" BYTES, "Copied to the device.", |h| h.uploaded_bytes as f64;
+    Counter "avoided" BYTES, "Not copied because it was on the device already.", |h| h.avoided_bytes as f64;
+    Counter "launches" None, "Times that a kernel was launched.", |h| h.launches as f64;
+    Counter "program_loads" None, "Programs loaded.", |h| h.loads as f64;
+    Gauge "suspected_workers" None, "Workers with no progress for longer than the limit while a step is under way.", |h| f64::from(h.suspected);
+    Counter "suspicions" None, "Times that such a suspicion arose.", |h| h.suspicions as f64;
+    Counter "telemetry_writes" None, "Writes of this page.", |h| h.writes as f64;
+    Counter "telemetry" SECONDS, "Time spent writing this page.", |h| seconds(h.write_ns);
+}
+
+/// Names of priorities, lowest first.
+const PRIORITIES: [&str; 3] = ["low", "normal", "high"];
+
+struct Snapshot(Box<Page>);
+
+impl std::fmt::Debug for Snapshot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Snapshot").field(&self.0.head.pid).finish()
+    }
+}
+
+/// A label with its value.
+type Labelled<'a> = ([(&'a str, String); 1], f64);
+
+impl Snapshot {
+    fn labelled<'a>(
+        encoder: &mut DescriptorEncoder<'_>,
+        (name, help, unit, kind): (&str, &str, Option<Unit>, MetricType),
+        values: impl Iterator<Item = Labelled<'a>>,
+    ) -> Result<(), Error> {
+        let mut family = encoder.encode_descriptor(name, help, unit.as_ref(), kind)?;
+        for (labels, value) in values {
+            number(family.encode_family(&labels)?, kind, value)?;
+        }
+        Ok(())
+    }
+
+    fn families(&self, encoder: &mut DescriptorEncoder<'_>) -> Result<(), Error> {
+        let head = &self.0.head;
+        let labelled =
+            |label: &'static str, name: &str, value: f64| ([(label, name.to_owned())], value);
+        let by_state = EntryState::ALL.iter().map(|state| {
+            labelled("state", state.name(), f64::from(head.occupancy[*state as usize]))
+        });
+        let about = "Places by the state of their command.";
+        Self::labelled(encoder, ("occupancy", about, None, MetricType::Gauge), by_state)?;
+        let ended = SequenceEnd::ALL.iter().map(|ending| {
+            labelled("outcome", ending.name(), head.endings[*ending as usize] as f64)
+        });
+        let about = "Sequences that ended, by how.";
+        Self::labelled(encoder, ("sequences_ended", about, None, MetricType::Counter), ended)?;
+        for (name, about, values) in [
+            ("positions", "Positions run, by priority.", &head.priority_positions),
+            ("tokens", "Tokens chosen, by priority.", &head.priority_tokens),
+        ] {
+            let by = PRIORITIES.iter().zip(values);
+            let by = by.map(|(priority, value)| labelled("priority", priority, *value as f64));
+            Self::labelled(encoder, (name, about, None, MetricType::Counter), by)?;
+        }
+        let now = now_ns();
+        let spent = Activity::ALL.iter().filter(|activity| **activity != Activity::Ended);
+        let spent = spent.map(|activity| {
+            let open = head.activity == *activity as u32;
+            let open = if open { now.saturating_sub(head.activity_ns) } else { 0 };
+            let ns = head.spent_ns[*activity as usize].saturating_add(open);
+            labelled("activity", activity.name(), seconds(ns))
+        });
+        let about = "Time spent, by what the process was doing.";
+        Self::labelled(encoder, ("activity", about, SECONDS, MetricType::Counter), spent)?;
+        let place = |value: fn(&abi::SessionWords) -> u64| {
+            self.0.open().map(move |(place, session)| {
+                labelled("place", &place.to_string(), value(session) as f64)
+            })
+        };
+        let about = "Positions run by the sequence that is open in a place.";
+        Self::labelled(
+            encoder,
+            ("place_positions", about, None, MetricType::Gauge),
+            place(|s| s.positions),
+        )?;
+        let about = "Positions that it may run, at most.";
+        Self::labelled(
+            encoder,
+            ("place_positions_goal", about, None, MetricType::Gauge),
+            place(|s| s.goal),
+        )
+    }
+
+    fn steps(&self, encoder: &mut DescriptorEncoder<'_>) -> Result<(), Error> {
+        let head = &self.0.head;
+        let about = "Steps of the machine, a position each.";
+        let mut metric = encoder.encode_descriptor(
+            "step_duration",
+            about,
+            SECONDS.as_ref(),
+            MetricType::Histogram,
+        )?;
+        let buckets: Vec<(f64, u64)> = (0..BUCKETS)
+            .step_by(MERGED)
+            .map(|first| {
+                let merged = &head.steps[first..first + MERGED];
+                let count = merged.iter().fold(0_u64, |sum, count| sum.wrapping_add(*count));
+                (upper_ns(first + MERGED - 1).map_or(f64::INFINITY, seconds), count)
+            })
+            .collect();
+        metric.encode_histogram::<NoLabelSet>(
+            seconds(head.steps_ns),
+            self.0.step_count(),
+            &buckets,
+            None,
+        )
+    }
+}
+
+fn number(mut encoder: MetricEncoder<'_>, kind: MetricType, value: f64) -> Result<(), Error> {
+    match kind {
+        MetricType::Counter => encoder.encode_counter::<NoLabelSet, f64, f64>(&value, None),
+        MetricType::Gauge | MetricType::Histogram | MetricType::Info | MetricType::Unknown => {
+            encoder.encode_gauge(&value)
+        }
+    }
+}
+
+impl Collector for Snapshot {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), Error> {
+        let head = &self.0.head;
+        let labels = [
+            ("version", env!("CARGO_PKG_VERSION").to_owned()),
+            ("command", text(&head.command)),
+            ("model", text(&head.model)),
+            ("device", text(&head.device)),
+            ("pid", head.pid.to_string()),
+        ];
+        let mut build = encoder.encode_descriptor(
+            "process",
+            "Whose figures these are.",
+            None,
+            MetricType::Info,
+        )?;
+        build.encode_info(&labels)?;
+        for plain in PLAIN {
+            let metric = encoder.encode_descriptor(
+                plain.name,
+                plain.help,
+                plain.unit.as_ref(),
+                plain.kind,
+            )?;
+            number(metric, plain.kind, (plain.value)(head))?;
+        }
+        self.families(&mut encoder)?;
+        self.steps(&mut encoder)
+    }
+}
+
+/// The page as text.
+#[must_use]
+pub fn openmetrics(page: Box<Page>) -> String {
+    let mut registry = Registry::with_prefix("amk");
+    registry.register_collector(Box::new(Snapshot(page)));
+    let mut text = String::new();
+    if prometheus_client::encoding::text::encode(&mut text, &registry).is_err() {
+        // A string takes everything; half a page would be believed.
+        text.clear();
+        let _ = writeln!(text, "# EOF");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The value behind a name with its labels.
+    fn value(text: &str, name: &str) -> f64 {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        line.unwrap_or_else(|| panic!("no {name} in\n{text}")).parse().unwrap()
+    }
+
+    #[test]
+    fn every_word_becomes_a_metric_of_its_kind() {
+        let mut page = Page::boxed();
+        page.head.model[..6].copy_from_slice(b"a\"b\\c\n");
+        page.head.endings[SequenceEnd::Stop as usize] = 3;
+        page.head.occupancy[EntryState::Claimed as usize] = 1;
+        page.head.tokens = 7;
+        page.head.priority_tokens[1] = 7;
+        page.head.write_ns = 1_500_000_000;
+        page.head.steps[crate::bucket(600_000)] = 4;
+        page.head.steps[BUCKETS - 1] = 1;
+        page.head.steps_ns = 2_000_000_000;
+        (page.sessions[3].serial, page.sessions[3].positions) = (9, 12);
+        let text = openmetrics(page);
+        assert!(text.ends_with("# EOF\n"), "{text}");
+        assert!(text.contains("model=\"a\\\"b\\\\c\""), "{text}");
+        assert!((value(&text, "amk_sequences_ended_total{outcome=\"stop\"}") - 3.0).abs() < 1e-9);
+        assert!((value(&text, "amk_occupancy{state=\"claimed\"}") - 1.0).abs() < 1e-9);
+        assert!((value(&text, "amk_tokens_total{priority=\"normal\"}") - 7.0).abs() < 1e-9);
+        assert!((value(&text, "amk_telemetry_seconds_total") - 1.5).abs() < 1e-9);
+        assert!((value(&text, "amk_place_positions{place=\"3\"}") - 12.0).abs() < 1e-9);
+        assert!((value(&text, "amk_step_duration_seconds_count") - 5.0).abs() < 1e-9);
+        assert!((value(&text, "amk_step_duration_seconds_sum") - 2.0).abs() < 1e-9);
+        assert!((value(&text, "amk_step_duration_seconds_bucket{le=\"+Inf\"}") - 5.0).abs() < 1e-9);
+        let helps = text.lines().filter(|line| line.starts_with("# HELP")).count();
+        let types = text.lines().filter(|line| line.starts_with("# TYPE")).count();
+        assert_eq!(helps, types);
+        assert!(helps > 35, "{helps}");
+    }
+}

@@ -1,0 +1,399 @@
+//! The page: its memory, who writes it and who reads it.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use abi::{Activity, SessionWords, TELEMETRY_MAGIC, TELEMETRY_VERSION, Telemetry, WorkerWords};
+use memmap2::{MmapOptions, MmapRaw};
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
+
+use crate::find::{Folder, open};
+use crate::sequence::{self, Mapped, Words};
+
+/// Places of sessions.
+const SESSIONS: usize = abi::SESSIONS_MAX as usize;
+/// Workers.
+const WORKERS: usize = abi::WORKERS_MAX as usize;
+/// Times that a reader tries, while somebody writes.
+const TRIES: u32 = 10_000;
+
+/// Everything that a process says of itself, as one value.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Page {
+    /// The process and its sums.
+    pub head: Telemetry,
+    /// Sequences by place.
+    pub sessions: [SessionWords; SESSIONS],
+    /// Workers by number.
+    pub workers: [WorkerWords; WORKERS],
+}
+
+const WORD_BYTES: usize = size_of::<u64>();
+const HEAD_WORDS: usize = size_of::<Telemetry>() / WORD_BYTES;
+const SESSION_WORDS: usize = size_of::<SessionWords>() / WORD_BYTES;
+const WORKER_WORDS: usize = size_of::<WorkerWords>() / WORD_BYTES;
+const WORDS: usize = size_of::<Page>() / WORD_BYTES;
+/// Where the sequence is.
+const SEQUENCE: usize = core::mem::offset_of!(Telemetry, sequence) / WORD_BYTES;
+
+const _: () = assert!(WORDS == HEAD_WORDS + SESSIONS * SESSION_WORDS + WORKERS * WORKER_WORDS);
+const _: () = assert!(core::mem::offset_of!(Telemetry, sequence).is_multiple_of(WORD_BYTES));
+
+impl Page {
+    /// An empty page, on the heap: it is larger than a stack likes.
+    #[must_use]
+    pub fn boxed() -> Box<Self> {
+        Box::new(bytemuck::Zeroable::zeroed())
+    }
+
+    fn words(&self) -> &[u64] {
+        bytemuck::cast_slice(std::slice::from_ref(self))
+    }
+
+    /// Workers that there are.
+    #[must_use]
+    pub fn running(&self) -> &[WorkerWords] {
+        &self.workers[..(self.head.workers as usize).min(WORKERS)]
+    }
+
+    /// Sequences that are open.
+    pub fn open(&self) -> impl Iterator<Item = (usize, &SessionWords)> {
+        self.sessions.iter().enumerate().filter(|(_, session)| session.serial != 0)
+    }
+
+    /// Steps of the histogram.
+    #[must_use]
+    pub fn step_count(&self) -> u64 {
+        self.head.steps.iter().fold(0, |sum, count| sum.wrapping_add(*count))
+    }
+}
+
+/// Text of a page: up to its first zero, and what is no text replaced.
+#[must_use]
+pub fn text(bytes: &[u8]) -> String {
+    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+    String::from_utf8_lossy(&bytes[..end]).chars().filter(|c| !c.is_control()).collect()
+}
+
+/// As much of a text as there is room for, whole characters.
+fn put(out: &mut [u8], text: &str) {
+    let mut end = text.len().min(out.len());
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    out.fill(0);
+    out[..end].copy_from_slice(&text.as_bytes()[..end]);
+}
+
+/// Nanoseconds since 1970.
+#[must_use]
+pub fn now_ns() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// What is known when a page is made.
+#[derive(Clone, Debug, Default)]
+pub struct Start<'a> {
+    /// The command that the process runs.
+    pub command: &'a str,
+    /// The model.
+    pub model: &'a str,
+    /// What runs the model.
+    pub device: &'a str,
+    /// Places for sequences.
+    pub places: u32,
+    /// Positions of a sequence.
+    pub capacity: u32,
+    /// Workers of the machine.
+    pub workers: u32,
+    /// Bytes of weights that a step reads.
+    pub step_bytes: u64,
+    /// Bytes a second that were measured on the card.
+    pub bandwidth: u64,
+    /// Bytes of weights.
+    pub weights_bytes: u64,
+}
+
+/// The memory of a page.
+struct Memory {
+    map: MmapRaw,
+    /// Its lock says that the process lives.
+    _file: File,
+    path: Option<PathBuf>,
+}
+
+impl Memory {
+    /// In a folder if that can be had; else only this process sees it, and the second value says why.
+    fn create(folder: &Folder) -> io::Result<(Self, Option<io::Error>)> {
+        let (file, path, why) = match folder.create(std::process::id()) {
+            Ok((file, path)) => (file, Some(path), None),
+            Err(error) => (anonymous()?, None, Some(error)),
+        };
+        match Self::map(file, path) {
+            Ok(memory) => Ok((memory, why)),
+            // No room there: memory that was not set aside would be a fault at the first write.
+            Err(error) => Ok((Self::map(anonymous()?, None)?, Some(error))),
+        }
+    }
+
+    fn map(file: File, path: Option<PathBuf>) -> io::Result<Self> {
+        let set = fallocate(&file, FallocateFlags::empty(), 0, size_of::<Page>() as u64);
+        let mapped = set.map_err(io::Error::from).and_then(|()| MmapOptions::new().map_raw(&file));
+        match mapped {
+            Ok(map) => Ok(Self { map, _file: file, path }),
+            Err(error) => {
+                path.iter().for_each(|path| drop(std::fs::remove_file(path)));
+                Err(error)
+            }
+        }
+    }
+
+    fn words(&self) -> Mapped {
+        // SAFETY: a mapping begins at a page and has the length of a `Page`, as it was made; the caller keeps it beside the words.
+        unsafe { Mapped::new(self.map.as_mut_ptr().cast_const().cast(), WORDS) }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if let Some(path) = &self.path {
+            let _ = std::fs::remove_file(path); // whoever reads it keeps what it has mapped
+        }
+    }
+}
+
+fn anonymous() -> io::Result<File> {
+    Ok(File::from(memfd_create(c"amk-telemetry", MemfdFlags::CLOEXEC)?))
+}
+
+/// What is written, and which of it has changed.
+struct Writing {
+    page: Box<Page>,
+    words: Mapped,
+    /// Sessions that changed, a bit each.
+    sessions: u64,
+    /// Whether workers did.
+    workers: bool,
+    memory: Arc<Memory>, // of the words: dropped after them
+}
+
+const _: () = assert!(SESSIONS <= u64::BITS as usize);
+
+/// The writer of a process's page. Clones write the same page.
+#[derive(Clone)]
+pub struct Publisher(Arc<Mutex<Writing>>);
+
+/// A change of the page under way.
+pub struct Edit<'a>(&'a mut Writing);
+
+impl Edit<'_> {
+    /// The process and its sums.
+    pub fn head(&mut self) -> &mut Telemetry {
+        &mut self.0.page.head
+    }
+
+    /// What runs the model, once it is known by name.
+    pub fn device(&mut self, name: &str) {
+        put(&mut self.0.page.head.device, name);
+    }
+
+    /// A sequence; a place that does not exist is the last one.
+    pub fn session(&mut self, place: usize) -> &mut SessionWords {
+        let place = place.min(SESSIONS - 1);
+        self.0.sessions |= 1 << place;
+        &mut self.0.page.sessions[place]
+    }
+
+    /// All workers.
+    pub fn workers(&mut self) -> &mut [WorkerWords; WORKERS] {
+        self.0.workers = true;
+        &mut self.0.page.workers
+    }
+}
+
+impl Publisher {
+    /// Makes the page of this process. Where its folder cannot be used nobody else sees it, and the second value says why.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    pub fn new(folder: &Folder, start: &Start<'_>) -> io::Result<(Self, Option<io::Error>)> {
+        let (memory, why) = Memory::create(folder)?;
+        let memory = Arc::new(memory);
+        let words = memory.words();
+        let mut page = Page::boxed();
+        let head = &mut page.head;
+        put(&mut head.command, start.command);
+        put(&mut head.model, start.model);
+        put(&mut head.device, start.device);
+        let (pid, now) = (std::process::id(), now_ns());
+        *head = Telemetry {
+            pid,
+            started_ns: now,
+            beat_ns: now,
+            places: start.places,
+            capacity: start.capacity,
+            workers: start.workers,
+            step_bytes: start.step_bytes,
+            bandwidth: start.bandwidth,
+            weights_bytes: start.weights_bytes,
+            version: TELEMETRY_VERSION,
+            size: size_of::<Page>() as u32,
+            magic: TELEMETRY_MAGIC,
+            ..*head
+        };
+        let writing = Writing { page, words, sessions: 0, workers: true, memory };
+        let publisher = Self(Arc::new(Mutex::new(writing)));
+        publisher.edit(|_| {});
+        Ok((publisher, why))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Writing> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where other processes find it, if they can.
+    #[must_use]
+    pub fn path(&self) -> Option<PathBuf> {
+        self.lock().memory.path.clone()
+    }
+
+    /// A reader of the same page.
+    #[must_use]
+    pub fn reader(&self) -> Reader {
+        let memory = self.lock().memory.clone();
+        Reader { words: memory.words(), _memory: Held::Own(memory) }
+    }
+
+    /// Changes the page and shows it. What it costs is on the page too, from the next change on.
+    pub fn edit<T>(&self, change: impl FnOnce(&mut Edit<'_>) -> T) -> T {
+        let began = Instant::now();
+        let mut writing = self.lock();
+        let value = change(&mut Edit(&mut writing));
+        writing.page.head.beat_ns = now_ns();
+        writing.page.head.writes += 1;
+        writing.show();
+        let cost = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        writing.page.head.write_ns = writing.page.head.write_ns.saturating_add(cost);
+        value
+    }
+}
+
+impl Writing {
+    /// Writes what changed.
+    fn show(&mut self) {
+        let (page, words) = (self.page.words(), &self.words);
+        let write = |from: usize, len: usize| {
+            for (index, word) in page[from..from + len].iter().enumerate() {
+                if from + index != SEQUENCE {
+                    words.store(from + index, *word, std::sync::atomic::Ordering::Relaxed);
+                }
+            }
+        };
+        sequence::begin(words, SEQUENCE);
+        write(0, HEAD_WORDS);
+        let mut left = std::mem::take(&mut self.sessions);
+        while left != 0 {
+            let place = left.trailing_zeros() as usize;
+            left &= left - 1;
+            write(HEAD_WORDS + place * SESSION_WORDS, SESSION_WORDS);
+        }
+        if std::mem::take(&mut self.workers) {
+            let workers = self.page.running().len();
+            write(HEAD_WORDS + SESSIONS * SESSION_WORDS, workers * WORKER_WORDS);
+        }
+        sequence::end(words, SEQUENCE);
+    }
+}
+
+impl Drop for Writing {
+    fn drop(&mut self) {
+        self.page.head.activity = Activity::Ended as u32;
+        self.show();
+    }
+}
+
+/// Why a page could not be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Unreadable {
+    /// It cannot be opened.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    /// It is something else.
+    #[error("it is no page of `amk`")]
+    Foreign,
+    /// It was written by another version.
+    #[error("it has version {found} and {size} bytes; this program reads version {TELEMETRY_VERSION} with {}", size_of::<Page>())]
+    Version {
+        /// Its version.
+        found: u32,
+        /// Its bytes.
+        size: u32,
+    },
+    /// Its sequence stays odd: its process died while it wrote.
+    #[error("its process stopped in the middle of writing it")]
+    Torn,
+}
+
+enum Held {
+    Own(#[expect(dead_code, reason = "kept for the words that lie in it")] Arc<Memory>),
+    Other(#[expect(dead_code, reason = "kept for the words that lie in it")] memmap2::Mmap),
+}
+
+/// Reads a page, its own process's or another's.
+pub struct Reader {
+    words: Mapped,
+    _memory: Held, // of the words: dropped after them
+}
+
+impl Reader {
+    /// Maps a page that another process writes, for reading only.
+    ///
+    /// # Errors
+    /// If it is not a page of this version.
+    pub fn open(path: &Path) -> Result<Self, Unreadable> {
+        let file = open(path)?;
+        let about = file.metadata()?;
+        if !about.is_file() || about.len() < (3 * WORD_BYTES) as u64 {
+            return Err(Unreadable::Foreign);
+        }
+        let short = about.len() != size_of::<Page>() as u64;
+        // SAFETY: read through atomics only. The file is its writer's, of this user, who sets its length once.
+        let map = unsafe { MmapOptions::new().map(&file)? };
+        let len = map.len() / WORD_BYTES;
+        // SAFETY: a mapping begins at a page; it is kept beside the words, which are only loaded.
+        let words = unsafe { Mapped::new(map.as_ptr().cast(), len) };
+        let word = |index: usize| words.load(index, std::sync::atomic::Ordering::Relaxed);
+        if word(0).to_ne_bytes() != TELEMETRY_MAGIC {
+            return Err(Unreadable::Foreign);
+        }
+        let [found, size] = bytemuck::cast::<u64, [u32; 2]>(word(1));
+        if short || found != TELEMETRY_VERSION || size as usize != size_of::<Page>() {
+            return Err(Unreadable::Version { found, size });
+        }
+        Ok(Self { words, _memory: Held::Other(map) })
+    }
+
+    /// Copies the page as it is at some moment. Allocates nothing.
+    ///
+    /// # Errors
+    /// If no moment was found at which nobody writes.
+    pub fn read(&self, page: &mut Page) -> Result<(), Unreadable> {
+        let out: &mut [u64] = bytemuck::cast_slice_mut(std::slice::from_mut(page));
+        for _ in 0..TRIES {
+            if sequence::copy(&self.words, SEQUENCE, out) {
+                return Ok(());
+            }
+            std::thread::yield_now();
+        }
+        Err(Unreadable::Torn)
+    }
+}
+
+#[cfg(test)]
+#[path = "page_tests.rs"]
+mod tests;

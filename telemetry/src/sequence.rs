@@ -1,0 +1,228 @@
+//! Words that change together under a sequence: odd while they change, another even number afterwards.
+//!
+//! One writer at a time (the page's lock sees to that). A reader copies the words and believes them if the sequence was even and is the same
+//! afterwards. The two fences are what makes that sound: the writer's keeps its words behind the odd sequence, the reader's keeps its
+//! second look behind its words. `loom` runs both in every execution.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The words of a page, by index. Written against a trait, so that a model checker can run it.
+pub(crate) trait Words {
+    fn load(&self, index: usize, order: Ordering) -> u64;
+    fn store(&self, index: usize, value: u64, order: Ordering);
+    fn fence(order: Ordering) {
+        std::sync::atomic::fence(order);
+    }
+}
+
+/// Words in memory that other processes may map.
+pub(crate) struct Mapped {
+    base: *const AtomicU64,
+    len: usize,
+}
+
+// SAFETY: all accesses are atomic, and the mapping that `base` lies in outlives this (see `page.rs`).
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    /// # Safety
+    /// `base` points to `len` words, 8-byte aligned, that outlive this value and are only ever accessed atomically. They need not be
+    /// writable if nothing is stored.
+    pub(crate) unsafe fn new(base: *const AtomicU64, len: usize) -> Self {
+        Self { base, len }
+    }
+
+    fn word(&self, index: usize) -> &AtomicU64 {
+        assert!(index < self.len, "word {index} of {}", self.len);
+        // SAFETY: in range, as asserted, and of words as `new` was promised.
+        unsafe { &*self.base.add(index) }
+    }
+}
+
+impl Words for Mapped {
+    fn load(&self, index: usize, order: Ordering) -> u64 {
+        self.word(index).load(order)
+    }
+
+    fn store(&self, index: usize, value: u64, order: Ordering) {
+        self.word(index).store(value, order);
+    }
+}
+
+/// Begins a change: the sequence is odd. Pairs with [`copy`].
+pub(crate) fn begin(words: &impl Words, sequence: usize) {
+    begin_as(words, sequence);
+}
+
+fn begin_as<W: Words>(words: &W, sequence: usize) {
+    let before = words.load(sequence, Ordering::Relaxed);
+    // A writer that died in the middle left it odd: then it stays odd.
+    words.store(sequence, before | 1, Ordering::Relaxed);
+    W::fence(Ordering::Release);
+}
+
+/// Ends a change. Pairs with the acquire in [`copy`].
+pub(crate) fn end(words: &impl Words, sequence: usize) {
+    let now = words.load(sequence, Ordering::Relaxed);
+    words.store(sequence, now.wrapping_add(1), Ordering::Release);
+}
+
+/// Copies all words; false if they changed meanwhile.
+pub(crate) fn copy<W: Words>(words: &W, sequence: usize, out: &mut [u64]) -> bool {
+    let before = words.load(sequence, Ordering::Acquire);
+    if before & 1 != 0 {
+        return false;
+    }
+    for (index, word) in out.iter_mut().enumerate() {
+        *word = words.load(index, Ordering::Relaxed);
+    }
+    W::fence(Ordering::Acquire);
+    words.load(sequence, Ordering::Relaxed) == before
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::atomic::AtomicUsize;
+
+    use loom::sync::Arc;
+
+    use super::*;
+
+    /// What is left out.
+    #[derive(Clone, Copy, Default)]
+    struct Broken {
+        writer_fence: bool,
+        reader_fence: bool,
+        begin: bool,
+    }
+
+    #[derive(Clone)]
+    struct Modelled {
+        words: Arc<[loom::sync::atomic::AtomicU64; 3]>,
+        weak_end: bool,
+        weak_first: bool,
+    }
+
+    impl Words for Modelled {
+        fn load(&self, index: usize, order: Ordering) -> u64 {
+            self.words[index].load(if self.weak_first { Ordering::Relaxed } else { order })
+        }
+
+        fn store(&self, index: usize, value: u64, order: Ordering) {
+            self.words[index].store(value, if self.weak_end { Ordering::Relaxed } else { order });
+        }
+
+        fn fence(order: Ordering) {
+            loom::sync::atomic::fence(order);
+        }
+    }
+
+    /// The same words without fences.
+    struct Unfenced<'a>(&'a Modelled);
+
+    impl Words for Unfenced<'_> {
+        fn load(&self, index: usize, order: Ordering) -> u64 {
+            self.0.load(index, order)
+        }
+
+        fn store(&self, index: usize, value: u64, order: Ordering) {
+            self.0.store(index, value, order);
+        }
+
+        fn fence(_order: Ordering) {}
+    }
+
+    const SEQUENCE: usize = 0;
+
+    fn write(words: &Modelled, broken: Broken) {
+        for value in 1..=2 {
+            match (broken.begin, broken.writer_fence) {
+                (true, _) => {}
+                (false, true) => begin(&Unfenced(words), SEQUENCE),
+                (false, false) => begin(words, SEQUENCE),
+            }
+            words.store(1, value, Ordering::Relaxed);
+            words.store(2, value, Ordering::Relaxed);
+            if broken.begin {
+                words.store(SEQUENCE, value * 2, Ordering::Release);
+            } else {
+                end(words, SEQUENCE);
+            }
+        }
+    }
+
+    /// Two changes of two words beside a reader: executions, or nothing if it saw half a change in one of them.
+    fn holds(broken: Broken) -> Option<usize> {
+        static EXECUTIONS: AtomicUsize = AtomicUsize::new(0);
+        let before = EXECUTIONS.load(Ordering::Relaxed);
+        let all = catch_unwind(AssertUnwindSafe(|| {
+            loom::model(move || {
+                EXECUTIONS.fetch_add(1, Ordering::Relaxed);
+                let atomics = std::array::from_fn(|_| loom::sync::atomic::AtomicU64::new(0));
+                let words =
+                    Modelled { words: Arc::new(atomics), weak_end: false, weak_first: false };
+                let writer = words.clone();
+                let there = loom::thread::spawn(move || write(&writer, broken));
+                let mut copied = [0; 3];
+                let whole = if broken.reader_fence {
+                    copy(&Unfenced(&words), SEQUENCE, &mut copied)
+                } else {
+                    copy(&words, SEQUENCE, &mut copied)
+                };
+                if whole {
+                    assert_eq!(copied[1], copied[2], "half a change was believed");
+                    assert_eq!(copied[0], copied[1] * 2, "another change than its sequence says");
+                }
+                there.join().expect("the writer ends");
+            });
+        }));
+        all.ok().map(|()| EXECUTIONS.load(Ordering::Relaxed) - before)
+    }
+
+    #[test]
+    fn a_reader_sees_whole_changes_in_every_execution() {
+        let executions = holds(Broken::default()).expect("no execution fails");
+        println!("{executions} executions");
+        assert!(executions > 10);
+        for (name, broken) in [
+            ("no odd sequence", Broken { begin: true, ..Broken::default() }),
+            ("no fence of the writer", Broken { writer_fence: true, ..Broken::default() }),
+            ("no fence of the reader", Broken { reader_fence: true, ..Broken::default() }),
+        ] {
+            assert_eq!(holds(broken), None, "{name} must be found");
+        }
+    }
+
+    /// The end of the first change alone: `loom` takes what is stored behind a release fence for ordered by it, so the release of the end
+    /// and the acquire of the first look show without one only.
+    fn ends(weak_end: bool, weak_first: bool) -> bool {
+        let check = move || {
+            let atomics =
+                std::array::from_fn(|i| loom::sync::atomic::AtomicU64::new((i == 0).into()));
+            let words = Modelled { words: Arc::new(atomics), weak_end, weak_first };
+            let writer = words.clone();
+            let there = loom::thread::spawn(move || {
+                loom::thread::yield_now(); // `loom` counts what a thread does between two switches as one moment
+                writer.store(1, 1, Ordering::Relaxed);
+                writer.store(2, 1, Ordering::Relaxed);
+                end(&writer, SEQUENCE);
+            });
+            let mut copied = [0; 3];
+            if copy(&Unfenced(&words), SEQUENCE, &mut copied) {
+                assert_eq!(copied, [2, 1, 1], "the end came before what it ends");
+            }
+            there.join().expect("the writer ends");
+        };
+        catch_unwind(|| loom::model(check)).is_ok()
+    }
+
+    #[test]
+    fn the_end_of_a_change_comes_last() {
+        assert!(ends(false, false));
+        assert!(!ends(true, false), "a relaxed end must be found");
+        assert!(!ends(false, true), "a relaxed first look must be found");
+    }
+}

@@ -1,0 +1,210 @@
+//! Suspicion of a stall, from two looks at the workers: none of a worker's tasks was finished between them, for longer than a limit, while a
+//! step was under way. The kernel's own watchdogs report at their deadline, which is later; this names the worker before.
+
+use abi::{Pulse, Trap, WorkerWords};
+
+/// Looks at workers and remembers since when they have not moved.
+#[derive(Clone, Copy, Debug)]
+pub struct Stalls {
+    limit_ns: u64,
+}
+
+/// A worker that is suspected.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Suspect {
+    /// The worker.
+    pub worker: u32,
+    /// Nanoseconds since it moved.
+    pub still_ns: u64,
+    /// Its words.
+    pub words: WorkerWords,
+    /// Nanoseconds since its watchdog wrote; if that does not live, the multiprocessor does not.
+    pub silent_ns: u64,
+}
+
+impl Stalls {
+    /// With this limit.
+    #[must_use]
+    pub fn new(limit_ns: u64) -> Self {
+        Self { limit_ns }
+    }
+
+    /// Takes a worker's pulse in. `under_way`: the machine has a command that it has not answered.
+    pub fn look(&self, words: &mut WorkerWords, pulse: &Pulse, under_way: bool, now_ns: u64) {
+        let idle = pulse.active == 0 || !under_way;
+        // A worker that does not move while a step is under way is what is looked for; that of another step is another matter.
+        let moved = idle || (pulse.progress, pulse.epoch) != (words.progress, words.epoch);
+        let beats = pulse.beat != words.beat || words.beat_ns == 0;
+        let moved_ns = if moved || words.moved_ns == 0 { now_ns } else { words.moved_ns };
+        let beat_ns = if beats { now_ns } else { words.beat_ns };
+        let still = now_ns.saturating_sub(moved_ns);
+        *words = WorkerWords {
+            beat: pulse.beat,
+            active: pulse.active,
+            progress: pulse.progress,
+            epoch: pulse.epoch,
+            position: pulse.position,
+            task: pulse.task,
+            issued: pulse.issued,
+            wait: pulse.wait,
+            object: pulse.object,
+            have: pulse.have,
+            need: pulse.need,
+            suspected: u32::from(still > self.limit_ns),
+            moved_ns,
+            beat_ns,
+        };
+    }
+
+    /// The first of those that are suspected, and how many they are. The first that waits for nothing comes before those who wait: they may
+    /// wait for it.
+    #[must_use]
+    pub fn suspects(workers: &[WorkerWords], now_ns: u64) -> (u32, Option<Suspect>) {
+        let mut count = 0;
+        let mut found: Option<Suspect> = None;
+        for (worker, words) in workers.iter().enumerate() {
+            if words.suspected == 0 {
+                continue;
+            }
+            count += 1;
+            let suspect = Suspect {
+                worker: worker as u32,
+                still_ns: now_ns.saturating_sub(words.moved_ns),
+                words: *words,
+                silent_ns: now_ns.saturating_sub(words.beat_ns),
+            };
+            if found.is_none_or(|before| before.words.wait != 0 && words.wait == 0) {
+                found = Some(suspect);
+            }
+        }
+        (count, found)
+    }
+}
+
+impl Suspect {
+    /// Words of one.
+    pub const WORDS: usize = 9;
+
+    /// As words, for memory that processes share.
+    #[must_use]
+    pub fn to_words(&self) -> [u32; Self::WORDS] {
+        let WorkerWords { task, position, wait, object, have, need, .. } = self.words;
+        let ms = |ns: u64| u32::try_from(ns / 1_000_000).unwrap_or(u32::MAX);
+        let (still, silent) = (ms(self.still_ns), ms(self.silent_ns));
+        [self.worker, still, silent, task, position, wait, object, have, need]
+    }
+
+    /// From words.
+    #[must_use]
+    pub fn from_words(words: [u32; Self::WORDS]) -> Self {
+        let [worker, still, silent, task, position, wait, object, have, need] = words;
+        let ns = |ms: u32| u64::from(ms) * 1_000_000;
+        let words = WorkerWords {
+            task,
+            position,
+            wait,
+            object,
+            have,
+            need,
+            suspected: 1,
+            ..WorkerWords::default()
+        };
+        Self { worker, still_ns: ns(still), silent_ns: ns(silent), words }
+    }
+}
+
+impl std::fmt::Display for Suspect {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let WorkerWords { task, position, wait, object, have, need, .. } = self.words;
+        write!(
+            f,
+            "worker {} has finished no task for {} ms (task {task} of position {position})",
+            self.worker,
+            self.still_ns / 1_000_000
+        )?;
+        let name = match Trap::new(wait) {
+            Some(Trap::CounterDeadline) => "counter",
+            Some(Trap::PayloadDeadline) => "word of slot",
+            Some(Trap::StageDeadline) => "stage",
+            None
+            | Some(
+                Trap::None
+                | Trap::Aborted
+                | Trap::Stalled
+                | Trap::BadOpcode
+                | Trap::BadIndex
+                | Trap::BadCommand,
+            ) => return write!(f, " and waits for nothing"),
+        };
+        write!(f, " and waits for {name} {object}, which has {have} and needs {need}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+    const START: u64 = 1000 * MS;
+
+    fn pulse(progress: u32) -> Pulse {
+        Pulse { active: 1, beat: progress, progress, epoch: 3, ..Pulse::default() }
+    }
+
+    #[test]
+    fn a_worker_that_does_not_move_is_suspected_after_the_limit_and_cleared_when_it_moves() {
+        let stalls = Stalls::new(200 * MS);
+        let mut words = WorkerWords::default();
+        let waits = |beat| Pulse {
+            beat,
+            wait: Trap::CounterDeadline as u32,
+            object: 7,
+            have: 12,
+            need: 16,
+            ..pulse(5)
+        };
+        for (at, expected) in [(0, 0), (100, 0), (200, 0), (201, 1), (900, 1)] {
+            stalls.look(&mut words, &waits(at as u32), true, START + at * MS);
+            assert_eq!(words.suspected, expected, "after {at} ms");
+        }
+        let others = [WorkerWords::default(), words];
+        let (count, suspect) = Stalls::suspects(&others, START + 900 * MS);
+        let said = suspect.unwrap().to_string();
+        let shared = Suspect::from_words(suspect.unwrap().to_words());
+        assert_eq!((count, shared.to_string()), (1, said.clone()));
+        for part in ["worker 1", "900 ms", "counter 7", "has 12 and needs 16"] {
+            assert!(said.contains(part), "{said}");
+        }
+        stalls.look(&mut words, &pulse(6), true, START + 1000 * MS);
+        assert_eq!((words.suspected, words.moved_ns), (0, START + 1000 * MS));
+    }
+
+    #[test]
+    fn a_worker_between_steps_or_of_an_idle_machine_is_not() {
+        let stalls = Stalls::new(200 * MS);
+        let mut words = WorkerWords::default();
+        stalls.look(&mut words, &pulse(5), true, START);
+        let between = Pulse { active: 0, ..pulse(5) };
+        stalls.look(&mut words, &between, true, START + 900 * MS);
+        assert_eq!(words.suspected, 0);
+        stalls.look(&mut words, &pulse(5), false, START + 1800 * MS);
+        assert_eq!(words.suspected, 0);
+        // It counts from when the next step was seen, not from the last one.
+        stalls.look(&mut words, &pulse(5), true, START + 1900 * MS);
+        assert_eq!(words.suspected, 0);
+        stalls.look(&mut words, &pulse(5), true, START + 2001 * MS);
+        assert_eq!(words.suspected, 1);
+    }
+
+    #[test]
+    fn who_waits_for_nothing_is_named_first() {
+        let stuck =
+            |wait| WorkerWords { suspected: 1, wait, moved_ns: START, ..WorkerWords::default() };
+        let waiting = stuck(Trap::CounterDeadline as u32);
+        let (count, suspect) =
+            Stalls::suspects(&[waiting, waiting, stuck(0), stuck(0)], START + MS);
+        assert_eq!((count, suspect.map(|suspect| suspect.worker)), (4, Some(2)));
+        assert!(suspect.unwrap().to_string().contains("waits for nothing"));
+        assert_eq!(Stalls::suspects(&[WorkerWords::default()], START), (0, None));
+    }
+}

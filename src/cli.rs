@@ -683,7 +683,7 @@ pub(crate) struct ServeArgs {
     /// Where to listen; port 0 takes a free one. Nobody is asked who they are, so anything but loopback is for closed networks.
     #[arg(long, default_value = "127.0.0.1:8080", value_name = "IP:PORT")]
     pub(crate) addr: SocketAddr,
-    /// Sequences that decode at the same time, each with its own key/value cache. Default: 8, or 2 with cuda, which has no more.
+    /// Sequences that decode at the same time, each with its own key/value cache. Default: 8.
     #[arg(long, value_name = "N")]
     pub(crate) sessions: Option<usize>,
     /// Requests in the server, those that wait included; others are told to come back (429).

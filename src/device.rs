@@ -5,14 +5,16 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use abi::Ending;
 use ir::Target;
 use ir::program::{Program, Slot, Verified};
+use ir::sampling::Sampling;
 use ir::schedule::KernelConfig;
 use remote::{Board, Phase, Served};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
 use telemetry::Publisher;
 use vm_device::Variant;
-use vm_host::{BootOptions, HostError, Idle, Loaded, Lookout, Resident, Streaming};
+use vm_host::{BootOptions, HostError, Idle, Loaded, Lookout, Request, Resident, Streaming};
 
 use crate::context::Context;
 use crate::failure::Failure;
@@ -23,10 +25,12 @@ mod child;
 mod chunks;
 #[cfg(test)]
 mod hang_tests;
+mod sequences;
 mod sharing;
 mod weights;
 
 pub(crate) use child::{open_for_soak, open_process, serve};
+pub(crate) use sequences::Undone;
 
 use builds::Builds;
 
@@ -36,8 +40,8 @@ const LOGITS_ROWS: u32 = 160;
 const CAPABILITY: i32 = 9;
 /// How long a worker may wait inside a step, unless a test says otherwise.
 const DEADLINE: Duration = Duration::from_secs(2);
-/// One for each side of a comparison; also the sequences that a server can keep.
-pub(crate) const SESSIONS: u32 = 2;
+/// One for each side of a comparison; a server asks for more.
+const SESSIONS: u32 = 2;
 /// Sweeps of the bandwidth measurement.
 const BANDWIDTH_RUNS: usize = 9;
 /// Untimed positions after a switch of program, before a timed block: the ring of the new program has to fill.
@@ -137,6 +141,8 @@ pub(crate) struct Gpu<'a> {
     next: u64,
     /// What is in each session's key/value cache: a program's, and the tokens that it was fed.
     sequences: [Option<(Handle, Vec<u32>)>; SESSIONS as usize],
+    /// Sessions that the machine is booted for.
+    sessions: u32,
     /// The program that candidates are timed against, whose sequence is to stay.
     leading: Option<Handle>,
     costs: Costs,
@@ -175,6 +181,7 @@ impl<'a> Gpu<'a> {
             programs: BTreeMap::new(),
             next: 0,
             sequences: [const { None }; SESSIONS as usize],
+            sessions: SESSIONS,
             leading: None,
             costs: Costs::default(),
             builds: builds(&context.target.arch),
@@ -306,7 +313,8 @@ impl Gpu<'_> {
         let idle = match std::mem::replace(&mut self.machine, Machine::Absent) {
             Machine::Absent => {
                 self.enter(Phase::Booting);
-                boot(self.context, program, &variant, self.deadline, self.streaming)?
+                let sessions = self.sessions;
+                boot(self.context, program, &variant, (self.deadline, sessions), self.streaming)?
             }
             Machine::Idle(idle) => *idle,
             Machine::Running(running) => self.stop(*running)?,
@@ -350,11 +358,12 @@ impl Gpu<'_> {
         result
     }
 
-    /// Runs a prompt and generates on the device, the chosen token fed back there. With `keep`, the logits of every position.
+    /// Runs a prompt and generates on the device, where tokens are chosen and fed back. With `keep`, the logits of every position.
     pub(crate) fn generate(
         &mut self,
         handle: Handle,
         prompt: &[u32],
+        sampling: &Sampling,
         generate: u32,
         stop: &[u32],
         keep: bool,
@@ -367,6 +376,10 @@ impl Gpu<'_> {
             (position, head) = (head.len() as u32, &[]);
         }
         let running = self.activate(handle, true)?;
+        let sampled = !sampling.is_plain_greedy();
+        if sampled {
+            running.set_sampling(0, sampling).map_err(device_error)?;
+        }
         // The prompt but its last token, in pieces whose logits can be kept.
         for piece in head.chunks(running.logits_rows() as usize) {
             let done = running.decode(0, position, piece, 1, &[], keep).map_err(device_error)?;
@@ -382,8 +395,16 @@ impl Gpu<'_> {
             // The first alone: how long it took is worth knowing.
             let most = if tokens.is_empty() { 1 } else { rows };
             let count = (generate - tokens.len() as u32).min(most);
-            let done =
-                running.decode(0, position, &next, count, stop, keep).map_err(device_error)?;
+            let request = Request {
+                session: 0,
+                position,
+                tokens: &next,
+                generate: count,
+                stop,
+                keep_logits: keep,
+                sampled,
+            };
+            let done = running.run(&request, &mut || false).map_err(device_error)?;
             if keep {
                 logits.extend(running.logits(done.steps).map_err(device_error)?);
             }
@@ -391,49 +412,18 @@ impl Gpu<'_> {
             tokens.extend(&done.tokens);
             first.get_or_insert_with(Instant::now);
             next = tokens.last().copied().into_iter().collect();
-            if done.stopped {
-                break;
+            match done.ending {
+                Ending::Stop => break,
+                Ending::Length | Ending::Yield => {}
+                Ending::NoToken | Ending::BadToken => {
+                    let what = "every token is banned or not a number";
+                    let reason = format!("no token for position {position}: {what}");
+                    return Err(DeviceError::Fault { reason });
+                }
             }
         }
         self.first_token_at = self.first_token_at.or(first);
         Ok((tokens, logits))
-    }
-
-    /// Runs tokens at the next positions of a session. With `read`, gives the logits after the last of them.
-    pub(crate) fn feed(
-        &mut self,
-        handle: Handle,
-        session: u32,
-        position: u32,
-        tokens: &[u32],
-        read: bool,
-    ) -> Result<Vec<f32>, DeviceError> {
-        self.sequences = [const { None }; SESSIONS as usize];
-        let row = self.fed(handle, session, position, tokens, read);
-        self.recover(row)
-    }
-
-    fn fed(
-        &mut self,
-        handle: Handle,
-        session: u32,
-        position: u32,
-        tokens: &[u32],
-        read: bool,
-    ) -> Result<Vec<f32>, DeviceError> {
-        let (head, last) = tokens.split_at(tokens.len().saturating_sub(usize::from(read)));
-        if !head.is_empty() && !self.prefilled(handle, (session, position), head)? {
-            let running = self.activate(handle, false)?;
-            running.decode(session, position, head, 1, &[], false).map_err(device_error)?;
-        }
-        if last.is_empty() {
-            return Ok(Vec::new());
-        }
-        let running = self.activate(handle, false)?;
-        let position = position + head.len() as u32;
-        running.decode(session, position, last, 1, &[], true).map_err(device_error)?;
-        let rows = running.logits(1).map_err(device_error)?;
-        Ok(rows.into_iter().next().unwrap_or_default())
     }
 
     fn run_tokens(
@@ -567,11 +557,11 @@ fn boot(
     context: &Context,
     program: &Verified<Program>,
     variant: &Variant,
-    deadline: Duration,
+    (deadline, sessions): (Duration, u32),
     streaming: Option<Streaming>,
 ) -> Result<Idle, DeviceError> {
     let options = BootOptions {
-        sessions: SESSIONS,
+        sessions,
         logits_rows: LOGITS_ROWS,
         deadline,
         streaming,

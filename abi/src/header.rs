@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use crate::layout::{StructLayout, structs};
 use crate::limits::{LIMITS, NONE};
 use crate::op::{Epilogue, Opcode, Prologue};
-use crate::ring::{Command, EntryState};
+use crate::ring::{Command, Ending, EntryState};
 use crate::status::Trap;
 use crate::task::SlotKind;
 
@@ -100,6 +100,7 @@ fn body() -> String {
     enumeration(&mut out, "SLOT", SlotKind::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "COMMAND", Command::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "ENTRY", EntryState::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "ENDING", Ending::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "TRAP", Trap::ALL.iter().map(|v| (v.name(), *v as u32)));
     out += "\n#define AMK_FOR_EACH_OP(X)";
     for op in Opcode::ALL {

@@ -136,6 +136,8 @@ pub fn structs() -> Vec<StructLayout> {
         crate::TaskRecord::LAYOUT,
         crate::Submission::LAYOUT,
         crate::Completion::LAYOUT,
+        crate::SessionSampling::LAYOUT,
+        crate::Bias::LAYOUT,
         crate::RingIndices::LAYOUT,
         crate::Status::LAYOUT,
         crate::Pulse::LAYOUT,

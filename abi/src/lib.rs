@@ -23,7 +23,9 @@ pub use op::{
     AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, NopParams, OpInfo,
     OpVisitor, Opcode, Prologue, SampleParams, visit,
 };
-pub use ring::{Command, Completion, EntryState, RingIndices, Submission};
+pub use ring::{
+    Bias, Command, Completion, Ending, EntryState, RingIndices, SessionSampling, Submission,
+};
 pub use status::{Status, Trap};
 pub use task::{
     Done, Landing, Launch, Load, ProgramHeader, Queue, SlotDesc, SlotKind, StepState, Task,

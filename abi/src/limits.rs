@@ -68,7 +68,15 @@ limits! {
     LANDED_ALL: u32 = u32::MAX;
     /// In place of a number of landed units: no more will come. Whoever waits goes on with what there is, and the step's answer is void.
     LANDED_ABANDONED: u32 = u32::MAX - 1;
-    /// "No slot" and "no counter" in a wire struct.
+    /// Biases of a session's sampling.
+    BIAS_MAX: u32 = 512;
+    /// Tokens of a vocabulary that is sampled from: the sum of so many weights fits into 64 bits.
+    SAMPLED_VOCAB_MAX: u32 = 1 << 22;
+    /// Flag of a decode command: the logits of each step go to a row of their own.
+    FLAG_KEEP_LOGITS: u32 = 1;
+    /// Flag of a decode command: tokens are chosen by the session's `amk_sampling`, not greedily.
+    FLAG_SAMPLE: u32 = 2;
+    /// "No slot", "no counter" and "no token" in a wire struct.
     NONE: u32 = u32::MAX;
 }
 

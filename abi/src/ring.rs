@@ -37,7 +37,7 @@ wire_struct! {
         pub steps: u32,
         /// Positions below this one take their token from the session's token buffer.
         pub forced: u32,
-        /// Bit 0: write the logits of each step to its own row.
+        /// `FLAG_KEEP_LOGITS`, `FLAG_SAMPLE`.
         pub flags: u32,
         /// Stop tokens in use.
         pub stop_len: u32,
@@ -64,8 +64,8 @@ wire_struct! {
         pub steps: u32,
         /// The last token that was chosen.
         pub token: u32,
-        /// Whether a stop token ended the command.
-        pub stopped: u32,
+        /// An `Ending`.
+        pub ending: u32,
         /// Device nanoseconds when the command was taken up.
         pub start_ns: u64,
         /// Device nanoseconds when it was done.
@@ -77,14 +77,82 @@ wire_struct! {
     }
 }
 
+wire_enum! {
+    /// How a decode command ended that did not trap. Whatever it is, the positions that were run are right, and a command that starts
+    /// behind them goes on as if there had been no end.
+    Ending {
+        /// All positions were run.
+        Length = 0 "length",
+        /// With a stop token.
+        Stop = 1 "stop",
+        /// It was asked to give way.
+        Yield = 2 "yield",
+        /// Every token was banned or not a number.
+        NoToken = 3 "no_token",
+        /// A token of the prompt is outside the vocabulary: it and what follows were not run.
+        BadToken = 4 "bad_token",
+    }
+}
+
+wire_struct! {
+    /// How tokens of a session are chosen, in device memory (decision 017). The host writes it between two commands of the session, all
+    /// in fixed point or as the f32 that the arithmetic of decision 015 takes; the device keeps `upto`.
+    amk_sampling align(16) size(96)
+    pub struct SessionSampling {
+        /// Rows of logits.
+        pub logits: u64,
+        /// A bit for each token of the vocabulary: whether it is in the sequence.
+        pub seen: u64,
+        /// A bit for each token: whether it has a bias.
+        pub biased: u64,
+        /// `amk_bias[bias_len]`, by token.
+        pub bias: u64,
+        /// Scratch: 16 bytes for each token of the vocabulary, and for each thread of a worker.
+        pub list: u64,
+        /// Scratch: a row after penalty and bias, whole groups of 4 logits.
+        pub changed: u64,
+        /// What is drawn with.
+        pub seed: u64,
+        /// `top_p` in 32 binary places, rounded up; `2^32` for all.
+        pub share: u64,
+        /// The least weight that `min_p` lets through.
+        pub least: u64,
+        /// What differences to the highest logit are multiplied with.
+        pub scale: f32,
+        /// Repetition penalty; 1 for none.
+        pub penalty: f32,
+        /// The likeliest so many; 0 for all.
+        pub top_k: u32,
+        /// Biases.
+        pub bias_len: u32,
+        /// Nonzero: the highest logit after penalty and bias.
+        pub greedy: u32,
+        /// Positions whose tokens are in `seen`; the host writes zero where a sequence begins.
+        pub upto: u32,
+    }
+}
+
+wire_struct! {
+    /// What is added to the logit of a token.
+    amk_bias align(8) size(8)
+    pub struct Bias {
+        /// Token.
+        pub token: u32,
+        /// Added.
+        pub value: f32,
+    }
+}
+
 wire_struct! {
     /// Words of the ring that are not entries, each on a line of its own.
     amk_ring_indices align(128) size(384)
     pub struct RingIndices {
         /// Written by the host: nonzero asks every worker to leave.
         pub abort: u32,
+        /// Written by the host: sequence of the command that is to give way after the step under way.
+        pub give_way: u32,
         /// Zero.
-        pub reserved0: [u32; 31],
+        pub reserved0: [u32; 30],
         /// Written by the device: increases while the poller lives.
         pub heartbeat: u32,
         /// Zero.

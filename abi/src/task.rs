@@ -193,8 +193,10 @@ wire_struct! {
         pub stop: [u32; STOP_TOKENS_MAX],
         /// First position of the command.
         pub first: u32,
-        /// Zero.
-        pub reserved: [u32; 2],
+        /// Number of the command: what `amk_done.sequence` becomes with it.
+        pub command: u32,
+        /// Written by the poller at any time: number of the command that is to give way.
+        pub give_way: u32,
         /// Actions published so far; released last.
         pub go: u32,
     }
@@ -239,7 +241,9 @@ wire_struct! {
         /// Nanoseconds between two writes of a pulse.
         pub pulse_ns: u32,
         /// Zero.
-        pub reserved: [u32; 3],
+        pub reserved: u32,
+        /// `amk_sampling[sessions]` in device memory.
+        pub sampling: u64,
     }
 }
 
@@ -274,8 +278,8 @@ wire_struct! {
         pub steps: u32,
         /// Last token chosen.
         pub token: u32,
-        /// Whether it was a stop token.
-        pub stopped: u32,
+        /// An `Ending`.
+        pub ending: u32,
         /// Workers that have switched program, ever.
         pub switched: u32,
         /// Workers that have left.

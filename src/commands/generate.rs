@@ -222,7 +222,7 @@ fn config(
     context.best_config(args.config.config.as_ref(), tokens)
 }
 
-/// The megakernel decodes. What is plainly greedy it chooses and feeds back itself; for anything else the host gets its logits.
+/// The megakernel decodes, chooses and feeds back. Where log probabilities are asked for, or more than it holds, the host gets its logits.
 fn on_device(
     args: &GenerateArgs,
     context: &Context,
@@ -231,14 +231,9 @@ fn on_device(
     (observer, said): (&Observer, &Sequences),
     began: Instant,
 ) -> Result<Generated, Failure> {
-    let chosen_there = wish.sampling.is_plain_greedy() && wish.logprobs.is_none();
-    if chosen_there && wish.stop.len() > abi::STOP_TOKENS_MAX {
-        return Err(Failure::usage(format!(
-            "{} stop tokens; the device takes at most {}",
-            wish.stop.len(),
-            abi::STOP_TOKENS_MAX
-        )));
-    }
+    let fits = wish.stop.len() <= abi::STOP_TOKENS_MAX
+        && wish.sampling.bias.len() <= abi::BIAS_MAX as usize;
+    let chosen_there = fits && wish.logprobs.is_none();
     if wish.keep && args.prefill.prefill == PrefillChoice::Chunks {
         let message = "--prefill chunks: chunks give the logits of the last position alone, and --logits wants those of all";
         return Err(Failure::usage(message));
@@ -258,8 +253,9 @@ fn on_device(
     if chosen_there {
         let limit = u32::try_from(wish.limit).unwrap_or(u32::MAX);
         said.enter(Activity::Running);
-        let (tokens, logits) =
-            device.generate(handle, prompt, limit, &wish.stop, wish.keep).map_err(failed)?;
+        let (tokens, logits) = device
+            .generate(handle, prompt, &wish.sampling, limit, &wish.stop, wish.keep)
+            .map_err(failed)?;
         said.chosen(0, tokens.len() as u64);
         let mut generated = Generated { tokens, logits, ..Generated::chosen_on("device") };
         generated.look_at_weights(args, &mut device, began)?;
@@ -270,7 +266,8 @@ fn on_device(
         let mut rows = Vec::new();
         // One row a piece: all of them if they are kept.
         for piece in tokens.chunks(if wish.keep { 1 } else { tokens.len().max(1) }) {
-            rows.push(device.feed(handle, 0, position, piece, true).map_err(failed)?);
+            let row = device.feed(handle, 0, position, piece, true);
+            rows.push(row?);
             position += piece.len() as u32;
         }
         Ok(rows)

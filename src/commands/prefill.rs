@@ -89,9 +89,9 @@ fn measure(args: &BenchArgs, context: &Context, tokens: u32) -> Result<Measured,
     let (last, chunks) =
         device.prefill(handle, (1, 0), &prompt, true, &profiled).map_err(failed)?;
     // The first token launches the kernel, which is no part of the prompt's time.
-    device.feed(handle, 0, 0, &prompt[..1], true).map_err(failed)?;
+    device.feed(handle, 0, 0, &prompt[..1], true)?;
     let began = Instant::now();
-    let steps = device.feed(handle, 0, 0, &prompt, true).map_err(failed)?;
+    let steps = device.feed(handle, 0, 0, &prompt, true)?;
     let steps_ms = began.elapsed().as_secs_f64() * 1e3;
     let error = relative(&steps, &chunks);
     let top1 = [&steps, &chunks].map(|row| greatest(row));

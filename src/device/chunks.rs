@@ -39,7 +39,8 @@ impl Gpu<'_> {
         let (variant, program) = (prepared.variant, prepared.program.clone());
         match std::mem::replace(&mut self.machine, Machine::Absent) {
             Machine::Absent => {
-                boot(self.context, &program, &variant, self.deadline, self.streaming)
+                let sessions = self.sessions;
+                boot(self.context, &program, &variant, (self.deadline, sessions), self.streaming)
             }
             Machine::Idle(idle) => Ok(*idle),
             Machine::Running(running) => self.stop(*running),

@@ -11,8 +11,11 @@ use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
 use sessions::{Outcome, Priority, Report, Scheduler, SessionId, Turn};
 use tokio::sync::mpsc::UnboundedSender;
 
-use super::engine::{Broken, Engine};
+use super::engine::{Broken, Engine, How};
 use crate::observe::Sequences;
+
+/// New tokens of a turn where the machine chooses them. It gives way between turns, and within one to requests that come.
+const SLICE: usize = 16;
 
 /// What a request wants of the model.
 #[derive(Debug)]
@@ -104,6 +107,13 @@ impl Admission {
     }
 }
 
+impl Admitted {
+    /// Requests inside, this one too.
+    fn inside(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
 impl Drop for Admitted {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
@@ -118,13 +128,15 @@ struct Running {
     /// Tokens that were chosen; the last one is not fed yet.
     chosen: Vec<u32>,
     seen: Seen,
+    /// Whether the machine chooses, not the host.
+    chosen_there: bool,
 }
 
 impl Running {
     fn new(job: Job) -> Self {
         let mut seen = Seen::default();
         seen.extend(job.work.prompt.iter().copied());
-        Self { job, fed: 0, chosen: Vec::new(), seen }
+        Self { job, fed: 0, chosen: Vec::new(), seen, chosen_there: false }
     }
 
     fn say(&self, event: Event) {
@@ -147,15 +159,60 @@ impl Running {
         let position = u32::try_from(self.fed).unwrap_or(u32::MAX);
         let id = work.sampling.choose(logits, &self.seen, position);
         let id = id.ok_or_else(|| "every token is banned or not a number".to_owned())?;
+        let stopped = work.stop.contains(&id);
         self.say(Event::Token { id, logprobs: work.logprobs.map(|top| logprobs(logits, id, top)) });
         self.seen.insert(id);
         self.chosen.push(id);
+        Ok(self.finish(stopped))
+    }
+
+    /// Whether the last token was the last.
+    fn finish(&self, stopped: bool) -> Option<Finish> {
         let full = self.chosen.len() >= self.job.work.limit as usize;
-        Ok(match (self.job.work.stop.contains(&id), full) {
+        match (stopped, full) {
             (true, _) => Some(Finish::Stop),
             (false, true) => Some(Finish::Length),
             (false, false) => None,
-        })
+        }
+    }
+
+    /// A turn of `most` positions in which the host chooses. How many were run, and whether that was all.
+    fn turn_here(
+        &mut self,
+        engine: &mut dyn Engine,
+        place: usize,
+        most: u64,
+    ) -> Result<(usize, Option<Finish>), Broken> {
+        let tokens = self.next(most);
+        let read = self.fed + tokens.len() >= self.job.work.prompt.len();
+        let row = engine.feed(place, &tokens, read)?;
+        self.fed += tokens.len();
+        let finish = if read { self.choose(&row).map_err(Broken::Sequence)? } else { None };
+        Ok((tokens.len(), finish))
+    }
+
+    /// The same where the machine chooses. It gives way when a request comes, or when this one's client has gone.
+    fn turn_there(
+        &mut self,
+        engine: &mut dyn Engine,
+        place: usize,
+        most: u64,
+    ) -> Result<(usize, Option<Finish>), Broken> {
+        let tokens = self.next(most);
+        let work = &self.job.work;
+        let read = self.fed + tokens.len() >= work.prompt.len();
+        let room = most as usize + 1 - tokens.len();
+        let left = work.limit as usize - self.chosen.len();
+        let generate = if read { room.min(left).min(SLICE) as u32 } else { 0 };
+        let (to, inside) = (&self.job.to, self.job.admitted.inside());
+        let mut give_way = || to.is_closed() || self.job.admitted.inside() > inside;
+        let done = engine.advance(place, &tokens, generate, &mut give_way)?;
+        self.fed += done.ran;
+        for id in done.chosen {
+            self.say(Event::Token { id, logprobs: None });
+            self.chosen.push(id);
+        }
+        Ok((done.ran, self.finish(done.stopped)))
     }
 }
 
@@ -229,8 +286,8 @@ impl<'e> Desk<'e> {
             let Ok(session) = self.scheduler.open(priority, quota) else {
                 return self.waiting.push_front(job);
             };
-            let running = Running::new(job);
-            let begun = self.engine.begin(session.place()).map_err(|broken| match broken {
+            let mut running = Running::new(job);
+            let begun = self.begin(session.place(), &mut running).map_err(|broken| match broken {
                 Broken::Sequence(why) | Broken::All(why) => why,
             });
             let begun = begun.and_then(|()| {
@@ -244,7 +301,19 @@ impl<'e> Desk<'e> {
         }
     }
 
-    /// One turn: a piece of a prompt, or one token.
+    /// Begins a request's sequence, and finds out who chooses.
+    fn begin(&mut self, place: usize, running: &mut Running) -> Result<(), Broken> {
+        self.engine.begin(place)?;
+        let work = &running.job.work;
+        // Probabilities are the host's to compute, from rows.
+        if work.logprobs.is_none() {
+            let how = How { sampling: &work.sampling, stop: &work.stop };
+            running.chosen_there = self.engine.choose_by(place, &how)?;
+        }
+        Ok(())
+    }
+
+    /// One turn: a piece of a prompt, or new tokens.
     fn turn(&mut self, turn: Turn) {
         let session = turn.session();
         let Some(running) = self.running.get_mut(&session) else {
@@ -256,20 +325,18 @@ impl<'e> Desk<'e> {
             drop(self.forget(session, SequenceEnd::Cancelled));
             return;
         }
-        let tokens = running.next(turn.tokens());
-        let read = running.fed + tokens.len() >= running.job.work.prompt.len();
+        let (engine, place) = (&mut *self.engine, session.place());
         let chosen = running.chosen.len();
-        self.said.begin(session.place(), running.fed, tokens.len());
+        self.said.begin(place, running.fed, running.next(turn.tokens()).len());
         let began = Instant::now();
-        let row = self.engine.feed(session.place(), &tokens, read);
-        let ran = if row.is_ok() { tokens.len() } else { 0 };
-        self.said.ran(session.place(), ran, began.elapsed());
-        let (all, finish) = match row {
-            Ok(row) => {
-                running.fed += tokens.len();
-                let chosen = if read { running.choose(&row) } else { Ok(None) };
-                (false, chosen.unwrap_or_else(|why| Some(Finish::Failed(why))))
-            }
+        let done = match running.chosen_there {
+            true => running.turn_there(engine, place, turn.tokens()),
+            false => running.turn_here(engine, place, turn.tokens()),
+        };
+        let ran = done.as_ref().map_or(0, |(ran, _)| *ran);
+        self.said.ran(place, ran, began.elapsed());
+        let (all, finish) = match done {
+            Ok((_, finish)) => (false, finish),
             Err(Broken::Sequence(why)) => (false, Some(Finish::Failed(why))),
             Err(Broken::All(why)) => (true, Some(Finish::Failed(why))),
         };
@@ -279,7 +346,7 @@ impl<'e> Desk<'e> {
             Some(Finish::Failed(_) | Finish::Leaving) => Outcome::Fault,
         };
         let chosen = (running.chosen.len() - chosen) as u64;
-        let report = self.scheduler.give_back(turn, tokens.len() as u64, outcome);
+        let report = self.scheduler.give_back(turn, ran as u64, outcome);
         self.said.turn(session.place(), chosen, self.scheduler.ring());
         match (report, finish) {
             (Ok(Report::Ready), _) => {}
@@ -320,6 +387,9 @@ impl<'e> Desk<'e> {
     }
 }
 
+#[cfg(test)]
+#[path = "device_tests.rs"]
+mod device_tests;
 #[cfg(test)]
 #[path = "decode_tests.rs"]
 mod tests;

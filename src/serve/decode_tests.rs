@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-use super::super::engine::PROMPT_SLICE;
+use super::super::engine::{Advanced, PROMPT_SLICE};
 use super::*;
 
 /// Tokens of the scripted model.
@@ -15,16 +15,24 @@ const VOCAB: usize = 64;
 #[derive(Clone, Default)]
 struct Scripted {
     sums: BTreeMap<usize, u32>,
-    /// Place and tokens of each call.
+    /// Place and positions of each call.
     fed: Arc<Mutex<Vec<(usize, usize)>>>,
+    /// Whether it chooses itself, as the resident kernel does, and how often it gave way before it had to.
+    chooses: bool,
+    gave_way: Arc<Mutex<usize>>,
 }
 
+/// In place of a number of positions: another sequence has begun there.
+const BEGUN: usize = usize::MAX;
 const POISON: u32 = 60;
 const PLAGUE: u32 = 61;
 
 impl Engine for Scripted {
     fn begin(&mut self, place: usize) -> Result<(), Broken> {
         self.sums.insert(place, 0);
+        if self.chooses {
+            self.fed.lock().unwrap().push((place, BEGUN));
+        }
         Ok(())
     }
 
@@ -48,6 +56,37 @@ impl Engine for Scripted {
 
     fn end(&mut self, place: usize) {
         self.sums.remove(&place);
+    }
+
+    fn choose_by(&mut self, _: usize, how: &How<'_>) -> Result<bool, Broken> {
+        Ok(self.chooses && how.stop.is_empty())
+    }
+
+    fn advance(
+        &mut self,
+        place: usize,
+        tokens: &[u32],
+        generate: u32,
+        give_way: &mut dyn FnMut() -> bool,
+    ) -> Result<Advanced, Broken> {
+        let steps = tokens.len() + (generate as usize).saturating_sub(1);
+        let mut all = tokens.to_vec();
+        let mut ran = 0;
+        while ran < steps {
+            let row = self.feed(place, &all[ran..=ran], true)?;
+            self.fed.lock().unwrap().pop();
+            ran += 1;
+            if ran >= tokens.len() && generate > 0 {
+                all.push(row.iter().position(|logit| *logit == 1.0).unwrap() as u32);
+            }
+            if ran < steps && give_way() {
+                *self.gave_way.lock().unwrap() += 1;
+                break;
+            }
+        }
+        self.fed.lock().unwrap().push((place, ran));
+        let chosen = all.split_off(tokens.len());
+        Ok(Advanced { chosen, ran, stopped: false })
     }
 }
 
@@ -202,4 +241,90 @@ fn an_end_in_the_middle_is_said() {
     });
     assert_eq!(heard(events).1, Some(Finish::Leaving));
     assert_eq!(heard(other), (vec![], Some(Finish::Leaving)));
+}
+
+/// Sixty-four requests that take what they can get, on a machine that chooses itself: long ones, ones that break, clients that go.
+#[test]
+fn sixty_four_hostile_requests_wait_no_longer_than_they_must() {
+    const ALL: usize = abi::SESSIONS_MAX as usize;
+    let admission = Admission::new(ALL + 1);
+    let engine = Scripted { chooses: true, ..Scripted::default() };
+    let (fed, gave_way) = (engine.fed.clone(), engine.gave_way.clone());
+    let priority = |i: usize| Priority::ALL[if i == 0 { 0 } else { i % 3 }];
+    let prompt = |i: usize| {
+        let mut prompt = vec![i as u32 % 50; 1 + 13 * i % 90];
+        if i % 9 == 4 {
+            prompt.push(POISON);
+        }
+        prompt
+    };
+    let limit = |i: usize| 20 + 37 * i as u32 % 300;
+    let (mut made, mut answers) = (Vec::new(), Vec::new());
+    for i in 0..ALL {
+        let (mut job, events) = job(&prompt(i), limit(i), &admission);
+        job.work.priority = priority(i);
+        made.push(job);
+        answers.push(events);
+    }
+    let late = job(&[3], 40, &admission);
+    beside(engine, ALL, |jobs| {
+        for job in made {
+            jobs.send(job).unwrap();
+        }
+        let mut answers: Vec<_> = answers.into_iter().map(Some).collect();
+        // Some clients hear one token and go.
+        for i in (0..ALL).filter(|i| i % 7 == 3 && i % 9 != 4) {
+            let mut events = answers[i].take().unwrap();
+            assert!(matches!(events.blocking_recv(), Some(Event::Token { .. })));
+        }
+        jobs.send(late.0).unwrap();
+        for (i, events) in answers.into_iter().enumerate() {
+            let Some(events) = events else { continue };
+            let (tokens, finish) = heard(events);
+            if i % 9 == 4 {
+                assert_eq!((tokens, finish), (vec![], Some(Finish::Failed("poisoned".into()))));
+            } else {
+                let expected = expected(&prompt(i), limit(i));
+                assert_eq!((tokens, finish), (expected, Some(Finish::Length)), "request {i}");
+            }
+        }
+        assert_eq!(heard(late.1).0, expected(&[3], 40));
+    });
+    assert_eq!(admission.inside(), 0);
+    let calls = fed.lock().unwrap();
+    let bound = Scheduler::new(ALL).longest_wait(Priority::Low) as usize;
+    let (mut turns, mut longest) = (0, 0);
+    let mut before: BTreeMap<usize, usize> = BTreeMap::new();
+    for (place, ran) in calls.iter() {
+        if *ran == BEGUN {
+            before.remove(place);
+            continue;
+        }
+        assert!(*ran <= PROMPT_SLICE as usize);
+        if let Some(last) = before.insert(*place, turns) {
+            longest = longest.max(turns - last - 1);
+        }
+        turns += 1;
+    }
+    assert!(longest > 63 && longest <= bound, "somebody waited {longest} turns of {bound}");
+    let gave_way = *gave_way.lock().unwrap();
+    eprintln!("{turns} turns, {gave_way} of them gave way early, the longest wait was {longest}");
+}
+
+/// A turn that could go on ends when its client has gone or another request comes.
+#[test]
+fn a_turn_gives_way() {
+    let (admission, other) = (Admission::new(2), Admission::new(1));
+    let (job, events) = job(&[1], 60, &admission);
+    let mut engine = Scripted { chooses: true, ..Scripted::default() };
+    engine.begin(0).unwrap();
+    let mut running = Running::new(job);
+    assert_eq!(running.turn_there(&mut engine, 0, 8).unwrap(), (8, None));
+    let entered = other.enter();
+    assert_eq!(running.turn_there(&mut engine, 0, 8).unwrap(), (8, None), "of another server");
+    drop(entered);
+    drop(events);
+    assert_eq!(running.turn_there(&mut engine, 0, 8).unwrap(), (1, None), "nobody listens");
+    assert_eq!(*engine.gave_way.lock().unwrap(), 1);
+    assert_eq!(running.chosen, expected(&[1], 17));
 }

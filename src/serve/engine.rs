@@ -2,14 +2,18 @@
 
 use std::collections::BTreeMap;
 
+use abi::Ending;
 use ir::program::{Program, Verified};
+use ir::sampling::Sampling;
 use reference_vm::Order;
 use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::{Machine, Run};
 use search::Handle;
 
+use vm_host::Request;
+
 use crate::context::Context;
-use crate::device::Gpu;
+use crate::device::{Gpu, Undone};
 
 /// Prompt tokens of a turn where each takes a step.
 pub(super) const PROMPT_SLICE: u64 = 16;
@@ -40,6 +44,41 @@ pub(super) trait Engine {
     fn prompt_slice(&self) -> u64 {
         PROMPT_SLICE
     }
+
+    /// Has the machine itself choose the tokens of a place's sequence. False if it cannot: then the host chooses, from rows.
+    fn choose_by(&mut self, _place: usize, _how: &How<'_>) -> Result<bool, Broken> {
+        Ok(false)
+    }
+
+    /// Runs tokens at the next positions of a sequence that the machine chooses for, then chooses at most `generate` and runs all but the
+    /// last. While it does, `give_way` is asked whether to end after the step under way.
+    fn advance(
+        &mut self,
+        place: usize,
+        _tokens: &[u32],
+        _generate: u32,
+        _give_way: &mut dyn FnMut() -> bool,
+    ) -> Result<Advanced, Broken> {
+        Err(Broken::Sequence(format!("the machine does not choose for place {place}")))
+    }
+}
+
+/// How a machine is to choose.
+pub(super) struct How<'a> {
+    pub(super) sampling: &'a Sampling,
+    /// A token among these is the last.
+    pub(super) stop: &'a [u32],
+}
+
+/// What a machine did that chooses itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Advanced {
+    /// Tokens that were chosen.
+    pub(super) chosen: Vec<u32>,
+    /// Positions that were run.
+    pub(super) ran: usize,
+    /// Whether the last of the tokens is a stop token.
+    pub(super) stopped: bool,
 }
 
 /// The graph, with no schedule: `--device eval`.
@@ -119,40 +158,104 @@ impl Engine for Reference<'_> {
     }
 }
 
-/// The resident kernel: `--device cuda`. It gives the host a row of logits for each token, and the host chooses.
+/// The resident kernel: `--device cuda`. It chooses itself, but where the host wants rows of logits.
 pub(super) struct Megakernel<'a> {
     gpu: Gpu<'a>,
     program: Handle,
-    /// Positions run in each place.
-    positions: Vec<u32>,
+    places: Vec<Place>,
+}
+
+/// A sequence on the device.
+#[derive(Clone, Default)]
+struct Place {
+    /// Positions that were run.
+    position: u32,
+    /// Whether tokens are chosen by settings that the device has.
+    sampled: bool,
+    stop: Vec<u32>,
+}
+
+impl From<Undone> for Broken {
+    fn from(undone: Undone) -> Self {
+        match undone {
+            Undone::Refused(why) => Self::Sequence(why),
+            // A kernel that stopped in the middle of a step is launched again, with empty caches.
+            Undone::Failed(error) => Self::All(error.to_string()),
+        }
+    }
 }
 
 impl<'a> Megakernel<'a> {
     pub(super) fn new(gpu: Gpu<'a>, program: Handle, places: usize) -> Self {
-        Self { gpu, program, positions: vec![0; places] }
+        Self { gpu, program, places: vec![Place::default(); places] }
     }
 }
 
 impl Engine for Megakernel<'_> {
     fn begin(&mut self, place: usize) -> Result<(), Broken> {
-        *self.positions.get_mut(place).ok_or_else(|| unknown(place))? = 0;
+        *self.places.get_mut(place).ok_or_else(|| unknown(place))? = Place::default();
         Ok(())
     }
 
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken> {
-        let position = self.positions.get_mut(place).ok_or_else(|| unknown(place))?;
-        let (session, first) = (place as u32, *position);
-        let row = self.gpu.feed(self.program, session, first, tokens, read);
-        // A kernel that stopped in the middle of a step is launched again, with empty caches.
-        let row = row.map_err(|error| Broken::All(error.to_string()))?;
-        *position += tokens.len() as u32;
+        let held = self.places.get_mut(place).ok_or_else(|| unknown(place))?;
+        let (session, first) = (place as u32, held.position);
+        let row = self.gpu.feed(self.program, session, first, tokens, read)?;
+        held.position += tokens.len() as u32;
         Ok(row)
     }
 
     fn end(&mut self, place: usize) {
-        if let Some(position) = self.positions.get_mut(place) {
-            *position = 0;
+        if let Some(held) = self.places.get_mut(place) {
+            *held = Place::default();
         }
+    }
+
+    fn choose_by(&mut self, place: usize, how: &How<'_>) -> Result<bool, Broken> {
+        let held = self.places.get_mut(place).ok_or_else(|| unknown(place))?;
+        if how.stop.len() > abi::STOP_TOKENS_MAX || how.sampling.bias.len() > abi::BIAS_MAX as usize
+        {
+            return Ok(false);
+        }
+        held.stop = how.stop.to_vec();
+        held.sampled = !how.sampling.is_plain_greedy();
+        if held.sampled {
+            self.gpu.choose_by(self.program, place as u32, how.sampling)?;
+        }
+        Ok(true)
+    }
+
+    fn advance(
+        &mut self,
+        place: usize,
+        tokens: &[u32],
+        generate: u32,
+        give_way: &mut dyn FnMut() -> bool,
+    ) -> Result<Advanced, Broken> {
+        let held = self.places.get_mut(place).ok_or_else(|| unknown(place))?;
+        let request = Request {
+            session: place as u32,
+            position: held.position,
+            tokens,
+            generate,
+            stop: &held.stop,
+            keep_logits: false,
+            // What is only read needs no choice.
+            sampled: held.sampled && generate > 0,
+        };
+        let done = self.gpu.command(self.program, &request, give_way)?;
+        held.position += done.steps;
+        let stopped = match done.ending {
+            Ending::Length | Ending::Yield => false,
+            Ending::Stop => true,
+            Ending::NoToken => {
+                return Err(Broken::Sequence("every token is banned or not a number".into()));
+            }
+            Ending::BadToken => {
+                return Err(Broken::Sequence("a token is outside the vocabulary".into()));
+            }
+        };
+        Ok(Advanced { chosen: done.tokens, ran: done.steps as usize, stopped })
     }
 
     fn prompt_slice(&self) -> u64 {

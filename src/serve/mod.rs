@@ -25,7 +25,7 @@ use tokio::sync::watch;
 
 use crate::cli::{DeviceChoice, ServeArgs};
 use crate::context::Context;
-use crate::device::{Gpu, SESSIONS};
+use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{MetricsFile, Observer, Sequences};
 use crate::report;
@@ -114,8 +114,8 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         }
     };
     args.prefill.check(gpu.is_some())?;
-    let most = if gpu.is_some() { SESSIONS as usize } else { abi::SESSIONS_MAX as usize };
-    let places = args.sessions.unwrap_or(most.min(8));
+    let most = abi::SESSIONS_MAX as usize;
+    let places = args.sessions.unwrap_or(8);
     if !(1..=most).contains(&places) {
         let message = format!("--sessions {places} is out of range: {device} takes 1 to {most}");
         return Err(Failure::usage(message));
@@ -132,8 +132,9 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let engine: Box<dyn Engine + '_> = match (gpu, &lowered) {
         (Some(mut gpu), Some((config, program))) => {
             gpu.set_prefill(args.prefill.prefill)?;
-            let handle = remote::Served::prepare(&mut gpu, program, &config.kernel);
-            let handle = handle.map_err(|error| Failure::refused(error.to_string()))?;
+            let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
+                .and_then(|handle| gpu.serve(handle, places as u32).map(|()| handle))
+                .map_err(|error| Failure::refused(error.to_string()))?;
             Box::new(Megakernel::new(gpu, handle, places))
         }
         (_, Some((_, program))) => Box::new(Reference::new(&context, program)),
@@ -262,8 +263,8 @@ fn announce(
         "url": format!("http://{bound}/v1"),
         "model": served.name,
         "device": served.device,
-        // Where a token is chosen from its row of logits.
-        "sampling": "host",
+        // Where tokens are chosen, unless a request asks for probabilities.
+        "sampling": if served.device == "cuda" { "device" } else { "host" },
         "kv_capacity": served.capacity,
         "tokenizer": served.tokenizer.is_some(),
         "metrics": metrics.map(|addr| format!("http://{addr}/metrics")),

@@ -2,6 +2,8 @@
 // while waiting.
 #pragma once
 
+constexpr uint32_t POLLS_PER_LOOK = 32; // polls of a command under way for a look at whether it is to give way: some 40 us
+
 struct Poller {
   Worker const* worker;
   uint32_t head;     // submissions taken up
@@ -13,14 +15,14 @@ struct Poller {
   bool landing; // weights may still be on their way
 };
 
-__device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, uint32_t steps, uint32_t token, uint32_t stopped, uint64_t start) {
+__device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, uint32_t steps, uint32_t token, uint32_t ending, uint64_t start) {
   amk_launch const& l = *p.worker->shared->launch;
   amk_completion* c = (amk_completion*)l.completions + (p.head & (AMK_RING_ENTRIES - 1));
   uint64_t const end = now_ns();
   host_store(&c->trap, trap_code);
   host_store(&c->steps, steps);
   host_store(&c->token, token);
-  host_store(&c->stopped, stopped);
+  host_store(&c->ending, ending);
   host_store((uint32_t*)&c->start_ns, (uint32_t)start);
   host_store((uint32_t*)&c->start_ns + 1, (uint32_t)(start >> 32));
   host_store((uint32_t*)&c->end_ns, (uint32_t)end);
@@ -42,6 +44,9 @@ __device__ __forceinline__ bool poller_wait(Poller& p, uint32_t const* word, uin
     }
     if (load_relaxed(&done->abort) != 0) {
       return false;
+    }
+    if (spin % POLLS_PER_LOOK == 0 && host_load(&indices->give_way) == p.head + 1) { // pairs with ring.rs: give_way
+      store_relaxed(&((amk_step*)l.step)->give_way, p.finished); // the sampling worker looks at it in every step
     }
     if (spin % 512 == 0) { // a read of host memory takes about a microsecond: seldom, so that a finished command is seen at once
       if (host_load(&indices->abort) != 0) {
@@ -124,7 +129,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   uint32_t const capacity = load_relaxed(&program->kv_capacity);
   uint32_t const rows = load_relaxed(&program->logits_rows);
   bool const bad = session >= l.sessions || steps == 0 || position >= capacity || steps > capacity - position || stop_len > AMK_STOP_TOKENS_MAX ||
-                   ((flags & 1) != 0 && steps > rows);
+                   ((flags & AMK_FLAG_KEEP_LOGITS) != 0 && steps > rows);
   uint32_t const token = bad ? 0 : host_load(session_tokens(l, session) + position);
   if (bad || token >= load_relaxed(&program->vocab)) {
     post_completion(p, AMK_TRAP_BAD_COMMAND, 0, 0, 0, start);
@@ -151,6 +156,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   store_relaxed(&step->forced, host_load(&s->forced));
   store_relaxed(&step->flags, flags);
   store_relaxed(&step->stop_len, stop_len);
+  store_relaxed(&step->command, p.finished + 1);
   for (uint32_t i = 0; i < AMK_STOP_TOKENS_MAX; ++i) {
     store_relaxed(&step->stop[i], host_load(&s->stop[i]));
   }
@@ -158,7 +164,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   if (!poller_wait(p, &done->sequence, ++p.finished)) {
     return AMK_TRAP_ABORTED;
   }
-  bool const lost = alone && poller_abandoned(p), more = alone && !lost && steps > 1 && load_relaxed(&done->stopped) == 0;
+  bool const lost = alone && poller_abandoned(p), more = alone && !lost && steps > 1 && load_relaxed(&done->ending) == AMK_ENDING_LENGTH;
   if (alone) {
     host_store(&((amk_ring_indices*)l.indices)->waiting, 0);
   }
@@ -175,7 +181,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   if (lost) {
     post_completion(p, AMK_TRAP_WEIGHTS, 0, 0, 0, start);
   } else {
-    post_completion(p, AMK_TRAP_NONE, ran, load_relaxed(&done->token), load_relaxed(&done->stopped), start);
+    post_completion(p, AMK_TRAP_NONE, ran, load_relaxed(&done->token), load_relaxed(&done->ending), start);
   }
   return AMK_TRAP_NONE;
 }

@@ -9,6 +9,14 @@ __device__ __forceinline__ void flag_store(uint32_t* word, uint32_t v) { *(volat
 
 __device__ __forceinline__ uint32_t shared_address(void const* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
+// Adds to a word of shared memory, or sets bits of it, beside other threads of the block; what orders them is the barrier behind.
+__device__ __forceinline__ uint32_t block_add(uint32_t* word, uint32_t v) {
+  uint32_t old;
+  asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(old) : "r"(shared_address(word)), "r"(v) : "memory");
+  return old;
+}
+__device__ __forceinline__ void block_or(uint32_t* word, uint32_t v) { asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(shared_address(word)), "r"(v) : "memory"); }
+
 __device__ __forceinline__ void barrier_init(uint64_t* b, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
 }

@@ -65,6 +65,12 @@ __device__ __forceinline__ void store_f32(float* p, float v) { asm volatile("st.
 // side. Pairs with load_u32x4 and load_relaxed in slot.cuh.
 __device__ __forceinline__ void store_u32(uint32_t* p, uint32_t v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
+__device__ __forceinline__ void store_u32x4(void* p, uint4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Sets bits of a word that other threads of this worker set bits of too; orders nothing.
+__device__ __forceinline__ void set_bits(uint32_t* word, uint32_t bits) { asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" ::"l"(word), "r"(bits) : "memory"); }
+
 // What never changes while the kernel runs. Volatile, so that it is asked for where it says.
 __device__ __forceinline__ float4 load_constant(float const* p) {
   float4 v;

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x8412443cd228fb2cull
+#define AMK_ABI_HASH 0x1d4402003be93593ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -43,6 +43,10 @@ typedef long long int64_t;
 #define AMK_SESSIONS_MAX 64u
 #define AMK_LANDED_ALL 0xffffffffu
 #define AMK_LANDED_ABANDONED 4294967294u
+#define AMK_BIAS_MAX 512u
+#define AMK_SAMPLED_VOCAB_MAX 4194304u
+#define AMK_FLAG_KEEP_LOGITS 1u
+#define AMK_FLAG_SAMPLE 2u
 #define AMK_NONE 0xffffffffu
 
 #define AMK_OP_NOP 0u
@@ -82,6 +86,12 @@ typedef long long int64_t;
 #define AMK_ENTRY_YIELD 5u
 #define AMK_ENTRY_REQUEUE 6u
 #define AMK_ENTRY_FAULT 7u
+
+#define AMK_ENDING_LENGTH 0u
+#define AMK_ENDING_STOP 1u
+#define AMK_ENDING_YIELD 2u
+#define AMK_ENDING_NO_TOKEN 3u
+#define AMK_ENDING_BAD_TOKEN 4u
 
 #define AMK_TRAP_NONE 0u
 #define AMK_TRAP_ABORTED 1u
@@ -242,7 +252,8 @@ struct alignas(16) amk_step {
   uint32_t stop_len; // Stop tokens in use.
   uint32_t stop[8]; // A generated token among these ends the command.
   uint32_t first; // First position of the command.
-  uint32_t reserved[2]; // Zero.
+  uint32_t command; // Number of the command: what `amk_done.sequence` becomes with it.
+  uint32_t give_way; // Written by the poller at any time: number of the command that is to give way.
   uint32_t go; // Actions published so far; released last.
 };
 static_assert(sizeof(amk_step) == 96, "size of amk_step");
@@ -260,7 +271,8 @@ static_assert(AMK_OFFSETOF(amk_step, flags) == 40, "offset of amk_step.flags");
 static_assert(AMK_OFFSETOF(amk_step, stop_len) == 44, "offset of amk_step.stop_len");
 static_assert(AMK_OFFSETOF(amk_step, stop) == 48, "offset of amk_step.stop");
 static_assert(AMK_OFFSETOF(amk_step, first) == 80, "offset of amk_step.first");
-static_assert(AMK_OFFSETOF(amk_step, reserved) == 84, "offset of amk_step.reserved");
+static_assert(AMK_OFFSETOF(amk_step, command) == 84, "offset of amk_step.command");
+static_assert(AMK_OFFSETOF(amk_step, give_way) == 88, "offset of amk_step.give_way");
 static_assert(AMK_OFFSETOF(amk_step, go) == 92, "offset of amk_step.go");
 
 struct alignas(16) amk_launch {
@@ -281,7 +293,8 @@ struct alignas(16) amk_launch {
   uint64_t landing; // `amk_landing` in device memory.
   uint64_t pulses; // `amk_pulse[workers]` in mapped host memory.
   uint32_t pulse_ns; // Nanoseconds between two writes of a pulse.
-  uint32_t reserved[3]; // Zero.
+  uint32_t reserved; // Zero.
+  uint64_t sampling; // `amk_sampling[sessions]` in device memory.
 };
 static_assert(sizeof(amk_launch) == 128, "size of amk_launch");
 static_assert(alignof(amk_launch) == 16, "alignment of amk_launch");
@@ -303,6 +316,7 @@ static_assert(AMK_OFFSETOF(amk_launch, landing) == 96, "offset of amk_launch.lan
 static_assert(AMK_OFFSETOF(amk_launch, pulses) == 104, "offset of amk_launch.pulses");
 static_assert(AMK_OFFSETOF(amk_launch, pulse_ns) == 112, "offset of amk_launch.pulse_ns");
 static_assert(AMK_OFFSETOF(amk_launch, reserved) == 116, "offset of amk_launch.reserved");
+static_assert(AMK_OFFSETOF(amk_launch, sampling) == 120, "offset of amk_launch.sampling");
 
 struct alignas(16) amk_landing {
   uint32_t landed; // Units that are there, `LANDED_ABANDONED` or `LANDED_ALL`; written behind the copies, on their stream.
@@ -327,7 +341,7 @@ struct alignas(16) amk_done {
   uint32_t abort; // Device-wide: nonzero asks every worker to leave.
   uint32_t steps; // Positions that were run.
   uint32_t token; // Last token chosen.
-  uint32_t stopped; // Whether it was a stop token.
+  uint32_t ending; // An `Ending`.
   uint32_t switched; // Workers that have switched program, ever.
   uint32_t left; // Workers that have left.
   uint32_t reporter; // Claim on the status block: the first worker to take it reports.
@@ -338,7 +352,7 @@ static_assert(alignof(amk_done) == 16, "alignment of amk_done");
 static_assert(AMK_OFFSETOF(amk_done, abort) == 0, "offset of amk_done.abort");
 static_assert(AMK_OFFSETOF(amk_done, steps) == 4, "offset of amk_done.steps");
 static_assert(AMK_OFFSETOF(amk_done, token) == 8, "offset of amk_done.token");
-static_assert(AMK_OFFSETOF(amk_done, stopped) == 12, "offset of amk_done.stopped");
+static_assert(AMK_OFFSETOF(amk_done, ending) == 12, "offset of amk_done.ending");
 static_assert(AMK_OFFSETOF(amk_done, switched) == 16, "offset of amk_done.switched");
 static_assert(AMK_OFFSETOF(amk_done, left) == 20, "offset of amk_done.left");
 static_assert(AMK_OFFSETOF(amk_done, reporter) == 24, "offset of amk_done.reporter");
@@ -375,7 +389,7 @@ struct alignas(64) amk_submission {
   uint32_t position; // First position to run.
   uint32_t steps; // Positions to run, at most.
   uint32_t forced; // Positions below this one take their token from the session's token buffer.
-  uint32_t flags; // Bit 0: write the logits of each step to its own row.
+  uint32_t flags; // `FLAG_KEEP_LOGITS`, `FLAG_SAMPLE`.
   uint32_t stop_len; // Stop tokens in use.
   uint32_t reserved0; // Zero.
   uint64_t program; // Address of the `amk_program`, for `load_program`.
@@ -402,7 +416,7 @@ struct alignas(64) amk_completion {
   uint32_t trap; // A `Trap`; zero is success.
   uint32_t steps; // Positions that were run.
   uint32_t token; // The last token that was chosen.
-  uint32_t stopped; // Whether a stop token ended the command.
+  uint32_t ending; // An `Ending`.
   uint64_t start_ns; // Device nanoseconds when the command was taken up.
   uint64_t end_ns; // Device nanoseconds when it was done.
   uint32_t reserved[7]; // Zero.
@@ -413,15 +427,60 @@ static_assert(alignof(amk_completion) == 64, "alignment of amk_completion");
 static_assert(AMK_OFFSETOF(amk_completion, trap) == 0, "offset of amk_completion.trap");
 static_assert(AMK_OFFSETOF(amk_completion, steps) == 4, "offset of amk_completion.steps");
 static_assert(AMK_OFFSETOF(amk_completion, token) == 8, "offset of amk_completion.token");
-static_assert(AMK_OFFSETOF(amk_completion, stopped) == 12, "offset of amk_completion.stopped");
+static_assert(AMK_OFFSETOF(amk_completion, ending) == 12, "offset of amk_completion.ending");
 static_assert(AMK_OFFSETOF(amk_completion, start_ns) == 16, "offset of amk_completion.start_ns");
 static_assert(AMK_OFFSETOF(amk_completion, end_ns) == 24, "offset of amk_completion.end_ns");
 static_assert(AMK_OFFSETOF(amk_completion, reserved) == 32, "offset of amk_completion.reserved");
 static_assert(AMK_OFFSETOF(amk_completion, sequence) == 60, "offset of amk_completion.sequence");
 
+struct alignas(16) amk_sampling {
+  uint64_t logits; // Rows of logits.
+  uint64_t seen; // A bit for each token of the vocabulary: whether it is in the sequence.
+  uint64_t biased; // A bit for each token: whether it has a bias.
+  uint64_t bias; // `amk_bias[bias_len]`, by token.
+  uint64_t list; // Scratch: 16 bytes for each token of the vocabulary, and for each thread of a worker.
+  uint64_t changed; // Scratch: a row after penalty and bias, whole groups of 4 logits.
+  uint64_t seed; // What is drawn with.
+  uint64_t share; // `top_p` in 32 binary places, rounded up; `2^32` for all.
+  uint64_t least; // The least weight that `min_p` lets through.
+  float scale; // What differences to the highest logit are multiplied with.
+  float penalty; // Repetition penalty; 1 for none.
+  uint32_t top_k; // The likeliest so many; 0 for all.
+  uint32_t bias_len; // Biases.
+  uint32_t greedy; // Nonzero: the highest logit after penalty and bias.
+  uint32_t upto; // Positions whose tokens are in `seen`; the host writes zero where a sequence begins.
+};
+static_assert(sizeof(amk_sampling) == 96, "size of amk_sampling");
+static_assert(alignof(amk_sampling) == 16, "alignment of amk_sampling");
+static_assert(AMK_OFFSETOF(amk_sampling, logits) == 0, "offset of amk_sampling.logits");
+static_assert(AMK_OFFSETOF(amk_sampling, seen) == 8, "offset of amk_sampling.seen");
+static_assert(AMK_OFFSETOF(amk_sampling, biased) == 16, "offset of amk_sampling.biased");
+static_assert(AMK_OFFSETOF(amk_sampling, bias) == 24, "offset of amk_sampling.bias");
+static_assert(AMK_OFFSETOF(amk_sampling, list) == 32, "offset of amk_sampling.list");
+static_assert(AMK_OFFSETOF(amk_sampling, changed) == 40, "offset of amk_sampling.changed");
+static_assert(AMK_OFFSETOF(amk_sampling, seed) == 48, "offset of amk_sampling.seed");
+static_assert(AMK_OFFSETOF(amk_sampling, share) == 56, "offset of amk_sampling.share");
+static_assert(AMK_OFFSETOF(amk_sampling, least) == 64, "offset of amk_sampling.least");
+static_assert(AMK_OFFSETOF(amk_sampling, scale) == 72, "offset of amk_sampling.scale");
+static_assert(AMK_OFFSETOF(amk_sampling, penalty) == 76, "offset of amk_sampling.penalty");
+static_assert(AMK_OFFSETOF(amk_sampling, top_k) == 80, "offset of amk_sampling.top_k");
+static_assert(AMK_OFFSETOF(amk_sampling, bias_len) == 84, "offset of amk_sampling.bias_len");
+static_assert(AMK_OFFSETOF(amk_sampling, greedy) == 88, "offset of amk_sampling.greedy");
+static_assert(AMK_OFFSETOF(amk_sampling, upto) == 92, "offset of amk_sampling.upto");
+
+struct alignas(8) amk_bias {
+  uint32_t token; // Token.
+  float value; // Added.
+};
+static_assert(sizeof(amk_bias) == 8, "size of amk_bias");
+static_assert(alignof(amk_bias) == 8, "alignment of amk_bias");
+static_assert(AMK_OFFSETOF(amk_bias, token) == 0, "offset of amk_bias.token");
+static_assert(AMK_OFFSETOF(amk_bias, value) == 4, "offset of amk_bias.value");
+
 struct alignas(128) amk_ring_indices {
   uint32_t abort; // Written by the host: nonzero asks every worker to leave.
-  uint32_t reserved0[31]; // Zero.
+  uint32_t give_way; // Written by the host: sequence of the command that is to give way after the step under way.
+  uint32_t reserved0[30]; // Zero.
   uint32_t heartbeat; // Written by the device: increases while the poller lives.
   uint32_t reserved1[31]; // Zero.
   uint32_t head; // Written by the device: submissions taken up.
@@ -431,7 +490,8 @@ struct alignas(128) amk_ring_indices {
 static_assert(sizeof(amk_ring_indices) == 384, "size of amk_ring_indices");
 static_assert(alignof(amk_ring_indices) == 128, "alignment of amk_ring_indices");
 static_assert(AMK_OFFSETOF(amk_ring_indices, abort) == 0, "offset of amk_ring_indices.abort");
-static_assert(AMK_OFFSETOF(amk_ring_indices, reserved0) == 4, "offset of amk_ring_indices.reserved0");
+static_assert(AMK_OFFSETOF(amk_ring_indices, give_way) == 4, "offset of amk_ring_indices.give_way");
+static_assert(AMK_OFFSETOF(amk_ring_indices, reserved0) == 8, "offset of amk_ring_indices.reserved0");
 static_assert(AMK_OFFSETOF(amk_ring_indices, heartbeat) == 128, "offset of amk_ring_indices.heartbeat");
 static_assert(AMK_OFFSETOF(amk_ring_indices, reserved1) == 132, "offset of amk_ring_indices.reserved1");
 static_assert(AMK_OFFSETOF(amk_ring_indices, head) == 256, "offset of amk_ring_indices.head");
@@ -606,5 +666,5 @@ static_assert(alignof(amk_sample_params) == 4, "alignment of amk_sample_params")
 static_assert(AMK_OFFSETOF(amk_sample_params, candidates) == 0, "offset of amk_sample_params.candidates");
 static_assert(AMK_OFFSETOF(amk_sample_params, reserved) == 4, "offset of amk_sample_params.reserved");
 
-#define AMK_PROBE_LEN 223u
-#define AMK_FOR_EACH_PROBE(X) X(sizeof(amk_task)) X(AMK_OFFSETOF(amk_task, opcode)) X(AMK_OFFSETOF(amk_task, layer)) X(AMK_OFFSETOF(amk_task, wait_len)) X(AMK_OFFSETOF(amk_task, warp_units)) X(AMK_OFFSETOF(amk_task, stage_units)) X(AMK_OFFSETOF(amk_task, stage_tiles)) X(AMK_OFFSETOF(amk_task, signal)) X(AMK_OFFSETOF(amk_task, reads)) X(AMK_OFFSETOF(amk_task, writes)) X(AMK_OFFSETOF(amk_task, read_generation)) X(AMK_OFFSETOF(amk_task, write_generation)) X(AMK_OFFSETOF(amk_task, wait_counter)) X(AMK_OFFSETOF(amk_task, wait_count)) X(AMK_OFFSETOF(amk_task, params)) X(sizeof(amk_load)) X(AMK_OFFSETOF(amk_load, address)) X(AMK_OFFSETOF(amk_load, units)) X(AMK_OFFSETOF(amk_load, stage_units)) X(AMK_OFFSETOF(amk_load, period)) X(AMK_OFFSETOF(amk_load, values)) X(AMK_OFFSETOF(amk_load, kv_block)) X(AMK_OFFSETOF(amk_load, window)) X(AMK_OFFSETOF(amk_load, split)) X(AMK_OFFSETOF(amk_load, splits)) X(sizeof(amk_queue)) X(AMK_OFFSETOF(amk_queue, task0)) X(AMK_OFFSETOF(amk_queue, tasks)) X(AMK_OFFSETOF(amk_queue, load0)) X(AMK_OFFSETOF(amk_queue, loads)) X(AMK_OFFSETOF(amk_queue, units)) X(AMK_OFFSETOF(amk_queue, reserved)) X(sizeof(amk_slot)) X(AMK_OFFSETOF(amk_slot, address)) X(AMK_OFFSETOF(amk_slot, kind)) X(AMK_OFFSETOF(amk_slot, words)) X(AMK_OFFSETOF(amk_slot, units)) X(AMK_OFFSETOF(amk_slot, reserved)) X(sizeof(amk_program)) X(AMK_OFFSETOF(amk_program, tasks)) X(AMK_OFFSETOF(amk_program, loads)) X(AMK_OFFSETOF(amk_program, queues)) X(AMK_OFFSETOF(amk_program, slots)) X(AMK_OFFSETOF(amk_program, counters)) X(AMK_OFFSETOF(amk_program, workers)) X(AMK_OFFSETOF(amk_program, stages)) X(AMK_OFFSETOF(amk_program, stage_units)) X(AMK_OFFSETOF(amk_program, in_flight)) X(AMK_OFFSETOF(amk_program, in_flight_near)) X(AMK_OFFSETOF(amk_program, x_offset)) X(AMK_OFFSETOF(amk_program, x_bytes)) X(AMK_OFFSETOF(amk_program, kv_capacity)) X(AMK_OFFSETOF(amk_program, slot_len)) X(AMK_OFFSETOF(amk_program, counter_len)) X(AMK_OFFSETOF(amk_program, logits_rows)) X(AMK_OFFSETOF(amk_program, vocab)) X(AMK_OFFSETOF(amk_program, epoch)) X(AMK_OFFSETOF(amk_program, task_len)) X(sizeof(amk_step)) X(AMK_OFFSETOF(amk_step, program)) X(AMK_OFFSETOF(amk_step, action)) X(AMK_OFFSETOF(amk_step, epoch)) X(AMK_OFFSETOF(amk_step, token)) X(AMK_OFFSETOF(amk_step, position)) X(AMK_OFFSETOF(amk_step, session)) X(AMK_OFFSETOF(amk_step, logits_row)) X(AMK_OFFSETOF(amk_step, end)) X(AMK_OFFSETOF(amk_step, forced)) X(AMK_OFFSETOF(amk_step, flags)) X(AMK_OFFSETOF(amk_step, stop_len)) X(AMK_OFFSETOF(amk_step, stop)) X(AMK_OFFSETOF(amk_step, first)) X(AMK_OFFSETOF(amk_step, reserved)) X(AMK_OFFSETOF(amk_step, go)) X(sizeof(amk_launch)) X(AMK_OFFSETOF(amk_launch, submissions)) X(AMK_OFFSETOF(amk_launch, completions)) X(AMK_OFFSETOF(amk_launch, indices)) X(AMK_OFFSETOF(amk_launch, status)) X(AMK_OFFSETOF(amk_launch, tokens)) X(AMK_OFFSETOF(amk_launch, step)) X(AMK_OFFSETOF(amk_launch, done)) X(AMK_OFFSETOF(amk_launch, records)) X(AMK_OFFSETOF(amk_launch, deadline_ns)) X(AMK_OFFSETOF(amk_launch, token_stride)) X(AMK_OFFSETOF(amk_launch, sessions)) X(AMK_OFFSETOF(amk_launch, workers)) X(AMK_OFFSETOF(amk_launch, record_len)) X(AMK_OFFSETOF(amk_launch, program)) X(AMK_OFFSETOF(amk_launch, landing)) X(AMK_OFFSETOF(amk_launch, pulses)) X(AMK_OFFSETOF(amk_launch, pulse_ns)) X(AMK_OFFSETOF(amk_launch, reserved)) X(sizeof(amk_landing)) X(AMK_OFFSETOF(amk_landing, landed)) X(AMK_OFFSETOF(amk_landing, embedding)) X(AMK_OFFSETOF(amk_landing, patience)) X(AMK_OFFSETOF(amk_landing, waits)) X(AMK_OFFSETOF(amk_landing, resumed)) X(AMK_OFFSETOF(amk_landing, waited_us)) X(AMK_OFFSETOF(amk_landing, reserved)) X(sizeof(amk_done)) X(AMK_OFFSETOF(amk_done, abort)) X(AMK_OFFSETOF(amk_done, steps)) X(AMK_OFFSETOF(amk_done, token)) X(AMK_OFFSETOF(amk_done, stopped)) X(AMK_OFFSETOF(amk_done, switched)) X(AMK_OFFSETOF(amk_done, left)) X(AMK_OFFSETOF(amk_done, reporter)) X(AMK_OFFSETOF(amk_done, sequence)) X(sizeof(amk_record)) X(AMK_OFFSETOF(amk_record, begin)) X(AMK_OFFSETOF(amk_record, ready)) X(AMK_OFFSETOF(amk_record, staged)) X(AMK_OFFSETOF(amk_record, multiplied)) X(AMK_OFFSETOF(amk_record, end)) X(AMK_OFFSETOF(amk_record, starved)) X(AMK_OFFSETOF(amk_record, worker)) X(AMK_OFFSETOF(amk_record, task)) X(AMK_OFFSETOF(amk_record, opcode)) X(AMK_OFFSETOF(amk_record, reserved)) X(sizeof(amk_submission)) X(AMK_OFFSETOF(amk_submission, command)) X(AMK_OFFSETOF(amk_submission, session)) X(AMK_OFFSETOF(amk_submission, position)) X(AMK_OFFSETOF(amk_submission, steps)) X(AMK_OFFSETOF(amk_submission, forced)) X(AMK_OFFSETOF(amk_submission, flags)) X(AMK_OFFSETOF(amk_submission, stop_len)) X(AMK_OFFSETOF(amk_submission, reserved0)) X(AMK_OFFSETOF(amk_submission, program)) X(AMK_OFFSETOF(amk_submission, stop)) X(AMK_OFFSETOF(amk_submission, reserved1)) X(AMK_OFFSETOF(amk_submission, sequence)) X(sizeof(amk_completion)) X(AMK_OFFSETOF(amk_completion, trap)) X(AMK_OFFSETOF(amk_completion, steps)) X(AMK_OFFSETOF(amk_completion, token)) X(AMK_OFFSETOF(amk_completion, stopped)) X(AMK_OFFSETOF(amk_completion, start_ns)) X(AMK_OFFSETOF(amk_completion, end_ns)) X(AMK_OFFSETOF(amk_completion, reserved)) X(AMK_OFFSETOF(amk_completion, sequence)) X(sizeof(amk_ring_indices)) X(AMK_OFFSETOF(amk_ring_indices, abort)) X(AMK_OFFSETOF(amk_ring_indices, reserved0)) X(AMK_OFFSETOF(amk_ring_indices, heartbeat)) X(AMK_OFFSETOF(amk_ring_indices, reserved1)) X(AMK_OFFSETOF(amk_ring_indices, head)) X(AMK_OFFSETOF(amk_ring_indices, waiting)) X(AMK_OFFSETOF(amk_ring_indices, reserved2)) X(sizeof(amk_status)) X(AMK_OFFSETOF(amk_status, trap)) X(AMK_OFFSETOF(amk_status, worker)) X(AMK_OFFSETOF(amk_status, task)) X(AMK_OFFSETOF(amk_status, opcode)) X(AMK_OFFSETOF(amk_status, object)) X(AMK_OFFSETOF(amk_status, have)) X(AMK_OFFSETOF(amk_status, need)) X(AMK_OFFSETOF(amk_status, epoch)) X(AMK_OFFSETOF(amk_status, waited_ns)) X(AMK_OFFSETOF(amk_status, left)) X(AMK_OFFSETOF(amk_status, reserved)) X(AMK_OFFSETOF(amk_status, valid)) X(sizeof(amk_pulse)) X(AMK_OFFSETOF(amk_pulse, beat)) X(AMK_OFFSETOF(amk_pulse, active)) X(AMK_OFFSETOF(amk_pulse, progress)) X(AMK_OFFSETOF(amk_pulse, epoch)) X(AMK_OFFSETOF(amk_pulse, position)) X(AMK_OFFSETOF(amk_pulse, task)) X(AMK_OFFSETOF(amk_pulse, issued)) X(AMK_OFFSETOF(amk_pulse, wait)) X(AMK_OFFSETOF(amk_pulse, object)) X(AMK_OFFSETOF(amk_pulse, have)) X(AMK_OFFSETOF(amk_pulse, need)) X(AMK_OFFSETOF(amk_pulse, reserved)) X(sizeof(amk_nop_params)) X(AMK_OFFSETOF(amk_nop_params, reserved)) X(sizeof(amk_embed_params)) X(AMK_OFFSETOF(amk_embed_params, offset)) X(AMK_OFFSETOF(amk_embed_params, len)) X(AMK_OFFSETOF(amk_embed_params, reserved)) X(sizeof(amk_matvec_params)) X(AMK_OFFSETOF(amk_matvec_params, matrix)) X(AMK_OFFSETOF(amk_matvec_params, tile0)) X(AMK_OFFSETOF(amk_matvec_params, tiles)) X(AMK_OFFSETOF(amk_matvec_params, units)) X(AMK_OFFSETOF(amk_matvec_params, k_len)) X(AMK_OFFSETOF(amk_matvec_params, rows)) X(AMK_OFFSETOF(amk_matvec_params, prologue)) X(AMK_OFFSETOF(amk_matvec_params, epilogue)) X(AMK_OFFSETOF(amk_matvec_params, eps)) X(AMK_OFFSETOF(amk_matvec_params, splits)) X(AMK_OFFSETOF(amk_matvec_params, head_dim)) X(AMK_OFFSETOF(amk_matvec_params, kv_block)) X(AMK_OFFSETOF(amk_matvec_params, window)) X(AMK_OFFSETOF(amk_matvec_params, candidate)) X(AMK_OFFSETOF(amk_matvec_params, reserved)) X(sizeof(amk_attention_params)) X(AMK_OFFSETOF(amk_attention_params, kv_head)) X(AMK_OFFSETOF(amk_attention_params, kv_heads)) X(AMK_OFFSETOF(amk_attention_params, group)) X(AMK_OFFSETOF(amk_attention_params, head_dim)) X(AMK_OFFSETOF(amk_attention_params, split)) X(AMK_OFFSETOF(amk_attention_params, splits)) X(AMK_OFFSETOF(amk_attention_params, kv_block)) X(AMK_OFFSETOF(amk_attention_params, window)) X(AMK_OFFSETOF(amk_attention_params, scale)) X(AMK_OFFSETOF(amk_attention_params, eps)) X(AMK_OFFSETOF(amk_attention_params, reserved)) X(sizeof(amk_attention_merge_params)) X(AMK_OFFSETOF(amk_attention_merge_params, head0)) X(AMK_OFFSETOF(amk_attention_merge_params, heads)) X(AMK_OFFSETOF(amk_attention_merge_params, heads_total)) X(AMK_OFFSETOF(amk_attention_merge_params, head_dim)) X(AMK_OFFSETOF(amk_attention_merge_params, splits)) X(AMK_OFFSETOF(amk_attention_merge_params, kv_block)) X(AMK_OFFSETOF(amk_attention_merge_params, window)) X(AMK_OFFSETOF(amk_attention_merge_params, reserved)) X(sizeof(amk_sample_params)) X(AMK_OFFSETOF(amk_sample_params, candidates)) X(AMK_OFFSETOF(amk_sample_params, reserved))
+#define AMK_PROBE_LEN 245u
+#define AMK_FOR_EACH_PROBE(X) X(sizeof(amk_task)) X(AMK_OFFSETOF(amk_task, opcode)) X(AMK_OFFSETOF(amk_task, layer)) X(AMK_OFFSETOF(amk_task, wait_len)) X(AMK_OFFSETOF(amk_task, warp_units)) X(AMK_OFFSETOF(amk_task, stage_units)) X(AMK_OFFSETOF(amk_task, stage_tiles)) X(AMK_OFFSETOF(amk_task, signal)) X(AMK_OFFSETOF(amk_task, reads)) X(AMK_OFFSETOF(amk_task, writes)) X(AMK_OFFSETOF(amk_task, read_generation)) X(AMK_OFFSETOF(amk_task, write_generation)) X(AMK_OFFSETOF(amk_task, wait_counter)) X(AMK_OFFSETOF(amk_task, wait_count)) X(AMK_OFFSETOF(amk_task, params)) X(sizeof(amk_load)) X(AMK_OFFSETOF(amk_load, address)) X(AMK_OFFSETOF(amk_load, units)) X(AMK_OFFSETOF(amk_load, stage_units)) X(AMK_OFFSETOF(amk_load, period)) X(AMK_OFFSETOF(amk_load, values)) X(AMK_OFFSETOF(amk_load, kv_block)) X(AMK_OFFSETOF(amk_load, window)) X(AMK_OFFSETOF(amk_load, split)) X(AMK_OFFSETOF(amk_load, splits)) X(sizeof(amk_queue)) X(AMK_OFFSETOF(amk_queue, task0)) X(AMK_OFFSETOF(amk_queue, tasks)) X(AMK_OFFSETOF(amk_queue, load0)) X(AMK_OFFSETOF(amk_queue, loads)) X(AMK_OFFSETOF(amk_queue, units)) X(AMK_OFFSETOF(amk_queue, reserved)) X(sizeof(amk_slot)) X(AMK_OFFSETOF(amk_slot, address)) X(AMK_OFFSETOF(amk_slot, kind)) X(AMK_OFFSETOF(amk_slot, words)) X(AMK_OFFSETOF(amk_slot, units)) X(AMK_OFFSETOF(amk_slot, reserved)) X(sizeof(amk_program)) X(AMK_OFFSETOF(amk_program, tasks)) X(AMK_OFFSETOF(amk_program, loads)) X(AMK_OFFSETOF(amk_program, queues)) X(AMK_OFFSETOF(amk_program, slots)) X(AMK_OFFSETOF(amk_program, counters)) X(AMK_OFFSETOF(amk_program, workers)) X(AMK_OFFSETOF(amk_program, stages)) X(AMK_OFFSETOF(amk_program, stage_units)) X(AMK_OFFSETOF(amk_program, in_flight)) X(AMK_OFFSETOF(amk_program, in_flight_near)) X(AMK_OFFSETOF(amk_program, x_offset)) X(AMK_OFFSETOF(amk_program, x_bytes)) X(AMK_OFFSETOF(amk_program, kv_capacity)) X(AMK_OFFSETOF(amk_program, slot_len)) X(AMK_OFFSETOF(amk_program, counter_len)) X(AMK_OFFSETOF(amk_program, logits_rows)) X(AMK_OFFSETOF(amk_program, vocab)) X(AMK_OFFSETOF(amk_program, epoch)) X(AMK_OFFSETOF(amk_program, task_len)) X(sizeof(amk_step)) X(AMK_OFFSETOF(amk_step, program)) X(AMK_OFFSETOF(amk_step, action)) X(AMK_OFFSETOF(amk_step, epoch)) X(AMK_OFFSETOF(amk_step, token)) X(AMK_OFFSETOF(amk_step, position)) X(AMK_OFFSETOF(amk_step, session)) X(AMK_OFFSETOF(amk_step, logits_row)) X(AMK_OFFSETOF(amk_step, end)) X(AMK_OFFSETOF(amk_step, forced)) X(AMK_OFFSETOF(amk_step, flags)) X(AMK_OFFSETOF(amk_step, stop_len)) X(AMK_OFFSETOF(amk_step, stop)) X(AMK_OFFSETOF(amk_step, first)) X(AMK_OFFSETOF(amk_step, command)) X(AMK_OFFSETOF(amk_step, give_way)) X(AMK_OFFSETOF(amk_step, go)) X(sizeof(amk_launch)) X(AMK_OFFSETOF(amk_launch, submissions)) X(AMK_OFFSETOF(amk_launch, completions)) X(AMK_OFFSETOF(amk_launch, indices)) X(AMK_OFFSETOF(amk_launch, status)) X(AMK_OFFSETOF(amk_launch, tokens)) X(AMK_OFFSETOF(amk_launch, step)) X(AMK_OFFSETOF(amk_launch, done)) X(AMK_OFFSETOF(amk_launch, records)) X(AMK_OFFSETOF(amk_launch, deadline_ns)) X(AMK_OFFSETOF(amk_launch, token_stride)) X(AMK_OFFSETOF(amk_launch, sessions)) X(AMK_OFFSETOF(amk_launch, workers)) X(AMK_OFFSETOF(amk_launch, record_len)) X(AMK_OFFSETOF(amk_launch, program)) X(AMK_OFFSETOF(amk_launch, landing)) X(AMK_OFFSETOF(amk_launch, pulses)) X(AMK_OFFSETOF(amk_launch, pulse_ns)) X(AMK_OFFSETOF(amk_launch, reserved)) X(AMK_OFFSETOF(amk_launch, sampling)) X(sizeof(amk_landing)) X(AMK_OFFSETOF(amk_landing, landed)) X(AMK_OFFSETOF(amk_landing, embedding)) X(AMK_OFFSETOF(amk_landing, patience)) X(AMK_OFFSETOF(amk_landing, waits)) X(AMK_OFFSETOF(amk_landing, resumed)) X(AMK_OFFSETOF(amk_landing, waited_us)) X(AMK_OFFSETOF(amk_landing, reserved)) X(sizeof(amk_done)) X(AMK_OFFSETOF(amk_done, abort)) X(AMK_OFFSETOF(amk_done, steps)) X(AMK_OFFSETOF(amk_done, token)) X(AMK_OFFSETOF(amk_done, ending)) X(AMK_OFFSETOF(amk_done, switched)) X(AMK_OFFSETOF(amk_done, left)) X(AMK_OFFSETOF(amk_done, reporter)) X(AMK_OFFSETOF(amk_done, sequence)) X(sizeof(amk_record)) X(AMK_OFFSETOF(amk_record, begin)) X(AMK_OFFSETOF(amk_record, ready)) X(AMK_OFFSETOF(amk_record, staged)) X(AMK_OFFSETOF(amk_record, multiplied)) X(AMK_OFFSETOF(amk_record, end)) X(AMK_OFFSETOF(amk_record, starved)) X(AMK_OFFSETOF(amk_record, worker)) X(AMK_OFFSETOF(amk_record, task)) X(AMK_OFFSETOF(amk_record, opcode)) X(AMK_OFFSETOF(amk_record, reserved)) X(sizeof(amk_submission)) X(AMK_OFFSETOF(amk_submission, command)) X(AMK_OFFSETOF(amk_submission, session)) X(AMK_OFFSETOF(amk_submission, position)) X(AMK_OFFSETOF(amk_submission, steps)) X(AMK_OFFSETOF(amk_submission, forced)) X(AMK_OFFSETOF(amk_submission, flags)) X(AMK_OFFSETOF(amk_submission, stop_len)) X(AMK_OFFSETOF(amk_submission, reserved0)) X(AMK_OFFSETOF(amk_submission, program)) X(AMK_OFFSETOF(amk_submission, stop)) X(AMK_OFFSETOF(amk_submission, reserved1)) X(AMK_OFFSETOF(amk_submission, sequence)) X(sizeof(amk_completion)) X(AMK_OFFSETOF(amk_completion, trap)) X(AMK_OFFSETOF(amk_completion, steps)) X(AMK_OFFSETOF(amk_completion, token)) X(AMK_OFFSETOF(amk_completion, ending)) X(AMK_OFFSETOF(amk_completion, start_ns)) X(AMK_OFFSETOF(amk_completion, end_ns)) X(AMK_OFFSETOF(amk_completion, reserved)) X(AMK_OFFSETOF(amk_completion, sequence)) X(sizeof(amk_sampling)) X(AMK_OFFSETOF(amk_sampling, logits)) X(AMK_OFFSETOF(amk_sampling, seen)) X(AMK_OFFSETOF(amk_sampling, biased)) X(AMK_OFFSETOF(amk_sampling, bias)) X(AMK_OFFSETOF(amk_sampling, list)) X(AMK_OFFSETOF(amk_sampling, changed)) X(AMK_OFFSETOF(amk_sampling, seed)) X(AMK_OFFSETOF(amk_sampling, share)) X(AMK_OFFSETOF(amk_sampling, least)) X(AMK_OFFSETOF(amk_sampling, scale)) X(AMK_OFFSETOF(amk_sampling, penalty)) X(AMK_OFFSETOF(amk_sampling, top_k)) X(AMK_OFFSETOF(amk_sampling, bias_len)) X(AMK_OFFSETOF(amk_sampling, greedy)) X(AMK_OFFSETOF(amk_sampling, upto)) X(sizeof(amk_bias)) X(AMK_OFFSETOF(amk_bias, token)) X(AMK_OFFSETOF(amk_bias, value)) X(sizeof(amk_ring_indices)) X(AMK_OFFSETOF(amk_ring_indices, abort)) X(AMK_OFFSETOF(amk_ring_indices, give_way)) X(AMK_OFFSETOF(amk_ring_indices, reserved0)) X(AMK_OFFSETOF(amk_ring_indices, heartbeat)) X(AMK_OFFSETOF(amk_ring_indices, reserved1)) X(AMK_OFFSETOF(amk_ring_indices, head)) X(AMK_OFFSETOF(amk_ring_indices, waiting)) X(AMK_OFFSETOF(amk_ring_indices, reserved2)) X(sizeof(amk_status)) X(AMK_OFFSETOF(amk_status, trap)) X(AMK_OFFSETOF(amk_status, worker)) X(AMK_OFFSETOF(amk_status, task)) X(AMK_OFFSETOF(amk_status, opcode)) X(AMK_OFFSETOF(amk_status, object)) X(AMK_OFFSETOF(amk_status, have)) X(AMK_OFFSETOF(amk_status, need)) X(AMK_OFFSETOF(amk_status, epoch)) X(AMK_OFFSETOF(amk_status, waited_ns)) X(AMK_OFFSETOF(amk_status, left)) X(AMK_OFFSETOF(amk_status, reserved)) X(AMK_OFFSETOF(amk_status, valid)) X(sizeof(amk_pulse)) X(AMK_OFFSETOF(amk_pulse, beat)) X(AMK_OFFSETOF(amk_pulse, active)) X(AMK_OFFSETOF(amk_pulse, progress)) X(AMK_OFFSETOF(amk_pulse, epoch)) X(AMK_OFFSETOF(amk_pulse, position)) X(AMK_OFFSETOF(amk_pulse, task)) X(AMK_OFFSETOF(amk_pulse, issued)) X(AMK_OFFSETOF(amk_pulse, wait)) X(AMK_OFFSETOF(amk_pulse, object)) X(AMK_OFFSETOF(amk_pulse, have)) X(AMK_OFFSETOF(amk_pulse, need)) X(AMK_OFFSETOF(amk_pulse, reserved)) X(sizeof(amk_nop_params)) X(AMK_OFFSETOF(amk_nop_params, reserved)) X(sizeof(amk_embed_params)) X(AMK_OFFSETOF(amk_embed_params, offset)) X(AMK_OFFSETOF(amk_embed_params, len)) X(AMK_OFFSETOF(amk_embed_params, reserved)) X(sizeof(amk_matvec_params)) X(AMK_OFFSETOF(amk_matvec_params, matrix)) X(AMK_OFFSETOF(amk_matvec_params, tile0)) X(AMK_OFFSETOF(amk_matvec_params, tiles)) X(AMK_OFFSETOF(amk_matvec_params, units)) X(AMK_OFFSETOF(amk_matvec_params, k_len)) X(AMK_OFFSETOF(amk_matvec_params, rows)) X(AMK_OFFSETOF(amk_matvec_params, prologue)) X(AMK_OFFSETOF(amk_matvec_params, epilogue)) X(AMK_OFFSETOF(amk_matvec_params, eps)) X(AMK_OFFSETOF(amk_matvec_params, splits)) X(AMK_OFFSETOF(amk_matvec_params, head_dim)) X(AMK_OFFSETOF(amk_matvec_params, kv_block)) X(AMK_OFFSETOF(amk_matvec_params, window)) X(AMK_OFFSETOF(amk_matvec_params, candidate)) X(AMK_OFFSETOF(amk_matvec_params, reserved)) X(sizeof(amk_attention_params)) X(AMK_OFFSETOF(amk_attention_params, kv_head)) X(AMK_OFFSETOF(amk_attention_params, kv_heads)) X(AMK_OFFSETOF(amk_attention_params, group)) X(AMK_OFFSETOF(amk_attention_params, head_dim)) X(AMK_OFFSETOF(amk_attention_params, split)) X(AMK_OFFSETOF(amk_attention_params, splits)) X(AMK_OFFSETOF(amk_attention_params, kv_block)) X(AMK_OFFSETOF(amk_attention_params, window)) X(AMK_OFFSETOF(amk_attention_params, scale)) X(AMK_OFFSETOF(amk_attention_params, eps)) X(AMK_OFFSETOF(amk_attention_params, reserved)) X(sizeof(amk_attention_merge_params)) X(AMK_OFFSETOF(amk_attention_merge_params, head0)) X(AMK_OFFSETOF(amk_attention_merge_params, heads)) X(AMK_OFFSETOF(amk_attention_merge_params, heads_total)) X(AMK_OFFSETOF(amk_attention_merge_params, head_dim)) X(AMK_OFFSETOF(amk_attention_merge_params, splits)) X(AMK_OFFSETOF(amk_attention_merge_params, kv_block)) X(AMK_OFFSETOF(amk_attention_merge_params, window)) X(AMK_OFFSETOF(amk_attention_merge_params, reserved)) X(sizeof(amk_sample_params)) X(AMK_OFFSETOF(amk_sample_params, candidates)) X(AMK_OFFSETOF(amk_sample_params, reserved))

@@ -35,6 +35,8 @@ pub const SOURCES: &[Source] = sources![
     "cuda/op_matvec.cuh",
     "cuda/op_attention.cuh",
     "cuda/op_small.cuh",
+    "cuda/sampling.cuh",
+    "cuda/op_sample.cuh",
     "cuda/dispatch.cuh",
     "cuda/poller.cuh",
     "cuda/megakernel.cu",

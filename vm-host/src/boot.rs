@@ -14,6 +14,7 @@ use crate::landing::Streaming;
 use crate::load::{Residents, constant_key, constant_values, rope_table};
 use crate::machine::PROGRAMS_MAX;
 use crate::memory::{DeviceBuffer, HostBuffer, upload};
+use crate::sampling::SamplingMemory;
 
 /// Bytes of an element of a key/value cache: f16.
 pub(crate) const CACHE_ELEMENT_BYTES: u64 = abi::KV_ELEMENT_BYTES;
@@ -172,8 +173,9 @@ pub(crate) fn check_memory(
         .sum();
     let caches = caches * CACHE_ELEMENT_BYTES * u64::from(options.sessions);
     let logits = u64::from(options.logits_rows) * u64::from(program.dims.vocab) * 4;
-    let needed =
-        matrices + caches + logits + options.program_bytes * PROGRAMS_MAX as u64 + (256 << 20);
+    let sampling = SamplingMemory::bytes(options.sessions, program.dims.vocab);
+    let programs = options.program_bytes * PROGRAMS_MAX as u64;
+    let needed = matrices + caches + logits + sampling + programs + (256 << 20);
     if needed > free { Err(HostError::OutOfMemory { needed, free }) } else { Ok(()) }
 }
 

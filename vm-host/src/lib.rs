@@ -26,6 +26,7 @@ mod memory;
 mod nvml;
 mod prefill;
 mod ring;
+mod sampling;
 mod staging;
 mod weights;
 
@@ -39,7 +40,9 @@ pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
 pub use landing::{ReadBy, Streaming};
 pub use lookout::Lookout;
-pub use machine::{Decoded, Idle, LandingReport, Loaded, PROGRAMS_MAX, Resident, TensorCheck};
+pub use machine::{
+    Decoded, Idle, LandingReport, Loaded, PROGRAMS_MAX, Request, Resident, TensorCheck,
+};
 pub use nvml::{compute_processes, visible_name};
 pub use prefill::{GemmShape, KernelTime, PrefillOptions, Prefilled, prefill_refused};
 pub use weights::LoadReport;

@@ -28,9 +28,13 @@ use crate::memory::{
 };
 use crate::prefill::Prefill;
 use crate::ring::{self, RingHost};
+use crate::sampling::SamplingMemory;
 use crate::weights::{LoadReport, load_matrices};
 
 mod chunks;
+mod run;
+
+pub use run::{Decoded, Request};
 
 /// Programs that can be loaded beside each other.
 pub const PROGRAMS_MAX: usize = 4;
@@ -56,23 +60,6 @@ pub struct Loaded {
     serial: u64,
 }
 
-/// The result of a decode command.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Decoded {
-    /// Tokens that were generated, a stop token included.
-    pub tokens: Vec<u32>,
-    /// What the device chose behind each position that was run, also where a token was forced.
-    pub chosen: Vec<u32>,
-    /// Positions that were run.
-    pub steps: u32,
-    /// Whether a stop token ended the command.
-    pub stopped: bool,
-    /// Microseconds from publishing the command to seeing its completion, by the host's clock.
-    pub host_us: f64,
-    /// Microseconds between taking the command up and completing it, by the device's clock; for diagnosis only.
-    pub device_us: f64,
-}
-
 /// Everything on the device that outlives a launch.
 struct Memory {
     residents: Residents,
@@ -89,6 +76,7 @@ struct Memory {
     bounce: HostBuffer,
     /// Positions of each session's caches that may hold something else than poison.
     touched: Vec<u32>,
+    sampling: SamplingMemory,
     ring: RingHost,
     block: Arc<HostBuffer>, // the ring's memory: dropped after it
     _weights: Vec<DeviceBuffer>,
@@ -200,7 +188,9 @@ impl Idle {
             &copy,
             &mut bounce,
         )?;
-        let memory = Memory::new(residents, &options, program.kv_capacity, bounce, owned, block)?;
+        let sampling = SamplingMemory::new(options.sessions, graph.vocab, residents.logits)?;
+        let capacity = program.kv_capacity;
+        let memory = Memory::new(residents, &options, capacity, bounce, owned, block, sampling)?;
         Ok(Self {
             landing,
             memory,
@@ -296,6 +286,7 @@ impl Idle {
             workers: m.residents.workers,
             program: m.programs[0].address,
             landing: m.landing.address,
+            sampling: m.sampling.settings(),
             pulses: m.block.device + ring::PULSES as u64,
             pulse_ns: PULSE_EVERY.as_nanos() as u32,
             ..Launch::default()
@@ -336,6 +327,7 @@ impl Memory {
         bounce: HostBuffer,
         weights: Vec<DeviceBuffer>,
         landing: DeviceBuffer,
+        sampling: SamplingMemory,
     ) -> Result<Self, HostError> {
         let block = Arc::new(HostBuffer::zeroed(ring::BYTES)?);
         // SAFETY: the block is page-aligned, long enough, declared after the ring in this struct (dropped after it), and shared with
@@ -360,6 +352,7 @@ impl Memory {
             token_stride,
             bounce,
             touched: vec![kv_capacity; options.sessions as usize],
+            sampling,
             ring,
             block,
             _weights: weights,
@@ -436,100 +429,7 @@ impl Resident {
             program: address,
             ..Submission::default()
         };
-        self.command(&load, limit).map(|_| ())
-    }
-
-    /// Runs the prompt `tokens` from `position` of a session, then generates until `generate` tokens or a stop token. With
-    /// `keep_logits` the logits of every position that is run can be read afterwards.
-    ///
-    /// # Errors
-    /// If the request is outside what was booted, or the device stopped.
-    pub fn decode(
-        &mut self,
-        session: u32,
-        position: u32,
-        tokens: &[u32],
-        generate: u32,
-        stop: &[u32],
-        keep_logits: bool,
-    ) -> Result<Decoded, HostError> {
-        let steps = self.check_request(session, position, tokens, generate, stop, keep_logits)?;
-        let idle = self.idle();
-        if let Some(failure) = idle.landing.as_ref().and_then(Landing::failure) {
-            return Err(failure);
-        }
-        let touched = &mut idle.memory.touched[session as usize];
-        *touched = (*touched).max(position + steps);
-        let stride = idle.memory.token_stride as usize;
-        let base = (session as usize * 2 * stride + position as usize) * 4;
-        idle.memory.tokens.write(base, bytemuck::cast_slice(tokens));
-        let mut submission = Submission {
-            command: Command::Decode as u32,
-            session,
-            position,
-            steps,
-            forced: position + tokens.len() as u32,
-            flags: u32::from(keep_logits),
-            stop_len: stop.len() as u32,
-            ..Submission::default()
-        };
-        submission.stop[..stop.len()].copy_from_slice(stop);
-        let start = Instant::now();
-        let limit = idle.options.deadline * 2 + Duration::from_millis(100) * steps;
-        let done = self.command(&submission, limit)?;
-        let host_us = start.elapsed().as_secs_f64() * 1e6;
-        let generated = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
-        let buffer = &self.idle().memory.tokens;
-        Ok(Decoded {
-            tokens: buffer.read_words(base + tokens.len() * 4, generated as usize),
-            chosen: buffer.read_words(base + stride * 4, done.steps as usize),
-            steps: done.steps,
-            stopped: done.stopped != 0,
-            host_us,
-            device_us: done.end_ns.saturating_sub(done.start_ns) as f64 / 1000.0,
-        })
-    }
-
-    /// Positions to run, if the request is one that the device can serve.
-    fn check_request(
-        &mut self,
-        session: u32,
-        position: u32,
-        tokens: &[u32],
-        generate: u32,
-        stop: &[u32],
-        keep_logits: bool,
-    ) -> Result<u32, HostError> {
-        let (vocab, sessions) = (self.idle().vocab, self.idle().options.sessions);
-        let (capacity, rows) =
-            (self.idle().memory.residents.kv_capacity, self.idle().memory.residents.logits_rows);
-        let refuse = |what: String| Err(HostError::Request(what));
-        if session >= sessions {
-            return refuse(format!("session {session} of {sessions}"));
-        }
-        if tokens.is_empty() {
-            return refuse("an empty prompt: there is no token to start from".into());
-        }
-        if let Some(token) = tokens.iter().find(|&&t| t >= vocab) {
-            return refuse(format!("token {token} is outside the vocabulary of {vocab}"));
-        }
-        if stop.len() > abi::STOP_TOKENS_MAX {
-            return refuse(format!(
-                "{} stop tokens; at most {} are possible",
-                stop.len(),
-                abi::STOP_TOKENS_MAX
-            ));
-        }
-        let steps = tokens.len() as u64 + u64::from(generate.saturating_sub(1));
-        if u64::from(position) + steps > u64::from(capacity) {
-            return refuse(format!(
-                "{steps} positions from {position} exceed the key/value capacity of {capacity}"
-            ));
-        }
-        if keep_logits && steps > u64::from(rows) {
-            return refuse(format!("{steps} rows of logits; {rows} were set aside"));
-        }
-        Ok(steps as u32)
+        self.command(&load, limit, &mut || false).map(|_| ())
     }
 
     /// Logits of the first `rows` positions of the last command that kept them.
@@ -634,6 +534,7 @@ impl Resident {
         self.command(
             &Submission { command: Command::Ping as u32, ..Submission::default() },
             limit,
+            &mut || false,
         )?;
         Ok(start.elapsed().as_secs_f64() * 1e6)
     }
@@ -642,6 +543,7 @@ impl Resident {
         &mut self,
         submission: &Submission,
         limit: Duration,
+        give_way: &mut dyn FnMut() -> bool,
     ) -> Result<Completion, HostError> {
         if self.failed {
             return Err(HostError::Request(
@@ -650,7 +552,7 @@ impl Resident {
         }
         let Idle { memory, compute, landing, .. } = self.idle();
         memory.ring.publish(submission)?;
-        let answer = wait_for_answer(&mut memory.ring, compute, landing.as_ref(), limit);
+        let answer = wait_for_answer(&mut memory.ring, compute, landing.as_ref(), limit, give_way);
         let lost = landing.as_ref().and_then(Landing::failure);
         match answer {
             Ok(completion) if completion.trap == abi::Trap::None as u32 => Ok(completion),

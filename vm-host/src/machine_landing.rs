@@ -169,10 +169,11 @@ pub(super) fn wait_for_answer(
     kernel: &Stream,
     landing: Option<&Landing>,
     limit: Duration,
+    give_way: &mut dyn FnMut() -> bool,
 ) -> Result<Completion, HostError> {
     loop {
         let under_way = landing.is_some_and(Landing::under_way);
-        match ring.wait_completion(limit, || kernel.is_done()) {
+        match ring.wait_completion(limit, || kernel.is_done(), give_way) {
             Err(HostError::TimedOut { .. }) if under_way => {}
             answer => return answer,
         }

@@ -83,7 +83,7 @@ fn a_stop_token_ends_a_command_and_bad_requests_are_refused() {
     let all = machine.decode(0, 0, &[7], 16, &[], false).expect("it decodes").tokens;
     let cut = machine.decode(0, 0, &[7], 16, &all[3..4], false).expect("it decodes");
     let first = all.iter().position(|t| *t == all[3]).expect("it is there");
-    assert!(cut.stopped);
+    assert_eq!(cut.ending, abi::Ending::Stop);
     assert_eq!(cut.tokens, all[..=first]);
     for (session, position, tokens) in
         [(9, 0, vec![1]), (0, 64, vec![1]), (0, 0, vec![u32::MAX]), (0, 0, vec![])]
@@ -170,14 +170,14 @@ fn die() {
         Submission { command: Command::LoadProgram as u32, program: base, ..Submission::default() };
     let limit = Duration::from_secs(60);
     let start = Instant::now();
-    let died = machine.command(&load, limit).and_then(|_| {
+    let died = machine.command(&load, limit, &mut || false).and_then(|_| {
         let decode = Submission {
             command: Command::Decode as u32,
             steps: 1,
             forced: 1,
             ..Submission::default()
         };
-        machine.command(&decode, limit)
+        machine.command(&decode, limit, &mut || false)
     });
     let waited = start.elapsed();
     let error = died.expect_err("there are no tasks");

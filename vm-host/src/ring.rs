@@ -126,7 +126,7 @@ impl<W: Words> RingHost<W> {
     }
 
     /// Waits for the next completion, at most until `limit`. Now and then `gone` is asked whether the kernel is: one that died posts
-    /// nothing any more.
+    /// nothing any more; and `give_way`, until it says yes, whether the command is to.
     ///
     /// # Errors
     /// What the status block says if the device stopped, what the driver says if the kernel died, else a time-out.
@@ -134,16 +134,22 @@ impl<W: Words> RingHost<W> {
         &mut self,
         limit: Duration,
         mut gone: impl FnMut() -> Result<bool, HostError>,
+        give_way: &mut dyn FnMut() -> bool,
     ) -> Result<Completion, HostError> {
         let start = Instant::now();
         let heartbeat = self.heartbeat();
         let mut spins = 0_u32;
         let mut ask_at = ASK_EVERY;
+        let mut asked = false;
         loop {
             if let Some(completion) = self.poll_completion() {
                 return Ok(completion);
             }
             spins = spins.wrapping_add(1);
+            if spins.is_multiple_of(256) && !asked && give_way() {
+                self.give_way(self.seen.wrapping_add(1));
+                asked = true;
+            }
             if spins.is_multiple_of(1024) {
                 if let Some(status) = self.status() {
                     return Err(HostError::Trapped(Box::new(status)));
@@ -231,6 +237,12 @@ impl<W: Words> RingHost<W> {
     /// Asks the device to leave. Pairs with poller.cuh: poller_wait, poller_run.
     pub(crate) fn abort(&self) {
         self.store(INDICES + core::mem::offset_of!(RingIndices, abort), 1, Ordering::Release);
+    }
+
+    /// Asks a decode command to end after the step under way. One that has ended does not notice. Pairs with poller.cuh: poller_wait.
+    pub(crate) fn give_way(&self, sequence: u32) {
+        let word = INDICES + core::mem::offset_of!(RingIndices, give_way);
+        self.store(word, sequence, Ordering::Relaxed);
     }
 
     /// The status block, once the device has completed it. Pairs with worker.cuh: trap.

@@ -33,7 +33,9 @@ fn completions_arrive_in_order_over_several_laps() {
         assert!(ring.poll_completion().is_none());
         answer(&ring, i, i * 7);
         assert_eq!(
-            ring.wait_completion(Duration::from_secs(1), running).map(|c| c.token).ok(),
+            ring.wait_completion(Duration::from_secs(1), running, &mut || false)
+                .map(|c| c.token)
+                .ok(),
             Some(i * 7)
         );
     }
@@ -54,11 +56,11 @@ fn a_full_ring_refuses() {
 #[test]
 fn silence_is_a_time_out_and_a_trap_is_named() {
     let (_block, mut ring) = ring();
-    let silent = ring.wait_completion(Duration::from_millis(5), running);
+    let silent = ring.wait_completion(Duration::from_millis(5), running, &mut || false);
     assert!(matches!(silent, Err(HostError::TimedOut { alive: false, .. })));
     ring.store(STATUS, abi::Trap::CounterDeadline as u32, Ordering::Relaxed);
     ring.store(STATUS + core::mem::offset_of!(Status, valid), 1, Ordering::Release);
-    let trapped = ring.wait_completion(Duration::from_secs(1), running);
+    let trapped = ring.wait_completion(Duration::from_secs(1), running, &mut || false);
     assert!(
         matches!(trapped, Err(HostError::Trapped(status)) if status.trap == abi::Trap::CounterDeadline as u32)
     );
@@ -73,11 +75,14 @@ fn a_dead_kernel_is_reported_at_once() {
     let message = "an illegal memory access was encountered".to_owned();
     let dead = || Err(HostError::Driver { call: "cuStreamQuery", message: message.clone() });
     let start = Instant::now();
-    let error = ring.wait_completion(limit, dead).unwrap_err();
+    let error = ring.wait_completion(limit, dead, &mut || false).unwrap_err();
     assert!(start.elapsed() < limit / 10);
     assert!(matches!(&error, HostError::Died { message: said } if said.contains(&message)));
     assert!(error.to_string().contains("run it again"), "{error}");
-    assert!(matches!(ring.wait_completion(limit, || Ok(true)), Err(HostError::Left)));
+    assert!(matches!(
+        ring.wait_completion(limit, || Ok(true), &mut || false),
+        Err(HostError::Left)
+    ));
 }
 
 #[test]
@@ -86,16 +91,43 @@ fn what_a_kernel_said_before_it_left_counts() {
     assert!(ring.publish(&Submission::default()).is_ok());
     // It answers between the last look and the question.
     let twin = RingHost { words: Mapped(ring.words.0), tail: 0, seen: 0 };
-    let answered = ring.wait_completion(Duration::from_secs(60), || {
+    let gone = || {
         answer(&twin, 0, 7);
         Ok(true)
-    });
+    };
+    let answered = ring.wait_completion(Duration::from_secs(60), gone, &mut || false);
     assert_eq!(answered.map(|c| c.token).ok(), Some(7));
-    let trapped = ring.wait_completion(Duration::from_secs(60), || {
+    let gone = || {
         twin.store(STATUS + core::mem::offset_of!(Status, valid), 1, Ordering::Release);
         Ok(true)
-    });
+    };
+    let trapped = ring.wait_completion(Duration::from_secs(60), gone, &mut || false);
     assert!(matches!(trapped, Err(HostError::Trapped(_))));
+}
+
+/// What a host asks of a command under way names that command, once, and is no answer.
+#[test]
+fn a_command_is_asked_to_give_way() {
+    let (_block, mut ring) = ring();
+    for sequence in [1, 2] {
+        assert_eq!(ring.publish(&Submission::default()).ok(), Some(sequence));
+    }
+    answer(&ring, 0, 3);
+    assert!(ring.poll_completion().is_some());
+    let word = INDICES + core::mem::offset_of!(RingIndices, give_way);
+    assert_eq!(ring.load(word, Ordering::Relaxed), 0);
+    let twin = RingHost { words: Mapped(ring.words.0), tail: 0, seen: 0 };
+    let mut asked = 0;
+    let answered = ring.wait_completion(Duration::from_secs(60), running, &mut || {
+        asked += 1;
+        if twin.load(word, Ordering::Relaxed) != 0 {
+            panic!("asked again");
+        }
+        answer(&twin, 1, 9);
+        true
+    });
+    assert_eq!((answered.map(|c| c.token).ok(), asked), (Some(9), 1));
+    assert_eq!(ring.load(word, Ordering::Relaxed), 2, "the second command's sequence");
 }
 
 #[test]

@@ -47,6 +47,17 @@ impl Default for Sampling {
     }
 }
 
+/// Settings as the arithmetic takes them, the same for every machine.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Fixed {
+    /// What differences to the highest logit are multiplied with, to be in octaves.
+    pub scale: f32,
+    /// `top_p` in 32 binary places, rounded up: what is asked for is never missed. `2^32` and more is no filter.
+    pub share: u64,
+    /// The least weight that `min_p` lets through.
+    pub least: u64,
+}
+
 /// A setting that has no meaning.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Improper {
@@ -115,6 +126,16 @@ impl Sampling {
         Some(pick(&self.kept(&adjusted, best), philox::bits(self.seed, position)))
     }
 
+    /// The settings in fixed point.
+    #[must_use]
+    pub fn fixed(&self) -> Fixed {
+        Fixed {
+            scale: (std::f32::consts::LOG2_E / self.temperature).min(f32::MAX),
+            share: (f64::from(self.top_p) * f64::from(1_u32 << 31) * 2.0).ceil() as u64,
+            least: (f64::from(self.min_p) * ONE as f64).ceil() as u64,
+        }
+    }
+
     /// Logits after penalty and bias. What is not a number counts as banned.
     fn adjusted(&self, logits: &[f32], seen: &Seen) -> Vec<f32> {
         let mut adjusted = logits.to_vec();
@@ -140,7 +161,7 @@ impl Sampling {
     /// The tokens that may be drawn and their weights, by id.
     fn kept(&self, adjusted: &[f32], best: u32) -> Vec<(u32, u64)> {
         let greatest = adjusted[best as usize];
-        let scale = (std::f32::consts::LOG2_E / self.temperature).min(f32::MAX);
+        let Fixed { scale, share, least } = self.fixed();
         let weigh = |logit: f32| match logit {
             f32::NEG_INFINITY => 0,
             logit => weight((logit - greatest) * scale),
@@ -159,9 +180,8 @@ impl Sampling {
             kept.truncate(self.top_k as usize);
         }
         if self.top_p < 1.0 {
-            kept.truncate(nucleus(&kept, self.top_p));
+            kept.truncate(nucleus(&kept, share));
         }
-        let least = (f64::from(self.min_p) * ONE as f64).ceil() as u64;
         kept.retain(|&(_, weight)| weight >= least);
         kept.sort_unstable();
         kept
@@ -180,11 +200,9 @@ fn highest(logits: &[f32]) -> Option<u32> {
 }
 
 /// How many of the likeliest tokens have a share of all their weight: as few as do, and one at least.
-fn nucleus(ranked: &[(u32, u64)], share: f32) -> usize {
+fn nucleus(ranked: &[(u32, u64)], share: u64) -> usize {
     let total: u64 = ranked.iter().map(|(_, weight)| weight).sum();
-    // In 32 binary places, rounded up: what is asked for is never missed.
-    let share = (f64::from(share) * f64::from(1_u32 << 31) * 2.0).ceil() as u128;
-    let needed = (u128::from(total) * share).div_ceil(1 << 32);
+    let needed = (u128::from(total) * u128::from(share)).div_ceil(1 << 32);
     let mut sum = 0_u128;
     let enough = ranked.iter().position(|(_, weight)| {
         sum += u128::from(*weight);

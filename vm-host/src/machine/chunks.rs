@@ -33,6 +33,10 @@ impl Idle {
         };
         let touched = &mut self.memory.touched[session as usize];
         *touched = (*touched).max(position + tokens.len() as u32);
+        // Who samples from this session later looks for its tokens there.
+        let at = self.memory.tokens_at(session, position);
+        self.memory.tokens.write(at, bytemuck::cast_slice(tokens));
+        self.memory.sampling.passes_by(session);
         let place = (session, position, tokens);
         let done = ready.run(&self.compute, &mut self.memory.bounce, place, logits, options);
         self.prefill = Some(ready);

@@ -1,0 +1,141 @@
+//! Sequences that share the resident kernel, each in a session of its own: what a server drives. Tokens are chosen on the device.
+
+use abi::Ending;
+use ir::sampling::Sampling;
+use search::{DeviceError, Handle};
+use vm_host::{Decoded, HostError, Request, Resident};
+
+use super::{Gpu, device_error};
+use crate::failure::Failure;
+
+/// Why a command was not run.
+pub(crate) enum Undone {
+    /// It asks for what is not there; nothing has changed, and nobody else is touched.
+    Refused(String),
+    /// The machine failed: every sequence is lost.
+    Failed(DeviceError),
+}
+
+impl std::fmt::Display for Undone {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Refused(why) => f.write_str(why),
+            Self::Failed(error) => error.fmt(f),
+        }
+    }
+}
+
+impl From<Undone> for Failure {
+    fn from(undone: Undone) -> Self {
+        Self::refused(undone.to_string())
+    }
+}
+
+impl From<HostError> for Undone {
+    fn from(error: HostError) -> Self {
+        match error {
+            HostError::Request(why) => Self::Refused(why),
+            error => Self::Failed(device_error(error)),
+        }
+    }
+}
+
+impl Gpu<'_> {
+    /// Boots for so many sequences, and launches the kernel with a program.
+    pub(crate) fn serve(&mut self, handle: Handle, sessions: u32) -> Result<(), DeviceError> {
+        self.sessions = sessions.max(self.sessions);
+        self.activate(handle, false).map(|_| ())
+    }
+
+    /// How tokens of a session are chosen in sampled commands from now on.
+    pub(crate) fn choose_by(
+        &mut self,
+        handle: Handle,
+        session: u32,
+        sampling: &Sampling,
+    ) -> Result<(), Undone> {
+        self.undone(handle, |running| running.set_sampling(session, sampling))
+    }
+
+    /// Runs a command of a session. While it runs, `give_way` is asked whether it is to end after the step under way.
+    pub(crate) fn command(
+        &mut self,
+        handle: Handle,
+        request: &Request<'_>,
+        give_way: &mut dyn FnMut() -> bool,
+    ) -> Result<Decoded, Undone> {
+        self.sequences.fill(None); // of searches
+        // All but the last token of a prompt needs no choice.
+        let choice = usize::from(request.generate > 0);
+        let (head, rest) = request.tokens.split_at(request.tokens.len().saturating_sub(choice));
+        if !self.in_chunks(handle, (request.session, request.position), head)? {
+            return self.undone(handle, |running| running.run(request, give_way));
+        }
+        let ran = head.len() as u32;
+        if rest.is_empty() {
+            let (ending, host_us, device_us) = (Ending::Length, 0.0, 0.0);
+            let (tokens, chosen) = (Vec::new(), Vec::new());
+            return Ok(Decoded { tokens, chosen, steps: ran, ending, host_us, device_us });
+        }
+        let request = Request { position: request.position + ran, tokens: rest, ..*request };
+        let done = self.undone(handle, |running| running.run(&request, give_way))?;
+        Ok(Decoded { steps: done.steps + ran, ..done })
+    }
+
+    /// A prompt, or a part of it, in chunks, if it is long enough. Whether it was.
+    fn in_chunks(
+        &mut self,
+        handle: Handle,
+        place: (u32, u32),
+        tokens: &[u32],
+    ) -> Result<bool, Undone> {
+        // What cannot be run is refused by the resident kernel, which stays.
+        let vocab = self.context.graph().vocab;
+        if tokens.iter().any(|token| *token >= vocab) {
+            return Ok(false);
+        }
+        let done = self.prefilled(handle, place, tokens);
+        self.recover(done).map_err(Undone::Failed)
+    }
+
+    /// Runs tokens at the next positions of a session. With `read`, gives the logits after the last of them.
+    pub(crate) fn feed(
+        &mut self,
+        handle: Handle,
+        session: u32,
+        position: u32,
+        tokens: &[u32],
+        read: bool,
+    ) -> Result<Vec<f32>, Undone> {
+        self.sequences.fill(None);
+        let (head, last) = tokens.split_at(tokens.len().saturating_sub(usize::from(read)));
+        let chunked = self.in_chunks(handle, (session, position), head)?;
+        self.undone(handle, |running| {
+            if !head.is_empty() && !chunked {
+                running.decode(session, position, head, 1, &[], false)?;
+            }
+            if last.is_empty() {
+                return Ok(Vec::new());
+            }
+            let position = position + head.len() as u32;
+            running.decode(session, position, last, 1, &[], true)?;
+            Ok(running.logits(1)?.into_iter().next().unwrap_or_default())
+        })
+    }
+
+    /// Does something with the running kernel. What fails ends the kernel; what is refused leaves it as it is.
+    fn undone<T>(
+        &mut self,
+        handle: Handle,
+        act: impl FnOnce(&mut Resident) -> Result<T, HostError>,
+    ) -> Result<T, Undone> {
+        let done = match self.activate(handle, false) {
+            Ok(running) => act(running).map_err(Undone::from),
+            Err(error) => Err(Undone::Failed(error)),
+        };
+        match done {
+            Err(Undone::Failed(error)) => self.recover(Err(error)).map_err(Undone::Failed),
+            done => done,
+        }
+    }
+}

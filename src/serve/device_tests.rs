@@ -1,0 +1,136 @@
+//! The decode thread on a real card: sessions beside each other on the resident kernel. Without a device it says `skipped`; with
+//! `AMK_REQUIRE_DEVICE=1` that is a failure.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Instant;
+
+use ir::sampling::Sampling;
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+use super::super::engine::Megakernel;
+use super::*;
+use crate::cli::{DeviceChoice, PlaceArgs};
+use crate::context::Context;
+
+const SESSIONS: u32 = 16;
+
+/// What a request says, what may be banned for it, when its client goes.
+struct Wanted {
+    work: Work,
+    /// The client goes after so many tokens.
+    goes: Option<usize>,
+}
+
+fn wanted(i: u32, vocab: u32) -> Wanted {
+    let plain = Sampling { seed: u64::from(i), ..Sampling::default() };
+    let at = Sampling { temperature: 0.8, ..plain.clone() };
+    let bias = BTreeMap::from([(7 * i % vocab, 4.0), (11, f32::NEG_INFINITY)]);
+    let sampling = match i % 6 {
+        0 => plain,
+        1 => at,
+        2 => Sampling { top_p: 0.9, repetition_penalty: 1.3, ..at },
+        3 => Sampling { top_k: 40, min_p: 0.01, ..at },
+        4 => Sampling { bias, repetition_penalty: 1.1, ..plain },
+        _ => Sampling { bias, top_k: 100, top_p: 0.95, temperature: 1.3, ..at },
+    };
+    let work = Work {
+        prompt: (0..1 + 9 * i % 70).map(|k| (k * 131 + i * 977) % vocab).collect(),
+        limit: 20 + 13 * i % 60,
+        sampling,
+        stop: Vec::new(),
+        // Some are chosen on the host, from rows.
+        logprobs: (i % 8 == 6).then_some(1),
+        priority: Priority::ALL[i as usize % 3],
+    };
+    Wanted { work, goes: (i % 5 == 4).then_some(3) }
+}
+
+/// What the client of a request hears until the end, or until it goes.
+fn listen(mut events: UnboundedReceiver<Event>, goes: Option<usize>) -> (Vec<u32>, Option<Finish>) {
+    let mut tokens = Vec::new();
+    while let Some(event) = events.blocking_recv() {
+        match event {
+            Event::Token { id, .. } => tokens.push(id),
+            Event::End(finish) => return (tokens, Some(finish)),
+        }
+        if goes == Some(tokens.len()) {
+            break;
+        }
+    }
+    (tokens, None)
+}
+
+/// Hands requests to a desk, all at once or one after the other, and gives what each heard.
+fn heard(desk: Desk<'_>, wanted: Vec<Wanted>, together: bool) -> Vec<(Vec<u32>, Option<Finish>)> {
+    let (jobs, inbox) = channel();
+    let admission = Admission::new(wanted.len());
+    std::thread::scope(|scope| {
+        let clients = scope.spawn(move || {
+            let mut answers = Vec::new();
+            for Wanted { work, goes } in wanted {
+                let (to, events) = unbounded_channel();
+                let admitted = admission.enter().expect("a place in the queue");
+                jobs.send(Job { work, to, admitted }).expect("the desk is there");
+                let client = std::thread::spawn(move || listen(events, goes));
+                if !together {
+                    while !client.is_finished() {
+                        std::thread::yield_now();
+                    }
+                }
+                answers.push(client);
+            }
+            let heard =
+                answers.into_iter().map(|client| client.join().expect("it listened")).collect();
+            drop(jobs); // the desk ends with it
+            heard
+        });
+        desk.run(&inbox);
+        clients.join().expect("they were answered")
+    })
+}
+
+/// Sixteen sessions with all sorts of settings, priorities and clients that go: each says what it says alone, and one that is broken breaks
+/// alone.
+#[test]
+fn sessions_on_the_kernel_say_what_each_says_alone() {
+    if let Err(error) = vm_host::device_info() {
+        let required = std::env::var_os("AMK_REQUIRE_DEVICE").is_some();
+        assert!(!required, "a device is required: {error}");
+        return eprintln!("skipped: {error}");
+    }
+    let place = PlaceArgs { target: None, device: DeviceChoice::Cuda, kv_capacity: Some(256) };
+    let context = Context::load("smollm2-135m", &place).unwrap_or_else(|f| panic!("{}", f.message));
+    let config = context.best_config(None, 256).unwrap_or_else(|f| panic!("{}", f.message));
+    let program = crate::commands::program::lowered(&context, &config);
+    let program = Arc::new(program.unwrap_or_else(|f| panic!("{}", f.message)));
+    let vocab = context.graph().vocab;
+    let all = || {
+        let mut all: Vec<Wanted> = (0..SESSIONS).map(|i| wanted(i, vocab)).collect();
+        // Nothing may be said: more is banned than the device lists, so the host chooses. And a prompt that no check has seen.
+        all[9].work.sampling.bias = (0..vocab).map(|token| (token, f32::NEG_INFINITY)).collect();
+        all[13].work.prompt = vec![1, 2, vocab, 3];
+        all
+    };
+    let run = |together: bool| {
+        let gpu = context.open_here().unwrap_or_else(|f| panic!("{}", f.message));
+        let mut gpu = gpu.expect("there is one");
+        let handle = remote::Served::prepare(&mut gpu, &program, &config.kernel).expect("a kernel");
+        gpu.serve(handle, SESSIONS).expect("it boots");
+        let engine = Megakernel::new(gpu, handle, SESSIONS as usize);
+        let began = Instant::now();
+        let desk = Desk::new(Box::new(engine), SESSIONS as usize, Sequences::default());
+        let heard = heard(desk, all(), together);
+        let tokens: usize = heard.iter().map(|(tokens, _)| tokens.len()).sum();
+        eprintln!("together {together}: {tokens} tokens in {:.1?}", began.elapsed());
+        heard
+    };
+    let (alone, together) = (run(false), run(true));
+    for (i, (alone, together)) in alone.iter().zip(&together).enumerate() {
+        eprintln!("session {i}: {} tokens, {:?}", alone.0.len(), alone.1);
+        assert_eq!(alone, together, "session {i}");
+        let broken = matches!(alone.1, Some(Finish::Failed(_)));
+        assert_eq!(broken, i == 9 || i == 13, "session {i}: {:?}", alone.1);
+    }
+}

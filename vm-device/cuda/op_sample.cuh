@@ -1,0 +1,116 @@
+// sample: chooses the token of a step, and ends the step. Greedily as reference-vm/src/ops/sample.rs, or by the session's settings.
+#pragma once
+
+// Ends the step: announces the next one, or the end of the command to the poller. `gives_way`: the host wants the machine.
+__device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bool gives_way) {
+  amk_step const& s = w.shared->step;
+  amk_step* next_step = (amk_step*)w.shared->launch->step;
+  amk_done* done = (amk_done*)w.shared->launch->done;
+  uint32_t const next = s.position + 1;
+  uint32_t* tokens = session_tokens(*w.shared->launch, s.session);
+  host_store(tokens + w.shared->launch->token_stride + s.position, chosen); // forced or not: the gate compares it with the logits
+  bool const forced = next < s.forced;
+  uint32_t const token = forced ? host_load(tokens + next) : chosen;
+  bool const known = token < w.shared->program.vocab;
+  uint32_t ending = gives_way && next < s.end ? AMK_ENDING_YIELD : AMK_ENDING_LENGTH;
+  if (!known) { // this session's alone: nobody else's step has seen it
+    ending = forced ? AMK_ENDING_BAD_TOKEN : AMK_ENDING_NO_TOKEN;
+  } else if (!forced) {
+    for (uint32_t i = 0; i < s.stop_len && i < AMK_STOP_TOKENS_MAX; ++i) {
+      ending = s.stop[i] == token ? AMK_ENDING_STOP : ending;
+    }
+    host_store(tokens + next, token);
+  }
+  if (next >= s.end || ending != AMK_ENDING_LENGTH) {
+    store_relaxed(&done->steps, next - s.first);
+    store_relaxed(&done->token, token);
+    store_relaxed(&done->ending, ending);
+    host_fence(); // the tokens are on their way to the host before the poller may say so
+    word_publish(&done->sequence, load_relaxed(&done->sequence) + 1);
+    return;
+  }
+  store_relaxed(&next_step->token, token);
+  store_relaxed(&next_step->position, next);
+  store_relaxed(&next_step->epoch, s.epoch + 1);
+  store_relaxed(&next_step->logits_row, (s.flags & AMK_FLAG_KEEP_LOGITS) != 0 ? s.logits_row + 1 : s.logits_row);
+  word_publish(&next_step->go, s.go + 1);
+}
+
+// All threads: the tokens of the sequence up to this step's into the session's set. Those of steps that were not sampled, or not run here,
+// are in the host's buffer. Where a sequence begins anew the set is emptied.
+__device__ __forceinline__ void see_tokens(Worker const& w, amk_sampling const& settings, amk_sampling* session) {
+  amk_step const& s = w.shared->step;
+  uint32_t const vocab = w.shared->program.vocab;
+  uint32_t* seen = (uint32_t*)settings.seen;
+  uint32_t const* tokens = session_tokens(*w.shared->launch, s.session);
+  bool const anew = s.position < settings.upto;
+  uint32_t const from = anew ? 0 : settings.upto;
+  if (from == 0) {
+    for (uint32_t i = w.thread; i < (vocab + 31) / 32; i += CONSUMERS) {
+      store_relaxed(seen + i, 0);
+    }
+    consumers_sync();
+  }
+  for (uint32_t i = from + w.thread; i <= s.position; i += CONSUMERS) {
+    uint32_t const token = i == s.position ? s.token : host_load(tokens + i);
+    if (token < vocab) {
+      set_bits(seen + token / 32, 1u << token % 32);
+    }
+  }
+  if (w.thread == 0) {
+    store_relaxed(&session->upto, s.position + 1);
+  }
+  consumers_sync();
+}
+
+// All threads: the token by the session's settings. The logits were stored by the tasks that left the candidates, before the signals that
+// the sampling task has waited for: they are ordered as these are. They are read past L1.
+__device__ __forceinline__ uint32_t sampled_token(Worker const& w, Best highest) {
+  amk_step const& s = w.shared->step;
+  Draw& d = *(Draw*)&w.shared->part;
+  amk_sampling* session = (amk_sampling*)w.shared->launch->sampling + s.session;
+  if (w.thread < SAMPLING_WORDS) {
+    ((uint4*)&d.settings)[w.thread] = load_u32x4((char const*)session + w.thread * 16);
+  }
+  consumers_sync();
+  if (d.settings.penalty != 1.f) {
+    see_tokens(w, d.settings, session);
+  }
+  uint32_t const vocab = w.shared->program.vocab;
+  return sample_row(w, d, (float const*)d.settings.logits + (size_t)s.logits_row * vocab, highest, vocab, s.position + 1);
+}
+
+__device__ __forceinline__ void op_sample(Worker& w, StagedTask const& st) {
+  amk_sample_params const p = *(amk_sample_params const*)st.task.params;
+  amk_step const& s = w.shared->step;
+  uint32_t const t = w.thread;
+  uint32_t gives_way = 0;
+  if (t == 0) { // on its way beside the candidates
+    gives_way = load_relaxed(&((amk_step const*)w.shared->launch->step)->give_way);
+  }
+  Best best = {-__int_as_float(0x7f800000), AMK_NONE};
+  for (uint32_t i = t; i < p.candidates; i += CONSUMERS) {
+    float2 const c = load_f32x2((float const*)st.slot[0].address + (size_t)i * 2); // the counter has been waited for
+    best = better(best, Best{c.x, __float_as_uint(c.y)});
+  }
+  best = warp_best(best);
+  if (t % 32 == 0) {
+    w.shared->best_value[t / 32] = best.value;
+    w.shared->best_row[t / 32] = best.row;
+  }
+  task_barrier(w);
+  bool const sampled = (s.flags & AMK_FLAG_SAMPLE) != 0 && s.position + 1 >= s.forced;
+  if (!sampled && t != 0) {
+    return;
+  }
+  for (uint32_t i = 0; i < AMK_WARPS; ++i) {
+    best = better(best, Best{w.shared->best_value[i], w.shared->best_row[i]});
+  }
+  if (sampled && !left(w)) {
+    consumers_sync(); // their words are about to be used again
+    best.row = sampled_token(w, best);
+  }
+  if (t == 0 && !is_dead(w.shared)) {
+    finish_step(w, best.row, gives_way == s.command);
+  }
+}

@@ -1,0 +1,182 @@
+//! Decode commands: what is asked for, what came of it.
+
+use std::time::{Duration, Instant};
+
+use abi::{Command, Ending, Submission};
+use ir::sampling::Sampling;
+
+use super::{Idle, Memory, Resident};
+use crate::error::HostError;
+use crate::landing::Landing;
+
+/// The result of a decode command.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Decoded {
+    /// Tokens that were generated, a stop token included.
+    pub tokens: Vec<u32>,
+    /// What the device chose behind each position that was run, also where a token was forced.
+    pub chosen: Vec<u32>,
+    /// Positions that were run.
+    pub steps: u32,
+    /// How the command ended.
+    pub ending: Ending,
+    /// Microseconds from publishing the command to seeing its completion, by the host's clock.
+    pub host_us: f64,
+    /// Microseconds between taking the command up and completing it, by the device's clock; for diagnosis only.
+    pub device_us: f64,
+}
+
+/// What a decode command is to do.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Request<'a> {
+    /// The session whose caches are used.
+    pub session: u32,
+    /// Position of the first token.
+    pub position: u32,
+    /// Tokens to run; one at least.
+    pub tokens: &'a [u32],
+    /// Tokens to generate at most. The last one is not run, so a later command starts with it.
+    pub generate: u32,
+    /// A generated token among these ends the command.
+    pub stop: &'a [u32],
+    /// Keep the logits of every position.
+    pub keep_logits: bool,
+    /// Choose by the session's settings ([`Resident::set_sampling`]), not greedily.
+    pub sampled: bool,
+}
+
+impl Memory {
+    /// Where the token of a session's position is in the token buffers.
+    pub(super) fn tokens_at(&self, session: u32, position: u32) -> usize {
+        (session as usize * 2 * self.token_stride as usize + position as usize) * 4
+    }
+}
+
+impl Resident {
+    /// Runs the prompt `tokens` from `position` of a session, then generates greedily until `generate` tokens or a stop token. With
+    /// `keep_logits` the logits of every position that is run can be read afterwards.
+    ///
+    /// # Errors
+    /// If the request is outside what was booted, or the device stopped.
+    pub fn decode(
+        &mut self,
+        session: u32,
+        position: u32,
+        tokens: &[u32],
+        generate: u32,
+        stop: &[u32],
+        keep_logits: bool,
+    ) -> Result<Decoded, HostError> {
+        let sampled = false;
+        let request = Request { session, position, tokens, generate, stop, keep_logits, sampled };
+        self.run(&request, &mut || false)
+    }
+
+    /// Runs a request. While it runs, `give_way` is asked now and then; once it says yes the command ends after the step that is under
+    /// way, and a request that starts with the last token, at its position, goes on as if there had been no end.
+    ///
+    /// # Errors
+    /// If the request is outside what was booted, or the device stopped. A session that cannot go on is no error of the device: the
+    /// [`Ending`] says so.
+    pub fn run(
+        &mut self,
+        request: &Request<'_>,
+        give_way: &mut dyn FnMut() -> bool,
+    ) -> Result<Decoded, HostError> {
+        let steps = self.check_request(request)?;
+        let Request { session, position, tokens, generate, stop, .. } = *request;
+        let idle = self.idle();
+        if let Some(failure) = idle.landing.as_ref().and_then(Landing::failure) {
+            return Err(failure);
+        }
+        let touched = &mut idle.memory.touched[session as usize];
+        *touched = (*touched).max(position + steps);
+        if request.sampled {
+            idle.memory.sampling.uses(&idle.copy, &mut idle.memory.bounce, session, position)?;
+        } else {
+            idle.memory.sampling.passes_by(session);
+        }
+        let stride = idle.memory.token_stride as usize;
+        let base = idle.memory.tokens_at(session, position);
+        idle.memory.tokens.write(base, bytemuck::cast_slice(tokens));
+        let keep = if request.keep_logits { abi::FLAG_KEEP_LOGITS } else { 0 };
+        let sample = if request.sampled { abi::FLAG_SAMPLE } else { 0 };
+        let mut submission = Submission {
+            command: Command::Decode as u32,
+            session,
+            position,
+            steps,
+            forced: position + tokens.len() as u32,
+            flags: keep | sample,
+            stop_len: stop.len() as u32,
+            ..Submission::default()
+        };
+        submission.stop[..stop.len()].copy_from_slice(stop);
+        let start = Instant::now();
+        let limit = idle.options.deadline * 2 + Duration::from_millis(100) * steps;
+        let done = self.command(&submission, limit, give_way)?;
+        let host_us = start.elapsed().as_secs_f64() * 1e6;
+        let ending = Ending::new(done.ending).ok_or_else(|| {
+            HostError::Request(format!("the device says of the command's end: {}", done.ending))
+        })?;
+        let last = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
+        let generated = last - u32::from(ending == Ending::NoToken && last > 0);
+        let buffer = &self.idle().memory.tokens;
+        Ok(Decoded {
+            tokens: buffer.read_words(base + tokens.len() * 4, generated as usize),
+            chosen: buffer.read_words(base + stride * 4, done.steps as usize),
+            steps: done.steps,
+            ending,
+            host_us,
+            device_us: done.end_ns.saturating_sub(done.start_ns) as f64 / 1000.0,
+        })
+    }
+
+    /// Says how tokens of a session are chosen from now on; the next sampled request of the session begins with its tokens so far.
+    ///
+    /// # Errors
+    /// If the settings have no meaning, there is no such session, or a copy fails.
+    pub fn set_sampling(&mut self, session: u32, sampling: &Sampling) -> Result<(), HostError> {
+        let vocab = self.idle().vocab;
+        if let Some(problem) = sampling.problems(vocab).first() {
+            return Err(HostError::Request(problem.to_string()));
+        }
+        let Idle { memory, copy, .. } = self.idle();
+        memory.sampling.set(copy, &mut memory.bounce, session, sampling)
+    }
+
+    /// Positions to run, if the request is one that the device can serve.
+    fn check_request(&mut self, request: &Request<'_>) -> Result<u32, HostError> {
+        let &Request { session, position, tokens, generate, stop, keep_logits, .. } = request;
+        let (vocab, sessions) = (self.idle().vocab, self.idle().options.sessions);
+        let (capacity, rows) =
+            (self.idle().memory.residents.kv_capacity, self.idle().memory.residents.logits_rows);
+        let refuse = |what: String| Err(HostError::Request(what));
+        if session >= sessions {
+            return refuse(format!("session {session} of {sessions}"));
+        }
+        if tokens.is_empty() {
+            return refuse("an empty prompt: there is no token to start from".into());
+        }
+        if let Some(token) = tokens.iter().find(|&&t| t >= vocab) {
+            return refuse(format!("token {token} is outside the vocabulary of {vocab}"));
+        }
+        if stop.len() > abi::STOP_TOKENS_MAX {
+            return refuse(format!(
+                "{} stop tokens; at most {} are possible",
+                stop.len(),
+                abi::STOP_TOKENS_MAX
+            ));
+        }
+        let steps = tokens.len() as u64 + u64::from(generate.saturating_sub(1));
+        if u64::from(position) + steps > u64::from(capacity) {
+            return refuse(format!(
+                "{steps} positions from {position} exceed the key/value capacity of {capacity}"
+            ));
+        }
+        if keep_logits && steps > u64::from(rows) {
+            return refuse(format!("{steps} rows of logits; {rows} were set aside"));
+        }
+        Ok(steps as u32)
+    }
+}

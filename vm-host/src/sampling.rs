@@ -1,0 +1,207 @@
+//! What the device holds to choose tokens with: for each session its settings, the set of its tokens, its biases; and one list, since one
+//! step runs at a time.
+
+use abi::{BIAS_MAX, Bias, SAMPLED_VOCAB_MAX, SessionSampling};
+use ir::sampling::Sampling;
+
+use crate::driver::Stream;
+use crate::error::HostError;
+use crate::memory::{DeviceBuffer, HostBuffer, upload};
+
+/// Bytes of a token that may be drawn, as `Listed` of sampling.cuh.
+const LISTED_BYTES: u64 = 16;
+
+/// Tokens that the warps of a worker have in hand at once: `AMK_WARPS * BLOCK_IDS` of sampling.cuh.
+const LIST_STEP: u64 = 8 * 1024;
+
+/// What the host knows of a session.
+#[derive(Clone, Copy, Debug, Default)]
+struct Told {
+    /// What lies in device memory, but for the tokens seen; none before the first settings.
+    settings: Option<SessionSampling>,
+    /// The set of tokens cannot be relied on: it is to be made anew.
+    anew: bool,
+}
+
+/// Sampling in device memory.
+pub(crate) struct SamplingMemory {
+    settings: DeviceBuffer,
+    /// Of each session: a bit for each token that was there, then one for each that has a bias.
+    sets: DeviceBuffer,
+    biases: DeviceBuffer,
+    list: DeviceBuffer,
+    changed: DeviceBuffer,
+    logits: u64,
+    vocab: u32,
+    told: Vec<Told>,
+}
+
+/// Bytes of a set of tokens.
+fn set_bytes(vocab: u32) -> u64 {
+    (u64::from(vocab).div_ceil(32) * 4).next_multiple_of(16)
+}
+
+/// Bytes of a list of the whole vocabulary: each thread's part has room for the most tokens that a thread can have.
+fn list_bytes(vocab: u32) -> u64 {
+    u64::from(vocab).next_multiple_of(LIST_STEP) * LISTED_BYTES
+}
+
+/// Bytes of a row in whole groups of four logits.
+fn changed_bytes(vocab: u32) -> u64 {
+    (u64::from(vocab) * 4).next_multiple_of(16)
+}
+
+/// Settings as the device takes them; addresses and lengths are the caller's.
+pub(crate) fn wire(sampling: &Sampling) -> SessionSampling {
+    let fixed = sampling.fixed();
+    SessionSampling {
+        seed: sampling.seed,
+        share: fixed.share,
+        least: fixed.least,
+        scale: fixed.scale,
+        penalty: sampling.repetition_penalty,
+        top_k: sampling.top_k,
+        bias_len: sampling.bias.len() as u32,
+        greedy: u32::from(sampling.is_greedy()),
+        ..SessionSampling::default()
+    }
+}
+
+impl SamplingMemory {
+    /// Bytes of all of it.
+    pub(crate) fn bytes(sessions: u32, vocab: u32) -> u64 {
+        let session = size_of::<SessionSampling>() as u64
+            + 2 * set_bytes(vocab)
+            + u64::from(BIAS_MAX) * size_of::<Bias>() as u64;
+        u64::from(sessions) * session + list_bytes(vocab) + changed_bytes(vocab)
+    }
+
+    /// For so many sessions, and the rows of logits at an address. No kernel is resident.
+    pub(crate) fn new(sessions: u32, vocab: u32, logits: u64) -> Result<Self, HostError> {
+        let of_each = |bytes: u64| DeviceBuffer::zeroed(u64::from(sessions) * bytes);
+        Ok(Self {
+            settings: of_each(size_of::<SessionSampling>() as u64)?,
+            sets: of_each(2 * set_bytes(vocab))?,
+            biases: of_each(u64::from(BIAS_MAX) * size_of::<Bias>() as u64)?,
+            list: DeviceBuffer::zeroed(list_bytes(vocab))?,
+            changed: DeviceBuffer::zeroed(changed_bytes(vocab))?,
+            logits,
+            vocab,
+            told: vec![Told::default(); sessions as usize],
+        })
+    }
+
+    /// Where the settings of the first session are.
+    pub(crate) fn settings(&self) -> u64 {
+        self.settings.address
+    }
+
+    /// Writes a session's settings. No command of the session is under way.
+    pub(crate) fn set(
+        &mut self,
+        stream: &Stream,
+        bounce: &mut HostBuffer,
+        session: u32,
+        sampling: &Sampling,
+    ) -> Result<(), HostError> {
+        let index = u64::from(session);
+        if self.told.len() <= session as usize {
+            let sessions = self.told.len();
+            return Err(HostError::Request(format!("session {session} of {sessions}")));
+        }
+        if sampling.bias.len() > BIAS_MAX as usize {
+            let got = sampling.bias.len();
+            return Err(HostError::Request(format!(
+                "{got} biases; the device takes {BIAS_MAX} at most"
+            )));
+        }
+        if self.vocab > SAMPLED_VOCAB_MAX {
+            return Err(HostError::Request(format!(
+                "a vocabulary of {}; the device samples from {SAMPLED_VOCAB_MAX} tokens at most",
+                self.vocab
+            )));
+        }
+        let set = set_bytes(self.vocab);
+        let seen = self.sets.address + index * 2 * set;
+        let bias = self.biases.address + index * u64::from(BIAS_MAX) * size_of::<Bias>() as u64;
+        let settings = SessionSampling {
+            logits: self.logits,
+            seen,
+            biased: seen + set,
+            bias,
+            list: self.list.address,
+            changed: self.changed.address,
+            ..wire(sampling)
+        };
+        if !sampling.bias.is_empty() {
+            let mut words = vec![0_u32; set as usize / 4];
+            for token in sampling.bias.keys() {
+                words[*token as usize / 32] |= 1 << (token % 32);
+            }
+            upload(stream, bounce, settings.biased, bytemuck::cast_slice(&words))?;
+            let biases: Vec<Bias> =
+                sampling.bias.iter().map(|(&token, &value)| Bias { token, value }).collect();
+            upload(stream, bounce, bias, bytemuck::cast_slice(&biases))?;
+        }
+        let at = self.settings.address + index * size_of::<SessionSampling>() as u64;
+        upload(stream, bounce, at, bytemuck::bytes_of(&settings))?;
+        self.told[session as usize] = Told { settings: Some(settings), anew: false };
+        Ok(())
+    }
+
+    /// A request is about to be sampled: has the set of tokens made anew where it may hold others than the sequence's.
+    pub(crate) fn uses(
+        &mut self,
+        stream: &Stream,
+        bounce: &mut HostBuffer,
+        session: u32,
+        position: u32,
+    ) -> Result<(), HostError> {
+        let told = &mut self.told[session as usize];
+        let Some(settings) = told.settings else {
+            return Err(HostError::Request(format!(
+                "session {session} has no sampling settings: set them first"
+            )));
+        };
+        if told.anew || position == 0 {
+            let at =
+                self.settings.address + u64::from(session) * size_of::<SessionSampling>() as u64;
+            upload(stream, bounce, at, bytemuck::bytes_of(&settings))?;
+            told.anew = false;
+        }
+        Ok(())
+    }
+
+    /// A request of the session is not sampled: what it runs may replace tokens that are in the set.
+    pub(crate) fn passes_by(&mut self, session: u32) {
+        if let Some(told) = self.told.get_mut(session as usize) {
+            told.anew = true;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_are_what_the_arithmetic_takes() {
+        let sampling = Sampling {
+            temperature: 0.5,
+            top_k: 7,
+            top_p: 0.5,
+            min_p: 0.25,
+            repetition_penalty: 1.5,
+            seed: 0x0123_4567_89ab_cdef,
+            ..Sampling::default()
+        };
+        let got = wire(&sampling);
+        let (share, least) = (1 << 31, 1 << 38);
+        assert_eq!((got.share, got.least, got.top_k, got.greedy), (share, least, 7, 0));
+        assert_eq!((got.seed, got.penalty, got.upto), (sampling.seed, 1.5, 0));
+        assert_eq!(got.scale, 2.0 * std::f32::consts::LOG2_E);
+        assert_eq!(wire(&Sampling::default()).greedy, 1);
+        assert_eq!(wire(&Sampling { top_k: 1, ..sampling }).greedy, 1);
+        assert!(wire(&Sampling { top_p: 1.0, ..Sampling::default() }).share >= 1 << 32);
+    }
+}

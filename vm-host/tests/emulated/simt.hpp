@@ -1,0 +1,153 @@
+// The threads of one worker on one CPU thread: each is a fiber that runs until its next barrier or exchange with its warp. Enough of
+// CUDA for sampling.cuh, which is compiled as it is. No memory order is tried here: a fiber sees what those before it have stored.
+#pragma once
+#include <cfenv>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+
+#ifndef AMK_WARPS // any number of them
+#define AMK_WARPS 8
+#endif
+constexpr uint32_t THREADS_OF_WORKER = AMK_WARPS * 32;
+
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return uint4{x, y, z, w}; }
+template <typename T, typename F> T bits_as(F v) {
+  static_assert(sizeof(T) == sizeof(F), "as many bits");
+  T r;
+  std::memcpy(&r, &v, sizeof r);
+  return r;
+}
+inline float __uint_as_float(uint32_t v) { return bits_as<float>(v); }
+inline float __int_as_float(int32_t v) { return bits_as<float>(v); }
+inline uint32_t __float_as_uint(float v) { return bits_as<uint32_t>(v); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fadd_ru(float a, float b) {
+  float const near = a + b;
+  double const low = (double)near - (double)b; // exact where it is used: b is 3 * 2^22 and a small
+  return (double)a > low ? std::nextafter(near, INFINITY) : near;
+}
+inline uint64_t __umul64hi(uint64_t a, uint64_t b) { return (uint64_t)((unsigned __int128)a * b >> 64); }
+inline int __popc(uint32_t v) { return __builtin_popcount(v); }
+inline int __ffs(uint32_t v) { return __builtin_ffs((int)v); }
+inline int __clz(uint32_t v) { return v == 0 ? 32 : __builtin_clz(v); }
+using std::fmaxf;
+
+// The fibers.
+struct Fibers {
+  ucontext_t home, of[THREADS_OF_WORKER];
+  std::vector<char> stacks = std::vector<char>(THREADS_OF_WORKER * (256u << 10));
+  bool done[THREADS_OF_WORKER];
+  uint32_t running, waiting[AMK_WARPS + 1], round[AMK_WARPS + 1], size[AMK_WARPS + 1];
+  uint64_t word[THREADS_OF_WORKER];
+  void (*body)(uint32_t thread);
+};
+inline Fibers fibers;
+inline void next_fiber() { swapcontext(&fibers.of[fibers.running], &fibers.home); }
+// Until all of a group (a warp, or the last: the worker) are here.
+inline void meet(uint32_t group) {
+  uint32_t const round = fibers.round[group];
+  if (++fibers.waiting[group] == fibers.size[group]) {
+    fibers.waiting[group] = 0;
+    ++fibers.round[group];
+    return;
+  }
+  while (fibers.round[group] == round) {
+    next_fiber();
+  }
+}
+inline void fiber_main() {
+  fibers.body(fibers.running);
+  fibers.done[fibers.running] = true;
+  next_fiber();
+}
+inline void run_worker(void (*body)(uint32_t)) {
+  fibers.body = body;
+  for (uint32_t g = 0; g <= AMK_WARPS; ++g) {
+    fibers.waiting[g] = 0;
+    fibers.size[g] = g < AMK_WARPS ? 32 : THREADS_OF_WORKER;
+  }
+  for (uint32_t t = 0; t < THREADS_OF_WORKER; ++t) {
+    fibers.done[t] = false;
+    getcontext(&fibers.of[t]);
+    fibers.of[t].uc_stack.ss_sp = fibers.stacks.data() + t * (256u << 10);
+    fibers.of[t].uc_stack.ss_size = 256u << 10;
+    fibers.of[t].uc_link = &fibers.home;
+    makecontext(&fibers.of[t], fiber_main, 0);
+  }
+  for (uint32_t left = THREADS_OF_WORKER, idle = 0; left > 0;) {
+    for (uint32_t t = 0; t < THREADS_OF_WORKER; ++t) {
+      if (fibers.done[t]) {
+        continue;
+      }
+      fibers.running = t;
+      swapcontext(&fibers.home, &fibers.of[t]);
+      if (fibers.done[t]) {
+        --left;
+        idle = 0;
+      }
+    }
+    if (++idle > 100000000 / THREADS_OF_WORKER) {
+      std::fprintf(stderr, "the threads do not meet\n");
+      std::exit(3);
+    }
+  }
+}
+inline void consumers_sync() { meet(AMK_WARPS); }
+
+template <typename T> T from_lane(T v, uint32_t lane) {
+  uint32_t const t = fibers.running, warp = t / 32;
+  fibers.word[t] = 0;
+  std::memcpy(&fibers.word[t], &v, sizeof v);
+  meet(warp);
+  T r;
+  std::memcpy(&r, &fibers.word[warp * 32 + lane % 32], sizeof r);
+  meet(warp);
+  return r;
+}
+template <typename T> T __shfl_xor_sync(uint32_t, T v, int o) { return from_lane(v, fibers.running % 32 ^ (uint32_t)o); }
+template <typename T> T __shfl_up_sync(uint32_t, T v, uint32_t o) {
+  uint32_t const lane = fibers.running % 32;
+  return from_lane(v, lane >= o ? lane - o : lane);
+}
+template <typename T> T __shfl_sync(uint32_t, T v, int lane) { return from_lane(v, (uint32_t)lane); }
+inline uint32_t __ballot_sync(uint32_t, bool v) {
+  uint32_t const t = fibers.running, warp = t / 32;
+  fibers.word[t] = v;
+  meet(warp);
+  uint32_t r = 0;
+  for (uint32_t i = 0; i < 32; ++i) {
+    r |= (uint32_t)fibers.word[warp * 32 + i] << i;
+  }
+  meet(warp);
+  return r;
+}
+inline bool __any_sync(uint32_t mask, bool v) { return __ballot_sync(mask, v) != 0; }
+
+inline uint32_t load_relaxed(uint32_t const* p) { return *p; }
+inline uint4 load_u32x4(void const* p) {
+  uint4 v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store_u32x4(void* p, uint4 v) { std::memcpy(p, &v, sizeof v); }
+inline uint32_t block_add(uint32_t* word, uint32_t v) {
+  uint32_t const old = *word;
+  *word += v;
+  return old;
+}
+inline void block_or(uint32_t* word, uint32_t v) { *word |= v; }

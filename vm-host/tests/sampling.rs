@@ -1,0 +1,355 @@
+//! The device's choice of a token against `ir::sampling`: the same token from the same row, settings, tokens, seed and position.
+//!
+//! `sampling.cuh` is compiled as host C++ and run on emulated threads (`emulated/`), so that its logic is tried where there is no card. A
+//! missing compiler fails these tests; `AMK_NO_CXX=1` says that this is known. Where there is a card and nvcc, the same cases run there.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use abi::SessionSampling;
+use ir::sampling::{Sampling, Seen};
+use rand::rngs::Xoshiro256PlusPlus;
+use rand::{RngExt, SeedableRng};
+
+/// A choice to make.
+struct Case {
+    row: Vec<f32>,
+    tokens: Vec<u32>,
+    sampling: Sampling,
+    position: u32,
+    /// Bytes of the activation buffer, in which the list begins.
+    x_bytes: u32,
+}
+
+impl Case {
+    fn expected(&self) -> u32 {
+        let mut seen = Seen::default();
+        seen.extend(self.tokens.iter().copied());
+        self.sampling.choose(&self.row, &seen, self.position).unwrap_or(abi::NONE)
+    }
+
+    /// As `Case` of sampling.cpp reads it.
+    fn bytes(&self, repeats: u32) -> Vec<u8> {
+        let fixed = self.sampling.fixed();
+        let settings = SessionSampling {
+            seed: self.sampling.seed,
+            share: fixed.share,
+            least: fixed.least,
+            scale: fixed.scale,
+            penalty: self.sampling.repetition_penalty,
+            top_k: self.sampling.top_k,
+            bias_len: self.sampling.bias.len() as u32,
+            greedy: u32::from(self.sampling.is_greedy()),
+            ..SessionSampling::default()
+        };
+        // What the tasks before it leave: the highest logit that is a number, and the first token that has it.
+        let candidate = self.row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let first = self.row.iter().position(|logit| *logit == candidate);
+        let first = first.map_or(abi::NONE, |token| token as u32);
+        let mut out = bytemuck::bytes_of(&settings).to_vec();
+        out.extend(candidate.to_le_bytes());
+        let (biases, tokens) = (self.sampling.bias.len() as u32, self.tokens.len() as u32);
+        let row = [first, self.row.len() as u32, self.position, self.x_bytes];
+        for word in row.into_iter().chain([biases, tokens, repeats]) {
+            out.extend(word.to_le_bytes());
+        }
+        self.row.iter().for_each(|logit| out.extend(logit.to_le_bytes()));
+        self.tokens.iter().for_each(|token| out.extend(token.to_le_bytes()));
+        for (token, bias) in &self.sampling.bias {
+            out.extend(token.to_le_bytes());
+            out.extend(bias.to_le_bytes());
+        }
+        out
+    }
+
+    fn describe(&self) -> String {
+        let Sampling { temperature, top_k, top_p, min_p, repetition_penalty, bias, seed } =
+            &self.sampling;
+        format!(
+            "{} logits, {} tokens, position {}: temperature {temperature}, top_k {top_k}, top_p {top_p}, min_p {min_p}, penalty {repetition_penalty}, {} biases, seed {seed}",
+            self.row.len(),
+            self.tokens.len(),
+            self.position,
+            bias.len(),
+        )
+    }
+}
+
+/// A row of some shape: steep, flat, of few values, with what is not a number, with infinities.
+fn row(random: &mut Xoshiro256PlusPlus, vocab: usize) -> Vec<f32> {
+    let steep = [0.0, 0.02, 0.5, 3.0, 12.0, 200.0][random.random_range(0..6)];
+    let shape = random.random_range(0..8);
+    let mut logit = || {
+        // The sum of a few is as good as a bell.
+        let bell = (0..4).map(|_| random.random_range(-1.0_f32..1.0)).sum::<f32>() * steep;
+        match (shape, random.random_range(0..16)) {
+            (1, 0) => f32::NAN,
+            (1, 1) => f32::NEG_INFINITY,
+            (2, _) => (bell * 2.0).round() / 2.0,
+            (3, 0) if random.random_range(0..vocab) == 0 => f32::INFINITY,
+            (4, _) => bell * 1e-39,
+            (5, 0) => -0.0,
+            (5, 1) => 0.0,
+            _ => bell,
+        }
+    };
+    (0..vocab).map(|_| logit()).collect()
+}
+
+fn case(random: &mut Xoshiro256PlusPlus, vocab: usize) -> Case {
+    let chance = |random: &mut Xoshiro256PlusPlus| random.random_bool(0.5);
+    let row = row(random, vocab);
+    let tokens =
+        (0..random.random_range(0..40)).map(|_| random.random_range(0..vocab as u32)).collect();
+    let mut bias = BTreeMap::new();
+    if chance(random) {
+        for _ in 0..random.random_range(0..12) {
+            let value =
+                [f32::NEG_INFINITY, -100.0, 0.0, 0.3, 7.5, 100.0][random.random_range(0..6)];
+            bias.insert(random.random_range(0..vocab as u32), value);
+        }
+    }
+    let sampling = Sampling {
+        temperature: [0.0, 1e-30, 0.05, 0.7, 1.0, 1.5, 40.0, 1e20][random.random_range(0..8)],
+        top_k: if chance(random) { 0 } else { random.random_range(1..2 * vocab as u32) },
+        top_p: if chance(random) { 1.0 } else { random.random_range(0.0..1.0) },
+        min_p: if chance(random) { 0.0 } else { random.random_range(0.0_f32..1.0).powi(4) },
+        repetition_penalty: if chance(random) { 1.0 } else { random.random_range(0.3..3.0) },
+        bias,
+        seed: random.random(),
+    };
+    let x_bytes = [0, 160, 8192, 1 << 16][random.random_range(0..4)];
+    Case { row, tokens, sampling, position: random.random_range(0..1 << 20), x_bytes }
+}
+
+/// Small rows of every shape, and some as large as those of real models.
+fn cases(seed: u64, small: usize, large: usize) -> Vec<Case> {
+    let mut random = Xoshiro256PlusPlus::seed_from_u64(seed);
+    let sizes = [1, 2, 3, 31, 64, 263, 511, 512, 513, 1000, 1026, 5000];
+    let mut all: Vec<Case> = (0..small)
+        .map(|_| {
+            let size = sizes[random.random_range(0..sizes.len())];
+            case(&mut random, size)
+        })
+        .collect();
+    all.extend((0..large).map(|_| case(&mut random, 49_152)));
+    all
+}
+
+/// What the program that chooses is made of, beside the device's source and the wire format. On a card there is no repository.
+const FILES: [(&str, &str); 3] = [
+    ("simt.hpp", include_str!("emulated/simt.hpp")),
+    ("card.hpp", include_str!("emulated/card.hpp")),
+    ("sampling.cpp", include_str!("emulated/sampling.cpp")),
+];
+
+/// A compiler, or nothing if its absence is excused.
+fn compiler(name: &str, excuse: bool) -> Option<String> {
+    let works = Command::new(name)
+        .arg("--version")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success());
+    if !works {
+        assert!(
+            excuse,
+            "no compiler `{name}`: the device's sampling is NOT checked; AMK_NO_CXX=1 accepts that"
+        );
+        eprintln!("skipped: no compiler `{name}`");
+    }
+    works.then(|| name.to_owned())
+}
+
+fn cxx() -> Option<String> {
+    let name = std::env::var("CXX").unwrap_or_else(|_| "g++".into());
+    compiler(&name, std::env::var_os("AMK_NO_CXX").is_some())
+}
+
+/// A folder that goes with its value.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let dir = std::env::temp_dir().join(format!("amk-sampling-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&dir).expect("a folder can be made");
+        Self(dir)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Builds the program that chooses, from this source of the device; with so many warps to a worker.
+fn build(scratch: &Scratch, compiler: &str, flags: &[&str], source: &str) -> PathBuf {
+    let header = abi::c_header();
+    for (name, text) in FILES.into_iter().chain([("sampling.cuh", source), ("amk_abi.h", &header)])
+    {
+        std::fs::write(scratch.0.join(name), text).expect("a file can be written");
+    }
+    let binary = scratch.0.join("choose");
+    let output = Command::new(compiler)
+        .args(["-std=c++17", "-O1"])
+        .args(flags)
+        .arg("-I")
+        .arg(&scratch.0)
+        .arg(scratch.0.join("sampling.cpp"))
+        .arg("-o")
+        .arg(&binary)
+        .output()
+        .expect("the compiler starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    binary
+}
+
+const HOST_FLAGS: [&str; 3] = ["-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas"];
+
+/// What the program prints for a file of cases: a number a line.
+fn answers(scratch: &Scratch, binary: &Path, input: &[u8]) -> Vec<u64> {
+    let file = scratch.0.join("cases");
+    std::fs::write(&file, input).expect("the cases can be written");
+    let output = Command::new(binary).arg(&file).output().expect("it starts");
+    let said = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{}: {errors}", output.status);
+    eprint!("{errors}");
+    said.lines().map(|line| line.parse().unwrap_or_else(|_| panic!("{line}"))).collect()
+}
+
+/// The cases in which another token is chosen.
+fn wrong(scratch: &Scratch, binary: &Path, cases: &[Case], repeats: u32) -> Vec<String> {
+    let input: Vec<u8> = cases.iter().flat_map(|case| case.bytes(repeats)).collect();
+    let got = answers(scratch, binary, &input);
+    assert_eq!(got.len(), cases.len());
+    cases
+        .iter()
+        .zip(got)
+        .filter(|(case, got)| u64::from(case.expected()) != *got)
+        .map(|(case, got)| format!("{got} instead of {}: {}", case.expected(), case.describe()))
+        .collect()
+}
+
+fn source() -> &'static str {
+    let found = vm_device::SOURCES.iter().find(|source| source.name == "cuda/sampling.cuh");
+    found.expect("it is a source").text
+}
+
+/// Builds the device's source with so many warps to a worker, and gives the cases in which another token is chosen.
+fn emulated(cxx: &str, name: &str, warps: u32, source: &str, cases: &[Case]) -> Vec<String> {
+    let scratch = Scratch::new(name);
+    let define = format!("-DAMK_WARPS={warps}");
+    let flags: Vec<&str> = HOST_FLAGS.into_iter().chain([&*define]).collect();
+    let binary = build(&scratch, cxx, &flags, source);
+    wrong(&scratch, &binary, cases, 0)
+}
+
+/// Whatever the number of threads.
+#[test]
+fn emulated_threads_choose_what_the_definition_chooses() {
+    let Some(cxx) = cxx() else { return };
+    for (warps, seed, small, large) in [(8, 1, 120, 2), (3, 3, 50, 0)] {
+        let name = format!("warps{warps}");
+        let found = emulated(&cxx, &name, warps, source(), &cases(seed, small, large));
+        assert!(found.is_empty(), "{warps} warps: {} wrong\n{}", found.len(), found.join("\n"));
+    }
+}
+
+/// What a slip in the device's arithmetic looks like to these cases.
+#[test]
+fn deliberate_mistakes_are_found() {
+    let Some(cxx) = cxx() else { return };
+    let mistakes = [
+        ("penalty", "x > 0.f ? __fdiv_rn(x, c.penalty)", "x > 9.f ? __fdiv_rn(x, c.penalty)"),
+        ("whole part", "__fadd_ru(t, base)", "__fadd_rn(t, base)"),
+        ("carry", " + (old + low < old)", ""),
+        ("share of all", "share_of(found.upto, share)", "share_of(found.upto * 2, share)"),
+        ("zeros", "__float_as_uint(__fadd_rn(x, 0.f))", "__float_as_uint(x)"),
+        ("lightest", "LIGHTEST = -41.f", "LIGHTEST = -2.f"),
+    ];
+    let cases = cases(5, 200, 0);
+    std::thread::scope(|scope| {
+        for (name, from, to) in mistakes {
+            let (cxx, cases) = (&cxx, &cases);
+            scope.spawn(move || {
+                assert!(source().contains(from), "{name}: the source has changed");
+                let spoiled = source().replace(from, to);
+                let found = emulated(cxx, &name.replace(' ', "-"), 1, &spoiled, cases);
+                assert!(!found.is_empty(), "{name} is not noticed");
+            });
+        }
+    });
+}
+
+/// The same cases on a card, by a kernel of their own; and what a choice takes of the largest vocabularies.
+#[test]
+fn a_card_chooses_what_the_definition_chooses() {
+    let Some(_) = device() else { return };
+    let nvcc = std::env::var("NVCC").unwrap_or_else(|_| "nvcc".into());
+    let Some(nvcc) = compiler(&nvcc, std::env::var_os("AMK_REQUIRE_DEVICE").is_none()) else {
+        return;
+    };
+    let scratch = Scratch::new("card");
+    let binary = build(&scratch, &nvcc, &["-x", "cu", "-arch=sm_90a"], source());
+    let found = wrong(&scratch, &binary, &cases(9, 600, 60), 0);
+    assert!(found.is_empty(), "{} wrong\n{}", found.len(), found.join("\n"));
+    let timed = timed_cases();
+    let found = wrong(&scratch, &binary, &timed, 200);
+    assert!(found.is_empty(), "{} wrong\n{}", found.len(), found.join("\n"));
+}
+
+/// Rows of 128 256 logits, much like those of language models: a few likely tokens and a long tail.
+fn timed_cases() -> Vec<Case> {
+    let mut random = Xoshiro256PlusPlus::seed_from_u64(17);
+    let vocab = 128_256;
+    let mut rows = [3.0_f32, 0.2].map(|steep| {
+        let bell = |random: &mut Xoshiro256PlusPlus| -> f32 {
+            (0..6).map(|_| random.random_range(-1.0_f32..1.0)).sum::<f32>() * steep
+        };
+        (0..vocab).map(|_| bell(&mut random)).collect::<Vec<f32>>()
+    });
+    for _ in 0..40 {
+        let token = random.random_range(0..vocab);
+        rows[0][token] += random.random_range(2.0_f32..14.0);
+    }
+    let tokens: Vec<u32> = (0..500).map(|_| random.random_range(0..vocab as u32)).collect();
+    let bias: BTreeMap<u32, f32> =
+        (0..64).map(|_| (random.random_range(0..vocab as u32), -3.0)).collect();
+    let at = Sampling { temperature: 0.8, seed: 5, ..Sampling::default() };
+    let penalised = Sampling { repetition_penalty: 1.1, ..at.clone() };
+    let all = Sampling { top_k: 50, top_p: 0.9, min_p: 0.02, bias, ..penalised.clone() };
+    let settings = [
+        at.clone(),
+        Sampling { top_k: 50, ..at.clone() },
+        Sampling { top_p: 0.9, ..at.clone() },
+        Sampling { min_p: 0.05, ..at },
+        Sampling { temperature: 0.0, ..penalised.clone() },
+        Sampling { top_p: 0.9, ..penalised.clone() },
+        penalised,
+        all,
+    ];
+    let mut cases = Vec::new();
+    for row in &rows {
+        for sampling in &settings {
+            let (row, tokens, sampling) = (row.clone(), tokens.clone(), sampling.clone());
+            cases.push(Case { row, tokens, sampling, position: 501, x_bytes: 32 << 10 });
+        }
+    }
+    cases
+}
+
+/// Whether there is a device to test on.
+fn device() -> Option<vm_host::DeviceInfo> {
+    match vm_host::device_info() {
+        Ok(info) => Some(info),
+        Err(error) => {
+            let required = std::env::var_os("AMK_REQUIRE_DEVICE").is_some();
+            assert!(!required, "a device is required: {error}");
+            eprintln!("skipped: {error}");
+            None
+        }
+    }
+}

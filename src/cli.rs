@@ -14,11 +14,15 @@ use serde::Deserialize;
 use crate::config_source::ConfigSource;
 use crate::sampling_args::SamplingArgs;
 
+mod cards;
 mod landscape;
+mod prefill;
 mod rerun;
 mod runs;
 
+pub(crate) use cards::CardNumber;
 pub(crate) use landscape::{LandscapeCommand, RecordArgs};
+pub(crate) use prefill::{PrefillArgs, PrefillChoice};
 pub(crate) use rerun::{RerunArgs, TaskPlace};
 pub(crate) use runs::{
     CompareArgs, GcArgs, ReplayArgs, RunArgs, RunsArgs, RunsCommand, RunsExportArgs,
@@ -393,6 +397,11 @@ pub(crate) struct LoopArgs {
     #[command(flatten)]
     #[serde(flatten)]
     pub(crate) sharing: SharingArgs,
+    /// The GPUs of this machine that search side by side, such as 0,1 (or cuda:0,cuda:1), all of one kind. Default: the first one, or the
+    /// resumed search's.
+    #[arg(long, value_delimiter = ',', value_name = "GPUS")]
+    #[serde(default)]
+    pub(crate) devices: Vec<CardNumber>,
     /// When to end: a number of trials (64) or a time (90s, 10m, 2h). Default: 64, or the resumed search's.
     #[arg(long, value_name = "TRIALS|TIME")]
     pub(crate) budget: Option<Budget>,
@@ -565,9 +574,41 @@ pub(crate) struct GenerateArgs {
     pub(crate) stop: Vec<u32>,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
+    pub(crate) prefill: PrefillArgs,
     /// Write the logits of every executed position: a safetensors file with `logits`, [positions, vocab] f32.
     #[arg(long, value_name = "FILE")]
     pub(crate) logits: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) weights: WeightsArgs,
+}
+
+/// How weights get to the GPU.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct WeightsArgs {
+    /// Launch the kernel before the weights are there: each layer is run as soon as it has landed.
+    #[arg(long)]
+    pub(crate) stream_weights: bool,
+    /// Where streamed weights are read from.
+    #[arg(long, value_enum, default_value = "auto", requires = "stream_weights")]
+    pub(crate) read_weights_by: ReadByChoice,
+    /// Seconds without a byte after which streamed weights are given up.
+    #[arg(long, default_value_t = 10, value_name = "SECONDS", requires = "stream_weights")]
+    pub(crate) weights_deadline: u64,
+    /// Compare every tensor on the GPU with its file afterwards.
+    #[arg(long)]
+    pub(crate) check_weights: bool,
+}
+
+/// Where streamed weights are read from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ReadByChoice {
+    /// From the page cache if it has them, else by io_uring past it, else by threads.
+    Auto,
+    /// By io_uring, past the page cache.
+    IoUring,
+    /// By threads with pread, through the page cache.
+    Pread,
 }
 
 /// Arguments of `bench`.
@@ -597,6 +638,9 @@ pub(crate) struct BenchArgs {
     /// Write what was measured, with the schedule and the proofs, as one file that `amk bundle` checks. Needs the GPU.
     #[arg(long, value_name = "FILE")]
     pub(crate) bundle: Option<PathBuf>,
+    /// Time a prompt of so many tokens in chunks instead of decoding. Needs the GPU.
+    #[arg(long, value_name = "TOKENS", conflicts_with_all = ["context", "bundle", "peers", "gguf"])]
+    pub(crate) prefill: Option<u32>,
 }
 
 /// Arguments of `bundle`.
@@ -654,6 +698,8 @@ pub(crate) struct ServeArgs {
     /// Seconds between two writes of that file.
     #[arg(long, default_value_t = 5, value_name = "SECONDS", requires = "metrics_file", value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub(crate) metrics_every: u32,
+    #[command(flatten)]
+    pub(crate) prefill: PrefillArgs,
 }
 
 /// Arguments of `top`.

@@ -6,6 +6,8 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
+#[path = "cli_tests/prefill.rs"]
+mod prefill;
 #[path = "cli_tests/schemas.rs"]
 mod schemas;
 #[path = "serve_tests.rs"]
@@ -163,6 +165,8 @@ fn wrong_usage_is_exit_2_with_a_document() {
         &["generate", "--model", "toy"],
         &["generate", "--model", "toy", "--tokens", "1,x"],
         &["generate", "--model", "toy", "--tokens", "1", "--chat"],
+        &["generate", "--model", "toy", "--tokens", "1", "--stream-weights"],
+        &["generate", "--model", "toy", "--tokens", "1", "--read-weights-by", "pread"],
     ] {
         let ran = amk(args);
         assert_eq!(ran.code, 2, "{args:?}: {}", ran.stderr);

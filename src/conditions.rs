@@ -1,13 +1,17 @@
 //! Where a measurement is made: what a reader of the number needs to know about this machine.
 
-use search::{Conditions, Device};
+use search::{Conditions, Device, DeviceInfo};
 
 /// Where the kernel module says its version.
 const DRIVER_FILE: &str = "/proc/driver/nvidia/version";
 
 /// What an open device and this machine say of themselves.
 pub(crate) fn here(device: &dyn Device) -> Conditions {
-    let info = device.describe();
+    of(device.describe())
+}
+
+/// The same, of what the device said when it was opened.
+pub(crate) fn of(info: DeviceInfo) -> Conditions {
     let cuda = |note: &String| note.strip_prefix("driver CUDA ").map(str::to_owned);
     let driver = std::fs::read_to_string(DRIVER_FILE).ok();
     let nvrtc = vm_host::nvrtc_version().ok().map(|(major, minor)| format!("{major}.{minor}"));

@@ -7,7 +7,7 @@ use remote::Remote;
 
 use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs, SharingArgs};
 use crate::config_source::ConfigSource;
-use crate::device::{Gpu, live_target, look, open_here, open_process};
+use crate::device::{Gpu, live_target, look, look_at, open_here, open_process};
 use crate::failure::Failure;
 use crate::report;
 
@@ -62,7 +62,18 @@ impl Context {
         &self,
         sharing: &SharingArgs,
     ) -> Result<Option<Remote<'_>>, Failure> {
-        self.open_with(|info| open_process(self, info, sharing.shared_gpu))
+        self.open_with(|info| open_process(self, info, sharing.shared_gpu, false))
+    }
+
+    /// The GPU of a number in a process of its own, which sees no other one.
+    pub(crate) fn open_process_at(
+        &self,
+        ordinal: u32,
+        sharing: &SharingArgs,
+    ) -> Result<Remote<'_>, Failure> {
+        let info = look_at(self, ordinal)
+            .map_err(|error| Failure::missing(format!("capability missing: {error}")))?;
+        open_process(self, &info, sharing.shared_gpu, true)
     }
 
     /// The GPU in this process, for what runs once, if it is wanted and there is one.

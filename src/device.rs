@@ -12,7 +12,7 @@ use remote::{Board, Phase, Served};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
 use telemetry::Publisher;
 use vm_device::Variant;
-use vm_host::{BootOptions, HostError, Idle, Loaded, Lookout, Resident};
+use vm_host::{BootOptions, HostError, Idle, Loaded, Lookout, Resident, Streaming};
 
 use crate::context::Context;
 use crate::failure::Failure;
@@ -20,9 +20,11 @@ use crate::report;
 
 mod builds;
 mod child;
+mod chunks;
 #[cfg(test)]
 mod hang_tests;
 mod sharing;
+mod weights;
 
 pub(crate) use child::{open_for_soak, open_process, serve};
 
@@ -43,7 +45,28 @@ const SETTLE: usize = 2;
 
 /// What is missing for driving the GPU that is here with programs for this target, found without touching it.
 pub(crate) fn look(context: &Context) -> Result<vm_host::DeviceInfo, HostError> {
-    let info = vm_host::device_info()?;
+    fits(context, vm_host::device_info()?)
+}
+
+/// The GPU of a number, as [`look`] finds the first one.
+pub(crate) fn look_at(context: &Context, ordinal: u32) -> Result<vm_host::DeviceInfo, HostError> {
+    fits(context, vm_host::device_info_at(ordinal)?)
+}
+
+/// The GPU with this id, among those that are seen here.
+pub(crate) fn find(uuid: &str) -> Result<Option<u32>, HostError> {
+    for ordinal in 0.. {
+        match vm_host::device_info_at(ordinal) {
+            Ok(info) if info.uuid == uuid => return Ok(Some(ordinal)),
+            Ok(_) => {}
+            Err(HostError::NoSuchDevice { .. } | HostError::NoDevice) => break,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
+fn fits(context: &Context, info: vm_host::DeviceInfo) -> Result<vm_host::DeviceInfo, HostError> {
     let (major, minor) = info.capability;
     if major != CAPABILITY {
         return Err(HostError::Architecture { name: info.name, major, minor });
@@ -107,7 +130,8 @@ struct Prepared {
 pub(crate) struct Gpu<'a> {
     context: &'a Context,
     info: vm_host::DeviceInfo,
-    bandwidth: f64,
+    /// As measured, where it is asked for.
+    bandwidth: Option<f64>,
     machine: Machine,
     programs: BTreeMap<u64, Prepared>,
     next: u64,
@@ -127,6 +151,13 @@ pub(crate) struct Gpu<'a> {
     lost: bool,
     /// How long a worker may wait inside a step.
     deadline: Duration,
+    /// Weights come while the kernel is already resident.
+    streaming: Option<Streaming>,
+    /// When the kernel was resident, and when the first token was there.
+    resident_at: Option<Instant>,
+    first_token_at: Option<Instant>,
+    /// Tokens from which on a prompt is run in chunks.
+    chunks_from: Option<usize>,
 }
 
 /// The ring of a machine, while there is one.
@@ -138,7 +169,8 @@ impl<'a> Gpu<'a> {
         Ok(Self {
             context,
             info,
-            bandwidth: vm_host::measure_bandwidth(BANDWIDTH_RUNS)?,
+            // Who runs a program once compares it with nothing.
+            bandwidth: board.map(|_| vm_host::measure_bandwidth(BANDWIDTH_RUNS)).transpose()?,
             machine: Machine::Absent,
             programs: BTreeMap::new(),
             next: 0,
@@ -151,6 +183,10 @@ impl<'a> Gpu<'a> {
             page: None,
             lost: false,
             deadline: DEADLINE,
+            streaming: None,
+            resident_at: None,
+            first_token_at: None,
+            chunks_from: None,
         })
     }
 
@@ -270,7 +306,7 @@ impl Gpu<'_> {
         let idle = match std::mem::replace(&mut self.machine, Machine::Absent) {
             Machine::Absent => {
                 self.enter(Phase::Booting);
-                boot(self.context, program, &variant, self.deadline)?
+                boot(self.context, program, &variant, self.deadline, self.streaming)?
             }
             Machine::Idle(idle) => *idle,
             Machine::Running(running) => self.stop(*running)?,
@@ -281,6 +317,7 @@ impl Gpu<'_> {
                 let (loaded, lookout) = (running.current(), running.lookout());
                 self.set_lookout(Some(lookout));
                 self.machine = Machine::Running(Box::new(running));
+                self.resident_at.get_or_insert_with(Instant::now);
                 self.launched(program, booted);
                 self.costs.launches += 1;
                 self.costs.launch_s += began.elapsed().as_secs_f64();
@@ -323,11 +360,14 @@ impl Gpu<'_> {
         keep: bool,
     ) -> Result<(Vec<u32>, Vec<Vec<f32>>), DeviceError> {
         self.sequences = [const { None }; SESSIONS as usize];
-        let running = self.activate(handle, true)?;
         let mut logits = Vec::new();
+        let (mut head, last) = prompt.split_at(prompt.len().saturating_sub(1));
         let mut position = 0;
+        if !keep && self.prefilled(handle, (0, 0), head)? {
+            (position, head) = (head.len() as u32, &[]);
+        }
+        let running = self.activate(handle, true)?;
         // The prompt but its last token, in pieces whose logits can be kept.
-        let (head, last) = prompt.split_at(prompt.len().saturating_sub(1));
         for piece in head.chunks(running.logits_rows() as usize) {
             let done = running.decode(0, position, piece, 1, &[], keep).map_err(device_error)?;
             if keep {
@@ -335,11 +375,13 @@ impl Gpu<'_> {
             }
             position += done.steps;
         }
-        let mut tokens = Vec::new();
+        let (mut tokens, mut first) = (Vec::new(), None);
         let mut next = last.to_vec();
         while (tokens.len() as u32) < generate {
             let rows = running.logits_rows();
-            let count = (generate - tokens.len() as u32).min(rows);
+            // The first alone: how long it took is worth knowing.
+            let most = if tokens.is_empty() { 1 } else { rows };
+            let count = (generate - tokens.len() as u32).min(most);
             let done =
                 running.decode(0, position, &next, count, stop, keep).map_err(device_error)?;
             if keep {
@@ -347,11 +389,13 @@ impl Gpu<'_> {
             }
             position += done.steps;
             tokens.extend(&done.tokens);
+            first.get_or_insert_with(Instant::now);
             next = tokens.last().copied().into_iter().collect();
             if done.stopped {
                 break;
             }
         }
+        self.first_token_at = self.first_token_at.or(first);
         Ok((tokens, logits))
     }
 
@@ -377,14 +421,15 @@ impl Gpu<'_> {
         tokens: &[u32],
         read: bool,
     ) -> Result<Vec<f32>, DeviceError> {
-        let running = self.activate(handle, false)?;
         let (head, last) = tokens.split_at(tokens.len().saturating_sub(usize::from(read)));
-        if !head.is_empty() {
+        if !head.is_empty() && !self.prefilled(handle, (session, position), head)? {
+            let running = self.activate(handle, false)?;
             running.decode(session, position, head, 1, &[], false).map_err(device_error)?;
         }
         if last.is_empty() {
             return Ok(Vec::new());
         }
+        let running = self.activate(handle, false)?;
         let position = position + head.len() as u32;
         running.decode(session, position, last, 1, &[], true).map_err(device_error)?;
         let rows = running.logits(1).map_err(device_error)?;
@@ -523,15 +568,20 @@ fn boot(
     program: &Verified<Program>,
     variant: &Variant,
     deadline: Duration,
+    streaming: Option<Streaming>,
 ) -> Result<Idle, DeviceError> {
     let options = BootOptions {
         sessions: SESSIONS,
         logits_rows: LOGITS_ROWS,
         deadline,
+        streaming,
         ..BootOptions::default()
     };
     let idle = Idle::boot(context.graph(), &*context.model.weights, program, variant, options)
         .map_err(device_error)?;
+    if streaming.is_some() {
+        return Ok(idle);
+    }
     let load = idle.load_report();
     report::say(&format!(
         "weights: {:.2} GB from {} to the device in {:.2} s ({:.2} GB/s){}",
@@ -566,6 +616,7 @@ fn device_error(error: HostError) -> DeviceError {
         }
         HostError::NoDriver
         | HostError::NoDevice
+        | HostError::NoSuchDevice { .. }
         | HostError::NoNvrtc { .. }
         | HostError::Architecture { .. }
         | HostError::AbiMismatch { .. }
@@ -581,7 +632,7 @@ impl Served for Gpu<'_> {
     fn describe(&self) -> DeviceInfo {
         DeviceInfo {
             name: self.info.name.clone(),
-            bandwidth: Some(self.bandwidth),
+            bandwidth: self.bandwidth,
             cache_bytes: u64::from(self.info.l2_bytes),
             conditions: vec![
                 format!("uuid {}", self.info.uuid),

@@ -9,6 +9,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::failure::{Exit, Failure, Outcome};
+use crate::working;
 
 /// Whether lines for people are left out.
 static QUIET: AtomicBool = AtomicBool::new(false);
@@ -71,7 +72,9 @@ pub(crate) fn say(line: &str) {
     if is_quiet() {
         return;
     }
-    let _ = writeln!(std::io::stderr(), "{line}");
+    working::above(|| {
+        let _ = writeln!(std::io::stderr(), "{line}");
+    });
 }
 
 /// Reports a failure on both channels.

@@ -6,6 +6,9 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
+#[path = "runs_tests/cards.rs"]
+mod cards;
+
 /// A way to change a ledger: its header and its rows.
 type Forge = fn(&mut Value, &mut Vec<Value>);
 

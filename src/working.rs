@@ -2,6 +2,7 @@
 //! Nothing is shown where standard error is no terminal.
 
 use std::fmt::Write;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use indicatif::{HumanDuration, ProgressBar, ProgressState, ProgressStyle};
@@ -35,17 +36,35 @@ impl Working {
         }
         bar.set_message(what.into());
         bar.enable_steady_tick(TICK);
+        follow(&bar);
         Self(bar)
     }
 
-    /// Says something without the line in between.
-    pub(crate) fn aside<T>(&self, say: impl FnOnce() -> T) -> T {
-        self.0.suspend(say)
+    /// Takes the line away before its time.
+    pub(crate) fn end(&self) {
+        self.0.finish_and_clear();
     }
 
     /// Another one is done.
     pub(crate) fn done(&self) {
         self.0.inc(1);
+    }
+}
+
+/// The line that is shown now, or was last.
+static SHOWN: Mutex<Option<ProgressBar>> = Mutex::new(None);
+
+/// Keeps what is said from here on out of this line.
+pub(crate) fn follow(bar: &ProgressBar) {
+    *SHOWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(bar.clone());
+}
+
+/// Says something above the line that is shown.
+pub(crate) fn above(say: impl FnOnce()) {
+    let shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    match shown {
+        Some(bar) => bar.suspend(say),
+        None => say(),
     }
 }
 

@@ -20,6 +20,45 @@ pub fn abi_hash() -> u64 {
     body().bytes().fold(0xcbf2_9ce4_8422_2325, fnv1a)
 }
 
+/// What a stored program is written in: ops with their parameters, slots, how weights lie. A program keeps its id while the ring, the
+/// launch or a comment change.
+#[must_use]
+pub fn program_hash() -> u64 {
+    language().bytes().fold(0xcbf2_9ce4_8422_2325, fnv1a)
+}
+
+fn language() -> String {
+    let mut out = String::new();
+    for (name, value) in LIMITS.iter().filter(|(name, _)| MEANINGS.contains(name)) {
+        let _ = writeln!(out, "{name} {value}");
+    }
+    enumeration(&mut out, "OP", Opcode::ALL.iter().map(|op| (op.info().name, *op as u32)));
+    enumeration(&mut out, "PROLOGUE", Prologue::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "EPILOGUE", Epilogue::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "SLOT", SlotKind::ALL.iter().map(|v| (v.name(), *v as u32)));
+    for layout in crate::op::param_layouts() {
+        let _ = writeln!(out, "{} {}", layout.c_name, layout.size);
+        for field in layout.fields {
+            let (len, ty) = (field.len.unwrap_or(1), field.ty.c_name());
+            let _ = writeln!(out, " {} {ty} {len} {}", field.name, field.offset);
+        }
+    }
+    out
+}
+
+/// Limits that say what a program means, rather than how large one may be.
+const MEANINGS: [&str; 9] = [
+    "ABI_VERSION",
+    "UNIT_BYTES",
+    "UNIT_ROWS",
+    "UNIT_ROW_BYTES",
+    "KV_ELEMENT_BYTES",
+    "GENERATIONS_MAX",
+    "TAG_BITS",
+    "PARTIAL_HEADER",
+    "NONE",
+];
+
 /// The generated header, complete.
 #[must_use]
 pub fn c_header() -> String {

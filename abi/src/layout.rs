@@ -131,6 +131,7 @@ pub fn structs() -> Vec<StructLayout> {
         crate::ProgramHeader::LAYOUT,
         crate::StepState::LAYOUT,
         crate::Launch::LAYOUT,
+        crate::Landing::LAYOUT,
         crate::Done::LAYOUT,
         crate::TaskRecord::LAYOUT,
         crate::Submission::LAYOUT,

@@ -16,7 +16,7 @@ mod task;
 mod telemetry;
 mod transition;
 
-pub use header::{abi_hash, c_header};
+pub use header::{abi_hash, c_header, program_hash};
 pub use layout::{Field, StructLayout, WireType, probe_values, structs};
 pub use limits::*;
 pub use op::{
@@ -26,7 +26,8 @@ pub use op::{
 pub use ring::{Command, Completion, EntryState, RingIndices, Submission};
 pub use status::{Status, Trap};
 pub use task::{
-    Done, Launch, Load, ProgramHeader, Queue, SlotDesc, SlotKind, StepState, Task, TaskRecord,
+    Done, Landing, Launch, Load, ProgramHeader, Queue, SlotDesc, SlotKind, StepState, Task,
+    TaskRecord,
 };
 pub use telemetry::{
     Activity, Pulse, SequenceEnd, SessionWords, TELEMETRY_MAGIC, TELEMETRY_VERSION, Telemetry,

@@ -64,6 +64,10 @@ limits! {
     STOP_TOKENS_MAX: usize = 8;
     /// Sessions of one resident kernel.
     SESSIONS_MAX: u32 = 64;
+    /// In place of a number of landed units: every weight is there.
+    LANDED_ALL: u32 = u32::MAX;
+    /// In place of a number of landed units: no more will come. Whoever waits goes on with what there is, and the step's answer is void.
+    LANDED_ABANDONED: u32 = u32::MAX - 1;
     /// "No slot" and "no counter" in a wire struct.
     NONE: u32 = u32::MAX;
 }

@@ -91,8 +91,10 @@ wire_struct! {
         pub reserved1: [u32; 31],
         /// Written by the device: submissions taken up.
         pub head: u32,
+        /// Written by the device: sequence of the command under way while it waits for weights (`wait_io`), else zero.
+        pub waiting: u32,
         /// Zero.
-        pub reserved2: [u32; 31],
+        pub reserved2: [u32; 30],
     }
 }
 

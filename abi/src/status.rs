@@ -24,6 +24,10 @@ wire_enum! {
         BadIndex = 7 "bad_index",
         /// A submission that cannot be carried out.
         BadCommand = 8 "bad_command",
+        /// Weights that the command needs will not come. The kernel goes on.
+        Weights = 9 "weights",
+        /// Nothing landed for as long as a worker may wait for weights.
+        WeightsDeadline = 10 "weights_deadline",
     }
 }
 

@@ -51,7 +51,7 @@ wire_struct! {
         pub stage_units: u16,
         /// Units after which a new stage begins even if the last is not full: those of a tile that lies in several stages.
         pub period: u16,
-        /// Bytes from the keys to the values of a head: half of a session's.
+        /// Bytes from the keys to the values of a head: half of a session's. For units: how many must have landed, in landing order.
         pub values: u32,
         /// Keys of a block of the task's splits.
         pub kv_block: u32,
@@ -202,7 +202,7 @@ wire_struct! {
 
 wire_struct! {
     /// What a kernel is launched with, by value.
-    amk_launch align(16) size(112)
+    amk_launch align(16) size(128)
     pub struct Launch {
         /// `amk_submission[RING_ENTRIES]` in mapped host memory.
         pub submissions: u64,
@@ -212,7 +212,7 @@ wire_struct! {
         pub indices: u64,
         /// `amk_status` in mapped host memory.
         pub status: u64,
-        /// Token buffers in mapped host memory, `token_stride` words per session.
+        /// Token buffers in mapped host memory. Of each session `token_stride` words with its tokens, then as many with what was chosen behind each.
         pub tokens: u64,
         /// `amk_step` in device memory.
         pub step: u64,
@@ -222,7 +222,7 @@ wire_struct! {
         pub records: u64,
         /// Nanoseconds that any wait inside a step may last.
         pub deadline_ns: u64,
-        /// Words between the token buffers of two sessions.
+        /// Words of a session's tokens; twice as many lie between those of two sessions.
         pub token_stride: u32,
         /// Sessions.
         pub sessions: u32,
@@ -232,12 +232,35 @@ wire_struct! {
         pub record_len: u32,
         /// First program, loaded before the launch.
         pub program: u64,
+        /// `amk_landing` in device memory.
+        pub landing: u64,
         /// `amk_pulse[workers]` in mapped host memory.
         pub pulses: u64,
         /// Nanoseconds between two writes of a pulse.
         pub pulse_ns: u32,
         /// Zero.
-        pub reserved: u32,
+        pub reserved: [u32; 3],
+    }
+}
+
+wire_struct! {
+    /// How far the weights have come, in device memory. Units are counted in landing order: matrix after matrix, as the host copies them.
+    amk_landing align(16) size(32)
+    pub struct Landing {
+        /// Units that are there, `LANDED_ABANDONED` or `LANDED_ALL`; written behind the copies, on their stream.
+        pub landed: u32,
+        /// Units that must be there before a step may begin: those of the embedding, which no load brings.
+        pub embedding: u32,
+        /// Deadlines in a row that may pass with nothing landing before a worker that waits gives up.
+        pub patience: u32,
+        /// Times that a loader began to wait for weights since the launch.
+        pub waits: u32,
+        /// Times that such a wait was over.
+        pub resumed: u32,
+        /// Microseconds of all of them together.
+        pub waited_us: u32,
+        /// Zero.
+        pub reserved: [u32; 2],
     }
 }
 

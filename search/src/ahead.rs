@@ -16,8 +16,8 @@ use crate::cpu::{Candidate, Cpu};
 use crate::gate::{Clock, Dropped};
 use crate::history::Guess;
 
-/// Lowered candidates that are kept: those of some trials to come, of some megabytes each.
-const LOWERED_MAX: usize = 32;
+/// Lowered candidates that are kept: those of some trials to come, three for each of eight devices among them, of some megabytes each.
+const LOWERED_MAX: usize = 64;
 
 /// A schedule as it lowers, or why it does not.
 pub(crate) type Lowered = Result<Candidate, Dropped>;

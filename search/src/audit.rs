@@ -6,13 +6,16 @@
 //!
 //! What this cannot show: samples that were made up consistently, down to every other figure. Only measuring again shows that.
 
+use std::collections::BTreeMap;
+
 use crate::assess::Timing;
+use crate::card::Noise;
 use crate::decide::{Decision, decide_measured};
 use crate::device::{Samples, Side};
-use crate::effort::{Bar, spread};
-use crate::measure::{gain, median, median_interval, noise_floor};
+use crate::effort::Bar;
+use crate::measure::{Interval, gain, median, median_interval, noise_floor};
 use crate::propose::{changes, mixed};
-use crate::trial::{Confirmation, Outcome, Row, Trial, changed};
+use crate::trial::{Beside, Confirmation, Outcome, Row, Trial, changed, together};
 use crate::verdict::{LatencyKind, Verdict};
 
 /// What a search was run with, as far as its rows depend on it.
@@ -39,15 +42,15 @@ pub struct Audit {
     terms: Terms,
     trials: Vec<Trial>,
     champion: Option<usize>,
-    noise_floor: f64,
-    spread: f64,
+    /// The noise of each card; of a search that has one, without a number.
+    noises: BTreeMap<Option<u32>, Noise>,
 }
 
 impl Audit {
     /// An audit that has seen no row.
     #[must_use]
     pub fn new(terms: Terms) -> Self {
-        Self { terms, trials: Vec::new(), champion: None, noise_floor: 0.0, spread: 0.0 }
+        Self { terms, trials: Vec::new(), champion: None, noises: BTreeMap::new() }
     }
 
     /// Looks at the next row.
@@ -93,9 +96,9 @@ impl Audit {
                 verdict.schedule_id
             ));
         }
-        if let Some(noise) = trial.noise_floor {
-            self.noise_floor = noise;
-            self.spread = spread(&samples_of(&trial.samples_us));
+        self.beside(trial)?;
+        if let Some(floor) = trial.noise_floor {
+            self.noises.insert(trial.card, Noise::of(floor, &trial.samples_us));
         }
         if trial.outcome.leads() {
             self.champion = Some(self.trials.len());
@@ -157,7 +160,7 @@ impl Audit {
     fn measured(&self, trial: &Trial, us: f64, bound: f64) -> Result<(), String> {
         let samples = samples_of(&trial.samples_us);
         let seed = mixed(self.terms.seed, trial.trial);
-        self.figures(&trial.verdict, &samples, us, bound, seed)?;
+        self.figures(&Shown::of(&trial.verdict), &samples, us, bound, seed)?;
         let rounds = samples.rounds.len();
         if self.champion.is_none() {
             if rounds != self.terms.timing.rounds {
@@ -174,11 +177,12 @@ impl Audit {
                 Err(format!("its noise floor is not that of its samples ({noise})"))
             };
         }
-        let threshold = self.noise_floor.max(self.terms.min_gain);
+        let noise = self.noise(trial.card)?;
+        let threshold = noise.floor.max(self.terms.min_gain);
         if trial.threshold != Some(threshold) {
             return Err(format!("its threshold is not that of the search ({threshold})"));
         }
-        let bar = Bar { threshold, spread: self.spread, rounds: self.terms.timing.rounds };
+        let bar = Bar { threshold, spread: noise.spread, rounds: self.terms.timing.rounds };
         // Measuring ends with the first look that decides.
         let mut done = 0;
         while let Some(more) = bar.more(done).filter(|more| done + more <= rounds) {
@@ -198,10 +202,62 @@ impl Audit {
         Err(format!("its {rounds} rounds decide nothing"))
     }
 
+    /// The noise of a card: nothing is compared on a card that has not measured it.
+    fn noise(&self, card: Option<u32>) -> Result<Noise, String> {
+        let found = self.noises.get(&card).copied();
+        found.ok_or_else(|| match card {
+            Some(card) => format!("it is of card {card}, whose noise was not measured"),
+            None => "no trial before it measured the noise".to_owned(),
+        })
+    }
+
+    /// What other cards measured of a baseline.
+    fn beside(&mut self, trial: &Trial) -> Result<(), String> {
+        if !trial.beside.is_empty() && trial.outcome != Outcome::Baseline {
+            return Err("only a baseline is measured on several cards".to_owned());
+        }
+        let seed = mixed(self.terms.seed, trial.trial);
+        for other in &trial.beside {
+            let samples = samples_of(&other.samples_us);
+            self.figures_of(other, trial.verdict.weight_mb, &samples, seed)?;
+            let floor = noise_floor(&samples, seed);
+            let whole = samples.rounds.len() == self.terms.timing.rounds;
+            if !whole || other.noise_floor.map(f64::to_bits) != Some(floor.to_bits()) {
+                return Err(format!(
+                    "the noise floor of card {} is not that of its samples ({floor})",
+                    other.card
+                ));
+            }
+            let noise = Noise::of(floor, &other.samples_us);
+            if trial.card == Some(other.card)
+                || self.noises.insert(Some(other.card), noise).is_some()
+            {
+                return Err(format!("card {} is there twice", other.card));
+            }
+        }
+        Ok(())
+    }
+
+    /// The figures of another card.
+    fn figures_of(
+        &self,
+        other: &Beside,
+        weight_mb: Option<f64>,
+        samples: &Samples,
+        seed: u64,
+    ) -> Result<(), String> {
+        let (Some(us), Some(bound)) = (other.latency_us, other.bound_us) else {
+            return Err(format!("card {} has no latency", other.card));
+        };
+        let shown = Shown { ci_us: other.ci_us, weight_mb };
+        let followed = self.figures(&shown, samples, us, bound, seed);
+        followed.map_err(|reason| format!("card {}: {reason}", other.card))
+    }
+
     /// Figures that follow from samples whatever they were compared with.
     fn figures(
         &self,
-        verdict: &Verdict,
+        shown: &Shown,
         samples: &Samples,
         us: f64,
         bound: f64,
@@ -219,11 +275,11 @@ impl Audit {
         let interval = median_interval(&values, seed);
         let wanted = (samples.rounds.len() >= crate::assess::INTERVAL_ROUNDS)
             .then_some([interval.low, interval.high]);
-        if verdict.ci_us != wanted {
+        if shown.ci_us != wanted {
             return Err("its interval does not follow from its samples".to_owned());
         }
         // The floor was made of the bytes of a step, of which the weights are the greater part.
-        let weights = verdict.weight_mb.unwrap_or(0.0) * 1e6;
+        let weights = shown.weight_mb.unwrap_or(0.0) * 1e6;
         let cached = self.terms.cache_bytes as f64;
         let least =
             if weights > 0.0 { bound * ((weights - cached) / weights).max(0.0) } else { 0.0 };
@@ -291,13 +347,49 @@ impl Audit {
         let (Some(us), Some(bound)) = (us, bound) else {
             return Err("it has samples and no latency".to_owned());
         };
-        self.figures(&confirmation.verdict, &samples, us, bound, seed)?;
-        let interval = gain(&samples, seed);
-        let decision = decide_measured(interval, self.noise_floor, self.terms.min_gain);
-        if confirmation.gain != Some(interval) || confirmation.decision != decision {
-            return Err(format!("its samples say {decision:?}"));
+        self.figures(&Shown::of(&confirmation.verdict), &samples, us, bound, seed)?;
+        let one = self.confirmed(confirmation.card, &samples, confirmation.gain, seed)?;
+        for other in &confirmation.beside {
+            let samples = samples_of(&other.samples_us);
+            // A card on which the champion failed has nothing to show for it.
+            if samples.rounds.is_empty() && other.decision == Some(Decision::Reverted) {
+                continue;
+            }
+            self.figures_of(other, confirmation.verdict.weight_mb, &samples, seed)?;
+            let decision = self.confirmed(Some(other.card), &samples, other.gain, seed)?;
+            if other.decision != Some(decision) {
+                return Err(format!("the samples of card {} say {decision:?}", other.card));
+            }
         }
-        Ok(())
+        let all = together(confirmation.beside.iter().filter_map(|b| b.decision).chain([one]));
+        let same = confirmation.decision == all;
+        if same { Ok(()) } else { Err(format!("its samples say {all:?}")) }
+    }
+
+    /// What the samples of one card decide about a champion.
+    fn confirmed(
+        &self,
+        card: Option<u32>,
+        samples: &Samples,
+        held: Option<Interval>,
+        seed: u64,
+    ) -> Result<Decision, String> {
+        let interval = gain(samples, seed);
+        let decision = decide_measured(interval, self.noise(card)?.floor, self.terms.min_gain);
+        let same = held == Some(interval);
+        if same { Ok(decision) } else { Err(format!("its samples say {decision:?}")) }
+    }
+}
+
+/// What a verdict, or another card's line, shows beside a latency.
+struct Shown {
+    ci_us: Option<[f64; 2]>,
+    weight_mb: Option<f64>,
+}
+
+impl Shown {
+    fn of(verdict: &Verdict) -> Self {
+        Self { ci_us: verdict.ci_us, weight_mb: verdict.weight_mb }
     }
 }
 

@@ -40,6 +40,14 @@ impl Budget {
         }
     }
 
+    /// The trial before which a search ends, if it would end before this one.
+    pub(crate) fn end(self, trials: u64) -> u64 {
+        match self {
+            Self::Trials(most) => trials.min(most),
+            Self::Time(_) => trials,
+        }
+    }
+
     /// Trials, after the baseline, that a sweep over the knobs may take. A short search sweeps to its end: what it leaves out may be worth
     /// more than all steps that it could take instead (docs/search.md).
     #[must_use]

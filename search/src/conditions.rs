@@ -21,18 +21,17 @@ pub struct Conditions {
 }
 
 impl Conditions {
+    /// What tells the card from others of its name, if it said so.
+    #[must_use]
+    pub fn uuid(&self) -> Option<&str> {
+        self.notes.iter().find_map(|note| note.strip_prefix("uuid "))
+    }
+
     /// The first thing in which another measurement's conditions are so different that the two cannot stand beside each other: the card,
     /// one of the same name included, the driver, or the compiler. The build of `amk` is not: programs and kernels have ids.
     #[must_use]
     pub fn differs(&self, now: &Self) -> Option<String> {
-        let uuid = |conditions: &Self| {
-            let notes = conditions.notes.iter();
-            notes
-                .filter_map(|note| note.strip_prefix("uuid "))
-                .next()
-                .unwrap_or("unknown")
-                .to_owned()
-        };
+        let uuid = |conditions: &Self| conditions.uuid().unwrap_or("unknown").to_owned();
         let pairs = [
             ("card", self.card.clone(), now.card.clone()),
             ("card", uuid(self), uuid(now)),

@@ -9,6 +9,7 @@ use ir::schedule::ScheduleConfig;
 use ir::{Graph, Target, Valid, Violations, Weights};
 use lower::LowerError;
 use rayon::prelude::*;
+use rayon::{Scope, ThreadPool};
 use reference_vm::MachineError;
 use reference_vm::compare::{Agreement, Device as OnDevice, Disagreement, Reference};
 use reference_vm::eval::EvalError;
@@ -109,6 +110,8 @@ pub(crate) fn no_clock() -> std::time::Duration {
 pub struct Gate<'a> {
     context: Option<u32>,
     timed_from: usize,
+    /// Threads for the reference machine beside the device; none: those of whoever calls.
+    pool: Option<Arc<ThreadPool>>,
     /// The part that needs no device, with what it found so far.
     pub(crate) ahead: Arc<Ahead<'a>>,
     /// Seconds so far in which a device that had done its part waited for the reference machine, by the clock of those who asked for
@@ -130,7 +133,21 @@ impl<'a> Gate<'a> {
         let tokens = expected.tokens.len();
         let timed_from = tokens.saturating_sub(TIMED_TOKENS).max(tokens / 2);
         let cpu = Cpu::new(graph, weights, target, options, kernel_id, expected);
-        Self { context: None, timed_from, ahead: Arc::new(Ahead::new(cpu)), waited_s: 0.0 }
+        let ahead = Arc::new(Ahead::new(cpu));
+        Self { context: None, timed_from, pool: None, ahead, waited_s: 0.0 }
+    }
+
+    /// The same gate for another device, or another search without helpers: what needs no device is found out once for both.
+    #[must_use]
+    pub fn beside(&self) -> Self {
+        let Self { context, timed_from, ref pool, ref ahead, .. } = *self;
+        Self { context, timed_from, pool: pool.clone(), ahead: ahead.clone(), waited_s: 0.0 }
+    }
+
+    /// Runs the reference machine on threads of its own. Where several devices share what is known, each needs them: a thread that waits
+    /// for its part of a program must not take up the same program for another device, which waits for the first.
+    pub(crate) fn with_pool(self, pool: ThreadPool) -> Self {
+        Self { pool: Some(Arc::new(pool)), ..self }
     }
 
     /// Predicts at this many tokens of context instead of those of the gate's tokens.
@@ -216,17 +233,14 @@ impl<'a> Gate<'a> {
     ) -> Result<(Agreement<Reference>, Result<OnDeviceOnce, Dropped>), Dropped> {
         let ahead = &*self.ahead;
         let tokens = &ahead.cpu.expected.tokens[..self.first_stage()];
-        let mut answered = clock();
-        let mut ran = Err(Dropped::Failed(DeviceError::Fault { reason: "nothing ran".into() }));
-        rayon::in_place_scope(|scope| {
-            if !ahead.is_judged(&candidate.program_id) {
-                scope.spawn(|_| drop(ahead.judge(candidate, clock)));
-            }
-            ran = device
+        let known = ahead.is_judged(&candidate.program_id);
+        let judge = (!known).then_some(|| drop(ahead.judge(candidate, clock)));
+        let (ran, answered) = beside(self.pool.as_deref(), judge, || {
+            let ran = device
                 .prepare(&candidate.program, &candidate.config.kernel)
                 .and_then(|handle| device.run(handle, tokens, 0))
                 .map_err(Dropped::Failed);
-            answered = clock();
+            (ran, clock())
         });
         let reference = ahead.judge(candidate, clock).found;
         self.waited_s += (clock() - answered).as_secs_f64();
@@ -372,6 +386,28 @@ impl<'a> Gate<'a> {
     #[must_use]
     pub fn timed_position(&self) -> u32 {
         ((self.timed_from + self.expected().tokens.len()) / 2) as u32
+    }
+}
+
+/// Does one thing here and another on a pool meanwhile: the caller's, if none is given.
+fn beside<R>(
+    pool: Option<&ThreadPool>,
+    there: Option<impl FnOnce() + Send>,
+    here: impl FnOnce() -> R,
+) -> R {
+    fn both<'s, R>(
+        scope: &Scope<'s>,
+        there: Option<impl FnOnce() + Send + 's>,
+        here: impl FnOnce() -> R,
+    ) -> R {
+        if let Some(there) = there {
+            scope.spawn(|_| there());
+        }
+        here()
+    }
+    match pool {
+        Some(pool) => pool.in_place_scope(|scope| both(scope, there, here)),
+        None => rayon::in_place_scope(|scope| both(scope, there, here)),
     }
 }
 

@@ -13,7 +13,7 @@ use crate::cpu::Candidate;
 use crate::gate::Dropped;
 use crate::propose::{Origin, Past, changes};
 use crate::strategy::{Question, Strategy};
-use crate::trial::{SKIPPED_SHOWN, Skipped, SkippedProposal, changed};
+use crate::trial::{SKIPPED_SHOWN, Skipped, SkippedProposal, Trial, changed};
 
 /// Draws for one trial before the space counts as exhausted.
 const DRAWS_MAX: usize = 20_000;
@@ -43,6 +43,7 @@ pub(crate) struct History {
 }
 
 /// A schedule to try. What it lowers to is there already, unless lowering is to fail in the open.
+#[derive(Clone)]
 pub(crate) struct Proposal {
     pub(crate) origin: Origin,
     pub(crate) config: ScheduleConfig,
@@ -50,6 +51,29 @@ pub(crate) struct Proposal {
 }
 
 impl History {
+    /// No trial yet.
+    pub(crate) fn new(default: ScheduleConfig) -> Self {
+        Self { parent: default, past: Vec::new(), drawn: BTreeSet::new(), tried: BTreeMap::new() }
+    }
+
+    /// Adds a finished trial; `incumbent` is the schedule that it was compared with.
+    pub(crate) fn learn(&mut self, trial: &Trial, incumbent: Option<&ScheduleConfig>) {
+        let Trial { config, verdict, .. } = trial;
+        if let Some(incumbent) = incumbent {
+            let gain = trial.gain.map(|gain| f64::midpoint(gain.low, gain.high));
+            let score = gain.map(|gain| score(&self.past, gain)).filter(|score| score.is_finite());
+            let (changes, kept) = (changes(incumbent, config), trial.outcome.leads());
+            self.past.push(Past { config: *config, changes, gain, kept, score });
+        }
+        if trial.outcome.leads() {
+            self.parent = *config;
+        }
+        self.drawn.insert(config.id());
+        if let (Some(program), Some(kernel)) = (&verdict.program_id, &verdict.kernel_id) {
+            self.tried.entry((program.clone(), kernel.clone())).or_insert(trial.trial);
+        }
+    }
+
     /// The proposal for a trial; `None` when none is found. `lower` gives the lowered schedule, or the trial that it would repeat.
     pub(crate) fn next(
         &self,
@@ -95,7 +119,7 @@ impl History {
     }
 
     /// As if this trial had been reverted or kept, or had become the baseline that it was to be.
-    fn assume(&mut self, index: u64, candidate: &Candidate, kept: bool) {
+    pub(crate) fn assume(&mut self, index: u64, candidate: &Candidate, kept: bool) {
         let config = *candidate.config;
         if index > 0 {
             let changes = changes(&self.parent, &config);
@@ -157,13 +181,18 @@ impl Guess {
         kept: bool,
     ) -> Self {
         history.assume(index, candidate, kept);
-        let most = if kept { GUESSED_KEPT } else { GUESSED };
-        let left = match asked.budget {
-            Budget::Trials(all) => all.saturating_sub(index + 1).min(most),
-            Budget::Time(_) => most,
-        };
-        let strategy = asked.strategy;
-        Self { strategy, history, index: index + 1, left, urgent: kept }
+        Self::from(asked, history, index + 1, kept)
+    }
+
+    /// A guess at what comes from a trial on: all are reverted.
+    pub(crate) fn onward(asked: Asked, history: History, index: u64) -> Self {
+        Self::from(asked, history, index, false)
+    }
+
+    fn from(asked: Asked, history: History, index: u64, urgent: bool) -> Self {
+        let most = if urgent { GUESSED_KEPT } else { GUESSED };
+        let left = asked.budget.end(index + most).saturating_sub(index);
+        Self { strategy: asked.strategy, history, index, left, urgent }
     }
 
     /// Whether it goes before what was guessed earlier.

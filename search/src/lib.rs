@@ -14,9 +14,11 @@ mod audit;
 mod budget;
 mod bundle;
 pub mod calibrate;
+mod card;
 mod clocks;
 mod conditions;
 mod cpu;
+mod crew;
 mod decide;
 mod device;
 mod diverge;
@@ -43,6 +45,7 @@ pub use bundle::{BUNDLE_SCHEMA, Bundle, Proof, Refusal};
 pub use clocks::{ClockReadings, Clocks, time};
 pub use conditions::Conditions;
 pub use cpu::{Candidate, KernelId};
+pub use crew::{Crew, Opener};
 pub use decide::{Decision, decide_measured, decide_predicted, predicted_gain};
 pub use device::{
     Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Ran, Samples, Side,
@@ -54,6 +57,8 @@ pub use expected::{Expected, POSITIONS_MAX, draw_tokens};
 pub use gate::{Clock, Dropped, Gate, OnDeviceOnce};
 pub use measure::{BelowFloor, Interval, Latency, Predicted, gain, median, noise_floor};
 pub use propose::{Change, Origin, Past, Proposer, changes};
-pub use run::{Search, SearchError, Settings, Step, StoppedBy};
-pub use trial::{Confirmation, Outcome, PROTOCOL, Row, Skipped, SkippedProposal, Spent, Trial};
+pub use run::{Dropped as DroppedTrials, Search, SearchError, Settings, Step, StoppedBy};
+pub use trial::{
+    Beside, Confirmation, LeftOut, Outcome, PROTOCOL, Row, Skipped, SkippedProposal, Spent, Trial,
+};
 pub use verdict::{GateReport, LatencyKind, VERDICT_SCHEMA, Verdict};

@@ -6,29 +6,28 @@ use std::sync::Arc;
 use std::thread::Scope;
 use std::time::Duration;
 
-use ir::schedule::{ActsOn, Knob, ScheduleConfig, Value};
+use ir::schedule::{Knob, ScheduleConfig, Value};
 
 use crate::ahead::Helpers;
-use crate::assess::{self, Assessed, Screened, Timing};
+use crate::assess::Timing;
 use crate::audit::{Audit, Terms};
 use crate::budget::Budget;
+use crate::card::{Card, Job, LastJob, Lead, Noise};
 use crate::cpu::Candidate;
-use crate::decide::{Decision, decide_measured, decide_predicted, predicted_gain};
-use crate::device::{Device, DeviceError, Samples};
-use crate::effort::{Bar, Look, spread};
-use crate::gate::{Clock, Dropped, Gate, no_clock};
-use crate::history::{Asked, Guess, History, Proposal, score};
-use crate::measure::{Interval, gain, noise_floor};
-use crate::propose::{Origin, Past, changes, mixed};
+use crate::crew::Crew;
+use crate::decide::Decision;
+use crate::device::{Device, DeviceError};
+use crate::gate::{Clock, Gate, no_clock};
+use crate::history::{Asked, Guess, History, Proposal};
+use crate::propose::Origin;
 use crate::strategy::{Ground, Strategy, StrategyName, strategy};
-use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial, changed};
-use crate::verdict::{LatencyKind, Verdict};
+use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial};
+use crate::verdict::LatencyKind;
 
-/// Kernels that are compiled before anything asks for them.
-const FORESEEN: usize = 12;
+mod side_by_side;
 
-/// What is noted of a candidate that only seems to win.
-const LEFT_BEHIND: &str = "order effect: the gain is gone where each side follows its own kind; the candidate slows what runs after it";
+pub use side_by_side::Dropped;
+use side_by_side::Fleet;
 
 /// How a search goes about it.
 #[derive(Clone, Debug, PartialEq)]
@@ -103,35 +102,26 @@ pub enum SearchError {
 /// A search under way.
 pub struct Search<'a> {
     gate: Gate<'a>,
-    device: Option<&'a mut (dyn Device + 'a)>,
+    /// The device of a search that has one, or none.
+    here: Card<'a, 'a>,
+    /// The devices of a search that has several.
+    fleet: Option<Fleet<'a>>,
     settings: Arc<Settings>,
     strategy: Arc<dyn Strategy>,
     trials: Vec<Trial>,
     /// Trials by the ids of their program and kernel.
     tried: BTreeMap<(String, String), u64>,
     rejected: u64,
-    noise_floor: f64,
-    /// Standard deviation of a block, from the trial that measured the noise.
-    spread: f64,
+    /// The noise of each card; of a search that has one, without a number.
+    noises: BTreeMap<Option<u32>, Noise>,
     clock: Clock,
     spent: Spent,
     /// What checks the trials of a ledger.
     audit: Option<Audit>,
     /// Threads that work ahead.
     helpers: Option<Helpers<'a>>,
-    /// The trial that leads, with its proofs once they are needed.
-    incumbent: Option<(usize, Option<Assessed>)>,
-}
-
-/// What comparing a candidate with the incumbent gave.
-#[derive(Default)]
-struct Judgement {
-    outcome: Option<Outcome>,
-    why: String,
-    gain: Option<Interval>,
-    threshold: Option<f64>,
-    noise_floor: Option<f64>,
-    samples_us: Vec<[f64; 4]>,
+    /// The trial that leads.
+    incumbent: Option<usize>,
 }
 
 impl<'a> Search<'a> {
@@ -144,22 +134,29 @@ impl<'a> Search<'a> {
     ) -> Self {
         let ground =
             Ground { space: settings.space.clone(), seed: settings.seed, sweep: settings.explore };
+        let settings = Arc::new(settings);
         Self {
+            here: Card::new(gate.beside(), device, settings.clone(), no_clock),
+            fleet: None,
             gate,
-            device,
             strategy: strategy(StrategyName::default(), ground, Vec::new()),
-            settings: Arc::new(settings),
+            settings,
             trials: Vec::new(),
             tried: BTreeMap::new(),
             rejected: 0,
-            noise_floor: 0.0,
-            spread: 0.0,
+            noises: BTreeMap::new(),
             clock: no_clock,
             spent: Spent::default(),
             audit: None,
             helpers: None,
             incumbent: None,
         }
+    }
+
+    /// A search on several devices at once, of which at least one is open.
+    #[must_use]
+    pub fn side_by_side(gate: Gate<'a>, crew: Crew<'a>, settings: Settings) -> Self {
+        Self { fleet: Some(Fleet::new(crew)), ..Self::new(gate, None, settings) }
     }
 
     /// Has this strategy propose instead of the default one.
@@ -171,7 +168,9 @@ impl<'a> Search<'a> {
     /// Notes what trials spend their time on, by this clock. It decides nothing.
     #[must_use]
     pub fn with_clock(self, clock: Clock) -> Self {
-        Self { clock, ..self }
+        let mut search = Self { clock, ..self };
+        search.here.set_clock(clock);
+        search
     }
 
     /// Lowers the schedules that are likely to come next, and runs them on the reference machine, beside the trial under way: with so many
@@ -200,7 +199,13 @@ impl<'a> Search<'a> {
     /// The trial that leads.
     #[must_use]
     pub fn champion(&self) -> Option<&Trial> {
-        self.incumbent.as_ref().map(|&(index, _)| &self.trials[index])
+        self.incumbent.map(|index| &self.trials[index])
+    }
+
+    /// What several devices began for nothing.
+    #[must_use]
+    pub fn dropped(&self) -> Dropped {
+        self.fleet.as_ref().map_or_else(Dropped::default, Fleet::dropped)
     }
 
     /// Illegal proposals so far. They cost no trial.
@@ -220,17 +225,19 @@ impl<'a> Search<'a> {
     /// # Errors
     /// If it is not the next trial of this search, or its figures do not follow from its samples.
     pub fn absorb(&mut self, trial: Trial) -> Result<(), SearchError> {
-        let kind = match self.device {
-            Some(_) => LatencyKind::MeasuredGpu,
-            None => LatencyKind::Predicted,
-        };
+        let device = self.here.device.as_deref();
+        let measured = device.is_some() || self.fleet.is_some();
+        let kind = if measured { LatencyKind::MeasuredGpu } else { LatencyKind::Predicted };
         let Settings { seed, min_gain, timing, .. } = *self.settings;
-        let cache_bytes = self.device.as_deref().map_or(0, |device| device.describe().cache_bytes);
+        let cache_bytes = match &self.fleet {
+            Some(fleet) => fleet.cache_bytes(),
+            None => device.map_or(0, |device| device.describe().cache_bytes),
+        };
         let terms = Terms { seed, min_gain, timing, kind: Some(kind), cache_bytes };
         let audit = self.audit.get_or_insert_with(|| Audit::new(terms));
         let followed = audit.trial(&trial);
         followed.map_err(|reason| SearchError::Foreign { trial: trial.trial, reason })?;
-        self.record(trial, None);
+        self.record(trial);
         Ok(())
     }
 
@@ -262,25 +269,46 @@ impl<'a> Search<'a> {
                 Budget::Time(_) => StoppedBy::Time,
             }));
         }
+        if let Some(mut fleet) = self.fleet.take() {
+            let step = self.step_side_by_side(&mut fleet, elapsed);
+            self.fleet = Some(fleet);
+            return step;
+        }
         let mut skipped = Skipped::default();
         self.spent = Spent::default();
-        let (began, costs) = ((self.clock)(), self.costs());
-        let Some(proposal) = self.propose(index, &mut skipped) else {
+        let Some((proposal, history)) = self.propose(index, &mut skipped) else {
             return Ok(Step::Done(StoppedBy::Exhausted));
         };
-        self.spent.propose_s = ((self.clock)() - began).as_secs_f64() - self.spent.lower_s;
-        let (mut trial, assessed) = self.try_out(index, proposal, skipped, elapsed)?;
-        trial.spent = Spent {
-            device: self.costs() - costs,
-            total_s: ((self.clock)() - began).as_secs_f64(),
-            ..self.spent
+        let candidate = proposal.lowered.as_ref();
+        let job = Job {
+            index,
+            parent: history.parent,
+            skipped,
+            lead: self.lead(),
+            noise: self.noise(None),
+            began_s: elapsed.as_secs_f64(),
+            spent: self.spent,
+            is_known_program: candidate.is_some_and(|c| self.knows(&c.program_id)),
+            if_kept: candidate.and_then(|candidate| self.guess_kept(index, history, candidate)),
+            proposal,
         };
-        self.record(trial.clone(), assessed);
+        let trial = self.here.try_out(job).map_err(SearchError::Device)?;
+        self.record(trial.clone());
         Ok(Step::Trial(Box::new(trial)))
     }
 
-    fn costs(&self) -> crate::device::Costs {
-        self.device.as_deref().map_or_else(Default::default, Device::costs)
+    /// The trial that leads, as devices are told of it.
+    fn lead(&self) -> Option<Lead> {
+        self.champion().map(|trial| Lead { trial: trial.trial, config: trial.config })
+    }
+
+    fn noise(&self, card: Option<u32>) -> Noise {
+        self.noises.get(&card).copied().unwrap_or_default()
+    }
+
+    /// Whether a trial had this program.
+    fn knows(&self, program_id: &str) -> bool {
+        self.tried.keys().any(|(program, _)| program == program_id)
     }
 
     fn asked(&self) -> Asked {
@@ -289,359 +317,88 @@ impl<'a> Search<'a> {
 
     /// What the finished trials say to the next one.
     fn history(&self) -> History {
-        let mut past: Vec<Past> = Vec::new();
+        let mut history = History::new(self.settings.default);
         for trial in &self.trials {
             let incumbent = trial.incumbent.and_then(|index| usize::try_from(index).ok());
-            let Some(incumbent) = incumbent.and_then(|index| self.trials.get(index)) else {
-                continue;
-            };
-            let gain = trial.gain.map(|gain| f64::midpoint(gain.low, gain.high));
-            past.push(Past {
-                config: trial.config,
-                changes: changes(&incumbent.config, &trial.config),
-                gain,
-                kept: trial.outcome.leads(),
-                score: gain.map(|gain| score(&past, gain)).filter(|score| score.is_finite()),
-            });
+            let incumbent = incumbent.and_then(|index| self.trials.get(index));
+            history.learn(trial, incumbent.map(|trial| &trial.config));
         }
-        History {
-            parent: self.parent(),
-            past,
-            drawn: self.trials.iter().map(|trial| trial.config.id()).collect(),
-            tried: self.tried.clone(),
-        }
-    }
-
-    /// What proposals are drawn from: the schedule that leads, else the default.
-    fn parent(&self) -> ScheduleConfig {
-        self.champion().map_or(self.settings.default, |champion| champion.config)
+        history
     }
 
     /// The next schedule that is legal and lowers to something new; `None` when none is found. Helpers go on with those after it.
-    fn propose(&mut self, index: u64, skipped: &mut Skipped) -> Option<Proposal> {
+    fn propose(&mut self, index: u64, skipped: &mut Skipped) -> Option<(Proposal, History)> {
         let history = self.history();
+        let proposal = if index == 0 {
+            // The baseline is tried whatever comes of it.
+            let config = history.parent;
+            Proposal { origin: Origin::Baseline, config, lowered: self.lower_timed(&config) }
+        } else {
+            self.next_of(&history, index, skipped)?
+        };
+        if let (Some(_), Some(candidate)) = (&self.helpers, &proposal.lowered)
+            && self.strategy.may_be_guessed()
+        {
+            let guess = Guess::reverted(self.asked(), history.clone(), index, candidate);
+            self.gate.ahead.guess(guess);
+        }
+        Some((proposal, history))
+    }
+
+    /// The lowered schedule of a baseline, if it lowers.
+    fn lower_timed(&mut self, config: &ScheduleConfig) -> Option<Candidate> {
+        let began = (self.clock)();
+        let lowered = self.gate.ahead.lower(config).ok();
+        self.spent.lower_s += ((self.clock)() - began).as_secs_f64();
+        lowered
+    }
+
+    /// The proposal that follows a history.
+    fn next_of(
+        &mut self,
+        history: &History,
+        index: u64,
+        skipped: &mut Skipped,
+    ) -> Option<Proposal> {
         let (ahead, clock) = (&*self.gate.ahead, self.clock);
-        let mut lower_s = 0.0;
-        let mut timed = |config: &ScheduleConfig| {
+        let (began, mut lower_s) = (clock(), 0.0);
+        let timed = |config: &ScheduleConfig| {
             let began = clock();
             let lowered = ahead.lower_new(config, &history.tried);
             lower_s += (clock() - began).as_secs_f64();
             lowered
         };
-        let proposal = if index == 0 {
-            // The baseline is tried whatever comes of it.
-            let config = history.parent;
-            let lowered = timed(&config).ok().and_then(Result::ok);
-            Some(Proposal { origin: Origin::Baseline, config, lowered })
-        } else {
-            history.next(&*self.strategy, index, skipped, timed)
-        };
+        let proposal = history.next(&*self.strategy, index, skipped, timed);
         self.spent.lower_s += lower_s;
-        let candidate = proposal.as_ref().and_then(|proposal| proposal.lowered.as_ref());
-        if let (Some(_), Some(candidate)) = (&self.helpers, candidate)
-            && self.strategy.may_be_guessed()
-        {
-            ahead.guess(Guess::reverted(self.asked(), history, index, candidate));
-        }
+        self.spent.propose_s += (clock() - began).as_secs_f64() - lower_s;
         proposal
     }
 
-    fn try_out(
-        &mut self,
-        index: u64,
-        proposal: Proposal,
-        skipped: Skipped,
-        elapsed: Duration,
-    ) -> Result<(Trial, Option<Assessed>), SearchError> {
-        let Proposal { origin, config, lowered } = proposal;
-        let incumbent = self.champion().map(|champion| champion.trial);
-        let changed = changed(&changes(&self.parent(), &config));
-        let shared = self.device.as_deref().map(|device| device as &dyn Device);
-        let mut verdict = assess::begin(&self.gate, shared, &config);
-        let judged = self.judge(&config, lowered, &mut verdict);
-        let (judgement, assessed) = match judged {
-            Ok(judged) => judged,
-            Err(Dropped::Failed(error @ DeviceError::Unavailable { .. })) => {
-                return Err(SearchError::Device(error));
-            }
-            Err(dropped) => {
-                assess::refuse(&mut verdict, &dropped);
-                let device = self.device.as_deref_mut();
-                assess::locate(&self.gate, device, &config, &dropped, &mut verdict);
-                let outcome = Some(Outcome::from(&dropped));
-                (Judgement { outcome, why: dropped.to_string(), ..Judgement::default() }, None)
-            }
-        };
-        let trial = Trial {
-            trial: index,
-            origin,
-            incumbent,
-            outcome: judgement.outcome.unwrap_or(Outcome::Inconclusive),
-            why: judgement.why,
-            changed,
-            config,
-            gain: judgement.gain.filter(|gain| gain.low.is_finite() && gain.high.is_finite()),
-            threshold: judgement.threshold.filter(|threshold| threshold.is_finite()),
-            noise_floor: judgement.noise_floor.filter(|noise| noise.is_finite()),
-            samples_us: judgement.samples_us,
-            verdict,
-            skipped,
-            spent: Spent::default(),
-            began_s: elapsed.as_secs_f64(),
-            ended_s: elapsed.as_secs_f64(),
-        };
-        Ok((trial, assessed))
+    /// What helpers may begin with if a candidate is kept, to be said once it was not given up.
+    fn guess_kept(&self, index: u64, history: History, candidate: &Candidate) -> Option<Guess> {
+        let may = self.helpers.is_some() && self.strategy.may_be_guessed();
+        (may && self.incumbent.is_some())
+            .then(|| Guess::kept(self.asked(), history, index, candidate))
     }
 
-    /// The gates, then the comparison with the incumbent. Nothing is assessed in full that was given up before.
-    fn judge(
-        &mut self,
-        config: &ScheduleConfig,
-        lowered: Option<Candidate>,
-        verdict: &mut Verdict,
-    ) -> Result<(Judgement, Option<Assessed>), Dropped> {
-        let candidate = match lowered {
-            Some(candidate) => {
-                verdict.passed("validate", "every rule of schedules holds");
-                assess::describe(&candidate, verdict);
-                candidate
-            }
-            None => assess::lower(&self.gate, config, verdict)?,
-        };
-        self.ready_incumbent()?;
-        if self.device.is_some() {
-            return self.judge_on_device(candidate, verdict);
-        }
-        let (began, program_id) = ((self.clock)(), candidate.program_id.clone());
-        let _ = self.gate.ahead.judge(&candidate, self.clock);
-        self.spent.gates_s += ((self.clock)() - began).as_secs_f64();
-        self.spent.reference_s = self.reference_s(&program_id);
-        let assessed = assess::assess(&mut self.gate, None, candidate, verdict)?;
-        let judgement = self.judge_predicted(&assessed, verdict);
-        Ok((judgement, Some(assessed)))
-    }
-
-    /// Lets helpers begin with what comes next if a candidate is kept that was not given up.
-    fn guess_kept(&self, candidate: &Candidate) {
-        let guessed = self.strategy.may_be_guessed();
-        if let (Some(_), Some(_), true) = (&self.helpers, &self.incumbent, guessed) {
-            let index = self.trials.len() as u64;
-            let guess = Guess::kept(self.asked(), self.history(), index, candidate);
-            self.gate.ahead.guess(guess);
-        }
-    }
-
-    /// Seconds that the reference machine took for this trial's program, ahead or now; none if an earlier trial had the same one.
-    fn reference_s(&self, program_id: &str) -> f64 {
-        let before = self.tried.keys().any(|(program, _)| program == program_id);
-        if before { 0.0 } else { self.gate.ahead.seconds(program_id) }
-    }
-
-    /// The first stage, which may end it; then the rest of the gate, and the race.
-    fn judge_on_device(
-        &mut self,
-        candidate: Candidate,
-        verdict: &mut Verdict,
-    ) -> Result<(Judgement, Option<Assessed>), Dropped> {
-        let (clock, waited_s) = (self.clock, self.gate.waited_s);
-        let began = clock();
-        let device = device_of(&mut self.device)?;
-        let program_id = candidate.program_id.clone();
-        let screened = assess::screen(&mut self.gate, device, candidate, verdict, clock);
-        self.spent.reference_s = self.reference_s(&program_id);
-        self.spent.waiting_s = self.gate.waited_s - waited_s;
-        self.spent.gates_s += (clock() - began).as_secs_f64();
-        let screened = self.extend_if_needed(screened?, verdict)?;
-        let began = clock();
-        let given_up = self.give_up(&screened, verdict);
-        self.spent.timing_s += (clock() - began).as_secs_f64();
-        if let Some(judgement) = given_up? {
-            return Ok((judgement, None));
-        }
-        self.guess_kept(&screened.candidate);
-        let began = clock();
-        let device = device_of(&mut self.device)?;
-        let assessed = assess::complete(&self.gate, device, screened, verdict);
-        self.spent.gates_s += (clock() - began).as_secs_f64();
-        let assessed = assessed?;
-        let began = clock();
-        let judgement = self.judge_measured(&assessed, verdict);
-        self.spent.timing_s += (clock() - began).as_secs_f64();
-        Ok((judgement?, Some(assessed)))
-    }
-
-    /// How attention is split shows at later positions only: where it differs from the incumbent's, all positions are run before
-    /// anything is timed.
-    fn extend_if_needed(
-        &mut self,
-        screened: Screened,
-        verdict: &mut Verdict,
-    ) -> Result<Screened, Dropped> {
-        let Some((_, Some(incumbent))) = &self.incumbent else { return Ok(screened) };
-        if attend_alike(&incumbent.candidate, &screened.candidate) {
-            return Ok(screened);
-        }
-        let began = (self.clock)();
-        let device = device_of(&mut self.device)?;
-        let screened = assess::extend(&self.gate, device, screened, verdict);
-        self.spent.gates_s += ((self.clock)() - began).as_secs_f64();
-        screened
-    }
-
-    /// Times a candidate once at the end of what was run and gives it up if it is clearly not better than the incumbent.
-    fn give_up(
-        &mut self,
-        screened: &Screened,
-        verdict: &mut Verdict,
-    ) -> Result<Option<Judgement>, Dropped> {
-        let (bar, seed) = (self.bar(), self.seed_of_trial());
-        let Some((_, Some(incumbent))) = &self.incumbent else { return Ok(None) };
-        let device = device_of(&mut self.device)?;
-        let Some((samples, look)) =
-            assess::glance(&self.gate, device, incumbent, screened, &bar, seed)?
-        else {
-            return Ok(None);
-        };
-        assess::given_up(&self.gate, screened, verdict);
-        let at = screened.once.positions() as u32;
-        let floors = assess::floors(&self.gate, device, &screened.candidate, at);
-        let agreement = &screened.once.agreement;
-        assess::set_measured(verdict, agreement, &samples, floors, seed)?;
-        Ok(Some(compared(verdict, look, samples, bar.threshold)))
-    }
-
-    fn bar(&self) -> Bar {
-        let Settings { min_gain, timing, .. } = *self.settings;
-        let threshold = self.noise_floor.max(min_gain);
-        Bar { threshold, spread: self.spread, rounds: timing.rounds }
-    }
-
-    fn seed_of_trial(&self) -> u64 {
-        mixed(self.settings.seed, self.trials.len() as u64)
-    }
-
-    /// After a resume the incumbent's proofs are gone; it passes the gates again before anything is compared with it.
-    fn ready_incumbent(&mut self) -> Result<(), Dropped> {
-        let Some((index, None)) = self.incumbent else { return Ok(()) };
-        let candidate = self.lower_again(index)?;
-        let mut verdict = self.trials[index].verdict.clone();
-        let device = self.device.as_deref_mut();
-        let assessed = assess::assess(&mut self.gate, device, candidate, &mut verdict)?;
-        self.incumbent = Some((index, Some(assessed)));
-        Ok(())
-    }
-
-    fn lower_again(&self, index: usize) -> Result<Candidate, Dropped> {
-        self.gate.ahead.lower(&self.trials[index].config)
-    }
-
-    fn judge_predicted(&self, assessed: &Assessed, verdict: &mut Verdict) -> Judgement {
-        assess::set_predicted(verdict, &assessed.predicted);
-        let us = assessed.predicted.us();
-        let Some((_, Some(incumbent))) = &self.incumbent else {
-            return self.first(format!("{us:.1} us predicted"));
-        };
-        let decision =
-            decide_predicted(&incumbent.predicted, &assessed.predicted, self.settings.min_gain);
-        let gain = predicted_gain(&incumbent.predicted, &assessed.predicted);
-        Judgement {
-            outcome: Some(decision.into()),
-            why: format!(
-                "{us:.1} us predicted, {:+.2} % against {:.1} us of the incumbent",
-                -100.0 * gain,
-                incumbent.predicted.us()
-            ),
-            gain: Some(Interval { low: gain, high: gain }),
-            threshold: Some(self.settings.min_gain),
-            ..Judgement::default()
-        }
-    }
-
-    fn judge_measured(
-        &mut self,
-        assessed: &Assessed,
-        verdict: &mut Verdict,
-    ) -> Result<Judgement, Dropped> {
-        let (bar, seed) = (self.bar(), self.seed_of_trial());
-        let timing = self.settings.timing;
-        let Some(agreement) = &assessed.on_device else {
-            return Ok(self.judge_predicted(assessed, verdict));
-        };
-        let device = device_of(&mut self.device)?;
-        let at = self.gate.timed_position();
-        let floors = assess::floors(&self.gate, device, &assessed.candidate, at);
-        let Some((_, Some(incumbent))) = &self.incumbent else {
-            let itself = [assessed, assessed];
-            let fixed = assess::fixed(timing.rounds);
-            let samples = assess::race(&self.gate, device, itself, timing, fixed)?;
-            let latency = assess::set_measured(verdict, agreement, &samples, floors, seed)?;
-            let noise = noise_floor(&samples, seed);
-            let why =
-                format!("{:.1} us measured, noise {:.2} %", latency.median_us(), 100.0 * noise);
-            let first = self.first(why);
-            return Ok(Judgement { noise_floor: Some(noise), samples_us: samples.rounds, ..first });
-        };
-        let enough = |samples: &Samples| bar.enough(samples, seed);
-        let sides = [incumbent, assessed];
-        let samples = assess::race(&self.gate, device, sides, timing, enough)?;
-        assess::set_measured(verdict, agreement, &samples, floors, seed)?;
-        let look = bar.look(&samples, seed);
-        if look.decision == Some(Decision::Inconclusive)
-            && bar.is_left_behind(&samples)
-            && look.gain.low > bar.threshold
-        {
-            verdict.notes.push(LEFT_BEHIND.to_owned());
-        }
-        Ok(compared(verdict, look, samples, bar.threshold))
-    }
-
-    /// The first correct candidate leads whatever its latency.
-    fn first(&self, why: String) -> Judgement {
-        let outcome = if self.trials.is_empty() { Outcome::Baseline } else { Outcome::Kept };
-        Judgement { outcome: Some(outcome), why, ..Judgement::default() }
-    }
-
-    fn record(&mut self, trial: Trial, assessed: Option<Assessed>) {
-        if let Some(key) = key_of(&trial.verdict) {
-            self.tried.entry(key).or_insert(trial.trial);
+    fn record(&mut self, trial: Trial) {
+        let verdict = &trial.verdict;
+        if let (Some(program), Some(kernel)) = (&verdict.program_id, &verdict.kernel_id) {
+            self.tried.entry((program.clone(), kernel.clone())).or_insert(trial.trial);
         }
         self.rejected += trial.skipped.rejected;
-        if let Some(noise) = trial.noise_floor {
-            self.noise_floor = noise;
-            let rounds = trial.samples_us.clone();
-            self.spread = spread(&Samples { rounds, ..Samples::default() });
+        if let Some(floor) = trial.noise_floor {
+            self.noises.insert(trial.card, Noise::of(floor, &trial.samples_us));
+        }
+        for other in &trial.beside {
+            if let Some(floor) = other.noise_floor {
+                self.noises.insert(Some(other.card), Noise::of(floor, &other.samples_us));
+            }
         }
         if trial.outcome.leads() {
-            if let (Some((_, Some(old))), Some(device)) = (&self.incumbent, &mut self.device) {
-                release(&mut **device, &old.candidate);
-            }
-            self.incumbent = Some((self.trials.len(), assessed));
-            self.foresee(&trial.config);
-        } else if let (Some(assessed), Some(device)) = (&assessed, &mut self.device) {
-            release(&mut **device, &assessed.candidate);
+            self.incumbent = Some(self.trials.len());
         }
         self.trials.push(trial);
-    }
-
-    /// Tells the device which kernels may be asked for next: the leading schedule's with its kernel knobs changed, one change first.
-    fn foresee(&mut self, leading: &ScheduleConfig) {
-        let Some(device) = &mut self.device else { return };
-        let kernel = |(knob, _): &&(Knob, Vec<Value>)| knob.acts_on() == ActsOn::Kernel;
-        let mut soon = vec![(0, *leading)];
-        for (knob, values) in self.settings.space.iter().filter(kernel) {
-            let others = values.iter().filter(|&&value| value != leading.get(*knob));
-            for value in others.copied() {
-                let changed = |&(changes, mut config): &(u32, ScheduleConfig)| {
-                    let is_new = config.get(*knob) == leading.get(*knob);
-                    (is_new && config.set(*knob, value).is_ok()).then_some((changes + 1, config))
-                };
-                let more: Vec<_> = soon.iter().filter_map(changed).collect();
-                soon.extend(more);
-            }
-        }
-        soon.sort_by_key(|&(changes, _)| changes);
-        let kernels: Vec<_> = soon[1..].iter().take(FORESEEN).map(|(_, c)| c.kernel).collect();
-        device.foresee(&kernels);
     }
 
     /// Runs the champion again, on longer and fresh tokens and, where there is a device, against the baseline. `None` when there is no
@@ -650,8 +407,8 @@ impl<'a> Search<'a> {
     /// # Errors
     /// If the device is lost.
     pub fn confirm(&mut self) -> Result<Option<Confirmation>, SearchError> {
-        let Some(champion) = self.champion() else { return Ok(None) };
-        let mut confirmation = Confirmation {
+        let (Some(champion), Some(lead)) = (self.champion(), self.lead()) else { return Ok(None) };
+        let confirmation = Confirmation {
             trials: self.trials.len() as u64,
             champion: champion.trial,
             decision: Decision::Kept,
@@ -660,121 +417,24 @@ impl<'a> Search<'a> {
             gain: None,
             threshold: None,
             samples_us: Vec::new(),
+            card: None,
+            beside: Vec::new(),
             verdict: champion.verdict.clone(),
         };
-        match self.confirm_into(&mut confirmation) {
-            Ok(()) => Ok(Some(confirmation)),
-            Err(Dropped::Failed(error @ DeviceError::Unavailable { .. })) => {
-                Err(SearchError::Device(error))
+        let raced = lead.trial > 0 && self.trials[0].outcome == Outcome::Baseline;
+        let baseline = raced.then_some(self.trials[0].config);
+        let noise = self.noise(None);
+        let job = LastJob { confirmation, lead, baseline, noise, thorough: true };
+        let confirmed = match self.fleet.take() {
+            Some(mut fleet) => {
+                let confirmed = self.confirm_side_by_side(&mut fleet, &job);
+                self.fleet = Some(fleet);
+                confirmed?
             }
-            Err(dropped) => {
-                confirmation.decision = Decision::Reverted;
-                confirmation.why = dropped.to_string();
-                assess::refuse(&mut confirmation.verdict, &dropped);
-                Ok(Some(confirmation))
-            }
-        }
-    }
-
-    fn confirm_into(&mut self, confirmation: &mut Confirmation) -> Result<(), Dropped> {
-        self.ready_incumbent()?;
-        let Some((index, Some(champion))) = &self.incumbent else { return Ok(()) };
-        let (index, seed) = (*index, mixed(self.settings.seed, u64::MAX - 1));
-        confirmation.positions = self.gate.thorough(&champion.candidate, seed)?;
-        confirmation.why = format!("agrees at {} positions", confirmation.positions);
-        if self.device.is_none() || index == 0 || self.trials[0].outcome != Outcome::Baseline {
-            return Ok(());
-        }
-        let candidate = self.lower_again(0)?;
-        let mut ignored = self.trials[0].verdict.clone();
-        let device = self.device.as_deref_mut();
-        let baseline = assess::assess(&mut self.gate, device, candidate, &mut ignored)?;
-        self.race_baseline(&baseline, seed, confirmation)
-    }
-
-    fn race_baseline(
-        &mut self,
-        baseline: &Assessed,
-        seed: u64,
-        confirmation: &mut Confirmation,
-    ) -> Result<(), Dropped> {
-        let (Some((_, Some(champion))), Some(device)) =
-            (&self.incumbent, self.device.as_deref_mut())
-        else {
-            return Ok(());
+            None => self.here.confirm(job).map_err(SearchError::Device)?,
         };
-        let Some(agreement) = &champion.on_device else { return Ok(()) };
-        let Settings { min_gain, timing, .. } = *self.settings;
-        let at = self.gate.timed_position();
-        let floors = assess::floors(&self.gate, device, &champion.candidate, at);
-        let fixed = assess::fixed(2 * timing.rounds);
-        let samples = assess::race(&self.gate, device, [baseline, champion], timing, fixed)?;
-        assess::set_measured(&mut confirmation.verdict, agreement, &samples, floors, seed)?;
-        let interval = gain(&samples, seed);
-        confirmation.decision = decide_measured(interval, self.noise_floor, min_gain);
-        confirmation.why += &format!(
-            ", gain {:+.2} to {:+.2} % against the baseline",
-            100.0 * interval.low,
-            100.0 * interval.high
-        );
-        confirmation.gain = Some(interval).filter(|gain| gain.low.is_finite());
-        confirmation.threshold = Some(self.noise_floor.max(min_gain));
-        confirmation.samples_us = samples.rounds;
-        Ok(())
+        Ok(Some(confirmed))
     }
-}
-
-/// The device of a search that has one.
-fn device_of<'d, 'a>(
-    device: &'d mut Option<&'a mut (dyn Device + 'a)>,
-) -> Result<&'d mut (dyn Device + 'a), Dropped> {
-    let none = || {
-        let reason = "there is none; leave the device out to compare predictions".to_owned();
-        Dropped::Failed(DeviceError::Unavailable { reason })
-    };
-    device.as_deref_mut().ok_or_else(none)
-}
-
-fn release(device: &mut (dyn Device + '_), candidate: &Candidate) {
-    if let Ok(handle) = device.prepare(&candidate.program, &candidate.config.kernel) {
-        device.release(handle);
-    }
-}
-
-/// Whether two candidates attend in the same way, so that their times at early positions say what those at late ones would.
-fn attend_alike(one: &Candidate, other: &Candidate) -> bool {
-    let shape = |candidate: &Candidate| {
-        let config = &candidate.config;
-        let attention = config.tiling.attention;
-        let handoffs = (config.sync.attention, config.sync.merge);
-        (attention, config.fusion_grouping.merge, handoffs)
-    };
-    shape(one) == shape(other)
-}
-
-/// A comparison as a trial keeps it.
-fn compared(verdict: &Verdict, look: Look, samples: Samples, threshold: f64) -> Judgement {
-    let Look { gain, decision } = look;
-    Judgement {
-        outcome: decision.map(Outcome::from),
-        why: format!(
-            "{:.1} us measured, gain {:+.2} to {:+.2} % against the incumbent, {:.2} % needed, {} rounds",
-            verdict.latency_us.unwrap_or(f64::NAN),
-            100.0 * gain.low,
-            100.0 * gain.high,
-            100.0 * threshold,
-            samples.rounds.len()
-        ),
-        gain: Some(gain),
-        threshold: Some(threshold),
-        noise_floor: None,
-        samples_us: samples.rounds,
-    }
-}
-
-/// What makes two trials one evaluation.
-fn key_of(verdict: &Verdict) -> Option<(String, String)> {
-    Some((verdict.program_id.clone()?, verdict.kernel_id.clone()?))
 }
 
 #[cfg(test)]

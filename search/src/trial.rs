@@ -204,6 +204,15 @@ pub struct Trial {
     pub noise_floor: Option<f64>,
     /// Raw samples: microseconds a token of each round's four blocks (incumbent, candidate, candidate, incumbent).
     pub samples_us: Vec<[f64; 4]>,
+    /// The card that measured it, where the search has several: its number in the header's `cards`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub card: Option<u32>,
+    /// The baseline on the other cards, which gives each its noise floor.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub beside: Vec<Beside>,
+    /// Cards that the search does without from this trial on.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<LeftOut>,
     /// The verdict.
     pub verdict: Verdict,
     /// Proposals that were drawn before this one and cost no trial.
@@ -236,8 +245,109 @@ pub struct Confirmation {
     pub threshold: Option<f64>,
     /// Raw samples.
     pub samples_us: Vec<[f64; 4]>,
+    /// The card that these are of, where the search has several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub card: Option<u32>,
+    /// The same on the other cards. The decision is that of all: kept if every card keeps it, reverted if one reverts it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub beside: Vec<Beside>,
     /// The champion's verdict, with the new latency.
     pub verdict: Verdict,
+}
+
+/// The same program on another card of the search. Its figures are that card's own: they are compared with nothing of the others.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Beside {
+    /// The card.
+    pub card: u32,
+    /// What it decides about the champion; nothing of a baseline.
+    pub decision: Option<Decision>,
+    /// Why, in one line.
+    pub why: String,
+    /// Microseconds a token.
+    pub latency_us: Option<f64>,
+    /// Interval of that median.
+    pub ci_us: Option<[f64; 2]>,
+    /// The floor there.
+    pub bound_us: Option<f64>,
+    /// The card's noise floor, of a baseline.
+    pub noise_floor: Option<f64>,
+    /// Share of its time that the champion saves over the baseline.
+    pub gain: Option<Interval>,
+    /// What the gain had to beat.
+    pub threshold: Option<f64>,
+    /// Raw samples.
+    pub samples_us: Vec<[f64; 4]>,
+    /// The clocks, and what else a reader should know.
+    pub notes: Vec<String>,
+}
+
+/// A card that a search goes on without.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct LeftOut {
+    /// The card.
+    pub card: u32,
+    /// What happened to it.
+    pub why: String,
+}
+
+impl Beside {
+    /// A baseline as another card measured it.
+    pub(crate) fn of_trial(card: u32, trial: &Trial) -> Self {
+        Self {
+            decision: None,
+            noise_floor: trial.noise_floor,
+            gain: trial.gain,
+            threshold: trial.threshold,
+            samples_us: trial.samples_us.clone(),
+            ..Self::of_verdict(card, trial.why.clone(), &trial.verdict)
+        }
+    }
+
+    /// A champion as another card confirmed it.
+    pub(crate) fn of_confirmation(card: u32, confirmation: &Confirmation) -> Self {
+        let mut verdict = confirmation.verdict.clone();
+        if confirmation.samples_us.is_empty() {
+            // What it shows then is what the card of the champion's trial measured.
+            (verdict.latency_us, verdict.ci_us, verdict.bound_us) = (None, None, None);
+        }
+        Self {
+            decision: Some(confirmation.decision),
+            gain: confirmation.gain,
+            threshold: confirmation.threshold,
+            samples_us: confirmation.samples_us.clone(),
+            ..Self::of_verdict(card, confirmation.why.clone(), &verdict)
+        }
+    }
+
+    fn of_verdict(card: u32, why: String, verdict: &Verdict) -> Self {
+        Self {
+            card,
+            decision: None,
+            why,
+            latency_us: verdict.latency_us,
+            ci_us: verdict.ci_us,
+            bound_us: verdict.bound_us,
+            noise_floor: None,
+            gain: None,
+            threshold: None,
+            samples_us: Vec::new(),
+            notes: verdict.notes.clone(),
+        }
+    }
+}
+
+/// What several cards decide together.
+pub(crate) fn together(decisions: impl IntoIterator<Item = Decision>) -> Decision {
+    let mut all = Decision::Kept;
+    for decision in decisions {
+        all = match (all, decision) {
+            (Decision::Reverted, _) | (_, Decision::Reverted) => Decision::Reverted,
+            (Decision::Inconclusive, _) | (_, Decision::Inconclusive) => Decision::Inconclusive,
+            (Decision::Kept, Decision::Kept) => Decision::Kept,
+        };
+    }
+    all
 }
 
 /// A row of the ledger after the header.

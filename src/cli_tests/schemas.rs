@@ -3,58 +3,32 @@
 //! `tests/schemas.json` has the fields of every document. New ones are added with `BLESS=1 cargo test -p amk --test cli schemas`; one that is gone or
 //! has another type needs a new id, and blessing does not take it away.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Command, Stdio};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use super::{Path, PathBuf, amk_in, folder};
+use super::{Path, amk_in, folder};
 
-/// Fields of a document: dotted path to type. Elements of a list have one path.
-type Fields = BTreeMap<String, String>;
+#[path = "fields.rs"]
+mod fields;
 
-fn recorded() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/schemas.json")
-}
+use fields::{Fields, broken, fields_of, known, settle};
 
-/// Names that are data are not fields: knobs, ids, paths.
-const DATA: [&str; 7] =
-    ["search_space", "best_config", "config", "schedule_config", "changed", "changes", "names"];
+/// Documents that need a card: the tests inside the binary hold them against the record.
+const ON_A_CARD: [&str; 2] = ["amk.aa.v1", "amk.sample.v1"];
 
-fn fields_of(value: &Value, at: &str, into: &mut Fields) {
-    let kind = match value {
-        Value::Null => "null",
-        Value::Bool(_) => "boolean",
-        Value::Number(_) => "number",
-        Value::String(_) => "string",
-        Value::Array(_) => "array",
-        Value::Object(_) => "object",
-    };
-    if !at.is_empty() {
-        let known = into.entry(at.to_owned()).or_insert_with(|| kind.to_owned());
-        if known == "null" {
-            *known = kind.to_owned();
-        }
-    }
-    let last = at.rsplit('.').next().unwrap_or_default();
-    match value {
-        Value::Object(map) if !DATA.contains(&last) => {
-            for (name, value) in map {
-                let path = if at.is_empty() { name.clone() } else { format!("{at}.{name}") };
-                fields_of(value, &path, into);
-            }
-        }
-        Value::Array(list) => {
-            list.iter().for_each(|value| fields_of(value, &format!("{at}[]"), into))
-        }
-        Value::Object(_) | Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
-    }
-}
+/// Ids that are nowhere written any more, and are refused or read by name.
+const NOT_WRITTEN: [&str; 0] = [];
 
 /// The documents of a small work day, by schema.
 fn documents() -> BTreeMap<String, Fields> {
     let dir = folder();
     std::fs::write(dir.path().join("a.json"), r#"{"pipeline": {"stages": 4}}"#).unwrap();
     std::fs::write(dir.path().join("bad.json"), r#"{"pipeline": {"stages": 99}}"#).unwrap();
+    std::fs::write(dir.path().join("grid.json"), grid().to_string()).unwrap();
+    std::fs::write(dir.path().join("rows.jsonl"), measured_rows()).unwrap();
     let toy = ["--model", "toy", "--device", "cpu", "--kv-capacity", "16"];
     let with_toy =
         |args: &[&str]| args.iter().chain(&toy).map(|s| (*s).to_owned()).collect::<Vec<_>>();
@@ -91,6 +65,10 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("generate --model toy --device eval --tokens 1,2 --max-new-tokens 2"),
         plain("export --model toy --out toy"),
         plain("man --out pages"),
+        with_toy(&["trace"]),
+        with_toy(&["landscape", "record", "--grid", "grid.json", "--out", "points.jsonl"]),
+        plain("calibrate rows.jsonl"),
+        plain(&format!("bundle {}", shipped_bundle().display())),
         plain("evaluate --model no-such-model"),
     ];
     let mut all: BTreeMap<String, Fields> = BTreeMap::new();
@@ -100,60 +78,180 @@ fn documents() -> BTreeMap<String, Fields> {
         let schema = document["schema"].as_str().unwrap_or_else(|| panic!("{args:?}: {document}"));
         fields_of(&document, "", all.entry(schema.to_owned()).or_default());
     }
+    let mut add = |document: &Value| {
+        let schema = document["schema"].as_str().unwrap_or_else(|| panic!("{document}"));
+        fields_of(document, "", all.entry(schema.to_owned()).or_default());
+    };
+    files(dir.path()).iter().for_each(&mut add);
+    add(&asked(dir.path()));
+    add(&status());
+    served().iter().for_each(&mut add);
     all
 }
 
-/// What of `old` is not in `new`, in words. What is null on either side, or lies in a list that is empty now, says nothing.
-fn broken(old: &BTreeMap<String, Fields>, new: &BTreeMap<String, Fields>) -> Vec<String> {
-    let mut broken = Vec::new();
-    for (schema, fields) in old {
-        let Some(now) = new.get(schema) else {
-            broken.push(format!("nothing answers with {schema} any more"));
-            continue;
-        };
-        for (path, kind) in fields {
-            let parent = path.rsplit_once(['.', '[']).map(|(parent, _)| parent.to_owned());
-            let there = parent.is_none_or(|parent| {
-                now.get(&parent).is_some_and(|kind| kind == "object" && !path.ends_with(']'))
-            });
-            match now.get(path) {
-                None if there => broken.push(format!("{schema}: {path} is gone")),
-                Some(other) if other != kind && other != "null" && kind != "null" => {
-                    broken.push(format!("{schema}: {path} is {other} and was {kind}"));
-                }
-                None | Some(_) => {}
-            }
-        }
+/// One knob with two values.
+fn grid() -> Value {
+    json!({
+        "schema": "amk.grid.v1",
+        "base": {},
+        "axes": {"sm_assignment": ["round_robin", "carry"]},
+    })
+}
+
+fn corpus(path: &str) -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(path)
+}
+
+/// The first rows of the measurements that are shipped.
+fn measured_rows() -> String {
+    let text = std::fs::read_to_string(corpus("measurements/h200-llama-3.2-1b-128.jsonl")).unwrap();
+    text.lines().take(3).flat_map(|line| [line, "\n"]).collect()
+}
+
+fn shipped_bundle() -> std::path::PathBuf {
+    corpus("schedules/h200/llama-3.2-1b/128.bundle.json")
+}
+
+/// What is written to files: the first line of each kind.
+fn files(dir: &Path) -> Vec<Value> {
+    let first = |path: &Path| -> Value {
+        let text =
+            std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        let line = serde_json::from_str(text.lines().next().unwrap_or_default());
+        line.or_else(|_| serde_json::from_str(&text))
+            .unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+    };
+    let split = |name: &str| std::fs::metadata(dir.join(name)).is_ok_and(|file| file.len() > 0);
+    let trajectories = ["trajectories/train.jsonl", "trajectories/validation.jsonl"];
+    let trajectory = trajectories.into_iter().find(|name| split(name)).unwrap();
+    vec![
+        first(&dir.join("runs/a/ledger.jsonl")),
+        first(&dir.join("runs/a/manifest.json")),
+        first(&dir.join(trajectory)),
+        first(&dir.join("points.jsonl")),
+        first(&dir.join("rows.jsonl")),
+        grid(),
+        first(&shipped_bundle()),
+    ]
+}
+
+/// What a proposer is told first.
+fn asked(dir: &Path) -> Value {
+    let proposer = "head -n 1 > asked.json";
+    let toy = ["--model", "toy", "--device", "cpu", "--kv-capacity", "16", "--budget", "2"];
+    amk_in(dir, &[&["loop", "--proposer", proposer, "--out", "asked"][..], &toy].concat());
+    let said: Value =
+        serde_json::from_str(&std::fs::read_to_string(dir.join("asked.json")).unwrap()).unwrap();
+    said["search"].clone()
+}
+
+/// What the tool `status` answers.
+fn status() -> Value {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_amk"))
+        .arg("mcp")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let client = json!({"name": "test", "version": "0"});
+    let begin = json!({"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": client});
+    let lines = [
+        json!({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": begin}),
+        json!({"jsonrpc": "2.0", "method": "notifications/initialized"}),
+        json!({"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": {"name": "status", "arguments": {}}}),
+    ];
+    let mut input = child.stdin.take().unwrap();
+    for line in lines {
+        writeln!(input, "{line}").unwrap();
     }
-    broken
+    let output = BufReader::new(child.stdout.take().unwrap());
+    let answers = output.lines().map(|line| serde_json::from_str::<Value>(&line.unwrap()).unwrap());
+    let answer = answers.into_iter().find(|answer| answer["id"] == 2).unwrap();
+    drop(input);
+    child.wait().unwrap();
+    answer["result"]["structuredContent"].clone()
+}
+
+/// What the server says when it listens, and what `top` says of it.
+fn served() -> [Value; 2] {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_amk"))
+        .args(["serve", "--model", "toy", "--device", "eval", "--addr", "127.0.0.1:0"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let pid = child.id().to_string();
+    let top = amk_in(&std::env::temp_dir(), &["top", "--once", "--json", "--pid", &pid]);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    [serde_json::from_str(&line).unwrap(), top.json()]
 }
 
 #[test]
 fn documents_keep_their_fields() {
     let new = documents();
-    let text = std::fs::read_to_string(recorded()).unwrap_or_else(|_| "{}".to_owned());
-    let mut old: BTreeMap<String, Fields> = serde_json::from_str(&text).unwrap();
-    let broken = broken(&old, &new);
-    assert!(
-        broken.is_empty(),
-        "a new schema id is needed, or the field back:\n{}",
-        broken.join("\n")
-    );
-    let before = old.clone();
-    for (schema, fields) in new {
-        let known = old.entry(schema).or_default();
-        for (path, kind) in fields {
-            let entry = known.entry(path).or_insert_with(|| kind.clone());
-            if entry == "null" {
-                *entry = kind;
-            }
+    for schema in known().keys() {
+        let there = new.contains_key(schema) || ON_A_CARD.contains(&schema.as_str());
+        assert!(there, "nothing answers with {schema} any more");
+    }
+    settle(new);
+}
+
+/// The schema ids in the sources of a folder: every text of that form, tests left out.
+fn ids_in(folder: &Path, into: &mut BTreeSet<String>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if path.is_dir() && !name.ends_with("_tests") && name != "tests" {
+            ids_in(&path, into);
+        } else if name.ends_with(".rs") && !name.ends_with("tests.rs") {
+            let text = std::fs::read_to_string(&path).unwrap();
+            let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
+            into.extend(code.split('"').filter(|text| is_id(text)).map(str::to_owned));
         }
     }
-    if std::env::var_os("BLESS").is_some() {
-        std::fs::write(recorded(), serde_json::to_string_pretty(&old).unwrap() + "\n").unwrap();
-        return;
+}
+
+/// `amk.NAME.vN`.
+fn is_id(text: &str) -> bool {
+    let parts: Vec<&str> = text.split('.').collect();
+    let word =
+        |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_lowercase() || b == b'_');
+    let version = |text: &str| text.strip_prefix('v').is_some_and(|n| n.parse::<u32>().is_ok());
+    matches!(parts[..], ["amk", name, number] if word(name) && version(number))
+}
+
+#[test]
+fn every_schema_id_of_the_sources_is_on_record() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut ids = BTreeSet::new();
+    for folder in [
+        "src",
+        "search/src",
+        "corpus/src",
+        "remote/src",
+        "ir/src",
+        "model/src",
+        "sessions/src",
+        "telemetry/src",
+    ] {
+        ids_in(&root.join(folder), &mut ids);
     }
-    assert!(before == old, "new fields: BLESS=1 cargo test -p amk --test cli schemas");
+    assert!(ids.len() > 35 && ids.contains("amk.verdict.v1"), "{ids:?}");
+    let known = known();
+    let listed = |id: &&String| !known.contains_key(*id) && !NOT_WRITTEN.contains(&id.as_str());
+    let missing: Vec<&String> = ids.iter().filter(listed).collect();
+    assert!(
+        missing.is_empty(),
+        "not in tests/schemas.json: {missing:?}; add a call to `documents`"
+    );
+    let gone: Vec<&String> = known.keys().filter(|id| !ids.contains(*id)).collect();
+    assert!(gone.is_empty(), "in tests/schemas.json, and nowhere in the sources: {gone:?}");
+    assert!(is_id("amk.a_b.v12") && !is_id("amk.a.b.v1") && !is_id("amk.x.v") && !is_id("x.a.v1"));
 }
 
 #[test]

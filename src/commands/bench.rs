@@ -18,6 +18,7 @@ use crate::context::Context;
 use crate::device::live_target;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::peers::{self, Peer};
+use crate::working::Working;
 use crate::{conditions, files, report};
 
 /// Tokens that one block times.
@@ -58,6 +59,9 @@ struct Shown {
 }
 
 pub(crate) fn run(args: &BenchArgs) -> Outcome {
+    if let Some(tokens) = args.prefill {
+        return super::prefill::run(args, tokens);
+    }
     let mut context = Context::new(&args.model)?;
     if args.model.place.kv_capacity.is_none() {
         let most = context.graph().max_positions.clamp(1, abi::KV_CAPACITY_MAX);
@@ -85,6 +89,7 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     let unevaluated =
         |error| Failure::usage(format!("{} cannot be evaluated: {error}", graph.name));
     let most = device.is_some().then_some(POSITIONS_MAX);
+    let working = Working::on(format!("evaluating {}, then judging the schedule", graph.name));
     let expected =
         Expected::new(graph, weights, context.kv_capacity, args.seed, most).map_err(unevaluated)?;
     let options = context.lower_options();
@@ -100,6 +105,7 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
             Bench { gate: &mut gate, device, passage: &passage }.run(&config)
         }
     };
+    drop(working);
     if let Err(dropped) = &outcome {
         super::evaluate::stop_on_our_fault(dropped)?;
     }

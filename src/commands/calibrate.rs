@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 
 use crate::cli::CalibrateArgs;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::working::Working;
 use crate::{files, report};
 
 /// The rank correlation that predictions must have to be worth ranking with.
@@ -19,9 +20,12 @@ const RANK_MIN: f64 = 0.8;
 
 pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
     let mut cases = Vec::new();
+    let working = Working::through(args.samples.len(), "lowering the rows of files");
     for path in &args.samples {
         cases.extend(read(path)?);
+        working.done();
     }
+    drop(working);
     let other = cases.iter().filter(|case| !case.same_program).count();
     if other > 0 {
         report::say(&format!("note: {other} rows lower to another program than the one measured"));
@@ -38,6 +42,7 @@ pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
             table("before, held out", &held, &rates),
         ];
         tables.extend(before);
+        let _working = Working::on("fitting rates");
         rates = fit(&fitted, &rates, |iteration, loss| {
             report::say(&format!("  iteration {iteration}: loss {loss:.6}"));
         });

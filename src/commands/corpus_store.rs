@@ -148,6 +148,7 @@ fn check(args: &StoreArgs) -> Outcome {
 fn import(args: &ImportArgs) -> Outcome {
     // Everything is read and checked before anything is written.
     let (mut rows, mut programs) = (Vec::new(), Vec::new());
+    let working = Working::through(args.paths.len(), "reading");
     for path in &args.paths {
         if is_export(path) {
             let found = exported(path)?;
@@ -162,14 +163,16 @@ fn import(args: &ImportArgs) -> Outcome {
                 rows.push((run, ledger, contents.links().collect()));
             }
         }
+        working.done();
     }
+    drop(working);
     let mut store = Store::open(&args.store.store)?;
     let mut imported = Vec::new();
     let working = Working::through(rows.len(), "adding");
     for (run, from, links) in rows {
         let Added { new, held } = store.add(&run, links)?;
         let line = format!("{}: run {run}, {new} rows new, {held} held", from.display());
-        working.aside(|| report::say(&line));
+        report::say(&line);
         working.done();
         imported.push(ImportedRun { run, from, new, held });
     }
@@ -240,6 +243,7 @@ fn export(args: &StoreExportArgs) -> Outcome {
         return Ok(Exit::Yes);
     }
     let mut rows = 0;
+    let working = Working::on(format!("writing {}", args.out.display()));
     match args.format {
         ExportFormat::Jsonl => crate::files::write_with(&args.out, |file| {
             let mut out = BufWriter::new(file);
@@ -249,6 +253,7 @@ fn export(args: &StoreExportArgs) -> Outcome {
         })?,
         ExportFormat::Parquet => rows = tables(&store, &args.out)?,
     }
+    drop(working);
     report::say(&format!("{rows} rows in {}", args.out.display()));
     let schema = "amk.corpus_export.v1";
     report::document(&Written { schema, store: &args.store.store, out: &args.out, rows })?;

@@ -110,21 +110,27 @@ fn same(
         100.0 * equals.width(),
         100.0 * equals.threshold
     ));
-    report::document(&json!({
+    report::document(&aa_document(verdict, &equals))?;
+    Ok(if kept <= most { Exit::Yes } else { Exit::No })
+}
+
+/// What an A/A run answers.
+fn aa_document(verdict: &Verdict, equals: &search::Equals) -> serde_json::Value {
+    let of = |decision| equals.all.iter().filter(|equal| equal.decision == decision).count();
+    json!({
         "schema": "amk.aa.v1",
         "verdict": verdict,
-        "comparisons": count,
-        "kept": kept,
-        "kept_max": most,
+        "comparisons": equals.all.len(),
+        "kept": equals.kept(),
+        "kept_max": equals.kept_max(),
         "reverted": of(Decision::Reverted),
         "inconclusive": of(Decision::Inconclusive),
         "interval_width_median": equals.width(),
         "noise_floor": equals.noise_floor,
         "threshold": equals.threshold,
-        "holds": kept <= most,
+        "holds": equals.kept() <= equals.kept_max(),
         "all": equals.all,
-    }))?;
-    Ok(if kept <= most { Exit::Yes } else { Exit::No })
+    })
 }
 
 /// A gate for a model: the expected values are computed here.
@@ -193,4 +199,18 @@ pub(crate) fn say(verdict: &Verdict) {
     }
     report::table(&rows);
     say_divergence(verdict.first_divergence.as_ref());
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// The document of an A/A run, which takes a card.
+    pub(in crate::commands) fn document() -> serde_json::Value {
+        let gain = search::Interval { low: -0.001, high: 0.001 };
+        let notes = vec!["clocks: SM 1980 MHz".to_owned()];
+        let equal = search::Equal { decision: Decision::Reverted, gain, rounds: 4, notes };
+        let equals = search::Equals { noise_floor: 0.002, threshold: 0.01, all: vec![equal] };
+        aa_document(&Verdict::new("toy", "h200", "NVIDIA H200"), &equals)
+    }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use abi::Activity;
 use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
@@ -15,9 +15,11 @@ use reference_vm::machine::{Machine, Run};
 use remote::Served;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
+use vm_host::{ReadBy, Streaming};
 
-use crate::cli::{DeviceChoice, GenerateArgs};
+use crate::cli::{DeviceChoice, GenerateArgs, PrefillChoice, ReadByChoice};
 use crate::context::Context;
+use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{Observer, Sequences};
 use crate::working::Working;
@@ -34,6 +36,9 @@ struct Generated {
     logprobs: Vec<Logprobs>,
     /// Where tokens were chosen: on the host or on the device.
     chosen_on: &'static str,
+    /// How the weights came in, and what a comparison of them said; on the device.
+    weights: Value,
+    weights_check: Value,
 }
 
 /// What is asked for beside a prompt.
@@ -47,6 +52,7 @@ struct Wish {
 }
 
 pub(crate) fn run(args: &GenerateArgs) -> Outcome {
+    let began = Instant::now();
     let context = Context::new(&args.model)?;
     let tokenizer = context.model.tokenizer()?;
     let prompt = prompt(args, &context, tokenizer.as_ref())?;
@@ -60,7 +66,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     };
     let working = Working::on(format!("generating with {}", context.graph().name));
     let observer = observer(args, &context)?;
-    let generated = execute(args, &context, &prompt, &wish, &observer)?;
+    let mut generated = execute(args, &context, &prompt, &wish, &observer, began)?;
     drop(working);
     if let Some(path) = &args.logits {
         write_logits(path, &generated.logits, context.graph().vocab as usize)?;
@@ -78,6 +84,12 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
         "model": context.graph().name,
         "sampling": generated.chosen_on,
     });
+    if !generated.weights.is_null() {
+        document["weights"] = generated.weights.take();
+    }
+    if !generated.weights_check.is_null() {
+        document["weights_check"] = generated.weights_check.take();
+    }
     if args.sampling.logprobs.is_some() {
         document["logprobs"] =
             generated.tokens.iter().zip(&generated.logprobs).map(scored).collect();
@@ -131,6 +143,11 @@ fn prompt(
 fn check(args: &GenerateArgs, context: &Context, prompt: &[u32]) -> Result<(), Failure> {
     let (vocab, capacity) = (context.graph().vocab, context.kv_capacity as usize);
     let name = &context.graph().name;
+    let weights = args.weights.stream_weights || args.weights.check_weights;
+    if weights && args.model.place.device != DeviceChoice::Cuda {
+        let message = "--stream-weights and --check-weights are about the GPU; add --device cuda";
+        return Err(Failure::usage(message));
+    }
     if prompt.is_empty() {
         return Err(Failure::usage("the prompt has no tokens; give at least one"));
     }
@@ -159,11 +176,13 @@ fn execute(
     prompt: &[u32],
     wish: &Wish,
     observer: &Observer,
+    began: Instant,
 ) -> Result<Generated, Failure> {
     // A kernel counts its own commands.
     let said = Sequences::new(observer.publisher(), args.model.place.device != DeviceChoice::Cuda);
     said.sole((prompt.len() + wish.limit) as u64);
     let (graph, weights) = (context.graph(), &*context.model.weights);
+    args.prefill.check(args.model.place.device == DeviceChoice::Cuda)?;
     match args.model.place.device {
         DeviceChoice::Eval => {
             let mut evaluator = Evaluator::new(graph, weights)
@@ -175,7 +194,7 @@ fn execute(
             };
             on_host(&mut feed, prompt, wish, &said)
         }
-        DeviceChoice::Cuda => on_device(args, context, prompt, wish, (observer, &said)),
+        DeviceChoice::Cuda => on_device(args, context, prompt, wish, (observer, &said), began),
         DeviceChoice::Auto | DeviceChoice::Cpu => {
             let config = config(args, context, prompt)?;
             let program = super::program::lowered(context, &config)?;
@@ -210,6 +229,7 @@ fn on_device(
     prompt: &[u32],
     wish: &Wish,
     (observer, said): (&Observer, &Sequences),
+    began: Instant,
 ) -> Result<Generated, Failure> {
     let chosen_there = wish.sampling.is_plain_greedy() && wish.logprobs.is_none();
     if chosen_there && wish.stop.len() > abi::STOP_TOKENS_MAX {
@@ -219,6 +239,10 @@ fn on_device(
             abi::STOP_TOKENS_MAX
         )));
     }
+    if wish.keep && args.prefill.prefill == PrefillChoice::Chunks {
+        let message = "--prefill chunks: chunks give the logits of the last position alone, and --logits wants those of all";
+        return Err(Failure::usage(message));
+    }
     let config = config(args, context, prompt)?;
     let program = Arc::new(super::program::lowered(context, &config)?);
     let Some(mut device) = context.open_here()? else {
@@ -226,6 +250,10 @@ fn on_device(
     };
     device.observed(observer.lookout(), observer.publisher());
     let failed = |error: search::DeviceError| Failure::refused(error.to_string());
+    device.set_prefill(args.prefill.prefill)?;
+    if args.weights.stream_weights {
+        device.stream_weights(streaming(args));
+    }
     let handle = device.prepare(&program, &config.kernel).map_err(failed)?;
     if chosen_there {
         let limit = u32::try_from(wish.limit).unwrap_or(u32::MAX);
@@ -233,7 +261,9 @@ fn on_device(
         let (tokens, logits) =
             device.generate(handle, prompt, limit, &wish.stop, wish.keep).map_err(failed)?;
         said.chosen(0, tokens.len() as u64);
-        return Ok(Generated { tokens, logits, logprobs: Vec::new(), chosen_on: "device" });
+        let mut generated = Generated { tokens, logits, ..Generated::chosen_on("device") };
+        generated.look_at_weights(args, &mut device, began)?;
+        return Ok(generated);
     }
     let mut position = 0;
     let mut feed = |tokens: &[u32]| {
@@ -245,7 +275,41 @@ fn on_device(
         }
         Ok(rows)
     };
-    on_host(&mut feed, prompt, wish, said)
+    let mut generated = on_host(&mut feed, prompt, wish, said)?;
+    generated.look_at_weights(args, &mut device, began)?;
+    Ok(generated)
+}
+
+/// How weights are to be streamed.
+fn streaming(args: &GenerateArgs) -> Streaming {
+    let read_by = match args.weights.read_weights_by {
+        ReadByChoice::Auto => ReadBy::Auto,
+        ReadByChoice::IoUring => ReadBy::IoUring,
+        ReadByChoice::Pread => ReadBy::Pread,
+    };
+    Streaming { read_by, limit: Duration::from_secs(args.weights.weights_deadline.max(1)) }
+}
+
+impl Generated {
+    fn chosen_on(chosen_on: &'static str) -> Self {
+        let (tokens, logits, logprobs) = (Vec::new(), Vec::new(), Vec::new());
+        let (weights, weights_check) = (Value::Null, Value::Null);
+        Self { tokens, logits, logprobs, chosen_on, weights, weights_check }
+    }
+
+    fn look_at_weights(
+        &mut self,
+        args: &GenerateArgs,
+        device: &mut Gpu<'_>,
+        began: Instant,
+    ) -> Result<(), Failure> {
+        let failed = |error: search::DeviceError| Failure::refused(error.to_string());
+        self.weights = device.weights_report(began).map_err(failed)?;
+        if args.weights.check_weights {
+            self.weights_check = device.check_weights().map_err(failed)?;
+        }
+        Ok(())
+    }
 }
 
 /// Text stops where the model says; raw tokens only where the caller says.
@@ -264,8 +328,7 @@ fn on_host(
     wish: &Wish,
     said: &Sequences,
 ) -> Result<Generated, Failure> {
-    let (tokens, logits) = (Vec::new(), Vec::new());
-    let mut generated = Generated { tokens, logits, logprobs: Vec::new(), chosen_on: "host" };
+    let mut generated = Generated::chosen_on("host");
     let mut fed = prompt.to_vec();
     let mut seen = Seen::default();
     let mut position = 0;

@@ -107,6 +107,15 @@ impl Run {
         if self.is_measured() { "measured" } else { "predicted" }
     }
 
+    /// The baseline's latency on the card of a trial: on another card it would say nothing beside that trial's.
+    fn baseline_us(&self, trial: &Trial) -> Option<f64> {
+        let first = self.trials.first()?;
+        if first.card == trial.card {
+            return first.verdict.latency_us;
+        }
+        first.beside.iter().find(|other| Some(other.card) == trial.card)?.latency_us
+    }
+
     /// The trial that leads at the end.
     fn champion(&self) -> Option<&Trial> {
         self.trials.iter().rfind(|trial| trial.outcome.leads())

@@ -12,6 +12,7 @@ mod export;
 mod generate;
 pub(crate) mod html;
 mod landscape;
+mod prefill;
 pub(crate) mod program;
 pub(crate) mod propose;
 pub(crate) mod rerun;
@@ -103,4 +104,25 @@ fn man(out: Option<&Path>) -> Outcome {
     names.sort();
     report::document(&json!({"schema": "amk.man.v1", "folder": folder, "pages": names}))?;
     Ok(Exit::Yes)
+}
+
+#[cfg(test)]
+#[path = "../cli_tests/fields.rs"]
+mod fields;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn documents_that_need_a_card_keep_their_schemas_fields() {
+        let mut new = std::collections::BTreeMap::new();
+        for document in [evaluate::tests::document(), sample::tests::document()] {
+            let schema = document["schema"].as_str().expect("a schema id").to_owned();
+            let mut found = fields::Fields::new();
+            fields::fields_of(&document, "", &mut found);
+            new.insert(schema, found);
+        }
+        fields::settle(new);
+    }
 }

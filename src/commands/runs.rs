@@ -100,7 +100,7 @@ pub(crate) fn verify(args: &RunsArgs) -> Result<Answer<Runs>, Failure> {
     let working = Working::through(paths.len(), "checking");
     for path in paths {
         let found = look(&path);
-        working.aside(|| say(&found));
+        say(&found);
         working.done();
         if let Some(finding) = &found.finding
             && exit != Exit::Integrity

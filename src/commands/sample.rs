@@ -19,6 +19,7 @@ use serde_json::{Value, json};
 use crate::cli::SampleArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::working::Working;
 use crate::{conditions, report};
 
 /// Tokens of a timed block, as in a search.
@@ -66,11 +67,13 @@ pub(crate) fn run(args: &SampleArgs) -> Outcome {
         file,
         seen: BTreeSet::new(),
         rows: 0,
+        working: Working::through(args.count, "schedules"),
         dropped: BTreeMap::new(),
         began: Instant::now(),
         timed: Duration::ZERO,
     };
     session.survey(&mut device)?;
+    session.working.end();
     session.finish()
 }
 
@@ -96,7 +99,7 @@ fn expected<'a>(
     let first = args.context as usize;
     let length = first + TIMED_TOKENS as usize;
     let positions = length.min(POSITIONS_MAX);
-    report::say(&format!("evaluating {} at {length} positions", graph.name));
+    let _working = Working::on(format!("evaluating {} at {length} positions", graph.name));
     let expected = Expected::new(graph, weights, context.kv_capacity, args.seed, Some(positions))
         .map_err(unevaluated)?;
     let tokens = draw_tokens(args.seed, graph.vocab, length);
@@ -135,6 +138,7 @@ struct Session<'a> {
     rows: usize,
     /// By kind: what is needed to try them again.
     dropped: BTreeMap<&'static str, Vec<Value>>,
+    working: Working,
     began: Instant,
     timed: Duration,
 }
@@ -190,7 +194,8 @@ impl Session<'_> {
                     | Dropped::Disagreed { .. } => "disagreed",
                 };
                 let reason = dropped.to_string();
-                report::say(&format!("  {kind}: {}: {reason}", config.id()));
+                let line = format!("  {kind}: {}: {reason}", config.id());
+                report::say(&line);
                 let document = json!({"reason": reason, "drawn": drawn, "config": config});
                 self.dropped.entry(kind).or_default().push(document);
                 Ok(())
@@ -247,10 +252,12 @@ impl Session<'_> {
             Drawn::Wide => "wide".to_owned(),
             Drawn::Near { edits, .. } => format!("near, {edits} edits"),
         };
-        report::say(&format!(
+        let line = format!(
             "  {:4} {:9.1} us ({:.1} to {:.1}), {drawn}",
             self.rows, row.median_us, row.ci_us[0], row.ci_us[1]
-        ));
+        );
+        report::say(&line);
+        self.working.done();
         Ok(())
     }
 
@@ -262,22 +269,59 @@ impl Session<'_> {
             self.timed.as_secs_f64(),
             self.args.out.display()
         ));
-        report::document(&json!({
-            "schema": "amk.sample.v1",
-            "model": self.args.model.model,
-            "target": self.context.target.name,
-            "context": self.args.context,
-            "seed": self.args.seed,
-            "rows": self.rows,
-            "out": self.args.out,
-            "dropped": self.dropped,
-            "seconds": seconds,
-        }))?;
+        report::document(&Drew {
+            schema: "amk.sample.v1",
+            model: &self.args.model.model,
+            target: &self.context.target.name,
+            context: self.args.context,
+            seed: self.args.seed,
+            rows: self.rows,
+            out: &self.args.out,
+            dropped: &self.dropped,
+            seconds,
+        })?;
         if STOP.load(Ordering::SeqCst) {
             return Ok(Exit::Interrupted);
         }
         // A limit is no fault; a schedule that disagrees or hangs is one of ours.
         let faults = self.dropped.keys().any(|kind| *kind != "over a limit");
         Ok(if faults { Exit::No } else { Exit::Yes })
+    }
+}
+
+/// What a sampling run answers.
+#[derive(serde::Serialize)]
+struct Drew<'a> {
+    schema: &'static str,
+    model: &'a str,
+    target: &'a str,
+    context: u32,
+    seed: u64,
+    rows: usize,
+    out: &'a Path,
+    /// Schedules that gave no row, by what became of them.
+    dropped: &'a BTreeMap<&'static str, Vec<Value>>,
+    seconds: f64,
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// The document of a sampling run, which takes a card.
+    pub(in crate::commands) fn document() -> Value {
+        let dropped = BTreeMap::from([("over a limit", vec![json!({"why": "too many tasks"})])]);
+        let drew = Drew {
+            schema: "amk.sample.v1",
+            model: "toy",
+            target: "h200",
+            context: 128,
+            seed: 0,
+            rows: 1,
+            out: Path::new("rows.jsonl"),
+            dropped: &dropped,
+            seconds: 1.5,
+        };
+        serde_json::to_value(drew).expect("a document is JSON")
     }
 }

@@ -24,6 +24,7 @@ use crate::files;
 use crate::report::{self, Answer};
 use crate::working;
 
+mod cards;
 mod document;
 mod header;
 pub(super) mod keep;
@@ -32,12 +33,13 @@ mod proposer;
 mod spent;
 mod watch;
 
+use cards::Opened;
 use document::Kept;
 use header::Header;
 use keep::Keeper;
 use proposer::Proposer;
 
-pub(crate) use document::Found;
+pub(crate) use document::{Card, Found, cards as cards_of};
 pub(crate) use watch::{Progress, Watch};
 
 /// Columns of the table of trials.
@@ -56,6 +58,7 @@ const COLUMNS: &[&str] = &[
     "kernel_id",
     "changed",
     "why",
+    "card",
 ];
 
 /// Changed knobs that a line for people names; the table has them all.
@@ -70,38 +73,45 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
     let _ = spent::clock(); // from here on
     let dir = header::folder(args)?;
     let ledger_path = dir.join("ledger.jsonl");
-    let (opened, header, past) = if args.resume {
+    let (opened_ledger, header, past) = if args.resume {
         let (ledger, contents) = Ledger::resume(&ledger_path)?;
         let header = Header::resumed(args, &contents, &ledger_path)?;
         (Some(ledger), header, rows(&contents, &ledger_path)?)
     } else {
         (None, Header::fresh(args)?, Vec::new())
     };
+    let several = cards::are_meant(args, &header)?;
     let context = Context::load(&header.model, &header.place(args))?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
-    let mut device = context.open_process(&args.sharing)?;
-    let mut header = header.with_kind(&context, device.as_ref().map(|gpu| gpu as &dyn Device))?;
-    if header.strategy == StrategyName::Prior && !args.resume {
-        header.known = keep::known(args, &dir, &header.kind, &header.target)?;
-    }
-    let results_path = args.results.clone().unwrap_or_else(|| dir.join("results.tsv"));
-    let (ledger, results) = open_files(opened, &ledger_path, &results_path, &header, &past)?;
-    say_start(&header, &dir, past.len());
-    if let Some(device) = &mut device
-        && past.is_empty()
-    {
-        // Compiled while the graph is evaluated.
-        device.foresee(&[context.default_config().kernel]);
-    }
-
-    let gate = gate(&context, header.seed, device.is_some(), &kernel_id)?;
-    let settings = settings(&context, &header);
-    let strategy = strategy(&context, &header, &settings)?;
-    let (helpers, threads) = helpers(device.is_some());
+    let mut device = if several { None } else { context.open_process(&args.sharing)? };
     std::thread::scope(|scope| {
-        let device = device.as_mut().map(|gpu| gpu as &mut dyn Device);
-        let search =
-            Search::new(gate, device, settings).with_strategy(strategy).with_clock(spent::clock);
+        let opened = match &device {
+            _ if several => Opened::Several(cards::open(scope, &context, args, &header)?),
+            Some(gpu) => Opened::One(gpu.describe()),
+            None => Opened::None,
+        };
+        let header = with_known(args, &dir, header.with_kind(&context, &opened)?)?;
+        let results_path = args.results.clone().unwrap_or_else(|| dir.join("results.tsv"));
+        let (ledger, results) =
+            open_files(opened_ledger, &ledger_path, &results_path, &header, &past)?;
+        say_start(&header, &dir, past.len());
+        if let Some(device) = &mut device
+            && past.is_empty()
+        {
+            // Compiled while the graph is evaluated.
+            device.foresee(&[context.default_config().kernel]);
+        }
+        let gate = gate(&context, header.seed, opened.count() > 0, &kernel_id)?;
+        let settings = settings(&context, &header);
+        let strategy = strategy(&context, &header, &settings)?;
+        let (helpers, threads) = helpers(opened.count());
+        let search = match opened {
+            Opened::Several(crew) => Search::side_by_side(gate, crew, settings),
+            Opened::None | Opened::One(_) => {
+                Search::new(gate, device.as_mut().map(|gpu| gpu as &mut dyn Device), settings)
+            }
+        };
+        let search = search.with_strategy(strategy).with_clock(spent::clock);
         let mut search = search.with_helpers(scope, helpers, threads);
         let began_s = past.iter().map(ended).fold(0.0, f64::max);
         let confirmed = absorb(&mut search, past)?;
@@ -124,6 +134,14 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
     })
 }
 
+/// The terms of a new search with what the store knows, if its strategy wants that.
+fn with_known(args: &LoopArgs, dir: &Path, mut header: Header) -> Result<Header, Failure> {
+    if header.strategy == StrategyName::Prior && !args.resume {
+        header.known = keep::known(args, dir, &header.kind, &header.target)?;
+    }
+    Ok(header)
+}
+
 /// Whether a search can begin, or go on, where the arguments say.
 pub(crate) fn check_folder(args: &LoopArgs) -> Result<(), Failure> {
     let ledger = header::folder(args)?.join("ledger.jsonl");
@@ -131,15 +149,16 @@ pub(crate) fn check_folder(args: &LoopArgs) -> Result<(), Failure> {
     if holds && !args.resume { Err(CorpusError::Exists { path: ledger }.into()) } else { Ok(()) }
 }
 
-/// Helpers of a search, and threads of each. Several programs at once use cores better than one program on all of them. Two cores are
-/// left: for the thread that drives a device, and for the system. Without a device, few cores have nothing to spare.
-fn helpers(measured: bool) -> (usize, usize) {
+/// Helpers of a search, and threads of each. Several programs at once use cores better than one program on all of them. Cores are left
+/// for the thread that drives each device, and for the system. Without a device, few cores have nothing to spare.
+fn helpers(devices: usize) -> (usize, usize) {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    if cores < 4 && !measured {
+    if cores < 4 && devices == 0 {
         return (0, 0);
     }
-    let spare = cores.saturating_sub(2);
-    let helpers = (spare / 3).clamp(1, 4);
+    let devices = devices.max(1);
+    let spare = cores.saturating_sub(1 + devices);
+    let helpers = (spare / 3).clamp(1, 4 * devices);
     (helpers, (spare / helpers).max(1))
 }
 
@@ -272,10 +291,12 @@ fn bar(header: &Header) -> ProgressBar {
     // What is left: of a time it is known, of trials it is guessed from those so far.
     let style = working::style("  [{bar:30}] {pos}/{len} {elapsed}, {left}; {msg}");
     let bar = if report::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(length) };
-    match style {
+    let bar = match style {
         Some(style) => bar.with_style(style),
         None => bar,
-    }
+    };
+    working::follow(&bar);
+    bar
 }
 
 struct Session<'a> {
@@ -318,6 +339,12 @@ impl Session<'_> {
             let place = Place { model: &header.model, target, kv_capacity };
             let inputs = Inputs::Schedule { config, neutral, seed: header.seed };
             found.rerun = rerun::command(&place, &inputs, found);
+        }
+        for out in &trial.left_out {
+            report::say(&format!(
+                "card {} is left out: {}; the search goes on without it",
+                out.card, out.why
+            ));
         }
         let line = trial_line(&trial);
         let cells = cells(&trial);
@@ -443,7 +470,7 @@ impl Session<'_> {
             let count = search.rejected();
             report::say(&format!("{count} illegal proposals, which cost no trial"));
         }
-        let spent = spent::Sum::of(trials);
+        let spent = spent::Sum::of(trials).with_dropped(search.dropped());
         let wall = spent::clock();
         report::say(&spent.line(wall));
         if stopped_by == StoppedBy::Interrupted {
@@ -465,6 +492,7 @@ impl Session<'_> {
             best_config_file: best.map(|_| best_path),
             kept: kept.into_iter().map(Kept::from).collect(),
             confirmation: confirmation.cloned(),
+            cards: document::cards(&self.header.cards, trials),
             spent: spent.to_json(wall),
             resume: self.resume_command(),
         };
@@ -510,8 +538,9 @@ fn say_end(
 }
 
 fn trial_line(trial: &Trial) -> String {
+    let card = trial.card.map_or_else(String::new, |card| format!("card {card}  "));
     format!(
-        "  {:>4} {:8} {:12} {:>11} {:>15}  {}",
+        "  {:>4} {:8} {:12} {:>11} {:>15}  {card}{}",
         trial.trial,
         format!("{:?}", trial.origin).to_lowercase(),
         trial.outcome.name(),
@@ -574,5 +603,6 @@ fn cells(trial: &Trial) -> Vec<String> {
         text(&verdict.kernel_id),
         changes(trial, usize::MAX),
         trial.why.clone(),
+        trial.card.map_or_else(String::new, |card| card.to_string()),
     ]
 }

@@ -23,6 +23,7 @@ use crate::cli::TraceArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
+use crate::working::Working;
 
 use counters::{Counter, Ring};
 use timeline::{Clock, Timeline, op_name};
@@ -53,6 +54,7 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
     let mut idle = None;
     let mut documents = Vec::new();
     for (name, config) in &schedules {
+        let working = Working::on(format!("tracing schedule {name}"));
         let program = super::program::lowered(&context, config)?;
         let traced = if measured {
             schedule(&context, args.context, name, config, &program, &mut idle)
@@ -60,6 +62,7 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
         } else {
             simulated(&context, args.context, name, config, &program)
         };
+        drop(working);
         let kind = if measured { "measured" } else { "predicted" };
         let title = format!(
             "{} on {} ({kind}), {} tokens of context, schedule {name}",

@@ -20,19 +20,22 @@ use crate::observe::{self, KernelWatch};
 const THIS_PROGRAM: &str = "/proc/self/exe";
 
 /// Starts a process that drives the GPU for a model. Nothing here touches the device, so that the process is alone on it. With `shared`
-/// others may use it. The error says what is missing, or who else is there (exit code 3).
+/// others may use it, and with `named` the process sees no other GPU than this one. The error says what is missing, or who else is there
+/// (exit code 3).
 pub(crate) fn open_process<'a>(
     context: &'a Context,
     info: &vm_host::DeviceInfo,
     shared: bool,
+    named: bool,
 ) -> Result<Remote<'a>, Failure> {
     let missing = |what: String| Failure::missing(format!("capability missing: {what}"));
     let others = sharing::others(shared, || vm_host::compute_processes(&info.uuid));
     let note = sharing::judge(others.as_deref(), shared).map_err(Failure::missing)?;
+    let visible = if named { vm_host::visible_name(&info.uuid) } else { None };
     let graph = context.graph();
     let room = Room { rows: LOGITS_ROWS as usize, vocab: graph.vocab as usize };
     let limits = Limits::for_weights(graph.weight_bytes() as u64);
-    let opened = Remote::open(Box::new(|| command(context)), limits, room);
+    let opened = Remote::open(Box::new(move || command(context, visible.as_deref())), limits, room);
     let mut remote = opened.map_err(|error| match error {
         DeviceError::Unavailable { reason } => missing(reason),
         DeviceError::Compile { .. }
@@ -67,13 +70,16 @@ fn clocks(uuid: &str) -> Option<Clocks> {
     Some(Clocks { sm_mhz: clocks.sm_mhz, memory_mhz: clocks.memory_mhz, throttled })
 }
 
-/// `amk device-child ..`, which ends up in [`serve`].
-fn command(context: &Context) -> Command {
+/// `amk device-child ..`, which ends up in [`serve`]. A GPU that is made visible alone is the first one there.
+fn command(context: &Context, visible: Option<&str>) -> Command {
     let mut command = Command::new(THIS_PROGRAM);
     command.arg0("amk").args(["device-child", "--model", &context.name, "--kv-capacity"]);
     command.arg(context.kv_capacity.to_string());
     if let Some(target) = &context.named_target {
         command.args(["--target", target]);
+    }
+    if let Some(visible) = visible {
+        command.env("CUDA_VISIBLE_DEVICES", visible);
     }
     command
 }
@@ -108,6 +114,7 @@ fn unopened(error: HostError) -> DeviceError {
         HostError::OutOfMemory { needed, free } => DeviceError::OutOfMemory { needed, free },
         HostError::NoDriver
         | HostError::NoDevice
+        | HostError::NoSuchDevice { .. }
         | HostError::NoNvrtc { .. }
         | HostError::Architecture { .. }
         | HostError::Compile { .. }

@@ -242,10 +242,24 @@ fn entry<A: JsonSchema, D: JsonSchema>(
     let validator = jsonschema::validator_for(&schema).map_err(|error| bug(&error))?;
     let writes = matches!(run, Run::Search | Run::Write(_));
     let hints = ToolAnnotations::new().read_only(!writes).destructive(false).open_world(false);
-    let mut tool = Tool::new(name, description, Arc::new(input));
+    let mut tool = Tool::new(name, description, Arc::new(plain(input)));
     tool.output_schema = Some(Arc::new(output));
     tool.annotations = Some(hints);
     Ok(Entry { tool, run, schema, validator, check })
+}
+
+/// Arguments as they are listed. One that may be left out may be null too, which is accepted and not listed: clients that turn texts into numbers
+/// go by a single type.
+fn plain(mut input: JsonObject) -> JsonObject {
+    let properties = input.get_mut("properties").and_then(Value::as_object_mut);
+    for property in properties.into_iter().flat_map(|all| all.values_mut()) {
+        let Some(Value::Array(types)) = property.get_mut("type") else { continue };
+        types.retain(|name| name != "null");
+        if let [only] = &types[..] {
+            property["type"] = only.clone();
+        }
+    }
+    input
 }
 
 fn object(schema: Schema) -> JsonObject {
@@ -253,7 +267,26 @@ fn object(schema: Schema) -> JsonObject {
     // The type's name and sentence are ours; the tool has its own.
     object.remove("title");
     object.remove("description");
+    object.values_mut().for_each(without_widths);
     object
+}
+
+/// Takes out the formats that say how wide a number is (`uint64`): JSON schema has no such, and clients warn of each of them.
+fn without_widths(schema: &mut Value) {
+    match schema {
+        Value::Object(map) => {
+            let width = |format: &Value| {
+                let name = format.as_str().unwrap_or_default();
+                ["uint", "int", "float", "double"].iter().any(|width| name.starts_with(width))
+            };
+            if map.get("format").is_some_and(width) {
+                map.remove("format");
+            }
+            map.values_mut().for_each(without_widths);
+        }
+        Value::Array(list) => list.iter_mut().for_each(without_widths),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+    }
 }
 
 #[cfg(test)]
@@ -274,6 +307,48 @@ mod tests {
             let id = &output["properties"]["schema"];
             assert!(id["type"] == "string", "{name}: {id}");
         }
+    }
+
+    #[test]
+    fn schemas_have_no_formats_that_clients_do_not_know() {
+        fn formats(schema: &Value, into: &mut Vec<String>) {
+            match schema {
+                Value::Object(map) => {
+                    into.extend(map.get("format").and_then(Value::as_str).map(str::to_owned));
+                    map.values().for_each(|inner| formats(inner, into));
+                }
+                Value::Array(list) => list.iter().for_each(|inner| formats(inner, into)),
+                Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+            }
+        }
+        for entry in all().expect("schemas that compile") {
+            let mut found = Vec::new();
+            let output = entry.tool.output_schema.as_ref().expect("an output schema");
+            formats(&Value::Object((**output).clone()), &mut found);
+            formats(&entry.schema, &mut found);
+            assert_eq!(found, Vec::<String>::new(), "{}", entry.tool.name);
+        }
+    }
+
+    #[test]
+    fn what_may_be_left_out_is_listed_with_its_type_and_may_be_null() {
+        let tools = all().expect("schemas that compile");
+        let tool = tools.iter().find(|entry| entry.tool.name == "loop").expect("loop");
+        for entry in &tools {
+            let listed = entry.tool.input_schema["properties"].as_object().expect("an object");
+            for (name, property) in listed {
+                let types = property.get("type").and_then(Value::as_array);
+                let null = types.is_some_and(|types| types.contains(&json!("null")));
+                assert!(!null, "{}: {name}", entry.tool.name);
+            }
+        }
+        assert_eq!(tool.tool.input_schema["properties"]["kv_capacity"]["type"], "integer");
+        let given = json!({"model": "toy", "kv_capacity": null, "devices": ["cuda:1", 0]});
+        assert_eq!(tool.problems(given.as_object().expect("an object")), []);
+        let given = json!({"model": "toy", "devices": ["gpu"], "kv_capacity": "16"});
+        let problems = tool.problems(given.as_object().expect("an object"));
+        let places: Vec<&str> = problems.iter().map(Problem::at).collect();
+        assert_eq!(places, ["devices.0", "kv_capacity"]);
     }
 
     #[test]

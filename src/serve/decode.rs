@@ -14,9 +14,6 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::engine::{Broken, Engine};
 use crate::observe::Sequences;
 
-/// Prompt tokens of a turn: a long prompt gives way between them.
-const PROMPT_SLICE: u64 = 16;
-
 /// What a request wants of the model.
 #[derive(Debug)]
 pub(super) struct Work {
@@ -198,7 +195,7 @@ impl<'e> Desk<'e> {
                 }
             }
             self.admit();
-            if let Some(turn) = self.scheduler.next(PROMPT_SLICE) {
+            if let Some(turn) = self.scheduler.next(self.engine.prompt_slice()) {
                 self.turn(turn);
             }
         }

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
+use super::super::engine::PROMPT_SLICE;
 use super::*;
 
 /// Tokens of the scripted model.

@@ -11,6 +11,11 @@ use search::Handle;
 use crate::context::Context;
 use crate::device::Gpu;
 
+/// Prompt tokens of a turn where each takes a step.
+pub(super) const PROMPT_SLICE: u64 = 16;
+/// Prompt tokens of a turn where they are run in chunks: as long as some tens of steps.
+const CHUNK_SLICE: u64 = 1024;
+
 /// Why tokens could not be run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Broken {
@@ -30,6 +35,11 @@ pub(super) trait Engine {
 
     /// Forgets a place's sequence.
     fn end(&mut self, place: usize);
+
+    /// Prompt tokens of a turn: a long prompt gives way between them.
+    fn prompt_slice(&self) -> u64 {
+        PROMPT_SLICE
+    }
 }
 
 /// The graph, with no schedule: `--device eval`.
@@ -143,5 +153,9 @@ impl Engine for Megakernel<'_> {
         if let Some(position) = self.positions.get_mut(place) {
             *position = 0;
         }
+    }
+
+    fn prompt_slice(&self) -> u64 {
+        if self.gpu.takes_chunks(CHUNK_SLICE as usize) { CHUNK_SLICE } else { PROMPT_SLICE }
     }
 }

@@ -113,6 +113,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
             (if gpu.is_some() { "cuda" } else { "cpu" }, gpu)
         }
     };
+    args.prefill.check(gpu.is_some())?;
     let most = if gpu.is_some() { SESSIONS as usize } else { abi::SESSIONS_MAX as usize };
     let places = args.sessions.unwrap_or(most.min(8));
     if !(1..=most).contains(&places) {
@@ -130,6 +131,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     }
     let engine: Box<dyn Engine + '_> = match (gpu, &lowered) {
         (Some(mut gpu), Some((config, program))) => {
+            gpu.set_prefill(args.prefill.prefill)?;
             let handle = remote::Served::prepare(&mut gpu, program, &config.kernel);
             let handle = handle.map_err(|error| Failure::refused(error.to_string()))?;
             Box::new(Megakernel::new(gpu, handle, places))

@@ -133,7 +133,9 @@ impl std::fmt::Display for Suspect {
                 | Trap::Stalled
                 | Trap::BadOpcode
                 | Trap::BadIndex
-                | Trap::BadCommand,
+                | Trap::BadCommand
+                | Trap::Weights
+                | Trap::WeightsDeadline,
             ) => return write!(f, " and waits for nothing"),
         };
         write!(f, " and waits for {name} {object}, which has {have} and needs {need}")

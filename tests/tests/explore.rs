@@ -2,7 +2,7 @@
 //! the counter-examples.
 
 use tests::explore::models::{
-    Case, attend, counter, host, payload, stages, switch, transitive, trap,
+    Case, attend, counter, host, landing, payload, stages, switch, transitive, trap,
 };
 use tests::explore::{Model, Op, Order, Verdict, explore, outcomes};
 
@@ -57,6 +57,11 @@ fn attention_and_the_ring() {
 #[test]
 fn host_ring() {
     check(host::cases());
+}
+
+#[test]
+fn weights_that_land_while_the_kernel_runs() {
+    check(landing::cases());
 }
 
 #[test]

@@ -61,7 +61,7 @@ const TEST_EDGES: &[(&str, &[&str])] = &[
     ("remote", &["lower", "model"]),
     // Programs to run. The library is built without it.
     ("reference-vm", &["lower", "model"]),
-    ("vm-host", &["lower", "model", "reference-vm"]),
+    ("vm-host", &["lower", "model", "reference-vm", "sessions"]),
     ("amk", &["tests"]),
 ];
 

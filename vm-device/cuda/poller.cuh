@@ -10,6 +10,7 @@ struct Poller {
   uint32_t switched; // workers that have switched, expected
   uint32_t epoch;    // epochs of the current program so far
   uint64_t program;
+  bool landing; // weights may still be on their way
 };
 
 __device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, uint32_t steps, uint32_t token, uint32_t stopped, uint64_t start) {
@@ -49,15 +50,68 @@ __device__ __forceinline__ bool poller_wait(Poller& p, uint32_t const* word, uin
       }
       host_store(&indices->heartbeat, (uint32_t)now_ns());
       watchdog_check(p.worker->shared);
+      if (p.landing) {
+        landing_report(p.worker->shared, p.head + 1);
+      }
     }
     __nanosleep(100);
   }
+}
+
+// Until the embedding has landed, or no more will. False when the device is leaving.
+__device__ __forceinline__ bool poller_wait_embedding(Poller& p) {
+  amk_launch const& l = *p.worker->shared->launch;
+  amk_landing* landing = (amk_landing*)l.landing;
+  amk_ring_indices* indices = (amk_ring_indices*)l.indices;
+  uint32_t const need = load_relaxed(&landing->embedding);
+  while (load_relaxed(&landing->landed) < need) { // abandoned is more than any number of units
+    if (load_relaxed(&((amk_done*)l.done)->abort) != 0) {
+      return false;
+    }
+    if (host_load(&indices->abort) != 0) {
+      trap(p.worker->shared, AMK_TRAP_ABORTED, 0, 0, 0, 0);
+      return false;
+    }
+    host_store(&indices->heartbeat, (uint32_t)now_ns());
+    host_store(&indices->waiting, p.head + 1);
+    __nanosleep(500);
+  }
+  acquire_release_fence(); // pairs with the fence in front of the write of `landed`
+  host_store(&indices->waiting, 0);
+  return true;
+}
+
+// What is known of the weights now; noted in p.landing. True when no more will come.
+__device__ __forceinline__ bool poller_abandoned(Poller& p) {
+  uint32_t const landed = load_relaxed(&((amk_landing*)p.worker->shared->launch->landing)->landed);
+  acquire_release_fence();
+  p.landing = landed != AMK_LANDED_ALL;
+  return landed == AMK_LANDED_ABANDONED;
 }
 
 __device__ __forceinline__ void publish_action(Poller& p, uint32_t action) {
   amk_step* step = (amk_step*)p.worker->shared->launch->step;
   store_relaxed(&step->action, action);
   word_publish(&step->go, ++p.go);
+}
+
+// The steps of a command behind its first, which ran alone.
+__device__ __forceinline__ uint32_t run_rest(Poller& p, uint32_t position, uint32_t steps, uint32_t flags) {
+  amk_launch const& l = *p.worker->shared->launch;
+  amk_step* step = (amk_step*)l.step;
+  amk_done* done = (amk_done*)l.done;
+  uint32_t const token = load_relaxed(&done->token), vocab = load_relaxed(&((amk_program const*)p.program)->vocab);
+  if (token >= vocab) {
+    trap(p.worker->shared, AMK_TRAP_BAD_INDEX, token, token, vocab, 0);
+    return AMK_TRAP_BAD_INDEX;
+  }
+  store_relaxed(&step->epoch, p.epoch + 2);
+  store_relaxed(&step->token, token);
+  store_relaxed(&step->position, position + 1);
+  store_relaxed(&step->logits_row, flags & 1);
+  store_relaxed(&step->end, position + steps);
+  publish_action(p, 1);
+  return poller_wait(p, &done->sequence, ++p.finished) ? AMK_TRAP_NONE : AMK_TRAP_ABORTED;
 }
 
 __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* s, uint64_t start) {
@@ -76,13 +130,24 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
     post_completion(p, AMK_TRAP_BAD_COMMAND, 0, 0, 0, start);
     return AMK_TRAP_NONE;
   }
+  if (p.landing) {
+    if (!poller_wait_embedding(p)) {
+      return AMK_TRAP_ABORTED;
+    }
+    if (poller_abandoned(p)) {
+      post_completion(p, AMK_TRAP_WEIGHTS, 0, 0, 0, start);
+      return AMK_TRAP_NONE;
+    }
+  }
+  // While weights are on their way the first step runs alone: behind it everything has landed, or its answer is void. So no worker looks.
+  bool const alone = p.landing;
   store_relaxed(&step->epoch, p.epoch + 1);
   store_relaxed(&step->token, token);
   store_relaxed(&step->position, position);
   store_relaxed(&step->first, position);
   store_relaxed(&step->session, session);
   store_relaxed(&step->logits_row, 0);
-  store_relaxed(&step->end, position + steps);
+  store_relaxed(&step->end, position + (alone ? 1 : steps));
   store_relaxed(&step->forced, host_load(&s->forced));
   store_relaxed(&step->flags, flags);
   store_relaxed(&step->stop_len, stop_len);
@@ -93,11 +158,25 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   if (!poller_wait(p, &done->sequence, ++p.finished)) {
     return AMK_TRAP_ABORTED;
   }
+  bool const lost = alone && poller_abandoned(p), more = alone && !lost && steps > 1 && load_relaxed(&done->stopped) == 0;
+  if (alone) {
+    host_store(&((amk_ring_indices*)l.indices)->waiting, 0);
+  }
+  if (more) {
+    uint32_t const result = run_rest(p, position, steps, flags);
+    if (result != AMK_TRAP_NONE) {
+      return result;
+    }
+  }
   uint32_t const ran = load_relaxed(&done->steps);
   p.epoch += ran;
   store_relaxed(&((amk_program*)p.program)->epoch, p.epoch); // its counters stand there: coming back must not start over
-  p.go += ran - 1; // the sampling worker announced the steps after the first
-  post_completion(p, AMK_TRAP_NONE, ran, load_relaxed(&done->token), load_relaxed(&done->stopped), start);
+  p.go += ran - 1 - more; // the sampling worker announced the steps after the first
+  if (lost) {
+    post_completion(p, AMK_TRAP_WEIGHTS, 0, 0, 0, start);
+  } else {
+    post_completion(p, AMK_TRAP_NONE, ran, load_relaxed(&done->token), load_relaxed(&done->stopped), start);
+  }
   return AMK_TRAP_NONE;
 }
 
@@ -110,6 +189,7 @@ __device__ __forceinline__ uint32_t run_load_program(Poller& p, amk_submission c
   p.program = program;
   p.epoch = load_relaxed(&((amk_program const*)program)->epoch);
   p.switched += l.workers;
+  p.landing = true; // the weights may be others
   publish_action(p, 2);
   if (!poller_wait(p, &((amk_done*)l.done)->switched, p.switched)) {
     return AMK_TRAP_ABORTED;
@@ -121,7 +201,7 @@ __device__ __forceinline__ uint32_t run_load_program(Poller& p, amk_submission c
 // The poller's life. Ends at a stop command or when the device leaves.
 __device__ __forceinline__ void poller_run(Worker const& w) {
   amk_launch const& l = *w.shared->launch;
-  Poller p = {&w, 0, 0, 0, 0, load_relaxed(&((amk_program const*)l.program)->epoch), l.program};
+  Poller p = {&w, 0, 0, 0, 0, load_relaxed(&((amk_program const*)l.program)->epoch), l.program, true};
   amk_ring_indices* indices = (amk_ring_indices*)l.indices;
   for (;;) {
     amk_submission const* s = (amk_submission const*)l.submissions + (p.head & (AMK_RING_ENTRIES - 1));

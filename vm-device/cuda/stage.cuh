@@ -69,3 +69,14 @@ __device__ __forceinline__ void stage_copy_at(uint32_t stage, uint64_t address, 
                : "memory");
 #endif
 }
+
+// Copies of 16 bytes by threads, for kernels that fill shared memory without the copy engine: `bytes` of them are read, the rest of the 16 is
+// zero. They land in groups: waiting leaves at most LEFT of this thread's groups on their way, and a block barrier behind it shows the
+// others what has landed.
+__device__ __forceinline__ void piece_copy(uint32_t target, void const* source, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void pieces_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <uint32_t LEFT> __device__ __forceinline__ void pieces_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+// What this thread's copies have brought comes before products that read shared memory by themselves.
+__device__ __forceinline__ void products_see_pieces() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

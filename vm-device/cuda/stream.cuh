@@ -66,6 +66,7 @@ struct Loader {
   bool lapped;             // whether every stage has been used once
   uint64_t policy;
   uint32_t seen;           // steps of which what was stored before is visible to copies
+  uint32_t landed;         // units that have landed, as far as this loader knows
 };
 
 // The oldest stage on its way has landed.
@@ -162,8 +163,11 @@ __device__ __forceinline__ bool loader_issue(Shared* sh, Loader& l, uint64_t fro
 // Units that the loader has asked for, once a run and not once a stage; in shared memory, because its registers are all taken.
 __device__ __forceinline__ void loader_count(Shared* sh, uint32_t units) { flag_store(&sh->issued, flag_load(&sh->issued) + units); }
 
-// A run of units of a matrix.
-__device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run, LoaderWaits& waits) {
+// A run of units of a matrix, once `need` units have landed.
+__device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t lap, LoaderWaits& waits) {
+  if (need > l.landed && !landing_wait(sh, l.landed, need, lap)) {
+    return false;
+  }
   uint64_t address = (uint64_t)run.y << 32 | run.x;
   uint32_t const stage_units = run.w & 0xffff, period = run.w >> 16;
   uint32_t place = 0;
@@ -254,7 +258,7 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
   while (loads > 0) {
     load = load + 1 == loads ? 0 : load + 1;
     uint4 const next = load_u32x4(list + load), next_more = load_u32x4((char const*)(list + load) + 16); // a whole run ahead: a trip to L2
-    bool const on = run.z != 0 ? loader_weights(sh, l, run, waits) : loader_keys(sh, l, run, more, lap, waits);
+    bool const on = run.z != 0 ? loader_weights(sh, l, run, more.x, lap, waits) : loader_keys(sh, l, run, more, lap, waits);
     if (!on) {
       loader_drain(w, l);
       return;

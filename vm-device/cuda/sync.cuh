@@ -43,6 +43,11 @@ __device__ __forceinline__ uint32_t claim(uint32_t* word) {
   return v;
 }
 
+// Adds; for sums that are read when nobody adds any more.
+__device__ __forceinline__ void add_relaxed(uint32_t* word, uint32_t v) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");
+}
+
 // Activations. They bypass L1, which is not coherent between multiprocessors.
 __device__ __forceinline__ float2 load_f32x2(float const* p) {
   float2 v;

@@ -61,6 +61,7 @@ struct Shared {
   uint32_t issued; // units that the loader has asked for, ever
   uint32_t seen_progress; // the watchdog's: progress when it last changed, and when that was
   uint64_t seen_ns;
+  uint32_t seen_landed, landing_idle; // the watchdog's: units landed when it last looked, and deadlines since they last changed
   uint64_t pulse_ns; // when the watchdog last wrote the worker's pulse
   amk_launch const* launch;
 #if AMK_TRACE
@@ -153,6 +154,8 @@ __device__ __forceinline__ void fault(Shared* sh, uint32_t code, uint32_t object
   flag_store(&sh->fault_code, code);
 }
 
+__device__ __forceinline__ bool landing_excuses(Shared* sh); // landing.cuh
+
 // The worker's life signs for other processes, by the watchdog and seldom. They cross the bus, so they go in three writes.
 __device__ __forceinline__ void pulse(Shared* sh, uint64_t now) {
   if (now - sh->pulse_ns < sh->launch->pulse_ns) {
@@ -182,8 +185,12 @@ __device__ __forceinline__ void watchdog_check(Shared* sh) {
     sh->seen_ns = now;
     flag_store(&sh->wait_code, 0);
   } else if (now - sh->seen_ns > sh->launch->deadline_ns && !is_dead(sh)) {
-    uint32_t const code = flag_load(&sh->wait_code);
-    trap(sh, code != 0 ? code : AMK_TRAP_STALLED, flag_load(&sh->wait_object), flag_load(&sh->wait_have), flag_load(&sh->wait_need), now - sh->seen_ns);
+    if (landing_excuses(sh)) {
+      sh->seen_ns = now;
+    } else {
+      uint32_t const code = sh->landing_idle != 0 ? AMK_TRAP_WEIGHTS_DEADLINE : flag_load(&sh->wait_code);
+      trap(sh, code != 0 ? code : AMK_TRAP_STALLED, flag_load(&sh->wait_object), flag_load(&sh->wait_have), flag_load(&sh->wait_need), now - sh->seen_ns);
+    }
   }
   pulse(sh, now);
 }

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0xc2e05bf455b5fb37ull
+#define AMK_ABI_HASH 0x8412443cd228fb2cull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -41,6 +41,8 @@ typedef long long int64_t;
 #define AMK_RING_ENTRIES 64u
 #define AMK_STOP_TOKENS_MAX 8u
 #define AMK_SESSIONS_MAX 64u
+#define AMK_LANDED_ALL 0xffffffffu
+#define AMK_LANDED_ABANDONED 4294967294u
 #define AMK_NONE 0xffffffffu
 
 #define AMK_OP_NOP 0u
@@ -90,6 +92,8 @@ typedef long long int64_t;
 #define AMK_TRAP_BAD_OPCODE 6u
 #define AMK_TRAP_BAD_INDEX 7u
 #define AMK_TRAP_BAD_COMMAND 8u
+#define AMK_TRAP_WEIGHTS 9u
+#define AMK_TRAP_WEIGHTS_DEADLINE 10u
 
 #define AMK_FOR_EACH_OP(X) X(nop, 0) X(embed, 1) X(matvec, 2) X(attention, 3) X(attention_merge, 4) X(sample, 5)
 
@@ -131,7 +135,7 @@ struct alignas(16) amk_load {
   uint32_t units; // Units; zero for keys and values, whose number the position decides.
   uint16_t stage_units; // Units of a stage.
   uint16_t period; // Units after which a new stage begins even if the last is not full: those of a tile that lies in several stages.
-  uint32_t values; // Bytes from the keys to the values of a head: half of a session's.
+  uint32_t values; // Bytes from the keys to the values of a head: half of a session's. For units: how many must have landed, in landing order.
   uint32_t kv_block; // Keys of a block of the task's splits.
   uint32_t window; // Sliding window, or zero for full attention.
   uint16_t split; // The task's split.
@@ -264,21 +268,22 @@ struct alignas(16) amk_launch {
   uint64_t completions; // `amk_completion[RING_ENTRIES]` in mapped host memory.
   uint64_t indices; // `amk_ring_indices` in mapped host memory.
   uint64_t status; // `amk_status` in mapped host memory.
-  uint64_t tokens; // Token buffers in mapped host memory, `token_stride` words per session.
+  uint64_t tokens; // Token buffers in mapped host memory. Of each session `token_stride` words with its tokens, then as many with what was chosen behind each.
   uint64_t step; // `amk_step` in device memory.
   uint64_t done; // `amk_done` in device memory.
   uint64_t records; // `amk_record[]` in device memory, for the traced kernel variant; else zero.
   uint64_t deadline_ns; // Nanoseconds that any wait inside a step may last.
-  uint32_t token_stride; // Words between the token buffers of two sessions.
+  uint32_t token_stride; // Words of a session's tokens; twice as many lie between those of two sessions.
   uint32_t sessions; // Sessions.
   uint32_t workers; // Workers: thread blocks of the launch.
   uint32_t record_len; // Records that fit.
   uint64_t program; // First program, loaded before the launch.
+  uint64_t landing; // `amk_landing` in device memory.
   uint64_t pulses; // `amk_pulse[workers]` in mapped host memory.
   uint32_t pulse_ns; // Nanoseconds between two writes of a pulse.
-  uint32_t reserved; // Zero.
+  uint32_t reserved[3]; // Zero.
 };
-static_assert(sizeof(amk_launch) == 112, "size of amk_launch");
+static_assert(sizeof(amk_launch) == 128, "size of amk_launch");
 static_assert(alignof(amk_launch) == 16, "alignment of amk_launch");
 static_assert(AMK_OFFSETOF(amk_launch, submissions) == 0, "offset of amk_launch.submissions");
 static_assert(AMK_OFFSETOF(amk_launch, completions) == 8, "offset of amk_launch.completions");
@@ -294,9 +299,29 @@ static_assert(AMK_OFFSETOF(amk_launch, sessions) == 76, "offset of amk_launch.se
 static_assert(AMK_OFFSETOF(amk_launch, workers) == 80, "offset of amk_launch.workers");
 static_assert(AMK_OFFSETOF(amk_launch, record_len) == 84, "offset of amk_launch.record_len");
 static_assert(AMK_OFFSETOF(amk_launch, program) == 88, "offset of amk_launch.program");
-static_assert(AMK_OFFSETOF(amk_launch, pulses) == 96, "offset of amk_launch.pulses");
-static_assert(AMK_OFFSETOF(amk_launch, pulse_ns) == 104, "offset of amk_launch.pulse_ns");
-static_assert(AMK_OFFSETOF(amk_launch, reserved) == 108, "offset of amk_launch.reserved");
+static_assert(AMK_OFFSETOF(amk_launch, landing) == 96, "offset of amk_launch.landing");
+static_assert(AMK_OFFSETOF(amk_launch, pulses) == 104, "offset of amk_launch.pulses");
+static_assert(AMK_OFFSETOF(amk_launch, pulse_ns) == 112, "offset of amk_launch.pulse_ns");
+static_assert(AMK_OFFSETOF(amk_launch, reserved) == 116, "offset of amk_launch.reserved");
+
+struct alignas(16) amk_landing {
+  uint32_t landed; // Units that are there, `LANDED_ABANDONED` or `LANDED_ALL`; written behind the copies, on their stream.
+  uint32_t embedding; // Units that must be there before a step may begin: those of the embedding, which no load brings.
+  uint32_t patience; // Deadlines in a row that may pass with nothing landing before a worker that waits gives up.
+  uint32_t waits; // Times that a loader began to wait for weights since the launch.
+  uint32_t resumed; // Times that such a wait was over.
+  uint32_t waited_us; // Microseconds of all of them together.
+  uint32_t reserved[2]; // Zero.
+};
+static_assert(sizeof(amk_landing) == 32, "size of amk_landing");
+static_assert(alignof(amk_landing) == 16, "alignment of amk_landing");
+static_assert(AMK_OFFSETOF(amk_landing, landed) == 0, "offset of amk_landing.landed");
+static_assert(AMK_OFFSETOF(amk_landing, embedding) == 4, "offset of amk_landing.embedding");
+static_assert(AMK_OFFSETOF(amk_landing, patience) == 8, "offset of amk_landing.patience");
+static_assert(AMK_OFFSETOF(amk_landing, waits) == 12, "offset of amk_landing.waits");
+static_assert(AMK_OFFSETOF(amk_landing, resumed) == 16, "offset of amk_landing.resumed");
+static_assert(AMK_OFFSETOF(amk_landing, waited_us) == 20, "offset of amk_landing.waited_us");
+static_assert(AMK_OFFSETOF(amk_landing, reserved) == 24, "offset of amk_landing.reserved");
 
 struct alignas(16) amk_done {
   uint32_t abort; // Device-wide: nonzero asks every worker to leave.
@@ -400,7 +425,8 @@ struct alignas(128) amk_ring_indices {
   uint32_t heartbeat; // Written by the device: increases while the poller lives.
   uint32_t reserved1[31]; // Zero.
   uint32_t head; // Written by the device: submissions taken up.
-  uint32_t reserved2[31]; // Zero.
+  uint32_t waiting; // Written by the device: sequence of the command under way while it waits for weights (`wait_io`), else zero.
+  uint32_t reserved2[30]; // Zero.
 };
 static_assert(sizeof(amk_ring_indices) == 384, "size of amk_ring_indices");
 static_assert(alignof(amk_ring_indices) == 128, "alignment of amk_ring_indices");
@@ -409,7 +435,8 @@ static_assert(AMK_OFFSETOF(amk_ring_indices, reserved0) == 4, "offset of amk_rin
 static_assert(AMK_OFFSETOF(amk_ring_indices, heartbeat) == 128, "offset of amk_ring_indices.heartbeat");
 static_assert(AMK_OFFSETOF(amk_ring_indices, reserved1) == 132, "offset of amk_ring_indices.reserved1");
 static_assert(AMK_OFFSETOF(amk_ring_indices, head) == 256, "offset of amk_ring_indices.head");
-static_assert(AMK_OFFSETOF(amk_ring_indices, reserved2) == 260, "offset of amk_ring_indices.reserved2");
+static_assert(AMK_OFFSETOF(amk_ring_indices, waiting) == 260, "offset of amk_ring_indices.waiting");
+static_assert(AMK_OFFSETOF(amk_ring_indices, reserved2) == 264, "offset of amk_ring_indices.reserved2");
 
 struct alignas(64) amk_status {
   uint32_t trap; // A `Trap`.
@@ -579,5 +606,5 @@ static_assert(alignof(amk_sample_params) == 4, "alignment of amk_sample_params")
 static_assert(AMK_OFFSETOF(amk_sample_params, candidates) == 0, "offset of amk_sample_params.candidates");
 static_assert(AMK_OFFSETOF(amk_sample_params, reserved) == 4, "offset of amk_sample_params.reserved");
 
-#define AMK_PROBE_LEN 213u
-#define AMK_FOR_EACH_PROBE(X) X(sizeof(amk_task)) X(AMK_OFFSETOF(amk_task, opcode)) X(AMK_OFFSETOF(amk_task, layer)) X(AMK_OFFSETOF(amk_task, wait_len)) X(AMK_OFFSETOF(amk_task, warp_units)) X(AMK_OFFSETOF(amk_task, stage_units)) X(AMK_OFFSETOF(amk_task, stage_tiles)) X(AMK_OFFSETOF(amk_task, signal)) X(AMK_OFFSETOF(amk_task, reads)) X(AMK_OFFSETOF(amk_task, writes)) X(AMK_OFFSETOF(amk_task, read_generation)) X(AMK_OFFSETOF(amk_task, write_generation)) X(AMK_OFFSETOF(amk_task, wait_counter)) X(AMK_OFFSETOF(amk_task, wait_count)) X(AMK_OFFSETOF(amk_task, params)) X(sizeof(amk_load)) X(AMK_OFFSETOF(amk_load, address)) X(AMK_OFFSETOF(amk_load, units)) X(AMK_OFFSETOF(amk_load, stage_units)) X(AMK_OFFSETOF(amk_load, period)) X(AMK_OFFSETOF(amk_load, values)) X(AMK_OFFSETOF(amk_load, kv_block)) X(AMK_OFFSETOF(amk_load, window)) X(AMK_OFFSETOF(amk_load, split)) X(AMK_OFFSETOF(amk_load, splits)) X(sizeof(amk_queue)) X(AMK_OFFSETOF(amk_queue, task0)) X(AMK_OFFSETOF(amk_queue, tasks)) X(AMK_OFFSETOF(amk_queue, load0)) X(AMK_OFFSETOF(amk_queue, loads)) X(AMK_OFFSETOF(amk_queue, units)) X(AMK_OFFSETOF(amk_queue, reserved)) X(sizeof(amk_slot)) X(AMK_OFFSETOF(amk_slot, address)) X(AMK_OFFSETOF(amk_slot, kind)) X(AMK_OFFSETOF(amk_slot, words)) X(AMK_OFFSETOF(amk_slot, units)) X(AMK_OFFSETOF(amk_slot, reserved)) X(sizeof(amk_program)) X(AMK_OFFSETOF(amk_program, tasks)) X(AMK_OFFSETOF(amk_program, loads)) X(AMK_OFFSETOF(amk_program, queues)) X(AMK_OFFSETOF(amk_program, slots)) X(AMK_OFFSETOF(amk_program, counters)) X(AMK_OFFSETOF(amk_program, workers)) X(AMK_OFFSETOF(amk_program, stages)) X(AMK_OFFSETOF(amk_program, stage_units)) X(AMK_OFFSETOF(amk_program, in_flight)) X(AMK_OFFSETOF(amk_program, in_flight_near)) X(AMK_OFFSETOF(amk_program, x_offset)) X(AMK_OFFSETOF(amk_program, x_bytes)) X(AMK_OFFSETOF(amk_program, kv_capacity)) X(AMK_OFFSETOF(amk_program, slot_len)) X(AMK_OFFSETOF(amk_program, counter_len)) X(AMK_OFFSETOF(amk_program, logits_rows)) X(AMK_OFFSETOF(amk_program, vocab)) X(AMK_OFFSETOF(amk_program, epoch)) X(AMK_OFFSETOF(amk_program, task_len)) X(sizeof(amk_step)) X(AMK_OFFSETOF(amk_step, program)) X(AMK_OFFSETOF(amk_step, action)) X(AMK_OFFSETOF(amk_step, epoch)) X(AMK_OFFSETOF(amk_step, token)) X(AMK_OFFSETOF(amk_step, position)) X(AMK_OFFSETOF(amk_step, session)) X(AMK_OFFSETOF(amk_step, logits_row)) X(AMK_OFFSETOF(amk_step, end)) X(AMK_OFFSETOF(amk_step, forced)) X(AMK_OFFSETOF(amk_step, flags)) X(AMK_OFFSETOF(amk_step, stop_len)) X(AMK_OFFSETOF(amk_step, stop)) X(AMK_OFFSETOF(amk_step, first)) X(AMK_OFFSETOF(amk_step, reserved)) X(AMK_OFFSETOF(amk_step, go)) X(sizeof(amk_launch)) X(AMK_OFFSETOF(amk_launch, submissions)) X(AMK_OFFSETOF(amk_launch, completions)) X(AMK_OFFSETOF(amk_launch, indices)) X(AMK_OFFSETOF(amk_launch, status)) X(AMK_OFFSETOF(amk_launch, tokens)) X(AMK_OFFSETOF(amk_launch, step)) X(AMK_OFFSETOF(amk_launch, done)) X(AMK_OFFSETOF(amk_launch, records)) X(AMK_OFFSETOF(amk_launch, deadline_ns)) X(AMK_OFFSETOF(amk_launch, token_stride)) X(AMK_OFFSETOF(amk_launch, sessions)) X(AMK_OFFSETOF(amk_launch, workers)) X(AMK_OFFSETOF(amk_launch, record_len)) X(AMK_OFFSETOF(amk_launch, program)) X(AMK_OFFSETOF(amk_launch, pulses)) X(AMK_OFFSETOF(amk_launch, pulse_ns)) X(AMK_OFFSETOF(amk_launch, reserved)) X(sizeof(amk_done)) X(AMK_OFFSETOF(amk_done, abort)) X(AMK_OFFSETOF(amk_done, steps)) X(AMK_OFFSETOF(amk_done, token)) X(AMK_OFFSETOF(amk_done, stopped)) X(AMK_OFFSETOF(amk_done, switched)) X(AMK_OFFSETOF(amk_done, left)) X(AMK_OFFSETOF(amk_done, reporter)) X(AMK_OFFSETOF(amk_done, sequence)) X(sizeof(amk_record)) X(AMK_OFFSETOF(amk_record, begin)) X(AMK_OFFSETOF(amk_record, ready)) X(AMK_OFFSETOF(amk_record, staged)) X(AMK_OFFSETOF(amk_record, multiplied)) X(AMK_OFFSETOF(amk_record, end)) X(AMK_OFFSETOF(amk_record, starved)) X(AMK_OFFSETOF(amk_record, worker)) X(AMK_OFFSETOF(amk_record, task)) X(AMK_OFFSETOF(amk_record, opcode)) X(AMK_OFFSETOF(amk_record, reserved)) X(sizeof(amk_submission)) X(AMK_OFFSETOF(amk_submission, command)) X(AMK_OFFSETOF(amk_submission, session)) X(AMK_OFFSETOF(amk_submission, position)) X(AMK_OFFSETOF(amk_submission, steps)) X(AMK_OFFSETOF(amk_submission, forced)) X(AMK_OFFSETOF(amk_submission, flags)) X(AMK_OFFSETOF(amk_submission, stop_len)) X(AMK_OFFSETOF(amk_submission, reserved0)) X(AMK_OFFSETOF(amk_submission, program)) X(AMK_OFFSETOF(amk_submission, stop)) X(AMK_OFFSETOF(amk_submission, reserved1)) X(AMK_OFFSETOF(amk_submission, sequence)) X(sizeof(amk_completion)) X(AMK_OFFSETOF(amk_completion, trap)) X(AMK_OFFSETOF(amk_completion, steps)) X(AMK_OFFSETOF(amk_completion, token)) X(AMK_OFFSETOF(amk_completion, stopped)) X(AMK_OFFSETOF(amk_completion, start_ns)) X(AMK_OFFSETOF(amk_completion, end_ns)) X(AMK_OFFSETOF(amk_completion, reserved)) X(AMK_OFFSETOF(amk_completion, sequence)) X(sizeof(amk_ring_indices)) X(AMK_OFFSETOF(amk_ring_indices, abort)) X(AMK_OFFSETOF(amk_ring_indices, reserved0)) X(AMK_OFFSETOF(amk_ring_indices, heartbeat)) X(AMK_OFFSETOF(amk_ring_indices, reserved1)) X(AMK_OFFSETOF(amk_ring_indices, head)) X(AMK_OFFSETOF(amk_ring_indices, reserved2)) X(sizeof(amk_status)) X(AMK_OFFSETOF(amk_status, trap)) X(AMK_OFFSETOF(amk_status, worker)) X(AMK_OFFSETOF(amk_status, task)) X(AMK_OFFSETOF(amk_status, opcode)) X(AMK_OFFSETOF(amk_status, object)) X(AMK_OFFSETOF(amk_status, have)) X(AMK_OFFSETOF(amk_status, need)) X(AMK_OFFSETOF(amk_status, epoch)) X(AMK_OFFSETOF(amk_status, waited_ns)) X(AMK_OFFSETOF(amk_status, left)) X(AMK_OFFSETOF(amk_status, reserved)) X(AMK_OFFSETOF(amk_status, valid)) X(sizeof(amk_pulse)) X(AMK_OFFSETOF(amk_pulse, beat)) X(AMK_OFFSETOF(amk_pulse, active)) X(AMK_OFFSETOF(amk_pulse, progress)) X(AMK_OFFSETOF(amk_pulse, epoch)) X(AMK_OFFSETOF(amk_pulse, position)) X(AMK_OFFSETOF(amk_pulse, task)) X(AMK_OFFSETOF(amk_pulse, issued)) X(AMK_OFFSETOF(amk_pulse, wait)) X(AMK_OFFSETOF(amk_pulse, object)) X(AMK_OFFSETOF(amk_pulse, have)) X(AMK_OFFSETOF(amk_pulse, need)) X(AMK_OFFSETOF(amk_pulse, reserved)) X(sizeof(amk_nop_params)) X(AMK_OFFSETOF(amk_nop_params, reserved)) X(sizeof(amk_embed_params)) X(AMK_OFFSETOF(amk_embed_params, offset)) X(AMK_OFFSETOF(amk_embed_params, len)) X(AMK_OFFSETOF(amk_embed_params, reserved)) X(sizeof(amk_matvec_params)) X(AMK_OFFSETOF(amk_matvec_params, matrix)) X(AMK_OFFSETOF(amk_matvec_params, tile0)) X(AMK_OFFSETOF(amk_matvec_params, tiles)) X(AMK_OFFSETOF(amk_matvec_params, units)) X(AMK_OFFSETOF(amk_matvec_params, k_len)) X(AMK_OFFSETOF(amk_matvec_params, rows)) X(AMK_OFFSETOF(amk_matvec_params, prologue)) X(AMK_OFFSETOF(amk_matvec_params, epilogue)) X(AMK_OFFSETOF(amk_matvec_params, eps)) X(AMK_OFFSETOF(amk_matvec_params, splits)) X(AMK_OFFSETOF(amk_matvec_params, head_dim)) X(AMK_OFFSETOF(amk_matvec_params, kv_block)) X(AMK_OFFSETOF(amk_matvec_params, window)) X(AMK_OFFSETOF(amk_matvec_params, candidate)) X(AMK_OFFSETOF(amk_matvec_params, reserved)) X(sizeof(amk_attention_params)) X(AMK_OFFSETOF(amk_attention_params, kv_head)) X(AMK_OFFSETOF(amk_attention_params, kv_heads)) X(AMK_OFFSETOF(amk_attention_params, group)) X(AMK_OFFSETOF(amk_attention_params, head_dim)) X(AMK_OFFSETOF(amk_attention_params, split)) X(AMK_OFFSETOF(amk_attention_params, splits)) X(AMK_OFFSETOF(amk_attention_params, kv_block)) X(AMK_OFFSETOF(amk_attention_params, window)) X(AMK_OFFSETOF(amk_attention_params, scale)) X(AMK_OFFSETOF(amk_attention_params, eps)) X(AMK_OFFSETOF(amk_attention_params, reserved)) X(sizeof(amk_attention_merge_params)) X(AMK_OFFSETOF(amk_attention_merge_params, head0)) X(AMK_OFFSETOF(amk_attention_merge_params, heads)) X(AMK_OFFSETOF(amk_attention_merge_params, heads_total)) X(AMK_OFFSETOF(amk_attention_merge_params, head_dim)) X(AMK_OFFSETOF(amk_attention_merge_params, splits)) X(AMK_OFFSETOF(amk_attention_merge_params, kv_block)) X(AMK_OFFSETOF(amk_attention_merge_params, window)) X(AMK_OFFSETOF(amk_attention_merge_params, reserved)) X(sizeof(amk_sample_params)) X(AMK_OFFSETOF(amk_sample_params, candidates)) X(AMK_OFFSETOF(amk_sample_params, reserved))
+#define AMK_PROBE_LEN 223u
+#define AMK_FOR_EACH_PROBE(X) X(sizeof(amk_task)) X(AMK_OFFSETOF(amk_task, opcode)) X(AMK_OFFSETOF(amk_task, layer)) X(AMK_OFFSETOF(amk_task, wait_len)) X(AMK_OFFSETOF(amk_task, warp_units)) X(AMK_OFFSETOF(amk_task, stage_units)) X(AMK_OFFSETOF(amk_task, stage_tiles)) X(AMK_OFFSETOF(amk_task, signal)) X(AMK_OFFSETOF(amk_task, reads)) X(AMK_OFFSETOF(amk_task, writes)) X(AMK_OFFSETOF(amk_task, read_generation)) X(AMK_OFFSETOF(amk_task, write_generation)) X(AMK_OFFSETOF(amk_task, wait_counter)) X(AMK_OFFSETOF(amk_task, wait_count)) X(AMK_OFFSETOF(amk_task, params)) X(sizeof(amk_load)) X(AMK_OFFSETOF(amk_load, address)) X(AMK_OFFSETOF(amk_load, units)) X(AMK_OFFSETOF(amk_load, stage_units)) X(AMK_OFFSETOF(amk_load, period)) X(AMK_OFFSETOF(amk_load, values)) X(AMK_OFFSETOF(amk_load, kv_block)) X(AMK_OFFSETOF(amk_load, window)) X(AMK_OFFSETOF(amk_load, split)) X(AMK_OFFSETOF(amk_load, splits)) X(sizeof(amk_queue)) X(AMK_OFFSETOF(amk_queue, task0)) X(AMK_OFFSETOF(amk_queue, tasks)) X(AMK_OFFSETOF(amk_queue, load0)) X(AMK_OFFSETOF(amk_queue, loads)) X(AMK_OFFSETOF(amk_queue, units)) X(AMK_OFFSETOF(amk_queue, reserved)) X(sizeof(amk_slot)) X(AMK_OFFSETOF(amk_slot, address)) X(AMK_OFFSETOF(amk_slot, kind)) X(AMK_OFFSETOF(amk_slot, words)) X(AMK_OFFSETOF(amk_slot, units)) X(AMK_OFFSETOF(amk_slot, reserved)) X(sizeof(amk_program)) X(AMK_OFFSETOF(amk_program, tasks)) X(AMK_OFFSETOF(amk_program, loads)) X(AMK_OFFSETOF(amk_program, queues)) X(AMK_OFFSETOF(amk_program, slots)) X(AMK_OFFSETOF(amk_program, counters)) X(AMK_OFFSETOF(amk_program, workers)) X(AMK_OFFSETOF(amk_program, stages)) X(AMK_OFFSETOF(amk_program, stage_units)) X(AMK_OFFSETOF(amk_program, in_flight)) X(AMK_OFFSETOF(amk_program, in_flight_near)) X(AMK_OFFSETOF(amk_program, x_offset)) X(AMK_OFFSETOF(amk_program, x_bytes)) X(AMK_OFFSETOF(amk_program, kv_capacity)) X(AMK_OFFSETOF(amk_program, slot_len)) X(AMK_OFFSETOF(amk_program, counter_len)) X(AMK_OFFSETOF(amk_program, logits_rows)) X(AMK_OFFSETOF(amk_program, vocab)) X(AMK_OFFSETOF(amk_program, epoch)) X(AMK_OFFSETOF(amk_program, task_len)) X(sizeof(amk_step)) X(AMK_OFFSETOF(amk_step, program)) X(AMK_OFFSETOF(amk_step, action)) X(AMK_OFFSETOF(amk_step, epoch)) X(AMK_OFFSETOF(amk_step, token)) X(AMK_OFFSETOF(amk_step, position)) X(AMK_OFFSETOF(amk_step, session)) X(AMK_OFFSETOF(amk_step, logits_row)) X(AMK_OFFSETOF(amk_step, end)) X(AMK_OFFSETOF(amk_step, forced)) X(AMK_OFFSETOF(amk_step, flags)) X(AMK_OFFSETOF(amk_step, stop_len)) X(AMK_OFFSETOF(amk_step, stop)) X(AMK_OFFSETOF(amk_step, first)) X(AMK_OFFSETOF(amk_step, reserved)) X(AMK_OFFSETOF(amk_step, go)) X(sizeof(amk_launch)) X(AMK_OFFSETOF(amk_launch, submissions)) X(AMK_OFFSETOF(amk_launch, completions)) X(AMK_OFFSETOF(amk_launch, indices)) X(AMK_OFFSETOF(amk_launch, status)) X(AMK_OFFSETOF(amk_launch, tokens)) X(AMK_OFFSETOF(amk_launch, step)) X(AMK_OFFSETOF(amk_launch, done)) X(AMK_OFFSETOF(amk_launch, records)) X(AMK_OFFSETOF(amk_launch, deadline_ns)) X(AMK_OFFSETOF(amk_launch, token_stride)) X(AMK_OFFSETOF(amk_launch, sessions)) X(AMK_OFFSETOF(amk_launch, workers)) X(AMK_OFFSETOF(amk_launch, record_len)) X(AMK_OFFSETOF(amk_launch, program)) X(AMK_OFFSETOF(amk_launch, landing)) X(AMK_OFFSETOF(amk_launch, pulses)) X(AMK_OFFSETOF(amk_launch, pulse_ns)) X(AMK_OFFSETOF(amk_launch, reserved)) X(sizeof(amk_landing)) X(AMK_OFFSETOF(amk_landing, landed)) X(AMK_OFFSETOF(amk_landing, embedding)) X(AMK_OFFSETOF(amk_landing, patience)) X(AMK_OFFSETOF(amk_landing, waits)) X(AMK_OFFSETOF(amk_landing, resumed)) X(AMK_OFFSETOF(amk_landing, waited_us)) X(AMK_OFFSETOF(amk_landing, reserved)) X(sizeof(amk_done)) X(AMK_OFFSETOF(amk_done, abort)) X(AMK_OFFSETOF(amk_done, steps)) X(AMK_OFFSETOF(amk_done, token)) X(AMK_OFFSETOF(amk_done, stopped)) X(AMK_OFFSETOF(amk_done, switched)) X(AMK_OFFSETOF(amk_done, left)) X(AMK_OFFSETOF(amk_done, reporter)) X(AMK_OFFSETOF(amk_done, sequence)) X(sizeof(amk_record)) X(AMK_OFFSETOF(amk_record, begin)) X(AMK_OFFSETOF(amk_record, ready)) X(AMK_OFFSETOF(amk_record, staged)) X(AMK_OFFSETOF(amk_record, multiplied)) X(AMK_OFFSETOF(amk_record, end)) X(AMK_OFFSETOF(amk_record, starved)) X(AMK_OFFSETOF(amk_record, worker)) X(AMK_OFFSETOF(amk_record, task)) X(AMK_OFFSETOF(amk_record, opcode)) X(AMK_OFFSETOF(amk_record, reserved)) X(sizeof(amk_submission)) X(AMK_OFFSETOF(amk_submission, command)) X(AMK_OFFSETOF(amk_submission, session)) X(AMK_OFFSETOF(amk_submission, position)) X(AMK_OFFSETOF(amk_submission, steps)) X(AMK_OFFSETOF(amk_submission, forced)) X(AMK_OFFSETOF(amk_submission, flags)) X(AMK_OFFSETOF(amk_submission, stop_len)) X(AMK_OFFSETOF(amk_submission, reserved0)) X(AMK_OFFSETOF(amk_submission, program)) X(AMK_OFFSETOF(amk_submission, stop)) X(AMK_OFFSETOF(amk_submission, reserved1)) X(AMK_OFFSETOF(amk_submission, sequence)) X(sizeof(amk_completion)) X(AMK_OFFSETOF(amk_completion, trap)) X(AMK_OFFSETOF(amk_completion, steps)) X(AMK_OFFSETOF(amk_completion, token)) X(AMK_OFFSETOF(amk_completion, stopped)) X(AMK_OFFSETOF(amk_completion, start_ns)) X(AMK_OFFSETOF(amk_completion, end_ns)) X(AMK_OFFSETOF(amk_completion, reserved)) X(AMK_OFFSETOF(amk_completion, sequence)) X(sizeof(amk_ring_indices)) X(AMK_OFFSETOF(amk_ring_indices, abort)) X(AMK_OFFSETOF(amk_ring_indices, reserved0)) X(AMK_OFFSETOF(amk_ring_indices, heartbeat)) X(AMK_OFFSETOF(amk_ring_indices, reserved1)) X(AMK_OFFSETOF(amk_ring_indices, head)) X(AMK_OFFSETOF(amk_ring_indices, waiting)) X(AMK_OFFSETOF(amk_ring_indices, reserved2)) X(sizeof(amk_status)) X(AMK_OFFSETOF(amk_status, trap)) X(AMK_OFFSETOF(amk_status, worker)) X(AMK_OFFSETOF(amk_status, task)) X(AMK_OFFSETOF(amk_status, opcode)) X(AMK_OFFSETOF(amk_status, object)) X(AMK_OFFSETOF(amk_status, have)) X(AMK_OFFSETOF(amk_status, need)) X(AMK_OFFSETOF(amk_status, epoch)) X(AMK_OFFSETOF(amk_status, waited_ns)) X(AMK_OFFSETOF(amk_status, left)) X(AMK_OFFSETOF(amk_status, reserved)) X(AMK_OFFSETOF(amk_status, valid)) X(sizeof(amk_pulse)) X(AMK_OFFSETOF(amk_pulse, beat)) X(AMK_OFFSETOF(amk_pulse, active)) X(AMK_OFFSETOF(amk_pulse, progress)) X(AMK_OFFSETOF(amk_pulse, epoch)) X(AMK_OFFSETOF(amk_pulse, position)) X(AMK_OFFSETOF(amk_pulse, task)) X(AMK_OFFSETOF(amk_pulse, issued)) X(AMK_OFFSETOF(amk_pulse, wait)) X(AMK_OFFSETOF(amk_pulse, object)) X(AMK_OFFSETOF(amk_pulse, have)) X(AMK_OFFSETOF(amk_pulse, need)) X(AMK_OFFSETOF(amk_pulse, reserved)) X(sizeof(amk_nop_params)) X(AMK_OFFSETOF(amk_nop_params, reserved)) X(sizeof(amk_embed_params)) X(AMK_OFFSETOF(amk_embed_params, offset)) X(AMK_OFFSETOF(amk_embed_params, len)) X(AMK_OFFSETOF(amk_embed_params, reserved)) X(sizeof(amk_matvec_params)) X(AMK_OFFSETOF(amk_matvec_params, matrix)) X(AMK_OFFSETOF(amk_matvec_params, tile0)) X(AMK_OFFSETOF(amk_matvec_params, tiles)) X(AMK_OFFSETOF(amk_matvec_params, units)) X(AMK_OFFSETOF(amk_matvec_params, k_len)) X(AMK_OFFSETOF(amk_matvec_params, rows)) X(AMK_OFFSETOF(amk_matvec_params, prologue)) X(AMK_OFFSETOF(amk_matvec_params, epilogue)) X(AMK_OFFSETOF(amk_matvec_params, eps)) X(AMK_OFFSETOF(amk_matvec_params, splits)) X(AMK_OFFSETOF(amk_matvec_params, head_dim)) X(AMK_OFFSETOF(amk_matvec_params, kv_block)) X(AMK_OFFSETOF(amk_matvec_params, window)) X(AMK_OFFSETOF(amk_matvec_params, candidate)) X(AMK_OFFSETOF(amk_matvec_params, reserved)) X(sizeof(amk_attention_params)) X(AMK_OFFSETOF(amk_attention_params, kv_head)) X(AMK_OFFSETOF(amk_attention_params, kv_heads)) X(AMK_OFFSETOF(amk_attention_params, group)) X(AMK_OFFSETOF(amk_attention_params, head_dim)) X(AMK_OFFSETOF(amk_attention_params, split)) X(AMK_OFFSETOF(amk_attention_params, splits)) X(AMK_OFFSETOF(amk_attention_params, kv_block)) X(AMK_OFFSETOF(amk_attention_params, window)) X(AMK_OFFSETOF(amk_attention_params, scale)) X(AMK_OFFSETOF(amk_attention_params, eps)) X(AMK_OFFSETOF(amk_attention_params, reserved)) X(sizeof(amk_attention_merge_params)) X(AMK_OFFSETOF(amk_attention_merge_params, head0)) X(AMK_OFFSETOF(amk_attention_merge_params, heads)) X(AMK_OFFSETOF(amk_attention_merge_params, heads_total)) X(AMK_OFFSETOF(amk_attention_merge_params, head_dim)) X(AMK_OFFSETOF(amk_attention_merge_params, splits)) X(AMK_OFFSETOF(amk_attention_merge_params, kv_block)) X(AMK_OFFSETOF(amk_attention_merge_params, window)) X(AMK_OFFSETOF(amk_attention_merge_params, reserved)) X(sizeof(amk_sample_params)) X(AMK_OFFSETOF(amk_sample_params, candidates)) X(AMK_OFFSETOF(amk_sample_params, reserved))

@@ -1,7 +1,7 @@
 //! The CUDA source of the megakernel, as data.
 //!
 //! **Promises.** No CUDA dependency and no logic beyond which files there are, in which order, and how a variant's macros are
-//! spelled. [`translation_unit`] is one self-contained text: NVRTC needs no header search path, and its log still names our files.
+//! spelled. The files of a unit, one after the other, are one self-contained text: NVRTC needs no header search path.
 
 /// A source file of the device.
 #[derive(Clone, Copy, Debug)]
@@ -26,6 +26,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/ring.cuh",
     "cuda/stage.cuh",
     "cuda/worker.cuh",
+    "cuda/landing.cuh",
     "cuda/tape.cuh",
     "cuda/slot.cuh",
     "cuda/keys.cuh",
@@ -38,6 +39,11 @@ pub const SOURCES: &[Source] = sources![
     "cuda/poller.cuh",
     "cuda/megakernel.cu",
 ];
+
+/// The files of the kernels that run a prompt chunk by chunk. They follow those of [`SOURCES`] that are headers, in a unit of their own: what
+/// is resident does not change with them.
+pub const PREFILL_SOURCES: &[Source] =
+    sources!["cuda/prefill_vectors.cuh", "cuda/prefill_gemm.cuh", "cuda/prefill_attention.cuh",];
 
 /// What the kernel is compiled for. Every field becomes a macro, so two variants with different fields are different builds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -93,12 +99,37 @@ impl Variant {
     }
 }
 
-/// All sources as one text, each file introduced by a `#line` marker.
-#[must_use]
-pub fn translation_unit() -> String {
-    let mut out = String::new();
-    for source in SOURCES {
-        out += &format!("#line 1 \"{}\"\n{}\n", source.name, source.text);
+/// What the kernels for prompt chunks are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PrefillVariant {
+    /// Element type of the matrices: 1 f16, 2 bf16.
+    pub dtype: u32,
+    /// Elements of a head.
+    pub head_dim: u32,
+    /// Query heads of a key/value head.
+    pub group: u32,
+    /// Whether queries and keys are normalised.
+    pub qk_norm: bool,
+    /// 16-bit halves that a vector is multiplied as, 1 or 2.
+    pub vector_halves: u32,
+}
+
+impl PrefillVariant {
+    /// The macro definitions, as compiler options.
+    #[must_use]
+    pub fn defines(&self) -> Vec<String> {
+        let Self { dtype, head_dim, group, qk_norm, vector_halves } = *self;
+        vec![
+            format!("-DAMK_DTYPE={dtype}"),
+            format!("-DAMK_HEAD_DIM={head_dim}"),
+            format!("-DAMK_GROUP={group}"),
+            format!("-DAMK_QK_NORM={}", u32::from(qk_norm)),
+            format!("-DAMK_PREFILL_HALVES={vector_halves}"),
+        ]
     }
-    out
+}
+
+/// The files of the unit of the kernels for prompt chunks, in their order.
+pub fn prefill_sources() -> impl Iterator<Item = &'static Source> {
+    SOURCES.iter().filter(|source| source.name.ends_with('h')).chain(PREFILL_SOURCES)
 }

@@ -10,6 +10,7 @@ use vm_device::Variant;
 use crate::compile::{Cubin, compile, default_cache};
 use crate::driver::{Context, Device, DeviceInfo, Event, Module, Stream};
 use crate::error::HostError;
+use crate::landing::Streaming;
 use crate::load::{Residents, constant_key, constant_values, rope_table};
 use crate::machine::PROGRAMS_MAX;
 use crate::memory::{DeviceBuffer, HostBuffer, upload};
@@ -46,6 +47,8 @@ pub struct BootOptions {
     pub records: u32,
     /// How long a worker may wait inside a step before it reports and the kernel leaves.
     pub deadline: Duration,
+    /// Weights come while the kernel is already resident; without it they are all there before it is launched.
+    pub streaming: Option<Streaming>,
 }
 
 impl Default for BootOptions {
@@ -56,6 +59,7 @@ impl Default for BootOptions {
             program_bytes: 96 << 20,
             records: 0,
             deadline: Duration::from_secs(2),
+            streaming: None,
         }
     }
 }
@@ -68,6 +72,14 @@ pub fn device_info() -> Result<DeviceInfo, HostError> {
     Device::first()?.info()
 }
 
+/// The same of the device with this number, as the driver counts them.
+///
+/// # Errors
+/// If there is no driver, or no such device.
+pub fn device_info_at(ordinal: u32) -> Result<DeviceInfo, HostError> {
+    Device::at(ordinal)?.info()
+}
+
 /// Device memory that is free, this process's context not counted.
 ///
 /// # Errors
@@ -76,7 +88,7 @@ pub fn free_memory() -> Result<u64, HostError> {
     Context::new()?.free_bytes()
 }
 
-fn arch(info: &DeviceInfo) -> Result<String, HostError> {
+pub(crate) fn arch(info: &DeviceInfo) -> Result<String, HostError> {
     let (major, minor) = info.capability;
     if major != 9 {
         return Err(HostError::Architecture { name: info.name.clone(), major, minor });
@@ -200,6 +212,7 @@ pub(crate) fn make_residents(
     program: &Program,
     options: &BootOptions,
     matrices: Vec<u64>,
+    landing_starts: Vec<u32>,
     workers: u32,
     owned: &mut Vec<DeviceBuffer>,
     stream: &Stream,
@@ -233,6 +246,7 @@ pub(crate) fn make_residents(
     owned.push(DeviceBuffer::zeroed(u64::from(options.logits_rows) * u64::from(graph.vocab) * 4)?);
     Ok(Residents {
         matrices,
+        landing_starts,
         matrix_table: program.matrices.clone(),
         constants,
         rope,

@@ -1,7 +1,8 @@
 //! What the card's clocks are, as NVML says. The library comes with the driver; where it is missing nothing is known.
 
+use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
-use std::sync::OnceLock;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use libloading::Library;
 
@@ -38,7 +39,6 @@ type Reasons = unsafe extern "C" fn(*mut c_void, *mut c_ulonglong) -> c_int;
 
 /// The calls, and the device that they are asked about. NVML stays initialised until the process ends: a reading is to cost microseconds.
 struct Card {
-    uuid: String,
     device: *mut c_void,
     clock: ClockInfo,
     reasons: Reasons,
@@ -70,7 +70,7 @@ impl Card {
         let mut device = std::ptr::null_mut();
         // SAFETY: NVML is initialised first; the name ends with a zero and the out pointer is valid.
         let found = unsafe { init() == 0 && by_uuid(name.as_ptr(), &raw mut device) == 0 };
-        found.then_some(Self { uuid: uuid.to_owned(), device, clock, reasons, _library: library })
+        found.then_some(Self { device, clock, reasons, _library: library })
     }
 
     fn clocks(&self) -> Option<CardClocks> {
@@ -89,13 +89,17 @@ fn words(bits: c_ulonglong) -> Vec<&'static str> {
     REASONS.iter().filter(|(bit, _)| bits & bit != 0).map(|&(_, word)| word).collect()
 }
 
-/// The clocks of the device with this id (of [`DeviceInfo`](crate::DeviceInfo)); nothing if NVML cannot say. The first device that is
-/// asked for is the one that is known.
+/// The clocks of the device with this id (of [`DeviceInfo`](crate::DeviceInfo)); nothing if NVML cannot say. Devices stay open once they
+/// were asked about.
 #[must_use]
 pub fn card_clocks(uuid: &str) -> Option<CardClocks> {
-    static CARD: OnceLock<Option<Card>> = OnceLock::new();
-    let card = CARD.get_or_init(|| Card::open(uuid)).as_ref()?;
-    (card.uuid == uuid).then(|| card.clocks())?
+    static CARDS: Mutex<BTreeMap<String, Option<Arc<Card>>>> = Mutex::new(BTreeMap::new());
+    let card = {
+        let mut cards = CARDS.lock().unwrap_or_else(PoisonError::into_inner);
+        let open = || Card::open(uuid).map(Arc::new);
+        cards.entry(uuid.to_owned()).or_insert_with(open).clone()?
+    };
+    card.clocks()
 }
 
 #[cfg(test)]

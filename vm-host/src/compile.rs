@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use cudarc::nvrtc::sys;
 use ir::schedule::Evict;
 use ir::{DType, Graph, KernelConfig};
-use vm_device::{Variant, translation_unit};
+use vm_device::{PrefillVariant, Source, Variant};
 
 use crate::error::HostError;
 
@@ -60,6 +60,10 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
 /// Compiler options of a variant for an architecture such as `sm_90a`.
 #[must_use]
 pub fn options(variant: &Variant, arch: &str) -> Vec<String> {
+    all_options(arch, variant.defines())
+}
+
+fn all_options(arch: &str, defines: Vec<String>) -> Vec<String> {
     let mut options = vec![
         format!("--gpu-architecture={arch}"),
         "-std=c++17".into(),
@@ -67,33 +71,44 @@ pub fn options(variant: &Variant, arch: &str) -> Vec<String> {
         "-lineinfo".into(),
         "--device-as-default-execution-space".into(), // lambdas are the device's
     ];
-    options.extend(variant.defines());
+    options.extend(defines);
     options
 }
 
-/// The device source: the one that this build holds, or the files of `$AMK_KERNEL_DIR` (a copy of the `vm-device` folder), so that
+/// Device sources as one text: those that this build holds, or the files of `$AMK_KERNEL_DIR` (a copy of the `vm-device` folder), so that
 /// work on the kernel needs no new build of the host.
-fn source() -> Result<String, HostError> {
-    let Some(dir) = std::env::var_os("AMK_KERNEL_DIR").map(PathBuf::from) else {
-        return Ok(translation_unit());
-    };
+fn unit(sources: impl Iterator<Item = &'static Source>) -> Result<String, HostError> {
+    let dir = std::env::var_os("AMK_KERNEL_DIR").map(PathBuf::from);
     let mut text = String::new();
-    for source in vm_device::SOURCES {
-        let path = dir.join(source.name);
-        let file = std::fs::read_to_string(&path).map_err(|error| HostError::Compile {
-            log: format!("AMK_KERNEL_DIR: cannot read {}: {error}", path.display()),
-        })?;
+    for source in sources {
+        let read = dir.as_ref().map(|dir| {
+            let path = dir.join(source.name);
+            std::fs::read_to_string(&path).map_err(|error| HostError::Compile {
+                log: format!("AMK_KERNEL_DIR: cannot read {}: {error}", path.display()),
+            })
+        });
+        let read = read.transpose()?;
+        let file = read.as_deref().unwrap_or(source.text);
         text += &format!("#line 1 \"{}\"\n{file}\n", source.name);
     }
     Ok(text)
 }
 
+/// The source of the resident kernel.
+fn source() -> Result<String, HostError> {
+    unit(vm_device::SOURCES.iter())
+}
+
 /// The id that [`compile`] gives: a function of source, options and architecture alone, so it is known without a compiler.
 #[must_use]
 pub fn kernel_id(variant: &Variant, arch: &str) -> String {
+    build_id(&source().unwrap_or_default(), &options(variant, arch))
+}
+
+fn build_id(source: &str, options: &[String]) -> String {
     let mut hasher = blake3::Hasher::new();
-    hasher.update(source().unwrap_or_default().as_bytes());
-    for option in options(variant, arch) {
+    hasher.update(source.as_bytes());
+    for option in options {
         hasher.update(option.as_bytes());
         hasher.update(&[0]);
     }
@@ -105,13 +120,34 @@ pub fn kernel_id(variant: &Variant, arch: &str) -> String {
 /// # Errors
 /// If NVRTC is missing or refuses the source.
 pub fn compile(variant: &Variant, arch: &str, cache: Option<&Path>) -> Result<Cubin, HostError> {
+    compile_unit(&source()?, &options(variant, arch), cache)
+}
+
+/// The same for the kernels that run a prompt chunk by chunk.
+///
+/// # Errors
+/// If NVRTC is missing or refuses the source.
+pub fn compile_prefill(
+    variant: &PrefillVariant,
+    arch: &str,
+    cache: Option<&Path>,
+) -> Result<Cubin, HostError> {
+    let source = unit(vm_device::prefill_sources())?;
+    compile_unit(&source, &all_options(arch, variant.defines()), cache)
+}
+
+fn compile_unit(
+    source: &str,
+    options: &[String],
+    cache: Option<&Path>,
+) -> Result<Cubin, HostError> {
     let (major, minor) = nvrtc_version()?;
-    let id = kernel_id(variant, arch);
+    let id = build_id(source, options);
     let file = cache.map(|dir| dir.join(format!("{id}-nvrtc{major}.{minor}")));
     if let Some(cubin) = file.as_deref().and_then(|file| read_cached(file, &id)) {
         return Ok(cubin);
     }
-    let (image, log) = run_nvrtc(&source()?, &options(variant, arch))?;
+    let (image, log) = run_nvrtc(source, options)?;
     if let Some(file) = &file {
         write_cached(file, &image, &log);
     }

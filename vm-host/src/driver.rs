@@ -46,12 +46,17 @@ pub struct DeviceInfo {
     pub memory_bytes: u64,
 }
 
-/// Device 0. Looking at it makes no context, so it takes no memory there and nobody sees this process on it.
+/// A device. Looking at it makes no context, so it takes no memory there and nobody sees this process on it.
 pub(crate) struct Device(sys::CUdevice);
 
 impl Device {
-    /// Initialises the driver.
+    /// Device 0, the one that this process drives.
     pub(crate) fn first() -> Result<Self, HostError> {
+        Self::at(0)
+    }
+
+    /// Initialises the driver, and finds the device of a number.
+    pub(crate) fn at(ordinal: u32) -> Result<Self, HostError> {
         // SAFETY: only asks the dynamic loader whether the library can be opened. Without this check cudarc panics.
         if !unsafe { sys::is_culib_present() } {
             return Err(HostError::NoDriver);
@@ -64,7 +69,11 @@ impl Device {
             if count == 0 {
                 return Err(HostError::NoDevice);
             }
-            check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, 0))?;
+            let there = i32::try_from(ordinal).ok().filter(|&ordinal| ordinal < count);
+            let Some(ordinal) = there else {
+                return Err(HostError::NoSuchDevice { ordinal, count: count.cast_unsigned() });
+            };
+            check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, ordinal))?;
         }
         Ok(Self(device))
     }
@@ -116,7 +125,13 @@ impl Device {
 /// The primary context of device 0, current on this thread.
 pub(crate) struct Context {
     device: Device,
+    handle: sys::CUcontext,
 }
+
+// SAFETY: the driver lets any thread use a context; the handle is never changed.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
 
 impl Context {
     /// Initialises the driver and makes the primary context current.
@@ -131,7 +146,13 @@ impl Context {
             )?;
             check("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))?;
         }
-        Ok(Arc::new(Self { device }))
+        Ok(Arc::new(Self { device, handle: context }))
+    }
+
+    /// Makes the context that of the calling thread.
+    pub(crate) fn make_current(&self) -> Result<(), HostError> {
+        // SAFETY: the primary context is never released by this process.
+        check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.handle) })
     }
 
     /// Name and limits.
@@ -150,6 +171,9 @@ impl Context {
 
 /// A stream that does not wait for the legacy default stream.
 pub(crate) struct Stream(pub(crate) sys::CUstream);
+
+// SAFETY: the driver lets any thread use a stream; one has it at a time.
+unsafe impl Send for Stream {}
 
 impl Stream {
     pub(crate) fn new() -> Result<Self, HostError> {
@@ -203,6 +227,16 @@ impl Stream {
         })
     }
 
+    /// Writes a word of device memory behind everything in this stream, a fence of the whole system in front: whoever sees the word sees
+    /// what was copied before. No kernel is involved.
+    pub(crate) fn write_value(&self, target: u64, value: u32) -> Result<(), HostError> {
+        let flags = sys::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
+        // SAFETY: the callers own the word, which is aligned.
+        check("cuStreamWriteValue32", unsafe {
+            sys::cuStreamWriteValue32_v2(self.0, target, value, flags)
+        })
+    }
+
     /// Launches a kernel with these arguments.
     pub(crate) fn launch(
         &self,
@@ -241,6 +275,9 @@ impl Drop for Stream {
 /// An event with timing.
 pub(crate) struct Event(sys::CUevent);
 
+// SAFETY: the driver lets any thread use an event; one has it at a time.
+unsafe impl Send for Event {}
+
 impl Event {
     pub(crate) fn new() -> Result<Self, HostError> {
         let mut event = std::ptr::null_mut();
@@ -257,6 +294,16 @@ impl Event {
     pub(crate) fn synchronize(&self) -> Result<(), HostError> {
         // SAFETY: the event is live.
         check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.0) })
+    }
+
+    /// Whether what was recorded is over. Does not wait.
+    pub(crate) fn is_reached(&self) -> Result<bool, HostError> {
+        // SAFETY: the event is live.
+        let result = unsafe { sys::cuEventQuery(self.0) };
+        if result == CUresult::CUDA_ERROR_NOT_READY {
+            return Ok(false);
+        }
+        check("cuEventQuery", result).map(|()| true)
     }
 
     /// Microseconds from `self` to `end`, both recorded and reached.

@@ -15,6 +15,16 @@ pub enum HostError {
     /// No device.
     #[error("the CUDA driver is here but reports no device")]
     NoDevice,
+    /// No device of this number.
+    #[error(
+        "there is no GPU {ordinal}: {count} are seen here, counted from 0 (CUDA_VISIBLE_DEVICES and the container say which)"
+    )]
+    NoSuchDevice {
+        /// The number.
+        ordinal: u32,
+        /// Devices that there are.
+        count: u32,
+    },
     /// No NVRTC library.
     #[error(
         "NVRTC not found (looked in {searched}): install the CUDA toolkit or point AMK_NVRTC at the folder of libnvrtc.so.13"

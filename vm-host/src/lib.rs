@@ -18,21 +18,28 @@ mod driver;
 mod error;
 #[cfg(feature = "faults")]
 pub mod faults;
+mod landing;
 mod load;
+mod lookout;
 mod machine;
 mod memory;
 mod nvml;
+mod prefill;
 mod ring;
 mod staging;
 mod weights;
 
-pub use boot::{BootOptions, device_info, free_memory, measure_bandwidth};
+pub use boot::{BootOptions, device_info, device_info_at, free_memory, measure_bandwidth};
 pub use clocks::{CardClocks, card_clocks};
 pub use compile::{
-    Cubin, Resources, compile, default_cache, kernel_id, nvrtc_version, options, resources, variant,
+    Cubin, Resources, compile, compile_prefill, default_cache, kernel_id, nvrtc_version, options,
+    resources, variant,
 };
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
-pub use machine::{Decoded, Idle, Loaded, Lookout, PROGRAMS_MAX, Resident};
-pub use nvml::compute_processes;
+pub use landing::{ReadBy, Streaming};
+pub use lookout::Lookout;
+pub use machine::{Decoded, Idle, LandingReport, Loaded, PROGRAMS_MAX, Resident, TensorCheck};
+pub use nvml::{compute_processes, visible_name};
+pub use prefill::{GemmShape, KernelTime, PrefillOptions, Prefilled, prefill_refused};
 pub use weights::LoadReport;

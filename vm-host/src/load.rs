@@ -17,6 +17,8 @@ const COUNTER_BYTES: u64 = 32;
 pub(crate) struct Residents {
     /// Of each packed matrix, by `MatrixId`.
     pub(crate) matrices: Vec<u64>,
+    /// Of each packed matrix: units that land before its first.
+    pub(crate) landing_starts: Vec<u32>,
     /// The matrices that they hold, to refuse a program of another model.
     pub(crate) matrix_table: Vec<ir::program::Matrix>,
     /// Constants by the tensors that they are made of.
@@ -233,6 +235,7 @@ fn load(
             Some(abi::Load {
                 address: residents.matrices[p.matrix as usize] + first,
                 units: p.tiles * p.units,
+                values: residents.landing_starts[p.matrix as usize] + (p.tile0 + p.tiles) * p.units,
                 stage_units: s.stage_units as u16,
                 period: s.period as u16,
                 ..abi::Load::default()

@@ -4,6 +4,7 @@
 //! it: copies on its own stream and words in mapped memory. Going from one to the other moves the value, so that a call of the first
 //! kind behind a resident kernel does not compile.
 
+use std::mem::offset_of;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -18,13 +19,18 @@ use crate::boot::{
 };
 use crate::driver::{Context, DeviceInfo, Module, Stream};
 use crate::error::HostError;
+use crate::landing::{Landing, Through};
 use crate::load::{Image, Residents, image};
+use crate::lookout::Lookout;
 use crate::memory::{
     DeviceBuffer, HostBuffer, download, download_into, download_rows, upload, upload_fill,
     upload_fills,
 };
+use crate::prefill::Prefill;
 use crate::ring::{self, RingHost};
 use crate::weights::{LoadReport, load_matrices};
+
+mod chunks;
 
 /// Programs that can be loaded beside each other.
 pub const PROGRAMS_MAX: usize = 4;
@@ -76,6 +82,7 @@ struct Memory {
     arenas: Vec<(u64, u64)>,
     step: DeviceBuffer,
     done: DeviceBuffer,
+    landing: DeviceBuffer,
     records: DeviceBuffer,
     tokens: HostBuffer,
     token_stride: u32,
@@ -94,6 +101,8 @@ fn zero(stream: &Stream, bounce: &mut HostBuffer, buffer: &DeviceBuffer) -> Resu
 
 /// A booted machine with no kernel running.
 pub struct Idle {
+    /// Weights on their way: ended before the memory that they go to is freed.
+    landing: Option<Landing>,
     memory: Memory,
     copy: Stream,
     compute: Stream,
@@ -102,70 +111,9 @@ pub struct Idle {
     options: BootOptions,
     report: LoadReport,
     vocab: u32,
-}
-
-/// A look at the ring from beside the thread that drives the machine, which may be stuck in a call of the driver. It keeps the ring's
-/// memory.
-pub struct Lookout {
-    ring: RingHost,
-    workers: u32,
-    launch: u64,
-    _block: Arc<HostBuffer>, // the ring's memory: dropped after it
-}
-
-impl Lookout {
-    /// The poller's clock.
-    #[must_use]
-    pub fn heartbeat(&self) -> u32 {
-        self.ring.heartbeat()
-    }
-
-    /// Who waited for what, if the kernel has given up.
-    #[must_use]
-    pub fn status(&self) -> Option<abi::Status> {
-        self.ring.status()
-    }
-
-    /// Number of the launch in this process: what was counted of another is over.
-    #[must_use]
-    pub fn launch(&self) -> u64 {
-        self.launch
-    }
-
-    /// Commands answered since the launch.
-    #[must_use]
-    pub fn answered(&self) -> u32 {
-        self.ring.answered()
-    }
-
-    /// Commands published and not answered.
-    #[must_use]
-    pub fn outstanding(&self) -> u32 {
-        self.ring.outstanding()
-    }
-
-    /// One of the last commands answered, by its number from zero; nothing if too many came after it.
-    #[must_use]
-    pub fn completion(&self, index: u32) -> Option<Completion> {
-        self.ring.completion(index)
-    }
-
-    /// Workers of the launch.
-    #[must_use]
-    pub fn workers(&self) -> u32 {
-        self.workers
-    }
-
-    /// What a worker last said of itself.
-    #[must_use]
-    pub fn pulse(&self, worker: u32) -> abi::Pulse {
-        self.ring.pulse(worker)
-    }
-
-    /// Asks the kernel to leave.
-    pub fn abort(&self) {
-        self.ring.abort();
-    }
+    graph: Graph,
+    /// Kernels and memory for prompt chunks, once one was run.
+    prefill: Option<Box<Prefill>>,
 }
 
 /// A machine whose kernel is running.
@@ -189,6 +137,18 @@ impl Idle {
         program: &Program,
         variant: &Variant,
         options: BootOptions,
+    ) -> Result<Self, HostError> {
+        Self::boot_through(graph, weights, program, variant, options, &|source| source)
+    }
+
+    /// The same, weights that stream read through something.
+    pub(crate) fn boot_through(
+        graph: &Graph,
+        weights: &dyn Weights,
+        program: &Program,
+        variant: &Variant,
+        options: BootOptions,
+        through: Through<'_>,
     ) -> Result<Self, HostError> {
         let context = Context::new()?;
         let info = context.info()?;
@@ -218,21 +178,31 @@ impl Idle {
             owned.push(DeviceBuffer::zeroed(matrix.bytes())?);
             matrices.extend(owned.last().map(|b| b.address));
         }
-        let report =
-            load_matrices(program, weights, &matrices, &module.function(c"amk_pack")?, &copy)?;
+        let (plan, block) = place_landing(program, &options, &copy, &mut bounce)?;
+        let pack = module.function(c"amk_pack")?;
+        let to = Destination { context: &context, matrices: &matrices, landed: block.address };
+        let (landing, report) = match options.streaming {
+            None => (None, load_matrices(program, weights, &matrices, &pack, &copy)?),
+            Some(how) => {
+                let landing = start_landing(&plan, weights, how, &to, through)?;
+                (Some(landing), LoadReport::default())
+            }
+        };
         let residents = make_residents(
             graph,
             weights,
             program,
             &options,
             matrices,
+            plan.starts.clone(),
             info.sms,
             &mut owned,
             &copy,
             &mut bounce,
         )?;
-        let memory = Memory::new(residents, &options, program.kv_capacity, bounce, owned)?;
+        let memory = Memory::new(residents, &options, program.kv_capacity, bounce, owned, block)?;
         Ok(Self {
+            landing,
             memory,
             copy,
             compute,
@@ -241,6 +211,8 @@ impl Idle {
             options,
             report,
             vocab: graph.vocab,
+            graph: graph.clone(),
+            prefill: None,
         })
     }
 
@@ -250,10 +222,10 @@ impl Idle {
         &self.info
     }
 
-    /// How the weights came in.
+    /// How the weights came in, or how far they are.
     #[must_use]
-    pub fn load_report(&self) -> &LoadReport {
-        &self.report
+    pub fn load_report(&self) -> LoadReport {
+        self.landing.as_ref().map_or_else(|| self.report.clone(), Landing::report)
     }
 
     /// Launches the kernel with a program. Residency of the whole grid is proven first.
@@ -297,6 +269,8 @@ impl Idle {
         self.memory.ring.reset();
         zero(&self.copy, &mut self.memory.bounce, &self.memory.step)?;
         zero(&self.copy, &mut self.memory.bounce, &self.memory.done)?;
+        let waits = self.memory.landing.address + offset_of!(abi::Landing, waits) as u64;
+        upload_fill(&self.copy, &mut self.memory.bounce, waits, LANDING_COUNTS, 0)?;
         let mut launch = self.launch_block();
         let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut launch).cast()];
         self.compute.launch(&kernel, requested, THREADS, shared, &mut arguments)?;
@@ -321,6 +295,7 @@ impl Idle {
             sessions: self.options.sessions,
             workers: m.residents.workers,
             program: m.programs[0].address,
+            landing: m.landing.address,
             pulses: m.block.device + ring::PULSES as u64,
             pulse_ns: PULSE_EVERY.as_nanos() as u32,
             ..Launch::default()
@@ -360,6 +335,7 @@ impl Memory {
         kv_capacity: u32,
         bounce: HostBuffer,
         weights: Vec<DeviceBuffer>,
+        landing: DeviceBuffer,
     ) -> Result<Self, HostError> {
         let block = Arc::new(HostBuffer::zeroed(ring::BYTES)?);
         // SAFETY: the block is page-aligned, long enough, declared after the ring in this struct (dropped after it), and shared with
@@ -376,6 +352,7 @@ impl Memory {
             programs,
             step: DeviceBuffer::zeroed(size_of::<StepState>() as u64)?,
             done: DeviceBuffer::zeroed(size_of::<abi::Done>() as u64)?,
+            landing,
             records: DeviceBuffer::zeroed(
                 u64::from(options.records) * size_of::<TaskRecord>() as u64,
             )?,
@@ -388,13 +365,6 @@ impl Memory {
             _weights: weights,
         })
     }
-}
-
-/// So many tokens of the buffers, from a byte on.
-fn read_tokens(buffer: &HostBuffer, at: usize, count: u32) -> Vec<u32> {
-    let mut bytes = vec![0; count as usize * 4];
-    buffer.read(at, &mut bytes);
-    bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect()
 }
 
 impl Resident {
@@ -411,7 +381,7 @@ impl Resident {
         // SAFETY: the block is page-aligned, long enough, kept by the value beside the ring, and shared with the device alone. This end
         // publishes nothing.
         let ring = unsafe { RingHost::new(block.pointer()) };
-        Lookout { ring, workers, launch: LAUNCHES.load(Ordering::Relaxed), _block: block }
+        Lookout::new(ring, workers, LAUNCHES.load(Ordering::Relaxed), block)
     }
 
     /// The kernel variant that is running.
@@ -450,20 +420,23 @@ impl Resident {
             ));
         }
         if program != self.current {
-            let idle = self.idle();
-            let address = idle.memory.programs[program.place].address;
-            let limit = idle.options.deadline * 2 + Duration::from_secs(1);
-            self.command(
-                &Submission {
-                    command: Command::LoadProgram as u32,
-                    program: address,
-                    ..Submission::default()
-                },
-                limit,
-            )?;
+            self.adopt(program)?;
             self.current = program;
         }
         Ok(())
+    }
+
+    /// Every worker takes the program up, and drops what it has of the current one.
+    fn adopt(&mut self, program: Loaded) -> Result<(), HostError> {
+        let idle = self.idle();
+        let address = idle.memory.programs[program.place].address;
+        let limit = idle.options.deadline * 2 + Duration::from_secs(1);
+        let load = Submission {
+            command: Command::LoadProgram as u32,
+            program: address,
+            ..Submission::default()
+        };
+        self.command(&load, limit).map(|_| ())
     }
 
     /// Runs the prompt `tokens` from `position` of a session, then generates until `generate` tokens or a stop token. With
@@ -482,6 +455,9 @@ impl Resident {
     ) -> Result<Decoded, HostError> {
         let steps = self.check_request(session, position, tokens, generate, stop, keep_logits)?;
         let idle = self.idle();
+        if let Some(failure) = idle.landing.as_ref().and_then(Landing::failure) {
+            return Err(failure);
+        }
         let touched = &mut idle.memory.touched[session as usize];
         *touched = (*touched).max(position + steps);
         let stride = idle.memory.token_stride as usize;
@@ -505,8 +481,8 @@ impl Resident {
         let generated = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
         let buffer = &self.idle().memory.tokens;
         Ok(Decoded {
-            tokens: read_tokens(buffer, base + tokens.len() * 4, generated),
-            chosen: read_tokens(buffer, base + stride * 4, done.steps),
+            tokens: buffer.read_words(base + tokens.len() * 4, generated as usize),
+            chosen: buffer.read_words(base + stride * 4, done.steps as usize),
             steps: done.steps,
             stopped: done.stopped != 0,
             host_us,
@@ -672,9 +648,10 @@ impl Resident {
                 "the device stopped earlier: stop the machine and launch it again".into(),
             ));
         }
-        let Idle { memory, compute, .. } = self.idle();
+        let Idle { memory, compute, landing, .. } = self.idle();
         memory.ring.publish(submission)?;
-        let answer = memory.ring.wait_completion(limit, || compute.is_done());
+        let answer = wait_for_answer(&mut memory.ring, compute, landing.as_ref(), limit);
+        let lost = landing.as_ref().and_then(Landing::failure);
         match answer {
             Ok(completion) if completion.trap == abi::Trap::None as u32 => Ok(completion),
             Ok(completion) if completion.trap == abi::Trap::BadCommand as u32 => {
@@ -682,6 +659,9 @@ impl Resident {
                     "the device refused the command: it is outside what the program was loaded for"
                         .into(),
                 ))
+            }
+            Ok(completion) if completion.trap == abi::Trap::Weights as u32 => {
+                Err(lost.unwrap_or(HostError::Left))
             }
             Ok(_) => Err(self.fail_with_status()),
             Err(error) => {
@@ -789,6 +769,14 @@ fn end_kernel(idle: &mut Idle, failed: bool) -> Result<(), HostError> {
     Ok(())
 }
 
+#[path = "machine_landing.rs"]
+mod landed;
+use landed::{Destination, LANDING_COUNTS, place_landing, start_landing, wait_for_answer};
+pub use landed::{LandingReport, TensorCheck};
+
+#[cfg(test)]
+#[path = "machine_landing_tests.rs"]
+mod landing_tests;
 #[cfg(test)]
 #[path = "machine_tests.rs"]
 mod tests;

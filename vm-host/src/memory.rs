@@ -32,8 +32,12 @@ impl DeviceBuffer {
         }
         check("cuMemAlloc", result)?;
         let buffer = Self { address, bytes };
-        // SAFETY: the range was just allocated.
-        check("cuMemsetD8", unsafe { sys::cuMemsetD8_v2(address, 0, bytes as usize) })?;
+        // The memset does not wait, and our streams do not wait for it: what is copied in next must not be zeroed then.
+        // SAFETY: the range was just allocated; null is the legacy stream, in which the memset is.
+        unsafe {
+            check("cuMemsetD8", sys::cuMemsetD8_v2(address, 0, bytes as usize))?;
+            check("cuStreamSynchronize", sys::cuStreamSynchronize(std::ptr::null_mut()))?;
+        }
         Ok(buffer)
     }
 }
@@ -110,6 +114,13 @@ impl HostBuffer {
         unsafe {
             std::ptr::copy_nonoverlapping(self.host.add(offset), out.as_mut_ptr(), out.len())
         };
+    }
+
+    /// So many words from `offset`, as [`read`](Self::read).
+    pub(crate) fn read_words(&self, offset: usize, count: usize) -> Vec<u32> {
+        let mut bytes = vec![0; count * 4];
+        self.read(offset, &mut bytes);
+        bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect()
     }
 }
 

@@ -77,6 +77,12 @@ pub(crate) fn name_of(uuid: &str) -> Option<CString> {
     CString::new(format!("GPU-{}", groups.join("-"))).ok()
 }
 
+/// How `CUDA_VISIBLE_DEVICES` names the device with this id (of [`DeviceInfo`](crate::DeviceInfo)); nothing if it is no id.
+#[must_use]
+pub fn visible_name(uuid: &str) -> Option<String> {
+    name_of(uuid)?.into_string().ok()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -182,6 +182,11 @@ impl<W: Words> RingHost<W> {
         self.load(INDICES + core::mem::offset_of!(RingIndices, heartbeat), Ordering::Relaxed)
     }
 
+    /// Sequence of the command under way that waits for weights, or zero.
+    pub(crate) fn waiting(&self) -> u32 {
+        self.load(INDICES + core::mem::offset_of!(RingIndices, waiting), Ordering::Relaxed)
+    }
+
     /// What a worker last said of itself. Pairs with worker.cuh: pulse.
     pub(crate) fn pulse(&self, worker: u32) -> Pulse {
         let at = PULSES + (worker % WORKERS_MAX) as usize * size_of::<Pulse>();

@@ -373,3 +373,40 @@ impl Drop for Reader<'_> {
         }
     }
 }
+
+/// What `amk_pack` makes of a matrix, thread by thread, from the pieces that it is given.
+#[cfg(test)]
+pub(crate) fn packed_by_the_kernel(matrix: &Matrix, weights: &dyn Weights) -> Vec<u8> {
+    let mut packed = vec![0; matrix.bytes() as usize];
+    let stride = if matrix.map.interleaved { matrix.map.parts.len() as u32 } else { 1 };
+    let (mut all, mut row0) = (Vec::new(), 0);
+    for (index, &(tensor, rows)) in matrix.map.parts.iter().enumerate() {
+        let tile = if matrix.map.interleaved { index as u32 } else { row0 / abi::UNIT_ROWS };
+        if let Some(tensor) = tensor {
+            part_pieces(&mut all, matrix, tensor, rows, tile, stride, 0).expect("it fits");
+        }
+        row0 += rows;
+    }
+    for piece in all {
+        let source = &weights.bytes(piece.tensor)[piece.first_byte as usize..][..piece.bytes];
+        pack_like_the_kernel(&mut packed, source, &piece, matrix.dtype.bytes());
+    }
+    packed
+}
+
+/// The kernel's arithmetic: one of its threads for each 16 bytes of a unit's row.
+#[cfg(test)]
+fn pack_like_the_kernel(packed: &mut [u8], source: &[u8], piece: &Piece, element: usize) {
+    let columns = abi::UNIT_ROW_BYTES as usize / element;
+    let (units, cols) = (piece.units as usize, piece.cols as usize);
+    for thread in 0..piece.rows as usize * units * 4 {
+        let (quarter, unit, row) = (thread % 4, thread / 4 % units, thread / 4 / units);
+        let tile = piece.tile0 as usize + row / 8 * piece.stride_tiles as usize;
+        let first = unit * columns + quarter * (columns / 4);
+        let out = (tile * units + unit) * 512 + row % 8 * 64 + quarter * 16;
+        for i in (0..columns / 4).filter(|i| first + i < cols) {
+            let from = (row * cols + first + i) * element;
+            packed[out + i * element..][..element].copy_from_slice(&source[from..][..element]);
+        }
+    }
+}

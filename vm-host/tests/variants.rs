@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ir::schedule::{legal_values, validate};
 use ir::{Graph, Knob, ScheduleConfig, Target};
-use vm_device::Variant;
+use vm_device::{PrefillVariant, Variant};
 use vm_host::Resources;
 
 const ARCH: &str = "sm_90a";
@@ -42,6 +42,8 @@ const MATRICES: [(usize, [u32; 3], u32); 4] = [
 ];
 /// Registers of a thread at launch that `LAUNCH_REGISTERS` of `worker.cuh` counts on.
 const LAUNCH_REGISTERS: u32 = 168;
+/// Kernels of the unit for prompt chunks.
+const PREFILL_KERNELS: usize = 14;
 const WIDE_SPILLS: u32 = 192;
 const TRACE_SPILLS: u32 = 32;
 
@@ -196,4 +198,38 @@ fn every_shape_of_heads_compiles() {
         variants.push(Variant { widths, shares, ..shaped(HEADS[heads]) });
     }
     check(&variants);
+}
+
+/// The kernels for prompt chunks: narrow heads, normalised wide ones, and those of llama-3.2-1b.
+#[test]
+fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
+    if !nvrtc() {
+        return;
+    }
+    let of = |dtype, head_dim, group, qk_norm| PrefillVariant {
+        dtype,
+        head_dim,
+        group,
+        qk_norm,
+        vector_halves: 2,
+    };
+    let variants = [of(1, 16, 2, false), of(2, 128, 2, true), of(2, 64, 4, false)];
+    let mut problems = Vec::new();
+    std::thread::scope(|scope| {
+        let built = variants.map(|variant| {
+            scope.spawn(move || (variant, vm_host::compile_prefill(&variant, ARCH, None)))
+        });
+        for (variant, cubin) in built.map(|thread| thread.join().expect("it does not panic")) {
+            let cubin = cubin.unwrap_or_else(|error| panic!("{variant:?}: {error}"));
+            let kernels = vm_host::resources(&cubin.log);
+            assert_eq!(kernels.len(), PREFILL_KERNELS, "{variant:?}: {kernels:?}");
+            let bad = |kernel: &&Resources| kernel.spills > 0 || kernel.stack > 0;
+            problems.extend(kernels.iter().filter(bad).map(|k| format!("{variant:?}: {k:?}")));
+            // What the assembler says of products of warpgroups that wait for each other.
+            if cubin.log.contains("serialized") {
+                problems.push(format!("{variant:?}: {}", cubin.log));
+            }
+        }
+    });
+    assert!(problems.is_empty(), "{} problems\n{}", problems.len(), problems.join("\n"));
 }

@@ -347,7 +347,7 @@ impl Program {
     pub fn id(&self) -> String {
         let bytes = postcard::to_stdvec(self).unwrap_or_default();
         let mut hasher = blake3::Hasher::new();
-        hasher.update(&abi::abi_hash().to_le_bytes());
+        hasher.update(&abi::program_hash().to_le_bytes());
         hasher.update(&bytes);
         hasher.finalize().to_hex()[..16].to_string()
     }

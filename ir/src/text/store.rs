@@ -55,7 +55,7 @@ pub fn save(program: &Program) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(HEAD_BYTES + payload.len());
     bytes.extend(MAGIC);
     bytes.extend(FORMAT_VERSION.to_le_bytes());
-    bytes.extend(abi::abi_hash().to_le_bytes());
+    bytes.extend(abi::program_hash().to_le_bytes());
     bytes.extend(blake3::hash(&payload).as_bytes());
     bytes.extend((payload.len() as u64).to_le_bytes());
     bytes.extend(payload);
@@ -85,8 +85,8 @@ pub fn load(bytes: &[u8]) -> Result<Program, LoadError> {
         return Err(LoadError::Version { found: version, expected: FORMAT_VERSION });
     }
     let hash = u64::from_le_bytes(take(&mut rest, whole)?);
-    if hash != abi::abi_hash() {
-        return Err(LoadError::Abi { found: hash, expected: abi::abi_hash() });
+    if hash != abi::program_hash() {
+        return Err(LoadError::Abi { found: hash, expected: abi::program_hash() });
     }
     let checksum: [u8; 32] = take(&mut rest, whole)?;
     let len = u64::from_le_bytes(take(&mut rest, whole)?);

@@ -182,7 +182,7 @@ fn load_names_what_is_wrong() {
     foreign[8] ^= 1;
     assert_eq!(
         load(&foreign),
-        Err(LoadError::Abi { found: abi::abi_hash() ^ 1, expected: abi::abi_hash() })
+        Err(LoadError::Abi { found: abi::program_hash() ^ 1, expected: abi::program_hash() })
     );
     let whole = good.len() as u64;
     assert_eq!(

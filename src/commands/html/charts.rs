@@ -296,8 +296,8 @@ pub(super) fn knobs(effects: &[Effect]) -> Option<Chart> {
 
 /// The default, the best and the floor, as bars from zero.
 pub(super) fn floor(run: &Run) -> Option<Chart> {
-    let first = run.trials.first()?.verdict.latency_us?;
     let champion = run.champion()?;
+    let first = run.baseline_us(champion)?;
     let (best, floor) = (champion.verdict.latency_us?, champion.verdict.bound_us?);
     let bars = [("default", first, REVERTED), ("best", best, KEPT), ("floor", floor, FLOOR)];
     let svg = draw(200, "The default, the best and the floor", |area| {

@@ -75,6 +75,13 @@ fn section(out: &mut String, run: &Run) {
          <span><i style=\"background:var(--unclear)\"></i>inconclusive</span><span><i style=\"background:var(--floor)\"></i>floor</span></p>\n",
     );
     chart(out, "Progress", charts::progress(run));
+    let cards = run.header.get("cards").and_then(Value::as_array).map_or(0, Vec::len);
+    if cards > 1 {
+        let _ = writeln!(
+            out,
+            "<p class=\"quiet\">Measured on {cards} cards, of which each is as fast as it is: latencies of two cards are not comparable, gains are. The best and the default above are of one card.</p>"
+        );
+    }
     chart(out, "Against the floor", charts::floor(run));
     chart(out, "Kept and reverted", charts::gains(run));
     led(out, run);
@@ -90,7 +97,7 @@ fn section(out: &mut String, run: &Run) {
 fn facts(out: &mut String, run: &Run) {
     let champion = run.champion();
     let us = |trial: Option<&Trial>| trial.and_then(|trial| trial.verdict.latency_us);
-    let (first, best) = (us(run.trials.first()), us(champion));
+    let (first, best) = (champion.and_then(|trial| run.baseline_us(trial)), us(champion));
     let shown = |us: Option<f64>| us.map_or("-".to_owned(), |us| format!("{} us", figure(us)));
     let count = |test: &dyn Fn(&Trial) -> bool| run.trials.iter().filter(|t| test(t)).count();
     let interval = champion.and_then(|champion| champion.verdict.ci_us).map_or_else(

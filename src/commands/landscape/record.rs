@@ -19,6 +19,7 @@ use super::file::Recording;
 use crate::cli::RecordArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::working::Working;
 use crate::{conditions, report};
 
 /// Tokens of a timed block, as in a search.
@@ -55,13 +56,22 @@ pub(crate) fn run(args: &RecordArgs) -> Outcome {
     if ctrlc::set_handler(|| STOP.store(true, Ordering::SeqCst)).is_err() {
         report::say("note: Ctrl-C cannot be caught here; finished rows are safe all the same");
     }
-    let mut session =
-        Session { args, context: &context, space, recording, fresh: 0, began: Instant::now() };
+    let mut session = Session {
+        args,
+        context: &context,
+        space,
+        recording,
+        fresh: 0,
+        began: Instant::now(),
+        working: None,
+    };
     let todo = session.legal()?;
+    session.working = Some(Working::through(todo.iter().map(Vec::len).sum(), "points"));
     match device {
         Some(mut device) => session.measure(&mut device, &todo)?,
         None => session.predict(&todo)?,
     }
+    session.working = None;
     session.finish(&terms)
 }
 
@@ -115,6 +125,7 @@ struct Session<'a> {
     /// Rows of this run that needed lowering.
     fresh: usize,
     began: Instant,
+    working: Option<Working>,
 }
 
 impl Session<'_> {
@@ -273,6 +284,9 @@ impl Session<'_> {
     fn record(&mut self, point: u32, answer: Answer) -> Result<(), Failure> {
         if let Answer::Failed { outcome, why } = &answer {
             report::say(&format!("  point {point}: {outcome}: {why}"));
+        }
+        if let Some(working) = &self.working {
+            working.done();
         }
         self.fresh += 1;
         if self.fresh.is_multiple_of(AGAIN_EVERY) {

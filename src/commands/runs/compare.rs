@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use schemars::JsonSchema;
-use search::{LatencyKind, Trial, changes};
+use search::{LatencyKind, Trial, Verdict, changes};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -54,6 +54,8 @@ struct Side {
     ci_us: Option<[f64; 2]>,
     /// Share of the time saved over the baseline, from the confirmation's race: low and high.
     gain_over_baseline: Option<[f64; 2]>,
+    /// The card that these are of, in a search that has several.
+    card: Option<u32>,
     trials: usize,
 }
 
@@ -135,17 +137,17 @@ fn reasons(a: &Recorded, b: &Recorded) -> Vec<Reason> {
             found.push(reason);
         }
     }
-    let uuid = |run: &Recorded| {
-        let notes = run.conditions().map(|conditions| conditions.notes).unwrap_or_default();
-        notes.iter().find_map(|note| note.strip_prefix("uuid ")).map(str::to_owned)
-    };
     let mut differs = |what: &str, one: Option<String>, other: Option<String>, why: &str| {
         if one != other {
             let (a, b) = (one.into(), other.into());
             found.push(Reason { what: what.to_owned(), a, b, why: why.to_owned() });
         }
     };
-    differs("card's UUID", uuid(a), uuid(b), "two cards of one name differ by per cents");
+    if shared(a, b).is_empty() {
+        let (one, other) = (uuids(a).join(", "), uuids(b).join(", "));
+        let why = "two cards of one name differ by per cents";
+        differs("card's UUID", Some(one), Some(other), why);
+    }
     let kernels =
         conflict(a, b, |trial| Some((trial.config.kernel.id(), trial.verdict.kernel_id.clone()?)));
     if let Some((one, other)) = kernels {
@@ -162,6 +164,27 @@ fn reasons(a: &Recorded, b: &Recorded) -> Vec<Reason> {
         differs("lowering", Some(one), Some(other), "one schedule lowered to two programs");
     }
     found
+}
+
+/// The cards of a run, in words that no two cards share.
+fn uuids(run: &Recorded) -> Vec<String> {
+    let uuid = |card: &search::Conditions| card.uuid().unwrap_or("unknown").to_owned();
+    run.cards().iter().map(uuid).collect()
+}
+
+/// The cards that both runs measured on, with their numbers in each. Predictions are all made on one, which has none.
+fn shared(a: &Recorded, b: &Recorded) -> Vec<(Option<String>, [Option<u32>; 2])> {
+    let (one, other) = (uuids(a), uuids(b));
+    if one.is_empty() && other.is_empty() {
+        return vec![(None, [None; 2])];
+    }
+    let several = |run: &Recorded| run.header.get("cards").is_some();
+    let number = |run: &Recorded, at: usize| several(run).then_some(at as u32);
+    let pair = |(at, uuid): (usize, &String)| {
+        let there = other.iter().position(|known| known == uuid)?;
+        Some((Some(uuid.clone()), [number(a, at), number(b, there)]))
+    };
+    one.iter().enumerate().filter_map(pair).collect()
 }
 
 /// Two values of one key, if the runs have any.
@@ -188,29 +211,87 @@ fn difference(a: &Recorded, b: &Recorded) -> Map<String, Value> {
 fn side(run: &Recorded) -> Side {
     let champion = run.champion();
     let verdict = champion.map(|trial| &trial.verdict);
-    let confirmed =
-        run.confirmation.as_ref().filter(|c| Some(c.champion) == champion.map(|t| t.trial));
-    let latest = confirmed.map(|confirmation| &confirmation.verdict).or(verdict);
+    let card = confirmed(run).map_or(champion.and_then(|trial| trial.card), |last| last.card);
+    let Figures { latency_us, ci_us, gain } = figures(run, card);
     Side {
         run: run.run.clone(),
         champion: champion.map(|trial| trial.trial),
         schedule_id: verdict.and_then(|verdict| verdict.schedule_id.clone()),
-        latency_us: latest.and_then(|verdict| verdict.latency_us),
-        ci_us: latest.and_then(|verdict| verdict.ci_us),
-        gain_over_baseline: confirmed.and_then(|c| c.gain).map(|gain| [gain.low, gain.high]),
+        latency_us,
+        ci_us,
+        gain_over_baseline: gain,
+        card,
         trials: run.trials.len(),
     }
 }
 
-/// Which is better, as far as the records carry it.
+/// What one card measured of a run's champion.
+struct Figures {
+    latency_us: Option<f64>,
+    ci_us: Option<[f64; 2]>,
+    gain: Option<[f64; 2]>,
+}
+
+/// The confirmation of the trial that leads.
+fn confirmed(run: &Recorded) -> Option<&search::Confirmation> {
+    let champion = run.champion().map(|trial| trial.trial);
+    run.confirmation.as_ref().filter(|last| Some(last.champion) == champion)
+}
+
+/// What a card says of a run's champion: the confirmation's figures, else those of the trial if it was measured there.
+fn figures(run: &Recorded, card: Option<u32>) -> Figures {
+    let ends = |gain: Option<search::Interval>| gain.map(|gain| [gain.low, gain.high]);
+    if let Some(last) = confirmed(run) {
+        if last.card == card {
+            let Verdict { latency_us, ci_us, .. } = last.verdict;
+            return Figures { latency_us, ci_us, gain: ends(last.gain) };
+        }
+        if let Some(other) = last.beside.iter().find(|other| Some(other.card) == card) {
+            let (latency_us, ci_us) = (other.latency_us, other.ci_us);
+            return Figures { latency_us, ci_us, gain: ends(other.gain) };
+        }
+    }
+    let verdict = run.champion().filter(|trial| trial.card == card).map(|trial| &trial.verdict);
+    let (latency_us, ci_us) =
+        verdict.map_or((None, None), |verdict| (verdict.latency_us, verdict.ci_us));
+    Figures { latency_us, ci_us, gain: None }
+}
+
+/// Which is better, as far as the records carry it: on every card that both ran on, or it is not known.
 fn judge(a: &Recorded, b: &Recorded) -> (&'static str, String) {
-    let (one, other) = (side(a), side(b));
-    let (Some(us_a), Some(us_b)) = (one.latency_us, other.latency_us) else {
+    let cards = shared(a, b);
+    let several = cards.len() > 1;
+    let mut sides = Vec::new();
+    let mut lines = Vec::new();
+    for (uuid, [at_a, at_b]) in &cards {
+        let (side, line) = judge_card(a, b, &figures(a, *at_a), &figures(b, *at_b));
+        let place = uuid.as_deref().filter(|_| several);
+        lines.push(place.map_or_else(|| line.clone(), |uuid| format!("card {uuid}: {line}")));
+        sides.push(side);
+    }
+    let first = sides.first().copied().unwrap_or("inconclusive");
+    let agreed = sides.iter().all(|&side| side == first);
+    (if agreed { first } else { "inconclusive" }, lines.join("; "))
+}
+
+/// Which is better by what one card says.
+fn judge_card(
+    a: &Recorded,
+    b: &Recorded,
+    one: &Figures,
+    other: &Figures,
+) -> (&'static str, String) {
+    let champion = |run: &Recorded| run.champion().and_then(|t| t.verdict.latency_us).is_some();
+    if !champion(a) || !champion(b) {
         return ("inconclusive", "a run has no correct schedule".to_owned());
+    }
+    let (Some(us_a), Some(us_b)) = (one.latency_us, other.latency_us) else {
+        return ("inconclusive", "a champion was not measured on it".to_owned());
     };
     let percent = 100.0 * (us_b / us_a - 1.0);
     let figures = format!("{us_a:.2} us and {us_b:.2} us ({percent:+.2} %)");
-    if one.schedule_id == other.schedule_id {
+    let schedule = |run: &Recorded| run.champion().and_then(|t| t.verdict.schedule_id.clone());
+    if schedule(a) == schedule(b) {
         return ("equal", format!("the same schedule leads in both; {figures}"));
     }
     let predicted = a.word("latency_kind") == Some(LatencyKind::Predicted.name());
@@ -225,9 +306,7 @@ fn judge(a: &Recorded, b: &Recorded) -> (&'static str, String) {
         return (side, format!("{figures}, predicted"));
     }
     // Both raced the same baseline, each in its own process: that cancels what the card did on that day.
-    if let (Some([low_a, high_a]), Some([low_b, high_b])) =
-        (one.gain_over_baseline, other.gain_over_baseline)
-    {
+    if let (Some([low_a, high_a]), Some([low_b, high_b])) = (one.gain, other.gain) {
         let line = format!(
             "saves {:.2} to {:.2} % and {:.2} to {:.2} % of the baseline's time; {figures}",
             100.0 * low_a,

@@ -79,9 +79,27 @@ impl Recorded {
         serde_json::from_value(self.header.get("conditions")?.clone()).ok()
     }
 
-    /// The noise that its search measured; none where it was predicted.
-    pub(super) fn noise_floor(&self) -> f64 {
-        self.trials.iter().filter_map(|trial| trial.noise_floor).next_back().unwrap_or(0.0)
+    /// Where each card measured, of a search that has several; else where it was measured, if it was.
+    pub(super) fn cards(&self) -> Vec<Conditions> {
+        let several =
+            self.header.get("cards").and_then(|cards| serde_json::from_value(cards.clone()).ok());
+        several.unwrap_or_else(|| self.conditions().into_iter().collect())
+    }
+
+    /// Where a card of this search measured: of one without a number, where the search did.
+    pub(super) fn card(&self, number: Option<u32>) -> Option<Conditions> {
+        match number.and_then(|number| usize::try_from(number).ok()) {
+            Some(number) => self.cards().into_iter().nth(number),
+            None => self.conditions(),
+        }
+    }
+
+    /// The noise that its search measured on a card; none where it was predicted.
+    pub(super) fn noise_floor(&self, card: Option<u32>) -> f64 {
+        let beside = self.trials.iter().flat_map(|trial| &trial.beside);
+        let beside = beside.filter(|other| Some(other.card) == card).filter_map(|o| o.noise_floor);
+        let own = self.trials.iter().filter(|trial| trial.card == card);
+        own.filter_map(|trial| trial.noise_floor).chain(beside).next_back().unwrap_or(0.0)
     }
 }
 

@@ -40,17 +40,18 @@ pub(crate) fn run(args: &ReplayArgs) -> Outcome {
     let mut stages = vec![files(&found), graph(&found, &context)];
     if stages.iter().all(|stage| stage.result != Repeated::Differs) {
         let measured = trial.verdict.latency_kind == Some(LatencyKind::MeasuredGpu);
-        let mut device = if measured { context.open_process(&args.sharing)? } else { None };
+        let recorded = found.card(trial.card);
+        let mut device = if measured { card(&context, args, recorded.as_ref())? } else { None };
         let kernel_id = |kernel: &_| context.kernel_id(kernel);
         let mut gate = gate(&context, seed, measured, &kernel_id)?;
         let here = device.as_ref().map(|gpu| crate::conditions::here(gpu));
-        let place = match (elsewhere(&found, here.as_ref()), &mut device) {
+        let place = match (elsewhere(recorded.as_ref(), here.as_ref()), &mut device) {
             (None, Some(device)) => Place::Here(device as &mut dyn Device),
             (Some(why), _) => Place::Elsewhere(why),
             (None, None) => Place::Elsewhere("no GPU: none was found, or --device cpu".to_owned()),
         };
         let working = Working::on(format!("running trial {} again", trial.trial));
-        let done = replay(&mut gate, place, trial, found.noise_floor(), seed);
+        let done = replay(&mut gate, place, trial, found.noise_floor(trial.card), seed);
         drop(working);
         stages.extend(done.map_err(|dropped| lost(&dropped))?);
     }
@@ -66,6 +67,22 @@ pub(crate) fn run(args: &ReplayArgs) -> Outcome {
     let (run, trial) = (found.run.as_str(), trial.trial);
     report::document(&Replayed { schema: "amk.replay.v1", run, trial, same, stages })?;
     Ok(if same { Exit::Yes } else { Exit::No })
+}
+
+/// The GPU that measured the trial, if it is here; else the one that a search would take.
+fn card<'a>(
+    context: &'a Context,
+    args: &ReplayArgs,
+    recorded: Option<&Conditions>,
+) -> Result<Option<remote::Remote<'a>>, Failure> {
+    let uuid = recorded.and_then(Conditions::uuid);
+    let ordinal = uuid.and_then(|uuid| crate::device::find(uuid).ok().flatten());
+    match ordinal {
+        Some(ordinal) if context.has_device()? => {
+            context.open_process_at(ordinal, &args.sharing).map(Some)
+        }
+        Some(_) | None => context.open_process(&args.sharing),
+    }
 }
 
 /// The model of the run, where it is to be replayed.
@@ -100,9 +117,9 @@ fn graph(found: &Recorded, context: &Context) -> Stage {
 }
 
 /// Why a time that is measured here could not be found again, if it could not.
-fn elsewhere(found: &Recorded, here: Option<&Conditions>) -> Option<String> {
+fn elsewhere(then: Option<&Conditions>, here: Option<&Conditions>) -> Option<String> {
     let here = here?;
-    match found.conditions() {
+    match then {
         None => Some("the ledger does not say where it was measured".to_owned()),
         Some(then) => then.differs(here),
     }

@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 
 use super::recorded::{Recorded, state_name};
 use crate::cli::RunArgs;
+use crate::commands::search_loop::{self, Card};
 use crate::failure::{Exit, Outcome};
 use crate::report;
 
@@ -29,7 +30,10 @@ struct Shown<'a> {
     rows: usize,
     /// Trials by outcome.
     outcomes: BTreeMap<&'static str, u64>,
+    /// Of the card that measured the baseline first.
     noise_floor: f64,
+    /// The cards of a search that has several.
+    cards: Vec<Card>,
     /// The trial that leads; the baseline where the champion was refuted.
     champion: Option<Champion<'a>>,
     /// Every trial that led.
@@ -73,7 +77,8 @@ pub(crate) fn run(args: &RunArgs) -> Outcome {
         terms: &found.header,
         rows: found.rows,
         outcomes,
-        noise_floor: found.noise_floor(),
+        noise_floor: found.noise_floor(found.trials.first().and_then(|trial| trial.card)),
+        cards: cards(&found),
         champion: champion.map(|trial| Champion {
             trial: trial.trial,
             config: &trial.config,
@@ -85,6 +90,12 @@ pub(crate) fn run(args: &RunArgs) -> Outcome {
         confirmation: found.confirmation.as_ref(),
     })?;
     Ok(Exit::Yes)
+}
+
+/// The cards by their numbers; none of a search that has one.
+fn cards(found: &Recorded) -> Vec<Card> {
+    let several = found.header.get("cards").is_some();
+    if several { search_loop::cards_of(&found.cards(), &found.trials) } else { Vec::new() }
 }
 
 fn say(found: &Recorded, outcomes: &BTreeMap<&'static str, u64>) {
@@ -100,6 +111,21 @@ fn say(found: &Recorded, outcomes: &BTreeMap<&'static str, u64>) {
         ("trials".to_owned(), counts.join(", ")),
         ("best".to_owned(), format!("{}, {}", report::maybe(us, "us"), word("latency_kind"))),
     ];
+    rows.extend(cards(found).into_iter().map(|card| {
+        let out = match (card.left_out_at, card.left_out) {
+            (Some(trial), Some(why)) => format!(", left out from trial {trial} on: {why}"),
+            _ => String::new(),
+        };
+        let line = format!(
+            "{} {}, {} trials, baseline {}, noise {}{out}",
+            card.name,
+            card.uuid.unwrap_or_default(),
+            card.trials,
+            report::maybe(card.baseline_us, "us"),
+            report::maybe(card.noise_floor.map(|noise| 100.0 * noise), "%")
+        );
+        (format!("card {}", card.card), line)
+    }));
     rows.extend(found.confirmation.iter().map(|last| ("confirmed".to_owned(), last.why.clone())));
     report::table(&rows);
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use ir::schedule::ScheduleConfig;
 use schemars::JsonSchema;
-use search::{Confirmation, Trial, Verdict};
+use search::{Conditions, Confirmation, Trial, Verdict};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -41,6 +41,8 @@ pub(crate) struct Found {
     pub(super) kept: Vec<Kept>,
     /// The best schedule judged once more, on fresh tokens and against the baseline. None after an interruption.
     pub(super) confirmation: Option<Confirmation>,
+    /// The cards of a search that has several, by their numbers.
+    pub(super) cards: Vec<Card>,
     /// What the time was spent on.
     pub(super) spent: Value,
     /// The command that goes on with this search.
@@ -52,6 +54,51 @@ impl Found {
     pub(crate) fn was_interrupted(&self) -> bool {
         self.stopped_by == search::StoppedBy::Interrupted.name()
     }
+}
+
+/// One of several cards. Its figures are its own: those of two cards are compared nowhere.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+pub(crate) struct Card {
+    pub(crate) card: u32,
+    pub(crate) name: String,
+    pub(crate) uuid: Option<String>,
+    /// Trials that it measured.
+    pub(crate) trials: usize,
+    /// The gain that the baseline seems to have over itself there.
+    pub(crate) noise_floor: Option<f64>,
+    /// Microseconds a token of the baseline there.
+    pub(crate) baseline_us: Option<f64>,
+    /// Why the search went on without it, if it did.
+    pub(crate) left_out: Option<String>,
+    /// From which trial on.
+    pub(crate) left_out_at: Option<u64>,
+}
+
+/// The cards of a header with what the trials say of them.
+pub(crate) fn cards(conditions: &[Conditions], trials: &[Trial]) -> Vec<Card> {
+    let one = |(number, conditions): (usize, &Conditions)| {
+        let card = number as u32;
+        let first = trials.first();
+        let own = first.filter(|trial| trial.card == Some(card));
+        let beside = first.and_then(|first| first.beside.iter().find(|other| other.card == card));
+        let left = |trial: &Trial| {
+            let left = trial.left_out.iter().find(|left| left.card == card)?;
+            Some((trial.trial, left.why.clone()))
+        };
+        let (left_out_at, left_out) = trials.iter().find_map(left).unzip();
+        Card {
+            card,
+            name: conditions.card.clone(),
+            uuid: conditions.uuid().map(str::to_owned),
+            trials: trials.iter().filter(|trial| trial.card == Some(card)).count(),
+            noise_floor: own.map_or(beside.and_then(|other| other.noise_floor), |t| t.noise_floor),
+            baseline_us: own
+                .map_or(beside.and_then(|other| other.latency_us), |t| t.verdict.latency_us),
+            left_out,
+            left_out_at,
+        }
+    };
+    conditions.iter().enumerate().map(one).collect()
 }
 
 /// A trial that led.

@@ -6,9 +6,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use corpus::Contents;
 use ir::Graph;
 use search::strategy::{Known, StrategyName};
-use search::{Budget, Conditions, Device, LatencyKind};
+use search::{Budget, Conditions, LatencyKind};
 use serde_json::{Value, json};
 
+use super::cards::{self, Opened};
 use crate::cli::{DeviceChoice, LoopArgs, PlaceArgs};
 use crate::context::Context;
 use crate::failure::Failure;
@@ -44,8 +45,10 @@ pub(super) struct Header {
     pub(super) proposer: Option<String>,
     pub(super) min_gain: f64,
     pub(super) kv_capacity: Option<u32>,
-    /// Where it is measured; nothing where it is predicted.
+    /// Where it is measured; nothing where it is predicted. Of several cards the first.
     conditions: Option<Conditions>,
+    /// Where each card of a search measures that has several.
+    pub(super) cards: Vec<Conditions>,
     /// The device's cache, which floors depend on.
     cache_bytes: u64,
     /// What tells the search from all others; nothing in ledgers from before it was kept.
@@ -75,6 +78,7 @@ impl Header {
             min_gain: min_gain(args)?.unwrap_or(f64::NAN),
             kv_capacity: args.place.kv_capacity,
             conditions: None,
+            cards: Vec::new(),
             cache_bytes: 0,
             run: Some(fresh_run()),
             graph_id: None,
@@ -111,6 +115,10 @@ impl Header {
                 min_gain: header.get("min_gain")?.as_f64()?,
                 kv_capacity: header.get("kv_capacity")?.as_u64()?.try_into().ok(),
                 conditions: serde_json::from_value(header.get("conditions")?.clone()).ok()?,
+                cards: match header.get("cards") {
+                    None => Vec::new(),
+                    Some(cards) => serde_json::from_value(cards.clone()).ok()?,
+                },
                 cache_bytes: header.get("cache_bytes")?.as_u64()?,
                 run: text("run"),
                 graph_id: text("graph_id"),
@@ -164,6 +172,10 @@ impl Header {
             let shown = |tokens: Option<u32>| tokens.unwrap_or_default().to_string();
             return differs("--kv-capacity", &shown(given), &shown(held));
         }
+        if !args.devices.is_empty() && self.cards.is_empty() {
+            let given: Vec<String> = args.devices.iter().map(ToString::to_string).collect();
+            return differs("--devices", &given.join(","), "it has no cards by number");
+        }
         let measured = self.kind == LatencyKind::MeasuredGpu.name();
         match args.place.device {
             DeviceChoice::Cpu if measured => differs("--device", "cpu", &self.kind),
@@ -178,6 +190,7 @@ impl Header {
     pub(super) fn place(&self, args: &LoopArgs) -> PlaceArgs {
         let measured = self.kind == LatencyKind::MeasuredGpu.name();
         let device = match (self.resumed, measured) {
+            (false, _) if !args.devices.is_empty() => DeviceChoice::Cuda,
             (false, _) => args.place.device,
             (true, true) => DeviceChoice::Cuda,
             (true, false) => DeviceChoice::Cpu,
@@ -190,18 +203,28 @@ impl Header {
     pub(super) fn with_kind(
         mut self,
         context: &Context,
-        device: Option<&dyn Device>,
+        opened: &Opened<'_>,
     ) -> Result<Self, Failure> {
-        let kind = match device {
+        let info = match opened {
+            Opened::None => None,
+            Opened::One(info) => Some(info.clone()),
+            Opened::Several(crew) => crew.infos().into_iter().flatten().next().cloned(),
+        };
+        let kind = match info {
             Some(_) => LatencyKind::MeasuredGpu,
             None => LatencyKind::Predicted,
         };
-        let name = device.map_or_else(|| "cpu".to_owned(), |device| device.describe().name);
-        let conditions = device.map(crate::conditions::here);
+        let name = info.as_ref().map_or_else(|| "cpu".to_owned(), |info| info.name.clone());
+        let now = match opened {
+            Opened::None => Vec::new(),
+            Opened::One(info) => vec![crate::conditions::of(info.clone())],
+            Opened::Several(crew) => cards::conditions(crew, &self.cards),
+        };
         if self.resumed {
-            if let (Some(then), Some(now)) = (&self.conditions, &conditions)
-                && let Some(difference) = then.differs(now)
-            {
+            let one = self.conditions.as_slice();
+            let then = if self.cards.is_empty() { one } else { &self.cards };
+            let differs = |(then, now): (&Conditions, &Conditions)| then.differs(now);
+            if let Some(difference) = then.iter().zip(&now).find_map(differs) {
                 return Err(Failure::usage(format!(
                     "this search was measured elsewhere: {difference}; start a new search in another --out"
                 )));
@@ -226,8 +249,11 @@ impl Header {
         }
         self.kind = kind.name().to_owned();
         self.device = name;
-        self.cache_bytes = device.map_or(0, |device| device.describe().cache_bytes);
-        self.conditions = conditions;
+        self.cache_bytes = info.map_or(0, |info| info.cache_bytes);
+        self.conditions = now.first().cloned();
+        if matches!(opened, Opened::Several(_)) {
+            self.cards = now;
+        }
         self.graph.clone_from(&context.graph().name);
         self.graph_id = Some(context.graph().id());
         self.shape = shape(context.graph());
@@ -244,7 +270,7 @@ impl Header {
 
     /// The ledger's first record.
     pub(super) fn to_json(&self) -> Value {
-        json!({
+        let mut header = json!({
             "schema": null,
             "run": self.run,
             "began_unix_s": unix_s(),
@@ -268,7 +294,11 @@ impl Header {
             "kv_capacity": self.kv_capacity,
             "conditions": self.conditions,
             "cache_bytes": self.cache_bytes,
-        })
+        });
+        if !self.cards.is_empty() {
+            header["cards"] = json!(self.cards);
+        }
+        header
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use search::{Spent, Trial};
+use search::{DroppedTrials, Spent, Trial};
 use serde_json::{Value, json};
 
 /// Time since the first call. The search asks for it only to say what it spent on what.
@@ -17,11 +17,25 @@ pub(super) struct Sum {
     candidates: usize,
     spent: Spent,
     baseline: Spent,
+    /// Seconds from the end of the baseline to the end of the last trial. Of several cards, whose seconds pass side by side.
+    wall_s: Option<f64>,
+    dropped: DroppedTrials,
 }
 
 impl Sum {
     pub(super) fn of(trials: &[Trial]) -> Self {
-        let mut sum = Self { candidates: 0, spent: Spent::default(), baseline: Spent::default() };
+        let mut sum = Self {
+            candidates: 0,
+            spent: Spent::default(),
+            baseline: Spent::default(),
+            wall_s: None,
+            dropped: DroppedTrials::default(),
+        };
+        if let [first, .., last] = trials
+            && trials.iter().any(|trial| trial.card.is_some())
+        {
+            sum.wall_s = Some((last.ended_s - first.ended_s).max(0.0));
+        }
         for trial in trials {
             if trial.trial == 0 {
                 sum.baseline = trial.spent;
@@ -33,8 +47,18 @@ impl Sum {
         sum
     }
 
+    /// The same with what several cards began for nothing.
+    pub(super) fn with_dropped(self, dropped: DroppedTrials) -> Self {
+        Self { dropped, ..self }
+    }
+
+    /// The seconds that the candidates took: of several cards those of the clock.
+    fn took_s(&self) -> f64 {
+        self.wall_s.unwrap_or(self.spent.total_s)
+    }
+
     fn per_second(&self) -> f64 {
-        if self.spent.total_s > 0.0 { self.candidates as f64 / self.spent.total_s } else { 0.0 }
+        if self.took_s() > 0.0 { self.candidates as f64 / self.took_s() } else { 0.0 }
     }
 
     /// A part's share of all the time.
@@ -59,9 +83,17 @@ impl Sum {
     pub(super) fn line(&self, wall: Duration) -> String {
         let shares = self.parts().map(|(part, s)| format!("{part} {:.0} %", 100.0 * self.share(s)));
         let Spent { total_s, waiting_s, reference_s, device, .. } = &self.spent;
+        let cards = match self.wall_s {
+            None => String::new(),
+            Some(_) => format!(
+                " ({total_s:.1} s of cards, and {:.1} s for {} trials that were begun for nothing)",
+                self.dropped.seconds, self.dropped.trials
+            ),
+        };
         let mut line = format!(
-            "{} candidates in {total_s:.1} s, {:.2} a second: {}; reference machine {reference_s:.1} s, waited for {waiting_s:.1} s; baseline {:.1} s, the whole command {:.1} s",
+            "{} candidates in {:.1} s{cards}, {:.2} a second: {}; reference machine {reference_s:.1} s, waited for {waiting_s:.1} s; baseline {:.1} s, the whole command {:.1} s",
             self.candidates,
+            self.took_s(),
             self.per_second(),
             shares.join(", "),
             self.baseline.total_s,
@@ -91,7 +123,9 @@ impl Sum {
             parts.iter().map(|(part, s)| ((*part).to_owned(), json!(self.share(*s)))).collect();
         json!({
             "candidates": self.candidates,
-            "candidates_s": self.spent.total_s,
+            "candidates_s": self.took_s(),
+            "cards_s": self.spent.total_s,
+            "wasted": {"trials": self.dropped.trials, "seconds": self.dropped.seconds},
             "candidates_per_s": self.per_second(),
             "baseline_s": self.baseline.total_s,
             "wall_s": wall.as_secs_f64(),
@@ -119,7 +153,9 @@ mod tests {
             timing_s: 2.5,
             ..Spent::default()
         };
-        let sum = Sum { candidates: 50, spent, baseline: Spent { total_s: 3.0, ..spent } };
+        let baseline = Spent { total_s: 3.0, ..spent };
+        let dropped = DroppedTrials::default();
+        let sum = Sum { candidates: 50, spent, baseline, wall_s: None, dropped };
         let wall = Duration::from_secs(20);
         let document = sum.to_json(wall);
         assert_eq!(document["candidates_per_s"], 5.0);
@@ -131,6 +167,14 @@ mod tests {
         let line = sum.line(wall);
         assert!(line.starts_with("50 candidates in 10.0 s, 5.00 a second: propose 10 %"), "{line}");
         assert!(line.ends_with("baseline 3.0 s, the whole command 20.0 s"), "{line}");
+        // Two cards: the clock's seconds, beside those of the cards.
+        let dropped = DroppedTrials { trials: 3, seconds: 0.6 };
+        let sum = Sum { wall_s: Some(5.0), ..sum }.with_dropped(dropped);
+        assert_eq!(sum.to_json(wall)["candidates_per_s"], 10.0);
+        assert_eq!(sum.to_json(wall)["cards_s"], 10.0);
+        let line = sum.line(wall);
+        let cards = "50 candidates in 5.0 s (10.0 s of cards, and 0.6 s for 3 trials that were begun for nothing), 10.00 a second";
+        assert!(line.starts_with(cards), "{line}");
     }
 
     #[test]

@@ -5,6 +5,7 @@
 pub mod attend;
 pub mod counter;
 pub mod host;
+pub mod landing;
 pub mod payload;
 pub mod stages;
 pub mod switch;

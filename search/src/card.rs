@@ -1,0 +1,548 @@
+//! One device of a search: what it holds of the incumbent, and how a candidate is judged there. A candidate is timed beside the incumbent
+//! on the same device and never against a figure of another one; so each device assesses the incumbent itself, and has noise of its own.
+
+use std::sync::Arc;
+
+use ir::schedule::{ActsOn, Knob, ScheduleConfig, Value};
+
+use crate::assess::{self, Assessed, Screened};
+use crate::cpu::Candidate;
+use crate::decide::{Decision, decide_measured, decide_predicted, predicted_gain};
+use crate::device::{Costs, Device, DeviceError, Samples};
+use crate::effort::{Bar, Look, spread};
+use crate::gate::{Clock, Dropped, Gate};
+use crate::history::{Guess, Proposal};
+use crate::measure::{Interval, gain, noise_floor};
+use crate::propose::{changes, mixed};
+use crate::run::Settings;
+use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial, changed};
+use crate::verdict::Verdict;
+
+/// Kernels that are compiled before anything asks for them.
+const FORESEEN: usize = 12;
+
+/// What is noted of a candidate that only seems to win.
+const LEFT_BEHIND: &str = "order effect: the gain is gone where each side follows its own kind; the candidate slows what runs after it";
+
+/// The noise of one device, from the trial that raced a program against itself there.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Noise {
+    pub(crate) floor: f64,
+    /// Standard deviation of a block.
+    pub(crate) spread: f64,
+}
+
+impl Noise {
+    pub(crate) fn of(floor: f64, samples_us: &[[f64; 4]]) -> Self {
+        let rounds = samples_us.to_vec();
+        Self { floor, spread: spread(&Samples { rounds, ..Samples::default() }) }
+    }
+}
+
+/// The trial that a candidate is compared with.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Lead {
+    pub(crate) trial: u64,
+    pub(crate) config: ScheduleConfig,
+}
+
+/// A trial to do.
+pub(crate) struct Job {
+    pub(crate) index: u64,
+    pub(crate) proposal: Proposal,
+    /// What the proposal was drawn from.
+    pub(crate) parent: ScheduleConfig,
+    pub(crate) skipped: Skipped,
+    pub(crate) lead: Option<Lead>,
+    /// Of the device that does it.
+    pub(crate) noise: Noise,
+    /// Seconds of search so far.
+    pub(crate) began_s: f64,
+    /// What was spent on proposing it.
+    pub(crate) spent: Spent,
+    /// Whether an earlier trial had the same program.
+    pub(crate) is_known_program: bool,
+    /// What helpers may begin with if the candidate is not given up.
+    pub(crate) if_kept: Option<Guess>,
+}
+
+/// The champion, to be looked at once more.
+#[derive(Clone, Debug)]
+pub(crate) struct LastJob {
+    pub(crate) confirmation: Confirmation,
+    pub(crate) lead: Lead,
+    /// What the champion races; nothing if it is the baseline, or if there is none.
+    pub(crate) baseline: Option<ScheduleConfig>,
+    pub(crate) noise: Noise,
+    /// Whether to run it on fresh tokens, which asks no device.
+    pub(crate) thorough: bool,
+}
+
+/// What comparing a candidate with the incumbent gave.
+#[derive(Default)]
+struct Judgement {
+    outcome: Option<Outcome>,
+    why: String,
+    gain: Option<Interval>,
+    threshold: Option<f64>,
+    noise_floor: Option<f64>,
+    samples_us: Vec<[f64; 4]>,
+}
+
+/// A device with what a search has there; or no device, where predictions are compared.
+pub(crate) struct Card<'d, 'a> {
+    gate: Gate<'a>,
+    pub(crate) device: Option<&'d mut (dyn Device + 'd)>,
+    settings: Arc<Settings>,
+    clock: Clock,
+    /// The incumbent with its proofs.
+    incumbent: Option<(Lead, Assessed)>,
+    /// Candidates that were found better here, until the search says which of them lead.
+    better: Vec<(u64, Assessed)>,
+    spent: Spent,
+}
+
+impl<'d, 'a> Card<'d, 'a> {
+    pub(crate) fn new(
+        gate: Gate<'a>,
+        device: Option<&'d mut (dyn Device + 'd)>,
+        settings: Arc<Settings>,
+        clock: Clock,
+    ) -> Self {
+        let (incumbent, better, spent) = (None, Vec::new(), Spent::default());
+        Self { gate, device, settings, clock, incumbent, better, spent }
+    }
+
+    pub(crate) fn set_clock(&mut self, clock: Clock) {
+        self.clock = clock;
+    }
+
+    fn costs(&self) -> Costs {
+        self.device.as_deref().map_or_else(Default::default, Device::costs)
+    }
+
+    /// Does a trial.
+    ///
+    /// # Errors
+    /// If the device is lost.
+    pub(crate) fn try_out(&mut self, mut job: Job) -> Result<Trial, DeviceError> {
+        let (began, costs) = ((self.clock)(), self.costs());
+        self.spent = job.spent;
+        let config = job.proposal.config;
+        let shared = self.device.as_deref().map(|device| device as &dyn Device);
+        let mut verdict = assess::begin(&self.gate, shared, &config);
+        let judgement = match self.judge(&mut job, &mut verdict) {
+            Ok(judgement) => judgement,
+            Err(Dropped::Failed(error @ DeviceError::Unavailable { .. })) => return Err(error),
+            Err(dropped) => {
+                assess::refuse(&mut verdict, &dropped);
+                let device = self.device.as_deref_mut();
+                assess::locate(&self.gate, device, &config, &dropped, &mut verdict);
+                let outcome = Some(Outcome::from(&dropped));
+                Judgement { outcome, why: dropped.to_string(), ..Judgement::default() }
+            }
+        };
+        let here = ((self.clock)() - began).as_secs_f64();
+        let proposed = job.spent.propose_s + job.spent.lower_s;
+        let spent = Spent { device: self.costs() - costs, total_s: proposed + here, ..self.spent };
+        Ok(Trial {
+            trial: job.index,
+            origin: job.proposal.origin,
+            incumbent: job.lead.map(|lead| lead.trial),
+            outcome: judgement.outcome.unwrap_or(Outcome::Inconclusive),
+            why: judgement.why,
+            changed: changed(&changes(&job.parent, &config)),
+            config,
+            gain: judgement.gain.filter(|gain| gain.low.is_finite() && gain.high.is_finite()),
+            threshold: judgement.threshold.filter(|threshold| threshold.is_finite()),
+            noise_floor: judgement.noise_floor.filter(|noise| noise.is_finite()),
+            samples_us: judgement.samples_us,
+            card: None,
+            beside: Vec::new(),
+            left_out: Vec::new(),
+            verdict,
+            skipped: job.skipped,
+            spent,
+            began_s: job.began_s,
+            ended_s: job.began_s,
+        })
+    }
+
+    /// The gates, then the comparison with the incumbent. Nothing is assessed in full that was given up before.
+    fn judge(&mut self, job: &mut Job, verdict: &mut Verdict) -> Result<Judgement, Dropped> {
+        let candidate = match job.proposal.lowered.take() {
+            Some(candidate) => {
+                verdict.passed("validate", "every rule of schedules holds");
+                assess::describe(&candidate, verdict);
+                candidate
+            }
+            None => assess::lower(&self.gate, &job.proposal.config, verdict)?,
+        };
+        self.follow(job.lead)?;
+        if self.device.is_some() {
+            return self.judge_on_device(job, candidate, verdict);
+        }
+        let (began, program_id) = ((self.clock)(), candidate.program_id.clone());
+        let _ = self.gate.ahead.judge(&candidate, self.clock);
+        self.spent.gates_s += ((self.clock)() - began).as_secs_f64();
+        self.spent.reference_s = self.reference_s(job, &program_id);
+        let assessed = assess::assess(&mut self.gate, None, candidate, verdict)?;
+        let judgement = self.judge_predicted(job, &assessed, verdict);
+        self.settle(job.index, &judgement, assessed);
+        Ok(judgement)
+    }
+
+    /// Makes the trial that leads the incumbent here. Where it was not judged, or after a resume, it passes the gates before anything is
+    /// compared with it.
+    ///
+    /// # Errors
+    /// If it does not pass them.
+    pub(crate) fn follow(&mut self, lead: Option<Lead>) -> Result<(), Dropped> {
+        let Some(lead) = lead else { return Ok(()) };
+        if self.incumbent.as_ref().is_some_and(|(here, _)| *here == lead) {
+            return Ok(());
+        }
+        if let (Some((_, old)), Some(device)) = (self.incumbent.take(), &mut self.device) {
+            release(&mut **device, &old.candidate);
+        }
+        self.foresee(&lead.config);
+        let mut found = None;
+        for (trial, assessed) in std::mem::take(&mut self.better) {
+            let same = *assessed.candidate.config == lead.config;
+            if trial == lead.trial && same {
+                found = Some(assessed);
+            } else if trial > lead.trial {
+                // Judged ahead of the search: it may lead yet.
+                self.better.push((trial, assessed));
+            } else if let Some(device) = &mut self.device {
+                release(&mut **device, &assessed.candidate);
+            }
+        }
+        let assessed = match found {
+            Some(assessed) => assessed,
+            None => self.assess_again(&lead.config)?,
+        };
+        self.incumbent = Some((lead, assessed));
+        Ok(())
+    }
+
+    fn assess_again(&mut self, config: &ScheduleConfig) -> Result<Assessed, Dropped> {
+        let candidate = self.gate.ahead.lower(config)?;
+        let shared = self.device.as_deref().map(|device| device as &dyn Device);
+        let mut ignored = assess::begin(&self.gate, shared, config);
+        assess::assess(&mut self.gate, self.device.as_deref_mut(), candidate, &mut ignored)
+    }
+
+    /// Keeps the proofs of what may lead, and lets go of what does not.
+    fn settle(&mut self, index: u64, judgement: &Judgement, assessed: Assessed) {
+        if judgement.outcome.is_some_and(Outcome::leads) {
+            self.better.push((index, assessed));
+        } else {
+            self.release(&assessed.candidate);
+        }
+    }
+
+    fn release(&mut self, candidate: &Candidate) {
+        if let Some(device) = &mut self.device {
+            release(&mut **device, candidate);
+        }
+    }
+
+    /// Seconds that the reference machine took for this trial's program, ahead or now; none if an earlier trial had the same one.
+    fn reference_s(&self, job: &Job, program_id: &str) -> f64 {
+        if job.is_known_program { 0.0 } else { self.gate.ahead.seconds(program_id) }
+    }
+
+    /// The first stage, which may end it; then the rest of the gate, and the race.
+    fn judge_on_device(
+        &mut self,
+        job: &mut Job,
+        candidate: Candidate,
+        verdict: &mut Verdict,
+    ) -> Result<Judgement, Dropped> {
+        let (clock, waited_s) = (self.clock, self.gate.waited_s);
+        let began = clock();
+        let device = device_of(&mut self.device)?;
+        let program_id = candidate.program_id.clone();
+        let screened = assess::screen(&mut self.gate, device, candidate, verdict, clock);
+        self.spent.reference_s = self.reference_s(job, &program_id);
+        self.spent.waiting_s = self.gate.waited_s - waited_s;
+        self.spent.gates_s += (clock() - began).as_secs_f64();
+        let screened = self.extend_if_needed(screened?, verdict)?;
+        let began = clock();
+        let given_up = self.give_up(job, &screened, verdict);
+        self.spent.timing_s += (clock() - began).as_secs_f64();
+        if let Some(judgement) = given_up? {
+            self.release(&screened.candidate);
+            return Ok(judgement);
+        }
+        if let Some(guess) = job.if_kept.take() {
+            self.gate.ahead.guess(guess);
+        }
+        let began = clock();
+        let device = device_of(&mut self.device)?;
+        let assessed = assess::complete(&self.gate, device, screened, verdict);
+        self.spent.gates_s += (clock() - began).as_secs_f64();
+        let assessed = assessed?;
+        let began = clock();
+        let judgement = self.judge_measured(job, &assessed, verdict);
+        self.spent.timing_s += (clock() - began).as_secs_f64();
+        let judgement = judgement?;
+        self.settle(job.index, &judgement, assessed);
+        Ok(judgement)
+    }
+
+    /// How attention is split shows at later positions only: where it differs from the incumbent's, all positions are run before
+    /// anything is timed.
+    fn extend_if_needed(
+        &mut self,
+        screened: Screened,
+        verdict: &mut Verdict,
+    ) -> Result<Screened, Dropped> {
+        let Some((_, incumbent)) = &self.incumbent else { return Ok(screened) };
+        if attend_alike(&incumbent.candidate, &screened.candidate) {
+            return Ok(screened);
+        }
+        let began = (self.clock)();
+        let device = device_of(&mut self.device)?;
+        let screened = assess::extend(&self.gate, device, screened, verdict);
+        self.spent.gates_s += ((self.clock)() - began).as_secs_f64();
+        screened
+    }
+
+    /// Times a candidate once at the end of what was run and gives it up if it is clearly not better than the incumbent.
+    fn give_up(
+        &mut self,
+        job: &Job,
+        screened: &Screened,
+        verdict: &mut Verdict,
+    ) -> Result<Option<Judgement>, Dropped> {
+        let (bar, seed) = (self.bar(job.noise), self.seed_of(job.index));
+        let Some((_, incumbent)) = &self.incumbent else { return Ok(None) };
+        let device = device_of(&mut self.device)?;
+        let Some((samples, look)) =
+            assess::glance(&self.gate, device, incumbent, screened, &bar, seed)?
+        else {
+            return Ok(None);
+        };
+        assess::given_up(&self.gate, screened, verdict);
+        let at = screened.once.positions() as u32;
+        let floors = assess::floors(&self.gate, device, &screened.candidate, at);
+        let agreement = &screened.once.agreement;
+        assess::set_measured(verdict, agreement, &samples, floors, seed)?;
+        Ok(Some(compared(verdict, look, samples, bar.threshold)))
+    }
+
+    fn bar(&self, noise: Noise) -> Bar {
+        let Settings { min_gain, timing, .. } = *self.settings;
+        let threshold = noise.floor.max(min_gain);
+        Bar { threshold, spread: noise.spread, rounds: timing.rounds }
+    }
+
+    fn seed_of(&self, index: u64) -> u64 {
+        mixed(self.settings.seed, index)
+    }
+
+    fn judge_predicted(&self, job: &Job, assessed: &Assessed, verdict: &mut Verdict) -> Judgement {
+        assess::set_predicted(verdict, &assessed.predicted);
+        let us = assessed.predicted.us();
+        let Some((_, incumbent)) = &self.incumbent else {
+            return first(job, format!("{us:.1} us predicted"));
+        };
+        let decision =
+            decide_predicted(&incumbent.predicted, &assessed.predicted, self.settings.min_gain);
+        let gain = predicted_gain(&incumbent.predicted, &assessed.predicted);
+        Judgement {
+            outcome: Some(decision.into()),
+            why: format!(
+                "{us:.1} us predicted, {:+.2} % against {:.1} us of the incumbent",
+                -100.0 * gain,
+                incumbent.predicted.us()
+            ),
+            gain: Some(Interval { low: gain, high: gain }),
+            threshold: Some(self.settings.min_gain),
+            ..Judgement::default()
+        }
+    }
+
+    fn judge_measured(
+        &mut self,
+        job: &Job,
+        assessed: &Assessed,
+        verdict: &mut Verdict,
+    ) -> Result<Judgement, Dropped> {
+        let (bar, seed) = (self.bar(job.noise), self.seed_of(job.index));
+        let timing = self.settings.timing;
+        let Some(agreement) = &assessed.on_device else {
+            return Ok(self.judge_predicted(job, assessed, verdict));
+        };
+        let device = device_of(&mut self.device)?;
+        let at = self.gate.timed_position();
+        let floors = assess::floors(&self.gate, device, &assessed.candidate, at);
+        let Some((_, incumbent)) = &self.incumbent else {
+            let itself = [assessed, assessed];
+            let fixed = assess::fixed(timing.rounds);
+            let samples = assess::race(&self.gate, device, itself, timing, fixed)?;
+            let latency = assess::set_measured(verdict, agreement, &samples, floors, seed)?;
+            let noise = noise_floor(&samples, seed);
+            let why =
+                format!("{:.1} us measured, noise {:.2} %", latency.median_us(), 100.0 * noise);
+            let first = first(job, why);
+            return Ok(Judgement { noise_floor: Some(noise), samples_us: samples.rounds, ..first });
+        };
+        let enough = |samples: &Samples| bar.enough(samples, seed);
+        let sides = [incumbent, assessed];
+        let samples = assess::race(&self.gate, device, sides, timing, enough)?;
+        assess::set_measured(verdict, agreement, &samples, floors, seed)?;
+        let look = bar.look(&samples, seed);
+        if look.decision == Some(Decision::Inconclusive)
+            && bar.is_left_behind(&samples)
+            && look.gain.low > bar.threshold
+        {
+            verdict.notes.push(LEFT_BEHIND.to_owned());
+        }
+        Ok(compared(verdict, look, samples, bar.threshold))
+    }
+
+    /// Tells the device which kernels may be asked for next: the leading schedule's with its kernel knobs changed, one change first.
+    fn foresee(&mut self, leading: &ScheduleConfig) {
+        let Some(device) = &mut self.device else { return };
+        let kernel = |(knob, _): &&(Knob, Vec<Value>)| knob.acts_on() == ActsOn::Kernel;
+        let mut soon = vec![(0, *leading)];
+        for (knob, values) in self.settings.space.iter().filter(kernel) {
+            let others = values.iter().filter(|&&value| value != leading.get(*knob));
+            for value in others.copied() {
+                let changed = |&(changes, mut config): &(u32, ScheduleConfig)| {
+                    let is_new = config.get(*knob) == leading.get(*knob);
+                    (is_new && config.set(*knob, value).is_ok()).then_some((changes + 1, config))
+                };
+                let more: Vec<_> = soon.iter().filter_map(changed).collect();
+                soon.extend(more);
+            }
+        }
+        soon.sort_by_key(|&(changes, _)| changes);
+        let kernels: Vec<_> = soon[1..].iter().take(FORESEEN).map(|(_, c)| c.kernel).collect();
+        device.foresee(&kernels);
+    }
+
+    /// Runs the champion again.
+    ///
+    /// # Errors
+    /// If the device is lost.
+    pub(crate) fn confirm(&mut self, job: LastJob) -> Result<Confirmation, DeviceError> {
+        let mut confirmation = job.confirmation.clone();
+        match self.confirm_into(&job, &mut confirmation) {
+            Ok(()) => Ok(confirmation),
+            Err(Dropped::Failed(error @ DeviceError::Unavailable { .. })) => Err(error),
+            Err(dropped) => {
+                confirmation.decision = Decision::Reverted;
+                confirmation.why = dropped.to_string();
+                assess::refuse(&mut confirmation.verdict, &dropped);
+                Ok(confirmation)
+            }
+        }
+    }
+
+    fn confirm_into(
+        &mut self,
+        job: &LastJob,
+        confirmation: &mut Confirmation,
+    ) -> Result<(), Dropped> {
+        self.follow(Some(job.lead))?;
+        let Some((_, champion)) = &self.incumbent else { return Ok(()) };
+        let seed = mixed(self.settings.seed, u64::MAX - 1);
+        if job.thorough {
+            confirmation.positions = self.gate.thorough(&champion.candidate, seed)?;
+            confirmation.why = format!("agrees at {} positions", confirmation.positions);
+        }
+        let Some(baseline) = job.baseline.filter(|_| self.device.is_some()) else { return Ok(()) };
+        let baseline = self.assess_again(&baseline)?;
+        self.race_baseline(&baseline, seed, job.noise, confirmation)
+    }
+
+    fn race_baseline(
+        &mut self,
+        baseline: &Assessed,
+        seed: u64,
+        noise: Noise,
+        confirmation: &mut Confirmation,
+    ) -> Result<(), Dropped> {
+        let (Some((_, champion)), Some(device)) = (&self.incumbent, self.device.as_deref_mut())
+        else {
+            return Ok(());
+        };
+        let Some(agreement) = &champion.on_device else { return Ok(()) };
+        let Settings { min_gain, timing, .. } = *self.settings;
+        let at = self.gate.timed_position();
+        let floors = assess::floors(&self.gate, device, &champion.candidate, at);
+        let fixed = assess::fixed(2 * timing.rounds);
+        let samples = assess::race(&self.gate, device, [baseline, champion], timing, fixed)?;
+        assess::set_measured(&mut confirmation.verdict, agreement, &samples, floors, seed)?;
+        let interval = gain(&samples, seed);
+        confirmation.decision = decide_measured(interval, noise.floor, min_gain);
+        let comma = if confirmation.why.is_empty() { "" } else { ", " };
+        confirmation.why += &format!(
+            "{comma}gain {:+.2} to {:+.2} % against the baseline",
+            100.0 * interval.low,
+            100.0 * interval.high
+        );
+        confirmation.gain = Some(interval).filter(|gain| gain.low.is_finite());
+        confirmation.threshold = Some(noise.floor.max(min_gain));
+        confirmation.samples_us = samples.rounds;
+        Ok(())
+    }
+}
+
+/// The first correct candidate leads whatever its latency.
+fn first(job: &Job, why: String) -> Judgement {
+    let outcome = if job.index == 0 { Outcome::Baseline } else { Outcome::Kept };
+    Judgement { outcome: Some(outcome), why, ..Judgement::default() }
+}
+
+/// The device of a search that has one.
+fn device_of<'c, 'd>(
+    device: &'c mut Option<&'d mut (dyn Device + 'd)>,
+) -> Result<&'c mut (dyn Device + 'd), Dropped> {
+    let none = || {
+        let reason = "there is none; leave the device out to compare predictions".to_owned();
+        Dropped::Failed(DeviceError::Unavailable { reason })
+    };
+    device.as_deref_mut().ok_or_else(none)
+}
+
+fn release(device: &mut (dyn Device + '_), candidate: &Candidate) {
+    if let Ok(handle) = device.prepare(&candidate.program, &candidate.config.kernel) {
+        device.release(handle);
+    }
+}
+
+/// Whether two candidates attend in the same way, so that their times at early positions say what those at late ones would.
+fn attend_alike(one: &Candidate, other: &Candidate) -> bool {
+    let shape = |candidate: &Candidate| {
+        let config = &candidate.config;
+        let attention = config.tiling.attention;
+        let handoffs = (config.sync.attention, config.sync.merge);
+        (attention, config.fusion_grouping.merge, handoffs)
+    };
+    shape(one) == shape(other)
+}
+
+/// A comparison as a trial keeps it.
+fn compared(verdict: &Verdict, look: Look, samples: Samples, threshold: f64) -> Judgement {
+    let Look { gain, decision } = look;
+    Judgement {
+        outcome: decision.map(Outcome::from),
+        why: format!(
+            "{:.1} us measured, gain {:+.2} to {:+.2} % against the incumbent, {:.2} % needed, {} rounds",
+            verdict.latency_us.unwrap_or(f64::NAN),
+            100.0 * gain.low,
+            100.0 * gain.high,
+            100.0 * threshold,
+            samples.rounds.len()
+        ),
+        gain: Some(gain),
+        threshold: Some(threshold),
+        noise_floor: None,
+        samples_us: samples.rounds,
+    }
+}

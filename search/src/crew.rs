@@ -1,0 +1,228 @@
+//! Several devices of one host, each opened and driven by a thread of its own. The threads judge what they are given and decide nothing:
+//! what is tried, and what becomes of it, is the search's ([`side_by_side`](crate::run)).
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::Scope;
+
+use crate::card::{Card, Job, LastJob};
+use crate::device::{Device, DeviceError, DeviceInfo};
+use crate::gate::{Clock, Gate};
+use crate::run::Settings;
+use crate::trial::{Confirmation, Trial};
+
+/// Opens a device, on the thread that drives it from then on.
+pub type Opener<'a> = Box<dyn FnOnce() -> Result<Box<dyn Device + 'a>, DeviceError> + Send + 'a>;
+
+/// Why a device is not there any more whose thread ended by itself.
+const THREAD_ENDED: &str = "the thread that drove it ended";
+
+/// A trial for one device. Nobody waits for it any more once it is cancelled.
+pub(crate) struct Ticket {
+    pub(crate) number: u64,
+    pub(crate) job: Job,
+    pub(crate) cancelled: Arc<AtomicBool>,
+}
+
+/// What a device is told.
+enum Order<'a> {
+    Begin(Box<Start<'a>>),
+    Try(Box<Ticket>),
+    Confirm(Box<LastJob>),
+}
+
+struct Start<'a> {
+    gate: Gate<'a>,
+    settings: Arc<Settings>,
+    clock: Clock,
+    /// For the reference machine.
+    threads: usize,
+}
+
+/// What a device says.
+pub(crate) enum Said {
+    Opened(Result<DeviceInfo, DeviceError>),
+    Tried(u64, Result<Box<Trial>, DeviceError>),
+    Confirmed(Result<Box<Confirmation>, DeviceError>),
+    /// Nothing any more.
+    Gone,
+}
+
+/// One device's place.
+struct Seat<'a> {
+    orders: Option<Sender<Order<'a>>>,
+    info: Result<DeviceInfo, DeviceError>,
+}
+
+/// The devices of a search. Their numbers are those of the openers.
+pub struct Crew<'a> {
+    seats: Vec<Seat<'a>>,
+    reports: Receiver<(u32, Said)>,
+    begun: bool,
+}
+
+impl<'a> Crew<'a> {
+    /// Opens devices side by side, and waits until each is open or has failed to.
+    #[must_use]
+    pub fn open<'scope>(scope: &'scope Scope<'scope, '_>, openers: Vec<Opener<'a>>) -> Self
+    where
+        'a: 'scope,
+    {
+        let (say, reports) = channel();
+        let mut seats = Vec::new();
+        for (card, open) in openers.into_iter().enumerate() {
+            let (orders, taken) = channel();
+            let line = Line { card: card as u32, say: say.clone() };
+            scope.spawn(move || drive(open, &taken, &line));
+            let reason = THREAD_ENDED.to_owned();
+            let info = Err(DeviceError::Unavailable { reason });
+            seats.push(Seat { orders: Some(orders), info });
+        }
+        let mut crew = Self { seats, reports, begun: false };
+        // Every thread says one of the two, also one that panics.
+        let mut waiting: BTreeSet<u32> = (0..crew.seats.len() as u32).collect();
+        while !waiting.is_empty() {
+            let Ok((card, said)) = crew.reports.recv() else { break };
+            match said {
+                Said::Opened(info) => {
+                    crew.seats[card as usize].info = info;
+                    waiting.remove(&card);
+                }
+                Said::Gone => {
+                    waiting.remove(&card);
+                }
+                Said::Tried(..) | Said::Confirmed(_) => {}
+            }
+        }
+        for seat in &mut crew.seats {
+            if seat.info.is_err() {
+                seat.orders = None;
+            }
+        }
+        crew
+    }
+
+    /// What each device is, or why it could not be opened.
+    #[must_use]
+    pub fn infos(&self) -> Vec<Result<&DeviceInfo, &DeviceError>> {
+        self.seats.iter().map(|seat| seat.info.as_ref()).collect()
+    }
+
+    /// Bytes of the devices' cache.
+    pub(crate) fn cache_bytes(&self) -> u64 {
+        let info = self.seats.iter().find_map(|seat| seat.info.as_ref().ok());
+        info.map_or(0, |info| info.cache_bytes)
+    }
+
+    /// Gives the devices what they judge by, once.
+    pub(crate) fn begin(&mut self, gate: &Gate<'a>, settings: &Arc<Settings>, clock: Clock) {
+        if std::mem::replace(&mut self.begun, true) {
+            return;
+        }
+        let cards = self.cards();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = (cores / cards.len().max(1)).max(1);
+        for card in cards {
+            let start = Start { gate: gate.beside(), settings: settings.clone(), clock, threads };
+            self.order(card, Order::Begin(Box::new(start)));
+        }
+    }
+
+    /// The devices that are there.
+    pub(crate) fn cards(&self) -> Vec<u32> {
+        let there = self.seats.iter().enumerate().filter(|(_, seat)| seat.orders.is_some());
+        there.map(|(card, _)| card as u32).collect()
+    }
+
+    /// The device of a trial: they take turns by its number, whoever is free. None if there is no device.
+    pub(crate) fn card_of(&self, index: u64) -> Option<u32> {
+        let cards = self.cards();
+        let turn = index.checked_rem(cards.len() as u64)?;
+        cards.get(usize::try_from(turn).ok()?).copied()
+    }
+
+    pub(crate) fn try_out(&self, card: u32, ticket: Ticket) {
+        self.order(card, Order::Try(Box::new(ticket)));
+    }
+
+    pub(crate) fn confirm(&self, card: u32, job: LastJob) {
+        self.order(card, Order::Confirm(Box::new(job)));
+    }
+
+    fn order(&self, card: u32, order: Order<'a>) {
+        if let Some(orders) = &self.seats[card as usize].orders {
+            // A thread that has ended has said so, and is heard of.
+            let _ = orders.send(order);
+        }
+    }
+
+    /// The next thing that a device says. Every device answers within its own limits.
+    pub(crate) fn hear(&self) -> Option<(u32, Said)> {
+        self.reports.recv().ok()
+    }
+
+    /// Goes on without a device. Whether it was there.
+    pub(crate) fn leave_out(&mut self, card: u32) -> bool {
+        self.seats[card as usize].orders.take().is_some()
+    }
+}
+
+/// Where a device's thread speaks; it says when it ends, however it ends.
+struct Line {
+    card: u32,
+    say: Sender<(u32, Said)>,
+}
+
+impl Line {
+    fn say(&self, said: Said) {
+        // Nobody may be listening any more.
+        let _ = self.say.send((self.card, said));
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        self.say(Said::Gone);
+    }
+}
+
+/// The thread of one device.
+fn drive<'a>(open: Opener<'a>, orders: &Receiver<Order<'a>>, line: &Line) {
+    let mut device = match open() {
+        Ok(device) => device,
+        Err(error) => return line.say(Said::Opened(Err(error))),
+    };
+    line.say(Said::Opened(Ok(device.describe())));
+    let Ok(Order::Begin(start)) = orders.recv() else { return };
+    let Start { gate, settings, clock, threads } = *start;
+    let Ok(pool) = rayon::ThreadPoolBuilder::new().num_threads(threads).build() else { return };
+    let mut card = Card::new(gate.with_pool(pool), Some(&mut *device), settings, clock);
+    for order in orders {
+        match order {
+            Order::Begin(_) => {}
+            Order::Try(ticket) => {
+                let Ticket { number, job, cancelled } = *ticket;
+                if !cancelled.load(Ordering::Relaxed) {
+                    line.say(Said::Tried(number, try_out(&mut card, job).map(Box::new)));
+                }
+            }
+            Order::Confirm(job) => {
+                line.say(Said::Confirmed(card.confirm(*job).map(Box::new)));
+            }
+        }
+    }
+}
+
+/// A trial. A device on which the schedule that leads does not pass its gates is no measure of others.
+fn try_out(card: &mut Card<'_, '_>, job: Job) -> Result<Trial, DeviceError> {
+    if let Some(lead) = job.lead
+        && let Err(dropped) = card.follow(Some(lead))
+    {
+        let reason =
+            format!("the schedule that leads (trial {}) fails there: {dropped}", lead.trial);
+        return Err(DeviceError::Unavailable { reason });
+    }
+    card.try_out(job)
+}

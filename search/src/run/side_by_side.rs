@@ -1,0 +1,439 @@
+//! A search on several devices at once.
+//!
+//! What is tried, and what it is compared with, is what one device would be given: the rows are those of a search that does one trial
+//! after the other. While a trial runs on one device, the ones after it are begun on the others, as if it had been reverted. When it ends
+//! otherwise, or says something else to the proposals than was assumed, what was begun on a wrong assumption is dropped and costs time only.
+//! Which device does a trial follows from the trial's number, so that rows do not depend on who was quicker.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use ir::schedule::ScheduleConfig;
+
+use super::{Search, SearchError, Step, StoppedBy};
+use crate::card::{Job, LastJob, Lead};
+use crate::crew::{Crew, Said, Ticket};
+use crate::device::DeviceError;
+use crate::history::{Guess, History, Proposal};
+use crate::trial::{Beside, Confirmation, LeftOut, Skipped, Spent, Trial, together};
+
+/// Trials that a device has before it at most: the one that it does, and two so that it never waits for the slower one of another device.
+const AHEAD: usize = 3;
+
+/// A trial that was begun.
+struct Flight {
+    number: u64,
+    index: u64,
+    card: u32,
+    proposal: Proposal,
+    parent: ScheduleConfig,
+    skipped: Skipped,
+    lead: Option<Lead>,
+    spent: Spent,
+    if_kept: Option<Guess>,
+    cancelled: Arc<AtomicBool>,
+    done: Option<Box<Trial>>,
+}
+
+impl Drop for Flight {
+    fn drop(&mut self) {
+        self.cancelled.store(true, Ordering::Relaxed);
+    }
+}
+
+/// What was begun for nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Dropped {
+    /// Trials.
+    pub trials: u64,
+    /// Seconds of devices.
+    pub seconds: f64,
+}
+
+/// The devices, and what they are at.
+pub(super) struct Fleet<'a> {
+    crew: Crew<'a>,
+    /// Trials in the order of their numbers, from the next one on.
+    flights: VecDeque<Flight>,
+    numbers: u64,
+    dropped: Dropped,
+    left_out: Vec<LeftOut>,
+    /// Why the last device was left out.
+    last: Option<DeviceError>,
+}
+
+impl<'a> Fleet<'a> {
+    pub(super) fn new(crew: Crew<'a>) -> Self {
+        let mut left_out = Vec::new();
+        let mut last = None;
+        for (card, info) in crew.infos().into_iter().enumerate() {
+            if let Err(error) = info {
+                left_out.push(LeftOut { card: card as u32, why: error.to_string() });
+                last = Some(error.clone());
+            }
+        }
+        let (flights, dropped) = (VecDeque::new(), Dropped::default());
+        Self { crew, flights, numbers: 0, dropped, left_out, last }
+    }
+
+    pub(super) fn dropped(&self) -> Dropped {
+        self.dropped
+    }
+
+    pub(super) fn cache_bytes(&self) -> u64 {
+        self.crew.cache_bytes()
+    }
+
+    fn leave_out(&mut self, card: u32, error: DeviceError) {
+        if self.crew.leave_out(card) {
+            // What it measured last is not taken any more: from the row that says so on, no row is its.
+            for flight in self.flights.iter_mut().filter(|flight| flight.card == card) {
+                if let Some(trial) = flight.done.take() {
+                    self.dropped.trials += 1;
+                    self.dropped.seconds += trial.spent.total_s;
+                }
+            }
+            self.left_out.push(LeftOut { card, why: error.to_string() });
+            self.last = Some(error);
+        }
+    }
+
+    /// The error of a search whose devices are all gone.
+    fn lost(&self) -> SearchError {
+        let reason = "there is none".to_owned();
+        let none = || DeviceError::Unavailable { reason };
+        SearchError::Device(self.last.clone().unwrap_or_else(none))
+    }
+
+    /// Drops what was begun from this place in line on.
+    fn cut(&mut self, at: usize) {
+        for flight in self.flights.drain(at..) {
+            if let Some(trial) = &flight.done {
+                self.dropped.trials += 1;
+                self.dropped.seconds += trial.spent.total_s;
+            }
+        }
+    }
+
+    /// Takes what a device says.
+    fn hear(&mut self) -> Result<(), SearchError> {
+        let Some((card, said)) = self.crew.hear() else { return Err(self.lost()) };
+        match said {
+            Said::Tried(number, Ok(trial)) => {
+                match self.flights.iter_mut().find(|flight| flight.number == number) {
+                    Some(flight) => flight.done = Some(trial),
+                    None => {
+                        self.dropped.trials += 1;
+                        self.dropped.seconds += trial.spent.total_s;
+                    }
+                }
+            }
+            Said::Tried(_, Err(error)) => self.leave_out(card, error),
+            Said::Gone => self.leave_out(card, gone()),
+            Said::Opened(_) | Said::Confirmed(_) => {}
+        }
+        if self.crew.cards().is_empty() { Err(self.lost()) } else { Ok(()) }
+    }
+}
+
+fn gone() -> DeviceError {
+    DeviceError::Unavailable { reason: "its thread ended".to_owned() }
+}
+
+impl<'a> Search<'a> {
+    pub(super) fn step_side_by_side(
+        &mut self,
+        fleet: &mut Fleet<'a>,
+        elapsed: Duration,
+    ) -> Result<Step, SearchError> {
+        fleet.crew.begin(&self.gate, &self.settings, self.clock);
+        if self.trials.is_empty() {
+            let trial = self.baseline(fleet, elapsed)?;
+            return Ok(self.landed(fleet, trial));
+        }
+        self.keep_measured_cards(fleet);
+        loop {
+            if fleet.crew.cards().is_empty() {
+                return Err(fleet.lost());
+            }
+            self.plan(fleet, elapsed);
+            let Some(head) = fleet.flights.front_mut() else {
+                return Ok(Step::Done(StoppedBy::Exhausted));
+            };
+            if let Some(trial) = head.done.take() {
+                let (skipped, card) = (std::mem::take(&mut head.skipped), head.card);
+                fleet.flights.pop_front();
+                let trial = Trial { skipped, card: Some(card), ..*trial };
+                return Ok(self.landed(fleet, trial));
+            }
+            fleet.hear()?;
+        }
+    }
+
+    fn landed(&mut self, fleet: &mut Fleet<'a>, trial: Trial) -> Step {
+        let trial = Trial { left_out: std::mem::take(&mut fleet.left_out), ..trial };
+        self.record(trial.clone());
+        Step::Trial(Box::new(trial))
+    }
+
+    /// The first trial, on every device: it gives each its noise floor.
+    fn baseline(&mut self, fleet: &mut Fleet<'a>, elapsed: Duration) -> Result<Trial, SearchError> {
+        let mut skipped = Skipped::default();
+        let config = self.settings.default;
+        let lowered = self.lower_timed(&config);
+        let proposal = Proposal { origin: crate::Origin::Baseline, config, lowered };
+        let cards = fleet.crew.cards();
+        for &card in &cards {
+            let job = Job {
+                index: 0,
+                proposal: proposal.clone(),
+                parent: config,
+                skipped: std::mem::take(&mut skipped),
+                lead: None,
+                noise: self.noise(Some(card)),
+                began_s: elapsed.as_secs_f64(),
+                spent: self.spent,
+                is_known_program: false,
+                if_kept: None,
+            };
+            let (number, cancelled) = (fleet.numbers, Arc::default());
+            fleet.numbers += 1;
+            fleet.crew.try_out(card, Ticket { number, job, cancelled });
+        }
+        let mut found: Vec<(u32, Trial)> = Vec::new();
+        while fleet.crew.cards().len() > found.len() {
+            let Some((card, said)) = fleet.crew.hear() else { return Err(fleet.lost()) };
+            match said {
+                Said::Tried(_, Ok(trial)) => found.push((card, *trial)),
+                Said::Tried(_, Err(error)) => fleet.leave_out(card, error),
+                Said::Gone => {
+                    found.retain(|&(other, _)| other != card);
+                    fleet.leave_out(card, gone());
+                }
+                Said::Opened(_) | Said::Confirmed(_) => {}
+            }
+        }
+        found.sort_by_key(|&(card, _)| card);
+        let leading = found.iter().position(|(_, trial)| trial.outcome.leads());
+        if found.is_empty() {
+            return Err(fleet.lost());
+        }
+        let (card, first) = found.remove(leading.unwrap_or(0));
+        let mut beside = Vec::new();
+        for (other, trial) in found {
+            if leading.is_some() && trial.outcome.leads() {
+                beside.push(Beside::of_trial(other, &trial));
+                continue;
+            }
+            let reason = match leading {
+                Some(_) => format!("the baseline is {} there: {}", trial.outcome.name(), trial.why),
+                None => "no card has a correct baseline, so that each would have another first schedule: the search goes on with one card".to_owned(),
+            };
+            fleet.leave_out(other, DeviceError::Unavailable { reason });
+        }
+        Ok(Trial { card: Some(card), beside, ..first })
+    }
+
+    /// After a resume: a device whose noise was never measured cannot be used.
+    fn keep_measured_cards(&self, fleet: &mut Fleet<'a>) {
+        if self.incumbent.is_none() {
+            // Nothing is correct yet: the device that measured so far goes on alone.
+            let one = self.trials.last().and_then(|trial| trial.card);
+            for card in fleet.crew.cards() {
+                if one.is_some_and(|one| one != card) {
+                    let reason = "no card has a correct baseline".to_owned();
+                    fleet.leave_out(card, DeviceError::Unavailable { reason });
+                }
+            }
+            return;
+        }
+        for card in fleet.crew.cards() {
+            if !self.noises.contains_key(&Some(card)) {
+                let reason = "its noise was not measured when the search began".to_owned();
+                fleet.leave_out(card, DeviceError::Unavailable { reason });
+            }
+        }
+    }
+
+    /// Brings what is under way in line with what is known by now: what nobody would try any more is dropped, and devices get what comes
+    /// next. The first flight, afterwards, is the trial that one device would do now.
+    fn plan(&mut self, fleet: &mut Fleet<'a>, elapsed: Duration) {
+        self.reseat(fleet, elapsed);
+        let guessed = self.strategy.may_be_guessed();
+        if !guessed && !fleet.flights.is_empty() {
+            return;
+        }
+        let first = self.trials.len() as u64;
+        let depth = if guessed { AHEAD * fleet.crew.cards().len() } else { 1 } as u64;
+        let end = self.settings.budget.end(first + depth);
+        let (mut history, mut lead) = (self.history(), self.lead());
+        let (mut at, mut new) = (0, false);
+        for index in first..end {
+            let mut skipped = Skipped::default();
+            self.spent = Spent::default();
+            let Some(proposal) = self.next_of(&history, index, &mut skipped) else { break };
+            let fits = |f: &Flight| f.proposal.config == proposal.config && f.lead == lead;
+            match fleet.flights.get_mut(at) {
+                Some(flight) if fits(flight) => flight.skipped = skipped,
+                Some(_) | None => {
+                    fleet.cut(at);
+                    let Some(flight) = self.flight(fleet, index, proposal, skipped, &history, lead)
+                    else {
+                        break;
+                    };
+                    self.depart(fleet, flight, elapsed);
+                    new = true;
+                }
+            }
+            let flight = &fleet.flights[at];
+            at += 1;
+            if let Some(trial) = &flight.done {
+                history.learn(trial, lead.map(|lead| lead.config).as_ref());
+                if trial.outcome.leads() {
+                    lead = Some(Lead { trial: index, config: trial.config });
+                }
+            } else if let Some(candidate) = &flight.proposal.lowered {
+                history.assume(index, candidate, false);
+            } else {
+                break; // what does not lower tells nobody what comes next
+            }
+        }
+        fleet.cut(at);
+        if new && guessed && self.helpers.is_some() {
+            let next = first + at as u64;
+            self.gate.ahead.guess(Guess::onward(self.asked(), history, next));
+        }
+    }
+
+    fn flight(
+        &self,
+        fleet: &mut Fleet<'a>,
+        index: u64,
+        proposal: Proposal,
+        skipped: Skipped,
+        history: &History,
+        lead: Option<Lead>,
+    ) -> Option<Flight> {
+        let card = fleet.crew.card_of(index)?;
+        let number = fleet.numbers;
+        fleet.numbers += 1;
+        let may = lead.is_some() && self.helpers.is_some() && self.strategy.may_be_guessed();
+        let if_kept = proposal
+            .lowered
+            .as_ref()
+            .filter(|_| may)
+            .map(|candidate| Guess::kept(self.asked(), history.clone(), index, candidate));
+        let (parent, spent, cancelled) = (history.parent, self.spent, Arc::default());
+        Some(Flight {
+            number,
+            index,
+            card,
+            proposal,
+            parent,
+            skipped,
+            lead,
+            spent,
+            if_kept,
+            cancelled,
+            done: None,
+        })
+    }
+
+    /// Puts a flight in line and gives it to its device.
+    fn depart(&self, fleet: &mut Fleet<'a>, mut flight: Flight, elapsed: Duration) {
+        let known = flight.proposal.lowered.as_ref().is_some_and(|c| self.knows(&c.program_id));
+        let job = Job {
+            index: flight.index,
+            proposal: flight.proposal.clone(),
+            parent: flight.parent,
+            skipped: Skipped::default(),
+            lead: flight.lead,
+            noise: self.noise(Some(flight.card)),
+            began_s: elapsed.as_secs_f64(),
+            spent: flight.spent,
+            is_known_program: known,
+            if_kept: flight.if_kept.take(),
+        };
+        let ticket = Ticket { number: flight.number, job, cancelled: flight.cancelled.clone() };
+        fleet.crew.try_out(flight.card, ticket);
+        fleet.flights.push_back(flight);
+    }
+
+    /// Gives flights of a device that was left out, and those whose turns have moved, to those that are there.
+    fn reseat(&self, fleet: &mut Fleet<'a>, elapsed: Duration) {
+        let cards = fleet.crew.cards();
+        if fleet.flights.iter().all(|flight| cards.contains(&flight.card)) {
+            return;
+        }
+        for mut flight in std::mem::take(&mut fleet.flights) {
+            let card = fleet.crew.card_of(flight.index);
+            let Some(card) = card.filter(|&card| flight.done.is_none() && card != flight.card)
+            else {
+                fleet.flights.push_back(flight);
+                continue;
+            };
+            flight.cancelled.store(true, Ordering::Relaxed);
+            (flight.card, flight.number, flight.cancelled) = (card, fleet.numbers, Arc::default());
+            fleet.numbers += 1;
+            self.depart(fleet, flight, elapsed);
+        }
+    }
+
+    /// The champion once more, on every device that is there.
+    pub(super) fn confirm_side_by_side(
+        &mut self,
+        fleet: &mut Fleet<'a>,
+        job: &LastJob,
+    ) -> Result<Confirmation, SearchError> {
+        fleet.crew.begin(&self.gate, &self.settings, self.clock);
+        self.keep_measured_cards(fleet);
+        fleet.cut(0);
+        let mut cards = fleet.crew.cards();
+        if job.baseline.is_none() {
+            cards.truncate(1); // there is nothing to race
+        }
+        for &card in &cards {
+            let noise = self.noise(Some(card));
+            let thorough = cards.first() == Some(&card);
+            fleet.crew.confirm(card, LastJob { noise, thorough, ..job.clone() });
+        }
+        let mut found: Vec<(u32, Confirmation)> = Vec::new();
+        while cards.len() > found.len() {
+            let Some((card, said)) = fleet.crew.hear() else { return Err(fleet.lost()) };
+            match said {
+                Said::Confirmed(Ok(confirmation)) => found.push((card, *confirmation)),
+                Said::Confirmed(Err(error)) => {
+                    cards.retain(|&other| other != card);
+                    fleet.leave_out(card, error);
+                }
+                Said::Gone => {
+                    cards.retain(|&other| other != card);
+                    found.retain(|&(other, _)| other != card);
+                    fleet.leave_out(card, gone());
+                }
+                Said::Opened(_) | Said::Tried(..) => {}
+            }
+        }
+        found.sort_by_key(|&(card, _)| card);
+        if found.is_empty() {
+            return Err(fleet.lost());
+        }
+        let (card, first) = found.remove(0);
+        let beside: Vec<Beside> =
+            found.iter().map(|(other, c)| Beside::of_confirmation(*other, c)).collect();
+        let decision = together(found.iter().map(|(_, c)| c.decision).chain([first.decision]));
+        let mut why = first.why.clone();
+        for other in beside.iter().filter(|other| !other.why.is_empty()) {
+            why += &format!("; card {}: {}", other.card, other.why);
+        }
+        for LeftOut { card, why: reason } in std::mem::take(&mut fleet.left_out) {
+            why += &format!("; card {card} was left out: {reason}");
+        }
+        // Where nothing was raced the figures are still those of the champion's trial.
+        let own = job.baseline.is_some();
+        let card = if own { Some(card) } else { self.champion().and_then(|trial| trial.card) };
+        Ok(Confirmation { card, beside, decision, why, ..first })
+    }
+}

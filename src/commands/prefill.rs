@@ -1,0 +1,198 @@
+//! `amk bench --prefill N`: milliseconds of a prompt in chunks, beside what the card's arithmetic and memory allow, and whether the logits
+//! behind it are those of the same prompt token by token.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use ir::{Graph, Target};
+use remote::Served;
+use search::draw_tokens;
+use serde_json::json;
+use vm_host::{PrefillOptions, Prefilled};
+
+use crate::cli::BenchArgs;
+use crate::context::Context;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::report;
+
+/// Timed runs, after one that is not.
+const RUNS: usize = 10;
+/// Multiplications and additions of 16-bit numbers that a multiprocessor of compute capability 9 does in a cycle, at most.
+const FLOP_PER_CYCLE: f64 = 4096.0;
+/// Length of the difference of the logits over their length: the bound on both ways to run a prompt.
+const ERROR_MAX: f64 = 5e-3;
+
+/// What was measured.
+struct Measured {
+    /// Milliseconds of each run, sorted.
+    ms: Vec<f64>,
+    last: Prefilled,
+    /// Milliseconds of the same prompt token by token.
+    steps_ms: f64,
+    error: f64,
+    top1: [Option<usize>; 2],
+    bandwidth: f64,
+}
+
+impl Measured {
+    fn median(&self) -> f64 {
+        f64::midpoint(self.ms[(self.ms.len() - 1) / 2], self.ms[self.ms.len() / 2])
+    }
+
+    /// Whether chunks and steps agree.
+    fn holds(&self) -> bool {
+        self.error <= ERROR_MAX
+    }
+}
+
+pub(crate) fn run(args: &BenchArgs, tokens: u32) -> Outcome {
+    let mut context = Context::new(&args.model)?;
+    let most = context.graph().max_positions.clamp(1, abi::KV_CAPACITY_MAX);
+    if tokens == 0 || tokens > most {
+        let message =
+            format!("--prefill {tokens} is out of range: a prompt has 1 to {most} tokens");
+        return Err(Failure::usage(message));
+    }
+    context.kv_capacity = context.kv_capacity.max(tokens);
+    if let Some(why) = vm_host::prefill_refused(context.graph()) {
+        return Err(Failure::usage(format!("--prefill: {why}")));
+    }
+    let measured = measure(args, &context, tokens)?;
+    let floor = floor_ms(context.graph(), &context.target, &measured);
+    say(&context, tokens, &measured, floor);
+    answer(&context, tokens, &measured, floor)?;
+    Ok(if measured.holds() { Exit::Yes } else { Exit::No })
+}
+
+fn measure(args: &BenchArgs, context: &Context, tokens: u32) -> Result<Measured, Failure> {
+    let failed = |error: search::DeviceError| Failure::refused(error.to_string());
+    let config = context.best_config(args.config.config.as_ref(), tokens)?;
+    let program = Arc::new(super::program::lowered(context, &config)?);
+    let Some(mut device) = context.open_here()? else {
+        return Err(Failure::missing(
+            "--prefill is for what is measured, and there is no GPU here: see `amk doctor`",
+        ));
+    };
+    let bandwidth = device.describe().bandwidth.unwrap_or(context.target.bandwidth as f64);
+    let handle = device.prepare(&program, &config.kernel).map_err(failed)?;
+    let prompt = draw_tokens(args.seed, context.graph().vocab, tokens as usize);
+    let options = PrefillOptions::default();
+    let mut ms = Vec::new();
+    for run in 0..=RUNS {
+        let (done, _) = device.prefill(handle, (1, 0), &prompt, true, &options).map_err(failed)?;
+        if run > 0 {
+            ms.push(done.device_us / 1e3);
+        }
+    }
+    ms.sort_by(f64::total_cmp);
+    let profiled = PrefillOptions { profile: true, ..options };
+    let (last, chunks) =
+        device.prefill(handle, (1, 0), &prompt, true, &profiled).map_err(failed)?;
+    // The first token launches the kernel, which is no part of the prompt's time.
+    device.feed(handle, 0, 0, &prompt[..1], true).map_err(failed)?;
+    let began = Instant::now();
+    let steps = device.feed(handle, 0, 0, &prompt, true).map_err(failed)?;
+    let steps_ms = began.elapsed().as_secs_f64() * 1e3;
+    let error = relative(&steps, &chunks);
+    let top1 = [&steps, &chunks].map(|row| greatest(row));
+    Ok(Measured { ms, last, steps_ms, error, top1, bandwidth })
+}
+
+fn relative(expected: &[f32], actual: &[f32]) -> f64 {
+    let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
+    let differences = expected.iter().zip(actual).map(|(e, a)| f64::from(e - a));
+    let difference = squares(&mut { differences });
+    (difference / squares(&mut expected.iter().map(|&e| f64::from(e)))).sqrt()
+}
+
+fn greatest(row: &[f32]) -> Option<usize> {
+    row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map(|(index, _)| index)
+}
+
+/// No card is faster: its arithmetic, or all weights read once a chunk, whichever takes longer.
+fn floor_ms(graph: &Graph, target: &Target, measured: &Measured) -> f64 {
+    let peak = f64::from(target.sms) * FLOP_PER_CYCLE * f64::from(target.clock_mhz) * 1e6;
+    let bytes = graph.weight_bytes() as f64 * f64::from(measured.last.chunks);
+    (measured.last.flop / peak).max(bytes / measured.bandwidth) * 1e3
+}
+
+fn say(context: &Context, tokens: u32, measured: &Measured, floor: f64) {
+    let (graph, ms) = (context.graph(), measured.median());
+    let (least, most) = (measured.ms[0], measured.ms[measured.ms.len() - 1]);
+    let mut rows = vec![
+        ("model".to_owned(), format!("{} {}", graph.name, graph.dtype.name())),
+        (
+            "prompt".to_owned(),
+            format!("{tokens} tokens in {} chunks, logits of the last", measured.last.chunks),
+        ),
+        (
+            "amk".to_owned(),
+            format!(
+                "{ms:.3} ms ({least:.3} to {most:.3}, median of {RUNS}), {:.0} tokens/s, {:.0} TFLOP/s",
+                f64::from(tokens) / ms * 1e3,
+                measured.last.flop / ms / 1e9
+            ),
+        ),
+        ("floor".to_owned(), format!("{floor:.3} ms; {:.1} % of it reached", floor / ms * 100.0)),
+        (
+            "steps".to_owned(),
+            format!(
+                "{:.1} ms token by token, {:.0} x; logits differ by {:.1e} of their length, top-1 {}",
+                measured.steps_ms,
+                measured.steps_ms / ms,
+                measured.error,
+                if measured.top1[0] == measured.top1[1] { "equal" } else { "different" }
+            ),
+        ),
+    ];
+    rows.extend(measured.last.kernels.iter().map(|time| {
+        let rate = if time.flop > 0.0 {
+            format!(", {:.0} TFLOP/s", time.flop / time.us / 1e6)
+        } else {
+            String::new()
+        };
+        (
+            time.kernel.to_owned(),
+            format!("{:.3} ms in {} launches{rate}", time.us / 1e3, time.launches),
+        )
+    }));
+    report::table(&rows);
+}
+
+fn answer(context: &Context, tokens: u32, measured: &Measured, floor: f64) -> Result<(), Failure> {
+    let ms = measured.median();
+    report::document(&json!({
+        "schema": "amk.bench.prefill.v1",
+        "model": context.graph().name,
+        "dtype": context.graph().dtype.name(),
+        "target": context.target.name,
+        "tokens": tokens,
+        "chunks": measured.last.chunks,
+        "ms": ms,
+        "ms_least": measured.ms[0],
+        "ms_most": measured.ms[measured.ms.len() - 1],
+        "runs": RUNS,
+        "tokens_per_second": f64::from(tokens) / ms * 1e3,
+        "flop": measured.last.flop,
+        "bound_ms": floor,
+        "pct_of_bound": floor / ms * 100.0,
+        "steps_ms": measured.steps_ms,
+        "rel_err": measured.error,
+        "rel_err_max_allowed": ERROR_MAX,
+        "top1_equal": measured.top1[0] == measured.top1[1],
+        "correct": measured.holds(),
+        "kernels": measured.last.kernels,
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_are_relative_to_the_length_of_what_is_expected() {
+        assert!((relative(&[3.0, 4.0], &[3.0, 4.5]) - 0.1).abs() < 1e-9);
+        assert!(relative(&[1.0], &[f32::NAN]).is_nan());
+        assert_eq!(greatest(&[1.0, 7.0, -9.0]), Some(1));
+    }
+}

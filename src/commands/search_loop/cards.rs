@@ -1,0 +1,141 @@
+//! The GPUs of a search that was given several: which they are, and how each is opened.
+
+use std::thread::Scope;
+
+use search::{Conditions, Crew, Device, DeviceError, DeviceInfo, Opener};
+
+use super::header::Header;
+use crate::cli::{DeviceChoice, LoopArgs};
+use crate::context::Context;
+use crate::device;
+use crate::failure::Failure;
+
+/// What a search measures on.
+pub(super) enum Opened<'a> {
+    /// Nothing: it predicts.
+    None,
+    /// One GPU.
+    One(DeviceInfo),
+    /// Several, by their numbers in the header.
+    Several(Crew<'a>),
+}
+
+impl Opened<'_> {
+    pub(super) fn count(&self) -> usize {
+        match self {
+            Self::None => 0,
+            Self::One(_) => 1,
+            Self::Several(crew) => crew.infos().iter().filter(|info| info.is_ok()).count(),
+        }
+    }
+}
+
+/// Whether the search is one of several GPUs.
+pub(super) fn are_meant(args: &LoopArgs, header: &Header) -> Result<bool, Failure> {
+    if args.devices.is_empty() {
+        return Ok(!header.cards.is_empty());
+    }
+    if matches!(args.place.device, DeviceChoice::Cpu | DeviceChoice::Eval) {
+        return Err(Failure::usage("--devices names GPUs; leave it or --device out"));
+    }
+    let mut numbers = args.devices.clone();
+    numbers.sort_unstable();
+    if let Some(twice) = numbers.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(Failure::usage(format!("--devices names GPU {} twice", twice[0])));
+    }
+    Ok(true)
+}
+
+/// Opens the GPUs of a search, each on a thread of its own. In a new search all must open; a resumed one goes on with those that do.
+pub(super) fn open<'scope, 'a: 'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    context: &'a Context,
+    args: &'a LoopArgs,
+    header: &Header,
+) -> Result<Crew<'a>, Failure> {
+    let ordinals = ordinals(args, header)?;
+    let opener = |ordinal: Result<u32, String>| -> Opener<'a> {
+        Box::new(move || {
+            let unavailable = |reason: String| DeviceError::Unavailable { reason };
+            let ordinal = ordinal.map_err(unavailable)?;
+            let opened = context.open_process_at(ordinal, &args.sharing);
+            let mut opened = opened.map_err(|failure| unavailable(failure.message))?;
+            // Compiled while the graph is evaluated.
+            opened.foresee(&[context.default_config().kernel]);
+            Ok(Box::new(opened) as Box<dyn Device + 'a>)
+        })
+    };
+    let crew = Crew::open(scope, ordinals.into_iter().map(opener).collect());
+    check(&crew, args, header)?;
+    Ok(crew)
+}
+
+/// The GPUs' numbers today: those asked for, or those of the cards that a resumed search ran on.
+fn ordinals(args: &LoopArgs, header: &Header) -> Result<Vec<Result<u32, String>>, Failure> {
+    let missing =
+        |error: vm_host::HostError| Failure::missing(format!("capability missing: {error}"));
+    if header.cards.is_empty() {
+        return Ok(args.devices.iter().map(|number| Ok(number.0)).collect());
+    }
+    let mut found = Vec::new();
+    for card in &header.cards {
+        let uuid = card.uuid().unwrap_or_default();
+        let ordinal = device::find(uuid).map_err(missing)?;
+        found.push(ordinal.ok_or_else(|| format!("no GPU with the UUID {uuid} is here")));
+    }
+    let asked: Vec<u32> = args.devices.iter().map(|number| number.0).collect();
+    let known: Vec<u32> = found.iter().filter_map(|ordinal| ordinal.clone().ok()).collect();
+    if !asked.is_empty() && asked != known {
+        let list = |numbers: &[u32]| {
+            let all: Vec<String> = numbers.iter().map(ToString::to_string).collect();
+            all.join(",")
+        };
+        return Err(Failure::usage(format!(
+            "--devices {} contradicts the ledger: its cards are the GPUs {} here; leave it out, or start a new search in another --out",
+            list(&asked),
+            list(&known)
+        )));
+    }
+    Ok(found)
+}
+
+/// Refuses cards of which one cannot be used, or that are not of one kind.
+fn check(crew: &Crew<'_>, args: &LoopArgs, header: &Header) -> Result<(), Failure> {
+    let said = |error: &DeviceError| match error {
+        DeviceError::Unavailable { reason } => reason.clone(),
+        DeviceError::Compile { .. }
+        | DeviceError::Trapped { .. }
+        | DeviceError::TimedOut { .. }
+        | DeviceError::OutOfMemory { .. }
+        | DeviceError::Fault { .. } => error.to_string(),
+    };
+    let infos = crew.infos();
+    let none = infos.iter().all(Result::is_err);
+    for (card, info) in infos.iter().enumerate() {
+        let number = args.devices.get(card).map_or(card as u32, |number| number.0);
+        match info {
+            Err(error) if none || header.cards.is_empty() => {
+                return Err(Failure::missing(format!("GPU {number}: {}", said(error))));
+            }
+            Ok(_) | Err(_) => {}
+        }
+    }
+    let names: Vec<&str> = infos.iter().flatten().map(|info| info.name.as_str()).collect();
+    match names.windows(2).find(|pair| pair[0] != pair[1]) {
+        None => Ok(()),
+        Some(pair) => Err(Failure::usage(format!(
+            "the GPUs of a search must be of one kind: here are {} and {}; name those of one kind with --devices",
+            pair[0], pair[1]
+        ))),
+    }
+}
+
+/// What is measured under, card by card.
+pub(super) fn conditions(crew: &Crew<'_>, then: &[Conditions]) -> Vec<Conditions> {
+    let one = |(card, info): (usize, Result<&DeviceInfo, &DeviceError>)| match info {
+        Ok(info) => crate::conditions::of(info.clone()),
+        // Not opened after a resume: as it was.
+        Err(_) => then.get(card).cloned().unwrap_or_default(),
+    };
+    crew.infos().into_iter().enumerate().map(one).collect()
+}

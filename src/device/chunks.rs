@@ -1,0 +1,89 @@
+//! Prompts in chunks, between two residencies of the kernel.
+
+use search::{DeviceError, Handle};
+use vm_host::{Idle, PrefillOptions, Prefilled};
+
+use super::{Gpu, Machine, boot, device_error};
+use crate::cli::PrefillChoice;
+use crate::failure::Failure;
+use crate::report;
+
+/// From so many tokens on a prompt is run in chunks: below, the kernel's end and next launch take longer than its steps.
+const CHUNKS_FROM: usize = 64;
+
+impl Gpu<'_> {
+    /// How prompts are run from now on. They are run token by token if nobody says.
+    pub(crate) fn set_prefill(&mut self, choice: PrefillChoice) -> Result<(), Failure> {
+        let refused = vm_host::prefill_refused(self.context.graph());
+        self.chunks_from = match (choice, refused) {
+            (PrefillChoice::Chunks, Some(why)) => {
+                return Err(Failure::usage(format!("--prefill chunks: {why}")));
+            }
+            (PrefillChoice::Steps, _) | (PrefillChoice::Auto, Some(_)) => None,
+            (PrefillChoice::Auto, None) => Some(CHUNKS_FROM),
+            (PrefillChoice::Chunks, None) => Some(1),
+        };
+        Ok(())
+    }
+
+    /// Whether so many tokens of a prompt are run in chunks.
+    pub(crate) fn takes_chunks(&self, tokens: usize) -> bool {
+        self.chunks_from.is_some_and(|from| tokens >= from)
+    }
+
+    /// The machine with no kernel resident, booted for a program if need be.
+    fn idle(&mut self, handle: Handle) -> Result<Idle, DeviceError> {
+        let Some(prepared) = self.programs.get(&handle.0) else {
+            return Err(DeviceError::Fault { reason: "the program was released".into() });
+        };
+        let (variant, program) = (prepared.variant, prepared.program.clone());
+        match std::mem::replace(&mut self.machine, Machine::Absent) {
+            Machine::Absent => {
+                boot(self.context, &program, &variant, self.deadline, self.streaming)
+            }
+            Machine::Idle(idle) => Ok(*idle),
+            Machine::Running(running) => self.stop(*running),
+        }
+    }
+
+    /// Runs tokens at the next positions of a session in chunks; with `logits`, gives those after the last of them. The kernel is not resident
+    /// afterwards.
+    pub(crate) fn prefill(
+        &mut self,
+        handle: Handle,
+        (session, position): (u32, u32),
+        tokens: &[u32],
+        logits: bool,
+        options: &PrefillOptions,
+    ) -> Result<(Prefilled, Vec<f32>), DeviceError> {
+        let mut idle = self.idle(handle)?;
+        let done = idle.prefill(session, position, tokens, logits, options);
+        let done = done.and_then(|done| {
+            let row = if logits { idle.last_logits()? } else { Vec::new() };
+            Ok((done, row))
+        });
+        self.machine = Machine::Idle(Box::new(idle));
+        done.map_err(device_error)
+    }
+
+    /// A prompt, or a part of it, in chunks, if it is long enough. Whether it was.
+    pub(super) fn prefilled(
+        &mut self,
+        handle: Handle,
+        (session, position): (u32, u32),
+        tokens: &[u32],
+    ) -> Result<bool, DeviceError> {
+        if !self.takes_chunks(tokens.len()) {
+            return Ok(false);
+        }
+        let options = PrefillOptions::default();
+        let (done, _) = self.prefill(handle, (session, position), tokens, false, &options)?;
+        report::say(&format!(
+            "prompt: {} tokens in {} chunks, {:.1} ms",
+            tokens.len(),
+            done.chunks,
+            done.device_us / 1e3
+        ));
+        Ok(true)
+    }
+}

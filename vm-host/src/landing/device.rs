@@ -1,0 +1,66 @@
+//! Copies that land on the device, on a stream of their own, with `landed` raised behind them.
+
+use std::sync::Arc;
+
+use crate::driver::{Context, Event, Stream};
+use crate::error::HostError;
+use crate::landing::memory::Staging;
+use crate::landing::pipeline::{SLOTS, Target};
+use crate::memory::HostBuffer;
+
+/// The device's end of a landing: all that it needs is allocated before a kernel is resident.
+pub(crate) struct DeviceTarget {
+    context: Arc<Context>,
+    stream: Stream,
+    events: Vec<Event>,
+    staging: HostBuffer,
+    /// Addresses of the packed matrices.
+    matrices: Vec<u64>,
+    /// Address of `landed`.
+    landed: u64,
+}
+
+impl DeviceTarget {
+    /// Sets everything aside.
+    pub(crate) fn new(
+        context: &Arc<Context>,
+        staging_bytes: usize,
+        matrices: Vec<u64>,
+        landed: u64,
+    ) -> Result<Self, HostError> {
+        let events = (0..=SLOTS).map(|_| Event::new()).collect::<Result<_, _>>()?;
+        let (stream, staging) = (Stream::new()?, HostBuffer::zeroed(staging_bytes)?);
+        Ok(Self { context: context.clone(), stream, events, staging, matrices, landed })
+    }
+}
+
+// SAFETY: the buffer is the target's own.
+unsafe impl Target for DeviceTarget {
+    fn staging(&self, bytes: usize) -> *mut u8 {
+        assert!(bytes <= self.staging.bytes, "{bytes} of {} bytes", self.staging.bytes);
+        self.staging.pointer()
+    }
+
+    fn enter(&mut self) -> Result<(), HostError> {
+        self.context.make_current()
+    }
+
+    fn copy(
+        &mut self,
+        matrix: usize,
+        offset: u64,
+        from: &Staging,
+        bytes: usize,
+    ) -> Result<(), HostError> {
+        self.stream.copy_in(self.matrices[matrix] + offset, from.pointer(), bytes)
+    }
+
+    fn landed(&mut self, value: u32, slot: usize) -> Result<(), HostError> {
+        self.stream.write_value(self.landed, value)?;
+        self.events[slot].record(&self.stream)
+    }
+
+    fn copied(&mut self, slot: usize) -> Result<bool, HostError> {
+        self.events[slot].is_reached()
+    }
+}

@@ -1,0 +1,360 @@
+//! Weights that land while the kernel is already resident: from files through packing threads to the device, in the order in which a step
+//! needs them. docs/runtime.md, "Weights that land later".
+
+mod device;
+mod memory;
+mod pipeline;
+mod plan;
+mod source;
+mod uring;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use ir::Weights;
+
+pub(crate) use device::DeviceTarget;
+pub(crate) use plan::Plan;
+
+use crate::error::HostError;
+use crate::weights::LoadReport;
+use memory::{IoBuffer, Staging};
+use pipeline::{Order, SLOTS, Target};
+pub(crate) use source::Source;
+use source::{Files, Threads};
+use uring::Uring;
+
+/// Threads that pack, and that read where io_uring does not.
+const CREW_MAX: usize = 8;
+/// How long a stopped landing may take to notice.
+const STOP_LIMIT: Duration = Duration::from_secs(5);
+
+/// Where weights are read from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ReadBy {
+    /// Through the page cache what it holds, else by io_uring past it, else by threads.
+    #[default]
+    Auto,
+    /// By io_uring, past the page cache where the file system can.
+    IoUring,
+    /// By threads with `pread`, through the page cache.
+    Pread,
+}
+
+/// How weights are to be brought in while the kernel runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Streaming {
+    /// Where they are read from.
+    pub read_by: ReadBy,
+    /// How long nothing may come before they are given up.
+    pub limit: Duration,
+}
+
+impl Default for Streaming {
+    fn default() -> Self {
+        Self { read_by: ReadBy::Auto, limit: Duration::from_secs(10) }
+    }
+}
+
+/// How far it has come, for everybody to see.
+#[derive(Debug)]
+pub(crate) struct Progress {
+    began: Instant,
+    bytes: AtomicU64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    over: Option<Result<(), Failure>>,
+    seconds: f64,
+}
+
+/// Why weights will not come.
+#[derive(Clone, Debug)]
+struct Failure {
+    path: String,
+    message: String,
+}
+
+impl Progress {
+    fn new() -> Self {
+        let state = Mutex::new(State { over: None, seconds: 0.0 });
+        Self { began: Instant::now(), bytes: AtomicU64::new(0), state }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn landed(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(crate) fn finish(&self) {
+        let mut state = self.state();
+        state.seconds = self.began.elapsed().as_secs_f64();
+        state.over = Some(Ok(()));
+    }
+
+    pub(crate) fn fail(&self, error: HostError) {
+        let failure = if let HostError::Weights { path, message } = error {
+            Failure { path, message }
+        } else {
+            Failure { path: "weights".into(), message: error.to_string() }
+        };
+        let mut state = self.state();
+        state.seconds = self.began.elapsed().as_secs_f64();
+        state.over = Some(Err(failure));
+    }
+
+    /// Not even that could be said to the device: its own patience ends the wait.
+    pub(crate) fn unreachable(&self, error: &HostError) {
+        if let Some(Err(failure)) = &mut self.state().over {
+            failure.message += &format!("; and the device could not be told: {error}");
+        }
+    }
+}
+
+/// Weights on their way to a target.
+pub(crate) struct Landing<T: Target = DeviceTarget> {
+    plan: Arc<Plan>,
+    files: Arc<Files>,
+    streaming: Streaming,
+    progress: Arc<Progress>,
+    cancel: Arc<AtomicBool>,
+    source: String,
+    fallback: Option<String>,
+    thread: Option<JoinHandle<(T, usize)>>,
+    /// Once the thread has ended: what it gave back.
+    rest: Option<(T, usize)>,
+}
+
+/// What a landing's source is read through: nothing, but for tests.
+pub(crate) type Through<'a> = &'a dyn Fn(Box<dyn Source>) -> Box<dyn Source>;
+
+/// A landing that is about to go on.
+pub(crate) struct Pending<T> {
+    target: T,
+    from: usize,
+    files: Arc<Files>,
+}
+
+/// Page-locked memory that a landing of this plan needs.
+pub(crate) fn staging_bytes(plan: &Plan) -> usize {
+    plan.largest() * SLOTS
+}
+
+impl<T: Target> Landing<T> {
+    /// Starts. The plan's packed matrices go to the target, which has `staging_bytes` of the plan.
+    ///
+    /// # Errors
+    /// If a tensor is not in a file, or a file cannot be read.
+    pub(crate) fn start(
+        plan: Arc<Plan>,
+        weights: &dyn Weights,
+        streaming: Streaming,
+        target: T,
+        through: Through<'_>,
+    ) -> Result<Self, HostError> {
+        let files = Arc::new(Files::open(&plan, weights)?.ok_or_else(|| {
+            HostError::Request(
+                "weights that are not in files cannot land while the kernel runs: export the model first".into(),
+            )
+        })?);
+        let buffers = buffers(&files);
+        let (source, fallback) = choose(&files, &buffers, streaming.read_by)?;
+        let source = through(source);
+        Ok(Self::run(plan, files, streaming, target, 0, source, buffers, fallback))
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "called by `start`, `resume` and tests only")]
+    fn run(
+        plan: Arc<Plan>,
+        files: Arc<Files>,
+        streaming: Streaming,
+        mut target: T,
+        from: usize,
+        source: Box<dyn Source>,
+        buffers: Vec<IoBuffer>,
+        fallback: Option<String>,
+    ) -> Self {
+        let parts = plan.largest();
+        // SAFETY: the trait's promise; the gate of `land` is closed before the target is given back.
+        let staging = unsafe { Staging::parts(target.staging(parts * SLOTS), parts, SLOTS) };
+        let (progress, cancel) = (Arc::new(Progress::new()), Arc::new(AtomicBool::new(false)));
+        let name = source.name();
+        let crew = threads();
+        let order =
+            Order { plan: plan.clone(), files: files.clone(), from, limit: streaming.limit, crew };
+        let (seen, stop) = (progress.clone(), cancel.clone());
+        let body = move || {
+            let next = pipeline::land(&order, source, buffers, staging, &mut target, &seen, &stop);
+            (target, next)
+        };
+        let thread = Some(std::thread::spawn(body));
+        Self {
+            plan,
+            files,
+            streaming,
+            progress,
+            cancel,
+            source: name,
+            fallback,
+            thread,
+            rest: None,
+        }
+    }
+
+    /// Whether weights may still come.
+    pub(crate) fn under_way(&self) -> bool {
+        self.progress.state().over.is_none()
+    }
+
+    /// Why the weights will not come, if so.
+    pub(crate) fn failure(&self) -> Option<HostError> {
+        match &self.progress.state().over {
+            Some(Err(Failure { path, message })) => {
+                Some(HostError::Weights { path: path.clone(), message: message.clone() })
+            }
+            Some(Ok(())) | None => None,
+        }
+    }
+
+    /// What has come so far.
+    pub(crate) fn report(&self) -> LoadReport {
+        let state = self.progress.state();
+        let seconds = match state.over {
+            Some(_) => state.seconds,
+            None => self.progress.began.elapsed().as_secs_f64(),
+        };
+        LoadReport {
+            bytes: self.progress.bytes.load(Ordering::Relaxed),
+            seconds,
+            source: self.source.clone(),
+            fallback: self.fallback.clone(),
+        }
+    }
+
+    /// Makes ready to bring in what has not landed: the files are opened again, and `landed` says what is there.
+    pub(crate) fn prepare_to_resume(
+        &mut self,
+        weights: &dyn Weights,
+        limit: Duration,
+    ) -> Result<Pending<T>, HostError> {
+        let files = Files::open(&self.plan, weights)?.filter(|files| files.same(&self.files));
+        let Some(files) = files else {
+            return Err(HostError::Request(
+                "the files are not those that were landing: stop the machine and boot it again"
+                    .into(),
+            ));
+        };
+        let Some((mut target, from)) = self.end() else {
+            return Err(HostError::Request(
+                "what was landing does not end: start a new process".into(),
+            ));
+        };
+        let landed = from.checked_sub(1).map_or(0, |last| self.plan.landed_behind(last));
+        let said = target
+            .enter()
+            .and_then(|()| target.landed(landed, SLOTS))
+            .and_then(|()| wait_until(limit, || target.copied(SLOTS)));
+        if let Err(error) = said {
+            self.rest = Some((target, from));
+            return Err(error);
+        }
+        Ok(Pending { target, from, files: Arc::new(files) })
+    }
+
+    /// Goes on.
+    pub(crate) fn resume(&mut self, pending: Pending<T>) -> Result<(), HostError> {
+        let Pending { target, from, files } = pending;
+        let buffers = buffers(&files);
+        let (source, fallback) = match choose(&files, &buffers, self.streaming.read_by) {
+            Ok(chosen) => chosen,
+            Err(error) => {
+                self.rest = Some((target, from));
+                return Err(error);
+            }
+        };
+        let (plan, streaming) = (self.plan.clone(), self.streaming);
+        *self = Self::run(plan, files, streaming, target, from, source, buffers, fallback);
+        Ok(())
+    }
+
+    /// Ends it and gives the target back, with the first piece that has not landed. Nothing if its thread does not end, which keeps all that it
+    /// uses.
+    pub(crate) fn end(&mut self) -> Option<(T, usize)> {
+        self.cancel.store(true, Ordering::Relaxed);
+        let limit = Instant::now() + STOP_LIMIT;
+        if let Some(thread) = self.thread.take() {
+            while !thread.is_finished() {
+                if Instant::now() > limit {
+                    return None;
+                }
+                std::thread::sleep(Duration::from_micros(200));
+            }
+            self.rest = thread.join().ok();
+        }
+        self.rest.take()
+    }
+}
+
+impl<T: Target> Drop for Landing<T> {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Until `done` says so.
+fn wait_until(
+    limit: Duration,
+    mut done: impl FnMut() -> Result<bool, HostError>,
+) -> Result<(), HostError> {
+    let start = Instant::now();
+    while !done()? {
+        if start.elapsed() > limit {
+            return Err(HostError::TimedOut { waited: start.elapsed(), alive: true });
+        }
+        std::thread::sleep(Duration::from_micros(50));
+    }
+    Ok(())
+}
+
+fn threads() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(CREW_MAX)
+}
+
+fn buffers(files: &Files) -> Vec<IoBuffer> {
+    let bytes = files.buffer_bytes();
+    (0..SLOTS as u16).map(|index| IoBuffer::new(bytes, index)).collect()
+}
+
+/// The source that is asked for, or the best there is; and why it is not io_uring where that was meant.
+fn choose(
+    files: &Arc<Files>,
+    buffers: &[IoBuffer],
+    read_by: ReadBy,
+) -> Result<(Box<dyn Source>, Option<String>), HostError> {
+    let cached = |why| -> Result<(Box<dyn Source>, Option<String>), HostError> {
+        Ok((Box::new(Threads::new(files, threads(), false)?), why))
+    };
+    match read_by {
+        ReadBy::Pread => cached(None),
+        ReadBy::Auto if files.cached() => cached(None),
+        ReadBy::Auto | ReadBy::IoUring => match Uring::new(files, buffers, files.direct()) {
+            Ok(ring) => Ok((Box::new(ring), None)),
+            Err(why) if files.direct() => {
+                Ok((Box::new(Threads::new(files, SLOTS, true)?), Some(why)))
+            }
+            Err(why) => cached(Some(why)),
+        },
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod scripted;
+#[cfg(test)]
+mod tests;

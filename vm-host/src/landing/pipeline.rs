@@ -1,0 +1,304 @@
+//! The threads that bring weights in: one that reads, a crew that packs, and one that copies and says how far it has come.
+//!
+//! ```text
+//!          free slots                                   in landing order
+//!   ┌──────────────────────────────────────────────────────────────┐
+//!   └► reader ─ start, next ─► crew ─ pack ─► lander ─ copy, landed ┘
+//! ```
+//!
+//! A slot (a buffer to read into, a part of the page-locked memory to pack into) is handed out in landing order and given back once its copy is
+//! over. So the piece that has to land next always has one, and nothing can be stuck behind it.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use crate::error::HostError;
+use crate::landing::Progress;
+use crate::landing::memory::{IoBuffer, Staging};
+use crate::landing::plan::{Plan, pack};
+use crate::landing::source::{Extent, Files, Job, Source};
+
+/// Pieces on their way at once.
+pub(crate) const SLOTS: usize = 16;
+/// How often the lander looks up when nothing arrives.
+const TICK: Duration = Duration::from_micros(200);
+
+/// Where pieces land: the device, or memory in tests.
+///
+/// # Safety
+/// `staging` gives memory that lives as long as the target and that nobody else uses.
+pub(crate) unsafe trait Target: Send + 'static {
+    /// So many bytes of page-locked memory, set aside before.
+    fn staging(&self, bytes: usize) -> *mut u8;
+    /// Called first, on the thread that will call the others.
+    fn enter(&mut self) -> Result<(), HostError>;
+    /// Starts the copy of a packed piece to a byte of a matrix.
+    fn copy(
+        &mut self,
+        matrix: usize,
+        offset: u64,
+        from: &Staging,
+        bytes: usize,
+    ) -> Result<(), HostError>;
+    /// Writes `landed` behind every copy started so far, then marks the end of this slot's.
+    fn landed(&mut self, value: u32, slot: usize) -> Result<(), HostError>;
+    /// Whether the slot's copy is over.
+    fn copied(&mut self, slot: usize) -> Result<bool, HostError>;
+}
+
+/// What a piece passes through.
+struct Slot {
+    io: IoBuffer,
+    staging: Staging,
+}
+
+/// A piece whose bytes are here.
+struct Read {
+    job: Job,
+    staging: Staging,
+}
+
+/// What the lander hears.
+enum Message {
+    Packed { piece: usize, slot: Slot },
+    Failed(HostError),
+}
+
+/// Open while packed pieces may be written: whoever closes it knows that nobody writes any more.
+#[derive(Clone)]
+struct Gate(Arc<RwLock<bool>>);
+
+impl Gate {
+    fn new() -> Self {
+        Self(Arc::new(RwLock::new(true)))
+    }
+
+    fn pass<R>(&self, body: impl FnOnce() -> R) -> Option<R> {
+        let open = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        open.then(body)
+    }
+
+    fn close(&self) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = false;
+    }
+}
+
+/// What is to land, and how long to wait for it.
+pub(crate) struct Order {
+    pub(crate) plan: Arc<Plan>,
+    pub(crate) files: Arc<Files>,
+    /// The first piece that is not there yet.
+    pub(crate) from: usize,
+    /// How long nothing may come.
+    pub(crate) limit: Duration,
+    pub(crate) crew: usize,
+}
+
+/// Lands everything from `order.from` on; returns the first piece that did not land. Runs where it is called; the other threads end by
+/// themselves. When something fails, `landed` says that no more will come.
+pub(crate) fn land<T: Target>(
+    order: &Order,
+    source: Box<dyn Source>,
+    buffers: Vec<IoBuffer>,
+    staging: Vec<Staging>,
+    target: &mut T,
+    progress: &Progress,
+    cancel: &AtomicBool,
+) -> usize {
+    let gate = Gate::new();
+    let mut next = order.from;
+    let result = target.enter().and_then(|()| {
+        let (free, messages) = start(order, source, buffers, staging, &gate)?;
+        lander(order, target, progress, cancel, &free, &messages, &mut next)
+    });
+    gate.close();
+    if let Err(error) = result {
+        // The reason is known before anybody is let through.
+        progress.fail(error);
+        if let Err(error) = target.landed(abi::LANDED_ABANDONED, SLOTS) {
+            progress.unreachable(&error);
+        }
+    }
+    next
+}
+
+/// Starts reader and crew.
+fn start(
+    order: &Order,
+    source: Box<dyn Source>,
+    buffers: Vec<IoBuffer>,
+    staging: Vec<Staging>,
+    gate: &Gate,
+) -> Result<(Sender<Slot>, Receiver<Message>), HostError> {
+    let (free, slots) = channel();
+    for (io, staging) in buffers.into_iter().zip(staging) {
+        free.send(Slot { io, staging }).map_err(|_| gone())?;
+    }
+    let (read, to_pack) = channel();
+    let (tell, messages) = channel();
+    let to_pack = Arc::new(Mutex::new(to_pack));
+    for _ in 0..order.crew.max(1) {
+        let (to_pack, tell, gate) = (to_pack.clone(), tell.clone(), gate.clone());
+        let plan = order.plan.clone();
+        spawn("weights-pack", move || crew(&plan, &to_pack, &tell, &gate))?;
+    }
+    let (plan, files, from, limit) =
+        (order.plan.clone(), order.files.clone(), order.from, order.limit);
+    spawn("weights-order", move || {
+        let pieces = from..plan.pieces.len();
+        if let Err(error) = reader(&files.extents, pieces, source, &slots, &read, limit) {
+            let _ = tell.send(Message::Failed(error)); // nobody listens if it was cancelled
+        }
+    })?;
+    Ok((free, messages))
+}
+
+fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<(), HostError> {
+    std::thread::Builder::new()
+        .name(name.into())
+        .spawn(body)
+        .map(|_| ())
+        .map_err(|e| HostError::Request(format!("no thread to bring weights in: {e}")))
+}
+
+fn gone() -> HostError {
+    HostError::Request("a thread that brings weights in is gone".into())
+}
+
+/// Asks for pieces in landing order, as many at once as there are slots, and passes on what comes.
+fn reader(
+    extents: &[Vec<Extent>],
+    pieces: std::ops::Range<usize>,
+    mut source: Box<dyn Source>,
+    slots: &Receiver<Slot>,
+    read: &Sender<Read>,
+    limit: Duration,
+) -> Result<(), HostError> {
+    let mut under_way: BTreeMap<usize, Staging> = BTreeMap::new();
+    let mut ask = pieces;
+    loop {
+        while !ask.is_empty() {
+            // With nothing under way there is nothing else to wait for; slots stop coming when the lander is gone.
+            let slot = match slots.try_recv() {
+                Ok(slot) => slot,
+                Err(TryRecvError::Empty) if under_way.is_empty() => match slots.recv() {
+                    Ok(slot) => slot,
+                    Err(_) => return Ok(()),
+                },
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => return Ok(()),
+            };
+            let Some(piece) = ask.next() else { break };
+            under_way.insert(piece, slot.staging);
+            source.start(Job { piece, extents: extents[piece].clone(), buffer: slot.io })?;
+        }
+        if under_way.is_empty() {
+            return Ok(());
+        }
+        let job = match source.next(limit) {
+            Some(job) => job?,
+            None => {
+                return Err(HostError::Weights {
+                    path: source.name(),
+                    message: format!("no bytes came for {limit:?}: the disk does not answer"),
+                });
+            }
+        };
+        let Some(staging) = under_way.remove(&job.piece) else { return Err(gone()) };
+        if read.send(Read { job, staging }).is_err() {
+            return Ok(());
+        }
+    }
+}
+
+/// One of those who pack. Ends when nothing more is read.
+fn crew(plan: &Plan, reads: &Mutex<Receiver<Read>>, tell: &Sender<Message>, gate: &Gate) {
+    loop {
+        let next = reads.lock().map(|reads| reads.recv());
+        let Ok(Ok(Read { job, mut staging })) = next else { return };
+        let piece = &plan.pieces[job.piece];
+        let matrix = &plan.matrices[piece.matrix];
+        let row_bytes = plan.row_bytes(piece.matrix);
+        let bytes = job.buffer.bytes();
+        let row = |tensor, index: u32| {
+            let part = piece.reads.iter().position(|read| read.tensor == tensor);
+            part.map_or(&[][..], |part| {
+                let first =
+                    job.extents[part].at + (index - piece.reads[part].first) as usize * row_bytes;
+                &bytes[first..first + row_bytes]
+            })
+        };
+        let packed = gate.pass(|| {
+            // SAFETY: the gate is open, so the memory is there; the slot came back, so its last copy is over.
+            let out = unsafe { staging.bytes_mut() };
+            pack(matrix, piece, row, &mut out[..plan.packed_bytes(piece)]);
+        });
+        let slot = Slot { io: job.buffer, staging };
+        if packed.is_none() || tell.send(Message::Packed { piece: job.piece, slot }).is_err() {
+            return;
+        }
+    }
+}
+
+/// Copies pieces in landing order and says how far it has come.
+fn lander<T: Target>(
+    order: &Order,
+    target: &mut T,
+    progress: &Progress,
+    cancel: &AtomicBool,
+    free: &Sender<Slot>,
+    messages: &Receiver<Message>,
+    next: &mut usize,
+) -> Result<(), HostError> {
+    let mut ready: BTreeMap<usize, Slot> = BTreeMap::new();
+    let mut copying: VecDeque<Slot> = VecDeque::new();
+    let mut last = Instant::now();
+    let count = order.plan.pieces.len();
+    while *next < count || !copying.is_empty() {
+        if cancel.load(Ordering::Relaxed) {
+            return Err(HostError::Request(
+                "the weights were still landing when it was stopped".into(),
+            ));
+        }
+        while let Some(slot) = copying.front()
+            && target.copied(slot.staging.index)?
+        {
+            let _ = copying.pop_front().map(|slot| free.send(slot)); // a reader that is done takes none
+            last = Instant::now();
+        }
+        match messages.recv_timeout(TICK) {
+            Ok(Message::Packed { piece, slot }) => {
+                ready.insert(piece, slot);
+            }
+            Ok(Message::Failed(error)) => return Err(error),
+            Err(RecvTimeoutError::Disconnected) if *next < count => return Err(gone()),
+            Err(RecvTimeoutError::Disconnected) => std::thread::sleep(TICK),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        // Twice the reader's patience: it knows better what does not answer.
+        if last.elapsed() > order.limit * 2 {
+            return Err(HostError::Weights {
+                path: "weights".into(),
+                message: format!(
+                    "nothing landed for {:?}: whoever reads them hangs",
+                    order.limit * 2
+                ),
+            });
+        }
+        while let Some(slot) = ready.remove(next) {
+            let piece = &order.plan.pieces[*next];
+            let (bytes, offset) = (order.plan.packed_bytes(piece), order.plan.packed_offset(piece));
+            target.copy(piece.matrix, offset, &slot.staging, bytes)?;
+            target.landed(order.plan.landed_behind(*next), slot.staging.index)?;
+            progress.landed(order.files.stored(*next));
+            copying.push_back(slot);
+            *next += 1;
+            last = Instant::now();
+        }
+    }
+    progress.finish();
+    Ok(())
+}

@@ -1,0 +1,142 @@
+//! In which order packed matrices land, in which pieces, and how a piece is packed.
+
+use ir::TensorId;
+use ir::program::Matrix;
+
+use crate::error::HostError;
+
+/// Bytes of a packed piece, at most: one copy to the device. A tile that is longer is a piece of its own.
+const PIECE_BYTES: u64 = 4 << 20;
+/// Bytes of a unit and of a row of it.
+const UNIT: usize = abi::UNIT_BYTES as usize;
+const UNIT_ROW: usize = abi::UNIT_ROW_BYTES as usize;
+
+/// Rows of a stored tensor that lie one behind the other in its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TensorRows {
+    pub(crate) tensor: TensorId,
+    pub(crate) first: u32,
+    pub(crate) rows: u32,
+}
+
+/// Whole tiles of a packed matrix, one behind the other on the device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    /// Index of the matrix.
+    pub(crate) matrix: usize,
+    /// First tile.
+    pub(crate) tile0: u32,
+    /// Tiles.
+    pub(crate) tiles: u32,
+    /// Units that have landed, in landing order, once this piece has.
+    pub(crate) end: u32,
+    /// Where its rows come from, each tensor once.
+    pub(crate) reads: Vec<TensorRows>,
+}
+
+/// All pieces in landing order: the order of the matrices, which is that of their first use in a step, and within a matrix that of its tiles.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    pub(crate) matrices: Vec<Matrix>,
+    pub(crate) pieces: Vec<Piece>,
+    /// Of each matrix: units that land before its first.
+    pub(crate) starts: Vec<u32>,
+}
+
+impl Plan {
+    /// Cuts the matrices of a program.
+    ///
+    /// # Errors
+    /// If they are more units than can be counted.
+    pub(crate) fn new(matrices: &[Matrix]) -> Result<Self, HostError> {
+        let units: u64 = matrices.iter().map(Matrix::units).sum();
+        if units >= u64::from(abi::LANDED_ABANDONED) {
+            return Err(HostError::Request(format!(
+                "{units} units of weights; {} can be counted",
+                abi::LANDED_ABANDONED
+            )));
+        }
+        let (mut pieces, mut starts, mut landed) = (Vec::new(), Vec::new(), 0);
+        for (index, matrix) in matrices.iter().enumerate() {
+            starts.push(landed);
+            let tile_bytes = u64::from(matrix.units_per_tile()) * u64::from(abi::UNIT_BYTES);
+            let step = (PIECE_BYTES / tile_bytes.max(1)).clamp(1, u64::from(u32::MAX)) as u32;
+            for tile0 in (0..matrix.tiles()).step_by(step as usize) {
+                let tiles = step.min(matrix.tiles() - tile0);
+                landed += tiles * matrix.units_per_tile();
+                let reads = reads(matrix, tile0, tiles);
+                pieces.push(Piece { matrix: index, tile0, tiles, end: landed, reads });
+            }
+        }
+        Ok(Self { matrices: matrices.to_vec(), pieces, starts })
+    }
+
+    /// Bytes of a packed piece.
+    pub(crate) fn packed_bytes(&self, piece: &Piece) -> usize {
+        piece.tiles as usize * self.matrices[piece.matrix].units_per_tile() as usize * UNIT
+    }
+
+    /// First byte of a piece in its packed matrix.
+    pub(crate) fn packed_offset(&self, piece: &Piece) -> u64 {
+        let units =
+            u64::from(piece.tile0) * u64::from(self.matrices[piece.matrix].units_per_tile());
+        units * u64::from(abi::UNIT_BYTES)
+    }
+
+    /// Bytes of a stored row of a matrix.
+    pub(crate) fn row_bytes(&self, matrix: usize) -> usize {
+        self.matrices[matrix].cols as usize * self.matrices[matrix].dtype.bytes()
+    }
+
+    /// What `landed` is to say once piece `index` is on the device.
+    pub(crate) fn landed_behind(&self, index: usize) -> u32 {
+        if index + 1 == self.pieces.len() { abi::LANDED_ALL } else { self.pieces[index].end }
+    }
+
+    /// Bytes of the largest packed piece.
+    pub(crate) fn largest(&self) -> usize {
+        self.pieces.iter().map(|piece| self.packed_bytes(piece)).max().unwrap_or(0)
+    }
+}
+
+/// The rows that some tiles hold, by tensor. A map never goes back, so those of a tensor are one run.
+fn reads(matrix: &Matrix, tile0: u32, tiles: u32) -> Vec<TensorRows> {
+    let mut reads: Vec<TensorRows> = Vec::new();
+    let last = ((tile0 + tiles) * abi::UNIT_ROWS).min(matrix.rows());
+    for (tensor, row) in (tile0 * abi::UNIT_ROWS..last).filter_map(|row| matrix.map.locate(row)) {
+        match reads.iter_mut().find(|read| read.tensor == tensor) {
+            Some(read) => read.rows = row + 1 - read.first,
+            None => reads.push(TensorRows { tensor, first: row, rows: 1 }),
+        }
+    }
+    reads
+}
+
+/// Packs tiles: unit after unit of a tile, in each 64 bytes of every row. `row` gives a stored row; what there is none of is zero.
+pub(crate) fn pack<'a>(
+    matrix: &Matrix,
+    piece: &Piece,
+    row: impl Fn(TensorId, u32) -> &'a [u8],
+    out: &mut [u8],
+) {
+    const ROWS: usize = abi::UNIT_ROWS as usize;
+    let tile_bytes = matrix.units_per_tile() as usize * UNIT;
+    for (tile, out) in (piece.tile0..).zip(out.chunks_exact_mut(tile_bytes)) {
+        let rows: [&[u8]; ROWS] = std::array::from_fn(|inner| {
+            let found = matrix.map.locate(tile * abi::UNIT_ROWS + inner as u32);
+            found.map_or(&[][..], |(tensor, index)| row(tensor, index))
+        });
+        for (unit, out) in out.chunks_exact_mut(UNIT).enumerate() {
+            for (source, out) in rows.iter().zip(out.chunks_exact_mut(UNIT_ROW)) {
+                let left = source.get(unit * UNIT_ROW..).unwrap_or_default();
+                match left.first_chunk::<UNIT_ROW>() {
+                    Some(whole) => out.copy_from_slice(whole),
+                    None => {
+                        out[..left.len()].copy_from_slice(left);
+                        out[left.len()..].fill(0);
+                    }
+                }
+            }
+        }
+    }
+}

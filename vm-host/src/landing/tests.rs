@@ -1,0 +1,495 @@
+//! Landing without a device: the packed bytes, their order, and everything that can go wrong on the way.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use ir::program::{Matrix, Program, RowMap, Verified};
+use ir::schedule::{default_config, validate};
+use ir::{DType, Target as Gpu, TensorId};
+use model::Model;
+
+use super::scripted::{Mishap, Scripted};
+use super::*;
+use crate::landing::plan::{Piece, TensorRows, pack};
+use crate::weights::packed_by_the_kernel;
+
+const GOLDEN: [&str; 5] =
+    ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
+
+/// Long for a disk, short for a test.
+const LIMIT: Duration = Duration::from_millis(300);
+
+fn golden(name: &str) -> Model {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/golden").join(name);
+    model::import(&dir).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+/// A copy of a golden model that may be spoiled.
+fn copied(name: &str, to: &Path) -> Model {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/golden").join(name);
+    for entry in std::fs::read_dir(&dir).expect("the model") {
+        let path = entry.expect("an entry").path();
+        if path.is_file() {
+            std::fs::copy(&path, to.join(path.file_name().expect("a name"))).expect("a copy");
+        }
+    }
+    model::import(to).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+fn matrices(model: &Model) -> Vec<Matrix> {
+    lowered(model).matrices.clone()
+}
+
+fn lowered(model: &Model) -> Verified<Program> {
+    let target = Gpu::by_name("h200").expect("a known target");
+    let config = validate(default_config(&model.graph, &target), &model.graph, &target)
+        .expect("the default is legal");
+    let options = lower::Options { kv_capacity: 64 };
+    lower::lower(&config, &model.graph, &target, options).expect("it lowers")
+}
+
+/// Memory as a target. What is not landed is poison.
+struct Memory {
+    staging: Vec<u8>,
+    matrices: Vec<Vec<u8>>,
+    said: Vec<u32>,
+    /// The last of it, for those who look meanwhile.
+    landed: Arc<AtomicU32>,
+    /// Whether the device takes copies.
+    broken: bool,
+}
+
+impl Memory {
+    fn new(plan: &Plan) -> Self {
+        let matrices = plan.matrices.iter().map(|m| vec![0xa5; m.bytes() as usize]).collect();
+        let staging = vec![0; staging_bytes(plan)];
+        Self { staging, matrices, said: Vec::new(), landed: Arc::default(), broken: false }
+    }
+}
+
+// SAFETY: the vector is the target's own and is never resized.
+unsafe impl Target for Memory {
+    fn staging(&self, bytes: usize) -> *mut u8 {
+        assert!(bytes <= self.staging.len());
+        self.staging.as_ptr().cast_mut()
+    }
+
+    fn enter(&mut self) -> Result<(), HostError> {
+        Ok(())
+    }
+
+    fn copy(
+        &mut self,
+        matrix: usize,
+        offset: u64,
+        from: &Staging,
+        bytes: usize,
+    ) -> Result<(), HostError> {
+        if self.broken {
+            return Err(HostError::Driver { call: "copy", message: "no".into() });
+        }
+        // SAFETY: packed, and nobody packs into it before it is given back.
+        let from = unsafe { std::slice::from_raw_parts(from.pointer(), bytes) };
+        self.matrices[matrix][offset as usize..][..bytes].copy_from_slice(from);
+        Ok(())
+    }
+
+    fn landed(&mut self, value: u32, _slot: usize) -> Result<(), HostError> {
+        self.said.push(value);
+        self.landed.store(value, Ordering::Release);
+        Ok(())
+    }
+
+    fn copied(&mut self, _slot: usize) -> Result<bool, HostError> {
+        Ok(true)
+    }
+}
+
+fn land(model: &Model, read_by: ReadBy, limit: Duration, through: Through<'_>) -> Landing<Memory> {
+    let plan = Arc::new(Plan::new(&matrices(model)).expect("a plan"));
+    let target = Memory::new(&plan);
+    Landing::start(plan, &*model.weights, Streaming { read_by, limit }, target, through)
+        .expect("it starts")
+}
+
+/// Waits for the end; fails if it takes longer than it may.
+fn ended(landing: &mut Landing<Memory>, at_most: Duration) -> (Memory, usize) {
+    let start = Instant::now();
+    while landing.under_way() {
+        assert!(start.elapsed() < at_most, "still under way after {at_most:?}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    landing.end().expect("its thread ends")
+}
+
+#[test]
+fn every_source_lands_what_the_kernel_would_have_packed() {
+    for name in GOLDEN {
+        let model = golden(name);
+        let matrices = matrices(&model);
+        for read_by in [ReadBy::Auto, ReadBy::IoUring, ReadBy::Pread] {
+            let mut landing = land(&model, read_by, Duration::from_secs(20), &|s| s);
+            let (memory, next) = ended(&mut landing, Duration::from_secs(60));
+            assert!(landing.failure().is_none(), "{name}: {:?}", landing.failure());
+            assert_eq!(next, landing.plan.pieces.len());
+            let report = landing.report();
+            eprintln!("{name}: {read_by:?}: {} {:?}", report.source, report.fallback);
+            for (index, matrix) in matrices.iter().enumerate() {
+                let expected = packed_by_the_kernel(matrix, &*model.weights);
+                assert!(memory.matrices[index] == expected, "{name}, {}, {read_by:?}", matrix.name);
+            }
+            let stored: u64 = (0..next).map(|piece| landing.files.stored(piece)).sum();
+            assert_eq!(report.bytes, stored);
+            assert_order(&landing.plan, &memory.said);
+        }
+    }
+}
+
+/// `landed` counts up, piece after piece, and ends with "all".
+fn assert_order(plan: &Plan, said: &[u32]) {
+    let mut expected: Vec<u32> = plan.pieces.iter().map(|piece| piece.end).collect();
+    *expected.last_mut().expect("a piece") = abi::LANDED_ALL;
+    assert_eq!(said, expected);
+    assert!(said.is_sorted());
+}
+
+#[test]
+fn a_plan_names_every_unit_once_and_in_the_order_of_a_step() {
+    for name in GOLDEN {
+        let model = golden(name);
+        let matrices = matrices(&model);
+        let plan = Plan::new(&matrices).expect("a plan");
+        let mut units = 0;
+        for (index, matrix) in matrices.iter().enumerate() {
+            assert_eq!(plan.starts[index], units, "{}", matrix.name);
+            let of: Vec<&Piece> = plan.pieces.iter().filter(|p| p.matrix == index).collect();
+            assert_eq!(of.iter().map(|p| p.tiles).sum::<u32>(), matrix.tiles());
+            assert!(of.windows(2).all(|pair| pair[0].tile0 + pair[0].tiles == pair[1].tile0));
+            units += matrix.units() as u32;
+            assert_eq!(of.last().expect("a piece").end, units);
+        }
+        assert!(plan.pieces.is_sorted_by_key(|p| (p.matrix, p.tile0)), "matrix after matrix");
+        assert_eq!(matrices[0].name, "embed", "read before anything is multiplied");
+    }
+}
+
+/// Matrices whose rows and columns fill no tile and no unit, in both kinds of map.
+#[test]
+fn odd_shapes_are_padded_as_the_kernel_pads_them() {
+    struct Bytes(Vec<Vec<u8>>);
+    impl ir::Weights for Bytes {
+        fn bytes(&self, tensor: TensorId) -> &[u8] {
+            &self.0[tensor.index()]
+        }
+    }
+    for (dtype, cols) in [(DType::F32, 37), (DType::F16, 70), (DType::Bf16, 33), (DType::Bf16, 64)]
+    {
+        let row = cols as usize * dtype.bytes();
+        let tensor = |rows: u32, seed: u8| -> Vec<u8> {
+            (0..rows * row as u32)
+                .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8 ^ seed)
+                .collect()
+        };
+        let weights = Bytes(vec![tensor(24, 1), tensor(24, 2), tensor(19, 3), tensor(19, 4)]);
+        let maps = [
+            RowMap {
+                parts: vec![(Some(TensorId(0)), 24), (Some(TensorId(1)), 24)],
+                interleaved: true,
+            },
+            RowMap {
+                parts: vec![(Some(TensorId(0)), 24), (None, 8), (Some(TensorId(2)), 19)],
+                interleaved: false,
+            },
+            RowMap {
+                parts: vec![(Some(TensorId(2)), 19), (Some(TensorId(3)), 19)],
+                interleaved: true,
+            },
+        ];
+        for map in maps {
+            let matrix = Matrix { name: "odd".into(), map, cols, dtype };
+            let plan = Plan::new(std::slice::from_ref(&matrix)).expect("a plan");
+            let mut packed = vec![0xa5; matrix.bytes() as usize];
+            for piece in &plan.pieces {
+                let at = plan.packed_offset(piece) as usize;
+                let out = &mut packed[at..][..plan.packed_bytes(piece)];
+                let source = |tensor: TensorId, index: u32| {
+                    &weights.0[tensor.index()][index as usize * row..][..row]
+                };
+                pack(&matrix, piece, source, out);
+            }
+            let expected = packed_by_the_kernel(&matrix, &weights);
+            assert!(packed == expected, "{dtype:?} of {cols} columns, {:?}", matrix.map);
+            // The comparison can fail: the same bytes of another tile.
+            let shifted = Piece { tile0: 1, tiles: 1, reads: vec![], ..plan.pieces[0].clone() };
+            let mut other = vec![0; matrix.units_per_tile() as usize * 512];
+            pack(
+                &matrix,
+                &shifted,
+                |t, i| &weights.0[t.index()][i as usize * row..][..row],
+                &mut other,
+            );
+            assert!(other != expected[..other.len()], "{dtype:?} of {cols} columns");
+        }
+    }
+}
+
+#[test]
+fn pieces_of_large_matrices_are_cut_at_tiles() {
+    let map = RowMap {
+        parts: vec![(Some(TensorId(0)), 4096), (Some(TensorId(1)), 4096)],
+        interleaved: true,
+    };
+    let matrix = Matrix { name: "gate_up".into(), map, cols: 2048, dtype: DType::Bf16 };
+    let plan = Plan::new(&[matrix]).expect("a plan");
+    assert_eq!(plan.pieces.len(), 8);
+    let read = |tensor, first| TensorRows { tensor: TensorId(tensor), first, rows: 512 };
+    assert_eq!(plan.pieces[3].reads, [read(0, 1536), read(1, 1536)]);
+    assert_eq!((plan.pieces[3].tile0, plan.pieces[3].tiles), (384, 128));
+    assert_eq!(plan.landed_behind(3), 4 * 128 * 64);
+    assert_eq!(plan.landed_behind(7), abi::LANDED_ALL);
+}
+
+/// Something went wrong: the reason is known, the device was told, what landed before is there, and it took no longer than it may.
+fn assert_failed(
+    name: &str,
+    landing: &mut Landing<Memory>,
+    words: &str,
+    at_most: Duration,
+) -> usize {
+    let (memory, next) = ended(landing, at_most);
+    let failure = landing.failure().expect("it failed").to_string();
+    eprintln!("{name}: {next} of {} pieces, {failure}", landing.plan.pieces.len());
+    assert!(failure.contains(words), "{name}: {failure}");
+    assert_eq!(memory.said.last(), Some(&abi::LANDED_ABANDONED), "{name}");
+    assert_eq!(memory.said.len(), next + 1, "{name}: what was said is there, and no more");
+    assert!(!memory.said.contains(&abi::LANDED_ALL));
+    landing.rest = Some((memory, next));
+    next
+}
+
+fn scripted(mishap: (usize, Mishap)) -> impl Fn(Box<dyn Source>) -> Box<dyn Source> {
+    move |inner| {
+        Box::new(Scripted {
+            inner,
+            asked: Duration::ZERO,
+            delay: Duration::ZERO,
+            mishap: Some(mishap),
+        })
+    }
+}
+
+#[test]
+fn a_read_error_is_reported_and_the_rest_lands_when_it_is_asked_for_again() {
+    let model = golden("llama3-rope-bf16");
+    for read_by in [ReadBy::IoUring, ReadBy::Pread] {
+        let mut landing = land(&model, read_by, LIMIT, &scripted((4, Mishap::Eio)));
+        let next = assert_failed("eio", &mut landing, "a dead disk: Input/output error", LIMIT);
+        assert!(next <= 4, "piece 4 never came");
+        let pending = landing.prepare_to_resume(&*model.weights, LIMIT).expect("the same files");
+        let told = next.checked_sub(1).map_or(0, |last| landing.plan.landed_behind(last));
+        assert_eq!(pending.target.said.last(), Some(&told), "what landed is there still");
+        landing.resume(pending).expect("it goes on");
+        let (memory, end) = ended(&mut landing, Duration::from_secs(20));
+        assert!(landing.failure().is_none());
+        assert_eq!(end, landing.plan.pieces.len());
+        for (index, matrix) in matrices(&model).iter().enumerate() {
+            assert!(memory.matrices[index] == packed_by_the_kernel(matrix, &*model.weights));
+        }
+    }
+}
+
+#[test]
+fn a_disk_that_does_not_answer_is_given_up_in_time() {
+    let model = golden("llama-tied-f32");
+    let start = Instant::now();
+    let mut silent = land(&model, ReadBy::Pread, LIMIT, &scripted((2, Mishap::Silent)));
+    assert_failed("silent", &mut silent, "does not answer", LIMIT * 2);
+    assert!(start.elapsed() >= LIMIT);
+    let start = Instant::now();
+    let mut hangs = land(&model, ReadBy::IoUring, LIMIT, &scripted((2, Mishap::Hangs)));
+    assert_failed("hangs", &mut hangs, "whoever reads them hangs", LIMIT * 4);
+    assert!(start.elapsed() >= LIMIT * 2);
+    // Nothing came at all.
+    let mut dead = land(&model, ReadBy::IoUring, LIMIT, &scripted((0, Mishap::Silent)));
+    assert_eq!(assert_failed("dead", &mut dead, "does not answer", LIMIT * 2), 0);
+}
+
+#[test]
+fn a_device_that_takes_no_copy_ends_it() {
+    let model = golden("llama-tied-f32");
+    let plan = Arc::new(Plan::new(&matrices(&model)).expect("a plan"));
+    let target = Memory { broken: true, ..Memory::new(&plan) };
+    let streaming = Streaming { read_by: ReadBy::Auto, limit: LIMIT };
+    let mut landing =
+        Landing::start(plan, &*model.weights, streaming, target, &|s| s).expect("it starts");
+    assert_eq!(assert_failed("broken", &mut landing, "copy failed: no", LIMIT), 0);
+}
+
+#[test]
+fn a_stopped_landing_ends_at_once() {
+    let model = golden("llama-tied-f32");
+    let through = |inner| -> Box<dyn Source> {
+        Box::new(Scripted {
+            inner,
+            asked: Duration::ZERO,
+            delay: Duration::from_millis(50),
+            mishap: None,
+        })
+    };
+    let mut landing = land(&model, ReadBy::Auto, Duration::from_secs(60), &through);
+    let start = Instant::now();
+    let (_, next) = landing.end().expect("its thread ends");
+    assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+    assert!(next < landing.plan.pieces.len());
+    assert!(landing.failure().is_some_and(|f| f.to_string().contains("still landing")));
+}
+
+/// The file that a copied model has.
+fn weights_file(dir: &Path) -> PathBuf {
+    dir.join("model.safetensors")
+}
+
+#[test]
+fn files_that_change_meanwhile_are_noticed() {
+    for read_by in [ReadBy::IoUring, ReadBy::Pread] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let model = copied("llama3-rope-bf16", folder.path());
+        let file = weights_file(folder.path());
+        let began = AtomicBool::new(false);
+        // Spoils the file once it has been opened, before the first read.
+        let spoiled = |spoil: &dyn Fn(&std::fs::File)| {
+            let through = |inner: Box<dyn Source>| -> Box<dyn Source> {
+                std::thread::sleep(Duration::from_millis(20)); // the clock of file times is coarse
+                spoil(&std::fs::OpenOptions::new().write(true).open(&file).expect("the file"));
+                began.store(true, Ordering::Relaxed);
+                inner
+            };
+            land(&model, read_by, LIMIT, &through)
+        };
+        let bytes = std::fs::metadata(&file).expect("the file").len();
+        let mut landing = spoiled(&|file| {
+            std::os::unix::fs::FileExt::write_all_at(file, &[1], bytes - 1).expect("a byte");
+        });
+        assert_failed("changed", &mut landing, "was changed while it was read", LIMIT);
+        let again = landing.prepare_to_resume(&*model.weights, LIMIT).err().expect("refused");
+        assert!(again.to_string().contains("boot it again"), "{again}");
+        let mut landing = spoiled(&|file| file.set_len(bytes / 2).expect("a shorter file"));
+        let (_, next) = ended(&mut landing, LIMIT);
+        let failure = landing.failure().expect("it failed").to_string();
+        eprintln!("truncated: {next} pieces, {failure}");
+        assert!(failure.contains("was cut from") || failure.contains("bytes early"), "{failure}");
+        assert!(began.load(Ordering::Relaxed));
+        // A file that was short from the beginning does not even start; the mapping of the whole one is not touched.
+        let plan = Arc::new(Plan::new(&matrices(&model)).expect("a plan"));
+        let target = Memory::new(&plan);
+        let short = Landing::start(
+            plan,
+            &*model.weights,
+            Streaming { read_by, limit: LIMIT },
+            target,
+            &|s| s,
+        );
+        let short = short.err().expect("it does not start").to_string();
+        assert!(short.contains("bytes early"), "{short}");
+    }
+}
+
+#[test]
+fn weights_that_are_in_no_file_are_refused() {
+    let model = model::preset("toy-2l").expect("a preset");
+    let plan = Arc::new(Plan::new(&matrices(&model)).expect("a plan"));
+    let target = Memory::new(&plan);
+    let streaming = Streaming::default();
+    let refused = Landing::start(plan, &*model.weights, streaming, target, &|s| s).err();
+    assert!(refused.is_some_and(|e| e.to_string().contains("export the model first")));
+}
+
+/// Where a command on the reference machine got to.
+#[derive(Debug, PartialEq, Eq)]
+enum Ended {
+    Done(Vec<u32>),
+    Fault(Option<sessions::Why>),
+}
+
+/// Runs one command under the scheduler while weights land: a turn goes on to the first layer that is not there. Says how often it waited.
+fn run_while_landing(model: &Model, landing: &Landing<Memory>, landed: &AtomicU32) -> (Ended, u32) {
+    use sessions::{Outcome, Priority, Scheduler};
+    let program = lowered(model);
+    let mut scheduler = Scheduler::new(4);
+    let session = scheduler.open(Priority::Normal, 100).expect("a place");
+    scheduler.submit(session).expect("it is in line");
+    let plan = &landing.plan;
+    let needs: Vec<u32> = plan.starts.iter().copied().skip(1).chain([abi::LANDED_ALL]).collect();
+    let here = |layer: usize| {
+        let landed = landed.load(Ordering::Acquire);
+        landed != abi::LANDED_ABANDONED && landed >= needs[layer]
+    };
+    let (mut layer, mut waits) = (0, 0);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        assert!(Instant::now() < deadline, "it waits for layer {layer}");
+        if let Some(turn) = scheduler.next(8) {
+            while layer < needs.len() && here(layer) {
+                layer += 1;
+            }
+            if layer < needs.len() {
+                scheduler.give_back(turn, 0, Outcome::WaitIo).expect("it waits");
+                assert_eq!(scheduler.ring().state(session.place()), abi::EntryState::WaitIo);
+                waits += 1;
+                continue;
+            }
+            let mut machine =
+                reference_vm::machine::Machine::new(&program, &model.graph, &*model.weights)
+                    .expect("a machine");
+            let order = reference_vm::Order::Waves;
+            let _ = machine.run(&[1, 2, 3], order).expect("it runs");
+            let run = machine.greedy(4, &[], order).expect("it runs").finished();
+            scheduler.give_back(turn, 8, Outcome::Done).expect("it is done");
+            assert_eq!(scheduler.ring().state(session.place()), abi::EntryState::Done);
+            return (Ended::Done(run.expect("it finished").tokens), waits);
+        } else if here(layer) {
+            scheduler.landed(session).expect("it waited");
+        } else if landing.failure().is_some() {
+            scheduler.lost(session).expect("it waited");
+            assert_eq!(scheduler.ring().state(session.place()), abi::EntryState::Fault);
+            return (Ended::Fault(scheduler.why(session)), waits);
+        } else {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+}
+
+#[test]
+fn a_command_on_the_reference_machine_waits_for_each_layer() {
+    let model = golden("llama3-rope-bf16");
+    let start = |mishap| {
+        let plan = Arc::new(Plan::new(&matrices(&model)).expect("a plan"));
+        let target = Memory::new(&plan);
+        let landed = target.landed.clone();
+        let through = move |inner| -> Box<dyn Source> {
+            Box::new(Scripted {
+                inner,
+                asked: Duration::ZERO,
+                delay: Duration::from_millis(5),
+                mishap,
+            })
+        };
+        let streaming = Streaming { read_by: ReadBy::IoUring, limit: LIMIT };
+        let landing = Landing::start(plan, &*model.weights, streaming, target, &through);
+        (landing.expect("it starts"), landed)
+    };
+    let (mut landing, landed) = start(Some((5, Mishap::Eio)));
+    let (ended, waits) = run_while_landing(&model, &landing, &landed);
+    assert_eq!(ended, Ended::Fault(Some(sessions::Why::Io)));
+    assert!(waits > 0);
+    // The rest lands after all, and the next command runs.
+    let pending = landing.prepare_to_resume(&*model.weights, LIMIT).expect("the same files");
+    landing.resume(pending).expect("it goes on");
+    let (after, _) = run_while_landing(&model, &landing, &landed);
+    let (landing, landed) = start(None);
+    let (ended, waits) = run_while_landing(&model, &landing, &landed);
+    eprintln!("waited {waits} times, {ended:?}");
+    assert!(waits > 2, "layer by layer: {waits}");
+    assert!(matches!(&ended, Ended::Done(tokens) if tokens.len() == 4), "{ended:?}");
+    assert_eq!(after, ended);
+}

@@ -1,0 +1,83 @@
+//! What another thread may see of a running kernel.
+
+use std::sync::Arc;
+
+use abi::Completion;
+
+use crate::memory::HostBuffer;
+use crate::ring::RingHost;
+
+/// A look at the ring from beside the thread that drives the machine, which may be stuck in a call of the driver. It keeps the ring's
+/// memory.
+pub struct Lookout {
+    ring: RingHost,
+    workers: u32,
+    launch: u64,
+    _block: Arc<HostBuffer>, // the ring's memory: dropped after it
+}
+
+impl Lookout {
+    /// Of this ring, whose memory is kept.
+    pub(crate) fn new(ring: RingHost, workers: u32, launch: u64, block: Arc<HostBuffer>) -> Self {
+        Self { ring, workers, launch, _block: block }
+    }
+
+    /// The poller's clock.
+    #[must_use]
+    pub fn heartbeat(&self) -> u32 {
+        self.ring.heartbeat()
+    }
+
+    /// Who waited for what, if the kernel has given up.
+    #[must_use]
+    pub fn status(&self) -> Option<abi::Status> {
+        self.ring.status()
+    }
+
+    /// Number of the launch in this process: what was counted of another is over.
+    #[must_use]
+    pub fn launch(&self) -> u64 {
+        self.launch
+    }
+
+    /// Commands answered since the launch.
+    #[must_use]
+    pub fn answered(&self) -> u32 {
+        self.ring.answered()
+    }
+
+    /// Commands published and not answered.
+    #[must_use]
+    pub fn outstanding(&self) -> u32 {
+        self.ring.outstanding()
+    }
+
+    /// One of the last commands answered, by its number from zero; nothing if too many came after it.
+    #[must_use]
+    pub fn completion(&self, index: u32) -> Option<Completion> {
+        self.ring.completion(index)
+    }
+
+    /// Workers of the launch.
+    #[must_use]
+    pub fn workers(&self) -> u32 {
+        self.workers
+    }
+
+    /// What a worker last said of itself.
+    #[must_use]
+    pub fn pulse(&self, worker: u32) -> abi::Pulse {
+        self.ring.pulse(worker)
+    }
+
+    /// Whether a command is under way that waits for weights.
+    #[must_use]
+    pub fn waits_for_weights(&self) -> bool {
+        self.ring.waiting() != 0
+    }
+
+    /// Asks the kernel to leave.
+    pub fn abort(&self) {
+        self.ring.abort();
+    }
+}

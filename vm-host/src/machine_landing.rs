@@ -1,0 +1,230 @@
+//! What a running machine does with weights that land meanwhile: says how far they are, goes on after a fault, compares them with their files.
+
+use std::collections::BTreeMap;
+use std::mem::offset_of;
+use std::sync::Arc;
+use std::time::Duration;
+
+use abi::Completion;
+use ir::program::{Matrix, Program, SlotSource};
+use ir::{Graph, TensorId, Weights};
+use rayon::prelude::*;
+
+use super::{Idle, Resident};
+use crate::boot::BootOptions;
+use crate::driver::{Context, Stream};
+use crate::error::HostError;
+use crate::landing::{DeviceTarget, Landing, Plan, Streaming, Through, staging_bytes};
+use crate::memory::{DeviceBuffer, HostBuffer, download, upload};
+use crate::ring::RingHost;
+use crate::weights::LoadReport;
+
+/// How long a write of one word may take on a stream that holds copies only.
+const WORD_LIMIT: Duration = Duration::from_secs(5);
+
+/// How weights came in while the kernel was resident.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct LandingReport {
+    /// What was read, how fast and from where.
+    #[serde(flatten)]
+    pub load: LoadReport,
+    /// Times that a worker's loader waited for weights.
+    pub waits: u32,
+    /// Seconds of all those waits together, over all workers.
+    pub waited_s: f64,
+}
+
+/// A tensor on the device beside the same in its file.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct TensorCheck {
+    /// Its name.
+    pub tensor: String,
+    /// Bytes.
+    pub bytes: u64,
+    /// blake3 of what is on the device.
+    pub device: String,
+    /// blake3 of what is in the file.
+    pub file: String,
+}
+
+impl TensorCheck {
+    /// Whether they are the same.
+    #[must_use]
+    pub fn equal(&self) -> bool {
+        self.device == self.file
+    }
+}
+
+impl Idle {
+    /// Waits until all weights are there: kernels that are not the resident one do not know how to wait for them.
+    pub(super) fn weights_here(&self) -> Result<(), HostError> {
+        let Some(landing) = &self.landing else { return Ok(()) };
+        while landing.under_way() {
+            std::thread::sleep(Duration::from_micros(200)); // the landing bounds it
+        }
+        landing.failure().map_or(Ok(()), Err)
+    }
+}
+
+impl Resident {
+    /// How the weights came in, and who waited for them.
+    ///
+    /// # Errors
+    /// If a copy fails.
+    pub fn landing_report(&mut self) -> Result<LandingReport, HostError> {
+        let idle = self.idle();
+        let mut block = [abi::Landing::default()];
+        let (address, out) = (idle.memory.landing.address, bytemuck::cast_slice_mut(&mut block));
+        download(&idle.copy, &idle.memory.bounce, address, out)?;
+        let (waits, waited_s) = (block[0].waits, f64::from(block[0].waited_us) / 1e6);
+        Ok(LandingReport { load: idle.load_report(), waits, waited_s })
+    }
+
+    /// Brings in what has not landed when a read failed. The files must be those of the first time, unchanged: what has landed stays. Every
+    /// worker starts its stream anew, so that nothing is left of what it took meanwhile.
+    ///
+    /// # Errors
+    /// If the files are others (stop the machine and boot it again), or the device stopped.
+    pub fn resume_weights(&mut self, weights: &dyn Weights) -> Result<(), HostError> {
+        let idle = self.idle();
+        let Some(landing) = idle.landing.as_mut().filter(|landing| landing.failure().is_some())
+        else {
+            return Ok(());
+        };
+        let pending = landing.prepare_to_resume(weights, WORD_LIMIT)?;
+        self.adopt(self.current)?;
+        if let Some(landing) = &mut self.idle().landing {
+            landing.resume(pending)?;
+        }
+        Ok(())
+    }
+
+    /// Compares every matrix on the device with its file, tensor by tensor. Takes as long as copying them all back.
+    ///
+    /// # Errors
+    /// If a copy fails.
+    pub fn check_weights(
+        &mut self,
+        graph: &Graph,
+        weights: &dyn Weights,
+    ) -> Result<Vec<TensorCheck>, HostError> {
+        let idle = self.idle();
+        let mut checks = Vec::new();
+        for (index, matrix) in idle.memory.residents.matrix_table.iter().enumerate() {
+            let mut packed = vec![0; matrix.bytes() as usize];
+            let address = idle.memory.residents.matrices[index];
+            download(&idle.copy, &idle.memory.bounce, address, &mut packed)?;
+            let rows = rows_by_tensor(matrix);
+            checks.par_extend(rows.par_iter().map(|(&tensor, rows)| {
+                let of = graph.tensor(tensor);
+                let stored = weights.bytes(tensor);
+                TensorCheck {
+                    tensor: of.name.clone(),
+                    bytes: stored.len() as u64,
+                    device: unpacked_hash(matrix, &packed, rows),
+                    file: blake3::hash(stored).to_hex().to_string(),
+                }
+            }));
+        }
+        Ok(checks)
+    }
+}
+
+/// Bytes of the counts of `abi::Landing`.
+pub(super) const LANDING_COUNTS: u64 =
+    (offset_of!(abi::Landing, reserved) - offset_of!(abi::Landing, waits)) as u64;
+
+/// The order in which weights land, and what the device is to know of it: how far they are, or that they are all there.
+pub(super) fn place_landing(
+    program: &Program,
+    options: &BootOptions,
+    stream: &Stream,
+    bounce: &mut HostBuffer,
+) -> Result<(Arc<Plan>, DeviceBuffer), HostError> {
+    let plan = Arc::new(Plan::new(&program.matrices)?);
+    let block = DeviceBuffer::zeroed(size_of::<abi::Landing>() as u64)?;
+    let end = |matrix: usize| plan.starts[matrix] + program.matrices[matrix].units() as u32;
+    let embeddings = program.slots.iter().filter_map(|slot| match slot.source {
+        SlotSource::Embedding(matrix) => Some(end(matrix.index())),
+        SlotSource::Scratch
+        | SlotSource::Vector(_)
+        | SlotSource::InvFreq
+        | SlotSource::KvCache { .. } => None,
+    });
+    let limit = options.streaming.map_or(Duration::ZERO, |streaming| streaming.limit);
+    let landing = abi::Landing {
+        landed: if options.streaming.is_some() { 0 } else { abi::LANDED_ALL },
+        embedding: embeddings.max().unwrap_or(0),
+        // The host gives up after two limits: the device must not be first.
+        patience: (limit.as_nanos() * 4 / options.deadline.as_nanos().max(1) + 2) as u32,
+        ..abi::Landing::default()
+    };
+    upload(stream, bounce, block.address, bytemuck::bytes_of(&landing))?;
+    Ok((plan, block))
+}
+
+/// Waits for a command. One that waits for weights may take as long as they do, which their landing bounds.
+pub(super) fn wait_for_answer(
+    ring: &mut RingHost,
+    kernel: &Stream,
+    landing: Option<&Landing>,
+    limit: Duration,
+) -> Result<Completion, HostError> {
+    loop {
+        let under_way = landing.is_some_and(Landing::under_way);
+        match ring.wait_completion(limit, || kernel.is_done()) {
+            Err(HostError::TimedOut { .. }) if under_way => {}
+            answer => return answer,
+        }
+    }
+}
+
+/// Where packed matrices go, and the word that says how far they are.
+pub(super) struct Destination<'a> {
+    pub(super) context: &'a Arc<Context>,
+    pub(super) matrices: &'a [u64],
+    pub(super) landed: u64,
+}
+
+/// Sets aside what a landing needs, and starts it.
+pub(super) fn start_landing(
+    plan: &Arc<Plan>,
+    weights: &dyn Weights,
+    streaming: Streaming,
+    to: &Destination<'_>,
+    through: Through<'_>,
+) -> Result<Landing, HostError> {
+    let staging = staging_bytes(plan);
+    let target = DeviceTarget::new(to.context, staging, to.matrices.to_vec(), to.landed)?;
+    Landing::start(plan.clone(), weights, streaming, target, through)
+}
+
+/// The packed rows of each tensor, in the tensor's order.
+fn rows_by_tensor(matrix: &Matrix) -> BTreeMap<TensorId, Vec<u32>> {
+    let mut all: BTreeMap<TensorId, Vec<u32>> = BTreeMap::new();
+    for row in 0..matrix.rows() {
+        if let Some((tensor, _)) = matrix.map.locate(row) {
+            all.entry(tensor).or_default().push(row);
+        }
+    }
+    all
+}
+
+/// blake3 of packed rows as they lie in their file.
+fn unpacked_hash(matrix: &Matrix, packed: &[u8], rows: &[u32]) -> String {
+    const ROW: usize = abi::UNIT_ROW_BYTES as usize;
+    let row_bytes = matrix.cols as usize * matrix.dtype.bytes();
+    let tile_bytes = (matrix.units_per_tile() * abi::UNIT_BYTES) as usize;
+    let mut hasher = blake3::Hasher::new();
+    let mut line = vec![0; row_bytes.next_multiple_of(ROW)];
+    for &row in rows {
+        let tile = (row / abi::UNIT_ROWS) as usize * tile_bytes;
+        let inner = (row % abi::UNIT_ROWS) as usize * ROW;
+        for (unit, out) in line.chunks_exact_mut(ROW).enumerate() {
+            let at = tile + unit * abi::UNIT_BYTES as usize + inner;
+            out.copy_from_slice(&packed[at..at + ROW]);
+        }
+        hasher.update(&line[..row_bytes]);
+    }
+    hasher.finalize().to_hex().to_string()
+}

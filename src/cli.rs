@@ -16,6 +16,7 @@ use crate::sampling_args::SamplingArgs;
 
 mod cards;
 mod landscape;
+mod observing;
 mod prefill;
 mod rerun;
 mod runs;

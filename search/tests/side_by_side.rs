@@ -219,7 +219,7 @@ fn a_figure_of_another_card_would_have_decided_otherwise() {
     let host = Host::new();
     let latency = |trial: &Trial| trial.verdict.latency_us.unwrap();
     let mut wrong = Vec::new();
-    for cards in [[1.0, 1.03], [1.03, 1.0]] {
+    for cards in [[1.0, 1.03], [1.03, 1.0], [1.0, 1.05], [1.05, 1.0]] {
         let ran = host.run(&cards.map(card), &[], StrategyName::Climb);
         for trial in &ran.trials[1..] {
             let incumbent = &ran.trials[trial.incumbent.unwrap() as usize];

@@ -66,8 +66,17 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("generate --model toy --device eval --tokens 1,2 --max-new-tokens 2"),
         plain("export --model toy --out toy"),
         plain("man --out pages"),
-        with_toy(&["trace"]),
-        with_toy(&["landscape", "record", "--grid", "grid.json", "--out", "points.jsonl"]),
+        plain("trace --model toy --device cpu --kv-capacity 64 --context 4"),
+        with_toy(&[
+            "landscape",
+            "record",
+            "--context",
+            "4",
+            "--grid",
+            "grid.json",
+            "--out",
+            "points.jsonl",
+        ]),
         plain("calibrate rows.jsonl"),
         plain(&format!("bundle {}", shipped_bundle().display())),
         plain("evaluate --model no-such-model"),
@@ -126,7 +135,7 @@ fn files(dir: &Path) -> Vec<Value> {
     let trajectories = ["trajectories/train.jsonl", "trajectories/validation.jsonl"];
     let trajectory = trajectories.into_iter().find(|name| split(name)).unwrap();
     vec![
-        first(&dir.join("runs/a/ledger.jsonl")),
+        first(&dir.join("runs/a/ledger.jsonl"))["record"].clone(),
         first(&dir.join("runs/a/manifest.json")),
         first(&dir.join(trajectory)),
         first(&dir.join("points.jsonl")),

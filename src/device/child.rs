@@ -55,7 +55,7 @@ pub(crate) fn open_for_soak(context: &Context, limits: Limits) -> Result<Remote<
     let reference = !context.has_device()?;
     let room = Room { rows: LOGITS_ROWS as usize, vocab: context.graph().vocab as usize };
     let launcher = move || {
-        let mut command = command(context);
+        let mut command = command(context, None);
         command.args(reference.then_some("--reference"));
         command
     };

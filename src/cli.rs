@@ -16,12 +16,14 @@ use crate::sampling_args::SamplingArgs;
 
 mod cards;
 mod landscape;
+mod observing;
 mod prefill;
 mod rerun;
 mod runs;
 
 pub(crate) use cards::CardNumber;
 pub(crate) use landscape::{LandscapeCommand, RecordArgs};
+pub(crate) use observing::{SoakArgs, TopArgs};
 pub(crate) use prefill::{PrefillArgs, PrefillChoice};
 pub(crate) use rerun::{RerunArgs, TaskPlace};
 pub(crate) use runs::{
@@ -323,22 +325,6 @@ pub(crate) struct DeviceChildArgs {
     /// Run programs on the reference machine: for tests of those who must notice what becomes of a process.
     #[arg(long)]
     pub(crate) reference: bool,
-}
-
-/// Arguments of `soak`.
-#[derive(Debug, Args)]
-pub(crate) struct SoakArgs {
-    #[command(flatten)]
-    pub(crate) model: ModelArgs,
-    /// How long. The process is stopped once, half-way, if it is for four seconds or more.
-    #[arg(long, default_value_t = 60, value_name = "SECONDS")]
-    pub(crate) seconds: u64,
-    /// What is drawn.
-    #[arg(long, default_value_t = 0)]
-    pub(crate) seed: u64,
-    /// Sequences that take turns.
-    #[arg(long, default_value_t = 8, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64).map(usize::from))]
-    pub(crate) sessions: usize,
 }
 
 /// A schedule.
@@ -700,23 +686,6 @@ pub(crate) struct ServeArgs {
     pub(crate) metrics_every: u32,
     #[command(flatten)]
     pub(crate) prefill: PrefillArgs,
-}
-
-/// Arguments of `top`.
-#[derive(Debug, Args)]
-pub(crate) struct TopArgs {
-    /// The process to look at. Default: the one that there is.
-    #[arg(long, value_name = "PID")]
-    pub(crate) pid: Option<u32>,
-    /// Look twice, a moment apart, print one document and end.
-    #[arg(long)]
-    pub(crate) once: bool,
-    /// Print JSON; only with --once, which prints a table for people without it.
-    #[arg(long, requires = "once")]
-    pub(crate) json: bool,
-    /// Milliseconds between two looks.
-    #[arg(long, default_value_t = 500, value_name = "MS", value_parser = clap::value_parser!(u64).range(50..=60_000))]
-    pub(crate) every: u64,
 }
 
 /// Arguments of `trace`.

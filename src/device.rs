@@ -25,6 +25,7 @@ mod child;
 mod chunks;
 #[cfg(test)]
 mod hang_tests;
+mod observed;
 mod sequences;
 mod sharing;
 mod weights;
@@ -201,31 +202,6 @@ impl<'a> Gpu<'a> {
         if let Some(board) = &self.board {
             board.enter(phase);
         }
-    }
-
-    /// From here on its kernels are looked at from there, and a page says what is brought to the device.
-    pub(crate) fn observed(&mut self, lookout: &SharedLookout, page: &Publisher) {
-        page.edit(|edit| {
-            edit.device(&self.info.name);
-            edit.head().bandwidth = self.bandwidth.unwrap_or_default() as u64;
-        });
-        (self.lookout, self.page) = (lookout.clone(), Some(page.clone()));
-    }
-
-    /// A kernel was launched: on a machine that was booted for it, or on one that had its weights already.
-    fn launched(&self, program: &Program, booted: bool) {
-        let Some(page) = &self.page else { return };
-        let bytes = program.matrices.iter().map(|matrix| matrix.bytes()).sum::<u64>();
-        page.edit(|edit| {
-            let head = edit.head();
-            let copied = if booted { &mut head.uploaded_bytes } else { &mut head.avoided_bytes };
-            *copied += bytes;
-            head.launches += 1;
-            head.step_bytes = program.stream_bytes();
-            (head.weights_bytes, head.landed_bytes) = (bytes, bytes);
-            let caches = program.kv_bytes(program.kv_capacity.saturating_sub(1));
-            head.resident_bytes = bytes + u64::from(SESSIONS) * caches;
-        });
     }
 
     fn set_lookout(&self, lookout: Option<Lookout>) {

@@ -5,9 +5,9 @@
 __device__ __forceinline__ amk_landing* landing_of(Shared* sh) { return (amk_landing*)sh->launch->landing; }
 
 // The loader, before the first stage of a run: until the run's units have landed, counting to `need` in landing order. What was seen is
-// kept in `seen`, so that nothing is asked once everything is there. When the rest is abandoned, a step that has begun is let through: its answer is
+// kept in the worker's `landed`, so that nothing is asked once everything is there. When the rest is abandoned, a step that has begun is let through: its answer is
 // void. One that has not begun waits on, so that no stage of a later step holds bytes that never came. False when the loader is to stop.
-__device__ __forceinline__ bool landing_wait(Shared* sh, uint32_t& seen, uint32_t need, uint32_t lap) {
+__device__ __forceinline__ bool landing_wait(Shared* sh, uint32_t need, uint32_t lap) {
   amk_landing* landing = landing_of(sh);
   uint64_t since = 0;
   for (;;) {
@@ -17,7 +17,7 @@ __device__ __forceinline__ bool landing_wait(Shared* sh, uint32_t& seen, uint32_
         break;
       }
     } else if (landed >= need) {
-      seen = landed;
+      flag_store(&sh->landed, landed);
       break;
     }
     if (since == 0) {

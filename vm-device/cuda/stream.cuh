@@ -66,7 +66,6 @@ struct Loader {
   bool lapped;             // whether every stage has been used once
   uint64_t policy;
   uint32_t seen;           // steps of which what was stored before is visible to copies
-  uint32_t landed;         // units that have landed, as far as this loader knows
 };
 
 // The oldest stage on its way has landed.
@@ -165,7 +164,7 @@ __device__ __forceinline__ void loader_count(Shared* sh, uint32_t units) { flag_
 
 // A run of units of a matrix, once `need` units have landed.
 __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t lap, LoaderWaits& waits) {
-  if (need > l.landed && !landing_wait(sh, l.landed, need, lap)) {
+  if (need > flag_load(&sh->landed) && !landing_wait(sh, need, lap)) {
     return false;
   }
   uint64_t address = (uint64_t)run.y << 32 | run.x;

@@ -61,6 +61,7 @@ struct Shared {
   uint32_t issued; // units that the loader has asked for, ever
   uint32_t seen_progress; // the watchdog's: progress when it last changed, and when that was
   uint64_t seen_ns;
+  uint32_t landed; // units that have landed, as far as the loader knows: in shared memory, since its registers are all taken
   uint32_t seen_landed, landing_idle; // the watchdog's: units landed when it last looked, and deadlines since they last changed
   uint64_t pulse_ns; // when the watchdog last wrote the worker's pulse
   amk_launch const* launch;

@@ -1,0 +1,33 @@
+//! What the driver of a card says on the page of its process. What a kernel does is read off its ring, by a thread beside.
+
+use ir::program::Program;
+use telemetry::Publisher;
+
+use super::{Gpu, SESSIONS, SharedLookout};
+
+impl Gpu<'_> {
+    /// From here on its kernels are looked at from there, and a page says what is brought to the device.
+    pub(crate) fn observed(&mut self, lookout: &SharedLookout, page: &Publisher) {
+        page.edit(|edit| {
+            edit.device(&self.info.name);
+            edit.head().bandwidth = self.bandwidth.unwrap_or_default() as u64;
+        });
+        (self.lookout, self.page) = (lookout.clone(), Some(page.clone()));
+    }
+
+    /// A kernel was launched: on a machine that was booted for it, or on one that had its weights already.
+    pub(super) fn launched(&self, program: &Program, booted: bool) {
+        let Some(page) = &self.page else { return };
+        let bytes = program.matrices.iter().map(|matrix| matrix.bytes()).sum::<u64>();
+        page.edit(|edit| {
+            let head = edit.head();
+            let copied = if booted { &mut head.uploaded_bytes } else { &mut head.avoided_bytes };
+            *copied += bytes;
+            head.launches += 1;
+            head.step_bytes = program.stream_bytes();
+            (head.weights_bytes, head.landed_bytes) = (bytes, bytes);
+            let caches = program.kv_bytes(program.kv_capacity.saturating_sub(1));
+            head.resident_bytes = bytes + u64::from(SESSIONS) * caches;
+        });
+    }
+}

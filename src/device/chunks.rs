@@ -3,7 +3,8 @@
 use search::{DeviceError, Handle};
 use vm_host::{Idle, PrefillOptions, Prefilled};
 
-use super::{Gpu, Machine, boot, device_error};
+use super::weights::boot;
+use super::{Gpu, Machine, device_error};
 use crate::cli::PrefillChoice;
 use crate::failure::Failure;
 use crate::report;
@@ -39,7 +40,7 @@ impl Gpu<'_> {
         let (variant, program) = (prepared.variant, prepared.program.clone());
         match std::mem::replace(&mut self.machine, Machine::Absent) {
             Machine::Absent => {
-                boot(self.context, &program, &variant, self.deadline, self.streaming)
+                boot(self.context, &program, &variant, self.deadline, self.arrival.streaming)
             }
             Machine::Idle(idle) => Ok(*idle),
             Machine::Running(running) => self.stop(*running),

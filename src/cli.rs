@@ -20,6 +20,7 @@ mod observing;
 mod prefill;
 mod rerun;
 mod runs;
+mod weights;
 
 pub(crate) use cards::CardNumber;
 pub(crate) use landscape::{LandscapeCommand, RecordArgs};
@@ -29,6 +30,7 @@ pub(crate) use rerun::{RerunArgs, TaskPlace};
 pub(crate) use runs::{
     CompareArgs, GcArgs, ReplayArgs, RunArgs, RunsArgs, RunsCommand, RunsExportArgs,
 };
+pub(crate) use weights::{ReadByChoice, WeightsArgs};
 
 /// What `amk` says when it is given nothing to do.
 pub(crate) const FIRST_STEPS: &str = "\
@@ -567,34 +569,6 @@ pub(crate) struct GenerateArgs {
     pub(crate) logits: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) weights: WeightsArgs,
-}
-
-/// How weights get to the GPU.
-#[derive(Clone, Copy, Debug, Args)]
-pub(crate) struct WeightsArgs {
-    /// Launch the kernel before the weights are there: each layer is run as soon as it has landed.
-    #[arg(long)]
-    pub(crate) stream_weights: bool,
-    /// Where streamed weights are read from.
-    #[arg(long, value_enum, default_value = "auto", requires = "stream_weights")]
-    pub(crate) read_weights_by: ReadByChoice,
-    /// Seconds without a byte after which streamed weights are given up.
-    #[arg(long, default_value_t = 10, value_name = "SECONDS", requires = "stream_weights")]
-    pub(crate) weights_deadline: u64,
-    /// Compare every tensor on the GPU with its file afterwards.
-    #[arg(long)]
-    pub(crate) check_weights: bool,
-}
-
-/// Where streamed weights are read from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ReadByChoice {
-    /// From the page cache if it has them, else by io_uring past it, else by threads.
-    Auto,
-    /// By io_uring, past the page cache.
-    IoUring,
-    /// By threads with pread, through the page cache.
-    Pread,
 }
 
 /// Arguments of `bench`.

@@ -7,7 +7,7 @@ use remote::Remote;
 
 use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs, SharingArgs};
 use crate::config_source::ConfigSource;
-use crate::device::{Gpu, live_target, look, look_at, open_here, open_process};
+use crate::device::{Gpu, live_target, look, look_at, open_here, open_once, open_process};
 use crate::failure::Failure;
 use crate::report;
 
@@ -79,6 +79,11 @@ impl Context {
     /// The GPU in this process, for what runs once, if it is wanted and there is one.
     pub(crate) fn open_here(&self) -> Result<Option<Gpu<'_>>, Failure> {
         self.open_with(|_| open_here(self))
+    }
+
+    /// The same to run one program once.
+    pub(crate) fn open_once(&self) -> Result<Option<Gpu<'_>>, Failure> {
+        self.open_with(|_| open_once(self))
     }
 
     /// Whether there is a GPU, and it is wanted.

@@ -14,11 +14,10 @@ use remote::{Board, Phase, Served};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
 use telemetry::Publisher;
 use vm_device::Variant;
-use vm_host::{BootOptions, HostError, Idle, Loaded, Lookout, Request, Resident, Streaming};
+use vm_host::{HostError, Idle, Loaded, Lookout, Request, Resident};
 
 use crate::context::Context;
 use crate::failure::Failure;
-use crate::report;
 
 mod builds;
 mod child;
@@ -34,6 +33,7 @@ pub(crate) use child::{open_for_soak, open_process, serve};
 pub(crate) use sequences::Undone;
 
 use builds::Builds;
+use weights::{Arrival, boot};
 
 /// Rows of logits set aside on the device: longer runs are read in pieces.
 const LOGITS_ROWS: u32 = 160;
@@ -88,7 +88,13 @@ fn fits(context: &Context, info: vm_host::DeviceInfo) -> Result<vm_host::DeviceI
 
 /// Opens the GPU for a model in this process. The error says what is missing (exit code 3).
 pub(crate) fn open_here(context: &Context) -> Result<Gpu<'_>, Failure> {
-    Gpu::open(context, None)
+    Gpu::open(context, None, true)
+        .map_err(|error| Failure::missing(format!("capability missing: {error}")))
+}
+
+/// The same for who runs one program once, as soon as can be: its speed is compared with nothing that is measured.
+pub(crate) fn open_once(context: &Context) -> Result<Gpu<'_>, Failure> {
+    Gpu::open(context, None, false)
         .map_err(|error| Failure::missing(format!("capability missing: {error}")))
 }
 
@@ -158,11 +164,8 @@ pub(crate) struct Gpu<'a> {
     lost: bool,
     /// How long a worker may wait inside a step.
     deadline: Duration,
-    /// Weights come while the kernel is already resident.
-    streaming: Option<Streaming>,
-    /// When the kernel was resident, and when the first token was there.
-    resident_at: Option<Instant>,
-    first_token_at: Option<Instant>,
+    /// How the weights come, and what was there when.
+    arrival: Arrival,
     /// Tokens from which on a prompt is run in chunks.
     chunks_from: Option<usize>,
 }
@@ -171,13 +174,12 @@ pub(crate) struct Gpu<'a> {
 pub(crate) type SharedLookout = Arc<Mutex<Option<Lookout>>>;
 
 impl<'a> Gpu<'a> {
-    fn open(context: &'a Context, board: Option<&Board>) -> Result<Self, HostError> {
+    fn open(context: &'a Context, board: Option<&Board>, measure: bool) -> Result<Self, HostError> {
         let info = look(context)?;
         Ok(Self {
             context,
             info,
-            // Who runs a program once compares it with nothing.
-            bandwidth: board.map(|_| vm_host::measure_bandwidth(BANDWIDTH_RUNS)).transpose()?,
+            bandwidth: measure.then(|| vm_host::measure_bandwidth(BANDWIDTH_RUNS)).transpose()?,
             machine: Machine::Absent,
             programs: BTreeMap::new(),
             next: 0,
@@ -191,9 +193,7 @@ impl<'a> Gpu<'a> {
             page: None,
             lost: false,
             deadline: DEADLINE,
-            streaming: None,
-            resident_at: None,
-            first_token_at: None,
+            arrival: Arrival::default(),
             chunks_from: None,
         })
     }
@@ -290,7 +290,13 @@ impl Gpu<'_> {
             Machine::Absent => {
                 self.enter(Phase::Booting);
                 let sessions = self.sessions;
-                boot(self.context, program, &variant, (self.deadline, sessions), self.streaming)?
+                boot(
+                    self.context,
+                    program,
+                    &variant,
+                    (self.deadline, sessions),
+                    self.arrival.streaming,
+                )?
             }
             Machine::Idle(idle) => *idle,
             Machine::Running(running) => self.stop(*running)?,
@@ -301,7 +307,7 @@ impl Gpu<'_> {
                 let (loaded, lookout) = (running.current(), running.lookout());
                 self.set_lookout(Some(lookout));
                 self.machine = Machine::Running(Box::new(running));
-                self.resident_at.get_or_insert_with(Instant::now);
+                self.arrival.resident();
                 self.launched(program, booted);
                 self.costs.launches += 1;
                 self.costs.launch_s += began.elapsed().as_secs_f64();
@@ -398,7 +404,7 @@ impl Gpu<'_> {
                 }
             }
         }
-        self.first_token_at = self.first_token_at.or(first);
+        self.arrival.first_token(first);
         Ok((tokens, logits))
     }
 
@@ -527,37 +533,6 @@ fn words_of(slot: &Slot, arena: &[u32]) -> Vec<f32> {
     let tag = if slot.kind == abi::SlotKind::Tagged { (1 << abi::TAG_BITS) - 1 } else { 0 };
     let held = arena.get(first..first + words).unwrap_or_default();
     held.iter().map(|&word| f32::from_bits(word & !tag)).collect()
-}
-
-fn boot(
-    context: &Context,
-    program: &Verified<Program>,
-    variant: &Variant,
-    (deadline, sessions): (Duration, u32),
-    streaming: Option<Streaming>,
-) -> Result<Idle, DeviceError> {
-    let options = BootOptions {
-        sessions,
-        logits_rows: LOGITS_ROWS,
-        deadline,
-        streaming,
-        ..BootOptions::default()
-    };
-    let idle = Idle::boot(context.graph(), &*context.model.weights, program, variant, options)
-        .map_err(device_error)?;
-    if streaming.is_some() {
-        return Ok(idle);
-    }
-    let load = idle.load_report();
-    report::say(&format!(
-        "weights: {:.2} GB from {} to the device in {:.2} s ({:.2} GB/s){}",
-        load.bytes as f64 / 1e9,
-        load.source,
-        load.seconds,
-        load.bytes as f64 / 1e9 / load.seconds,
-        load.fallback.as_ref().map(|why| format!("; {why}")).unwrap_or_default()
-    ));
-    Ok(idle)
 }
 
 fn device_error(error: HostError) -> DeviceError {

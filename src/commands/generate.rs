@@ -240,7 +240,7 @@ fn on_device(
     }
     let config = config(args, context, prompt)?;
     let program = Arc::new(super::program::lowered(context, &config)?);
-    let Some(mut device) = context.open_here()? else {
+    let Some(mut device) = context.open_once()? else {
         return Err(Failure::missing("capability missing: no CUDA device"));
     };
     device.observed(observer.lookout(), observer.publisher());

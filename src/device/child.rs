@@ -99,7 +99,7 @@ pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
     let page = observe::publisher(&context, ("search", "cuda"), 0)?;
     let watch = Kernel::new(lookout.clone(), page.clone());
     let open = |board: &Board| {
-        let mut gpu = Gpu::open(&context, Some(board)).map_err(unopened)?;
+        let mut gpu = Gpu::open(&context, Some(board), true).map_err(unopened)?;
         gpu.observed(&lookout, &page);
         Ok(gpu)
     };

@@ -3,7 +3,8 @@
 use search::{DeviceError, Handle};
 use vm_host::{Idle, PrefillOptions, Prefilled};
 
-use super::{Gpu, Machine, boot, device_error};
+use super::weights::boot;
+use super::{Gpu, Machine, device_error};
 use crate::cli::PrefillChoice;
 use crate::failure::Failure;
 use crate::report;
@@ -39,8 +40,8 @@ impl Gpu<'_> {
         let (variant, program) = (prepared.variant, prepared.program.clone());
         match std::mem::replace(&mut self.machine, Machine::Absent) {
             Machine::Absent => {
-                let sessions = self.sessions;
-                boot(self.context, &program, &variant, (self.deadline, sessions), self.streaming)
+                let sessions = (self.deadline, self.sessions);
+                boot(self.context, &program, &variant, sessions, self.arrival.streaming)
             }
             Machine::Idle(idle) => Ok(*idle),
             Machine::Running(running) => self.stop(*running),

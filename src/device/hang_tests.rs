@@ -198,7 +198,7 @@ fn be_a_device(faults: String) {
     let page = observe::publisher(&context, ("test", "cuda"), 0).expect("memory for a page");
     let watch = Kernel::new(lookout.clone(), page);
     let open = |board: &Board| {
-        let mut gpu = Gpu::open(&context, Some(board)).map_err(device_error)?;
+        let mut gpu = Gpu::open(&context, Some(board), true).map_err(device_error)?;
         gpu.lookout = lookout;
         gpu.deadline = DEADLINE;
         Ok(Faulty { gpu, faults, runs: 0 })

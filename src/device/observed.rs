@@ -10,7 +10,8 @@ impl Gpu<'_> {
     pub(crate) fn observed(&mut self, lookout: &SharedLookout, page: &Publisher) {
         page.edit(|edit| {
             edit.device(&self.info.name);
-            edit.head().bandwidth = self.bandwidth.unwrap_or_default() as u64;
+            let known = self.bandwidth.unwrap_or(self.context.target.bandwidth as f64);
+            edit.head().bandwidth = known as u64;
         });
         (self.lookout, self.page) = (lookout.clone(), Some(page.clone()));
     }

@@ -1,28 +1,86 @@
 //! How weights get to the GPU that is driven here, and how long the first token took.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use ir::program::{Program, Verified};
 use search::DeviceError;
 use serde_json::{Value, json};
-use vm_host::Streaming;
+use vm_device::Variant;
+use vm_host::{BootOptions, Idle, Streaming};
 
-use super::{Gpu, Machine, device_error};
+use super::{Gpu, LOGITS_ROWS, Machine, device_error};
+use crate::context::Context;
+use crate::report;
+
+/// How the weights come, and what was there when.
+#[derive(Default)]
+pub(super) struct Arrival {
+    /// While the kernel is already resident, and how.
+    pub(super) streaming: Option<Streaming>,
+    resident_at: Option<Instant>,
+    first_token_at: Option<Instant>,
+}
+
+impl Arrival {
+    /// The kernel is resident.
+    pub(super) fn resident(&mut self) {
+        self.resident_at.get_or_insert_with(Instant::now);
+    }
+
+    /// A command gave its first token then.
+    pub(super) fn first_token(&mut self, at: Option<Instant>) {
+        self.first_token_at = self.first_token_at.or(at);
+    }
+}
+
+/// Boots a machine for a program; what was loaded before is reported.
+pub(super) fn boot(
+    context: &Context,
+    program: &Verified<Program>,
+    variant: &Variant,
+    (deadline, sessions): (Duration, u32),
+    streaming: Option<Streaming>,
+) -> Result<Idle, DeviceError> {
+    let options = BootOptions {
+        sessions,
+        logits_rows: LOGITS_ROWS,
+        deadline,
+        streaming,
+        ..BootOptions::default()
+    };
+    let idle = Idle::boot(context.graph(), &*context.model.weights, program, variant, options)
+        .map_err(device_error)?;
+    if streaming.is_some() {
+        return Ok(idle);
+    }
+    let load = idle.load_report();
+    report::say(&format!(
+        "weights: {:.2} GB from {} to the device in {:.2} s ({:.2} GB/s){}",
+        load.bytes as f64 / 1e9,
+        load.source,
+        load.seconds,
+        load.bytes as f64 / 1e9 / load.seconds,
+        load.fallback.as_ref().map(|why| format!("; {why}")).unwrap_or_default()
+    ));
+    Ok(idle)
+}
 
 impl Gpu<'_> {
     /// From the next boot on weights come while the kernel is already resident.
     pub(crate) fn stream_weights(&mut self, streaming: Streaming) {
-        self.streaming = Some(streaming);
+        self.arrival.streaming = Some(streaming);
     }
 
     /// How the weights came in, and what was first when; in seconds since `began`.
     pub(crate) fn weights_report(&mut self, began: Instant) -> Result<Value, DeviceError> {
         let since = |at: Option<Instant>| at.map(|at| at.duration_since(began).as_secs_f64());
-        let (resident, first) = (since(self.resident_at), since(self.first_token_at));
+        let (resident, first) =
+            (since(self.arrival.resident_at), since(self.arrival.first_token_at));
         let Machine::Running(running) = &mut self.machine else { return Ok(Value::Null) };
         let landing = running.landing_report().map_err(device_error)?;
         let rate = landing.load.bytes as f64 / 1e9 / landing.load.seconds.max(1e-9);
         Ok(json!({
-            "streamed": self.streaming.is_some(),
+            "streamed": self.arrival.streaming.is_some(),
             "bytes": landing.load.bytes,
             "seconds": landing.load.seconds,
             "gb_per_s": rate,

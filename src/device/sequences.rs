@@ -33,10 +33,10 @@ impl From<Undone> for Failure {
 
 impl From<HostError> for Undone {
     fn from(error: HostError) -> Self {
-        match error {
-            HostError::Request(why) => Self::Refused(why),
-            error => Self::Failed(device_error(error)),
+        if let HostError::Request(why) = error {
+            return Self::Refused(why);
         }
+        Self::Failed(device_error(error))
     }
 }
 

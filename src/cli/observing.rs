@@ -1,7 +1,7 @@
 //! Arguments of the commands that look at a running process, or keep one busy.
 
 use clap::Args;
-use clap::builder::TypedValueParser as _;
+use clap::builder::TypedValueParser;
 
 use super::ModelArgs;
 

@@ -100,8 +100,8 @@ __device__ __forceinline__ void publish_action(Poller& p, uint32_t action) {
   word_publish(&step->go, ++p.go);
 }
 
-// The steps of a command behind its first, which ran alone.
-__device__ __forceinline__ uint32_t run_rest(Poller& p, uint32_t position, uint32_t steps, uint32_t flags) {
+// Makes the steps of a command behind its first, which ran alone, the next action.
+__device__ __forceinline__ uint32_t prepare_rest(Poller& p, uint32_t position, uint32_t steps, uint32_t flags) {
   amk_launch const& l = *p.worker->shared->launch;
   amk_step* step = (amk_step*)l.step;
   amk_done* done = (amk_done*)l.done;
@@ -115,8 +115,7 @@ __device__ __forceinline__ uint32_t run_rest(Poller& p, uint32_t position, uint3
   store_relaxed(&step->position, position + 1);
   store_relaxed(&step->logits_row, flags & 1);
   store_relaxed(&step->end, position + steps);
-  publish_action(p, 1);
-  return poller_wait(p, &done->sequence, ++p.finished) ? AMK_TRAP_NONE : AMK_TRAP_ABORTED;
+  return AMK_TRAP_NONE;
 }
 
 __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* s, uint64_t start) {
@@ -160,19 +159,27 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   for (uint32_t i = 0; i < AMK_STOP_TOKENS_MAX; ++i) {
     store_relaxed(&step->stop[i], host_load(&s->stop[i]));
   }
-  publish_action(p, 1);
-  if (!poller_wait(p, &done->sequence, ++p.finished)) {
-    return AMK_TRAP_ABORTED;
-  }
-  bool const lost = alone && poller_abandoned(p), more = alone && !lost && steps > 1 && load_relaxed(&done->ending) == AMK_ENDING_LENGTH;
-  if (alone) {
+  bool lost = false;
+  uint32_t more = 0;
+#pragma unroll 1
+  for (bool first = alone;; first = false) { // one wait in the code for both parts: each costs registers
+    publish_action(p, 1);
+    if (!poller_wait(p, &done->sequence, ++p.finished)) {
+      return AMK_TRAP_ABORTED;
+    }
+    if (!first) {
+      break;
+    }
     host_store(&((amk_ring_indices*)l.indices)->waiting, 0);
-  }
-  if (more) {
-    uint32_t const result = run_rest(p, position, steps, flags);
+    lost = poller_abandoned(p);
+    if (lost || steps == 1 || load_relaxed(&done->ending) != AMK_ENDING_LENGTH) {
+      break;
+    }
+    uint32_t const result = prepare_rest(p, position, steps, flags);
     if (result != AMK_TRAP_NONE) {
       return result;
     }
+    more = 1;
   }
   uint32_t const ran = load_relaxed(&done->steps);
   p.epoch += ran;

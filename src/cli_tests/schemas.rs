@@ -22,6 +22,9 @@ const ON_A_CARD: [&str; 2] = ["amk.aa.v1", "amk.sample.v1"];
 /// Ids that are nowhere written any more, and are refused or read by name.
 const NOT_WRITTEN: [&str; 0] = [];
 
+/// A landscape of the grid that is in the folder.
+const RECORD: &str = "landscape record --context 4 --grid grid.json --out points.jsonl";
+
 /// The documents of a small work day, by schema.
 fn documents() -> BTreeMap<String, Fields> {
     let dir = folder();
@@ -67,16 +70,7 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("export --model toy --out toy"),
         plain("man --out pages"),
         plain("trace --model toy --device cpu --kv-capacity 64 --context 4"),
-        with_toy(&[
-            "landscape",
-            "record",
-            "--context",
-            "4",
-            "--grid",
-            "grid.json",
-            "--out",
-            "points.jsonl",
-        ]),
+        with_toy(&RECORD.split(' ').collect::<Vec<_>>()),
         plain("calibrate rows.jsonl"),
         plain(&format!("bundle {}", shipped_bundle().display())),
         plain("evaluate --model no-such-model"),

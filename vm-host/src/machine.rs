@@ -140,20 +140,7 @@ impl Idle {
     ) -> Result<Self, HostError> {
         let context = Context::new()?;
         let info = context.info()?;
-        if options.sessions == 0 || options.sessions > abi::SESSIONS_MAX {
-            return Err(HostError::Request(format!(
-                "{} sessions; 1 to {} are possible",
-                options.sessions,
-                abi::SESSIONS_MAX
-            )));
-        }
-        if !graph.head_dim.is_power_of_two() || !(abi::HEAD_DIM_MIN..=128).contains(&graph.head_dim)
-        {
-            return Err(HostError::Request(format!(
-                "heads of {} elements in {}: the attention of the kernel takes 16, 32, 64 or 128",
-                graph.head_dim, graph.name
-            )));
-        }
+        check_shape(graph, &options)?;
         check_memory(program, &options, context.free_bytes()?)?;
         let (module, _) = load_module(variant, &info)?;
         let (copy, compute) = (Stream::new()?, Stream::new()?);
@@ -358,6 +345,24 @@ impl Memory {
             _weights: weights,
         })
     }
+}
+
+/// What no kernel could be booted for.
+fn check_shape(graph: &Graph, options: &BootOptions) -> Result<(), HostError> {
+    if options.sessions == 0 || options.sessions > abi::SESSIONS_MAX {
+        return Err(HostError::Request(format!(
+            "{} sessions; 1 to {} are possible",
+            options.sessions,
+            abi::SESSIONS_MAX
+        )));
+    }
+    if !graph.head_dim.is_power_of_two() || !(abi::HEAD_DIM_MIN..=128).contains(&graph.head_dim) {
+        return Err(HostError::Request(format!(
+            "heads of {} elements in {}: the attention of the kernel takes 16, 32, 64 or 128",
+            graph.head_dim, graph.name
+        )));
+    }
+    Ok(())
 }
 
 impl Resident {

@@ -221,7 +221,15 @@ __device__ __forceinline__ void helper_life(Worker w, bool loader) {
   }
 }
 
-// The last warp of every block, once the poller (if it has one) is done: until the consumers have left.
+// A warp of every block that has nothing else to do: the worker's life signs, until the consumers have left.
+__device__ __forceinline__ void pulse_run(Shared* sh) {
+  while (flag_load(&sh->gone) == 0) {
+    pulse(sh, now_ns());
+    __nanosleep(20000);
+  }
+}
+
+// The third helper warp of every block, once the poller (if it has one) is done: until the consumers have left.
 __device__ __forceinline__ void watchdog_run(Shared* sh) {
   while (flag_load(&sh->gone) == 0) {
     watchdog_check(sh);
@@ -272,6 +280,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megaker
       poller_run(w);
     }
     watchdog_run(sh);
+  } else if (threadIdx.x == CONSUMERS + 96) {
+    pulse_run(sh);
   }
 }
 

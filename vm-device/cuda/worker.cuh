@@ -2,7 +2,7 @@
 #pragma once
 
 constexpr uint32_t CONSUMERS = AMK_WARPS * 32;
-constexpr uint32_t HELPERS = 128; // threads: loader, fetcher, watchdog, and a warp that only completes the group that gives registers away
+constexpr uint32_t HELPERS = 128; // threads: loader, fetcher, watchdog, and the one that writes the pulse; registers are given away by whole groups of 4 warps
 constexpr uint32_t TILES_BUF = 16;                       // tiles whose sums are kept before an epilogue
 constexpr uint32_t ROWS_BUF = TILES_BUF * AMK_UNIT_ROWS; // 128
 constexpr uint32_t FIXED_BYTES = 11 * 1024;              // ir::program::smem::FIXED_BYTES
@@ -63,7 +63,7 @@ struct Shared {
   uint64_t seen_ns;
   uint32_t landed; // units that have landed, as far as the loader knows: in shared memory, since its registers are all taken
   uint32_t seen_landed, landing_idle; // the watchdog's: units landed when it last looked, and deadlines since they last changed
-  uint64_t pulse_ns; // when the watchdog last wrote the worker's pulse
+  uint64_t pulse_ns; // when the worker's pulse was last written
   amk_launch const* launch;
 #if AMK_TRACE
   Tape tape;
@@ -157,7 +157,7 @@ __device__ __forceinline__ void fault(Shared* sh, uint32_t code, uint32_t object
 
 __device__ __forceinline__ bool landing_excuses(Shared* sh); // landing.cuh
 
-// The worker's life signs for other processes, by the watchdog and seldom. They cross the bus, so they go in three writes.
+// The worker's life signs for other processes, by a warp of their own and seldom. They cross the bus, so they go in three writes.
 __device__ __forceinline__ void pulse(Shared* sh, uint64_t now) {
   if (now - sh->pulse_ns < sh->launch->pulse_ns) {
     return;
@@ -193,7 +193,6 @@ __device__ __forceinline__ void watchdog_check(Shared* sh) {
       trap(sh, code != 0 ? code : AMK_TRAP_STALLED, flag_load(&sh->wait_object), flag_load(&sh->wait_have), flag_load(&sh->wait_need), now - sh->seen_ns);
     }
   }
-  pulse(sh, now);
 }
 
 // A long wait says what it is about, for the watchdog's report.

@@ -10,7 +10,7 @@ use crate::layout::{StructLayout, wire_struct};
 use crate::op::wire_enum;
 
 wire_struct! {
-    /// A worker's life signs, written by its watchdog to mapped host memory, a few times a second at least and a thousand times at most. Each
+    /// A worker's life signs, written by a warp of its own to mapped host memory, a few times a second at least and a thousand times at most. Each
     /// word stands for itself: two words may be of two neighbouring writes.
     amk_pulse align(16) size(48)
     pub struct Pulse {

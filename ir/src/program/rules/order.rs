@@ -93,7 +93,7 @@ impl Order {
         a != b && self.clocks.row(b as usize)[worker as usize] > index
     }
 
-    pub(in crate::program) fn at(&self, task: u32) -> At {
+    pub(super) fn at(&self, task: u32) -> At {
         let (worker, index) = self.places[task as usize];
         at(worker as usize, index as usize)
     }
@@ -235,33 +235,6 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) -> Op
     let order = graph.sort(program, found)?;
     last(program, &order, found);
     Some(order)
-}
-
-/// A hand-off of this program that goes backward in the sequence of another with the same queues and counters: writer and reader.
-pub(in crate::program) fn backward(program: &Program, order: &Order) -> Option<(u32, u32)> {
-    let mut places = vec![0_u32; order.len()];
-    for (place, &task) in order.sequence().iter().enumerate() {
-        places[task as usize] = place as u32;
-    }
-    // The earliest reader of each region: the same regions are read by all tasks of a phase.
-    let mut readers: FxHashMap<Region, u32> = FxHashMap::default();
-    for ((_, task), number) in tasks(program).zip(0_u32..) {
-        for region in
-            accesses(program, task).reads.into_iter().filter(|region| tagged(program, region))
-        {
-            let first = readers.entry(region).or_insert(number);
-            if places[number as usize] < places[*first as usize] {
-                *first = number;
-            }
-        }
-    }
-    let writes = TaggedWrites::new(program);
-    let mut found: Vec<(u32, u32)> = Vec::new();
-    for (region, reader) in readers {
-        let late = |writer: &u32| places[*writer as usize] >= places[reader as usize];
-        found.extend(writes.overlapping(&region).filter(late).map(|writer| (writer, reader)));
-    }
-    found.into_iter().min()
 }
 
 /// Two writes of one generation to a word are indistinguishable to its readers.

@@ -3,14 +3,18 @@
 //! Every task does the work of all lanes, lane after lane, before it signals. Lanes share queues, counters and weights, and nothing that is
 //! written: each has activations, logits and a session of its own. So that short contexts do not queue up on the few workers of split 0, lane
 //! `l` runs, in the task of split `s` of `n`, split `(s + l) % n`. What a lane runs is thus a program like any other, the [`rotated`] one, and
-//! must be accepted like any other. One thing more is needed: a task of which one lane waits keeps the lanes behind it waiting too, so
-//! there must be one sequence of tasks that suits all lanes. Without it two of them could wait for each other through two lanes.
+//! must be accepted like any other: the bytes of a split may have been somebody else's before, and who waited until they are free is the task
+//! that writes them in lane 0.
+//!
+//! That each lane by itself comes to an end does not say that all do: a task of which one lane waits keeps the lanes behind it waiting too. It
+//! follows here, because all lanes wait for the same tasks. Queues and counters are shared. Of the hand-offs only those of attention change
+//! their writers, within a head; and whoever reads a head's partials reads those of all its splits (`K-SPLIT`), so it waits for the same
+//! tasks whichever lane it is in.
 
 use abi::{AttentionParams, Opcode};
 
 use super::{Verified, check};
 use crate::program::Program;
-use crate::program::rules::order::{self, Order};
 use crate::violation::{At, Rule, Violations};
 
 /// What lane `lane` of a batch runs: the program with the splits of each head's keys dealt to its tasks anew.
@@ -34,7 +38,7 @@ pub struct Together {
 }
 
 impl Together {
-    /// Verifies what each lane runs, and that they can run beside each other.
+    /// Verifies what each lane runs.
     ///
     /// # Errors
     /// All violations of the first lane that has any.
@@ -45,13 +49,8 @@ impl Together {
             found.push(Rule::PLimit, At::Whole, format!("{lanes} lanes, not within 1..={most}"));
             return Err(found);
         }
-        let order = Order::of(&program);
         for lane in 1..lanes {
-            let mine = rotated(&program, lane);
-            if mine != *program {
-                check(&mine)?;
-                suits(&mine, &order, lane)?;
-            }
+            check(&rotated(&program, lane))?;
         }
         Ok(Self { program, lanes })
     }
@@ -73,16 +72,4 @@ impl Together {
     pub fn lane(&self, lane: u32) -> Option<Verified<Program>> {
         (lane < self.lanes).then(|| Verified(rotated(&self.program, lane)))
     }
-}
-
-/// A lane's hand-offs go forward in the sequence of the first lane. Queues and counters, which all lanes share, do anyway.
-fn suits(program: &Program, order: &Order, lane: u32) -> Result<(), Violations> {
-    let Some((writer, reader)) = order::backward(program, order) else { return Ok(()) };
-    let mut found = Violations::default();
-    let detail = format!(
-        "lane {lane} waits for words of {}, which comes later in lane 0",
-        order.at(writer)
-    );
-    found.push(Rule::OAcyclic, order.at(reader), detail);
-    Err(found)
 }

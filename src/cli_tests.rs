@@ -7,6 +7,7 @@ use std::process::{Command, Output, Stdio};
 use serde_json::Value;
 
 #[path = "cli_tests/prefill.rs"]
+mod lanes;
 mod prefill;
 #[path = "cli_tests/schemas.rs"]
 mod schemas;

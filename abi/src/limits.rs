@@ -64,6 +64,10 @@ limits! {
     STOP_TOKENS_MAX: usize = 8;
     /// Sessions of one resident kernel.
     SESSIONS_MAX: u32 = 64;
+    /// Sessions that one decode command runs at once, each in a lane of its own: the columns of one matrix product.
+    LANES_MAX: usize = 8;
+    /// Bits of a lane in `lane_endings`.
+    LANE_ENDING_BITS: u32 = 4;
     /// In place of a number of landed units: every weight is there.
     LANDED_ALL: u32 = u32::MAX;
     /// In place of a number of landed units: no more will come. Whoever waits goes on with what there is, and the step's answer is void.
@@ -85,5 +89,6 @@ const _: () = assert!(
     "a tag differs from those of the step before and after"
 );
 const _: () = assert!(RING_ENTRIES.is_power_of_two());
+const _: () = assert!(LANES_MAX as u32 * LANE_ENDING_BITS <= 32 && SESSIONS_MAX <= 256);
 const _: () = assert!(UNIT_BYTES == UNIT_ROWS * UNIT_ROW_BYTES);
 const _: () = assert!(TASK_BYTES == 64 + PARAM_BYTES);

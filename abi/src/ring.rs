@@ -4,7 +4,7 @@
 //! (`ring.rs: publish` on the host), the device acquires it (`ring.cuh: ring_poll`); completions run the other way.
 
 use crate::layout::wire_struct;
-use crate::limits::STOP_TOKENS_MAX;
+use crate::limits::{LANES_MAX, STOP_TOKENS_MAX};
 use crate::op::wire_enum;
 
 wire_enum! {
@@ -41,14 +41,22 @@ wire_struct! {
         pub flags: u32,
         /// Stop tokens in use.
         pub stop_len: u32,
-        /// Zero.
-        pub reserved0: u32,
+        /// Lanes of a decode command; 0 and 1: it runs `session` at `position`.
+        /// More: it is a batch (decision 022). `session`, `position` and `forced` are zero, each lane starts with the token at its
+        /// position in its session's buffer, and `stop` holds for all.
+        pub lanes: u32,
         /// Address of the `amk_program`, for `load_program`.
         pub program: u64,
         /// A generated token among these ends the command.
         pub stop: [u32; STOP_TOKENS_MAX],
+        /// Sessions of the lanes, a byte each, lane 0 lowest.
+        pub lane_session: [u32; 2],
+        /// First position of each lane.
+        pub lane_position: [u32; LANES_MAX],
+        /// A bit a lane: what `FLAG_SAMPLE` is to a plain decode.
+        pub lane_sample: u32,
         /// Zero.
-        pub reserved1: [u32; 13],
+        pub reserved1: [u32; 2],
         /// Index of the entry plus one; written last.
         pub sequence: u32,
     }
@@ -70,8 +78,12 @@ wire_struct! {
         pub start_ns: u64,
         /// Device nanoseconds when it was done.
         pub end_ns: u64,
+        /// Of a batch: the `Ending` of each lane, `LANE_ENDING_BITS` each, lane 0 lowest.
+        /// `ending` and `token` are then zero. A batch ends for all as soon as it does for one: `length` with fewer than the steps asked
+        /// for is a lane that could have gone on.
+        pub lane_endings: u32,
         /// Zero.
-        pub reserved: [u32; 7],
+        pub reserved: [u32; 6],
         /// Index of the entry plus one; written last.
         pub sequence: u32,
     }

@@ -1,7 +1,7 @@
 //! The program as the device sees it: tasks, load stream, queues, slots, step state.
 
 use crate::layout::wire_struct;
-use crate::limits::{PARAM_BYTES, READS_MAX, STOP_TOKENS_MAX, WAITS_MAX, WRITES_MAX};
+use crate::limits::{LANES_MAX, PARAM_BYTES, READS_MAX, STOP_TOKENS_MAX, WAITS_MAX, WRITES_MAX};
 use crate::op::wire_enum;
 
 wire_struct! {
@@ -120,7 +120,7 @@ wire_struct! {
 
 wire_struct! {
     /// A loaded program.
-    amk_program align(16) size(96)
+    amk_program align(16) size(112)
     pub struct ProgramHeader {
         /// `amk_task[]`.
         pub tasks: u64,
@@ -160,6 +160,14 @@ wire_struct! {
         pub epoch: u32,
         /// Tasks of all workers; the records of the loaders come behind theirs.
         pub task_len: u32,
+        /// Lanes that the tables are laid out for, and activations and logits set aside; those of the kernel.
+        pub lanes: u32,
+        /// Bytes from a scratch slot of one lane to that of the next.
+        pub lane_bytes: u32,
+        /// Units of a row that are multiplied before the next part of the input is staged; 0 where a whole row is. More than one lane only.
+        pub chunk_units: u32,
+        /// Zero.
+        pub reserved: u32,
     }
 }
 
@@ -179,7 +187,7 @@ wire_struct! {
         pub position: u32,
         /// Session whose key/value cache is used.
         pub session: u32,
-        /// Row of the logits buffer.
+        /// Row of the logits buffer; a lane's rows are `amk_program.logits_rows` behind those of the lane before it.
         pub logits_row: u32,
         /// Last position of the command plus one.
         pub end: u32,
@@ -199,6 +207,26 @@ wire_struct! {
         pub give_way: u32,
         /// Actions published so far; released last.
         pub go: u32,
+    }
+}
+
+wire_struct! {
+    /// The lanes of a batch, in device memory right behind the `amk_step`; read by kernels of more than one lane, and released with it. While
+    /// one is under way `amk_step.position` counts its steps from zero, `first` and `forced` are zero, `end` is the number of steps.
+    amk_lanes align(16) size(112)
+    pub struct LaneStates {
+        /// Input token of each lane in this step.
+        pub token: [u32; LANES_MAX],
+        /// Position of each lane in the first step: `amk_step.position` is added.
+        pub position: [u32; LANES_MAX],
+        /// Session of each lane.
+        pub session: [u32; LANES_MAX],
+        /// Lanes of the command; 1 for a plain decode.
+        pub lanes: u32,
+        /// A bit a lane: tokens are chosen by the session's `amk_sampling`.
+        pub sample: u32,
+        /// Zero.
+        pub reserved: [u32; 2],
     }
 }
 
@@ -278,7 +306,7 @@ wire_struct! {
         pub steps: u32,
         /// Last token chosen.
         pub token: u32,
-        /// An `Ending`.
+        /// An `Ending`; of a batch what `amk_completion.lane_endings` is to be.
         pub ending: u32,
         /// Workers that have switched program, ever.
         pub switched: u32,

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x1d4402003be93593ull
+#define AMK_ABI_HASH 0x5c33d2e7b5513f89ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -41,6 +41,8 @@ typedef long long int64_t;
 #define AMK_RING_ENTRIES 64u
 #define AMK_STOP_TOKENS_MAX 8u
 #define AMK_SESSIONS_MAX 64u
+#define AMK_LANES_MAX 8u
+#define AMK_LANE_ENDING_BITS 4u
 #define AMK_LANDED_ALL 0xffffffffu
 #define AMK_LANDED_ABANDONED 4294967294u
 #define AMK_BIAS_MAX 512u
@@ -215,8 +217,12 @@ struct alignas(16) amk_program {
   uint32_t vocab; // Vocabulary, for token checks.
   uint32_t epoch; // Steps run since it was loaded; the poller keeps it, so that a program can be left and come back to.
   uint32_t task_len; // Tasks of all workers; the records of the loaders come behind theirs.
+  uint32_t lanes; // Lanes that the tables are laid out for, and activations and logits set aside; those of the kernel.
+  uint32_t lane_bytes; // Bytes from a scratch slot of one lane to that of the next.
+  uint32_t chunk_units; // Units of a row that are multiplied before the next part of the input is staged; 0 where a whole row is. More than one lane only.
+  uint32_t reserved; // Zero.
 };
-static_assert(sizeof(amk_program) == 96, "size of amk_program");
+static_assert(sizeof(amk_program) == 112, "size of amk_program");
 static_assert(alignof(amk_program) == 16, "alignment of amk_program");
 static_assert(AMK_OFFSETOF(amk_program, tasks) == 0, "offset of amk_program.tasks");
 static_assert(AMK_OFFSETOF(amk_program, loads) == 8, "offset of amk_program.loads");
@@ -237,6 +243,10 @@ static_assert(AMK_OFFSETOF(amk_program, logits_rows) == 80, "offset of amk_progr
 static_assert(AMK_OFFSETOF(amk_program, vocab) == 84, "offset of amk_program.vocab");
 static_assert(AMK_OFFSETOF(amk_program, epoch) == 88, "offset of amk_program.epoch");
 static_assert(AMK_OFFSETOF(amk_program, task_len) == 92, "offset of amk_program.task_len");
+static_assert(AMK_OFFSETOF(amk_program, lanes) == 96, "offset of amk_program.lanes");
+static_assert(AMK_OFFSETOF(amk_program, lane_bytes) == 100, "offset of amk_program.lane_bytes");
+static_assert(AMK_OFFSETOF(amk_program, chunk_units) == 104, "offset of amk_program.chunk_units");
+static_assert(AMK_OFFSETOF(amk_program, reserved) == 108, "offset of amk_program.reserved");
 
 struct alignas(16) amk_step {
   uint64_t program; // Address of the `amk_program`.
@@ -245,7 +255,7 @@ struct alignas(16) amk_step {
   uint32_t token; // Input token.
   uint32_t position; // Position of the input token; keys 0..=position are attended to.
   uint32_t session; // Session whose key/value cache is used.
-  uint32_t logits_row; // Row of the logits buffer.
+  uint32_t logits_row; // Row of the logits buffer; a lane's rows are `amk_program.logits_rows` behind those of the lane before it.
   uint32_t end; // Last position of the command plus one.
   uint32_t forced; // Positions below this one take their token from the prompt.
   uint32_t flags; // Flags of the submission.
@@ -274,6 +284,23 @@ static_assert(AMK_OFFSETOF(amk_step, first) == 80, "offset of amk_step.first");
 static_assert(AMK_OFFSETOF(amk_step, command) == 84, "offset of amk_step.command");
 static_assert(AMK_OFFSETOF(amk_step, give_way) == 88, "offset of amk_step.give_way");
 static_assert(AMK_OFFSETOF(amk_step, go) == 92, "offset of amk_step.go");
+
+struct alignas(16) amk_lanes {
+  uint32_t token[8]; // Input token of each lane in this step.
+  uint32_t position[8]; // Position of each lane in the first step: `amk_step.position` is added.
+  uint32_t session[8]; // Session of each lane.
+  uint32_t lanes; // Lanes of the command; 1 for a plain decode.
+  uint32_t sample; // A bit a lane: tokens are chosen by the session's `amk_sampling`.
+  uint32_t reserved[2]; // Zero.
+};
+static_assert(sizeof(amk_lanes) == 112, "size of amk_lanes");
+static_assert(alignof(amk_lanes) == 16, "alignment of amk_lanes");
+static_assert(AMK_OFFSETOF(amk_lanes, token) == 0, "offset of amk_lanes.token");
+static_assert(AMK_OFFSETOF(amk_lanes, position) == 32, "offset of amk_lanes.position");
+static_assert(AMK_OFFSETOF(amk_lanes, session) == 64, "offset of amk_lanes.session");
+static_assert(AMK_OFFSETOF(amk_lanes, lanes) == 96, "offset of amk_lanes.lanes");
+static_assert(AMK_OFFSETOF(amk_lanes, sample) == 100, "offset of amk_lanes.sample");
+static_assert(AMK_OFFSETOF(amk_lanes, reserved) == 104, "offset of amk_lanes.reserved");
 
 struct alignas(16) amk_launch {
   uint64_t submissions; // `amk_submission[RING_ENTRIES]` in mapped host memory.
@@ -341,7 +368,7 @@ struct alignas(16) amk_done {
   uint32_t abort; // Device-wide: nonzero asks every worker to leave.
   uint32_t steps; // Positions that were run.
   uint32_t token; // Last token chosen.
-  uint32_t ending; // An `Ending`.
+  uint32_t ending; // An `Ending`; of a batch what `amk_completion.lane_endings` is to be.
   uint32_t switched; // Workers that have switched program, ever.
   uint32_t left; // Workers that have left.
   uint32_t reporter; // Claim on the status block: the first worker to take it reports.
@@ -391,10 +418,13 @@ struct alignas(64) amk_submission {
   uint32_t forced; // Positions below this one take their token from the session's token buffer.
   uint32_t flags; // `FLAG_KEEP_LOGITS`, `FLAG_SAMPLE`.
   uint32_t stop_len; // Stop tokens in use.
-  uint32_t reserved0; // Zero.
+  uint32_t lanes; // Lanes of a decode command; 0 and 1: it runs `session` at `position`.
   uint64_t program; // Address of the `amk_program`, for `load_program`.
   uint32_t stop[8]; // A generated token among these ends the command.
-  uint32_t reserved1[13]; // Zero.
+  uint32_t lane_session[2]; // Sessions of the lanes, a byte each, lane 0 lowest.
+  uint32_t lane_position[8]; // First position of each lane.
+  uint32_t lane_sample; // A bit a lane: what `FLAG_SAMPLE` is to a plain decode.
+  uint32_t reserved1[2]; // Zero.
   uint32_t sequence; // Index of the entry plus one; written last.
 };
 static_assert(sizeof(amk_submission) == 128, "size of amk_submission");
@@ -406,10 +436,13 @@ static_assert(AMK_OFFSETOF(amk_submission, steps) == 12, "offset of amk_submissi
 static_assert(AMK_OFFSETOF(amk_submission, forced) == 16, "offset of amk_submission.forced");
 static_assert(AMK_OFFSETOF(amk_submission, flags) == 20, "offset of amk_submission.flags");
 static_assert(AMK_OFFSETOF(amk_submission, stop_len) == 24, "offset of amk_submission.stop_len");
-static_assert(AMK_OFFSETOF(amk_submission, reserved0) == 28, "offset of amk_submission.reserved0");
+static_assert(AMK_OFFSETOF(amk_submission, lanes) == 28, "offset of amk_submission.lanes");
 static_assert(AMK_OFFSETOF(amk_submission, program) == 32, "offset of amk_submission.program");
 static_assert(AMK_OFFSETOF(amk_submission, stop) == 40, "offset of amk_submission.stop");
-static_assert(AMK_OFFSETOF(amk_submission, reserved1) == 72, "offset of amk_submission.reserved1");
+static_assert(AMK_OFFSETOF(amk_submission, lane_session) == 72, "offset of amk_submission.lane_session");
+static_assert(AMK_OFFSETOF(amk_submission, lane_position) == 80, "offset of amk_submission.lane_position");
+static_assert(AMK_OFFSETOF(amk_submission, lane_sample) == 112, "offset of amk_submission.lane_sample");
+static_assert(AMK_OFFSETOF(amk_submission, reserved1) == 116, "offset of amk_submission.reserved1");
 static_assert(AMK_OFFSETOF(amk_submission, sequence) == 124, "offset of amk_submission.sequence");
 
 struct alignas(64) amk_completion {
@@ -419,7 +452,8 @@ struct alignas(64) amk_completion {
   uint32_t ending; // An `Ending`.
   uint64_t start_ns; // Device nanoseconds when the command was taken up.
   uint64_t end_ns; // Device nanoseconds when it was done.
-  uint32_t reserved[7]; // Zero.
+  uint32_t lane_endings; // Of a batch: the `Ending` of each lane, `LANE_ENDING_BITS` each, lane 0 lowest.
+  uint32_t reserved[6]; // Zero.
   uint32_t sequence; // Index of the entry plus one; written last.
 };
 static_assert(sizeof(amk_completion) == 64, "size of amk_completion");
@@ -430,7 +464,8 @@ static_assert(AMK_OFFSETOF(amk_completion, token) == 8, "offset of amk_completio
 static_assert(AMK_OFFSETOF(amk_completion, ending) == 12, "offset of amk_completion.ending");
 static_assert(AMK_OFFSETOF(amk_completion, start_ns) == 16, "offset of amk_completion.start_ns");
 static_assert(AMK_OFFSETOF(amk_completion, end_ns) == 24, "offset of amk_completion.end_ns");
-static_assert(AMK_OFFSETOF(amk_completion, reserved) == 32, "offset of amk_completion.reserved");
+static_assert(AMK_OFFSETOF(amk_completion, lane_endings) == 32, "offset of amk_completion.lane_endings");
+static_assert(AMK_OFFSETOF(amk_completion, reserved) == 36, "offset of amk_completion.reserved");
 static_assert(AMK_OFFSETOF(amk_completion, sequence) == 60, "offset of amk_completion.sequence");
 
 struct alignas(16) amk_sampling {
@@ -666,5 +701,5 @@ static_assert(alignof(amk_sample_params) == 4, "alignment of amk_sample_params")
 static_assert(AMK_OFFSETOF(amk_sample_params, candidates) == 0, "offset of amk_sample_params.candidates");
 static_assert(AMK_OFFSETOF(amk_sample_params, reserved) == 4, "offset of amk_sample_params.reserved");
 
-#define AMK_PROBE_LEN 245u
-#define AMK_FOR_EACH_PROBE(X) X(sizeof(amk_task)) X(AMK_OFFSETOF(amk_task, opcode)) X(AMK_OFFSETOF(amk_task, layer)) X(AMK_OFFSETOF(amk_task, wait_len)) X(AMK_OFFSETOF(amk_task, warp_units)) X(AMK_OFFSETOF(amk_task, stage_units)) X(AMK_OFFSETOF(amk_task, stage_tiles)) X(AMK_OFFSETOF(amk_task, signal)) X(AMK_OFFSETOF(amk_task, reads)) X(AMK_OFFSETOF(amk_task, writes)) X(AMK_OFFSETOF(amk_task, read_generation)) X(AMK_OFFSETOF(amk_task, write_generation)) X(AMK_OFFSETOF(amk_task, wait_counter)) X(AMK_OFFSETOF(amk_task, wait_count)) X(AMK_OFFSETOF(amk_task, params)) X(sizeof(amk_load)) X(AMK_OFFSETOF(amk_load, address)) X(AMK_OFFSETOF(amk_load, units)) X(AMK_OFFSETOF(amk_load, stage_units)) X(AMK_OFFSETOF(amk_load, period)) X(AMK_OFFSETOF(amk_load, values)) X(AMK_OFFSETOF(amk_load, kv_block)) X(AMK_OFFSETOF(amk_load, window)) X(AMK_OFFSETOF(amk_load, split)) X(AMK_OFFSETOF(amk_load, splits)) X(sizeof(amk_queue)) X(AMK_OFFSETOF(amk_queue, task0)) X(AMK_OFFSETOF(amk_queue, tasks)) X(AMK_OFFSETOF(amk_queue, load0)) X(AMK_OFFSETOF(amk_queue, loads)) X(AMK_OFFSETOF(amk_queue, units)) X(AMK_OFFSETOF(amk_queue, reserved)) X(sizeof(amk_slot)) X(AMK_OFFSETOF(amk_slot, address)) X(AMK_OFFSETOF(amk_slot, kind)) X(AMK_OFFSETOF(amk_slot, words)) X(AMK_OFFSETOF(amk_slot, units)) X(AMK_OFFSETOF(amk_slot, reserved)) X(sizeof(amk_program)) X(AMK_OFFSETOF(amk_program, tasks)) X(AMK_OFFSETOF(amk_program, loads)) X(AMK_OFFSETOF(amk_program, queues)) X(AMK_OFFSETOF(amk_program, slots)) X(AMK_OFFSETOF(amk_program, counters)) X(AMK_OFFSETOF(amk_program, workers)) X(AMK_OFFSETOF(amk_program, stages)) X(AMK_OFFSETOF(amk_program, stage_units)) X(AMK_OFFSETOF(amk_program, in_flight)) X(AMK_OFFSETOF(amk_program, in_flight_near)) X(AMK_OFFSETOF(amk_program, x_offset)) X(AMK_OFFSETOF(amk_program, x_bytes)) X(AMK_OFFSETOF(amk_program, kv_capacity)) X(AMK_OFFSETOF(amk_program, slot_len)) X(AMK_OFFSETOF(amk_program, counter_len)) X(AMK_OFFSETOF(amk_program, logits_rows)) X(AMK_OFFSETOF(amk_program, vocab)) X(AMK_OFFSETOF(amk_program, epoch)) X(AMK_OFFSETOF(amk_program, task_len)) X(sizeof(amk_step)) X(AMK_OFFSETOF(amk_step, program)) X(AMK_OFFSETOF(amk_step, action)) X(AMK_OFFSETOF(amk_step, epoch)) X(AMK_OFFSETOF(amk_step, token)) X(AMK_OFFSETOF(amk_step, position)) X(AMK_OFFSETOF(amk_step, session)) X(AMK_OFFSETOF(amk_step, logits_row)) X(AMK_OFFSETOF(amk_step, end)) X(AMK_OFFSETOF(amk_step, forced)) X(AMK_OFFSETOF(amk_step, flags)) X(AMK_OFFSETOF(amk_step, stop_len)) X(AMK_OFFSETOF(amk_step, stop)) X(AMK_OFFSETOF(amk_step, first)) X(AMK_OFFSETOF(amk_step, command)) X(AMK_OFFSETOF(amk_step, give_way)) X(AMK_OFFSETOF(amk_step, go)) X(sizeof(amk_launch)) X(AMK_OFFSETOF(amk_launch, submissions)) X(AMK_OFFSETOF(amk_launch, completions)) X(AMK_OFFSETOF(amk_launch, indices)) X(AMK_OFFSETOF(amk_launch, status)) X(AMK_OFFSETOF(amk_launch, tokens)) X(AMK_OFFSETOF(amk_launch, step)) X(AMK_OFFSETOF(amk_launch, done)) X(AMK_OFFSETOF(amk_launch, records)) X(AMK_OFFSETOF(amk_launch, deadline_ns)) X(AMK_OFFSETOF(amk_launch, token_stride)) X(AMK_OFFSETOF(amk_launch, sessions)) X(AMK_OFFSETOF(amk_launch, workers)) X(AMK_OFFSETOF(amk_launch, record_len)) X(AMK_OFFSETOF(amk_launch, program)) X(AMK_OFFSETOF(amk_launch, landing)) X(AMK_OFFSETOF(amk_launch, pulses)) X(AMK_OFFSETOF(amk_launch, pulse_ns)) X(AMK_OFFSETOF(amk_launch, reserved)) X(AMK_OFFSETOF(amk_launch, sampling)) X(sizeof(amk_landing)) X(AMK_OFFSETOF(amk_landing, landed)) X(AMK_OFFSETOF(amk_landing, embedding)) X(AMK_OFFSETOF(amk_landing, patience)) X(AMK_OFFSETOF(amk_landing, waits)) X(AMK_OFFSETOF(amk_landing, resumed)) X(AMK_OFFSETOF(amk_landing, waited_us)) X(AMK_OFFSETOF(amk_landing, reserved)) X(sizeof(amk_done)) X(AMK_OFFSETOF(amk_done, abort)) X(AMK_OFFSETOF(amk_done, steps)) X(AMK_OFFSETOF(amk_done, token)) X(AMK_OFFSETOF(amk_done, ending)) X(AMK_OFFSETOF(amk_done, switched)) X(AMK_OFFSETOF(amk_done, left)) X(AMK_OFFSETOF(amk_done, reporter)) X(AMK_OFFSETOF(amk_done, sequence)) X(sizeof(amk_record)) X(AMK_OFFSETOF(amk_record, begin)) X(AMK_OFFSETOF(amk_record, ready)) X(AMK_OFFSETOF(amk_record, staged)) X(AMK_OFFSETOF(amk_record, multiplied)) X(AMK_OFFSETOF(amk_record, end)) X(AMK_OFFSETOF(amk_record, starved)) X(AMK_OFFSETOF(amk_record, worker)) X(AMK_OFFSETOF(amk_record, task)) X(AMK_OFFSETOF(amk_record, opcode)) X(AMK_OFFSETOF(amk_record, reserved)) X(sizeof(amk_submission)) X(AMK_OFFSETOF(amk_submission, command)) X(AMK_OFFSETOF(amk_submission, session)) X(AMK_OFFSETOF(amk_submission, position)) X(AMK_OFFSETOF(amk_submission, steps)) X(AMK_OFFSETOF(amk_submission, forced)) X(AMK_OFFSETOF(amk_submission, flags)) X(AMK_OFFSETOF(amk_submission, stop_len)) X(AMK_OFFSETOF(amk_submission, reserved0)) X(AMK_OFFSETOF(amk_submission, program)) X(AMK_OFFSETOF(amk_submission, stop)) X(AMK_OFFSETOF(amk_submission, reserved1)) X(AMK_OFFSETOF(amk_submission, sequence)) X(sizeof(amk_completion)) X(AMK_OFFSETOF(amk_completion, trap)) X(AMK_OFFSETOF(amk_completion, steps)) X(AMK_OFFSETOF(amk_completion, token)) X(AMK_OFFSETOF(amk_completion, ending)) X(AMK_OFFSETOF(amk_completion, start_ns)) X(AMK_OFFSETOF(amk_completion, end_ns)) X(AMK_OFFSETOF(amk_completion, reserved)) X(AMK_OFFSETOF(amk_completion, sequence)) X(sizeof(amk_sampling)) X(AMK_OFFSETOF(amk_sampling, logits)) X(AMK_OFFSETOF(amk_sampling, seen)) X(AMK_OFFSETOF(amk_sampling, biased)) X(AMK_OFFSETOF(amk_sampling, bias)) X(AMK_OFFSETOF(amk_sampling, list)) X(AMK_OFFSETOF(amk_sampling, changed)) X(AMK_OFFSETOF(amk_sampling, seed)) X(AMK_OFFSETOF(amk_sampling, share)) X(AMK_OFFSETOF(amk_sampling, least)) X(AMK_OFFSETOF(amk_sampling, scale)) X(AMK_OFFSETOF(amk_sampling, penalty)) X(AMK_OFFSETOF(amk_sampling, top_k)) X(AMK_OFFSETOF(amk_sampling, bias_len)) X(AMK_OFFSETOF(amk_sampling, greedy)) X(AMK_OFFSETOF(amk_sampling, upto)) X(sizeof(amk_bias)) X(AMK_OFFSETOF(amk_bias, token)) X(AMK_OFFSETOF(amk_bias, value)) X(sizeof(amk_ring_indices)) X(AMK_OFFSETOF(amk_ring_indices, abort)) X(AMK_OFFSETOF(amk_ring_indices, give_way)) X(AMK_OFFSETOF(amk_ring_indices, reserved0)) X(AMK_OFFSETOF(amk_ring_indices, heartbeat)) X(AMK_OFFSETOF(amk_ring_indices, reserved1)) X(AMK_OFFSETOF(amk_ring_indices, head)) X(AMK_OFFSETOF(amk_ring_indices, waiting)) X(AMK_OFFSETOF(amk_ring_indices, reserved2)) X(sizeof(amk_status)) X(AMK_OFFSETOF(amk_status, trap)) X(AMK_OFFSETOF(amk_status, worker)) X(AMK_OFFSETOF(amk_status, task)) X(AMK_OFFSETOF(amk_status, opcode)) X(AMK_OFFSETOF(amk_status, object)) X(AMK_OFFSETOF(amk_status, have)) X(AMK_OFFSETOF(amk_status, need)) X(AMK_OFFSETOF(amk_status, epoch)) X(AMK_OFFSETOF(amk_status, waited_ns)) X(AMK_OFFSETOF(amk_status, left)) X(AMK_OFFSETOF(amk_status, reserved)) X(AMK_OFFSETOF(amk_status, valid)) X(sizeof(amk_pulse)) X(AMK_OFFSETOF(amk_pulse, beat)) X(AMK_OFFSETOF(amk_pulse, active)) X(AMK_OFFSETOF(amk_pulse, progress)) X(AMK_OFFSETOF(amk_pulse, epoch)) X(AMK_OFFSETOF(amk_pulse, position)) X(AMK_OFFSETOF(amk_pulse, task)) X(AMK_OFFSETOF(amk_pulse, issued)) X(AMK_OFFSETOF(amk_pulse, wait)) X(AMK_OFFSETOF(amk_pulse, object)) X(AMK_OFFSETOF(amk_pulse, have)) X(AMK_OFFSETOF(amk_pulse, need)) X(AMK_OFFSETOF(amk_pulse, reserved)) X(sizeof(amk_nop_params)) X(AMK_OFFSETOF(amk_nop_params, reserved)) X(sizeof(amk_embed_params)) X(AMK_OFFSETOF(amk_embed_params, offset)) X(AMK_OFFSETOF(amk_embed_params, len)) X(AMK_OFFSETOF(amk_embed_params, reserved)) X(sizeof(amk_matvec_params)) X(AMK_OFFSETOF(amk_matvec_params, matrix)) X(AMK_OFFSETOF(amk_matvec_params, tile0)) X(AMK_OFFSETOF(amk_matvec_params, tiles)) X(AMK_OFFSETOF(amk_matvec_params, units)) X(AMK_OFFSETOF(amk_matvec_params, k_len)) X(AMK_OFFSETOF(amk_matvec_params, rows)) X(AMK_OFFSETOF(amk_matvec_params, prologue)) X(AMK_OFFSETOF(amk_matvec_params, epilogue)) X(AMK_OFFSETOF(amk_matvec_params, eps)) X(AMK_OFFSETOF(amk_matvec_params, splits)) X(AMK_OFFSETOF(amk_matvec_params, head_dim)) X(AMK_OFFSETOF(amk_matvec_params, kv_block)) X(AMK_OFFSETOF(amk_matvec_params, window)) X(AMK_OFFSETOF(amk_matvec_params, candidate)) X(AMK_OFFSETOF(amk_matvec_params, reserved)) X(sizeof(amk_attention_params)) X(AMK_OFFSETOF(amk_attention_params, kv_head)) X(AMK_OFFSETOF(amk_attention_params, kv_heads)) X(AMK_OFFSETOF(amk_attention_params, group)) X(AMK_OFFSETOF(amk_attention_params, head_dim)) X(AMK_OFFSETOF(amk_attention_params, split)) X(AMK_OFFSETOF(amk_attention_params, splits)) X(AMK_OFFSETOF(amk_attention_params, kv_block)) X(AMK_OFFSETOF(amk_attention_params, window)) X(AMK_OFFSETOF(amk_attention_params, scale)) X(AMK_OFFSETOF(amk_attention_params, eps)) X(AMK_OFFSETOF(amk_attention_params, reserved)) X(sizeof(amk_attention_merge_params)) X(AMK_OFFSETOF(amk_attention_merge_params, head0)) X(AMK_OFFSETOF(amk_attention_merge_params, heads)) X(AMK_OFFSETOF(amk_attention_merge_params, heads_total)) X(AMK_OFFSETOF(amk_attention_merge_params, head_dim)) X(AMK_OFFSETOF(amk_attention_merge_params, splits)) X(AMK_OFFSETOF(amk_attention_merge_params, kv_block)) X(AMK_OFFSETOF(amk_attention_merge_params, window)) X(AMK_OFFSETOF(amk_attention_merge_params, reserved)) X(sizeof(amk_sample_params)) X(AMK_OFFSETOF(amk_sample_params, candidates)) X(AMK_OFFSETOF(amk_sample_params, reserved))
+#define AMK_PROBE_LEN 260u
+#define AMK_FOR_EACH_PROBE(X) X(sizeof(amk_task)) X(AMK_OFFSETOF(amk_task, opcode)) X(AMK_OFFSETOF(amk_task, layer)) X(AMK_OFFSETOF(amk_task, wait_len)) X(AMK_OFFSETOF(amk_task, warp_units)) X(AMK_OFFSETOF(amk_task, stage_units)) X(AMK_OFFSETOF(amk_task, stage_tiles)) X(AMK_OFFSETOF(amk_task, signal)) X(AMK_OFFSETOF(amk_task, reads)) X(AMK_OFFSETOF(amk_task, writes)) X(AMK_OFFSETOF(amk_task, read_generation)) X(AMK_OFFSETOF(amk_task, write_generation)) X(AMK_OFFSETOF(amk_task, wait_counter)) X(AMK_OFFSETOF(amk_task, wait_count)) X(AMK_OFFSETOF(amk_task, params)) X(sizeof(amk_load)) X(AMK_OFFSETOF(amk_load, address)) X(AMK_OFFSETOF(amk_load, units)) X(AMK_OFFSETOF(amk_load, stage_units)) X(AMK_OFFSETOF(amk_load, period)) X(AMK_OFFSETOF(amk_load, values)) X(AMK_OFFSETOF(amk_load, kv_block)) X(AMK_OFFSETOF(amk_load, window)) X(AMK_OFFSETOF(amk_load, split)) X(AMK_OFFSETOF(amk_load, splits)) X(sizeof(amk_queue)) X(AMK_OFFSETOF(amk_queue, task0)) X(AMK_OFFSETOF(amk_queue, tasks)) X(AMK_OFFSETOF(amk_queue, load0)) X(AMK_OFFSETOF(amk_queue, loads)) X(AMK_OFFSETOF(amk_queue, units)) X(AMK_OFFSETOF(amk_queue, reserved)) X(sizeof(amk_slot)) X(AMK_OFFSETOF(amk_slot, address)) X(AMK_OFFSETOF(amk_slot, kind)) X(AMK_OFFSETOF(amk_slot, words)) X(AMK_OFFSETOF(amk_slot, units)) X(AMK_OFFSETOF(amk_slot, reserved)) X(sizeof(amk_program)) X(AMK_OFFSETOF(amk_program, tasks)) X(AMK_OFFSETOF(amk_program, loads)) X(AMK_OFFSETOF(amk_program, queues)) X(AMK_OFFSETOF(amk_program, slots)) X(AMK_OFFSETOF(amk_program, counters)) X(AMK_OFFSETOF(amk_program, workers)) X(AMK_OFFSETOF(amk_program, stages)) X(AMK_OFFSETOF(amk_program, stage_units)) X(AMK_OFFSETOF(amk_program, in_flight)) X(AMK_OFFSETOF(amk_program, in_flight_near)) X(AMK_OFFSETOF(amk_program, x_offset)) X(AMK_OFFSETOF(amk_program, x_bytes)) X(AMK_OFFSETOF(amk_program, kv_capacity)) X(AMK_OFFSETOF(amk_program, slot_len)) X(AMK_OFFSETOF(amk_program, counter_len)) X(AMK_OFFSETOF(amk_program, logits_rows)) X(AMK_OFFSETOF(amk_program, vocab)) X(AMK_OFFSETOF(amk_program, epoch)) X(AMK_OFFSETOF(amk_program, task_len)) X(AMK_OFFSETOF(amk_program, lanes)) X(AMK_OFFSETOF(amk_program, lane_bytes)) X(AMK_OFFSETOF(amk_program, chunk_units)) X(AMK_OFFSETOF(amk_program, reserved)) X(sizeof(amk_step)) X(AMK_OFFSETOF(amk_step, program)) X(AMK_OFFSETOF(amk_step, action)) X(AMK_OFFSETOF(amk_step, epoch)) X(AMK_OFFSETOF(amk_step, token)) X(AMK_OFFSETOF(amk_step, position)) X(AMK_OFFSETOF(amk_step, session)) X(AMK_OFFSETOF(amk_step, logits_row)) X(AMK_OFFSETOF(amk_step, end)) X(AMK_OFFSETOF(amk_step, forced)) X(AMK_OFFSETOF(amk_step, flags)) X(AMK_OFFSETOF(amk_step, stop_len)) X(AMK_OFFSETOF(amk_step, stop)) X(AMK_OFFSETOF(amk_step, first)) X(AMK_OFFSETOF(amk_step, command)) X(AMK_OFFSETOF(amk_step, give_way)) X(AMK_OFFSETOF(amk_step, go)) X(sizeof(amk_lanes)) X(AMK_OFFSETOF(amk_lanes, token)) X(AMK_OFFSETOF(amk_lanes, position)) X(AMK_OFFSETOF(amk_lanes, session)) X(AMK_OFFSETOF(amk_lanes, lanes)) X(AMK_OFFSETOF(amk_lanes, sample)) X(AMK_OFFSETOF(amk_lanes, reserved)) X(sizeof(amk_launch)) X(AMK_OFFSETOF(amk_launch, submissions)) X(AMK_OFFSETOF(amk_launch, completions)) X(AMK_OFFSETOF(amk_launch, indices)) X(AMK_OFFSETOF(amk_launch, status)) X(AMK_OFFSETOF(amk_launch, tokens)) X(AMK_OFFSETOF(amk_launch, step)) X(AMK_OFFSETOF(amk_launch, done)) X(AMK_OFFSETOF(amk_launch, records)) X(AMK_OFFSETOF(amk_launch, deadline_ns)) X(AMK_OFFSETOF(amk_launch, token_stride)) X(AMK_OFFSETOF(amk_launch, sessions)) X(AMK_OFFSETOF(amk_launch, workers)) X(AMK_OFFSETOF(amk_launch, record_len)) X(AMK_OFFSETOF(amk_launch, program)) X(AMK_OFFSETOF(amk_launch, landing)) X(AMK_OFFSETOF(amk_launch, pulses)) X(AMK_OFFSETOF(amk_launch, pulse_ns)) X(AMK_OFFSETOF(amk_launch, reserved)) X(AMK_OFFSETOF(amk_launch, sampling)) X(sizeof(amk_landing)) X(AMK_OFFSETOF(amk_landing, landed)) X(AMK_OFFSETOF(amk_landing, embedding)) X(AMK_OFFSETOF(amk_landing, patience)) X(AMK_OFFSETOF(amk_landing, waits)) X(AMK_OFFSETOF(amk_landing, resumed)) X(AMK_OFFSETOF(amk_landing, waited_us)) X(AMK_OFFSETOF(amk_landing, reserved)) X(sizeof(amk_done)) X(AMK_OFFSETOF(amk_done, abort)) X(AMK_OFFSETOF(amk_done, steps)) X(AMK_OFFSETOF(amk_done, token)) X(AMK_OFFSETOF(amk_done, ending)) X(AMK_OFFSETOF(amk_done, switched)) X(AMK_OFFSETOF(amk_done, left)) X(AMK_OFFSETOF(amk_done, reporter)) X(AMK_OFFSETOF(amk_done, sequence)) X(sizeof(amk_record)) X(AMK_OFFSETOF(amk_record, begin)) X(AMK_OFFSETOF(amk_record, ready)) X(AMK_OFFSETOF(amk_record, staged)) X(AMK_OFFSETOF(amk_record, multiplied)) X(AMK_OFFSETOF(amk_record, end)) X(AMK_OFFSETOF(amk_record, starved)) X(AMK_OFFSETOF(amk_record, worker)) X(AMK_OFFSETOF(amk_record, task)) X(AMK_OFFSETOF(amk_record, opcode)) X(AMK_OFFSETOF(amk_record, reserved)) X(sizeof(amk_submission)) X(AMK_OFFSETOF(amk_submission, command)) X(AMK_OFFSETOF(amk_submission, session)) X(AMK_OFFSETOF(amk_submission, position)) X(AMK_OFFSETOF(amk_submission, steps)) X(AMK_OFFSETOF(amk_submission, forced)) X(AMK_OFFSETOF(amk_submission, flags)) X(AMK_OFFSETOF(amk_submission, stop_len)) X(AMK_OFFSETOF(amk_submission, lanes)) X(AMK_OFFSETOF(amk_submission, program)) X(AMK_OFFSETOF(amk_submission, stop)) X(AMK_OFFSETOF(amk_submission, lane_session)) X(AMK_OFFSETOF(amk_submission, lane_position)) X(AMK_OFFSETOF(amk_submission, lane_sample)) X(AMK_OFFSETOF(amk_submission, reserved1)) X(AMK_OFFSETOF(amk_submission, sequence)) X(sizeof(amk_completion)) X(AMK_OFFSETOF(amk_completion, trap)) X(AMK_OFFSETOF(amk_completion, steps)) X(AMK_OFFSETOF(amk_completion, token)) X(AMK_OFFSETOF(amk_completion, ending)) X(AMK_OFFSETOF(amk_completion, start_ns)) X(AMK_OFFSETOF(amk_completion, end_ns)) X(AMK_OFFSETOF(amk_completion, lane_endings)) X(AMK_OFFSETOF(amk_completion, reserved)) X(AMK_OFFSETOF(amk_completion, sequence)) X(sizeof(amk_sampling)) X(AMK_OFFSETOF(amk_sampling, logits)) X(AMK_OFFSETOF(amk_sampling, seen)) X(AMK_OFFSETOF(amk_sampling, biased)) X(AMK_OFFSETOF(amk_sampling, bias)) X(AMK_OFFSETOF(amk_sampling, list)) X(AMK_OFFSETOF(amk_sampling, changed)) X(AMK_OFFSETOF(amk_sampling, seed)) X(AMK_OFFSETOF(amk_sampling, share)) X(AMK_OFFSETOF(amk_sampling, least)) X(AMK_OFFSETOF(amk_sampling, scale)) X(AMK_OFFSETOF(amk_sampling, penalty)) X(AMK_OFFSETOF(amk_sampling, top_k)) X(AMK_OFFSETOF(amk_sampling, bias_len)) X(AMK_OFFSETOF(amk_sampling, greedy)) X(AMK_OFFSETOF(amk_sampling, upto)) X(sizeof(amk_bias)) X(AMK_OFFSETOF(amk_bias, token)) X(AMK_OFFSETOF(amk_bias, value)) X(sizeof(amk_ring_indices)) X(AMK_OFFSETOF(amk_ring_indices, abort)) X(AMK_OFFSETOF(amk_ring_indices, give_way)) X(AMK_OFFSETOF(amk_ring_indices, reserved0)) X(AMK_OFFSETOF(amk_ring_indices, heartbeat)) X(AMK_OFFSETOF(amk_ring_indices, reserved1)) X(AMK_OFFSETOF(amk_ring_indices, head)) X(AMK_OFFSETOF(amk_ring_indices, waiting)) X(AMK_OFFSETOF(amk_ring_indices, reserved2)) X(sizeof(amk_status)) X(AMK_OFFSETOF(amk_status, trap)) X(AMK_OFFSETOF(amk_status, worker)) X(AMK_OFFSETOF(amk_status, task)) X(AMK_OFFSETOF(amk_status, opcode)) X(AMK_OFFSETOF(amk_status, object)) X(AMK_OFFSETOF(amk_status, have)) X(AMK_OFFSETOF(amk_status, need)) X(AMK_OFFSETOF(amk_status, epoch)) X(AMK_OFFSETOF(amk_status, waited_ns)) X(AMK_OFFSETOF(amk_status, left)) X(AMK_OFFSETOF(amk_status, reserved)) X(AMK_OFFSETOF(amk_status, valid)) X(sizeof(amk_pulse)) X(AMK_OFFSETOF(amk_pulse, beat)) X(AMK_OFFSETOF(amk_pulse, active)) X(AMK_OFFSETOF(amk_pulse, progress)) X(AMK_OFFSETOF(amk_pulse, epoch)) X(AMK_OFFSETOF(amk_pulse, position)) X(AMK_OFFSETOF(amk_pulse, task)) X(AMK_OFFSETOF(amk_pulse, issued)) X(AMK_OFFSETOF(amk_pulse, wait)) X(AMK_OFFSETOF(amk_pulse, object)) X(AMK_OFFSETOF(amk_pulse, have)) X(AMK_OFFSETOF(amk_pulse, need)) X(AMK_OFFSETOF(amk_pulse, reserved)) X(sizeof(amk_nop_params)) X(AMK_OFFSETOF(amk_nop_params, reserved)) X(sizeof(amk_embed_params)) X(AMK_OFFSETOF(amk_embed_params, offset)) X(AMK_OFFSETOF(amk_embed_params, len)) X(AMK_OFFSETOF(amk_embed_params, reserved)) X(sizeof(amk_matvec_params)) X(AMK_OFFSETOF(amk_matvec_params, matrix)) X(AMK_OFFSETOF(amk_matvec_params, tile0)) X(AMK_OFFSETOF(amk_matvec_params, tiles)) X(AMK_OFFSETOF(amk_matvec_params, units)) X(AMK_OFFSETOF(amk_matvec_params, k_len)) X(AMK_OFFSETOF(amk_matvec_params, rows)) X(AMK_OFFSETOF(amk_matvec_params, prologue)) X(AMK_OFFSETOF(amk_matvec_params, epilogue)) X(AMK_OFFSETOF(amk_matvec_params, eps)) X(AMK_OFFSETOF(amk_matvec_params, splits)) X(AMK_OFFSETOF(amk_matvec_params, head_dim)) X(AMK_OFFSETOF(amk_matvec_params, kv_block)) X(AMK_OFFSETOF(amk_matvec_params, window)) X(AMK_OFFSETOF(amk_matvec_params, candidate)) X(AMK_OFFSETOF(amk_matvec_params, reserved)) X(sizeof(amk_attention_params)) X(AMK_OFFSETOF(amk_attention_params, kv_head)) X(AMK_OFFSETOF(amk_attention_params, kv_heads)) X(AMK_OFFSETOF(amk_attention_params, group)) X(AMK_OFFSETOF(amk_attention_params, head_dim)) X(AMK_OFFSETOF(amk_attention_params, split)) X(AMK_OFFSETOF(amk_attention_params, splits)) X(AMK_OFFSETOF(amk_attention_params, kv_block)) X(AMK_OFFSETOF(amk_attention_params, window)) X(AMK_OFFSETOF(amk_attention_params, scale)) X(AMK_OFFSETOF(amk_attention_params, eps)) X(AMK_OFFSETOF(amk_attention_params, reserved)) X(sizeof(amk_attention_merge_params)) X(AMK_OFFSETOF(amk_attention_merge_params, head0)) X(AMK_OFFSETOF(amk_attention_merge_params, heads)) X(AMK_OFFSETOF(amk_attention_merge_params, heads_total)) X(AMK_OFFSETOF(amk_attention_merge_params, head_dim)) X(AMK_OFFSETOF(amk_attention_merge_params, splits)) X(AMK_OFFSETOF(amk_attention_merge_params, kv_block)) X(AMK_OFFSETOF(amk_attention_merge_params, window)) X(AMK_OFFSETOF(amk_attention_merge_params, reserved)) X(sizeof(amk_sample_params)) X(AMK_OFFSETOF(amk_sample_params, candidates)) X(AMK_OFFSETOF(amk_sample_params, reserved))

@@ -164,10 +164,8 @@ wire_struct! {
         pub lanes: u32,
         /// Bytes from a scratch slot of one lane to that of the next.
         pub lane_bytes: u32,
-        /// Units of a row that are multiplied before the next part of the input is staged; 0 where a whole row is. More than one lane only.
-        pub chunk_units: u32,
         /// Zero.
-        pub reserved: u32,
+        pub reserved: [u32; 2],
     }
 }
 

@@ -3,6 +3,10 @@
 
 // Runs the staged task. The caller has waited for its counters.
 __device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, Cursor& c) {
+#if AMK_LANES > 1
+  // What an op works out from these is not to be kept from task to task: there are no registers for that.
+  asm volatile("" : "+r"(w.thread), "+l"(w.x), "+l"(w.ring));
+#endif
   switch (st.task.opcode) {
   case AMK_OP_NOP:
     task_barrier(w);
@@ -11,7 +15,11 @@ __device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, Cursor
     op_embed(w, st);
     break;
   case AMK_OP_MATVEC:
+#if AMK_LANES > 1
+    op_matvec_lanes(w, st, c);
+#else
     op_matvec(w, st, c);
+#endif
     break;
   case AMK_OP_ATTENTION:
     op_attention(w, st, c);
@@ -20,7 +28,11 @@ __device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, Cursor
     op_attention_merge(w, st);
     break;
   case AMK_OP_SAMPLE:
+#if AMK_LANES > 1
+    op_sample_lanes(w, st);
+#else
     op_sample(w, st);
+#endif
     break;
   default:
     if (threadIdx.x == 0) {

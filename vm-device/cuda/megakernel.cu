@@ -154,7 +154,7 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
       wait_action(w, go);
     }
     consumers_sync();
-    if (threadIdx.x < sizeof(amk_step) / 16) {
+    if (threadIdx.x < STEP_BYTES / 16) {
       ((uint4*)&sh->step)[threadIdx.x] = load_u32x4((char const*)sh->launch->step + threadIdx.x * 16);
     }
     task_barrier(w);
@@ -165,8 +165,7 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
         flag_store(&sh->epoch, w.epoch);
         flag_store(&sh->active, 1);
         uint32_t const begun = flag_load(&sh->begun);
-        flag_store(&sh->begun_position[begun % 2], sh->step.position);
-        flag_store(&sh->begun_session[begun % 2], sh->step.session);
+        note_begun(sh, begun);
         block_fence();
         flag_store(&sh->begun, begun + 1);
       }

@@ -51,7 +51,7 @@ struct CacheRows {
   char* values;
 };
 __device__ __forceinline__ CacheRows cache_rows(Worker const& w, ResolvedSlot const& kv, amk_attention_params const& p) {
-  uint64_t const session = (uint64_t)w.shared->step.session * kv.units * 2; // units: elements of one session
+  uint64_t const session = (uint64_t)lane_session(w) * kv.units * 2; // units: elements of one session
   uint64_t const capacity = w.shared->program.kv_capacity;
   char* keys = (char*)kv.address + session + p.kv_head * capacity * ROW_BYTES;
   return CacheRows{keys, keys + p.kv_heads * capacity * ROW_BYTES};
@@ -160,7 +160,7 @@ struct HeadsAsked {
 };
 __device__ __forceinline__ HeadsAsked heads_ask(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, bool newest) {
   HeadsAsked a;
-  uint32_t const lane = w.thread % 32, part = lane % HEAD_LANES, heads = p.kv_heads * p.group, position = w.shared->step.position;
+  uint32_t const lane = w.thread % 32, part = lane % HEAD_LANES, heads = p.kv_heads * p.group, position = lane_position(w);
   float const* angles = (float const*)st.slot[3].address + (size_t)position * AMK_HEAD_DIM + part * 8;
   a.shapes.angles[0] = load_constant(angles), a.shapes.angles[1] = load_constant(angles + 4);
 #pragma unroll
@@ -411,7 +411,7 @@ __device__ __forceinline__ void tile_take(Worker const& w, Cursor& c, KeyWalk& w
 // One warp: queries g0.. of the group over its tiles of the keys, the last of which is the step's if `owns`. The keys of the first tile are in
 // registers before the queries are there. Stages are passed as far as they must be before the warps meet.
 __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t g0, KeyWalk& walk, bool owns) {
-  uint32_t const position = w.shared->step.position, count = walk.count, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS;
+  uint32_t const position = lane_position(w), count = walk.count, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS;
   uint32_t const mine = w.thread / 32 * TILE_KEYS; // this warp's tiles begin here in every two blocks
   bool const newest = owns && newest_tile % (2 * BLOCK_KEYS) == mine;
   Running r;
@@ -461,16 +461,9 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
   warp_finish(w, r);
 }
 
-__device__ __forceinline__ void op_attention(Worker& w, StagedTask const& st, Cursor& c) {
-  amk_attention_params const p = *(amk_attention_params const*)st.task.params;
-  uint32_t const position = w.shared->step.position;
-  uint32_t const keys = attended(position, p.window), active = active_splits(keys, p.kv_block, p.splits);
-  if (p.split >= active) {
-    write_nothing(w, st, p);
-    task_barrier(w);
-    return;
-  }
-  uint32_t const first = position + 1 - keys;
+// A lane's keys of this task's split, of which there are some.
+__device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t keys, uint32_t active) {
+  uint32_t const first = lane_position(w) + 1 - keys;
   uint32_t const start = split_start(keys, p.kv_block, active, p.split), end = split_start(keys, p.kv_block, active, p.split + 1);
   uint32_t const count = end - start, last = count % BLOCK_KEYS, of_block = stages_of_block(BLOCK_KEYS, w.stage_bytes);
   uint32_t const stages = count / BLOCK_KEYS * of_block + (last != 0 ? stages_of_block(last, w.stage_bytes) : 0);
@@ -487,5 +480,42 @@ __device__ __forceinline__ void op_attention(Worker& w, StagedTask const& st, Cu
       consumers_sync(); // the scratch is about to be overwritten
     }
   }
+}
+
+#if AMK_LANES > 1
+// Lanes that have keys in this task first, in the order in which the loader brings them; then the others, which only say that they have none.
+// The splits of a head change places from lane to lane (lane_split), so that short sequences do not queue up on the workers of the first.
+__device__ __forceinline__ void op_attention(Worker& w, StagedTask const& st, Cursor& c) {
+  amk_attention_params p = *(amk_attention_params const*)st.task.params;
+  uint32_t const split = p.split;
+  consumers_sync(); // the scratch may hold sums of the matvec in front
+#pragma unroll 1
+  for (uint32_t turn = 0; turn < 2 * lanes_running(w); ++turn) {
+    bool const late = turn >= lanes_running(w);
+    w.lane = late ? turn - lanes_running(w) : turn;
+    p.split = lane_split(split, p.splits, w.lane);
+    uint32_t const keys = attended(lane_position(w), p.window), active = active_splits(keys, p.kv_block, p.splits);
+    if (p.split >= active) {
+      if (late) {
+        write_nothing(w, st, p);
+      }
+    } else if (!late) {
+      attend_split(w, st, p, c, keys, active);
+      consumers_sync(); // the scratch is about to be overwritten
+    }
+  }
+  w.lane = 0;
   task_barrier(w);
 }
+#else
+__device__ __forceinline__ void op_attention(Worker& w, StagedTask const& st, Cursor& c) {
+  amk_attention_params const p = *(amk_attention_params const*)st.task.params;
+  uint32_t const keys = attended(lane_position(w), p.window), active = active_splits(keys, p.kv_block, p.splits);
+  if (p.split >= active) {
+    write_nothing(w, st, p);
+  } else {
+    attend_split(w, st, p, c, keys, active);
+  }
+  task_barrier(w);
+}
+#endif

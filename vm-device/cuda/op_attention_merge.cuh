@@ -54,12 +54,11 @@ __device__ __forceinline__ float4 merge_wait(Worker const& w, Words const& s, ui
 }
 
 // Threads share a head: each takes 4 elements of every so-many-th split, then their sums meet in shared memory.
-__device__ __forceinline__ void op_attention_merge(Worker& w, StagedTask const& st) {
-  amk_attention_merge_params const p = *(amk_attention_merge_params const*)st.task.params;
+__device__ __forceinline__ void merge_heads(Worker const& w, StagedTask const& st, amk_attention_merge_params const& p) {
   constexpr uint32_t QUADS = AMK_HEAD_DIM / 4, SHARES = CONSUMERS / QUADS;
   uint32_t const t = threadIdx.x, quad = t % QUADS, share = t / QUADS;
   Words const in = slot_words(w, st.slot[0], st.task.read_generation[0]), out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
-  uint32_t const active = active_splits(attended(w.shared->step.position, p.window), p.kv_block, p.splits);
+  uint32_t const active = active_splits(attended(lane_position(w), p.window), p.kv_block, p.splits);
   Merged* sums = (Merged*)w.x;
   tape_staged(w);
 #pragma unroll 1
@@ -99,6 +98,11 @@ __device__ __forceinline__ void op_attention_merge(Worker& w, StagedTask const& 
     }
     consumers_sync(); // the sums are about to be overwritten
   }
+}
+
+__device__ __forceinline__ void op_attention_merge(Worker& w, StagedTask const& st) {
+  amk_attention_merge_params const p = *(amk_attention_merge_params const*)st.task.params;
+  for_lanes(w, [&] { merge_heads(w, st, p); });
   tape_multiplied(w);
   task_barrier(w);
 }

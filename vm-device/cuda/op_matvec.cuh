@@ -227,7 +227,7 @@ __device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& 
   Words const words = slot_words(w, in, st.task.read_generation[0]);
   uint32_t skip = 0;
   if (p.prologue == AMK_PROLOGUE_MERGE) {
-    uint32_t const active = active_splits(attended(w.shared->step.position, p.window), p.kv_block, p.splits);
+    uint32_t const active = active_splits(attended(lane_position(w), p.window), p.kv_block, p.splits);
     if (active > 1) {
       stage_merged(w, words, p, active);
       return 0.f;
@@ -271,7 +271,7 @@ __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st
     return Addends{};
   }
   bool const residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.slot[3].kind == AMK_SLOT_TAGGED;
-  return Addends{residual ? load_relaxed((uint32_t const*)st.slot[3].address + row) : 0, constant_or_zero(st.slot[2], row),
+  return Addends{residual ? load_relaxed((uint32_t const*)slot_address(w, st.slot[3]) + row) : 0, constant_or_zero(st.slot[2], row),
                  p.epilogue == AMK_EPILOGUE_SILU_MUL ? constant_or_zero(st.slot[2], row + AMK_UNIT_ROWS) : 0.f};
 }
 

@@ -39,11 +39,10 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bo
 // All threads: the tokens of the sequence up to this step's into the session's set. Those of steps that were not sampled, or not run here,
 // are in the host's buffer. Where a sequence begins anew the set is emptied.
 __device__ __forceinline__ void see_tokens(Worker const& w, amk_sampling const& settings, amk_sampling* session) {
-  amk_step const& s = w.shared->step;
-  uint32_t const vocab = w.shared->program.vocab;
+  uint32_t const vocab = w.shared->program.vocab, position = lane_position(w);
   uint32_t* seen = (uint32_t*)settings.seen;
-  uint32_t const* tokens = session_tokens(*w.shared->launch, s.session);
-  bool const anew = s.position < settings.upto;
+  uint32_t const* tokens = session_tokens(*w.shared->launch, lane_session(w));
+  bool const anew = position < settings.upto;
   uint32_t const from = anew ? 0 : settings.upto;
   if (from == 0) {
     for (uint32_t i = w.thread; i < (vocab + 31) / 32; i += CONSUMERS) {
@@ -51,14 +50,14 @@ __device__ __forceinline__ void see_tokens(Worker const& w, amk_sampling const& 
     }
     consumers_sync();
   }
-  for (uint32_t i = from + w.thread; i <= s.position; i += CONSUMERS) {
-    uint32_t const token = i == s.position ? s.token : host_load(tokens + i);
+  for (uint32_t i = from + w.thread; i <= position; i += CONSUMERS) {
+    uint32_t const token = i == position ? lane_token(w) : host_load(tokens + i);
     if (token < vocab) {
       set_bits(seen + token / 32, 1u << token % 32);
     }
   }
   if (w.thread == 0) {
-    store_relaxed(&session->upto, s.position + 1);
+    store_relaxed(&session->upto, position + 1);
   }
   consumers_sync();
 }
@@ -66,9 +65,8 @@ __device__ __forceinline__ void see_tokens(Worker const& w, amk_sampling const& 
 // All threads: the token by the session's settings. The logits were stored by the tasks that left the candidates, before the signals that
 // the sampling task has waited for: they are ordered as these are. They are read past L1.
 __device__ __forceinline__ uint32_t sampled_token(Worker const& w, Best highest) {
-  amk_step const& s = w.shared->step;
   Draw& d = *(Draw*)&w.shared->part;
-  amk_sampling* session = (amk_sampling*)w.shared->launch->sampling + s.session;
+  amk_sampling* session = (amk_sampling*)w.shared->launch->sampling + lane_session(w);
   if (w.thread < SAMPLING_WORDS) {
     ((uint4*)&d.settings)[w.thread] = load_u32x4((char const*)session + w.thread * 16);
   }
@@ -77,7 +75,7 @@ __device__ __forceinline__ uint32_t sampled_token(Worker const& w, Best highest)
     see_tokens(w, d.settings, session);
   }
   uint32_t const vocab = w.shared->program.vocab;
-  return sample_row(w, d, (float const*)d.settings.logits + (size_t)s.logits_row * vocab, highest, vocab, s.position + 1);
+  return sample_row(w, d, (float const*)d.settings.logits + (size_t)lane_logits_row(w) * vocab, highest, vocab, lane_position(w) + 1);
 }
 
 __device__ __forceinline__ void op_sample(Worker& w, StagedTask const& st) {

@@ -13,6 +13,9 @@ struct Poller {
   uint32_t epoch;    // epochs of the current program so far
   uint64_t program;
   bool landing; // weights may still be on their way
+#if AMK_LANES > 1
+  uint32_t lanes; // of the command under way
+#endif
 };
 
 __device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, uint32_t steps, uint32_t token, uint32_t ending, uint64_t start) {
@@ -22,7 +25,13 @@ __device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, u
   host_store(&c->trap, trap_code);
   host_store(&c->steps, steps);
   host_store(&c->token, token);
+#if AMK_LANES > 1
+  uint32_t const batch = p.lanes > 1 ? ending : 0; // of all lanes
+  host_store(&c->ending, p.lanes > 1 ? 0 : ending);
+  host_store(&c->lane_endings, batch);
+#else
   host_store(&c->ending, ending);
+#endif
   host_store((uint32_t*)&c->start_ns, (uint32_t)start);
   host_store((uint32_t*)&c->start_ns + 1, (uint32_t)(start >> 32));
   host_store((uint32_t*)&c->end_ns, (uint32_t)end);
@@ -118,19 +127,72 @@ __device__ __forceinline__ uint32_t prepare_rest(Poller& p, uint32_t position, u
   return AMK_TRAP_NONE;
 }
 
+#if AMK_LANES > 1
+// Writes the lanes of a decode command behind the step. False if they are not as they must be. A plain decode is a batch of one that begins at
+// the command's position, and `token` its first; a batch counts its steps from zero.
+__device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, uint32_t lanes, uint32_t session, uint32_t steps, uint32_t capacity, uint32_t flags, uint32_t token) {
+  amk_launch const& l = *p.worker->shared->launch;
+  amk_lanes* to = (amk_lanes*)((amk_step*)l.step + 1);
+  uint32_t const vocab = load_relaxed(&((amk_program const*)p.program)->vocab);
+  store_relaxed(&to->lanes, lanes <= 1 ? 1 : lanes);
+  if (lanes <= 1) {
+    store_relaxed(&to->token[0], token);
+    store_relaxed(&to->position[0], 0);
+    store_relaxed(&to->session[0], session);
+    store_relaxed(&to->sample, (flags & AMK_FLAG_SAMPLE) != 0);
+    return token < vocab;
+  }
+  uint64_t taken = 0; // a bit a session
+  bool bad = false;
+  store_relaxed(&to->sample, host_load(&s->lane_sample));
+#pragma unroll 1
+  for (uint32_t i = 0; i < lanes; i += 4) { // a load of host memory takes a microsecond: four lanes at once
+    uint32_t const sessions = host_load(&s->lane_session[i / 4]);
+    uint4 const first = host_load_u32x4(&s->lane_position[i]);
+    uint32_t const position[4] = {first.x, first.y, first.z, first.w};
+    uint32_t word[4];
+#pragma unroll
+    for (uint32_t j = 0; j < 4; ++j) {
+      uint32_t const of = sessions >> j * 8 & 0xff;
+      bool const here = i + j < lanes, right = of < l.sessions && position[j] < capacity && steps <= capacity - position[j] && (taken >> (of & 63) & 1) == 0;
+      bad |= here && !right;
+      taken |= here ? 1ull << (of & 63) : 0;
+      word[j] = here && right ? host_load(session_tokens(l, of) + position[j]) : 0;
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < 4; ++j) {
+      if (i + j < lanes) {
+        bad |= word[j] >= vocab;
+        store_relaxed(&to->token[i + j], word[j]);
+        store_relaxed(&to->position[i + j], position[j]);
+        store_relaxed(&to->session[i + j], sessions >> j * 8 & 0xff);
+      }
+    }
+  }
+  return !bad;
+}
+#else
+__device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const*, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t token) {
+  return token < load_relaxed(&((amk_program const*)p.program)->vocab);
+}
+#endif
+
 __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* s, uint64_t start) {
   amk_launch const& l = *p.worker->shared->launch;
   amk_step* step = (amk_step*)l.step;
   amk_done* done = (amk_done*)l.done;
   amk_program const* program = (amk_program const*)p.program;
   uint32_t const session = host_load(&s->session), position = host_load(&s->position), steps = host_load(&s->steps);
-  uint32_t const flags = host_load(&s->flags), stop_len = host_load(&s->stop_len);
+  uint32_t const flags = host_load(&s->flags), stop_len = host_load(&s->stop_len), lanes = host_load(&s->lanes);
   uint32_t const capacity = load_relaxed(&program->kv_capacity);
   uint32_t const rows = load_relaxed(&program->logits_rows);
   bool const bad = session >= l.sessions || steps == 0 || position >= capacity || steps > capacity - position || stop_len > AMK_STOP_TOKENS_MAX ||
-                   ((flags & AMK_FLAG_KEEP_LOGITS) != 0 && steps > rows);
-  uint32_t const token = bad ? 0 : host_load(session_tokens(l, session) + position);
-  if (bad || token >= load_relaxed(&program->vocab)) {
+                   ((flags & AMK_FLAG_KEEP_LOGITS) != 0 && steps > rows) || lanes > LANES || (lanes > 1 && (session | position) != 0);
+  uint32_t const token = bad || lanes > 1 ? 0 : host_load(session_tokens(l, session) + position);
+#if AMK_LANES > 1
+  p.lanes = lanes;
+#endif
+  if (bad || !begin_lanes(p, s, lanes, session, steps, capacity, flags, token)) {
     post_completion(p, AMK_TRAP_BAD_COMMAND, 0, 0, 0, start);
     return AMK_TRAP_NONE;
   }
@@ -152,7 +214,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   store_relaxed(&step->session, session);
   store_relaxed(&step->logits_row, 0);
   store_relaxed(&step->end, position + (alone ? 1 : steps));
-  store_relaxed(&step->forced, host_load(&s->forced));
+  store_relaxed(&step->forced, lanes > 1 ? 0 : host_load(&s->forced));
   store_relaxed(&step->flags, flags);
   store_relaxed(&step->stop_len, stop_len);
   store_relaxed(&step->command, p.finished + 1);
@@ -233,6 +295,9 @@ __device__ __forceinline__ void poller_run(Worker const& w) {
     }
     uint64_t const start = now_ns();
     uint32_t const command = host_load(&s->command);
+#if AMK_LANES > 1
+    p.lanes = 0;
+#endif
     uint32_t result = AMK_TRAP_NONE;
     if (command == AMK_COMMAND_DECODE) {
       result = run_decode(p, s, start);

@@ -44,7 +44,7 @@ constexpr uint32_t TAG_MASK = (1u << AMK_TAG_BITS) - 1;
 
 __device__ __forceinline__ Words slot_words(Worker const& w, ResolvedSlot const& s, uint32_t generation) {
   bool const tagged = s.kind == AMK_SLOT_TAGGED;
-  return Words{(uint32_t*)s.address, tagged ? (w.epoch * AMK_GENERATIONS_MAX + generation) & TAG_MASK : 0, tagged ? TAG_MASK : 0};
+  return Words{(uint32_t*)slot_address(w, s), tagged ? (w.epoch * AMK_GENERATIONS_MAX + generation) & TAG_MASK : 0, tagged ? TAG_MASK : 0};
 }
 __device__ __forceinline__ bool word_here(Words const& s, uint32_t word) { return ((word ^ s.tag) & s.mask) == 0; }
 __device__ __forceinline__ float word_value(Words const& s, uint32_t word) { return __uint_as_float(word & ~s.mask); }
@@ -112,7 +112,7 @@ __device__ __forceinline__ float word_wait(Worker const& w, Words const& s, uint
 
 // Elements e..e+4 (e a multiple of 4) of the token's embedding row.
 __device__ __forceinline__ float4 embedding_read4(Worker const& w, ResolvedSlot const& s, uint32_t e) {
-  uint32_t const token = w.shared->step.token;
+  uint32_t const token = lane_token(w);
   uint64_t const unit = (uint64_t)(token / AMK_UNIT_ROWS) * s.units + e / UNIT_COLS;
   char const* p = (char const*)s.address + unit * AMK_UNIT_BYTES + (token % AMK_UNIT_ROWS) * AMK_UNIT_ROW_BYTES + (e % UNIT_COLS) * ELEMENT_BYTES;
 #if AMK_DTYPE == 0

@@ -162,6 +162,28 @@ __device__ __forceinline__ bool loader_issue(Shared* sh, Loader& l, uint64_t fro
 // Units that the loader has asked for, once a run and not once a stage; in shared memory, because its registers are all taken.
 __device__ __forceinline__ void loader_count(Shared* sh, uint32_t units) { flag_store(&sh->issued, flag_load(&sh->issued) + units); }
 
+#if AMK_LANES > 1
+// Tiles that are longer than a stage, for several lanes: a part of all tiles of an epilogue, then the next part of them, so that each part of
+// the lanes' vectors is brought once for all. `units` of a tile.
+__device__ __forceinline__ bool loader_parts(Shared* sh, Loader& l, uint64_t address, uint32_t all, uint32_t part, uint32_t units, LoaderWaits& waits) {
+#pragma unroll 1
+  for (uint32_t done = 0; done < all; done += LANE_TILES * units) {
+    uint32_t const end = all - done < LANE_TILES * units ? all : done + LANE_TILES * units;
+#pragma unroll 1
+    for (uint32_t first = 0; first < units; first += part) {
+      uint32_t const n = units - first < part ? units - first : part;
+#pragma unroll 1
+      for (uint32_t at = done + first; at < end; at += units) {
+        if (!loader_issue(sh, l, address + (uint64_t)at * AMK_UNIT_BYTES, n * AMK_UNIT_BYTES, 0, 0, waits)) {
+          return false;
+        }
+      }
+    }
+  }
+  return true;
+}
+#endif
+
 // A run of units of a matrix, once `need` units have landed.
 __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t lap, LoaderWaits& waits) {
   if (need > flag_load(&sh->landed) && !landing_wait(sh, need, lap)) {
@@ -172,6 +194,11 @@ __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run,
   uint32_t place = 0;
   loader_count(sh, run.z);
   loader_caps(l, stage_units);
+#if AMK_LANES > 1
+  if (period > stage_units) {
+    return loader_parts(sh, l, address, run.z, stage_units, period, waits);
+  }
+#endif
   for (uint32_t left = run.z; left > 0;) { // z: units of the run
     uint32_t const most = period - place < stage_units ? period - place : stage_units;
     uint32_t const units = left < most ? left : most;
@@ -197,25 +224,13 @@ __device__ __forceinline__ bool loader_rows(Shared* sh, Loader& l, uint32_t most
   return true;
 }
 
-// Keys and values of an attention task, once the step that they are for has begun: what earlier steps have written is here then. The row
-// of the step's own key is read as it was before; the op knows better. `more`: values, kv_block, window, split and splits.
-__device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t lap, LoaderWaits& waits) {
-  while ((int32_t)(flag_load(&sh->begun) - lap) <= 0) {
-    if (flag_load(&sh->halt) != 0 || is_dead(sh)) {
-      return false;
-    }
-  }
-  block_fence();
-  uint32_t const position = flag_load(&sh->begun_position[lap % 2]), session = flag_load(&sh->begun_session[lap % 2]);
-  block_fence();
-  if (flag_load(&sh->begun) - lap >= 2) { // that step is over, without these keys: the split had none
-    return true;
-  }
+// A lane's keys and values of an attention task, if its split has some.
+__device__ __forceinline__ bool loader_split(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t lap, uint32_t lane, uint32_t position, uint32_t session, LoaderWaits& waits) {
   if (l.seen != lap + 1) {
     l.seen = lap + 1;
     copies_see_stores();
   }
-  uint32_t const keys = attended(position, more.z), active = active_splits(keys, more.y, more.w >> 16), split = more.w & 0xffff;
+  uint32_t const keys = attended(position, more.z), active = active_splits(keys, more.y, more.w >> 16), split = lane_split(more.w & 0xffff, more.w >> 16, lane);
   if (split >= active) {
     return true;
   }
@@ -234,6 +249,29 @@ __device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, ui
       return false;
     }
     k += rows;
+  }
+  return true;
+}
+
+// Keys and values of an attention task, once the step that they are for has begun: what earlier steps have written is here then. The row
+// of the step's own key is read as it was before; the op knows better. `more`: values, kv_block, window, split and splits.
+__device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t lap, LoaderWaits& waits) {
+  while ((int32_t)(flag_load(&sh->begun) - lap) <= 0) {
+    if (flag_load(&sh->halt) != 0 || is_dead(sh)) {
+      return false;
+    }
+  }
+  block_fence();
+#pragma unroll 1
+  for (uint32_t lane = 0; lane < begun_lanes(sh, lap); ++lane) {
+    uint32_t const position = flag_load(&sh->begun_position[lap % 2 * LANES + lane]), session = flag_load(&sh->begun_session[lap % 2 * LANES + lane]);
+    block_fence();
+    if (flag_load(&sh->begun) - lap >= 2) { // that step is over, without these keys: the split had none
+      return true;
+    }
+    if (!loader_split(sh, l, run, more, lap, lane, position, session, waits)) {
+      return false;
+    }
   }
   return true;
 }

@@ -26,6 +26,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/ring.cuh",
     "cuda/stage.cuh",
     "cuda/worker.cuh",
+    "cuda/lanes.cuh",
     "cuda/landing.cuh",
     "cuda/tape.cuh",
     "cuda/slot.cuh",
@@ -33,10 +34,12 @@ pub const SOURCES: &[Source] = sources![
     "cuda/stream.cuh",
     "cuda/op_attention_merge.cuh",
     "cuda/op_matvec.cuh",
+    "cuda/matvec_lanes.cuh",
     "cuda/op_attention.cuh",
     "cuda/op_small.cuh",
     "cuda/sampling.cuh",
     "cuda/op_sample.cuh",
+    "cuda/sample_lanes.cuh",
     "cuda/dispatch.cuh",
     "cuda/poller.cuh",
     "cuda/megakernel.cu",
@@ -66,6 +69,8 @@ pub struct Variant {
     pub poll_sleep_ns: u32,
     /// Weights leave L2 first.
     pub evict_first: bool,
+    /// Sessions that a step may run at once: 1, 2, 4 or 8. More than one only of 16-bit weights.
+    pub lanes: u32,
     /// Every task leaves an `amk_record`. Never in a build that is timed.
     pub trace: bool,
 }
@@ -83,6 +88,7 @@ impl Variant {
             shares,
             poll_sleep_ns,
             evict_first,
+            lanes,
             trace,
         } = *self;
         vec![
@@ -96,6 +102,7 @@ impl Variant {
             format!("-DAMK_SHARES={shares}"),
             format!("-DAMK_POLL_SLEEP_NS={poll_sleep_ns}"),
             format!("-DAMK_EVICT_FIRST={}", u32::from(evict_first)),
+            format!("-DAMK_LANES={lanes}"),
             format!("-DAMK_TRACE={}", u32::from(trace)),
         ]
     }

@@ -32,6 +32,7 @@ const PROBE_VARIANT: Variant = Variant {
     shares: 0,
     poll_sleep_ns: 20,
     evict_first: true,
+    lanes: 1,
     trace: false,
 };
 
@@ -162,6 +163,7 @@ pub(crate) fn check_residency(
 pub(crate) fn check_memory(
     program: &Program,
     options: &BootOptions,
+    lanes: u32,
     free: u64,
 ) -> Result<(), HostError> {
     let matrices: u64 = program.matrices.iter().map(ir::program::Matrix::bytes).sum();
@@ -172,11 +174,16 @@ pub(crate) fn check_memory(
         .map(|s| u64::from(s.words))
         .sum();
     let caches = caches * CACHE_ELEMENT_BYTES * u64::from(options.sessions);
-    let logits = u64::from(options.logits_rows) * u64::from(program.dims.vocab) * 4;
+    let logits = logits_bytes(options, lanes, program.dims.vocab);
     let sampling = SamplingMemory::bytes(options.sessions, program.dims.vocab);
     let programs = options.program_bytes * PROGRAMS_MAX as u64;
     let needed = matrices + caches + logits + sampling + programs + (256 << 20);
     if needed > free { Err(HostError::OutOfMemory { needed, free }) } else { Ok(()) }
+}
+
+/// Bytes of the rows of logits of all lanes.
+fn logits_bytes(options: &BootOptions, lanes: u32, vocab: u32) -> u64 {
+    u64::from(lanes) * u64::from(options.logits_rows) * u64::from(vocab) * 4
 }
 
 /// The layout handshake: what the compiled kernel says of every struct must be what this build says.
@@ -216,6 +223,7 @@ pub(crate) fn make_residents(
     matrices: Vec<u64>,
     landing_starts: Vec<u32>,
     workers: u32,
+    lanes: u32,
     owned: &mut Vec<DeviceBuffer>,
     stream: &Stream,
     bounce: &mut HostBuffer,
@@ -245,7 +253,7 @@ pub(crate) fn make_residents(
             caches[layer as usize] = owned.last().map_or(0, |b| b.address);
         }
     }
-    owned.push(DeviceBuffer::zeroed(u64::from(options.logits_rows) * u64::from(graph.vocab) * 4)?);
+    owned.push(DeviceBuffer::zeroed(logits_bytes(options, lanes, graph.vocab))?);
     Ok(Residents {
         matrices,
         landing_starts,
@@ -260,6 +268,7 @@ pub(crate) fn make_residents(
         logits_rows: options.logits_rows,
         kv_capacity: program.kv_capacity,
         workers,
+        lanes,
     })
 }
 
@@ -290,14 +299,15 @@ mod tests {
             lower::lower(&valid, &model.graph, &target, lower::Options { kv_capacity: 64 });
         let program = lowered.expect("it lowers");
         let options = BootOptions::default();
-        assert!(check_memory(&program, &options, 80 << 30).is_ok());
-        let error = check_memory(&program, &options, 1 << 20).expect_err("a megabyte");
+        assert!(check_memory(&program, &options, 1, 80 << 30).is_ok());
+        let error = check_memory(&program, &options, 1, 1 << 20).expect_err("a megabyte");
         let HostError::OutOfMemory { needed, free } = error else { panic!("{error}") };
         assert_eq!(free, 1 << 20);
         assert!(needed > options.program_bytes * PROGRAMS_MAX as u64);
-        assert!(check_memory(&program, &options, needed).is_ok(), "exactly enough is enough");
+        assert!(check_memory(&program, &options, 1, needed).is_ok(), "exactly enough is enough");
         let more = BootOptions { sessions: 8, ..options };
-        assert!(check_memory(&program, &more, needed).is_err(), "sessions have caches");
+        assert!(check_memory(&program, &more, 1, needed).is_err(), "sessions have caches");
+        assert!(check_memory(&program, &options, 2, needed).is_err(), "lanes have logits");
         assert!(error.to_string().contains("nothing was allocated"), "{error}");
     }
 }

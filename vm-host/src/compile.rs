@@ -53,6 +53,7 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
         shares: crate::staging::share_mask(graph),
         poll_sleep_ns: kernel.poll_sleep_ns,
         evict_first: kernel.evict == Evict::First,
+        lanes: 1,
         trace: false,
     }
 }

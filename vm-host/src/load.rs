@@ -41,6 +41,8 @@ pub(crate) struct Residents {
     pub(crate) kv_capacity: u32,
     /// Workers of the launch.
     pub(crate) workers: u32,
+    /// Lanes of the kernel: sessions that a step may run at once.
+    pub(crate) lanes: u32,
 }
 
 /// Names a constant by its content, the same for every program of a model.
@@ -128,7 +130,11 @@ pub(crate) fn image(
         ..header(program, residents, shared_bytes)?
     };
     layout.write(base, bytemuck::bytes_of(&header));
-    Ok(Image { bytes: layout.bytes, zeroed: arena - counters, poisoned: program.arena_bytes })
+    let poisoned = match residents.lanes {
+        1 => program.arena_bytes,
+        lanes => u64::from(lanes) * u64::from(header.lane_bytes),
+    };
+    Ok(Image { bytes: layout.bytes, zeroed: arena - counters, poisoned })
 }
 
 fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError> {
@@ -154,6 +160,13 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
             u32::MAX
         )));
     }
+    if residents.lanes > 1 && program.dims.dtype == ir::DType::F32 {
+        return Err(HostError::Request(format!(
+            "the weights of {} are f32, and {} sessions share the products of 16-bit weights only: convert the model, or boot for one \
+             session at a time",
+            program.model, residents.lanes
+        )));
+    }
     if program.workers.len() != residents.workers as usize {
         let (want, have) = (program.workers.len(), residents.workers);
         return Err(HostError::Request(format!(
@@ -168,29 +181,67 @@ fn header(
     residents: &Residents,
     shared_bytes: u32,
 ) -> Result<ProgramHeader, HostError> {
-    let stage_bytes = program.pipeline.stage_units * abi::UNIT_BYTES;
-    let x_bytes = smem::activation_bytes(&program.dims);
-    let needed = smem::worker_bytes(program.pipeline.stages, stage_bytes, x_bytes);
-    if needed > shared_bytes {
-        return Err(HostError::Request(format!(
-            "the program needs {needed} bytes of shared memory a block, {shared_bytes} may be had"
-        )));
-    }
+    let room = Room::new(program, residents.lanes, shared_bytes)?;
     Ok(ProgramHeader {
         workers: program.workers.len() as u32,
-        stages: program.pipeline.stages,
+        stages: room.stages,
         stage_units: program.pipeline.stage_units,
         in_flight: program.pipeline.in_flight,
         in_flight_near: program.pipeline.in_flight_near,
         x_offset: smem::FIXED_BYTES,
-        x_bytes,
+        x_bytes: room.x_bytes,
         kv_capacity: residents.kv_capacity,
         counter_len: program.counters,
         logits_rows: residents.logits_rows,
         vocab: program.dims.vocab,
         task_len: program.task_len() as u32,
+        lanes: residents.lanes,
+        lane_bytes: lane_bytes(program)?,
         ..ProgramHeader::default()
     })
+}
+
+/// Bytes from a scratch slot of one lane to that of the next.
+fn lane_bytes(program: &Program) -> Result<u32, HostError> {
+    let bytes = program.arena_bytes.next_multiple_of(256);
+    u32::try_from(bytes).map_err(|_| {
+        HostError::Request(format!(
+            "the activations are {bytes} bytes, at most {} are possible: lower tiling.attention.kv_split",
+            u32::MAX
+        ))
+    })
+}
+
+/// How a worker's shared memory is divided.
+#[derive(Debug, PartialEq, Eq)]
+struct Room {
+    stages: u32,
+    x_bytes: u32,
+}
+
+/// Stages that a ring must have: one to be multiplied while another lands.
+const STAGES_MIN: u32 = 2;
+
+impl Room {
+    /// A schedule's ring fits beside the activations of one lane, since `validate` says so. Those of several may be more: then the ring has as
+    /// many stages as there is room for, which changes how far the stream runs ahead and nothing else.
+    fn new(program: &Program, lanes: u32, shared_bytes: u32) -> Result<Self, HostError> {
+        let stage_bytes = program.pipeline.stage_units * abi::UNIT_BYTES;
+        let (x_bytes, least) = match lanes {
+            1 => (smem::activation_bytes(&program.dims), program.pipeline.stages),
+            lanes => (smem::lanes_activation_bytes(&program.dims, lanes), STAGES_MIN),
+        };
+        let fits =
+            shared_bytes.saturating_sub(smem::worker_bytes(0, stage_bytes, x_bytes)) / stage_bytes;
+        if fits < least {
+            let needed = smem::worker_bytes(least, stage_bytes, x_bytes);
+            return Err(HostError::Request(format!(
+                "the program needs {needed} bytes of shared memory a block for {least} stages of {stage_bytes} and {lanes} lanes, {shared_bytes} may \
+                 be had: lower pipeline.stages or pipeline.stage_bytes, or boot for fewer lanes"
+            )));
+        }
+        Ok(Self { stages: program.pipeline.stages.min(fits), x_bytes })
+    }
 }
 
 /// Tasks, loads and queues of all workers.
@@ -199,7 +250,8 @@ type Tables = (Vec<abi::Task>, Vec<abi::Load>, Vec<Queue>);
 fn tables(program: &Program, residents: &Residents) -> Result<Tables, HostError> {
     let (mut tasks, mut loads, mut queues) = (Vec::new(), Vec::new(), Vec::new());
     let of = |matrix: &ir::program::Matrix| {
-        Staging::new(matrix.units_per_tile(), program.pipeline.stage_units)
+        let (tile, stage) = (matrix.units_per_tile(), program.pipeline.stage_units);
+        if residents.lanes == 1 { Staging::new(tile, stage) } else { Staging::lanes(tile, stage) }
     };
     let stagings = program.matrices.iter().map(of).collect::<Result<Vec<_>, _>>()?;
     for worker in &program.workers {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use abi::{Command, Completion, Launch, StepState, Submission, TaskRecord};
+use abi::{Command, Completion, LaneStates, Launch, StepState, Submission, TaskRecord};
 use ir::program::{Program, Verified};
 use ir::{Graph, Weights};
 use vm_device::Variant;
@@ -41,6 +41,8 @@ pub const PROGRAMS_MAX: usize = 4;
 /// What caches are poisoned with: an f16 far from any key or value, yet finite, since the copies of a tile bring rows behind the last key,
 /// which are multiplied by zero.
 const CACHE_POISON: u8 = 0x77;
+/// The state of a step, and that of its lanes right behind it.
+const STEP_BYTES: u64 = (size_of::<StepState>() + size_of::<LaneStates>()) as u64;
 /// Threads of a worker.
 const THREADS: u32 = ir::program::smem::WARPS * 32;
 /// How often a worker says that it lives, at most: 132 workers with 48 bytes each are 6 MB/s over the bus.
@@ -141,7 +143,7 @@ impl Idle {
         let context = Context::new()?;
         let info = context.info()?;
         check_shape(graph, &options)?;
-        check_memory(program, &options, context.free_bytes()?)?;
+        check_memory(program, &options, variant.lanes, context.free_bytes()?)?;
         let (module, _) = load_module(variant, &info)?;
         let (copy, compute) = (Stream::new()?, Stream::new()?);
         probe_abi(&module, &compute)?;
@@ -171,6 +173,7 @@ impl Idle {
             matrices,
             plan.starts.clone(),
             info.sms,
+            variant.lanes,
             &mut owned,
             &copy,
             &mut bounce,
@@ -235,6 +238,13 @@ impl Idle {
         variant: &Variant,
         program: &Verified<Program>,
     ) -> Result<(Module, Loaded), HostError> {
+        let booted = self.memory.residents.lanes;
+        if variant.lanes != booted {
+            return Err(HostError::Request(format!(
+                "a kernel of {} lanes on a machine booted for {booted}: boot with the variant that is to run",
+                variant.lanes
+            )));
+        }
         let (module, _) = load_module(variant, &self.info)?;
         let kernel = module.function(c"amk_megakernel")?;
         let shared = self.info.shared_bytes;
@@ -329,7 +339,7 @@ impl Memory {
             serials: vec![0; programs.len()],
             arenas: vec![(0, 0); programs.len()],
             programs,
-            step: DeviceBuffer::zeroed(size_of::<StepState>() as u64)?,
+            step: DeviceBuffer::zeroed(STEP_BYTES)?,
             done: DeviceBuffer::zeroed(size_of::<abi::Done>() as u64)?,
             landing,
             records: DeviceBuffer::zeroed(

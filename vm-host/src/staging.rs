@@ -1,7 +1,7 @@
 //! How the tiles of a matrix lie in the stages of the ring.
 
 use ir::Graph;
-use ir::program::smem::CONSUMER_WARPS;
+use ir::program::smem::{CONSUMER_WARPS, LANE_TILES};
 
 use crate::error::HostError;
 
@@ -36,6 +36,33 @@ impl Staging {
         }
         Ok(Self::shares(tile_units, stage_units)
             .unwrap_or_else(|| Self::any(tile_units, stage_units)))
+    }
+
+    /// The same for a kernel of several lanes (matvec_lanes.cuh): whole tiles in a stage, a divisor of those that an epilogue is for; or a part
+    /// of one, as long as the warps' registers hold the vectors of. `warp_units` then counts the parts of a tile.
+    ///
+    /// # Errors
+    /// If they are more than the device can count.
+    pub(crate) fn lanes(tile_units: u32, stage_units: u32) -> Result<Self, HostError> {
+        let parts = tile_units.div_ceil(stage_units.clamp(1, abi::STAGE_UNITS_MAX)).max(1);
+        if tile_units > u32::from(u16::MAX) || parts > u32::from(u8::MAX) {
+            return Err(HostError::Request(format!(
+                "tiles of {tile_units} units in stages of {stage_units}: at most {} parts of a tile are possible, raise pipeline.stage_bytes",
+                u8::MAX
+            )));
+        }
+        if parts > 1 {
+            let part = tile_units.div_ceil(parts);
+            return Ok(Self {
+                stage_units: part,
+                stage_tiles: 1,
+                period: tile_units,
+                warp_units: parts,
+            });
+        }
+        let stage_tiles = 1 << (stage_units / tile_units.max(1)).clamp(1, LANE_TILES).ilog2();
+        let stage_units = stage_tiles * tile_units;
+        Ok(Self { stage_units, stage_tiles, period: stage_units, warp_units: 1 })
     }
 
     /// Stages that are shares.
@@ -104,6 +131,33 @@ mod tests {
         assert_eq!(of(65, 64), (64, 1, 65, 0));
         assert_eq!(of(5, 8), (5, 1, 5, 0));
         assert!(Staging::new(70_000, 64).is_err());
+    }
+
+    #[test]
+    fn several_lanes_take_tiles_part_by_part() {
+        let of = |tile, stage| {
+            let s = Staging::lanes(tile, stage).expect("within limits");
+            (s.stage_units, s.stage_tiles, s.period, s.warp_units)
+        };
+        assert_eq!(of(64, 64), (64, 1, 64, 1));
+        assert_eq!(of(256, 64), (64, 1, 256, 4), "four parts");
+        assert_eq!(of(64, 32), (32, 1, 64, 2), "as long as a stage");
+        assert_eq!(of(65, 64), (33, 1, 65, 2), "the last part may be shorter");
+        assert_eq!(of(18, 64), (36, 2, 36, 1), "a divisor of the tiles of an epilogue");
+        assert_eq!(of(2, 64), (16, 8, 16, 1), "and no more than those");
+        assert!(Staging::lanes(16_384, 64).is_err(), "256 parts");
+        for tile in 1..1000 {
+            for stage in [8, 16, 32, 64] {
+                let s = Staging::lanes(tile, stage).expect("within limits");
+                assert!(
+                    s.stage_units <= stage && LANE_TILES.is_multiple_of(s.stage_tiles),
+                    "{tile} in {stage}: {s:?}"
+                );
+                let parts = if s.period == tile && s.warp_units > 1 { s.warp_units } else { 1 };
+                let last = tile - (parts - 1) * s.stage_units.min(tile);
+                assert!((1..=s.stage_units).contains(&last), "{tile} in {stage}: {s:?}");
+            }
+        }
     }
 
     #[test]

@@ -90,6 +90,12 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|error| panic!("{name}: {text:?}: {error}")))
 }
 
+/// The kernel that a program runs on: of one lane, or of `AMK_TEST_LANES`, which must say the same of a plain decode.
+fn kernel_variant(kernel: &ir::KernelConfig, graph: &ir::Graph) -> vm_device::Variant {
+    let lanes = number("AMK_TEST_LANES").unwrap_or(1) as u32;
+    vm_device::Variant { lanes, ..vm_host::variant(kernel, graph) }
+}
+
 /// How a device is booted here.
 fn boot_options() -> BootOptions {
     let options = BootOptions { logits_rows: 80, sessions: 2, ..BootOptions::default() };
@@ -215,7 +221,7 @@ fn check_model(name: &str, info: &vm_host::DeviceInfo) {
         let config = config(text, &model.graph, &target);
         let program = lower::lower(&config, &model.graph, &target, options)
             .unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
-        let variant = vm_host::variant(&config.kernel, &model.graph);
+        let variant = kernel_variant(&config.kernel, &model.graph);
         let mut machine = match resident.take() {
             Some(mut running) if running.variant() == variant => {
                 let loaded = running
@@ -267,7 +273,7 @@ fn the_choice_among_many_rows_is_that_of_the_logits() {
     let options = lower::Options { kv_capacity: 128 };
     let config = config("{}", &model.graph, &target);
     let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");
-    let variant = vm_host::variant(&config.kernel, &model.graph);
+    let variant = kernel_variant(&config.kernel, &model.graph);
     let booted = Idle::boot(&model.graph, &*model.weights, &program, &variant, boot_options());
     let launched = booted.expect("it boots").launch(variant, &program);
     let mut machine = launched.unwrap_or_else(|e| panic!("launch: {}", e.1));

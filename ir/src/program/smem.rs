@@ -22,12 +22,28 @@ pub fn activation_bytes(dims: &Dims) -> u32 {
     let unit_cols = abi::UNIT_ROW_BYTES / dims.dtype.bytes() as u32;
     let q_width = dims.heads * dims.head_dim;
     let k_max = dims.hidden.max(q_width).max(dims.ffn).next_multiple_of(unit_cols);
+    (4 * k_max).max(scratch_bytes(dims)).next_multiple_of(128)
+}
+
+/// Bytes of it that attention and its merge need.
+fn scratch_bytes(dims: &Dims) -> u32 {
     // Of each warp its heads: maximum, sum, padding, outputs; then the new key and value, as f16.
     let group = (dims.heads / dims.kv_heads.max(1)).min(ATTENTION_GROUP);
     let attention = 4 * CONSUMER_WARPS * group * (dims.head_dim + 4) + 4 * dims.head_dim;
     // Six floats of each thread, 16-byte aligned.
     let merge = 32 * CONSUMER_WARPS * 32;
-    (4 * k_max).max(merge).max(attention).next_multiple_of(128)
+    merge.max(attention)
+}
+
+/// Tiles of which a worker keeps the sums of all lanes before an epilogue, where a step has several (decision 022).
+pub const LANE_TILES: u32 = 8;
+
+/// Bytes of the activation buffer where a step has several lanes: their vectors stay in registers, so it holds the warps' sums of two
+/// epilogues in turn, or what attention and its merge need.
+#[must_use]
+pub fn lanes_activation_bytes(dims: &Dims, lanes: u32) -> u32 {
+    let sums = 4 * 2 * LANE_TILES * CONSUMER_WARPS * abi::UNIT_ROWS * lanes;
+    sums.max(scratch_bytes(dims)).next_multiple_of(128)
 }
 
 /// Bytes of shared memory that a worker needs.

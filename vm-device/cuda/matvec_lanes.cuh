@@ -1,0 +1,471 @@
+// matvec for several lanes: rows of a streamed matrix times one vector of each lane, of which the weights are read once.
+//
+// The vectors are the left operand of the products: of its 16 rows, 8 are the high halves of the lanes' elements and 8 the low halves, and the
+// 8 rows of a unit are its columns. So 8 lanes take as many products as one. Warp w multiplies units w, w + 8, ... of a part of the rows, and
+// its columns of all lanes stay in its registers: they come from L2 straight into the places where the products want them, never through
+// shared memory. Where a row is longer than the registers hold, it is taken part by part: a part of all tiles whose sums are kept, then the
+// next part of them (loader_parts in stream.cuh; vm-host/src/staging.rs says how long a part is).
+#pragma once
+
+#if AMK_LANES > 1
+#if AMK_DTYPE == 0
+#error "several lanes share the products of 16-bit weights; with f32 weights a kernel has one lane"
+#endif
+
+constexpr uint32_t LANE_SUMS = AMK_UNIT_ROWS * LANES;                            // of a tile, of one warp
+constexpr uint32_t LANE_QUADS = 2 * SHARE;                                       // groups of 4 elements of a thread
+constexpr uint32_t OUT_ONCE = CONSUMERS / LANE_SUMS;                             // tiles whose rows the threads finish at once
+constexpr uint32_t OUT_TURNS = (LANE_TILES + OUT_ONCE - 1) / OUT_ONCE;           // until all are finished
+static_assert(CONSUMERS % LANE_SUMS == 0, "a thread finishes rows of one lane");
+
+// What the warps leave each other beside the sums of products: in the part of shared memory that kernels of one lane keep those in.
+struct LaneScratch {
+  float squares[2][LANES][AMK_WARPS]; // of two barriers in turn
+  float best_value[CONSUMERS / AMK_UNIT_ROWS];
+  uint32_t best_row[CONSUMERS / AMK_UNIT_ROWS];
+};
+static_assert(sizeof(LaneScratch) <= sizeof(Shared::part), "the scratch of several lanes");
+__device__ __forceinline__ LaneScratch& lane_scratch(Worker const& w) { return *(LaneScratch*)&w.shared->part; }
+
+// The sums of a warp for a tile: those of lane l begin at word l * AMK_UNIT_ROWS. They are of two barriers in turn.
+__device__ __forceinline__ float* lane_sums(Worker const& w, uint32_t buffer, uint32_t tile, uint32_t warp) {
+  return (float*)w.x + ((buffer * LANE_TILES + tile) * AMK_WARPS + warp) * LANE_SUMS;
+}
+
+// This thread's left operands: of one lane, the 8 elements beside its 8 weights in each unit of its warp, as two products take them.
+struct LaneInput {
+  uint4 half[SHARE][2];
+};
+// The lane of this thread's rows of the left operand. Rows of lanes that do not run are copies of the first, and nobody reads their sums.
+__device__ __forceinline__ uint32_t operand_lane(Worker const& w) {
+  uint32_t const row = w.thread % 32 / 4 % LANES;
+  return row < lanes_running(w) ? row : 0;
+}
+
+// Groups of 4 words of a slot, until all that are `wanted` (a bit each) are here: `at(i)` is the first word of group i, the others are
+// zero. Of a whole warp. What is asked for again and again is one group a thread, since the lanes' vectors are as many bytes as a stage of
+// weights and come to the multiprocessor by the same way; once that is here, so is nearly everything. `early`: nothing is expected to be here.
+template <uint32_t N, typename At>
+__device__ __forceinline__ void lanes_wait(Worker const& w, Words const& s, At const& at, uint32_t wanted, bool early, uint4 (&out)[N]) {
+#pragma unroll
+  for (uint32_t i = 0; i < N; ++i) {
+    out[i] = make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll 1
+  for (uint32_t missing = wanted;; early = true) {
+    if (early) {
+      uint32_t const* one = s.at + at(missing != 0 ? 31 - __clz(missing) : 0);
+      for (uint32_t spin = 1;; ++spin) {
+        bool const here = missing == 0 || quad_here(s, load_u32x4(one));
+        if (__all_sync(~0u, here)) {
+          break;
+        }
+        if (__any_sync(~0u, is_dead(w.shared))) {
+          return;
+        }
+        if (spin % SPINS_PER_NOTE == 0 && !here) {
+          note_wait(w.shared, AMK_TRAP_PAYLOAD_DEADLINE, (uint32_t)((uint64_t)one >> 3), 0, s.tag);
+        }
+        poll_pause();
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      if ((missing >> i & 1) != 0) {
+        out[i] = load_u32x4(s.at + at(i));
+      }
+    }
+    uint32_t still = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      still |= (missing >> i & 1) != 0 && !quad_here(s, out[i]) ? 1u << i : 0;
+    }
+    missing = still;
+    if (__all_sync(~0u, missing == 0) || __any_sync(~0u, is_dead(w.shared))) {
+      return;
+    }
+  }
+}
+
+// Four elements as high halves, two words, and low halves.
+__device__ __forceinline__ uint4 quad_halves(float4 v) {
+  uint32_t const h0 = element_pair(v.x, v.y), h1 = element_pair(v.z, v.w);
+  float2 const b0 = pair_values(h0), b1 = pair_values(h1);
+  return make_uint4(h0, h1, element_pair(v.x - b0.x, v.y - b0.y), element_pair(v.z - b1.x, v.w - b1.y));
+}
+
+// The first of the two groups of 4 elements that a thread asks for of a unit; the second is 8 further on. Two neighbours ask for 32 bytes
+// together, and need 8 elements in a row each: they exchange one group.
+__device__ __forceinline__ uint32_t operand_element(Worker const& w, uint32_t unit) { return unit * UNIT_COLS + w.thread % 4 / 2 * 16 + w.thread % 2 * 4; }
+
+__device__ __forceinline__ void operand_make(Worker const& w, float4 a, float4 b, uint4 (&half)[2]) {
+  bool const odd = w.thread % 2 != 0;
+  uint4 const p = quad_halves(a), q = quad_halves(b), give = odd ? p : q;
+  uint4 const got = make_uint4(__shfl_xor_sync(~0u, give.x, 1), __shfl_xor_sync(~0u, give.y, 1), __shfl_xor_sync(~0u, give.z, 1), __shfl_xor_sync(~0u, give.w, 1));
+  uint4 const first = odd ? got : p, second = odd ? q : got;
+  half[0] = make_uint4(first.x, first.z, first.y, first.w); // of an operand's rows, 8 are high halves and 8 low
+  half[1] = make_uint4(second.x, second.z, second.y, second.w);
+}
+
+__device__ __forceinline__ float quad_square(float4 v, float sum) { return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum)))); }
+__device__ __forceinline__ float4 quad_times(float4 v, float4 n) { return make_float4(v.x * n.x, v.y * n.y, v.z * n.z, v.w * n.w); }
+
+// Units `unit0`.. of the lanes' vectors, of which `mine` are this warp's. `skip`: words in front of the elements of each head.
+__device__ __forceinline__ float lanes_stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, uint32_t skip, uint32_t unit0, uint32_t mine,
+                                                    LaneInput& x) {
+  uint32_t const first = unit0 + w.thread / 32;
+  auto const element = [&](uint32_t i) { return operand_element(w, first + i / 2 * AMK_WARPS) + i % 2 * 8; };
+  uint32_t wanted = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < LANE_QUADS; ++i) {
+    wanted |= i / 2 < mine && element(i) < p.k_len ? 1u << i : 0;
+  }
+  if (norm != nullptr && w.thread % 32 < mine) {
+    prefetch_l1(norm + (first + w.thread % 32 * AMK_WARPS) * UNIT_COLS);
+  }
+  uint4 v[LANE_QUADS];
+  lanes_wait(
+      w, words,
+      [&](uint32_t i) {
+        uint32_t const e = element(i);
+        return e + (e / AMK_HEAD_DIM + 1) * skip;
+      },
+      wanted, unit0 == 0, v);
+  float square = 0.f;
+#pragma unroll
+  for (uint32_t j = 0; j < SHARE; ++j) {
+    float4 a = quad_value(words, v[2 * j]), b = quad_value(words, v[2 * j + 1]);
+    if (norm != nullptr) {
+      square = quad_square(b, quad_square(a, square));
+      bool const here[2] = {(wanted >> 2 * j & 1) != 0, (wanted >> (2 * j + 1) & 1) != 0};
+      a = here[0] ? quad_times(a, __ldg((float4 const*)(norm + element(2 * j)))) : a;
+      b = here[1] ? quad_times(b, __ldg((float4 const*)(norm + element(2 * j + 1)))) : b;
+    }
+    operand_make(w, a, b, x.half[j]);
+  }
+  return square;
+}
+
+// The same of the tokens' embeddings, times the norm.
+__device__ __forceinline__ float lanes_stage_embedding(Worker const& w, ResolvedSlot const& in, float const* norm, amk_matvec_params const& p, uint32_t unit0, uint32_t mine,
+                                                       LaneInput& x) {
+  float square = 0.f;
+#pragma unroll
+  for (uint32_t j = 0; j < SHARE; ++j) {
+    float4 v[2];
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      uint32_t const e = operand_element(w, unit0 + w.thread / 32 + j * AMK_WARPS) + i * 8;
+      v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (j < mine && e < p.k_len) {
+        v[i] = embedding_read4(w, in, e);
+        square = quad_square(v[i], square);
+        v[i] = norm != nullptr ? quad_times(v[i], __ldg((float4 const*)(norm + e))) : v[i];
+      }
+    }
+    operand_make(w, v[0], v[1], x.half[j]);
+  }
+  return square;
+}
+
+// The same of the attention's result, merged from `active` splits, which is 1 or more and another number in every lane; `most` of any.
+__device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const& words, amk_matvec_params const& p, uint32_t active, uint32_t most, uint32_t unit0, uint32_t mine,
+                                                   LaneInput& x) {
+  constexpr uint32_t ONCE = 2, SPLITS = 2; // units and splits that are asked for at once
+  uint32_t const heads = p.k_len / AMK_HEAD_DIM;
+#pragma unroll
+  for (uint32_t j0 = 0; j0 < SHARE; j0 += ONCE) {
+    auto const element = [&](uint32_t j) { return operand_element(w, unit0 + w.thread / 32 + (j0 + j) * AMK_WARPS); };
+    float4 const none = make_float4(0.f, 0.f, 0.f, 0.f);
+    Merged a[ONCE];
+    float4 b[ONCE];
+#pragma unroll
+    for (uint32_t j = 0; j < ONCE; ++j) {
+      a[j] = merged_empty(), b[j] = none;
+    }
+#pragma unroll 1
+    for (uint32_t split = 0; split < most; split += SPLITS) {
+      uint32_t wanted = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < ONCE * SPLITS; ++i) {
+        wanted |= split + i % SPLITS < active && j0 + i / SPLITS < mine && element(i / SPLITS) < p.k_len ? 7u << 3 * i : 0;
+      }
+      uint4 v[3 * ONCE * SPLITS];
+      lanes_wait(
+          w, words,
+          [&](uint32_t i) {
+            uint32_t const e = element(i / 3 / SPLITS), word = partial_word(split + i / 3 % SPLITS, heads, e / AMK_HEAD_DIM);
+            return i % 3 == 0 ? word : word + PARTIAL_HEAD + e % AMK_HEAD_DIM + (i % 3 - 1) * 8;
+          },
+          wanted, split == 0 && j0 == 0, v);
+#pragma unroll
+      for (uint32_t i = 0; i < ONCE * SPLITS; ++i) {
+        if ((wanted >> 3 * i & 1) == 0) {
+          continue;
+        }
+        Merged& to = a[i / SPLITS];
+        float4& second = b[i / SPLITS];
+        float const m = word_value(words, v[3 * i].x), l = active == 1 ? 1.f : word_value(words, v[3 * i].y); // of one split, the partials are the result
+        Merged other = Merged{to.m, to.l, second};
+        merged_add(other, m, l, quad_value(words, v[3 * i + 2]));
+        merged_add(to, m, l, quad_value(words, v[3 * i + 1]));
+        second = other.v;
+      }
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < ONCE; ++j) {
+      bool const some = a[j].l > 0.f;
+      operand_make(w, some ? merged_value(a[j]) : none, some ? merged_value(Merged{a[j].m, a[j].l, b[j]}) : none, x.half[j0 + j]);
+    }
+  }
+}
+
+// Units `unit0`.. of the prologue's result, of all lanes, into the warps' registers; returns the thread's part of its lane's sum of squares.
+__device__ __forceinline__ float lanes_stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, LaneInput& x) {
+  Worker const own = in_lane(w, operand_lane(w));
+  ResolvedSlot const& in = st.slot[0];
+  float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.slot[1].address : nullptr;
+  if (in.kind == AMK_SLOT_EMBEDDING) {
+    return lanes_stage_embedding(own, in, norm, p, unit0, mine, x);
+  }
+  Words const words = slot_words(own, in, st.task.read_generation[0]);
+  uint32_t skip = 0;
+  if (p.prologue == AMK_PROLOGUE_MERGE) {
+    uint32_t const active = active_splits(attended(lane_position(own), p.window), p.kv_block, p.splits), most = __reduce_max_sync(~0u, active);
+    if (most > 1) {
+      lanes_stage_merged(own, words, p, active, most, unit0, mine, x);
+      return 0.f;
+    }
+    skip = PARTIAL_HEAD; // of one split, the partials are the result
+  }
+  return lanes_stage_vector(own, words, norm, p, skip, unit0, mine, x);
+}
+
+// A warp's products of a tile's part with the lanes' vectors, into its sums, or added to those of the parts before.
+__device__ __forceinline__ void lanes_multiply(Worker const& w, Share const& v, LaneInput const& x, uint32_t mine, float* sums, bool first) {
+  float c[4][4] = {}; // chains of products that do not wait for each other
+#pragma unroll
+  for (uint32_t j = 0; j < SHARE; ++j) {
+    if (j < mine) {
+      float(&a)[4] = c[j % 2 * 2], (&b)[4] = c[j % 2 * 2 + 1];
+      mma(a, a, x.half[j][0], v.weights[j].x, v.weights[j].y);
+      mma(b, b, x.half[j][1], v.weights[j].z, v.weights[j].w);
+    }
+  }
+  // A thread has rows 2t and 2t + 1 of the unit for the lane of its operands: products of the high halves, and of the low.
+  float r0 = ((c[0][0] + c[1][0]) + (c[2][0] + c[3][0])) + ((c[0][2] + c[1][2]) + (c[2][2] + c[3][2]));
+  float r1 = ((c[0][1] + c[1][1]) + (c[2][1] + c[3][1])) + ((c[0][3] + c[1][3]) + (c[2][3] + c[3][3]));
+  uint32_t const row = w.thread % 32 / 4;
+  if (row < LANES) {
+    float2* to = (float2*)(sums + row * AMK_UNIT_ROWS + w.thread % 4 * 2);
+    if (!first) {
+      float2 const before = *to;
+      r0 += before.x, r1 += before.y;
+    }
+    *to = make_float2(r0, r1);
+  }
+}
+
+// How a task's tiles lie in the ring.
+struct LaneTiles {
+  uint32_t units, part;      // of a tile; of a part of it, but for the last
+  uint32_t parts, per_stage; // of a tile; tiles of a stage, 1 where a tile has several parts, and else a divisor of LANE_TILES
+};
+// A warp's place in the stages of a task.
+struct LaneWalk {
+  bool taken;    // the next tile waits in registers
+  uint32_t left;  // stages of the task that are not taken
+};
+
+// The units of a warp out of a tile in the ring.
+__device__ __forceinline__ void lanes_take(Worker const& w, char const* tile, uint32_t mine, Share& v) {
+  char const* from = tile + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
+#pragma unroll
+  for (uint32_t j = 0; j < SHARE; ++j) {
+    v.weights[j] = j < mine ? stage_load(from + j * AMK_WARPS * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+// The task's next tile into registers, if it has landed, while the vectors are not there: the stream goes on meanwhile. With more than one,
+// nothing would be left for merging the splits of the attention.
+__device__ __forceinline__ void lanes_take_ahead(Worker const& w, Cursor& c, LaneTiles const& k, LaneWalk& walk, uint32_t mine, Share& v) {
+  walk.taken = k.per_stage == 1 && cursor_landed(w, c);
+  if (walk.taken) {
+    lanes_take(w, cursor_place(w, c), mine, v);
+    cursor_next(w, c);
+    --walk.left;
+  } else {
+    v = Share{}; // nothing is kept from one part to the next
+  }
+}
+
+// A part of `tiles` tiles: all products of this warp. `v` holds the first of them, if it is taken.
+__device__ __forceinline__ void lanes_products(Worker const& w, Cursor& c, LaneTiles const& k, LaneWalk& walk, Share& v, LaneInput const& x, uint32_t buffer, uint32_t tiles, uint32_t mine,
+                                               bool first) {
+  float* sums = lane_sums(w, buffer, 0, w.thread / 32);
+  char const* place = nullptr;
+#pragma unroll 1
+  for (uint32_t tile = 0; tile < tiles; ++tile) {
+    if (tile > 0 || !walk.taken) {
+      uint32_t const in_stage = tile & (k.per_stage - 1);
+      if (in_stage == 0) {
+        note_near(w, walk.left, 4);
+        place = cursor_land(w, c);
+      }
+      lanes_take(w, place + in_stage * k.units * AMK_UNIT_BYTES, mine, v); // where a stage has several tiles, they are whole
+      if (in_stage + 1 == k.per_stage || tile + 1 == tiles) {
+        cursor_next(w, c);
+        --walk.left;
+      }
+    }
+    lanes_multiply(w, v, x, mine, sums, first);
+    sums += AMK_WARPS * LANE_SUMS;
+  }
+}
+
+// A row of a lane's sums, over the warps.
+__device__ __forceinline__ float lanes_row_sum(Worker const& w, uint32_t buffer, uint32_t tile, uint32_t at) {
+  float v = 0.f;
+#pragma unroll
+  for (uint32_t i = 0; i < AMK_WARPS; ++i) {
+    v += lane_sums(w, buffer, tile, i)[at];
+  }
+  return v;
+}
+
+// What a thread finishes of up to LANE_TILES tiles: row `thread % 8` for one lane, of every OUT_ONCE-th tile, or pair of tiles where gate and up alternate.
+struct LaneOut {
+  uint32_t tile0, tiles; // of the task, and how many
+  uint32_t every;        // 2 for pairs
+  bool running;          // the lane runs
+};
+__device__ __forceinline__ uint32_t out_lane(Worker const& w) { return w.thread / AMK_UNIT_ROWS % LANES; }
+__device__ __forceinline__ uint32_t out_tile(Worker const& w, LaneOut const& o, uint32_t turn) { return (turn * OUT_ONCE + w.thread / LANE_SUMS) * o.every; }
+__device__ __forceinline__ uint32_t out_row(Worker const& w, LaneOut const& o, uint32_t turn) { return (o.tile0 + out_tile(w, o, turn)) * AMK_UNIT_ROWS + w.thread % AMK_UNIT_ROWS; }
+__device__ __forceinline__ bool out_mine(Worker const& w, LaneOut const& o, amk_matvec_params const& p, uint32_t turn) {
+  return o.running && out_tile(w, o, turn) < o.tiles && out_row(w, o, turn) < p.rows;
+}
+
+// A thread's rows: sums over the warps, scale, bias, then what the epilogue says. `w` is at work for the lane of its rows.
+__device__ __forceinline__ void lanes_epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, LaneOut const& o, uint32_t buffer, float scale,
+                                               Addends const (&add)[OUT_TURNS], Best& best) {
+  Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
+  uint32_t const at = w.thread % LANE_SUMS;
+#pragma unroll
+  for (uint32_t turn = 0; turn < OUT_TURNS; ++turn) {
+    if (!out_mine(w, o, p, turn)) {
+      continue;
+    }
+    uint32_t const tile = out_tile(w, o, turn);
+    uint32_t row = out_row(w, o, turn);
+    float v = lanes_row_sum(w, buffer, tile, at) * scale + add[turn].bias;
+    if (p.epilogue == AMK_EPILOGUE_LOGITS) {
+      best = better(best, Best{v, row});
+      store_f32((float*)out.at + (size_t)lane_logits_row(w) * p.rows + row, v);
+      continue;
+    }
+    if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
+      float const up = lanes_row_sum(w, buffer, tile + 1, at) * scale + add[turn].bias_up;
+      row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
+      if (row >= st.slot[AMK_READS_MAX].units) { // words of the slot: padding rows are dropped
+        continue;
+      }
+      v = __fdividef(v, 1.f + __expf(-v)) * up;
+    }
+    if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
+      v += residual_value(w, st, row, add[turn].residual);
+    }
+    word_write(out, row, v);
+  }
+}
+
+// Leaves the best row of this worker as candidate `index`, in each lane.
+__device__ __forceinline__ void lanes_candidates(Worker const& w, StagedTask const& st, uint32_t index, Best best) {
+  LaneScratch& scratch = lane_scratch(w);
+#pragma unroll
+  for (int o = 4; o > 0; o >>= 1) {
+    best = better(best, Best{__shfl_xor_sync(~0u, best.value, o), __shfl_xor_sync(~0u, best.row, o)});
+  }
+  uint32_t const entry = w.thread / AMK_UNIT_ROWS;
+  if (w.thread % AMK_UNIT_ROWS == 0) {
+    scratch.best_value[entry] = best.value;
+    scratch.best_row[entry] = best.row;
+  }
+  consumers_sync();
+  if (w.thread < lanes_running(w)) {
+    best = Best{scratch.best_value[w.thread], scratch.best_row[w.thread]};
+    for (uint32_t i = LANES; i < CONSUMERS / AMK_UNIT_ROWS; i += LANES) {
+      best = better(best, Best{scratch.best_value[w.thread + i], scratch.best_row[w.thread + i]});
+    }
+    // As in write_candidate: the last words of this worker in the step.
+    uint32_t* out = (uint32_t*)slot_address(in_lane(w, w.thread), st.slot[AMK_READS_MAX + 1]) + (size_t)index * 2;
+    store_u32(out, __float_as_uint(best.value));
+    store_u32(out + 1, best.row);
+  }
+}
+
+// The squares of a lane's elements, over the threads that have them, for the rows behind the barrier.
+__device__ __forceinline__ void lanes_leave_squares(Worker const& w, uint32_t buffer, float square) {
+  square += __shfl_xor_sync(~0u, square, 1);
+  square += __shfl_xor_sync(~0u, square, 2);
+  uint32_t const row = w.thread % 32 / 4;
+  if (w.thread % 4 == 0 && row < LANES) {
+    lane_scratch(w).squares[buffer][row][w.thread / 32] = square;
+  }
+}
+__device__ __forceinline__ float lanes_scale(Worker const& w, uint32_t buffer, amk_matvec_params const& p) {
+  float const* s = lane_scratch(w).squares[buffer][out_lane(w)];
+  float4 const a = *(float4 const*)s, b = *(float4 const*)(s + 4);
+  return rsqrtf(fmaf(((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)), __fdividef(1.f, (float)p.k_len), p.eps));
+}
+
+__device__ __forceinline__ void op_matvec_lanes(Worker& w, StagedTask const& st, Cursor& c) {
+  amk_matvec_params const p = *(amk_matvec_params const*)st.task.params;
+  LaneTiles const k = {p.units, st.task.warp_units == 1 ? p.units : st.task.stage_units, st.task.warp_units, st.task.stage_tiles};
+  bool const rms = p.prologue == AMK_PROLOGUE_RMS;
+  Worker const out = in_lane(w, out_lane(w));
+  LaneInput x;
+  LaneWalk walk = {false, k.parts > 1 ? p.tiles * k.parts : (p.tiles + k.per_stage - 1) / k.per_stage};
+  Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
+  float scale = 1.f, square = 0.f;
+#pragma unroll 1
+  for (uint32_t done = 0; done < p.tiles; done += LANE_TILES) {
+    uint32_t const buffer = w.parity, tiles = p.tiles - done < LANE_TILES ? p.tiles - done : LANE_TILES;
+    LaneOut const o = {p.tile0 + done, tiles, p.epilogue == AMK_EPILOGUE_SILU_MUL ? 2u : 1u, out_lane(w) < lanes_running(w)};
+    Addends add[OUT_TURNS];
+    barrier_announce(w);
+#pragma unroll 1
+    for (uint32_t part = 0; part < k.parts; ++part) {
+      uint32_t const unit0 = part * k.part, units = k.units - unit0 < k.part ? k.units - unit0 : k.part, mine = warp_share(w, units);
+      Share v;
+      lanes_take_ahead(w, c, k, walk, mine, v);
+      if (part == 0) {
+#pragma unroll
+        for (uint32_t turn = 0; turn < OUT_TURNS; ++turn) {
+          add[turn] = addends(out, st, p, out_mine(w, o, p, turn) ? out_row(w, o, turn) : p.rows);
+        }
+      }
+      if (done == 0 || k.parts > 1) {
+        square += lanes_stage(w, st, p, unit0, mine, x);
+        if (w.thread == 0) {
+          flag_store(&w.shared->near, walk.left <= 1); // its last shares are there already
+        }
+        tape_staged(w);
+      }
+      lanes_products(w, c, k, walk, v, x, buffer, tiles, mine, part == 0);
+    }
+    if (done == 0) {
+      lanes_leave_squares(w, buffer, square);
+    }
+    tape_multiplied(w);
+    barrier_meet(w);
+    if (rms && done == 0) {
+      scale = lanes_scale(w, buffer, p);
+    }
+    lanes_epilogue(out, st, p, o, buffer, scale, add, best);
+  }
+  if (p.epilogue == AMK_EPILOGUE_LOGITS) {
+    lanes_candidates(w, st, p.candidate, best);
+  }
+}
+#endif

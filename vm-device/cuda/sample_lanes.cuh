@@ -1,0 +1,121 @@
+// sample for several lanes: chooses the token of each and ends the step for all. A warp chooses a lane's token greedily, as op_sample does with
+// all threads; the lanes that sample take all threads, one lane after the other.
+#pragma once
+
+#if AMK_LANES > 1
+static_assert(LANES <= AMK_WARPS, "a warp for each lane");
+
+// The best of the candidates of a warp's lane, of which BATCH groups are asked for at once. The counter has been waited for.
+__device__ __forceinline__ Best lane_best(Worker const& w, StagedTask const& st, uint32_t candidates) {
+  constexpr uint32_t BATCH = 4;
+  float const* from = (float const*)slot_address(w, st.slot[0]);
+  Best best = {-__int_as_float(0x7f800000), AMK_NONE};
+#pragma unroll 1
+  for (uint32_t i = w.thread % 32; i < candidates; i += 32 * BATCH) {
+    float2 c[BATCH];
+#pragma unroll
+    for (uint32_t j = 0; j < BATCH; ++j) {
+      c[j] = load_f32x2(from + (size_t)(i + j * 32 < candidates ? i + j * 32 : i) * 2);
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < BATCH; ++j) {
+      best = better(best, Best{c[j].x, __float_as_uint(c[j].y)});
+    }
+  }
+  return warp_best(best);
+}
+
+// What a lane's step ended with: an Ending, and the token that the next step has.
+struct LaneEnd {
+  uint32_t ending, token;
+};
+// One thread of a lane: its tokens, to the host and for the next step. A forced token comes from the host; only a plain decode has some.
+__device__ __forceinline__ LaneEnd lane_finish(Worker const& w, uint32_t chosen) {
+  amk_step const& s = w.shared->step;
+  uint32_t const position = lane_position(w), next = position + 1;
+  uint32_t* tokens = session_tokens(*w.shared->launch, lane_session(w));
+  host_store(tokens + w.shared->launch->token_stride + position, chosen);
+  bool const forced = next < s.forced;
+  uint32_t const token = forced ? host_load(tokens + next) : chosen;
+  uint32_t ending = AMK_ENDING_LENGTH;
+  if (token >= w.shared->program.vocab) {
+    ending = forced ? AMK_ENDING_BAD_TOKEN : AMK_ENDING_NO_TOKEN;
+  } else if (!forced) {
+    for (uint32_t i = 0; i < s.stop_len && i < AMK_STOP_TOKENS_MAX; ++i) {
+      ending = s.stop[i] == token ? AMK_ENDING_STOP : ending;
+    }
+    host_store(tokens + next, token);
+  }
+  return LaneEnd{ending, token};
+}
+
+// The first warp: ends the step. A batch goes on only if every lane does.
+__device__ __forceinline__ void finish_lanes(Worker const& w, bool gives_way) {
+  amk_step const& s = w.shared->step;
+  amk_step* next_step = (amk_step*)w.shared->launch->step;
+  amk_done* done = (amk_done*)w.shared->launch->done;
+  uint32_t const lane = w.thread, lanes = lanes_running(w), next = s.position + 1;
+  LaneEnd end = {AMK_ENDING_LENGTH, 0};
+  if (lane < lanes) {
+    end = lane_finish(in_lane(w, lane), w.shared->best_row[lane]);
+    store_relaxed(&((amk_lanes*)(next_step + 1))->token[lane], end.token);
+    if (end.ending == AMK_ENDING_LENGTH && gives_way && next < s.end) {
+      end.ending = AMK_ENDING_YIELD;
+    }
+  }
+  bool const over = __any_sync(~0u, next >= s.end || end.ending != AMK_ENDING_LENGTH);
+  uint32_t const endings = __reduce_or_sync(~0u, lane < lanes ? end.ending << lane * AMK_LANE_ENDING_BITS : 0);
+  if (over) {
+    host_fence(); // the tokens are on their way to the host before the poller may say so
+  }
+  __syncwarp();
+  if (lane != 0) {
+    return;
+  }
+  if (over) {
+    store_relaxed(&done->steps, next - s.first);
+    store_relaxed(&done->token, lanes == 1 ? end.token : 0);
+    store_relaxed(&done->ending, endings);
+    host_fence();
+    word_publish(&done->sequence, load_relaxed(&done->sequence) + 1);
+    return;
+  }
+  store_relaxed(&next_step->position, next);
+  store_relaxed(&next_step->epoch, s.epoch + 1);
+  store_relaxed(&next_step->logits_row, (s.flags & AMK_FLAG_KEEP_LOGITS) != 0 ? s.logits_row + 1 : s.logits_row);
+  word_publish(&next_step->go, s.go + 1);
+}
+
+__device__ __forceinline__ void op_sample_lanes(Worker& w, StagedTask const& st) {
+  amk_sample_params const p = *(amk_sample_params const*)st.task.params;
+  uint32_t const warp = w.thread / 32, lanes = lanes_running(w);
+  uint32_t gives_way = 0;
+  if (warp == 0) { // on its way beside the candidates
+    gives_way = load_relaxed(&((amk_step const*)w.shared->launch->step)->give_way);
+  }
+  if (warp < lanes) {
+    Best const best = lane_best(in_lane(w, warp), st, p.candidates);
+    if (w.thread % 32 == 0) {
+      w.shared->best_value[warp] = best.value;
+      w.shared->best_row[warp] = best.row;
+    }
+  }
+  task_barrier(w);
+#pragma unroll 1
+  for (w.lane = 0; w.lane < lanes; ++w.lane) {
+    bool const sampled = (w.shared->lanes.sample >> w.lane & 1) != 0 && lane_position(w) + 1 >= w.shared->step.forced;
+    if (sampled && !left(w)) {
+      consumers_sync(); // the words of the choice before are about to be used again
+      uint32_t const row = sampled_token(w, Best{w.shared->best_value[w.lane], w.shared->best_row[w.lane]});
+      if (w.thread == 0) {
+        w.shared->best_row[w.lane] = row;
+      }
+    }
+  }
+  w.lane = 0;
+  __syncwarp();
+  if (warp == 0 && !__any_sync(~0u, is_dead(w.shared))) {
+    finish_lanes(w, __shfl_sync(~0u, gives_way, 0) == w.shared->step.command);
+  }
+}
+#endif

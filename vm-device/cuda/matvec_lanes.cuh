@@ -110,36 +110,34 @@ __device__ __forceinline__ void operand_make(Worker const& w, float4 a, float4 b
 __device__ __forceinline__ float quad_square(float4 v, float sum) { return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum)))); }
 __device__ __forceinline__ float4 quad_times(float4 v, float4 n) { return make_float4(v.x * n.x, v.y * n.y, v.z * n.z, v.w * n.w); }
 
-// Units `unit0`.. of the lanes' vectors, of which `mine` are this warp's. `skip`: words in front of the elements of each head.
-__device__ __forceinline__ float lanes_stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, uint32_t skip, uint32_t unit0, uint32_t mine,
-                                                    LaneInput& x) {
-  uint32_t const first = unit0 + w.thread / 32;
-  auto const element = [&](uint32_t i) { return operand_element(w, first + i / 2 * AMK_WARPS) + i % 2 * 8; };
+// From a unit of a warp to its next: elements, and words where each head has SKIP words in front.
+constexpr uint32_t STEP_ELEMENTS = AMK_WARPS * UNIT_COLS;
+template <uint32_t SKIP> __device__ constexpr uint32_t step_words() { return STEP_ELEMENTS + STEP_ELEMENTS / AMK_HEAD_DIM * SKIP; }
+static_assert(STEP_ELEMENTS % AMK_HEAD_DIM == 0, "a warp's units begin at the same place of a head");
+
+// Units `unit0`.. of the lanes' vectors, of which `mine` are this warp's.
+template <uint32_t SKIP>
+__device__ __forceinline__ float lanes_stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, LaneInput& x) {
+  uint32_t const first = operand_element(w, unit0 + w.thread / 32), word = first + (first / AMK_HEAD_DIM + 1) * SKIP;
   uint32_t wanted = 0;
 #pragma unroll
   for (uint32_t i = 0; i < LANE_QUADS; ++i) {
-    wanted |= i / 2 < mine && element(i) < p.k_len ? 1u << i : 0;
+    wanted |= i / 2 < mine && first + i / 2 * STEP_ELEMENTS + i % 2 * 8 < p.k_len ? 1u << i : 0;
   }
   if (norm != nullptr && w.thread % 32 < mine) {
-    prefetch_l1(norm + (first + w.thread % 32 * AMK_WARPS) * UNIT_COLS);
+    prefetch_l1(norm + (unit0 + w.thread / 32 + w.thread % 32 * AMK_WARPS) * UNIT_COLS);
   }
   uint4 v[LANE_QUADS];
-  lanes_wait(
-      w, words,
-      [&](uint32_t i) {
-        uint32_t const e = element(i);
-        return e + (e / AMK_HEAD_DIM + 1) * skip;
-      },
-      wanted, unit0 == 0, v);
+  lanes_wait(w, words, [&](uint32_t i) { return word + i / 2 * step_words<SKIP>() + i % 2 * 8; }, wanted, unit0 == 0, v);
   float square = 0.f;
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; ++j) {
     float4 a = quad_value(words, v[2 * j]), b = quad_value(words, v[2 * j + 1]);
     if (norm != nullptr) {
       square = quad_square(b, quad_square(a, square));
-      bool const here[2] = {(wanted >> 2 * j & 1) != 0, (wanted >> (2 * j + 1) & 1) != 0};
-      a = here[0] ? quad_times(a, __ldg((float4 const*)(norm + element(2 * j)))) : a;
-      b = here[1] ? quad_times(b, __ldg((float4 const*)(norm + element(2 * j + 1)))) : b;
+      float const* n = norm + first + j * STEP_ELEMENTS;
+      a = (wanted >> 2 * j & 1) != 0 ? quad_times(a, load_constant(n)) : a;
+      b = (wanted >> (2 * j + 1) & 1) != 0 ? quad_times(b, load_constant(n + 8)) : b;
     }
     operand_make(w, a, b, x.half[j]);
   }
@@ -160,7 +158,7 @@ __device__ __forceinline__ float lanes_stage_embedding(Worker const& w, Resolved
       if (j < mine && e < p.k_len) {
         v[i] = embedding_read4(w, in, e);
         square = quad_square(v[i], square);
-        v[i] = norm != nullptr ? quad_times(v[i], __ldg((float4 const*)(norm + e))) : v[i];
+        v[i] = norm != nullptr ? quad_times(v[i], load_constant(norm + e)) : v[i];
       }
     }
     operand_make(w, v[0], v[1], x.half[j]);
@@ -172,10 +170,10 @@ __device__ __forceinline__ float lanes_stage_embedding(Worker const& w, Resolved
 __device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const& words, amk_matvec_params const& p, uint32_t active, uint32_t most, uint32_t unit0, uint32_t mine,
                                                    LaneInput& x) {
   constexpr uint32_t ONCE = 2, SPLITS = 2; // units and splits that are asked for at once
-  uint32_t const heads = p.k_len / AMK_HEAD_DIM;
+  constexpr uint32_t STEP = STEP_ELEMENTS / AMK_HEAD_DIM * PARTIAL_WORDS;
+  uint32_t const first = operand_element(w, unit0 + w.thread / 32), head = first / AMK_HEAD_DIM, split_words = p.k_len / AMK_HEAD_DIM * PARTIAL_WORDS;
 #pragma unroll
   for (uint32_t j0 = 0; j0 < SHARE; j0 += ONCE) {
-    auto const element = [&](uint32_t j) { return operand_element(w, unit0 + w.thread / 32 + (j0 + j) * AMK_WARPS); };
     float4 const none = make_float4(0.f, 0.f, 0.f, 0.f);
     Merged a[ONCE];
     float4 b[ONCE];
@@ -188,14 +186,14 @@ __device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const&
       uint32_t wanted = 0;
 #pragma unroll
       for (uint32_t i = 0; i < ONCE * SPLITS; ++i) {
-        wanted |= split + i % SPLITS < active && j0 + i / SPLITS < mine && element(i / SPLITS) < p.k_len ? 7u << 3 * i : 0;
+        wanted |= split + i % SPLITS < active && j0 + i / SPLITS < mine && first + (j0 + i / SPLITS) * STEP_ELEMENTS < p.k_len ? 7u << 3 * i : 0;
       }
       uint4 v[3 * ONCE * SPLITS];
       lanes_wait(
           w, words,
           [&](uint32_t i) {
-            uint32_t const e = element(i / 3 / SPLITS), word = partial_word(split + i / 3 % SPLITS, heads, e / AMK_HEAD_DIM);
-            return i % 3 == 0 ? word : word + PARTIAL_HEAD + e % AMK_HEAD_DIM + (i % 3 - 1) * 8;
+            uint32_t const word = split * split_words + head * PARTIAL_WORDS + (j0 + i / 3 / SPLITS) * STEP + i / 3 % SPLITS * split_words;
+            return i % 3 == 0 ? word : word + PARTIAL_HEAD + first % AMK_HEAD_DIM + (i % 3 - 1) * 8;
           },
           wanted, split == 0 && j0 == 0, v);
 #pragma unroll
@@ -229,16 +227,15 @@ __device__ __forceinline__ float lanes_stage(Worker const& w, StagedTask const& 
     return lanes_stage_embedding(own, in, norm, p, unit0, mine, x);
   }
   Words const words = slot_words(own, in, st.task.read_generation[0]);
-  uint32_t skip = 0;
   if (p.prologue == AMK_PROLOGUE_MERGE) {
     uint32_t const active = active_splits(attended(lane_position(own), p.window), p.kv_block, p.splits), most = __reduce_max_sync(~0u, active);
     if (most > 1) {
       lanes_stage_merged(own, words, p, active, most, unit0, mine, x);
       return 0.f;
     }
-    skip = PARTIAL_HEAD; // of one split, the partials are the result
+    return lanes_stage_vector<PARTIAL_HEAD>(own, words, nullptr, p, unit0, mine, x); // of one split, the partials are the result
   }
-  return lanes_stage_vector(own, words, norm, p, skip, unit0, mine, x);
+  return lanes_stage_vector<0>(own, words, norm, p, unit0, mine, x);
 }
 
 // A warp's products of a tile's part with the lanes' vectors, into its sums, or added to those of the parts before.
@@ -420,7 +417,7 @@ __device__ __forceinline__ float lanes_scale(Worker const& w, uint32_t buffer, a
 }
 
 __device__ __forceinline__ void op_matvec_lanes(Worker& w, StagedTask const& st, Cursor& c) {
-  amk_matvec_params const p = *(amk_matvec_params const*)st.task.params;
+  amk_matvec_params const& p = *(amk_matvec_params const*)st.task.params; // read again where it is used: registers are for vectors
   LaneTiles const k = {p.units, st.task.warp_units == 1 ? p.units : st.task.stage_units, st.task.warp_units, st.task.stage_tiles};
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   Worker const out = in_lane(w, out_lane(w));

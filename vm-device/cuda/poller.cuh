@@ -146,13 +146,12 @@ __device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, 
   bool bad = false;
   store_relaxed(&to->sample, host_load(&s->lane_sample));
 #pragma unroll 1
-  for (uint32_t i = 0; i < lanes; i += 4) { // a load of host memory takes a microsecond: four lanes at once
-    uint32_t const sessions = host_load(&s->lane_session[i / 4]);
-    uint4 const first = host_load_u32x4(&s->lane_position[i]);
-    uint32_t const position[4] = {first.x, first.y, first.z, first.w};
-    uint32_t word[4];
+  for (uint32_t i = 0; i < lanes; i += 2) { // a load of host memory takes a microsecond: two lanes at once
+    uint32_t const sessions = host_load(&s->lane_session[i / 4]) >> i % 4 * 8;
+    uint32_t const position[2] = {host_load(&s->lane_position[i]), host_load(&s->lane_position[i + 1])};
+    uint32_t word[2];
 #pragma unroll
-    for (uint32_t j = 0; j < 4; ++j) {
+    for (uint32_t j = 0; j < 2; ++j) {
       uint32_t const of = sessions >> j * 8 & 0xff;
       bool const here = i + j < lanes, right = of < l.sessions && position[j] < capacity && steps <= capacity - position[j] && (taken >> (of & 63) & 1) == 0;
       bad |= here && !right;
@@ -160,13 +159,11 @@ __device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, 
       word[j] = here && right ? host_load(session_tokens(l, of) + position[j]) : 0;
     }
 #pragma unroll
-    for (uint32_t j = 0; j < 4; ++j) {
-      if (i + j < lanes) {
-        bad |= word[j] >= vocab;
-        store_relaxed(&to->token[i + j], word[j]);
-        store_relaxed(&to->position[i + j], position[j]);
-        store_relaxed(&to->session[i + j], sessions >> j * 8 & 0xff);
-      }
+    for (uint32_t j = 0; j < 2; ++j) { // what is written of lanes that do not run, nobody reads
+      bad |= word[j] >= vocab;
+      store_relaxed(&to->token[i + j], word[j]);
+      store_relaxed(&to->position[i + j], position[j]);
+      store_relaxed(&to->session[i + j], sessions >> j * 8 & 0xff);
     }
   }
   return !bad;

@@ -16,6 +16,7 @@ use crate::sampling_args::SamplingArgs;
 
 mod cards;
 mod landscape;
+mod lanes;
 mod observing;
 mod prefill;
 mod rerun;
@@ -25,6 +26,7 @@ mod weights;
 pub(crate) use cards::CardNumber;
 pub(crate) use landscape::{LandscapeCommand, RecordArgs};
 pub(crate) use observing::{SoakArgs, TopArgs};
+pub(crate) use lanes::{LanesArgs, SequencesArgs};
 pub(crate) use prefill::{PrefillArgs, PrefillChoice};
 pub(crate) use rerun::{RerunArgs, TaskPlace};
 pub(crate) use runs::{
@@ -601,6 +603,8 @@ pub(crate) struct BenchArgs {
     /// Time a prompt of so many tokens in chunks instead of decoding. Needs the GPU.
     #[arg(long, value_name = "TOKENS", conflicts_with_all = ["context", "bundle", "peers", "gguf"])]
     pub(crate) prefill: Option<u32>,
+    #[command(flatten)]
+    pub(crate) together: SequencesArgs,
 }
 
 /// Arguments of `bundle`.
@@ -660,6 +664,8 @@ pub(crate) struct ServeArgs {
     pub(crate) metrics_every: u32,
     #[command(flatten)]
     pub(crate) prefill: PrefillArgs,
+    #[command(flatten)]
+    pub(crate) together: LanesArgs,
 }
 
 /// Arguments of `trace`.

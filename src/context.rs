@@ -114,7 +114,12 @@ impl Context {
 
     /// The kernel build of a kernel config: a hash of source, options and architecture.
     pub(crate) fn kernel_id(&self, kernel: &KernelConfig) -> String {
-        let variant = vm_host::variant(kernel, self.graph());
+        self.kernel_id_of(kernel, 1)
+    }
+
+    /// The same of the build that runs so many sequences at once.
+    pub(crate) fn kernel_id_of(&self, kernel: &KernelConfig, lanes: u32) -> String {
+        let variant = vm_device::Variant { lanes, ..vm_host::variant(kernel, self.graph()) };
         vm_host::kernel_id(&variant, &self.target.arch)
     }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use abi::Ending;
 use ir::Target;
-use ir::program::{Program, Slot, Verified};
+use ir::program::{Program, Slot, Together, Verified};
 use ir::sampling::Sampling;
 use ir::schedule::KernelConfig;
 use remote::{Board, Phase, Served};
@@ -24,6 +24,7 @@ mod child;
 mod chunks;
 #[cfg(test)]
 mod hang_tests;
+mod lanes;
 mod observed;
 mod sequences;
 mod sharing;
@@ -134,6 +135,8 @@ enum Machine {
 struct Prepared {
     program: Arc<Verified<Program>>,
     variant: Variant,
+    /// Where sessions may share it.
+    together: Option<Arc<Together>>,
     loaded: Option<Loaded>,
 }
 
@@ -168,6 +171,8 @@ pub(crate) struct Gpu<'a> {
     arrival: Arrival,
     /// Tokens from which on a prompt is run in chunks.
     chunks_from: Option<usize>,
+    /// Sessions that a command may run at once.
+    lanes: u32,
 }
 
 /// The ring of a machine, while there is one.
@@ -195,6 +200,7 @@ impl<'a> Gpu<'a> {
             deadline: DEADLINE,
             arrival: Arrival::default(),
             chunks_from: None,
+            lanes: 1,
         })
     }
 
@@ -223,7 +229,7 @@ impl<'a> Gpu<'a> {
 
 impl Gpu<'_> {
     fn variant(&self, kernel: &KernelConfig) -> Variant {
-        vm_host::variant(kernel, self.context.graph())
+        Variant { lanes: self.lanes, ..vm_host::variant(kernel, self.context.graph()) }
     }
 
     /// The session that holds tokens which a program was fed, from position zero on.
@@ -253,9 +259,10 @@ impl Gpu<'_> {
             return Err(DeviceError::Fault { reason: "the program was released".into() });
         };
         let (variant, program) = (prepared.variant, prepared.program.clone());
-        let mut had = prepared.loaded;
+        let (mut had, together) = (prepared.loaded, prepared.together.clone());
         if !matches!(&self.machine, Machine::Running(running) if running.variant() == variant) {
-            had = Some(self.launch(variant, &program)?);
+            // What is launched with is loaded for one session at a time.
+            had = Some(self.launch(variant, &program)?).filter(|_| together.is_none());
         }
         let Machine::Running(running) = &mut self.machine else {
             return Err(DeviceError::Unavailable { reason: "the kernel is not running".into() });
@@ -264,7 +271,7 @@ impl Gpu<'_> {
             Some(loaded) => loaded,
             None => {
                 let began = Instant::now();
-                let loaded = running.load(&program).map_err(device_error)?;
+                let loaded = lanes::load(running, &program, together.as_deref())?;
                 self.page.iter().for_each(|page| page.edit(|edit| edit.head().loads += 1));
                 self.costs.loads += 1;
                 self.costs.load_s += began.elapsed().as_secs_f64();
@@ -603,9 +610,11 @@ impl Served for Gpu<'_> {
             .map_err(device_error)?;
         self.costs.compiles += 1;
         self.costs.compile_s += began.elapsed().as_secs_f64();
+        let together = self.prove(program)?.map(Arc::new);
         let handle = self.next;
         self.next += 1;
-        self.programs.insert(handle, Prepared { program: program.clone(), variant, loaded: None });
+        let prepared = Prepared { program: program.clone(), variant, together, loaded: None };
+        self.programs.insert(handle, prepared);
         Ok(Handle(handle))
     }
 

@@ -18,6 +18,7 @@ mod report;
 mod sampling_args;
 mod serve;
 mod soak;
+mod together;
 mod top;
 mod working;
 

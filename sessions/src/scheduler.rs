@@ -216,16 +216,34 @@ impl Scheduler {
 
     /// The next turn, of at most `slice` tokens; none if no command is ready.
     pub fn next(&mut self, slice: u64) -> Option<Turn> {
-        let stamps = self.places.iter().enumerate();
-        let ready = stamps.filter_map(|(place, held)| Some((held.as_ref()?.stamp?, place)));
-        let (_, place) = ready.min()?;
-        let held = self.places[place].as_mut()?;
-        let session = SessionId { place: place as u32, serial: held.serial };
+        let turn = self.claim(slice, &mut |_| true)?;
+        self.turns += 1;
+        Some(turn)
+    }
+
+    /// One more session for a machine that runs several at once: beside the turn that was given last, and not counted as one of its own. It is
+    /// the earliest of those ready that `suits` accepts. Who joins is stamped anew like everybody who has run, so nobody waits longer for
+    /// it: [`longest_wait`](Self::longest_wait) holds in turns of [`next`](Self::next).
+    pub fn join(
+        &mut self,
+        slice: u64,
+        suits: &mut dyn FnMut(SessionId) -> bool,
+    ) -> Option<Turn> {
+        self.claim(slice, suits)
+    }
+
+    fn claim(&mut self, slice: u64, suits: &mut dyn FnMut(SessionId) -> bool) -> Option<Turn> {
+        let places = self.places.iter().zip(0_u32..);
+        let ready = places.filter_map(|(held, place)| {
+            let held = held.as_ref()?;
+            Some((held.stamp?, SessionId { place, serial: held.serial }))
+        });
+        let (_, session) = ready.filter(|(_, session)| suits(*session)).min()?;
+        let held = self.places[session.place()].as_mut()?;
         held.stamp = None;
         let tokens = held.quota.min(slice);
-        let claimed = self.ring.change(Side::Device, place, Claimed);
+        let claimed = self.ring.change(Side::Device, session.place(), Claimed);
         debug_assert_eq!(claimed, Ok(()), "a stamp is on ready commands only");
-        self.turns += 1;
         Some(Turn { session, tokens })
     }
 

@@ -462,3 +462,74 @@ fn a_faulty_session_is_faulted_alone() {
     good.remove(&3);
     assert_eq!(good, bad);
 }
+
+/// Most of 64 sessions run eight at a time, beside whoever of them has the turn; the others run alone. Neither makes anybody wait beyond the
+/// bound, in turns of `next`.
+#[test]
+fn who_joins_makes_nobody_wait_longer() {
+    const LANES: usize = 8;
+    for (seed, alone) in [(1, 1), (2, 4), (3, 40)] {
+        let mut random = Xoshiro256PlusPlus::seed_from_u64(seed);
+        let mut scheduler = Scheduler::new(ALL);
+        let open =
+            |at: usize| (scheduler.open(Priority::ALL[at % 3], u64::MAX).unwrap(), at % 3);
+        let sessions: Vec<(SessionId, usize)> = (0..ALL).map(open).collect();
+        for (session, _) in &sessions {
+            scheduler.submit(*session).unwrap();
+        }
+        let mut ready_since = vec![0; ALL];
+        let (mut joined, mut led) = (0, vec![0; ALL]);
+        for now in 0..5000_u64 {
+            let first = scheduler.next(9).unwrap();
+            led[first.session().place()] += 1;
+            let mut turns = vec![first];
+            let mut suits = |session: SessionId| session.place() >= alone;
+            if suits(turns[0].session()) {
+                while turns.len() < LANES
+                    && let Some(turn) = scheduler.join(4, &mut suits)
+                {
+                    assert_eq!(turn.tokens(), 4);
+                    turns.push(turn);
+                }
+                joined += turns.len() - 1;
+                let mut places: Vec<usize> = turns.iter().map(|t| t.session().place()).collect();
+                places.sort_unstable();
+                places.dedup();
+                assert_eq!(places.len(), turns.len(), "nobody is in two lanes");
+            }
+            for turn in turns {
+                let (session, place) = (turn.session(), turn.session().place());
+                let waited = now - ready_since[place];
+                let bound = scheduler.longest_wait(Priority::ALL[sessions[place].1]);
+                assert!(waited <= bound, "session {place} waited {waited} turns of {bound}");
+                ready_since[place] = now + 1;
+                let outcome =
+                    if random.random_bool(0.3) { Outcome::Done } else { Outcome::Yield };
+                if scheduler.give_back(turn, 1, outcome) == Ok(Report::Finished) {
+                    scheduler.retire(session).unwrap();
+                    scheduler.submit(session).unwrap();
+                }
+            }
+        }
+        assert_eq!(scheduler.turns(), 5000, "who joins has no turn of its own");
+        assert!(joined > 5000, "{joined}");
+        assert!(led[..alone].iter().all(|turns| *turns > 0), "{led:?}");
+    }
+}
+
+#[test]
+fn only_who_suits_and_is_ready_joins() {
+    let mut scheduler = Scheduler::new(3);
+    let open = |_| scheduler.open(Priority::Normal, 6).unwrap();
+    let sessions: Vec<SessionId> = (0..3).map(open).collect();
+    scheduler.submit(sessions[0]).unwrap();
+    scheduler.submit(sessions[2]).unwrap();
+    let first = scheduler.next(4).unwrap();
+    assert_eq!(scheduler.join(4, &mut |session| session == sessions[1]), None);
+    let second = scheduler.join(9, &mut |_| true).unwrap();
+    assert_eq!((second.session(), second.tokens()), (sessions[2], 6), "what is left of the quota");
+    assert_eq!(scheduler.join(4, &mut |_| true), None);
+    assert_eq!(scheduler.turns(), 1);
+    assert_eq!(scheduler.give_back(second, 6, Outcome::Done), Ok(Report::Finished));
+    assert_eq!(scheduler.give_back(first, 1, Outcome::Yield), Ok(Report::Ready));
+}

@@ -62,6 +62,9 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     if let Some(tokens) = args.prefill {
         return super::prefill::run(args, tokens);
     }
+    if let Some(sequences) = args.together.sequences {
+        return super::together::run(args, sequences);
+    }
     let mut context = Context::new(&args.model)?;
     if args.model.place.kv_capacity.is_none() {
         let most = context.graph().max_positions.clamp(1, abi::KV_CAPACITY_MAX);

@@ -19,6 +19,7 @@ pub(crate) mod rerun;
 pub(crate) mod runs;
 mod sample;
 pub(crate) mod search_loop;
+mod together;
 mod trace;
 
 use std::path::Path;

@@ -124,7 +124,7 @@ impl Gpu<'_> {
     }
 
     /// Does something with the running kernel. What fails ends the kernel; what is refused leaves it as it is.
-    fn undone<T>(
+    pub(super) fn undone<T>(
         &mut self,
         handle: Handle,
         act: impl FnOnce(&mut Resident) -> Result<T, HostError>,

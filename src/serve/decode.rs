@@ -253,7 +253,8 @@ impl<'e> Desk<'e> {
             }
             self.admit();
             if let Some(turn) = self.scheduler.next(self.engine.prompt_slice()) {
-                self.turn(turn);
+                let turns = self.joined(turn);
+                self.turns(turns);
             }
         }
     }
@@ -320,10 +321,7 @@ impl<'e> Desk<'e> {
             unreachable!("every open session has its request")
         };
         if running.job.to.is_closed() {
-            let _ = self.scheduler.cancel(session);
-            let _ = self.scheduler.give_back(turn, 0, Outcome::Yield);
-            drop(self.forget(session, SequenceEnd::Cancelled));
-            return;
+            return self.gone(turn);
         }
         let (engine, place) = (&mut *self.engine, session.place());
         let chosen = running.chosen.len();
@@ -335,8 +333,23 @@ impl<'e> Desk<'e> {
         };
         let ran = done.as_ref().map_or(0, |(ran, _)| *ran);
         self.said.ran(place, ran, began.elapsed());
+        let chosen = (running.chosen.len() - chosen) as u64;
+        self.settle(turn, ran, chosen, done.map(|(_, finish)| finish));
+    }
+
+    /// The client of a session that has its turn has gone.
+    fn gone(&mut self, turn: Turn) {
+        let session = turn.session();
+        let _ = self.scheduler.cancel(session);
+        let _ = self.scheduler.give_back(turn, 0, Outcome::Yield);
+        drop(self.forget(session, SequenceEnd::Cancelled));
+    }
+
+    /// Gives a turn back in which so many positions were run and tokens chosen.
+    fn settle(&mut self, turn: Turn, ran: usize, chosen: u64, done: Result<Option<Finish>, Broken>) {
+        let session = turn.session();
         let (all, finish) = match done {
-            Ok((_, finish)) => (false, finish),
+            Ok(finish) => (false, finish),
             Err(Broken::Sequence(why)) => (false, Some(Finish::Failed(why))),
             Err(Broken::All(why)) => (true, Some(Finish::Failed(why))),
         };
@@ -345,7 +358,6 @@ impl<'e> Desk<'e> {
             Some(Finish::Stop | Finish::Length) => Outcome::Done,
             Some(Finish::Failed(_) | Finish::Leaving) => Outcome::Fault,
         };
-        let chosen = (running.chosen.len() - chosen) as u64;
         let report = self.scheduler.give_back(turn, ran as u64, outcome);
         self.said.turn(session.place(), chosen, self.scheduler.ring());
         match (report, finish) {
@@ -386,6 +398,9 @@ impl<'e> Desk<'e> {
         self.running.remove(&session).map(|running| running.job)
     }
 }
+
+#[path = "together.rs"]
+mod together;
 
 #[cfg(test)]
 #[path = "device_tests.rs"]

@@ -10,7 +10,7 @@ use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::{Machine, Run};
 use search::Handle;
 
-use vm_host::Request;
+use vm_host::{Batch, Lane, Request};
 
 use crate::context::Context;
 use crate::device::{Gpu, Undone};
@@ -60,6 +60,22 @@ pub(super) trait Engine {
         _give_way: &mut dyn FnMut() -> bool,
     ) -> Result<Advanced, Broken> {
         Err(Broken::Sequence(format!("the machine does not choose for place {place}")))
+    }
+
+    /// Sequences that the machine runs at once where it chooses for them.
+    fn lanes(&self) -> usize {
+        1
+    }
+
+    /// As [`advance`](Self::advance), for several sequences side by side, each with its next token: all run as many positions. A sequence that
+    /// cannot go on says why; the others are not touched.
+    fn together(
+        &mut self,
+        _lanes: &[(usize, u32)],
+        _generate: u32,
+        _give_way: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<Result<Advanced, String>>, Broken> {
+        Err(Broken::All("the machine runs one sequence at a time".into()))
     }
 }
 
@@ -256,6 +272,50 @@ impl Engine for Megakernel<'_> {
             }
         };
         Ok(Advanced { chosen: done.tokens, ran: done.steps as usize, stopped })
+    }
+
+    fn lanes(&self) -> usize {
+        self.gpu.lanes() as usize
+    }
+
+    fn together(
+        &mut self,
+        lanes: &[(usize, u32)],
+        generate: u32,
+        give_way: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<Result<Advanced, String>>, Broken> {
+        let mut stop: Vec<u32> = Vec::new();
+        let mut asked = Vec::with_capacity(lanes.len());
+        for &(place, token) in lanes {
+            let held = self.places.get(place).ok_or_else(|| unknown(place))?;
+            let &Place { position, sampled, .. } = held;
+            stop.extend(held.stop.iter().filter(|token| !stop.contains(token)).collect::<Vec<_>>());
+            asked.push(Lane { session: place as u32, position, token, sampled });
+        }
+        // A token that ends another sequence's text ends the batch, and is a token like any other here. Too many of them: each is looked for
+        // step by step.
+        let several = stop.len() <= abi::STOP_TOKENS_MAX;
+        let (stop, generate) = if several { (&stop[..], generate) } else { (&[][..], 1) };
+        let batch = Batch { lanes: &asked, generate, stop, keep_logits: false };
+        let done = self.gpu.batch(self.program, &batch, give_way)?;
+        let ran = done.steps as usize;
+        Ok(done
+            .lanes
+            .into_iter()
+            .zip(lanes)
+            .map(|(lane, &(place, _))| {
+                let held = &mut self.places[place];
+                held.position += done.steps;
+                let stopped = lane.tokens.last().is_some_and(|last| held.stop.contains(last));
+                match lane.ending {
+                    Ending::NoToken => Err("every token is banned or not a number".into()),
+                    Ending::BadToken => Err("a token is outside the vocabulary".into()),
+                    Ending::Length | Ending::Yield | Ending::Stop => {
+                        Ok(Advanced { chosen: lane.tokens, ran, stopped })
+                    }
+                }
+            })
+            .collect())
     }
 
     fn prompt_slice(&self) -> u64 {

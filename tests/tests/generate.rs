@@ -21,7 +21,7 @@ fn edits() -> u64 {
     std::env::var("AMK_EDITS").ok().and_then(|text| text.parse().ok()).unwrap_or(1200)
 }
 
-fn shape(rng: &mut Rng) -> Shape {
+pub(crate) fn shape(rng: &mut Rng) -> Shape {
     let kv_heads = rng.pick(&[1, 2]);
     Shape {
         hidden: rng.pick(&[16, 24, 48]),
@@ -38,7 +38,7 @@ fn shape(rng: &mut Rng) -> Shape {
     }
 }
 
-fn plan(rng: &mut Rng) -> Plan {
+pub(crate) fn plan(rng: &mut Rng) -> Plan {
     let mixed = rng.next_u64() as u8;
     Plan {
         workers: rng.pick(&[1, 2, 3, 7]),
@@ -56,7 +56,7 @@ fn plan(rng: &mut Rng) -> Plan {
 
 /// A program that `lower` made for a schedule drawn at random. Blocks of keys are cut to one or two keys, so that several splits have
 /// some after a few tokens.
-fn lowered(graph: &Graph, rng: &mut Rng) -> Program {
+pub(crate) fn lowered(graph: &Graph, rng: &mut Rng) -> Program {
     let mut target = Target::by_name("h200").expect("a target of the table");
     target.sms = rng.pick(&[1, 2, 3, 7]);
     let mut config = default_config(graph, &target);
@@ -93,7 +93,7 @@ fn lowered(graph: &Graph, rng: &mut Rng) -> Program {
 
 /// The logits' bits after each of a few tokens, in one order. Where a number that an edit made absurd leaves logits without a greatest, the
 /// step at which `sample` says so.
-fn run(
+pub(crate) fn run(
     program: &Verified<Program>,
     graph: &Graph,
     weights: &SeededWeights,
@@ -138,7 +138,7 @@ const WEAK_STEPS: u32 = 4;
 const WEAK_SEEDS: u64 = 4;
 
 /// Under weak memory every read finds the same write, whatever the seed.
-fn agreed_when_weak(program: &Program, seeds: u64) -> Result<(), String> {
+pub(crate) fn agreed_when_weak(program: &Program, seeds: u64) -> Result<(), String> {
     let first = weak::run(program, WEAK_STEPS, 0)?;
     for seed in 1..seeds {
         if weak::run(program, WEAK_STEPS, seed)? != first {

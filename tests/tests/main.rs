@@ -15,3 +15,4 @@ mod race;
 mod sanitizer;
 mod shipped;
 mod tidy;
+mod together;

@@ -41,7 +41,8 @@ pub use error::{HostError, describe};
 pub use landing::{ReadBy, Streaming};
 pub use lookout::Lookout;
 pub use machine::{
-    Decoded, Idle, LandingReport, Loaded, PROGRAMS_MAX, Request, Resident, TensorCheck,
+    Batch, BatchDecoded, Decoded, Idle, LandingReport, Lane, LaneDecoded, Loaded, PROGRAMS_MAX,
+    Request, Resident, TensorCheck,
 };
 pub use nvml::{compute_processes, visible_name};
 pub use prefill::{GemmShape, KernelTime, PrefillOptions, Prefilled, prefill_refused};

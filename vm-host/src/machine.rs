@@ -31,9 +31,11 @@ use crate::ring::{self, RingHost};
 use crate::sampling::SamplingMemory;
 use crate::weights::{LoadReport, load_matrices};
 
+mod batch;
 mod chunks;
 mod run;
 
+pub use batch::{Batch, BatchDecoded, Lane, LaneDecoded};
 pub use run::{Decoded, Request};
 
 /// Programs that can be loaded beside each other.
@@ -113,6 +115,8 @@ pub struct Resident {
     variant: Variant,
     current: Loaded,
     next_place: usize,
+    /// Of the program in each place: lanes that a batch of it may have.
+    together: [u32; PROGRAMS_MAX],
     failed: bool,
 }
 
@@ -226,6 +230,7 @@ impl Idle {
                     variant,
                     current,
                     next_place,
+                    together: [1; PROGRAMS_MAX],
                     failed: false,
                 })
             }
@@ -414,6 +419,7 @@ impl Resident {
         }
         let place = self.next_place;
         self.next_place = (place + 1) % PROGRAMS_MAX;
+        self.together[place] = 1;
         self.idle().load_into(place, program)
     }
 

@@ -12,7 +12,7 @@ mod verify;
 pub use access::{Accesses, Region, accesses};
 pub use rules::order::Order;
 pub use rules::race::Unordered;
-pub use verify::{Seal, SealKey, Unsealed, Verified, check, unordered, verify};
+pub use verify::{Seal, SealKey, Together, Unsealed, Verified, check, rotated, unordered, verify};
 
 use abi::{Opcode, SlotKind};
 use serde::{Deserialize, Serialize};

@@ -19,10 +19,13 @@ use crate::program::rules::race::Unordered;
 use crate::violation::Violations;
 
 mod seal;
+mod together;
 
 pub use seal::{Seal, SealKey, Unsealed};
+pub use together::{Together, rotated};
 
-/// A value that its checker accepted. Only [`verify`] makes one, and [`SealKey::open`] out of what one was sealed as.
+/// A value that its checker accepted. Only [`verify`] makes one, [`SealKey::open`] out of what one was sealed as, and [`Together`] of the
+/// lanes that it has checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verified<T>(T);
 

@@ -1,0 +1,406 @@
+//! `amk bench --sequences N`: microseconds of a step of several sequences at once, beside those of one alone.
+
+use std::sync::Arc;
+
+use ir::program::{Program, Verified};
+use ir::schedule::ScheduleConfig;
+use reference_vm::accuracy::Accuracy;
+use reference_vm::compare::Tolerance;
+use reference_vm::eval::Evaluator;
+use remote::Served;
+use search::{Expected, Gate, Handle, Timing, assess, draw_tokens};
+use serde_json::json;
+use vm_host::{Batch, BatchDecoded, Lane, Request};
+
+use crate::cli::{BenchArgs, PrefillChoice};
+use crate::context::Context;
+use crate::device::Gpu;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::report;
+use crate::together::spread;
+use crate::working::Working;
+
+/// Tokens that one block times.
+const TIMED_TOKENS: u32 = 32;
+/// Timed blocks, and untimed ones before them.
+const ROUNDS: usize = 24;
+const WARMUP: usize = 4;
+/// Positions of each sequence that are compared with the graph: the first timed ones, and the last.
+const COMPARED: [usize; 6] = [0, 1, 2, 3, 30, 31];
+
+/// What a machine of so many lanes did.
+struct Measured {
+    /// Microseconds of a step of each block, sorted.
+    us: Vec<f64>,
+    /// Tokens that each sequence got.
+    tokens: Vec<Vec<u32>>,
+}
+
+impl Measured {
+    fn median(&self) -> f64 {
+        f64::midpoint(self.us[(self.us.len() - 1) / 2], self.us[self.us.len() / 2])
+    }
+}
+
+/// All that is told.
+struct Shown {
+    one: Measured,
+    several: Measured,
+    accuracy: Accuracy,
+    /// Whether every token is the first of the greatest of the logits that came with it.
+    chosen: bool,
+    bytes: u64,
+    bandwidth: f64,
+    ids: [String; 3],
+}
+
+impl Shown {
+    fn holds(&self) -> bool {
+        self.accuracy.holds() && self.chosen
+    }
+
+    fn floor(&self) -> f64 {
+        self.bytes as f64 / self.bandwidth * 1e6
+    }
+
+    /// Sequences that got the tokens that they get alone. Where two logits are all but equal the order of a sum decides, so this is told, not
+    /// judged.
+    fn as_alone(&self) -> usize {
+        let pairs = self.one.tokens.iter().zip(&self.several.tokens);
+        pairs.filter(|(one, several)| one == several).count()
+    }
+}
+
+pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
+    let mut context = Context::new(&args.model)?;
+    let most = context.graph().max_positions.clamp(1, abi::KV_CAPACITY_MAX);
+    let needed = args.context.saturating_add(TIMED_TOKENS + 1);
+    if args.context == 0 || needed > most {
+        let (asked, name) = (args.context, &context.graph().name);
+        let message = format!(
+            "--context {asked} is out of range: {name} has {most} positions, {} of them timed",
+            TIMED_TOKENS + 1
+        );
+        return Err(Failure::usage(message));
+    }
+    if context.graph().dtype == ir::DType::F32 {
+        let message = "--sequences: sequences share the products of 16-bit weights only, and these are f32";
+        return Err(Failure::usage(message));
+    }
+    if args.model.place.kv_capacity.is_none() {
+        context.kv_capacity = context.kv_capacity.max(needed);
+    }
+    let alone = context.best_config(args.config.config.as_ref(), args.context)?;
+    let config = match args.config.config {
+        Some(_) => alone,
+        None => spread(alone, context.graph(), &context.target),
+    };
+    judged(&context, args, &config)?;
+    let shown = measure(&context, args, sequences, (alone, config))?;
+    say(&context, args, sequences, &shown);
+    answer(&context, args, sequences, &shown)?;
+    Ok(if shown.holds() { Exit::Yes } else { Exit::No })
+}
+
+/// The gates that need no device: what the schedule lowers to is what the graph computes. That each lane's program is as good is proven when
+/// it is loaded.
+fn judged(context: &Context, args: &BenchArgs, config: &ScheduleConfig) -> Result<(), Failure> {
+    let working = Working::on(format!("judging the schedule for {}", context.graph().name));
+    let (graph, weights) = (context.graph(), &*context.model.weights);
+    let kernel_id = |kernel: &_| context.kernel_id(kernel);
+    let expected = Expected::new(graph, weights, context.kv_capacity, args.seed, None);
+    let expected = expected.map_err(|error| Failure::usage(error.to_string()))?;
+    let options = context.lower_options();
+    let mut gate = Gate::new(graph, weights, &context.target, options, &kernel_id, expected)
+        .with_context(args.context);
+    let timing = Timing { rounds: ROUNDS, warmup: WARMUP };
+    let (verdict, outcome) = assess::evaluate(&mut gate, None, config, timing, args.seed);
+    drop(working);
+    if let Err(dropped) = &outcome {
+        super::evaluate::stop_on_our_fault(dropped)?;
+    }
+    match verdict.correct && outcome.is_ok() {
+        true => Ok(()),
+        false => Err(Failure::refused(verdict.rejected_reason.unwrap_or_default())),
+    }
+}
+
+fn open(context: &Context) -> Result<Gpu<'_>, Failure> {
+    let gpu = context.open_here()?;
+    let missing = "--sequences is for what is measured, and there is no GPU here: see `amk doctor`";
+    let mut gpu = gpu.ok_or_else(|| Failure::missing(missing))?;
+    gpu.set_prefill(PrefillChoice::Auto)?;
+    Ok(gpu)
+}
+
+fn failed(error: impl std::fmt::Display) -> Failure {
+    Failure::refused(error.to_string())
+}
+
+/// Prompts of the sequences, each with the token that is run first behind it.
+fn prompts(args: &BenchArgs, vocab: u32, sequences: u32) -> Vec<Vec<u32>> {
+    let length = args.context as usize + 1;
+    let seeds = (0..u64::from(sequences)).map(|lane| args.seed.wrapping_mul(8191) + lane);
+    seeds.map(|seed| draw_tokens(seed, vocab, length)).collect()
+}
+
+fn measure(
+    context: &Context,
+    args: &BenchArgs,
+    sequences: u32,
+    (alone, config): (ScheduleConfig, ScheduleConfig),
+) -> Result<Shown, Failure> {
+    let prompts = prompts(args, context.graph().vocab, sequences);
+    let mut gpu = open(context)?;
+    let bandwidth = gpu.describe().bandwidth.unwrap_or(context.target.bandwidth as f64);
+    let program = Arc::new(super::program::lowered(context, &alone)?);
+    let handle = gpu.prepare(&program, &alone.kernel).map_err(failed)?;
+    gpu.serve(handle, sequences).map_err(failed)?;
+    let one = one_by_one(&mut gpu, handle, &prompts)?;
+    drop(gpu); // its memory is the next one's
+
+    let mut gpu = open(context)?;
+    gpu.set_lanes(sequences);
+    let program = Arc::new(super::program::lowered(context, &config)?);
+    let handle = gpu.prepare(&program, &config.kernel).map_err(failed)?;
+    gpu.serve(handle, sequences).map_err(failed)?;
+    for (session, prompt) in (0..).zip(&prompts) {
+        fill(&mut gpu, handle, session, prompt)?;
+    }
+    let (tokens, logits) = gate_run(&mut gpu, handle, &prompts)?;
+    let (accuracy, chosen) = compare(context, &prompts, &tokens, &logits)?;
+    let several = at_once(&mut gpu, handle, &prompts, tokens)?;
+    let ids = [config.id(), program.id(), context.kernel_id_of(&config.kernel, sequences)];
+    let bytes = step_bytes(&program, args.context, sequences);
+    Ok(Shown { one, several, accuracy, chosen, bytes, bandwidth, ids })
+}
+
+/// Bytes that a step in the middle of a block reads: the weights once, the keys and values of every sequence.
+fn step_bytes(program: &Verified<Program>, context: u32, sequences: u32) -> u64 {
+    let keys = program.kv_bytes(context + TIMED_TOKENS / 2);
+    program.stream_bytes() + u64::from(sequences) * keys
+}
+
+/// Runs a prompt but its last token.
+fn fill(gpu: &mut Gpu<'_>, handle: Handle, session: u32, prompt: &[u32]) -> Result<(), Failure> {
+    let tokens = &prompt[..prompt.len() - 1];
+    let request = Request { session, tokens, ..Request::default() };
+    gpu.command(handle, &request, &mut || false)?;
+    Ok(())
+}
+
+/// Each sequence by itself, on a kernel of one lane; the first is timed.
+fn one_by_one(
+    gpu: &mut Gpu<'_>,
+    handle: Handle,
+    prompts: &[Vec<u32>],
+) -> Result<Measured, Failure> {
+    let mut tokens = Vec::new();
+    for (session, prompt) in (0..).zip(prompts) {
+        fill(gpu, handle, session, prompt)?;
+    }
+    let mut us = Vec::new();
+    for (session, prompt) in (0..).zip(prompts) {
+        let (head, last) = prompt.split_at(prompt.len() - 1);
+        let position = head.len() as u32;
+        let request =
+            Request { session, position, tokens: last, generate: TIMED_TOKENS, ..Request::default() };
+        let blocks = if session == 0 { WARMUP + ROUNDS } else { 1 };
+        for block in 0..blocks {
+            let done = gpu.command(handle, &request, &mut || false)?;
+            if block >= WARMUP {
+                us.push(done.host_us / f64::from(done.steps.max(1)));
+            }
+            if block + 1 == blocks {
+                tokens.push(done.tokens);
+            }
+        }
+    }
+    us.sort_by(f64::total_cmp);
+    Ok(Measured { us, tokens })
+}
+
+fn lanes(prompts: &[Vec<u32>]) -> Vec<Lane> {
+    let lane = |(session, prompt): (u32, &Vec<u32>)| Lane {
+        session,
+        position: prompt.len() as u32 - 1,
+        token: prompt.last().copied().unwrap_or_default(),
+        sampled: false,
+    };
+    (0..).zip(prompts).map(lane).collect()
+}
+
+fn batch(
+    gpu: &mut Gpu<'_>,
+    handle: Handle,
+    prompts: &[Vec<u32>],
+    keep_logits: bool,
+) -> Result<BatchDecoded, Failure> {
+    let lanes = lanes(prompts);
+    let batch = Batch { lanes: &lanes, generate: TIMED_TOKENS, stop: &[], keep_logits };
+    Ok(gpu.batch(handle, &batch, &mut || false)?)
+}
+
+/// Of each sequence what it generates, and the logits of every position of that.
+type Generated = (Vec<Vec<u32>>, Vec<Vec<Vec<f32>>>);
+
+fn gate_run(gpu: &mut Gpu<'_>, handle: Handle, prompts: &[Vec<u32>]) -> Result<Generated, Failure> {
+    let done = batch(gpu, handle, prompts, true)?;
+    let logits = gpu.batch_logits(handle, prompts.len() as u32, done.steps)?;
+    Ok((done.lanes.into_iter().map(|lane| lane.tokens).collect(), logits))
+}
+
+/// Each lane's logits against the graph's, fed with the same tokens; and its tokens against its logits.
+fn compare(
+    context: &Context,
+    prompts: &[Vec<u32>],
+    tokens: &[Vec<u32>],
+    logits: &[Vec<Vec<f32>>],
+) -> Result<(Accuracy, bool), Failure> {
+    let working = Working::on(format!("evaluating {} for each sequence", context.graph().name));
+    let (mut expected, mut actual, mut chosen) = (Vec::new(), Vec::new(), true);
+    for ((prompt, tokens), rows) in prompts.iter().zip(tokens).zip(logits) {
+        let fed = [&prompt[..], &tokens[..tokens.len().saturating_sub(1)]].concat();
+        let positions: Vec<usize> = COMPARED.iter().map(|at| prompt.len() - 1 + at).collect();
+        let evaluator = Evaluator::new(context.graph(), &*context.model.weights);
+        let wanted = evaluator.and_then(|mut evaluator| evaluator.run_at(&fed, &positions));
+        expected.extend(wanted.map_err(failed)?);
+        actual.extend(COMPARED.iter().filter_map(|at| rows.get(*at).cloned()));
+        chosen &= rows.len() == tokens.len();
+        chosen &= rows.iter().zip(tokens).all(|(row, token)| first_greatest(row) == *token);
+    }
+    drop(working);
+    let accuracy = Accuracy::of(&expected, &actual, Tolerance::DEVICE);
+    let missing = || Failure::refused("a sequence ended before all its positions were run");
+    Ok((accuracy.ok_or_else(missing)?, chosen))
+}
+
+/// The index of the greatest value, the first of equals.
+fn first_greatest(row: &[f32]) -> u32 {
+    let better = |best: usize, (index, value): (usize, &f32)| {
+        if *value > row[best] { index } else { best }
+    };
+    row.iter().enumerate().fold(0, better) as u32
+}
+
+/// All sequences at once. Whatever is timed gives the tokens that were compared.
+fn at_once(
+    gpu: &mut Gpu<'_>,
+    handle: Handle,
+    prompts: &[Vec<u32>],
+    tokens: Vec<Vec<u32>>,
+) -> Result<Measured, Failure> {
+    let mut us = Vec::new();
+    for block in 0..WARMUP + ROUNDS {
+        let done = batch(gpu, handle, prompts, false)?;
+        let same = done.lanes.iter().zip(&tokens).all(|(lane, tokens)| lane.tokens == *tokens);
+        if !same {
+            return Err(Failure::refused(format!(
+                "timed block {block} gave other tokens than those that were compared"
+            )));
+        }
+        if block >= WARMUP {
+            us.push(done.host_us / f64::from(done.steps.max(1)));
+        }
+    }
+    us.sort_by(f64::total_cmp);
+    Ok(Measured { us, tokens })
+}
+
+fn say(context: &Context, args: &BenchArgs, sequences: u32, shown: &Shown) {
+    let (one, several, floor) = (shown.one.median(), shown.several.median(), shown.floor());
+    let range = |measured: &Measured| {
+        format!(
+            "{:.1} us a step ({:.1} to {:.1})",
+            measured.median(),
+            measured.us[0],
+            measured.us[measured.us.len() - 1]
+        )
+    };
+    let graph = context.graph();
+    let a = shown.accuracy;
+    report::table(&[
+        ("model".to_owned(), format!("{} {}", graph.name, graph.dtype.name())),
+        ("context".to_owned(), format!("{} tokens, whole steps, median of {ROUNDS}", args.context)),
+        ("one".to_owned(), format!("{}, {:.0} tokens/s", range(&shown.one), 1e6 / one)),
+        (
+            format!("{sequences}"),
+            format!(
+                "{}, {:.2} x one; {:.1} us a token, {:.0} tokens/s, {:.2} x one's",
+                range(&shown.several),
+                several / one,
+                several / f64::from(sequences),
+                f64::from(sequences) * 1e6 / several,
+                f64::from(sequences) * one / several
+            ),
+        ),
+        (
+            "floor".to_owned(),
+            format!(
+                "{floor:.1} us = {:.4} GB at {:.3} TB/s, keys of all; {:.1} % of it reached",
+                shown.bytes as f64 / 1e9,
+                shown.bandwidth / 1e12,
+                floor / several * 100.0
+            ),
+        ),
+        (
+            "accuracy".to_owned(),
+            format!(
+                "relative error {:.1e} worst; top-1 equal at {} of {} decided; {} positions against f32: {}; tokens as alone: {} of {sequences}",
+                a.rel_worst,
+                a.decided_equal,
+                a.decided,
+                a.positions,
+                if shown.holds() { "within bounds" } else { "OUT OF BOUNDS" },
+                shown.as_alone()
+            ),
+        ),
+    ]);
+}
+
+fn answer(
+    context: &Context,
+    args: &BenchArgs,
+    sequences: u32,
+    shown: &Shown,
+) -> Result<(), Failure> {
+    let a = shown.accuracy;
+    let (one, several, floor) = (shown.one.median(), shown.several.median(), shown.floor());
+    let [schedule_id, program_id, kernel_id] = &shown.ids;
+    report::document(&json!({
+        "schema": "amk.bench.sequences.v1",
+        "model": context.graph().name,
+        "dtype": context.graph().dtype.name(),
+        "target": context.target.name,
+        "context": args.context,
+        "kv_capacity": context.kv_capacity,
+        "sequences": sequences,
+        "us_per_step": several,
+        "us_per_step_rounds": shown.several.us,
+        "us_per_token": several / f64::from(sequences),
+        "tokens_per_s": f64::from(sequences) * 1e6 / several,
+        "one": {"us_per_step": one, "us_per_step_rounds": shown.one.us},
+        "times_one": several / one,
+        "bound_us": floor,
+        "pct_of_roofline": floor / several * 100.0,
+        "bytes_per_step": shown.bytes,
+        "bandwidth_measured": shown.bandwidth,
+        "accuracy": {
+            "against": "f32 evaluation of the same weights, each sequence by itself",
+            "positions": a.positions,
+            "rel_err_worst": a.rel_worst,
+            "rel_err_mean": a.rel_mean,
+            "rel_err_max_allowed": Accuracy::REL_MAX,
+            "top1_decided": a.decided,
+            "top1_equal": a.decided_equal,
+            "kl_mean": a.kl_mean,
+            "within_bounds": a.holds(),
+        },
+        "chosen_by_logits": shown.chosen,
+        "sequences_as_alone": shown.as_alone(),
+        "correct": shown.holds(),
+        "schedule_id": schedule_id,
+        "program_id": program_id,
+        "kernel_id": kernel_id,
+    }))
+}

@@ -1,0 +1,123 @@
+//! Turns that are taken together: sessions that only decode, where the machine chooses and runs several at once.
+
+use std::time::Instant;
+
+use sessions::{SessionId, Turn};
+
+use super::super::engine::Advanced;
+use super::{Broken, Desk, Event, Finish, Running, SLICE};
+
+impl Running {
+    /// The next token, if that is all there is to feed and the machine chooses what follows.
+    fn decodes(&self) -> Option<u32> {
+        let last = self.fed + 1 == self.job.work.prompt.len() + self.chosen.len();
+        let tokens = self.next(1);
+        (self.chosen_there && last && !self.job.to.is_closed()).then(|| tokens.first().copied())?
+    }
+
+    /// Tokens that a turn of `most` positions may choose.
+    fn allowed(&self, most: u64) -> usize {
+        let left = (self.job.work.limit as usize).saturating_sub(self.chosen.len());
+        left.min(SLICE).min(usize::try_from(most).unwrap_or(usize::MAX))
+    }
+
+    /// Takes over what the machine chose.
+    fn took(&mut self, ran: usize, chosen: Vec<u32>, stopped: bool) -> Option<Finish> {
+        self.fed += ran;
+        for id in chosen {
+            self.say(Event::Token { id, logprobs: None });
+            self.chosen.push(id);
+        }
+        self.finish(stopped)
+    }
+}
+
+impl Desk<'_> {
+    /// The turn, and those of the sessions that can be run beside it: of all that only decode, those whose turns would be next.
+    pub(super) fn joined(&mut self, turn: Turn) -> Vec<Turn> {
+        let (lanes, slice) = (self.engine.lanes(), self.engine.prompt_slice());
+        let running = &self.running;
+        let mut suits =
+            |session: SessionId| running.get(&session).and_then(Running::decodes).is_some();
+        let mut turns = vec![turn];
+        if !suits(turns[0].session()) {
+            return turns;
+        }
+        while turns.len() < lanes
+            && let Some(turn) = self.scheduler.join(slice, &mut suits)
+        {
+            turns.push(turn);
+        }
+        turns
+    }
+
+    /// One turn by itself, or several side by side.
+    pub(super) fn turns(&mut self, mut turns: Vec<Turn>) {
+        match turns.len() {
+            1 => turns.pop().into_iter().for_each(|turn| self.turn(turn)),
+            _ => self.together(turns),
+        }
+    }
+
+    /// New tokens for each. It ends for all when it does for one, when a request comes, or when a client has gone.
+    fn together(&mut self, turns: Vec<Turn>) {
+        let held = |turn: &Turn| {
+            let running = self.running.get(&turn.session())?;
+            Some((turn.session().place(), running.decodes()?, running))
+        };
+        let lanes: Option<Vec<(usize, u32, &Running)>> = turns.iter().map(held).collect();
+        let Some(lanes) = lanes else {
+            // A client has gone since it was chosen.
+            return turns.into_iter().for_each(|turn| self.turn(turn));
+        };
+        let allowed = |((_, _, running), turn): (&(usize, u32, &Running), &Turn)| {
+            running.allowed(turn.tokens())
+        };
+        let generate = lanes.iter().zip(&turns).map(allowed).min().unwrap_or(1).max(1);
+        for (place, _, running) in &lanes {
+            self.said.begin(*place, running.fed, generate);
+        }
+        let inside = lanes[0].2.job.admitted.inside();
+        let mut give_way = || {
+            let gone = lanes.iter().any(|(_, _, running)| running.job.to.is_closed());
+            gone || lanes[0].2.job.admitted.inside() > inside
+        };
+        let fed: Vec<(usize, u32)> = lanes.iter().map(|&(place, token, _)| (place, token)).collect();
+        let began = Instant::now();
+        let done = self.engine.together(&fed, generate as u32, &mut give_way);
+        let took = began.elapsed();
+        let mut outcomes = outcomes(done, turns.len()).into_iter();
+        for turn in turns {
+            let session = turn.session();
+            let Some(running) = self.running.get_mut(&session) else {
+                unreachable!("every open session has its request")
+            };
+            let outcome = outcomes.next().unwrap_or_else(|| Err(Broken::All("no answer".into())));
+            let (ran, chosen, finish) = match outcome {
+                Ok(lane) => {
+                    let (ran, chosen) = (lane.ran, lane.chosen.len() as u64);
+                    (ran, chosen, Ok(running.took(ran, lane.chosen, lane.stopped)))
+                }
+                Err(broken) => (0, 0, Err(broken)),
+            };
+            self.said.ran(session.place(), ran, took);
+            self.settle(turn, ran, chosen, finish);
+        }
+    }
+}
+
+/// What came of each lane. If every sequence is lost the last lane says so: by then no other turn is out.
+fn outcomes(
+    done: Result<Vec<Result<Advanced, String>>, Broken>,
+    lanes: usize,
+) -> Vec<Result<Advanced, Broken>> {
+    match done {
+        Ok(lanes) => lanes.into_iter().map(|lane| lane.map_err(Broken::Sequence)).collect(),
+        Err(broken) => {
+            let (Broken::Sequence(why) | Broken::All(why)) = &broken;
+            let mut all = vec![Err(Broken::Sequence(why.clone())); lanes.saturating_sub(1)];
+            all.push(Err(broken));
+            all
+        }
+    }
+}

@@ -1,0 +1,279 @@
+//! Batches: several sessions that one decode command runs side by side, a lane each (decision 022).
+
+use std::time::{Duration, Instant};
+
+use abi::{Command, Completion, Ending, LANE_ENDING_BITS, LANES_MAX, Submission};
+use ir::program::Together;
+
+use super::{Idle, Loaded, Resident};
+use crate::error::HostError;
+use crate::landing::Landing;
+use crate::memory::{download_rows, upload_fill};
+
+/// One session of a batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Lane {
+    /// The session whose caches are used; no other lane's.
+    pub session: u32,
+    /// Position of its token. What was run before is in its caches.
+    pub position: u32,
+    /// The token to run first.
+    pub token: u32,
+    /// Choose by the session's settings ([`Resident::set_sampling`]), not greedily.
+    pub sampled: bool,
+}
+
+/// What a batch is to do. It ends for all lanes as soon as it does for one.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Batch<'a> {
+    /// The sessions, in lanes 0, 1, ...
+    pub lanes: &'a [Lane],
+    /// Tokens to generate at most, each lane as many; one at least.
+    pub generate: u32,
+    /// A generated token among these ends the batch.
+    pub stop: &'a [u32],
+    /// Keep the logits of every position of every lane.
+    pub keep_logits: bool,
+}
+
+/// What came of a lane.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LaneDecoded {
+    /// Tokens that were generated, a stop token included. The last one is not run.
+    pub tokens: Vec<u32>,
+    /// How it ended. `Length` with fewer tokens than were asked for is a lane that could have gone on: another one's end ended the batch.
+    pub ending: Ending,
+}
+
+/// The result of a batch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BatchDecoded {
+    /// Of each lane, in order.
+    pub lanes: Vec<LaneDecoded>,
+    /// Positions that were run, of each lane.
+    pub steps: u32,
+    /// Microseconds from publishing the command to seeing its completion, by the host's clock.
+    pub host_us: f64,
+    /// Microseconds between taking the command up and completing it, by the device's clock; for diagnosis only.
+    pub device_us: f64,
+}
+
+impl Resident {
+    /// Loads a program beside the current one, as [`load`](Self::load) does, for batches of as many lanes as it is proven for.
+    ///
+    /// # Errors
+    /// If the program does not fit.
+    pub fn load_together(&mut self, program: &Together) -> Result<Loaded, HostError> {
+        let loaded = self.load(program.program())?;
+        self.together[loaded.place] = program.lanes();
+        Ok(loaded)
+    }
+
+    /// Lanes that a batch may have now: those of the kernel, and those that the current program is proven for.
+    #[must_use]
+    pub fn lanes(&self) -> u32 {
+        self.variant.lanes.min(self.together[self.current.place])
+    }
+
+    /// Runs one step after the other of several sessions at once, each with the tokens that it would get alone. While it runs, `give_way` is
+    /// asked now and then; once it says yes the batch ends after the step that is under way. A session goes on, in whatever batch or
+    /// alone, with its last token, `steps` positions further.
+    ///
+    /// # Errors
+    /// If the batch is outside what was booted or proven, or the device stopped. A session that cannot go on is no error of the device: its
+    /// [`Ending`] says so.
+    pub fn run_together(
+        &mut self,
+        batch: &Batch<'_>,
+        give_way: &mut dyn FnMut() -> bool,
+    ) -> Result<BatchDecoded, HostError> {
+        self.check_batch(batch)?;
+        self.begin_batch(batch)?;
+        let steps = batch.generate;
+        let submission = submission(batch);
+        let start = Instant::now();
+        let limit = self.idle().options.deadline * 2 + Duration::from_millis(100) * steps;
+        let done = self.command(&submission, limit, give_way)?;
+        let host_us = start.elapsed().as_secs_f64() * 1e6;
+        let memory = &self.idle().memory;
+        let lanes = batch.lanes.iter().zip(0_u32..).map(|(lane, index)| {
+            let ending = ending(&done, index)?;
+            let at = memory.tokens_at(lane.session, lane.position) + 4;
+            let generated = done.steps - u32::from(ending == Ending::NoToken).min(done.steps);
+            Ok(LaneDecoded { tokens: memory.tokens.read_words(at, generated as usize), ending })
+        });
+        Ok(BatchDecoded {
+            lanes: lanes.collect::<Result<_, HostError>>()?,
+            steps: done.steps,
+            host_us,
+            device_us: done.end_ns.saturating_sub(done.start_ns) as f64 / 1000.0,
+        })
+    }
+
+    /// Logits of the first `rows` positions of a lane of the last batch that kept them.
+    ///
+    /// # Errors
+    /// If there is no such lane, or a copy fails.
+    pub fn lane_logits(&mut self, lane: u32, rows: u32) -> Result<Vec<Vec<f32>>, HostError> {
+        self.check_lane(lane)?;
+        let idle = self.idle();
+        let (residents, bounce) = (&idle.memory.residents, &idle.memory.bounce);
+        let rows = rows.min(residents.logits_rows);
+        let skipped = u64::from(lane) * u64::from(residents.logits_rows) * u64::from(idle.vocab);
+        let source = residents.logits + skipped * size_of::<f32>() as u64;
+        download_rows(&idle.copy, bounce, source, rows as usize, idle.vocab as usize)
+    }
+
+    /// Fills the first rows of a lane's logits with what is not a number.
+    ///
+    /// # Errors
+    /// If there is no such lane, or a copy fails.
+    pub fn poison_lane_logits(&mut self, lane: u32, rows: u32) -> Result<(), HostError> {
+        self.check_lane(lane)?;
+        let idle = self.idle();
+        let (residents, bounce) = (&idle.memory.residents, &mut idle.memory.bounce);
+        let row = u64::from(idle.vocab) * size_of::<f32>() as u64;
+        let first = u64::from(lane) * u64::from(residents.logits_rows);
+        let bytes = u64::from(rows.min(residents.logits_rows)) * row;
+        upload_fill(&idle.copy, bounce, residents.logits + first * row, bytes, 0xff)
+    }
+
+    fn check_lane(&self, lane: u32) -> Result<(), HostError> {
+        let lanes = self.variant.lanes;
+        if lane < lanes {
+            return Ok(());
+        }
+        Err(HostError::Request(format!("lane {lane} of a kernel of {lanes}")))
+    }
+
+    /// Writes each lane's first token where the device looks for it, and brings what samples up to date.
+    fn begin_batch(&mut self, batch: &Batch<'_>) -> Result<(), HostError> {
+        let Idle { memory, copy, landing, .. } = self.idle();
+        if let Some(failure) = landing.as_ref().and_then(Landing::failure) {
+            return Err(failure);
+        }
+        for lane in batch.lanes {
+            let touched = &mut memory.touched[lane.session as usize];
+            *touched = (*touched).max(lane.position + batch.generate);
+            if lane.sampled {
+                memory.sampling.uses(copy, &mut memory.bounce, lane.session, lane.position)?;
+            } else {
+                memory.sampling.passes_by(lane.session);
+            }
+            let at = memory.tokens_at(lane.session, lane.position);
+            memory.tokens.write(at, bytemuck::bytes_of(&lane.token));
+        }
+        Ok(())
+    }
+
+    /// Whether the device can serve it.
+    fn check_batch(&mut self, batch: &Batch<'_>) -> Result<(), HostError> {
+        let lanes = self.lanes();
+        let idle = self.idle();
+        let residents = &idle.memory.residents;
+        let bounds = Bounds {
+            lanes,
+            sessions: idle.options.sessions,
+            vocab: idle.vocab,
+            capacity: residents.kv_capacity,
+            rows: residents.logits_rows,
+        };
+        bounds.check(batch).map_err(HostError::Request)
+    }
+}
+
+/// What a batch must stay within.
+struct Bounds {
+    lanes: u32,
+    sessions: u32,
+    vocab: u32,
+    capacity: u32,
+    rows: u32,
+}
+
+impl Bounds {
+    fn check(&self, batch: &Batch<'_>) -> Result<(), String> {
+        let &Batch { lanes, generate, stop, keep_logits } = batch;
+        if lanes.is_empty() || lanes.len() > self.lanes as usize {
+            let (asked, most) = (lanes.len(), self.lanes);
+            return Err(format!(
+                "a batch of {asked} lanes; 1 to {most} are possible with this kernel and this program's proof"
+            ));
+        }
+        if stop.len() > abi::STOP_TOKENS_MAX {
+            let (asked, most) = (stop.len(), abi::STOP_TOKENS_MAX);
+            return Err(format!("{asked} stop tokens; at most {most} are possible"));
+        }
+        if generate == 0 {
+            return Err("a batch that generates nothing: ask for one token at least".into());
+        }
+        if keep_logits && generate > self.rows {
+            let rows = self.rows;
+            return Err(format!("{generate} rows of logits of each lane; {rows} were set aside"));
+        }
+        for (index, lane) in lanes.iter().enumerate() {
+            self.check_lane(lane, generate).map_err(|why| format!("lane {index}: {why}"))?;
+            if let Some(other) = lanes[..index].iter().position(|l| l.session == lane.session) {
+                let session = lane.session;
+                return Err(format!("lane {index}: session {session} is that of lane {other} too"));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_lane(&self, lane: &Lane, generate: u32) -> Result<(), String> {
+        let &Lane { session, position, token, .. } = lane;
+        if session >= self.sessions {
+            return Err(format!("session {session} of {}", self.sessions));
+        }
+        if token >= self.vocab {
+            return Err(format!("token {token} is outside the vocabulary of {}", self.vocab));
+        }
+        if u64::from(position) + u64::from(generate) > u64::from(self.capacity) {
+            let capacity = self.capacity;
+            return Err(format!(
+                "{generate} positions from {position} exceed the key/value capacity of {capacity}"
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// A batch as a command. One lane alone is a plain decode.
+fn submission(batch: &Batch<'_>) -> Submission {
+    let keep = if batch.keep_logits { abi::FLAG_KEEP_LOGITS } else { 0 };
+    let mut submission = Submission {
+        command: Command::Decode as u32,
+        steps: batch.generate,
+        flags: keep,
+        stop_len: batch.stop.len() as u32,
+        lanes: batch.lanes.len() as u32,
+        ..Submission::default()
+    };
+    submission.stop[..batch.stop.len()].copy_from_slice(batch.stop);
+    if let [lane] = batch.lanes {
+        (submission.session, submission.position) = (lane.session, lane.position);
+        submission.forced = lane.position + 1;
+        submission.flags |= if lane.sampled { abi::FLAG_SAMPLE } else { 0 };
+        return submission;
+    }
+    for (index, lane) in batch.lanes.iter().enumerate().take(LANES_MAX) {
+        submission.lane_position[index] = lane.position;
+        submission.lane_session[index / 4] |= lane.session << (8 * (index % 4));
+        submission.lane_sample |= u32::from(lane.sampled) << index;
+    }
+    submission
+}
+
+/// How a lane ended. A plain decode has its ending in a word of its own, and no other lanes.
+fn ending(done: &Completion, lane: u32) -> Result<Ending, HostError> {
+    let mask = (1 << LANE_ENDING_BITS) - 1;
+    let code = (done.lane_endings >> (lane * LANE_ENDING_BITS) & mask) | done.ending;
+    Ending::new(code).ok_or_else(|| {
+        HostError::Request(format!("the device says of the end of lane {lane}: {code}"))
+    })
+}
+
+#[cfg(test)]
+#[path = "batch_tests.rs"]
+mod tests;

@@ -1,0 +1,90 @@
+//! What needs no device: bounds, and how batches and their answers are written.
+
+use abi::{Completion, Ending, Submission};
+
+use super::{Batch, Bounds, Lane, ending, submission};
+
+const BOUNDS: Bounds = Bounds { lanes: 4, sessions: 6, vocab: 100, capacity: 64, rows: 8 };
+
+fn lane(session: u32, position: u32) -> Lane {
+    Lane { session, position, token: 7, sampled: session == 5 }
+}
+
+#[test]
+fn a_batch_within_its_bounds_is_accepted() {
+    let lanes = [lane(5, 0), lane(0, 56), lane(3, 8)];
+    let batch = Batch { lanes: &lanes, generate: 8, stop: &[1], keep_logits: true };
+    assert_eq!(BOUNDS.check(&batch), Ok(()));
+    let alone = Batch { lanes: &lanes[..1], ..batch };
+    assert_eq!(BOUNDS.check(&alone), Ok(()));
+}
+
+/// Each is one step beyond a batch that is accepted.
+#[test]
+fn a_batch_beyond_any_bound_is_refused_by_name() {
+    let good = [lane(1, 56), lane(2, 0)];
+    let cases: [(&[Lane], u32, &[u32], bool, &str); 10] = [
+        (&[], 8, &[], false, "a batch of 0 lanes"),
+        (&[lane(0, 0), lane(1, 0), lane(2, 0), lane(3, 0), lane(4, 0)], 8, &[], false, "5 lanes"),
+        (&good, 0, &[], false, "generates nothing"),
+        (&good, 8, &[0; 9], false, "9 stop tokens"),
+        (&[lane(1, 0), lane(2, 0)], 9, &[], true, "9 rows of logits"),
+        (&good, 9, &[], false, "lane 0: 9 positions from 56"),
+        (&[lane(1, 0), lane(2, u32::MAX)], 8, &[], false, "lane 1: 8 positions from 4294967295"),
+        (&[lane(1, 0), lane(6, 0)], 8, &[], false, "lane 1: session 6 of 6"),
+        (
+            &[lane(1, 0), lane(2, 0), lane(1, 9)],
+            8,
+            &[],
+            false,
+            "lane 2: session 1 is that of lane 0",
+        ),
+        (&[Lane { token: 100, ..lane(1, 0) }], 8, &[], false, "lane 0: token 100"),
+    ];
+    for (lanes, generate, stop, keep_logits, expected) in cases {
+        let batch = Batch { lanes, generate, stop, keep_logits };
+        let refused = BOUNDS.check(&batch).expect_err(expected);
+        assert!(refused.contains(expected), "{refused:?} does not say {expected:?}");
+    }
+}
+
+#[test]
+fn a_batch_is_written_lane_by_lane() {
+    let lanes = [lane(5, 9), lane(0, 3), lane(1, 4), lane(2, 5), lane(4, 6)];
+    let batch = Batch { lanes: &lanes, generate: 3, stop: &[11, 12], keep_logits: true };
+    let s = submission(&batch);
+    assert_eq!((s.lanes, s.steps, s.stop_len, s.flags), (5, 3, 2, abi::FLAG_KEEP_LOGITS));
+    assert_eq!((s.session, s.position, s.forced), (0, 0, 0));
+    assert_eq!(s.stop[..3], [11, 12, 0]);
+    assert_eq!(s.lane_position, [9, 3, 4, 5, 6, 0, 0, 0]);
+    assert_eq!(s.lane_session, [0x0201_0005, 4]);
+    assert_eq!(s.lane_sample, 1, "session 5 in lane 0");
+}
+
+#[test]
+fn one_lane_alone_is_a_plain_decode() {
+    let s = submission(&Batch { lanes: &[lane(5, 9)], generate: 3, ..Batch::default() });
+    let plain = Submission {
+        command: s.command,
+        session: 5,
+        position: 9,
+        steps: 3,
+        forced: 10,
+        flags: abi::FLAG_SAMPLE,
+        lanes: 1,
+        ..Submission::default()
+    };
+    assert_eq!(s, plain);
+}
+
+#[test]
+fn endings_are_read_by_lane() {
+    let done = Completion { lane_endings: 0x3012_0000, ..Completion::default() };
+    let read: Vec<Ending> = (0..8).filter_map(|lane| ending(&done, lane).ok()).collect();
+    let end = Ending::Length;
+    assert_eq!(read, [end, end, end, end, Ending::Yield, Ending::Stop, end, Ending::NoToken]);
+    let plain = Completion { ending: Ending::Stop as u32, ..Completion::default() };
+    assert_eq!(ending(&plain, 0).ok(), Some(Ending::Stop));
+    let unknown = Completion { lane_endings: 0xf0, ..Completion::default() };
+    assert!(ending(&unknown, 0).is_ok() && ending(&unknown, 1).is_err());
+}

@@ -218,12 +218,47 @@ __device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const&
   }
 }
 
-// Units `unit0`.. of the prologue's result, of all lanes, into the warps' registers; returns the thread's part of its lane's sum of squares.
-__device__ __forceinline__ float lanes_stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, LaneInput& x) {
+// How a task's tiles lie in the ring.
+struct LaneTiles {
+  uint32_t units, part;      // of a tile; of a part of it, but for the last
+  uint32_t parts, per_stage; // of a tile; tiles of a stage, 1 where a tile has several parts, and else a divisor of LANE_TILES
+};
+// A warp's place in the stages of a task.
+struct LaneWalk {
+  bool taken;    // the next tile waits in registers
+  uint32_t left;  // stages of the task that are not taken
+};
+
+// The units of a warp out of a tile in the ring.
+__device__ __forceinline__ void lanes_take(Worker const& w, char const* tile, uint32_t mine, Share& v) {
+  char const* from = tile + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
+#pragma unroll
+  for (uint32_t j = 0; j < SHARE; ++j) {
+    v.weights[j] = j < mine ? stage_load(from + j * AMK_WARPS * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+// The task's next tile into registers, if it has landed, while the vectors are not there: the stream goes on meanwhile.
+__device__ __forceinline__ void lanes_take_ahead(Worker const& w, Cursor& c, LaneTiles const& k, LaneWalk& walk, uint32_t mine, Share& v) {
+  walk.taken = k.per_stage == 1 && cursor_landed(w, c);
+  if (walk.taken) {
+    lanes_take(w, cursor_place(w, c), mine, v);
+    cursor_next(w, c);
+    --walk.left;
+  } else {
+    v = Share{}; // nothing is kept from one part to the next
+  }
+}
+
+// Units `unit0`.. of the prologue's result, of all lanes, into the warps' registers, and what `ahead` takes, as soon as there are registers for
+// it: merging splits needs them all. Returns the thread's part of its lane's sum of squares.
+template <typename F>
+__device__ __forceinline__ float lanes_stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, LaneInput& x, F const& ahead) {
   Worker const own = in_lane(w, operand_lane(w));
   ResolvedSlot const& in = st.slot[0];
   float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.slot[1].address : nullptr;
   if (in.kind == AMK_SLOT_EMBEDDING) {
+    ahead();
     return lanes_stage_embedding(own, in, norm, p, unit0, mine, x);
   }
   Words const words = slot_words(own, in, st.task.read_generation[0]);
@@ -231,10 +266,13 @@ __device__ __forceinline__ float lanes_stage(Worker const& w, StagedTask const& 
     uint32_t const active = active_splits(attended(lane_position(own), p.window), p.kv_block, p.splits), most = __reduce_max_sync(~0u, active);
     if (most > 1) {
       lanes_stage_merged(own, words, p, active, most, unit0, mine, x);
+      ahead();
       return 0.f;
     }
+    ahead();
     return lanes_stage_vector<PARTIAL_HEAD>(own, words, nullptr, p, unit0, mine, x); // of one split, the partials are the result
   }
+  ahead();
   return lanes_stage_vector<0>(own, words, norm, p, unit0, mine, x);
 }
 
@@ -260,39 +298,6 @@ __device__ __forceinline__ void lanes_multiply(Worker const& w, Share const& v, 
       r0 += before.x, r1 += before.y;
     }
     *to = make_float2(r0, r1);
-  }
-}
-
-// How a task's tiles lie in the ring.
-struct LaneTiles {
-  uint32_t units, part;      // of a tile; of a part of it, but for the last
-  uint32_t parts, per_stage; // of a tile; tiles of a stage, 1 where a tile has several parts, and else a divisor of LANE_TILES
-};
-// A warp's place in the stages of a task.
-struct LaneWalk {
-  bool taken;    // the next tile waits in registers
-  uint32_t left;  // stages of the task that are not taken
-};
-
-// The units of a warp out of a tile in the ring.
-__device__ __forceinline__ void lanes_take(Worker const& w, char const* tile, uint32_t mine, Share& v) {
-  char const* from = tile + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
-#pragma unroll
-  for (uint32_t j = 0; j < SHARE; ++j) {
-    v.weights[j] = j < mine ? stage_load(from + j * AMK_WARPS * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
-  }
-}
-
-// The task's next tile into registers, if it has landed, while the vectors are not there: the stream goes on meanwhile. With more than one,
-// nothing would be left for merging the splits of the attention.
-__device__ __forceinline__ void lanes_take_ahead(Worker const& w, Cursor& c, LaneTiles const& k, LaneWalk& walk, uint32_t mine, Share& v) {
-  walk.taken = k.per_stage == 1 && cursor_landed(w, c);
-  if (walk.taken) {
-    lanes_take(w, cursor_place(w, c), mine, v);
-    cursor_next(w, c);
-    --walk.left;
-  } else {
-    v = Share{}; // nothing is kept from one part to the next
   }
 }
 
@@ -435,7 +440,7 @@ __device__ __forceinline__ void op_matvec_lanes(Worker& w, StagedTask const& st,
     for (uint32_t part = 0; part < k.parts; ++part) {
       uint32_t const unit0 = part * k.part, units = k.units - unit0 < k.part ? k.units - unit0 : k.part, mine = warp_share(w, units);
       Share v;
-      lanes_take_ahead(w, c, k, walk, mine, v);
+      auto const ahead = [&] { lanes_take_ahead(w, c, k, walk, mine, v); };
       if (part == 0) {
 #pragma unroll
         for (uint32_t turn = 0; turn < OUT_TURNS; ++turn) {
@@ -443,11 +448,13 @@ __device__ __forceinline__ void op_matvec_lanes(Worker& w, StagedTask const& st,
         }
       }
       if (done == 0 || k.parts > 1) {
-        square += lanes_stage(w, st, p, unit0, mine, x);
+        square += lanes_stage(w, st, p, unit0, mine, x, ahead);
         if (w.thread == 0) {
           flag_store(&w.shared->near, walk.left <= 1); // its last shares are there already
         }
         tape_staged(w);
+      } else {
+        ahead();
       }
       lanes_products(w, c, k, walk, v, x, buffer, tiles, mine, part == 0);
     }

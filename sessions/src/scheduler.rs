@@ -224,11 +224,7 @@ impl Scheduler {
     /// One more session for a machine that runs several at once: beside the turn that was given last, and not counted as one of its own. It is
     /// the earliest of those ready that `suits` accepts. Who joins is stamped anew like everybody who has run, so nobody waits longer for
     /// it: [`longest_wait`](Self::longest_wait) holds in turns of [`next`](Self::next).
-    pub fn join(
-        &mut self,
-        slice: u64,
-        suits: &mut dyn FnMut(SessionId) -> bool,
-    ) -> Option<Turn> {
+    pub fn join(&mut self, slice: u64, suits: &mut dyn FnMut(SessionId) -> bool) -> Option<Turn> {
         self.claim(slice, suits)
     }
 

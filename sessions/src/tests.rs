@@ -471,8 +471,7 @@ fn who_joins_makes_nobody_wait_longer() {
     for (seed, alone) in [(1, 1), (2, 4), (3, 40)] {
         let mut random = Xoshiro256PlusPlus::seed_from_u64(seed);
         let mut scheduler = Scheduler::new(ALL);
-        let open =
-            |at: usize| (scheduler.open(Priority::ALL[at % 3], u64::MAX).unwrap(), at % 3);
+        let open = |at: usize| (scheduler.open(Priority::ALL[at % 3], u64::MAX).unwrap(), at % 3);
         let sessions: Vec<(SessionId, usize)> = (0..ALL).map(open).collect();
         for (session, _) in &sessions {
             scheduler.submit(*session).unwrap();
@@ -503,8 +502,7 @@ fn who_joins_makes_nobody_wait_longer() {
                 let bound = scheduler.longest_wait(Priority::ALL[sessions[place].1]);
                 assert!(waited <= bound, "session {place} waited {waited} turns of {bound}");
                 ready_since[place] = now + 1;
-                let outcome =
-                    if random.random_bool(0.3) { Outcome::Done } else { Outcome::Yield };
+                let outcome = if random.random_bool(0.3) { Outcome::Done } else { Outcome::Yield };
                 if scheduler.give_back(turn, 1, outcome) == Ok(Report::Finished) {
                     scheduler.retire(session).unwrap();
                     scheduler.submit(session).unwrap();

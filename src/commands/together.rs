@@ -84,7 +84,8 @@ pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
         return Err(Failure::usage(message));
     }
     if context.graph().dtype == ir::DType::F32 {
-        let message = "--sequences: sequences share the products of 16-bit weights only, and these are f32";
+        let message =
+            "--sequences: sequences share the products of 16-bit weights only, and these are f32";
         return Err(Failure::usage(message));
     }
     if args.model.place.kv_capacity.is_none() {
@@ -203,8 +204,13 @@ fn one_by_one(
     for (session, prompt) in (0..).zip(prompts) {
         let (head, last) = prompt.split_at(prompt.len() - 1);
         let position = head.len() as u32;
-        let request =
-            Request { session, position, tokens: last, generate: TIMED_TOKENS, ..Request::default() };
+        let request = Request {
+            session,
+            position,
+            tokens: last,
+            generate: TIMED_TOKENS,
+            ..Request::default()
+        };
         let blocks = if session == 0 { WARMUP + ROUNDS } else { 1 };
         for block in 0..blocks {
             let done = gpu.command(handle, &request, &mut || false)?;

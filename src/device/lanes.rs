@@ -18,7 +18,10 @@ impl Gpu<'_> {
     }
 
     /// The proof that sessions may share a program, where kernels run several.
-    pub(super) fn prove(&self, program: &Verified<Program>) -> Result<Option<Together>, DeviceError> {
+    pub(super) fn prove(
+        &self,
+        program: &Verified<Program>,
+    ) -> Result<Option<Together>, DeviceError> {
         if self.lanes == 1 {
             return Ok(None);
         }

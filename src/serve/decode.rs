@@ -346,7 +346,13 @@ impl<'e> Desk<'e> {
     }
 
     /// Gives a turn back in which so many positions were run and tokens chosen.
-    fn settle(&mut self, turn: Turn, ran: usize, chosen: u64, done: Result<Option<Finish>, Broken>) {
+    fn settle(
+        &mut self,
+        turn: Turn,
+        ran: usize,
+        chosen: u64,
+        done: Result<Option<Finish>, Broken>,
+    ) {
         let session = turn.session();
         let (all, finish) = match done {
             Ok(finish) => (false, finish),

@@ -82,7 +82,8 @@ impl Desk<'_> {
             let gone = lanes.iter().any(|(_, _, running)| running.job.to.is_closed());
             gone || lanes[0].2.job.admitted.inside() > inside
         };
-        let fed: Vec<(usize, u32)> = lanes.iter().map(|&(place, token, _)| (place, token)).collect();
+        let fed: Vec<(usize, u32)> =
+            lanes.iter().map(|&(place, token, _)| (place, token)).collect();
         let began = Instant::now();
         let done = self.engine.together(&fed, generate as u32, &mut give_way);
         let took = began.elapsed();

@@ -88,3 +88,57 @@ fn endings_are_read_by_lane() {
     let unknown = Completion { lane_endings: 0xf0, ..Completion::default() };
     assert!(ending(&unknown, 0).is_ok() && ending(&unknown, 1).is_err());
 }
+
+/// What the host would have refused, put to the device itself: it answers, and goes on.
+#[test]
+fn the_device_refuses_what_it_cannot_run() {
+    let Ok(info) = crate::device_info() else {
+        let required = std::env::var_os("AMK_REQUIRE_DEVICE").is_some();
+        assert!(!required, "a device is required");
+        eprintln!("skipped: no device");
+        return;
+    };
+    let model = model::preset("smollm2-135m").expect("a preset");
+    let target =
+        ir::Target { sms: info.sms, ..ir::Target::by_name("h200").expect("a known target") };
+    let config = ir::schedule::default_config(&model.graph, &target);
+    let config = ir::schedule::validate(config, &model.graph, &target).expect("it is legal");
+    let options = lower::Options { kv_capacity: 64 };
+    let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");
+    let variant = vm_device::Variant { lanes: 4, ..crate::variant(&config.kernel, &model.graph) };
+    let options = crate::BootOptions { sessions: 6, logits_rows: 8, ..Default::default() };
+    let idle = super::Idle::boot(&model.graph, &*model.weights, &program, &variant, options);
+    let launched = idle.expect("it boots").launch(variant, &program);
+    let mut machine = launched.unwrap_or_else(|e| panic!("{}", e.1));
+    let good = [lane(1, 3), lane(2, 4), lane(4, 60)];
+    let good = submission(&Batch { lanes: &good, generate: 4, ..Batch::default() });
+    let second = |session: u32| {
+        let mut bad = good;
+        bad.lane_session[0] = bad.lane_session[0] & !0xff00 | session << 8;
+        bad
+    };
+    let low = Submission { lane_position: [0; 8], ..good };
+    let mut behind = good;
+    behind.lane_position[1] = 61;
+    for (bad, what) in [
+        (Submission { lanes: 5, ..good }, "more lanes than the kernel has"),
+        (Submission { lanes: u32::MAX, ..good }, "far more lanes"),
+        (Submission { steps: 5, ..good }, "one step too many for the last lane"),
+        (Submission { steps: 0, ..good }, "no step"),
+        (Submission { stop_len: 9, ..good }, "nine stop tokens"),
+        (Submission { steps: 9, flags: abi::FLAG_KEEP_LOGITS, ..low }, "nine rows of logits"),
+        (second(1), "a session twice"),
+        (second(6), "no such session"),
+        (second(255), "far from any session"),
+        (behind, "a position behind the cache"),
+    ] {
+        let limit = std::time::Duration::from_secs(2);
+        let refused = machine.command(&bad, limit, &mut || false);
+        let refused = refused.map(|done| done.lane_endings);
+        assert!(matches!(refused, Err(crate::HostError::Request(_))), "{what}: {refused:?}");
+    }
+    let limit = std::time::Duration::from_secs(2);
+    let done = machine.command(&good, limit, &mut || false).expect("the good one runs");
+    assert_eq!((done.steps, done.lane_endings), (4, 0));
+    machine.stop().expect("it stops");
+}

@@ -1,0 +1,398 @@
+//! Batches on a real device: each session of a batch gets what it gets alone.
+//!
+//! Without a device every test here says `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure.
+
+use std::path::PathBuf;
+
+use abi::Ending;
+use ir::Target;
+use ir::program::Together;
+use ir::sampling::Sampling;
+use ir::schedule::{parse_config, validate};
+use model::Model;
+use vm_device::Variant;
+use vm_host::{Batch, BatchDecoded, BootOptions, HostError, Idle, Lane, Request, Resident};
+
+/// Models of every family and 16-bit type.
+const GOLDEN: [&str; 4] =
+    ["llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
+
+const SCHEDULES: [(&str, &str); 4] = [
+    ("default", "{}"),
+    (
+        "tagged, fused, split",
+        r#"{"sync": {"qkv": "tagged", "attention": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged"},
+            "fusion_grouping": {"embed": "qkv", "merge": "o_proj"}, "tiling": {"attention": {"kv_split": 4, "kv_block": 32}},
+            "sm_assignment": "carry"}"#,
+    ),
+    (
+        "two splits",
+        r#"{"tiling": {"attention": {"kv_split": 2, "kv_block": 32}, "qkv": {"rows": 8}}}"#,
+    ),
+    (
+        "small stages",
+        r#"{"pipeline": {"stages": 4, "stage_bytes": 8192, "in_flight_bytes": 16384, "in_flight_near_bytes": 8192}}"#,
+    ),
+];
+
+/// Tokens that each session generates.
+const GENERATED: u32 = 12;
+const SESSIONS: u32 = 9;
+const ROWS: u32 = 16;
+
+fn golden(name: &str) -> Model {
+    let here = PathBuf::from("corpus/golden");
+    let root = if here.is_dir() {
+        here
+    } else {
+        PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus/golden"))
+    };
+    model::import(&root.join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+/// Whether there is a device to test on.
+fn device() -> Option<vm_host::DeviceInfo> {
+    match vm_host::device_info() {
+        Ok(info) => Some(info),
+        Err(error) => {
+            let required = std::env::var_os("AMK_REQUIRE_DEVICE").is_some();
+            assert!(!required, "a device is required: {error}");
+            eprintln!("skipped: {error}");
+            None
+        }
+    }
+}
+
+/// A machine that runs so many lanes of a model.
+fn machine(
+    model: &Model,
+    info: &vm_host::DeviceInfo,
+    schedule: &str,
+    capacity: u32,
+    lanes: u32,
+) -> Resident {
+    let (graph, name) = (&model.graph, &model.graph.name);
+    let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
+    let config = parse_config(schedule, graph, &target).unwrap_or_else(|e| panic!("{e}"));
+    let config = validate(config, graph, &target).unwrap_or_else(|e| panic!("{schedule}: {e}"));
+    let options = lower::Options { kv_capacity: capacity };
+    let program = lower::lower(&config, graph, &target, options).expect("it lowers");
+    let together = Together::new(program.clone(), lanes).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let variant = Variant { lanes, ..vm_host::variant(&config.kernel, graph) };
+    let options = BootOptions { sessions: SESSIONS, logits_rows: ROWS, ..BootOptions::default() };
+    let idle = Idle::boot(graph, &*model.weights, &program, &variant, options);
+    let idle = idle.unwrap_or_else(|error| panic!("{name}: boot: {error}"));
+    let mut machine =
+        idle.launch(variant, &program).unwrap_or_else(|e| panic!("{name}: launch: {}", e.1));
+    assert_eq!(machine.lanes(), 1, "what is launched with is proven for one session");
+    let loaded = machine.load_together(&together).expect("it loads");
+    machine.switch(loaded).expect("it switches");
+    assert_eq!(machine.lanes(), lanes);
+    machine
+}
+
+/// A session: its prompt, and what it generates alone with the logits of that.
+struct Session {
+    prompt: Vec<u32>,
+    tokens: Vec<u32>,
+    logits: Vec<Vec<f32>>,
+}
+
+fn prompt(session: u32, length: u32, vocab: u32) -> Vec<u32> {
+    (0..length).map(|i| (i * 131 + session * 977 + 7) % vocab).collect()
+}
+
+/// The prompt but its last token, on caches that hold nothing else.
+fn fill(machine: &mut Resident, session: u32, prompt: &[u32]) {
+    machine.poison_session(session).expect("poison");
+    if prompt.len() > 1 {
+        let head = &prompt[..prompt.len() - 1];
+        machine.decode(session, 0, head, 0, &[], false).expect("the prompt");
+    }
+}
+
+/// Runs each session by itself.
+fn alone(machine: &mut Resident, lengths: &[u32], vocab: u32) -> Vec<Session> {
+    let run = |(session, &length): (u32, &u32)| {
+        let prompt = prompt(session, length, vocab);
+        fill(machine, session, &prompt);
+        let last = &prompt[prompt.len() - 1..];
+        let done = machine.decode(session, length - 1, last, GENERATED, &[], true);
+        let done = done.expect("it runs alone");
+        assert_eq!(done.tokens.len(), GENERATED as usize);
+        let logits = machine.logits(done.steps).expect("logits");
+        Session { prompt, tokens: done.tokens, logits }
+    };
+    (0..).zip(lengths).map(run).collect()
+}
+
+fn lane(session: u32, of: &Session) -> Lane {
+    let position = of.prompt.len() as u32 - 1;
+    Lane { session, position, token: of.prompt[position as usize], sampled: false }
+}
+
+fn together(machine: &mut Resident, lanes: &[Lane], keep_logits: bool) -> BatchDecoded {
+    let batch = Batch { lanes, generate: GENERATED, stop: &[], keep_logits };
+    machine.run_together(&batch, &mut || false).expect("it runs together")
+}
+
+/// Greatest difference over the greatest expected value; infinite for what is not a number.
+fn worst(expected: &[f32], actual: &[f32]) -> f64 {
+    let scale = expected.iter().fold(0.0_f64, |m, v| m.max(f64::from(v.abs())));
+    let differences = expected
+        .iter()
+        .zip(actual)
+        .map(|(e, a)| if a.is_finite() { f64::from((e - a).abs()) } else { f64::INFINITY });
+    differences.fold(0.0, f64::max) / scale
+}
+
+/// Runs these sessions in one batch and compares every logit and token with what they gave alone. To the bit: a lane's sums have the order
+/// that a plain decode's have in the same kernel, and nothing of one lane is added to another's.
+fn check_batch(machine: &mut Resident, sessions: &[Session], chosen: &[u32], what: &str) {
+    let lanes: Vec<Lane> =
+        chosen.iter().map(|&session| lane(session, &sessions[session as usize])).collect();
+    for (index, lane) in (0..).zip(&lanes) {
+        fill(machine, lane.session, &sessions[lane.session as usize].prompt);
+        machine.poison_lane_logits(index, GENERATED).expect("poison");
+    }
+    let done = together(machine, &lanes, true);
+    assert_eq!(done.steps, GENERATED, "{what}");
+    let mut wrong = Vec::new();
+    for ((index, lane), got) in (0..).zip(&lanes).zip(&done.lanes) {
+        let expected = &sessions[lane.session as usize];
+        let logits = machine.lane_logits(index, done.steps).expect("logits");
+        let rows = expected.logits.iter().zip(&logits);
+        let errors: Vec<f64> = rows.map(|(want, got)| worst(want, got)).collect();
+        let greatest = errors.iter().copied().fold(0.0, f64::max);
+        let same = expected.logits.iter().flatten().map(|x| x.to_bits());
+        let same = same.eq(logits.iter().flatten().map(|x| x.to_bits()));
+        if !same || got.tokens != expected.tokens || got.ending != Ending::Length {
+            wrong.push(format!(
+                "lane {index}, session {} at {}: worst {greatest:.2e} (by position {errors:.2?}), tokens {:?} instead of {:?}, {:?}",
+                lane.session, lane.position, got.tokens, expected.tokens, got.ending
+            ));
+        }
+    }
+    eprintln!(
+        "{what}, {} lanes: {} wrong, {:.1} us a step",
+        lanes.len(),
+        wrong.len(),
+        done.device_us / f64::from(done.steps)
+    );
+    assert!(wrong.is_empty(), "{what}:\n{}", wrong.join("\n"));
+}
+
+/// Lanes at positions far apart, with prompts of their own, in batches of every size, in lanes that are not the sessions' numbers.
+fn check_model(model: &Model, schedule: (&str, &str), lengths: &[u32], capacity: u32, lanes: u32) {
+    let Some(info) = device() else { return };
+    let what = format!("{}, {}, kernel of {lanes}", model.graph.name, schedule.0);
+    let mut machine = machine(model, &info, schedule.1, capacity, lanes);
+    let sessions = alone(&mut machine, lengths, model.graph.vocab);
+    for size in 2..=lanes {
+        let first = size % 3;
+        let mut chosen: Vec<u32> =
+            (0..size).map(|i| (first + i * 2) % lengths.len() as u32).collect();
+        chosen.reverse();
+        check_batch(&mut machine, &sessions, &chosen, &what);
+    }
+    machine.stop().expect("it stops");
+}
+
+#[test]
+fn sessions_of_a_batch_get_what_they_get_alone() {
+    if device().is_none() {
+        return;
+    }
+    for name in GOLDEN {
+        let model = golden(name);
+        for (index, schedule) in SCHEDULES.into_iter().enumerate() {
+            let lanes = [8, 8, 4, 2][index];
+            check_model(&model, schedule, &[1, 17, 33, 96, 2, 64, 5, 40, 127], 160, lanes);
+        }
+    }
+}
+
+#[test]
+fn lanes_may_be_a_thousand_positions_apart() {
+    let model = golden("llama3-rope-bf16");
+    for schedule in [SCHEDULES[0], SCHEDULES[1]] {
+        let lengths = [1, 1001, 18, 128, 700, 129, 2, 300, 1000];
+        check_model(&model, schedule, &lengths, 1024, 8);
+    }
+}
+
+/// A model of some size, with many rows of logits, and all shares of a warp.
+#[test]
+fn sessions_of_a_real_model_get_what_they_get_alone() {
+    let Some(model) = device().map(|_| model::preset("smollm2-135m").expect("a preset")) else {
+        return;
+    };
+    check_model(&model, SCHEDULES[1], &[1, 17, 127, 1000, 5, 64, 300, 33, 2], 1024, 8);
+}
+
+/// A machine of 8 lanes of a small model, with sessions that have run alone.
+fn prepared() -> Option<(Resident, Vec<Session>, u32)> {
+    let info = device()?;
+    let model = golden("llama3-rope-bf16");
+    let mut machine = machine(&model, &info, SCHEDULES[1].1, 256, 8);
+    let vocab = model.graph.vocab;
+    let sessions = alone(&mut machine, &[1, 17, 33, 96, 2, 64, 5, 40], vocab);
+    for (session, of) in (0..).zip(&sessions) {
+        fill(&mut machine, session, &of.prompt);
+    }
+    Some((machine, sessions, vocab))
+}
+
+#[test]
+fn a_batch_that_cannot_be_is_refused_and_the_next_one_runs() {
+    let Some((mut machine, sessions, _)) = prepared() else { return };
+    let lanes: Vec<Lane> = (0..8).map(|s| lane(s, &sessions[s as usize])).collect();
+    let twice = [lanes[1], lanes[2], lanes[1]];
+    let beyond = [lanes[0], Lane { position: 256, ..lanes[1] }];
+    let nobody = [lanes[0], Lane { session: SESSIONS, ..lanes[1] }];
+    let nine: Vec<Lane> = (0..9).map(|s| Lane { session: s, ..lanes[0] }).collect();
+    for (bad, says) in [
+        (&twice[..], "session 1 is that of lane 0"),
+        (&beyond[..], "exceed the key/value capacity"),
+        (&nobody[..], "session 9 of 9"),
+        (&nine[..], "a batch of 9 lanes"),
+    ] {
+        let batch = Batch { lanes: bad, generate: 4, ..Batch::default() };
+        let refused = machine.run_together(&batch, &mut || false).expect_err(says);
+        assert!(
+            matches!(&refused, HostError::Request(why) if why.contains(says)),
+            "{refused} does not say {says:?}"
+        );
+    }
+    let done = together(&mut machine, &lanes, false);
+    for (lane, of) in done.lanes.iter().zip(&sessions) {
+        assert_eq!(lane.tokens, of.tokens);
+    }
+    machine.stop().expect("it stops");
+}
+
+/// The sixth token of a session, if none of the sessions has it earlier: a batch with it as stop token ends there.
+#[test]
+fn a_stop_token_in_one_lane_ends_the_batch_and_the_others_go_on() {
+    let Some((mut machine, sessions, vocab)) = prepared() else { return };
+    let lanes: Vec<Lane> = (0..8).map(|s| lane(s, &sessions[s as usize])).collect();
+    // Where each token is generated first, by any session.
+    let first = |token: u32| {
+        let at = sessions.iter().map(|of| of.tokens.iter().position(|t| *t == token));
+        at.map(|at| at.unwrap_or(usize::MAX)).min().unwrap_or(usize::MAX)
+    };
+    let stop = (0..vocab).find(|&token| (2..11).contains(&first(token))).expect("a late token");
+    let steps = first(stop) + 1;
+    let batch = Batch { lanes: &lanes, generate: GENERATED, stop: &[stop], keep_logits: false };
+    let done = machine.run_together(&batch, &mut || false).expect("it runs");
+    assert_eq!(done.steps as usize, steps);
+    for (index, (lane, of)) in done.lanes.iter().zip(&sessions).enumerate() {
+        assert_eq!(lane.tokens, of.tokens[..steps], "lane {index}");
+        let stopped = of.tokens[steps - 1] == stop;
+        let expected = if stopped { Ending::Stop } else { Ending::Length };
+        assert_eq!(lane.ending, expected, "lane {index}");
+    }
+    // Those that could have gone on do, in a smaller batch and then alone.
+    let rest: Vec<usize> = (0..8).filter(|s| done.lanes[*s].ending == Ending::Length).collect();
+    assert!(rest.len() < 8 && rest.len() > 1, "{rest:?}");
+    let on = |s: &usize| Lane {
+        position: lanes[*s].position + done.steps,
+        token: *done.lanes[*s].tokens.last().expect("a token"),
+        ..lanes[*s]
+    };
+    let more: Vec<Lane> = rest.iter().map(on).collect();
+    let left = GENERATED - done.steps;
+    let batch = Batch { lanes: &more, generate: left, stop: &[], keep_logits: false };
+    let next = machine.run_together(&batch, &mut || false).expect("it goes on");
+    for (lane, s) in next.lanes.iter().zip(&rest) {
+        assert_eq!(lane.tokens, sessions[*s].tokens[steps..], "session {s}");
+    }
+    machine.stop().expect("it stops");
+}
+
+#[test]
+fn a_batch_gives_way_and_goes_on_with_the_same_tokens() {
+    let Some((mut machine, sessions, _)) = prepared() else { return };
+    let mut lanes: Vec<Lane> = (0..8).map(|s| lane(s, &sessions[s as usize])).collect();
+    let mut said: Vec<Vec<u32>> = vec![Vec::new(); 8];
+    let (mut commands, mut yields) = (0, 0);
+    while said[0].len() < GENERATED as usize {
+        let generate = GENERATED - said[0].len() as u32;
+        let batch = Batch { lanes: &lanes, generate, stop: &[], keep_logits: false };
+        let done = machine.run_together(&batch, &mut || true).expect("it runs");
+        commands += 1;
+        for ((lane, said), got) in lanes.iter_mut().zip(&mut said).zip(&done.lanes) {
+            assert!(matches!(got.ending, Ending::Yield | Ending::Length), "{:?}", got.ending);
+            yields += u32::from(got.ending == Ending::Yield);
+            lane.position += done.steps;
+            lane.token = *got.tokens.last().expect("a token");
+            said.extend(&got.tokens);
+        }
+    }
+    eprintln!("{commands} commands, {yields} lanes gave way");
+    assert!(commands > 1 && yields >= 8);
+    for (said, of) in said.iter().zip(&sessions) {
+        assert_eq!(*said, of.tokens);
+    }
+    machine.stop().expect("it stops");
+}
+
+/// Lanes 2 and 5 draw, with settings of their own; the others are greedy. Each says what it says alone.
+#[test]
+fn some_lanes_sample_and_the_others_do_not() {
+    let Some((mut machine, sessions, _)) = prepared() else { return };
+    let drawing = [2_u32, 5];
+    let mut expected: Vec<Vec<u32>> = sessions.iter().map(|of| of.tokens.clone()).collect();
+    for session in drawing {
+        let sampling = Sampling {
+            temperature: 1.1,
+            top_p: 0.95,
+            repetition_penalty: 1.2,
+            seed: u64::from(session) + 3,
+            ..Sampling::default()
+        };
+        machine.set_sampling(session, &sampling).expect("settings");
+        let of = &sessions[session as usize];
+        let request = Request {
+            session,
+            tokens: &of.prompt,
+            generate: GENERATED,
+            sampled: true,
+            ..Request::default()
+        };
+        let done = machine.run(&request, &mut || false).expect("it samples alone");
+        assert_ne!(done.tokens, of.tokens, "it is another choice than the greedy one");
+        expected[session as usize] = done.tokens;
+        machine.set_sampling(session, &sampling).expect("settings");
+        fill(&mut machine, session, &of.prompt);
+    }
+    let lanes: Vec<Lane> = (0..8)
+        .map(|s| Lane { sampled: drawing.contains(&s), ..lane(s, &sessions[s as usize]) })
+        .collect();
+    let done = together(&mut machine, &lanes, false);
+    for (session, (lane, expected)) in done.lanes.iter().zip(&expected).enumerate() {
+        assert_eq!(lane.tokens, *expected, "session {session}");
+    }
+    machine.stop().expect("it stops");
+}
+
+/// A session whose every token is banned ends with no token, and takes nobody with it.
+#[test]
+fn a_lane_without_a_token_ends_alone() {
+    let Some((mut machine, sessions, vocab)) = prepared() else { return };
+    assert!(vocab <= abi::BIAS_MAX, "all can be banned");
+    let bias = (0..vocab).map(|token| (token, f32::NEG_INFINITY)).collect();
+    machine.set_sampling(3, &Sampling { bias, ..Sampling::default() }).expect("settings");
+    let mut lanes: Vec<Lane> = (0..8).map(|s| lane(s, &sessions[s as usize])).collect();
+    lanes[3].sampled = true;
+    let done = together(&mut machine, &lanes, false);
+    assert_eq!(done.steps, 1);
+    for (index, (lane, of)) in done.lanes.iter().zip(&sessions).enumerate() {
+        let (ending, tokens) = match index {
+            3 => (Ending::NoToken, &of.tokens[..0]),
+            _ => (Ending::Length, &of.tokens[..1]),
+        };
+        assert_eq!((lane.ending, &lane.tokens[..]), (ending, tokens), "lane {index}");
+    }
+    machine.stop().expect("it stops");
+}

@@ -35,6 +35,7 @@ mod batch;
 mod chunks;
 mod run;
 
+use batch::LaneUse;
 pub use batch::{Batch, BatchDecoded, Lane, LaneDecoded};
 pub use run::{Decoded, Request};
 
@@ -117,6 +118,7 @@ pub struct Resident {
     next_place: usize,
     /// Of the program in each place: lanes that a batch of it may have.
     together: [u32; PROGRAMS_MAX],
+    lane_uses: [LaneUse; PROGRAMS_MAX],
     failed: bool,
 }
 
@@ -231,6 +233,7 @@ impl Idle {
                     current,
                     next_place,
                     together: [1; PROGRAMS_MAX],
+                    lane_uses: [LaneUse::default(); PROGRAMS_MAX],
                     failed: false,
                 })
             }
@@ -419,7 +422,7 @@ impl Resident {
         }
         let place = self.next_place;
         self.next_place = (place + 1) % PROGRAMS_MAX;
-        self.together[place] = 1;
+        (self.together[place], self.lane_uses[place]) = (1, LaneUse::default());
         self.idle().load_into(place, program)
     }
 

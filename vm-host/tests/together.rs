@@ -221,6 +221,25 @@ fn lanes_may_be_a_thousand_positions_apart() {
     }
 }
 
+/// A lane's words carry the lowest bits of an epoch. Once, lanes that had sat out took those of their last step for new ones.
+#[test]
+fn lanes_that_sat_out_read_nothing_old() {
+    let Some((mut machine, sessions, _)) = prepared() else { return };
+    for steps in 1..=9 {
+        check_batch(&mut machine, &sessions, &[4, 1, 6, 0, 7, 2, 5], "before");
+        // `fill` runs a number of steps of its own: those of the first prompt are none.
+        let tokens = vec![3; steps];
+        machine.decode(8, 0, &tokens, 0, &[], false).expect("some plain steps");
+        let lanes: Vec<Lane> =
+            [0_u32, 4, 6].map(|session| lane(session, &sessions[session as usize])).into();
+        let done = together(&mut machine, &lanes, false);
+        for (lane, session) in done.lanes.iter().zip([0_usize, 4, 6]) {
+            assert_eq!(lane.tokens, sessions[session].tokens, "after {steps} steps");
+        }
+    }
+    machine.stop().expect("it stops");
+}
+
 /// A model of some size, with many rows of logits, and all shares of a warp.
 #[test]
 fn sessions_of_a_real_model_get_what_they_get_alone() {

@@ -1,0 +1,110 @@
+//! Sequences that are decoded side by side, with a scripted engine.
+
+use super::*;
+
+/// Runs these prompts on an engine of so many lanes. Gives what each request heard, and the places of each command.
+#[expect(clippy::type_complexity, reason = "one use")]
+fn served(
+    prompts: &[Vec<u32>],
+    limit: impl Fn(usize) -> u32,
+    priority: impl Fn(usize) -> Priority,
+    width: usize,
+    places: usize,
+) -> (Vec<(Vec<u32>, Option<Finish>)>, Vec<Vec<usize>>) {
+    let admission = Admission::new(prompts.len());
+    let engine = Scripted { chooses: true, width, ..Scripted::default() };
+    let commands = engine.commands.clone();
+    let (mut made, mut answers) = (Vec::new(), Vec::new());
+    for (i, prompt) in prompts.iter().enumerate() {
+        let (mut job, events) = job(prompt, limit(i), &admission);
+        job.work.priority = priority(i);
+        made.push(job);
+        answers.push(events);
+    }
+    let mut ends = Vec::new();
+    beside(engine, places, |jobs| {
+        made.into_iter().for_each(|job| jobs.send(job).unwrap());
+        ends = answers.into_iter().map(heard).collect();
+    });
+    assert_eq!(admission.inside(), 0);
+    let commands = std::mem::take(&mut *commands.lock().unwrap());
+    (ends, commands)
+}
+
+#[test]
+fn sequences_that_decode_are_run_at_once_and_say_what_they_say_alone() {
+    let prompts: Vec<Vec<u32>> = (0..24).map(|i| vec![i % 50; 1 + 7 * i as usize % 60]).collect();
+    let limit = |i: usize| 30 + 11 * i as u32 % 90;
+    for width in [2, 8] {
+        let (ends, commands) =
+            served(&prompts, limit, |i| Priority::ALL[i % 3], width, prompts.len());
+        for (i, (prompt, end)) in prompts.iter().zip(ends).enumerate() {
+            assert_eq!(end, (expected(prompt, limit(i)), Some(Finish::Length)), "request {i}");
+        }
+        let full = commands.iter().filter(|places| places.len() == width).count();
+        let mut several = commands.iter().filter(|places| places.len() > 1).collect::<Vec<_>>();
+        several.iter().for_each(|places| {
+            let mut seen = (*places).clone();
+            seen.sort_unstable();
+            seen.dedup();
+            assert_eq!(seen.len(), places.len(), "nobody is in two lanes: {places:?}");
+        });
+        several.retain(|places| places.len() < width);
+        assert!(full > 20, "{full} of {} commands of {width} lanes", commands.len());
+    }
+}
+
+/// The sequence that breaks is fed its poison as the last token of its prompt, beside others.
+#[test]
+fn one_that_breaks_takes_nobody_with_it() {
+    let mut prompts: Vec<Vec<u32>> = (0..6).map(|i| vec![i + 1]).collect();
+    prompts[3] = vec![POISON];
+    let (ends, commands) = served(&prompts, |_| 20, |_| Priority::Normal, 8, 6);
+    for (prompt, end) in prompts.iter().zip(ends) {
+        match prompt[0] {
+            POISON => assert_eq!(end, (vec![], Some(Finish::Failed("poisoned".into())))),
+            _ => assert_eq!(end, (expected(prompt, 20), Some(Finish::Length))),
+        }
+    }
+    assert!(commands.iter().any(|places| places.len() > 1));
+}
+
+#[test]
+fn a_machine_that_is_lost_ends_all_of_a_batch() {
+    let mut prompts: Vec<Vec<u32>> = (0..6).map(|i| vec![i + 1]).collect();
+    prompts[3] = vec![PLAGUE];
+    // No request waits for a place: all are lost, or end before.
+    let (ends, _) = served(&prompts, |_| 4000, |_| Priority::Normal, 8, 6);
+    for (prompt, end) in prompts.iter().zip(ends) {
+        let lost = end.1 == Some(Finish::Failed("the kernel left".into()));
+        assert!(lost || end.0 == expected(prompt, 4000), "{prompt:?}: {:?}", end.1);
+        assert!(lost || prompt[0] != PLAGUE);
+    }
+}
+
+/// Long prompts of low priority, each a turn of its own, beside a crowd that is run eight at a time.
+#[test]
+fn nobody_waits_longer_for_those_who_are_run_at_once() {
+    const ALL: usize = abi::SESSIONS_MAX as usize;
+    let prompts: Vec<Vec<u32>> =
+        (0..ALL).map(|i| vec![1; if i % 8 == 0 { 200 } else { 1 }]).collect();
+    let (ends, commands) = served(
+        &prompts,
+        |i| if i % 8 == 0 { 40 } else { 400 },
+        |i| if i % 8 == 0 { Priority::Low } else { Priority::High },
+        8,
+        ALL,
+    );
+    assert!(ends.iter().all(|end| end.1 == Some(Finish::Length)));
+    let bound = Scheduler::new(ALL).longest_wait(Priority::Low) as usize;
+    let mut last = vec![None; ALL];
+    let mut longest = 0;
+    for (turn, places) in commands.iter().enumerate() {
+        for place in places {
+            if let Some(before) = last[*place].replace(turn) {
+                longest = longest.max(turn - before - 1);
+            }
+        }
+    }
+    assert!(longest > 7 && longest <= bound, "somebody waited {longest} turns of {bound}");
+}

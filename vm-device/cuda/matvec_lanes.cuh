@@ -43,46 +43,54 @@ __device__ __forceinline__ uint32_t operand_lane(Worker const& w) {
 }
 
 // Groups of 4 words of a slot, until all that are `wanted` (a bit each) are here: `at(i)` is the first word of group i, the others are
-// zero. Of a whole warp. What is asked for again and again is one group a thread, since the lanes' vectors are as many bytes as a stage of
-// weights and come to the multiprocessor by the same way; once that is here, so is nearly everything. `early`: nothing is expected to be here.
-template <uint32_t N, typename At>
-__device__ __forceinline__ void lanes_wait(Worker const& w, Words const& s, At const& at, uint32_t wanted, bool early, uint4 (&out)[N]) {
+// zero. Of a whole warp. All are asked for at once; then, until something more is here, one group a thread again and again, since the lanes'
+// vectors are as many bytes as a stage of weights and come to the multiprocessor by the same way.
+template <uint32_t N, typename At> __device__ __forceinline__ void lanes_wait(Worker const& w, Words const& s, At const& at, uint32_t wanted, uint4 (&out)[N]) {
+  if (__all_sync(~0u, wanted == (1u << N) - 1)) {
 #pragma unroll
-  for (uint32_t i = 0; i < N; ++i) {
-    out[i] = make_uint4(0, 0, 0, 0);
+    for (uint32_t i = 0; i < N; ++i) {
+      out[i] = load_u32x4(s.at + at(i));
+    }
+  } else {
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      out[i] = make_uint4(s.tag, s.tag, s.tag, s.tag); // a zero of this step
+      if ((wanted >> i & 1) != 0) {
+        out[i] = load_u32x4(s.at + at(i));
+      }
+    }
   }
 #pragma unroll 1
-  for (uint32_t missing = wanted;; early = true) {
-    if (early) {
-      uint32_t const* one = s.at + at(missing != 0 ? 31 - __clz(missing) : 0);
-      for (uint32_t spin = 1;; ++spin) {
-        bool const here = missing == 0 || quad_here(s, load_u32x4(one));
-        if (__all_sync(~0u, here)) {
-          break;
-        }
-        if (__any_sync(~0u, is_dead(w.shared))) {
-          return;
-        }
-        if (spin % SPINS_PER_NOTE == 0 && !here) {
-          note_wait(w.shared, AMK_TRAP_PAYLOAD_DEADLINE, (uint32_t)((uint64_t)one >> 3), 0, s.tag);
-        }
-        poll_pause();
+  for (;;) {
+    uint32_t off = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      off |= (out[i].x ^ s.tag) | (out[i].y ^ s.tag) | (out[i].z ^ s.tag) | (out[i].w ^ s.tag);
+    }
+    if (__all_sync(~0u, (off & s.mask) == 0) || __any_sync(~0u, is_dead(w.shared))) {
+      return;
+    }
+    uint32_t missing = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      missing |= quad_here(s, out[i]) ? 0 : 1u << i;
+    }
+    uint32_t const* one = s.at + at(missing != 0 ? 31 - __clz(missing) : 0);
+    for (uint32_t spin = 1;; ++spin) {
+      bool const here = missing == 0 || quad_here(s, load_u32x4(one));
+      if (__all_sync(~0u, here) || __any_sync(~0u, is_dead(w.shared))) {
+        break;
       }
+      if (spin % SPINS_PER_NOTE == 0 && !here) {
+        note_wait(w.shared, AMK_TRAP_PAYLOAD_DEADLINE, (uint32_t)((uint64_t)one >> 3), 0, s.tag);
+      }
+      poll_pause();
     }
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
       if ((missing >> i & 1) != 0) {
         out[i] = load_u32x4(s.at + at(i));
       }
-    }
-    uint32_t still = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < N; ++i) {
-      still |= (missing >> i & 1) != 0 && !quad_here(s, out[i]) ? 1u << i : 0;
-    }
-    missing = still;
-    if (__all_sync(~0u, missing == 0) || __any_sync(~0u, is_dead(w.shared))) {
-      return;
     }
   }
 }
@@ -128,7 +136,7 @@ __device__ __forceinline__ float lanes_stage_vector(Worker const& w, Words const
     prefetch_l1(norm + (unit0 + w.thread / 32 + w.thread % 32 * AMK_WARPS) * UNIT_COLS);
   }
   uint4 v[LANE_QUADS];
-  lanes_wait(w, words, [&](uint32_t i) { return word + i / 2 * step_words<SKIP>() + i % 2 * 8; }, wanted, unit0 == 0, v);
+  lanes_wait(w, words, [&](uint32_t i) { return word + i / 2 * step_words<SKIP>() + i % 2 * 8; }, wanted, v);
   float square = 0.f;
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; ++j) {
@@ -195,7 +203,7 @@ __device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const&
             uint32_t const word = split * split_words + head * PARTIAL_WORDS + (j0 + i / 3 / SPLITS) * STEP + i / 3 % SPLITS * split_words;
             return i % 3 == 0 ? word : word + PARTIAL_HEAD + first % AMK_HEAD_DIM + (i % 3 - 1) * 8;
           },
-          wanted, split == 0 && j0 == 0, v);
+          wanted, v);
 #pragma unroll
       for (uint32_t i = 0; i < ONCE * SPLITS; ++i) {
         if ((wanted >> 3 * i & 1) == 0) {
@@ -301,7 +309,6 @@ __device__ __forceinline__ void lanes_multiply(Worker const& w, Share const& v, 
   }
 }
 
-// A part of `tiles` tiles: all products of this warp. `v` holds the first of them, if it is taken.
 __device__ __forceinline__ void lanes_products(Worker const& w, Cursor& c, LaneTiles const& k, LaneWalk& walk, Share& v, LaneInput const& x, uint32_t buffer, uint32_t tiles, uint32_t mine,
                                                bool first) {
   float* sums = lane_sums(w, buffer, 0, w.thread / 32);

@@ -128,6 +128,20 @@ __device__ __forceinline__ uint32_t prepare_rest(Poller& p, uint32_t position, u
 }
 
 #if AMK_LANES > 1
+// Lanes that did not run in the command before begin another run: what they left may be of any epoch, so its tags could be this one's.
+// Three runs in turn, since what is poisoned has the fourth.
+__device__ __forceinline__ void begin_runs(Poller& p, amk_lanes* to, uint32_t lanes) {
+  uint32_t* kept = &((amk_program*)p.program)->lane_runs;
+  uint32_t runs = load_relaxed(kept);
+#pragma unroll 1
+  for (uint32_t lane = runs >> 16; lane < lanes; ++lane) {
+    uint32_t const run = runs >> 2 * lane & 3;
+    runs += run == 2 ? 0u - (2u << 2 * lane) : 1u << 2 * lane;
+  }
+  store_relaxed(&to->runs, runs & 0xffff);
+  store_relaxed(kept, (runs & 0xffff) | lanes << 16);
+}
+
 // Writes the lanes of a decode command behind the step. False if they are not as they must be. A plain decode is a batch of one that begins at
 // the command's position, and `token` its first; a batch counts its steps from zero.
 __device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, uint32_t lanes, uint32_t session, uint32_t steps, uint32_t capacity, uint32_t flags, uint32_t token) {
@@ -140,6 +154,7 @@ __device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, 
     store_relaxed(&to->position[0], 0);
     store_relaxed(&to->session[0], session);
     store_relaxed(&to->sample, (flags & AMK_FLAG_SAMPLE) != 0);
+    begin_runs(p, to, 1);
     return token < vocab;
   }
   uint64_t taken = 0; // a bit a session
@@ -165,6 +180,9 @@ __device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, 
       store_relaxed(&to->position[i + j], position[j]);
       store_relaxed(&to->session[i + j], sessions >> j * 8 & 0xff);
     }
+  }
+  if (!bad) {
+    begin_runs(p, to, lanes);
   }
   return !bad;
 }

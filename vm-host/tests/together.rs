@@ -456,7 +456,7 @@ fn a_step_of_eight_sessions_takes_at_most_half_as_long_again() {
     let alone = step_us(&mut one, 1);
     one.stop().expect("it stops");
     eprintln!("one lane, 1 session: {alone:.1} us");
-    let mut eight = machine(&model, &info, &shipped(16), 512, 8);
+    let mut eight = machine(&model, &info, &shipped(8), 512, 8);
     let steps = [1, 2, 4, 8].map(|sessions| {
         let us = step_us(&mut eight, sessions);
         eprintln!("eight lanes, {sessions} sessions: {us:.1} us, {:.2} of one", us / alone);

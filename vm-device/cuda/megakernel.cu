@@ -124,7 +124,7 @@ __device__ __forceinline__ void adopt_program(Worker& w, Cursor& c, uint64_t pro
     sh->near = 0;
     sh->fetched = 0;
     sh->done = 0;
-    sh->begun = 0;
+    flag_store(&sh->begun, 0); // the pulse's warp reads it at any time
   }
   consumers_sync();
   worker_ring(w);

@@ -501,32 +501,6 @@ fn an_interrupted_search_says_how_to_go_on() {
     assert_eq!(amk_in(dir.path(), &args).succeeds("amk.loop.v1")["n_trials"], done + 2);
 }
 
-/// Nothing is tried yet while the graph is evaluated, so there is nothing to wait for.
-#[cfg(unix)]
-#[test]
-fn a_search_interrupted_before_its_first_trial_ends_at_once_and_can_go_on() {
-    use std::io::{BufRead, BufReader, Read};
-    let dir = folder();
-    let args = ["loop", "--model", "smollm2-135m", "--budget", "1", "--out", "s"];
-    let mut child =
-        command(dir.path(), &args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut said = BufReader::new(child.stderr.take().unwrap());
-    let mut text = String::new();
-    while !text.contains("search: smollm2-135m") {
-        assert!(said.read_line(&mut text).unwrap() > 0, "{text}");
-    }
-    std::thread::sleep(std::time::Duration::from_millis(100)); // the handler stands right behind that line
-    let pid = child.id().to_string();
-    let began = std::time::Instant::now();
-    assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
-    said.read_to_string(&mut text).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(130), "{text}");
-    assert!(began.elapsed().as_secs() < 3, "{text}");
-    let go_on = "interrupted before the next trial; continue with: amk loop --resume --out s";
-    assert!(text.contains(go_on), "{text}");
-    assert!(trials(&dir.path().join("s")).is_empty());
-}
-
 /// Shape of `logits` in a safetensors file.
 fn logits_shape(path: &Path) -> Vec<usize> {
     let bytes = std::fs::read(path).unwrap();

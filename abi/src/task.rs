@@ -164,8 +164,11 @@ wire_struct! {
         pub lanes: u32,
         /// Bytes from a scratch slot of one lane to that of the next.
         pub lane_bytes: u32,
+        /// Which run of each lane it is, of three, two bits a lane, lane 0 lowest: part of its tags. In the upper half the lanes of the last
+        /// command. The poller keeps it, as it does `epoch`.
+        pub lane_runs: u32,
         /// Zero.
-        pub reserved: [u32; 2],
+        pub reserved: u32,
     }
 }
 
@@ -175,7 +178,7 @@ wire_struct! {
     pub struct StepState {
         /// Address of the `amk_program`.
         pub program: u64,
-        /// What to do: 1 step, 2 switch program, 3 leave.
+        /// What to do: 1 step, 2 switch program, 3 leave, 4 help to choose this step's token.
         pub action: u32,
         /// Epoch of the program: steps run since it was loaded, this one included.
         pub epoch: u32,
@@ -223,8 +226,11 @@ wire_struct! {
         pub lanes: u32,
         /// A bit a lane: tokens are chosen by the session's `amk_sampling`.
         pub sample: u32,
+        /// Two bits a lane: which run of the lane this is, of three. A lane that did not run for some steps has old words whose epoch may look
+        /// like this one; the run, in the place of a tag's generation, tells them.
+        pub runs: u32,
         /// Zero.
-        pub reserved: [u32; 2],
+        pub reserved: u32,
     }
 }
 

@@ -26,7 +26,7 @@ impl Gpu<'_> {
             *copied += bytes;
             head.launches += 1;
             head.step_bytes = program.stream_bytes();
-            (head.weights_bytes, head.landed_bytes) = (bytes, bytes);
+            head.weights_bytes = bytes; // how many have landed is looked at from beside
             let caches = program.kv_bytes(program.kv_capacity.saturating_sub(1));
             head.resident_bytes = bytes + u64::from(SESSIONS) * caches;
         });

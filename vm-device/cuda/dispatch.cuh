@@ -5,7 +5,7 @@
 __device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, Cursor& c) {
 #if AMK_LANES > 1
   // What an op works out from these is not to be kept from task to task: there are no registers for that.
-  asm volatile("" : "+r"(w.thread), "+l"(w.x), "+l"(w.ring));
+  asm volatile("" : "+r"(w.thread), "+l"(w.shared), "+l"(w.x), "+l"(w.ring));
 #endif
   switch (st.task.opcode) {
   case AMK_OP_NOP:

@@ -20,6 +20,8 @@ __device__ __forceinline__ uint32_t lane_token(Worker const& w) { return w.share
 __device__ __forceinline__ uint32_t lane_position(Worker const& w) { return w.shared->step.position + w.shared->lanes.position[w.lane]; }
 __device__ __forceinline__ uint32_t lane_session(Worker const& w) { return w.shared->lanes.session[w.lane]; }
 __device__ __forceinline__ uint32_t lane_logits_row(Worker const& w) { return w.lane * w.shared->program.logits_rows + w.shared->step.logits_row; }
+// What a lane's tags have in the place of a generation.
+__device__ __forceinline__ uint32_t lane_run(Worker const& w) { return w.shared->lanes.runs >> 2 * w.lane & 3; }
 // Where a slot is. The activations are there once for each lane.
 __device__ __forceinline__ uint64_t slot_address(Worker const& w, ResolvedSlot const& s) {
   bool const own = s.kind == AMK_SLOT_TAGGED || s.kind == AMK_SLOT_PLAIN;
@@ -56,6 +58,7 @@ __device__ __forceinline__ uint32_t lane_token(Worker const& w) { return w.share
 __device__ __forceinline__ uint32_t lane_position(Worker const& w) { return w.shared->step.position; }
 __device__ __forceinline__ uint32_t lane_session(Worker const& w) { return w.shared->step.session; }
 __device__ __forceinline__ uint32_t lane_logits_row(Worker const& w) { return w.shared->step.logits_row; }
+__device__ __forceinline__ uint32_t lane_run(Worker const&) { return 0; }
 __device__ __forceinline__ uint64_t slot_address(Worker const&, ResolvedSlot const& s) { return s.address; }
 __device__ __forceinline__ uint32_t lane_split(uint32_t split, uint32_t, uint32_t) { return split; }
 template <typename F> __device__ __forceinline__ void for_lanes(Worker&, F const& f) { f(); }

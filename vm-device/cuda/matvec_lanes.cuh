@@ -43,46 +43,54 @@ __device__ __forceinline__ uint32_t operand_lane(Worker const& w) {
 }
 
 // Groups of 4 words of a slot, until all that are `wanted` (a bit each) are here: `at(i)` is the first word of group i, the others are
-// zero. Of a whole warp. What is asked for again and again is one group a thread, since the lanes' vectors are as many bytes as a stage of
-// weights and come to the multiprocessor by the same way; once that is here, so is nearly everything. `early`: nothing is expected to be here.
-template <uint32_t N, typename At>
-__device__ __forceinline__ void lanes_wait(Worker const& w, Words const& s, At const& at, uint32_t wanted, bool early, uint4 (&out)[N]) {
+// zero. Of a whole warp. All are asked for at once; then, until something more is here, one group a thread again and again, since the lanes'
+// vectors are as many bytes as a stage of weights and come to the multiprocessor by the same way.
+template <uint32_t N, typename At> __device__ __forceinline__ void lanes_wait(Worker const& w, Words const& s, At const& at, uint32_t wanted, uint4 (&out)[N]) {
+  if (__all_sync(~0u, wanted == (1u << N) - 1)) {
 #pragma unroll
-  for (uint32_t i = 0; i < N; ++i) {
-    out[i] = make_uint4(0, 0, 0, 0);
+    for (uint32_t i = 0; i < N; ++i) {
+      out[i] = load_u32x4(s.at + at(i));
+    }
+  } else {
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      out[i] = make_uint4(s.tag, s.tag, s.tag, s.tag); // a zero of this step
+      if ((wanted >> i & 1) != 0) {
+        out[i] = load_u32x4(s.at + at(i));
+      }
+    }
   }
 #pragma unroll 1
-  for (uint32_t missing = wanted;; early = true) {
-    if (early) {
-      uint32_t const* one = s.at + at(missing != 0 ? 31 - __clz(missing) : 0);
-      for (uint32_t spin = 1;; ++spin) {
-        bool const here = missing == 0 || quad_here(s, load_u32x4(one));
-        if (__all_sync(~0u, here)) {
-          break;
-        }
-        if (__any_sync(~0u, is_dead(w.shared))) {
-          return;
-        }
-        if (spin % SPINS_PER_NOTE == 0 && !here) {
-          note_wait(w.shared, AMK_TRAP_PAYLOAD_DEADLINE, (uint32_t)((uint64_t)one >> 3), 0, s.tag);
-        }
-        poll_pause();
+  for (;;) {
+    uint32_t off = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      off |= (out[i].x ^ s.tag) | (out[i].y ^ s.tag) | (out[i].z ^ s.tag) | (out[i].w ^ s.tag);
+    }
+    if (__all_sync(~0u, (off & s.mask) == 0) || __any_sync(~0u, is_dead(w.shared))) {
+      return;
+    }
+    uint32_t missing = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      missing |= quad_here(s, out[i]) ? 0 : 1u << i;
+    }
+    uint32_t const* one = s.at + at(missing != 0 ? 31 - __clz(missing) : 0);
+    for (uint32_t spin = 1;; ++spin) {
+      bool const here = missing == 0 || quad_here(s, load_u32x4(one));
+      if (__all_sync(~0u, here) || __any_sync(~0u, is_dead(w.shared))) {
+        break;
       }
+      if (spin % SPINS_PER_NOTE == 0 && !here) {
+        note_wait(w.shared, AMK_TRAP_PAYLOAD_DEADLINE, (uint32_t)((uint64_t)one >> 3), 0, s.tag);
+      }
+      poll_pause();
     }
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
       if ((missing >> i & 1) != 0) {
         out[i] = load_u32x4(s.at + at(i));
       }
-    }
-    uint32_t still = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < N; ++i) {
-      still |= (missing >> i & 1) != 0 && !quad_here(s, out[i]) ? 1u << i : 0;
-    }
-    missing = still;
-    if (__all_sync(~0u, missing == 0) || __any_sync(~0u, is_dead(w.shared))) {
-      return;
     }
   }
 }
@@ -110,36 +118,34 @@ __device__ __forceinline__ void operand_make(Worker const& w, float4 a, float4 b
 __device__ __forceinline__ float quad_square(float4 v, float sum) { return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum)))); }
 __device__ __forceinline__ float4 quad_times(float4 v, float4 n) { return make_float4(v.x * n.x, v.y * n.y, v.z * n.z, v.w * n.w); }
 
-// Units `unit0`.. of the lanes' vectors, of which `mine` are this warp's. `skip`: words in front of the elements of each head.
-__device__ __forceinline__ float lanes_stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, uint32_t skip, uint32_t unit0, uint32_t mine,
-                                                    LaneInput& x) {
-  uint32_t const first = unit0 + w.thread / 32;
-  auto const element = [&](uint32_t i) { return operand_element(w, first + i / 2 * AMK_WARPS) + i % 2 * 8; };
+// From a unit of a warp to its next: elements, and words where each head has SKIP words in front.
+constexpr uint32_t STEP_ELEMENTS = AMK_WARPS * UNIT_COLS;
+template <uint32_t SKIP> __device__ constexpr uint32_t step_words() { return STEP_ELEMENTS + STEP_ELEMENTS / AMK_HEAD_DIM * SKIP; }
+static_assert(STEP_ELEMENTS % AMK_HEAD_DIM == 0, "a warp's units begin at the same place of a head");
+
+// Units `unit0`.. of the lanes' vectors, of which `mine` are this warp's.
+template <uint32_t SKIP>
+__device__ __forceinline__ float lanes_stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, LaneInput& x) {
+  uint32_t const first = operand_element(w, unit0 + w.thread / 32), word = first + (first / AMK_HEAD_DIM + 1) * SKIP;
   uint32_t wanted = 0;
 #pragma unroll
   for (uint32_t i = 0; i < LANE_QUADS; ++i) {
-    wanted |= i / 2 < mine && element(i) < p.k_len ? 1u << i : 0;
+    wanted |= i / 2 < mine && first + i / 2 * STEP_ELEMENTS + i % 2 * 8 < p.k_len ? 1u << i : 0;
   }
   if (norm != nullptr && w.thread % 32 < mine) {
-    prefetch_l1(norm + (first + w.thread % 32 * AMK_WARPS) * UNIT_COLS);
+    prefetch_l1(norm + (unit0 + w.thread / 32 + w.thread % 32 * AMK_WARPS) * UNIT_COLS);
   }
   uint4 v[LANE_QUADS];
-  lanes_wait(
-      w, words,
-      [&](uint32_t i) {
-        uint32_t const e = element(i);
-        return e + (e / AMK_HEAD_DIM + 1) * skip;
-      },
-      wanted, unit0 == 0, v);
+  lanes_wait(w, words, [&](uint32_t i) { return word + i / 2 * step_words<SKIP>() + i % 2 * 8; }, wanted, v);
   float square = 0.f;
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; ++j) {
     float4 a = quad_value(words, v[2 * j]), b = quad_value(words, v[2 * j + 1]);
     if (norm != nullptr) {
       square = quad_square(b, quad_square(a, square));
-      bool const here[2] = {(wanted >> 2 * j & 1) != 0, (wanted >> (2 * j + 1) & 1) != 0};
-      a = here[0] ? quad_times(a, __ldg((float4 const*)(norm + element(2 * j)))) : a;
-      b = here[1] ? quad_times(b, __ldg((float4 const*)(norm + element(2 * j + 1)))) : b;
+      float const* n = norm + first + j * STEP_ELEMENTS;
+      a = (wanted >> 2 * j & 1) != 0 ? quad_times(a, load_constant(n)) : a;
+      b = (wanted >> (2 * j + 1) & 1) != 0 ? quad_times(b, load_constant(n + 8)) : b;
     }
     operand_make(w, a, b, x.half[j]);
   }
@@ -160,7 +166,7 @@ __device__ __forceinline__ float lanes_stage_embedding(Worker const& w, Resolved
       if (j < mine && e < p.k_len) {
         v[i] = embedding_read4(w, in, e);
         square = quad_square(v[i], square);
-        v[i] = norm != nullptr ? quad_times(v[i], __ldg((float4 const*)(norm + e))) : v[i];
+        v[i] = norm != nullptr ? quad_times(v[i], load_constant(norm + e)) : v[i];
       }
     }
     operand_make(w, v[0], v[1], x.half[j]);
@@ -172,10 +178,10 @@ __device__ __forceinline__ float lanes_stage_embedding(Worker const& w, Resolved
 __device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const& words, amk_matvec_params const& p, uint32_t active, uint32_t most, uint32_t unit0, uint32_t mine,
                                                    LaneInput& x) {
   constexpr uint32_t ONCE = 2, SPLITS = 2; // units and splits that are asked for at once
-  uint32_t const heads = p.k_len / AMK_HEAD_DIM;
+  constexpr uint32_t STEP = STEP_ELEMENTS / AMK_HEAD_DIM * PARTIAL_WORDS;
+  uint32_t const first = operand_element(w, unit0 + w.thread / 32), head = first / AMK_HEAD_DIM, split_words = p.k_len / AMK_HEAD_DIM * PARTIAL_WORDS;
 #pragma unroll
   for (uint32_t j0 = 0; j0 < SHARE; j0 += ONCE) {
-    auto const element = [&](uint32_t j) { return operand_element(w, unit0 + w.thread / 32 + (j0 + j) * AMK_WARPS); };
     float4 const none = make_float4(0.f, 0.f, 0.f, 0.f);
     Merged a[ONCE];
     float4 b[ONCE];
@@ -188,16 +194,16 @@ __device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const&
       uint32_t wanted = 0;
 #pragma unroll
       for (uint32_t i = 0; i < ONCE * SPLITS; ++i) {
-        wanted |= split + i % SPLITS < active && j0 + i / SPLITS < mine && element(i / SPLITS) < p.k_len ? 7u << 3 * i : 0;
+        wanted |= split + i % SPLITS < active && j0 + i / SPLITS < mine && first + (j0 + i / SPLITS) * STEP_ELEMENTS < p.k_len ? 7u << 3 * i : 0;
       }
       uint4 v[3 * ONCE * SPLITS];
       lanes_wait(
           w, words,
           [&](uint32_t i) {
-            uint32_t const e = element(i / 3 / SPLITS), word = partial_word(split + i / 3 % SPLITS, heads, e / AMK_HEAD_DIM);
-            return i % 3 == 0 ? word : word + PARTIAL_HEAD + e % AMK_HEAD_DIM + (i % 3 - 1) * 8;
+            uint32_t const word = split * split_words + head * PARTIAL_WORDS + (j0 + i / 3 / SPLITS) * STEP + i / 3 % SPLITS * split_words;
+            return i % 3 == 0 ? word : word + PARTIAL_HEAD + first % AMK_HEAD_DIM + (i % 3 - 1) * 8;
           },
-          wanted, split == 0 && j0 == 0, v);
+          wanted, v);
 #pragma unroll
       for (uint32_t i = 0; i < ONCE * SPLITS; ++i) {
         if ((wanted >> 3 * i & 1) == 0) {
@@ -220,25 +226,62 @@ __device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const&
   }
 }
 
-// Units `unit0`.. of the prologue's result, of all lanes, into the warps' registers; returns the thread's part of its lane's sum of squares.
-__device__ __forceinline__ float lanes_stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, LaneInput& x) {
+// How a task's tiles lie in the ring.
+struct LaneTiles {
+  uint32_t units, part;      // of a tile; of a part of it, but for the last
+  uint32_t parts, per_stage; // of a tile; tiles of a stage, 1 where a tile has several parts, and else a divisor of LANE_TILES
+};
+// A warp's place in the stages of a task.
+struct LaneWalk {
+  bool taken;    // the next tile waits in registers
+  uint32_t left;  // stages of the task that are not taken
+};
+
+// The units of a warp out of a tile in the ring.
+__device__ __forceinline__ void lanes_take(Worker const& w, char const* tile, uint32_t mine, Share& v) {
+  char const* from = tile + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
+#pragma unroll
+  for (uint32_t j = 0; j < SHARE; ++j) {
+    v.weights[j] = j < mine ? stage_load(from + j * AMK_WARPS * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+// The task's next tile into registers, if it has landed, while the vectors are not there: the stream goes on meanwhile.
+__device__ __forceinline__ void lanes_take_ahead(Worker const& w, Cursor& c, LaneTiles const& k, LaneWalk& walk, uint32_t mine, Share& v) {
+  walk.taken = k.per_stage == 1 && cursor_landed(w, c);
+  if (walk.taken) {
+    lanes_take(w, cursor_place(w, c), mine, v);
+    cursor_next(w, c);
+    --walk.left;
+  } else {
+    v = Share{}; // nothing is kept from one part to the next
+  }
+}
+
+// Units `unit0`.. of the prologue's result, of all lanes, into the warps' registers, and what `ahead` takes, as soon as there are registers for
+// it: merging splits needs them all. Returns the thread's part of its lane's sum of squares.
+template <typename F>
+__device__ __forceinline__ float lanes_stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, LaneInput& x, F const& ahead) {
   Worker const own = in_lane(w, operand_lane(w));
   ResolvedSlot const& in = st.slot[0];
   float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.slot[1].address : nullptr;
   if (in.kind == AMK_SLOT_EMBEDDING) {
+    ahead();
     return lanes_stage_embedding(own, in, norm, p, unit0, mine, x);
   }
   Words const words = slot_words(own, in, st.task.read_generation[0]);
-  uint32_t skip = 0;
   if (p.prologue == AMK_PROLOGUE_MERGE) {
     uint32_t const active = active_splits(attended(lane_position(own), p.window), p.kv_block, p.splits), most = __reduce_max_sync(~0u, active);
     if (most > 1) {
       lanes_stage_merged(own, words, p, active, most, unit0, mine, x);
+      ahead();
       return 0.f;
     }
-    skip = PARTIAL_HEAD; // of one split, the partials are the result
+    ahead();
+    return lanes_stage_vector<PARTIAL_HEAD>(own, words, nullptr, p, unit0, mine, x); // of one split, the partials are the result
   }
-  return lanes_stage_vector(own, words, norm, p, skip, unit0, mine, x);
+  ahead();
+  return lanes_stage_vector<0>(own, words, norm, p, unit0, mine, x);
 }
 
 // A warp's products of a tile's part with the lanes' vectors, into its sums, or added to those of the parts before.
@@ -266,40 +309,6 @@ __device__ __forceinline__ void lanes_multiply(Worker const& w, Share const& v, 
   }
 }
 
-// How a task's tiles lie in the ring.
-struct LaneTiles {
-  uint32_t units, part;      // of a tile; of a part of it, but for the last
-  uint32_t parts, per_stage; // of a tile; tiles of a stage, 1 where a tile has several parts, and else a divisor of LANE_TILES
-};
-// A warp's place in the stages of a task.
-struct LaneWalk {
-  bool taken;    // the next tile waits in registers
-  uint32_t left;  // stages of the task that are not taken
-};
-
-// The units of a warp out of a tile in the ring.
-__device__ __forceinline__ void lanes_take(Worker const& w, char const* tile, uint32_t mine, Share& v) {
-  char const* from = tile + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
-#pragma unroll
-  for (uint32_t j = 0; j < SHARE; ++j) {
-    v.weights[j] = j < mine ? stage_load(from + j * AMK_WARPS * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
-  }
-}
-
-// The task's next tile into registers, if it has landed, while the vectors are not there: the stream goes on meanwhile. With more than one,
-// nothing would be left for merging the splits of the attention.
-__device__ __forceinline__ void lanes_take_ahead(Worker const& w, Cursor& c, LaneTiles const& k, LaneWalk& walk, uint32_t mine, Share& v) {
-  walk.taken = k.per_stage == 1 && cursor_landed(w, c);
-  if (walk.taken) {
-    lanes_take(w, cursor_place(w, c), mine, v);
-    cursor_next(w, c);
-    --walk.left;
-  } else {
-    v = Share{}; // nothing is kept from one part to the next
-  }
-}
-
-// A part of `tiles` tiles: all products of this warp. `v` holds the first of them, if it is taken.
 __device__ __forceinline__ void lanes_products(Worker const& w, Cursor& c, LaneTiles const& k, LaneWalk& walk, Share& v, LaneInput const& x, uint32_t buffer, uint32_t tiles, uint32_t mine,
                                                bool first) {
   float* sums = lane_sums(w, buffer, 0, w.thread / 32);
@@ -420,7 +429,7 @@ __device__ __forceinline__ float lanes_scale(Worker const& w, uint32_t buffer, a
 }
 
 __device__ __forceinline__ void op_matvec_lanes(Worker& w, StagedTask const& st, Cursor& c) {
-  amk_matvec_params const p = *(amk_matvec_params const*)st.task.params;
+  amk_matvec_params const& p = *(amk_matvec_params const*)st.task.params; // read again where it is used: registers are for vectors
   LaneTiles const k = {p.units, st.task.warp_units == 1 ? p.units : st.task.stage_units, st.task.warp_units, st.task.stage_tiles};
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   Worker const out = in_lane(w, out_lane(w));
@@ -438,7 +447,7 @@ __device__ __forceinline__ void op_matvec_lanes(Worker& w, StagedTask const& st,
     for (uint32_t part = 0; part < k.parts; ++part) {
       uint32_t const unit0 = part * k.part, units = k.units - unit0 < k.part ? k.units - unit0 : k.part, mine = warp_share(w, units);
       Share v;
-      lanes_take_ahead(w, c, k, walk, mine, v);
+      auto const ahead = [&] { lanes_take_ahead(w, c, k, walk, mine, v); };
       if (part == 0) {
 #pragma unroll
         for (uint32_t turn = 0; turn < OUT_TURNS; ++turn) {
@@ -446,11 +455,13 @@ __device__ __forceinline__ void op_matvec_lanes(Worker& w, StagedTask const& st,
         }
       }
       if (done == 0 || k.parts > 1) {
-        square += lanes_stage(w, st, p, unit0, mine, x);
+        square += lanes_stage(w, st, p, unit0, mine, x, ahead);
         if (w.thread == 0) {
           flag_store(&w.shared->near, walk.left <= 1); // its last shares are there already
         }
         tape_staged(w);
+      } else {
+        ahead();
       }
       lanes_products(w, c, k, walk, v, x, buffer, tiles, mine, part == 0);
     }

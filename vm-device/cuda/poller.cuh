@@ -128,6 +128,20 @@ __device__ __forceinline__ uint32_t prepare_rest(Poller& p, uint32_t position, u
 }
 
 #if AMK_LANES > 1
+// Lanes that did not run in the command before begin another run: what they left may be of any epoch, so its tags could be this one's.
+// Three runs in turn, since what is poisoned has the fourth.
+__device__ __forceinline__ void begin_runs(Poller& p, amk_lanes* to, uint32_t lanes) {
+  uint32_t* kept = &((amk_program*)p.program)->lane_runs;
+  uint32_t runs = load_relaxed(kept);
+#pragma unroll 1
+  for (uint32_t lane = runs >> 16; lane < lanes; ++lane) {
+    uint32_t const run = runs >> 2 * lane & 3;
+    runs += run == 2 ? 0u - (2u << 2 * lane) : 1u << 2 * lane;
+  }
+  store_relaxed(&to->runs, runs & 0xffff);
+  store_relaxed(kept, (runs & 0xffff) | lanes << 16);
+}
+
 // Writes the lanes of a decode command behind the step. False if they are not as they must be. A plain decode is a batch of one that begins at
 // the command's position, and `token` its first; a batch counts its steps from zero.
 __device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, uint32_t lanes, uint32_t session, uint32_t steps, uint32_t capacity, uint32_t flags, uint32_t token) {
@@ -140,19 +154,19 @@ __device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, 
     store_relaxed(&to->position[0], 0);
     store_relaxed(&to->session[0], session);
     store_relaxed(&to->sample, (flags & AMK_FLAG_SAMPLE) != 0);
+    begin_runs(p, to, 1);
     return token < vocab;
   }
   uint64_t taken = 0; // a bit a session
   bool bad = false;
   store_relaxed(&to->sample, host_load(&s->lane_sample));
 #pragma unroll 1
-  for (uint32_t i = 0; i < lanes; i += 4) { // a load of host memory takes a microsecond: four lanes at once
-    uint32_t const sessions = host_load(&s->lane_session[i / 4]);
-    uint4 const first = host_load_u32x4(&s->lane_position[i]);
-    uint32_t const position[4] = {first.x, first.y, first.z, first.w};
-    uint32_t word[4];
+  for (uint32_t i = 0; i < lanes; i += 2) { // a load of host memory takes a microsecond: two lanes at once
+    uint32_t const sessions = host_load(&s->lane_session[i / 4]) >> i % 4 * 8;
+    uint32_t const position[2] = {host_load(&s->lane_position[i]), host_load(&s->lane_position[i + 1])};
+    uint32_t word[2];
 #pragma unroll
-    for (uint32_t j = 0; j < 4; ++j) {
+    for (uint32_t j = 0; j < 2; ++j) {
       uint32_t const of = sessions >> j * 8 & 0xff;
       bool const here = i + j < lanes, right = of < l.sessions && position[j] < capacity && steps <= capacity - position[j] && (taken >> (of & 63) & 1) == 0;
       bad |= here && !right;
@@ -160,14 +174,15 @@ __device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, 
       word[j] = here && right ? host_load(session_tokens(l, of) + position[j]) : 0;
     }
 #pragma unroll
-    for (uint32_t j = 0; j < 4; ++j) {
-      if (i + j < lanes) {
-        bad |= word[j] >= vocab;
-        store_relaxed(&to->token[i + j], word[j]);
-        store_relaxed(&to->position[i + j], position[j]);
-        store_relaxed(&to->session[i + j], sessions >> j * 8 & 0xff);
-      }
+    for (uint32_t j = 0; j < 2; ++j) { // what is written of lanes that do not run, nobody reads
+      bad |= word[j] >= vocab;
+      store_relaxed(&to->token[i + j], word[j]);
+      store_relaxed(&to->position[i + j], position[j]);
+      store_relaxed(&to->session[i + j], sessions >> j * 8 & 0xff);
     }
+  }
+  if (!bad) {
+    begin_runs(p, to, lanes);
   }
   return !bad;
 }
@@ -222,13 +237,13 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
     store_relaxed(&step->stop[i], host_load(&s->stop[i]));
   }
   bool lost = false;
-  uint32_t more = 0;
 #pragma unroll 1
   for (bool first = alone;; first = false) { // one wait in the code for both parts: each costs registers
     publish_action(p, 1);
     if (!poller_wait(p, &done->sequence, ++p.finished)) {
       return AMK_TRAP_ABORTED;
     }
+    p.go = load_relaxed(&step->go); // the sampling worker announced the steps after the first, and its choices
     if (!first) {
       break;
     }
@@ -241,12 +256,10 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
     if (result != AMK_TRAP_NONE) {
       return result;
     }
-    more = 1;
   }
   uint32_t const ran = load_relaxed(&done->steps);
   p.epoch += ran;
   store_relaxed(&((amk_program*)p.program)->epoch, p.epoch); // its counters stand there: coming back must not start over
-  p.go += ran - 1 - more; // the sampling worker announced the steps after the first
   if (lost) {
     post_completion(p, AMK_TRAP_WEIGHTS, 0, 0, 0, start);
   } else {
@@ -288,9 +301,7 @@ __device__ __forceinline__ void poller_run(Worker const& w) {
       if (load_relaxed(&((amk_done*)l.done)->abort) != 0) {
         return;
       }
-      uint64_t const now = now_ns();
-      host_store(&indices->heartbeat, (uint32_t)now);
-      pulse(w.shared, now);
+      host_store(&indices->heartbeat, (uint32_t)now_ns());
       continue;
     }
     uint64_t const start = now_ns();

@@ -49,15 +49,15 @@ __device__ __forceinline__ LaneEnd lane_finish(Worker const& w, uint32_t chosen)
   return LaneEnd{ending, token};
 }
 
-// The first warp: ends the step. A batch goes on only if every lane does.
-__device__ __forceinline__ void finish_lanes(Worker const& w, bool gives_way) {
+// The first warp: ends the step; thread l knows what lane l chose. A batch goes on only if every lane does.
+__device__ __forceinline__ void finish_lanes(Worker const& w, uint32_t chosen, bool gives_way) {
   amk_step const& s = w.shared->step;
   amk_step* next_step = (amk_step*)w.shared->launch->step;
   amk_done* done = (amk_done*)w.shared->launch->done;
   uint32_t const lane = w.thread, lanes = lanes_running(w), next = s.position + 1;
   LaneEnd end = {AMK_ENDING_LENGTH, 0};
   if (lane < lanes) {
-    end = lane_finish(in_lane(w, lane), w.shared->best_row[lane]);
+    end = lane_finish(in_lane(w, lane), chosen);
     store_relaxed(&((amk_lanes*)(next_step + 1))->token[lane], end.token);
     if (end.ending == AMK_ENDING_LENGTH && gives_way && next < s.end) {
       end.ending = AMK_ENDING_YIELD;
@@ -101,21 +101,22 @@ __device__ __forceinline__ void op_sample_lanes(Worker& w, StagedTask const& st)
     }
   }
   task_barrier(w);
+  // Kept by the threads whose number is that of the lane: a choice by all threads uses those words for itself.
+  Best chosen = {w.shared->best_value[w.thread % 32 % AMK_WARPS], w.shared->best_row[w.thread % 32 % AMK_WARPS]};
 #pragma unroll 1
   for (w.lane = 0; w.lane < lanes; ++w.lane) {
     bool const sampled = (w.shared->lanes.sample >> w.lane & 1) != 0 && lane_position(w) + 1 >= w.shared->step.forced;
     if (sampled && !left(w)) {
       consumers_sync(); // the words of the choice before are about to be used again
-      uint32_t const row = sampled_token(w, Best{w.shared->best_value[w.lane], w.shared->best_row[w.lane]});
-      if (w.thread == 0) {
-        w.shared->best_row[w.lane] = row;
+      uint32_t const row = sampled_token(w, Best{__shfl_sync(~0u, chosen.value, w.lane), __shfl_sync(~0u, chosen.row, w.lane)});
+      if (w.thread == w.lane) {
+        chosen.row = row;
       }
     }
   }
   w.lane = 0;
-  __syncwarp();
   if (warp == 0 && !__any_sync(~0u, is_dead(w.shared))) {
-    finish_lanes(w, __shfl_sync(~0u, gives_way, 0) == w.shared->step.command);
+    finish_lanes(w, chosen.row, __shfl_sync(~0u, gives_way, 0) == w.shared->step.command);
   }
 }
 #endif

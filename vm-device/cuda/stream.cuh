@@ -280,7 +280,13 @@ __device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, ui
 __device__ __forceinline__ void loader_run(Worker const& w) {
   Shared* sh = w.shared;
   uint32_t const loads = sh->queue.loads;
+#if AMK_LANES > 1
+  // Lanes take registers: what is asked for once a run is found again.
+  auto const list_at = [&](uint32_t i) { return (amk_load const*)*(uint64_t volatile const*)&sh->program.loads + flag_load(&sh->queue.load0) + i; };
+#else
   amk_load const* list = (amk_load const*)sh->program.loads + sh->queue.load0;
+  auto const list_at = [&](uint32_t i) { return list + i; };
+#endif
   Loader l = {};
   l.full = shared_address(sh->full), l.empty = shared_address(sh->empty), l.ring = shared_address(w.ring);
   l.stages = w.stages, l.stage_bytes = w.stage_bytes;
@@ -290,11 +296,11 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
   uint32_t load = 0, lap = 0;
   uint4 run = make_uint4(0, 0, 0, 0), more = run;
   if (loads > 0) {
-    run = load_u32x4(list), more = load_u32x4((char const*)list + 16);
+    run = load_u32x4(list_at(0)), more = load_u32x4((char const*)list_at(0) + 16);
   }
   while (loads > 0) {
     load = load + 1 == loads ? 0 : load + 1;
-    uint4 const next = load_u32x4(list + load), next_more = load_u32x4((char const*)(list + load) + 16); // a whole run ahead: a trip to L2
+    uint4 const next = load_u32x4(list_at(load)), next_more = load_u32x4((char const*)list_at(load) + 16); // a whole run ahead: a trip to L2
     bool const on = run.z != 0 ? loader_weights(sh, l, run, more.x, lap, waits) : loader_keys(sh, l, run, more, lap, waits);
     if (!on) {
       loader_drain(w, l);

@@ -38,6 +38,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/op_attention.cuh",
     "cuda/op_small.cuh",
     "cuda/sampling.cuh",
+    "cuda/choosing.cuh",
     "cuda/op_sample.cuh",
     "cuda/sample_lanes.cuh",
     "cuda/dispatch.cuh",

@@ -167,6 +167,14 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
             program.model, residents.lanes
         )));
     }
+    let accesses = program.workers.iter().flat_map(|worker| &worker.tasks);
+    let mut accesses = accesses.flat_map(|t| t.reads.iter().chain(&t.writes)).flatten();
+    if residents.lanes > 1 && accesses.any(|access| access.generation != 0) {
+        return Err(HostError::Request(format!(
+            "the program has generations, whose place in a tag is the lanes': boot for one lane instead of {}",
+            residents.lanes
+        )));
+    }
     if program.workers.len() != residents.workers as usize {
         let (want, have) = (program.workers.len(), residents.workers);
         return Err(HostError::Request(format!(

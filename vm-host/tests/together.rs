@@ -415,3 +415,53 @@ fn a_lane_without_a_token_ends_alone() {
     }
     machine.stop().expect("it stops");
 }
+
+/// The shipped schedule of llama-3.2-1b for a context of 128, its attention in so many splits.
+fn shipped(splits: u32) -> String {
+    format!(
+        r#"{{"pipeline": {{"stage_bytes": 32768, "stages": 5, "in_flight_bytes": 98304, "in_flight_near_bytes": 32768}},
+            "sync": {{"embed": "tagged", "qkv": "tagged", "attention": "tagged", "merge": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged"}},
+            "fusion_grouping": {{"embed": "qkv", "merge": "o_proj"}},
+            "tiling": {{"qkv": {{"rows": 8}}, "o_proj": {{"rows": 8}}, "gate_up": {{"rows": 8}}, "down": {{"rows": 8}}, "lm_head": {{"rows": 8}},
+                        "attention": {{"kv_block": 256, "kv_split": {splits}}}}},
+            "kernel": {{"poll_sleep_ns": 0, "evict": "first"}}, "sm_assignment": "byte_balance"}}"#
+    )
+}
+
+/// Microseconds of a step of so many sessions at a context of 128, the median of 16 commands.
+fn step_us(machine: &mut Resident, sessions: u32) -> f64 {
+    const STEPS: u32 = 24;
+    let lanes: Vec<Lane> = (0..sessions)
+        .map(|session| Lane { session, position: 128, token: 11 + session, sampled: false })
+        .collect();
+    let mut us: Vec<f64> = (0..20)
+        .map(|_| {
+            let batch = Batch { lanes: &lanes, generate: STEPS, stop: &[], keep_logits: false };
+            let done = machine.run_together(&batch, &mut || false).expect("it runs");
+            assert_eq!(done.steps, STEPS);
+            done.device_us / f64::from(STEPS)
+        })
+        .skip(4)
+        .collect();
+    us.sort_by(f64::total_cmp);
+    f64::midpoint(us[7], us[8])
+}
+
+/// What a pass over the weights that several sessions share costs: a step of eight takes at most half as long again as a step of one.
+#[test]
+fn a_step_of_eight_sessions_takes_at_most_half_as_long_again() {
+    let Some(info) = device() else { return };
+    let model = model::preset("llama-3.2-1b").expect("a known preset");
+    let mut one = machine(&model, &info, &shipped(1), 512, 1);
+    let alone = step_us(&mut one, 1);
+    one.stop().expect("it stops");
+    eprintln!("one lane, 1 session: {alone:.1} us");
+    let mut eight = machine(&model, &info, &shipped(8), 512, 8);
+    let steps = [1, 2, 4, 8].map(|sessions| {
+        let us = step_us(&mut eight, sessions);
+        eprintln!("eight lanes, {sessions} sessions: {us:.1} us, {:.2} of one", us / alone);
+        us
+    });
+    eight.stop().expect("it stops");
+    assert!(steps[3] <= 1.5 * alone, "{:.1} us, one takes {alone:.1}", steps[3]);
+}

@@ -19,11 +19,14 @@ fn a_batch_within_its_bounds_is_accepted() {
     assert_eq!(BOUNDS.check(&alone), Ok(()));
 }
 
+/// A batch (lanes, tokens to generate, stop tokens, whether logits are kept), and what is said of it.
+type Case<'a> = (&'a [Lane], u32, &'a [u32], bool, &'a str);
+
 /// Each is one step beyond a batch that is accepted.
 #[test]
 fn a_batch_beyond_any_bound_is_refused_by_name() {
     let good = [lane(1, 56), lane(2, 0)];
-    let cases: [(&[Lane], u32, &[u32], bool, &str); 10] = [
+    let cases: [Case<'_>; 10] = [
         (&[], 8, &[], false, "a batch of 0 lanes"),
         (&[lane(0, 0), lane(1, 0), lane(2, 0), lane(3, 0), lane(4, 0)], 8, &[], false, "5 lanes"),
         (&good, 0, &[], false, "generates nothing"),

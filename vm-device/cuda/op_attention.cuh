@@ -45,6 +45,9 @@ __device__ __forceinline__ uint32_t cache_pair(float low, float high) {
   return half_pair(fminf(fmaxf(low, -65504.f), 65504.f), fminf(fmaxf(high, -65504.f), 65504.f));
 }
 
+// The split of a head that a task works on, in this lane.
+__device__ __forceinline__ uint32_t task_split(Worker const& w, amk_attention_params const& p) { return lane_split(p.split, p.splits, lane_of(w)); }
+
 // The cache of this task's head and session: rows of keys, rows of values.
 struct CacheRows {
   char* keys;
@@ -341,7 +344,7 @@ __device__ __forceinline__ void warp_finish(Worker const& w, Running& r) {
 // After the barrier: the partial result of `group` heads from the warps' scratch.
 __device__ __forceinline__ void write_partials(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, uint32_t group) {
   Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
-  uint32_t const first = partial_word(p.split, p.kv_heads * p.group, p.kv_head * p.group + g0);
+  uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group + g0);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x * 2; i < group * AMK_HEAD_DIM; i += CONSUMERS * 2) {
     uint32_t const g = i / AMK_HEAD_DIM, d = i % AMK_HEAD_DIM;
@@ -374,7 +377,7 @@ __device__ __forceinline__ void write_partials(Worker const& w, StagedTask const
 // A split without keys: words of this step all the same, so that no stale one can be mistaken for a later step's.
 __device__ __forceinline__ void write_nothing(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
   Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
-  uint32_t const first = partial_word(p.split, p.kv_heads * p.group, p.kv_head * p.group);
+  uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < p.group * PARTIAL_WORDS; i += CONSUMERS) {
     word_write(out, first + i, 0.f);
@@ -464,13 +467,13 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
 // A lane's keys of this task's split, of which there are some.
 __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t keys, uint32_t active) {
   uint32_t const first = lane_position(w) + 1 - keys;
-  uint32_t const start = split_start(keys, p.kv_block, active, p.split), end = split_start(keys, p.kv_block, active, p.split + 1);
+  uint32_t const start = split_start(keys, p.kv_block, active, task_split(w, p)), end = split_start(keys, p.kv_block, active, task_split(w, p) + 1);
   uint32_t const count = end - start, last = count % BLOCK_KEYS, of_block = stages_of_block(BLOCK_KEYS, w.stage_bytes);
   uint32_t const stages = count / BLOCK_KEYS * of_block + (last != 0 ? stages_of_block(last, w.stage_bytes) : 0);
 #pragma unroll 1
   for (uint32_t g0 = 0; g0 < AMK_GROUP; g0 += GROUP_BUF) {
     KeyWalk walk = {first + start, count, of_block, stages, 0};
-    attend(w, st, p, c, g0, walk, p.split + 1 == active);
+    attend(w, st, p, c, g0, walk, task_split(w, p) + 1 == active);
     tape_multiplied(w);
     consumers_sync();
     write_partials(w, st, p, g0, AMK_GROUP - g0 < GROUP_BUF ? AMK_GROUP - g0 : GROUP_BUF);
@@ -483,25 +486,29 @@ __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& 
 }
 
 #if AMK_LANES > 1
-// Lanes that have keys in this task first, in the order in which the loader brings them; then the others, which only say that they have none.
-// The splits of a head change places from lane to lane (lane_split), so that short sequences do not queue up on the workers of the first.
+// A split without keys, at the begin of a command: words that are of no step, as what is poisoned. Splits gain keys while a command runs and
+// lose none, so its later steps have nothing to say.
+__device__ __forceinline__ void write_never(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
+  uint32_t* const out = slot_words(w, st.slot[AMK_READS_MAX], 0).at + partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
+#pragma unroll 1
+  for (uint32_t i = w.thread; i < p.group * PARTIAL_WORDS; i += CONSUMERS) {
+    store_u32(out + i, AMK_NONE);
+  }
+}
+
+// Lane after lane, in the order in which the loader brings their keys. The splits of a head change places from lane to lane (lane_split), so that short
+// sequences do not queue up on the workers of the first.
 __device__ __forceinline__ void op_attention(Worker& w, StagedTask const& st, Cursor& c) {
-  amk_attention_params p = *(amk_attention_params const*)st.task.params;
-  uint32_t const split = p.split;
+  amk_attention_params const& p = *(amk_attention_params const*)st.task.params; // read again where it is used
   consumers_sync(); // the scratch may hold sums of the matvec in front
 #pragma unroll 1
-  for (uint32_t turn = 0; turn < 2 * lanes_running(w); ++turn) {
-    bool const late = turn >= lanes_running(w);
-    w.lane = late ? turn - lanes_running(w) : turn;
-    p.split = lane_split(split, p.splits, w.lane);
+  for (w.lane = 0; w.lane < lanes_running(w); ++w.lane) {
     uint32_t const keys = attended(lane_position(w), p.window), active = active_splits(keys, p.kv_block, p.splits);
-    if (p.split >= active) {
-      if (late) {
-        write_nothing(w, st, p);
-      }
-    } else if (!late) {
+    if (task_split(w, p) < active) {
       attend_split(w, st, p, c, keys, active);
       consumers_sync(); // the scratch is about to be overwritten
+    } else if (w.shared->step.position == w.shared->step.first) {
+      write_never(w, st, p);
     }
   }
   w.lane = 0;

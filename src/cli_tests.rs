@@ -6,6 +6,8 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
+#[path = "cli_tests/lanes.rs"]
+mod lanes;
 #[path = "cli_tests/prefill.rs"]
 mod prefill;
 #[path = "cli_tests/schemas.rs"]

@@ -510,7 +510,7 @@ fn who_joins_makes_nobody_wait_longer() {
             }
         }
         assert_eq!(scheduler.turns(), 5000, "who joins has no turn of its own");
-        assert!(joined > 5000, "{joined}");
+        assert!(joined > 2000, "{joined}");
         assert!(led[..alone].iter().all(|turns| *turns > 0), "{led:?}");
     }
 }

@@ -27,6 +27,8 @@ const ROUNDS: usize = 24;
 const WARMUP: usize = 4;
 /// Positions of each sequence that are compared with the graph: the first timed ones, and the last.
 const COMPARED: [usize; 6] = [0, 1, 2, 3, 30, 31];
+const NO_DEVICE: &str =
+    "--sequences is for what is measured, and there is no GPU here: see `amk doctor`";
 
 /// What a machine of so many lanes did.
 struct Measured {
@@ -91,10 +93,13 @@ pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
     if args.model.place.kv_capacity.is_none() {
         context.kv_capacity = context.kv_capacity.max(needed);
     }
+    if !context.has_device()? {
+        return Err(Failure::missing(NO_DEVICE));
+    }
     let alone = context.best_config(args.config.config.as_ref(), args.context)?;
     let config = match args.config.config {
         Some(_) => alone,
-        None => spread(alone, context.graph(), &context.target),
+        None => spread(alone, context.graph(), &context.target, sequences),
     };
     judged(&context, args, &config)?;
     let shown = measure(&context, args, sequences, (alone, config))?;
@@ -127,9 +132,7 @@ fn judged(context: &Context, args: &BenchArgs, config: &ScheduleConfig) -> Resul
 }
 
 fn open(context: &Context) -> Result<Gpu<'_>, Failure> {
-    let gpu = context.open_here()?;
-    let missing = "--sequences is for what is measured, and there is no GPU here: see `amk doctor`";
-    let mut gpu = gpu.ok_or_else(|| Failure::missing(missing))?;
+    let mut gpu = context.open_here()?.ok_or_else(|| Failure::missing(NO_DEVICE))?;
     gpu.set_prefill(PrefillChoice::Auto)?;
     Ok(gpu)
 }

@@ -181,7 +181,7 @@ fn lowered(context: &Context, args: &ServeArgs) -> Result<Lowered, Failure> {
     let config = context.best_config(args.config.config.as_ref(), context.kv_capacity)?;
     let config = match (&args.config.config, args.together.lanes) {
         (Some(_), _) | (None, 1) => config,
-        (None, _) => spread(config, context.graph(), &context.target),
+        (None, lanes) => spread(config, context.graph(), &context.target, lanes),
     };
     let program = Arc::new(crate::commands::program::lowered(context, &config)?);
     Ok((config, program))

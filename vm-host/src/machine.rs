@@ -35,7 +35,6 @@ mod batch;
 mod chunks;
 mod run;
 
-use batch::LaneUse;
 pub use batch::{Batch, BatchDecoded, Lane, LaneDecoded};
 pub use run::{Decoded, Request};
 
@@ -119,7 +118,6 @@ pub struct Resident {
     next_place: usize,
     /// Of the program in each place: lanes that a batch of it may have.
     together: [u32; PROGRAMS_MAX],
-    lane_uses: [LaneUse; PROGRAMS_MAX],
     failed: bool,
 }
 
@@ -234,7 +232,6 @@ impl Idle {
                     current,
                     next_place,
                     together: [1; PROGRAMS_MAX],
-                    lane_uses: [LaneUse::default(); PROGRAMS_MAX],
                     failed: false,
                 })
             }
@@ -426,7 +423,7 @@ impl Resident {
         }
         let place = self.next_place;
         self.next_place = (place + 1) % PROGRAMS_MAX;
-        (self.together[place], self.lane_uses[place]) = (1, LaneUse::default());
+        self.together[place] = 1;
         self.idle().load_into(place, program)
     }
 

@@ -6,10 +6,9 @@ use abi::{Command, Completion, Ending, LANE_ENDING_BITS, LANES_MAX, Submission};
 use ir::program::Together;
 
 use super::{Idle, Loaded, Resident};
-use crate::driver::Stream;
 use crate::error::HostError;
 use crate::landing::Landing;
-use crate::memory::{HostBuffer, download_rows, upload_fill};
+use crate::memory::{download_rows, upload_fill};
 
 /// One session of a batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -59,70 +58,12 @@ pub struct BatchDecoded {
     pub device_us: f64,
 }
 
-/// Which lanes' activations of a loaded program hold words of some step, and which are of its last one.
-///
-/// A tag has the lowest bits of an epoch, which suffice because every word is written in every step, so that a stale one is a step old. The
-/// words of a lane that a step does not run grow older, and would pass for new ones later: so they are made to be of no step before the lane
-/// is run again.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct LaneUse {
-    /// A bit a lane: it was run since it was filled.
-    written: u32,
-    /// Lanes of the last command.
-    last: u32,
-}
-
-impl LaneUse {
-    /// A command of so many lanes comes next. Gives those whose words are older than a step.
-    fn next(&mut self, lanes: u32) -> impl Iterator<Item = u32> + use<> {
-        let Self { written, last } = *self;
-        self.written |= (1 << lanes) - 1;
-        self.last = lanes;
-        (last..lanes).filter(move |lane| written >> lane & 1 != 0)
-    }
-}
-
-/// Fills stale lanes of an arena with what is no tag of a program that `load_together` takes.
-fn fill_lanes(
-    stream: &Stream,
-    bounce: &mut HostBuffer,
-    (address, bytes): (u64, u64),
-    lanes: u32,
-    stale: impl Iterator<Item = u32>,
-) -> Result<(), HostError> {
-    let lane_bytes = bytes / u64::from(lanes.max(1));
-    for lane in stale {
-        let at = address + u64::from(lane) * lane_bytes;
-        upload_fill(stream, bounce, at, lane_bytes, 0xff)?;
-    }
-    Ok(())
-}
-
 impl Resident {
-    /// The current program is about to run so many lanes, the first ones.
-    pub(super) fn lanes_come(&mut self, lanes: u32) -> Result<(), HostError> {
-        let (place, most) = (self.current.place, self.variant.lanes);
-        let stale = self.lane_uses[place].next(lanes);
-        let Idle { memory, copy, .. } = self.idle();
-        let arena = memory.arenas[place];
-        fill_lanes(copy, &mut memory.bounce, arena, most, stale)
-    }
-
     /// Loads a program beside the current one, as [`load`](Self::load) does, for batches of as many lanes as it is proven for.
     ///
     /// # Errors
-    /// If the program does not fit, or its tags leave no value to fill idle lanes with.
+    /// If the program does not fit.
     pub fn load_together(&mut self, program: &Together) -> Result<Loaded, HostError> {
-        // A word of ones has the tag of the last generation in every fourth epoch.
-        let last = abi::GENERATIONS_MAX as u16 - 1;
-        let tasks = program.program().workers.iter().flat_map(|worker| &worker.tasks);
-        let mut accesses = tasks.flat_map(|task| task.writes.into_iter().flatten());
-        if program.lanes() > 1 && accesses.any(|access| access.generation == last) {
-            return Err(HostError::Request(format!(
-                "a slot is written {} times a step: sessions share programs with one generation less",
-                abi::GENERATIONS_MAX
-            )));
-        }
         let loaded = self.load(program.program())?;
         self.together[loaded.place] = program.lanes();
         Ok(loaded)
@@ -148,7 +89,6 @@ impl Resident {
     ) -> Result<BatchDecoded, HostError> {
         self.check_batch(batch)?;
         self.begin_batch(batch)?;
-        self.lanes_come(batch.lanes.len() as u32)?;
         let steps = batch.generate;
         let submission = submission(batch);
         let start = Instant::now();

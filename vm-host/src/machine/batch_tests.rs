@@ -2,7 +2,7 @@
 
 use abi::{Completion, Ending, Submission};
 
-use super::{Batch, Bounds, Lane, LaneUse, ending, submission};
+use super::{Batch, Bounds, Lane, ending, submission};
 
 const BOUNDS: Bounds = Bounds { lanes: 4, sessions: 6, vocab: 100, capacity: 64, rows: 8 };
 
@@ -87,22 +87,6 @@ fn endings_are_read_by_lane() {
     assert_eq!(ending(&plain, 0).ok(), Some(Ending::Stop));
     let unknown = Completion { lane_endings: 0xf0, ..Completion::default() };
     assert!(ending(&unknown, 0).is_ok() && ending(&unknown, 1).is_err());
-}
-
-/// Once, lanes that sat some steps out took the words of their last step for new ones: their tags are of an epoch four steps ago.
-#[test]
-fn lanes_that_sat_out_are_filled_before_they_are_run() {
-    let mut uses = LaneUse::default();
-    let mut stale = |lanes: u32| uses.next(lanes).collect::<Vec<u32>>();
-    assert_eq!(stale(1), [0; 0]);
-    assert_eq!(stale(4), [0; 0], "nobody has written there since it was loaded");
-    assert_eq!(stale(4), [0; 0], "written in the step before");
-    assert_eq!(stale(2), [0; 0]);
-    assert_eq!(stale(2), [0; 0]);
-    assert_eq!(stale(5), [2, 3], "4 is as it was loaded");
-    assert_eq!(stale(1), [0; 0]);
-    assert_eq!(stale(8), [1, 2, 3, 4]);
-    assert_eq!(stale(8), [0; 0]);
 }
 
 /// What the host would have refused, put to the device itself: it answers, and goes on.

@@ -84,7 +84,6 @@ impl Resident {
         give_way: &mut dyn FnMut() -> bool,
     ) -> Result<Decoded, HostError> {
         let steps = self.check_request(request)?;
-        self.lanes_come(1)?;
         let Request { session, position, tokens, generate, stop, .. } = *request;
         let idle = self.idle();
         if let Some(failure) = idle.landing.as_ref().and_then(Landing::failure) {

@@ -1,0 +1,36 @@
+//! Several sequences at once: what is refused where, before any device is looked for.
+
+use super::{Ran, amk};
+
+/// What the parser refuses is told in several lines.
+fn unread(ran: &Ran, says: &[&str]) {
+    assert_eq!(ran.code, 2, "{}", ran.stderr);
+    says.iter().for_each(|part| assert!(ran.stderr.contains(part), "{part}: {}", ran.stderr));
+}
+
+#[test]
+fn lanes_are_not_ignored_on_the_cpu() {
+    for device in ["cpu", "eval"] {
+        amk(&["serve", "--model", "toy", "--device", device, "--lanes", "4"])
+            .fails(2, &["--lanes", "--device cuda"]);
+    }
+    let three = amk(&["serve", "--model", "toy", "--lanes", "3"]);
+    unread(&three, &["--lanes <N>", "[1, 2, 4, 8]"]);
+}
+
+#[test]
+fn sequences_that_cannot_be_timed_are_refused() {
+    let bench = |model, more: &[&str]| {
+        let place = ["bench", "--model", model, "--device", "cpu", "--sequences"];
+        amk(&[&place[..], more].concat())
+    };
+    for several in ["3", "1", "many"] {
+        unread(&bench("toy", &[several]), &["--sequences <N>", "[2, 4, 8]"]);
+    }
+    bench("smollm2-135m", &["2", "--context", "9999999"]).fails(2, &["--context 9999999", "8192"]);
+    bench("smollm2-135m", &["2", "--context", "0"]).fails(2, &["--context 0"]);
+    let f32 = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/golden/llama-tied-f32");
+    bench(f32, &["8", "--context", "16"]).fails(2, &["16-bit weights", "f32"]);
+    bench("smollm2-135m", &["8"]).fails(3, &["--sequences", "no GPU here"]);
+    unread(&bench("toy", &["2", "--prefill", "8"]), &["cannot be used with"]);
+}

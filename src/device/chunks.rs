@@ -40,7 +40,7 @@ impl Gpu<'_> {
         let (variant, program) = (prepared.variant, prepared.program.clone());
         match std::mem::replace(&mut self.machine, Machine::Absent) {
             Machine::Absent => {
-                let sessions = (self.deadline, self.sessions);
+                let sessions = (self.deadline, self.sessions, self.kv_pool);
                 boot(self.context, &program, &variant, sessions, self.arrival.streaming)
             }
             Machine::Idle(idle) => Ok(*idle),

@@ -20,6 +20,11 @@ struct Scripted {
     /// Whether it chooses itself, as the resident kernel does, and how often it gave way before it had to.
     chooses: bool,
     gave_way: Arc<Mutex<usize>>,
+    /// Positions that all sequences may have together, if that is bounded, and what each was promised.
+    room: Option<u64>,
+    promised: BTreeMap<usize, u64>,
+    /// The most sequences that there were at once.
+    beside: Arc<Mutex<usize>>,
 }
 
 /// In place of a number of positions: another sequence has begun there.
@@ -28,7 +33,17 @@ const POISON: u32 = 60;
 const PLAGUE: u32 = 61;
 
 impl Engine for Scripted {
-    fn begin(&mut self, place: usize) -> Result<(), Broken> {
+    fn has_room(&mut self, positions: u64) -> bool {
+        self.room.is_none_or(|room| self.promised.values().sum::<u64>() + positions <= room)
+    }
+
+    fn begin(&mut self, place: usize, positions: u64) -> Result<(), Broken> {
+        if !self.has_room(positions) {
+            return Err(Broken::Sequence("no pages".into()));
+        }
+        self.promised.insert(place, positions);
+        let mut most = self.beside.lock().unwrap();
+        *most = self.promised.len().max(*most);
         self.sums.insert(place, 0);
         if self.chooses {
             self.fed.lock().unwrap().push((place, BEGUN));
@@ -56,6 +71,7 @@ impl Engine for Scripted {
 
     fn end(&mut self, place: usize) {
         self.sums.remove(&place);
+        self.promised.remove(&place);
     }
 
     fn choose_by(&mut self, _: usize, how: &How<'_>) -> Result<bool, Broken> {
@@ -188,6 +204,29 @@ fn a_lost_machine_ends_those_it_ran_and_no_others() {
 }
 
 #[test]
+fn requests_wait_for_room_in_line_and_what_can_never_fit_is_refused() {
+    let admission = Admission::new(100);
+    let engine = Scripted { room: Some(100), ..Scripted::default() };
+    let beside_each_other = engine.beside.clone();
+    beside(engine, 8, |jobs| {
+        // Two of forty positions fit at a time, though there are eight places; the sixth never does.
+        let (made, answers): (Vec<_>, Vec<_>) =
+            (0..12).map(|i| job(&[i; 20], if i == 5 { 81 } else { 20 }, &admission)).unzip();
+        for job in made {
+            jobs.send(job).unwrap();
+        }
+        for (i, end) in answers.into_iter().map(heard).enumerate() {
+            let want = match i {
+                5 => (vec![], Some(Finish::Failed("no pages".into()))),
+                _ => (expected(&[i as u32; 20], 20), Some(Finish::Length)),
+            };
+            assert_eq!(end, want, "request {i}");
+        }
+    });
+    assert_eq!((*beside_each_other.lock().unwrap(), admission.inside()), (2, 0));
+}
+
+#[test]
 fn nobody_decodes_for_a_client_that_has_gone() {
     let admission = Admission::new(100);
     let engine = Scripted::default();
@@ -317,7 +356,7 @@ fn a_turn_gives_way() {
     let (admission, other) = (Admission::new(2), Admission::new(1));
     let (job, events) = job(&[1], 60, &admission);
     let mut engine = Scripted { chooses: true, ..Scripted::default() };
-    engine.begin(0).unwrap();
+    engine.begin(0, 64).unwrap();
     let mut running = Running::new(job);
     assert_eq!(running.turn_there(&mut engine, 0, 8).unwrap(), (8, None));
     let entered = other.enter();

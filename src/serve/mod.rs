@@ -22,6 +22,7 @@ use serde_json::json;
 use telemetry::Reader;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
+use vm_host::KvPool;
 
 use crate::cli::{DeviceChoice, ServeArgs};
 use crate::context::Context;
@@ -114,6 +115,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         }
     };
     args.prefill.check(gpu.is_some())?;
+    let kv_pool = kv_pool(args, device)?;
     let most = abi::SESSIONS_MAX as usize;
     let places = args.sessions.unwrap_or(8);
     if !(1..=most).contains(&places) {
@@ -133,7 +135,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         (Some(mut gpu), Some((config, program))) => {
             gpu.set_prefill(args.prefill.prefill)?;
             let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
-                .and_then(|handle| gpu.serve(handle, places as u32).map(|()| handle))
+                .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))
                 .map_err(|error| Failure::refused(error.to_string()))?;
             Box::new(Megakernel::new(gpu, handle, places))
         }
@@ -169,6 +171,18 @@ fn observer(
         gpu.observed(observer.lookout(), observer.publisher());
     }
     Ok(observer)
+}
+
+/// The pages that sequences draw from.
+fn kv_pool(args: &ServeArgs, device: &str) -> Result<KvPool, Failure> {
+    let Some(positions) = args.kv_pool else { return Ok(KvPool::Fitting) };
+    if device != "cuda" {
+        let message = format!(
+            "--kv-pool is of the caches on a GPU, and --device {device} has none: leave it out, or use --device cuda"
+        );
+        return Err(Failure::usage(message));
+    }
+    Ok(KvPool::Positions(positions))
 }
 
 /// The schedule for the end of a full cache, where steps are slowest, and its program.

@@ -118,6 +118,12 @@ __device__ __forceinline__ uint32_t prepare_rest(Poller& p, uint32_t position, u
   return AMK_TRAP_NONE;
 }
 
+// Whether a session has a page for a position: the host gives pages from the first on, so for all before it too.
+__device__ __forceinline__ bool has_page(amk_launch const& l, uint32_t session, uint32_t position) {
+  uint32_t const page = page_ask(l.pages, paged_key(session, l.page_stride, position));
+  return page != 0 && page < l.page_count;
+}
+
 __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* s, uint64_t start) {
   amk_launch const& l = *p.worker->shared->launch;
   amk_step* step = (amk_step*)l.step;
@@ -130,7 +136,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   bool const bad = session >= l.sessions || steps == 0 || position >= capacity || steps > capacity - position || stop_len > AMK_STOP_TOKENS_MAX ||
                    ((flags & AMK_FLAG_KEEP_LOGITS) != 0 && steps > rows);
   uint32_t const token = bad ? 0 : host_load(session_tokens(l, session) + position);
-  if (bad || token >= load_relaxed(&program->vocab)) {
+  if (bad || token >= load_relaxed(&program->vocab) || !has_page(l, session, position + steps - 1)) {
     post_completion(p, AMK_TRAP_BAD_COMMAND, 0, 0, 0, start);
     return AMK_TRAP_NONE;
   }

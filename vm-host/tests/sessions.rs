@@ -12,6 +12,9 @@ use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
 use vm_host::{BootOptions, HostError, Idle, Request, Resident};
 
+#[path = "sessions/paged.rs"]
+mod paged;
+
 const CAPACITY: u32 = 512;
 
 /// A running machine for a preset, or nothing if there is no device.

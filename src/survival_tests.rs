@@ -4,7 +4,7 @@
 //! `AMK_KILLS=200` kills so often instead of ten times.
 #![cfg(unix)]
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -423,4 +423,29 @@ fn runs_verify_names_the_file_the_line_and_what_is_wrong() {
     assert_eq!((code, &document["runs"][0]["trials"]), (0, &Value::from(6)));
     let (code, _, said) = ran(&mut amk(folder.path(), &["runs", "verify"]));
     assert!(code == 2 && said.contains("no search in runs"), "{said}");
+}
+
+/// Nothing is tried yet while the graph is evaluated, so there is nothing to wait for.
+#[test]
+fn a_search_interrupted_before_its_first_trial_ends_at_once_and_can_go_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let args = ["loop", "--model", "smollm2-135m", "--budget", "1", "--out", "s"];
+    let mut command = amk(dir.path(), &args);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = BufReader::new(child.stderr.take().unwrap());
+    let mut text = String::new();
+    while !text.contains("search: smollm2-135m") {
+        assert!(said.read_line(&mut text).unwrap() > 0, "{text}");
+    }
+    std::thread::sleep(Duration::from_millis(100)); // the handler stands right behind that line
+    let pid = child.id().to_string();
+    let began = Instant::now();
+    assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+    said.read_to_string(&mut text).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{text}");
+    assert!(began.elapsed().as_secs() < 3, "{text}");
+    let go_on = "interrupted before the next trial; continue with: amk loop --resume --out s";
+    assert!(text.contains(go_on), "{text}");
+    let ledger = std::fs::read_to_string(dir.path().join("s/ledger.jsonl")).unwrap();
+    assert_eq!(ledger.lines().count(), 1, "the terms of the search, and no trial");
 }

@@ -76,6 +76,8 @@ limits! {
     BIAS_MAX: u32 = 512;
     /// Tokens of a vocabulary that is sampled from: the sum of so many weights fits into 64 bits.
     SAMPLED_VOCAB_MAX: u32 = 1 << 22;
+    /// Bytes behind the settings of the sessions in which the workers choose a token together.
+    CHOICE_BYTES: u32 = 10752;
     /// Flag of a decode command: the logits of each step go to a row of their own.
     FLAG_KEEP_LOGITS: u32 = 1;
     /// Flag of a decode command: tokens are chosen by the session's `amk_sampling`, not greedily.

@@ -170,7 +170,7 @@ wire_struct! {
     pub struct StepState {
         /// Address of the `amk_program`.
         pub program: u64,
-        /// What to do: 1 step, 2 switch program, 3 leave.
+        /// What to do: 1 step, 2 switch program, 3 leave, 4 help to choose this step's token.
         pub action: u32,
         /// Epoch of the program: steps run since it was loaded, this one included.
         pub epoch: u32,

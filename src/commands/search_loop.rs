@@ -95,6 +95,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let (ledger, results) =
             open_files(opened_ledger, &ledger_path, &results_path, &header, &past)?;
         say_start(&header, &dir, past.len());
+        watch.prepares(&resume_command(&dir));
         if let Some(device) = &mut device
             && past.is_empty()
         {
@@ -299,6 +300,11 @@ fn bar(header: &Header) -> ProgressBar {
     bar
 }
 
+/// The command that goes on with a search.
+fn resume_command(dir: &Path) -> String {
+    format!("amk loop --resume --out {}", dir.display())
+}
+
 struct Session<'a> {
     header: &'a Header,
     watch: &'a dyn Watch,
@@ -437,7 +443,7 @@ impl Session<'_> {
     }
 
     fn resume_command(&self) -> String {
-        format!("amk loop --resume --out {}", self.dir.display())
+        resume_command(&self.dir)
     }
 
     /// The last document, the table of what was kept, and the best schedule as a file.

@@ -124,7 +124,7 @@ __device__ __forceinline__ void adopt_program(Worker& w, Cursor& c, uint64_t pro
     sh->near = 0;
     sh->fetched = 0;
     sh->done = 0;
-    sh->begun = 0;
+    flag_store(&sh->begun, 0); // the pulse's warp reads it at any time
   }
   consumers_sync();
   worker_ring(w);
@@ -159,6 +159,12 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
     }
     task_barrier(w);
     bool leaving = left(w);
+    if (!leaving && sh->step.action == ACTION_CHOOSE) {
+      amk_launch const& l = *sh->launch;
+      choice_help(w, choice_of(l), (amk_sampling const*)l.sampling + sh->step.session, sh->program.vocab, sh->index, l.workers, first_number(sh->step.go));
+      consumers_sync(); // as behind a step
+      continue;
+    }
     if (!leaving && sh->step.action == 1) {
       w.epoch = sh->step.epoch;
       if (threadIdx.x == 0) {
@@ -173,6 +179,7 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
       leaving = !run_step(w, c);
       if (threadIdx.x == 0) {
         flag_store(&sh->active, 0);
+        go = sh->step.go; // if this worker has announced more
       }
       if (!leaving) {
         consumers_sync(); // the step's state is about to be overwritten

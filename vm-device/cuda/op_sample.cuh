@@ -63,21 +63,42 @@ __device__ __forceinline__ void see_tokens(Worker const& w, amk_sampling const& 
   consumers_sync();
 }
 
+constexpr uint32_t ACTION_CHOOSE = 4; // of amk_step
+
+// Behind the settings of the sessions.
+__device__ __forceinline__ Choice* choice_of(amk_launch const& l) {
+  return (Choice*)((l.sampling + (uint64_t)l.sessions * sizeof(amk_sampling) + alignof(Choice) - 1) / alignof(Choice) * alignof(Choice));
+}
+// Of what is asked for during an action, the number before the first: no two actions have the same.
+__device__ __forceinline__ uint32_t first_number(uint32_t go) { return go * 16; }
+
+// One thread: sends the others from their wait for the next step to choice_help.
+__device__ __forceinline__ void choice_wake(Worker const& w) {
+  amk_step* step = (amk_step*)w.shared->launch->step;
+  w.shared->step.go += 1;
+  store_relaxed(&step->action, ACTION_CHOOSE);
+  word_publish(&step->go, w.shared->step.go);
+}
+
 // All threads: the token by the session's settings. The logits were stored by the tasks that left the candidates, before the signals that
-// the sampling task has waited for: they are ordered as these are. They are read past L1.
+// the sampling task has waited for: they are ordered as these are, for the helpers too, who are asked later. They are read past L1.
 __device__ __forceinline__ uint32_t sampled_token(Worker const& w, Best highest) {
   amk_step const& s = w.shared->step;
+  amk_launch const& l = *w.shared->launch;
   Draw& d = *(Draw*)&w.shared->part;
-  amk_sampling* session = (amk_sampling*)w.shared->launch->sampling + s.session;
-  if (w.thread < SAMPLING_WORDS) {
-    ((uint4*)&d.settings)[w.thread] = load_u32x4((char const*)session + w.thread * 16);
-  }
-  consumers_sync();
+  amk_sampling* session = (amk_sampling*)l.sampling + s.session;
+  settings_load(w, d, session);
   if (d.settings.penalty != 1.f) {
     see_tokens(w, d.settings, session);
   }
   uint32_t const vocab = w.shared->program.vocab;
-  return sample_row(w, d, (float const*)d.settings.logits + (size_t)s.logits_row * vocab, highest, vocab, s.position + 1);
+  Choice* const choice = choice_of(l);
+  Asker a = {choice, w.shared->index, l.workers - 1, first_number(s.go + 1), load_relaxed(&choice->done), false};
+  uint32_t const token = sample_row(w, d, a, (float const*)d.settings.logits + (size_t)s.logits_row * vocab, highest, vocab, s.position + 1);
+  if (w.thread == 0) {
+    store_relaxed(&((amk_step*)l.step)->action, 1); // of what the others are sent to next
+  }
+  return token;
 }
 
 __device__ __forceinline__ void op_sample(Worker& w, StagedTask const& st) {

@@ -166,13 +166,13 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
     store_relaxed(&step->stop[i], host_load(&s->stop[i]));
   }
   bool lost = false;
-  uint32_t more = 0;
 #pragma unroll 1
   for (bool first = alone;; first = false) { // one wait in the code for both parts: each costs registers
     publish_action(p, 1);
     if (!poller_wait(p, &done->sequence, ++p.finished)) {
       return AMK_TRAP_ABORTED;
     }
+    p.go = load_relaxed(&step->go); // the sampling worker announced the steps after the first, and its choices
     if (!first) {
       break;
     }
@@ -185,12 +185,10 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
     if (result != AMK_TRAP_NONE) {
       return result;
     }
-    more = 1;
   }
   uint32_t const ran = load_relaxed(&done->steps);
   p.epoch += ran;
   store_relaxed(&((amk_program*)p.program)->epoch, p.epoch); // its counters stand there: coming back must not start over
-  p.go += ran - 1 - more; // the sampling worker announced the steps after the first
   if (lost) {
     post_completion(p, AMK_TRAP_WEIGHTS, 0, 0, 0, start);
   } else {
@@ -232,9 +230,7 @@ __device__ __forceinline__ void poller_run(Worker const& w) {
       if (load_relaxed(&((amk_done*)l.done)->abort) != 0) {
         return;
       }
-      uint64_t const now = now_ns();
-      host_store(&indices->heartbeat, (uint32_t)now);
-      pulse(w.shared, now);
+      host_store(&indices->heartbeat, (uint32_t)now_ns());
       continue;
     }
     uint64_t const start = now_ns();

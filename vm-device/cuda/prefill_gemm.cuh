@@ -84,16 +84,25 @@ template <uint32_t TOKENS16, uint32_t TILES> __device__ __forceinline__ void gem
 
 __device__ __forceinline__ float2 bias_of(Gemm const& g, uint32_t row) { return g.bias != nullptr ? *(float2 const*)(g.bias + row) : make_float2(0.f, 0.f); }
 
-// Two rows' products of a token, `row` being even and of tile `j` of the warp's.
-template <Epilogue KIND> __device__ __forceinline__ void gemm_store(Gemm const& g, uint32_t token, uint32_t row, float2 v) {
-  float* at = (float*)g.out + (uint64_t)token * g.stride + row;
-  float2 const bias = bias_of(g, row);
-  v.x += bias.x, v.y += bias.y;
-  if (KIND == EPILOGUE_RESIDUAL) {
-    float2 const r = *(float2 const*)at;
-    v.x += r.x, v.y += r.y;
+// The products of some tiles for a token, two rows each, `at` being the first tile's. What is added is asked for first, all of it: loads behind
+// stores would wait for one another.
+template <Epilogue KIND, uint32_t TILES> __device__ __forceinline__ void gemm_store(Gemm const& g, float* at, uint32_t row, uint32_t tile, float2 const (&v)[TILES]) {
+  float2 bias[TILES] = {}, before[TILES] = {};
+#pragma unroll
+  for (uint32_t j = 0; j < TILES; ++j) {
+    if (tile + j < g.tiles) {
+      bias[j] = bias_of(g, row + j * AMK_UNIT_ROWS);
+      if (KIND == EPILOGUE_RESIDUAL) {
+        before[j] = *(float2 const*)(at + j * AMK_UNIT_ROWS);
+      }
+    }
   }
-  *(float2*)at = v;
+#pragma unroll
+  for (uint32_t j = 0; j < TILES; ++j) {
+    if (tile + j < g.tiles) {
+      *(float2*)(at + j * AMK_UNIT_ROWS) = make_float2(v[j].x + bias[j].x + before[j].x, v[j].y + bias[j].y + before[j].y);
+    }
+  }
 }
 __device__ __forceinline__ float silu_mul(float gate, float up) { return __fdividef(gate, 1.f + __expf(-gate)) * up; }
 
@@ -121,11 +130,17 @@ __device__ __forceinline__ void gemm_finish(Gemm const& g, float const (&c)[TOKE
           }
         }
       } else {
+        constexpr uint32_t AT_ONCE = TILES < 8 ? TILES : 8;
+        uint32_t const row = tile0 * AMK_UNIT_ROWS + lane % 4 * 2;
+        float* const at = (float*)g.out + (uint64_t)token * g.stride + row;
 #pragma unroll
-        for (uint32_t j = 0; j < TILES; ++j) {
-          if (tile0 + j < g.tiles) {
-            gemm_store<KIND>(g, token, (tile0 + j) * AMK_UNIT_ROWS + lane % 4 * 2, make_float2(c[i][j][2 * upper], c[i][j][2 * upper + 1]));
+        for (uint32_t j = 0; j < TILES; j += AT_ONCE) {
+          float2 v[AT_ONCE];
+#pragma unroll
+          for (uint32_t k = 0; k < AT_ONCE; ++k) {
+            v[k] = make_float2(c[i][j + k][2 * upper], c[i][j + k][2 * upper + 1]);
           }
+          gemm_store<KIND>(g, at + j * AMK_UNIT_ROWS, row + j * AMK_UNIT_ROWS, tile0 + j, v);
         }
       }
     }
@@ -244,7 +259,6 @@ template <Epilogue KIND> __device__ __forceinline__ void gemm_group(Gemm const& 
   gemm_finish<KIND>(g, c, token0 + warp * 16, tile0);
 }
 
-using NarrowShape = GemmShape<4, 8, 2, 4>; // 128 tokens by 128 rows
 using SmallShape = GemmShape<2, 4, 2, 4>;  // 64 by 64, for short prompts: more blocks, each with less to read
 
 #define AMK_PREFILL_GEMM(NAME, SHAPE, BLOCKS_SM, RUN)                                                                                                                   \
@@ -255,9 +269,6 @@ using SmallShape = GemmShape<2, 4, 2, 4>;  // 64 by 64, for short prompts: more 
 AMK_PREFILL_GEMM(amk_prefill_store_group, GroupShape, 1, (gemm_group<EPILOGUE_STORE>))
 AMK_PREFILL_GEMM(amk_prefill_residual_group, GroupShape, 1, (gemm_group<EPILOGUE_RESIDUAL>))
 AMK_PREFILL_GEMM(amk_prefill_silu_group, GroupShape, 1, (gemm_group<EPILOGUE_SILU_MUL>))
-AMK_PREFILL_GEMM(amk_prefill_store_narrow, NarrowShape, 2, (gemm_warps<NarrowShape, EPILOGUE_STORE>))
-AMK_PREFILL_GEMM(amk_prefill_residual_narrow, NarrowShape, 2, (gemm_warps<NarrowShape, EPILOGUE_RESIDUAL>))
-AMK_PREFILL_GEMM(amk_prefill_silu_narrow, NarrowShape, 2, (gemm_warps<NarrowShape, EPILOGUE_SILU_MUL>))
 AMK_PREFILL_GEMM(amk_prefill_store_small, SmallShape, 4, (gemm_warps<SmallShape, EPILOGUE_STORE>))
 AMK_PREFILL_GEMM(amk_prefill_residual_small, SmallShape, 4, (gemm_warps<SmallShape, EPILOGUE_RESIDUAL>))
 AMK_PREFILL_GEMM(amk_prefill_silu_small, SmallShape, 4, (gemm_warps<SmallShape, EPILOGUE_SILU_MUL>))

@@ -1,14 +1,14 @@
-// A choice of a token by the threads of one worker, as decision 015 defines it and `ir::sampling` computes it. How: decision 017.
+// What a choice of a token is made of, as decision 015 defines it and `ir::sampling` computes it: weights, histograms, lists. Who does what is in
+// choosing.cuh.
 //
-// Nothing here depends on the number of threads or on their order: sums are of integers, and what is sought is found by counting. No sort:
+// Nothing depends on the number of workers or threads or on their order: sums are of integers, and what is sought is found by counting. No sort:
 // a number is found digit by digit, from a histogram of those that share the digits found so far.
 #pragma once
 
 constexpr uint32_t DIGIT_BITS = 9, BUCKETS = 1u << DIGIT_BITS;
 constexpr uint32_t ID_BITS = 22;
 static_assert(AMK_SAMPLED_VOCAB_MAX == 1u << ID_BITS, "a token fits behind its rank");
-constexpr uint32_t QUADS = 8;                  // groups of 4 tokens that a lane has in hand, and as many on their way
-constexpr uint32_t BLOCK_IDS = 32 * 4 * QUADS; // tokens that a warp has in hand: neighbours
+constexpr uint32_t THREADS = AMK_WARPS * 32;
 constexpr uint32_t SAMPLING_WORDS = sizeof(amk_sampling) / 16;
 constexpr float GREATEST_F32 = 3.402823466e38f;
 
@@ -17,14 +17,16 @@ struct alignas(16) Listed {
   uint32_t rank, id, low, high;
 };
 
-// What the threads share while they choose: in shared memory that is free at the end of a step.
+// What the threads of a worker share meanwhile: in shared memory that is free at the end of a step.
 struct Draw {
-  uint32_t count[BUCKETS], low[BUCKETS], high[BUCKETS]; // tokens and their weight, by digit
+  uint32_t count[BUCKETS], low[BUCKETS], high[BUCKETS]; // tokens and their weight, by digit or bucket
   amk_sampling settings;
   uint64_t sums[AMK_WARPS];
   uint64_t before, weight_before, weight, key; // what the last digit found
   uint32_t bucket, alone, found;
-  uint32_t ranks; // of all listed tokens, or-ed
+  uint32_t ranks;  // in which bits those of listed tokens differ
+  uint32_t listed; // tokens of this helper's part
+  uint32_t leaves; // `dead` as one thread saw it
 };
 static_assert(sizeof(Draw) <= sizeof(Shared::part), "the sums of products are not needed any more");
 
@@ -34,6 +36,16 @@ struct Row {
   uint32_t vocab;
   float highest, scale;
 };
+
+// Some neighbouring tokens of a row; the first is a multiple of four.
+struct Span {
+  uint32_t first, end;
+};
+__device__ __forceinline__ uint32_t part_tokens(uint32_t vocab, uint32_t helpers) { return ((vocab + helpers - 1) / helpers + 3) / 4 * 4; }
+__device__ __forceinline__ Span part_of(uint32_t vocab, uint32_t helpers, uint32_t helper) {
+  uint32_t const each = part_tokens(vocab, helpers), first = helper * each < vocab ? helper * each : vocab;
+  return Span{first, vocab - first < each ? vocab : first + each};
+}
 
 // Philox 4x32-10: the 64 random bits of a position under a seed. Same as ir/src/sampling/philox.rs.
 __device__ __forceinline__ uint64_t philox_bits(uint64_t seed, uint32_t position) {
@@ -79,27 +91,6 @@ __device__ __forceinline__ uint64_t token_weight(float t) {
 // How far down a logit is, in octaves; what weighs nothing is at LIGHTEST.
 __device__ __forceinline__ float distance(Row const& r, float logit) { return fmaxf(__fmul_rn(__fsub_rn(logit, r.highest), r.scale), LIGHTEST); }
 
-constexpr float LIGHT = -16.f; // from here down a weight has 24 bits at most: that is most tokens
-// The weight of four tokens.
-__device__ __forceinline__ uint64_t quad_weight(float const (&t)[4]) {
-  Power p[4];
-  uint32_t light = 0;
-#pragma unroll
-  for (uint32_t k = 0; k < 4; ++k) {
-    p[k] = power_of_two(t[k]);
-    light += p[k].mantissa >> ((p[k].halvings - 16) & 31);
-  }
-  if (fmaxf(fmaxf(t[0], t[1]), fmaxf(t[2], t[3])) <= LIGHT) {
-    return light;
-  }
-  uint64_t sum = 0;
-#pragma unroll
-  for (uint32_t k = 0; k < 4; ++k) {
-    sum += (uint64_t)p[k].mantissa << 16 >> p[k].halvings;
-  }
-  return sum;
-}
-
 // An f32 as a number with the same order; zeros are equal.
 __device__ __forceinline__ uint32_t ordered(float x) {
   uint32_t const bits = __float_as_uint(__fadd_rn(x, 0.f));
@@ -123,39 +114,49 @@ __device__ __forceinline__ uint4 quad_load(float const* logits, uint32_t vocab, 
   q.w = id + 3 < vocab ? load_relaxed(p + 3) : banned;
   return q;
 }
-__device__ __forceinline__ void quad_distances(Row const& r, uint4 q, float (&t)[4]) {
-  t[0] = distance(r, __uint_as_float(q.x));
-  t[1] = distance(r, __uint_as_float(q.y));
-  t[2] = distance(r, __uint_as_float(q.z));
-  t[3] = distance(r, __uint_as_float(q.w));
+
+// Buckets are parts of the distance, so every row has its tokens in many of them: ranks by themselves are steps of a float, nearly all in a few
+// octaves. The parts are small where filters end: no more than a thousand or two of a flat row's tokens are in one.
+constexpr float NEAR_OCTAVES = 16.f, NEAR_BUCKETS = 28.f, FAR_BUCKETS = 2.5f; // buckets of an octave
+static_assert(NEAR_OCTAVES * NEAR_BUCKETS + (-LIGHTEST - NEAR_OCTAVES) * FAR_BUCKETS < BUCKETS, "every weight has a bucket");
+__device__ __forceinline__ uint32_t bucket_of(float t) {
+  float const near = __fmul_rn(fminf(-t, NEAR_OCTAVES), NEAR_BUCKETS), far = __fmul_rn(fmaxf(__fsub_rn(-t, NEAR_OCTAVES), 0.f), FAR_BUCKETS);
+  return (uint32_t)__fadd_rn(near, far);
 }
 
-// Goes over the row once: body(id, logits) for the quads of each warp's blocks, those of the next block on their way meanwhile; then
-// block_end(block), by all lanes.
-template <typename Body, typename End> __device__ __forceinline__ void row_pass(float const* logits, uint32_t vocab, uint32_t thread, Body const& body, End const& block_end) {
-  uint32_t const blocks = (vocab + BLOCK_IDS - 1) / BLOCK_IDS;
-  uint4 next[QUADS];
-  uint32_t block = thread / 32, first = block * BLOCK_IDS + thread % 32 * 4;
-#pragma unroll
-  for (uint32_t j = 0; j < QUADS; ++j) {
-    next[j] = quad_load(logits, vocab, first + j * 128);
-  }
+// Goes over a span once: body(id, logit, distance, weight) for the tokens that weigh something.
+template <typename Body> __device__ __forceinline__ void span_visit(Row const& r, Span span, uint32_t thread, Body const& body) {
 #pragma unroll 1
-  for (; block < blocks; block += AMK_WARPS) {
-    uint4 now[QUADS];
-    uint32_t const id = first;
-    first += AMK_WARPS * BLOCK_IDS;
+  for (uint32_t id = span.first + thread * 4; id < span.end; id += THREADS * 4) {
+    uint4 const q = quad_load(r.logits, r.vocab, id);
+    uint32_t const logit[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
-    for (uint32_t j = 0; j < QUADS; ++j) {
-      now[j] = next[j];
-      next[j] = quad_load(logits, vocab, first + j * 128);
+    for (uint32_t k = 0; k < 4; ++k) {
+      float const t = distance(r, __uint_as_float(logit[k]));
+      uint64_t const weight = token_weight(t);
+      if (weight > 0) {
+        body(id + k, logit[k], t, weight);
+      }
     }
-#pragma unroll
-    for (uint32_t j = 0; j < QUADS; ++j) {
-      body(id + j * 128, now[j]);
-    }
-    block_end(block);
   }
+}
+__device__ __forceinline__ uint32_t rank_of(Row const& r, uint32_t logit) { return ordered(r.highest) - ordered(__uint_as_float(logit)); }
+
+// A token into the histogram.
+__device__ __forceinline__ void bucket_add(Draw& d, uint32_t b, uint64_t weight) {
+  uint32_t const low = (uint32_t)weight;
+  block_add(&d.count[b], 1);
+  uint32_t const old = block_add(&d.low[b], low);
+  uint32_t const high = (uint32_t)(weight >> 32) + (old + low < old);
+  if (high != 0) {
+    block_add(&d.high[b], high);
+  }
+}
+__device__ __forceinline__ void buckets_clear(Worker const& w, Draw& d) {
+  for (uint32_t b = w.thread; b < BUCKETS; b += THREADS) {
+    d.count[b] = d.low[b] = d.high[b] = 0;
+  }
+  consumers_sync();
 }
 
 __device__ __forceinline__ uint64_t warp_sum64(uint64_t v) {
@@ -200,12 +201,12 @@ __device__ __forceinline__ float bias_of(Changes const& c, uint32_t id) {
   return __uint_as_float(load_relaxed((uint32_t const*)&c.bias[low].value));
 }
 
-// The row after penalty and bias, what is not a number banned, into `changed`; and its highest logit, the first of equals: of this thread's
-// tokens.
-__device__ __forceinline__ Best change_row(float const* logits, uint32_t vocab, Changes const& c, float* changed, uint32_t thread) {
+// A span of the row after penalty and bias, what is not a number banned, into `changed`; and its highest logit, the first of equals: of this
+// thread's tokens.
+__device__ __forceinline__ Best change_row(float const* logits, uint32_t vocab, Span span, Changes const& c, float* changed, uint32_t thread) {
   Best best = {-__int_as_float(0x7f800000), AMK_NONE};
-#pragma unroll 4
-  for (uint32_t id = thread * 4; id < vocab; id += AMK_WARPS * 128) {
+#pragma unroll 1
+  for (uint32_t id = span.first + thread * 4; id < span.end; id += THREADS * 4) {
     uint4 const q = quad_load(logits, vocab, id);
     uint32_t const seen = c.seen != 0 ? load_relaxed(c.seen + id / 32) >> id % 32 & 15 : 0;
     uint32_t const biased = c.biased != 0 ? load_relaxed(c.biased + id / 32) >> id % 32 & 15 : 0;
@@ -226,6 +227,20 @@ __device__ __forceinline__ Best change_row(float const* logits, uint32_t vocab, 
       }
     }
     store_u32x4(changed + id, make_uint4(bits[0], bits[1], bits[2], bits[3]));
+  }
+  return best;
+}
+
+// The highest of the threads' best, for all of them.
+__device__ __forceinline__ Best block_best(Worker const& w, Best best) {
+  best = warp_best(best);
+  if (w.thread % 32 == 0) {
+    w.shared->best_value[w.thread / 32] = best.value;
+    w.shared->best_row[w.thread / 32] = best.row;
+  }
+  consumers_sync();
+  for (uint32_t i = 0; i < AMK_WARPS; ++i) {
+    best = better(best, Best{w.shared->best_value[i], w.shared->best_row[i]});
   }
   return best;
 }
@@ -260,38 +275,6 @@ __device__ __forceinline__ void list_load(List const& l, uint32_t thread, uint32
   }
 }
 
-// One pass that lists the tokens of a band of distances. With `whole` also the weight of this thread's tokens, listed or not.
-__device__ __forceinline__ uint64_t list_band(Worker const& w, Draw& d, List& l, Row const& r, float low, float high, bool whole) {
-  uint64_t sum = 0;
-  uint32_t ranks = 0;
-  row_pass(
-      r.logits, r.vocab, w.thread,
-      [&](uint32_t id, uint4 q) {
-        float t[4];
-        quad_distances(r, q, t);
-        if (whole) {
-          sum += quad_weight(t);
-        }
-        if (fmaxf(fmaxf(t[0], t[1]), fmaxf(t[2], t[3])) < low) {
-          return;
-        }
-#pragma unroll 1
-        for (uint32_t k = 0; k < 4; ++k) {
-          float const at = k < 2 ? (k == 0 ? t[0] : t[1]) : (k == 2 ? t[2] : t[3]);
-          uint32_t const logit = k < 2 ? (k == 0 ? q.x : q.y) : (k == 2 ? q.z : q.w);
-          uint64_t const weight = at >= low && at < high ? token_weight(at) : 0;
-          if (weight > 0) {
-            uint32_t const rank = ordered(r.highest) - ordered(__uint_as_float(logit));
-            ranks |= rank;
-            list_add(l, w.thread, Listed{rank, id + k, (uint32_t)weight, (uint32_t)(weight >> 32)});
-          }
-        }
-      },
-      [](uint32_t) {});
-  block_or(&d.ranks, ranks);
-  return sum;
-}
-
 // What is sought in the list: the smallest key up to which the tokens are so many, or weigh so much. The key is the id, or the rank with
 // the id behind it.
 struct Sought {
@@ -299,7 +282,8 @@ struct Sought {
   uint64_t limit; // the last rank and id that count
   uint64_t least; // the least weight that counts
   uint64_t need;
-  uint32_t bits; // of the longest key
+  uint32_t bits;   // of the longest key, or those in which keys differ
+  uint64_t prefix; // what they have in front
 };
 struct Found {
   bool there;
@@ -369,13 +353,7 @@ __device__ __forceinline__ void add_digit(Draw& d, Listed const& e, Sought const
   if (weight == 0 || key >> shift >> width != prefix >> shift >> width) {
     return;
   }
-  uint32_t const b = (uint32_t)(key >> shift) & ((1u << width) - 1), low = (uint32_t)weight;
-  block_add(&d.count[b], 1);
-  uint32_t const old = block_add(&d.low[b], low);
-  uint32_t const high = (uint32_t)(weight >> 32) + (old + low < old);
-  if (high != 0) {
-    block_add(&d.high[b], high);
-  }
+  bucket_add(d, (uint32_t)(key >> shift) & ((1u << width) - 1), weight);
 }
 
 // The key of the only listed token that counts and has these digits in front.
@@ -398,15 +376,30 @@ __device__ __forceinline__ uint64_t list_alone(Worker const& w, Draw& d, List co
   return key;
 }
 
+// The bucket in which a count or a weight reaches what is sought, for all threads.
+struct Bucket {
+  bool found, alone;
+  uint32_t bucket;
+  uint64_t before, weight_before; // of what is sought, and the weight, in the buckets before
+  uint64_t weight;                // of the bucket; of all if it is not found
+};
+__device__ __forceinline__ Bucket bucket_find(Worker const& w, Draw& d, bool by_weight, uint64_t need) {
+  consumers_sync();
+  if (w.thread < 32) {
+    find_bucket(d, w.thread, by_weight, need);
+  }
+  consumers_sync();
+  Bucket const b = {d.found != 0, d.alone != 0, d.bucket, d.before, d.weight_before, d.weight};
+  consumers_sync();
+  return b;
+}
+
 __device__ __forceinline__ Found list_find(Worker const& w, Draw& d, List const& l, Sought const& s) {
-  uint64_t prefix = 0, need = s.need, before = 0;
+  uint64_t prefix = s.prefix, need = s.need, before = 0;
   uint32_t width = s.bits < DIGIT_BITS ? s.bits : DIGIT_BITS, shift = s.bits - width;
 #pragma unroll 1
   for (;;) {
-    for (uint32_t b = w.thread; b < BUCKETS; b += AMK_WARPS * 32) {
-      d.count[b] = d.low[b] = d.high[b] = 0;
-    }
-    consumers_sync();
+    buckets_clear(w, d);
 #pragma unroll 1
     for (uint32_t i = 0; i < l.len; i += 4) {
       Listed e[4];
@@ -416,27 +409,18 @@ __device__ __forceinline__ Found list_find(Worker const& w, Draw& d, List const&
         add_digit(d, e[k], s, shift, width, prefix);
       }
     }
-    consumers_sync();
-    if (w.thread < 32) {
-      find_bucket(d, w.thread, s.by_weight, need);
+    Bucket const b = bucket_find(w, d, s.by_weight, need);
+    if (!b.found) {
+      return Found{false, 0, 0, b.weight};
     }
-    consumers_sync();
-    uint64_t const weight = d.weight;
-    bool const there = d.found != 0, alone = d.alone != 0;
-    if (there) {
-      prefix |= (uint64_t)d.bucket << shift;
-      need -= d.before;
-      before += d.weight_before;
-    }
-    consumers_sync();
-    if (!there) {
-      return Found{false, 0, 0, weight};
-    }
+    prefix |= (uint64_t)b.bucket << shift;
+    need -= b.before;
+    before += b.weight_before;
     if (shift == 0) { // keys are different: it is alone
-      return Found{true, prefix, before, before + weight};
+      return Found{true, prefix, before, before + b.weight};
     }
-    if (alone) {
-      return Found{true, list_alone(w, d, l, s, prefix >> shift, shift), before, before + weight};
+    if (b.alone) {
+      return Found{true, list_alone(w, d, l, s, prefix >> shift, shift), before, before + b.weight};
     }
     width = shift < DIGIT_BITS ? shift : DIGIT_BITS;
     shift -= width;
@@ -462,178 +446,4 @@ __device__ __forceinline__ uint64_t share_of(uint64_t weight, uint64_t share) {
   uint64_t const low = weight * share, need = __umul64hi(weight, share) << 32 | low >> 32;
   uint64_t const up = need + ((uint32_t)low != 0);
   return up > 0 ? up : 1;
-}
-
-// The weights of four tokens that weigh at least so much.
-__device__ __forceinline__ uint64_t quad_weight_from(float const (&t)[4], uint64_t least) {
-  uint64_t sum = 0;
-#pragma unroll
-  for (uint32_t k = 0; k < 4; ++k) {
-    uint64_t const weight = token_weight(t[k]);
-    sum += weight >= least ? weight : 0;
-  }
-  return sum;
-}
-
-// No filter by rank: weights of whole blocks of neighbours, then the tokens of the block that was drawn.
-__device__ __forceinline__ uint32_t draw_from_row(Worker const& w, Draw& d, List& l, Row const& r, uint64_t least, uint64_t bits) {
-  uint64_t sum = 0, block_weight = 0;
-  bool const all = least <= 1;
-  row_pass(
-      r.logits, r.vocab, w.thread,
-      [&](uint32_t, uint4 q) {
-        float t[4];
-        quad_distances(r, q, t);
-        if (all) {
-          block_weight += quad_weight(t);
-        } else if (fmaxf(fmaxf(t[0], t[1]), fmaxf(t[2], t[3])) > LIGHTEST) {
-          block_weight += quad_weight_from(t, least);
-        }
-      },
-      [&](uint32_t block) {
-        sum += block_weight;
-        uint64_t const weight = warp_sum64(block_weight);
-        if (w.thread % 32 == block / AMK_WARPS % 32) {
-          list_add(l, w.thread, Listed{0, block, (uint32_t)weight, (uint32_t)(weight >> 32)});
-        }
-        block_weight = 0;
-      });
-  uint64_t const total = block_sum64(w, d, sum), place = __umul64hi(bits, total);
-  uint32_t const blocks = (r.vocab + BLOCK_IDS - 1) / BLOCK_IDS;
-  Found const block = list_find(w, d, l, Sought{true, true, ~0ull, 1, place + 1, bits_of(blocks)});
-  uint32_t const first = (uint32_t)block.key * BLOCK_IDS;
-  l.len = 0;
-#pragma unroll 1
-  for (uint32_t i = w.thread; i < BLOCK_IDS / 4; i += AMK_WARPS * 32) {
-    float t[4];
-    quad_distances(r, quad_load(r.logits, r.vocab, first + i * 4), t);
-#pragma unroll
-    for (uint32_t k = 0; k < 4; ++k) {
-      uint64_t const weight = token_weight(t[k]);
-      list_add(l, w.thread, Listed{0, i * 4 + k, (uint32_t)weight, (uint32_t)(weight >> 32)});
-    }
-  }
-  Found const token = list_find(w, d, l, Sought{true, true, ~0ull, least > 1 ? least : 1, place + 1 - block.before, bits_of(BLOCK_IDS - 1)});
-  return first + (uint32_t)token.key;
-}
-
-constexpr float FIRST_BAND = -12.f, SECOND_BAND = -24.f;
-constexpr uint32_t LIST_WISH = 2048; // tokens that are soon gone through
-
-// How far down the first band goes: as far as there are about LIST_WISH tokens, by a look at one token of many. A bad guess costs time only.
-__device__ __forceinline__ float first_band(Worker const& w, Draw& d, Row const& r) {
-  constexpr uint32_t THREADS = AMK_WARPS * 32, LOOKS = 2;
-  uint32_t const quads = (r.vocab + 3) / 4, step = quads / (THREADS * LOOKS) + 1;
-  if (w.thread < 32) {
-    d.count[w.thread] = 0;
-  }
-  consumers_sync();
-#pragma unroll
-  for (uint32_t j = 0; j < LOOKS; ++j) {
-    float t[4];
-    quad_distances(r, quad_load(r.logits, r.vocab, (j * THREADS + w.thread) * step * 4), t);
-#pragma unroll
-    for (uint32_t k = 0; k < 4; ++k) {
-      if (t[k] > FIRST_BAND) {
-        block_add(&d.count[(uint32_t)-t[k]], 1);
-      }
-    }
-  }
-  consumers_sync();
-  uint32_t octave = 0;
-  for (uint32_t tokens = 0; octave < (uint32_t)-FIRST_BAND; ++octave) {
-    tokens += d.count[octave] * step;
-    if (tokens > LIST_WISH) {
-      break;
-    }
-  }
-  consumers_sync();
-  return -(float)(octave > 0 ? octave : 1);
-}
-
-// Top-k, then top-p, then min-p. The likeliest tokens are listed, more of them as long as they do not suffice: most rows need one band.
-__device__ __forceinline__ uint32_t draw_from_list(Worker const& w, Draw& d, List& l, Row const& r, uint64_t bits) {
-  uint64_t const share = d.settings.share, least = d.settings.least > 1 ? d.settings.least : 1;
-  uint32_t const top_k = d.settings.top_k;
-  bool const nucleus = share < 1ull << 32;
-  float low = first_band(w, d, r), high = __int_as_float(0x7f800000);
-  uint64_t total = 0;
-  Found found = {};
-  Sought sought = {false, top_k == 0, ~0ull, 1, top_k, 0};
-#pragma unroll 1
-  for (;;) {
-    bool const whole = top_k == 0 && total == 0;
-    uint64_t const sum = list_band(w, d, l, r, low, high, whole);
-    if (whole) {
-      total = block_sum64(w, d, sum);
-      sought.need = share_of(total, share);
-    } else {
-      consumers_sync();
-    }
-    sought.bits = ID_BITS + bits_of(d.ranks);
-    found = list_find(w, d, l, sought);
-    if (found.there || low == LIGHTEST) {
-      break;
-    }
-    high = low;
-    low = low > FIRST_BAND ? FIRST_BAND : low > SECOND_BAND ? SECOND_BAND : LIGHTEST;
-  }
-  sought.least = least;
-  if (found.there) {
-    sought.limit = found.key;
-  }
-  if (top_k > 0 && nucleus) {
-    Sought share_sought = sought;
-    share_sought.least = 1;
-    share_sought.by_weight = true;
-    share_sought.need = share_of(found.upto, share);
-    found = list_find(w, d, l, share_sought);
-    sought.limit = found.key;
-  }
-  uint64_t const kept = least > 1 ? list_sum(w, d, l, sought) : found.upto;
-  sought.by_id = sought.by_weight = true;
-  sought.need = __umul64hi(bits, kept) + 1;
-  sought.bits = bits_of(r.vocab - 1);
-  return (uint32_t)list_find(w, d, l, sought).key;
-}
-
-// The highest of the threads' best, for all of them.
-__device__ __forceinline__ Best block_best(Worker const& w, Best best) {
-  best = warp_best(best);
-  if (w.thread % 32 == 0) {
-    w.shared->best_value[w.thread / 32] = best.value;
-    w.shared->best_row[w.thread / 32] = best.row;
-  }
-  consumers_sync();
-  for (uint32_t i = 0; i < AMK_WARPS; ++i) {
-    best = better(best, Best{w.shared->best_value[i], w.shared->best_row[i]});
-  }
-  return best;
-}
-
-// The token for `position`, by all threads of the worker and for all of them; AMK_NONE if every token is banned. `highest` is the candidate
-// of the row as it came. The settings are in d.
-__device__ __forceinline__ uint32_t sample_row(Worker const& w, Draw& d, float const* logits, Best highest, uint32_t vocab, uint32_t position) {
-  amk_sampling const& s = d.settings;
-  List l = {(uint4*)w.x, (uint4*)s.list, w.shared->program.x_bytes / 16, 0};
-  if (w.thread == 0) {
-    d.ranks = 0;
-  }
-  // An infinite logit is as high as the greatest number: so it is put into the row.
-  if (s.penalty != 1.f || s.bias_len != 0 || highest.value > GREATEST_F32) {
-    Changes const c = {s.penalty != 1.f ? (uint32_t const*)s.seen : 0, s.bias_len != 0 ? (uint32_t const*)s.biased : 0, (amk_bias const*)s.bias, s.bias_len, s.penalty};
-    highest = block_best(w, change_row(logits, vocab, c, (float*)s.changed, w.thread));
-    logits = (float const*)s.changed;
-  }
-  consumers_sync();
-  bool const none = !(highest.value >= -GREATEST_F32);
-  if (none || s.greedy != 0) {
-    return none ? AMK_NONE : highest.row;
-  }
-  Row const r = {logits, vocab, highest.value, s.scale};
-  uint64_t const bits = philox_bits(s.seed, position);
-  if (s.top_k == 0 && s.share >= 1ull << 32) {
-    return draw_from_row(w, d, l, r, s.least, bits);
-  }
-  return draw_from_list(w, d, l, r, bits);
 }

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x5bdd359215c63d73ull
+#define AMK_ABI_HASH 0x0c5d4fce9fa64206ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -47,6 +47,7 @@ typedef long long int64_t;
 #define AMK_LANDED_ABANDONED 4294967294u
 #define AMK_BIAS_MAX 512u
 #define AMK_SAMPLED_VOCAB_MAX 4194304u
+#define AMK_CHOICE_BYTES 10752u
 #define AMK_FLAG_KEEP_LOGITS 1u
 #define AMK_FLAG_SAMPLE 2u
 #define AMK_NONE 0xffffffffu
@@ -242,7 +243,7 @@ static_assert(AMK_OFFSETOF(amk_program, task_len) == 92, "offset of amk_program.
 
 struct alignas(16) amk_step {
   uint64_t program; // Address of the `amk_program`.
-  uint32_t action; // What to do: 1 step, 2 switch program, 3 leave.
+  uint32_t action; // What to do: 1 step, 2 switch program, 3 leave, 4 help to choose this step's token.
   uint32_t epoch; // Epoch of the program: steps run since it was loaded, this one included.
   uint32_t token; // Input token.
   uint32_t position; // Position of the input token; keys 0..=position are attended to.

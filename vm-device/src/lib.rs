@@ -37,6 +37,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/op_attention.cuh",
     "cuda/op_small.cuh",
     "cuda/sampling.cuh",
+    "cuda/choosing.cuh",
     "cuda/op_sample.cuh",
     "cuda/dispatch.cuh",
     "cuda/poller.cuh",

@@ -1,6 +1,7 @@
 //! What another thread may see of a running kernel.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use abi::Completion;
 
@@ -13,13 +14,20 @@ pub struct Lookout {
     ring: RingHost,
     workers: u32,
     launch: u64,
+    landing: Option<Arc<AtomicU64>>,
     _block: Arc<HostBuffer>, // the ring's memory: dropped after it
 }
 
 impl Lookout {
     /// Of this ring, whose memory is kept.
-    pub(crate) fn new(ring: RingHost, workers: u32, launch: u64, block: Arc<HostBuffer>) -> Self {
-        Self { ring, workers, launch, _block: block }
+    pub(crate) fn new(
+        ring: RingHost,
+        workers: u32,
+        launch: u64,
+        block: Arc<HostBuffer>,
+        landing: Option<Arc<AtomicU64>>,
+    ) -> Self {
+        Self { ring, workers, launch, landing, _block: block }
     }
 
     /// The poller's clock.
@@ -74,6 +82,12 @@ impl Lookout {
     #[must_use]
     pub fn waits_for_weights(&self) -> bool {
         self.ring.waiting() != 0
+    }
+
+    /// Packed bytes of weights that have landed, if they came or come while the kernel runs; of all that it was launched with otherwise nothing.
+    #[must_use]
+    pub fn landed_bytes(&self) -> Option<u64> {
+        self.landing.as_ref().map(|packed| packed.load(Ordering::Relaxed))
     }
 
     /// Asks the kernel to leave.

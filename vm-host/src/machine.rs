@@ -91,6 +91,8 @@ pub struct Idle {
     memory: Memory,
     copy: Stream,
     compute: Stream,
+    /// The variant that was launched last: loading one takes longer than the rest of a launch. Freed with the memory, never while the kernel runs.
+    kernel: (Variant, Module),
     _context: Arc<Context>,
     info: DeviceInfo,
     options: BootOptions,
@@ -104,7 +106,6 @@ pub struct Idle {
 /// A machine whose kernel is running.
 pub struct Resident {
     idle: Option<Idle>,
-    _module: Module,
     variant: Variant,
     current: Loaded,
     next_place: usize,
@@ -180,6 +181,7 @@ impl Idle {
             memory,
             copy,
             compute,
+            kernel: (*variant, module),
             _context: context,
             info,
             options,
@@ -212,16 +214,9 @@ impl Idle {
         program: &Verified<Program>,
     ) -> Result<Resident, Box<(Self, HostError)>> {
         match self.try_launch(&variant, program) {
-            Ok((module, current)) => {
+            Ok(current) => {
                 let next_place = (current.place + 1) % PROGRAMS_MAX;
-                Ok(Resident {
-                    idle: Some(self),
-                    _module: module,
-                    variant,
-                    current,
-                    next_place,
-                    failed: false,
-                })
+                Ok(Resident { idle: Some(self), variant, current, next_place, failed: false })
             }
             Err(error) => Err(Box::new((self, error))),
         }
@@ -231,9 +226,11 @@ impl Idle {
         &mut self,
         variant: &Variant,
         program: &Verified<Program>,
-    ) -> Result<(Module, Loaded), HostError> {
-        let (module, _) = load_module(variant, &self.info)?;
-        let kernel = module.function(c"amk_megakernel")?;
+    ) -> Result<Loaded, HostError> {
+        if self.kernel.0 != *variant {
+            self.kernel = (*variant, load_module(variant, &self.info)?.0);
+        }
+        let kernel = self.kernel.1.function(c"amk_megakernel")?;
         let shared = self.info.shared_bytes;
         kernel.allow_shared(shared)?;
         let per_sm = kernel.resident_blocks(THREADS, shared)?;
@@ -249,7 +246,7 @@ impl Idle {
         let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut launch).cast()];
         self.compute.launch(&kernel, requested, THREADS, shared, &mut arguments)?;
         LAUNCHES.fetch_add(1, Ordering::Relaxed);
-        Ok((module, loaded))
+        Ok(loaded)
     }
 
     fn launch_block(&self) -> Launch {
@@ -378,12 +375,13 @@ impl Resident {
 
     /// What another thread may see of this kernel.
     pub fn lookout(&mut self) -> Lookout {
-        let Memory { block, residents, .. } = &self.idle().memory;
-        let (block, workers) = (block.clone(), residents.workers);
+        let Idle { memory, landing, .. } = self.idle();
+        let (block, workers) = (memory.block.clone(), memory.residents.workers);
+        let landing = landing.as_ref().map(Landing::packed);
         // SAFETY: the block is page-aligned, long enough, kept by the value beside the ring, and shared with the device alone. This end
         // publishes nothing.
         let ring = unsafe { RingHost::new(block.pointer()) };
-        Lookout::new(ring, workers, LAUNCHES.load(Ordering::Relaxed), block)
+        Lookout::new(ring, workers, LAUNCHES.load(Ordering::Relaxed), block, landing)
     }
 
     /// The kernel variant that is running.

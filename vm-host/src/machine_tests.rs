@@ -213,3 +213,19 @@ fn die() {
     assert!(waited < limit / 10, "{waited:?}");
     assert!(machine.stop().is_err(), "the context is gone");
 }
+
+/// What is copied into fresh memory stays: zeroing it is over, though it is done in a stream that ours do not wait for.
+#[test]
+fn fresh_memory_keeps_what_is_copied_in_at_once() {
+    const BYTES: u64 = 1 << 30; // takes a card some 300 us to zero
+    let Some((_, _, _, mut idle)) = toy() else { return };
+    for round in 0..10 {
+        let buffer = DeviceBuffer::zeroed(BYTES).expect("memory");
+        let (copied, end) = ([0xa5; 4096], buffer.address + BYTES - 4096);
+        upload(&idle.copy, &mut idle.memory.bounce, end, &copied).expect("a copy");
+        std::thread::sleep(Duration::from_millis(5)); // whatever is still under way elsewhere comes to its end
+        let mut kept = [0; 4096];
+        download(&idle.copy, &idle.memory.bounce, end, &mut kept).expect("a copy");
+        assert!(kept == copied, "round {round}: {:x?} ...", &kept[..8]);
+    }
+}

@@ -1,18 +1,21 @@
 //! What the device holds to choose tokens with: for each session its settings, the set of its tokens, its biases; and one list, since one
 //! step runs at a time.
 
-use abi::{BIAS_MAX, Bias, SAMPLED_VOCAB_MAX, SessionSampling};
+use abi::{BIAS_MAX, Bias, CHOICE_BYTES, SAMPLED_VOCAB_MAX, SessionSampling};
 use ir::sampling::Sampling;
 
 use crate::driver::Stream;
 use crate::error::HostError;
 use crate::memory::{DeviceBuffer, HostBuffer, upload};
 
+/// What the place of `Choice`, behind the settings, is a multiple of.
+const CHOICE_ALIGN: u32 = 128;
+
 /// Bytes of a token that may be drawn, as `Listed` of sampling.cuh.
 const LISTED_BYTES: u64 = 16;
 
-/// Tokens that the warps of a worker have in hand at once: `AMK_WARPS * BLOCK_IDS` of sampling.cuh.
-const LIST_STEP: u64 = 8 * 1024;
+/// Tokens that the threads of a worker go over at once: four each.
+const LIST_STEP: u64 = 8 * 128;
 
 /// What the host knows of a session.
 #[derive(Clone, Copy, Debug, Default)]
@@ -25,6 +28,7 @@ struct Told {
 
 /// Sampling in device memory.
 pub(crate) struct SamplingMemory {
+    /// Of each session; behind them what the workers have in common when they choose.
     settings: DeviceBuffer,
     /// Of each session: a bit for each token that was there, then one for each that has a bias.
     sets: DeviceBuffer,
@@ -73,14 +77,18 @@ impl SamplingMemory {
         let session = size_of::<SessionSampling>() as u64
             + 2 * set_bytes(vocab)
             + u64::from(BIAS_MAX) * size_of::<Bias>() as u64;
-        u64::from(sessions) * session + list_bytes(vocab) + changed_bytes(vocab)
+        let shared = u64::from(CHOICE_BYTES + CHOICE_ALIGN);
+        u64::from(sessions) * session + shared + list_bytes(vocab) + changed_bytes(vocab)
     }
 
     /// For so many sessions, and the rows of logits at an address. No kernel is resident.
     pub(crate) fn new(sessions: u32, vocab: u32, logits: u64) -> Result<Self, HostError> {
         let of_each = |bytes: u64| DeviceBuffer::zeroed(u64::from(sessions) * bytes);
         Ok(Self {
-            settings: of_each(size_of::<SessionSampling>() as u64)?,
+            settings: DeviceBuffer::zeroed(
+                u64::from(sessions) * size_of::<SessionSampling>() as u64
+                    + u64::from(CHOICE_BYTES + CHOICE_ALIGN),
+            )?,
             sets: of_each(2 * set_bytes(vocab))?,
             biases: of_each(u64::from(BIAS_MAX) * size_of::<Bias>() as u64)?,
             list: DeviceBuffer::zeroed(list_bytes(vocab))?,

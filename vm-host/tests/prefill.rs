@@ -26,7 +26,7 @@ const LOGITS_MAX: f64 = 5e-3;
 const CACHE_MAX: f64 = 5e-3;
 /// Repetitions of what is timed.
 const REPEATS: usize = 10;
-const SHAPES: [GemmShape; 3] = [GemmShape::Group, GemmShape::Narrow, GemmShape::Small];
+const SHAPES: [GemmShape; 2] = [GemmShape::Group, GemmShape::Small];
 /// Tokens that are generated behind a prompt.
 const FOLLOW: u32 = 24;
 
@@ -370,7 +370,7 @@ fn chunks_alone() {
         let graph = bench.evaluated(usize::MAX);
         let ways = [
             (GemmShape::Group, 2048, 2),
-            (GemmShape::Narrow, 128, 2),
+            (GemmShape::Auto, 128, 2),
             (GemmShape::Small, 256, 2),
             (GemmShape::Group, 2048, 1),
         ];
@@ -406,7 +406,7 @@ fn chunks_of_presets() {
         let idle = bench.boot();
         bench.say(false, &format!("booted after {:.1} s", began.elapsed().as_secs_f64()));
         let (mut idle, steps) = bench.steps(idle);
-        for length in [2048, 1000, 500, 129, 64, 7] {
+        for length in [2048, 1000, 500, 129, 64, 16] {
             bench.time(&mut idle, "Auto", length, &ONE_CHUNK);
             for shape in SHAPES {
                 let options = PrefillOptions { shape, ..ONE_CHUNK };

@@ -1,6 +1,6 @@
 //! The device's choice of a token against `ir::sampling`: the same token from the same row, settings, tokens, seed and position.
 //!
-//! `sampling.cuh` is compiled as host C++ and run on emulated threads (`emulated/`), so that its logic is tried where there is no card. A
+//! `sampling.cuh` and `choosing.cuh` are compiled as host C++ and run on emulated threads (`emulated/`), so that their logic is tried where there is no card. A
 //! missing compiler fails these tests; `AMK_NO_CXX=1` says that this is known. Where there is a card and nvcc, the same cases run there.
 
 use std::collections::BTreeMap;
@@ -184,11 +184,14 @@ impl Drop for Scratch {
     }
 }
 
-/// Builds the program that chooses, from this source of the device; with so many warps to a worker.
-fn build(scratch: &Scratch, compiler: &str, flags: &[&str], source: &str) -> PathBuf {
+/// The device's files that choose, and what they are made of.
+type Sources = [(&'static str, String); 2];
+
+/// Builds the program that chooses, from these sources of the device.
+fn build(scratch: &Scratch, compiler: &str, flags: &[&str], sources: &Sources) -> PathBuf {
     let header = abi::c_header();
-    for (name, text) in FILES.into_iter().chain([("sampling.cuh", source), ("amk_abi.h", &header)])
-    {
+    let of_device = sources.iter().map(|(name, text)| (*name, &**text));
+    for (name, text) in FILES.into_iter().chain(of_device).chain([("amk_abi.h", &*header)]) {
         std::fs::write(scratch.0.join(name), text).expect("a file can be written");
     }
     let binary = scratch.0.join("choose");
@@ -233,28 +236,52 @@ fn wrong(scratch: &Scratch, binary: &Path, cases: &[Case], repeats: u32) -> Vec<
         .collect()
 }
 
-fn source() -> &'static str {
-    let found = vm_device::SOURCES.iter().find(|source| source.name == "cuda/sampling.cuh");
-    found.expect("it is a source").text
+fn sources() -> Sources {
+    ["sampling.cuh", "choosing.cuh"].map(|name| {
+        let path = format!("cuda/{name}");
+        let found = vm_device::SOURCES.iter().find(|source| source.name == path);
+        (name, found.expect("it is a source").text.to_owned())
+    })
 }
 
-/// Builds the device's source with so many warps to a worker, and gives the cases in which another token is chosen.
-fn emulated(cxx: &str, name: &str, warps: u32, source: &str, cases: &[Case]) -> Vec<String> {
+/// The same, with so short a list that even small rows are too long for it: what is kept of them is weighed where it lies.
+fn sources_of_long_rows() -> Sources {
+    let (is, short) = ("LIST_WISH = 2048", "LIST_WISH = 16");
+    let sources = sources();
+    assert!(sources.iter().any(|(_, text)| text.contains(is)), "the sources have changed");
+    sources.map(|(name, text)| (name, text.replace(is, short)))
+}
+
+/// Builds the device's sources for so many workers of so many warps, and gives the cases in which another token is chosen.
+fn emulated(
+    cxx: &str,
+    name: &str,
+    (workers, warps): (u32, u32),
+    sources: &Sources,
+    cases: &[Case],
+) -> Vec<String> {
     let scratch = Scratch::new(name);
-    let define = format!("-DAMK_WARPS={warps}");
-    let flags: Vec<&str> = HOST_FLAGS.into_iter().chain([&*define]).collect();
-    let binary = build(&scratch, cxx, &flags, source);
+    let defines = [format!("-DAMK_WARPS={warps}"), format!("-DWORKERS={workers}")];
+    let flags: Vec<&str> = HOST_FLAGS.into_iter().chain(defines.iter().map(|d| &**d)).collect();
+    let binary = build(&scratch, cxx, &flags, sources);
     wrong(&scratch, &binary, cases, 0)
 }
 
-/// Whatever the number of threads.
+/// Whatever the number of workers and threads.
 #[test]
 fn emulated_threads_choose_what_the_definition_chooses() {
     let Some(cxx) = cxx() else { return };
-    for (warps, seed, small, large) in [(8, 1, 120, 2), (3, 3, 50, 0)] {
-        let name = format!("warps{warps}");
-        let found = emulated(&cxx, &name, warps, source(), &cases(seed, small, large));
-        assert!(found.is_empty(), "{warps} warps: {} wrong\n{}", found.len(), found.join("\n"));
+    let (short, long) = (sources(), sources_of_long_rows());
+    for (workers, warps, sources, seed, small, large) in [
+        (2, 8, &short, 1, 60, 2),
+        (5, 3, &long, 3, 80, 1),
+        (31, 1, &short, 4, 40, 2),
+        (3, 1, &long, 6, 120, 1),
+    ] {
+        let name = format!("{workers}x{warps}-{seed}");
+        let cases = cases(seed, small, large);
+        let found = emulated(&cxx, &name, (workers, warps), sources, &cases);
+        assert!(found.is_empty(), "{name}: {} wrong\n{}", found.len(), found.join("\n"));
     }
 }
 
@@ -266,7 +293,18 @@ fn deliberate_mistakes_are_found() {
         ("penalty", "x > 0.f ? __fdiv_rn(x, c.penalty)", "x > 9.f ? __fdiv_rn(x, c.penalty)"),
         ("whole part", "__fadd_ru(t, base)", "__fadd_rn(t, base)"),
         ("carry", " + (old + low < old)", ""),
-        ("share of all", "share_of(found.upto, share)", "share_of(found.upto * 2, share)"),
+        ("share of all", "share_of(kept.weight, share)", "share_of(kept.weight * 2, share)"),
+        ("last bucket", "bucket_of(t) <= to; }", "bucket_of(t) < to; }"),
+        ("tokens before", "kept.listed ? 0 : b.before", "0"),
+        ("weight before", "kept.listed ? 0 : b.weight_before", "0"),
+        (
+            "the last that counts",
+            "<= limit && weight >= least ? weight",
+            "< limit && weight >= least ? weight",
+        ),
+        ("least weight", "<= limit && weight >= least ? weight", "<= limit ? weight"),
+        ("parts before", "sought.need -= found.before", "sought.need -= 0"),
+        ("an old histogram", "buckets_forget(w, a.choice);", ""),
         ("zeros", "__float_as_uint(__fadd_rn(x, 0.f))", "__float_as_uint(x)"),
         ("lightest", "LIGHTEST = -41.f", "LIGHTEST = -2.f"),
     ];
@@ -275,9 +313,11 @@ fn deliberate_mistakes_are_found() {
         for (name, from, to) in mistakes {
             let (cxx, cases) = (&cxx, &cases);
             scope.spawn(move || {
-                assert!(source().contains(from), "{name}: the source has changed");
-                let spoiled = source().replace(from, to);
-                let found = emulated(cxx, &name.replace(' ', "-"), 1, &spoiled, cases);
+                let sources = sources_of_long_rows();
+                let there = sources.iter().any(|(_, text)| text.contains(from));
+                assert!(there, "{name}: the sources have changed");
+                let spoiled = sources.map(|(file, text)| (file, text.replace(from, to)));
+                let found = emulated(cxx, &name.replace(' ', "-"), (3, 1), &spoiled, cases);
                 assert!(!found.is_empty(), "{name} is not noticed");
             });
         }
@@ -293,7 +333,7 @@ fn a_card_chooses_what_the_definition_chooses() {
         return;
     };
     let scratch = Scratch::new("card");
-    let binary = build(&scratch, &nvcc, &["-x", "cu", "-arch=sm_90a"], source());
+    let binary = build(&scratch, &nvcc, &["-x", "cu", "-arch=sm_90a"], &sources());
     let found = wrong(&scratch, &binary, &cases(9, 600, 60), 0);
     assert!(found.is_empty(), "{} wrong\n{}", found.len(), found.join("\n"));
     let timed = timed_cases();

@@ -43,7 +43,7 @@ const MATRICES: [(usize, [u32; 3], u32); 4] = [
 /// Registers of a thread at launch that `LAUNCH_REGISTERS` of `worker.cuh` counts on.
 const LAUNCH_REGISTERS: u32 = 168;
 /// Kernels of the unit for prompt chunks.
-const PREFILL_KERNELS: usize = 14;
+const PREFILL_KERNELS: usize = 11;
 const WIDE_SPILLS: u32 = 192;
 const TRACE_SPILLS: u32 = 32;
 

@@ -2,7 +2,7 @@
 
 use rusqlite::types::Value as Cell;
 use rusqlite::{Connection, params, params_from_iter};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::schema::{Column, Kind, Rows, Source, TABLES, Table};
 use crate::ledger::Link;
@@ -14,6 +14,8 @@ pub(super) struct Place {
     device: String,
     target: String,
     graph: String,
+    /// Machines, in the order of the header's cards; of a search on one card, that one's.
+    machines: Vec<String>,
 }
 
 impl Place {
@@ -25,7 +27,22 @@ impl Place {
             device: text("device").unwrap_or_default(),
             target: text("target").unwrap_or_default(),
             graph: graph.unwrap_or_default(),
+            machines: cards(header).into_iter().map(machine).collect(),
         }
+    }
+
+    /// The machine that a record was measured on.
+    fn machine_of(&self, record: &Value) -> Option<&String> {
+        let card = record.get("card").and_then(Value::as_u64).unwrap_or(0);
+        self.machines.get(usize::try_from(card).ok()?)
+    }
+}
+
+/// The conditions of each card of a search, as its header has them. Of a search on one card, and of one without a card, there is one.
+fn cards(header: &Value) -> Vec<&Value> {
+    match header.get("cards").and_then(Value::as_array) {
+        Some(cards) if !cards.is_empty() => cards.iter().collect(),
+        _ => vec![header.get("conditions").unwrap_or(&Value::Null)],
     }
 }
 
@@ -44,8 +61,10 @@ pub(super) fn derive(
             Rows::Record(wanted) => link.seq > 0 && kind == wanted,
             Rows::Kept | Rows::Parts => false,
         };
-        if wanted {
-            insert(db, table, run, link, record)?;
+        if wanted && table.name == "machines" {
+            machines(db, table, run, place, link, record)?;
+        } else if wanted {
+            insert(db, table, run, place, link, record)?;
         }
     }
     if link.seq > 0 {
@@ -58,20 +77,40 @@ pub(super) fn derive(
     Ok(())
 }
 
+/// A machine for each card of a search.
+fn machines(
+    db: &Connection,
+    table: &Table,
+    run: &str,
+    place: &Place,
+    link: &Link,
+    header: &Value,
+) -> rusqlite::Result<()> {
+    for (conditions, machine) in cards(header).into_iter().zip(&place.machines) {
+        let of_card = Place { machines: vec![machine.clone()], ..place.clone() };
+        let header = json!({"conditions": conditions, "cache_bytes": header.get("cache_bytes")});
+        insert(db, table, run, &of_card, link, &header)?;
+    }
+    Ok(())
+}
+
 /// The row of a table that has one for each record.
 fn insert(
     db: &Connection,
     table: &Table,
     run: &str,
+    place: &Place,
     link: &Link,
     record: &Value,
 ) -> rusqlite::Result<()> {
     let cell = |column: &Column| match (column.from, column.name) {
         (Source::At(pointer), _) => cell_of(record.pointer(pointer), column.kind),
-        (Source::Note(start), _) => Cell::from(note(record, start)),
+        (Source::Note(start), _) => {
+            Cell::from(record.get("conditions").and_then(|conditions| note(conditions, start)))
+        }
         (Source::Code, "run") => Cell::Text(run.to_owned()),
         (Source::Code, "seq") => Cell::Integer(link.seq.cast_signed()),
-        (Source::Code, _) => Cell::Text(machine(record)),
+        (Source::Code, _) => Cell::from(place.machine_of(record).cloned()),
     };
     let marks = vec!["?"; table.columns.len()].join(",");
     // A machine is there already when an earlier search ran on it.
@@ -96,17 +135,19 @@ fn cell_of(value: Option<&Value>, kind: Kind) -> Cell {
     found.unwrap_or_else(|| Cell::Text(value.to_string()))
 }
 
-fn note(header: &Value, start: &str) -> Option<String> {
-    let notes = header.pointer("/conditions/notes")?.as_array()?;
+/// The rest of a note of some conditions.
+fn note(conditions: &Value, start: &str) -> Option<String> {
+    let notes = conditions.get("notes")?.as_array()?;
     notes.iter().find_map(|note| note.as_str()?.strip_prefix(start)).map(str::to_owned)
 }
 
-/// The id of the machine of a header.
-fn machine(header: &Value) -> String {
-    let conditions = header.get("conditions").filter(|conditions| conditions.is_object());
-    let Some(conditions) = conditions else { return "cpu".to_owned() };
+/// The id of a machine, from the conditions of a card.
+fn machine(conditions: &Value) -> String {
+    if !conditions.is_object() {
+        return "cpu".to_owned();
+    }
     let part = |key: &str| conditions.get(key).and_then(Value::as_str).unwrap_or("");
-    let uuid = note(header, "uuid ").unwrap_or_default();
+    let uuid = note(conditions, "uuid ").unwrap_or_default();
     let text = [part("card"), &uuid, part("driver"), part("cuda"), part("nvrtc")].join("\n");
     blake3::hash(text.as_bytes()).to_hex()[..16].to_owned()
 }
@@ -149,7 +190,7 @@ fn prior(db: &Connection, place: &Place, record: &Value) -> rusqlite::Result<()>
     let gain = end("low").zip(end("high")).map(|(low, high)| f64::midpoint(low, high));
     let kept = record.get("outcome").and_then(Value::as_str) == Some("kept");
     let failed = record.pointer("/verdict/latency_us").is_none_or(Value::is_null);
-    let Place { latency_kind, device, target, graph } = place;
+    let Place { latency_kind, device, target, graph, machines: _ } = place;
     let mut statement = db.prepare_cached(
         "INSERT INTO priors VALUES (?,?,?,?,?,1,?,?,?,?) ON CONFLICT DO UPDATE SET tries = tries + 1, \
          kept = kept + excluded.kept, failed = failed + excluded.failed, gain_sum = gain_sum + excluded.gain_sum, \

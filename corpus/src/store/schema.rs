@@ -148,7 +148,7 @@ const RUNS: Table = Table {
         target Text At("/target"), "the target that schedules are for";
         latency_kind Text At("/latency_kind"), "`measured-gpu` or `predicted`; the two are never compared";
         device Text At("/device"), "the card's name, or `cpu`";
-        machine Text Code, "the machine: a row of `machines`";
+        machine Text Code, "the machine, of a search on several cards the first one's: a row of `machines`";
         seed Integer At("/seed"), "what proposals and tokens are drawn with";
         budget Text At("/budget"), "the first budget";
         min_gain Real At("/min_gain"), "the least gain worth keeping, a share";
@@ -204,6 +204,7 @@ const TRIALS: Table = Table {
         correct Flag At("/verdict/correct"), "agreed with the graph";
         latency_us Real At("/verdict/latency_us"), "microseconds a token";
         latency_kind Text At("/verdict/latency_kind"), "`measured-gpu` or `predicted`";
+        measured_on Text Code, "the machine of the card that did it: a row of `machines`; latencies of two machines are not comparable";
         ci_low_us Real At("/verdict/ci_us/0"), "lower end of the 99 % interval of a measured median";
         ci_high_us Real At("/verdict/ci_us/1"), "upper end";
         gain_low Real At("/gain/low"), "share of the time saved over the incumbent: lower end";
@@ -237,6 +238,7 @@ const CONFIRMATIONS: Table = Table {
         seq Integer Code, "the row's number in its ledger";
         trials Integer At("/trials"), "trials that were finished";
         champion Integer At("/champion"), "the champion's trial";
+        measured_on Text Code, "the machine of the card that `latency_us` is of: a row of `machines`";
         decision Text At("/decision"), "`kept`, `reverted` or `inconclusive`";
         why Text At("/why"), "why, in one line";
         positions Integer At("/positions"), "positions that the reference machine ran";
@@ -303,8 +305,8 @@ const PRIORS: Table = Table {
 pub const TABLES: &[Table] =
     &[RECORDS, PROGRAMS, RUNS, MACHINES, TRIALS, CONFIRMATIONS, SAMPLES, CHANGES, PRIORS];
 
-/// The kept tables as each version of the schema brought them. A file's `user_version` says how many steps were taken.
-pub const STEPS: &[&[Table]] = &[&[RECORDS], &[PROGRAMS]];
+/// The kept tables as each version of the schema brought them; a version that changed derived tables alone brought none. A file's `user_version` says how many steps were taken.
+pub const STEPS: &[&[Table]] = &[&[RECORDS], &[PROGRAMS], &[]];
 
 /// The version that this build writes.
 pub const VERSION: i64 = STEPS.len() as i64;

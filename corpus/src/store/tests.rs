@@ -102,6 +102,34 @@ fn rows_are_added_once_and_the_tables_follow_from_them() {
 }
 
 #[test]
+fn a_trial_belongs_to_the_machine_of_its_card() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut header = header("r1");
+    let first = header["conditions"].clone();
+    let mut second = first.clone();
+    second["notes"][0] = json!("uuid 11ee");
+    header["cards"] = json!([first, second]);
+    let path = folder.path().join("r1/ledger.jsonl");
+    let mut ledger = Ledger::create(&path, &header).unwrap();
+    for number in 0..4 {
+        let mut trial = trial(number);
+        trial["card"] = json!(number % 2);
+        ledger.append(&trial).unwrap();
+    }
+    let mut store = store(folder.path());
+    let links: Vec<Link> = read(&path).unwrap().links().collect();
+    store.add("r1", links).unwrap();
+    let sql = "SELECT trial, uuid, card FROM trials JOIN machines ON machine = measured_on";
+    let rows = store.query(&format!("{sql} ORDER BY trial"), &[]).unwrap();
+    let uuids: Vec<&str> = rows.iter().filter_map(|row| row["uuid"].as_str()).collect();
+    assert_eq!(uuids, ["00ff", "11ee", "00ff", "11ee"]);
+    assert_eq!(rows[1]["card"], json!("NVIDIA H200"));
+    let run = one(&store, "SELECT uuid FROM runs JOIN machines USING (machine)");
+    assert_eq!(run["uuid"], json!("00ff"), "a search is at home on its first card");
+    assert_eq!(store.check().unwrap(), Ok(()));
+}
+
+#[test]
 fn what_does_not_follow_is_refused_and_nothing_of_it_added() {
     let folder = tempfile::tempdir().unwrap();
     let links = ledger(folder.path(), "r1", 4);

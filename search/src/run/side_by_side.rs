@@ -19,8 +19,9 @@ use crate::device::DeviceError;
 use crate::history::{Guess, History, Proposal};
 use crate::trial::{Beside, Confirmation, LeftOut, Skipped, Spent, Trial, together};
 
-/// Trials that a device has before it at most: the one that it does, and two so that it never waits for the slower one of another device.
-const AHEAD: usize = 3;
+/// Trials that a device has before it at most, where there are several: the one that it does, and one so that it does not wait for every
+/// slower one of another device. Of those still further on most would be dropped: a trial takes long because it is about to be kept.
+const AHEAD: usize = 2;
 
 /// A trial that was begun.
 struct Flight {
@@ -266,7 +267,8 @@ impl<'a> Search<'a> {
             return;
         }
         let first = self.trials.len() as u64;
-        let depth = if guessed { AHEAD * fleet.crew.cards().len() } else { 1 } as u64;
+        let cards = fleet.crew.cards().len();
+        let depth = if guessed && cards > 1 { AHEAD * cards } else { 1 } as u64;
         let end = self.settings.budget.end(first + depth);
         let (mut history, mut lead) = (self.history(), self.lead());
         let (mut at, mut new) = (0, false);

@@ -43,7 +43,10 @@ pub(crate) trait Watch {
     /// Whether to end before the next trial.
     fn stopped(&self) -> bool;
 
-    /// The files are open and the first trial is next.
+    /// The files are open; the graph is evaluated next, which may take a while. `resume`: the command that goes on with the search.
+    fn prepares(&self, _resume: &str) {}
+
+    /// All is ready and the first trial is next.
     fn begins(&self, progress: &Progress);
 
     /// Another trial is on the disk.
@@ -53,6 +56,9 @@ pub(crate) trait Watch {
 /// Set by Ctrl-C; looked at between trials.
 static STOP: AtomicBool = AtomicBool::new(false);
 
+/// Set when there is a trial to wait for.
+static BEGUN: AtomicBool = AtomicBool::new(false);
+
 /// The command line, where Ctrl-C ends a search.
 pub(super) struct Interrupts;
 
@@ -61,9 +67,14 @@ impl Watch for Interrupts {
         STOP.load(Ordering::SeqCst)
     }
 
-    fn begins(&self, _: &Progress) {
-        let handler = || {
-            if STOP.swap(true, Ordering::SeqCst) {
+    fn prepares(&self, resume: &str) {
+        let resume = resume.to_owned();
+        let handler = move || {
+            let again = STOP.swap(true, Ordering::SeqCst);
+            if !BEGUN.load(Ordering::SeqCst) {
+                report::say(&format!("interrupted before the next trial; continue with: {resume}"));
+            }
+            if again || !BEGUN.load(Ordering::SeqCst) {
                 std::process::exit(Exit::Interrupted.code());
             }
             report::say("stopping after this trial (again: at once; finished trials are safe)");
@@ -73,6 +84,10 @@ impl Watch for Interrupts {
                 "note: Ctrl-C cannot be caught here; finished trials are safe all the same",
             );
         }
+    }
+
+    fn begins(&self, _: &Progress) {
+        BEGUN.store(true, Ordering::SeqCst);
     }
 
     // The bar and the lines of the trials are the session's own.

@@ -59,6 +59,15 @@ pub(super) struct Sums {
     pub(super) bubble: [i64; 3],
 }
 
+/// Nanoseconds from one mark to the next.
+///
+/// # Panics
+/// If they are out of order, in every build: differences that wrap add up to the span just the same.
+fn between(from: u64, to: u64) -> i64 {
+    assert!(from <= to, "a mark at {to} ns, after one at {from}");
+    (to - from) as i64
+}
+
 impl Sums {
     pub(super) fn bubbles(&self) -> i64 {
         self.bubble.iter().sum()
@@ -71,8 +80,8 @@ impl Sums {
     fn add_task(&mut self, task: &Task) {
         self.tasks += 1;
         self.floor += task.floor as i64;
-        self.excess += (task.end - task.arrived) as i64 - task.floor as i64;
-        self.waiting += (task.arrived - task.begin) as i64;
+        self.excess += between(task.arrived, task.end) - task.floor as i64;
+        self.waiting += between(task.begin, task.arrived);
     }
 }
 
@@ -186,17 +195,17 @@ impl Timeline {
         let mut before = self.start;
         for (place, task) in self.tasks[self.workers[worker].clone()].iter().enumerate() {
             sums.add_task(task);
-            sums.bubble[usize::from(place > 0)] += (task.begin - before) as i64;
+            sums.bubble[usize::from(place > 0)] += between(before, task.begin);
             before = task.end;
         }
-        sums.bubble[2] = (self.end - before) as i64;
+        sums.bubble[2] = between(before, self.end);
         sums
     }
 
     /// All workers' time.
     ///
     /// # Panics
-    /// If the parts are not the whole.
+    /// If the parts are not the whole, or marks are out of order.
     pub(super) fn total(&self) -> Sums {
         let mut total = Sums::default();
         for worker in 0..self.workers.len() {

@@ -63,6 +63,8 @@ impl Default for Streaming {
 pub(crate) struct Progress {
     began: Instant,
     bytes: AtomicU64,
+    /// Packed bytes on the device, also of a landing that this one goes on from. Whoever looks on from another thread keeps it.
+    packed: Arc<AtomicU64>,
     state: Mutex<State>,
 }
 
@@ -80,17 +82,19 @@ struct Failure {
 }
 
 impl Progress {
-    fn new() -> Self {
+    fn new(packed: Arc<AtomicU64>) -> Self {
         let state = Mutex::new(State { over: None, seconds: 0.0 });
-        Self { began: Instant::now(), bytes: AtomicU64::new(0), state }
+        Self { began: Instant::now(), bytes: AtomicU64::new(0), packed, state }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn landed(&self, bytes: u64) {
+    /// A piece is on its way behind those before it: so many bytes of files, so many packed.
+    pub(crate) fn landed(&self, bytes: u64, packed: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.packed.fetch_add(packed, Ordering::Relaxed);
     }
 
     pub(crate) fn finish(&self) {
@@ -167,7 +171,8 @@ impl<T: Target> Landing<T> {
         let buffers = buffers(&files);
         let (source, fallback) = choose(&files, &buffers, streaming.read_by)?;
         let source = through(source);
-        Ok(Self::run(plan, files, streaming, target, 0, source, buffers, fallback))
+        let packed = Arc::default();
+        Ok(Self::run(plan, files, streaming, target, 0, source, buffers, fallback, packed))
     }
 
     #[expect(clippy::too_many_arguments, reason = "called by `start`, `resume` and tests only")]
@@ -180,11 +185,13 @@ impl<T: Target> Landing<T> {
         source: Box<dyn Source>,
         buffers: Vec<IoBuffer>,
         fallback: Option<String>,
+        packed: Arc<AtomicU64>,
     ) -> Self {
         let parts = plan.largest();
         // SAFETY: the trait's promise; the gate of `land` is closed before the target is given back.
         let staging = unsafe { Staging::parts(target.staging(parts * SLOTS), parts, SLOTS) };
-        let (progress, cancel) = (Arc::new(Progress::new()), Arc::new(AtomicBool::new(false)));
+        let (progress, cancel) =
+            (Arc::new(Progress::new(packed)), Arc::new(AtomicBool::new(false)));
         let name = source.name();
         let crew = threads();
         let order =
@@ -211,6 +218,11 @@ impl<T: Target> Landing<T> {
     /// Whether weights may still come.
     pub(crate) fn under_way(&self) -> bool {
         self.progress.state().over.is_none()
+    }
+
+    /// Packed bytes on the device, for whoever looks on from another thread.
+    pub(crate) fn packed(&self) -> Arc<AtomicU64> {
+        self.progress.packed.clone()
     }
 
     /// Why the weights will not come, if so.
@@ -280,7 +292,8 @@ impl<T: Target> Landing<T> {
             }
         };
         let (plan, streaming) = (self.plan.clone(), self.streaming);
-        *self = Self::run(plan, files, streaming, target, from, source, buffers, fallback);
+        let packed = self.packed();
+        *self = Self::run(plan, files, streaming, target, from, source, buffers, fallback, packed);
         Ok(())
     }
 

@@ -293,7 +293,7 @@ fn lander<T: Target>(
             let (bytes, offset) = (order.plan.packed_bytes(piece), order.plan.packed_offset(piece));
             target.copy(piece.matrix, offset, &slot.staging, bytes)?;
             target.landed(order.plan.landed_behind(*next), slot.staging.index)?;
-            progress.landed(order.files.stored(*next));
+            progress.landed(order.files.stored(*next), bytes as u64);
             copying.push_back(slot);
             *next += 1;
             last = Instant::now();

@@ -140,9 +140,52 @@ fn every_source_lands_what_the_kernel_would_have_packed() {
             }
             let stored: u64 = (0..next).map(|piece| landing.files.stored(piece)).sum();
             assert_eq!(report.bytes, stored);
+            let packed: u64 = matrices.iter().map(Matrix::bytes).sum();
+            assert_eq!(landing.packed().load(Ordering::Relaxed), packed);
             assert_order(&landing.plan, &memory.said);
         }
     }
+}
+
+/// From now on the kernel refuses io_uring to this thread and those that it starts, as a container's profile does.
+fn refuse_io_uring() {
+    let word = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
+    let errno = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+    let mut filter = [
+        word(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0), // the call's number
+        word(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, libc::SYS_io_uring_setup as u32),
+        word(libc::BPF_RET | libc::BPF_K, 0, 0, errno),
+        word(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    let mode = libc::c_ulong::from(libc::SECCOMP_MODE_FILTER);
+    // SAFETY: both calls concern this thread; `program` and its filter outlive them, and the kernel copies what it needs.
+    let done = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            && libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const program) == 0
+    };
+    assert!(done, "no filter for system calls: {}", std::io::Error::last_os_error());
+}
+
+/// Where io_uring is refused, threads read the same bytes, and the report says why.
+#[test]
+fn where_io_uring_is_refused_threads_read_instead() {
+    let refused = std::thread::spawn(|| {
+        refuse_io_uring();
+        let model = golden("llama3-rope-bf16");
+        let mut landing = land(&model, ReadBy::IoUring, Duration::from_secs(20), &|s| s);
+        let (memory, next) = ended(&mut landing, Duration::from_secs(60));
+        assert!(landing.failure().is_none(), "{:?}", landing.failure());
+        assert_eq!(next, landing.plan.pieces.len());
+        for (matrix, landed) in matrices(&model).iter().zip(&memory.matrices) {
+            assert!(*landed == packed_by_the_kernel(matrix, &*model.weights), "{}", matrix.name);
+        }
+        landing.report()
+    });
+    let report = refused.join().expect("it lands");
+    let why = report.fallback.expect("it says why");
+    assert!(why.starts_with("io_uring refused: ") && why.contains("os error 1"), "{why}");
+    assert!(!report.source.starts_with("io_uring"), "{}", report.source);
 }
 
 /// `landed` counts up, piece after piece, and ends with "all".
@@ -283,7 +326,10 @@ fn a_read_error_is_reported_and_the_rest_lands_when_it_is_asked_for_again() {
     let model = golden("llama3-rope-bf16");
     for read_by in [ReadBy::IoUring, ReadBy::Pread] {
         let mut landing = land(&model, read_by, LIMIT, &scripted((4, Mishap::Eio)));
+        let packed = landing.packed();
         let next = assert_failed("eio", &mut landing, "a dead disk: Input/output error", LIMIT);
+        let here = landing.plan.pieces[..next].iter().map(|piece| landing.plan.packed_bytes(piece));
+        assert_eq!(packed.load(Ordering::Relaxed), here.sum::<usize>() as u64);
         assert!(next <= 4, "piece 4 never came");
         let pending = landing.prepare_to_resume(&*model.weights, LIMIT).expect("the same files");
         let told = next.checked_sub(1).map_or(0, |last| landing.plan.landed_behind(last));
@@ -292,6 +338,8 @@ fn a_read_error_is_reported_and_the_rest_lands_when_it_is_asked_for_again() {
         let (memory, end) = ended(&mut landing, Duration::from_secs(20));
         assert!(landing.failure().is_none());
         assert_eq!(end, landing.plan.pieces.len());
+        let all: u64 = matrices(&model).iter().map(Matrix::bytes).sum();
+        assert_eq!(packed.load(Ordering::Relaxed), all, "whoever has looked on sees it go on");
         for (index, matrix) in matrices(&model).iter().enumerate() {
             assert!(memory.matrices[index] == packed_by_the_kernel(matrix, &*model.weights));
         }

@@ -141,6 +141,11 @@ impl Resident {
             return Err(HostError::Request(problem.to_string()));
         }
         let Idle { memory, copy, .. } = self.idle();
+        if memory.residents.workers < 2 {
+            return Err(HostError::Request(
+                "one worker alone does not choose: the others go through the row".into(),
+            ));
+        }
         memory.sampling.set(copy, &mut memory.bounce, session, sampling)
     }
 

@@ -1,4 +1,4 @@
-// What sampling.cuh needs of the other device files, for a build by nvcc: the same instructions as sync.cuh and stage.cuh have.
+// What sampling.cuh and choosing.cuh need of the other device files, for a build by nvcc: the same instructions as sync.cuh and stage.cuh have.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #define AMK_WARPS 8
+#define WORKERS 132 // of an H100 and an H200
 
 __device__ inline uint32_t load_relaxed(uint32_t const* word) {
   uint32_t v;
@@ -22,6 +23,21 @@ __device__ inline uint4 load_u32x4(void const* p) {
 __device__ inline void store_u32x4(void* p, uint4 v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+__device__ inline void store_relaxed(uint32_t* word, uint32_t v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory"); }
+__device__ inline void word_publish(uint32_t* word, uint32_t v) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory"); }
+__device__ inline void acquire_release_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+__device__ inline void counter_signal(uint32_t* word) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(word) : "memory");
+}
+__device__ inline void add_relaxed(uint32_t* word, uint32_t v) { asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory"); }
+__device__ inline void add_relaxed64(uint64_t* word, uint64_t v) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(word), "l"(v) : "memory"); }
+__device__ inline uint32_t claim_many(uint32_t* word, uint32_t n) {
+  uint32_t v;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(v) : "l"(word), "r"(n) : "memory");
+  return v;
+}
+__device__ inline void poll_pause() { __nanosleep(20); }
 __device__ inline uint32_t block_add(uint32_t* word, uint32_t v) { return atomicAdd(word, v); }
 __device__ inline void block_or(uint32_t* word, uint32_t v) { atomicOr(word, v); }
 __device__ inline void consumers_sync() { __syncthreads(); }

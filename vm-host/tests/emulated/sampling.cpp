@@ -1,4 +1,4 @@
-// Reads cases from the file that is named, and prints the token that sampling.cuh chooses in each. Compiled by tests/sampling.rs.
+// Reads cases from the file that is named, and prints the token that choosing.cuh chooses in each. Compiled by tests/sampling.rs.
 #ifdef __CUDACC__
 #include "card.hpp"
 #else
@@ -6,7 +6,7 @@
 #endif
 #include "amk_abi.h"
 
-// What sampling.cuh needs of the other device files.
+// What the two files need of the other device files.
 struct Best {
   float value;
   uint32_t row;
@@ -32,7 +32,12 @@ struct Worker {
   uint32_t thread;
 };
 
+__device__ static bool is_dead(Shared*) { return false; }
+
 #include "sampling.cuh"
+#include "choosing.cuh"
+
+__device__ void choice_wake(Worker const&) {} // the others are waiting in choice_help
 
 struct alignas(16) Case {
   amk_sampling settings; // addresses are zero
@@ -44,32 +49,40 @@ static std::vector<float> row;
 static Case now;
 
 #ifdef __CUDACC__
-// The same on a card: one worker, and how long it takes.
-__global__ void __launch_bounds__(AMK_WARPS * 32) choose(Case const* now, float const* row, uint32_t* chosen, uint32_t repeats, uint64_t* ns) {
+// The same on a card: one worker asks, the others help; and how long it takes.
+__global__ void __launch_bounds__(AMK_WARPS * 32) choose(Case const* now, float const* row, Choice* choice, uint32_t* chosen, uint32_t repeats, uint64_t* ns) {
   extern __shared__ __align__(128) char memory[];
   Shared& shared = *(Shared*)memory;
   Worker const w = {&shared, memory + sizeof(Shared) / 128 * 128 + 128, threadIdx.x};
   Draw& d = *(Draw*)&shared.part;
+  bool const asked = now->settings.penalty != 1.f || now->settings.bias_len != 0 || now->candidate > GREATEST_F32 ||
+                     (now->settings.greedy == 0 && now->candidate >= -GREATEST_F32); // else nobody is woken
+  uint32_t const asker = now->vocab % gridDim.x; // any of them
   uint32_t token = 0;
   for (uint32_t i = 0; i < repeats; ++i) {
+    if (blockIdx.x != asker) {
+      if (asked) {
+        choice_help(w, choice, &now->settings, now->vocab, blockIdx.x, gridDim.x, i * 16);
+      }
+      consumers_sync();
+      continue;
+    }
     uint64_t start;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-    if (threadIdx.x < SAMPLING_WORDS) {
-      ((uint4*)&d.settings)[threadIdx.x] = load_u32x4((char const*)&now->settings + threadIdx.x * 16);
-    }
     if (threadIdx.x == 0) {
       shared.program.x_bytes = now->x_bytes;
     }
-    consumers_sync();
-    token = sample_row(w, d, row, Best{now->candidate, now->candidate_row}, now->vocab, now->position);
+    settings_load(w, d, &now->settings);
+    Asker a = {choice, asker, gridDim.x - 1, i * 16, load_relaxed(&choice->done), false};
+    token = sample_row(w, d, a, row, Best{now->candidate, now->candidate_row}, now->vocab, now->position);
     consumers_sync();
     uint64_t end;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(end));
     if (threadIdx.x == 0) {
       ns[i] = end - start;
     }
+    chosen[threadIdx.x] = token;
   }
-  chosen[threadIdx.x] = token;
 }
 
 template <typename T> static T* on_device(std::vector<T> const& v) {
@@ -94,16 +107,17 @@ static uint32_t run(std::vector<uint32_t>& seen, std::vector<uint32_t>& biased, 
   now.settings.changed = (uint64_t)on_device(changed);
   Case* const here = on_device(std::vector<Case>{now});
   float* const logits = on_device(row);
+  Choice* const choice = on_device(std::vector<Choice>(1));
   uint32_t const bytes = sizeof(Shared) + 256 + now.x_bytes;
   cudaFuncSetAttribute(choose, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-  choose<<<1, AMK_WARPS * 32, bytes>>>(here, logits, tokens, repeats, times);
+  choose<<<WORKERS, AMK_WARPS * 32, bytes>>>(here, logits, choice, tokens, repeats, times);
   cudaMemcpy(chosen.data(), tokens, chosen.size() * 4, cudaMemcpyDeviceToHost);
   cudaError_t const error = cudaMemcpy(ns.data(), times, ns.size() * 8, cudaMemcpyDeviceToHost);
   if (error != cudaSuccess) {
     std::printf("%s\n", cudaGetErrorString(error));
     std::exit(5);
   }
-  for (void* p : {(void*)tokens, (void*)times, (void*)now.settings.seen, (void*)now.settings.biased, (void*)now.settings.bias, (void*)now.settings.list, (void*)now.settings.changed, (void*)here, (void*)logits}) {
+  for (void* p : {(void*)tokens, (void*)times, (void*)now.settings.seen, (void*)now.settings.biased, (void*)now.settings.bias, (void*)now.settings.list, (void*)now.settings.changed, (void*)here, (void*)logits, (void*)choice}) {
     cudaFree(p);
   }
   for (uint32_t t : chosen) {
@@ -119,30 +133,41 @@ static uint32_t run(std::vector<uint32_t>& seen, std::vector<uint32_t>& biased, 
   return chosen[0];
 }
 #else
-static Shared shared;
-static std::vector<uint4> near_memory;
-static uint32_t chosen[THREADS_OF_WORKER];
+static Shared shared[WORKERS];
+static Choice choice;
+static std::vector<uint4> near_memory[WORKERS];
+static uint32_t chosen[THREADS_OF_WORKER], number; // of what was asked for last, before this case
 
-static void choose(uint32_t thread) {
-  Worker const w = {&shared, (char*)near_memory.data(), thread};
-  Draw& d = *(Draw*)&shared.part;
-  if (thread == 0) {
-    d.settings = now.settings;
+static void choose(uint32_t worker, uint32_t thread) {
+  Worker const w = {&shared[worker], (char*)near_memory[worker].data(), thread};
+  Draw& d = *(Draw*)&shared[worker].part;
+  uint32_t const asker = now.vocab % WORKERS;
+  if (worker != asker) {
+    bool const asked = now.settings.penalty != 1.f || now.settings.bias_len != 0 || now.candidate > GREATEST_F32 ||
+                       (now.settings.greedy == 0 && now.candidate >= -GREATEST_F32); // else nobody is woken
+    if (asked) {
+      choice_help(w, &choice, &now.settings, now.vocab, worker, WORKERS, number);
+    }
+    return;
   }
-  consumers_sync();
-  chosen[thread] = sample_row(w, d, row.data(), Best{now.candidate, now.candidate_row}, now.vocab, now.position);
+  settings_load(w, d, &now.settings);
+  Asker a = {&choice, asker, WORKERS - 1, number, choice.done, false};
+  chosen[thread] = sample_row(w, d, a, row.data(), Best{now.candidate, now.candidate_row}, now.vocab, now.position);
 }
 
 static uint32_t run(std::vector<uint32_t>& seen, std::vector<uint32_t>& biased, std::vector<amk_bias> const& bias, std::vector<uint4>& far, std::vector<float>& changed) {
-  near_memory.assign(now.x_bytes / 16 + 1, uint4{});
-  shared.program.x_bytes = now.x_bytes;
-  std::memset(shared.part, 0x77, sizeof shared.part);
+  for (uint32_t i = 0; i < WORKERS; ++i) {
+    near_memory[i].assign(now.x_bytes / 16 + 1, uint4{});
+    shared[i].program.x_bytes = now.x_bytes;
+    std::memset(shared[i].part, 0x77, sizeof shared[i].part);
+  }
   now.settings.seen = (uint64_t)seen.data();
   now.settings.biased = (uint64_t)biased.data();
   now.settings.bias = (uint64_t)bias.data();
   now.settings.list = (uint64_t)far.data();
   now.settings.changed = (uint64_t)changed.data();
-  run_worker(choose);
+  number = choice.number;
+  run_workers(choose);
   for (uint32_t t : chosen) {
     if (t != chosen[0]) {
       std::printf("threads disagree\n");

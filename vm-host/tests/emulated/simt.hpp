@@ -1,5 +1,6 @@
-// The threads of one worker on one CPU thread: each is a fiber that runs until its next barrier or exchange with its warp. Enough of
-// CUDA for sampling.cuh, which is compiled as it is. No memory order is tried here: a fiber sees what those before it have stored.
+// The threads of some workers on one CPU thread: each is a fiber that runs until its next barrier, exchange with its warp, or turn of a wait.
+// Enough of CUDA for sampling.cuh and choosing.cuh, which are compiled as they are. No memory order is tried here: a fiber sees what those
+// before it have stored.
 #pragma once
 #include <cfenv>
 #include <cmath>
@@ -7,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <ucontext.h>
 #include <vector>
 
@@ -16,7 +18,12 @@
 #ifndef AMK_WARPS // any number of them
 #define AMK_WARPS 8
 #endif
-constexpr uint32_t THREADS_OF_WORKER = AMK_WARPS * 32;
+#ifndef WORKERS // one asks, the others help
+#define WORKERS 4
+#endif
+constexpr uint32_t THREADS_OF_WORKER = AMK_WARPS * 32, ALL_THREADS = WORKERS * THREADS_OF_WORKER;
+constexpr uint32_t WARPS = WORKERS * AMK_WARPS, GROUPS = WARPS + WORKERS; // whose threads meet: warps, then workers
+constexpr uint32_t STACK = 128u << 10;
 
 struct uint4 {
   uint32_t x, y, z, w;
@@ -49,16 +56,16 @@ using std::fmaxf;
 
 // The fibers.
 struct Fibers {
-  ucontext_t home, of[THREADS_OF_WORKER];
-  std::vector<char> stacks = std::vector<char>(THREADS_OF_WORKER * (256u << 10));
-  bool done[THREADS_OF_WORKER];
-  uint32_t running, waiting[AMK_WARPS + 1], round[AMK_WARPS + 1], size[AMK_WARPS + 1];
-  uint64_t word[THREADS_OF_WORKER];
-  void (*body)(uint32_t thread);
+  ucontext_t home, of[ALL_THREADS];
+  std::unique_ptr<char[]> stacks{new char[(size_t)ALL_THREADS * STACK]};
+  bool done[ALL_THREADS];
+  uint32_t running, waiting[GROUPS], round[GROUPS], size[GROUPS];
+  uint64_t word[ALL_THREADS];
+  void (*body)(uint32_t worker, uint32_t thread);
 };
 inline Fibers fibers;
 inline void next_fiber() { swapcontext(&fibers.of[fibers.running], &fibers.home); }
-// Until all of a group (a warp, or the last: the worker) are here.
+// Until all of a group are here.
 inline void meet(uint32_t group) {
   uint32_t const round = fibers.round[group];
   if (++fibers.waiting[group] == fibers.size[group]) {
@@ -71,26 +78,26 @@ inline void meet(uint32_t group) {
   }
 }
 inline void fiber_main() {
-  fibers.body(fibers.running);
+  fibers.body(fibers.running / THREADS_OF_WORKER, fibers.running % THREADS_OF_WORKER);
   fibers.done[fibers.running] = true;
   next_fiber();
 }
-inline void run_worker(void (*body)(uint32_t)) {
+inline void run_workers(void (*body)(uint32_t, uint32_t)) {
   fibers.body = body;
-  for (uint32_t g = 0; g <= AMK_WARPS; ++g) {
+  for (uint32_t g = 0; g < GROUPS; ++g) {
     fibers.waiting[g] = 0;
-    fibers.size[g] = g < AMK_WARPS ? 32 : THREADS_OF_WORKER;
+    fibers.size[g] = g < WARPS ? 32 : THREADS_OF_WORKER;
   }
-  for (uint32_t t = 0; t < THREADS_OF_WORKER; ++t) {
+  for (uint32_t t = 0; t < ALL_THREADS; ++t) {
     fibers.done[t] = false;
     getcontext(&fibers.of[t]);
-    fibers.of[t].uc_stack.ss_sp = fibers.stacks.data() + t * (256u << 10);
-    fibers.of[t].uc_stack.ss_size = 256u << 10;
+    fibers.of[t].uc_stack.ss_sp = fibers.stacks.get() + (size_t)t * STACK;
+    fibers.of[t].uc_stack.ss_size = STACK;
     fibers.of[t].uc_link = &fibers.home;
     makecontext(&fibers.of[t], fiber_main, 0);
   }
-  for (uint32_t left = THREADS_OF_WORKER, idle = 0; left > 0;) {
-    for (uint32_t t = 0; t < THREADS_OF_WORKER; ++t) {
+  for (uint32_t left = ALL_THREADS, idle = 0; left > 0;) {
+    for (uint32_t t = 0; t < ALL_THREADS; ++t) {
       if (fibers.done[t]) {
         continue;
       }
@@ -101,13 +108,14 @@ inline void run_worker(void (*body)(uint32_t)) {
         idle = 0;
       }
     }
-    if (++idle > 100000000 / THREADS_OF_WORKER) {
+    if (++idle > 20000000 / ALL_THREADS) {
       std::fprintf(stderr, "the threads do not meet\n");
       std::exit(3);
     }
   }
 }
-inline void consumers_sync() { meet(AMK_WARPS); }
+inline void consumers_sync() { meet(WARPS + fibers.running / THREADS_OF_WORKER); }
+inline void poll_pause() { next_fiber(); }
 
 template <typename T> T from_lane(T v, uint32_t lane) {
   uint32_t const t = fibers.running, warp = t / 32;
@@ -139,6 +147,17 @@ inline uint32_t __ballot_sync(uint32_t, bool v) {
 inline bool __any_sync(uint32_t mask, bool v) { return __ballot_sync(mask, v) != 0; }
 
 inline uint32_t load_relaxed(uint32_t const* p) { return *p; }
+inline void store_relaxed(uint32_t* p, uint32_t v) { *p = v; }
+inline void word_publish(uint32_t* p, uint32_t v) { *p = v; }
+inline void acquire_release_fence() {}
+inline void counter_signal(uint32_t* p) { ++*p; }
+inline void add_relaxed(uint32_t* p, uint32_t v) { *p += v; }
+inline void add_relaxed64(uint64_t* p, uint64_t v) { *p += v; }
+inline uint32_t claim_many(uint32_t* p, uint32_t n) {
+  uint32_t const old = *p;
+  *p += n;
+  return old;
+}
 inline uint4 load_u32x4(void const* p) {
   uint4 v;
   std::memcpy(&v, p, sizeof v);

@@ -1,0 +1,366 @@
+// A choice of a token, by all workers: the one that ends the step asks, and the others, who have nothing to do then, each go through their
+// part of the row. How and why: decision 017.
+#pragma once
+
+// What a helper is asked to do with its part of the row.
+enum Asked : uint32_t {
+  ASKED_CHANGE, // write it anew, after penalty and bias, and find its best
+  ASKED_COUNT,  // count and weigh its tokens, by bucket
+  ASKED_LIST,   // list its tokens of some buckets
+  ASKED_WEIGH,  // weigh its tokens that count
+  ASKED_END,    // nothing more
+};
+struct alignas(16) Ask {
+  uint32_t what;
+  uint32_t last;  // nonzero: nothing follows
+  uint32_t asker; // the worker that asks
+  float highest;  // of the row
+  uint64_t logits;
+  uint64_t limit; // the last rank and id that count, or the first and the last bucket
+  uint64_t least; // the least weight that counts
+  uint64_t unused;
+};
+static_assert(sizeof(Ask) == 48, "three words of 16 bytes");
+
+// What the workers have in common while a token is chosen, in device memory. What is asked for is numbered, and who has done its part adds one
+// to `done`: nothing is asked for before all have.
+struct Choice {
+  alignas(128) uint32_t number;
+  alignas(128) Ask ask;
+  alignas(128) uint32_t done;
+  alignas(128) uint32_t listed; // tokens
+  alignas(128) uint64_t weight[BUCKETS];
+  uint32_t count[BUCKETS];
+  uint4 left[AMK_WORKERS_MAX]; // by each helper: its best (value, token), or a weight (low, high)
+};
+static_assert(sizeof(Choice) == AMK_CHOICE_BYTES, "the host allots it");
+
+// Until a word of another worker has reached `need`. Pairs with word_publish in choice_ask and counter_signal in choice_help.
+__device__ __forceinline__ void choice_wait(Worker const& w, uint32_t const* word, uint32_t need) {
+  while ((int32_t)(load_relaxed(word) - need) < 0) {
+    if (is_dead(w.shared)) {
+      return;
+    }
+    poll_pause();
+  }
+  acquire_release_fence();
+}
+
+__device__ __forceinline__ void settings_load(Worker const& w, Draw& d, amk_sampling const* settings) {
+  if (w.thread < SAMPLING_WORDS) {
+    ((uint4*)&d.settings)[w.thread] = load_u32x4((char const*)settings + w.thread * 16);
+  }
+  consumers_sync();
+}
+
+__device__ __forceinline__ void help_change(Worker const& w, Draw const& d, Choice* c, float const* logits, uint32_t vocab, Span span, uint32_t helper) {
+  amk_sampling const& s = d.settings;
+  Changes const changes = {s.penalty != 1.f ? (uint32_t const*)s.seen : 0, s.bias_len != 0 ? (uint32_t const*)s.biased : 0, (amk_bias const*)s.bias, s.bias_len, s.penalty};
+  Best const best = block_best(w, change_row(logits, vocab, span, changes, (float*)s.changed, w.thread));
+  if (w.thread == 0) {
+    store_u32x4(&c->left[helper], make_uint4(__float_as_uint(best.value), best.row, 0, 0));
+  }
+}
+
+__device__ __forceinline__ void help_count(Worker const& w, Draw& d, Choice* c, Row const& r, Span span) {
+  buckets_clear(w, d);
+  span_visit(r, span, w.thread, [&](uint32_t, uint32_t, float t, uint64_t weight) { bucket_add(d, bucket_of(t), weight); });
+  consumers_sync();
+  for (uint32_t b = w.thread; b < BUCKETS; b += THREADS) {
+    if (d.count[b] != 0) {
+      add_relaxed(&c->count[b], d.count[b]);
+      add_relaxed64(&c->weight[b], (uint64_t)d.high[b] << 32 | d.low[b]);
+    }
+  }
+}
+
+__device__ __forceinline__ void help_list(Worker const& w, Draw& d, Choice* c, Row const& r, Span span, uint32_t from, uint32_t to) {
+  if (w.thread == 0) {
+    d.listed = 0;
+  }
+  consumers_sync();
+  uint32_t mine = 0;
+  span_visit(r, span, w.thread, [&](uint32_t, uint32_t, float t, uint64_t) { mine += bucket_of(t) >= from && bucket_of(t) <= to; });
+  uint32_t at = mine != 0 ? block_add(&d.listed, mine) : 0;
+  consumers_sync();
+  if (w.thread == 0 && d.listed != 0) {
+    d.key = claim_many(&c->listed, d.listed);
+  }
+  consumers_sync();
+  at += (uint32_t)d.key;
+  uint4* const list = (uint4*)d.settings.list;
+  span_visit(r, span, w.thread, [&](uint32_t id, uint32_t logit, float t, uint64_t weight) {
+    if (bucket_of(t) >= from && bucket_of(t) <= to && at < r.vocab) { // always below, but if the device is leaving
+      store_u32x4(list + at++, make_uint4(rank_of(r, logit), id, (uint32_t)weight, (uint32_t)(weight >> 32)));
+    }
+  });
+}
+
+__device__ __forceinline__ void help_weigh(Worker const& w, Draw& d, Choice* c, Row const& r, Span span, uint64_t limit, uint64_t least, uint32_t helper) {
+  uint64_t sum = 0;
+  span_visit(r, span, w.thread, [&](uint32_t id, uint32_t logit, float, uint64_t weight) {
+    sum += ((uint64_t)rank_of(r, logit) << ID_BITS | id) <= limit && weight >= least ? weight : 0;
+  });
+  sum = block_sum64(w, d, sum);
+  if (w.thread == 0) {
+    store_u32x4(&c->left[helper], make_uint4((uint32_t)sum, (uint32_t)(sum >> 32), 0, 0));
+  }
+}
+
+// All threads of a worker that has nothing to do: what it is asked for, from the one behind `number` on, until nothing follows or the device
+// is leaving.
+__device__ __forceinline__ void choice_help(Worker const& w, Choice* c, amk_sampling const* settings, uint32_t vocab, uint32_t worker, uint32_t workers, uint32_t number) {
+  Draw& d = *(Draw*)&w.shared->part;
+  settings_load(w, d, settings);
+#pragma unroll 1
+  for (;;) {
+    ++number;
+    if (w.thread == 0) {
+      choice_wait(w, &c->number, number);
+      d.leaves = is_dead(w.shared);
+    }
+    consumers_sync();
+    if (d.leaves != 0) {
+      return;
+    }
+    uint4 const a = load_u32x4(&c->ask), b = load_u32x4((char const*)&c->ask + 16), e = load_u32x4((char const*)&c->ask + 32);
+    uint32_t const helper = worker - (worker > a.z);
+    Span const span = part_of(vocab, workers - 1, helper);
+    uint64_t const logits = (uint64_t)b.y << 32 | b.x, least = (uint64_t)e.y << 32 | e.x;
+    Row const r = {(float const*)logits, vocab, __uint_as_float(a.w), d.settings.scale};
+    if (a.x == ASKED_CHANGE) {
+      help_change(w, d, c, r.logits, vocab, span, helper);
+    } else if (a.x == ASKED_COUNT) {
+      help_count(w, d, c, r, span);
+    } else if (a.x == ASKED_LIST) {
+      help_list(w, d, c, r, span, b.z, b.w);
+    } else if (a.x == ASKED_WEIGH) {
+      help_weigh(w, d, c, r, span, (uint64_t)b.w << 32 | b.z, least, helper);
+    }
+    consumers_sync();
+    if (w.thread == 0) {
+      counter_signal(&c->done);
+    }
+    if (a.y != 0) {
+      return;
+    }
+  }
+}
+
+// The asking worker's side.
+struct Asker {
+  Choice* choice;
+  uint32_t worker, helpers;
+  uint32_t number; // of what was asked for last
+  uint32_t done;   // parts that were done by then, ever
+  bool waiting;    // the helpers wait for more
+};
+
+__device__ __forceinline__ void choice_wake(Worker const& w); // op_sample.cuh: sends the others to choice_help
+
+// All threads: has the helpers do something, and waits until all have. What this worker has stored comes before, what they have, behind.
+__device__ __forceinline__ void choice_ask(Worker const& w, Asker& a, Asked what, bool last, Row const& r, uint64_t limit, uint64_t least) {
+  consumers_sync();
+  ++a.number;
+  a.done += a.helpers;
+  if (w.thread == 0) {
+    uint64_t const logits = (uint64_t)r.logits;
+    store_u32x4(&a.choice->ask, make_uint4(what, last, a.worker, __float_as_uint(r.highest)));
+    store_u32x4((char*)&a.choice->ask + 16, make_uint4((uint32_t)logits, (uint32_t)(logits >> 32), (uint32_t)limit, (uint32_t)(limit >> 32)));
+    store_u32x4((char*)&a.choice->ask + 32, make_uint4((uint32_t)least, (uint32_t)(least >> 32), 0, 0));
+    word_publish(&a.choice->number, a.number);
+    if (!a.waiting) {
+      choice_wake(w);
+    }
+    choice_wait(w, &a.choice->done, a.done);
+  }
+  a.waiting = !last;
+  consumers_sync();
+}
+
+// The list that the helpers have left, as each thread's own part; as much of it as fits comes closer. Gives the rank of its first token, and d.ranks
+// in which bits others differ from it.
+__device__ __forceinline__ uint32_t list_take(Worker const& w, Draw& d, List& l, uint32_t tokens) {
+  uint32_t const rank = load_u32x4(l.far).x;
+  if (w.thread == 0) {
+    d.ranks = 0;
+  }
+  consumers_sync();
+  l.len = tokens > w.thread ? (tokens - w.thread + THREADS - 1) / THREADS : 0;
+  uint32_t ranks = 0;
+#pragma unroll 4
+  for (uint32_t i = w.thread; i < tokens; i += THREADS) {
+    uint4 const v = load_u32x4(l.far + i);
+    ranks |= v.x ^ rank;
+    if (i < l.fits) {
+      l.near[i] = v;
+    }
+  }
+  block_or(&d.ranks, ranks);
+  consumers_sync();
+  return rank;
+}
+
+// The histogram that the helpers have left; gives the weight of all.
+__device__ __forceinline__ uint64_t buckets_take(Worker const& w, Draw& d, Choice const* c) {
+  uint64_t sum = 0;
+  for (uint32_t b = w.thread; b < BUCKETS; b += THREADS) {
+    d.count[b] = load_relaxed(&c->count[b]);
+    d.low[b] = load_relaxed((uint32_t const*)&c->weight[b]);
+    d.high[b] = load_relaxed((uint32_t const*)&c->weight[b] + 1);
+    sum += (uint64_t)d.high[b] << 32 | d.low[b];
+  }
+  return block_sum64(w, d, sum);
+}
+__device__ __forceinline__ void buckets_forget(Worker const& w, Choice* c) {
+  for (uint32_t b = w.thread; b < BUCKETS; b += THREADS) {
+    store_relaxed(&c->count[b], 0);
+    store_relaxed((uint32_t*)&c->weight[b], 0);
+    store_relaxed((uint32_t*)&c->weight[b] + 1, 0);
+  }
+}
+
+// What the filters by rank leave.
+struct Kept {
+  uint64_t limit;  // the last rank and id
+  uint64_t weight; // of all of them
+  bool listed;     // they are on the list
+};
+
+constexpr uint32_t LIST_WISH = 2048; // tokens that are soon gone through
+
+// Top-k, then top-p. If what counts is but a few buckets' tokens all of them are listed, and nobody is asked again; else those of the
+// bucket that has the last one that counts.
+__device__ __forceinline__ Kept keep_likeliest(Worker const& w, Draw& d, Asker& a, List& l, Row const& r) {
+  uint64_t const share = d.settings.share;
+  uint32_t const top_k = d.settings.top_k;
+  Sought sought = {false, top_k == 0, ~0ull, 1, top_k, 0, 0};
+  Kept kept = {~0ull, 0, false};
+  buckets_forget(w, a.choice);
+  choice_ask(w, a, ASKED_COUNT, false, r, 0, 0);
+#pragma unroll 1
+  for (bool first = true;; first = false) {
+    uint64_t before = 0;
+    bool all = false;
+    if (!kept.listed) {
+      uint64_t const total = buckets_take(w, d, a.choice);
+      if (first) {
+        kept.weight = total;
+        sought.need = sought.by_weight ? share_of(total, share) : sought.need;
+      }
+      Bucket const b = bucket_find(w, d, sought.by_weight, sought.need);
+      uint32_t const to = b.found ? b.bucket : BUCKETS - 1;
+      uint64_t tokens = 0;
+      for (uint32_t i = w.thread; i <= to; i += THREADS) {
+        tokens += d.count[i];
+      }
+      kept.listed = block_sum64(w, d, tokens) <= LIST_WISH && first;
+      all = !b.found && !kept.listed;
+      if (!all) {
+        if (w.thread == 0) {
+          store_relaxed(&a.choice->listed, 0);
+        }
+        uint64_t const buckets = (uint64_t)to << 32 | (kept.listed ? 0 : to);
+        choice_ask(w, a, ASKED_LIST, kept.listed, r, buckets, 0);
+        uint32_t const listed = load_relaxed(&a.choice->listed), rank = list_take(w, d, l, listed < r.vocab ? listed : r.vocab);
+        uint32_t const bits = bits_of(d.ranks);
+        sought.bits = ID_BITS + bits;
+        sought.prefix = (uint64_t)(bits < 32 ? rank >> bits << bits : 0) << ID_BITS;
+        before = kept.listed ? 0 : b.weight_before;
+        sought.need -= kept.listed ? 0 : b.before;
+      }
+    }
+    if (!all) {
+      sought.limit = kept.limit;
+      Found const found = list_find(w, d, l, sought);
+      kept.limit = found.there ? found.key : kept.limit;
+      kept.weight = before + found.upto;
+    }
+    if (sought.by_weight || share >= 1ull << 32) {
+      return kept;
+    }
+    sought.by_weight = true;
+    sought.need = share_of(kept.weight, share);
+  }
+}
+
+// Of a helper's part those that count, on the list.
+__device__ __forceinline__ void list_span(Worker const& w, List& l, Row const& r, Span span, uint64_t limit, uint64_t least) {
+  l.len = 0;
+  span_visit(r, span, w.thread, [&](uint32_t id, uint32_t logit, float, uint64_t weight) {
+    uint32_t const rank = rank_of(r, logit);
+    if (((uint64_t)rank << ID_BITS | id) <= limit && weight >= least) {
+      list_add(l, w.thread, Listed{0, id - span.first, (uint32_t)weight, (uint32_t)(weight >> 32)});
+    }
+  });
+}
+
+// The token that is drawn of those kept: from the list, or by the weights of the helpers' parts, then among one part's tokens.
+__device__ __forceinline__ uint32_t draw_kept(Worker const& w, Draw& d, Asker& a, List& l, Row const& r, Kept kept, uint64_t bits) {
+  uint64_t const least = d.settings.least > 1 ? d.settings.least : 1;
+  Sought sought = {true, true, kept.limit, least, 0, 0, 0};
+  bool parts = !kept.listed;
+  uint32_t first = 0;
+  if (parts) {
+    choice_ask(w, a, ASKED_WEIGH, true, r, kept.limit, least);
+    l.len = 0;
+    uint64_t sum = 0;
+    if (w.thread < a.helpers) { // as many as threads at most
+      uint4 const v = load_u32x4(&a.choice->left[w.thread]);
+      list_add(l, w.thread, Listed{0, w.thread, v.x, v.y});
+      sum = (uint64_t)v.y << 32 | v.x;
+    }
+    kept.weight = block_sum64(w, d, sum);
+    sought.limit = ~0ull, sought.least = 1;
+    sought.bits = bits_of(a.helpers);
+  } else {
+    kept.weight = least > 1 ? list_sum(w, d, l, sought) : kept.weight;
+    sought.bits = bits_of(r.vocab - 1);
+  }
+  sought.need = __umul64hi(bits, kept.weight) + 1;
+#pragma unroll 1
+  for (;; parts = false) {
+    Found const found = list_find(w, d, l, sought);
+    if (!parts) {
+      return first + (uint32_t)found.key;
+    }
+    Span const span = part_of(r.vocab, a.helpers, (uint32_t)found.key);
+    first = span.first;
+    list_span(w, l, r, span, kept.limit, least);
+    sought.need -= found.before;
+    sought.bits = bits_of(span.end - span.first);
+  }
+}
+
+// The token for `position`, by all threads of the asking worker and for all of them; AMK_NONE if every token is banned. `highest` is the candidate
+// of the row as it came. The settings are in d.
+__device__ __forceinline__ uint32_t sample_row(Worker const& w, Draw& d, Asker& a, float const* logits, Best highest, uint32_t vocab, uint32_t position) {
+  amk_sampling const& s = d.settings;
+  bool const greedy = s.greedy != 0;
+  Row r = {logits, vocab, highest.value, s.scale};
+  // An infinite logit is as high as the greatest number: so it is put into the row.
+  if (s.penalty != 1.f || s.bias_len != 0 || highest.value > GREATEST_F32) {
+    choice_ask(w, a, ASKED_CHANGE, greedy, r, 0, 0);
+    highest = Best{-__int_as_float(0x7f800000), AMK_NONE};
+    for (uint32_t i = w.thread; i < a.helpers; i += THREADS) {
+      uint4 const v = load_u32x4(&a.choice->left[i]);
+      highest = better(highest, Best{__uint_as_float(v.x), v.y});
+    }
+    highest = block_best(w, highest);
+    r.logits = (float const*)s.changed;
+    r.highest = highest.value;
+  }
+  bool const none = !(highest.value >= -GREATEST_F32);
+  if (none || greedy) {
+    if (a.waiting) {
+      choice_ask(w, a, ASKED_END, true, r, 0, 0);
+    }
+    return none ? AMK_NONE : highest.row;
+  }
+  List l = {(uint4*)w.x, (uint4*)s.list, w.shared->program.x_bytes / 16, 0};
+  Kept kept = {~0ull, 0, false};
+  if (s.top_k != 0 || s.share < 1ull << 32) {
+    kept = keep_likeliest(w, d, a, l, r);
+  }
+  return draw_kept(w, d, a, l, r, kept, philox_bits(s.seed, position));
+}

@@ -186,18 +186,24 @@ __device__ __forceinline__ bool loader_block(Shared* sh, Loader& l, uint64_t hea
     bool const behind = at >= b.copied;
     uint32_t const row = behind ? at - b.copied : at, in = row & (b.rows - 1), left = b.copied - row;
     uint32_t const most = left < b.rows - in ? left : b.rows - in, rows = rows_of_page(key + row, most);
+    // While the stage is not free yet: behind the claim every cycle is one in which nothing is on its way.
+    uint64_t const from = head + paged_row(page_kept(sh->pages, key + row), values, key + row) + (behind ? values : 0);
     if (in == 0 && !(behind && b.values != 0)) {
       if (!loader_claim(sh, l, waits)) {
         return false;
       }
       stage_expect_at(l.full + l.stage * 8, (b.values != 0 ? 2 : 1) * most * ROW_BYTES);
     }
-    uint64_t const from = head + paged_row(page_kept(sh->pages, key + row), values, key + row) + (behind ? values : 0);
-    stage_copy_at(l.ring + l.stage * l.stage_bytes + in * ROW_BYTES + (behind ? b.values : 0), from, rows * ROW_BYTES, l.full + l.stage * 8, l.policy);
-    if (rows == most && (behind || b.values == 0)) {
+    uint32_t const full = l.full + l.stage * 8, place = l.ring + l.stage * l.stage_bytes + in * ROW_BYTES;
+    stage_copy_at(place + (behind ? b.values : 0), from, rows * ROW_BYTES, full, l.policy);
+    at += rows;
+    if (b.values != 0 && rows == b.copied && !behind) { // all of a page, and the values in the same stage
+      stage_copy_at(place + b.values, from + values, rows * ROW_BYTES, full, l.policy);
+      at += rows;
+    }
+    if (rows == most && (at > b.copied || b.values == 0)) {
       loader_issued(l);
     }
-    at += rows;
   }
   return true;
 }

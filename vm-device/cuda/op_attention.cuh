@@ -48,16 +48,13 @@ __device__ __forceinline__ uint32_t cache_pair(float low, float high) {
 // The split of a head that a task works on, in this lane.
 __device__ __forceinline__ uint32_t task_split(Worker const& w, amk_attention_params const& p) { return lane_split(p.split, p.splits, lane_of(w)); }
 
-// The cache of this task's head and session: rows of keys, rows of values.
-struct CacheRows {
-  char* keys;
-  char* values;
-};
-__device__ __forceinline__ CacheRows cache_rows(Worker const& w, ResolvedSlot const& kv, amk_attention_params const& p) {
-  uint64_t const session = (uint64_t)lane_session(w) * kv.units * 2; // units: elements of one session
-  uint64_t const capacity = w.shared->program.kv_capacity;
-  char* keys = (char*)kv.address + session + p.kv_head * capacity * ROW_BYTES;
-  return CacheRows{keys, keys + p.kv_heads * capacity * ROW_BYTES};
+// The number of the step's own key, and its page.
+__device__ __forceinline__ uint32_t fresh_paged(Worker const& w) { return paged_key(lane_session(w), w.shared->launch->page_stride, lane_position(w)); }
+__device__ __forceinline__ uint32_t fresh_page(Worker const& w) { return page_ask(w.shared->launch->pages, fresh_paged(w)); }
+// Where its row is in the cache of this task's head; that of the value is `fresh_values` further on.
+__device__ __forceinline__ uint32_t fresh_values(amk_attention_params const& p) { return p.kv_heads * PAGE_KEYS * ROW_BYTES; }
+__device__ __forceinline__ char* fresh_row(Worker const& w, ResolvedSlot const& kv, amk_attention_params const& p, uint32_t page) {
+  return (char*)kv.address + paged_row(page, fresh_values(p), lane_position(w)) + p.kv_head * (PAGE_KEYS * ROW_BYTES);
 }
 
 // 16 keys in registers: lane / 4 is the key of each 8 of them, lane % 4 the part of a block.
@@ -222,11 +219,11 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
   __syncwarp();
 }
 
-// The new key into the cache, and into the 16 keys that it belongs to, if `row` is one of them.
-__device__ __forceinline__ void key_append(Worker const& w, CacheRows const& cache, uint32_t position, uint32_t row, bool store, KeyTile& keys) {
+// The new key into its row of the cache, and into the 16 keys that it belongs to, if `row` is one of them.
+__device__ __forceinline__ void key_append(Worker const& w, char* to, uint32_t position, uint32_t row, bool store, KeyTile& keys) {
   uint32_t const lane = threadIdx.x % 32;
   if (store && lane < ROW_CHUNKS) {
-    *(uint4*)(cache.keys + (uint64_t)position * ROW_BYTES + (lane ^ row_swizzle(position)) * 16) = fresh_key(w)[lane];
+    *(uint4*)(to + (lane ^ row_swizzle(position)) * 16) = fresh_key(w)[lane];
   }
 #pragma unroll
   for (uint32_t i = 0; i < 2 * BLOCKS; ++i) {
@@ -236,15 +233,15 @@ __device__ __forceinline__ void key_append(Worker const& w, CacheRows const& cac
   }
 }
 
-// The new value into the cache, and into the tile that it belongs to.
-__device__ __forceinline__ void value_append(Worker const& w, CacheRows const& cache, uint32_t position, char* row, bool store) {
+// The new value into its row of the cache, and into the tile that it belongs to.
+__device__ __forceinline__ void value_append(Worker const& w, char* to, uint32_t position, char* row, bool store) {
   uint32_t const lane = threadIdx.x % 32;
   if (lane < ROW_CHUNKS) {
     uint32_t const place = (lane ^ row_swizzle(position)) * 16;
     uint4 const v = fresh_value(w)[lane];
     stage_store(row + place, v);
     if (store) {
-      *(uint4*)(cache.values + (uint64_t)position * ROW_BYTES + place) = v;
+      *(uint4*)(to + place) = v;
     }
   }
   __syncwarp();
@@ -426,7 +423,7 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
   }
   if (mine < count) {
     uint32_t const swizzle = row_swizzle(walk.start + w.thread % 8); // of the rows of values that this lane picks from, in every tile
-    CacheRows const cache = cache_rows(w, st.slot[AMK_READS_MAX + 1], p);
+    uint32_t const page = newest ? fresh_page(w) : 0; // asked for long before it is used
     Queries q;
     KeyTile k[HALVES];
     HeadsAsked const asked = heads_ask(w, st, p, g0, newest);
@@ -441,14 +438,16 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
 #pragma unroll
       for (uint32_t half = 0; half < HALVES; ++half) {
         if (fresh_here) {
-          key_append(w, cache, position, count - 1 - tile - half * 16, g0 == 0 && half == 0, k[half]);
+          char* to = fresh_row(w, st.slot[AMK_READS_MAX + 1], p, page);
+          key_append(w, to, position, count - 1 - tile - half * 16, g0 == 0 && half == 0, k[half]);
         }
         tile_scores(q, k[half], s[half]);
       }
       cursor_pass(w, c, walk.passed, place.values_at);
       char* values = w.ring + (cursor_land(w, c) - w.ring) + place.values + place.row * ROW_BYTES;
       if (fresh_here) {
-        value_append(w, cache, position, values + (count - 1 - tile) * ROW_BYTES, g0 == 0);
+        char* to = fresh_row(w, st.slot[AMK_READS_MAX + 1], p, page) + fresh_values(p);
+        value_append(w, to, position, values + (count - 1 - tile) * ROW_BYTES, g0 == 0);
       }
       tile_add(w, r, s, count - tile, values, swizzle, tile == mine);
       tile += 2 * BLOCK_KEYS;

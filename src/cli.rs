@@ -650,6 +650,10 @@ pub(crate) struct ServeArgs {
     /// Sequences that decode at the same time, each with its own key/value cache. Default: 8.
     #[arg(long, value_name = "N")]
     pub(crate) sessions: Option<usize>,
+    /// Tokens of all sequences together that the key/value caches on the device have room for, in pages of 128: a request waits until its prompt
+    /// and its new tokens fit. Default: --sessions times --kv-capacity if that fits into the device's memory, else what fits.
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) kv_pool: Option<u64>,
     /// Requests in the server, those that wait included; others are told to come back (429).
     #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096).map(usize::from))]
     pub(crate) queue: usize,

@@ -14,7 +14,7 @@ use remote::{Board, Phase, Served};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
 use telemetry::Publisher;
 use vm_device::Variant;
-use vm_host::{HostError, Idle, Loaded, Lookout, Request, Resident};
+use vm_host::{HostError, Idle, KvPool, Loaded, Lookout, Request, Resident};
 
 use crate::context::Context;
 use crate::failure::Failure;
@@ -153,6 +153,8 @@ pub(crate) struct Gpu<'a> {
     sequences: [Option<(Handle, Vec<u32>)>; SESSIONS as usize],
     /// Sessions that the machine is booted for.
     sessions: u32,
+    /// The pages that they draw from.
+    kv_pool: KvPool,
     /// The program that candidates are timed against, whose sequence is to stay.
     leading: Option<Handle>,
     costs: Costs,
@@ -190,6 +192,7 @@ impl<'a> Gpu<'a> {
             next: 0,
             sequences: [const { None }; SESSIONS as usize],
             sessions: SESSIONS,
+            kv_pool: KvPool::Full,
             leading: None,
             costs: Costs::default(),
             builds: builds(&context.target.arch),
@@ -301,7 +304,7 @@ impl Gpu<'_> {
                     self.context,
                     program,
                     &variant,
-                    (self.deadline, sessions),
+                    (self.deadline, sessions, self.kv_pool),
                     self.arrival.streaming,
                 )?
             }

@@ -472,5 +472,7 @@ fn addresses_and_places_are_checked() {
         .fails(2, &["cannot listen on", &address, "--addr"]);
     amk(&["serve", "--model", "toy", "--device", "eval", "--sessions", "65"])
         .fails(2, &["--sessions 65", "1 to 64"]);
+    amk(&["serve", "--model", "toy", "--device", "eval", "--kv-pool", "4096"])
+        .fails(2, &["--kv-pool", "--device eval has none"]);
     amk(&["serve", "--model", "toy", "--addr", "localhost"]).fails(2, &[]);
 }

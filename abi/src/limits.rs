@@ -49,6 +49,10 @@ limits! {
     GROUP_MAX: u32 = 16;
     /// Tokens of a session's key/value cache.
     KV_CAPACITY_MAX: u32 = 1 << 18;
+    /// Positions of a page of the key/value cache: a block of keys as the loader copies them.
+    KV_PAGE: u32 = 128;
+    /// Pages of the key/value cache, the one that is nobody's included: a word of the tables has 16 bits.
+    KV_PAGES_MAX: u32 = 1 << 16;
     /// Writes of one tagged slot within a step; a tag is `epoch * GENERATIONS_MAX + generation`, of which a word keeps the lowest
     /// `TAG_BITS`. Every word is written in every step, so a stale one is at most a step old and the bits suffice.
     GENERATIONS_MAX: u32 = 4;

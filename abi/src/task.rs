@@ -43,7 +43,7 @@ wire_struct! {
     /// A contiguous run of weight units that a worker consumes, or the keys and values of an attention task.
     amk_load align(16) size(32)
     pub struct Load {
-        /// Device address of the first unit; or of the first session's keys of a head.
+        /// Device address of the first unit; or of a head's keys in the first page.
         pub address: u64,
         /// Units; zero for keys and values, whose number the position decides.
         pub units: u32,
@@ -51,7 +51,7 @@ wire_struct! {
         pub stage_units: u16,
         /// Units after which a new stage begins even if the last is not full: those of a tile that lies in several stages.
         pub period: u16,
-        /// Bytes from the keys to the values of a head: half of a session's. For units: how many must have landed, in landing order.
+        /// Bytes from the keys to the values of a head: half a page of the layer. For units: how many must have landed, in landing order.
         pub values: u32,
         /// Keys of a block of the task's splits.
         pub kv_block: u32,
@@ -92,7 +92,8 @@ wire_enum! {
         Tagged = 1 "tagged",
         /// f32 constants: norm weights, biases, inverse frequencies.
         Constant = 2 "constant",
-        /// Key/value cache of one layer: `[2][kv_heads][capacity][head_dim]` of the cache's element type, per session.
+        /// Key/value cache of one layer. A session's is `[2][kv_heads][capacity][head_dim]` of the cache's element type; on the device it lies
+        /// in pages, `[pages][2][kv_heads][KV_PAGE][head_dim]`, which `amk_launch.pages` gives to sessions.
         KvCache = 3 "kv_cache",
         /// The embedding matrix, in units; the token of the step picks the row.
         Embedding = 4 "embedding",
@@ -236,7 +237,7 @@ wire_struct! {
 
 wire_struct! {
     /// What a kernel is launched with, by value.
-    amk_launch align(16) size(128)
+    amk_launch align(16) size(144)
     pub struct Launch {
         /// `amk_submission[RING_ENTRIES]` in mapped host memory.
         pub submissions: u64,
@@ -276,6 +277,13 @@ wire_struct! {
         pub reserved: u32,
         /// `amk_sampling[sessions]` in device memory.
         pub sampling: u64,
+        /// Of each session `page_stride` words of 16 bits in device memory: the page of each `KV_PAGE` positions, zero where it has none. The
+        /// last is zero.
+        pub pages: u64,
+        /// Words of a session's pages, a multiple of 8.
+        pub page_stride: u32,
+        /// Pages of the key/value cache. Page zero is nobody's: it holds zeros.
+        pub page_count: u32,
     }
 }
 

@@ -3,7 +3,7 @@
 use ir::program::Program;
 use telemetry::Publisher;
 
-use super::{Gpu, SESSIONS, SharedLookout};
+use super::{Gpu, SharedLookout};
 
 impl Gpu<'_> {
     /// From here on its kernels are looked at from there, and a page says what is brought to the device.
@@ -20,6 +20,7 @@ impl Gpu<'_> {
     pub(super) fn launched(&self, program: &Program, booted: bool) {
         let Some(page) = &self.page else { return };
         let bytes = program.matrices.iter().map(|matrix| matrix.bytes()).sum::<u64>();
+        let pages = self.pages().map_or(0, |pages| u64::from(pages.pages) + 1); // and page zero
         page.edit(|edit| {
             let head = edit.head();
             let copied = if booted { &mut head.uploaded_bytes } else { &mut head.avoided_bytes };
@@ -27,8 +28,7 @@ impl Gpu<'_> {
             head.launches += 1;
             head.step_bytes = program.stream_bytes();
             head.weights_bytes = bytes; // how many have landed is looked at from beside
-            let caches = program.kv_bytes(program.kv_capacity.saturating_sub(1));
-            head.resident_bytes = bytes + u64::from(SESSIONS) * caches;
+            head.resident_bytes = bytes + pages * program.kv_bytes(abi::KV_PAGE - 1);
         });
     }
 }

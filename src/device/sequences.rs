@@ -3,10 +3,11 @@
 use abi::Ending;
 use ir::sampling::Sampling;
 use search::{DeviceError, Handle};
-use vm_host::{Decoded, HostError, Request, Resident};
+use vm_host::{Decoded, HostError, KvPool, Occupancy, Request, Resident};
 
-use super::{Gpu, device_error};
+use super::{Gpu, Machine, device_error};
 use crate::failure::Failure;
+use crate::report;
 
 /// Why a command was not run.
 pub(crate) enum Undone {
@@ -41,10 +42,48 @@ impl From<HostError> for Undone {
 }
 
 impl Gpu<'_> {
-    /// Boots for so many sequences, and launches the kernel with a program.
-    pub(crate) fn serve(&mut self, handle: Handle, sessions: u32) -> Result<(), DeviceError> {
+    /// Boots for so many sequences that draw their key/value caches from a pool, and launches the kernel with a program.
+    pub(crate) fn serve(
+        &mut self,
+        handle: Handle,
+        sessions: u32,
+        kv_pool: KvPool,
+    ) -> Result<(), DeviceError> {
         self.sessions = sessions.max(self.sessions);
+        self.kv_pool = kv_pool;
         self.activate(handle, false).map(|_| ())
+    }
+
+    /// How full the key/value caches are, if there is a machine.
+    pub(crate) fn pages(&self) -> Option<Occupancy> {
+        match &self.machine {
+            Machine::Absent => None,
+            Machine::Idle(idle) => Some(idle.pages()),
+            Machine::Running(running) => Some(running.pages()),
+        }
+    }
+
+    /// Sets pages aside for a session's first so many positions. Where no machine is, it takes them as it comes to need them.
+    pub(crate) fn promise_pages(&mut self, session: u32, positions: u32) -> Result<(), Undone> {
+        let promised = match &mut self.machine {
+            Machine::Absent => Ok(()),
+            Machine::Idle(idle) => idle.promise_pages(session, positions),
+            Machine::Running(running) => running.promise_pages(session, positions),
+        };
+        promised.map_err(Undone::from)
+    }
+
+    /// A session is over: others may have its pages.
+    pub(crate) fn end_session(&mut self, session: u32) {
+        let ended = match &mut self.machine {
+            Machine::Absent => Ok(()),
+            Machine::Idle(idle) => idle.end_session(session),
+            Machine::Running(running) => running.end_session(session),
+        };
+        // Its pages are free in any case; a device that cannot be told so says it again at the next command.
+        if let Err(error) = ended {
+            report::say(&format!("session {session} ended, and the device was not told: {error}"));
+        }
     }
 
     /// How tokens of a session are chosen in sampled commands from now on.

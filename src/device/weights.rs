@@ -6,7 +6,7 @@ use ir::program::{Program, Verified};
 use search::DeviceError;
 use serde_json::{Value, json};
 use vm_device::Variant;
-use vm_host::{BootOptions, Idle, Streaming};
+use vm_host::{BootOptions, Idle, KvPool, Streaming};
 
 use super::{Gpu, LOGITS_ROWS, Machine, device_error};
 use crate::context::Context;
@@ -38,11 +38,12 @@ pub(super) fn boot(
     context: &Context,
     program: &Verified<Program>,
     variant: &Variant,
-    (deadline, sessions): (Duration, u32),
+    (deadline, sessions, kv_pool): (Duration, u32, KvPool),
     streaming: Option<Streaming>,
 ) -> Result<Idle, DeviceError> {
     let options = BootOptions {
         sessions,
+        kv_pool,
         logits_rows: LOGITS_ROWS,
         deadline,
         streaming,

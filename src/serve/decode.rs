@@ -284,6 +284,10 @@ impl<'e> Desk<'e> {
         while let Some(job) = self.waiting.pop_front() {
             let quota = job.work.prompt.len() as u64 + u64::from(job.work.limit);
             let priority = job.work.priority;
+            // The first in line waits for pages that others hold; if nobody does, `begin` says why there are none.
+            if !self.running.is_empty() && !self.engine.has_room(quota) {
+                return self.waiting.push_front(job);
+            }
             let Ok(session) = self.scheduler.open(priority, quota) else {
                 return self.waiting.push_front(job);
             };
@@ -304,8 +308,8 @@ impl<'e> Desk<'e> {
 
     /// Begins a request's sequence, and finds out who chooses.
     fn begin(&mut self, place: usize, running: &mut Running) -> Result<(), Broken> {
-        self.engine.begin(place)?;
         let work = &running.job.work;
+        self.engine.begin(place, work.prompt.len() as u64 + u64::from(work.limit))?;
         // Probabilities are the host's to compute, from rows.
         if work.logprobs.is_none() {
             let how = How { sampling: &work.sampling, stop: &work.stop };

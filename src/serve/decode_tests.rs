@@ -20,10 +20,11 @@ struct Scripted {
     /// Whether it chooses itself, as the resident kernel does, and how often it gave way before it had to.
     chooses: bool,
     gave_way: Arc<Mutex<usize>>,
-    /// Sequences that it runs at once, where it chooses; none is one.
-    width: usize,
-    /// The places of each command in which it chose.
-    commands: Arc<Mutex<Vec<Vec<usize>>>>,
+    /// Positions that all sequences may have together, if that is bounded, and what each was promised.
+    room: Option<u64>,
+    promised: BTreeMap<usize, u64>,
+    /// The most sequences that there were at once.
+    beside: Arc<Mutex<usize>>,
 }
 
 /// In place of a number of positions: another sequence has begun there.
@@ -32,7 +33,17 @@ const POISON: u32 = 60;
 const PLAGUE: u32 = 61;
 
 impl Engine for Scripted {
-    fn begin(&mut self, place: usize) -> Result<(), Broken> {
+    fn has_room(&mut self, positions: u64) -> bool {
+        self.room.is_none_or(|room| self.promised.values().sum::<u64>() + positions <= room)
+    }
+
+    fn begin(&mut self, place: usize, positions: u64) -> Result<(), Broken> {
+        if !self.has_room(positions) {
+            return Err(Broken::Sequence("no pages".into()));
+        }
+        self.promised.insert(place, positions);
+        let mut most = self.beside.lock().unwrap();
+        *most = self.promised.len().max(*most);
         self.sums.insert(place, 0);
         if self.chooses {
             self.fed.lock().unwrap().push((place, BEGUN));
@@ -60,6 +71,7 @@ impl Engine for Scripted {
 
     fn end(&mut self, place: usize) {
         self.sums.remove(&place);
+        self.promised.remove(&place);
     }
 
     fn choose_by(&mut self, _: usize, how: &How<'_>) -> Result<bool, Broken> {
@@ -89,55 +101,10 @@ impl Engine for Scripted {
             }
         }
         self.fed.lock().unwrap().push((place, ran));
-        self.commands.lock().unwrap().push(vec![place]);
         let chosen = all.split_off(tokens.len());
         Ok(Advanced { chosen, ran, stopped: false })
     }
-
-    fn lanes(&self) -> usize {
-        self.width.max(1)
-    }
-
-    fn together(
-        &mut self,
-        lanes: &[(usize, u32)],
-        generate: u32,
-        give_way: &mut dyn FnMut() -> bool,
-    ) -> Result<Vec<Result<Advanced, String>>, Broken> {
-        assert!(lanes.len() > 1 && lanes.len() <= self.width, "{lanes:?}");
-        let places: Vec<usize> = lanes.iter().map(|(place, _)| *place).collect();
-        let mut texts: Vec<Vec<u32>> = lanes.iter().map(|(_, token)| vec![*token]).collect();
-        let mut broken = vec![None; lanes.len()];
-        let mut ran = 0;
-        while ran < generate as usize && broken.iter().all(Option::is_none) {
-            for ((place, text), broken) in places.iter().zip(&mut texts).zip(&mut broken) {
-                let fed = self.feed(*place, &text[ran..=ran], true);
-                self.fed.lock().unwrap().pop();
-                match fed {
-                    Ok(row) => {
-                        text.push(row.iter().position(|logit| *logit == 1.0).unwrap() as u32)
-                    }
-                    Err(Broken::Sequence(why)) => *broken = Some(why),
-                    Err(all) => return Err(all),
-                }
-            }
-            ran += 1;
-            if ran < generate as usize && give_way() {
-                *self.gave_way.lock().unwrap() += 1;
-                break;
-            }
-        }
-        self.commands.lock().unwrap().push(places);
-        let lane = |(mut text, broken): (Vec<u32>, Option<String>)| match broken {
-            Some(why) => Err(why),
-            None => Ok(Advanced { chosen: text.split_off(1), ran, stopped: false }),
-        };
-        Ok(texts.into_iter().zip(broken).map(lane).collect())
-    }
 }
-
-#[path = "together_tests.rs"]
-mod together;
 
 /// A greedy request for `limit` tokens.
 fn job(prompt: &[u32], limit: u32, admission: &Admission) -> (Job, UnboundedReceiver<Event>) {
@@ -234,6 +201,29 @@ fn a_lost_machine_ends_those_it_ran_and_no_others() {
         }
         assert!(!failed(&ends[4]), "it had no session yet: {ends:?}");
     });
+}
+
+#[test]
+fn requests_wait_for_room_in_line_and_what_can_never_fit_is_refused() {
+    let admission = Admission::new(100);
+    let engine = Scripted { room: Some(100), ..Scripted::default() };
+    let beside_each_other = engine.beside.clone();
+    beside(engine, 8, |jobs| {
+        // Two of forty positions fit at a time, though there are eight places; the sixth never does.
+        let (made, answers): (Vec<_>, Vec<_>) =
+            (0..12).map(|i| job(&[i; 20], if i == 5 { 81 } else { 20 }, &admission)).unzip();
+        for job in made {
+            jobs.send(job).unwrap();
+        }
+        for (i, end) in answers.into_iter().map(heard).enumerate() {
+            let want = match i {
+                5 => (vec![], Some(Finish::Failed("no pages".into()))),
+                _ => (expected(&[i as u32; 20], 20), Some(Finish::Length)),
+            };
+            assert_eq!(end, want, "request {i}");
+        }
+    });
+    assert_eq!((*beside_each_other.lock().unwrap(), admission.inside()), (2, 0));
 }
 
 #[test]
@@ -366,7 +356,7 @@ fn a_turn_gives_way() {
     let (admission, other) = (Admission::new(2), Admission::new(1));
     let (job, events) = job(&[1], 60, &admission);
     let mut engine = Scripted { chooses: true, ..Scripted::default() };
-    engine.begin(0).unwrap();
+    engine.begin(0, 64).unwrap();
     let mut running = Running::new(job);
     assert_eq!(running.turn_there(&mut engine, 0, 8).unwrap(), (8, None));
     let entered = other.enter();

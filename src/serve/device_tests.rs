@@ -117,7 +117,7 @@ fn sessions_on_the_kernel_say_what_each_says_alone() {
         let gpu = context.open_here().unwrap_or_else(|f| panic!("{}", f.message));
         let mut gpu = gpu.expect("there is one");
         let handle = remote::Served::prepare(&mut gpu, &program, &config.kernel).expect("a kernel");
-        gpu.serve(handle, SESSIONS).expect("it boots");
+        gpu.serve(handle, SESSIONS, vm_host::KvPool::Full).expect("it boots");
         let engine = Megakernel::new(gpu, handle, SESSIONS as usize);
         let began = Instant::now();
         let desk = Desk::new(Box::new(engine), SESSIONS as usize, Sequences::default());

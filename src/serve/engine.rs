@@ -31,8 +31,13 @@ pub(super) enum Broken {
 
 /// Several sequences of one model.
 pub(super) trait Engine {
-    /// Begins a sequence in a place, instead of the one that was there.
-    fn begin(&mut self, place: usize) -> Result<(), Broken>;
+    /// Whether a sequence of so many positions could begin now. Not, if it has to wait until others end.
+    fn has_room(&mut self, _positions: u64) -> bool {
+        true
+    }
+
+    /// Begins a sequence of at most so many positions in a place, instead of the one that was there.
+    fn begin(&mut self, place: usize, positions: u64) -> Result<(), Broken>;
 
     /// Runs tokens at the next positions of a place's sequence; with `read`, gives the logits after the last of them.
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken>;
@@ -114,7 +119,7 @@ fn unknown(place: usize) -> Broken {
 }
 
 impl Engine for Graph<'_> {
-    fn begin(&mut self, place: usize) -> Result<(), Broken> {
+    fn begin(&mut self, place: usize, _positions: u64) -> Result<(), Broken> {
         let (graph, weights) = (self.context.graph(), &*self.context.model.weights);
         let evaluator = Evaluator::new(graph, weights);
         let evaluator = evaluator.map_err(|error| Broken::Sequence(error.to_string()))?;
@@ -149,7 +154,7 @@ impl<'a> Reference<'a> {
 }
 
 impl Engine for Reference<'_> {
-    fn begin(&mut self, place: usize) -> Result<(), Broken> {
+    fn begin(&mut self, place: usize, _positions: u64) -> Result<(), Broken> {
         let (graph, weights) = (self.context.graph(), &*self.context.model.weights);
         let machine = Machine::new(self.program, graph, weights);
         self.sequences.insert(place, machine.map_err(|error| Broken::Sequence(error.to_string()))?);
@@ -208,9 +213,15 @@ impl<'a> Megakernel<'a> {
 }
 
 impl Engine for Megakernel<'_> {
-    fn begin(&mut self, place: usize) -> Result<(), Broken> {
+    fn has_room(&mut self, positions: u64) -> bool {
+        let wanted = positions.div_ceil(u64::from(abi::KV_PAGE));
+        self.gpu.pages().is_none_or(|pages| wanted <= u64::from(pages.pages - pages.promised))
+    }
+
+    fn begin(&mut self, place: usize, positions: u64) -> Result<(), Broken> {
         *self.places.get_mut(place).ok_or_else(|| unknown(place))? = Place::default();
-        Ok(())
+        let positions = u32::try_from(positions).unwrap_or(u32::MAX);
+        Ok(self.gpu.promise_pages(place as u32, positions)?)
     }
 
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken> {
@@ -224,6 +235,7 @@ impl Engine for Megakernel<'_> {
     fn end(&mut self, place: usize) {
         if let Some(held) = self.places.get_mut(place) {
             *held = Place::default();
+            self.gpu.end_session(place as u32);
         }
     }
 

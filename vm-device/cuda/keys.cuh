@@ -1,7 +1,7 @@
 // Which keys a task attends to, and how keys and values lie in the cache and in the ring. The loader and the attention op must agree.
 //
-// The cache holds rows of f16, [2][kv_heads][capacity][head_dim] for a session. They come through the ring as the weights do, in blocks of
-// 128 keys, the keys of a block in front of its values; a consumer warp has a tile of 32 keys of every other block. The 16-byte chunks of
+// The cache holds rows of f16 in pages (pages.cuh). They come through the ring as the weights do, in blocks of 128 keys, the keys of a block
+// in front of its values; a consumer warp has a tile of 32 keys of every other block. The 16-byte chunks of
 // a row are permuted by the key's number, so that neither the rows of a tile's keys nor those of its values meet in the same banks of
 // shared memory.
 #pragma once

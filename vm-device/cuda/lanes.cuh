@@ -16,6 +16,7 @@ __device__ __forceinline__ Worker in_lane(Worker const& w, uint32_t lane) {
   other.lane = lane;
   return other;
 }
+__device__ __forceinline__ uint32_t lane_of(Worker const& w) { return w.lane; }
 __device__ __forceinline__ uint32_t lane_token(Worker const& w) { return w.shared->lanes.token[w.lane]; }
 __device__ __forceinline__ uint32_t lane_position(Worker const& w) { return w.shared->step.position + w.shared->lanes.position[w.lane]; }
 __device__ __forceinline__ uint32_t lane_session(Worker const& w) { return w.shared->lanes.session[w.lane]; }
@@ -54,6 +55,7 @@ __device__ __forceinline__ uint32_t begun_lanes(Shared* sh, uint32_t lap) { retu
 #else
 constexpr uint32_t STEP_BYTES = sizeof(amk_step);
 
+__device__ __forceinline__ uint32_t lane_of(Worker const&) { return 0; }
 __device__ __forceinline__ uint32_t lane_token(Worker const& w) { return w.shared->step.token; }
 __device__ __forceinline__ uint32_t lane_position(Worker const& w) { return w.shared->step.position; }
 __device__ __forceinline__ uint32_t lane_session(Worker const& w) { return w.shared->step.session; }

@@ -138,16 +138,21 @@ __device__ __forceinline__ float lanes_stage_vector(Worker const& w, Words const
   uint4 v[LANE_QUADS];
   lanes_wait(w, words, [&](uint32_t i) { return word + i / 2 * step_words<SKIP>() + i % 2 * 8; }, wanted, v);
   float square = 0.f;
+  if (norm == nullptr) {
+#pragma unroll
+    for (uint32_t j = 0; j < SHARE; ++j) {
+      operand_make(w, quad_value(words, v[2 * j]), quad_value(words, v[2 * j + 1]), x.half[j]);
+    }
+    return square;
+  }
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; ++j) {
-    float4 a = quad_value(words, v[2 * j]), b = quad_value(words, v[2 * j + 1]);
-    if (norm != nullptr) {
-      square = quad_square(b, quad_square(a, square));
-      float const* n = norm + first + j * STEP_ELEMENTS;
-      a = (wanted >> 2 * j & 1) != 0 ? quad_times(a, load_constant(n)) : a;
-      b = (wanted >> (2 * j + 1) & 1) != 0 ? quad_times(b, load_constant(n + 8)) : b;
-    }
-    operand_make(w, a, b, x.half[j]);
+    float4 const a = quad_value(words, v[2 * j]), b = quad_value(words, v[2 * j + 1]);
+    square = quad_square(b, quad_square(a, square));
+    // What is not wanted is zero, and so is its product with the first of the norm's weights.
+    float const* n = norm + ((wanted >> 2 * j & 1) != 0 ? first + j * STEP_ELEMENTS : 0);
+    float const* m = norm + ((wanted >> (2 * j + 1) & 1) != 0 ? first + j * STEP_ELEMENTS + 8 : 0);
+    operand_make(w, quad_times(a, load_constant(n)), quad_times(b, load_constant(m)), x.half[j]);
   }
   return square;
 }
@@ -231,42 +236,21 @@ struct LaneTiles {
   uint32_t units, part;      // of a tile; of a part of it, but for the last
   uint32_t parts, per_stage; // of a tile; tiles of a stage, 1 where a tile has several parts, and else a divisor of LANE_TILES
 };
-// A warp's place in the stages of a task.
-struct LaneWalk {
-  bool taken;    // the next tile waits in registers
-  uint32_t left;  // stages of the task that are not taken
-};
-
-// The units of a warp out of a tile in the ring.
-__device__ __forceinline__ void lanes_take(Worker const& w, char const* tile, uint32_t mine, Share& v) {
+// The units of a warp out of a tile in the ring. FULL: they are SHARE.
+template <bool FULL> __device__ __forceinline__ void lanes_take(Worker const& w, char const* tile, uint32_t mine, Share& v) {
   char const* from = tile + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; ++j) {
-    v.weights[j] = j < mine ? stage_load(from + j * AMK_WARPS * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
+    v.weights[j] = FULL || j < mine ? stage_load(from + j * AMK_WARPS * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
   }
 }
 
-// The task's next tile into registers, if it has landed, while the vectors are not there: the stream goes on meanwhile.
-__device__ __forceinline__ void lanes_take_ahead(Worker const& w, Cursor& c, LaneTiles const& k, LaneWalk& walk, uint32_t mine, Share& v) {
-  walk.taken = k.per_stage == 1 && cursor_landed(w, c);
-  if (walk.taken) {
-    lanes_take(w, cursor_place(w, c), mine, v);
-    cursor_next(w, c);
-    --walk.left;
-  } else {
-    v = Share{}; // nothing is kept from one part to the next
-  }
-}
-
-// Units `unit0`.. of the prologue's result, of all lanes, into the warps' registers, and what `ahead` takes, as soon as there are registers for
-// it: merging splits needs them all. Returns the thread's part of its lane's sum of squares.
-template <typename F>
-__device__ __forceinline__ float lanes_stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, LaneInput& x, F const& ahead) {
+// Units `unit0`.. of the prologue's result, of all lanes, into the warps' registers. Returns the thread's part of its lane's sum of squares.
+__device__ __forceinline__ float lanes_stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, LaneInput& x) {
   Worker const own = in_lane(w, operand_lane(w));
   ResolvedSlot const& in = st.slot[0];
   float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.slot[1].address : nullptr;
   if (in.kind == AMK_SLOT_EMBEDDING) {
-    ahead();
     return lanes_stage_embedding(own, in, norm, p, unit0, mine, x);
   }
   Words const words = slot_words(own, in, st.task.read_generation[0]);
@@ -274,22 +258,19 @@ __device__ __forceinline__ float lanes_stage(Worker const& w, StagedTask const& 
     uint32_t const active = active_splits(attended(lane_position(own), p.window), p.kv_block, p.splits), most = __reduce_max_sync(~0u, active);
     if (most > 1) {
       lanes_stage_merged(own, words, p, active, most, unit0, mine, x);
-      ahead();
       return 0.f;
     }
-    ahead();
     return lanes_stage_vector<PARTIAL_HEAD>(own, words, nullptr, p, unit0, mine, x); // of one split, the partials are the result
   }
-  ahead();
   return lanes_stage_vector<0>(own, words, norm, p, unit0, mine, x);
 }
 
 // A warp's products of a tile's part with the lanes' vectors, into its sums, or added to those of the parts before.
-__device__ __forceinline__ void lanes_multiply(Worker const& w, Share const& v, LaneInput const& x, uint32_t mine, float* sums, bool first) {
+template <bool FULL> __device__ __forceinline__ void lanes_multiply(Worker const& w, Share const& v, LaneInput const& x, uint32_t mine, float* sums, bool first) {
   float c[4][4] = {}; // chains of products that do not wait for each other
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; ++j) {
-    if (j < mine) {
+    if (FULL || j < mine) {
       float(&a)[4] = c[j % 2 * 2], (&b)[4] = c[j % 2 * 2 + 1];
       mma(a, a, x.half[j][0], v.weights[j].x, v.weights[j].y);
       mma(b, b, x.half[j][1], v.weights[j].z, v.weights[j].w);
@@ -309,25 +290,25 @@ __device__ __forceinline__ void lanes_multiply(Worker const& w, Share const& v, 
   }
 }
 
-__device__ __forceinline__ void lanes_products(Worker const& w, Cursor& c, LaneTiles const& k, LaneWalk& walk, Share& v, LaneInput const& x, uint32_t buffer, uint32_t tiles, uint32_t mine,
-                                               bool first) {
+// A part of `tiles` tiles: all products of this warp. `left`: stages of the task.
+template <bool FULL>
+__device__ __forceinline__ void lanes_products(Worker const& w, Cursor& c, LaneTiles const& k, uint32_t& left, LaneInput const& x, uint32_t buffer, uint32_t tiles, uint32_t mine, bool first) {
   float* sums = lane_sums(w, buffer, 0, w.thread / 32);
   char const* place = nullptr;
 #pragma unroll 1
   for (uint32_t tile = 0; tile < tiles; ++tile) {
-    if (tile > 0 || !walk.taken) {
-      uint32_t const in_stage = tile & (k.per_stage - 1);
-      if (in_stage == 0) {
-        note_near(w, walk.left, 4);
-        place = cursor_land(w, c);
-      }
-      lanes_take(w, place + in_stage * k.units * AMK_UNIT_BYTES, mine, v); // where a stage has several tiles, they are whole
-      if (in_stage + 1 == k.per_stage || tile + 1 == tiles) {
-        cursor_next(w, c);
-        --walk.left;
-      }
+    uint32_t const in_stage = tile & (k.per_stage - 1);
+    if (in_stage == 0) {
+      note_near(w, left, 4);
+      place = cursor_land(w, c);
     }
-    lanes_multiply(w, v, x, mine, sums, first);
+    Share v;
+    lanes_take<FULL>(w, place + in_stage * k.units * AMK_UNIT_BYTES, mine, v); // where a stage has several tiles, they are whole
+    if (in_stage + 1 == k.per_stage || tile + 1 == tiles) {
+      cursor_next(w, c);
+      --left;
+    }
+    lanes_multiply<FULL>(w, v, x, mine, sums, first);
     sums += AMK_WARPS * LANE_SUMS;
   }
 }
@@ -434,7 +415,7 @@ __device__ __forceinline__ void op_matvec_lanes(Worker& w, StagedTask const& st,
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   Worker const out = in_lane(w, out_lane(w));
   LaneInput x;
-  LaneWalk walk = {false, k.parts > 1 ? p.tiles * k.parts : (p.tiles + k.per_stage - 1) / k.per_stage};
+  uint32_t left = k.parts > 1 ? p.tiles * k.parts : (p.tiles + k.per_stage - 1) / k.per_stage; // stages of the task
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
   float scale = 1.f, square = 0.f;
 #pragma unroll 1
@@ -446,24 +427,24 @@ __device__ __forceinline__ void op_matvec_lanes(Worker& w, StagedTask const& st,
 #pragma unroll 1
     for (uint32_t part = 0; part < k.parts; ++part) {
       uint32_t const unit0 = part * k.part, units = k.units - unit0 < k.part ? k.units - unit0 : k.part, mine = warp_share(w, units);
-      Share v;
-      auto const ahead = [&] { lanes_take_ahead(w, c, k, walk, mine, v); };
-      if (part == 0) {
+      if (done == 0 || k.parts > 1) {
+        square += lanes_stage(w, st, p, unit0, mine, x);
+        if (w.thread == 0) {
+          flag_store(&w.shared->near, left <= 3); // its last stages are there already
+        }
+        tape_staged(w);
+      }
+      if (part + 1 == k.parts) { // on their way beside the products
 #pragma unroll
         for (uint32_t turn = 0; turn < OUT_TURNS; ++turn) {
           add[turn] = addends(out, st, p, out_mine(w, o, p, turn) ? out_row(w, o, turn) : p.rows);
         }
       }
-      if (done == 0 || k.parts > 1) {
-        square += lanes_stage(w, st, p, unit0, mine, x, ahead);
-        if (w.thread == 0) {
-          flag_store(&w.shared->near, walk.left <= 1); // its last shares are there already
-        }
-        tape_staged(w);
+      if (mine == SHARE) {
+        lanes_products<true>(w, c, k, left, x, buffer, tiles, mine, part == 0);
       } else {
-        ahead();
+        lanes_products<false>(w, c, k, left, x, buffer, tiles, mine, part == 0);
       }
-      lanes_products(w, c, k, walk, v, x, buffer, tiles, mine, part == 0);
     }
     if (done == 0) {
       lanes_leave_squares(w, buffer, square);

@@ -45,16 +45,16 @@ __device__ __forceinline__ uint32_t cache_pair(float low, float high) {
   return half_pair(fminf(fmaxf(low, -65504.f), 65504.f), fminf(fmaxf(high, -65504.f), 65504.f));
 }
 
-// The cache of this task's head and session: rows of keys, rows of values.
-struct CacheRows {
-  char* keys;
-  char* values;
-};
-__device__ __forceinline__ CacheRows cache_rows(Worker const& w, ResolvedSlot const& kv, amk_attention_params const& p) {
-  uint64_t const session = (uint64_t)lane_session(w) * kv.units * 2; // units: elements of one session
-  uint64_t const capacity = w.shared->program.kv_capacity;
-  char* keys = (char*)kv.address + session + p.kv_head * capacity * ROW_BYTES;
-  return CacheRows{keys, keys + p.kv_heads * capacity * ROW_BYTES};
+// The split of a head that a task works on, in this lane.
+__device__ __forceinline__ uint32_t task_split(Worker const& w, amk_attention_params const& p) { return lane_split(p.split, p.splits, lane_of(w)); }
+
+// The number of the step's own key, and its page.
+__device__ __forceinline__ uint32_t fresh_paged(Worker const& w) { return paged_key(lane_session(w), w.shared->launch->page_stride, lane_position(w)); }
+__device__ __forceinline__ uint32_t fresh_page(Worker const& w) { return page_ask(w.shared->launch->pages, fresh_paged(w)); }
+// Where its row is in the cache of this task's head; that of the value is `fresh_values` further on.
+__device__ __forceinline__ uint32_t fresh_values(amk_attention_params const& p) { return p.kv_heads * PAGE_KEYS * ROW_BYTES; }
+__device__ __forceinline__ char* fresh_row(Worker const& w, ResolvedSlot const& kv, amk_attention_params const& p, uint32_t page) {
+  return (char*)kv.address + paged_row(page, fresh_values(p), lane_position(w)) + p.kv_head * (PAGE_KEYS * ROW_BYTES);
 }
 
 // 16 keys in registers: lane / 4 is the key of each 8 of them, lane % 4 the part of a block.
@@ -219,11 +219,11 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
   __syncwarp();
 }
 
-// The new key into the cache, and into the 16 keys that it belongs to, if `row` is one of them.
-__device__ __forceinline__ void key_append(Worker const& w, CacheRows const& cache, uint32_t position, uint32_t row, bool store, KeyTile& keys) {
+// The new key into its row of the cache, and into the 16 keys that it belongs to, if `row` is one of them.
+__device__ __forceinline__ void key_append(Worker const& w, char* to, uint32_t position, uint32_t row, bool store, KeyTile& keys) {
   uint32_t const lane = threadIdx.x % 32;
   if (store && lane < ROW_CHUNKS) {
-    *(uint4*)(cache.keys + (uint64_t)position * ROW_BYTES + (lane ^ row_swizzle(position)) * 16) = fresh_key(w)[lane];
+    *(uint4*)(to + (lane ^ row_swizzle(position)) * 16) = fresh_key(w)[lane];
   }
 #pragma unroll
   for (uint32_t i = 0; i < 2 * BLOCKS; ++i) {
@@ -233,15 +233,15 @@ __device__ __forceinline__ void key_append(Worker const& w, CacheRows const& cac
   }
 }
 
-// The new value into the cache, and into the tile that it belongs to.
-__device__ __forceinline__ void value_append(Worker const& w, CacheRows const& cache, uint32_t position, char* row, bool store) {
+// The new value into its row of the cache, and into the tile that it belongs to.
+__device__ __forceinline__ void value_append(Worker const& w, char* to, uint32_t position, char* row, bool store) {
   uint32_t const lane = threadIdx.x % 32;
   if (lane < ROW_CHUNKS) {
     uint32_t const place = (lane ^ row_swizzle(position)) * 16;
     uint4 const v = fresh_value(w)[lane];
     stage_store(row + place, v);
     if (store) {
-      *(uint4*)(cache.values + (uint64_t)position * ROW_BYTES + place) = v;
+      *(uint4*)(to + place) = v;
     }
   }
   __syncwarp();
@@ -341,7 +341,7 @@ __device__ __forceinline__ void warp_finish(Worker const& w, Running& r) {
 // After the barrier: the partial result of `group` heads from the warps' scratch.
 __device__ __forceinline__ void write_partials(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, uint32_t group) {
   Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
-  uint32_t const first = partial_word(p.split, p.kv_heads * p.group, p.kv_head * p.group + g0);
+  uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group + g0);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x * 2; i < group * AMK_HEAD_DIM; i += CONSUMERS * 2) {
     uint32_t const g = i / AMK_HEAD_DIM, d = i % AMK_HEAD_DIM;
@@ -374,7 +374,7 @@ __device__ __forceinline__ void write_partials(Worker const& w, StagedTask const
 // A split without keys: words of this step all the same, so that no stale one can be mistaken for a later step's.
 __device__ __forceinline__ void write_nothing(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
   Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
-  uint32_t const first = partial_word(p.split, p.kv_heads * p.group, p.kv_head * p.group);
+  uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < p.group * PARTIAL_WORDS; i += CONSUMERS) {
     word_write(out, first + i, 0.f);
@@ -423,7 +423,7 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
   }
   if (mine < count) {
     uint32_t const swizzle = row_swizzle(walk.start + w.thread % 8); // of the rows of values that this lane picks from, in every tile
-    CacheRows const cache = cache_rows(w, st.slot[AMK_READS_MAX + 1], p);
+    uint32_t const page = newest ? fresh_page(w) : 0; // asked for long before it is used
     Queries q;
     KeyTile k[HALVES];
     HeadsAsked const asked = heads_ask(w, st, p, g0, newest);
@@ -438,14 +438,16 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
 #pragma unroll
       for (uint32_t half = 0; half < HALVES; ++half) {
         if (fresh_here) {
-          key_append(w, cache, position, count - 1 - tile - half * 16, g0 == 0 && half == 0, k[half]);
+          char* to = fresh_row(w, st.slot[AMK_READS_MAX + 1], p, page);
+          key_append(w, to, position, count - 1 - tile - half * 16, g0 == 0 && half == 0, k[half]);
         }
         tile_scores(q, k[half], s[half]);
       }
       cursor_pass(w, c, walk.passed, place.values_at);
       char* values = w.ring + (cursor_land(w, c) - w.ring) + place.values + place.row * ROW_BYTES;
       if (fresh_here) {
-        value_append(w, cache, position, values + (count - 1 - tile) * ROW_BYTES, g0 == 0);
+        char* to = fresh_row(w, st.slot[AMK_READS_MAX + 1], p, page) + fresh_values(p);
+        value_append(w, to, position, values + (count - 1 - tile) * ROW_BYTES, g0 == 0);
       }
       tile_add(w, r, s, count - tile, values, swizzle, tile == mine);
       tile += 2 * BLOCK_KEYS;
@@ -464,13 +466,13 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
 // A lane's keys of this task's split, of which there are some.
 __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t keys, uint32_t active) {
   uint32_t const first = lane_position(w) + 1 - keys;
-  uint32_t const start = split_start(keys, p.kv_block, active, p.split), end = split_start(keys, p.kv_block, active, p.split + 1);
+  uint32_t const start = split_start(keys, p.kv_block, active, task_split(w, p)), end = split_start(keys, p.kv_block, active, task_split(w, p) + 1);
   uint32_t const count = end - start, last = count % BLOCK_KEYS, of_block = stages_of_block(BLOCK_KEYS, w.stage_bytes);
   uint32_t const stages = count / BLOCK_KEYS * of_block + (last != 0 ? stages_of_block(last, w.stage_bytes) : 0);
 #pragma unroll 1
   for (uint32_t g0 = 0; g0 < AMK_GROUP; g0 += GROUP_BUF) {
     KeyWalk walk = {first + start, count, of_block, stages, 0};
-    attend(w, st, p, c, g0, walk, p.split + 1 == active);
+    attend(w, st, p, c, g0, walk, task_split(w, p) + 1 == active);
     tape_multiplied(w);
     consumers_sync();
     write_partials(w, st, p, g0, AMK_GROUP - g0 < GROUP_BUF ? AMK_GROUP - g0 : GROUP_BUF);
@@ -483,25 +485,29 @@ __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& 
 }
 
 #if AMK_LANES > 1
-// Lanes that have keys in this task first, in the order in which the loader brings them; then the others, which only say that they have none.
-// The splits of a head change places from lane to lane (lane_split), so that short sequences do not queue up on the workers of the first.
+// A split without keys, at the begin of a command: words that are of no step, as what is poisoned. Splits gain keys while a command runs and
+// lose none, so its later steps have nothing to say.
+__device__ __forceinline__ void write_never(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
+  uint32_t* const out = slot_words(w, st.slot[AMK_READS_MAX], 0).at + partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
+#pragma unroll 1
+  for (uint32_t i = w.thread; i < p.group * PARTIAL_WORDS; i += CONSUMERS) {
+    store_u32(out + i, AMK_NONE);
+  }
+}
+
+// Lane after lane, in the order in which the loader brings their keys. The splits of a head change places from lane to lane (lane_split), so that short
+// sequences do not queue up on the workers of the first.
 __device__ __forceinline__ void op_attention(Worker& w, StagedTask const& st, Cursor& c) {
-  amk_attention_params p = *(amk_attention_params const*)st.task.params;
-  uint32_t const split = p.split;
+  amk_attention_params const& p = *(amk_attention_params const*)st.task.params; // read again where it is used
   consumers_sync(); // the scratch may hold sums of the matvec in front
 #pragma unroll 1
-  for (uint32_t turn = 0; turn < 2 * lanes_running(w); ++turn) {
-    bool const late = turn >= lanes_running(w);
-    w.lane = late ? turn - lanes_running(w) : turn;
-    p.split = lane_split(split, p.splits, w.lane);
+  for (w.lane = 0; w.lane < lanes_running(w); ++w.lane) {
     uint32_t const keys = attended(lane_position(w), p.window), active = active_splits(keys, p.kv_block, p.splits);
-    if (p.split >= active) {
-      if (late) {
-        write_nothing(w, st, p);
-      }
-    } else if (!late) {
+    if (task_split(w, p) < active) {
       attend_split(w, st, p, c, keys, active);
       consumers_sync(); // the scratch is about to be overwritten
+    } else if (w.shared->step.position == w.shared->step.first) {
+      write_never(w, st, p);
     }
   }
   w.lane = 0;

@@ -127,6 +127,12 @@ __device__ __forceinline__ uint32_t prepare_rest(Poller& p, uint32_t position, u
   return AMK_TRAP_NONE;
 }
 
+// Whether a session has a page for a position: the host gives pages from the first on, so for all before it too.
+__device__ __forceinline__ bool has_page(amk_launch const& l, uint32_t session, uint32_t position) {
+  uint32_t const page = page_ask(l.pages, paged_key(session, l.page_stride, position));
+  return page != 0 && page < l.page_count;
+}
+
 #if AMK_LANES > 1
 // Lanes that did not run in the command before begin another run: what they left may be of any epoch, so its tags could be this one's.
 // Three runs in turn, since what is poisoned has the fourth.
@@ -168,7 +174,7 @@ __device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, 
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
       uint32_t const of = sessions >> j * 8 & 0xff;
-      bool const here = i + j < lanes, right = of < l.sessions && position[j] < capacity && steps <= capacity - position[j] && (taken >> (of & 63) & 1) == 0;
+      bool const here = i + j < lanes, right = of < l.sessions && position[j] < capacity && steps <= capacity - position[j] && has_page(l, of, position[j] + steps - 1) && (taken >> (of & 63) & 1) == 0;
       bad |= here && !right;
       taken |= here ? 1ull << (of & 63) : 0;
       word[j] = here && right ? host_load(session_tokens(l, of) + position[j]) : 0;
@@ -207,7 +213,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
 #if AMK_LANES > 1
   p.lanes = lanes;
 #endif
-  if (bad || !begin_lanes(p, s, lanes, session, steps, capacity, flags, token)) {
+  if (bad || (lanes <= 1 && !has_page(l, session, position + steps - 1)) || !begin_lanes(p, s, lanes, session, steps, capacity, flags, token)) {
     post_completion(p, AMK_TRAP_BAD_COMMAND, 0, 0, 0, start);
     return AMK_TRAP_NONE;
   }

@@ -7,13 +7,15 @@
 
 constexpr uint32_t ATTEND_TOKENS = 64, ATTEND_KEYS = 64, ATTEND_THREADS = ATTEND_TOKENS / 16 * 32;
 constexpr uint32_t ATTEND_BLOCK_BYTES = ATTEND_KEYS * ROW_BYTES; // of keys, or of values
+static_assert(PAGE_KEYS % ATTEND_KEYS == 0, "a block of keys is of one page");
 constexpr uint32_t KEY_TILES = ATTEND_KEYS / 8, DIM_TILES = AMK_HEAD_DIM / 8;
 
 struct Attend {
   char* out;           // vectors of `units` units
   char const* queries; // as amk_prefill_heads leaves them
-  char const* keys;    // of the head and session
-  char const* values;
+  char const* keys;    // of the head, in page 0
+  uint16_t const* pages;
+  uint32_t values;     // bytes from a page's keys of a head to its values
   uint32_t units, tokens, heads, head, start, window;
 };
 
@@ -38,15 +40,16 @@ __device__ __forceinline__ void queries_load(Attend const& a, WarpQueries& q, ui
   }
 }
 
-// Keys first..first + 64 and their values on their way; rows from `end` on are zero.
-__device__ __forceinline__ void keys_copy(Attend const& a, uint32_t first, uint32_t end, char* stage) {
+// Keys first..first + 64, all of `page`, and their values on their way; rows from `end` on are zero.
+__device__ __forceinline__ void keys_copy(Attend const& a, uint32_t page, uint32_t first, uint32_t end, char* stage) {
   uint32_t const to = shared_address(stage);
+  char const* keys = a.keys + paged_row(page, a.values, first);
 #pragma unroll
   for (uint32_t piece = threadIdx.x; piece < ATTEND_KEYS * ROW_CHUNKS; piece += ATTEND_THREADS) {
     uint32_t const key = first + piece / ROW_CHUNKS, bytes = key < end ? 16 : 0;
-    uint64_t const from = key < end ? (uint64_t)first * ROW_BYTES + piece * 16 : 0;
-    piece_copy(to + piece * 16, a.keys + from, bytes);
-    piece_copy(to + ATTEND_BLOCK_BYTES + piece * 16, a.values + from, bytes);
+    char const* from = keys + (key < end ? piece * 16 : 0);
+    piece_copy(to + piece * 16, from, bytes);
+    piece_copy(to + ATTEND_BLOCK_BYTES + piece * 16, from + a.values, bytes);
   }
 }
 
@@ -175,13 +178,14 @@ __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
   queries_load(a, q, token0);
   Summed r = {};
   r.m[0] = r.m[1] = LOWEST;
-  keys_copy(a, begin, end, prefill_memory);
+  keys_copy(a, a.pages[begin / PAGE_KEYS], begin, end, prefill_memory);
   pieces_group();
-  uint32_t stage = 0;
+  uint32_t stage = 0, page = a.pages[(begin + ATTEND_KEYS) / PAGE_KEYS]; // of the next block; a session has a word behind its last
 #pragma unroll 1
   for (uint32_t first = begin; first < end; first += ATTEND_KEYS) {
     if (first + ATTEND_KEYS < end) {
-      keys_copy(a, first + ATTEND_KEYS, end, prefill_memory + (stage ^ 1) * 2 * ATTEND_BLOCK_BYTES);
+      keys_copy(a, page, first + ATTEND_KEYS, end, prefill_memory + (stage ^ 1) * 2 * ATTEND_BLOCK_BYTES);
+      page = a.pages[(first + 2 * ATTEND_KEYS) / PAGE_KEYS];
     }
     pieces_group();
     pieces_wait<1>();
@@ -202,9 +206,8 @@ __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
   attend_finish(a, r, token0);
 }
 
-extern "C" __global__ void __launch_bounds__(ATTEND_THREADS, 2) amk_prefill_attention(char* out, char const* queries, char const* cache, uint32_t units, uint32_t tokens, uint32_t kv_heads,
-                                                                                    uint32_t capacity, uint32_t start, uint32_t window) {
-  uint32_t const heads = kv_heads * AMK_GROUP, head = blockIdx.x % heads;
-  char const* keys = cache + (uint64_t)(head / AMK_GROUP) * capacity * ROW_BYTES;
-  attend_block(Attend{out, queries, keys, keys + (uint64_t)kv_heads * capacity * ROW_BYTES, units, tokens, heads, head, start, window}, blockIdx.x / heads);
+extern "C" __global__ void __launch_bounds__(ATTEND_THREADS, 2) amk_prefill_attention(char* out, char const* queries, char const* cache, uint16_t const* pages, uint32_t units, uint32_t tokens,
+                                                                                    uint32_t kv_heads, uint32_t start, uint32_t window) {
+  uint32_t const heads = kv_heads * AMK_GROUP, head = blockIdx.x % heads, run_bytes = PAGE_KEYS * ROW_BYTES;
+  attend_block(Attend{out, queries, cache + head / AMK_GROUP * run_bytes, pages, kv_heads * run_bytes, units, tokens, heads, head, start, window}, blockIdx.x / heads);
 }

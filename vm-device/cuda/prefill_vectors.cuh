@@ -72,16 +72,16 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_norm(c
 }
 
 // Four elements of a key or a value into its row of the cache, `e` being a multiple of 4: as key_append and value_append leave them.
-__device__ __forceinline__ void cache_write4(char* rows, uint32_t position, uint32_t e, float const (&v)[4]) {
-  char* to = rows + (uint64_t)position * ROW_BYTES + (e / 8 ^ row_swizzle(position)) * 16 + e % 8 * 2;
+__device__ __forceinline__ void cache_write4(char* row, uint32_t position, uint32_t e, float const (&v)[4]) {
+  char* to = row + (e / 8 ^ row_swizzle(position)) * 16 + e % 8 * 2;
   *(uint2*)to = make_uint2(cache_pair(v[0], v[1]), cache_pair(v[2], v[3]));
 }
 
 // The rows of q, k and v of each token: queries normed, rotated and scaled into `queries`, [token][head][half][head_dim] of f16; keys normed
-// and rotated, and values, into the cache of the layer and session. HEAD_LANES threads a head.
-extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(char* queries, char* cache, float const* qkv, float const* angles, float const* q_norm, float const* k_norm,
-                                                                              uint32_t tokens, uint32_t stride, uint32_t kv_heads, uint32_t capacity, uint32_t start, float eps,
-                                                                              float scale) {
+// and rotated, and values, into the pages of the layer and session. HEAD_LANES threads a head.
+extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(char* queries, char* cache, uint16_t const* pages, float const* qkv, float const* angles,
+                                                                              float const* q_norm, float const* k_norm, uint32_t tokens, uint32_t stride, uint32_t kv_heads,
+                                                                              uint32_t start, float eps, float scale) {
   uint32_t const heads = kv_heads * AMK_GROUP, all = heads + 2 * kv_heads;
   uint64_t const index = (uint64_t)blockIdx.x * PREFILL_THREADS + threadIdx.x;
   uint32_t const part = (uint32_t)(index % HEAD_LANES), token = (uint32_t)(index / HEAD_LANES / all), head = (uint32_t)(index / HEAD_LANES % all);
@@ -112,13 +112,14 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(
     return;
   }
   uint32_t const run = head - heads; // keys of each head, then values
-  char* rows = cache + (uint64_t)run * capacity * ROW_BYTES;
+  uint32_t const run_bytes = PAGE_KEYS * ROW_BYTES;
+  char* row = cache + paged_row(pages[position / PAGE_KEYS], kv_heads * run_bytes, position) + run * run_bytes;
 #pragma unroll
   for (uint32_t i = 0; i < 4; ++i) {
     x[i] = run < kv_heads ? u[i] : x[i], y[i] = run < kv_heads ? v[i] : y[i];
   }
-  cache_write4(rows, position, part * 4, x);
-  cache_write4(rows, position, AMK_HEAD_DIM / 2 + part * 4, y);
+  cache_write4(row, position, part * 4, x);
+  cache_write4(row, position, AMK_HEAD_DIM / 2 + part * 4, y);
 }
 
 // Logits of one token: every warp a tile of 8 rows at a time. `x` is the unit of the token's tile, `row` the token in it.

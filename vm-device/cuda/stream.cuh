@@ -55,18 +55,17 @@ __device__ __forceinline__ void cursor_pass(Worker const& w, Cursor& c, uint32_t
 // What the loader knows of the ring. Its loop runs once a stage and must be far faster than a stage lands, so places are shared addresses
 // and everything is in registers.
 struct Loader {
-  uint32_t full, empty;    // the barriers of stage 0
+  uint32_t full;           // the barrier of stage 0
   uint32_t ring;           // stage 0
   uint32_t stages, stage_bytes;
-  uint32_t stage, parity;  // next stage to issue; parity that its empty barrier waits for
-  uint32_t units_far, units_near; // units that may be on their way, and near a handoff
-  uint32_t cap_far, cap_near;     // the same in stages of the run
+  uint32_t stage, parity;  // next stage to issue; parity that its empty barrier is waited for: at first that of the phase before a new barrier's first
+  uint32_t cap_far, cap_near; // stages that may be on their way, and near a handoff
   uint32_t in_flight;      // stages on their way
   uint32_t oldest, oldest_parity; // the first of them
-  bool lapped;             // whether every stage has been used once
   uint64_t policy;
-  uint32_t seen;           // steps of which what was stored before is visible to copies
 };
+
+constexpr uint32_t EMPTY_BEHIND = AMK_OFFSETOF(Shared, empty) - AMK_OFFSETOF(Shared, full);
 
 // The oldest stage on its way has landed.
 __device__ __forceinline__ void loader_landed(Loader& l) {
@@ -106,9 +105,9 @@ __device__ __forceinline__ uint32_t stages_of(Loader const& l, uint32_t units, u
   uint32_t const n = units / stage_units;
   return n == 0 ? 1 : n < l.stages ? n : l.stages;
 }
-__device__ __forceinline__ void loader_caps(Loader& l, uint32_t stage_units) {
-  l.cap_far = stages_of(l, l.units_far, stage_units);
-  l.cap_near = stages_of(l, l.units_near, stage_units);
+__device__ __forceinline__ void loader_caps(Loader& l, amk_program const& p, uint32_t stage_units) {
+  l.cap_far = stages_of(l, p.in_flight * p.stage_units, stage_units);
+  l.cap_near = stages_of(l, p.in_flight_near * p.stage_units, stage_units);
 }
 
 // The next stage, once it has been freed by every consumer warp and few enough bytes are on their way: the messages of a handoff queue
@@ -116,7 +115,7 @@ __device__ __forceinline__ void loader_caps(Loader& l, uint32_t stage_units) {
 __device__ __forceinline__ bool loader_claim(Shared* sh, Loader& l, LoaderWaits& waits) {
   uint32_t const near = flag_load(&sh->near), halt = flag_load(&sh->halt);
   uint32_t const cap = near != 0 ? l.cap_near : l.cap_far, t0 = tape_clock();
-  if (halt != 0 || (l.lapped && !loader_wait(sh, l.empty + l.stage * 8, l.parity))) {
+  if (halt != 0 || !loader_wait(sh, l.full + l.stage * 8 + EMPTY_BEHIND, l.parity)) {
     return false;
   }
   uint32_t const t1 = tape_clock();
@@ -137,24 +136,17 @@ __device__ __forceinline__ void loader_issued(Loader& l) {
   if (++l.stage == l.stages) {
     l.stage = 0;
     l.parity ^= 1;
-    if (!l.lapped) {
-      l.lapped = true;
-      l.parity = 0;
-    }
   }
 }
 
-// A stage of one run of bytes, or of two, the second `gap` bytes behind the start of the first. False when the loader is to stop.
-__device__ __forceinline__ bool loader_issue(Shared* sh, Loader& l, uint64_t from, uint32_t bytes, uint64_t then, uint32_t gap, LoaderWaits& waits) {
+// A stage of one run of bytes. False when the loader is to stop.
+__device__ __forceinline__ bool loader_issue(Shared* sh, Loader& l, uint64_t from, uint32_t bytes, LoaderWaits& waits) {
   if (!loader_claim(sh, l, waits)) {
     return false;
   }
   uint32_t const full = l.full + l.stage * 8, place = l.ring + l.stage * l.stage_bytes;
-  stage_expect_at(full, then != 0 ? 2 * bytes : bytes);
+  stage_expect_at(full, bytes);
   stage_copy_at(place, from, bytes, full, l.policy);
-  if (then != 0) {
-    stage_copy_at(place + gap, then, bytes, full, l.policy);
-  }
   loader_issued(l);
   return true;
 }
@@ -174,7 +166,7 @@ __device__ __forceinline__ bool loader_parts(Shared* sh, Loader& l, uint64_t add
       uint32_t const n = units - first < part ? units - first : part;
 #pragma unroll 1
       for (uint32_t at = done + first; at < end; at += units) {
-        if (!loader_issue(sh, l, address + (uint64_t)at * AMK_UNIT_BYTES, n * AMK_UNIT_BYTES, 0, 0, waits)) {
+        if (!loader_issue(sh, l, address + (uint64_t)at * AMK_UNIT_BYTES, n * AMK_UNIT_BYTES, waits)) {
           return false;
         }
       }
@@ -193,7 +185,7 @@ __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run,
   uint32_t const stage_units = run.w & 0xffff, period = run.w >> 16;
   uint32_t place = 0;
   loader_count(sh, run.z);
-  loader_caps(l, stage_units);
+  loader_caps(l, sh->program, stage_units);
 #if AMK_LANES > 1
   if (period > stage_units) {
     return loader_parts(sh, l, address, run.z, stage_units, period, waits);
@@ -202,7 +194,7 @@ __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run,
   for (uint32_t left = run.z; left > 0;) { // z: units of the run
     uint32_t const most = period - place < stage_units ? period - place : stage_units;
     uint32_t const units = left < most ? left : most;
-    if (!loader_issue(sh, l, address, units * AMK_UNIT_BYTES, 0, 0, waits)) {
+    if (!loader_issue(sh, l, address, units * AMK_UNIT_BYTES, waits)) {
       return false;
     }
     left -= units;
@@ -212,49 +204,92 @@ __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run,
   return true;
 }
 
-// Rows of keys or of values of one block.
-__device__ __forceinline__ bool loader_rows(Shared* sh, Loader& l, uint32_t most, uint64_t from, uint32_t rows, LoaderWaits& waits) {
+// A block of keys and their values, `values` bytes further on: in one stage, or in stages of their own. `head`: the keys of page 0. A copy has rows of
+// one page; a stage takes two where the block does not begin with a page. False when the loader is to stop.
+__device__ __forceinline__ bool loader_block(Shared* sh, Loader& l, uint64_t head, uint32_t values, uint32_t key, uint32_t keys, LoaderWaits& waits) {
+  BlockStages const b = block_stages(keys, l.stage_bytes);
 #pragma unroll 1
-  for (uint32_t at = 0; at < rows; at += most) {
-    uint32_t const n = rows - at < most ? rows - at : most;
-    if (!loader_issue(sh, l, from + at * ROW_BYTES, n * ROW_BYTES, 0, 0, waits)) {
-      return false;
+  for (uint32_t at = 0; at < 2 * b.copied;) { // rows of keys, then of values
+    bool const behind = at >= b.copied;
+    uint32_t const row = behind ? at - b.copied : at, in = row & (b.rows - 1), left = b.copied - row;
+    uint32_t const most = left < b.rows - in ? left : b.rows - in, rows = rows_of_page(key + row, most);
+    // While the stage is not free yet: behind the claim every cycle is one in which nothing is on its way.
+    uint64_t const from = head + paged_row(page_kept(sh->pages, key + row), values, key + row) + (behind ? values : 0);
+    if (in == 0 && !(behind && b.values != 0)) {
+      if (!loader_claim(sh, l, waits)) {
+        return false;
+      }
+      stage_expect_at(l.full + l.stage * 8, (b.values != 0 ? 2 : 1) * most * ROW_BYTES);
+    }
+    uint32_t const full = l.full + l.stage * 8, place = l.ring + l.stage * l.stage_bytes + in * ROW_BYTES;
+    stage_copy_at(place + (behind ? b.values : 0), from, rows * ROW_BYTES, full, l.policy);
+    at += rows;
+    if (b.values != 0 && rows == b.copied && !behind) { // all of a page, and the values in the same stage
+      stage_copy_at(place + b.values, from + values, rows * ROW_BYTES, full, l.policy);
+      at += rows;
+    }
+    if (rows == most && (at > b.copied || b.values == 0)) {
+      loader_issued(l);
     }
   }
   return true;
 }
 
-// A lane's keys and values of an attention task, if its split has some.
-__device__ __forceinline__ bool loader_split(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t lap, uint32_t lane, uint32_t position, uint32_t session, LoaderWaits& waits) {
-  if (l.seen != lap + 1) {
-    l.seen = lap + 1;
-    copies_see_stores();
+// Has the lines brought that the block of a key may need.
+__device__ __forceinline__ void loader_lines(Shared* sh, uint32_t key) {
+#pragma unroll 1
+  for (uint32_t i = 0; i < 2; ++i) {
+    line_ask(sh->pages, sh->launch->pages, key + i * BLOCK_KEYS);
   }
-  uint32_t const keys = attended(position, more.z), active = active_splits(keys, more.y, more.w >> 16), split = lane_split(more.w & 0xffff, more.w >> 16, lane);
-  if (split >= active) {
+}
+
+// A lane's keys and values of an attention task, in the step that has begun. What earlier steps have written is here then; the row of the step's
+// own key is read as it was before, and the op knows better. `more`: values, kv_block, window, split and splits.
+__device__ __forceinline__ bool loader_lane(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t lap, uint32_t lane, LoaderWaits& waits) {
+  uint32_t const position = flag_load(&sh->begun_position[lap % 2 * LANES + lane]), keys = attended(position, more.z);
+  uint32_t const active = active_splits(keys, more.y, more.w >> 16), split = lane_split(more.w & 0xffff, more.w >> 16, lane);
+  uint32_t const start = split < active ? split_start(keys, more.y, active, split) : 0;
+  uint32_t const count = split < active ? split_start(keys, more.y, active, split + 1) - start : 0;
+  uint32_t key = paged_key(flag_load(&sh->begun_session[lap % 2 * LANES + lane]), sh->launch->page_stride, position + 1 - keys + start);
+  block_fence();
+  if (flag_load(&sh->begun) - lap >= 2) { // that step is over, without these keys: the split had none
     return true;
   }
-  loader_caps(l, l.stage_bytes / AMK_UNIT_BYTES);
-  uint32_t const first = split_start(keys, more.y, active, split), count = split_start(keys, more.y, active, split + 1) - first;
-  uint64_t const start = ((uint64_t)run.y << 32 | run.x) + (uint64_t)session * 2 * more.x + (uint64_t)(position + 1 - keys + first) * ROW_BYTES;
+  if (LANES > 1 && count == 0) {
+    return true;
+  }
+  pieces_wait<0>(); // of the run before: no two lines are on their way to one place
+  bool const first = sh->pages.lap != lap;
+  if (first) {
+    lines_forget(sh->pages, lap);
+  }
+  loader_lines(sh, key);
+  if (first) {
+    copies_see_stores(); // as long as the trip for the lines
+  }
+  loader_caps(l, sh->program, l.stage_bytes / AMK_UNIT_BYTES);
   loader_count(sh, ROUNDS * count * 2 * ROW_BYTES / AMK_UNIT_BYTES);
+  sh->pages.key = key, sh->pages.count = count, sh->pages.rounds = ROUNDS;
 #pragma unroll 1
-  for (uint32_t k = 0; k < ROUNDS * count;) {
-    uint32_t const at = k % count, rows = count - at < BLOCK_KEYS ? count - at : BLOCK_KEYS;
-    uint64_t const from = start + at * ROW_BYTES;
-    BlockStages const b = block_stages(rows, l.stage_bytes);
-    bool const on = b.values != 0 ? loader_issue(sh, l, from, b.values, from + more.x, b.values, waits)
-                                  : loader_rows(sh, l, b.rows, from, b.copied, waits) && loader_rows(sh, l, b.rows, from + more.x, b.copied, waits);
-    if (!on) {
+  for (uint32_t left = count; left > 0;) {
+    uint32_t const rows = left < BLOCK_KEYS ? left : BLOCK_KEYS;
+    if (ROUNDS > 1) {
+      loader_lines(sh, key); // they may have made room for others since the round before
+    }
+    pieces_wait<0>();
+    line_ask(sh->pages, sh->launch->pages, key + 2 * BLOCK_KEYS); // a block ahead of its use
+    if (!loader_block(sh, l, (uint64_t)run.y << 32 | run.x, more.x, key, rows, waits)) {
       return false;
     }
-    k += rows;
+    key += rows, left -= rows;
+    if (ROUNDS > 1 && left == 0 && --sh->pages.rounds > 0) { // over the same keys again
+      key = sh->pages.key, left = sh->pages.count;
+    }
   }
   return true;
 }
 
-// Keys and values of an attention task, once the step that they are for has begun: what earlier steps have written is here then. The row
-// of the step's own key is read as it was before; the op knows better. `more`: values, kv_block, window, split and splits.
+// Keys and values of an attention task, once the step that they are for has begun.
 __device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t lap, LoaderWaits& waits) {
   while ((int32_t)(flag_load(&sh->begun) - lap) <= 0) {
     if (flag_load(&sh->halt) != 0 || is_dead(sh)) {
@@ -264,43 +299,35 @@ __device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, ui
   block_fence();
 #pragma unroll 1
   for (uint32_t lane = 0; lane < begun_lanes(sh, lap); ++lane) {
-    uint32_t const position = flag_load(&sh->begun_position[lap % 2 * LANES + lane]), session = flag_load(&sh->begun_session[lap % 2 * LANES + lane]);
-    block_fence();
-    if (flag_load(&sh->begun) - lap >= 2) { // that step is over, without these keys: the split had none
-      return true;
-    }
-    if (!loader_split(sh, l, run, more, lap, lane, position, session, waits)) {
+    if (!loader_lane(sh, l, run, more, lap, lane, waits)) {
       return false;
     }
   }
   return true;
 }
 
+// The worker's loads. Looked up once a run and not kept: the loader's registers are all taken.
+__device__ __forceinline__ amk_load const* loader_list(Shared* sh) { return (amk_load const*)sh->program.loads + sh->queue.load0; }
+
 // The loader: one thread, endless, until halted. Every run starts on a stage of its own.
 __device__ __forceinline__ void loader_run(Worker const& w) {
   Shared* sh = w.shared;
-  uint32_t const loads = sh->queue.loads;
-#if AMK_LANES > 1
-  // Lanes take registers: what is asked for once a run is found again.
-  auto const list_at = [&](uint32_t i) { return (amk_load const*)*(uint64_t volatile const*)&sh->program.loads + flag_load(&sh->queue.load0) + i; };
-#else
-  amk_load const* list = (amk_load const*)sh->program.loads + sh->queue.load0;
-  auto const list_at = [&](uint32_t i) { return list + i; };
-#endif
   Loader l = {};
-  l.full = shared_address(sh->full), l.empty = shared_address(sh->empty), l.ring = shared_address(w.ring);
+  l.full = shared_address(sh->full), l.ring = shared_address(w.ring), l.parity = 1;
   l.stages = w.stages, l.stage_bytes = w.stage_bytes;
-  l.units_far = sh->program.in_flight * sh->program.stage_units, l.units_near = sh->program.in_flight_near * sh->program.stage_units;
+  sh->pages.lap = AMK_NONE;
   l.policy = evict_first_policy();
   LoaderWaits waits = {0, 0, tape_clock()};
   uint32_t load = 0, lap = 0;
   uint4 run = make_uint4(0, 0, 0, 0), more = run;
-  if (loads > 0) {
-    run = load_u32x4(list_at(0)), more = load_u32x4((char const*)list_at(0) + 16);
+  if (sh->queue.loads > 0) {
+    amk_load const* list = loader_list(sh);
+    run = load_u32x4(list), more = load_u32x4((char const*)list + 16);
   }
-  while (loads > 0) {
-    load = load + 1 == loads ? 0 : load + 1;
-    uint4 const next = load_u32x4(list_at(load)), next_more = load_u32x4((char const*)list_at(load) + 16); // a whole run ahead: a trip to L2
+  while (sh->queue.loads > 0) {
+    load = load + 1 == sh->queue.loads ? 0 : load + 1;
+    amk_load const* at = loader_list(sh) + load;
+    uint4 const next = load_u32x4(at), next_more = load_u32x4((char const*)at + 16); // a whole run ahead: a trip to L2
     bool const on = run.z != 0 ? loader_weights(sh, l, run, more.x, lap, waits) : loader_keys(sh, l, run, more, lap, waits);
     if (!on) {
       loader_drain(w, l);

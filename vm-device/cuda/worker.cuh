@@ -72,6 +72,7 @@ struct Shared {
   uint32_t landed; // units that have landed, as far as the loader knows: in shared memory, since its registers are all taken
   uint32_t seen_landed, landing_idle; // the watchdog's: units landed when it last looked, and deadlines since they last changed
   uint64_t pulse_ns; // when the worker's pulse was last written
+  alignas(16) PageLines pages; // the loader's
   amk_launch const* launch;
 #if AMK_TRACE
   Tape tape;

@@ -14,13 +14,8 @@ use crate::landing::Streaming;
 use crate::load::{Residents, constant_key, constant_values, rope_table};
 use crate::machine::PROGRAMS_MAX;
 use crate::memory::{DeviceBuffer, HostBuffer, upload};
+use crate::pages::{KvPool, PageLayout, PageTables, page_bytes, pool_pages};
 use crate::sampling::SamplingMemory;
-
-/// Bytes of an element of a key/value cache: f16.
-pub(crate) const CACHE_ELEMENT_BYTES: u64 = abi::KV_ELEMENT_BYTES;
-
-/// Bytes behind a layer's cache that the copies of its last tile may read: 32 rows of at most 128 elements.
-const CACHE_SLACK_BYTES: u64 = 32 * 128 * CACHE_ELEMENT_BYTES;
 
 /// The build whose bandwidth kernel is used; any would do.
 const PROBE_VARIANT: Variant = Variant {
@@ -41,6 +36,8 @@ const PROBE_VARIANT: Variant = Variant {
 pub struct BootOptions {
     /// Sessions with a key/value cache of their own.
     pub sessions: u32,
+    /// The pages that their caches are made of.
+    pub kv_pool: KvPool,
     /// Rows of logits that a command may keep.
     pub logits_rows: u32,
     /// Device memory for each loaded program's tables and activations.
@@ -57,6 +54,7 @@ impl Default for BootOptions {
     fn default() -> Self {
         Self {
             sessions: 1,
+            kv_pool: KvPool::Full,
             logits_rows: 64,
             program_bytes: 96 << 20,
             records: 0,
@@ -159,26 +157,30 @@ pub(crate) fn check_residency(
     Ok(())
 }
 
-/// Refuses before anything is allocated.
+/// What caches that take what fits leave to others: the memory of prompts in chunks comes with the first of them.
+const SPARE_BYTES: u64 = 2 << 30;
+
+/// How many pages the caches are to have, page zero not counted. What does not fit is refused before anything is allocated.
 pub(crate) fn check_memory(
     program: &Program,
     options: &BootOptions,
     lanes: u32,
     free: u64,
-) -> Result<(), HostError> {
+) -> Result<u32, HostError> {
     let matrices: u64 = program.matrices.iter().map(ir::program::Matrix::bytes).sum();
-    let caches: u64 = program
-        .slots
-        .iter()
-        .filter(|s| matches!(s.source, SlotSource::KvCache { .. }))
-        .map(|s| u64::from(s.words))
-        .sum();
-    let caches = caches * CACHE_ELEMENT_BYTES * u64::from(options.sessions);
+    let (page, sessions) = (page_bytes(program).max(1), options.sessions);
+    let tables = PageTables::bytes(sessions, program.kv_capacity);
     let logits = logits_bytes(options, lanes, program.dims.vocab);
     let sampling = SamplingMemory::bytes(options.sessions, program.dims.vocab);
     let programs = options.program_bytes * PROGRAMS_MAX as u64;
-    let needed = matrices + caches + logits + sampling + programs + (256 << 20);
-    if needed > free { Err(HostError::OutOfMemory { needed, free }) } else { Ok(()) }
+    let needed = matrices + tables + page + logits + sampling + programs + (256 << 20);
+    let room = free.saturating_sub(needed) / page;
+    let spare = SPARE_BYTES.div_ceil(page);
+    match pool_pages(options.kv_pool, (sessions, program.kv_capacity), room, spare) {
+        Ok(pages) if needed <= free => Ok(pages),
+        Ok(pages) => Err(HostError::OutOfMemory { needed: needed + u64::from(pages) * page, free }),
+        Err(pages) => Err(HostError::OutOfMemory { needed: needed + pages * page, free }),
+    }
 }
 
 /// Bytes of the rows of logits of all lanes.
@@ -219,7 +221,7 @@ pub(crate) fn make_residents(
     graph: &Graph,
     weights: &dyn Weights,
     program: &Program,
-    options: &BootOptions,
+    (options, pages): (&BootOptions, u32),
     matrices: Vec<u64>,
     landing_starts: Vec<u32>,
     workers: u32,
@@ -245,11 +247,11 @@ pub(crate) fn make_residents(
     let rope =
         place(bytemuck::cast_slice(&rope_table(&graph.inv_freq, program.kv_capacity)), owned)?;
     let mut caches = vec![0; graph.layers.len()];
-    let mut cache_bytes = 0;
+    let layout = PageLayout::new(graph.kv_heads, graph.head_dim);
     for slot in &program.slots {
         if let SlotSource::KvCache { layer } = slot.source {
-            cache_bytes = u64::from(slot.words) * CACHE_ELEMENT_BYTES * u64::from(options.sessions);
-            owned.push(DeviceBuffer::zeroed(cache_bytes + CACHE_SLACK_BYTES)?);
+            let with_zero = u64::from(pages) + 1;
+            owned.push(DeviceBuffer::zeroed(with_zero * layout.page_bytes())?);
             caches[layer as usize] = owned.last().map_or(0, |b| b.address);
         }
     }
@@ -261,9 +263,8 @@ pub(crate) fn make_residents(
         constants,
         rope,
         caches,
-        cache_bytes,
-        cache_runs: 2 * graph.kv_heads,
-        cache_row_bytes: u64::from(graph.head_dim) * abi::KV_ELEMENT_BYTES,
+        layout,
+        pages,
         logits: owned.last().map_or(0, |b| b.address),
         logits_rows: options.logits_rows,
         kv_capacity: program.kv_capacity,
@@ -306,8 +307,19 @@ mod tests {
         assert!(needed > options.program_bytes * PROGRAMS_MAX as u64);
         assert!(check_memory(&program, &options, 1, needed).is_ok(), "exactly enough is enough");
         let more = BootOptions { sessions: 8, ..options };
-        assert!(check_memory(&program, &more, 1, needed).is_err(), "sessions have caches");
-        assert!(check_memory(&program, &options, 2, needed).is_err(), "lanes have logits");
+        let error = check_memory(&program, &more, 1, needed).expect_err("sessions have caches");
+        let HostError::OutOfMemory { needed, .. } = error else { panic!("{error}") };
+        let (page, pages) = (page_bytes(&program), |kv_pool, free| {
+            check_memory(&program, &BootOptions { kv_pool, ..more.clone() }, 1, free).ok()
+        });
+        assert_eq!(pages(KvPool::Full, needed), Some(8), "64 positions each");
+        assert_eq!(pages(KvPool::Full, needed - 1), None);
+        assert_eq!(pages(KvPool::Fitting, needed - 7 * page), Some(1));
+        assert_eq!(pages(KvPool::Fitting, needed - 7 * page - 1), None);
+        let spared = needed + SPARE_BYTES.next_multiple_of(page);
+        assert_eq!(pages(KvPool::Fitting, spared - 5 * page), Some(3));
+        assert_eq!(pages(KvPool::Positions(1), needed - 7 * page), Some(1));
+        assert!(check_memory(&program, &more, 2, needed).is_err(), "lanes have logits");
         assert!(error.to_string().contains("nothing was allocated"), "{error}");
     }
 }

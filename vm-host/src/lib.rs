@@ -24,6 +24,7 @@ mod lookout;
 mod machine;
 mod memory;
 mod nvml;
+mod pages;
 mod prefill;
 mod ring;
 mod sampling;
@@ -45,5 +46,6 @@ pub use machine::{
     Request, Resident, TensorCheck,
 };
 pub use nvml::{compute_processes, visible_name};
+pub use pages::{KvPool, NoPages, Occupancy, PagePool, pages_of};
 pub use prefill::{GemmShape, KernelTime, PrefillOptions, Prefilled, prefill_refused};
 pub use weights::LoadReport;

@@ -6,8 +6,8 @@ use abi::{NONE, ProgramHeader, Queue, SlotDesc};
 use ir::program::{Program, RowMap, Slot, SlotSource, Task, Verified, smem};
 use ir::{Graph, Weights, decode};
 
-use crate::boot::CACHE_ELEMENT_BYTES;
 use crate::error::HostError;
+use crate::pages::PageLayout;
 use crate::staging::Staging;
 
 /// Bytes between two counters: one sector each, so that polls of one do not disturb another.
@@ -25,14 +25,12 @@ pub(crate) struct Residents {
     pub(crate) constants: BTreeMap<String, u64>,
     /// Rotary cosines and sines, `[kv_capacity][head_dim / 2][2]`.
     pub(crate) rope: u64,
-    /// Key/value caches by layer.
+    /// Key/value caches by layer: where page zero is.
     pub(crate) caches: Vec<u64>,
-    /// Bytes of a layer's cache, of all sessions.
-    pub(crate) cache_bytes: u64,
-    /// Runs of rows in a session's part of it, one row a position: keys of each head, then values. As `cache_rows` of op_attention.cuh.
-    pub(crate) cache_runs: u32,
-    /// Bytes of such a row.
-    pub(crate) cache_row_bytes: u64,
+    /// How they lie.
+    pub(crate) layout: PageLayout,
+    /// Pages that sessions can have.
+    pub(crate) pages: u32,
     /// Logits rows.
     pub(crate) logits: u64,
     /// Rows of it.
@@ -150,14 +148,10 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
             "the program's key/value capacity is {want}, the device was booted for {have}"
         )));
     }
-    let values = u64::from(program.dims.kv_heads)
-        * u64::from(program.kv_capacity)
-        * u64::from(program.dims.head_dim)
-        * CACHE_ELEMENT_BYTES;
-    if u32::try_from(values).is_err() {
+    if PageLayout::new(program.dims.kv_heads, program.dims.head_dim) != residents.layout {
         return Err(HostError::Request(format!(
-            "the keys of a layer are {values} bytes, at most {} are possible: use a smaller --kv-capacity",
-            u32::MAX
+            "the program is of {}, whose keys and values are not as wide as those on the device",
+            program.model
         )));
     }
     if residents.lanes > 1 && program.dims.dtype == ir::DType::F32 {
@@ -305,10 +299,10 @@ fn load(
             let p: abi::AttentionParams = task.params();
             let cache = program.slots[task.writes[1]?.slot.index()].source.clone();
             let SlotSource::KvCache { layer } = cache else { return None };
-            let head = u64::from(program.kv_capacity) * u64::from(p.head_dim) * CACHE_ELEMENT_BYTES;
+            let head = u64::from(p.kv_head) * u64::from(residents.layout.head_bytes());
             Some(abi::Load {
-                address: residents.caches[layer as usize] + u64::from(p.kv_head) * head,
-                values: (u64::from(p.kv_heads) * head) as u32,
+                address: residents.caches[layer as usize] + head,
+                values: residents.layout.values(),
                 kv_block: p.kv_block,
                 window: p.window,
                 split: p.split as u16,

@@ -24,8 +24,8 @@ use crate::load::{Image, Residents, image};
 use crate::lookout::Lookout;
 use crate::memory::{
     DeviceBuffer, HostBuffer, download, download_into, download_rows, upload, upload_fill,
-    upload_fills,
 };
+use crate::pages::{PagePool, PageTables};
 use crate::prefill::Prefill;
 use crate::ring::{self, RingHost};
 use crate::sampling::SamplingMemory;
@@ -33,6 +33,7 @@ use crate::weights::{LoadReport, load_matrices};
 
 mod batch;
 mod chunks;
+mod paged;
 mod run;
 
 pub use batch::{Batch, BatchDecoded, Lane, LaneDecoded};
@@ -40,9 +41,6 @@ pub use run::{Decoded, Request};
 
 /// Programs that can be loaded beside each other.
 pub const PROGRAMS_MAX: usize = 4;
-/// What caches are poisoned with: an f16 far from any key or value, yet finite, since the copies of a tile bring rows behind the last key,
-/// which are multiplied by zero.
-const CACHE_POISON: u8 = 0x77;
 /// The state of a step, and that of its lanes right behind it.
 const STEP_BYTES: u64 = (size_of::<StepState>() + size_of::<LaneStates>()) as u64;
 /// Threads of a worker.
@@ -78,8 +76,7 @@ struct Memory {
     tokens: HostBuffer,
     token_stride: u32,
     bounce: HostBuffer,
-    /// Positions of each session's caches that may hold something else than poison.
-    touched: Vec<u32>,
+    pages: PageTables,
     sampling: SamplingMemory,
     ring: RingHost,
     block: Arc<HostBuffer>, // the ring's memory: dropped after it
@@ -148,7 +145,7 @@ impl Idle {
         let context = Context::new()?;
         let info = context.info()?;
         check_shape(graph, &options)?;
-        check_memory(program, &options, variant.lanes, context.free_bytes()?)?;
+        let pages = check_memory(program, &options, variant.lanes, context.free_bytes()?)?;
         let (module, _) = load_module(variant, &info)?;
         let (copy, compute) = (Stream::new()?, Stream::new()?);
         probe_abi(&module, &compute)?;
@@ -174,7 +171,7 @@ impl Idle {
             graph,
             weights,
             program,
-            &options,
+            (&options, pages),
             matrices,
             plan.starts.clone(),
             info.sms,
@@ -292,6 +289,9 @@ impl Idle {
             program: m.programs[0].address,
             landing: m.landing.address,
             sampling: m.sampling.settings(),
+            pages: m.pages.address(),
+            page_stride: m.pages.stride(),
+            page_count: m.residents.pages + 1,
             pulses: m.block.device + ring::PULSES as u64,
             pulse_ns: PULSE_EVERY.as_nanos() as u32,
             ..Launch::default()
@@ -342,8 +342,13 @@ impl Memory {
         let programs = (0..PROGRAMS_MAX)
             .map(|_| DeviceBuffer::zeroed(options.program_bytes))
             .collect::<Result<Vec<_>, _>>()?;
+        let pool = PagePool::new(options.sessions, residents.pages);
+        let shape = (options.sessions, kv_capacity);
+        let pages =
+            PageTables::new(pool, shape, residents.caches.clone(), residents.layout.page_bytes())?;
         Ok(Self {
             residents,
+            pages,
             serials: vec![0; programs.len()],
             arenas: vec![(0, 0); programs.len()],
             programs,
@@ -356,7 +361,6 @@ impl Memory {
             tokens: HostBuffer::zeroed(options.sessions as usize * 2 * token_stride as usize * 4)?,
             token_stride,
             bounce,
-            touched: vec![kv_capacity; options.sessions as usize],
             sampling,
             ring,
             block,
@@ -506,26 +510,6 @@ impl Resident {
         let source = idle.memory.records.address;
         download(&idle.copy, &idle.memory.bounce, source, bytemuck::cast_slice_mut(&mut records))?;
         Ok(records)
-    }
-
-    /// Fills a session's key/value caches with what is not a number, so that a run which skips work cannot pass for one that did it
-    /// before. Positions that no command touched since the last time still hold it, and are left out.
-    ///
-    /// # Errors
-    /// If a copy fails.
-    pub fn poison_session(&mut self, session: u32) -> Result<(), HostError> {
-        let idle = self.idle();
-        let m = &mut idle.memory;
-        let (residents, touched) = (&m.residents, m.touched[session as usize]);
-        let base = u64::from(session) * residents.cache_bytes / u64::from(idle.options.sessions);
-        let run_bytes = u64::from(residents.kv_capacity) * residents.cache_row_bytes;
-        let runs = residents.caches.iter().flat_map(|&cache| {
-            (0..u64::from(residents.cache_runs)).map(move |run| cache + base + run * run_bytes)
-        });
-        let bytes = u64::from(touched) * residents.cache_row_bytes;
-        upload_fills(&idle.copy, &mut m.bounce, runs, bytes, CACHE_POISON)?;
-        m.touched[session as usize] = 0;
-        Ok(())
     }
 
     /// Fills the first rows of logits with what is not a number: those that a command is to write and the host to read.

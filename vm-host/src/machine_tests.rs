@@ -9,6 +9,7 @@ use ir::{KernelConfig, Target};
 use model::Model;
 
 use super::*;
+use crate::pages::CACHE_POISON;
 
 const DEADLINE: Duration = Duration::from_millis(300);
 
@@ -117,17 +118,43 @@ fn a_poisoned_session_holds_nothing() {
     machine.stop().expect("it stops");
 }
 
-/// The bytes that the kernel uses of the only session's caches.
+/// What the host never sends: positions for which a session has no pages.
+#[test]
+fn a_command_for_positions_without_pages_is_refused_by_the_device() {
+    let Some((_model, program, variant, idle)) = toy() else { return };
+    let mut machine = idle.launch(variant, &program).unwrap_or_else(|e| panic!("{}", e.1));
+    let decode = Submission {
+        command: Command::Decode as u32,
+        steps: 3,
+        forced: 3,
+        ..Submission::default()
+    };
+    let limit = Duration::from_secs(5);
+    let refused = machine.command(&decode, limit, &mut || false);
+    assert!(matches!(refused, Err(HostError::Request(_))), "{refused:?}");
+    let said = machine.decode(0, 0, &[1, 2, 3], 8, &[], false).expect("with pages it decodes");
+    machine.command(&decode, limit, &mut || false).expect("there are pages now");
+    machine.end_session(0).expect("it ends");
+    let refused = machine.command(&decode, limit, &mut || false);
+    assert!(matches!(refused, Err(HostError::Request(_))), "given back: {refused:?}");
+    let again = machine.decode(0, 0, &[1, 2, 3], 8, &[], false).expect("with new pages");
+    assert_eq!(again.tokens, said.tokens);
+    machine.stop().expect("it stops");
+}
+
+/// The bytes of the only session's pages.
 fn caches(machine: &mut Resident) -> Vec<u8> {
     let idle = machine.idle();
-    let residents = &idle.memory.residents;
-    let used = u64::from(residents.cache_runs * residents.kv_capacity) * residents.cache_row_bytes;
+    let Memory { residents, pages, bounce, .. } = &idle.memory;
     let mut all = Vec::new();
-    for &cache in &residents.caches {
-        let mut bytes = vec![0; used as usize];
-        download(&idle.copy, &idle.memory.bounce, cache, &mut bytes).expect("a cache");
-        all.extend(bytes);
+    for layer in 0..residents.caches.len() as u32 {
+        for &page in pages.pool.held(0) {
+            let mut bytes = vec![0; residents.layout.page_bytes() as usize];
+            download(&idle.copy, bounce, pages.place(layer, page), &mut bytes).expect("a page");
+            all.extend(bytes);
+        }
     }
+    assert!(!all.is_empty(), "the session has pages");
     all
 }
 

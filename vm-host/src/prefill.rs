@@ -249,7 +249,8 @@ struct Run<'a> {
     /// Of kernels that are timed: name, flop, begin and end.
     marks: Option<Vec<(&'static str, f64, Event, Event)>>,
     flop: f64,
-    session: u32,
+    /// Where the session's row of pages is.
+    pages: u64,
 }
 
 impl Prefill {
@@ -258,14 +259,13 @@ impl Prefill {
         graph: &Graph,
         residents: &Residents,
         info: &DeviceInfo,
-        sessions: u32,
         options: &PrefillOptions,
     ) -> Result<Self, HostError> {
         if let Some(why) = prefill_refused(graph) {
             return Err(HostError::Request(why));
         }
         let variant = variant(graph, options);
-        let plan = Lookup { graph, residents }.plan(sessions)?;
+        let plan = Lookup { graph, residents }.plan()?;
         let cubin = compile_prefill(&variant, &arch(info)?, default_cache().as_deref())?;
         let module = Module::load(&cubin.image)?;
         let kernels = Kernels::of(&module, &variant)?;
@@ -310,13 +310,13 @@ impl Prefill {
             && self.chunk == chunk_tokens(options.chunk, self.plan.capacity)
     }
 
-    /// Runs `tokens` from `start` of a session: their keys and values into its caches and, with `logits`, the last one's logits into the first row of
-    /// those. The request was checked.
+    /// Runs `tokens` from `start` of a session: their keys and values into its pages and, with `logits`, the last one's logits into the first row of
+    /// those. The request was checked, and the session has pages for it.
     pub(crate) fn run(
         &self,
         stream: &Stream,
         bounce: &mut HostBuffer,
-        (session, start, tokens): (u32, u32, &[u32]),
+        (pages, start, tokens): (u64, u32, &[u32]),
         logits: bool,
         options: &PrefillOptions,
     ) -> Result<Prefilled, HostError> {
@@ -327,7 +327,7 @@ impl Prefill {
             shape: options.shape,
             marks: options.profile.then(Vec::new),
             flop: 0.0,
-            session,
+            pages,
         };
         begin.record(stream)?;
         let chunks = tokens.chunks(self.chunk as usize);
@@ -540,11 +540,6 @@ impl Run<'_> {
         self.launch(name, flop, &set[finish as usize], place, &mut values)
     }
 
-    /// The session's part of a layer's cache.
-    fn cache(&self, layer: &LayerPlan) -> u64 {
-        layer.cache + u64::from(self.session) * self.prefill.plan.session_bytes
-    }
-
     fn heads(&mut self, layer: &LayerPlan, start: u32, count: u32) -> Result<(), HostError> {
         let Prefill { kernels, buffers, plan, variant, heads, kv_heads, .. } = self.prefill;
         let threads =
@@ -552,7 +547,8 @@ impl Run<'_> {
         let grid = threads.div_ceil(u64::from(VECTOR_THREADS)) as u32;
         let mut values = [
             buffers.queries.address,
-            self.cache(layer),
+            layer.cache,
+            self.pages,
             buffers.qkv.address,
             plan.rope,
             layer.q_norm,
@@ -560,7 +556,6 @@ impl Run<'_> {
             count.into(),
             (layer.qkv.tiles * abi::UNIT_ROWS).into(),
             (*kv_heads).into(),
-            plan.capacity.into(),
             start.into(),
             self.prefill.eps.to_bits().into(),
             self.prefill.scale.to_bits().into(),
@@ -569,18 +564,18 @@ impl Run<'_> {
     }
 
     fn attention(&mut self, layer: &LayerPlan, start: u32, rows: Rows) -> Result<(), HostError> {
-        let Prefill { kernels, buffers, plan, variant, heads, kv_heads, .. } = self.prefill;
+        let Prefill { kernels, buffers, variant, heads, kv_heads, .. } = self.prefill;
         let q_bytes = heads * variant.head_dim * 2 * HALF_BYTES; // of a token
         let grid = rows.count.div_ceil(ATTEND_TOKENS) * heads;
         let units = layer.o.units;
         let mut values = [
             self.vector(buffers.attended.address, rows.first, units),
             buffers.queries.address + u64::from(rows.first) * u64::from(q_bytes),
-            self.cache(layer),
+            layer.cache,
+            self.pages,
             units.into(),
             rows.count.into(),
             (*kv_heads).into(),
-            plan.capacity.into(),
             (start + rows.first).into(),
             layer.window.into(),
         ];

@@ -153,8 +153,8 @@ impl Resident {
             return Err(failure);
         }
         for lane in batch.lanes {
-            let touched = &mut memory.touched[lane.session as usize];
-            *touched = (*touched).max(lane.position + batch.generate);
+            let positions = lane.position..lane.position + batch.generate;
+            memory.give_pages(copy, lane.session, positions)?;
             if lane.sampled {
                 memory.sampling.uses(copy, &mut memory.bounce, lane.session, lane.position)?;
             } else {

@@ -1,8 +1,9 @@
 //! Between two residencies: prompts in chunks, and what is in the caches.
 
-use super::Idle;
+use super::{Idle, Memory};
 use crate::error::HostError;
 use crate::memory::download;
+use crate::pages::pages_of;
 use crate::prefill::{Prefill, PrefillOptions, Prefilled, unpacked};
 
 impl Idle {
@@ -22,22 +23,19 @@ impl Idle {
     ) -> Result<Prefilled, HostError> {
         self.check_prompt(session, position, tokens, logits)?;
         self.weights_here()?;
-        let residents = &self.memory.residents;
+        let (residents, pages) = (&self.memory.residents, self.memory.pages.row(session));
         let ready = self.prefill.take().filter(|ready| ready.serves(&self.graph, options));
         let ready = match ready {
             Some(ready) => ready,
-            None => {
-                let sessions = self.options.sessions;
-                Box::new(Prefill::new(&self.graph, residents, &self.info, sessions, options)?)
-            }
+            None => Box::new(Prefill::new(&self.graph, residents, &self.info, options)?),
         };
-        let touched = &mut self.memory.touched[session as usize];
-        *touched = (*touched).max(position + tokens.len() as u32);
+        let positions = position..position + tokens.len() as u32;
+        self.memory.give_pages(&self.copy, session, positions)?;
         // Who samples from this session later looks for its tokens there.
         let at = self.memory.tokens_at(session, position);
         self.memory.tokens.write(at, bytemuck::cast_slice(tokens));
         self.memory.sampling.passes_by(session);
-        let place = (session, position, tokens);
+        let place = (pages, position, tokens);
         let done = ready.run(&self.compute, &mut self.memory.bounce, place, logits, options);
         self.prefill = Some(ready);
         done
@@ -89,27 +87,25 @@ impl Idle {
     /// Keys and values of a session's first `positions` positions in a layer, as they are kept: each `[positions, kv_heads * head_dim]`.
     ///
     /// # Errors
-    /// If there is no such session, layer or position, or a copy fails.
+    /// If there is no such layer, the session has not so many positions, or a copy fails.
     pub fn cached(
         &mut self,
         session: u32,
         layer: u32,
         positions: u32,
     ) -> Result<(Vec<f32>, Vec<f32>), HostError> {
-        let residents = &self.memory.residents;
-        let cache = residents.caches.get(layer as usize).copied();
-        let capacity = residents.kv_capacity;
-        let known = session < self.options.sessions && positions <= capacity;
-        let Some(cache) = cache.filter(|_| known) else {
+        let Memory { residents, pages, bounce, .. } = &self.memory;
+        let held = pages.pool.held(session).get(..pages_of(positions) as usize);
+        let Some(held) = held.filter(|_| (layer as usize) < residents.caches.len()) else {
             return Err(HostError::Request(format!(
                 "{positions} positions of session {session}, layer {layer}: there are not so many"
             )));
         };
-        let bytes = residents.cache_bytes / u64::from(self.options.sessions);
-        let mut out = vec![0_u8; bytes as usize];
-        let source = cache + u64::from(session) * bytes;
-        download(&self.copy, &self.memory.bounce, source, &mut out)?;
-        let (kv_heads, head_dim) = (self.graph.kv_heads, self.graph.head_dim);
-        Ok(unpacked(&out, kv_heads, head_dim, capacity, positions))
+        let mut out = vec![0_u8; held.len() * residents.layout.page_bytes() as usize];
+        let parts = out.chunks_exact_mut(residents.layout.page_bytes() as usize);
+        for (&page, part) in held.iter().zip(parts) {
+            download(&self.copy, bounce, pages.place(layer, page), part)?;
+        }
+        Ok(unpacked(&out, residents.layout, positions))
     }
 }

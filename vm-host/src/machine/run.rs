@@ -89,8 +89,7 @@ impl Resident {
         if let Some(failure) = idle.landing.as_ref().and_then(Landing::failure) {
             return Err(failure);
         }
-        let touched = &mut idle.memory.touched[session as usize];
-        *touched = (*touched).max(position + steps);
+        idle.memory.give_pages(&idle.copy, session, position..position + steps)?;
         if request.sampled {
             idle.memory.sampling.uses(&idle.copy, &mut idle.memory.bounce, session, position)?;
         } else {

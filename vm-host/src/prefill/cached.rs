@@ -1,23 +1,23 @@
 //! Keys and values as the caches hold them.
 
-use super::HALF_BYTES;
+use abi::KV_PAGE;
 
-/// The keys and values of `positions` positions out of the bytes of a session's cache: rows of f16, the 16-byte chunks of a row permuted by
-/// its position (`row_swizzle` of keys.cuh). As `[positions][kv_heads * head_dim]` each.
-pub(crate) fn unpacked(
-    bytes: &[u8],
-    kv_heads: u32,
-    head_dim: u32,
-    capacity: u32,
-    positions: u32,
-) -> (Vec<f32>, Vec<f32>) {
-    let row_bytes = (head_dim * HALF_BYTES) as usize;
+use super::HALF_BYTES;
+use crate::pages::PageLayout;
+
+/// The keys and values of `positions` positions out of the bytes of a session's pages in a layer: rows of f16, the 16-byte chunks of a row
+/// permuted by its position (`row_swizzle` of keys.cuh). As `[positions][kv_heads * head_dim]` each.
+pub(crate) fn unpacked(bytes: &[u8], layout: PageLayout, positions: u32) -> (Vec<f32>, Vec<f32>) {
+    let PageLayout { kv_heads, row_bytes } = layout;
+    let head_dim = row_bytes / HALF_BYTES;
     let rows = |first_run: u32| {
         let mut out = Vec::with_capacity((positions * kv_heads * head_dim) as usize);
         for position in 0..positions {
+            let page = u64::from(position / KV_PAGE) * layout.page_bytes();
             for run in first_run..first_run + kv_heads {
-                let at = (run as usize * capacity as usize + position as usize) * row_bytes;
-                let row = &bytes[at..at + row_bytes];
+                let row = run * layout.head_bytes() + position % KV_PAGE * row_bytes;
+                let at = (page + u64::from(row)) as usize;
+                let row = &bytes[at..at + row_bytes as usize];
                 for element in 0..head_dim as usize {
                     let chunk = (element / 8) ^ row_swizzle(position, head_dim) as usize;
                     let place = chunk * 16 + element % 8 * 2;
@@ -47,11 +47,12 @@ mod tests {
     #[test]
     fn rows_of_the_cache_are_found_again() {
         for head_dim in [16, 32, 64, 128] {
-            let (kv_heads, capacity, positions) = (2_u32, 24, 19);
-            let chunks = head_dim / 8;
-            let mut bytes = vec![0xff; (2 * kv_heads * capacity * head_dim * 2) as usize];
-            let value =
-                |run: u32, position: u32, e: u32| (run * 500 + position * 20 + e % 20) as f32;
+            let (kv_heads, positions) = (2_u32, 2 * KV_PAGE + 19);
+            let (chunks, layout) = (head_dim / 8, PageLayout::new(kv_heads, head_dim));
+            let mut bytes = vec![0xff; 3 * layout.page_bytes() as usize];
+            let value = |run: u32, position: u32, e: u32| {
+                (run * 500 % 1500 + position % 24 * 20 + e % 20) as f32
+            };
             for (run, position) in
                 (0..2 * kv_heads).flat_map(|r| (0..positions).map(move |p| (r, p)))
             {
@@ -59,14 +60,15 @@ mod tests {
                 for e in 0..head_dim {
                     let chunk = (e / 8) ^ row_swizzle(position, head_dim);
                     taken[chunk as usize] = true;
-                    let at = ((run * capacity + position) * head_dim * 2 + chunk * 16 + e % 8 * 2)
-                        as usize;
+                    let (page, row) = (position / 128, run * 128 + position % 128);
+                    let row = page * 2 * kv_heads * 128 + row;
+                    let at = (row * head_dim * 2 + chunk * 16 + e % 8 * 2) as usize;
                     let half = half::f16::from_f32(value(run, position, e));
                     bytes[at..at + 2].copy_from_slice(&half.to_le_bytes());
                 }
                 assert!(taken.iter().all(|&t| t), "a permutation of {chunks} chunks");
             }
-            let (keys, values) = unpacked(&bytes, kv_heads, head_dim, capacity, positions);
+            let (keys, values) = unpacked(&bytes, layout, positions);
             for (index, (k, v)) in keys.iter().zip(&values).enumerate() {
                 let (index, width) = (index as u32, kv_heads * head_dim);
                 let (position, head, e) =

@@ -39,8 +39,6 @@ pub(super) struct Plan {
     pub(super) lm_head: Packed,
     pub(super) rope: u64,
     pub(super) logits: u64,
-    /// Bytes of a session's part of a layer's cache.
-    pub(super) session_bytes: u64,
     pub(super) capacity: u32,
 }
 
@@ -112,7 +110,7 @@ impl Lookup<'_> {
         })
     }
 
-    pub(super) fn plan(&self, sessions: u32) -> Result<Plan, HostError> {
+    pub(super) fn plan(&self) -> Result<Plan, HostError> {
         let graph = self.graph;
         let layers = graph.layers.iter().enumerate().map(|(n, layer)| self.layer(n, layer));
         Ok(Plan {
@@ -122,7 +120,6 @@ impl Lookup<'_> {
             lm_head: self.matrix(&[(graph.lm_head, None, graph.vocab)], false)?,
             rope: self.residents.rope,
             logits: self.residents.logits,
-            session_bytes: self.residents.cache_bytes / u64::from(sessions),
             capacity: self.residents.kv_capacity,
         })
     }

@@ -1,0 +1,181 @@
+//! The rows of page numbers in device memory, and what is known of the pages' contents.
+
+use std::ops::Range;
+
+use super::{NoPages, PagePool, row_words};
+use crate::driver::Stream;
+use crate::error::HostError;
+use crate::memory::{DeviceBuffer, HostBuffer, upload, upload_fills};
+
+/// What pages are poisoned with: an f16 far from any key or value, yet finite, since the copies of a tile bring rows behind the last key,
+/// which are multiplied by zero.
+pub(crate) const CACHE_POISON: u8 = 0x77;
+
+/// The pages of a machine and what the device is told of them.
+pub(crate) struct PageTables {
+    pub(crate) pool: PagePool,
+    /// A row for each session, and a line that the loader may ask for behind the last.
+    rows: DeviceBuffer,
+    stride: u32,
+    /// Of each layer, where page zero is.
+    caches: Vec<u64>,
+    page_bytes: u64,
+    /// Of each page: it may hold something else than poison.
+    used: Vec<bool>,
+    /// Of each session: its pages are poisoned before they are its.
+    poisons: Vec<bool>,
+    /// Of each session: how many pages the device was told of, if it was told since they were others.
+    told: Vec<Option<usize>>,
+}
+
+/// Runs of pages that lie one behind the other.
+fn runs(mut pages: Vec<u32>) -> Vec<Range<u32>> {
+    pages.sort_unstable();
+    let mut runs: Vec<Range<u32>> = Vec::new();
+    for page in pages {
+        match runs.last_mut().filter(|run| run.end == page) {
+            Some(run) => run.end += 1,
+            None => runs.push(page..page + 1),
+        }
+    }
+    runs
+}
+
+impl PageTables {
+    /// Bytes of the rows of so many sessions.
+    pub(crate) fn bytes(sessions: u32, capacity: u32) -> u64 {
+        u64::from(sessions * row_words(capacity)) * 2 + 16
+    }
+
+    /// For pages that are allocated. No kernel is resident.
+    pub(crate) fn new(
+        pool: PagePool,
+        (sessions, capacity): (u32, u32),
+        caches: Vec<u64>,
+        page_bytes: u64,
+    ) -> Result<Self, HostError> {
+        let pages = pool.occupancy().pages as usize + 1;
+        Ok(Self {
+            pool,
+            rows: DeviceBuffer::zeroed(Self::bytes(sessions, capacity))?,
+            stride: row_words(capacity),
+            caches,
+            page_bytes,
+            used: vec![true; pages],
+            poisons: vec![false; sessions as usize],
+            told: vec![Some(0); sessions as usize],
+        })
+    }
+
+    /// Where the rows are.
+    pub(crate) fn address(&self) -> u64 {
+        self.rows.address
+    }
+
+    /// Words of a row.
+    pub(crate) fn stride(&self) -> u32 {
+        self.stride
+    }
+
+    /// Where a session's row is.
+    pub(crate) fn row(&self, session: u32) -> u64 {
+        self.rows.address + u64::from(session * self.stride) * 2
+    }
+
+    /// Where a layer's part of a page is.
+    pub(crate) fn place(&self, layer: u32, page: u32) -> u64 {
+        self.caches[layer as usize] + u64::from(page) * self.page_bytes
+    }
+
+    /// A command of the session is about to use positions from `start` up to `end`: it has pages for them then, and the device knows. No command
+    /// of the session is under way.
+    pub(crate) fn before(
+        &mut self,
+        stream: &Stream,
+        bounce: &mut HostBuffer,
+        session: u32,
+        positions: Range<u32>,
+    ) -> Result<(), HostError> {
+        self.pool.grow(session, positions.end)?;
+        if self.told[session as usize] != Some(self.pool.held(session).len()) {
+            if self.poisons[session as usize] {
+                self.poison(stream, bounce, session)?;
+            }
+            self.tell(stream, bounce, session)?;
+        }
+        let first = (positions.start / abi::KV_PAGE) as usize;
+        let last = super::pages_of(positions.end) as usize;
+        for &page in self.pool.held(session).get(first..last).unwrap_or_default() {
+            self.used[page as usize] = true;
+        }
+        Ok(())
+    }
+
+    /// Writes a session's row: its pages, and zeros behind them.
+    fn tell(
+        &mut self,
+        stream: &Stream,
+        bounce: &mut HostBuffer,
+        session: u32,
+    ) -> Result<(), HostError> {
+        let mut words = vec![0_u16; self.stride as usize];
+        for (word, &page) in words.iter_mut().zip(self.pool.held(session)) {
+            *word = page as u16; // of fewer than KV_PAGES_MAX
+        }
+        self.told[session as usize] = None;
+        upload(stream, bounce, self.row(session), bytemuck::cast_slice(&words))?;
+        self.told[session as usize] = Some(self.pool.held(session).len());
+        Ok(())
+    }
+
+    /// Sets pages aside for a session's first so many positions.
+    pub(crate) fn promise(&mut self, session: u32, positions: u32) -> Result<(), NoPages> {
+        self.pool.promise(session, positions)
+    }
+
+    /// The session is over: others may have its pages, and its row names none.
+    pub(crate) fn release(
+        &mut self,
+        stream: &Stream,
+        bounce: &mut HostBuffer,
+        session: u32,
+    ) -> Result<(), HostError> {
+        self.pool.release(session);
+        let Some(poisons) = self.poisons.get_mut(session as usize) else { return Ok(()) };
+        *poisons = false;
+        if self.told[session as usize] == Some(0) {
+            return Ok(());
+        }
+        self.tell(stream, bounce, session)
+    }
+
+    /// Fills the session's pages that hold something else with poison, and from now on those that it gets.
+    pub(crate) fn poison(
+        &mut self,
+        stream: &Stream,
+        bounce: &mut HostBuffer,
+        session: u32,
+    ) -> Result<(), HostError> {
+        self.poisons[session as usize] = true;
+        let used = |page: &u32| self.used[*page as usize];
+        let pages: Vec<u32> = self.pool.held(session).iter().copied().filter(used).collect();
+        for run in runs(pages) {
+            let bytes = u64::from(run.end - run.start) * self.page_bytes;
+            let targets = (0..self.caches.len() as u32).map(|layer| self.place(layer, run.start));
+            upload_fills(stream, bounce, targets, bytes, CACHE_POISON)?;
+            self.used[run.start as usize..run.end as usize].fill(false);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_one_behind_the_other_are_filled_at_once() {
+        assert_eq!(runs(vec![7, 3, 4, 9, 5]), [3..6, 7..8, 9..10]);
+        assert!(runs(Vec::new()).is_empty());
+    }
+}

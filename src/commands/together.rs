@@ -10,7 +10,7 @@ use reference_vm::eval::Evaluator;
 use remote::Served;
 use search::{Expected, Gate, Handle, Timing, assess, draw_tokens};
 use serde_json::json;
-use vm_host::{Batch, BatchDecoded, Lane, Request};
+use vm_host::{Batch, BatchDecoded, KvPool, Lane, Request};
 
 use crate::cli::{BenchArgs, PrefillChoice};
 use crate::context::Context;
@@ -159,7 +159,7 @@ fn measure(
     let bandwidth = gpu.describe().bandwidth.unwrap_or(context.target.bandwidth as f64);
     let program = Arc::new(super::program::lowered(context, &alone)?);
     let handle = gpu.prepare(&program, &alone.kernel).map_err(failed)?;
-    gpu.serve(handle, sequences).map_err(failed)?;
+    gpu.serve(handle, sequences, KvPool::Full).map_err(failed)?;
     let one = one_by_one(&mut gpu, handle, &prompts)?;
     drop(gpu); // its memory is the next one's
 
@@ -167,7 +167,7 @@ fn measure(
     gpu.set_lanes(sequences);
     let program = Arc::new(super::program::lowered(context, &config)?);
     let handle = gpu.prepare(&program, &config.kernel).map_err(failed)?;
-    gpu.serve(handle, sequences).map_err(failed)?;
+    gpu.serve(handle, sequences, KvPool::Full).map_err(failed)?;
     for (session, prompt) in (0..).zip(&prompts) {
         fill(&mut gpu, handle, session, prompt)?;
     }

@@ -20,6 +20,10 @@ struct Scripted {
     /// Whether it chooses itself, as the resident kernel does, and how often it gave way before it had to.
     chooses: bool,
     gave_way: Arc<Mutex<usize>>,
+    /// Sequences that it runs at once, where it chooses; none is one.
+    width: usize,
+    /// The places of each command in which it chose.
+    commands: Arc<Mutex<Vec<Vec<usize>>>>,
     /// Positions that all sequences may have together, if that is bounded, and what each was promised.
     room: Option<u64>,
     promised: BTreeMap<usize, u64>,
@@ -101,10 +105,55 @@ impl Engine for Scripted {
             }
         }
         self.fed.lock().unwrap().push((place, ran));
+        self.commands.lock().unwrap().push(vec![place]);
         let chosen = all.split_off(tokens.len());
         Ok(Advanced { chosen, ran, stopped: false })
     }
+
+    fn lanes(&self) -> usize {
+        self.width.max(1)
+    }
+
+    fn together(
+        &mut self,
+        lanes: &[(usize, u32)],
+        generate: u32,
+        give_way: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<Result<Advanced, String>>, Broken> {
+        assert!(lanes.len() > 1 && lanes.len() <= self.width, "{lanes:?}");
+        let places: Vec<usize> = lanes.iter().map(|(place, _)| *place).collect();
+        let mut texts: Vec<Vec<u32>> = lanes.iter().map(|(_, token)| vec![*token]).collect();
+        let mut broken = vec![None; lanes.len()];
+        let mut ran = 0;
+        while ran < generate as usize && broken.iter().all(Option::is_none) {
+            for ((place, text), broken) in places.iter().zip(&mut texts).zip(&mut broken) {
+                let fed = self.feed(*place, &text[ran..=ran], true);
+                self.fed.lock().unwrap().pop();
+                match fed {
+                    Ok(row) => {
+                        text.push(row.iter().position(|logit| *logit == 1.0).unwrap() as u32)
+                    }
+                    Err(Broken::Sequence(why)) => *broken = Some(why),
+                    Err(all) => return Err(all),
+                }
+            }
+            ran += 1;
+            if ran < generate as usize && give_way() {
+                *self.gave_way.lock().unwrap() += 1;
+                break;
+            }
+        }
+        self.commands.lock().unwrap().push(places);
+        let lane = |(mut text, broken): (Vec<u32>, Option<String>)| match broken {
+            Some(why) => Err(why),
+            None => Ok(Advanced { chosen: text.split_off(1), ran, stopped: false }),
+        };
+        Ok(texts.into_iter().zip(broken).map(lane).collect())
+    }
 }
+
+#[path = "together_tests.rs"]
+mod together;
 
 /// A greedy request for `limit` tokens.
 fn job(prompt: &[u32], limit: u32, admission: &Admission) -> (Job, UnboundedReceiver<Event>) {

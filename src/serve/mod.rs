@@ -30,6 +30,7 @@ use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{MetricsFile, Observer, Sequences};
 use crate::report;
+use crate::together::spread;
 
 use answer::Heading;
 use decode::{Admission, Desk, Job};
@@ -51,6 +52,8 @@ pub(crate) struct Served {
     vocab: u32,
     /// Positions of a sequence.
     capacity: u32,
+    /// Sequences that one command decodes at once.
+    lanes: u32,
     eos: Vec<u32>,
     tokenizer: Option<Arc<Tokenizer>>,
     admission: Admission,
@@ -115,6 +118,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         }
     };
     args.prefill.check(gpu.is_some())?;
+    args.together.check(gpu.is_some())?;
     let kv_pool = kv_pool(args, device)?;
     let most = abi::SESSIONS_MAX as usize;
     let places = args.sessions.unwrap_or(8);
@@ -134,6 +138,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let engine: Box<dyn Engine + '_> = match (gpu, &lowered) {
         (Some(mut gpu), Some((config, program))) => {
             gpu.set_prefill(args.prefill.prefill)?;
+            gpu.set_lanes(args.together.lanes);
             let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
                 .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))
                 .map_err(|error| Failure::refused(error.to_string()))?;
@@ -188,6 +193,10 @@ fn kv_pool(args: &ServeArgs, device: &str) -> Result<KvPool, Failure> {
 /// The schedule for the end of a full cache, where steps are slowest, and its program.
 fn lowered(context: &Context, args: &ServeArgs) -> Result<Lowered, Failure> {
     let config = context.best_config(args.config.config.as_ref(), context.kv_capacity)?;
+    let config = match (&args.config.config, args.together.lanes) {
+        (Some(_), _) | (None, 1) => config,
+        (None, lanes) => spread(config, context.graph(), &context.target, lanes),
+    };
     let program = Arc::new(crate::commands::program::lowered(context, &config)?);
     Ok((config, program))
 }
@@ -205,6 +214,7 @@ fn serving(
         fingerprint: format!("amk-{}-{device}", env!("CARGO_PKG_VERSION")),
         vocab: graph.vocab,
         capacity: context.kv_capacity,
+        lanes: args.together.lanes,
         eos: graph.eos.clone(),
         tokenizer: context.model.tokenizer()?.map(Arc::new),
         admission: Admission::new(args.queue),
@@ -280,6 +290,7 @@ fn announce(
         // Where tokens are chosen, unless a request asks for probabilities.
         "sampling": if served.device == "cuda" { "device" } else { "host" },
         "kv_capacity": served.capacity,
+        "lanes": served.lanes,
         "tokenizer": served.tokenizer.is_some(),
         "metrics": metrics.map(|addr| format!("http://{addr}/metrics")),
         "pid": std::process::id(),

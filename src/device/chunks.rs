@@ -9,9 +9,9 @@ use crate::cli::PrefillChoice;
 use crate::failure::Failure;
 use crate::report;
 
-/// From so many tokens on a prompt is run in chunks: below, the kernel's end, a short chunk and the next launch take longer than its steps: 12 steps of
-/// llama-3.2-1b, 18 of smollm2-135m, 20 of qwen3-0.6b (docs/performance.md).
-const CHUNKS_FROM: usize = 24;
+/// From so many tokens on a prompt is run in chunks: below, the kernel's end, a short chunk and the next launch take longer than its steps: 9 steps of
+/// llama-3.2-1b, some 15 of small models (docs/performance.md).
+const CHUNKS_FROM: usize = 16;
 
 impl Gpu<'_> {
     /// How prompts are run from now on. They are run token by token if nobody says.

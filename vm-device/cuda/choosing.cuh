@@ -62,10 +62,8 @@ __device__ __forceinline__ void help_change(Worker const& w, Draw const& d, Choi
   }
 }
 
-__device__ __forceinline__ void help_count(Worker const& w, Draw& d, Choice* c, Row const& r, Span span) {
-  buckets_clear(w, d);
-  span_visit(r, span, w.thread, [&](uint32_t, uint32_t, float t, uint64_t weight) { bucket_add(d, bucket_of(t), weight); });
-  consumers_sync();
+// What the histogram of this part has into the one that all share.
+__device__ __forceinline__ void buckets_share(Worker const& w, Draw const& d, Choice* c) {
   for (uint32_t b = w.thread; b < BUCKETS; b += THREADS) {
     if (d.count[b] != 0) {
       add_relaxed(&c->count[b], d.count[b]);
@@ -74,35 +72,29 @@ __device__ __forceinline__ void help_count(Worker const& w, Draw& d, Choice* c, 
   }
 }
 
-__device__ __forceinline__ void help_list(Worker const& w, Draw& d, Choice* c, Row const& r, Span span, uint32_t from, uint32_t to) {
-  if (w.thread == 0) {
-    d.listed = 0;
-  }
-  consumers_sync();
-  uint32_t mine = 0;
-  span_visit(r, span, w.thread, [&](uint32_t, uint32_t, float t, uint64_t) { mine += bucket_of(t) >= from && bucket_of(t) <= to; });
-  uint32_t at = mine != 0 ? block_add(&d.listed, mine) : 0;
-  consumers_sync();
-  if (w.thread == 0 && d.listed != 0) {
-    d.key = claim_many(&c->listed, d.listed);
-  }
-  consumers_sync();
-  at += (uint32_t)d.key;
+// Count, list or weigh. One loop over the tokens for all three: what is asked for later in a step finds its code in the cache.
+__device__ __forceinline__ void help_visit(Worker const& w, Draw& d, Choice* c, Row const& r, Span span, uint32_t what, uint64_t limit, uint64_t least, uint32_t helper) {
+  uint32_t const from = (uint32_t)limit, to = (uint32_t)(limit >> 32); // buckets
   uint4* const list = (uint4*)d.settings.list;
+  uint64_t sum = 0;
+  buckets_clear(w, d);
   span_visit(r, span, w.thread, [&](uint32_t id, uint32_t logit, float t, uint64_t weight) {
-    if (bucket_of(t) >= from && bucket_of(t) <= to && at < r.vocab) { // always below, but if the device is leaving
-      store_u32x4(list + at++, make_uint4(rank_of(r, logit), id, (uint32_t)weight, (uint32_t)(weight >> 32)));
+    uint32_t const rank = rank_of(r, logit), bucket = bucket_of(t);
+    if (what == ASKED_WEIGH) {
+      sum += ((uint64_t)rank << ID_BITS | id) <= limit && weight >= least ? weight : 0;
+    } else if (what == ASKED_COUNT) {
+      bucket_add(d, bucket, weight);
+    } else if (bucket >= from && bucket <= to) {
+      uint32_t const at = claim(&c->listed);
+      if (at < r.vocab) { // always, but if the device is leaving
+        store_u32x4(list + at, make_uint4(rank, id, (uint32_t)weight, (uint32_t)(weight >> 32)));
+      }
     }
   });
-}
-
-__device__ __forceinline__ void help_weigh(Worker const& w, Draw& d, Choice* c, Row const& r, Span span, uint64_t limit, uint64_t least, uint32_t helper) {
-  uint64_t sum = 0;
-  span_visit(r, span, w.thread, [&](uint32_t id, uint32_t logit, float, uint64_t weight) {
-    sum += ((uint64_t)rank_of(r, logit) << ID_BITS | id) <= limit && weight >= least ? weight : 0;
-  });
   sum = block_sum64(w, d, sum);
-  if (w.thread == 0) {
+  if (what == ASKED_COUNT) {
+    buckets_share(w, d, c);
+  } else if (what == ASKED_WEIGH && w.thread == 0) {
     store_u32x4(&c->left[helper], make_uint4((uint32_t)sum, (uint32_t)(sum >> 32), 0, 0));
   }
 }
@@ -130,12 +122,8 @@ __device__ __forceinline__ void choice_help(Worker const& w, Choice* c, amk_samp
     Row const r = {(float const*)logits, vocab, __uint_as_float(a.w), d.settings.scale};
     if (a.x == ASKED_CHANGE) {
       help_change(w, d, c, r.logits, vocab, span, helper);
-    } else if (a.x == ASKED_COUNT) {
-      help_count(w, d, c, r, span);
-    } else if (a.x == ASKED_LIST) {
-      help_list(w, d, c, r, span, b.z, b.w);
-    } else if (a.x == ASKED_WEIGH) {
-      help_weigh(w, d, c, r, span, (uint64_t)b.w << 32 | b.z, least, helper);
+    } else if (a.x != ASKED_END) {
+      help_visit(w, d, c, r, span, a.x, (uint64_t)b.w << 32 | b.z, least, helper);
     }
     consumers_sync();
     if (w.thread == 0) {
@@ -229,79 +217,52 @@ struct Kept {
 
 constexpr uint32_t LIST_WISH = 2048; // tokens that are soon gone through
 
-// Top-k, then top-p. If what counts is but a few buckets' tokens all of them are listed, and nobody is asked again; else those of the
-// bucket that has the last one that counts.
-__device__ __forceinline__ Kept keep_likeliest(Worker const& w, Draw& d, Asker& a, List& l, Row const& r) {
-  uint64_t const share = d.settings.share;
-  uint32_t const top_k = d.settings.top_k;
-  Sought sought = {false, top_k == 0, ~0ull, 1, top_k, 0, 0};
-  Kept kept = {~0ull, 0, false};
-  buckets_forget(w, a.choice);
-  choice_ask(w, a, ASKED_COUNT, false, r, 0, 0);
-#pragma unroll 1
-  for (bool first = true;; first = false) {
-    uint64_t before = 0;
-    bool all = false;
-    if (!kept.listed) {
-      uint64_t const total = buckets_take(w, d, a.choice);
-      if (first) {
-        kept.weight = total;
-        sought.need = sought.by_weight ? share_of(total, share) : sought.need;
-      }
-      Bucket const b = bucket_find(w, d, sought.by_weight, sought.need);
-      uint32_t const to = b.found ? b.bucket : BUCKETS - 1;
-      uint64_t tokens = 0;
-      for (uint32_t i = w.thread; i <= to; i += THREADS) {
-        tokens += d.count[i];
-      }
-      kept.listed = block_sum64(w, d, tokens) <= LIST_WISH && first;
-      all = !b.found && !kept.listed;
-      if (!all) {
-        if (w.thread == 0) {
-          store_relaxed(&a.choice->listed, 0);
-        }
-        uint64_t const buckets = (uint64_t)to << 32 | (kept.listed ? 0 : to);
-        choice_ask(w, a, ASKED_LIST, kept.listed, r, buckets, 0);
-        uint32_t const listed = load_relaxed(&a.choice->listed), rank = list_take(w, d, l, listed < r.vocab ? listed : r.vocab);
-        uint32_t const bits = bits_of(d.ranks);
-        sought.bits = ID_BITS + bits;
-        sought.prefix = (uint64_t)(bits < 32 ? rank >> bits << bits : 0) << ID_BITS;
-        before = kept.listed ? 0 : b.weight_before;
-        sought.need -= kept.listed ? 0 : b.before;
-      }
-    }
-    if (!all) {
-      sought.limit = kept.limit;
-      Found const found = list_find(w, d, l, sought);
-      kept.limit = found.there ? found.key : kept.limit;
-      kept.weight = before + found.upto;
-    }
-    if (sought.by_weight || share >= 1ull << 32) {
-      return kept;
-    }
-    sought.by_weight = true;
-    sought.need = share_of(kept.weight, share);
+// Has the tokens listed among which the last one that counts is to be sought. If what counts is but a few buckets' tokens all of them are, and
+// nobody is asked again; else those of its bucket. False if every token counts. `before`: weight of what comes before the listed ones.
+__device__ __forceinline__ bool list_likeliest(Worker const& w, Draw& d, Asker& a, List& l, Row const& r, Sought& sought, Kept& kept, bool first, uint64_t& before) {
+  uint64_t const total = buckets_take(w, d, a.choice);
+  if (first) {
+    kept.weight = total;
+    sought.need = sought.by_weight ? share_of(total, d.settings.share) : sought.need;
   }
+  Bucket const b = bucket_find(w, d, sought.by_weight, sought.need);
+  uint32_t const to = b.found ? b.bucket : BUCKETS - 1;
+  uint64_t tokens = 0;
+  for (uint32_t i = w.thread; i <= to; i += THREADS) {
+    tokens += d.count[i];
+  }
+  kept.listed = block_sum64(w, d, tokens) <= LIST_WISH && first;
+  if (!b.found && !kept.listed) {
+    return false;
+  }
+  if (w.thread == 0) {
+    store_relaxed(&a.choice->listed, 0);
+  }
+  choice_ask(w, a, ASKED_LIST, kept.listed, r, (uint64_t)to << 32 | (kept.listed ? 0 : to), 0);
+  uint32_t const listed = load_relaxed(&a.choice->listed), rank = list_take(w, d, l, listed < r.vocab ? listed : r.vocab);
+  uint32_t const bits = bits_of(d.ranks);
+  sought.bits = ID_BITS + bits;
+  sought.prefix = (uint64_t)(bits < 32 ? rank >> bits << bits : 0) << ID_BITS;
+  before = kept.listed ? 0 : b.weight_before;
+  sought.need -= kept.listed ? 0 : b.before;
+  return true;
 }
 
 // Of a helper's part those that count, on the list.
-__device__ __forceinline__ void list_span(Worker const& w, List& l, Row const& r, Span span, uint64_t limit, uint64_t least) {
+__device__ __forceinline__ void list_span(Worker const& w, List& l, Row const& r, Span span, Kept const& kept, uint64_t least) {
   l.len = 0;
   span_visit(r, span, w.thread, [&](uint32_t id, uint32_t logit, float, uint64_t weight) {
     uint32_t const rank = rank_of(r, logit);
-    if (((uint64_t)rank << ID_BITS | id) <= limit && weight >= least) {
+    if (((uint64_t)rank << ID_BITS | id) <= kept.limit && weight >= least) {
       list_add(l, w.thread, Listed{0, id - span.first, (uint32_t)weight, (uint32_t)(weight >> 32)});
     }
   });
 }
 
-// The token that is drawn of those kept: from the list, or by the weights of the helpers' parts, then among one part's tokens.
-__device__ __forceinline__ uint32_t draw_kept(Worker const& w, Draw& d, Asker& a, List& l, Row const& r, Kept kept, uint64_t bits) {
-  uint64_t const least = d.settings.least > 1 ? d.settings.least : 1;
-  Sought sought = {true, true, kept.limit, least, 0, 0, 0};
-  bool parts = !kept.listed;
-  uint32_t first = 0;
-  if (parts) {
+// What is drawn with: on the list, or the weights of the helpers' parts, which are put on it. True if it is parts.
+__device__ __forceinline__ bool draw_begin(Worker const& w, Draw& d, Asker& a, List& l, Row const& r, Sought& sought, Kept& kept, uint64_t least, uint64_t bits) {
+  sought = Sought{true, true, kept.limit, least, 0, bits_of(r.vocab - 1), 0};
+  if (!kept.listed) {
     choice_ask(w, a, ASKED_WEIGH, true, r, kept.limit, least);
     l.len = 0;
     uint64_t sum = 0;
@@ -311,24 +272,62 @@ __device__ __forceinline__ uint32_t draw_kept(Worker const& w, Draw& d, Asker& a
       sum = (uint64_t)v.y << 32 | v.x;
     }
     kept.weight = block_sum64(w, d, sum);
-    sought.limit = ~0ull, sought.least = 1;
-    sought.bits = bits_of(a.helpers);
-  } else {
-    kept.weight = least > 1 ? list_sum(w, d, l, sought) : kept.weight;
-    sought.bits = bits_of(r.vocab - 1);
+    sought.limit = ~0ull, sought.least = 1, sought.bits = bits_of(a.helpers);
+  } else if (least > 1) {
+    kept.weight = list_sum(w, d, l, sought);
   }
   sought.need = __umul64hi(bits, kept.weight) + 1;
+  return !kept.listed;
+}
+
+// Top-k, then top-p, then the draw: from the list, or by the weights of the helpers' parts and among one part's tokens. All that is sought is found
+// in one place, so that its code is cold but once.
+__device__ __forceinline__ uint32_t draw(Worker const& w, Draw& d, Asker& a, List& l, Row const& r, uint64_t bits) {
+  uint64_t const share = d.settings.share, least = d.settings.least > 1 ? d.settings.least : 1;
+  uint32_t const top_k = d.settings.top_k;
+  bool const nucleus = share < 1ull << 32, filtered = top_k != 0 || nucleus;
+  Sought sought = {false, top_k == 0, ~0ull, 1, top_k, 0, 0};
+  Kept kept = {~0ull, 0, false};
+  bool first = true, parts = false;
+  uint32_t id = 0;
+  if (filtered) {
+    buckets_forget(w, a.choice);
+    choice_ask(w, a, ASKED_COUNT, false, r, 0, 0);
+  }
 #pragma unroll 1
-  for (;; parts = false) {
-    Found const found = list_find(w, d, l, sought);
-    if (!parts) {
-      return first + (uint32_t)found.key;
+  for (;; first = false) {
+    uint64_t before = 0;
+    bool seek = true;
+    if (!sought.by_id && !kept.listed) {
+      seek = filtered && list_likeliest(w, d, a, l, r, sought, kept, first, before);
     }
-    Span const span = part_of(r.vocab, a.helpers, (uint32_t)found.key);
-    first = span.first;
-    list_span(w, l, r, span, kept.limit, least);
-    sought.need -= found.before;
-    sought.bits = bits_of(span.end - span.first);
+    Found found = {};
+    if (seek) {
+      found = list_find(w, d, l, sought);
+    }
+    if (parts) {
+      Span const span = part_of(r.vocab, a.helpers, (uint32_t)found.key);
+      id = span.first;
+      list_span(w, l, r, span, kept, least);
+      sought.need -= found.before;
+      sought.bits = bits_of(span.end - span.first);
+      parts = false;
+      continue;
+    }
+    if (sought.by_id) {
+      return id + (uint32_t)found.key;
+    }
+    if (seek) {
+      kept.limit = found.there ? found.key : kept.limit;
+      kept.weight = before + found.upto;
+    }
+    if (!sought.by_weight && nucleus) {
+      sought.by_weight = true;
+      sought.need = share_of(kept.weight, share);
+      sought.limit = kept.limit;
+      continue;
+    }
+    parts = draw_begin(w, d, a, l, r, sought, kept, least, bits);
   }
 }
 
@@ -358,9 +357,5 @@ __device__ __forceinline__ uint32_t sample_row(Worker const& w, Draw& d, Asker& 
     return none ? AMK_NONE : highest.row;
   }
   List l = {(uint4*)w.x, (uint4*)s.list, w.shared->program.x_bytes / 16, 0};
-  Kept kept = {~0ull, 0, false};
-  if (s.top_k != 0 || s.share < 1ull << 32) {
-    kept = keep_likeliest(w, d, a, l, r);
-  }
-  return draw_kept(w, d, a, l, r, kept, philox_bits(s.seed, position));
+  return draw(w, d, a, l, r, philox_bits(s.seed, position));
 }

@@ -130,7 +130,7 @@ __device__ __forceinline__ void gemm_finish(Gemm const& g, float const (&c)[TOKE
           }
         }
       } else {
-        constexpr uint32_t AT_ONCE = TILES < 8 ? TILES : 8;
+        constexpr uint32_t AT_ONCE = TILES <= 4 ? TILES : 1; // eight of a warpgroup's were slower with 1 000 tokens: everybody is at it then
         uint32_t const row = tile0 * AMK_UNIT_ROWS + lane % 4 * 2;
         float* const at = (float*)g.out + (uint64_t)token * g.stride + row;
 #pragma unroll

@@ -22,10 +22,10 @@ struct Draw {
   uint32_t count[BUCKETS], low[BUCKETS], high[BUCKETS]; // tokens and their weight, by digit or bucket
   amk_sampling settings;
   uint64_t sums[AMK_WARPS];
+  uint32_t counts[AMK_WARPS];
   uint64_t before, weight_before, weight, key; // what the last digit found
-  uint32_t bucket, alone, found;
+  uint32_t bucket, alone;
   uint32_t ranks;  // in which bits those of listed tokens differ
-  uint32_t listed; // tokens of this helper's part
   uint32_t leaves; // `dead` as one thread saw it
 };
 static_assert(sizeof(Draw) <= sizeof(Shared::part), "the sums of products are not needed any more");
@@ -159,12 +159,11 @@ __device__ __forceinline__ void buckets_clear(Worker const& w, Draw& d) {
   consumers_sync();
 }
 
+// Of a warp, in three parts whose sums fit into words. It is below 2^62.
 __device__ __forceinline__ uint64_t warp_sum64(uint64_t v) {
-#pragma unroll
-  for (int o = 16; o > 0; o >>= 1) {
-    v += __shfl_xor_sync(~0u, v, o);
-  }
-  return v;
+  uint32_t const mask = (1u << 26) - 1;
+  uint64_t const low = __reduce_add_sync(~0u, (uint32_t)v & mask), middle = __reduce_add_sync(~0u, (uint32_t)(v >> 26) & mask), high = __reduce_add_sync(~0u, (uint32_t)(v >> 52));
+  return low + (middle << 26) + (high << 52);
 }
 
 // Of all threads, for all threads.
@@ -262,10 +261,10 @@ __device__ __forceinline__ void list_add(List& l, uint32_t thread, Listed e) {
   }
   ++l.len;
 }
-// Entries from..from+4 of this thread's part; those that are not there weigh nothing.
-__device__ __forceinline__ void list_load(List const& l, uint32_t thread, uint32_t from, Listed (&e)[4]) {
+// Entries from..from+2 of this thread's part; those that are not there weigh nothing.
+__device__ __forceinline__ void list_load(List const& l, uint32_t thread, uint32_t from, Listed (&e)[2]) {
 #pragma unroll
-  for (uint32_t k = 0; k < 4; ++k) {
+  for (uint32_t k = 0; k < 2; ++k) {
     uint32_t const i = (from + k) * AMK_WARPS * 32 + thread;
     uint4 v = make_uint4(0, 0, 0, 0);
     if (from + k < l.len) {
@@ -299,54 +298,6 @@ __device__ __forceinline__ uint64_t listed_weight(Listed const& e, Sought const&
 
 __device__ __forceinline__ uint64_t key_of(Listed const& e, Sought const& s) { return s.by_id ? e.id : (uint64_t)e.rank << ID_BITS | e.id; }
 
-// Warp 0: the bucket in which the sum reaches what is left to find.
-__device__ __forceinline__ void find_bucket(Draw& d, uint32_t lane, bool by_weight, uint64_t need) {
-  constexpr uint32_t EACH = BUCKETS / 32;
-  uint64_t count = 0, weight = 0;
-#pragma unroll 4
-  for (uint32_t i = 0; i < EACH; ++i) {
-    uint32_t const b = lane * EACH + (i + lane) % EACH; // not all lanes in one bank
-    count += d.count[b];
-    weight += (uint64_t)d.high[b] << 32 | d.low[b];
-  }
-  uint64_t counts = count, weights = weight;
-#pragma unroll
-  for (uint32_t o = 1; o < 32; o <<= 1) {
-    uint64_t const c = __shfl_up_sync(~0u, counts, o), v = __shfl_up_sync(~0u, weights, o);
-    counts += lane >= o ? c : 0;
-    weights += lane >= o ? v : 0;
-  }
-  uint64_t const sum = by_weight ? weights : counts;
-  uint32_t const reached = __ballot_sync(~0u, sum >= need);
-  if (reached == 0) {
-    if (lane == 31) {
-      d.found = 0;
-      d.weight = weights;
-    }
-    return;
-  }
-  if (lane != (uint32_t)__ffs(reached) - 1) {
-    return;
-  }
-  counts -= count;
-  weights -= weight;
-  for (uint32_t b = lane * EACH;; ++b) {
-    count = d.count[b];
-    weight = (uint64_t)d.high[b] << 32 | d.low[b];
-    if ((by_weight ? weights + weight : counts + count) >= need || b + 1 == (lane + 1) * EACH) {
-      d.found = 1;
-      d.bucket = b;
-      d.alone = count == 1;
-      d.before = by_weight ? weights : counts;
-      d.weight_before = weights;
-      d.weight = weight;
-      return;
-    }
-    counts += count;
-    weights += weight;
-  }
-}
-
 // A listed token into the histogram of its digit, if it counts and has the digits found so far.
 __device__ __forceinline__ void add_digit(Draw& d, Listed const& e, Sought const& s, uint32_t shift, uint32_t width, uint64_t prefix) {
   uint64_t const key = key_of(e, s), weight = listed_weight(e, s);
@@ -359,11 +310,11 @@ __device__ __forceinline__ void add_digit(Draw& d, Listed const& e, Sought const
 // The key of the only listed token that counts and has these digits in front.
 __device__ __forceinline__ uint64_t list_alone(Worker const& w, Draw& d, List const& l, Sought const& s, uint64_t digits, uint32_t shift) {
 #pragma unroll 1
-  for (uint32_t i = 0; i < l.len; i += 4) {
-    Listed e[4];
+  for (uint32_t i = 0; i < l.len; i += 2) {
+    Listed e[2];
     list_load(l, w.thread, i, e);
 #pragma unroll
-    for (uint32_t k = 0; k < 4; ++k) {
+    for (uint32_t k = 0; k < 2; ++k) {
       uint64_t const key = key_of(e[k], s);
       if (key >> shift == digits && listed_weight(e[k], s) > 0) {
         d.key = key;
@@ -383,15 +334,72 @@ struct Bucket {
   uint64_t before, weight_before; // of what is sought, and the weight, in the buckets before
   uint64_t weight;                // of the bucket; of all if it is not found
 };
+
+// In the warp that has it: the lane's buckets before whose end it is reached.
+__device__ __forceinline__ void bucket_find_lane(Worker const& w, Draw& d, uint32_t each, uint64_t count, uint64_t weight, uint64_t counts, uint64_t weights, bool by_weight, uint64_t need) {
+  uint32_t const lane = w.thread % 32;
+  uint64_t count_upto = count, weight_upto = weight;
+#pragma unroll 1
+  for (uint32_t o = 1; o < 32; o <<= 1) {
+    uint64_t const c = __shfl_up_sync(~0u, count_upto, o), v = __shfl_up_sync(~0u, weight_upto, o);
+    count_upto += lane >= o ? c : 0;
+    weight_upto += lane >= o ? v : 0;
+  }
+  counts += count_upto - count;
+  weights += weight_upto - weight;
+  uint32_t const reached = __ballot_sync(~0u, (by_weight ? weights + weight : counts + count) >= need);
+  if (lane != (uint32_t)__ffs(reached) - 1) {
+    return;
+  }
+#pragma unroll 1
+  for (uint32_t b = w.thread * each;; ++b) {
+    count = d.count[b];
+    weight = (uint64_t)d.high[b] << 32 | d.low[b];
+    if ((by_weight ? weights + weight : counts + count) >= need || b + 1 == (w.thread + 1) * each) {
+      d.bucket = b;
+      d.alone = count == 1;
+      d.before = by_weight ? weights : counts;
+      d.weight_before = weights;
+      d.weight = weight;
+      return;
+    }
+    counts += count;
+    weights += weight;
+  }
+}
+
 __device__ __forceinline__ Bucket bucket_find(Worker const& w, Draw& d, bool by_weight, uint64_t need) {
+  constexpr uint32_t EACH = (BUCKETS + THREADS - 1) / THREADS;
   consumers_sync();
-  if (w.thread < 32) {
-    find_bucket(d, w.thread, by_weight, need);
+  uint32_t count = 0;
+  uint64_t weight = 0;
+#pragma unroll 2
+  for (uint32_t b = w.thread * EACH; b < (w.thread + 1) * EACH && b < BUCKETS; ++b) {
+    count += d.count[b];
+    weight += (uint64_t)d.high[b] << 32 | d.low[b];
+  }
+  uint32_t const warp = w.thread / 32, counts_here = __reduce_add_sync(~0u, count);
+  uint64_t const weights_here = warp_sum64(weight);
+  if (w.thread % 32 == 0) {
+    d.counts[warp] = counts_here;
+    d.sums[warp] = weights_here;
   }
   consumers_sync();
-  Bucket const b = {d.found != 0, d.alone != 0, d.bucket, d.before, d.weight_before, d.weight};
+  uint64_t counts = 0, weights = 0, all_counts = 0, all_weights = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < AMK_WARPS; ++i) {
+    counts = i == warp ? all_counts : counts;
+    weights = i == warp ? all_weights : weights;
+    all_counts += d.counts[i];
+    all_weights += d.sums[i];
+  }
+  uint64_t const before = by_weight ? weights : counts, here = by_weight ? weights_here : counts_here;
+  if (before < need && need <= before + here) {
+    bucket_find_lane(w, d, EACH, count, weight, counts, weights, by_weight, need);
+  }
   consumers_sync();
-  return b;
+  bool const found = need <= (by_weight ? all_weights : all_counts);
+  return Bucket{found, d.alone != 0, d.bucket, d.before, d.weight_before, found ? d.weight : all_weights};
 }
 
 __device__ __forceinline__ Found list_find(Worker const& w, Draw& d, List const& l, Sought const& s) {
@@ -401,11 +409,11 @@ __device__ __forceinline__ Found list_find(Worker const& w, Draw& d, List const&
   for (;;) {
     buckets_clear(w, d);
 #pragma unroll 1
-    for (uint32_t i = 0; i < l.len; i += 4) {
-      Listed e[4];
+    for (uint32_t i = 0; i < l.len; i += 2) {
+      Listed e[2];
       list_load(l, w.thread, i, e);
 #pragma unroll
-      for (uint32_t k = 0; k < 4; ++k) {
+      for (uint32_t k = 0; k < 2; ++k) {
         add_digit(d, e[k], s, shift, width, prefix);
       }
     }
@@ -433,10 +441,10 @@ __device__ __forceinline__ uint32_t bits_of(uint32_t v) { return 32 - __clz(v); 
 __device__ __forceinline__ uint64_t list_sum(Worker const& w, Draw& d, List const& l, Sought const& s) {
   uint64_t sum = 0;
 #pragma unroll 1
-  for (uint32_t i = 0; i < l.len; i += 4) {
-    Listed e[4];
+  for (uint32_t i = 0; i < l.len; i += 2) {
+    Listed e[2];
     list_load(l, w.thread, i, e);
-    sum += listed_weight(e[0], s) + listed_weight(e[1], s) + listed_weight(e[2], s) + listed_weight(e[3], s);
+    sum += listed_weight(e[0], s) + listed_weight(e[1], s);
   }
   return block_sum64(w, d, sum);
 }

@@ -43,13 +43,6 @@ __device__ __forceinline__ uint32_t claim(uint32_t* word) {
   return v;
 }
 
-// The same with more than one.
-__device__ __forceinline__ uint32_t claim_many(uint32_t* word, uint32_t n) {
-  uint32_t v;
-  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(v) : "l"(word), "r"(n) : "memory");
-  return v;
-}
-
 // Adds; for sums that are read when nobody adds any more.
 __device__ __forceinline__ void add_relaxed(uint32_t* word, uint32_t v) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");

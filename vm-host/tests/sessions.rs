@@ -294,8 +294,10 @@ fn a_faulty_session_is_faulted_alone() {
     machine.stop().expect("it stops");
 }
 
-/// Microseconds that all filters together may add to a token of the largest vocabulary.
-const BUDGET_US: f64 = 40.0;
+/// Microseconds that a choice may add to a token of a large vocabulary, and each time that the other workers are asked (decision 023): eight trips
+/// to L2 of 0.7 and code that is cold; what is left is the asking worker's seeking.
+const BUDGET_US: f64 = 15.0;
+const QUESTION_US: f64 = 10.0;
 
 /// What sampling adds to a token, by the device's clock.
 #[test]
@@ -311,17 +313,17 @@ fn the_price_of_a_choice() {
         ..at.clone()
     };
     let cases = [
-        ("greedy", None),
-        ("temperature", Some(at.clone())),
-        ("top_p", Some(Sampling { top_p: 0.9, ..at.clone() })),
-        ("top_k", Some(Sampling { top_k: 50, ..at.clone() })),
-        ("penalty", Some(Sampling { repetition_penalty: 1.1, ..at.clone() })),
-        ("penalty, top_p", Some(Sampling { repetition_penalty: 1.1, top_p: 0.9, ..at })),
-        ("all", Some(all)),
+        ("greedy", 0, None),
+        ("temperature", 1, Some(at.clone())),
+        ("top_p", 3, Some(Sampling { top_p: 0.9, ..at.clone() })), // a flat row: too many tokens to list
+        ("top_k", 2, Some(Sampling { top_k: 50, ..at.clone() })),
+        ("penalty", 2, Some(Sampling { repetition_penalty: 1.1, ..at.clone() })),
+        ("penalty, top_p", 4, Some(Sampling { repetition_penalty: 1.1, top_p: 0.9, ..at })),
+        ("all", 3, Some(all)),
     ];
     let prompt: Vec<u32> = (0..64).map(|i| i * 131 % vocab).collect();
     let mut prices = Vec::new();
-    for (name, sampling) in cases {
+    for (name, questions, sampling) in cases {
         if let Some(sampling) = &sampling {
             machine.set_sampling(0, sampling).expect("settings");
         }
@@ -334,15 +336,16 @@ fn the_price_of_a_choice() {
             let done = machine.run(&more, &mut || false).expect("it runs");
             best = best.min(done.device_us / f64::from(done.steps));
         }
-        prices.push((name, best));
-        let more = best - prices[0].1;
+        prices.push((name, questions, best));
+        let more = best - prices[0].2;
         eprintln!("{vocab} logits, {name}: {best:.1} us a token, {more:.1} more than greedy");
     }
-    let greedy = prices[0].1;
-    let dear = prices.iter().filter(|(_, price)| price - greedy > BUDGET_US);
+    let greedy = prices[0].2;
+    let budget = |questions: i32| BUDGET_US + QUESTION_US * f64::from(questions);
+    let dear = prices.iter().filter(|(_, questions, price)| price - greedy > budget(*questions));
     let dear: Vec<_> =
-        dear.map(|(name, price)| format!("{name} {:.1} us", price - greedy)).collect();
-    assert!(dear.is_empty(), "above {BUDGET_US} us: {}", dear.join(", "));
+        dear.map(|(name, _, price)| format!("{name} {:.1} us", price - greedy)).collect();
+    assert!(dear.is_empty(), "too dear: {}", dear.join(", "));
     machine.stop().expect("it stops");
 }
 

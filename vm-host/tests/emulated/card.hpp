@@ -32,9 +32,9 @@ __device__ inline void counter_signal(uint32_t* word) {
 }
 __device__ inline void add_relaxed(uint32_t* word, uint32_t v) { asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory"); }
 __device__ inline void add_relaxed64(uint64_t* word, uint64_t v) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(word), "l"(v) : "memory"); }
-__device__ inline uint32_t claim_many(uint32_t* word, uint32_t n) {
+__device__ inline uint32_t claim(uint32_t* word) {
   uint32_t v;
-  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(v) : "l"(word), "r"(n) : "memory");
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(word) : "memory");
   return v;
 }
 __device__ inline void poll_pause() { __nanosleep(20); }

@@ -59,6 +59,7 @@ struct Fibers {
   ucontext_t home, of[ALL_THREADS];
   std::unique_ptr<char[]> stacks{new char[(size_t)ALL_THREADS * STACK]};
   bool done[ALL_THREADS];
+  uint32_t group[ALL_THREADS], since[ALL_THREADS]; // what a fiber waits for: a group, plus one, to leave this round
   uint32_t running, waiting[GROUPS], round[GROUPS], size[GROUPS];
   uint64_t word[ALL_THREADS];
   void (*body)(uint32_t worker, uint32_t thread);
@@ -73,9 +74,13 @@ inline void meet(uint32_t group) {
     ++fibers.round[group];
     return;
   }
+  uint32_t const t = fibers.running;
+  fibers.group[t] = group + 1;
+  fibers.since[t] = round;
   while (fibers.round[group] == round) {
     next_fiber();
   }
+  fibers.group[t] = 0;
 }
 inline void fiber_main() {
   fibers.body(fibers.running / THREADS_OF_WORKER, fibers.running % THREADS_OF_WORKER);
@@ -90,6 +95,7 @@ inline void run_workers(void (*body)(uint32_t, uint32_t)) {
   }
   for (uint32_t t = 0; t < ALL_THREADS; ++t) {
     fibers.done[t] = false;
+    fibers.group[t] = 0;
     getcontext(&fibers.of[t]);
     fibers.of[t].uc_stack.ss_sp = fibers.stacks.get() + (size_t)t * STACK;
     fibers.of[t].uc_stack.ss_size = STACK;
@@ -98,7 +104,8 @@ inline void run_workers(void (*body)(uint32_t, uint32_t)) {
   }
   for (uint32_t left = ALL_THREADS, idle = 0; left > 0;) {
     for (uint32_t t = 0; t < ALL_THREADS; ++t) {
-      if (fibers.done[t]) {
+      uint32_t const group = fibers.group[t];
+      if (fibers.done[t] || (group != 0 && fibers.round[group - 1] == fibers.since[t])) {
         continue;
       }
       fibers.running = t;
@@ -144,6 +151,17 @@ inline uint32_t __ballot_sync(uint32_t, bool v) {
   meet(warp);
   return r;
 }
+inline uint32_t __reduce_add_sync(uint32_t, uint32_t v) {
+  uint32_t const t = fibers.running, warp = t / 32;
+  fibers.word[t] = v;
+  meet(warp);
+  uint32_t sum = 0;
+  for (uint32_t i = 0; i < 32; ++i) {
+    sum += (uint32_t)fibers.word[warp * 32 + i];
+  }
+  meet(warp);
+  return sum;
+}
 inline bool __any_sync(uint32_t mask, bool v) { return __ballot_sync(mask, v) != 0; }
 
 inline uint32_t load_relaxed(uint32_t const* p) { return *p; }
@@ -153,11 +171,7 @@ inline void acquire_release_fence() {}
 inline void counter_signal(uint32_t* p) { ++*p; }
 inline void add_relaxed(uint32_t* p, uint32_t v) { *p += v; }
 inline void add_relaxed64(uint64_t* p, uint64_t v) { *p += v; }
-inline uint32_t claim_many(uint32_t* p, uint32_t n) {
-  uint32_t const old = *p;
-  *p += n;
-  return old;
-}
+inline uint32_t claim(uint32_t* p) { return (*p)++; }
 inline uint4 load_u32x4(void const* p) {
   uint4 v;
   std::memcpy(&v, p, sizeof v);

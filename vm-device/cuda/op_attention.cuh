@@ -429,6 +429,7 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
     HeadsAsked const asked = heads_ask(w, st, p, g0, newest);
     TilePlace place = tile_place(w, walk, mine);
     tile_take(w, c, walk, place, mine, k);
+    char* const to = fresh_row(w, st.slot[AMK_READS_MAX + 1], p, page); // while the queries are on their way
     heads_wait(w, st, p, asked, newest, q);
     tape_staged(w);
 #pragma unroll 1
@@ -438,7 +439,6 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
 #pragma unroll
       for (uint32_t half = 0; half < HALVES; ++half) {
         if (fresh_here) {
-          char* to = fresh_row(w, st.slot[AMK_READS_MAX + 1], p, page);
           key_append(w, to, position, count - 1 - tile - half * 16, g0 == 0 && half == 0, k[half]);
         }
         tile_scores(q, k[half], s[half]);
@@ -446,8 +446,7 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
       cursor_pass(w, c, walk.passed, place.values_at);
       char* values = w.ring + (cursor_land(w, c) - w.ring) + place.values + place.row * ROW_BYTES;
       if (fresh_here) {
-        char* to = fresh_row(w, st.slot[AMK_READS_MAX + 1], p, page) + fresh_values(p);
-        value_append(w, to, position, values + (count - 1 - tile) * ROW_BYTES, g0 == 0);
+        value_append(w, to + fresh_values(p), position, values + (count - 1 - tile) * ROW_BYTES, g0 == 0);
       }
       tile_add(w, r, s, count - tile, values, swizzle, tile == mine);
       tile += 2 * BLOCK_KEYS;

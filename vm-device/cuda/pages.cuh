@@ -52,5 +52,19 @@ __device__ __forceinline__ void lines_forget(PageLines& p, uint32_t lap) {
     p.number[i] = AMK_NONE;
   }
 }
+// Before the blocks of a run of keys that begins at one: the lines of the first block and of what it may have of the next page are there then.
+__device__ __forceinline__ void lines_begin(PageLines& p, uint64_t pages, uint32_t key) {
+#pragma unroll 1
+  for (uint32_t i = 0; i < 2; ++i) {
+    line_ask(p, pages, key + i * PAGE_KEYS);
+  }
+}
+// Before each block of the run: a line is asked for two blocks ahead, and waited for one ahead. Most blocks have nothing to do here.
+__device__ __forceinline__ void lines_ahead(PageLines& p, uint64_t pages, uint32_t key) {
+  if (key / PAGE_KEYS % 8 >= 6) {
+    pieces_wait<0>();
+    line_ask(p, pages, key + 2 * PAGE_KEYS);
+  }
+}
 // The page of a key whose line is there.
 __device__ __forceinline__ uint32_t page_kept(PageLines const& p, uint32_t key) { return ((uint16_t const*)p.line)[key / PAGE_KEYS % (8 * PAGE_LINES)]; }

@@ -235,14 +235,6 @@ __device__ __forceinline__ bool loader_block(Shared* sh, Loader& l, uint64_t hea
   return true;
 }
 
-// Has the lines brought that the block of a key may need.
-__device__ __forceinline__ void loader_lines(Shared* sh, uint32_t key) {
-#pragma unroll 1
-  for (uint32_t i = 0; i < 2; ++i) {
-    line_ask(sh->pages, sh->launch->pages, key + i * BLOCK_KEYS);
-  }
-}
-
 // A lane's keys and values of an attention task, in the step that has begun. What earlier steps have written is here then; the row of the step's
 // own key is read as it was before, and the op knows better. `more`: values, kv_block, window, split and splits.
 __device__ __forceinline__ bool loader_lane(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t lap, uint32_t lane, LoaderWaits& waits) {
@@ -263,27 +255,26 @@ __device__ __forceinline__ bool loader_lane(Shared* sh, Loader& l, uint4 run, ui
   if (first) {
     lines_forget(sh->pages, lap);
   }
-  loader_lines(sh, key);
+  lines_begin(sh->pages, sh->launch->pages, key);
   if (first) {
     copies_see_stores(); // as long as the trip for the lines
   }
   loader_caps(l, sh->program, l.stage_bytes / AMK_UNIT_BYTES);
   loader_count(sh, ROUNDS * count * 2 * ROW_BYTES / AMK_UNIT_BYTES);
   sh->pages.key = key, sh->pages.count = count, sh->pages.rounds = ROUNDS;
+  pieces_wait<0>();
 #pragma unroll 1
   for (uint32_t left = count; left > 0;) {
     uint32_t const rows = left < BLOCK_KEYS ? left : BLOCK_KEYS;
-    if (ROUNDS > 1) {
-      loader_lines(sh, key); // they may have made room for others since the round before
-    }
-    pieces_wait<0>();
-    line_ask(sh->pages, sh->launch->pages, key + 2 * BLOCK_KEYS); // a block ahead of its use
+    lines_ahead(sh->pages, sh->launch->pages, key);
     if (!loader_block(sh, l, (uint64_t)run.y << 32 | run.x, more.x, key, rows, waits)) {
       return false;
     }
     key += rows, left -= rows;
     if (ROUNDS > 1 && left == 0 && --sh->pages.rounds > 0) { // over the same keys again
       key = sh->pages.key, left = sh->pages.count;
+      lines_begin(sh->pages, sh->launch->pages, key); // they may have made room for others
+      pieces_wait<0>();
     }
   }
   return true;

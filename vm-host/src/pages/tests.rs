@@ -235,6 +235,8 @@ fn the_device_finds_rows_where_the_host_puts_them() {
         ("PAGE_KEYS - key % PAGE_KEYS", "PAGE_KEYS"),
         ("page * (2 * values)", "page * values"),
         ("session * stride * PAGE_KEYS", "session * PAGE_KEYS"),
+        ("i < 2; ++i", "i < 1; ++i"),
+        ("PAGE_KEYS % 8 >= 6", "PAGE_KEYS % 8 >= 7"),
         ("if (p.number[place] != number)", "if (p.number[place] == AMK_NONE)"),
     ] {
         let got = device_says(&compiler, 16, Some((from, to)), &asked);

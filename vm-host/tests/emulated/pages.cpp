@@ -25,7 +25,7 @@ struct Copy {
 inline std::vector<Copy> asked;
 inline void piece_copy(uint32_t to, void const* from, uint32_t) { asked.push_back(Copy{to, from}); }
 inline void pieces_group() {}
-inline void pieces_wait() {
+template <int> inline void pieces_wait() {
   for (Copy const& c : asked) {
     std::memcpy(shared_memory + c.to, c.from, 16);
   }
@@ -67,12 +67,10 @@ int main(int, char** names) {
   unsigned long long head = 0;
   while (std::fscanf(in, "%u %u %u %llu", &session, &first, &count, &head) == 4) {
     uint32_t const key = paged_key(session, stride, first);
-    for (uint32_t i = 0; i < 2; ++i) {
-      line_ask(lines, (uint64_t)tables, key + i * BLOCK_KEYS);
-    }
+    lines_begin(lines, (uint64_t)tables, key);
+    pieces_wait<0>();
     for (uint32_t at = 0; at < count; at += BLOCK_KEYS) {
-      pieces_wait();
-      line_ask(lines, (uint64_t)tables, key + at + 2 * BLOCK_KEYS);
+      lines_ahead(lines, (uint64_t)tables, key + at);
       uint32_t const rows = block_stages(count - at < BLOCK_KEYS ? count - at : BLOCK_KEYS, 1u << 14).copied;
       for (uint32_t i = 0; i < rows; ++i) { // each by itself and all at once: the tables say the same
         if (page_kept(lines, key + at + i) != page_ask((uint64_t)tables, key + at + i)) {

@@ -102,15 +102,12 @@ __device__ __forceinline__ uint4 quad_halves(float4 v) {
   return make_uint4(h0, h1, element_pair(v.x - b0.x, v.y - b0.y), element_pair(v.z - b1.x, v.w - b1.y));
 }
 
-// The first of the two groups of 4 elements that a thread asks for of a unit; the second is 8 further on. Two neighbours ask for 32 bytes
-// together, and need 8 elements in a row each: they exchange one group.
-__device__ __forceinline__ uint32_t operand_element(Worker const& w, uint32_t unit) { return unit * UNIT_COLS + w.thread % 4 / 2 * 16 + w.thread % 2 * 4; }
+// The first of the 8 elements that a thread needs of a unit. Two loads of 16 bytes bring them, each half a sector; loads of whole sectors, and an
+// exchange between neighbours, cost more in instructions than they save on the way.
+__device__ __forceinline__ uint32_t operand_element(Worker const& w, uint32_t unit) { return unit * UNIT_COLS + w.thread % 4 * 8; }
 
-__device__ __forceinline__ void operand_make(Worker const& w, float4 a, float4 b, uint4 (&half)[2]) {
-  bool const odd = w.thread % 2 != 0;
-  uint4 const p = quad_halves(a), q = quad_halves(b), give = odd ? p : q;
-  uint4 const got = make_uint4(__shfl_xor_sync(~0u, give.x, 1), __shfl_xor_sync(~0u, give.y, 1), __shfl_xor_sync(~0u, give.z, 1), __shfl_xor_sync(~0u, give.w, 1));
-  uint4 const first = odd ? got : p, second = odd ? q : got;
+__device__ __forceinline__ void operand_make(float4 a, float4 b, uint4 (&half)[2]) {
+  uint4 const first = quad_halves(a), second = quad_halves(b);
   half[0] = make_uint4(first.x, first.z, first.y, first.w); // of an operand's rows, 8 are high halves and 8 low
   half[1] = make_uint4(second.x, second.z, second.y, second.w);
 }
@@ -130,18 +127,18 @@ __device__ __forceinline__ float lanes_stage_vector(Worker const& w, Words const
   uint32_t wanted = 0;
 #pragma unroll
   for (uint32_t i = 0; i < LANE_QUADS; ++i) {
-    wanted |= i / 2 < mine && first + i / 2 * STEP_ELEMENTS + i % 2 * 8 < p.k_len ? 1u << i : 0;
+    wanted |= i / 2 < mine && first + i / 2 * STEP_ELEMENTS + i % 2 * 4 < p.k_len ? 1u << i : 0;
   }
   if (norm != nullptr && w.thread % 32 < mine) {
     prefetch_l1(norm + (unit0 + w.thread / 32 + w.thread % 32 * AMK_WARPS) * UNIT_COLS);
   }
   uint4 v[LANE_QUADS];
-  lanes_wait(w, words, [&](uint32_t i) { return word + i / 2 * step_words<SKIP>() + i % 2 * 8; }, wanted, v);
+  lanes_wait(w, words, [&](uint32_t i) { return word + i / 2 * step_words<SKIP>() + i % 2 * 4; }, wanted, v);
   float square = 0.f;
   if (norm == nullptr) {
 #pragma unroll
     for (uint32_t j = 0; j < SHARE; ++j) {
-      operand_make(w, quad_value(words, v[2 * j]), quad_value(words, v[2 * j + 1]), x.half[j]);
+      operand_make(quad_value(words, v[2 * j]), quad_value(words, v[2 * j + 1]), x.half[j]);
     }
     return square;
   }
@@ -151,8 +148,8 @@ __device__ __forceinline__ float lanes_stage_vector(Worker const& w, Words const
     square = quad_square(b, quad_square(a, square));
     // What is not wanted is zero, and so is its product with the first of the norm's weights.
     float const* n = norm + ((wanted >> 2 * j & 1) != 0 ? first + j * STEP_ELEMENTS : 0);
-    float const* m = norm + ((wanted >> (2 * j + 1) & 1) != 0 ? first + j * STEP_ELEMENTS + 8 : 0);
-    operand_make(w, quad_times(a, load_constant(n)), quad_times(b, load_constant(m)), x.half[j]);
+    float const* m = norm + ((wanted >> (2 * j + 1) & 1) != 0 ? first + j * STEP_ELEMENTS + 4 : 0);
+    operand_make(quad_times(a, load_constant(n)), quad_times(b, load_constant(m)), x.half[j]);
   }
   return square;
 }
@@ -166,7 +163,7 @@ __device__ __forceinline__ float lanes_stage_embedding(Worker const& w, Resolved
     float4 v[2];
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
-      uint32_t const e = operand_element(w, unit0 + w.thread / 32 + j * AMK_WARPS) + i * 8;
+      uint32_t const e = operand_element(w, unit0 + w.thread / 32 + j * AMK_WARPS) + i * 4;
       v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
       if (j < mine && e < p.k_len) {
         v[i] = embedding_read4(w, in, e);
@@ -174,7 +171,7 @@ __device__ __forceinline__ float lanes_stage_embedding(Worker const& w, Resolved
         v[i] = norm != nullptr ? quad_times(v[i], load_constant(norm + e)) : v[i];
       }
     }
-    operand_make(w, v[0], v[1], x.half[j]);
+    operand_make(v[0], v[1], x.half[j]);
   }
   return square;
 }
@@ -206,7 +203,7 @@ __device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const&
           w, words,
           [&](uint32_t i) {
             uint32_t const word = split * split_words + head * PARTIAL_WORDS + (j0 + i / 3 / SPLITS) * STEP + i / 3 % SPLITS * split_words;
-            return i % 3 == 0 ? word : word + PARTIAL_HEAD + first % AMK_HEAD_DIM + (i % 3 - 1) * 8;
+            return i % 3 == 0 ? word : word + PARTIAL_HEAD + first % AMK_HEAD_DIM + (i % 3 - 1) * 4;
           },
           wanted, v);
 #pragma unroll
@@ -226,7 +223,7 @@ __device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const&
 #pragma unroll
     for (uint32_t j = 0; j < ONCE; ++j) {
       bool const some = a[j].l > 0.f;
-      operand_make(w, some ? merged_value(a[j]) : none, some ? merged_value(Merged{a[j].m, a[j].l, b[j]}) : none, x.half[j0 + j]);
+      operand_make(some ? merged_value(a[j]) : none, some ? merged_value(Merged{a[j].m, a[j].l, b[j]}) : none, x.half[j0 + j]);
     }
   }
 }

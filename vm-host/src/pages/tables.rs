@@ -41,6 +41,12 @@ fn runs(mut pages: Vec<u32>) -> Vec<Range<u32>> {
     runs
 }
 
+/// Which of a session's pages hold something else than poison, from its `first` on. Those before it hold what the session has computed.
+fn unpoisoned(held: &[u32], first: usize, used: &[bool]) -> Vec<u32> {
+    let new = held.get(first..).unwrap_or_default().iter().copied();
+    new.filter(|&page| used[page as usize]).collect()
+}
+
 impl PageTables {
     /// Bytes of the rows of so many sessions.
     pub(crate) fn bytes(sessions: u32, capacity: u32) -> u64 {
@@ -96,11 +102,12 @@ impl PageTables {
         session: u32,
         positions: Range<u32>,
     ) -> Result<(), HostError> {
+        let had = self.pool.held(session).len();
         self.pool.grow(session, positions.end)?;
+        if self.poisons[session as usize] {
+            self.fill(stream, bounce, session, had)?;
+        }
         if self.told[session as usize] != Some(self.pool.held(session).len()) {
-            if self.poisons[session as usize] {
-                self.poison(stream, bounce, session)?;
-            }
             self.tell(stream, bounce, session)?;
         }
         let first = (positions.start / abi::KV_PAGE) as usize;
@@ -157,9 +164,18 @@ impl PageTables {
         session: u32,
     ) -> Result<(), HostError> {
         self.poisons[session as usize] = true;
-        let used = |page: &u32| self.used[*page as usize];
-        let pages: Vec<u32> = self.pool.held(session).iter().copied().filter(used).collect();
-        for run in runs(pages) {
+        self.fill(stream, bounce, session, 0)
+    }
+
+    /// Fills those of a session's pages with poison that hold something else, from its `first` on.
+    fn fill(
+        &mut self,
+        stream: &Stream,
+        bounce: &mut HostBuffer,
+        session: u32,
+        first: usize,
+    ) -> Result<(), HostError> {
+        for run in runs(unpoisoned(self.pool.held(session), first, &self.used)) {
             let bytes = u64::from(run.end - run.start) * self.page_bytes;
             let targets = (0..self.caches.len() as u32).map(|layer| self.place(layer, run.start));
             upload_fills(stream, bounce, targets, bytes, CACHE_POISON)?;
@@ -172,6 +188,14 @@ impl PageTables {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pages_that_a_session_has_keep_what_is_in_them_when_it_gets_more() {
+        let used = [true, true, false, true, true];
+        assert_eq!(unpoisoned(&[4, 2, 1, 3], 1, &used), [1, 3], "page 4 holds keys");
+        assert_eq!(unpoisoned(&[4, 2, 1, 3], 0, &used), [4, 1, 3]);
+        assert!(unpoisoned(&[4], 1, &used).is_empty());
+    }
 
     #[test]
     fn pages_one_behind_the_other_are_filled_at_once() {

@@ -114,6 +114,11 @@ fn the_device_refuses_what_it_cannot_run() {
     let launched = idle.expect("it boots").launch(variant, &program);
     let mut machine = launched.unwrap_or_else(|e| panic!("{}", e.1));
     let good = [lane(1, 3), lane(2, 4), lane(4, 60)];
+    // What a command without its pages is refused for would hide every other reason.
+    for of in &good {
+        let super::Idle { memory, copy, .. } = machine.idle();
+        memory.give_pages(copy, of.session, 0..64).expect("there are pages");
+    }
     let good = submission(&Batch { lanes: &good, generate: 4, ..Batch::default() });
     let second = |session: u32| {
         let mut bad = good;
@@ -131,6 +136,7 @@ fn the_device_refuses_what_it_cannot_run() {
         (Submission { stop_len: 9, ..good }, "nine stop tokens"),
         (Submission { steps: 9, flags: abi::FLAG_KEEP_LOGITS, ..low }, "nine rows of logits"),
         (second(1), "a session twice"),
+        (second(5), "a session without pages"),
         (second(6), "no such session"),
         (second(255), "far from any session"),
         (behind, "a position behind the cache"),

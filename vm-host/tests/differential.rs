@@ -13,7 +13,10 @@ use abi::Opcode;
 
 use ir::schedule::{parse_config, validate};
 use ir::{Target, Valid};
-use vm_host::{BootOptions, HostError, Idle, Resident};
+use vm_host::{BootOptions, Idle, Resident};
+
+mod device;
+use device::device;
 
 const GOLDEN: [&str; 5] =
     ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
@@ -102,22 +105,6 @@ fn boot_options() -> BootOptions {
     match number("AMK_TEST_DEADLINE_S") {
         Some(seconds) => BootOptions { deadline: Duration::from_secs(seconds), ..options },
         None => options,
-    }
-}
-
-/// Whether there is a device to test on.
-fn device() -> Option<vm_host::DeviceInfo> {
-    match vm_host::device_info() {
-        Ok(info) => Some(info),
-        Err(error @ (HostError::NoDriver | HostError::NoDevice)) => {
-            assert!(
-                std::env::var_os("AMK_REQUIRE_DEVICE").is_none(),
-                "a device is required: {error}"
-            );
-            eprintln!("skipped: {error}");
-            None
-        }
-        Err(error) => panic!("{error}"),
     }
 }
 

@@ -15,6 +15,9 @@ use reference_vm::eval::Evaluator;
 use vm_device::Variant;
 use vm_host::{BootOptions, GemmShape, HostError, Idle, PrefillOptions, Resident};
 
+mod device;
+use device::device;
+
 const GOLDEN: [&str; 5] =
     ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
 /// Lengths of prompts: within a tile, across tiles and blocks, more than a chunk of 128.
@@ -29,22 +32,6 @@ const REPEATS: usize = 10;
 const SHAPES: [GemmShape; 2] = [GemmShape::Group, GemmShape::Small];
 /// Tokens that are generated behind a prompt.
 const FOLLOW: u32 = 24;
-
-/// Whether there is a device to test on.
-fn device() -> Option<vm_host::DeviceInfo> {
-    match vm_host::device_info() {
-        Ok(info) => Some(info),
-        Err(error @ (HostError::NoDriver | HostError::NoDevice)) => {
-            assert!(
-                std::env::var_os("AMK_REQUIRE_DEVICE").is_none(),
-                "a device is required: {error}"
-            );
-            eprintln!("skipped: {error}");
-            None
-        }
-        Err(error) => panic!("{error}"),
-    }
-}
 
 fn golden(name: &str) -> Model {
     let here = PathBuf::from("corpus/golden");

@@ -12,6 +12,9 @@ use ir::sampling::{Sampling, Seen};
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
 
+mod device;
+use device::device;
+
 /// A choice to make.
 struct Case {
     row: Vec<f32>,
@@ -377,17 +380,4 @@ fn timed_cases() -> Vec<Case> {
         }
     }
     cases
-}
-
-/// Whether there is a device to test on.
-fn device() -> Option<vm_host::DeviceInfo> {
-    match vm_host::device_info() {
-        Ok(info) => Some(info),
-        Err(error) => {
-            let required = std::env::var_os("AMK_REQUIRE_DEVICE").is_some();
-            assert!(!required, "a device is required: {error}");
-            eprintln!("skipped: {error}");
-            None
-        }
-    }
 }

@@ -13,6 +13,9 @@ use model::Model;
 use vm_device::Variant;
 use vm_host::{Batch, BatchDecoded, BootOptions, HostError, Idle, Lane, Request, Resident};
 
+mod device;
+use device::device;
+
 /// Models of every family and 16-bit type.
 const GOLDEN: [&str; 4] =
     ["llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
@@ -48,19 +51,6 @@ fn golden(name: &str) -> Model {
         PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus/golden"))
     };
     model::import(&root.join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
-}
-
-/// Whether there is a device to test on.
-fn device() -> Option<vm_host::DeviceInfo> {
-    match vm_host::device_info() {
-        Ok(info) => Some(info),
-        Err(error) => {
-            let required = std::env::var_os("AMK_REQUIRE_DEVICE").is_some();
-            assert!(!required, "a device is required: {error}");
-            eprintln!("skipped: {error}");
-            None
-        }
-    }
 }
 
 /// A machine that runs so many lanes of a model.

@@ -6,7 +6,7 @@ use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
 use vm_host::{BootOptions, DeviceInfo, HostError, Idle, KvPool, PrefillOptions, Resident};
 
-use super::CAPACITY;
+use super::{CAPACITY, device};
 
 /// Rows of logits that a command may keep.
 const ROWS: u32 = 512;
@@ -26,19 +26,6 @@ const SCHEDULES: [(&str, &str); 4] = [
         r#"{"pipeline": {"stages": 2, "stage_bytes": 32768, "in_flight_bytes": 32768, "in_flight_near_bytes": 32768}, "tiling": {"attention": {"kv_split": 1}}}"#,
     ),
 ];
-
-/// The device, or nothing if there is none.
-fn device() -> Option<DeviceInfo> {
-    match vm_host::device_info() {
-        Ok(info) => Some(info),
-        Err(error) => {
-            let required = std::env::var_os("AMK_REQUIRE_DEVICE").is_some();
-            assert!(!required, "a device is required: {error}");
-            eprintln!("skipped: {error}");
-            None
-        }
-    }
-}
 
 /// A running machine for a model and a schedule.
 fn machine(

@@ -102,9 +102,13 @@ __device__ __forceinline__ uint4 quad_halves(float4 v) {
   return make_uint4(h0, h1, element_pair(v.x - b0.x, v.y - b0.y), element_pair(v.z - b1.x, v.w - b1.y));
 }
 
-// The first of the 8 elements that a thread needs of a unit. Two loads of 16 bytes bring them, each half a sector; loads of whole sectors, and an
-// exchange between neighbours, cost more in instructions than they save on the way.
-__device__ __forceinline__ uint32_t operand_element(Worker const& w, uint32_t unit) { return unit * UNIT_COLS + w.thread % 4 * 8; }
+// A thread needs two groups of 4 elements of a unit, SECOND apart, and this is the first element of the first: those that go with its 16 bytes of
+// weights (unit_column). Two loads bring them, and in each of these the threads of a pair take a whole sector.
+constexpr uint32_t SECOND = 8;
+__device__ __forceinline__ uint32_t operand_element(Worker const& w, uint32_t unit) {
+  return unit * UNIT_COLS + unit_column(w.thread % 4 * 8);
+}
+static_assert(unit_column(4) == SECOND && AMK_HEAD_DIM % 16 == 0, "both groups belong to one head");
 
 __device__ __forceinline__ void operand_make(float4 a, float4 b, uint4 (&half)[2]) {
   uint4 const first = quad_halves(a), second = quad_halves(b);
@@ -127,13 +131,13 @@ __device__ __forceinline__ float lanes_stage_vector(Worker const& w, Words const
   uint32_t wanted = 0;
 #pragma unroll
   for (uint32_t i = 0; i < LANE_QUADS; ++i) {
-    wanted |= i / 2 < mine && first + i / 2 * STEP_ELEMENTS + i % 2 * 4 < p.k_len ? 1u << i : 0;
+    wanted |= i / 2 < mine && first + i / 2 * STEP_ELEMENTS + i % 2 * SECOND < p.k_len ? 1u << i : 0;
   }
   if (norm != nullptr && w.thread % 32 < mine) {
     prefetch_l1(norm + (unit0 + w.thread / 32 + w.thread % 32 * AMK_WARPS) * UNIT_COLS);
   }
   uint4 v[LANE_QUADS];
-  lanes_wait(w, words, [&](uint32_t i) { return word + i / 2 * step_words<SKIP>() + i % 2 * 4; }, wanted, v);
+  lanes_wait(w, words, [&](uint32_t i) { return word + i / 2 * step_words<SKIP>() + i % 2 * SECOND; }, wanted, v);
   float square = 0.f;
   if (norm == nullptr) {
 #pragma unroll
@@ -148,7 +152,7 @@ __device__ __forceinline__ float lanes_stage_vector(Worker const& w, Words const
     square = quad_square(b, quad_square(a, square));
     // What is not wanted is zero, and so is its product with the first of the norm's weights.
     float const* n = norm + ((wanted >> 2 * j & 1) != 0 ? first + j * STEP_ELEMENTS : 0);
-    float const* m = norm + ((wanted >> (2 * j + 1) & 1) != 0 ? first + j * STEP_ELEMENTS + 4 : 0);
+    float const* m = norm + ((wanted >> (2 * j + 1) & 1) != 0 ? first + j * STEP_ELEMENTS + SECOND : 0);
     operand_make(quad_times(a, load_constant(n)), quad_times(b, load_constant(m)), x.half[j]);
   }
   return square;
@@ -163,7 +167,7 @@ __device__ __forceinline__ float lanes_stage_embedding(Worker const& w, Resolved
     float4 v[2];
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
-      uint32_t const e = operand_element(w, unit0 + w.thread / 32 + j * AMK_WARPS) + i * 4;
+      uint32_t const e = operand_element(w, unit0 + w.thread / 32 + j * AMK_WARPS) + i * SECOND;
       v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
       if (j < mine && e < p.k_len) {
         v[i] = embedding_read4(w, in, e);
@@ -203,7 +207,7 @@ __device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const&
           w, words,
           [&](uint32_t i) {
             uint32_t const word = split * split_words + head * PARTIAL_WORDS + (j0 + i / 3 / SPLITS) * STEP + i / 3 % SPLITS * split_words;
-            return i % 3 == 0 ? word : word + PARTIAL_HEAD + first % AMK_HEAD_DIM + (i % 3 - 1) * 4;
+            return i % 3 == 0 ? word : word + PARTIAL_HEAD + first % AMK_HEAD_DIM + (i % 3 - 1) * SECOND;
           },
           wanted, v);
 #pragma unroll

@@ -315,10 +315,9 @@ extern "C" __global__ void amk_pack(char* packed, char const* source, uint32_t r
   }
   uint32_t const piece = (uint32_t)(index % 4), unit = (uint32_t)(index / 4 % units), row = (uint32_t)(index / 4 / units);
   uint32_t const tile = tile0 + row / AMK_UNIT_ROWS * stride_tiles;
-  uint32_t const col0 = unit * UNIT_COLS + piece * (UNIT_COLS / 4);
   char* out = packed + ((uint64_t)tile * units + unit) * AMK_UNIT_BYTES + (row % AMK_UNIT_ROWS) * AMK_UNIT_ROW_BYTES + piece * 16;
   for (uint32_t i = 0; i < UNIT_COLS / 4; ++i) {
-    uint32_t const col = col0 + i;
+    uint32_t const col = unit * UNIT_COLS + unit_column(piece * (UNIT_COLS / 4) + i);
 #if AMK_DTYPE == 0
     ((uint32_t*)out)[i] = col < cols ? ((uint32_t const*)source)[(uint64_t)row * cols + col] : 0u;
 #else

@@ -27,13 +27,13 @@ __device__ __forceinline__ void mma(float (&c)[4], float const (&from)[4], uint4
 #endif
 
 // Elements e..e+4 of the vector into the activation buffer, in the form that is multiplied: f32, or for the tensor cores the high and
-// the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16). Of 8 elements, pairs 0 and 1 lie
+// the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16). Of the 8 elements that go with 16 bytes of weights, pairs 0 and 1 lie
 // in words 0 and 2 and pairs 2 and 3 in words 1 and 3: so 16 bytes are a left operand as they are.
 __device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) {
 #if AMK_DTYPE == 0
   *(float4*)(w.x + (size_t)e * 4) = v;
 #else
-  uint32_t* p = (uint32_t*)(w.x + e / UNIT_COLS * X_BYTES + e % UNIT_COLS / 8 * 16 + e % 8);
+  uint32_t* p = (uint32_t*)(w.x + e / UNIT_COLS * X_BYTES + unit_column(e) / 8 * 16 + unit_column(e) % 8);
   uint32_t const h0 = element_pair(v.x, v.y), h1 = element_pair(v.z, v.w);
   float2 const b0 = pair_values(h0), b1 = pair_values(h1);
   p[0] = h0, p[2] = h1;

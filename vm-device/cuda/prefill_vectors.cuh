@@ -20,7 +20,7 @@ extern __shared__ __align__(1024) char prefill_memory[];
 // Where a token's column is, in its unit of high halves.
 __device__ __forceinline__ char* x_place(char* x, uint32_t units, uint32_t token, uint32_t column) {
   uint64_t const unit = (uint64_t)(token / AMK_UNIT_ROWS) * units + column / UNIT_COLS;
-  return x + unit * X_UNIT_BYTES + token % AMK_UNIT_ROWS * AMK_UNIT_ROW_BYTES + column % UNIT_COLS * ELEMENT_BYTES;
+  return x + unit * X_UNIT_BYTES + token % AMK_UNIT_ROWS * AMK_UNIT_ROW_BYTES + unit_column(column) * ELEMENT_BYTES;
 }
 
 // Two neighbouring columns, the first one even.
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_embed(
   float* out = residual + (uint64_t)blockIdx.x * stride;
   for (uint32_t e = threadIdx.x * 2; e < stride; e += PREFILL_THREADS * 2) {
     uint64_t const unit = (uint64_t)(token / AMK_UNIT_ROWS) * units + e / UNIT_COLS;
-    char const* at = embedding + unit * AMK_UNIT_BYTES + token % AMK_UNIT_ROWS * AMK_UNIT_ROW_BYTES + e % UNIT_COLS * ELEMENT_BYTES;
+    char const* at = embedding + unit * AMK_UNIT_BYTES + token % AMK_UNIT_ROWS * AMK_UNIT_ROW_BYTES + unit_column(e) * ELEMENT_BYTES;
     *(float2*)(out + e) = pair_values(*(uint32_t const*)at);
   }
 }

@@ -10,6 +10,13 @@ constexpr uint32_t UNIT_COLS = AMK_UNIT_ROW_BYTES / ELEMENT_BYTES; // 16 or 32
 constexpr uint32_t X_BYTES = UNIT_COLS * 4;                        // staged bytes of a unit's columns, in either form
 constexpr uint32_t UNIT_QUADS = UNIT_COLS / 4;                     // groups of 4 elements of a unit's columns
 
+// Where a column lies in its row of a unit, and back. Of 16 columns of 16 bits, the second and the third group of four change places. So the
+// 16 bytes of one thread go with elements 0..4 and 8..12 of 16, and those of its neighbour with the others: two threads that ask for f32 of
+// the vector get whole sectors of 32 bytes at each question (matvec_lanes.cuh). ir::program::exchange_quads is the same.
+__device__ __forceinline__ constexpr uint32_t unit_column(uint32_t column) {
+  return AMK_DTYPE == 0 ? column % UNIT_COLS : (column % UNIT_COLS & ~12u) | (column & 4) << 1 | (column & 8) >> 1;
+}
+
 #if AMK_DTYPE != 0
 // Two floats as stored elements, the first in the low half; and back.
 __device__ __forceinline__ uint32_t element_pair(float low, float high) {
@@ -114,7 +121,7 @@ __device__ __forceinline__ float word_wait(Worker const& w, Words const& s, uint
 __device__ __forceinline__ float4 embedding_read4(Worker const& w, ResolvedSlot const& s, uint32_t e) {
   uint32_t const token = lane_token(w);
   uint64_t const unit = (uint64_t)(token / AMK_UNIT_ROWS) * s.units + e / UNIT_COLS;
-  char const* p = (char const*)s.address + unit * AMK_UNIT_BYTES + (token % AMK_UNIT_ROWS) * AMK_UNIT_ROW_BYTES + (e % UNIT_COLS) * ELEMENT_BYTES;
+  char const* p = (char const*)s.address + unit * AMK_UNIT_BYTES + (token % AMK_UNIT_ROWS) * AMK_UNIT_ROW_BYTES + unit_column(e) * ELEMENT_BYTES;
 #if AMK_DTYPE == 0
   return __ldg((float4 const*)p);
 #else

@@ -224,6 +224,7 @@ fn unpacked_hash(matrix: &Matrix, packed: &[u8], rows: &[u32]) -> String {
         for (unit, out) in line.chunks_exact_mut(ROW).enumerate() {
             let at = tile + unit * abi::UNIT_BYTES as usize + inner;
             out.copy_from_slice(&packed[at..at + ROW]);
+            ir::program::exchange_quads(matrix.dtype, out);
         }
         hasher.update(&line[..row_bytes]);
     }

@@ -402,11 +402,16 @@ fn pack_like_the_kernel(packed: &mut [u8], source: &[u8], piece: &Piece, element
     for thread in 0..piece.rows as usize * units * 4 {
         let (quarter, unit, row) = (thread % 4, thread / 4 % units, thread / 4 / units);
         let tile = piece.tile0 as usize + row / 8 * piece.stride_tiles as usize;
-        let first = unit * columns + quarter * (columns / 4);
         let out = (tile * units + unit) * 512 + row % 8 * 64 + quarter * 16;
-        for i in (0..columns / 4).filter(|i| first + i < cols) {
-            let from = (row * cols + first + i) * element;
-            packed[out + i * element..][..element].copy_from_slice(&source[from..][..element]);
+        for i in 0..columns / 4 {
+            let at = quarter * (columns / 4) + i;
+            // Of 16-bit columns, bits 2 and 3 of the number change places.
+            let swapped = if element == 2 { at & !12 | (at & 4) << 1 | (at & 8) >> 1 } else { at };
+            let column = unit * columns + swapped;
+            if column < cols {
+                let from = (row * cols + column) * element;
+                packed[out + i * element..][..element].copy_from_slice(&source[from..][..element]);
+            }
         }
     }
 }

@@ -121,6 +121,19 @@ impl Matrix {
     }
 }
 
+/// Puts the columns of a row of a unit where the kernel wants them, or back: of 16 columns of 16 bits, the second and the third group of four
+/// change places. Two threads that multiply neighbouring 16 bytes then ask for whole sectors of the vector. Elements of 32 bits stay.
+///
+/// `row` is `abi::UNIT_ROW_BYTES` long, or a multiple of it.
+pub fn exchange_quads(dtype: DType, row: &mut [u8]) {
+    if dtype.bytes() == 2 {
+        for half in row.chunks_exact_mut(32) {
+            let (front, back) = half.split_at_mut(16);
+            front[8..].swap_with_slice(&mut back[..8]);
+        }
+    }
+}
+
 /// What fills a slot before the first step.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum SlotSource {

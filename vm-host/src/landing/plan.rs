@@ -112,7 +112,7 @@ fn reads(matrix: &Matrix, tile0: u32, tiles: u32) -> Vec<TensorRows> {
     reads
 }
 
-/// Packs tiles: unit after unit of a tile, in each 64 bytes of every row. `row` gives a stored row; what there is none of is zero.
+/// Packs tiles: unit after unit of a tile, in each 64 bytes of every row, its columns as `exchange_quads` says. `row` gives a stored row; what there is none of is zero.
 pub(crate) fn pack<'a>(
     matrix: &Matrix,
     piece: &Piece,
@@ -136,6 +136,7 @@ pub(crate) fn pack<'a>(
                         out[left.len()..].fill(0);
                     }
                 }
+                ir::program::exchange_quads(matrix.dtype, out);
             }
         }
     }

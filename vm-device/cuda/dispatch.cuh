@@ -5,7 +5,9 @@
 __device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, Cursor& c) {
 #if AMK_LANES > 1
   // What an op works out from these is not to be kept from task to task: there are no registers for that.
-  asm volatile("" : "+r"(w.thread), "+l"(w.shared), "+l"(w.x), "+l"(w.ring));
+  uint32_t shared = shared_address(w.shared), x = shared_address(w.x), ring = shared_address(w.ring);
+  asm volatile("" : "+r"(w.thread), "+r"(shared), "+r"(x), "+r"(ring));
+  w.shared = (Shared*)shared_place(shared), w.x = shared_place(x), w.ring = shared_place(ring);
 #endif
   switch (st.task.opcode) {
   case AMK_OP_NOP:

@@ -31,6 +31,13 @@ __device__ __forceinline__ uint64_t slot_address(Worker const& w, ResolvedSlot c
 // The split that a task of `split` works on in a lane. `verify` has accepted the program in each of these orders.
 __device__ __forceinline__ uint32_t lane_split(uint32_t split, uint32_t splits, uint32_t lane) { return (split + lane) % splits; }
 
+// The lanes of an attention task are taken in turn from the one in which it has the first split: of short contexts this is the only one with keys,
+// and nothing is in front of it.
+__device__ __forceinline__ uint32_t first_lane(uint32_t split, uint32_t splits, uint32_t running) {
+  uint32_t const lane = split == 0 ? 0 : splits - split;
+  return lane < running ? lane : 0;
+}
+
 // All threads: `f` for each lane in turn.
 template <typename F> __device__ __forceinline__ void for_lanes(Worker& w, F const& f) {
   consumers_sync(); // scratch may hold sums of the matvec in front
@@ -63,6 +70,7 @@ __device__ __forceinline__ uint32_t lane_logits_row(Worker const& w) { return w.
 __device__ __forceinline__ uint32_t lane_run(Worker const&) { return 0; }
 __device__ __forceinline__ uint64_t slot_address(Worker const&, ResolvedSlot const& s) { return s.address; }
 __device__ __forceinline__ uint32_t lane_split(uint32_t split, uint32_t, uint32_t) { return split; }
+__device__ __forceinline__ uint32_t first_lane(uint32_t, uint32_t, uint32_t) { return 0; }
 template <typename F> __device__ __forceinline__ void for_lanes(Worker&, F const& f) { f(); }
 __device__ __forceinline__ void note_begun(Shared* sh, uint32_t begun) {
   flag_store(&sh->begun_position[begun % 2], sh->step.position);

@@ -45,29 +45,23 @@ __device__ __forceinline__ uint32_t operand_lane(Worker const& w) {
 // Groups of 4 words of a slot, until all that are `wanted` (a bit each) are here: `at(i)` is the first word of group i, the others are
 // zero. Of a whole warp. All are asked for at once; then, until something more is here, one group a thread again and again, since the lanes'
 // vectors are as many bytes as a stage of weights and come to the multiprocessor by the same way.
-template <uint32_t N, typename At> __device__ __forceinline__ void lanes_wait(Worker const& w, Words const& s, At const& at, uint32_t wanted, uint4 (&out)[N]) {
-  if (__all_sync(~0u, wanted == (1u << N) - 1)) {
+// WHOLE: the warp wants all of them.
+template <bool WHOLE, uint32_t N, typename At> __device__ __forceinline__ void lanes_wait(Worker const& w, Words const& s, At const& at, uint32_t wanted, uint4 (&out)[N]) {
 #pragma unroll
-    for (uint32_t i = 0; i < N; ++i) {
+  for (uint32_t i = 0; i < N; ++i) {
+    out[i] = make_uint4(s.tag, s.tag, s.tag, s.tag); // a zero of this step
+    if (WHOLE || (wanted >> i & 1) != 0) {
       out[i] = load_u32x4(s.at + at(i));
-    }
-  } else {
-#pragma unroll
-    for (uint32_t i = 0; i < N; ++i) {
-      out[i] = make_uint4(s.tag, s.tag, s.tag, s.tag); // a zero of this step
-      if ((wanted >> i & 1) != 0) {
-        out[i] = load_u32x4(s.at + at(i));
-      }
     }
   }
 #pragma unroll 1
   for (;;) {
-    uint32_t off = 0;
+    uint4 off = make_uint4(0, 0, 0, 0); // four chains that do not wait for each other
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
-      off |= (out[i].x ^ s.tag) | (out[i].y ^ s.tag) | (out[i].z ^ s.tag) | (out[i].w ^ s.tag);
+      off.x |= out[i].x ^ s.tag, off.y |= out[i].y ^ s.tag, off.z |= out[i].z ^ s.tag, off.w |= out[i].w ^ s.tag;
     }
-    if (__all_sync(~0u, (off & s.mask) == 0) || __any_sync(~0u, is_dead(w.shared))) {
+    if (__all_sync(~0u, ((off.x | off.y | off.z | off.w) & s.mask) == 0) || __any_sync(~0u, is_dead(w.shared))) {
       return;
     }
     uint32_t missing = 0;
@@ -110,13 +104,19 @@ __device__ __forceinline__ uint32_t operand_element(Worker const& w, uint32_t un
 }
 static_assert(unit_column(4) == SECOND && AMK_HEAD_DIM % 16 == 0, "both groups belong to one head");
 
-__device__ __forceinline__ void operand_make(float4 a, float4 b, uint4 (&half)[2]) {
-  uint4 const first = quad_halves(a), second = quad_halves(b);
+// The same of words that are halves already (input_write).
+__device__ __forceinline__ uint4 quad_split(Words const& s, uint4 v) {
+  uint32_t const bare = ~(s.mask | s.mask << 16);
+  return make_uint4(__byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x7632), __byte_perm(v.x, v.y, 0x5410) & bare, __byte_perm(v.z, v.w, 0x5410) & bare);
+}
+
+__device__ __forceinline__ void operand_of(uint4 first, uint4 second, uint4 (&half)[2]) {
   half[0] = make_uint4(first.x, first.z, first.y, first.w); // of an operand's rows, 8 are high halves and 8 low
   half[1] = make_uint4(second.x, second.z, second.y, second.w);
 }
 
-__device__ __forceinline__ float quad_square(float4 v, float sum) { return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum)))); }
+__device__ __forceinline__ void quad_square(float4 v, float4& sum) { sum = make_float4(fmaf(v.x, v.x, sum.x), fmaf(v.y, v.y, sum.y), fmaf(v.z, v.z, sum.z), fmaf(v.w, v.w, sum.w)); }
+__device__ __forceinline__ float quad_sum(float4 v) { return (v.x + v.y) + (v.z + v.w); }
 __device__ __forceinline__ float4 quad_times(float4 v, float4 n) { return make_float4(v.x * n.x, v.y * n.y, v.z * n.z, v.w * n.w); }
 
 // From a unit of a warp to its next: elements, and words where each head has SKIP words in front.
@@ -124,44 +124,58 @@ constexpr uint32_t STEP_ELEMENTS = AMK_WARPS * UNIT_COLS;
 template <uint32_t SKIP> __device__ constexpr uint32_t step_words() { return STEP_ELEMENTS + STEP_ELEMENTS / AMK_HEAD_DIM * SKIP; }
 static_assert(STEP_ELEMENTS % AMK_HEAD_DIM == 0, "a warp's units begin at the same place of a head");
 
+// What a vector's elements are on their way to the operands: values, values times a norm, or halves already (input_write).
+enum class Form { VALUES, NORMED, SPLIT };
+
+// Groups of 4 words from `first` on, the `wanted` ones, in the places of operands; `word` is where the first of them is.
+template <Form FORM, uint32_t SKIP, bool WHOLE>
+__device__ __forceinline__ float lanes_stage_words(Worker const& w, Words const& words, float const* norm, uint32_t first, uint32_t wanted, LaneInput& x) {
+  uint32_t const word = first + (first / AMK_HEAD_DIM + 1) * SKIP;
+  uint4 v[LANE_QUADS];
+  lanes_wait<WHOLE>(w, words, [&](uint32_t i) { return word + i / 2 * step_words<SKIP>() + i % 2 * SECOND; }, wanted, v);
+  float4 square = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+  for (uint32_t j = 0; j < SHARE; ++j) {
+    if (FORM == Form::SPLIT) {
+      operand_of(quad_split(words, v[2 * j]), quad_split(words, v[2 * j + 1]), x.half[j]);
+      continue;
+    }
+    float4 a = quad_value(words, v[2 * j]), b = quad_value(words, v[2 * j + 1]);
+    if (FORM == Form::NORMED) {
+      quad_square(a, square);
+      quad_square(b, square);
+      // What is not wanted is zero, and so is its product with the first of the norm's weights.
+      float const* n = norm + (WHOLE || (wanted >> 2 * j & 1) != 0 ? first + j * STEP_ELEMENTS : 0);
+      float const* m = norm + (WHOLE || (wanted >> (2 * j + 1) & 1) != 0 ? first + j * STEP_ELEMENTS + SECOND : 0);
+      a = quad_times(a, load_constant(n)), b = quad_times(b, load_constant(m));
+    }
+    operand_of(quad_halves(a), quad_halves(b), x.half[j]);
+  }
+  return quad_sum(square);
+}
+
 // Units `unit0`.. of the lanes' vectors, of which `mine` are this warp's.
-template <uint32_t SKIP>
+template <Form FORM, uint32_t SKIP>
 __device__ __forceinline__ float lanes_stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, LaneInput& x) {
-  uint32_t const first = operand_element(w, unit0 + w.thread / 32), word = first + (first / AMK_HEAD_DIM + 1) * SKIP;
+  uint32_t const first = operand_element(w, unit0 + w.thread / 32);
   uint32_t wanted = 0;
 #pragma unroll
   for (uint32_t i = 0; i < LANE_QUADS; ++i) {
     wanted |= i / 2 < mine && first + i / 2 * STEP_ELEMENTS + i % 2 * SECOND < p.k_len ? 1u << i : 0;
   }
-  if (norm != nullptr && w.thread % 32 < mine) {
+  if (FORM == Form::NORMED && w.thread % 32 < mine) {
     prefetch_l1(norm + (unit0 + w.thread / 32 + w.thread % 32 * AMK_WARPS) * UNIT_COLS);
   }
-  uint4 v[LANE_QUADS];
-  lanes_wait(w, words, [&](uint32_t i) { return word + i / 2 * step_words<SKIP>() + i % 2 * SECOND; }, wanted, v);
-  float square = 0.f;
-  if (norm == nullptr) {
-#pragma unroll
-    for (uint32_t j = 0; j < SHARE; ++j) {
-      operand_make(quad_value(words, v[2 * j]), quad_value(words, v[2 * j + 1]), x.half[j]);
-    }
-    return square;
+  if (__all_sync(~0u, wanted == (1u << LANE_QUADS) - 1)) {
+    return lanes_stage_words<FORM, SKIP, true>(w, words, norm, first, wanted, x);
   }
-#pragma unroll
-  for (uint32_t j = 0; j < SHARE; ++j) {
-    float4 const a = quad_value(words, v[2 * j]), b = quad_value(words, v[2 * j + 1]);
-    square = quad_square(b, quad_square(a, square));
-    // What is not wanted is zero, and so is its product with the first of the norm's weights.
-    float const* n = norm + ((wanted >> 2 * j & 1) != 0 ? first + j * STEP_ELEMENTS : 0);
-    float const* m = norm + ((wanted >> (2 * j + 1) & 1) != 0 ? first + j * STEP_ELEMENTS + SECOND : 0);
-    operand_make(quad_times(a, load_constant(n)), quad_times(b, load_constant(m)), x.half[j]);
-  }
-  return square;
+  return lanes_stage_words<FORM, SKIP, false>(w, words, norm, first, wanted, x);
 }
 
 // The same of the tokens' embeddings, times the norm.
 __device__ __forceinline__ float lanes_stage_embedding(Worker const& w, ResolvedSlot const& in, float const* norm, amk_matvec_params const& p, uint32_t unit0, uint32_t mine,
                                                        LaneInput& x) {
-  float square = 0.f;
+  float4 square = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; ++j) {
     float4 v[2];
@@ -171,13 +185,13 @@ __device__ __forceinline__ float lanes_stage_embedding(Worker const& w, Resolved
       v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
       if (j < mine && e < p.k_len) {
         v[i] = embedding_read4(w, in, e);
-        square = quad_square(v[i], square);
+        quad_square(v[i], square);
         v[i] = norm != nullptr ? quad_times(v[i], load_constant(norm + e)) : v[i];
       }
     }
-    operand_make(v[0], v[1], x.half[j]);
+    operand_of(quad_halves(v[0]), quad_halves(v[1]), x.half[j]);
   }
-  return square;
+  return quad_sum(square);
 }
 
 // The same of the attention's result, merged from `active` splits, which is 1 or more and another number in every lane; `most` of any.
@@ -203,7 +217,7 @@ __device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const&
         wanted |= split + i % SPLITS < active && j0 + i / SPLITS < mine && first + (j0 + i / SPLITS) * STEP_ELEMENTS < p.k_len ? 7u << 3 * i : 0;
       }
       uint4 v[3 * ONCE * SPLITS];
-      lanes_wait(
+      lanes_wait<false>(
           w, words,
           [&](uint32_t i) {
             uint32_t const word = split * split_words + head * PARTIAL_WORDS + (j0 + i / 3 / SPLITS) * STEP + i / 3 % SPLITS * split_words;
@@ -227,7 +241,7 @@ __device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const&
 #pragma unroll
     for (uint32_t j = 0; j < ONCE; ++j) {
       bool const some = a[j].l > 0.f;
-      operand_make(some ? merged_value(a[j]) : none, some ? merged_value(Merged{a[j].m, a[j].l, b[j]}) : none, x.half[j0 + j]);
+      operand_of(quad_halves(some ? merged_value(a[j]) : none), quad_halves(some ? merged_value(Merged{a[j].m, a[j].l, b[j]}) : none), x.half[j0 + j]);
     }
   }
 }
@@ -261,9 +275,12 @@ __device__ __forceinline__ float lanes_stage(Worker const& w, StagedTask const& 
       lanes_stage_merged(own, words, p, active, most, unit0, mine, x);
       return 0.f;
     }
-    return lanes_stage_vector<PARTIAL_HEAD>(own, words, nullptr, p, unit0, mine, x); // of one split, the partials are the result
+    return lanes_stage_vector<Form::VALUES, PARTIAL_HEAD>(own, words, nullptr, p, unit0, mine, x); // of one split, the partials are the result
   }
-  return lanes_stage_vector<0>(own, words, norm, p, unit0, mine, x);
+  if (norm == nullptr) {
+    return lanes_stage_vector<Form::SPLIT, 0>(own, words, norm, p, unit0, mine, x);
+  }
+  return lanes_stage_vector<Form::NORMED, 0>(own, words, norm, p, unit0, mine, x);
 }
 
 // A warp's products of a tile's part with the lanes' vectors, into its sums, or added to those of the parts before.
@@ -361,7 +378,8 @@ __device__ __forceinline__ void lanes_epilogue(Worker const& w, StagedTask const
       if (row >= st.slot[AMK_READS_MAX].units) { // words of the slot: padding rows are dropped
         continue;
       }
-      v = __fdividef(v, 1.f + __expf(-v)) * up;
+      input_write(out, row, __fdividef(v, 1.f + __expf(-v)) * up);
+      continue;
     }
     if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
       v += residual_value(w, st, row, add[turn].residual);

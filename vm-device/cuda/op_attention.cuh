@@ -499,8 +499,9 @@ __device__ __forceinline__ void write_never(Worker const& w, StagedTask const& s
 __device__ __forceinline__ void op_attention(Worker& w, StagedTask const& st, Cursor& c) {
   amk_attention_params const& p = *(amk_attention_params const*)st.task.params; // read again where it is used
   consumers_sync(); // the scratch may hold sums of the matvec in front
+  w.lane = first_lane(p.split, p.splits, lanes_running(w));
 #pragma unroll 1
-  for (w.lane = 0; w.lane < lanes_running(w); ++w.lane) {
+  for (uint32_t turn = 0; turn < lanes_running(w); ++turn) {
     uint32_t const keys = attended(lane_position(w), p.window), active = active_splits(keys, p.kv_block, p.splits);
     if (task_split(w, p) < active) {
       attend_split(w, st, p, c, keys, active);
@@ -508,6 +509,7 @@ __device__ __forceinline__ void op_attention(Worker& w, StagedTask const& st, Cu
     } else if (w.shared->step.position == w.shared->step.first) {
       write_never(w, st, p);
     }
+    w.lane = w.lane + 1 == lanes_running(w) ? 0 : w.lane + 1;
   }
   w.lane = 0;
   task_barrier(w);

@@ -91,10 +91,10 @@ __device__ __forceinline__ void merge_heads(Worker const& w, StagedTask const& s
       }
       float4 const v = merged_value(all);
       uint32_t const e = head * AMK_HEAD_DIM + t * 4;
-      word_write(out, e, v.x);
-      word_write(out, e + 1, v.y);
-      word_write(out, e + 2, v.z);
-      word_write(out, e + 3, v.w);
+      input_write(out, e, v.x);
+      input_write(out, e + 1, v.y);
+      input_write(out, e + 2, v.z);
+      input_write(out, e + 3, v.w);
     }
     consumers_sync(); // the sums are about to be overwritten
   }

@@ -63,6 +63,18 @@ __device__ __forceinline__ void word_write(Words const& s, uint32_t i, float v) 
   store_u32(s.at + i, s.mask != 0 ? (rounded & ~s.mask) | s.tag : bits);
 }
 
+// A word of a vector that is multiplied as it is (no norm, no merge in front), as `input_write` leaves it: in a kernel of several lanes the high
+// 16-bit half of the element above the low one, which loses what the tag takes. Every worker reads all of these vectors and a thread writes a few
+// words, so whoever writes splits them.
+__device__ __forceinline__ void input_write(Words const& s, uint32_t i, float v) {
+#if AMK_LANES > 1
+  uint32_t const word = element_pair(v - pair_values(element_pair(v, 0.f)).x, v);
+  store_u32(s.at + i, (word & ~s.mask) | s.tag);
+#else
+  word_write(s, i, v);
+#endif
+}
+
 __device__ __forceinline__ float4 quad_value(Words const& s, uint4 v) {
   return make_float4(word_value(s, v.x), word_value(s, v.y), word_value(s, v.z), word_value(s, v.w));
 }

@@ -8,6 +8,8 @@ __device__ __forceinline__ uint32_t flag_load(uint32_t const* word) { return *(v
 __device__ __forceinline__ void flag_store(uint32_t* word, uint32_t v) { *(volatile uint32_t*)word = v; }
 
 __device__ __forceinline__ uint32_t shared_address(void const* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+// And back: the compiler sees that what is there is shared memory.
+__device__ __forceinline__ char* shared_place(uint32_t address) { return (char*)__cvta_shared_to_generic(address); }
 
 // Adds to a word of shared memory, or sets bits of it, beside other threads of the block; what orders them is the barrier behind.
 __device__ __forceinline__ uint32_t block_add(uint32_t* word, uint32_t v) {

@@ -288,11 +288,14 @@ __device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, ui
     }
   }
   block_fence();
+  uint32_t const running = begun_lanes(sh, lap);
+  uint32_t lane = first_lane(more.w & 0xffff, more.w >> 16, running);
 #pragma unroll 1
-  for (uint32_t lane = 0; lane < begun_lanes(sh, lap); ++lane) {
+  for (uint32_t turn = 0; turn < running; ++turn) {
     if (!loader_lane(sh, l, run, more, lap, lane, waits)) {
       return false;
     }
+    lane = lane + 1 == running ? 0 : lane + 1;
   }
   return true;
 }

@@ -19,6 +19,7 @@ mod error;
 #[cfg(feature = "faults")]
 pub mod faults;
 mod landing;
+mod lanes;
 mod load;
 mod lookout;
 mod machine;

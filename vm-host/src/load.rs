@@ -154,20 +154,8 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
             program.model
         )));
     }
-    if residents.lanes > 1 && program.dims.dtype == ir::DType::F32 {
-        return Err(HostError::Request(format!(
-            "the weights of {} are f32, and {} sessions share the products of 16-bit weights only: convert the model, or boot for one \
-             session at a time",
-            program.model, residents.lanes
-        )));
-    }
-    let accesses = program.workers.iter().flat_map(|worker| &worker.tasks);
-    let mut accesses = accesses.flat_map(|t| t.reads.iter().chain(&t.writes)).flatten();
-    if residents.lanes > 1 && accesses.any(|access| access.generation != 0) {
-        return Err(HostError::Request(format!(
-            "the program has generations, whose place in a tag is the lanes': boot for one lane instead of {}",
-            residents.lanes
-        )));
+    if residents.lanes > 1 {
+        crate::lanes::check(program, residents.lanes)?;
     }
     if program.workers.len() != residents.workers as usize {
         let (want, have) = (program.workers.len(), residents.workers);

@@ -322,11 +322,11 @@ __device__ __forceinline__ void lanes_products(Worker const& w, Cursor& c, LaneT
     }
     Share v;
     lanes_take<FULL>(w, place + in_stage * k.units * AMK_UNIT_BYTES, mine, v); // where a stage has several tiles, they are whole
+    lanes_multiply<FULL>(w, v, x, mine, sums, first);
     if (in_stage + 1 == k.per_stage || tile + 1 == tiles) {
-      cursor_next(w, c);
+      cursor_next(w, c); // behind the products: what is multiplied has been read
       --left;
     }
-    lanes_multiply<FULL>(w, v, x, mine, sums, first);
     sums += AMK_WARPS * LANE_SUMS;
   }
 }

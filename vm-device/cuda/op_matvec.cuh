@@ -385,11 +385,13 @@ template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const
 // Takes the current stage, which has landed. The second tile of a pair may be missing at the end of a task: what is read then is multiplied for nothing.
 template <uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, Share& v) {
   char const* weights = cursor_place(w, c) + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
+  constexpr uint32_t LOADS = share_tiles(UNITS) * UNITS;
 #pragma unroll
-  for (uint32_t i = 0; i < share_tiles(UNITS) * UNITS; ++i) {
+  for (uint32_t i = 0; i < LOADS; ++i) {
     uint32_t const tile = i / UNITS, j = i % UNITS;
     v.weights[i] = share_has<UNITS>(w, k, j) ? stage_load(weights + (tile * k.chunk + j * AMK_WARPS) * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
   }
+  stage_read(v.weights[LOADS - 1].x | v.weights[LOADS > 1 ? LOADS - 2 : 0].x); // the last may be none
   cursor_next(w, c);
 }
 // Calls f<UNITS>() for the task's share.

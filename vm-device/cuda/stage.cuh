@@ -52,6 +52,14 @@ __device__ __forceinline__ uint4 stage_load(void const* p) {
   return v;
 }
 
+// What a stage was read for is in registers before anything that follows is issued: here is an instruction that needs `last`, a word of the last load,
+// and a warp's loads from shared memory return in order. They queue up with loads of vectors, for longer than it takes to fill a stage that was
+// given back, and nobody else waits for them: not the arrival on a barrier, nor the compiler in front of it. Nothing can be seen of it, whatever
+// the word is.
+__device__ __forceinline__ void stage_read(uint32_t last) {
+  asm volatile("{ .reg .pred q; setp.eq.u32 q, %0, 0x7fedcba9; @q nanosleep.u32 0; }" ::"r"(last) : "memory");
+}
+
 __device__ __forceinline__ void stage_store(void* p, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(p)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }

@@ -31,7 +31,7 @@ __device__ __forceinline__ bool cursor_ready(Worker const& w, Cursor const& c, b
   return cursor_landed(w, c);
 }
 
-// Frees the current stage and steps to the next. All lanes have read what they need.
+// Frees the current stage and steps to the next. All lanes have read what they need: used it, or waited for it (stage_read).
 __device__ __forceinline__ void cursor_next(Worker const& w, Cursor& c) {
   __syncwarp();
   if (w.thread % 32 == 0) {

@@ -154,11 +154,13 @@ fn check_batch(machine: &mut Resident, sessions: &[Session], chosen: &[u32], wha
         let rows = expected.logits.iter().zip(&logits);
         let errors: Vec<f64> = rows.map(|(want, got)| worst(want, got)).collect();
         let greatest = errors.iter().copied().fold(0.0, f64::max);
+        let by_position: Vec<String> = errors.iter().map(|e| format!("{e:.0e}")).collect();
+        let by_position = by_position.join(" ");
         let same = expected.logits.iter().flatten().map(|x| x.to_bits());
         let same = same.eq(logits.iter().flatten().map(|x| x.to_bits()));
         if !same || got.tokens != expected.tokens || got.ending != Ending::Length {
             wrong.push(format!(
-                "lane {index}, session {} at {}: worst {greatest:.2e} (by position {errors:.2?}), tokens {:?} instead of {:?}, {:?}",
+                "lane {index}, session {} at {}: worst {greatest:.2e} (by position {by_position}), tokens {:?} instead of {:?}, {:?}",
                 lane.session, lane.position, got.tokens, expected.tokens, got.ending
             ));
         }
@@ -237,6 +239,19 @@ fn sessions_of_a_real_model_get_what_they_get_alone() {
         return;
     };
     check_model(&model, SCHEDULES[1], &[1, 17, 127, 1000, 5, 64, 300, 33, 2], 1024, 8);
+}
+
+/// Rows that fill the registers of all warps, and rows of several such parts, which the models above do not have. Also one session that gets a
+/// second split while it runs.
+#[test]
+fn sessions_of_a_model_with_long_rows_get_what_they_get_alone() {
+    if device().is_none() {
+        return;
+    }
+    let mut model = model::preset("llama-3.2-1b").expect("a preset");
+    model.graph.layers.truncate(2);
+    let lengths = [1, 17, 127, 200, 5, 64, 250, 33, 2];
+    check_model(&model, ("as shipped", &shipped(8)), &lengths, 512, 8);
 }
 
 /// A machine of 8 lanes of a small model, with sessions that have run alone.

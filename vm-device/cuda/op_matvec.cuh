@@ -382,8 +382,9 @@ template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const
   return UNITS == SHARE || j + 1 < UNITS || j * AMK_WARPS + w.thread / 32 < k.chunk;
 }
 
-// Takes the current stage, which has landed. The second tile of a pair may be missing at the end of a task: what is read then is multiplied for nothing.
-template <uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, Share& v) {
+// Takes the current stage, which has landed, steps to the next, and gives what stage_read is to wait for before it is freed. The second tile of a pair
+// may be missing at the end of a task: what is read then is multiplied for nothing.
+template <uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, Share& v) {
   char const* weights = cursor_place(w, c) + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
   constexpr uint32_t LOADS = share_tiles(UNITS) * UNITS;
 #pragma unroll
@@ -391,8 +392,13 @@ template <uint32_t UNITS> __device__ __forceinline__ void share_take(Worker cons
     uint32_t const tile = i / UNITS, j = i % UNITS;
     v.weights[i] = share_has<UNITS>(w, k, j) ? stage_load(weights + (tile * k.chunk + j * AMK_WARPS) * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
   }
-  stage_read(v.weights[LOADS - 1].x | v.weights[LOADS > 1 ? LOADS - 2 : 0].x); // the last may be none
-  cursor_next(w, c);
+  cursor_step(w, c);
+  return v.weights[LOADS - 1].x | v.weights[LOADS > 1 ? LOADS - 2 : 0].x; // the last may be none
+}
+template <uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, Share& v) {
+  uint32_t const stage = c.stage;
+  stage_read(share_load<UNITS>(w, c, k, v));
+  cursor_free(w, stage);
 }
 // Calls f<UNITS>() for the task's share.
 template <typename F> __device__ __forceinline__ void with_share(Tiles const& k, F const& f) {
@@ -537,19 +543,29 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
   // the stream goes on; and afterwards for the rest.
 #pragma unroll 1
   for (bool late = false;; late = true) {
+    uint32_t const freed = taken;
+    uint32_t stage = c.stage, last = 0;
     if (taken == 0 && ahead > 0 && cursor_ready(w, c, late)) {
-      with_share(k, [&](auto units) { share_take<decltype(units)::value>(w, c, k, v[0]); });
+      with_share(k, [&](auto units) { last |= share_load<decltype(units)::value>(w, c, k, v[0]); });
       taken = 1;
     }
     if (taken == 1 && ahead > 1 && cursor_ready(w, c, late)) {
-      with_share(k, [&](auto units) { share_take<decltype(units)::value>(w, c, k, v[TAKE - 1]); });
+      with_share(k, [&](auto units) { last |= share_load<decltype(units)::value>(w, c, k, v[TAKE - 1]); });
       taken = 2;
+    }
+    if (!late) {
+      add = addends(w, st, p, row);
+      barrier_announce(w);
+    }
+    stage_read(last); // both, on their way beside what lies between
+#pragma unroll 1
+    for (uint32_t i = freed; i < taken; ++i) {
+      cursor_free(w, stage);
+      stage = stage + 1 == w.stages ? 0 : stage + 1;
     }
     if (late) {
       return square;
     }
-    add = addends(w, st, p, row);
-    barrier_announce(w);
     square = stage_input(w, st, p);
     __syncwarp();
     if (w.thread == 0) {

@@ -31,16 +31,23 @@ __device__ __forceinline__ bool cursor_ready(Worker const& w, Cursor const& c, b
   return cursor_landed(w, c);
 }
 
-// Frees the current stage and steps to the next. All lanes have read what they need: used it, or waited for it (stage_read).
-__device__ __forceinline__ void cursor_next(Worker const& w, Cursor& c) {
+// Frees a stage that this warp has stepped over. All lanes have read what they need: used it, or waited for it (stage_read).
+__device__ __forceinline__ void cursor_free(Worker const& w, uint32_t stage) {
   __syncwarp();
   if (w.thread % 32 == 0) {
-    barrier_arrive(&w.shared->empty[c.stage]);
+    barrier_arrive(&w.shared->empty[stage]);
   }
+}
+__device__ __forceinline__ void cursor_step(Worker const& w, Cursor& c) {
   if (++c.stage == w.stages) {
     c.stage = 0;
     c.parity ^= 1;
   }
+}
+// Frees the current stage and steps to the next.
+__device__ __forceinline__ void cursor_next(Worker const& w, Cursor& c) {
+  cursor_free(w, c.stage);
+  cursor_step(w, c);
 }
 
 // Passes stages until it has passed `to`, all of which have landed by then.

@@ -75,7 +75,7 @@ wire_enum! {
 
 wire_struct! {
     /// What stands in front: whose page it is, what it has done, and how long it took.
-    amk_telemetry align(64) size(1728)
+    amk_telemetry align(64) size(1792)
     pub struct Telemetry {
         /// `AMKTELEM`, which says what this file is.
         pub magic: [u8; 8],
@@ -185,8 +185,20 @@ wire_struct! {
         pub suspect: u32,
         /// Times that the suspicion arose.
         pub suspicions: u64,
+        /// Pages of keys and values on the device.
+        pub kv_pages: u32,
+        /// Of these, those that sequences have.
+        pub kv_held: u32,
+        /// Those that sequences have or were promised.
+        pub kv_promised: u32,
         /// Zero.
-        pub reserved: u64,
+        pub reserved: u32,
+        /// Commands that ran several sequences at once.
+        pub batches: u64,
+        /// Turns of sequences in these commands.
+        pub batched: u64,
+        /// Zero.
+        pub reserved_words: [u64; 5],
     }
 }
 
@@ -253,7 +265,7 @@ wire_struct! {
 /// First bytes of a page.
 pub const TELEMETRY_MAGIC: [u8; 8] = *b"AMKTELEM";
 /// Bumped on every change of the page.
-pub const TELEMETRY_VERSION: u32 = 1;
+pub const TELEMETRY_VERSION: u32 = 2;
 
 /// The parts of the page, for its documentation. They are the host's: the device's header has the pulse alone.
 #[must_use]

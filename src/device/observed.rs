@@ -30,5 +30,17 @@ impl Gpu<'_> {
             head.weights_bytes = bytes; // how many have landed is looked at from beside
             head.resident_bytes = bytes + pages * program.kv_bytes(abi::KV_PAGE - 1);
         });
+        self.say_pages();
+    }
+
+    /// Sequences have other pages than before, or may have.
+    pub(super) fn say_pages(&self) {
+        let (Some(page), Some(pages)) = (&self.page, self.pages()) else { return };
+        page.edit(|edit| {
+            let head = edit.head();
+            head.kv_pages = pages.pages;
+            head.kv_held = pages.held;
+            head.kv_promised = pages.promised;
+        });
     }
 }

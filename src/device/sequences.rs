@@ -70,6 +70,7 @@ impl Gpu<'_> {
             Machine::Idle(idle) => idle.promise_pages(session, positions),
             Machine::Running(running) => running.promise_pages(session, positions),
         };
+        self.say_pages();
         promised.map_err(Undone::from)
     }
 
@@ -84,6 +85,7 @@ impl Gpu<'_> {
         if let Err(error) = ended {
             report::say(&format!("session {session} ended, and the device was not told: {error}"));
         }
+        self.say_pages();
     }
 
     /// How tokens of a session are chosen in sampled commands from now on.
@@ -172,6 +174,7 @@ impl Gpu<'_> {
             Ok(running) => act(running).map_err(Undone::from),
             Err(error) => Err(Undone::Failed(error)),
         };
+        self.say_pages();
         match done {
             Err(Undone::Failed(error)) => self.recover(Err(error)).map_err(Undone::Failed),
             done => done,

@@ -76,6 +76,16 @@ impl Sequences {
         });
     }
 
+    /// A command ran so many sequences at once. Each says its turn beside.
+    pub(crate) fn batch(&self, turns: usize) {
+        let Some(page) = &self.page else { return };
+        page.edit(|edit| {
+            let head = edit.head();
+            head.batches += 1;
+            head.batched += turns as u64;
+        });
+    }
+
     /// The machine begins to run positions of a place.
     pub(crate) fn begin(&self, place: usize, first: usize, positions: usize) {
         let Some(page) = &self.page else { return };

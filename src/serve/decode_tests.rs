@@ -192,9 +192,14 @@ fn expected(prompt: &[u32], limit: u32) -> Vec<u32> {
 
 /// Runs a desk beside the test, until the test has dropped its sender.
 fn beside(engine: Scripted, places: usize, test: impl FnOnce(Sender<Job>)) {
+    said_beside(engine, places, Sequences::default(), test);
+}
+
+/// The same with somebody who is told what becomes of the sequences.
+fn said_beside(engine: Scripted, places: usize, said: Sequences, test: impl FnOnce(Sender<Job>)) {
     std::thread::scope(|scope| {
         let (jobs, inbox) = channel();
-        scope.spawn(move || Desk::new(Box::new(engine), places, Sequences::default()).run(&inbox));
+        scope.spawn(move || Desk::new(Box::new(engine), places, said).run(&inbox));
         test(jobs);
     });
 }

@@ -53,6 +53,35 @@ fn sequences_that_decode_are_run_at_once_and_say_what_they_say_alone() {
     }
 }
 
+#[test]
+fn batches_are_on_the_page() {
+    let home = tempfile::tempdir().unwrap();
+    let folder = telemetry::Folder::at(&home.path().join("amk"));
+    let start = telemetry::Start { places: 6, ..telemetry::Start::default() };
+    let (page, _) = telemetry::Publisher::new(&folder, &start).unwrap();
+    let engine = Scripted { chooses: true, width: 4, ..Scripted::default() };
+    let commands = engine.commands.clone();
+    let admission = Admission::new(6);
+    said_beside(engine, 6, Sequences::new(&page, true), |jobs| {
+        let asked: Vec<_> = (0..6).map(|i| job(&[i + 1], 40, &admission)).collect();
+        let heard_of: Vec<_> = asked
+            .into_iter()
+            .map(|(job, events)| {
+                jobs.send(job).unwrap();
+                events
+            })
+            .collect();
+        heard_of.into_iter().for_each(|events| drop(heard(events)));
+    });
+    let mut seen = telemetry::Page::boxed();
+    page.reader().read(&mut seen).unwrap();
+    let commands = commands.lock().unwrap();
+    let batches: Vec<usize> = commands.iter().map(Vec::len).filter(|lanes| *lanes > 1).collect();
+    assert!(batches.len() > 2, "{commands:?}");
+    assert_eq!(seen.head.batches, batches.len() as u64);
+    assert_eq!(seen.head.batched, batches.iter().sum::<usize>() as u64);
+}
+
 /// The sequence that breaks is fed its poison as the last token of its prompt, beside others.
 #[test]
 fn one_that_breaks_takes_nobody_with_it() {

@@ -99,7 +99,7 @@ pub(super) fn document(view: &View<'_>) -> Value {
         "totals": {
             "opened": head.opened, "turns": head.turns, "yields": head.yields, "requeues": head.requeues,
             "io_waits": head.io_waits, "faults": head.faults, "positions": head.positions, "tokens": head.tokens,
-            "launches": head.launches, "loads": head.loads, "suspicions": head.suspicions,
+            "launches": head.launches, "loads": head.loads, "suspicions": head.suspicions, "batches": head.batches, "batched": head.batched,
             "steps": view.now.page.step_count(),
         },
         "endings": by_name(SequenceEnd::ALL.iter().map(|ending| ending.name()), &head.endings),
@@ -109,6 +109,7 @@ pub(super) fn document(view: &View<'_>) -> Value {
             "resident": head.resident_bytes, "weights": head.weights_bytes, "landed": head.landed_bytes,
             "streamed": head.streamed_bytes, "uploaded": head.uploaded_bytes, "avoided": head.avoided_bytes,
         },
+        "kv_pages": {"all": head.kv_pages, "held": head.kv_held, "promised": head.kv_promised},
         "telemetry": {
             "writes": head.writes,
             "write_ns": head.write_ns,

@@ -215,6 +215,14 @@ fn ring(sheet: &mut Sheet, view: &View<'_>) {
             ),
         );
     }
+    if head.kv_pages > 0 {
+        let batches = match head.batched.checked_div(head.batches) {
+            Some(lanes) => format!("; {} batches of {lanes}", short(head.batches as f64)),
+            None => String::new(),
+        };
+        let (all, held, promised) = (head.kv_pages, head.kv_held, head.kv_promised);
+        sheet.row("kv pages", format!("{held} held, {promised} promised of {all}{batches}"));
+    }
     let per_write = head.write_ns.checked_div(head.writes.saturating_sub(1));
     sheet.row(
         "this page",

@@ -39,6 +39,8 @@ fn served(at_ns: u64, tokens: u64) -> Look {
     (head.step_bytes, head.bandwidth) = (2_470_000_000, 4_600_000_000_000);
     (head.weights_bytes, head.landed_bytes, head.uploaded_bytes) =
         (2_470_000_000, 2_470_000_000, 2_470_000_000);
+    (head.kv_pages, head.kv_held, head.kv_promised) = (255, 9, 24);
+    (head.batches, head.batched) = (tokens / 4, tokens);
     head.streamed_bytes = tokens * 2_480_000_000;
     (head.writes, head.write_ns) = (tokens, tokens * 900);
     for (place, (priority, state)) in

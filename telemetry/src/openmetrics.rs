@@ -65,6 +65,11 @@ plain! {
     Counter "streamed" BYTES, "Weights, keys and values that loaders asked for.", |h| h.streamed_bytes as f64;
     Counter "uploaded" BYTES, "Copied to the device.", |h| h.uploaded_bytes as f64;
     Counter "avoided" BYTES, "Not copied because it was on the device already.", |h| h.avoided_bytes as f64;
+    Gauge "kv_pages" None, "Pages of keys and values on the device.", |h| f64::from(h.kv_pages);
+    Gauge "kv_pages_held" None, "Of these, those that sequences have.", |h| f64::from(h.kv_held);
+    Gauge "kv_pages_promised" None, "Those that sequences have or were promised.", |h| f64::from(h.kv_promised);
+    Counter "batches" None, "Commands that ran several sequences at once.", |h| h.batches as f64;
+    Counter "batched_turns" None, "Turns of sequences in these commands.", |h| h.batched as f64;
     Counter "launches" None, "Times that a kernel was launched.", |h| h.launches as f64;
     Counter "program_loads" None, "Programs loaded.", |h| h.loads as f64;
     Gauge "suspected_workers" None, "Workers with no progress for longer than the limit while a step is under way.", |h| f64::from(h.suspected);

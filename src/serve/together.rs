@@ -87,7 +87,9 @@ impl Desk<'_> {
         let began = Instant::now();
         let done = self.engine.together(&fed, generate as u32, &mut give_way);
         let took = began.elapsed();
-        self.said.batch(turns.len());
+        if done.is_ok() {
+            self.said.batch(turns.len());
+        }
         let mut outcomes = outcomes(done, turns.len()).into_iter();
         for turn in turns {
             let session = turn.session();

@@ -140,17 +140,6 @@ template <typename T> T __shfl_up_sync(uint32_t, T v, uint32_t o) {
   return from_lane(v, lane >= o ? lane - o : lane);
 }
 template <typename T> T __shfl_sync(uint32_t, T v, int lane) { return from_lane(v, (uint32_t)lane); }
-inline uint32_t __ballot_sync(uint32_t, bool v) {
-  uint32_t const t = fibers.running, warp = t / 32;
-  fibers.word[t] = v;
-  meet(warp);
-  uint32_t r = 0;
-  for (uint32_t i = 0; i < 32; ++i) {
-    r |= (uint32_t)fibers.word[warp * 32 + i] << i;
-  }
-  meet(warp);
-  return r;
-}
 inline uint32_t __reduce_add_sync(uint32_t, uint32_t v) {
   uint32_t const t = fibers.running, warp = t / 32;
   fibers.word[t] = v;
@@ -162,6 +151,8 @@ inline uint32_t __reduce_add_sync(uint32_t, uint32_t v) {
   meet(warp);
   return sum;
 }
+// Each lane adds a bit of its own.
+inline uint32_t __ballot_sync(uint32_t mask, bool v) { return __reduce_add_sync(mask, (uint32_t)v << fibers.running % 32); }
 inline bool __any_sync(uint32_t mask, bool v) { return __ballot_sync(mask, v) != 0; }
 
 inline uint32_t load_relaxed(uint32_t const* p) { return *p; }

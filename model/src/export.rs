@@ -21,13 +21,8 @@ const SHARD_BYTES: u64 = 5_000_000_000;
 /// Bytes collected before a write.
 const BUFFER: usize = 1 << 20;
 /// Files of an imported folder that go along unchanged.
-const COMPANIONS: [&str; 5] = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    crate::sidecar::FILE,
-];
+const COMPANIONS: [&str; 4] =
+    ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"];
 
 /// Writes the model to `dir` as `config.json`, `generation_config.json` and `model.safetensors` (shards and an index above
 /// 5 GB), with the tokenizer of the folder that it was imported from, if it was.

@@ -27,7 +27,6 @@ mod preset;
 mod random;
 mod rope;
 mod shape;
-mod sidecar;
 mod store;
 mod tokenizer;
 

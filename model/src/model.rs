@@ -9,7 +9,7 @@ use crate::preset::{PRESETS, preset};
 use crate::random::Random;
 use crate::shape::Shape;
 use crate::tokenizer::Tokenizer;
-use crate::{config, files, sidecar, store};
+use crate::{config, files, store};
 
 /// Farther than this, a preset's name is not what was meant.
 const NEAR: f64 = 0.6;
@@ -80,8 +80,7 @@ impl Model {
     }
 }
 
-/// Imports a Hugging Face folder: `config.json` with `model.safetensors` or its shards. An `amk.json` beside them may ask for rotary
-/// frequencies that are rounded to the stored type (`{"rope_frequencies": "stored"}`).
+/// Imports a Hugging Face folder: `config.json` with `model.safetensors` or its shards.
 ///
 /// The weights stay in their files. While the model lives, the files must not be changed or shortened.
 ///
@@ -107,7 +106,6 @@ pub fn import(dir: &Path) -> Result<Model, ModelError> {
     let mut graph = shape.graph();
     let weights = store::open(dir, &mut graph)?;
     shape.dtype = graph.dtype;
-    sidecar::apply(dir, &mut graph)?;
     Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()) })
 }
 

@@ -15,6 +15,8 @@ pub const HEADS_MAX: u32 = 1 << 12;
 pub const HEAD_DIM_MAX: u32 = 256;
 /// A head's width is a multiple of this.
 pub const HEAD_DIM_STEP: u32 = 8;
+/// The widths of the residual stream and of the MLP are multiples of this: the kernel waits for activations four at a time.
+pub(crate) const WIDTH_STEP: u32 = 4;
 /// Widest MLP.
 pub const FFN_MAX: u32 = 1 << 20;
 /// Largest vocabulary.
@@ -263,6 +265,12 @@ impl Shape {
         for (field, value, max) in sizes {
             if value == 0 || value > max {
                 found.push(Problem::new(field, format!("is {value}; supported: 1 to {max}")));
+            }
+        }
+        for (field, value) in [("hidden_size", self.hidden), ("intermediate_size", self.ffn)] {
+            if !value.is_multiple_of(WIDTH_STEP) {
+                let reason = format!("is {value}; supported: multiples of {WIDTH_STEP}");
+                found.push(Problem::new(field, reason));
             }
         }
     }

@@ -116,6 +116,8 @@ fn absurd_sizes_name_their_field() {
         ("head_dim", 20, "is 20; supported: multiples of 8 up to 256"),
         ("head_dim", 17, "is 17; supported: multiples of 8 up to 256"),
         ("intermediate_size", 0, "is 0; supported: 1 to 1048576"),
+        ("hidden_size", 66, "is 66; supported: multiples of 4"),
+        ("intermediate_size", 8806, "is 8806; supported: multiples of 4"),
         ("vocab_size", 0, "is 0; supported: 1 to 4194304"),
         ("max_position_embeddings", 0, "is 0; supported: 1 to 134217728"),
         ("vocab_size", 4_000_000_000, "is 4000000000; supported: 1 to 4194304"),

@@ -9,9 +9,8 @@ __device__ __forceinline__ void fetcher_run(Worker const& w) {
   uint32_t const lane = threadIdx.x % 32, word = 3 + (lane < AMK_READS_MAX + AMK_WRITES_MAX ? lane : 0), tasks = sh->queue.tasks;
   amk_task const* queue = (amk_task const*)sh->program.tasks + sh->queue.task0;
   uint32_t index = 0;
-  for (uint32_t k = 0; tasks > 0; ++k) {
-    // Once task n is announced as done, every warp has finished those before n - 1.
-    while (k - flag_load(&sh->done) > STAGED - 3 && k >= STAGED - 2) {
+  for (uint32_t k = AMK_FIRST_TASK; tasks > 0; ++k) {
+    while (!may_stage(k, flag_load(&sh->done))) {
       if (flag_load(&sh->halt) != 0 || is_dead(sh)) {
         return;
       }
@@ -52,7 +51,7 @@ __device__ __forceinline__ void fetcher_run(Worker const& w) {
 
 // Until the fetcher has staged this warp's next task.
 __device__ __forceinline__ StagedTask const& staged_task(Worker const& w) {
-  while ((int32_t)(flag_load(&w.shared->fetched) - w.task) <= 0 && !is_dead(w.shared)) {
+  while (!is_staged(w.task, flag_load(&w.shared->fetched)) && !is_dead(w.shared)) {
   }
   block_fence();
   return w.shared->staged[w.task % STAGED];
@@ -122,13 +121,13 @@ __device__ __forceinline__ void adopt_program(Worker& w, Cursor& c, uint64_t pro
     barrier_init_fence();
     sh->halt = 0;
     sh->near = 0;
-    sh->fetched = 0;
-    sh->done = 0;
+    sh->fetched = AMK_FIRST_TASK;
+    sh->done = AMK_FIRST_TASK;
     flag_store(&sh->begun, 0); // the pulse's warp reads it at any time
   }
   consumers_sync();
   worker_ring(w);
-  w.task = 0;
+  w.task = AMK_FIRST_TASK;
   c = Cursor{0, 0};
   worker_sync(); // loader and fetcher may start
 }

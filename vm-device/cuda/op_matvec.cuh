@@ -6,7 +6,8 @@
 // warps first meet when all sums of the task are there.
 //
 // A share is what a warp takes out of the ring into registers at once: UNITS units of a chunk, of one tile or of two. Which shares there
-// are is compiled in (AMK_SHARES has a bit for each UNITS that the model's matrices need); tiles of any other length go without.
+// are is compiled in (AMK_SHARES has bit n for shares of n UNITS, and bit 0 where the last warps have a unit less than SHARE); tiles of any
+// other length go without.
 #pragma once
 
 constexpr uint32_t SHARE = AMK_STAGE_UNITS_MAX / AMK_WARPS; // units of a chunk that a warp has at most
@@ -379,7 +380,8 @@ __device__ __forceinline__ void note_near(Worker const& w, uint32_t left, uint32
 
 // Whether unit j of this warp's is one of the chunk: all but the last always are.
 template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const& w, Tiles const& k, uint32_t j) {
-  return UNITS == SHARE || j + 1 < UNITS || j * AMK_WARPS + w.thread / 32 < k.chunk;
+  constexpr bool WHOLE = UNITS == SHARE && (AMK_SHARES & 1) == 0; // a full stage: no warp has less
+  return WHOLE || j + 1 < UNITS || j * AMK_WARPS + w.thread / 32 < k.chunk;
 }
 
 // Takes the current stage, which has landed, steps to the next, and gives what stage_read is to wait for before it is freed. The second tile of a pair

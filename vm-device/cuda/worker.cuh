@@ -8,7 +8,6 @@ constexpr uint32_t ROWS_BUF = TILES_BUF * AMK_UNIT_ROWS; // 128
 constexpr uint32_t LANES = AMK_LANES;
 constexpr uint32_t PART_ROWS = LANES == 1 ? ROWS_BUF : 112; // of several lanes the sums lie elsewhere, and this is scratch
 constexpr uint32_t FIXED_BYTES = 11 * 1024;              // ir::program::smem::FIXED_BYTES
-constexpr uint32_t STAGED = 8;                           // tasks that may be staged at once
 constexpr uint32_t SPINS_PER_NOTE = 256;                 // turns of a wait after which it says what it waits for
 
 // A slot as a task uses it: resolved when the task is fetched.
@@ -51,8 +50,8 @@ struct Shared {
   uint32_t halt; // nonzero: the loader stops issuing
   uint32_t near; // nonzero: the loader keeps to the lower cap
   uint32_t leave[2]; // `dead` as one thread saw it before a barrier, so that all decide alike after it
-  uint32_t fetched;  // tasks staged since the program was adopted
-  uint32_t done;     // tasks that have reached their barrier since the program was adopted
+  uint32_t fetched;  // number of the next task to stage (tasks.cuh)
+  uint32_t done;     // number of the first task that has not ended
   uint32_t gone;  // the consumers are leaving: so does the watchdog
   uint32_t begun;    // steps begun since the program was adopted; the loader may be one behind, so of the last two:
   uint32_t begun_position[2 * LANES], begun_session[2 * LANES]; // of each lane

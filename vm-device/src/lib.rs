@@ -27,6 +27,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/stage.cuh",
     "cuda/keys.cuh",
     "cuda/pages.cuh",
+    "cuda/tasks.cuh",
     "cuda/worker.cuh",
     "cuda/lanes.cuh",
     "cuda/landing.cuh",
@@ -65,7 +66,7 @@ pub struct Variant {
     pub qk_norm: bool,
     /// Elements of the residual stream, of all query heads, of the hidden layer. Vectors of other lengths work too, more slowly.
     pub widths: [u32; 3],
-    /// Bit n: some matrix of the model is taken in shares of n units a warp.
+    /// Bit n: some matrix of the model is taken in shares of n units a warp. Bit 0: of the largest share the last warps have one less.
     pub shares: u32,
     /// Pause between two polls.
     pub poll_sleep_ns: u32,
@@ -75,6 +76,8 @@ pub struct Variant {
     pub lanes: u32,
     /// Every task leaves an `amk_record`. Never in a build that is timed.
     pub trace: bool,
+    /// Number of a program's first task: 0, but in the test of the wrap at 2^32.
+    pub first_task: u32,
 }
 
 impl Variant {
@@ -92,6 +95,7 @@ impl Variant {
             evict_first,
             lanes,
             trace,
+            first_task,
         } = *self;
         vec![
             format!("-DAMK_DTYPE={dtype}"),
@@ -106,6 +110,7 @@ impl Variant {
             format!("-DAMK_EVICT_FIRST={}", u32::from(evict_first)),
             format!("-DAMK_LANES={lanes}"),
             format!("-DAMK_TRACE={}", u32::from(trace)),
+            format!("-DAMK_FIRST_TASK={first_task}u"),
         ]
     }
 }

@@ -29,6 +29,7 @@ const PROBE_VARIANT: Variant = Variant {
     evict_first: true,
     lanes: 1,
     trace: false,
+    first_task: 0,
 };
 
 /// What a machine is booted for.

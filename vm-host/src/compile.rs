@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use cudarc::nvrtc::sys;
+use ir::program::staging::{Staging, WARP_UNITS_MAX};
 use ir::schedule::Evict;
 use ir::{DType, Graph, KernelConfig};
 use vm_device::{PrefillVariant, Source, Variant};
@@ -50,12 +51,28 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
         group: graph.group(),
         qk_norm: graph.layers.iter().any(|layer| layer.q_norm.is_some()),
         widths: [graph.hidden, graph.heads * graph.head_dim, graph.ffn],
-        shares: crate::staging::share_mask(graph),
+        shares: share_mask(graph),
         poll_sleep_ns: kernel.poll_sleep_ns,
         evict_first: kernel.evict == Evict::First,
         lanes: 1,
         trace: false,
+        first_task: 0,
     }
+}
+
+/// Bit n: tiles of some matrix of the model are taken in parts of n units a warp. Bit 0: of a part of the most units, the last warps have
+/// one less. The loops of other parts are not compiled; the widths of the model's vectors are those of its matrices.
+fn share_mask(graph: &Graph) -> u32 {
+    let unit_cols = abi::UNIT_ROW_BYTES / graph.dtype.bytes() as u32;
+    [graph.hidden, graph.heads * graph.head_dim, graph.ffn]
+        .into_iter()
+        .map(|cols| Staging::new(cols.div_ceil(unit_cols), abi::STAGE_UNITS_MAX))
+        .filter(|staging| staging.warp_units > 0)
+        .fold(0, |mask, staging| {
+            let most = staging.warp_units == WARP_UNITS_MAX;
+            let ragged = most && staging.stage_units < abi::STAGE_UNITS_MAX;
+            mask | 1 << staging.warp_units | u32::from(ragged)
+        })
 }
 
 /// Compiler options of a variant for an architecture such as `sm_90a`.

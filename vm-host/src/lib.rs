@@ -15,6 +15,8 @@ mod boot;
 mod clocks;
 mod compile;
 mod driver;
+#[cfg(test)]
+mod emulated;
 mod error;
 #[cfg(feature = "faults")]
 pub mod faults;
@@ -29,7 +31,7 @@ mod pages;
 mod prefill;
 mod ring;
 mod sampling;
-mod staging;
+mod uring;
 mod weights;
 
 pub use boot::{BootOptions, device_info, device_info_at, free_memory, measure_bandwidth};

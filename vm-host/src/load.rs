@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 
 use abi::{NONE, ProgramHeader, Queue, SlotDesc};
+use ir::program::staging::Staging;
 use ir::program::{Program, RowMap, Slot, SlotSource, Task, Verified, smem};
 use ir::{Graph, Weights, decode};
+use vm_device::Variant;
 
 use crate::error::HostError;
 use crate::pages::PageLayout;
-use crate::staging::Staging;
 
 /// Bytes between two counters: one sector each, so that polls of one do not disturb another.
 const COUNTER_BYTES: u64 = 32;
@@ -166,6 +167,32 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
     Ok(())
 }
 
+/// Refuses a program for a kernel that was compiled for other attention: whether queries and keys are normalised is compiled in, so a task
+/// that disagrees would read its norm from nowhere, or leave it out.
+///
+/// # Errors
+/// If they differ.
+pub(crate) fn check_variant(program: &Program, variant: &Variant) -> Result<(), HostError> {
+    let group = program.dims.heads / program.dims.kv_heads.max(1);
+    if (program.dims.head_dim, group) != (variant.head_dim, variant.group) {
+        return Err(HostError::Request(format!(
+            "the program has heads of {} elements, {group} queries to a key; the kernel was compiled for {} and {}",
+            program.dims.head_dim, variant.head_dim, variant.group
+        )));
+    }
+    let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
+    for task in tasks.filter(|task| task.opcode == abi::Opcode::Attention) {
+        let normed = [task.reads[1].is_some(), task.reads[2].is_some()];
+        if normed != [variant.qk_norm; 2] {
+            return Err(HostError::Request(format!(
+                "layer {}: queries and keys normalised: {normed:?}; the kernel was compiled for {} in every layer",
+                task.layer, variant.qk_norm
+            )));
+        }
+    }
+    Ok(())
+}
+
 fn header(
     program: &Program,
     residents: &Residents,
@@ -239,10 +266,7 @@ type Tables = (Vec<abi::Task>, Vec<abi::Load>, Vec<Queue>);
 
 fn tables(program: &Program, residents: &Residents) -> Result<Tables, HostError> {
     let (mut tasks, mut loads, mut queues) = (Vec::new(), Vec::new(), Vec::new());
-    let of = |matrix: &ir::program::Matrix| {
-        let (tile, stage) = (matrix.units_per_tile(), program.pipeline.stage_units);
-        if residents.lanes == 1 { Staging::new(tile, stage) } else { Staging::lanes(tile, stage) }
-    };
+    let of = |matrix: &ir::program::Matrix| staging(matrix, program, residents.lanes);
     let stagings = program.matrices.iter().map(of).collect::<Result<Vec<_>, _>>()?;
     for worker in &program.workers {
         let load0 = loads.len();
@@ -259,6 +283,28 @@ fn tables(program: &Program, residents: &Residents) -> Result<Tables, HostError>
     }
     tasks.push(abi::Task { signal: NONE, ..abi::Task::default() }); // a worker without tasks fetches one all the same
     Ok((tasks, loads, queues))
+}
+
+/// How a matrix lies in the ring, where the device's counters hold it.
+fn staging(
+    matrix: &ir::program::Matrix,
+    program: &Program,
+    lanes: u32,
+) -> Result<Staging, HostError> {
+    let (tile, stage) = (matrix.units_per_tile(), program.pipeline.stage_units);
+    let staging = if lanes == 1 { Staging::new(tile, stage) } else { Staging::lanes(tile, stage) };
+    let counts = staging.period <= u32::from(u16::MAX) && staging.warp_units <= u32::from(u8::MAX);
+    if counts && stage <= abi::STAGE_UNITS_MAX {
+        return Ok(staging);
+    }
+    Err(HostError::Request(format!(
+        "{}: tiles of {tile} units in stages of {stage}: at most {} units, stages of {} and {} parts of a tile are possible; raise \
+         pipeline.stage_bytes",
+        matrix.name,
+        u16::MAX,
+        abi::STAGE_UNITS_MAX,
+        u8::MAX
+    )))
 }
 
 /// What a task takes out of the ring. The program is verified, so these are its worker's loads, one a task; keys and values, which the
@@ -397,5 +443,40 @@ impl Layout {
     fn end(&mut self) -> u64 {
         self.bytes.resize(self.bytes.len().next_multiple_of(256), 0);
         self.bytes.len() as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ir::Target;
+
+    use super::*;
+
+    #[test]
+    fn a_layer_without_norms_is_refused_by_a_kernel_that_normalises_queries_and_keys() {
+        let target = Target::by_name("h200").expect("a known target");
+        let lower = |name| {
+            let graph = model::preset(name).expect("a preset").graph;
+            let config = ir::schedule::default_config(&graph, &target);
+            let config = ir::schedule::validate(config, &graph, &target).expect("it is legal");
+            let options = lower::Options { kv_capacity: 64 };
+            let program = lower::lower(&config, &graph, &target, options).expect("it lowers");
+            (Program::clone(&program), crate::variant(&config.kernel, &graph))
+        };
+        let (mut program, variant) = lower("qwen3-0.6b");
+        assert!(variant.qk_norm);
+        check_variant(&program, &variant).expect("every layer has its norms");
+        let refused = |program: &Program, variant: &Variant| {
+            check_variant(program, variant).expect_err("refused").to_string()
+        };
+        let said = refused(&program, &Variant { qk_norm: false, ..variant });
+        assert!(said.contains("[true, true]") && said.contains("false in every layer"), "{said}");
+        let said = refused(&program, &Variant { head_dim: 64, ..variant });
+        assert!(said.contains("heads of 128 elements") && said.contains("64"), "{said}");
+        let tasks = program.workers.iter_mut().flat_map(|worker| &mut worker.tasks);
+        let attention = |task: &&mut Task| task.opcode == abi::Opcode::Attention && task.layer == 3;
+        tasks.filter(attention).for_each(|task| task.reads[1] = None);
+        let said = refused(&program, &variant);
+        assert!(said.contains("layer 3") && said.contains("[false, true]"), "{said}");
     }
 }

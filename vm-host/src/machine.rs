@@ -20,7 +20,7 @@ use crate::boot::{
 use crate::driver::{Context, DeviceInfo, Module, Stream};
 use crate::error::HostError;
 use crate::landing::{Landing, Through};
-use crate::load::{Image, Residents, image};
+use crate::load::{Image, Residents, check_variant, image};
 use crate::lookout::Lookout;
 use crate::memory::{
     DeviceBuffer, HostBuffer, download, download_into, download_rows, upload, upload_fill,
@@ -34,7 +34,10 @@ use crate::weights::{LoadReport, load_matrices};
 mod batch;
 mod chunks;
 mod paged;
+mod places;
 mod run;
+
+use places::Places;
 
 pub use batch::{Batch, BatchDecoded, Lane, LaneDecoded};
 pub use run::{Decoded, Request};
@@ -66,7 +69,7 @@ pub struct Loaded {
 struct Memory {
     residents: Residents,
     programs: Vec<DeviceBuffer>,
-    serials: Vec<u64>,
+    places: Places,
     /// Of the program in each place: address and bytes of its activations.
     arenas: Vec<(u64, u64)>,
     step: DeviceBuffer,
@@ -112,9 +115,6 @@ pub struct Resident {
     idle: Option<Idle>,
     variant: Variant,
     current: Loaded,
-    next_place: usize,
-    /// Of the program in each place: lanes that a batch of it may have.
-    together: [u32; PROGRAMS_MAX],
     failed: bool,
 }
 
@@ -221,17 +221,7 @@ impl Idle {
         program: &Verified<Program>,
     ) -> Result<Resident, Box<(Self, HostError)>> {
         match self.try_launch(&variant, program) {
-            Ok(current) => {
-                let next_place = (current.place + 1) % PROGRAMS_MAX;
-                Ok(Resident {
-                    idle: Some(self),
-                    variant,
-                    current,
-                    next_place,
-                    together: [1; PROGRAMS_MAX],
-                    failed: false,
-                })
-            }
+            Ok(current) => Ok(Resident { idle: Some(self), variant, current, failed: false }),
             Err(error) => Err(Box::new((self, error))),
         }
     }
@@ -257,7 +247,7 @@ impl Idle {
         let per_sm = kernel.resident_blocks(THREADS, shared)?;
         let requested = self.memory.residents.workers;
         check_residency(requested, per_sm, self.info.sms, THREADS, shared)?;
-        let loaded = self.load_into(0, program)?;
+        let loaded = self.load_into(0, program, 1)?;
         self.memory.ring.reset();
         zero(&self.copy, &mut self.memory.bounce, &self.memory.step)?;
         zero(&self.copy, &mut self.memory.bounce, &self.memory.done)?;
@@ -303,9 +293,11 @@ impl Idle {
         &mut self,
         place: usize,
         program: &Verified<Program>,
+        sequences: u32,
     ) -> Result<Loaded, HostError> {
         let m = &mut self.memory;
         let (base, room) = (m.programs[place].address, m.programs[place].bytes);
+        check_variant(program, &self.kernel.0)?;
         let Image { bytes, zeroed, poisoned } =
             image(program, &m.residents, self.info.shared_bytes, base)?;
         let needed = bytes.len() as u64 + zeroed + poisoned;
@@ -318,9 +310,8 @@ impl Idle {
         let end = base + bytes.len() as u64;
         upload_fill(&self.copy, &mut m.bounce, end, zeroed, 0)?;
         upload_fill(&self.copy, &mut m.bounce, end + zeroed, poisoned, 0xff)?;
-        m.serials[place] += 1;
         m.arenas[place] = (end + zeroed, poisoned);
-        Ok(Loaded { place, serial: m.serials[place] })
+        Ok(m.places.fill(place, sequences))
     }
 }
 
@@ -349,7 +340,7 @@ impl Memory {
         Ok(Self {
             residents,
             pages,
-            serials: vec![0; programs.len()],
+            places: Places::new(),
             arenas: vec![(0, 0); programs.len()],
             programs,
             step: DeviceBuffer::zeroed(STEP_BYTES)?,
@@ -383,6 +374,14 @@ fn check_shape(graph: &Graph, options: &BootOptions) -> Result<(), HostError> {
             "heads of {} elements in {}: the attention of the kernel takes 16, 32, 64 or 128",
             graph.head_dim, graph.name
         )));
+    }
+    for (what, width) in [("hidden", graph.hidden), ("ffn", graph.ffn)] {
+        if !width.is_multiple_of(4) {
+            return Err(HostError::Request(format!(
+                "{what} is {width} in {}: the kernel waits for activations four at a time, so it must be a multiple of 4",
+                graph.name
+            )));
+        }
     }
     Ok(())
 }
@@ -422,13 +421,19 @@ impl Resident {
     /// # Errors
     /// If the program does not fit.
     pub fn load(&mut self, program: &Verified<Program>) -> Result<Loaded, HostError> {
-        if self.next_place == self.current.place {
-            self.next_place = (self.next_place + 1) % PROGRAMS_MAX;
-        }
-        let place = self.next_place;
-        self.next_place = (place + 1) % PROGRAMS_MAX;
-        self.together[place] = 1;
-        self.idle().load_into(place, program)
+        self.load_for(program, 1)
+    }
+
+    /// The same for batches of so many sequences.
+    fn load_for(
+        &mut self,
+        program: &Verified<Program>,
+        sequences: u32,
+    ) -> Result<Loaded, HostError> {
+        let current = self.current;
+        let idle = self.idle();
+        let place = idle.memory.places.oldest(current);
+        idle.load_into(place, program, sequences)
     }
 
     /// Makes a loaded program current.
@@ -525,7 +530,7 @@ impl Resident {
 
     /// Whether a handle still names the program that it was given for.
     pub fn holds(&mut self, program: Loaded) -> bool {
-        self.idle().memory.serials[program.place] == program.serial
+        self.idle().memory.places.holds(program)
     }
 
     /// Rows of logits that a command may keep.
@@ -585,7 +590,7 @@ impl Resident {
     /// The kernel is leaving in the middle of a step: the counters of every loaded program are worth nothing.
     fn fail(&mut self) {
         self.failed = true;
-        self.idle().memory.serials.iter_mut().for_each(|serial| *serial += 1);
+        self.idle().memory.places.forget();
     }
 
     /// The command ended in a trap: the status block says which.

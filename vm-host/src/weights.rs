@@ -6,6 +6,7 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use io_uring::{IoUring, opcode, types};
 use ir::program::{Matrix, Program};
@@ -14,11 +15,14 @@ use ir::{TensorId, Weights};
 use crate::driver::{Event, Function, Stream};
 use crate::error::HostError;
 use crate::memory::{DeviceBuffer, HostBuffer};
+use crate::uring;
 
 /// Bytes of a staging buffer: the largest read, copy and pack.
 const PIECE_BYTES: usize = 8 << 20;
 /// Staging buffers: pieces on their way at once.
 const BUFFERS: usize = 8;
+/// How long one read may take.
+const READ_LIMIT: Duration = Duration::from_secs(60);
 
 /// How the weights came in.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
@@ -111,19 +115,14 @@ pub(crate) fn load_matrices(
     pack: &Function,
     stream: &Stream,
 ) -> Result<LoadReport, HostError> {
-    let start = std::time::Instant::now();
+    let start = Instant::now();
     let pieces = pieces(program, addresses)?;
-    let mut staging = Vec::new();
+    let (mut hosts, mut staging) = (Vec::new(), Vec::new());
     for _ in 0..BUFFERS {
-        staging.push((
-            HostBuffer::zeroed(PIECE_BYTES)?,
-            DeviceBuffer::zeroed(PIECE_BYTES as u64)?,
-            Event::new()?,
-        ));
+        hosts.push(HostBuffer::zeroed(PIECE_BYTES)?);
+        staging.push((DeviceBuffer::zeroed(PIECE_BYTES as u64)?, Event::new()?));
     }
-    // Declared after the buffers, so dropped before them: its drop waits for the reads that are under way.
-    let mut reader = Reader::new(weights, &pieces);
-    reader.register(&staging.iter().map(|(host, _, _)| host).collect::<Vec<_>>());
+    let mut reader = Reader::new(weights, &pieces, hosts);
     let mut waiting = VecDeque::new(); // (piece, buffer) whose read was asked for
     for (index, piece) in pieces.iter().enumerate() {
         let buffer = index % BUFFERS;
@@ -131,9 +130,9 @@ pub(crate) fn load_matrices(
             if let Some(oldest) = waiting.pop_front() {
                 finish(&mut reader, &pieces, oldest, &staging, pack, stream)?;
             }
-            staging[buffer].2.synchronize()?; // its last pack is over, the buffer is free
+            staging[buffer].1.synchronize()?; // its last pack is over, the buffer is free
         }
-        reader.start(piece, buffer, &mut staging[buffer].0)?;
+        reader.start(piece, buffer)?;
         waiting.push_back((index, buffer));
     }
     while let Some(oldest) = waiting.pop_front() {
@@ -149,7 +148,7 @@ pub(crate) fn load_matrices(
     })
 }
 
-type Staging = (HostBuffer, DeviceBuffer, Event);
+type Staging = (DeviceBuffer, Event);
 
 /// Waits for the piece's bytes, then copies and packs them.
 fn finish(
@@ -161,9 +160,9 @@ fn finish(
     stream: &Stream,
 ) -> Result<(), HostError> {
     let piece = &pieces[index];
-    let (host, device, event) = &staging[buffer];
-    reader.wait(piece, buffer)?;
-    stream.copy_in(device.address, host.pointer(), piece.bytes)?;
+    let (device, event) = &staging[buffer];
+    reader.wait(buffer)?;
+    stream.copy_in(device.address, reader.buffers[buffer].pointer(), piece.bytes)?;
     let (mut target, mut source) = (piece.target, device.address);
     let (mut rows, mut cols, mut tile0) = (piece.rows, piece.cols, piece.tile0);
     let (mut stride, mut units) = (piece.stride_tiles, piece.units);
@@ -191,9 +190,10 @@ struct Pending {
     done: bool,
 }
 
-/// Fills staging buffers from files or from memory.
+/// Fills staging buffers, which it owns, from files or from memory.
 struct Reader<'w> {
     weights: &'w dyn Weights,
+    buffers: Vec<HostBuffer>,
     files: Vec<(PathBuf, File)>,
     ring: Option<IoUring>,
     fixed: bool,
@@ -203,7 +203,7 @@ struct Reader<'w> {
 }
 
 impl<'w> Reader<'w> {
-    fn new(weights: &'w dyn Weights, pieces: &[Piece]) -> Self {
+    fn new(weights: &'w dyn Weights, pieces: &[Piece], buffers: Vec<HostBuffer>) -> Self {
         let in_memory = pieces.first().is_none_or(|p| weights.file_range(p.tensor).is_none());
         let mut fallback = None;
         let ring = if in_memory {
@@ -213,15 +213,18 @@ impl<'w> Reader<'w> {
                 .map_err(|e| fallback = Some(format!("io_uring refused: {e}")))
                 .ok()
         };
-        Self {
+        let mut reader = Self {
             weights,
+            buffers,
             files: Vec::new(),
             ring,
             fixed: false,
             pending: [None; BUFFERS],
             in_memory,
             fallback,
-        }
+        };
+        reader.register();
+        reader
     }
 
     fn source(&self) -> &'static str {
@@ -233,14 +236,14 @@ impl<'w> Reader<'w> {
     }
 
     /// Registers the staging buffers, so that the kernel maps their pages once. Refusal is no failure: plain reads work too.
-    fn register(&mut self, buffers: &[&HostBuffer]) {
+    fn register(&mut self) {
         let Some(ring) = &self.ring else { return };
-        let vectors: Vec<libc::iovec> = buffers
+        let vectors: Vec<libc::iovec> = self
+            .buffers
             .iter()
             .map(|b| libc::iovec { iov_base: b.pointer().cast(), iov_len: b.bytes })
             .collect();
-        // SAFETY: the buffers outlive the reader: both are locals of `load_matrices`, the buffers declared first, and the
-        // reader's drop waits for every read.
+        // SAFETY: the reader owns the buffers, and its drop waits for every read or keeps ring and buffers for good.
         match unsafe { ring.submitter().register_buffers(&vectors) } {
             Ok(()) => self.fixed = true,
             Err(error) => self.fallback = Some(format!("buffers not registered: {error}")),
@@ -260,23 +263,20 @@ impl<'w> Reader<'w> {
     }
 
     /// Asks for the piece's bytes in `buffer`.
-    fn start(
-        &mut self,
-        piece: &Piece,
-        buffer: usize,
-        host: &mut HostBuffer,
-    ) -> Result<(), HostError> {
+    fn start(&mut self, piece: &Piece, buffer: usize) -> Result<(), HostError> {
+        let host = &mut self.buffers[buffer];
         let Some(range) = self.weights.file_range(piece.tensor) else {
             let first = piece.first_byte as usize;
             host.write(0, &self.weights.bytes(piece.tensor)[first..first + piece.bytes]);
             self.pending[buffer] = None;
             return Ok(());
         };
+        let pointer = host.pointer();
         let file = self.file(range.path)?;
         let pending = Pending {
             file,
             offset: range.offset + piece.first_byte,
-            pointer: host.pointer(),
+            pointer,
             left: piece.bytes,
             done: false,
         };
@@ -303,9 +303,7 @@ impl<'w> Reader<'w> {
                 message: "io_uring's queue is full".into(),
             });
         }
-        ring.submit()
-            .map(|_| ())
-            .map_err(|e| HostError::Weights { path: path(), message: e.to_string() })
+        uring::submit(ring).map_err(|e| HostError::Weights { path: path(), message: e.to_string() })
     }
 
     fn read_now(&mut self, buffer: usize) -> Result<(), HostError> {
@@ -322,15 +320,18 @@ impl<'w> Reader<'w> {
     }
 
     /// Waits until the piece's bytes are in `buffer`. Completions arrive in any order; short reads are continued.
-    fn wait(&mut self, _piece: &Piece, buffer: usize) -> Result<(), HostError> {
+    fn wait(&mut self, buffer: usize) -> Result<(), HostError> {
         while self.pending[buffer].is_some_and(|p| !p.done) {
             let Some(ring) = &mut self.ring else { return Ok(()) };
-            ring.submit_and_wait(1).map_err(|e| HostError::Weights {
-                path: "io_uring".into(),
-                message: e.to_string(),
-            })?;
+            let error = |message| HostError::Weights { path: "io_uring".into(), message };
+            uring::submit_and_wait(ring, READ_LIMIT).map_err(|e| error(e.to_string()))?;
             let done: Vec<(usize, i32)> =
                 ring.completion().map(|c| (c.user_data() as usize, c.result())).collect();
+            if done.is_empty() {
+                return Err(error(format!(
+                    "no read ended within {READ_LIMIT:?}: is the disk there?"
+                )));
+            }
             for (which, result) in done {
                 self.complete(which, result)?;
             }
@@ -339,37 +340,41 @@ impl<'w> Reader<'w> {
         Ok(())
     }
 
+    /// A read has ended: with the piece's last byte, too early, which asks for the rest, or with an error.
     fn complete(&mut self, buffer: usize, result: i32) -> Result<(), HostError> {
-        let Some(p) = &mut self.pending[buffer] else { return Ok(()) };
-        let path = self.files[p.file].0.display().to_string();
+        let Some(mut p) = self.pending[buffer].take() else { return Ok(()) };
+        let error = |message| {
+            let path = self.files[p.file].0.display().to_string();
+            Err(HostError::Weights { path, message })
+        };
         if result < 0 {
-            return Err(HostError::Weights {
-                path,
-                message: std::io::Error::from_raw_os_error(-result).to_string(),
-            });
+            return error(std::io::Error::from_raw_os_error(-result).to_string());
         }
         if result == 0 {
-            return Err(HostError::Weights {
-                path,
-                message: format!("the file ends {} bytes early: was it truncated?", p.left),
-            });
+            return error(format!("the file ends {} bytes early: was it truncated?", p.left));
         }
         let got = (result as usize).min(p.left);
         p.left -= got;
         p.offset += got as u64;
         p.pointer = p.pointer.wrapping_add(got);
         p.done = p.left == 0;
+        self.pending[buffer] = Some(p);
         if p.done { Ok(()) } else { self.submit(buffer) }
     }
 }
 
 impl Drop for Reader<'_> {
-    /// Reads that were asked for must not land in freed memory: they are waited for.
+    /// No read may land in freed memory. What does not end soon keeps its ring and all buffers for good.
     fn drop(&mut self) {
-        let Some(ring) = &mut self.ring else { return };
+        let Some(mut ring) = self.ring.take() else { return };
+        let patience = Instant::now() + Duration::from_secs(1);
         let mut open = self.pending.iter().flatten().filter(|p| !p.done).count();
-        while open > 0 && ring.submit_and_wait(1).is_ok() {
+        while open > 0 && Instant::now() < patience {
+            let _ = uring::submit_and_wait(&mut ring, Duration::from_millis(20));
             open = open.saturating_sub(ring.completion().count());
+        }
+        if open > 0 {
+            std::mem::forget((ring, std::mem::take(&mut self.buffers)));
         }
     }
 }

@@ -7,6 +7,7 @@
 mod access;
 mod rules;
 pub mod smem;
+pub mod staging;
 mod verify;
 
 pub use access::{Accesses, Region, accesses};

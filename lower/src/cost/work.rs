@@ -2,6 +2,7 @@
 
 use abi::{AttentionMergeParams, AttentionParams, MatvecParams, Opcode, Prologue, SlotKind};
 use ir::program::smem::CONSUMER_WARPS;
+use ir::program::staging::Staging;
 use ir::program::{Program, Region, Task, accesses, active_splits, attended, split_range};
 use ir::{MatrixId, SlotId};
 use rustc_hash::FxHashMap;
@@ -10,9 +11,6 @@ use super::rates::Shape;
 
 /// Keys that all warps of a worker attend to at once: a tile of 32 each.
 const PASS_KEYS: u32 = 32 * CONSUMER_WARPS;
-
-/// Units that a warp holds of a stage, at most.
-const SHARE: u32 = abi::STAGE_UNITS_MAX / CONSUMER_WARPS;
 
 /// What a task does.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -113,35 +111,29 @@ impl Plan {
     }
 }
 
-/// How tiles lie in stages: as `vm-host/src/staging.rs` lays them, which knows the machine.
-struct Staging {
-    /// Units of an average stage.
+/// Stages on average, from the rule that the device loads by.
+struct Stages {
+    /// Units of a stage.
     units: f64,
     /// Tiles of a stage; a part of one where a tile lies in several.
     tiles: f64,
-    /// Whether each warp takes its share of a stage into registers at once.
+    /// Whether each warp takes its part of a stage into registers at once.
     even: bool,
 }
 
-impl Staging {
+impl Stages {
     fn new(tile: u32, stage: u32) -> Self {
-        let parts = tile.div_ceil(abi::STAGE_UNITS_MAX);
-        let part = tile / parts;
-        let together = if 2 * part.div_ceil(CONSUMER_WARPS) <= SHARE { 2 } else { 1 };
-        if tile.is_multiple_of(parts) && together * part <= stage {
-            let tiles = f64::from(together) / f64::from(parts);
-            return Self { units: f64::from(together * part), tiles, even: true };
-        }
-        if tile > stage {
-            let stages = f64::from(tile.div_ceil(stage));
-            return Self { units: f64::from(tile) / stages, tiles: 1.0 / stages, even: false };
-        }
-        let tiles = stage / tile;
-        Self { units: f64::from(tiles * tile), tiles: f64::from(tiles), even: false }
+        let staging = Staging::new(tile, stage);
+        let even = staging.warp_units > 0;
+        let units = match tile > staging.stage_units && !even {
+            true => f64::from(tile) / f64::from(tile.div_ceil(staging.stage_units)),
+            false => f64::from(staging.stage_units),
+        };
+        Self { units, tiles: units / f64::from(tile), even }
     }
 
     /// Stages of so many tiles.
-    fn stages(&self, tiles: u32) -> f64 {
+    fn of(&self, tiles: u32) -> f64 {
         (f64::from(tiles) / self.tiles).ceil()
     }
 }
@@ -196,7 +188,7 @@ impl<'a> Builder<'a> {
     /// The flow of matrices whose tiles have so many units.
     fn flow(&mut self, units: u32) -> u32 {
         let pipeline = self.program.pipeline;
-        let staging = Staging::new(units.max(1), pipeline.stage_units.max(1));
+        let staging = Stages::new(units.max(1), pipeline.stage_units.max(1));
         let shape = Shape {
             stages: pipeline.stages,
             in_flight: pipeline.in_flight,
@@ -254,7 +246,7 @@ impl<'a> Builder<'a> {
                 let p: MatvecParams = task.params();
                 *flow = self.flow(p.units);
                 let stage_units = self.program.pipeline.stage_units.max(1);
-                let stages = Staging::new(p.units.max(1), stage_units).stages(p.tiles);
+                let stages = Stages::new(p.units.max(1), stage_units).of(p.tiles);
                 let merges = p.prologue == Prologue::Merge as u32;
                 let merged = if merges { self.merged(p.window, p.kv_block, p.splits) } else { 0 };
                 let bytes = u64::from(p.tiles) * u64::from(p.units) * u64::from(abi::UNIT_BYTES);

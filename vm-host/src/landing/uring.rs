@@ -10,6 +10,7 @@ use io_uring::{IoUring, opcode, squeue, types};
 use crate::error::HostError;
 use crate::landing::memory::IoBuffer;
 use crate::landing::source::{ALIGN, Extent, Files, Job, Source, unique};
+use crate::uring;
 
 /// Reads of one piece at most: a matrix has at most three parts, and a map may name more.
 const PARTS: usize = 8;
@@ -102,7 +103,7 @@ impl Uring {
         if unsafe { ring.submission().push(&entry) }.is_err() {
             return Err(error("its queue is full".into()));
         }
-        ring.submit().map_err(|e| error(e.to_string()))?;
+        uring::submit(ring).map_err(|e| error(e.to_string()))?;
         self.parts.insert(serial, (piece, part));
         Ok(())
     }
@@ -144,15 +145,8 @@ impl Uring {
             path: "io_uring".into(),
             message: e.to_string(),
         };
-        let timespec = types::Timespec::from(limit);
         let ring = self.ring()?;
-        let arguments = types::SubmitArgs::new().timespec(&timespec);
-        match ring.submitter().submit_with_args(1, &arguments) {
-            Ok(_) => {}
-            Err(e) if e.raw_os_error() == Some(libc::ETIME) => {}
-            Err(e) if e.raw_os_error() == Some(libc::EINTR) => return Ok(true),
-            Err(e) => return Err(error(e)),
-        }
+        uring::submit_and_wait(ring, limit).map_err(error)?;
         let ended: Vec<(u64, i32)> =
             ring.completion().map(|c| (c.user_data(), c.result())).collect();
         let any = !ended.is_empty();
@@ -202,9 +196,7 @@ impl Drop for Uring {
         let patience = std::time::Instant::now() + Duration::from_millis(200);
         while !self.parts.is_empty() && std::time::Instant::now() < patience {
             let Some(ring) = self.ring.as_mut() else { break };
-            let timespec = types::Timespec::from(Duration::from_millis(20));
-            let arguments = types::SubmitArgs::new().timespec(&timespec);
-            let _ = ring.submitter().submit_with_args(1, &arguments);
+            let _ = uring::submit_and_wait(ring, Duration::from_millis(20));
             let ended: Vec<u64> = ring.completion().map(|c| c.user_data()).collect();
             for serial in ended {
                 self.parts.remove(&serial);

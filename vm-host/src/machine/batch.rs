@@ -64,15 +64,14 @@ impl Resident {
     /// # Errors
     /// If the program does not fit.
     pub fn load_together(&mut self, program: &Together) -> Result<Loaded, HostError> {
-        let loaded = self.load(program.program())?;
-        self.together[loaded.place] = program.lanes();
-        Ok(loaded)
+        self.load_for(program.program(), program.lanes())
     }
 
     /// Lanes that a batch may have now: those of the kernel, and those that the current program is proven for.
     #[must_use]
-    pub fn lanes(&self) -> u32 {
-        self.variant.lanes.min(self.together[self.current.place])
+    pub fn lanes(&mut self) -> u32 {
+        let (most, current) = (self.variant.lanes, self.current);
+        most.min(self.idle().memory.places.sequences(current))
     }
 
     /// Runs one step after the other of several sessions at once, each with the tokens that it would get alone. While it runs, `give_way` is

@@ -1,8 +1,6 @@
 //! The pool under any sequence of calls, and the addresses against those of the device's source.
 
 use std::collections::BTreeMap;
-use std::path::Path;
-use std::process::{Command, Stdio};
 
 use proptest::prelude::*;
 
@@ -120,50 +118,11 @@ fn pools_are_as_large_as_they_are_asked_to_be() {
     assert_eq!((row_words(1), row_words(7 * KV_PAGE), row_words(8 * KV_PAGE)), (8, 8, 16));
 }
 
-/// A C++ compiler, or nothing if its absence is excused.
-fn compiler() -> Option<String> {
-    let name = std::env::var("CXX").unwrap_or_else(|_| "g++".into());
-    let asked = Command::new(&name).arg("--version").stdout(Stdio::null()).status();
-    if asked.is_ok_and(|status| status.success()) {
-        return Some(name);
-    }
-    assert!(std::env::var_os("AMK_NO_CXX").is_some(), "no C++ compiler `{name}` (AMK_NO_CXX=1)");
-    eprintln!("skipped: no C++ compiler `{name}`, and AMK_NO_CXX is set");
-    None
-}
-
-/// Where the device's source puts rows: `tests/emulated/pages.cpp` with `spoil` as it is compiled, for heads of so many elements.
+/// Where the device's source puts rows, for heads of so many elements.
 fn device_says(compiler: &str, head_dim: u32, spoil: Option<(&str, &str)>, asked: &str) -> String {
-    let folder = tempfile::tempdir().expect("a folder");
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut text = String::new();
-    for (source, name) in vm_device::SOURCES.iter().map(|source| (source.text, source.name)) {
-        if name.ends_with("amk_abi.h") {
-            text += source;
-        } else if name.ends_with("keys.cuh") || name.ends_with("pages.cuh") {
-            let (from, to) = spoil.unwrap_or_default();
-            text += &if from.is_empty() { source.to_owned() } else { source.replace(from, to) };
-        }
-    }
-    if let Some((from, _)) = spoil {
-        assert!(vm_device::SOURCES.iter().any(|s| s.text.contains(from)), "there is no {from}");
-    }
-    std::fs::write(folder.path().join("device.hpp"), text.replace("#pragma once", ""))
-        .expect("a file");
-    let (main, program) = (root.join("tests/emulated/pages.cpp"), folder.path().join("pages"));
-    let built = Command::new(compiler)
-        .args(["-std=c++17", "-O1", "-w", &format!("-DAMK_HEAD_DIM={head_dim}"), "-I"])
-        .args([folder.path(), &main, Path::new("-o"), &program])
-        .output()
-        .expect("the compiler starts");
-    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
-    let file = folder.path().join("asked");
-    std::fs::write(&file, asked).expect("a file");
-    let run = Command::new(program).arg(file).output().expect("it starts");
-    match run.status.success() {
-        true => String::from_utf8(run.stdout).expect("numbers"),
-        false => format!("{}", run.status), // what is kept of a table is not what is in it
-    }
+    let sources = ["amk_abi.h", "keys.cuh", "pages.cuh"];
+    let define = format!("-DAMK_HEAD_DIM={head_dim}");
+    crate::emulated::run(compiler, "pages", (&sources, &[define]), spoil, asked)
 }
 
 /// What pages.cpp is asked, and what it is to say: of runs of keys in sessions with pages in any order, each copy that the loader makes.
@@ -217,7 +176,7 @@ fn copies(layout: PageLayout) -> (String, String) {
 
 #[test]
 fn the_device_finds_rows_where_the_host_puts_them() {
-    let Some(compiler) = compiler() else { return };
+    let Some(compiler) = crate::emulated::compiler() else { return };
     for (kv_heads, head_dim) in [(3, 16), (2, 128)] {
         let (asked, said) = copies(PageLayout::new(kv_heads, head_dim));
         let got = device_says(&compiler, head_dim, None, &asked);

@@ -1,0 +1,174 @@
+//! How the tiles of a matrix lie in the stages of the weight ring. The device loads by this rule and the cost model predicts by it.
+
+use super::smem::{CONSUMER_WARPS, LANE_TILES};
+
+/// Units of a stage that one warp takes into registers, at most.
+pub const WARP_UNITS_MAX: u32 = abi::STAGE_UNITS_MAX / CONSUMER_WARPS;
+
+/// Several whole tiles in a stage, or one tile in several stages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Staging {
+    /// Units of a stage.
+    pub stage_units: u32,
+    /// Tiles of a stage, 1 where a tile lies in several.
+    pub stage_tiles: u32,
+    /// Units after which a new stage begins.
+    pub period: u32,
+    /// Units of a tile, or of a part of a tile, that each warp takes into registers with the rest of its stage: the fast loop. 0: the
+    /// warps read the stage unit by unit, which takes several times as long.
+    pub warp_units: u32,
+}
+
+impl Staging {
+    /// Tiles of `tile_units` units in stages of at most `stage_units`.
+    #[must_use]
+    pub fn new(tile_units: u32, stage_units: u32) -> Self {
+        let (tile_units, stage_units) = (tile_units.max(1), stage_units.max(1));
+        Self::in_registers(tile_units, stage_units)
+            .unwrap_or_else(|| Self::unit_by_unit(tile_units, stage_units))
+    }
+
+    /// The same for a kernel that runs several sequences at once (matvec_lanes.cuh): whole tiles in a stage, a divisor of those of an
+    /// epilogue; or a part of a tile, as long as the warps' registers hold the vectors of. `warp_units` then counts the parts of a tile.
+    #[must_use]
+    pub fn lanes(tile_units: u32, stage_units: u32) -> Self {
+        let (tile_units, stage_units) = (tile_units.max(1), stage_units.max(1));
+        let parts = tile_units.div_ceil(stage_units.min(abi::STAGE_UNITS_MAX));
+        if parts > 1 {
+            let part = tile_units.div_ceil(parts);
+            return Self {
+                stage_units: part,
+                stage_tiles: 1,
+                period: tile_units,
+                warp_units: parts,
+            };
+        }
+        let stage_tiles = 1 << (stage_units / tile_units).clamp(1, LANE_TILES).ilog2();
+        let stage_units = stage_tiles * tile_units;
+        Self { stage_units, stage_tiles, period: stage_units, warp_units: 1 }
+    }
+
+    /// Stages whose parts of a tile the warps take into registers whole.
+    fn in_registers(tile_units: u32, stage_units: u32) -> Option<Self> {
+        let part = part_units(tile_units)?;
+        let warp_units = part.div_ceil(CONSUMER_WARPS);
+        let stage_tiles = if 2 * warp_units <= WARP_UNITS_MAX { 2 } else { 1 };
+        let full = stage_tiles * part;
+        let period = if part == tile_units { full } else { tile_units };
+        (full <= stage_units).then_some(Self { stage_units: full, stage_tiles, period, warp_units })
+    }
+
+    fn unit_by_unit(tile_units: u32, stage_units: u32) -> Self {
+        if tile_units > stage_units {
+            return Self { stage_units, stage_tiles: 1, period: tile_units, warp_units: 0 };
+        }
+        let stage_tiles = stage_units / tile_units;
+        let stage_units = stage_tiles * tile_units;
+        Self { stage_units, stage_tiles, period: stage_units, warp_units: 0 }
+    }
+}
+
+/// Units of the equal parts that a tile is cut into: as few parts as fit a stage each. A tile of several parts needs parts of more than
+/// half a stage, since the warps take the parts of one tile at a time. None where no number of parts divides the tile so.
+fn part_units(tile_units: u32) -> Option<u32> {
+    let fewest = tile_units.div_ceil(abi::STAGE_UNITS_MAX);
+    let divisors = (fewest..=tile_units).filter(|&parts| tile_units.is_multiple_of(parts));
+    let part = divisors.map(|parts| tile_units / parts).next()?;
+    (fewest == 1 || part.div_ceil(CONSUMER_WARPS) > WARP_UNITS_MAX / 2).then_some(part)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(tile_units: u32, stage_units: u32) -> (u32, u32, u32, u32) {
+        let s = Staging::new(tile_units, stage_units);
+        (s.stage_units, s.stage_tiles, s.period, s.warp_units)
+    }
+
+    #[test]
+    fn tiles_are_cut_into_what_a_warp_can_hold() {
+        assert_eq!(of(64, 64), (64, 1, 64, 8));
+        assert_eq!(of(256, 64), (64, 1, 256, 8), "four parts");
+        assert_eq!(of(32, 64), (64, 2, 64, 4), "two tiles in a stage");
+        assert_eq!(of(18, 64), (36, 2, 36, 3));
+        assert_eq!(of(48, 64), (48, 1, 48, 6));
+        assert_eq!(of(96, 64), (48, 1, 96, 6), "two equal parts");
+        assert_eq!(of(1, 64), (2, 2, 2, 1));
+        assert_eq!(of(60, 64), (60, 1, 60, 8), "the last warps have a unit less");
+    }
+
+    #[test]
+    fn widths_of_published_models_take_the_fast_loop() {
+        // Columns of 16 bits, and the parts that their tiles are cut into.
+        for (model, columns, parts) in [
+            ("qwen3-4b down", 9728, 8),
+            ("qwen2.5-0.5b down", 4864, 4),
+            ("qwen2.5-0.5b hidden", 896, 1),
+            ("qwen2.5-7b down", 18944, 16),
+            ("tinyllama down", 5632, 4),
+            ("gemma3-12b hidden", 3840, 2),
+        ] {
+            let tile = columns / 32;
+            let staging = Staging::new(tile, 64);
+            assert!(staging.warp_units > 0, "{model}: {staging:?}");
+            assert_eq!(tile.div_ceil(staging.stage_units), parts, "{model}: {staging:?}");
+        }
+    }
+
+    #[test]
+    fn what_no_warp_can_hold_is_packed_as_tight_as_it_goes() {
+        assert_eq!(of(32, 32), (32, 1, 32, 0));
+        assert_eq!(of(256, 32), (32, 1, 256, 0));
+        assert_eq!(of(65, 64), (64, 1, 65, 0), "five parts of 13 would be too short");
+        assert_eq!(of(67, 64), (64, 1, 67, 0), "a prime");
+        assert_eq!(of(5, 8), (5, 1, 5, 0));
+    }
+
+    #[test]
+    fn several_lanes_take_tiles_part_by_part() {
+        let of = |tile, stage| {
+            let s = Staging::lanes(tile, stage);
+            (s.stage_units, s.stage_tiles, s.period, s.warp_units)
+        };
+        assert_eq!(of(64, 64), (64, 1, 64, 1));
+        assert_eq!(of(256, 64), (64, 1, 256, 4), "four parts");
+        assert_eq!(of(64, 32), (32, 1, 64, 2), "as long as a stage");
+        assert_eq!(of(65, 64), (33, 1, 65, 2), "the last part may be shorter");
+        assert_eq!(of(18, 64), (36, 2, 36, 1), "a divisor of the tiles of an epilogue");
+        assert_eq!(of(2, 64), (16, 8, 16, 1), "and no more than those");
+        for tile in 1..1000 {
+            for stage in [8, 16, 32, 64] {
+                let s = Staging::lanes(tile, stage);
+                assert!(
+                    s.stage_units <= stage && LANE_TILES.is_multiple_of(s.stage_tiles),
+                    "{tile} in {stage}: {s:?}"
+                );
+                let parts = if s.period == tile && s.warp_units > 1 { s.warp_units } else { 1 };
+                let last = tile - (parts - 1) * s.stage_units.min(tile);
+                assert!((1..=s.stage_units).contains(&last), "{tile} in {stage}: {s:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_load_of_a_tile_in_registers_is_a_multiple_of_its_stages() {
+        for tile in 1..1000 {
+            for stage in [8, 16, 32, 64] {
+                let s = Staging::new(tile, stage);
+                assert!(
+                    s.stage_units <= stage && s.period.is_multiple_of(tile),
+                    "{tile} in {stage}: {s:?}"
+                );
+                if s.warp_units > 0 {
+                    assert_eq!(s.period % s.stage_units, 0, "{tile} in {stage}: {s:?}");
+                    let held = s.warp_units * s.stage_tiles;
+                    assert!(held <= WARP_UNITS_MAX, "{tile} in {stage}: {s:?}");
+                    // The device takes pairs of tiles for granted where a warp has at most half of what it can hold.
+                    let pairs = 2 * s.warp_units <= WARP_UNITS_MAX;
+                    assert_eq!(pairs, s.stage_tiles == 2, "{tile} in {stage}: {s:?}");
+                }
+            }
+        }
+    }
+}

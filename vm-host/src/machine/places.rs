@@ -1,0 +1,80 @@
+//! Which loaded program is in which place of device memory.
+
+use super::{Loaded, PROGRAMS_MAX};
+
+/// The places. A place changes only when a program has been written there: a refused load leaves every handle as good as it was.
+pub(super) struct Places {
+    serials: [u64; PROGRAMS_MAX],
+    /// Sequences that a batch of the program in each place may have.
+    sequences: [u32; PROGRAMS_MAX],
+    next: usize,
+}
+
+impl Places {
+    /// Places that hold nothing.
+    pub(super) fn new() -> Self {
+        Self { serials: [0; PROGRAMS_MAX], sequences: [1; PROGRAMS_MAX], next: 0 }
+    }
+
+    /// The place that was filled longest ago, and not the current one.
+    pub(super) fn oldest(&self, current: Loaded) -> usize {
+        if self.next == current.place { (self.next + 1) % PROGRAMS_MAX } else { self.next }
+    }
+
+    /// A program has been written to a place, proven for batches of so many sequences.
+    pub(super) fn fill(&mut self, place: usize, sequences: u32) -> Loaded {
+        self.serials[place] += 1;
+        self.sequences[place] = sequences;
+        self.next = (place + 1) % PROGRAMS_MAX;
+        Loaded { place, serial: self.serials[place] }
+    }
+
+    /// Whether a handle still names the program that it was given for.
+    pub(super) fn holds(&self, program: Loaded) -> bool {
+        self.serials[program.place] == program.serial
+    }
+
+    /// Sequences that a batch of a loaded program may have.
+    pub(super) fn sequences(&self, program: Loaded) -> u32 {
+        self.sequences[program.place]
+    }
+
+    /// No handle is good any more.
+    pub(super) fn forget(&mut self) {
+        self.serials.iter_mut().for_each(|serial| *serial += 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refused_load_leaves_the_batch_of_the_program_that_stays() {
+        let mut places = Places::new();
+        let current = places.fill(0, 1);
+        let batch = places.fill(places.oldest(current), 8);
+        for _ in 2..PROGRAMS_MAX {
+            places.fill(places.oldest(current), 1);
+        }
+        // The next load is to go where `batch` is, and is refused: nothing is filled.
+        assert_eq!(places.oldest(current), batch.place);
+        assert!(places.holds(batch));
+        assert_eq!(places.sequences(batch), 8);
+        assert_eq!(places.oldest(current), batch.place, "and the place is still the oldest");
+    }
+
+    #[test]
+    fn the_current_place_is_never_filled_and_old_handles_go_bad() {
+        let mut places = Places::new();
+        let current = places.fill(0, 1);
+        let first = places.fill(places.oldest(current), 2);
+        for _ in 0..PROGRAMS_MAX - 1 {
+            assert_ne!(places.oldest(current), current.place);
+            places.fill(places.oldest(current), 1);
+        }
+        assert!(places.holds(current) && !places.holds(first));
+        places.forget();
+        assert!(!places.holds(current));
+    }
+}

@@ -271,6 +271,74 @@ fn the_choice_among_many_rows_is_that_of_the_logits() {
     machine.stop().expect("it stops");
 }
 
+/// A task's number wraps at 2^32, after hours of decoding. Once, the task prefetcher ran over its consumers there.
+#[test]
+fn tasks_go_on_where_their_numbers_wrap() {
+    let Some(info) = device() else { return };
+    let name = "llama3-rope-bf16";
+    let dir = golden_dir().join(name);
+    let (model, golden) = (model::import(&dir).expect(name), read_golden(&dir));
+    let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
+    for (schedule, text) in &SCHEDULES[..3] {
+        let config = config(text, &model.graph, &target);
+        let options = lower::Options { kv_capacity: 128 };
+        let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");
+        let plain = kernel_variant(&config.kernel, &model.graph);
+        let variant = vm_device::Variant { first_task: 0_u32.wrapping_sub(100), ..plain };
+        let booted = Idle::boot(&model.graph, &*model.weights, &program, &variant, boot_options());
+        let launched = booted.expect("it boots").launch(variant, &program);
+        let mut machine = launched.unwrap_or_else(|e| panic!("launch: {}", e.1));
+        let steps = golden.tokens.len() + golden.greedy.len();
+        assert!(program.workers[0].tasks.len() * steps > 200, "the numbers wrap");
+        check_program(&mut machine, &golden, name, schedule);
+        machine.stop().expect("it stops");
+    }
+}
+
+/// Tiles whose length no power of two divides: parts of 38 and 37 units, and parts that leave the last warps a unit less.
+#[test]
+fn odd_widths_compute_what_the_graph_says() {
+    let Some(info) = device() else { return };
+    let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
+    for (hidden, heads, ffn) in [(1920, 15, 9728), (896, 7, 4864), (3840, 30, 18944)] {
+        let shape = model::Shape {
+            name: format!("{hidden} by {ffn}"),
+            hidden,
+            heads,
+            kv_heads: heads,
+            head_dim: 128,
+            ffn,
+            vocab: 512,
+            layers: 2,
+            dtype: ir::DType::Bf16,
+            ..model::Shape::default()
+        };
+        let model = model::Model::random(shape, 7);
+        let text = r#"{"pipeline": {"stage_bytes": 32768, "stages": 4, "in_flight_bytes": 65536, "in_flight_near_bytes": 32768}}"#;
+        let config = config(text, &model.graph, &target);
+        let options = lower::Options { kv_capacity: 128 };
+        let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");
+        let variant = kernel_variant(&config.kernel, &model.graph);
+        let booted = Idle::boot(&model.graph, &*model.weights, &program, &variant, boot_options());
+        let launched = booted.expect("it boots").launch(variant, &program);
+        let mut machine = launched.unwrap_or_else(|e| panic!("launch: {}", e.1));
+        let tokens: Vec<u32> = (0..12).map(|i| i * 37 % 512).collect();
+        let decoded = machine.decode(0, 0, &tokens, 1, &[], true).expect("it runs");
+        let logits = machine.logits(tokens.len() as u32).expect("logits").concat();
+        machine.stop().expect("it stops");
+        let mut evaluator = reference_vm::eval::Evaluator::new(&model.graph, &*model.weights)
+            .expect("it can be evaluated");
+        let expected =
+            evaluator.run(&tokens, reference_vm::eval::Logits::All).expect("it runs").concat();
+        let error = worst(&expected, &logits);
+        eprintln!(
+            "hidden {hidden}, ffn {ffn}: max |diff| / max |logit| {error:.2e}, {:.1} us a position",
+            decoded.device_us / f64::from(decoded.steps)
+        );
+        assert!(error <= 5e-3, "hidden {hidden}, ffn {ffn}: {error:.3e}");
+    }
+}
+
 /// What runs on the device here is every op that programs are made of. Needs no device.
 #[test]
 fn every_op_is_covered() {

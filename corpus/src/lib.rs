@@ -13,6 +13,7 @@
 //! The crate stores what it is given: what a row means is up to `search`.
 
 mod error;
+pub mod files;
 mod head;
 mod ledger;
 pub mod manifest;

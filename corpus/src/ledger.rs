@@ -39,6 +39,24 @@ pub struct Ledger {
     bytes: u64,
 }
 
+/// A ledger that no other process writes.
+#[derive(Debug)]
+pub struct Held {
+    file: File,
+    path: PathBuf,
+}
+
+impl Held {
+    /// As [`Ledger::resume`].
+    ///
+    /// # Errors
+    /// If it cannot be read or written, is no ledger, or was tampered with.
+    pub fn resume(self) -> Result<(Ledger, Contents), CorpusError> {
+        let Self { file, path } = self;
+        Ledger::resume_held(file, &path)
+    }
+}
+
 /// A row with its place in the chain: the bytes that were hashed, in parts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
@@ -165,8 +183,20 @@ impl Ledger {
     /// # Errors
     /// If it cannot be read or written, is no ledger, is in use, or was tampered with.
     pub fn resume(path: &Path) -> Result<(Self, Contents), CorpusError> {
+        Self::hold(path)?.resume()
+    }
+
+    /// Keeps other searches off a ledger, and changes nothing.
+    ///
+    /// # Errors
+    /// If it cannot be opened for writing, or is in use.
+    pub fn hold(path: &Path) -> Result<Held, CorpusError> {
         let file = open(path, false)?;
         lock(&file, path)?;
+        Ok(Held { file, path: path.to_path_buf() })
+    }
+
+    fn resume_held(file: File, path: &Path) -> Result<(Self, Contents), CorpusError> {
         let contents = read_open(&file, path)?;
         if contents.torn {
             cut(&file, path, contents.bytes)?;

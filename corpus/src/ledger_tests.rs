@@ -1,6 +1,6 @@
-use serde_json::json;
-
 use std::fs::OpenOptions;
+
+use serde_json::json;
 
 use super::*;
 

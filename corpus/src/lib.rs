@@ -23,7 +23,7 @@ mod seal;
 pub mod store;
 
 pub use error::CorpusError;
-pub use ledger::{Contents, LEDGER_SCHEMA, Ledger, Link, read};
+pub use ledger::{Contents, Held, LEDGER_SCHEMA, Ledger, Link, read};
 pub use results::Results;
 pub use schedules::{Shipped, all_shipped, shipped};
 pub use seal::{check_seal, seal};

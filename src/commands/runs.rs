@@ -182,11 +182,12 @@ pub(super) fn sound(ledger: &Path) -> Result<(Contents, State), Failure> {
     match (found.finding, contents) {
         (None, Some(contents)) => Ok((contents, found.state)),
         (finding, _) => {
-            let (reason, exit) = finding.map_or_else(
-                || ("it cannot be read".to_owned(), Exit::Usage),
-                |finding| (finding.reason, finding.exit),
+            let (line, reason, exit) = finding.map_or_else(
+                || (None, "it cannot be read".to_owned(), Exit::Usage),
+                |finding| (finding.line, finding.reason, finding.exit),
             );
-            let message = format!("{} does not hold: {reason}", ledger.display());
+            let line = line.map_or_else(String::new, |line| format!(" line {line}"));
+            let message = format!("{}{line} does not hold: {reason}", ledger.display());
             Err(Failure { exit, message })
         }
     }

@@ -93,11 +93,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
             None => Opened::None,
         };
         let header = with_known(args, &dir, header.with_kind(&context, &opened)?)?;
-        // Before anything is computed, so that a path that cannot be written fails at once. What is there is left until the rows hold.
-        let fresh = match resumed {
-            None => Some(open_files(args, &dir, &ledger_path, &header)?),
-            Some(_) => None,
-        };
+        let (ledger, results) = open_files(args, resumed, &dir, &header)?;
         say_start(&header, &dir, past.len());
         watch.prepares(&resume_command(&dir, &header));
         if let Some(device) = &mut device
@@ -122,11 +118,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let lines: Vec<Vec<String>> = past.iter().filter_map(cells_of_row).collect();
         let confirmed = absorb(&mut search, past)?;
         corpus::manifest::unseal_run(&dir)?;
-        let (ledger, results) = match (resumed, fresh) {
-            (Some(ledger), _) => (ledger, table(args, &dir, &lines)?),
-            (None, Some(files)) => files,
-            (None, None) => open_files(args, &dir, &ledger_path, &header)?,
-        };
+        let results = results.map_or_else(|| table(args, &dir, &lines), Ok)?;
         let mut session = Session {
             keeper: Keeper::open(args, &dir, &ledger_path),
             ledger,
@@ -211,16 +203,20 @@ fn reopen(path: &Path) -> Result<(Ledger, Contents), Failure> {
     Ok(held.resume()?)
 }
 
-/// Begins the ledger and the table of a new search.
+/// Begins the ledger and the table of a new search, so that a path that cannot be written fails before anything is computed. The table of a
+/// resumed one is left as it is until its rows were absorbed.
 fn open_files(
     args: &LoopArgs,
+    resumed: Option<Ledger>,
     dir: &Path,
-    ledger_path: &Path,
     header: &Header,
-) -> Result<(Ledger, Results), Failure> {
-    let ledger = Ledger::create(ledger_path, &header.to_json())?;
+) -> Result<(Ledger, Option<Results>), Failure> {
+    if let Some(ledger) = resumed {
+        return Ok((ledger, None));
+    }
+    let ledger = Ledger::create(&dir.join("ledger.jsonl"), &header.to_json())?;
     match table(args, dir, &[]) {
-        Ok(results) => Ok((ledger, results)),
+        Ok(results) => Ok((ledger, Some(results))),
         Err(error) => {
             // Nothing was searched: the folder is as it was.
             let _ = ledger.remove();

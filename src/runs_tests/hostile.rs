@@ -13,6 +13,9 @@ fn forge_ledger_alone(run: &Path, edit: impl FnOnce(&mut Value, &mut Vec<Value>)
     std::fs::write(run.join("manifest.json"), manifest).unwrap();
 }
 
+/// A way to alter a run's folder, with a word that its refusal says.
+type Alteration = (&'static str, fn(&Path));
+
 fn pipe(path: &Path) {
     let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
     rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
@@ -63,7 +66,7 @@ fn no_verb_takes_a_sealed_run_that_was_altered_and_none_seals_it_again() {
     let folder = folder();
     search(folder.path(), "runs/a", &["--store", "none"]);
     let run = folder.path().join("x/b");
-    let alter: [(&str, fn(&Path)); 6] = [
+    let alter: [Alteration; 6] = [
         ("ledger.jsonl", |run| {
             forge_ledger_alone(run, |_, rows| rows[2]["why"] = "another reason".into());
         }),

@@ -147,7 +147,8 @@ pub(crate) enum Command {
     #[command(
         after_help = "Examples:\n  amk bundle corpus/schedules/h200/*/*.bundle.json\n  amk bundle mine.json --reference\n\n\
         Refuses an edited file (exit code 4), a schedule that is illegal or lowers to another program now, and figures that do not\n\
-        follow from the samples. Small models are run on the reference machine too."
+        follow from the samples. Small models are run on the reference machine too. A bundle of another kernel build is `stale`: it is\n\
+        shown with the build that it is of, and is no failure without --current."
     )]
     Bundle(BundleArgs),
     /// Times schedules on the GPU and says where the time of a step goes, by op: waiting, input, products, output.
@@ -401,7 +402,8 @@ pub(crate) struct LoopArgs {
     /// Who proposes: random, climb, restarts, tpe or prior (what the store knows comes first). Default: climb, or the resumed search's.
     #[arg(long, value_name = "NAME")]
     pub(crate) strategy: Option<StrategyName>,
-    /// A shell command that proposes instead: JSON lines on its standard input and output (HARNESS.md, ask and tell).
+    /// A shell command that proposes instead: JSON lines on its standard input and output (HARNESS.md, ask and tell). A resumed search needs
+    /// it again: no command is taken from a ledger.
     #[arg(long, value_name = "COMMAND", conflicts_with = "strategy")]
     #[serde(skip)]
     pub(crate) proposer: Option<String>,
@@ -619,6 +621,9 @@ pub(crate) struct BundleArgs {
     /// Run the program on the reference machine whatever the model's size.
     #[arg(long)]
     pub(crate) reference: bool,
+    /// Fail (exit code 1) where the kernel or the program that was measured is not this build's.
+    #[arg(long)]
+    pub(crate) current: bool,
 }
 
 /// Another engine.

@@ -381,6 +381,7 @@ fn a_resumed_search_equals_one_that_never_stopped() {
     let fifth: Value = serde_json::from_str(text.lines().nth(5).unwrap()).unwrap();
     let head = format!("{{\"rows\":6,\"hash\":{}}}\n", fifth["hash"]);
     std::fs::write(cut.with_extension("head"), head).unwrap();
+    std::fs::remove_file(cut.with_file_name("manifest.json")).unwrap(); // it had not ended
     let again = amk_in(dir.path(), &["loop", "--resume", "--out", "cut"]).succeeds("amk.loop.v1");
     assert_eq!(again["n_trials"], 12);
     let ids = |name: &str| -> Vec<String> {

@@ -44,11 +44,7 @@ pub(crate) fn open(path: &Path) -> Result<Program, Failure> {
     let unreadable = |e: std::io::Error| {
         Failure::usage(format!("cannot read {}: {e}; check the path", path.display()))
     };
-    let length = std::fs::metadata(path).map_err(unreadable)?.len();
-    if length > PROGRAM_BYTES_MAX {
-        return Err(Failure::usage(format!("{} is too long for a program", path.display())));
-    }
-    let bytes = std::fs::read(path).map_err(unreadable)?;
+    let bytes = corpus::files::read(path, PROGRAM_BYTES_MAX).map_err(unreadable)?;
     match form {
         Form::Binary => decode(path, &bytes),
         Form::Text => {
@@ -89,7 +85,7 @@ pub(crate) fn write_with(
         return write(&mut file).map_err(refused);
     }
     let partial = partial_of(path);
-    let written = File::create(&partial)
+    let written = corpus::files::create(&partial)
         .and_then(|mut file| write(&mut file).and_then(|()| file.sync_all()))
         .and_then(|()| std::fs::rename(&partial, path));
     written.map_err(|e| {

@@ -546,3 +546,27 @@ fn a_client_that_does_not_read_stops_nothing() {
     }
     drop(output.take());
 }
+
+#[test]
+fn a_search_whose_proposals_are_a_command_is_not_resumed_by_a_tool() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut server = Server::start(folder.path());
+    server.call("loop", json!({"model": "toy", "device": "cpu", "kv_capacity": 16, "budget": 2, "out": "s", "store": "none"}));
+    let ledger = folder.path().join("s/ledger.jsonl");
+    let mut contents = corpus::read(&ledger).unwrap();
+    contents.header["proposer"] = "touch OWNED; cat >/dev/null".into();
+    for name in ["ledger.jsonl", "manifest.json"] {
+        std::fs::remove_file(folder.path().join("s").join(name)).unwrap();
+    }
+    let mut forged = corpus::Ledger::create(&ledger, &contents.header).unwrap();
+    contents.records.iter().for_each(|record| drop(forged.append(record).unwrap()));
+    drop(forged);
+    for more in [json!({}), json!({"proposer": "touch OWNED; cat >/dev/null"})] {
+        let mut arguments = json!({"resume": true, "out": "s", "budget": 9, "store": "none"});
+        arguments.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let error = server.refused("loop", arguments);
+        assert!(error.to_string().contains("proposer"), "{error}");
+    }
+    assert!(!folder.path().join("OWNED").exists());
+    assert_eq!(corpus::read(&ledger).unwrap().records.len(), contents.records.len());
+}

@@ -44,9 +44,9 @@ fn bundle() -> Bundle {
         config,
         schedule_id: config.id(),
         program_id: program.id(),
-        kernel_id: "of another build".to_owned(),
+        kernel_id: "0123456789abcdef".to_owned(),
         conditions: Conditions { card: "NVIDIA H200".to_owned(), ..Conditions::default() },
-        gates: ["validate", "lower", "verify", "reference", "device"].map(gate).to_vec(),
+        gates: ["validate", "lower", "verify", "reference", "device", "floor"].map(gate).to_vec(),
         accuracy: Proof {
             positions: 48,
             rel_err_worst: 1e-4,
@@ -86,6 +86,63 @@ fn a_whole_bundle_holds_and_says_what_was_checked() {
     assert_eq!(checked.len(), 4, "{checked:?}");
     assert!(checked[3].contains("reference machine"), "{checked:?}");
     assert!(said.contains("another kernel") && said.contains("NVIDIA H200"), "{said}");
+}
+
+#[test]
+fn a_bundle_of_another_kernel_is_stale_which_fails_where_current_evidence_is_wanted() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut stale = bundle();
+    stale.conditions.amk = "0.1.0 (515e03b)".to_owned();
+    let path = write(folder.path(), "stale.bundle.json", &stale.to_text());
+    let (code, document, said) = amk(&["bundle", path.to_str().unwrap()]);
+    let row = &document["bundles"][0];
+    assert_eq!((code, &row["status"], &row["holds"]), (0, &"stale".into(), &true.into()));
+    assert_eq!(row["built"], "0.1.0 (515e03b)");
+    assert!(said.contains("stale") && said.contains("515e03b"), "{said}");
+    let (code, document, said) = amk(&["bundle", "--current", path.to_str().unwrap()]);
+    assert_eq!((code, &document["bundles"][0]["status"]), (1, &"stale".into()), "{said}");
+    let mut altered = bundle();
+    altered.ci_us = [0.0, 1e6];
+    let altered = write(folder.path(), "altered.bundle.json", &altered.to_text());
+    let (code, document, said) = amk(&["bundle", "--current", altered.to_str().unwrap()]);
+    assert_eq!((code, &document["bundles"][0]["status"]), (4, &"altered".into()), "{said}");
+    assert!(said.contains("interval"), "{said}");
+    // What is in a file cannot paint over what is said of it.
+    let mut painted = bundle();
+    painted.conditions.card = "NVIDIA H200\u{1b}[2J".to_owned();
+    let painted = write(folder.path(), "painted.bundle.json", &painted.to_text());
+    let (_, _, said) = amk(&["bundle", painted.to_str().unwrap()]);
+    assert!(!said.contains('\u{1b}') && said.contains("\\u{1b}[2J"), "{said}");
+}
+
+#[test]
+fn a_pipe_or_a_folder_in_the_place_of_a_file_is_refused_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = |name: &str| {
+        let path = folder.path().join(name);
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        let fifo = rustix::fs::FileType::Fifo;
+        rustix::fs::mknodat(rustix::fs::CWD, &path, fifo, mode, 0).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let (bundle, program, rows, grid) =
+        (pipe("b.json"), pipe("p.amk"), pipe("rows.jsonl"), pipe("grid.json"));
+    let store = folder.path().join("s.sqlite").to_str().unwrap().to_owned();
+    let out = folder.path().join("out.jsonl").to_str().unwrap().to_owned();
+    let record = ["landscape", "record", "--model", "toy", "--device", "cpu", "--context", "8"];
+    for args in [
+        vec!["bundle", &bundle],
+        vec!["verify", &program],
+        vec!["calibrate", &rows],
+        vec!["corpus", "import", &rows, "--store", &store],
+        [&record[..], &["--grid", &grid, "--out", &out]].concat(),
+    ] {
+        let (code, document, said) = amk(&args);
+        assert_eq!(code, 2, "{args:?}: {said}");
+        assert!(document["message"].is_string(), "{args:?}: {document}");
+    }
+    let (code, _, said) = amk(&["bundle", folder.path().to_str().unwrap()]);
+    assert_eq!(code, 2, "{said}");
 }
 
 #[test]

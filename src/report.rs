@@ -1,5 +1,6 @@
 //! What is printed: one JSON document on stdout, everything for people on stderr.
 
+use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,6 +41,9 @@ pub(crate) fn document(value: &impl Serialize) -> Result<(), Failure> {
         serde_json::to_string(value)
     };
     let text = text.map_err(|e| Failure::usage(format!("cannot write the answer as JSON: {e}")))?;
+    if out.is_terminal() {
+        return text_to(&mut out, &harmless_json(&text));
+    }
     text_to(&mut out, &text)
 }
 
@@ -73,8 +77,39 @@ pub(crate) fn say(line: &str) {
         return;
     }
     working::above(|| {
-        let _ = writeln!(std::io::stderr(), "{line}");
+        let _ = writeln!(std::io::stderr(), "{}", plain(line));
     });
+}
+
+/// A line as a terminal may be given it. Text of a file can hold control characters, which move the cursor and paint over what was said,
+/// and marks that turn the direction of writing: both are escaped.
+pub(crate) fn plain(line: &str) -> Cow<'_, str> {
+    if !line.contains(is_harmful) {
+        return Cow::Borrowed(line);
+    }
+    let mut out = String::with_capacity(line.len());
+    for c in line.chars() {
+        if is_harmful(c) { out.extend(c.escape_default()) } else { out.push(c) }
+    }
+    Cow::Owned(out)
+}
+
+/// JSON as a terminal may be given it: `serde_json` escapes the control characters below the blank only.
+fn harmless_json(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '\n' => out.push(c),
+            c if is_harmful(c) => out.push_str(&format!("\\u{:04x}", u32::from(c))),
+            c => out.push(c),
+        }
+    }
+    out
+}
+
+fn is_harmful(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 /// Reports a failure on both channels.
@@ -118,4 +153,23 @@ pub(crate) fn table(rows: &[(String, String)]) {
 /// A number with its unit, or a dash.
 pub(crate) fn maybe(value: Option<f64>, unit: &str) -> String {
     value.map_or_else(|| "-".to_owned(), |value| format!("{value:.1} {unit}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_of_a_file_cannot_steer_a_terminal() {
+        assert_eq!(plain("\u{e9}\u{4e2d} x"), "\u{e9}\u{4e2d} x");
+        assert_eq!(
+            plain("a\u{1b}[2J\r\nb\u{9b}1m\u{202e}c\u{7f}"),
+            "a\\u{1b}[2J\\r\\nb\\u{9b}1m\\u{202e}c\\u{7f}"
+        );
+        let text = serde_json::to_string_pretty(&json!({"a": "\u{1b}\u{9b}\u{7f}\u{202e}\n"}));
+        let shown = harmless_json(&text.unwrap());
+        assert!(!shown.contains(|c: char| is_harmful(c) && c != '\n'), "{shown:?}");
+        let read: Value = serde_json::from_str(&shown).unwrap();
+        assert_eq!(read["a"], "\u{1b}\u{9b}\u{7f}\u{202e}\n");
+    }
 }

@@ -8,6 +8,8 @@ use serde_json::Value;
 
 #[path = "runs_tests/cards.rs"]
 mod cards;
+#[path = "runs_tests/hostile.rs"]
+mod hostile;
 
 /// A way to change a ledger: its header and its rows.
 type Forge = fn(&mut Value, &mut Vec<Value>);
@@ -334,7 +336,7 @@ fn the_store_is_filled_shown_exported_and_imported() {
     forge(&folder.path().join("runs/b"), |_, rows| rows[2]["verdict"]["latency_us"] = 0.001.into());
     let (code, _, said) =
         amk(folder.path(), &["corpus", "import", "runs", "--store", "three.sqlite"]);
-    assert!(code == 4 && said.contains("runs/b/ledger.jsonl, row 3"), "{said}");
+    assert!(code == 4 && said.contains("runs/b/ledger.jsonl line 4"), "{said}");
     let (code, _, said) = amk(folder.path(), &["corpus", "show", "--store", "none.sqlite"]);
     assert!(code == 2 && said.contains("corpus import"), "{said}");
 }

@@ -4,13 +4,14 @@
 //! row is on the disk, in place and in one piece of fixed length, so it is never ahead of the ledger, and a full disk does not stop it.
 //! A process that dies between the two leaves a head that is one row behind, which is no fault: the row that it names is there.
 
-use std::fs::{File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::fs::File;
+use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
 use crate::error::CorpusError;
+use crate::files;
 
 /// Longest text that is read as a head.
 const BYTES_MAX: u64 = 256;
@@ -41,8 +42,8 @@ impl Head {
     /// Opens the head of a ledger, or makes one.
     pub(crate) fn open(ledger: &Path) -> Result<Self, CorpusError> {
         let path = path_of(ledger);
-        let file = OpenOptions::new().write(true).create(true).truncate(false).open(&path);
-        let file = file.map_err(|e| CorpusError::io("create", &path, e))?;
+        let file =
+            files::open_to_write(&path, true).map_err(|e| CorpusError::io("create", &path, e))?;
         Ok(Self { file, path })
     }
 
@@ -59,13 +60,11 @@ impl Head {
 /// The head of a ledger, if there is one.
 pub(crate) fn read(ledger: &Path) -> Result<Option<Mark>, CorpusError> {
     let path = path_of(ledger);
-    let file = match File::open(&path) {
-        Ok(file) => file,
+    let text = match files::open_own(&path).and_then(|file| files::read_whole(&file, BYTES_MAX)) {
+        Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(CorpusError::io("read", &path, error)),
     };
-    let mut text = Vec::new();
-    file.take(BYTES_MAX).read_to_end(&mut text).map_err(|e| CorpusError::io("read", &path, e))?;
     if text.is_empty() {
         // A process died before it wrote the first one.
         return Ok(None);

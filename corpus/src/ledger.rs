@@ -5,14 +5,15 @@
 //! hash on the first line. The first record is the header that the caller gave. How far the ledger goes stands in a file beside it
 //! ([`head`](crate::head)), so that rows cut off its end are missed.
 
-use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::fs::{File, TryLockError};
+use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::CorpusError;
+use crate::files;
 use crate::head::{self, Head, Mark};
 
 /// The schema id that the first record of every ledger carries in `schema`.
@@ -24,6 +25,9 @@ const HASH_FIELD: &str = ",\"hash\":\"";
 /// Largest line that is believed to be one, in bytes.
 const LINE_MAX: usize = 64 << 20;
 
+/// Longest ledger that is read: some hundred thousand trials.
+const BYTES_MAX: u64 = 2 << 30;
+
 /// A ledger that is open for appending. The file is locked until it is dropped.
 #[derive(Debug)]
 pub struct Ledger {
@@ -33,6 +37,24 @@ pub struct Ledger {
     seq: u64,
     prev: String,
     bytes: u64,
+}
+
+/// A ledger that no other process writes.
+#[derive(Debug)]
+pub struct Held {
+    file: File,
+    path: PathBuf,
+}
+
+impl Held {
+    /// As [`Ledger::resume`].
+    ///
+    /// # Errors
+    /// If it cannot be read or written, is no ledger, or was tampered with.
+    pub fn resume(self) -> Result<(Ledger, Contents), CorpusError> {
+        let Self { file, path } = self;
+        Ledger::resume_held(file, &path)
+    }
 }
 
 /// A row with its place in the chain: the bytes that were hashed, in parts.
@@ -161,8 +183,20 @@ impl Ledger {
     /// # Errors
     /// If it cannot be read or written, is no ledger, is in use, or was tampered with.
     pub fn resume(path: &Path) -> Result<(Self, Contents), CorpusError> {
+        Self::hold(path)?.resume()
+    }
+
+    /// Keeps other searches off a ledger, and changes nothing.
+    ///
+    /// # Errors
+    /// If it cannot be opened for writing, or is in use.
+    pub fn hold(path: &Path) -> Result<Held, CorpusError> {
         let file = open(path, false)?;
         lock(&file, path)?;
+        Ok(Held { file, path: path.to_path_buf() })
+    }
+
+    fn resume_held(file: File, path: &Path) -> Result<(Self, Contents), CorpusError> {
         let contents = read_open(&file, path)?;
         if contents.torn {
             cut(&file, path, contents.bytes)?;
@@ -229,18 +263,13 @@ impl Ledger {
 /// # Errors
 /// If it cannot be read, is no ledger, or was tampered with.
 pub fn read(path: &Path) -> Result<Contents, CorpusError> {
-    let file = File::open(path).map_err(|e| CorpusError::io("read", path, e))?;
+    let file = files::open_own(path).map_err(|e| CorpusError::io("read", path, e))?;
     read_open(&file, path)
 }
 
 fn open(path: &Path, create: bool) -> Result<File, CorpusError> {
-    OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(create)
-        .truncate(false)
-        .open(path)
-        .map_err(|e| CorpusError::io(if create { "create" } else { "open" }, path, e))
+    let action = if create { "create" } else { "open" };
+    files::open_to_write(path, create).map_err(|e| CorpusError::io(action, path, e))
 }
 
 fn lock(file: &File, path: &Path) -> Result<(), CorpusError> {
@@ -255,9 +284,7 @@ fn lock(file: &File, path: &Path) -> Result<(), CorpusError> {
 
 /// Whether the file holds no finished line: a process died while it wrote the header.
 fn only_a_torn_header(file: &File, path: &Path) -> Result<bool, CorpusError> {
-    let mut text = Vec::new();
-    let mut reader = file;
-    reader.read_to_end(&mut text).map_err(|e| CorpusError::io("read", path, e))?;
+    let text = files::read_whole(file, BYTES_MAX).map_err(|e| CorpusError::io("read", path, e))?;
     Ok(!text.contains(&b'\n') && text.starts_with(br#"{"seq":0,"#))
 }
 
@@ -293,11 +320,10 @@ fn body(seq: u64, prev: &str, record: &str) -> String {
 fn read_open(file: &File, path: &Path) -> Result<Contents, CorpusError> {
     // First, so that rows which another process adds meanwhile are not missed.
     let mark = head::read(path)?;
-    let mut bytes = Vec::new();
     let mut reader = file;
-    reader
+    let bytes = reader
         .seek(SeekFrom::Start(0))
-        .and_then(|_| reader.read_to_end(&mut bytes))
+        .and_then(|_| files::read_whole(file, BYTES_MAX))
         .map_err(|e| CorpusError::io("read", path, e))?;
     let finished = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |last| last + 1);
     let mut chain = Chain {

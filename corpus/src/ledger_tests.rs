@@ -1,3 +1,5 @@
+use std::fs::OpenOptions;
+
 use serde_json::json;
 
 use super::*;
@@ -192,4 +194,34 @@ fn a_full_disk_is_one_line_with_a_remedy() {
     let error = ledger.append(&json!({})).unwrap_err().to_string();
     assert!(error.contains("/dev/full") && error.contains("free some space"), "{error}");
     assert!(!error.contains('\n'));
+}
+
+#[test]
+fn a_ledger_that_is_a_link_or_a_pipe_is_refused_at_once_and_so_is_its_head() {
+    let folder = tempfile::tempdir().unwrap();
+    let real = folder.path().join("real.jsonl");
+    drop(Ledger::create(&real, &serde_json::json!({})).unwrap());
+    let path = folder.path().join("ledger.jsonl");
+    std::os::unix::fs::symlink(&real, &path).unwrap();
+    let reasons = [
+        read(&path).unwrap_err(),
+        Ledger::resume(&path).unwrap_err(),
+        Ledger::create(&path, &serde_json::json!({})).unwrap_err(),
+    ];
+    for error in reasons {
+        assert!(error.to_string().contains("it is a symbolic link"), "{error}");
+    }
+    std::fs::remove_file(&path).unwrap();
+    let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+    let fifo = rustix::fs::FileType::Fifo;
+    rustix::fs::mknodat(rustix::fs::CWD, &path, fifo, mode, 0).unwrap();
+    let error = read(&path).unwrap_err().to_string();
+    assert!(error.contains("it is not a regular file"), "{error}");
+    std::fs::remove_file(&path).unwrap();
+    let victim = folder.path().join("victim");
+    std::fs::write(&victim, "").unwrap();
+    std::os::unix::fs::symlink(&victim, folder.path().join("ledger.head")).unwrap();
+    let error = Ledger::create(&path, &serde_json::json!({})).unwrap_err().to_string();
+    assert!(error.contains("ledger.head") && error.contains("symbolic link"), "{error}");
+    assert_eq!(std::fs::read(&victim).unwrap(), b"");
 }

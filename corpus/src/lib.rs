@@ -13,6 +13,7 @@
 //! The crate stores what it is given: what a row means is up to `search`.
 
 mod error;
+pub mod files;
 mod head;
 mod ledger;
 pub mod manifest;
@@ -22,7 +23,7 @@ mod seal;
 pub mod store;
 
 pub use error::CorpusError;
-pub use ledger::{Contents, LEDGER_SCHEMA, Ledger, Link, read};
+pub use ledger::{Contents, Held, LEDGER_SCHEMA, Ledger, Link, read};
 pub use results::Results;
 pub use schedules::{Shipped, all_shipped, shipped};
 pub use seal::{check_seal, seal};

@@ -9,13 +9,14 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::Write;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::CorpusError;
+use crate::files;
 use crate::seal::{check_seal, seal};
 
 /// The manifest's name.
@@ -32,6 +33,15 @@ pub const MANIFEST_SCHEMA: &str = "amk.manifest.v1";
 
 /// Files of a run at most, its manifest included.
 pub const FILES_MAX: usize = 12;
+
+/// Longest manifest that is read.
+const MANIFEST_BYTES_MAX: u64 = 1 << 20;
+
+/// Longest file of a run that is sealed or checked.
+const FILE_BYTES_MAX: u64 = 2 << 30;
+
+/// The file that only ever grows.
+const LEDGER: &str = "ledger.jsonl";
 
 /// What is known of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -101,12 +111,11 @@ impl Manifest {
     fn read(path: &Path) -> Result<Option<(Self, String)>, CorpusError> {
         let tampered =
             |reason: String| CorpusError::Tampered { path: path.to_path_buf(), line: 1, reason };
-        let text = match std::fs::read_to_string(path) {
-            Ok(text) => text,
+        let read = files::open_own(path).and_then(|f| files::read_whole(&f, MANIFEST_BYTES_MAX));
+        let text = match read {
+            Ok(bytes) => String::from_utf8(bytes)
+                .map_err(|_| tampered("this is not the manifest of a run".to_owned()))?,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(error) if error.kind() == std::io::ErrorKind::InvalidData => {
-                return Err(tampered("this is not the manifest of a run".to_owned()));
-            }
             Err(error) => return Err(CorpusError::io("read", path, error)),
         };
         let fields: Result<Map<String, Value>, _> = serde_json::from_str(&text);
@@ -115,6 +124,12 @@ impl Manifest {
         let hash = fields.remove("hash").and_then(|hash| hash.as_str().map(str::to_owned));
         let manifest: Self = serde_json::from_value(fields.into())
             .map_err(|e| tampered(format!("this is not a manifest of this version ({e})")))?;
+        // Collecting a run removes what its manifest names.
+        let leads_out =
+            |name: &&String| Path::new(name.as_str()).file_name() != Some(name.as_ref());
+        if let Some(name) = manifest.files.keys().find(leads_out) {
+            return Err(tampered(format!("it names {name:?}, which is no file of its folder")));
+        }
         Ok(Some((manifest, hash.unwrap_or_default())))
     }
 
@@ -142,14 +157,7 @@ pub fn look(folder: &Path) -> Result<Looked, CorpusError> {
         }
         Err(error) => return Err(error),
     };
-    let Some((manifest, hash)) = sealed else {
-        return Ok(match Manifest::read(&folder.join(COLLECTED))? {
-            Some((manifest, hash)) => {
-                Looked { state: State::Collected(Box::new(manifest), hash), ..open }
-            }
-            None => open,
-        });
-    };
+    let Some((manifest, hash)) = sealed else { return look_without_seal(folder) };
     let mut problems = match differences(folder, &manifest.files) {
         Ok(problems) => problems,
         Err(error) => vec![error.to_string()],
@@ -170,6 +178,62 @@ pub fn look(folder: &Path) -> Result<Looked, CorpusError> {
         },
     };
     Ok(Looked { state: State::Sealed(Box::new(manifest), hash), problems, previous_is_here })
+}
+
+/// A run that has no manifest under its name: it was collected, goes on, or was never sealed. What a manifest aside sealed must still be
+/// there: another name of the manifest takes nothing of the seal away.
+fn look_without_seal(folder: &Path) -> Result<Looked, CorpusError> {
+    let open = Looked { state: State::Open, problems: Vec::new(), previous_is_here: false };
+    let found = |name: &str| match Manifest::read(&folder.join(name)) {
+        Ok(found) => Ok(Ok(found)),
+        Err(error) if error.is_integrity() => Ok(Err(vec![error.to_string()])),
+        Err(error) => Err(error),
+    };
+    match found(COLLECTED)? {
+        Err(problems) => return Ok(Looked { problems, ..open }),
+        Ok(Some((manifest, hash))) => {
+            let mut problems = differences(folder, &manifest.files)?;
+            // What is gone was given up.
+            problems.retain(|problem| !problem.ends_with(MISSING));
+            return Ok(Looked {
+                state: State::Collected(Box::new(manifest), hash),
+                problems,
+                ..open
+            });
+        }
+        Ok(None) => {}
+    }
+    let problems = match found(UNSEALED)? {
+        Err(problems) => problems,
+        Ok(Some((manifest, _))) => match manifest.files.get(LEDGER) {
+            Some(sealed) if !begins_as_sealed(&folder.join(LEDGER), sealed)? => {
+                vec![format!("{LEDGER} does not begin with the rows that were sealed ({UNSEALED})")]
+            }
+            Some(_) | None => Vec::new(),
+        },
+        Ok(None) => Vec::new(),
+    };
+    Ok(Looked { problems, ..open })
+}
+
+/// Whether a file still begins with the bytes that were sealed.
+fn begins_as_sealed(path: &Path, sealed: &FileSeal) -> Result<bool, CorpusError> {
+    let hash = || {
+        let file = files::open_own(path)?;
+        if file.metadata()?.len() < sealed.bytes || sealed.bytes > FILE_BYTES_MAX {
+            return Ok(None);
+        }
+        hash_of(&file, sealed.bytes).map(Some)
+    };
+    let found = hash().map_err(|e| CorpusError::io("read", path, e))?;
+    Ok(found.as_ref() == Some(&sealed.blake3))
+}
+
+/// The hash of the first bytes of a file.
+fn hash_of(file: &File, bytes: u64) -> std::io::Result<String> {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update_reader(file.take(bytes))?;
+    Ok(hasher.finalize().to_hex().to_string())
 }
 
 /// Seals a run, or puts back the seal that it had when nothing has changed since. `rows` are those of its ledger.
@@ -204,12 +268,9 @@ pub fn seal_run(folder: &Path, run: &str, rows: u64, unix_s: u64) -> Result<Mani
     let manifest =
         Manifest { schema, run, number, previous, sealed_unix_s: unix_s, rows, supersedes, files };
     let path = folder.join(MANIFEST);
-    let partial = folder.join(format!("{MANIFEST}.partial"));
     let (text, _) = manifest.to_text();
-    let written = File::create(&partial)
-        .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()));
-    written.map_err(|e| CorpusError::io("write", &path, e))?;
-    rename(&partial, &path)?;
+    files::replace(&path, text.as_bytes()).map_err(|e| CorpusError::io("write", &path, e))?;
+    sync(&parent)?;
     if aside.exists() {
         std::fs::remove_file(&aside).map_err(|e| CorpusError::io("remove", &aside, e))?;
     }
@@ -248,21 +309,28 @@ pub fn collect_run(folder: &Path) -> Result<u64, CorpusError> {
     Ok(freed)
 }
 
-/// In what the files of a folder differ from those that were sealed.
+/// How a problem ends that is about a file which is not there.
+const MISSING: &str = " is missing";
+
+/// In what the files of a folder differ from those that were sealed. A file of another length is not read.
 fn differences(
     folder: &Path,
     sealed: &BTreeMap<String, FileSeal>,
 ) -> Result<Vec<String>, CorpusError> {
-    let found = files_of(folder)?;
+    let found = names_of(folder)?;
     let mut problems = Vec::new();
     for (name, seal) in sealed {
-        match found.get(name) {
-            None => problems.push(format!("{name} is missing")),
-            Some(now) if now != seal => problems.push(format!(
-                "{name} was changed since it was sealed ({} bytes, {} now)",
-                seal.bytes, now.bytes
+        let Some(path) = found.get(name) else {
+            problems.push(format!("{name}{MISSING}"));
+            continue;
+        };
+        match changed(path, seal) {
+            Ok(None) => {}
+            Ok(Some(bytes)) => problems.push(format!(
+                "{name} was changed since it was sealed ({} bytes, {bytes} now)",
+                seal.bytes
             )),
-            Some(_) => {}
+            Err(error) => problems.push(format!("{name} cannot be read: {error}")),
         }
     }
     let more = found.keys().filter(|name| !sealed.contains_key(*name));
@@ -270,28 +338,53 @@ fn differences(
     Ok(problems)
 }
 
-/// Every file of a run but its manifest, and what a dead process left unfinished.
+/// How many bytes a file has now, if it is not what was sealed.
+fn changed(path: &Path, seal: &FileSeal) -> std::io::Result<Option<u64>> {
+    let file = files::open_own(path)?;
+    let bytes = file.metadata()?.len();
+    let same = bytes == seal.bytes
+        && bytes <= FILE_BYTES_MAX
+        && hash_of(&file, seal.bytes)? == seal.blake3;
+    Ok((!same).then_some(bytes))
+}
+
+/// Every file of a run as it is now.
 fn files_of(folder: &Path) -> Result<BTreeMap<String, FileSeal>, CorpusError> {
+    let names = names_of(folder)?;
+    if names.len() >= FILES_MAX {
+        let many = format!("{} files, and a run has at most {FILES_MAX}", names.len() + 1);
+        let error = std::io::Error::new(std::io::ErrorKind::InvalidInput, many);
+        return Err(CorpusError::io("seal", folder, error));
+    }
+    let seal = |(name, path): (String, PathBuf)| {
+        let read = || {
+            let file = files::open_own(&path)?;
+            let bytes = file.metadata()?.len();
+            if bytes > FILE_BYTES_MAX {
+                let long = format!("it has {bytes} bytes, and at most {FILE_BYTES_MAX} are sealed");
+                return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, long));
+            }
+            Ok(FileSeal { blake3: hash_of(&file, bytes)?, bytes })
+        };
+        let sealed = read().map_err(|e| CorpusError::io("read", &path, e))?;
+        Ok((name, sealed))
+    };
+    names.into_iter().map(seal).collect()
+}
+
+/// The names in a run's folder but its manifest's, and what a dead process left unfinished.
+fn names_of(folder: &Path) -> Result<BTreeMap<String, PathBuf>, CorpusError> {
     let unreadable = |e| CorpusError::io("read", folder, e);
-    let mut files = BTreeMap::new();
+    let mut names = BTreeMap::new();
     for entry in std::fs::read_dir(folder).map_err(unreadable)? {
         let entry = entry.map_err(unreadable)?;
         let name = entry.file_name().to_string_lossy().into_owned();
         let own = [MANIFEST, UNSEALED, COLLECTED].contains(&name.as_str());
-        if own || name.ends_with(".partial") {
-            continue;
+        if !own && !name.ends_with(".partial") {
+            names.insert(name, entry.path());
         }
-        let path = entry.path();
-        let bytes = std::fs::read(&path).map_err(|e| CorpusError::io("read", &path, e))?;
-        let blake3 = blake3::hash(&bytes).to_hex().to_string();
-        files.insert(name, FileSeal { blake3, bytes: bytes.len() as u64 });
     }
-    if files.len() >= FILES_MAX {
-        let many = format!("{} files, and a run has at most {FILES_MAX}", files.len() + 1);
-        let error = std::io::Error::new(std::io::ErrorKind::InvalidInput, many);
-        return Err(CorpusError::io("seal", folder, error));
-    }
-    Ok(files)
+    Ok(names)
 }
 
 fn parent_of(path: &Path) -> PathBuf {
@@ -330,12 +423,13 @@ fn neighbour(folder: &Path, run: &str) -> Result<Option<Vec<String>>, CorpusErro
 
 fn rename(from: &Path, to: &Path) -> Result<(), CorpusError> {
     std::fs::rename(from, to).map_err(|e| CorpusError::io("write", to, e))?;
-    if cfg!(unix) {
-        let folder = parent_of(to);
-        let synced = File::open(&folder).and_then(|folder| folder.sync_all());
-        synced.map_err(|e| CorpusError::io("sync", &folder, e))?;
-    }
-    Ok(())
+    sync(&parent_of(to))
+}
+
+/// A renamed file is only found again after a power loss when its folder is on the disk.
+fn sync(folder: &Path) -> Result<(), CorpusError> {
+    let synced = File::open(folder).and_then(|folder| folder.sync_all());
+    synced.map_err(|e| CorpusError::io("sync", folder, e))
 }
 
 #[cfg(test)]
@@ -398,7 +492,7 @@ mod tests {
         unseal_run(&a).unwrap();
         assert_eq!(look(&a).unwrap().state, State::Open);
         assert!(look(&b).unwrap().problems.is_empty(), "while it is open, too");
-        std::fs::write(a.join("ledger.jsonl"), "more rows\n").unwrap();
+        std::fs::write(a.join("ledger.jsonl"), "rows of a\nmore rows\n").unwrap();
         seal_run(&a, "id-a", 4, 2).unwrap();
         assert_eq!((number(&a), a.join(UNSEALED).exists()), ((0, 1), false));
         assert!(look(&b).unwrap().problems.is_empty() && look(&b).unwrap().previous_is_here);
@@ -418,6 +512,82 @@ mod tests {
         sealed(parent.path(), "b", 9);
         let problems = look(&c).unwrap().problems;
         assert!(problems.len() == 1 && problems[0].contains("id-b"), "{problems:?}");
+    }
+
+    #[test]
+    fn another_name_of_the_manifest_takes_nothing_of_the_seal_away() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = sealed(parent.path(), "a", 1);
+        for aside in [UNSEALED, COLLECTED] {
+            std::fs::rename(folder.join(MANIFEST), folder.join(aside)).unwrap();
+            assert_eq!(look(&folder).unwrap().problems, Vec::<String>::new());
+            std::fs::write(folder.join("ledger.jsonl"), "rows of b\n").unwrap();
+            let problems = look(&folder).unwrap().problems;
+            assert!(problems.len() == 1 && problems[0].contains("ledger.jsonl"), "{problems:?}");
+            std::fs::write(folder.join(aside), "{}").unwrap();
+            assert_eq!(look(&folder).unwrap().problems.len(), 1);
+            std::fs::remove_dir_all(&folder).unwrap();
+            sealed(parent.path(), "a", 1);
+        }
+    }
+
+    #[test]
+    fn what_is_no_regular_file_is_refused_at_once_and_what_a_link_leads_to_is_not_written() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = sealed(parent.path(), "a", 1);
+        let victim = parent.path().join("victim");
+        std::fs::write(&victim, "{}\n").unwrap();
+        let pipe = |path: &Path| {
+            let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+            let fifo = rustix::fs::FileType::Fifo;
+            rustix::fs::mknodat(rustix::fs::CWD, path, fifo, mode, 0).unwrap();
+        };
+        let link = |path: &Path| std::os::unix::fs::symlink(&victim, path).unwrap();
+        for make in [&pipe as &dyn Fn(&Path), &link] {
+            let best = folder.join("best.json");
+            std::fs::remove_file(&best).unwrap();
+            make(&best);
+            let problems = look(&folder).unwrap().problems;
+            assert!(problems.len() == 1 && problems[0].contains("best.json"), "{problems:?}");
+            unseal_run(&folder).unwrap();
+            let error = seal_run(&folder, "id-a", 3, 1).unwrap_err().to_string();
+            assert!(error.contains("best.json"), "{error}");
+            std::fs::rename(folder.join(UNSEALED), folder.join(MANIFEST)).unwrap();
+        }
+        std::fs::remove_dir_all(&folder).unwrap();
+        run(parent.path(), "a");
+        link(&folder.join("manifest.json.partial"));
+        seal_run(&folder, "id-a", 3, 1).unwrap();
+        assert_eq!(std::fs::read(&victim).unwrap(), b"{}\n");
+    }
+
+    #[test]
+    fn a_file_of_another_length_is_not_read_and_no_file_is_sealed_that_is_too_long() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = sealed(parent.path(), "a", 1);
+        let file = File::options().write(true).open(folder.join("best.json")).unwrap();
+        file.set_len(1 << 40).unwrap();
+        let problems = look(&folder).unwrap().problems;
+        assert_eq!(
+            problems,
+            ["best.json was changed since it was sealed (3 bytes, 1099511627776 now)"]
+        );
+        unseal_run(&folder).unwrap();
+        let error = seal_run(&folder, "id-a", 3, 1).unwrap_err().to_string();
+        assert!(error.contains("1099511627776 bytes"), "{error}");
+    }
+
+    #[test]
+    fn a_manifest_that_names_files_elsewhere_is_refused() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = sealed(parent.path(), "a", 1);
+        let (mut manifest, _) = Manifest::read(&folder.join(MANIFEST)).unwrap().unwrap();
+        let victim = FileSeal { blake3: String::new(), bytes: 0 };
+        manifest.files.insert("../victim".to_owned(), victim);
+        std::fs::write(folder.join(MANIFEST), manifest.to_text().0).unwrap();
+        let problems = look(&folder).unwrap().problems;
+        assert!(problems.len() == 1 && problems[0].contains("victim"), "{problems:?}");
+        assert!(collect_run(&folder).is_err());
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use crate::error::CorpusError;
+use crate::files;
 
 /// A tab-separated file with a header. It is a view: the ledger is the record, and the view is written anew on resuming.
 #[derive(Debug)]
@@ -15,7 +16,8 @@ pub struct Results {
 }
 
 impl Results {
-    /// Writes the file anew, with these columns and rows. An old file is replaced only when the new one is complete.
+    /// Writes the file anew, with these columns and rows. Whatever had its name, a symbolic link too, is replaced when the new one is
+    /// complete.
     ///
     /// # Errors
     /// If the file cannot be written.
@@ -29,30 +31,27 @@ impl Results {
         if path.is_dir() {
             return Err(CorpusError::io("write", path, std::io::ErrorKind::IsADirectory.into()));
         }
-        let mut text = line(columns.iter().copied());
-        for row in rows {
-            text.push_str(&line(row.iter().map(String::as_str)));
+        let file = files::replace(path, text(columns, rows).as_bytes())
+            .map_err(|e| CorpusError::io("write", path, e))?;
+        Ok(Self { file, path: path.to_path_buf(), columns: columns.len() })
+    }
+
+    /// The same under a name that the user gave, which may be a pipe, a device or a link: those are written in place.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn create_named(
+        path: &Path,
+        columns: &[&str],
+        rows: &[Vec<String>],
+    ) -> Result<Self, CorpusError> {
+        let special = path.symlink_metadata().is_ok_and(|found| !found.is_file());
+        if !special || path.is_dir() {
+            return Self::create(path, columns, rows);
         }
-        let regular = path.symlink_metadata().is_ok_and(|m| m.is_file());
-        let special = path.exists() && !regular;
-        let file = if special {
-            // A pipe or a device: written in place.
-            write_all(path, &text)?
-        } else {
-            let mut partial = path.as_os_str().to_owned();
-            partial.push(".partial");
-            let partial = PathBuf::from(partial);
-            let written =
-                write_all(&partial, &text).map_err(|e| rename_in(e, path)).and_then(|file| {
-                    std::fs::rename(&partial, path)
-                        .map_err(|e| CorpusError::io("write", path, e))?;
-                    Ok(file)
-                });
-            if written.is_err() {
-                let _ = std::fs::remove_file(&partial);
-            }
-            written?
-        };
+        let file = File::create(path)
+            .and_then(|mut file| file.write_all(text(columns, rows).as_bytes()).map(|()| file))
+            .map_err(|e| CorpusError::io("write", path, e))?;
         Ok(Self { file, path: path.to_path_buf(), columns: columns.len() })
     }
 
@@ -74,26 +73,12 @@ impl Results {
     }
 }
 
-fn write_all(path: &Path, text: &str) -> Result<File, CorpusError> {
-    File::create(path)
-        .and_then(|mut file| file.write_all(text.as_bytes()).map(|()| file))
-        .map_err(|e| CorpusError::io("write", path, e))
-}
-
-/// The same error, naming the file that was asked for instead of its unfinished copy.
-fn rename_in(error: CorpusError, path: &Path) -> CorpusError {
-    match error {
-        CorpusError::Io { action, source, .. } => CorpusError::io(action, path, source),
-        CorpusError::Exists { .. }
-        | CorpusError::Locked { .. }
-        | CorpusError::Schema { .. }
-        | CorpusError::Tampered { .. }
-        | CorpusError::Store { .. }
-        | CorpusError::NoStore { .. }
-        | CorpusError::NewerStore { .. }
-        | CorpusError::Diverged { .. }
-        | CorpusError::Foreign { .. } => error,
+fn text(columns: &[&str], rows: &[Vec<String>]) -> String {
+    let mut text = line(columns.iter().copied());
+    for row in rows {
+        text.push_str(&line(row.iter().map(String::as_str)));
     }
+    text
 }
 
 fn line<'a>(cells: impl Iterator<Item = &'a str>) -> String {
@@ -116,6 +101,30 @@ mod tests {
         let text = std::fs::read_to_string(&path).unwrap();
         assert_eq!(text, "trial\twhy\n0\tkept\n1\ta b c\n2\t\n");
         assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_table_takes_the_place_of_a_link_and_of_a_pipe_unless_the_user_named_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let [victim, path] = ["victim", "results.tsv"].map(|name| folder.path().join(name));
+        std::fs::write(&victim, "mine").unwrap();
+        for name in ["results.tsv", "results.tsv.partial"] {
+            std::os::unix::fs::symlink(&victim, folder.path().join(name)).unwrap();
+        }
+        let mut results = Results::create(&path, &["trial"], &[]).unwrap();
+        results.append(&["1".into()]).unwrap();
+        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "mine");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "trial\n1\n");
+        std::fs::remove_file(&path).unwrap();
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        let fifo = rustix::fs::FileType::Fifo;
+        rustix::fs::mknodat(rustix::fs::CWD, &path, fifo, mode, 0).unwrap();
+        Results::create(&path, &["trial"], &[]).unwrap();
+        assert!(path.symlink_metadata().unwrap().is_file());
+        std::fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink(&victim, &path).unwrap();
+        Results::create_named(&path, &["trial"], &[]).unwrap();
+        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "trial\n");
     }
 
     #[test]

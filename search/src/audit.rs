@@ -4,7 +4,8 @@
 //! threshold, the outcome, and that measuring went on for exactly as long as the rule says. A row that claims a latency without samples, a
 //! latency below its floor, a decision that its samples do not carry, or another incumbent than the one that led, is found and named.
 //!
-//! What this cannot show: samples that were made up consistently, down to every other figure. Only measuring again shows that.
+//! What this cannot show: samples that were made up consistently, down to every other figure. Only measuring again shows that. Nor does it
+//! look at what a prediction says beyond its floor and what follows from it: `replay` predicts again.
 
 use std::collections::BTreeMap;
 
@@ -17,6 +18,12 @@ use crate::measure::{Interval, gain, median, median_interval, noise_floor};
 use crate::propose::{changes, mixed};
 use crate::trial::{Beside, Confirmation, Outcome, Row, Trial, changed, together};
 use crate::verdict::{LatencyKind, Verdict};
+
+mod floor;
+#[cfg(test)]
+mod tests;
+
+pub use floor::{Floor, StepBytes};
 
 /// What a search was run with, as far as its rows depend on it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -40,6 +47,7 @@ const FLOOR_SLACK: f64 = 0.98;
 #[derive(Clone, Debug)]
 pub struct Audit {
     terms: Terms,
+    floor: Floor,
     trials: Vec<Trial>,
     champion: Option<usize>,
     /// The noise of each card; of a search that has one, without a number.
@@ -50,7 +58,14 @@ impl Audit {
     /// An audit that has seen no row.
     #[must_use]
     pub fn new(terms: Terms) -> Self {
-        Self { terms, trials: Vec::new(), champion: None, noises: BTreeMap::new() }
+        let floor = Floor::default();
+        Self { terms, floor, trials: Vec::new(), champion: None, noises: BTreeMap::new() }
+    }
+
+    /// The same where the model or the card is known: floors follow from them, and not from what rows say.
+    #[must_use]
+    pub fn with_floor(self, floor: Floor) -> Self {
+        Self { floor, ..self }
     }
 
     /// Looks at the next row.
@@ -278,9 +293,10 @@ impl Audit {
         if shown.ci_us != wanted {
             return Err("its interval does not follow from its samples".to_owned());
         }
+        self.floor.bound(shown.weight_mb, bound)?;
         // The floor was made of the bytes of a step, of which the weights are the greater part.
-        let weights = shown.weight_mb.unwrap_or(0.0) * 1e6;
-        let cached = self.terms.cache_bytes as f64;
+        let weights = self.floor.weights(shown.weight_mb);
+        let cached = self.floor.cached(self.terms.cache_bytes);
         let least =
             if weights > 0.0 { bound * ((weights - cached) / weights).max(0.0) } else { 0.0 };
         if us < least * FLOOR_SLACK {
@@ -296,6 +312,7 @@ impl Audit {
         {
             return Err("it is predicted and has samples".to_owned());
         }
+        self.floor.bound(trial.verdict.weight_mb, bound)?;
         if !us.is_finite() || us < bound * (1.0 - 1e-6) {
             return Err(format!("its latency of {us} us is below the floor of {bound} us"));
         }
@@ -332,14 +349,22 @@ impl Audit {
         let Some(champion) = champion.filter(|trial| trial.trial == confirmation.champion) else {
             return Err(format!("trial {} does not lead", confirmation.champion));
         };
-        if confirmation.samples_us.is_empty() {
-            let same = confirmation.verdict.latency_us == champion.verdict.latency_us;
-            let refused = confirmation.decision == Decision::Reverted;
-            return if same || refused {
+        self.same_program(&champion.verdict, &confirmation.verdict)?;
+        let refused = confirmation.verdict.gates.iter().any(|gate| !gate.passed);
+        if refused && confirmation.decision == Decision::Reverted {
+            // It disagreed, or gave no time: nothing else of it counts.
+            return if confirmation.samples_us.is_empty() {
                 Ok(())
             } else {
-                Err("it has a new latency without samples".to_owned())
+                Err("a gate failed, and it has samples".to_owned())
             };
+        }
+        proven(&confirmation.verdict)?;
+        if confirmation.positions == 0 {
+            return Err("it ran no position on the reference machine".to_owned());
+        }
+        if confirmation.samples_us.is_empty() {
+            return self.confirmed_without_samples(champion, confirmation);
         }
         let samples = samples_of(&confirmation.samples_us);
         let seed = mixed(self.terms.seed, u64::MAX - 1);
@@ -348,7 +373,18 @@ impl Audit {
             return Err("it has samples and no latency".to_owned());
         };
         self.figures(&Shown::of(&confirmation.verdict), &samples, us, bound, seed)?;
+        let wanted = 2 * self.terms.timing.rounds;
+        if samples.rounds.len() != wanted {
+            return Err(format!(
+                "it has {} rounds, and a confirmation takes {wanted}",
+                samples.rounds.len()
+            ));
+        }
         let one = self.confirmed(confirmation.card, &samples, confirmation.gain, seed)?;
+        let threshold = self.noise(confirmation.card)?.floor.max(self.terms.min_gain);
+        if confirmation.threshold != Some(threshold) {
+            return Err(format!("its threshold is not that of the search ({threshold})"));
+        }
         for other in &confirmation.beside {
             let samples = samples_of(&other.samples_us);
             // A card on which the champion failed has nothing to show for it.
@@ -364,6 +400,42 @@ impl Audit {
         let all = together(confirmation.beside.iter().filter_map(|b| b.decision).chain([one]));
         let same = confirmation.decision == all;
         if same { Ok(()) } else { Err(format!("its samples say {all:?}")) }
+    }
+
+    /// A confirmation that raced nothing: of a prediction, or of a champion that is the baseline.
+    fn confirmed_without_samples(
+        &self,
+        champion: &Trial,
+        confirmation: &Confirmation,
+    ) -> Result<(), String> {
+        let measured = champion.verdict.latency_kind == Some(LatencyKind::MeasuredGpu);
+        let has_baseline = self.trials.first().is_some_and(|t| t.outcome == Outcome::Baseline);
+        if measured && has_baseline && champion.trial > 0 {
+            return Err("it was measured against the baseline and has no samples".to_owned());
+        }
+        let (then, now) = (&champion.verdict, &confirmation.verdict);
+        if (then.latency_us, then.ci_us, then.bound_us) != (now.latency_us, now.ci_us, now.bound_us)
+        {
+            return Err("it has a new latency without samples".to_owned());
+        }
+        if confirmation.decision != Decision::Kept || confirmation.gain.is_some() {
+            return Err(format!(
+                "nothing failed and nothing was measured, and it says {:?}",
+                confirmation.decision
+            ));
+        }
+        Ok(())
+    }
+
+    /// Whether a confirmation is about the champion's program.
+    fn same_program(&self, champion: &Verdict, now: &Verdict) -> Result<(), String> {
+        let ids = |v: &Verdict| {
+            (v.schedule_id.clone(), v.program_id.clone(), v.kernel_id.clone(), v.latency_kind)
+        };
+        if ids(champion) == ids(now) && champion.weight_mb == now.weight_mb {
+            return Ok(());
+        }
+        Err("it is about another program than the champion's".to_owned())
     }
 
     /// What the samples of one card decide about a champion.

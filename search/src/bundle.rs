@@ -11,9 +11,10 @@ use reference_vm::accuracy::Accuracy;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::assess::INTERVAL_ROUNDS;
 use crate::conditions::Conditions;
 use crate::device::{Samples, Side};
-use crate::measure::median;
+use crate::measure::{median, median_interval};
 use crate::verdict::GateReport;
 
 /// The schema id of a bundle.
@@ -52,9 +53,11 @@ impl From<Accuracy> for Proof {
 
 impl Proof {
     fn holds(&self) -> bool {
-        self.rel_err_worst <= Accuracy::REL_MAX
-            && self.kl_mean <= Accuracy::KL_MAX
+        (0.0..=Accuracy::REL_MAX).contains(&self.rel_err_worst)
+            && (0.0..=self.rel_err_worst).contains(&self.rel_err_mean)
+            && (0.0..=Accuracy::KL_MAX).contains(&self.kl_mean)
             && self.top1_equal == self.top1_decided
+            && self.top1_decided <= self.positions
             && self.positions > 0
     }
 }
@@ -157,29 +160,8 @@ impl Bundle {
 
     /// Figures that must follow from others in the file.
     fn check(&self) -> Result<(), Refusal> {
-        let samples = Samples { rounds: self.rounds_us.clone(), ..Samples::default() };
-        let median = median(&samples.of(Side::Candidate));
+        self.times().map_err(Refusal::Tampered)?;
         let tampered = |what: String| Err(Refusal::Tampered(what));
-        if median.to_bits() != self.median_us.to_bits() {
-            return tampered(format!(
-                "its median is {} us, its samples have {median}",
-                self.median_us
-            ));
-        }
-        if !(self.ci_us[0]..=self.ci_us[1]).contains(&self.median_us) {
-            return tampered("its median is outside its interval".to_owned());
-        }
-        let bound = self.bytes_per_token as f64 / self.bandwidth * 1e6;
-        if (bound - self.bound_us).abs() > 1e-9 * self.bound_us {
-            return tampered(format!(
-                "its floor is {} us, its bytes and bandwidth have {bound}",
-                self.bound_us
-            ));
-        }
-        let plausible = |us: &f64| us.is_finite() && *us > 0.0;
-        if !self.rounds_us.iter().flatten().all(plausible) || !plausible(&self.bound_us) {
-            return tampered("it has samples or a floor that are no times".to_owned());
-        }
         if self.config.id() != self.schedule_id {
             return tampered(format!(
                 "its schedule is {}, not {}",
@@ -187,15 +169,61 @@ impl Bundle {
                 self.schedule_id
             ));
         }
+        let is_id =
+            |id: &str| id.len() == 16 && id.bytes().all(|b| b"0123456789abcdef".contains(&b));
+        if !is_id(&self.program_id) || !is_id(&self.kernel_id) {
+            return tampered("its program or kernel has no id (16 hexadecimal digits)".to_owned());
+        }
+        let end = u64::from(self.context) + u64::from(self.timed_tokens);
+        if self.timed_tokens == 0 || end > u64::from(self.kv_capacity) {
+            return tampered(format!(
+                "{} tokens after {} were timed in a cache of {}",
+                self.timed_tokens, self.context, self.kv_capacity
+            ));
+        }
         let unproven = |what: String| Err(Refusal::Unproven(what));
         if let Some(gate) = self.gates.iter().find(|gate| !gate.passed) {
             return unproven(format!("the gate {} failed: {}", gate.gate, gate.detail));
         }
-        if !self.gates.iter().any(|gate| gate.gate == "device") {
-            return unproven("it says of no device that the program agreed there".to_owned());
+        let has = |name: &&&str| self.gates.iter().any(|gate| gate.gate == **name);
+        if let Some(missing) = GATES.iter().find(|name| !has(name)) {
+            return unproven(format!("it does not say that the gate {missing} passed"));
         }
         if !self.accuracy.holds() {
             return unproven("its accuracy is out of bounds".to_owned());
+        }
+        Ok(())
+    }
+
+    /// What follows from the samples: the median, its interval, and that the floor is made of the bytes and the bandwidth.
+    fn times(&self) -> Result<(), String> {
+        let plausible = |us: &f64| us.is_finite() && *us > 0.0;
+        if !self.rounds_us.iter().flatten().all(plausible) || !plausible(&self.bound_us) {
+            return Err("it has samples or a floor that are no times".to_owned());
+        }
+        let rounds = self.rounds_us.len();
+        if rounds < INTERVAL_ROUNDS {
+            return Err(format!("it has {rounds} rounds, an interval takes {INTERVAL_ROUNDS}"));
+        }
+        let samples = Samples { rounds: self.rounds_us.clone(), ..Samples::default() };
+        let values = samples.of(Side::Candidate);
+        let found = median(&values);
+        if found.to_bits() != self.median_us.to_bits() {
+            return Err(format!("its median is {} us, its samples have {found}", self.median_us));
+        }
+        let interval = median_interval(&values, self.seed);
+        if self.ci_us != [interval.low, interval.high] {
+            return Err(format!(
+                "its interval is {} to {} us, its samples and seed have {} to {}",
+                self.ci_us[0], self.ci_us[1], interval.low, interval.high
+            ));
+        }
+        let bound = self.bytes_per_token as f64 / self.bandwidth * 1e6;
+        if (bound - self.bound_us).abs() > 1e-9 * self.bound_us {
+            return Err(format!(
+                "its floor is {} us, its bytes and bandwidth have {bound}",
+                self.bound_us
+            ));
         }
         Ok(())
     }
@@ -234,8 +262,17 @@ impl Bundle {
     }
 }
 
+/// The gates that a measured program passes.
+const GATES: &[&str] = &["validate", "lower", "verify", "reference", "device", "floor"];
+
 /// How much faster than the table says a card may read: cards of a name differ by a per cent or so.
 const BANDWIDTH_SLACK: f64 = 1.05;
+
+/// The least share of the table's bandwidth that is believed. A smaller one would make a slow program look near its floor.
+const BANDWIDTH_LEAST: f64 = 0.5;
+
+/// How far a floor of the bundle's own bandwidth may be missed: it is measured in each process.
+const FLOOR_SLACK: f64 = 0.98;
 
 impl Bundle {
     /// Whether the figures are possible for this program on this target: the card, its bandwidth, the bytes of a step, the floor.
@@ -249,7 +286,8 @@ impl Bundle {
             )));
         }
         let most = target.bandwidth as f64 * BANDWIDTH_SLACK;
-        if self.bandwidth.is_nan() || self.bandwidth <= 0.0 || self.bandwidth > most {
+        let least = target.bandwidth as f64 * BANDWIDTH_LEAST;
+        if !(least..=most).contains(&self.bandwidth) {
             return tampered(format!(
                 "its bandwidth of {} is not that of a {}",
                 self.bandwidth, target.name
@@ -264,7 +302,8 @@ impl Bundle {
             ));
         }
         // What the cache may hold from one step to the next need not be read again.
-        let floor = bytes.saturating_sub(target.l2_bytes) as f64 / most * 1e6;
+        let floor =
+            bytes.saturating_sub(target.l2_bytes) as f64 / self.bandwidth * 1e6 * FLOOR_SLACK;
         if self.median_us < floor {
             return tampered(format!(
                 "its median of {} us is below the floor of {floor} us",
@@ -283,6 +322,12 @@ mod tests {
         (model::preset("toy").expect("a preset"), Target::by_name("h200").expect("a target"))
     }
 
+    fn interval_of(rounds_us: &[[f64; 4]]) -> [f64; 2] {
+        let samples = Samples { rounds: rounds_us.to_vec(), ..Samples::default() };
+        let interval = median_interval(&samples.of(Side::Candidate), 0);
+        [interval.low, interval.high]
+    }
+
     fn bundle() -> Bundle {
         let (model, target) = toy();
         let config = ir::schedule::default_config(&model.graph, &target);
@@ -295,6 +340,8 @@ mod tests {
             passed: true,
             detail: "as it should".to_owned(),
         };
+        let rounds_us = [[9.0, 25.0, 25.2, 9.0], [9.0, 25.1, 25.1, 9.0]].repeat(2);
+        let interval = interval_of(&rounds_us);
         Bundle {
             schema: BUNDLE_SCHEMA.to_owned(),
             model: "toy".to_owned(),
@@ -306,9 +353,9 @@ mod tests {
             config,
             schedule_id: config.id(),
             program_id: program.id(),
-            kernel_id: "k".to_owned(),
+            kernel_id: "0123456789abcdef".to_owned(),
             conditions: Conditions { card: "NVIDIA H200".to_owned(), ..Conditions::default() },
-            gates: ["validate", "lower", "verify", "reference", "device"].map(gate).to_vec(),
+            gates: GATES.iter().copied().map(gate).collect(),
             accuracy: Proof {
                 positions: 48,
                 rel_err_worst: 1e-4,
@@ -319,8 +366,8 @@ mod tests {
             },
             timed_tokens: 32,
             median_us: 25.1,
-            ci_us: [25.0, 25.2],
-            rounds_us: vec![[9.0, 25.0, 25.2, 9.0], [9.0, 25.1, 25.1, 9.0]],
+            ci_us: interval,
+            rounds_us,
             bound_us: bytes as f64 / 4e12 * 1e6,
             bytes_per_token: bytes,
             bandwidth: 4e12,
@@ -350,9 +397,21 @@ mod tests {
     #[test]
     fn figures_that_do_not_follow_are_refused_even_with_a_new_hash() {
         type Forge = fn(&mut Bundle);
-        let forged: [(&str, Forge); 7] = [
+        let forged: [(&str, Forge); 19] = [
             ("median", |b| b.median_us = 24.0),
             ("interval", |b| b.ci_us = [20.0, 21.0]),
+            ("interval", |b| b.ci_us = [b.median_us; 2]),
+            ("interval", |b| b.ci_us = [0.0, 1e6]),
+            ("rounds", |b| b.rounds_us.truncate(2)),
+            ("kernel", |b| b.kernel_id = "any".to_owned()),
+            ("program", |b| b.program_id = "0123456789ABCDEF".to_owned()),
+            ("were timed", |b| b.timed_tokens = 0),
+            ("were timed", |b| b.context = 60),
+            ("gate validate", |b| b.gates.retain(|gate| gate.gate == "device")),
+            ("gate floor", |b| b.gates.retain(|gate| gate.gate != "floor")),
+            ("accuracy", |b| b.accuracy.rel_err_mean = -1.0),
+            ("accuracy", |b| b.accuracy.kl_mean = -1e-9),
+            ("accuracy", |b| (b.accuracy.top1_decided, b.accuracy.top1_equal) = (49, 49)),
             ("floor", |b| b.bound_us = 20.0),
             ("schedule", |b| b.config.pipeline.stages -= 1),
             ("gate reference", |b| b.gates[3].passed = false),
@@ -370,9 +429,11 @@ mod tests {
     #[test]
     fn figures_that_this_program_cannot_have_on_this_card_are_refused() {
         type Forge = fn(&mut Bundle);
-        let forged: [(&str, Forge); 4] = [
+        let forged: [(&str, Forge); 6] = [
             ("another card", |b| b.conditions.card = "NVIDIA A100-SXM4-80GB".to_owned()),
             ("bandwidth", |b| (b.bandwidth, b.bound_us) = (1e15, b.bytes_per_token as f64 / 1e9)),
+            ("bandwidth", |b| (b.bandwidth, b.bound_us) = (1.0, b.bytes_per_token as f64 * 1e6)),
+            ("bandwidth", |b| (b.bandwidth, b.bound_us) = (4e11, b.bytes_per_token as f64 / 4e5)),
             ("bytes", |b| (b.bytes_per_token, b.bound_us) = (4, 4.0 / 4e12 * 1e6)),
             ("no times", |b| (b.rounds_us, b.median_us) = (vec![[0.0; 4]], 0.0)),
         ];
@@ -380,7 +441,6 @@ mod tests {
         for (word, forge) in forged {
             let mut bundle = bundle();
             forge(&mut bundle);
-            bundle.ci_us = [bundle.median_us; 2];
             let read = Bundle::read(&bundle.to_text());
             let refusal =
                 read.and_then(|bundle| bundle.rebuild(&model.graph, &target)).expect_err(word);

@@ -39,7 +39,7 @@ mod trial;
 mod verdict;
 
 pub use assess::{Assessed, Timing};
-pub use audit::{Audit, Terms};
+pub use audit::{Audit, Floor, StepBytes, Terms};
 pub use budget::{BadBudget, Budget};
 pub use bundle::{BUNDLE_SCHEMA, Bundle, Proof, Refusal};
 pub use clocks::{ClockReadings, Clocks, time};

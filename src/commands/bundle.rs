@@ -23,26 +23,72 @@ pub(crate) fn run(args: &BundleArgs) -> Outcome {
     for path in &args.files {
         let (document, refused) = match check(args, path)? {
             Ok(document) => (document, None),
-            Err((exit, reason)) => (json!({"reason": reason}), Some((exit, reason))),
+            Err(refused) => (json!({"reason": refused.2}), Some(refused)),
         };
         let mut document = document;
+        let status = match (&refused, document["same_kernel"].as_bool()) {
+            (None, Some(true)) => Status::Holds,
+            (None, _) => Status::Stale,
+            (Some((_, Refused::Stale, _)), _) => Status::Stale,
+            (Some((_, Refused::Altered, _)), _) => Status::Altered,
+        };
         document["file"] = json!(path);
         document["holds"] = json!(refused.is_none());
+        document["status"] = json!(status.name());
         documents.push(document);
         match refused {
-            None => report::say(&format!("{}: holds", path.display())),
-            Some((why, reason)) => {
+            None => report::say(&format!("{}: {}", path.display(), status.name())),
+            Some((why, _, reason)) => {
                 report::say(&format!("{}: REFUSED: {reason}", path.display()));
                 exit = if exit == Exit::Integrity { exit } else { why };
             }
         }
+        if args.current && status == Status::Stale && exit == Exit::Yes {
+            exit = Exit::No;
+        }
+    }
+    if exit == Exit::No && args.current {
+        report::say(
+            "--current: evidence of another build is not enough; measure it again with amk bench --bundle",
+        );
     }
     report::document(&json!({"schema": "amk.bundles.v1", "bundles": documents}))?;
     Ok(exit)
 }
 
+/// What a bundle is worth to this build.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Status {
+    /// Everything follows, and this build has the kernel that was measured.
+    Holds,
+    /// It was right of another build: the kernel or the program is another one now.
+    Stale,
+    /// It proves nothing.
+    Altered,
+}
+
+impl Status {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Holds => "holds",
+            Self::Stale => "stale",
+            Self::Altered => "altered",
+        }
+    }
+}
+
+/// Why a bundle is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Refused {
+    Stale,
+    Altered,
+}
+
+/// The exit code, what kind of refusal it is, and the reason.
+type Refusing = (Exit, Refused, String);
+
 /// What a bundle says and what was checked, or why it is refused. A file that cannot be read fails outright.
-fn check(args: &BundleArgs, path: &Path) -> Result<Result<Value, (Exit, String)>, Failure> {
+fn check(args: &BundleArgs, path: &Path) -> Result<Result<Value, Refusing>, Failure> {
     let text = read(path)?;
     let bundle = match Bundle::read(&text) {
         Ok(bundle) => bundle,
@@ -68,14 +114,17 @@ fn check(args: &BundleArgs, path: &Path) -> Result<Result<Value, (Exit, String)>
     if args.reference || weights <= REFERENCE_BYTES_MAX {
         match reference(&context, &bundle)? {
             Ok(line) => checked.push(line),
-            Err(reason) => return Ok(Err((Exit::No, reason))),
+            Err(reason) => return Ok(Err((Exit::No, Refused::Altered, reason))),
         }
     }
     let here = context.kernel_id(&bundle.config.kernel);
     let kernel = if here == bundle.kernel_id {
         "this build has the same kernel".to_owned()
     } else {
-        format!("this build has another kernel ({here}): the time is that of {}", bundle.kernel_id)
+        format!(
+            "stale: this build has another kernel ({here}); the time is that of {}, built as {}",
+            bundle.kernel_id, bundle.conditions.amk
+        )
     };
     say(&bundle, &checked, &kernel);
     Ok(Ok(json!({
@@ -86,6 +135,7 @@ fn check(args: &BundleArgs, path: &Path) -> Result<Result<Value, (Exit, String)>
         "program_id": bundle.program_id,
         "kernel_id": bundle.kernel_id,
         "same_kernel": here == bundle.kernel_id,
+        "built": bundle.conditions.amk,
         "us_per_token": bundle.median_us,
         "latency_kind": search::LatencyKind::MeasuredGpu,
         "ci_us": bundle.ci_us,
@@ -98,19 +148,17 @@ fn read(path: &Path) -> Result<String, Failure> {
     let unreadable = |error: std::io::Error| {
         Failure::usage(format!("cannot read {}: {error}; check the path", path.display()))
     };
-    if std::fs::metadata(path).map_err(unreadable)?.len() > BYTES_MAX {
-        return Err(Failure::usage(format!("{} is too long for a bundle", path.display())));
-    }
-    std::fs::read_to_string(path).map_err(unreadable)
+    corpus::files::read_text(path, BYTES_MAX).map_err(unreadable)
 }
 
-fn refused(refusal: &Refusal) -> (Exit, String) {
-    let exit = match refusal {
-        Refusal::Unreadable(_) => Exit::Usage,
-        Refusal::Tampered(_) => Exit::Integrity,
-        Refusal::Unproven(_) | Refusal::Stale(_) => Exit::No,
+fn refused(refusal: &Refusal) -> Refusing {
+    let (exit, kind) = match refusal {
+        Refusal::Unreadable(_) => (Exit::Usage, Refused::Altered),
+        Refusal::Tampered(_) => (Exit::Integrity, Refused::Altered),
+        Refusal::Unproven(_) => (Exit::No, Refused::Altered),
+        Refusal::Stale(_) => (Exit::No, Refused::Stale),
     };
-    (exit, refusal.to_string())
+    (exit, kind, refusal.to_string())
 }
 
 /// Runs the program on the reference machine, as the gate of a search does.

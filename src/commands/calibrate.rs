@@ -18,6 +18,12 @@ use crate::{files, report};
 /// The rank correlation that predictions must have to be worth ranking with.
 const RANK_MIN: f64 = 0.8;
 
+/// Longest file of measured rows that is read.
+const ROWS_BYTES_MAX: u64 = 1 << 30;
+
+/// Longest file of rates that is read.
+const RATES_BYTES_MAX: u64 = 1 << 20;
+
 pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
     let mut cases = Vec::new();
     let working = Working::through(args.samples.len(), "lowering the rows of files");
@@ -93,7 +99,7 @@ fn rows(cases: &[Case], rates: &Rates) -> Vec<Value> {
 
 /// The rows of a file, lowered.
 fn read(path: &Path) -> Result<Vec<Case>, Failure> {
-    let text = std::fs::read_to_string(path).map_err(|error| {
+    let text = corpus::files::read_text(path, ROWS_BYTES_MAX).map_err(|error| {
         Failure::usage(format!("cannot read {}: {error}; check the path", path.display()))
     })?;
     let at = |index: usize, what: String| {
@@ -126,7 +132,8 @@ fn read(path: &Path) -> Result<Vec<Case>, Failure> {
 fn read_rates(path: &Path) -> Result<Rates, Failure> {
     let unreadable =
         |error: String| Failure::usage(format!("cannot read {}: {error}", path.display()));
-    let text = std::fs::read_to_string(path).map_err(|error| unreadable(error.to_string()))?;
+    let text = corpus::files::read_text(path, RATES_BYTES_MAX)
+        .map_err(|error| unreadable(error.to_string()))?;
     let file: RateFile =
         serde_json::from_str(&text).map_err(|error| unreadable(error.to_string()))?;
     Ok(file.rates)

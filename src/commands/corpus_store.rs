@@ -1,11 +1,11 @@
 //! `amk corpus`: the store of all searches. What goes into it passed the same checks as `runs verify`.
 
-use std::fs::File;
 use std::io::{BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
 use corpus::store::{Added, BEST, PRIORS, parquet, run_id, schema, text};
 use corpus::{Link, Store};
+use ir::text::LoadError;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -17,6 +17,9 @@ use crate::working::Working;
 
 /// How every line of an export begins.
 const EXPORTED: [&[u8]; 2] = [b"{\"run\":\"", b"{\"program\":"];
+
+/// Longest export of JSON lines that is read.
+const EXPORT_BYTES_MAX: u64 = 8 << 30;
 
 /// The file that makes a folder an export.
 const PARQUET: &str = "records.parquet";
@@ -126,7 +129,18 @@ fn show(args: &StoreArgs) -> Outcome {
 }
 
 fn check(args: &StoreArgs) -> Outcome {
-    let found = open(args)?.check()?;
+    let store = open(args)?;
+    let mut unread = 0_u64;
+    let found = match store.check()? {
+        Ok(()) => store.each_program(|id, saved| {
+            unread += u64::from(!is_program(id, saved)?);
+            Ok(())
+        })?,
+        Err(reason) => Err(reason),
+    };
+    if unread > 0 {
+        report::say(&format!("note: {unread} programs are of another build and were not checked"));
+    }
     let reason = found.err();
     match &reason {
         None => report::say(&format!("{}: holds", args.store.display())),
@@ -156,8 +170,7 @@ fn import(args: &ImportArgs) -> Outcome {
             programs.extend(found.programs);
         } else {
             for ledger in runs::ledgers(std::slice::from_ref(path))? {
-                let contents = corpus::read(&ledger)?;
-                runs::require_sound(&contents.header, &contents.records, &ledger.display())?;
+                let (contents, _) = runs::sound(&ledger)?;
                 let header = contents.hashes.first().map_or("", String::as_str);
                 let run = run_id(&contents.header, header);
                 rows.push((run, ledger, contents.links().collect()));
@@ -192,7 +205,7 @@ fn is_export(path: &Path) -> bool {
         return true;
     }
     let mut start = [0; 11];
-    let read = File::open(path).and_then(|mut file| file.read(&mut start));
+    let read = corpus::files::open(path).and_then(|mut file| file.read(&mut start));
     read.is_ok_and(|bytes| EXPORTED.iter().any(|begin| start[..bytes].starts_with(begin)))
 }
 
@@ -201,10 +214,15 @@ fn exported(path: &Path) -> Result<text::Exported, Failure> {
     let unreadable = |reason: String| {
         Failure::usage(format!("{}: {reason}; name what `amk corpus export` wrote", path.display()))
     };
-    let found = if path.is_dir() {
+    let mut found = if path.is_dir() {
         parquet::read(path).map_err(unreadable)?
     } else {
-        let file = File::open(path).map_err(|e| unreadable(e.to_string()))?;
+        let file = corpus::files::open(path).map_err(|e| unreadable(e.to_string()))?;
+        let bytes = file.metadata().map_err(|e| unreadable(e.to_string()))?.len();
+        if bytes > EXPORT_BYTES_MAX {
+            let most = format!("it has {bytes} bytes, and at most {EXPORT_BYTES_MAX} are read");
+            return Err(unreadable(most));
+        }
         text::read(BufReader::new(file)).map_err(unreadable)?
     };
     for (run, links) in &found.runs {
@@ -224,15 +242,37 @@ fn exported(path: &Path) -> Result<text::Exported, Failure> {
         }
         runs::require_sound(header, records, &from)?;
     }
-    for (id, saved) in &found.programs {
-        let program = ir::text::load(saved);
-        // A program of another build cannot be read here; its own check is that of the build that can.
-        if program.is_ok_and(|program| program.id() != *id) {
-            let reason = format!("what it calls program {id} is another one");
-            return Err(Failure::integrity(format!("{}: {reason}", path.display())));
+    let named = |reason: String| {
+        let none = "nothing of it was taken";
+        Failure::integrity(format!("{}: {reason}; {none}", path.display()))
+    };
+    let mut known = Vec::new();
+    let mut unread = 0_u64;
+    for (id, saved) in std::mem::take(&mut found.programs) {
+        if is_program(&id, &saved).map_err(named)? {
+            known.push((id, saved));
+        } else {
+            unread += 1;
         }
     }
+    if unread > 0 {
+        report::say(&format!(
+            "note: {unread} programs of {} are of another build, which alone can check them, and are left out",
+            path.display()
+        ));
+    }
+    found.programs = known;
     Ok(found)
+}
+
+/// Whether the bytes were read and are the program of this id; `false` if only another build can read them.
+fn is_program(id: &str, saved: &[u8]) -> Result<bool, String> {
+    match ir::text::load(saved) {
+        Ok(program) if program.id() == id => Ok(true),
+        Ok(program) => Err(format!("what it calls program {id} is another one ({})", program.id())),
+        Err(LoadError::Version { .. } | LoadError::Abi { .. }) => Ok(false),
+        Err(error) => Err(format!("program {id} cannot be read: {error}")),
+    }
 }
 
 fn export(args: &StoreExportArgs) -> Outcome {

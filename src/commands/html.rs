@@ -3,12 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
-use search::{Confirmation, Row, Trial};
+use search::{Confirmation, Trial};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::{runs, search_loop};
-use crate::cli::{ReportArgs, RunsArgs};
+use super::runs;
+use super::runs::recorded::Recorded;
+use crate::cli::ReportArgs;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::files;
 use crate::report::{self, Answer};
@@ -44,10 +45,10 @@ pub(super) struct Run {
     header: Value,
     /// The trials, first to last.
     trials: Vec<Trial>,
+    /// The number of the trial that leads at the end.
+    champion: Option<u64>,
     /// The last confirmation.
     confirmation: Option<Confirmation>,
-    /// Why the ledger does not hold.
-    broken: Option<String>,
 }
 
 pub(crate) fn run(args: &ReportArgs) -> Outcome {
@@ -68,23 +69,10 @@ pub(crate) fn answer(args: &ReportArgs) -> Result<Answer<Written>, Failure> {
 }
 
 fn read(path: &Path) -> Result<Run, Failure> {
-    let contents = corpus::read(path)?;
-    let rows = search_loop::rows(&contents, path)?;
-    let checked = runs::verify(&RunsArgs { paths: vec![path.to_path_buf()] })?;
-    let mut run = Run {
-        ledger: path.to_path_buf(),
-        header: contents.header,
-        trials: Vec::new(),
-        confirmation: None,
-        broken: checked.document.first_reason(),
-    };
-    for row in rows {
-        match row {
-            Row::Trial(trial) => run.trials.push(*trial),
-            Row::Confirmation(confirmation) => run.confirmation = Some(*confirmation),
-        }
-    }
-    Ok(run)
+    let found = Recorded::read(path)?;
+    let champion = found.champion().map(|trial| trial.trial);
+    let Recorded { header, trials, confirmation, .. } = found;
+    Ok(Run { ledger: path.to_path_buf(), header, trials, champion, confirmation })
 }
 
 impl Run {
@@ -118,7 +106,7 @@ impl Run {
 
     /// The trial that leads at the end.
     fn champion(&self) -> Option<&Trial> {
-        self.trials.iter().rfind(|trial| trial.outcome.leads())
+        self.trials.iter().find(|trial| Some(trial.trial) == self.champion)
     }
 }
 

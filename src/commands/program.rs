@@ -83,7 +83,10 @@ pub(crate) fn verify(args: &FileArgs) -> Outcome {
         Ok(()) => {
             report::say("verified: no deadlock, no race, every tile once, within every limit")
         }
-        Err(violations) => report::say(&format!("NOT verified:\n{violations}")),
+        Err(violations) => {
+            report::say("NOT verified:");
+            violations.to_string().lines().for_each(report::say);
+        }
     }
     report::document(&document)?;
     Ok(if checked.is_ok() { Exit::Yes } else { Exit::No })

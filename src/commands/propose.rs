@@ -5,6 +5,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+use super::runs::recorded::Recorded;
 use crate::cli::ProposeArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
@@ -62,21 +63,16 @@ fn incumbent(
     context: &Context,
     path: &std::path::Path,
 ) -> Result<(ScheduleConfig, String), Failure> {
-    let contents = corpus::read(path)?;
-    let held = contents.header.get("model").and_then(Value::as_str).unwrap_or_default();
+    let found = Recorded::read(path)?;
+    let held = found.header.get("model").and_then(Value::as_str).unwrap_or_default();
     let name = &context.graph().name;
-    if contents.header.get("graph").and_then(Value::as_str) != Some(name) {
+    if found.header.get("graph").and_then(Value::as_str) != Some(name) {
         return Err(Failure::usage(format!(
             "{} holds a search on {held}, not on {name}; give that --model",
             path.display()
         )));
     }
-    let rows = super::search_loop::rows(&contents, path)?;
-    let leads = |row: search::Row| match row {
-        search::Row::Trial(trial) if trial.outcome.leads() => Some(trial),
-        search::Row::Trial(_) | search::Row::Confirmation(_) => None,
-    };
-    match rows.into_iter().filter_map(leads).next_back() {
+    match found.champion() {
         Some(trial) => Ok((
             trial.config,
             format!("the incumbent of {}: trial {}", path.display(), trial.trial),

@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use corpus::CorpusError;
 use corpus::manifest::{self, State};
+use corpus::{Contents, CorpusError};
+use ir::Target;
 use schemars::JsonSchema;
-use search::{Audit, LatencyKind, Row, Terms, Timing};
+use search::{Audit, Floor, LatencyKind, Row, StepBytes, Terms, Timing};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -17,7 +18,7 @@ use crate::working::Working;
 pub(crate) mod compare;
 pub(super) mod export;
 pub(super) mod gc;
-mod recorded;
+pub(super) mod recorded;
 pub(super) mod replay;
 pub(super) mod show;
 
@@ -53,6 +54,8 @@ struct Run {
     torn: bool,
     /// open (it can be resumed), sealed or collected.
     state: &'static str,
+    /// The command that proposed, if the search had one. Nothing runs it but `loop --resume --proposer` with the same text.
+    proposer: Option<Value>,
     model: Option<Value>,
     target: Option<Value>,
     device: Option<Value>,
@@ -62,11 +65,6 @@ struct Run {
 }
 
 impl Runs {
-    /// Why the first ledger that does not hold does not.
-    pub(crate) fn first_reason(&self) -> Option<String> {
-        self.runs.iter().find_map(|run| run.reason.clone())
-    }
-
     fn of(found: &[Found]) -> Self {
         Self { schema: "amk.runs.v1", runs: found.iter().map(Found::document).collect() }
     }
@@ -86,6 +84,8 @@ struct Found {
     header: Value,
     trials: usize,
     best_us: Option<f64>,
+    /// The champion that was refuted last.
+    refuted: Option<u64>,
     torn: bool,
     /// Whether the run is sealed.
     state: State,
@@ -175,16 +175,40 @@ pub(crate) fn names_run(path: &Path) -> bool {
     path.is_dir() || path.file_name().is_some_and(|name| name == LEDGER)
 }
 
+/// The rows of a run that holds, and whether it is sealed. Whatever reads a run or goes on with it begins here, so that nothing takes what
+/// `runs verify` refuses.
+pub(super) fn sound(ledger: &Path) -> Result<(Contents, State), Failure> {
+    let (found, contents) = examined(ledger);
+    match (found.finding, contents) {
+        (None, Some(contents)) => Ok((contents, found.state)),
+        (finding, _) => {
+            let (line, reason, exit) = finding.map_or_else(
+                || (None, "it cannot be read".to_owned(), Exit::Usage),
+                |finding| (finding.line, finding.reason, finding.exit),
+            );
+            let line = line.map_or_else(String::new, |line| format!(" line {line}"));
+            let message = format!("{}{line} does not hold: {reason}", ledger.display());
+            Err(Failure { exit, message })
+        }
+    }
+}
+
 fn look(path: &Path) -> Found {
+    examined(path).0
+}
+
+/// What is wrong with a run, and its rows as far as they are a chain.
+fn examined(path: &Path) -> (Found, Option<Contents>) {
     let mut found = Found::of(path.to_path_buf());
     match corpus::read(path) {
         Ok(contents) => {
             found.torn = contents.torn;
             found.finding = audit(&contents.header, &contents.records, &mut found);
-            found.header = contents.header;
+            found.header = contents.header.clone();
             if found.finding.is_none() {
                 found.finding = seal(path, &mut found.state);
             }
+            return (found, Some(contents));
         }
         Err(error) => {
             let (line, exit) = match &error {
@@ -202,7 +226,7 @@ fn look(path: &Path) -> Found {
             found.finding = Some(Finding { line, reason: error.to_string(), exit });
         }
     }
-    found
+    (found, None)
 }
 
 /// What does not fit a sealed run's manifest.
@@ -230,7 +254,8 @@ fn audit(header: &Value, records: &[Value], found: &mut Found) -> Option<Finding
         let reason = "the header is that of another version of amk".to_owned();
         return Some(Finding { line: Some(1), reason, exit: Exit::Usage });
     };
-    let mut audit = Audit::new(terms);
+    let mut audit = Audit::new(terms).with_floor(floor(header));
+    let mut leads = Vec::new();
     for (index, record) in records.iter().enumerate() {
         let row: Row = match serde_json::from_value(record.clone()) {
             Ok(row) => row,
@@ -241,13 +266,18 @@ fn audit(header: &Value, records: &[Value], found: &mut Found) -> Option<Finding
         if let Err(reason) = audit.row(&row) {
             return at(index, format!("the row does not follow: {reason}"), Exit::Integrity);
         }
-        if let Row::Trial(trial) = row {
-            found.trials += 1;
-            if trial.outcome.leads() {
-                found.best_us = trial.verdict.latency_us;
+        match row {
+            Row::Trial(trial) => {
+                found.trials += 1;
+                if trial.outcome.leads() {
+                    leads.push(trial);
+                }
             }
+            Row::Confirmation(last) => found.refuted = recorded::refuted(&last),
         }
     }
+    let best = recorded::leading(leads.iter().map(|trial| &**trial), found.refuted);
+    found.best_us = best.and_then(|trial| trial.verdict.latency_us);
     None
 }
 
@@ -282,6 +312,26 @@ fn terms(header: &Value) -> Option<Terms> {
     })
 }
 
+/// What a step of the search's model reads on its card: from the tables of this build where they have them, never from the rows. A model
+/// in a folder is not opened for this, since the ledger is what says where it is.
+fn floor(header: &Value) -> Floor {
+    let text = |key: &str| header.get(key).and_then(Value::as_str).unwrap_or("");
+    let Ok(target) = Target::by_name(text("target")) else { return Floor::default() };
+    let predicted = text("latency_kind") == LatencyKind::Predicted.name();
+    let device = text("device").to_lowercase().replace(' ', "");
+    let card = (predicted || device.contains(&target.name)).then(|| target.clone());
+    let named = |preset: &&model::Preset| preset.name == text("model");
+    let preset = model::PRESETS.iter().find(named);
+    let capacity = header.get("kv_capacity").and_then(Value::as_u64);
+    let capacity = capacity.and_then(|tokens| u32::try_from(tokens).ok());
+    let bytes = preset.and_then(|preset| {
+        let graph = model::preset(preset.name)?.graph;
+        let capacity = capacity.unwrap_or(u32::MAX).clamp(1, graph.max_positions);
+        StepBytes::of(&graph, &target, capacity.min(abi::KV_CAPACITY_MAX))
+    });
+    Floor { bytes, card }
+}
+
 fn say(found: &Found) {
     let path = found.path.display();
     match &found.finding {
@@ -301,6 +351,7 @@ impl Found {
             header,
             trials: 0,
             best_us: None,
+            refuted: None,
             torn: false,
             state: State::Open,
             finding: None,
@@ -317,8 +368,10 @@ impl Found {
             return format!("does not hold: {}", finding.reason);
         }
         let torn = if self.torn { ", an unfinished row at its end" } else { "" };
+        let command = self.header.get("proposer").and_then(Value::as_str);
+        let proposer = command.map_or_else(String::new, |c| format!(", proposer {c:?}"));
         format!(
-            "{}, {} trials of {} on {}, best {}, {}{torn}",
+            "{}, {} trials of {} on {}, best {}, {}{torn}{proposer}",
             recorded::state_name(&self.state),
             self.trials,
             self.word("model"),
@@ -338,6 +391,7 @@ impl Found {
             trials: self.trials,
             torn: self.torn,
             state: recorded::state_name(&self.state),
+            proposer: said("proposer").filter(|command| !command.is_null()),
             model: said("model"),
             target: said("target"),
             device: said("device"),

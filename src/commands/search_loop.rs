@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use corpus::manifest::State;
 use corpus::{Contents, CorpusError, Ledger, Results};
 use indicatif::ProgressBar;
 use ir::Knob;
@@ -18,9 +19,9 @@ use serde_json::Value;
 use super::evaluate::gate;
 use crate::cli::LoopArgs;
 use crate::commands::rerun::{self, Inputs, Place};
+use crate::commands::runs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::files;
 use crate::report::{self, Answer};
 use crate::working;
 
@@ -71,10 +72,11 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
 /// Searches until the budget is spent or the watcher says so.
 pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>, Failure> {
     let _ = spent::clock(); // from here on
-    let dir = header::folder(args)?;
+    let folder = header::folder(args)?;
+    let dir = folder.path.clone();
     let ledger_path = dir.join("ledger.jsonl");
-    let (opened_ledger, header, past) = if args.resume {
-        let (ledger, contents) = Ledger::resume(&ledger_path)?;
+    let (resumed, header, past) = if args.resume {
+        let (ledger, contents) = reopen(&ledger_path)?;
         let header = Header::resumed(args, &contents, &ledger_path)?;
         (Some(ledger), header, rows(&contents, &ledger_path)?)
     } else {
@@ -91,11 +93,9 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
             None => Opened::None,
         };
         let header = with_known(args, &dir, header.with_kind(&context, &opened)?)?;
-        let results_path = args.results.clone().unwrap_or_else(|| dir.join("results.tsv"));
-        let (ledger, results) =
-            open_files(opened_ledger, &ledger_path, &results_path, &header, &past)?;
+        let (ledger, results) = open_files(args, resumed, &dir, &header)?;
         say_start(&header, &dir, past.len());
-        watch.prepares(&resume_command(&dir));
+        watch.prepares(&resume_command(&dir, &header));
         if let Some(device) = &mut device
             && past.is_empty()
         {
@@ -115,8 +115,10 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let search = search.with_strategy(strategy).with_clock(spent::clock);
         let mut search = search.with_helpers(scope, helpers, threads);
         let began_s = past.iter().map(ended).fold(0.0, f64::max);
+        let lines: Vec<Vec<String>> = past.iter().filter_map(cells_of_row).collect();
         let confirmed = absorb(&mut search, past)?;
         corpus::manifest::unseal_run(&dir)?;
+        let results = results.map_or_else(|| table(args, &dir, &lines), Ok)?;
         let mut session = Session {
             keeper: Keeper::open(args, &dir, &ledger_path),
             ledger,
@@ -145,7 +147,10 @@ fn with_known(args: &LoopArgs, dir: &Path, mut header: Header) -> Result<Header,
 
 /// Whether a search can begin, or go on, where the arguments say.
 pub(crate) fn check_folder(args: &LoopArgs) -> Result<(), Failure> {
-    let ledger = header::folder(args)?.join("ledger.jsonl");
+    if args.out.is_none() && !args.resume {
+        return Ok(()); // a new folder
+    }
+    let ledger = header::folder(args)?.path.join("ledger.jsonl");
     let holds = std::fs::metadata(&ledger).is_ok_and(|file| file.len() > 0);
     if holds && !args.resume { Err(CorpusError::Exists { path: ledger }.into()) } else { Ok(()) }
 }
@@ -184,30 +189,54 @@ fn ended(row: &Row) -> f64 {
     }
 }
 
-/// Opens the ledger and the table, so that a path that cannot be written fails before anything is computed.
+/// Opens a ledger to go on with, if its run holds as `runs verify` says: an altered one would get a new seal at the end.
+fn reopen(path: &Path) -> Result<(Ledger, Contents), Failure> {
+    // Locked first: a search that is under way changes its folder.
+    let held = Ledger::hold(path)?;
+    let (_, state) = runs::sound(path)?;
+    if matches!(state, State::Collected(..)) {
+        return Err(Failure::usage(format!(
+            "the files of {} were given up to make room; start a new search in another --out",
+            path.display()
+        )));
+    }
+    Ok(held.resume()?)
+}
+
+/// Begins the ledger and the table of a new search, so that a path that cannot be written fails before anything is computed. The table of a
+/// resumed one is left as it is until its rows were absorbed.
 fn open_files(
+    args: &LoopArgs,
     resumed: Option<Ledger>,
-    ledger_path: &Path,
-    results_path: &Path,
+    dir: &Path,
     header: &Header,
-    past: &[Row],
-) -> Result<(Ledger, Results), Failure> {
-    let rows: Vec<Vec<String>> = past.iter().filter_map(cells_of_row).collect();
-    let fresh = resumed.is_none();
-    let ledger = match resumed {
-        Some(ledger) => ledger,
-        None => Ledger::create(ledger_path, &header.to_json())?,
-    };
-    match Results::create(results_path, COLUMNS, &rows) {
-        Ok(results) => Ok((ledger, results)),
+) -> Result<(Ledger, Option<Results>), Failure> {
+    if let Some(ledger) = resumed {
+        return Ok((ledger, None));
+    }
+    let ledger = Ledger::create(&dir.join("ledger.jsonl"), &header.to_json())?;
+    match table(args, dir, &[]) {
+        Ok(results) => Ok((ledger, Some(results))),
         Err(error) => {
-            if fresh {
-                // Nothing was searched: the folder is as it was.
-                let _ = ledger.remove();
-            }
-            Err(error.into())
+            // Nothing was searched: the folder is as it was.
+            let _ = ledger.remove();
+            Err(error)
         }
     }
+}
+
+/// The table, written anew. In the run's folder it takes the place of whatever has its name.
+fn table(args: &LoopArgs, dir: &Path, rows: &[Vec<String>]) -> Result<Results, Failure> {
+    let own = |path: &Path| {
+        let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        parent.canonicalize().ok() == dir.canonicalize().ok()
+    };
+    let results = match &args.results {
+        Some(path) if !own(path) => Results::create_named(path, COLUMNS, rows),
+        Some(path) => Results::create(path, COLUMNS, rows),
+        None => Results::create(&dir.join("results.tsv"), COLUMNS, rows),
+    };
+    Ok(results?)
 }
 
 fn settings(context: &Context, header: &Header) -> Settings {
@@ -276,7 +305,7 @@ fn say_start(header: &Header, dir: &Path, done: usize) {
 /// Who proposes, for people.
 fn who(header: &Header) -> String {
     match (&header.proposer, header.known.len()) {
-        (Some(command), _) => format!("proposer {command}"),
+        (Some(command), _) => format!("proposer {command:?}"),
         (None, 0) => format!("strategy {}", header.strategy.name()),
         (None, known) => {
             format!("strategy {} with {known} moves that the store knows", header.strategy.name())
@@ -301,8 +330,12 @@ fn bar(header: &Header) -> ProgressBar {
 }
 
 /// The command that goes on with a search.
-fn resume_command(dir: &Path) -> String {
-    format!("amk loop --resume --out {}", dir.display())
+fn resume_command(dir: &Path, header: &Header) -> String {
+    let resume = format!("amk loop --resume --out {}", dir.display());
+    match &header.proposer {
+        None => resume,
+        Some(command) => format!("{resume} --proposer {}", rerun::quoted(command)),
+    }
 }
 
 struct Session<'a> {
@@ -378,7 +411,7 @@ impl Session<'_> {
         if self.bar.is_hidden() {
             report::say(&line);
         } else {
-            self.bar.println(line);
+            self.bar.println(report::plain(&line));
         }
         Ok(())
     }
@@ -443,7 +476,7 @@ impl Session<'_> {
     }
 
     fn resume_command(&self) -> String {
-        resume_command(&self.dir)
+        resume_command(&self.dir, self.header)
     }
 
     /// The last document, the table of what was kept, and the best schedule as a file.
@@ -466,7 +499,12 @@ impl Session<'_> {
         let best_path = self.dir.join("best.json");
         if let Some(best) = best {
             let text = serde_json::to_string_pretty(&best.config).unwrap_or_default() + "\n";
-            files::write_whole(&best_path, text.as_bytes())?;
+            corpus::files::replace(&best_path, text.as_bytes()).map_err(|e| {
+                Failure::usage(format!(
+                    "cannot write {}: {e}; free some space, or choose another --out",
+                    best_path.display()
+                ))
+            })?;
         }
         say_end(&kept, best, confirmation, &best_path);
         if stopped_by != StoppedBy::Interrupted {

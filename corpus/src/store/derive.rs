@@ -1,7 +1,7 @@
 //! The rows of the derived tables that a record makes.
 
 use rusqlite::types::Value as Cell;
-use rusqlite::{Connection, params, params_from_iter};
+use rusqlite::{Connection, OptionalExtension, params, params_from_iter};
 use serde_json::{Map, Value, json};
 
 use super::schema::{Column, Kind, Rows, Source, TABLES, Table};
@@ -73,6 +73,9 @@ pub(super) fn derive(
     if link.seq > 0 && kind == "trial" {
         changes(db, run, link.seq, record)?;
         prior(db, place, record)?;
+    }
+    if link.seq > 0 && kind == "confirmation" {
+        confirmed(db, run, place, link.seq, record)?;
     }
     Ok(())
 }
@@ -182,10 +185,48 @@ fn changes(db: &Connection, run: &str, seq: u64, record: &Value) -> rusqlite::Re
     Ok(())
 }
 
+/// The move of a trial: paths of the knobs that it changed, with their new values.
+fn moved(changed: &Map<String, Value>) -> String {
+    let after = |(path, pair): (&String, &Value)| Some((path.clone(), pair.get(1)?.clone()));
+    Value::Object(changed.iter().filter_map(after).collect()).to_string()
+}
+
+/// Takes from the priors what a refuted champion brought, or gives it back when it is confirmed after all.
+fn confirmed(
+    db: &Connection,
+    run: &str,
+    place: &Place,
+    seq: u64,
+    record: &Value,
+) -> rusqlite::Result<()> {
+    let Some(champion) = record.get("champion").and_then(Value::as_i64) else { return Ok(()) };
+    let seq = seq.cast_signed();
+    let before = "SELECT decision FROM confirmations WHERE run = ? AND champion = ? AND seq < ? \
+        ORDER BY seq DESC LIMIT 1";
+    let before: Option<Option<String>> =
+        db.query_row(before, params![run, champion, seq], |row| row.get(0)).optional()?;
+    let was_refuted = before.flatten().as_deref() == Some("reverted");
+    let is_refuted = record.get("decision").and_then(Value::as_str) == Some("reverted");
+    let sign = i64::from(was_refuted) - i64::from(is_refuted);
+    let trial = "SELECT changed, coalesce((gain_low + gain_high) / 2, 0) FROM trials \
+        WHERE run = ? AND trial = ? AND outcome = 'kept'";
+    let trial: Option<(Option<String>, f64)> = db
+        .query_row(trial, params![run, champion], |row| Ok((row.get(0)?, row.get(1)?)))
+        .optional()?;
+    let Some((Some(text), gain)) = trial.filter(|_| sign != 0) else { return Ok(()) };
+    let parsed: Option<Map<String, Value>> = serde_json::from_str(&text).ok();
+    let Some(changed) = parsed.filter(|changed| !changed.is_empty()) else { return Ok(()) };
+    let Place { latency_kind, device, target, graph, machines: _ } = place;
+    let update = "UPDATE priors SET kept = kept + ?, gain_sum = gain_sum + ? WHERE latency_kind = ? \
+        AND device = ? AND target = ? AND graph = ? AND move = ?";
+    let gain = sign as f64 * gain;
+    let moved = moved(&changed);
+    db.execute(update, params![sign, gain, latency_kind, device, target, graph, moved])?;
+    Ok(())
+}
+
 fn prior(db: &Connection, place: &Place, record: &Value) -> rusqlite::Result<()> {
     let Some(changed) = changed(record) else { return Ok(()) };
-    let after = |(path, pair): (&String, &Value)| Some((path.clone(), pair.get(1)?.clone()));
-    let moved: Map<String, Value> = changed.iter().filter_map(after).collect();
     let end = |key: &str| record.pointer("/gain")?.get(key)?.as_f64();
     let gain = end("low").zip(end("high")).map(|(low, high)| f64::midpoint(low, high));
     let kept = record.get("outcome").and_then(Value::as_str) == Some("kept");
@@ -196,7 +237,7 @@ fn prior(db: &Connection, place: &Place, record: &Value) -> rusqlite::Result<()>
          kept = kept + excluded.kept, failed = failed + excluded.failed, gain_sum = gain_sum + excluded.gain_sum, \
          gain_best = max(coalesce(gain_best, excluded.gain_best), coalesce(excluded.gain_best, gain_best))",
     )?;
-    let moved = Value::Object(moved).to_string();
+    let moved = moved(changed);
     let sum = gain.unwrap_or(0.0);
     statement.execute(params![
         latency_kind,

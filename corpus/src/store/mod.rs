@@ -33,12 +33,19 @@ const APPLICATION_ID: i64 = 0x616d_6b31;
 /// Longest that one process waits for another one's transaction.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What leads, by model, target, device and kind of latency: the last trial of a search that led, the least of several searches.
+/// What leads, by model, target, device and kind of latency: the last trial of a search that led, unless its last confirmation refuted it,
+/// then the first; the least of several searches.
 pub const BEST: &str = "\
+WITH leading AS (SELECT run, seq, trial, latency_us FROM trials WHERE outcome IN ('baseline', 'kept')), \
+refuted AS (SELECT c.run, l.seq FROM confirmations c JOIN leading l ON l.run = c.run AND l.trial = c.champion \
+WHERE c.decision = 'reverted' AND c.seq = (SELECT max(seq) FROM confirmations x WHERE x.run = c.run) \
+AND l.seq = (SELECT max(seq) FROM leading y WHERE y.run = c.run)), \
+best AS (SELECT runs.*, (SELECT count(*) FROM trials t WHERE t.run = runs.run) AS trials, \
+CASE WHEN EXISTS (SELECT 1 FROM refuted r WHERE r.run = runs.run) \
+THEN (SELECT latency_us FROM leading l WHERE l.run = runs.run AND l.seq < (SELECT r.seq FROM refuted r WHERE r.run = l.run) ORDER BY seq LIMIT 1) \
+ELSE (SELECT latency_us FROM leading l WHERE l.run = runs.run ORDER BY seq DESC LIMIT 1) END AS us FROM runs) \
 SELECT model, graph, graph_id, target, latency_kind, device, count(*) AS runs, sum(trials) AS trials, min(us) AS best_us, run AS best_run \
-FROM (SELECT runs.*, (SELECT count(*) FROM trials t WHERE t.run = runs.run) AS trials, \
-(SELECT latency_us FROM trials t WHERE t.run = runs.run AND outcome IN ('baseline', 'kept') ORDER BY seq DESC LIMIT 1) AS us FROM runs) \
-GROUP BY coalesce(graph_id, graph), target, latency_kind, device ORDER BY model, target, latency_kind, device";
+FROM best GROUP BY coalesce(graph_id, graph), target, latency_kind, device ORDER BY model, target, latency_kind, device";
 
 /// What moves brought, those first that were kept most often.
 pub const PRIORS: &str = "\
@@ -83,10 +90,15 @@ impl Store {
         if let Some(folder) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
             std::fs::create_dir_all(folder).map_err(|e| CorpusError::io("create", folder, e))?;
         }
-        let is_new = !path.exists();
+        let found = std::fs::metadata(path).ok();
+        if found.as_ref().is_some_and(|found| !found.is_file() && !found.is_dir()) {
+            return Err(CorpusError::io("open", path, crate::files::not_regular()));
+        }
+        let is_new = found.is_none();
         let open = || {
             let db = Connection::open(path)?;
             db.busy_timeout(PATIENCE)?;
+            db.pragma_update(None, "trusted_schema", false)?;
             Ok(db)
         };
         let db = open().map_err(|e| CorpusError::store("open", path, &e))?;
@@ -125,10 +137,46 @@ impl Store {
         if version > VERSION {
             return Err(CorpusError::NewerStore { path: self.path.clone(), found: version });
         }
+        // A trigger would do something with each row that is written from here on.
+        if let Some(name) = self.trigger()? {
+            return Err(CorpusError::Store {
+                action: "open",
+                path: self.path.clone(),
+                reason: format!(
+                    "it has a trigger ({name:?}), which no store has; make it anew from the runs: amk corpus import RUNS --store NEW"
+                ),
+                damaged: true,
+            });
+        }
         if version == VERSION {
             return Ok(());
         }
         self.bring_up_to_date().map_err(|e| CorpusError::store("bring up to date", &self.path, &e))
+    }
+
+    /// The name of a trigger, if there is one.
+    fn trigger(&self) -> Result<Option<String>, CorpusError> {
+        let select = "SELECT name FROM sqlite_schema WHERE type = 'trigger' ORDER BY name LIMIT 1";
+        let found = self.db.query_row(select, [], |row| row.get(0)).optional();
+        found.map_err(|e| CorpusError::store("read", &self.path, &e))
+    }
+
+    /// What is in the file besides the tables and indexes of a store, or is one of them made otherwise.
+    fn foreign(&self, fresh: &Connection) -> rusqlite::Result<Option<String>> {
+        let objects = |db: &Connection| -> rusqlite::Result<Vec<(String, String, String)>> {
+            let select = "SELECT type, name, coalesce(sql, '') FROM sqlite_schema \
+                WHERE name NOT LIKE 'sqlite\\_%' ESCAPE '\\' ORDER BY type, name";
+            let mut statement = db.prepare(select)?;
+            let rows =
+                statement.query_map([], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))?;
+            rows.collect()
+        };
+        let (here, wanted) = (objects(&self.db)?, objects(fresh)?);
+        let more = here.iter().find(|object| !wanted.contains(object));
+        let less = wanted.iter().find(|object| !here.contains(object));
+        Ok(more.or(less).map(|(kind, name, _)| {
+            format!("{kind} {name:?} is not as a store of this version has it")
+        }))
     }
 
     /// The file's version; zero for an empty one.
@@ -241,6 +289,35 @@ impl Store {
         found.map_err(|e| CorpusError::store("read", &self.path, &e))
     }
 
+    /// Hands every program to somebody, by id, until one is refused; returns that one's reason.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub fn each_program(
+        &self,
+        mut look: impl FnMut(&str, &[u8]) -> Result<(), String>,
+    ) -> Result<Result<(), String>, CorpusError> {
+        let mut select = || {
+            let select = "SELECT program_id, saved FROM programs ORDER BY program_id";
+            let mut statement = self.db.prepare(select)?;
+            let mut rows = statement.query([])?;
+            while let Some(row) = rows.next()? {
+                let (id, saved) = (row.get_ref(0)?, row.get_ref(1)?);
+                // A value of another type is no program, and no fault of SQLite.
+                let looked = match (id.as_str(), saved.as_bytes()) {
+                    (Ok(id), Ok(saved)) => look(id, saved),
+                    (Ok(id), Err(_)) => look(id, &[]),
+                    (Err(_), _) => Err("a program has an id that is no text".to_owned()),
+                };
+                if looked.is_err() {
+                    return Ok(looked);
+                }
+            }
+            Ok(Ok(()))
+        };
+        select().map_err(|e| CorpusError::store("read", &self.path, &e))
+    }
+
     /// The ids of the runs, in order.
     ///
     /// # Errors
@@ -326,8 +403,11 @@ impl Store {
             return Ok(Err(sound));
         }
         let fresh = Connection::open_in_memory().map_err(read)?;
-        for table in TABLES.iter().filter(|table| table.name != "programs") {
+        for table in TABLES {
             fresh.execute_batch(&table.sql()).map_err(read)?;
+        }
+        if let Some(reason) = self.foreign(&fresh).map_err(read)? {
+            return Ok(Err(reason));
         }
         for run in self.runs()? {
             let (mut last, mut place) = (None::<(u64, String)>, Place::default());
@@ -348,12 +428,27 @@ impl Store {
         let fresh = Self { db: fresh, path: self.path.clone() };
         for table in TABLES.iter().filter(|table| table.is_derived()) {
             let all = format!("SELECT * FROM {} ORDER BY {}", table.name, table.key);
-            if self.query(&all, &[])? != fresh.query(&all, &[])? {
+            let (here, wanted) = (self.query(&all, &[])?, fresh.query(&all, &[])?);
+            let same = here.len() == wanted.len();
+            if !same || !here.iter().zip(&wanted).all(|(here, wanted)| alike(table, here, wanted)) {
                 return Ok(Err(format!("table {} does not follow from the records", table.name)));
             }
         }
         Ok(Ok(()))
     }
+}
+
+/// Whether two rows of a table say the same. A sum over runs has other last bits when the runs came in another order.
+fn alike(table: &Table, here: &Map<String, Value>, wanted: &Map<String, Value>) -> bool {
+    let near = |name: &str| {
+        let number = |row: &Map<String, Value>| row.get(name).and_then(Value::as_f64);
+        number(here).zip(number(wanted)).is_some_and(|(here, wanted)| (here - wanted).abs() < 1e-9)
+    };
+    let same = |(name, value): (&String, &Value)| {
+        wanted.get(name) == Some(value)
+            || (table.name == "priors" && name == "gain_sum" && near(name))
+    };
+    here.len() == wanted.len() && here.iter().all(same)
 }
 
 /// Takes away a store that could not be begun, with the files that SQLite keeps beside it.

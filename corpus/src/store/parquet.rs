@@ -20,10 +20,14 @@ use super::Store;
 use super::schema::{Column, Kind, TABLES, Table};
 use super::text::Exported;
 use crate::error::CorpusError;
+use crate::files;
 use crate::ledger::Link;
 
 /// Rows that are in memory at once.
 const GROUP_ROWS: usize = 16_384;
+
+/// Longest file of a table that is read.
+const BYTES_MAX: u64 = 4 << 30;
 
 /// Writes every table to a folder, which must exist; returns the rows.
 ///
@@ -179,7 +183,11 @@ fn rows(
     mut take: impl FnMut(&parquet::record::Row) -> std::result::Result<(), Box<dyn std::error::Error>>,
 ) -> std::result::Result<(), String> {
     let named = |e: &dyn std::fmt::Display| format!("{}: {e}", path.display());
-    let file = File::open(path).map_err(|e| named(&e))?;
+    let file = files::open(path).map_err(|e| named(&e))?;
+    let bytes = file.metadata().map_err(|e| named(&e))?.len();
+    if bytes > BYTES_MAX {
+        return Err(named(&format!("it has {bytes} bytes, and at most {BYTES_MAX} are read")));
+    }
     let reader = SerializedFileReader::new(file).map_err(|e| named(&e))?;
     for row in reader.get_row_iter(None).map_err(|e| named(&e))? {
         take(&row.map_err(|e| named(&e))?).map_err(|e| named(&e))?;

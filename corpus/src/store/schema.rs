@@ -293,10 +293,10 @@ const PRIORS: Table = Table {
         graph Text Code, "hash of the graph, or its name in ledgers without one";
         move Text Code, "JSON object: path to the new value, paths in the order of the knob table";
         tries Integer Code, "trials that made it";
-        kept Integer Code, "of them, those that led afterwards";
+        kept Integer Code, "of them, those that led afterwards; a champion that its confirmation refuted did not";
         failed Integer Code, "of them, those without a latency";
-        gain_sum Real Code, "sum of the middles of their gains, shares of the time";
-        gain_best Real Code, "the greatest of them";
+        gain_sum Real Code, "sum of the middles of their gains, shares of the time; a refuted champion's is zero";
+        gain_best Real Code, "the greatest of them, before any confirmation";
     },
     indexes: &[],
 };
@@ -306,7 +306,7 @@ pub const TABLES: &[Table] =
     &[RECORDS, PROGRAMS, RUNS, MACHINES, TRIALS, CONFIRMATIONS, SAMPLES, CHANGES, PRIORS];
 
 /// The kept tables as each version of the schema brought them; a version that changed derived tables alone brought none. A file's `user_version` says how many steps were taken.
-pub const STEPS: &[&[Table]] = &[&[RECORDS], &[PROGRAMS], &[]];
+pub const STEPS: &[&[Table]] = &[&[RECORDS], &[PROGRAMS], &[], &[]];
 
 /// The version that this build writes.
 pub const VERSION: i64 = STEPS.len() as i64;

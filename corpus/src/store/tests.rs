@@ -389,3 +389,62 @@ fn questions_are_answered_quickly_whatever_the_number_of_trials() {
         assert!(took < Duration::from_millis(100), "{took:?}: {question}");
     }
 }
+
+#[test]
+fn what_no_store_has_is_refused_or_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store.sqlite");
+    let mut store = Store::open(&path).unwrap();
+    store.add("r1", ledger(folder.path(), "r1", 3)).unwrap();
+    for (word, edit) in [
+        ("more", "CREATE TABLE more (x)"),
+        ("look", "CREATE VIEW look AS SELECT * FROM trials"),
+        ("trials_0", "DROP INDEX trials_0"),
+        ("fast", "CREATE INDEX fast ON trials (why)"),
+        ("programs", "DROP TABLE programs; CREATE TABLE programs (program_id, saved, more)"),
+    ] {
+        store.db.execute_batch(&format!("BEGIN; {edit}")).unwrap();
+        let found = store.check().unwrap().unwrap_err();
+        assert!(found.contains(word), "{word}: {found}");
+        store.db.execute_batch("ROLLBACK").unwrap();
+    }
+    assert_eq!(store.check().unwrap(), Ok(()));
+    let trigger = "CREATE TRIGGER late AFTER INSERT ON records BEGIN DELETE FROM samples; END";
+    store.db.execute_batch(trigger).unwrap();
+    assert!(store.check().unwrap().unwrap_err().contains("late"));
+    drop(store);
+    let error = Store::open(&path).unwrap_err();
+    assert!(error.is_integrity() && error.to_string().contains("late"), "{error}");
+    let pipe = folder.path().join("pipe");
+    let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+    let fifo = rustix::fs::FileType::Fifo;
+    rustix::fs::mknodat(rustix::fs::CWD, &pipe, fifo, mode, 0).unwrap();
+    assert!(Store::open(&pipe).unwrap_err().to_string().contains("regular"));
+}
+
+#[test]
+fn sums_over_runs_hold_in_whatever_order_the_runs_came() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut store = store(folder.path());
+    for (run, gain) in [("r3", 0.3), ("r1", 0.1), ("r2", 0.2), ("r0", 0.7)] {
+        let trial = json!({"kind": "trial", "trial": 1, "outcome": "kept", "changed": {"a": [1, 2]},
+            "gain": {"low": gain, "high": gain}, "verdict": {"latency_us": 1.0}});
+        let mut link = Link::after(None, json!({"model": "m"}).to_string());
+        let mut links = vec![link.clone()];
+        link = Link::after(Some(&link), trial.to_string());
+        links.push(link.clone());
+        // Refuted, confirmed after all, refuted again.
+        for (trials, decision) in [(2, "reverted"), (3, "kept"), (4, "reverted"), (5, "reverted")] {
+            let last = json!({"kind": "confirmation", "champion": 1, "trials": trials, "decision": decision});
+            link = Link::after(Some(&link), last.to_string());
+            links.push(link.clone());
+            if decision == "kept" && run != "r0" {
+                break;
+            }
+        }
+        store.add(run, links).unwrap();
+    }
+    assert_eq!(store.check().unwrap(), Ok(()));
+    let priors = one(&store, "SELECT tries, kept, round(gain_sum, 9) AS gain_sum FROM priors");
+    assert_eq!(priors, json!({"tries": 4, "kept": 3, "gain_sum": 0.6}));
+}

@@ -2,13 +2,16 @@
 //! checked by the same chain.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, Write};
+use std::io::{BufRead, Read, Write};
 
 use serde_json::Value;
 
 use super::Store;
 use crate::error::CorpusError;
 use crate::ledger::Link;
+
+/// Longest line that is read: a program in hexadecimal, or a row with its samples.
+const LINE_MAX: u64 = 256 << 20;
 
 /// What was read from an export.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -45,14 +48,23 @@ pub fn write(store: &Store, out: &mut impl Write) -> Result<u64, CorpusError> {
 ///
 /// # Errors
 /// The first line that is not one of these, from one, with what it should be.
-pub fn read(input: impl BufRead) -> Result<Exported, String> {
+pub fn read(mut input: impl BufRead) -> Result<Exported, String> {
     let mut found = Exported::default();
-    for (number, line) in (1..).zip(input.lines()) {
-        let line = line.map_err(|e| format!("line {number}: {e}"))?;
+    for number in 1.. {
+        let mut line = Vec::new();
+        let read = input.by_ref().take(LINE_MAX + 1).read_until(b'\n', &mut line);
+        if read.map_err(|e| format!("line {number}: {e}"))? == 0 {
+            break;
+        }
+        if line.len() as u64 > LINE_MAX {
+            return Err(format!("line {number} has more than {LINE_MAX} bytes"));
+        }
+        let line = String::from_utf8(line).map_err(|_| format!("line {number} is not text"))?;
+        let line = line.trim_end_matches(['\n', '\r']);
         let taken = match line.strip_prefix("{\"run\":\"").and_then(|rest| rest.split_once("\",")) {
             Some((run, rest)) => Link::parse(&format!("{{{rest}"))
                 .map(|link| found.runs.entry(run.to_owned()).or_default().push(link)),
-            None => program(&line).map(|program| found.programs.push(program)),
+            None => program(line).map(|program| found.programs.push(program)),
         };
         if taken.is_none() {
             return Err(format!("line {number} is neither a row of a run nor a program"));

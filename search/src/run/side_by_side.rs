@@ -15,6 +15,7 @@ use ir::schedule::ScheduleConfig;
 use super::{Search, SearchError, Step, StoppedBy};
 use crate::card::{Job, LastJob, Lead};
 use crate::crew::{Crew, Said, Ticket};
+use crate::decide::Decision;
 use crate::device::DeviceError;
 use crate::history::{Guess, History, Proposal};
 use crate::trial::{Beside, Confirmation, LeftOut, Skipped, Spent, Trial, together};
@@ -422,7 +423,13 @@ impl<'a> Search<'a> {
         if found.is_empty() {
             return Err(fleet.lost());
         }
-        let (card, first) = found.remove(0);
+        let (card, mut first) = found.remove(0);
+        let ran = found.iter().map(|(_, c)| c.positions).chain([first.positions]).max();
+        first.positions = ran.unwrap_or(0);
+        if first.positions == 0 && first.decision != Decision::Reverted {
+            // The card that was to run fresh tokens is gone: nothing is confirmed, and a resumed search does it again.
+            return Err(fleet.lost());
+        }
         let beside: Vec<Beside> =
             found.iter().map(|(other, c)| Beside::of_confirmation(*other, c)).collect();
         let decision = together(found.iter().map(|(_, c)| c.decision).chain([first.decision]));

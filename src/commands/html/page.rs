@@ -65,10 +65,6 @@ pub(super) fn render(runs: &[Run]) -> String {
 
 fn section(out: &mut String, run: &Run) {
     let _ = writeln!(out, "<section>\n<h2>{}</h2>", escaped(&run.ledger.display().to_string()));
-    if let Some(reason) = &run.broken {
-        let _ =
-            writeln!(out, "<p class=\"bad\">This ledger does not hold: {}</p>", escaped(reason));
-    }
     facts(out, run);
     out.push_str(
         "<p class=\"key quiet\"><span><i style=\"background:var(--kept)\"></i>led</span><span><i style=\"background:var(--reverted)\"></i>not better</span>\

@@ -37,7 +37,8 @@ fn run_of(trials: Vec<Trial>, model: &str) -> Run {
         "budget": "64", "min_gain": 0.01, "kv_capacity": 4096, "amk": "0.1.0", "conditions": {"driver": model}
     });
     let ledger = PathBuf::from(format!("runs/{model}/ledger.jsonl"));
-    Run { ledger, header, trials, confirmation: None, broken: None }
+    let champion = trials.iter().rfind(|t| t.outcome.leads()).map(|t| t.trial);
+    Run { ledger, header, trials, champion, confirmation: None }
 }
 
 fn many(count: u64) -> Vec<Trial> {
@@ -80,7 +81,6 @@ fn ten_thousand_trials_are_less_than_a_megabyte_and_it_says_what_is_left_out() {
 fn hostile_names_stay_text() {
     let hostile = "</title><script>alert(1)</script>\"'><img src=x onerror=alert(1)>&\u{1b}[31m";
     let mut run = run_of(many(8), hostile);
-    run.broken = Some(hostile.to_owned());
     run.trials[3].why = hostile.to_owned();
     run.trials[2].verdict.schedule_id = Some(hostile.to_owned());
     for trial in &mut run.trials {

@@ -9,6 +9,9 @@ use search::landscape::{Answer, Row, Terms};
 
 use crate::failure::Failure;
 
+/// Longest file that is gone on with.
+const BYTES_MAX: u64 = 1 << 30;
+
 /// Rows that are there, and those to come.
 pub(super) struct Recording {
     path: PathBuf,
@@ -38,7 +41,7 @@ impl Recording {
             recording.line(&serde_json::to_string(terms).unwrap_or_default())?;
             return Ok(recording);
         }
-        let text = std::fs::read_to_string(path).map_err(failed)?;
+        let text = corpus::files::read_text(path, BYTES_MAX).map_err(failed)?;
         let whole = text.rfind('\n').map_or("", |end| &text[..=end]);
         let mut file = OpenOptions::new().write(true).open(path).map_err(failed)?;
         file.set_len(whole.len() as u64).map_err(failed)?; // what a kill cut off

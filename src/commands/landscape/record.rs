@@ -25,6 +25,9 @@ use crate::{conditions, report};
 /// Tokens of a timed block, as in a search.
 const TIMED_TOKENS: u32 = 8;
 
+/// Longest grid that is read.
+const GRID_BYTES_MAX: u64 = 16 << 20;
+
 /// Points after which the first one is timed again.
 const AGAIN_EVERY: usize = 100;
 
@@ -79,7 +82,8 @@ fn grid(args: &RecordArgs) -> Result<Grid, Failure> {
     let unreadable = |why: String| {
         Failure::usage(format!("--grid {} cannot be read: {why}", args.grid.display()))
     };
-    let text = std::fs::read_to_string(&args.grid).map_err(|e| unreadable(e.to_string()))?;
+    let text = corpus::files::read_text(&args.grid, GRID_BYTES_MAX)
+        .map_err(|e| unreadable(e.to_string()))?;
     serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))
 }
 

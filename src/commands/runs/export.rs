@@ -84,12 +84,13 @@ pub(crate) fn run(args: &RunsExportArgs) -> Outcome {
     if args.validation > 100 {
         return Err(Failure::usage("--validation is a percentage: 0 to 100"));
     }
-    let (mut runs, mut refused) = (Vec::new(), Vec::new());
+    let (mut runs, mut refused, mut exit) = (Vec::new(), Vec::new(), Exit::Yes);
     for ledger in ledgers(&args.runs.paths)? {
         match look(&ledger).finding {
             None => runs.push(Recorded::read(&ledger)?),
             Some(finding) => {
                 report::say(&format!("left out, {}: {}", ledger.display(), finding.reason));
+                exit = if exit == Exit::Integrity { exit } else { finding.exit };
                 refused.push(ledger);
             }
         }
@@ -115,7 +116,7 @@ pub(crate) fn run(args: &RunsExportArgs) -> Outcome {
     ));
     let (schema, out) = ("amk.trajectories.v1", args.out.as_path());
     report::document(&Exported { schema, out, train, validation, runs: placed, refused })?;
-    Ok(Exit::Yes)
+    Ok(exit)
 }
 
 fn write(folder: &Path, runs: &[Recorded], validation: u64) -> std::io::Result<Vec<Placed>> {

@@ -6,7 +6,6 @@
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use corpus::Store;
@@ -72,7 +71,7 @@ pub(crate) fn run(args: &GcArgs) -> Outcome {
 
 /// A sealed run that holds, or what becomes of what is none.
 fn considered(ledger: &Path, place: &Path) -> Result<Recorded, (&'static str, String)> {
-    let written = File::open(ledger).is_ok_and(|file| file.try_lock().is_err());
+    let written = corpus::files::open_own(ledger).is_ok_and(|file| file.try_lock().is_err());
     if written {
         return Err(("keep", "another process writes it".to_owned()));
     }

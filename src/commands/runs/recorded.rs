@@ -2,27 +2,29 @@
 
 use std::path::{Path, PathBuf};
 
-use corpus::manifest::{self, State};
-use search::{Conditions, Confirmation, Row, Trial};
+use corpus::manifest::State;
+use search::{Conditions, Confirmation, Decision, Row, Trial};
 use serde_json::Value;
 
-use super::{Finding, look, one_ledger};
+use super::{one_ledger, sound};
 use crate::commands::search_loop;
 use crate::failure::Failure;
 
 /// A run.
-pub(super) struct Recorded {
+pub(in crate::commands) struct Recorded {
     /// Its ledger.
     pub(super) ledger: PathBuf,
     /// Its id.
     pub(super) run: String,
     /// The header of its ledger.
-    pub(super) header: Value,
+    pub(in crate::commands) header: Value,
     /// Rows of its ledger, the header among them.
     pub(super) rows: usize,
-    pub(super) trials: Vec<Trial>,
+    pub(in crate::commands) trials: Vec<Trial>,
     /// The confirmation of the trial that leads, if it came last.
-    pub(super) confirmation: Option<Confirmation>,
+    pub(in crate::commands) confirmation: Option<Confirmation>,
+    /// The champion that was refuted last.
+    refuted: Option<u64>,
     pub(super) state: State,
 }
 
@@ -33,30 +35,26 @@ impl Recorded {
     }
 
     /// Reads a ledger with its run.
-    pub(super) fn read(ledger: &Path) -> Result<Self, Failure> {
-        if let Some(Finding { reason, exit, .. }) = look(ledger).finding {
-            let message = format!("{} does not hold: {reason}", ledger.display());
-            return Err(Failure { exit, message });
-        }
-        let contents = corpus::read(ledger)?;
+    pub(in crate::commands) fn read(ledger: &Path) -> Result<Self, Failure> {
+        let (contents, state) = sound(ledger)?;
         let first = contents.hashes.first().map_or("", String::as_str);
         let run = corpus::store::run_id(&contents.header, first);
-        let (mut trials, mut confirmation) = (Vec::new(), None);
+        let (mut trials, mut confirmation, mut last_refuted) = (Vec::new(), None, None);
         for row in search_loop::rows(&contents, ledger)? {
             match row {
                 Row::Trial(trial) => {
                     confirmation = None;
                     trials.push(*trial);
                 }
-                Row::Confirmation(last) => confirmation = Some(*last),
+                Row::Confirmation(last) => {
+                    last_refuted = refuted(&last);
+                    confirmation = Some(*last);
+                }
             }
         }
-        let state = match folder(ledger) {
-            Some(folder) => manifest::look(folder)?.state,
-            None => State::Open,
-        };
-        let (rows, header) = (contents.hashes.len(), contents.header);
-        Ok(Self { ledger: ledger.to_path_buf(), run, header, rows, trials, confirmation, state })
+        let (rows, header, refuted) = (contents.hashes.len(), contents.header, last_refuted);
+        let ledger = ledger.to_path_buf();
+        Ok(Self { ledger, run, header, rows, trials, confirmation, refuted, state })
     }
 
     /// A text of the header.
@@ -65,13 +63,8 @@ impl Recorded {
     }
 
     /// The trial that leads: the baseline where the champion was refuted.
-    pub(super) fn champion(&self) -> Option<&Trial> {
-        let refuted = self
-            .confirmation
-            .as_ref()
-            .is_some_and(|confirmation| confirmation.decision == search::Decision::Reverted);
-        let mut leading = self.trials.iter().filter(|trial| trial.outcome.leads());
-        if refuted { leading.next() } else { leading.next_back() }
+    pub(in crate::commands) fn champion(&self) -> Option<&Trial> {
+        leading(self.trials.iter(), self.refuted)
     }
 
     /// Where it was measured.
@@ -101,6 +94,21 @@ impl Recorded {
         let own = self.trials.iter().filter(|trial| trial.card == card);
         own.filter_map(|trial| trial.noise_floor).chain(beside).next_back().unwrap_or(0.0)
     }
+}
+
+/// The champion that a confirmation refuted.
+pub(super) fn refuted(last: &Confirmation) -> Option<u64> {
+    (last.decision == Decision::Reverted).then_some(last.champion)
+}
+
+/// The trial that leads: the last that led, unless its confirmation refuted it. Then it is the first one, and nobody if that was it.
+pub(super) fn leading<'t>(
+    trials: impl DoubleEndedIterator<Item = &'t Trial>,
+    refuted: Option<u64>,
+) -> Option<&'t Trial> {
+    let mut leading = trials.filter(|trial| trial.outcome.leads());
+    let last = leading.next_back()?;
+    if Some(last.trial) == refuted { leading.next() } else { Some(last) }
 }
 
 /// The folder of a run's ledger, if the ledger is called as it should be.

@@ -109,6 +109,7 @@ fn say(found: &Recorded, outcomes: &BTreeMap<&'static str, u64>) {
             format!("{} for {} on {}", word("model"), word("target"), word("device")),
         ),
         ("trials".to_owned(), counts.join(", ")),
+        ("proposer".to_owned(), found.word("proposer").map_or("-".into(), |c| format!("{c:?}"))),
         ("best".to_owned(), format!("{}, {}", report::maybe(us, "us"), word("latency_kind"))),
     ];
     rows.extend(cards(found).into_iter().map(|card| {

@@ -133,10 +133,26 @@ impl Header {
             ))
         })?;
         found.refuse_changes(args, path)?;
+        found.refuse_to_run_a_file(args, path)?;
         if let Some(budget) = args.budget {
             found.budget = budget;
         }
         Ok(found)
+    }
+
+    /// A command comes from this command line or not at all: whoever wrote the ledger could have written any.
+    fn refuse_to_run_a_file(&self, args: &LoopArgs, path: &Path) -> Result<(), Failure> {
+        match &self.proposer {
+            Some(command) if args.proposer.as_ref() != Some(command) => {
+                Err(Failure::usage(format!(
+                    "{} has its proposals from the command {command:?}, and a command out of a file is never run; \
+                     if you know it and trust it, give it again on the command line with --proposer (no tool takes it), \
+                     or start a new search in another --out",
+                    path.display()
+                )))
+            }
+            Some(_) | None => Ok(()),
+        }
     }
 
     fn refuse_changes(&self, args: &LoopArgs, path: &Path) -> Result<(), Failure> {
@@ -339,8 +355,25 @@ fn min_gain(args: &LoopArgs) -> Result<Option<f64>, Failure> {
     }
 }
 
+/// The folder of a search.
+pub(super) struct Folder {
+    pub(super) path: PathBuf,
+    /// Whether it was made for this search.
+    made: bool,
+}
+
+impl Drop for Folder {
+    /// A folder that was made and that nothing came into is taken away again.
+    fn drop(&mut self) {
+        if self.made {
+            let _ = std::fs::remove_dir(&self.path);
+        }
+    }
+}
+
 /// The search's folder: the one named, a new one, or the latest one to resume.
-pub(super) fn folder(args: &LoopArgs) -> Result<PathBuf, Failure> {
+pub(super) fn folder(args: &LoopArgs) -> Result<Folder, Failure> {
+    let there = |path: PathBuf| Folder { path, made: false };
     if let Some(dir) = &args.out {
         if args.resume && !dir.join("ledger.jsonl").is_file() {
             return Err(Failure::usage(format!(
@@ -348,25 +381,71 @@ pub(super) fn folder(args: &LoopArgs) -> Result<PathBuf, Failure> {
                 dir.display()
             )));
         }
-        return Ok(dir.clone());
+        return Ok(there(dir.clone()));
     }
-    let latest = latest_run();
     if args.resume {
-        return latest.map(|(_, dir)| dir).ok_or_else(|| {
+        return latest_run().map(there).ok_or_else(|| {
             Failure::usage(format!("there is no search in {RUNS}/ to resume; name it with --out"))
         });
     }
-    let number = latest.map_or(1, |(number, _)| number + 1);
-    Ok(Path::new(RUNS).join(format!("{number:04}")))
+    new_run(Path::new(RUNS)).map(|path| Folder { path, made: true })
+}
+
+/// Makes the folder after the last one. Of searches that begin together each gets its own, since only one can make a folder.
+fn new_run(runs: &Path) -> Result<PathBuf, Failure> {
+    let refused = |path: &Path, error: std::io::Error| {
+        Failure::usage(format!(
+            "cannot create {}: {error}; name a folder that you may write to with --out",
+            path.display()
+        ))
+    };
+    std::fs::create_dir_all(runs).map_err(|error| refused(runs, error))?;
+    let last = numbered(runs).into_iter().map(|(number, _)| number).max().unwrap_or(0);
+    for number in u64::from(last) + 1.. {
+        let path = runs.join(format!("{number:04}"));
+        match std::fs::create_dir(&path) {
+            Ok(()) => return Ok(path),
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(refused(&path, error)),
+        }
+    }
+    Err(refused(runs, std::io::ErrorKind::AlreadyExists.into()))
 }
 
 /// The run with the greatest number.
-fn latest_run() -> Option<(u32, PathBuf)> {
-    let entries = std::fs::read_dir(RUNS).ok()?;
-    let numbered = |entry: std::io::Result<std::fs::DirEntry>| {
+fn latest_run() -> Option<PathBuf> {
+    let runs = numbered(Path::new(RUNS)).into_iter();
+    runs.filter(|(_, path)| path.join("ledger.jsonl").is_file()).max().map(|(_, path)| path)
+}
+
+/// Everything in a folder that is called by a number.
+fn numbered(runs: &Path) -> Vec<(u32, PathBuf)> {
+    let number = |entry: std::io::Result<std::fs::DirEntry>| {
         let path = entry.ok()?.path();
-        let number = path.file_name()?.to_str()?.parse().ok()?;
-        path.join("ledger.jsonl").is_file().then_some((number, path))
+        Some((path.file_name()?.to_str()?.parse().ok()?, path))
     };
-    entries.filter_map(numbered).max()
+    std::fs::read_dir(runs).map_or_else(|_| Vec::new(), |all| all.filter_map(number).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn searches_that_begin_together_get_a_folder_each() {
+        let parent = tempfile::tempdir().unwrap();
+        let runs = parent.path().join("runs");
+        std::fs::create_dir_all(runs.join("0007")).unwrap();
+        let made = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| new_run(&runs))).collect();
+            let made = threads.into_iter().map(|thread| thread.join().unwrap());
+            let mut made: Vec<PathBuf> = made.map(|made| made.ok().unwrap()).collect();
+            made.sort();
+            made
+        });
+        let wanted: Vec<PathBuf> = (8..16).map(|n| runs.join(format!("{n:04}"))).collect();
+        assert_eq!(made, wanted);
+        drop(Folder { path: runs.join("0015"), made: true });
+        assert!(!runs.join("0015").exists() && runs.join("0014").exists());
+    }
 }

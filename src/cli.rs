@@ -233,6 +233,9 @@ pub(crate) enum Command {
     /// The process that drives the GPU for a search; started by `amk` itself.
     #[command(hide = true)]
     DeviceChild(DeviceChildArgs),
+    /// The process that renders a chat template; started by `amk` itself.
+    #[command(hide = true)]
+    TemplateChild,
     /// Keeps a device process busy with random sequences, cancels, kills and stops it, and checks every token and what is held.
     #[command(
         hide = true,

@@ -1,9 +1,8 @@
-//! Running what is not trusted within bounds of memory and time.
+//! Templates within bounds of memory and time, in the process that fuzzes them: libFuzzer sees the edges of its own process only.
 //!
-//! A chat template is a program: thirty lines that double a string make a gigabyte of it, and its engine counts steps, not bytes. So it
-//! runs on a thread of its own, and the allocator keeps that thread's account. A request beyond the limit is never answered: the thread
-//! sleeps for good, with what it holds, and whoever waits for it is told. (An allocator may not unwind, and a refusal would end the
-//! process.) Without [`Guarded`] as the global allocator only the time is limited.
+//! The allocator keeps the account of the thread that renders. A request beyond the limit is never answered: the thread sleeps for
+//! good, with what it holds. (An allocator may not unwind, and a refusal would end the process.) `amk` renders in a process of its
+//! own instead, which gives everything back.
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::Cell;
@@ -87,7 +86,7 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Guarded<A> {
 
 /// Why something untrusted gave no result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stopped {
+pub enum Stopped {
     /// It asked for too much memory.
     Memory,
     /// It took too long.
@@ -97,7 +96,7 @@ pub(crate) enum Stopped {
 }
 
 /// Runs something on a thread of its own, with so much memory and time. A thread that is stopped is left behind.
-pub(crate) fn within<R: Send + 'static>(
+pub fn within<R: Send + 'static>(
     bytes: usize,
     limit: Duration,
     body: impl FnOnce() -> R + Send + 'static,
@@ -113,7 +112,7 @@ pub(crate) fn within<R: Send + 'static>(
         // Nobody listens any more if the time was up.
         let _ = sender.send(result);
     };
-    if std::thread::Builder::new().name("template".into()).stack_size(STACK).spawn(run).is_err() {
+    if std::thread::Builder::new().name("guarded".into()).stack_size(STACK).spawn(run).is_err() {
         return Err(Stopped::Memory);
     }
     let began = Instant::now();

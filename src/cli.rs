@@ -25,7 +25,7 @@ mod weights;
 
 pub(crate) use cards::CardNumber;
 pub(crate) use landscape::{LandscapeCommand, RecordArgs};
-pub(crate) use lanes::{LanesArgs, SequencesArgs};
+pub(crate) use lanes::{LanesArgs, SequencesArgs, widest};
 pub(crate) use observing::{SoakArgs, TopArgs};
 pub(crate) use prefill::{PrefillArgs, PrefillChoice};
 pub(crate) use rerun::{RerunArgs, TaskPlace};

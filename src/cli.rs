@@ -25,7 +25,7 @@ mod weights;
 
 pub(crate) use cards::CardNumber;
 pub(crate) use landscape::{LandscapeCommand, RecordArgs};
-pub(crate) use lanes::{LanesArgs, SequencesArgs};
+pub(crate) use lanes::{LanesArgs, SequencesArgs, widest};
 pub(crate) use observing::{SoakArgs, TopArgs};
 pub(crate) use prefill::{PrefillArgs, PrefillChoice};
 pub(crate) use rerun::{RerunArgs, TaskPlace};
@@ -234,6 +234,9 @@ pub(crate) enum Command {
     /// The process that drives the GPU for a search; started by `amk` itself.
     #[command(hide = true)]
     DeviceChild(DeviceChildArgs),
+    /// The process that renders a chat template; started by `amk` itself.
+    #[command(hide = true)]
+    TemplateChild,
     /// Keeps a device process busy with random sequences, cancels, kills and stops it, and checks every token and what is held.
     #[command(
         hide = true,

@@ -152,10 +152,8 @@ fn a_device_process_serves_its_parent_and_nobody_else() {
     let (parent, child) = std::os::unix::net::UnixStream::pair().unwrap();
     drop(parent);
     let mut command = command(Path::new("."), &["device-child", "--model", "toy"]);
-    let began = std::time::Instant::now();
     let ran = ran(command.stdin(std::os::fd::OwnedFd::from(child)).output().unwrap());
     ran.fails(2, &["no file came"]);
-    assert!(began.elapsed() < std::time::Duration::from_secs(10));
 }
 
 #[test]

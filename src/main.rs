@@ -22,28 +22,47 @@ mod together;
 mod top;
 mod working;
 
-use std::alloc::System;
+use std::os::unix::process::CommandExt;
 use std::panic::AssertUnwindSafe;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::sync::Mutex;
 
 use clap::Parser;
-use model::Guarded;
 
-/// Chat templates may not use all memory.
-#[global_allocator]
-static ALLOCATOR: Guarded<System> = Guarded(System);
+/// Most threads of a pool, whatever the environment asks for: the machines that this is for have some hundred cores.
+const THREADS_MAX: usize = 512;
 
 /// What the last panic said. Some are caught on the way: those that a hostile file causes in a library.
 static PANIC: Mutex<String> = Mutex::new(String::new());
 
 fn main() -> ExitCode {
     install_panic_hook();
+    model::templates_run_in(template_child);
     // A panic that nobody caught is our bug: one line that says so, and its own exit code.
     std::panic::catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
         report::say(&format!("amk: {}", last_panic()));
         failure::Exit::Bug.into()
     })
+}
+
+/// This program again, whatever has become of its file, to render a chat template.
+fn template_child() -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("amk").arg("template-child");
+    command
+}
+
+/// A pool of a hundred thousand threads never gets to work.
+fn limit_threads() {
+    let asked = std::env::var("RAYON_NUM_THREADS").ok().and_then(|text| text.parse().ok());
+    if asked.is_some_and(|threads: usize| threads > THREADS_MAX) {
+        report::say(&format!(
+            "note: RAYON_NUM_THREADS is more than {THREADS_MAX}, the most threads of a pool; {THREADS_MAX} are used"
+        ));
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(THREADS_MAX);
+        // Nobody has made the pool before `main`.
+        let _ = pool.build_global();
+    }
 }
 
 /// What the last panic said, for whoever is to report it.
@@ -62,6 +81,9 @@ fn run() -> ExitCode {
         report::say(cli::FIRST_STEPS);
         return ExitCode::SUCCESS;
     };
+    if !matches!(command, cli::Command::TemplateChild) {
+        limit_threads();
+    }
     match commands::run(command) {
         Ok(exit) => exit.into(),
         Err(failure) => report::fail(&failure),

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal};
 use serde_json::{Value, json};
 
 use super::amk;
@@ -15,6 +16,16 @@ const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/golden/llama3-
 const MODEL: &str = "llama3-rope-bf16";
 /// How long anything may take.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Waits for something that another process does.
+#[track_caller]
+fn wait_for(what: &str, mut happened: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !happened() {
+        assert!(began.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
 
 /// A server of its own.
 pub(super) struct Server {
@@ -62,10 +73,16 @@ impl Server {
 
     /// With a folder for its page.
     pub(super) fn start_in(arguments: &[&str], runtime: Option<&Path>) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_amk"))
+        let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
+        command.envs(runtime.map(|folder| ("XDG_RUNTIME_DIR", folder)));
+        Self::start_by(command, arguments)
+    }
+
+    /// By a command that runs `amk` with what is added to it.
+    fn start_by(mut command: Command, arguments: &[&str]) -> Self {
+        let mut child = command
             .args(["serve", "--addr", "127.0.0.1:0"])
             .args(arguments)
-            .envs(runtime.map(|folder| ("XDG_RUNTIME_DIR", folder)))
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
@@ -89,7 +106,11 @@ impl Server {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         // The server may answer and hang up before it has read everything.
-        let _ = write!(stream, "{head}\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+        let _ = write!(
+            stream,
+            "{head}\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        );
         stream
     }
 
@@ -141,8 +162,21 @@ impl Server {
     }
 
     pub(super) fn interrupt(&self) {
-        let pid = rustix::process::Pid::from_raw(self.child.id() as i32).unwrap();
-        rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+        self.signal(Signal::INT);
+    }
+
+    fn signal(&self, signal: Signal) {
+        rustix::process::kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// How many sequences ended for want of a client.
+    fn cancelled(&self) -> u64 {
+        let url = self.document["metrics"].as_str().unwrap();
+        let address = url.trim_start_matches("http://").trim_end_matches("/metrics");
+        let text = self.at(address, "GET /metrics HTTP/1.0").body;
+        let name = "amk_sequences_ended_total{outcome=\"cancelled\"} ";
+        let count = text.lines().find_map(|line| line.strip_prefix(name)?.parse::<f64>().ok());
+        count.unwrap_or_else(|| panic!("{text}")) as u64
     }
 
     /// Waits for the end and gives the exit code.
@@ -404,7 +438,9 @@ fn requests_that_are_no_requests() {
 /// A long answer in a server with one place: others are told to come back, and a client that goes makes room.
 #[test]
 fn a_full_queue_and_a_client_that_goes() {
-    let mut server = Server::start(&["--model", GOLDEN, "--device", "cpu", "--queue", "1"]);
+    let arguments =
+        ["--model", GOLDEN, "--device", "cpu", "--queue", "1", "--metrics", "127.0.0.1:0"];
+    let mut server = Server::start(&arguments);
     let long =
         request(json!({"max_tokens": 2000, "stream": true, "logit_bias": {"1": -100, "2": -100}}));
     let stream = server.send(&head("/v1/completions"), &long.to_string());
@@ -416,40 +452,36 @@ fn a_full_queue_and_a_client_that_goes() {
     assert!(told.refuses(429, None).contains("its limit"), "{}", told.body);
     assert!(told.head.contains("\r\nretry-after: 1"), "{}", told.head);
     drop(lines);
-    let began = Instant::now();
-    while server.inside() > 0 {
-        assert!(began.elapsed() < Duration::from_secs(5), "the request goes on for nobody");
-        std::thread::sleep(Duration::from_millis(2));
-    }
+    wait_for("the request goes on for nobody", || server.cancelled() == 1);
     // One that waits for its whole answer can go, too.
     let whole = request(json!({"max_tokens": 2000, "logit_bias": {"1": -100, "2": -100}}));
     let stream = server.send(&head("/v1/completions"), &whole.to_string());
-    while server.inside() == 0 {}
+    wait_for("the request comes", || server.inside() > 0);
     drop(stream);
-    let began = Instant::now();
-    while server.inside() > 0 {
-        assert!(began.elapsed() < Duration::from_secs(5), "the request goes on for nobody");
-        std::thread::sleep(Duration::from_millis(2));
-    }
+    wait_for("the request goes on for nobody", || server.inside() == 0);
+    assert_eq!(server.cancelled(), 2);
     assert_eq!(server.complete(json!({"max_tokens": 2})).status, 200);
     server.interrupt();
     assert_eq!(server.end(), 0);
 }
 
-/// Ctrl-C: what is under way is finished, or broken off at the second one; new requests find nobody.
+/// Ctrl-C, or SIGTERM: what is under way is finished, or broken off at the second one; new requests find nobody.
 #[test]
 fn the_server_ends_when_it_is_told() {
-    let mut server = Server::start(&["--model", GOLDEN, "--device", "eval"]);
-    let body =
-        request(json!({"max_tokens": 60, "stream": true, "logit_bias": {"1": -100, "2": -100}}));
-    let stream = server.send(&head("/v1/completions"), &body.to_string());
-    let mut lines = BufReader::new(stream).lines();
-    lines.next().unwrap().unwrap();
-    server.interrupt();
-    let rest: Vec<String> = lines.map(Result::unwrap).collect();
-    assert!(rest.iter().any(|line| line.contains("\"length\"")), "{rest:?}");
-    assert!(rest.iter().any(|line| line == "data: [DONE]"), "{rest:?}");
-    assert_eq!(server.end(), 0);
+    for signal in [Signal::INT, Signal::TERM] {
+        let mut server = Server::start(&["--model", GOLDEN, "--device", "eval"]);
+        let body = request(
+            json!({"max_tokens": 60, "stream": true, "logit_bias": {"1": -100, "2": -100}}),
+        );
+        let stream = server.send(&head("/v1/completions"), &body.to_string());
+        let mut lines = BufReader::new(stream).lines();
+        lines.next().unwrap().unwrap();
+        server.signal(signal);
+        let rest: Vec<String> = lines.map(Result::unwrap).collect();
+        assert!(rest.iter().any(|line| line.contains("\"length\"")), "{rest:?}");
+        assert!(rest.iter().any(|line| line == "data: [DONE]"), "{rest:?}");
+        assert_eq!(server.end(), 0, "{signal:?}");
+    }
     let mut server = Server::start(&["--model", GOLDEN, "--device", "cpu"]);
     let body =
         request(json!({"max_tokens": 2000, "stream": true, "logit_bias": {"1": -100, "2": -100}}));
@@ -457,11 +489,11 @@ fn the_server_ends_when_it_is_told() {
     let mut lines = BufReader::new(stream).lines();
     lines.next().unwrap().unwrap();
     server.interrupt();
-    std::thread::sleep(Duration::from_millis(50));
-    let began = Instant::now();
+    wait_for("the first is noticed", || TcpStream::connect(&server.address).is_err());
     server.interrupt();
     assert_eq!(server.end(), 0);
-    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    let rest: Vec<String> = lines.map_while(Result::ok).collect();
+    assert!(!rest.iter().any(|line| line == "data: [DONE]"), "it was broken off");
 }
 
 #[test]
@@ -476,3 +508,7 @@ fn addresses_and_places_are_checked() {
         .fails(2, &["--kv-pool", "--device eval has none"]);
     amk(&["serve", "--model", "toy", "--addr", "localhost"]).fails(2, &[]);
 }
+
+/// Clients and model folders that mean harm.
+#[path = "serve_hostile_tests.rs"]
+mod hostile;

@@ -1,12 +1,12 @@
 //! Chat templates: the program, written in Jinja by whoever made the model, that turns messages into a prompt.
 //!
 //! A template comes with the weights and is not trusted: it sees its messages and nothing else, and its length, its steps, its
-//! depth of calls and its output are limited. The engine has no limit for intermediate strings, so it runs [guarded](crate::guard).
+//! depth of calls and its output are limited. The engine has no limit for intermediate strings, so it runs in a
+//! [process of its own](crate::template_process).
 
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use minijinja::syntax::SyntaxConfig;
@@ -17,7 +17,7 @@ use serde_json::{Map, Value as Json};
 
 use crate::error::ModelError;
 use crate::files;
-use crate::guard::{Stopped, within};
+use crate::template_process::run;
 
 const FILE: &str = "chat_template.jinja";
 const CONFIG: &str = "tokenizer_config.json";
@@ -29,10 +29,8 @@ const FUEL: u64 = 20_000_000;
 const DEPTH_MAX: usize = 100;
 /// Longest prompt, in bytes: some million tokens.
 const OUTPUT_MAX: usize = 16 << 20;
-/// Memory of one compilation or rendering beyond what it is given, in bytes.
-const MEMORY_MAX: usize = 128 << 20;
-/// Time of one compilation or rendering. The steps are used up in about a second, so this is for steps that take long.
-const TIME_MAX: Duration = Duration::from_secs(10);
+/// Lists and objects inside each other in the variables of a request: an indented print grows with their depth.
+const EXTRA_DEPTH_MAX: usize = 32;
 /// Tokens that templates mention by name.
 const SPECIAL_TOKENS: [&str; 5] = ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token"];
 
@@ -58,10 +56,28 @@ pub struct Chat<'a> {
     pub now: SystemTime,
 }
 
-/// A folder's chat template, compiled.
+/// A folder's chat template.
 pub(crate) struct Template {
-    environment: Arc<Environment<'static>>,
-    tokens: BTreeMap<&'static str, String>,
+    source: String,
+    tokens: BTreeMap<String, String>,
+}
+
+/// A template to compile, and what to render it with if it is to be rendered.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct Job {
+    source: String,
+    variables: Option<Variables>,
+}
+
+/// What a template sees.
+#[derive(Serialize, Deserialize)]
+struct Variables {
+    tokens: BTreeMap<String, String>,
+    messages: Vec<Message>,
+    add_generation_prompt: bool,
+    extra: Map<String, Json>,
+    /// Since 1970.
+    now: Duration,
 }
 
 impl Template {
@@ -78,32 +94,61 @@ impl Template {
         };
         let source = String::from_utf8(bytes)
             .map_err(|_| ModelError::file(&path, "the chat template is not UTF-8"))?;
-        let wrong = |why: String| {
+        let job = Job { source, variables: None };
+        run(&job).map_err(|why| {
             ModelError::file(&path, format!("the chat template does not compile: {why}"))
-        };
-        let environment = within(MEMORY_MAX, TIME_MAX, move || compile(&source))
-            .map_err(|why| wrong(stopped(why)))?
-            .map_err(|e| wrong(format!("{e:#}")))?;
-        let tokens =
-            SPECIAL_TOKENS.into_iter().filter_map(|name| Some((name, token(&config, name)?)));
-        Ok(Some(Self { environment: Arc::new(environment), tokens: tokens.collect() }))
+        })?;
+        let tokens = SPECIAL_TOKENS
+            .into_iter()
+            .filter_map(|name| Some((name.into(), token(&config, name)?)));
+        Ok(Some(Self { source: job.source, tokens: tokens.collect() }))
     }
 
     /// The prompt for a chat.
     pub(crate) fn render(&self, chat: &Chat<'_>) -> Result<String, ModelError> {
         let wrong = |reason: String| ModelError::Template { reason };
-        let (environment, context) = (self.environment.clone(), self.context(chat));
-        let render = move || {
-            let mut output = Limited { bytes: Vec::new() };
-            let template = environment.get_template(FILE).map_err(|e| reason(&e))?;
-            template.render_captured_to(context, &mut output).map_err(|e| reason(&e))?;
-            Ok(output.bytes)
+        let extra = chat.extra.cloned().unwrap_or_default();
+        if extra.values().any(|value| is_deeper(value, EXTRA_DEPTH_MAX)) {
+            return Err(wrong(format!(
+                "its variables have lists or objects nested deeper than {EXTRA_DEPTH_MAX}, the most that is supported"
+            )));
+        }
+        let variables = Variables {
+            tokens: self.tokens.clone(),
+            messages: chat.messages.to_vec(),
+            add_generation_prompt: chat.add_generation_prompt,
+            extra,
+            now: chat.now.duration_since(UNIX_EPOCH).unwrap_or_default(),
         };
-        let bytes = within(MEMORY_MAX, TIME_MAX, render).map_err(|why| wrong(stopped(why)))?;
-        String::from_utf8(bytes.map_err(wrong)?).map_err(|e| wrong(e.to_string()))
+        run(&Job { source: self.source.clone(), variables: Some(variables) }).map_err(wrong)
     }
+}
 
-    fn context(&self, chat: &Chat<'_>) -> Value {
+/// Whether lists and objects are nested deeper than this.
+fn is_deeper(value: &Json, depth: usize) -> bool {
+    let inner: Box<dyn Iterator<Item = &Json>> = match value {
+        Json::Array(list) => Box::new(list.iter()),
+        Json::Object(map) => Box::new(map.values()),
+        Json::Null | Json::Bool(_) | Json::Number(_) | Json::String(_) => return false,
+    };
+    let mut inner = inner;
+    depth == 0 || inner.any(|value| is_deeper(value, depth - 1))
+}
+
+impl Job {
+    /// The prompt, or why there is none. With nothing to render, only whether the template compiles.
+    pub(crate) fn run(&self) -> Result<String, String> {
+        let environment = compile(&self.source).map_err(|error| format!("{error:#}"))?;
+        let Some(variables) = &self.variables else { return Ok(String::new()) };
+        let mut output = Limited { bytes: Vec::new() };
+        let template = environment.get_template(FILE).map_err(|e| reason(&e))?;
+        template.render_captured_to(variables.context(), &mut output).map_err(|e| reason(&e))?;
+        String::from_utf8(output.bytes).map_err(|e| e.to_string())
+    }
+}
+
+impl Variables {
+    fn context(&self) -> Value {
         let mut context: BTreeMap<&str, Value> = BTreeMap::new();
         // Templates test these two against none, so they are there and none.
         context.insert("tools", Value::from(()));
@@ -111,12 +156,12 @@ impl Template {
         for (name, text) in &self.tokens {
             context.insert(name, Value::from(text.as_str()));
         }
-        for (name, value) in chat.extra.into_iter().flatten() {
+        for (name, value) in &self.extra {
             context.insert(name, Value::from(Serde(value)));
         }
-        context.insert("messages", Value::from(Serde(chat.messages)));
-        context.insert("add_generation_prompt", Value::from(chat.add_generation_prompt));
-        let now = chat.now;
+        context.insert("messages", Value::from(Serde(&self.messages)));
+        context.insert("add_generation_prompt", Value::from(self.add_generation_prompt));
+        let now = self.now;
         context.insert("strftime_now", Value::from_function(move |format: &str| date(now, format)));
         Value::from(context)
     }
@@ -183,10 +228,10 @@ fn without_generation_tags(source: &str) -> String {
     out
 }
 
-fn date(now: SystemTime, format: &str) -> Result<String, Error> {
+fn date(now: Duration, format: &str) -> Result<String, Error> {
     let wrong =
         |detail: String| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {detail}"));
-    let seconds = now.duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs());
+    let seconds = now.as_secs();
     let seconds = i64::try_from(seconds).map_err(|e| wrong(e.to_string()))?;
     let time = jiff::Timestamp::from_second(seconds).map_err(|e| wrong(e.to_string()))?;
     let zoned = time.to_zoned(jiff::tz::TimeZone::UTC);
@@ -256,17 +301,6 @@ impl io::Write for Limited {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
-    }
-}
-
-/// Why a template was stopped.
-fn stopped(why: Stopped) -> String {
-    match why {
-        Stopped::Memory => {
-            format!("it asked for more than {MEMORY_MAX} bytes of memory and was stopped")
-        }
-        Stopped::Time => format!("it ran longer than {} s and was stopped", TIME_MAX.as_secs()),
-        Stopped::Panic => "it made the template engine fail".to_owned(),
     }
 }
 

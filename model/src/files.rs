@@ -1,9 +1,11 @@
-//! Small files, read whole but never beyond a limit.
+//! Files of a model folder: opened without waiting for anybody, and small ones read whole but never beyond a limit.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
+use rustix::fs::OFlags;
 use serde_json::{Map, Value};
 
 use crate::error::ModelError;
@@ -13,14 +15,33 @@ pub(crate) const SMALL_FILE_MAX: u64 = 16 << 20;
 /// Largest `tokenizer.json` or `model.safetensors.index.json`.
 pub(crate) const LARGE_FILE_MAX: u64 = 256 << 20;
 
-/// The bytes of a file, or `None` if there is none.
-pub(crate) fn read(path: &Path, max: u64) -> Result<Option<Vec<u8>>, ModelError> {
+/// A regular file, open for reading, or `None` if there is none. A pipe is not waited for: whoever made the folder decides what its
+/// names are.
+pub(crate) fn open(path: &Path) -> Result<Option<File>, ModelError> {
     let failed = |source| ModelError::io("read", path, source);
-    let file = match File::open(path) {
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
+        .open(path);
+    let file = match file {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(failed(error)),
     };
+    // What was opened is asked, not what the name stands for by now.
+    if !file.metadata().map_err(failed)?.is_file() {
+        return Err(ModelError::file(
+            path,
+            "is not a regular file; a model's files are, or symbolic links to such",
+        ));
+    }
+    Ok(Some(file))
+}
+
+/// The bytes of a file, or `None` if there is none.
+pub(crate) fn read(path: &Path, max: u64) -> Result<Option<Vec<u8>>, ModelError> {
+    let failed = |source| ModelError::io("read", path, source);
+    let Some(file) = open(path)? else { return Ok(None) };
     let mut bytes = Vec::new();
     // One byte more than allowed tells a file that is too long from one that just fits.
     file.take(max + 1).read_to_end(&mut bytes).map_err(failed)?;

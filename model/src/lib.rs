@@ -6,8 +6,9 @@
 //! - A folder either imports as the model that it describes or is refused, with the file, the field or tensor, its value and
 //!   what is supported; all problems of a file come in one answer. Nothing that changes the arithmetic is ignored.
 //! - No file can make this crate panic or allocate beyond a small multiple of what is really there: a length in a header
-//!   is compared with the file before it is used. A chat template is a program: its length, steps, depth, output and time are limited,
-//!   and its memory too where the program's global allocator is [`Guarded`].
+//!   is compared with the file before it is used, and a tokenizer that multiplies texts is refused. A chat template is a program: its
+//!   length, steps, depth and output are limited, and its memory and time too where the program has it run in a process of its own
+//!   ([`templates_run_in`]).
 //! - Weights are mapped, never copied. They must not change while the model lives: a file that someone shortens meanwhile
 //!   ends the process with SIGBUS, as it does for every program that maps its weights.
 //! - A preset's weights are a function of their seed, the tensor's name and the element's index: the same on every machine
@@ -20,7 +21,7 @@ mod error;
 mod export;
 mod fields;
 mod files;
-mod guard;
+mod growth;
 mod header;
 mod model;
 mod preset;
@@ -28,12 +29,12 @@ mod random;
 mod rope;
 mod shape;
 mod store;
+mod template_process;
 mod tokenizer;
 
 pub use chat::{Chat, Message};
 pub use error::{ModelError, Problem};
 pub use export::export;
-pub use guard::Guarded;
 pub use model::{Model, Origin, import, load};
 pub use preset::{PRESETS, Preset, preset};
 pub use rope::{Rope, Scaling};
@@ -41,4 +42,5 @@ pub use shape::{
     FFN_MAX, Family, HEAD_DIM_MAX, HEAD_DIM_STEP, HEADS_MAX, HIDDEN_MAX, LAYERS_MAX, POSITIONS_MAX,
     Shape, VOCAB_MAX, Window,
 };
+pub use template_process::{template_process, templates_run_in};
 pub use tokenizer::{TextStream, Tokenizer};

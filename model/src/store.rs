@@ -1,7 +1,7 @@
 //! The tensors of a model folder: mapped files, matched with the graph.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::fs::File;
+use std::io;
 use std::path::{Component, Path, PathBuf};
 
 use ir::{FileRange, Graph, TensorId, Weights};
@@ -162,10 +162,8 @@ fn is_plain(name: &str) -> bool {
 }
 
 fn open_file(path: &Path) -> Result<(Mmap, Vec<Entry>), ModelError> {
-    let file = File::open(path).map_err(|e| ModelError::io("read", path, e))?;
-    if !file.metadata().map_err(|e| ModelError::io("read", path, e))?.is_file() {
-        return Err(ModelError::file(path, "is not a regular file"));
-    }
+    let missing = || ModelError::io("read", path, io::ErrorKind::NotFound.into());
+    let file = files::open(path)?.ok_or_else(missing)?;
     // SAFETY: the mapping is read-only. Bytes that another process changes meanwhile give
     // wrong numbers, and a file that another process shortens gives SIGBUS; both hold for every mapped model, are stated
     // in the crate's documentation, and no length or offset is read from the mapping after `header::parse`.

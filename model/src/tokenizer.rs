@@ -3,17 +3,18 @@
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 
-use serde::de::IgnoredAny;
-
 use crate::chat::{Chat, Template};
 use crate::error::{ModelError, quoted};
 use crate::files;
+use crate::growth::{Growth, Steps, check_tokens};
 
 const FILE: &str = "tokenizer.json";
 
 /// A model's tokenizer and, if it has one, its chat template.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    /// How long a text can become on its way to ids.
+    growth: Growth,
     template: Option<Template>,
 }
 
@@ -46,13 +47,15 @@ impl Tokenizer {
                 "does not exist; text needs the model's tokenizer",
             ));
         };
-        let mut inner = parse(&bytes)
-            .map_err(|e| ModelError::file(&path, format!("is not a tokenizer: {e}")))?;
-        let beyond = inner
-            .get_vocab(true)
-            .into_iter()
-            .filter(|&(_, id)| id >= vocab)
-            .max_by_key(|&(_, id)| id);
+        let wrong = |reason: String| ModelError::file(&path, reason);
+        let steps: Steps = caught_parse(|| serde_json::from_slice(&bytes)).map_err(wrong)?;
+        // Before anything else: added tokens are normalized as they are read.
+        let growth = steps.growth().map_err(wrong)?;
+        let mut inner =
+            caught_parse(|| tokenizers::Tokenizer::from_bytes(&bytes)).map_err(wrong)?;
+        let tokens = inner.get_vocab(true);
+        check_tokens(inner.get_model(), tokens.keys()).map_err(wrong)?;
+        let beyond = tokens.into_iter().filter(|&(_, id)| id >= vocab).max_by_key(|&(_, id)| id);
         if let Some((token, id)) = beyond {
             let reason = format!(
                 "gives token {} id {id}, but the model's vocabulary ends at {}; it belongs to another model",
@@ -64,15 +67,16 @@ impl Tokenizer {
         // What the file says about lengths is for training batches; a prompt is neither cut nor padded.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| ModelError::file(&path, e.to_string()))?;
-        Ok(Self { inner, template: Template::load(dir)? })
+        Ok(Self { inner, growth, template: Template::load(dir)? })
     }
 
     /// The ids of a text. `special` adds what the tokenizer puts around a text, such as the id that begins a sequence; a
     /// rendered chat has those already.
     ///
     /// # Errors
-    /// When the tokenizer's model has no id for a part of the text.
+    /// When the tokenizer's model has no id for a part of the text, or the text is so long that it could grow beyond 16 MiB.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, ModelError> {
+        self.growth.check(text).map_err(|reason| ModelError::Tokenizer { reason })?;
         let encoding = caught(|| self.inner.encode_fast(text, special))?;
         Ok(encoding.get_ids().to_vec())
     }
@@ -180,14 +184,13 @@ impl<T: std::ops::Deref<Target = Tokenizer>> TextStream<T> {
     }
 }
 
-/// Reads `tokenizer.json`.
-fn parse(bytes: &[u8]) -> Result<tokenizers::Tokenizer, String> {
-    // The library panics where parts of it read JSON that is cut short, so the syntax is checked first.
-    serde_json::from_slice::<IgnoredAny>(bytes).map_err(|e| e.to_string())?;
-    // It also indexes its own tables by numbers from the file; a panic there is the file's fault and no more than an error.
-    let read = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(bytes));
-    let read = read.map_err(|_| "its tables contradict each other".to_owned())?;
-    read.map_err(|e| e.to_string())
+/// Reads `tokenizer.json`, or a part of it. The library indexes its own tables by numbers from the file; a panic there is the file's
+/// fault and no more than an error.
+fn caught_parse<T, E: std::fmt::Display>(read: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
+    let read = std::panic::catch_unwind(AssertUnwindSafe(read));
+    let read = read.map_err(|_| "its tables contradict each other".to_owned());
+    read.and_then(|read| read.map_err(|e| e.to_string()))
+        .map_err(|why| format!("is not a tokenizer: {why}"))
 }
 
 /// A call of the library. It indexes its tables by what other parts of the file say, so a file whose parts contradict each other can

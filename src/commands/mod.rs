@@ -68,6 +68,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Top(args) => crate::top::run(&args),
         Command::Mcp => crate::mcp::serve(),
         Command::DeviceChild(args) => crate::device::serve(&args),
+        Command::TemplateChild => template(),
         Command::Soak(args) => crate::soak::run(&args),
         Command::Man { out } => man(out.as_deref()),
         Command::Completions { shell } => {
@@ -77,6 +78,14 @@ pub(crate) fn run(command: Command) -> Outcome {
             Ok(Exit::Yes)
         }
     }
+}
+
+/// Renders a chat template for the process that started this one.
+fn template() -> Outcome {
+    model::template_process().map_err(|error| {
+        Failure::usage(format!("template-child is started by `amk` itself: {error}"))
+    })?;
+    Ok(Exit::Yes)
 }
 
 /// The manual: one page on standard output, or a page for each command in a folder.

@@ -71,7 +71,16 @@ impl Gpu<'_> {
             Machine::Running(running) => running.promise_pages(session, positions),
         };
         self.say_pages();
-        promised.map_err(Undone::from)
+        match promised.map_err(Undone::from) {
+            Err(Undone::Failed(error)) => self.recover(Err(error)).map_err(Undone::Failed),
+            promised => promised,
+        }
+    }
+
+    /// Why this process does not get the device back, if it does not.
+    pub(crate) fn why_lost(&self) -> Option<String> {
+        let lost = "the device is lost to this process: its kernel did not leave, or a fault took its context";
+        self.lost.then(|| lost.to_owned())
     }
 
     /// A session is over: others may have its pages.

@@ -1,6 +1,6 @@
 //! Whether somebody else uses the GPU. What is timed beside other work says nothing, so measurements want the card alone.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long a process that is being killed may still be listed.
 const GRACE: Duration = Duration::from_secs(3);
@@ -9,16 +9,24 @@ const GRACE: Duration = Duration::from_secs(3);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// The processes that `look` finds. Where they would be a reason to refuse, those that are on their way out are waited for.
-pub(super) fn others(shared: bool, mut look: impl FnMut() -> Option<Vec<u32>>) -> Option<Vec<u32>> {
-    let began = Instant::now();
-    loop {
+pub(super) fn others(shared: bool, look: impl FnMut() -> Option<Vec<u32>>) -> Option<Vec<u32>> {
+    others_by(shared, look, std::thread::sleep)
+}
+
+/// The same with somebody else who lets time pass.
+fn others_by(
+    shared: bool,
+    mut look: impl FnMut() -> Option<Vec<u32>>,
+    mut wait: impl FnMut(Duration),
+) -> Option<Vec<u32>> {
+    for _ in 0..GRACE.as_millis() / LOOK_EVERY.as_millis() {
         let found = look();
-        let busy = found.as_ref().is_some_and(|found| !found.is_empty());
-        if shared || !busy || began.elapsed() >= GRACE {
+        if shared || found.as_ref().is_none_or(Vec::is_empty) {
             return found;
         }
-        std::thread::sleep(LOOK_EVERY);
+        wait(LOOK_EVERY);
     }
+    look()
 }
 
 /// Decides about a measurement from what NVML lists before this program touches the device: what the conditions of the measurement say,
@@ -61,17 +69,21 @@ mod tests {
 
     #[test]
     fn a_process_on_its_way_out_is_waited_for() {
-        let mut looks = 0;
-        let mut leaving = || {
+        let (mut looks, mut waited) = (0, Duration::ZERO);
+        let leaving = || {
             looks += 1;
             Some(if looks < 3 { vec![71] } else { Vec::new() })
         };
-        assert_eq!(others(false, &mut leaving), Some(Vec::new()));
-        assert_eq!(others(true, || Some(vec![71])), Some(vec![71]), "who may share need not wait");
-        assert_eq!(others(false, || None), None);
-        let began = Instant::now();
-        assert_eq!(others(false, || Some(vec![71])), Some(vec![71]));
-        assert!((GRACE..GRACE * 3).contains(&began.elapsed()));
+        assert_eq!(others_by(false, leaving, |time| waited += time), Some(Vec::new()));
+        assert_eq!(waited, LOOK_EVERY * 2);
+        fn never(_: Duration) {
+            panic!("nobody waits");
+        }
+        assert_eq!(others_by(true, || Some(vec![71]), never), Some(vec![71]), "it may share");
+        assert_eq!(others_by(false, || None, never), None);
+        let mut waited = Duration::ZERO;
+        let stays = others_by(false, || Some(vec![71]), |time| waited += time);
+        assert_eq!((stays, waited), (Some(vec![71]), GRACE));
     }
 
     #[test]

@@ -234,13 +234,16 @@ impl<'e> Desk<'e> {
     }
 
     /// Works until nobody can send any more; what is unfinished then is told so.
-    pub(super) fn run(mut self, inbox: &Receiver<Job>) {
+    ///
+    /// # Errors
+    /// Why the machine is lost to this process. Every request has been told.
+    pub(super) fn run(mut self, inbox: &Receiver<Job>) -> Result<(), String> {
         loop {
             if self.running.is_empty() && self.waiting.is_empty() {
                 self.said.enter(Activity::Idle);
                 match inbox.recv() {
                     Ok(job) => self.waiting.push_back(job),
-                    Err(_) => return,
+                    Err(_) => return Ok(()),
                 }
                 self.said.enter(Activity::Between);
             }
@@ -248,7 +251,10 @@ impl<'e> Desk<'e> {
                 match inbox.try_recv() {
                     Ok(job) => self.waiting.push_back(job),
                     Err(TryRecvError::Empty) => break,
-                    Err(TryRecvError::Disconnected) => return self.leave(),
+                    Err(TryRecvError::Disconnected) => {
+                        self.leave(&Finish::Leaving);
+                        return Ok(());
+                    }
                 }
             }
             self.admit();
@@ -256,14 +262,19 @@ impl<'e> Desk<'e> {
                 let turns = self.joined(turn);
                 self.turns(turns);
             }
+            if let Some(why) = self.engine.lost() {
+                self.leave(&Finish::Failed(why.clone()));
+                return Err(why);
+            }
         }
     }
 
-    fn leave(self) {
-        self.said.lost(SequenceEnd::Leaving, self.running.len() + self.waiting.len());
+    /// Ends everything that is here.
+    fn leave(self, finish: &Finish) {
+        self.said.lost(finish.ending(), self.running.len() + self.waiting.len());
         let running = self.running.into_values().map(|running| running.job);
         for job in running.chain(self.waiting) {
-            let _ = job.to.send(Event::End(Finish::Leaving));
+            let _ = job.to.send(Event::End(finish.clone()));
         }
     }
 
@@ -292,16 +303,19 @@ impl<'e> Desk<'e> {
                 return self.waiting.push_front(job);
             };
             let mut running = Running::new(job);
-            let begun = self.begin(session.place(), &mut running).map_err(|broken| match broken {
-                Broken::Sequence(why) | Broken::All(why) => why,
-            });
-            let begun = begun.and_then(|()| {
-                self.scheduler.submit(session).map_err(|rejected| rejected.to_string())
+            let begun = self.begin(session.place(), &mut running).and_then(|()| {
+                let submitted = self.scheduler.submit(session);
+                submitted.map_err(|rejected| Broken::Sequence(rejected.to_string()))
             });
             self.running.insert(session, running);
             self.said.open(session.place(), priority, quota, self.scheduler.ring());
-            if let Err(why) = begun {
-                self.end(session, Finish::Failed(why));
+            match begun {
+                Ok(()) => {}
+                Err(Broken::Sequence(why)) => self.end(session, Finish::Failed(why)),
+                Err(Broken::All(why)) => self.end_all(&Finish::Failed(why)),
+            }
+            if self.engine.lost().is_some() {
+                return;
             }
         }
     }

@@ -29,12 +29,39 @@ struct Scripted {
     promised: BTreeMap<usize, u64>,
     /// The most sequences that there were at once.
     beside: Arc<Mutex<usize>>,
+    /// The call in which the whole machine fails when a sequence of [`FATAL`] positions begins.
+    fault: Option<Fault>,
+    /// Whether that is the end of it, and why.
+    fatal: bool,
+    lost: Option<String>,
 }
+
+/// A call in which the machine fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    Begin,
+    ChooseBy,
+}
+
+/// Positions of the sequence that the machine fails at.
+const FATAL: u64 = 77;
 
 /// In place of a number of positions: another sequence has begun there.
 const BEGUN: usize = usize::MAX;
 const POISON: u32 = 60;
 const PLAGUE: u32 = 61;
+
+impl Scripted {
+    /// Fails for all sequences, if this is where.
+    fn fail_in(&mut self, call: Fault, place: usize) -> Result<(), Broken> {
+        if self.fault != Some(call) || self.promised.get(&place) != Some(&FATAL) {
+            return Ok(());
+        }
+        self.sums.clear();
+        self.lost = self.fatal.then(|| "no context".to_owned());
+        Err(Broken::All("the machine fell".into()))
+    }
+}
 
 impl Engine for Scripted {
     fn has_room(&mut self, positions: u64) -> bool {
@@ -52,7 +79,12 @@ impl Engine for Scripted {
         if self.chooses {
             self.fed.lock().unwrap().push((place, BEGUN));
         }
-        Ok(())
+        drop(most);
+        self.fail_in(Fault::Begin, place)
+    }
+
+    fn lost(&self) -> Option<String> {
+        self.lost.clone()
     }
 
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken> {
@@ -78,7 +110,8 @@ impl Engine for Scripted {
         self.promised.remove(&place);
     }
 
-    fn choose_by(&mut self, _: usize, how: &How<'_>) -> Result<bool, Broken> {
+    fn choose_by(&mut self, place: usize, how: &How<'_>) -> Result<bool, Broken> {
+        self.fail_in(Fault::ChooseBy, place)?;
         Ok(self.chooses && how.stop.is_empty())
     }
 
@@ -199,8 +232,9 @@ fn beside(engine: Scripted, places: usize, test: impl FnOnce(Sender<Job>)) {
 fn said_beside(engine: Scripted, places: usize, said: Sequences, test: impl FnOnce(Sender<Job>)) {
     std::thread::scope(|scope| {
         let (jobs, inbox) = channel();
-        scope.spawn(move || Desk::new(Box::new(engine), places, said).run(&inbox));
+        let desk = scope.spawn(move || Desk::new(Box::new(engine), places, said).run(&inbox));
         test(jobs);
+        assert_eq!(desk.join().unwrap(), Ok(()));
     });
 }
 
@@ -255,6 +289,55 @@ fn a_lost_machine_ends_those_it_ran_and_no_others() {
         }
         assert!(!failed(&ends[4]), "it had no session yet: {ends:?}");
     });
+}
+
+/// The machine fails for all when a request begins: those that were there end too, and the next one finds a machine.
+#[test]
+fn a_machine_that_fails_as_a_request_begins_ends_all_of_them() {
+    for fault in [Fault::Begin, Fault::ChooseBy] {
+        let admission = Admission::new(100);
+        let engine = Scripted { chooses: true, fault: Some(fault), ..Scripted::default() };
+        beside(engine, 4, |jobs| {
+            let (long, mut events) = job(&[1], u32::MAX, &admission);
+            jobs.send(long).unwrap();
+            assert!(matches!(events.blocking_recv(), Some(Event::Token { .. })));
+            let (fatal, ended) = job(&[2; 7], 70, &admission);
+            jobs.send(fatal).unwrap();
+            let failed = Some(Finish::Failed("the machine fell".into()));
+            assert_eq!(heard(ended), (vec![], failed.clone()), "{fault:?}");
+            assert_eq!(heard(events).1, failed, "{fault:?}: it went on without its caches");
+            let (next, events) = job(&[3], 9, &admission);
+            jobs.send(next).unwrap();
+            assert_eq!(heard(events), (expected(&[3], 9), Some(Finish::Length)));
+        });
+        assert_eq!(admission.inside(), 0);
+    }
+}
+
+#[test]
+fn a_machine_that_is_lost_ends_the_desk_and_everybody_is_told() {
+    let admission = Admission::new(100);
+    let engine =
+        Scripted { fault: Some(Fault::Begin), fatal: true, chooses: true, ..Scripted::default() };
+    let (jobs, inbox) = channel();
+    let prompts: [&[u32]; 4] = [&[1], &[2; 7], &[3], &[4]];
+    let limits = [u32::MAX, 70, 5, 5];
+    let mut answers = Vec::new();
+    for (prompt, limit) in prompts.into_iter().zip(limits) {
+        let (job, events) = job(prompt, limit, &admission);
+        jobs.send(job).unwrap();
+        answers.push(events);
+    }
+    let worked = Desk::new(Box::new(engine), 2, Sequences::default()).run(&inbox);
+    assert_eq!(worked, Err("no context".into()));
+    drop(jobs);
+    let ends: Vec<_> = answers.into_iter().map(|events| heard(events).1).collect();
+    let failed = |why: &str| Some(Finish::Failed(why.into()));
+    let (fell, lost) = (failed("the machine fell"), failed("no context"));
+    assert_eq!(ends, [fell.clone(), fell, lost.clone(), lost]);
+    assert_eq!(admission.inside(), 0);
+    let exit = super::super::lost("no context").exit;
+    assert_eq!(exit, crate::failure::Exit::Missing);
 }
 
 #[test]

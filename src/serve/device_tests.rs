@@ -86,7 +86,7 @@ fn heard(desk: Desk<'_>, wanted: Vec<Wanted>, together: bool) -> Vec<(Vec<u32>, 
             drop(jobs); // the desk ends with it
             heard
         });
-        desk.run(&inbox);
+        assert_eq!(desk.run(&inbox), Ok(()));
         clients.join().expect("they were answered")
     })
 }

@@ -45,6 +45,11 @@ pub(super) trait Engine {
     /// Forgets a place's sequence.
     fn end(&mut self, place: usize);
 
+    /// Why the machine is lost to this process for good, if it is.
+    fn lost(&self) -> Option<String> {
+        None
+    }
+
     /// Prompt tokens of a turn: a long prompt gives way between them.
     fn prompt_slice(&self) -> u64 {
         PROMPT_SLICE
@@ -237,6 +242,10 @@ impl Engine for Megakernel<'_> {
             *held = Place::default();
             self.gpu.end_session(place as u32);
         }
+    }
+
+    fn lost(&self) -> Option<String> {
+        self.gpu.why_lost()
     }
 
     fn choose_by(&mut self, place: usize, how: &How<'_>) -> Result<bool, Broken> {

@@ -6,8 +6,10 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::{HeaderMap, Method, StatusCode, Uri, header};
+use axum::middleware::from_fn_with_state;
 use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -18,6 +20,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use super::Served;
 use super::answer::{Heading, Usage};
 use super::decode::{Event, Finish, Job};
+use super::origin;
 use super::refusal::Refusal;
 use super::request::{Api, Request};
 use super::text::{Piece, Writer};
@@ -29,8 +32,8 @@ const BODY_TIME: Duration = Duration::from_secs(10);
 /// How often a stream that is silent says that it lives.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 
-/// The server's routes.
-pub(super) fn router(served: Arc<Served>) -> Router {
+/// The server's routes. `loopback`: whether the listener is on loopback.
+pub(super) fn router(served: Arc<Served>, loopback: bool) -> Router {
     Router::new()
         .route("/health", get(health))
         .route("/v1/models", get(models))
@@ -39,6 +42,7 @@ pub(super) fn router(served: Arc<Served>) -> Router {
         .route("/v1/chat/completions", post(chat))
         .fallback(no_page)
         .method_not_allowed_fallback(no_method)
+        .layer(from_fn_with_state(loopback, origin::guard))
         .with_state(served)
 }
 
@@ -74,11 +78,14 @@ async fn models(State(served): State<Arc<Served>>) -> Response {
     document(&json!({"object": "list", "data": [listed(&served)]}))
 }
 
-async fn model(State(served): State<Arc<Served>>, Path(name): Path<String>) -> Response {
-    if name == served.name {
-        document(&listed(&served))
-    } else {
-        served.no_model(&name).into_response()
+async fn model(
+    State(served): State<Arc<Served>>,
+    name: Result<Path<String>, PathRejection>,
+) -> Result<Response, Refusal> {
+    match name {
+        Ok(Path(name)) if name == served.name => Ok(document(&listed(&served))),
+        Ok(Path(name)) => Err(served.no_model(&name)),
+        Err(_) => Err(Refusal::field("model", "the name of the model is not UTF-8")),
     }
 }
 

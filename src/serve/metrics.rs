@@ -6,16 +6,21 @@ use std::sync::Arc;
 use axum::Router;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
+use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use telemetry::Reader;
 use tokio::net::TcpListener;
 
+use super::{connections, origin};
 use crate::failure::Failure;
 use crate::observe::snapshot;
 
 /// As OpenMetrics 1.0 asks for.
 const TEXT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Connections of those who want figures.
+const CONNECTIONS: usize = 16;
 
 /// Listens until the runtime ends. Returns the address.
 pub(super) async fn listen(addr: SocketAddr, reader: Reader) -> Result<SocketAddr, Failure> {
@@ -24,9 +29,12 @@ pub(super) async fn listen(addr: SocketAddr, reader: Reader) -> Result<SocketAdd
     };
     let listener = TcpListener::bind(addr).await.map_err(failed)?;
     let bound = listener.local_addr().map_err(failed)?;
-    let app = Router::new().route("/metrics", get(metrics)).with_state(Arc::new(reader));
+    let app = Router::new()
+        .route("/metrics", get(metrics))
+        .layer(from_fn_with_state(bound.ip().is_loopback(), origin::guard))
+        .with_state(Arc::new(reader));
     // Ends with the runtime: nobody waits for figures of a server that goes down.
-    tokio::spawn(async move { axum::serve(listener, app).await });
+    tokio::spawn(connections::serve(listener, app, CONNECTIONS, std::future::pending()));
     Ok(bound)
 }
 

@@ -1,10 +1,12 @@
 //! `amk serve`: the OpenAI-compatible HTTP server. The main thread owns the model, and requests take turns on it; another one speaks HTTP.
 
 mod answer;
+mod connections;
 mod decode;
 mod engine;
 mod http;
 mod metrics;
+mod origin;
 mod refusal;
 mod request;
 mod text;
@@ -15,16 +17,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use ir::program::{Program, Verified};
+use ir::program::{Program, Together, Verified};
 use ir::schedule::ScheduleConfig;
 use model::Tokenizer;
 use serde_json::json;
 use telemetry::Reader;
 use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use vm_host::KvPool;
 
-use crate::cli::{DeviceChoice, ServeArgs};
+use crate::cli::{DeviceChoice, ServeArgs, widest};
 use crate::context::Context;
 use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
@@ -38,11 +41,15 @@ use engine::{Engine, Graph, Megakernel, Reference};
 use refusal::Refusal;
 use request::Api;
 
-/// How long requests under way may go on after Ctrl-C.
+/// How long requests under way may go on after Ctrl-C or SIGTERM.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// A schedule and its program.
-type Lowered = (ScheduleConfig, Arc<Verified<Program>>);
+/// A schedule, its program, and the sequences that one command of it decodes at once.
+struct Lowered {
+    config: ScheduleConfig,
+    program: Arc<Verified<Program>>,
+    lanes: u32,
+}
 
 /// What is served, as the routes see it.
 pub(crate) struct Served {
@@ -107,7 +114,7 @@ fn fresh_seed() -> u64 {
     std::hash::RandomState::new().build_hasher().finish()
 }
 
-/// Runs the server until Ctrl-C.
+/// Runs the server until Ctrl-C or SIGTERM.
 pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let context = Context::new(&args.model)?;
     let (device, mut gpu) = match args.model.place.device {
@@ -128,38 +135,47 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     }
     let lowered = match device {
         "eval" => None,
-        _ => Some(lowered(&context, args)?),
+        _ => Some(lowered(&context, args, places, gpu.is_some())?),
     };
+    let lanes = lowered.as_ref().map_or(1, |lowered| lowered.lanes);
     let observer = observer(&context, args, (device, gpu.as_mut()), places)?;
     let said = Sequences::new(observer.publisher(), gpu.is_none());
-    if let Some((_, program)) = &lowered {
+    if let Some(Lowered { program, .. }) = &lowered {
         observer.publisher().edit(|edit| edit.head().step_bytes = program.stream_bytes());
     }
     let engine: Box<dyn Engine + '_> = match (gpu, &lowered) {
-        (Some(mut gpu), Some((config, program))) => {
+        (Some(mut gpu), Some(Lowered { config, program, .. })) => {
             gpu.set_prefill(args.prefill.prefill)?;
-            gpu.set_lanes(args.together.lanes);
+            gpu.set_lanes(lanes);
             let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
                 .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))
                 .map_err(|error| Failure::refused(error.to_string()))?;
             Box::new(Megakernel::new(gpu, handle, places))
         }
-        (_, Some((_, program))) => Box::new(Reference::new(&context, program)),
+        (_, Some(Lowered { program, .. })) => Box::new(Reference::new(&context, program)),
         (_, None) => Box::new(Graph::new(&context)),
     };
     let (jobs, inbox) = mpsc::channel();
-    let served = Arc::new(serving(&context, args, device, jobs)?);
+    let served = Arc::new(serving(&context, args, (device, lanes), jobs)?);
     let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));
     std::thread::scope(|scope| {
         // Dropped when this thread is done with the model, however it ends.
-        let (_alive, gone) = watch::channel(());
+        let (alive, gone) = watch::channel(());
         let http = std::thread::Builder::new().name("http".to_owned());
         let http = http.spawn_scoped(scope, || listen(args.addr, metrics, served, gone));
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
-        Desk::new(engine, places, said).run(&inbox);
-        http.join()
-            .unwrap_or_else(|_| Err(Failure { exit: Exit::Bug, message: crate::last_panic() }))
+        let worked = Desk::new(engine, places, said).run(&inbox);
+        drop(alive);
+        let listened = http
+            .join()
+            .unwrap_or_else(|_| Err(Failure { exit: Exit::Bug, message: crate::last_panic() }));
+        worked.map_err(|why| lost(&why)).and(listened)
     })
+}
+
+/// A server without its device has nothing to serve with.
+fn lost(why: &str) -> Failure {
+    Failure::missing(format!("{why}; every request was told, and the server ends: start it again"))
 }
 
 /// The page of the server, for `amk top` and the metrics.
@@ -190,21 +206,53 @@ fn kv_pool(args: &ServeArgs, device: &str) -> Result<KvPool, Failure> {
     Ok(KvPool::Positions(positions))
 }
 
-/// The schedule for the end of a full cache, where steps are slowest, and its program.
-fn lowered(context: &Context, args: &ServeArgs) -> Result<Lowered, Failure> {
+/// The schedule for the end of a full cache, where steps are slowest, and its program. On a GPU it is for as many sequences at once as there
+/// are places for and the kernel supports, unless somebody says how many.
+fn lowered(
+    context: &Context,
+    args: &ServeArgs,
+    places: usize,
+    on_gpu: bool,
+) -> Result<Lowered, Failure> {
     let config = context.best_config(args.config.config.as_ref(), context.kv_capacity)?;
-    let config = match (&args.config.config, args.together.lanes) {
-        (Some(_), _) | (None, 1) => config,
-        (None, lanes) => spread(config, context.graph(), &context.target, lanes),
+    let lower = |lanes: u32| {
+        let config = match (&args.config.config, lanes) {
+            (Some(_), _) | (None, 1) => config,
+            (None, lanes) => spread(config, context.graph(), &context.target, lanes),
+        };
+        let program = Arc::new(crate::commands::program::lowered(context, &config)?);
+        Ok::<_, Failure>(Lowered { config, program, lanes })
     };
-    let program = Arc::new(crate::commands::program::lowered(context, &config)?);
-    Ok((config, program))
+    match args.together.lanes {
+        Some(lanes) => return lower(lanes),
+        None if !on_gpu => return lower(1),
+        None => {}
+    }
+    let several = lower(widest(places))?;
+    match shared(&several) {
+        Ok(()) => Ok(several),
+        Err(why) => {
+            report::say(&format!("note: sequences take turns, a command for each: {why}"));
+            lower(1)
+        }
+    }
+}
+
+/// Whether several sequences can share a program in one command, or why they cannot.
+fn shared(lowered: &Lowered) -> Result<(), String> {
+    let Lowered { program, lanes, .. } = lowered;
+    if *lanes == 1 {
+        return Ok(());
+    }
+    vm_host::check_lanes(program, *lanes).map_err(|error| error.to_string())?;
+    let proven = Together::new(Verified::clone(program), *lanes);
+    proven.map(|_| ()).map_err(|violations| violations.to_string())
 }
 
 fn serving(
     context: &Context,
     args: &ServeArgs,
-    device: &'static str,
+    (device, lanes): (&'static str, u32),
     jobs: mpsc::Sender<Job>,
 ) -> Result<Served, Failure> {
     let graph = context.graph();
@@ -214,7 +262,7 @@ fn serving(
         fingerprint: format!("amk-{}-{device}", env!("CARGO_PKG_VERSION")),
         vocab: graph.vocab,
         capacity: context.kv_capacity,
-        lanes: args.together.lanes,
+        lanes,
         eos: graph.eos.clone(),
         tokenizer: context.model.tokenizer()?.map(Arc::new),
         admission: Admission::new(args.queue),
@@ -224,7 +272,7 @@ fn serving(
     })
 }
 
-/// Listens until Ctrl-C, or until the decode thread has gone.
+/// Listens until Ctrl-C or SIGTERM, or until the decode thread has gone.
 fn listen(
     addr: SocketAddr,
     metrics: Option<(SocketAddr, Reader)>,
@@ -234,12 +282,8 @@ fn listen(
     let failed = |what: &str, error: std::io::Error| Failure::usage(format!("{what}: {error}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|error| failed("no runtime", error))?;
-    let (stop, stopped) = watch::channel(0_u32);
-    // The handler has to stay for the second Ctrl-C.
-    if ctrlc::set_handler(move || stop.send_modify(|times| *times += 1)).is_err() {
-        report::say("note: Ctrl-C cannot be caught here; it ends the server at once");
-    }
     let answer = runtime.block_on(async {
+        let stopped = signals();
         let listener = TcpListener::bind(addr).await;
         let listener = listener.map_err(|error| {
             failed(&format!("cannot listen on {addr}; --addr takes another address"), error)
@@ -251,10 +295,10 @@ fn listen(
         };
         announce(bound, metrics, &served)?;
         let leave = after(1, stopped.clone(), gone.clone());
-        let app = http::router(served);
-        let serving = axum::serve(listener, app).with_graceful_shutdown(leave);
+        let most = connections::most(served.admission.limit());
+        let app = http::router(served, bound.ip().is_loopback());
         tokio::select! {
-            end = async { serving.await } => end.map_err(|error| failed("the server failed", error))?,
+            () = connections::serve(listener, app, most, leave) => {}
             () = deadline(stopped.clone(), gone.clone()) => {
                 report::say("requests that were under way are broken off");
             }
@@ -264,6 +308,24 @@ fn listen(
     // Connections and their senders: the decode thread ends when nobody can send.
     runtime.shutdown_timeout(Duration::from_secs(1));
     answer
+}
+
+/// How often this process was asked to end, by Ctrl-C or by SIGTERM.
+fn signals() -> watch::Receiver<u32> {
+    let (stop, stopped) = watch::channel(0_u32);
+    let caught = [SignalKind::interrupt(), SignalKind::terminate()].map(|kind| {
+        let mut caught = signal(kind)?;
+        let stop = stop.clone();
+        Ok::<_, std::io::Error>(tokio::spawn(async move {
+            while caught.recv().await.is_some() {
+                stop.send_modify(|times| *times += 1);
+            }
+        }))
+    });
+    if caught.iter().any(Result::is_err) {
+        report::say("note: Ctrl-C or SIGTERM cannot be caught here; it ends the server at once");
+    }
+    stopped
 }
 
 fn announce(
@@ -297,11 +359,11 @@ fn announce(
     }))
 }
 
-/// Ends with so many Ctrl-C, or when the decode thread has gone.
+/// Ends with so many signals, or when the decode thread has gone.
 async fn after(times: u32, mut stopped: watch::Receiver<u32>, mut gone: watch::Receiver<()>) {
     tokio::select! {
         () = async {
-            // An error: there is no handler, and so no Ctrl-C.
+            // An error: there is no handler, and so no signal.
             if stopped.wait_for(|seen| *seen >= times).await.is_err() {
                 std::future::pending::<()>().await;
             }
@@ -311,7 +373,7 @@ async fn after(times: u32, mut stopped: watch::Receiver<u32>, mut gone: watch::R
     }
 }
 
-/// Ends when those who are under way have had their time, or with the second Ctrl-C.
+/// Ends when those who are under way have had their time, or with the second signal.
 async fn deadline(stopped: watch::Receiver<u32>, gone: watch::Receiver<()>) {
     after(1, stopped.clone(), gone.clone()).await;
     if gone.has_changed().is_err() {

@@ -46,6 +46,12 @@ impl Refusal {
         Self::new(StatusCode::TOO_MANY_REQUESTS, message).coded("queue_full")
     }
 
+    /// There are as many connections as there may be, and all are in use.
+    pub(super) fn crowded(limit: usize) -> Self {
+        let message = format!("{limit} connections are in use, the limit; try again later");
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, message).coded("too_many_connections")
+    }
+
     pub(super) fn document(&self) -> Value {
         let kind = match self.status {
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",

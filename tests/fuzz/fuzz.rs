@@ -4,7 +4,7 @@
 use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
-use model::Guarded;
+use tests::fuzz::guard::Guarded;
 use tests::fuzz::memory::Counting;
 use tests::fuzz::{TARGETS, Target, execute, target};
 

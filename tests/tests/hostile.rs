@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use model::Guarded;
+use tests::fuzz::guard::Guarded;
 use tests::fuzz::memory::{self, Counting};
 use tests::fuzz::{TARGETS, Target, execute, mutate, target};
 use tests::rng::Rng;

@@ -10,7 +10,7 @@ use crate::error::HostError;
 ///
 /// # Errors
 /// `Request`, which says why and what to do.
-pub(crate) fn check(program: &Program, lanes: u32) -> Result<(), HostError> {
+pub fn check(program: &Program, lanes: u32) -> Result<(), HostError> {
     if program.dims.dtype == ir::DType::F32 {
         return Err(HostError::Request(format!(
             "the weights of {} are f32, and {lanes} sessions share the products of 16-bit weights only: convert the model, or boot for one \

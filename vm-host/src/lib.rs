@@ -43,6 +43,7 @@ pub use compile::{
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
 pub use landing::{ReadBy, Streaming};
+pub use lanes::check as check_lanes;
 pub use lookout::Lookout;
 pub use machine::{
     Batch, BatchDecoded, Decoded, Idle, LandingReport, Lane, LaneDecoded, Loaded, PROGRAMS_MAX,

@@ -354,14 +354,13 @@ fn a_store_survives_parquet() {
     assert!(parquet::read(&files).unwrap_err().contains("records.parquet"));
 }
 
-/// `AMK_STORE_TRIALS=100000` is the long run.
+/// No question looks at every trial to find those of a run. `AMK_STORE_TRIALS=100000` prints how long answers take with so many.
 #[test]
-fn questions_are_answered_quickly_whatever_the_number_of_trials() {
-    let trials = std::env::var("AMK_STORE_TRIALS").map_or(2_000, |text| text.parse().unwrap());
+fn questions_find_trials_by_an_index() {
+    let trials = std::env::var("AMK_STORE_TRIALS").map_or(20, |text| text.parse().unwrap());
     let folder = tempfile::tempdir().unwrap();
     let mut store = store(folder.path());
-    let each = 1_000;
-    let began = Instant::now();
+    let each = (trials / 2).clamp(1, 1_000);
     for number in 0..trials / each {
         let run = format!("r{number}");
         let mut last: Option<Link> = None;
@@ -376,17 +375,15 @@ fn questions_are_answered_quickly_whatever_the_number_of_trials() {
             .collect();
         store.add(&run, links).unwrap();
     }
-    let added = began.elapsed();
     for question in [BEST, PRIORS] {
         let began = Instant::now();
-        let rows = store.query(question, &[]).unwrap();
-        let took = began.elapsed();
-        println!(
-            "{trials} trials, added in {added:.1?}: {} rows in {took:.1?} of {question}",
-            rows.len()
-        );
-        assert!(!rows.is_empty());
-        assert!(took < Duration::from_millis(100), "{took:?}: {question}");
+        assert!(!store.query(question, &[]).unwrap().is_empty());
+        println!("{trials} trials: {:.1?} for {question}", began.elapsed());
+        let plan = store.query(&format!("EXPLAIN QUERY PLAN {question}"), &[]).unwrap();
+        let steps: Vec<&str> = plan.iter().filter_map(|step| step["detail"].as_str()).collect();
+        assert!(steps.iter().any(|step| step.starts_with("SCAN ")), "{steps:?}");
+        let scans = |step: &&str| step.starts_with("SCAN t") || step.starts_with("SCAN records");
+        assert!(!steps.iter().any(scans), "{question}: {steps:?}");
     }
 }
 

@@ -4,12 +4,9 @@ mod config;
 mod export;
 mod folder;
 mod golden;
+mod hostile;
 mod mutilated;
 mod preset;
 mod refusals;
 mod rope;
 mod text;
-
-/// As `amk` has it: the memory of chat templates is limited.
-#[global_allocator]
-static ALLOCATOR: model::Guarded<std::alloc::System> = model::Guarded(std::alloc::System);

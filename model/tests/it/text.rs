@@ -1,5 +1,6 @@
 //! The golden tokenizer and chat template, and templates that misbehave.
 
+use std::process::Command;
 use std::time::{Duration, UNIX_EPOCH};
 
 use model::{Chat, Message, Tokenizer, import};
@@ -218,6 +219,22 @@ fn templates_have_what_transformers_gives_them() {
 }
 
 #[test]
+fn extra_variables_are_nested_up_to_a_limit() {
+    let tokenizer = tokenizer();
+    let nested = |depth: usize| {
+        let text = format!("{}1{}", "[".repeat(depth), "]".repeat(depth));
+        let value = serde_json::from_str(&text).expect("a list");
+        let extra = serde_json::Map::from_iter([("tools".to_owned(), value)]);
+        let messages = hello();
+        let chat = Chat { extra: Some(&extra), ..chat(&messages) };
+        tokenizer.chat(&chat).map_err(|error| error.to_string())
+    };
+    nested(32).expect("a prompt");
+    let refused = nested(33).expect_err("a refusal");
+    assert!(refused.contains("nested deeper than 32"), "{refused}");
+}
+
+#[test]
 fn extra_variables_and_the_time_reach_the_template() {
     let copy = Copy::of(NAME);
     copy.write("chat_template.jinja", "{{ enable_thinking }} {{ strftime_now('%Y-%m-%d %H:%M') }}");
@@ -229,8 +246,23 @@ fn extra_variables_and_the_time_reach_the_template() {
     assert_eq!(tokenizer.chat(&chat).expect("a prompt"), "False 2024-02-29 12:34");
 }
 
+/// Set in a process that renders a template for this binary.
+const PART: &str = "AMK_TEST_TEMPLATE";
+
+/// This binary again, in the test that plays the process.
+fn again() -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("this binary"));
+    command.args(["text::a_template_may_refuse_and_cannot_run_away", "--exact"]);
+    command.args(["--test-threads=1"]).env(PART, "1");
+    command
+}
+
 #[test]
 fn a_template_may_refuse_and_cannot_run_away() {
+    if std::env::var_os(PART).is_some() {
+        return model::template_process().expect("an answer");
+    }
+    model::templates_run_in(again);
     let endless =
         "{% for i in range(99999) %}{% for j in range(99999) %}{{ j }}{% endfor %}{% endfor %}";
     let doubled = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}";
@@ -256,4 +288,5 @@ fn a_template_may_refuse_and_cannot_run_away() {
     }
     let long = format!("{{# {} #}}", "x".repeat(2 << 20));
     assert!(rendered(&long).expect_err("a refusal").contains("supported: up to 1048576"));
+    assert_eq!(rendered("{{ messages[0].role }}{{ eos_token }}").as_deref(), Ok("user<|eot_id|>"));
 }

@@ -4,6 +4,7 @@
 //! having read beside the folder that it was given. The same bodies run in `cargo test` for a few seconds on mutated valid files
 //! (`tests/hostile.rs`), for as long as one likes there (`AMK_FUZZ_SECONDS`), and under libFuzzer with coverage (`tests/fuzz`).
 
+pub mod guard;
 pub mod memory;
 mod models;
 pub mod mutate;

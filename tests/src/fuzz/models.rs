@@ -6,6 +6,7 @@ use std::time::{Duration, UNIX_EPOCH};
 use ir::TensorId;
 use model::{Chat, Message, Tokenizer};
 
+use super::guard::within;
 use super::{file, in_scratch, write};
 
 const GOLDEN: &str = "corpus/golden/llama-tied-f32";
@@ -163,6 +164,10 @@ pub(super) fn tokenizer_seeds() -> Vec<Vec<u8>> {
     vec![small.to_vec(), file(&format!("{CHATTY}/tokenizer.json"))]
 }
 
+/// What a template has in the processes of `amk`.
+const TEMPLATE_MEMORY: usize = 128 << 20;
+const TEMPLATE_TIME: Duration = Duration::from_secs(10);
+
 /// A template: compiled, and given a chat.
 pub(super) fn chat_template(input: &[u8]) {
     in_scratch(|scratch| {
@@ -173,13 +178,17 @@ pub(super) fn chat_template(input: &[u8]) {
             write(&dir.join(config), &file(&format!("{CHATTY}/{config}")));
         });
         write(&dir.join("chat_template.jinja"), input);
-        let Ok(tokenizer) = Tokenizer::load(&dir, 512) else { return };
-        let message =
-            |role: &str, content: &str| Message { role: role.into(), content: content.into() };
-        let messages = [message("system", "be brief"), message("user", "hi")];
-        let now = UNIX_EPOCH + Duration::from_secs(1_700_000_000);
-        let chat = Chat { messages: &messages, add_generation_prompt: true, extra: None, now };
-        if let Ok(prompt) = tokenizer.chat(&chat) {
+        let render = move || {
+            let tokenizer = Tokenizer::load(&dir, 512).ok()?;
+            let message =
+                |role: &str, content: &str| Message { role: role.into(), content: content.into() };
+            let messages = [message("system", "be brief"), message("user", "hi")];
+            let now = UNIX_EPOCH + Duration::from_secs(1_700_000_000);
+            let chat = Chat { messages: &messages, add_generation_prompt: true, extra: None, now };
+            tokenizer.chat(&chat).ok()
+        };
+        // What runs away or makes the engine fail has no prompt.
+        if let Ok(Some(prompt)) = within(TEMPLATE_MEMORY, TEMPLATE_TIME, render) {
             // The first word of the file that the dictionary asks for, unless the template says it itself.
             let said = input.windows(ROOT.len()).any(|word| word == ROOT.as_bytes());
             assert!(said || !prompt.contains(ROOT), "a template read a file");

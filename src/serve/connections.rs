@@ -1,0 +1,138 @@
+//! Connections: how many there may be, and how long one may take to say what it wants.
+
+use std::collections::VecDeque;
+use std::future::Future;
+use std::io::Write;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use axum::Router;
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use rustix::process::{Resource, getrlimit};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinSet;
+
+use super::refusal::Refusal;
+
+/// How long the head of a request may take to come, and how long a connection may be idle.
+const HEADER_TIME: Duration = Duration::from_secs(10);
+/// Connections beyond those of requests inside: clients that are about to ask, or just look at `/health`.
+const SPARE: usize = 192;
+/// Pause after a connection that could not be taken, for lack of descriptors say.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// Connections of a server with so many requests inside: at most half of the descriptors that this process may have.
+pub(super) fn most(requests: usize) -> usize {
+    let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let half = usize::try_from(descriptors / 2).unwrap_or(usize::MAX);
+    (requests + SPARE).min(half.max(1))
+}
+
+/// A connection, as the one who accepts sees it.
+#[derive(Default)]
+struct Connection {
+    /// Whether the head of a request has come.
+    asked: AtomicBool,
+    /// Told when another connection needs the place.
+    evicted: Notify,
+}
+
+impl Connection {
+    fn has_asked(&self) -> bool {
+        self.asked.load(Ordering::Relaxed)
+    }
+}
+
+/// Serves connections until `leave`, then until the requests under way are answered. When there are too many, the oldest one that has
+/// not asked for anything is closed; if all have, the new one is told to come back.
+pub(super) async fn serve(
+    listener: TcpListener,
+    app: Router,
+    most: usize,
+    leave: impl Future<Output = ()>,
+) {
+    let (leaving, left) = watch::channel(false);
+    let mut open: VecDeque<Arc<Connection>> = VecDeque::new();
+    let mut tasks = JoinSet::new();
+    let mut leave = pin!(leave);
+    loop {
+        let accepted = tokio::select! {
+            () = &mut leave => break,
+            accepted = listener.accept() => accepted,
+        };
+        while tasks.try_join_next().is_some() {}
+        let Ok((stream, _)) = accepted else {
+            tokio::time::sleep(PAUSE).await;
+            continue;
+        };
+        // Those that have ended are held here alone.
+        open.retain(|connection| Arc::strong_count(connection) > 1);
+        if open.len() >= most && !make_room(&mut open) {
+            refuse(stream, most);
+            continue;
+        }
+        let connection = Arc::new(Connection::default());
+        open.push_back(connection.clone());
+        tasks.spawn(converse(stream, app.clone(), connection, left.clone()));
+    }
+    drop(listener);
+    leaving.send_replace(true);
+    while tasks.join_next().await.is_some() {}
+}
+
+/// Closes the oldest connection that has not asked for anything, if there is one.
+fn make_room(open: &mut VecDeque<Arc<Connection>>) -> bool {
+    let idle = open.iter().position(|connection| !connection.has_asked());
+    let evicted = idle.and_then(|index| open.remove(index));
+    evicted.inspect(|connection| connection.evicted.notify_one()).is_some()
+}
+
+/// Answers before anything was asked, and hangs up.
+fn refuse(stream: TcpStream, most: usize) {
+    let body = Refusal::crowded(most).document().to_string();
+    let head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close";
+    if let Ok(mut stream) = stream.into_std() {
+        // It fits into the socket's buffer, which is empty; a client that has gone does not mind.
+        let _ = write!(stream, "{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+    }
+}
+
+async fn converse(
+    stream: TcpStream,
+    app: Router,
+    connection: Arc<Connection>,
+    mut left: watch::Receiver<bool>,
+) {
+    // Streamed tokens are small, and nobody waits to fill a packet with them.
+    let _ = stream.set_nodelay(true);
+    let app = TowerToHyperService::new(app);
+    let service = service_fn(|request: hyper::Request<Incoming>| {
+        connection.asked.store(true, Ordering::Relaxed);
+        app.call(request)
+    });
+    let mut http = http1::Builder::new();
+    http.timer(TokioTimer::new()).header_read_timeout(HEADER_TIME);
+    let mut conversation = pin!(http.serve_connection(TokioIo::new(stream), service));
+    let mut leaving = false;
+    loop {
+        tokio::select! {
+            // How it ended concerns the client.
+            _ = conversation.as_mut() => return,
+            () = connection.evicted.notified() => {}
+            _ = left.wait_for(|left| *left), if !leaving => {
+                leaving = true;
+                conversation.as_mut().graceful_shutdown();
+            }
+        }
+        if !connection.has_asked() {
+            return;
+        }
+    }
+}

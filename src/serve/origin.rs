@@ -1,0 +1,102 @@
+//! Who may be meant and who may ask: names of this server, and pages of other sites.
+//!
+//! A page of another site can have its name resolve to this machine and then counts as the server's own page for the browser, which
+//! lets it read answers (DNS rebinding). The name that it asked for still stands in `Host`.
+
+use std::net::IpAddr;
+
+use axum::extract::{Request, State};
+use axum::http::uri::Authority;
+use axum::http::{HeaderMap, HeaderName, StatusCode, Uri, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+
+use super::refusal::Refusal;
+
+/// Refuses requests for another server's name, and those of pages of other sites. `loopback`: whether the listener is on loopback.
+pub(super) async fn guard(State(loopback): State<bool>, request: Request, next: Next) -> Response {
+    match check(loopback, request.uri(), request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err(refusal) => refusal.into_response(),
+    }
+}
+
+fn check(loopback: bool, uri: &Uri, headers: &HeaderMap) -> Result<(), Refusal> {
+    let hosts = texts(headers, header::HOST).chain(uri.authority().map(|name| Some(name.as_str())));
+    let hosts: Vec<Option<&str>> = hosts.collect();
+    if loopback && !hosts.iter().all(|host| host.is_some_and(is_loopback)) {
+        let message = "this server listens on loopback and answers to localhost, 127.0.0.1 and [::1] only; a proxy in front of it has to send one of these as Host";
+        return Err(Refusal::new(StatusCode::FORBIDDEN, message).coded("foreign_host"));
+    }
+    let own = |origin: &str| {
+        // `null` has no scheme: a page that does not say where it comes from.
+        let Some((_, authority)) = origin.split_once("://") else { return false };
+        let same = |host: &Option<&str>| host.is_some_and(|h| h.eq_ignore_ascii_case(authority));
+        (loopback && is_loopback(authority)) || hosts.iter().any(same)
+    };
+    if texts(headers, header::ORIGIN).all(|origin| origin.is_some_and(own)) {
+        return Ok(());
+    }
+    let message = "pages of other sites may not use this server (the request has an Origin that is not this server's)";
+    Err(Refusal::new(StatusCode::FORBIDDEN, message).coded("foreign_origin"))
+}
+
+/// A header's values, those that are no text as `None`.
+fn texts(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = Option<&str>> {
+    headers.get_all(name).into_iter().map(|value| value.to_str().ok())
+}
+
+/// Whether a name, with or without a port, is one of this machine for itself.
+fn is_loopback(host: &str) -> bool {
+    let Ok(authority) = host.parse::<Authority>() else { return false };
+    let name = authority.host();
+    let address = name.trim_start_matches('[').trim_end_matches(']');
+    let address = address.parse::<IpAddr>().is_ok_and(|address| address.is_loopback());
+    !host.contains('@') && (address || name.eq_ignore_ascii_case("localhost"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked(loopback: bool, headers: &[(&str, &str)]) -> Result<(), &'static str> {
+        let mut map = HeaderMap::new();
+        for (name, value) in headers {
+            let name: HeaderName = name.parse().unwrap();
+            map.append(name, value.parse().unwrap());
+        }
+        check(loopback, &Uri::from_static("/v1/models"), &map).map_err(|e| e.code.unwrap())
+    }
+
+    #[test]
+    fn a_listener_on_loopback_answers_to_loopback_names_only() {
+        for host in ["localhost", "LocalHost:8080", "127.0.0.1:1", "127.1.2.3", "[::1]:8080"] {
+            assert_eq!(asked(true, &[("host", host)]), Ok(()), "{host}");
+        }
+        // HTTP/1.0 need not say; browsers do.
+        assert_eq!(asked(true, &[]), Ok(()));
+        for host in
+            ["evil.example", "localhost.evil.example:80", "localhost@evil.example", "", "[::2]"]
+        {
+            assert_eq!(asked(true, &[("host", host)]), Err("foreign_host"), "{host}");
+        }
+        let two = [("host", "localhost"), ("host", "evil.example")];
+        assert_eq!(asked(true, &two), Err("foreign_host"));
+        let absolute = Uri::from_static("http://evil.example/v1/models");
+        let refused = check(true, &absolute, &HeaderMap::new()).unwrap_err();
+        assert_eq!((refused.status, refused.code), (StatusCode::FORBIDDEN, Some("foreign_host")));
+        assert_eq!(asked(false, &[("host", "ai.example")]), Ok(()));
+    }
+
+    #[test]
+    fn pages_of_other_sites_are_refused() {
+        let from = |loopback, host, origin| asked(loopback, &[("host", host), ("origin", origin)]);
+        assert_eq!(from(true, "localhost:8080", "http://127.0.0.1:3000"), Ok(()));
+        assert_eq!(from(false, "ai.example", "https://ai.example"), Ok(()));
+        for origin in ["http://evil.example", "null", "", "http://localhost.evil.example"] {
+            assert_eq!(from(true, "localhost", origin), Err("foreign_origin"), "{origin}");
+            assert_eq!(from(false, "ai.example", origin), Err("foreign_origin"), "{origin}");
+        }
+        assert_eq!(from(false, "ai.example", "http://localhost:3000"), Err("foreign_origin"));
+    }
+}

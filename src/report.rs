@@ -1,5 +1,7 @@
-//! What is printed: one JSON document on stdout, everything for people on stderr.
+//! What is printed: one JSON document on stdout, everything for people on stderr. A terminal gets the document only with `--json`: who
+//! reads there has the lines for people.
 
+use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,6 +15,9 @@ use crate::working;
 
 /// Whether lines for people are left out.
 static QUIET: AtomicBool = AtomicBool::new(false);
+
+/// Whether `--json` was given.
+static JSON: AtomicBool = AtomicBool::new(false);
 
 /// What a command answers.
 #[derive(Debug)]
@@ -31,8 +36,21 @@ impl<T: Serialize> Answer<T> {
     }
 }
 
-/// Prints the command's one document: indented for people, on one line for programs.
+/// Prints documents on a terminal too.
+pub(crate) fn json_wanted() {
+    JSON.store(true, Ordering::Relaxed);
+}
+
+/// Whether a document would be printed: a terminal without `--json` gets none.
+pub(crate) fn prints_documents() -> bool {
+    JSON.load(Ordering::Relaxed) || !std::io::stdout().is_terminal()
+}
+
+/// Prints the command's one document: on one line, or indented on a terminal, which gets it only if `--json` was given.
 pub(crate) fn document(value: &impl Serialize) -> Result<(), Failure> {
+    if !prints_documents() {
+        return Ok(());
+    }
     let mut out = std::io::stdout().lock();
     let text = if out.is_terminal() {
         serde_json::to_string_pretty(value)
@@ -72,9 +90,20 @@ pub(crate) fn say(line: &str) {
     if is_quiet() {
         return;
     }
+    let line = printable(line);
     working::above(|| {
         let _ = writeln!(std::io::stderr(), "{line}");
     });
+}
+
+/// Control characters as escapes: names of files and texts of models must not drive the terminal.
+fn printable(text: &str) -> Cow<'_, str> {
+    let drives = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
+    if !text.contains(drives) {
+        return Cow::Borrowed(text);
+    }
+    let shown = |c: char| if drives(c) { c.escape_default().to_string() } else { c.to_string() };
+    Cow::Owned(text.chars().map(shown).collect())
 }
 
 /// Reports a failure on both channels.
@@ -101,10 +130,48 @@ pub(crate) fn usage(error: &clap::Error) -> ExitCode {
     if asked_for.contains(&error.kind()) {
         return Exit::Yes.into();
     }
-    let text = error.render().to_string();
-    let first = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
-    let _ = document(&error_document(Exit::Usage, first));
+    // The parser failed, so it says nothing of the flag.
+    if std::env::args_os().any(|argument| argument == "--json") {
+        json_wanted();
+    }
+    let rendered = error.render().to_string();
+    let message = if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        subcommands(&rendered)
+    } else {
+        usage_message(&rendered)
+    };
+    let _ = document(&error_document(Exit::Usage, &message));
     Exit::Usage.into()
+}
+
+/// The subcommands that a help page lists, one of which is missing.
+fn subcommands(help: &str) -> String {
+    let listed = help.lines().skip_while(|line| *line != "Commands:").skip(1);
+    let listed = listed.take_while(|line| !line.is_empty());
+    // A description that goes on is indented deeper.
+    let names = listed.filter(|line| line.starts_with("  ") && !line.starts_with("   "));
+    let names: Vec<&str> = names.filter_map(|line| line.split_whitespace().next()).collect();
+    format!("a subcommand is missing: {}", names.join(", "))
+}
+
+/// What is wrong, all of it: the lists and tips of several lines too, on one line. The usage line and the pointer to the help are left out.
+fn usage_message(rendered: &str) -> String {
+    let text = rendered.trim_start_matches("error: ");
+    let is_said = |line: &&str| !line.starts_with("Usage:");
+    let lines = text.lines().map(str::trim).take_while(is_said).filter(|line| !line.is_empty());
+    let mut message = String::new();
+    let mut listing = false;
+    for line in lines.filter(|line| !line.starts_with("For more information")) {
+        let joint = match (message.is_empty(), listing) {
+            (true, _) => "",
+            (false, _) if message.ends_with(':') => " ",
+            (false, true) if !line.starts_with("tip:") => ", ",
+            (false, _) => "; ",
+        };
+        listing = message.ends_with(':') || (listing && joint == ", ");
+        message = message + joint + line;
+    }
+    message
 }
 
 /// Two columns, aligned.
@@ -118,4 +185,16 @@ pub(crate) fn table(rows: &[(String, String)]) {
 /// A number with its unit, or a dash.
 pub(crate) fn maybe(value: Option<f64>, unit: &str) -> String {
     value.map_or_else(|| "-".to_owned(), |value| format!("{value:.1} {unit}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_are_shown_and_not_sent_to_the_terminal() {
+        assert_eq!(printable("a\tb\nc"), "a\tb\nc");
+        let shown = printable("\x1b[2J\u{9b}1m\r\x07 holds\u{7f}");
+        assert_eq!(shown, "\\u{1b}[2J\\u{9b}1m\\r\\u{7} holds\\u{7f}");
+    }
 }

@@ -51,7 +51,7 @@ amk turns a decoder LLM into one persistent CUDA megakernel and searches for its
 pub(crate) const EXIT_CODES: &str = "\
 Exit codes: 0 yes; 1 a gate said no (rejected, disagreed, trapped); 2 usage or unreadable input; 3 capability missing (no GPU, no
 NVRTC); 4 integrity (tampered or corrupt); 5 inconclusive; 70 a bug in amk; 130 interrupted.
-Standard output carries one JSON document with a `schema` id; everything for people goes to standard error.";
+Standard output carries one JSON document with a `schema` id, a terminal only with --json; everything for people goes to standard error.";
 
 /// Turns a decoder LLM into one persistent CUDA megakernel and searches for its fastest schedule.
 #[derive(Debug, Parser)]
@@ -60,7 +60,7 @@ pub(crate) struct Cli {
     /// What to do.
     #[command(subcommand)]
     pub(crate) command: Option<Command>,
-    /// Print the answer as JSON on standard output: the default wherever there is a document, kept for scripts that say what they want.
+    /// Print the answer as JSON on standard output, even on a terminal. Default: only if standard output is no terminal.
     #[arg(long, global = true)]
     pub(crate) json: bool,
 }
@@ -294,7 +294,7 @@ pub(crate) struct ModelArgs {
 /// Where a model is to run.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct PlaceArgs {
-    /// The GPU to schedule for: h200, h100, a100, l40s, rtx4090, rtx5090, b200. Default: the live device, else h200.
+    /// The GPU to schedule for: h200, h100, a100, l40s, rtx4090, rtx5090, b200, gh200, h20, sm_90. Default: the live device, else h200.
     #[arg(long, value_name = "GPU")]
     #[schemars(extend("enum" = target_names()))]
     pub(crate) target: Option<String>,
@@ -519,7 +519,7 @@ pub(crate) struct DiffArgs {
     /// Lower both schedules for this model and compare the programs and their predicted latencies too.
     #[arg(long, value_name = "DIR|PRESET")]
     pub(crate) model: Option<String>,
-    /// The GPU that they are lowered for: h200, h100, a100, l40s, rtx4090, rtx5090, b200. Default: h200.
+    /// The GPU that they are lowered for: h200, h100, a100, l40s, rtx4090, rtx5090, b200, gh200, h20, sm_90. Default: h200.
     #[arg(long, value_name = "GPU", requires = "model")]
     #[schemars(extend("enum" = target_names()))]
     pub(crate) target: Option<String>,
@@ -534,6 +534,10 @@ pub(crate) struct ReportArgs {
     /// The page to write. Default: report.html here.
     #[arg(long, value_name = "FILE")]
     pub(crate) out: Option<PathBuf>,
+    /// Write over a file that is there.
+    #[arg(long)]
+    #[serde(skip)]
+    pub(crate) force: bool,
 }
 
 /// Arguments of `generate`.
@@ -552,7 +556,7 @@ pub(crate) struct GenerateArgs {
         required_unless_present = "prompt"
     )]
     pub(crate) tokens: Vec<u32>,
-    /// Text to continue; needs the model's tokenizer.json.
+    /// Text to continue, - for standard input; needs the model's tokenizer.json.
     #[arg(long, value_name = "TEXT")]
     pub(crate) prompt: Option<String>,
     /// Put the prompt into the model's chat template.

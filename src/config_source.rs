@@ -7,12 +7,16 @@ use std::path::{Path, PathBuf};
 
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer};
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use crate::failure::Failure;
 
 /// Longest config file that is read.
 const BYTES_MAX: u64 = 16 << 20;
+
+/// Answers of `amk` that hold a schedule, and the field that it is in.
+const ANSWERS: [(&str, &str); 2] =
+    [("amk.propose.v1", "schedule_config"), ("amk.loop.v1", "best_config")];
 
 /// What `--config`, or a tool's `config`, names.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,19 +25,23 @@ pub(crate) enum ConfigSource {
     Stdin,
     /// A file.
     File(PathBuf),
-    /// The config itself: a tool's argument, or JSON on the command line.
-    Inline(Map<String, Value>),
+    /// The config itself, as JSON text: a tool's argument, or JSON on the command line.
+    Inline(String),
 }
 
 impl ConfigSource {
-    /// The config as text.
+    /// The config as text. Of an answer of `amk propose` or `amk loop` it is the schedule in it.
     pub(crate) fn text(&self) -> Result<String, Failure> {
+        self.schedule(self.whole_text()?)
+    }
+
+    fn whole_text(&self) -> Result<String, Failure> {
         let unreadable = |error: std::io::Error| {
             Failure::usage(format!("cannot read {self}: {error}; check the path"))
         };
         let mut bytes = Vec::new();
         match self {
-            Self::Inline(config) => return Ok(Value::Object(config.clone()).to_string()),
+            Self::Inline(config) => return Ok(config.clone()),
             Self::Stdin => {
                 let mut input = std::io::stdin().lock().take(BYTES_MAX + 1);
                 input.read_to_end(&mut bytes).map_err(unreadable)?;
@@ -53,6 +61,25 @@ impl ConfigSource {
             Failure::usage(format!("{self} is not UTF-8 text; a config is a JSON object"))
         })
     }
+
+    /// The schedule in a document of ours. Any other text is the config, right or wrong.
+    fn schedule(&self, text: String) -> Result<String, Failure> {
+        let Ok(Value::Object(document)) = ir::schedule::unique_json(&text) else { return Ok(text) };
+        let Some(schema) = document.get("schema").and_then(Value::as_str) else { return Ok(text) };
+        if let Some((_, field)) = ANSWERS.iter().find(|(answer, _)| *answer == schema)
+            && let Some(config @ Value::Object(_)) = document.get(*field)
+        {
+            return Ok(config.to_string());
+        }
+        if !schema.starts_with("amk.") {
+            return Ok(text);
+        }
+        let holding = ANSWERS.map(|(answer, field)| format!("{answer} ({field})"));
+        Err(Failure::usage(format!(
+            "{self} is a document {schema:.40} without a schedule; a config is an object of knobs, or an answer {}",
+            holding.join(" or ")
+        )))
+    }
 }
 
 impl std::fmt::Display for ConfigSource {
@@ -65,29 +92,31 @@ impl std::fmt::Display for ConfigSource {
     }
 }
 
+/// Whether somebody who writes this means JSON, right or wrong, and not a path.
+fn is_json(text: &str) -> bool {
+    text.trim_start().starts_with(['{', '['])
+}
+
 impl From<OsString> for ConfigSource {
     fn from(argument: OsString) -> Self {
-        let given = argument.to_str().filter(|text| text.trim_start().starts_with('{'));
-        if let Some(Ok(config)) = given.map(serde_json::from_str) {
-            Self::Inline(config)
-        } else if Path::new(&argument) == Path::new("-") {
-            Self::Stdin
-        } else {
-            Self::File(PathBuf::from(argument))
+        match argument.to_str() {
+            Some(text) if is_json(text) => Self::Inline(text.to_owned()),
+            _ if Path::new(&argument) == Path::new("-") => Self::Stdin,
+            _ => Self::File(PathBuf::from(argument)),
         }
     }
 }
 
 impl<'de> Deserialize<'de> for ConfigSource {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let given = Value::deserialize(deserializer)?;
-        if let Some(path) = given.as_str() {
-            return Ok(Self::File(PathBuf::from(path)));
+        match Value::deserialize(deserializer)? {
+            Value::String(text) if is_json(&text) => Ok(Self::Inline(text)),
+            Value::String(path) => Ok(Self::File(PathBuf::from(path))),
+            config @ Value::Object(_) => Ok(Self::Inline(config.to_string())),
+            Value::Null | Value::Bool(_) | Value::Number(_) | Value::Array(_) => {
+                Err(serde::de::Error::custom("neither a config object nor a path"))
+            }
         }
-        let Value::Object(config) = given else {
-            return Err(serde::de::Error::custom("neither a config object nor a path"));
-        };
-        Ok(Self::Inline(config))
     }
 }
 

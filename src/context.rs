@@ -191,7 +191,10 @@ pub(crate) fn kv_capacity(asked: Option<u32>, graph: &Graph) -> Result<u32, Fail
 
 fn choose_target(place: &PlaceArgs) -> Result<Target, Failure> {
     if let Some(name) = &place.target {
-        return Target::by_name(name).map_err(|error| Failure::usage(error.to_string()));
+        let named = Target::by_name(name).map_err(|error| Failure::usage(error.to_string()))?;
+        // Cards of one name differ in size: the one that is here is what it is.
+        let here = (place.device != DeviceChoice::Cpu).then(live_target).flatten();
+        return Ok(here.filter(|here| here.name == named.name).unwrap_or(named));
     }
     if place.device != DeviceChoice::Cpu
         && let Some(target) = live_target()

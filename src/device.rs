@@ -114,14 +114,18 @@ pub(crate) fn live_target() -> Option<Target> {
     if info.capability.0 != CAPABILITY {
         return None;
     }
-    let name = if info.name.contains("H200") { "h200" } else { "h100" };
-    let target = Target::by_name(name).ok()?;
     Some(Target {
         sms: info.sms,
         smem_optin_bytes: info.shared_bytes,
         l2_bytes: info.l2_bytes.into(),
-        ..target
+        ..Target::of_card(&info.name)
     })
+}
+
+/// What is to be said of a prediction for a target that no kernel is written for.
+pub(crate) fn without_kernel(target: &Target) -> Option<String> {
+    let arch = target.arch.trim_end_matches(|c: char| !c.is_ascii_digit());
+    (arch != format!("sm_{CAPABILITY}0")).then(|| format!("no kernel for {arch}; rates from H200"))
 }
 
 /// Where the machine is in its life. `Absent` before the first program, and again if the kernel could not be ended.

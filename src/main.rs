@@ -22,12 +22,14 @@ mod together;
 mod top;
 mod working;
 
+use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::panic::AssertUnwindSafe;
 use std::process::{Command, ExitCode};
 use std::sync::Mutex;
 
 use clap::Parser;
+use failure::Failure;
 
 /// Most threads of a pool, whatever the environment asks for: the machines that this is for have some hundred cores.
 const THREADS_MAX: usize = 512;
@@ -78,16 +80,32 @@ fn run() -> ExitCode {
         Err(error) => return report::usage(&error),
     };
     let Some(command) = cli.command else {
-        report::say(cli::FIRST_STEPS);
+        report::say_text(cli::FIRST_STEPS);
         return ExitCode::SUCCESS;
     };
+    // `top` has a flag of its own, which needs --once.
+    if cli.json || matches!(&command, cli::Command::Top(args) if args.json) {
+        report::json_wanted();
+    }
     if !matches!(command, cli::Command::TemplateChild) {
         limit_threads();
     }
-    match commands::run(command) {
+    match texts_only(std::env::args_os()).and_then(|()| commands::run(command)) {
         Ok(exit) => exit.into(),
         Err(failure) => report::fail(&failure),
     }
+}
+
+/// Refuses arguments that no JSON document can repeat, before anything runs.
+fn texts_only(arguments: impl Iterator<Item = OsString>) -> Result<(), Failure> {
+    for argument in arguments.skip(1) {
+        if argument.to_str().is_none() {
+            return Err(Failure::usage(format!(
+                "the argument {argument:?} is not UTF-8, and answers are JSON, which could not name it; rename the file or folder"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Keeps what a panic says for whoever ends the process.
@@ -99,12 +117,34 @@ fn install_panic_hook() {
             .map(|text| (*text).to_owned())
             .or_else(|| info.payload().downcast_ref::<String>().cloned())
             .unwrap_or_default();
-        if what.contains("Broken pipe") {
-            std::process::exit(0);
-        }
         let place = info.location().map(ToString::to_string).unwrap_or_default();
         if let Ok(mut last) = PANIC.lock() {
             *last = format!("{} ({place})", what.replace('\n', " "));
         }
     }));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The process that panics is this test again.
+    const CHILD: &str = "AMK_TEST_PANICS";
+
+    #[test]
+    fn a_panic_that_names_a_broken_pipe_is_a_bug_like_any_other() {
+        if std::env::var_os(CHILD).is_some() {
+            install_panic_hook();
+            let caught = std::panic::catch_unwind(|| panic!("Broken pipe (os error 32)"));
+            assert!(caught.is_err());
+            std::process::exit(failure::Exit::Bug.code());
+        }
+        let test = "tests::a_panic_that_names_a_broken_pipe_is_a_bug_like_any_other";
+        let child = std::process::Command::new(std::env::current_exe().expect("this test's file"))
+            .args([test, "--exact", "--nocapture"])
+            .env(CHILD, "1")
+            .output()
+            .expect("a process");
+        assert_eq!(child.status.code(), Some(failure::Exit::Bug.code()), "{child:?}");
+    }
 }

@@ -192,6 +192,9 @@ fn tools_and_resources_are_listed_and_read() {
         );
         assert!(tool["description"].as_str().unwrap().len() < 400, "{tool}");
     }
+    // A client puts the list into its model's context before anything is asked.
+    let bytes = tools.to_string().len();
+    assert!(bytes < 20_000, "tools/list has {bytes} bytes");
     let id = server.request("resources/list", json!({}));
     let listed = server.result(id)["resources"].clone();
     let uris: Vec<&str> =
@@ -317,6 +320,85 @@ fn wrong_arguments_are_an_error_that_says_all_of_it() {
     let answer = server.answer(id);
     assert!(answer["error"]["message"].as_str().unwrap().contains("loop"), "{answer}");
     assert_eq!(server.call("status", json!({}))["doing"], "idle", "it goes on after all that");
+}
+
+#[test]
+fn texts_are_taken_for_what_they_can_only_mean() {
+    let dir = folder();
+    let mut server = Server::start(dir.path());
+    let given = json!({"config": {"pipeline": {"stages": 4}}, "kv_capacity": 16});
+    let plain = server.call("evaluate", toy(given));
+    let texts = json!({"config": r#"{"pipeline": {"stages": 4}}"#, "kv_capacity": "16"});
+    assert_eq!(server.call("evaluate", toy(texts)), plain);
+    let error = server.refused("evaluate", toy(json!({"config": "{pipeline: 4}"})));
+    assert!(
+        error["violations"][0]["message"].as_str().unwrap().contains("line 1 column 2"),
+        "{error}"
+    );
+    let error = server.refused("evaluate", toy(json!({"kv_capacity": "many"})));
+    assert_eq!(places(&error), ["kv_capacity"]);
+    server.call("loop", toy(json!({"budget": "2", "out": "run", "kv_capacity": "16"})));
+    let written = server.call("report", json!({"runs": "run", "out": "page.html"}));
+    assert_eq!(written["trials"], 2);
+}
+
+#[test]
+fn files_outside_of_the_working_folder_are_neither_read_nor_written() {
+    let (dir, elsewhere) = (folder(), folder());
+    let secret = elsewhere.path().join("secret.json");
+    std::fs::write(&secret, r#"{"token": "SECRET", "pipeline": "SECRET"}"#).unwrap();
+    std::os::unix::fs::symlink(&secret, dir.path().join("link.json")).unwrap();
+    std::fs::create_dir(dir.path().join("here")).unwrap();
+    let mut server = Server::start(&dir.path().join("here"));
+    let secret = secret.to_str().unwrap();
+    let new = elsewhere.path().join("new.html");
+    for (tool, arguments, place) in [
+        ("evaluate", toy(json!({"config": secret})), "config"),
+        ("evaluate", toy(json!({"config": "../link.json"})), "config"),
+        ("compare", json!({"a": {}, "b": secret}), "b"),
+        ("propose", toy(json!({"ledger": secret})), "ledger"),
+        ("runs", json!({"paths": [elsewhere.path()]}), "paths"),
+        ("loop", toy(json!({"budget": 1, "out": elsewhere.path().join("run")})), "out"),
+        ("loop", toy(json!({"budget": 1, "out": "run", "store": "../store.sqlite"})), "store"),
+        ("report", json!({"runs": ["."], "out": new}), "out"),
+    ] {
+        let error = server.refused(tool, arguments);
+        assert!(!error.to_string().contains("SECRET"), "{error}");
+        assert_eq!(places(&error), [place], "{error}");
+        assert!(error.to_string().contains("outside of"), "{error}");
+    }
+    assert_eq!(std::fs::read_dir(elsewhere.path()).unwrap().count(), 1);
+    assert_eq!(std::fs::read_dir(dir.path().join("here")).unwrap().count(), 0);
+}
+
+#[test]
+fn what_an_unknown_key_holds_is_not_repeated() {
+    let dir = folder();
+    let mut server = Server::start(dir.path());
+    std::fs::write(dir.path().join("other.json"), r#"{"token": "SECRET"}"#).unwrap();
+    let verdict = server.refused("evaluate", toy(json!({"config": "other.json"})));
+    assert_eq!(places(&verdict), ["token"]);
+    assert!(!verdict.to_string().contains("SECRET"), "{verdict}");
+}
+
+#[test]
+fn nothing_is_written_over() {
+    let dir = folder();
+    let mut server = Server::start(dir.path());
+    server.call("loop", toy(json!({"budget": 1, "out": "run", "kv_capacity": 16})));
+    std::fs::create_dir(dir.path().join("mine")).unwrap();
+    std::fs::write(dir.path().join("mine/best.json"), "precious").unwrap();
+    let error = server.refused("loop", toy(json!({"budget": 1, "out": "mine"})));
+    assert_eq!(places(&error), ["out"]);
+    std::fs::write(dir.path().join("report.html"), "precious").unwrap();
+    for out in [json!({}), json!({"out": "report.html"})] {
+        let mut arguments = json!({"runs": ["run"]});
+        arguments.as_object_mut().unwrap().extend(out.as_object().unwrap().clone());
+        assert_eq!(places(&server.refused("report", arguments)), ["out"]);
+    }
+    for file in ["mine/best.json", "report.html"] {
+        assert_eq!(std::fs::read_to_string(dir.path().join(file)).unwrap(), "precious");
+    }
 }
 
 /// Begins a search with a progress token.

@@ -1,4 +1,5 @@
-//! What is printed: one JSON document on stdout, everything for people on stderr.
+//! What is printed: one JSON document on stdout, everything for people on stderr. A terminal gets the document only with `--json`: who
+//! reads there has the lines for people.
 
 use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
@@ -14,6 +15,9 @@ use crate::working;
 
 /// Whether lines for people are left out.
 static QUIET: AtomicBool = AtomicBool::new(false);
+
+/// Whether `--json` was given.
+static JSON: AtomicBool = AtomicBool::new(false);
 
 /// What a command answers.
 #[derive(Debug)]
@@ -32,8 +36,21 @@ impl<T: Serialize> Answer<T> {
     }
 }
 
-/// Prints the command's one document: indented for people, on one line for programs.
+/// Prints documents on a terminal too.
+pub(crate) fn json_wanted() {
+    JSON.store(true, Ordering::Relaxed);
+}
+
+/// Whether a document would be printed: a terminal without `--json` gets none.
+pub(crate) fn prints_documents() -> bool {
+    JSON.load(Ordering::Relaxed) || !std::io::stdout().is_terminal()
+}
+
+/// Prints the command's one document: on one line, or indented on a terminal, which gets it only if `--json` was given.
 pub(crate) fn document(value: &impl Serialize) -> Result<(), Failure> {
+    if !prints_documents() {
+        return Ok(());
+    }
     let mut out = std::io::stdout().lock();
     let text = if out.is_terminal() {
         serde_json::to_string_pretty(value)
@@ -79,6 +96,11 @@ pub(crate) fn say(line: &str) {
     working::above(|| {
         let _ = writeln!(std::io::stderr(), "{}", plain(line));
     });
+}
+
+/// A text of several lines for people.
+pub(crate) fn say_text(text: &str) {
+    text.lines().for_each(say);
 }
 
 /// A line as a terminal may be given it. Text of a file can hold control characters, which move the cursor and paint over what was said,
@@ -136,10 +158,48 @@ pub(crate) fn usage(error: &clap::Error) -> ExitCode {
     if asked_for.contains(&error.kind()) {
         return Exit::Yes.into();
     }
-    let text = error.render().to_string();
-    let first = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
-    let _ = document(&error_document(Exit::Usage, first));
+    // The parser failed, so it says nothing of the flag.
+    if std::env::args_os().any(|argument| argument == "--json") {
+        json_wanted();
+    }
+    let rendered = error.render().to_string();
+    let message = if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        subcommands(&rendered)
+    } else {
+        usage_message(&rendered)
+    };
+    let _ = document(&error_document(Exit::Usage, &message));
     Exit::Usage.into()
+}
+
+/// The subcommands that a help page lists, one of which is missing.
+fn subcommands(help: &str) -> String {
+    let listed = help.lines().skip_while(|line| *line != "Commands:").skip(1);
+    let listed = listed.take_while(|line| !line.is_empty());
+    // A description that goes on is indented deeper.
+    let names = listed.filter(|line| line.starts_with("  ") && !line.starts_with("   "));
+    let names: Vec<&str> = names.filter_map(|line| line.split_whitespace().next()).collect();
+    format!("a subcommand is missing: {}", names.join(", "))
+}
+
+/// What is wrong, all of it: the lists and tips of several lines too, on one line. The usage line and the pointer to the help are left out.
+fn usage_message(rendered: &str) -> String {
+    let text = rendered.trim_start_matches("error: ");
+    let is_said = |line: &&str| !line.starts_with("Usage:");
+    let lines = text.lines().map(str::trim).take_while(is_said).filter(|line| !line.is_empty());
+    let mut message = String::new();
+    let mut listing = false;
+    for line in lines.filter(|line| !line.starts_with("For more information")) {
+        let joint = match (message.is_empty(), listing) {
+            (true, _) => "",
+            (false, _) if message.ends_with(':') => " ",
+            (false, true) if !line.starts_with("tip:") => ", ",
+            (false, _) => "; ",
+        };
+        listing = message.ends_with(':') || (listing && joint == ", ");
+        message = message + joint + line;
+    }
+    message
 }
 
 /// Two columns, aligned.

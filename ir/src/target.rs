@@ -135,7 +135,61 @@ const TABLE: &[Row] = &[
         source: Datasheet,
         clock_mhz: 1965,
     },
+    Row {
+        name: "gh200",
+        arch: "sm_90a",
+        sms: 132,
+        smem_optin_kib: 227,
+        l2_mib: 60,
+        gb_per_s: 4000,
+        source: Datasheet,
+        clock_mhz: 1980,
+    },
+    Row {
+        name: "h20",
+        arch: "sm_90a",
+        sms: 78,
+        smem_optin_kib: 227,
+        l2_mib: 60,
+        gb_per_s: 4000,
+        source: Datasheet,
+        clock_mhz: 1980,
+    },
+    // Any other card of capability 9.0, until it has a row. The fastest memory of its kind, so that no measured time lies below the floor.
+    Row {
+        name: "sm_90",
+        arch: "sm_90a",
+        sms: 132,
+        smem_optin_kib: 227,
+        l2_mib: 60,
+        gb_per_s: 4900,
+        source: Datasheet,
+        clock_mhz: 1980,
+    },
 ];
+
+/// A card that the kernel runs on: the words that its driver's name for it has, the row that it is, and the bandwidth of its data sheet where
+/// that is not the row's.
+struct Card {
+    words: &'static [&'static str],
+    name: &'static str,
+    gb_per_s: Option<u64>,
+}
+
+/// The cards of capability 9.0. The first whose words are all there counts, so the particular ones come first.
+const CARDS: &[Card] = &[
+    Card { words: &["GH200"], name: "gh200", gb_per_s: None },
+    Card { words: &["H200"], name: "h200", gb_per_s: None },
+    Card { words: &["H100", "PCIe"], name: "h100", gb_per_s: Some(2039) },
+    Card { words: &["H100", "NVL"], name: "h100", gb_per_s: Some(3938) },
+    Card { words: &["H100"], name: "h100", gb_per_s: None },
+    Card { words: &["H800", "PCIe"], name: "h100", gb_per_s: Some(2039) },
+    Card { words: &["H800"], name: "h100", gb_per_s: None },
+    Card { words: &["H20"], name: "h20", gb_per_s: None },
+];
+
+/// What a card of capability 9.0 is that is in no row.
+const UNKNOWN_CARD: &str = "sm_90";
 
 impl From<&Row> for Target {
     fn from(row: &Row) -> Self {
@@ -195,6 +249,23 @@ impl Target {
         )
     }
 
+    /// The card of capability 9.0 that the driver calls so. One that is not known is the target `sm_90`. Sizes are those of the table: what the
+    /// driver says of the card at hand goes before them.
+    #[must_use]
+    pub fn of_card(driver_name: &str) -> Self {
+        let words: Vec<&str> = driver_name.split(|c: char| !c.is_ascii_alphanumeric()).collect();
+        let has = |word: &&str| words.iter().any(|had| had.eq_ignore_ascii_case(word));
+        let card = CARDS.iter().find(|card| card.words.iter().all(has));
+        let name = card.map_or(UNKNOWN_CARD, |card| card.name);
+        let row = TABLE.iter().find(|row| row.name == name).unwrap_or(&TABLE[0]);
+        let mut target = Self::from(row);
+        if let Some(gb_per_s) = card.and_then(|card| card.gb_per_s) {
+            target.bandwidth = gb_per_s * 1_000_000_000 / 100 * DERATE_PERCENT;
+            target.bandwidth_source = Datasheet;
+        }
+        target
+    }
+
     /// Every GPU of the table.
     #[must_use]
     pub fn all() -> Vec<Self> {
@@ -231,8 +302,32 @@ mod tests {
         assert_eq!(error.suggestion, Some("rtx4090"));
         assert_eq!(
             error.to_string(),
-            "unknown target `rtx409O`; known: h200, h100, a100, l40s, rtx4090, rtx5090, b200; try `rtx4090`"
+            "unknown target `rtx409O`; known: h200, h100, a100, l40s, rtx4090, rtx5090, b200, gh200, h20, sm_90; try `rtx4090`"
         );
+    }
+
+    #[test]
+    fn cards_are_told_apart_by_whole_words_of_their_names() {
+        for (driver_name, name, gb_per_s) in [
+            ("NVIDIA H200", "h200", 4670),
+            ("NVIDIA H200 NVL", "h200", 4670),
+            ("NVIDIA GH200 480GB", "gh200", 3880),
+            ("NVIDIA H20", "h20", 3880),
+            ("NVIDIA H100 80GB HBM3", "h100", 3249),
+            ("NVIDIA H100 PCIe", "h100", 1977),
+            ("NVIDIA H100 NVL", "h100", 3819),
+            ("NVIDIA H800", "h100", 3249),
+            ("NVIDIA H2000", "sm_90", 4753),
+            ("", "sm_90", 4753),
+        ] {
+            let target = Target::of_card(driver_name);
+            let found = (target.name.as_str(), target.bandwidth / 1_000_000_000);
+            assert_eq!(found, (name, gb_per_s), "{driver_name}");
+            // A search on it is resumed by this name.
+            assert!(Target::by_name(&target.name).is_ok(), "{driver_name}");
+            assert_eq!(target.arch, "sm_90a", "{driver_name}");
+        }
+        assert!(CARDS.iter().all(|card| Target::by_name(card.name).is_ok()));
     }
 
     #[test]

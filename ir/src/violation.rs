@@ -161,6 +161,9 @@ impl Serialize for At {
     }
 }
 
+/// Longest value that is repeated whole.
+const VALUE_BYTES_MAX: usize = 200;
+
 /// One broken rule, with its place and its numbers. As JSON: `{rule, at, value, legal, suggestion, message}`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Violation {
@@ -185,10 +188,10 @@ impl Violation {
         Self { rule, at, detail: detail.into(), value: None, legal: None, suggestion: None }
     }
 
-    /// Says what was given.
+    /// Says what was given; of something long, how it begins.
     #[must_use]
     pub fn value(self, value: impl Into<Json>) -> Self {
-        Self { value: Some(value.into()), ..self }
+        Self { value: Some(bounded(value.into())), ..self }
     }
 
     /// Says what would be legal.
@@ -202,6 +205,21 @@ impl Violation {
     pub fn suggest(self, suggestion: impl Into<String>) -> Self {
         Self { suggestion: Some(suggestion.into()), ..self }
     }
+}
+
+/// The value itself, or the beginning of its text if that is longer than [`VALUE_BYTES_MAX`].
+pub(crate) fn bounded(value: Json) -> Json {
+    let text = match &value {
+        Json::String(text) => text.clone(),
+        Json::Null | Json::Bool(_) | Json::Number(_) | Json::Array(_) | Json::Object(_) => {
+            value.to_string()
+        }
+    };
+    if text.len() <= VALUE_BYTES_MAX {
+        return value;
+    }
+    let begin = &text[..text.floor_char_boundary(VALUE_BYTES_MAX)];
+    Json::String(format!("{begin}... ({} bytes)", text.len()))
 }
 
 impl Serialize for Violation {

@@ -155,7 +155,23 @@ fn listed(problems: &[Problem]) -> String {
     text
 }
 
+/// Whether it looks like the name of a repository on the Hugging Face Hub: an owner and a name.
+fn is_hub_id(text: &str) -> bool {
+    let is_word = |word: &str| {
+        let begins = word.starts_with(|c: char| c.is_ascii_alphanumeric());
+        begins && word.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+    };
+    text.len() <= 96
+        && text.split_once('/').is_some_and(|(owner, name)| is_word(owner) && is_word(name))
+}
+
 fn unknown(name: &str, nearest: Option<&str>, presets: &[&str]) -> String {
+    if is_hub_id(name) {
+        let folder = name.rsplit('/').next().unwrap_or_default();
+        return format!(
+            "there is no folder {name}, and models are not downloaded; run `hf download {name} --local-dir {folder}` and name that folder"
+        );
+    }
     let hint = nearest.map(|n| format!(" (did you mean {n}?)")).unwrap_or_default();
     format!(
         "{} is neither a preset nor a folder{hint}; presets: {}",

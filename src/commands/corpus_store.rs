@@ -124,6 +124,8 @@ fn show(args: &StoreArgs) -> Outcome {
         )
     };
     report::table(&shown.best.iter().map(line).collect::<Vec<_>>());
+    let total = |table: &str| shown.rows.get(table).and_then(Value::as_u64).unwrap_or(0);
+    report::say(&format!("{} runs, {} trials", total("runs"), total("trials")));
     report::document(&shown)?;
     Ok(Exit::Yes)
 }
@@ -164,6 +166,12 @@ fn import(args: &ImportArgs) -> Outcome {
     let (mut rows, mut programs) = (Vec::new(), Vec::new());
     let working = Working::through(args.paths.len(), "reading");
     for path in &args.paths {
+        if path.is_file() && path.extension().is_some_and(|end| end == "parquet") {
+            return Err(Failure::usage(format!(
+                "{} is one table of an export; name the folder that it is in",
+                path.display()
+            )));
+        }
         if is_export(path) {
             let found = exported(path)?;
             rows.extend(found.runs.into_iter().map(|(run, links)| (run, path.clone(), links)));

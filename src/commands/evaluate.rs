@@ -9,6 +9,7 @@ use crate::commands::program::say_divergence;
 use crate::commands::rerun::{self, Inputs, Place};
 use crate::commands::search_loop::MIN_GAIN_MEASURED;
 use crate::context::Context;
+use crate::device::without_kernel;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report::{self, Answer};
 use crate::working::Working;
@@ -78,6 +79,7 @@ fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
         };
         found.rerun = rerun::command(&Place::of(&context), &inputs, found);
     }
+    verdict.notes.extend(without_kernel(&context.target));
     say(&verdict);
     if let (Some(count), Some(device), Ok(assessed)) = (args.aa, &mut device, &outcome) {
         let copies = (count.into(), args.seed);
@@ -172,7 +174,8 @@ pub(crate) fn stop_on_our_fault(dropped: &Dropped) -> Result<(), Failure> {
 }
 
 fn say_violations(violations: &Violations) {
-    report::say(&format!("rejected: {} violations", violations.total()));
+    let total = violations.total();
+    report::say(&format!("rejected: {total} violation{}", if total == 1 { "" } else { "s" }));
     for violation in violations.list() {
         report::say(&format!("  {violation}"));
     }

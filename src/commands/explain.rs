@@ -15,6 +15,9 @@ use crate::report::{self, Answer};
 
 const GLOSSARY: &str = include_str!("../../docs/glossary.md");
 
+/// Longest name that is looked for; none is half as long.
+const NAME_BYTES_MAX: usize = 200;
+
 /// Names that are shown to somebody who asked for one that there is not.
 const NEAR_MAX: usize = 8;
 
@@ -43,6 +46,13 @@ impl Entry {
     fn is(&self, asked: &str) -> bool {
         let names = std::iter::once(self.name.as_str()).chain(self.name.split(", "));
         names.into_iter().any(|name| name.eq_ignore_ascii_case(asked))
+            || self.more.get("error").and_then(Value::as_str) == Some(asked)
+    }
+
+    /// Whether one of the words that its name is made of is this one.
+    fn has_word(&self, asked: &str) -> bool {
+        let mut words = self.name.split(|c: char| !c.is_alphanumeric() && c != '_');
+        words.any(|word| word.eq_ignore_ascii_case(asked))
     }
 }
 
@@ -111,10 +121,15 @@ pub(crate) fn answer(args: &ExplainArgs) -> Result<Answer<Explanation>, Failure>
         }
         return explained(Some(names), None);
     };
-    let found: Vec<Entry> = all.iter().filter(|entry| entry.is(name.trim())).cloned().collect();
-    if found.is_empty() {
-        return Err(Failure::usage(unknown(name, &all)));
+    let name = name.trim();
+    if name.len() > NAME_BYTES_MAX {
+        let begin = &name[..name.floor_char_boundary(NAME_BYTES_MAX / 4)];
+        return Err(Failure::usage(format!(
+            "nothing is called `{begin}...` ({} bytes) here; `amk explain` lists every name",
+            name.len()
+        )));
     }
+    let found = meant(name, &all).ok_or_else(|| Failure::usage(unknown(name, &all)))?;
     for entry in &found {
         report::say(&format!("{} ({}): {}", entry.name, entry.kind, entry.meaning));
         for (key, value) in &entry.more {
@@ -125,6 +140,17 @@ pub(crate) fn answer(args: &ExplainArgs) -> Result<Answer<Explanation>, Failure>
         }
     }
     explained(None, Some(found))
+}
+
+/// What a name means: everything that is called so, else the one thing that has it as a word of its name.
+fn meant(name: &str, all: &[Entry]) -> Option<Vec<Entry>> {
+    let exact: Vec<Entry> = all.iter().filter(|entry| entry.is(name)).cloned().collect();
+    if !exact.is_empty() {
+        return Some(exact);
+    }
+    let mut part = all.iter().filter(|entry| entry.has_word(name));
+    let only = part.next()?;
+    part.next().is_none().then(|| vec![only.clone()])
 }
 
 /// What to say of a name that there is not: those that look like it.
@@ -169,6 +195,19 @@ mod tests {
                 assert!(help.contains(&code), "{help} leaves out {code}");
             }
         }
+    }
+
+    #[test]
+    fn part_of_a_name_means_the_one_thing_that_has_it() {
+        let all = entries();
+        let names = |asked: &str| -> Vec<String> {
+            meant(asked, &all).into_iter().flatten().map(|entry| entry.name).collect()
+        };
+        assert_eq!(names("kv_split"), ["tiling.attention.kv_split"]);
+        assert_eq!(names("tagged"), ["tagged word"]);
+        assert_eq!(names("stages"), ["pipeline.stages"]);
+        assert_eq!(names("inconclusive"), ["5", "kept, reverted, inconclusive"]);
+        assert_eq!(names("rows"), Vec::<String>::new(), "several knobs are called so");
     }
 
     #[test]

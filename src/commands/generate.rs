@@ -1,6 +1,7 @@
 //! `amk generate`: continues a prompt, on the reference machine, the graph or the GPU.
 
 use std::collections::HashMap;
+use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,12 +19,16 @@ use serde_json::{Value, json};
 use vm_host::{ReadBy, Streaming};
 
 use crate::cli::{DeviceChoice, GenerateArgs, PrefillChoice, ReadByChoice};
+use crate::config_source::ConfigSource;
 use crate::context::Context;
 use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{Observer, Sequences};
 use crate::working::Working;
 use crate::{files, report};
+
+/// Longest prompt that is read.
+const PROMPT_BYTES_MAX: u64 = 4 << 20;
 
 /// Feeds one or more tokens at the next positions and returns the logits of each.
 type Feed<'a> = dyn FnMut(&[u32]) -> Result<Vec<Vec<f32>>, Failure> + 'a;
@@ -73,8 +78,9 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
         report::say(&format!("{} rows of logits in {}", generated.logits.len(), path.display()));
     }
     let text = tokenizer.map(|t| t.decode(&generated.tokens, true)).transpose()?;
-    if let Some(text) = &text {
-        report::say(text);
+    match &text {
+        Some(text) => report::say_text(text),
+        None => report::say(&listed(&generated.tokens)),
     }
     let mut document = json!({
         "schema": "amk.generate.v1",
@@ -96,6 +102,12 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     }
     report::document(&document)?;
     Ok(Exit::Yes)
+}
+
+/// Tokens as `--tokens` takes them.
+fn listed(tokens: &[u32]) -> String {
+    let tokens: Vec<String> = tokens.iter().map(ToString::to_string).collect();
+    format!("tokens: {}", tokens.join(","))
 }
 
 /// The page of this process, for `amk top`.
@@ -127,6 +139,7 @@ fn prompt(
             context.graph().name
         )));
     };
+    let text = &if text == "-" { prompt_from_stdin(args)? } else { text.clone() };
     if !args.chat {
         return Ok(tokenizer.encode(text, true)?);
     }
@@ -137,6 +150,31 @@ fn prompt(
     let now = std::time::SystemTime::now();
     let chat = Chat { messages: &messages, add_generation_prompt: true, extra: None, now };
     Ok(tokenizer.encode(&tokenizer.chat(&chat)?, false)?)
+}
+
+/// The prompt on standard input, without the line end that `echo` adds.
+fn prompt_from_stdin(args: &GenerateArgs) -> Result<String, Failure> {
+    if args.config.config == Some(ConfigSource::Stdin) {
+        return Err(Failure::usage(
+            "--prompt - and --config - both read standard input; name a file",
+        ));
+    }
+    let unreadable = |error: std::io::Error| {
+        Failure::usage(format!(
+            "cannot read the prompt from standard input: {error}; give UTF-8 text"
+        ))
+    };
+    let mut text = String::new();
+    std::io::stdin()
+        .lock()
+        .take(PROMPT_BYTES_MAX + 1)
+        .read_to_string(&mut text)
+        .map_err(unreadable)?;
+    if text.len() as u64 > PROMPT_BYTES_MAX {
+        let most = PROMPT_BYTES_MAX >> 20;
+        return Err(Failure::usage(format!("the prompt is longer than {most} MiB; shorten it")));
+    }
+    Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
 }
 
 /// Refuses, before anything runs, what could not be finished.

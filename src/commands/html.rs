@@ -20,7 +20,7 @@ mod page;
 mod thin;
 
 /// Where the page goes when nothing is said.
-const FILE: &str = "report.html";
+pub(crate) const FILE: &str = "report.html";
 
 /// A page that was written.
 #[derive(Debug, Serialize, JsonSchema)]
@@ -57,15 +57,27 @@ pub(crate) fn run(args: &ReportArgs) -> Outcome {
 
 /// Writes the page, and says where it is.
 pub(crate) fn answer(args: &ReportArgs) -> Result<Answer<Written>, Failure> {
+    let file = args.out.clone().unwrap_or_else(|| PathBuf::from(FILE));
+    check_page(&file, args.force)?;
     let ledgers = runs::ledgers(&args.runs)?;
     let shown: Vec<Run> = ledgers.iter().map(|path| read(path)).collect::<Result<_, _>>()?;
     let page = page::render(&shown);
-    let file = args.out.clone().unwrap_or_else(|| PathBuf::from(FILE));
     files::write_whole(&file, page.as_bytes())?;
     report::say(&format!("{}: {} bytes, needs no network", file.display(), page.len()));
     let trials = shown.iter().map(|run| run.trials.len()).sum();
     let document = Written { schema: "amk.report.v1", file, bytes: page.len(), ledgers, trials };
     Ok(Answer { document, exit: Exit::Yes })
+}
+
+/// Whether the page may be written there. What is no file, such as a pipe, holds nothing that would be lost.
+fn check_page(file: &Path, force: bool) -> Result<(), Failure> {
+    if file.is_file() && !force {
+        return Err(Failure::usage(format!(
+            "{} exists; name another --out, or give --force to write over it",
+            file.display()
+        )));
+    }
+    Ok(())
 }
 
 fn read(path: &Path) -> Result<Run, Failure> {

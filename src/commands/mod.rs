@@ -112,6 +112,7 @@ fn man(out: Option<&Path>) -> Outcome {
         .filter(|name| name.starts_with("amk") && name.ends_with(".1"))
         .collect();
     names.sort();
+    report::say(&format!("{} pages in {}", names.len(), folder.display()));
     report::document(&json!({"schema": "amk.man.v1", "folder": folder, "pages": names}))?;
     Ok(Exit::Yes)
 }

@@ -26,6 +26,16 @@ pub(crate) fn lower(args: &LowerArgs) -> Outcome {
     let context = Context::new(&args.model)?;
     let config = context.valid_config(args.config.config.as_ref())?;
     let program = lowered(&context, &config)?;
+    report::say(&format!(
+        "program {} of {} for {}: {} tasks on {} workers, {} counters, {:.1} MB of weights per step",
+        program.id(),
+        context.graph().name,
+        context.target.name,
+        program.task_len(),
+        program.workers.len(),
+        program.counters,
+        program.stream_bytes() as f64 / 1e6
+    ));
     if let Some(path) = &args.output {
         files::save(&program, path)?;
         report::say(&format!("saved to {}", path.display()));

@@ -1,6 +1,6 @@
 //! `amk propose`: the schedule to edit and every knob with its legal values.
 
-use ir::schedule::ScheduleConfig;
+use ir::schedule::{Knob, ScheduleConfig};
 use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -43,8 +43,12 @@ pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
     let Value::Object(search_space) = space else {
         return Err(Failure { exit: Exit::Bug, message: "a search space is no object".to_owned() });
     };
+    if !report::prints_documents() {
+        let row = |knob: &Knob| (knob.path().to_owned(), config.get(*knob).to_string());
+        report::table(&Knob::ALL.iter().map(row).collect::<Vec<_>>());
+    }
     report::say(&format!(
-        "{from}; {} knobs. Edit schedule_config (any subset of it is a config) and judge it: amk evaluate --config FILE",
+        "{from}; {} knobs. Edit schedule_config (any subset of it is a config) and judge it: amk evaluate --config FILE. --json prints it with the search space",
         search_space.len()
     ));
     let document = Proposal {

@@ -1,5 +1,6 @@
 //! `amk loop`: the keep/revert search, with its ledger, its table and its progress.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,8 +8,8 @@ use std::time::{Duration, Instant};
 use corpus::manifest::State;
 use corpus::{Contents, CorpusError, Ledger, Results};
 use indicatif::ProgressBar;
-use ir::Knob;
 use ir::schedule::Value as KnobValue;
+use ir::{Knob, Target};
 use search::strategy::{Ground, Strategy, StrategyName};
 use search::{
     Budget, Confirmation, Decision, Device, Outcome as End, Row, Search, SearchError, Settings,
@@ -21,6 +22,7 @@ use crate::cli::LoopArgs;
 use crate::commands::rerun::{self, Inputs, Place};
 use crate::commands::runs;
 use crate::context::Context;
+use crate::device::without_kernel;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report::{self, Answer};
 use crate::working;
@@ -80,6 +82,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let header = Header::resumed(args, &contents, &ledger_path)?;
         (Some(ledger), header, rows(&contents, &ledger_path)?)
     } else {
+        check_folder(args)?;
         (None, Header::fresh(args)?, Vec::new())
     };
     let several = cards::are_meant(args, &header)?;
@@ -145,14 +148,31 @@ fn with_known(args: &LoopArgs, dir: &Path, mut header: Header) -> Result<Header,
     Ok(header)
 }
 
-/// Whether a search can begin, or go on, where the arguments say.
+/// Whether a search can begin, or go on, where the arguments say. It begins in a folder of its own: it would write over files in any other.
 pub(crate) fn check_folder(args: &LoopArgs) -> Result<(), Failure> {
     if args.out.is_none() && !args.resume {
         return Ok(()); // a new folder
     }
-    let ledger = header::folder(args)?.path.join("ledger.jsonl");
-    let holds = std::fs::metadata(&ledger).is_ok_and(|file| file.len() > 0);
-    if holds && !args.resume { Err(CorpusError::Exists { path: ledger }.into()) } else { Ok(()) }
+    let dir = header::folder(args)?.path;
+    if args.resume {
+        return Ok(());
+    }
+    let ledger = dir.join("ledger.jsonl");
+    if std::fs::metadata(&ledger).is_ok_and(|file| file.len() > 0) {
+        // One that was killed while it wrote its first row is begun again; the ledger decides.
+        let begun = std::fs::read(&ledger).is_ok_and(|bytes| !bytes.contains(&b'\n'));
+        return if begun { Ok(()) } else { Err(CorpusError::Exists { path: ledger }.into()) };
+    }
+    let ours = |name: &OsStr| ["ledger.jsonl", "ledger.head"].iter().any(|file| name == *file);
+    let mut entries = std::fs::read_dir(&dir).into_iter().flatten().flatten();
+    match entries.find(|entry| !ours(&entry.file_name())) {
+        None => Ok(()),
+        Some(other) => Err(Failure::usage(format!(
+            "{} is not empty ({}) and holds no search; name a new folder in --out",
+            dir.display(),
+            other.file_name().display()
+        ))),
+    }
 }
 
 /// Helpers of a search, and threads of each. Several programs at once use cores better than one program on all of them. Cores are left
@@ -300,6 +320,9 @@ fn say_start(header: &Header, dir: &Path, done: usize) {
         who(header),
         dir.display()
     ));
+    if let Some(note) = Target::by_name(&header.target).ok().and_then(|t| without_kernel(&t)) {
+        report::say(&note);
+    }
 }
 
 /// Who proposes, for people.

@@ -10,7 +10,6 @@ mod timeline;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
-use std::path::Path;
 
 use abi::TaskRecord;
 use ir::program::{Program, Verified};
@@ -22,8 +21,8 @@ use vm_host::{BootOptions, HostError, Idle, Resident};
 use crate::cli::TraceArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
 use crate::working::Working;
+use crate::{files, report};
 
 use counters::{Counter, Ring};
 use timeline::{Clock, Timeline, op_name};
@@ -37,7 +36,7 @@ const TRACED_STEPS: u32 = 24;
 
 pub(crate) fn run(args: &TraceArgs) -> Outcome {
     let context = Context::new(&args.model)?;
-    if args.context + TIMED_TOKENS > context.kv_capacity {
+    if args.context.saturating_add(TIMED_TOKENS) > context.kv_capacity {
         return Err(Failure::usage(format!(
             "--context {} is out of range: the key/value cache holds {}; raise --kv-capacity",
             args.context, context.kv_capacity
@@ -105,7 +104,11 @@ impl Traced {
         ];
         for (path, fill) in files {
             if let Some(path) = path {
-                save(path, fill)?;
+                files::write_with(path, |file| {
+                    let mut out = BufWriter::new(file);
+                    fill(&mut out)?;
+                    out.flush()
+                })?;
             }
         }
         self.document["step"] = sums(&self.timeline);
@@ -114,15 +117,7 @@ impl Traced {
 }
 
 /// What writes a file.
-type Fill<'a> = dyn Fn(&mut BufWriter<File>) -> io::Result<()> + 'a;
-
-fn save(path: &Path, fill: &Fill<'_>) -> Result<(), Failure> {
-    let written = File::create(path).map(BufWriter::new).and_then(|mut out| {
-        fill(&mut out)?;
-        out.flush()
-    });
-    written.map_err(|error| Failure::usage(format!("cannot write {}: {error}", path.display())))
-}
+type Fill<'a> = dyn Fn(&mut BufWriter<&mut File>) -> io::Result<()> + 'a;
 
 /// Where the nanoseconds of all workers went in one step. They add up.
 fn sums(timeline: &Timeline) -> Value {

@@ -57,6 +57,31 @@ pub(super) fn document(tool: &str, problems: &[Problem]) -> Value {
     document
 }
 
+/// The arguments, with texts turned into what they can only mean: clients send `"2048"` for a number and one path for a list of them.
+pub(super) fn typed(schema: &Value, mut arguments: Map<String, Value>) -> Map<String, Value> {
+    for (name, given) in &mut arguments {
+        let Value::String(text) = given else { continue };
+        let takes = |wanted: &str| match &schema["properties"][name.as_str()]["type"] {
+            Value::String(only) => only == wanted,
+            Value::Array(types) => types.iter().any(|name| name == wanted),
+            Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_) => false,
+        };
+        if takes("string") {
+            continue;
+        }
+        let read = serde_json::from_str::<Value>(text.trim()).ok();
+        let meant = match read {
+            Some(number @ Value::Number(_)) if takes("integer") || takes("number") => number,
+            Some(truth @ Value::Bool(_)) if takes("boolean") => truth,
+            Some(list @ Value::Array(_)) if takes("array") => list,
+            _ if takes("array") => Value::Array(vec![Value::String(text.clone())]),
+            _ => continue,
+        };
+        *given = meant;
+    }
+    arguments
+}
+
 /// Where the arguments break the tool's schema.
 pub(super) fn against(validator: &Validator, schema: &Value, arguments: &Value) -> Vec<Problem> {
     let mut problems = Vec::new();

@@ -10,6 +10,8 @@
 
 mod arguments;
 mod jobs;
+mod listed;
+mod paths;
 mod resources;
 mod server;
 mod tools;

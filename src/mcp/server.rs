@@ -154,6 +154,7 @@ impl Server {
             Ok(permit) => permit,
             Err(failure) => return Ok(Err(failure)),
         };
+        let given = self.tools[index].typed(given);
         let (tools, checked) = (self.tools.clone(), given.clone());
         let check = move || Ok(tools[index].problems(&checked));
         let problems = match received(on_thread(quick, check).await) {

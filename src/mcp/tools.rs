@@ -3,15 +3,16 @@
 use std::sync::Arc;
 
 use jsonschema::Validator;
-use rmcp::model::{JsonObject, Tool, ToolAnnotations};
+use rmcp::model::{Tool, ToolAnnotations};
+use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
-use schemars::{JsonSchema, Schema};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::arguments::{self, Problem};
 use super::server::Status;
+use super::{listed, paths};
 use crate::cli::{
     CompareArgs, DiffArgs, EvaluateArgs, ExplainArgs, LoopArgs, ProposeArgs, ReportArgs, RunsArgs,
 };
@@ -48,10 +49,20 @@ pub(super) struct Entry {
 }
 
 impl Entry {
+    /// The arguments as their types want them, where a text can only mean that.
+    pub(super) fn typed(&self, arguments: Map<String, Value>) -> Map<String, Value> {
+        arguments::typed(&self.schema, arguments)
+    }
+
     /// Everything that is wrong with these arguments.
     pub(super) fn problems(&self, arguments: &Map<String, Value>) -> Vec<Problem> {
         let whole = Value::Object(arguments.clone());
         let mut problems = arguments::against(&self.validator, &self.schema, &whole);
+        let outside = paths::outside(arguments);
+        if !outside.is_empty() {
+            // What is out of bounds is not read to say more.
+            return problems.into_iter().chain(outside).collect();
+        }
         let shape = problems.len();
         problems.extend((self.check)(arguments));
         // A verdict says what is wrong with a schedule in its own way, if nothing else is.
@@ -176,7 +187,9 @@ fn about_runs(given: &Map<String, Value>) -> Vec<Problem> {
 
 /// A page that is no page: the tool writes nothing else, and over nothing else.
 fn about_page(given: &Map<String, Value>) -> Vec<Problem> {
-    let Some(out @ Value::String(name)) = given.get("out") else { return Vec::new() };
+    let default = Value::from(html::FILE);
+    let out = given.get("out").filter(|out| !out.is_null()).unwrap_or(&default);
+    let Some(name) = out.as_str() else { return Vec::new() };
     let path = std::path::Path::new(name);
     let html = path.extension().is_some_and(|end| end == "html");
     let folder = path.parent().is_none_or(|dir| dir.as_os_str().is_empty() || dir.is_dir());
@@ -184,6 +197,7 @@ fn about_page(given: &Map<String, Value>) -> Vec<Problem> {
     match (html, folder) {
         (false, _) => problem("the page's name must end in .html"),
         (true, false) => problem("its folder does not exist"),
+        (true, true) if path.exists() => problem("the page exists; name another"),
         (true, true) => Vec::new(),
     }
 }
@@ -228,12 +242,12 @@ fn entry<A: JsonSchema, D: JsonSchema>(
     check: fn(&Map<String, Value>) -> Vec<Problem>,
 ) -> Result<Entry, Failure> {
     let mut input =
-        object(SchemaSettings::draft2020_12().into_generator().into_root_schema_for::<A>());
+        listed::object(SchemaSettings::draft2020_12().into_generator().into_root_schema_for::<A>());
     // The types cannot say it: a flattened struct does not know which names belong to its neighbours.
     input.insert("additionalProperties".into(), false.into());
     input.entry("properties").or_insert_with(|| Value::Object(Map::new()));
     let settings = SchemaSettings::draft2020_12().for_serialize();
-    let output = object(settings.into_generator().into_root_schema_for::<D>());
+    let output = listed::object(settings.into_generator().into_root_schema_for::<D>());
     let schema = Value::Object(input.clone());
     let bug = |error: &dyn std::fmt::Display| Failure {
         exit: Exit::Bug,
@@ -242,51 +256,10 @@ fn entry<A: JsonSchema, D: JsonSchema>(
     let validator = jsonschema::validator_for(&schema).map_err(|error| bug(&error))?;
     let writes = matches!(run, Run::Search | Run::Write(_));
     let hints = ToolAnnotations::new().read_only(!writes).destructive(false).open_world(false);
-    let mut tool = Tool::new(name, description, Arc::new(plain(input)));
-    tool.output_schema = Some(Arc::new(output));
+    let mut tool = Tool::new(name, description, Arc::new(listed::plain(input)));
+    tool.output_schema = Some(Arc::new(listed::shallow(&output)));
     tool.annotations = Some(hints);
     Ok(Entry { tool, run, schema, validator, check })
-}
-
-/// Arguments as they are listed. One that may be left out may be null too, which is accepted and not listed: clients that turn texts into numbers
-/// go by a single type.
-fn plain(mut input: JsonObject) -> JsonObject {
-    let properties = input.get_mut("properties").and_then(Value::as_object_mut);
-    for property in properties.into_iter().flat_map(|all| all.values_mut()) {
-        let Some(Value::Array(types)) = property.get_mut("type") else { continue };
-        types.retain(|name| name != "null");
-        if let [only] = &types[..] {
-            property["type"] = only.clone();
-        }
-    }
-    input
-}
-
-fn object(schema: Schema) -> JsonObject {
-    let Value::Object(mut object) = schema.to_value() else { return Map::new() };
-    // The type's name and sentence are ours; the tool has its own.
-    object.remove("title");
-    object.remove("description");
-    object.values_mut().for_each(without_widths);
-    object
-}
-
-/// Takes out the formats that say how wide a number is (`uint64`): JSON schema has no such, and clients warn of each of them.
-fn without_widths(schema: &mut Value) {
-    match schema {
-        Value::Object(map) => {
-            let width = |format: &Value| {
-                let name = format.as_str().unwrap_or_default();
-                ["uint", "int", "float", "double"].iter().any(|width| name.starts_with(width))
-            };
-            if map.get("format").is_some_and(width) {
-                map.remove("format");
-            }
-            map.values_mut().for_each(without_widths);
-        }
-        Value::Array(list) => list.iter_mut().for_each(without_widths),
-        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
-    }
 }
 
 #[cfg(test)]
@@ -340,12 +313,15 @@ mod tests {
                 let types = property.get("type").and_then(Value::as_array);
                 let null = types.is_some_and(|types| types.contains(&json!("null")));
                 assert!(!null, "{}: {name}", entry.tool.name);
+                let values = property.get("enum").and_then(Value::as_array);
+                let null = values.is_some_and(|values| values.contains(&Value::Null));
+                assert!(!null, "{}: {name} has null among its values", entry.tool.name);
             }
         }
         assert_eq!(tool.tool.input_schema["properties"]["kv_capacity"]["type"], "integer");
         let given = json!({"model": "toy", "kv_capacity": null, "devices": ["cuda:1", 0]});
         assert_eq!(tool.problems(given.as_object().expect("an object")), []);
-        let given = json!({"model": "toy", "devices": ["gpu"], "kv_capacity": "16"});
+        let given = json!({"model": "toy", "devices": ["gpu"], "kv_capacity": "sixteen"});
         let problems = tool.problems(given.as_object().expect("an object"));
         let places: Vec<&str> = problems.iter().map(Problem::at).collect();
         assert_eq!(places, ["devices.0", "kv_capacity"]);

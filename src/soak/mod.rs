@@ -111,6 +111,10 @@ pub(crate) fn run(args: &SoakArgs) -> Outcome {
     drop(device);
     let leaks: Vec<String> = leaks.into_iter().chain(leaks::device(free)).chain(taken).collect();
     let good = tally.wrong.is_empty() && leaks.is_empty();
+    report::say(&format!("{} turns, {} tokens", tally.turns, tally.tokens));
+    for fault in tally.wrong.iter().chain(&leaks) {
+        report::say(&format!("  {fault}"));
+    }
     report::document(&json!({
         "schema": "amk.soak.v1",
         "model": context.graph().name,

@@ -3,6 +3,7 @@
 mod attacks;
 mod calibration;
 mod device_bound;
+mod device_script;
 mod docs;
 mod explore;
 mod filetest;

@@ -20,7 +20,7 @@ pub use knobs::{
     ActsOn, AttentionTiling, DownTiling, FusionGrouping, GateUpTiling, Handoffs, KernelConfig,
     Knob, LmHeadTiling, OProjTiling, Pipeline, QkvTiling, ScheduleConfig, Tiling,
 };
-pub use parse::{parse_config, read_config};
+pub use parse::{parse_config, read_config, unique_json};
 pub use space::{default_config, json_schema, knob_table_markdown, legal_values, search_space};
 pub use validate::{activation_bytes, largest_stages, validate};
 pub use value::{Domain, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value};

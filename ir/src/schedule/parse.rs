@@ -10,7 +10,7 @@ use super::{Knob, ScheduleConfig, Valid};
 use crate::graph::Graph;
 use crate::nearest::nearest;
 use crate::target::Target;
-use crate::violation::{At, Rule, Violation, Violations};
+use crate::violation::{At, Rule, Violation, Violations, bounded};
 
 /// Parses a config; knobs that it does not mention take [`default_config`]'s value. Rules between knobs are not checked here.
 ///
@@ -48,8 +48,8 @@ pub fn read_config(
 
 fn read(text: &str, graph: &Graph, target: &Target, found: &mut Violations) -> ScheduleConfig {
     let mut config = default_config(graph, target);
-    match serde_json::from_str::<Unique>(text) {
-        Ok(Unique(tree)) => walk(&tree, "", &mut config, found),
+    match unique_json(text) {
+        Ok(tree) => walk(&tree, "", &mut config, found),
         Err(error) => {
             let at = At::Text { line: error.line() as u32, column: error.column() as u32 };
             let whole = error.to_string();
@@ -59,6 +59,14 @@ fn read(text: &str, graph: &Graph, target: &Target, found: &mut Violations) -> S
         }
     }
     config
+}
+
+/// Reads JSON in which no object gives a key twice.
+///
+/// # Errors
+/// The place where the text stops being that.
+pub fn unique_json(text: &str) -> Result<Json, serde_json::Error> {
+    serde_json::from_str::<Unique>(text).map(|Unique(tree)| tree)
 }
 
 /// JSON in which no object gives a key twice: the parser alone would silently keep the last.
@@ -157,7 +165,7 @@ fn walk(node: &Json, prefix: &str, config: &mut ScheduleConfig, found: &mut Viol
         match Knob::from_path(&path) {
             Some(knob) if keys.contains(&key.as_str()) => leaf(knob, value, config, found),
             _ if keys.contains(&key.as_str()) => walk(value, &path, config, found),
-            _ => found.add(unknown(&path, key, &keys).value(value.clone())),
+            _ => found.add(unknown(&path, key, &keys)),
         }
     }
 }
@@ -214,7 +222,7 @@ fn leaf(knob: Knob, given: &Json, config: &mut ScheduleConfig, found: &mut Viola
 
 /// The violation for a value of the right type that the table does not list.
 pub(super) fn out_of_range(knob: Knob, given: Json) -> Violation {
-    let detail = format!("{given} is not a value of this knob");
+    let detail = format!("{} is not a value of this knob", bounded(given.clone()));
     refused(Rule::SRange, knob, &given, detail)
 }
 

@@ -1,0 +1,137 @@
+//! What is refused before anything runs or is written over, and what is said of it.
+
+use std::ffi::OsStr;
+use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use super::{Ran, amk, amk_in, command, folder, golden, ran, search};
+
+/// Runs `amk` with an argument that is no text.
+fn with_bytes(folder: &Path, args: &[&str], last: &[u8]) -> Ran {
+    let mut command = command(folder, args);
+    ran(command.arg(OsStr::from_bytes(last)).output().unwrap())
+}
+
+#[test]
+fn an_argument_that_json_cannot_name_is_refused_before_anything_runs() {
+    let dir = folder();
+    let toy = ["loop", "--model", "toy", "--device", "cpu", "--budget", "2", "--out"];
+    with_bytes(dir.path(), &toy, b"s\xff").fails(2, &["not UTF-8", "rename"]);
+    with_bytes(dir.path(), &["runs", "verify"], b"s\xff").fails(2, &["not UTF-8"]);
+    with_bytes(dir.path(), &["export", "--model", "toy", "--out"], b"\xff")
+        .fails(2, &["not UTF-8"]);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "something was written");
+}
+
+#[test]
+fn a_search_begins_in_a_folder_of_its_own() {
+    let dir = folder();
+    std::fs::create_dir(dir.path().join("mine")).unwrap();
+    std::fs::write(dir.path().join("mine/best.json"), "precious").unwrap();
+    search(dir.path(), &["--budget", "2", "--out", "mine"])
+        .fails(2, &["mine is not empty", "best.json", "--out"]);
+    let kept = std::fs::read_to_string(dir.path().join("mine/best.json")).unwrap();
+    assert_eq!(kept, "precious");
+    std::fs::create_dir(dir.path().join("empty")).unwrap();
+    search(dir.path(), &["--budget", "2", "--out", "empty"]).succeeds("amk.loop.v1");
+}
+
+#[test]
+fn a_page_is_written_over_another_only_with_force() {
+    let dir = folder();
+    search(dir.path(), &["--budget", "2", "--out", "s"]).succeeds("amk.loop.v1");
+    std::fs::write(dir.path().join("page.html"), "precious").unwrap();
+    let report = ["report", "s", "--out", "page.html"];
+    amk_in(dir.path(), &report).fails(2, &["page.html exists", "--force"]);
+    let page = || std::fs::read_to_string(dir.path().join("page.html")).unwrap();
+    assert_eq!(page(), "precious");
+    amk_in(dir.path(), &[&report[..], &["--force"]].concat()).succeeds("amk.report.v1");
+    assert!(page().contains("<svg"));
+}
+
+#[test]
+fn a_trace_that_finds_no_room_leaves_no_half_file() {
+    let dir = folder();
+    // The limit is in blocks of 512 or 1024 bytes; the signal is ignored, so that the write itself fails.
+    let script = "trap '' XFSZ; ulimit -f 8; exec \"$0\" \"$@\"";
+    let trace = "trace --model toy --device cpu --kv-capacity 256 --perfetto a.pftrace";
+    let mut command = Command::new("sh");
+    command.args(["-c", script, env!("CARGO_BIN_EXE_amk")]).args(trace.split(' '));
+    let ran = ran(command.current_dir(dir.path()).stdin(Stdio::null()).output().unwrap());
+    ran.fails(2, &["cannot write a.pftrace"]);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "something is left");
+}
+
+#[test]
+fn a_context_beyond_the_cache_is_refused_by_trace_too() {
+    let args = ["trace", "--model", "toy", "--device", "cpu", "--context", "4294967295"];
+    amk(&args).fails(2, &["--context 4294967295", "--kv-capacity"]);
+}
+
+#[test]
+fn a_name_of_any_length_is_answered_in_a_few_words() {
+    let long = "x".repeat(100_000);
+    let ran = amk(&["explain", &long]);
+    ran.fails(2, &["xxx...", "(100000 bytes)"]);
+    assert!(ran.stdout.len() < 1_000, "{} bytes", ran.stdout.len());
+}
+
+#[test]
+fn one_table_of_an_export_is_no_store() {
+    let dir = folder();
+    std::fs::write(dir.path().join("runs.parquet"), "PAR1").unwrap();
+    amk_in(dir.path(), &["corpus", "import", "runs.parquet"])
+        .fails(2, &["runs.parquet", "name the folder"]);
+}
+
+#[test]
+fn a_name_of_the_hub_gets_the_command_that_downloads_it_and_no_preset() {
+    let ran = amk(&["evaluate", "--model", "Qwen/Qwen3-0.6B"]);
+    ran.fails(2, &["hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"]);
+    assert!(!ran.stderr.contains("qwen3-0.6b"), "{}", ran.stderr);
+}
+
+#[test]
+fn a_prediction_for_a_card_without_a_kernel_says_so() {
+    let notes = |target: &str| {
+        let args = ["evaluate", "--model", "toy", "--device", "cpu", "--target", target];
+        amk(&args).succeeds("amk.verdict.v1")["notes"].to_string()
+    };
+    assert!(notes("l40s").contains("no kernel for sm_89; rates from H200"), "{}", notes("l40s"));
+    for target in ["h200", "h100", "gh200"] {
+        assert!(!notes(target).contains("no kernel"), "{target}: {}", notes(target));
+    }
+}
+
+#[test]
+fn one_violation_is_counted_as_one() {
+    let one = super::evaluate(br#"{"pipeline": {"stages": 0}}"#);
+    assert!(one.stderr.contains("rejected: 1 violation\n"), "{}", one.stderr);
+    let two = super::evaluate(br#"{"pipeline": {"stages": 0, "stage": 1}}"#);
+    assert!(two.stderr.contains("rejected: 2 violations\n"), "{}", two.stderr);
+}
+
+#[test]
+fn a_prompt_may_come_on_standard_input() {
+    let model = golden("llama3-rope-bf16").display().to_string();
+    let args = ["generate", "--model", &model, "--max-new-tokens", "2", "--device", "eval"];
+    let piped = |more: &[&str]| {
+        let mut command = command(&std::env::temp_dir(), &[&args[..], more].concat());
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        child.stdin.take().unwrap().write_all(b"The sky is\n").unwrap();
+        ran(child.wait_with_output().unwrap())
+    };
+    let given = amk(&[&args[..], &["--prompt", "The sky is"]].concat());
+    let given = given.succeeds("amk.generate.v1");
+    assert_eq!(piped(&["--prompt", "-"]).succeeds("amk.generate.v1"), given);
+}
+
+#[test]
+fn one_standard_input_is_not_read_as_both_a_prompt_and_a_config() {
+    let model = golden("llama3-rope-bf16").display().to_string();
+    let args = ["generate", "--model", &model, "--device", "cpu", "--prompt", "-", "--config", "-"];
+    amk(&args).fails(2, &["--prompt -", "--config -"]);
+}

@@ -1,0 +1,106 @@
+//! Which files a tool may read and write: those in the folder that the server was started in. A client's model may have been told by a
+//! stranger what to ask for; what it may see is for the person to say who starts the server.
+//!
+//! `model` is not held to it: checkpoints lie in caches elsewhere, and of a folder without one only its name and the keys of its
+//! config.json are repeated.
+
+use std::path::{Component, Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::arguments::Problem;
+use crate::config_source::ConfigSource;
+
+/// Arguments that are a path.
+const PATHS: [&str; 3] = ["ledger", "out", "store"];
+
+/// Arguments that are a list of paths.
+const LISTS: [&str; 2] = ["paths", "runs"];
+
+/// Arguments that are a schedule or the path of one.
+const SOURCES: [&str; 3] = ["config", "a", "b"];
+
+/// Each argument that names a file outside of the working folder.
+pub(super) fn outside(arguments: &Map<String, Value>) -> Vec<Problem> {
+    let Ok(folder) = std::env::current_dir().and_then(std::fs::canonicalize) else {
+        return Vec::new();
+    };
+    let mut problems = Vec::new();
+    let mut check = |name: &'static str, given: &Value, path: &Path| {
+        if !is_inside(&folder, path) {
+            let why = format!(
+                "it is outside of {}, where the server was started; name a file in there, or give the schedule itself",
+                folder.display()
+            );
+            problems.push(Problem::new(name, given, why));
+        }
+    };
+    for name in PATHS {
+        if let Some(given @ Value::String(path)) = arguments.get(name) {
+            check(name, given, Path::new(path));
+        }
+    }
+    for name in LISTS {
+        for given in arguments.get(name).and_then(Value::as_array).into_iter().flatten() {
+            if let Some(path) = given.as_str() {
+                check(name, given, Path::new(path));
+            }
+        }
+    }
+    for name in SOURCES {
+        let Some(given) = arguments.get(name) else { continue };
+        if let Ok(ConfigSource::File(path)) = serde_json::from_value(given.clone()) {
+            check(name, given, &path);
+        }
+    }
+    problems
+}
+
+/// Whether a path leads into the folder, its links followed. What is not there yet is judged by the folder that it would be made in.
+fn is_inside(folder: &Path, path: &Path) -> bool {
+    let mut place = folder.join(path);
+    let mut missing = PathBuf::new();
+    loop {
+        if let Ok(real) = place.canonicalize() {
+            return real.join(missing).starts_with(folder);
+        }
+        // A link to nothing would be followed by whoever writes.
+        if place.symlink_metadata().is_ok() {
+            return false;
+        }
+        let Some(Component::Normal(name)) = place.components().next_back() else { return false };
+        missing = if missing.as_os_str().is_empty() {
+            PathBuf::from(name)
+        } else {
+            Path::new(name).join(&missing)
+        };
+        if !place.pop() {
+            return false;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_and_dots_that_leave_the_folder_are_outside() {
+        let (dir, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let folder = dir.path().canonicalize().unwrap();
+        std::fs::create_dir(folder.join("runs")).unwrap();
+        std::fs::write(folder.join("a.json"), "{}").unwrap();
+        let link = |to: &Path, name: &str| std::os::unix::fs::symlink(to, folder.join(name));
+        link(elsewhere.path(), "away").unwrap();
+        link(Path::new("/no/such/file"), "dangling").unwrap();
+        link(Path::new("a.json"), "b.json").unwrap();
+        let absolute = folder.join("a.json");
+        for path in ["a.json", "b.json", "runs/new/deep", ".", "runs/../a.json", "new.html"] {
+            assert!(is_inside(&folder, Path::new(path)), "{path}");
+        }
+        assert!(is_inside(&folder, &absolute));
+        for path in ["..", "../x", "/etc/passwd", "away", "away/new", "dangling", "no/../../x"] {
+            assert!(!is_inside(&folder, Path::new(path)), "{path}");
+        }
+    }
+}

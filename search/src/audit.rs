@@ -77,6 +77,7 @@ impl Audit {
             | Outcome::Unloadable
             | Outcome::Broken
             | Outcome::Disagreed
+            | Outcome::Unrepeatable
             | Outcome::CompileFailed
             | Outcome::Trapped
             | Outcome::TimedOut

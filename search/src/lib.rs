@@ -53,8 +53,8 @@ pub use device::{
 pub use diverge::{DivergenceClass, FirstDivergence, TaskAt, left_in, place_name};
 pub use effort::{Bar, Look, spread};
 pub use equals::{Equal, Equals, equals};
-pub use expected::{Expected, POSITIONS_MAX, draw_tokens};
-pub use gate::{Clock, Dropped, Gate, OnDeviceOnce};
+pub use expected::{Expected, ExpectedError, POSITIONS_MAX, draw_tokens};
+pub use gate::{BitsDiffer, Clock, Dropped, Gate, OnDeviceOnce};
 pub use measure::{BelowFloor, Interval, Latency, Predicted, gain, median, noise_floor};
 pub use propose::{Change, Origin, Past, Proposer, changes};
 pub use run::{Dropped as DroppedTrials, Search, SearchError, Settings, Step, StoppedBy};

@@ -38,6 +38,8 @@ pub enum Outcome {
     Broken,
     /// Wrong values.
     Disagreed,
+    /// Two runs on the device agree with the graph and differ in their bits.
+    Unrepeatable,
     /// The kernel does not compile.
     CompileFailed,
     /// A device worker gave up.
@@ -65,6 +67,7 @@ impl Outcome {
             Self::Unloadable => "unloadable",
             Self::Broken => "broken",
             Self::Disagreed => "disagreed",
+            Self::Unrepeatable => "unrepeatable",
             Self::CompileFailed => "compile_failed",
             Self::Trapped => "trapped",
             Self::TimedOut => "timed_out",
@@ -85,6 +88,7 @@ impl Outcome {
             | Self::Unloadable
             | Self::Broken
             | Self::Disagreed
+            | Self::Unrepeatable
             | Self::CompileFailed
             | Self::Trapped
             | Self::TimedOut
@@ -125,6 +129,7 @@ impl From<&Dropped> for Outcome {
             Dropped::Unloadable(_) => Self::Unloadable,
             Dropped::Unrunnable(_) | Dropped::Unevaluated(_) | Dropped::Halted(_) => Self::Broken,
             Dropped::Disagreed { .. } | Dropped::Sampled { .. } => Self::Disagreed,
+            Dropped::Unrepeatable(_) => Self::Unrepeatable,
             Dropped::BelowFloor(_) => Self::BelowFloor,
             Dropped::Failed(error) => match error {
                 DeviceError::Compile { .. } => Self::CompileFailed,

@@ -475,8 +475,8 @@ impl Device for Cheating<'_> {
         Ok(samples)
     }
 
-    fn release(&mut self, program: Handle) {
-        self.honest.release(program);
+    fn release(&mut self, program: &Arc<Verified<Program>>, kernel: &KernelConfig) {
+        self.honest.release(program, kernel);
     }
 }
 

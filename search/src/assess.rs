@@ -371,10 +371,10 @@ fn blamed(
 /// The end of a device on which a schedule fails that had passed: no candidate can be judged there, and none is to blame. A device that
 /// is gone says so itself.
 pub(crate) fn incumbent_failed(who: &str, dropped: Dropped) -> DeviceError {
-    match dropped {
-        Dropped::Failed(gone @ DeviceError::Unavailable { .. }) => gone,
-        dropped => DeviceError::Unavailable { reason: format!("{who} fails there: {dropped}") },
+    if let Dropped::Failed(gone @ DeviceError::Unavailable { .. }) = dropped {
+        return gone;
     }
+    DeviceError::Unavailable { reason: format!("{who} fails there: {dropped}") }
 }
 
 fn contenders<'a>(

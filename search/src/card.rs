@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use ir::schedule::{ActsOn, Knob, ScheduleConfig, Value};
+use reference_vm::compare::{Agreement, Reference};
 
 use crate::assess::{self, Assessed, Screened};
 use crate::cpu::Candidate;
@@ -86,6 +87,7 @@ struct Judgement {
     gain: Option<Interval>,
     threshold: Option<f64>,
     noise_floor: Option<f64>,
+    predicted_us: Option<f64>,
     samples_us: Vec<[f64; 4]>,
 }
 
@@ -166,6 +168,7 @@ impl<'d, 'a> Card<'d, 'a> {
             gain: judgement.gain.filter(|gain| gain.low.is_finite() && gain.high.is_finite()),
             threshold: judgement.threshold.filter(|threshold| threshold.is_finite()),
             noise_floor: judgement.noise_floor.filter(|noise| noise.is_finite()),
+            predicted_us: judgement.predicted_us,
             samples_us: judgement.samples_us,
             card: None,
             beside: Vec::new(),
@@ -284,7 +287,9 @@ impl<'d, 'a> Card<'d, 'a> {
         let given_up = self.give_up(guard.device(), job, &screened, verdict);
         self.spent.timing_s += (clock() - began).as_secs_f64();
         if let Some(judgement) = given_up? {
-            return Ok(judgement);
+            let at = screened.once.positions() as u32;
+            let predicted_us = self.predicted_us(&screened.candidate, &screened.reference, at);
+            return Ok(Judgement { predicted_us, ..judgement });
         }
         if let Some(guess) = job.if_kept.take() {
             self.gate.ahead.guess(guess);
@@ -296,12 +301,24 @@ impl<'d, 'a> Card<'d, 'a> {
         let began = clock();
         let judgement = self.judge_measured(guard.device(), job, &assessed, verdict);
         self.spent.timing_s += (clock() - began).as_secs_f64();
-        let judgement = judgement?;
+        let at = self.gate.timed_position();
+        let predicted_us = self.predicted_us(&assessed.candidate, &assessed.reference, at);
+        let judgement = Judgement { predicted_us, ..judgement? };
         if judgement.leads() {
             self.better.push((job.index, assessed));
             guard.keep();
         }
         Ok(judgement)
+    }
+
+    /// What the cost model says of a program where it was timed, for those who learn from its errors.
+    fn predicted_us(
+        &self,
+        candidate: &Candidate,
+        proof: &Agreement<Reference>,
+        at: u32,
+    ) -> Option<f64> {
+        self.gate.predict_at(candidate, proof, at).ok().map(|predicted| predicted.us())
     }
 
     /// How attention is split shows at later positions only: where it differs from the incumbent's, all positions are run before
@@ -547,7 +564,7 @@ fn compared(verdict: &Verdict, look: Look, samples: Samples, threshold: f64) -> 
         ),
         gain: Some(gain),
         threshold: Some(threshold),
-        noise_floor: None,
         samples_us: samples.rounds,
+        ..Judgement::default()
     }
 }

@@ -369,8 +369,20 @@ impl<'a> Gate<'a> {
         candidate: &Candidate,
         proof: &Agreement<Reference>,
     ) -> Result<Predicted, Dropped> {
+        self.predict_at(candidate, proof, self.context.unwrap_or(self.timed_position()))
+    }
+
+    /// What the cost model says at a position.
+    ///
+    /// # Errors
+    /// As [`predict`](Self::predict).
+    pub fn predict_at(
+        &self,
+        candidate: &Candidate,
+        proof: &Agreement<Reference>,
+        position: u32,
+    ) -> Result<Predicted, Dropped> {
         let Candidate { program, config, .. } = candidate;
-        let position = self.context.unwrap_or(self.timed_position());
         let cost = lower::predict(program, &config.kernel, self.target(), position);
         Predicted::new(proof, cost.latency_us, cost.bound_us).map_err(Dropped::BelowFloor)
     }

@@ -114,6 +114,14 @@ fn the_better_schedule_is_kept_and_confirmed() {
     assert_eq!(kept[0].verdict.latency_kind, Some(LatencyKind::MeasuredGpu));
     assert!(kept[0].gain.is_some_and(|gain| gain.low > 0.3 && gain.high < 0.4));
     assert_eq!(kept[0].samples_us.len(), 4, "a third faster is clear after four rounds");
+    // Each measurement has its prediction beside it, which is in no verdict.
+    assert!(trials.iter().all(|trial| trial.predicted_us.is_some_and(|us| us > 0.0)));
+    assert!(trials.iter().all(|trial| trial.verdict.latency_us != trial.predicted_us));
+    let mut text = serde_json::to_value(&trials[1]).unwrap();
+    assert_eq!(text["predicted_us"].as_f64(), trials[1].predicted_us);
+    text.as_object_mut().unwrap().remove("predicted_us");
+    let old: Trial = serde_json::from_value(text).unwrap();
+    assert_eq!(old, Trial { predicted_us: None, ..trials[1].clone() });
     let confirmation = search.confirm().unwrap().unwrap();
     assert_eq!(confirmation.decision, Decision::Kept);
     assert_eq!(confirmation.champion, kept[0].trial);

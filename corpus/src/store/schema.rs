@@ -211,6 +211,7 @@ const TRIALS: Table = Table {
         gain_high Real At("/gain/high"), "upper end";
         threshold Real At("/threshold"), "what the gain had to beat";
         noise_floor Real At("/noise_floor"), "the noise, on the trial that measured it";
+        predicted_us Real At("/predicted_us"), "what the cost model predicts where it was timed, if it was";
         bound_us Real At("/verdict/bound_us"), "the floor: bytes over bandwidth";
         pct_of_roofline Real At("/verdict/pct_of_roofline"), "100 * bound_us / latency_us";
         max_rel_err Real At("/verdict/max_rel_err"), "largest error of a logit over the largest logit of its position";
@@ -306,7 +307,7 @@ pub const TABLES: &[Table] =
     &[RECORDS, PROGRAMS, RUNS, MACHINES, TRIALS, CONFIRMATIONS, SAMPLES, CHANGES, PRIORS];
 
 /// The kept tables as each version of the schema brought them; a version that changed derived tables alone brought none. A file's `user_version` says how many steps were taken.
-pub const STEPS: &[&[Table]] = &[&[RECORDS], &[PROGRAMS], &[]];
+pub const STEPS: &[&[Table]] = &[&[RECORDS], &[PROGRAMS], &[], &[]];
 
 /// The version that this build writes.
 pub const VERSION: i64 = STEPS.len() as i64;

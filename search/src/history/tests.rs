@@ -105,6 +105,7 @@ fn trial(index: u64, config: ScheduleConfig) -> Trial {
         gain: (index > 0).then_some(Interval { low: gain, high: gain }),
         threshold: None,
         noise_floor: None,
+        predicted_us: None,
         samples_us: Vec::new(),
         card: None,
         beside: Vec::new(),

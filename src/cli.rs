@@ -771,7 +771,7 @@ pub(crate) struct InterpretArgs {
     /// The model that it was lowered from.
     #[arg(long, value_name = "DIR|PRESET")]
     pub(crate) model: String,
-    /// Token ids to feed, separated by commas. Default: eight, drawn with --seed.
+    /// Token ids to feed, separated by commas. Default: the inputs of a search's gate, drawn with --seed.
     #[arg(long, value_delimiter = ',', value_name = "IDS")]
     pub(crate) tokens: Vec<u32>,
     /// What the tokens are drawn with.

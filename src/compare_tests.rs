@@ -227,6 +227,68 @@ fn the_first_task_that_goes_wrong_is_named_and_run_again() {
 }
 
 #[test]
+fn a_saved_program_is_judged_as_strictly_as_a_search_judges() {
+    let dir = tempfile::tempdir().unwrap();
+    let amk = |args: &[&str]| amk(dir.path(), args);
+    for model in ["toy", "toy-2l"] {
+        let lower = ["lower", "--model", model, "--kv-capacity", "256", "--device", "cpu"];
+        document(&amk(&[&lower[..], &["-o", "right.amk"]].concat()), 0);
+        let right = document(&amk(&["interpret", "right.amk", "--model", model]), 0);
+        assert_eq!(right["scope"], "142 positions and 2 from position 223 on");
+        let fed = right["tokens"].as_array().unwrap().len();
+        assert_eq!((fed, right["next_tokens"].as_array().unwrap().len()), (144, 144));
+
+        // Errors of a hundred-thousandth, which no comparison of a few tokens within 2e-4 sees.
+        let text = std::fs::read_to_string(dir.path().join("right.amk")).unwrap();
+        let edits: [(&str, &[(&str, &str)]); 5] = [
+            (
+                "a window",
+                &[
+                    ("scale=0.25", "scale=0.25 window=8"),
+                    (" kv_block=128 reads", " kv_block=128 window=8 reads"),
+                ],
+            ),
+            ("another epsilon", &[("eps=1e-5", "eps=1e-4")]),
+            ("no epsilon", &[("eps=1e-5", "eps=0")]),
+            ("another epsilon behind the last layer", &[("logits eps=1e-5", "logits eps=1e-3")]),
+            ("another scale", &[("scale=0.25", "scale=0.250025")]),
+        ];
+        for (name, edits) in edits {
+            let edited = edits.iter().fold(text.clone(), |text, (from, to)| text.replace(from, to));
+            assert_ne!(edited, text, "{name}");
+            std::fs::write(dir.path().join("wrong.amk"), edited).unwrap();
+            document(&amk(&["verify", "wrong.amk"]), 0);
+            let refused = document(&amk(&["interpret", "wrong.amk", "--model", model]), 1);
+            assert_eq!(refused["correct"], false, "{name} of {model}: {refused}");
+            assert_eq!(refused["first_divergence"]["class"], "wrong", "{name}: {refused}");
+        }
+        // Tokens of one's own are compared within what rounding does to them.
+        let few = ["interpret", "right.amk", "--model", model, "--tokens", "1,2,3,4,5,6,7,8,9,10"];
+        assert_eq!(document(&amk(&few), 0)["scope"], "10 positions");
+    }
+}
+
+#[test]
+fn a_model_without_a_logit_that_stands_out_proves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    document(&amk(dir.path(), &["export", "--model", "toy", "--out", "zero"]), 0);
+    let path = dir.path().join("zero/model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    bytes[header..].fill(0);
+    std::fs::write(&path, bytes).unwrap();
+    let place = ["--model", "zero", "--device", "cpu", "--kv-capacity", "16"];
+    let evaluate = [&["evaluate"], &place[..]].concat();
+    let search =
+        [&["loop", "--budget", "2", "--out", "run", "--store", "none"], &place[..]].concat();
+    for args in [evaluate, search] {
+        let refused = document(&amk(dir.path(), &args), 2);
+        let message = refused["message"].as_str().unwrap();
+        assert!(message.contains("all its logits are equal"), "{message}");
+    }
+}
+
+#[test]
 fn a_schedule_may_be_written_on_the_command_line() {
     let dir = tempfile::tempdir().unwrap();
     let evaluate = |config: &str| {

@@ -335,6 +335,12 @@ impl<'a> Remote<'a> {
         running.process.kill(self.limits.leave)
     }
 
+    /// The handle of a program that the parent keeps.
+    fn handle_of(&self, program: &Arc<Verified<Program>>, kernel: &KernelConfig) -> Option<u64> {
+        let same = |kept: &Kept| Arc::ptr_eq(&kept.program, program) && kept.kernel == *kernel;
+        self.programs.iter().find(|(_, kept)| same(kept)).map(|(&handle, _)| handle)
+    }
+
     /// The process has run this program.
     fn ran(&mut self, handle: Handle) {
         let kernel = self.programs.get(&handle.0).map(|kept| kept.kernel);
@@ -359,8 +365,7 @@ impl Device for Remote<'_> {
         program: &Arc<Verified<Program>>,
         kernel: &KernelConfig,
     ) -> Result<Handle, DeviceError> {
-        let same = |kept: &Kept| Arc::ptr_eq(&kept.program, program) && kept.kernel == *kernel;
-        let known = self.programs.iter().find(|(_, kept)| same(kept)).map(|(&handle, _)| handle);
+        let known = self.handle_of(program, kernel);
         let handle = known.unwrap_or(self.next);
         if known.is_none() {
             self.next += 1;
@@ -465,11 +470,11 @@ impl Device for Remote<'_> {
         }
     }
 
-    fn release(&mut self, program: Handle) {
-        let held = self.programs.remove(&program.0).is_some();
-        let loaded = self.running.as_mut().is_some_and(|running| running.loaded.remove(&program.0));
-        if held && loaded {
-            let _ = self.done(&Request::Release { handle: program.0 }, &[], Work::default());
+    fn release(&mut self, program: &Arc<Verified<Program>>, kernel: &KernelConfig) {
+        let Some(handle) = self.handle_of(program, kernel) else { return };
+        self.programs.remove(&handle);
+        if self.running.as_mut().is_some_and(|running| running.loaded.remove(&handle)) {
+            let _ = self.done(&Request::Release { handle }, &[], Work::default());
         }
     }
 }

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use ir::Target;
 use ir::schedule::{KernelConfig, Knob};
-use search::{Expected, Gate, Proposer};
+use search::{Expected, Gate, PastTrials, Proposer};
 
 fn main() {
     let mut args = std::env::args().skip(1);
@@ -27,7 +27,7 @@ fn main() {
     let values = |&knob: &Knob| (knob, ir::schedule::legal_values(knob, graph, &target));
     let space: Vec<_> = Knob::ALL.iter().map(values).collect();
     let proposer = Proposer { space: &space, seed: 3, sweep: 40 };
-    let draws = proposer.draws(1, &default, &[]).map(|(_, config)| config);
+    let draws = proposer.draws(1, &default, &PastTrials::default()).map(|(_, config)| config);
     let mut done = 0;
     for config in std::iter::once(default).chain(draws) {
         let Ok(valid) = gate.validate(&config) else { continue };

@@ -14,6 +14,7 @@ use reference_vm::compare::{Agreement, Reference};
 
 use crate::cpu::{Candidate, Cpu};
 use crate::gate::{Clock, Dropped};
+use crate::growing::Growing;
 use crate::history::Guess;
 
 /// Lowered candidates that are kept: those of some trials to come, three for each of eight devices among them, of some megabytes each.
@@ -128,7 +129,7 @@ impl<'a> Ahead<'a> {
     pub(crate) fn lower_new(
         &self,
         config: &ScheduleConfig,
-        tried: &BTreeMap<(String, String), u64>,
+        tried: &Growing<(String, String), u64>,
     ) -> Result<Result<Candidate, u64>, Dropped> {
         let known = self.lock().keys.get(&config.id()).and_then(|key| tried.get(key)).copied();
         if let Some(twin) = known {

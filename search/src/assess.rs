@@ -5,7 +5,7 @@ use reference_vm::compare::{Agreement, Device as OnDevice, Reference, Summary};
 
 use crate::cpu::Candidate;
 use crate::decide::Decision;
-use crate::device::{Contender, Device, DeviceError, Samples, Side};
+use crate::device::{Contender, Device, DeviceError, ProgramGuard, Samples, Side};
 use crate::effort::{Bar, Look};
 use crate::gate::{Clock, Dropped, Gate, OnDeviceOnce};
 use crate::measure::{Interval, Latency, Predicted};
@@ -59,7 +59,7 @@ pub fn refuse(verdict: &mut Verdict, dropped: &Dropped) {
         | Dropped::Halted(_)
         | Dropped::Sampled { .. } => "reference",
         Dropped::Disagreed { by, .. } => by,
-        Dropped::Failed(_) => "device",
+        Dropped::Unrepeatable(_) | Dropped::Failed(_) => "device",
         Dropped::BelowFloor(_) => "floor",
     };
     if gate != "floor" {
@@ -68,7 +68,8 @@ pub fn refuse(verdict: &mut Verdict, dropped: &Dropped) {
     verdict.failed(gate, dropped.to_string());
 }
 
-/// Writes down where a candidate that was refused goes wrong first. It is lowered again for that: whoever refused it has let go of it.
+/// Writes down where a candidate that was refused goes wrong first. It is lowered again for that, and leaves the device afterwards:
+/// whoever refused it has let go of it.
 pub fn locate(
     gate: &Gate<'_>,
     device: Option<&mut (dyn Device + '_)>,
@@ -76,9 +77,16 @@ pub fn locate(
     dropped: &Dropped,
     verdict: &mut Verdict,
 ) {
-    let differs =
-        matches!(dropped, Dropped::Halted(_) | Dropped::Sampled { .. } | Dropped::Disagreed { .. });
+    let differs = matches!(
+        dropped,
+        Dropped::Halted(_)
+            | Dropped::Sampled { .. }
+            | Dropped::Disagreed { .. }
+            | Dropped::Unrepeatable(_)
+    );
     if differs && let Ok(candidate) = gate.validate(config).and_then(|valid| gate.lower(valid)) {
+        let mut guard = device.map(|device| candidate.guard(device));
+        let device = guard.as_mut().map(ProgramGuard::device);
         verdict.first_divergence = gate.locate(device, &candidate, dropped);
     }
 }
@@ -169,7 +177,7 @@ pub fn extend(
     Ok(Screened { candidate, reference, once })
 }
 
-/// Runs what was left out so far, and then everything once more.
+/// Runs what was left out so far, and then everything once more, which must give the same bits.
 ///
 /// # Errors
 /// Why the candidate is out.
@@ -180,15 +188,12 @@ pub fn complete(
     verdict: &mut Verdict,
 ) -> Result<Assessed, Dropped> {
     let Screened { candidate, reference, once } = extend(gate, device, screened, verdict)?;
-    let (agreement, repeatable) = gate.again(device, &candidate, reference, &once)?;
+    let agreement = gate.again(device, &candidate, reference, &once)?;
     set_errors(verdict, agreement.summary());
     let positions = gate.expected().tokens.len();
-    let detail = format!("logits agree with the graph's at {positions} positions, twice");
+    let detail =
+        format!("logits agree with the graph's at {positions} positions, twice with the same bits");
     verdict.passed("device", detail);
-    if !repeatable {
-        verdict.notes.push("repeatable: false (two runs gave different bits)".to_owned());
-        verdict.first_divergence = Some(gate.race(&candidate));
-    }
     verdict.correct = true;
     let predicted = gate.predict(&candidate, &reference)?;
     Ok(Assessed { candidate, reference, predicted, on_device: Some(agreement) })
@@ -318,7 +323,8 @@ pub fn race(
     let mut warmup = timing.warmup;
     while let Some(rounds) = enough(&samples) {
         let more = gate.time(device, contenders, rounds, warmup).map_err(Dropped::Failed)?;
-        gate.timed(candidate.reference, gate.expected().tokens.len(), &more)?;
+        let timed = gate.timed(candidate.reference, gate.expected().tokens.len(), &more);
+        timed.map_err(|found| blamed(found, &incumbent.candidate, &candidate.candidate))?;
         samples.extend(more);
         warmup = 0;
     }
@@ -342,9 +348,33 @@ pub fn glance(
     let contenders = contenders(device, proofs)?;
     let positions = screened.once.positions();
     let samples = gate.time_once(device, contenders, positions).map_err(Dropped::Failed)?;
-    gate.timed(screened.reference, positions, &samples)?;
+    gate.timed(screened.reference, positions, &samples)
+        .map_err(|found| blamed(found, &incumbent.candidate, &screened.candidate))?;
     let look = bar.look(&samples, seed);
     Ok((look.decision == Some(Decision::Reverted)).then_some((samples, look)))
+}
+
+/// What a wrong output of a timed run says: of the candidate, that it is wrong; of the incumbent, which had agreed, that nothing can be
+/// compared with it on this device.
+fn blamed(
+    (side, dropped): (Side, Dropped),
+    incumbent: &Candidate,
+    candidate: &Candidate,
+) -> Dropped {
+    if side == Side::Candidate || incumbent.key() == candidate.key() {
+        return dropped;
+    }
+    let who = format!("the schedule that it was timed against ({})", incumbent.schedule_id);
+    Dropped::Failed(incumbent_failed(&who, dropped))
+}
+
+/// The end of a device on which a schedule fails that had passed: no candidate can be judged there, and none is to blame. A device that
+/// is gone says so itself.
+pub(crate) fn incumbent_failed(who: &str, dropped: Dropped) -> DeviceError {
+    if let Dropped::Failed(gone @ DeviceError::Unavailable { .. }) = dropped {
+        return gone;
+    }
+    DeviceError::Unavailable { reason: format!("{who} fails there: {dropped}") }
 }
 
 fn contenders<'a>(

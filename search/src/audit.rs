@@ -92,6 +92,7 @@ impl Audit {
             | Outcome::Unloadable
             | Outcome::Broken
             | Outcome::Disagreed
+            | Outcome::Unrepeatable
             | Outcome::CompileFailed
             | Outcome::Trapped
             | Outcome::TimedOut
@@ -308,6 +309,7 @@ impl Audit {
     fn predicted(&self, trial: &Trial, us: f64, bound: f64) -> Result<(), String> {
         if !trial.samples_us.is_empty()
             || trial.noise_floor.is_some()
+            || trial.predicted_us.is_some()
             || trial.verdict.ci_us.is_some()
         {
             return Err("it is predicted and has samples".to_owned());
@@ -490,6 +492,9 @@ fn unjudged(trial: &Trial) -> Result<(), String> {
     let verdict = &trial.verdict;
     if verdict.latency_us.is_some() || trial.gain.is_some() || !trial.samples_us.is_empty() {
         return Err(format!("it is {} and has a latency", trial.outcome.name()));
+    }
+    if trial.predicted_us.is_some() {
+        return Err(format!("it is {} and was predicted beside a latency", trial.outcome.name()));
     }
     if verdict.gates.iter().all(|gate| gate.passed) {
         return Err(format!("it is {} and no gate failed", trial.outcome.name()));

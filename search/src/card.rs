@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use ir::schedule::{ActsOn, Knob, ScheduleConfig, Value};
+use reference_vm::compare::{Agreement, Reference};
 
 use crate::assess::{self, Assessed, Screened};
 use crate::cpu::Candidate;
@@ -86,7 +87,14 @@ struct Judgement {
     gain: Option<Interval>,
     threshold: Option<f64>,
     noise_floor: Option<f64>,
+    predicted_us: Option<f64>,
     samples_us: Vec<[f64; 4]>,
+}
+
+impl Judgement {
+    fn leads(&self) -> bool {
+        self.outcome.is_some_and(Outcome::leads)
+    }
 }
 
 /// A device with what a search has there; or no device, where predictions are compared.
@@ -124,8 +132,12 @@ impl<'d, 'a> Card<'d, 'a> {
     /// Does a trial.
     ///
     /// # Errors
-    /// If the device is lost.
+    /// If the device is lost, or the schedule that leads fails there: such a device is no measure of others, and the candidate was not
+    /// tried.
     pub(crate) fn try_out(&mut self, mut job: Job) -> Result<Trial, DeviceError> {
+        if let Some(lead) = job.lead {
+            self.follow(lead).map_err(|dropped| failed_there(lead, dropped))?;
+        }
         let (began, costs) = ((self.clock)(), self.costs());
         self.spent = job.spent;
         let config = job.proposal.config;
@@ -156,6 +168,7 @@ impl<'d, 'a> Card<'d, 'a> {
             gain: judgement.gain.filter(|gain| gain.low.is_finite() && gain.high.is_finite()),
             threshold: judgement.threshold.filter(|threshold| threshold.is_finite()),
             noise_floor: judgement.noise_floor.filter(|noise| noise.is_finite()),
+            predicted_us: judgement.predicted_us,
             samples_us: judgement.samples_us,
             card: None,
             beside: Vec::new(),
@@ -178,9 +191,10 @@ impl<'d, 'a> Card<'d, 'a> {
             }
             None => assess::lower(&self.gate, &job.proposal.config, verdict)?,
         };
-        self.follow(job.lead)?;
-        if self.device.is_some() {
-            return self.judge_on_device(job, candidate, verdict);
+        if let Some(device) = self.device.take() {
+            let judged = self.judge_on_device(&mut *device, job, candidate, verdict);
+            self.device = Some(device);
+            return judged;
         }
         let (began, program_id) = ((self.clock)(), candidate.program_id.clone());
         let _ = self.gate.ahead.judge(&candidate, self.clock);
@@ -188,7 +202,9 @@ impl<'d, 'a> Card<'d, 'a> {
         self.spent.reference_s = self.reference_s(job, &program_id);
         let assessed = assess::assess(&mut self.gate, None, candidate, verdict)?;
         let judgement = self.judge_predicted(job, &assessed, verdict);
-        self.settle(job.index, &judgement, assessed);
+        if judgement.leads() {
+            self.better.push((job.index, assessed));
+        }
         Ok(judgement)
     }
 
@@ -197,13 +213,12 @@ impl<'d, 'a> Card<'d, 'a> {
     ///
     /// # Errors
     /// If it does not pass them.
-    pub(crate) fn follow(&mut self, lead: Option<Lead>) -> Result<(), Dropped> {
-        let Some(lead) = lead else { return Ok(()) };
+    fn follow(&mut self, lead: Lead) -> Result<(), Dropped> {
         if self.incumbent.as_ref().is_some_and(|(here, _)| *here == lead) {
             return Ok(());
         }
-        if let (Some((_, old)), Some(device)) = (self.incumbent.take(), &mut self.device) {
-            release(&mut **device, &old.candidate);
+        if let Some((_, old)) = self.incumbent.take() {
+            self.release(&old.candidate);
         }
         self.foresee(&lead.config);
         let mut found = None;
@@ -214,8 +229,8 @@ impl<'d, 'a> Card<'d, 'a> {
             } else if trial > lead.trial {
                 // Judged ahead of the search: it may lead yet.
                 self.better.push((trial, assessed));
-            } else if let Some(device) = &mut self.device {
-                release(&mut **device, &assessed.candidate);
+            } else {
+                self.release(&assessed.candidate);
             }
         }
         let assessed = match found {
@@ -230,21 +245,19 @@ impl<'d, 'a> Card<'d, 'a> {
         let candidate = self.gate.ahead.lower(config)?;
         let shared = self.device.as_deref().map(|device| device as &dyn Device);
         let mut ignored = assess::begin(&self.gate, shared, config);
-        assess::assess(&mut self.gate, self.device.as_deref_mut(), candidate, &mut ignored)
-    }
-
-    /// Keeps the proofs of what may lead, and lets go of what does not.
-    fn settle(&mut self, index: u64, judgement: &Judgement, assessed: Assessed) {
-        if judgement.outcome.is_some_and(Outcome::leads) {
-            self.better.push((index, assessed));
-        } else {
-            self.release(&assessed.candidate);
-        }
+        let Some(device) = self.device.as_deref_mut() else {
+            return assess::assess(&mut self.gate, None, candidate, &mut ignored);
+        };
+        let mut guard = candidate.guard(device);
+        let device = Some(guard.device());
+        let assessed = assess::assess(&mut self.gate, device, candidate, &mut ignored)?;
+        guard.keep();
+        Ok(assessed)
     }
 
     fn release(&mut self, candidate: &Candidate) {
         if let Some(device) = &mut self.device {
-            release(&mut **device, candidate);
+            device.release(&candidate.program, &candidate.config.kernel);
         }
     }
 
@@ -253,49 +266,66 @@ impl<'d, 'a> Card<'d, 'a> {
         if job.is_known_program { 0.0 } else { self.gate.ahead.seconds(program_id) }
     }
 
-    /// The first stage, which may end it; then the rest of the gate, and the race.
+    /// The first stage, which may end it; then the rest of the gate, and the race. The candidate stays on the device if it may lead.
     fn judge_on_device(
         &mut self,
+        device: &mut dyn Device,
         job: &mut Job,
         candidate: Candidate,
         verdict: &mut Verdict,
     ) -> Result<Judgement, Dropped> {
         let (clock, waited_s) = (self.clock, self.gate.waited_s);
         let began = clock();
-        let device = device_of(&mut self.device)?;
         let program_id = candidate.program_id.clone();
-        let screened = assess::screen(&mut self.gate, device, candidate, verdict, clock);
+        let mut guard = candidate.guard(device);
+        let screened = assess::screen(&mut self.gate, guard.device(), candidate, verdict, clock);
         self.spent.reference_s = self.reference_s(job, &program_id);
         self.spent.waiting_s = self.gate.waited_s - waited_s;
         self.spent.gates_s += (clock() - began).as_secs_f64();
-        let screened = self.extend_if_needed(screened?, verdict)?;
+        let screened = self.extend_if_needed(guard.device(), screened?, verdict)?;
         let began = clock();
-        let given_up = self.give_up(job, &screened, verdict);
+        let given_up = self.give_up(guard.device(), job, &screened, verdict);
         self.spent.timing_s += (clock() - began).as_secs_f64();
         if let Some(judgement) = given_up? {
-            self.release(&screened.candidate);
-            return Ok(judgement);
+            let at = screened.once.positions() as u32;
+            let predicted_us = self.predicted_us(&screened.candidate, &screened.reference, at);
+            return Ok(Judgement { predicted_us, ..judgement });
         }
         if let Some(guess) = job.if_kept.take() {
             self.gate.ahead.guess(guess);
         }
         let began = clock();
-        let device = device_of(&mut self.device)?;
-        let assessed = assess::complete(&self.gate, device, screened, verdict);
+        let assessed = assess::complete(&self.gate, guard.device(), screened, verdict);
         self.spent.gates_s += (clock() - began).as_secs_f64();
         let assessed = assessed?;
         let began = clock();
-        let judgement = self.judge_measured(job, &assessed, verdict);
+        let judgement = self.judge_measured(guard.device(), job, &assessed, verdict);
         self.spent.timing_s += (clock() - began).as_secs_f64();
-        let judgement = judgement?;
-        self.settle(job.index, &judgement, assessed);
+        let at = self.gate.timed_position();
+        let predicted_us = self.predicted_us(&assessed.candidate, &assessed.reference, at);
+        let judgement = Judgement { predicted_us, ..judgement? };
+        if judgement.leads() {
+            self.better.push((job.index, assessed));
+            guard.keep();
+        }
         Ok(judgement)
+    }
+
+    /// What the cost model says of a program where it was timed, for those who learn from its errors.
+    fn predicted_us(
+        &self,
+        candidate: &Candidate,
+        proof: &Agreement<Reference>,
+        at: u32,
+    ) -> Option<f64> {
+        self.gate.predict_at(candidate, proof, at).ok().map(|predicted| predicted.us())
     }
 
     /// How attention is split shows at later positions only: where it differs from the incumbent's, all positions are run before
     /// anything is timed.
     fn extend_if_needed(
         &mut self,
+        device: &mut dyn Device,
         screened: Screened,
         verdict: &mut Verdict,
     ) -> Result<Screened, Dropped> {
@@ -304,7 +334,6 @@ impl<'d, 'a> Card<'d, 'a> {
             return Ok(screened);
         }
         let began = (self.clock)();
-        let device = device_of(&mut self.device)?;
         let screened = assess::extend(&self.gate, device, screened, verdict);
         self.spent.gates_s += ((self.clock)() - began).as_secs_f64();
         screened
@@ -313,13 +342,13 @@ impl<'d, 'a> Card<'d, 'a> {
     /// Times a candidate once at the end of what was run and gives it up if it is clearly not better than the incumbent.
     fn give_up(
         &mut self,
+        device: &mut dyn Device,
         job: &Job,
         screened: &Screened,
         verdict: &mut Verdict,
     ) -> Result<Option<Judgement>, Dropped> {
         let (bar, seed) = (self.bar(job.noise), self.seed_of(job.index));
         let Some((_, incumbent)) = &self.incumbent else { return Ok(None) };
-        let device = device_of(&mut self.device)?;
         let Some((samples, look)) =
             assess::glance(&self.gate, device, incumbent, screened, &bar, seed)?
         else {
@@ -367,6 +396,7 @@ impl<'d, 'a> Card<'d, 'a> {
 
     fn judge_measured(
         &mut self,
+        device: &mut dyn Device,
         job: &Job,
         assessed: &Assessed,
         verdict: &mut Verdict,
@@ -376,7 +406,6 @@ impl<'d, 'a> Card<'d, 'a> {
         let Some(agreement) = &assessed.on_device else {
             return Ok(self.judge_predicted(job, assessed, verdict));
         };
-        let device = device_of(&mut self.device)?;
         let at = self.gate.timed_position();
         let floors = assess::floors(&self.gate, device, &assessed.candidate, at);
         let Some((_, incumbent)) = &self.incumbent else {
@@ -448,7 +477,7 @@ impl<'d, 'a> Card<'d, 'a> {
         job: &LastJob,
         confirmation: &mut Confirmation,
     ) -> Result<(), Dropped> {
-        self.follow(Some(job.lead))?;
+        self.follow(job.lead)?;
         let Some((_, champion)) = &self.incumbent else { return Ok(()) };
         let seed = mixed(self.settings.seed, u64::MAX - 1);
         if job.thorough {
@@ -456,8 +485,13 @@ impl<'d, 'a> Card<'d, 'a> {
             confirmation.why = format!("agrees at {} positions", confirmation.positions);
         }
         let Some(baseline) = job.baseline.filter(|_| self.device.is_some()) else { return Ok(()) };
-        let baseline = self.assess_again(&baseline)?;
-        self.race_baseline(&baseline, seed, job.noise, confirmation)
+        // Its failure is none of the champion's.
+        let baseline = self.assess_again(&baseline).map_err(|dropped| {
+            Dropped::Failed(assess::incumbent_failed("the baseline (trial 0)", dropped))
+        })?;
+        let raced = self.race_baseline(&baseline, seed, job.noise, confirmation);
+        self.release(&baseline.candidate);
+        raced
     }
 
     fn race_baseline(
@@ -499,21 +533,9 @@ fn first(job: &Job, why: String) -> Judgement {
     Judgement { outcome: Some(outcome), why, ..Judgement::default() }
 }
 
-/// The device of a search that has one.
-fn device_of<'c, 'd>(
-    device: &'c mut Option<&'d mut (dyn Device + 'd)>,
-) -> Result<&'c mut (dyn Device + 'd), Dropped> {
-    let none = || {
-        let reason = "there is none; leave the device out to compare predictions".to_owned();
-        Dropped::Failed(DeviceError::Unavailable { reason })
-    };
-    device.as_deref_mut().ok_or_else(none)
-}
-
-fn release(device: &mut (dyn Device + '_), candidate: &Candidate) {
-    if let Ok(handle) = device.prepare(&candidate.program, &candidate.config.kernel) {
-        device.release(handle);
-    }
+/// The end of a device on which the schedule that leads fails.
+fn failed_there(lead: Lead, dropped: Dropped) -> DeviceError {
+    assess::incumbent_failed(&format!("the schedule that leads (trial {})", lead.trial), dropped)
 }
 
 /// Whether two candidates attend in the same way, so that their times at early positions say what those at late ones would.
@@ -542,7 +564,7 @@ fn compared(verdict: &Verdict, look: Look, samples: Samples, threshold: f64) -> 
         ),
         gain: Some(gain),
         threshold: Some(threshold),
-        noise_floor: None,
         samples_us: samples.rounds,
+        ..Judgement::default()
     }
 }

@@ -10,6 +10,7 @@ use reference_vm::compare::{Agreement, Reference};
 use reference_vm::machine::Machine;
 use reference_vm::{MachineError, Products};
 
+use crate::device::{Device, ProgramGuard};
 use crate::expected::{Expected, affordable, draw_tokens};
 use crate::gate::Dropped;
 
@@ -38,6 +39,11 @@ pub struct Candidate {
 }
 
 impl Candidate {
+    /// The device with this candidate on it, for as long as the guard lives.
+    pub(crate) fn guard<'d>(&self, device: &'d mut (dyn Device + 'd)) -> ProgramGuard<'d> {
+        ProgramGuard::new(device, &self.program, self.config.kernel)
+    }
+
     /// What makes two schedules one evaluation: the ids of program and kernel.
     pub(crate) fn key(&self) -> (String, String) {
         (self.program_id.clone(), self.kernel_id.clone())

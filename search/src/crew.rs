@@ -205,7 +205,7 @@ fn drive<'a>(open: Opener<'a>, orders: &Receiver<Order<'a>>, line: &Line) {
             Order::Try(ticket) => {
                 let Ticket { number, job, cancelled } = *ticket;
                 if !cancelled.load(Ordering::Relaxed) {
-                    line.say(Said::Tried(number, try_out(&mut card, job).map(Box::new)));
+                    line.say(Said::Tried(number, card.try_out(job).map(Box::new)));
                 }
             }
             Order::Confirm(job) => {
@@ -213,16 +213,4 @@ fn drive<'a>(open: Opener<'a>, orders: &Receiver<Order<'a>>, line: &Line) {
             }
         }
     }
-}
-
-/// A trial. A device on which the schedule that leads does not pass its gates is no measure of others.
-fn try_out(card: &mut Card<'_, '_>, job: Job) -> Result<Trial, DeviceError> {
-    if let Some(lead) = job.lead
-        && let Err(dropped) = card.follow(Some(lead))
-    {
-        let reason =
-            format!("the schedule that leads (trial {}) fails there: {dropped}", lead.trial);
-        return Err(DeviceError::Unavailable { reason });
-    }
-    card.try_out(job)
 }

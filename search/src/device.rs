@@ -283,6 +283,43 @@ pub trait Device {
         plan: &Plan<'_>,
     ) -> Result<Samples, DeviceError>;
 
-    /// Lets go of a program. Unknown handles are ignored.
-    fn release(&mut self, program: Handle);
+    /// Unloads a program; one that is not loaded is ignored. Its handle is worth nothing afterwards.
+    fn release(&mut self, program: &Arc<Verified<Program>>, kernel: &KernelConfig);
+}
+
+/// A device with a program on it that is unloaded when this is dropped, unless it is kept: a candidate is refused in many places, and
+/// none of them may leave it behind.
+pub(crate) struct ProgramGuard<'d> {
+    device: &'d mut (dyn Device + 'd),
+    program: Arc<Verified<Program>>,
+    kernel: KernelConfig,
+    is_kept: bool,
+}
+
+impl<'d> ProgramGuard<'d> {
+    /// The program need not be loaded yet.
+    pub(crate) fn new(
+        device: &'d mut (dyn Device + 'd),
+        program: &Arc<Verified<Program>>,
+        kernel: KernelConfig,
+    ) -> Self {
+        Self { device, program: program.clone(), kernel, is_kept: false }
+    }
+
+    pub(crate) fn device(&mut self) -> &mut dyn Device {
+        &mut *self.device
+    }
+
+    /// Leaves the program on the device.
+    pub(crate) fn keep(mut self) {
+        self.is_kept = true;
+    }
+}
+
+impl Drop for ProgramGuard<'_> {
+    fn drop(&mut self) {
+        if !self.is_kept {
+            self.device.release(&self.program, &self.kernel);
+        }
+    }
 }

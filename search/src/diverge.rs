@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::cpu::Candidate;
 use crate::device::{Device, DeviceError};
 use crate::expected::Expected;
-use crate::gate::{Dropped, Gate};
+use crate::gate::{BitsDiffer, Dropped, Gate};
 
 /// What kind of mistake it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -218,6 +218,7 @@ impl Gate<'_> {
             Dropped::Disagreed { by: "reference", at } => {
                 self.on_reference(program, position_of(at))
             }
+            Dropped::Unrepeatable(at) => Some(Self::race(candidate, at)),
             Dropped::Disagreed { by, at } => {
                 // What a timed run left is that of its last position.
                 let timed = (*by == "timed").then(|| self.expected().tokens.len() - 1);
@@ -238,10 +239,15 @@ impl Gate<'_> {
     }
 
     /// Of a device whose runs agree and yet differ in bits.
-    #[must_use]
-    pub fn race(&self, candidate: &Candidate) -> FirstDivergence {
-        let detail = "two runs on the device agree with the graph and have other bits".to_owned();
-        FirstDivergence::new(DivergenceClass::Race, "device", detail).as_race(&candidate.program)
+    fn race(candidate: &Candidate, at: &BitsDiffer) -> FirstDivergence {
+        let found = FirstDivergence::new(DivergenceClass::Race, "device", at.to_string());
+        let found = FirstDivergence {
+            position: Some(at.position as u64),
+            slot: Some("logits".to_owned()),
+            index: Some(at.word as u64),
+            ..found
+        };
+        found.as_race(&candidate.program)
     }
 
     fn on_reference(

@@ -52,6 +52,19 @@ const FAR_STREAM: u64 = u64::MAX - 1;
 /// Keys and values of each layer.
 type Layers = Vec<(Vec<f32>, Vec<f32>)>;
 
+/// Why nothing can be judged by what a graph makes of its inputs.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum ExpectedError {
+    /// The graph cannot be evaluated on these tokens.
+    #[error(transparent)]
+    Eval(#[from] EvalError),
+    /// No logit differs from another: a program that computes nothing would agree.
+    #[error(
+        "all its logits are equal at every position, so that a program which computes nothing would agree; are its weights zero?"
+    )]
+    Flat,
+}
+
 /// The inputs of the gate and what the graph makes of them.
 #[derive(Debug)]
 pub struct Expected {
@@ -93,14 +106,14 @@ impl Expected {
     /// run ([`POSITIONS_MAX`] unless there is a reason).
     ///
     /// # Errors
-    /// If the graph cannot be evaluated.
+    /// If the graph cannot be evaluated, or gives nothing to judge by.
     pub fn new(
         graph: &Graph,
         weights: &dyn Weights,
         kv_capacity: u32,
         seed: u64,
         on_device: Option<usize>,
-    ) -> Result<Self, EvalError> {
+    ) -> Result<Self, ExpectedError> {
         Self::within(graph, weights, kv_capacity, seed, on_device, REFERENCE_BYTES)
     }
 
@@ -116,7 +129,7 @@ impl Expected {
         seed: u64,
         on_device: Option<usize>,
         reference_bytes: u64,
-    ) -> Result<Self, EvalError> {
+    ) -> Result<Self, ExpectedError> {
         let affordable = affordable(graph, kv_capacity, reference_bytes, POSITIONS_MAX);
         let room = kv_capacity.min(graph.max_positions).max(1) as usize;
         let far_first = far_first(graph, room).filter(|&first| first >= affordable);
@@ -140,18 +153,34 @@ impl Expected {
         Ok(expected)
     }
 
+    /// Evaluates the graph on these tokens, all of which a candidate runs on the reference machine.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn on_tokens(
+        graph: &Graph,
+        weights: &dyn Weights,
+        tokens: Vec<u32>,
+    ) -> Result<Self, ExpectedError> {
+        let positions = tokens.len();
+        Self::of_tokens(graph, weights, tokens, positions)
+    }
+
     /// Evaluates the graph on these tokens; a candidate runs the first `reference_positions` on the reference machine, and no others.
     pub(crate) fn of_tokens(
         graph: &Graph,
         weights: &dyn Weights,
         tokens: Vec<u32>,
         reference_positions: usize,
-    ) -> Result<Self, EvalError> {
+    ) -> Result<Self, ExpectedError> {
         let mut evaluator = Evaluator::new(graph, weights)?;
         let (first, rest) = tokens.split_at(reference_positions);
         let near = Stretch::new(&mut evaluator, weights, graph, empty(graph), first.to_vec(), 0)?;
         let mut logits = near.logits.clone();
         logits.extend(evaluator.run(rest, Logits::All)?);
+        if is_flat(&logits) {
+            return Err(ExpectedError::Flat);
+        }
         let on_device = Tolerance::DEVICE;
         Ok(Self { tokens, logits, reference_positions, on_device, near, far: None })
     }
@@ -195,13 +224,25 @@ impl Expected {
     /// # Errors
     /// If it traps, gets stuck or disagrees.
     pub fn examine(&self, machine: &mut Machine<'_>) -> Result<Agreement<Reference>, Dropped> {
-        let outputs = self.near.run(machine)?;
+        self.examine_into(machine, &mut Vec::new())
+    }
+
+    /// As [`examine`](Self::examine). `chosen` takes the token that the program chose at each position, as far as it came.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn examine_into(
+        &self,
+        machine: &mut Machine<'_>,
+        chosen: &mut Vec<u32>,
+    ) -> Result<Agreement<Reference>, Dropped> {
+        let outputs = self.near.run(machine, chosen)?;
         let mut agreement = compare(&self.near.logits, &outputs.logits, self.near.allowed.logits)
             .map_err(|at| Dropped::Disagreed { by: "reference", at })?;
         agreement = self.near.compare_cache(agreement, machine)?;
         if let Some(far) = &self.far {
             machine.resume(far.first, &far.before).map_err(Dropped::Unrunnable)?;
-            let outputs = far.run(machine)?;
+            let outputs = far.run(machine, chosen)?;
             let allowed = (What::Logits, far.allowed.logits);
             agreement =
                 far.compare(agreement, allowed, rows(&far.logits), rows(&outputs.logits))?;
@@ -275,7 +316,7 @@ impl Stretch {
         Ok(Self { first, before, tokens, logits, cache, allowed })
     }
 
-    fn run(&self, machine: &mut Machine<'_>) -> Result<Outputs, Dropped> {
+    fn run(&self, machine: &mut Machine<'_>, chosen: &mut Vec<u32>) -> Result<Outputs, Dropped> {
         let run = machine.run(&self.tokens, Order::Waves).map_err(Dropped::Unrunnable)?;
         let outputs = match run {
             Run::Finished(outputs) => outputs,
@@ -283,6 +324,7 @@ impl Stretch {
                 return Err(Dropped::Halted(halted));
             }
         };
+        chosen.extend(&outputs.tokens);
         self.check_tokens(&outputs)?;
         Ok(outputs)
     }
@@ -333,6 +375,11 @@ impl Stretch {
             .and_values(what, want, got, allowed)
             .map_err(|at| Dropped::Disagreed { by: "reference", at: at.from_position(self.first) })
     }
+}
+
+/// Whether no row says which of its values is the greatest.
+fn is_flat(rows: &[Vec<f32>]) -> bool {
+    rows.iter().all(|row| row.iter().all(|value| *value == row[0]))
 }
 
 fn rows(rows: &[Vec<f32>]) -> impl ExactSizeIterator<Item = &[f32]> {

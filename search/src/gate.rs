@@ -12,13 +12,12 @@ use rayon::prelude::*;
 use rayon::{Scope, ThreadPool};
 use reference_vm::MachineError;
 use reference_vm::compare::{Agreement, Device as OnDevice, Disagreement, Reference};
-use reference_vm::eval::EvalError;
 use reference_vm::machine::Run;
 
 use crate::ahead::Ahead;
 use crate::cpu::{Candidate, Cpu, KernelId};
-use crate::device::{Contender, Device, DeviceError, Plan, Ran, Samples};
-use crate::expected::Expected;
+use crate::device::{Contender, Device, DeviceError, Plan, Ran, Samples, Side};
+use crate::expected::{Expected, ExpectedError};
 use crate::measure::{BelowFloor, Predicted};
 
 /// Tokens that one block times at most. Eight steps of a small model are some milliseconds, of which the command's round trip is a
@@ -37,8 +36,8 @@ pub enum Dropped {
     Unloadable(LowerError),
     /// The reference machine cannot run the lowered program.
     Unrunnable(MachineError),
-    /// The graph cannot be evaluated on these tokens.
-    Unevaluated(EvalError),
+    /// The graph gives nothing to judge by on these tokens.
+    Unevaluated(ExpectedError),
     /// The program trapped, got stuck or used up its fuel on the reference machine.
     Halted(Run),
     /// The program chose another token than its own logits say.
@@ -57,6 +56,8 @@ pub enum Dropped {
         /// Where.
         at: Disagreement,
     },
+    /// Two runs on the device agree with the graph and differ in their bits: the program races, or what runs it does.
+    Unrepeatable(BitsDiffer),
     /// The device gave no result.
     Failed(DeviceError),
     /// It was faster than the bytes that it read allow.
@@ -79,9 +80,33 @@ impl std::fmt::Display for Dropped {
                 "token {got} was chosen at position {position} where the logits say {want}"
             ),
             Self::Disagreed { by, at } => write!(f, "{by} disagrees with the graph: {at}"),
+            Self::Unrepeatable(at) => write!(f, "{at}"),
             Self::Failed(error) => write!(f, "{error}"),
             Self::BelowFloor(error) => write!(f, "{error}"),
         }
+    }
+}
+
+/// The first word of the logits in which two runs of a device differ.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BitsDiffer {
+    /// The position.
+    pub position: usize,
+    /// The word of its logits.
+    pub word: usize,
+    /// What the first run and the second one stored there.
+    pub values: [f32; 2],
+}
+
+impl std::fmt::Display for BitsDiffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { position, word, values: [first, second] } = self;
+        write!(
+            f,
+            "two runs on the device differ: word {word} of the logits at position {position} is {first} ({:#010x}) once and {second} ({:#010x}) the second time",
+            first.to_bits(),
+            second.to_bits()
+        )
     }
 }
 
@@ -292,42 +317,45 @@ impl<'a> Gate<'a> {
             .map_err(|at| Dropped::Disagreed { by: "device", at })
     }
 
-    /// Runs all positions again, on a fresh sequence. Every one must agree again; the last value says whether both runs gave the same
-    /// bits.
+    /// Runs all positions again, on a fresh sequence. Every one must agree again, with the bits of the first run.
     ///
     /// # Errors
-    /// If it traps, hangs or disagrees.
+    /// If it traps, hangs, disagrees, or gives other bits.
     pub fn again(
         &self,
         device: &mut dyn Device,
         candidate: &Candidate,
         reference: Agreement<Reference>,
         once: &OnDeviceOnce,
-    ) -> Result<(Agreement<OnDevice>, bool), Dropped> {
+    ) -> Result<Agreement<OnDevice>, Dropped> {
         let handle = device
             .prepare(&candidate.program, &candidate.config.kernel)
             .map_err(Dropped::Failed)?;
         let again = device.run(handle, &self.expected().tokens, 0).map_err(Dropped::Failed)?;
         let agreement = self.agreed(reference, &again)?;
-        Ok((agreement, same_bits(&once.ran.logits, &again.logits)))
+        match bits_differ(&once.ran.logits, &again.logits) {
+            Some(at) => Err(Dropped::Unrepeatable(at)),
+            None => Ok(agreement),
+        }
     }
 
     /// Checks the outputs of timed runs: a program that is only right when nobody times it is wrong.
     ///
     /// # Errors
-    /// If a side's last logits, or the token chosen by them, disagree.
+    /// If a side's last logits, or the token chosen by them, disagree; which side, the candidate's first.
     pub fn timed(
         &self,
         proof: Agreement<Reference>,
         positions: usize,
         samples: &Samples,
-    ) -> Result<(), Dropped> {
+    ) -> Result<(), (Side, Dropped)> {
         let last = positions.saturating_sub(1).min(self.expected().logits.len());
         let last = &self.expected().logits[last..][..1];
-        for (actual, chosen) in samples.last() {
+        let sides = [Side::Incumbent, Side::Candidate].into_iter().zip(samples.last());
+        for (side, (actual, chosen)) in sides.rev() {
             let _ = proof
                 .and_device(last, actual, chosen, self.expected().on_device)
-                .map_err(|at| Dropped::Disagreed { by: "timed", at })?;
+                .map_err(|at| (side, Dropped::Disagreed { by: "timed", at }))?;
         }
         Ok(())
     }
@@ -341,8 +369,20 @@ impl<'a> Gate<'a> {
         candidate: &Candidate,
         proof: &Agreement<Reference>,
     ) -> Result<Predicted, Dropped> {
+        self.predict_at(candidate, proof, self.context.unwrap_or(self.timed_position()))
+    }
+
+    /// What the cost model says at a position.
+    ///
+    /// # Errors
+    /// As [`predict`](Self::predict).
+    pub fn predict_at(
+        &self,
+        candidate: &Candidate,
+        proof: &Agreement<Reference>,
+        position: u32,
+    ) -> Result<Predicted, Dropped> {
         let Candidate { program, config, .. } = candidate;
-        let position = self.context.unwrap_or(self.timed_position());
         let cost = lower::predict(program, &config.kernel, self.target(), position);
         Predicted::new(proof, cost.latency_us, cost.bound_us).map_err(Dropped::BelowFloor)
     }
@@ -411,11 +451,13 @@ fn beside<R>(
     }
 }
 
-fn same_bits(one: &[Vec<f32>], other: &[Vec<f32>]) -> bool {
-    let same = |(a, b): (&Vec<f32>, &Vec<f32>)| {
-        a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
+/// Where two runs of the same positions differ first. Both agree with the graph, so that they have equally many rows of equal length.
+fn bits_differ(one: &[Vec<f32>], other: &[Vec<f32>]) -> Option<BitsDiffer> {
+    let differ = |(position, (a, b)): (usize, (&Vec<f32>, &Vec<f32>))| {
+        let word = a.iter().zip(b).position(|(a, b)| a.to_bits() != b.to_bits())?;
+        Some(BitsDiffer { position, word, values: [a[word], b[word]] })
     };
-    one.len() == other.len() && one.par_iter().zip(other).all(same)
+    one.par_iter().zip(other).enumerate().find_map_first(differ)
 }
 
 /// What a device gave at the positions that it ran once, from the first on.

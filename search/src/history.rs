@@ -1,7 +1,7 @@
 //! What the next proposal follows from, and the search for it: the first draw that is legal and lowers to something new. The same steps
 //! serve the search itself and the guesses of [`ahead`](crate::ahead), which assume that the trial under way is reverted.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use ir::schedule::ScheduleConfig;
@@ -11,7 +11,8 @@ use crate::ahead::Ahead;
 use crate::budget::Budget;
 use crate::cpu::Candidate;
 use crate::gate::Dropped;
-use crate::propose::{Origin, Past, changes};
+use crate::growing::Growing;
+use crate::propose::{Origin, Past, PastTrials, changes};
 use crate::strategy::{Question, Strategy};
 use crate::trial::{SKIPPED_SHOWN, Skipped, SkippedProposal, Trial, changed};
 
@@ -30,16 +31,16 @@ const GUESSED_KEPT: u64 = 2;
 /// Gain that a trial under way is guessed to have if it is reverted, and if it is kept. The proposer treats all losses alike.
 const GUESSED_GAIN: [f64; 2] = [-0.01, 0.02];
 
-/// What the finished trials say to the next one.
+/// What the finished trials say to the next one. It grows by a trial at a time, and copies of it are cheap: helpers go on from one.
 #[derive(Clone)]
 pub(crate) struct History {
     /// What proposals are drawn from: the schedule that leads, else the default.
     pub(crate) parent: ScheduleConfig,
-    pub(crate) past: Vec<Past>,
+    pub(crate) past: PastTrials,
     /// Ids of the schedules that were tried.
-    pub(crate) drawn: BTreeSet<String>,
+    drawn: Growing<String, ()>,
     /// Trials by the ids of their program and kernel.
-    pub(crate) tried: BTreeMap<(String, String), u64>,
+    pub(crate) tried: Growing<(String, String), u64>,
 }
 
 /// A schedule to try. What it lowers to is there already, unless lowering is to fail in the open.
@@ -53,7 +54,8 @@ pub(crate) struct Proposal {
 impl History {
     /// No trial yet.
     pub(crate) fn new(default: ScheduleConfig) -> Self {
-        Self { parent: default, past: Vec::new(), drawn: BTreeSet::new(), tried: BTreeMap::new() }
+        let (past, drawn, tried) = (PastTrials::default(), Growing::default(), Growing::default());
+        Self { parent: default, past, drawn, tried }
     }
 
     /// Adds a finished trial; `incumbent` is the schedule that it was compared with.
@@ -61,16 +63,16 @@ impl History {
         let Trial { config, verdict, .. } = trial;
         if let Some(incumbent) = incumbent {
             let gain = trial.gain.map(|gain| f64::midpoint(gain.low, gain.high));
-            let score = gain.map(|gain| score(&self.past, gain)).filter(|score| score.is_finite());
+            let score = gain.map(|gain| self.past.score(gain)).filter(|score| score.is_finite());
             let (changes, kept) = (changes(incumbent, config), trial.outcome.leads());
             self.past.push(Past { config: *config, changes, gain, kept, score });
         }
         if trial.outcome.leads() {
             self.parent = *config;
         }
-        self.drawn.insert(config.id());
+        self.drawn.insert(config.id(), ());
         if let (Some(program), Some(kernel)) = (&verdict.program_id, &verdict.kernel_id) {
-            self.tried.entry((program.clone(), kernel.clone())).or_insert(trial.trial);
+            self.tried.insert((program.clone(), kernel.clone()), trial.trial);
         }
     }
 
@@ -83,10 +85,11 @@ impl History {
         mut lower: impl FnMut(&ScheduleConfig) -> Result<Result<Candidate, u64>, Dropped>,
     ) -> Option<Proposal> {
         let question = Question { trial: index, incumbent: &self.parent, past: &self.past };
-        let mut drawn = self.drawn.clone();
+        let mut drawn = BTreeSet::new();
         let mut lowered = 0;
         for (origin, config) in strategy.ask(&question).take(DRAWS_MAX) {
-            if !drawn.insert(config.id()) {
+            let id = config.id();
+            if self.drawn.get(&id).is_some() || !drawn.insert(id) {
                 continue;
             }
             let why = match lower(&config) {
@@ -124,21 +127,15 @@ impl History {
         if index > 0 {
             let changes = changes(&self.parent, &config);
             let gain = GUESSED_GAIN[usize::from(kept)];
-            let score = Some(score(&self.past, gain));
+            let score = Some(self.past.score(gain));
             self.past.push(Past { config, changes, gain: Some(gain), kept, score });
         }
         if kept {
             self.parent = config;
         }
-        self.drawn.insert(config.id());
-        self.tried.entry(candidate.key()).or_insert(index);
+        self.drawn.insert(config.id(), ());
+        self.tried.insert(candidate.key(), index);
     }
-}
-
-/// Score of a trial that saved this share of the time of the schedule that leads: the last one that was kept, else the baseline.
-pub(crate) fn score(past: &[Past], gain: f64) -> f64 {
-    let leading = past.iter().rev().find(|past| past.kept).and_then(|past| past.score);
-    leading.unwrap_or(0.0) + (1.0 - gain).ln()
 }
 
 /// Who is asked for the trials to come, and how many there can be.
@@ -213,3 +210,6 @@ impl Guess {
         Some(candidate)
     }
 }
+
+#[cfg(test)]
+mod tests;

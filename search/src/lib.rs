@@ -26,6 +26,7 @@ mod effort;
 mod equals;
 mod expected;
 mod gate;
+mod growing;
 mod history;
 pub mod landscape;
 mod measure;
@@ -53,10 +54,10 @@ pub use device::{
 pub use diverge::{DivergenceClass, FirstDivergence, TaskAt, left_in, place_name};
 pub use effort::{Bar, Look, spread};
 pub use equals::{Equal, Equals, equals};
-pub use expected::{Expected, POSITIONS_MAX, draw_tokens};
-pub use gate::{Clock, Dropped, Gate, OnDeviceOnce};
+pub use expected::{Expected, ExpectedError, POSITIONS_MAX, draw_tokens};
+pub use gate::{BitsDiffer, Clock, Dropped, Gate, OnDeviceOnce};
 pub use measure::{BelowFloor, Interval, Latency, Predicted, gain, median, noise_floor};
-pub use propose::{Change, Origin, Past, Proposer, changes};
+pub use propose::{Change, Origin, Past, PastTrials, Proposer, changes};
 pub use run::{Dropped as DroppedTrials, Search, SearchError, Settings, Step, StoppedBy};
 pub use trial::{
     Beside, Confirmation, LeftOut, Outcome, PROTOCOL, Row, Skipped, SkippedProposal, Spent, Trial,

@@ -127,7 +127,9 @@ impl Samples {
     }
 
     /// What each side computed last, logits and the token chosen by them, as rows of one position.
-    pub fn last(&self) -> impl Iterator<Item = (&[Vec<f32>], &[u32])> {
+    pub fn last(
+        &self,
+    ) -> impl DoubleEndedIterator<Item = (&[Vec<f32>], &[u32])> + ExactSizeIterator {
         let rows = self.last_logits.iter().map(std::slice::from_ref);
         rows.zip(self.last_chosen.iter().map(std::slice::from_ref))
     }

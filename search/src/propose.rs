@@ -12,8 +12,12 @@ use rand::{RngExt, SeedableRng};
 use serde::{Deserialize, Serialize};
 
 mod moves;
+mod past;
 
 use moves::Move;
+#[cfg(test)]
+pub(crate) use moves::group;
+pub use past::PastTrials;
 
 /// Gain that an untried knob is credited with: more than noise, less than a knob that paid.
 const UNTRIED: f64 = 0.005;
@@ -97,7 +101,7 @@ impl<'a> Proposer<'a> {
         self,
         trial: u64,
         incumbent: &'a ScheduleConfig,
-        past: &[Past],
+        past: &PastTrials,
     ) -> impl Iterator<Item = (Origin, ScheduleConfig)> + use<'a> {
         let mut rng = generator(self.seed, trial);
         let mut planned = Vec::new();
@@ -118,7 +122,11 @@ impl<'a> Proposer<'a> {
     }
 
     /// The first move that nobody made yet, in each of its forms: the first one that is legal counts.
-    fn sweep(&self, incumbent: &ScheduleConfig, past: &[Past]) -> Vec<(Origin, ScheduleConfig)> {
+    fn sweep(
+        &self,
+        incumbent: &ScheduleConfig,
+        past: &PastTrials,
+    ) -> Vec<(Origin, ScheduleConfig)> {
         // The caps of the ring follow its size, so they may have changed without being asked for.
         let follows = |knob: Knob| moves::group(knob) == "pipeline";
         let made = |form: &Vec<(Knob, Value)>| {
@@ -139,18 +147,18 @@ impl<'a> Proposer<'a> {
     fn steps(
         &self,
         incumbent: &ScheduleConfig,
-        past: &[Past],
+        past: &PastTrials,
         rng: &mut Xoshiro256PlusPlus,
     ) -> Vec<(Origin, ScheduleConfig)> {
         let mut steps = Vec::new();
         for (knob, values) in self.space {
             let at = values.iter().position(|&v| v == incumbent.get(*knob)).unwrap_or(0);
             for (index, &value) in values.iter().enumerate() {
-                if index == at || refuted(*knob, value, past) {
+                if index == at || past.is_refuted(*knob, value) {
                     continue;
                 }
                 let distance = index.abs_diff(at) as f64;
-                let worth = worth(*knob, value, past) / distance.sqrt();
+                let worth = past.worth(*knob, value) / distance.sqrt();
                 steps.push((worth * rng.random_range(0.5..1.5), *knob, value));
             }
         }
@@ -178,44 +186,13 @@ impl<'a> Proposer<'a> {
     }
 }
 
-/// Whether setting a knob to a value lost, on its own, and nothing of its group became the incumbent's since.
-fn refuted(knob: Knob, value: Value, past: &[Past]) -> bool {
-    for past in past.iter().rev() {
-        let alone = past.changes.len() == 1;
-        if alone && past.changes[0].knob == knob && past.changes[0].to == value && !past.kept {
-            return true;
-        }
-        let same_group = |change: &Change| moves::group(change.knob) == moves::group(knob);
-        if past.kept && past.changes.iter().any(same_group) {
-            return false;
-        }
-    }
-    false
-}
-
-/// What a step may bring: the best gain that came with changes of this knob, shared by all knobs that changed with it; more when it
-/// goes on in the direction that was kept.
-fn worth(knob: Knob, value: Value, past: &[Past]) -> f64 {
-    let with = past.iter().filter_map(|past| {
-        let change = past.changes.iter().find(|change| change.knob == knob)?;
-        let share = past.gain? / past.changes.len() as f64;
-        let onward = past.kept && (change.to > change.from) == (value > change.to);
-        Some(if onward { 2.0 * share } else { share })
-    });
-    let best = with.fold(f64::NEG_INFINITY, f64::max);
-    if best == f64::NEG_INFINITY { UNTRIED } else { best.clamp(UNTRIED / 4.0, 0.2) }
-}
-
 /// Trials that seemed to help and were not kept, put together: all of them, then random parts.
 fn combinations(
     incumbent: &ScheduleConfig,
-    past: &[Past],
+    past: &PastTrials,
     rng: &mut Xoshiro256PlusPlus,
 ) -> Vec<(Origin, ScheduleConfig)> {
-    let promising = |past: &&Past| !past.kept && past.gain.is_some_and(|gain| gain > PROMISING);
-    let mut found: Vec<&Past> = past.iter().filter(promising).collect();
-    found.sort_by(|a, b| b.gain.unwrap_or(0.0).total_cmp(&a.gain.unwrap_or(0.0)));
-    found.truncate(COMBINED_MAX);
+    let found: Vec<&Past> = past.promising().iter().collect();
     let together = |parts: &[&Past]| {
         let form: Vec<_> =
             parts.iter().rev().flat_map(|p| &p.changes).map(|c| (c.knob, c.to)).collect();

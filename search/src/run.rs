@@ -1,7 +1,7 @@
 //! The search: propose, gate, measure or predict, keep or revert. It does one trial at a time and hands it to the caller, who writes
 //! it down before asking for the next; a search that absorbs those rows again goes on as if it had never stopped.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread::Scope;
 use std::time::Duration;
@@ -109,8 +109,10 @@ pub struct Search<'a> {
     settings: Arc<Settings>,
     strategy: Arc<dyn Strategy>,
     trials: Vec<Trial>,
-    /// Trials by the ids of their program and kernel.
-    tried: BTreeMap<(String, String), u64>,
+    /// What they say to the next one.
+    history: History,
+    /// Ids of their programs.
+    programs: BTreeSet<String>,
     rejected: u64,
     /// The noise of each card; of a search that has one, without a number.
     noises: BTreeMap<Option<u32>, Noise>,
@@ -134,6 +136,7 @@ impl<'a> Search<'a> {
     ) -> Self {
         let ground =
             Ground { space: settings.space.clone(), seed: settings.seed, sweep: settings.explore };
+        let history = History::new(settings.default);
         let settings = Arc::new(settings);
         Self {
             here: Card::new(gate.beside(), device, settings.clone(), no_clock),
@@ -142,7 +145,8 @@ impl<'a> Search<'a> {
             strategy: strategy(StrategyName::default(), ground, Vec::new()),
             settings,
             trials: Vec::new(),
-            tried: BTreeMap::new(),
+            history,
+            programs: BTreeSet::new(),
             rejected: 0,
             noises: BTreeMap::new(),
             clock: no_clock,
@@ -308,7 +312,7 @@ impl<'a> Search<'a> {
 
     /// Whether a trial had this program.
     fn knows(&self, program_id: &str) -> bool {
-        self.tried.keys().any(|(program, _)| program == program_id)
+        self.programs.contains(program_id)
     }
 
     fn asked(&self) -> Asked {
@@ -317,13 +321,7 @@ impl<'a> Search<'a> {
 
     /// What the finished trials say to the next one.
     fn history(&self) -> History {
-        let mut history = History::new(self.settings.default);
-        for trial in &self.trials {
-            let incumbent = trial.incumbent.and_then(|index| usize::try_from(index).ok());
-            let incumbent = incumbent.and_then(|index| self.trials.get(index));
-            history.learn(trial, incumbent.map(|trial| &trial.config));
-        }
-        history
+        self.history.clone()
     }
 
     /// The next schedule that is legal and lowers to something new; `None` when none is found. Helpers go on with those after it.
@@ -382,10 +380,10 @@ impl<'a> Search<'a> {
     }
 
     fn record(&mut self, trial: Trial) {
-        let verdict = &trial.verdict;
-        if let (Some(program), Some(kernel)) = (&verdict.program_id, &verdict.kernel_id) {
-            self.tried.entry((program.clone(), kernel.clone())).or_insert(trial.trial);
-        }
+        let incumbent = trial.incumbent.and_then(|index| usize::try_from(index).ok());
+        let incumbent = incumbent.and_then(|index| self.trials.get(index));
+        self.history.learn(&trial, incumbent.map(|trial| &trial.config));
+        self.programs.extend(trial.verdict.program_id.clone());
         self.rejected += trial.skipped.rejected;
         if let Some(floor) = trial.noise_floor {
             self.noises.insert(trial.card, Noise::of(floor, &trial.samples_us));

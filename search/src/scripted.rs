@@ -58,6 +58,8 @@ pub struct Behaviour {
     pub wrong_from: Option<usize>,
     /// Answers wrong values when it is timed, and only then.
     pub wrong_when_timed: bool,
+    /// In every second fresh sequence the last bit of this word of this position's logits differs.
+    pub unrepeatable: Option<(usize, usize)>,
 }
 
 impl Behaviour {
@@ -73,6 +75,7 @@ impl Behaviour {
             wrong: false,
             wrong_from: None,
             wrong_when_timed: false,
+            unrepeatable: None,
         }
     }
 
@@ -100,6 +103,12 @@ pub struct ScriptedDevice<'a> {
     costs: Costs,
     /// Positions of the sequence that each program left, by handle.
     sequences: Vec<usize>,
+    /// Fresh sequences of each program, by handle.
+    fresh: Vec<usize>,
+    /// What is loaded now. The same program in another allocation is there twice, as on a real device.
+    live: Vec<(Arc<Verified<Program>>, KernelConfig)>,
+    /// Programs that were loaded at the same time, at most.
+    pub most_live: usize,
     /// Fresh sequences that were run, for tests that count evaluations.
     pub runs: usize,
     /// Positions that were run untimed.
@@ -130,6 +139,9 @@ impl<'a> ScriptedDevice<'a> {
             running: None,
             costs: Costs::default(),
             sequences: Vec::new(),
+            fresh: Vec::new(),
+            live: Vec::new(),
+            most_live: 0,
             runs: 0,
             positions: 0,
             rounds: 0,
@@ -200,6 +212,20 @@ impl<'a> ScriptedDevice<'a> {
         Ok(Samples { rounds, last_logits, last_chosen, ..Samples::default() })
     }
 
+    /// Programs that are loaded.
+    #[must_use]
+    pub fn live(&self) -> usize {
+        self.live.len()
+    }
+
+    fn hold(&mut self, program: &Arc<Verified<Program>>, kernel: &KernelConfig) {
+        let same = |(other, config): &(_, _)| Arc::ptr_eq(other, program) && config == kernel;
+        if !self.live.iter().any(same) {
+            self.live.push((program.clone(), *kernel));
+        }
+        self.most_live = self.most_live.max(self.live.len());
+    }
+
     fn sample(&mut self, behaviour: &Behaviour) -> f64 {
         let uniform = behaviour.noise * (self.rng.random::<f64>() - 0.5);
         behaviour.us * (1.0 + uniform + self.weather())
@@ -252,6 +278,7 @@ impl Device for ScriptedDevice<'_> {
             *other == id && config == kernel
         };
         if let Some(index) = self.loaded.iter().position(same) {
+            self.hold(program, kernel);
             return Ok(Handle(index as u64));
         }
         let behaviour = (self.script)(program, kernel);
@@ -265,6 +292,8 @@ impl Device for ScriptedDevice<'_> {
         self.costs.loads += 1;
         self.loaded.push((id, *kernel, behaviour));
         self.sequences.push(0);
+        self.fresh.push(0);
+        self.hold(program, kernel);
         Ok(Handle(self.loaded.len() as u64 - 1))
     }
 
@@ -272,6 +301,9 @@ impl Device for ScriptedDevice<'_> {
         self.activate(program);
         let behaviour = self.behaviour(program)?;
         self.runs += usize::from(first == 0);
+        let fresh = &mut self.fresh[program.0 as usize];
+        *fresh += usize::from(first == 0);
+        let is_second = fresh.is_multiple_of(2);
         self.positions += tokens.len() - first;
         if let Some(error) = behaviour.run_error {
             return Err(error);
@@ -287,6 +319,11 @@ impl Device for ScriptedDevice<'_> {
         rows.iter_mut().skip(wrong_from).for_each(|row| spoil(row));
         if behaviour.wrong {
             rows.iter_mut().for_each(|row| spoil(row));
+        }
+        if let Some((position, word)) = behaviour.unrepeatable.filter(|_| is_second)
+            && let Some(row) = position.checked_sub(first).and_then(|at| rows.get_mut(at))
+        {
+            row[word] = f32::from_bits(row[word].to_bits() ^ 1);
         }
         let chosen = rows.iter().map(|row| argmax(row)).collect();
         Ok(Ran { logits: rows, chosen })
@@ -311,5 +348,7 @@ impl Device for ScriptedDevice<'_> {
         self.time_programs(contenders.map(|contender| contender.handle()), plan)
     }
 
-    fn release(&mut self, _program: Handle) {}
+    fn release(&mut self, program: &Arc<Verified<Program>>, kernel: &KernelConfig) {
+        self.live.retain(|(other, config)| !Arc::ptr_eq(other, program) || config != kernel);
+    }
 }

@@ -13,7 +13,7 @@ use rand::RngExt;
 use rand::seq::IndexedRandom;
 use serde::{Deserialize, Serialize};
 
-use crate::propose::{Origin, Past, Proposer, edited, generator};
+use crate::propose::{Origin, PastTrials, Proposer, edited, generator};
 
 mod prior;
 mod tpe;
@@ -37,7 +37,7 @@ pub struct Question<'q> {
     /// The schedule that leads.
     pub incumbent: &'q ScheduleConfig,
     /// How the trials before it ended, the baseline left out.
-    pub past: &'q [Past],
+    pub past: &'q PastTrials,
 }
 
 /// A way of searching.
@@ -172,8 +172,8 @@ impl Strategy for Climb {
         let Question { trial, incumbent, past } = *question;
         let draws = self.ground.proposer().draws(trial, incumbent, past);
         // Behind a wide jump two local trials: they refine where it landed, if it was kept.
-        let stuck = past.iter().rev().take_while(|past| !past.kept).count();
-        if self.restarts && trial > self.ground.sweep && stuck >= PLATEAU && trial % 3 == 0 {
+        let is_stuck = past.since_kept() >= PLATEAU;
+        if self.restarts && trial > self.ground.sweep && is_stuck && trial % 3 == 0 {
             return Box::new(std::iter::once(self.far(question)).chain(draws));
         }
         Box::new(draws)

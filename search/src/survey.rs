@@ -219,13 +219,9 @@ pub fn observe(
     seed: u64,
 ) -> Result<Timed, Dropped> {
     let mut verdict = assess::begin(gate, None, &candidate.config);
-    let assessed = assess::assess(gate, Some(&mut *device), candidate, &mut verdict)?;
-    let timed = time(gate, device, &assessed, passage, timing, seed);
-    let Candidate { program, config, .. } = &assessed.candidate;
-    if let Ok(handle) = device.prepare(program, &config.kernel) {
-        device.release(handle);
-    }
-    timed
+    let mut guard = candidate.guard(device);
+    let assessed = assess::assess(gate, Some(guard.device()), candidate, &mut verdict)?;
+    time(gate, guard.device(), &assessed, passage, timing, seed)
 }
 
 fn time(

@@ -38,6 +38,8 @@ pub enum Outcome {
     Broken,
     /// Wrong values.
     Disagreed,
+    /// Two runs on the device agree with the graph and differ in their bits.
+    Unrepeatable,
     /// The kernel does not compile.
     CompileFailed,
     /// A device worker gave up.
@@ -65,6 +67,7 @@ impl Outcome {
             Self::Unloadable => "unloadable",
             Self::Broken => "broken",
             Self::Disagreed => "disagreed",
+            Self::Unrepeatable => "unrepeatable",
             Self::CompileFailed => "compile_failed",
             Self::Trapped => "trapped",
             Self::TimedOut => "timed_out",
@@ -85,6 +88,7 @@ impl Outcome {
             | Self::Unloadable
             | Self::Broken
             | Self::Disagreed
+            | Self::Unrepeatable
             | Self::CompileFailed
             | Self::Trapped
             | Self::TimedOut
@@ -125,6 +129,7 @@ impl From<&Dropped> for Outcome {
             Dropped::Unloadable(_) => Self::Unloadable,
             Dropped::Unrunnable(_) | Dropped::Unevaluated(_) | Dropped::Halted(_) => Self::Broken,
             Dropped::Disagreed { .. } | Dropped::Sampled { .. } => Self::Disagreed,
+            Dropped::Unrepeatable(_) => Self::Unrepeatable,
             Dropped::BelowFloor(_) => Self::BelowFloor,
             Dropped::Failed(error) => match error {
                 DeviceError::Compile { .. } => Self::CompileFailed,
@@ -202,6 +207,9 @@ pub struct Trial {
     pub threshold: Option<f64>,
     /// The noise floor, on the trial that measured it.
     pub noise_floor: Option<f64>,
+    /// Of a measured trial: microseconds a token that the cost model predicts at the position where it was timed. Nothing is decided by it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub predicted_us: Option<f64>,
     /// Raw samples: microseconds a token of each round's four blocks (incumbent, candidate, candidate, incumbent).
     pub samples_us: Vec<[f64; 4]>,
     /// The card that measured it, where the search has several: its number in the header's `cards`.

@@ -144,8 +144,12 @@ impl Device for Biased<'_> {
         Ok(samples)
     }
 
-    fn release(&mut self, program: Handle) {
-        self.card.release(program);
+    fn release(
+        &mut self,
+        program: &std::sync::Arc<ir::program::Verified<ir::program::Program>>,
+        kernel: &KernelConfig,
+    ) {
+        self.card.release(program, kernel);
     }
 }
 

@@ -114,6 +114,14 @@ fn the_better_schedule_is_kept_and_confirmed() {
     assert_eq!(kept[0].verdict.latency_kind, Some(LatencyKind::MeasuredGpu));
     assert!(kept[0].gain.is_some_and(|gain| gain.low > 0.3 && gain.high < 0.4));
     assert_eq!(kept[0].samples_us.len(), 4, "a third faster is clear after four rounds");
+    // Each measurement has its prediction beside it, which is in no verdict.
+    assert!(trials.iter().all(|trial| trial.predicted_us.is_some_and(|us| us > 0.0)));
+    assert!(trials.iter().all(|trial| trial.verdict.latency_us != trial.predicted_us));
+    let mut text = serde_json::to_value(&trials[1]).unwrap();
+    assert_eq!(text["predicted_us"].as_f64(), trials[1].predicted_us);
+    text.as_object_mut().unwrap().remove("predicted_us");
+    let old: Trial = serde_json::from_value(text).unwrap();
+    assert_eq!(old, Trial { predicted_us: None, ..trials[1].clone() });
     let confirmation = search.confirm().unwrap().unwrap();
     assert_eq!(confirmation.decision, Decision::Kept);
     assert_eq!(confirmation.champion, kept[0].trial);
@@ -288,6 +296,175 @@ fn a_resumed_search_makes_the_same_trials() {
             }
         }
     }
+}
+
+/// A search after these trials, on a device.
+fn resumed<'a>(
+    bench: &'a Bench,
+    past: &[Trial],
+    device: &'a mut dyn Device,
+    settings: Settings,
+) -> Search<'a> {
+    let mut search = Search::new(bench.gate(), Some(device), settings);
+    for trial in past {
+        search.absorb(through_json(trial)).unwrap();
+    }
+    search.check_absorbed().unwrap();
+    search
+}
+
+/// What ended a search.
+fn reason<T: std::fmt::Debug>(ended: Result<T, SearchError>) -> String {
+    match ended {
+        Err(SearchError::Device(DeviceError::Unavailable { reason })) => reason,
+        other => panic!("the device was to be given up: {other:?}"),
+    }
+}
+
+#[test]
+fn an_incumbent_that_fails_after_a_resume_is_named_and_costs_no_trial() {
+    let bench = Bench::new();
+    let settings = || bench.settings(12);
+    let whole = bench.search(&mut bench.device(1, evict_wins), settings());
+    let lead = whole.iter().rfind(|trial| trial.outcome.leads()).unwrap();
+    let past = &whole[..whole.len() - 2];
+    assert!(lead.trial > 0 && lead.trial + 2 < 12, "{:?}", outcomes(&whole));
+    let named = format!("the schedule that leads (trial {}) fails there: ", lead.trial);
+    let late = DeviceError::TimedOut { after_ms: 500, status: "worker 3 waits".into() };
+    let memory = DeviceError::OutOfMemory { needed: 2, free: 1 };
+    let works = || Behaviour::takes(66.0);
+    for (fault, why) in [
+        (Behaviour { run_error: Some(late), ..works() }, "no answer within 500 ms"),
+        (Behaviour { load_error: Some(memory), ..works() }, "out of device memory"),
+        (Behaviour { wrong: true, ..works() }, "device disagrees with the graph"),
+        (Behaviour { unrepeatable: Some((2, 3)), ..works() }, "two runs on the device differ"),
+    ] {
+        let leads = (lead.verdict.program_id.clone().unwrap(), lead.config.kernel);
+        let mut device = bench.device(1, move |program, kernel| {
+            let is_lead = (program.id(), *kernel) == leads;
+            if is_lead { fault.clone() } else { evict_wins(program, kernel) }
+        });
+        let mut search = resumed(&bench, past, &mut device, settings());
+        for _ in 0..2 {
+            let said = reason(search.step(Duration::ZERO));
+            assert!(said.starts_with(&named) && said.contains(why), "{said}");
+            assert_eq!(search.trials().len(), past.len());
+        }
+        drop(search);
+        assert!(device.costs().loads <= 1, "no candidate was loaded");
+        assert_eq!(device.live(), 0);
+    }
+    // On a device where it passes the candidates come that would have come.
+    let mut device = bench.device(1, evict_wins);
+    let rest = all(&mut resumed(&bench, past, &mut device, settings())).1;
+    let ids = |trials: &[Trial]| -> Vec<_> {
+        trials.iter().map(|trial| (trial.verdict.schedule_id.clone(), trial.outcome)).collect()
+    };
+    assert_eq!(ids(&rest), ids(&whole[past.len()..]));
+}
+
+#[test]
+fn what_a_candidate_is_timed_against_is_not_the_candidates_fault() {
+    let bench = Bench::new();
+    let settings = || bench.settings(12);
+    let whole = bench.search(&mut bench.device(1, evict_wins), settings());
+    let lead = whole.iter().rfind(|trial| trial.outcome.leads()).unwrap();
+    let past = &whole[..whole.len() - 2];
+    let kernel = lead.config.kernel;
+    // It agrees, and is wrong while it is timed beside a candidate.
+    let mut device = bench.device(1, move |program, k| Behaviour {
+        wrong_when_timed: *k == kernel && Some(program.id()) == lead.verdict.program_id,
+        ..Behaviour::takes(66.0)
+    });
+    let mut search = resumed(&bench, past, &mut device, settings());
+    let said = reason(search.step(Duration::ZERO));
+    assert!(said.starts_with("the schedule that it was timed against ("), "{said}");
+    assert_eq!(search.trials().len(), past.len());
+    // The baseline's failure does not refute the champion.
+    let baseline = whole[0].verdict.program_id.clone();
+    let mut device = bench.device(1, move |program, k| Behaviour {
+        wrong: *k != kernel && Some(program.id()) == baseline,
+        ..evict_wins(program, k)
+    });
+    let mut search = resumed(&bench, &whole, &mut device, settings());
+    let said = reason(search.confirm());
+    assert!(said.starts_with("the baseline (trial 0) fails there: device disagrees"), "{said}");
+}
+
+#[test]
+fn refused_candidates_leave_the_device() {
+    let bench = Bench::with_capacity(LONG);
+    let fast = || Behaviour::takes(50.0);
+    let late = DeviceError::TimedOut { after_ms: 500, status: "worker 3 waits".into() };
+    let memory = DeviceError::OutOfMemory { needed: 2, free: 1 };
+    let faults = [
+        Behaviour { wrong: true, ..fast() },
+        Behaviour { wrong_from: Some(FIRST_STAGE), ..fast() },
+        Behaviour { wrong_when_timed: true, ..fast() },
+        Behaviour { unrepeatable: Some((30, 0)), ..fast() },
+        Behaviour { run_error: Some(late.clone()), ..fast() },
+        Behaviour { time_error: Some(late), ..fast() },
+        Behaviour { load_error: Some(memory), ..fast() },
+        Behaviour::takes(120.0),
+        Behaviour::takes(100.0),
+    ];
+    let number = Cell::new(0);
+    let mut device = bench.device(1, |_, _| {
+        let next = number.replace(number.get() + 1);
+        let fault = (next as usize).checked_sub(1).map(|n| faults[n % faults.len()].clone());
+        fault.unwrap_or_else(|| Behaviour::takes(100.0))
+    });
+    let trials = bench.search(&mut device, bench.settings(40));
+    assert_eq!(trials.len(), 40);
+    assert!(trials[1..].iter().all(|trial| !trial.outcome.leads()), "{:?}", outcomes(&trials));
+    assert_eq!((device.live(), device.most_live), (1, 2), "the baseline, and one candidate");
+
+    // A champion takes the place of the one before it, and its baseline comes back for the confirmation only.
+    let mut device = bench.device(1, evict_wins);
+    let mut search = Search::new(bench.gate(), Some(&mut device), bench.settings(16));
+    all(&mut search);
+    assert_eq!(search.confirm().unwrap().unwrap().decision, Decision::Kept);
+    drop(search);
+    assert_eq!((device.live(), device.most_live), (1, 2));
+}
+
+#[test]
+fn two_runs_that_differ_in_one_bit_are_unrepeatable_and_never_lead() {
+    let bench = Bench::with_capacity(LONG);
+    let gate = bench.gate();
+    let vocab = gate.expected().logits[0].len();
+    for seed in 0..64 {
+        let at = (seed as usize * 5 % LONG as usize, seed as usize * 17 % vocab);
+        let first = Cell::new(true);
+        let mut device = bench.device(seed, |_, _| match first.replace(false) {
+            true => Behaviour::takes(100.0),
+            false => Behaviour { unrepeatable: Some(at), ..Behaviour::takes(50.0) },
+        });
+        let settings = Settings { seed, ..bench.settings(3) };
+        let mut search = Search::new(gate.beside(), Some(&mut device), settings.clone());
+        let trials = all(&mut search).1;
+        let ends = [Outcome::Baseline, Outcome::Unrepeatable, Outcome::Unrepeatable];
+        assert_eq!(outcomes(&trials), ends, "seed {seed}");
+        assert_eq!(search.champion().map(|trial| trial.trial), Some(0));
+        for trial in &trials[1..] {
+            let verdict = &trial.verdict;
+            assert!(!verdict.correct && verdict.latency_us.is_none() && trial.gain.is_none());
+            let found = verdict.first_divergence.as_ref().unwrap();
+            let place = (found.position, found.slot.as_deref(), found.index);
+            assert_eq!(place, (Some(at.0 as u64), Some("logits"), Some(at.1 as u64)));
+            assert!(trial.why.contains(&format!("word {} of the logits", at.1)), "{}", trial.why);
+        }
+        // The ledger's rows are read again.
+        let mut device = bench.device(seed, |_, _| Behaviour::takes(100.0));
+        let again = resumed(&bench, &trials, &mut device, settings);
+        assert_eq!(again.trials().len(), 3);
+    }
+    // A baseline that does not repeat itself leads nothing.
+    let mut device =
+        bench.device(1, |_, _| Behaviour { unrepeatable: Some((0, 0)), ..Behaviour::takes(100.0) });
+    let mut search = Search::new(bench.gate(), Some(&mut device), bench.settings(2));
+    assert_eq!(outcomes(&all(&mut search).1), [Outcome::Unrepeatable; 2]);
+    assert!(search.champion().is_none() && search.confirm().unwrap().is_none());
 }
 
 #[test]

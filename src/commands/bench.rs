@@ -176,7 +176,7 @@ fn measure_peers(args: &BenchArgs, context: &Context) -> Vec<Peer> {
 }
 
 impl Passage {
-    fn new(context: &Context, args: &BenchArgs) -> Result<Self, reference_vm::eval::EvalError> {
+    fn new(context: &Context, args: &BenchArgs) -> Result<Self, search::ExpectedError> {
         let graph = context.graph();
         let length = args.context.saturating_add(TIMED_TOKENS).min(context.kv_capacity) as usize;
         let tokens = draw_tokens(args.seed, graph.vocab, length);

@@ -168,6 +168,7 @@ pub(crate) fn stop_on_our_fault(dropped: &Dropped) -> Result<(), Failure> {
         | Dropped::Halted(_)
         | Dropped::Sampled { .. }
         | Dropped::Disagreed { .. }
+        | Dropped::Unrepeatable(_)
         | Dropped::Failed(_)
         | Dropped::BelowFloor(_) => Ok(()),
     }

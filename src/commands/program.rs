@@ -4,12 +4,9 @@ use std::path::Path;
 
 use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
-use reference_vm::Order;
-use reference_vm::compare::{Tolerance, compare};
 use reference_vm::divergence::Examiner;
-use reference_vm::eval::{Evaluator, Logits};
-use reference_vm::machine::{Machine, Run};
-use search::FirstDivergence;
+use reference_vm::machine::Machine;
+use search::{Dropped, Expected, FirstDivergence};
 use serde_json::{Value, json};
 
 use crate::cli::{FileArgs, InterpretArgs, LowerArgs};
@@ -18,9 +15,6 @@ use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::working::Working;
 use crate::{files, report};
-
-/// Tokens that `interpret` feeds when none are given.
-const TOKENS_DEFAULT: usize = 8;
 
 pub(crate) fn lower(args: &LowerArgs) -> Outcome {
     let context = Context::new(&args.model)?;
@@ -112,39 +106,32 @@ pub(crate) fn interpret(args: &InterpretArgs) -> Outcome {
     let program = verified(&args.file)?;
     let model = model::load(&args.model)?;
     let graph = &model.graph;
-    let tokens = if args.tokens.is_empty() {
-        search::draw_tokens(
-            args.seed,
-            graph.vocab,
-            TOKENS_DEFAULT.min(program.kv_capacity as usize),
-        )
-    } else {
-        args.tokens.clone()
-    };
-    let working = Working::on(format!("running {} tokens", tokens.len()));
+    let working = Working::on(format!("running {} on the reference machine", graph.name));
     let mut machine = Machine::new(&program, graph, &*model.weights).map_err(|e| {
         Failure::usage(format!("{} does not run on {}: {e}", args.file.display(), graph.name))
     })?;
-    let run = machine
-        .run(&tokens, Order::Waves)
-        .map_err(|e| Failure::usage(format!("the tokens cannot be fed: {e}")))?;
-    let Run::Finished(outputs) = run else {
-        return Err(Failure::refused(search::Dropped::Halted(run).to_string()));
-    };
-    let expected = Evaluator::new(graph, &*model.weights)
-        .and_then(|mut evaluator| evaluator.run(&tokens, Logits::All))
+    let expected = inputs(args, &program, &model)
         .map_err(|e| Failure::usage(format!("{} cannot be evaluated: {e}", graph.name)))?;
-    let agreement = compare(&expected, &outputs.logits, Tolerance::REFERENCE);
+    let mut chosen = Vec::new();
+    let agreement = match expected.examine_into(&mut machine, &mut chosen) {
+        Err(Dropped::Unrunnable(e)) => {
+            return Err(Failure::usage(format!("the tokens cannot be fed: {e}")));
+        }
+        Err(halted @ Dropped::Halted(_)) => return Err(Failure::refused(halted.to_string())),
+        judged => judged,
+    };
     let summary = agreement.as_ref().ok().map(|agreement| agreement.summary());
     let reason = agreement.as_ref().err().map(ToString::to_string);
-    let located = reason.as_ref().and_then(|_| locate(args, &program, &model, &tokens));
+    let located = reason.as_ref().and_then(|_| locate(args, &program, &model, &expected));
     drop(working);
+    let scope = expected.reference_scope();
     report::document(&json!({
         "schema": "amk.interpret.v1",
         "model": graph.name,
         "program_id": program.id(),
-        "tokens": tokens,
-        "next_tokens": outputs.tokens,
+        "tokens": expected.reference_tokens().collect::<Vec<_>>(),
+        "next_tokens": chosen,
+        "scope": scope,
         "correct": reason.is_none(),
         "disagreement": reason,
         "first_divergence": located,
@@ -153,30 +140,40 @@ pub(crate) fn interpret(args: &InterpretArgs) -> Outcome {
         "top1_agreement": summary.map(|s| s.top1_agreement),
     }))?;
     report::say(&match &reason {
-        None => format!("agrees with the graph at {} positions", tokens.len()),
-        Some(reason) => format!("DISAGREES with the graph: {reason}"),
+        None => format!("agrees with the graph at {scope}"),
+        Some(reason) => format!("DISAGREES: {reason}"),
     });
     say_divergence(located.as_ref());
     Ok(if reason.is_none() { Exit::Yes } else { Exit::No })
 }
 
-/// The first task that goes wrong on these tokens.
+/// The inputs of a search's gate, or the tokens that were given; either way with the bounds of a gate.
+fn inputs(
+    args: &InterpretArgs,
+    program: &Program,
+    model: &model::Model,
+) -> Result<Expected, search::ExpectedError> {
+    let (graph, weights) = (&model.graph, &*model.weights);
+    if args.tokens.is_empty() {
+        return Expected::new(graph, weights, program.kv_capacity, args.seed, None);
+    }
+    Expected::on_tokens(graph, weights, args.tokens.clone())
+}
+
+/// The first task that goes wrong on these inputs.
 fn locate(
     args: &InterpretArgs,
     program: &Verified<Program>,
     model: &model::Model,
-    tokens: &[u32],
+    expected: &Expected,
 ) -> Option<FirstDivergence> {
     let (graph, weights) = (&model.graph, &*model.weights);
     let examiner = Examiner::new(graph, weights).ok()?;
     let mut machine = Machine::new(program, graph, weights).ok()?;
-    let at = tokens.iter().find_map(|&token| {
-        let (_, fired) = machine.traced(token, Order::Waves).ok()?;
-        examiner.first(&machine, token, &fired)
-    })?;
+    let at = expected.diverges(&examiner, &mut machine, None)?;
     let mut found = FirstDivergence::of(program, "reference", &at);
     let place = Place { model: &args.model, target: None, kv_capacity: None };
-    let inputs = Inputs::Program { file: &args.file, tokens };
+    let inputs = Inputs::Program { file: &args.file, tokens: &args.tokens, seed: args.seed };
     found.rerun = rerun::command(&place, &inputs, &found);
     Some(found)
 }

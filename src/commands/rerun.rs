@@ -108,7 +108,7 @@ fn at_position(
     };
     let tokens = match (args.tokens.is_empty(), left) {
         (true, None) => {
-            let expected = Expected::new(graph, weights, context.kv_capacity, args.seed, None)
+            let expected = Expected::new(graph, weights, program.kv_capacity, args.seed, None)
                 .map_err(|e| unrunnable(&e))?;
             expected.each_position(&mut machine, Some(args.position), &mut look);
             Vec::new()
@@ -237,8 +237,8 @@ fn print(
 pub(crate) enum Inputs<'a> {
     /// A schedule, on the gate's tokens.
     Schedule { config: &'a ScheduleConfig, neutral: ScheduleConfig, seed: u64 },
-    /// A saved program, on these tokens.
-    Program { file: &'a std::path::Path, tokens: &'a [u32] },
+    /// A saved program, on these tokens, or on the gate's if there are none.
+    Program { file: &'a std::path::Path, tokens: &'a [u32], seed: u64 },
 }
 
 /// The command that runs a task again: nothing where no task was named.
@@ -261,10 +261,13 @@ pub(crate) fn command(
             }
             words.push(format!("--seed {seed}"));
         }
-        Inputs::Program { file, tokens } => {
-            let tokens: Vec<String> = tokens.iter().map(ToString::to_string).collect();
+        Inputs::Program { file, tokens, seed } => {
             words.push(format!("--program {}", quoted(&file.display().to_string())));
-            words.push(format!("--tokens {}", tokens.join(",")));
+            let tokens: Vec<String> = tokens.iter().map(ToString::to_string).collect();
+            words.push(match tokens.is_empty() {
+                true => format!("--seed {seed}"),
+                false => format!("--tokens {}", tokens.join(",")),
+            });
         }
     }
     let device = if found.by == "device" { "cuda" } else { "cpu" };

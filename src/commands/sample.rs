@@ -11,8 +11,8 @@ use ir::schedule::ScheduleConfig;
 use reference_vm::eval::Evaluator;
 use search::survey::{Drawn, OBSERVATION_SCHEMA, Observation, Passage, Survey, observe};
 use search::{
-    Conditions, Device, DeviceError, Dropped, Expected, Gate, POSITIONS_MAX, Side, Timing,
-    draw_tokens,
+    Conditions, Device, DeviceError, Dropped, Expected, ExpectedError, Gate, POSITIONS_MAX, Side,
+    Timing, draw_tokens,
 };
 use serde_json::{Value, json};
 
@@ -94,8 +94,9 @@ fn expected<'a>(
     kernel_id: search::KernelId<'a>,
 ) -> Result<(Gate<'a>, Passage), Failure> {
     let (graph, weights) = (context.graph(), &*context.model.weights);
-    let unevaluated =
-        |error| Failure::usage(format!("{} cannot be evaluated: {error}", graph.name));
+    let unevaluated = |error: ExpectedError| {
+        Failure::usage(format!("{} cannot be evaluated: {error}", graph.name))
+    };
     let first = args.context as usize;
     let length = first + TIMED_TOKENS as usize;
     let positions = length.min(POSITIONS_MAX);
@@ -106,8 +107,9 @@ fn expected<'a>(
     let last = match expected.logits.get(length - 1) {
         Some(logits) => logits.clone(),
         None => {
-            let mut evaluator = Evaluator::new(graph, weights).map_err(unevaluated)?;
-            let rows = evaluator.run_at(&tokens, &[length - 1]).map_err(unevaluated)?;
+            let rows = Evaluator::new(graph, weights)
+                .and_then(|mut evaluator| evaluator.run_at(&tokens, &[length - 1]))
+                .map_err(|error| unevaluated(error.into()))?;
             rows.into_iter().next().unwrap_or_default()
         }
     };
@@ -187,6 +189,7 @@ impl Session<'_> {
                     Dropped::Rejected(_) | Dropped::Unloadable(_) => "over a limit",
                     Dropped::Failed(_) => "failed on the device",
                     Dropped::BelowFloor(_) => "below the floor",
+                    Dropped::Unrepeatable(_) => "unrepeatable",
                     Dropped::Unrunnable(_)
                     | Dropped::Unevaluated(_)
                     | Dropped::Halted(_)

@@ -99,6 +99,13 @@ pub(crate) const ATTACKS: &[Attack] = &[
         run: || cheats(Cheat::AnotherTokenWhenTimed),
     },
     Attack {
+        name: "another bit the second time",
+        how: "the last bit of one logit differs in every second run of the same tokens",
+        found_by: "the gate `device`",
+        says: "two runs on the device differ",
+        run: || cheats(Cheat::AnotherBit),
+    },
+    Attack {
         name: "lower precision",
         how: "weights rounded to 8 bits (e4m3)",
         found_by: "the gate `device`",
@@ -363,6 +370,7 @@ enum Cheat {
     SlowsTheNext,
     AnotherToken,
     AnotherTokenWhenTimed,
+    AnotherBit,
 }
 
 struct Cheating<'a> {
@@ -386,7 +394,8 @@ impl Cheating<'_> {
             | Cheat::RowBeforeWhenTimed
             | Cheat::SlowsTheNext
             | Cheat::AnotherToken
-            | Cheat::AnotherTokenWhenTimed => rows,
+            | Cheat::AnotherTokenWhenTimed
+            | Cheat::AnotherBit => rows,
             Cheat::HalfTheLogits => {
                 rows.iter_mut()
                     .for_each(|row| row.iter_mut().skip(128).for_each(|x| *x = f32::NAN));
@@ -465,6 +474,7 @@ impl Device for Cheating<'_> {
                 Cheat::AnotherTokenWhenTimed => samples.last_chosen[1] ^= 1,
                 Cheat::Nothing
                 | Cheat::AnotherToken
+                | Cheat::AnotherBit
                 | Cheat::HalfTheLogits
                 | Cheat::LastRowIsPoison
                 | Cheat::RowBefore
@@ -475,8 +485,8 @@ impl Device for Cheating<'_> {
         Ok(samples)
     }
 
-    fn release(&mut self, program: Handle) {
-        self.honest.release(program);
+    fn release(&mut self, program: &Arc<Verified<Program>>, kernel: &KernelConfig) {
+        self.honest.release(program, kernel);
     }
 }
 
@@ -509,7 +519,12 @@ fn cheats(cheat: Cheat) -> Option<String> {
     let us = if matches!(cheat, Cheat::SlowsTheNext) { 100.0 } else { 95.0 };
     let first = std::cell::Cell::new(true);
     let script = move |_: &Program, _: &KernelConfig| {
-        Behaviour::takes(if first.replace(false) { 100.0 } else { us }).with_noise(0.002)
+        let is_first = first.replace(false);
+        let other = matches!(cheat, Cheat::AnotherBit) && !is_first;
+        Behaviour {
+            unrepeatable: other.then_some((3, 5)),
+            ..Behaviour::takes(if is_first { 100.0 } else { us }).with_noise(0.002)
+        }
     };
     let honest = ScriptedDevice::new(bench.expected().logits, 1, script);
     let mut device = Cheating { honest, bench: &bench, cheat };

@@ -89,7 +89,7 @@ impl Device for Copy<'_> {
         Ok(Samples { rounds, last_logits, last_chosen, ..Samples::default() })
     }
 
-    fn release(&mut self, _: Handle) {}
+    fn release(&mut self, _: &Arc<Verified<Program>>, _: &KernelConfig) {}
 }
 
 /// The verdict on the neutral schedule on such a device, and how often its slots were looked at.
@@ -152,10 +152,12 @@ fn repeats_that_differ_are_a_race() {
     assert_eq!(at.class, DivergenceClass::Race, "{at:?}");
     // The program is verified: no two of its tasks are to blame, and that is said.
     assert!(at.unordered.is_empty() && at.detail.contains("in what runs it"), "{at:?}");
-    // Other bits that are as good are no reason to refuse it, and are said too.
-    let (right, _) = verdict(Wrong::Bits);
-    assert!(right.correct, "{right:?}");
-    assert_eq!(found(&right).class, DivergenceClass::Race);
+    // Other bits that are as good are refused as well, and the first one is named.
+    let (other, _) = verdict(Wrong::Bits);
+    assert!(!other.correct && other.latency_us.is_none(), "{other:?}");
+    let at = found(&other);
+    let place = (at.class, at.position, at.slot.as_deref(), at.index);
+    assert_eq!(place, (DivergenceClass::Race, Some(0), Some("logits"), Some(0)), "{at:?}");
 }
 
 /// Weights of which a whole tensor is zero.

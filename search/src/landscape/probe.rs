@@ -47,7 +47,7 @@ pub struct Probe<'g, 'a> {
     /// A program that is known to be right, which fills the context.
     anchor: (Candidate, Agreement<Reference>),
     /// Whose sequence is on the device.
-    holder: Option<Handle>,
+    holder: Option<(Handle, Candidate)>,
 }
 
 impl<'g, 'a> Probe<'g, 'a> {
@@ -105,17 +105,18 @@ impl<'g, 'a> Probe<'g, 'a> {
 
     /// The context on the device is worth nothing any more.
     fn forget(&mut self, device: &mut dyn Device) {
-        if let Some(handle) = self.holder.take() {
-            device.release(handle);
+        if let Some((_, Candidate { program, config, .. })) = self.holder.take() {
+            device.release(&program, &config.kernel);
         }
     }
 
     /// A program that has the context, which the anchor fills if there is none.
     fn holder(&mut self, device: &mut dyn Device) -> Result<Handle, Dropped> {
-        if let Some(handle) = self.holder {
+        if let Some((handle, _)) = self.holder {
             return Ok(handle);
         }
-        let (Candidate { program, config, .. }, reference) = &self.anchor;
+        let (candidate, reference) = &self.anchor;
+        let Candidate { program, config, .. } = candidate;
         let handle = device.prepare(program, &config.kernel).map_err(Dropped::Failed)?;
         let expected = self.gate.expected();
         let end = self.timed.end;
@@ -123,7 +124,7 @@ impl<'g, 'a> Probe<'g, 'a> {
         let _ = reference
             .and_device(&expected.logits[..end], &ran.logits, &ran.chosen, expected.on_device)
             .map_err(|at| Dropped::Disagreed { by: "device", at })?;
-        self.holder = Some(handle);
+        self.holder = Some((handle, candidate.clone()));
         Ok(handle)
     }
 
@@ -140,9 +141,11 @@ impl<'g, 'a> Probe<'g, 'a> {
             .prepare(&candidate.program, &candidate.config.kernel)
             .map_err(Dropped::Failed)?;
         if handle != holder {
-            self.holder = Some(handle);
+            let before = self.holder.replace((handle, candidate.clone()));
             let handed = device.hand_over(holder, handle);
-            device.release(holder);
+            if let Some((_, Candidate { program, config, .. })) = before {
+                device.release(&program, &config.kernel);
+            }
             handed.map_err(Dropped::Failed)?;
         }
         let ran = device.run(handle, tokens, first).map_err(Dropped::Failed)?;
@@ -152,7 +155,7 @@ impl<'g, 'a> Probe<'g, 'a> {
         let contender = Contender::new(handle, &agreement);
         let plan = Plan { tokens, first, rounds: self.rounds, warmup: 0 };
         let samples = device.time([contender; 2], &plan).map_err(Dropped::Failed)?;
-        self.gate.timed(reference, end, &samples)?;
+        self.gate.timed(reference, end, &samples).map_err(|(_, dropped)| dropped)?;
         let at = u32::midpoint(first as u32, end as u32);
         let floor = assess::floors(self.gate, device, candidate, at).artefact_us;
         let _ = Latency::new(&agreement, &samples, Side::Candidate, floor, self.seed)

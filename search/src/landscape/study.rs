@@ -9,7 +9,7 @@ use crate::measure::median;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::{IndexedRandom, SliceRandom};
 
-use crate::propose::{Past, changes, generator};
+use crate::propose::{Past, PastTrials, changes, generator};
 use crate::strategy::{Ground, Question, Seen, Strategy};
 
 /// Draws for one trial before a search counts as exhausted.
@@ -31,7 +31,7 @@ pub struct Played {
     /// Proposals that the landscape has no answer for: outside its grid, or not recorded.
     pub unknown: u64,
     /// The trials after the baseline.
-    pub past: Vec<Past>,
+    pub past: PastTrials,
 }
 
 impl Played {

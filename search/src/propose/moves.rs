@@ -26,7 +26,7 @@ const CAPS: [(u32, u32); 6] = [
 const NEAR_CAPS: (u32, u32) = (65_536, 32_768);
 
 /// What a knob interacts with first: those of the same part of the schedule.
-pub(super) fn group(knob: Knob) -> &'static str {
+pub(crate) fn group(knob: Knob) -> &'static str {
     let path = knob.path();
     if path.starts_with("tiling.attention") || path == "fusion_grouping.merge" {
         return "attention";

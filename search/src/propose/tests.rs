@@ -15,7 +15,7 @@ fn run(trials: u64, seed: u64, gain: impl Fn(&ScheduleConfig) -> f64) -> Vec<(Or
     let mut incumbent = ScheduleConfig::default();
     let mut history: Vec<(Origin, Past)> = Vec::new();
     for trial in 1..trials {
-        let pasts: Vec<Past> = history.iter().map(|(_, past)| past.clone()).collect();
+        let pasts: PastTrials = history.iter().map(|(_, past)| past.clone()).collect();
         let tried = |config: &ScheduleConfig| {
             *config == ScheduleConfig::default() || pasts.iter().any(|past| past.config == *config)
         };
@@ -38,7 +38,7 @@ fn equal_histories_give_equal_draws() {
     let default = ScheduleConfig::default();
     let mut other = default;
     other.kernel.poll_sleep_ns = 0;
-    let history = [past(&default, &other, -0.1, false)];
+    let history: PastTrials = [past(&default, &other, -0.1, false)].into_iter().collect();
     for trial in 1..40 {
         let draws = || proposer.draws(trial, &default, &history).take(50).collect::<Vec<_>>();
         assert_eq!(draws(), draws());

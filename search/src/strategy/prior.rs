@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
 use super::{Climb, Ground, Proposals, Question, Strategy, StrategyName};
-use crate::propose::{Origin, Past, edited};
+use crate::propose::{Origin, PastTrials, edited};
 
 /// Trials without a gain that each move is credited with, so that one lucky trial does not lead the list.
 const DOUBT: f64 = 1.0;
@@ -92,7 +92,7 @@ impl Prior {
 }
 
 /// Whether a trial set all these knobs to these values and lost.
-fn refuted(form: &Form, past: &[Past]) -> bool {
+fn refuted(form: &Form, past: &PastTrials) -> bool {
     past.iter().any(|past| {
         let made = past.changes.iter().all(|c| form.contains(&(c.knob, c.to)));
         made && !past.kept && form.iter().all(|&(knob, value)| past.config.get(knob) == value)

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::*;
-use crate::propose::changes;
+use crate::propose::{Past, changes};
 
 fn ground(seed: u64) -> Ground {
     let space = Knob::ALL.iter().map(|&knob| (knob, knob.values())).collect();
@@ -22,7 +22,7 @@ fn best(strategy: &dyn Strategy, trials: u64) -> f64 {
     let mut incumbent = ScheduleConfig::default();
     let base = us(&incumbent);
     let mut tried = BTreeSet::from([incumbent.id()]);
-    let mut past = Vec::new();
+    let mut past = PastTrials::default();
     for trial in 1..trials {
         let question = Question { trial, incumbent: &incumbent, past: &past };
         let mut new = strategy.ask(&question).filter(|(_, config)| tried.insert(config.id()));
@@ -47,7 +47,7 @@ fn equal_questions_have_equal_answers_and_seeds_tell_searches_apart() {
     let changed = changes(&incumbent, &other);
     let trial =
         Past { config: other, changes: changed, gain: Some(-0.1), kept: false, score: Some(0.1) };
-    let past = vec![trial; 24];
+    let past: PastTrials = std::iter::repeat_n(trial, 24).collect();
     assert!(
         "simulated annealing".parse::<StrategyName>().unwrap_err().to_string().contains("climb")
     );
@@ -107,7 +107,7 @@ fn a_prior_is_tried_whole_then_in_parts_and_then_the_search_goes_on() {
     ]);
     let strategy = strategy(StrategyName::Prior, ground(1), known);
     let incumbent = ScheduleConfig::default();
-    let question = Question { trial: 1, incumbent: &incumbent, past: &[] };
+    let question = Question { trial: 1, incumbent: &incumbent, past: &PastTrials::default() };
     let asked: Vec<_> = strategy.ask(&question).take(4).collect();
     let changed = |(_, config): &(Origin, ScheduleConfig)| {
         changes(&incumbent, config).iter().map(|c| c.knob.path()).collect::<Vec<_>>()
@@ -125,7 +125,7 @@ fn a_stuck_search_jumps_far_now_and_then() {
     let lost =
         Past { config: incumbent, changes: Vec::new(), gain: None, kept: false, score: None };
     let first = |name, stuck: usize| {
-        let past = vec![lost.clone(); stuck];
+        let past: PastTrials = std::iter::repeat_n(lost.clone(), stuck).collect();
         let question = Question { trial: 30, incumbent: &incumbent, past: &past };
         let strategy = strategy(name, ground(1), Vec::new());
         strategy.ask(&question).next().unwrap()

@@ -6,7 +6,7 @@ use rand::RngExt;
 use rand::rngs::Xoshiro256PlusPlus;
 
 use super::{Ground, Proposals, Question, Strategy, StrategyName};
-use crate::propose::{Origin, Past, edited, generator};
+use crate::propose::{Origin, Past, PastTrials, edited, generator};
 
 /// Trials that are drawn at random before there is anything to estimate.
 const RANDOM_FIRST: usize = 8;
@@ -49,7 +49,7 @@ impl Strategy for Tpe {
 }
 
 /// The trials that did best, and the others. What gave no latency is among the others.
-fn halves(past: &[Past]) -> [Vec<&Past>; 2] {
+fn halves(past: &PastTrials) -> [Vec<&Past>; 2] {
     let mut all: Vec<&Past> = past.iter().collect();
     all.sort_by(|a, b| {
         a.score.unwrap_or(f64::INFINITY).total_cmp(&b.score.unwrap_or(f64::INFINITY))

@@ -15,7 +15,7 @@ use ir::schedule::{ScheduleConfig, parse_config, search_space, validate};
 use ir::{Graph, Target, Violations};
 use rustix::process::{Pid, Signal, kill_process_group};
 use search::strategy::{Proposals, Question, Strategy};
-use search::{Origin, Past};
+use search::{Origin, PastTrials};
 use serde_json::{Value, json};
 
 use crate::context::Context;
@@ -180,8 +180,8 @@ fn read_line(reader: &mut impl BufRead) -> std::io::Result<Option<String>> {
 
 impl Talk {
     /// Says what finished since the last time.
-    fn tell(&mut self, past: &[Past]) {
-        for (index, past) in past.iter().enumerate().skip(self.told) {
+    fn tell(&mut self, past: &PastTrials) {
+        for (index, past) in (self.told..).zip(past.since(self.told)) {
             let changed: serde_json::Map<String, Value> = (past.changes.iter())
                 .map(|c| (c.knob.path().to_owned(), json!([c.from.to_json(), c.to.to_json()])))
                 .collect();

@@ -1,0 +1,151 @@
+//! The finished trials, with what proposals ask of them brought up to date by each: a question costs as much after a million trials as
+//! after ten.
+
+use std::collections::BTreeMap;
+
+use ir::schedule::{Knob, Value};
+
+use super::{COMBINED_MAX, PROMISING, Past, UNTRIED, moves};
+use crate::growing::Growing;
+
+/// The trials after the baseline, in order. Copies are cheap.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PastTrials {
+    all: Growing<usize, Past>,
+    knobs: BTreeMap<Knob, Tried>,
+    /// The last trial that was kept and changed something, by the group of what it changed.
+    kept: BTreeMap<&'static str, usize>,
+    /// Trials that seemed to help and were not kept: those of the greatest gain, greatest first.
+    promising: Vec<Past>,
+    /// Trials since the last one that was kept.
+    since_kept: usize,
+    /// The score of the schedule that leads.
+    leading: Option<f64>,
+}
+
+/// What trials say of one knob. A gain is shared by all knobs that changed.
+#[derive(Clone, Debug, PartialEq)]
+struct Tried {
+    /// The last trial that changed this knob alone, by the value, among those that were not kept.
+    lost_alone: BTreeMap<Value, usize>,
+    /// The best gain among those that were not kept.
+    lost: f64,
+    /// The best gain among those that were kept, by whether the value rose, and the value.
+    kept: BTreeMap<(bool, Value), f64>,
+}
+
+impl PastTrials {
+    /// How many.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.all.len()
+    }
+
+    /// Whether no trial but the baseline was finished.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// All of them, in order.
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Past> {
+        self.all.values()
+    }
+
+    /// Those from a number on.
+    pub fn since(&self, first: usize) -> impl Iterator<Item = &Past> {
+        self.all.values_from(first)
+    }
+
+    /// Trials since the last one that was kept.
+    #[must_use]
+    pub fn since_kept(&self) -> usize {
+        self.since_kept
+    }
+
+    /// Score of a trial that saved this share of the time of the schedule that leads: the last one that was kept, else the baseline.
+    #[must_use]
+    pub fn score(&self, gain: f64) -> f64 {
+        self.leading.unwrap_or(0.0) + (1.0 - gain).ln()
+    }
+
+    /// Adds a trial.
+    pub fn push(&mut self, past: Past) {
+        let index = self.len();
+        self.since_kept = if past.kept { 0 } else { self.since_kept + 1 };
+        if past.kept {
+            self.leading = past.score;
+        }
+        let alone = past.changes.len() == 1;
+        for change in &past.changes {
+            let tried = self.knobs.entry(change.knob).or_default();
+            if past.kept {
+                self.kept.insert(moves::group(change.knob), index);
+            } else if alone {
+                tried.lost_alone.insert(change.to, index);
+            }
+            let Some(share) = past.gain.map(|gain| gain / past.changes.len() as f64) else {
+                continue;
+            };
+            let best = match past.kept {
+                true => tried
+                    .kept
+                    .entry((change.to > change.from, change.to))
+                    .or_insert(f64::NEG_INFINITY),
+                false => &mut tried.lost,
+            };
+            *best = best.max(share);
+        }
+        if !past.kept && past.gain.is_some_and(|gain| gain > PROMISING) {
+            self.promise(past.clone());
+        }
+        self.all.insert(index, past);
+    }
+
+    /// Of equal gains the older one comes first.
+    fn promise(&mut self, past: Past) {
+        let gain = |past: &Past| past.gain.unwrap_or(0.0);
+        let at =
+            self.promising.partition_point(|other| gain(other).total_cmp(&gain(&past)).is_ge());
+        self.promising.insert(at, past);
+        self.promising.truncate(COMBINED_MAX);
+    }
+
+    /// Trials that seemed to help and were not kept: those of the greatest gain, greatest first.
+    pub(crate) fn promising(&self) -> &[Past] {
+        &self.promising
+    }
+
+    /// Whether setting a knob to a value lost, on its own, and nothing of its group became the incumbent's since.
+    pub(crate) fn is_refuted(&self, knob: Knob, value: Value) -> bool {
+        let lost = self.knobs.get(&knob).and_then(|tried| tried.lost_alone.get(&value));
+        let kept = self.kept.get(moves::group(knob));
+        lost.is_some_and(|lost| kept.is_none_or(|kept| lost > kept))
+    }
+
+    /// What a step may bring: the best gain that came with changes of this knob, shared by all knobs that changed with it; more when it
+    /// goes on in the direction that was kept.
+    pub(crate) fn worth(&self, knob: Knob, value: Value) -> f64 {
+        let Some(tried) = self.knobs.get(&knob) else { return UNTRIED };
+        let kept = tried.kept.iter().map(|(&(rose, to), &share)| {
+            let onward = rose == (value > to);
+            if onward { 2.0 * share } else { share }
+        });
+        let best = kept.fold(tried.lost, f64::max);
+        if best == f64::NEG_INFINITY { UNTRIED } else { best.clamp(UNTRIED / 4.0, 0.2) }
+    }
+}
+
+impl Default for Tried {
+    fn default() -> Self {
+        Self { lost_alone: BTreeMap::new(), lost: f64::NEG_INFINITY, kept: BTreeMap::new() }
+    }
+}
+
+impl FromIterator<Past> for PastTrials {
+    fn from_iter<I: IntoIterator<Item = Past>>(trials: I) -> Self {
+        let mut all = Self::default();
+        trials.into_iter().for_each(|past| all.push(past));
+        all
+    }
+}

@@ -153,7 +153,8 @@ pub(crate) fn check_folder(args: &LoopArgs) -> Result<(), Failure> {
     if args.out.is_none() && !args.resume {
         return Ok(()); // a new folder
     }
-    let dir = header::folder(args)?.path;
+    let folder = header::folder(args)?;
+    let dir = &folder.path;
     if args.resume {
         return Ok(());
     }
@@ -164,7 +165,7 @@ pub(crate) fn check_folder(args: &LoopArgs) -> Result<(), Failure> {
         return if begun { Ok(()) } else { Err(CorpusError::Exists { path: ledger }.into()) };
     }
     let ours = |name: &OsStr| ["ledger.jsonl", "ledger.head"].iter().any(|file| name == *file);
-    let mut entries = std::fs::read_dir(&dir).into_iter().flatten().flatten();
+    let mut entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     match entries.find(|entry| !ours(&entry.file_name())) {
         None => Ok(()),
         Some(other) => Err(Failure::usage(format!(

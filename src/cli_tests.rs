@@ -54,7 +54,7 @@ impl Ran {
 
 fn command(folder: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
-    command.args(args).current_dir(folder).stdin(Stdio::null());
+    command.args(args).current_dir(folder).env("AMK_DATA", folder).stdin(Stdio::null());
     command
 }
 
@@ -298,7 +298,9 @@ fn bad_models_are_exit_2_and_name_the_place() {
     amk_in(dir.path(), &args).fails(2, &["--kv-capacity"]);
 }
 
-const LOOP: &[&str] = &["loop", "--model", "toy", "--device", "cpu", "--kv-capacity", "16"];
+/// From a slow start, so that something is found.
+const LOOP: &[&str] =
+    &["loop", "--model", "toy", "--device", "cpu", "--kv-capacity", "16", "--schedule", "neutral"];
 
 fn search(folder: &Path, more: &[&str]) -> Ran {
     amk_in(folder, &[LOOP, more].concat())

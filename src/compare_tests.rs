@@ -129,6 +129,8 @@ fn a_report_is_one_page_that_a_name_cannot_break_out_of() {
     assert!(amk(dir.path(), &["export", "--model", "toy", "--out", hostile]).status.success());
     let args = [
         "loop",
+        "--schedule",
+        "neutral",
         "--model",
         hostile,
         "--device",
@@ -154,7 +156,7 @@ fn a_report_is_one_page_that_a_name_cannot_break_out_of() {
         "Against the floor",
         "Kept and reverted",
         "What each knob was worth",
-        "beside the default",
+        "beside the start",
         "How to reproduce",
     ] {
         assert!(page.contains(part), "{part}");

@@ -31,7 +31,7 @@ fn succeeds(folder: &Path, args: &[&str], schema: &str) -> Value {
 /// A search of so many trials on the toy.
 #[track_caller]
 fn search(folder: &Path, out: &str, more: &[&str]) -> Value {
-    let args = ["loop", "--model", "toy", "--device", "cpu", "--out", out];
+    let args = ["loop", "--schedule", "neutral", "--model", "toy", "--device", "cpu", "--out", out];
     let budget = if more.contains(&"--budget") { &[][..] } else { &["--budget", "6"] };
     let (code, document, said) =
         amk(folder, &[&args[..], &["--kv-capacity", "16"], budget, more].concat());

@@ -30,6 +30,7 @@ use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{MetricsFile, Observer, Sequences};
 use crate::report;
+use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::together::spread;
 
 use answer::Heading;
@@ -42,12 +43,18 @@ use request::Api;
 const GRACE: Duration = Duration::from_secs(10);
 
 /// A schedule and its program.
-type Lowered = (ScheduleConfig, Arc<Verified<Program>>);
+struct Lowered {
+    config: ScheduleConfig,
+    program: Arc<Verified<Program>>,
+    source: ScheduleSource,
+}
 
 /// What is served, as the routes see it.
 pub(crate) struct Served {
     name: String,
     device: &'static str,
+    /// Where the schedule comes from; the graph runs without one.
+    schedule: Option<ScheduleSource>,
     fingerprint: String,
     vocab: u32,
     /// Positions of a sequence.
@@ -132,11 +139,12 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     };
     let observer = observer(&context, args, (device, gpu.as_mut()), places)?;
     let said = Sequences::new(observer.publisher(), gpu.is_none());
-    if let Some((_, program)) = &lowered {
-        observer.publisher().edit(|edit| edit.head().step_bytes = program.stream_bytes());
+    if let Some(lowered) = &lowered {
+        let bytes = lowered.program.stream_bytes();
+        observer.publisher().edit(|edit| edit.head().step_bytes = bytes);
     }
     let engine: Box<dyn Engine + '_> = match (gpu, &lowered) {
-        (Some(mut gpu), Some((config, program))) => {
+        (Some(mut gpu), Some(Lowered { config, program, .. })) => {
             gpu.set_prefill(args.prefill.prefill)?;
             gpu.set_lanes(args.together.lanes);
             let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
@@ -144,11 +152,12 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
                 .map_err(|error| Failure::refused(error.to_string()))?;
             Box::new(Megakernel::new(gpu, handle, places))
         }
-        (_, Some((_, program))) => Box::new(Reference::new(&context, program)),
+        (_, Some(lowered)) => Box::new(Reference::new(&context, &lowered.program)),
         (_, None) => Box::new(Graph::new(&context)),
     };
     let (jobs, inbox) = mpsc::channel();
-    let served = Arc::new(serving(&context, args, device, jobs)?);
+    let schedule = lowered.as_ref().map(|lowered| lowered.source.clone());
+    let served = Arc::new(serving(&context, args, (device, schedule), jobs)?);
     let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));
     std::thread::scope(|scope| {
         // Dropped when this thread is done with the model, however it ends.
@@ -192,25 +201,27 @@ fn kv_pool(args: &ServeArgs, device: &str) -> Result<KvPool, Failure> {
 
 /// The schedule for the end of a full cache, where steps are slowest, and its program.
 fn lowered(context: &Context, args: &ServeArgs) -> Result<Lowered, Failure> {
-    let config = context.best_config(args.config.config.as_ref(), context.kv_capacity)?;
+    let Chosen { config, source } =
+        choose(context, &args.config, context.kv_capacity, Auto::Fastest)?;
     let config = match (&args.config.config, args.together.lanes) {
         (Some(_), _) | (None, 1) => config,
         (None, lanes) => spread(config, context.graph(), &context.target, lanes),
     };
     let program = Arc::new(crate::commands::program::lowered(context, &config)?);
-    Ok((config, program))
+    Ok(Lowered { config, program, source })
 }
 
 fn serving(
     context: &Context,
     args: &ServeArgs,
-    device: &'static str,
+    (device, schedule): (&'static str, Option<ScheduleSource>),
     jobs: mpsc::Sender<Job>,
 ) -> Result<Served, Failure> {
     let graph = context.graph();
     Ok(Served {
         name: graph.name.clone(),
         device,
+        schedule,
         fingerprint: format!("amk-{}-{device}", env!("CARGO_PKG_VERSION")),
         vocab: graph.vocab,
         capacity: context.kv_capacity,
@@ -291,6 +302,7 @@ fn announce(
         "sampling": if served.device == "cuda" { "device" } else { "host" },
         "kv_capacity": served.capacity,
         "lanes": served.lanes,
+        "schedule_source": served.schedule,
         "tokenizer": served.tokenizer.is_some(),
         "metrics": metrics.map(|addr| format!("http://{addr}/metrics")),
         "pid": std::process::id(),

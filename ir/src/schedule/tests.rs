@@ -81,7 +81,8 @@ fn any_subset_of_the_tree_parses_and_the_rest_is_default() {
     assert_eq!(config, Ok(expected));
     assert_eq!(parse_config("{}", &graph, &h200()), Ok(default_config(&graph, &h200())));
     let neutral = neutral_config(&graph, &h200());
-    let over = read_config_over(neutral, r#"{"tiling": {"qkv": {"rows": 8}}}"#, &graph, &h200());
+    let text = json!({"tiling": {"qkv": {"rows": 8}}}).to_string();
+    let over = read_config_over(neutral, &text, &graph, &h200());
     let rows8 = ScheduleConfig {
         tiling: Tiling { qkv: QkvTiling { rows: 8 }, ..neutral.tiling },
         ..neutral

@@ -213,4 +213,4 @@ fn ratio(a: u32, b: u32) -> f64 {
 
 #[cfg(test)]
 #[path = "found_tests.rs"]
-mod tests;
+pub(crate) mod tests;

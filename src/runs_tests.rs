@@ -407,9 +407,9 @@ fn proposed(folder: &Path, out: &str, budget: &str, command: &str) -> (Value, St
 #[test]
 fn a_command_outside_proposes_and_its_faults_end_the_search_cleanly() {
     let folder = folder();
-    // Three stages are illegal beside 64 KB in flight: refused, counted, and asked for again.
+    // Three stages of 16 KB are illegal beside 64 KB in flight: refused, counted, and asked for again.
     let script = r#"n=2; while read -r line; do echo "$line" >> heard.jsonl; case "$line" in *'"ask"'*)
-        n=$((n+1)); echo "{\"config\": {\"pipeline\": {\"stages\": $n}}}";; esac; done"#;
+        n=$((n+1)); echo "{\"config\": {\"pipeline\": {\"stages\": $n, \"stage_bytes\": 16384}}}";; esac; done"#;
     let (document, _) = proposed(folder.path(), "runs/a", "4", script);
     assert_eq!((&document["n_trials"], &document["n_rejected"]), (&4.into(), &1.into()));
     let stages = |name: &str| -> Vec<Value> {

@@ -121,10 +121,7 @@ fn from_config(
     context: &Context,
     given: &ConfigSource,
 ) -> Result<Result<Chosen, Violations>, Failure> {
-    let why = match given {
-        ConfigSource::Inline(_) => "the given config".to_owned(),
-        ConfigSource::Stdin | ConfigSource::File(_) => given.to_string(),
-    };
+    let why = "the given config".to_owned();
     let source = ScheduleSource { why, ..ScheduleSource::rule("config") };
     Ok(context.config(given)?.map(|config| Chosen { config, source }))
 }

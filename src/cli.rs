@@ -13,8 +13,10 @@ use serde::Deserialize;
 
 use crate::config_source::ConfigSource;
 use crate::sampling_args::SamplingArgs;
+use crate::schedule_choice::ScheduleChoice;
 
 mod cards;
+mod config;
 mod landscape;
 mod lanes;
 mod observing;
@@ -24,6 +26,7 @@ mod runs;
 mod weights;
 
 pub(crate) use cards::CardNumber;
+pub(crate) use config::ConfigArgs;
 pub(crate) use landscape::{LandscapeCommand, RecordArgs};
 pub(crate) use lanes::{LanesArgs, SequencesArgs, widest};
 pub(crate) use observing::{SoakArgs, TopArgs};
@@ -335,24 +338,13 @@ pub(crate) struct DeviceChildArgs {
     pub(crate) reference: bool,
 }
 
-/// A schedule.
-#[derive(Debug, Args, Deserialize, JsonSchema)]
-pub(crate) struct ConfigArgs {
-    /// A JSON file with any subset of the knobs, - for standard input, or the JSON itself. Default: for `bench` and `generate` the schedule shipped for the model and GPU, if there is one; else the neutral schedule.
-    #[arg(long, value_name = "FILE|-|JSON")]
-    #[schemars(
-        description = "The schedule: an object with any subset of the knobs, such as {\"pipeline\": {\"stages\": 4}}, or the path of a JSON file with one. Default: the neutral schedule."
-    )]
-    pub(crate) config: Option<ConfigSource>,
-}
-
 /// Arguments of `propose`.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ProposeArgs {
     #[command(flatten)]
     #[serde(flatten)]
     pub(crate) model: ModelArgs,
-    /// A search's ledger, whose incumbent is proposed instead of the neutral schedule.
+    /// A search's ledger, whose incumbent is proposed instead of the rule-based default.
     #[arg(long, value_name = "FILE")]
     pub(crate) ledger: Option<PathBuf>,
 }
@@ -396,6 +388,12 @@ pub(crate) struct LoopArgs {
     #[arg(long, value_delimiter = ',', value_name = "GPUS")]
     #[serde(default)]
     pub(crate) devices: Vec<CardNumber>,
+    /// Where the search begins: auto (the schedule shipped for this shape, else default), found, shipped, default (rule-based) or neutral
+    /// (a slow start of studies). Default: auto, or the resumed search's.
+    #[arg(long, value_enum, value_name = "NAME", hide_possible_values = true)]
+    #[serde(default)]
+    #[schemars(with = "Option<String>", extend("enum" = ["auto", "found", "shipped", "default", "neutral"], "type" = "string"))]
+    pub(crate) schedule: Option<ScheduleChoice>,
     /// When to end: a number of trials (64) or a time (90s, 10m, 2h). Default: 64, or the resumed search's.
     #[arg(long, value_name = "TRIALS|TIME")]
     pub(crate) budget: Option<Budget>,
@@ -689,9 +687,18 @@ pub(crate) struct ServeArgs {
 pub(crate) struct TraceArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
-    /// Schedules (JSON files) to time and to take apart, one after the other. Default: the shipped one.
+    /// Schedules (JSON files) to time and to take apart, one after the other. Default: see --schedule.
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Vec<ConfigSource>,
+    /// The schedule where no config is given: auto (the shipped one, else default), found, shipped, default (rule-based) or neutral.
+    #[arg(
+        long,
+        value_enum,
+        value_name = "NAME",
+        conflicts_with = "config",
+        hide_possible_values = true
+    )]
+    pub(crate) schedule: Option<ScheduleChoice>,
     /// Write every record of one step of the last schedule: a table with a line a task, times in nanoseconds.
     #[arg(long, value_name = "FILE")]
     pub(crate) records: Option<PathBuf>,

@@ -58,7 +58,7 @@ impl Ran {
 
 fn command(folder: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
-    command.args(args).current_dir(folder).stdin(Stdio::null());
+    command.args(args).current_dir(folder).env("AMK_DATA", folder).stdin(Stdio::null());
     command
 }
 
@@ -182,7 +182,7 @@ fn a_verdict_has_exactly_the_fields_of_the_contract() {
     let verdict = evaluate(b"{}").succeeds("amk.verdict.v1");
     let expected = "schema valid rejected_reason violations correct max_abs_err max_rel_err top1_agreement latency_us \
                     latency_kind ci_us bound_us pct_of_roofline schedule_id program_id kernel_id tasks weight_mb model \
-                    target device n_slots n_counters gates notes first_divergence";
+                    target device n_slots n_counters gates notes first_divergence schedule_source";
     assert_eq!(keys(&verdict), expected.split_whitespace().collect::<Vec<_>>());
     assert_eq!(verdict["latency_kind"], "predicted");
     assert_eq!(verdict["device"], "cpu");
@@ -281,7 +281,9 @@ fn bad_models_are_exit_2_and_name_the_place() {
     amk_in(dir.path(), &args).fails(2, &["--kv-capacity"]);
 }
 
-const LOOP: &[&str] = &["loop", "--model", "toy", "--device", "cpu", "--kv-capacity", "16"];
+/// From a slow start, so that something is found.
+const LOOP: &[&str] =
+    &["loop", "--model", "toy", "--device", "cpu", "--kv-capacity", "16", "--schedule", "neutral"];
 
 fn search(folder: &Path, more: &[&str]) -> Ran {
     amk_in(folder, &[LOOP, more].concat())

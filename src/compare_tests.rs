@@ -25,8 +25,12 @@ fn write(folder: &Path, name: &str, config: &Value) {
 fn schedules_are_compared_knob_by_knob() {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), "a.json", &json!({"pipeline": {"stages": 4}}));
-    write(dir.path(), "b.json", &json!({"pipeline": {"stages": 6}, "sm_assignment": "carry"}));
-    write(dir.path(), "c.json", &json!({"kernel": {"evict": "first"}, "pipeline": {"stages": 4}}));
+    write(
+        dir.path(),
+        "b.json",
+        &json!({"pipeline": {"stages": 6}, "sm_assignment": "round_robin"}),
+    );
+    write(dir.path(), "c.json", &json!({"kernel": {"evict": "normal"}, "pipeline": {"stages": 4}}));
     let differ = |a: &str, b: &str, more: &[&str]| {
         let ran = amk(dir.path(), &[&["diff", a, b][..], more].concat());
         let said = String::from_utf8_lossy(&ran.stderr).into_owned();
@@ -75,7 +79,12 @@ fn schedules_are_compared_knob_by_knob() {
 #[test]
 fn programs_are_compared_task_by_task() {
     let dir = tempfile::tempdir().unwrap();
-    let lower = |name: &str, config: Value| {
+    // From the neutral schedule, whose phases have a task for many workers each.
+    let lower = |name: &str, change: Value| {
+        let mut config = json!(ir::ScheduleConfig::default());
+        for (path, value) in change.as_object().unwrap() {
+            *config.pointer_mut(path).expect("a knob") = value.clone();
+        }
         write(dir.path(), "config.json", &config);
         let args =
             ["lower", "--model", "toy", "--device", "cpu", "--config", "config.json", "-o", name];
@@ -83,9 +92,9 @@ fn programs_are_compared_task_by_task() {
     };
     lower("a.amkp", json!({}));
     lower("a.amk", json!({}));
-    lower("moved.amkp", json!({"sm_assignment": "carry"}));
-    lower("tagged.amkp", json!({"sync": {"qkv": "tagged"}}));
-    lower("rows.amkp", json!({"tiling": {"down": {"rows": 8}}}));
+    lower("moved.amkp", json!({"/sm_assignment": "carry"}));
+    lower("tagged.amkp", json!({"/sync/qkv": "tagged"}));
+    lower("rows.amkp", json!({"/tiling/down/rows": 8}));
     let tasks = |b: &str| document(&amk(dir.path(), &["diff", "a.amkp", b]), 0)["programs"].clone();
 
     let same = document(&amk(dir.path(), &["diff", "a.amkp", "a.amk"]), 0);
@@ -129,6 +138,8 @@ fn a_report_is_one_page_that_a_name_cannot_break_out_of() {
     assert!(amk(dir.path(), &["export", "--model", "toy", "--out", hostile]).status.success());
     let args = [
         "loop",
+        "--schedule",
+        "neutral",
         "--model",
         hostile,
         "--device",
@@ -154,7 +165,7 @@ fn a_report_is_one_page_that_a_name_cannot_break_out_of() {
         "Against the floor",
         "Kept and reverted",
         "What each knob was worth",
-        "beside the default",
+        "beside the start",
         "How to reproduce",
     ] {
         assert!(page.contains(part), "{part}");

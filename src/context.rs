@@ -9,7 +9,6 @@ use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs, SharingArgs};
 use crate::config_source::ConfigSource;
 use crate::device::{Gpu, live_target, look, look_at, open_here, open_once, open_process};
 use crate::failure::Failure;
-use crate::report;
 
 /// The target when there is no live device and none is named.
 const DEFAULT_TARGET: &str = "h200";
@@ -123,17 +122,27 @@ impl Context {
         vm_host::kernel_id(&variant, &self.target.arch)
     }
 
-    /// The neutral schedule.
+    /// The GPU's full name, if one is wanted and there.
+    pub(crate) fn card(&self) -> Option<String> {
+        let wanted = matches!(self.device, DeviceChoice::Auto | DeviceChoice::Cuda);
+        wanted.then(|| look(self).ok().map(|info| info.name)).flatten()
+    }
+
+    /// The schedule that a config's missing knobs are taken from.
     pub(crate) fn default_config(&self) -> ScheduleConfig {
         ir::schedule::default_config(self.graph(), &self.target)
     }
 
-    /// The schedule of a file, or the neutral one. The inner error is a gate's no; unreadable files fail outright.
+    /// The named start of studies.
+    pub(crate) fn neutral_config(&self) -> ScheduleConfig {
+        ir::schedule::neutral_config(self.graph(), &self.target)
+    }
+
+    /// The schedule of a config. The inner error is a gate's no; unreadable files fail outright.
     pub(crate) fn config(
         &self,
-        source: Option<&ConfigSource>,
+        source: &ConfigSource,
     ) -> Result<Result<ScheduleConfig, Violations>, Failure> {
-        let Some(source) = source else { return Ok(Ok(self.default_config())) };
         let text = source.text()?;
         match ir::schedule::read_config(&text, self.graph(), &self.target) {
             Ok(valid) => Ok(Ok(*valid)),
@@ -144,35 +153,10 @@ impl Context {
         }
     }
 
-    /// The schedule of a file, else the shipped one of this model and target for so many tokens of context, else the neutral one.
-    pub(crate) fn best_config(
-        &self,
-        source: Option<&ConfigSource>,
-        tokens: u32,
-    ) -> Result<ScheduleConfig, Failure> {
-        if source.is_none()
-            && let Some(shipped) = corpus::shipped(&self.target.name, &self.graph().name, tokens)
-            && let Ok(config) =
-                ir::schedule::read_config(shipped.schedule, self.graph(), &self.target)
-        {
-            report::say(&format!(
-                "schedule: the shipped one for {} on {} at {} tokens of context",
-                shipped.model, shipped.target, shipped.context
-            ));
-            return Ok(*config);
-        }
-        self.valid_config(source)
-    }
-
-    /// The schedule of a file, for the commands that have no verdict to put violations into.
-    pub(crate) fn valid_config(
-        &self,
-        source: Option<&ConfigSource>,
-    ) -> Result<ScheduleConfig, Failure> {
-        self.config(source)?.map_err(|violations| {
-            let from = source.map(ToString::to_string).unwrap_or_default();
-            Failure::refused(format!("{from}: {violations}"))
-        })
+    /// The schedule of a config, for the commands that have no verdict to put violations into.
+    pub(crate) fn valid_config(&self, source: &ConfigSource) -> Result<ScheduleConfig, Failure> {
+        self.config(source)?
+            .map_err(|violations| Failure::refused(format!("{source}: {violations}")))
     }
 }
 
@@ -202,19 +186,4 @@ fn choose_target(place: &PlaceArgs) -> Result<Target, Failure> {
         return Ok(target);
     }
     Target::by_name(DEFAULT_TARGET).map_err(|error| Failure::usage(error.to_string()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn shipped_schedules_are_legal_for_the_presets_that_they_name() {
-        for shipped in corpus::all_shipped() {
-            let target = Target::by_name(shipped.target).expect("a known target");
-            let model = model::preset(shipped.model).expect("a preset");
-            let config = ir::schedule::read_config(shipped.schedule, &model.graph, &target);
-            assert!(config.is_ok(), "{shipped:?}: {config:?}");
-        }
-    }
 }

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ir::program::Program;
 
@@ -95,7 +96,10 @@ pub(crate) fn write_with(
 }
 
 fn partial_of(path: &Path) -> PathBuf {
+    /// Writers of one process differ too.
+    static WRITTEN: AtomicU64 = AtomicU64::new(0);
+    let number = WRITTEN.fetch_add(1, Ordering::Relaxed);
     let mut name = path.as_os_str().to_owned();
-    name.push(format!(".{}.partial", std::process::id()));
+    name.push(format!(".{}.{number}.partial", std::process::id()));
     PathBuf::from(name)
 }

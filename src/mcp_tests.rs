@@ -234,7 +234,7 @@ fn the_quick_tools_answer_as_the_commands_do() {
     assert_eq!(same, verdict, "a config in a file and one in the arguments");
     assert_eq!(server.call("explain", json!({"name": "S-RING"})), command(&["explain", "S-RING"]));
     assert_eq!(server.call("explain", json!({})), command(&["explain"]));
-    let (a, b) = (json!({"kernel": {"evict": "first"}}), json!({"pipeline": {"stages": 4}}));
+    let (a, b) = (json!({"kernel": {"evict": "normal"}}), json!({"pipeline": {"stages": 4}}));
     let difference = server.call("compare", json!({"a": a, "b": b}));
     let knobs: Vec<&str> = difference["knobs"]
         .as_array()

@@ -33,7 +33,7 @@ fn succeeds(folder: &Path, args: &[&str], schema: &str) -> Value {
 /// A search of so many trials on the toy.
 #[track_caller]
 fn search(folder: &Path, out: &str, more: &[&str]) -> Value {
-    let args = ["loop", "--model", "toy", "--device", "cpu", "--out", out];
+    let args = ["loop", "--schedule", "neutral", "--model", "toy", "--device", "cpu", "--out", out];
     let budget = if more.contains(&"--budget") { &[][..] } else { &["--budget", "6"] };
     let (code, document, said) =
         amk(folder, &[&args[..], &["--kv-capacity", "16"], budget, more].concat());
@@ -409,9 +409,9 @@ fn proposed(folder: &Path, out: &str, budget: &str, command: &str) -> (Value, St
 #[test]
 fn a_command_outside_proposes_and_its_faults_end_the_search_cleanly() {
     let folder = folder();
-    // Three stages are illegal beside 64 KB in flight: refused, counted, and asked for again.
+    // Three stages of 16 KB are illegal beside 64 KB in flight: refused, counted, and asked for again.
     let script = r#"n=2; while read -r line; do echo "$line" >> heard.jsonl; case "$line" in *'"ask"'*)
-        n=$((n+1)); echo "{\"config\": {\"pipeline\": {\"stages\": $n}}}";; esac; done"#;
+        n=$((n+1)); echo "{\"config\": {\"pipeline\": {\"stages\": $n, \"stage_bytes\": 16384}}}";; esac; done"#;
     let (document, _) = proposed(folder.path(), "runs/a", "4", script);
     assert_eq!((&document["n_trials"], &document["n_rejected"]), (&4.into(), &1.into()));
     let stages = |name: &str| -> Vec<Value> {

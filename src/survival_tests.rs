@@ -13,7 +13,8 @@ use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
 use serde_json::Value;
 
-const LOOP: [&str; 6] = ["loop", "--model", "toy", "--device", "cpu", "--kv-capacity"];
+const LOOP: [&str; 8] =
+    ["loop", "--schedule", "neutral", "--model", "toy", "--device", "cpu", "--kv-capacity"];
 
 /// Kills of one folder, after which a new one is begun: from a search's first file on.
 const KILLS_OF_A_SEARCH: u64 = 10;

@@ -43,7 +43,8 @@ mod tests {
             ("smollm2-135m", 128, 8, 8),
         ] {
             let model = model::preset(model).expect("a preset");
-            let shipped = corpus::shipped("h200", &model.graph.name, context).expect("shipped");
+            let shape = ir::program::Dims::from(&model.graph);
+            let shipped = corpus::shipped(&shape, &target, context)[0].shipped;
             let config = ir::schedule::read_config(shipped.schedule, &model.graph, &target);
             let config = *config.expect("a legal schedule");
             let got = spread(config, &model.graph, &target, lanes);

@@ -25,6 +25,6 @@ pub mod store;
 pub use error::CorpusError;
 pub use ledger::{Contents, Held, LEDGER_SCHEMA, Ledger, Link, read};
 pub use results::Results;
-pub use schedules::{Shipped, all_shipped, shipped};
+pub use schedules::{Match, SHAPE_DISTANCE_MAX, Shipped, all_shipped, shape_distance, shipped};
 pub use seal::{check_seal, seal};
 pub use store::Store;

@@ -1,22 +1,42 @@
-//! Schedules that were found and are shipped: what `bench` and `generate` use when no schedule is named.
+//! Schedules that were found and are shipped, by the shape of the graph that they are for.
 
-/// A schedule that is shipped for a model on a target.
+use ir::Target;
+use ir::program::Dims;
+
+/// A schedule that is shipped for a shape on a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shipped {
     /// The GPU.
     pub target: &'static str,
-    /// The model.
-    pub model: &'static str,
+    /// The folder's name, for people: nothing is looked up by it.
+    pub folder: &'static str,
+    /// The shape of the graph that it was found for.
+    pub shape: Dims,
     /// Tokens of context that it was found at.
     pub context: u32,
-    /// The schedule as JSON. It may have been found for other dimensions than those of a folder of the same name, so it must be
-    /// validated like any other.
+    /// The schedule as JSON. It may be used for another shape or GPU than its own, so it must be validated like any other.
     pub schedule: &'static str,
     /// What proves it, as JSON.
     pub bundle: Option<&'static str>,
 }
 
-/// Every file of `schedules/`, by target, model and name.
+/// A shipped schedule for a graph, and how well it fits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Match {
+    /// The schedule.
+    pub shipped: &'static Shipped,
+    /// Whether it is for the graph's own shape.
+    pub same_shape: bool,
+    /// [`shape_distance`] to the shape that it is for.
+    pub distance: f64,
+}
+
+/// Farthest shape whose schedule is worth more than the rule-based default, by [`shape_distance`].
+///
+/// From a leave-one-out over the presets with the cost model (`docs/lab/2026-11-22-default-schedule.md`).
+pub const SHAPE_DISTANCE_MAX: f64 = 2.0;
+
+/// Every file of `schedules/`, by target, folder and name.
 const SHIPPED: &[Shipped] = include!(concat!(env!("OUT_DIR"), "/shipped.rs"));
 
 /// Every shipped schedule.
@@ -25,49 +45,106 @@ pub fn all_shipped() -> &'static [Shipped] {
     SHIPPED
 }
 
-/// The schedule for a model on a target at so many tokens of context, if one is shipped: the one whose context is nearest by ratio,
-/// the smaller of two. What a schedule must get right, how many workers share the keys of a head, goes with the logarithm of the
-/// context: 1 900 tokens want what 2 048 want, and not what 128 want.
+/// How unlike two shapes are: the sum of `|ln ratio|` of hidden, ffn, layers, heads and key/value heads. `None` where formats differ.
 #[must_use]
-pub fn shipped(target: &str, model: &str, context: u32) -> Option<&'static Shipped> {
-    nearest(SHIPPED, target, model, context)
+pub fn shape_distance(a: &Dims, b: &Dims) -> Option<f64> {
+    let sizes = |s: &Dims| [s.hidden, s.ffn, s.layers, s.heads, s.kv_heads];
+    let pairs = sizes(a).into_iter().zip(sizes(b));
+    (a.dtype == b.dtype).then(|| pairs.map(|(a, b)| ratio(a.into(), b.into())).sum())
 }
 
-fn nearest<'a>(all: &'a [Shipped], target: &str, model: &str, context: u32) -> Option<&'a Shipped> {
-    let log = |tokens: u32| f64::from(tokens.max(1)).ln();
-    let distance = |shipped: &&Shipped| (log(shipped.context) - log(context)).abs();
-    let candidates =
-        all.iter().filter(|shipped| shipped.target == target && shipped.model == model);
-    candidates.min_by(|a, b| distance(a).total_cmp(&distance(b)).then(a.context.cmp(&b.context)))
+/// The shipped schedules that are worth trying for a graph, best first: those of its own shape before those of similar ones, those of
+/// the same GPU before those of others of its architecture, and the nearest context by ratio, the smaller of two. What a schedule must
+/// get right, how many workers share the keys of a head, goes with the logarithm of the context.
+#[must_use]
+pub fn shipped(shape: &Dims, target: &Target, context: u32) -> Vec<Match> {
+    matching(SHIPPED, shape, target, context)
+}
+
+fn matching(all: &'static [Shipped], shape: &Dims, target: &Target, context: u32) -> Vec<Match> {
+    let rank = |shipped: &'static Shipped| {
+        let distance = shape_distance(&shipped.shape, shape)?;
+        let same_shape = shipped.shape == *shape;
+        let other = Target::by_name(shipped.target).ok().filter(|of| of.arch == target.arch)?;
+        let gpu = if other.name == target.name { 0.0 } else { gpu_distance(&other, target) };
+        let tokens = ratio(shipped.context.into(), context.into());
+        let order = (!same_shape, distance, gpu, tokens, shipped.context);
+        (distance <= SHAPE_DISTANCE_MAX).then_some((order, Match { shipped, same_shape, distance }))
+    };
+    let mut found: Vec<_> = all.iter().filter_map(rank).collect();
+    found.sort_by(|(a, _), (b, _)| {
+        let floats = a.1.total_cmp(&b.1).then(a.2.total_cmp(&b.2)).then(a.3.total_cmp(&b.3));
+        a.0.cmp(&b.0).then(floats).then(a.4.cmp(&b.4))
+    });
+    found.into_iter().map(|(_, found)| found).collect()
+}
+
+/// How unlike two GPUs are to a schedule. Cards of one name are the same one, whatever their sizes say.
+fn gpu_distance(a: &Target, b: &Target) -> f64 {
+    let sizes = |t: &Target| [f64::from(t.sms), f64::from(t.smem_optin_bytes), t.bandwidth as f64];
+    1e-9 + sizes(a).into_iter().zip(sizes(b)).map(|(a, b)| ratio(a, b)).sum::<f64>()
+}
+
+fn ratio(a: f64, b: f64) -> f64 {
+    (a.max(1.0).ln() - b.max(1.0).ln()).abs()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const DIMS: Dims = Dims {
+        hidden: 2048,
+        heads: 32,
+        kv_heads: 8,
+        head_dim: 64,
+        ffn: 8192,
+        vocab: 128_256,
+        layers: 16,
+        dtype: ir::DType::Bf16,
+    };
+
+    const fn at(target: &'static str, shape: Dims, context: u32) -> Shipped {
+        Shipped { target, folder: "f", shape, context, schedule: "{}", bundle: None }
+    }
+
+    const LONGER: Dims = Dims { layers: 20, ..DIMS };
+    const TUNED: Dims = Dims { vocab: 128_264, ..DIMS };
+    const HALF: Dims = Dims { dtype: ir::DType::F16, ..DIMS };
+    const FAR: Dims = Dims { hidden: 8192, ..DIMS };
+
+    static ALL: &[Shipped] = &[
+        at("h200", LONGER, 128),
+        at("h200", DIMS, 128),
+        at("h200", DIMS, 16384),
+        at("h200", DIMS, 2048),
+        at("a100", DIMS, 512),
+        at("h200", HALF, 512),
+        at("h200", FAR, 512),
+    ];
+
+    fn found(all: &'static [Shipped], shape: Dims, gpu: &str, context: u32) -> Vec<(u32, u32)> {
+        let target = Target::by_name(gpu).expect("a known target");
+        let all = matching(all, &shape, &target, context);
+        all.iter().map(|m| (m.shipped.shape.layers, m.shipped.context)).collect()
+    }
+
     #[test]
-    fn shipped_schedules_are_json_objects_and_found_by_their_names() {
-        for shipped in SHIPPED {
-            let found = super::shipped(shipped.target, shipped.model, shipped.context);
-            assert_eq!(found, Some(shipped));
-            let parsed: serde_json::Value =
-                serde_json::from_str(shipped.schedule).expect(shipped.model);
-            assert!(parsed.is_object(), "{shipped:?}");
+    fn shipped_schedules_are_json_objects_and_found_by_their_shape() {
+        for each in SHIPPED {
+            let target = Target::by_name(each.target).expect(each.target);
+            let best = shipped(&each.shape, &target, each.context)[0];
+            assert_eq!((best.shipped, best.same_shape, best.distance), (each, true, 0.0));
+            let parsed: serde_json::Value = serde_json::from_str(each.schedule).expect(each.folder);
+            assert!(parsed.is_object(), "{each:?}");
         }
         assert!(SHIPPED.len() >= 4, "the schedules under corpus/schedules/ are listed");
-        assert_eq!(shipped("h200", "toy", 128), None);
-        assert_eq!(shipped("toy", "llama-3.2-1b", 128), None);
     }
 
     #[test]
     fn the_nearest_context_by_ratio_is_chosen() {
-        let at =
-            |context| Shipped { target: "gpu", model: "m", context, schedule: "{}", bundle: None };
-        let all = [at(128), at(16384), at(2048), Shipped { model: "other", ..at(1024) }];
-        let found = |context| nearest(&all, "gpu", "m", context).map(|shipped| shipped.context);
         let cases = [
             (0, 128),
-            (1, 128),
             (128, 128),
             (511, 128),
             (512, 128),
@@ -78,7 +155,32 @@ mod tests {
             (u32::MAX, 16384),
         ];
         for (context, expected) in cases {
-            assert_eq!(found(context), Some(expected), "context {context}");
+            assert_eq!(found(ALL, DIMS, "h200", context)[0], (16, expected), "context {context}");
         }
+    }
+
+    #[test]
+    fn the_own_shape_is_before_similar_ones_and_another_architecture_is_none() {
+        let all = found(ALL, DIMS, "h200", 128);
+        assert_eq!(all, [(16, 128), (16, 2048), (16, 16384), (20, 128)]);
+        assert_eq!(found(ALL, DIMS, "h100", 128), all, "the same architecture");
+        assert_eq!(found(ALL, DIMS, "a100", 128), [(16, 512)]);
+        assert_eq!(found(ALL, DIMS, "l40s", 128), []);
+        assert_eq!(found(ALL, LONGER, "h200", 128)[0], (20, 128));
+        assert_eq!(found(ALL, Dims { dtype: ir::DType::F32, ..DIMS }, "h200", 128), []);
+    }
+
+    #[test]
+    fn the_gpu_of_the_name_is_before_another_one() {
+        static TWO: &[Shipped] = &[at("h200", DIMS, 128), at("h100", DIMS, 4096)];
+        assert_eq!(found(TWO, DIMS, "h100", 128), [(16, 4096), (16, 128)]);
+        assert_eq!(found(TWO, DIMS, "h200", 128), [(16, 128), (16, 4096)]);
+    }
+
+    #[test]
+    fn another_vocabulary_is_a_similar_shape() {
+        let target = Target::by_name("h200").expect("a known target");
+        let best = matching(ALL, &TUNED, &target, 128)[0];
+        assert_eq!((best.same_shape, best.distance, best.shipped.context), (false, 0.0, 128));
     }
 }

@@ -4,7 +4,7 @@ use abi::{MatvecParams, Opcode};
 use ir::program::{Program, Verified};
 use ir::schedule::{
     ActsOn, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value, default_config,
-    legal_values,
+    legal_values, neutral_config,
 };
 use ir::{DType, Graph, Knob, ScheduleConfig, Target};
 use model::{Family, Shape, Window};
@@ -82,8 +82,10 @@ fn every_graph_lowers_for_every_target() {
     ];
     for graph in &graphs {
         for target in Target::all() {
-            let program = lowered(default_config(graph, &target), graph, &target);
-            assert_eq!(program.workers.len(), target.sms as usize);
+            for config in [default_config(graph, &target), neutral_config(graph, &target)] {
+                let program = lowered(config, graph, &target);
+                assert_eq!(program.workers.len(), target.sms as usize);
+            }
         }
     }
 }
@@ -106,7 +108,7 @@ fn tasks(program: &Program, op: Opcode) -> impl Iterator<Item = &ir::program::Ta
 }
 
 #[test]
-fn the_default_program_has_the_phases_of_the_contract() {
+fn the_neutral_program_has_the_phases_of_the_contract() {
     let graph = preset("llama-3.2-1b", 16);
     let program = lowered(ScheduleConfig::default(), &graph, &target("h200"));
     assert_eq!(program.counters, 1 + 16 * 6 + 1);
@@ -137,7 +139,7 @@ fn fusing_removes_phases() {
 
 /// Sets every knob that acts on the program and is not about the ring from `pick`.
 fn chosen(graph: &Graph, target: &Target, pick: &[usize]) -> ScheduleConfig {
-    let mut config = default_config(graph, target);
+    let mut config = neutral_config(graph, target);
     for (knob, &pick) in Knob::ALL.iter().zip(pick) {
         let ring = knob.path().starts_with("pipeline.") || knob.acts_on() == ActsOn::Kernel;
         let legal = legal_values(*knob, graph, target);
@@ -207,7 +209,7 @@ fn any_mixture_of_edges_verifies_over_many_layers() {
 
 /// Configs that differ from a base in one knob, and the base, both legal.
 fn variants(knob: Knob, value: Value, graph: &Graph, target: &Target) -> Vec<[ScheduleConfig; 2]> {
-    let base = default_config(graph, target);
+    let base = neutral_config(graph, target);
     let mut bases = vec![base];
     // Caps need rings that hold them, and small stages.
     let mut deep = base;
@@ -270,7 +272,7 @@ fn every_value_of_every_knob_changes_the_program_or_the_kernel() {
 #[test]
 fn kernel_knobs_leave_the_program_alone() {
     let graph = preset("llama-3.2-1b", 1);
-    let before = default_config(&graph, &target("h200"));
+    let before = neutral_config(&graph, &target("h200"));
     let mut after = before;
     after.kernel.evict = Evict::First;
     after.kernel.poll_sleep_ns = 0;
@@ -282,14 +284,14 @@ fn kernel_knobs_leave_the_program_alone() {
 fn limits_and_foreign_configs_are_refused_with_numbers() {
     let graph = preset("llama-3.2-1b", 1);
     let h200 = target("h200");
-    let config = validate(default_config(&graph, &h200), &graph, &h200).expect("legal");
+    let config = validate(neutral_config(&graph, &h200), &graph, &h200).expect("legal");
     for kv_capacity in [0, abi::KV_CAPACITY_MAX + 1] {
         let error = lower(&config, &graph, &h200, Options { kv_capacity }).expect_err("refused");
         let max = u64::from(abi::KV_CAPACITY_MAX);
         let actual = u64::from(kv_capacity);
         assert_eq!(error, LowerError::LimitExceeded { limit: Limit::KvCapacity, max, actual });
     }
-    let mut deep = default_config(&graph, &h200);
+    let mut deep = neutral_config(&graph, &h200);
     deep.pipeline.stages = 11;
     let deep = validate(deep, &graph, &h200).expect("fits an h200");
     let error = lower(&deep, &graph, &target("l40s"), OPTIONS).expect_err("does not fit an l40s");
@@ -372,7 +374,7 @@ fn large_models_lower() {
     let eight = eight.expect("a preset").shape();
     let shape = Shape { hidden: 8192, layers: 80, heads: 64, ffn: 28_672, ..eight };
     let graph = shape.graph();
-    let mut config = default_config(&graph, &target("h200"));
+    let mut config = neutral_config(&graph, &target("h200"));
     lowered(config, &graph, &target("h200"));
     for knob in Knob::ALL.iter().filter(|knob| knob.path().starts_with("sync.")) {
         config.set(*knob, Value::Name(Handoff::Tagged.name())).expect("a handoff");
@@ -407,7 +409,9 @@ fn an_idle_split_may_not_overwrite_a_tagged_residual() {
         "sync": {"embed": "tagged", "qkv": "tagged", "attention": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged"},
         "fusion_grouping": {"merge": "o_proj"}, "tiling": {"qkv": {"rows": 64}, "down": {"rows": 32}, "attention": {"kv_split": 16, "kv_block": 256}},
         "sm_assignment": "carry"}"#;
-    let config = ir::schedule::parse_config(config, &graph, &target("h200")).expect("a config");
+    let base = neutral_config(&graph, &target("h200"));
+    let config = ir::schedule::read_config_over(base, config, &graph, &target("h200"));
+    let config = *config.expect("a config");
     let mut shared = lowered(config, &graph, &target("h200")).into_inner();
     let find = |p: &Program, name: &str| p.slots.iter().position(|s| s.name == name).expect(name);
     let (x, out) = (find(&shared, "layers.4.x"), find(&shared, "layers.5.partials"));

@@ -89,7 +89,7 @@ fn main() {
     let name = std::env::args().nth(1).unwrap_or_else(|| "llama-3.2-1b".to_owned());
     let model = model::preset(&name).expect("a preset");
     let target = Target::by_name("h200").expect("a known target");
-    let config = ir::schedule::default_config(&model.graph, &target);
+    let config = ir::schedule::neutral_config(&model.graph, &target);
     let valid =
         ir::schedule::validate(config, &model.graph, &target).expect("the default is legal");
     let lowered = lower::lower(&valid, &model.graph, &target, lower::Options { kv_capacity: 4096 });

@@ -338,7 +338,7 @@ mod tests {
     fn only_what_was_sealed_is_believed() {
         let model = model::preset("toy").unwrap();
         let target = ir::Target::by_name("h200").unwrap();
-        let config = ir::schedule::default_config(&model.graph, &target);
+        let config = ir::schedule::neutral_config(&model.graph, &target);
         let valid = ir::schedule::validate(config, &model.graph, &target).unwrap();
         let options = lower::Options { kv_capacity: 24 };
         let program = lower::lower(&valid, &model.graph, &target, options).unwrap();

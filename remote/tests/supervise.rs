@@ -81,7 +81,7 @@ fn search(device: &mut dyn Device) -> Result<Vec<Trial>, SearchError> {
         budget: Budget::Trials(TRIALS),
         explore: TRIALS / 3,
         min_gain: 0.01,
-        default: ir::schedule::default_config(graph, &target),
+        default: ir::schedule::neutral_config(graph, &target),
         space: knobs.into_iter().map(values).collect(),
         timing: Timing { rounds: 12, warmup: 1 },
     };
@@ -423,7 +423,7 @@ fn a_process_that_is_killed_between_requests_is_replaced() {
     let mut device = open("normal", None, patient()).unwrap();
     let model = model::preset("toy").unwrap();
     let target = Target::by_name("h200").unwrap();
-    let config = ir::schedule::default_config(&model.graph, &target);
+    let config = ir::schedule::neutral_config(&model.graph, &target);
     let valid = ir::schedule::validate(config, &model.graph, &target).unwrap();
     let options = lower::Options { kv_capacity: KV_CAPACITY };
     let program = Arc::new(lower::lower(&valid, &model.graph, &target, options).unwrap());

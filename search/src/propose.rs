@@ -32,7 +32,7 @@ const COMBINED_MAX: usize = 6;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Origin {
-    /// The neutral default: the first trial.
+    /// The schedule that the search begins with: the first trial.
     Baseline,
     /// A move of the first sweep.
     Sweep,

@@ -40,7 +40,7 @@ pub struct Settings {
     pub explore: u64,
     /// The least gain worth keeping.
     pub min_gain: f64,
-    /// The neutral default.
+    /// The schedule that the search begins with.
     pub default: ScheduleConfig,
     /// The knobs to vary, with the values to draw from.
     pub space: Vec<(Knob, Vec<Value>)>,

@@ -22,7 +22,7 @@ pub(crate) const SKIPPED_SHOWN: usize = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// The neutral default, which the others are compared with.
+    /// The schedule that the search begins with, which the others are compared with.
     Baseline,
     /// Better than the incumbent: it is the incumbent now.
     Kept,

@@ -1,7 +1,7 @@
 //! Fits to made-up measurements, whose rates are known.
 
 use ir::Target;
-use ir::schedule::{default_config, validate};
+use ir::schedule::{neutral_config, validate};
 use lower::{Options, Rates, lower, predict};
 use search::Conditions;
 use search::calibrate::{Calibration, Case, fit, points, split};
@@ -13,7 +13,7 @@ const KV_CAPACITY: u32 = 256;
 fn cases(count: usize, truth: &Rates, error: f64) -> Vec<Case> {
     let graph = model::preset("toy-2l").unwrap().graph;
     let target = Target::by_name("h200").unwrap();
-    let known = [default_config(&graph, &target)];
+    let known = [neutral_config(&graph, &target)];
     let survey = Survey { graph: &graph, target: &target, known: &known, seed: 4 };
     let case = |(index, (drawn, config)): (usize, (_, ir::ScheduleConfig))| {
         let valid = validate(config, &graph, &target).ok()?;

@@ -49,7 +49,7 @@ impl Bench {
             budget: Budget::Trials(2),
             explore: 1,
             min_gain: 0.01,
-            default: ir::schedule::default_config(graph, target),
+            default: ir::schedule::neutral_config(graph, target),
             space: [Knob::SyncQkv, Knob::PipelineStages].map(values).to_vec(),
             timing: Timing::default(),
         };

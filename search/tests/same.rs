@@ -68,7 +68,7 @@ fn kept(seed: u64, jitter: Jitter) -> usize {
         budget: Budget::Trials(CANDIDATES + 1),
         explore: Budget::Trials(CANDIDATES).explore(),
         min_gain: 0.01,
-        default: ir::schedule::default_config(graph, &target),
+        default: ir::schedule::neutral_config(graph, &target),
         space: Knob::ALL.iter().map(values).collect(),
         timing: Timing::default(),
     };
@@ -164,7 +164,7 @@ fn a_against_a(jitter: Jitter, factor: f64, sm_mhz: impl FnMut() -> u32 + 'stati
     let same = |_: &_, _: &_| Behaviour::takes(100.0);
     let card = ScriptedDevice::new(expected().logits, 1, same).with_jitter(jitter);
     let mut card = Biased { card, original: None, factor, sm_mhz: Box::new(sm_mhz) };
-    let config = ir::schedule::default_config(graph, &target);
+    let config = ir::schedule::neutral_config(graph, &target);
     let timing = Timing::default();
     let (_, assessed) = search::assess::evaluate(&mut gate, Some(&mut card), &config, timing, 1);
     equals(&mut gate, &mut card, &assessed.unwrap(), timing, 0.01, (CANDIDATES as usize, 1))
@@ -210,7 +210,7 @@ fn the_noise_is_larger_than_what_is_worth_keeping() {
         let mut gate = Gate::new(graph, weights, &target, options, &KernelConfig::id, expected);
         let same = |_: &_, _: &_| Behaviour::takes(100.0);
         let mut device = ScriptedDevice::new(device_expected, 1, same).with_jitter(*jitter);
-        let config = ir::schedule::default_config(graph, &target);
+        let config = ir::schedule::neutral_config(graph, &target);
         let (_, assessed) =
             search::assess::evaluate(&mut gate, Some(&mut device), &config, Timing::default(), 1);
         let assessed = assessed.unwrap();

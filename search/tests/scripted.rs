@@ -58,7 +58,7 @@ impl Bench {
             budget: Budget::Trials(trials),
             explore: trials / 3,
             min_gain: 0.01,
-            default: ir::schedule::default_config(graph, target),
+            default: ir::schedule::neutral_config(graph, target),
             space: knobs.into_iter().map(values).collect(),
             timing: Timing { rounds: 12, warmup: 1 },
         }

@@ -70,7 +70,7 @@ impl Host {
             budget: Budget::Trials(TRIALS),
             explore: TRIALS / 2,
             min_gain: MIN_GAIN,
-            default: ir::schedule::default_config(graph, target),
+            default: ir::schedule::neutral_config(graph, target),
             space: Knob::ALL.iter().map(values).collect(),
             timing: Timing { rounds: 12, warmup: 1 },
         }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use ir::Target;
 use ir::program::Program;
-use ir::schedule::{KernelConfig, Knob, ScheduleConfig, default_config, validate};
+use ir::schedule::{KernelConfig, Knob, ScheduleConfig, neutral_config, validate};
 use model::Model;
 use search::landscape::{Answer, Probe, prepare};
 use search::scripted::{Behaviour, ScriptedDevice};
@@ -20,7 +20,7 @@ fn model(name: &str) -> (Model, Target) {
 #[test]
 fn draws_are_legal_repeatable_and_cover_every_knob() {
     let (model, target) = model("llama-3.2-1b");
-    let known = [default_config(&model.graph, &target)];
+    let known = [neutral_config(&model.graph, &target)];
     let survey = |seed| Survey { graph: &model.graph, target: &target, known: &known, seed };
     let draws: Vec<_> = survey(1).draws().take(200).collect();
     assert_eq!(draws, survey(1).draws().take(200).collect::<Vec<_>>());
@@ -56,7 +56,7 @@ fn observed(behaviour: &Behaviour, context: usize) -> Result<(f64, usize), Dropp
         last: logits[context + 3].clone(),
     };
     let mut device = ScriptedDevice::new(logits, 1, |_, _| behaviour.clone());
-    let config: ScheduleConfig = default_config(graph, &target);
+    let config: ScheduleConfig = neutral_config(graph, &target);
     let candidate = gate.lower(gate.validate(&config)?)?;
     let timing = Timing { rounds: 4, warmup: 1 };
     let timed = observe(&mut gate, &mut device, candidate, &passage, timing, 3)?;
@@ -79,7 +79,7 @@ fn what_disagrees_has_no_row() {
 
 /// Schedules of the toy model that lower to different programs.
 fn points(model: &Model, target: &Target) -> Vec<ScheduleConfig> {
-    let mut points = vec![default_config(&model.graph, target); 4];
+    let mut points = vec![neutral_config(&model.graph, target); 4];
     for (config, rows) in points.iter_mut().skip(1).zip([8, 32, 64]) {
         config.tiling.lm_head.rows = rows;
     }

@@ -17,7 +17,7 @@ mod fields;
 use fields::{Fields, broken, fields_of, known, settle};
 
 /// Documents that need a card: the tests inside the binary hold them against the record.
-const ON_A_CARD: [&str; 2] = ["amk.aa.v1", "amk.sample.v1"];
+const ON_A_CARD: [&str; 3] = ["amk.aa.v1", "amk.found.v1", "amk.sample.v1"];
 
 /// Ids that are nowhere written any more, and are refused or read by name.
 const NOT_WRITTEN: [&str; 0] = [];
@@ -58,7 +58,7 @@ fn documents() -> BTreeMap<String, Fields> {
         with_toy(&["lower", "-o", "toy.amk"]),
         plain("verify toy.amk"),
         plain("interpret toy.amk --model toy"),
-        with_toy(&["rerun", "--task", "0:1"]),
+        with_toy(&["rerun", "--schedule", "neutral", "--task", "0:1"]),
         plain("explain"),
         plain("explain S-RING"),
         plain("diff a.json bad.json"),

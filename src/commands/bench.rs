@@ -18,6 +18,7 @@ use crate::context::Context;
 use crate::device::live_target;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::peers::{self, Peer};
+use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::working::Working;
 use crate::{conditions, files, report};
 
@@ -71,7 +72,8 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
         let needed = args.context.saturating_add(TIMED_TOKENS).min(most);
         context.kv_capacity = context.kv_capacity.max(needed);
     }
-    let config = context.best_config(args.config.config.as_ref(), args.context)?;
+    let Chosen { config, source } =
+        choose(&context, &args.config, args.context, Auto::Reproducible)?;
     if args.context == 0 || args.context >= context.kv_capacity {
         return Err(Failure::usage(format!(
             "--context {} is out of range: the key/value cache holds {}; raise --kv-capacity",
@@ -121,7 +123,7 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
         files::write_whole(path, bundle.ok_or_else(missing)?.to_text().as_bytes())?;
         report::say(&format!("bundle: {}", path.display()));
     }
-    answer(args, &context, &verdict, &shown, &peers)?;
+    answer(args, &context, (&verdict, &source), &shown, &peers)?;
     Ok(if good { Exit::Yes } else { Exit::No })
 }
 
@@ -372,7 +374,7 @@ fn peer_line(peer: &Peer, amk_us: Option<f64>) -> String {
 fn answer(
     args: &BenchArgs,
     context: &Context,
-    verdict: &Verdict,
+    (verdict, source): (&Verdict, &ScheduleSource),
     shown: &Shown,
     peers: &[Peer],
 ) -> Result<(), Failure> {
@@ -409,6 +411,7 @@ fn answer(
         "correct": verdict.correct,
         "rejected_reason": verdict.rejected_reason,
         "schedule_id": verdict.schedule_id,
+        "schedule_source": source,
         "program_id": verdict.program_id,
         "kernel_id": verdict.kernel_id,
         "peers": peers,

@@ -138,7 +138,7 @@ fn of_schedules(args: &DiffArgs) -> Result<Difference, Failure> {
             let device = DeviceChoice::Cpu;
             let place = PlaceArgs { target: args.target.clone(), device, kv_capacity: None };
             let context = Context::load(name, &place)?;
-            let pair = [context.valid_config(Some(&args.a))?, context.valid_config(Some(&args.b))?];
+            let pair = [context.valid_config(&args.a)?, context.valid_config(&args.b)?];
             return Ok(Difference {
                 lowered: Some(lower(&context, &pair)?),
                 ..difference(args, &pair)

@@ -1,7 +1,9 @@
 //! `amk evaluate`: one structured verdict on one schedule.
 
 use ir::Violations;
+use schemars::JsonSchema;
 use search::{Assessed, Decision, Device, Dropped, Expected, Gate, Timing, Verdict};
+use serde::Serialize;
 use serde_json::json;
 
 use crate::cli::EvaluateArgs;
@@ -12,6 +14,7 @@ use crate::context::Context;
 use crate::device::without_kernel;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report::{self, Answer};
+use crate::schedule_choice::{self, Auto, Chosen, ScheduleSource};
 use crate::working::Working;
 
 /// Tokens of context that predictions are made for.
@@ -25,36 +28,48 @@ pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
 }
 
 /// The verdict on one schedule.
-pub(crate) fn answer(args: &EvaluateArgs) -> Result<Answer<Verdict>, Failure> {
+pub(crate) fn answer(args: &EvaluateArgs) -> Result<Answer<Judgement>, Failure> {
     match judge(args)? {
         Judged::Schedule(answer) => Ok(*answer),
         Judged::Copies(_) => Err(Failure::usage("races against copies are for the command line")),
     }
 }
 
+/// A verdict and the schedule that it is on.
+#[derive(Debug, Serialize, JsonSchema)]
+pub(crate) struct Judgement {
+    #[serde(flatten)]
+    pub(crate) verdict: Verdict,
+    /// Where the schedule comes from. None if it is illegal.
+    schedule_source: Option<ScheduleSource>,
+}
+
 /// What there is to say.
 enum Judged {
-    Schedule(Box<Answer<Verdict>>),
+    Schedule(Box<Answer<Judgement>>),
     /// The races against copies have been printed.
     Copies(Exit),
 }
 
 fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
     let context = Context::new(&args.model)?;
-    let config = context.config(args.config.config.as_ref())?;
+    let tokens = predicted_at(&context);
+    let chosen = schedule_choice::judged(&context, &args.config, tokens, Auto::Reproducible)?;
     let mut device = context.open_process(&args.sharing)?;
     if args.aa.is_some() && device.is_none() {
         let message = "--aa is for what is measured, and there is no GPU here: see `amk doctor`";
         return Err(Failure::missing(message));
     }
-    let config = match config {
-        Ok(config) => config,
+    let Chosen { config, source } = match chosen {
+        Ok(chosen) => chosen,
         Err(violations) => {
+            let schedule_source = None;
             let name = device.as_ref().map_or_else(|| "cpu".to_owned(), |d| d.describe().name);
             let mut verdict = Verdict::new(&context.graph().name, &context.target.name, &name);
             search::assess::refuse(&mut verdict, &Dropped::Rejected(violations.clone()));
             say_violations(&violations);
-            return Ok(Judged::Schedule(Box::new(Answer { document: verdict, exit: Exit::No })));
+            let document = Judgement { verdict, schedule_source };
+            return Ok(Judged::Schedule(Box::new(Answer { document, exit: Exit::No })));
         }
     };
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
@@ -74,7 +89,7 @@ fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
     if let Some(found) = &mut verdict.first_divergence {
         let inputs = Inputs::Schedule {
             config: &config,
-            neutral: context.default_config(),
+            default: context.default_config(),
             seed: args.seed,
         };
         found.rerun = rerun::command(&Place::of(&context), &inputs, found);
@@ -86,7 +101,8 @@ fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
         return same(&mut gate, device, assessed, &verdict, copies).map(Judged::Copies);
     }
     let exit = if verdict.correct && outcome.is_ok() { Exit::Yes } else { Exit::No };
-    Ok(Judged::Schedule(Box::new(Answer { document: verdict, exit })))
+    let document = Judgement { verdict, schedule_source: Some(source) };
+    Ok(Judged::Schedule(Box::new(Answer { document, exit })))
 }
 
 /// Races a program against its copy, and says how often a search would have kept the copy.
@@ -135,6 +151,11 @@ fn aa_document(verdict: &Verdict, equals: &search::Equals) -> serde_json::Value 
     })
 }
 
+/// Tokens of context at which a latency is predicted.
+pub(super) fn predicted_at(context: &Context) -> u32 {
+    PREDICTED_POSITION.min(context.kv_capacity - 1)
+}
+
 /// A gate for a model: the expected values are computed here.
 pub(crate) fn gate<'a>(
     context: &'a Context,
@@ -147,7 +168,7 @@ pub(crate) fn gate<'a>(
     let expected = Expected::new(graph, weights, context.kv_capacity, seed, positions)
         .map_err(|error| Failure::usage(format!("{} cannot be evaluated: {error}", graph.name)))?;
     let options = context.lower_options();
-    let predicted_at = PREDICTED_POSITION.min(context.kv_capacity - 1);
+    let predicted_at = predicted_at(context);
     Ok(Gate::new(graph, weights, &context.target, options, kernel_id, expected)
         .with_context(predicted_at))
 }

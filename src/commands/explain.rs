@@ -74,7 +74,7 @@ fn entries() -> Vec<Entry> {
     let knobs = Knob::ALL.iter().map(|&knob| {
         Entry::new("knob", knob.path(), knob.desc())
             .with("values", knob.domain().to_string())
-            .with("default", knob.default().to_json())
+            .with("neutral", knob.default().to_json())
             .with("acts_on", knob.acts_on().name())
     });
     let rules = Rule::ALL.iter().map(|rule| Entry::new("rule", rule.id(), rule.sentence()));

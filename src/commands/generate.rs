@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 
 use abi::Activity;
 use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
-use ir::schedule::ScheduleConfig;
 use model::{Chat, Message, Tokenizer};
 use reference_vm::Order;
 use reference_vm::eval::{Evaluator, Logits};
@@ -24,6 +23,7 @@ use crate::context::Context;
 use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{Observer, Sequences};
+use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::working::Working;
 use crate::{files, report};
 
@@ -44,6 +44,8 @@ struct Generated {
     /// How the weights came in, and what a comparison of them said; on the device.
     weights: Value,
     weights_check: Value,
+    /// Where the schedule comes from; the graph runs without one.
+    schedule: Option<ScheduleSource>,
 }
 
 /// What is asked for beside a prompt.
@@ -89,6 +91,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
         "prompt_tokens": prompt,
         "model": context.graph().name,
         "sampling": generated.chosen_on,
+        "schedule_source": generated.schedule,
     });
     if !generated.weights.is_null() {
         document["weights"] = generated.weights.take();
@@ -234,7 +237,7 @@ fn execute(
         }
         DeviceChoice::Cuda => on_device(args, context, prompt, wish, (observer, &said), began),
         DeviceChoice::Auto | DeviceChoice::Cpu => {
-            let config = config(args, context, prompt)?;
+            let Chosen { config, source } = schedule(args, context, prompt)?;
             let program = super::program::lowered(context, &config)?;
             let mut machine = Machine::new(&program, graph, weights)
                 .map_err(|e| Failure::usage(e.to_string()))?;
@@ -245,19 +248,16 @@ fn execute(
                 }
                 Err(error) => Err(Failure::usage(error.to_string())),
             };
-            on_host(&mut feed, prompt, wish, &said)
+            let generated = on_host(&mut feed, prompt, wish, &said)?;
+            Ok(Generated { schedule: Some(source), ..generated })
         }
     }
 }
 
 /// The schedule that is named, else the best known one for where the generation ends: that is where steps are slowest.
-fn config(
-    args: &GenerateArgs,
-    context: &Context,
-    prompt: &[u32],
-) -> Result<ScheduleConfig, Failure> {
+fn schedule(args: &GenerateArgs, context: &Context, prompt: &[u32]) -> Result<Chosen, Failure> {
     let tokens = u32::try_from(prompt.len() + args.max_new_tokens).unwrap_or(u32::MAX);
-    context.best_config(args.config.config.as_ref(), tokens)
+    choose(context, &args.config, tokens, Auto::Fastest)
 }
 
 /// The megakernel decodes, chooses and feeds back. Where log probabilities are asked for, or more than it holds, the host gets its logits.
@@ -276,7 +276,7 @@ fn on_device(
         let message = "--prefill chunks: chunks give the logits of the last position alone, and --logits wants those of all";
         return Err(Failure::usage(message));
     }
-    let config = config(args, context, prompt)?;
+    let Chosen { config, source } = schedule(args, context, prompt)?;
     let program = Arc::new(super::program::lowered(context, &config)?);
     let Some(mut device) = context.open_once()? else {
         return Err(Failure::missing("capability missing: no CUDA device"));
@@ -295,7 +295,9 @@ fn on_device(
             .generate(handle, prompt, &wish.sampling, limit, &wish.stop, wish.keep)
             .map_err(failed)?;
         said.chosen(0, tokens.len() as u64);
-        let mut generated = Generated { tokens, logits, ..Generated::chosen_on("device") };
+        let schedule = Some(source);
+        let mut generated =
+            Generated { tokens, logits, schedule, ..Generated::chosen_on("device") };
         generated.look_at_weights(args, &mut device, began)?;
         return Ok(generated);
     }
@@ -311,6 +313,7 @@ fn on_device(
         Ok(rows)
     };
     let mut generated = on_host(&mut feed, prompt, wish, said)?;
+    generated.schedule = Some(source);
     generated.look_at_weights(args, &mut device, began)?;
     Ok(generated)
 }
@@ -329,7 +332,7 @@ impl Generated {
     fn chosen_on(chosen_on: &'static str) -> Self {
         let (tokens, logits, logprobs) = (Vec::new(), Vec::new(), Vec::new());
         let (weights, weights_check) = (Value::Null, Value::Null);
-        Self { tokens, logits, logprobs, chosen_on, weights, weights_check }
+        Self { tokens, logits, logprobs, chosen_on, weights, weights_check, schedule: None }
     }
 
     fn look_at_weights(

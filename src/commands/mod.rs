@@ -128,7 +128,11 @@ mod tests {
     #[test]
     fn documents_that_need_a_card_keep_their_schemas_fields() {
         let mut new = std::collections::BTreeMap::new();
-        for document in [evaluate::tests::document(), sample::tests::document()] {
+        for document in [
+            evaluate::tests::document(),
+            crate::found::tests::document(),
+            sample::tests::document(),
+        ] {
             let schema = document["schema"].as_str().expect("a schema id").to_owned();
             let mut found = fields::Fields::new();
             fields::fields_of(&document, "", &mut found);

@@ -14,6 +14,7 @@ use crate::cli::BenchArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
+use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 
 /// Timed runs, after one that is not.
 const RUNS: usize = 10;
@@ -32,6 +33,8 @@ struct Measured {
     error: f64,
     top1: [Option<usize>; 2],
     bandwidth: f64,
+    /// Where the schedule comes from.
+    source: ScheduleSource,
 }
 
 impl Measured {
@@ -66,7 +69,7 @@ pub(crate) fn run(args: &BenchArgs, tokens: u32) -> Outcome {
 
 fn measure(args: &BenchArgs, context: &Context, tokens: u32) -> Result<Measured, Failure> {
     let failed = |error: search::DeviceError| Failure::refused(error.to_string());
-    let config = context.best_config(args.config.config.as_ref(), tokens)?;
+    let Chosen { config, source } = choose(context, &args.config, tokens, Auto::Reproducible)?;
     let program = Arc::new(super::program::lowered(context, &config)?);
     let Some(mut device) = context.open_here()? else {
         return Err(Failure::missing(
@@ -95,7 +98,7 @@ fn measure(args: &BenchArgs, context: &Context, tokens: u32) -> Result<Measured,
     let steps_ms = began.elapsed().as_secs_f64() * 1e3;
     let error = relative(&steps, &chunks);
     let top1 = [&steps, &chunks].map(|row| greatest(row));
-    Ok(Measured { ms, last, steps_ms, error, top1, bandwidth })
+    Ok(Measured { ms, last, steps_ms, error, top1, bandwidth, source })
 }
 
 fn relative(expected: &[f32], actual: &[f32]) -> f64 {
@@ -181,6 +184,7 @@ fn answer(context: &Context, tokens: u32, measured: &Measured, floor: f64) -> Re
         "rel_err_max_allowed": ERROR_MAX,
         "top1_equal": measured.top1[0] == measured.top1[1],
         "correct": measured.holds(),
+        "schedule_source": measured.source,
         "kernels": measured.last.kernels,
     }))
 }

@@ -13,12 +13,14 @@ use crate::cli::{FileArgs, InterpretArgs, LowerArgs};
 use crate::commands::rerun::{self, Inputs, Place};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::schedule_choice::{Auto, Chosen, choose};
 use crate::working::Working;
 use crate::{files, report};
 
 pub(crate) fn lower(args: &LowerArgs) -> Outcome {
     let context = Context::new(&args.model)?;
-    let config = context.valid_config(args.config.config.as_ref())?;
+    let tokens = super::evaluate::predicted_at(&context);
+    let Chosen { config, source } = choose(&context, &args.config, tokens, Auto::Reproducible)?;
     let program = lowered(&context, &config)?;
     report::say(&format!(
         "program {} of {} for {}: {} tasks on {} workers, {} counters, {:.1} MB of weights per step",
@@ -39,6 +41,7 @@ pub(crate) fn lower(args: &LowerArgs) -> Outcome {
     document["model"] = context.graph().name.clone().into();
     document["target"] = context.target.name.clone().into();
     document["schedule_id"] = config.id().into();
+    document["schedule_source"] = json!(source);
     document["kernel_id"] = context.kernel_id(&config.kernel).into();
     document["output"] = json!(args.output);
     report::document(&document)?;

@@ -36,7 +36,7 @@ pub(crate) fn run(args: &ProposeArgs) -> Outcome {
 pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
     let context = Context::new(&args.model)?;
     let (config, from) = match &args.ledger {
-        None => (context.default_config(), "the neutral schedule".to_owned()),
+        None => (context.default_config(), "the rule-based default".to_owned()),
         Some(path) => incumbent(&context, path)?,
     };
     let space = ir::schedule::search_space(context.graph(), &context.target);

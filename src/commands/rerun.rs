@@ -16,6 +16,7 @@ use crate::commands::program;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
+use crate::schedule_choice::{Auto, choose};
 use crate::working::Working;
 
 /// The schema of its document.
@@ -37,17 +38,16 @@ struct Left {
 
 pub(crate) fn run(args: &RerunArgs) -> Outcome {
     let context = Context::new(&args.model)?;
+    let tokens = super::evaluate::predicted_at(&context);
+    let config = choose(&context, &args.config, tokens, Auto::Reproducible)?.config;
     let program = match &args.program {
         Some(file) => program::verified(file)?,
-        None => {
-            let config = context.valid_config(args.config.config.as_ref())?;
-            program::lowered(&context, &config)?
-        }
+        None => program::lowered(&context, &config)?,
     };
     check_task(&program, args.task)?;
     let working = Working::on("preparing the inputs of the task");
     let left = match args.model.place.device {
-        DeviceChoice::Cuda => Some(on_device(&context, args, &program)?),
+        DeviceChoice::Cuda => Some(on_device(&context, args, &program, &config)?),
         DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::Eval => None,
     };
     let found = at_position(&context, args, &program, left.as_ref())?;
@@ -168,8 +168,8 @@ fn on_device(
     context: &Context,
     args: &RerunArgs,
     program: &Verified<Program>,
+    config: &ScheduleConfig,
 ) -> Result<Left, Failure> {
-    let config = context.valid_config(args.config.config.as_ref())?;
     let Some(mut device) = context.open_process(&args.sharing)? else {
         return Err(Failure::missing("there is no GPU here: see `amk doctor`"));
     };
@@ -236,7 +236,7 @@ fn print(
 /// Where the command gets its inputs from.
 pub(crate) enum Inputs<'a> {
     /// A schedule, on the gate's tokens.
-    Schedule { config: &'a ScheduleConfig, neutral: ScheduleConfig, seed: u64 },
+    Schedule { config: &'a ScheduleConfig, default: ScheduleConfig, seed: u64 },
     /// A saved program, on these tokens, or on the gate's if there are none.
     Program { file: &'a std::path::Path, tokens: &'a [u32], seed: u64 },
 }
@@ -253,12 +253,13 @@ pub(crate) fn command(
         words.push(format!("--target {target}"));
     }
     match inputs {
-        Inputs::Schedule { config, neutral, seed } => {
+        Inputs::Schedule { config, default, seed } => {
             words.extend(place.kv_capacity.map(|tokens| format!("--kv-capacity {tokens}")));
-            let changed = search::changes(neutral, config);
-            if !changed.is_empty() {
-                words.push(format!("--config '{}'", nested(&changed)));
-            }
+            let changed = search::changes(default, config);
+            words.push(match changed.is_empty() {
+                true => "--schedule default".to_owned(),
+                false => format!("--config '{}'", nested(&changed)),
+            });
             words.push(format!("--seed {seed}"));
         }
         Inputs::Program { file, tokens, seed } => {

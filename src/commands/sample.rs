@@ -126,7 +126,7 @@ fn known(context: &Context) -> Vec<ScheduleConfig> {
         ir::schedule::read_config(shipped.schedule, graph, target).ok().map(|valid| *valid)
     };
     let shipped = here.filter_map(read);
-    [context.default_config()].into_iter().chain(shipped).collect()
+    [context.neutral_config()].into_iter().chain(shipped).collect()
 }
 
 struct Session<'a> {

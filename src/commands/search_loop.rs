@@ -29,6 +29,7 @@ use crate::working;
 
 mod cards;
 mod document;
+mod found;
 mod header;
 pub(super) mod keep;
 pub(crate) use header::MIN_GAIN_MEASURED;
@@ -87,6 +88,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
     };
     let several = cards::are_meant(args, &header)?;
     let context = Context::load(&header.model, &header.place(args))?;
+    let header = header.with_start(args, &context)?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let mut device = if several { None } else { context.open_process(&args.sharing)? };
     std::thread::scope(|scope| {
@@ -103,7 +105,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
             && past.is_empty()
         {
             // Compiled while the graph is evaluated.
-            device.foresee(&[context.default_config().kernel]);
+            device.foresee(&[header.start(&context).kernel]);
         }
         let gate = gate(&context, header.seed, opened.count() > 0, &kernel_id)?;
         let settings = settings(&context, &header);
@@ -123,6 +125,8 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         corpus::manifest::unseal_run(&dir)?;
         let results = results.map_or_else(|| table(args, &dir, &lines), Ok)?;
         let mut session = Session {
+            context: &context,
+            found: None,
             keeper: Keeper::open(args, &dir, &ledger_path),
             ledger,
             results,
@@ -269,7 +273,7 @@ fn settings(context: &Context, header: &Header) -> Settings {
         budget: header.budget,
         explore: header.explore,
         min_gain: header.min_gain,
-        default: context.default_config(),
+        default: header.start(context),
         space: Knob::ALL.iter().map(values).collect(),
         timing: Timing::default(),
     }
@@ -363,6 +367,9 @@ fn resume_command(dir: &Path, header: &Header) -> String {
 }
 
 struct Session<'a> {
+    context: &'a Context,
+    /// Where the champion was kept for `generate` and `serve`.
+    found: Option<PathBuf>,
     header: &'a Header,
     watch: &'a dyn Watch,
     keeper: Keeper,
@@ -395,12 +402,12 @@ impl Session<'_> {
 
     fn record(&mut self, mut trial: Trial, search: &Search<'_>) -> Result<(), Failure> {
         trial.ended_s = self.elapsed().as_secs_f64();
-        let (header, first) = (self.header, search.trials().first());
+        let header = self.header;
         if let Some(found) = &mut trial.verdict.first_divergence {
-            let (config, neutral) = (&trial.config, first.map_or(trial.config, |t| t.config));
+            let (config, default) = (&trial.config, self.context.default_config());
             let (target, kv_capacity) = (Some(&*header.target), header.kv_capacity);
             let place = Place { model: &header.model, target, kv_capacity };
-            let inputs = Inputs::Schedule { config, neutral, seed: header.seed };
+            let inputs = Inputs::Schedule { config, default, seed: header.seed };
             found.rerun = rerun::command(&place, &inputs, found);
         }
         for out in &trial.left_out {
@@ -456,6 +463,7 @@ impl Session<'_> {
             let row = Row::Confirmation(Box::new(confirmation.clone()));
             let link = self.ledger.append(&row);
             self.keeper.row(link.map_err(|error| self.full(error))?);
+            self.keep_found(search, confirmation);
         }
         Ok(confirmation)
     }
@@ -501,6 +509,20 @@ impl Session<'_> {
 
     fn resume_command(&self) -> String {
         resume_command(&self.dir, self.header)
+    }
+
+    /// Keeps a measured champion that was confirmed just now, for `generate` and `serve` on this machine.
+    fn keep_found(&mut self, search: &Search<'_>, confirmation: &Confirmation) {
+        match found::confirmed(self.context, self.header, search, confirmation) {
+            None => {}
+            Some(Ok(path)) => {
+                report::say(&format!("`generate` and `serve` use it here: {}", path.display()));
+                self.found = Some(path);
+            }
+            Some(Err(why)) => {
+                report::say(&format!("note: `generate` and `serve` do not use it: {why}"));
+            }
+        }
     }
 
     /// The last document, the table of what was kept, and the best schedule as a file.
@@ -558,6 +580,8 @@ impl Session<'_> {
             store: self.keeper.path().map(Path::to_path_buf),
             stopped_by: stopped_by.name().to_owned(),
             best_config_file: best.map(|_| best_path),
+            found_schedule_file: self.found.clone(),
+            schedule_source: self.header.source(),
             kept: kept.into_iter().map(Kept::from).collect(),
             confirmation: confirmation.cloned(),
             cards: document::cards(&self.header.cards, trials),

@@ -17,6 +17,7 @@ use crate::context::Context;
 use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
+use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::together::spread;
 use crate::working::Working;
 
@@ -96,7 +97,8 @@ pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
     if !context.has_device()? {
         return Err(Failure::missing(NO_DEVICE));
     }
-    let alone = context.best_config(args.config.config.as_ref(), args.context)?;
+    let Chosen { config: alone, source } =
+        choose(&context, &args.config, args.context, Auto::Reproducible)?;
     let config = match args.config.config {
         Some(_) => alone,
         None => spread(alone, context.graph(), &context.target, sequences),
@@ -104,7 +106,7 @@ pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
     judged(&context, args, &config)?;
     let shown = measure(&context, args, sequences, (alone, config))?;
     say(&context, args, sequences, &shown);
-    answer(&context, args, sequences, &shown)?;
+    answer(&context, args, (sequences, &source), &shown)?;
     Ok(if shown.holds() { Exit::Yes } else { Exit::No })
 }
 
@@ -370,7 +372,7 @@ fn say(context: &Context, args: &BenchArgs, sequences: u32, shown: &Shown) {
 fn answer(
     context: &Context,
     args: &BenchArgs,
-    sequences: u32,
+    (sequences, source): (u32, &ScheduleSource),
     shown: &Shown,
 ) -> Result<(), Failure> {
     let a = shown.accuracy;
@@ -409,6 +411,7 @@ fn answer(
         "sequences_as_alone": shown.as_alone(),
         "correct": shown.holds(),
         "schedule_id": schedule_id,
+        "schedule_source": source,
         "program_id": program_id,
         "kernel_id": kernel_id,
     }))

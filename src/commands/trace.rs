@@ -18,9 +18,10 @@ use lower::{Predictor, Rates, SimulatedStep};
 use serde_json::{Value, json};
 use vm_host::{BootOptions, HostError, Idle, Resident};
 
-use crate::cli::TraceArgs;
+use crate::cli::{ConfigArgs, TraceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::schedule_choice::{Auto, Chosen, choose};
 use crate::working::Working;
 use crate::{files, report};
 
@@ -44,15 +45,19 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
     }
     let mut schedules = Vec::new();
     for path in &args.config {
-        schedules.push((path.to_string(), context.valid_config(Some(path))?));
+        let given = ConfigArgs { config: Some(path.clone()), schedule: None };
+        let chosen = choose(&context, &given, args.context, Auto::Reproducible)?;
+        schedules.push((path.to_string(), chosen));
     }
     if schedules.is_empty() {
-        schedules.push(("shipped".to_owned(), context.best_config(None, args.context)?));
+        let given = ConfigArgs { config: None, schedule: args.schedule };
+        let chosen = choose(&context, &given, args.context, Auto::Reproducible)?;
+        schedules.push((chosen.source.kind.to_owned(), chosen));
     }
     let measured = context.has_device()?;
     let mut idle = None;
     let mut documents = Vec::new();
-    for (name, config) in &schedules {
+    for (name, Chosen { config, source }) in &schedules {
         let working = Working::on(format!("tracing schedule {name}"));
         let program = super::program::lowered(&context, config)?;
         let traced = if measured {
@@ -69,7 +74,9 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
             context.target.name,
             args.context
         );
-        documents.push(traced.keep(args, &title)?);
+        let mut document = traced.keep(args, &title)?;
+        document["schedule_source"] = json!(source);
+        documents.push(document);
     }
     report::document(&json!({
         "schema": "amk.trace.v1",

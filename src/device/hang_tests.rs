@@ -227,7 +227,7 @@ fn open<'a>(context: &Context, endless: &'a Path) -> Remote<'a> {
 
 fn program(context: &Context) -> Arc<Verified<Program>> {
     let (graph, target) = (context.graph(), &context.target);
-    let valid = ir::schedule::validate(context.default_config(), graph, target).expect("legal");
+    let valid = ir::schedule::validate(context.neutral_config(), graph, target).expect("legal");
     Arc::new(lower::lower(&valid, graph, target, context.lower_options()).expect("it lowers"))
 }
 
@@ -289,7 +289,7 @@ fn every_fault_is_reported_and_the_next_run_is_right() {
         return;
     }
     let context = context();
-    let (program, kernel) = (program(&context), context.default_config().kernel);
+    let (program, kernel) = (program(&context), context.neutral_config().kernel);
     let sources = endless_kernel();
     let mut device = open(&context, sources.path());
     let handle = device.prepare(&program, &kernel).unwrap_or_else(|e| panic!("{e}"));

@@ -154,7 +154,7 @@ fn about_config(arguments: &Map<String, Value>, context: &Context) -> Vec<Proble
     let Ok(source) = serde_json::from_value::<ConfigSource>(given.clone()) else {
         return Vec::new();
     };
-    match context.config(Some(&source)) {
+    match context.config(&source) {
         Ok(Ok(_)) => Vec::new(),
         Err(failure) => vec![Problem::new("config", given, failure.message)],
         Ok(Err(violations)) => {

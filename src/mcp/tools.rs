@@ -106,7 +106,7 @@ pub(super) fn all() -> Result<Vec<Entry>, Failure> {
             Run::Quick(typed(propose::answer)),
             |given| [arguments::about_model(given), about_ledger(given)].concat(),
         )?,
-        entry::<EvaluateArgs, search::Verdict>(
+        entry::<EvaluateArgs, evaluate::Judgement>(
             "evaluate",
             "Judges one schedule: legal, lowered, verified, equal to the graph's values on the reference machine and the GPU, then timed, or predicted without a GPU. An illegal schedule is an error with every violation; a wrong or slow one is a verdict.",
             Run::Judge(typed(evaluate::answer)),

@@ -38,7 +38,7 @@ fn settings(graph: &ir::Graph, target: &Target, knob: Knob) -> Settings {
         budget: Budget::Trials(6),
         explore: 6,
         min_gain: 0.01,
-        default: ir::schedule::default_config(graph, target),
+        default: ir::schedule::neutral_config(graph, target),
         space: vec![(knob, ir::schedule::legal_values(knob, graph, target))],
         timing: Timing::default(),
     }

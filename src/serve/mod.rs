@@ -33,6 +33,7 @@ use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{MetricsFile, Observer, Sequences};
 use crate::report;
+use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::together::spread;
 
 use answer::Heading;
@@ -49,12 +50,15 @@ struct Lowered {
     config: ScheduleConfig,
     program: Arc<Verified<Program>>,
     lanes: u32,
+    source: ScheduleSource,
 }
 
 /// What is served, as the routes see it.
 pub(crate) struct Served {
     name: String,
     device: &'static str,
+    /// Where the schedule comes from; the graph runs without one.
+    schedule: Option<ScheduleSource>,
     fingerprint: String,
     vocab: u32,
     /// Positions of a sequence.
@@ -140,8 +144,9 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let lanes = lowered.as_ref().map_or(1, |lowered| lowered.lanes);
     let observer = observer(&context, args, (device, gpu.as_mut()), places)?;
     let said = Sequences::new(observer.publisher(), gpu.is_none());
-    if let Some(Lowered { program, .. }) = &lowered {
-        observer.publisher().edit(|edit| edit.head().step_bytes = program.stream_bytes());
+    if let Some(lowered) = &lowered {
+        let bytes = lowered.program.stream_bytes();
+        observer.publisher().edit(|edit| edit.head().step_bytes = bytes);
     }
     let engine: Box<dyn Engine + '_> = match (gpu, &lowered) {
         (Some(mut gpu), Some(Lowered { config, program, .. })) => {
@@ -156,7 +161,8 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         (_, None) => Box::new(Graph::new(&context)),
     };
     let (jobs, inbox) = mpsc::channel();
-    let served = Arc::new(serving(&context, args, (device, lanes), jobs)?);
+    let schedule = lowered.as_ref().map(|lowered| lowered.source.clone());
+    let served = Arc::new(serving(&context, args, (device, lanes, schedule), jobs)?);
     let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));
     std::thread::scope(|scope| {
         // Dropped when this thread is done with the model, however it ends.
@@ -214,14 +220,16 @@ fn lowered(
     places: usize,
     on_gpu: bool,
 ) -> Result<Lowered, Failure> {
-    let config = context.best_config(args.config.config.as_ref(), context.kv_capacity)?;
+    let Chosen { config, source } =
+        choose(context, &args.config, context.kv_capacity, Auto::Fastest)?;
     let lower = |lanes: u32| {
         let config = match (&args.config.config, lanes) {
             (Some(_), _) | (None, 1) => config,
             (None, lanes) => spread(config, context.graph(), &context.target, lanes),
         };
         let program = Arc::new(crate::commands::program::lowered(context, &config)?);
-        Ok::<_, Failure>(Lowered { config, program, lanes })
+        let source = source.clone();
+        Ok::<_, Failure>(Lowered { config, program, lanes, source })
     };
     match args.together.lanes {
         Some(lanes) => return lower(lanes),
@@ -252,13 +260,14 @@ fn shared(lowered: &Lowered) -> Result<(), String> {
 fn serving(
     context: &Context,
     args: &ServeArgs,
-    (device, lanes): (&'static str, u32),
+    (device, lanes, schedule): (&'static str, u32, Option<ScheduleSource>),
     jobs: mpsc::Sender<Job>,
 ) -> Result<Served, Failure> {
     let graph = context.graph();
     Ok(Served {
         name: graph.name.clone(),
         device,
+        schedule,
         fingerprint: format!("amk-{}-{device}", env!("CARGO_PKG_VERSION")),
         vocab: graph.vocab,
         capacity: context.kv_capacity,
@@ -353,6 +362,7 @@ fn announce(
         "sampling": if served.device == "cuda" { "device" } else { "host" },
         "kv_capacity": served.capacity,
         "lanes": served.lanes,
+        "schedule_source": served.schedule,
         "tokenizer": served.tokenizer.is_some(),
         "metrics": metrics.map(|addr| format!("http://{addr}/metrics")),
         "pid": std::process::id(),

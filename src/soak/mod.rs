@@ -21,7 +21,7 @@ use sessions::{Outcome as Ended, Priority, Report, Scheduler, SessionId, Turn};
 use crate::cli::SoakArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
+use crate::{report, schedule_choice};
 
 use leaks::Held;
 pub(crate) use reference::serve_reference;
@@ -80,7 +80,7 @@ struct Soak<'a> {
 /// Runs until its time is over.
 pub(crate) fn run(args: &SoakArgs) -> Outcome {
     let context = Context::new(&args.model)?;
-    let config = context.best_config(None, context.kv_capacity)?;
+    let config = schedule_choice::reproducible(&context, context.kv_capacity);
     let program = Arc::new(crate::commands::program::lowered(&context, &config)?);
     let scripts = scripts(&context, args.seed)?;
     let free = context.has_device()?.then(vm_host::free_memory).and_then(Result::ok);

@@ -308,7 +308,7 @@ impl Bench {
             budget: Budget::Trials(3),
             explore: 2,
             min_gain: 0.01,
-            default: ir::schedule::default_config(graph, target),
+            default: ir::schedule::neutral_config(graph, target),
             space: knobs
                 .map(|knob| (knob, ir::schedule::legal_values(knob, graph, target)))
                 .to_vec(),
@@ -574,9 +574,10 @@ fn shipped_bundle(
 ) -> Option<String> {
     let shipped = corpus::all_shipped().iter().find(|shipped| shipped.bundle.is_some()).unwrap();
     let target = Target::by_name(shipped.target).unwrap();
-    let graph = model::preset(shipped.model).unwrap().graph;
+    let text = shipped.bundle.unwrap();
+    let graph = model::preset(&Bundle::read(text).unwrap().model).unwrap().graph;
     let check = || -> Result<(), search::Refusal> {
-        let mut bundle = Bundle::read(&edit_text(shipped.bundle.unwrap()))?;
+        let mut bundle = Bundle::read(&edit_text(text))?;
         edit(&mut bundle);
         Bundle::read(&bundle.to_text())?.rebuild(&graph, &target).map(drop)
     };

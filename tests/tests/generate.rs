@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use abi::{AttentionMergeParams, AttentionParams, MatvecParams, Opcode};
 use ir::program::{Program, Verified, check, verify};
-use ir::schedule::{ActsOn, default_config, legal_values, validate};
+use ir::schedule::{ActsOn, legal_values, neutral_config, validate};
 use ir::{Graph, Knob, Rule, Target};
 use lower::{Options, lower};
 use reference_vm::machine::{Machine, Run};
@@ -59,7 +59,7 @@ pub(crate) fn plan(rng: &mut Rng) -> Plan {
 pub(crate) fn lowered(graph: &Graph, rng: &mut Rng) -> Program {
     let mut target = Target::by_name("h200").expect("a target of the table");
     target.sms = rng.pick(&[1, 2, 3, 7]);
-    let mut config = default_config(graph, &target);
+    let mut config = neutral_config(graph, &target);
     for &knob in Knob::ALL.iter().filter(|knob| knob.acts_on() == ActsOn::Program) {
         let values = legal_values(knob, graph, &target);
         if !knob.path().starts_with("pipeline.") && rng.flip() {
@@ -67,8 +67,8 @@ pub(crate) fn lowered(graph: &Graph, rng: &mut Rng) -> Program {
         }
     }
     let config = validate(config, graph, &target)
-        .or_else(|_| validate(default_config(graph, &target), graph, &target))
-        .expect("the default is legal");
+        .or_else(|_| validate(neutral_config(graph, &target), graph, &target))
+        .expect("the neutral schedule is legal");
     let options = Options { kv_capacity: 8 };
     let program = lower(&config, graph, &target, options).unwrap_or_else(|error| panic!("{error}"));
     let (mut program, kv_block) = (program.into_inner(), rng.pick(&[1, 2]));

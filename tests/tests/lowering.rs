@@ -63,8 +63,14 @@ fn lowered(file: &Filetest, graph: &Graph) -> Result<Verified<Program>, String> 
         .unwrap_or("2")
         .parse()
         .map_err(|_| "workers is not a number".to_owned())?;
-    let config = schedule::read_config(file.directive("config").unwrap_or("{}"), graph, &target)
-        .map_err(|v| v.to_string())?;
+    let base = match file.directive("schedule") {
+        None => schedule::neutral_config(graph, &target),
+        Some("default") => schedule::default_config(graph, &target),
+        Some(other) => return Err(format!("there is no schedule `{other}` to start from")),
+    };
+    let config = file.directive("config").unwrap_or("{}");
+    let config =
+        schedule::read_config_over(base, config, graph, &target).map_err(|v| v.to_string())?;
     lower(&config, graph, &target, OPTIONS).map_err(|error| error.to_string())
 }
 

@@ -2,6 +2,7 @@
 
 mod attacks;
 mod calibration;
+mod defaults;
 mod device_bound;
 mod device_script;
 mod docs;

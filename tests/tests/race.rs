@@ -12,7 +12,8 @@ fn program(config: &str) -> Verified<Program> {
     let model = model::preset("toy-2l").expect("a preset");
     let mut target = Target::by_name("h200").unwrap_or_else(|error| panic!("{error}"));
     target.sms = 4;
-    let valid = ir::schedule::read_config(config, &model.graph, &target)
+    let neutral = ir::schedule::neutral_config(&model.graph, &target);
+    let valid = ir::schedule::read_config_over(neutral, config, &model.graph, &target)
         .unwrap_or_else(|violations| panic!("{violations}"));
     let options = lower::Options { kv_capacity: 64 };
     lower::lower(&valid, &model.graph, &target, options).unwrap_or_else(|error| panic!("{error}"))

@@ -2,13 +2,14 @@
 
 use corpus::Shipped;
 use ir::Target;
+use ir::program::Dims;
 use search::Bundle;
 
 const RENEW: &str = "renew it on the card: amk bench --model MODEL --context CONTEXT --device cuda --peers none \
     --config corpus/schedules/TARGET/MODEL/CONTEXT.json --bundle corpus/schedules/TARGET/MODEL/CONTEXT.bundle.json";
 
 fn name(shipped: &Shipped) -> String {
-    format!("{}/{}/{}", shipped.target, shipped.model, shipped.context)
+    format!("{}/{}/{}", shipped.target, shipped.folder, shipped.context)
 }
 
 #[test]
@@ -18,11 +19,11 @@ fn every_bundle_holds_and_is_of_the_schedule_beside_it() {
         let name = name(shipped);
         let bundle = Bundle::read(text).unwrap_or_else(|refusal| panic!("{name}: {refusal}"));
         let target = Target::by_name(shipped.target).expect("a target of the table");
-        let graph = model::preset(shipped.model).expect("a preset").graph;
+        let graph = model::preset(&bundle.model).expect("a preset").graph;
         let beside = ir::schedule::read_config(shipped.schedule, &graph, &target);
         assert_eq!(bundle.config, *beside.expect("it is legal"), "{name} is of another schedule");
-        let of = (bundle.target.as_str(), bundle.model.as_str(), bundle.context);
-        assert_eq!(of, (shipped.target, shipped.model, shipped.context), "{name}");
+        let of = (bundle.target.as_str(), Dims::from(&graph), bundle.context);
+        assert_eq!(of, (shipped.target, shipped.shape, shipped.context), "{name}");
         if let Err(refusal) = bundle.rebuild(&graph, &target) {
             panic!("{name}: {refusal}; {RENEW}");
         }

@@ -295,7 +295,7 @@ mod tests {
     fn a_model_that_does_not_fit_is_refused_before_an_allocation() {
         let model = model::preset("toy").expect("a preset");
         let target = Target::by_name("h200").expect("a known target");
-        let config = ir::schedule::default_config(&model.graph, &target);
+        let config = ir::schedule::neutral_config(&model.graph, &target);
         let valid = ir::schedule::validate(config, &model.graph, &target).expect("it is legal");
         let lowered =
             lower::lower(&valid, &model.graph, &target, lower::Options { kv_capacity: 64 });

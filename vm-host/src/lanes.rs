@@ -83,7 +83,7 @@ impl OpVisitor for Halves {
 #[cfg(test)]
 mod tests {
     use ir::Target;
-    use ir::schedule::{parse_config, validate};
+    use ir::schedule::{neutral_config, read_config_over};
 
     use super::*;
 
@@ -93,8 +93,9 @@ mod tests {
         graph.dtype = ir::DType::Bf16;
         let target = Target { sms: 8, ..Target::by_name("h200").expect("a known target") };
         let config = format!(r#"{{"fusion_grouping": {{"merge": "{merge}"}}}}"#);
-        let config = parse_config(&config, &graph, &target).unwrap_or_else(|e| panic!("{e}"));
-        let config = validate(config, &graph, &target).unwrap_or_else(|e| panic!("{e}"));
+        let neutral = neutral_config(&graph, &target);
+        let config = read_config_over(neutral, &config, &graph, &target);
+        let config = config.unwrap_or_else(|e| panic!("{e}"));
         let options = lower::Options { kv_capacity: 64 };
         (*lower::lower(&config, &graph, &target, options).expect("it lowers")).clone()
     }

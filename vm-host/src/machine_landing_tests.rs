@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ir::program::{Program, Verified};
-use ir::schedule::{default_config, validate};
+use ir::schedule::{neutral_config, validate};
 use ir::{KernelConfig, Target};
 use model::Model;
 
@@ -48,7 +48,7 @@ fn subject(dir: &Path) -> Option<Subject> {
     };
     let model = model::import(dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
     let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
-    let config = validate(default_config(&model.graph, &target), &model.graph, &target)
+    let config = validate(neutral_config(&model.graph, &target), &model.graph, &target)
         .expect("the default is legal");
     let options = lower::Options { kv_capacity: 64 };
     let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use abi::{ProgramHeader, Trap};
 use ir::program::{Program, Verified};
-use ir::schedule::{default_config, validate};
+use ir::schedule::{neutral_config, validate};
 use ir::{KernelConfig, Target};
 use model::Model;
 
@@ -28,7 +28,7 @@ fn toy() -> Option<(Model, Verified<Program>, Variant, Idle)> {
     };
     let model = model::preset("toy-2l").expect("a preset");
     let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
-    let config = validate(default_config(&model.graph, &target), &model.graph, &target)
+    let config = validate(neutral_config(&model.graph, &target), &model.graph, &target)
         .expect("the default is legal");
     let program = lower::lower(&config, &model.graph, &target, lower::Options { kv_capacity: 64 })
         .expect("it lowers");

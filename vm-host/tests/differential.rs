@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use abi::Opcode;
 
-use ir::schedule::{parse_config, validate};
+use ir::schedule::{neutral_config, read_config_over};
 use ir::{Target, Valid};
 use vm_host::{BootOptions, Idle, Resident};
 
@@ -23,7 +23,7 @@ const GOLDEN: [&str; 5] =
 
 /// Schedules that between them take every path of the kernel.
 const SCHEDULES: [(&str, &str); 10] = [
-    ("default", "{}"),
+    ("neutral", "{}"),
     ("fused", r#"{"fusion_grouping": {"embed": "qkv", "merge": "o_proj"}}"#),
     (
         "tagged",
@@ -138,8 +138,8 @@ fn read_golden(dir: &std::path::Path) -> Golden {
 }
 
 fn config(text: &str, graph: &ir::Graph, target: &Target) -> Valid<ir::ScheduleConfig> {
-    let parsed = parse_config(text, graph, target).unwrap_or_else(|e| panic!("{text}: {e}"));
-    validate(parsed, graph, target).unwrap_or_else(|e| panic!("{text}: {e}"))
+    let config = read_config_over(neutral_config(graph, target), text, graph, target);
+    config.unwrap_or_else(|e| panic!("{text}: {e}"))
 }
 
 /// Greatest difference relative to the greatest logit.

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use ir::program::{Program, Verified};
-use ir::schedule::{default_config, validate};
+use ir::schedule::{neutral_config, validate};
 use ir::{Graph, Target};
 use model::Model;
 use reference_vm::eval::Evaluator;
@@ -105,7 +105,7 @@ struct Steps {
 impl Bench {
     fn new(model: Model, lengths: &[usize], sms: u32) -> Self {
         let target = Target { sms, ..Target::by_name("h200").expect("a known target") };
-        let config = validate(default_config(&model.graph, &target), &model.graph, &target);
+        let config = validate(neutral_config(&model.graph, &target), &model.graph, &target);
         let config = config.unwrap_or_else(|error| panic!("{error}"));
         let most = lengths.iter().copied().max().unwrap_or(1);
         let options = lower::Options { kv_capacity: most as u32 + FOLLOW + 8 };

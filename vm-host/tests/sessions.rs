@@ -24,7 +24,7 @@ fn machine(preset: &str, sessions: u32, logits_rows: u32) -> Option<(Resident, u
     let info = device()?;
     let model = model::preset(preset).expect("a preset");
     let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
-    let config = ir::schedule::default_config(&model.graph, &target);
+    let config = ir::schedule::neutral_config(&model.graph, &target);
     let config = ir::schedule::validate(config, &model.graph, &target).expect("it is legal");
     let options = lower::Options { kv_capacity: CAPACITY };
     let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");

@@ -8,7 +8,7 @@ use abi::Ending;
 use ir::Target;
 use ir::program::Together;
 use ir::sampling::Sampling;
-use ir::schedule::{parse_config, validate};
+use ir::schedule::{neutral_config, read_config_over};
 use model::Model;
 use vm_device::Variant;
 use vm_host::{Batch, BatchDecoded, BootOptions, HostError, Idle, Lane, Request, Resident};
@@ -21,7 +21,7 @@ const GOLDEN: [&str; 4] =
     ["llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
 
 const SCHEDULES: [(&str, &str); 4] = [
-    ("default", "{}"),
+    ("neutral", "{}"),
     (
         "tagged, fused, split",
         r#"{"sync": {"qkv": "tagged", "attention": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged"},
@@ -63,8 +63,8 @@ fn machine(
 ) -> Resident {
     let (graph, name) = (&model.graph, &model.graph.name);
     let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
-    let config = parse_config(schedule, graph, &target).unwrap_or_else(|e| panic!("{e}"));
-    let config = validate(config, graph, &target).unwrap_or_else(|e| panic!("{schedule}: {e}"));
+    let config = read_config_over(neutral_config(graph, &target), schedule, graph, &target);
+    let config = config.unwrap_or_else(|e| panic!("{schedule}: {e}"));
     let options = lower::Options { kv_capacity: capacity };
     let program = lower::lower(&config, graph, &target, options).expect("it lowers");
     let together = Together::new(program.clone(), lanes).unwrap_or_else(|e| panic!("{name}: {e}"));

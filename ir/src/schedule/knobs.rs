@@ -7,11 +7,11 @@ use super::value::{
 };
 
 /// Calls `$macro` with the whole knob table: the structs of a config, outermost first, each with its groups and its knobs. A knob's
-/// row: field, type, variant, dotted path, legal values, default, what it acts on, one sentence.
+/// row: field, type, variant, dotted path, legal values, neutral value, what it acts on, one sentence.
 macro_rules! for_each_knob {
     ($macro:ident) => {
         $macro! {
-            /// A schedule: every choice that a search may make. Built from the defaults or parsed from JSON; checked by `validate`.
+            /// A schedule: every choice that a search may make. Built from the table's neutral values or parsed from JSON; checked by `validate`.
             struct ScheduleConfig {
                 groups {
                     /// The ring of landed weights.
@@ -250,7 +250,7 @@ macro_rules! define_knobs {
                 match self { $($(Self::$variant => domain!($domain $values $(:: $values2)?),)*)+ }
             }
 
-            /// The default of the table.
+            /// The table's value, which the neutral schedule has.
             #[must_use]
             pub fn default(self) -> Value {
                 match self { $($(Self::$variant => <$type as KnobType>::to_value($default),)*)+ }

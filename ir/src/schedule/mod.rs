@@ -6,6 +6,7 @@
 //! **Promises.** [`validate`] is the only way to a [`Valid`] config. A refusal lists every violation with its place, what was given,
 //! what is legal and what to write instead. Nothing is rounded or adjusted in silence: a value is taken as it is or refused.
 
+mod defaults;
 mod knobs;
 mod parse;
 mod space;
@@ -16,12 +17,13 @@ mod value;
 
 use serde::Serialize;
 
+pub use defaults::{default_config, default_config_at, neutral_config, split_keys};
 pub use knobs::{
     ActsOn, AttentionTiling, DownTiling, FusionGrouping, GateUpTiling, Handoffs, KernelConfig,
     Knob, LmHeadTiling, OProjTiling, Pipeline, QkvTiling, ScheduleConfig, Tiling,
 };
-pub use parse::{parse_config, read_config, unique_json};
-pub use space::{default_config, json_schema, knob_table_markdown, legal_values, search_space};
+pub use parse::{parse_config, read_config, read_config_over, unique_json};
+pub use space::{json_schema, knob_table_markdown, legal_values, search_space};
 pub use validate::{activation_bytes, largest_stages, validate};
 pub use value::{Domain, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value};
 

@@ -3,7 +3,7 @@
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::Value as Json;
 
-use super::space::default_config;
+use super::defaults::default_config;
 use super::validate::check;
 use super::value::Value;
 use super::{Knob, ScheduleConfig, Valid};
@@ -22,7 +22,7 @@ pub fn parse_config(
     target: &Target,
 ) -> Result<ScheduleConfig, Violations> {
     let mut found = Violations::default();
-    let config = read(text, graph, target, &mut found);
+    let config = read(default_config(graph, target), text, &mut found);
     found.into_result().map(|()| config)
 }
 
@@ -36,8 +36,21 @@ pub fn read_config(
     graph: &Graph,
     target: &Target,
 ) -> Result<Valid<ScheduleConfig>, Violations> {
+    read_config_over(default_config(graph, target), text, graph, target)
+}
+
+/// The same with another schedule, such as the neutral one, for the knobs that the text leaves out.
+///
+/// # Errors
+/// All violations.
+pub fn read_config_over(
+    base: ScheduleConfig,
+    text: &str,
+    graph: &Graph,
+    target: &Target,
+) -> Result<Valid<ScheduleConfig>, Violations> {
     let mut found = Violations::default();
-    let config = read(text, graph, target, &mut found);
+    let config = read(base, text, &mut found);
     if !found.has(Rule::SJson) {
         for violation in check(&config, graph, target).list() {
             found.add(violation.clone());
@@ -46,8 +59,7 @@ pub fn read_config(
     found.into_result().map(|()| Valid(config))
 }
 
-fn read(text: &str, graph: &Graph, target: &Target, found: &mut Violations) -> ScheduleConfig {
-    let mut config = default_config(graph, target);
+fn read(mut config: ScheduleConfig, text: &str, found: &mut Violations) -> ScheduleConfig {
     match unique_json(text) {
         Ok(tree) => walk(&tree, "", &mut config, found),
         Err(error) => {

@@ -1,40 +1,15 @@
-//! Walks over the knob table: the default for a graph and target, the search space, the JSON schema, the docs table.
+//! Walks over the knob table: the search space, the JSON schema, the docs table.
 
 use std::fmt::Write as _;
 
 use serde_json::{Map, Value as Json, json};
 
-use super::validate::{check, largest_stages};
+use super::defaults::default_config;
+use super::validate::check;
 use super::value::{Domain, Value};
 use super::{Knob, ScheduleConfig};
 use crate::graph::Graph;
 use crate::target::Target;
-
-/// The table's defaults, changed only where they would be illegal: on GPUs with little shared memory, and for wide models, the ring
-/// gets fewer stages, then smaller ones, then attention smaller blocks. Where nothing fits the result is still refused by `validate`.
-#[must_use]
-pub fn default_config(graph: &Graph, target: &Target) -> ScheduleConfig {
-    let neutral = ScheduleConfig::default();
-    if check(&neutral, graph, target).is_empty() {
-        return neutral;
-    }
-    for kv_block in [neutral.tiling.attention.kv_block, 64, 32] {
-        for stage_bytes in [neutral.pipeline.stage_bytes, 8192] {
-            let mut config = neutral;
-            config.tiling.attention.kv_block = kv_block;
-            config.pipeline.stage_bytes = stage_bytes;
-            let Some(most) = largest_stages(&config, graph, target) else { continue };
-            config.pipeline.stages = most.min(neutral.pipeline.stages);
-            let ring = config.pipeline.stages * stage_bytes;
-            config.pipeline.in_flight_bytes = config.pipeline.in_flight_bytes.min(ring);
-            config.pipeline.in_flight_near_bytes = config.pipeline.in_flight_near_bytes.min(ring);
-            if check(&config, graph, target).is_empty() {
-                return config;
-            }
-        }
-    }
-    neutral
-}
 
 /// A config with this value and everything else as undemanding as the table allows: if it is illegal, the value is so on its own.
 fn undemanding(knob: Knob, value: Value) -> ScheduleConfig {
@@ -90,11 +65,12 @@ pub fn search_space(graph: &Graph, target: &Target) -> Json {
     Json::Object(space)
 }
 
-/// The JSON schema of a config file.
+/// The JSON schema of a config file. It names no defaults: those depend on graph and target.
 #[must_use]
 pub fn json_schema() -> Json {
-    let mut root =
-        object("A schedule: any subset of the knobs; those left out take their default.");
+    let mut root = object(
+        "A schedule: any subset of the knobs. Those left out take the rule-based default for the model and GPU, which `amk propose` prints.",
+    );
     root.insert("$schema".into(), "https://json-schema.org/draft/2020-12/schema".into());
     root.insert("title".into(), "ScheduleConfig".into());
     let mut root = Json::Object(root);
@@ -125,7 +101,7 @@ fn object(description: &str) -> Map<String, Json> {
 }
 
 fn knob_schema(knob: Knob) -> Json {
-    let mut schema = json!({"type": knob.type_name(), "description": knob.desc(), "default": knob.default().to_json()});
+    let mut schema = json!({"type": knob.type_name(), "description": knob.desc()});
     match knob.domain() {
         Domain::Choices(choices) => schema["enum"] = choices.iter().map(|v| v.to_json()).collect(),
         Domain::Range { min, max, step } => {
@@ -153,13 +129,13 @@ impl schemars::JsonSchema for ScheduleConfig {
 #[must_use]
 pub fn knob_table_markdown() -> String {
     let mut out = String::from(
-        "| knob | values | default | acts on | what it decides |\n|---|---|---|---|---|\n",
+        "| knob | values | neutral | acts on | what it decides |\n|---|---|---|---|---|\n",
     );
     for &knob in Knob::ALL {
-        let (values, default) = (knob.domain(), knob.default());
+        let (values, neutral) = (knob.domain(), knob.default());
         let _ = writeln!(
             out,
-            "| `{knob}` | {values} | {default} | {} | {} |",
+            "| `{knob}` | {values} | {neutral} | {} | {} |",
             knob.acts_on().name(),
             knob.desc()
         );

@@ -79,7 +79,15 @@ fn any_subset_of_the_tree_parses_and_the_rest_is_default() {
     expected.tiling.gate_up.rows = 32;
     expected.sync.qkv = Handoff::Tagged;
     assert_eq!(config, Ok(expected));
-    assert_eq!(parse_config("{}", &graph, &h200()), Ok(ScheduleConfig::default()));
+    assert_eq!(parse_config("{}", &graph, &h200()), Ok(default_config(&graph, &h200())));
+    let neutral = neutral_config(&graph, &h200());
+    let text = json!({"tiling": {"qkv": {"rows": 8}}}).to_string();
+    let over = read_config_over(neutral, &text, &graph, &h200());
+    let rows8 = ScheduleConfig {
+        tiling: Tiling { qkv: QkvTiling { rows: 8 }, ..neutral.tiling },
+        ..neutral
+    };
+    assert_eq!(over.map(Valid::into_inner), Ok(rows8));
 }
 
 #[test]
@@ -212,8 +220,11 @@ fn the_default_is_legal_on_every_target_that_can_hold_the_model() {
     for target in Target::all() {
         for ffn in [1024, 14336] {
             let graph = graph(ffn, DType::Bf16);
-            let config = default_config(&graph, &target);
-            assert!(validate(config, &graph, &target).is_ok(), "{} {ffn}", target.name);
+            let at = |context| default_config_at(&graph, &target, context);
+            for config in [at(0), at(128), at(4096), at(u32::MAX), neutral_config(&graph, &target)]
+            {
+                assert!(validate(config, &graph, &target).is_ok(), "{} {ffn}", target.name);
+            }
         }
     }
     // 28672 wide activations take 112 KB: more than an rtx4090 has.
@@ -225,6 +236,48 @@ fn the_default_is_legal_on_every_target_that_can_hold_the_model() {
             .expect_err("too wide")
             .has(Rule::SRing)
     );
+}
+
+#[test]
+fn the_default_is_the_deepest_ring_of_32_kb_stages_with_every_hand_off_in_the_data() {
+    let graph = graph(14336, DType::Bf16);
+    for name in ["h100", "h200"] {
+        let target = Target::by_name(name).expect("in the table");
+        let config = default_config(&graph, &target);
+        assert_eq!((config.pipeline.stage_bytes, config.pipeline.stages), (32 * 1024, 5));
+        assert_eq!(config.pipeline.in_flight_near_bytes, 32 * 1024);
+        assert_eq!(largest_stages(&config, &graph, &target), Some(5));
+        for knob in Knob::ALL.iter().filter(|knob| knob.path().starts_with("sync.")) {
+            assert_eq!(config.get(*knob), Value::Name("tagged"), "{knob}");
+        }
+        assert_eq!(config.fusion_grouping.merge, MergeGrouping::OProj);
+        assert_eq!((config.sm_assignment, config.kernel.poll_sleep_ns), (SmAssignment::Carry, 0));
+    }
+    // 99 KB less 67 KB: two stages of 16 KB, and one of them near a hand-off.
+    let small = default_config(&graph, &Target::by_name("l40s").expect("in the table"));
+    assert_eq!((small.pipeline.stage_bytes, small.pipeline.stages), (16 * 1024, 2));
+    assert_eq!(small.pipeline.in_flight_bytes, 32 * 1024);
+    assert_eq!(neutral_config(&graph, &h200()), ScheduleConfig::default());
+}
+
+#[test]
+fn the_default_splits_the_keys_with_the_context() {
+    let graph = graph(14336, DType::Bf16);
+    let at = |context| {
+        let config = default_config_at(&graph, &h200(), context);
+        (config.tiling.attention.kv_split, config.fusion_grouping.merge)
+    };
+    assert_eq!(default_config_at(&graph, &h200(), 128), default_config(&graph, &h200()));
+    for context in [0, 1, 256] {
+        assert_eq!(at(context), (1, MergeGrouping::OProj), "{context}");
+    }
+    assert_eq!(at(1024), (4, MergeGrouping::OProj));
+    assert_eq!(at(2048), (8, MergeGrouping::Separate));
+    // 132 workers of 8 heads, and positions for 32 splits.
+    assert_eq!(at(u32::MAX), (16, MergeGrouping::Separate));
+    let mut config = default_config_at(&graph, &h200(), 8192);
+    split_keys(&mut config, &graph, &h200(), 128);
+    assert_eq!(config, default_config(&graph, &h200()), "a split is taken back");
 }
 
 #[test]

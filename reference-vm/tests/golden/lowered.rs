@@ -1,6 +1,6 @@
 //! Lowered programs on the machine.
 
-use ir::schedule::{ActsOn, default_config, legal_values, validate};
+use ir::schedule::{ActsOn, default_config, legal_values, neutral_config, validate};
 use ir::{Knob, ScheduleConfig, Target};
 use lower::{Options, lower};
 use reference_vm::Order;
@@ -36,7 +36,9 @@ fn check(golden: &Golden, config: ScheduleConfig, target: &Target, order: Order)
 fn goldens_agree_on_as_many_workers_as_a_gpu_has() {
     let target = Target::by_name("h200").unwrap();
     each(|_, golden| {
-        check(golden, default_config(&golden.model.graph, &target), &target, Order::Waves)
+        let graph = &golden.model.graph;
+        check(golden, default_config(graph, &target), &target, Order::Waves);
+        check(golden, neutral_config(graph, &target), &target, Order::Waves);
     });
 }
 

@@ -89,7 +89,7 @@ fn read(path: &Path) -> Landscape {
         serde_json::from_str(first).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let graph = model::preset(&terms.model).expect("landscapes are of presets").graph;
     let target = Target::by_name(&terms.target).expect("a target of the table");
-    let neutral = ir::schedule::default_config(&graph, &target);
+    let neutral = ir::schedule::neutral_config(&graph, &target);
     Landscape::read(&text, &neutral).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 

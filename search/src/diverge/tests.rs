@@ -109,7 +109,7 @@ fn verdict(wrong: Wrong) -> (Verdict, usize) {
 
 fn neutral(model: &Model) -> (ScheduleConfig, Target) {
     let target = Target::by_name("h200").unwrap();
-    (ir::schedule::default_config(&model.graph, &target), target)
+    (ir::schedule::neutral_config(&model.graph, &target), target)
 }
 
 fn found(verdict: &Verdict) -> &FirstDivergence {

@@ -35,7 +35,7 @@ fn guessed(
         budget: Budget::Trials(TRIALS),
         explore: TRIALS / 2,
         min_gain: 0.01,
-        default: ir::schedule::default_config(graph, &target),
+        default: ir::schedule::neutral_config(graph, &target),
         space: Knob::ALL.iter().map(values).collect(),
         timing: Timing::default(),
     };

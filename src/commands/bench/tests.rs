@@ -42,7 +42,7 @@ fn bench_of(
     let kernel_id = |_: &KernelConfig| "k".to_owned();
     let options = lower::Options { kv_capacity: 512 };
     let mut gate = Gate::new(graph, weights, &target, options, &kernel_id, gate_inputs);
-    let config = ir::schedule::default_config(graph, &target);
+    let config = ir::schedule::neutral_config(graph, &target);
     Bench { gate: &mut gate, device: &mut device, passage: &passage }.run(&config)
 }
 
@@ -69,7 +69,7 @@ fn what_was_measured_becomes_a_bundle_that_holds() {
     let context = Context::new(&args.model).expect("the toy loads");
     let (verdict, outcome, mut shown) = bench_of(|_| (), Behaviour::takes(50.0).with_noise(0.01));
     assert_eq!(outcome, Ok(()));
-    let config = context.default_config();
+    let config = context.neutral_config();
     let conditions = Conditions { card: "NVIDIA H200".into(), ..Conditions::default() };
     let made = |shown: &Shown| bundle(&args, &context, config, &verdict, shown, conditions.clone());
     let bandwidth = shown.bandwidth.take();

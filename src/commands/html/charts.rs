@@ -294,13 +294,13 @@ pub(super) fn knobs(effects: &[Effect]) -> Option<Chart> {
     Some(Chart { svg, note: (left > 0).then_some(note) })
 }
 
-/// The default, the best and the floor, as bars from zero.
+/// The start, the best and the floor, as bars from zero.
 pub(super) fn floor(run: &Run) -> Option<Chart> {
     let champion = run.champion()?;
     let first = run.baseline_us(champion)?;
     let (best, floor) = (champion.verdict.latency_us?, champion.verdict.bound_us?);
-    let bars = [("default", first, REVERTED), ("best", best, KEPT), ("floor", floor, FLOOR)];
-    let svg = draw(200, "The default, the best and the floor", |area| {
+    let bars = [("start", first, REVERTED), ("best", best, KEPT), ("floor", floor, FLOOR)];
+    let svg = draw(200, "The start, the best and the floor", |area| {
         let most = 1.18 * first.max(best);
         let words = format!("{} latency, us a token (the floor: bytes over bandwidth)", run.kind());
         let axes = Axes { x: &words, x_label: &|x| tick(*x, most), y: None, left: 90 };

@@ -75,7 +75,7 @@ fn section(out: &mut String, run: &Run) {
     if cards > 1 {
         let _ = writeln!(
             out,
-            "<p class=\"quiet\">Measured on {cards} cards, of which each is as fast as it is: latencies of two cards are not comparable, gains are. The best and the default above are of one card.</p>"
+            "<p class=\"quiet\">Measured on {cards} cards, of which each is as fast as it is: latencies of two cards are not comparable, gains are. The best and the start above are of one card.</p>"
         );
     }
     chart(out, "Against the floor", charts::floor(run));
@@ -120,7 +120,7 @@ fn facts(out: &mut String, run: &Run) {
     let rows = [
         (format!("best, {}, a token", run.kind()), shown(best)),
         ("its 99 % interval".to_owned(), interval),
-        (format!("default, {}, a token", run.kind()), shown(first)),
+        (format!("start, {}, a token", run.kind()), shown(first)),
         (format!("time saved, {}", run.kind()), saved),
         (
             "of the floor reached".to_owned(),
@@ -193,7 +193,7 @@ fn led(out: &mut String, run: &Run) {
         };
         let changes: Vec<String> = trial.changed.iter().map(change).collect();
         let changes = if trial.outcome == Outcome::Baseline {
-            "the default".to_owned()
+            "the start".to_owned()
         } else {
             changes.join(", ")
         };
@@ -234,20 +234,20 @@ fn knob_table(out: &mut String, effects: &[Effect]) {
     out.push_str("</table></div>\n<p class=\"quiet\">Time saved over the leader of its moment by trials that changed this knob and no other: what is worth little after a better leader may have been worth much before.</p>\n");
 }
 
-/// The winning schedule beside the default.
+/// The winning schedule beside the one that the search began with.
 fn schedules(out: &mut String, run: &Run) {
-    out.push_str("<h3>The best schedule beside the default</h3>\n");
+    out.push_str("<h3>The best schedule beside the start</h3>\n");
     let (Some(first), Some(champion)) = (run.trials.first(), run.champion()) else {
         out.push_str("<p class=\"quiet\">No schedule was correct.</p>\n");
         return;
     };
-    out.push_str("<div class=\"scroll\"><table>\n<tr><th>knob</th><th>default</th><th>best</th><th>what it decides</th></tr>\n");
+    out.push_str("<div class=\"scroll\"><table>\n<tr><th>knob</th><th>start</th><th>best</th><th>what it decides</th></tr>\n");
     for knob in Knob::ALL {
-        let (default, best) = (first.config.get(*knob), champion.config.get(*knob));
-        let mark = if default == best { "" } else { " class=\"mark\"" };
+        let (start, best) = (first.config.get(*knob), champion.config.get(*knob));
+        let mark = if start == best { "" } else { " class=\"mark\"" };
         let _ = writeln!(
             out,
-            "<tr{mark}><td><code>{}</code></td><td>{default}</td><td>{best}</td><td>{}</td></tr>",
+            "<tr{mark}><td><code>{}</code></td><td>{start}</td><td>{best}</td><td>{}</td></tr>",
             knob.path(),
             escaped(knob.desc())
         );
@@ -310,11 +310,14 @@ pub(super) fn commands(run: &Run) -> Vec<String> {
     let percent = run.header.get("min_gain").and_then(Value::as_f64).unwrap_or_default() * 100.0;
     // As many trials as there are now: a search that was resumed has more than its first budget.
     let budget = run.trials.len();
+    // Searches from before there was a choice began with the neutral schedule.
+    let start = run.header.pointer("/start/source/kind").and_then(Value::as_str);
+    let start = quoted(start.unwrap_or("neutral"));
     vec![
         format!("amk runs verify {folder}"),
         format!("amk evaluate {place} --config {folder}/best.json"),
         format!(
-            "amk loop {place} --seed {} --min-gain {percent} --budget {budget} --out again",
+            "amk loop {place} --schedule {start} --seed {} --min-gain {percent} --budget {budget} --out again",
             quoted(&run.word("seed"))
         ),
     ]

@@ -46,7 +46,7 @@ type Ready = Result<(Candidate, Agreement<Reference>), Answer>;
 pub(crate) fn run(args: &RecordArgs) -> Outcome {
     let context = Context::new(&args.model)?;
     let grid = grid(args)?;
-    let space = grid.space(&context.default_config()).map_err(|e| Failure::usage(e.to_string()))?;
+    let space = grid.space(&context.neutral_config()).map_err(|e| Failure::usage(e.to_string()))?;
     check(args, &context)?;
     let device = context.open_process(&args.sharing)?;
     let mut terms = terms(args, &context, grid);
@@ -167,7 +167,7 @@ impl Session<'_> {
                 .map_err(|e| Failure::usage(format!("{} cannot be evaluated: {e}", graph.name)))?;
         let (options, kernel_id) = (context.lower_options(), |k: &_| context.kernel_id(k));
         let gate = Gate::new(graph, weights, &context.target, options, &kernel_id, expected);
-        let anchor = prepare(&gate, &context.default_config())
+        let anchor = prepare(&gate, &context.neutral_config())
             .map_err(|answer| Failure::refused(format!("the neutral schedule: {answer:?}")))?;
         let mut probe =
             Probe::new(&gate, anchor, args.context as usize..positions, args.rounds, args.seed);

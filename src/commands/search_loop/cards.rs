@@ -54,6 +54,7 @@ pub(super) fn open<'scope, 'a: 'scope>(
     header: &Header,
 ) -> Result<Crew<'a>, Failure> {
     let ordinals = ordinals(args, header)?;
+    let kernel = header.start(context).kernel;
     let opener = |ordinal: Result<u32, String>| -> Opener<'a> {
         Box::new(move || {
             let unavailable = |reason: String| DeviceError::Unavailable { reason };
@@ -61,7 +62,7 @@ pub(super) fn open<'scope, 'a: 'scope>(
             let opened = context.open_process_at(ordinal, &args.sharing);
             let mut opened = opened.map_err(|failure| unavailable(failure.message))?;
             // Compiled while the graph is evaluated.
-            opened.foresee(&[context.default_config().kernel]);
+            opened.foresee(&[kernel]);
             Ok(Box::new(opened) as Box<dyn Device + 'a>)
         })
     };

@@ -37,6 +37,10 @@ pub(crate) struct Found {
     pub(super) stopped_by: String,
     /// The best schedule as a file for `--config`.
     pub(super) best_config_file: Option<PathBuf>,
+    /// Where it is kept for `generate` and `serve` on this machine: a measured champion that was confirmed.
+    pub(super) found_schedule_file: Option<PathBuf>,
+    /// Where the search began. None in searches from before there was a choice: they began with the neutral schedule.
+    pub(super) schedule_source: Option<Value>,
     /// The trials that led, first to last.
     pub(super) kept: Vec<Kept>,
     /// The best schedule judged once more, on fresh tokens and against the baseline. None after an interruption.

@@ -3,16 +3,20 @@
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use clap::ValueEnum as _;
 use corpus::Contents;
 use ir::Graph;
+use ir::schedule::ScheduleConfig;
 use search::strategy::{Known, StrategyName};
 use search::{Budget, Conditions, LatencyKind};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::cards::{self, Opened};
-use crate::cli::{DeviceChoice, LoopArgs, PlaceArgs};
+use crate::cli::{ConfigArgs, DeviceChoice, LoopArgs, PlaceArgs};
 use crate::context::Context;
 use crate::failure::Failure;
+use crate::schedule_choice::{Auto, Chosen, ScheduleChoice, choose};
 
 /// The model of a search that names none: real shapes, and small enough for two cores.
 const DEFAULT_MODEL: &str = "smollm2-135m";
@@ -56,7 +60,17 @@ pub(super) struct Header {
     /// The graph's id and shape.
     graph_id: Option<String>,
     shape: Value,
+    /// Where it begins; nothing in ledgers from before there was a choice.
+    start: Option<Start>,
     resumed: bool,
+}
+
+/// The schedule that a search begins with.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Start {
+    /// Where it comes from.
+    source: Value,
+    config: ScheduleConfig,
 }
 
 impl Header {
@@ -83,6 +97,7 @@ impl Header {
             run: Some(fresh_run()),
             graph_id: None,
             shape: Value::Null,
+            start: None,
             resumed: false,
         })
     }
@@ -123,6 +138,10 @@ impl Header {
                 run: text("run"),
                 graph_id: text("graph_id"),
                 shape: header.get("shape").cloned().unwrap_or_default(),
+                start: match header.get("start") {
+                    None => None,
+                    Some(start) => Some(serde_json::from_value(start.clone()).ok()?),
+                },
                 resumed: true,
             })
         };
@@ -192,6 +211,14 @@ impl Header {
             let given: Vec<String> = args.devices.iter().map(ToString::to_string).collect();
             return differs("--devices", &given.join(","), "it has no cards by number");
         }
+        if let Some(choice) = args.schedule.filter(|choice| *choice != ScheduleChoice::Auto) {
+            let held = self.source().unwrap_or_default();
+            let held = held.get("kind").and_then(Value::as_str).unwrap_or("neutral").to_owned();
+            let given = choice.to_possible_value().map(|value| value.get_name().to_owned());
+            if let Some(given) = given.filter(|given| *given != held) {
+                return differs("--schedule", &given, &held);
+            }
+        }
         let measured = self.kind == LatencyKind::MeasuredGpu.name();
         match args.place.device {
             DeviceChoice::Cpu if measured => differs("--device", "cpu", &self.kind),
@@ -200,6 +227,37 @@ impl Header {
                 Ok(())
             }
         }
+    }
+
+    /// The terms with the schedule that a new search begins with.
+    pub(super) fn with_start(
+        mut self,
+        args: &LoopArgs,
+        context: &Context,
+    ) -> Result<Self, Failure> {
+        if !self.resumed {
+            let given = ConfigArgs { config: None, schedule: args.schedule };
+            let tokens = super::super::evaluate::predicted_at(context);
+            let Chosen { config, source } = choose(context, &given, tokens, Auto::Reproducible)?;
+            self.start = Some(Start { source: json!(source), config });
+        }
+        if let Some(start) = &self.start {
+            let legal = ir::schedule::validate(start.config, context.graph(), &context.target);
+            legal.map_err(|violations| {
+                Failure::usage(format!("this search began with an illegal schedule: {violations}"))
+            })?;
+        }
+        Ok(self)
+    }
+
+    /// The schedule of the first trial. It was the neutral one before there was a choice.
+    pub(super) fn start(&self, context: &Context) -> ScheduleConfig {
+        self.start.as_ref().map_or_else(|| context.neutral_config(), |start| start.config)
+    }
+
+    /// Where that schedule comes from.
+    pub(super) fn source(&self) -> Option<Value> {
+        self.start.as_ref().map(|start| start.source.clone())
     }
 
     /// Where the search runs: a resumed one where it ran before.
@@ -311,6 +369,9 @@ impl Header {
             "conditions": self.conditions,
             "cache_bytes": self.cache_bytes,
         });
+        if let Some(start) = &self.start {
+            header["start"] = json!(start);
+        }
         if !self.cards.is_empty() {
             header["cards"] = json!(self.cards);
         }

@@ -103,7 +103,7 @@ fn rows() -> Vec<Value> {
         budget: Budget::Trials(2),
         explore: 2,
         min_gain: 0.001,
-        default: ir::schedule::default_config(graph, &target),
+        default: ir::schedule::neutral_config(graph, &target),
         space: Knob::ALL.iter().map(|&knob| (knob, knob.values())).collect(),
         timing: Timing::default(),
     };

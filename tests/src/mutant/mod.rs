@@ -157,7 +157,9 @@ impl<'b> Mutant<'b> {
     }
 }
 
-/// A config by knob values, in JSON.
+/// The neutral schedule with knob values, in JSON.
 fn config(base: &str, graph: &Graph, target: &ir::Target) -> ScheduleConfig {
-    *ir::schedule::read_config(base, graph, target).unwrap_or_else(|v| panic!("{base}: {v}"))
+    let neutral = ir::schedule::neutral_config(graph, target);
+    *ir::schedule::read_config_over(neutral, base, graph, target)
+        .unwrap_or_else(|v| panic!("{base}: {v}"))
 }

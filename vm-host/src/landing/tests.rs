@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use ir::program::{Matrix, Program, RowMap, Verified};
-use ir::schedule::{default_config, validate};
+use ir::schedule::{neutral_config, validate};
 use ir::{DType, Target as Gpu, TensorId};
 use model::Model;
 
@@ -42,7 +42,7 @@ fn matrices(model: &Model) -> Vec<Matrix> {
 
 fn lowered(model: &Model) -> Verified<Program> {
     let target = Gpu::by_name("h200").expect("a known target");
-    let config = validate(default_config(&model.graph, &target), &model.graph, &target)
+    let config = validate(neutral_config(&model.graph, &target), &model.graph, &target)
         .expect("the default is legal");
     let options = lower::Options { kv_capacity: 64 };
     lower::lower(&config, &model.graph, &target, options).expect("it lowers")

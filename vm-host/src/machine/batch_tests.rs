@@ -104,7 +104,7 @@ fn the_device_refuses_what_it_cannot_run() {
     let model = model::preset("smollm2-135m").expect("a preset");
     let target =
         ir::Target { sms: info.sms, ..ir::Target::by_name("h200").expect("a known target") };
-    let config = ir::schedule::default_config(&model.graph, &target);
+    let config = ir::schedule::neutral_config(&model.graph, &target);
     let config = ir::schedule::validate(config, &model.graph, &target).expect("it is legal");
     let options = lower::Options { kv_capacity: 64 };
     let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");

@@ -15,7 +15,7 @@ const LENGTH: usize = 3 * abi::KV_PAGE as usize + 21;
 
 /// Splits that begin in the middle of a page, and blocks that a stage holds as a whole or not.
 const SCHEDULES: [(&str, &str); 4] = [
-    ("default", "{}"),
+    ("neutral", "{}"),
     ("blocks of 32", r#"{"tiling": {"attention": {"kv_split": 4, "kv_block": 32}}}"#),
     (
         "small stages",
@@ -36,9 +36,8 @@ fn machine(
 ) -> Resident {
     let graph = &model.graph;
     let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
-    let config = ir::schedule::parse_config(schedule, graph, &target);
-    let config = config.unwrap_or_else(|error| panic!("{schedule}: {error}"));
-    let config = ir::schedule::validate(config, graph, &target);
+    let neutral = ir::schedule::neutral_config(graph, &target);
+    let config = ir::schedule::read_config_over(neutral, schedule, graph, &target);
     let config = config.unwrap_or_else(|error| panic!("{schedule}: {error}"));
     let options = lower::Options { kv_capacity };
     let program = lower::lower(&config, graph, &target, options).expect("it lowers");

@@ -100,7 +100,7 @@ fn measured() -> Vec<Landscape> {
     let read = |name: &str| {
         let graph = model::preset(name).unwrap().graph;
         let target = ir::Target::by_name("h200").unwrap();
-        let neutral = ir::schedule::default_config(&graph, &target);
+        let neutral = ir::schedule::neutral_config(&graph, &target);
         let text = std::fs::read_to_string(folder.join(format!("h200-{name}-128.jsonl"))).unwrap();
         let land = Landscape::read(&text, &neutral).unwrap();
         let grid = std::fs::read_to_string(folder.join(format!("{name}.grid.json"))).unwrap();

@@ -1,0 +1,125 @@
+//! The schedules that need no search: the rule-based default, and the neutral one that studies start from.
+
+use super::validate::{check, largest_stages};
+use super::value::{EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment};
+use super::{Handoffs, Knob, ScheduleConfig};
+use crate::graph::Graph;
+use crate::target::Target;
+
+/// Bytes in flight before a hand-off: one stage of the default ring.
+const NEAR_BYTES: u32 = 32 * 1024;
+
+/// Bytes of a stage, best first.
+const STAGE_BYTES: [u32; 3] = [32 * 1024, 16 * 1024, 8 * 1024];
+
+/// Context of [`default_config`]: short enough for one worker to read all keys of a head.
+const SHORT_CONTEXT: u32 = 128;
+
+/// Keys that one worker reads before another split pays.
+const KEYS_PER_SPLIT: u32 = 256;
+
+/// Keys of a block of a split.
+const KV_BLOCK: u32 = 128;
+
+/// Most splits: more are never predicted faster up to 16 384 tokens.
+const SPLITS_MAX: u32 = 16;
+
+/// Most splits that the output projection still merges itself: each of its workers reads all of them.
+const FUSED_SPLITS_MAX: u32 = 4;
+
+/// What a knob has that a config leaves out, and what runs where no schedule is known: the rule-based default at a short context.
+#[must_use]
+pub fn default_config(graph: &Graph, target: &Target) -> ScheduleConfig {
+    default_config_at(graph, target, SHORT_CONTEXT)
+}
+
+/// The rule-based default for so many tokens of context: flag-in-data hand-offs everywhere, embedding and merge fused, the deepest
+/// ring of 32 KB stages that fits, one stage in flight before a hand-off, no sleep between polls, the remainder of each phase carried on,
+/// and a split of the keys for every [`KEYS_PER_SPLIT`] as far as there are workers.
+///
+/// Where 32 KB stages do not fit, stages get smaller. Where nothing fits the result is still refused by `validate`.
+#[must_use]
+pub fn default_config_at(graph: &Graph, target: &Target, context: u32) -> ScheduleConfig {
+    let rule = ruled();
+    let mut config = fitted(rule, &STAGE_BYTES, u32::MAX, graph, target).unwrap_or(rule);
+    split_keys(&mut config, graph, target, context);
+    config
+}
+
+/// The neutral schedule: the knob table's values, changed only where they would be illegal. It is the named start of searches whose
+/// gain is measured from a schedule without choices; it is not fast.
+#[must_use]
+pub fn neutral_config(graph: &Graph, target: &Target) -> ScheduleConfig {
+    let neutral = ScheduleConfig::default();
+    if check(&neutral, graph, target).is_empty() {
+        return neutral;
+    }
+    let (sizes, stages) = ([neutral.pipeline.stage_bytes, 8 * 1024], neutral.pipeline.stages);
+    fitted(neutral, &sizes, stages, graph, target).unwrap_or(neutral)
+}
+
+/// The rule's choices that depend on neither graph nor target.
+fn ruled() -> ScheduleConfig {
+    let mut config = ScheduleConfig::default();
+    config.sync = Handoffs {
+        embed: Handoff::Tagged,
+        qkv: Handoff::Tagged,
+        attention: Handoff::Tagged,
+        merge: Handoff::Tagged,
+        o_proj: Handoff::Tagged,
+        gate_up: Handoff::Tagged,
+        down: Handoff::Tagged,
+    };
+    config.fusion_grouping.embed = EmbedGrouping::Qkv;
+    config.fusion_grouping.merge = MergeGrouping::OProj;
+    config.tiling.lm_head.rows = 8;
+    config.kernel.poll_sleep_ns = 0;
+    config.kernel.evict = Evict::First;
+    config.sm_assignment = SmAssignment::Carry;
+    config.pipeline.in_flight_near_bytes = NEAR_BYTES;
+    config
+}
+
+/// The config with the deepest ring, of at most so many stages, of the first of these sizes that fits.
+fn fitted(
+    config: ScheduleConfig,
+    sizes: &[u32],
+    stages_max: u32,
+    graph: &Graph,
+    target: &Target,
+) -> Option<ScheduleConfig> {
+    let sized = |&stage_bytes: &u32| {
+        let mut sized = config;
+        sized.pipeline.stage_bytes = stage_bytes;
+        sized.pipeline.stages = largest_stages(&sized, graph, target)?.min(stages_max);
+        let ring = sized.pipeline.stages * stage_bytes;
+        sized.pipeline.in_flight_bytes = config.pipeline.in_flight_bytes.min(ring);
+        sized.pipeline.in_flight_near_bytes = config.pipeline.in_flight_near_bytes.min(ring);
+        check(&sized, graph, target).is_empty().then_some(sized)
+    };
+    sizes.iter().find_map(sized)
+}
+
+/// Splits the keys of each head over as many workers as so many tokens of context keep busy: one for every [`KEYS_PER_SPLIT`] keys, as
+/// far as there are workers. Few splits are merged by the output projection, many in a phase of their own.
+pub fn split_keys(config: &mut ScheduleConfig, graph: &Graph, target: &Target, context: u32) {
+    let workers = target.sms / graph.kv_heads.max(1);
+    let useful = context.min(graph.max_positions).div_ceil(KEYS_PER_SPLIT);
+    let most = useful.min(workers).clamp(1, SPLITS_MAX);
+    let mut split = *config;
+    split.tiling.attention.kv_block = KV_BLOCK;
+    for value in Knob::TilingAttentionKvSplit.values() {
+        // Values are from the knob's own domain, in ascending order.
+        let set = split.set(Knob::TilingAttentionKvSplit, value).is_ok();
+        if !set || split.tiling.attention.kv_split > most {
+            break;
+        }
+        split.fusion_grouping.merge = match split.tiling.attention.kv_split {
+            0..=FUSED_SPLITS_MAX => MergeGrouping::OProj,
+            _ => MergeGrouping::Separate,
+        };
+        if check(&split, graph, target).is_empty() {
+            *config = split;
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! Which schedule a command runs, and why: the one place that chooses between a config, what a search found here, what is shipped, and the
+//! rules that need no search.
+
+use clap::ValueEnum;
+use ir::Violations;
+use ir::program::Dims;
+use ir::schedule::{ScheduleConfig, default_config_at, read_config, split_keys};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::cli::ConfigArgs;
+use crate::config_source::ConfigSource;
+use crate::context::Context;
+use crate::failure::Failure;
+use crate::found::{self, Entry};
+use crate::report;
+
+/// Farthest context, as a ratio, for which a shipped schedule's own split of the keys is kept.
+const CONTEXT_RATIO_MAX: f64 = 4.0;
+
+/// What `--schedule` names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum ScheduleChoice {
+    /// The best that is known: found (`generate` and `serve` only), else shipped, else default.
+    Auto,
+    /// What `loop` measured and confirmed on this machine for this shape and GPU.
+    Found,
+    /// The schedule that is shipped for this shape, or for a similar one.
+    Shipped,
+    /// The rule-based default.
+    Default,
+    /// The knob table's values: a named start of studies, not a fast schedule.
+    Neutral,
+}
+
+/// What `auto` takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Auto {
+    /// The best for this machine, its own searches included: for what only has to be fast.
+    Fastest,
+    /// What every machine with this version of amk takes: for what proves a figure.
+    Reproducible,
+}
+
+/// Whether a schedule is for the graph's own shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum ShapeMatch {
+    /// The same sizes and format.
+    Same,
+    /// A similar shape of the same format.
+    Similar,
+}
+
+/// Where a schedule comes from.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+pub(crate) struct ScheduleSource {
+    /// config, found, shipped, default or neutral.
+    pub(crate) kind: &'static str,
+    /// The GPU that it was measured on; none for a rule or a config.
+    pub(crate) target: Option<String>,
+    /// Whether it is for this shape or for a similar one.
+    pub(crate) shape: Option<ShapeMatch>,
+    /// Tokens of context that it is for.
+    pub(crate) context: Option<u32>,
+    /// The kernel build that it was measured with.
+    pub(crate) kernel: Option<String>,
+    /// Tokens of context that its keys are split for instead, where `context` is far away: then nobody measured it.
+    pub(crate) split_for: Option<u32>,
+    /// Why this one, in one line.
+    pub(crate) why: String,
+}
+
+/// A legal schedule and where it comes from.
+#[derive(Clone, Debug)]
+pub(crate) struct Chosen {
+    pub(crate) config: ScheduleConfig,
+    pub(crate) source: ScheduleSource,
+}
+
+/// The schedule for so many tokens of context. It is said in one line.
+pub(crate) fn choose(
+    context: &Context,
+    args: &ConfigArgs,
+    tokens: u32,
+    auto: Auto,
+) -> Result<Chosen, Failure> {
+    judged(context, args, tokens, auto)?.map_err(|violations| refused(args, &violations))
+}
+
+/// The same for commands whose answer can hold violations. The inner error is a gate's no; unreadable files fail outright.
+pub(crate) fn judged(
+    context: &Context,
+    args: &ConfigArgs,
+    tokens: u32,
+    auto: Auto,
+) -> Result<Result<Chosen, Violations>, Failure> {
+    if args.config.is_some() && args.schedule.is_some() {
+        return Err(Failure::usage("config and schedule both name a schedule; give one of them"));
+    }
+    let chosen = match &args.config {
+        Some(source) => from_config(context, source)?,
+        None => {
+            let choice = args.schedule.unwrap_or(ScheduleChoice::Auto);
+            Ok(by_name(context, choice, tokens, auto)?)
+        }
+    };
+    if let Ok(chosen) = &chosen {
+        report::say(&format!("schedule: {}", chosen.source.why));
+    }
+    Ok(chosen)
+}
+
+fn refused(args: &ConfigArgs, violations: &Violations) -> Failure {
+    let from = args.config.as_ref().map_or_else(|| "the schedule".to_owned(), ToString::to_string);
+    Failure::refused(format!("{from}: {violations}"))
+}
+
+fn from_config(
+    context: &Context,
+    given: &ConfigSource,
+) -> Result<Result<Chosen, Violations>, Failure> {
+    let why = "the given config".to_owned();
+    let source = ScheduleSource { why, ..ScheduleSource::rule("config") };
+    Ok(context.config(given)?.map(|config| Chosen { config, source }))
+}
+
+fn by_name(
+    context: &Context,
+    choice: ScheduleChoice,
+    tokens: u32,
+    auto: Auto,
+) -> Result<Chosen, Failure> {
+    let missing = |what: &str, then: &str| {
+        let (name, target) = (&context.graph().name, &context.target.name);
+        Failure::missing(format!(
+            "no schedule is {what} for the shape of {name} on {target}; {then}"
+        ))
+    };
+    match choice {
+        ScheduleChoice::Found => found(context, tokens).ok_or_else(|| {
+            missing("found", "run `amk loop --device cuda` on it, or leave --schedule out")
+        }),
+        ScheduleChoice::Shipped => shipped(context, tokens)
+            .ok_or_else(|| missing("shipped", "leave --schedule out for the rule-based default")),
+        ScheduleChoice::Default => Ok(default(context, tokens, "rule-based default")),
+        ScheduleChoice::Neutral => Ok(neutral(context)),
+        ScheduleChoice::Auto => {
+            let own = match auto {
+                Auto::Fastest => found(context, tokens),
+                Auto::Reproducible => None,
+            };
+            let known = own.or_else(|| shipped(context, tokens));
+            Ok(known.unwrap_or_else(|| {
+                default(context, tokens, "no schedule for this shape: rule-based default")
+            }))
+        }
+    }
+}
+
+/// What `auto` takes where figures are proved, without a word.
+pub(crate) fn reproducible(context: &Context, tokens: u32) -> ScheduleConfig {
+    let known = shipped(context, tokens);
+    known.unwrap_or_else(|| default(context, tokens, "")).config
+}
+
+fn default(context: &Context, tokens: u32, why: &str) -> Chosen {
+    let config = default_config_at(context.graph(), &context.target, tokens);
+    let source = ScheduleSource {
+        context: Some(tokens),
+        why: format!("{why} for {tokens} tokens of context"),
+        ..ScheduleSource::rule("default")
+    };
+    Chosen { config, source }
+}
+
+fn neutral(context: &Context) -> Chosen {
+    let config = context.neutral_config();
+    let why = "neutral, a slow start of studies".to_owned();
+    Chosen { config, source: ScheduleSource { why, ..ScheduleSource::rule("neutral") } }
+}
+
+/// The best shipped schedule that is legal here.
+fn shipped(context: &Context, tokens: u32) -> Option<Chosen> {
+    let (graph, target) = (context.graph(), &context.target);
+    let all = corpus::shipped(&Dims::from(graph), target, tokens);
+    all.into_iter().find_map(|found| {
+        let shipped = found.shipped;
+        let mut config = *read_config(shipped.schedule, graph, target).ok()?;
+        let far =
+            f64::from(shipped.context.max(tokens)) / f64::from(shipped.context.min(tokens).max(1));
+        let split_for = (far > CONTEXT_RATIO_MAX).then_some(tokens);
+        let mut adapted = String::new();
+        if let Some(tokens) = split_for {
+            split_keys(&mut config, graph, target, tokens);
+            adapted = format!(", its keys split for {tokens}");
+        }
+        let (shape, of) = match found.same_shape {
+            true => (ShapeMatch::Same, "the same shape"),
+            false => (ShapeMatch::Similar, "a similar shape"),
+        };
+        let source = ScheduleSource {
+            kind: "shipped",
+            target: Some(shipped.target.to_owned()),
+            shape: Some(shape),
+            context: Some(shipped.context),
+            kernel: shipped.bundle.and_then(kernel_of),
+            split_for,
+            why: format!(
+                "shipped for {of} ({}) on {} at {} tokens of context{adapted}",
+                shipped.folder, shipped.target, shipped.context
+            ),
+        };
+        Some(Chosen { config, source })
+    })
+}
+
+/// The kernel that a bundle was measured with.
+fn kernel_of(bundle: &str) -> Option<String> {
+    let bundle: serde_json::Value = serde_json::from_str(bundle).ok()?;
+    Some(bundle.get("kernel_id")?.as_str()?.to_owned())
+}
+
+/// What a search found on this machine.
+fn found(context: &Context, tokens: u32) -> Option<Chosen> {
+    let (config, entry) = found::nearest(context, tokens)?;
+    let Entry { target, card, context, kernel_id, latency_us, .. } = entry;
+    let why = format!(
+        "found on this machine ({card}) at {context} tokens of context, {latency_us:.1} us"
+    );
+    let source = ScheduleSource {
+        kind: "found",
+        target: Some(target),
+        shape: Some(ShapeMatch::Same),
+        context: Some(context),
+        kernel: Some(kernel_id),
+        split_for: None,
+        why,
+    };
+    Some(Chosen { config, source })
+}
+
+impl ScheduleSource {
+    /// A source that was measured nowhere.
+    fn rule(kind: &'static str) -> Self {
+        let (target, shape, context, kernel) = (None, None, None, None);
+        Self { kind, target, shape, context, kernel, split_for: None, why: String::new() }
+    }
+}
+
+#[cfg(test)]
+#[path = "schedule_choice_tests.rs"]
+mod tests;

@@ -111,7 +111,7 @@ mod tests {
     const LONGER: Dims = Dims { layers: 20, ..DIMS };
     const TUNED: Dims = Dims { vocab: 128_264, ..DIMS };
     const HALF: Dims = Dims { dtype: ir::DType::F16, ..DIMS };
-    const FAR: Dims = Dims { hidden: 8192, ..DIMS };
+    const FAR: Dims = Dims { hidden: 8192, ffn: 28_672, ..DIMS };
 
     static ALL: &[Shipped] = &[
         at("h200", LONGER, 128),

@@ -60,8 +60,7 @@ pub fn neutral_config(graph: &Graph, target: &Target) -> ScheduleConfig {
 
 /// The rule's choices that depend on neither graph nor target.
 fn ruled() -> ScheduleConfig {
-    let mut config = ScheduleConfig::default();
-    config.sync = Handoffs {
+    let sync = Handoffs {
         embed: Handoff::Tagged,
         qkv: Handoff::Tagged,
         attention: Handoff::Tagged,
@@ -70,6 +69,7 @@ fn ruled() -> ScheduleConfig {
         gate_up: Handoff::Tagged,
         down: Handoff::Tagged,
     };
+    let mut config = ScheduleConfig { sync, ..ScheduleConfig::default() };
     config.fusion_grouping.embed = EmbedGrouping::Qkv;
     config.fusion_grouping.merge = MergeGrouping::OProj;
     config.tiling.lm_head.rows = 8;

@@ -1,13 +1,13 @@
 // matvec: rows of a streamed matrix times a vector, with the norm or the attention merge in front and the residual, activation or
 // argmax behind. Same stages as reference-vm/src/ops/matvec.rs.
 //
-// A stage of the ring holds one or two whole tiles, or an equal part (chunk) of a tile that is longer than a stage. Warp w multiplies
-// units w, w + 8, ... of every chunk, so it needs those columns of the vector alone: it waits for them, stages them and starts, and the
-// warps first meet when all sums of the task are there.
+// A stage of the ring holds one or two whole tiles, or a part (chunk) of a tile that is longer than a stage; the last chunk may be shorter.
+// Warp w multiplies units w, w + 8, ... of every chunk, and chunks begin at multiples of 8, so it needs units w, w + 8, ... of the vector
+// alone: it waits for them, stages them and starts, and the warps first meet when all sums of the task are there.
 //
 // A share is what a warp takes out of the ring into registers at once: UNITS units of a chunk, of one tile or of two. Which shares there
-// are is compiled in (AMK_SHARES has bit n for shares of n UNITS, and bit 0 where the last warps have a unit less than SHARE); tiles of any
-// other length go without.
+// are is compiled in (AMK_SHARES has bit n for shares of n UNITS, and bit 0 where chunks have any length); tiles of any other length go
+// without.
 #pragma once
 
 constexpr uint32_t SHARE = AMK_STAGE_UNITS_MAX / AMK_WARPS; // units of a chunk that a warp has at most
@@ -352,18 +352,22 @@ struct Tiles {
   uint32_t count;       // of the task
   uint32_t warp_units;  // of a share, or 0 where tiles are not taken in shares
   uint32_t chunk;       // units of a chunk that is a share
+  uint32_t last;        // units of a tile's last chunk
   uint32_t chunks;      // of a tile, that are shares
   uint32_t shares;      // of the task
 };
 // Tiles of a share.
 __device__ constexpr uint32_t share_tiles(uint32_t warp_units) { return 2 * warp_units <= SHARE ? 2 : 1; }
 __device__ constexpr bool has_share(uint32_t warp_units) { return (AMK_SHARES >> warp_units & 1) != 0; }
+constexpr bool RAGGED = has_share(0); // chunks have any length: else all of a tile have the same, and those of SHARE are full stages
 
 __device__ __forceinline__ Tiles task_tiles(amk_task const& task, amk_matvec_params const& p) {
-  Tiles k = {p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, p.units, 1, 0};
+  Tiles k = {p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, p.units, p.units, 1, 0};
   if (k.warp_units > SHARE / 2) { // of one tile
     k.chunk = k.stage_units;
-    k.chunks = (uint32_t)__fdividef((float)k.units + 0.5f, (float)k.stage_units); // an integer division takes ten times as long
+    // An integer division takes ten times as long.
+    k.chunks = 1 + (uint32_t)__fdividef((float)k.units - 0.5f, (float)k.stage_units);
+    k.last = k.units - (k.chunks - 1) * k.chunk;
     k.shares = k.count * k.chunks;
   } else if (k.warp_units > 0) {
     k.shares = (k.count + 1) / 2;
@@ -378,28 +382,38 @@ __device__ __forceinline__ void note_near(Worker const& w, uint32_t left, uint32
   }
 }
 
-// Whether unit j of this warp's is one of the chunk: all but the last always are.
-template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const& w, Tiles const& k, uint32_t j) {
-  constexpr bool WHOLE = UNITS == SHARE && (AMK_SHARES & 1) == 0; // a full stage: no warp has less
-  return WHOLE || j + 1 < UNITS || j * AMK_WARPS + w.thread / 32 < k.chunk;
+// Units of a chunk of a tile.
+__device__ __forceinline__ uint32_t chunk_units(Tiles const& k, uint32_t chunk) { return RAGGED && chunk + 1 == k.chunks ? k.last : k.chunk; }
+
+// Whether unit j of this warp's is one of a chunk of so many units. Where chunks are not ragged all but the last always are.
+template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const& w, uint32_t units, uint32_t j) {
+  return (!RAGGED && (UNITS == SHARE || j + 1 < UNITS)) || j * AMK_WARPS + w.thread / 32 < units;
 }
 
-// Takes the current stage, which has landed, steps to the next, and gives what stage_read is to wait for before it is freed. The second tile of a pair
-// may be missing at the end of a task: what is read then is multiplied for nothing.
-template <uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, Share& v) {
+// Takes the current stage, a tile's chunk of that number, which has landed, steps to the next, and gives what stage_read is to wait for before it
+// is freed. The second tile of a pair may be missing at the end of a task: what is read then is multiplied for nothing.
+template <uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
+  uint32_t const units = chunk_units(k, chunk);
   char const* weights = cursor_place(w, c) + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
   constexpr uint32_t LOADS = share_tiles(UNITS) * UNITS;
 #pragma unroll
   for (uint32_t i = 0; i < LOADS; ++i) {
     uint32_t const tile = i / UNITS, j = i % UNITS;
-    v.weights[i] = share_has<UNITS>(w, k, j) ? stage_load(weights + (tile * k.chunk + j * AMK_WARPS) * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
+    v.weights[i] = share_has<UNITS>(w, units, j) ? stage_load(weights + (tile * k.chunk + j * AMK_WARPS) * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
   }
   cursor_step(w, c);
-  return v.weights[LOADS - 1].x | v.weights[LOADS > 1 ? LOADS - 2 : 0].x; // the last may be none
+  uint32_t read = v.weights[LOADS - 1].x | v.weights[LOADS > 1 ? LOADS - 2 : 0].x; // the last may be none
+  if (RAGGED) { // and any of the others
+#pragma unroll
+    for (uint32_t i = 0; i + 2 < LOADS; ++i) {
+      read |= v.weights[i].x;
+    }
+  }
+  return read;
 }
-template <uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, Share& v) {
+template <uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
   uint32_t const stage = c.stage;
-  stage_read(share_load<UNITS>(w, c, k, v));
+  stage_read(share_load<UNITS>(w, c, k, chunk, v));
   cursor_free(w, stage);
 }
 // Calls f<UNITS>() for the task's share.
@@ -415,9 +429,10 @@ template <typename F> __device__ __forceinline__ void with_share(Tiles const& k,
 }
 // This warp's part of the vector for a chunk.
 template <uint32_t UNITS> __device__ __forceinline__ void frag_load(Worker const& w, Tiles const& k, uint32_t chunk, uint4 (&frag)[UNITS]) {
+  uint32_t const units = chunk_units(k, chunk);
 #pragma unroll
   for (uint32_t j = 0; j < UNITS; ++j) {
-    frag[j] = share_has<UNITS>(w, k, j) ? x_load(w, w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES) : make_uint4(0, 0, 0, 0);
+    frag[j] = share_has<UNITS>(w, units, j) ? x_load(w, w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES) : make_uint4(0, 0, 0, 0);
   }
 }
 
@@ -426,7 +441,7 @@ template <uint32_t UNITS> __device__ __forceinline__ void frag_load(Worker const
 template <uint32_t UNITS>
 __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part) {
   constexpr uint32_t TILES = share_tiles(UNITS), PAIRS = TILES == 1 ? 2 : 1;
-  uint32_t chunk = 0, left = k.shares - tile0 / TILES * k.chunks;
+  uint32_t chunk = 0, left = k.shares - tile0 / TILES * k.chunks, next = k.chunks > TAKE ? TAKE : 0; // the chunk that is taken next
   uint4 frag[UNITS];
   frag_load<UNITS>(w, k, 0, frag);
   Sums<PAIRS> s[TILES] = {};
@@ -438,7 +453,10 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
     }
     if (left > TAKE) {
       cursor_land(w, c);
-      share_take<UNITS>(w, c, k, weights);
+      share_take<UNITS>(w, c, k, next, weights);
+      if (RAGGED) {
+        next = next + 1 == k.chunks ? 0 : next + 1;
+      }
     }
     --left;
     if (++chunk == k.chunks) {
@@ -500,7 +518,7 @@ template <uint32_t UNITS> __device__ __forceinline__ void multiply_held(Worker c
   if (k.shares > 1) {
     if (k.shares > TAKE) {
       cursor_land(w, c);
-      share_take<UNITS>(w, c, k, v[0]);
+      share_take<UNITS>(w, c, k, k.chunks == 1 ? 0 : 2, v[0]); // the third of one tile, or the next tile
     }
     next(1);
     multiply(v[TAKE - 1]);
@@ -548,11 +566,11 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
     uint32_t const freed = taken;
     uint32_t stage = c.stage, last = 0;
     if (taken == 0 && ahead > 0 && cursor_ready(w, c, late)) {
-      with_share(k, [&](auto units) { last |= share_load<decltype(units)::value>(w, c, k, v[0]); });
+      with_share(k, [&](auto units) { last |= share_load<decltype(units)::value>(w, c, k, 0, v[0]); });
       taken = 1;
     }
     if (taken == 1 && ahead > 1 && cursor_ready(w, c, late)) {
-      with_share(k, [&](auto units) { last |= share_load<decltype(units)::value>(w, c, k, v[TAKE - 1]); });
+      with_share(k, [&](auto units) { last |= share_load<decltype(units)::value>(w, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1]); });
       taken = 2;
     }
     if (!late) {

@@ -66,7 +66,7 @@ pub struct Variant {
     pub qk_norm: bool,
     /// Elements of the residual stream, of all query heads, of the hidden layer. Vectors of other lengths work too, more slowly.
     pub widths: [u32; 3],
-    /// Bit n: some matrix of the model is taken in shares of n units a warp. Bit 0: of the largest share the last warps have one less.
+    /// Bit n: some matrix of the model is taken in shares of n units a warp. Bit 0: some share is shorter for some warps.
     pub shares: u32,
     /// Pause between two polls.
     pub poll_sleep_ns: u32,

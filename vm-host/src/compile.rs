@@ -60,18 +60,21 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
     }
 }
 
-/// Bit n: tiles of some matrix of the model are taken in parts of n units a warp. Bit 0: of a part of the most units, the last warps have
-/// one less. The loops of other parts are not compiled; the widths of the model's vectors are those of its matrices.
+/// Bit n: tiles of some matrix of the model are taken in parts of n units a warp. Bit 0: some warp has less of some part than the loop
+/// for it takes for granted elsewhere. The loops of other parts are not compiled; the widths of the model's vectors are those of its
+/// matrices.
 fn share_mask(graph: &Graph) -> u32 {
     let unit_cols = abi::UNIT_ROW_BYTES / graph.dtype.bytes() as u32;
     [graph.hidden, graph.heads * graph.head_dim, graph.ffn]
         .into_iter()
-        .map(|cols| Staging::new(cols.div_ceil(unit_cols), abi::STAGE_UNITS_MAX))
-        .filter(|staging| staging.warp_units > 0)
-        .fold(0, |mask, staging| {
-            let most = staging.warp_units == WARP_UNITS_MAX;
-            let ragged = most && staging.stage_units < abi::STAGE_UNITS_MAX;
-            mask | 1 << staging.warp_units | u32::from(ragged)
+        .map(|cols| cols.div_ceil(unit_cols))
+        .map(|tile| (tile, Staging::new(tile, abi::STAGE_UNITS_MAX)))
+        .filter(|(_, staging)| staging.warp_units > 0)
+        .fold(0, |mask, (tile, staging)| {
+            let full = staging.warp_units == WARP_UNITS_MAX;
+            let short = full && staging.stage_units < abi::STAGE_UNITS_MAX;
+            let short_last = tile > staging.stage_units && tile % staging.stage_units != 0;
+            mask | 1 << staging.warp_units | u32::from(short || short_last)
         })
 }
 

@@ -125,7 +125,7 @@ impl Stages {
     fn new(tile: u32, stage: u32) -> Self {
         let staging = Staging::new(tile, stage);
         let even = staging.warp_units > 0;
-        let units = match tile > staging.stage_units && !even {
+        let units = match tile > staging.stage_units {
             true => f64::from(tile) / f64::from(tile.div_ceil(staging.stage_units)),
             false => f64::from(staging.stage_units),
         };

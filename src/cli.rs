@@ -17,6 +17,7 @@ use crate::schedule_choice::ScheduleChoice;
 
 mod cards;
 mod config;
+mod corpus;
 mod landscape;
 mod lanes;
 mod observing;
@@ -27,6 +28,7 @@ mod weights;
 
 pub(crate) use cards::CardNumber;
 pub(crate) use config::ConfigArgs;
+pub(crate) use corpus::{CorpusCommand, ExportFormat, ImportArgs, StoreArgs, StoreExportArgs};
 pub(crate) use landscape::{LandscapeCommand, RecordArgs};
 pub(crate) use lanes::{LanesArgs, SequencesArgs, widest};
 pub(crate) use observing::{SoakArgs, TopArgs};
@@ -426,75 +428,6 @@ pub(crate) struct LoopArgs {
     /// The store that remembers what all searches found; `none`: no store. Default: store.sqlite beside OUT.
     #[arg(long, value_name = "FILE|none")]
     pub(crate) store: Option<PathBuf>,
-}
-
-/// What to do with the store.
-#[derive(Debug, Subcommand)]
-pub(crate) enum CorpusCommand {
-    /// Says what a store holds: what leads by model and card, and which moves paid.
-    #[command(
-        after_help = "Examples:\n  amk corpus show\n  amk corpus show --store night.sqlite | jq .best"
-    )]
-    Show(StoreArgs),
-    /// Checks the file, the chain of every run, and that the tables follow from the rows.
-    #[command(after_help = "Examples:\n  amk corpus check")]
-    Check(StoreArgs),
-    /// Adds runs that are not in the store yet: ledgers, folders of runs, or what `export` wrote.
-    #[command(
-        after_help = "Examples:\n  amk corpus import runs\n  amk corpus import night.jsonl --store all.sqlite"
-    )]
-    Import(ImportArgs),
-    /// Writes the store out: JSON lines (every row with its chain, and the programs), or a Parquet file for each table.
-    #[command(
-        after_help = "Examples:\n  amk corpus export --out store.jsonl\n  amk corpus export --out - | gzip > store.jsonl.gz\n  \
-        amk corpus export --format parquet --out tables"
-    )]
-    Export(StoreExportArgs),
-}
-
-/// A store.
-#[derive(Debug, Args)]
-pub(crate) struct StoreArgs {
-    /// The store. Default: runs/store.sqlite.
-    #[arg(
-        long,
-        value_name = "FILE",
-        default_value = "runs/store.sqlite",
-        hide_default_value = true
-    )]
-    pub(crate) store: PathBuf,
-}
-
-/// Arguments of `corpus import`.
-#[derive(Debug, Args)]
-pub(crate) struct ImportArgs {
-    #[command(flatten)]
-    pub(crate) store: StoreArgs,
-    /// Ledgers, folders of a search, folders of such folders, exported files.
-    #[arg(value_name = "PATH", required = true)]
-    pub(crate) paths: Vec<PathBuf>,
-}
-
-/// Arguments of `corpus export`.
-#[derive(Debug, Args)]
-pub(crate) struct StoreExportArgs {
-    #[command(flatten)]
-    pub(crate) store: StoreArgs,
-    /// What to write.
-    #[arg(long, value_enum, default_value = "jsonl")]
-    pub(crate) format: ExportFormat,
-    /// The file, or `-` for standard output, which then carries the lines instead of a document. For Parquet a new folder.
-    #[arg(long, value_name = "FILE|DIR")]
-    pub(crate) out: PathBuf,
-}
-
-/// What a store is written out as.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ExportFormat {
-    /// JSON lines: everything, to be imported again.
-    Jsonl,
-    /// A file for each table.
-    Parquet,
 }
 
 /// Arguments of `explain`.

@@ -48,8 +48,8 @@ fn a_command_out_of_a_ledger_is_named_and_never_run() {
 #[test]
 fn a_search_with_a_proposer_goes_on_when_the_same_command_is_given_again() {
     let folder = folder();
-    let script = r#"n=3; while read -r line; do case "$line" in *'"ask"'*) n=$((n+1));
-        echo "{\"config\": {\"pipeline\": {\"stages\": $n}}}";; esac; done"#;
+    let script = r#"n=8; while read -r line; do case "$line" in *'"ask"'*) n=$((n*2));
+        echo "{\"config\": {\"tiling\": {\"lm_head\": {\"rows\": $n}}}}";; esac; done"#;
     let (document, _) = super::proposed(folder.path(), "runs/a", "3", script);
     let resume = document["resume"].as_str().unwrap();
     assert!(resume.starts_with("amk loop --resume --out runs/a --proposer '"), "{resume}");

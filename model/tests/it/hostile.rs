@@ -31,7 +31,6 @@ fn refused(copy: &Copy) -> String {
 #[test]
 fn what_is_no_regular_file_is_refused_at_once() {
     let files = [
-        "amk.json",
         "config.json",
         "generation_config.json",
         "model.safetensors",

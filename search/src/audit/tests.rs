@@ -41,7 +41,7 @@ fn ran(measured: bool) -> Ran {
         budget: Budget::Trials(if measured { 2 } else { 8 }),
         explore: 8,
         min_gain,
-        default: ir::schedule::default_config(graph, &target),
+        default: ir::schedule::neutral_config(graph, &target),
         space: space.to_vec(),
         timing,
     };

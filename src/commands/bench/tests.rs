@@ -39,7 +39,7 @@ fn bench_of(
     answers.iter_mut().skip(POSITIONS_MAX).for_each(edit);
     let script = move |_: &Program, _: &KernelConfig| behaviour.clone();
     let mut device = ScriptedDevice::new(answers, 1, script).with_bandwidth(1e12);
-    let kernel_id = |_: &KernelConfig| "k".to_owned();
+    let kernel_id = |_: &KernelConfig| "0123456789abcdef".to_owned();
     let options = lower::Options { kv_capacity: 512 };
     let mut gate = Gate::new(graph, weights, &target, options, &kernel_id, gate_inputs);
     let config = ir::schedule::neutral_config(graph, &target);

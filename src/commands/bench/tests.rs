@@ -38,7 +38,7 @@ fn bench_of(
     let mut answers = rows;
     answers.iter_mut().skip(POSITIONS_MAX).for_each(edit);
     let script = move |_: &Program, _: &KernelConfig| behaviour.clone();
-    let mut device = ScriptedDevice::new(answers, 1, script).with_bandwidth(1e12);
+    let mut device = ScriptedDevice::new(answers, 1, script).with_bandwidth(4.6e12);
     let kernel_id = |_: &KernelConfig| "0123456789abcdef".to_owned();
     let options = lower::Options { kv_capacity: 512 };
     let mut gate = Gate::new(graph, weights, &target, options, &kernel_id, gate_inputs);
@@ -56,7 +56,7 @@ fn a_device_that_is_right_is_measured_at_the_context() {
     assert!(judge(&mut verdict, Some(accuracy)) && verdict.correct);
     let us = verdict.latency_us.expect("it was timed");
     assert!((us - 50.0).abs() < 0.5 && verdict.ci_us.is_some());
-    let bound = shown.bytes.expect("it was counted") as f64 / 1e12 * 1e6;
+    let bound = shown.bytes.expect("it was counted") as f64 / 4.6e12 * 1e6;
     assert!((verdict.bound_us.expect("it has a floor") - bound).abs() < 1e-9);
 }
 

@@ -47,7 +47,7 @@ async def three_edits(client):
     space = proposed["search_space"]
     assert space["pipeline.stages"]["max"] >= proposed["schedule_config"]["pipeline"]["stages"]
     latencies = []
-    for edit in ({"pipeline": {"stages": 4}}, {"fusion_grouping": {"merge": "o_proj"}}):
+    for edit in ({"pipeline": {"stages": 4}}, {"fusion_grouping": {"merge": "separate"}}):
         verdict = await answer(client, "evaluate", config=edit, **TOY)
         assert verdict["correct"] and verdict["latency_kind"] == "predicted", verdict
         latencies.append(verdict["latency_us"])

@@ -119,3 +119,36 @@ fn a_pool_of_threads_has_a_limit() {
     assert_eq!(server.complete(json!({})).status, 200);
     assert!(held(&server).1 < 1000);
 }
+
+/// Clients send the body and then read: a server that answers sooner and hangs up resets the connection, and the answer is lost.
+#[test]
+fn an_answer_that_does_not_need_the_body_still_arrives() {
+    let server = Server::start(&["--model", GOLDEN, "--device", "eval"]);
+    let json = "content-type: application/json";
+    let cases = [
+        (format!("POST /v1/nowhere HTTP/1.1\r\nhost: localhost\r\n{json}"), 404),
+        (format!("POST /v1/models HTTP/1.1\r\nhost: localhost\r\n{json}"), 405),
+        ("POST /v1/completions HTTP/1.1\r\nhost: localhost".to_owned(), 415),
+        (format!("POST /v1/completions HTTP/1.1\r\nhost: evil.example\r\n{json}"), 403),
+    ];
+    let body = [b' '; 1 << 16];
+    for (head, status) in cases {
+        let mut stream = TcpStream::connect(&server.address).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        write!(stream, "{head}\r\ncontent-length: {}\r\n\r\n", body.len()).unwrap();
+        // The answer has been thought of when the body comes.
+        std::thread::sleep(Duration::from_millis(50));
+        for piece in body.chunks(1 << 12) {
+            stream.write_all(piece).unwrap_or_else(|e| panic!("{head}: {e}"));
+        }
+        // The connection takes another request.
+        write!(stream, "GET /health HTTP/1.0\r\nhost: localhost\r\n\r\n").unwrap();
+        let answer = Server::answered(stream);
+        assert_eq!(answer.status, status, "{head}");
+        assert!(
+            answer.body.contains("HTTP/1.0 200") || answer.body.contains("HTTP/1.1 200"),
+            "{}",
+            answer.body
+        );
+    }
+}

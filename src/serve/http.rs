@@ -9,7 +9,7 @@ use axum::body::Body;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::{HeaderMap, Method, StatusCode, Uri, header};
-use axum::middleware::from_fn_with_state;
+use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -19,16 +19,13 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::Served;
 use super::answer::{Heading, Usage};
+use super::body;
 use super::decode::{Event, Finish, Job};
 use super::origin;
 use super::refusal::Refusal;
 use super::request::{Api, Request};
 use super::text::{Piece, Writer};
 
-/// Bytes of a body: a long prompt, and no more.
-const BODY_MAX: usize = 1 << 20;
-/// How long a body may take to come.
-const BODY_TIME: Duration = Duration::from_secs(10);
 /// How often a stream that is silent says that it lives.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 
@@ -43,6 +40,7 @@ pub(super) fn router(served: Arc<Served>, loopback: bool) -> Router {
         .fallback(no_page)
         .method_not_allowed_fallback(no_method)
         .layer(from_fn_with_state(loopback, origin::guard))
+        .layer(from_fn(body::read_to_its_end))
         .with_state(served)
 }
 
@@ -114,7 +112,7 @@ async fn answer(
     check_type(headers)?;
     let admitted = served.admission.enter();
     let admitted = admitted.ok_or_else(|| Refusal::full(served.admission.limit()))?;
-    let body = received(body).await?;
+    let body = body::received(body).await?;
     let reader = served.clone();
     // Templates and tokenizers take their time.
     let read = tokio::task::spawn_blocking(move || Request::read(api, &body, &reader)).await;
@@ -147,18 +145,6 @@ fn check_type(headers: &HeaderMap) -> Result<(), Refusal> {
     }
     let message = format!("the content type is {kind:?}; it must be application/json");
     Err(Refusal::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message))
-}
-
-async fn received(body: Body) -> Result<axum::body::Bytes, Refusal> {
-    let bytes = tokio::time::timeout(BODY_TIME, axum::body::to_bytes(body, BODY_MAX)).await;
-    let bytes = bytes.map_err(|_| {
-        let message = format!("the body did not come within {} s", BODY_TIME.as_secs());
-        Refusal::new(StatusCode::REQUEST_TIMEOUT, message)
-    })?;
-    bytes.map_err(|_| {
-        let message = format!("the body is longer than {BODY_MAX} bytes, or broke off");
-        Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, message)
-    })
 }
 
 /// An answer on its way out. Dropping it tells the decode thread that nobody listens any more.

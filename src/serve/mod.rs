@@ -1,6 +1,7 @@
 //! `amk serve`: the OpenAI-compatible HTTP server. The main thread owns the model, and requests take turns on it; another one speaks HTTP.
 
 mod answer;
+mod body;
 mod connections;
 mod decode;
 mod engine;

@@ -1,0 +1,93 @@
+//! Bodies of requests: how long, how slow, and what becomes of those that nobody wants.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::Error;
+use axum::body::{Body, Bytes, HttpBody};
+use axum::extract::Request;
+use axum::http::StatusCode;
+use axum::middleware::Next;
+use axum::response::Response;
+use futures_util::StreamExt;
+use hyper::body::{Frame, SizeHint};
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+
+use super::refusal::Refusal;
+
+/// Bytes of a body: a long prompt, and no more.
+const BODY_MAX: usize = 1 << 20;
+/// How long a body may take to come.
+const BODY_TIME: Duration = Duration::from_secs(10);
+
+/// All of a body.
+pub(super) async fn received(body: Body) -> Result<Bytes, Refusal> {
+    let bytes = timeout(BODY_TIME, axum::body::to_bytes(body, BODY_MAX)).await;
+    let bytes = bytes.map_err(|_| {
+        let message = format!("the body did not come within {} s", BODY_TIME.as_secs());
+        Refusal::new(StatusCode::REQUEST_TIMEOUT, message)
+    })?;
+    bytes.map_err(|_| {
+        let message = format!("the body is longer than {BODY_MAX} bytes, or broke off");
+        Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, message)
+    })
+}
+
+/// Answers when the body has come, even if nobody wanted it. A client sends its body before it reads; an answer that overtakes the
+/// body closes the connection under it, and the client sees a reset in the place of the answer.
+pub(super) async fn read_to_its_end(request: Request, next: Next) -> Response {
+    let (back, given_back) = oneshot::channel();
+    let request = request.map(|body| Body::new(Lent { body, back: Some(back) }));
+    let response = next.run(request).await;
+    if let Ok(rest) = { given_back }.try_recv() {
+        // Too long or too slow: then the reset it is.
+        let _ = timeout(BODY_TIME, discard(rest)).await;
+    }
+    response
+}
+
+async fn discard(body: Body) {
+    let mut pieces = body.into_data_stream();
+    let mut left = BODY_MAX;
+    while let Some(Ok(piece)) = pieces.next().await {
+        let Some(rest) = left.checked_sub(piece.len()) else { return };
+        left = rest;
+    }
+}
+
+/// A body that goes back to its owner when it is dropped before its end.
+struct Lent {
+    body: Body,
+    back: Option<oneshot::Sender<Body>>,
+}
+
+impl HttpBody for Lent {
+    type Data = Bytes;
+    type Error = Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if let Some(back) = self.back.take().filter(|_| !self.body.is_end_stream()) {
+            // Nobody waits when the connection has gone.
+            let _ = back.send(std::mem::take(&mut self.body));
+        }
+    }
+}

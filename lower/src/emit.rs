@@ -6,7 +6,7 @@ use abi::{
     AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, Opcode, Prologue,
     SampleParams, UNIT_ROWS,
 };
-use ir::program::{Access, Load, Task, Wait, Worker};
+use ir::program::{Task, Wait, Worker};
 use ir::schedule::{Handoff, MergeGrouping};
 use ir::{CounterId, Graph, MatrixId, ScheduleConfig, SlotId};
 
@@ -52,30 +52,26 @@ pub(crate) struct Plan<'a> {
     pub(crate) order: &'a PhaseOrder,
     pub(crate) slots: &'a Slots,
     /// Output of each phase that has one.
-    pub(crate) outputs: Vec<Option<Access>>,
+    pub(crate) outputs: Vec<Option<SlotId>>,
 }
 
 /// What the tasks of a phase have in common.
 #[derive(Clone, Copy)]
 struct Edge {
-    input: Access,
+    input: SlotId,
     /// The residual stream before this phase.
-    x: Access,
-    output: Option<Access>,
+    x: SlotId,
+    output: Option<SlotId>,
     /// The counter of the residual stream, for a task that does not know it to be over, and that of the input.
     waits: [Option<Wait>; 2],
     signal: Option<CounterId>,
-}
-
-fn constant(slot: SlotId) -> Access {
-    Access { slot, generation: 0 }
 }
 
 impl Plan<'_> {
     /// The workers with all their tasks and loads.
     pub(crate) fn emit(&self, workers: usize) -> Vec<Worker> {
         let mut out = vec![Worker::default(); workers];
-        let mut x = constant(self.slots.embedding);
+        let mut x = self.slots.embedding;
         let mut input = x;
         for (index, phase) in self.phases.iter().enumerate() {
             let before = index.checked_sub(1).and_then(|i| self.counters[i]);
@@ -126,13 +122,7 @@ impl Plan<'_> {
             Op::Sample => push(self.sample(phase, edge)),
             Op::Qkv | Op::OProj | Op::GateUp | Op::Down | Op::LmHead => {
                 let Some(matrix) = phase.matrix else { return };
-                push(self.matvec(phase, matrix, edge, items.clone(), candidate));
-                let units = self.matrices.get(matrix).units_per_tile();
-                worker.loads.push(Load {
-                    matrix,
-                    unit0: u64::from(items.start) * u64::from(units),
-                    units: items.len() as u32 * units,
-                });
+                push(self.matvec(phase, matrix, edge, items, candidate));
             }
         }
     }
@@ -141,7 +131,7 @@ impl Plan<'_> {
         let params =
             EmbedParams { offset: items.start, len: items.len() as u32, ..EmbedParams::default() };
         let mut task = Task::new(Opcode::Embed, phase.layer as u16, params);
-        task.reads[0] = Some(constant(self.slots.embedding));
+        task.reads[0] = Some(self.slots.embedding);
         task
     }
 
@@ -182,7 +172,7 @@ impl Plan<'_> {
             Epilogue::Residual => operands.reads[3] = Some(edge.x),
             Epilogue::Logits => {
                 params.candidate = candidate;
-                writes = [Some(constant(self.slots.logits)), edge.output];
+                writes = [Some(self.slots.logits), edge.output];
             }
             Epilogue::Store | Epilogue::SiluMul => {}
         }
@@ -221,7 +211,7 @@ impl Plan<'_> {
                 (Prologue::Rms, Epilogue::Logits, Some(slots.final_norm), None)
             }
         };
-        Operands { prologue, epilogue, reads: [None, norm.map(constant), bias.map(constant), None] }
+        Operands { prologue, epilogue, reads: [None, norm, bias, None] }
     }
 
     fn window(&self, phase: &Phase) -> u32 {
@@ -247,13 +237,8 @@ impl Plan<'_> {
         };
         let slots = &self.slots.layers[phase.layer as usize];
         let mut task = Task::new(Opcode::Attention, phase.layer as u16, params);
-        task.reads = [
-            Some(edge.input),
-            slots.q_norm.map(constant),
-            slots.k_norm.map(constant),
-            Some(constant(self.slots.inv_freq)),
-        ];
-        task.writes = [edge.output, Some(constant(slots.kv))];
+        task.reads = [Some(edge.input), slots.q_norm, slots.k_norm, Some(self.slots.inv_freq)];
+        task.writes = [edge.output, Some(slots.kv)];
         task
     }
 
@@ -275,7 +260,7 @@ impl Plan<'_> {
     }
 
     fn sample(&self, phase: &Phase, edge: Edge) -> Task {
-        let words = self.slots.list[edge.input.slot.index()].words;
+        let words = self.slots.list[edge.input.index()].words;
         let params = SampleParams { candidates: words / 2, ..SampleParams::default() };
         let mut task = Task::new(Opcode::Sample, phase.layer as u16, params);
         task.reads[0] = Some(edge.input);
@@ -314,7 +299,7 @@ pub(crate) fn join_stragglers(workers: &mut [Worker], layer: u32, counters: u32)
 struct Operands {
     prologue: Prologue,
     epilogue: Epilogue,
-    reads: [Option<Access>; abi::READS_MAX],
+    reads: [Option<SlotId>; abi::READS_MAX],
 }
 
 const _: () = assert!(UNIT_ROWS == 8, "tiling knobs are multiples of a tile");

@@ -11,7 +11,7 @@
 //! | `order` | which phases happen before which | a task waits for all that it needs the counters of |
 //! | `slots` | the slots | one scratch slot per phase, written once per step |
 //! | `pages` | arena offsets | slots share no bytes |
-//! | `emit` | tasks and load streams | a worker's loads are its tasks' units, in order; `sample` waits for every worker |
+//! | `emit` | tasks | `sample` waits for every worker |
 //! | `ir::program::verify` | the proof | the program gives one result in every order |
 //!
 //! **Promises.** Pure and deterministic: the same schedule, graph, target and options give the same program, byte for byte. A
@@ -28,7 +28,7 @@ mod pages;
 mod phase;
 mod slots;
 
-use ir::program::{Access, Dims, Pipeline, Program, Verified};
+use ir::program::{Dims, Pipeline, Program, Verified};
 use ir::schedule::{Valid, validate};
 use ir::{Graph, ScheduleConfig, Target};
 
@@ -82,7 +82,7 @@ pub(crate) fn build(
     let arena_bytes = pages::pages(&slots.scratch, &mut slots.list);
     let mut outputs = vec![None; phases.len()];
     for scratch in &slots.scratch {
-        outputs[scratch.written] = Some(Access { slot: scratch.slot, generation: 0 });
+        outputs[scratch.written] = Some(scratch.slot);
     }
     let plan = emit::Plan {
         config,

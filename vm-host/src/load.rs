@@ -323,10 +323,10 @@ fn wire_load(
 
 /// Where page zero of a layer's keys and values is.
 fn cache(program: &Program, slot: SlotId, residents: &Residents) -> u64 {
-    match program.slots[slot.index()].source {
-        SlotSource::KvCache { layer } => residents.caches[layer as usize],
-        ref other => unreachable!("a verified program attends to a cache, not to {other:?}"),
-    }
+    let SlotSource::KvCache { layer } = program.slots[slot.index()].source else {
+        unreachable!("attention of a verified program is over a cache");
+    };
+    residents.caches[layer as usize]
 }
 
 fn wire_task(task: &Task, stagings: &[Staging]) -> abi::Task {

@@ -6,12 +6,11 @@ use abi::{
     AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, Opcode, Prologue,
     SampleParams, UNIT_ROWS,
 };
-use ir::program::{Access, Load, Task, Wait, Worker};
+use ir::program::{Access, Load, Matrix, Task, Wait, Worker};
 use ir::schedule::{Handoff, MergeGrouping};
 use ir::{CounterId, Graph, MatrixId, ScheduleConfig, SlotId};
 
 use crate::assign::Shares;
-use crate::matrix::Matrices;
 use crate::order::{PhaseOrder, residual};
 use crate::phase::{Op, Phase};
 use crate::slots::Slots;
@@ -45,7 +44,7 @@ pub(crate) fn task_count(phase: &Phase, shares: &Shares) -> u32 {
 pub(crate) struct Plan<'a> {
     pub(crate) config: &'a ScheduleConfig,
     pub(crate) graph: &'a Graph,
-    pub(crate) matrices: &'a Matrices,
+    pub(crate) matrices: &'a [Matrix],
     pub(crate) phases: &'a [Phase],
     pub(crate) shares: &'a [Shares],
     pub(crate) counters: &'a [Option<Wait>],
@@ -127,7 +126,7 @@ impl Plan<'_> {
             Op::Qkv | Op::OProj | Op::GateUp | Op::Down | Op::LmHead => {
                 let Some(matrix) = phase.matrix else { return };
                 push(self.matvec(phase, matrix, edge, items.clone(), candidate));
-                let units = self.matrices.get(matrix).units_per_tile();
+                let units = self.matrices[matrix.index()].units_per_tile();
                 worker.loads.push(Load {
                     matrix,
                     unit0: u64::from(items.start) * u64::from(units),
@@ -153,7 +152,7 @@ impl Plan<'_> {
         tiles: std::ops::Range<u32>,
         candidate: u32,
     ) -> Task {
-        let matrix = self.matrices.get(id);
+        let matrix = &self.matrices[id.index()];
         let mut params = MatvecParams {
             matrix: id.0,
             tile0: tiles.start,

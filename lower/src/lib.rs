@@ -4,7 +4,7 @@
 //!
 //! | pass | finds | holds afterwards |
 //! |---|---|---|
-//! | `matrix` | the packed matrices | they depend on the graph alone |
+//! | `ir::program::PackedModel` | the packed matrices | they depend on the graph alone |
 //! | `phase` | the phases of a step | each phase reads the output of the one before it |
 //! | `assign` | who does what | every item of every phase is dealt once, a worker's share is one range |
 //! | `emit::counters` | the counters | one per phase that hands over by counter; arrivals are its tasks |
@@ -22,13 +22,12 @@ mod assign;
 mod cost;
 mod emit;
 mod error;
-mod matrix;
 mod order;
 mod pages;
 mod phase;
 mod slots;
 
-use ir::program::{Access, Dims, Pipeline, Program, Verified};
+use ir::program::{Access, Dims, PackedModel, Pipeline, Program, Verified};
 use ir::schedule::{Valid, validate};
 use ir::{Graph, ScheduleConfig, Target};
 
@@ -70,14 +69,14 @@ pub(crate) fn build(
     // A `Valid` config does not say for which graph and target.
     validate(**config, graph, target).map_err(LowerError::NotValidHere)?;
     within(Limit::KvCapacity, abi::KV_CAPACITY_MAX.into(), options.kv_capacity.into())?;
-    within(Limit::MatrixRows, 1 << 28, matrix::rows_max(graph))?;
+    within(Limit::MatrixRows, 1 << 28, rows_max(graph))?;
     let config: &ScheduleConfig = config;
-    let matrices = matrix::Matrices::new(graph);
-    let phases = phase::phases(config, graph, &matrices);
+    let packed = PackedModel::new(graph);
+    let phases = phase::phases(config, graph, &packed);
     let shares = assign::assign(&phases, config.sm_assignment, target.sms);
     let counters = emit::counters(&phases, &shares);
     let splits = config.tiling.attention.kv_split;
-    let mut slots = slots::slots(graph, &phases, &shares, splits, options.kv_capacity)?;
+    let mut slots = slots::slots(graph, &packed, &phases, &shares, splits, options.kv_capacity)?;
     let order = order::PhaseOrder::new(&phases, &shares);
     let arena_bytes = pages::pages(&slots.scratch, &mut slots.list);
     let mut outputs = vec![None; phases.len()];
@@ -87,7 +86,7 @@ pub(crate) fn build(
     let plan = emit::Plan {
         config,
         graph,
-        matrices: &matrices,
+        matrices: &packed.matrices,
         phases: &phases,
         shares: &shares,
         counters: &counters,
@@ -104,7 +103,7 @@ pub(crate) fn build(
         dims: Dims::from(graph),
         kv_capacity: options.kv_capacity,
         pipeline: pipeline(config),
-        matrices: matrices.list,
+        matrices: packed.matrices,
         slots: slots.list,
         counters,
         arena_bytes,
@@ -123,6 +122,13 @@ fn pipeline(config: &ScheduleConfig) -> Pipeline {
         in_flight: knobs.in_flight_bytes / knobs.stage_bytes,
         in_flight_near: knobs.in_flight_near_bytes / knobs.stage_bytes,
     }
+}
+
+/// Rows of the widest packed matrix: the sum of padded parts must fit into a row number.
+fn rows_max(graph: &Graph) -> u64 {
+    let qkv = u64::from(graph.heads) + 2 * u64::from(graph.kv_heads);
+    let gate_up = 2 * u64::from(graph.ffn).next_multiple_of(u64::from(abi::UNIT_ROWS));
+    (qkv * u64::from(graph.head_dim)).max(gate_up).max(u64::from(graph.vocab))
 }
 
 #[cfg(test)]

@@ -1,11 +1,9 @@
 //! The phases of a step, in order: what each multiplies or attends to, and in what blocks it is dealt.
 
 use abi::UNIT_ROWS;
-use ir::program::Matrix;
+use ir::program::{PackedMatrix, PackedModel};
 use ir::schedule::{EmbedGrouping, Handoff, MergeGrouping};
 use ir::{Graph, MatrixId, ScheduleConfig};
-
-use crate::matrix::Matrices;
 
 /// Elements of the embedding row that one task copies, at least: four for each thread of a small worker.
 const EMBED_BLOCK: u32 = 512;
@@ -43,8 +41,8 @@ pub(crate) struct Phase {
 }
 
 /// All phases of a step.
-pub(crate) fn phases(config: &ScheduleConfig, graph: &Graph, matrices: &Matrices) -> Vec<Phase> {
-    let planner = Planner { config, graph, matrices };
+pub(crate) fn phases(config: &ScheduleConfig, graph: &Graph, packed: &PackedModel) -> Vec<Phase> {
+    let planner = Planner { config, graph, packed };
     let mut list = Vec::new();
     if config.fusion_grouping.embed == EmbedGrouping::Separate {
         list.push(planner.embed());
@@ -67,7 +65,7 @@ pub(crate) fn phases(config: &ScheduleConfig, graph: &Graph, matrices: &Matrices
 struct Planner<'a> {
     config: &'a ScheduleConfig,
     graph: &'a Graph,
-    matrices: &'a Matrices,
+    packed: &'a PackedModel,
 }
 
 impl Planner<'_> {
@@ -115,20 +113,21 @@ impl Planner<'_> {
     }
 
     fn matvec(&self, op: Op, layer: u32) -> Phase {
-        let (tiling, matrices) = (&self.config.tiling, self.matrices);
-        let (id, rows) = match op {
-            Op::Qkv => (matrices.qkv(layer), tiling.qkv.rows),
-            Op::OProj => (matrices.o_proj(layer), tiling.o_proj.rows),
+        let (tiling, packed) = (&self.config.tiling, self.packed);
+        let of = |layer: u32| &packed.layers[layer as usize];
+        let (PackedMatrix { id, .. }, rows) = match op {
+            Op::Qkv => (&of(layer).attention.qkv, tiling.qkv.rows),
+            Op::OProj => (&of(layer).attention.o, tiling.o_proj.rows),
             // Rows of h: each is a gate row and an up row.
-            Op::GateUp => (matrices.gate_up(layer), 2 * tiling.gate_up.rows),
-            Op::Down => (matrices.down(layer), tiling.down.rows),
+            Op::GateUp => (&of(layer).mlp.gate_up, 2 * tiling.gate_up.rows),
+            Op::Down => (&of(layer).mlp.down, tiling.down.rows),
             Op::LmHead | Op::Embed | Op::Attention | Op::Merge | Op::Sample => {
-                (matrices.lm_head(), tiling.lm_head.rows)
+                (&packed.lm_head, tiling.lm_head.rows)
             }
         };
-        let matrix: &Matrix = matrices.get(id);
+        let matrix = &packed.matrices[id.index()];
         Phase {
-            matrix: Some(id),
+            matrix: Some(*id),
             items: matrix.tiles(),
             block: rows / UNIT_ROWS,
             item_bytes: u64::from(matrix.units_per_tile()) * u64::from(abi::UNIT_BYTES),

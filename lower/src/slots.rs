@@ -3,14 +3,13 @@
 //! Scratch slots are written once per step. Where they lie is the business of `pages`.
 
 use abi::SlotKind;
-use ir::program::{RowMap, Slot, SlotSource};
+use ir::program::{PackedLayer, PackedMatrix, PackedModel, RowMap, Slot, SlotSource};
 use ir::schedule::Handoff;
-use ir::{Graph, Layer, MatrixId, SlotId, TensorId};
+use ir::{Graph, Layer, SlotId, TensorId};
 
 use crate::assign::Shares;
 use crate::emit::task_count;
 use crate::error::{Limit, LowerError, within};
-use crate::matrix::{gate_up_bias, qkv_bias};
 use crate::phase::{Op, Phase};
 
 /// The output of a phase, by index of the phase.
@@ -49,6 +48,7 @@ pub(crate) struct Slots {
 /// Names every slot.
 pub(crate) fn slots(
     graph: &Graph,
+    packed: &PackedModel,
     phases: &[Phase],
     shares: &[Shares],
     splits: u32,
@@ -61,13 +61,13 @@ pub(crate) fn slots(
         "embedding".into(),
         SlotKind::Embedding,
         graph.hidden,
-        SlotSource::Embedding(MatrixId(0)),
+        SlotSource::Embedding(packed.embed.id),
     );
     let half = graph.head_dim / 2;
     let inv_freq = list.add("inv_freq".into(), SlotKind::Constant, half, SlotSource::InvFreq);
     let layers = (0_u32..)
-        .zip(&graph.layers)
-        .map(|(n, layer)| list.layer(graph, n, layer, kv_words as u32))
+        .zip(graph.layers.iter().zip(&packed.layers))
+        .map(|(n, (layer, packed))| list.layer(graph, n, layer, packed, kv_words as u32))
         .collect();
     let final_norm = list.vector("final_norm".into(), graph.final_norm, graph.hidden);
     let logits = list.add("logits".into(), SlotKind::Logits, graph.vocab, SlotSource::Scratch);
@@ -104,19 +104,30 @@ impl List {
         self.add(name, SlotKind::Constant, map.rows(), SlotSource::Vector(map))
     }
 
-    fn layer(&mut self, graph: &Graph, n: u32, layer: &Layer, kv_words: u32) -> LayerSlots {
+    fn bias(&mut self, name: String, packed: &PackedMatrix) -> Option<SlotId> {
+        packed.bias.clone().map(|map| self.map(name, map))
+    }
+
+    fn layer(
+        &mut self,
+        graph: &Graph,
+        n: u32,
+        layer: &Layer,
+        packed: &PackedLayer,
+        kv_words: u32,
+    ) -> LayerSlots {
         let name = |part: &str| format!("layers.{n}.{part}");
         let (hidden, head_dim) = (graph.hidden, graph.head_dim);
         LayerSlots {
             attn_norm: self.vector(name("attn_norm"), layer.attn_norm, hidden),
-            qkv_bias: qkv_bias(graph, layer).map(|map| self.map(name("qkv_bias"), map)),
+            qkv_bias: self.bias(name("qkv_bias"), &packed.attention.qkv),
             q_norm: layer.q_norm.map(|t| self.vector(name("q_norm"), t, head_dim)),
             k_norm: layer.k_norm.map(|t| self.vector(name("k_norm"), t, head_dim)),
             kv: self.add(name("kv"), SlotKind::KvCache, kv_words, SlotSource::KvCache { layer: n }),
-            o_bias: layer.o.bias.map(|t| self.vector(name("o_bias"), t, hidden)),
+            o_bias: self.bias(name("o_bias"), &packed.attention.o),
             mlp_norm: self.vector(name("mlp_norm"), layer.mlp_norm, hidden),
-            gate_up_bias: gate_up_bias(graph, layer).map(|map| self.map(name("gate_up_bias"), map)),
-            down_bias: layer.down.bias.map(|t| self.vector(name("down_bias"), t, hidden)),
+            gate_up_bias: self.bias(name("gate_up_bias"), &packed.mlp.gate_up),
+            down_bias: self.bias(name("down_bias"), &packed.mlp.down),
         }
     }
 }

@@ -5,12 +5,14 @@
 //! tagged slots, so a program whose accesses are all ordered by those gives the same result in every execution order.
 
 mod access;
+mod packed;
 mod rules;
 pub mod smem;
 pub mod staging;
 mod verify;
 
 pub use access::{Accesses, Region, accesses};
+pub use packed::{PackedAttention, PackedLayer, PackedMatrix, PackedMlp, PackedModel};
 pub use rules::order::Order;
 pub use rules::race::Unordered;
 pub use verify::{Seal, SealKey, Together, Unsealed, Verified, check, rotated, unordered, verify};

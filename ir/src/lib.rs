@@ -7,6 +7,7 @@
 pub mod graph;
 mod id;
 mod nearest;
+mod phase;
 pub mod program;
 pub mod sampling;
 pub mod schedule;
@@ -17,6 +18,7 @@ mod weights;
 
 pub use graph::{DType, Graph, Layer, Linear, Tensor};
 pub use id::{CounterId, MatrixId, SlotId, TensorId, WorkerId};
+pub use phase::PhaseClass;
 pub use schedule::{KernelConfig, Knob, ScheduleConfig, Valid};
 pub use target::Target;
 pub use violation::{At, Level, Rule, Violation, Violations};

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use ir::schedule::SmAssignment;
 
-use crate::phase::{Op, Phase};
+use crate::flow::{Flow, Op, Phase};
 
 /// What a worker reads in the time that those who attended come later to the next phase: about a microsecond.
 const LATE_BYTES: u64 = 32 * 1024;
@@ -16,11 +16,19 @@ const LATE_BYTES: u64 = 32 * 1024;
 pub(crate) type Shares = Vec<Range<u32>>;
 
 /// Deals every phase, in order.
-pub(crate) fn assign(phases: &[Phase], policy: SmAssignment, workers: u32) -> Vec<Shares> {
-    let workers = workers as usize;
-    let mut dealer =
-        Dealer { policy, cursor: 0, bytes: vec![0; workers], late: vec![false; workers] };
-    phases.iter().map(|phase| dealer.deal(phase)).collect()
+pub(crate) fn assign(flow: &Flow, policy: SmAssignment, workers: u32) -> Vec<Shares> {
+    let mut dealer = Dealer { policy, cursor: 0, bytes: vec![0; workers as usize], late: vec![] };
+    let mut all: Vec<Shares> = Vec::with_capacity(flow.phases.len());
+    for phase in &flow.phases {
+        let attends = |&w: &usize| matches!(flow.phases[w].op, Op::Attention(_) | Op::Merge(_));
+        let attended = flow.writer(phase.input).filter(attends).map(|writer| &all[writer]);
+        dealer.late = match attended {
+            Some(shares) => shares.iter().map(|share| !share.is_empty()).collect(),
+            None => vec![false; workers as usize],
+        };
+        all.push(dealer.deal(phase));
+    }
+    all
 }
 
 struct Dealer {
@@ -29,7 +37,7 @@ struct Dealer {
     cursor: usize,
     /// Bytes dealt to each worker so far.
     bytes: Vec<u64>,
-    /// Who had a part in the last phase, if that was attention: they come to the next one later than all others.
+    /// Who attended, if that made the phase's input: they come to it later than all others.
     late: Vec<bool>,
 }
 
@@ -47,8 +55,6 @@ impl Dealer {
             shares.push(start..next);
         }
         debug_assert_eq!(next, phase.items, "every item is dealt");
-        let few = matches!(phase.op, Op::Attention | Op::Merge);
-        self.late = shares.iter().map(|share| few && !share.is_empty()).collect();
         shares
     }
 
@@ -93,11 +99,24 @@ impl Dealer {
 
 #[cfg(test)]
 mod tests {
+    use ir::PhaseClass;
+
     use super::*;
+    use crate::flow::{Value, ValueId};
 
     fn phase(items: u32, block: u32) -> Phase {
-        let (op, layer, matrix, handoff) = (Op::Down, 0, None, None);
-        Phase { op, layer, matrix, items, block, item_bytes: 10, handoff }
+        let (class, op, input) = (PhaseClass::Embed, Op::Embed, ValueId(0));
+        let (reads, writes) = ([None; abi::READS_MAX], [None; abi::WRITES_MAX]);
+        let (layer, residual, output, item_bytes) = (0, None, None, 10);
+        Phase { class, layer, op, input, residual, output, reads, writes, items, block, item_bytes }
+    }
+
+    /// Each phase reads the output of the one before it.
+    fn chain(phases: &[Phase]) -> Flow {
+        let input = |(n, phase): (usize, &Phase)| Phase { input: ValueId(n), ..phase.clone() };
+        let value = |n: usize| Value { writer: n.checked_sub(1), ..Value::default() };
+        let phases: Vec<Phase> = phases.iter().enumerate().map(input).collect();
+        Flow { values: (0..=phases.len()).map(value).collect(), phases, ..Flow::default() }
     }
 
     fn lens(shares: &Shares) -> Vec<u32> {
@@ -107,7 +126,7 @@ mod tests {
     #[test]
     fn remainders_go_where_the_policy_says() {
         let phases = [phase(6, 1), phase(6, 1), phase(9, 2)];
-        let deal = |policy| assign(&phases, policy, 4).iter().map(lens).collect::<Vec<_>>();
+        let deal = |policy| assign(&chain(&phases), policy, 4).iter().map(lens).collect::<Vec<_>>();
         let round_robin = vec![vec![2, 2, 1, 1], vec![2, 2, 1, 1], vec![4, 2, 2, 1]];
         assert_eq!(deal(SmAssignment::RoundRobin), round_robin);
         let carry = vec![vec![2, 2, 1, 1], vec![1, 1, 2, 2], vec![4, 2, 2, 1]];
@@ -117,16 +136,18 @@ mod tests {
 
     #[test]
     fn who_attended_gets_a_block_less_of_the_next_phase() {
-        let attention = Phase { op: Op::Attention, item_bytes: 0, ..phase(2, 1) };
+        let params = abi::AttentionParams::default();
+        let attention = Phase { op: Op::Attention(params), item_bytes: 0, ..phase(2, 1) };
         let phases = [attention, phase(6, 1), phase(6, 1)];
-        let shares = assign(&phases, SmAssignment::ByteBalance, 4);
+        let shares = assign(&chain(&phases), SmAssignment::ByteBalance, 4);
         let dealt: Vec<_> = shares.iter().map(lens).collect();
         assert_eq!(dealt, [vec![1, 1, 0, 0], vec![1, 1, 2, 2], vec![2, 2, 1, 1]]);
         let three = [phases[0].clone(), phase(3, 1), phase(1, 1)];
-        let shares = assign(&three, SmAssignment::ByteBalance, 4);
+        let shares = assign(&chain(&three), SmAssignment::ByteBalance, 4);
         let dealt: Vec<_> = shares.iter().map(lens).collect();
         assert_eq!(dealt, [vec![1, 1, 0, 0], vec![0, 0, 2, 1], vec![1, 0, 0, 0]]);
-        let carry = assign(&phases, SmAssignment::Carry, 4).iter().map(lens).collect::<Vec<_>>();
+        let carry =
+            assign(&chain(&phases), SmAssignment::Carry, 4).iter().map(lens).collect::<Vec<_>>();
         assert_eq!(carry[1], [1, 1, 2, 2], "carry goes on where attention stopped");
     }
 
@@ -134,7 +155,7 @@ mod tests {
     fn every_item_is_dealt_once_in_worker_order() {
         for policy in SmAssignment::ALL {
             for (items, block, workers) in [(1, 8, 132), (1000, 3, 7), (132, 1, 132), (5, 2, 256)] {
-                let shares = &assign(&[phase(items, block)], *policy, workers)[0];
+                let shares = &assign(&chain(&[phase(items, block)]), *policy, workers)[0];
                 let mut next = 0;
                 for share in shares {
                     assert_eq!(share.start, next);

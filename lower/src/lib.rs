@@ -4,12 +4,12 @@
 //!
 //! | pass | finds | holds afterwards |
 //! |---|---|---|
-//! | `matrix` | the packed matrices | they depend on the graph alone |
-//! | `phase` | the phases of a step | each phase reads the output of the one before it |
+//! | `ir::program::PackedModel` | the packed matrices | they depend on the graph alone |
+//! | `flow` | the phases of a step, and the values between them | a value has one writer; no later pass knows the model |
 //! | `assign` | who does what | every item of every phase is dealt once, a worker's share is one range |
-//! | `emit::counters` | the counters | one per phase that hands over by counter; arrivals are its tasks |
+//! | `emit::counters` | the counters | one per value that is handed over by counter; arrivals are its writer's tasks |
 //! | `order` | which phases happen before which | a task waits for all that it needs the counters of |
-//! | `slots` | the slots | one scratch slot per phase, written once per step |
+//! | `slots` | the slots | one scratch slot per value, written once per step |
 //! | `pages` | arena offsets | slots share no bytes |
 //! | `emit` | tasks | `sample` waits for every worker |
 //! | `ir::program::verify` | the proof | the program gives one result in every order |
@@ -22,13 +22,12 @@ mod assign;
 mod cost;
 mod emit;
 mod error;
-mod matrix;
+mod flow;
 mod order;
 mod pages;
-mod phase;
 mod slots;
 
-use ir::program::{Dims, Pipeline, Program, Verified};
+use ir::program::{Dims, PackedModel, Pipeline, Program, Verified};
 use ir::schedule::{Valid, validate};
 use ir::{Graph, ScheduleConfig, Target};
 
@@ -70,31 +69,18 @@ pub(crate) fn build(
     // A `Valid` config does not say for which graph and target.
     validate(**config, graph, target).map_err(LowerError::NotValidHere)?;
     within(Limit::KvCapacity, abi::KV_CAPACITY_MAX.into(), options.kv_capacity.into())?;
-    within(Limit::MatrixRows, 1 << 28, matrix::rows_max(graph))?;
+    within(Limit::MatrixRows, 1 << 28, rows_max(graph))?;
     let config: &ScheduleConfig = config;
-    let matrices = matrix::Matrices::new(graph);
-    let phases = phase::phases(config, graph, &matrices);
-    let shares = assign::assign(&phases, config.sm_assignment, target.sms);
-    let counters = emit::counters(&phases, &shares);
-    let splits = config.tiling.attention.kv_split;
-    let mut slots = slots::slots(graph, &phases, &shares, splits, options.kv_capacity)?;
-    let order = order::PhaseOrder::new(&phases, &shares);
-    let arena_bytes = pages::pages(&slots.scratch, &mut slots.list);
-    let mut outputs = vec![None; phases.len()];
-    for scratch in &slots.scratch {
-        outputs[scratch.written] = Some(scratch.slot);
-    }
-    let plan = emit::Plan {
-        config,
-        graph,
-        matrices: &matrices,
-        phases: &phases,
-        shares: &shares,
-        counters: &counters,
-        order: &order,
-        slots: &slots,
-        outputs,
-    };
+    let kv_words = 2 * u64::from(graph.kv_width()) * u64::from(options.kv_capacity);
+    within(Limit::KvWords, u32::MAX.into(), kv_words)?;
+    let packed = PackedModel::new(graph);
+    let flow = flow::Flow::new(config, graph, &packed, kv_words as u32);
+    let shares = assign::assign(&flow, config.sm_assignment, target.sms);
+    let counters = emit::counters(&flow, &shares);
+    let order = order::PhaseOrder::new(&flow, &shares);
+    let mut slots = slots::slots(&flow, &shares)?;
+    let arena_bytes = pages::pages(&mut slots);
+    let plan = emit::Plan { flow: &flow, shares: &shares, counters: &counters, order: &order };
     let mut workers = plan.emit(target.sms as usize);
     let phase_counters = counters.iter().flatten().count() as u32;
     let counters = emit::join_stragglers(&mut workers, graph.layers.len() as u32, phase_counters);
@@ -104,8 +90,8 @@ pub(crate) fn build(
         dims: Dims::from(graph),
         kv_capacity: options.kv_capacity,
         pipeline: pipeline(config),
-        matrices: matrices.list,
-        slots: slots.list,
+        matrices: packed.matrices,
+        slots,
         counters,
         arena_bytes,
         workers,
@@ -123,6 +109,13 @@ fn pipeline(config: &ScheduleConfig) -> Pipeline {
         in_flight: knobs.in_flight_bytes / knobs.stage_bytes,
         in_flight_near: knobs.in_flight_near_bytes / knobs.stage_bytes,
     }
+}
+
+/// Rows of the widest packed matrix: the sum of padded parts must fit into a row number.
+fn rows_max(graph: &Graph) -> u64 {
+    let qkv = u64::from(graph.heads) + 2 * u64::from(graph.kv_heads);
+    let gate_up = 2 * u64::from(graph.ffn).next_multiple_of(u64::from(abi::UNIT_ROWS));
+    (qkv * u64::from(graph.head_dim)).max(gate_up).max(u64::from(graph.vocab))
 }
 
 #[cfg(test)]

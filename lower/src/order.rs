@@ -6,10 +6,8 @@
 
 use std::ops::Range;
 
-use ir::schedule::Handoff;
-
 use crate::assign::Shares;
-use crate::phase::{Op, Phase};
+use crate::flow::{Flow, Op, Phase, ValueId};
 
 /// For each worker, the number of phases of which all that it did is known.
 type Known = Vec<usize>;
@@ -22,16 +20,9 @@ pub(crate) struct PhaseOrder {
     catches_up: Vec<Vec<bool>>,
 }
 
-/// The phase that wrote the residual to which `phase` adds.
-pub(crate) fn residual(phases: &[Phase], phase: usize) -> Option<usize> {
-    let adds = matches!(phases[phase].op, Op::OProj | Op::Down);
-    let writes = |p: &Phase| matches!(p.op, Op::Embed | Op::OProj | Op::Down);
-    phases[..phase].iter().rposition(writes).filter(|_| adds)
-}
-
 /// The rows of the residual stream that a worker writes or adds to.
 fn rows(phase: &Phase, share: &Range<u32>) -> Range<u32> {
-    let each = if phase.op == Op::Embed { 1 } else { abi::UNIT_ROWS };
+    let each = if matches!(phase.op, Op::Matvec(_)) { abi::UNIT_ROWS } else { 1 };
     share.start * each..share.end * each
 }
 
@@ -40,18 +31,19 @@ fn join(mine: &mut Known, theirs: &Known) {
 }
 
 impl PhaseOrder {
-    pub(crate) fn new(phases: &[Phase], shares: &[Shares]) -> Self {
+    pub(crate) fn new(flow: &Flow, shares: &[Shares]) -> Self {
+        let phases = &flow.phases;
         let workers = shares.first().map_or(0, Vec::len);
         let takes_part: Vec<Vec<bool>> =
             shares.iter().map(|s| s.iter().map(|range| !range.is_empty()).collect()).collect();
-        let counter = |phase: usize| phases[phase].handoff == Some(Handoff::Counter);
+        let writer = |value: ValueId| flow.writer(value).filter(|_| flow.counted(value));
         let mut order = Self { catches_up: vec![vec![false; workers]; phases.len()], takes_part };
         let mut now: Vec<Known> = vec![vec![0; workers]; workers];
         // What the counter of each phase releases.
         let mut released: Vec<Option<Known>> = Vec::new();
         for phase in 0..phases.len() {
-            let input = phase.checked_sub(1).filter(|&before| counter(before));
-            let residual = residual(phases, phase).filter(|&written| counter(written));
+            let input = writer(phases[phase].input);
+            let residual = phases[phase].residual.and_then(writer);
             for worker in 0..workers {
                 if !order.takes_part[phase][worker] {
                     continue;
@@ -74,7 +66,7 @@ impl PhaseOrder {
                 mine[worker] = phase + 1;
             }
             let part = || (0..workers).filter(|&w| order.takes_part[phase][w]);
-            released.push(counter(phase).then(|| {
+            released.push(phases[phase].output.and_then(writer).map(|_| {
                 part().fold(vec![0; workers], |mut all, w| {
                     join(&mut all, &now[w]);
                     all

@@ -6,21 +6,16 @@
 use abi::SlotKind;
 use ir::program::Slot;
 
-use crate::slots::Scratch;
-
 /// One L2 line: slots never share one.
 const ALIGN: u64 = 128;
 
 /// Sets the offsets of all scratch slots; how many bytes they take.
-pub(crate) fn pages(scratch: &[Scratch], slots: &mut [Slot]) -> u64 {
+pub(crate) fn pages(slots: &mut [Slot]) -> u64 {
     let mut bytes = 0;
     for kind in [SlotKind::Plain, SlotKind::Tagged] {
-        for Scratch { slot, .. } in scratch {
-            let slot = &mut slots[slot.index()];
-            if slot.kind == kind {
-                slot.offset = bytes;
-                bytes += slot.arena_bytes().next_multiple_of(ALIGN);
-            }
+        for slot in slots.iter_mut().filter(|slot| slot.kind == kind) {
+            slot.offset = bytes;
+            bytes += slot.arena_bytes().next_multiple_of(ALIGN);
         }
     }
     bytes

@@ -6,7 +6,7 @@ use ir::schedule::{
     ActsOn, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value, default_config,
     legal_values, neutral_config,
 };
-use ir::{DType, Graph, Knob, ScheduleConfig, Target};
+use ir::{DType, Graph, Knob, PhaseClass, ScheduleConfig, Target};
 use model::{Family, Shape, Window};
 use proptest::prelude::*;
 
@@ -123,6 +123,23 @@ fn the_neutral_program_has_the_phases_of_the_contract() {
     assert_eq!(candidates, (0..132).collect::<Vec<_>>());
     let names: Vec<&str> = program.matrices.iter().map(|m| m.name.as_str()).collect();
     assert_eq!(names[..3], ["embed", "layers.0.qkv", "layers.0.o"]);
+}
+
+#[test]
+fn a_step_has_the_phases_of_the_table_in_their_order() {
+    let graph = preset("toy", 1);
+    let config = ScheduleConfig::default();
+    let flow = flow::Flow::new(&config, &graph, &PackedModel::new(&graph), 64);
+    let classes: Vec<_> = flow.phases.iter().map(|phase| phase.class).collect();
+    assert_eq!(classes, PhaseClass::ALL);
+    for (index, phase) in flow.phases.iter().enumerate() {
+        assert_eq!(flow.writer(phase.input), index.checked_sub(1), "{}", phase.class.name());
+    }
+    let program = lowered(config, &graph, &target("h200"));
+    for class in PhaseClass::ALL {
+        let mut tasks = tasks(&program, class.opcode());
+        assert!(tasks.any(|task| program.phase_name(task) == class.name()), "{}", class.name());
+    }
 }
 
 #[test]

@@ -26,7 +26,7 @@ use crate::working::Working;
 use crate::{files, report};
 
 use counters::{Counter, Ring};
-use timeline::{Clock, Timeline, op_name};
+use timeline::{Clock, Timeline};
 
 /// Tokens of a timed block.
 const TIMED_TOKENS: u32 = 32;
@@ -315,7 +315,7 @@ impl Tape {
             for task in &worker.tasks {
                 let r = records[index];
                 index += 1;
-                let sums = self.ops.entry(op_name(program, task)).or_default();
+                let sums = self.ops.entry(program.phase_name(task).to_owned()).or_default();
                 sums.tasks += 1;
                 sums.waited += u64::from(r.ready);
                 sums.staged += u64::from(r.staged - r.ready);
@@ -357,7 +357,7 @@ impl Tape {
                 out += &format!(
                     "{w}\t{}\t{}\t{begin}\t{}\t{}\t{}\t{}\t{}\n",
                     task.layer,
-                    op_name(program, task),
+                    program.phase_name(task),
                     at(r.ready),
                     at(r.staged),
                     at(r.multiplied),

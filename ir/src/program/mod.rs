@@ -5,6 +5,7 @@
 //! so a program whose accesses are all ordered by those gives the same result in every execution order.
 
 mod access;
+mod packed;
 mod rules;
 pub mod smem;
 pub mod staging;
@@ -12,6 +13,7 @@ mod stream;
 mod verify;
 
 pub use access::{Accesses, Region, accesses};
+pub use packed::{PackedAttention, PackedLayer, PackedMatrix, PackedMlp, PackedModel};
 pub use rules::order::Order;
 pub use rules::words::Unordered;
 pub use stream::Load;
@@ -24,6 +26,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::graph::{DType, Graph};
 use crate::id::{CounterId, MatrixId, SlotId, TensorId};
+use crate::phase::PhaseClass;
 
 /// How rows of a packed matrix, or elements of a packed vector, come from stored tensors.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -319,6 +322,18 @@ impl Program {
     #[must_use]
     pub fn task_len(&self) -> usize {
         self.workers.iter().map(|w| w.tasks.len()).sum()
+    }
+
+    /// The phase of a task, as knobs, predictions and traces call it. What is in no phase has the name of its matrix or op.
+    #[must_use]
+    pub fn phase_name(&self, task: &Task) -> &str {
+        let matrix = |p: abi::MatvecParams| self.matrices.get(p.matrix as usize);
+        let matrix = (task.opcode == Opcode::Matvec).then(|| matrix(task.params())).flatten();
+        let part = matrix.and_then(|matrix| matrix.name.rsplit('.').next());
+        let part = if part == Some("embed") { Some("lm_head") } else { part }; // tied
+        let mut classes = PhaseClass::ALL.iter();
+        let class = classes.find(|c| c.opcode() == task.opcode && c.matrix() == part);
+        class.map_or(part.unwrap_or(task.opcode.info().name), |class| class.name())
     }
 
     /// Weight bytes that one step streams.

@@ -1,9 +1,10 @@
 //! The schedules that need no search: the rule-based default, and the neutral one that studies start from.
 
 use super::validate::{check, largest_stages};
-use super::value::{EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment};
-use super::{Handoffs, Knob, ScheduleConfig};
+use super::value::{EmbedGrouping, Evict, Handoff, KnobType as _, MergeGrouping, SmAssignment};
+use super::{Knob, ScheduleConfig};
 use crate::graph::Graph;
+use crate::phase::PhaseClass;
 use crate::target::Target;
 
 /// Bytes in flight before a hand-off: one stage of the default ring.
@@ -60,16 +61,11 @@ pub fn neutral_config(graph: &Graph, target: &Target) -> ScheduleConfig {
 
 /// The rule's choices that depend on neither graph nor target.
 fn ruled() -> ScheduleConfig {
-    let sync = Handoffs {
-        embed: Handoff::Tagged,
-        qkv: Handoff::Tagged,
-        attention: Handoff::Tagged,
-        merge: Handoff::Tagged,
-        o_proj: Handoff::Tagged,
-        gate_up: Handoff::Tagged,
-        down: Handoff::Tagged,
-    };
-    let mut config = ScheduleConfig { sync, ..ScheduleConfig::default() };
+    let mut config = ScheduleConfig::default();
+    for knob in PhaseClass::ALL.iter().filter_map(|class| class.sync()) {
+        // Every knob of a hand-off has this value.
+        let _ = config.set(knob, Handoff::Tagged.to_value());
+    }
     config.fusion_grouping.embed = EmbedGrouping::Qkv;
     config.fusion_grouping.merge = MergeGrouping::OProj;
     config.tiling.lm_head.rows = 8;

@@ -1,15 +1,20 @@
-//! The knob table and its expansions. A knob is added here and nowhere else; then `lower` or the kernel build must read it.
+//! The knob table and its expansions. A knob is added here and nowhere else (those of one phase: in its row of the phase table); then
+//! `lower` or the kernel build must read it.
 
 use serde::{Deserialize, Serialize};
 
 use super::value::{
     Domain, EmbedGrouping, Evict, Handoff, KnobType, MergeGrouping, SmAssignment, Value,
 };
+use crate::phase::{PhaseClass, for_each_phase, optional};
 
 /// Calls `$macro` with the whole knob table: the structs of a config, outermost first, each with its groups and its knobs. A knob's
 /// row: field, type, variant, dotted path, legal values, neutral value, what it acts on, one sentence.
 macro_rules! for_each_knob {
-    ($macro:ident) => {
+    (($macro:ident) $(
+        $name:ident = $class:ident, op $op:ident $($matrix:literal)? $(, buffer $buffer:literal)?
+        $(, sync $sync:ident $handed:literal)? $(, rows $rows:ident $tiling:ident $what:literal $dealt:literal)?;
+    )+) => {
         $macro! {
             /// A schedule: every choice that a search may make. Built from the table's neutral values or parsed from JSON; checked by `validate`.
             struct ScheduleConfig {
@@ -48,20 +53,8 @@ macro_rules! for_each_knob {
             struct Handoffs {
                 groups {}
                 knobs {
-                    embed: Handoff = SyncEmbed at sync.embed, names Handoff::VALUES,
-                        default Handoff::Counter, program, "How the embedding row is handed over.";
-                    qkv: Handoff = SyncQkv at sync.qkv, names Handoff::VALUES,
-                        default Handoff::Counter, program, "How queries, keys and values are handed to attention.";
-                    attention: Handoff = SyncAttention at sync.attention, names Handoff::VALUES,
-                        default Handoff::Counter, program, "How the attention partials are handed over.";
-                    merge: Handoff = SyncMerge at sync.merge, names Handoff::VALUES,
-                        default Handoff::Counter, program, "How the merged attention output is handed over.";
-                    o_proj: Handoff = SyncOProj at sync.o_proj, names Handoff::VALUES,
-                        default Handoff::Counter, program, "How the residual after attention is handed over.";
-                    gate_up: Handoff = SyncGateUp at sync.gate_up, names Handoff::VALUES,
-                        default Handoff::Counter, program, "How the hidden layer of the MLP is handed over.";
-                    down: Handoff = SyncDown at sync.down, names Handoff::VALUES,
-                        default Handoff::Counter, program, "How the residual after the MLP is handed over.";
+                    $($($name: Handoff = $sync at sync.$name, names Handoff::VALUES,
+                        default Handoff::Counter, program, $handed;)?)+
                 }
             }
             /// Which ops share a phase.
@@ -77,61 +70,19 @@ macro_rules! for_each_knob {
             /// How much of a phase is dealt at once.
             struct Tiling {
                 groups {
-                    /// Queries, keys and values.
-                    qkv: QkvTiling,
-                    /// The output projection.
-                    o_proj: OProjTiling,
-                    /// The first half of the MLP.
-                    gate_up: GateUpTiling,
-                    /// The second half of the MLP.
-                    down: DownTiling,
-                    /// The logits.
-                    lm_head: LmHeadTiling,
+                    $($(#[doc = $what] $name: $tiling,)?)+
                     /// Attention.
                     attention: AttentionTiling,
                 }
                 knobs {}
             }
-            /// Tiling of queries, keys and values.
-            struct QkvTiling {
+            $($(#[doc = $what] struct $tiling {
                 groups {}
                 knobs {
-                    rows: u32 = TilingQkvRows at tiling.qkv.rows, numbers [8, 16, 32, 64],
-                        default 16, program, "Rows of q, k and v dealt at once.";
+                    rows: u32 = $rows at tiling.$name.rows, numbers [8, 16, 32, 64],
+                        default 16, program, $dealt;
                 }
-            }
-            /// Tiling of the output projection.
-            struct OProjTiling {
-                groups {}
-                knobs {
-                    rows: u32 = TilingOProjRows at tiling.o_proj.rows, numbers [8, 16, 32, 64],
-                        default 16, program, "Rows of the output projection dealt at once.";
-                }
-            }
-            /// Tiling of the first half of the MLP.
-            struct GateUpTiling {
-                groups {}
-                knobs {
-                    rows: u32 = TilingGateUpRows at tiling.gate_up.rows, numbers [8, 16, 32, 64],
-                        default 16, program, "Rows of the hidden layer dealt at once; each is a gate row and an up row.";
-                }
-            }
-            /// Tiling of the second half of the MLP.
-            struct DownTiling {
-                groups {}
-                knobs {
-                    rows: u32 = TilingDownRows at tiling.down.rows, numbers [8, 16, 32, 64],
-                        default 16, program, "Rows of the down projection dealt at once.";
-                }
-            }
-            /// Tiling of the logits.
-            struct LmHeadTiling {
-                groups {}
-                knobs {
-                    rows: u32 = TilingLmHeadRows at tiling.lm_head.rows, numbers [8, 16, 32, 64],
-                        default 16, program, "Rows of the logits dealt at once.";
-                }
-            }
+            })?)+
             /// Tiling of attention.
             struct AttentionTiling {
                 groups {}
@@ -292,7 +243,43 @@ macro_rules! define_knobs {
         }
     };
 }
-for_each_knob!(define_knobs);
+for_each_phase!(for_each_knob!(define_knobs));
+
+macro_rules! phase_knobs {
+    (() $(
+        $name:ident = $class:ident, op $op:ident $($matrix:literal)? $(, buffer $buffer:literal)?
+        $(, sync $sync:ident $handed:literal)? $(, rows $rows:ident $tiling:ident $what:literal $dealt:literal)?;
+    )+) => {
+        impl PhaseClass {
+            /// The knob that says how it hands over.
+            #[must_use]
+            pub const fn sync(self) -> Option<Knob> {
+                match self { $(Self::$class => optional!($(Knob::$sync)?),)+ }
+            }
+
+            /// The knob that says how many rows are dealt at once.
+            #[must_use]
+            pub const fn tiling(self) -> Option<Knob> {
+                match self { $(Self::$class => optional!($(Knob::$rows)?),)+ }
+            }
+        }
+    };
+}
+for_each_phase!(phase_knobs!());
+
+impl PhaseClass {
+    /// How a config has it hand over, if it has a knob for that.
+    #[must_use]
+    pub fn handoff(self, config: &ScheduleConfig) -> Option<Handoff> {
+        Handoff::from_value(config.get(self.sync()?))
+    }
+
+    /// The rows that a config deals at once, if it has a knob for that.
+    #[must_use]
+    pub fn rows(self, config: &ScheduleConfig) -> Option<u32> {
+        u32::from_value(config.get(self.tiling()?))
+    }
+}
 
 impl Knob {
     /// Every value that the table allows, in table order.

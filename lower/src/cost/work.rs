@@ -1,10 +1,10 @@
 //! What the tasks of a program have to do, as far as time goes and whatever the rates are.
 
 use abi::{AttentionMergeParams, AttentionParams, MatvecParams, Opcode, Prologue, SlotKind};
+use ir::SlotId;
 use ir::program::smem::CONSUMER_WARPS;
 use ir::program::staging::Staging;
 use ir::program::{Program, Region, Task, accesses, active_splits, attended, split_range};
-use ir::{MatrixId, SlotId};
 use rustc_hash::FxHashMap;
 
 use super::rates::Shape;
@@ -223,8 +223,8 @@ impl<'a> Builder<'a> {
             let place = self.tagged[slot].binary_search(&(region.start, region.end));
             posts.extend(place.map(|place| (slot as u32, place as u32)));
         }
-        let (name, work, stream_bytes) = self.work(task, flow);
-        let phase = self.phase(task, name, stream_bytes);
+        let (work, stream_bytes) = self.work(task, flow);
+        let phase = self.phase(task, stream_bytes);
         if let Work::Attention { bytes, .. } = work {
             self.phases[phase as usize].kv_bytes += bytes as u64;
         }
@@ -239,8 +239,8 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Name of the phase, what is done, bytes streamed.
-    fn work(&mut self, task: &Task, flow: &mut u32) -> (String, Work, u64) {
+    /// What is done, bytes streamed.
+    fn work(&mut self, task: &Task, flow: &mut u32) -> (Work, u64) {
         match task.opcode {
             Opcode::Matvec => {
                 let p: MatvecParams = task.params();
@@ -257,16 +257,16 @@ impl<'a> Builder<'a> {
                     elements: f64::from(p.k_len),
                     merged,
                 };
-                (self.matrix_name(&p), work, bytes)
+                (work, bytes)
             }
-            Opcode::Attention => ("attention".to_owned(), self.attention(&task.params()), 0),
+            Opcode::Attention => (self.attention(&task.params()), 0),
             Opcode::AttentionMerge => {
                 let p: AttentionMergeParams = task.params();
                 let merged = self.merged(p.window, p.kv_block, p.splits);
-                ("merge".to_owned(), Work::Merge { merged }, 0)
+                (Work::Merge { merged }, 0)
             }
-            Opcode::Nop => ("nop".to_owned(), Work::Nothing, 0),
-            Opcode::Embed | Opcode::Sample => (task.opcode.info().name.to_owned(), Work::Small, 0),
+            Opcode::Nop => (Work::Nothing, 0),
+            Opcode::Embed | Opcode::Sample => (Work::Small, 0),
         }
     }
 
@@ -288,20 +288,10 @@ impl<'a> Builder<'a> {
         Work::Attention { passes: mine.div_ceil(PASS_KEYS), bytes: bytes as f64 }
     }
 
-    /// The last part of the matrix's name; the embedding multiplies as `lm_head` when tied.
-    fn matrix_name(&self, p: &MatvecParams) -> String {
-        let matrix = self.program.matrices.get(MatrixId(p.matrix).index());
-        let part = matrix.and_then(|m| m.name.rsplit('.').next()).unwrap_or("matvec");
-        match part {
-            "embed" => "lm_head".into(),
-            "o" => "o_proj".into(),
-            other => other.into(),
-        }
-    }
-
-    fn phase(&mut self, task: &Task, name: String, stream_bytes: u64) -> u32 {
+    fn phase(&mut self, task: &Task, stream_bytes: u64) -> u32 {
+        let name = self.program.phase_name(task);
         let name = self.names.iter().position(|known| *known == name).unwrap_or_else(|| {
-            self.names.push(name);
+            self.names.push(name.to_owned());
             self.names.len() - 1
         });
         let next = self.phases.len();

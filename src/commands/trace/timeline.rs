@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use abi::{Opcode, SlotKind, TaskRecord};
+use abi::{SlotKind, TaskRecord};
 use ir::program::{Program, Region, Task as ProgramTask, accesses};
 
 /// How the times of records are meant.
@@ -127,8 +127,8 @@ impl Timeline {
             let mut before = start;
             for (task, &bytes) in worker.tasks.iter().zip(&bytes[index]) {
                 let record = &records[timeline.tasks.len()];
-                let name = *names.entry(op_name(program, task)).or_insert_with_key(|name| {
-                    timeline.names.push(name.clone());
+                let name = *names.entry(program.phase_name(task)).or_insert_with_key(|name| {
+                    timeline.names.push((*name).to_owned());
                     timeline.names.len() - 1
                 });
                 let waits_for_words = clock.polls_after_ready && polls(program, task);
@@ -248,26 +248,6 @@ impl Floors {
         let before = self.until_now();
         self.bytes += u128::from(bytes);
         self.until_now() - before
-    }
-}
-
-/// The op of a task; of a product, what it multiplies.
-pub(super) fn op_name(program: &Program, task: &ProgramTask) -> String {
-    match task.opcode {
-        Opcode::Matvec => {
-            let p: abi::MatvecParams = task.params();
-            let name = &program.matrices[p.matrix as usize].name;
-            match name.rsplit('.').next().unwrap_or(name) {
-                "embed" => "lm_head", // tied
-                part => part,
-            }
-            .to_owned()
-        }
-        Opcode::Nop
-        | Opcode::Embed
-        | Opcode::Attention
-        | Opcode::AttentionMerge
-        | Opcode::Sample => format!("{:?}", task.opcode).to_lowercase(),
     }
 }
 

@@ -1,7 +1,7 @@
-//! Where a model's matrices, constants and caches are on the device, found by the tensors that they are made of.
+//! Where a model's matrices, constants and caches are on the device: matrices by id, constants by the tensors that they are made of.
 
-use ir::program::RowMap;
-use ir::{Graph, Layer, TensorId};
+use ir::program::{PackedLayer, PackedMatrix, PackedModel, RowMap};
+use ir::{Graph, TensorId};
 
 use crate::error::HostError;
 use crate::load::{Residents, constant_key};
@@ -42,7 +42,7 @@ pub(super) struct Plan {
     pub(super) capacity: u32,
 }
 
-/// What graph and device memory have in common, looked up by the tensors that things are made of.
+/// What graph and device memory have in common.
 pub(super) struct Lookup<'a> {
     pub(super) graph: &'a Graph,
     pub(super) residents: &'a Residents,
@@ -66,23 +66,11 @@ impl Lookup<'_> {
         tensor.map_or(Ok(0), |tensor| self.vector(tensor, len))
     }
 
-    /// The matrix of these parts, with a bias if any part has one.
-    fn matrix(
-        &self,
-        parts: &[(TensorId, Option<TensorId>, u32)],
-        interleaved: bool,
-    ) -> Result<Packed, HostError> {
-        let weights = parts.iter().map(|&(weight, _, rows)| (Some(weight), rows)).collect();
-        let map = RowMap { parts: weights, interleaved };
-        let place = self.residents.matrix_table.iter().position(|matrix| matrix.map == map);
-        let place = place.ok_or_else(|| self.missing("such matrix"))?;
-        let matrix = &self.residents.matrix_table[place];
-        let biases: Vec<_> = parts.iter().map(|&(_, bias, rows)| (bias, rows)).collect();
-        let biased = biases.iter().any(|(bias, _)| bias.is_some());
-        let bias = RowMap { parts: biases, interleaved };
+    fn matrix(&self, packed: &PackedMatrix) -> Result<Packed, HostError> {
+        let matrix = &self.residents.matrix_table[packed.id.index()];
         Ok(Packed {
-            address: self.residents.matrices[place],
-            bias: if biased { self.constant(&bias)? } else { 0 },
+            address: self.residents.matrices[packed.id.index()],
+            bias: packed.bias.as_ref().map_or(Ok(0), |map| self.constant(map))?,
             units: matrix.units_per_tile(),
             tiles: matrix.tiles(),
             rows: matrix.rows(),
@@ -90,34 +78,34 @@ impl Lookup<'_> {
         })
     }
 
-    fn layer(&self, index: usize, layer: &Layer) -> Result<LayerPlan, HostError> {
-        let graph = self.graph;
-        let (hidden, kv) = (graph.hidden, graph.kv_width());
-        let part = |linear: ir::Linear, rows| (linear.weight, linear.bias, rows);
-        let qkv = [part(layer.q, graph.q_width()), part(layer.k, kv), part(layer.v, kv)];
-        let gate_up = [part(layer.gate, graph.ffn), part(layer.up, graph.ffn)];
+    fn layer(&self, index: usize, packed: &PackedLayer) -> Result<LayerPlan, HostError> {
+        let (layer, hidden) = (&self.graph.layers[index], self.graph.hidden);
         Ok(LayerPlan {
             attn_norm: self.vector(layer.attn_norm, hidden)?,
-            qkv: self.matrix(&qkv, false)?,
-            q_norm: self.optional(layer.q_norm, graph.head_dim)?,
-            k_norm: self.optional(layer.k_norm, graph.head_dim)?,
+            qkv: self.matrix(&packed.attention.qkv)?,
+            q_norm: self.optional(layer.q_norm, self.graph.head_dim)?,
+            k_norm: self.optional(layer.k_norm, self.graph.head_dim)?,
             cache: self.residents.caches[index],
-            o: self.matrix(&[part(layer.o, hidden)], false)?,
+            o: self.matrix(&packed.attention.o)?,
             mlp_norm: self.vector(layer.mlp_norm, hidden)?,
-            gate_up: self.matrix(&gate_up, true)?,
-            down: self.matrix(&[part(layer.down, hidden)], false)?,
+            gate_up: self.matrix(&packed.mlp.gate_up)?,
+            down: self.matrix(&packed.mlp.down)?,
             window: layer.window.unwrap_or(0),
         })
     }
 
     pub(super) fn plan(&self) -> Result<Plan, HostError> {
         let graph = self.graph;
-        let layers = graph.layers.iter().enumerate().map(|(n, layer)| self.layer(n, layer));
+        let packed = PackedModel::new(graph);
+        if packed.matrices != self.residents.matrix_table {
+            return Err(self.missing("packed matrices of this graph"));
+        }
+        let layers = packed.layers.iter().enumerate().map(|(n, layer)| self.layer(n, layer));
         Ok(Plan {
-            embed: self.matrix(&[(graph.embed, None, graph.vocab)], false)?,
+            embed: self.matrix(&packed.embed)?,
             layers: layers.collect::<Result<_, _>>()?,
             final_norm: self.vector(graph.final_norm, graph.hidden)?,
-            lm_head: self.matrix(&[(graph.lm_head, None, graph.vocab)], false)?,
+            lm_head: self.matrix(&packed.lm_head)?,
             rope: self.residents.rope,
             logits: self.residents.logits,
             capacity: self.residents.kv_capacity,

@@ -1,0 +1,113 @@
+//! The packed matrices of a model: which tensors make which. They depend on the graph alone, never on a schedule.
+
+use crate::graph::{Graph, Layer, Linear};
+use crate::id::{MatrixId, TensorId};
+use crate::program::{Matrix, RowMap};
+
+/// Every matrix of a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PackedModel {
+    /// In the order of programs: `embed`, per layer `qkv`, `o`, `gate_up`, `down`, then `lm_head` when untied.
+    pub matrices: Vec<Matrix>,
+    /// The embedding.
+    pub embed: PackedMatrix,
+    /// Those of each layer.
+    pub layers: Vec<PackedLayer>,
+    /// The logits: the embedding when tied.
+    pub lm_head: PackedMatrix,
+}
+
+/// The matrices of one layer, by block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PackedLayer {
+    /// Attention.
+    pub attention: PackedAttention,
+    /// The MLP.
+    pub mlp: PackedMlp,
+}
+
+/// The matrices of an attention block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PackedAttention {
+    /// Queries, keys and values, one after the other.
+    pub qkv: PackedMatrix,
+    /// The output projection.
+    pub o: PackedMatrix,
+}
+
+/// The matrices of an MLP block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PackedMlp {
+    /// Gate and up, tiles of 8 rows alternating.
+    pub gate_up: PackedMatrix,
+    /// The down projection.
+    pub down: PackedMatrix,
+}
+
+/// One matrix and the biases of its rows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PackedMatrix {
+    /// Its place in [`PackedModel::matrices`] and in every program of the graph.
+    pub id: MatrixId,
+    /// The biases in the order of the rows, if there is any.
+    pub bias: Option<RowMap>,
+}
+
+impl PackedModel {
+    /// Packs the matrices of a graph whose widest matrix has fewer than 2^32 rows.
+    #[must_use]
+    pub fn new(graph: &Graph) -> Self {
+        let mut list = List { graph, matrices: Vec::new() };
+        let table = |weight| [(Linear { weight, bias: None }, graph.vocab)];
+        let embed = list.add("embed".into(), &table(graph.embed), false, graph.hidden);
+        let layers = graph.layers.iter().enumerate().map(|(n, layer)| list.layer(n, layer));
+        let layers = layers.collect();
+        let lm_head = match graph.tied() {
+            true => embed.clone(),
+            false => list.add("lm_head".into(), &table(graph.lm_head), false, graph.hidden),
+        };
+        Self { matrices: list.matrices, embed, layers, lm_head }
+    }
+}
+
+struct List<'a> {
+    graph: &'a Graph,
+    matrices: Vec<Matrix>,
+}
+
+impl List<'_> {
+    fn layer(&mut self, n: usize, layer: &Layer) -> PackedLayer {
+        let graph = self.graph;
+        let (hidden, q, kv, ffn) = (graph.hidden, graph.q_width(), graph.kv_width(), graph.ffn);
+        let name = |part: &str| format!("layers.{n}.{part}");
+        let (qkv, gate_up) =
+            ([(layer.q, q), (layer.k, kv), (layer.v, kv)], [(layer.gate, ffn), (layer.up, ffn)]);
+        PackedLayer {
+            attention: PackedAttention {
+                qkv: self.add(name("qkv"), &qkv, false, hidden),
+                o: self.add(name("o"), &[(layer.o, hidden)], false, q),
+            },
+            mlp: PackedMlp {
+                gate_up: self.add(name("gate_up"), &gate_up, true, hidden),
+                down: self.add(name("down"), &[(layer.down, hidden)], false, ffn),
+            },
+        }
+    }
+
+    fn add(
+        &mut self,
+        name: String,
+        parts: &[(Linear, u32)],
+        interleaved: bool,
+        cols: u32,
+    ) -> PackedMatrix {
+        let map = |tensor: fn(&Linear) -> Option<TensorId>| {
+            let parts = parts.iter().map(|(linear, rows)| (tensor(linear), *rows)).collect();
+            RowMap { parts, interleaved }
+        };
+        let (id, dtype) = (MatrixId(self.matrices.len() as u32), self.graph.dtype);
+        self.matrices.push(Matrix { name, map: map(|linear| Some(linear.weight)), cols, dtype });
+        let biased = parts.iter().any(|(linear, _)| linear.bias.is_some());
+        PackedMatrix { id, bias: biased.then(|| map(|linear| linear.bias)) }
+    }
+}

@@ -1,0 +1,318 @@
+//! The phases of a step and the values between them: what a model is made of. The passes after this one walk values and know no model.
+
+use abi::{
+    AttentionMergeParams, AttentionParams, Epilogue, MatvecParams, Prologue, READS_MAX, SlotKind,
+    UNIT_BYTES, UNIT_ROWS, WRITES_MAX,
+};
+use ir::program::{
+    PackedAttention, PackedMatrix, PackedMlp, PackedModel, RowMap, Slot, SlotSource,
+};
+use ir::schedule::{EmbedGrouping, Handoff, MergeGrouping};
+use ir::{Graph, Layer, PhaseClass, ScheduleConfig, SlotId, TensorId};
+
+/// Elements of the embedding row that one task copies, at least: four for each thread of a small worker.
+const EMBED_BLOCK: u32 = 512;
+
+/// What the tasks of a phase do, all but their shares.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Op {
+    Embed,
+    Matvec(MatvecParams),
+    Attention(AttentionParams),
+    Merge(AttentionMergeParams),
+    Sample,
+}
+
+/// A phase: `items` in blocks of `block`, dealt to the workers.
+#[derive(Clone, Debug)]
+pub(crate) struct Phase {
+    pub(crate) class: PhaseClass,
+    /// The layer; the number of layers for what follows the last.
+    pub(crate) layer: u32,
+    pub(crate) op: Op,
+    /// What its tasks read first.
+    pub(crate) input: ValueId,
+    /// What its products are added to.
+    pub(crate) residual: Option<ValueId>,
+    /// `None` for `sample`, which has no reader.
+    pub(crate) output: Option<ValueId>,
+    /// Constants in their places among the op's reads.
+    pub(crate) reads: [Option<SlotId>; READS_MAX],
+    /// What else it writes, in its place among the op's writes: the output takes the first free one.
+    pub(crate) writes: [Option<SlotId>; WRITES_MAX],
+    /// Tiles of the matrix; elements of the embedding; (head, split) pairs; heads to merge.
+    pub(crate) items: u32,
+    /// Items dealt at once.
+    pub(crate) block: u32,
+    /// Bytes that one item brings to a worker, for balance.
+    pub(crate) item_bytes: u64,
+}
+
+/// A value of a flow, by its place in the list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ValueId(pub(crate) usize);
+
+/// What a phase writes and others read. The first is the embedding table, which no phase writes.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Value {
+    /// The phase, by its place in the list.
+    pub(crate) writer: Option<usize>,
+    /// How it is handed over.
+    pub(crate) handoff: Option<Handoff>,
+    /// The name of its buffer.
+    pub(crate) name: String,
+    /// Words of the buffer, for each task of the phase if `per_task`.
+    pub(crate) words: u64,
+    pub(crate) per_task: bool,
+}
+
+/// The phases of a step, in order.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Flow {
+    pub(crate) phases: Vec<Phase>,
+    /// The embedding table, then the outputs of phases in their order.
+    pub(crate) values: Vec<Value>,
+    /// The embedding table, constants, caches and logits. Buffers of values come behind them.
+    pub(crate) slots: Vec<Slot>,
+}
+
+impl Flow {
+    /// A step of this graph, with key/value caches of so many words a layer.
+    pub(crate) fn new(
+        config: &ScheduleConfig,
+        graph: &Graph,
+        packed: &PackedModel,
+        kv_words: u32,
+    ) -> Self {
+        let flow = Self { values: vec![Value::default()], ..Self::default() };
+        let mut builder = Builder { config, graph, packed, kv_words, flow };
+        builder.model();
+        builder.flow
+    }
+
+    /// Where a value is.
+    pub(crate) fn slot(&self, value: ValueId) -> SlotId {
+        SlotId(value.0.checked_sub(1).map_or(0, |written| self.slots.len() + written) as u32)
+    }
+
+    /// Whether it is handed over by a counter.
+    pub(crate) fn counted(&self, value: ValueId) -> bool {
+        self.values[value.0].handoff == Some(Handoff::Counter)
+    }
+
+    pub(crate) fn writer(&self, value: ValueId) -> Option<usize> {
+        self.values[value.0].writer
+    }
+}
+
+/// Adds phases, and their constants in the same order.
+struct Builder<'a> {
+    config: &'a ScheduleConfig,
+    graph: &'a Graph,
+    packed: &'a PackedModel,
+    kv_words: u32,
+    flow: Flow,
+}
+
+impl Builder<'_> {
+    fn model(&mut self) {
+        let (graph, packed) = (self.graph, self.packed);
+        let source = SlotSource::Embedding(packed.embed.id);
+        self.slot("embedding".into(), SlotKind::Embedding, graph.hidden, source);
+        let half = graph.head_dim / 2;
+        let rope = self.slot("inv_freq".into(), SlotKind::Constant, half, SlotSource::InvFreq);
+        let mut x = ValueId(0);
+        if self.config.fusion_grouping.embed == EmbedGrouping::Separate {
+            let item_bytes = graph.dtype.bytes() as u64;
+            let embed = self.phase(PhaseClass::Embed, 0, Op::Embed, x);
+            let embed = Phase { items: graph.hidden, block: EMBED_BLOCK, item_bytes, ..embed };
+            x = self.push(embed, graph.hidden.into());
+        }
+        for (n, (layer, packed)) in (0_u32..).zip(graph.layers.iter().zip(&packed.layers)) {
+            x = self.attention_block(n, layer, &packed.attention, rope, x);
+            x = self.mlp_block(n, layer, &packed.mlp, x);
+        }
+        self.head(graph.layers.len() as u32, x);
+    }
+
+    fn attention_block(
+        &mut self,
+        n: u32,
+        layer: &Layer,
+        packed: &PackedAttention,
+        rope: SlotId,
+        x: ValueId,
+    ) -> ValueId {
+        let (graph, tiling) = (self.graph, self.config.tiling.attention);
+        let (head_dim, kv_block, splits) = (graph.head_dim, tiling.kv_block, tiling.kv_split);
+        let window = layer.window.unwrap_or(0);
+        let name = |part: &str| format!("layers.{n}.{part}");
+        let norm = self.vector(name("attn_norm"), layer.attn_norm, graph.hidden);
+        let params = product(Prologue::Rms, Epilogue::Store);
+        let qkv = self.matvec(PhaseClass::Qkv, n, &packed.qkv, params, x, Some(norm));
+        let qkv = self.push(qkv, u64::from(graph.q_width()) + 2 * u64::from(graph.kv_width()));
+        let params = AttentionParams {
+            kv_heads: graph.kv_heads,
+            group: graph.group(),
+            head_dim,
+            splits,
+            kv_block,
+            window,
+            scale: graph.attn_scale,
+            eps: graph.norm_eps,
+            ..AttentionParams::default()
+        };
+        let q_norm = layer.q_norm.map(|t| self.vector(name("q_norm"), t, head_dim));
+        let k_norm = layer.k_norm.map(|t| self.vector(name("k_norm"), t, head_dim));
+        let source = SlotSource::KvCache { layer: n };
+        let kv = self.slot(name("kv"), SlotKind::KvCache, self.kv_words, source);
+        // The length of the sequence is not known here: one block of keys stands for it.
+        let key_bytes = 2 * u64::from(head_dim) * graph.dtype.bytes() as u64;
+        let attention = Phase {
+            reads: [None, q_norm, k_norm, Some(rope)],
+            writes: [None, Some(kv)],
+            items: graph.kv_heads * splits,
+            item_bytes: key_bytes * u64::from(kv_block),
+            ..self.phase(PhaseClass::Attention, n, Op::Attention(params), qkv)
+        };
+        let words = u64::from(graph.heads) * u64::from(head_dim + abi::PARTIAL_HEADER);
+        let partials = self.push(attention, u64::from(splits) * words);
+        let (attended, params) = match self.config.fusion_grouping.merge {
+            MergeGrouping::Separate => {
+                let merged = self.merge(n, window, partials);
+                (merged, product(Prologue::Copy, Epilogue::Residual))
+            }
+            MergeGrouping::OProj => {
+                let params = product(Prologue::Merge, Epilogue::Residual);
+                (partials, MatvecParams { splits, head_dim, kv_block, window, ..params })
+            }
+        };
+        let o = self.matvec(PhaseClass::OProj, n, &packed.o, params, attended, None);
+        self.push(Phase { residual: Some(x), ..o }, graph.hidden.into())
+    }
+
+    fn merge(&mut self, n: u32, window: u32, partials: ValueId) -> ValueId {
+        let (graph, tiling) = (self.graph, self.config.tiling.attention);
+        let params = AttentionMergeParams {
+            heads_total: graph.heads,
+            head_dim: graph.head_dim,
+            splits: tiling.kv_split,
+            kv_block: tiling.kv_block,
+            window,
+            ..AttentionMergeParams::default()
+        };
+        let words = u64::from(graph.head_dim + abi::PARTIAL_HEADER);
+        let merge = Phase {
+            items: graph.heads,
+            item_bytes: u64::from(tiling.kv_split) * words * 4,
+            ..self.phase(PhaseClass::Merge, n, Op::Merge(params), partials)
+        };
+        self.push(merge, graph.q_width().into())
+    }
+
+    fn mlp_block(&mut self, n: u32, layer: &Layer, packed: &PackedMlp, x: ValueId) -> ValueId {
+        let graph = self.graph;
+        let norm = self.vector(format!("layers.{n}.mlp_norm"), layer.mlp_norm, graph.hidden);
+        let params = product(Prologue::Rms, Epilogue::SiluMul);
+        let h = self.matvec(PhaseClass::GateUp, n, &packed.gate_up, params, x, Some(norm));
+        let h = self.push(h, graph.ffn.into());
+        let params = product(Prologue::Copy, Epilogue::Residual);
+        let down = self.matvec(PhaseClass::Down, n, &packed.down, params, h, None);
+        self.push(Phase { residual: Some(x), ..down }, graph.hidden.into())
+    }
+
+    /// The logits and the choice of a token; each product brings the best of its rows as two words.
+    fn head(&mut self, n: u32, x: ValueId) {
+        let (graph, packed) = (self.graph, self.packed);
+        let norm = self.vector("final_norm".into(), graph.final_norm, graph.hidden);
+        let logits = self.slot("logits".into(), SlotKind::Logits, graph.vocab, SlotSource::Scratch);
+        let params = product(Prologue::Rms, Epilogue::Logits);
+        let lm_head = self.matvec(PhaseClass::LmHead, n, &packed.lm_head, params, x, Some(norm));
+        let candidates = self.push(Phase { writes: [Some(logits), None], ..lm_head }, 2);
+        self.flow.values[candidates.0].per_task = true;
+        let sample = self.phase(PhaseClass::Sample, n, Op::Sample, candidates);
+        self.push(Phase { items: 1, ..sample }, 0);
+    }
+
+    /// The product of a matrix with what the prologue makes of `input`.
+    fn matvec(
+        &mut self,
+        class: PhaseClass,
+        n: u32,
+        packed: &PackedMatrix,
+        params: MatvecParams,
+        input: ValueId,
+        norm: Option<SlotId>,
+    ) -> Phase {
+        let matrix = &self.packed.matrices[packed.id.index()];
+        let bias = packed.bias.clone();
+        let bias = bias.map(|map| self.constant(format!("{}_bias", matrix.name), map));
+        let params = MatvecParams {
+            matrix: packed.id.0,
+            units: matrix.units_per_tile(),
+            k_len: matrix.cols,
+            rows: matrix.rows(),
+            eps: norm.map_or(0.0, |_| self.graph.norm_eps),
+            ..params
+        };
+        // Rows of h: each is a gate row and an up row.
+        let interleaved = if matrix.map.interleaved { matrix.map.parts.len() as u32 } else { 1 };
+        Phase {
+            reads: [None, norm, bias, None],
+            items: matrix.tiles(),
+            block: class.rows(self.config).map_or(1, |rows| rows / UNIT_ROWS) * interleaved,
+            item_bytes: u64::from(params.units) * u64::from(UNIT_BYTES),
+            ..self.phase(class, n, Op::Matvec(params), input)
+        }
+    }
+
+    fn phase(&self, class: PhaseClass, layer: u32, op: Op, input: ValueId) -> Phase {
+        Phase {
+            class,
+            layer,
+            op,
+            input,
+            residual: None,
+            output: None,
+            reads: [None; READS_MAX],
+            writes: [None; WRITES_MAX],
+            items: 0,
+            block: 1,
+            item_bytes: 0,
+        }
+    }
+
+    /// Adds a phase whose output has so many words; the value that the next one reads.
+    fn push(&mut self, phase: Phase, words: u64) -> ValueId {
+        let output = phase.class.buffer(phase.layer).map(|name| {
+            // A candidate holds a row, which leaves no room for a tag: it has no knob.
+            let handoff = phase.class.handoff(self.config).unwrap_or(Handoff::Counter);
+            let (writer, handoff) = (Some(self.flow.phases.len()), Some(handoff));
+            self.flow.values.push(Value { writer, handoff, name, words, per_task: false });
+            ValueId(self.flow.values.len() - 1)
+        });
+        let next = output.unwrap_or(phase.input);
+        self.flow.phases.push(Phase { output, ..phase });
+        next
+    }
+
+    fn slot(&mut self, name: String, kind: SlotKind, words: u32, source: SlotSource) -> SlotId {
+        self.flow.slots.push(Slot { name, kind, words, source, offset: 0 });
+        SlotId(self.flow.slots.len() as u32 - 1)
+    }
+
+    fn vector(&mut self, name: String, tensor: TensorId, len: u32) -> SlotId {
+        self.constant(name, RowMap::single(tensor, len))
+    }
+
+    fn constant(&mut self, name: String, map: RowMap) -> SlotId {
+        self.slot(name, SlotKind::Constant, map.rows(), SlotSource::Vector(map))
+    }
+}
+
+fn product(prologue: Prologue, epilogue: Epilogue) -> MatvecParams {
+    let (prologue, epilogue) = (prologue as u32, epilogue as u32);
+    MatvecParams { prologue, epilogue, ..MatvecParams::default() }
+}
+
+const _: () = assert!(UNIT_ROWS == 8, "tiling knobs are multiples of a tile");

@@ -62,6 +62,23 @@ limits! {
     PARTIAL_HEADER: u32 = 4;
     /// Units of a stage of the weight ring, at most.
     STAGE_UNITS_MAX: u32 = 64;
+    /// Warps of a worker that run its tasks.
+    CONSUMER_WARPS: u32 = 8;
+    /// Its other warps: the loader, the fetcher of tasks, the watchdog that also polls the host ring, and one that only completes the group of
+    /// four that gives registers to the consumers.
+    HELPER_WARPS: u32 = 4;
+    /// Bytes of a worker's shared memory for reductions, barriers and task records, whatever the program.
+    FIXED_BYTES: u32 = 11 * 1024;
+    /// Query heads that the attention op works on at once, at most: columns of its operand.
+    ATTENTION_GROUP: u32 = 4;
+    /// Tiles of which a worker keeps the sums of all lanes before an epilogue, where a step has several (decision 022).
+    LANE_TILES: u32 = 8;
+    /// Threads of the prompt kernels that go over vectors.
+    PREFILL_THREADS: u32 = 256;
+    /// Tokens of a block of the prompt's attention.
+    ATTEND_TOKENS: u32 = 64;
+    /// Keys that such a block has at once, twice.
+    ATTEND_KEYS: u32 = 64;
     /// Entries of each host ring, a power of two.
     RING_ENTRIES: u32 = 64;
     /// Stop tokens of a submission.
@@ -82,6 +99,10 @@ limits! {
     SAMPLED_VOCAB_MAX: u32 = 1 << 22;
     /// Bytes behind the settings of the sessions in which the workers choose a token together.
     CHOICE_BYTES: u32 = 10752;
+    /// What their place is a multiple of.
+    CHOICE_ALIGN: u32 = 128;
+    /// Bytes of a token that may be drawn.
+    LISTED_BYTES: u32 = 16;
     /// Flag of a decode command: the logits of each step go to a row of their own.
     FLAG_KEEP_LOGITS: u32 = 1;
     /// Flag of a decode command: tokens are chosen by the session's `amk_sampling`, not greedily.

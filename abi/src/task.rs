@@ -173,13 +173,50 @@ wire_struct! {
     }
 }
 
+wire_enum! {
+    /// What the workers do next.
+    Action {
+        /// Run a step.
+        Step = 1 "step",
+        /// Adopt another program.
+        Switch = 2 "switch",
+        /// Leave the kernel.
+        Leave = 3 "leave",
+        /// Help to choose this step's token.
+        Choose = 4 "choose",
+    }
+}
+
+wire_enum! {
+    /// Element type of a stored tensor, and of the matrices that a kernel is compiled for.
+    DType {
+        /// IEEE binary32.
+        F32 = 0 "f32",
+        /// IEEE binary16.
+        F16 = 1 "f16",
+        /// The upper half of a binary32.
+        Bf16 = 2 "bf16",
+    }
+}
+
+impl DType {
+    /// Bytes of one element.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+}
+
 wire_struct! {
     /// The step that all workers are to run, in device memory; `go` is released last.
     amk_step align(16) size(96)
     pub struct StepState {
         /// Address of the `amk_program`.
         pub program: u64,
-        /// What to do: 1 step, 2 switch program, 3 leave, 4 help to choose this step's token.
+        /// What to do: an `Action`.
         pub action: u32,
         /// Epoch of the program: steps run since it was loaded, this one included.
         pub epoch: u32,

@@ -6,40 +6,9 @@
 
 use serde::{Deserialize, Serialize};
 
+pub use abi::DType;
+
 use crate::id::TensorId;
-
-/// Element type of a stored tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DType {
-    /// IEEE binary32.
-    F32,
-    /// IEEE binary16.
-    F16,
-    /// The upper half of a binary32.
-    Bf16,
-}
-
-impl DType {
-    /// Bytes of one element.
-    #[must_use]
-    pub const fn bytes(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
-        }
-    }
-
-    /// The lower-case name: `f32`, `f16`, `bf16`.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-        }
-    }
-}
 
 /// A stored tensor: its name in the checkpoint, element type and shape (row-major).
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

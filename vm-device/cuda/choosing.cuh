@@ -33,7 +33,7 @@ struct Choice {
   uint32_t count[BUCKETS];
   uint4 left[AMK_WORKERS_MAX]; // by each helper: its best (value, token), or a weight (low, high)
 };
-static_assert(sizeof(Choice) == AMK_CHOICE_BYTES, "the host allots it");
+static_assert(sizeof(Choice) == AMK_CHOICE_BYTES && alignof(Choice) == AMK_CHOICE_ALIGN, "the host allots it");
 
 // Until a word of another worker has reached `need`. Pairs with word_publish in choice_ask and counter_signal in choice_help.
 __device__ __forceinline__ void choice_wait(Worker const& w, uint32_t const* word, uint32_t need) {

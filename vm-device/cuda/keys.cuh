@@ -10,7 +10,7 @@ constexpr uint32_t TILE_KEYS = 32;
 constexpr uint32_t BLOCK_KEYS = TILE_KEYS * AMK_WARPS / 2;
 constexpr uint32_t ROW_BYTES = AMK_HEAD_DIM * 2;
 constexpr uint32_t ROW_CHUNKS = ROW_BYTES / 16;
-constexpr uint32_t GROUP_BUF = AMK_GROUP <= 4 ? AMK_GROUP : 4; // query heads worked on at once: columns of the operand
+constexpr uint32_t GROUP_BUF = AMK_GROUP <= AMK_ATTENTION_GROUP ? AMK_GROUP : AMK_ATTENTION_GROUP; // query heads worked on at once: columns of the operand
 constexpr uint32_t ROUNDS = (AMK_GROUP + GROUP_BUF - 1) / GROUP_BUF; // times that a task goes over its keys
 static_assert((AMK_HEAD_DIM & (AMK_HEAD_DIM - 1)) == 0 && AMK_HEAD_DIM >= 16 && AMK_HEAD_DIM <= 128, "rows are whole chunks, a power of two of them");
 

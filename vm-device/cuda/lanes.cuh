@@ -3,7 +3,7 @@
 #pragma once
 
 static_assert(LANES == 1 || LANES == 2 || LANES == 4 || LANES == AMK_LANES_MAX, "rows of a product's left operand");
-constexpr uint32_t LANE_TILES = 8; // tiles of which the sums of all lanes are kept before an epilogue: ir::program::smem::LANE_TILES
+constexpr uint32_t LANE_TILES = AMK_LANE_TILES;
 
 #if AMK_LANES > 1
 constexpr uint32_t STEP_BYTES = sizeof(amk_step) + sizeof(amk_lanes);

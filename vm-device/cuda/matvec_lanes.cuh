@@ -8,7 +8,7 @@
 #pragma once
 
 #if AMK_LANES > 1
-#if AMK_DTYPE == 0
+#if AMK_DTYPE == AMK_DTYPE_F32
 #error "several lanes share the products of 16-bit weights; with f32 weights a kernel has one lane"
 #endif
 

@@ -158,13 +158,13 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
     }
     task_barrier(w);
     bool leaving = left(w);
-    if (!leaving && sh->step.action == ACTION_CHOOSE) {
+    if (!leaving && sh->step.action == AMK_ACTION_CHOOSE) {
       amk_launch const& l = *sh->launch;
       choice_help(w, choice_of(l), (amk_sampling const*)l.sampling + sh->step.session, sh->program.vocab, sh->index, l.workers, first_number(sh->step.go));
       consumers_sync(); // as behind a step
       continue;
     }
-    if (!leaving && sh->step.action == 1) {
+    if (!leaving && sh->step.action == AMK_ACTION_STEP) {
       w.epoch = sh->step.epoch;
       if (threadIdx.x == 0) {
         flag_store(&sh->epoch, w.epoch);
@@ -188,7 +188,7 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
       flag_store(&sh->halt, 1);
     }
     worker_sync(); // the loader has drained, the fetcher has stopped
-    if (leaving || sh->step.action != 2) {
+    if (leaving || sh->step.action != AMK_ACTION_SWITCH) {
       if (threadIdx.x == 0) {
         flag_store(&sh->halt, 2);
       }
@@ -317,7 +317,7 @@ extern "C" __global__ void amk_pack(char* packed, char const* source, uint32_t r
   char* out = packed + ((uint64_t)tile * units + unit) * AMK_UNIT_BYTES + (row % AMK_UNIT_ROWS) * AMK_UNIT_ROW_BYTES + piece * 16;
   for (uint32_t i = 0; i < UNIT_COLS / 4; ++i) {
     uint32_t const col = unit * UNIT_COLS + unit_column(piece * (UNIT_COLS / 4) + i);
-#if AMK_DTYPE == 0
+#if AMK_DTYPE == AMK_DTYPE_F32
     ((uint32_t*)out)[i] = col < cols ? ((uint32_t const*)source)[(uint64_t)row * cols + col] : 0u;
 #else
     ((uint16_t*)out)[i] = col < cols ? ((uint16_t const*)source)[(uint64_t)row * cols + col] : (uint16_t)0;

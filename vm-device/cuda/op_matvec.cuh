@@ -13,11 +13,11 @@
 constexpr uint32_t SHARE = AMK_STAGE_UNITS_MAX / AMK_WARPS; // units of a chunk that a warp has at most
 constexpr uint32_t TAKE = 2;                                 // stages that wait in registers
 
-#if AMK_DTYPE != 0
+#if AMK_DTYPE != AMK_DTYPE_F32
 // c = a . b + from for a 16x16 a and a 16x8 b. Of a, row g has elements 0..4 of a lane's 8 columns and row g + 8 elements 4..8, so two
 // products with the two halves of the lane's 8 weights do for both; the half of each result that nobody reads is of the wrong pairs.
 __device__ __forceinline__ void mma(float (&c)[4], float const (&from)[4], uint4 a, uint32_t b0, uint32_t b1) {
-#if AMK_DTYPE == 2
+#if AMK_DTYPE == AMK_DTYPE_BF16
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
 #else
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
@@ -31,7 +31,7 @@ __device__ __forceinline__ void mma(float (&c)[4], float const (&from)[4], uint4
 // the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16). Of the 8 elements that go with 16 bytes of weights, pairs 0 and 1 lie
 // in words 0 and 2 and pairs 2 and 3 in words 1 and 3: so 16 bytes are a left operand as they are.
 __device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) {
-#if AMK_DTYPE == 0
+#if AMK_DTYPE == AMK_DTYPE_F32
   *(float4*)(w.x + (size_t)e * 4) = v;
 #else
   uint32_t* p = (uint32_t*)(w.x + e / UNIT_COLS * X_BYTES + unit_column(e) / 8 * 16 + unit_column(e) % 8);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) 
 // A lane's 16 bytes of the staged vector for a unit: rows of the left operand are the high and the low halves in turn, of which the first
 // two are used. Zeros for the others would cost more than multiplying them.
 __device__ __forceinline__ uint4 x_load(Worker const& w, char const* x) {
-#if AMK_DTYPE == 0
+#if AMK_DTYPE == AMK_DTYPE_F32
   return stage_load(x + (w.thread & 3) * 16);
 #else
   return stage_load(x + (w.thread & 7) * 16); // 4 of the high halves, 4 of the low
@@ -60,7 +60,7 @@ template <uint32_t PAIRS> struct Sums {
 
 template <uint32_t PAIRS> __device__ __forceinline__ void unit_multiply(Sums<PAIRS>& s, uint32_t unit, uint4 x, uint4 weights) {
   float(&c)[2][4] = s.c[unit % PAIRS];
-#if AMK_DTYPE == 0
+#if AMK_DTYPE == AMK_DTYPE_F32
   c[0][0] = fmaf(__uint_as_float(weights.x), __uint_as_float(x.x), c[0][0]);
   c[0][1] = fmaf(__uint_as_float(weights.y), __uint_as_float(x.y), c[0][1]);
   c[1][0] = fmaf(__uint_as_float(weights.z), __uint_as_float(x.z), c[1][0]);
@@ -111,7 +111,7 @@ __device__ __forceinline__ float warp_sum(float x) {
 // The sums of a tile's 8 rows over the lanes, into `part`.
 template <uint32_t PAIRS> __device__ __forceinline__ void tile_finish(Worker const& w, Sums<PAIRS> const& s, float* part) {
   uint32_t const lane = w.thread % 32;
-#if AMK_DTYPE == 0
+#if AMK_DTYPE == AMK_DTYPE_F32
   float r = 0.f;
 #pragma unroll
   for (uint32_t i = 0; i < PAIRS; ++i) {

@@ -62,7 +62,6 @@ __device__ __forceinline__ void see_tokens(Worker const& w, amk_sampling const& 
   consumers_sync();
 }
 
-constexpr uint32_t ACTION_CHOOSE = 4; // of amk_step
 
 // Behind the settings of the sessions.
 __device__ __forceinline__ Choice* choice_of(amk_launch const& l) {
@@ -78,7 +77,7 @@ __device__ __forceinline__ void choice_wake(Worker const& w) {
 #if AMK_LANES > 1
   store_relaxed(&step->session, lane_session(w)); // whose settings they are to load
 #endif
-  store_relaxed(&step->action, ACTION_CHOOSE);
+  store_relaxed(&step->action, AMK_ACTION_CHOOSE);
   word_publish(&step->go, w.shared->step.go);
 }
 
@@ -97,7 +96,7 @@ __device__ __forceinline__ uint32_t sampled_token(Worker const& w, Best highest)
   Asker a = {choice, w.shared->index, l.workers - 1, first_number(w.shared->step.go + 1), load_relaxed(&choice->done), false};
   uint32_t const token = sample_row(w, d, a, (float const*)d.settings.logits + (size_t)lane_logits_row(w) * vocab, highest, vocab, lane_position(w) + 1);
   if (w.thread == 0) {
-    store_relaxed(&((amk_step*)l.step)->action, 1); // of what the others are sent to next
+    store_relaxed(&((amk_step*)l.step)->action, AMK_ACTION_STEP); // of what the others are sent to next
   }
   return token;
 }

@@ -245,7 +245,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   bool lost = false;
 #pragma unroll 1
   for (bool first = alone;; first = false) { // one wait in the code for both parts: each costs registers
-    publish_action(p, 1);
+    publish_action(p, AMK_ACTION_STEP);
     if (!poller_wait(p, &done->sequence, ++p.finished)) {
       return AMK_TRAP_ABORTED;
     }
@@ -284,7 +284,7 @@ __device__ __forceinline__ uint32_t run_load_program(Poller& p, amk_submission c
   p.epoch = load_relaxed(&((amk_program const*)program)->epoch);
   p.switched += l.workers;
   p.landing = true; // the weights may be others
-  publish_action(p, 2);
+  publish_action(p, AMK_ACTION_SWITCH);
   if (!poller_wait(p, &((amk_done*)l.done)->switched, p.switched)) {
     return AMK_TRAP_ABORTED;
   }
@@ -321,7 +321,7 @@ __device__ __forceinline__ void poller_run(Worker const& w) {
     } else if (command == AMK_COMMAND_LOAD_PROGRAM) {
       result = run_load_program(p, s, start);
     } else if (command == AMK_COMMAND_STOP) {
-      publish_action(p, 3);
+      publish_action(p, AMK_ACTION_LEAVE);
       post_completion(p, AMK_TRAP_NONE, 0, 0, 0, start);
       return;
     } else { // ping and fence: everything before has finished, since commands run one after the other

@@ -5,7 +5,7 @@
 // and the weights of the keys, are multiplied as a high and a low half, 22 bits together.
 #pragma once
 
-constexpr uint32_t ATTEND_TOKENS = 64, ATTEND_KEYS = 64, ATTEND_THREADS = ATTEND_TOKENS / 16 * 32;
+constexpr uint32_t ATTEND_TOKENS = AMK_ATTEND_TOKENS, ATTEND_KEYS = AMK_ATTEND_KEYS, ATTEND_THREADS = ATTEND_TOKENS / 16 * 32;
 constexpr uint32_t ATTEND_BLOCK_BYTES = ATTEND_KEYS * ROW_BYTES; // of keys, or of values
 static_assert(PAGE_KEYS % ATTEND_KEYS == 0, "a block of keys is of one page");
 constexpr uint32_t KEY_TILES = ATTEND_KEYS / 8, DIM_TILES = AMK_HEAD_DIM / 8;

@@ -18,7 +18,7 @@ struct Gemm {
 
 // c += a . b for a 16x16 a and a 16x8 b. Not volatile, so that products and loads can be interleaved.
 __device__ __forceinline__ void mma_elements(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-#if AMK_DTYPE == 2
+#if AMK_DTYPE == AMK_DTYPE_BF16
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
 #else
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -192,7 +192,7 @@ template <uint32_t LEFT> __device__ __forceinline__ void group_wait() { asm vola
 // c += a . b for a 64x16 a and a 16x256 b. A warp has 16 rows of c, in tiles of 8 columns as mma_elements has them.
 __device__ __forceinline__ void group_multiply(float (&c)[1][GROUP_TILES][4], uint64_t a, uint64_t b) {
 #define AMK_TILE(J) "+f"(c[0][J][0]), "+f"(c[0][J][1]), "+f"(c[0][J][2]), "+f"(c[0][J][3])
-#if AMK_DTYPE == 2
+#if AMK_DTYPE == AMK_DTYPE_BF16
 #define AMK_TYPES "bf16.bf16"
 #else
 #define AMK_TYPES "f16.f16"

@@ -9,11 +9,11 @@
 #ifndef AMK_PREFILL_HALVES // 2: vectors are multiplied as sums of two 16-bit halves; 1: as one
 #define AMK_PREFILL_HALVES 2
 #endif
-static_assert(AMK_DTYPE != 0, "chunks of a prompt are multiplied with 16-bit weights");
+static_assert(AMK_DTYPE != AMK_DTYPE_F32, "chunks of a prompt are multiplied with 16-bit weights");
 
 constexpr uint32_t X_HALVES = AMK_PREFILL_HALVES;
 constexpr uint32_t X_UNIT_BYTES = AMK_UNIT_BYTES * X_HALVES; // of 8 tokens
-constexpr uint32_t PREFILL_THREADS = 256;                    // of the kernels that go over vectors
+constexpr uint32_t PREFILL_THREADS = AMK_PREFILL_THREADS;     // of the kernels that go over vectors
 
 extern __shared__ __align__(1024) char prefill_memory[];
 

@@ -1,7 +1,7 @@
 // Reading and writing slots by kind.
 #pragma once
 
-#if AMK_DTYPE == 0
+#if AMK_DTYPE == AMK_DTYPE_F32
 constexpr uint32_t ELEMENT_BYTES = 4;
 #else
 constexpr uint32_t ELEMENT_BYTES = 2;
@@ -14,14 +14,14 @@ constexpr uint32_t UNIT_QUADS = UNIT_COLS / 4;                     // groups of 
 // 16 bytes of one thread go with elements 0..4 and 8..12 of 16, and those of its neighbour with the others: two threads that ask for f32 of
 // the vector get whole sectors of 32 bytes at each question (matvec_lanes.cuh). ir::program::exchange_quads is the same.
 __device__ __forceinline__ constexpr uint32_t unit_column(uint32_t column) {
-  return AMK_DTYPE == 0 ? column % UNIT_COLS : (column % UNIT_COLS & ~12u) | (column & 4) << 1 | (column & 8) >> 1;
+  return AMK_DTYPE == AMK_DTYPE_F32 ? column % UNIT_COLS : (column % UNIT_COLS & ~12u) | (column & 4) << 1 | (column & 8) >> 1;
 }
 
-#if AMK_DTYPE != 0
+#if AMK_DTYPE != AMK_DTYPE_F32
 // Two floats as stored elements, the first in the low half; and back.
 __device__ __forceinline__ uint32_t element_pair(float low, float high) {
   uint32_t r;
-#if AMK_DTYPE == 2
+#if AMK_DTYPE == AMK_DTYPE_BF16
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
 #else
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t element_pair(float low, float high) {
   return r;
 }
 __device__ __forceinline__ float2 pair_values(uint32_t v) {
-#if AMK_DTYPE == 2
+#if AMK_DTYPE == AMK_DTYPE_BF16
   return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 #else
   float2 r;
@@ -134,7 +134,7 @@ __device__ __forceinline__ float4 embedding_read4(Worker const& w, ResolvedSlot 
   uint32_t const token = lane_token(w);
   uint64_t const unit = (uint64_t)(token / AMK_UNIT_ROWS) * s.units + e / UNIT_COLS;
   char const* p = (char const*)s.address + unit * AMK_UNIT_BYTES + (token % AMK_UNIT_ROWS) * AMK_UNIT_ROW_BYTES + unit_column(e) * ELEMENT_BYTES;
-#if AMK_DTYPE == 0
+#if AMK_DTYPE == AMK_DTYPE_F32
   return __ldg((float4 const*)p);
 #else
   uint2 const half = __ldg((uint2 const*)p);

@@ -2,12 +2,11 @@
 #pragma once
 
 constexpr uint32_t CONSUMERS = AMK_WARPS * 32;
-constexpr uint32_t HELPERS = 128; // threads: loader, fetcher, watchdog, and the one that writes the pulse; registers are given away by whole groups of 4 warps
+constexpr uint32_t HELPERS = AMK_HELPER_WARPS * 32; // threads: loader, fetcher, watchdog, and the one that writes the pulse; registers are given away by whole groups of 4 warps
 constexpr uint32_t TILES_BUF = 16;                       // tiles whose sums are kept before an epilogue
 constexpr uint32_t ROWS_BUF = TILES_BUF * AMK_UNIT_ROWS; // 128
 constexpr uint32_t LANES = AMK_LANES;
 constexpr uint32_t PART_ROWS = LANES == 1 ? ROWS_BUF : 112; // of several lanes the sums lie elsewhere, and this is scratch
-constexpr uint32_t FIXED_BYTES = 11 * 1024;              // ir::program::smem::FIXED_BYTES
 constexpr uint32_t SPINS_PER_NOTE = 256;                 // turns of a wait after which it says what it waits for
 
 // A slot as a task uses it: resolved when the task is fetched.
@@ -77,7 +76,7 @@ struct Shared {
   Tape tape;
 #endif
 };
-static_assert(sizeof(Shared) <= FIXED_BYTES, "the fixed part holds the shared state");
+static_assert(sizeof(Shared) <= AMK_FIXED_BYTES, "the fixed part holds the shared state");
 
 // Everything that a role needs to hand. Lives in registers: it is never passed by address to a function that is not inlined.
 struct Worker {

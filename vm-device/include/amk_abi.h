@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x3132571fab44b360ull
+#define AMK_ABI_HASH 0x3f934b129af251f3ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -40,6 +40,14 @@ typedef long long int64_t;
 #define AMK_TAG_BITS 4u
 #define AMK_PARTIAL_HEADER 4u
 #define AMK_STAGE_UNITS_MAX 64u
+#define AMK_CONSUMER_WARPS 8u
+#define AMK_HELPER_WARPS 4u
+#define AMK_FIXED_BYTES 11264u
+#define AMK_ATTENTION_GROUP 4u
+#define AMK_LANE_TILES 8u
+#define AMK_PREFILL_THREADS 256u
+#define AMK_ATTEND_TOKENS 64u
+#define AMK_ATTEND_KEYS 64u
 #define AMK_RING_ENTRIES 64u
 #define AMK_STOP_TOKENS_MAX 8u
 #define AMK_SESSIONS_MAX 64u
@@ -50,6 +58,8 @@ typedef long long int64_t;
 #define AMK_BIAS_MAX 512u
 #define AMK_SAMPLED_VOCAB_MAX 4194304u
 #define AMK_CHOICE_BYTES 10752u
+#define AMK_CHOICE_ALIGN 128u
+#define AMK_LISTED_BYTES 16u
 #define AMK_FLAG_KEEP_LOGITS 1u
 #define AMK_FLAG_SAMPLE 2u
 #define AMK_NONE 0xffffffffu
@@ -97,6 +107,15 @@ typedef long long int64_t;
 #define AMK_ENDING_YIELD 2u
 #define AMK_ENDING_NO_TOKEN 3u
 #define AMK_ENDING_BAD_TOKEN 4u
+
+#define AMK_ACTION_STEP 1u
+#define AMK_ACTION_SWITCH 2u
+#define AMK_ACTION_LEAVE 3u
+#define AMK_ACTION_CHOOSE 4u
+
+#define AMK_DTYPE_F32 0u
+#define AMK_DTYPE_F16 1u
+#define AMK_DTYPE_BF16 2u
 
 #define AMK_TRAP_NONE 0u
 #define AMK_TRAP_ABORTED 1u
@@ -253,7 +272,7 @@ static_assert(AMK_OFFSETOF(amk_program, reserved) == 108, "offset of amk_program
 
 struct alignas(16) amk_step {
   uint64_t program; // Address of the `amk_program`.
-  uint32_t action; // What to do: 1 step, 2 switch program, 3 leave, 4 help to choose this step's token.
+  uint32_t action; // What to do: an `Action`.
   uint32_t epoch; // Epoch of the program: steps run since it was loaded, this one included.
   uint32_t token; // Input token.
   uint32_t position; // Position of the input token; keys 0..=position are attended to.

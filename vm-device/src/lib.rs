@@ -3,6 +3,8 @@
 //! **Promises.** No CUDA dependency and no logic beyond which files there are, in which order, and how a variant's macros are
 //! spelled. The files of a unit, one after the other, are one self-contained text: NVRTC needs no header search path.
 
+use abi::DType;
+
 /// A source file of the device.
 #[derive(Clone, Copy, Debug)]
 pub struct Source {
@@ -56,8 +58,8 @@ pub const PREFILL_SOURCES: &[Source] =
 /// What the kernel is compiled for. Every field becomes a macro, so two variants with different fields are different builds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Variant {
-    /// Element type of the matrices: 0 f32, 1 f16, 2 bf16.
-    pub dtype: u32,
+    /// Element type of the matrices.
+    pub dtype: DType,
     /// Elements of a head.
     pub head_dim: u32,
     /// Query heads of a key/value head.
@@ -98,7 +100,7 @@ impl Variant {
             first_task,
         } = *self;
         vec![
-            format!("-DAMK_DTYPE={dtype}"),
+            format!("-DAMK_DTYPE={}", dtype as u32),
             format!("-DAMK_HEAD_DIM={head_dim}"),
             format!("-DAMK_GROUP={group}"),
             format!("-DAMK_QK_NORM={}", u32::from(qk_norm)),
@@ -118,8 +120,8 @@ impl Variant {
 /// What the kernels for prompt chunks are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PrefillVariant {
-    /// Element type of the matrices: 1 f16, 2 bf16.
-    pub dtype: u32,
+    /// Element type of the matrices, of 16 bits.
+    pub dtype: DType,
     /// Elements of a head.
     pub head_dim: u32,
     /// Query heads of a key/value head.
@@ -136,7 +138,7 @@ impl PrefillVariant {
     pub fn defines(&self) -> Vec<String> {
         let Self { dtype, head_dim, group, qk_norm, vector_halves } = *self;
         vec![
-            format!("-DAMK_DTYPE={dtype}"),
+            format!("-DAMK_DTYPE={}", dtype as u32),
             format!("-DAMK_HEAD_DIM={head_dim}"),
             format!("-DAMK_GROUP={group}"),
             format!("-DAMK_QK_NORM={}", u32::from(qk_norm)),

@@ -19,7 +19,7 @@ use crate::sampling::SamplingMemory;
 
 /// The build whose bandwidth kernel is used; any would do.
 const PROBE_VARIANT: Variant = Variant {
-    dtype: 2,
+    dtype: abi::DType::Bf16,
     head_dim: 64,
     group: 1,
     qk_norm: false,

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use cudarc::nvrtc::sys;
 use ir::program::staging::{Staging, WARP_UNITS_MAX};
 use ir::schedule::Evict;
-use ir::{DType, Graph, KernelConfig};
+use ir::{Graph, KernelConfig};
 use vm_device::{PrefillVariant, Source, Variant};
 
 use crate::error::HostError;
@@ -42,11 +42,7 @@ pub struct Resources {
 #[must_use]
 pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
     Variant {
-        dtype: match graph.dtype {
-            DType::F32 => 0,
-            DType::F16 => 1,
-            DType::Bf16 => 2,
-        },
+        dtype: graph.dtype,
         head_dim: graph.head_dim,
         group: graph.group(),
         qk_norm: graph.layers.iter().any(|layer| layer.q_norm.is_some()),

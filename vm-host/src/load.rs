@@ -205,7 +205,7 @@ fn header(
         stage_units: program.pipeline.stage_units,
         in_flight: program.pipeline.in_flight,
         in_flight_near: program.pipeline.in_flight_near,
-        x_offset: smem::FIXED_BYTES,
+        x_offset: abi::FIXED_BYTES,
         x_bytes: room.x_bytes,
         kv_capacity: residents.kv_capacity,
         counter_len: program.counters,

@@ -47,7 +47,7 @@ pub const PROGRAMS_MAX: usize = 4;
 /// The state of a step, and that of its lanes right behind it.
 const STEP_BYTES: u64 = (size_of::<StepState>() + size_of::<LaneStates>()) as u64;
 /// Threads of a worker.
-const THREADS: u32 = ir::program::smem::WARPS * 32;
+const THREADS: u32 = (abi::CONSUMER_WARPS + abi::HELPER_WARPS) * 32;
 /// How often a worker says that it lives, at most: 132 workers with 48 bytes each are 6 MB/s over the bus.
 const PULSE_EVERY: Duration = Duration::from_millis(1);
 /// How long the report of a trap may come after the completion that says so: some stores to host memory.

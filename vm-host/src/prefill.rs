@@ -6,6 +6,7 @@
 
 use std::time::{Duration, Instant};
 
+use abi::{ATTEND_KEYS, ATTEND_TOKENS, PREFILL_THREADS};
 use ir::{DType, Graph};
 use vm_device::PrefillVariant;
 
@@ -26,13 +27,8 @@ use plan::{LayerPlan, Lookup, Packed, Plan};
 const CHUNK_TOKENS: u32 = 2048;
 /// Tokens that every form of the matrix products and of the attention takes in whole blocks.
 const BLOCK_TOKENS: u32 = 128;
-/// Tokens of a block of the attention, and its threads: `ATTEND_TOKENS` of prefill_attention.cuh.
-const ATTEND_TOKENS: u32 = 64;
+/// Threads of a block of the attention: a warp has 16 of its tokens.
 const ATTEND_THREADS: u32 = ATTEND_TOKENS * 2;
-/// Keys that a block of the attention has at once, twice.
-const ATTEND_KEYS: u32 = 64;
-/// Threads of the kernels that go over vectors: `PREFILL_THREADS`.
-const VECTOR_THREADS: u32 = 256;
 /// Columns of a unit of 16-bit elements.
 const UNIT_COLS: u32 = abi::UNIT_ROW_BYTES / 2;
 /// Bytes of an element of queries, keys and values.
@@ -353,7 +349,7 @@ impl Prefill {
 
 fn variant(graph: &Graph, options: &PrefillOptions) -> PrefillVariant {
     PrefillVariant {
-        dtype: if graph.dtype == DType::F16 { 1 } else { 2 },
+        dtype: graph.dtype,
         head_dim: graph.head_dim,
         group: graph.group(),
         qk_norm: graph.layers.iter().any(|layer| layer.q_norm.is_some()),
@@ -479,7 +475,7 @@ impl Run<'_> {
             self.stride().into(),
             plan.embed.units.into(),
         ];
-        self.launch("embed", 0.0, &kernels.embed, (count, VECTOR_THREADS, 0), &mut values)
+        self.launch("embed", 0.0, &kernels.embed, (count, PREFILL_THREADS, 0), &mut values)
     }
 
     fn norm(&mut self, norm: u64, rows: Rows) -> Result<(), HostError> {
@@ -494,7 +490,7 @@ impl Run<'_> {
             (*hidden).into(),
             eps.to_bits().into(),
         ];
-        self.launch("norm", 0.0, &kernels.norm, (rows.count, VECTOR_THREADS, 0), &mut values)
+        self.launch("norm", 0.0, &kernels.norm, (rows.count, PREFILL_THREADS, 0), &mut values)
     }
 
     /// Vectors of `x` times a matrix, into rows or, for the hidden layer, vectors.
@@ -544,7 +540,7 @@ impl Run<'_> {
         let Prefill { kernels, buffers, plan, variant, heads, kv_heads, .. } = self.prefill;
         let threads =
             u64::from(count) * u64::from(heads + 2 * kv_heads) * u64::from(variant.head_dim / 8);
-        let grid = threads.div_ceil(u64::from(VECTOR_THREADS)) as u32;
+        let grid = threads.div_ceil(u64::from(PREFILL_THREADS)) as u32;
         let mut values = [
             buffers.queries.address,
             layer.cache,
@@ -560,7 +556,7 @@ impl Run<'_> {
             self.prefill.eps.to_bits().into(),
             self.prefill.scale.to_bits().into(),
         ];
-        self.launch("heads", 0.0, &kernels.heads, (grid, VECTOR_THREADS, 0), &mut values)
+        self.launch("heads", 0.0, &kernels.heads, (grid, PREFILL_THREADS, 0), &mut values)
     }
 
     fn attention(&mut self, layer: &LayerPlan, start: u32, rows: Rows) -> Result<(), HostError> {
@@ -603,7 +599,7 @@ impl Run<'_> {
             (*vocab).into(),
         ];
         let flop = 2.0 * f64::from(*vocab) * f64::from(*hidden);
-        let place = (sms * 8, VECTOR_THREADS, 0);
+        let place = (sms * 8, PREFILL_THREADS, 0);
         self.launch("logits", flop, &kernels.logits, place, &mut values)
     }
 }

@@ -1,21 +1,18 @@
 //! What the device holds to choose tokens with: for each session its settings, the set of its tokens, its biases; and one list, since one
 //! step runs at a time.
 
-use abi::{BIAS_MAX, Bias, CHOICE_BYTES, SAMPLED_VOCAB_MAX, SessionSampling};
+use abi::{
+    BIAS_MAX, Bias, CHOICE_ALIGN, CHOICE_BYTES, CONSUMER_WARPS, LISTED_BYTES, SAMPLED_VOCAB_MAX,
+    SessionSampling,
+};
 use ir::sampling::Sampling;
 
 use crate::driver::Stream;
 use crate::error::HostError;
 use crate::memory::{DeviceBuffer, HostBuffer, upload};
 
-/// What the place of `Choice`, behind the settings, is a multiple of.
-const CHOICE_ALIGN: u32 = 128;
-
-/// Bytes of a token that may be drawn, as `Listed` of sampling.cuh.
-const LISTED_BYTES: u64 = 16;
-
 /// Tokens that the threads of a worker go over at once: four each.
-const LIST_STEP: u64 = 8 * 128;
+const LIST_STEP: u64 = CONSUMER_WARPS as u64 * 32 * 4;
 
 /// What the host knows of a session.
 #[derive(Clone, Copy, Debug, Default)]
@@ -47,7 +44,7 @@ fn set_bytes(vocab: u32) -> u64 {
 
 /// Bytes of a list of the whole vocabulary: each thread's part has room for the most tokens that a thread can have.
 fn list_bytes(vocab: u32) -> u64 {
-    u64::from(vocab).next_multiple_of(LIST_STEP) * LISTED_BYTES
+    u64::from(vocab).next_multiple_of(LIST_STEP) * u64::from(LISTED_BYTES)
 }
 
 /// Bytes of a row in whole groups of four logits.

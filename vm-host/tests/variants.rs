@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use abi::DType;
 use ir::schedule::{legal_values, validate};
 use ir::{Graph, Knob, ScheduleConfig, Target};
 use vm_device::{PrefillVariant, Variant};
@@ -121,7 +122,7 @@ fn compile_all(variants: &[Variant]) -> Vec<Built> {
 }
 
 fn name(variant: &Variant) -> String {
-    let dtype = ["f32", "f16", "bf16"][variant.dtype as usize];
+    let dtype = variant.dtype.name();
     let Variant { head_dim, group, qk_norm, poll_sleep_ns, evict_first, lanes, trace, .. } =
         variant;
     format!(
@@ -154,7 +155,8 @@ fn check(variants: &[Variant]) {
         };
         eprintln!("{}: {:3} registers", name(variant), main.registers);
         // The register file holds 65536 words, handed out to a warp in blocks of 256.
-        let words = ir::program::smem::WARPS * (main.registers * 32).next_multiple_of(256);
+        let words =
+            (abi::CONSUMER_WARPS + abi::HELPER_WARPS) * (main.registers * 32).next_multiple_of(256);
         if words > 65536 {
             problems.push(format!("{}: {words} registers a block", name(variant)));
         }
@@ -222,7 +224,11 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
         qk_norm,
         vector_halves: 2,
     };
-    let variants = [of(1, 16, 2, false), of(2, 128, 2, true), of(2, 64, 4, false)];
+    let variants = [
+        of(DType::F16, 16, 2, false),
+        of(DType::Bf16, 128, 2, true),
+        of(DType::Bf16, 64, 4, false),
+    ];
     let mut problems = Vec::new();
     std::thread::scope(|scope| {
         let built = variants.map(|variant| {

@@ -1,19 +1,8 @@
 //! Shared memory of a worker: the one formula that `validate`, the launch and the device agree on.
 
+use abi::{ATTENTION_GROUP, CONSUMER_WARPS, FIXED_BYTES, LANE_TILES};
+
 use crate::program::Dims;
-
-/// Bytes for reductions, barriers and task records, whatever the program.
-pub const FIXED_BYTES: u32 = 11 * 1024;
-
-/// Query heads that the attention op works on at once, at most.
-pub const ATTENTION_GROUP: u32 = 7;
-
-/// Consumer warps of a worker.
-pub const CONSUMER_WARPS: u32 = 8;
-
-/// Warps of a worker: the consumers, the loader, the fetcher of tasks, the watchdog that also polls the host ring, and one that only
-/// completes the group of four that gives registers to the consumers.
-pub const WARPS: u32 = CONSUMER_WARPS + 4;
 
 /// Bytes of the activation buffer: the longest staged vector (4 bytes an element: an f32, or the high and low 16-bit halves), or what
 /// the consumer warps leave each other in attention and its merge.
@@ -34,9 +23,6 @@ fn scratch_bytes(dims: &Dims) -> u32 {
     let merge = 32 * CONSUMER_WARPS * 32;
     merge.max(attention)
 }
-
-/// Tiles of which a worker keeps the sums of all lanes before an epilogue, where a step has several (decision 022).
-pub const LANE_TILES: u32 = 8;
 
 /// Bytes of the activation buffer where a step has several lanes: their vectors stay in registers, so it holds the warps' sums of two
 /// epilogues in turn, or what attention and its merge need.

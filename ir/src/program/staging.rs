@@ -1,6 +1,6 @@
 //! How the tiles of a matrix lie in the stages of the weight ring. The device loads by this rule and the cost model predicts by it.
 
-use super::smem::{CONSUMER_WARPS, LANE_TILES};
+use abi::{CONSUMER_WARPS, LANE_TILES};
 
 /// Units of a stage that one warp takes into registers, at most.
 pub const WARP_UNITS_MAX: u32 = abi::STAGE_UNITS_MAX / CONSUMER_WARPS;

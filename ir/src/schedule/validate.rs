@@ -145,7 +145,7 @@ fn ring(config: &ScheduleConfig, graph: &Graph, target: &Target, found: &mut Vio
         "{} stages of {} bytes need {needed} bytes of shared memory with {activations} for activations and {} fixed, {} has {available}",
         pipeline.stages,
         pipeline.stage_bytes,
-        smem::FIXED_BYTES,
+        abi::FIXED_BYTES,
         target.name
     );
     let violation =
@@ -201,7 +201,8 @@ fn in_flight(config: &ScheduleConfig, found: &mut Violations) {
 }
 
 fn threads(target: &Target, found: &mut Violations) {
-    let (threads, most) = (smem::WARPS * 32, target.threads_per_block_max);
+    let (threads, most) =
+        ((abi::CONSUMER_WARPS + abi::HELPER_WARPS) * 32, target.threads_per_block_max);
     if threads > most {
         let detail = format!("a worker has {threads} threads, {} allows {most}", target.name);
         let legal = format!("a target that allows {threads}");

@@ -2,7 +2,6 @@
 
 use abi::{AttentionMergeParams, AttentionParams, MatvecParams, Opcode, Prologue, SlotKind};
 use ir::SlotId;
-use ir::program::smem::CONSUMER_WARPS;
 use ir::program::staging::Staging;
 use ir::program::{Program, Region, Task, accesses, active_splits, attended, split_range};
 use rustc_hash::FxHashMap;
@@ -10,7 +9,7 @@ use rustc_hash::FxHashMap;
 use super::rates::Shape;
 
 /// Keys that all warps of a worker attend to at once: a tile of 32 each.
-const PASS_KEYS: u32 = 32 * CONSUMER_WARPS;
+const PASS_KEYS: u32 = 32 * abi::CONSUMER_WARPS;
 
 /// What a task does.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -644,7 +644,7 @@ fn damaged_program_files_are_told_apart() {
         std::fs::write(at("bad.amkp"), bytes).unwrap();
         amk(&["verify", "bad.amkp"]).fails(4, &["bad.amkp"]);
     }
-    std::fs::write(at("bad.amk"), "amk 1\nmodel \"toy\"\nnonsense").unwrap();
+    std::fs::write(at("bad.amk"), "amk 2\nmodel \"toy\"\nnonsense").unwrap();
     amk(&["disasm", "bad.amk"]).fails(2, &["bad.amk"]);
     amk(&["verify", "none.amk"]).fails(2, &["none.amk", "check the path"]);
     amk(&["verify", "toy.txt"]).fails(2, &["toy.txt", ".amkp"]);

@@ -34,13 +34,9 @@ macro_rules! for_each_rule {
             Program OAcyclic "O-ACYCLIC" "queue order, counters and tagged slots leave no cycle of tasks that wait for each other";
             Program OStep "O-STEP" "a step has exactly one `sample`, and it is ordered after every other task";
             Program RHappens "R-HAPPENS" "a read is ordered after the write that it reads";
-            Program RWriter "R-WRITER" "a write is ordered after the write before it and after every read in between";
-            Program RUnwritten "R-UNWRITTEN" "every word that a task reads was written in this step, in the same slot and generation";
-            Program ROverlap "R-OVERLAP" "no word is overwritten before anything has read it";
+            Program RWriter "R-WRITER" "no word is written twice in a step";
             Program TCover "T-COVER" "every word of a slot that tasks use is written in each step";
-            Program MPage "M-PAGE" "slots that share arena bytes are used one after the other, and tagged words never see a plain or repeated write";
-            Program LStream "L-STREAM" "a worker's loads are exactly the units that its tasks consume, in order";
-            Program LBounds "L-BOUNDS" "a load is not empty and lies inside its matrix";
+            Program MArena "M-ARENA" "slots lie in the arena, aligned and apart from each other";
             Program KSplit "K-SPLIT" "each split of each key/value head of a layer is attended exactly once, with equal parameters, and merged with the same";
             Program KCache "K-CACHE" "each layer has one key/value cache of the right size, used by that layer only";
         }

@@ -1,4 +1,4 @@
-//! Writes the tasks and load streams of every worker, phase by phase.
+//! Writes the tasks of every worker, phase by phase.
 
 use std::ops::Range;
 
@@ -6,8 +6,8 @@ use abi::{
     AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, Opcode,
     SampleParams,
 };
-use ir::program::{Access, Load, Task, Wait, Worker};
-use ir::{CounterId, MatrixId, SlotId};
+use ir::CounterId;
+use ir::program::{Task, Wait, Worker};
 
 use crate::assign::Shares;
 use crate::flow::{Flow, Op, Phase, ValueId};
@@ -42,12 +42,8 @@ pub(crate) struct Plan<'a> {
     pub(crate) order: &'a PhaseOrder,
 }
 
-fn access(slot: SlotId) -> Access {
-    Access { slot, generation: 0 }
-}
-
 impl Plan<'_> {
-    /// The workers with all their tasks and loads.
+    /// The workers with all their tasks.
     pub(crate) fn emit(&self, workers: usize) -> Vec<Worker> {
         let mut out = vec![Worker::default(); workers];
         for (index, phase) in self.flow.phases.iter().enumerate() {
@@ -69,19 +65,18 @@ impl Plan<'_> {
 
     /// What the tasks of a phase have in common.
     fn common(&self, phase: &Phase) -> Task {
-        let slot = |value: ValueId| access(self.flow.slot(value));
         let nothing = abi::NopParams::default();
         let mut task = Task::new(phase.class.opcode(), phase.layer as u16, nothing);
-        task.reads = phase.reads.map(|constant| constant.map(access));
-        task.reads[0] = Some(slot(phase.input));
+        task.reads = phase.reads;
+        task.reads[0] = Some(self.flow.slot(phase.input));
         if let Some(residual) = phase.residual {
-            task.reads[3] = Some(slot(residual));
+            task.reads[3] = Some(self.flow.slot(residual));
         }
-        task.writes = phase.writes.map(|other| other.map(access));
+        task.writes = phase.writes;
         if let (Some(output), Some(free)) =
             (phase.output, task.writes.iter_mut().find(|place| place.is_none()))
         {
-            *free = Some(slot(output));
+            *free = Some(self.flow.slot(output));
             task.signal = self.counters[output.0].map(|wait| wait.counter);
         }
         task
@@ -109,9 +104,6 @@ impl Plan<'_> {
                 let candidate = if p.epilogue == Epilogue::Logits as u32 { candidate } else { 0 };
                 let params = MatvecParams { tile0: items.start, tiles: len, candidate, ..p };
                 push(Task::new(opcode, layer, params));
-                let unit0 = u64::from(items.start) * u64::from(p.units);
-                let (matrix, units) = (MatrixId(p.matrix), len * p.units);
-                worker.loads.push(Load { matrix, unit0, units });
             }
             // The splits of a head go to neighbouring workers, so that the one that is always active is spread over all of them.
             Op::Attention(p) => items.for_each(|item| {

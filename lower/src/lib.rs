@@ -11,7 +11,7 @@
 //! | `order` | which phases happen before which | a task waits for all that it needs the counters of |
 //! | `slots` | the slots | one scratch slot per value, written once per step |
 //! | `pages` | arena offsets | slots share no bytes |
-//! | `emit` | tasks and load streams | a worker's loads are its tasks' units, in order; `sample` waits for every worker |
+//! | `emit` | tasks | `sample` waits for every worker |
 //! | `ir::program::verify` | the proof | the program gives one result in every order |
 //!
 //! **Promises.** Pure and deterministic: the same schedule, graph, target and options give the same program, byte for byte. A

@@ -417,31 +417,6 @@ fn predictions_add_up_and_know_the_position() {
     assert!((near.bound_us - 529.0).abs() < 5.0, "{}", near.bound_us);
 }
 
-/// A survey on the card found it: with 16 splits, of which one had keys, the idle tasks of layer 5 wrote over the residual that layer 4 had
-/// not read yet. An idle split waits for no tagged word.
-#[test]
-fn an_idle_split_may_not_overwrite_a_tagged_residual() {
-    let graph = preset("llama-3.2-1b", 6);
-    let config = r#"{
-        "sync": {"embed": "tagged", "qkv": "tagged", "attention": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged"},
-        "fusion_grouping": {"merge": "o_proj"}, "tiling": {"qkv": {"rows": 64}, "down": {"rows": 32}, "attention": {"kv_split": 16, "kv_block": 256}},
-        "sm_assignment": "carry"}"#;
-    let base = neutral_config(&graph, &target("h200"));
-    let config = ir::schedule::read_config_over(base, config, &graph, &target("h200"));
-    let config = *config.expect("a config");
-    let mut shared = lowered(config, &graph, &target("h200")).into_inner();
-    let find = |p: &Program, name: &str| p.slots.iter().position(|s| s.name == name).expect(name);
-    let (x, out) = (find(&shared, "layers.4.x"), find(&shared, "layers.5.partials"));
-    shared.slots[x].offset = shared.slots[out].offset + 32 * 68 * 4; // where split 1 writes
-    for task in shared.workers.iter_mut().flat_map(|w| &mut w.tasks) {
-        for access in task.reads.iter_mut().chain(&mut task.writes).flatten() {
-            access.generation = u16::from(access.slot.index() == out);
-        }
-    }
-    let found = ir::program::verify(shared).expect_err("an idle split overwrites the residual");
-    assert!(found.has(ir::Rule::MPage), "{found}");
-}
-
 /// A worker without a share of q, k and v has not waited for the residual that its output projection adds to, and the tagged words in
 /// between do not order it: it waits for the counter of the residual itself, unless it wrote those rows.
 #[test]

@@ -8,7 +8,7 @@
 //! load stream that is not what the tasks consume, a step that ends early. What it merely computes
 //! wrong is for [`compare`](crate::compare) to find.
 
-use ir::program::{Access, Program, Verified};
+use ir::program::{Program, Verified};
 use ir::{CounterId, Graph, SlotId, Weights, WorkerId};
 use rayon::prelude::*;
 
@@ -16,7 +16,7 @@ use crate::defect::Defect;
 use crate::memory::{Memory, Span, Step};
 use crate::ops::{self, Context, Effects};
 use crate::order::{Order, Picker};
-use crate::packed::{Cursor, Packed};
+use crate::packed::Packed;
 use crate::products::Products;
 use crate::trace::{Appended, Fired, Stored};
 use crate::trap::{Fault, MachineError, Trap};
@@ -143,7 +143,6 @@ enum Stop {
 #[derive(Default)]
 struct Progress {
     task: usize,
-    cursor: Cursor,
     /// Inputs of the next task and the first word of them not known to have arrived: span, and word
     /// within.
     inputs: Option<Vec<Span>>,
@@ -356,7 +355,7 @@ impl<'a> Machine<'a> {
         let position = self.positions.saturating_sub(1) as u32;
         let step = Step { token, position, epoch: self.epoch };
         let (worker, task) = (fired.worker.index(), fired.task as usize);
-        let progress = Progress { task, cursor: fired.cursor, ..Progress::default() };
+        let progress = Progress { task, ..Progress::default() };
         let effects =
             ops::fire(self.context(worker, &progress, step)).map_err(|fault| {
                 match self.trap(worker, task, fault) {
@@ -364,15 +363,15 @@ impl<'a> Machine<'a> {
                     Stop::OutOfFuel | Stop::Stuck(_) => unreachable!("`trap` makes traps"),
                 }
             })?;
-        Ok(self.fired(worker, task, fired.cursor, &effects))
+        Ok(self.fired(worker, task, &effects))
     }
 
     /// What a task has stored, as readers find it.
-    fn fired(&self, worker: usize, task: usize, cursor: Cursor, effects: &Effects) -> Fired {
-        let stored = |(access, start, words): &(Access, u32, Vec<u32>)| Stored {
-            slot: access.slot,
+    fn fired(&self, worker: usize, task: usize, effects: &Effects) -> Fired {
+        let stored = |(slot, start, words): &(SlotId, u32, Vec<u32>)| Stored {
+            slot: *slot,
             start: *start,
-            values: self.memory.as_read(access.slot, words),
+            values: self.memory.as_read(*slot, words),
         };
         let appended = effects.append.as_ref().map(|append| Appended {
             kv_head: append.kv_head,
@@ -385,7 +384,6 @@ impl<'a> Machine<'a> {
             writes: effects.writes.iter().map(stored).collect(),
             appended,
             chosen: effects.chosen,
-            cursor,
         }
     }
 
@@ -450,16 +448,6 @@ impl<'a> Machine<'a> {
                 if let Some(token) = ends {
                     chosen = Some(self.end(worker, &workers[worker], token, left)?);
                 }
-            }
-        }
-        for (worker, progress) in workers.iter().enumerate() {
-            let units = progress.cursor.left(&self.program.workers[worker].loads);
-            if units > 0 {
-                return Err(self.trap(
-                    worker,
-                    progress.task.saturating_sub(1),
-                    Fault::StreamLeft { units },
-                ));
             }
         }
         self.positions += 1;
@@ -536,8 +524,8 @@ impl<'a> Machine<'a> {
         let program = self.program;
         let task = &program.workers[worker].tasks[progress.task];
         let stored = (|| {
-            for (access, start, words) in &effects.writes {
-                self.memory.write(*access, *start, words, step)?;
+            for (slot, start, words) in &effects.writes {
+                self.memory.write(*slot, *start, words, step)?;
             }
             if let Some(append) = &effects.append {
                 self.memory.append(append, step)?;
@@ -546,11 +534,10 @@ impl<'a> Machine<'a> {
         })();
         stored.map_err(|fault| self.trap(worker, progress.task, fault))?;
         if self.trace.is_some() {
-            let fired = self.fired(worker, progress.task, progress.cursor, &effects);
+            let fired = self.fired(worker, progress.task, &effects);
             self.trace.get_or_insert_default().push(fired);
         }
-        let cursor = effects.cursor.unwrap_or(progress.cursor);
-        *progress = Progress { task: progress.task + 1, cursor, ..Progress::default() };
+        *progress = Progress { task: progress.task + 1, ..Progress::default() };
         Ok(())
     }
 
@@ -579,8 +566,6 @@ impl<'a> Machine<'a> {
             memory: &self.memory,
             packed: &self.packed,
             products: None,
-            loads: &queue.loads,
-            cursor: progress.cursor,
         }
     }
 
@@ -606,7 +591,7 @@ impl<'a> Machine<'a> {
             let word = || {
                 let span = *progress.inputs.as_ref()?.get(progress.scan.0)?;
                 let (word, have) = self.memory.missing_tag(span, progress.scan.1, step).ok()??;
-                let (slot, need) = (span.access.slot, step.tag(span.access.generation));
+                let (slot, need) = (span.slot, step.epoch);
                 Some(On::Word { slot, word: span.start + word, have, need })
             };
             let (worker, task) = (WorkerId(worker as u32), progress.task as u32);

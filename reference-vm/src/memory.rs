@@ -1,12 +1,12 @@
 //! What tasks read and write: the arena, constants, the key/value caches, the logits and the
 //! counters.
 //!
-//! The arena is one array of words at the offsets that the program chose, so slots that share bytes
-//! share them here too. Plain words and logits are poisoned before every step: reading what no task
-//! of this step has written is a fault, not a stale number.
+//! The arena is one array of words at the offsets that the program chose. Plain words and logits are
+//! poisoned before every step: reading what no task of this step has written is a fault, not a stale
+//! number.
 
 use abi::SlotKind;
-use ir::program::{Access, Dims, Program, Slot, SlotSource};
+use ir::program::{Dims, Program, Slot, SlotSource};
 use ir::{CounterId, Graph, MatrixId, SlotId, Weights};
 
 use crate::math::make_room;
@@ -27,17 +27,10 @@ pub(crate) struct Step {
     pub(crate) epoch: u32,
 }
 
-impl Step {
-    /// The tag of this step's write `generation` to a tagged word.
-    pub(crate) fn tag(self, generation: u16) -> u32 {
-        self.epoch.wrapping_mul(abi::GENERATIONS_MAX).wrapping_add(u32::from(generation))
-    }
-}
-
 /// Words `start..start + len` of a slot.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Span {
-    pub(crate) access: Access,
+    pub(crate) slot: SlotId,
     pub(crate) start: u32,
     pub(crate) len: u32,
 }
@@ -73,7 +66,7 @@ pub(crate) struct Memory<'a> {
     program: &'a Program,
     places: Vec<Place>,
     arena: Vec<u32>,
-    /// The whole tag of each word of the arena, of which the device keeps the lowest bits in the word.
+    /// The step that wrote each tagged word of the arena; the device keeps the lowest bits of it in the word.
     tags: Vec<u32>,
     logits: Vec<u32>,
     counters: Vec<u64>,
@@ -164,7 +157,7 @@ impl<'a> Memory<'a> {
     }
 
     fn slot(&self, span: Span) -> Result<(&Slot, &Place), Fault> {
-        let id = span.access.slot;
+        let id = span.slot;
         let bad = Fault::BadSlot { slot: id };
         let (slot, place) =
             (self.program.slots.get(id.index()).ok_or(bad)?, &self.places[id.index()]);
@@ -186,7 +179,7 @@ impl<'a> Memory<'a> {
     ) -> Result<Option<(u32, u32)>, Fault> {
         let (_, place) = self.slot(span)?;
         let Place::Tagged(first) = *place else { return Ok(None) };
-        let need = step.tag(span.access.generation);
+        let need = step.epoch;
         let tags = &self.tags[first + span.start as usize..][..span.len as usize];
         let rest = tags.get(from as usize..).unwrap_or_default();
         let missing = find(rest, |tag| tag != need).map(|word| from + word as u32);
@@ -201,7 +194,7 @@ impl<'a> Memory<'a> {
         packed: &[Packed<'_>],
     ) -> Result<Vec<f32>, Fault> {
         let (slot, place) = self.slot(span)?;
-        let (id, start, len) = (span.access.slot, span.start as usize, span.len as usize);
+        let (id, start, len) = (span.slot, span.start as usize, span.len as usize);
         match place {
             Place::Plain(first) => {
                 let words = &self.arena[first + start..][..len];
@@ -212,7 +205,7 @@ impl<'a> Memory<'a> {
             }
             Place::Tagged(first) => {
                 let tags = &self.tags[first + start..][..len];
-                let need = step.tag(span.access.generation);
+                let need = step.epoch;
                 if let Some(word) = find(tags, |tag| tag != need) {
                     return Err(Fault::Tag {
                         slot: id,
@@ -237,27 +230,26 @@ impl<'a> Memory<'a> {
     /// Stores words from `start` on.
     pub(crate) fn write(
         &mut self,
-        access: Access,
+        slot: SlotId,
         start: u32,
         words: &[u32],
         step: Step,
     ) -> Result<(), Fault> {
-        let (slot, place) = self.slot(Span { access, start, len: words.len() as u32 })?;
-        let (kind, start) = (slot.kind, start as usize);
-        match *place {
+        let span = Span { slot, start, len: words.len() as u32 };
+        let (kind, start) = (self.slot(span)?.0.kind, start as usize);
+        match self.places[slot.index()] {
             Place::Plain(first) => {
                 self.arena[first + start..][..words.len()].copy_from_slice(words)
             }
             Place::Tagged(first) => {
-                let tag = step.tag(access.generation);
-                self.tags[first + start..][..words.len()].fill(tag);
+                self.tags[first + start..][..words.len()].fill(step.epoch);
                 for (stored, &word) in self.arena[first + start..].iter_mut().zip(words) {
                     *stored = make_room(word);
                 }
             }
             Place::Logits => self.logits[start..][..words.len()].copy_from_slice(words),
             Place::Constant(_) | Place::Embedding { .. } | Place::KvCache(_) => {
-                return Err(Fault::Kind { slot: access.slot, kind });
+                return Err(Fault::Kind { slot, kind });
             }
         }
         Ok(())

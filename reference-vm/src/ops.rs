@@ -14,11 +14,12 @@ use abi::{
     AttentionMergeParams, AttentionParams, EmbedParams, MatvecParams, NopParams, OpVisitor,
     SampleParams, visit,
 };
-use ir::program::{Access, Load, Task, active_splits, attended};
+use ir::SlotId;
+use ir::program::{Task, active_splits, attended};
 
 use crate::defect::Defect;
 use crate::memory::{Append, Memory, Span, Step};
-use crate::packed::{Cursor, Packed};
+use crate::packed::Packed;
 use crate::products::Products;
 use crate::trap::Fault;
 use crate::wave::Wave;
@@ -33,9 +34,6 @@ pub(crate) struct Context<'m> {
     /// Products that were computed before, if the machine may use them, and what the tasks of this wave
     /// have in common.
     pub(crate) products: Option<(&'m Products<'m>, &'m Wave)>,
-    /// The worker's load stream, and where it stands.
-    pub(crate) loads: &'m [Load],
-    pub(crate) cursor: Cursor,
     /// What this machine gets wrong in the task's layer.
     pub(crate) defect: Option<Defect>,
 }
@@ -44,17 +42,15 @@ pub(crate) struct Context<'m> {
 #[derive(Default)]
 pub(crate) struct Effects {
     /// Words stored from a first word of a slot on.
-    pub(crate) writes: Vec<(Access, u32, Vec<u32>)>,
+    pub(crate) writes: Vec<(SlotId, u32, Vec<u32>)>,
     pub(crate) append: Option<Append>,
-    /// Where the load stream stands afterwards, if the task consumed any.
-    pub(crate) cursor: Option<Cursor>,
     /// The token chosen; ends the step.
     pub(crate) chosen: Option<u32>,
 }
 
 impl Effects {
-    fn store(access: Access, start: u32, values: &[f32]) -> Self {
-        Self { writes: vec![(access, start, bits(values))], ..Self::default() }
+    fn store(slot: SlotId, start: u32, values: &[f32]) -> Self {
+        Self { writes: vec![(slot, start, bits(values))], ..Self::default() }
     }
 }
 
@@ -106,17 +102,17 @@ dispatch!(Inputs -> Vec<Span>, inputs);
 dispatch!(Fire -> Effects, fire);
 
 impl<'m> Context<'m> {
-    fn reads(self, index: usize) -> Result<Access, Fault> {
+    fn reads(self, index: usize) -> Result<SlotId, Fault> {
         self.task.reads[index].ok_or(Fault::NoSlot { access: "read", index })
     }
 
-    fn writes(self, index: usize) -> Result<Access, Fault> {
+    fn writes(self, index: usize) -> Result<SlotId, Fault> {
         self.task.writes[index].ok_or(Fault::NoSlot { access: "write", index })
     }
 
     /// Words of read `index`.
     fn span(self, index: usize, start: u32, len: u32) -> Result<Span, Fault> {
-        Ok(Span { access: self.reads(index)?, start, len })
+        Ok(Span { slot: self.reads(index)?, start, len })
     }
 
     /// The values of words of read `index`.

@@ -5,12 +5,12 @@
 
 use std::sync::Arc;
 
-use ir::program::{Load, RowMap};
+use ir::program::RowMap;
 use ir::{DType, Graph, MatrixId, TensorId, Weights};
 
 use crate::math;
 use crate::products::{Products, Rows, Stored as Place, Vector};
-use crate::trap::{Fault, MachineError};
+use crate::trap::MachineError;
 
 /// A packed matrix bound to its tensors.
 pub(crate) struct Packed<'a> {
@@ -184,81 +184,4 @@ fn stored<'g, 'a>(
         return Err(misfit);
     }
     Ok(Stored { dtype: meta.dtype, shape: &meta.shape, bytes })
-}
-
-/// A place in a worker's load stream.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Cursor {
-    load: usize,
-    unit: u32,
-}
-
-impl Cursor {
-    /// Consumes `units` units, which must be those of `want` from `unit0` on.
-    pub(crate) fn consume(
-        self,
-        loads: &[Load],
-        want: MatrixId,
-        unit0: u64,
-        units: u64,
-    ) -> Result<Self, Fault> {
-        let Self { mut load, mut unit } = self;
-        let mut done = 0;
-        while done < units {
-            let Some(run) = loads.get(load) else {
-                return Err(Fault::StreamEnd { units: units - done });
-            };
-            if unit == run.units {
-                (load, unit) = (load + 1, 0);
-                continue;
-            }
-            let (have, want_unit) = (run.unit0.saturating_add(u64::from(unit)), unit0 + done);
-            if run.matrix != want || have != want_unit {
-                return Err(Fault::Stream { matrix: run.matrix, unit: have, want, want_unit });
-            }
-            let step = u64::from(run.units - unit).min(units - done);
-            unit += step as u32;
-            done += step;
-        }
-        Ok(Self { load, unit })
-    }
-
-    /// Units that are left.
-    pub(crate) fn left(self, loads: &[Load]) -> u64 {
-        let rest: u64 = loads.iter().skip(self.load).map(|run| u64::from(run.units)).sum();
-        rest - u64::from(self.unit)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn load(matrix: u32, unit0: u64, units: u32) -> Load {
-        Load { matrix: MatrixId(matrix), unit0, units }
-    }
-
-    #[test]
-    fn a_stream_is_consumed_across_runs() {
-        let loads = [load(0, 4, 6), load(0, 10, 2), load(1, 0, 3)];
-        let cursor = Cursor::default().consume(&loads, MatrixId(0), 4, 3).unwrap();
-        assert_eq!(cursor.left(&loads), 8);
-        let cursor = cursor
-            .consume(&loads, MatrixId(0), 7, 5)
-            .unwrap()
-            .consume(&loads, MatrixId(1), 0, 3)
-            .unwrap();
-        assert_eq!(cursor.left(&loads), 0);
-        assert_eq!(cursor.consume(&loads, MatrixId(1), 3, 1), Err(Fault::StreamEnd { units: 1 }));
-    }
-
-    #[test]
-    fn another_unit_is_a_fault() {
-        let loads = [load(0, 4, 6), load(1, 0, 3)];
-        let fault = Fault::Stream { matrix: MatrixId(0), unit: 4, want: MatrixId(0), want_unit: 5 };
-        assert_eq!(Cursor::default().consume(&loads, MatrixId(0), 5, 1), Err(fault));
-        let fault =
-            Fault::Stream { matrix: MatrixId(1), unit: 0, want: MatrixId(0), want_unit: 10 };
-        assert_eq!(Cursor::default().consume(&loads, MatrixId(0), 4, 7), Err(fault));
-    }
 }

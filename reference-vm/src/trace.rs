@@ -2,8 +2,6 @@
 
 use ir::{SlotId, WorkerId};
 
-use crate::packed::Cursor;
-
 /// A task that ran.
 #[derive(Clone, Debug)]
 pub struct Fired {
@@ -17,15 +15,13 @@ pub struct Fired {
     pub appended: Option<Appended>,
     /// The token that it chose.
     pub chosen: Option<u32>,
-    /// Where its worker's load stream stood before.
-    pub(crate) cursor: Cursor,
 }
 
 impl Fired {
     /// A task that somebody else ran, such as a device.
     #[must_use]
     pub fn elsewhere(worker: WorkerId, task: u32, writes: Vec<Stored>) -> Self {
-        Self { worker, task, writes, appended: None, chosen: None, cursor: Cursor::default() }
+        Self { worker, task, writes, appended: None, chosen: None }
     }
 }
 

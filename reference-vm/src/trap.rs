@@ -117,32 +117,6 @@ pub enum Fault {
         /// The matrix.
         matrix: MatrixId,
     },
-    /// The load stream holds another unit than the task consumes.
-    #[error(
-        "the load stream holds unit {unit} of {matrix} where the task consumes unit {want_unit} of {want}"
-    )]
-    Stream {
-        /// The stream's matrix.
-        matrix: MatrixId,
-        /// The stream's unit.
-        unit: u64,
-        /// The task's matrix.
-        want: MatrixId,
-        /// The task's unit.
-        want_unit: u64,
-    },
-    /// The load stream is over and the task needs more.
-    #[error("the load stream ends {units} units before the task does")]
-    StreamEnd {
-        /// Units that are missing.
-        units: u64,
-    },
-    /// The queue is over and units are left.
-    #[error("{units} units of the load stream are left at the end of the step")]
-    StreamLeft {
-        /// Units left.
-        units: u64,
-    },
     /// The step ended while tasks were left.
     #[error("the step ends while {tasks} other tasks are left")]
     EarlyEnd {

@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use abi::{MatvecParams, Opcode};
-use ir::program::{Access, Task};
+use ir::SlotId;
+use ir::program::Task;
 
 use crate::packed::Known;
 use crate::trap::Fault;
@@ -25,7 +26,7 @@ pub(crate) struct Operand {
 type Shared = Arc<Result<Operand, Fault>>;
 
 /// All parameters but those that say which rows a task takes, and all reads.
-type Key = ([u32; 16], [Option<(u32, u16)>; abi::READS_MAX]);
+type Key = ([u32; 16], [Option<SlotId>; abi::READS_MAX]);
 
 /// The operands of a wave.
 #[derive(Default)]
@@ -42,8 +43,7 @@ impl Wave {
         make: impl FnOnce() -> Result<Operand, Fault>,
     ) -> Shared {
         let rows = MatvecParams { tile0: 0, tiles: 0, candidate: 0, ..*p };
-        let read = |access: Option<Access>| access.map(|a| (a.slot.0, a.generation));
-        let key = (Task::new(Opcode::Matvec, 0, rows).params, task.reads.map(read));
+        let key = (Task::new(Opcode::Matvec, 0, rows).params, task.reads);
         let mut operands = self.operands.lock().unwrap_or_else(PoisonError::into_inner);
         let place = operands.entry(key).or_default().clone();
         drop(operands);

@@ -158,17 +158,17 @@ impl FirstDivergence {
         let (named, why) = match pairs.first() {
             Some(pair) => {
                 let at = |(worker, task): (ir::WorkerId, u32)| TaskAt::of(program, worker.0, task);
-                let (writer, other) = (at(pair.writer), at(pair.other));
+                let (writer, reader) = (at(pair.writer), at(pair.reader));
                 let slot = place_name(program, Place::Slot(pair.slot));
                 let why = format!(
-                    "{writer} writes words {}..{} of {slot}, {other} touches them, and nothing orders the two ({} such pairs)",
+                    "{writer} writes words {}..{} of {slot}, {reader} reads them, and nothing orders the two ({} such pairs)",
                     pair.start, pair.end, pairs.len()
                 );
-                (vec![writer, other], why)
+                (vec![writer, reader], why)
             }
             None => (
                 Vec::new(),
-                "every two tasks that touch the same bytes are ordered by the program, so the fault is in what runs it".to_owned(),
+                "every read is ordered after its write by the program, so the fault is in what runs it".to_owned(),
             ),
         };
         self.unordered = named;

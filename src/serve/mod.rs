@@ -253,7 +253,6 @@ fn shared(lowered: &Lowered) -> Result<(), String> {
     if *lanes == 1 {
         return Ok(());
     }
-    vm_host::check_lanes(program, *lanes).map_err(|error| error.to_string())?;
     let proven = Together::new(Verified::clone(program), *lanes);
     proven.map(|_| ()).map_err(|violations| violations.to_string())
 }

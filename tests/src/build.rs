@@ -1,12 +1,10 @@
 //! Builds valid programs by construction, without `lower`: one phase after the other, each dealt over the workers.
 
 use abi::{
-    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, NopParams, Opcode,
-    Prologue, SampleParams, SlotKind,
+    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, Opcode, Prologue,
+    SampleParams, SlotKind,
 };
-use ir::program::{
-    Access, Dims, Load, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker,
-};
+use ir::program::{Dims, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker};
 use ir::{CounterId, Graph, MatrixId, SlotId, TensorId};
 
 use crate::toy::{Shape, graph};
@@ -49,8 +47,6 @@ pub struct Plan {
     pub kv_block: u32,
     /// Tiles dealt at once.
     pub block_tiles: u32,
-    /// Two buffers per kind of slot instead of one per slot.
-    pub linear: bool,
     /// Added to the first worker of each phase.
     pub rotate: u32,
     /// Tokens of the cache.
@@ -60,7 +56,7 @@ pub struct Plan {
 /// What a phase hands over.
 #[derive(Clone, Copy)]
 struct Output {
-    access: Access,
+    slot: SlotId,
     wait: Option<Wait>,
 }
 
@@ -88,7 +84,6 @@ pub fn sized(tasks: u32, workers: u32, tagged: u8) -> Program {
         splits: workers.div_ceil(8),
         kv_block: 128,
         block_tiles: 2,
-        linear: true,
         rotate: 1,
         kv_capacity: 4096,
     };
@@ -99,24 +94,18 @@ struct Builder<'a> {
     graph: &'a Graph,
     plan: &'a Plan,
     program: Program,
-    /// Buffers of the linear allocation: name and parity, offset.
-    buffers: Vec<(String, u64)>,
     phases: u32,
 }
 
 /// Builds the program of `graph`.
 #[must_use]
 pub fn build(graph: &Graph, plan: &Plan) -> Program {
-    let mut b =
-        Builder { graph, plan, program: empty(graph, plan), buffers: Vec::new(), phases: 0 };
+    let mut b = Builder { graph, plan, program: empty(graph, plan), phases: 0 };
     let embedding = b.matrix("embed", RowMap::single(graph.embed, graph.vocab), graph.hidden);
     let inv_freq = b.slot("inv_freq", SlotKind::Constant, graph.head_dim / 2, SlotSource::InvFreq);
     let mut x = b.embed(embedding);
     for layer in 0..graph.layers.len() as u32 {
         x = b.layer(layer, x, inv_freq);
-        if plan.linear && plan.tagged != 0 {
-            b.meet(layer);
-        }
     }
     let head = if graph.tied() {
         embedding
@@ -152,12 +141,12 @@ impl Builder<'_> {
         MatrixId(self.program.matrices.len() as u32 - 1)
     }
 
-    fn slot(&mut self, name: &str, kind: SlotKind, words: u32, source: SlotSource) -> Access {
+    fn slot(&mut self, name: &str, kind: SlotKind, words: u32, source: SlotSource) -> SlotId {
         self.program.slots.push(Slot { name: name.into(), kind, words, source, offset: 0 });
-        Access { slot: SlotId(self.program.slots.len() as u32 - 1), generation: 0 }
+        SlotId(self.program.slots.len() as u32 - 1)
     }
 
-    fn vector(&mut self, name: String, tensor: TensorId) -> Access {
+    fn vector(&mut self, name: String, tensor: TensorId) -> SlotId {
         let words = self.graph.tensor(tensor).shape[0];
         self.slot(
             &name,
@@ -172,36 +161,21 @@ impl Builder<'_> {
         phase != Phase::LmHead && self.plan.tagged >> phase as u32 & 1 == 1
     }
 
-    /// The slot that a phase writes. In a linear allocation layers `n` and `n + 2` share bytes.
-    fn activation(&mut self, phase: Phase, layer: u32, name: &str, words: u32) -> Access {
+    /// The slot that a phase writes.
+    fn activation(&mut self, phase: Phase, layer: u32, name: &str, words: u32) -> SlotId {
         let kind = if self.is_tagged(phase) { SlotKind::Tagged } else { SlotKind::Plain };
-        let mut access =
-            self.slot(&format!("layers.{layer}.{name}"), kind, words, SlotSource::Scratch);
-        let bytes = self.program.slots[access.slot.index()].arena_bytes().next_multiple_of(128);
-        // A tagged slot has so many generations; then another buffer begins.
-        let generations = 2 * abi::GENERATIONS_MAX;
-        let key = format!("{name}.{}.{}", layer % 2, layer / generations);
-        let shared = self
-            .buffers
-            .iter()
-            .find(|(k, _)| self.plan.linear && *k == key)
-            .map(|&(_, offset)| offset);
-        let offset = shared.unwrap_or(self.program.arena_bytes);
-        if shared.is_none() {
-            self.program.arena_bytes += bytes;
-            self.buffers.push((key, offset));
-        } else if kind == SlotKind::Tagged {
-            access.generation = (layer % generations / 2) as u16;
-        }
-        self.program.slots[access.slot.index()].offset = offset;
-        access
+        let id = self.slot(&format!("layers.{layer}.{name}"), kind, words, SlotSource::Scratch);
+        let slot = &mut self.program.slots[id.index()];
+        slot.offset = self.program.arena_bytes;
+        self.program.arena_bytes += slot.arena_bytes().next_multiple_of(128);
+        id
     }
 
-    /// Deals `tasks` (each already complete but for its signal) over the workers and hands over `access`.
+    /// Deals `tasks` (each already complete but for its signal) over the workers and hands over `slot`.
     fn phase(
         &mut self,
         phase: Phase,
-        access: Access,
+        slot: SlotId,
         input: Option<Output>,
         tasks: Vec<Task>,
     ) -> Output {
@@ -217,30 +191,11 @@ impl Builder<'_> {
             self.push(worker, task);
         }
         self.phases += 1;
-        Output { access, wait: counter.map(|counter| Wait { counter, count }) }
-    }
-
-    /// Every worker waits for every other: what shares bytes with an earlier layer is written after all who used them, which tagged
-    /// words alone do not order.
-    fn meet(&mut self, layer: u32) {
-        let (counter, workers) = (CounterId(self.program.counters), self.plan.workers);
-        self.program.counters += 1;
-        let mut done = Task::new(Opcode::Nop, layer as u16, NopParams::default());
-        let mut go = done.clone();
-        done.signal = Some(counter);
-        go.waits.push(Wait { counter, count: workers });
-        for task in [done, go] {
-            (0..workers).for_each(|worker| self.push(worker, task.clone()));
-        }
+        Output { slot, wait: counter.map(|counter| Wait { counter, count }) }
     }
 
     fn push(&mut self, worker: u32, task: Task) {
         let worker = &mut self.program.workers[worker as usize];
-        if task.opcode == Opcode::Matvec {
-            let p: MatvecParams = task.params();
-            let (unit0, units) = (u64::from(p.tile0) * u64::from(p.units), p.tiles * p.units);
-            worker.loads.push(Load { matrix: MatrixId(p.matrix), unit0, units });
-        }
         worker.tasks.push(task);
     }
 
@@ -297,7 +252,7 @@ impl Builder<'_> {
             SlotSource::Embedding(matrix),
         );
         if self.plan.embed_fused {
-            return Output { access: embedding, wait: None };
+            return Output { slot: embedding, wait: None };
         }
         let x = self.activation(Phase::Embed, 0, "x0", self.graph.hidden);
         let shares = self.shares(self.graph.hidden.div_ceil(8), 1);
@@ -323,12 +278,12 @@ impl Builder<'_> {
         mut tasks: Vec<Task>,
         input: Output,
         residual: Output,
-        out: Access,
+        out: SlotId,
     ) -> Output {
         for task in &mut tasks {
             task.waits.extend(residual.wait);
         }
-        self.linear(phase, tasks, input, [None, None, Some(residual.access)], out)
+        self.linear(phase, tasks, input, [None, None, Some(residual.slot)], out)
     }
 
     /// A matvec phase: input, norm, bias, residual, output.
@@ -337,17 +292,17 @@ impl Builder<'_> {
         phase: Phase,
         mut tasks: Vec<Task>,
         input: Output,
-        reads: [Option<Access>; 3],
-        out: Access,
+        reads: [Option<SlotId>; 3],
+        out: SlotId,
     ) -> Output {
         for task in &mut tasks {
-            task.reads = [Some(input.access), reads[0], reads[1], reads[2]];
+            task.reads = [Some(input.slot), reads[0], reads[1], reads[2]];
             task.writes[0] = Some(out);
         }
         self.phase(phase, out, Some(input), tasks)
     }
 
-    fn layer(&mut self, layer: u32, x: Output, inv_freq: Access) -> Output {
+    fn layer(&mut self, layer: u32, x: Output, inv_freq: SlotId) -> Output {
         let graph = self.graph;
         let l = &graph.layers[layer as usize];
         let name = |part: &str| format!("layers.{layer}.{part}");
@@ -392,7 +347,7 @@ impl Builder<'_> {
         self.added(Phase::Down, tasks, h, mid, out)
     }
 
-    fn attention(&mut self, layer: u32, qkv: Output, inv_freq: Access) -> Output {
+    fn attention(&mut self, layer: u32, qkv: Output, inv_freq: SlotId) -> Output {
         let (graph, plan) = (self.graph, self.plan);
         let l = &graph.layers[layer as usize];
         let q_norm = l.q_norm.map(|tensor| self.vector(format!("layers.{layer}.q_norm"), tensor));
@@ -428,7 +383,7 @@ impl Builder<'_> {
                 reserved: [0; 6],
             };
             let mut task = Task::new(Opcode::Attention, layer as u16, params);
-            task.reads = [Some(qkv.access), q_norm, k_norm, Some(inv_freq)];
+            task.reads = [Some(qkv.slot), q_norm, k_norm, Some(inv_freq)];
             task.writes = [Some(partials), Some(cache)];
             tasks.push(task);
         }
@@ -450,7 +405,7 @@ impl Builder<'_> {
                 reserved: [0; 9],
             };
             let mut task = Task::new(Opcode::AttentionMerge, layer as u16, params);
-            (task.reads[0], task.writes[0]) = (Some(partials.access), Some(out));
+            (task.reads[0], task.writes[0]) = (Some(partials.slot), Some(out));
             task
         });
         let tasks = tasks.collect();
@@ -465,7 +420,7 @@ impl Builder<'_> {
         let count = tasks.len() as u32;
         let candidates = self.activation(Phase::LmHead, layers, "candidates", 2 * count);
         for task in &mut tasks {
-            task.reads = [Some(x.access), Some(norm), None, None];
+            task.reads = [Some(x.slot), Some(norm), None, None];
             task.writes = [Some(logits), Some(candidates)];
         }
         let out = self.phase(Phase::LmHead, candidates, Some(x), tasks);

@@ -1,8 +1,8 @@
 //! Single edits of a valid program, most of which make it invalid.
 
 use abi::{AttentionMergeParams, AttentionParams, MatvecParams, Opcode, SlotKind};
-use ir::program::{Load, Program, Task};
-use ir::{CounterId, MatrixId, SlotId};
+use ir::program::{Program, Task};
+use ir::{CounterId, SlotId};
 
 use crate::rng::Rng;
 
@@ -39,18 +39,14 @@ edits! {
     ShiftTile "shift a tile"
     DuplicateTile "compute a tile twice"
     CutTile "leave out a tile"
-    SwapLoads "swap two loads"
-    ShiftLoad "shift or resize a load"
-    DropLoad "drop a load"
     CorruptRing "change the ring of stages"
     MoveWait "move a wait to another task of the queue"
     CorruptSplit "change a split of attention"
-    AliasPage "alias a page"
-    ShiftPage "shift a page"
+    AliasSlot "put a slot on the bytes of another"
+    ShiftSlot "move a slot in the arena"
     FlipKind "make a slot tagged, or plain"
     CorruptRead "read another slot"
     CorruptWrite "write another slot"
-    CorruptGeneration "read or write another generation"
     CorruptParam "change a parameter"
 }
 
@@ -77,15 +73,11 @@ impl Edit {
             | Self::DuplicateTask
             | Self::DuplicateTile
             | Self::CutTile
-            | Self::SwapLoads
-            | Self::ShiftLoad
-            | Self::DropLoad
             | Self::CorruptRing
             | Self::MoveWait
-            | Self::AliasPage
-            | Self::ShiftPage
-            | Self::FlipKind
-            | Self::CorruptGeneration => true,
+            | Self::AliasSlot
+            | Self::ShiftSlot
+            | Self::FlipKind => true,
         }
     }
 
@@ -102,14 +94,7 @@ impl Edit {
             | Self::DuplicateTask
             | Self::ShiftTile
             | Self::DuplicateTile
-            | Self::CutTile => {
-                self.edit_queue(program, rng);
-                // Half of the time the stream follows, so that its rule does not hide the others.
-                if rng.flip() {
-                    restream(program);
-                }
-            }
-            Self::SwapLoads | Self::ShiftLoad | Self::DropLoad => self.edit_loads(program, rng),
+            | Self::CutTile => self.edit_queue(program, rng),
             Self::CorruptRing => {
                 let ring = &mut program.pipeline;
                 let field = match rng.below(4) {
@@ -122,10 +107,8 @@ impl Edit {
             }
             Self::MoveWait => self.move_wait(program, rng),
             Self::CorruptSplit => corrupt_split(program, rng),
-            Self::AliasPage | Self::ShiftPage | Self::FlipKind => self.edit_slot(program, rng),
-            Self::CorruptRead | Self::CorruptWrite | Self::CorruptGeneration => {
-                self.edit_access(program, rng)
-            }
+            Self::AliasSlot | Self::ShiftSlot | Self::FlipKind => self.edit_slot(program, rng),
+            Self::CorruptRead | Self::CorruptWrite => self.edit_access(program, rng),
             Self::CorruptParam => {
                 if let Some(task) = any_task(program, rng, |_| true) {
                     let word = rng.below(14);
@@ -154,24 +137,6 @@ impl Edit {
             wait.count -= 1;
         } else {
             wait.count += 1;
-        }
-    }
-
-    fn edit_loads(self, program: &mut Program, rng: &mut Rng) {
-        let worker = rng.below(program.workers.len());
-        let loads = &mut program.workers[worker].loads;
-        if loads.is_empty() {
-            return;
-        }
-        let (a, b) = (rng.below(loads.len()), rng.below(loads.len()));
-        if self == Self::SwapLoads {
-            loads.swap(a, b);
-        } else if self == Self::DropLoad {
-            loads.remove(a);
-        } else if rng.flip() {
-            loads[a].unit0 = loads[a].unit0.wrapping_add(rng.pick(&[1, 8, u64::MAX]));
-        } else {
-            loads[a].units = loads[a].units.wrapping_add(rng.pick(&[1, 8, u32::MAX]));
         }
     }
 
@@ -238,11 +203,11 @@ impl Edit {
         let arena: Vec<usize> =
             (0..program.slots.len()).filter(|&i| program.slots[i].arena_bytes() > 0).collect();
         let (a, b) = (rng.pick(&arena), rng.pick(&arena));
-        if self == Self::AliasPage {
+        if self == Self::AliasSlot {
             program.slots[a].offset = program.slots[b].offset;
             return;
         }
-        if self == Self::ShiftPage {
+        if self == Self::ShiftSlot {
             let by = rng.pick(&[128, 256, u64::MAX - 127, 4]);
             program.slots[a].offset = program.slots[a].offset.wrapping_add(by);
             return;
@@ -263,20 +228,15 @@ impl Edit {
         }) else {
             return;
         };
-        let write = self == Self::CorruptWrite || (self == Self::CorruptGeneration && rng.flip());
-        let places: &mut [_] = if write { &mut task.writes } else { &mut task.reads };
+        let places: &mut [_] =
+            if self == Self::CorruptWrite { &mut task.writes } else { &mut task.reads };
         let used: Vec<usize> = (0..places.len()).filter(|&i| places[i].is_some()).collect();
         if used.is_empty() {
             return;
         }
-        if let Some(access) = &mut places[rng.pick(&used)] {
-            if self == Self::CorruptGeneration {
-                access.generation =
-                    if near { access.generation + 1 } else { rng.below(300) as u16 };
-            } else {
-                // A neighbour is more often of the right kind.
-                access.slot = if near { SlotId((access.slot.0 + 1) % slots as u32) } else { slot };
-            }
+        if let Some(place) = &mut places[rng.pick(&used)] {
+            // A neighbour is more often of the right kind.
+            *place = if near { SlotId((place.0 + 1) % slots as u32) } else { slot };
         }
     }
 }
@@ -326,20 +286,4 @@ fn any_task<'a>(
     }
     let index = rng.below(tasks.len());
     Some(tasks.swap_remove(index))
-}
-
-/// Makes every load stream what the tasks consume.
-pub fn restream(program: &mut Program) {
-    for worker in &mut program.workers {
-        let tasks = worker.tasks.iter().filter(|task| task.opcode == Opcode::Matvec);
-        let load = |task: &Task| {
-            let p: MatvecParams = task.params();
-            Load {
-                matrix: MatrixId(p.matrix),
-                unit0: u64::from(p.tile0) * u64::from(p.units),
-                units: p.tiles.wrapping_mul(p.units),
-            }
-        };
-        worker.loads = tasks.map(load).collect();
-    }
 }

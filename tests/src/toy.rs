@@ -97,6 +97,15 @@ pub fn graph(s: &Shape) -> Graph {
     }
 }
 
+/// The same graph with matrices of bf16.
+#[must_use]
+pub fn in_bf16(mut graph: Graph) -> Graph {
+    graph.dtype = DType::Bf16;
+    let matrices = graph.tensors.iter_mut().filter(|tensor| tensor.shape.len() == 2);
+    matrices.for_each(|tensor| tensor.dtype = DType::Bf16);
+    graph
+}
+
 /// Weights drawn from a seed; norms are near one.
 #[derive(Clone, Debug)]
 pub struct SeededWeights(Vec<Vec<u8>>);
@@ -118,7 +127,9 @@ impl SeededWeights {
             } else {
                 (0.0, 2.0 / (tensor.shape[1] as f32).sqrt())
             };
-            (0..tensor.len()).flat_map(|_| (centre + width * draw()).to_le_bytes()).collect()
+            let skipped = 4 - tensor.dtype.bytes(); // a bf16 is the upper half of an f32
+            let values = (0..tensor.len()).map(|_| centre + width * draw());
+            values.flat_map(|value| value.to_le_bytes().into_iter().skip(skipped)).collect()
         });
         Self(tensors.collect())
     }

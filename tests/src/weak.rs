@@ -20,9 +20,7 @@ const WARPS: usize = 2;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Value {
     step: u32,
-    /// Slot and generation.
     slot: u32,
-    generation: u16,
     /// Task that wrote it.
     by: usize,
 }
@@ -144,7 +142,7 @@ pub fn run(program: &Program, steps: u32, seed: u64) -> Result<u64, String> {
         todo.push(warps);
     }
     let count = pieces.cuts.len() + pieces.caches.len();
-    let nothing = Value { step: 0, slot: u32::MAX, generation: 0, by: usize::MAX };
+    let nothing = Value { step: 0, slot: u32::MAX, by: usize::MAX };
     let view = vec![0.0; count];
     Machine {
         program,
@@ -187,7 +185,7 @@ fn task_ops(
     let late = touched.reads.len() - usize::from(residual && !touched.reads.is_empty());
     let read = |region: &Region, warps: &mut [Vec<Micro>; WARPS], rng: &mut Rng| {
         let polled = program.slots[region.slot.index()].kind == SlotKind::Tagged;
-        let want = Value { step, slot: region.slot.0, generation: region.generation, by };
+        let want = Value { step, slot: region.slot.0, by };
         for piece in pieces.of(region) {
             warps[rng.below(WARPS)].push(Micro::Read { piece, want, polled });
         }
@@ -196,7 +194,7 @@ fn task_ops(
         touched.reads[..late].iter().for_each(|region| read(region, warps, rng));
     }
     let write = |region: &Region, warps: &mut [Vec<Micro>; WARPS], rng: &mut Rng| {
-        let value = Value { step, slot: region.slot.0, generation: region.generation, by };
+        let value = Value { step, slot: region.slot.0, by };
         for piece in pieces.of(region) {
             warps[rng.below(WARPS)].push(Micro::Write { piece, value });
         }
@@ -212,7 +210,7 @@ fn task_ops(
         touched.writes.iter().for_each(|region| write(region, warps, rng));
     }
     if let (Some(p), Some(cache)) = (attention.filter(|_| !idle), task.writes[1]) {
-        cache_ops(pieces, &p, cache.slot.0, by, step, &mut warps[rng.below(WARPS)]);
+        cache_ops(pieces, &p, cache.0, by, step, &mut warps[rng.below(WARPS)]);
     }
     if let Some(counter) = task.signal {
         meet(warps);
@@ -238,7 +236,7 @@ fn cache_ops(
     for key in split_range(keys, p.kv_block, active, p.split) {
         let row = position + 1 - keys + key;
         let piece = pieces.row(slot, p.kv_head, row);
-        let value = Value { step: row + 1, slot, generation: 0, by };
+        let value = Value { step: row + 1, slot, by };
         ops.push(if row == position {
             Micro::Write { piece, value }
         } else {
@@ -249,7 +247,7 @@ fn cache_ops(
 
 /// The lowest bits of a tag, as in the word.
 fn tag(value: Value) -> u32 {
-    (value.step * abi::GENERATIONS_MAX + u32::from(value.generation)) & ((1 << abi::TAG_BITS) - 1)
+    (value.step * abi::GENERATIONS_MAX) & ((1 << abi::TAG_BITS) - 1)
 }
 
 impl Machine<'_> {
@@ -352,16 +350,13 @@ impl Machine<'_> {
         let mut hasher = DefaultHasher::new();
         (want.by, want.step, piece, value.by).hash(&mut hasher);
         self.found = self.found.wrapping_add(hasher.finish());
-        let found = (value.step, value.slot, value.generation);
-        if found != (want.step, want.slot, want.generation) {
+        if (value.step, value.slot) != (want.step, want.slot) {
             return Err(format!(
-                "{} of step {} reads s{}, generation {}, and finds s{}, generation {}, of step {} by {}",
+                "{} of step {} reads s{} and finds s{} of step {} by {}",
                 self.name(want.by),
                 want.step,
                 want.slot,
-                want.generation,
                 value.slot,
-                value.generation,
                 value.step,
                 self.name(value.by)
             ));

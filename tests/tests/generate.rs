@@ -48,7 +48,6 @@ pub(crate) fn plan(rng: &mut Rng) -> Plan {
         splits: rng.pick(&[1, 2, 3]),
         kv_block: rng.pick(&[1, 2]),
         block_tiles: rng.pick(&[1, 2]),
-        linear: rng.flip(),
         rotate: rng.pick(&[0, 1, 2]),
         kv_capacity: 8,
     }
@@ -216,7 +215,6 @@ const ORDER_RULES: &[Rule] = &[
     Rule::OStep,
     Rule::RHappens,
     Rule::RWriter,
-    Rule::MPage,
 ];
 const REFUSED_SEEDS: u64 = 24;
 

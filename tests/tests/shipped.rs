@@ -3,7 +3,7 @@
 use corpus::Shipped;
 use ir::Target;
 use ir::program::Dims;
-use search::Bundle;
+use search::{Bundle, Refusal};
 
 const RENEW: &str = "renew it on the card: amk bench --model MODEL --context CONTEXT --device cuda --peers none \
     --config corpus/schedules/TARGET/MODEL/CONTEXT.json --bundle corpus/schedules/TARGET/MODEL/CONTEXT.bundle.json";
@@ -24,8 +24,10 @@ fn every_bundle_holds_and_is_of_the_schedule_beside_it() {
         assert_eq!(bundle.config, *beside.expect("it is legal"), "{name} is of another schedule");
         let of = (bundle.target.as_str(), Dims::from(&graph), bundle.context);
         assert_eq!(of, (shipped.target, shipped.shape, shipped.context), "{name}");
-        if let Err(refusal) = bundle.rebuild(&graph, &target) {
-            panic!("{name}: {refusal}; {RENEW}");
+        match bundle.rebuild(&graph, &target) {
+            // Of an older program: a release measures it again (.ci/release), a build need not.
+            Ok(_) | Err(Refusal::Stale(_)) => {}
+            Err(refusal) => panic!("{name}: {refusal}; {RENEW}"),
         }
     }
 }

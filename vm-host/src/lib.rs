@@ -21,7 +21,6 @@ mod error;
 #[cfg(feature = "faults")]
 pub mod faults;
 mod landing;
-mod lanes;
 mod load;
 mod lookout;
 mod machine;
@@ -43,7 +42,6 @@ pub use compile::{
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
 pub use landing::{ReadBy, Streaming};
-pub use lanes::check as check_lanes;
 pub use lookout::Lookout;
 pub use machine::{
     Batch, BatchDecoded, Decoded, Idle, LandingReport, Lane, LaneDecoded, Loaded, PROGRAMS_MAX,

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use abi::{NONE, ProgramHeader, Queue, SlotDesc};
 use ir::program::staging::Staging;
-use ir::program::{Program, RowMap, Slot, SlotSource, Task, Verified, smem};
-use ir::{Graph, Weights, decode};
+use ir::program::{Load, Program, RowMap, Slot, SlotSource, Task, Verified, check_lanes, smem};
+use ir::{Graph, MatrixId, SlotId, Weights, decode};
 use vm_device::Variant;
 
 use crate::error::HostError;
@@ -108,7 +108,7 @@ pub(crate) fn image(
     base: u64,
 ) -> Result<Image, HostError> {
     check_fits(program, residents)?;
-    let (tasks, loads, queues) = tables(program, residents)?;
+    let (tasks, loads, queues) = tables(program, residents);
     let mut layout = Layout::new(base, size_of::<ProgramHeader>() as u64);
     let task_address = layout.place(bytemuck::cast_slice(&tasks));
     let load_address = layout.place(bytemuck::cast_slice(&loads));
@@ -156,7 +156,7 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
         )));
     }
     if residents.lanes > 1 {
-        crate::lanes::check(program, residents.lanes)?;
+        check_lanes(program, residents.lanes).map_err(|v| HostError::Request(v.to_string()))?;
     }
     if program.workers.len() != residents.workers as usize {
         let (want, have) = (program.workers.len(), residents.workers);
@@ -264,91 +264,69 @@ impl Room {
 /// Tasks, loads and queues of all workers.
 type Tables = (Vec<abi::Task>, Vec<abi::Load>, Vec<Queue>);
 
-fn tables(program: &Program, residents: &Residents) -> Result<Tables, HostError> {
+fn tables(program: &Program, residents: &Residents) -> Tables {
     let (mut tasks, mut loads, mut queues) = (Vec::new(), Vec::new(), Vec::new());
-    let of = |matrix: &ir::program::Matrix| staging(matrix, program, residents.lanes);
-    let stagings = program.matrices.iter().map(of).collect::<Result<Vec<_>, _>>()?;
+    let matrices = (0..program.matrices.len() as u32).map(MatrixId);
+    let stagings: Vec<Staging> =
+        matrices.map(|matrix| program.staging(matrix, residents.lanes)).collect();
     for worker in &program.workers {
         let load0 = loads.len();
-        loads.extend(worker.tasks.iter().filter_map(|t| load(program, t, &stagings, residents)));
+        loads.extend(worker.stream().map(|load| wire_load(program, load, &stagings, residents)));
+        let bytes: u64 = worker.stream().map(|load| load.weight_bytes()).sum();
         queues.push(Queue {
             task0: tasks.len() as u32,
             tasks: worker.tasks.len() as u32,
             load0: load0 as u32,
             loads: (loads.len() - load0) as u32,
-            units: worker.loads.iter().map(|l| l.units).sum(),
+            units: (bytes / u64::from(abi::UNIT_BYTES)) as u32,
             reserved: [0; 3],
         });
         tasks.extend(worker.tasks.iter().map(|task| wire_task(task, &stagings)));
     }
     tasks.push(abi::Task { signal: NONE, ..abi::Task::default() }); // a worker without tasks fetches one all the same
-    Ok((tasks, loads, queues))
+    (tasks, loads, queues)
 }
 
-/// How a matrix lies in the ring, where the device's counters hold it.
-fn staging(
-    matrix: &ir::program::Matrix,
+/// A load with its addresses.
+fn wire_load(
     program: &Program,
-    lanes: u32,
-) -> Result<Staging, HostError> {
-    let (tile, stage) = (matrix.units_per_tile(), program.pipeline.stage_units);
-    let staging = if lanes == 1 { Staging::new(tile, stage) } else { Staging::lanes(tile, stage) };
-    let counts = staging.period <= u32::from(u16::MAX) && staging.warp_units <= u32::from(u8::MAX);
-    if counts && stage <= abi::STAGE_UNITS_MAX {
-        return Ok(staging);
-    }
-    Err(HostError::Request(format!(
-        "{}: tiles of {tile} units in stages of {stage}: at most {} units, stages of {} and {} parts of a tile are possible; raise \
-         pipeline.stage_bytes",
-        matrix.name,
-        u16::MAX,
-        abi::STAGE_UNITS_MAX,
-        u8::MAX
-    )))
-}
-
-/// What a task takes out of the ring. The program is verified, so these are its worker's loads, one a task; keys and values, which the
-/// program leaves to the machine, come in between.
-fn load(
-    program: &Program,
-    task: &Task,
+    load: Load,
     stagings: &[Staging],
     residents: &Residents,
-) -> Option<abi::Load> {
-    match task.opcode {
-        abi::Opcode::Matvec => {
-            let p: abi::MatvecParams = task.params();
-            let s = &stagings[p.matrix as usize];
-            let first = u64::from(p.tile0) * u64::from(p.units) * u64::from(abi::UNIT_BYTES);
-            Some(abi::Load {
-                address: residents.matrices[p.matrix as usize] + first,
-                units: p.tiles * p.units,
-                values: residents.landing_starts[p.matrix as usize] + (p.tile0 + p.tiles) * p.units,
-                stage_units: s.stage_units as u16,
-                period: s.period as u16,
+) -> abi::Load {
+    match load {
+        Load::Weights { matrix, unit0, units } => {
+            let (index, staging) = (matrix.index(), stagings[matrix.index()]);
+            abi::Load {
+                address: residents.matrices[index] + unit0 * u64::from(abi::UNIT_BYTES),
+                units,
+                values: residents.landing_starts[index] + unit0 as u32 + units,
+                stage_units: staging.stage_units as u16,
+                period: staging.period as u16,
                 ..abi::Load::default()
-            })
+            }
         }
-        abi::Opcode::Attention => {
-            let p: abi::AttentionParams = task.params();
-            let cache = program.slots[task.writes[1]?.slot.index()].source.clone();
-            let SlotSource::KvCache { layer } = cache else { return None };
-            let head = u64::from(p.kv_head) * u64::from(residents.layout.head_bytes());
-            Some(abi::Load {
-                address: residents.caches[layer as usize] + head,
+        Load::Cache { slot, kv_head, kv_block, window, split, splits } => {
+            let head = u64::from(kv_head) * u64::from(residents.layout.head_bytes());
+            abi::Load {
+                address: cache(program, slot, residents) + head,
                 values: residents.layout.values(),
-                kv_block: p.kv_block,
-                window: p.window,
-                split: p.split as u16,
-                splits: p.splits as u16,
+                kv_block,
+                window,
+                split: split as u16,
+                splits: splits as u16,
                 ..abi::Load::default()
-            })
+            }
         }
-        abi::Opcode::Nop
-        | abi::Opcode::Embed
-        | abi::Opcode::AttentionMerge
-        | abi::Opcode::Sample => None,
     }
+}
+
+/// Where page zero of a layer's keys and values is.
+fn cache(program: &Program, slot: SlotId, residents: &Residents) -> u64 {
+    let SlotSource::KvCache { layer } = program.slots[slot.index()].source else {
+        unreachable!("attention of a verified program is over a cache");
+    };
+    residents.caches[layer as usize]
 }
 
 fn wire_task(task: &Task, stagings: &[Staging]) -> abi::Task {
@@ -357,10 +335,8 @@ fn wire_task(task: &Task, stagings: &[Staging]) -> abi::Task {
         layer: task.layer,
         wait_len: task.waits.len() as u8,
         signal: task.signal.map_or(NONE, |c| c.0),
-        reads: task.reads.map(|a| a.map_or(NONE, |a| a.slot.0)),
-        writes: task.writes.map(|a| a.map_or(NONE, |a| a.slot.0)),
-        read_generation: task.reads.map(|a| a.map_or(0, |a| a.generation)),
-        write_generation: task.writes.map(|a| a.map_or(0, |a| a.generation)),
+        reads: task.reads.map(|slot| slot.map_or(NONE, |slot| slot.0)),
+        writes: task.writes.map(|slot| slot.map_or(NONE, |slot| slot.0)),
         params: task.params,
         ..abi::Task::default()
     };

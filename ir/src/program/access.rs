@@ -14,8 +14,6 @@ use crate::program::{Program, Task};
 pub struct Region {
     /// The slot.
     pub slot: SlotId,
-    /// Generation of a tagged slot.
-    pub generation: u16,
     /// First word.
     pub start: u32,
     /// One past the last word.
@@ -47,24 +45,14 @@ struct Finder<'a> {
 }
 
 impl Finder<'_> {
-    fn region(
-        &self,
-        access: Option<crate::program::Access>,
-        start: u32,
-        len: u32,
-    ) -> Option<Region> {
-        let access = access?;
-        let slot = self.program.slots.get(access.slot.index())?;
+    fn region(&self, id: Option<SlotId>, start: u32, len: u32) -> Option<Region> {
+        let id = id?;
+        let slot = self.program.slots.get(id.index())?;
         let tracked = matches!(
             slot.kind,
             SlotKind::Plain | SlotKind::Tagged | SlotKind::KvCache | SlotKind::Logits
         );
-        tracked.then_some(Region {
-            slot: access.slot,
-            generation: access.generation,
-            start,
-            end: start.saturating_add(len),
-        })
+        tracked.then_some(Region { slot: id, start, end: start.saturating_add(len) })
     }
 
     fn read(&mut self, index: usize, start: u32, len: u32) {
@@ -106,7 +94,7 @@ impl OpVisitor for Finder<'_> {
         if p.epilogue == Epilogue::SiluMul as u32 {
             // Gate and up tiles alternate, so two tiles give eight rows; `rows` counts those of the padded matrix.
             let out_rows = self.task.writes[0]
-                .and_then(|a| self.program.slots.get(a.slot.index()))
+                .and_then(|slot| self.program.slots.get(slot.index()))
                 .map_or(0, |s| s.words);
             let (start, end) = (row0 / 2, (row1 / 2).min(out_rows.max(row0 / 2)));
             self.write(0, start, end - start);

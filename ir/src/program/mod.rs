@@ -1,21 +1,25 @@
 //! The program: what a schedule lowers to, what both VMs execute.
 //!
-//! A program is position-free: token, position and number of keys are run-time values of the step. Each worker has two streams,
-//! the *loads* (weights, in exactly the order in which it consumes them) and the *tasks*. Workers meet only through counters and
-//! tagged slots, so a program whose accesses are all ordered by those gives the same result in every execution order.
+//! A program is position-free: token, position and number of keys are run-time values of the step. Each worker has a queue of tasks; what
+//! these take out of its weight ring, in that order, is its [stream](Worker::stream). Workers meet only through counters and tagged slots,
+//! so a program whose accesses are all ordered by those gives the same result in every execution order.
 
 mod access;
 mod packed;
 mod rules;
 pub mod smem;
 pub mod staging;
+mod stream;
 mod verify;
 
 pub use access::{Accesses, Region, accesses};
 pub use packed::{PackedAttention, PackedLayer, PackedMatrix, PackedMlp, PackedModel};
 pub use rules::order::Order;
-pub use rules::race::Unordered;
-pub use verify::{Seal, SealKey, Together, Unsealed, Verified, check, rotated, unordered, verify};
+pub use rules::words::Unordered;
+pub use stream::Load;
+pub use verify::{
+    Seal, SealKey, Together, Unsealed, Verified, check, check_lanes, unordered, verify,
+};
 
 use abi::{Opcode, SlotKind};
 use serde::{Deserialize, Serialize};
@@ -182,15 +186,6 @@ impl Slot {
     }
 }
 
-/// A slot that a task reads or writes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Access {
-    /// The slot.
-    pub slot: SlotId,
-    /// Which write of this step to a tagged slot is meant, from zero. Zero for other slots.
-    pub generation: u16,
-}
-
 /// "Counter `counter` has had `count` arrivals in this epoch."
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Wait {
@@ -208,9 +203,9 @@ pub struct Task {
     /// Layer, for reports; the layer count for what follows the last layer.
     pub layer: u16,
     /// Slots read; the op's documentation says which is which.
-    pub reads: [Option<Access>; abi::READS_MAX],
+    pub reads: [Option<SlotId>; abi::READS_MAX],
     /// Slots written.
-    pub writes: [Option<Access>; abi::WRITES_MAX],
+    pub writes: [Option<SlotId>; abi::WRITES_MAX],
     /// Counters waited for before anything is read.
     pub waits: Vec<Wait>,
     /// Counter that gains one after all stores.
@@ -243,22 +238,9 @@ impl Task {
     }
 }
 
-/// A contiguous run of units that a worker consumes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Load {
-    /// The matrix.
-    pub matrix: MatrixId,
-    /// First unit within the matrix.
-    pub unit0: u64,
-    /// Units.
-    pub units: u32,
-}
-
 /// One persistent thread block's share.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Worker {
-    /// Weights, in the order in which the tasks consume them.
-    pub loads: Vec<Load>,
     /// Tasks, in the order in which they run.
     pub tasks: Vec<Task>,
 }
@@ -357,9 +339,7 @@ impl Program {
     /// Weight bytes that one step streams.
     #[must_use]
     pub fn stream_bytes(&self) -> u64 {
-        let units: u64 =
-            self.workers.iter().flat_map(|w| &w.loads).map(|l| u64::from(l.units)).sum();
-        units * u64::from(abi::UNIT_BYTES)
+        self.workers.iter().flat_map(Worker::stream).map(|load| load.weight_bytes()).sum()
     }
 
     /// Key/value bytes that one step at `position` reads on the device.

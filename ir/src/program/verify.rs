@@ -3,9 +3,9 @@
 //! **What is checked**, stage by stage; a stage runs only when the one before it found nothing, and reports everything it finds:
 //!
 //! 1. *limits and shapes*: sizes, ids, kinds of slots, parameters, matrices, dimensions (`P-*`);
-//! 2. *streams*: counters (`C-*`), the load stream (`L-*`), attention splits and caches (`K-*`);
+//! 2. *program*: counters (`C-*`), attention splits and caches (`K-*`), every word written once (`R-WRITER`, `T-COVER`);
 //! 3. *order*: no cycle, and one `sample` at the end (`O-*`);
-//! 4. *data*: every conflicting pair of accesses to a byte is ordered, every read finds its write (`R-*`, `M-*`, `T-*`).
+//! 4. *data*: every read is ordered after its write (`R-HAPPENS`).
 //!
 //! **What is not checked**: that the program computes the model. Two layers' weights may be swapped and an epsilon may be wrong; the
 //! comparison with the graph's evaluator finds that.
@@ -15,17 +15,17 @@
 use crate::program::Program;
 use crate::program::rules;
 use crate::program::rules::order::Order;
-use crate::program::rules::race::Unordered;
+use crate::program::rules::words::Unordered;
 use crate::violation::Violations;
 
 mod seal;
 mod together;
 
 pub use seal::{Seal, SealKey, Unsealed};
-pub use together::{Together, rotated};
+pub use together::{Together, check_lanes};
 
-/// A value that its checker accepted. Only [`verify`] makes one, [`SealKey::open`] out of what one was sealed as, and [`Together`] of the
-/// lanes that it has checked.
+/// A value that its checker accepted. Only [`verify`] makes one, [`SealKey::open`] out of what one was sealed as, and [`Together`] of
+/// lanes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verified<T>(T);
 
@@ -72,13 +72,13 @@ pub fn check(program: &Program) -> Result<(), Violations> {
     let order: Option<Order> = order;
     stage(|found| {
         if let Some(order) = &order {
-            rules::memory::check(program, order, found);
+            rules::words::check_order(program, order, found);
         }
     })
 }
 
-/// Tasks that touch the same bytes of the arena or of the logits, of which one writes, with no happens-before between them: all that can
-/// make repeats of a program on one machine differ. In the order in which one worker would come to the writers. A verified program has none.
+/// Tasks that read words with no happens-before between them and the task that writes these: all that can make repeats of a program on one
+/// machine differ. In the order in which one worker would come to the readers. A verified program has none.
 ///
 /// # Errors
 /// What is wrong with the parts of a program, or why its tasks have no order at all.
@@ -88,7 +88,7 @@ pub fn unordered(program: &Program) -> Result<Vec<Unordered>, Violations> {
     // That `sample` is not the last is one more pair without order, and no reason to say nothing.
     let mut found = Violations::default();
     if let Some(sorted) = rules::order::check(program, &mut found) {
-        order = Some(rules::race::unordered(program, &sorted));
+        order = Some(rules::words::unordered(program, &sorted));
     }
     order.ok_or(found)
 }
@@ -105,9 +105,8 @@ fn parts(program: &Program) -> Result<(), Violations> {
     })?;
     stage(|found| {
         rules::counter::check(program, found);
-        rules::stream::check(program, found);
         rules::attention::check(program, found);
-        rules::page::check(program, found);
+        rules::words::check(program, found);
     })
 }
 

@@ -8,7 +8,7 @@
 //! One item a line; `;` begins a comment. Words that are not printed are zero.
 //!
 //! ```text
-//! amk 1
+//! amk 2
 //! model "toy"
 //! dims hidden=48 heads=4 kv_heads=2 head_dim=8 ffn=56 vocab=100 layers=1 dtype=f32
 //! kv_capacity 16
@@ -19,11 +19,10 @@
 //! slot s0 "layers.0.attn" plain words=32 offset=0
 //! slot s1 "layers.0.x_mid" tagged words=48 offset=128
 //! worker w0
-//!   load m0 0+6
-//!   matvec layer=0 matrix=m0 tiles=2 units=2 k_len=32 rows=48 reads s0 -> s1#3 waits c0>=4 signal c0
+//!   matvec layer=0 matrix=m0 tiles=2 units=2 k_len=32 rows=48 reads s0 -> s1 waits c0>=4 signal c0
 //! ```
 //!
-//! A task's parameters have the names of the ABI's table. `reads` and `->` list slots by place: `_` is none, `s1#3` is generation 3.
+//! A task's parameters have the names of the ABI's table. `reads` and `->` list slots by place: `_` is none.
 //! A row map is `rows` or `interleaved`, then `%tensor:rows` or `zero:rows` for each part.
 
 mod lex;
@@ -38,7 +37,7 @@ pub use print::print;
 pub use store::{LoadError, load, save};
 
 /// Version of both forms; other versions are refused.
-pub const FORMAT_VERSION: u32 = 1;
+pub const FORMAT_VERSION: u32 = 2;
 
 /// The parameters of an op in the ABI's table.
 fn param_fields(opcode: abi::Opcode, structs: &[abi::StructLayout]) -> &'static [abi::Field] {

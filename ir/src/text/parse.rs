@@ -7,7 +7,7 @@ use abi::{Epilogue, Opcode, Prologue, SlotKind, StructLayout, WireType};
 use crate::graph::DType;
 use crate::id::{CounterId, MatrixId, SlotId, TensorId};
 use crate::program::{
-    Access, Dims, Load, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker,
+    Dims, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker,
 };
 
 use super::lex::{Word, words};
@@ -232,7 +232,6 @@ impl Parser {
                 cursor.declared('w', self.program.workers.len())?;
                 self.program.workers.push(Worker::default());
             }
-            "load" => self.load(cursor)?,
             name => self.task(cursor, name)?,
         }
         cursor.done()
@@ -296,23 +295,6 @@ impl Parser {
         Ok(())
     }
 
-    fn load(&mut self, cursor: &mut Cursor<'_>) -> Result<(), ParseError> {
-        let word = cursor.next("a matrix")?;
-        let matrix = MatrixId(cursor.id(word, &word.text, 'm')?);
-        let word = cursor.next("`first+units`")?;
-        let Some((unit0, units)) = word.text.split_once('+') else {
-            return cursor
-                .error(word.column, format!("expected `first+units`, not `{}`", word.text));
-        };
-        let load = Load {
-            matrix,
-            unit0: cursor.parsed(word, unit0, "the first unit")?,
-            units: cursor.parsed(word, units, "units")?,
-        };
-        self.worker(cursor)?.loads.push(load);
-        Ok(())
-    }
-
     fn worker(&mut self, cursor: &Cursor<'_>) -> Result<&mut Worker, ParseError> {
         let column = cursor.first.column;
         match self.program.workers.last_mut() {
@@ -329,7 +311,7 @@ impl Parser {
         else {
             return cursor.error(
                 cursor.first.column,
-                format!("`{name}` is neither an op nor `matrix`, `slot`, `worker` or `load`"),
+                format!("`{name}` is neither an op nor `matrix`, `slot` or `worker`"),
             );
         };
         let mut task = Task::new(opcode, cursor.named_number("layer")?, [0_u32; 16]);
@@ -337,10 +319,10 @@ impl Parser {
             self.param(cursor, &mut task)?;
         }
         if cursor.take("reads") {
-            accesses(cursor, &mut task.reads)?;
+            slots(cursor, &mut task.reads)?;
         }
         if cursor.take("->") {
-            accesses(cursor, &mut task.writes)?;
+            slots(cursor, &mut task.writes)?;
         }
         if cursor.take("waits") {
             while cursor.peek().is_some_and(|word| word.contains(">=")) {
@@ -443,7 +425,7 @@ fn source(cursor: &mut Cursor<'_>) -> Result<SlotSource, ParseError> {
 }
 
 /// Slots by place, as many as there are.
-fn accesses(cursor: &mut Cursor<'_>, places: &mut [Option<Access>]) -> Result<(), ParseError> {
+fn slots(cursor: &mut Cursor<'_>, places: &mut [Option<SlotId>]) -> Result<(), ParseError> {
     let limit = places.len();
     let mut used = 0;
     while let Some(text) = cursor.peek().filter(|text| *text == "_" || is_slot(text)) {
@@ -455,10 +437,7 @@ fn accesses(cursor: &mut Cursor<'_>, places: &mut [Option<Access>]) -> Result<()
         if text == "_" {
             continue;
         }
-        let (slot, generation) = text.split_once('#').unwrap_or((text, "0"));
-        let slot = SlotId(cursor.id(word, slot, 's')?);
-        *place =
-            Some(Access { slot, generation: cursor.parsed(word, generation, "a generation")? });
+        *place = Some(SlotId(cursor.id(word, &word.text, 's')?));
     }
     Ok(())
 }

@@ -4,7 +4,8 @@ use std::fmt::Write as _;
 
 use abi::{Epilogue, Field, Prologue, StructLayout, WireType};
 
-use crate::program::{Access, Matrix, Program, RowMap, Slot, SlotSource, Task};
+use crate::id::SlotId;
+use crate::program::{Matrix, Program, RowMap, Slot, SlotSource, Task};
 
 use super::{FORMAT_VERSION, param_fields};
 
@@ -22,9 +23,6 @@ pub fn print(program: &Program) -> String {
     }
     for (index, worker) in program.workers.iter().enumerate() {
         let _ = writeln!(out, "worker w{index}");
-        for load in &worker.loads {
-            let _ = writeln!(out, "  load {} {}+{}", load.matrix, load.unit0, load.units);
-        }
         for task in &worker.tasks {
             print_task(&mut out, task, &structs);
         }
@@ -126,8 +124,8 @@ fn print_task(out: &mut String, task: &Task, structs: &[StructLayout]) {
     for field in param_fields(task.opcode, structs) {
         print_param(out, field, &task.params);
     }
-    print_accesses(out, " reads", &task.reads);
-    print_accesses(out, " ->", &task.writes);
+    print_slots(out, " reads", &task.reads);
+    print_slots(out, " ->", &task.writes);
     if !task.waits.is_empty() {
         *out += " waits";
         for wait in &task.waits {
@@ -175,17 +173,16 @@ fn float(bits: u32) -> String {
     }
 }
 
-fn print_accesses(out: &mut String, word: &str, accesses: &[Option<Access>]) {
-    let used = accesses.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
+fn print_slots(out: &mut String, word: &str, slots: &[Option<SlotId>]) {
+    let used = slots.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
     if used == 0 {
         return;
     }
     *out += word;
-    for access in &accesses[..used] {
-        let _ = match access {
+    for slot in &slots[..used] {
+        let _ = match slot {
             None => write!(out, " _"),
-            Some(Access { slot, generation: 0 }) => write!(out, " {slot}"),
-            Some(Access { slot, generation }) => write!(out, " {slot}#{generation}"),
+            Some(slot) => write!(out, " {slot}"),
         };
     }
 }

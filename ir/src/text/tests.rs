@@ -6,7 +6,7 @@ use super::{LoadError, load, parse, print, save};
 use crate::graph::DType;
 use crate::id::{CounterId, MatrixId, SlotId, TensorId};
 use crate::program::{
-    Access, Dims, Load, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker,
+    Dims, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker,
 };
 
 fn dtype() -> impl Strategy<Value = DType> {
@@ -44,18 +44,12 @@ fn slot() -> impl Strategy<Value = Slot> {
         .prop_map(|(name, kind, words, source, offset)| Slot { name, kind, words, source, offset })
 }
 
-fn access() -> impl Strategy<Value = Option<Access>> {
-    let used = (any::<u32>(), prop_oneof![Just(0), any::<u16>()]);
-    proptest::option::of(
-        used.prop_map(|(slot, generation)| Access { slot: SlotId(slot), generation }),
-    )
-}
-
 fn task() -> impl Strategy<Value = Task> {
     let word = prop_oneof![Just(0), 0..4_u32, any::<u32>(), any::<f32>().prop_map(f32::to_bits)];
     let wait = (any::<u32>(), any::<u32>())
         .prop_map(|(counter, count)| Wait { counter: CounterId(counter), count });
-    let slots = (proptest::array::uniform4(access()), proptest::array::uniform2(access()));
+    let slot = || any::<Option<u32>>().prop_map(|id| id.map(SlotId));
+    let slots = (proptest::array::uniform4(slot()), proptest::array::uniform2(slot()));
     let signal = any::<Option<u32>>().prop_map(|id| id.map(CounterId));
     (
         proptest::sample::select(Opcode::ALL),
@@ -77,12 +71,7 @@ fn task() -> impl Strategy<Value = Task> {
 }
 
 fn worker() -> impl Strategy<Value = Worker> {
-    let load = (any::<u32>(), any::<u64>(), any::<u32>()).prop_map(|(id, unit0, units)| Load {
-        matrix: MatrixId(id),
-        unit0,
-        units,
-    });
-    (vec(load, 0..3), vec(task(), 0..4)).prop_map(|(loads, tasks)| Worker { loads, tasks })
+    vec(task(), 0..4).prop_map(|tasks| Worker { tasks })
 }
 
 fn dims() -> impl Strategy<Value = Dims> {
@@ -142,7 +131,7 @@ proptest! {
     #[test]
     fn no_text_panics(text in "[ \\nmsw0-9a-z%:+=>#\\-\"\\\\;_{}]{0,200}") {
         let _ = parse(&text);
-        let _ = parse(&format!("amk 1\nmodel \"\"\n{text}"));
+        let _ = parse(&format!("amk 2\nmodel \"\"\n{text}"));
     }
 
     #[test]
@@ -162,7 +151,7 @@ proptest! {
 }
 
 fn empty() -> Program {
-    let text = "amk 1\nmodel \"\"\ndims hidden=0 heads=0 kv_heads=0 head_dim=0 ffn=0 vocab=0 layers=0 dtype=f32\nkv_capacity 0\n\
+    let text = "amk 2\nmodel \"\"\ndims hidden=0 heads=0 kv_heads=0 head_dim=0 ffn=0 vocab=0 layers=0 dtype=f32\nkv_capacity 0\n\
                 pipeline stage_units=0 stages=0 in_flight=0 in_flight_near=0\ncounters 0\narena 0\n";
     parse(text).unwrap_or_else(|error| panic!("{error}"))
 }

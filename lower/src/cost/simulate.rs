@@ -17,7 +17,7 @@ struct Counter {
     time: f64,
 }
 
-/// When the writers of one tagged slot and generation were done in this step.
+/// When the writers of one tagged slot were done in this step.
 struct Tagged {
     done: Vec<Option<f64>>,
     have: usize,

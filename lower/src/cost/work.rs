@@ -75,7 +75,7 @@ pub(super) struct Plan {
     pub(super) workers: Vec<Vec<Cost>>,
     /// Arrivals of each counter in a step.
     pub(super) counters: Vec<u32>,
-    /// Writers of each tagged slot and generation, by first word.
+    /// Writers of each tagged slot, by first word.
     pub(super) tagged: Vec<Vec<(u32, u32)>>,
     pub(super) flows: Vec<Shape>,
     pub(super) phases: Vec<Phase>,
@@ -143,7 +143,7 @@ struct Builder<'a> {
     program: &'a Program,
     position: u32,
     tagged: Vec<Vec<(u32, u32)>>,
-    tagged_ids: FxHashMap<(SlotId, u16), usize>,
+    tagged_ids: FxHashMap<SlotId, usize>,
     flows: Vec<Shape>,
     phases: Vec<Phase>,
     phase_ids: FxHashMap<(u16, usize), usize>,
@@ -171,7 +171,7 @@ impl<'a> Builder<'a> {
                 continue;
             }
             let next = builder.tagged.len();
-            let id = *builder.tagged_ids.entry((region.slot, region.generation)).or_insert(next);
+            let id = *builder.tagged_ids.entry(region.slot).or_insert(next);
             if id == next {
                 builder.tagged.push(Vec::new());
             }
@@ -207,7 +207,7 @@ impl<'a> Builder<'a> {
         let touched = accesses(self.program, task);
         let mut polls: Vec<Poll> = Vec::new();
         for region in touched.reads.iter().filter(|region| self.is_tagged(region)) {
-            let Some(&slot) = self.tagged_ids.get(&(region.slot, region.generation)) else {
+            let Some(&slot) = self.tagged_ids.get(&region.slot) else {
                 continue;
             };
             let writers = &self.tagged[slot];
@@ -217,7 +217,7 @@ impl<'a> Builder<'a> {
         }
         let mut posts = Vec::new();
         for region in touched.writes.iter().filter(|region| self.is_tagged(region)) {
-            let Some(&slot) = self.tagged_ids.get(&(region.slot, region.generation)) else {
+            let Some(&slot) = self.tagged_ids.get(&region.slot) else {
                 continue;
             };
             let place = self.tagged[slot].binary_search(&(region.start, region.end));
@@ -249,7 +249,7 @@ impl<'a> Builder<'a> {
                 let stages = Stages::new(p.units.max(1), stage_units).of(p.tiles);
                 let merges = p.prologue == Prologue::Merge as u32;
                 let merged = if merges { self.merged(p.window, p.kv_block, p.splits) } else { 0 };
-                let bytes = u64::from(p.tiles) * u64::from(p.units) * u64::from(abi::UNIT_BYTES);
+                let bytes = task.load().map_or(0, |load| load.weight_bytes());
                 let work = Work::Product {
                     bytes: bytes as f64,
                     stages,

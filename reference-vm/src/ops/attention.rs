@@ -87,7 +87,7 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
         Ok(out)
     };
     let queries = shaped(context.read(0, at.q, at.group)?, Rotated::Queries)?;
-    let cache = context.writes(1)?.slot;
+    let cache = context.writes(1)?;
     let newest = owns_newest(p, splits);
     let append = if newest {
         let key = shaped(context.read(0, at.k, p.head_dim)?, Rotated::Keys)?;

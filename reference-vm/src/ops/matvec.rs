@@ -84,10 +84,11 @@ pub(super) fn fire(context: Context<'_>, p: &MatvecParams) -> Result<Effects, Fa
     if p.rows > matrix.rows() {
         return Err(Fault::Parameter { name: "rows", value: p.rows });
     }
-    let (rows, units) = (Rows::new(p)?, u64::from(p.units));
-    let unit0 = u64::from(p.tile0) * units;
-    let cursor = context.cursor.consume(context.loads, id, unit0, u64::from(p.tiles) * units)?;
-
+    let tiles = u64::from(matrix.rows().div_ceil(abi::UNIT_ROWS));
+    if u64::from(p.tile0) + u64::from(p.tiles) > tiles {
+        return Err(Fault::Parameter { name: "tiles", value: p.tiles });
+    }
+    let rows = Rows::new(p)?;
     let mut y = products(context, p, matrix, &rows)?;
     if let Some(bias) = context.read_optional(2, rows.row0, rows.len())? {
         for (y, bias) in y.iter_mut().zip(bias) {
@@ -95,7 +96,7 @@ pub(super) fn fire(context: Context<'_>, p: &MatvecParams) -> Result<Effects, Fa
         }
     }
     let writes = finish(context, p, &rows, y)?;
-    Ok(Effects { writes, cursor: Some(cursor), ..Effects::default() })
+    Ok(Effects { writes, ..Effects::default() })
 }
 
 /// The vector of a task: `prologue(x)`, with the scale of the norm kept apart.
@@ -151,7 +152,7 @@ fn finish(
     p: &MatvecParams,
     rows: &Rows,
     mut y: Vec<f32>,
-) -> Result<Vec<(ir::program::Access, u32, Vec<u32>)>, Fault> {
+) -> Result<Vec<(ir::SlotId, u32, Vec<u32>)>, Fault> {
     let out = context.writes(0)?;
     match epilogue(p)? {
         Epilogue::Store => Ok(vec![(out, rows.row0, bits(&y))]),
@@ -174,7 +175,7 @@ fn finish(
                 .collect();
             // The last tile may be padded where the MLP's width is not a multiple of 8.
             let start = rows.row0 / 2;
-            h.truncate(context.memory.words(out.slot).saturating_sub(start) as usize);
+            h.truncate(context.memory.words(out).saturating_sub(start) as usize);
             Ok(vec![(out, start, bits(&h))])
         }
         Epilogue::Logits => {

@@ -195,7 +195,7 @@ fn a_machine_and_a_graph_that_were_given_other_weights_name_no_task() {
     let mut machine = Machine::new(&program, graph, &zeroed).unwrap();
     let at = gate.expected().diverges(&examiner, &mut machine, None).unwrap();
     let task = &program.workers[at.worker.index()].tasks[at.task as usize];
-    let slot = &program.slots[task.writes[0].unwrap().slot.index()];
+    let slot = &program.slots[task.writes[0].unwrap().index()];
     assert_eq!((task.layer, &*slot.name), (1, "layers.1.h"), "{at:?}");
 }
 

@@ -3,7 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use ir::program::{Access, Program, Task};
+use ir::SlotId;
+use ir::program::{Program, Task};
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -84,13 +85,9 @@ fn tasks(program: &Program) -> BTreeMap<Work, Vec<Form>> {
 }
 
 fn form(program: &Program, worker: usize, task: &Task) -> Form {
-    let name = |access: &Access| {
-        let slot = program.slots.get(access.slot.index());
-        let name = slot.map_or_else(
-            || access.slot.to_string(),
-            |slot| format!("{} ({})", slot.name, slot.kind.name()),
-        );
-        if access.generation == 0 { name } else { format!("{name}.{}", access.generation) }
+    let name = |id: &SlotId| match program.slots.get(id.index()) {
+        Some(slot) => format!("{} ({})", slot.name, slot.kind.name()),
+        None => id.to_string(),
     };
     Form {
         worker,

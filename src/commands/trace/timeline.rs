@@ -272,20 +272,19 @@ fn producers(program: &Program, times: &[Task]) -> Vec<Option<usize>> {
             *last = Some(later(*last, index));
         }
         for region in tagged(program, &accesses(program, task).writes) {
-            let of_slot = writers.entry((region.slot, region.generation)).or_default();
+            let of_slot = writers.entry(region.slot).or_default();
             of_slot.push((region.start, region.end, index));
         }
     }
     // Many tasks read the same words.
-    let mut known: HashMap<(ir::SlotId, u16, u32, u32), Option<usize>> = HashMap::new();
+    let mut known: HashMap<ir::program::Region, Option<usize>> = HashMap::new();
     let mut found = Vec::with_capacity(times.len());
     for (_, task) in all() {
         let counters = task.waits.iter().filter_map(|wait| signalled[wait.counter.index()]);
         let mut last = counters.fold(None, |last, index| Some(later(last, index)));
         for region in tagged(program, &accesses(program, task).reads) {
-            let key = (region.slot, region.generation, region.start, region.end);
-            let writer = *known.entry(key).or_insert_with(|| {
-                let of_slot = writers.get(&(region.slot, region.generation));
+            let writer = *known.entry(*region).or_insert_with(|| {
+                let of_slot = writers.get(&region.slot);
                 of_slot
                     .into_iter()
                     .flatten()

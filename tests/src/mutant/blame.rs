@@ -148,7 +148,7 @@ pub(super) fn reads(program: &Program, task: &Task, tensors: &dyn Fn(TensorId) -
     };
     let multiplied =
         task.opcode == Opcode::Matvec && of_matrix(task.params::<MatvecParams>().matrix as usize);
-    multiplied || task.reads.iter().flatten().any(|access| of_slot(access.slot))
+    multiplied || task.reads.iter().flatten().any(|&slot| of_slot(slot))
 }
 
 /// Whether a machine's mistake shows in a task.
@@ -157,9 +157,11 @@ fn has(program: &Program, defect: Defect, task: &Task) -> bool {
     let prologue = |p: Prologue| matvec.is_some_and(|m| m.prologue == p as u32);
     let epilogue = |e: Epilogue| matvec.is_some_and(|m| m.epilogue == e as u32);
     match defect {
-        Defect::NextToken => task.reads.iter().flatten().any(|access| {
-            matches!(program.slots[access.slot.index()].source, SlotSource::Embedding(_))
-        }),
+        Defect::NextToken => task
+            .reads
+            .iter()
+            .flatten()
+            .any(|slot| matches!(program.slots[slot.index()].source, SlotSource::Embedding(_))),
         Defect::NoNormScale => prologue(Prologue::Rms),
         Defect::LateQueries
         | Defect::LateKeys

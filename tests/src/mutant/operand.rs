@@ -4,11 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use abi::{Epilogue, MatvecParams, Opcode, Prologue};
 use ir::SlotId;
-use ir::program::{Access, Program, Task};
+use ir::program::{Program, Task};
 use rayon::prelude::*;
 
 use super::{Base, Mistake, Mutant};
-use crate::edit::restream;
 
 /// Parameters that the attention of a layer and what merges its splits must agree on.
 const JOINT: [&str; 4] = ["window", "kv_block", "splits", "head_dim"];
@@ -66,12 +65,12 @@ enum Scope {
 enum Change {
     /// A word of the parameters.
     Param(usize, u32),
-    /// Other products, with a load stream that follows.
+    /// Other products, and so another load stream.
     Stream(MatvecParams),
     /// A slot that is read.
-    Read(usize, Option<Access>),
+    Read(usize, Option<SlotId>),
     /// A slot that is written.
-    Write(usize, Option<Access>),
+    Write(usize, Option<SlotId>),
 }
 
 impl Edit {
@@ -95,9 +94,6 @@ impl Edit {
                     Scope::Task | Scope::Kind | Scope::Layer(_) => {}
                 }
             }
-        }
-        if matches!(self.change, Change::Stream(_)) {
-            restream(&mut program);
         }
         program
     }
@@ -299,7 +295,7 @@ impl Mutants<'_, '_, '_> {
         values
     }
 
-    /// Other tiles or another matrix, with a load stream that follows.
+    /// Other tiles or another matrix.
     fn stream(&mut self) {
         let p: MatvecParams = self.task().params();
         let matrices = self.program.matrices.len() as u32;
@@ -314,11 +310,11 @@ impl Mutants<'_, '_, '_> {
             ("matrix", MatvecParams { matrix: (p.matrix + 4) % matrices, ..p }),
         ];
         for (name, p) in changes {
-            self.push(name, &format!("{name} with its loads"), Change::Stream(p));
+            self.push(name, name, Change::Stream(p));
         }
     }
 
-    /// Each slot read and written, and its generation.
+    /// Each slot read and written.
     fn accesses(&mut self) {
         let (reads, writes) = (self.task().reads, self.task().writes);
         for (operand, access) in reads.into_iter().enumerate() {
@@ -333,32 +329,25 @@ impl Mutants<'_, '_, '_> {
         }
     }
 
-    /// What could stand in place of an access: nothing, another generation, slots of the same kind and size, and any other.
-    fn others(&self, access: Option<Access>) -> Vec<(String, Option<Access>)> {
+    /// What could stand in place of an access: nothing, slots of the same kind and size, and any other.
+    fn others(&self, slot: Option<SlotId>) -> Vec<(String, Option<SlotId>)> {
         let slots = &self.program.slots;
-        let at = |index: usize| Access { slot: SlotId(index as u32), generation: 0 };
-        let Some(access) = access else {
+        let at = |index: usize| SlotId(index as u32);
+        let Some(slot) = slot else {
             let some = self.place.1 % slots.len();
             let others = (0..slots.len()).filter(|&index| self.wide || index == some).map(at);
-            return others
-                .map(|other| (format!("slot {} for none", other.slot), Some(other)))
-                .collect();
+            return others.map(|other| (format!("slot {other} for none"), Some(other))).collect();
         };
-        let own = &slots[access.slot.index()];
-        let mut all = vec![(format!("none for slot {}", access.slot), None)];
-        for generation in [access.generation + 1, access.generation.saturating_sub(1)] {
-            let other = Access { generation, ..access };
-            all.push((format!("generation {generation} of slot {}", access.slot), Some(other)));
-        }
+        let own = &slots[slot.index()];
+        let mut all = vec![(format!("none for slot {slot}"), None)];
         let twins = (0..slots.len()).filter(|&i| {
             let alike = slots[i].kind == own.kind && slots[i].words == own.words;
-            i != access.slot.index() && (self.wide || alike)
+            i != slot.index() && (self.wide || alike)
         });
-        let next = (access.slot.index() + 1) % slots.len();
+        let next = (slot.index() + 1) % slots.len();
         for index in twins.chain([next]) {
-            let other = Access { generation: access.generation, ..at(index) };
             let names = (&slots[index].name, &own.name);
-            all.push((format!("slot {} for {}", names.0, names.1), Some(other)));
+            all.push((format!("slot {} for {}", names.0, names.1), Some(at(index))));
         }
         all
     }

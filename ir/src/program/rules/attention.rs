@@ -8,7 +8,7 @@ use abi::{AttentionMergeParams, AttentionParams, MatvecParams, Opcode, Prologue}
 use rustc_hash::FxHashMap;
 
 use crate::id::SlotId;
-use crate::program::{Access, Program, SlotSource, Task};
+use crate::program::{Program, SlotSource, Task};
 use crate::violation::{At, Rule, Violations};
 
 use super::{slot_name, tasks};
@@ -21,8 +21,8 @@ struct Shape {
     window: u32,
     scale: u32,
     eps: u32,
-    reads: [Option<Access>; abi::READS_MAX],
-    partials: Option<Access>,
+    reads: [Option<SlotId>; abi::READS_MAX],
+    partials: Option<SlotId>,
 }
 
 /// The attention tasks of one cache.
@@ -55,14 +55,14 @@ fn groups(program: &Program, found: &mut Violations) -> BTreeMap<SlotId, Group> 
             reads: task.reads,
             partials: task.writes[0],
         };
-        let group = groups.entry(cache.slot).or_insert_with(|| Group {
+        let group = groups.entry(cache).or_insert_with(|| Group {
             shape,
             first: at.clone(),
             parts: Vec::new(),
         });
         group.parts.push((p.kv_head, p.split));
         if group.shape != shape {
-            let name = slot_name(program, cache.slot);
+            let name = slot_name(program, cache);
             found.push(
                 Rule::KSplit,
                 at.clone(),
@@ -72,7 +72,7 @@ fn groups(program: &Program, found: &mut Violations) -> BTreeMap<SlotId, Group> 
                 ),
             );
         }
-        if let SlotSource::KvCache { layer } = program.slots[cache.slot.index()].source
+        if let SlotSource::KvCache { layer } = program.slots[cache.index()].source
             && layer != u32::from(task.layer)
         {
             found.push(
@@ -148,10 +148,10 @@ fn merged(task: &Task) -> Option<(u32, u32, u32)> {
 
 /// Partials are written by the attention of one layer and read by merges that compute the same active splits.
 fn merges(program: &Program, groups: &BTreeMap<SlotId, Group>, found: &mut Violations) {
-    let mut partials: FxHashMap<Access, (SlotId, &Shape)> = FxHashMap::default();
+    let mut partials: FxHashMap<SlotId, (SlotId, &Shape)> = FxHashMap::default();
     for (&cache, group) in groups {
-        let Some(access) = group.shape.partials else { continue };
-        if let Some((other, _)) = partials.insert(access, (cache, &group.shape)) {
+        let Some(slot) = group.shape.partials else { continue };
+        if let Some((other, _)) = partials.insert(slot, (cache, &group.shape)) {
             let (a, b) = (slot_name(program, cache), slot_name(program, other));
             found.push(
                 Rule::KSplit,
@@ -161,20 +161,18 @@ fn merges(program: &Program, groups: &BTreeMap<SlotId, Group>, found: &mut Viola
         }
     }
     for (at, task) in tasks(program).filter(|(_, task)| task.opcode != Opcode::Attention) {
-        if let Some(access) =
-            task.writes.iter().flatten().find(|access| partials.contains_key(access))
-        {
+        if let Some(slot) = task.writes.iter().flatten().find(|slot| partials.contains_key(slot)) {
             found.push(
                 Rule::KSplit,
                 at.clone(),
-                format!("writes {}, which holds partials", slot_name(program, access.slot)),
+                format!("writes {}, which holds partials", slot_name(program, *slot)),
             );
         }
         let merged = merged(task);
-        for (index, access) in task.reads.iter().enumerate() {
-            let Some(access) = access else { continue };
-            let name = || slot_name(program, access.slot);
-            match (partials.get(access), merged.filter(|_| index == 0)) {
+        for (index, slot) in task.reads.iter().enumerate() {
+            let Some(slot) = slot else { continue };
+            let name = || slot_name(program, *slot);
+            match (partials.get(slot), merged.filter(|_| index == 0)) {
                 (None, None) => {}
                 (Some(_), None) => found.push(
                     Rule::KSplit,
@@ -205,17 +203,15 @@ fn merges(program: &Program, groups: &BTreeMap<SlotId, Group>, found: &mut Viola
 /// Attention reads qkv, never partials.
 fn attention_reads(
     program: &Program,
-    partials: &FxHashMap<Access, (SlotId, &Shape)>,
+    partials: &FxHashMap<SlotId, (SlotId, &Shape)>,
     found: &mut Violations,
 ) {
     for (at, task) in tasks(program).filter(|(_, task)| task.opcode == Opcode::Attention) {
-        if let Some(access) =
-            task.reads.iter().flatten().find(|access| partials.contains_key(access))
-        {
+        if let Some(slot) = task.reads.iter().flatten().find(|slot| partials.contains_key(slot)) {
             found.push(
                 Rule::KSplit,
                 at,
-                format!("attends to {}, which holds partials", slot_name(program, access.slot)),
+                format!("attends to {}, which holds partials", slot_name(program, *slot)),
             );
         }
     }

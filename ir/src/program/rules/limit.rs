@@ -74,7 +74,7 @@ fn dims(program: &Program, found: &mut Violations) {
 fn pipeline(program: &Program, found: &mut Violations) {
     let p = &program.pipeline;
     range(found, "pipeline.stages", p.stages.into(), 1, abi::STAGES_MAX.into());
-    range(found, "pipeline.stage_units", p.stage_units.into(), 1, 1 << 16);
+    range(found, "pipeline.stage_units", p.stage_units.into(), 1, abi::STAGE_UNITS_MAX.into());
     range(found, "pipeline.in_flight", p.in_flight.into(), 1, p.stages.into());
     range(found, "pipeline.in_flight_near", p.in_flight_near.into(), 1, p.in_flight.into());
     if !p.stage_units.is_power_of_two() {

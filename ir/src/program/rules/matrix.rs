@@ -1,6 +1,7 @@
 //! Packed matrices: row maps that cannot overflow, dimensions that are the model's.
 
 use crate::id::MatrixId;
+use crate::program::stream::uncountable;
 use crate::program::{Matrix, Program, RowMap};
 use crate::violation::{At, Rule, Violations};
 
@@ -36,6 +37,8 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
                 At::Matrix(MatrixId(index as u32)),
                 format!("{}: {detail}", matrix.name),
             );
+        } else if let Some(detail) = uncountable(program, MatrixId(index as u32), 1) {
+            found.push(Rule::PLimit, At::Matrix(MatrixId(index as u32)), detail);
         }
     }
 }

@@ -5,16 +5,13 @@ pub(super) mod attention;
 pub(super) mod counter;
 pub(super) mod limit;
 pub(super) mod matrix;
-pub(super) mod memory;
 pub(super) mod order;
-pub(super) mod page;
-pub(super) mod race;
 pub(super) mod slot;
-pub(super) mod stream;
 pub(super) mod task;
+pub(super) mod words;
 
 use crate::id::{SlotId, WorkerId};
-use crate::program::{Access, Program, Task};
+use crate::program::{Program, Task};
 use crate::violation::At;
 
 /// A task's place: worker and index in its queue.
@@ -38,6 +35,6 @@ pub(super) fn slot_name(program: &Program, slot: SlotId) -> String {
 }
 
 /// The slots that a task names, reads first.
-pub(super) fn named(task: &Task) -> impl Iterator<Item = Access> {
+pub(super) fn named(task: &Task) -> impl Iterator<Item = SlotId> {
     task.reads.iter().chain(&task.writes).copied().flatten()
 }

@@ -15,18 +15,16 @@ use std::collections::VecDeque;
 use abi::{Opcode, SlotKind};
 use rustc_hash::FxHashMap;
 
-use crate::id::{SlotId, WorkerId};
+use crate::id::WorkerId;
 use crate::program::{Program, Region, Verified, accesses};
 use crate::violation::{At, Rule, Violations};
 
+use super::words::Writes;
 use super::{at, slot_name, tasks};
 
 /// Edges of tagged reads, and rows of clocks, that `verify` is willing to hold. A 70B program has a hundredth of them.
 const EDGES_MAX: usize = 1 << 26;
 const CLOCK_WORDS_MAX: usize = 1 << 28;
-
-/// Runs of words that tasks touch, all together.
-const REGIONS_MAX: usize = 1 << 22;
 
 /// Tasks that a printed cycle names.
 const CYCLE_SHOWN_MAX: usize = 12;
@@ -166,65 +164,13 @@ impl Clocks {
     }
 }
 
-/// Writes by slot and generation: first word, one past the last, task.
-pub(super) type WriteIndex = FxHashMap<(SlotId, u16), Vec<(u32, u32, u32)>>;
-
-/// The writes of tagged slots, sorted by first word.
-pub(super) struct TaggedWrites(WriteIndex);
-
-impl TaggedWrites {
-    fn new(program: &Program) -> Self {
-        let mut all = WriteIndex::default();
-        for (number, (_, task)) in tasks(program).enumerate() {
-            for region in
-                accesses(program, task).writes.into_iter().filter(|region| tagged(program, region))
-            {
-                all.entry((region.slot, region.generation)).or_default().push((
-                    region.start,
-                    region.end,
-                    number as u32,
-                ));
-            }
-        }
-        all.values_mut().for_each(|writes| writes.sort_unstable());
-        Self(all)
-    }
-
-    /// Tasks that write some word of the region. Writes do not overlap, so those are neighbours.
-    fn overlapping(&self, region: &Region) -> impl Iterator<Item = u32> + '_ {
-        let writes = self.0.get(&(region.slot, region.generation)).map_or(&[][..], Vec::as_slice);
-        let first = writes.partition_point(|&(_, end, _)| end <= region.start);
-        let end = region.end;
-        writes[first..]
-            .iter()
-            .take_while(move |&&(start, _, _)| start < end)
-            .map(|&(_, _, task)| task)
-    }
-}
-
 fn tagged(program: &Program, region: &Region) -> bool {
     program.slots[region.slot.index()].kind == SlotKind::Tagged
 }
 
-/// Finds the order and checks it.
+/// Finds the order and checks it. Relies on every word being written once.
 pub(in crate::program) fn check(program: &Program, found: &mut Violations) -> Option<Order> {
-    let regions = tasks(program)
-        .map(|(_, task)| accesses(program, task))
-        .map(|a| a.reads.len() + a.writes.len())
-        .sum::<usize>();
-    if regions > REGIONS_MAX {
-        found.push(
-            Rule::PLimit,
-            At::Whole,
-            format!("tasks touch {regions} runs of words, more than {REGIONS_MAX}"),
-        );
-        return None;
-    }
-    let writes = TaggedWrites::new(program);
-    repeated(program, &writes, found);
-    if !found.is_empty() {
-        return None;
-    }
+    let writes = Writes::new(program);
     let graph = match Graph::new(program, &writes) {
         Ok(graph) => graph,
         Err(detail) => {
@@ -235,25 +181,6 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) -> Op
     let order = graph.sort(program, found)?;
     last(program, &order, found);
     Some(order)
-}
-
-/// Two writes of one generation to a word are indistinguishable to its readers.
-fn repeated(program: &Program, writes: &TaggedWrites, found: &mut Violations) {
-    let mut keys: Vec<_> = writes.0.keys().copied().collect();
-    keys.sort_unstable();
-    let places: Vec<At> =
-        if keys.is_empty() { Vec::new() } else { tasks(program).map(|(at, _)| at).collect() };
-    for key in keys {
-        for pair in writes.0[&key].windows(2).filter(|pair| pair[1].0 < pair[0].1) {
-            let ((_, end, a), (start, _, b)) = (pair[0], pair[1]);
-            let name = slot_name(program, key.0);
-            let detail = format!(
-                "words {start}..{end} of {name}, generation {}, are written by {} too",
-                key.1, places[a as usize]
-            );
-            found.push(Rule::MPage, places[b as usize].clone(), detail);
-        }
-    }
 }
 
 /// One `sample`, after everything else: it releases the next step, which must find all that this one has stored (keys and values among it) and
@@ -293,7 +220,7 @@ struct Graph {
 }
 
 impl Graph {
-    fn new(program: &Program, writes: &TaggedWrites) -> Result<Self, String> {
+    fn new(program: &Program, writes: &Writes) -> Result<Self, String> {
         let task_len = program.task_len();
         let counters = program.counters as usize;
         let mut graph = Self {
@@ -337,7 +264,7 @@ impl Graph {
     /// A region with one reader needs no join.
     fn tagged_edges(
         &mut self,
-        writes: &TaggedWrites,
+        writes: &Writes,
         region: Region,
         readers: &[u32],
     ) -> Result<(), String> {
@@ -352,7 +279,7 @@ impl Graph {
             join
         };
         self.pairs.extend(
-            writes.overlapping(&region).map(|writer| (writer, Edge { to: target, tagged: true })),
+            writes.writers(region).map(|writer| (writer, Edge { to: target, tagged: true })),
         );
         if self.pairs.len() > EDGES_MAX {
             return Err(format!("tagged reads make more than {EDGES_MAX} edges"));

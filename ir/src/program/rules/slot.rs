@@ -7,6 +7,7 @@ use crate::program::{Program, Slot, SlotSource};
 use crate::violation::{At, Rule, Violations};
 
 use super::matrix::map_rows;
+use super::slot_name;
 
 /// Alignment of a slot in the arena: one L2 line, so that two slots never share one.
 const SLOT_ALIGN: u64 = 128;
@@ -16,6 +17,27 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
         let at = At::Slot(SlotId(index as u32));
         for (rule, detail) in [source(program, slot), arena(program, slot)].into_iter().flatten() {
             found.push(rule, at.clone(), format!("{}: {detail}", slot.name));
+        }
+    }
+    apart(program, found);
+}
+
+/// A word of one slot must not look like a word of another that somebody waits for.
+fn apart(program: &Program, found: &mut Violations) {
+    let slots = program.slots.iter().zip(0..).filter(|(slot, _)| slot.arena_bytes() > 0);
+    let mut slots: Vec<(u64, u64, SlotId)> = slots
+        .map(|(slot, n)| (slot.offset, slot.offset.saturating_add(slot.arena_bytes()), SlotId(n)))
+        .collect();
+    slots.sort_unstable();
+    // The slot that reaches farthest so far.
+    let mut reach: Option<(u64, SlotId)> = None;
+    for (start, end, slot) in slots {
+        if let Some((_, other)) = reach.filter(|&(far, _)| far > start) {
+            let [name, other] = [slot, other].map(|slot| slot_name(program, slot));
+            found.push(Rule::MArena, At::Slot(slot), format!("{name} shares bytes with {other}"));
+        }
+        if reach.is_none_or(|(far, _)| far < end) {
+            reach = Some((end, slot));
         }
     }
 }
@@ -92,19 +114,20 @@ fn kv_cache(program: &Program, slot: &Slot, layer: u32) -> Finding {
 fn arena(program: &Program, slot: &Slot) -> Finding {
     let bytes = slot.arena_bytes();
     if bytes == 0 {
-        return (slot.offset != 0)
-            .then(|| (Rule::MPage, format!("offset {} of a slot outside the arena", slot.offset)));
+        return (slot.offset != 0).then(|| {
+            (Rule::MArena, format!("offset {} of a slot outside the arena", slot.offset))
+        });
     }
     if !slot.offset.is_multiple_of(SLOT_ALIGN) {
         return Some((
-            Rule::MPage,
+            Rule::MArena,
             format!("offset {} is not a multiple of {SLOT_ALIGN}", slot.offset),
         ));
     }
     let end = slot.offset.checked_add(bytes);
     end.is_none_or(|end| end > program.arena_bytes).then(|| {
         (
-            Rule::MPage,
+            Rule::MArena,
             format!(
                 "bytes {}..+{bytes} lie outside the arena of {}",
                 slot.offset, program.arena_bytes

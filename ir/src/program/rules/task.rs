@@ -7,7 +7,8 @@ use abi::{
     OpVisitor, Prologue, SampleParams, SlotKind, visit,
 };
 
-use crate::program::{Access, Program, Slot, SlotSource, Task, accesses};
+use crate::id::SlotId;
+use crate::program::{Program, Slot, SlotSource, Task, accesses};
 use crate::violation::{At, Rule, Violations};
 
 use super::{named, slot_name, tasks};
@@ -27,22 +28,10 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
     }
 }
 
-/// Every id is in range, and so are generations and the layer.
+/// Every id is in range, and so is the layer.
 fn ids(program: &Program, task: &Task, at: &At, found: &mut Violations) {
-    for access in named(task) {
-        let Some(slot) = program.slots.get(access.slot.index()) else {
-            found.push(Rule::PArity, at.clone(), format!("there is no slot {}", access.slot));
-            continue;
-        };
-        let generations = if slot.kind == SlotKind::Tagged { abi::GENERATIONS_MAX } else { 1 };
-        if u32::from(access.generation) >= generations {
-            let name = slot_name(program, access.slot);
-            found.push(
-                Rule::PArity,
-                at.clone(),
-                format!("generation {} of {name}, which has {generations}", access.generation),
-            );
-        }
+    for slot in named(task).filter(|slot| slot.index() >= program.slots.len()) {
+        found.push(Rule::PArity, at.clone(), format!("there is no slot {slot}"));
     }
     for counter in task.waits.iter().map(|wait| wait.counter).chain(task.signal) {
         if counter.0 >= program.counters {
@@ -124,14 +113,14 @@ impl<'a> Op<'a> {
     }
 
     /// A slot that must be there, of one of these kinds.
-    fn slot(&mut self, what: &str, access: Option<Access>, kinds: &[SlotKind]) -> Option<&'a Slot> {
-        let Some(access) = access else {
+    fn slot(&mut self, what: &str, id: Option<SlotId>, kinds: &[SlotKind]) -> Option<&'a Slot> {
+        let Some(id) = id else {
             self.wrong(Rule::PArity, format!("{what} is missing"));
             return None;
         };
-        let slot = &self.program.slots[access.slot.index()];
+        let slot = &self.program.slots[id.index()];
         if !kinds.contains(&slot.kind) {
-            let name = slot_name(self.program, access.slot);
+            let name = slot_name(self.program, id);
             self.wrong(Rule::PArity, format!("{what} is {name}, a {} slot", slot.kind.name()));
             return None;
         }

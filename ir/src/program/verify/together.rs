@@ -2,24 +2,28 @@
 //!
 //! Every task does the work of all lanes, lane after lane, before it signals. Lanes share queues, counters and weights, and nothing that is
 //! written: each has activations, logits and a session of its own. So that short contexts do not queue up on the few workers of split 0, lane
-//! `l` runs, in the task of split `s` of `n`, split `(s + l) % n`. What a lane runs is thus a program like any other, the [`rotated`] one, and
-//! must be accepted like any other: the bytes of a split may have been somebody else's before, and who waited until they are free is the task
-//! that writes them in lane 0.
+//! `l` runs, in the task of split `s` of `n`, split `(s + l) % n`: the rotated program.
 //!
-//! That each lane by itself comes to an end does not say that all do: a task of which one lane waits keeps the lanes behind it waiting too. It
-//! follows here, because all lanes wait for the same tasks. Queues and counters are shared. Of the hand-offs only those of attention change
-//! their writers, within a head; and whoever reads a head's partials reads those of all its splits (`K-SPLIT`), so it waits for the same
-//! tasks whichever lane it is in.
+//! **Why a verified program verifies in every rotation.** Queues and counters are shared. Of the hand-offs only those of attention change
+//! their writers, within a head; every word is still written once, and whoever reads a head's partials reads those of all its splits
+//! (`K-SPLIT`), so it waits for the same tasks whichever lane it is in. For the same reason all lanes come to an end when one does. What is
+//! left to check is what the kernel of several lanes asks beside the proof: [`Together::new`].
 
-use abi::{AttentionParams, Opcode};
+use abi::{
+    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, NopParams,
+    OpVisitor, Opcode, Prologue, SampleParams, SlotKind, visit,
+};
 
-use super::{Verified, check};
-use crate::program::Program;
+use super::Verified;
+use crate::graph::DType;
+use crate::id::{MatrixId, SlotId};
+use crate::program::stream::uncountable;
+use crate::program::{Program, Task};
 use crate::violation::{At, Rule, Violations};
 
 /// What lane `lane` of a batch runs: the program with the splits of each head's keys dealt to its tasks anew.
 #[must_use]
-pub fn rotated(program: &Program, lane: u32) -> Program {
+fn rotated(program: &Program, lane: u32) -> Program {
     let mut program = program.clone();
     let tasks = program.workers.iter_mut().flat_map(|worker| &mut worker.tasks);
     for task in tasks.filter(|task| task.opcode == Opcode::Attention) {
@@ -38,20 +42,12 @@ pub struct Together {
 }
 
 impl Together {
-    /// Verifies what each lane runs.
+    /// Checks what a kernel of so many lanes asks of a program.
     ///
     /// # Errors
-    /// All violations of the first lane that has any.
+    /// All violations.
     pub fn new(program: Verified<Program>, lanes: u32) -> Result<Self, Violations> {
-        let most = abi::LANES_MAX as u32;
-        if !(1..=most).contains(&lanes) {
-            let mut found = Violations::default();
-            found.push(Rule::PLimit, At::Whole, format!("{lanes} lanes, not within 1..={most}"));
-            return Err(found);
-        }
-        for lane in 1..lanes {
-            check(&rotated(&program, lane))?;
-        }
+        check_lanes(&program, lanes)?;
         Ok(Self { program, lanes })
     }
 
@@ -71,5 +67,84 @@ impl Together {
     #[must_use]
     pub fn lane(&self, lane: u32) -> Option<Verified<Program>> {
         (lane < self.lanes).then(|| Verified(rotated(&self.program, lane)))
+    }
+}
+
+/// What a kernel of so many lanes asks of a verified program.
+///
+/// # Errors
+/// All violations.
+pub fn check_lanes(program: &Program, lanes: u32) -> Result<(), Violations> {
+    let mut found = Violations::default();
+    let most = abi::LANES_MAX as u32;
+    if !(1..=most).contains(&lanes) {
+        found.push(Rule::PLimit, At::Whole, format!("{lanes} lanes, not within 1..={most}"));
+    }
+    if lanes > 1 {
+        if program.dims.dtype == DType::F32 {
+            let detail = "several lanes share the products of 16-bit weights only, and these are f32: convert the model, or run one lane";
+            found.push(Rule::PShape, At::Whole, detail.to_owned());
+        }
+        for matrix in (0..program.matrices.len() as u32).map(MatrixId) {
+            if let Some(detail) = uncountable(program, matrix, lanes) {
+                found.push(Rule::PLimit, At::Matrix(matrix), detail);
+            }
+        }
+        one_form(program, &mut found);
+    }
+    if found.is_empty() { Ok(()) } else { Err(found) }
+}
+
+/// A kernel of several lanes keeps what is multiplied as it is in halves of 16 bits: every task takes the words of a slot for the same.
+fn one_form(program: &Program, found: &mut Violations) {
+    let mut forms = vec![None; program.slots.len()];
+    let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
+    for (slot, split) in tasks.flat_map(forms_of) {
+        let scratch =
+            matches!(program.slots[slot.index()].kind, SlotKind::Plain | SlotKind::Tagged);
+        if scratch && *forms[slot.index()].get_or_insert(split) != split {
+            let detail =
+                "its words are values to one task and halves of 16 bits to another: run one lane";
+            found.push(Rule::PShape, At::Slot(slot), detail.to_owned());
+        }
+    }
+}
+
+/// The slots of a task, and whether it takes the words of each for halves (`input_write` in slot.cuh).
+fn forms_of(task: &Task) -> Vec<(SlotId, bool)> {
+    let (read, written) = visit(task.opcode, &task.params, &mut Halves);
+    let reads = task.reads.iter().enumerate().map(|(i, a)| (a, i == 0 && read));
+    let writes = task.writes.iter().enumerate().map(|(i, a)| (a, i == 0 && written));
+    reads.chain(writes).filter_map(|(slot, split)| Some(((*slot)?, split))).collect()
+}
+
+/// Whether an op's first input and its first output are halves.
+struct Halves;
+
+impl OpVisitor for Halves {
+    type Output = (bool, bool);
+
+    fn nop(&mut self, _: &NopParams) -> (bool, bool) {
+        (false, false)
+    }
+
+    fn embed(&mut self, _: &EmbedParams) -> (bool, bool) {
+        (false, false)
+    }
+
+    fn matvec(&mut self, p: &MatvecParams) -> (bool, bool) {
+        (p.prologue == Prologue::Copy as u32, p.epilogue == Epilogue::SiluMul as u32)
+    }
+
+    fn attention(&mut self, _: &AttentionParams) -> (bool, bool) {
+        (false, false)
+    }
+
+    fn attention_merge(&mut self, _: &AttentionMergeParams) -> (bool, bool) {
+        (false, true)
+    }
+
+    fn sample(&mut self, _: &SampleParams) -> (bool, bool) {
+        (false, false)
     }
 }

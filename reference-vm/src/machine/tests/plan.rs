@@ -5,9 +5,7 @@ use abi::{
     AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, Opcode, Prologue,
     SampleParams, SlotKind,
 };
-use ir::program::{
-    Access, Dims, Load, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker,
-};
+use ir::program::{Dims, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker};
 use ir::{CounterId, Graph, Layer, Linear, MatrixId, SlotId, TensorId};
 
 /// How to run a graph.
@@ -42,10 +40,10 @@ impl Default for Plan {
 /// What a matvec does besides multiplying.
 #[derive(Clone, Copy, Default)]
 struct Around {
-    x: Option<Access>,
-    norm: Option<Access>,
-    bias: Option<Access>,
-    residual: Option<Access>,
+    x: Option<SlotId>,
+    norm: Option<SlotId>,
+    bias: Option<SlotId>,
+    residual: Option<SlotId>,
 }
 
 struct Builder<'a> {
@@ -111,7 +109,7 @@ impl Builder<'_> {
         self.phase(vec![sample], false);
     }
 
-    fn embed(&mut self, embedding: Access) -> Access {
+    fn embed(&mut self, embedding: SlotId) -> SlotId {
         let hidden = self.graph.hidden;
         let x = self.activation("x", hidden, true);
         let part = hidden.div_ceil(2);
@@ -125,7 +123,7 @@ impl Builder<'_> {
         x
     }
 
-    fn attend(&mut self, index: u16, layer: &Layer, x: Access, inv_freq: Access) -> Access {
+    fn attend(&mut self, index: u16, layer: &Layer, x: SlotId, inv_freq: SlotId) -> SlotId {
         let graph = self.graph;
         let (q_width, kv_width) = (graph.q_width(), graph.kv_width());
         let parts = [(layer.q, q_width), (layer.k, kv_width), (layer.v, kv_width)];
@@ -190,7 +188,7 @@ impl Builder<'_> {
         out
     }
 
-    fn attention(&mut self, index: u16, layer: &Layer, qkv: Access, inv_freq: Access) -> Access {
+    fn attention(&mut self, index: u16, layer: &Layer, qkv: SlotId, inv_freq: SlotId) -> SlotId {
         let graph = self.graph;
         let splits = self.plan.splits;
         let partials = self.activation(
@@ -230,7 +228,7 @@ impl Builder<'_> {
         partials
     }
 
-    fn feed_forward(&mut self, index: u16, layer: &Layer, x: Access) -> Access {
+    fn feed_forward(&mut self, index: u16, layer: &Layer, x: SlotId) -> SlotId {
         let graph = self.graph;
         let parts = [(layer.gate, graph.ffn), (layer.up, graph.ffn)];
         let around = Around {
@@ -267,7 +265,7 @@ impl Builder<'_> {
         id: MatrixId,
         around: Around,
         params: MatvecParams,
-        writes: [Option<Access>; 2],
+        writes: [Option<SlotId>; 2],
     ) {
         let matrix = self.program.matrices[id.index()].clone();
         let granule = if params.epilogue == Epilogue::SiluMul as u32 { 2 } else { 1 };
@@ -316,15 +314,6 @@ impl Builder<'_> {
         }
         for task in tasks {
             let worker = &mut self.program.workers[self.turn % self.plan.workers];
-            if task.opcode == Opcode::Matvec {
-                let p: MatvecParams = task.params();
-                let unit0 = u64::from(p.tile0) * u64::from(p.units);
-                worker.loads.push(Load {
-                    matrix: MatrixId(p.matrix),
-                    unit0,
-                    units: p.tiles * p.units,
-                });
-            }
             worker.tasks.push(task);
             self.turn += 1;
         }
@@ -341,26 +330,26 @@ impl Builder<'_> {
         MatrixId(self.program.matrices.len() as u32 - 1)
     }
 
-    fn slot(&mut self, name: &str, kind: SlotKind, words: u32, source: SlotSource) -> Access {
+    fn slot(&mut self, name: &str, kind: SlotKind, words: u32, source: SlotSource) -> SlotId {
         let mut slot = Slot { name: name.into(), kind, words, source, offset: 0 };
         if slot.arena_bytes() > 0 {
             slot.offset = self.program.arena_bytes;
             self.program.arena_bytes += slot.arena_bytes().next_multiple_of(128);
         }
         self.program.slots.push(slot);
-        Access { slot: SlotId(self.program.slots.len() as u32 - 1), generation: 0 }
+        SlotId(self.program.slots.len() as u32 - 1)
     }
 
-    fn activation(&mut self, name: &str, words: u32, may_tag: bool) -> Access {
+    fn activation(&mut self, name: &str, words: u32, may_tag: bool) -> SlotId {
         let kind = if self.plan.tagged && may_tag { SlotKind::Tagged } else { SlotKind::Plain };
         self.slot(name, kind, words, SlotSource::Scratch)
     }
 
-    fn constant(&mut self, name: &str, map: RowMap) -> Access {
+    fn constant(&mut self, name: &str, map: RowMap) -> SlotId {
         self.slot(name, SlotKind::Constant, map.rows(), SlotSource::Vector(map))
     }
 
-    fn bias(&mut self, parts: &[(Linear, u32)], interleaved: bool) -> Option<Access> {
+    fn bias(&mut self, parts: &[(Linear, u32)], interleaved: bool) -> Option<SlotId> {
         parts.iter().any(|(linear, _)| linear.bias.is_some()).then(|| {
             let parts: Vec<(Option<TensorId>, u32)> =
                 parts.iter().map(|&(linear, rows)| (linear.bias, rows)).collect();

@@ -91,7 +91,7 @@ fn a_wrong_program_is_as_wrong_with_every_product_known() {
                 let mut program = whole.clone();
                 let Some(task) = tasks(&mut program, Opcode::Matvec).nth(index) else { continue };
                 let Some(read) = &mut task.reads[access] else { continue };
-                read.slot = SlotId(slot);
+                *read = SlotId(slot);
                 check(&program, &format!("operand {access} of task {index} is slot {slot}"));
             }
         }

@@ -27,18 +27,18 @@ enum Bug {
 const MASK: u32 = (1 << abi::TAG_BITS) - 1;
 
 /// As in `slot_words`.
-pub(super) fn tag(epoch: u32, generation: u32) -> u32 {
-    (epoch * abi::GENERATIONS_MAX + generation) & MASK
+fn tag(epoch: u32) -> u32 {
+    (epoch * abi::GENERATIONS_MAX) & MASK
 }
 
-/// A word with a value that no other step and generation has.
-pub(super) fn word(epoch: u32, generation: u32) -> u32 {
-    (epoch * 100 + generation) << abi::TAG_BITS | tag(epoch, generation)
+/// A word with a value that no other step has.
+pub(super) fn word(epoch: u32) -> u32 {
+    (epoch * 100) << abi::TAG_BITS | tag(epoch)
 }
 
 /// Poll for the word of this step.
-pub(super) fn wait(at: usize, epoch: u32, generation: u32) -> Op {
-    Op::PollFor(at, Until::Masked(MASK, tag(epoch, generation)), word(epoch, generation))
+pub(super) fn wait(at: usize, epoch: u32) -> Op {
+    Op::PollFor(at, Until::Masked(MASK, tag(epoch)), word(epoch))
 }
 
 /// The end of a step and the begin of the next, for the thread that samples and for another.
@@ -91,15 +91,15 @@ fn model(bug: Bug) -> Model {
                     Op::PollFor(at, Until::Masked(1, short), epoch << 1 | short),
                 ),
                 Bug::NoPoll => (
-                    Op::Write(at, Order::Relaxed, word(epoch, 0)),
-                    Op::Read(at, Order::Relaxed, word(epoch, 0)),
+                    Op::Write(at, Order::Relaxed, word(epoch)),
+                    Op::Read(at, Order::Relaxed, word(epoch)),
                 ),
                 Bug::None
                 | Bug::SkipsSteps
                 | Bug::TagApart
                 | Bug::TagApartFirst
                 | Bug::TagApartNoAcquire => {
-                    (Op::Write(at, Order::Relaxed, word(epoch, 0)), wait(at, epoch, 0))
+                    (Op::Write(at, Order::Relaxed, word(epoch)), wait(at, epoch))
                 }
             };
             producer.unless(skipped, store);
@@ -132,42 +132,11 @@ fn apart(bug: Bug) -> Model {
     m
 }
 
-/// The same bytes for two slots of a step, told apart by their generations; a counter between the reader of the first and the writer
-/// of the second.
-fn generations(reused: bool) -> Model {
-    let mut m = Model::default();
-    let at = m.word("word");
-    let read = m.word("read");
-    let steps = Steps::new(&mut m, 2);
-    let (mut producer, mut between, mut last) = (Vec::new(), Vec::new(), Vec::new());
-    let second = u32::from(!reused);
-    for epoch in 1..=3 {
-        producer.push(Op::Write(at, Order::Relaxed, word(epoch, 0)));
-        producer.extend(steps.sample(epoch));
-        between.extend([wait(at, epoch, 0), Op::Fence, Op::Add(read)]);
-        between.extend([
-            Op::Poll(read, Order::Relaxed, Until::AtLeast(epoch)),
-            Op::Fence,
-            Op::Write(at, Order::Relaxed, (word(epoch, 1) & !MASK) | tag(epoch, second)),
-        ]);
-        between.extend(steps.done(epoch));
-        let second_word = (word(epoch, 1) & !MASK) | tag(epoch, second);
-        last.push(Op::PollFor(at, Until::Masked(MASK, tag(epoch, second)), second_word));
-        last.extend(steps.done(epoch));
-    }
-    m.thread("producer", producer);
-    m.thread("reader and second producer", between);
-    m.thread("second reader", last);
-    m
-}
-
 /// The protocol and its bugs.
 #[must_use]
 pub fn cases() -> Vec<Case> {
     vec![
         Case::holds("tagged: as it is, six steps", model(Bug::None)),
-        Case::holds("tagged: two slots in the same bytes", generations(false)),
-        Case::fails("tagged: a generation that these bytes had", generations(true), "reads"),
         Case::fails("tagged: one bit of tag", model(Bug::ShortTag), "reads"),
         Case::fails("tagged: a word that not every step writes", model(Bug::SkipsSteps), "reads"),
         Case::fails("tagged: the tag is not looked at", model(Bug::NoPoll), "reads"),

@@ -21,7 +21,7 @@ fn handoff(kind: Handoff, at: usize) -> (Vec<Op>, Vec<Op>) {
             vec![Op::Fence, Op::Add(at)],
             vec![Op::Poll(at, Order::Relaxed, Until::AtLeast(1)), Op::Fence],
         ),
-        Handoff::Tagged => (vec![Op::Write(at, Order::Relaxed, word(1, 0))], vec![wait(at, 1, 0)]),
+        Handoff::Tagged => (vec![Op::Write(at, Order::Relaxed, word(1))], vec![wait(at, 1)]),
     }
 }
 
@@ -47,20 +47,6 @@ fn plain_word_over_three(kind: Handoff) -> Model {
     m
 }
 
-/// Bytes that a later slot uses again: written and read under one generation, then, behind a chain of hand-offs, written under
-/// the next. A reader of the second must get it.
-fn shared_bytes(kind: Handoff) -> Model {
-    let mut m = Model::default();
-    let (at, chain) = (m.word("bytes"), m.word("handoff"));
-    let (signal, waits) = handoff(kind, chain);
-    m.thread("writer", vec![Op::Write(at, Order::Relaxed, word(1, 0))]);
-    m.thread("reader", [vec![wait(at, 1, 0)], signal].concat());
-    let again = Op::Write(at, Order::Relaxed, word(1, 1));
-    m.thread("second writer", [waits, vec![again]].concat());
-    m.thread("second reader", vec![wait(at, 1, 1)]);
-    m
-}
-
 /// A row of the key/value cache, stored without a signal of its own, is loaded by another worker in the next step. Between them
 /// the end of the step, of which the worker that stored tells by a tag alone, or by a counter.
 fn cache_row(kind: Handoff) -> Model {
@@ -68,7 +54,7 @@ fn cache_row(kind: Handoff) -> Model {
     let (row, partials) = (m.word("cache row"), m.word("partials"));
     let steps = Steps::new(&mut m, if kind == Handoff::Counter { 2 } else { 1 });
     let mut attends = vec![Op::Write(row, Order::Relaxed, 5)];
-    attends.push(Op::Write(partials, Order::Relaxed, word(1, 0)));
+    attends.push(Op::Write(partials, Order::Relaxed, word(1)));
     if kind == Handoff::Counter {
         attends.extend(&steps.done(1)[..2]);
     }
@@ -77,7 +63,7 @@ fn cache_row(kind: Handoff) -> Model {
         "next step's attention",
         [steps.done(1).to_vec(), vec![Op::Read(row, Order::Relaxed, 5)]].concat(),
     );
-    let mut sample = vec![wait(partials, 1, 0)];
+    let mut sample = vec![wait(partials, 1)];
     sample.extend(steps.sample(1));
     m.thread("sample", sample);
     m
@@ -110,12 +96,6 @@ pub fn cases() -> Vec<Case> {
             plain_word_over_three(Tagged),
             "reads 0 from residual",
         ),
-        Case::holds("bytes used again behind a counter", shared_bytes_through(Counter)),
-        Case::fails(
-            "bytes used again behind a tagged word",
-            shared_bytes(Tagged),
-            "nobody goes on",
-        ),
         Case::holds("cache row, the step ends with a counter", cache_row(Counter)),
         Case::fails(
             "cache row, the step ends with a tagged word",
@@ -125,22 +105,4 @@ pub fn cases() -> Vec<Case> {
         Case::holds("neighbours in a queue with a block barrier", neighbours(true)),
         Case::fails("neighbours in a queue without one", neighbours(false), "reads 0 from plain"),
     ]
-}
-
-/// As `shared_bytes`, where the first writer signals too: the rule is that a write comes after the write before it *and* its readers.
-fn shared_bytes_through(kind: Handoff) -> Model {
-    let mut m = Model::default();
-    let (at, chain) = (m.word("bytes"), m.word("counter"));
-    assert_eq!(kind, Handoff::Counter);
-    let signal = [Op::Fence, Op::Add(chain)];
-    m.thread("writer", [&[Op::Write(at, Order::Relaxed, word(1, 0))], &signal[..]].concat());
-    m.thread("reader", [&[wait(at, 1, 0)], &signal[..]].concat());
-    let again = [
-        Op::Poll(chain, Order::Relaxed, Until::AtLeast(2)),
-        Op::Fence,
-        Op::Write(at, Order::Relaxed, word(1, 1)),
-    ];
-    m.thread("second writer", again.to_vec());
-    m.thread("second reader", vec![wait(at, 1, 1)]);
-    m
 }

@@ -1,0 +1,171 @@
+//! What a worker's tasks take out of its weight ring, in the order in which they run.
+//!
+//! The stream follows from the tasks, so it cannot disagree with them. The cost model times it, the host gives it addresses, and the
+//! device copies it into the ring.
+
+use abi::{
+    AttentionMergeParams, AttentionParams, EmbedParams, MatvecParams, NopParams, OpVisitor,
+    SampleParams, visit,
+};
+
+use super::staging::Staging;
+use super::{Program, Task, Worker};
+use crate::id::{MatrixId, SlotId};
+
+/// What one task takes out of the ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Load {
+    /// Whole tiles of a matrix.
+    Weights {
+        /// The matrix.
+        matrix: MatrixId,
+        /// First unit within the matrix.
+        unit0: u64,
+        /// Units.
+        units: u32,
+    },
+    /// The keys and values of a head that one split attends to. How many there are follows from the position.
+    Cache {
+        /// The key/value cache.
+        slot: SlotId,
+        /// Key/value head.
+        kv_head: u32,
+        /// Keys of a block of the splits.
+        kv_block: u32,
+        /// Sliding window, zero for full attention.
+        window: u32,
+        /// The task's split.
+        split: u32,
+        /// Splits of the head.
+        splits: u32,
+    },
+}
+
+impl Load {
+    /// Bytes of weights; keys and values are not counted, since their number follows from the position.
+    #[must_use]
+    pub fn weight_bytes(&self) -> u64 {
+        match *self {
+            Self::Weights { units, .. } => u64::from(units) * u64::from(abi::UNIT_BYTES),
+            Self::Cache { .. } => 0,
+        }
+    }
+}
+
+impl Task {
+    /// What the task takes out of its worker's ring, if anything.
+    #[must_use]
+    pub fn load(&self) -> Option<Load> {
+        visit(self.opcode, &self.params, &mut Loads(self))
+    }
+}
+
+impl Worker {
+    /// The loads of all tasks, in the order in which they are consumed.
+    pub fn stream(&self) -> impl Iterator<Item = Load> + '_ {
+        self.tasks.iter().filter_map(Task::load)
+    }
+}
+
+impl Program {
+    /// How the tiles of a matrix lie in the stages of the ring, in a kernel that runs so many sequences at once.
+    #[must_use]
+    pub fn staging(&self, matrix: MatrixId, sequences: u32) -> Staging {
+        let tile_units = self.matrices[matrix.index()].units_per_tile();
+        match sequences {
+            1 => Staging::new(tile_units, self.pipeline.stage_units),
+            _ => Staging::lanes(tile_units, self.pipeline.stage_units),
+        }
+    }
+}
+
+struct Loads<'a>(&'a Task);
+
+impl OpVisitor for Loads<'_> {
+    type Output = Option<Load>;
+
+    fn nop(&mut self, _: &NopParams) -> Option<Load> {
+        None
+    }
+
+    fn embed(&mut self, _: &EmbedParams) -> Option<Load> {
+        None
+    }
+
+    fn matvec(&mut self, p: &MatvecParams) -> Option<Load> {
+        Some(Load::Weights {
+            matrix: MatrixId(p.matrix),
+            unit0: u64::from(p.tile0) * u64::from(p.units),
+            units: p.tiles.saturating_mul(p.units),
+        })
+    }
+
+    fn attention(&mut self, p: &AttentionParams) -> Option<Load> {
+        let &AttentionParams { kv_head, kv_block, window, split, splits, .. } = p;
+        let slot = self.0.writes[1]?;
+        Some(Load::Cache { slot, kv_head, kv_block, window, split, splits })
+    }
+
+    fn attention_merge(&mut self, _: &AttentionMergeParams) -> Option<Load> {
+        None
+    }
+
+    fn sample(&mut self, _: &SampleParams) -> Option<Load> {
+        None
+    }
+}
+
+/// Why the device cannot count the stages of a matrix in a kernel of so many sequences.
+pub(super) fn uncountable(program: &Program, matrix: MatrixId, sequences: u32) -> Option<String> {
+    let Staging { period, warp_units, .. } = program.staging(matrix, sequences);
+    let fits = period <= u32::from(u16::MAX) && warp_units <= u32::from(u8::MAX);
+    (!fits).then(|| {
+        format!(
+            "tiles of {} units in stages of {}: at most {} units and {} parts of a tile are possible; raise pipeline.stage_bytes",
+            program.matrices[matrix.index()].units_per_tile(),
+            program.pipeline.stage_units,
+            u16::MAX,
+            u8::MAX
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use abi::Opcode;
+
+    use super::*;
+
+    #[test]
+    fn products_take_tiles_and_attention_takes_a_cache() {
+        let matvec = MatvecParams { matrix: 2, tile0: 3, tiles: 4, units: 5, ..Default::default() };
+        let attention = AttentionParams {
+            kv_head: 1,
+            kv_block: 64,
+            window: 7,
+            split: 2,
+            splits: 3,
+            ..Default::default()
+        };
+        let mut attends = Task::new(Opcode::Attention, 0, attention);
+        attends.writes[1] = Some(SlotId(9));
+        let worker = Worker {
+            tasks: vec![
+                Task::new(Opcode::Nop, 0, NopParams::default()),
+                attends,
+                Task::new(Opcode::Matvec, 0, matvec),
+            ],
+        };
+        let cache = Load::Cache {
+            slot: SlotId(9),
+            kv_head: 1,
+            kv_block: 64,
+            window: 7,
+            split: 2,
+            splits: 3,
+        };
+        let weights = Load::Weights { matrix: MatrixId(2), unit0: 15, units: 20 };
+        assert_eq!(worker.stream().collect::<Vec<_>>(), [cache, weights]);
+        assert_eq!(weights.weight_bytes(), 20 * 512);
+    }
+}

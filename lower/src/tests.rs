@@ -133,7 +133,7 @@ fn a_step_has_the_phases_of_the_table_in_their_order() {
     let classes: Vec<_> = flow.phases.iter().map(|phase| phase.class).collect();
     assert_eq!(classes, PhaseClass::ALL);
     for (index, phase) in flow.phases.iter().enumerate() {
-        assert_eq!(flow.writer(phase.input), index.checked_sub(1), "{}", phase.class.name());
+        assert!(flow.writer(phase.input) < Some(index), "{}", phase.class.name());
     }
     let program = lowered(config, &graph, &target("h200"));
     for class in PhaseClass::ALL {

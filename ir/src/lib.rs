@@ -17,6 +17,7 @@ mod weights;
 
 pub use graph::{DType, Graph, Layer, Linear, Tensor};
 pub use id::{CounterId, MatrixId, SlotId, TensorId, WorkerId};
+pub use nearest::nearest;
 pub use schedule::{KernelConfig, Knob, ScheduleConfig, Valid};
 pub use target::Target;
 pub use violation::{At, Level, Rule, Violation, Violations};

@@ -13,7 +13,6 @@ use serde::Deserialize;
 
 use crate::config_source::ConfigSource;
 use crate::sampling_args::SamplingArgs;
-use crate::schedule_choice::ScheduleChoice;
 
 mod cards;
 mod config;
@@ -27,7 +26,7 @@ mod runs;
 mod weights;
 
 pub(crate) use cards::CardNumber;
-pub(crate) use config::ConfigArgs;
+pub(crate) use config::{ConfigArgs, ScheduleChoice};
 pub(crate) use corpus::{CorpusCommand, ExportFormat, ImportArgs, StoreArgs, StoreExportArgs};
 pub(crate) use landscape::{LandscapeCommand, RecordArgs};
 pub(crate) use lanes::{LanesArgs, SequencesArgs, widest};
@@ -402,7 +401,7 @@ pub(crate) struct LoopArgs {
     /// What proposals and the gate's tokens are drawn with. Default: 0, or the resumed search's.
     #[arg(long)]
     pub(crate) seed: Option<u64>,
-    /// Who proposes: random, climb, restarts, tpe or prior (what the store knows comes first). Default: climb, or the resumed search's.
+    /// Who proposes: random, climb, tpe or prior (what the store knows comes first). Default: climb, or the resumed search's.
     #[arg(long, value_name = "NAME")]
     pub(crate) strategy: Option<StrategyName>,
     /// A shell command that proposes instead: JSON lines on its standard input and output (HARNESS.md, ask and tell). A resumed search needs

@@ -1,20 +1,24 @@
 //! What the commands share: a loaded model, its target and the schedule that a file gives.
 
+use ir::program::{Program, Verified};
 use ir::schedule::{KernelConfig, ScheduleConfig};
 use ir::{Graph, Rule, Target, Violations};
+use lower::LowerError;
 use model::Model;
-use remote::Remote;
 
-use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs, SharingArgs};
+use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs};
 use crate::config_source::ConfigSource;
-use crate::device::{Gpu, live_target, look, look_at, open_here, open_once, open_process};
-use crate::failure::Failure;
+use crate::device::probe::live_target;
+use crate::failure::{Exit, Failure};
 
 /// The target when there is no live device and none is named.
 const DEFAULT_TARGET: &str = "h200";
 
 /// Tokens of the key/value cache when nothing else is said.
 const DEFAULT_KV_CAPACITY: u32 = 4096;
+
+/// Tokens of context at which latencies are predicted.
+const PREDICTED_POSITION: u32 = 128;
 
 /// A model and where it is to run.
 pub(crate) struct Context {
@@ -28,7 +32,8 @@ pub(crate) struct Context {
     pub(crate) name: String,
     /// The target, if one was named.
     pub(crate) named_target: Option<String>,
-    device: DeviceChoice,
+    /// The device that was asked for.
+    pub(crate) device: DeviceChoice,
 }
 
 impl Context {
@@ -56,59 +61,22 @@ impl Context {
         lower::Options { kv_capacity: self.kv_capacity }
     }
 
-    /// The GPU in a process of its own, which a search can lose, if it is wanted and there is one.
-    pub(crate) fn open_process(
-        &self,
-        sharing: &SharingArgs,
-    ) -> Result<Option<Remote<'_>>, Failure> {
-        self.open_with(|info| open_process(self, info, sharing.shared_gpu, false))
+    /// Tokens of context at which a latency is predicted.
+    pub(crate) fn predicted_at(&self) -> u32 {
+        PREDICTED_POSITION.min(self.kv_capacity - 1)
     }
 
-    /// The GPU of a number in a process of its own, which sees no other one.
-    pub(crate) fn open_process_at(
-        &self,
-        ordinal: u32,
-        sharing: &SharingArgs,
-    ) -> Result<Remote<'_>, Failure> {
-        let info = look_at(self, ordinal)
-            .map_err(|error| Failure::missing(format!("capability missing: {error}")))?;
-        open_process(self, &info, sharing.shared_gpu, true)
-    }
-
-    /// The GPU in this process, for what runs once, if it is wanted and there is one.
-    pub(crate) fn open_here(&self) -> Result<Option<Gpu<'_>>, Failure> {
-        self.open_with(|_| open_here(self))
-    }
-
-    /// The same to run one program once.
-    pub(crate) fn open_once(&self) -> Result<Option<Gpu<'_>>, Failure> {
-        self.open_with(|_| open_once(self))
-    }
-
-    /// Whether there is a GPU, and it is wanted.
-    pub(crate) fn has_device(&self) -> Result<bool, Failure> {
-        Ok(self.open_with(|_| Ok(()))?.is_some())
-    }
-
-    fn open_with<D>(
-        &self,
-        open: impl FnOnce(&vm_host::DeviceInfo) -> Result<D, Failure>,
-    ) -> Result<Option<D>, Failure> {
-        let wanted = match self.device {
-            DeviceChoice::Cpu => return Ok(None),
-            DeviceChoice::Eval => {
-                let message =
-                    "--device eval is for `generate` and `serve` only; use auto, cpu or cuda";
-                return Err(Failure::usage(message));
+    /// Lowers a schedule that may still be illegal.
+    pub(crate) fn lowered(&self, config: &ScheduleConfig) -> Result<Verified<Program>, Failure> {
+        let (graph, target) = (self.graph(), &self.target);
+        let valid = ir::schedule::validate(*config, graph, target)
+            .map_err(|violations| Failure::refused(violations.to_string()))?;
+        lower::lower(&valid, graph, target, self.lower_options()).map_err(|error| match error {
+            LowerError::Internal(_) => Failure { exit: Exit::Bug, message: error.to_string() },
+            LowerError::LimitExceeded { .. } | LowerError::NotValidHere(_) => {
+                Failure::refused(error.to_string())
             }
-            DeviceChoice::Auto => false,
-            DeviceChoice::Cuda => true,
-        };
-        match look(self) {
-            Ok(info) => open(&info).map(Some),
-            Err(error) if wanted => Err(Failure::missing(format!("capability missing: {error}"))),
-            Err(_) => Ok(None),
-        }
+        })
     }
 
     /// The kernel build of a kernel config: a hash of source, options and architecture.
@@ -120,12 +88,6 @@ impl Context {
     pub(crate) fn kernel_id_of(&self, kernel: &KernelConfig, lanes: u32) -> String {
         let variant = vm_device::Variant { lanes, ..vm_host::variant(kernel, self.graph()) };
         vm_host::kernel_id(&variant, &self.target.arch)
-    }
-
-    /// The GPU's full name, if one is wanted and there.
-    pub(crate) fn card(&self) -> Option<String> {
-        let wanted = matches!(self.device, DeviceChoice::Auto | DeviceChoice::Cuda);
-        wanted.then(|| look(self).ok().map(|info| info.name)).flatten()
     }
 
     /// The schedule that a config's missing knobs are taken from.

@@ -2,11 +2,10 @@
 //! commands that only run a program once drive it here.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use abi::Ending;
-use ir::Target;
 use ir::program::{Program, Slot, Together, Verified};
 use ir::sampling::Sampling;
 use ir::schedule::KernelConfig;
@@ -17,7 +16,7 @@ use vm_device::Variant;
 use vm_host::{HostError, Idle, KvPool, Loaded, Lookout, Request, Resident};
 
 use crate::context::Context;
-use crate::failure::Failure;
+use crate::observe::SharedLookout;
 
 mod builds;
 mod child;
@@ -26,20 +25,21 @@ mod chunks;
 mod hang_tests;
 mod lanes;
 mod observed;
+mod open;
+pub(crate) mod probe;
 mod sequences;
 mod sharing;
 mod weights;
 
-pub(crate) use child::{open_for_soak, open_process, serve};
+pub(crate) use child::{open_for_soak, serve};
 pub(crate) use sequences::Undone;
 
 use builds::Builds;
+use probe::{CAPABILITY, look};
 use weights::{Arrival, boot};
 
 /// Rows of logits set aside on the device: longer runs are read in pieces.
 const LOGITS_ROWS: u32 = 160;
-/// Compute capability that the kernel is written for, major.
-const CAPABILITY: i32 = 9;
 /// How long a worker may wait inside a step, unless a test says otherwise.
 const DEADLINE: Duration = Duration::from_secs(2);
 /// One for each side of a comparison; a server asks for more.
@@ -49,56 +49,6 @@ const BANDWIDTH_RUNS: usize = 9;
 /// Untimed positions after a switch of program, before a timed block: the ring of the new program has to fill.
 const SETTLE: usize = 2;
 
-/// What is missing for driving the GPU that is here with programs for this target, found without touching it.
-pub(crate) fn look(context: &Context) -> Result<vm_host::DeviceInfo, HostError> {
-    fits(context, vm_host::device_info()?)
-}
-
-/// The GPU of a number, as [`look`] finds the first one.
-pub(crate) fn look_at(context: &Context, ordinal: u32) -> Result<vm_host::DeviceInfo, HostError> {
-    fits(context, vm_host::device_info_at(ordinal)?)
-}
-
-/// The GPU with this id, among those that are seen here.
-pub(crate) fn find(uuid: &str) -> Result<Option<u32>, HostError> {
-    for ordinal in 0.. {
-        match vm_host::device_info_at(ordinal) {
-            Ok(info) if info.uuid == uuid => return Ok(Some(ordinal)),
-            Ok(_) => {}
-            Err(HostError::NoSuchDevice { .. } | HostError::NoDevice) => break,
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(None)
-}
-
-fn fits(context: &Context, info: vm_host::DeviceInfo) -> Result<vm_host::DeviceInfo, HostError> {
-    let (major, minor) = info.capability;
-    if major != CAPABILITY {
-        return Err(HostError::Architecture { name: info.name, major, minor });
-    }
-    vm_host::nvrtc_version()?;
-    if info.sms != context.target.sms {
-        return Err(HostError::Request(format!(
-            "the target {} has {} multiprocessors, {} has {}; leave --target out to schedule for the GPU that is here",
-            context.target.name, context.target.sms, info.name, info.sms
-        )));
-    }
-    Ok(info)
-}
-
-/// Opens the GPU for a model in this process. The error says what is missing (exit code 3).
-pub(crate) fn open_here(context: &Context) -> Result<Gpu<'_>, Failure> {
-    Gpu::open(context, None, true)
-        .map_err(|error| Failure::missing(format!("capability missing: {error}")))
-}
-
-/// The same for who runs one program once, as soon as can be: its speed is compared with nothing that is measured.
-pub(crate) fn open_once(context: &Context) -> Result<Gpu<'_>, Failure> {
-    Gpu::open(context, None, false)
-        .map_err(|error| Failure::missing(format!("capability missing: {error}")))
-}
-
 /// Compilers that fill the cache; without a cache nothing could be handed over.
 fn builds(arch: &str) -> Option<Builds<Variant>> {
     let (cache, arch) = (vm_host::default_cache()?, arch.to_owned());
@@ -106,26 +56,6 @@ fn builds(arch: &str) -> Option<Builds<Variant>> {
         // Whoever needs it compiles it again and gets the error.
         let _ = vm_host::compile(variant, &arch, Some(&cache));
     }))
-}
-
-/// The live GPU as a target, if there is one that the kernel runs on.
-pub(crate) fn live_target() -> Option<Target> {
-    let info = vm_host::device_info().ok()?;
-    if info.capability.0 != CAPABILITY {
-        return None;
-    }
-    Some(Target {
-        sms: info.sms,
-        smem_optin_bytes: info.shared_bytes,
-        l2_bytes: info.l2_bytes.into(),
-        ..Target::of_card(&info.name)
-    })
-}
-
-/// What is to be said of a prediction for a target that no kernel is written for.
-pub(crate) fn without_kernel(target: &Target) -> Option<String> {
-    let arch = target.arch.trim_end_matches(|c: char| !c.is_ascii_digit());
-    (arch != format!("sm_{CAPABILITY}0")).then(|| format!("no kernel for {arch}; rates from H200"))
 }
 
 /// Where the machine is in its life. `Absent` before the first program, and again if the kernel could not be ended.
@@ -181,12 +111,9 @@ pub(crate) struct Gpu<'a> {
     lanes: u32,
 }
 
-/// The ring of a machine, while there is one.
-pub(crate) type SharedLookout = Arc<Mutex<Option<Lookout>>>;
-
 impl<'a> Gpu<'a> {
     fn open(context: &'a Context, board: Option<&Board>, measure: bool) -> Result<Self, HostError> {
-        let info = look(context)?;
+        let info = look(&context.target)?;
         Ok(Self {
             context,
             info,
@@ -589,11 +516,10 @@ impl Served for Gpu<'_> {
             name: self.info.name.clone(),
             bandwidth: self.bandwidth,
             cache_bytes: u64::from(self.info.l2_bytes),
-            conditions: vec![
-                format!("uuid {}", self.info.uuid),
-                format!("driver CUDA {}.{}", self.info.driver / 1000, self.info.driver % 1000 / 10),
-                format!("{} multiprocessors", self.info.sms),
-            ],
+            uuid: Some(self.info.uuid.clone()),
+            sms: Some(self.info.sms),
+            cuda: Some(format!("{}.{}", self.info.driver / 1000, self.info.driver % 1000 / 10)),
+            other_processes: None,
         }
     }
 

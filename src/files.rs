@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ir::program::Program;
+use ir::program::{Program, Verified};
 
 use crate::failure::Failure;
 
@@ -102,4 +102,11 @@ fn partial_of(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(format!(".{}.{number}.partial", std::process::id()));
     PathBuf::from(name)
+}
+
+/// A saved program that holds.
+pub(crate) fn verified(path: &Path) -> Result<Verified<Program>, Failure> {
+    ir::program::verify(open(path)?).map_err(|violations| {
+        Failure::refused(format!("{} does not verify: {violations}", path.display()))
+    })
 }

@@ -13,9 +13,6 @@ use serde_json::{Value, json};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::working;
 
-/// Whether lines for people are left out.
-static QUIET: AtomicBool = AtomicBool::new(false);
-
 /// Whether `--json` was given.
 static JSON: AtomicBool = AtomicBool::new(false);
 
@@ -78,19 +75,9 @@ fn text_to(out: &mut impl Write, text: &str) -> Result<(), Failure> {
     }
 }
 
-/// From here on nothing is said to people: nobody may be reading, and a full pipe would stop the work.
-pub(crate) fn quiet() {
-    QUIET.store(true, Ordering::Relaxed);
-}
-
-/// Whether nothing is said to people.
-pub(crate) fn is_quiet() -> bool {
-    QUIET.load(Ordering::Relaxed)
-}
-
 /// A line for people. A closed stderr is no reason to stop.
 pub(crate) fn say(line: &str) {
-    if is_quiet() {
+    if working::is_quiet() {
         return;
     }
     working::above(|| {

@@ -372,7 +372,7 @@ fn a_resumed_search_proposes_what_would_have_come_whatever_the_strategy() {
     let folder = folder();
     let at = |name: &str| folder.path().join(name);
     search(folder.path(), "teach/a", &["--budget", "24", "--store", "store.sqlite"]);
-    for strategy in ["random", "climb", "restarts", "tpe", "prior"] {
+    for strategy in ["random", "climb", "tpe", "prior"] {
         let [whole, parts] = ["whole", "parts"].map(|kind| format!("{kind}/{strategy}"));
         let terms = ["--strategy", strategy, "--seed", "3", "--store", "store.sqlite"];
         // What a search learns from the store is settled when it begins.
@@ -395,6 +395,20 @@ fn a_resumed_search_proposes_what_would_have_come_whatever_the_strategy() {
     let other = ["loop", "--resume", "--out", "whole/tpe", "--strategy", "climb"];
     let (code, _, said) = amk(folder.path(), &other);
     assert!(code == 2 && said.contains("--strategy climb contradicts"), "{said}");
+}
+
+#[test]
+fn a_search_of_a_removed_strategy_is_read_but_not_resumed() {
+    let folder = folder();
+    search(folder.path(), "old", &["--budget", "3"]);
+    forge(&folder.path().join("old"), |header, _| header["strategy"] = "restarts".into());
+    succeeds(folder.path(), &["runs", "verify", "old"], "amk.runs.v1");
+    succeeds(folder.path(), &["runs", "show", "old"], "amk.run.v1");
+    let (code, _, said) = amk(folder.path(), &["loop", "--resume", "--out", "old"]);
+    assert_eq!(code, 2, "{said}");
+    for part in ["unknown variant `restarts`", "`climb`", "not resume", "another --out"] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
 }
 
 /// A search whose proposals are a command's; what was said, too.

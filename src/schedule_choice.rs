@@ -1,14 +1,13 @@
 //! Which schedule a command runs, and why: the one place that chooses between a config, what a search found here, what is shipped, and the
 //! rules that need no search.
 
-use clap::ValueEnum;
 use ir::Violations;
 use ir::program::Dims;
 use ir::schedule::{ScheduleConfig, default_config_at, read_config, split_keys};
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
-use crate::cli::ConfigArgs;
+use crate::cli::{ConfigArgs, ScheduleChoice};
 use crate::config_source::ConfigSource;
 use crate::context::Context;
 use crate::failure::Failure;
@@ -17,22 +16,6 @@ use crate::report;
 
 /// Farthest context, as a ratio, for which a shipped schedule's own split of the keys is kept.
 const CONTEXT_RATIO_MAX: f64 = 4.0;
-
-/// What `--schedule` names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum ScheduleChoice {
-    /// The best that is known: found (`generate` and `serve` only), else shipped, else default.
-    Auto,
-    /// What `loop` measured and confirmed on this machine for this shape and GPU.
-    Found,
-    /// The schedule that is shipped for this shape, or for a similar one.
-    Shipped,
-    /// The rule-based default.
-    Default,
-    /// The knob table's values: a named start of studies, not a fast schedule.
-    Neutral,
-}
 
 /// What `auto` takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -88,7 +88,7 @@ fn every_preset_is_predicted_faster_than_neutral_on_both_hoppers() {
         for target in ["h100", "h200"] {
             let context = load(preset.name, target);
             let us = |config: &ScheduleConfig| {
-                let program = crate::commands::program::lowered(&context, config);
+                let program = context.lowered(config);
                 let program = program.unwrap_or_else(|failure| panic!("{}", failure.message));
                 lower::predict(&program, &config.kernel, &context.target, 128).latency_us
             };

@@ -2,15 +2,27 @@
 //! Nothing is shown where standard error is no terminal.
 
 use std::fmt::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use indicatif::{HumanDuration, ProgressBar, ProgressState, ProgressStyle};
 
-use crate::report;
+/// Whether lines for people are left out.
+static QUIET: AtomicBool = AtomicBool::new(false);
 
 /// How often the line is drawn.
 const TICK: Duration = Duration::from_millis(250);
+
+/// From here on nothing is said to people: nobody may be reading, and a full pipe would stop the work.
+pub(crate) fn quiet() {
+    QUIET.store(true, Ordering::Relaxed);
+}
+
+/// Whether nothing is said to people.
+pub(crate) fn is_quiet() -> bool {
+    QUIET.load(Ordering::Relaxed)
+}
 
 /// A line that is taken away at the end.
 pub(crate) struct Working(ProgressBar);
@@ -28,7 +40,7 @@ impl Working {
     }
 
     fn with(bar: ProgressBar, template: &str, what: impl Into<String>) -> Self {
-        if report::is_quiet() {
+        if is_quiet() {
             return Self(ProgressBar::hidden());
         }
         if let Some(style) = style(template) {

@@ -1,13 +1,15 @@
 //! What can go wrong on the disk, in one line that names the file and the remedy.
 
-use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use rusqlite::ErrorCode;
+
 /// Why a ledger or a table could not be read or written.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum CorpusError {
     /// The operating system refused.
+    #[error("cannot {action} {}: {source}; {}", .path.display(), remedy(.source))]
     Io {
         /// `create`, `read`, `write`, `remove`, `sync`, `lock`, `seal`.
         action: &'static str,
@@ -17,23 +19,41 @@ pub enum CorpusError {
         source: io::Error,
     },
     /// A new ledger was asked for where one exists.
+    #[error(
+        "{} already holds a search; continue it with --resume or choose another --out",
+        .path.display()
+    )]
     Exists {
         /// The file.
         path: PathBuf,
     },
     /// Another process writes this ledger.
+    #[error(
+        "{} is being written by another process; wait for it or choose another --out",
+        .path.display()
+    )]
     Locked {
         /// The file.
         path: PathBuf,
     },
     /// The file is no ledger, or one of another version.
+    #[error(
+        "{} is not a ledger of this version ({} is needed, found {found}); choose another --out",
+        .path.display(), .needed
+    )]
     Schema {
         /// The file.
         path: PathBuf,
-        /// What stands where the schema id should.
+        /// The schema id of ledgers.
+        needed: &'static str,
+        /// What stands where it should.
         found: String,
     },
     /// A row was edited, removed, inserted or moved.
+    #[error(
+        "{} line {line}: {reason}; the ledger cannot be trusted: start again in another --out",
+        .path.display()
+    )]
     Tampered {
         /// The file.
         path: PathBuf,
@@ -43,6 +63,7 @@ pub enum CorpusError {
         reason: String,
     },
     /// SQLite refused.
+    #[error("cannot {action} the store {}: {reason}", .path.display())]
     Store {
         /// `open`, `read`, `write`, `bring up to date`.
         action: &'static str,
@@ -54,18 +75,29 @@ pub enum CorpusError {
         damaged: bool,
     },
     /// An SQLite file of somebody else.
+    #[error("{} is an SQLite file and no store of amk; name another with --store", .path.display())]
     NoStore {
         /// The file.
         path: PathBuf,
     },
     /// A store of a later version of `amk`.
+    #[error(
+        "the store {} is of version {found}, and this amk knows versions up to {known}; use a newer amk, or make another one from the runs: amk corpus import RUNS --store NEW",
+        .path.display()
+    )]
     NewerStore {
         /// The file.
         path: PathBuf,
         /// Its version.
         found: i64,
+        /// The latest version that is known here.
+        known: i64,
     },
     /// The store has another row of this search than the ledger.
+    #[error(
+        "the store {} has another row {seq} of run {run}: two copies of one search went on apart; keep the other one in a store of its own (--store)",
+        .path.display()
+    )]
     Diverged {
         /// The store.
         path: PathBuf,
@@ -75,6 +107,9 @@ pub enum CorpusError {
         seq: u64,
     },
     /// A row that was offered to the store does not follow from those before it.
+    #[error(
+        "run {run}, row {seq}: {reason}; nothing of it was added: take the rows from the run's ledger"
+    )]
     Foreign {
         /// The search.
         run: String,
@@ -87,7 +122,7 @@ pub enum CorpusError {
 
 impl CorpusError {
     pub(crate) fn store(action: &'static str, path: &Path, source: &rusqlite::Error) -> Self {
-        let (damaged, remedy) = crate::store::remedy(source);
+        let (damaged, remedy) = store_remedy(source);
         let reason = format!("{source}; {remedy}");
         Self::Store { action, path: path.to_path_buf(), reason, damaged }
     }
@@ -137,73 +172,20 @@ fn remedy(source: &io::Error) -> &'static str {
     found.map_or("choose another path", |(_, remedy)| remedy)
 }
 
-impl fmt::Display for CorpusError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Io { action, path, source } => {
-                write!(f, "cannot {action} {}: {source}; {}", path.display(), remedy(source))
-            }
-            Self::Exists { path } => write!(
-                f,
-                "{} already holds a search; continue it with --resume or choose another --out",
-                path.display()
-            ),
-            Self::Locked { path } => write!(
-                f,
-                "{} is being written by another process; wait for it or choose another --out",
-                path.display()
-            ),
-            Self::Schema { path, found } => write!(
-                f,
-                "{} is not a ledger of this version ({} is needed, found {found}); choose another --out",
-                path.display(),
-                crate::LEDGER_SCHEMA
-            ),
-            Self::Tampered { path, line, reason } => write!(
-                f,
-                "{} line {line}: {reason}; the ledger cannot be trusted: start again in another --out",
-                path.display()
-            ),
-            Self::Store { action, path, reason, .. } => {
-                write!(f, "cannot {action} the store {}: {reason}", path.display())
-            }
-            Self::NoStore { path } => write!(
-                f,
-                "{} is an SQLite file and no store of amk; name another with --store",
-                path.display()
-            ),
-            Self::NewerStore { path, found } => write!(
-                f,
-                "the store {} is of version {found}, and this amk knows versions up to {}; use a newer amk, or make another one from the runs: amk corpus import RUNS --store NEW",
-                path.display(),
-                crate::store::schema::VERSION
-            ),
-            Self::Diverged { path, run, seq } => write!(
-                f,
-                "the store {} has another row {seq} of run {run}: two copies of one search went on apart; keep the other one in a store of its own (--store)",
-                path.display()
-            ),
-            Self::Foreign { run, seq, reason } => write!(
-                f,
-                "run {run}, row {seq}: {reason}; nothing of it was added: take the rows from the run's ledger"
-            ),
+/// What went wrong, as far as a person can act on it.
+fn store_remedy(error: &rusqlite::Error) -> (bool, &'static str) {
+    let corrupt = "it is damaged: make it anew with `amk corpus import RUNS --store NEW` (the ledgers are the record)";
+    match error.sqlite_error_code() {
+        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => {
+            (false, "another process is writing it: try again")
         }
-    }
-}
-
-impl std::error::Error for CorpusError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Io { source, .. } => Some(source),
-            Self::Exists { .. }
-            | Self::Locked { .. }
-            | Self::Schema { .. }
-            | Self::Tampered { .. }
-            | Self::Store { .. }
-            | Self::NoStore { .. }
-            | Self::NewerStore { .. }
-            | Self::Diverged { .. }
-            | Self::Foreign { .. } => None,
-        }
+        Some(ErrorCode::DiskFull) => (false, "the disk is full: free some space"),
+        Some(ErrorCode::ReadOnly | ErrorCode::CannotOpen | ErrorCode::PermissionDenied) => (
+            false,
+            "name a path that you may write to with --store, or leave the store out: --store none",
+        ),
+        Some(ErrorCode::DatabaseCorrupt) => (true, corrupt),
+        Some(ErrorCode::NotADatabase) => (false, "it is no SQLite file: name another with --store"),
+        _ => (false, "name another path with --store, or leave the store out: --store none"),
     }
 }

@@ -344,7 +344,11 @@ fn read_open(file: &File, path: &Path) -> Result<Contents, CorpusError> {
     let mut records = chain.records;
     if records.is_empty() {
         let found = if bytes.is_empty() { "an empty file" } else { "no finished line" };
-        return Err(CorpusError::Schema { path: path.to_path_buf(), found: found.into() });
+        return Err(CorpusError::Schema {
+            path: path.to_path_buf(),
+            needed: LEDGER_SCHEMA,
+            found: found.into(),
+        });
     }
     let header = records.remove(0);
     Ok(Contents {
@@ -436,7 +440,11 @@ impl Chain<'_> {
     }
 
     fn schema(&self, found: &str) -> CorpusError {
-        CorpusError::Schema { path: self.path.to_path_buf(), found: found.to_owned() }
+        CorpusError::Schema {
+            path: self.path.to_path_buf(),
+            needed: LEDGER_SCHEMA,
+            found: found.to_owned(),
+        }
     }
 
     fn tampered(&self, reason: String) -> CorpusError {

@@ -12,6 +12,7 @@
 //!
 //! The crate stores what it is given: what a row means is up to `search`.
 
+mod conditions;
 mod error;
 pub mod files;
 mod head;
@@ -22,6 +23,7 @@ mod schedules;
 mod seal;
 pub mod store;
 
+pub use conditions::Conditions;
 pub use error::CorpusError;
 pub use ledger::{Contents, Held, LEDGER_SCHEMA, Ledger, Link, read};
 pub use results::Results;

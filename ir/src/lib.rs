@@ -18,6 +18,7 @@ mod weights;
 
 pub use graph::{DType, Graph, Layer, Linear, Tensor};
 pub use id::{CounterId, MatrixId, SlotId, TensorId, WorkerId};
+pub use nearest::nearest;
 pub use phase::PhaseClass;
 pub use schedule::{KernelConfig, Knob, ScheduleConfig, Valid};
 pub use target::Target;

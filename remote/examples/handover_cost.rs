@@ -29,7 +29,12 @@ struct Nothing;
 
 impl Served for Nothing {
     fn describe(&self) -> DeviceInfo {
-        DeviceInfo { name: "nothing".into(), bandwidth: None, cache_bytes: 0, conditions: vec![] }
+        DeviceInfo {
+            name: "nothing".into(),
+            bandwidth: None,
+            cache_bytes: 0,
+            ..DeviceInfo::default()
+        }
     }
 
     fn prepare(

@@ -97,12 +97,7 @@ impl<'a> Remote<'a> {
             memory,
             rows: Rows::new(&shared),
             board: Board::new(&shared),
-            info: DeviceInfo {
-                name: String::new(),
-                bandwidth: None,
-                cache_bytes: 0,
-                conditions: Vec::new(),
-            },
+            info: DeviceInfo::default(),
             running: None,
             programs: BTreeMap::new(),
             next: 0,
@@ -122,9 +117,9 @@ impl<'a> Remote<'a> {
         self.running.as_ref().map(|running| running.process.id())
     }
 
-    /// Notes something that every measurement here is made under.
-    pub fn add_condition(&mut self, note: String) {
-        self.info.conditions.push(note);
+    /// Notes how many processes of others used the device before this one did.
+    pub fn set_other_processes(&mut self, count: Option<u32>) {
+        self.info.other_processes = count;
     }
 
     /// How the device's clocks are read, from here: a process that is busy cannot be asked.

@@ -12,8 +12,9 @@ use std::thread::Scope;
 use ir::schedule::ScheduleConfig;
 use reference_vm::compare::{Agreement, Reference};
 
+use crate::clock::Clock;
 use crate::cpu::{Candidate, Cpu};
-use crate::gate::{Clock, Dropped};
+use crate::dropped::Dropped;
 use crate::growing::Growing;
 use crate::history::Guess;
 
@@ -193,7 +194,7 @@ impl<'a> Ahead<'a> {
 
     /// Guesses one candidate more, unless the guess is of an earlier trial by then.
     fn follow(&self, mut guess: Guess, serial: u64) {
-        let candidate = guess.next(self);
+        let candidate = guess.next(|config, tried| self.lower_new(config, tried));
         let mut state = self.lock();
         if let Some(candidate) = candidate
             && state.serial == serial

@@ -3,11 +3,13 @@
 use ir::schedule::ScheduleConfig;
 use reference_vm::compare::{Agreement, Device as OnDevice, Reference, Summary};
 
+use crate::clock::Clock;
 use crate::cpu::Candidate;
 use crate::decide::Decision;
 use crate::device::{Contender, Device, DeviceError, ProgramGuard, Samples, Side};
+use crate::dropped::Dropped;
 use crate::effort::{Bar, Look};
-use crate::gate::{Clock, Dropped, Gate, OnDeviceOnce};
+use crate::gate::{Gate, OnDeviceOnce};
 use crate::measure::{Interval, Latency, Predicted};
 use crate::verdict::{LatencyKind, Verdict};
 

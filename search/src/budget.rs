@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 
 /// When a search ends.
@@ -95,6 +95,12 @@ impl fmt::Display for Budget {
             Self::Trials(trials) => write!(f, "{trials}"),
             Self::Time(time) => write!(f, "{}s", time.as_secs()),
         }
+    }
+}
+
+impl Serialize for Budget {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
     }
 }
 

@@ -4,6 +4,7 @@
 //! ran, every raw sample, and its own hash. [`Bundle::read`] refuses an edited file and figures that do not follow from the samples;
 //! [`Bundle::rebuild`] validates and lowers the schedule again and refuses another program.
 
+use corpus::Conditions;
 use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
 use ir::{Graph, Target, Valid};
@@ -12,7 +13,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::assess::INTERVAL_ROUNDS;
-use crate::conditions::Conditions;
 use crate::device::{Samples, Side};
 use crate::measure::{median, median_interval};
 use crate::verdict::GateReport;

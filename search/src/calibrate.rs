@@ -9,7 +9,7 @@ use lower::{Predictor, Rates};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::gate::Dropped;
+use crate::dropped::Dropped;
 use crate::survey::Observation;
 
 /// Residuals up to this are squared; larger ones count linearly, so that a few odd rows do not decide.

@@ -5,8 +5,6 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use crate::device::{Contender, Device, DeviceError, Plan, Samples};
-
 /// The share by which the multiprocessors' clock may differ between two readings and be called the same: two of its steps of 15 MHz.
 const SAME: f64 = 0.016;
 
@@ -57,21 +55,6 @@ impl ClockReadings {
         }
         notes
     }
-}
-
-/// Times two contenders, and reads the clocks before and after.
-///
-/// # Errors
-/// As [`Device::time`].
-pub fn time(
-    device: &mut dyn Device,
-    contenders: [Contender<'_>; 2],
-    plan: &Plan<'_>,
-) -> Result<Samples, DeviceError> {
-    let before = device.clocks();
-    let mut samples = device.time(contenders, plan)?;
-    samples.clocks.all = before.into_iter().chain(device.clocks()).collect();
-    Ok(samples)
 }
 
 #[cfg(test)]

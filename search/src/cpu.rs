@@ -11,8 +11,8 @@ use reference_vm::machine::Machine;
 use reference_vm::{MachineError, Products};
 
 use crate::device::{Device, ProgramGuard};
+use crate::dropped::Dropped;
 use crate::expected::{Expected, affordable, draw_tokens};
-use crate::gate::Dropped;
 
 /// Weight bytes that the reference machine may read for the champion of a search, which is run on longer and fresh tokens.
 const THOROUGH_BYTES: u64 = 24 << 30;

@@ -8,9 +8,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::Scope;
 
 use crate::card::{Card, Job, LastJob};
+use crate::clock::Clock;
 use crate::device::{Device, DeviceError, DeviceInfo};
-use crate::gate::{Clock, Gate};
-use crate::run::Settings;
+use crate::gate::Gate;
+use crate::settings::Settings;
 use crate::trial::{Confirmation, Trial};
 
 /// Opens a device, on the thread that drives it from then on.

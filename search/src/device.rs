@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::clocks::{ClockReadings, Clocks};
 
 /// What kind of device this is, and the conditions under which it measures.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct DeviceInfo {
     /// Such as `NVIDIA H200`.
     pub name: String,
@@ -22,8 +22,14 @@ pub struct DeviceInfo {
     pub bandwidth: Option<f64>,
     /// Bytes of the last-level cache, which a small model's weights may stay in.
     pub cache_bytes: u64,
-    /// Driver, compiler and clocks, for the record.
-    pub conditions: Vec<String>,
+    /// What tells the card from others of its name.
+    pub uuid: Option<String>,
+    /// Multiprocessors.
+    pub sms: Option<u32>,
+    /// Version of CUDA that its driver speaks.
+    pub cuda: Option<String>,
+    /// Processes of others that used it when it was opened; `None` if nobody can say.
+    pub other_processes: Option<u32>,
 }
 
 /// A program that is loaded on a device.
@@ -322,4 +328,19 @@ impl Drop for ProgramGuard<'_> {
             self.device.release(&self.program, &self.kernel);
         }
     }
+}
+
+/// Times two contenders, and reads the clocks before and after.
+///
+/// # Errors
+/// As [`Device::time`].
+pub fn time(
+    device: &mut dyn Device,
+    contenders: [Contender<'_>; 2],
+    plan: &Plan<'_>,
+) -> Result<Samples, DeviceError> {
+    let before = device.clocks();
+    let mut samples = device.time(contenders, plan)?;
+    samples.clocks.all = before.into_iter().chain(device.clocks()).collect();
+    Ok(samples)
 }

@@ -12,7 +12,7 @@ use reference_vm::eval::{EvalError, Evaluator, Logits};
 use reference_vm::machine::{Machine, Outputs, Run};
 use reference_vm::{Fired, Order};
 
-use crate::gate::Dropped;
+use crate::dropped::{Dropped, ExpectedError};
 use crate::propose::generator;
 
 /// Weight bytes that the reference machine may read for one candidate: what decides how many positions it runs.
@@ -51,19 +51,6 @@ const FAR_STREAM: u64 = u64::MAX - 1;
 
 /// Keys and values of each layer.
 type Layers = Vec<(Vec<f32>, Vec<f32>)>;
-
-/// Why nothing can be judged by what a graph makes of its inputs.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum ExpectedError {
-    /// The graph cannot be evaluated on these tokens.
-    #[error(transparent)]
-    Eval(#[from] EvalError),
-    /// No logit differs from another: a program that computes nothing would agree.
-    #[error(
-        "all its logits are equal at every position, so that a program which computes nothing would agree; are its weights zero?"
-    )]
-    Flat,
-}
 
 /// The inputs of the gate and what the graph makes of them.
 #[derive(Debug)]

@@ -6,19 +6,18 @@
 use std::sync::Arc;
 
 use ir::schedule::ScheduleConfig;
-use ir::{Graph, Target, Valid, Violations, Weights};
-use lower::LowerError;
+use ir::{Graph, Target, Valid, Weights};
 use rayon::prelude::*;
 use rayon::{Scope, ThreadPool};
-use reference_vm::MachineError;
-use reference_vm::compare::{Agreement, Device as OnDevice, Disagreement, Reference};
-use reference_vm::machine::Run;
+use reference_vm::compare::{Agreement, Device as OnDevice, Reference};
 
 use crate::ahead::Ahead;
+use crate::clock::{Clock, no_clock};
 use crate::cpu::{Candidate, Cpu, KernelId};
 use crate::device::{Contender, Device, DeviceError, Plan, Ran, Samples, Side};
-use crate::expected::{Expected, ExpectedError};
-use crate::measure::{BelowFloor, Predicted};
+use crate::dropped::{BitsDiffer, Dropped};
+use crate::expected::Expected;
+use crate::measure::Predicted;
 
 /// Tokens that one block times at most. Eight steps of a small model are some milliseconds, of which the command's round trip is a
 /// few microseconds, the same for both sides; blocks of one length vary by tenths of a per cent.
@@ -26,110 +25,6 @@ const TIMED_TOKENS: usize = 8;
 
 /// Positions of the first stage on the device, after which a candidate that is clearly slower is given up.
 const FIRST_STAGE: usize = 24;
-
-/// Why a candidate is out. Every end but a latency is data for the ledger, not a failure of the search.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Dropped {
-    /// The schedule breaks rules.
-    Rejected(Violations),
-    /// The schedule is legal and cannot be lowered.
-    Unloadable(LowerError),
-    /// The reference machine cannot run the lowered program.
-    Unrunnable(MachineError),
-    /// The graph gives nothing to judge by on these tokens.
-    Unevaluated(ExpectedError),
-    /// The program trapped, got stuck or used up its fuel on the reference machine.
-    Halted(Run),
-    /// The program chose another token than its own logits say.
-    Sampled {
-        /// The position.
-        position: usize,
-        /// The token chosen.
-        got: u32,
-        /// The most likely one.
-        want: u32,
-    },
-    /// Values differ from the evaluated graph's.
-    Disagreed {
-        /// `reference`, `device` or `timed`.
-        by: &'static str,
-        /// Where.
-        at: Disagreement,
-    },
-    /// Two runs on the device agree with the graph and differ in their bits: the program races, or what runs it does.
-    Unrepeatable(BitsDiffer),
-    /// The device gave no result.
-    Failed(DeviceError),
-    /// It was faster than the bytes that it read allow.
-    BelowFloor(BelowFloor),
-}
-
-impl std::fmt::Display for Dropped {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Rejected(violations) => {
-                let all: Vec<String> = violations.list().iter().map(ToString::to_string).collect();
-                f.write_str(&all.join(" | "))
-            }
-            Self::Unloadable(error) => write!(f, "{error}"),
-            Self::Unrunnable(error) => write!(f, "the reference machine cannot run it: {error}"),
-            Self::Unevaluated(error) => write!(f, "the graph cannot be evaluated: {error}"),
-            Self::Halted(run) => halted(f, run),
-            Self::Sampled { position, got, want } => write!(
-                f,
-                "token {got} was chosen at position {position} where the logits say {want}"
-            ),
-            Self::Disagreed { by, at } => write!(f, "{by} disagrees with the graph: {at}"),
-            Self::Unrepeatable(at) => write!(f, "{at}"),
-            Self::Failed(error) => write!(f, "{error}"),
-            Self::BelowFloor(error) => write!(f, "{error}"),
-        }
-    }
-}
-
-/// The first word of the logits in which two runs of a device differ.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct BitsDiffer {
-    /// The position.
-    pub position: usize,
-    /// The word of its logits.
-    pub word: usize,
-    /// What the first run and the second one stored there.
-    pub values: [f32; 2],
-}
-
-impl std::fmt::Display for BitsDiffer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { position, word, values: [first, second] } = self;
-        write!(
-            f,
-            "two runs on the device differ: word {word} of the logits at position {position} is {first} ({:#010x}) once and {second} ({:#010x}) the second time",
-            first.to_bits(),
-            second.to_bits()
-        )
-    }
-}
-
-fn halted(f: &mut std::fmt::Formatter<'_>, run: &Run) -> std::fmt::Result {
-    f.write_str("on the reference machine: ")?;
-    match run {
-        Run::Finished(_) => f.write_str("finished"),
-        Run::Trapped(trap) => write!(f, "{trap}"),
-        Run::OutOfFuel { fired } => write!(f, "still running after {fired} tasks"),
-        Run::Stuck { waiting } => match waiting.first() {
-            Some(first) => write!(f, "stuck, {} workers wait: {first}", waiting.len()),
-            None => f.write_str("stuck"),
-        },
-    }
-}
-
-/// Time since any fixed moment. The search has no clock of its own; it passes this one on to know what it spent on what.
-pub type Clock = fn() -> std::time::Duration;
-
-/// The clock of those who do not want to know.
-pub(crate) fn no_clock() -> std::time::Duration {
-    std::time::Duration::ZERO
-}
 
 /// Everything that candidates are judged by.
 pub struct Gate<'a> {
@@ -400,7 +295,7 @@ impl<'a> Gate<'a> {
     ) -> Result<Samples, DeviceError> {
         let tokens = &self.expected().tokens;
         let plan = Plan { tokens, first: self.timed_from, rounds, warmup };
-        crate::clocks::time(device, contenders, &plan)
+        crate::device::time(device, contenders, &plan)
     }
 
     /// Times one round at the end of the positions that were run: of the first stage's, or where races are timed.
@@ -419,7 +314,7 @@ impl<'a> Gate<'a> {
         let tokens = &self.expected().tokens[..positions];
         let first = tokens.len().saturating_sub(TIMED_TOKENS).max(tokens.len() / 2);
         let plan = Plan { tokens, first, rounds: 1, warmup: 0 };
-        crate::clocks::time(device, contenders, &plan)
+        crate::device::time(device, contenders, &plan)
     }
 
     /// Position of the middle of the timed tokens: where floors are computed.

@@ -7,10 +7,9 @@ use std::sync::Arc;
 use ir::schedule::ScheduleConfig;
 use lower::LowerError;
 
-use crate::ahead::Ahead;
 use crate::budget::Budget;
 use crate::cpu::Candidate;
-use crate::gate::Dropped;
+use crate::dropped::Dropped;
 use crate::growing::Growing;
 use crate::propose::{Origin, Past, PastTrials, changes};
 use crate::strategy::{Question, Strategy};
@@ -39,9 +38,14 @@ pub(crate) struct History {
     pub(crate) past: PastTrials,
     /// Ids of the schedules that were tried.
     drawn: Growing<String, ()>,
-    /// Trials by the ids of their program and kernel.
-    pub(crate) tried: Growing<(String, String), u64>,
+    pub(crate) tried: Tried,
 }
+
+/// Trials by the ids of their program and kernel.
+pub(crate) type Tried = Growing<(String, String), u64>;
+
+/// A lowered schedule, the trial that it would repeat, or why it cannot be lowered.
+pub(crate) type Lowered = Result<Result<Candidate, u64>, Dropped>;
 
 /// A schedule to try. What it lowers to is there already, unless lowering is to fail in the open.
 #[derive(Clone)]
@@ -82,7 +86,7 @@ impl History {
         strategy: &dyn Strategy,
         index: u64,
         skipped: &mut Skipped,
-        mut lower: impl FnMut(&ScheduleConfig) -> Result<Result<Candidate, u64>, Dropped>,
+        mut lower: impl FnMut(&ScheduleConfig) -> Lowered,
     ) -> Option<Proposal> {
         let question = Question { trial: index, incumbent: &self.parent, past: &self.past };
         let mut drawn = BTreeSet::new();
@@ -198,10 +202,12 @@ impl Guess {
     }
 
     /// The candidate of the next trial, lowered.
-    pub(crate) fn next(&mut self, ahead: &Ahead<'_>) -> Option<Candidate> {
+    pub(crate) fn next(
+        &mut self,
+        lower: impl Fn(&ScheduleConfig, &Tried) -> Lowered,
+    ) -> Option<Candidate> {
         self.left = self.left.checked_sub(1)?;
-        let tried = &self.history.tried;
-        let lower = |config: &ScheduleConfig| ahead.lower_new(config, tried);
+        let lower = |config: &ScheduleConfig| lower(config, &self.history.tried);
         let mut skipped = Skipped::default();
         let proposal = self.history.next(&*self.strategy, self.index, &mut skipped, lower)?;
         let candidate = proposal.lowered?;

@@ -3,16 +3,15 @@
 
 use std::collections::BTreeSet;
 
+use corpus::Conditions;
 use ir::Violations;
 use serde::{Deserialize, Serialize};
 
-use crate::conditions::Conditions;
 use crate::verdict::LatencyKind;
 
 mod grid;
 mod probe;
 mod recorded;
-pub mod study;
 
 pub use grid::{BadGrid, GRID_SCHEMA, Grid, Space};
 pub use probe::{Probe, prepare};

@@ -241,7 +241,8 @@ pub(crate) fn edited(config: &ScheduleConfig, form: &[(Knob, Value)]) -> Schedul
 }
 
 /// A generator for one purpose of one trial.
-pub(crate) fn generator(seed: u64, trial: u64) -> Xoshiro256PlusPlus {
+#[must_use]
+pub fn generator(seed: u64, trial: u64) -> Xoshiro256PlusPlus {
     Xoshiro256PlusPlus::seed_from_u64(mixed(seed, trial))
 }
 

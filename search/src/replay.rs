@@ -8,7 +8,8 @@ use serde::Serialize;
 
 use crate::assess::{self, Timing};
 use crate::device::{Device, DeviceError};
-use crate::gate::{Dropped, Gate};
+use crate::dropped::Dropped;
+use crate::gate::Gate;
 use crate::measure::Interval;
 use crate::trial::Trial;
 use crate::verdict::{LatencyKind, Verdict};

@@ -6,20 +6,21 @@ use std::sync::Arc;
 use std::thread::Scope;
 use std::time::Duration;
 
-use ir::schedule::{Knob, ScheduleConfig, Value};
+use ir::schedule::ScheduleConfig;
 
 use crate::ahead::Helpers;
-use crate::assess::Timing;
 use crate::audit::{Audit, Terms};
 use crate::budget::Budget;
 use crate::card::{Card, Job, LastJob, Lead, Noise};
+use crate::clock::{Clock, no_clock};
 use crate::cpu::Candidate;
 use crate::crew::Crew;
 use crate::decide::Decision;
 use crate::device::{Device, DeviceError};
-use crate::gate::{Clock, Gate, no_clock};
+use crate::gate::Gate;
 use crate::history::{Asked, Guess, History, Proposal};
 use crate::propose::Origin;
+use crate::settings::Settings;
 use crate::strategy::{Ground, Strategy, StrategyName, strategy};
 use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial};
 use crate::verdict::LatencyKind;
@@ -28,25 +29,6 @@ mod side_by_side;
 
 pub use side_by_side::Dropped;
 use side_by_side::Fleet;
-
-/// How a search goes about it.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Settings {
-    /// What proposals, tokens and intervals are drawn with.
-    pub seed: u64,
-    /// When to end.
-    pub budget: Budget,
-    /// Trials, after the baseline, that the sweep over the knobs may take.
-    pub explore: u64,
-    /// The least gain worth keeping.
-    pub min_gain: f64,
-    /// The schedule that the search begins with.
-    pub default: ScheduleConfig,
-    /// The knobs to vary, with the values to draw from.
-    pub space: Vec<(Knob, Vec<Value>)>,
-    /// How a device is timed.
-    pub timing: Timing,
-}
 
 /// Why a search ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

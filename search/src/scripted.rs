@@ -264,7 +264,7 @@ impl Device for ScriptedDevice<'_> {
             name: "scripted".into(),
             bandwidth: Some(self.bandwidth),
             cache_bytes: 0,
-            conditions: Vec::new(),
+            ..DeviceInfo::default()
         }
     }
 

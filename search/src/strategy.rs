@@ -9,7 +9,6 @@ use std::fmt;
 use std::sync::Arc;
 
 use ir::schedule::{Knob, ScheduleConfig, Value};
-use rand::RngExt;
 use rand::seq::IndexedRandom;
 use serde::{Deserialize, Serialize};
 
@@ -19,12 +18,6 @@ mod prior;
 mod tpe;
 
 pub use prior::{Known, Seen, rank};
-
-/// Trials without a keep after which a search counts as stuck.
-const PLATEAU: usize = 16;
-
-/// Knobs that a restart changes at least and at most.
-const RESTART: std::ops::RangeInclusive<usize> = 3..=8;
 
 /// Proposals in the order in which they are to be tried. The last ones are random and go on for ever, unless there is nobody to go on.
 pub type Proposals<'s> = Box<dyn Iterator<Item = (Origin, ScheduleConfig)> + 's>;
@@ -65,8 +58,6 @@ pub enum StrategyName {
     /// A sweep over what belongs together, then single steps, combinations and jumps from the schedule that leads.
     #[default]
     Climb,
-    /// The same, and wide jumps once it is stuck.
-    Restarts,
     /// A tree-structured Parzen estimator: values that good trials have more often than others.
     Tpe,
     /// What earlier searches learned, best first; then as `climb`.
@@ -75,7 +66,7 @@ pub enum StrategyName {
 
 impl StrategyName {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Random, Self::Climb, Self::Restarts, Self::Tpe, Self::Prior];
+    pub const ALL: [Self; 4] = [Self::Random, Self::Climb, Self::Tpe, Self::Prior];
 
     /// Its name.
     #[must_use]
@@ -83,7 +74,6 @@ impl StrategyName {
         match self {
             Self::Random => "random",
             Self::Climb => "climb",
-            Self::Restarts => "restarts",
             Self::Tpe => "tpe",
             Self::Prior => "prior",
         }
@@ -126,8 +116,7 @@ impl Ground {
 pub fn strategy(name: StrategyName, ground: Ground, known: Vec<Known>) -> Arc<dyn Strategy> {
     match name {
         StrategyName::Random => Arc::new(Random(ground)),
-        StrategyName::Climb => Arc::new(Climb { ground, restarts: false }),
-        StrategyName::Restarts => Arc::new(Climb { ground, restarts: true }),
+        StrategyName::Climb => Arc::new(Climb(ground)),
         StrategyName::Tpe => Arc::new(tpe::Tpe(ground)),
         StrategyName::Prior => Arc::new(prior::Prior::new(ground, known)),
     }
@@ -157,42 +146,16 @@ impl Strategy for Random {
 
 /// Sweep, steps, combinations and jumps ([`Proposer`]).
 #[derive(Debug)]
-struct Climb {
-    ground: Ground,
-    /// Whether to jump far once nothing was kept for [`PLATEAU`] trials.
-    restarts: bool,
-}
+struct Climb(Ground);
 
 impl Strategy for Climb {
     fn name(&self) -> &'static str {
-        if self.restarts { StrategyName::Restarts.name() } else { StrategyName::Climb.name() }
+        StrategyName::Climb.name()
     }
 
     fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
         let Question { trial, incumbent, past } = *question;
-        let draws = self.ground.proposer().draws(trial, incumbent, past);
-        // Behind a wide jump two local trials: they refine where it landed, if it was kept.
-        let is_stuck = past.since_kept() >= PLATEAU;
-        if self.restarts && trial > self.ground.sweep && is_stuck && trial % 3 == 0 {
-            return Box::new(std::iter::once(self.far(question)).chain(draws));
-        }
-        Box::new(draws)
-    }
-}
-
-impl Climb {
-    /// Many knobs of the incumbent at random.
-    fn far(&self, question: &Question<'_>) -> (Origin, ScheduleConfig) {
-        // Another stream than that of the proposer's own draws for this trial.
-        let mut rng = generator(self.ground.seed, question.trial ^ (1 << 63));
-        let space = &self.ground.space;
-        let count = rng.random_range(RESTART).min(space.len());
-        let some =
-            |(knob, values): &(Knob, Vec<Value>)| Some((*knob, values.choose(&mut rng).copied()?));
-        let picked: Vec<_> =
-            space.sample(&mut generator(question.trial, self.ground.seed), count).collect();
-        let form: Vec<_> = picked.into_iter().filter_map(some).collect();
-        (Origin::Jump, edited(question.incumbent, &form))
+        Box::new(self.0.proposer().draws(trial, incumbent, past))
     }
 }
 

@@ -3,6 +3,7 @@
 //! Half of the draws are **wide**: every knob takes any legal value. They say what a knob does in bad company. The other half are **near**
 //! a schedule that is known to be good (or the neutral one), one to four knobs away: they say what a search will ask about.
 
+use corpus::Conditions;
 use ir::schedule::{Knob, ScheduleConfig, Value, largest_stages, legal_values, validate};
 use ir::{Graph, Target};
 use rand::rngs::Xoshiro256PlusPlus;
@@ -12,10 +13,10 @@ use reference_vm::compare::Tolerance;
 use serde::{Deserialize, Serialize};
 
 use crate::assess::{self, Assessed, Timing};
-use crate::conditions::Conditions;
 use crate::cpu::Candidate;
 use crate::device::{Contender, Device, DeviceError, Plan, Samples, Side};
-use crate::gate::{Dropped, Gate};
+use crate::dropped::Dropped;
+use crate::gate::Gate;
 use crate::measure::Latency;
 use crate::propose::changes;
 
@@ -241,7 +242,7 @@ fn time(
     let contender = Contender::new(handle.map_err(Dropped::Failed)?, agreement);
     let Timing { rounds, warmup } = timing;
     let plan = Plan { tokens: &passage.tokens, first: passage.first, rounds, warmup };
-    let samples = crate::clocks::time(device, [contender; 2], &plan).map_err(Dropped::Failed)?;
+    let samples = crate::device::time(device, [contender; 2], &plan).map_err(Dropped::Failed)?;
     for (actual, chosen) in samples.last() {
         let expected = std::slice::from_ref(&passage.last);
         let _ = assessed

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::decide::Decision;
 use crate::device::{Costs, DeviceError};
-use crate::gate::Dropped;
+use crate::dropped::Dropped;
 use crate::measure::Interval;
 use crate::propose::{Change, Origin};
 use crate::verdict::Verdict;

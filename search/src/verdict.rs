@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::diverge::FirstDivergence;
+use crate::divergence::FirstDivergence;
 
 /// The schema id of a verdict.
 pub const VERDICT_SCHEMA: &str = "amk.verdict.v1";

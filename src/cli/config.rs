@@ -1,11 +1,26 @@
 //! The flags of commands that run a schedule.
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
 use serde::Deserialize;
 
 use crate::config_source::ConfigSource;
-use crate::schedule_choice::ScheduleChoice;
+
+/// What `--schedule` names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum ScheduleChoice {
+    /// The best that is known: found (`generate` and `serve` only), else shipped, else default.
+    Auto,
+    /// What `loop` measured and confirmed on this machine for this shape and GPU.
+    Found,
+    /// The schedule that is shipped for this shape, or for a similar one.
+    Shipped,
+    /// The rule-based default.
+    Default,
+    /// The knob table's values: a named start of studies, not a fast schedule.
+    Neutral,
+}
 
 /// A schedule.
 #[derive(Debug, Args, Deserialize, JsonSchema)]

@@ -15,7 +15,7 @@ use serde_json::json;
 
 use crate::cli::{BenchArgs, DeviceChoice, PeerChoice};
 use crate::context::Context;
-use crate::device::live_target;
+use crate::device::probe::live_target;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::peers::{self, Peer};
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};

@@ -189,8 +189,8 @@ fn difference(args: &DiffArgs, [a, b]: &[ScheduleConfig; 2]) -> Difference {
 }
 
 fn lower(context: &Context, [a, b]: &[ScheduleConfig; 2]) -> Result<Lowered, Failure> {
-    let pair = [super::program::lowered(context, a)?, super::program::lowered(context, b)?];
-    let position = super::evaluate::PREDICTED_POSITION.min(context.kv_capacity - 1);
+    let pair = [context.lowered(a)?, context.lowered(b)?];
+    let position = context.predicted_at();
     let predict = |program, config: &ScheduleConfig| {
         lower::predict(program, &config.kernel, &context.target, position).latency_us
     };

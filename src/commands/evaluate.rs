@@ -11,14 +11,11 @@ use crate::commands::program::say_divergence;
 use crate::commands::rerun::{self, Inputs, Place};
 use crate::commands::search_loop::MIN_GAIN_MEASURED;
 use crate::context::Context;
-use crate::device::without_kernel;
+use crate::device::probe::without_kernel;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report::{self, Answer};
 use crate::schedule_choice::{self, Auto, Chosen, ScheduleSource};
 use crate::working::Working;
-
-/// Tokens of context that predictions are made for.
-pub(super) const PREDICTED_POSITION: u32 = 128;
 
 pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
     match judge(args)? {
@@ -53,7 +50,7 @@ enum Judged {
 
 fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
     let context = Context::new(&args.model)?;
-    let tokens = predicted_at(&context);
+    let tokens = context.predicted_at();
     let chosen = schedule_choice::judged(&context, &args.config, tokens, Auto::Reproducible)?;
     let mut device = context.open_process(&args.sharing)?;
     if args.aa.is_some() && device.is_none() {
@@ -151,11 +148,6 @@ fn aa_document(verdict: &Verdict, equals: &search::Equals) -> serde_json::Value 
     })
 }
 
-/// Tokens of context at which a latency is predicted.
-pub(super) fn predicted_at(context: &Context) -> u32 {
-    PREDICTED_POSITION.min(context.kv_capacity - 1)
-}
-
 /// A gate for a model: the expected values are computed here.
 pub(crate) fn gate<'a>(
     context: &'a Context,
@@ -168,7 +160,7 @@ pub(crate) fn gate<'a>(
     let expected = Expected::new(graph, weights, context.kv_capacity, seed, positions)
         .map_err(|error| Failure::usage(format!("{} cannot be evaluated: {error}", graph.name)))?;
     let options = context.lower_options();
-    let predicted_at = predicted_at(context);
+    let predicted_at = context.predicted_at();
     Ok(Gate::new(graph, weights, &context.target, options, kernel_id, expected)
         .with_context(predicted_at))
 }

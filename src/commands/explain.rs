@@ -158,9 +158,8 @@ fn unknown(name: &str, all: &[Entry]) -> String {
     let asked = name.to_lowercase();
     let like = |entry: &&Entry| {
         let known = entry.name.to_lowercase();
-        known.contains(&asked)
-            || asked.contains(&known)
-            || strsim::jaro_winkler(&known, &asked) > 0.85
+        let alike = ir::nearest(&asked, [known.as_str()]).is_some();
+        known.contains(&asked) || asked.contains(&known) || alike
     };
     let near: Vec<&str> = all.iter().filter(like).map(|e| e.name.as_str()).take(NEAR_MAX).collect();
     let hint = if near.is_empty() { String::new() } else { format!("; try {}", near.join(", ")) };

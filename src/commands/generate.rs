@@ -238,7 +238,7 @@ fn execute(
         DeviceChoice::Cuda => on_device(args, context, prompt, wish, (observer, &said), began),
         DeviceChoice::Auto | DeviceChoice::Cpu => {
             let Chosen { config, source } = schedule(args, context, prompt)?;
-            let program = super::program::lowered(context, &config)?;
+            let program = context.lowered(&config)?;
             let mut machine = Machine::new(&program, graph, weights)
                 .map_err(|e| Failure::usage(e.to_string()))?;
             let mut feed = |tokens: &[u32]| match machine.run(tokens, Order::Waves) {
@@ -277,7 +277,7 @@ fn on_device(
         return Err(Failure::usage(message));
     }
     let Chosen { config, source } = schedule(args, context, prompt)?;
-    let program = Arc::new(super::program::lowered(context, &config)?);
+    let program = Arc::new(context.lowered(&config)?);
     let Some(mut device) = context.open_once()? else {
         return Err(Failure::missing("capability missing: no CUDA device"));
     };

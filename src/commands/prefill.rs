@@ -70,7 +70,7 @@ pub(crate) fn run(args: &BenchArgs, tokens: u32) -> Outcome {
 fn measure(args: &BenchArgs, context: &Context, tokens: u32) -> Result<Measured, Failure> {
     let failed = |error: search::DeviceError| Failure::refused(error.to_string());
     let Chosen { config, source } = choose(context, &args.config, tokens, Auto::Reproducible)?;
-    let program = Arc::new(super::program::lowered(context, &config)?);
+    let program = Arc::new(context.lowered(&config)?);
     let Some(mut device) = context.open_here()? else {
         return Err(Failure::missing(
             "--prefill is for what is measured, and there is no GPU here: see `amk doctor`",

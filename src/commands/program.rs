@@ -1,9 +1,6 @@
 //! `amk lower`, `verify`, `disasm` and `interpret`: programs as files.
 
-use std::path::Path;
-
 use ir::program::{Program, Verified};
-use ir::schedule::ScheduleConfig;
 use reference_vm::divergence::Examiner;
 use reference_vm::machine::Machine;
 use search::{Dropped, Expected, FirstDivergence};
@@ -19,9 +16,9 @@ use crate::{files, report};
 
 pub(crate) fn lower(args: &LowerArgs) -> Outcome {
     let context = Context::new(&args.model)?;
-    let tokens = super::evaluate::predicted_at(&context);
+    let tokens = context.predicted_at();
     let Chosen { config, source } = choose(&context, &args.config, tokens, Auto::Reproducible)?;
-    let program = lowered(&context, &config)?;
+    let program = context.lowered(&config)?;
     report::say(&format!(
         "program {} of {} for {}: {} tasks on {} workers, {} counters, {:.1} MB of weights per step",
         program.id(),
@@ -46,22 +43,6 @@ pub(crate) fn lower(args: &LowerArgs) -> Outcome {
     document["output"] = json!(args.output);
     report::document(&document)?;
     Ok(Exit::Yes)
-}
-
-/// Lowers a schedule that may still be illegal.
-pub(crate) fn lowered(
-    context: &Context,
-    config: &ScheduleConfig,
-) -> Result<Verified<Program>, Failure> {
-    let (graph, target) = (context.graph(), &context.target);
-    let valid = ir::schedule::validate(*config, graph, target)
-        .map_err(|violations| Failure::refused(violations.to_string()))?;
-    lower::lower(&valid, graph, target, context.lower_options()).map_err(|error| match error {
-        lower::LowerError::Internal(_) => Failure { exit: Exit::Bug, message: error.to_string() },
-        lower::LowerError::LimitExceeded { .. } | lower::LowerError::NotValidHere(_) => {
-            Failure::refused(error.to_string())
-        }
-    })
 }
 
 fn facts(program: &Program) -> Value {
@@ -106,7 +87,7 @@ pub(crate) fn disasm(args: &FileArgs) -> Outcome {
 }
 
 pub(crate) fn interpret(args: &InterpretArgs) -> Outcome {
-    let program = verified(&args.file)?;
+    let program = files::verified(&args.file)?;
     let model = model::load(&args.model)?;
     let graph = &model.graph;
     let working = Working::on(format!("running {} on the reference machine", graph.name));
@@ -188,11 +169,4 @@ pub(super) fn say_divergence(found: Option<&FirstDivergence>) {
     if let Some(command) = &found.rerun {
         report::say(&format!("that task again: {command}"));
     }
-}
-
-/// A saved program that holds.
-pub(super) fn verified(path: &Path) -> Result<Verified<Program>, Failure> {
-    ir::program::verify(files::open(path)?).map_err(|violations| {
-        Failure::refused(format!("{} does not verify: {violations}", path.display()))
-    })
 }

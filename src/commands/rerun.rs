@@ -12,12 +12,11 @@ use search::{Device, Expected, FirstDivergence, TaskAt};
 use serde_json::{Map, Value, json};
 
 use crate::cli::{DeviceChoice, RerunArgs, TaskPlace};
-use crate::commands::program;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
 use crate::schedule_choice::{Auto, choose};
 use crate::working::Working;
+use crate::{files, report};
 
 /// The schema of its document.
 const SCHEMA: &str = "amk.rerun.v1";
@@ -38,11 +37,11 @@ struct Left {
 
 pub(crate) fn run(args: &RerunArgs) -> Outcome {
     let context = Context::new(&args.model)?;
-    let tokens = super::evaluate::predicted_at(&context);
+    let tokens = context.predicted_at();
     let config = choose(&context, &args.config, tokens, Auto::Reproducible)?.config;
     let program = match &args.program {
-        Some(file) => program::verified(file)?,
-        None => program::lowered(&context, &config)?,
+        Some(file) => files::verified(file)?,
+        None => context.lowered(&config)?,
     };
     check_task(&program, args.task)?;
     let working = Working::on("preparing the inputs of the task");

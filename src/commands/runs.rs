@@ -16,11 +16,11 @@ use crate::report::{self, Answer};
 use crate::working::Working;
 
 pub(crate) mod compare;
-pub(super) mod export;
-pub(super) mod gc;
+pub(crate) mod export;
+pub(crate) mod gc;
 pub(super) mod recorded;
-pub(super) mod replay;
-pub(super) mod show;
+pub(crate) mod replay;
+pub(crate) mod show;
 
 /// The file that makes a folder a search.
 const LEDGER: &str = "ledger.jsonl";
@@ -244,6 +244,20 @@ fn seal(ledger: &Path, state: &mut State) -> Option<Finding> {
             Some(Finding { line: None, reason: error.to_string(), exit })
         }
     }
+}
+
+/// The rows of a ledger.
+pub(crate) fn rows(contents: &Contents, path: &Path) -> Result<Vec<Row>, Failure> {
+    let row = |(index, record): (usize, &Value)| {
+        serde_json::from_value(record.clone()).map_err(|error| {
+            Failure::usage(format!(
+                "{} line {}: written by another version of amk ({error}); start a new search",
+                path.display(),
+                index + 2
+            ))
+        })
+    };
+    contents.records.iter().enumerate().map(row).collect()
 }
 
 /// The first row that does not follow from its samples and the rows before it.

@@ -15,14 +15,14 @@ use search::{
     Budget, Confirmation, Decision, Device, Outcome as End, Row, Search, SearchError, Settings,
     Step, StoppedBy, Timing, Trial,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::evaluate::gate;
 use crate::cli::LoopArgs;
 use crate::commands::rerun::{self, Inputs, Place};
 use crate::commands::runs;
 use crate::context::Context;
-use crate::device::without_kernel;
+use crate::device::probe::without_kernel;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report::{self, Answer};
 use crate::working;
@@ -81,7 +81,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
     let (resumed, header, past) = if args.resume {
         let (ledger, contents) = reopen(&ledger_path)?;
         let header = Header::resumed(args, &contents, &ledger_path)?;
-        (Some(ledger), header, rows(&contents, &ledger_path)?)
+        (Some(ledger), header, runs::rows(&contents, &ledger_path)?)
     } else {
         check_folder(args)?;
         (None, Header::fresh(args)?, Vec::new())
@@ -97,7 +97,9 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
             Some(gpu) => Opened::One(gpu.describe()),
             None => Opened::None,
         };
-        let header = with_known(args, &dir, header.with_kind(&context, &opened)?)?;
+        let measures = opened.conditions(&header);
+        let header = header.with_kind(&context, measures, several)?;
+        let header = with_known(args, &dir, header)?;
         let (ledger, results) = open_files(args, resumed, &dir, &header)?;
         say_start(&header, &dir, past.len());
         watch.prepares(&resume_command(&dir, &header));
@@ -193,20 +195,6 @@ fn helpers(devices: usize) -> (usize, usize) {
     (helpers, (spare / helpers).max(1))
 }
 
-/// The rows of a ledger.
-pub(crate) fn rows(contents: &Contents, path: &Path) -> Result<Vec<Row>, Failure> {
-    let row = |(index, record): (usize, &Value)| {
-        serde_json::from_value(record.clone()).map_err(|error| {
-            Failure::usage(format!(
-                "{} line {}: written by another version of amk ({error}); start a new search",
-                path.display(),
-                index + 2
-            ))
-        })
-    };
-    contents.records.iter().enumerate().map(row).collect()
-}
-
 fn ended(row: &Row) -> f64 {
     match row {
         Row::Trial(trial) => trial.ended_s,
@@ -239,7 +227,7 @@ fn open_files(
     if let Some(ledger) = resumed {
         return Ok((ledger, None));
     }
-    let ledger = Ledger::create(&dir.join("ledger.jsonl"), &header.to_json())?;
+    let ledger = Ledger::create(&dir.join("ledger.jsonl"), &json!(header))?;
     match table(args, dir, &[]) {
         Ok(results) => Ok((ledger, Some(results))),
         Err(error) => {
@@ -348,7 +336,7 @@ fn bar(header: &Header) -> ProgressBar {
     };
     // What is left: of a time it is known, of trials it is guessed from those so far.
     let style = working::style("  [{bar:30}] {pos}/{len} {elapsed}, {left}; {msg}");
-    let bar = if report::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(length) };
+    let bar = if working::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(length) };
     let bar = match style {
         Some(style) => bar.with_style(style),
         None => bar,

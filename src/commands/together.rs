@@ -159,7 +159,7 @@ fn measure(
     let prompts = prompts(args, context.graph().vocab, sequences);
     let mut gpu = open(context)?;
     let bandwidth = gpu.describe().bandwidth.unwrap_or(context.target.bandwidth as f64);
-    let program = Arc::new(super::program::lowered(context, &alone)?);
+    let program = Arc::new(context.lowered(&alone)?);
     let handle = gpu.prepare(&program, &alone.kernel).map_err(failed)?;
     gpu.serve(handle, sequences, KvPool::Full).map_err(failed)?;
     let one = one_by_one(&mut gpu, handle, &prompts)?;
@@ -167,7 +167,7 @@ fn measure(
 
     let mut gpu = open(context)?;
     gpu.set_lanes(sequences);
-    let program = Arc::new(super::program::lowered(context, &config)?);
+    let program = Arc::new(context.lowered(&config)?);
     let handle = gpu.prepare(&program, &config.kernel).map_err(failed)?;
     gpu.serve(handle, sequences, KvPool::Full).map_err(failed)?;
     for (session, prompt) in (0..).zip(&prompts) {

@@ -59,7 +59,7 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
     let mut documents = Vec::new();
     for (name, Chosen { config, source }) in &schedules {
         let working = Working::on(format!("tracing schedule {name}"));
-        let program = super::program::lowered(&context, config)?;
+        let program = context.lowered(config)?;
         let traced = if measured {
             schedule(&context, args.context, name, config, &program, &mut idle)
                 .map_err(|error| Failure::missing(format!("{name}: {error}")))?

@@ -10,11 +10,11 @@ use search::{Clocks, DeviceError};
 use telemetry::{Publisher, now_ns};
 use vm_host::HostError;
 
-use super::{Gpu, LOGITS_ROWS, SharedLookout, sharing};
+use super::{Gpu, LOGITS_ROWS, sharing};
 use crate::cli::{DeviceChildArgs, DeviceChoice, PlaceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::observe::{self, KernelWatch};
+use crate::observe::{self, KernelWatch, SharedLookout};
 
 /// This program, whatever has become of its file: both sides are the same build.
 const THIS_PROGRAM: &str = "/proc/self/exe";
@@ -30,7 +30,7 @@ pub(crate) fn open_process<'a>(
 ) -> Result<Remote<'a>, Failure> {
     let missing = |what: String| Failure::missing(format!("capability missing: {what}"));
     let others = sharing::others(shared, || vm_host::compute_processes(&info.uuid));
-    let note = sharing::judge(others.as_deref(), shared).map_err(Failure::missing)?;
+    let other_processes = sharing::judge(others.as_deref(), shared).map_err(Failure::missing)?;
     let visible = if named { vm_host::visible_name(&info.uuid) } else { None };
     let graph = context.graph();
     let room = Room { rows: LOGITS_ROWS as usize, vocab: graph.vocab as usize };
@@ -44,7 +44,7 @@ pub(crate) fn open_process<'a>(
         | DeviceError::OutOfMemory { .. }
         | DeviceError::Fault { .. } => missing(error.to_string()),
     })?;
-    remote.add_condition(note);
+    remote.set_other_processes(other_processes);
     let uuid = info.uuid.clone();
     remote.read_clocks(Box::new(move || clocks(&uuid)));
     Ok(remote)

@@ -17,7 +17,7 @@ use search::{Costs, Device, DeviceError, DeviceInfo, Handle, Plan};
 use vm_host::faults::Fault;
 
 use super::child::Kernel;
-use super::{Gpu, LOGITS_ROWS, SharedLookout, device_error};
+use super::{Gpu, LOGITS_ROWS, device_error};
 use crate::cli::{DeviceChoice, PlaceArgs};
 use crate::context::Context;
 use crate::observe;
@@ -194,7 +194,7 @@ impl Served for Faulty<'_> {
 /// This binary as a device process.
 fn be_a_device(faults: String) {
     let context = context();
-    let lookout = SharedLookout::default();
+    let lookout = observe::SharedLookout::default();
     let page = observe::publisher(&context, ("test", "cuda"), 0).expect("memory for a page");
     let watch = Kernel::new(lookout.clone(), page);
     let open = |board: &Board| {

@@ -3,7 +3,8 @@
 use ir::program::Program;
 use telemetry::Publisher;
 
-use super::{Gpu, SharedLookout};
+use super::Gpu;
+use crate::observe::SharedLookout;
 
 impl Gpu<'_> {
     /// From here on its kernels are looked at from there, and a page says what is brought to the device.

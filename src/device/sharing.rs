@@ -29,25 +29,20 @@ fn others_by(
     look()
 }
 
-/// Decides about a measurement from what NVML lists before this program touches the device: what the conditions of the measurement say,
-/// or why there is none.
-pub(super) fn judge(others: Option<&[u32]>, shared: bool) -> Result<String, String> {
-    match others {
-        None => Ok("other processes on the GPU: unknown (no NVML)".to_owned()),
-        Some([]) => Ok("other processes on the GPU: none seen".to_owned()),
-        Some(others) if shared => {
-            Ok(format!("other processes on the GPU: {} (--shared-gpu)", others.len()))
-        }
-        Some(others) => {
-            let numbers: Vec<String> = others.iter().map(ToString::to_string).collect();
-            Err(format!(
-                "the GPU is in use by {} other {} ({}): times would be theirs too; end them, or measure all the same with --shared-gpu",
-                others.len(),
-                if others.len() == 1 { "process" } else { "processes" },
-                numbers.join(", ")
-            ))
-        }
+/// Decides about a measurement from what NVML lists before this program touches the device: how many others there are, as far as NVML can
+/// say, or why nothing is measured.
+pub(super) fn judge(others: Option<&[u32]>, shared: bool) -> Result<Option<u32>, String> {
+    let Some(others) = others else { return Ok(None) };
+    if shared || others.is_empty() {
+        return Ok(Some(others.len() as u32));
     }
+    let numbers: Vec<String> = others.iter().map(ToString::to_string).collect();
+    Err(format!(
+        "the GPU is in use by {} other {} ({}): times would be theirs too; end them, or measure all the same with --shared-gpu",
+        others.len(),
+        if others.len() == 1 { "process" } else { "processes" },
+        numbers.join(", ")
+    ))
 }
 
 #[cfg(test)]
@@ -56,15 +51,14 @@ mod tests {
 
     #[test]
     fn a_card_in_use_is_refused_unless_it_is_asked_for() {
-        assert_eq!(judge(Some(&[]), false).unwrap(), "other processes on the GPU: none seen");
+        assert_eq!(judge(Some(&[]), false), Ok(Some(0)));
         assert_eq!(judge(Some(&[]), true), judge(Some(&[]), false), "asking changes nothing");
         let refused = judge(Some(&[71, 72]), false).unwrap_err();
         for part in ["2 other processes", "71, 72", "--shared-gpu"] {
             assert!(refused.contains(part), "{refused}");
         }
         assert!(judge(Some(&[71]), false).unwrap_err().contains("1 other process ("));
-        let noted = judge(Some(&[71, 72]), true).unwrap();
-        assert!(noted.contains("2 (--shared-gpu)"), "{noted}");
+        assert_eq!(judge(Some(&[71, 72]), true), Ok(Some(2)));
     }
 
     #[test]
@@ -87,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_no_reason_to_refuse_and_is_noted() {
-        assert!(judge(None, false).unwrap().contains("unknown"));
+    fn what_is_not_known_is_no_reason_to_refuse_and_stays_unknown() {
+        assert_eq!(judge(None, false), Ok(None));
     }
 }

@@ -14,9 +14,6 @@ use crate::context::{Context, kv_capacity};
 use crate::failure::{Exit, Failure};
 use crate::report;
 
-/// How alike names must be to be suggested.
-const ALIKE: f64 = 0.75;
-
 /// Something that is wrong. The fields are those of a schedule's violations.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Problem {
@@ -112,11 +109,9 @@ fn unknown(name: &str, schema: &Value, arguments: &Value) -> Problem {
     let empty = Map::new();
     let known = schema["properties"].as_object().unwrap_or(&empty);
     let names: Vec<&str> = known.keys().map(String::as_str).collect();
-    let alike = |known: &str| strsim::jaro_winkler(known, name);
-    let nearest = names.iter().copied().max_by(|a, b| alike(a).total_cmp(&alike(b)));
     let mut problem = Problem::new(name, &arguments[name], "no argument is called so");
     problem.legal = Some(if names.is_empty() { "none".to_owned() } else { names.join(", ") });
-    problem.suggestion = nearest.filter(|known| alike(known) > ALIKE).map(str::to_owned);
+    problem.suggestion = ir::nearest(name, names.iter().copied()).map(str::to_owned);
     problem
 }
 

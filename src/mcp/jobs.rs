@@ -161,7 +161,7 @@ pub(super) fn on_thread<T: Send + 'static>(
     let run = move || {
         let caught = std::panic::catch_unwind(AssertUnwindSafe(work));
         drop(permit);
-        let bug = |_| Err(Failure { exit: Exit::Bug, message: crate::last_panic() });
+        let bug = |_| Err(Failure { exit: Exit::Bug, message: crate::bug::last_panic() });
         // Nobody may be waiting any more.
         let _ = sender.send(caught.unwrap_or_else(bug));
     };

@@ -14,6 +14,7 @@ mod listed;
 mod paths;
 mod resources;
 mod server;
+mod status;
 mod tools;
 
 use std::pin::Pin;
@@ -31,7 +32,7 @@ use jobs::Jobs;
 /// Serves one client until its end of the input is closed.
 pub(crate) fn serve() -> Outcome {
     report::say("amk mcp: serving on standard input and output until the input ends");
-    report::quiet();
+    crate::working::quiet();
     let here = |error: std::io::Error| Failure::missing(format!("cannot start a server: {error}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(here)?;

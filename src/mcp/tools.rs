@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::arguments::{self, Problem};
-use super::server::Status;
+use super::status::Status;
 use super::{listed, paths};
 use crate::cli::{
     CompareArgs, DiffArgs, EvaluateArgs, ExplainArgs, LoopArgs, ProposeArgs, ReportArgs, RunsArgs,

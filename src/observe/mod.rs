@@ -6,8 +6,8 @@ mod sequences;
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::sync::PoisonError;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,6 @@ use abi::Activity;
 use telemetry::{Page, Publisher, Reader, Start, now_ns};
 
 use crate::context::Context;
-use crate::device::SharedLookout;
 use crate::failure::Failure;
 use crate::report;
 
@@ -24,6 +23,9 @@ pub(crate) use sequences::Sequences;
 
 /// How often the thread looks. The ring holds 64 answers, so commands of a step each are all seen.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
+
+/// The ring of a machine, while there is one.
+pub(crate) type SharedLookout = Arc<Mutex<Option<vm_host::Lookout>>>;
 
 /// A file that is written now and then.
 pub(crate) struct MetricsFile {

@@ -20,15 +20,15 @@ const KV_CAPACITY: u32 = 24;
 type Times = fn(&KernelConfig) -> f64;
 
 fn conditions(uuid: &str) -> Conditions {
-    let notes = vec![format!("uuid {uuid}")];
     let text = |text: &str| text.to_owned();
     Conditions {
         card: text("H200"),
+        uuid: Some(uuid.to_owned()),
         driver: text("580"),
         cuda: text("13.0"),
         nvrtc: text("13.0"),
         amk: text("0"),
-        notes,
+        ..Conditions::default()
     }
 }
 

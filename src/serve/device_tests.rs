@@ -103,7 +103,7 @@ fn sessions_on_the_kernel_say_what_each_says_alone() {
     let place = PlaceArgs { target: None, device: DeviceChoice::Cuda, kv_capacity: Some(256) };
     let context = Context::load("smollm2-135m", &place).unwrap_or_else(|f| panic!("{}", f.message));
     let config = crate::schedule_choice::reproducible(&context, 256);
-    let program = crate::commands::program::lowered(&context, &config);
+    let program = context.lowered(&config);
     let program = Arc::new(program.unwrap_or_else(|f| panic!("{}", f.message)));
     let vocab = context.graph().vocab;
     let all = || {

@@ -116,7 +116,7 @@ async fn answer(
     let reader = served.clone();
     // Templates and tokenizers take their time.
     let read = tokio::task::spawn_blocking(move || Request::read(api, &body, &reader)).await;
-    let request = read.map_err(|_| Refusal::failed(crate::last_panic()))??;
+    let request = read.map_err(|_| Refusal::failed(crate::bug::last_panic()))??;
     let (to, events) = unbounded_channel(); // bounded by the tokens of the request
     let heading = served.heading(api, request.work.logprobs.is_some());
     let answering = Answering {

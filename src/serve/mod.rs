@@ -173,9 +173,9 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
         let worked = Desk::new(engine, places, said).run(&inbox);
         drop(alive);
-        let listened = http
-            .join()
-            .unwrap_or_else(|_| Err(Failure { exit: Exit::Bug, message: crate::last_panic() }));
+        let listened = http.join().unwrap_or_else(|_| {
+            Err(Failure { exit: Exit::Bug, message: crate::bug::last_panic() })
+        });
         worked.map_err(|why| lost(&why)).and(listened)
     })
 }
@@ -228,7 +228,7 @@ fn lowered(
             (Some(_), _) | (None, 1) => config,
             (None, lanes) => spread(config, context.graph(), &context.target, lanes),
         };
-        let program = Arc::new(crate::commands::program::lowered(context, &config)?);
+        let program = Arc::new(context.lowered(&config)?);
         let source = source.clone();
         Ok::<_, Failure>(Lowered { config, program, lanes, source })
     };

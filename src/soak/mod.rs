@@ -81,7 +81,7 @@ struct Soak<'a> {
 pub(crate) fn run(args: &SoakArgs) -> Outcome {
     let context = Context::new(&args.model)?;
     let config = schedule_choice::reproducible(&context, context.kv_capacity);
-    let program = Arc::new(crate::commands::program::lowered(&context, &config)?);
+    let program = Arc::new(context.lowered(&config)?);
     let scripts = scripts(&context, args.seed)?;
     let free = context.has_device()?.then(vm_host::free_memory).and_then(Result::ok);
     let began = Instant::now();

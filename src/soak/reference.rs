@@ -29,7 +29,7 @@ impl Served for Reference<'_> {
             name: "reference machine".to_owned(),
             bandwidth: None,
             cache_bytes: 0,
-            conditions: Vec::new(),
+            ..DeviceInfo::default()
         }
     }
 

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use ir::program::{Program, check};
 use ir::text::{parse, print};
 use ir::{At, Violations};
+use similar::TextDiff;
 
 /// A file test, as read.
 pub struct Filetest {
@@ -32,31 +33,52 @@ struct Expectation {
     detail: String,
 }
 
+fn folder() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("filetests")
+}
+
+/// Every file test, sorted by path.
+///
+/// # Panics
+/// If a folder or file cannot be read.
+#[must_use]
+pub fn all() -> Vec<Filetest> {
+    let mut folders = vec![folder()];
+    let mut files = Vec::new();
+    let unreadable =
+        |path: &Path, error: std::io::Error| -> ! { panic!("{}: {error}", path.display()) };
+    while let Some(folder) = folders.pop() {
+        let entries = std::fs::read_dir(&folder).unwrap_or_else(|error| unreadable(&folder, error));
+        for entry in entries {
+            let path = entry.unwrap_or_else(|error| unreadable(&folder, error)).path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "amk") {
+                files.push(path);
+            }
+        }
+    }
+    files.sort();
+    let read = |path: PathBuf| Filetest {
+        text: std::fs::read_to_string(&path).unwrap_or_else(|error| unreadable(&path, error)),
+        path,
+    };
+    files.into_iter().map(read).collect()
+}
+
+/// The lines in which two texts differ, with two lines around them: `-` for those only in `expected`, `+` for those only in `actual`.
+#[must_use]
+pub fn unified(expected: &str, actual: &str) -> String {
+    TextDiff::from_lines(expected, actual).unified_diff().context_radius(2).to_string()
+}
+
 const MARK: &str = "; error: ";
 
 impl Filetest {
-    /// Reads every `.amk` file under `folder`, sorted by path.
-    ///
-    /// # Errors
-    /// If a folder or file cannot be read.
-    pub fn all(folder: &Path) -> std::io::Result<Vec<Self>> {
-        let mut folders = vec![folder.to_path_buf()];
-        let mut files = Vec::new();
-        while let Some(folder) = folders.pop() {
-            for entry in std::fs::read_dir(folder)? {
-                let path = entry?.path();
-                if path.is_dir() {
-                    folders.push(path);
-                } else if path.extension().is_some_and(|extension| extension == "amk") {
-                    files.push(path);
-                }
-            }
-        }
-        files.sort();
-        files
-            .into_iter()
-            .map(|path| Ok(Self { text: std::fs::read_to_string(&path)?, path }))
-            .collect()
+    /// Its path in the folder of file tests.
+    #[must_use]
+    pub fn name(&self) -> String {
+        self.path.strip_prefix(folder()).unwrap_or(&self.path).display().to_string()
     }
 
     /// The value of a directive.

@@ -4,7 +4,6 @@
 //! Nothing depends on this crate. It builds programs in its own way, so that a mistake in `lower` is not repeated here.
 
 pub mod build;
-pub mod diff;
 pub mod edit;
 pub mod explore;
 pub mod filetest;

@@ -239,7 +239,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
         how: "a card of the same name, another one",
         found_by: "`Conditions::differs`, on `--resume`",
         says: "the card was",
-        run: || elsewhere(|now| now.notes[0] = "uuid 2".into()),
+        run: || elsewhere(|now| now.uuid = Some("2".into())),
     },
     Attack {
         name: "a search continued with another driver",
@@ -596,7 +596,8 @@ fn elsewhere(edit: impl Fn(&mut Conditions)) -> Option<String> {
         cuda: "13.0".into(),
         nvrtc: "13.0".into(),
         amk: "0.1.0".into(),
-        notes: vec!["uuid 1".into()],
+        uuid: Some("1".into()),
+        ..Conditions::default()
     };
     let mut now = then.clone();
     edit(&mut now);

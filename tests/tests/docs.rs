@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 
 use abi::{Epilogue, Opcode, Prologue, SlotKind};
 use ir::{Level, Rule};
-use tests::diff::unified;
+use tests::filetest::unified;
 use tests::root;
 
 /// Compares a page, by its path from the repository's root, with what it should be, or rewrites it.
@@ -86,7 +86,7 @@ fn opcodes() -> String {
 }
 
 fn invariants() -> String {
-    let files = crate::filetest::all();
+    let files = tests::filetest::all();
     let folder = root();
     let mut out = String::from(
         "# Invariants\n\nGenerated from the rule table in `ir/src/violation.rs` by the tests (`BLESS=1 cargo test -p tests docs`); edits are \

@@ -151,7 +151,7 @@ pub(crate) fn agreed_when_weak(program: &Program, seeds: u64) -> Result<(), Stri
 #[test]
 fn weak_memory_and_verify_are_of_one_mind() {
     let mut seen = [0, 0];
-    for file in crate::filetest::all() {
+    for file in tests::filetest::all() {
         let folder = |name: &str| file.path.parent().is_some_and(|p| p.ends_with(name));
         let (formal, accept) = (folder("verify/formal"), folder("verify/accept"));
         if !formal && !accept {

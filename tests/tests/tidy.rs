@@ -394,7 +394,7 @@ fn docs_are_linked() {
 #[test]
 fn every_program_rule_is_tested() {
     let expected: Vec<String> =
-        crate::filetest::all().iter().flat_map(tests::filetest::Filetest::expected_rules).collect();
+        tests::filetest::all().iter().flat_map(tests::filetest::Filetest::expected_rules).collect();
     let rules = Rule::ALL.iter().filter(|rule| rule.level() == Level::Program);
     let untested = rules.filter(|rule| !expected.iter().any(|id| id == rule.id()));
     let problems: Vec<String> = untested

@@ -12,7 +12,6 @@
 //! ```
 
 mod boot;
-mod clocks;
 mod compile;
 mod driver;
 #[cfg(test)]
@@ -34,7 +33,6 @@ mod uring;
 mod weights;
 
 pub use boot::{BootOptions, device_info, device_info_at, free_memory, measure_bandwidth};
-pub use clocks::{CardClocks, card_clocks};
 pub use compile::{
     Cubin, Resources, compile, compile_prefill, default_cache, kernel_id, nvrtc_version, options,
     resources, variant,
@@ -47,7 +45,9 @@ pub use machine::{
     Batch, BatchDecoded, Decoded, Idle, LandingReport, Lane, LaneDecoded, Loaded, PROGRAMS_MAX,
     Request, Resident, TensorCheck,
 };
-pub use nvml::{compute_processes, visible_name};
+pub use nvml::{
+    CardClocks, card_clocks, compute_processes, driver_version, max_clocks, visible_name,
+};
 pub use pages::{KvPool, NoPages, Occupancy, PagePool, pages_of};
 pub use prefill::{GemmShape, KernelTime, PrefillOptions, Prefilled, prefill_refused};
 pub use weights::LoadReport;

@@ -1,111 +1,134 @@
-//! Who else uses the GPU, as NVML says, and how NVML is asked about one. The library comes with the driver; where it is missing, or a
-//! container hides what is outside, nothing is known.
+//! What NVML says of a card: who uses it, its clocks and its driver. The library comes with the driver and is loaded at run time; where it
+//! is missing, or a container hides what is outside, nothing is known.
 
-use std::ffi::{CString, c_char, c_int, c_uint, c_void};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, OnceLock, PoisonError};
 
-use libloading::Library;
+use nvml_wrapper::bitmasks::device::ThrottleReasons;
+use nvml_wrapper::enum_wrappers::device::Clock;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::{Device, Nvml};
 
-/// What the driver installs.
-pub(crate) const LIBRARY: &str = "libnvidia-ml.so.1";
+/// Reasons for clocks below the highest that slow a measurement down. An idle card and clocks that somebody set are none.
+const REASONS: [(ThrottleReasons, &str); 6] = [
+    (ThrottleReasons::SW_POWER_CAP, "power cap"),
+    (ThrottleReasons::HW_SLOWDOWN, "hardware slowdown"),
+    (ThrottleReasons::SYNC_BOOST, "sync boost"),
+    (ThrottleReasons::SW_THERMAL_SLOWDOWN, "thermal slowdown by the driver"),
+    (ThrottleReasons::HW_THERMAL_SLOWDOWN, "thermal slowdown by the hardware"),
+    (ThrottleReasons::HW_POWER_BRAKE_SLOWDOWN, "power brake"),
+];
 
-/// Processes that are named; there may be more.
-const PROCESSES_MAX: usize = 64;
-
-/// NVML's answer if the caller's list is too short.
-const INSUFFICIENT_SIZE: c_int = 7;
-
-/// A process as NVML lists it (second and third version of the call).
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct ProcessInfo {
-    pid: c_uint,
-    used_bytes: u64,
-    gpu_instance: c_uint,
-    compute_instance: c_uint,
+/// Clocks at a moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CardClocks {
+    /// Of the multiprocessors, in megahertz.
+    pub sm_mhz: u32,
+    /// Of the memory.
+    pub memory_mhz: u32,
+    /// What holds them down, in words.
+    pub throttled: Vec<&'static str>,
 }
 
-pub(crate) type Init = unsafe extern "C" fn() -> c_int;
-pub(crate) type ByUuid = unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
-type Processes = unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut ProcessInfo) -> c_int;
+/// NVML, which stays initialised until the process ends.
+fn nvml() -> Option<&'static Nvml> {
+    static NVML: OnceLock<Option<Nvml>> = OnceLock::new();
+    NVML.get_or_init(|| Nvml::init().ok()).as_ref()
+}
 
-/// Numbers of the processes that have a context on the device with this id (of [`DeviceInfo`](crate::DeviceInfo)), this one included if
-/// it has. Nothing if NVML cannot say. Inside a container numbers may be those of the host, and processes of others may be missing.
+/// Asks about the device with this id (of [`DeviceInfo`](crate::DeviceInfo)). Devices stay open once they were asked about: a reading is to
+/// cost microseconds.
+fn ask<T>(
+    uuid: &str,
+    question: impl FnOnce(&Device<'static>) -> Result<T, NvmlError>,
+) -> Option<T> {
+    static DEVICES: Mutex<BTreeMap<String, Option<Device<'static>>>> = Mutex::new(BTreeMap::new());
+    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let open = || nvml()?.device_by_uuid(visible_name(uuid)?).ok();
+    let device = devices.entry(uuid.to_owned()).or_insert_with(open);
+    question(device.as_ref()?).ok()
+}
+
+/// Numbers of the processes that have a context on the device with this id, this one included if it has. Nothing if NVML cannot say. Inside
+/// a container numbers may be those of the host, and processes of others may be missing.
 #[must_use]
 pub fn compute_processes(uuid: &str) -> Option<Vec<u32>> {
-    // SAFETY: the driver's library, which initialises itself when it is asked to and not when it is loaded.
-    let library = unsafe { Library::new(LIBRARY) }.ok()?;
-    // SAFETY: the types are those of nvml.h; the calls live no longer than the library.
-    let (init, shutdown, by_uuid, processes) = unsafe {
-        let processes = library
-            .get::<Processes>(b"nvmlDeviceGetComputeRunningProcesses_v3\0")
-            .or_else(|_| library.get(b"nvmlDeviceGetComputeRunningProcesses_v2\0"));
-        (
-            library.get::<Init>(b"nvmlInit_v2\0").ok()?,
-            library.get::<Init>(b"nvmlShutdown\0").ok()?,
-            library.get::<ByUuid>(b"nvmlDeviceGetHandleByUUID\0").ok()?,
-            processes.ok()?,
-        )
-    };
-    let name = name_of(uuid)?;
-    let mut device = std::ptr::null_mut();
-    let mut list = [ProcessInfo::default(); PROCESSES_MAX];
-    let mut count = PROCESSES_MAX as c_uint;
-    // SAFETY: every pointer is valid for its call, the list as long as `count` says; NVML is initialised before and shut down after.
-    let answer = unsafe {
-        if init() != 0 {
-            return None;
-        }
-        let found = by_uuid(name.as_ptr(), &raw mut device);
-        let answer = match found {
-            0 => processes(device, &raw mut count, list.as_mut_ptr()),
-            error => error,
-        };
-        shutdown();
-        answer
-    };
-    let known = (count as usize).min(PROCESSES_MAX);
-    matches!(answer, 0 | INSUFFICIENT_SIZE)
-        .then(|| list[..known].iter().map(|process| process.pid).collect())
+    // Drivers before 510 have the second version of the call only.
+    let processes = ask(uuid, |device| {
+        device.running_compute_processes().or_else(|_| device.running_compute_processes_v2())
+    });
+    Some(processes?.into_iter().map(|process| process.pid).collect())
 }
 
-/// NVML's form of an id: `GPU-` and five groups.
-pub(crate) fn name_of(uuid: &str) -> Option<CString> {
+/// The clocks of the device with this id; nothing if NVML cannot say.
+#[must_use]
+pub fn card_clocks(uuid: &str) -> Option<CardClocks> {
+    ask(uuid, |device| {
+        Ok(CardClocks {
+            sm_mhz: device.clock_info(Clock::SM)?,
+            memory_mhz: device.clock_info(Clock::Memory)?,
+            throttled: words(device.current_throttle_reasons()?),
+        })
+    })
+}
+
+/// The highest clocks of the device with this id, of its multiprocessors and its memory, in megahertz; nothing if NVML cannot say.
+#[must_use]
+pub fn max_clocks(uuid: &str) -> Option<(u32, u32)> {
+    ask(uuid, |device| {
+        Ok((device.max_clock_info(Clock::SM)?, device.max_clock_info(Clock::Memory)?))
+    })
+}
+
+/// Version of the kernel driver, such as `580.159.04`; nothing if NVML cannot say.
+#[must_use]
+pub fn driver_version() -> Option<String> {
+    nvml()?.sys_driver_version().ok()
+}
+
+fn words(reasons: ThrottleReasons) -> Vec<&'static str> {
+    REASONS.iter().filter(|(reason, _)| reasons.contains(*reason)).map(|&(_, word)| word).collect()
+}
+
+/// How NVML and `CUDA_VISIBLE_DEVICES` name the device with this id: `GPU-` and five groups; nothing if it is no id.
+#[must_use]
+pub fn visible_name(uuid: &str) -> Option<String> {
     if uuid.len() != 32 || !uuid.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
     }
     let groups = [0..8, 8..12, 12..16, 16..20, 20..32].map(|range| &uuid[range]);
-    CString::new(format!("GPU-{}", groups.join("-"))).ok()
-}
-
-/// How `CUDA_VISIBLE_DEVICES` names the device with this id (of [`DeviceInfo`](crate::DeviceInfo)); nothing if it is no id.
-#[must_use]
-pub fn visible_name(uuid: &str) -> Option<String> {
-    name_of(uuid)?.into_string().ok()
+    Some(format!("GPU-{}", groups.join("-")))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const NOT_HERE: &str = "0123456789abcdef0123456789abcdef";
+
     #[test]
     fn ids_are_spelled_as_nvml_does() {
-        assert_eq!(
-            name_of("0123456789abcdef0123456789abcdef").as_deref(),
-            Some(c"GPU-01234567-89ab-cdef-0123-456789abcdef")
-        );
-        assert_eq!(name_of("0123"), None);
-        assert_eq!(name_of(&"é".repeat(16)), None);
+        let name = visible_name(NOT_HERE);
+        assert_eq!(name.as_deref(), Some("GPU-01234567-89ab-cdef-0123-456789abcdef"));
+        assert_eq!(visible_name("0123"), None);
+        assert_eq!(visible_name(&"é".repeat(16)), None);
     }
 
     #[test]
-    fn the_list_has_the_layout_of_the_header() {
-        assert_eq!(size_of::<ProcessInfo>(), 24);
-        assert_eq!(std::mem::offset_of!(ProcessInfo, used_bytes), 8);
-        assert_eq!(std::mem::offset_of!(ProcessInfo, gpu_instance), 16);
+    fn an_idle_card_and_set_clocks_are_no_reasons() {
+        // The bits of nvml.h.
+        let said = |bits| words(ThrottleReasons::from_bits_truncate(bits));
+        assert_eq!(said(0x1 | 0x2 | 0x100), Vec::<&str>::new());
+        assert_eq!(said(0x4 | 0x40), ["power cap", "thermal slowdown by the hardware"]);
+        let others =
+            ["hardware slowdown", "sync boost", "thermal slowdown by the driver", "power brake"];
+        assert_eq!(said(0x8 | 0x10 | 0x20 | 0x80), others);
     }
 
     #[test]
-    fn a_device_that_is_not_here_has_no_processes() {
-        assert_eq!(compute_processes("0123456789abcdef0123456789abcdef"), None);
+    fn of_a_device_that_is_not_here_nothing_is_known() {
+        assert_eq!(compute_processes(NOT_HERE), None);
+        assert_eq!(card_clocks(NOT_HERE), None);
+        assert_eq!(max_clocks(NOT_HERE), None);
     }
 }

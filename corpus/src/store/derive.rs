@@ -5,6 +5,7 @@ use rusqlite::{Connection, OptionalExtension, params, params_from_iter};
 use serde_json::{Map, Value, json};
 
 use super::schema::{Column, Kind, Rows, Source, TABLES, Table};
+use crate::conditions::Conditions;
 use crate::ledger::Link;
 
 /// What rows of a run need to know of its header.
@@ -27,7 +28,7 @@ impl Place {
             device: text("device").unwrap_or_default(),
             target: text("target").unwrap_or_default(),
             graph: graph.unwrap_or_default(),
-            machines: cards(header).into_iter().map(machine).collect(),
+            machines: cards(header).iter().map(machine).collect(),
         }
     }
 
@@ -39,11 +40,17 @@ impl Place {
 }
 
 /// The conditions of each card of a search, as its header has them. Of a search on one card, and of one without a card, there is one.
-fn cards(header: &Value) -> Vec<&Value> {
+fn cards(header: &Value) -> Vec<Value> {
     match header.get("cards").and_then(Value::as_array) {
-        Some(cards) if !cards.is_empty() => cards.iter().collect(),
-        _ => vec![header.get("conditions").unwrap_or(&Value::Null)],
+        Some(cards) if !cards.is_empty() => cards.iter().map(today).collect(),
+        _ => vec![header.get("conditions").map_or(Value::Null, today)],
     }
+}
+
+/// Conditions as they are written today. What is none stays what it is.
+fn today(conditions: &Value) -> Value {
+    let read = serde_json::from_value::<Conditions>(conditions.clone());
+    read.map_or_else(|_| conditions.clone(), |conditions| json!(conditions))
 }
 
 /// Fills the derived tables from one record.
@@ -108,11 +115,9 @@ fn insert(
 ) -> rusqlite::Result<()> {
     let cell = |column: &Column| match (column.from, column.name) {
         (Source::At(pointer), _) => cell_of(record.pointer(pointer), column.kind),
-        (Source::Note(start), _) => {
-            Cell::from(record.get("conditions").and_then(|conditions| note(conditions, start)))
-        }
         (Source::Code, "run") => Cell::Text(run.to_owned()),
         (Source::Code, "seq") => Cell::Integer(link.seq.cast_signed()),
+        (Source::Code, "clocks") => Cell::from(clocks(record)),
         (Source::Code, _) => Cell::from(place.machine_of(record).cloned()),
     };
     let marks = vec!["?"; table.columns.len()].join(",");
@@ -138,10 +143,10 @@ fn cell_of(value: Option<&Value>, kind: Kind) -> Cell {
     found.unwrap_or_else(|| Cell::Text(value.to_string()))
 }
 
-/// The rest of a note of some conditions.
-fn note(conditions: &Value, start: &str) -> Option<String> {
-    let notes = conditions.get("notes")?.as_array()?;
-    notes.iter().find_map(|note| note.as_str()?.strip_prefix(start)).map(str::to_owned)
+/// The highest clocks of the card that a record has the conditions of.
+fn clocks(record: &Value) -> Option<String> {
+    let conditions: Conditions = serde_json::from_value(record.get("conditions")?.clone()).ok()?;
+    conditions.max_clocks()
 }
 
 /// The id of a machine, from the conditions of a card.
@@ -150,8 +155,7 @@ fn machine(conditions: &Value) -> String {
         return "cpu".to_owned();
     }
     let part = |key: &str| conditions.get(key).and_then(Value::as_str).unwrap_or("");
-    let uuid = note(conditions, "uuid ").unwrap_or_default();
-    let text = [part("card"), &uuid, part("driver"), part("cuda"), part("nvrtc")].join("\n");
+    let text = [part("card"), part("uuid"), part("driver"), part("cuda"), part("nvrtc")].join("\n");
     blake3::hash(text.as_bytes()).to_hex()[..16].to_owned()
 }
 

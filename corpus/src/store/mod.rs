@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rusqlite::types::{Value as Cell, ValueRef};
-use rusqlite::{Connection, ErrorCode, OptionalExtension, TransactionBehavior, params};
+use rusqlite::{Connection, OptionalExtension, TransactionBehavior, params};
 use serde_json::{Map, Value};
 
 use crate::error::CorpusError;
@@ -135,7 +135,11 @@ impl Store {
     fn prepare(&mut self) -> Result<(), CorpusError> {
         let version = self.version()?;
         if version > VERSION {
-            return Err(CorpusError::NewerStore { path: self.path.clone(), found: version });
+            return Err(CorpusError::NewerStore {
+                path: self.path.clone(),
+                found: version,
+                known: schema::VERSION,
+            });
         }
         // A trigger would do something with each row that is written from here on.
         if let Some(name) = self.trigger()? {
@@ -522,23 +526,5 @@ fn json_of(cell: Cell) -> Value {
         ValueRef::Real(number) => number.into(),
         ValueRef::Text(text) => String::from_utf8_lossy(text).into(),
         ValueRef::Blob(bytes) => text::hex(bytes).into(),
-    }
-}
-
-/// What went wrong, as far as a person can act on it.
-pub(crate) fn remedy(error: &rusqlite::Error) -> (bool, &'static str) {
-    let corrupt = "it is damaged: make it anew with `amk corpus import RUNS --store NEW` (the ledgers are the record)";
-    match error.sqlite_error_code() {
-        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => {
-            (false, "another process is writing it: try again")
-        }
-        Some(ErrorCode::DiskFull) => (false, "the disk is full: free some space"),
-        Some(ErrorCode::ReadOnly | ErrorCode::CannotOpen | ErrorCode::PermissionDenied) => (
-            false,
-            "name a path that you may write to with --store, or leave the store out: --store none",
-        ),
-        Some(ErrorCode::DatabaseCorrupt) => (true, corrupt),
-        Some(ErrorCode::NotADatabase) => (false, "it is no SQLite file: name another with --store"),
-        _ => (false, "name another path with --store, or leave the store out: --store none"),
     }
 }

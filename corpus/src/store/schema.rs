@@ -50,8 +50,6 @@ impl Kind {
 pub enum Source {
     /// A JSON pointer into the record.
     At(&'static str),
-    /// The rest of the note of a measurement's conditions that begins so.
-    Note(&'static str),
     /// Code: the chain, a count, a part of a list.
     Code,
 }
@@ -106,7 +104,7 @@ macro_rules! columns {
     };
 }
 
-use Source::{At, Code, Note};
+use Source::{At, Code};
 
 const RECORDS: Table = Table {
     name: "records",
@@ -177,11 +175,11 @@ const MACHINES: Table = Table {
     columns: columns! {
         machine Text Code, "hash of card, UUID, driver, CUDA version and compiler, or `cpu`";
         card Text At("/conditions/card"), "the card";
-        uuid Text Note("uuid "), "the card's UUID";
+        uuid Text At("/conditions/uuid"), "the card's UUID";
         driver Text At("/conditions/driver"), "version of the kernel driver";
         cuda Text At("/conditions/cuda"), "version of CUDA that the driver speaks";
         nvrtc Text At("/conditions/nvrtc"), "version of the device compiler";
-        clocks Text Note("clocks "), "highest clocks, where `nvidia-smi` says them";
+        clocks Text Code, "highest clocks, where NVML says them";
         cache_bytes Integer At("/cache_bytes"), "bytes of the last-level cache";
     },
     indexes: &[],
@@ -349,7 +347,6 @@ pub fn markdown() -> String {
         for Column { name, kind, from, about } in table.columns {
             let from = match from {
                 At(pointer) => format!("`{pointer}`"),
-                Note(start) => format!("a note `{}..`", start.trim_end()),
                 Code => String::new(),
             };
             let _ = writeln!(out, "| `{name}` | {} | {from} | {about} |", kind.name());

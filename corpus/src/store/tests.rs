@@ -15,7 +15,7 @@ fn header(run: &str) -> Value {
         "shape": {"hidden": 64, "layers": 2, "dtype": "f32"},
         "conditions": {
             "card": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "nvrtc": "13.0", "amk": "0.1.0",
-            "notes": ["uuid 00ff", "clocks sm 1980 MHz", "132 multiprocessors"],
+            "notes": ["uuid 00ff", "clocks at most 1980 MHz, memory 3201 MHz", "132 multiprocessors"],
         },
     })
 }
@@ -83,7 +83,7 @@ fn rows_are_added_once_and_the_tables_follow_from_them() {
         ("seed", json!(3)),
         ("layers", json!(2)),
         ("uuid", json!("00ff")),
-        ("clocks", json!("sm 1980 MHz")),
+        ("clocks", json!("at most 1980 MHz, memory 3201 MHz")),
         ("driver", json!("580.1")),
         ("changed", json!(r#"{"pipeline.stages":[8,8],"sync.qkv":["counter","tagged"]}"#)),
     ] {

@@ -8,12 +8,16 @@ use std::path::Path;
 
 use ir::Target;
 use rayon::prelude::*;
-use search::landscape::study::{Played, ground, play, play_halving};
 use search::landscape::{Found, Landscape};
 use search::median;
 use search::strategy::{Known, StrategyName, rank, strategy};
 
 mod charts;
+mod play;
+#[cfg(test)]
+mod tests;
+
+use play::{Played, ground, play, play_halving};
 
 /// Searches of each strategy on each landscape.
 const SEEDS: u64 = 20;
@@ -79,8 +83,7 @@ fn main() {
 }
 
 /// Strategies that know nothing of other searches.
-const ALONE: [StrategyName; 4] =
-    [StrategyName::Random, StrategyName::Climb, StrategyName::Restarts, StrategyName::Tpe];
+const ALONE: [StrategyName; 3] = [StrategyName::Random, StrategyName::Climb, StrategyName::Tpe];
 
 fn read(path: &Path) -> Landscape {
     let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));

@@ -10,8 +10,9 @@ use super::*;
 use crate::budget::Budget;
 use crate::expected::Expected;
 use crate::gate::Gate;
-use crate::run::{Search, Settings, Step};
+use crate::run::{Search, Step};
 use crate::scripted::{Behaviour, ScriptedDevice};
+use crate::settings::Settings;
 
 const KV_CAPACITY: u32 = 32;
 

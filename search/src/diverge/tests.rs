@@ -43,7 +43,7 @@ struct Copy<'a> {
 impl Device for Copy<'_> {
     fn describe(&self) -> DeviceInfo {
         let name = "copy".to_owned();
-        DeviceInfo { name, bandwidth: Some(1e15), cache_bytes: 0, conditions: Vec::new() }
+        DeviceInfo { name, bandwidth: Some(1e15), cache_bytes: 0, ..DeviceInfo::default() }
     }
 
     fn prepare(

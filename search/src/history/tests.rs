@@ -121,7 +121,7 @@ fn trial(index: u64, config: ScheduleConfig) -> Trial {
 #[test]
 fn ten_thousand_trials_cost_so_much_each_as_a_thousand() {
     let bench = Bench::new();
-    for name in [StrategyName::Climb, StrategyName::Restarts, StrategyName::Random] {
+    for name in [StrategyName::Climb, StrategyName::Random] {
         let [few, many] = [1_000, 10_000].map(|trials| bench.visits(trials, name));
         // An entry moves once a doubling, and a lookup asks one run a doubling: 10 doublings here, 14 there.
         assert!(many <= 16 * few, "{}: {few} visits of 1 000, {many} of 10 000", name.name());
@@ -202,7 +202,6 @@ fn what_is_kept_up_to_date_is_what_a_scan_finds() {
             }
         }
         assert_eq!(kept_up.promising(), scan::promising(&all));
-        assert_eq!(kept_up.since_kept(), all.iter().rev().take_while(|past| !past.kept).count());
         assert!(kept_up.iter().eq(&all));
     }
     assert!(all.iter().filter(|past| past.kept).count() > 5, "seed {}", mixed(17, 0));

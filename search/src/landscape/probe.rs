@@ -10,7 +10,8 @@ use super::{Answer, Measured};
 use crate::assess;
 use crate::cpu::Candidate;
 use crate::device::{Contender, Device, DeviceError, Handle, Plan, Samples, Side};
-use crate::gate::{Dropped, Gate};
+use crate::dropped::Dropped;
+use crate::gate::Gate;
 use crate::measure::{Latency, median};
 use crate::trial::Outcome;
 

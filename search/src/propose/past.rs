@@ -17,8 +17,6 @@ pub struct PastTrials {
     kept: BTreeMap<&'static str, usize>,
     /// Trials that seemed to help and were not kept: those of the greatest gain, greatest first.
     promising: Vec<Past>,
-    /// Trials since the last one that was kept.
-    since_kept: usize,
     /// The score of the schedule that leads.
     leading: Option<f64>,
 }
@@ -57,12 +55,6 @@ impl PastTrials {
         self.all.values_from(first)
     }
 
-    /// Trials since the last one that was kept.
-    #[must_use]
-    pub fn since_kept(&self) -> usize {
-        self.since_kept
-    }
-
     /// Score of a trial that saved this share of the time of the schedule that leads: the last one that was kept, else the baseline.
     #[must_use]
     pub fn score(&self, gain: f64) -> f64 {
@@ -72,7 +64,6 @@ impl PastTrials {
     /// Adds a trial.
     pub fn push(&mut self, past: Past) {
         let index = self.len();
-        self.since_kept = if past.kept { 0 } else { self.since_kept + 1 };
         if past.kept {
             self.leading = past.score;
         }

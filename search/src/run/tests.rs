@@ -3,10 +3,12 @@
 use std::cell::Cell;
 
 use ir::Target;
-use ir::schedule::KernelConfig;
+use ir::schedule::{KernelConfig, Knob};
 
 use super::*;
+use crate::assess::Timing;
 use crate::expected::Expected;
+use crate::history::Tried;
 use crate::scripted::{Behaviour, ScriptedDevice};
 
 const KV_CAPACITY: u32 = 32;
@@ -51,7 +53,8 @@ fn guessed(
             true => Guess::kept(asked, history, index, &candidate),
             false => Guess::reverted(asked, history, index, &candidate),
         };
-        let next = std::iter::from_fn(|| guess.next(ahead)).map(|candidate| candidate.schedule_id);
+        let lower = |config: &ScheduleConfig, tried: &Tried| ahead.lower_new(config, tried);
+        let next = std::iter::from_fn(|| guess.next(lower)).map(|candidate| candidate.schedule_id);
         guesses.push((trial.outcome, next.collect::<Vec<_>>()));
     }
     let tried: Vec<String> = search.trials.iter().map(|trial| trial.config.id()).collect();

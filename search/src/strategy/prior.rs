@@ -81,7 +81,7 @@ impl Prior {
             known.to.iter().map(one).collect()
         };
         let moves = known.into_iter().filter_map(form).collect();
-        Self { climb: Climb { ground, restarts: false }, moves }
+        Self { climb: Climb(ground), moves }
     }
 
     /// The first `count` moves at once; where two set the same knob, the better one does.
@@ -107,7 +107,7 @@ impl Strategy for Prior {
     fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
         let Question { trial, incumbent, past } = *question;
         let mut planned = Vec::new();
-        if trial <= self.climb.ground.sweep {
+        if trial <= self.climb.0.sweep {
             let count = self.moves.len();
             let parts = [count, count.div_ceil(2), count.div_ceil(4)];
             let unions = parts.into_iter().filter(|&part| part > 1);

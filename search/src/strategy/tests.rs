@@ -73,7 +73,7 @@ fn every_strategy_beats_chance_on_a_plain_slope() {
         (0..4).map(one).sum::<f64>() / 4.0
     };
     let random = ends(StrategyName::Random);
-    for name in [StrategyName::Climb, StrategyName::Restarts, StrategyName::Tpe] {
+    for name in [StrategyName::Climb, StrategyName::Tpe] {
         let end = ends(name);
         assert!(end < 0.99 * random, "{} {end}, random {random}", name.name());
     }
@@ -117,23 +117,4 @@ fn a_prior_is_tried_whole_then_in_parts_and_then_the_search_goes_on() {
     assert_eq!(changed(&asked[2]), ["tiling.qkv.rows"]);
     assert!(asked[..3].iter().all(|(origin, _)| *origin == Origin::Prior));
     assert_eq!(asked[3].0, Origin::Sweep);
-}
-
-#[test]
-fn a_stuck_search_jumps_far_now_and_then() {
-    let incumbent = ScheduleConfig::default();
-    let lost =
-        Past { config: incumbent, changes: Vec::new(), gain: None, kept: false, score: None };
-    let first = |name, stuck: usize| {
-        let past: PastTrials = std::iter::repeat_n(lost.clone(), stuck).collect();
-        let question = Question { trial: 30, incumbent: &incumbent, past: &past };
-        let strategy = strategy(name, ground(1), Vec::new());
-        strategy.ask(&question).next().unwrap()
-    };
-    let (origin, config) = first(StrategyName::Restarts, PLATEAU);
-    assert_eq!(origin, Origin::Jump);
-    assert!(changes(&incumbent, &config).len() > 1);
-    let climb = first(StrategyName::Climb, PLATEAU);
-    assert_ne!((origin, config), climb);
-    assert_eq!(first(StrategyName::Restarts, PLATEAU - 1), first(StrategyName::Climb, PLATEAU - 1));
 }

@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use maud::{Markup, PreEscaped, html};
 use plotters::coord::Shift;
 use plotters::coord::types::RangedCoordf64;
 use plotters::prelude::*;
@@ -49,27 +50,24 @@ type Drawn = Result<(), Box<dyn std::error::Error>>;
 /// A chart and what to say below it.
 pub(super) struct Chart {
     /// The drawing.
-    pub(super) svg: String,
+    pub(super) drawing: Markup,
     /// What was left out.
     pub(super) note: Option<String>,
 }
 
-fn draw(height: u32, label: &str, body: impl FnOnce(&Area<'_>) -> Drawn) -> String {
+fn draw(height: u32, label: &str, body: impl FnOnce(&Area<'_>) -> Drawn) -> Markup {
     let mut svg = String::new();
     let drawn = {
         let area = SVGBackend::with_string(&mut svg, (WIDTH, height)).into_drawing_area();
         body(&area).and_then(|()| area.present().map_err(Into::into))
     };
     if let Err(error) = drawn {
-        return format!(
-            "<p>this chart cannot be drawn: {}</p>",
-            super::page::escaped(&error.to_string())
-        );
+        return html! { p { "this chart cannot be drawn: " (error) } };
     }
     for (stand_in, colour) in COLOURS {
         svg = svg.replace(stand_in, colour);
     }
-    svg.replacen("<svg ", &format!("<svg role=\"img\" aria-label=\"{label}\" "), 1)
+    PreEscaped(svg.replacen("<svg ", &format!("<svg role=\"img\" aria-label=\"{label}\" "), 1))
 }
 
 fn label() -> TextStyle<'static> {
@@ -154,7 +152,7 @@ pub(super) fn progress(run: &Run) -> Option<Chart> {
     let top = first + HEADROOM * (first - bottom);
     let above = others.iter().filter(|point| point.1 > top).count();
     let last = run.trials.last()?.trial.max(1) as f64;
-    let svg = draw(380, "Latency of every trial", |area| {
+    let drawing = draw(380, "Latency of every trial", |area| {
         let y_axis = YAxis {
             words: &format!("{} latency, us a token", run.kind()),
             label: &|y| tick(*y, top - bottom),
@@ -197,7 +195,7 @@ pub(super) fn progress(run: &Run) -> Option<Chart> {
     if !near {
         notes.push(format!("the floor, {} us, lies far below the chart", figure(floor)));
     }
-    Some(Chart { svg, note: (!notes.is_empty()).then(|| notes.join("; ")) })
+    Some(Chart { drawing, note: (!notes.is_empty()).then(|| notes.join("; ")) })
 }
 
 /// Gains with their intervals.
@@ -217,7 +215,7 @@ pub(super) fn gains(run: &Run) -> Option<Chart> {
         return None;
     }
     let last = run.trials.last()?.trial.max(1) as f64;
-    let svg = draw(320, "Gain of every trial over the schedule that led", |area| {
+    let drawing = draw(320, "Gain of every trial over the schedule that led", |area| {
         let y_axis =
             YAxis { words: "time saved over the leader", label: &|y| format!("{y:+.0} %") };
         let axes = Axes { x: "trial", x_label: &|x| format!("{x:.0}"), y: Some(y_axis), left: 70 };
@@ -252,7 +250,7 @@ pub(super) fn gains(run: &Run) -> Option<Chart> {
     if !run.is_measured() {
         notes.push("predictions have no interval".to_owned());
     }
-    Some(Chart { svg, note: (!notes.is_empty()).then(|| notes.join("; ")) })
+    Some(Chart { drawing, note: (!notes.is_empty()).then(|| notes.join("; ")) })
 }
 
 /// What each knob brought when it was changed alone: the span of the gains, and the middle.
@@ -267,7 +265,7 @@ pub(super) fn knobs(effects: &[Effect]) -> Option<Chart> {
     let rows = known.len() as f64;
     let height = 90 + 26 * known.len() as u32;
     let margin = 0.06 * (high - low);
-    let svg = draw(height, "Gain of each knob changed alone", |area| {
+    let drawing = draw(height, "Gain of each knob changed alone", |area| {
         let words = "time saved over the leader, this knob changed alone";
         let axes = Axes { x: words, x_label: &|x| format!("{x:+.0} %"), y: None, left: 230 };
         let mut chart = framed(area, low - margin..high + margin, 0.0..rows, &axes)?;
@@ -291,7 +289,7 @@ pub(super) fn knobs(effects: &[Effect]) -> Option<Chart> {
     let note = format!(
         "{left} knobs that were only changed together with others, or brought least, are in the table alone"
     );
-    Some(Chart { svg, note: (left > 0).then_some(note) })
+    Some(Chart { drawing, note: (left > 0).then_some(note) })
 }
 
 /// The start, the best and the floor, as bars from zero.
@@ -300,7 +298,7 @@ pub(super) fn floor(run: &Run) -> Option<Chart> {
     let first = run.baseline_us(champion)?;
     let (best, floor) = (champion.verdict.latency_us?, champion.verdict.bound_us?);
     let bars = [("start", first, REVERTED), ("best", best, KEPT), ("floor", floor, FLOOR)];
-    let svg = draw(200, "The start, the best and the floor", |area| {
+    let drawing = draw(200, "The start, the best and the floor", |area| {
         let most = 1.18 * first.max(best);
         let words = format!("{} latency, us a token (the floor: bytes over bandwidth)", run.kind());
         let axes = Axes { x: &words, x_label: &|x| tick(*x, most), y: None, left: 90 };
@@ -315,7 +313,7 @@ pub(super) fn floor(run: &Run) -> Option<Chart> {
         }
         Ok(())
     });
-    Some(Chart { svg, note: None })
+    Some(Chart { drawing, note: None })
 }
 
 /// A label of an axis that spans so much: all of them with equally many digits.

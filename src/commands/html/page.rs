@@ -1,8 +1,7 @@
 //! The page. Whatever comes from a ledger is escaped; there is no script, and nothing is fetched.
 
-use std::fmt::Write;
-
 use ir::schedule::Knob;
+use maud::{DOCTYPE, Markup, PreEscaped, html};
 use search::{Outcome, Trial};
 use serde_json::Value;
 
@@ -12,85 +11,77 @@ use super::effects::{Effect, effects};
 
 const STYLE: &str = include_str!("style.css");
 
+/// Where the page may fetch from: nowhere.
+const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
+
 /// Rows of the table of what led; a search that keeps more says so.
 const LED_MAX: usize = 200;
 
-/// Text that means nothing to a browser.
-pub(super) fn escaped(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '&' => out.push_str("&amp;"),
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '"' => out.push_str("&quot;"),
-            '\'' => out.push_str("&#39;"),
-            // Controls have no meaning here, and browsers guess one.
-            c if c.is_control() && c != '\n' => out.push('\u{fffd}'),
-            c => out.push(c),
-        }
-    }
-    out
-}
-
 /// The whole page.
 pub(super) fn render(runs: &[Run]) -> String {
-    let mut out = String::new();
     let title = match runs {
         [run] => format!("{} for {}", run.word("graph"), run.word("target")),
         _ => format!("{} searches", runs.len()),
     };
-    let title = escaped(&title);
-    let _ = write!(
-        out,
-        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">\n\
-         <link rel=\"icon\" href=\"data:,\">\n<title>amk: {title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
-    );
     let measured = runs.iter().filter(|run| run.is_measured()).count();
-    if measured > 0 && measured < runs.len() {
-        out.push_str("<p>Some of these searches were measured and some are predictions. The two are never compared.</p>\n");
-    }
-    for run in runs {
-        section(&mut out, run);
-    }
-    let _ = write!(
-        out,
-        "<p class=\"quiet\">Written by amk {} from the ledgers named above.</p>\n</body>\n</html>\n",
-        env!("CARGO_PKG_VERSION")
-    );
-    out
+    let page = html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                meta http-equiv="Content-Security-Policy" content=(POLICY);
+                link rel="icon" href="data:,";
+                title { "amk: " (title) }
+                style { (PreEscaped(STYLE)) }
+            }
+            body {
+                h1 { (title) }
+                @if measured > 0 && measured < runs.len() {
+                    p { "Some of these searches were measured and some are predictions. The two are never compared." }
+                }
+                @for run in runs { (section(run)) }
+                p.quiet { "Written by amk " (env!("CARGO_PKG_VERSION")) " from the ledgers named above." }
+            }
+        }
+    };
+    // Control characters have no meaning here, and browsers guess one.
+    page.into_string().replace(|c: char| c.is_control() && c != '\n', "\u{fffd}")
 }
 
-fn section(out: &mut String, run: &Run) {
-    let _ = writeln!(out, "<section>\n<h2>{}</h2>", escaped(&run.ledger.display().to_string()));
-    facts(out, run);
-    out.push_str(
-        "<p class=\"key quiet\"><span><i style=\"background:var(--kept)\"></i>led</span><span><i style=\"background:var(--reverted)\"></i>not better</span>\
-         <span><i style=\"background:var(--unclear)\"></i>inconclusive</span><span><i style=\"background:var(--floor)\"></i>floor</span></p>\n",
-    );
-    chart(out, "Progress", charts::progress(run));
+fn section(run: &Run) -> Markup {
+    let key = [("kept", "led"), ("reverted", "not better"), ("unclear", "inconclusive")];
     let cards = run.header.get("cards").and_then(Value::as_array).map_or(0, Vec::len);
-    if cards > 1 {
-        let _ = writeln!(
-            out,
-            "<p class=\"quiet\">Measured on {cards} cards, of which each is as fast as it is: latencies of two cards are not comparable, gains are. The best and the start above are of one card.</p>"
-        );
-    }
-    chart(out, "Against the floor", charts::floor(run));
-    chart(out, "Kept and reverted", charts::gains(run));
-    led(out, run);
     let effects = effects(&run.trials);
-    chart(out, "What each knob was worth", charts::knobs(&effects));
-    knob_table(out, &effects);
-    schedules(out, run);
-    machine(out, run);
-    reproduce(out, run);
-    out.push_str("</section>\n");
+    html! {
+        section {
+            h2 { (run.ledger.display()) }
+            (facts(run))
+            p.key.quiet {
+                @for (colour, what) in key.into_iter().chain([("floor", "floor")]) {
+                    span { i style={ "background:var(--" (colour) ")" } {} (what) }
+                }
+            }
+            (chart("Progress", charts::progress(run)))
+            @if cards > 1 {
+                p.quiet {
+                    "Measured on " (cards) " cards, of which each is as fast as it is: latencies of two cards are not \
+                     comparable, gains are. The best and the start above are of one card."
+                }
+            }
+            (chart("Against the floor", charts::floor(run)))
+            (chart("Kept and reverted", charts::gains(run)))
+            (led(run))
+            (chart("What each knob was worth", charts::knobs(&effects)))
+            (knob_table(&effects))
+            (schedules(run))
+            (machine(run))
+            (reproduce(run))
+        }
+    }
 }
 
-fn facts(out: &mut String, run: &Run) {
+fn facts(run: &Run) -> Markup {
     let champion = run.champion();
     let us = |trial: Option<&Trial>| trial.and_then(|trial| trial.verdict.latency_us);
     let (first, best) = (champion.and_then(|trial| run.baseline_us(trial)), us(champion));
@@ -107,51 +98,46 @@ fn facts(out: &mut String, run: &Run) {
         _ => "-".to_owned(),
     };
     let share = champion.and_then(|champion| champion.verdict.pct_of_roofline);
-    let confirmed = run.confirmation.as_ref().map_or_else(
-        || "not run".to_owned(),
-        |c| match c.decision {
-            search::Decision::Kept => "confirmed".to_owned(),
-            search::Decision::Reverted => "refuted".to_owned(),
-            search::Decision::Inconclusive => "inconclusive".to_owned(),
-        },
-    );
+    let confirmed = run.confirmation.as_ref().map_or("not run", |c| match c.decision {
+        search::Decision::Kept => "confirmed",
+        search::Decision::Reverted => "refuted",
+        search::Decision::Inconclusive => "inconclusive",
+    });
     let failed = count(&|trial| !trial.verdict.correct);
     let skipped: u64 = run.trials.iter().map(|trial| trial.skipped.rejected).sum();
+    let kind = run.kind();
     let rows = [
-        (format!("best, {}, a token", run.kind()), shown(best)),
+        (format!("best, {kind}, a token"), shown(best)),
         ("its 99 % interval".to_owned(), interval),
-        (format!("start, {}, a token", run.kind()), shown(first)),
-        (format!("time saved, {}", run.kind()), saved),
+        (format!("start, {kind}, a token"), shown(first)),
+        (format!("time saved, {kind}"), saved),
         (
             "of the floor reached".to_owned(),
             share.map_or("-".to_owned(), |share| format!("{share:.1} %")),
         ),
-        ("the champion, once more".to_owned(), confirmed),
+        ("the champion, once more".to_owned(), confirmed.to_owned()),
         ("trials".to_owned(), run.trials.len().to_string()),
         ("kept".to_owned(), count(&|trial| trial.outcome == Outcome::Kept).to_string()),
         ("not correct".to_owned(), failed.to_string()),
         ("illegal, at no cost".to_owned(), skipped.to_string()),
     ];
-    out.push_str("<ul class=\"facts\">\n");
-    for (name, value) in rows {
-        let _ = writeln!(out, "<li><b>{}</b>{}</li>", escaped(&value), escaped(&name));
-    }
-    out.push_str("</ul>\n");
-    if let Some(confirmation) = &run.confirmation {
-        let _ =
-            writeln!(out, "<p class=\"quiet\">Confirmation: {}</p>", escaped(&confirmation.why));
+    html! {
+        ul.facts { @for (name, value) in &rows { li { b { (value) } (name) } } }
+        @if let Some(confirmation) = &run.confirmation {
+            p.quiet { "Confirmation: " (confirmation.why) }
+        }
     }
 }
 
-fn chart(out: &mut String, title: &str, chart: Option<Chart>) {
-    let _ = writeln!(out, "<h3>{title}</h3>");
-    match chart {
-        None => out.push_str("<p class=\"quiet\">Nothing to draw: no trial gave a latency.</p>\n"),
-        Some(Chart { svg, note }) => {
-            let note = note.map_or(String::new(), |note| {
-                format!("<figcaption>{}.</figcaption>", escaped(&note))
-            });
-            let _ = writeln!(out, "<figure>{svg}{note}</figure>");
+fn chart(title: &str, chart: Option<Chart>) -> Markup {
+    html! {
+        h3 { (title) }
+        @match chart {
+            None => p.quiet { "Nothing to draw: no trial gave a latency." },
+            Some(Chart { drawing, note }) => figure {
+                (drawing)
+                @if let Some(note) = note { figcaption { (note) "." } }
+            },
         }
     }
 }
@@ -164,109 +150,116 @@ fn word(value: Option<&Value>) -> String {
     }
 }
 
-/// The trials that led, each with what it changed.
-fn led(out: &mut String, run: &Run) {
-    let all: Vec<&Trial> = run.trials.iter().filter(|trial| trial.outcome.leads()).collect();
-    let _ = write!(
-        out,
-        "<div class=\"scroll\"><table>\n<tr><th class=\"n\">trial</th><th class=\"n\">us a token, {}</th><th class=\"n\">time saved</th><th>changed</th></tr>\n",
-        run.kind()
-    );
-    let left_out = all.len().saturating_sub(LED_MAX);
-    for trial in all.iter().skip(left_out) {
-        let gain = trial.gain.map_or(String::new(), |gain| {
-            let percent = |share: f64| format!("{:+.2}", 100.0 * share);
-            if gain.low == gain.high {
-                format!("{} %", percent(gain.low))
-            } else {
-                format!("{} to {} %", percent(gain.low), percent(gain.high))
+/// A table with these columns; those marked hold numbers.
+fn table(columns: &[(&str, bool)], rows: &Markup) -> Markup {
+    html! {
+        div.scroll {
+            table {
+                tr { @for (name, number) in columns { th.n[*number] { (name) } } }
+                (rows)
             }
-        });
-        let change = |(path, pair): (&String, &Value)| {
-            let (before, after) = (word(pair.get(0)), word(pair.get(1)));
-            format!(
-                "<code>{}</code> {} &rarr; {}",
-                escaped(path),
-                escaped(&before),
-                escaped(&after)
-            )
-        };
-        let changes: Vec<String> = trial.changed.iter().map(change).collect();
-        let changes = if trial.outcome == Outcome::Baseline {
-            "the start".to_owned()
-        } else {
-            changes.join(", ")
-        };
-        let us = trial.verdict.latency_us.map_or("-".to_owned(), figure);
-        let _ = writeln!(
-            out,
-            "<tr><td class=\"n\">{}</td><td class=\"n\">{us}</td><td class=\"n\">{gain}</td><td>{changes}</td></tr>",
-            trial.trial
-        );
-    }
-    out.push_str("</table></div>\n");
-    if left_out > 0 {
-        let _ = writeln!(out, "<p class=\"quiet\">{left_out} earlier ones are in the ledger.</p>");
+        }
     }
 }
 
-fn knob_table(out: &mut String, effects: &[Effect]) {
-    out.push_str(
-        "<div class=\"scroll\"><table>\n<tr><th>knob</th><th class=\"n\">trials that changed it</th><th class=\"n\">kept</th>\
-         <th class=\"n\">alone</th><th class=\"n\">worst</th><th class=\"n\">middle</th><th class=\"n\">best</th></tr>\n",
-    );
+/// The trials that led, each with what it changed.
+fn led(run: &Run) -> Markup {
+    let all: Vec<&Trial> = run.trials.iter().filter(|trial| trial.outcome.leads()).collect();
+    let left_out = all.len().saturating_sub(LED_MAX);
+    let percent = |share: f64| format!("{:+.2}", 100.0 * share);
+    let gain = |trial: &Trial| match trial.gain {
+        None => String::new(),
+        Some(gain) if gain.low == gain.high => format!("{} %", percent(gain.low)),
+        Some(gain) => format!("{} to {} %", percent(gain.low), percent(gain.high)),
+    };
+    let rows = html! {
+        @for trial in all.iter().skip(left_out) {
+            tr {
+                td.n { (trial.trial) }
+                td.n { (trial.verdict.latency_us.map_or("-".to_owned(), figure)) }
+                td.n { (gain(trial)) }
+                td {
+                    @if trial.outcome == Outcome::Baseline {
+                        "the start"
+                    } @else {
+                        @for (index, (path, pair)) in trial.changed.iter().enumerate() {
+                            @if index > 0 { ", " }
+                            code { (path) } " " (word(pair.get(0))) " → " (word(pair.get(1)))
+                        }
+                    }
+                }
+            }
+        }
+    };
+    let us = format!("us a token, {}", run.kind());
+    html! {
+        (table(&[("trial", true), (&us, true), ("time saved", true), ("changed", false)], &rows))
+        @if left_out > 0 { p.quiet { (left_out) " earlier ones are in the ledger." } }
+    }
+}
+
+fn knob_table(effects: &[Effect]) -> Markup {
     // What rounds to nothing has no sign.
     let signed = |v: f64| if v.abs() < 0.005 { "0.00 %".to_owned() } else { format!("{v:+.2} %") };
     let percent = |value: Option<f64>| value.map_or("-".to_owned(), signed);
-    for effect in effects {
-        let _ = writeln!(
-            out,
-            "<tr><td><code>{}</code></td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td></tr>",
-            effect.path,
-            effect.trials,
-            effect.kept,
-            effect.alone.len(),
-            percent(effect.alone.first().copied()),
-            percent(effect.median()),
-            percent(effect.alone.last().copied())
-        );
+    let rows = html! {
+        @for effect in effects {
+            tr {
+                td { code { (effect.path) } }
+                td.n { (effect.trials) }
+                td.n { (effect.kept) }
+                td.n { (effect.alone.len()) }
+                td.n { (percent(effect.alone.first().copied())) }
+                td.n { (percent(effect.median())) }
+                td.n { (percent(effect.alone.last().copied())) }
+            }
+        }
+    };
+    let numbers = ["trials that changed it", "kept", "alone", "worst", "middle", "best"];
+    let columns: Vec<(&str, bool)> =
+        [("knob", false)].into_iter().chain(numbers.map(|name| (name, true))).collect();
+    html! {
+        (table(&columns, &rows))
+        p.quiet {
+            "Time saved over the leader of its moment by trials that changed this knob and no other: \
+             what is worth little after a better leader may have been worth much before."
+        }
     }
-    out.push_str("</table></div>\n<p class=\"quiet\">Time saved over the leader of its moment by trials that changed this knob and no other: what is worth little after a better leader may have been worth much before.</p>\n");
 }
 
 /// The winning schedule beside the one that the search began with.
-fn schedules(out: &mut String, run: &Run) {
-    out.push_str("<h3>The best schedule beside the start</h3>\n");
+fn schedules(run: &Run) -> Markup {
+    let title = html! { h3 { "The best schedule beside the start" } };
     let (Some(first), Some(champion)) = (run.trials.first(), run.champion()) else {
-        out.push_str("<p class=\"quiet\">No schedule was correct.</p>\n");
-        return;
+        return html! { (title) p.quiet { "No schedule was correct." } };
     };
-    out.push_str("<div class=\"scroll\"><table>\n<tr><th>knob</th><th>start</th><th>best</th><th>what it decides</th></tr>\n");
-    for knob in Knob::ALL {
-        let (start, best) = (first.config.get(*knob), champion.config.get(*knob));
-        let mark = if start == best { "" } else { " class=\"mark\"" };
-        let _ = writeln!(
-            out,
-            "<tr{mark}><td><code>{}</code></td><td>{start}</td><td>{best}</td><td>{}</td></tr>",
-            knob.path(),
-            escaped(knob.desc())
-        );
-    }
-    let id = |id: &Option<String>| escaped(id.as_deref().unwrap_or("-"));
+    let rows = html! {
+        @for knob in Knob::ALL {
+            @let (start, best) = (first.config.get(*knob), champion.config.get(*knob));
+            tr.mark[start != best] {
+                td { code { (knob.path()) } }
+                td { (start) }
+                td { (best) }
+                td { (knob.desc()) }
+            }
+        }
+    };
+    let columns = ["knob", "start", "best", "what it decides"].map(|name| (name, false));
     let verdict = &champion.verdict;
-    let _ = writeln!(
-        out,
-        "</table></div>\n<p class=\"quiet\">Trial {}; schedule {}, program {}, kernel {}.</p>",
-        champion.trial,
-        id(&verdict.schedule_id),
-        id(&verdict.program_id),
-        id(&verdict.kernel_id)
-    );
+    let [schedule, program, kernel] =
+        [&verdict.schedule_id, &verdict.program_id, &verdict.kernel_id]
+            .map(|id| id.as_deref().unwrap_or("-"));
+    html! {
+        (title)
+        (table(&columns, &rows))
+        p.quiet {
+            "Trial " (champion.trial) "; schedule " (schedule) ", program " (program) ", kernel " (kernel) "."
+        }
+    }
 }
 
 /// Where it ran: everything that the header says.
-fn machine(out: &mut String, run: &Run) {
-    out.push_str("<h3>The machine and the terms</h3>\n<div class=\"scroll\"><table>\n");
+fn machine(run: &Run) -> Markup {
     let mut rows = Vec::new();
     for (key, value) in run.header.as_object().into_iter().flatten() {
         if let Value::Object(inner) = value {
@@ -277,12 +270,16 @@ fn machine(out: &mut String, run: &Run) {
             rows.push((key.clone(), word(Some(value))));
         }
     }
-    for (name, value) in rows {
-        let _ = writeln!(out, "<tr><td>{}</td><td>{}</td></tr>", escaped(&name), escaped(&value));
-    }
-    out.push_str("</table></div>\n");
-    if !run.is_measured() {
-        out.push_str("<p class=\"quiet\">Nothing was measured: the latencies are the cost model's, for the target. They rank schedules and are no result.</p>\n");
+    html! {
+        h3 { "The machine and the terms" }
+        div.scroll {
+            table { @for (name, value) in &rows { tr { td { (name) } td { (value) } } } }
+        }
+        @if !run.is_measured() {
+            p.quiet {
+                "Nothing was measured: the latencies are the cost model's, for the target. They rank schedules and are no result."
+            }
+        }
     }
 }
 
@@ -323,14 +320,16 @@ pub(super) fn commands(run: &Run) -> Vec<String> {
     ]
 }
 
-fn reproduce(out: &mut String, run: &Run) {
-    let _ = writeln!(
-        out,
-        "<h3>How to reproduce it</h3>\n<p>With amk {}:</p>\n<pre>{}</pre>",
-        escaped(&run.word("amk")),
-        escaped(&commands(run).join("\n"))
-    );
-    if run.is_measured() {
-        out.push_str("<p class=\"quiet\">A measured search takes another path where a measurement falls otherwise; the verdict on the best schedule is what must come out again.</p>\n");
+fn reproduce(run: &Run) -> Markup {
+    html! {
+        h3 { "How to reproduce it" }
+        p { "With amk " (run.word("amk")) ":" }
+        pre { (commands(run).join("\n")) }
+        @if run.is_measured() {
+            p.quiet {
+                "A measured search takes another path where a measurement falls otherwise; \
+                 the verdict on the best schedule is what must come out again."
+            }
+        }
     }
 }

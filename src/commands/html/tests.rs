@@ -89,6 +89,8 @@ fn hostile_names_stay_text() {
     let page = page::render(&[run]);
     let harmless = page::render(&[run_of(many(8), "m")]);
     assert!(page.contains("&lt;script&gt;alert(1)"), "the name is not on the page at all");
+    // In text, in the title, in code and in a command alike: nowhere as it was written.
+    assert!(page.matches("&lt;img src=x").count() >= 8 && !page.contains("<img src=x"));
     for tag in ["<script", "<img", "</title", "onerror=alert(1)>", "\u{1b}"] {
         let count = |page: &str| page.matches(tag).count();
         assert_eq!(count(&page), count(&harmless), "{tag}");

@@ -74,7 +74,7 @@ impl Recording {
         {
             return refuse(difference);
         }
-        // The bandwidth is measured anew in each process, and clocks are among the notes.
+        // The bandwidth is measured anew in each process, and the conditions hold what may differ.
         let (conditions, bandwidth) = (then.conditions.clone(), then.bandwidth);
         if (Terms { conditions, bandwidth, ..now.clone() }) != then {
             return refuse("model, grid, context, seed, rounds or shard".to_owned());

@@ -168,7 +168,7 @@ fn reasons(a: &Recorded, b: &Recorded) -> Vec<Reason> {
 
 /// The cards of a run, in words that no two cards share.
 fn uuids(run: &Recorded) -> Vec<String> {
-    let uuid = |card: &search::Conditions| card.uuid().unwrap_or("unknown").to_owned();
+    let uuid = |card: &search::Conditions| card.uuid.clone().unwrap_or("unknown".to_owned());
     run.cards().iter().map(uuid).collect()
 }
 

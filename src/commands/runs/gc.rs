@@ -100,7 +100,7 @@ fn only_a_search(place: &Path) -> bool {
 /// Runs whose latencies may be ranked.
 fn kind_of(found: &Recorded) -> String {
     let word = |key: &str| found.word(key).unwrap_or("").to_owned();
-    let uuid = found.conditions().map(|conditions| conditions.notes.join(" ")).unwrap_or_default();
+    let uuid = found.conditions().and_then(|conditions| conditions.uuid).unwrap_or_default();
     let graph = found.word("graph_id").map_or_else(|| word("graph"), str::to_owned);
     [graph, word("target"), word("latency_kind"), word("device"), uuid].join("\n")
 }

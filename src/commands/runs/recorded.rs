@@ -7,7 +7,6 @@ use search::{Conditions, Confirmation, Decision, Row, Trial};
 use serde_json::Value;
 
 use super::{one_ledger, sound};
-use crate::commands::search_loop;
 use crate::failure::Failure;
 
 /// A run.
@@ -40,7 +39,7 @@ impl Recorded {
         let first = contents.hashes.first().map_or("", String::as_str);
         let run = corpus::store::run_id(&contents.header, first);
         let (mut trials, mut confirmation, mut last_refuted) = (Vec::new(), None, None);
-        for row in search_loop::rows(&contents, ledger)? {
+        for row in super::rows(&contents, ledger)? {
             match row {
                 Row::Trial(trial) => {
                     confirmation = None;

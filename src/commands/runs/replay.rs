@@ -75,8 +75,8 @@ fn card<'a>(
     args: &ReplayArgs,
     recorded: Option<&Conditions>,
 ) -> Result<Option<remote::Remote<'a>>, Failure> {
-    let uuid = recorded.and_then(Conditions::uuid);
-    let ordinal = uuid.and_then(|uuid| crate::device::find(uuid).ok().flatten());
+    let uuid = recorded.and_then(|card| card.uuid.as_deref());
+    let ordinal = uuid.and_then(|uuid| crate::device::probe::find(uuid).ok().flatten());
     match ordinal {
         Some(ordinal) if context.has_device()? => {
             context.open_process_at(ordinal, &args.sharing).map(Some)

@@ -28,6 +28,25 @@ impl Opened<'_> {
             Self::Several(crew) => crew.infos().iter().filter(|info| info.is_ok()).count(),
         }
     }
+
+    /// What a device says of itself, and what is measured under, card by card.
+    pub(super) fn conditions(&self, header: &Header) -> (Option<DeviceInfo>, Vec<Conditions>) {
+        let crew = match self {
+            Self::None => return (None, Vec::new()),
+            Self::One(info) => {
+                return (Some(info.clone()), vec![crate::conditions::of(info.clone())]);
+            }
+            Self::Several(crew) => crew,
+        };
+        let one = |(card, info): (usize, Result<&DeviceInfo, &DeviceError>)| match info {
+            Ok(info) => crate::conditions::of(info.clone()),
+            // Not opened after a resume: as it was.
+            Err(_) => header.cards.get(card).cloned().unwrap_or_default(),
+        };
+        let infos = crew.infos();
+        let first = infos.iter().flatten().next().map(|&info| info.clone());
+        (first, infos.into_iter().enumerate().map(one).collect())
+    }
 }
 
 /// Whether the search is one of several GPUs.
@@ -80,8 +99,8 @@ fn ordinals(args: &LoopArgs, header: &Header) -> Result<Vec<Result<u32, String>>
     }
     let mut found = Vec::new();
     for card in &header.cards {
-        let uuid = card.uuid().unwrap_or_default();
-        let ordinal = device::find(uuid).map_err(missing)?;
+        let uuid = card.uuid.as_deref().unwrap_or_default();
+        let ordinal = device::probe::find(uuid).map_err(missing)?;
         found.push(ordinal.ok_or_else(|| format!("no GPU with the UUID {uuid} is here")));
     }
     let asked: Vec<u32> = args.devices.iter().map(|number| number.0).collect();
@@ -129,14 +148,4 @@ fn check(crew: &Crew<'_>, args: &LoopArgs, header: &Header) -> Result<(), Failur
             pair[0], pair[1]
         ))),
     }
-}
-
-/// What is measured under, card by card.
-pub(super) fn conditions(crew: &Crew<'_>, then: &[Conditions]) -> Vec<Conditions> {
-    let one = |(card, info): (usize, Result<&DeviceInfo, &DeviceError>)| match info {
-        Ok(info) => crate::conditions::of(info.clone()),
-        // Not opened after a resume: as it was.
-        Err(_) => then.get(card).cloned().unwrap_or_default(),
-    };
-    crew.infos().into_iter().enumerate().map(one).collect()
 }

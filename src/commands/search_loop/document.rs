@@ -93,7 +93,7 @@ pub(crate) fn cards(conditions: &[Conditions], trials: &[Trial]) -> Vec<Card> {
         Card {
             card,
             name: conditions.card.clone(),
-            uuid: conditions.uuid().map(str::to_owned),
+            uuid: conditions.uuid.clone(),
             trials: trials.iter().filter(|trial| trial.card == Some(card)).count(),
             noise_floor: own.map_or(beside.and_then(|other| other.noise_floor), |t| t.noise_floor),
             baseline_us: own

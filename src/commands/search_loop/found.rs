@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use search::{Confirmation, Decision, LatencyKind, Search};
 
 use super::header::Header;
-use crate::commands::evaluate::predicted_at;
 use crate::context::Context;
 use crate::found::{self, Entry};
 use crate::schedule_choice::reproducible;
@@ -37,7 +36,7 @@ fn entry(
     let stands = confirmation.decision == Decision::Kept && confirmation.champion > 0;
     let champion =
         search.champion().filter(|trial| stands && trial.trial == confirmation.champion)?;
-    if header.start(context) != reproducible(context, predicted_at(context)) {
+    if header.start(context) != reproducible(context, context.predicted_at()) {
         let why = "the search did not begin with the schedule that they run; start one without --schedule";
         return Some(Err(why.to_owned()));
     }

@@ -8,15 +8,14 @@ use corpus::Contents;
 use ir::Graph;
 use ir::schedule::ScheduleConfig;
 use search::strategy::{Known, StrategyName};
-use search::{Budget, Conditions, LatencyKind};
+use search::{Budget, Conditions, DeviceInfo, LatencyKind};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::cards::{self, Opened};
-use crate::cli::{ConfigArgs, DeviceChoice, LoopArgs, PlaceArgs};
+use crate::cli::{ConfigArgs, DeviceChoice, LoopArgs, PlaceArgs, ScheduleChoice};
 use crate::context::Context;
 use crate::failure::Failure;
-use crate::schedule_choice::{Auto, Chosen, ScheduleChoice, choose};
+use crate::schedule_choice::{Auto, Chosen, choose};
 
 /// The model of a search that names none: real shapes, and small enough for two cores.
 const DEFAULT_MODEL: &str = "smollm2-135m";
@@ -31,19 +30,35 @@ const MIN_GAIN_PREDICTED: f64 = 0.001;
 /// Folder of the searches that name none.
 const RUNS: &str = "runs";
 
-/// A search's terms.
-#[derive(Clone, Debug)]
+/// A search's terms: the ledger's first record. What older ledgers lack is optional.
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Header {
+    /// The ledger's schema id, which the ledger fills in.
+    schema: Option<String>,
+    /// What tells the search from all others.
+    run: Option<String>,
+    #[serde(default)]
+    began_unix_s: u64,
+    amk: Option<String>,
+    commit: Option<String>,
+    protocol: Option<u32>,
     pub(super) model: String,
     pub(super) graph: String,
+    /// The graph's id and shape.
+    graph_id: Option<String>,
+    #[serde(default)]
+    shape: Value,
     pub(super) target: String,
+    #[serde(rename = "latency_kind")]
     pub(super) kind: String,
     pub(super) device: String,
     pub(super) seed: u64,
     pub(super) budget: Budget,
     pub(super) explore: u64,
+    #[serde(default)]
     pub(super) strategy: StrategyName,
     /// What the store knew when the search began.
+    #[serde(default, rename = "prior")]
     pub(super) known: Vec<Known>,
     /// The command that proposes, if there is one.
     pub(super) proposer: Option<String>,
@@ -51,17 +66,15 @@ pub(super) struct Header {
     pub(super) kv_capacity: Option<u32>,
     /// Where it is measured; nothing where it is predicted. Of several cards the first.
     conditions: Option<Conditions>,
-    /// Where each card of a search measures that has several.
-    pub(super) cards: Vec<Conditions>,
     /// The device's cache, which floors depend on.
     cache_bytes: u64,
-    /// What tells the search from all others; nothing in ledgers from before it was kept.
-    run: Option<String>,
-    /// The graph's id and shape.
-    graph_id: Option<String>,
-    shape: Value,
     /// Where it begins; nothing in ledgers from before there was a choice.
+    #[serde(skip_serializing_if = "Option::is_none")]
     start: Option<Start>,
+    /// Where each card of a search measures that has several.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) cards: Vec<Conditions>,
+    #[serde(skip)]
     resumed: bool,
 }
 
@@ -78,8 +91,16 @@ impl Header {
     pub(super) fn fresh(args: &LoopArgs) -> Result<Self, Failure> {
         let budget = args.budget.unwrap_or(DEFAULT_BUDGET);
         Ok(Self {
+            schema: None,
+            run: Some(fresh_run()),
+            began_unix_s: unix_s(),
+            amk: Some(env!("CARGO_PKG_VERSION").to_owned()),
+            commit: option_env!("AMK_COMMIT").map(str::to_owned),
+            protocol: Some(search::PROTOCOL),
             model: args.model.clone().unwrap_or_else(|| DEFAULT_MODEL.to_owned()),
             graph: String::new(),
+            graph_id: None,
+            shape: Value::Null,
             target: args.place.target.clone().unwrap_or_default(),
             kind: String::new(),
             device: String::new(),
@@ -92,12 +113,9 @@ impl Header {
             min_gain: min_gain(args)?.unwrap_or(f64::NAN),
             kv_capacity: args.place.kv_capacity,
             conditions: None,
-            cards: Vec::new(),
             cache_bytes: 0,
-            run: Some(fresh_run()),
-            graph_id: None,
-            shape: Value::Null,
             start: None,
+            cards: Vec::new(),
             resumed: false,
         })
     }
@@ -108,49 +126,14 @@ impl Header {
         contents: &Contents,
         path: &Path,
     ) -> Result<Self, Failure> {
-        let header = &contents.header;
-        let text = |key: &str| header.get(key).and_then(Value::as_str).map(str::to_owned);
-        let read = || {
-            Some(Self {
-                model: text("model")?,
-                graph: text("graph")?,
-                target: text("target")?,
-                kind: text("latency_kind")?,
-                device: text("device")?,
-                seed: header.get("seed")?.as_u64()?,
-                budget: text("budget")?.parse().ok()?,
-                explore: header.get("explore")?.as_u64()?,
-                // Ledgers from before there was a choice have neither.
-                strategy: text("strategy").map_or(Ok(StrategyName::Climb), |n| n.parse()).ok()?,
-                known: match header.get("prior") {
-                    None => Vec::new(),
-                    Some(known) => serde_json::from_value(known.clone()).ok()?,
-                },
-                proposer: text("proposer"),
-                min_gain: header.get("min_gain")?.as_f64()?,
-                kv_capacity: header.get("kv_capacity")?.as_u64()?.try_into().ok(),
-                conditions: serde_json::from_value(header.get("conditions")?.clone()).ok()?,
-                cards: match header.get("cards") {
-                    None => Vec::new(),
-                    Some(cards) => serde_json::from_value(cards.clone()).ok()?,
-                },
-                cache_bytes: header.get("cache_bytes")?.as_u64()?,
-                run: text("run"),
-                graph_id: text("graph_id"),
-                shape: header.get("shape").cloned().unwrap_or_default(),
-                start: match header.get("start") {
-                    None => None,
-                    Some(start) => Some(serde_json::from_value(start.clone()).ok()?),
-                },
-                resumed: true,
-            })
-        };
-        let mut found = read().ok_or_else(|| {
+        let found = serde_json::from_value::<Self>(contents.header.clone()).map_err(|error| {
             Failure::usage(format!(
-                "{} has a header of another version of amk; start a new search in another --out",
+                "{} has a header of another version of amk ({error}), which this one can read and compare but not resume; \
+                 start a new search in another --out",
                 path.display()
             ))
         })?;
+        let mut found = Self { resumed: true, ..found };
         found.refuse_changes(args, path)?;
         found.refuse_to_run_a_file(args, path)?;
         if let Some(budget) = args.budget {
@@ -237,7 +220,7 @@ impl Header {
     ) -> Result<Self, Failure> {
         if !self.resumed {
             let given = ConfigArgs { config: None, schedule: args.schedule };
-            let tokens = super::super::evaluate::predicted_at(context);
+            let tokens = context.predicted_at();
             let Chosen { config, source } = choose(context, &given, tokens, Auto::Reproducible)?;
             self.start = Some(Start { source: json!(source), config });
         }
@@ -277,23 +260,14 @@ impl Header {
     pub(super) fn with_kind(
         mut self,
         context: &Context,
-        opened: &Opened<'_>,
+        (info, now): (Option<DeviceInfo>, Vec<Conditions>),
+        several: bool,
     ) -> Result<Self, Failure> {
-        let info = match opened {
-            Opened::None => None,
-            Opened::One(info) => Some(info.clone()),
-            Opened::Several(crew) => crew.infos().into_iter().flatten().next().cloned(),
-        };
         let kind = match info {
             Some(_) => LatencyKind::MeasuredGpu,
             None => LatencyKind::Predicted,
         };
         let name = info.as_ref().map_or_else(|| "cpu".to_owned(), |info| info.name.clone());
-        let now = match opened {
-            Opened::None => Vec::new(),
-            Opened::One(info) => vec![crate::conditions::of(info.clone())],
-            Opened::Several(crew) => cards::conditions(crew, &self.cards),
-        };
         if self.resumed {
             let one = self.conditions.as_slice();
             let then = if self.cards.is_empty() { one } else { &self.cards };
@@ -325,7 +299,7 @@ impl Header {
         self.device = name;
         self.cache_bytes = info.map_or(0, |info| info.cache_bytes);
         self.conditions = now.first().cloned();
-        if matches!(opened, Opened::Several(_)) {
+        if several {
             self.cards = now;
         }
         self.graph.clone_from(&context.graph().name);
@@ -340,42 +314,6 @@ impl Header {
             };
         }
         Ok(self)
-    }
-
-    /// The ledger's first record.
-    pub(super) fn to_json(&self) -> Value {
-        let mut header = json!({
-            "schema": null,
-            "run": self.run,
-            "began_unix_s": unix_s(),
-            "amk": env!("CARGO_PKG_VERSION"),
-            "commit": option_env!("AMK_COMMIT"),
-            "protocol": search::PROTOCOL,
-            "model": self.model,
-            "graph": self.graph,
-            "graph_id": self.graph_id,
-            "shape": self.shape,
-            "target": self.target,
-            "latency_kind": self.kind,
-            "device": self.device,
-            "seed": self.seed,
-            "budget": self.budget.to_string(),
-            "explore": self.explore,
-            "strategy": self.strategy,
-            "prior": self.known,
-            "proposer": self.proposer,
-            "min_gain": self.min_gain,
-            "kv_capacity": self.kv_capacity,
-            "conditions": self.conditions,
-            "cache_bytes": self.cache_bytes,
-        });
-        if let Some(start) = &self.start {
-            header["start"] = json!(start);
-        }
-        if !self.cards.is_empty() {
-            header["cards"] = json!(self.cards);
-        }
-        header
     }
 }
 

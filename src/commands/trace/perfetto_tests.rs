@@ -17,8 +17,7 @@ fn traced() -> Traced {
     };
     let context = Context::load("toy-2l", &place).unwrap_or_else(|f| panic!("{}", f.message));
     let config = context.neutral_config();
-    let program = crate::commands::program::lowered(&context, &config)
-        .unwrap_or_else(|f| panic!("{}", f.message));
+    let program = context.lowered(&config).unwrap_or_else(|f| panic!("{}", f.message));
     simulated(&context, 128, "default", &config, &program)
 }
 

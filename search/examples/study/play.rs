@@ -4,13 +4,11 @@
 
 use std::collections::BTreeSet;
 
-use super::{Found, Landscape};
-use crate::measure::median;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::{IndexedRandom, SliceRandom};
-
-use crate::propose::{Past, PastTrials, changes, generator};
-use crate::strategy::{Ground, Question, Seen, Strategy};
+use search::landscape::{Found, Landscape};
+use search::strategy::{Ground, Question, Seen, Strategy};
+use search::{Past, PastTrials, changes, generator, median};
 
 /// Draws for one trial before a search counts as exhausted.
 const DRAWS_MAX: usize = 20_000;
@@ -23,21 +21,20 @@ const BRACKET: usize = 16;
 
 /// A search that was played.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Played {
+pub(super) struct Played {
     /// Microseconds of the schedule that leads, after each trial, the baseline's first.
-    pub best_us: Vec<f64>,
+    pub(super) best_us: Vec<f64>,
     /// Proposals that broke rules.
-    pub rejected: u64,
+    pub(super) rejected: u64,
     /// Proposals that the landscape has no answer for: outside its grid, or not recorded.
-    pub unknown: u64,
+    pub(super) unknown: u64,
     /// The trials after the baseline.
-    pub past: PastTrials,
+    pub(super) past: PastTrials,
 }
 
 impl Played {
     /// What a store would know of these moves.
-    #[must_use]
-    pub fn seen(&self) -> Vec<Seen> {
+    pub(super) fn seen(&self) -> Vec<Seen> {
         let one = |past: &Past| Seen {
             to: past
                 .changes
@@ -177,8 +174,7 @@ fn resampled(blocks: &[f64], rng: &mut Xoshiro256PlusPlus) -> f64 {
 }
 
 /// Plays a search of so many trials, the baseline included. `None` if the landscape does not know its own start.
-#[must_use]
-pub fn play(
+pub(super) fn play(
     land: &Landscape,
     strategy: &dyn Strategy,
     trials: u64,
@@ -198,8 +194,7 @@ pub fn play(
 
 /// Plays a search by successive halving on measuring: the strategy fills a bracket of candidates, each is measured for one block, the better
 /// half for one more, and so on; the last one is judged. As many blocks are one trial as the landscape has of a point.
-#[must_use]
-pub fn play_halving(
+pub(super) fn play_halving(
     land: &Landscape,
     strategy: &dyn Strategy,
     trials: u64,
@@ -229,11 +224,7 @@ pub fn play_halving(
 }
 
 /// What strategies draw from on a landscape, with the sweep that a search of so many trials has.
-#[must_use]
-pub fn ground(land: &Landscape, seed: u64, trials: u64) -> Ground {
-    let sweep = crate::budget::Budget::Trials(trials).explore();
+pub(super) fn ground(land: &Landscape, seed: u64, trials: u64) -> Ground {
+    let sweep = search::Budget::Trials(trials).explore();
     Ground { space: land.space().axes().to_vec(), seed, sweep }
 }
-
-#[cfg(test)]
-mod tests;

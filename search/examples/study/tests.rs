@@ -1,14 +1,16 @@
 //! Played searches on a small landscape whose best point is known.
 
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 use ir::ScheduleConfig;
+use search::landscape::{BadLandscape, Found, Grid, Landscape};
+use search::strategy::{Known, Seen, StrategyName, rank, strategy};
 
-use super::*;
-use crate::strategy::{Known, StrategyName, rank, strategy};
+use super::play::{ground, play, play_halving};
 
 /// A landscape in which tagged hand-offs, rows of 8 and no sleep are good, two stages are illegal, and one point failed.
-fn landscape(latency: &str) -> Result<Landscape, crate::landscape::BadLandscape> {
+fn landscape(latency: &str) -> Result<Landscape, BadLandscape> {
     let axes = r#"{"sync.qkv": ["counter", "tagged"], "sync.down": ["counter", "tagged"], "tiling.qkv.rows": [8, 16, 32],
         "tiling.down.rows": [8, 16], "kernel.poll_sleep_ns": [0, 20], "pipeline.stages": [2, 8], "sm_assignment": ["round_robin", "carry"]}"#
         .replace('\n', "");
@@ -18,7 +20,7 @@ fn landscape(latency: &str) -> Result<Landscape, crate::landscape::BadLandscape>
     );
     text.push('\n');
     let neutral = ScheduleConfig::default();
-    let grid: crate::landscape::Grid = serde_json::from_str(&grid).unwrap();
+    let grid: Grid = serde_json::from_str(&grid).unwrap();
     let space = grid.space(&neutral).unwrap();
     for point in 0..space.len() {
         let config = space.config(point);

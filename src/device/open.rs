@@ -1,0 +1,81 @@
+//! Opening the GPU that a context asks for.
+
+use remote::Remote;
+use vm_host::DeviceInfo;
+
+use super::Gpu;
+use super::child::open_process;
+use super::probe::{look, look_at};
+use crate::cli::{DeviceChoice, SharingArgs};
+use crate::context::Context;
+use crate::failure::Failure;
+
+impl Context {
+    /// The GPU in a process of its own, which a search can lose, if it is wanted and there is one.
+    pub(crate) fn open_process(
+        &self,
+        sharing: &SharingArgs,
+    ) -> Result<Option<Remote<'_>>, Failure> {
+        self.open_with(|info| open_process(self, info, sharing.shared_gpu, false))
+    }
+
+    /// The GPU of a number in a process of its own, which sees no other one.
+    pub(crate) fn open_process_at(
+        &self,
+        ordinal: u32,
+        sharing: &SharingArgs,
+    ) -> Result<Remote<'_>, Failure> {
+        let info = look_at(&self.target, ordinal)
+            .map_err(|error| Failure::missing(format!("capability missing: {error}")))?;
+        open_process(self, &info, sharing.shared_gpu, true)
+    }
+
+    /// The GPU in this process, for what runs once, if it is wanted and there is one.
+    pub(crate) fn open_here(&self) -> Result<Option<Gpu<'_>>, Failure> {
+        self.open_with(|_| self.gpu(true))
+    }
+
+    /// The same to run one program once.
+    pub(crate) fn open_once(&self) -> Result<Option<Gpu<'_>>, Failure> {
+        self.open_with(|_| self.gpu(false))
+    }
+
+    /// Whether there is a GPU, and it is wanted.
+    pub(crate) fn has_device(&self) -> Result<bool, Failure> {
+        Ok(self.open_with(|_| Ok(()))?.is_some())
+    }
+
+    fn open_with<D>(
+        &self,
+        open: impl FnOnce(&DeviceInfo) -> Result<D, Failure>,
+    ) -> Result<Option<D>, Failure> {
+        let wanted = match self.device {
+            DeviceChoice::Cpu => return Ok(None),
+            DeviceChoice::Eval => {
+                let message =
+                    "--device eval is for `generate` and `serve` only; use auto, cpu or cuda";
+                return Err(Failure::usage(message));
+            }
+            DeviceChoice::Auto => false,
+            DeviceChoice::Cuda => true,
+        };
+        match look(&self.target) {
+            Ok(info) => open(&info).map(Some),
+            Err(error) if wanted => Err(Failure::missing(format!("capability missing: {error}"))),
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// Opens the GPU in this process. The error says what is missing (exit code 3). Not to `measure` the bandwidth is for who runs one program
+    /// once, as soon as can be: its speed is compared with nothing that is measured.
+    fn gpu(&self, measure: bool) -> Result<Gpu<'_>, Failure> {
+        Gpu::open(self, None, measure)
+            .map_err(|error| Failure::missing(format!("capability missing: {error}")))
+    }
+
+    /// The GPU's full name, if one is wanted and there.
+    pub(crate) fn card(&self) -> Option<String> {
+        let wanted = matches!(self.device, DeviceChoice::Auto | DeviceChoice::Cuda);
+        wanted.then(|| look(&self.target).ok().map(|info| info.name)).flatten()
+    }
+}

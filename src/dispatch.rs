@@ -1,0 +1,100 @@
+//! From a command to what does it.
+
+use std::path::Path;
+
+use clap::CommandFactory;
+use serde_json::json;
+
+use crate::cli::{Cli, Command, RunsCommand};
+use crate::commands::{
+    bench, bundle, calibrate, corpus_store, diff, doctor, evaluate, explain, export, generate,
+    html, landscape, program, propose, rerun, runs, sample, search_loop, trace,
+};
+use crate::failure::{Exit, Failure, Outcome};
+use crate::report;
+
+/// Runs a command and says how it ended.
+pub(crate) fn run(command: Command) -> Outcome {
+    match command {
+        Command::Doctor => doctor::run(),
+        Command::Propose(args) => propose::run(&args),
+        Command::Evaluate(args) => evaluate::run(&args),
+        Command::Loop(args) => search_loop::run(&args),
+        Command::Corpus { command } => corpus_store::run(&command),
+        Command::Runs { command: RunsCommand::Verify(args) } => runs::verify(&args)?.print(),
+        Command::Runs { command: RunsCommand::List(args) } => runs::list(&args)?.print(),
+        Command::Runs { command: RunsCommand::Show(args) } => runs::show::run(&args),
+        Command::Runs { command: RunsCommand::Compare(args) } => {
+            runs::compare::answer(&args)?.print()
+        }
+        Command::Runs { command: RunsCommand::Replay(args) } => runs::replay::run(&args),
+        Command::Runs { command: RunsCommand::Export(args) } => runs::export::run(&args),
+        Command::Runs { command: RunsCommand::Gc(args) } => runs::gc::run(&args),
+        Command::Generate(args) => generate::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Bundle(args) => bundle::run(&args),
+        Command::Trace(args) => trace::run(&args),
+        Command::Sample(args) => sample::run(&args),
+        Command::Landscape { command } => landscape::run(&command),
+        Command::Calibrate(args) => calibrate::run(&args),
+        Command::Lower(args) => program::lower(&args),
+        Command::Verify(args) => program::verify(&args),
+        Command::Disasm(args) => program::disasm(&args),
+        Command::Interpret(args) => program::interpret(&args),
+        Command::Rerun(args) => rerun::run(&args),
+        Command::Export(args) => export::run(&args),
+        Command::Explain(args) => explain::run(&args),
+        Command::Diff(args) => diff::run(&args),
+        Command::Report(args) => html::run(&args),
+        Command::Serve(args) => crate::serve::run(&args),
+        Command::Top(args) => crate::top::run(&args),
+        Command::Mcp => crate::mcp::serve(),
+        Command::DeviceChild(args) => crate::device::serve(&args),
+        Command::TemplateChild => template(),
+        Command::Soak(args) => crate::soak::run(&args),
+        Command::Man { out } => man(out.as_deref()),
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "amk", &mut script);
+            report::text(&String::from_utf8_lossy(&script))?;
+            Ok(Exit::Yes)
+        }
+    }
+}
+
+/// Renders a chat template for the process that started this one.
+fn template() -> Outcome {
+    model::template_process().map_err(|error| {
+        Failure::usage(format!("template-child is started by `amk` itself: {error}"))
+    })?;
+    Ok(Exit::Yes)
+}
+
+/// The manual: one page on standard output, or a page for each command in a folder.
+fn man(out: Option<&Path>) -> Outcome {
+    let unwritable = |folder: &Path, error: std::io::Error| {
+        Failure::usage(format!(
+            "cannot write to {}: {error}; name another folder",
+            folder.display()
+        ))
+    };
+    let Some(folder) = out else {
+        let mut page = Vec::new();
+        let rendered = clap_mangen::Man::new(Cli::command()).render(&mut page);
+        rendered.map_err(|error| unwritable(Path::new("standard output"), error))?;
+        report::text(&String::from_utf8_lossy(&page))?;
+        return Ok(Exit::Yes);
+    };
+    let written = std::fs::create_dir_all(folder)
+        .and_then(|()| clap_mangen::generate_to(Cli::command(), folder))
+        .and_then(|()| std::fs::read_dir(folder));
+    let pages = written.map_err(|error| unwritable(folder, error))?;
+    let mut names: Vec<String> = pages
+        .filter_map(|page| page.ok()?.file_name().into_string().ok())
+        .filter(|name| name.starts_with("amk") && name.ends_with(".1"))
+        .collect();
+    names.sort();
+    report::say(&format!("{} pages in {}", names.len(), folder.display()));
+    report::document(&json!({"schema": "amk.man.v1", "folder": folder, "pages": names}))?;
+    Ok(Exit::Yes)
+}

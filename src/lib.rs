@@ -1,0 +1,104 @@
+//! `amk` turns a decoder LLM into one persistent CUDA megakernel and searches for its fastest schedule.
+//!
+//! The application: it reads arguments and files, wires the device into `search`, prints one JSON document on stdout and everything for
+//! people on stderr. Decisions are made in the crates below it. [`main`] is the command line.
+
+mod bug;
+mod cli;
+mod commands;
+mod conditions;
+mod config_source;
+mod context;
+mod device;
+mod dispatch;
+mod failure;
+mod files;
+mod found;
+mod mcp;
+mod observe;
+mod peers;
+mod report;
+mod sampling_args;
+mod schedule_choice;
+mod serve;
+mod soak;
+mod together;
+mod top;
+mod working;
+
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::panic::AssertUnwindSafe;
+use std::process::{Command, ExitCode};
+
+use clap::Parser;
+use failure::Failure;
+
+/// Most threads of a pool, whatever the environment asks for: the machines that this is for have some hundred cores.
+const THREADS_MAX: usize = 512;
+
+/// The command line: runs what the arguments of this process say.
+#[must_use]
+pub fn main() -> ExitCode {
+    bug::install_panic_hook();
+    model::templates_run_in(template_child);
+    // A panic that nobody caught is our bug: one line that says so, and its own exit code.
+    std::panic::catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
+        report::say(&format!("amk: {}", bug::last_panic()));
+        failure::Exit::Bug.into()
+    })
+}
+
+/// This program again, whatever has become of its file, to render a chat template.
+fn template_child() -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("amk").arg("template-child");
+    command
+}
+
+/// A pool of a hundred thousand threads never gets to work.
+fn limit_threads() {
+    let asked = std::env::var("RAYON_NUM_THREADS").ok().and_then(|text| text.parse().ok());
+    if asked.is_some_and(|threads: usize| threads > THREADS_MAX) {
+        report::say(&format!(
+            "note: RAYON_NUM_THREADS is more than {THREADS_MAX}, the most threads of a pool; {THREADS_MAX} are used"
+        ));
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(THREADS_MAX);
+        // Nobody has made the pool before `main`.
+        let _ = pool.build_global();
+    }
+}
+
+fn run() -> ExitCode {
+    let cli = match cli::Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return report::usage(&error),
+    };
+    let Some(command) = cli.command else {
+        report::say_text(cli::FIRST_STEPS);
+        return ExitCode::SUCCESS;
+    };
+    // `top` has a flag of its own, which needs --once.
+    if cli.json || matches!(&command, cli::Command::Top(args) if args.json) {
+        report::json_wanted();
+    }
+    if !matches!(command, cli::Command::TemplateChild) {
+        limit_threads();
+    }
+    match texts_only(std::env::args_os()).and_then(|()| dispatch::run(command)) {
+        Ok(exit) => exit.into(),
+        Err(failure) => report::fail(&failure),
+    }
+}
+
+/// Refuses arguments that no JSON document can repeat, before anything runs.
+fn texts_only(arguments: impl Iterator<Item = OsString>) -> Result<(), Failure> {
+    for argument in arguments.skip(1) {
+        if argument.to_str().is_none() {
+            return Err(Failure::usage(format!(
+                "the argument {argument:?} is not UTF-8, and answers are JSON, which could not name it; rename the file or folder"
+            )));
+        }
+    }
+    Ok(())
+}

@@ -4,7 +4,8 @@
 //! **Promises.** Everything here is pure: no IO, clock, threads, environment or hash-order dependence. `validate` checks what a
 //! user gave and lists every violation; `verify` checks what we made. Both hand out proof types with private constructors.
 
-pub mod graph;
+pub mod format;
+mod graph;
 mod id;
 mod nearest;
 mod phase;
@@ -16,6 +17,7 @@ pub mod text;
 mod violation;
 mod weights;
 
+pub use format::Format;
 pub use graph::{DType, Graph, Layer, Linear, Tensor};
 pub use id::{CounterId, MatrixId, SlotId, TensorId, WorkerId};
 pub use nearest::nearest;

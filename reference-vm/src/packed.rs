@@ -45,7 +45,7 @@ impl<'a> Packed<'a> {
             let Some(tensor) = tensor else { return Ok(None) };
             let stored = stored(tensor, graph, weights)?;
             let fits = stored.shape.len() == 2
-                && stored.dtype == matrix.dtype
+                && stored.dtype == matrix.format.stored()
                 && stored.shape[0] >= part_rows
                 && stored.shape[1] == matrix.cols;
             let misfit = MachineError::Tensor { tensor };

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use cudarc::nvrtc::sys;
 use ir::program::staging::{Staging, WARP_UNITS_MAX};
 use ir::schedule::Evict;
-use ir::{Graph, KernelConfig};
+use ir::{Format, Graph, KernelConfig};
 use vm_device::{PrefillVariant, Source, Variant};
 
 use crate::error::HostError;
@@ -60,10 +60,9 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
 /// for it takes for granted elsewhere. The loops of other parts are not compiled; the widths of the model's vectors are those of its
 /// matrices.
 fn share_mask(graph: &Graph) -> u32 {
-    let unit_cols = abi::UNIT_ROW_BYTES / graph.dtype.bytes() as u32;
     [graph.hidden, graph.heads * graph.head_dim, graph.ffn]
         .into_iter()
-        .map(|cols| cols.div_ceil(unit_cols))
+        .map(|cols| Format::from(graph.dtype).units_per_tile(cols))
         .map(|tile| (tile, Staging::new(tile, abi::STAGE_UNITS_MAX)))
         .filter(|(_, staging)| staging.warp_units > 0)
         .fold(0, |mask, (tile, staging)| {

@@ -213,19 +213,13 @@ fn rows_by_tensor(matrix: &Matrix) -> BTreeMap<TensorId, Vec<u32>> {
 
 /// blake3 of packed rows as they lie in their file.
 fn unpacked_hash(matrix: &Matrix, packed: &[u8], rows: &[u32]) -> String {
-    const ROW: usize = abi::UNIT_ROW_BYTES as usize;
-    let row_bytes = matrix.cols as usize * matrix.dtype.bytes();
+    let row_bytes = matrix.format.row_bytes(matrix.cols);
     let tile_bytes = (matrix.units_per_tile() * abi::UNIT_BYTES) as usize;
     let mut hasher = blake3::Hasher::new();
-    let mut line = vec![0; row_bytes.next_multiple_of(ROW)];
+    let mut line = Vec::new();
     for &row in rows {
-        let tile = (row / abi::UNIT_ROWS) as usize * tile_bytes;
-        let inner = (row % abi::UNIT_ROWS) as usize * ROW;
-        for (unit, out) in line.chunks_exact_mut(ROW).enumerate() {
-            let at = tile + unit * abi::UNIT_BYTES as usize + inner;
-            out.copy_from_slice(&packed[at..at + ROW]);
-            ir::program::exchange_quads(matrix.dtype, out);
-        }
+        let tile = &packed[(row / abi::UNIT_ROWS) as usize * tile_bytes..][..tile_bytes];
+        matrix.format.unpack(tile, (row % abi::UNIT_ROWS) as usize, &mut line);
         hasher.update(&line[..row_bytes]);
     }
     hasher.finalize().to_hex().to_string()

@@ -82,7 +82,7 @@ fn part_pieces(
     stride_tiles: u32,
     target: u64,
 ) -> Result<(), HostError> {
-    let row_bytes = matrix.cols as usize * matrix.dtype.bytes();
+    let row_bytes = matrix.format.row_bytes(matrix.cols);
     let step = (PIECE_BYTES / row_bytes / abi::UNIT_ROWS as usize * abi::UNIT_ROWS as usize) as u32;
     if step == 0 {
         return Err(HostError::Request(format!(
@@ -394,7 +394,7 @@ pub(crate) fn packed_by_the_kernel(matrix: &Matrix, weights: &dyn Weights) -> Ve
     }
     for piece in all {
         let source = &weights.bytes(piece.tensor)[piece.first_byte as usize..][..piece.bytes];
-        pack_like_the_kernel(&mut packed, source, &piece, matrix.dtype.bytes());
+        pack_like_the_kernel(&mut packed, source, &piece, matrix.format.stored().bytes());
     }
     packed
 }

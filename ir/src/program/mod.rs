@@ -24,6 +24,7 @@ pub use verify::{
 use abi::{Opcode, SlotKind};
 use serde::{Deserialize, Serialize};
 
+use crate::format::Format;
 use crate::graph::{DType, Graph};
 use crate::id::{CounterId, MatrixId, SlotId, TensorId};
 use crate::phase::PhaseClass;
@@ -87,8 +88,8 @@ pub struct Matrix {
     pub map: RowMap,
     /// Elements of a row.
     pub cols: u32,
-    /// Element type.
-    pub dtype: DType,
+    /// How its elements lie.
+    pub format: Format,
 }
 
 impl Matrix {
@@ -104,16 +105,10 @@ impl Matrix {
         self.rows().div_ceil(abi::UNIT_ROWS)
     }
 
-    /// Elements of one row of a unit.
-    #[must_use]
-    pub fn unit_cols(&self) -> u32 {
-        abi::UNIT_ROW_BYTES / self.dtype.bytes() as u32
-    }
-
     /// Units of one tile: along a row, the last padded.
     #[must_use]
     pub fn units_per_tile(&self) -> u32 {
-        self.cols.div_ceil(self.unit_cols())
+        self.format.units_per_tile(self.cols)
     }
 
     /// Units of the whole matrix.
@@ -126,19 +121,6 @@ impl Matrix {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.units() * u64::from(abi::UNIT_BYTES)
-    }
-}
-
-/// Puts the columns of a row of a unit where the kernel wants them, or back: of 16 columns of 16 bits, the second and the third group of four
-/// change places. Two threads that multiply neighbouring 16 bytes then ask for whole sectors of the vector. Elements of 32 bits stay.
-///
-/// `row` is `abi::UNIT_ROW_BYTES` long, or a multiple of it.
-pub fn exchange_quads(dtype: DType, row: &mut [u8]) {
-    if dtype.bytes() == 2 {
-        for half in row.chunks_exact_mut(32) {
-            let (front, back) = half.split_at_mut(16);
-            front[8..].swap_with_slice(&mut back[..8]);
-        }
     }
 }
 
@@ -275,7 +257,7 @@ pub struct Dims {
     pub vocab: u32,
     /// Layers.
     pub layers: u32,
-    /// Element type of the matrices.
+    /// What the tensor cores multiply the matrices as.
     pub dtype: DType,
 }
 

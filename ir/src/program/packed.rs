@@ -1,5 +1,6 @@
 //! The packed matrices of a model: which tensors make which. They depend on the graph alone, never on a schedule.
 
+use crate::format::Format;
 use crate::graph::{Graph, Layer, Linear};
 use crate::id::{MatrixId, TensorId};
 use crate::program::{Matrix, RowMap};
@@ -105,8 +106,8 @@ impl List<'_> {
             let parts = parts.iter().map(|(linear, rows)| (tensor(linear), *rows)).collect();
             RowMap { parts, interleaved }
         };
-        let (id, dtype) = (MatrixId(self.matrices.len() as u32), self.graph.dtype);
-        self.matrices.push(Matrix { name, map: map(|linear| Some(linear.weight)), cols, dtype });
+        let (id, format) = (MatrixId(self.matrices.len() as u32), Format::from(self.graph.dtype));
+        self.matrices.push(Matrix { name, map: map(|linear| Some(linear.weight)), cols, format });
         let biased = parts.iter().any(|(linear, _)| linear.bias.is_some());
         PackedMatrix { id, bias: biased.then(|| map(|linear| linear.bias)) }
     }

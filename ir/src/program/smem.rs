@@ -2,13 +2,14 @@
 
 use abi::{ATTENTION_GROUP, CONSUMER_WARPS, FIXED_BYTES, LANE_TILES};
 
+use crate::format::Format;
 use crate::program::Dims;
 
 /// Bytes of the activation buffer: the longest staged vector (4 bytes an element: an f32, or the high and low 16-bit halves), or what
 /// the consumer warps leave each other in attention and its merge.
 #[must_use]
 pub fn activation_bytes(dims: &Dims) -> u32 {
-    let unit_cols = abi::UNIT_ROW_BYTES / dims.dtype.bytes() as u32;
+    let unit_cols = Format::from(dims.dtype).unit_cols();
     let q_width = dims.heads * dims.head_dim;
     let k_max = dims.hidden.max(q_width).max(dims.ffn).next_multiple_of(unit_cols);
     (4 * k_max).max(scratch_bytes(dims)).next_multiple_of(128)

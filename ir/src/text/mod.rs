@@ -15,7 +15,7 @@
 //! pipeline stage_units=32 stages=8 in_flight=4 in_flight_near=2
 //! counters 1
 //! arena 384
-//! matrix m0 "layers.0.o" cols=32 dtype=f32 rows %7:48
+//! matrix m0 "layers.0.o" cols=32 format=f32 rows %7:48
 //! slot s0 "layers.0.attn" plain words=32 offset=0
 //! slot s1 "layers.0.x_mid" tagged words=48 offset=128
 //! worker w0

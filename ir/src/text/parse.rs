@@ -4,6 +4,7 @@ use std::str::FromStr;
 
 use abi::{Epilogue, Opcode, Prologue, SlotKind, StructLayout, WireType};
 
+use crate::format::Format;
 use crate::graph::DType;
 use crate::id::{CounterId, MatrixId, SlotId, TensorId};
 use crate::program::{
@@ -172,10 +173,17 @@ impl<'a> Cursor<'a> {
 
     fn named_dtype(&mut self) -> Result<DType, ParseError> {
         let (word, value) = self.named("dtype")?;
-        match [DType::F32, DType::F16, DType::Bf16].into_iter().find(|dtype| dtype.name() == value)
-        {
+        match DType::from_name(&value) {
             Some(dtype) => Ok(dtype),
             None => self.error(word.column, format!("there is no element type `{value}`")),
+        }
+    }
+
+    fn named_format(&mut self) -> Result<Format, ParseError> {
+        let (word, value) = self.named("format")?;
+        match Format::ALL.iter().find(|format| format.name() == value) {
+            Some(format) => Ok(*format),
+            None => self.error(word.column, format!("there is no weight format `{value}`")),
         }
     }
 
@@ -264,7 +272,7 @@ impl Parser {
         cursor.declared('m', self.program.matrices.len())?;
         let name = cursor.string("the matrix's name")?;
         let cols = cursor.named_number("cols")?;
-        let dtype = cursor.named_dtype()?;
+        let format = cursor.named_format()?;
         let interleaved = cursor.take("interleaved");
         if !interleaved && !cursor.take("rows") {
             return cursor.error(
@@ -273,7 +281,7 @@ impl Parser {
             );
         }
         let map = cursor.map(interleaved)?;
-        self.program.matrices.push(Matrix { name, map, cols, dtype });
+        self.program.matrices.push(Matrix { name, map, cols, format });
         Ok(())
     }
 

@@ -85,10 +85,10 @@ fn print_map(out: &mut String, map: &RowMap) {
 fn print_matrix(out: &mut String, index: usize, matrix: &Matrix) {
     let _ = write!(
         out,
-        "matrix m{index} {} cols={} dtype={}",
+        "matrix m{index} {} cols={} format={}",
         quote(&matrix.name),
         matrix.cols,
-        matrix.dtype.name()
+        matrix.format.name()
     );
     print_map(out, &matrix.map);
     out.push('\n');

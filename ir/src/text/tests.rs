@@ -3,15 +3,12 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::{LoadError, load, parse, print, save};
+use crate::format::Format;
 use crate::graph::DType;
 use crate::id::{CounterId, MatrixId, SlotId, TensorId};
 use crate::program::{
     Dims, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker,
 };
-
-fn dtype() -> impl Strategy<Value = DType> {
-    prop_oneof![Just(DType::F32), Just(DType::F16), Just(DType::Bf16)]
-}
 
 fn name() -> impl Strategy<Value = String> {
     prop_oneof!["[a-z0-9._]{0,12}", any::<String>()]
@@ -23,11 +20,12 @@ fn row_map() -> impl Strategy<Value = RowMap> {
 }
 
 fn matrix() -> impl Strategy<Value = Matrix> {
-    (name(), row_map(), any::<u32>(), dtype()).prop_map(|(name, map, cols, dtype)| Matrix {
+    let format = proptest::sample::select(Format::ALL);
+    (name(), row_map(), any::<u32>(), format).prop_map(|(name, map, cols, format)| Matrix {
         name,
         map,
         cols,
-        dtype,
+        format,
     })
 }
 
@@ -75,16 +73,18 @@ fn worker() -> impl Strategy<Value = Worker> {
 }
 
 fn dims() -> impl Strategy<Value = Dims> {
-    (proptest::array::uniform7(any::<u32>()), dtype()).prop_map(|(n, dtype)| Dims {
-        hidden: n[0],
-        heads: n[1],
-        kv_heads: n[2],
-        head_dim: n[3],
-        ffn: n[4],
-        vocab: n[5],
-        layers: n[6],
-        dtype,
-    })
+    (proptest::array::uniform7(any::<u32>()), proptest::sample::select(DType::ALL)).prop_map(
+        |(n, dtype)| Dims {
+            hidden: n[0],
+            heads: n[1],
+            kv_heads: n[2],
+            head_dim: n[3],
+            ffn: n[4],
+            vocab: n[5],
+            layers: n[6],
+            dtype,
+        },
+    )
 }
 
 prop_compose! {

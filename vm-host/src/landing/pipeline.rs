@@ -221,7 +221,7 @@ fn crew(plan: &Plan, reads: &Mutex<Receiver<Read>>, tell: &Sender<Message>, gate
         let Ok(Ok(Read { job, mut staging })) = next else { return };
         let piece = &plan.pieces[job.piece];
         let matrix = &plan.matrices[piece.matrix];
-        let row_bytes = plan.row_bytes(piece.matrix);
+        let row_bytes = matrix.format.row_bytes(matrix.cols);
         let bytes = job.buffer.bytes();
         let row = |tensor, index: u32| {
             let part = piece.reads.iter().position(|read| read.tensor == tensor);

@@ -7,9 +7,8 @@ use crate::error::HostError;
 
 /// Bytes of a packed piece, at most: one copy to the device. A tile that is longer is a piece of its own.
 const PIECE_BYTES: u64 = 4 << 20;
-/// Bytes of a unit and of a row of it.
+/// Bytes of a unit.
 const UNIT: usize = abi::UNIT_BYTES as usize;
-const UNIT_ROW: usize = abi::UNIT_ROW_BYTES as usize;
 
 /// Rows of a stored tensor that lie one behind the other in its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,11 +82,6 @@ impl Plan {
         units * u64::from(abi::UNIT_BYTES)
     }
 
-    /// Bytes of a stored row of a matrix.
-    pub(crate) fn row_bytes(&self, matrix: usize) -> usize {
-        self.matrices[matrix].cols as usize * self.matrices[matrix].dtype.bytes()
-    }
-
     /// What `landed` is to say once piece `index` is on the device.
     pub(crate) fn landed_behind(&self, index: usize) -> u32 {
         if index + 1 == self.pieces.len() { abi::LANDED_ALL } else { self.pieces[index].end }
@@ -112,32 +106,19 @@ fn reads(matrix: &Matrix, tile0: u32, tiles: u32) -> Vec<TensorRows> {
     reads
 }
 
-/// Packs tiles: unit after unit of a tile, in each 64 bytes of every row, its columns as `exchange_quads` says. `row` gives a stored row; what there is none of is zero.
+/// Packs tiles. `row` gives a stored row; what there is none of is zero.
 pub(crate) fn pack<'a>(
     matrix: &Matrix,
     piece: &Piece,
     row: impl Fn(TensorId, u32) -> &'a [u8],
     out: &mut [u8],
 ) {
-    const ROWS: usize = abi::UNIT_ROWS as usize;
     let tile_bytes = matrix.units_per_tile() as usize * UNIT;
     for (tile, out) in (piece.tile0..).zip(out.chunks_exact_mut(tile_bytes)) {
-        let rows: [&[u8]; ROWS] = std::array::from_fn(|inner| {
+        let rows = std::array::from_fn(|inner| {
             let found = matrix.map.locate(tile * abi::UNIT_ROWS + inner as u32);
             found.map_or(&[][..], |(tensor, index)| row(tensor, index))
         });
-        for (unit, out) in out.chunks_exact_mut(UNIT).enumerate() {
-            for (source, out) in rows.iter().zip(out.chunks_exact_mut(UNIT_ROW)) {
-                let left = source.get(unit * UNIT_ROW..).unwrap_or_default();
-                match left.first_chunk::<UNIT_ROW>() {
-                    Some(whole) => out.copy_from_slice(whole),
-                    None => {
-                        out[..left.len()].copy_from_slice(left);
-                        out[left.len()..].fill(0);
-                    }
-                }
-                ir::program::exchange_quads(matrix.dtype, out);
-            }
-        }
+        matrix.format.pack(&rows, out);
     }
 }

@@ -150,7 +150,8 @@ impl Files {
         piece: &Piece,
         weights: &dyn Weights,
     ) -> Result<Option<Vec<Extent>>, HostError> {
-        let row_bytes = plan.row_bytes(piece.matrix);
+        let matrix = &plan.matrices[piece.matrix];
+        let row_bytes = matrix.format.row_bytes(matrix.cols);
         let mut page = 0; // of the buffer
         let mut extents = Vec::with_capacity(piece.reads.len());
         for read in &piece.reads {

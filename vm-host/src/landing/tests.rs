@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use ir::program::{Matrix, Program, RowMap, Verified};
 use ir::schedule::{neutral_config, validate};
-use ir::{DType, Target as Gpu, TensorId};
+use ir::{DType, Format, Target as Gpu, TensorId};
 use model::Model;
 
 use super::scripted::{Mishap, Scripted};
@@ -249,7 +249,7 @@ fn odd_shapes_are_padded_as_the_kernel_pads_them() {
             },
         ];
         for map in maps {
-            let matrix = Matrix { name: "odd".into(), map, cols, dtype };
+            let matrix = Matrix { name: "odd".into(), map, cols, format: dtype.into() };
             let plan = Plan::new(std::slice::from_ref(&matrix)).expect("a plan");
             let mut packed = vec![0xa5; matrix.bytes() as usize];
             for piece in &plan.pieces {
@@ -282,7 +282,7 @@ fn pieces_of_large_matrices_are_cut_at_tiles() {
         parts: vec![(Some(TensorId(0)), 4096), (Some(TensorId(1)), 4096)],
         interleaved: true,
     };
-    let matrix = Matrix { name: "gate_up".into(), map, cols: 2048, dtype: DType::Bf16 };
+    let matrix = Matrix { name: "gate_up".into(), map, cols: 2048, format: Format::Bf16 };
     let plan = Plan::new(&[matrix]).expect("a plan");
     assert_eq!(plan.pieces.len(), 8);
     let read = |tensor, first| TensorRows { tensor: TensorId(tensor), first, rows: 512 };

@@ -53,10 +53,11 @@ fn check_one(program: &Program, matrix: &Matrix) -> Result<(), String> {
             matrix.cols, widths[0], widths[1], widths[2]
         ));
     }
-    if matrix.dtype != d.dtype {
+    if matrix.format.operand() != d.dtype {
         return Err(format!(
-            "elements are {}, those of the program {}",
-            matrix.dtype.name(),
+            "{} is multiplied as {}, the program as {}",
+            matrix.format.name(),
+            matrix.format.operand().name(),
             d.dtype.name()
         ));
     }

@@ -325,7 +325,7 @@ impl Builder<'_> {
             name: name.into(),
             map,
             cols,
-            dtype: self.graph.dtype,
+            format: self.graph.dtype.into(),
         });
         MatrixId(self.program.matrices.len() as u32 - 1)
     }

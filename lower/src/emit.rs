@@ -67,12 +67,11 @@ impl Plan<'_> {
     fn common(&self, phase: &Phase) -> Task {
         let nothing = abi::NopParams::default();
         let mut task = Task::new(phase.class.opcode(), phase.layer as u16, nothing);
-        task.reads = phase.reads;
+        (task.reads, task.writes) = (phase.reads, phase.writes);
         task.reads[0] = Some(self.flow.slot(phase.input));
         if let Some(residual) = phase.residual {
             task.reads[3] = Some(self.flow.slot(residual));
         }
-        task.writes = phase.writes;
         if let (Some(output), Some(free)) =
             (phase.output, task.writes.iter_mut().find(|place| place.is_none()))
         {

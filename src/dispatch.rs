@@ -8,7 +8,7 @@ use serde_json::json;
 use crate::cli::{Cli, Command, RunsCommand};
 use crate::commands::{
     bench, bundle, calibrate, corpus_store, diff, doctor, evaluate, explain, export, generate,
-    html, landscape, program, propose, rerun, runs, sample, search_loop, trace,
+    landscape, program, propose, rerun, runs, sample, search_loop, trace,
 };
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
@@ -45,10 +45,19 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Export(args) => export::run(&args),
         Command::Explain(args) => explain::run(&args),
         Command::Diff(args) => diff::run(&args),
-        Command::Report(args) => html::run(&args),
+        #[cfg(feature = "full")]
+        Command::Report(args) => crate::commands::html::run(&args),
+        #[cfg(feature = "full")]
         Command::Serve(args) => crate::serve::run(&args),
+        #[cfg(feature = "full")]
         Command::Top(args) => crate::top::run(&args),
+        #[cfg(feature = "full")]
         Command::Mcp => crate::mcp::serve(),
+        #[cfg(not(feature = "full"))]
+        Command::Report(_) | Command::Serve(_) | Command::Top(_) | Command::Mcp => {
+            let what = "this build of amk has no `mcp`, `report`, `serve` and `top`";
+            Err(Failure::missing(format!("{what}; build it with its default features")))
+        }
         Command::DeviceChild(args) => crate::device::serve(&args),
         Command::TemplateChild => template(),
         Command::Soak(args) => crate::soak::run(&args),

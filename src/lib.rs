@@ -3,6 +3,11 @@
 //! The application: it reads arguments and files, wires the device into `search`, prints one JSON document on stdout and everything for
 //! people on stderr. Decisions are made in the crates below it. [`main`] is the command line.
 
+#![cfg_attr(
+    not(feature = "full"),
+    allow(dead_code, unused_imports, reason = "what only `mcp`, `report`, `serve` and `top` use")
+)]
+
 mod bug;
 mod cli;
 mod commands;
@@ -14,15 +19,19 @@ mod dispatch;
 mod failure;
 mod files;
 mod found;
+mod interrupt;
+#[cfg(feature = "full")]
 mod mcp;
 mod observe;
 mod peers;
 mod report;
 mod sampling_args;
 mod schedule_choice;
+#[cfg(feature = "full")]
 mod serve;
 mod soak;
 mod together;
+#[cfg(feature = "full")]
 mod top;
 mod working;
 

@@ -10,6 +10,7 @@ pub(crate) mod evaluate;
 pub(crate) mod explain;
 pub(crate) mod export;
 pub(crate) mod generate;
+#[cfg(feature = "full")]
 pub(crate) mod html;
 pub(crate) mod landscape;
 pub(crate) mod prefill;

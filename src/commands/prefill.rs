@@ -39,7 +39,7 @@ struct Measured {
 
 impl Measured {
     fn median(&self) -> f64 {
-        f64::midpoint(self.ms[(self.ms.len() - 1) / 2], self.ms[self.ms.len() / 2])
+        search::median(&self.ms)
     }
 
     /// Whether chunks and steps agree.

@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ir::schedule::ScheduleConfig;
@@ -20,7 +19,7 @@ use crate::cli::SampleArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::working::Working;
-use crate::{conditions, report};
+use crate::{conditions, interrupt, report};
 
 /// Tokens of a timed block, as in a search.
 const TIMED_TOKENS: u32 = 8;
@@ -30,9 +29,6 @@ const TIMING: Timing = Timing { rounds: 4, warmup: 1 };
 
 /// Draws for each row asked for, before the space counts as exhausted.
 const DRAWS_PER_ROW: usize = 20;
-
-/// Set by Ctrl-C; looked at between schedules.
-static STOP: AtomicBool = AtomicBool::new(false);
 
 pub(crate) fn run(args: &SampleArgs) -> Outcome {
     let mut context = Context::new(&args.model)?;
@@ -54,9 +50,7 @@ pub(crate) fn run(args: &SampleArgs) -> Outcome {
     let file = open(&args.out)?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let (gate, passage) = expected(&context, args, &kernel_id)?;
-    if ctrlc::set_handler(|| STOP.store(true, Ordering::SeqCst)).is_err() {
-        report::say("note: Ctrl-C cannot be caught here; finished rows are safe all the same");
-    }
+    interrupt::catch("rows", |_| {});
     let conditions = conditions::here(&device);
     let mut session = Session {
         args,
@@ -163,7 +157,7 @@ impl Session<'_> {
             kernels.dedup();
             device.foresee(&kernels);
             for (drawn, config) in batch {
-                if STOP.load(Ordering::SeqCst) {
+                if interrupt::came() {
                     return Ok(());
                 }
                 self.one(device, drawn, config)?;
@@ -283,7 +277,7 @@ impl Session<'_> {
             dropped: &self.dropped,
             seconds,
         })?;
-        if STOP.load(Ordering::SeqCst) {
+        if interrupt::came() {
             return Ok(Exit::Interrupted);
         }
         // A limit is no fault; a schedule that disagrees or hangs is one of ours.

@@ -76,8 +76,7 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
 pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>, Failure> {
     let _ = spent::clock(); // from here on
     let folder = header::folder(args)?;
-    let dir = folder.path.clone();
-    let ledger_path = dir.join("ledger.jsonl");
+    let (dir, ledger_path) = (folder.path.clone(), folder.path.join("ledger.jsonl"));
     let (resumed, header, past) = if args.resume {
         let (ledger, contents) = reopen(&ledger_path)?;
         let header = Header::resumed(args, &contents, &ledger_path)?;
@@ -98,8 +97,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
             None => Opened::None,
         };
         let measures = opened.conditions(&header);
-        let header = header.with_kind(&context, measures, several)?;
-        let header = with_known(args, &dir, header)?;
+        let header = with_known(args, &dir, header.with_kind(&context, measures, several)?)?;
         let (ledger, results) = open_files(args, resumed, &dir, &header)?;
         say_start(&header, &dir, past.len());
         watch.prepares(&resume_command(&dir, &header));

@@ -41,7 +41,7 @@ struct Measured {
 
 impl Measured {
     fn median(&self) -> f64 {
-        f64::midpoint(self.us[(self.us.len() - 1) / 2], self.us[self.us.len() / 2])
+        search::median(&self.us)
     }
 }
 

@@ -247,7 +247,7 @@ fn schedule(
     let records = running.records()?;
     let table = tape.table(program, &records);
     *idle = Some(running.stop()?);
-    let median = blocks[blocks.len() / 2];
+    let median = search::median(&blocks);
     report::say(&format!(
         "{name}: {median:.1} us a token ({:.1} to {:.1}), traced {:.1}, logits {checksum}",
         blocks[0],

@@ -18,6 +18,7 @@ use crate::error::CorpusError;
 use crate::ledger::Link;
 
 mod derive;
+#[cfg_attr(not(feature = "parquet"), path = "no_parquet.rs")]
 pub mod parquet;
 pub mod schema;
 #[cfg(test)]

@@ -323,6 +323,7 @@ fn a_store_survives_its_text() {
     }
 }
 
+#[cfg(feature = "parquet")]
 #[test]
 fn a_store_survives_parquet() {
     let folder = tempfile::tempdir().unwrap();

@@ -14,13 +14,12 @@ const PANEL: (u32, u32) = (420, 320);
 const RANGE: (f64, f64) = (0.1, 100.0);
 
 /// Line colours that people who see colours differently can tell apart (Okabe and Ito).
-const COLOURS: [RGBColor; 6] = [
+const COLOURS: [RGBColor; 5] = [
     RGBColor(130, 130, 130),
     RGBColor(0, 114, 178),
     RGBColor(86, 180, 233),
     RGBColor(230, 159, 0),
     RGBColor(204, 121, 167),
-    RGBColor(0, 158, 115),
 ];
 
 /// Draws all panels into a file.

@@ -2,7 +2,7 @@
 //! waits for one of them if it can help it. Points of one kernel follow each other.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::Instant;
 
@@ -20,7 +20,7 @@ use crate::cli::RecordArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::working::Working;
-use crate::{conditions, report};
+use crate::{conditions, interrupt, report};
 
 /// Tokens of a timed block, as in a search.
 const TIMED_TOKENS: u32 = 8;
@@ -36,9 +36,6 @@ const READY_MAX: usize = 32;
 
 /// The number under which the neutral schedule is written, which need not be in the grid.
 const ANCHOR: u32 = u32::MAX;
-
-/// Set by Ctrl-C; looked at between points.
-static STOP: AtomicBool = AtomicBool::new(false);
 
 /// A point that the device can take, or what became of it before.
 type Ready = Result<(Candidate, Agreement<Reference>), Answer>;
@@ -56,9 +53,7 @@ pub(crate) fn run(args: &RecordArgs) -> Outcome {
         terms.bandwidth = device.describe().bandwidth;
     }
     let recording = Recording::open(&args.out, &terms, args.resume)?;
-    if ctrlc::set_handler(|| STOP.store(true, Ordering::SeqCst)).is_err() {
-        report::say("note: Ctrl-C cannot be caught here; finished rows are safe all the same");
-    }
+    interrupt::catch("rows", |_| {});
     let mut session = Session {
         args,
         context: &context,
@@ -221,9 +216,7 @@ impl Session<'_> {
             points.iter().map(|&point| (point, self.space.config(point))).collect();
         let work = |send: mpsc::SyncSender<(u32, Ready)>| {
             while let Some((point, config)) = configs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if STOP.load(Ordering::SeqCst)
-                    || send.send((*point, prepare(gate, config))).is_err()
-                {
+                if interrupt::came() || send.send((*point, prepare(gate, config))).is_err() {
                     return;
                 }
             }
@@ -242,7 +235,7 @@ impl Session<'_> {
             let receive = receive;
             for (point, ready) in &receive {
                 take(self, point, ready)?;
-                if STOP.load(Ordering::SeqCst) {
+                if interrupt::came() {
                     break;
                 }
             }
@@ -255,7 +248,7 @@ impl Session<'_> {
         let context = self.context;
         let position = self.args.context + TIMED_TOKENS / 2;
         for &point in todo.iter().flatten() {
-            if STOP.load(Ordering::SeqCst) {
+            if interrupt::came() {
                 return Ok(());
             }
             let config = self.space.config(point);

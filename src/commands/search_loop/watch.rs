@@ -7,7 +7,7 @@ use std::time::Duration;
 use search::Budget;
 
 use crate::failure::Exit;
-use crate::report;
+use crate::{interrupt, report};
 
 /// How far a search is.
 #[derive(Clone, Debug)]
@@ -53,9 +53,6 @@ pub(crate) trait Watch {
     fn trial(&self, progress: &Progress);
 }
 
-/// Set by Ctrl-C; looked at between trials.
-static STOP: AtomicBool = AtomicBool::new(false);
-
 /// Set when there is a trial to wait for.
 static BEGUN: AtomicBool = AtomicBool::new(false);
 
@@ -64,26 +61,21 @@ pub(super) struct Interrupts;
 
 impl Watch for Interrupts {
     fn stopped(&self) -> bool {
-        STOP.load(Ordering::SeqCst)
+        interrupt::came()
     }
 
     fn prepares(&self, resume: &str) {
         let resume = resume.to_owned();
-        let handler = move || {
-            let again = STOP.swap(true, Ordering::SeqCst);
-            if !BEGUN.load(Ordering::SeqCst) {
+        interrupt::catch("trials", move |again| {
+            let begun = BEGUN.load(Ordering::SeqCst);
+            if !begun {
                 report::say(&format!("interrupted before the next trial; continue with: {resume}"));
             }
-            if again || !BEGUN.load(Ordering::SeqCst) {
+            if again || !begun {
                 std::process::exit(Exit::Interrupted.code());
             }
             report::say("stopping after this trial (again: at once; finished trials are safe)");
-        };
-        if ctrlc::set_handler(handler).is_err() {
-            report::say(
-                "note: Ctrl-C cannot be caught here; finished trials are safe all the same",
-            );
-        }
+        });
     }
 
     fn begins(&self, _: &Progress) {

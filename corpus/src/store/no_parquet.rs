@@ -1,0 +1,26 @@
+//! Stands for Parquet files in a build without them: each call says so.
+
+use std::io;
+use std::path::Path;
+
+use super::{Store, text::Exported};
+use crate::error::CorpusError;
+
+const MISSING: &str =
+    "this build of amk has no Parquet files; build it with its default features, or use JSON lines";
+
+/// Writes nothing.
+///
+/// # Errors
+/// Always.
+pub fn write(_: &Store, folder: &Path) -> Result<u64, CorpusError> {
+    Err(CorpusError::io("write", folder, io::Error::new(io::ErrorKind::Unsupported, MISSING)))
+}
+
+/// Reads nothing.
+///
+/// # Errors
+/// Always.
+pub fn read(_: &Path) -> Result<Exported, String> {
+    Err(MISSING.to_owned())
+}

@@ -173,7 +173,7 @@ impl<'a> Cursor<'a> {
 
     fn named_dtype(&mut self) -> Result<DType, ParseError> {
         let (word, value) = self.named("dtype")?;
-        match DType::from_name(&value) {
+        match DType::from_name(value) {
             Some(dtype) => Ok(dtype),
             None => self.error(word.column, format!("there is no element type `{value}`")),
         }

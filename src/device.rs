@@ -12,7 +12,7 @@ use ir::schedule::KernelConfig;
 use remote::{Board, Phase, Served};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
 use telemetry::Publisher;
-use vm_device::Variant;
+use vm_device::{Architecture, Variant};
 use vm_host::{HostError, Idle, KvPool, Loaded, Lookout, Request, Resident};
 
 use crate::context::Context;
@@ -35,7 +35,7 @@ pub(crate) use child::{open_for_soak, serve};
 pub(crate) use sequences::Undone;
 
 use builds::Builds;
-use probe::{CAPABILITY, look};
+use probe::look;
 use weights::{Arrival, boot};
 
 /// Rows of logits set aside on the device: longer runs are read in pieces.
@@ -631,7 +631,7 @@ pub(crate) fn checks() -> Vec<Check> {
     let info = vm_host::device_info();
     let nvrtc = vm_host::nvrtc_version();
     let driver = !matches!(info, Err(HostError::NoDriver));
-    let hopper = info.as_ref().is_ok_and(|info| info.capability.0 == CAPABILITY);
+    let fits = info.as_ref().is_ok_and(|info| Architecture::of(info.capability).is_some());
     let mut checks = vec![
         Check {
             name: "driver",
@@ -653,7 +653,7 @@ pub(crate) fn checks() -> Vec<Check> {
         },
         Check {
             name: "gpu",
-            ok: hopper,
+            ok: fits,
             found: match &info {
                 Ok(info) => format!(
                     "{}, {} multiprocessors, {} of {:.1} GiB free, compute capability {}.{}",
@@ -667,10 +667,10 @@ pub(crate) fn checks() -> Vec<Check> {
                 ),
                 Err(_) => "none".into(),
             },
-            remedy: Some("the megakernel needs compute capability 9.0 (H100, H200)".into()),
+            remedy: Some(format!("there are kernels for {}", Architecture::all())),
         },
     ];
-    if hopper && nvrtc.is_ok() {
+    if fits && nvrtc.is_ok() {
         let bandwidth = vm_host::measure_bandwidth(BANDWIDTH_RUNS);
         checks.push(Check {
             name: "bandwidth",

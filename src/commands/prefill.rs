@@ -8,6 +8,7 @@ use ir::{Graph, Target};
 use remote::Served;
 use search::draw_tokens;
 use serde_json::json;
+use vm_device::{ARCHITECTURES, Architecture};
 use vm_host::{PrefillOptions, Prefilled};
 
 use crate::cli::BenchArgs;
@@ -18,8 +19,6 @@ use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 
 /// Timed runs, after one that is not.
 const RUNS: usize = 10;
-/// Multiplications and additions of 16-bit numbers that a multiprocessor of compute capability 9 does in a cycle, at most.
-const FLOP_PER_CYCLE: f64 = 4096.0;
 /// Length of the difference of the logits over their length: the bound on both ways to run a prompt.
 const ERROR_MAX: f64 = 5e-3;
 
@@ -114,7 +113,9 @@ fn greatest(row: &[f32]) -> Option<usize> {
 
 /// No card is faster: its arithmetic, or all weights read once a chunk, whichever takes longer.
 fn floor_ms(graph: &Graph, target: &Target, measured: &Measured) -> f64 {
-    let peak = f64::from(target.sms) * FLOP_PER_CYCLE * f64::from(target.clock_mhz) * 1e6;
+    // Measured here, so there is a kernel for it.
+    let row = Architecture::named(&target.arch).unwrap_or(&ARCHITECTURES[0]);
+    let peak = f64::from(target.sms) * row.flop_per_cycle * f64::from(target.clock_mhz) * 1e6;
     let bytes = graph.weight_bytes() as f64 * f64::from(measured.last.chunks);
     (measured.last.flop / peak).max(bytes / measured.bandwidth) * 1e3
 }

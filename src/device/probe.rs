@@ -1,10 +1,8 @@
 //! Which GPUs are here, found without touching them.
 
 use ir::Target;
+use vm_device::Architecture;
 use vm_host::{DeviceInfo, HostError};
-
-/// Compute capability that the kernel is written for, major.
-pub(super) const CAPABILITY: i32 = 9;
 
 /// What is missing for driving the GPU that is here with programs for this target, found without touching it.
 pub(crate) fn look(target: &Target) -> Result<DeviceInfo, HostError> {
@@ -31,7 +29,7 @@ pub(crate) fn find(uuid: &str) -> Result<Option<u32>, HostError> {
 
 fn fits(target: &Target, info: DeviceInfo) -> Result<DeviceInfo, HostError> {
     let (major, minor) = info.capability;
-    if major != CAPABILITY {
+    if Architecture::of(info.capability).is_none() {
         return Err(HostError::Architecture { name: info.name, major, minor });
     }
     vm_host::nvrtc_version()?;
@@ -47,9 +45,7 @@ fn fits(target: &Target, info: DeviceInfo) -> Result<DeviceInfo, HostError> {
 /// The live GPU as a target, if there is one that the kernel runs on.
 pub(crate) fn live_target() -> Option<Target> {
     let info = vm_host::device_info().ok()?;
-    if info.capability.0 != CAPABILITY {
-        return None;
-    }
+    Architecture::of(info.capability)?;
     Some(Target {
         sms: info.sms,
         smem_optin_bytes: info.shared_bytes,
@@ -61,5 +57,6 @@ pub(crate) fn live_target() -> Option<Target> {
 /// What is to be said of a prediction for a target that no kernel is written for.
 pub(crate) fn without_kernel(target: &Target) -> Option<String> {
     let arch = target.arch.trim_end_matches(|c: char| !c.is_ascii_digit());
-    (arch != format!("sm_{CAPABILITY}0")).then(|| format!("no kernel for {arch}; rates from H200"))
+    let missing = Architecture::named(&target.arch).is_none();
+    missing.then(|| format!("no kernel for {arch}; rates from H200"))
 }

@@ -13,6 +13,10 @@
 #define AMK_QK_NORM 0
 #endif
 constexpr unsigned AMK_WARPS = AMK_CONSUMER_WARPS;
+#ifndef AMK_CONSUMER_REGISTERS // of a thread; the architecture's row says how many (vm-device/src/lib.rs)
+#define AMK_CONSUMER_REGISTERS 224
+#define AMK_HELPER_REGISTERS 56
+#endif
 #ifndef AMK_POLL_SLEEP_NS
 #define AMK_POLL_SLEEP_NS 20
 #endif

@@ -98,7 +98,7 @@ __device__ __forceinline__ bool is_dead(Shared* sh) { return flag_load(&sh->dead
 
 // Registers go from the helpers to the consumers, whole groups of 4 warps at once. A block starts with what the launch gave it, and who
 // asks for more than the others have given back waits forever.
-constexpr uint32_t CONSUMER_REGISTERS = 224, HELPER_REGISTERS = 56;
+constexpr uint32_t CONSUMER_REGISTERS = AMK_CONSUMER_REGISTERS, HELPER_REGISTERS = AMK_HELPER_REGISTERS;
 constexpr uint32_t LAUNCH_REGISTERS = 65536 / (CONSUMERS + HELPERS) / 8 * 8; // of a thread
 static_assert(CONSUMERS * CONSUMER_REGISTERS + HELPERS * HELPER_REGISTERS <= (CONSUMERS + HELPERS) * LAUNCH_REGISTERS, "registers are only moved");
 __device__ __forceinline__ void consumer_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS)); }

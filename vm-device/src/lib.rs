@@ -147,7 +147,69 @@ impl PrefillVariant {
     }
 }
 
-/// The files of the unit of the kernels for prompt chunks, in their order.
-pub fn prefill_sources() -> impl Iterator<Item = &'static Source> {
-    SOURCES.iter().filter(|source| source.name.ends_with('h')).chain(PREFILL_SOURCES)
+/// A GPU architecture that there are kernels for.
+#[derive(Debug)]
+pub struct Architecture {
+    /// As the compiler takes it.
+    pub name: &'static str,
+    /// Compute capability, major: kernels run on every minor one of it.
+    pub major: i32,
+    /// Cards, for messages.
+    pub cards: &'static str,
+    /// Files of the resident kernel, in the order in which the compiler sees them.
+    pub sources: &'static [Source],
+    /// Files of the kernels for prompt chunks, behind the headers among `sources`: the matrix products differ most between architectures.
+    pub prefill_sources: &'static [Source],
+    /// Registers of a thread of the warps that run tasks, and of the other warps.
+    pub registers: [u32; 2],
+    /// Multiplications and additions of 16-bit numbers that a multiprocessor does in a cycle, at most.
+    pub flop_per_cycle: f64,
+}
+
+/// Every architecture that there are kernels for, a row each.
+pub const ARCHITECTURES: &[Architecture] = &[Architecture {
+    name: "sm_90a",
+    major: 9,
+    cards: "H100, H200",
+    sources: SOURCES,
+    prefill_sources: PREFILL_SOURCES,
+    registers: [224, 56],
+    flop_per_cycle: 4096.0,
+}];
+
+impl Architecture {
+    /// The architecture of a device, if there are kernels for it.
+    #[must_use]
+    pub fn of(capability: (i32, i32)) -> Option<&'static Self> {
+        ARCHITECTURES.iter().find(|row| row.major == capability.0)
+    }
+
+    /// The architecture with this name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<&'static Self> {
+        ARCHITECTURES.iter().find(|row| row.name == name)
+    }
+
+    /// The files of the unit of the kernels for prompt chunks, in their order.
+    pub fn prefill_unit(&self) -> impl Iterator<Item = &'static Source> {
+        let headers = self.sources.iter().filter(|source| source.name.ends_with('h'));
+        headers.chain(self.prefill_sources)
+    }
+
+    /// The macro definitions of every kernel for it, as compiler options.
+    #[must_use]
+    pub fn defines(&self) -> [String; 2] {
+        let [consumers, helpers] = self.registers;
+        [
+            format!("-DAMK_CONSUMER_REGISTERS={consumers}"),
+            format!("-DAMK_HELPER_REGISTERS={helpers}"),
+        ]
+    }
+
+    /// What there are kernels for, for messages: `9.x (H100, H200)`.
+    #[must_use]
+    pub fn all() -> String {
+        let rows = ARCHITECTURES.iter().map(|row| format!("{}.x ({})", row.major, row.cards));
+        rows.collect::<Vec<_>>().join(", ")
+    }
 }

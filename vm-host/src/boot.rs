@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ir::program::{Program, SlotSource};
 use ir::{Graph, Weights};
-use vm_device::Variant;
+use vm_device::{Architecture, Variant};
 
 use crate::compile::{Cubin, compile, default_cache};
 use crate::driver::{Context, Device, DeviceInfo, Event, Module, Stream};
@@ -89,19 +89,17 @@ pub fn free_memory() -> Result<u64, HostError> {
     Context::new()?.free_bytes()
 }
 
-pub(crate) fn arch(info: &DeviceInfo) -> Result<String, HostError> {
+pub(crate) fn arch(info: &DeviceInfo) -> Result<&'static Architecture, HostError> {
     let (major, minor) = info.capability;
-    if major != 9 {
-        return Err(HostError::Architecture { name: info.name.clone(), major, minor });
-    }
-    Ok(format!("sm_{major}{minor}a"))
+    let unknown = || HostError::Architecture { name: info.name.clone(), major, minor };
+    Architecture::of(info.capability).ok_or_else(unknown)
 }
 
 pub(crate) fn load_module(
     variant: &Variant,
     info: &DeviceInfo,
 ) -> Result<(Module, Cubin), HostError> {
-    let cubin = compile(variant, &arch(info)?, default_cache().as_deref())?;
+    let cubin = compile(variant, arch(info)?.name, default_cache().as_deref())?;
     Ok((Module::load(&cubin.image)?, cubin))
 }
 

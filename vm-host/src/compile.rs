@@ -8,7 +8,7 @@ use cudarc::nvrtc::sys;
 use ir::program::staging::{Staging, WARP_UNITS_MAX};
 use ir::schedule::Evict;
 use ir::{Format, Graph, KernelConfig};
-use vm_device::{PrefillVariant, Source, Variant};
+use vm_device::{ARCHITECTURES, Architecture, PrefillVariant, Source, Variant};
 
 use crate::error::HostError;
 
@@ -79,6 +79,11 @@ pub fn options(variant: &Variant, arch: &str) -> Vec<String> {
     all_options(arch, variant.defines())
 }
 
+/// The row of an architecture; for one that there are no kernels for, which is compiled nowhere and has ids all the same, the first.
+fn row(arch: &str) -> &'static Architecture {
+    Architecture::named(arch).unwrap_or(&ARCHITECTURES[0])
+}
+
 fn all_options(arch: &str, defines: Vec<String>) -> Vec<String> {
     let mut options = vec![
         format!("--gpu-architecture={arch}"),
@@ -87,6 +92,7 @@ fn all_options(arch: &str, defines: Vec<String>) -> Vec<String> {
         "-lineinfo".into(),
         "--device-as-default-execution-space".into(), // lambdas are the device's
     ];
+    options.extend(row(arch).defines());
     options.extend(defines);
     options
 }
@@ -110,15 +116,10 @@ fn unit(sources: impl Iterator<Item = &'static Source>) -> Result<String, HostEr
     Ok(text)
 }
 
-/// The source of the resident kernel.
-fn source() -> Result<String, HostError> {
-    unit(vm_device::SOURCES.iter())
-}
-
 /// The id that [`compile`] gives: a function of source, options and architecture alone, so it is known without a compiler.
 #[must_use]
 pub fn kernel_id(variant: &Variant, arch: &str) -> String {
-    build_id(&source().unwrap_or_default(), &options(variant, arch))
+    build_id(&unit(row(arch).sources.iter()).unwrap_or_default(), &options(variant, arch))
 }
 
 fn build_id(source: &str, options: &[String]) -> String {
@@ -136,7 +137,7 @@ fn build_id(source: &str, options: &[String]) -> String {
 /// # Errors
 /// If NVRTC is missing or refuses the source.
 pub fn compile(variant: &Variant, arch: &str, cache: Option<&Path>) -> Result<Cubin, HostError> {
-    compile_unit(&source()?, &options(variant, arch), cache)
+    compile_unit(&unit(row(arch).sources.iter())?, &options(variant, arch), cache)
 }
 
 /// The same for the kernels that run a prompt chunk by chunk.
@@ -148,7 +149,7 @@ pub fn compile_prefill(
     arch: &str,
     cache: Option<&Path>,
 ) -> Result<Cubin, HostError> {
-    let source = unit(vm_device::prefill_sources())?;
+    let source = unit(row(arch).prefill_unit())?;
     compile_unit(&source, &all_options(arch, variant.defines()), cache)
 }
 

@@ -35,7 +35,8 @@ pub enum HostError {
     },
     /// The device is of an architecture that the kernel does not run on.
     #[error(
-        "{name} has compute capability {major}.{minor}; the megakernel needs 9.0 (bulk copies and mbarriers)"
+        "{name} has compute capability {major}.{minor}; there are kernels for {}",
+        vm_device::Architecture::all()
     )]
     Architecture {
         /// Device name.

@@ -262,7 +262,7 @@ impl Prefill {
         }
         let variant = variant(graph, options);
         let plan = Lookup { graph, residents }.plan()?;
-        let cubin = compile_prefill(&variant, &arch(info)?, default_cache().as_deref())?;
+        let cubin = compile_prefill(&variant, arch(info)?.name, default_cache().as_deref())?;
         let module = Module::load(&cubin.image)?;
         let kernels = Kernels::of(&module, &variant)?;
         let chunk = chunk_tokens(options.chunk, residents.kv_capacity);

@@ -67,6 +67,12 @@ pub(crate) struct Cli {
     /// Print the answer as JSON on standard output, even on a terminal. Default: only if standard output is no terminal.
     #[arg(long, global = true)]
     pub(crate) json: bool,
+    /// Say nothing on standard error but why it failed.
+    #[arg(long, short, global = true, conflicts_with = "verbose")]
+    pub(crate) quiet: bool,
+    /// Say on standard error what goes on inside: kernels compiled, programs loaded, launches. Twice: in more detail.
+    #[arg(long, short, global = true, action = clap::ArgAction::Count)]
+    pub(crate) verbose: u8,
 }
 
 /// The verbs.

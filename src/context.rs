@@ -46,6 +46,13 @@ impl Context {
     pub(crate) fn load(name: &str, place: &PlaceArgs) -> Result<Self, Failure> {
         let target = choose_target(place)?;
         let model = model::load(name)?;
+        tracing::info!(
+            model = model.graph.name,
+            layers = model.graph.layers.len(),
+            weight_bytes = model.graph.weight_bytes(),
+            target = target.name,
+            "model opened"
+        );
         let kv_capacity = kv_capacity(place.kv_capacity, &model.graph)?;
         let (name, named_target) = (name.to_owned(), place.target.clone());
         Ok(Self { model, target, kv_capacity, name, named_target, device: place.device })

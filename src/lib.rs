@@ -20,6 +20,7 @@ mod failure;
 mod files;
 mod found;
 mod interrupt;
+mod log;
 #[cfg(feature = "full")]
 mod mcp;
 mod observe;
@@ -53,7 +54,7 @@ pub fn main() -> ExitCode {
     model::templates_run_in(template_child);
     // A panic that nobody caught is our bug: one line that says so, and its own exit code.
     std::panic::catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
-        report::say(&format!("amk: {}", bug::last_panic()));
+        report::say_failure(&format!("amk: {}", bug::last_panic()));
         failure::Exit::Bug.into()
     })
 }
@@ -91,6 +92,10 @@ fn run() -> ExitCode {
     if cli.json || matches!(&command, cli::Command::Top(args) if args.json) {
         report::json_wanted();
     }
+    if cli.quiet {
+        working::only_failures();
+    }
+    log::begin(cli.verbose);
     if !matches!(command, cli::Command::TemplateChild) {
         limit_threads();
     }

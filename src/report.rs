@@ -77,9 +77,19 @@ fn text_to(out: &mut impl Write, text: &str) -> Result<(), Failure> {
 
 /// A line for people. A closed stderr is no reason to stop.
 pub(crate) fn say(line: &str) {
-    if working::is_quiet() {
-        return;
+    if !working::is_quiet() {
+        print_line(line);
     }
+}
+
+/// Why something failed: told with `--quiet` too.
+pub(crate) fn say_failure(line: &str) {
+    if !working::is_silent() {
+        print_line(line);
+    }
+}
+
+fn print_line(line: &str) {
     working::above(|| {
         let _ = writeln!(std::io::stderr(), "{}", plain(line));
     });
@@ -123,7 +133,7 @@ fn is_harmful(c: char) -> bool {
 
 /// Reports a failure on both channels.
 pub(crate) fn fail(failure: &Failure) -> ExitCode {
-    say(&format!("amk: {}", failure.message.replace('\n', " | ")));
+    say_failure(&format!("amk: {}", failure.message.replace('\n', " | ")));
     let _ = document(&error_document(failure.exit, &failure.message));
     failure.exit.into()
 }

@@ -2,26 +2,39 @@
 //! Nothing is shown where standard error is no terminal.
 
 use std::fmt::Write;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use indicatif::{HumanDuration, ProgressBar, ProgressState, ProgressStyle};
 
-/// Whether lines for people are left out.
-static QUIET: AtomicBool = AtomicBool::new(false);
+/// What is said to people.
+static SAID: AtomicU8 = AtomicU8::new(ALL);
+const ALL: u8 = 0;
+const FAILURES: u8 = 1;
+const NOTHING: u8 = 2;
 
 /// How often the line is drawn.
 const TICK: Duration = Duration::from_millis(250);
 
-/// From here on nothing is said to people: nobody may be reading, and a full pipe would stop the work.
-pub(crate) fn quiet() {
-    QUIET.store(true, Ordering::Relaxed);
+/// From here on people are told why something failed, and nothing else.
+pub(crate) fn only_failures() {
+    SAID.store(FAILURES, Ordering::Relaxed);
 }
 
-/// Whether nothing is said to people.
+/// From here on nothing is said to people: nobody may be reading, and a full pipe would stop the work.
+pub(crate) fn quiet() {
+    SAID.store(NOTHING, Ordering::Relaxed);
+}
+
+/// Whether people are told neither what goes on nor what was found.
 pub(crate) fn is_quiet() -> bool {
-    QUIET.load(Ordering::Relaxed)
+    SAID.load(Ordering::Relaxed) != ALL
+}
+
+/// Whether people are not even told of failures.
+pub(crate) fn is_silent() -> bool {
+    SAID.load(Ordering::Relaxed) == NOTHING
 }
 
 /// A line that is taken away at the end.

@@ -53,7 +53,7 @@ const MEANINGS: [&str; 9] = [
     "UNIT_ROWS",
     "UNIT_ROW_BYTES",
     "KV_ELEMENT_BYTES",
-    "GENERATIONS_MAX",
+    "TAG_RUNS",
     "TAG_BITS",
     "PARTIAL_HEADER",
     "NONE",

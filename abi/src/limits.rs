@@ -53,9 +53,10 @@ limits! {
     KV_PAGE: u32 = 128;
     /// Pages of the key/value cache, the one that is nobody's included: a word of the tables has 16 bits.
     KV_PAGES_MAX: u32 = 1 << 16;
-    /// Writes of one tagged slot within a step; a tag is `epoch * GENERATIONS_MAX + generation`, of which a word keeps the lowest
-    /// `TAG_BITS`. Every word is written in every step, so a stale one is at most a step old and the bits suffice.
-    GENERATIONS_MAX: u32 = 4;
+    /// What a tag counts an epoch as: a tag is `epoch * TAG_RUNS + run`, of which a word keeps the lowest `TAG_BITS`. Every word is written in every
+    /// step, so a stale one is at most a step old and the bits suffice; a lane of a batch that sat out some steps tells its words by its
+    /// run, one of three, and all else has run 0.
+    TAG_RUNS: u32 = 4;
     /// Lowest bits of a tagged f32 that hold its tag; the value keeps the others, rounded.
     TAG_BITS: u32 = 4;
     /// Words in front of the outputs of a head in the attention partials: greatest score, sum of exponentials, two of padding.
@@ -112,7 +113,7 @@ limits! {
 }
 
 const _: () = assert!(
-    1 << TAG_BITS >= 4 * GENERATIONS_MAX,
+    1 << TAG_BITS >= 4 * TAG_RUNS,
     "a tag differs from those of the step before and after"
 );
 const _: () = assert!(RING_ENTRIES.is_power_of_two());

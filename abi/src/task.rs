@@ -265,7 +265,7 @@ wire_struct! {
         /// A bit a lane: tokens are chosen by the session's `amk_sampling`.
         pub sample: u32,
         /// Two bits a lane: which run of the lane this is, of three. A lane that did not run for some steps has old words whose epoch may look
-        /// like this one; the run, in the place of a tag's generation, tells them.
+        /// like this one; the run, part of its tags, tells them.
         pub runs: u32,
         /// Zero.
         pub reserved: u32,

@@ -75,6 +75,7 @@ fn command(context: &Context, visible: Option<&str>) -> Command {
     let mut command = Command::new(THIS_PROGRAM);
     command.arg0("amk").args(["device-child", "--model", &context.name, "--kv-capacity"]);
     command.arg(context.kv_capacity.to_string());
+    command.args(crate::log::arguments());
     if let Some(target) = &context.named_target {
         command.args(["--target", target]);
     }

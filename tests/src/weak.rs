@@ -247,7 +247,7 @@ fn cache_ops(
 
 /// The lowest bits of a tag, as in the word.
 fn tag(value: Value) -> u32 {
-    (value.step * abi::GENERATIONS_MAX) & ((1 << abi::TAG_BITS) - 1)
+    (value.step * abi::TAG_RUNS) & ((1 << abi::TAG_BITS) - 1)
 }
 
 impl Machine<'_> {

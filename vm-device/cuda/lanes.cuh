@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t lane_token(Worker const& w) { return w.share
 __device__ __forceinline__ uint32_t lane_position(Worker const& w) { return w.shared->step.position + w.shared->lanes.position[w.lane]; }
 __device__ __forceinline__ uint32_t lane_session(Worker const& w) { return w.shared->lanes.session[w.lane]; }
 __device__ __forceinline__ uint32_t lane_logits_row(Worker const& w) { return w.lane * w.shared->program.logits_rows + w.shared->step.logits_row; }
-// What a lane's tags have in the place of a generation.
+// The run of a lane, part of its tags.
 __device__ __forceinline__ uint32_t lane_run(Worker const& w) { return w.shared->lanes.runs >> 2 * w.lane & 3; }
 // Where a slot is. The activations are there once for each lane.
 __device__ __forceinline__ uint64_t slot_address(Worker const& w, ResolvedSlot const& s) {

@@ -51,7 +51,7 @@ constexpr uint32_t TAG_MASK = (1u << AMK_TAG_BITS) - 1;
 
 __device__ __forceinline__ Words slot_words(Worker const& w, ResolvedSlot const& s, uint32_t generation) {
   bool const tagged = s.kind == AMK_SLOT_TAGGED;
-  return Words{(uint32_t*)slot_address(w, s), tagged ? (w.epoch * AMK_GENERATIONS_MAX + generation + lane_run(w)) & TAG_MASK : 0, tagged ? TAG_MASK : 0};
+  return Words{(uint32_t*)slot_address(w, s), tagged ? (w.epoch * AMK_TAG_RUNS + generation + lane_run(w)) & TAG_MASK : 0, tagged ? TAG_MASK : 0};
 }
 __device__ __forceinline__ bool word_here(Words const& s, uint32_t word) { return ((word ^ s.tag) & s.mask) == 0; }
 __device__ __forceinline__ float word_value(Words const& s, uint32_t word) { return __uint_as_float(word & ~s.mask); }

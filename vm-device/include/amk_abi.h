@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x3f934b129af251f3ull
+#define AMK_ABI_HASH 0xd13262cd2299c47eull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -36,7 +36,7 @@ typedef long long int64_t;
 #define AMK_KV_CAPACITY_MAX 262144u
 #define AMK_KV_PAGE 128u
 #define AMK_KV_PAGES_MAX 65536u
-#define AMK_GENERATIONS_MAX 4u
+#define AMK_TAG_RUNS 4u
 #define AMK_TAG_BITS 4u
 #define AMK_PARTIAL_HEADER 4u
 #define AMK_STAGE_UNITS_MAX 64u

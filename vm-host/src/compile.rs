@@ -3,6 +3,7 @@
 use std::ffi::{CStr, CString};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::time::Instant;
 
 use cudarc::nvrtc::sys;
 use ir::program::staging::{Staging, WARP_UNITS_MAX};
@@ -162,9 +163,12 @@ fn compile_unit(
     let id = build_id(source, options);
     let file = cache.map(|dir| dir.join(format!("{id}-nvrtc{major}.{minor}")));
     if let Some(cubin) = file.as_deref().and_then(|file| read_cached(file, &id)) {
+        tracing::debug!(kernel = id, "kernel taken from the cache");
         return Ok(cubin);
     }
+    let began = Instant::now();
     let (image, log) = run_nvrtc(source, options)?;
+    tracing::info!(kernel = id, seconds = began.elapsed().as_secs_f32(), "kernel compiled");
     if let Some(file) = &file {
         write_cached(file, &image, &log);
     }

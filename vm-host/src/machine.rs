@@ -167,6 +167,13 @@ impl Idle {
                 (Some(landing), LoadReport::default())
             }
         };
+        tracing::info!(
+            device = info.name,
+            bytes = report.bytes,
+            seconds = report.seconds,
+            source = report.source,
+            "weights loaded"
+        );
         let residents = make_residents(
             graph,
             weights,
@@ -220,7 +227,14 @@ impl Idle {
         variant: Variant,
         program: &Verified<Program>,
     ) -> Result<Resident, Box<(Self, HostError)>> {
-        match self.try_launch(&variant, program) {
+        let launched = self.try_launch(&variant, program);
+        tracing::info!(
+            model = program.model,
+            lanes = variant.lanes,
+            ok = launched.is_ok(),
+            "kernel launched"
+        );
+        match launched {
             Ok(current) => Ok(Resident { idle: Some(self), variant, current, failed: false }),
             Err(error) => Err(Box::new((self, error))),
         }
@@ -433,6 +447,7 @@ impl Resident {
         let current = self.current;
         let idle = self.idle();
         let place = idle.memory.places.oldest(current);
+        tracing::debug!(place, tasks = program.task_len(), "program loaded beside the running one");
         idle.load_into(place, program, sequences)
     }
 
@@ -643,6 +658,7 @@ impl Resident {
             unreachable!("only `stop` takes it, and consumes the machine")
         };
         let left = end_kernel(&mut idle, self.failed);
+        tracing::info!(ok = left.is_ok(), "kernel stopped");
         if let Err(error) = left {
             std::mem::forget(idle); // freeing anything would wait for the kernel for ever
             return Err(error);

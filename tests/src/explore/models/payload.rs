@@ -28,7 +28,7 @@ const MASK: u32 = (1 << abi::TAG_BITS) - 1;
 
 /// As in `slot_words`.
 fn tag(epoch: u32) -> u32 {
-    (epoch * abi::GENERATIONS_MAX) & MASK
+    (epoch * abi::TAG_RUNS) & MASK
 }
 
 /// A word with a value that no other step has.
@@ -80,7 +80,7 @@ fn model(bug: Bug) -> Model {
     let steps = Steps::new(&mut m, 2);
     let short = 1;
     // Enough for the tags to come round.
-    let round = (MASK + 1) / abi::GENERATIONS_MAX;
+    let round = (MASK + 1) / abi::TAG_RUNS;
     let (mut producer, mut reader) = (Vec::new(), Vec::new());
     for epoch in 1..=round + 2 {
         let skipped = bug == Bug::SkipsSteps && epoch > 1 && epoch <= round;

@@ -112,10 +112,8 @@ limits! {
     NONE: u32 = u32::MAX;
 }
 
-const _: () = assert!(
-    1 << TAG_BITS >= 4 * TAG_RUNS,
-    "a tag differs from those of the step before and after"
-);
+const _: () =
+    assert!(1 << TAG_BITS >= 4 * TAG_RUNS, "a tag differs from those of the step before and after");
 const _: () = assert!(RING_ENTRIES.is_power_of_two());
 const _: () = assert!(LANES_MAX as u32 * LANE_ENDING_BITS <= 32 && SESSIONS_MAX <= 256);
 const _: () = assert!(UNIT_BYTES == UNIT_ROWS * UNIT_ROW_BYTES);

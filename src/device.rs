@@ -117,7 +117,9 @@ impl<'a> Gpu<'a> {
         Ok(Self {
             context,
             info,
-            bandwidth: measure.then(|| vm_host::measure_bandwidth(BANDWIDTH_RUNS)).transpose()?,
+            bandwidth: measure
+                .then(|| vm_host::Card::default().measure_bandwidth(BANDWIDTH_RUNS))
+                .transpose()?,
             machine: Machine::Absent,
             programs: BTreeMap::new(),
             next: 0,
@@ -628,7 +630,7 @@ pub(crate) struct Check {
 
 /// What driving a GPU needs, and whether it is here. Where all of it is, the bandwidth is measured too.
 pub(crate) fn checks() -> Vec<Check> {
-    let info = vm_host::device_info();
+    let info = vm_host::Card::default().info();
     let nvrtc = vm_host::nvrtc_version();
     let driver = !matches!(info, Err(HostError::NoDriver));
     let fits = info.as_ref().is_ok_and(|info| Architecture::of(info.capability).is_some());
@@ -659,7 +661,7 @@ pub(crate) fn checks() -> Vec<Check> {
                     "{}, {} multiprocessors, {} of {:.1} GiB free, compute capability {}.{}",
                     info.name,
                     info.sms,
-                    vm_host::free_memory()
+                    vm_host::Card::default().free_memory()
                         .map_or_else(|_| "unknown".to_owned(), |free| format!("{:.1}", gib(free))),
                     gib(info.memory_bytes),
                     info.capability.0,
@@ -671,7 +673,7 @@ pub(crate) fn checks() -> Vec<Check> {
         },
     ];
     if fits && nvrtc.is_ok() {
-        let bandwidth = vm_host::measure_bandwidth(BANDWIDTH_RUNS);
+        let bandwidth = vm_host::Card::default().measure_bandwidth(BANDWIDTH_RUNS);
         checks.push(Check {
             name: "bandwidth",
             ok: bandwidth.is_ok(),

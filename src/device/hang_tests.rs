@@ -282,7 +282,7 @@ fn every_fault_is_reported_and_the_next_run_is_right() {
     if let Ok(faults) = std::env::var(FAULT) {
         return be_a_device(faults);
     }
-    if let Err(error) = vm_host::device_info() {
+    if let Err(error) = vm_host::Card::default().info() {
         let required = std::env::var_os("AMK_REQUIRE_DEVICE").is_some();
         assert!(!required, "a device is required: {error}");
         eprintln!("skipped: {error}");

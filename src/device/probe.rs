@@ -2,22 +2,22 @@
 
 use ir::Target;
 use vm_device::Architecture;
-use vm_host::{DeviceInfo, HostError};
+use vm_host::{Card, DeviceInfo, HostError};
 
 /// What is missing for driving the GPU that is here with programs for this target, found without touching it.
 pub(crate) fn look(target: &Target) -> Result<DeviceInfo, HostError> {
-    fits(target, vm_host::device_info()?)
+    fits(target, Card::default().info()?)
 }
 
 /// The GPU of a number, as [`look`] finds the first one.
 pub(crate) fn look_at(target: &Target, ordinal: u32) -> Result<DeviceInfo, HostError> {
-    fits(target, vm_host::device_info_at(ordinal)?)
+    fits(target, Card::new(ordinal).info()?)
 }
 
 /// The GPU with this id, among those that are seen here.
 pub(crate) fn find(uuid: &str) -> Result<Option<u32>, HostError> {
     for ordinal in 0.. {
-        match vm_host::device_info_at(ordinal) {
+        match Card::new(ordinal).info() {
             Ok(info) if info.uuid == uuid => return Ok(Some(ordinal)),
             Ok(_) => {}
             Err(HostError::NoSuchDevice { .. } | HostError::NoDevice) => break,
@@ -44,7 +44,7 @@ fn fits(target: &Target, info: DeviceInfo) -> Result<DeviceInfo, HostError> {
 
 /// The live GPU as a target, if there is one that the kernel runs on.
 pub(crate) fn live_target() -> Option<Target> {
-    let info = vm_host::device_info().ok()?;
+    let info = Card::default().info().ok()?;
     Architecture::of(info.capability)?;
     Some(Target {
         sms: info.sms,

@@ -95,7 +95,7 @@ fn heard(desk: Desk<'_>, wanted: Vec<Wanted>, together: bool) -> Vec<(Vec<u32>, 
 /// alone.
 #[test]
 fn sessions_on_the_kernel_say_what_each_says_alone() {
-    if let Err(error) = vm_host::device_info() {
+    if let Err(error) = vm_host::Card::default().info() {
         let required = std::env::var_os("AMK_REQUIRE_DEVICE").is_some();
         assert!(!required, "a device is required: {error}");
         return eprintln!("skipped: {error}");

@@ -51,7 +51,7 @@ pub(super) fn between(before: Option<&Held>, after: &Held) -> Vec<String> {
 
 /// Memory of the card that is not free again.
 pub(super) fn device(before: Option<u64>) -> Option<String> {
-    let (before, after) = (before?, vm_host::free_memory().ok()?);
+    let (before, after) = (before?, vm_host::Card::default().free_memory().ok()?);
     (after + CARD < before).then(|| format!("{after} bytes of the card are free, {before} were"))
 }
 

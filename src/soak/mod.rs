@@ -83,7 +83,8 @@ pub(crate) fn run(args: &SoakArgs) -> Outcome {
     let config = schedule_choice::reproducible(&context, context.kv_capacity);
     let program = Arc::new(context.lowered(&config)?);
     let scripts = scripts(&context, args.seed)?;
-    let free = context.has_device()?.then(vm_host::free_memory).and_then(Result::ok);
+    let free =
+        context.has_device()?.then(|| vm_host::Card::default().free_memory()).and_then(Result::ok);
     let began = Instant::now();
     let mut soak = Soak::open(&context, args, program, config.kernel, scripts)?;
     let limit = Duration::from_secs(args.seconds);

@@ -5,10 +5,9 @@ use std::time::Duration;
 
 use ir::program::{Program, SlotSource};
 use ir::{Graph, Weights};
-use vm_device::{Architecture, Variant};
 
-use crate::compile::{Cubin, compile, default_cache};
-use crate::driver::{Context, Device, DeviceInfo, Event, Module, Stream};
+use crate::card::Card;
+use crate::driver::{Module, Stream};
 use crate::error::HostError;
 use crate::landing::Streaming;
 use crate::load::{Residents, constant_key, constant_values, rope_table};
@@ -17,24 +16,11 @@ use crate::memory::{DeviceBuffer, HostBuffer, upload};
 use crate::pages::{KvPool, PageLayout, PageTables, page_bytes, pool_pages};
 use crate::sampling::SamplingMemory;
 
-/// The build whose bandwidth kernel is used; any would do.
-const PROBE_VARIANT: Variant = Variant {
-    dtype: abi::DType::Bf16,
-    head_dim: 64,
-    group: 1,
-    qk_norm: false,
-    widths: [64; 3],
-    shares: 0,
-    poll_sleep_ns: 20,
-    evict_first: true,
-    lanes: 1,
-    trace: false,
-    first_task: 0,
-};
-
 /// What a machine is booted for.
 #[derive(Clone, Debug)]
 pub struct BootOptions {
+    /// The GPU.
+    pub card: Card,
     /// Sessions with a key/value cache of their own.
     pub sessions: u32,
     /// The pages that their caches are made of.
@@ -54,6 +40,7 @@ pub struct BootOptions {
 impl Default for BootOptions {
     fn default() -> Self {
         Self {
+            card: Card::default(),
             sessions: 1,
             kv_pool: KvPool::Full,
             logits_rows: 64,
@@ -63,82 +50,6 @@ impl Default for BootOptions {
             streaming: None,
         }
     }
-}
-
-/// What the device is. Nothing is allocated on it and no context made, so another process may own it.
-///
-/// # Errors
-/// If there is no driver or device.
-pub fn device_info() -> Result<DeviceInfo, HostError> {
-    Device::first()?.info()
-}
-
-/// The same of the device with this number, as the driver counts them.
-///
-/// # Errors
-/// If there is no driver, or no such device.
-pub fn device_info_at(ordinal: u32) -> Result<DeviceInfo, HostError> {
-    Device::at(ordinal)?.info()
-}
-
-/// Device memory that is free, this process's context not counted.
-///
-/// # Errors
-/// If there is no driver or device, or it lets nobody in.
-pub fn free_memory() -> Result<u64, HostError> {
-    Context::new()?.free_bytes()
-}
-
-pub(crate) fn arch(info: &DeviceInfo) -> Result<&'static Architecture, HostError> {
-    let (major, minor) = info.capability;
-    let unknown = || HostError::Architecture { name: info.name.clone(), major, minor };
-    Architecture::of(info.capability).ok_or_else(unknown)
-}
-
-pub(crate) fn load_module(
-    variant: &Variant,
-    info: &DeviceInfo,
-) -> Result<(Module, Cubin), HostError> {
-    let cubin = compile(variant, arch(info)?.name, default_cache().as_deref())?;
-    Ok((Module::load(&cubin.image)?, cubin))
-}
-
-/// Bytes a second that bulk copies read on this device: the median of `runs` sweeps over scratch memory far larger than the L2 cache.
-/// No kernel of ours may be resident.
-///
-/// # Errors
-/// If there is no suitable device, or a launch fails.
-pub fn measure_bandwidth(runs: usize) -> Result<f64, HostError> {
-    const STAGE: u32 = 32 << 10;
-    const STAGES: u32 = 6;
-    let context = Context::new()?;
-    let info = context.info()?;
-    let (module, _) = load_module(&PROBE_VARIANT, &info)?;
-    let kernel = module.function(c"amk_bandwidth")?;
-    let shared = 1024 + STAGE * STAGES;
-    kernel.allow_shared(shared)?;
-    let (stream, scratch) = (Stream::new()?, DeviceBuffer::zeroed(2 << 30)?);
-    let (start, end) = (Event::new()?, Event::new()?);
-    let sweep = u64::from(info.sms) * u64::from(STAGE);
-    let mut rates = Vec::new();
-    for _ in 0..=runs.max(1) {
-        let (mut source, mut bytes, mut stage, mut stages) =
-            (scratch.address, scratch.bytes, STAGE, STAGES);
-        let mut arguments: [*mut std::ffi::c_void; 4] = [
-            (&raw mut source).cast(),
-            (&raw mut bytes).cast(),
-            (&raw mut stage).cast(),
-            (&raw mut stages).cast(),
-        ];
-        start.record(&stream)?;
-        stream.launch(&kernel, info.sms, 32, shared, &mut arguments)?;
-        end.record(&stream)?;
-        end.synchronize()?;
-        rates.push((bytes / sweep * sweep) as f64 / start.elapsed_us(&end)? * 1e6);
-    }
-    rates.remove(0); // warm-up
-    rates.sort_by(f64::total_cmp);
-    Ok(rates[rates.len() / 2])
 }
 
 /// Refuses a grid that cannot be resident at once, before it is launched: its workers would wait for workers that never start.

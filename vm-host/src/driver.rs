@@ -50,11 +50,6 @@ pub struct DeviceInfo {
 pub(crate) struct Device(sys::CUdevice);
 
 impl Device {
-    /// Device 0, the one that this process drives.
-    pub(crate) fn first() -> Result<Self, HostError> {
-        Self::at(0)
-    }
-
     /// Initialises the driver, and finds the device of a number.
     pub(crate) fn at(ordinal: u32) -> Result<Self, HostError> {
         // SAFETY: only asks the dynamic loader whether the library can be opened. Without this check cudarc panics.
@@ -122,7 +117,7 @@ impl Device {
     }
 }
 
-/// The primary context of device 0, current on this thread.
+/// The primary context of a device.
 pub(crate) struct Context {
     device: Device,
     handle: sys::CUcontext,
@@ -134,9 +129,8 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Initialises the driver and makes the primary context current.
-    pub(crate) fn new() -> Result<Arc<Self>, HostError> {
-        let device = Device::first()?;
+    /// Makes the primary context current on this thread.
+    pub(crate) fn new(device: Device) -> Result<Arc<Self>, HostError> {
         let mut context = std::ptr::null_mut();
         // SAFETY: the out pointer is valid and the device is live; the context is that of the first call.
         unsafe {

@@ -12,6 +12,7 @@
 //! ```
 
 mod boot;
+mod card;
 mod compile;
 mod driver;
 #[cfg(test)]
@@ -32,7 +33,8 @@ mod sampling;
 mod uring;
 mod weights;
 
-pub use boot::{BootOptions, device_info, device_info_at, free_memory, measure_bandwidth};
+pub use boot::BootOptions;
+pub use card::Card;
 pub use compile::{
     Cubin, Resources, compile, compile_prefill, default_cache, kernel_id, nvrtc_version, options,
     resources, variant,

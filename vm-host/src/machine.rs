@@ -14,9 +14,8 @@ use ir::program::{Program, Verified};
 use ir::{Graph, Weights};
 use vm_device::Variant;
 
-use crate::boot::{
-    BootOptions, check_memory, check_residency, load_module, make_residents, probe_abi,
-};
+use crate::boot::{BootOptions, check_memory, check_residency, make_residents, probe_abi};
+use crate::card::load_module;
 use crate::driver::{Context, DeviceInfo, Module, Stream};
 use crate::error::HostError;
 use crate::landing::{Landing, Through};
@@ -142,7 +141,7 @@ impl Idle {
         options: BootOptions,
         through: Through<'_>,
     ) -> Result<Self, HostError> {
-        let context = Context::new()?;
+        let context = options.card.context()?;
         let info = context.info()?;
         check_shape(graph, &options)?;
         let pages = check_memory(program, &options, variant.lanes, context.free_bytes()?)?;

@@ -37,7 +37,7 @@ fn golden_dir(name: &str) -> PathBuf {
 }
 
 fn subject(dir: &Path) -> Option<Subject> {
-    let info = match crate::boot::device_info() {
+    let info = match crate::Card::default().info() {
         Ok(info) => info,
         Err(error) => {
             let required = std::env::var_os("AMK_REQUIRE_DEVICE").is_some();

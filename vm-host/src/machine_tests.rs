@@ -15,7 +15,7 @@ const DEADLINE: Duration = Duration::from_millis(300);
 
 /// A booted toy with its program, or nothing if there is no device.
 fn toy() -> Option<(Model, Verified<Program>, Variant, Idle)> {
-    let info = match crate::boot::device_info() {
+    let info = match crate::Card::default().info() {
         Ok(info) => info,
         Err(error) => {
             assert!(

@@ -10,7 +10,7 @@ use abi::{ATTEND_KEYS, ATTEND_TOKENS, PREFILL_THREADS};
 use ir::{DType, Graph};
 use vm_device::PrefillVariant;
 
-use crate::boot::arch;
+use crate::card::arch;
 use crate::compile::{compile_prefill, default_cache};
 use crate::driver::{DeviceInfo, Event, Function, Module, Stream};
 use crate::error::HostError;

@@ -95,7 +95,7 @@ fn endings_are_read_by_lane() {
 /// What the host would have refused, put to the device itself: it answers, and goes on.
 #[test]
 fn the_device_refuses_what_it_cannot_run() {
-    let Ok(info) = crate::device_info() else {
+    let Ok(info) = crate::Card::default().info() else {
         let required = std::env::var_os("AMK_REQUIRE_DEVICE").is_some();
         assert!(!required, "a device is required");
         eprintln!("skipped: no device");

@@ -5,7 +5,7 @@ use vm_host::{DeviceInfo, HostError};
 /// The device, or nothing where there is none: the test says so and passes, unless `AMK_REQUIRE_DEVICE` is set. One that does not answer as it
 /// should is a failure in any case.
 pub(crate) fn device() -> Option<DeviceInfo> {
-    match vm_host::device_info() {
+    match vm_host::Card::default().info() {
         Ok(info) => Some(info),
         Err(error @ (HostError::NoDriver | HostError::NoDevice)) => {
             let required = std::env::var_os("AMK_REQUIRE_DEVICE").is_some();

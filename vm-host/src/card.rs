@@ -1,0 +1,113 @@
+//! A GPU as a value: which one, what it is, what is free on it, how fast it reads.
+
+use std::sync::Arc;
+
+use vm_device::{Architecture, Variant};
+
+use crate::compile::{Cubin, compile, default_cache};
+use crate::driver::{Context, Device, DeviceInfo, Event, Module, Stream};
+use crate::error::HostError;
+use crate::memory::DeviceBuffer;
+
+/// The build whose bandwidth kernel is used; any would do.
+const PROBE_VARIANT: Variant = Variant {
+    dtype: abi::DType::Bf16,
+    head_dim: 64,
+    group: 1,
+    qk_norm: false,
+    widths: [64; 3],
+    shares: 0,
+    poll_sleep_ns: 20,
+    evict_first: true,
+    lanes: 1,
+    trace: false,
+    first_task: 0,
+};
+
+/// A GPU, by its number as the driver counts them. The default is the first one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Card {
+    ordinal: u32,
+}
+
+impl Card {
+    /// The GPU with this number, whether or not there is one.
+    #[must_use]
+    pub const fn new(ordinal: u32) -> Self {
+        Self { ordinal }
+    }
+
+    /// What it is. Nothing is allocated on it and no context made, so another process may own it.
+    ///
+    /// # Errors
+    /// If there is no driver, or no such GPU.
+    pub fn info(self) -> Result<DeviceInfo, HostError> {
+        Device::at(self.ordinal)?.info()
+    }
+
+    /// Its memory that is free, in bytes, this process's context not counted.
+    ///
+    /// # Errors
+    /// If there is no driver or no such GPU, or it lets nobody in.
+    pub fn free_memory(self) -> Result<u64, HostError> {
+        self.context()?.free_bytes()
+    }
+
+    /// Its primary context, current on this thread.
+    pub(crate) fn context(self) -> Result<Arc<Context>, HostError> {
+        Context::new(Device::at(self.ordinal)?)
+    }
+
+    /// Bytes a second that bulk copies read on it: the median of `runs` sweeps over scratch memory far larger than the L2 cache.
+    /// No kernel of ours may be resident.
+    ///
+    /// # Errors
+    /// If there are no kernels for it, or a launch fails.
+    pub fn measure_bandwidth(self, runs: usize) -> Result<f64, HostError> {
+        const STAGE: u32 = 32 << 10;
+        const STAGES: u32 = 6;
+        let context = self.context()?;
+        let info = context.info()?;
+        let (module, _) = load_module(&PROBE_VARIANT, &info)?;
+        let kernel = module.function(c"amk_bandwidth")?;
+        let shared = 1024 + STAGE * STAGES;
+        kernel.allow_shared(shared)?;
+        let (stream, scratch) = (Stream::new()?, DeviceBuffer::zeroed(2 << 30)?);
+        let (start, end) = (Event::new()?, Event::new()?);
+        let sweep = u64::from(info.sms) * u64::from(STAGE);
+        let mut rates = Vec::new();
+        for _ in 0..=runs.max(1) {
+            let (mut source, mut bytes, mut stage, mut stages) =
+                (scratch.address, scratch.bytes, STAGE, STAGES);
+            let mut arguments: [*mut std::ffi::c_void; 4] = [
+                (&raw mut source).cast(),
+                (&raw mut bytes).cast(),
+                (&raw mut stage).cast(),
+                (&raw mut stages).cast(),
+            ];
+            start.record(&stream)?;
+            stream.launch(&kernel, info.sms, 32, shared, &mut arguments)?;
+            end.record(&stream)?;
+            end.synchronize()?;
+            rates.push((bytes / sweep * sweep) as f64 / start.elapsed_us(&end)? * 1e6);
+        }
+        rates.remove(0); // warm-up
+        rates.sort_by(f64::total_cmp);
+        Ok(rates[rates.len() / 2])
+    }
+}
+
+/// What there is for a GPU's architecture.
+pub(crate) fn arch(info: &DeviceInfo) -> Result<&'static Architecture, HostError> {
+    let (major, minor) = info.capability;
+    let unknown = || HostError::Architecture { name: info.name.clone(), major, minor };
+    Architecture::of(info.capability).ok_or_else(unknown)
+}
+
+pub(crate) fn load_module(
+    variant: &Variant,
+    info: &DeviceInfo,
+) -> Result<(Module, Cubin), HostError> {
+    let cubin = compile(variant, arch(info)?.name, default_cache().as_deref())?;
+    Ok((Module::load(&cubin.image)?, cubin))
+}

@@ -101,7 +101,12 @@ fn quiet_and_verbose_are_about_standard_error_alone() {
         "{}",
         verbose.stderr
     );
-    evaluate(&["{}", "-q", "-v"]).fails(2, &["--quiet", "--verbose"]);
+    let both = evaluate(&["{}", "-q", "-v"]);
+    let message = both.json()["message"].to_string();
+    assert!(
+        both.code == 2 && message.contains("--quiet") && message.contains("--verbose"),
+        "{message}"
+    );
 }
 
 /// `evaluate` on the toy with a config on standard input.

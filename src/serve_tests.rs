@@ -171,10 +171,19 @@ impl Server {
 
     /// How many sequences ended for want of a client.
     fn cancelled(&self) -> u64 {
+        self.sum("amk_sequences_ended_total{outcome=\"cancelled\"} ")
+    }
+
+    /// How many positions were run.
+    fn positions(&self) -> u64 {
+        self.sum("amk_positions_total{priority=\"normal\"} ")
+    }
+
+    /// A line of the metrics.
+    fn sum(&self, name: &str) -> u64 {
         let url = self.document["metrics"].as_str().unwrap();
         let address = url.trim_start_matches("http://").trim_end_matches("/metrics");
         let text = self.at(address, "GET /metrics HTTP/1.0").body;
-        let name = "amk_sequences_ended_total{outcome=\"cancelled\"} ";
         let count = text.lines().find_map(|line| line.strip_prefix(name)?.parse::<f64>().ok());
         count.unwrap_or_else(|| panic!("{text}")) as u64
     }
@@ -455,8 +464,10 @@ fn a_full_queue_and_a_client_that_goes() {
     wait_for("the request goes on for nobody", || server.cancelled() == 1);
     // One that waits for its whole answer can go, too.
     let whole = request(json!({"max_tokens": 2000, "logit_bias": {"1": -100, "2": -100}}));
+    let before = server.positions();
     let stream = server.send(&head("/v1/completions"), &whole.to_string());
-    wait_for("the request comes", || server.inside() > 0);
+    // Who goes sooner leaves no sequence behind that could be counted.
+    wait_for("the request is decoded", || server.positions() > before);
     drop(stream);
     wait_for("the request goes on for nobody", || server.cancelled() == 2);
     assert_eq!(server.complete(json!({"max_tokens": 2})).status, 200);

@@ -21,28 +21,21 @@ pub(crate) fn run(args: &BundleArgs) -> Outcome {
     let mut documents = Vec::new();
     let mut exit = Exit::Yes;
     for path in &args.files {
-        let (document, refused) = match check(args, path)? {
-            Ok(document) => (document, None),
-            Err(refused) => (json!({"reason": refused.2}), Some(refused)),
-        };
-        let mut document = document;
-        let status = match (&refused, document["same_kernel"].as_bool()) {
-            (None, Some(true)) => Status::Holds,
-            (None, _) => Status::Stale,
-            (Some((_, Refused::Stale, _)), _) => Status::Stale,
-            (Some((_, Refused::Altered, _)), _) => Status::Altered,
-        };
-        document["file"] = json!(path);
-        document["holds"] = json!(refused.is_none());
-        document["status"] = json!(status.name());
-        documents.push(document);
-        match refused {
-            None => report::say(&format!("{}: {}", path.display(), status.name())),
-            Some((why, _, reason)) => {
+        let (mut document, status) = match check(args, path)? {
+            Ok((document, status)) => {
+                report::say(&format!("{}: {}", path.display(), status.name()));
+                (document, status)
+            }
+            Err((why, reason)) => {
                 report::say(&format!("{}: REFUSED: {reason}", path.display()));
                 exit = if exit == Exit::Integrity { exit } else { why };
+                (json!({"reason": reason}), Status::Altered)
             }
-        }
+        };
+        document["file"] = json!(path);
+        document["holds"] = json!(status != Status::Altered);
+        document["status"] = json!(status.name());
+        documents.push(document);
         if args.current && status == Status::Stale && exit == Exit::Yes {
             exit = Exit::No;
         }
@@ -77,18 +70,11 @@ impl Status {
     }
 }
 
-/// Why a bundle is refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Refused {
-    Stale,
-    Altered,
-}
-
-/// The exit code, what kind of refusal it is, and the reason.
-type Refusing = (Exit, Refused, String);
+/// The exit code of a bundle that is refused, and the reason.
+type Refusing = (Exit, String);
 
 /// What a bundle says and what was checked, or why it is refused. A file that cannot be read fails outright.
-fn check(args: &BundleArgs, path: &Path) -> Result<Result<Value, Refusing>, Failure> {
+fn check(args: &BundleArgs, path: &Path) -> Result<Result<(Value, Status), Refusing>, Failure> {
     let text = read(path)?;
     let bundle = match Bundle::read(&text) {
         Ok(bundle) => bundle,
@@ -102,46 +88,48 @@ fn check(args: &BundleArgs, path: &Path) -> Result<Result<Value, Refusing>, Fail
     let context = Context::load(args.model.as_ref().unwrap_or(&bundle.model), &place)?;
     let target = Target::by_name(&bundle.target)
         .map_err(|error| Failure::usage(format!("{}: {error}", path.display())))?;
-    if let Err(refusal) = bundle.rebuild(context.graph(), &target) {
-        return Ok(Err(refused(&refusal)));
-    }
-    let mut checked = vec![
-        "the hash fits".to_owned(),
-        "the figures follow from the samples".to_owned(),
-        format!("the schedule lowers to program {}", bundle.program_id),
-    ];
-    let weights = context.graph().weight_bytes();
-    if args.reference || weights <= REFERENCE_BYTES_MAX {
+    let mut checked =
+        vec!["the hash fits".to_owned(), "the figures follow from the samples".to_owned()];
+    let here = context.kernel_id(&bundle.config.kernel);
+    let same_kernel = here == bundle.kernel_id;
+    let other_kernel = || {
+        format!("this build has another kernel ({here}); the time is that of {}", bundle.kernel_id)
+    };
+    let rebuilt = match bundle.rebuild(context.graph(), &target) {
+        Ok(_) => Ok(checked.push(format!("the schedule lowers to program {}", bundle.program_id))),
+        Err(Refusal::Stale(why)) => Err(why),
+        Err(refusal) => return Ok(Err(refused(&refusal))),
+    };
+    // What a schedule computes is judged where it still lowers to what was measured.
+    if rebuilt.is_ok() && (args.reference || context.graph().weight_bytes() <= REFERENCE_BYTES_MAX)
+    {
         match reference(&context, &bundle)? {
             Ok(line) => checked.push(line),
-            Err(reason) => return Ok(Err((Exit::No, Refused::Altered, reason))),
+            Err(reason) => return Ok(Err((Exit::No, reason))),
         }
     }
-    let here = context.kernel_id(&bundle.config.kernel);
-    let kernel = if here == bundle.kernel_id {
-        "this build has the same kernel".to_owned()
-    } else {
-        format!(
-            "stale: this build has another kernel ({here}); the time is that of {}, built as {}",
-            bundle.kernel_id, bundle.conditions.amk
-        )
+    let stale = rebuilt.err().or_else(|| (!same_kernel).then(other_kernel));
+    let (build, status) = match stale {
+        None => ("this build has the same kernel".to_owned(), Status::Holds),
+        Some(why) => (format!("stale: {why}; built as {}", bundle.conditions.amk), Status::Stale),
     };
-    say(&bundle, &checked, &kernel);
-    Ok(Ok(json!({
+    say(&bundle, &checked, &build);
+    let document = json!({
         "model": bundle.model,
         "target": bundle.target,
         "context": bundle.context,
         "schedule_id": bundle.schedule_id,
         "program_id": bundle.program_id,
         "kernel_id": bundle.kernel_id,
-        "same_kernel": here == bundle.kernel_id,
+        "same_kernel": same_kernel,
         "built": bundle.conditions.amk,
         "us_per_token": bundle.median_us,
         "latency_kind": search::LatencyKind::MeasuredGpu,
         "ci_us": bundle.ci_us,
         "bound_us": bundle.bound_us,
         "checked": checked,
-    })))
+    });
+    Ok(Ok((document, status)))
 }
 
 fn read(path: &Path) -> Result<String, Failure> {
@@ -152,13 +140,12 @@ fn read(path: &Path) -> Result<String, Failure> {
 }
 
 fn refused(refusal: &Refusal) -> Refusing {
-    let (exit, kind) = match refusal {
-        Refusal::Unreadable(_) => (Exit::Usage, Refused::Altered),
-        Refusal::Tampered(_) => (Exit::Integrity, Refused::Altered),
-        Refusal::Unproven(_) => (Exit::No, Refused::Altered),
-        Refusal::Stale(_) => (Exit::No, Refused::Stale),
+    let exit = match refusal {
+        Refusal::Unreadable(_) => Exit::Usage,
+        Refusal::Tampered(_) => Exit::Integrity,
+        Refusal::Unproven(_) | Refusal::Stale(_) => Exit::No,
     };
-    (exit, kind, refusal.to_string())
+    (exit, refusal.to_string())
 }
 
 /// Runs the program on the reference machine, as the gate of a search does.
@@ -178,7 +165,7 @@ fn reference(context: &Context, bundle: &Bundle) -> Result<Result<String, String
     })
 }
 
-fn say(bundle: &Bundle, checked: &[String], kernel: &str) {
+fn say(bundle: &Bundle, checked: &[String], build: &str) {
     let conditions = &bundle.conditions;
     let mut rows = vec![
         ("model".to_owned(), format!("{} {} for {}", bundle.model, bundle.dtype, bundle.target)),
@@ -203,6 +190,6 @@ fn say(bundle: &Bundle, checked: &[String], kernel: &str) {
         ),
     ];
     rows.extend(checked.iter().map(|line| ("checked".to_owned(), line.clone())));
-    rows.push(("kernel".to_owned(), kernel.to_owned()));
+    rows.push(("build".to_owned(), build.to_owned()));
     report::table(&rows);
 }

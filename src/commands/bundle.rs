@@ -96,7 +96,10 @@ fn check(args: &BundleArgs, path: &Path) -> Result<Result<(Value, Status), Refus
         format!("this build has another kernel ({here}); the time is that of {}", bundle.kernel_id)
     };
     let rebuilt = match bundle.rebuild(context.graph(), &target) {
-        Ok(_) => Ok(checked.push(format!("the schedule lowers to program {}", bundle.program_id))),
+        Ok(_) => {
+            checked.push(format!("the schedule lowers to program {}", bundle.program_id));
+            Ok(())
+        }
         Err(Refusal::Stale(why)) => Err(why),
         Err(refusal) => return Ok(Err(refused(&refusal))),
     };

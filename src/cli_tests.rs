@@ -78,37 +78,6 @@ fn amk(args: &[&str]) -> Ran {
     amk_in(&std::env::temp_dir(), args)
 }
 
-#[test]
-fn quiet_and_verbose_are_about_standard_error_alone() {
-    let evaluate = |more: &[&str]| {
-        let common = ["evaluate", "--model", "toy", "--device", "cpu", "--config"];
-        amk(&[&common[..], more].concat())
-    };
-    let usual = evaluate(&["{}"]);
-    assert!(
-        usual.stderr.contains("predicted") && !usual.stderr.contains("INFO"),
-        "{}",
-        usual.stderr
-    );
-    let quiet = evaluate(&["{}", "-q"]);
-    assert_eq!((quiet.code, quiet.stderr.as_str()), (usual.code, ""));
-    assert_eq!(quiet.json()["schedule_id"], usual.json()["schedule_id"]);
-    let refused = evaluate(&["nowhere.json", "--quiet"]);
-    assert!(refused.code == 2 && refused.stderr.contains("nowhere.json"), "{}", refused.stderr);
-    let verbose = evaluate(&["{}", "-v"]);
-    assert!(
-        verbose.stderr.contains("INFO") && verbose.stderr.contains("model opened"),
-        "{}",
-        verbose.stderr
-    );
-    let both = evaluate(&["{}", "-q", "-v"]);
-    let message = both.json()["message"].to_string();
-    assert!(
-        both.code == 2 && message.contains("--quiet") && message.contains("--verbose"),
-        "{message}"
-    );
-}
-
 /// `evaluate` on the toy with a config on standard input.
 fn evaluate(config: &[u8]) -> Ran {
     let args = ["evaluate", "--model", "toy", "--device", "cpu", "--config", "-"];

@@ -135,3 +135,34 @@ fn one_standard_input_is_not_read_as_both_a_prompt_and_a_config() {
     let args = ["generate", "--model", &model, "--device", "cpu", "--prompt", "-", "--config", "-"];
     amk(&args).fails(2, &["--prompt -", "--config -"]);
 }
+
+#[test]
+fn quiet_and_verbose_are_about_standard_error_alone() {
+    let evaluate = |more: &[&str]| {
+        let common = ["evaluate", "--model", "toy", "--device", "cpu", "--config"];
+        amk(&[&common[..], more].concat())
+    };
+    let usual = evaluate(&["{}"]);
+    assert!(
+        usual.stderr.contains("predicted") && !usual.stderr.contains("INFO"),
+        "{}",
+        usual.stderr
+    );
+    let quiet = evaluate(&["{}", "-q"]);
+    assert_eq!((quiet.code, quiet.stderr.as_str()), (usual.code, ""));
+    assert_eq!(quiet.json()["schedule_id"], usual.json()["schedule_id"]);
+    let refused = evaluate(&["nowhere.json", "--quiet"]);
+    assert!(refused.code == 2 && refused.stderr.contains("nowhere.json"), "{}", refused.stderr);
+    let verbose = evaluate(&["{}", "-v"]);
+    assert!(
+        verbose.stderr.contains("INFO") && verbose.stderr.contains("model opened"),
+        "{}",
+        verbose.stderr
+    );
+    let both = evaluate(&["{}", "-q", "-v"]);
+    let message = both.json()["message"].to_string();
+    assert!(
+        both.code == 2 && message.contains("--quiet") && message.contains("--verbose"),
+        "{message}"
+    );
+}

@@ -166,13 +166,6 @@ impl Idle {
                 (Some(landing), LoadReport::default())
             }
         };
-        tracing::info!(
-            device = info.name,
-            bytes = report.bytes,
-            seconds = report.seconds,
-            source = report.source,
-            "weights loaded"
-        );
         let residents = make_residents(
             graph,
             weights,

@@ -140,12 +140,9 @@ pub(crate) fn load_matrices(
     }
     stream.synchronize()?;
     let bytes = pieces.iter().map(|p| p.bytes as u64).sum();
-    Ok(LoadReport {
-        bytes,
-        seconds: start.elapsed().as_secs_f64(),
-        source: reader.source().into(),
-        fallback: reader.fallback.take(),
-    })
+    let (seconds, source) = (start.elapsed().as_secs_f64(), reader.source());
+    tracing::info!(bytes, seconds, source, "weights loaded");
+    Ok(LoadReport { bytes, seconds, source: source.into(), fallback: reader.fallback.take() })
 }
 
 type Staging = (DeviceBuffer, Event);

@@ -75,13 +75,13 @@ impl Format {
         UNIT_ROW_BYTES * 8 / self.bits()
     }
 
-    /// Units of one tile of rows of so many elements, the last one padded.
+    /// Units of a tile whose rows have `cols` elements; the last unit is padded.
     #[must_use]
     pub const fn units_per_tile(self, cols: u32) -> u32 {
         cols.div_ceil(self.unit_cols())
     }
 
-    /// Bytes of a stored row of so many elements.
+    /// Bytes of a stored row of `cols` elements.
     #[must_use]
     pub const fn row_bytes(self, cols: u32) -> usize {
         cols as usize * self.stored().bytes()

@@ -13,7 +13,7 @@ use axum::response::Response;
 use futures_util::StreamExt;
 use hyper::body::{Frame, SizeHint};
 use tokio::sync::oneshot;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::refusal::Refusal;
 
@@ -38,12 +38,14 @@ pub(super) async fn received(body: Body) -> Result<Bytes, Refusal> {
 /// Answers when the body has come, even if nobody wanted it. A client sends its body before it reads; an answer that overtakes the
 /// body closes the connection under it, and the client sees a reset in the place of the answer.
 pub(super) async fn read_to_its_end(request: Request, next: Next) -> Response {
+    // One deadline for the whole body: what came too slowly for the handler is not waited for again.
+    let deadline = Instant::now() + BODY_TIME;
     let (back, given_back) = oneshot::channel();
     let request = request.map(|body| Body::new(Lent { body, back: Some(back) }));
     let response = next.run(request).await;
     if let Ok(rest) = { given_back }.try_recv() {
         // Too long or too slow: then the reset it is.
-        let _ = timeout(BODY_TIME, discard(rest)).await;
+        let _ = timeout_at(deadline, discard(rest)).await;
     }
     response
 }

@@ -28,7 +28,7 @@ __device__ __forceinline__ uint64_t slot_address(Worker const& w, ResolvedSlot c
   bool const own = s.kind == AMK_SLOT_TAGGED || s.kind == AMK_SLOT_PLAIN;
   return s.address + (own ? (uint64_t)w.lane * w.shared->program.lane_bytes : 0);
 }
-// The split that a task of `split` works on in a lane. `verify` has accepted the program in each of these orders.
+// The split that a task of `split` works on in a lane. Every rotation of a verified program verifies (ir/src/program/verify/together.rs).
 __device__ __forceinline__ uint32_t lane_split(uint32_t split, uint32_t splits, uint32_t lane) { return (split + lane) % splits; }
 
 // The lanes of an attention task are taken in turn from the one in which it has the first split: of short contexts this is the only one with keys,

@@ -14,7 +14,7 @@ use ir::{Graph, Knob, ScheduleConfig, Target};
 use vm_device::{PrefillVariant, Variant};
 use vm_host::Resources;
 
-const ARCH: &str = "sm_90a";
+const ARCH: &str = vm_device::ARCHITECTURES[0].name;
 
 /// One model for each element type of the weights.
 const MODELS: [&str; 3] = ["llama-tied-f32", "mistral-f16", "qwen2-bias-bf16"];

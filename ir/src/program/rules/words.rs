@@ -1,4 +1,4 @@
-//! Every word of a slot is written once a step, and whoever reads it is ordered after that write.
+//! Each word of a slot is written exactly once per step, and every read is ordered after that write.
 //!
 //! Relies on sound tasks: regions lie inside their slots.
 

@@ -5,9 +5,9 @@ use std::fmt::Write as _;
 use crate::layout::{StructLayout, structs};
 use crate::limits::{LIMITS, NONE};
 use crate::op::{Epilogue, Opcode, Prologue};
-use crate::ring::{Command, Ending, EntryState};
+use crate::ring::{Command, Ending};
 use crate::status::Trap;
-use crate::task::{Action, DType, SlotKind};
+use crate::task::{Action, DType, LoadKind, SlotKind};
 
 /// FNV-1a, 64 bits: enough to notice a change, and the same everywhere.
 const fn fnv1a(hash: u64, byte: u8) -> u64 {
@@ -99,9 +99,9 @@ fn body() -> String {
     enumeration(&mut out, "EPILOGUE", Epilogue::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "SLOT", SlotKind::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "COMMAND", Command::ALL.iter().map(|v| (v.name(), *v as u32)));
-    enumeration(&mut out, "ENTRY", EntryState::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "ENDING", Ending::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "ACTION", Action::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "LOAD", LoadKind::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "DTYPE", DType::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "TRAP", Trap::ALL.iter().map(|v| (v.name(), *v as u32)));
     out += "\n#define AMK_FOR_EACH_OP(X)";

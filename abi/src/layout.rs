@@ -135,6 +135,7 @@ pub fn structs() -> Vec<StructLayout> {
         crate::Landing::LAYOUT,
         crate::Done::LAYOUT,
         crate::TaskRecord::LAYOUT,
+        crate::LoaderRecord::LAYOUT,
         crate::Submission::LAYOUT,
         crate::Completion::LAYOUT,
         crate::SessionSampling::LAYOUT,

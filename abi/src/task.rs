@@ -14,7 +14,8 @@ wire_struct! {
         pub layer: u16,
         /// Waits in use.
         pub wait_len: u8,
-        /// For a matvec: units of a tile that a warp takes into registers at once with all others of a stage; 0 where tiles are not taken so.
+        /// For a matvec of one sequence: units of a tile that a warp takes into registers at once with all others of a stage; 0 where tiles are not
+        /// taken so.
         pub warp_units: u8,
         /// For a matvec: units of a stage. A tile that is longer lies in several, each full but its last.
         pub stage_units: u8,
@@ -26,10 +27,10 @@ wire_struct! {
         pub reads: [u32; READS_MAX],
         /// Slots written; meaning by op.
         pub writes: [u32; WRITES_MAX],
-        /// Generation expected in a tagged slot that is read.
-        pub read_generation: [u16; READS_MAX],
-        /// Generation written to a tagged slot.
-        pub write_generation: [u16; WRITES_MAX],
+        /// For a matvec of several sequences: parts that a tile is cut into, each as long as the vectors that the warps' registers hold.
+        pub tile_parts: u16,
+        /// Zero.
+        pub reserved: [u16; 5],
         /// Counters waited for.
         pub wait_counter: [u32; WAITS_MAX],
         /// Arrivals per epoch of each such counter; the wait is for `epoch * count`.
@@ -39,34 +40,46 @@ wire_struct! {
     }
 }
 
+wire_enum! {
+    /// What a load brings.
+    LoadKind {
+        /// A contiguous run of units of a matrix.
+        Weights = 0 "weights",
+        /// The keys and values of an attention task; the position says how many.
+        Cache = 1 "cache",
+    }
+}
+
 wire_struct! {
-    /// A contiguous run of weight units that a worker consumes, or the keys and values of an attention task.
+    /// What a worker's loader brings for one task.
     amk_load align(16) size(32)
     pub struct Load {
-        /// Device address of the first unit; or of a head's keys in the first page.
+        /// Device address: of the first unit, or of a head's keys in page zero.
         pub address: u64,
-        /// Units; zero for keys and values, whose number the position decides.
+        /// Weights: units.
         pub units: u32,
-        /// Units of a stage.
-        pub stage_units: u16,
-        /// Units after which a new stage begins even if the last is not full: those of a tile that lies in several stages.
+        /// A `LoadKind`.
+        pub kind: u8,
+        /// Weights: units of a stage.
+        pub stage_units: u8,
+        /// Weights: units after which a new stage begins even if the last is not full: those of a tile that lies in several stages.
         pub period: u16,
-        /// Bytes from the keys to the values of a head: half a page of the layer. For units: how many must have landed, in landing order.
-        pub values: u32,
-        /// Keys of a block of the task's splits.
+        /// Weights: units that must have landed before, in landing order.
+        pub landed: u32,
+        /// Cache: keys of a block of the task's splits.
         pub kv_block: u32,
-        /// Sliding window, or zero for full attention.
+        /// Cache: sliding window, or zero for full attention.
         pub window: u32,
-        /// The task's split.
+        /// Cache: the task's split.
         pub split: u16,
-        /// Splits of the head.
+        /// Cache: splits of the head.
         pub splits: u16,
     }
 }
 
 wire_struct! {
     /// One worker's share of the program.
-    amk_queue align(16) size(32)
+    amk_queue align(16) size(16)
     pub struct Queue {
         /// Index of the first task.
         pub task0: u32,
@@ -76,10 +89,6 @@ wire_struct! {
         pub load0: u32,
         /// Loads.
         pub loads: u32,
-        /// Units of all loads: one step's stream.
-        pub units: u32,
-        /// Zero.
-        pub reserved: [u32; 3],
     }
 }
 
@@ -133,8 +142,6 @@ wire_struct! {
         pub slots: u64,
         /// Counters, one per 32-byte sector.
         pub counters: u64,
-        /// Workers.
-        pub workers: u32,
         /// Stages of the weight ring.
         pub stages: u32,
         /// Units of one stage, a power of two.
@@ -149,27 +156,26 @@ wire_struct! {
         pub x_bytes: u32,
         /// Tokens of a session's key/value cache.
         pub kv_capacity: u32,
+        /// Bytes from the keys of a head to its values: half a page of a layer.
+        pub kv_values: u32,
         /// Slots, for bounds checks.
         pub slot_len: u32,
-        /// Counters, for bounds checks.
-        pub counter_len: u32,
         /// Rows of the logits buffer.
         pub logits_rows: u32,
         /// Vocabulary, for token checks.
         pub vocab: u32,
         /// Steps run since it was loaded; the poller keeps it, so that a program can be left and come back to.
         pub epoch: u32,
-        /// Tasks of all workers; the records of the loaders come behind theirs.
-        pub task_len: u32,
         /// Lanes that the tables are laid out for, and activations and logits set aside; those of the kernel.
         pub lanes: u32,
         /// Bytes from a scratch slot of one lane to that of the next.
         pub lane_bytes: u32,
-        /// Which run of each lane it is, of three, two bits a lane, lane 0 lowest: part of its tags. In the upper half the lanes of the last
-        /// command. The poller keeps it, as it does `epoch`.
+        /// Which run of each lane it is, of three, two bits a lane, lane 0 lowest: part of its tags. The poller keeps it, as it does `epoch`.
         pub lane_runs: u32,
+        /// Lanes of the last command. The poller keeps it.
+        pub last_lanes: u32,
         /// Zero.
-        pub reserved: u32,
+        pub reserved: [u32; 2],
     }
 }
 
@@ -222,14 +228,16 @@ wire_struct! {
         pub epoch: u32,
         /// Input token.
         pub token: u32,
-        /// Position of the input token; keys 0..=position are attended to.
+        /// Of one sequence: position of the input token; keys 0..=position are attended to. Of a batch, `amk_lanes.position` says it.
         pub position: u32,
         /// Session whose key/value cache is used.
         pub session: u32,
         /// Row of the logits buffer; a lane's rows are `amk_program.logits_rows` behind those of the lane before it.
         pub logits_row: u32,
-        /// Last position of the command plus one.
-        pub end: u32,
+        /// Steps of the command that came before this one.
+        pub index: u32,
+        /// Steps of the command.
+        pub steps: u32,
         /// Positions below this one take their token from the prompt.
         pub forced: u32,
         /// Flags of the submission.
@@ -238,8 +246,6 @@ wire_struct! {
         pub stop_len: u32,
         /// A generated token among these ends the command.
         pub stop: [u32; STOP_TOKENS_MAX],
-        /// First position of the command.
-        pub first: u32,
         /// Number of the command: what `amk_done.sequence` becomes with it.
         pub command: u32,
         /// Written by the poller at any time: number of the command that is to give way.
@@ -250,13 +256,12 @@ wire_struct! {
 }
 
 wire_struct! {
-    /// The lanes of a batch, in device memory right behind the `amk_step`; read by kernels of more than one lane, and released with it. While
-    /// one is under way `amk_step.position` counts its steps from zero, `first` and `forced` are zero, `end` is the number of steps.
+    /// The lanes of a command, in device memory right behind the `amk_step`; read by kernels of more than one lane, and released with it.
     amk_lanes align(16) size(112)
     pub struct LaneStates {
         /// Input token of each lane in this step.
         pub token: [u32; LANES_MAX],
-        /// Position of each lane in the first step: `amk_step.position` is added.
+        /// Position of each lane in the first step; `amk_step.index` later in this one.
         pub position: [u32; LANES_MAX],
         /// Session of each lane.
         pub session: [u32; LANES_MAX],
@@ -290,7 +295,7 @@ wire_struct! {
         pub step: u64,
         /// `amk_done` in device memory.
         pub done: u64,
-        /// `amk_record[]` in device memory, for the traced kernel variant; else zero.
+        /// `amk_record[record_len]` in device memory and behind them `amk_loader_record[workers]`, for the traced kernel variant; else zero.
         pub records: u64,
         /// Nanoseconds that any wait inside a step may last.
         pub deadline_ns: u64,
@@ -300,7 +305,7 @@ wire_struct! {
         pub sessions: u32,
         /// Workers: thread blocks of the launch.
         pub workers: u32,
-        /// Records that fit.
+        /// Records of tasks that fit.
         pub record_len: u32,
         /// First program, loaded before the launch.
         pub program: u64,
@@ -347,7 +352,7 @@ wire_struct! {
 
 wire_struct! {
     /// What the sampling worker leaves for the poller at the end of a command, in device memory.
-    amk_done align(16) size(32)
+    amk_done align(16) size(48)
     pub struct Done {
         /// Device-wide: nonzero asks every worker to leave.
         pub abort: u32,
@@ -355,23 +360,25 @@ wire_struct! {
         pub steps: u32,
         /// Last token chosen.
         pub token: u32,
-        /// An `Ending`; of a batch what `amk_completion.lane_endings` is to be.
+        /// What `amk_completion.ending` is to be.
         pub ending: u32,
+        /// What `amk_completion.lane_endings` is to be.
+        pub lane_endings: u32,
         /// Workers that have switched program, ever.
         pub switched: u32,
         /// Workers that have left.
         pub left: u32,
         /// Claim on the status block: the first worker to take it reports.
         pub reporter: u32,
+        /// Zero.
+        pub reserved: [u32; 3],
         /// Commands finished; released last.
         pub sequence: u32,
     }
 }
 
 wire_struct! {
-    /// One task's times in one step, written only by the traced kernel variant: at the index of the task. Behind the tasks come the
-    /// loaders, one record a worker with `task` all ones: `ready` is what it waited for a free stage, `staged` for the cap on bytes
-    /// in flight, `multiplied` for its next descriptor, `end` the whole step, all in cycles.
+    /// One task's times in one step, written only by the traced kernel variant: at the index of the task.
     amk_record align(16) size(48)
     pub struct TaskRecord {
         /// Nanoseconds, the device's clock, when the worker took the task up.
@@ -392,6 +399,25 @@ wire_struct! {
         pub task: u32,
         /// The op.
         pub opcode: u32,
+        /// Zero.
+        pub reserved: [u32; 2],
+    }
+}
+
+wire_struct! {
+    /// What a worker's loader waited for in one step, in cycles; written only by the traced kernel variant.
+    amk_loader_record align(16) size(32)
+    pub struct LoaderRecord {
+        /// Nanoseconds, the device's clock, when the step's last load was issued.
+        pub end_ns: u64,
+        /// For a stage that the consumers had read.
+        pub stage_free: u32,
+        /// For fewer bytes in flight.
+        pub in_flight: u32,
+        /// The whole step.
+        pub step: u32,
+        /// Worker.
+        pub worker: u32,
         /// Zero.
         pub reserved: [u32; 2],
     }

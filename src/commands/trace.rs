@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 
-use abi::TaskRecord;
+use abi::{LoaderRecord, TaskRecord};
 use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
 use lower::{Predictor, Rates, SimulatedStep};
@@ -178,7 +178,7 @@ fn simulated(
     Traced { document, table, timeline, counters }
 }
 
-/// The records that the traced kernel would leave if a cycle took a nanosecond. There are none of loaders.
+/// The records that the traced kernel would leave if a cycle took a nanosecond.
 fn virtual_records(program: &Program, step: &SimulatedStep) -> Vec<TaskRecord> {
     let ns = |us: f64| (us * 1000.0).round() as u64;
     let mut records = Vec::with_capacity(program.task_len());
@@ -216,10 +216,8 @@ fn schedule(
     let booted = match idle.take() {
         Some(booted) => booted,
         None => {
-            let options = BootOptions {
-                records: (program.task_len() + program.workers.len()) as u32 * 2,
-                ..BootOptions::default()
-            };
+            let options =
+                BootOptions { records: program.task_len() as u32 * 2, ..BootOptions::default() };
             Idle::boot(context.graph(), &*context.model.weights, program, &variant, options)?
         }
     };
@@ -243,6 +241,7 @@ fn schedule(
     for step in 0..TRACED_STEPS {
         running.decode(0, first + step, &[timed[step as usize]], 1, &[], false)?;
         tape.add(program, &running.records()?);
+        tape.add_loaders(&running.loader_records()?);
     }
     let records = running.records()?;
     let table = tape.table(program, &records);
@@ -258,6 +257,8 @@ fn schedule(
     for line in &digest {
         report::say(&line.1);
     }
+    let (loader, line) = tape.loader();
+    report::say(&line);
     let document = json!({
         "name": name,
         "us_per_token": median,
@@ -265,6 +266,7 @@ fn schedule(
         "blocks_us": blocks,
         "logits": checksum,
         "ops": digest.into_iter().map(|line| line.0).collect::<Vec<_>>(),
+        "loader": loader,
     });
     let position = first + TRACED_STEPS - 1;
     let bytes = Predictor::new(program, &config.kernel, &context.target, position).task_bytes();
@@ -298,6 +300,8 @@ struct Sums {
 struct Tape {
     /// By name of op and, for products, of matrix.
     ops: BTreeMap<String, Sums>,
+    /// Cycles of all loaders: waiting for a free stage, waiting for fewer bytes in flight, and of the steps.
+    loaders: [u64; 3],
     steps: u64,
     workers: u64,
     /// Nanoseconds of the clock and cycles, to tell how long a cycle is.
@@ -328,15 +332,22 @@ impl Tape {
             self.span_ns += span as f64;
             self.span_cycles += (cycles - u64::from(records[index - 1].end)) as f64;
         }
-        // A simulation has none.
-        for r in records.iter().skip(index).take(program.workers.len()) {
-            let sums = self.ops.entry("~loader".to_owned()).or_default();
-            sums.tasks += 1;
-            sums.waited += u64::from(r.ready);
-            sums.staged += u64::from(r.staged);
-            sums.multiplied += u64::from(r.multiplied);
-            sums.ended += u64::from(r.end);
+    }
+
+    /// A simulation has no records of loaders.
+    fn add_loaders(&mut self, records: &[LoaderRecord]) {
+        for r in records {
+            let cycles = [r.stage_free, r.in_flight, r.step].map(u64::from);
+            self.loaders.iter_mut().zip(cycles).for_each(|(sum, cycles)| *sum += cycles);
         }
+    }
+
+    /// What an average loader waited for in a step, and a line for people.
+    fn loader(&self) -> (Value, String) {
+        let us = self.ns_per_cycle() / 1000.0 / (self.steps * self.workers) as f64;
+        let [free, cap, step] = self.loaders.map(|cycles| cycles as f64 * us);
+        let value = json!({ "stage_free_us": free, "in_flight_us": cap, "step_us": step });
+        (value, format!("  loader: no free stage {free:.1}, cap {cap:.1}, step {step:.1} us"))
     }
 
     fn ns_per_cycle(&self) -> f64 {
@@ -376,16 +387,10 @@ impl Tape {
             let [waited, staged, multiplied, ended, starved] =
                 [s.waited, s.staged, s.multiplied, s.ended, s.starved].map(|c| c as f64 * us);
             let tasks = s.tasks as f64 / (self.steps * self.workers) as f64;
-            let text = if name == "~loader" {
-                format!(
-                    "  loader: no free stage {waited:.1}, cap {staged:.1}, descriptor {multiplied:.1}, step {ended:.1} us"
-                )
-            } else {
-                format!(
-                    "  {name:16} {tasks:5.1} tasks a worker: wait {waited:6.1}, input {staged:6.1}, products {multiplied:6.1} (starved {starved:6.1}), output {ended:6.1}; sum {:6.1} us",
-                    waited + staged + multiplied + ended
-                )
-            };
+            let text = format!(
+                "  {name:16} {tasks:5.1} tasks a worker: wait {waited:6.1}, input {staged:6.1}, products {multiplied:6.1} (starved {starved:6.1}), output {ended:6.1}; sum {:6.1} us",
+                waited + staged + multiplied + ended
+            );
             let value = json!({
                 "op": name, "tasks_per_worker": tasks, "wait_us": waited, "input_us": staged,
                 "products_us": multiplied, "starved_us": starved, "output_us": ended,

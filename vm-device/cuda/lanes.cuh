@@ -18,7 +18,7 @@ __device__ __forceinline__ Worker in_lane(Worker const& w, uint32_t lane) {
 }
 __device__ __forceinline__ uint32_t lane_of(Worker const& w) { return w.lane; }
 __device__ __forceinline__ uint32_t lane_token(Worker const& w) { return w.shared->lanes.token[w.lane]; }
-__device__ __forceinline__ uint32_t lane_position(Worker const& w) { return w.shared->step.position + w.shared->lanes.position[w.lane]; }
+__device__ __forceinline__ uint32_t lane_position(Worker const& w) { return w.shared->step.index + w.shared->lanes.position[w.lane]; }
 __device__ __forceinline__ uint32_t lane_session(Worker const& w) { return w.shared->lanes.session[w.lane]; }
 __device__ __forceinline__ uint32_t lane_logits_row(Worker const& w) { return w.lane * w.shared->program.logits_rows + w.shared->step.logits_row; }
 // The run of a lane, part of its tags.
@@ -53,7 +53,7 @@ __device__ __forceinline__ void note_begun(Shared* sh, uint32_t begun) {
   uint32_t const at = begun % 2 * LANES;
 #pragma unroll
   for (uint32_t i = 0; i < LANES; ++i) {
-    flag_store(&sh->begun_position[at + i], sh->step.position + sh->lanes.position[i]);
+    flag_store(&sh->begun_position[at + i], sh->step.index + sh->lanes.position[i]);
     flag_store(&sh->begun_session[at + i], sh->lanes.session[i]);
   }
   flag_store(&sh->begun_lanes[begun % 2], sh->lanes.lanes);

@@ -268,7 +268,7 @@ __device__ __forceinline__ float lanes_stage(Worker const& w, StagedTask const& 
   if (in.kind == AMK_SLOT_EMBEDDING) {
     return lanes_stage_embedding(own, in, norm, p, unit0, mine, x);
   }
-  Words const words = slot_words(own, in, st.task.read_generation[0]);
+  Words const words = slot_words(own, in);
   if (p.prologue == AMK_PROLOGUE_MERGE) {
     uint32_t const active = active_splits(attended(lane_position(own), p.window), p.kv_block, p.splits), most = __reduce_max_sync(~0u, active);
     if (most > 1) {
@@ -357,7 +357,7 @@ __device__ __forceinline__ bool out_mine(Worker const& w, LaneOut const& o, amk_
 // A thread's rows: sums over the warps, scale, bias, then what the epilogue says. `w` is at work for the lane of its rows.
 __device__ __forceinline__ void lanes_epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, LaneOut const& o, uint32_t buffer, float scale,
                                                Addends const (&add)[OUT_TURNS], Best& best) {
-  Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
+  Words const out = slot_words(w, st.slot[AMK_READS_MAX]);
   uint32_t const at = w.thread % LANE_SUMS;
 #pragma unroll
   for (uint32_t turn = 0; turn < OUT_TURNS; ++turn) {
@@ -430,7 +430,7 @@ __device__ __forceinline__ float lanes_scale(Worker const& w, uint32_t buffer, a
 
 __device__ __forceinline__ void op_matvec_lanes(Worker& w, StagedTask const& st, Cursor& c) {
   amk_matvec_params const& p = *(amk_matvec_params const*)st.task.params; // read again where it is used: registers are for vectors
-  LaneTiles const k = {p.units, st.task.warp_units == 1 ? p.units : st.task.stage_units, st.task.warp_units, st.task.stage_tiles};
+  LaneTiles const k = {p.units, st.task.tile_parts == 1 ? p.units : st.task.stage_units, st.task.tile_parts, st.task.stage_tiles};
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   Worker const out = in_lane(w, out_lane(w));
   LaneInput x;

@@ -185,7 +185,7 @@ __device__ __forceinline__ HeadsAsked heads_ask(Worker const& w, StagedTask cons
 __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st, amk_attention_params const& p, HeadsAsked const& asked, bool newest, Queries& q) {
   constexpr uint32_t N = HeadsAsked::N;
   uint32_t const lane = w.thread % 32, part = lane % HEAD_LANES;
-  Words const in = slot_words(w, st.slot[0], st.task.read_generation[0]);
+  Words const in = slot_words(w, st.slot[0]);
   uint4 v[N];
   quads_wait(w, in, asked.at, asked.wanted, v);
   __syncwarp();
@@ -340,7 +340,7 @@ __device__ __forceinline__ void warp_finish(Worker const& w, Running& r) {
 
 // After the barrier: the partial result of `group` heads from the warps' scratch.
 __device__ __forceinline__ void write_partials(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, uint32_t group) {
-  Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
+  Words const out = slot_words(w, st.slot[AMK_READS_MAX]);
   uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group + g0);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x * 2; i < group * AMK_HEAD_DIM; i += CONSUMERS * 2) {
@@ -373,7 +373,7 @@ __device__ __forceinline__ void write_partials(Worker const& w, StagedTask const
 
 // A split without keys: words of this step all the same, so that no stale one can be mistaken for a later step's.
 __device__ __forceinline__ void write_nothing(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
-  Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
+  Words const out = slot_words(w, st.slot[AMK_READS_MAX]);
   uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < p.group * PARTIAL_WORDS; i += CONSUMERS) {
@@ -487,7 +487,7 @@ __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& 
 // A split without keys, at the begin of a command: words that are of no step, as what is poisoned. Splits gain keys while a command runs and
 // lose none, so its later steps have nothing to say.
 __device__ __forceinline__ void write_never(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
-  uint32_t* const out = slot_words(w, st.slot[AMK_READS_MAX], 0).at + partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
+  uint32_t* const out = slot_words(w, st.slot[AMK_READS_MAX]).at + partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
 #pragma unroll 1
   for (uint32_t i = w.thread; i < p.group * PARTIAL_WORDS; i += CONSUMERS) {
     store_u32(out + i, AMK_NONE);
@@ -506,7 +506,7 @@ __device__ __forceinline__ void op_attention(Worker& w, StagedTask const& st, Cu
     if (task_split(w, p) < active) {
       attend_split(w, st, p, c, keys, active);
       consumers_sync(); // the scratch is about to be overwritten
-    } else if (w.shared->step.position == w.shared->step.first) {
+    } else if (w.shared->step.index == 0) {
       write_never(w, st, p);
     }
     w.lane = w.lane + 1 == lanes_running(w) ? 0 : w.lane + 1;

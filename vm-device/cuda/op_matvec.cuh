@@ -225,7 +225,7 @@ __device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& 
   if (in.kind == AMK_SLOT_EMBEDDING) {
     return stage_embedding(w, in, norm, p);
   }
-  Words const words = slot_words(w, in, st.task.read_generation[0]);
+  Words const words = slot_words(w, in);
   uint32_t skip = 0;
   if (p.prologue == AMK_PROLOGUE_MERGE) {
     uint32_t const active = active_splits(attended(lane_position(w), p.window), p.kv_block, p.splits);
@@ -280,9 +280,9 @@ __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st
 // vector, it is waited for.
 __device__ __forceinline__ float residual_value(Worker const& w, StagedTask const& st, uint32_t row, uint32_t word) {
   if (st.slot[3].kind != AMK_SLOT_TAGGED) {
-    return slot_read(w, st.slot[3], 0, row);
+    return slot_read(w, st.slot[3], row);
   }
-  Words const words = slot_words(w, st.slot[3], st.task.read_generation[3]);
+  Words const words = slot_words(w, st.slot[3]);
   return word_here(words, word) ? word_value(words, word) : word_wait(w, words, row);
 }
 
@@ -608,7 +608,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   amk_matvec_params const p = *(amk_matvec_params const*)st.task.params;
   uint32_t const t = w.thread, warp = t / 32;
   Tiles const k = task_tiles(st.task, p);
-  Words const out = slot_words(w, st.slot[AMK_READS_MAX], st.task.write_generation[0]);
+  Words const out = slot_words(w, st.slot[AMK_READS_MAX]);
   Share v[TAKE] = {};
   Addends add = {};
   float const inverse = __fdividef(1.f, (float)p.k_len);

@@ -6,13 +6,13 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bo
   amk_step const& s = w.shared->step;
   amk_step* next_step = (amk_step*)w.shared->launch->step;
   amk_done* done = (amk_done*)w.shared->launch->done;
-  uint32_t const next = s.position + 1;
+  uint32_t const next = s.position + 1, ran = s.index + 1;
   uint32_t* tokens = session_tokens(*w.shared->launch, s.session);
   host_store(tokens + w.shared->launch->token_stride + s.position, chosen); // forced or not: the gate compares it with the logits
   bool const forced = next < s.forced;
   uint32_t const token = forced ? host_load(tokens + next) : chosen;
   bool const known = token < w.shared->program.vocab;
-  uint32_t ending = gives_way && next < s.end ? AMK_ENDING_YIELD : AMK_ENDING_LENGTH;
+  uint32_t ending = gives_way && ran < s.steps ? AMK_ENDING_YIELD : AMK_ENDING_LENGTH;
   if (!known) { // this session's alone: nobody else's step has seen it
     ending = forced ? AMK_ENDING_BAD_TOKEN : AMK_ENDING_NO_TOKEN;
   } else if (!forced) {
@@ -21,8 +21,8 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bo
     }
     host_store(tokens + next, token);
   }
-  if (next >= s.end || ending != AMK_ENDING_LENGTH) {
-    store_relaxed(&done->steps, next - s.first);
+  if (ran >= s.steps || ending != AMK_ENDING_LENGTH) {
+    store_relaxed(&done->steps, ran);
     store_relaxed(&done->token, token);
     store_relaxed(&done->ending, ending);
     host_fence(); // the tokens are on their way to the host before the poller may say so
@@ -31,6 +31,7 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bo
   }
   store_relaxed(&next_step->token, token);
   store_relaxed(&next_step->position, next);
+  store_relaxed(&next_step->index, ran);
   store_relaxed(&next_step->epoch, s.epoch + 1);
   store_relaxed(&next_step->logits_row, (s.flags & AMK_FLAG_KEEP_LOGITS) != 0 ? s.logits_row + 1 : s.logits_row);
   word_publish(&next_step->go, s.go + 1);

@@ -13,24 +13,18 @@ struct Poller {
   uint32_t epoch;    // epochs of the current program so far
   uint64_t program;
   bool landing; // weights may still be on their way
-#if AMK_LANES > 1
-  uint32_t lanes; // of the command under way
-#endif
 };
 
-__device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, uint32_t steps, uint32_t token, uint32_t ending, uint64_t start) {
+__device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, uint32_t steps, uint32_t token, uint32_t ending, uint32_t lane_endings, uint64_t start) {
   amk_launch const& l = *p.worker->shared->launch;
   amk_completion* c = (amk_completion*)l.completions + (p.head & (AMK_RING_ENTRIES - 1));
   uint64_t const end = now_ns();
   host_store(&c->trap, trap_code);
   host_store(&c->steps, steps);
   host_store(&c->token, token);
-#if AMK_LANES > 1
-  uint32_t const batch = p.lanes > 1 ? ending : 0; // of all lanes
-  host_store(&c->ending, p.lanes > 1 ? 0 : ending);
-  host_store(&c->lane_endings, batch);
-#else
   host_store(&c->ending, ending);
+#if AMK_LANES > 1
+  host_store(&c->lane_endings, lane_endings);
 #endif
   host_store((uint32_t*)&c->start_ns, (uint32_t)start);
   host_store((uint32_t*)&c->start_ns + 1, (uint32_t)(start >> 32));
@@ -122,8 +116,9 @@ __device__ __forceinline__ uint32_t prepare_rest(Poller& p, uint32_t position, u
   store_relaxed(&step->epoch, p.epoch + 2);
   store_relaxed(&step->token, token);
   store_relaxed(&step->position, position + 1);
+  store_relaxed(&step->index, 1);
   store_relaxed(&step->logits_row, flags & 1);
-  store_relaxed(&step->end, position + steps);
+  store_relaxed(&step->steps, steps);
   return AMK_TRAP_NONE;
 }
 
@@ -137,27 +132,28 @@ __device__ __forceinline__ bool has_page(amk_launch const& l, uint32_t session, 
 // Lanes that did not run in the command before begin another run: what they left may be of any epoch, so its tags could be this one's.
 // Three runs in turn, since what is poisoned has the fourth.
 __device__ __forceinline__ void begin_runs(Poller& p, amk_lanes* to, uint32_t lanes) {
-  uint32_t* kept = &((amk_program*)p.program)->lane_runs;
-  uint32_t runs = load_relaxed(kept);
+  amk_program* const program = (amk_program*)p.program;
+  uint32_t runs = load_relaxed(&program->lane_runs);
 #pragma unroll 1
-  for (uint32_t lane = runs >> 16; lane < lanes; ++lane) {
+  for (uint32_t lane = load_relaxed(&program->last_lanes); lane < lanes; ++lane) {
     uint32_t const run = runs >> 2 * lane & 3;
     runs += run == 2 ? 0u - (2u << 2 * lane) : 1u << 2 * lane;
   }
-  store_relaxed(&to->runs, runs & 0xffff);
-  store_relaxed(kept, (runs & 0xffff) | lanes << 16);
+  store_relaxed(&to->runs, runs);
+  store_relaxed(&program->lane_runs, runs);
+  store_relaxed(&program->last_lanes, lanes);
 }
 
-// Writes the lanes of a decode command behind the step. False if they are not as they must be. A plain decode is a batch of one that begins at
-// the command's position, and `token` its first; a batch counts its steps from zero.
-__device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, uint32_t lanes, uint32_t session, uint32_t steps, uint32_t capacity, uint32_t flags, uint32_t token) {
+// Writes the lanes of a decode command behind the step. False if they are not as they must be. A plain decode is a batch of one, from `position`
+// on, and `token` its first.
+__device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, uint32_t lanes, uint32_t session, uint32_t position, uint32_t steps, uint32_t capacity, uint32_t flags, uint32_t token) {
   amk_launch const& l = *p.worker->shared->launch;
   amk_lanes* to = (amk_lanes*)((amk_step*)l.step + 1);
   uint32_t const vocab = load_relaxed(&((amk_program const*)p.program)->vocab);
   store_relaxed(&to->lanes, lanes <= 1 ? 1 : lanes);
   if (lanes <= 1) {
     store_relaxed(&to->token[0], token);
-    store_relaxed(&to->position[0], 0);
+    store_relaxed(&to->position[0], position);
     store_relaxed(&to->session[0], session);
     store_relaxed(&to->sample, (flags & AMK_FLAG_SAMPLE) != 0);
     begin_runs(p, to, 1);
@@ -193,7 +189,7 @@ __device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, 
   return !bad;
 }
 #else
-__device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const*, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t token) {
+__device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const*, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t token) {
   return token < load_relaxed(&((amk_program const*)p.program)->vocab);
 }
 #endif
@@ -210,11 +206,8 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   bool const bad = session >= l.sessions || steps == 0 || position >= capacity || steps > capacity - position || stop_len > AMK_STOP_TOKENS_MAX ||
                    ((flags & AMK_FLAG_KEEP_LOGITS) != 0 && steps > rows) || lanes > LANES || (lanes > 1 && (session | position) != 0);
   uint32_t const token = bad || lanes > 1 ? 0 : host_load(session_tokens(l, session) + position);
-#if AMK_LANES > 1
-  p.lanes = lanes;
-#endif
-  if (bad || (lanes <= 1 && !has_page(l, session, position + steps - 1)) || !begin_lanes(p, s, lanes, session, steps, capacity, flags, token)) {
-    post_completion(p, AMK_TRAP_BAD_COMMAND, 0, 0, 0, start);
+  if (bad || (lanes <= 1 && !has_page(l, session, position + steps - 1)) || !begin_lanes(p, s, lanes, session, position, steps, capacity, flags, token)) {
+    post_completion(p, AMK_TRAP_BAD_COMMAND, 0, 0, 0, 0, start);
     return AMK_TRAP_NONE;
   }
   if (p.landing) {
@@ -222,7 +215,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
       return AMK_TRAP_ABORTED;
     }
     if (poller_abandoned(p)) {
-      post_completion(p, AMK_TRAP_WEIGHTS, 0, 0, 0, start);
+      post_completion(p, AMK_TRAP_WEIGHTS, 0, 0, 0, 0, start);
       return AMK_TRAP_NONE;
     }
   }
@@ -231,10 +224,10 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   store_relaxed(&step->epoch, p.epoch + 1);
   store_relaxed(&step->token, token);
   store_relaxed(&step->position, position);
-  store_relaxed(&step->first, position);
+  store_relaxed(&step->index, 0);
   store_relaxed(&step->session, session);
   store_relaxed(&step->logits_row, 0);
-  store_relaxed(&step->end, position + (alone ? 1 : steps));
+  store_relaxed(&step->steps, alone ? 1 : steps);
   store_relaxed(&step->forced, lanes > 1 ? 0 : host_load(&s->forced));
   store_relaxed(&step->flags, flags);
   store_relaxed(&step->stop_len, stop_len);
@@ -255,7 +248,8 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
     }
     host_store(&((amk_ring_indices*)l.indices)->waiting, 0);
     lost = poller_abandoned(p);
-    if (lost || steps == 1 || load_relaxed(&done->ending) != AMK_ENDING_LENGTH) {
+    static_assert(AMK_ENDING_LENGTH == 0, "no lane has ended");
+    if (lost || steps == 1 || (load_relaxed(&done->ending) | load_relaxed(&done->lane_endings)) != 0) {
       break;
     }
     uint32_t const result = prepare_rest(p, position, steps, flags);
@@ -267,9 +261,9 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   p.epoch += ran;
   store_relaxed(&((amk_program*)p.program)->epoch, p.epoch); // its counters stand there: coming back must not start over
   if (lost) {
-    post_completion(p, AMK_TRAP_WEIGHTS, 0, 0, 0, start);
+    post_completion(p, AMK_TRAP_WEIGHTS, 0, 0, 0, 0, start);
   } else {
-    post_completion(p, AMK_TRAP_NONE, ran, load_relaxed(&done->token), load_relaxed(&done->ending), start);
+    post_completion(p, AMK_TRAP_NONE, ran, load_relaxed(&done->token), load_relaxed(&done->ending), load_relaxed(&done->lane_endings), start);
   }
   return AMK_TRAP_NONE;
 }
@@ -288,7 +282,7 @@ __device__ __forceinline__ uint32_t run_load_program(Poller& p, amk_submission c
   if (!poller_wait(p, &((amk_done*)l.done)->switched, p.switched)) {
     return AMK_TRAP_ABORTED;
   }
-  post_completion(p, AMK_TRAP_NONE, 0, 0, 0, start);
+  post_completion(p, AMK_TRAP_NONE, 0, 0, 0, 0, start);
   return AMK_TRAP_NONE;
 }
 
@@ -312,9 +306,6 @@ __device__ __forceinline__ void poller_run(Worker const& w) {
     }
     uint64_t const start = now_ns();
     uint32_t const command = host_load(&s->command);
-#if AMK_LANES > 1
-    p.lanes = 0;
-#endif
     uint32_t result = AMK_TRAP_NONE;
     if (command == AMK_COMMAND_DECODE) {
       result = run_decode(p, s, start);
@@ -322,14 +313,14 @@ __device__ __forceinline__ void poller_run(Worker const& w) {
       result = run_load_program(p, s, start);
     } else if (command == AMK_COMMAND_STOP) {
       publish_action(p, AMK_ACTION_LEAVE);
-      post_completion(p, AMK_TRAP_NONE, 0, 0, 0, start);
+      post_completion(p, AMK_TRAP_NONE, 0, 0, 0, 0, start);
       return;
     } else { // ping and fence: everything before has finished, since commands run one after the other
       bool const known = command == AMK_COMMAND_PING || command == AMK_COMMAND_FENCE;
-      post_completion(p, known ? AMK_TRAP_NONE : AMK_TRAP_BAD_COMMAND, 0, 0, 0, start);
+      post_completion(p, known ? AMK_TRAP_NONE : AMK_TRAP_BAD_COMMAND, 0, 0, 0, 0, start);
     }
     if (result != AMK_TRAP_NONE) {
-      post_completion(p, result, 0, 0, 0, start); // the status block says why
+      post_completion(p, result, 0, 0, 0, 0, start); // the status block says why
       return;
     }
   }

@@ -20,11 +20,6 @@ __device__ __forceinline__ uint32_t host_load(uint32_t const* word) {
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
   return v;
 }
-__device__ __forceinline__ uint4 host_load_u32x4(void const* words) {
-  uint4 v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(words) : "memory");
-  return v;
-}
 __device__ __forceinline__ void host_store(uint32_t* word, uint32_t v) { asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory"); }
 
 // Four words at once, each of which stands for itself: one write over the bus. Pairs with machine.rs: Lookout::pulse.

@@ -54,16 +54,16 @@ __device__ __forceinline__ void finish_lanes(Worker const& w, uint32_t chosen, b
   amk_step const& s = w.shared->step;
   amk_step* next_step = (amk_step*)w.shared->launch->step;
   amk_done* done = (amk_done*)w.shared->launch->done;
-  uint32_t const lane = w.thread, lanes = lanes_running(w), next = s.position + 1;
+  uint32_t const lane = w.thread, lanes = lanes_running(w), ran = s.index + 1;
   LaneEnd end = {AMK_ENDING_LENGTH, 0};
   if (lane < lanes) {
     end = lane_finish(in_lane(w, lane), chosen);
     store_relaxed(&((amk_lanes*)(next_step + 1))->token[lane], end.token);
-    if (end.ending == AMK_ENDING_LENGTH && gives_way && next < s.end) {
+    if (end.ending == AMK_ENDING_LENGTH && gives_way && ran < s.steps) {
       end.ending = AMK_ENDING_YIELD;
     }
   }
-  bool const over = __any_sync(~0u, next >= s.end || end.ending != AMK_ENDING_LENGTH);
+  bool const over = __any_sync(~0u, ran >= s.steps || end.ending != AMK_ENDING_LENGTH);
   uint32_t const endings = __reduce_or_sync(~0u, lane < lanes ? end.ending << lane * AMK_LANE_ENDING_BITS : 0);
   if (over) {
     host_fence(); // the tokens are on their way to the host before the poller may say so
@@ -73,14 +73,15 @@ __device__ __forceinline__ void finish_lanes(Worker const& w, uint32_t chosen, b
     return;
   }
   if (over) {
-    store_relaxed(&done->steps, next - s.first);
+    store_relaxed(&done->steps, ran);
     store_relaxed(&done->token, lanes == 1 ? end.token : 0);
-    store_relaxed(&done->ending, endings);
+    store_relaxed(&done->ending, lanes == 1 ? end.ending : AMK_ENDING_LENGTH);
+    store_relaxed(&done->lane_endings, lanes == 1 ? 0 : endings);
     host_fence();
     word_publish(&done->sequence, load_relaxed(&done->sequence) + 1);
     return;
   }
-  store_relaxed(&next_step->position, next);
+  store_relaxed(&next_step->index, ran);
   store_relaxed(&next_step->epoch, s.epoch + 1);
   store_relaxed(&next_step->logits_row, (s.flags & AMK_FLAG_KEEP_LOGITS) != 0 ? s.logits_row + 1 : s.logits_row);
   word_publish(&next_step->go, s.go + 1);

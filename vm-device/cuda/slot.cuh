@@ -49,9 +49,9 @@ struct Words {
 
 constexpr uint32_t TAG_MASK = (1u << AMK_TAG_BITS) - 1;
 
-__device__ __forceinline__ Words slot_words(Worker const& w, ResolvedSlot const& s, uint32_t generation) {
+__device__ __forceinline__ Words slot_words(Worker const& w, ResolvedSlot const& s) {
   bool const tagged = s.kind == AMK_SLOT_TAGGED;
-  return Words{(uint32_t*)slot_address(w, s), tagged ? (w.epoch * AMK_TAG_RUNS + generation + lane_run(w)) & TAG_MASK : 0, tagged ? TAG_MASK : 0};
+  return Words{(uint32_t*)slot_address(w, s), tagged ? (w.epoch * AMK_TAG_RUNS + lane_run(w)) & TAG_MASK : 0, tagged ? TAG_MASK : 0};
 }
 __device__ __forceinline__ bool word_here(Words const& s, uint32_t word) { return ((word ^ s.tag) & s.mask) == 0; }
 __device__ __forceinline__ float word_value(Words const& s, uint32_t word) { return __uint_as_float(word & ~s.mask); }
@@ -144,10 +144,10 @@ __device__ __forceinline__ float4 embedding_read4(Worker const& w, ResolvedSlot 
 }
 
 // Element i of the residual stream: of the embedding, or of a slot once it is here.
-__device__ __forceinline__ float slot_read(Worker const& w, ResolvedSlot const& s, uint32_t generation, uint32_t i) {
+__device__ __forceinline__ float slot_read(Worker const& w, ResolvedSlot const& s, uint32_t i) {
   if (s.kind == AMK_SLOT_EMBEDDING) {
     float4 const v = embedding_read4(w, s, i & ~3u);
     return (i & 2) ? ((i & 1) ? v.w : v.z) : ((i & 1) ? v.y : v.x);
   }
-  return word_wait(w, slot_words(w, s, generation), i);
+  return word_wait(w, slot_words(w, s), i);
 }

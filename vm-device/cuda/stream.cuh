@@ -189,7 +189,7 @@ __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run,
     return false;
   }
   uint64_t address = (uint64_t)run.y << 32 | run.x;
-  uint32_t const stage_units = run.w & 0xffff, period = run.w >> 16;
+  uint32_t const stage_units = run.w >> 8 & 0xff, period = run.w >> 16;
   uint32_t place = 0;
   loader_count(sh, run.z);
   loader_caps(l, sh->program, stage_units);
@@ -211,10 +211,11 @@ __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run,
   return true;
 }
 
-// A block of keys and their values, `values` bytes further on: in one stage, or in stages of their own. `head`: the keys of page 0. A copy has rows of
+// A block of keys and their values: in one stage, or in stages of their own. `head`: the keys of page 0. A copy has rows of
 // one page; a stage takes two where the block does not begin with a page. False when the loader is to stop.
-__device__ __forceinline__ bool loader_block(Shared* sh, Loader& l, uint64_t head, uint32_t values, uint32_t key, uint32_t keys, LoaderWaits& waits) {
+__device__ __forceinline__ bool loader_block(Shared* sh, Loader& l, uint64_t head, uint32_t key, uint32_t keys, LoaderWaits& waits) {
   BlockStages const b = block_stages(keys, l.stage_bytes);
+  uint32_t const values = sh->program.kv_values;
 #pragma unroll 1
   for (uint32_t at = 0; at < 2 * b.copied;) { // rows of keys, then of values
     bool const behind = at >= b.copied;
@@ -243,7 +244,7 @@ __device__ __forceinline__ bool loader_block(Shared* sh, Loader& l, uint64_t hea
 }
 
 // A lane's keys and values of an attention task, in the step that has begun. What earlier steps have written is here then; the row of the step's
-// own key is read as it was before, and the op knows better. `more`: values, kv_block, window, split and splits.
+// own key is read as it was before, and the op knows better. `more`: kv_block, window, split and splits behind its first word.
 __device__ __forceinline__ bool loader_lane(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t lap, uint32_t lane, LoaderWaits& waits) {
   uint32_t const position = flag_load(&sh->begun_position[lap % 2 * LANES + lane]), keys = attended(position, more.z);
   uint32_t const active = active_splits(keys, more.y, more.w >> 16), split = lane_split(more.w & 0xffff, more.w >> 16, lane);
@@ -274,7 +275,7 @@ __device__ __forceinline__ bool loader_lane(Shared* sh, Loader& l, uint4 run, ui
   for (uint32_t left = count; left > 0;) {
     uint32_t const rows = left < BLOCK_KEYS ? left : BLOCK_KEYS;
     lines_ahead(sh->pages, sh->launch->pages, key);
-    if (!loader_block(sh, l, (uint64_t)run.y << 32 | run.x, more.x, key, rows, waits)) {
+    if (!loader_block(sh, l, (uint64_t)run.y << 32 | run.x, key, rows, waits)) {
       return false;
     }
     key += rows, left -= rows;
@@ -329,7 +330,7 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
     load = load + 1 == sh->queue.loads ? 0 : load + 1;
     amk_load const* at = loader_list(sh) + load;
     uint4 const next = load_u32x4(at), next_more = load_u32x4((char const*)at + 16); // a whole run ahead: a trip to L2
-    bool const on = run.z != 0 ? loader_weights(sh, l, run, more.x, lap, waits) : loader_keys(sh, l, run, more, lap, waits);
+    bool const on = (run.w & 0xff) == AMK_LOAD_WEIGHTS ? loader_weights(sh, l, run, more.x, lap, waits) : loader_keys(sh, l, run, more, lap, waits);
     if (!on) {
       loader_drain(w, l);
       return;

@@ -51,22 +51,16 @@ __device__ __forceinline__ void tape_starved(Worker const& w, uint32_t since) {
 #endif
 }
 
-__device__ __forceinline__ void tape_write(Worker const& w, uint32_t index, amk_record const& r) {
-#if AMK_TRACE
-  if (w.shared->launch->records != 0 && index < w.shared->launch->record_len) {
-    ((amk_record*)w.shared->launch->records)[index] = r;
-  }
-#endif
-}
-
 __device__ __forceinline__ void tape_end(Worker const& w, amk_task const& task, uint32_t index) {
 #if AMK_TRACE
   if (threadIdx.x == 0) {
     Tape const& t = w.shared->tape;
+    amk_launch const& l = *w.shared->launch;
     uint32_t const at = w.shared->queue.task0 + index;
-    tape_write(w, at,
-               amk_record{t.begin_ns, t.ready - t.begin, t.staged - t.begin, t.multiplied - t.begin, tape_clock() - t.begin, t.starved, blockIdx.x, at,
-                          task.opcode, {0, 0}});
+    if (l.records != 0 && at < l.record_len) {
+      ((amk_record*)l.records)[at] =
+          amk_record{t.begin_ns, t.ready - t.begin, t.staged - t.begin, t.multiplied - t.begin, tape_clock() - t.begin, t.starved, blockIdx.x, at, task.opcode, {0, 0}};
+    }
   }
 #endif
 }
@@ -77,8 +71,11 @@ struct LoaderWaits {
 };
 __device__ __forceinline__ void tape_loader(Worker const& w, LoaderWaits& waits) {
 #if AMK_TRACE
-  tape_write(w, w.shared->program.task_len + blockIdx.x,
-             amk_record{now_ns(), waits.free, waits.cap, 0, tape_clock() - waits.start, 0, blockIdx.x, AMK_NONE, 0, {0, 0}});
+  amk_launch const& l = *w.shared->launch;
+  if (l.records != 0) {
+    amk_loader_record* const all = (amk_loader_record*)((amk_record*)l.records + l.record_len);
+    all[blockIdx.x] = amk_loader_record{now_ns(), waits.free, waits.cap, tape_clock() - waits.start, blockIdx.x, {0, 0}};
+  }
   waits = LoaderWaits{0, 0, tape_clock()};
 #endif
 }

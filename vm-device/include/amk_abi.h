@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0xd13262cd2299c47eull
+#define AMK_ABI_HASH 0xe8105e1a533ef61full
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -93,15 +93,6 @@ typedef long long int64_t;
 #define AMK_COMMAND_FENCE 4u
 #define AMK_COMMAND_STOP 5u
 
-#define AMK_ENTRY_EMPTY 0u
-#define AMK_ENTRY_PUBLISHED 1u
-#define AMK_ENTRY_CLAIMED 2u
-#define AMK_ENTRY_DONE 3u
-#define AMK_ENTRY_WAIT_IO 4u
-#define AMK_ENTRY_YIELD 5u
-#define AMK_ENTRY_REQUEUE 6u
-#define AMK_ENTRY_FAULT 7u
-
 #define AMK_ENDING_LENGTH 0u
 #define AMK_ENDING_STOP 1u
 #define AMK_ENDING_YIELD 2u
@@ -112,6 +103,9 @@ typedef long long int64_t;
 #define AMK_ACTION_SWITCH 2u
 #define AMK_ACTION_LEAVE 3u
 #define AMK_ACTION_CHOOSE 4u
+
+#define AMK_LOAD_WEIGHTS 0u
+#define AMK_LOAD_CACHE 1u
 
 #define AMK_DTYPE_F32 0u
 #define AMK_DTYPE_F16 1u
@@ -135,14 +129,14 @@ struct alignas(16) amk_task {
   uint16_t opcode; // An `Opcode`.
   uint16_t layer; // Layer, for reports only.
   uint8_t wait_len; // Waits in use.
-  uint8_t warp_units; // For a matvec: units of a tile that a warp takes into registers at once with all others of a stage; 0 where tiles are not taken so.
+  uint8_t warp_units; // For a matvec of one sequence: units of a tile that a warp takes into registers at once with all others of a stage; 0 where tiles are not
   uint8_t stage_units; // For a matvec: units of a stage. A tile that is longer lies in several, each full but its last.
   uint8_t stage_tiles; // For a matvec: tiles of a stage, 1 where a tile lies in several.
   uint32_t signal; // Counter that gains one when the task's stores are visible, or none.
   uint32_t reads[4]; // Slots read; meaning by op.
   uint32_t writes[2]; // Slots written; meaning by op.
-  uint16_t read_generation[4]; // Generation expected in a tagged slot that is read.
-  uint16_t write_generation[2]; // Generation written to a tagged slot.
+  uint16_t tile_parts; // For a matvec of several sequences: parts that a tile is cut into, each as long as the vectors that the warps' registers hold.
+  uint16_t reserved[5]; // Zero.
   uint32_t wait_counter[2]; // Counters waited for.
   uint32_t wait_count[2]; // Arrivals per epoch of each such counter; the wait is for `epoch * count`.
   uint32_t params[16]; // Parameters by op.
@@ -158,30 +152,32 @@ static_assert(AMK_OFFSETOF(amk_task, stage_tiles) == 7, "offset of amk_task.stag
 static_assert(AMK_OFFSETOF(amk_task, signal) == 8, "offset of amk_task.signal");
 static_assert(AMK_OFFSETOF(amk_task, reads) == 12, "offset of amk_task.reads");
 static_assert(AMK_OFFSETOF(amk_task, writes) == 28, "offset of amk_task.writes");
-static_assert(AMK_OFFSETOF(amk_task, read_generation) == 36, "offset of amk_task.read_generation");
-static_assert(AMK_OFFSETOF(amk_task, write_generation) == 44, "offset of amk_task.write_generation");
+static_assert(AMK_OFFSETOF(amk_task, tile_parts) == 36, "offset of amk_task.tile_parts");
+static_assert(AMK_OFFSETOF(amk_task, reserved) == 38, "offset of amk_task.reserved");
 static_assert(AMK_OFFSETOF(amk_task, wait_counter) == 48, "offset of amk_task.wait_counter");
 static_assert(AMK_OFFSETOF(amk_task, wait_count) == 56, "offset of amk_task.wait_count");
 static_assert(AMK_OFFSETOF(amk_task, params) == 64, "offset of amk_task.params");
 
 struct alignas(16) amk_load {
-  uint64_t address; // Device address of the first unit; or of a head's keys in the first page.
-  uint32_t units; // Units; zero for keys and values, whose number the position decides.
-  uint16_t stage_units; // Units of a stage.
-  uint16_t period; // Units after which a new stage begins even if the last is not full: those of a tile that lies in several stages.
-  uint32_t values; // Bytes from the keys to the values of a head: half a page of the layer. For units: how many must have landed, in landing order.
-  uint32_t kv_block; // Keys of a block of the task's splits.
-  uint32_t window; // Sliding window, or zero for full attention.
-  uint16_t split; // The task's split.
-  uint16_t splits; // Splits of the head.
+  uint64_t address; // Device address: of the first unit, or of a head's keys in page zero.
+  uint32_t units; // Weights: units.
+  uint8_t kind; // A `LoadKind`.
+  uint8_t stage_units; // Weights: units of a stage.
+  uint16_t period; // Weights: units after which a new stage begins even if the last is not full: those of a tile that lies in several stages.
+  uint32_t landed; // Weights: units that must have landed before, in landing order.
+  uint32_t kv_block; // Cache: keys of a block of the task's splits.
+  uint32_t window; // Cache: sliding window, or zero for full attention.
+  uint16_t split; // Cache: the task's split.
+  uint16_t splits; // Cache: splits of the head.
 };
 static_assert(sizeof(amk_load) == 32, "size of amk_load");
 static_assert(alignof(amk_load) == 16, "alignment of amk_load");
 static_assert(AMK_OFFSETOF(amk_load, address) == 0, "offset of amk_load.address");
 static_assert(AMK_OFFSETOF(amk_load, units) == 8, "offset of amk_load.units");
-static_assert(AMK_OFFSETOF(amk_load, stage_units) == 12, "offset of amk_load.stage_units");
+static_assert(AMK_OFFSETOF(amk_load, kind) == 12, "offset of amk_load.kind");
+static_assert(AMK_OFFSETOF(amk_load, stage_units) == 13, "offset of amk_load.stage_units");
 static_assert(AMK_OFFSETOF(amk_load, period) == 14, "offset of amk_load.period");
-static_assert(AMK_OFFSETOF(amk_load, values) == 16, "offset of amk_load.values");
+static_assert(AMK_OFFSETOF(amk_load, landed) == 16, "offset of amk_load.landed");
 static_assert(AMK_OFFSETOF(amk_load, kv_block) == 20, "offset of amk_load.kv_block");
 static_assert(AMK_OFFSETOF(amk_load, window) == 24, "offset of amk_load.window");
 static_assert(AMK_OFFSETOF(amk_load, split) == 28, "offset of amk_load.split");
@@ -192,17 +188,13 @@ struct alignas(16) amk_queue {
   uint32_t tasks; // Tasks.
   uint32_t load0; // Index of the first load.
   uint32_t loads; // Loads.
-  uint32_t units; // Units of all loads: one step's stream.
-  uint32_t reserved[3]; // Zero.
 };
-static_assert(sizeof(amk_queue) == 32, "size of amk_queue");
+static_assert(sizeof(amk_queue) == 16, "size of amk_queue");
 static_assert(alignof(amk_queue) == 16, "alignment of amk_queue");
 static_assert(AMK_OFFSETOF(amk_queue, task0) == 0, "offset of amk_queue.task0");
 static_assert(AMK_OFFSETOF(amk_queue, tasks) == 4, "offset of amk_queue.tasks");
 static_assert(AMK_OFFSETOF(amk_queue, load0) == 8, "offset of amk_queue.load0");
 static_assert(AMK_OFFSETOF(amk_queue, loads) == 12, "offset of amk_queue.loads");
-static_assert(AMK_OFFSETOF(amk_queue, units) == 16, "offset of amk_queue.units");
-static_assert(AMK_OFFSETOF(amk_queue, reserved) == 20, "offset of amk_queue.reserved");
 
 struct alignas(16) amk_slot {
   uint64_t address; // Device address.
@@ -225,7 +217,6 @@ struct alignas(16) amk_program {
   uint64_t queues; // `amk_queue[workers]`.
   uint64_t slots; // `amk_slot[]`.
   uint64_t counters; // Counters, one per 32-byte sector.
-  uint32_t workers; // Workers.
   uint32_t stages; // Stages of the weight ring.
   uint32_t stage_units; // Units of one stage, a power of two.
   uint32_t in_flight; // Stages on their way at once, at most.
@@ -233,16 +224,16 @@ struct alignas(16) amk_program {
   uint32_t x_offset; // Byte offset of the activation buffer in shared memory.
   uint32_t x_bytes; // Bytes of the activation buffer.
   uint32_t kv_capacity; // Tokens of a session's key/value cache.
+  uint32_t kv_values; // Bytes from the keys of a head to its values: half a page of a layer.
   uint32_t slot_len; // Slots, for bounds checks.
-  uint32_t counter_len; // Counters, for bounds checks.
   uint32_t logits_rows; // Rows of the logits buffer.
   uint32_t vocab; // Vocabulary, for token checks.
   uint32_t epoch; // Steps run since it was loaded; the poller keeps it, so that a program can be left and come back to.
-  uint32_t task_len; // Tasks of all workers; the records of the loaders come behind theirs.
   uint32_t lanes; // Lanes that the tables are laid out for, and activations and logits set aside; those of the kernel.
   uint32_t lane_bytes; // Bytes from a scratch slot of one lane to that of the next.
-  uint32_t lane_runs; // Which run of each lane it is, of three, two bits a lane, lane 0 lowest: part of its tags. In the upper half the lanes of the last
-  uint32_t reserved; // Zero.
+  uint32_t lane_runs; // Which run of each lane it is, of three, two bits a lane, lane 0 lowest: part of its tags. The poller keeps it, as it does `epoch`.
+  uint32_t last_lanes; // Lanes of the last command. The poller keeps it.
+  uint32_t reserved[2]; // Zero.
 };
 static_assert(sizeof(amk_program) == 112, "size of amk_program");
 static_assert(alignof(amk_program) == 16, "alignment of amk_program");
@@ -251,39 +242,38 @@ static_assert(AMK_OFFSETOF(amk_program, loads) == 8, "offset of amk_program.load
 static_assert(AMK_OFFSETOF(amk_program, queues) == 16, "offset of amk_program.queues");
 static_assert(AMK_OFFSETOF(amk_program, slots) == 24, "offset of amk_program.slots");
 static_assert(AMK_OFFSETOF(amk_program, counters) == 32, "offset of amk_program.counters");
-static_assert(AMK_OFFSETOF(amk_program, workers) == 40, "offset of amk_program.workers");
-static_assert(AMK_OFFSETOF(amk_program, stages) == 44, "offset of amk_program.stages");
-static_assert(AMK_OFFSETOF(amk_program, stage_units) == 48, "offset of amk_program.stage_units");
-static_assert(AMK_OFFSETOF(amk_program, in_flight) == 52, "offset of amk_program.in_flight");
-static_assert(AMK_OFFSETOF(amk_program, in_flight_near) == 56, "offset of amk_program.in_flight_near");
-static_assert(AMK_OFFSETOF(amk_program, x_offset) == 60, "offset of amk_program.x_offset");
-static_assert(AMK_OFFSETOF(amk_program, x_bytes) == 64, "offset of amk_program.x_bytes");
-static_assert(AMK_OFFSETOF(amk_program, kv_capacity) == 68, "offset of amk_program.kv_capacity");
+static_assert(AMK_OFFSETOF(amk_program, stages) == 40, "offset of amk_program.stages");
+static_assert(AMK_OFFSETOF(amk_program, stage_units) == 44, "offset of amk_program.stage_units");
+static_assert(AMK_OFFSETOF(amk_program, in_flight) == 48, "offset of amk_program.in_flight");
+static_assert(AMK_OFFSETOF(amk_program, in_flight_near) == 52, "offset of amk_program.in_flight_near");
+static_assert(AMK_OFFSETOF(amk_program, x_offset) == 56, "offset of amk_program.x_offset");
+static_assert(AMK_OFFSETOF(amk_program, x_bytes) == 60, "offset of amk_program.x_bytes");
+static_assert(AMK_OFFSETOF(amk_program, kv_capacity) == 64, "offset of amk_program.kv_capacity");
+static_assert(AMK_OFFSETOF(amk_program, kv_values) == 68, "offset of amk_program.kv_values");
 static_assert(AMK_OFFSETOF(amk_program, slot_len) == 72, "offset of amk_program.slot_len");
-static_assert(AMK_OFFSETOF(amk_program, counter_len) == 76, "offset of amk_program.counter_len");
-static_assert(AMK_OFFSETOF(amk_program, logits_rows) == 80, "offset of amk_program.logits_rows");
-static_assert(AMK_OFFSETOF(amk_program, vocab) == 84, "offset of amk_program.vocab");
-static_assert(AMK_OFFSETOF(amk_program, epoch) == 88, "offset of amk_program.epoch");
-static_assert(AMK_OFFSETOF(amk_program, task_len) == 92, "offset of amk_program.task_len");
-static_assert(AMK_OFFSETOF(amk_program, lanes) == 96, "offset of amk_program.lanes");
-static_assert(AMK_OFFSETOF(amk_program, lane_bytes) == 100, "offset of amk_program.lane_bytes");
-static_assert(AMK_OFFSETOF(amk_program, lane_runs) == 104, "offset of amk_program.lane_runs");
-static_assert(AMK_OFFSETOF(amk_program, reserved) == 108, "offset of amk_program.reserved");
+static_assert(AMK_OFFSETOF(amk_program, logits_rows) == 76, "offset of amk_program.logits_rows");
+static_assert(AMK_OFFSETOF(amk_program, vocab) == 80, "offset of amk_program.vocab");
+static_assert(AMK_OFFSETOF(amk_program, epoch) == 84, "offset of amk_program.epoch");
+static_assert(AMK_OFFSETOF(amk_program, lanes) == 88, "offset of amk_program.lanes");
+static_assert(AMK_OFFSETOF(amk_program, lane_bytes) == 92, "offset of amk_program.lane_bytes");
+static_assert(AMK_OFFSETOF(amk_program, lane_runs) == 96, "offset of amk_program.lane_runs");
+static_assert(AMK_OFFSETOF(amk_program, last_lanes) == 100, "offset of amk_program.last_lanes");
+static_assert(AMK_OFFSETOF(amk_program, reserved) == 104, "offset of amk_program.reserved");
 
 struct alignas(16) amk_step {
   uint64_t program; // Address of the `amk_program`.
   uint32_t action; // What to do: an `Action`.
   uint32_t epoch; // Epoch of the program: steps run since it was loaded, this one included.
   uint32_t token; // Input token.
-  uint32_t position; // Position of the input token; keys 0..=position are attended to.
+  uint32_t position; // Of one sequence: position of the input token; keys 0..=position are attended to. Of a batch, `amk_lanes.position` says it.
   uint32_t session; // Session whose key/value cache is used.
   uint32_t logits_row; // Row of the logits buffer; a lane's rows are `amk_program.logits_rows` behind those of the lane before it.
-  uint32_t end; // Last position of the command plus one.
+  uint32_t index; // Steps of the command that came before this one.
+  uint32_t steps; // Steps of the command.
   uint32_t forced; // Positions below this one take their token from the prompt.
   uint32_t flags; // Flags of the submission.
   uint32_t stop_len; // Stop tokens in use.
   uint32_t stop[8]; // A generated token among these ends the command.
-  uint32_t first; // First position of the command.
   uint32_t command; // Number of the command: what `amk_done.sequence` becomes with it.
   uint32_t give_way; // Written by the poller at any time: number of the command that is to give way.
   uint32_t go; // Actions published so far; released last.
@@ -297,19 +287,19 @@ static_assert(AMK_OFFSETOF(amk_step, token) == 16, "offset of amk_step.token");
 static_assert(AMK_OFFSETOF(amk_step, position) == 20, "offset of amk_step.position");
 static_assert(AMK_OFFSETOF(amk_step, session) == 24, "offset of amk_step.session");
 static_assert(AMK_OFFSETOF(amk_step, logits_row) == 28, "offset of amk_step.logits_row");
-static_assert(AMK_OFFSETOF(amk_step, end) == 32, "offset of amk_step.end");
-static_assert(AMK_OFFSETOF(amk_step, forced) == 36, "offset of amk_step.forced");
-static_assert(AMK_OFFSETOF(amk_step, flags) == 40, "offset of amk_step.flags");
-static_assert(AMK_OFFSETOF(amk_step, stop_len) == 44, "offset of amk_step.stop_len");
-static_assert(AMK_OFFSETOF(amk_step, stop) == 48, "offset of amk_step.stop");
-static_assert(AMK_OFFSETOF(amk_step, first) == 80, "offset of amk_step.first");
+static_assert(AMK_OFFSETOF(amk_step, index) == 32, "offset of amk_step.index");
+static_assert(AMK_OFFSETOF(amk_step, steps) == 36, "offset of amk_step.steps");
+static_assert(AMK_OFFSETOF(amk_step, forced) == 40, "offset of amk_step.forced");
+static_assert(AMK_OFFSETOF(amk_step, flags) == 44, "offset of amk_step.flags");
+static_assert(AMK_OFFSETOF(amk_step, stop_len) == 48, "offset of amk_step.stop_len");
+static_assert(AMK_OFFSETOF(amk_step, stop) == 52, "offset of amk_step.stop");
 static_assert(AMK_OFFSETOF(amk_step, command) == 84, "offset of amk_step.command");
 static_assert(AMK_OFFSETOF(amk_step, give_way) == 88, "offset of amk_step.give_way");
 static_assert(AMK_OFFSETOF(amk_step, go) == 92, "offset of amk_step.go");
 
 struct alignas(16) amk_lanes {
   uint32_t token[8]; // Input token of each lane in this step.
-  uint32_t position[8]; // Position of each lane in the first step: `amk_step.position` is added.
+  uint32_t position[8]; // Position of each lane in the first step; `amk_step.index` later in this one.
   uint32_t session[8]; // Session of each lane.
   uint32_t lanes; // Lanes of the command; 1 for a plain decode.
   uint32_t sample; // A bit a lane: tokens are chosen by the session's `amk_sampling`.
@@ -334,12 +324,12 @@ struct alignas(16) amk_launch {
   uint64_t tokens; // Token buffers in mapped host memory. Of each session `token_stride` words with its tokens, then as many with what was chosen behind each.
   uint64_t step; // `amk_step` in device memory.
   uint64_t done; // `amk_done` in device memory.
-  uint64_t records; // `amk_record[]` in device memory, for the traced kernel variant; else zero.
+  uint64_t records; // `amk_record[record_len]` in device memory and behind them `amk_loader_record[workers]`, for the traced kernel variant; else zero.
   uint64_t deadline_ns; // Nanoseconds that any wait inside a step may last.
   uint32_t token_stride; // Words of a session's tokens; twice as many lie between those of two sessions.
   uint32_t sessions; // Sessions.
   uint32_t workers; // Workers: thread blocks of the launch.
-  uint32_t record_len; // Records that fit.
+  uint32_t record_len; // Records of tasks that fit.
   uint64_t program; // First program, loaded before the launch.
   uint64_t landing; // `amk_landing` in device memory.
   uint64_t pulses; // `amk_pulse[workers]` in mapped host memory.
@@ -398,22 +388,26 @@ struct alignas(16) amk_done {
   uint32_t abort; // Device-wide: nonzero asks every worker to leave.
   uint32_t steps; // Positions that were run.
   uint32_t token; // Last token chosen.
-  uint32_t ending; // An `Ending`; of a batch what `amk_completion.lane_endings` is to be.
+  uint32_t ending; // What `amk_completion.ending` is to be.
+  uint32_t lane_endings; // What `amk_completion.lane_endings` is to be.
   uint32_t switched; // Workers that have switched program, ever.
   uint32_t left; // Workers that have left.
   uint32_t reporter; // Claim on the status block: the first worker to take it reports.
+  uint32_t reserved[3]; // Zero.
   uint32_t sequence; // Commands finished; released last.
 };
-static_assert(sizeof(amk_done) == 32, "size of amk_done");
+static_assert(sizeof(amk_done) == 48, "size of amk_done");
 static_assert(alignof(amk_done) == 16, "alignment of amk_done");
 static_assert(AMK_OFFSETOF(amk_done, abort) == 0, "offset of amk_done.abort");
 static_assert(AMK_OFFSETOF(amk_done, steps) == 4, "offset of amk_done.steps");
 static_assert(AMK_OFFSETOF(amk_done, token) == 8, "offset of amk_done.token");
 static_assert(AMK_OFFSETOF(amk_done, ending) == 12, "offset of amk_done.ending");
-static_assert(AMK_OFFSETOF(amk_done, switched) == 16, "offset of amk_done.switched");
-static_assert(AMK_OFFSETOF(amk_done, left) == 20, "offset of amk_done.left");
-static_assert(AMK_OFFSETOF(amk_done, reporter) == 24, "offset of amk_done.reporter");
-static_assert(AMK_OFFSETOF(amk_done, sequence) == 28, "offset of amk_done.sequence");
+static_assert(AMK_OFFSETOF(amk_done, lane_endings) == 16, "offset of amk_done.lane_endings");
+static_assert(AMK_OFFSETOF(amk_done, switched) == 20, "offset of amk_done.switched");
+static_assert(AMK_OFFSETOF(amk_done, left) == 24, "offset of amk_done.left");
+static_assert(AMK_OFFSETOF(amk_done, reporter) == 28, "offset of amk_done.reporter");
+static_assert(AMK_OFFSETOF(amk_done, reserved) == 32, "offset of amk_done.reserved");
+static_assert(AMK_OFFSETOF(amk_done, sequence) == 44, "offset of amk_done.sequence");
 
 struct alignas(16) amk_record {
   uint64_t begin; // Nanoseconds, the device's clock, when the worker took the task up.
@@ -439,6 +433,23 @@ static_assert(AMK_OFFSETOF(amk_record, worker) == 28, "offset of amk_record.work
 static_assert(AMK_OFFSETOF(amk_record, task) == 32, "offset of amk_record.task");
 static_assert(AMK_OFFSETOF(amk_record, opcode) == 36, "offset of amk_record.opcode");
 static_assert(AMK_OFFSETOF(amk_record, reserved) == 40, "offset of amk_record.reserved");
+
+struct alignas(16) amk_loader_record {
+  uint64_t end_ns; // Nanoseconds, the device's clock, when the step's last load was issued.
+  uint32_t stage_free; // For a stage that the consumers had read.
+  uint32_t in_flight; // For fewer bytes in flight.
+  uint32_t step; // The whole step.
+  uint32_t worker; // Worker.
+  uint32_t reserved[2]; // Zero.
+};
+static_assert(sizeof(amk_loader_record) == 32, "size of amk_loader_record");
+static_assert(alignof(amk_loader_record) == 16, "alignment of amk_loader_record");
+static_assert(AMK_OFFSETOF(amk_loader_record, end_ns) == 0, "offset of amk_loader_record.end_ns");
+static_assert(AMK_OFFSETOF(amk_loader_record, stage_free) == 8, "offset of amk_loader_record.stage_free");
+static_assert(AMK_OFFSETOF(amk_loader_record, in_flight) == 12, "offset of amk_loader_record.in_flight");
+static_assert(AMK_OFFSETOF(amk_loader_record, step) == 16, "offset of amk_loader_record.step");
+static_assert(AMK_OFFSETOF(amk_loader_record, worker) == 20, "offset of amk_loader_record.worker");
+static_assert(AMK_OFFSETOF(amk_loader_record, reserved) == 24, "offset of amk_loader_record.reserved");
 
 struct alignas(64) amk_submission {
   uint32_t command; // A `Command`.
@@ -731,5 +742,5 @@ static_assert(alignof(amk_sample_params) == 4, "alignment of amk_sample_params")
 static_assert(AMK_OFFSETOF(amk_sample_params, candidates) == 0, "offset of amk_sample_params.candidates");
 static_assert(AMK_OFFSETOF(amk_sample_params, reserved) == 4, "offset of amk_sample_params.reserved");
 
-#define AMK_PROBE_LEN 264u
-#define AMK_FOR_EACH_PROBE(X) X(sizeof(amk_task)) X(AMK_OFFSETOF(amk_task, opcode)) X(AMK_OFFSETOF(amk_task, layer)) X(AMK_OFFSETOF(amk_task, wait_len)) X(AMK_OFFSETOF(amk_task, warp_units)) X(AMK_OFFSETOF(amk_task, stage_units)) X(AMK_OFFSETOF(amk_task, stage_tiles)) X(AMK_OFFSETOF(amk_task, signal)) X(AMK_OFFSETOF(amk_task, reads)) X(AMK_OFFSETOF(amk_task, writes)) X(AMK_OFFSETOF(amk_task, read_generation)) X(AMK_OFFSETOF(amk_task, write_generation)) X(AMK_OFFSETOF(amk_task, wait_counter)) X(AMK_OFFSETOF(amk_task, wait_count)) X(AMK_OFFSETOF(amk_task, params)) X(sizeof(amk_load)) X(AMK_OFFSETOF(amk_load, address)) X(AMK_OFFSETOF(amk_load, units)) X(AMK_OFFSETOF(amk_load, stage_units)) X(AMK_OFFSETOF(amk_load, period)) X(AMK_OFFSETOF(amk_load, values)) X(AMK_OFFSETOF(amk_load, kv_block)) X(AMK_OFFSETOF(amk_load, window)) X(AMK_OFFSETOF(amk_load, split)) X(AMK_OFFSETOF(amk_load, splits)) X(sizeof(amk_queue)) X(AMK_OFFSETOF(amk_queue, task0)) X(AMK_OFFSETOF(amk_queue, tasks)) X(AMK_OFFSETOF(amk_queue, load0)) X(AMK_OFFSETOF(amk_queue, loads)) X(AMK_OFFSETOF(amk_queue, units)) X(AMK_OFFSETOF(amk_queue, reserved)) X(sizeof(amk_slot)) X(AMK_OFFSETOF(amk_slot, address)) X(AMK_OFFSETOF(amk_slot, kind)) X(AMK_OFFSETOF(amk_slot, words)) X(AMK_OFFSETOF(amk_slot, units)) X(AMK_OFFSETOF(amk_slot, reserved)) X(sizeof(amk_program)) X(AMK_OFFSETOF(amk_program, tasks)) X(AMK_OFFSETOF(amk_program, loads)) X(AMK_OFFSETOF(amk_program, queues)) X(AMK_OFFSETOF(amk_program, slots)) X(AMK_OFFSETOF(amk_program, counters)) X(AMK_OFFSETOF(amk_program, workers)) X(AMK_OFFSETOF(amk_program, stages)) X(AMK_OFFSETOF(amk_program, stage_units)) X(AMK_OFFSETOF(amk_program, in_flight)) X(AMK_OFFSETOF(amk_program, in_flight_near)) X(AMK_OFFSETOF(amk_program, x_offset)) X(AMK_OFFSETOF(amk_program, x_bytes)) X(AMK_OFFSETOF(amk_program, kv_capacity)) X(AMK_OFFSETOF(amk_program, slot_len)) X(AMK_OFFSETOF(amk_program, counter_len)) X(AMK_OFFSETOF(amk_program, logits_rows)) X(AMK_OFFSETOF(amk_program, vocab)) X(AMK_OFFSETOF(amk_program, epoch)) X(AMK_OFFSETOF(amk_program, task_len)) X(AMK_OFFSETOF(amk_program, lanes)) X(AMK_OFFSETOF(amk_program, lane_bytes)) X(AMK_OFFSETOF(amk_program, lane_runs)) X(AMK_OFFSETOF(amk_program, reserved)) X(sizeof(amk_step)) X(AMK_OFFSETOF(amk_step, program)) X(AMK_OFFSETOF(amk_step, action)) X(AMK_OFFSETOF(amk_step, epoch)) X(AMK_OFFSETOF(amk_step, token)) X(AMK_OFFSETOF(amk_step, position)) X(AMK_OFFSETOF(amk_step, session)) X(AMK_OFFSETOF(amk_step, logits_row)) X(AMK_OFFSETOF(amk_step, end)) X(AMK_OFFSETOF(amk_step, forced)) X(AMK_OFFSETOF(amk_step, flags)) X(AMK_OFFSETOF(amk_step, stop_len)) X(AMK_OFFSETOF(amk_step, stop)) X(AMK_OFFSETOF(amk_step, first)) X(AMK_OFFSETOF(amk_step, command)) X(AMK_OFFSETOF(amk_step, give_way)) X(AMK_OFFSETOF(amk_step, go)) X(sizeof(amk_lanes)) X(AMK_OFFSETOF(amk_lanes, token)) X(AMK_OFFSETOF(amk_lanes, position)) X(AMK_OFFSETOF(amk_lanes, session)) X(AMK_OFFSETOF(amk_lanes, lanes)) X(AMK_OFFSETOF(amk_lanes, sample)) X(AMK_OFFSETOF(amk_lanes, runs)) X(AMK_OFFSETOF(amk_lanes, reserved)) X(sizeof(amk_launch)) X(AMK_OFFSETOF(amk_launch, submissions)) X(AMK_OFFSETOF(amk_launch, completions)) X(AMK_OFFSETOF(amk_launch, indices)) X(AMK_OFFSETOF(amk_launch, status)) X(AMK_OFFSETOF(amk_launch, tokens)) X(AMK_OFFSETOF(amk_launch, step)) X(AMK_OFFSETOF(amk_launch, done)) X(AMK_OFFSETOF(amk_launch, records)) X(AMK_OFFSETOF(amk_launch, deadline_ns)) X(AMK_OFFSETOF(amk_launch, token_stride)) X(AMK_OFFSETOF(amk_launch, sessions)) X(AMK_OFFSETOF(amk_launch, workers)) X(AMK_OFFSETOF(amk_launch, record_len)) X(AMK_OFFSETOF(amk_launch, program)) X(AMK_OFFSETOF(amk_launch, landing)) X(AMK_OFFSETOF(amk_launch, pulses)) X(AMK_OFFSETOF(amk_launch, pulse_ns)) X(AMK_OFFSETOF(amk_launch, reserved)) X(AMK_OFFSETOF(amk_launch, sampling)) X(AMK_OFFSETOF(amk_launch, pages)) X(AMK_OFFSETOF(amk_launch, page_stride)) X(AMK_OFFSETOF(amk_launch, page_count)) X(sizeof(amk_landing)) X(AMK_OFFSETOF(amk_landing, landed)) X(AMK_OFFSETOF(amk_landing, embedding)) X(AMK_OFFSETOF(amk_landing, patience)) X(AMK_OFFSETOF(amk_landing, waits)) X(AMK_OFFSETOF(amk_landing, resumed)) X(AMK_OFFSETOF(amk_landing, waited_us)) X(AMK_OFFSETOF(amk_landing, reserved)) X(sizeof(amk_done)) X(AMK_OFFSETOF(amk_done, abort)) X(AMK_OFFSETOF(amk_done, steps)) X(AMK_OFFSETOF(amk_done, token)) X(AMK_OFFSETOF(amk_done, ending)) X(AMK_OFFSETOF(amk_done, switched)) X(AMK_OFFSETOF(amk_done, left)) X(AMK_OFFSETOF(amk_done, reporter)) X(AMK_OFFSETOF(amk_done, sequence)) X(sizeof(amk_record)) X(AMK_OFFSETOF(amk_record, begin)) X(AMK_OFFSETOF(amk_record, ready)) X(AMK_OFFSETOF(amk_record, staged)) X(AMK_OFFSETOF(amk_record, multiplied)) X(AMK_OFFSETOF(amk_record, end)) X(AMK_OFFSETOF(amk_record, starved)) X(AMK_OFFSETOF(amk_record, worker)) X(AMK_OFFSETOF(amk_record, task)) X(AMK_OFFSETOF(amk_record, opcode)) X(AMK_OFFSETOF(amk_record, reserved)) X(sizeof(amk_submission)) X(AMK_OFFSETOF(amk_submission, command)) X(AMK_OFFSETOF(amk_submission, session)) X(AMK_OFFSETOF(amk_submission, position)) X(AMK_OFFSETOF(amk_submission, steps)) X(AMK_OFFSETOF(amk_submission, forced)) X(AMK_OFFSETOF(amk_submission, flags)) X(AMK_OFFSETOF(amk_submission, stop_len)) X(AMK_OFFSETOF(amk_submission, lanes)) X(AMK_OFFSETOF(amk_submission, program)) X(AMK_OFFSETOF(amk_submission, stop)) X(AMK_OFFSETOF(amk_submission, lane_session)) X(AMK_OFFSETOF(amk_submission, lane_position)) X(AMK_OFFSETOF(amk_submission, lane_sample)) X(AMK_OFFSETOF(amk_submission, reserved1)) X(AMK_OFFSETOF(amk_submission, sequence)) X(sizeof(amk_completion)) X(AMK_OFFSETOF(amk_completion, trap)) X(AMK_OFFSETOF(amk_completion, steps)) X(AMK_OFFSETOF(amk_completion, token)) X(AMK_OFFSETOF(amk_completion, ending)) X(AMK_OFFSETOF(amk_completion, start_ns)) X(AMK_OFFSETOF(amk_completion, end_ns)) X(AMK_OFFSETOF(amk_completion, lane_endings)) X(AMK_OFFSETOF(amk_completion, reserved)) X(AMK_OFFSETOF(amk_completion, sequence)) X(sizeof(amk_sampling)) X(AMK_OFFSETOF(amk_sampling, logits)) X(AMK_OFFSETOF(amk_sampling, seen)) X(AMK_OFFSETOF(amk_sampling, biased)) X(AMK_OFFSETOF(amk_sampling, bias)) X(AMK_OFFSETOF(amk_sampling, list)) X(AMK_OFFSETOF(amk_sampling, changed)) X(AMK_OFFSETOF(amk_sampling, seed)) X(AMK_OFFSETOF(amk_sampling, share)) X(AMK_OFFSETOF(amk_sampling, least)) X(AMK_OFFSETOF(amk_sampling, scale)) X(AMK_OFFSETOF(amk_sampling, penalty)) X(AMK_OFFSETOF(amk_sampling, top_k)) X(AMK_OFFSETOF(amk_sampling, bias_len)) X(AMK_OFFSETOF(amk_sampling, greedy)) X(AMK_OFFSETOF(amk_sampling, upto)) X(sizeof(amk_bias)) X(AMK_OFFSETOF(amk_bias, token)) X(AMK_OFFSETOF(amk_bias, value)) X(sizeof(amk_ring_indices)) X(AMK_OFFSETOF(amk_ring_indices, abort)) X(AMK_OFFSETOF(amk_ring_indices, give_way)) X(AMK_OFFSETOF(amk_ring_indices, reserved0)) X(AMK_OFFSETOF(amk_ring_indices, heartbeat)) X(AMK_OFFSETOF(amk_ring_indices, reserved1)) X(AMK_OFFSETOF(amk_ring_indices, head)) X(AMK_OFFSETOF(amk_ring_indices, waiting)) X(AMK_OFFSETOF(amk_ring_indices, reserved2)) X(sizeof(amk_status)) X(AMK_OFFSETOF(amk_status, trap)) X(AMK_OFFSETOF(amk_status, worker)) X(AMK_OFFSETOF(amk_status, task)) X(AMK_OFFSETOF(amk_status, opcode)) X(AMK_OFFSETOF(amk_status, object)) X(AMK_OFFSETOF(amk_status, have)) X(AMK_OFFSETOF(amk_status, need)) X(AMK_OFFSETOF(amk_status, epoch)) X(AMK_OFFSETOF(amk_status, waited_ns)) X(AMK_OFFSETOF(amk_status, left)) X(AMK_OFFSETOF(amk_status, reserved)) X(AMK_OFFSETOF(amk_status, valid)) X(sizeof(amk_pulse)) X(AMK_OFFSETOF(amk_pulse, beat)) X(AMK_OFFSETOF(amk_pulse, active)) X(AMK_OFFSETOF(amk_pulse, progress)) X(AMK_OFFSETOF(amk_pulse, epoch)) X(AMK_OFFSETOF(amk_pulse, position)) X(AMK_OFFSETOF(amk_pulse, task)) X(AMK_OFFSETOF(amk_pulse, issued)) X(AMK_OFFSETOF(amk_pulse, wait)) X(AMK_OFFSETOF(amk_pulse, object)) X(AMK_OFFSETOF(amk_pulse, have)) X(AMK_OFFSETOF(amk_pulse, need)) X(AMK_OFFSETOF(amk_pulse, reserved)) X(sizeof(amk_nop_params)) X(AMK_OFFSETOF(amk_nop_params, reserved)) X(sizeof(amk_embed_params)) X(AMK_OFFSETOF(amk_embed_params, offset)) X(AMK_OFFSETOF(amk_embed_params, len)) X(AMK_OFFSETOF(amk_embed_params, reserved)) X(sizeof(amk_matvec_params)) X(AMK_OFFSETOF(amk_matvec_params, matrix)) X(AMK_OFFSETOF(amk_matvec_params, tile0)) X(AMK_OFFSETOF(amk_matvec_params, tiles)) X(AMK_OFFSETOF(amk_matvec_params, units)) X(AMK_OFFSETOF(amk_matvec_params, k_len)) X(AMK_OFFSETOF(amk_matvec_params, rows)) X(AMK_OFFSETOF(amk_matvec_params, prologue)) X(AMK_OFFSETOF(amk_matvec_params, epilogue)) X(AMK_OFFSETOF(amk_matvec_params, eps)) X(AMK_OFFSETOF(amk_matvec_params, splits)) X(AMK_OFFSETOF(amk_matvec_params, head_dim)) X(AMK_OFFSETOF(amk_matvec_params, kv_block)) X(AMK_OFFSETOF(amk_matvec_params, window)) X(AMK_OFFSETOF(amk_matvec_params, candidate)) X(AMK_OFFSETOF(amk_matvec_params, reserved)) X(sizeof(amk_attention_params)) X(AMK_OFFSETOF(amk_attention_params, kv_head)) X(AMK_OFFSETOF(amk_attention_params, kv_heads)) X(AMK_OFFSETOF(amk_attention_params, group)) X(AMK_OFFSETOF(amk_attention_params, head_dim)) X(AMK_OFFSETOF(amk_attention_params, split)) X(AMK_OFFSETOF(amk_attention_params, splits)) X(AMK_OFFSETOF(amk_attention_params, kv_block)) X(AMK_OFFSETOF(amk_attention_params, window)) X(AMK_OFFSETOF(amk_attention_params, scale)) X(AMK_OFFSETOF(amk_attention_params, eps)) X(AMK_OFFSETOF(amk_attention_params, reserved)) X(sizeof(amk_attention_merge_params)) X(AMK_OFFSETOF(amk_attention_merge_params, head0)) X(AMK_OFFSETOF(amk_attention_merge_params, heads)) X(AMK_OFFSETOF(amk_attention_merge_params, heads_total)) X(AMK_OFFSETOF(amk_attention_merge_params, head_dim)) X(AMK_OFFSETOF(amk_attention_merge_params, splits)) X(AMK_OFFSETOF(amk_attention_merge_params, kv_block)) X(AMK_OFFSETOF(amk_attention_merge_params, window)) X(AMK_OFFSETOF(amk_attention_merge_params, reserved)) X(sizeof(amk_sample_params)) X(AMK_OFFSETOF(amk_sample_params, candidates)) X(AMK_OFFSETOF(amk_sample_params, reserved))
+#define AMK_PROBE_LEN 271u
+#define AMK_FOR_EACH_PROBE(X) X(sizeof(amk_task)) X(AMK_OFFSETOF(amk_task, opcode)) X(AMK_OFFSETOF(amk_task, layer)) X(AMK_OFFSETOF(amk_task, wait_len)) X(AMK_OFFSETOF(amk_task, warp_units)) X(AMK_OFFSETOF(amk_task, stage_units)) X(AMK_OFFSETOF(amk_task, stage_tiles)) X(AMK_OFFSETOF(amk_task, signal)) X(AMK_OFFSETOF(amk_task, reads)) X(AMK_OFFSETOF(amk_task, writes)) X(AMK_OFFSETOF(amk_task, tile_parts)) X(AMK_OFFSETOF(amk_task, reserved)) X(AMK_OFFSETOF(amk_task, wait_counter)) X(AMK_OFFSETOF(amk_task, wait_count)) X(AMK_OFFSETOF(amk_task, params)) X(sizeof(amk_load)) X(AMK_OFFSETOF(amk_load, address)) X(AMK_OFFSETOF(amk_load, units)) X(AMK_OFFSETOF(amk_load, kind)) X(AMK_OFFSETOF(amk_load, stage_units)) X(AMK_OFFSETOF(amk_load, period)) X(AMK_OFFSETOF(amk_load, landed)) X(AMK_OFFSETOF(amk_load, kv_block)) X(AMK_OFFSETOF(amk_load, window)) X(AMK_OFFSETOF(amk_load, split)) X(AMK_OFFSETOF(amk_load, splits)) X(sizeof(amk_queue)) X(AMK_OFFSETOF(amk_queue, task0)) X(AMK_OFFSETOF(amk_queue, tasks)) X(AMK_OFFSETOF(amk_queue, load0)) X(AMK_OFFSETOF(amk_queue, loads)) X(sizeof(amk_slot)) X(AMK_OFFSETOF(amk_slot, address)) X(AMK_OFFSETOF(amk_slot, kind)) X(AMK_OFFSETOF(amk_slot, words)) X(AMK_OFFSETOF(amk_slot, units)) X(AMK_OFFSETOF(amk_slot, reserved)) X(sizeof(amk_program)) X(AMK_OFFSETOF(amk_program, tasks)) X(AMK_OFFSETOF(amk_program, loads)) X(AMK_OFFSETOF(amk_program, queues)) X(AMK_OFFSETOF(amk_program, slots)) X(AMK_OFFSETOF(amk_program, counters)) X(AMK_OFFSETOF(amk_program, stages)) X(AMK_OFFSETOF(amk_program, stage_units)) X(AMK_OFFSETOF(amk_program, in_flight)) X(AMK_OFFSETOF(amk_program, in_flight_near)) X(AMK_OFFSETOF(amk_program, x_offset)) X(AMK_OFFSETOF(amk_program, x_bytes)) X(AMK_OFFSETOF(amk_program, kv_capacity)) X(AMK_OFFSETOF(amk_program, kv_values)) X(AMK_OFFSETOF(amk_program, slot_len)) X(AMK_OFFSETOF(amk_program, logits_rows)) X(AMK_OFFSETOF(amk_program, vocab)) X(AMK_OFFSETOF(amk_program, epoch)) X(AMK_OFFSETOF(amk_program, lanes)) X(AMK_OFFSETOF(amk_program, lane_bytes)) X(AMK_OFFSETOF(amk_program, lane_runs)) X(AMK_OFFSETOF(amk_program, last_lanes)) X(AMK_OFFSETOF(amk_program, reserved)) X(sizeof(amk_step)) X(AMK_OFFSETOF(amk_step, program)) X(AMK_OFFSETOF(amk_step, action)) X(AMK_OFFSETOF(amk_step, epoch)) X(AMK_OFFSETOF(amk_step, token)) X(AMK_OFFSETOF(amk_step, position)) X(AMK_OFFSETOF(amk_step, session)) X(AMK_OFFSETOF(amk_step, logits_row)) X(AMK_OFFSETOF(amk_step, index)) X(AMK_OFFSETOF(amk_step, steps)) X(AMK_OFFSETOF(amk_step, forced)) X(AMK_OFFSETOF(amk_step, flags)) X(AMK_OFFSETOF(amk_step, stop_len)) X(AMK_OFFSETOF(amk_step, stop)) X(AMK_OFFSETOF(amk_step, command)) X(AMK_OFFSETOF(amk_step, give_way)) X(AMK_OFFSETOF(amk_step, go)) X(sizeof(amk_lanes)) X(AMK_OFFSETOF(amk_lanes, token)) X(AMK_OFFSETOF(amk_lanes, position)) X(AMK_OFFSETOF(amk_lanes, session)) X(AMK_OFFSETOF(amk_lanes, lanes)) X(AMK_OFFSETOF(amk_lanes, sample)) X(AMK_OFFSETOF(amk_lanes, runs)) X(AMK_OFFSETOF(amk_lanes, reserved)) X(sizeof(amk_launch)) X(AMK_OFFSETOF(amk_launch, submissions)) X(AMK_OFFSETOF(amk_launch, completions)) X(AMK_OFFSETOF(amk_launch, indices)) X(AMK_OFFSETOF(amk_launch, status)) X(AMK_OFFSETOF(amk_launch, tokens)) X(AMK_OFFSETOF(amk_launch, step)) X(AMK_OFFSETOF(amk_launch, done)) X(AMK_OFFSETOF(amk_launch, records)) X(AMK_OFFSETOF(amk_launch, deadline_ns)) X(AMK_OFFSETOF(amk_launch, token_stride)) X(AMK_OFFSETOF(amk_launch, sessions)) X(AMK_OFFSETOF(amk_launch, workers)) X(AMK_OFFSETOF(amk_launch, record_len)) X(AMK_OFFSETOF(amk_launch, program)) X(AMK_OFFSETOF(amk_launch, landing)) X(AMK_OFFSETOF(amk_launch, pulses)) X(AMK_OFFSETOF(amk_launch, pulse_ns)) X(AMK_OFFSETOF(amk_launch, reserved)) X(AMK_OFFSETOF(amk_launch, sampling)) X(AMK_OFFSETOF(amk_launch, pages)) X(AMK_OFFSETOF(amk_launch, page_stride)) X(AMK_OFFSETOF(amk_launch, page_count)) X(sizeof(amk_landing)) X(AMK_OFFSETOF(amk_landing, landed)) X(AMK_OFFSETOF(amk_landing, embedding)) X(AMK_OFFSETOF(amk_landing, patience)) X(AMK_OFFSETOF(amk_landing, waits)) X(AMK_OFFSETOF(amk_landing, resumed)) X(AMK_OFFSETOF(amk_landing, waited_us)) X(AMK_OFFSETOF(amk_landing, reserved)) X(sizeof(amk_done)) X(AMK_OFFSETOF(amk_done, abort)) X(AMK_OFFSETOF(amk_done, steps)) X(AMK_OFFSETOF(amk_done, token)) X(AMK_OFFSETOF(amk_done, ending)) X(AMK_OFFSETOF(amk_done, lane_endings)) X(AMK_OFFSETOF(amk_done, switched)) X(AMK_OFFSETOF(amk_done, left)) X(AMK_OFFSETOF(amk_done, reporter)) X(AMK_OFFSETOF(amk_done, reserved)) X(AMK_OFFSETOF(amk_done, sequence)) X(sizeof(amk_record)) X(AMK_OFFSETOF(amk_record, begin)) X(AMK_OFFSETOF(amk_record, ready)) X(AMK_OFFSETOF(amk_record, staged)) X(AMK_OFFSETOF(amk_record, multiplied)) X(AMK_OFFSETOF(amk_record, end)) X(AMK_OFFSETOF(amk_record, starved)) X(AMK_OFFSETOF(amk_record, worker)) X(AMK_OFFSETOF(amk_record, task)) X(AMK_OFFSETOF(amk_record, opcode)) X(AMK_OFFSETOF(amk_record, reserved)) X(sizeof(amk_loader_record)) X(AMK_OFFSETOF(amk_loader_record, end_ns)) X(AMK_OFFSETOF(amk_loader_record, stage_free)) X(AMK_OFFSETOF(amk_loader_record, in_flight)) X(AMK_OFFSETOF(amk_loader_record, step)) X(AMK_OFFSETOF(amk_loader_record, worker)) X(AMK_OFFSETOF(amk_loader_record, reserved)) X(sizeof(amk_submission)) X(AMK_OFFSETOF(amk_submission, command)) X(AMK_OFFSETOF(amk_submission, session)) X(AMK_OFFSETOF(amk_submission, position)) X(AMK_OFFSETOF(amk_submission, steps)) X(AMK_OFFSETOF(amk_submission, forced)) X(AMK_OFFSETOF(amk_submission, flags)) X(AMK_OFFSETOF(amk_submission, stop_len)) X(AMK_OFFSETOF(amk_submission, lanes)) X(AMK_OFFSETOF(amk_submission, program)) X(AMK_OFFSETOF(amk_submission, stop)) X(AMK_OFFSETOF(amk_submission, lane_session)) X(AMK_OFFSETOF(amk_submission, lane_position)) X(AMK_OFFSETOF(amk_submission, lane_sample)) X(AMK_OFFSETOF(amk_submission, reserved1)) X(AMK_OFFSETOF(amk_submission, sequence)) X(sizeof(amk_completion)) X(AMK_OFFSETOF(amk_completion, trap)) X(AMK_OFFSETOF(amk_completion, steps)) X(AMK_OFFSETOF(amk_completion, token)) X(AMK_OFFSETOF(amk_completion, ending)) X(AMK_OFFSETOF(amk_completion, start_ns)) X(AMK_OFFSETOF(amk_completion, end_ns)) X(AMK_OFFSETOF(amk_completion, lane_endings)) X(AMK_OFFSETOF(amk_completion, reserved)) X(AMK_OFFSETOF(amk_completion, sequence)) X(sizeof(amk_sampling)) X(AMK_OFFSETOF(amk_sampling, logits)) X(AMK_OFFSETOF(amk_sampling, seen)) X(AMK_OFFSETOF(amk_sampling, biased)) X(AMK_OFFSETOF(amk_sampling, bias)) X(AMK_OFFSETOF(amk_sampling, list)) X(AMK_OFFSETOF(amk_sampling, changed)) X(AMK_OFFSETOF(amk_sampling, seed)) X(AMK_OFFSETOF(amk_sampling, share)) X(AMK_OFFSETOF(amk_sampling, least)) X(AMK_OFFSETOF(amk_sampling, scale)) X(AMK_OFFSETOF(amk_sampling, penalty)) X(AMK_OFFSETOF(amk_sampling, top_k)) X(AMK_OFFSETOF(amk_sampling, bias_len)) X(AMK_OFFSETOF(amk_sampling, greedy)) X(AMK_OFFSETOF(amk_sampling, upto)) X(sizeof(amk_bias)) X(AMK_OFFSETOF(amk_bias, token)) X(AMK_OFFSETOF(amk_bias, value)) X(sizeof(amk_ring_indices)) X(AMK_OFFSETOF(amk_ring_indices, abort)) X(AMK_OFFSETOF(amk_ring_indices, give_way)) X(AMK_OFFSETOF(amk_ring_indices, reserved0)) X(AMK_OFFSETOF(amk_ring_indices, heartbeat)) X(AMK_OFFSETOF(amk_ring_indices, reserved1)) X(AMK_OFFSETOF(amk_ring_indices, head)) X(AMK_OFFSETOF(amk_ring_indices, waiting)) X(AMK_OFFSETOF(amk_ring_indices, reserved2)) X(sizeof(amk_status)) X(AMK_OFFSETOF(amk_status, trap)) X(AMK_OFFSETOF(amk_status, worker)) X(AMK_OFFSETOF(amk_status, task)) X(AMK_OFFSETOF(amk_status, opcode)) X(AMK_OFFSETOF(amk_status, object)) X(AMK_OFFSETOF(amk_status, have)) X(AMK_OFFSETOF(amk_status, need)) X(AMK_OFFSETOF(amk_status, epoch)) X(AMK_OFFSETOF(amk_status, waited_ns)) X(AMK_OFFSETOF(amk_status, left)) X(AMK_OFFSETOF(amk_status, reserved)) X(AMK_OFFSETOF(amk_status, valid)) X(sizeof(amk_pulse)) X(AMK_OFFSETOF(amk_pulse, beat)) X(AMK_OFFSETOF(amk_pulse, active)) X(AMK_OFFSETOF(amk_pulse, progress)) X(AMK_OFFSETOF(amk_pulse, epoch)) X(AMK_OFFSETOF(amk_pulse, position)) X(AMK_OFFSETOF(amk_pulse, task)) X(AMK_OFFSETOF(amk_pulse, issued)) X(AMK_OFFSETOF(amk_pulse, wait)) X(AMK_OFFSETOF(amk_pulse, object)) X(AMK_OFFSETOF(amk_pulse, have)) X(AMK_OFFSETOF(amk_pulse, need)) X(AMK_OFFSETOF(amk_pulse, reserved)) X(sizeof(amk_nop_params)) X(AMK_OFFSETOF(amk_nop_params, reserved)) X(sizeof(amk_embed_params)) X(AMK_OFFSETOF(amk_embed_params, offset)) X(AMK_OFFSETOF(amk_embed_params, len)) X(AMK_OFFSETOF(amk_embed_params, reserved)) X(sizeof(amk_matvec_params)) X(AMK_OFFSETOF(amk_matvec_params, matrix)) X(AMK_OFFSETOF(amk_matvec_params, tile0)) X(AMK_OFFSETOF(amk_matvec_params, tiles)) X(AMK_OFFSETOF(amk_matvec_params, units)) X(AMK_OFFSETOF(amk_matvec_params, k_len)) X(AMK_OFFSETOF(amk_matvec_params, rows)) X(AMK_OFFSETOF(amk_matvec_params, prologue)) X(AMK_OFFSETOF(amk_matvec_params, epilogue)) X(AMK_OFFSETOF(amk_matvec_params, eps)) X(AMK_OFFSETOF(amk_matvec_params, splits)) X(AMK_OFFSETOF(amk_matvec_params, head_dim)) X(AMK_OFFSETOF(amk_matvec_params, kv_block)) X(AMK_OFFSETOF(amk_matvec_params, window)) X(AMK_OFFSETOF(amk_matvec_params, candidate)) X(AMK_OFFSETOF(amk_matvec_params, reserved)) X(sizeof(amk_attention_params)) X(AMK_OFFSETOF(amk_attention_params, kv_head)) X(AMK_OFFSETOF(amk_attention_params, kv_heads)) X(AMK_OFFSETOF(amk_attention_params, group)) X(AMK_OFFSETOF(amk_attention_params, head_dim)) X(AMK_OFFSETOF(amk_attention_params, split)) X(AMK_OFFSETOF(amk_attention_params, splits)) X(AMK_OFFSETOF(amk_attention_params, kv_block)) X(AMK_OFFSETOF(amk_attention_params, window)) X(AMK_OFFSETOF(amk_attention_params, scale)) X(AMK_OFFSETOF(amk_attention_params, eps)) X(AMK_OFFSETOF(amk_attention_params, reserved)) X(sizeof(amk_attention_merge_params)) X(AMK_OFFSETOF(amk_attention_merge_params, head0)) X(AMK_OFFSETOF(amk_attention_merge_params, heads)) X(AMK_OFFSETOF(amk_attention_merge_params, heads_total)) X(AMK_OFFSETOF(amk_attention_merge_params, head_dim)) X(AMK_OFFSETOF(amk_attention_merge_params, splits)) X(AMK_OFFSETOF(amk_attention_merge_params, kv_block)) X(AMK_OFFSETOF(amk_attention_merge_params, window)) X(AMK_OFFSETOF(amk_attention_merge_params, reserved)) X(sizeof(amk_sample_params)) X(AMK_OFFSETOF(amk_sample_params, candidates)) X(AMK_OFFSETOF(amk_sample_params, reserved))

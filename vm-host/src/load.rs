@@ -200,7 +200,6 @@ fn header(
 ) -> Result<ProgramHeader, HostError> {
     let room = Room::new(program, residents.lanes, shared_bytes)?;
     Ok(ProgramHeader {
-        workers: program.workers.len() as u32,
         stages: room.stages,
         stage_units: program.pipeline.stage_units,
         in_flight: program.pipeline.in_flight,
@@ -208,10 +207,9 @@ fn header(
         x_offset: abi::FIXED_BYTES,
         x_bytes: room.x_bytes,
         kv_capacity: residents.kv_capacity,
-        counter_len: program.counters,
+        kv_values: residents.layout.values(),
         logits_rows: residents.logits_rows,
         vocab: program.dims.vocab,
-        task_len: program.task_len() as u32,
         lanes: residents.lanes,
         lane_bytes: lane_bytes(program)?,
         ..ProgramHeader::default()
@@ -272,14 +270,11 @@ fn tables(program: &Program, residents: &Residents) -> Tables {
     for worker in &program.workers {
         let load0 = loads.len();
         loads.extend(worker.stream().map(|load| wire_load(program, load, &stagings, residents)));
-        let bytes: u64 = worker.stream().map(|load| load.weight_bytes()).sum();
         queues.push(Queue {
             task0: tasks.len() as u32,
             tasks: worker.tasks.len() as u32,
             load0: load0 as u32,
             loads: (loads.len() - load0) as u32,
-            units: (bytes / u64::from(abi::UNIT_BYTES)) as u32,
-            reserved: [0; 3],
         });
         tasks.extend(worker.tasks.iter().map(|task| wire_task(task, &stagings)));
     }
@@ -300,8 +295,9 @@ fn wire_load(
             abi::Load {
                 address: residents.matrices[index] + unit0 * u64::from(abi::UNIT_BYTES),
                 units,
-                values: residents.landing_starts[index] + unit0 as u32 + units,
-                stage_units: staging.stage_units as u16,
+                kind: abi::LoadKind::Weights as u8,
+                landed: residents.landing_starts[index] + unit0 as u32 + units,
+                stage_units: staging.stage_units as u8,
                 period: staging.period as u16,
                 ..abi::Load::default()
             }
@@ -310,7 +306,7 @@ fn wire_load(
             let head = u64::from(kv_head) * u64::from(residents.layout.head_bytes());
             abi::Load {
                 address: cache(program, slot, residents) + head,
-                values: residents.layout.values(),
+                kind: abi::LoadKind::Cache as u8,
                 kv_block,
                 window,
                 split: split as u16,
@@ -343,7 +339,7 @@ fn wire_task(task: &Task, stagings: &[Staging]) -> abi::Task {
     if task.opcode == abi::Opcode::Matvec {
         let s = &stagings[task.params::<abi::MatvecParams>().matrix as usize];
         (wire.stage_units, wire.stage_tiles) = (s.stage_units as u8, s.stage_tiles as u8);
-        wire.warp_units = s.warp_units as u8;
+        (wire.warp_units, wire.tile_parts) = (s.warp_units as u8, s.tile_parts as u16);
     }
     for (i, wait) in task.waits.iter().enumerate() {
         wire.wait_counter[i] = wait.counter.0;

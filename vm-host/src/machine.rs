@@ -9,7 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use abi::{Command, Completion, LaneStates, Launch, StepState, Submission, TaskRecord};
+use abi::{
+    Command, Completion, LaneStates, Launch, LoaderRecord, StepState, Submission, TaskRecord,
+};
 use ir::program::{Program, Verified};
 use ir::{Graph, Weights};
 use vm_device::Variant;
@@ -43,6 +45,11 @@ pub use run::{Decoded, Request};
 
 /// Programs that can be loaded beside each other.
 pub const PROGRAMS_MAX: usize = 4;
+/// Bytes of so many records of tasks; those of the loaders come behind.
+fn records_bytes(records: u32) -> u64 {
+    u64::from(records) * size_of::<TaskRecord>() as u64
+}
+
 /// The state of a step, and that of its lanes right behind it.
 const STEP_BYTES: u64 = (size_of::<StepState>() + size_of::<LaneStates>()) as u64;
 /// Threads of a worker.
@@ -277,7 +284,7 @@ impl Idle {
             step: m.step.address,
             done: m.done.address,
             records: m.records.address,
-            record_len: (m.records.bytes / size_of::<TaskRecord>() as u64) as u32,
+            record_len: self.options.records,
             deadline_ns: self.options.deadline.as_nanos() as u64,
             token_stride: m.token_stride,
             sessions: self.options.sessions,
@@ -343,6 +350,7 @@ impl Memory {
         let shape = (options.sessions, kv_capacity);
         let pages =
             PageTables::new(pool, shape, residents.caches.clone(), residents.layout.page_bytes())?;
+        let loader_records = u64::from(residents.workers) * size_of::<LoaderRecord>() as u64;
         Ok(Self {
             residents,
             pages,
@@ -352,9 +360,7 @@ impl Memory {
             step: DeviceBuffer::zeroed(STEP_BYTES)?,
             done: DeviceBuffer::zeroed(size_of::<abi::Done>() as u64)?,
             landing,
-            records: DeviceBuffer::zeroed(
-                u64::from(options.records) * size_of::<TaskRecord>() as u64,
-            )?,
+            records: DeviceBuffer::zeroed(records_bytes(options.records) + loader_records)?,
             tokens: HostBuffer::zeroed(options.sessions as usize * 2 * token_stride as usize * 4)?,
             token_stride,
             bounce,
@@ -511,7 +517,7 @@ impl Resident {
         Ok(words)
     }
 
-    /// What the traced variant wrote of the last step: a record a task, then one for each loader.
+    /// What the traced variant wrote of the last step: a record a task.
     ///
     /// # Errors
     /// If a copy fails.
@@ -520,6 +526,19 @@ impl Resident {
         let mut records: Vec<TaskRecord> =
             vec![bytemuck::Zeroable::zeroed(); idle.options.records as usize];
         let source = idle.memory.records.address;
+        download(&idle.copy, &idle.memory.bounce, source, bytemuck::cast_slice_mut(&mut records))?;
+        Ok(records)
+    }
+
+    /// What the traced variant wrote of each worker's loader in the last step.
+    ///
+    /// # Errors
+    /// If a copy fails.
+    pub fn loader_records(&mut self) -> Result<Vec<LoaderRecord>, HostError> {
+        let idle = self.idle();
+        let mut records: Vec<LoaderRecord> =
+            vec![bytemuck::Zeroable::zeroed(); idle.memory.residents.workers as usize];
+        let source = idle.memory.records.address + records_bytes(idle.options.records);
         download(&idle.copy, &idle.memory.bounce, source, bytemuck::cast_slice_mut(&mut records))?;
         Ok(records)
     }

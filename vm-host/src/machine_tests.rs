@@ -40,14 +40,14 @@ fn toy() -> Option<(Model, Verified<Program>, Variant, Idle)> {
 }
 
 /// Sets the current program's counters back by half their range, so that no wait for one is ever over.
-fn lose_signals(machine: &mut Resident) {
+fn lose_signals(machine: &mut Resident, program: &Program) {
     let place = machine.current.place;
     let idle = machine.idle();
     let mut bytes = [0; size_of::<ProgramHeader>()];
     let base = idle.memory.programs[place].address;
     download(&idle.copy, &idle.memory.bounce, base, &mut bytes).expect("the header");
     let header: ProgramHeader = bytemuck::pod_read_unaligned(&bytes);
-    let counters = u64::from(header.counter_len) * 32;
+    let counters = u64::from(program.counters) * 32;
     upload_fill(&idle.copy, &mut idle.memory.bounce, header.counters, counters, 0x80)
         .expect("the counters");
 }
@@ -57,7 +57,7 @@ fn a_lost_signal_is_reported_in_time_and_the_machine_goes_on() {
     let Some((_model, program, variant, idle)) = toy() else { return };
     let mut machine = idle.launch(variant, &program).unwrap_or_else(|e| panic!("{}", e.1));
     let before = machine.decode(0, 0, &[1, 2, 3], 8, &[], false).expect("it decodes");
-    lose_signals(&mut machine);
+    lose_signals(&mut machine, &program);
     let start = Instant::now();
     let error = machine.decode(0, 0, &[1, 2, 3], 8, &[], false).expect_err("nothing is signalled");
     let waited = start.elapsed();

@@ -15,8 +15,10 @@ pub struct Staging {
     /// Units after which a new stage begins.
     pub period: u32,
     /// Units of a tile, or of a part of a tile, that each warp takes into registers with the rest of its stage: the fast loop. 0: the
-    /// warps read the stage unit by unit, which takes several times as long.
+    /// warps read the stage unit by unit, which takes several times as long. Of one sequence only.
     pub warp_units: u32,
+    /// Parts that a tile is cut into, each as long as the vectors that the warps' registers hold. Of several sequences only.
+    pub tile_parts: u32,
 }
 
 impl Staging {
@@ -29,23 +31,24 @@ impl Staging {
     }
 
     /// The same for a kernel that runs several sequences at once (matvec_lanes.cuh): whole tiles in a stage, a divisor of those of an
-    /// epilogue; or a part of a tile, as long as the warps' registers hold the vectors of. `warp_units` then counts the parts of a tile.
+    /// epilogue; or a part of a tile, as long as the warps' registers hold the vectors of.
     #[must_use]
     pub fn lanes(tile_units: u32, stage_units: u32) -> Self {
         let (tile_units, stage_units) = (tile_units.max(1), stage_units.max(1));
-        let parts = tile_units.div_ceil(stage_units.min(abi::STAGE_UNITS_MAX));
-        if parts > 1 {
-            let part = tile_units.div_ceil(parts);
+        let tile_parts = tile_units.div_ceil(stage_units.min(abi::STAGE_UNITS_MAX));
+        if tile_parts > 1 {
+            let stage_units = tile_units.div_ceil(tile_parts);
             return Self {
-                stage_units: part,
+                stage_units,
                 stage_tiles: 1,
                 period: tile_units,
-                warp_units: parts,
+                warp_units: 0,
+                tile_parts,
             };
         }
         let stage_tiles = 1 << (stage_units / tile_units).clamp(1, LANE_TILES).ilog2();
         let stage_units = stage_tiles * tile_units;
-        Self { stage_units, stage_tiles, period: stage_units, warp_units: 1 }
+        Self { stage_units, stage_tiles, period: stage_units, warp_units: 0, tile_parts }
     }
 
     /// Stages that the warps take into registers whole.
@@ -55,16 +58,21 @@ impl Staging {
         let stage_tiles = if 2 * warp_units <= WARP_UNITS_MAX { 2 } else { 1 };
         let full = stage_tiles * part;
         let period = if part == tile_units { full } else { tile_units };
-        (full <= stage_units).then_some(Self { stage_units: full, stage_tiles, period, warp_units })
+        (full <= stage_units).then_some(Self {
+            stage_units: full,
+            stage_tiles,
+            period,
+            warp_units,
+            tile_parts: 1,
+        })
     }
 
     fn unit_by_unit(tile_units: u32, stage_units: u32) -> Self {
-        if tile_units > stage_units {
-            return Self { stage_units, stage_tiles: 1, period: tile_units, warp_units: 0 };
-        }
-        let stage_tiles = stage_units / tile_units;
-        let stage_units = stage_tiles * tile_units;
-        Self { stage_units, stage_tiles, period: stage_units, warp_units: 0 }
+        let (stage_units, stage_tiles, period) = match stage_units / tile_units {
+            0 => (stage_units, 1, tile_units),
+            tiles => (tiles * tile_units, tiles, tiles * tile_units),
+        };
+        Self { stage_units, stage_tiles, period, warp_units: 0, tile_parts: 1 }
     }
 }
 
@@ -131,7 +139,7 @@ mod tests {
     fn several_lanes_take_tiles_part_by_part() {
         let of = |tile, stage| {
             let s = Staging::lanes(tile, stage);
-            (s.stage_units, s.stage_tiles, s.period, s.warp_units)
+            (s.stage_units, s.stage_tiles, s.period, s.tile_parts)
         };
         assert_eq!(of(64, 64), (64, 1, 64, 1));
         assert_eq!(of(256, 64), (64, 1, 256, 4), "four parts");
@@ -146,7 +154,7 @@ mod tests {
                     s.stage_units <= stage && LANE_TILES.is_multiple_of(s.stage_tiles),
                     "{tile} in {stage}: {s:?}"
                 );
-                let parts = if s.period == tile && s.warp_units > 1 { s.warp_units } else { 1 };
+                let parts = s.tile_parts;
                 let last = tile - (parts - 1) * s.stage_units.min(tile);
                 assert!((1..=s.stage_units).contains(&last), "{tile} in {stage}: {s:?}");
             }

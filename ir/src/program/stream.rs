@@ -117,13 +117,13 @@ impl OpVisitor for Loads<'_> {
 
 /// Why the device cannot count the stages of a matrix in a kernel of so many sequences.
 pub(super) fn uncountable(program: &Program, matrix: MatrixId, sequences: u32) -> Option<String> {
-    let Staging { period, warp_units, .. } = program.staging(matrix, sequences);
-    let fits = period <= u32::from(u16::MAX) && warp_units <= u32::from(u8::MAX);
+    let Staging { period, stage_units, .. } = program.staging(matrix, sequences);
+    let fits = period <= u32::from(u16::MAX) && stage_units <= u32::from(u8::MAX);
     (!fits).then(|| {
         format!(
-            "tiles of {} units in stages of {}: at most {} units and {} parts of a tile are possible; raise pipeline.stage_bytes",
+            "tiles of {} units in stages of {}: tiles of at most {} units and stages of {} are possible; change pipeline.stage_bytes",
             program.matrices[matrix.index()].units_per_tile(),
-            program.pipeline.stage_units,
+            stage_units,
             u16::MAX,
             u8::MAX
         )

@@ -305,26 +305,6 @@ extern "C" __global__ void amk_abi_probe(uint32_t* out) {
   }
 }
 
-// Packs rows of a row-major matrix into units, from tile `tile0` on; with `stride_tiles` 2 the source's tiles of 8 rows go to every other tile (gate and up alternate). Runs before the kernel is resident.
-extern "C" __global__ void amk_pack(char* packed, char const* source, uint32_t rows, uint32_t cols, uint32_t tile0, uint32_t stride_tiles, uint32_t units) {
-  uint64_t const index = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  uint64_t const total = (uint64_t)rows * units * 4; // 16-byte pieces: 4 to a row of a unit
-  if (index >= total) {
-    return;
-  }
-  uint32_t const piece = (uint32_t)(index % 4), unit = (uint32_t)(index / 4 % units), row = (uint32_t)(index / 4 / units);
-  uint32_t const tile = tile0 + row / AMK_UNIT_ROWS * stride_tiles;
-  char* out = packed + ((uint64_t)tile * units + unit) * AMK_UNIT_BYTES + (row % AMK_UNIT_ROWS) * AMK_UNIT_ROW_BYTES + piece * 16;
-  for (uint32_t i = 0; i < UNIT_COLS / 4; ++i) {
-    uint32_t const col = unit * UNIT_COLS + unit_column(piece * (UNIT_COLS / 4) + i);
-#if AMK_DTYPE == AMK_DTYPE_F32
-    ((uint32_t*)out)[i] = col < cols ? ((uint32_t const*)source)[(uint64_t)row * cols + col] : 0u;
-#else
-    ((uint16_t*)out)[i] = col < cols ? ((uint16_t const*)source)[(uint64_t)row * cols + col] : (uint16_t)0;
-#endif
-  }
-}
-
 // Reads `bytes` once and leaves how fast: the ceiling that a stream can reach on this card, by the same copies that the loader uses.
 extern "C" __global__ void __launch_bounds__(32, 1) amk_bandwidth(char const* source, uint64_t bytes, uint32_t stage_bytes, uint32_t stages) {
   extern __shared__ __align__(128) char memory[];

@@ -330,7 +330,7 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
     load = load + 1 == sh->queue.loads ? 0 : load + 1;
     amk_load const* at = loader_list(sh) + load;
     uint4 const next = load_u32x4(at), next_more = load_u32x4((char const*)at + 16); // a whole run ahead: a trip to L2
-    bool const on = (run.w & 0xff) == AMK_LOAD_WEIGHTS ? loader_weights(sh, l, run, more.x, lap, waits) : loader_keys(sh, l, run, more, lap, waits);
+    bool const on = (run.w & 0xff) == AMK_LOAD_CACHE ? loader_keys(sh, l, run, more, lap, waits) : loader_weights(sh, l, run, more.x, lap, waits);
     if (!on) {
       loader_drain(w, l);
       return;

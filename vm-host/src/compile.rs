@@ -393,8 +393,8 @@ ptxas         .     160 bytes stack frame, 184 bytes spill stores, 528 bytes spi
 ptxas info    : Used 168 registers, used 3 barriers, 160 bytes cumulative stack size
 ptxas info    : Function properties for _Z4trapP6Sharedjjjjy
 ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Compiling entry function 'amk_pack' for 'sm_90a'
-ptxas info    : Function properties for amk_pack
+ptxas info    : Compiling entry function 'amk_bandwidth' for 'sm_90a'
+ptxas info    : Function properties for amk_bandwidth
 ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 20 registers, used 0 barriers
 ";
@@ -406,7 +406,7 @@ ptxas info    : Used 20 registers, used 0 barriers
         };
         assert_eq!(
             resources(log),
-            [kernel("amk_megakernel", 168, 712, 160), kernel("amk_pack", 20, 0, 0)]
+            [kernel("amk_megakernel", 168, 712, 160), kernel("amk_bandwidth", 20, 0, 0)]
         );
     }
 }

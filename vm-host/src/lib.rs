@@ -31,7 +31,6 @@ mod prefill;
 mod ring;
 mod sampling;
 mod uring;
-mod weights;
 
 pub use boot::BootOptions;
 pub use card::Card;
@@ -41,7 +40,7 @@ pub use compile::{
 };
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
-pub use landing::{ReadBy, Streaming};
+pub use landing::{LoadReport, ReadBy, Streaming};
 pub use lookout::Lookout;
 pub use machine::{
     Batch, BatchDecoded, Decoded, Idle, LandingReport, Lane, LaneDecoded, Loaded, PROGRAMS_MAX,
@@ -52,4 +51,3 @@ pub use nvml::{
 };
 pub use pages::{KvPool, NoPages, Occupancy, PagePool, pages_of};
 pub use prefill::{GemmShape, KernelTime, PrefillOptions, Prefilled, prefill_refused};
-pub use weights::LoadReport;

@@ -20,7 +20,7 @@ use crate::boot::{BootOptions, check_memory, check_residency, make_residents, pr
 use crate::card::load_module;
 use crate::driver::{Context, DeviceInfo, Module, Stream};
 use crate::error::HostError;
-use crate::landing::{Landing, Through};
+use crate::landing::{Landing, LoadReport, Through, land_before_launch};
 use crate::load::{Image, Residents, check_variant, image};
 use crate::lookout::Lookout;
 use crate::memory::{
@@ -30,7 +30,6 @@ use crate::pages::{PagePool, PageTables};
 use crate::prefill::Prefill;
 use crate::ring::{self, RingHost};
 use crate::sampling::SamplingMemory;
-use crate::weights::{LoadReport, load_matrices};
 
 mod batch;
 mod chunks;
@@ -164,12 +163,12 @@ impl Idle {
             matrices.extend(owned.last().map(|b| b.address));
         }
         let (plan, block) = place_landing(program, &options, &copy, &mut bounce)?;
-        let pack = module.function(c"amk_pack")?;
         let to = Destination { context: &context, matrices: &matrices, landed: block.address };
+        let target = to.target(&plan)?;
         let (landing, report) = match options.streaming {
-            None => (None, load_matrices(program, weights, &matrices, &pack, &copy)?),
+            None => (None, land_before_launch(plan.clone(), weights, target)?),
             Some(how) => {
-                let landing = start_landing(&plan, weights, how, &to, through)?;
+                let landing = Landing::start(plan.clone(), weights, how, target, through)?;
                 (Some(landing), LoadReport::default())
             }
         };
@@ -714,7 +713,7 @@ fn end_kernel(idle: &mut Idle, failed: bool) -> Result<(), HostError> {
 
 #[path = "machine_landing.rs"]
 mod landed;
-use landed::{Destination, LANDING_COUNTS, place_landing, start_landing, wait_for_answer};
+use landed::{Destination, LANDING_COUNTS, place_landing, wait_for_answer};
 pub use landed::{LandingReport, TensorCheck};
 
 #[cfg(test)]

@@ -14,10 +14,9 @@ use super::{Idle, Resident};
 use crate::boot::BootOptions;
 use crate::driver::{Context, Stream};
 use crate::error::HostError;
-use crate::landing::{DeviceTarget, Landing, Plan, Streaming, Through, staging_bytes};
+use crate::landing::{DeviceTarget, Landing, LoadReport, Plan, staging_bytes};
 use crate::memory::{DeviceBuffer, HostBuffer, download, upload};
 use crate::ring::RingHost;
-use crate::weights::LoadReport;
 
 /// How long a write of one word may take on a stream that holds copies only.
 const WORD_LIMIT: Duration = Duration::from_secs(5);
@@ -58,11 +57,7 @@ impl TensorCheck {
 impl Idle {
     /// Waits until all weights are there: kernels that are not the resident one do not know how to wait for them.
     pub(super) fn weights_here(&self) -> Result<(), HostError> {
-        let Some(landing) = &self.landing else { return Ok(()) };
-        while landing.under_way() {
-            std::thread::sleep(Duration::from_micros(200)); // the landing bounds it
-        }
-        landing.failure().map_or(Ok(()), Err)
+        self.landing.as_ref().map_or(Ok(()), Landing::wait)
     }
 }
 
@@ -187,17 +182,11 @@ pub(super) struct Destination<'a> {
     pub(super) landed: u64,
 }
 
-/// Sets aside what a landing needs, and starts it.
-pub(super) fn start_landing(
-    plan: &Arc<Plan>,
-    weights: &dyn Weights,
-    streaming: Streaming,
-    to: &Destination<'_>,
-    through: Through<'_>,
-) -> Result<Landing, HostError> {
-    let staging = staging_bytes(plan);
-    let target = DeviceTarget::new(to.context, staging, to.matrices.to_vec(), to.landed)?;
-    Landing::start(plan.clone(), weights, streaming, target, through)
+impl Destination<'_> {
+    /// Sets aside what a landing needs.
+    pub(super) fn target(&self, plan: &Plan) -> Result<DeviceTarget, HostError> {
+        DeviceTarget::new(self.context, staging_bytes(plan), self.matrices.to_vec(), self.landed)
+    }
 }
 
 /// The packed rows of each tensor, in the tensor's order.

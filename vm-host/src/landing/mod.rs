@@ -1,7 +1,8 @@
-//! Weights that land while the kernel is already resident: from files through packing threads to the device, in the order in which a step
-//! needs them. docs/runtime.md, "Weights that land later".
+//! Brings weights to the device, before a kernel is launched or while it is resident: from files through packing threads, in the order in
+//! which a step needs them, or out of memory. docs/runtime.md, "Weights that land later".
 
 mod device;
+mod in_memory;
 mod memory;
 mod pipeline;
 mod plan;
@@ -19,7 +20,6 @@ pub(crate) use device::DeviceTarget;
 pub(crate) use plan::Plan;
 
 use crate::error::HostError;
-use crate::weights::LoadReport;
 use memory::{IoBuffer, Staging};
 use pipeline::{Order, SLOTS, Target};
 pub(crate) use source::Source;
@@ -28,8 +28,23 @@ use uring::Uring;
 
 /// Threads that pack, and that read where io_uring does not.
 const CREW_MAX: usize = 8;
+/// How long nothing may come before the launch.
+const READ_LIMIT: Duration = Duration::from_secs(60);
 /// How long a stopped landing may take to notice.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
+
+/// How the weights came in.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
+pub struct LoadReport {
+    /// Bytes of stored tensors that were read.
+    pub bytes: u64,
+    /// Seconds from the first read to the last copy.
+    pub seconds: f64,
+    /// How they were read: `io_uring` or `pread` and in which way, or `memory`.
+    pub source: String,
+    /// Why io_uring was not used, where it was wanted.
+    pub fallback: Option<String>,
+}
 
 /// Where weights are read from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -151,6 +166,24 @@ pub(crate) fn staging_bytes(plan: &Plan) -> usize {
     plan.largest() * SLOTS
 }
 
+/// Brings in all weights of the plan before a kernel is launched.
+///
+/// # Errors
+/// If a file cannot be read, or a copy fails.
+pub(crate) fn land_before_launch<T: Target>(
+    plan: Arc<Plan>,
+    weights: &dyn Weights,
+    mut target: T,
+) -> Result<LoadReport, HostError> {
+    let Some(files) = Files::open(&plan, weights)? else {
+        return in_memory::land(&plan, weights, &mut target);
+    };
+    let streaming = Streaming { limit: READ_LIMIT, ..Streaming::default() };
+    let landing = Landing::of(plan, files, streaming, target, &|source| source)?;
+    landing.wait()?;
+    Ok(landing.report())
+}
+
 impl<T: Target> Landing<T> {
     /// Starts. The plan's packed matrices go to the target, which has `staging_bytes` of the plan.
     ///
@@ -163,11 +196,22 @@ impl<T: Target> Landing<T> {
         target: T,
         through: Through<'_>,
     ) -> Result<Self, HostError> {
-        let files = Arc::new(Files::open(&plan, weights)?.ok_or_else(|| {
+        let files = Files::open(&plan, weights)?.ok_or_else(|| {
             HostError::Request(
                 "weights that are not in files cannot land while the kernel runs: export the model first".into(),
             )
-        })?);
+        })?;
+        Self::of(plan, files, streaming, target, through)
+    }
+
+    fn of(
+        plan: Arc<Plan>,
+        files: Files,
+        streaming: Streaming,
+        target: T,
+        through: Through<'_>,
+    ) -> Result<Self, HostError> {
+        let files = Arc::new(files);
         let buffers = buffers(&files);
         let (source, fallback) = choose(&files, &buffers, streaming.read_by)?;
         let source = through(source);
@@ -218,6 +262,17 @@ impl<T: Target> Landing<T> {
     /// Whether weights may still come.
     pub(crate) fn under_way(&self) -> bool {
         self.progress.state().over.is_none()
+    }
+
+    /// Until no more weights will come.
+    ///
+    /// # Errors
+    /// Why they have not all come.
+    pub(crate) fn wait(&self) -> Result<(), HostError> {
+        while self.under_way() {
+            std::thread::sleep(Duration::from_micros(200)); // the landing bounds it
+        }
+        self.failure().map_or(Ok(()), Err)
     }
 
     /// Packed bytes on the device, for whoever looks on from another thread.

@@ -75,6 +75,13 @@ impl Plan {
         piece.tiles as usize * self.matrices[piece.matrix].units_per_tile() as usize * UNIT
     }
 
+    /// Bytes of a piece as it is stored.
+    pub(crate) fn stored_bytes(&self, piece: &Piece) -> u64 {
+        let matrix = &self.matrices[piece.matrix];
+        let rows: u64 = piece.reads.iter().map(|read| u64::from(read.rows)).sum();
+        rows * matrix.format.row_bytes(matrix.cols) as u64
+    }
+
     /// First byte of a piece in its packed matrix.
     pub(crate) fn packed_offset(&self, piece: &Piece) -> u64 {
         let units =

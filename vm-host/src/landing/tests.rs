@@ -11,10 +11,58 @@ use model::Model;
 use super::scripted::{Mishap, Scripted};
 use super::*;
 use crate::landing::plan::{Piece, TensorRows, pack};
-use crate::weights::packed_by_the_kernel;
 
 const GOLDEN: [&str; 5] =
     ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
+
+/// The packed matrix, element by element: units of 8 rows by 64 bytes, and of 16-bit columns bits 2 and 3 of the number change places.
+fn packed_by_definition(matrix: &Matrix, weights: &dyn Weights) -> Vec<u8> {
+    let mut packed = vec![0; matrix.bytes() as usize];
+    let element = matrix.format.stored().bytes();
+    let (columns, units) = (64 / element, matrix.units_per_tile() as usize);
+    for row in 0..matrix.rows() {
+        let Some((tensor, from)) = matrix.map.locate(row) else { continue };
+        let (tile, row) = (row as usize / 8, row as usize % 8);
+        for column in 0..matrix.cols as usize {
+            let (unit, at) = (column / columns, column % columns);
+            let at = if element == 2 { at & !12 | (at & 4) << 1 | (at & 8) >> 1 } else { at };
+            let to = (tile * units + unit) * 512 + row * 64 + at * element;
+            let stored = (from as usize * matrix.cols as usize + column) * element;
+            packed[to..][..element].copy_from_slice(&weights.bytes(tensor)[stored..][..element]);
+        }
+    }
+    packed
+}
+
+#[test]
+fn weights_in_memory_land_as_those_of_files_do() {
+    struct InMemory(Vec<Vec<u8>>);
+    impl Weights for InMemory {
+        fn bytes(&self, tensor: TensorId) -> &[u8] {
+            &self.0[tensor.index()]
+        }
+    }
+    for name in GOLDEN {
+        let model = golden(name);
+        let tensors = 0..model.graph.tensors.len() as u32;
+        let weights =
+            InMemory(tensors.map(|t| model.weights.bytes(TensorId(t)).to_vec()).collect());
+        let plan = Arc::new(Plan::new(&matrices(&model)).expect("a plan"));
+        let mut memory = Memory::new(&plan);
+        let report = in_memory::land(&plan, &weights, &mut memory).expect("it lands");
+        let stored: u64 = plan.pieces.iter().map(|piece| plan.stored_bytes(piece)).sum();
+        assert_eq!((report.bytes, report.source.as_str()), (stored, "memory"));
+        for (matrix, landed) in plan.matrices.iter().zip(&memory.matrices) {
+            assert!(*landed == packed_by_definition(matrix, &weights), "{name}, {}", matrix.name);
+        }
+        assert_order(&plan, &memory.said);
+        memory.broken = true;
+        assert!(
+            in_memory::land(&plan, &weights, &mut memory).is_err(),
+            "a copy that fails is seen"
+        );
+    }
+}
 
 /// Long for a disk, short for a test.
 const LIMIT: Duration = Duration::from_millis(300);
@@ -135,7 +183,7 @@ fn every_source_lands_what_the_kernel_would_have_packed() {
             let report = landing.report();
             eprintln!("{name}: {read_by:?}: {} {:?}", report.source, report.fallback);
             for (index, matrix) in matrices.iter().enumerate() {
-                let expected = packed_by_the_kernel(matrix, &*model.weights);
+                let expected = packed_by_definition(matrix, &*model.weights);
                 assert!(memory.matrices[index] == expected, "{name}, {}, {read_by:?}", matrix.name);
             }
             let stored: u64 = (0..next).map(|piece| landing.files.stored(piece)).sum();
@@ -178,7 +226,7 @@ fn where_io_uring_is_refused_threads_read_instead() {
         assert!(landing.failure().is_none(), "{:?}", landing.failure());
         assert_eq!(next, landing.plan.pieces.len());
         for (matrix, landed) in matrices(&model).iter().zip(&memory.matrices) {
-            assert!(*landed == packed_by_the_kernel(matrix, &*model.weights), "{}", matrix.name);
+            assert!(*landed == packed_by_definition(matrix, &*model.weights), "{}", matrix.name);
         }
         landing.report()
     });
@@ -260,7 +308,7 @@ fn odd_shapes_are_padded_as_the_kernel_pads_them() {
                 };
                 pack(&matrix, piece, source, out);
             }
-            let expected = packed_by_the_kernel(&matrix, &weights);
+            let expected = packed_by_definition(&matrix, &weights);
             assert!(packed == expected, "{dtype:?} of {cols} columns, {:?}", matrix.map);
             // The comparison can fail: the same bytes of another tile.
             let shifted = Piece { tile0: 1, tiles: 1, reads: vec![], ..plan.pieces[0].clone() };
@@ -341,7 +389,7 @@ fn a_read_error_is_reported_and_the_rest_lands_when_it_is_asked_for_again() {
         let all: u64 = matrices(&model).iter().map(Matrix::bytes).sum();
         assert_eq!(packed.load(Ordering::Relaxed), all, "whoever has looked on sees it go on");
         for (index, matrix) in matrices(&model).iter().enumerate() {
-            assert!(memory.matrices[index] == packed_by_the_kernel(matrix, &*model.weights));
+            assert!(memory.matrices[index] == packed_by_definition(matrix, &*model.weights));
         }
     }
 }

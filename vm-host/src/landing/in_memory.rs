@@ -1,0 +1,62 @@
+//! Weights that are in memory already: packed by all processors and copied, with no kernel resident.
+
+use std::time::{Duration, Instant};
+
+use ir::Weights;
+use rayon::prelude::*;
+
+use crate::error::HostError;
+use crate::landing::memory::Staging;
+use crate::landing::pipeline::{SLOTS, Target};
+use crate::landing::plan::{Plan, pack};
+use crate::landing::{LoadReport, wait_until};
+
+/// How long the copy of a piece may take.
+const COPY_LIMIT: Duration = Duration::from_secs(10);
+
+/// Brings all weights to the target. Half of the parts of its staging memory are packed into while the other half is copied from.
+///
+/// # Errors
+/// If a copy fails or does not end.
+pub(crate) fn land<T: Target>(
+    plan: &Plan,
+    weights: &dyn Weights,
+    target: &mut T,
+) -> Result<LoadReport, HostError> {
+    let began = Instant::now();
+    let part = plan.largest();
+    // SAFETY: the trait's promise; a part is packed into again only once its copy is over, and the target frees what is copied from.
+    let mut staging = unsafe { Staging::parts(target.staging(part * SLOTS), part, SLOTS) };
+    target.enter()?;
+    let mut next = 0;
+    for (round, pieces) in plan.pieces.chunks(SLOTS / 2).enumerate() {
+        let half = &mut staging[round % 2 * (SLOTS / 2)..][..pieces.len()];
+        for part in &*half {
+            wait_until(COPY_LIMIT, || target.copied(part.index))?;
+        }
+        half.par_iter_mut().zip(pieces).for_each(|(part, piece)| {
+            let matrix = &plan.matrices[piece.matrix];
+            let row_bytes = matrix.format.row_bytes(matrix.cols);
+            // SAFETY: its last copy is over, and the target has kept the memory.
+            let out = unsafe { &mut part.bytes_mut()[..plan.packed_bytes(piece)] };
+            pack(
+                matrix,
+                piece,
+                |tensor, row| &weights.bytes(tensor)[row as usize * row_bytes..][..row_bytes],
+                out,
+            );
+        });
+        for (part, piece) in half.iter().zip(pieces) {
+            let bytes = plan.packed_bytes(piece);
+            target.copy(piece.matrix, plan.packed_offset(piece), part, bytes)?;
+            target.landed(plan.landed_behind(next), part.index)?;
+            next += 1;
+        }
+    }
+    for part in &staging {
+        wait_until(COPY_LIMIT, || target.copied(part.index))?;
+    }
+    let bytes = plan.pieces.iter().map(|piece| plan.stored_bytes(piece)).sum();
+    let seconds = began.elapsed().as_secs_f64();
+    Ok(LoadReport { bytes, seconds, source: "memory".into(), fallback: None })
+}

@@ -112,7 +112,6 @@ fn body() -> String {
     for layout in structs() {
         print_struct(&mut out, &layout);
     }
-    probe(&mut out);
     out
 }
 
@@ -144,21 +143,4 @@ fn print_struct(out: &mut String, layout: &StructLayout) {
             field.name, field.offset, field.name
         );
     }
-}
-
-/// The numbers that the boot probe compares: the size of every struct and the offset of every field, as the device compiler sees
-/// them.
-fn probe(out: &mut String) {
-    let mut count = 0;
-    let mut list = String::new();
-    for layout in structs() {
-        let _ = write!(list, " X(sizeof({}))", layout.c_name);
-        count += 1;
-        for field in layout.fields {
-            let _ = write!(list, " X(AMK_OFFSETOF({}, {}))", layout.c_name, field.name);
-            count += 1;
-        }
-    }
-    let _ = writeln!(out, "\n#define AMK_PROBE_LEN {count}u");
-    let _ = writeln!(out, "#define AMK_FOR_EACH_PROBE(X){list}");
 }

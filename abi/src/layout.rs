@@ -147,14 +147,3 @@ pub fn structs() -> Vec<StructLayout> {
     all.extend(crate::op::param_layouts());
     all
 }
-
-/// The numbers that the boot probe must return, in order: each struct's size, then its fields' offsets.
-#[must_use]
-pub fn probe_values() -> Vec<u32> {
-    let mut values = Vec::new();
-    for layout in structs() {
-        values.push(layout.size as u32);
-        values.extend(layout.fields.iter().map(|field| field.offset as u32));
-    }
-    values
-}

@@ -17,7 +17,7 @@ mod telemetry;
 mod transition;
 
 pub use header::{abi_hash, c_header, program_hash};
-pub use layout::{Field, StructLayout, WireType, probe_values, structs};
+pub use layout::{Field, StructLayout, WireType, structs};
 pub use limits::*;
 pub use op::{
     AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, NopParams, OpInfo,

@@ -290,20 +290,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megaker
   }
 }
 
-// Reports the layout that this build was compiled with, for the handshake at boot.
-extern "C" __global__ void amk_abi_probe(uint32_t* out) {
-  uint32_t const values[] = {
-#define X(v) (uint32_t)(v),
-      AMK_FOR_EACH_PROBE(X)
-#undef X
-  };
-  static_assert(sizeof(values) / 4 == AMK_PROBE_LEN, "the probe covers every struct and field");
-  out[0] = (uint32_t)AMK_ABI_HASH;
-  out[1] = (uint32_t)(AMK_ABI_HASH >> 32);
-  for (uint32_t i = 0; i < AMK_PROBE_LEN; ++i) {
-    out[2 + i] = values[i];
-  }
-}
+// Reports the header that this build was compiled with, for the handshake at boot.
+extern "C" __global__ void amk_abi_probe(uint64_t* out) { *out = AMK_ABI_HASH; }
 
 // Reads `bytes` once and leaves how fast: the ceiling that a stream can reach on this card, by the same copies that the loader uses.
 extern "C" __global__ void __launch_bounds__(32, 1) amk_bandwidth(char const* source, uint64_t bytes, uint32_t stage_bytes, uint32_t stages) {

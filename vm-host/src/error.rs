@@ -61,10 +61,14 @@ pub enum HostError {
         log: String,
     },
     /// The compiled kernel was built from another layout.
-    #[error("the compiled kernel disagrees with this build about the layout: {what}")]
+    #[error(
+        "the compiled kernel was built from another header (hash {found:#x}, expected {expected:#x}): empty $AMK_CACHE, or mend $AMK_KERNEL_DIR"
+    )]
     AbiMismatch {
-        /// What differs.
-        what: String,
+        /// The hash that the kernel reports.
+        found: u64,
+        /// This build's.
+        expected: u64,
     },
     /// The grid does not fit on the device at once, so that waiting for each other would never end.
     #[error(

@@ -103,7 +103,7 @@ pub(crate) enum Command {
     /// What all searches found, in one SQLite file: shows, checks, imports, exports.
     #[command(
         after_help = "Examples:\n  amk corpus show\n  amk corpus import runs\n  amk corpus export --out store.jsonl\n\n\
-        A search adds its trials to store.sqlite beside its folder. docs/store.md describes the tables; sqlite3 and pandas read them. The\n\
+        A search adds its trials to store.sqlite beside its folder. docs/reference/store.md describes the tables; sqlite3 and pandas read them. The\n\
         ledgers are the record: a store can be made anew from them at any time."
     )]
     Corpus {
@@ -138,13 +138,13 @@ pub(crate) enum Command {
         after_help = "Examples:\n  amk serve --model DIR\n  amk serve --model smollm2-135m --device eval --addr 127.0.0.1:9000\n\n\
         Standard output carries one document, with the address, once requests are taken. Ctrl-C lets requests under way finish, at most\n\
         10 s; a second one breaks them off. --device eval runs the graph, cpu the lowered program on the reference machine, cuda the\n\
-        megakernel, whose rows of logits come to the host, where tokens are chosen. docs/serve.md has the fields of a request."
+        megakernel, whose rows of logits come to the host, where tokens are chosen. docs/guide/serving.md has the fields of a request."
     )]
     Serve(ServeArgs),
     /// Shows what a running `amk` is doing: sequences, workers, step times, rates. It looks on and disturbs nothing.
     #[command(
         after_help = "Examples:\n  amk top\n  amk top --pid 4711\n  amk top --once --json | jq .rates.tokens_per_s\n\n\
-        In the terminal: q ends, p pauses. docs/telemetry.md says what the figures mean."
+        In the terminal: q ends, p pauses. docs/reference/telemetry.md says what the figures mean."
     )]
     Top(TopArgs),
     /// Measures microseconds a token and their accuracy, beside the other engines here. Without a GPU it predicts, and says so.

@@ -1,10 +1,10 @@
 //! What a running machine says of itself: a pulse of each worker, written by the device, and the page that other processes read.
 //!
-//! The page lies in a file that the writing process maps and others map for reading ([docs/telemetry.md]). Its words change under a
+//! The page lies in a file that the writing process maps and others map for reading ([docs/reference/telemetry.md]). Its words change under a
 //! sequence: odd while somebody writes, and different afterwards. Times are nanoseconds since 1970 by the host's clock unless a field says
 //! otherwise; sums only grow while the process lives.
 //!
-//! [docs/telemetry.md]: https://github.com/amk/amk/blob/main/docs/telemetry.md
+//! [docs/reference/telemetry.md]: https://github.com/amk/amk/blob/main/docs/reference/telemetry.md
 
 use crate::layout::{StructLayout, wire_struct};
 use crate::op::wire_enum;

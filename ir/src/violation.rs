@@ -1,6 +1,6 @@
 //! Every rule that `validate` and `verify` check, and what a broken one looks like.
 //!
-//! A rule is declared once, in [`for_each_rule!`]: its identifier and one sentence. `docs/invariants.md` is generated from the table,
+//! A rule is declared once, in [`for_each_rule!`]: its identifier and one sentence. `docs/reference/invariants.md` is generated from the table,
 //! and a test fails when a program rule has no negative file test.
 
 use serde::ser::SerializeMap;

@@ -1,6 +1,6 @@
 //! Places scratch slots in the activation arena: each has bytes of its own, plain slots in front of tagged ones.
 //!
-//! Sharing bytes saves memory that nobody lacks (a few megabytes) and no time on any model that was measured (docs/performance.md). `verify`
+//! Sharing bytes saves memory that nobody lacks (a few megabytes) and no time on any model that was measured (docs/explanation/performance.md). `verify`
 //! knows programs whose slots do share (rule M-PAGE).
 
 use abi::SlotKind;

@@ -71,7 +71,7 @@ impl Tolerance {
     /// Reference VM by graph evaluation, for values that lie `response` apart ([`distance`]) when every
     /// hand-off of the graph is rounded as a tagged word is: what roundings do to this model at these
     /// tokens. Sums of at most `longest` products in another order add to it. Derived in
-    /// docs/tolerances.md.
+    /// docs/explanation/tolerances.md.
     ///
     /// It is at least what one sum may be off, and never more than a device is allowed.
     #[must_use]
@@ -85,7 +85,7 @@ impl Tolerance {
     /// Device by graph evaluation, for logits that lie `response` apart when the graph is rounded where the device rounds
     /// ([`with_device_roundings`](crate::eval::Evaluator::with_device_roundings)). Tensor cores add [`MMA_PRODUCTS`] products at a time and cut off
     /// what does not fit, always to the same side; so a sum of `longest` products may lose a last place each time. Derived in
-    /// docs/tolerances.md.
+    /// docs/explanation/tolerances.md.
     ///
     /// It is never more than [`DEVICE`](Self::DEVICE), whatever the model makes of roundings.
     #[must_use]

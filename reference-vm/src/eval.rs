@@ -182,7 +182,7 @@ impl<'a> Evaluator<'a> {
     }
 
     /// Rounds every activation that a program may hand over in tagged words as such words round it: what this changes is what the
-    /// roundings of an honest program may change (docs/tolerances.md).
+    /// roundings of an honest program may change (docs/explanation/tolerances.md).
     #[must_use]
     pub fn with_rounded_handoffs(mut self) -> Self {
         self.rounding = Rounding::Handoffs;
@@ -190,7 +190,7 @@ impl<'a> Evaluator<'a> {
     }
 
     /// Rounds as the device does: hand-offs, the vectors that it multiplies with weights, and the keys and values that it keeps. Not the
-    /// queries and the weights of the softmax, of which it multiplies 22 bits, nor sums (docs/tolerances.md).
+    /// queries and the weights of the softmax, of which it multiplies 22 bits, nor sums (docs/explanation/tolerances.md).
     #[must_use]
     pub fn with_device_roundings(mut self) -> Self {
         self.rounding = Rounding::Device(self.graph.dtype);

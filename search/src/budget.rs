@@ -49,7 +49,7 @@ impl Budget {
     }
 
     /// Trials, after the baseline, that a sweep over the knobs may take. A short search sweeps to its end: what it leaves out may be worth
-    /// more than all steps that it could take instead (docs/search.md).
+    /// more than all steps that it could take instead (docs/explanation/search.md).
     #[must_use]
     pub fn explore(self) -> u64 {
         match self {

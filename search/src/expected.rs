@@ -3,7 +3,7 @@
 //! The reference machine runs two stretches of positions. The **near** one begins at position zero with an empty cache. The **far** one
 //! takes over a cache that somebody else filled, so that many keys, many blocks of them and large angles cost no more than two steps
 //! of the weights. How much is allowed is found with the values: each stretch is evaluated a second time with rounded hand-offs
-//! (docs/tolerances.md).
+//! (docs/explanation/tolerances.md).
 
 use ir::{Graph, Weights};
 use rand::RngExt;
@@ -19,7 +19,7 @@ use crate::propose::generator;
 const REFERENCE_BYTES: u64 = 2 << 30;
 
 /// Positions that the reference machine runs at least. With six, single elements of a last layer whose input is small at all of them passed
-/// with nine tenths of a tolerance (docs/trust.md); with eight none did.
+/// with nine tenths of a tolerance (docs/explanation/trust.md); with eight none did.
 const REFERENCE_POSITIONS_MIN: usize = 8;
 
 /// Positions that any executor runs at most, when the model allows: more than one block of the default `kv_block`.

@@ -21,7 +21,7 @@ const CANDIDATES: u64 = 64;
 /// Most of them that a search may call better.
 const KEPT_MAX: usize = 2;
 
-/// The card at rest: blocks of one length vary by 0.2 % (docs/measuring.md).
+/// The card at rest: blocks of one length vary by 0.2 % (docs/explanation/measuring.md).
 const QUIET: Jitter = Jitter {
     sigma: 0.002,
     keeps: 0.0,

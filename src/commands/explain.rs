@@ -13,7 +13,7 @@ use crate::cli::ExplainArgs;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report::{self, Answer};
 
-const GLOSSARY: &str = include_str!("../../docs/glossary.md");
+const GLOSSARY: &str = include_str!("../../docs/reference/glossary.md");
 
 /// Longest name that is looked for; none is half as long.
 const NAME_BYTES_MAX: usize = 200;

@@ -10,7 +10,7 @@ use crate::failure::Failure;
 use crate::report;
 
 /// From so many tokens on a prompt is run in chunks: below, the kernel's end, a short chunk and the next launch take longer than its steps: 9 steps of
-/// llama-3.2-1b, some 15 of small models (docs/performance.md).
+/// llama-3.2-1b, some 15 of small models (docs/explanation/performance.md).
 const CHUNKS_FROM: usize = 16;
 
 impl Gpu<'_> {

@@ -1,5 +1,5 @@
 //! What a dishonest schedule, device or owner of files could try to be called faster. One table; each attack is run, and must be refused or
-//! flagged by name. `docs/trust.md` shows the table.
+//! flagged by name. `docs/explanation/trust.md` shows the table.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -275,7 +275,7 @@ fn what_is_honest_passes_the_same_checks() {
     assert_eq!(elsewhere(|now| now.amk = "another build".into()), None);
 }
 
-/// The table as `docs/trust.md` shows it.
+/// The table as `docs/explanation/trust.md` shows it.
 pub(crate) fn table() -> String {
     let mut out = String::from("| attack | what is done | found by | says |\n|---|---|---|---|\n");
     for Attack { name, how, found_by, says, .. } in ATTACKS {

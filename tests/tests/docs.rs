@@ -1,4 +1,4 @@
-//! Pages that are generated from the tables: `docs/opcodes.md`, `docs/invariants.md`, the knob table in `HARNESS.md` and more. `BLESS=1`
+//! Pages that are generated from tables: opcodes and invariants under `docs/reference`, the knob table in `HARNESS.md` and more. `BLESS=1`
 //! rewrites them.
 
 use std::fmt::Write as _;
@@ -9,7 +9,7 @@ use tests::filetest::unified;
 use tests::root;
 
 /// Compares a page, by its path from the repository's root, with what it should be, or rewrites it.
-fn fresh(name: &str, expected: &str) {
+pub(crate) fn fresh(name: &str, expected: &str) {
     let path = root().join(name);
     let actual = std::fs::read_to_string(&path).unwrap_or_default();
     if actual == expected {
@@ -127,62 +127,50 @@ fn invariants() -> String {
 
 #[test]
 fn docs_of_opcodes_are_fresh() {
-    fresh("docs/opcodes.md", &opcodes());
+    fresh("docs/reference/opcodes.md", &opcodes());
 }
 
 #[test]
 fn docs_of_invariants_are_fresh() {
-    fresh("docs/invariants.md", &invariants());
+    fresh("docs/reference/invariants.md", &invariants());
+}
+
+/// The same for the part of a page between `<!-- MARK:begin -->` and `<!-- MARK:end -->`.
+pub(crate) fn fresh_part(name: &str, mark: &str, expected: &str) {
+    let (begin, end) = (format!("<!-- {mark}:begin -->\n"), format!("<!-- {mark}:end -->"));
+    let page = std::fs::read_to_string(root().join(name))
+        .unwrap_or_else(|error| panic!("{name}: {error}"));
+    let missing = || panic!("{name} has no {} ... {end}", begin.trim_end());
+    let (before, rest) = page.split_once(&begin).unwrap_or_else(missing);
+    let (_, after) = rest.split_once(&end).unwrap_or_else(missing);
+    fresh(name, &format!("{before}{begin}{expected}{end}{after}"));
 }
 
 #[test]
 fn docs_of_knobs_are_fresh() {
-    const NAME: &str = "HARNESS.md";
-    const BEGIN: &str = "<!-- knobs:begin -->\n";
-    const END: &str = "<!-- knobs:end -->";
-    let text = std::fs::read_to_string(root().join(NAME))
-        .unwrap_or_else(|error| panic!("{NAME}: {error}"));
-    let missing = || panic!("{NAME} has no {} ... {END}", BEGIN.trim_end());
-    let (before, rest) = text.split_once(BEGIN).unwrap_or_else(missing);
-    let (_, after) = rest.split_once(END).unwrap_or_else(missing);
-    let table = ir::schedule::knob_table_markdown();
-    fresh(NAME, &format!("{before}{BEGIN}{table}{END}{after}"));
+    fresh_part("HARNESS.md", "knobs", &ir::schedule::knob_table_markdown());
 }
 
-/// The tables of the store in `docs/store.md`, between their marks.
+/// The tables of the store.
 #[test]
 fn docs_of_the_store_are_fresh() {
-    let (begin, end) = ("<!-- tables:begin -->\n", "<!-- tables:end -->");
-    let page = std::fs::read_to_string(root().join("docs/store.md")).unwrap_or_default();
-    let (before, rest) = page.split_once(begin).expect("docs/store.md has a place for the tables");
-    let (_, after) = rest.split_once(end).expect("docs/store.md has an end of the tables");
-    let tables = corpus::store::schema::markdown();
-    fresh("docs/store.md", &format!("{before}{begin}{tables}{end}{after}"));
+    fresh_part("docs/reference/store.md", "tables", &corpus::store::schema::markdown());
 }
 
-/// The life of a ring entry in `docs/protocol.md`, between its marks.
+/// The life of a ring entry.
 #[test]
 fn docs_of_transitions_are_fresh() {
-    let (begin, end) = ("<!-- transitions:begin -->\n", "<!-- transitions:end -->");
-    let page = std::fs::read_to_string(root().join("docs/protocol.md")).unwrap_or_default();
-    let (before, rest) =
-        page.split_once(begin).expect("docs/protocol.md has a place for the table");
-    let (_, after) = rest.split_once(end).expect("docs/protocol.md has an end of the table");
     let mut table = String::from("| from | to | by | when |\n|---|---|---|---|\n");
     for change in abi::CHANGES {
         let (from, to) = (change.from.name(), change.to.name());
         let _ = writeln!(table, "| {from} | {to} | {} | {} |", change.by.name(), change.when);
     }
-    fresh("docs/protocol.md", &format!("{before}{begin}{table}{end}{after}"));
+    fresh_part("docs/explanation/protocol.md", "transitions", &table);
 }
 
-/// The fields of a telemetry page in `docs/telemetry.md`, between their marks.
+/// The fields of the telemetry segment.
 #[test]
 fn docs_of_telemetry_are_fresh() {
-    let (begin, end) = ("<!-- telemetry:begin -->\n", "<!-- telemetry:end -->");
-    let page = std::fs::read_to_string(root().join("docs/telemetry.md")).unwrap_or_default();
-    let (before, rest) = page.split_once(begin).expect("docs/telemetry.md has a place for fields");
-    let (_, after) = rest.split_once(end).expect("docs/telemetry.md has an end of the fields");
     let mut table = String::new();
     for part in abi::telemetry_structs() {
         let name = part.c_name;
@@ -198,15 +186,11 @@ fn docs_of_telemetry_are_fresh() {
         }
         table.push('\n');
     }
-    fresh("docs/telemetry.md", &format!("{before}{begin}{table}{end}{after}"));
+    fresh_part("docs/reference/telemetry.md", "telemetry", &table);
 }
 
-/// The table of attacks in `docs/trust.md`, between its marks.
+/// The attacks that the tests run.
 #[test]
 fn attacks_are_listed() {
-    let (begin, end) = ("<!-- attacks:begin -->\n", "<!-- attacks:end -->");
-    let page = std::fs::read_to_string(root().join("docs/trust.md")).unwrap_or_default();
-    let (before, rest) = page.split_once(begin).expect("docs/trust.md has a place for the attacks");
-    let (_, after) = rest.split_once(end).expect("docs/trust.md has an end of the attacks");
-    fresh("docs/trust.md", &format!("{before}{begin}{}{end}{after}", crate::attacks::table()));
+    fresh_part("docs/reference/attacks.md", "attacks", &crate::attacks::table());
 }

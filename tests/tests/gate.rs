@@ -1,7 +1,7 @@
 //! The gate's own score: mutants that change the output must be refused, honest schedules must not.
 //!
 //! A small part runs by default. `AMK_MUTANTS=4 cargo test -p tests gate -- --nocapture` tries up to 4 mutants of every class on every
-//! model in every element type; docs/trust.md has its figures.
+//! model in every element type; docs/explanation/trust.md has its figures.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -12,6 +12,7 @@ mod generate;
 mod growth;
 mod operands;
 mod race;
+mod results;
 mod sanitizer;
 mod shipped;
 mod tidy;

@@ -156,7 +156,7 @@ struct GemmBlock {
     stages: u32,
     threads: u32,
     /// Microseconds that a unit of columns takes a multiprocessor with so many of its blocks beside each other, from one to as many as fit: measured on an
-    /// H200 (docs/performance.md). Only how they compare matters.
+    /// H200 (docs/explanation/performance.md). Only how they compare matters.
     us: &'static [f64],
 }
 

@@ -5,7 +5,7 @@
 //! transaction, and adding the ledger again brings it to exactly the ledger's rows. Several processes may read while one writes (WAL).
 //!
 //! **Versions.** `user_version` counts the steps of the schema ([`schema::STEPS`]). An older file is brought up to date when it is opened, in
-//! one transaction; a newer one is refused. `docs/store.md` is generated from the same tables.
+//! one transaction; a newer one is refused. `docs/reference/store.md` is generated from the same tables.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! The tables of the store, declared once: the SQL, the filling, the exports and `docs/store.md` are walks over them.
+//! The tables of the store, declared once: the SQL, the filling, the exports and `docs/reference/store.md` are walks over them.
 //!
 //! Two tables are **kept**: `records` has every acknowledged row of every ledger, word for word, with its hash chain, and `programs` the
 //! programs that led. All others are **derived** from `records` as rows come in, by the JSON pointers below. A change of a derived table
@@ -332,7 +332,7 @@ impl Table {
     }
 }
 
-/// The tables as Markdown, for `docs/store.md`.
+/// The tables as Markdown, for `docs/reference/store.md`.
 #[must_use]
 pub fn markdown() -> String {
     let mut out = String::new();

@@ -1,4 +1,4 @@
-//! Compares strategies on recorded landscapes and writes what came of it into docs/search.md, with a chart beside it:
+//! Compares strategies on recorded landscapes and writes what came of it into docs/explanation/search.md, with a chart beside it:
 //! `cargo run --release -p search --example study -- corpus/landscapes/*.jsonl --out docs`.
 //!
 //! Every figure follows from the files and the seeds: the same command gives the same bytes.

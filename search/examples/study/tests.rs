@@ -140,7 +140,7 @@ fn the_default_leads_where_it_was_measured_and_a_full_store_saves_three_trials_o
     for name in [StrategyName::Random, StrategyName::Tpe] {
         assert!(ends(name) > default, "{}", name.name());
     }
-    // As in docs/search.md: five searches of each model.
+    // As in docs/explanation/search.md: five searches of each model.
     let found = |land: &Landscape| -> Vec<Seen> {
         let one = |seed| {
             let climb = strategy(StrategyName::Climb, ground(land, seed, 64), Vec::new());

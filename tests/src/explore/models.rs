@@ -1,4 +1,4 @@
-//! The protocols of docs/protocol.md, each as it is and with deliberate bugs.
+//! The protocols of docs/explanation/protocol.md, each as it is and with deliberate bugs.
 //!
 //! A file a protocol. What a function does on the device is spelled here by its orders; the comment names the function.
 

@@ -158,7 +158,7 @@ impl Score {
         score
     }
 
-    /// A table for `docs/trust.md`: by class, those that trapped or that the gate refused, of those
+    /// A table for `docs/explanation/trust.md`: by class, those that trapped or that the gate refused, of those
     /// that ran and change the output.
     #[must_use]
     pub fn table(&self) -> String {

@@ -30,7 +30,7 @@ pub(crate) use config::{ConfigArgs, ScheduleChoice};
 pub(crate) use corpus::{CorpusCommand, ExportFormat, ImportArgs, StoreArgs, StoreExportArgs};
 pub(crate) use landscape::{LandscapeCommand, RecordArgs};
 pub(crate) use lanes::{LanesArgs, SequencesArgs, widest};
-pub(crate) use observing::{SoakArgs, TopArgs};
+pub(crate) use observing::TopArgs;
 pub(crate) use prefill::{PrefillArgs, PrefillChoice};
 pub(crate) use rerun::{RerunArgs, TaskPlace};
 pub(crate) use runs::{
@@ -247,13 +247,6 @@ pub(crate) enum Command {
     /// The process that renders a chat template; started by `amk` itself.
     #[command(hide = true)]
     TemplateChild,
-    /// Keeps a device process busy with random sequences, cancels, kills and stops it, and checks every token and what is held.
-    #[command(
-        hide = true,
-        after_help = "Examples:\n  amk soak --model toy --device cpu --seconds 60\n  amk soak --model toy --device cuda --seconds 3600\n\n\
-        Exit code 1: a wrong token, or something that is held and was not."
-    )]
-    Soak(SoakArgs),
     /// Prints the manual page, or writes those of all commands.
     #[command(
         after_help = "Examples:\n  amk man | man -l -\n  amk man --out ~/.local/share/man/man1\n\nPrints a page, not JSON; with --out a document that names the pages."
@@ -340,9 +333,6 @@ pub(crate) struct DeviceChildArgs {
     /// Tokens that the key/value cache holds.
     #[arg(long)]
     pub(crate) kv_capacity: Option<u32>,
-    /// Run programs on the reference machine: for tests of those who must notice what becomes of a process.
-    #[arg(long)]
-    pub(crate) reference: bool,
 }
 
 /// Arguments of `propose`.

@@ -31,7 +31,7 @@ mod sequences;
 mod sharing;
 mod weights;
 
-pub(crate) use child::{open_for_soak, serve};
+pub(crate) use child::serve;
 pub(crate) use sequences::Undone;
 
 use builds::Builds;

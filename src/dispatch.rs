@@ -60,7 +60,6 @@ pub(crate) fn run(command: Command) -> Outcome {
         }
         Command::DeviceChild(args) => crate::device::serve(&args),
         Command::TemplateChild => template(),
-        Command::Soak(args) => crate::soak::run(&args),
         Command::Man { out } => man(out.as_deref()),
         Command::Completions { shell } => {
             let mut script = Vec::new();

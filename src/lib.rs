@@ -30,7 +30,6 @@ mod sampling_args;
 mod schedule_choice;
 #[cfg(feature = "full")]
 mod serve;
-mod soak;
 mod together;
 #[cfg(feature = "full")]
 mod top;

@@ -50,19 +50,6 @@ pub(crate) fn open_process<'a>(
     Ok(remote)
 }
 
-/// A process that may be killed again and again: on the GPU if the context has one, else on the reference machine.
-pub(crate) fn open_for_soak(context: &Context, limits: Limits) -> Result<Remote<'_>, Failure> {
-    let reference = !context.has_device()?;
-    let room = Room { rows: LOGITS_ROWS as usize, vocab: context.graph().vocab as usize };
-    let launcher = move || {
-        let mut command = command(context, None);
-        command.args(reference.then_some("--reference"));
-        command
-    };
-    let opened = Remote::open(Box::new(launcher), limits, room);
-    opened.map_err(|error| Failure::missing(format!("capability missing: {error}")))
-}
-
 /// What the card's clocks are now. NVML answers here too: it needs no context.
 fn clocks(uuid: &str) -> Option<Clocks> {
     let clocks = vm_host::card_clocks(uuid)?;
@@ -89,13 +76,10 @@ fn command(context: &Context, visible: Option<&str>) -> Command {
 pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
     let place = PlaceArgs {
         target: args.target.clone(),
-        device: if args.reference { DeviceChoice::Cpu } else { DeviceChoice::Cuda },
+        device: DeviceChoice::Cuda,
         kv_capacity: args.kv_capacity,
     };
     let context = Context::load(&args.model, &place)?;
-    if args.reference {
-        return crate::soak::serve_reference(&context);
-    }
     let lookout = SharedLookout::default();
     let page = observe::publisher(&context, ("search", "cuda"), 0)?;
     let watch = Kernel::new(lookout.clone(), page.clone());

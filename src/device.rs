@@ -478,6 +478,14 @@ fn words_of(slot: &Slot, arena: &[u32]) -> Vec<f32> {
     held.iter().map(|&word| f32::from_bits(word & !tag)).collect()
 }
 
+/// Why a device cannot be had, without a preface.
+pub(crate) fn reason(error: &DeviceError) -> String {
+    if let DeviceError::Unavailable { reason } = error {
+        return reason.clone();
+    }
+    error.to_string()
+}
+
 fn device_error(error: HostError) -> DeviceError {
     match error {
         HostError::Trapped(status) => DeviceError::Trapped {

@@ -3,7 +3,10 @@
 use std::process::ExitCode;
 
 use corpus::CorpusError;
+use lower::LowerError;
 use model::ModelError;
+use search::{DeviceError, Dropped};
+use vm_host::HostError;
 
 /// The exit codes. They are part of the interface: scripts and agents branch on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,6 +128,15 @@ impl Failure {
     pub(crate) fn refused(message: impl Into<String>) -> Self {
         Self { exit: Exit::No, message: message.into() }
     }
+
+    pub(crate) fn bug(message: impl Into<String>) -> Self {
+        Self { exit: Exit::Bug, message: message.into() }
+    }
+
+    /// `why` is what wants a GPU.
+    pub(crate) fn no_gpu(why: &str) -> Self {
+        Self::missing(format!("{why}, and there is no GPU here: see `amk doctor`"))
+    }
 }
 
 /// What a command returns.
@@ -143,5 +155,45 @@ impl From<CorpusError> for Failure {
         } else {
             Self::usage(error.to_string())
         }
+    }
+}
+
+impl From<LowerError> for Failure {
+    fn from(error: LowerError) -> Self {
+        match error {
+            LowerError::Internal(_) => Self::bug(error.to_string()),
+            LowerError::LimitExceeded { .. } | LowerError::NotValidHere(_) => {
+                Self::refused(error.to_string())
+            }
+        }
+    }
+}
+
+/// What keeps this machine from driving its GPU.
+impl From<HostError> for Failure {
+    fn from(error: HostError) -> Self {
+        Self::missing(format!("capability missing: {error}"))
+    }
+}
+
+impl From<DeviceError> for Failure {
+    fn from(error: DeviceError) -> Self {
+        let gone = matches!(error, DeviceError::Unavailable { .. });
+        Self { exit: if gone { Exit::Missing } else { Exit::No }, message: error.to_string() }
+    }
+}
+
+/// Some ends are not the schedule's fault: a bug of ours, or a device that is gone.
+impl From<&Dropped> for Failure {
+    fn from(dropped: &Dropped) -> Self {
+        let fault = if let Dropped::Unloadable(error) = dropped {
+            Some(Self::from(error.clone()))
+        } else if let Dropped::Failed(error) = dropped {
+            Some(Self::from(error.clone()))
+        } else {
+            None
+        };
+        let fault = fault.filter(|fault| fault.exit != Exit::No);
+        fault.unwrap_or_else(|| Self::refused(dropped.to_string()))
     }
 }

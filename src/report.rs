@@ -200,9 +200,10 @@ fn usage_message(rendered: &str) -> String {
 }
 
 /// Two columns, aligned.
-pub(crate) fn table(rows: &[(String, String)]) {
-    let width = rows.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
-    for (name, value) in rows {
+pub(crate) fn table<N: AsRef<str>>(rows: &[(N, String)]) {
+    let names = rows.iter().map(|(name, _)| name.as_ref());
+    let width = names.clone().map(|name| name.chars().count()).max().unwrap_or(0);
+    for (name, (_, value)) in names.zip(rows) {
         say(&format!("  {name:width$}  {value}"));
     }
 }

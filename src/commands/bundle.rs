@@ -154,7 +154,7 @@ fn refused(refusal: &Refusal) -> Refusing {
 /// Runs the program on the reference machine, as the gate of a search does.
 fn reference(context: &Context, bundle: &Bundle) -> Result<Result<String, String>, Failure> {
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
-    let gate = super::evaluate::gate(context, bundle.seed, false, &kernel_id)?;
+    let gate = context.gate(bundle.seed, None, &kernel_id)?;
     let assessed = gate
         .validate(&bundle.config)
         .and_then(|valid| gate.lower(valid))
@@ -171,9 +171,9 @@ fn reference(context: &Context, bundle: &Bundle) -> Result<Result<String, String
 fn say(bundle: &Bundle, checked: &[String], build: &str) {
     let conditions = &bundle.conditions;
     let mut rows = vec![
-        ("model".to_owned(), format!("{} {} for {}", bundle.model, bundle.dtype, bundle.target)),
+        ("model", format!("{} {} for {}", bundle.model, bundle.dtype, bundle.target)),
         (
-            "measured".to_owned(),
+            "measured",
             format!(
                 "{:.1} us a token (99 % interval {:.1} to {:.1}), {:.1} % of the floor of {:.1} us, at {} tokens of context",
                 bundle.median_us,
@@ -185,14 +185,14 @@ fn say(bundle: &Bundle, checked: &[String], build: &str) {
             ),
         ),
         (
-            "on".to_owned(),
+            "on",
             format!(
                 "{}, driver {}, CUDA {}, amk {}",
                 conditions.card, conditions.driver, conditions.cuda, conditions.amk
             ),
         ),
     ];
-    rows.extend(checked.iter().map(|line| ("checked".to_owned(), line.clone())));
-    rows.push(("build".to_owned(), build.to_owned()));
+    rows.extend(checked.iter().map(|line| ("checked", line.clone())));
+    rows.push(("build", build.to_owned()));
     report::table(&rows);
 }

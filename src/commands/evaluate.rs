@@ -2,7 +2,7 @@
 
 use ir::Violations;
 use schemars::JsonSchema;
-use search::{Assessed, Decision, Device, Dropped, Expected, Gate, Timing, Verdict};
+use search::{Assessed, Decision, Device, Dropped, Gate, POSITIONS_MAX, Timing, Verdict};
 use serde::Serialize;
 use serde_json::json;
 
@@ -54,8 +54,7 @@ fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
     let chosen = schedule_choice::judged(&context, &args.config, tokens, Auto::Reproducible)?;
     let mut device = context.open_process(&args.sharing)?;
     if args.aa.is_some() && device.is_none() {
-        let message = "--aa is for what is measured, and there is no GPU here: see `amk doctor`";
-        return Err(Failure::missing(message));
+        return Err(Failure::no_gpu("--aa is for what is measured"));
     }
     let Chosen { config, source } = match chosen {
         Ok(chosen) => chosen,
@@ -71,7 +70,8 @@ fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
     };
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let working = Working::on(format!("judging a schedule of {}", context.graph().name));
-    let mut gate = gate(&context, args.seed, device.is_some(), &kernel_id)?;
+    let positions = device.is_some().then_some(POSITIONS_MAX);
+    let mut gate = context.gate(args.seed, positions, &kernel_id)?;
     let (mut verdict, outcome) = search::assess::evaluate(
         &mut gate,
         device.as_mut().map(|gpu| gpu as &mut dyn Device),
@@ -112,9 +112,11 @@ fn same(
 ) -> Outcome {
     let timing = Timing::default();
     let equals = search::equals(gate, device, assessed, timing, MIN_GAIN_MEASURED, (count, seed))
-        .map_err(|dropped| match stop_on_our_fault(&dropped) {
-        Err(failure) => failure,
-        Ok(()) => Failure::refused(format!("a copy of the program is out: {dropped}")),
+        .map_err(|dropped| match Failure::from(&dropped) {
+        Failure { exit: Exit::No, message } => {
+            Failure::refused(format!("a copy of the program is out: {message}"))
+        }
+        fault => fault,
     })?;
     let (kept, most) = (equals.kept(), equals.kept_max());
     let of = |decision| equals.all.iter().filter(|equal| equal.decision == decision).count();
@@ -148,43 +150,10 @@ fn aa_document(verdict: &Verdict, equals: &search::Equals) -> serde_json::Value 
     })
 }
 
-/// A gate for a model: the expected values are computed here.
-pub(crate) fn gate<'a>(
-    context: &'a Context,
-    seed: u64,
-    on_device: bool,
-    kernel_id: search::KernelId<'a>,
-) -> Result<Gate<'a>, Failure> {
-    let (graph, weights) = (context.graph(), &*context.model.weights);
-    let positions = on_device.then_some(search::POSITIONS_MAX);
-    let expected = Expected::new(graph, weights, context.kv_capacity, seed, positions)
-        .map_err(|error| Failure::usage(format!("{} cannot be evaluated: {error}", graph.name)))?;
-    let options = context.lower_options();
-    let predicted_at = context.predicted_at();
-    Ok(Gate::new(graph, weights, &context.target, options, kernel_id, expected)
-        .with_context(predicted_at))
-}
-
-/// Some ends are not the schedule's fault.
+/// Ends the command where an end is not the schedule's fault.
 pub(crate) fn stop_on_our_fault(dropped: &Dropped) -> Result<(), Failure> {
-    match dropped {
-        Dropped::Unloadable(error @ lower::LowerError::Internal(_)) => {
-            Err(Failure { exit: Exit::Bug, message: error.to_string() })
-        }
-        Dropped::Failed(error @ search::DeviceError::Unavailable { .. }) => {
-            Err(Failure::missing(error.to_string()))
-        }
-        Dropped::Rejected(_)
-        | Dropped::Unloadable(_)
-        | Dropped::Unrunnable(_)
-        | Dropped::Unevaluated(_)
-        | Dropped::Halted(_)
-        | Dropped::Sampled { .. }
-        | Dropped::Disagreed { .. }
-        | Dropped::Unrepeatable(_)
-        | Dropped::Failed(_)
-        | Dropped::BelowFloor(_) => Ok(()),
-    }
+    let failure = Failure::from(dropped);
+    if failure.exit == Exit::No { Ok(()) } else { Err(failure) }
 }
 
 fn say_violations(violations: &Violations) {
@@ -199,20 +168,17 @@ fn say_violations(violations: &Violations) {
 pub(crate) fn say(verdict: &Verdict) {
     let kind = verdict.latency_kind.map_or("", search::LatencyKind::name);
     let mut rows = vec![
-        ("model".to_owned(), format!("{} on {}", verdict.model, verdict.target)),
-        ("device".to_owned(), verdict.device.clone()),
+        ("model", format!("{} on {}", verdict.model, verdict.target)),
+        ("device", verdict.device.clone()),
     ];
     for gate in &verdict.gates {
         let mark = if gate.passed { "yes" } else { "NO " };
-        rows.push((gate.gate.clone(), format!("{mark} {}", gate.detail)));
+        rows.push((&gate.gate, format!("{mark} {}", gate.detail)));
     }
     let share = report::maybe(verdict.pct_of_roofline, "% of the floor");
-    rows.push((
-        "latency".to_owned(),
-        format!("{} {kind}, {share}", report::maybe(verdict.latency_us, "us")),
-    ));
+    rows.push(("latency", format!("{} {kind}, {share}", report::maybe(verdict.latency_us, "us"))));
     for note in &verdict.notes {
-        rows.push(("note".to_owned(), note.clone()));
+        rows.push(("note", note.clone()));
     }
     report::table(&rows);
     say_divergence(verdict.first_divergence.as_ref());

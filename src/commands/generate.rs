@@ -226,8 +226,8 @@ fn execute(
     args.prefill.check(args.model.place.device == DeviceChoice::Cuda)?;
     match args.model.place.device {
         DeviceChoice::Eval => {
-            let mut evaluator = Evaluator::new(graph, weights)
-                .map_err(|e| Failure::usage(format!("{} cannot be evaluated: {e}", graph.name)))?;
+            let mut evaluator =
+                Evaluator::new(graph, weights).map_err(|error| context.unevaluated(error))?;
             let mut feed = |tokens: &[u32]| {
                 let rows =
                     evaluator.run(tokens, if wish.keep { Logits::All } else { Logits::Last });
@@ -282,18 +282,16 @@ fn on_device(
         return Err(Failure::missing("capability missing: no CUDA device"));
     };
     device.observed(observer.lookout(), observer.publisher());
-    let failed = |error: search::DeviceError| Failure::refused(error.to_string());
     device.set_prefill(args.prefill.prefill)?;
     if args.weights.stream_weights {
         device.stream_weights(streaming(args));
     }
-    let handle = device.prepare(&program, &config.kernel).map_err(failed)?;
+    let handle = device.prepare(&program, &config.kernel)?;
     if chosen_there {
         let limit = u32::try_from(wish.limit).unwrap_or(u32::MAX);
         said.enter(Activity::Running);
-        let (tokens, logits) = device
-            .generate(handle, prompt, &wish.sampling, limit, &wish.stop, wish.keep)
-            .map_err(failed)?;
+        let (tokens, logits) =
+            device.generate(handle, prompt, &wish.sampling, limit, &wish.stop, wish.keep)?;
         said.chosen(0, tokens.len() as u64);
         let schedule = Some(source);
         let mut generated =
@@ -341,10 +339,9 @@ impl Generated {
         device: &mut Gpu<'_>,
         began: Instant,
     ) -> Result<(), Failure> {
-        let failed = |error: search::DeviceError| Failure::refused(error.to_string());
-        self.weights = device.weights_report(began).map_err(failed)?;
+        self.weights = device.weights_report(began)?;
         if args.weights.check_weights {
-            self.weights_check = device.check_weights().map_err(failed)?;
+            self.weights_check = device.check_weights()?;
         }
         Ok(())
     }

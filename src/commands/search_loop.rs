@@ -12,12 +12,11 @@ use ir::schedule::Value as KnobValue;
 use ir::{Knob, Target};
 use search::strategy::{Ground, Strategy, StrategyName};
 use search::{
-    Budget, Confirmation, Decision, Device, Outcome as End, Row, Search, SearchError, Settings,
-    Step, StoppedBy, Timing, Trial,
+    Budget, Confirmation, Decision, Device, Outcome as End, POSITIONS_MAX, Row, Search,
+    SearchError, Settings, Step, StoppedBy, Timing, Trial,
 };
 use serde_json::{Value, json};
 
-use super::evaluate::gate;
 use crate::cli::LoopArgs;
 use crate::commands::rerun::{self, Inputs, Place};
 use crate::commands::runs;
@@ -107,7 +106,8 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
             // Compiled while the graph is evaluated.
             device.foresee(&[header.start(&context).kernel]);
         }
-        let gate = gate(&context, header.seed, opened.count() > 0, &kernel_id)?;
+        let positions = (opened.count() > 0).then_some(POSITIONS_MAX);
+        let gate = context.gate(header.seed, positions, &kernel_id)?;
         let settings = settings(&context, &header);
         let strategy = strategy(&context, &header, &settings)?;
         let (helpers, threads) = helpers(opened.count());

@@ -8,10 +8,11 @@ use reference_vm::accuracy::Accuracy;
 use reference_vm::compare::Tolerance;
 use reference_vm::eval::Evaluator;
 use remote::Served;
-use search::{Expected, Gate, Handle, Timing, assess, draw_tokens};
+use search::{Handle, Timing, assess, draw_tokens};
 use serde_json::json;
 use vm_host::{Batch, BatchDecoded, KvPool, Lane, Request};
 
+use super::bench::accuracy_document;
 use crate::cli::{BenchArgs, PrefillChoice};
 use crate::context::Context;
 use crate::device::Gpu;
@@ -28,8 +29,6 @@ const ROUNDS: usize = 24;
 const WARMUP: usize = 4;
 /// Positions of each sequence that are compared with the graph: the first timed ones, and the last.
 const COMPARED: [usize; 6] = [0, 1, 2, 3, 30, 31];
-const NO_DEVICE: &str =
-    "--sequences is for what is measured, and there is no GPU here: see `amk doctor`";
 
 /// What a machine of so many lanes did.
 struct Measured {
@@ -75,9 +74,9 @@ impl Shown {
 }
 
 pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
-    let mut context = Context::new(&args.model)?;
-    let most = context.graph().max_positions.clamp(1, abi::KV_CAPACITY_MAX);
     let needed = args.context.saturating_add(TIMED_TOKENS + 1);
+    let context = Context::with_room(&args.model, needed)?;
+    let most = context.positions_max();
     if args.context == 0 || needed > most {
         let (asked, name) = (args.context, &context.graph().name);
         let message = format!(
@@ -91,11 +90,8 @@ pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
             "--sequences: sequences share the products of 16-bit weights only, and these are f32";
         return Err(Failure::usage(message));
     }
-    if args.model.place.kv_capacity.is_none() {
-        context.kv_capacity = context.kv_capacity.max(needed);
-    }
     if !context.has_device()? {
-        return Err(Failure::missing(NO_DEVICE));
+        return Err(no_gpu());
     }
     let Chosen { config: alone, source } =
         choose(&context, &args.config, args.context, Auto::Reproducible)?;
@@ -114,13 +110,8 @@ pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
 /// it is loaded.
 fn judged(context: &Context, args: &BenchArgs, config: &ScheduleConfig) -> Result<(), Failure> {
     let working = Working::on(format!("judging the schedule for {}", context.graph().name));
-    let (graph, weights) = (context.graph(), &*context.model.weights);
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
-    let expected = Expected::new(graph, weights, context.kv_capacity, args.seed, None);
-    let expected = expected.map_err(|error| Failure::usage(error.to_string()))?;
-    let options = context.lower_options();
-    let mut gate = Gate::new(graph, weights, &context.target, options, &kernel_id, expected)
-        .with_context(args.context);
+    let mut gate = context.gate(args.seed, None, &kernel_id)?.with_context(args.context);
     let timing = Timing { rounds: ROUNDS, warmup: WARMUP };
     let (verdict, outcome) = assess::evaluate(&mut gate, None, config, timing, args.seed);
     drop(working);
@@ -134,13 +125,13 @@ fn judged(context: &Context, args: &BenchArgs, config: &ScheduleConfig) -> Resul
 }
 
 fn open(context: &Context) -> Result<Gpu<'_>, Failure> {
-    let mut gpu = context.open_here()?.ok_or_else(|| Failure::missing(NO_DEVICE))?;
+    let mut gpu = context.open_here()?.ok_or_else(no_gpu)?;
     gpu.set_prefill(PrefillChoice::Auto)?;
     Ok(gpu)
 }
 
-fn failed(error: impl std::fmt::Display) -> Failure {
-    Failure::refused(error.to_string())
+fn no_gpu() -> Failure {
+    Failure::no_gpu("--sequences is for what is measured")
 }
 
 /// Prompts of the sequences, each with the token that is run first behind it.
@@ -160,16 +151,16 @@ fn measure(
     let mut gpu = open(context)?;
     let bandwidth = gpu.describe().bandwidth.unwrap_or(context.target.bandwidth as f64);
     let program = Arc::new(context.lowered(&alone)?);
-    let handle = gpu.prepare(&program, &alone.kernel).map_err(failed)?;
-    gpu.serve(handle, sequences, KvPool::Full).map_err(failed)?;
+    let handle = gpu.prepare(&program, &alone.kernel)?;
+    gpu.serve(handle, sequences, KvPool::Full)?;
     let one = one_by_one(&mut gpu, handle, &prompts)?;
     drop(gpu); // its memory is the next one's
 
     let mut gpu = open(context)?;
     gpu.set_lanes(sequences);
     let program = Arc::new(context.lowered(&config)?);
-    let handle = gpu.prepare(&program, &config.kernel).map_err(failed)?;
-    gpu.serve(handle, sequences, KvPool::Full).map_err(failed)?;
+    let handle = gpu.prepare(&program, &config.kernel)?;
+    gpu.serve(handle, sequences, KvPool::Full)?;
     for (session, prompt) in (0..).zip(&prompts) {
         fill(&mut gpu, handle, session, prompt)?;
     }
@@ -275,7 +266,7 @@ fn compare(
         let positions: Vec<usize> = COMPARED.iter().map(|at| prompt.len() - 1 + at).collect();
         let evaluator = Evaluator::new(context.graph(), &*context.model.weights);
         let wanted = evaluator.and_then(|mut evaluator| evaluator.run_at(&fed, &positions));
-        expected.extend(wanted.map_err(failed)?);
+        expected.extend(wanted.map_err(|error| context.unevaluated(error))?);
         actual.extend(COMPARED.iter().filter_map(|at| rows.get(*at).cloned()));
         chosen &= rows.len() == tokens.len();
         chosen &= rows.iter().zip(tokens).all(|(row, token)| first_greatest(row) == *token);
@@ -331,11 +322,11 @@ fn say(context: &Context, args: &BenchArgs, sequences: u32, shown: &Shown) {
     let graph = context.graph();
     let a = shown.accuracy;
     report::table(&[
-        ("model".to_owned(), format!("{} {}", graph.name, graph.dtype.name())),
-        ("context".to_owned(), format!("{} tokens, whole steps, median of {ROUNDS}", args.context)),
-        ("one".to_owned(), format!("{}, {:.0} tokens/s", range(&shown.one), 1e6 / one)),
+        ("model", format!("{} {}", graph.name, graph.dtype.name())),
+        ("context", format!("{} tokens, whole steps, median of {ROUNDS}", args.context)),
+        ("one", format!("{}, {:.0} tokens/s", range(&shown.one), 1e6 / one)),
         (
-            format!("{sequences}"),
+            &sequences.to_string(),
             format!(
                 "{}, {:.2} x one; {:.1} us a token, {:.0} tokens/s, {:.2} x one's",
                 range(&shown.several),
@@ -346,7 +337,7 @@ fn say(context: &Context, args: &BenchArgs, sequences: u32, shown: &Shown) {
             ),
         ),
         (
-            "floor".to_owned(),
+            "floor",
             format!(
                 "{floor:.1} us = {:.4} GB at {:.3} TB/s, keys of all; {:.1} % of it reached",
                 shown.bytes as f64 / 1e9,
@@ -355,7 +346,7 @@ fn say(context: &Context, args: &BenchArgs, sequences: u32, shown: &Shown) {
             ),
         ),
         (
-            "accuracy".to_owned(),
+            "accuracy",
             format!(
                 "relative error {:.1e} worst; top-1 equal at {} of {} decided; {} positions against f32: {}; tokens as alone: {} of {sequences}",
                 a.rel_worst,
@@ -375,8 +366,8 @@ fn answer(
     (sequences, source): (u32, &ScheduleSource),
     shown: &Shown,
 ) -> Result<(), Failure> {
-    let a = shown.accuracy;
     let (one, several, floor) = (shown.one.median(), shown.several.median(), shown.floor());
+    let against = "f32 evaluation of the same weights, each sequence by itself";
     let [schedule_id, program_id, kernel_id] = &shown.ids;
     report::document(&json!({
         "schema": "amk.bench.sequences.v1",
@@ -396,17 +387,7 @@ fn answer(
         "pct_of_roofline": floor / several * 100.0,
         "bytes_per_step": shown.bytes,
         "bandwidth_measured": shown.bandwidth,
-        "accuracy": {
-            "against": "f32 evaluation of the same weights, each sequence by itself",
-            "positions": a.positions,
-            "rel_err_worst": a.rel_worst,
-            "rel_err_mean": a.rel_mean,
-            "rel_err_max_allowed": Accuracy::REL_MAX,
-            "top1_decided": a.decided,
-            "top1_equal": a.decided_equal,
-            "kl_mean": a.kl_mean,
-            "within_bounds": a.holds(),
-        },
+        "accuracy": accuracy_document(&shown.accuracy, against),
         "chosen_by_logits": shown.chosen,
         "sequences_as_alone": shown.as_alone(),
         "correct": shown.holds(),

@@ -28,7 +28,6 @@ pub(crate) fn open_process<'a>(
     shared: bool,
     named: bool,
 ) -> Result<Remote<'a>, Failure> {
-    let missing = |what: String| Failure::missing(format!("capability missing: {what}"));
     let others = sharing::others(shared, || vm_host::compute_processes(&info.uuid));
     let other_processes = sharing::judge(others.as_deref(), shared).map_err(Failure::missing)?;
     let visible = if named { vm_host::visible_name(&info.uuid) } else { None };
@@ -36,13 +35,8 @@ pub(crate) fn open_process<'a>(
     let room = Room { rows: LOGITS_ROWS as usize, vocab: graph.vocab as usize };
     let limits = Limits::for_weights(graph.weight_bytes() as u64);
     let opened = Remote::open(Box::new(move || command(context, visible.as_deref())), limits, room);
-    let mut remote = opened.map_err(|error| match error {
-        DeviceError::Unavailable { reason } => missing(reason),
-        DeviceError::Compile { .. }
-        | DeviceError::Trapped { .. }
-        | DeviceError::TimedOut { .. }
-        | DeviceError::OutOfMemory { .. }
-        | DeviceError::Fault { .. } => missing(error.to_string()),
+    let mut remote = opened.map_err(|error| {
+        Failure::missing(format!("capability missing: {}", super::reason(&error)))
     })?;
     remote.set_other_processes(other_processes);
     let uuid = info.uuid.clone();

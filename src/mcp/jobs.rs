@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot, watch};
 
 use crate::commands::search_loop::{Found, Progress, Watch};
-use crate::failure::{Exit, Failure};
+use crate::failure::Failure;
 
 /// Evaluations that may wait for their turn.
 const WAITING_MAX: usize = 8;
@@ -161,7 +161,7 @@ pub(super) fn on_thread<T: Send + 'static>(
     let run = move || {
         let caught = std::panic::catch_unwind(AssertUnwindSafe(work));
         drop(permit);
-        let bug = |_| Err(Failure { exit: Exit::Bug, message: crate::bug::last_panic() });
+        let bug = |_| Err(Failure::bug(crate::bug::last_panic()));
         // Nobody may be waiting any more.
         let _ = sender.send(caught.unwrap_or_else(bug));
     };

@@ -114,7 +114,7 @@ impl Server {
             let end = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 search_loop::answer(&args, &*watch).map(|answer| answer.document)
             }));
-            let bug = |_| Err(Failure { exit: Exit::Bug, message: crate::bug::last_panic() });
+            let bug = |_| Err(Failure::bug(crate::bug::last_panic()));
             let end = Arc::new(end.unwrap_or_else(bug));
             watch.ended(end.clone());
             Ok(end)

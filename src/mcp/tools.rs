@@ -17,7 +17,7 @@ use crate::cli::{
     CompareArgs, DiffArgs, EvaluateArgs, ExplainArgs, LoopArgs, ProposeArgs, ReportArgs, RunsArgs,
 };
 use crate::commands::{diff, evaluate, explain, html, propose, runs, search_loop};
-use crate::failure::{Exit, Failure};
+use crate::failure::Failure;
 use crate::report::Answer;
 
 /// A tool that answers from its arguments alone.
@@ -231,8 +231,7 @@ pub(super) fn read<A: DeserializeOwned>(given: Value) -> Result<A, Failure> {
 
 /// A document as it is sent.
 pub(super) fn as_json(document: &impl Serialize) -> Result<Value, Failure> {
-    let bug = |error: serde_json::Error| Failure { exit: Exit::Bug, message: error.to_string() };
-    serde_json::to_value(document).map_err(bug)
+    serde_json::to_value(document).map_err(|error| Failure::bug(error.to_string()))
 }
 
 fn entry<A: JsonSchema, D: JsonSchema>(
@@ -249,11 +248,8 @@ fn entry<A: JsonSchema, D: JsonSchema>(
     let settings = SchemaSettings::draft2020_12().for_serialize();
     let output = listed::object(settings.into_generator().into_root_schema_for::<D>());
     let schema = Value::Object(input.clone());
-    let bug = |error: &dyn std::fmt::Display| Failure {
-        exit: Exit::Bug,
-        message: format!("the schema of `{name}`: {error}"),
-    };
-    let validator = jsonschema::validator_for(&schema).map_err(|error| bug(&error))?;
+    let validator = jsonschema::validator_for(&schema)
+        .map_err(|error| Failure::bug(format!("the schema of `{name}`: {error}")))?;
     let writes = matches!(run, Run::Search | Run::Write(_));
     let hints = ToolAnnotations::new().read_only(!writes).destructive(false).open_world(false);
     let mut tool = Tool::new(name, description, Arc::new(listed::plain(input)));

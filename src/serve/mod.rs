@@ -154,8 +154,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
             gpu.set_prefill(args.prefill.prefill)?;
             gpu.set_lanes(lanes);
             let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
-                .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))
-                .map_err(|error| Failure::refused(error.to_string()))?;
+                .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))?;
             Box::new(Megakernel::new(gpu, handle, places))
         }
         (_, Some(Lowered { program, .. })) => Box::new(Reference::new(&context, program)),
@@ -173,9 +172,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
         let worked = Desk::new(engine, places, said).run(&inbox);
         drop(alive);
-        let listened = http.join().unwrap_or_else(|_| {
-            Err(Failure { exit: Exit::Bug, message: crate::bug::last_panic() })
-        });
+        let listened = http.join().unwrap_or_else(|_| Err(Failure::bug(crate::bug::last_panic())));
         worked.map_err(|why| lost(&why)).and(listened)
     })
 }

@@ -12,7 +12,7 @@ use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::SliceRandom;
 use reference_vm::compare::{Agreement, Reference};
 use search::landscape::{Answer, Grid, LANDSCAPE_SCHEMA, Probe, Space, Terms, prepare};
-use search::{Candidate, Device, Expected, Gate, LatencyKind, POSITIONS_MAX};
+use search::{Candidate, Device, Gate, LatencyKind, POSITIONS_MAX};
 use serde_json::json;
 
 use super::file::Recording;
@@ -154,14 +154,11 @@ impl Session<'_> {
         let (context, args) = (self.context, self.args);
         let kernels = todo.iter().map(|points| self.space.config(points[0]).kernel);
         device.foresee(&kernels.collect::<Vec<_>>());
-        let (graph, weights) = (context.graph(), &*context.model.weights);
         let positions = (args.context + TIMED_TOKENS) as usize;
-        report::say(&format!("evaluating {} at {positions} positions", graph.name));
-        let expected =
-            Expected::new(graph, weights, context.kv_capacity, args.seed, Some(positions))
-                .map_err(|e| Failure::usage(format!("{} cannot be evaluated: {e}", graph.name)))?;
-        let (options, kernel_id) = (context.lower_options(), |k: &_| context.kernel_id(k));
-        let gate = Gate::new(graph, weights, &context.target, options, &kernel_id, expected);
+        let name = &context.graph().name;
+        report::say(&format!("evaluating {name} at {positions} positions"));
+        let kernel_id = |kernel: &_| context.kernel_id(kernel);
+        let gate = context.gate(args.seed, Some(positions), &kernel_id)?;
         let anchor = prepare(&gate, &context.neutral_config())
             .map_err(|answer| Failure::refused(format!("the neutral schedule: {answer:?}")))?;
         let mut probe =

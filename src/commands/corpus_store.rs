@@ -178,10 +178,8 @@ fn import(args: &ImportArgs) -> Outcome {
             programs.extend(found.programs);
         } else {
             for ledger in runs::ledgers(std::slice::from_ref(path))? {
-                let (contents, _) = runs::sound(&ledger)?;
-                let header = contents.hashes.first().map_or("", String::as_str);
-                let run = run_id(&contents.header, header);
-                rows.push((run, ledger, contents.links().collect()));
+                let (found, contents) = runs::sound(&ledger)?;
+                rows.push((found.run, ledger, contents.links().collect()));
             }
         }
         working.done();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use corpus::manifest::State;
-use corpus::{Contents, CorpusError, Ledger, Results};
+use corpus::{CorpusError, Ledger, Results};
 use indicatif::ProgressBar;
 use ir::schedule::Value as KnobValue;
 use ir::{Knob, Target};
@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 
 use crate::cli::LoopArgs;
 use crate::commands::rerun::{self, Inputs, Place};
-use crate::commands::runs;
+use crate::commands::runs::recorded::Recorded;
 use crate::context::Context;
 use crate::device::probe::without_kernel;
 use crate::failure::{Exit, Failure, Outcome};
@@ -77,12 +77,11 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
     let folder = header::folder(args)?;
     let (dir, ledger_path) = (folder.path.clone(), folder.path.join("ledger.jsonl"));
     let (resumed, header, past) = if args.resume {
-        let (ledger, contents) = reopen(&ledger_path)?;
-        let header = Header::resumed(args, &contents, &ledger_path)?;
-        (Some(ledger), header, runs::rows(&contents, &ledger_path)?)
+        let (ledger, past) = reopen(&ledger_path)?;
+        (Some(ledger), Header::resumed(args, &past.header, &ledger_path)?, past)
     } else {
         check_folder(args)?;
-        (None, Header::fresh(args)?, Vec::new())
+        (None, Header::fresh(args)?, Recorded::of(&ledger_path))
     };
     let several = cards::are_meant(args, &header)?;
     let context = Context::load(&header.model, &header.place(args))?;
@@ -98,10 +97,10 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let measures = opened.conditions(&header);
         let header = with_known(args, &dir, header.with_kind(&context, measures, several)?)?;
         let (ledger, results) = open_files(args, resumed, &dir, &header)?;
-        say_start(&header, &dir, past.len());
+        say_start(&header, &dir, past.rows.saturating_sub(1));
         watch.prepares(&resume_command(&dir, &header));
         if let Some(device) = &mut device
-            && past.is_empty()
+            && past.trials.is_empty()
         {
             // Compiled while the graph is evaluated.
             device.foresee(&[header.start(&context).kernel]);
@@ -119,9 +118,12 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         };
         let search = search.with_strategy(strategy).with_clock(spent::clock);
         let mut search = search.with_helpers(scope, helpers, threads);
-        let began_s = past.iter().map(ended).fold(0.0, f64::max);
-        let lines: Vec<Vec<String>> = past.iter().filter_map(cells_of_row).collect();
-        let confirmed = absorb(&mut search, past)?;
+        let began_s = past.trials.iter().map(|trial| trial.ended_s).fold(0.0, f64::max);
+        let lines: Vec<Vec<String>> = past.trials.iter().map(cells).collect();
+        for trial in past.trials {
+            search.absorb(trial).map_err(|error| Failure::integrity(error.to_string()))?;
+        }
+        search.check_absorbed().map_err(|error| Failure::usage(error.to_string()))?;
         corpus::manifest::unseal_run(&dir)?;
         let results = results.map_or_else(|| table(args, &dir, &lines), Ok)?;
         let mut session = Session {
@@ -139,7 +141,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         };
         watch.begins(&session.progress(&search, None));
         let stopped_by = session.search(&mut search)?;
-        let confirmation = session.confirm(&mut search, stopped_by, confirmed)?;
+        let confirmation = session.confirm(&mut search, stopped_by, past.confirmation)?;
         session.finish(&search, stopped_by, confirmation.as_ref())
     })
 }
@@ -193,25 +195,18 @@ fn helpers(devices: usize) -> (usize, usize) {
     (helpers, (spare / helpers).max(1))
 }
 
-fn ended(row: &Row) -> f64 {
-    match row {
-        Row::Trial(trial) => trial.ended_s,
-        Row::Confirmation(_) => 0.0,
-    }
-}
-
 /// Opens a ledger to go on with, if its run holds as `runs verify` says: an altered one would get a new seal at the end.
-fn reopen(path: &Path) -> Result<(Ledger, Contents), Failure> {
+fn reopen(path: &Path) -> Result<(Ledger, Recorded), Failure> {
     // Locked first: a search that is under way changes its folder.
     let held = Ledger::hold(path)?;
-    let (_, state) = runs::sound(path)?;
-    if matches!(state, State::Collected(..)) {
+    let past = Recorded::read(path)?;
+    if matches!(past.state, State::Collected(..)) {
         return Err(Failure::usage(format!(
             "the files of {} were given up to make room; start a new search in another --out",
             path.display()
         )));
     }
-    Ok(held.resume()?)
+    Ok((held.resume()?.0, past))
 }
 
 /// Begins the ledger and the table of a new search, so that a path that cannot be written fails before anything is computed. The table of a
@@ -277,23 +272,6 @@ fn strategy(
     let space = settings.space.clone();
     let ground = Ground { space, seed: header.seed, sweep: header.explore };
     Ok(search::strategy::strategy(header.strategy, ground, header.known.clone()))
-}
-
-/// Feeds finished trials to the search; returns the confirmation, if it came last.
-fn absorb(search: &mut Search<'_>, past: Vec<Row>) -> Result<Option<Confirmation>, Failure> {
-    let foreign = |error: SearchError| Failure::integrity(error.to_string());
-    let mut confirmed = None;
-    for row in past {
-        match row {
-            Row::Trial(trial) => {
-                confirmed = None;
-                search.absorb(*trial).map_err(foreign)?;
-            }
-            Row::Confirmation(confirmation) => confirmed = Some(*confirmation),
-        }
-    }
-    search.check_absorbed().map_err(|error| Failure::usage(error.to_string()))?;
-    Ok(confirmed)
 }
 
 fn say_start(header: &Header, dir: &Path, done: usize) {
@@ -653,13 +631,6 @@ fn changes(trial: &Trial, most: usize) -> String {
         shown.push(format!("and {} more", trial.changed.len() - most));
     }
     shown.join(", ")
-}
-
-fn cells_of_row(row: &Row) -> Option<Vec<String>> {
-    match row {
-        Row::Trial(trial) => Some(cells(trial)),
-        Row::Confirmation(_) => None,
-    }
 }
 
 fn cells(trial: &Trial) -> Vec<String> {

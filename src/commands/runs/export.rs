@@ -13,8 +13,8 @@ use search::{Origin, Outcome as End, Trial, Verdict};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+use super::ledgers;
 use super::recorded::Recorded;
-use super::{ledgers, look};
 use crate::cli::RunsExportArgs;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
@@ -86,8 +86,9 @@ pub(crate) fn run(args: &RunsExportArgs) -> Outcome {
     }
     let (mut runs, mut refused, mut exit) = (Vec::new(), Vec::new(), Exit::Yes);
     for ledger in ledgers(&args.runs.paths)? {
-        match look(&ledger).finding {
-            None => runs.push(Recorded::read(&ledger)?),
+        let found = Recorded::look(&ledger);
+        match &found.finding {
+            None => runs.push(found),
             Some(finding) => {
                 report::say(&format!("left out, {}: {}", ledger.display(), finding.reason));
                 exit = if exit == Exit::Integrity { exit } else { finding.exit };

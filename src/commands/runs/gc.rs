@@ -12,8 +12,8 @@ use corpus::Store;
 use corpus::manifest::{State, collect_run};
 use serde::Serialize;
 
+use super::ledgers;
 use super::recorded::{Recorded, folder};
-use super::{ledgers, look};
 use crate::cli::GcArgs;
 use crate::commands::search_loop::keep::STORE;
 use crate::failure::{Exit, Failure, Outcome};
@@ -75,10 +75,10 @@ fn considered(ledger: &Path, place: &Path) -> Result<Recorded, (&'static str, St
     if written {
         return Err(("keep", "another process writes it".to_owned()));
     }
-    if let Some(finding) = look(ledger).finding {
+    let found = Recorded::look(ledger);
+    if let Some(finding) = &found.finding {
         return Err(("keep", format!("it does not hold: {}", finding.reason)));
     }
-    let found = Recorded::read(ledger).map_err(|failure| ("keep", failure.message))?;
     match found.state {
         State::Sealed(..) => Ok(found),
         State::Open if found.trials.is_empty() && only_a_search(place) => {

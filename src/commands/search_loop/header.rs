@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::ValueEnum as _;
-use corpus::Contents;
 use ir::Graph;
 use ir::schedule::ScheduleConfig;
 use search::strategy::{Known, StrategyName};
@@ -121,12 +120,8 @@ impl Header {
     }
 
     /// The terms of a ledger. Arguments that say something else are refused, but the budget may grow.
-    pub(super) fn resumed(
-        args: &LoopArgs,
-        contents: &Contents,
-        path: &Path,
-    ) -> Result<Self, Failure> {
-        let found = serde_json::from_value::<Self>(contents.header.clone()).map_err(|error| {
+    pub(super) fn resumed(args: &LoopArgs, held: &Value, path: &Path) -> Result<Self, Failure> {
+        let found = serde_json::from_value::<Self>(held.clone()).map_err(|error| {
             Failure::usage(format!(
                 "{} has a header of another version of amk ({error}), which this one can read and compare but not resume; \
                  start a new search in another --out",

@@ -11,39 +11,17 @@ use vm_host::HostError;
 /// The exit codes. They are part of the interface: scripts and agents branch on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Exit {
-    /// Yes.
-    Yes,
-    /// A gate said no: rejected, disagreed, trapped.
-    No,
-    /// Wrong usage, or input that cannot be read.
-    Usage,
-    /// Something that this machine lacks.
-    Missing,
-    /// Tampered or corrupt files.
-    Integrity,
-    /// The samples do not tell.
-    Inconclusive,
-    /// Our bug.
-    Bug,
-    /// Stopped by the user.
-    Interrupted,
+    Yes = 0,
+    No = 1,
+    Usage = 2,
+    Missing = 3,
+    Integrity = 4,
+    Inconclusive = 5,
+    Bug = 70,
+    Interrupted = 130,
 }
 
 impl Exit {
-    /// The number.
-    pub(crate) fn code(self) -> i32 {
-        match self {
-            Self::Yes => 0,
-            Self::No => 1,
-            Self::Usage => 2,
-            Self::Missing => 3,
-            Self::Integrity => 4,
-            Self::Inconclusive => 5,
-            Self::Bug => 70,
-            Self::Interrupted => 130,
-        }
-    }
-
     /// Every exit, by number.
     pub(crate) const ALL: [Self; 8] = [
         Self::Yes,
@@ -56,43 +34,48 @@ impl Exit {
         Self::Interrupted,
     ];
 
-    /// What it tells whoever called, and what to do.
-    pub(crate) fn sentence(self) -> &'static str {
-        match self {
-            Self::Yes => "The answer is yes, or the work is done.",
-            Self::No => {
-                "A gate said no: the schedule or program was rejected, disagreed or trapped. The document says which gate, where, and what would be legal."
-            }
-            Self::Usage => {
-                "Wrong usage, or input that cannot be read or written. The message names the argument or the file, and the remedy."
-            }
-            Self::Missing => {
-                "This machine lacks something: a GPU, a driver, NVRTC. `amk doctor` says what, and how to get it."
-            }
-            Self::Integrity => {
-                "A file was tampered with or is corrupt: a ledger whose chain breaks, an edited bundle, a damaged program."
-            }
-            Self::Inconclusive => {
-                "The samples do not tell: neither better nor worse. Measure longer."
-            }
-            Self::Bug => "A bug in amk. Please report it with the command.",
-            Self::Interrupted => {
-                "Stopped by Ctrl-C. What was finished is on the disk; `--resume` goes on."
-            }
-        }
+    pub(crate) fn code(self) -> i32 {
+        self as i32
     }
 
     /// The word in an error document.
     pub(crate) fn name(self) -> &'static str {
+        self.words().0
+    }
+
+    /// What it tells whoever called, and what to do.
+    pub(crate) fn sentence(self) -> &'static str {
+        self.words().1
+    }
+
+    fn words(self) -> (&'static str, &'static str) {
         match self {
-            Self::Yes => "yes",
-            Self::No => "refused",
-            Self::Usage => "usage",
-            Self::Missing => "capability_missing",
-            Self::Integrity => "integrity",
-            Self::Inconclusive => "inconclusive",
-            Self::Bug => "bug",
-            Self::Interrupted => "interrupted",
+            Self::Yes => ("yes", "The answer is yes, or the work is done."),
+            Self::No => (
+                "refused",
+                "A gate said no: the schedule or program was rejected, disagreed or trapped. The document says which gate, where, and what would be legal.",
+            ),
+            Self::Usage => (
+                "usage",
+                "Wrong usage, or input that cannot be read or written. The message names the argument or the file, and the remedy.",
+            ),
+            Self::Missing => (
+                "capability_missing",
+                "This machine lacks something: a GPU, a driver, NVRTC. `amk doctor` says what, and how to get it.",
+            ),
+            Self::Integrity => (
+                "integrity",
+                "A file was tampered with or is corrupt: a ledger whose chain breaks, an edited bundle, a damaged program.",
+            ),
+            Self::Inconclusive => (
+                "inconclusive",
+                "The samples do not tell: neither better nor worse. Measure longer.",
+            ),
+            Self::Bug => ("bug", "A bug in amk. Please report it with the command."),
+            Self::Interrupted => (
+                "interrupted",
+                "Stopped by Ctrl-C. What was finished is on the disk; `--resume` goes on.",
+            ),
         }
     }
 }

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ir::program::{Program, Verified};
+use serde::de::DeserializeOwned;
 
 use crate::failure::Failure;
 
@@ -42,12 +43,10 @@ pub(crate) fn save(program: &Program, path: &Path) -> Result<(), Failure> {
 /// Reads a program, without verifying it.
 pub(crate) fn open(path: &Path) -> Result<Program, Failure> {
     let form = form(path)?;
-    let unreadable = |e: std::io::Error| {
-        Failure::usage(format!("cannot read {}: {e}; check the path", path.display()))
-    };
-    let bytes = corpus::files::read(path, PROGRAM_BYTES_MAX).map_err(unreadable)?;
+    let bytes = corpus::files::read(path, PROGRAM_BYTES_MAX).map_err(|e| unreadable(path, e))?;
     match form {
-        Form::Binary => decode(path, &bytes),
+        Form::Binary => ir::text::load(&bytes)
+            .map_err(|error| Failure::integrity(format!("{}: {error}", path.display()))),
         Form::Text => {
             let text = String::from_utf8(bytes)
                 .map_err(|_| Failure::usage(format!("{} is not text", path.display())))?;
@@ -56,9 +55,19 @@ pub(crate) fn open(path: &Path) -> Result<Program, Failure> {
     }
 }
 
-fn decode(path: &Path, bytes: &[u8]) -> Result<Program, Failure> {
-    ir::text::load(bytes)
-        .map_err(|error| Failure::integrity(format!("{}: {error}", path.display())))
+/// A path that was named cannot be read.
+pub(crate) fn unreadable(path: &Path, error: impl std::fmt::Display) -> Failure {
+    Failure::usage(format!("cannot read {}: {error}; check the path", path.display()))
+}
+
+/// The text of a file of at most so many bytes.
+pub(crate) fn read_text(path: &Path, most: u64) -> Result<String, Failure> {
+    corpus::files::read_text(path, most).map_err(|error| unreadable(path, error))
+}
+
+/// What a JSON file of at most so many bytes holds.
+pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, most: u64) -> Result<T, Failure> {
+    serde_json::from_str(&read_text(path, most)?).map_err(|error| unreadable(path, error))
 }
 
 /// Writes a file so that it appears complete or not at all.
@@ -93,6 +102,25 @@ pub(crate) fn write_with(
         let _ = std::fs::remove_file(&partial);
         refused(e)
     })
+}
+
+/// Makes a folder so that it appears complete or not at all.
+pub(crate) fn new_folder<T>(
+    path: &Path,
+    fill: impl FnOnce(&Path) -> Result<T, Failure>,
+) -> Result<T, Failure> {
+    let refused = |error: std::io::Error| {
+        let remedy = "--out names a folder that does not exist yet, where there is room";
+        Failure::usage(format!("cannot write {}: {error}; {remedy}", path.display()))
+    };
+    let partial = partial_of(path);
+    std::fs::create_dir_all(&partial).map_err(refused)?;
+    let filled = fill(&partial)
+        .and_then(|filled| std::fs::rename(&partial, path).map(|()| filled).map_err(refused));
+    if filled.is_err() {
+        let _ = std::fs::remove_dir_all(&partial);
+    }
+    filled
 }
 
 fn partial_of(path: &Path) -> PathBuf {

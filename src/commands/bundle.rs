@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::cli::{BundleArgs, DeviceChoice, PlaceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
+use crate::{files, report};
 
 /// Longest file that is read.
 const BYTES_MAX: u64 = 16 << 20;
@@ -75,7 +75,7 @@ type Refusing = (Exit, String);
 
 /// What a bundle says and what was checked, or why it is refused. A file that cannot be read fails outright.
 fn check(args: &BundleArgs, path: &Path) -> Result<Result<(Value, Status), Refusing>, Failure> {
-    let text = read(path)?;
+    let text = files::read_text(path, BYTES_MAX)?;
     let bundle = match Bundle::read(&text) {
         Ok(bundle) => bundle,
         Err(refusal) => return Ok(Err(refused(&refusal))),
@@ -133,13 +133,6 @@ fn check(args: &BundleArgs, path: &Path) -> Result<Result<(Value, Status), Refus
         "checked": checked,
     });
     Ok(Ok((document, status)))
-}
-
-fn read(path: &Path) -> Result<String, Failure> {
-    let unreadable = |error: std::io::Error| {
-        Failure::usage(format!("cannot read {}: {error}; check the path", path.display()))
-    };
-    corpus::files::read_text(path, BYTES_MAX).map_err(unreadable)
 }
 
 fn refused(refusal: &Refusal) -> Refusing {

@@ -308,22 +308,11 @@ fn export(args: &StoreExportArgs) -> Outcome {
 
 /// A Parquet file for each table, in a folder that appears when it is complete.
 fn tables(store: &Store, out: &Path) -> Result<u64, Failure> {
-    let refused = |e: std::io::Error| {
-        let remedy = "--out names a folder that does not exist yet";
-        Failure::usage(format!("cannot write {}: {e}; {remedy}", out.display()))
-    };
     if out.exists() {
-        return Err(refused(std::io::ErrorKind::AlreadyExists.into()));
+        return Err(Failure::usage(format!(
+            "{} is there already; --out names a folder that does not exist yet",
+            out.display()
+        )));
     }
-    let mut partial = out.as_os_str().to_owned();
-    partial.push(format!(".{}.partial", std::process::id()));
-    let partial = PathBuf::from(partial);
-    std::fs::create_dir_all(&partial).map_err(refused)?;
-    let written = parquet::write(store, &partial).map_err(Failure::from);
-    let written =
-        written.and_then(|rows| std::fs::rename(&partial, out).map(|()| rows).map_err(refused));
-    if written.is_err() {
-        let _ = std::fs::remove_dir_all(&partial);
-    }
-    written
+    crate::files::new_folder(out, |folder| Ok(parquet::write(store, folder)?))
 }

@@ -12,6 +12,7 @@ use serde_json::Value;
 
 use crate::cli::RunsArgs;
 use crate::failure::{Exit, Failure};
+use crate::files;
 use crate::report::{self, Answer};
 use crate::working::Working;
 
@@ -119,9 +120,7 @@ pub(crate) fn ledgers(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
         if path.join(LEDGER).is_file() {
             found.push(path.join(LEDGER));
         } else if path.is_dir() {
-            let entries = std::fs::read_dir(path).map_err(|e| {
-                Failure::usage(format!("cannot read {}: {e}; check the path", path.display()))
-            })?;
+            let entries = std::fs::read_dir(path).map_err(|e| files::unreadable(path, e))?;
             let inside = entries.filter_map(|entry| Some(entry.ok()?.path().join(LEDGER)));
             found.extend(inside.filter(|ledger| ledger.is_file()));
             found[before..].sort();

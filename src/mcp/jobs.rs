@@ -1,11 +1,11 @@
 //! The long work: one schedule is judged at a time, since two would share a device and two cores, and time each other.
 
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, SemaphorePermit, oneshot, watch};
 
 use crate::commands::search_loop::{Found, Progress, Watch};
 use crate::failure::Failure;
@@ -33,8 +33,8 @@ pub(super) struct Jobs {
     /// Held by the one that judges.
     turn: Arc<Semaphore>,
     quick: Arc<Semaphore>,
-    waiting: AtomicUsize,
-    calls: AtomicUsize,
+    waiting: Semaphore,
+    calls: Semaphore,
     ending: Arc<AtomicBool>,
     ended: Notify,
     search: Mutex<Option<Arc<Follow>>>,
@@ -45,8 +45,8 @@ impl Default for Jobs {
         Self {
             turn: Arc::new(Semaphore::new(1)),
             quick: Arc::new(Semaphore::new(QUICK_MAX)),
-            waiting: AtomicUsize::new(0),
-            calls: AtomicUsize::new(0),
+            waiting: Semaphore::new(WAITING_MAX),
+            calls: Semaphore::new(CALLS_MAX),
             ending: Arc::default(),
             ended: Notify::new(),
             search: Mutex::default(),
@@ -54,27 +54,12 @@ impl Default for Jobs {
     }
 }
 
-/// One more of a bounded number, until it is dropped.
-pub(super) struct Counted<'a>(&'a AtomicUsize);
-
-impl<'a> Counted<'a> {
-    fn new(counter: &'a AtomicUsize, most: usize) -> Option<Self> {
-        let less = |n: usize| (n < most).then_some(n + 1);
-        counter.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less).ok().map(|_| Self(counter))
-    }
-}
-
-impl Drop for Counted<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
 impl Jobs {
     /// Notes a call, or refuses it.
-    pub(super) fn call(&self) -> Result<Counted<'_>, Failure> {
-        Counted::new(&self.calls, CALLS_MAX)
-            .ok_or_else(|| busy(&format!("{CALLS_MAX} calls are under way; wait for one of them")))
+    pub(super) fn call(&self) -> Result<SemaphorePermit<'_>, Failure> {
+        self.calls
+            .try_acquire()
+            .map_err(|_| busy(&format!("{CALLS_MAX} calls are under way; wait for one of them")))
     }
 
     /// A thread for a tool that answers soon.
@@ -87,7 +72,7 @@ impl Jobs {
         if let Some(search) = self.search().filter(|search| search.is_running()) {
             return Err(busy(&search.busy()));
         }
-        let Some(_waiting) = Counted::new(&self.waiting, WAITING_MAX) else {
+        let Ok(_waiting) = self.waiting.try_acquire() else {
             return Err(busy(&format!("{WAITING_MAX} evaluations wait already; send it again")));
         };
         self.turn.clone().acquire_owned().await.map_err(|_| busy("the server is ending"))
@@ -118,7 +103,7 @@ impl Jobs {
 
     /// Evaluations that wait for their turn.
     pub(super) fn waiting(&self) -> usize {
-        self.waiting.load(Ordering::SeqCst)
+        WAITING_MAX - self.waiting.available_permits()
     }
 
     /// Ends a search after its trial, and lets nothing begin.

@@ -77,10 +77,10 @@ impl Desk<'_> {
         for (place, _, running) in &lanes {
             self.said.begin(*place, running.fed, generate);
         }
-        let inside = lanes[0].2.job.admitted.inside();
+        let free = lanes[0].2.job.free();
         let mut give_way = || {
             let gone = lanes.iter().any(|(_, _, running)| running.job.to.is_closed());
-            gone || lanes[0].2.job.admitted.inside() > inside
+            gone || lanes[0].2.job.free() < free
         };
         let fed: Vec<(usize, u32)> =
             lanes.iter().map(|&(place, token, _)| (place, token)).collect();

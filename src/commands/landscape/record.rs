@@ -20,7 +20,7 @@ use crate::cli::RecordArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::working::Working;
-use crate::{conditions, interrupt, report};
+use crate::{conditions, files, interrupt, report};
 
 /// Tokens of a timed block, as in a search.
 const TIMED_TOKENS: u32 = 8;
@@ -42,7 +42,7 @@ type Ready = Result<(Candidate, Agreement<Reference>), Answer>;
 
 pub(crate) fn run(args: &RecordArgs) -> Outcome {
     let context = Context::new(&args.model)?;
-    let grid = grid(args)?;
+    let grid: Grid = files::read_json(&args.grid, GRID_BYTES_MAX)?;
     let space = grid.space(&context.neutral_config()).map_err(|e| Failure::usage(e.to_string()))?;
     check(args, &context)?;
     let device = context.open_process(&args.sharing)?;
@@ -71,15 +71,6 @@ pub(crate) fn run(args: &RecordArgs) -> Outcome {
     }
     session.working = None;
     session.finish(&terms)
-}
-
-fn grid(args: &RecordArgs) -> Result<Grid, Failure> {
-    let unreadable = |why: String| {
-        Failure::usage(format!("--grid {} cannot be read: {why}", args.grid.display()))
-    };
-    let text = corpus::files::read_text(&args.grid, GRID_BYTES_MAX)
-        .map_err(|e| unreadable(e.to_string()))?;
-    serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))
 }
 
 fn check(args: &RecordArgs, context: &Context) -> Result<(), Failure> {

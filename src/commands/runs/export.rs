@@ -17,7 +17,7 @@ use super::ledgers;
 use super::recorded::Recorded;
 use crate::cli::RunsExportArgs;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
+use crate::{files, report};
 
 /// One step of a search.
 #[derive(Serialize)]
@@ -96,17 +96,10 @@ pub(crate) fn run(args: &RunsExportArgs) -> Outcome {
             }
         }
     }
-    let mut partial = args.out.as_os_str().to_owned();
-    partial.push(format!(".{}.partial", std::process::id()));
-    let partial = PathBuf::from(partial);
-    let written = write(&partial, &runs, args.validation)
-        .and_then(|placed| std::fs::rename(&partial, &args.out).map(|()| placed));
-    let placed = written.map_err(|e| {
-        let _ = std::fs::remove_dir_all(&partial);
-        Failure::usage(format!(
-            "cannot write {}: {e}; choose a path that you may write to and that has room",
-            args.out.display()
-        ))
+    let placed = files::new_folder(&args.out, |folder| {
+        write(folder, &runs, args.validation).map_err(|error| {
+            Failure::usage(format!("cannot write {}: {error}", args.out.display()))
+        })
     })?;
     let count = |split: &str| placed.iter().filter(|p| p.split == split).map(|p| p.steps).sum();
     let (train, validation) = (count("train"), count("validation"));
@@ -121,7 +114,6 @@ pub(crate) fn run(args: &RunsExportArgs) -> Outcome {
 }
 
 fn write(folder: &Path, runs: &[Recorded], validation: u64) -> std::io::Result<Vec<Placed>> {
-    std::fs::create_dir_all(folder)?;
     let create = |name: &str| File::create(folder.join(name)).map(BufWriter::new);
     let mut files = [create("train.jsonl")?, create("validation.jsonl")?];
     let mut placed = Vec::new();

@@ -11,7 +11,6 @@ use serde_json::Value;
 
 use crate::failure::Failure;
 
-/// Longest config file that is read.
 const BYTES_MAX: u64 = 16 << 20;
 
 /// Answers of `amk` that hold a schedule, and the field that it is in.
@@ -23,7 +22,6 @@ const ANSWERS: [(&str, &str); 2] =
 pub(crate) enum ConfigSource {
     /// Standard input, `-` on the command line. A tool's arguments cannot name it: there it carries the protocol.
     Stdin,
-    /// A file.
     File(PathBuf),
     /// The config itself, as JSON text: a tool's argument, or JSON on the command line.
     Inline(String),

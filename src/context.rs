@@ -22,9 +22,7 @@ const PREDICTED_POSITION: u32 = 128;
 
 /// A model and where it is to run.
 pub(crate) struct Context {
-    /// The model.
     pub(crate) model: Model,
-    /// The GPU to schedule for.
     pub(crate) target: Target,
     /// Tokens of the key/value cache.
     pub(crate) kv_capacity: u32,
@@ -32,12 +30,10 @@ pub(crate) struct Context {
     pub(crate) name: String,
     /// The target, if one was named.
     pub(crate) named_target: Option<String>,
-    /// The device that was asked for.
     pub(crate) device: DeviceChoice,
 }
 
 impl Context {
-    /// Loads what the arguments name.
     pub(crate) fn new(args: &ModelArgs) -> Result<Self, Failure> {
         Self::load(&args.model, &args.place)
     }
@@ -52,7 +48,6 @@ impl Context {
         Ok(context)
     }
 
-    /// Loads a model for a place.
     pub(crate) fn load(name: &str, place: &PlaceArgs) -> Result<Self, Failure> {
         let target = choose_target(place)?;
         let model = model::load(name)?;
@@ -68,7 +63,6 @@ impl Context {
         Ok(Self { model, target, kv_capacity, name, named_target, device: place.device })
     }
 
-    /// The model's graph.
     pub(crate) fn graph(&self) -> &Graph {
         &self.model.graph
     }

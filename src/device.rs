@@ -65,7 +65,6 @@ enum Machine {
     Running(Box<Resident>),
 }
 
-/// A program that was prepared.
 struct Prepared {
     program: Arc<Verified<Program>>,
     variant: Variant,
@@ -101,7 +100,6 @@ pub(crate) struct Gpu<'a> {
     page: Option<Publisher>,
     /// A kernel did not leave, or took the context with it: only a new process gets the device back.
     lost: bool,
-    /// How long a worker may wait inside a step.
     deadline: Duration,
     /// How the weights come, and what was there when.
     arrival: Arrival,
@@ -462,7 +460,6 @@ impl Gpu<'_> {
     }
 }
 
-/// Seconds that a call takes.
 fn timed(call: impl FnOnce() -> Result<(), HostError>) -> Result<f64, DeviceError> {
     let began = Instant::now();
     call().map_err(device_error)?;
@@ -628,7 +625,6 @@ impl Served for Gpu<'_> {
     }
 }
 
-/// One thing that driving a GPU needs.
 pub(crate) struct Check {
     pub(crate) name: &'static str,
     pub(crate) ok: bool,

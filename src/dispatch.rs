@@ -13,7 +13,6 @@ use crate::commands::{
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 
-/// Runs a command and says how it ended.
 pub(crate) fn run(command: Command) -> Outcome {
     match command {
         Command::Doctor => doctor::run(),

@@ -22,7 +22,6 @@ pub(crate) enum Exit {
 }
 
 impl Exit {
-    /// Every exit, by number.
     pub(crate) const ALL: [Self; 8] = [
         Self::Yes,
         Self::No,
@@ -86,10 +85,8 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// Why a command gave no result.
 #[derive(Clone, Debug)]
 pub(crate) struct Failure {
-    /// What kind of failure.
     pub(crate) exit: Exit,
     /// What, where and what to do, in one line.
     pub(crate) message: String,
@@ -122,7 +119,6 @@ impl Failure {
     }
 }
 
-/// What a command returns.
 pub(crate) type Outcome = Result<Exit, Failure>;
 
 impl From<ModelError> for Failure {

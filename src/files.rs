@@ -10,10 +10,8 @@ use serde::de::DeserializeOwned;
 
 use crate::failure::Failure;
 
-/// Longest program file that is read.
 const PROGRAM_BYTES_MAX: u64 = 1 << 30;
 
-/// The forms of a program file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
     Text,

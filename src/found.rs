@@ -14,10 +14,8 @@ use crate::context::Context;
 use crate::failure::Failure;
 use crate::{files, report};
 
-/// Schema of an entry.
 const SCHEMA: &str = "amk.found.v1";
 
-/// Longest file that is read.
 const BYTES_MAX: u64 = 64 << 10;
 
 /// Farthest context, as a ratio, for which a found schedule is used.
@@ -41,7 +39,6 @@ pub(crate) struct Entry {
     pub(crate) schedule_id: String,
     /// Measured microseconds a token.
     pub(crate) latency_us: f64,
-    /// The schedule.
     pub(crate) config: serde_json::Value,
 }
 

@@ -33,13 +33,10 @@ const DRAIN: Duration = Duration::from_secs(2);
 /// Longest part of a peer's own words that is passed on.
 const WORDS_MAX: usize = 300;
 
-/// What peers are asked to do.
 pub(crate) struct Ask<'a> {
-    /// The model.
     pub(crate) graph: &'a Graph,
     /// Tokens before the measured ones.
     pub(crate) context: u32,
-    /// Tokens of a block.
     pub(crate) tokens: u32,
     /// What each peer may take, its start included.
     pub(crate) timeout: Duration,
@@ -47,18 +44,14 @@ pub(crate) struct Ask<'a> {
     pub(crate) gguf: Option<PathBuf>,
 }
 
-/// One engine.
 #[derive(Debug, Serialize)]
 pub(crate) struct Peer {
-    /// Its name.
     pub(crate) name: &'static str,
-    /// Its version, if it was measured.
     pub(crate) version: Option<String>,
     /// Median over blocks, in microseconds a token.
     pub(crate) us_per_token: Option<f64>,
     /// Fastest and slowest block.
     pub(crate) interval: Option<[f64; 2]>,
-    /// How it was run.
     pub(crate) conditions: Vec<String>,
     /// Why there is no number, and what would give one.
     pub(crate) absent: Option<String>,
@@ -73,9 +66,7 @@ struct Measured {
 
 /// Whether an engine can be started here at all.
 pub(crate) struct Found {
-    /// Its name.
     pub(crate) name: &'static str,
-    /// Whether it was found.
     pub(crate) present: bool,
     /// What was found, or what is missing.
     pub(crate) note: String,
@@ -168,7 +159,6 @@ fn present(peer: PeerChoice, measured: Measured) -> Peer {
     }
 }
 
-/// The step in PyTorch.
 fn torch(peer: PeerChoice, ask: &Ask<'_>) -> Result<Measured, String> {
     let python = python();
     let mut command = Command::new(&python);
@@ -222,7 +212,6 @@ fn shapes(peer: PeerChoice, ask: &Ask<'_>) -> Value {
     })
 }
 
-/// llama.cpp's own benchmark.
 fn llama_bench(ask: &Ask<'_>) -> Result<Measured, String> {
     let Some(gguf) = &ask.gguf else {
         return Err("no model for it; --gguf names one".to_owned());

@@ -19,14 +19,11 @@ static JSON: AtomicBool = AtomicBool::new(false);
 /// What a command answers.
 #[derive(Debug)]
 pub(crate) struct Answer<T> {
-    /// Its one document.
     pub(crate) document: T,
-    /// How it ended.
     pub(crate) exit: Exit,
 }
 
 impl<T: Serialize> Answer<T> {
-    /// Prints the document.
     pub(crate) fn print(&self) -> Outcome {
         document(&self.document)?;
         Ok(self.exit)
@@ -138,7 +135,6 @@ pub(crate) fn fail(failure: &Failure) -> ExitCode {
     failure.exit.into()
 }
 
-/// The document of a failure.
 pub(crate) fn error_document(exit: Exit, message: &str) -> Value {
     json!({
         "schema": "amk.error.v1",

@@ -205,7 +205,6 @@ fn kernel_of(bundle: &str) -> Option<String> {
     Some(bundle.get("kernel_id")?.as_str()?.to_owned())
 }
 
-/// What a search found on this machine.
 fn found(context: &Context, tokens: u32) -> Option<Chosen> {
     let (config, entry) = found::nearest(context, tokens)?;
     let Entry { target, card, context, kernel_id, latency_us, .. } = entry;

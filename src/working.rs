@@ -14,7 +14,6 @@ const ALL: u8 = 0;
 const FAILURES: u8 = 1;
 const NOTHING: u8 = 2;
 
-/// How often the line is drawn.
 const TICK: Duration = Duration::from_millis(250);
 
 /// From here on people are told why something failed, and nothing else.

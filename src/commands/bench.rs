@@ -47,7 +47,6 @@ struct Passage {
     seed: u64,
 }
 
-/// What a device showed.
 #[derive(Default)]
 struct Shown {
     accuracy: Option<Accuracy>,
@@ -55,7 +54,6 @@ struct Shown {
     bytes: Option<u64>,
     /// Bytes a second of the device, measured.
     bandwidth: Option<f64>,
-    /// Every timed block.
     rounds_us: Vec<[f64; 4]>,
 }
 
@@ -192,7 +190,6 @@ fn compared(length: usize) -> Vec<usize> {
     positions.into_iter().collect()
 }
 
-/// Where a schedule is benched.
 struct Bench<'b, 'a> {
     gate: &'b mut Gate<'a>,
     device: &'b mut dyn Device,
@@ -287,7 +284,6 @@ fn judge(verdict: &mut Verdict, accuracy: Option<Accuracy>) -> bool {
     accurate
 }
 
-/// What people read.
 fn say(args: &BenchArgs, context: &Context, verdict: &Verdict, shown: &Shown, peers: &[Peer]) {
     let graph = context.graph();
     let mut row = vec![
@@ -344,7 +340,6 @@ fn accuracy_line(accuracy: &Accuracy) -> String {
     )
 }
 
-/// The accuracy with its bounds, as documents have it.
 pub(super) fn accuracy_document(accuracy: &Accuracy, against: &str) -> Value {
     json!({
         "against": against,

@@ -11,7 +11,6 @@ use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::{files, report};
 
-/// Longest file that is read.
 const BYTES_MAX: u64 = 16 << 20;
 
 /// Models up to so many bytes of weights are run on the reference machine without being asked: some seconds on two cores.

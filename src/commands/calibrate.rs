@@ -18,10 +18,8 @@ use crate::{files, report};
 /// The rank correlation that predictions must have to be worth ranking with.
 const RANK_MIN: f64 = 0.8;
 
-/// Longest file of measured rows that is read.
 const ROWS_BYTES_MAX: u64 = 1 << 30;
 
-/// Longest file of rates that is read.
 const RATES_BYTES_MAX: u64 = 1 << 20;
 
 pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
@@ -97,7 +95,6 @@ fn rows(cases: &[Case], rates: &Rates) -> Vec<Value> {
     pairs.map(row).collect()
 }
 
-/// The rows of a file, lowered.
 fn read(path: &Path) -> Result<Vec<Case>, Failure> {
     let text = files::read_text(path, ROWS_BYTES_MAX)?;
     let at = |index: usize, what: String| {

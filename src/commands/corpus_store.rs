@@ -18,13 +18,11 @@ use crate::working::Working;
 /// How every line of an export begins.
 const EXPORTED: [&[u8]; 2] = [b"{\"run\":\"", b"{\"program\":"];
 
-/// Longest export of JSON lines that is read.
 const EXPORT_BYTES_MAX: u64 = 8 << 30;
 
 /// The file that makes a folder an export.
 const PARQUET: &str = "records.parquet";
 
-/// What a store holds.
 #[derive(Debug, Serialize)]
 struct Shown<'a> {
     schema: &'static str,
@@ -38,7 +36,6 @@ struct Shown<'a> {
     moves: Vec<Map<String, Value>>,
 }
 
-/// Whether a store holds.
 #[derive(Debug, Serialize)]
 struct Checked<'a> {
     schema: &'static str,
@@ -47,7 +44,6 @@ struct Checked<'a> {
     reason: Option<String>,
 }
 
-/// What an import added.
 #[derive(Debug, Serialize)]
 struct Imported<'a> {
     schema: &'static str,
@@ -57,7 +53,6 @@ struct Imported<'a> {
     programs: u64,
 }
 
-/// One run of an import.
 #[derive(Debug, Serialize)]
 struct ImportedRun {
     run: String,
@@ -68,7 +63,6 @@ struct ImportedRun {
     held: u64,
 }
 
-/// What an export wrote.
 #[derive(Debug, Serialize)]
 struct Written<'a> {
     schema: &'static str,
@@ -87,7 +81,6 @@ pub(crate) fn run(command: &CorpusCommand) -> Outcome {
     }
 }
 
-/// A store that is there.
 fn open(args: &StoreArgs) -> Result<Store, Failure> {
     if !args.store.exists() {
         return Err(Failure::usage(format!(

@@ -83,7 +83,6 @@ pub(crate) fn run(args: &DiffArgs) -> Outcome {
     answer(args)?.print()
 }
 
-/// Compares what the arguments name.
 pub(crate) fn answer(args: &DiffArgs) -> Result<Answer<Difference>, Failure> {
     let document = match (program_path(&args.a), program_path(&args.b)) {
         (Some(a), Some(b)) => of_programs(a, b)?,
@@ -107,7 +106,6 @@ pub(crate) fn check(source: &ConfigSource) -> Result<(), Failure> {
     }
 }
 
-/// The path, if it is that of a program.
 fn program_path(source: &ConfigSource) -> Option<&Path> {
     let ConfigSource::File(path) = source else { return None };
     let extension = path.extension()?.to_str()?;

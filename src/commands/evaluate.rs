@@ -24,7 +24,6 @@ pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
     }
 }
 
-/// The verdict on one schedule.
 pub(crate) fn answer(args: &EvaluateArgs) -> Result<Answer<Judgement>, Failure> {
     match judge(args)? {
         Judged::Schedule(answer) => Ok(*answer),
@@ -41,7 +40,6 @@ pub(crate) struct Judgement {
     schedule_source: Option<ScheduleSource>,
 }
 
-/// What there is to say.
 enum Judged {
     Schedule(Box<Answer<Judgement>>),
     /// The races against copies have been printed.
@@ -131,7 +129,6 @@ fn same(
     Ok(if kept <= most { Exit::Yes } else { Exit::No })
 }
 
-/// What an A/A run answers.
 fn aa_document(verdict: &Verdict, equals: &search::Equals) -> serde_json::Value {
     let of = |decision| equals.all.iter().filter(|equal| equal.decision == decision).count();
     json!({
@@ -164,7 +161,6 @@ fn say_violations(violations: &Violations) {
     }
 }
 
-/// The verdict as a table.
 pub(crate) fn say(verdict: &Verdict) {
     let kind = verdict.latency_kind.map_or("", search::LatencyKind::name);
     let mut rows = vec![

@@ -27,7 +27,6 @@ use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::working::Working;
 use crate::{files, report};
 
-/// Longest prompt that is read.
 const PROMPT_BYTES_MAX: u64 = 4 << 20;
 
 /// Feeds one or more tokens at the next positions and returns the logits of each.
@@ -316,7 +315,6 @@ fn on_device(
     Ok(generated)
 }
 
-/// How weights are to be streamed.
 fn streaming(args: &GenerateArgs) -> Streaming {
     let read_by = match args.weights.read_weights_by {
         ReadByChoice::Auto => ReadBy::Auto,

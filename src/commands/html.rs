@@ -40,7 +40,6 @@ pub(crate) fn run(args: &ReportArgs) -> Outcome {
     answer(args)?.print()
 }
 
-/// Writes the page, and says where it is.
 pub(crate) fn answer(args: &ReportArgs) -> Result<Answer<Written>, Failure> {
     let file = args.out.clone().unwrap_or_else(|| PathBuf::from(FILE));
     check_page(&file, args.force)?;
@@ -66,17 +65,14 @@ fn check_page(file: &Path, force: bool) -> Result<(), Failure> {
 }
 
 impl Run {
-    /// A word of the header.
     fn shown(&self, key: &str) -> String {
         page::word(self.header.get(key))
     }
 
-    /// Whether its latencies were measured.
     fn is_measured(&self) -> bool {
         self.word("latency_kind") == Some(search::LatencyKind::MeasuredGpu.name())
     }
 
-    /// `measured` or `predicted`.
     fn kind(&self) -> &'static str {
         if self.is_measured() { "measured" } else { "predicted" }
     }

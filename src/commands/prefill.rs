@@ -22,7 +22,6 @@ const RUNS: usize = 10;
 /// Length of the difference of the logits over their length: the bound on both ways to run a prompt.
 const ERROR_MAX: f64 = 5e-3;
 
-/// What was measured.
 struct Measured {
     /// Milliseconds of each run, sorted.
     ms: Vec<f64>,
@@ -32,7 +31,6 @@ struct Measured {
     error: f64,
     top1: [Option<usize>; 2],
     bandwidth: f64,
-    /// Where the schedule comes from.
     source: ScheduleSource,
 }
 

@@ -32,7 +32,6 @@ pub(crate) fn run(args: &ProposeArgs) -> Outcome {
     answer(args)?.print()
 }
 
-/// The schedule to edit, and the search space.
 pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
     let context = Context::new(&args.model)?;
     let (config, from) = match &args.ledger {
@@ -62,7 +61,6 @@ pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
     Ok(Answer { document, exit: Exit::Yes })
 }
 
-/// The schedule that leads in a ledger.
 fn incumbent(
     context: &Context,
     path: &std::path::Path,

@@ -18,10 +18,8 @@ use crate::schedule_choice::{Auto, choose};
 use crate::working::Working;
 use crate::{files, report};
 
-/// The schema of its document.
 const SCHEMA: &str = "amk.rerun.v1";
 
-/// A task that was run again.
 struct Found {
     token: u32,
     words: Vec<Word>,
@@ -285,7 +283,6 @@ pub(crate) struct Place<'a> {
 }
 
 impl<'a> Place<'a> {
-    /// What a command was given.
     pub(crate) fn of(context: &'a Context) -> Self {
         Self {
             model: &context.name,

@@ -69,7 +69,6 @@ struct Run {
     best_us: Option<f64>,
 }
 
-/// What is wrong with a ledger.
 pub(super) struct Finding {
     /// The line, from one, if it is about one.
     line: Option<usize>,
@@ -96,7 +95,6 @@ pub(crate) fn verify(args: &RunsArgs) -> Result<Answer<Runs>, Failure> {
     Ok(Answer { document: Runs { schema: SCHEMA, runs }, exit })
 }
 
-/// Lists ledgers, whole or not.
 pub(crate) fn list(args: &RunsArgs) -> Result<Answer<Runs>, Failure> {
     let (mut runs, mut lines, paths) = (Vec::new(), Vec::new(), ledgers(&args.paths)?);
     let working = Working::through(paths.len(), "reading");
@@ -247,7 +245,6 @@ fn say(found: &Recorded) {
     }
 }
 
-/// One line for people.
 fn line(found: &Recorded) -> String {
     if let Some(finding) = &found.finding {
         return format!("does not hold: {}", finding.reason);

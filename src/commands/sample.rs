@@ -274,7 +274,6 @@ impl Session<'_> {
     }
 }
 
-/// What a sampling run answers.
 #[derive(serde::Serialize)]
 struct Drew<'a> {
     schema: &'static str,

@@ -45,7 +45,6 @@ use proposer::Proposer;
 pub(crate) use document::{Card, Found, cards as cards_of};
 pub(crate) use watch::{Progress, Watch};
 
-/// Columns of the table of trials.
 const COLUMNS: &[&str] = &[
     "trial",
     "origin",
@@ -294,7 +293,6 @@ fn say_start(header: &Header, dir: &Path, done: usize) {
     }
 }
 
-/// Who proposes, for people.
 fn who(header: &Header) -> String {
     match (&header.proposer, header.known.len()) {
         (Some(command), _) => format!("proposer {command:?}"),
@@ -321,7 +319,6 @@ fn bar(header: &Header) -> ProgressBar {
     bar
 }
 
-/// The command that goes on with a search.
 fn resume_command(dir: &Path, header: &Header) -> String {
     let resume = format!("amk loop --resume --out {}", dir.display());
     match &header.proposer {

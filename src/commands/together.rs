@@ -44,7 +44,6 @@ impl Measured {
     }
 }
 
-/// All that is told.
 struct Shown {
     one: Measured,
     several: Measured,

@@ -28,7 +28,6 @@ use crate::{files, report};
 use counters::{Counter, Ring};
 use timeline::{Clock, Timeline};
 
-/// Tokens of a timed block.
 const TIMED_TOKENS: u32 = 32;
 /// Timed blocks; the median counts.
 const BLOCKS: usize = 12;
@@ -89,7 +88,6 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
     Ok(Exit::Yes)
 }
 
-/// A schedule that was taken apart.
 struct Traced {
     document: Value,
     /// The records of a step as a table.
@@ -123,7 +121,6 @@ impl Traced {
     }
 }
 
-/// What writes a file.
 type Fill<'a> = dyn Fn(&mut BufWriter<&mut File>) -> io::Result<()> + 'a;
 
 /// Where the nanoseconds of all workers went in one step. They add up.

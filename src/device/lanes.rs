@@ -12,7 +12,6 @@ impl Gpu<'_> {
         self.lanes = lanes;
     }
 
-    /// Sessions that a command may run at once.
     pub(crate) fn lanes(&self) -> u32 {
         self.lanes
     }

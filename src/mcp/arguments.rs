@@ -25,7 +25,6 @@ pub(super) struct Problem {
 }
 
 impl Problem {
-    /// The place.
     #[cfg(test)]
     pub(super) fn at(&self) -> &str {
         &self.at
@@ -99,7 +98,6 @@ pub(super) fn against(validator: &Validator, schema: &Value, arguments: &Value) 
     problems
 }
 
-/// What a schema says of a property.
 fn described(schema: &Value, name: &str) -> Option<String> {
     schema["properties"][name]["description"].as_str().map(str::to_owned)
 }

@@ -28,7 +28,6 @@ const LAST_WORDS: Duration = Duration::from_secs(7);
 /// Stack of a thread that judges: as much as the main thread has.
 const STACK_BYTES: usize = 8 << 20;
 
-/// What is under way.
 pub(super) struct Jobs {
     /// Held by the one that judges.
     turn: Arc<Semaphore>,
@@ -91,17 +90,14 @@ impl Jobs {
         Ok((follow, turn))
     }
 
-    /// The latest search of this server.
     pub(super) fn search(&self) -> Option<Arc<Follow>> {
         lock(&self.search).clone()
     }
 
-    /// Whether something is being judged.
     pub(super) fn is_judging(&self) -> bool {
         self.turn.available_permits() == 0
     }
 
-    /// Evaluations that wait for their turn.
     pub(super) fn waiting(&self) -> usize {
         WAITING_MAX - self.waiting.available_permits()
     }
@@ -163,7 +159,6 @@ pub(super) fn received<T>(
     sent.unwrap_or_else(|_| Err(Failure::missing("this machine starts no more threads")))
 }
 
-/// How a search ended.
 pub(super) type End = Result<Found, Failure>;
 
 /// A search, and who follows it.
@@ -191,7 +186,6 @@ impl Follow {
         self.progress.send_modify(|_| {});
     }
 
-    /// How it ended, if it did.
     pub(super) fn end(&self) -> Option<Arc<End>> {
         lock(&self.end).clone()
     }
@@ -200,7 +194,6 @@ impl Follow {
         self.end().is_none()
     }
 
-    /// How far it is.
     pub(super) fn progress(&self) -> Option<Progress> {
         self.progress.borrow().clone()
     }

@@ -32,7 +32,6 @@ const INSTRUCTIONS: &str = "amk searches for the fastest schedule of a decoder L
     The order of work: propose (the schedule and the legal values), evaluate (one verdict on your edit), loop (an automatic search), status, \
     runs. You edit the schedule's knobs and nothing else; predicted latencies are never compared with measured ones.";
 
-/// The server of one client.
 pub(super) struct Server {
     jobs: Arc<Jobs>,
     tools: Arc<Vec<Entry>>,

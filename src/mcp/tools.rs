@@ -23,7 +23,6 @@ use crate::report::Answer;
 /// A tool that answers from its arguments alone.
 type Call = Box<dyn Fn(Value) -> Result<Answer<Value>, Failure> + Send + Sync>;
 
-/// How a tool is run.
 pub(super) enum Run {
     /// It answers soon, beside whatever else is under way.
     Quick(Call),
@@ -31,17 +30,13 @@ pub(super) enum Run {
     Write(Call),
     /// It judges a schedule: one at a time.
     Judge(Call),
-    /// It searches.
     Search,
-    /// It says what is under way.
     Status,
 }
 
-/// A tool.
 pub(super) struct Entry {
     /// As it is listed.
     pub(super) tool: Tool,
-    /// How it is run.
     pub(super) run: Run,
     schema: Value,
     validator: Validator,
@@ -97,7 +92,6 @@ enum Comparison {
     Parts(Box<diff::Difference>),
 }
 
-/// Every tool.
 pub(super) fn all() -> Result<Vec<Entry>, Failure> {
     Ok(vec![
         entry::<ProposeArgs, propose::Proposal>(
@@ -229,7 +223,6 @@ pub(super) fn read<A: DeserializeOwned>(given: Value) -> Result<A, Failure> {
     serde_json::from_value(given).map_err(|error| Failure::usage(format!("arguments: {error}")))
 }
 
-/// A document as it is sent.
 pub(super) fn as_json(document: &impl Serialize) -> Result<Value, Failure> {
     serde_json::to_value(document).map_err(|error| Failure::bug(error.to_string()))
 }

@@ -78,7 +78,6 @@ impl Observer {
         Ok(Self { publisher, lookout, over: Some(over), thread: Some(thread) })
     }
 
-    /// The page.
     pub(crate) fn publisher(&self) -> &Publisher {
         &self.publisher
     }
@@ -151,7 +150,6 @@ pub(crate) fn enter_at(head: &mut abi::Telemetry, activity: Activity, now_ns: u6
     (head.activity, head.activity_ns) = (activity as u32, now_ns);
 }
 
-/// A page as it is now.
 pub(crate) fn snapshot(reader: &Reader) -> Option<Box<Page>> {
     let mut page = Page::boxed();
     reader.read(&mut page).ok().map(|()| page)

@@ -50,13 +50,14 @@ impl Job {
 /// What a request hears.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Event {
-    /// A token was chosen.
-    Token { id: u32, logprobs: Option<Logprobs> },
+    Token {
+        id: u32,
+        logprobs: Option<Logprobs>,
+    },
     /// The text has ended; nothing follows.
     End(Finish),
 }
 
-/// Why a text ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Finish {
     /// With a stop token, which was the last one sent.
@@ -65,7 +66,6 @@ pub(super) enum Finish {
     Length,
     /// The machine failed at it.
     Failed(String),
-    /// The server is going down.
     Leaving,
 }
 
@@ -97,21 +97,17 @@ impl Admission {
         self.free.clone().try_acquire_owned().ok()
     }
 
-    /// Requests inside.
     pub(super) fn inside(&self) -> usize {
         self.limit - self.free.available_permits()
     }
 
-    /// The most that there may be.
     pub(super) fn limit(&self) -> usize {
         self.limit
     }
 }
 
-/// A request that has a session.
 struct Running {
     job: Job,
-    /// Tokens that were fed.
     fed: usize,
     /// Tokens that were chosen; the last one is not fed yet.
     chosen: Vec<u32>,
@@ -204,7 +200,6 @@ impl Running {
     }
 }
 
-/// The decode thread's desk.
 pub(super) struct Desk<'e> {
     engine: Box<dyn Engine + 'e>,
     scheduler: Scheduler,
@@ -257,7 +252,6 @@ impl<'e> Desk<'e> {
         }
     }
 
-    /// Ends everything that is here.
     fn leave(self, finish: &Finish) {
         self.said.lost(finish.ending(), self.running.len() + self.waiting.len());
         let running = self.running.into_values().map(|running| running.job);

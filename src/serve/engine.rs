@@ -89,7 +89,6 @@ pub(super) trait Engine {
     }
 }
 
-/// How a machine is to choose.
 pub(super) struct How<'a> {
     pub(super) sampling: &'a Sampling,
     /// A token among these is the last.
@@ -99,9 +98,7 @@ pub(super) struct How<'a> {
 /// What a machine did that chooses itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Advanced {
-    /// Tokens that were chosen.
     pub(super) chosen: Vec<u32>,
-    /// Positions that were run.
     pub(super) ran: usize,
     /// Whether the last of the tokens is a stop token.
     pub(super) stopped: bool,
@@ -191,10 +188,8 @@ pub(super) struct Megakernel<'a> {
     places: Vec<Place>,
 }
 
-/// A sequence on the device.
 #[derive(Clone, Default)]
 struct Place {
-    /// Positions that were run.
     position: u32,
     /// Whether tokens are chosen by settings that the device has.
     sampled: bool,

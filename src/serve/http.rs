@@ -158,7 +158,6 @@ struct Answering {
     sent: usize,
 }
 
-/// The next thing to send.
 enum Next {
     Piece(Piece),
     /// The last piece and `finish_reason`.

@@ -12,14 +12,12 @@ use super::Served;
 use super::decode::Work;
 use super::refusal::Refusal;
 
-/// Which of the two APIs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Api {
     Completions,
     Chat,
 }
 
-/// A request that will be served.
 #[derive(Debug)]
 pub(super) struct Request {
     pub(super) work: Work,
@@ -117,7 +115,6 @@ impl Fields {
     }
 }
 
-/// A value in a message.
 fn short(value: &Value) -> String {
     clipped(&value.to_string())
 }
@@ -130,7 +127,6 @@ fn clipped(text: &str) -> String {
 }
 
 impl Request {
-    /// Reads a body.
     pub(super) fn read(api: Api, body: &[u8], served: &Served) -> Result<Self, Refusal> {
         let value: Value = serde_json::from_slice(body).map_err(|error| {
             Refusal::new(
@@ -277,7 +273,6 @@ fn asked(fields: &mut Fields, api: Api) -> Result<Option<u32>, Refusal> {
     Ok(asked.map(|tokens| tokens as u32))
 }
 
-/// Ids in a list.
 fn tokens(value: &Value) -> Option<Vec<u32>> {
     value.as_array()?.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect()
 }

@@ -19,7 +19,6 @@ const POINTS_MAX: usize = 1500;
 /// Trials whose intervals are drawn, those that led excepted.
 const INTERVALS_MAX: usize = 240;
 
-/// Knobs of the chart of effects.
 const KNOBS_MAX: usize = 16;
 
 /// How far above the baseline the chart of the progress goes, as a share of the way from the floor.
@@ -49,7 +48,6 @@ type Drawn = Result<(), Box<dyn std::error::Error>>;
 
 /// A chart and what to say below it.
 pub(super) struct Chart {
-    /// The drawing.
     pub(super) drawing: Markup,
     /// What was left out.
     pub(super) note: Option<String>,
@@ -91,7 +89,6 @@ struct YAxis<'a> {
 
 type Framed<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
-/// A chart with its axes and its grid.
 fn framed<'a, 'b>(
     area: &'a Area<'b>,
     x: Range<f64>,
@@ -198,7 +195,6 @@ pub(super) fn progress(run: &Run) -> Option<Chart> {
     Some(Chart { drawing, note: (!notes.is_empty()).then(|| notes.join("; ")) })
 }
 
-/// Gains with their intervals.
 pub(super) fn gains(run: &Run) -> Option<Chart> {
     type Gained = (f64, [f64; 3], Outcome);
     let gained = |trial: &Trial| -> Option<Gained> {

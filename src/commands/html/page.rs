@@ -18,7 +18,6 @@ const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src dat
 /// Rows of the table of what led; a search that keeps more says so.
 const LED_MAX: usize = 200;
 
-/// The whole page.
 pub(super) fn render(runs: &[Run]) -> String {
     let title = match runs {
         [run] => format!("{} for {}", run.shown("graph"), run.shown("target")),

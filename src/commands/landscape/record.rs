@@ -25,7 +25,6 @@ use crate::{conditions, files, interrupt, report};
 /// Tokens of a timed block, as in a search.
 const TIMED_TOKENS: u32 = 8;
 
-/// Longest grid that is read.
 const GRID_BYTES_MAX: u64 = 16 << 20;
 
 /// Points after which the first one is timed again.

@@ -19,7 +19,6 @@ use crate::cli::RunsExportArgs;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::{files, report};
 
-/// One step of a search.
 #[derive(Serialize)]
 struct Line<'a> {
     schema: &'static str,
@@ -53,7 +52,6 @@ struct State<'a> {
     latency_us: Option<f64>,
 }
 
-/// A run and where it went.
 #[derive(Serialize)]
 struct Placed {
     run: String,
@@ -62,7 +60,6 @@ struct Placed {
     steps: u64,
 }
 
-/// What an export wrote.
 #[derive(Serialize)]
 struct Exported<'a> {
     schema: &'static str,

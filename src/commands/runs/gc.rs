@@ -19,7 +19,6 @@ use crate::commands::search_loop::keep::STORE;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 
-/// What becomes of a run.
 #[derive(Serialize)]
 struct Fate {
     folder: PathBuf,
@@ -29,11 +28,9 @@ struct Fate {
     bytes: u64,
 }
 
-/// What was, or would be, given up.
 #[derive(Serialize)]
 struct Collected {
     schema: &'static str,
-    /// Whether it was done.
     applied: bool,
     bytes: u64,
     runs: Vec<Fate>,

@@ -13,9 +13,7 @@ use crate::failure::{Exit, Failure};
 /// A run, as far as it can be read.
 pub(in crate::commands) struct Recorded {
     pub(in crate::commands) ledger: PathBuf,
-    /// Its id.
     pub(in crate::commands) run: String,
-    /// The header of its ledger.
     pub(in crate::commands) header: Value,
     /// Rows of its ledger, the header among them.
     pub(in crate::commands) rows: usize,
@@ -136,7 +134,6 @@ impl Recorded {
         self.champion().filter(|_| whole)?.verdict.latency_us
     }
 
-    /// Where it was measured.
     pub(super) fn conditions(&self) -> Option<Conditions> {
         serde_json::from_value(self.header.get("conditions")?.clone()).ok()
     }
@@ -172,7 +169,6 @@ pub(super) fn folder(ledger: &Path) -> Option<&Path> {
     Some(if folder.as_os_str().is_empty() { Path::new(".") } else { folder })
 }
 
-/// The word for a run's state.
 pub(super) fn state_name(state: &State) -> &'static str {
     match state {
         State::Open => "open",

@@ -12,7 +12,6 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 use crate::working::Working;
 
-/// A trial, done again.
 #[derive(Serialize)]
 struct Replayed<'a> {
     schema: &'static str,
@@ -20,7 +19,6 @@ struct Replayed<'a> {
     trial: u64,
     /// Whether nothing that was done differs.
     same: bool,
-    /// What was done, in order.
     stages: Vec<Stage>,
 }
 

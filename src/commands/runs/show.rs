@@ -15,7 +15,6 @@ use crate::commands::search_loop::{self, Card};
 use crate::failure::{Exit, Outcome};
 use crate::report;
 
-/// One run.
 #[derive(Serialize)]
 struct Shown<'a> {
     schema: &'static str,
@@ -28,7 +27,6 @@ struct Shown<'a> {
     /// What the search was begun with.
     terms: &'a Value,
     rows: usize,
-    /// Trials by outcome.
     outcomes: BTreeMap<&'static str, u64>,
     /// Of the card that measured the baseline first.
     noise_floor: f64,
@@ -36,12 +34,10 @@ struct Shown<'a> {
     cards: Vec<Card>,
     /// The trial that leads; the baseline where the champion was refuted.
     champion: Option<Champion<'a>>,
-    /// Every trial that led.
     kept: Vec<Kept<'a>>,
     confirmation: Option<&'a Confirmation>,
 }
 
-/// The trial that leads.
 #[derive(Serialize)]
 struct Champion<'a> {
     trial: u64,
@@ -49,7 +45,6 @@ struct Champion<'a> {
     verdict: &'a Verdict,
 }
 
-/// A trial that led.
 #[derive(Serialize)]
 struct Kept<'a> {
     trial: u64,

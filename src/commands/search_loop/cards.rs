@@ -14,7 +14,6 @@ use crate::failure::Failure;
 pub(super) enum Opened<'a> {
     /// Nothing: it predicts.
     None,
-    /// One GPU.
     One(DeviceInfo),
     /// Several, by their numbers in the header.
     Several(Crew<'a>),

@@ -54,7 +54,6 @@ pub(crate) struct Found {
 }
 
 impl Found {
-    /// Whether somebody ended it.
     pub(crate) fn was_interrupted(&self) -> bool {
         self.stopped_by == search::StoppedBy::Interrupted.name()
     }

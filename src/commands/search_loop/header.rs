@@ -19,7 +19,6 @@ use crate::schedule_choice::{Auto, Chosen, choose};
 /// The model of a search that names none: real shapes, and small enough for two cores.
 const DEFAULT_MODEL: &str = "smollm2-135m";
 
-/// The budget of a search that names none.
 const DEFAULT_BUDGET: Budget = Budget::Trials(64);
 
 /// Least gains worth keeping: measurements are noisy, predictions are not.
@@ -59,7 +58,6 @@ pub(super) struct Header {
     /// What the store knew when the search began.
     #[serde(default, rename = "prior")]
     pub(super) known: Vec<Known>,
-    /// The command that proposes, if there is one.
     pub(super) proposer: Option<String>,
     pub(super) min_gain: f64,
     pub(super) kv_capacity: Option<u32>,
@@ -77,10 +75,8 @@ pub(super) struct Header {
     resumed: bool,
 }
 
-/// The schedule that a search begins with.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Start {
-    /// Where it comes from.
     source: Value,
     config: ScheduleConfig,
 }
@@ -233,7 +229,6 @@ impl Header {
         self.start.as_ref().map_or_else(|| context.neutral_config(), |start| start.config)
     }
 
-    /// Where that schedule comes from.
     pub(super) fn source(&self) -> Option<Value> {
         self.start.as_ref().map(|start| start.source.clone())
     }
@@ -326,7 +321,6 @@ fn shape(graph: &Graph) -> Value {
     })
 }
 
-/// Seconds since 1970.
 pub(super) fn unix_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
@@ -349,7 +343,6 @@ fn min_gain(args: &LoopArgs) -> Result<Option<f64>, Failure> {
     }
 }
 
-/// The folder of a search.
 pub(super) struct Folder {
     pub(super) path: PathBuf,
     /// Whether it was made for this search.
@@ -406,7 +399,6 @@ fn new_run(runs: &Path) -> Result<PathBuf, Failure> {
     Err(refused(runs, std::io::ErrorKind::AlreadyExists.into()))
 }
 
-/// The run with the greatest number.
 fn latest_run() -> Option<PathBuf> {
     let runs = numbered(Path::new(RUNS)).into_iter();
     runs.filter(|(_, path)| path.join("ledger.jsonl").is_file()).max().map(|(_, path)| path)

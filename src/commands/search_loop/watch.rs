@@ -9,20 +9,15 @@ use search::Budget;
 use crate::failure::Exit;
 use crate::{interrupt, report};
 
-/// How far a search is.
 #[derive(Clone, Debug)]
 pub(crate) struct Progress {
-    /// The search's folder.
     pub(crate) folder: PathBuf,
-    /// The model, as it was asked for.
     pub(crate) model: String,
-    /// The GPU that is scheduled for.
     pub(crate) target: String,
     /// `cpu`, or the device's name.
     pub(crate) device: String,
     /// `measured-gpu` or `predicted`.
     pub(crate) latency_kind: String,
-    /// When it ends.
     pub(crate) budget: Budget,
     /// Trials that are on the disk, those before a resume included.
     pub(crate) trials: u64,
@@ -30,15 +25,12 @@ pub(crate) struct Progress {
     pub(crate) elapsed: Duration,
     /// Latency of the schedule that leads, in microseconds a token.
     pub(crate) best_us: Option<f64>,
-    /// Its trial.
     pub(crate) best_trial: Option<u64>,
     /// The last trial, in a line.
     pub(crate) last: Option<String>,
-    /// The command that goes on with it.
     pub(crate) resume: String,
 }
 
-/// Who follows a search.
 pub(crate) trait Watch {
     /// Whether to end before the next trial.
     fn stopped(&self) -> bool;

@@ -11,6 +11,7 @@ use ir::sampling::Sampling;
 use ir::schedule::KernelConfig;
 use remote::{Board, Phase, Served};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
+use serde::Serialize;
 use telemetry::Publisher;
 use vm_device::{Architecture, Variant};
 use vm_host::{HostError, Idle, KvPool, Loaded, Lookout, Request, Resident};
@@ -189,9 +190,7 @@ impl Gpu<'_> {
 
     /// Makes a prepared program current, launching or switching as needed. `fresh` loads it anew: its scratch memory is poisoned.
     fn activate(&mut self, handle: Handle, fresh: bool) -> Result<&mut Resident, DeviceError> {
-        let Some(prepared) = self.programs.get(&handle.0) else {
-            return Err(DeviceError::Fault { reason: "the program was released".into() });
-        };
+        let prepared = self.prepared(handle)?;
         let (variant, program) = (prepared.variant, prepared.program.clone());
         let (mut had, together) = (prepared.loaded, prepared.together.clone());
         if !matches!(&self.machine, Machine::Running(running) if running.variant() == variant) {
@@ -219,6 +218,29 @@ impl Gpu<'_> {
         Ok(running)
     }
 
+    /// The machine with no kernel resident, booted for a program if need be.
+    fn idle(
+        &mut self,
+        program: &Verified<Program>,
+        variant: &Variant,
+    ) -> Result<Idle, DeviceError> {
+        match std::mem::replace(&mut self.machine, Machine::Absent) {
+            Machine::Absent => {
+                self.enter(Phase::Booting);
+                let options = (self.deadline, self.sessions, self.kv_pool);
+                boot(self.context, program, variant, options, self.arrival.streaming)
+            }
+            Machine::Idle(idle) => Ok(*idle),
+            Machine::Running(running) => self.stop(*running),
+        }
+    }
+
+    /// The program of a handle and the kernel that runs it.
+    fn prepared(&self, handle: Handle) -> Result<&Prepared, DeviceError> {
+        let released = || DeviceError::Fault { reason: "the program was released".into() };
+        self.programs.get(&handle.0).ok_or_else(released)
+    }
+
     /// Launches a kernel with a program: on a machine that is booted for it if there is none.
     fn launch(
         &mut self,
@@ -227,21 +249,7 @@ impl Gpu<'_> {
     ) -> Result<Loaded, DeviceError> {
         let began = Instant::now();
         let booted = matches!(self.machine, Machine::Absent);
-        let idle = match std::mem::replace(&mut self.machine, Machine::Absent) {
-            Machine::Absent => {
-                self.enter(Phase::Booting);
-                let sessions = self.sessions;
-                boot(
-                    self.context,
-                    program,
-                    &variant,
-                    (self.deadline, sessions, self.kv_pool),
-                    self.arrival.streaming,
-                )?
-            }
-            Machine::Idle(idle) => *idle,
-            Machine::Running(running) => self.stop(*running)?,
-        };
+        let idle = self.idle(program, &variant)?;
         self.enter(Phase::Launching);
         match idle.launch(variant, program) {
             Ok(mut running) => {
@@ -625,75 +633,73 @@ impl Served for Gpu<'_> {
     }
 }
 
+#[derive(Debug, Serialize)]
 pub(crate) struct Check {
     pub(crate) name: &'static str,
     pub(crate) ok: bool,
     pub(crate) found: String,
-    pub(crate) remedy: Option<String>,
+    remedy: Option<String>,
+}
+
+impl Check {
+    pub(crate) fn new(name: &'static str, ok: bool, found: impl Into<String>) -> Self {
+        Self { name, ok, found: found.into(), remedy: None }
+    }
+
+    pub(crate) fn or(self, remedy: impl Into<String>) -> Self {
+        Self { remedy: Some(remedy.into()), ..self }
+    }
+
+    /// What to do, if something is to be done.
+    pub(crate) fn to_do(&self) -> Option<&str> {
+        self.remedy.as_deref().filter(|_| !self.ok)
+    }
 }
 
 /// What driving a GPU needs, and whether it is here. Where all of it is, the bandwidth is measured too.
 pub(crate) fn checks() -> Vec<Check> {
     let info = vm_host::Card::default().info();
     let nvrtc = vm_host::nvrtc_version();
-    let driver = !matches!(info, Err(HostError::NoDriver));
     let fits = info.as_ref().is_ok_and(|info| Architecture::of(info.capability).is_some());
+    let driver = match &info {
+        Ok(info) => format!("CUDA {}.{}", info.driver / 1000, info.driver % 1000 / 10),
+        Err(error) => error.to_string(),
+    };
+    let compiler = match &nvrtc {
+        Ok((major, minor)) => format!("{major}.{minor}"),
+        Err(error) => error.to_string(),
+    };
+    let gpu = info.as_ref().map_or_else(|_| "none".to_owned(), in_words);
     let mut checks = vec![
-        Check {
-            name: "driver",
-            ok: driver,
-            found: match &info {
-                Ok(info) => format!("CUDA {}.{}", info.driver / 1000, info.driver % 1000 / 10),
-                Err(error) => error.to_string(),
-            },
-            remedy: Some("install the NVIDIA driver; in a container, run with --gpus all".into()),
-        },
-        Check {
-            name: "nvrtc",
-            ok: nvrtc.is_ok(),
-            found: match &nvrtc {
-                Ok((major, minor)) => format!("{major}.{minor}"),
-                Err(error) => error.to_string(),
-            },
-            remedy: Some("install the CUDA toolkit, or: pip install nvidia-cuda-nvrtc, and point AMK_NVRTC at its lib folder".into()),
-        },
-        Check {
-            name: "gpu",
-            ok: fits,
-            found: match &info {
-                Ok(info) => format!(
-                    "{}, {} multiprocessors, {} of {:.1} GiB free, compute capability {}.{}",
-                    info.name,
-                    info.sms,
-                    vm_host::Card::default().free_memory()
-                        .map_or_else(|_| "unknown".to_owned(), |free| format!("{:.1}", gib(free))),
-                    gib(info.memory_bytes),
-                    info.capability.0,
-                    info.capability.1
-                ),
-                Err(_) => "none".into(),
-            },
-            remedy: Some(format!("there are kernels for {}", Architecture::all())),
-        },
+        Check::new("driver", !matches!(info, Err(HostError::NoDriver)), driver)
+            .or("install the NVIDIA driver; in a container, run with --gpus all"),
+        Check::new("nvrtc", nvrtc.is_ok(), compiler).or(
+            "install the CUDA toolkit, or: pip install nvidia-cuda-nvrtc, and point AMK_NVRTC at its lib folder",
+        ),
+        Check::new("gpu", fits, gpu).or(format!("there are kernels for {}", Architecture::all())),
     ];
     if fits && nvrtc.is_ok() {
         let bandwidth = vm_host::Card::default().measure_bandwidth(BANDWIDTH_RUNS);
-        checks.push(Check {
-            name: "bandwidth",
-            ok: bandwidth.is_ok(),
-            found: match &bandwidth {
-                Ok(rate) => format!(
-                    "{:.3} TB/s read by bulk copies (median of {BANDWIDTH_RUNS})",
-                    rate / 1e12
-                ),
-                Err(error) => error.to_string(),
-            },
-            remedy: None,
-        });
+        let found = match &bandwidth {
+            Ok(rate) => {
+                format!("{:.3} TB/s read by bulk copies (median of {BANDWIDTH_RUNS})", rate / 1e12)
+            }
+            Err(error) => error.to_string(),
+        };
+        checks.push(Check::new("bandwidth", bandwidth.is_ok(), found));
     }
     checks
 }
 
-fn gib(bytes: u64) -> f64 {
-    bytes as f64 / (1_u64 << 30) as f64
+fn in_words(info: &vm_host::DeviceInfo) -> String {
+    let gib = |bytes: u64| bytes as f64 / (1_u64 << 30) as f64;
+    let free = vm_host::Card::default().free_memory();
+    let free = free.map_or_else(|_| "unknown".to_owned(), |free| format!("{:.1}", gib(free)));
+    let (major, minor) = info.capability;
+    format!(
+        "{}, {} multiprocessors, {free} of {:.1} GiB free, compute capability {major}.{minor}",
+        info.name,
+        info.sms,
+        gib(info.memory_bytes)
+    )
 }

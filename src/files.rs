@@ -12,16 +12,10 @@ use crate::failure::Failure;
 
 const PROGRAM_BYTES_MAX: u64 = 1 << 30;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
-    Text,
-    Binary,
-}
-
-fn form(path: &Path) -> Result<Form, Failure> {
+fn is_binary(path: &Path) -> Result<bool, Failure> {
     match path.extension().and_then(|e| e.to_str()) {
-        Some("amk") => Ok(Form::Text),
-        Some("amkp") => Ok(Form::Binary),
+        Some("amk") => Ok(false),
+        Some("amkp") => Ok(true),
         Some(_) | None => Err(Failure::usage(format!(
             "{}: a program file ends in .amk (text) or .amkp (binary)",
             path.display()
@@ -31,26 +25,24 @@ fn form(path: &Path) -> Result<Form, Failure> {
 
 /// Writes a program, whole or not at all.
 pub(crate) fn save(program: &Program, path: &Path) -> Result<(), Failure> {
-    let bytes = match form(path)? {
-        Form::Text => ir::text::print(program).into_bytes(),
-        Form::Binary => ir::text::save(program),
+    let bytes = match is_binary(path)? {
+        true => ir::text::save(program),
+        false => ir::text::print(program).into_bytes(),
     };
     write_whole(path, &bytes)
 }
 
 /// Reads a program, without verifying it.
 pub(crate) fn open(path: &Path) -> Result<Program, Failure> {
-    let form = form(path)?;
+    let binary = is_binary(path)?;
     let bytes = corpus::files::read(path, PROGRAM_BYTES_MAX).map_err(|e| unreadable(path, e))?;
-    match form {
-        Form::Binary => ir::text::load(&bytes)
-            .map_err(|error| Failure::integrity(format!("{}: {error}", path.display()))),
-        Form::Text => {
-            let text = String::from_utf8(bytes)
-                .map_err(|_| Failure::usage(format!("{} is not text", path.display())))?;
-            ir::text::parse(&text).map_err(|e| Failure::usage(format!("{}: {e}", path.display())))
-        }
+    if binary {
+        return ir::text::load(&bytes)
+            .map_err(|error| Failure::integrity(format!("{}: {error}", path.display())));
     }
+    let text = String::from_utf8(bytes)
+        .map_err(|_| Failure::usage(format!("{} is not text", path.display())))?;
+    ir::text::parse(&text).map_err(|e| Failure::usage(format!("{}: {e}", path.display())))
 }
 
 /// A path that was named cannot be read.

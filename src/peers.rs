@@ -13,6 +13,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::cli::PeerChoice;
+use crate::device::Check;
 
 /// The step in PyTorch; it is given to the interpreter as text, so that there is nothing to install.
 const TORCH_STEP: &str = include_str!("peers/torch_step.py");
@@ -44,7 +45,7 @@ pub(crate) struct Ask<'a> {
     pub(crate) gguf: Option<PathBuf>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub(crate) struct Peer {
     pub(crate) name: &'static str,
     pub(crate) version: Option<String>,
@@ -64,20 +65,12 @@ struct Measured {
     conditions: Vec<String>,
 }
 
-/// Whether an engine can be started here at all.
-pub(crate) struct Found {
-    pub(crate) name: &'static str,
-    pub(crate) present: bool,
-    /// What was found, or what is missing.
-    pub(crate) note: String,
-}
-
 /// Looks for the peers without measuring them.
-pub(crate) fn look() -> [Found; 2] {
+pub(crate) fn look() -> [Check; 2] {
     let python = python();
-    let found = |name, program: &OsStr, args: &[&str], missing: String| {
-        let present = runs(program, args);
-        Found { name, present, note: if present { "found".to_owned() } else { missing } }
+    let found = |name, program: &OsStr, args: &[&str], missing: String| match runs(program, args) {
+        true => Check::new(name, true, "found"),
+        false => Check::new(name, false, missing).or("only needed for side-by-side `amk bench`"),
     };
     let torch = format!("{} cannot import torch", python.display());
     let llama = "llama-bench is not on the PATH".to_owned();
@@ -131,14 +124,7 @@ fn name(peer: PeerChoice) -> &'static str {
 }
 
 fn absent(peer: PeerChoice, reason: String) -> Peer {
-    Peer {
-        name: name(peer),
-        version: None,
-        us_per_token: None,
-        interval: None,
-        conditions: Vec::new(),
-        absent: Some(reason),
-    }
+    Peer { name: name(peer), absent: Some(reason), ..Peer::default() }
 }
 
 fn present(peer: PeerChoice, measured: Measured) -> Peer {
@@ -155,7 +141,7 @@ fn present(peer: PeerChoice, measured: Measured) -> Peer {
         us_per_token: Some(search::median(&blocks)),
         interval: Some([low, high]),
         conditions: [vec![format!("{} blocks", blocks.len())], conditions].concat(),
-        absent: None,
+        ..Peer::default()
     }
 }
 

@@ -37,7 +37,7 @@ pub(crate) enum ShapeMatch {
 }
 
 /// Where a schedule comes from.
-#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, JsonSchema)]
 pub(crate) struct ScheduleSource {
     /// config, found, shipped, default or neutral.
     pub(crate) kind: &'static str,
@@ -105,7 +105,7 @@ fn from_config(
     given: &ConfigSource,
 ) -> Result<Result<Chosen, Violations>, Failure> {
     let why = "the given config".to_owned();
-    let source = ScheduleSource { why, ..ScheduleSource::rule("config") };
+    let source = ScheduleSource { kind: "config", why, ..ScheduleSource::default() };
     Ok(context.config(given)?.map(|config| Chosen { config, source }))
 }
 
@@ -151,9 +151,10 @@ pub(crate) fn reproducible(context: &Context, tokens: u32) -> ScheduleConfig {
 fn default(context: &Context, tokens: u32, why: &str) -> Chosen {
     let config = default_config_at(context.graph(), &context.target, tokens);
     let source = ScheduleSource {
+        kind: "default",
         context: Some(tokens),
         why: format!("{why} for {tokens} tokens of context"),
-        ..ScheduleSource::rule("default")
+        ..ScheduleSource::default()
     };
     Chosen { config, source }
 }
@@ -161,7 +162,8 @@ fn default(context: &Context, tokens: u32, why: &str) -> Chosen {
 fn neutral(context: &Context) -> Chosen {
     let config = context.neutral_config();
     let why = "neutral, a slow start of studies".to_owned();
-    Chosen { config, source: ScheduleSource { why, ..ScheduleSource::rule("neutral") } }
+    let source = ScheduleSource { kind: "neutral", why, ..ScheduleSource::default() };
+    Chosen { config, source }
 }
 
 /// The best shipped schedule that is legal here.
@@ -221,14 +223,6 @@ fn found(context: &Context, tokens: u32) -> Option<Chosen> {
         why,
     };
     Some(Chosen { config, source })
-}
-
-impl ScheduleSource {
-    /// A source that was measured nowhere.
-    fn rule(kind: &'static str) -> Self {
-        let (target, shape, context, kernel) = (None, None, None, None);
-        Self { kind, target, shape, context, kernel, split_for: None, why: String::new() }
-    }
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ use programs::ProgramDiff;
 const ANY_MODEL: &str = "toy";
 
 /// How two schedules or two programs differ.
-#[derive(Debug, Serialize, JsonSchema)]
+#[derive(Debug, Default, Serialize, JsonSchema)]
 pub(crate) struct Difference {
     #[schemars(extend("const" = "amk.diff.v1"))]
     schema: &'static str,
@@ -123,10 +123,8 @@ fn of_programs(a: &Path, b: &Path) -> Result<Difference, Failure> {
         b: b.display().to_string(),
         same: ids[0] == ids[1],
         ids,
-        knobs: None,
-        acts_on: None,
-        lowered: None,
         programs: Some(diff),
+        ..Difference::default()
     })
 }
 
@@ -181,8 +179,7 @@ fn difference(args: &DiffArgs, [a, b]: &[ScheduleConfig; 2]) -> Difference {
             (false, false) => "program",
         }),
         knobs: Some(knobs),
-        lowered: None,
-        programs: None,
+        ..Difference::default()
     }
 }
 

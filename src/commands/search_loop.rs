@@ -37,12 +37,11 @@ mod spent;
 mod watch;
 
 use cards::Opened;
-use document::Kept;
 use header::Header;
 use keep::Keeper;
 use proposer::Proposer;
 
-pub(crate) use document::{Card, Found, cards as cards_of};
+pub(crate) use document::{Card, Found, Kept, cards as cards_of};
 pub(crate) use watch::{Progress, Watch};
 
 const COLUMNS: &[&str] = &[
@@ -453,18 +452,18 @@ impl Session<'_> {
     fn progress(&self, search: &Search<'_>, last: Option<String>) -> Progress {
         let (header, champion) = (self.header, search.champion());
         Progress {
-            folder: self.dir.clone(),
-            model: header.model.clone(),
-            target: header.target.clone(),
-            device: header.device.clone(),
-            latency_kind: header.kind.clone(),
-            budget: header.budget,
+            folder: Some(self.dir.clone()),
+            model: Some(header.model.clone()),
+            target: Some(header.target.clone()),
+            device: Some(header.device.clone()),
+            latency_kind: Some(header.kind.clone()),
+            budget: Some(header.budget),
             trials: search.trials().len() as u64,
-            elapsed: self.elapsed(),
+            elapsed_s: self.elapsed().as_secs_f64(),
             best_us: champion.and_then(|champion| champion.verdict.latency_us),
             best_trial: champion.map(|champion| champion.trial),
             last,
-            resume: self.resume_command(),
+            resume: Some(self.resume_command()),
         }
     }
 

@@ -151,15 +151,7 @@ fn simulated(
     let table = tape.table(program, &records);
     let us = predictor.predict(Rates::shipped()).latency_us;
     report::say(&format!("{name}: {us:.1} us a token, predicted"));
-    let digest = tape.digest();
-    for line in &digest {
-        report::say(&line.1);
-    }
-    let document = json!({
-        "name": name,
-        "us_per_token": us,
-        "ops": digest.into_iter().map(|line| line.0).collect::<Vec<_>>(),
-    });
+    let document = json!({"name": name, "us_per_token": us, "ops": tape.ops()});
     let span = Some([0, (step.us * 1000.0).round() as u64]);
     let clock = Clock { ns_per_cycle: 1.0, span, polls_after_ready: false };
     let bytes = predictor.task_bytes();
@@ -251,17 +243,13 @@ fn schedule(
         blocks[blocks.len() - 1],
         done.host_us / f64::from(done.steps)
     ));
-    let digest = tape.digest();
-    for line in &digest {
-        report::say(&line.1);
-    }
     let document = json!({
         "name": name,
         "us_per_token": median,
         "traced_us_per_token": done.host_us / f64::from(done.steps),
         "blocks_us": blocks,
         "logits": checksum,
-        "ops": digest.into_iter().map(|line| line.0).collect::<Vec<_>>(),
+        "ops": tape.ops(),
     });
     let position = first + TRACED_STEPS - 1;
     let bytes = Predictor::new(program, &config.kernel, &context.target, position).task_bytes();
@@ -366,8 +354,8 @@ impl Tape {
         out
     }
 
-    /// For each op: microseconds of a step on an average worker, and a line for people.
-    fn digest(&self) -> Vec<(Value, String)> {
+    /// For each op: microseconds of a step on an average worker. They are said too.
+    fn ops(&self) -> Vec<Value> {
         let us = self.ns_per_cycle() / 1000.0 / (self.steps * self.workers) as f64;
         let line = |(name, s): (&String, &Sums)| {
             let [waited, staged, multiplied, ended, starved] =
@@ -383,11 +371,11 @@ impl Tape {
                     waited + staged + multiplied + ended
                 )
             };
-            let value = json!({
+            report::say(&text);
+            json!({
                 "op": name, "tasks_per_worker": tasks, "wait_us": waited, "input_us": staged,
                 "products_us": multiplied, "starved_us": starved, "output_us": ended,
-            });
-            (value, text)
+            })
         };
         self.ops.iter().map(line).collect()
     }

@@ -205,9 +205,8 @@ impl Follow {
 
     /// Why nothing else may be judged.
     fn busy(&self) -> String {
-        let at = self
-            .progress()
-            .map_or(String::new(), |p| format!(" (trial {} of {})", p.trials, p.budget));
+        let at = |p: Progress| Some(format!(" (trial {} of {})", p.trials, p.budget?));
+        let at = self.progress().and_then(at).unwrap_or_default();
         format!(
             "a search is under way{at}; `status` follows it, cancelling its call ends it after the trial"
         )

@@ -42,16 +42,8 @@ impl Sequences {
         self.opened += 1;
         let Some(page) = &self.page else { return };
         page.edit(|edit| {
-            let now = now_ns();
-            *edit.session(place) = SessionWords {
-                serial: self.opened,
-                priority: number(priority),
-                state: ring.state(place) as u32,
-                goal,
-                opened_ns: now,
-                turn_ns: now,
-                ..SessionWords::default()
-            };
+            let state = ring.state(place) as u32;
+            *edit.session(place) = opened(self.opened, priority, state, goal);
             edit.head().opened = self.opened;
             states(edit.head(), ring);
         });
@@ -61,16 +53,7 @@ impl Sequences {
     pub(crate) fn sole(&self, goal: u64) {
         let Some(page) = &self.page else { return };
         page.edit(|edit| {
-            let now = now_ns();
-            *edit.session(0) = SessionWords {
-                serial: 1,
-                priority: number(Priority::Normal),
-                state: EntryState::Claimed as u32,
-                goal,
-                opened_ns: now,
-                turn_ns: now,
-                ..SessionWords::default()
-            };
+            *edit.session(0) = opened(1, Priority::Normal, EntryState::Claimed as u32, goal);
             edit.head().opened = 1;
             edit.head().occupancy[EntryState::Claimed as usize] = 1;
         });
@@ -172,12 +155,15 @@ fn add_tokens(edit: &mut Edit<'_>, place: usize, tokens: u64) {
     }
 }
 
-fn number(priority: Priority) -> u32 {
-    match priority {
+fn opened(serial: u64, priority: Priority, state: u32, goal: u64) -> SessionWords {
+    let priority = match priority {
         Priority::Low => 0,
         Priority::Normal => 1,
         Priority::High => 2,
-    }
+    };
+    let now = now_ns();
+    let (opened_ns, turn_ns) = (now, now);
+    SessionWords { serial, priority, state, goal, opened_ns, turn_ns, ..SessionWords::default() }
 }
 
 /// The states of all commands, and how often each was entered.

@@ -158,11 +158,8 @@ struct Answering {
     sent: usize,
 }
 
-enum Next {
-    Piece(Piece),
-    /// The last piece and `finish_reason`.
-    Last(Piece, &'static str),
-}
+/// What to send next, and the `finish_reason` if it is the last.
+type Next = (Piece, Option<&'static str>);
 
 impl Answering {
     async fn next(&mut self) -> Result<Next, Refusal> {
@@ -180,10 +177,10 @@ impl Answering {
                         writer.push(id, ends, logprobs.as_ref()).map_err(undecodable)?;
                     if stopped {
                         self.events.close(); // the rest is not wanted
-                        return Ok(Next::Last(piece, "stop"));
+                        return Ok((piece, Some("stop")));
                     }
                     if !piece.is_empty() {
-                        return Ok(Next::Piece(piece));
+                        return Ok((piece, None));
                     }
                 }
                 Some(Event::End(finish)) => {
@@ -195,7 +192,7 @@ impl Answering {
                     };
                     let last = self.writer.take().map(Writer::finish).transpose();
                     let (piece, stopped) = last.map_err(undecodable)?.unwrap_or_default();
-                    return Ok(Next::Last(piece, if stopped { "stop" } else { reason }));
+                    return Ok((piece, Some(if stopped { "stop" } else { reason })));
                 }
                 None => return Err(Refusal::failed("the decode thread has gone")),
             }
@@ -206,10 +203,7 @@ impl Answering {
 async fn whole(mut answering: Answering, heading: &Heading) -> Result<Response, Refusal> {
     let mut all = Piece::default();
     loop {
-        let (piece, finish) = match answering.next().await? {
-            Next::Piece(piece) => (piece, None),
-            Next::Last(piece, finish) => (piece, Some(finish)),
-        };
+        let (piece, finish) = answering.next().await?;
         all.text.push_str(&piece.text);
         all.scored.extend(piece.scored);
         if let Some(finish) = finish {
@@ -255,14 +249,11 @@ async fn chunk(
     }
     match stage {
         Stage::Opening | Stage::Text => Some(match answering.next().await {
-            Ok(Next::Piece(piece)) => {
-                let chunk = heading.chunk(&piece, answering.sent, None);
+            Ok((piece, finish)) => {
+                let chunk = heading.chunk(&piece, answering.sent, finish);
                 answering.sent += piece.text.chars().count();
-                (chunk.to_string(), Stage::Text)
-            }
-            Ok(Next::Last(piece, finish)) => {
-                let chunk = heading.chunk(&piece, answering.sent, Some(finish));
-                (chunk.to_string(), if include_usage { Stage::Usage } else { Stage::Done })
+                let after = if include_usage { Stage::Usage } else { Stage::Done };
+                (chunk.to_string(), finish.map_or(Stage::Text, |_| after))
             }
             // The status has gone out already: clients look for this.
             Err(refusal) => (refusal.document().to_string(), Stage::Over),

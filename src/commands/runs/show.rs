@@ -7,11 +7,11 @@ use corpus::manifest::{Manifest, State};
 use ir::schedule::ScheduleConfig;
 use search::{Confirmation, Verdict};
 use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::recorded::{Recorded, state_name};
 use crate::cli::RunArgs;
-use crate::commands::search_loop::{self, Card};
+use crate::commands::search_loop::{self, Card, Kept};
 use crate::failure::{Exit, Outcome};
 use crate::report;
 
@@ -34,7 +34,7 @@ struct Shown<'a> {
     cards: Vec<Card>,
     /// The trial that leads; the baseline where the champion was refuted.
     champion: Option<Champion<'a>>,
-    kept: Vec<Kept<'a>>,
+    kept: Vec<Kept>,
     confirmation: Option<&'a Confirmation>,
 }
 
@@ -43,13 +43,6 @@ struct Champion<'a> {
     trial: u64,
     config: &'a ScheduleConfig,
     verdict: &'a Verdict,
-}
-
-#[derive(Serialize)]
-struct Kept<'a> {
-    trial: u64,
-    changed: &'a Map<String, Value>,
-    why: &'a str,
 }
 
 pub(crate) fn run(args: &RunArgs) -> Outcome {
@@ -79,9 +72,7 @@ pub(crate) fn run(args: &RunArgs) -> Outcome {
             config: &trial.config,
             verdict: &trial.verdict,
         }),
-        kept: (found.trials.iter().filter(|trial| trial.outcome.leads()))
-            .map(|trial| Kept { trial: trial.trial, changed: &trial.changed, why: &trial.why })
-            .collect(),
+        kept: (found.trials.iter().filter(|trial| trial.outcome.leads())).map(Kept::from).collect(),
         confirmation: found.confirmation.as_ref(),
     })?;
     Ok(Exit::Yes)

@@ -106,7 +106,7 @@ pub(crate) fn cards(conditions: &[Conditions], trials: &[Trial]) -> Vec<Card> {
 
 /// A trial that led.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub(super) struct Kept {
+pub(crate) struct Kept {
     trial: u64,
     /// The knobs in which it differs from the schedule that led before: path to before and after.
     changed: Map<String, Value>,

@@ -9,27 +9,14 @@ use crate::context::Context;
 use crate::found::{self, Entry};
 use crate::schedule_choice::reproducible;
 
-/// Keeps a measured champion that was confirmed. `None` if there is nothing to keep, else its file or why it is not kept.
+/// Keeps a measured champion that beat the schedule which would run without it. `None` if there is nothing to keep, else its file or why it
+/// is not kept.
 pub(super) fn confirmed(
     context: &Context,
     header: &Header,
     search: &Search<'_>,
     confirmation: &Confirmation,
 ) -> Option<Result<PathBuf, String>> {
-    let entry = entry(context, header, search, confirmation)?;
-    Some(entry.and_then(|entry| {
-        let folder = found::folder().ok_or("there is no data folder; AMK_DATA names one")?;
-        found::keep(&folder, &entry).map_err(|failure| failure.message)
-    }))
-}
-
-/// The entry of a champion that beat the schedule which would run without it.
-fn entry(
-    context: &Context,
-    header: &Header,
-    search: &Search<'_>,
-    confirmation: &Confirmation,
-) -> Option<Result<Entry, String>> {
     let verdict = &confirmation.verdict;
     let measured = verdict.latency_kind == Some(LatencyKind::MeasuredGpu);
     let latency_us = verdict.latency_us.filter(|_| measured)?;
@@ -40,6 +27,10 @@ fn entry(
         let why = "the search did not begin with the schedule that they run; start one without --schedule";
         return Some(Err(why.to_owned()));
     }
+    let Some(folder) = found::folder() else {
+        return Some(Err("there is no data folder; AMK_DATA names one".to_owned()));
+    };
     let tokens = search.gate().timed_position();
-    Some(Ok(Entry::new(context, &header.device, tokens, &champion.config, latency_us)))
+    let entry = Entry::new(context, &header.device, tokens, &champion.config, latency_us);
+    Some(found::keep(&folder, &entry).map_err(|failure| failure.message))
 }

@@ -16,6 +16,7 @@ mod config_source;
 mod context;
 mod device;
 mod dispatch;
+mod engine;
 mod failure;
 mod files;
 mod found;

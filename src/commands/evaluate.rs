@@ -18,17 +18,12 @@ use crate::schedule_choice::{self, Auto, Chosen, ScheduleSource};
 use crate::working::Working;
 
 pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
-    match judge(args)? {
-        Judged::Schedule(answer) => answer.print(),
-        Judged::Copies(exit) => Ok(exit),
-    }
+    let (answer, races) = judge(args)?;
+    races.map_or_else(|| answer.print(), Ok)
 }
 
 pub(crate) fn answer(args: &EvaluateArgs) -> Result<Answer<Judgement>, Failure> {
-    match judge(args)? {
-        Judged::Schedule(answer) => Ok(*answer),
-        Judged::Copies(_) => Err(Failure::usage("races against copies are for the command line")),
-    }
+    judge(args).map(|(answer, _)| answer)
 }
 
 /// A verdict and the schedule that it is on.
@@ -40,13 +35,8 @@ pub(crate) struct Judgement {
     schedule_source: Option<ScheduleSource>,
 }
 
-enum Judged {
-    Schedule(Box<Answer<Judgement>>),
-    /// The races against copies have been printed.
-    Copies(Exit),
-}
-
-fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
+/// The verdict on one schedule, and how its races against copies ended, whose document is printed then.
+fn judge(args: &EvaluateArgs) -> Result<(Answer<Judgement>, Option<Exit>), Failure> {
     let context = Context::new(&args.model)?;
     let tokens = context.predicted_at();
     let chosen = schedule_choice::judged(&context, &args.config, tokens, Auto::Reproducible)?;
@@ -63,7 +53,7 @@ fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
             search::assess::refuse(&mut verdict, &Dropped::Rejected(violations.clone()));
             say_violations(&violations);
             let document = Judgement { verdict, schedule_source };
-            return Ok(Judged::Schedule(Box::new(Answer { document, exit: Exit::No })));
+            return Ok((Answer { document, exit: Exit::No }, None));
         }
     };
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
@@ -91,13 +81,14 @@ fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
     }
     verdict.notes.extend(without_kernel(&context.target));
     say(&verdict);
+    let mut races = None;
     if let (Some(count), Some(device), Ok(assessed)) = (args.aa, &mut device, &outcome) {
         let copies = (count.into(), args.seed);
-        return same(&mut gate, device, assessed, &verdict, copies).map(Judged::Copies);
+        races = Some(same(&mut gate, device, assessed, &verdict, copies)?);
     }
     let exit = if verdict.correct && outcome.is_ok() { Exit::Yes } else { Exit::No };
     let document = Judgement { verdict, schedule_source: Some(source) };
-    Ok(Judged::Schedule(Box::new(Answer { document, exit })))
+    Ok((Answer { document, exit }, races))
 }
 
 /// Races a program against its copy, and says how often a search would have kept the copy.
@@ -129,7 +120,7 @@ fn same(
     Ok(if kept <= most { Exit::Yes } else { Exit::No })
 }
 
-fn aa_document(verdict: &Verdict, equals: &search::Equals) -> serde_json::Value {
+pub(super) fn aa_document(verdict: &Verdict, equals: &search::Equals) -> serde_json::Value {
     let of = |decision| equals.all.iter().filter(|equal| equal.decision == decision).count();
     json!({
         "schema": "amk.aa.v1",
@@ -178,18 +169,4 @@ pub(crate) fn say(verdict: &Verdict) {
     }
     report::table(&rows);
     say_divergence(verdict.first_divergence.as_ref());
-}
-
-#[cfg(test)]
-pub(super) mod tests {
-    use super::*;
-
-    /// The document of an A/A run, which takes a card.
-    pub(in crate::commands) fn document() -> serde_json::Value {
-        let gain = search::Interval { low: -0.001, high: 0.001 };
-        let notes = vec!["clocks: SM 1980 MHz".to_owned()];
-        let equal = search::Equal { decision: Decision::Reverted, gain, rounds: 4, notes };
-        let equals = search::Equals { noise_floor: 0.002, threshold: 0.01, all: vec![equal] };
-        aa_document(&Verdict::new("toy", "h200", "NVIDIA H200"), &equals)
-    }
 }

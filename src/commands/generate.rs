@@ -9,9 +9,6 @@ use std::time::{Duration, Instant};
 use abi::Activity;
 use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
 use model::{Chat, Message, Tokenizer};
-use reference_vm::Order;
-use reference_vm::eval::{Evaluator, Logits};
-use reference_vm::machine::{Machine, Run};
 use remote::Served;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
@@ -21,6 +18,7 @@ use crate::cli::{DeviceChoice, GenerateArgs, PrefillChoice, ReadByChoice};
 use crate::config_source::ConfigSource;
 use crate::context::Context;
 use crate::device::Gpu;
+use crate::engine::{self, Engine, Megakernel};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{Observer, Sequences};
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
@@ -28,9 +26,6 @@ use crate::working::Working;
 use crate::{files, report};
 
 const PROMPT_BYTES_MAX: u64 = 4 << 20;
-
-/// Feeds one or more tokens at the next positions and returns the logits of each.
-type Feed<'a> = dyn FnMut(&[u32]) -> Result<Vec<Vec<f32>>, Failure> + 'a;
 
 /// What was fed and what came out.
 struct Generated {
@@ -221,33 +216,15 @@ fn execute(
     // A kernel counts its own commands.
     let said = Sequences::new(observer.publisher(), args.model.place.device != DeviceChoice::Cuda);
     said.sole((prompt.len() + wish.limit) as u64);
-    let (graph, weights) = (context.graph(), &*context.model.weights);
     args.prefill.check(args.model.place.device == DeviceChoice::Cuda)?;
     match args.model.place.device {
-        DeviceChoice::Eval => {
-            let mut evaluator =
-                Evaluator::new(graph, weights).map_err(|error| context.unevaluated(error))?;
-            let mut feed = |tokens: &[u32]| {
-                let rows =
-                    evaluator.run(tokens, if wish.keep { Logits::All } else { Logits::Last });
-                rows.map_err(|e| Failure::usage(e.to_string()))
-            };
-            on_host(&mut feed, prompt, wish, &said)
-        }
+        DeviceChoice::Eval => on_host(&mut engine::graph(context), context, prompt, wish, &said),
         DeviceChoice::Cuda => on_device(args, context, prompt, wish, (observer, &said), began),
         DeviceChoice::Auto | DeviceChoice::Cpu => {
             let Chosen { config, source } = schedule(args, context, prompt)?;
             let program = context.lowered(&config)?;
-            let mut machine = Machine::new(&program, graph, weights)
-                .map_err(|e| Failure::usage(e.to_string()))?;
-            let mut feed = |tokens: &[u32]| match machine.run(tokens, Order::Waves) {
-                Ok(Run::Finished(outputs)) => Ok(outputs.logits),
-                Ok(halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. })) => {
-                    Err(Failure::refused(search::Dropped::Halted(halted).to_string()))
-                }
-                Err(error) => Err(Failure::usage(error.to_string())),
-            };
-            let generated = on_host(&mut feed, prompt, wish, &said)?;
+            let mut machine = engine::reference(context, &program);
+            let generated = on_host(&mut machine, context, prompt, wish, &said)?;
             Ok(Generated { schedule: Some(source), ..generated })
         }
     }
@@ -298,20 +275,10 @@ fn on_device(
         generated.look_at_weights(args, &mut device, began)?;
         return Ok(generated);
     }
-    let mut position = 0;
-    let mut feed = |tokens: &[u32]| {
-        let mut rows = Vec::new();
-        // One row a piece: all of them if they are kept.
-        for piece in tokens.chunks(if wish.keep { 1 } else { tokens.len().max(1) }) {
-            let row = device.feed(handle, 0, position, piece, true);
-            rows.push(row?);
-            position += piece.len() as u32;
-        }
-        Ok(rows)
-    };
-    let mut generated = on_host(&mut feed, prompt, wish, said)?;
+    let mut kernel = Megakernel::new(device, handle, 1);
+    let mut generated = on_host(&mut kernel, context, prompt, wish, said)?;
     generated.schedule = Some(source);
-    generated.look_at_weights(args, &mut device, began)?;
+    generated.look_at_weights(args, kernel.gpu(), began)?;
     Ok(generated)
 }
 
@@ -356,11 +323,14 @@ fn stop_tokens(args: &GenerateArgs, context: &Context) -> Vec<u32> {
 
 /// Chooses on the host from rows that a machine computes.
 fn on_host(
-    feed: &mut Feed<'_>,
+    engine: &mut dyn Engine,
+    context: &Context,
     prompt: &[u32],
     wish: &Wish,
     said: &Sequences,
 ) -> Result<Generated, Failure> {
+    let positions = (prompt.len() + wish.limit) as u64;
+    engine.begin(0, positions).map_err(|broken| context.unevaluated(broken))?;
     let mut generated = Generated::chosen_on("host");
     let mut fed = prompt.to_vec();
     let mut seen = Seen::default();
@@ -368,7 +338,10 @@ fn on_host(
     loop {
         said.begin(0, position as usize, fed.len());
         let began = Instant::now();
-        let rows = feed(&fed)?;
+        let rows = match wish.keep {
+            true => engine.rows(0, &fed)?,
+            false => vec![engine.feed(0, &fed, true)?],
+        };
         said.ran(0, fed.len(), began.elapsed());
         position += fed.len() as u32;
         seen.extend(fed.iter().copied());

@@ -275,37 +275,15 @@ impl Session<'_> {
 }
 
 #[derive(serde::Serialize)]
-struct Drew<'a> {
-    schema: &'static str,
-    model: &'a str,
-    target: &'a str,
-    context: u32,
-    seed: u64,
-    rows: usize,
-    out: &'a Path,
+pub(super) struct Drew<'a> {
+    pub(super) schema: &'static str,
+    pub(super) model: &'a str,
+    pub(super) target: &'a str,
+    pub(super) context: u32,
+    pub(super) seed: u64,
+    pub(super) rows: usize,
+    pub(super) out: &'a Path,
     /// Schedules that gave no row, by what became of them.
-    dropped: &'a BTreeMap<&'static str, Vec<Value>>,
-    seconds: f64,
-}
-
-#[cfg(test)]
-pub(super) mod tests {
-    use super::*;
-
-    /// The document of a sampling run, which takes a card.
-    pub(in crate::commands) fn document() -> Value {
-        let dropped = BTreeMap::from([("over a limit", vec![json!({"why": "too many tasks"})])]);
-        let drew = Drew {
-            schema: "amk.sample.v1",
-            model: "toy",
-            target: "h200",
-            context: 128,
-            seed: 0,
-            rows: 1,
-            out: Path::new("rows.jsonl"),
-            dropped: &dropped,
-            seconds: 1.5,
-        };
-        serde_json::to_value(drew).expect("a document is JSON")
-    }
+    pub(super) dropped: &'a BTreeMap<&'static str, Vec<Value>>,
+    pub(super) seconds: f64,
 }

@@ -17,7 +17,7 @@ use crate::report;
 /// Something that is wrong. The fields are those of a schedule's violations.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Problem {
-    at: String,
+    pub(super) at: String,
     value: Value,
     legal: Option<String>,
     suggestion: Option<String>,
@@ -25,11 +25,6 @@ pub(super) struct Problem {
 }
 
 impl Problem {
-    #[cfg(test)]
-    pub(super) fn at(&self) -> &str {
-        &self.at
-    }
-
     /// Whether a rule of schedules says it.
     pub(super) fn is_about_config(&self) -> bool {
         self.at.starts_with("config.")

@@ -312,7 +312,7 @@ mod tests {
         assert_eq!(tool.problems(given.as_object().expect("an object")), []);
         let given = json!({"model": "toy", "devices": ["gpu"], "kv_capacity": "sixteen"});
         let problems = tool.problems(given.as_object().expect("an object"));
-        let places: Vec<&str> = problems.iter().map(Problem::at).collect();
+        let places: Vec<&str> = problems.iter().map(|problem| &*problem.at).collect();
         assert_eq!(places, ["devices.0", "kv_capacity"]);
     }
 
@@ -325,7 +325,7 @@ mod tests {
             "config": {"pipeline": {"stages": 99, "stage": 1}}
         });
         let problems = tool.problems(given.as_object().expect("an object"));
-        let places: Vec<&str> = problems.iter().map(Problem::at).collect();
+        let places: Vec<&str> = problems.iter().map(|problem| &*problem.at).collect();
         for place in [
             "target",
             "device",

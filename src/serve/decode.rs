@@ -11,7 +11,7 @@ use sessions::{Outcome, Priority, Report, Scheduler, SessionId, Turn};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::engine::{Broken, Engine, How};
+use crate::engine::{Broken, Engine, How};
 use crate::observe::Sequences;
 
 /// New tokens of a turn where the machine chooses them. It gives way between turns, and within one to requests that come.

@@ -4,7 +4,6 @@ mod answer;
 mod body;
 mod connections;
 mod decode;
-mod engine;
 mod http;
 mod metrics;
 mod origin;
@@ -31,6 +30,7 @@ use vm_host::KvPool;
 use crate::cli::{DeviceChoice, ServeArgs, widest};
 use crate::context::Context;
 use crate::device::Gpu;
+use crate::engine::{self, Engine, Megakernel};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{MetricsFile, Observer, Sequences};
 use crate::report;
@@ -39,7 +39,6 @@ use crate::together::spread;
 
 use answer::Heading;
 use decode::{Admission, Desk, Job};
-use engine::{Engine, Graph, Megakernel, Reference};
 use refusal::Refusal;
 use request::Api;
 
@@ -157,8 +156,8 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
                 .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))?;
             Box::new(Megakernel::new(gpu, handle, places))
         }
-        (_, Some(Lowered { program, .. })) => Box::new(Reference::new(&context, program)),
-        (_, None) => Box::new(Graph::new(&context)),
+        (_, Some(Lowered { program, .. })) => Box::new(engine::reference(&context, program)),
+        (_, None) => Box::new(engine::graph(&context)),
     };
     let (jobs, inbox) = mpsc::channel();
     let schedule = lowered.as_ref().map(|lowered| lowered.source.clone());

@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use sessions::{SessionId, Turn};
 
-use super::super::engine::Advanced;
 use super::{Broken, Desk, Event, Finish, Running, SLICE};
+use crate::engine::Advanced;
 
 impl Running {
     /// The next token, if that is all there is to feed and the machine chooses what follows.

@@ -353,15 +353,3 @@ pub(super) fn text(view: &View<'_>) -> String {
     let text = lines.iter().map(|line| line.to_string().trim_end().to_owned());
     text.collect::<Vec<String>>().join("\n")
 }
-
-/// A frame as its terminal would show it.
-#[cfg(test)]
-pub(super) fn rendered(view: &View<'_>, (width, height): (u16, u16)) -> String {
-    let mut terminal =
-        ratatui::Terminal::new(ratatui::backend::TestBackend::new(width, height)).unwrap();
-    terminal.draw(|frame| draw(frame, view, Colours(false))).unwrap();
-    let buffer = terminal.backend().buffer();
-    let rows = buffer.content().chunks(width as usize);
-    let rows = rows.map(|row| row.iter().map(|cell| cell.symbol()).collect::<String>());
-    rows.map(|row| row.trim_end().to_owned()).collect::<Vec<String>>().join("\n")
-}

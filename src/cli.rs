@@ -14,29 +14,13 @@ use serde::Deserialize;
 use crate::config_source::ConfigSource;
 use crate::sampling_args::SamplingArgs;
 
-mod cards;
 mod config;
-mod corpus;
-mod landscape;
-mod lanes;
-mod observing;
-mod prefill;
-mod rerun;
+mod gpu;
 mod runs;
-mod weights;
 
-pub(crate) use cards::CardNumber;
-pub(crate) use config::{ConfigArgs, ScheduleChoice};
-pub(crate) use corpus::{CorpusCommand, ExportFormat, ImportArgs, StoreArgs, StoreExportArgs};
-pub(crate) use landscape::{LandscapeCommand, RecordArgs};
-pub(crate) use lanes::{LanesArgs, SequencesArgs, widest};
-pub(crate) use observing::TopArgs;
-pub(crate) use prefill::{PrefillArgs, PrefillChoice};
-pub(crate) use rerun::{RerunArgs, TaskPlace};
-pub(crate) use runs::{
-    CompareArgs, GcArgs, ReplayArgs, RunArgs, RunsArgs, RunsCommand, RunsExportArgs,
-};
-pub(crate) use weights::{ReadByChoice, WeightsArgs};
+pub(crate) use config::{ConfigArgs, RerunArgs, ScheduleChoice, TaskPlace};
+pub(crate) use gpu::*;
+pub(crate) use runs::*;
 
 /// What `amk` says when it is given nothing to do.
 pub(crate) const FIRST_STEPS: &str = "\
@@ -608,6 +592,23 @@ pub(crate) struct ServeArgs {
     pub(crate) prefill: PrefillArgs,
     #[command(flatten)]
     pub(crate) together: LanesArgs,
+}
+
+/// Arguments of `top`.
+#[derive(Debug, Args)]
+pub(crate) struct TopArgs {
+    /// The process to look at. Default: the one that there is.
+    #[arg(long, value_name = "PID")]
+    pub(crate) pid: Option<u32>,
+    /// Look twice, a moment apart, print one document and end.
+    #[arg(long)]
+    pub(crate) once: bool,
+    /// Print JSON; only with --once, which prints a table for people without it.
+    #[arg(long, requires = "once")]
+    pub(crate) json: bool,
+    /// Milliseconds between two looks.
+    #[arg(long, default_value_t = 500, value_name = "MS", value_parser = clap::value_parser!(u64).range(50..=60_000))]
+    pub(crate) every: u64,
 }
 
 /// Arguments of `trace`.

@@ -5,7 +5,7 @@ use std::path::Path;
 use clap::CommandFactory;
 use serde_json::json;
 
-use crate::cli::{Cli, Command, RunsCommand};
+use crate::cli::{Cli, Command, LandscapeCommand, RunsCommand};
 use crate::commands::{
     bench, bundle, calibrate, corpus_store, diff, doctor, evaluate, explain, export, generate,
     landscape, program, propose, rerun, runs, sample, search_loop, trace,
@@ -34,7 +34,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Bundle(args) => bundle::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::Sample(args) => sample::run(&args),
-        Command::Landscape { command } => landscape::run(&command),
+        Command::Landscape { command: LandscapeCommand::Record(args) } => landscape::run(&args),
         Command::Calibrate(args) => calibrate::run(&args),
         Command::Lower(args) => program::lower(&args),
         Command::Verify(args) => program::verify(&args),

@@ -22,6 +22,8 @@ use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::working::Working;
 use crate::{conditions, files, report};
 
+pub(super) mod blocks;
+
 /// Tokens that one block times.
 const TIMED_TOKENS: u32 = 32;
 

@@ -11,6 +11,7 @@ use serde_json::json;
 use vm_device::{ARCHITECTURES, Architecture};
 use vm_host::{PrefillOptions, Prefilled};
 
+use super::bench::blocks::Blocks;
 use crate::cli::BenchArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
@@ -23,8 +24,8 @@ const RUNS: usize = 10;
 const ERROR_MAX: f64 = 5e-3;
 
 struct Measured {
-    /// Milliseconds of each run, sorted.
-    ms: Vec<f64>,
+    /// Milliseconds.
+    ms: Blocks,
     last: Prefilled,
     /// Milliseconds of the same prompt token by token.
     steps_ms: f64,
@@ -35,10 +36,6 @@ struct Measured {
 }
 
 impl Measured {
-    fn median(&self) -> f64 {
-        search::median(&self.ms)
-    }
-
     /// Whether chunks and steps agree.
     fn holds(&self) -> bool {
         self.error <= ERROR_MAX
@@ -74,14 +71,10 @@ fn measure(args: &BenchArgs, context: &Context, tokens: u32) -> Result<Measured,
     let handle = device.prepare(&program, &config.kernel)?;
     let prompt = draw_tokens(args.seed, context.graph().vocab, tokens as usize);
     let options = PrefillOptions::default();
-    let mut ms = Vec::new();
-    for run in 0..=RUNS {
-        let (done, _) = device.prefill(handle, (1, 0), &prompt, true, &options)?;
-        if run > 0 {
-            ms.push(done.device_us / 1e3);
-        }
-    }
-    ms.sort_by(f64::total_cmp);
+    let ms = Blocks::time((1, RUNS), || {
+        let done = device.prefill(handle, (1, 0), &prompt, true, &options);
+        done.map(|(done, _)| done.device_us / 1e3)
+    })?;
     let profiled = PrefillOptions { profile: true, ..options };
     let (last, chunks) = device.prefill(handle, (1, 0), &prompt, true, &profiled)?;
     // The first token launches the kernel, which is no part of the prompt's time.
@@ -115,8 +108,8 @@ fn floor_ms(graph: &Graph, target: &Target, measured: &Measured) -> f64 {
 }
 
 fn say(context: &Context, tokens: u32, measured: &Measured, floor: f64) {
-    let (graph, ms) = (context.graph(), measured.median());
-    let (least, most) = (measured.ms[0], measured.ms[measured.ms.len() - 1]);
+    let (graph, ms) = (context.graph(), measured.ms.median());
+    let [least, most] = measured.ms.ends();
     let mut rows = vec![
         ("model", format!("{} {}", graph.name, graph.dtype.name())),
         (
@@ -155,7 +148,7 @@ fn say(context: &Context, tokens: u32, measured: &Measured, floor: f64) {
 }
 
 fn answer(context: &Context, tokens: u32, measured: &Measured, floor: f64) -> Result<(), Failure> {
-    let ms = measured.median();
+    let (ms, [least, most]) = (measured.ms.median(), measured.ms.ends());
     report::document(&json!({
         "schema": "amk.bench.prefill.v1",
         "model": context.graph().name,
@@ -164,8 +157,8 @@ fn answer(context: &Context, tokens: u32, measured: &Measured, floor: f64) -> Re
         "tokens": tokens,
         "chunks": measured.last.chunks,
         "ms": ms,
-        "ms_least": measured.ms[0],
-        "ms_most": measured.ms[measured.ms.len() - 1],
+        "ms_least": least,
+        "ms_most": most,
         "runs": RUNS,
         "tokens_per_second": f64::from(tokens) / ms * 1e3,
         "flop": measured.last.flop,

@@ -10,9 +10,10 @@ use reference_vm::eval::Evaluator;
 use remote::Served;
 use search::{Handle, Timing, assess, draw_tokens};
 use serde_json::json;
-use vm_host::{Batch, BatchDecoded, KvPool, Lane, Request};
+use vm_host::{Batch, KvPool, Lane, Request};
 
 use super::bench::accuracy_document;
+use super::bench::blocks::Blocks;
 use crate::cli::{BenchArgs, PrefillChoice};
 use crate::context::Context;
 use crate::device::Gpu;
@@ -32,16 +33,10 @@ const COMPARED: [usize; 6] = [0, 1, 2, 3, 30, 31];
 
 /// What a machine of so many lanes did.
 struct Measured {
-    /// Microseconds of a step of each block, sorted.
-    us: Vec<f64>,
+    /// Microseconds of a step.
+    us: Blocks,
     /// Tokens that each sequence got.
     tokens: Vec<Vec<u32>>,
-}
-
-impl Measured {
-    fn median(&self) -> f64 {
-        search::median(&self.us)
-    }
 }
 
 struct Shown {
@@ -163,9 +158,8 @@ fn measure(
     for (session, prompt) in (0..).zip(&prompts) {
         fill(&mut gpu, handle, session, prompt)?;
     }
-    let (tokens, logits) = gate_run(&mut gpu, handle, &prompts)?;
-    let (accuracy, chosen) = compare(context, &prompts, &tokens, &logits)?;
-    let several = at_once(&mut gpu, handle, &prompts, tokens)?;
+    let (several, logits) = at_once(&mut gpu, handle, &prompts)?;
+    let (accuracy, chosen) = compare(context, &prompts, &several.tokens, &logits)?;
     let ids = [config.id(), program.id(), context.kernel_id_of(&config.kernel, sequences)];
     let bytes = step_bytes(&program, args.context, sequences);
     Ok(Shown { one, several, accuracy, chosen, bytes, bandwidth, ids })
@@ -191,34 +185,20 @@ fn one_by_one(
     handle: Handle,
     prompts: &[Vec<u32>],
 ) -> Result<Measured, Failure> {
-    let mut tokens = Vec::new();
     for (session, prompt) in (0..).zip(prompts) {
         fill(gpu, handle, session, prompt)?;
     }
-    let mut us = Vec::new();
-    for (session, prompt) in (0..).zip(prompts) {
-        let (head, last) = prompt.split_at(prompt.len() - 1);
-        let position = head.len() as u32;
-        let request = Request {
-            session,
-            position,
-            tokens: last,
-            generate: TIMED_TOKENS,
-            ..Request::default()
-        };
-        let blocks = if session == 0 { WARMUP + ROUNDS } else { 1 };
-        for block in 0..blocks {
-            let done = gpu.command(handle, &request, &mut || false)?;
-            if block >= WARMUP {
-                us.push(done.host_us / f64::from(done.steps.max(1)));
-            }
-            if block + 1 == blocks {
-                tokens.push(done.tokens);
-            }
-        }
-    }
-    us.sort_by(f64::total_cmp);
-    Ok(Measured { us, tokens })
+    let mut decode = |session: u32, prompt: &[u32]| {
+        let (head, tokens) = prompt.split_at(prompt.len() - 1);
+        let (position, generate) = (head.len() as u32, TIMED_TOKENS);
+        let request = Request { session, position, tokens, generate, ..Request::default() };
+        gpu.command(handle, &request, &mut || false)
+    };
+    let us = Blocks::time((WARMUP, ROUNDS), || {
+        decode(0, &prompts[0]).map(|done| done.host_us / f64::from(done.steps.max(1)))
+    })?;
+    let tokens = (0..).zip(prompts).map(|(session, prompt)| Ok(decode(session, prompt)?.tokens));
+    Ok(Measured { us, tokens: tokens.collect::<Result<_, Failure>>()? })
 }
 
 fn lanes(prompts: &[Vec<u32>]) -> Vec<Lane> {
@@ -229,26 +209,6 @@ fn lanes(prompts: &[Vec<u32>]) -> Vec<Lane> {
         sampled: false,
     };
     (0..).zip(prompts).map(lane).collect()
-}
-
-fn batch(
-    gpu: &mut Gpu<'_>,
-    handle: Handle,
-    prompts: &[Vec<u32>],
-    keep_logits: bool,
-) -> Result<BatchDecoded, Failure> {
-    let lanes = lanes(prompts);
-    let batch = Batch { lanes: &lanes, generate: TIMED_TOKENS, stop: &[], keep_logits };
-    Ok(gpu.batch(handle, &batch, &mut || false)?)
-}
-
-/// Of each sequence what it generates, and the logits of every position of that.
-type Generated = (Vec<Vec<u32>>, Vec<Vec<Vec<f32>>>);
-
-fn gate_run(gpu: &mut Gpu<'_>, handle: Handle, prompts: &[Vec<u32>]) -> Result<Generated, Failure> {
-    let done = batch(gpu, handle, prompts, true)?;
-    let logits = gpu.batch_logits(handle, prompts.len() as u32, done.steps)?;
-    Ok((done.lanes.into_iter().map(|lane| lane.tokens).collect(), logits))
 }
 
 /// Each lane's logits against the graph's, fed with the same tokens; and its tokens against its logits.
@@ -284,39 +244,38 @@ fn first_greatest(row: &[f32]) -> u32 {
     row.iter().enumerate().fold(0, better) as u32
 }
 
-/// All sequences at once. Whatever is timed gives the tokens that were compared.
+/// Of each sequence the logits of every position that it generates.
+type Rows = Vec<Vec<Vec<f32>>>;
+
+/// All sequences at once. Whatever is timed gives the tokens whose logits are compared.
 fn at_once(
     gpu: &mut Gpu<'_>,
     handle: Handle,
     prompts: &[Vec<u32>],
-    tokens: Vec<Vec<u32>>,
-) -> Result<Measured, Failure> {
-    let mut us = Vec::new();
-    for block in 0..WARMUP + ROUNDS {
-        let done = batch(gpu, handle, prompts, false)?;
-        let same = done.lanes.iter().zip(&tokens).all(|(lane, tokens)| lane.tokens == *tokens);
-        if !same {
-            return Err(Failure::refused(format!(
-                "timed block {block} gave other tokens than those that were compared"
-            )));
+) -> Result<(Measured, Rows), Failure> {
+    let lanes = lanes(prompts);
+    let batch =
+        |keep_logits| Batch { lanes: &lanes, generate: TIMED_TOKENS, stop: &[], keep_logits };
+    let first = gpu.batch(handle, &batch(true), &mut || false)?;
+    let logits = gpu.batch_logits(handle, lanes.len() as u32, first.steps)?;
+    let us = Blocks::time((WARMUP, ROUNDS), || {
+        let done = gpu.batch(handle, &batch(false), &mut || false)?;
+        let mut pairs = done.lanes.iter().zip(&first.lanes);
+        if pairs.any(|(lane, first)| lane.tokens != first.tokens) {
+            let what = "a timed block gave other tokens than those that were compared";
+            return Err(Failure::refused(what));
         }
-        if block >= WARMUP {
-            us.push(done.host_us / f64::from(done.steps.max(1)));
-        }
-    }
-    us.sort_by(f64::total_cmp);
-    Ok(Measured { us, tokens })
+        Ok(done.host_us / f64::from(done.steps.max(1)))
+    })?;
+    let tokens = first.lanes.into_iter().map(|lane| lane.tokens).collect();
+    Ok((Measured { us, tokens }, logits))
 }
 
 fn say(context: &Context, args: &BenchArgs, sequences: u32, shown: &Shown) {
-    let (one, several, floor) = (shown.one.median(), shown.several.median(), shown.floor());
+    let (one, several, floor) = (shown.one.us.median(), shown.several.us.median(), shown.floor());
     let range = |measured: &Measured| {
-        format!(
-            "{:.1} us a step ({:.1} to {:.1})",
-            measured.median(),
-            measured.us[0],
-            measured.us[measured.us.len() - 1]
-        )
+        let [least, most] = measured.us.ends();
+        format!("{:.1} us a step ({least:.1} to {most:.1})", measured.us.median())
     };
     let graph = context.graph();
     let a = shown.accuracy;
@@ -365,7 +324,7 @@ fn answer(
     (sequences, source): (u32, &ScheduleSource),
     shown: &Shown,
 ) -> Result<(), Failure> {
-    let (one, several, floor) = (shown.one.median(), shown.several.median(), shown.floor());
+    let (one, several, floor) = (shown.one.us.median(), shown.several.us.median(), shown.floor());
     let against = "f32 evaluation of the same weights, each sequence by itself";
     let [schedule_id, program_id, kernel_id] = &shown.ids;
     report::document(&json!({
@@ -377,10 +336,10 @@ fn answer(
         "kv_capacity": context.kv_capacity,
         "sequences": sequences,
         "us_per_step": several,
-        "us_per_step_rounds": shown.several.us,
+        "us_per_step_rounds": shown.several.us.0,
         "us_per_token": several / f64::from(sequences),
         "tokens_per_s": f64::from(sequences) * 1e6 / several,
-        "one": {"us_per_step": one, "us_per_step_rounds": shown.one.us},
+        "one": {"us_per_step": one, "us_per_step_rounds": shown.one.us.0},
         "times_one": several / one,
         "bound_us": floor,
         "pct_of_roofline": floor / several * 100.0,

@@ -18,6 +18,7 @@ use lower::{Predictor, Rates, SimulatedStep};
 use serde_json::{Value, json};
 use vm_host::{BootOptions, HostError, Idle, Resident};
 
+use super::bench::blocks::Blocks;
 use crate::cli::{ConfigArgs, TraceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
@@ -217,12 +218,10 @@ fn schedule(
     let tokens = search::draw_tokens(0, context.graph().vocab, (first + TIMED_TOKENS) as usize);
     let timed = &tokens[first as usize..];
     running.decode(0, 0, &tokens, 1, &[], false)?;
-    let mut blocks = Vec::new();
-    for _ in 0..BLOCKS {
+    let blocks = Blocks::time((0, BLOCKS), || {
         let done = running.decode(0, first, timed, 1, &[], false)?;
-        blocks.push(done.host_us / f64::from(done.steps));
-    }
-    blocks.sort_by(f64::total_cmp);
+        Ok::<_, HostError>(done.host_us / f64::from(done.steps))
+    })?;
     let checksum = logits_checksum(&mut running, first, timed)?;
     let traced = vm_device::Variant { trace: true, ..variant };
     let mut running = running.stop()?.launch(traced, program).map_err(give_back)?;
@@ -236,18 +235,16 @@ fn schedule(
     let records = running.records()?;
     let table = tape.table(program, &records);
     *idle = Some(running.stop()?);
-    let median = search::median(&blocks);
+    let (median, [least, most]) = (blocks.median(), blocks.ends());
     report::say(&format!(
-        "{name}: {median:.1} us a token ({:.1} to {:.1}), traced {:.1}, logits {checksum}",
-        blocks[0],
-        blocks[blocks.len() - 1],
+        "{name}: {median:.1} us a token ({least:.1} to {most:.1}), traced {:.1}, logits {checksum}",
         done.host_us / f64::from(done.steps)
     ));
     let document = json!({
         "name": name,
         "us_per_token": median,
         "traced_us_per_token": done.host_us / f64::from(done.steps),
-        "blocks_us": blocks,
+        "blocks_us": blocks.0,
         "logits": checksum,
         "ops": tape.ops(),
     });

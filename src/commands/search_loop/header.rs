@@ -149,58 +149,55 @@ impl Header {
     }
 
     fn refuse_changes(&self, args: &LoopArgs, path: &Path) -> Result<(), Failure> {
-        let differs = |flag: &str, given: &str, held: &str| {
-            Err(Failure::usage(format!(
-                "{flag} {given} contradicts {} ({held}); leave it out, or start a new search in another --out",
-                path.display()
-            )))
-        };
-        if let Some(model) = args.model.as_ref().filter(|model| **model != self.model) {
-            return differs("--model", model, &self.model);
-        }
-        if let Some(target) = args.place.target.as_ref().filter(|target| **target != self.target) {
-            return differs("--target", target, &self.target);
-        }
-        if let Some(seed) = args.seed.filter(|&seed| seed != self.seed) {
-            return differs("--seed", &seed.to_string(), &self.seed.to_string());
-        }
-        let (given, held) = (args.proposer.as_deref(), self.proposer.as_deref());
-        if given.is_some() && given != held {
-            let none = format!("strategy {}", self.strategy.name());
-            return differs("--proposer", given.unwrap_or_default(), held.unwrap_or(&none));
-        }
-        if let Some(name) = args.strategy.filter(|&name| held.is_some() || name != self.strategy) {
-            return differs("--strategy", name.name(), held.unwrap_or(self.strategy.name()));
-        }
-        if let Some(gain) = min_gain(args)?.filter(|gain| (gain - self.min_gain).abs() > 1e-12) {
-            let held = (100.0 * self.min_gain).to_string();
-            return differs("--min-gain", &(100.0 * gain).to_string(), &held);
-        }
-        if args.place.kv_capacity.is_some_and(|tokens| Some(tokens) != self.kv_capacity) {
-            let (given, held) = (args.place.kv_capacity, self.kv_capacity);
-            let shown = |tokens: Option<u32>| tokens.unwrap_or_default().to_string();
-            return differs("--kv-capacity", &shown(given), &shown(held));
-        }
-        if !args.devices.is_empty() && self.cards.is_empty() {
-            let given: Vec<String> = args.devices.iter().map(ToString::to_string).collect();
-            return differs("--devices", &given.join(","), "it has no cards by number");
-        }
-        if let Some(choice) = args.schedule.filter(|choice| *choice != ScheduleChoice::Auto) {
-            let held = self.source().unwrap_or_default();
-            let held = held.get("kind").and_then(Value::as_str).unwrap_or("neutral").to_owned();
-            let given = choice.to_possible_value().map(|value| value.get_name().to_owned());
-            if let Some(given) = given.filter(|given| *given != held) {
-                return differs("--schedule", &given, &held);
-            }
-        }
+        let strategy = self.strategy.name().to_owned();
+        let proposer = self.proposer.clone();
+        let devices: Vec<String> = args.devices.iter().map(ToString::to_string).collect();
+        let devices = (!devices.is_empty() && self.cards.is_empty()).then(|| devices.join(","));
+        let start = self.source().unwrap_or_default();
+        let start = start.get("kind").and_then(Value::as_str).unwrap_or("neutral");
+        let schedule = args.schedule.filter(|choice| *choice != ScheduleChoice::Auto);
+        let schedule = schedule.and_then(|choice| choice.to_possible_value());
         let measured = self.kind == LatencyKind::MeasuredGpu.name();
-        match args.place.device {
-            DeviceChoice::Cpu if measured => differs("--device", "cpu", &self.kind),
-            DeviceChoice::Cuda if !measured => differs("--device", "cuda", &self.kind),
-            DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::Cuda | DeviceChoice::Eval => {
-                Ok(())
+        let device = match (args.place.device, measured) {
+            (DeviceChoice::Cpu, true) => Some("cpu".to_owned()),
+            (DeviceChoice::Cuda, false) => Some("cuda".to_owned()),
+            _ => None,
+        };
+        let percent = |share: f64| (100.0 * share).to_string();
+        let tokens = |tokens: Option<u32>| tokens.map(|tokens| tokens.to_string());
+        let terms = [
+            ("--model", args.model.clone(), self.model.clone()),
+            ("--target", args.place.target.clone(), self.target.clone()),
+            ("--seed", args.seed.map(|seed| seed.to_string()), self.seed.to_string()),
+            (
+                "--proposer",
+                args.proposer.clone(),
+                proposer.clone().unwrap_or_else(|| format!("strategy {strategy}")),
+            ),
+            (
+                "--strategy",
+                args.strategy.map(|strategy| strategy.name().to_owned()),
+                proposer.unwrap_or(strategy),
+            ),
+            ("--min-gain", min_gain(args)?.map(percent), percent(self.min_gain)),
+            (
+                "--kv-capacity",
+                tokens(args.place.kv_capacity),
+                tokens(self.kv_capacity).unwrap_or_default(),
+            ),
+            ("--devices", devices, "it has no cards by number".to_owned()),
+            ("--schedule", schedule.map(|value| value.get_name().to_owned()), start.to_owned()),
+            ("--device", device, self.kind.clone()),
+        ];
+        for (flag, given, held) in terms {
+            if let Some(given) = given.filter(|given| *given != held) {
+                return Err(Failure::usage(format!(
+                    "{flag} {given} contradicts {} ({held}); leave it out, or start a new search in another --out",
+                    path.display()
+                )));
             }
         }
+        Ok(())
     }
 
     /// The terms with the schedule that a new search begins with.

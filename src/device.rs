@@ -507,10 +507,6 @@ fn device_error(error: HostError) -> DeviceError {
         },
         HostError::Compile { log } => DeviceError::Compile { log },
         HostError::OutOfMemory { needed, free } => DeviceError::OutOfMemory { needed, free },
-        // A process that lost its context cannot stop its machine either, which is found next.
-        HostError::Left | HostError::Died { .. } => {
-            DeviceError::Fault { reason: error.to_string() }
-        }
         HostError::NoDriver
         | HostError::NoDevice
         | HostError::NoSuchDevice { .. }
@@ -519,9 +515,11 @@ fn device_error(error: HostError) -> DeviceError {
         | HostError::AbiMismatch { .. }
         | HostError::NotCoResident { .. }
         | HostError::Weights { .. } => DeviceError::Unavailable { reason: error.to_string() },
-        HostError::Driver { .. } | HostError::Request(_) => {
-            DeviceError::Fault { reason: error.to_string() }
-        }
+        // A process that lost its context cannot stop its machine either, which is found next.
+        HostError::Left
+        | HostError::Died { .. }
+        | HostError::Driver { .. }
+        | HostError::Request(_) => DeviceError::Fault { reason: error.to_string() },
     }
 }
 

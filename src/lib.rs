@@ -31,7 +31,6 @@ mod sampling_args;
 mod schedule_choice;
 #[cfg(feature = "full")]
 mod serve;
-mod together;
 #[cfg(feature = "full")]
 mod top;
 mod working;

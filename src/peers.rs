@@ -9,6 +9,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use ir::Graph;
+use ir::program::Dims;
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -173,17 +174,10 @@ fn torch(peer: PeerChoice, ask: &Ask<'_>) -> Result<Measured, String> {
 fn shapes(peer: PeerChoice, ask: &Ask<'_>) -> Value {
     let graph = ask.graph;
     let layer = graph.layers.first();
-    json!({
+    let shape = json!(Dims::from(graph));
+    let mut asked = json!({
         "peer": name(peer),
         "device": "cuda",
-        "dtype": graph.dtype.name(),
-        "hidden": graph.hidden,
-        "layers": graph.layers.len(),
-        "heads": graph.heads,
-        "kv_heads": graph.kv_heads,
-        "head_dim": graph.head_dim,
-        "ffn": graph.ffn,
-        "vocab": graph.vocab,
         "tied": graph.tied(),
         "attention_bias": layer.is_some_and(|layer| layer.q.bias.is_some()),
         "qk_norm": layer.is_some_and(|layer| layer.q_norm.is_some()),
@@ -195,7 +189,11 @@ fn shapes(peer: PeerChoice, ask: &Ask<'_>) -> Value {
         "blocks": BLOCKS,
         "warmup": WARMUP,
         "seconds": ask.timeout.as_secs(),
-    })
+    });
+    for (size, value) in shape.as_object().into_iter().flatten() {
+        asked[size] = value.clone();
+    }
+    asked
 }
 
 fn llama_bench(ask: &Ask<'_>) -> Result<Measured, String> {

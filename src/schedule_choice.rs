@@ -1,9 +1,11 @@
 //! Which schedule a command runs, and why: the one place that chooses between a config, what a search found here, what is shipped, and the
 //! rules that need no search.
 
-use ir::Violations;
 use ir::program::Dims;
-use ir::schedule::{ScheduleConfig, default_config_at, read_config, split_keys};
+use ir::schedule::{
+    ScheduleConfig, default_config_at, legal_values, read_config, split_keys, validate,
+};
+use ir::{Graph, Knob, Target, Violations};
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -223,6 +225,31 @@ fn found(context: &Context, tokens: u32) -> Option<Chosen> {
         why,
     };
     Some(Chosen { config, source })
+}
+
+/// The schedule with at least as many splits of the keys as there are lanes. One session at a short context is fastest with few: it has work for
+/// one or two, and each further one is a hand-off more. Lanes take their first splits on different workers (decision 022), so with a split for
+/// each of them eight sessions at a short context have eight times as many workers. There are no more splits than workers for them, and a
+/// value that makes the schedule illegal is passed over.
+pub(crate) fn spread(
+    config: ScheduleConfig,
+    graph: &Graph,
+    target: &Target,
+    lanes: u32,
+) -> ScheduleConfig {
+    let knob = Knob::TilingAttentionKvSplit;
+    let most = target.sms / graph.kv_heads.max(1);
+    let mut best = config;
+    for value in legal_values(knob, graph, target) {
+        let mut tried = config;
+        let set = tried.set(knob, value).is_ok() && validate(tried, graph, target).is_ok();
+        let splits = |config: &ScheduleConfig| config.tiling.attention.kv_split;
+        if set && splits(&best) < lanes && splits(&best) < splits(&tried) && splits(&tried) <= most
+        {
+            best = tried;
+        }
+    }
+    best
 }
 
 #[cfg(test)]

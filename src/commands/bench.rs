@@ -81,7 +81,7 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     if args.bundle.is_some() && device.is_none() {
         return Err(Failure::no_gpu("--bundle is for what is measured"));
     }
-    let conditions = device.as_ref().map(|device| conditions::here(device));
+    let conditions = device.as_ref().map(|device| conditions::of(device.describe()));
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let name = &context.graph().name;
     let working = Working::on(format!("evaluating {name}, then judging the schedule"));

@@ -16,7 +16,6 @@ use crate::report::{self, Answer};
 mod charts;
 mod effects;
 mod page;
-mod thin;
 
 /// Where the page goes when nothing is said.
 pub(crate) const FILE: &str = "report.html";

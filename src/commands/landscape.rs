@@ -51,7 +51,7 @@ pub(crate) fn run(args: &RecordArgs) -> Outcome {
     let mut terms = terms(args, &context, grid);
     if let Some(device) = &device {
         terms.latency_kind = LatencyKind::MeasuredGpu;
-        terms.conditions = Some(conditions::here(device));
+        terms.conditions = Some(conditions::of(device.describe()));
         terms.bandwidth = device.describe().bandwidth;
     }
     let recording = Recording::open(&args.out, &terms, args.resume)?;

@@ -45,7 +45,7 @@ pub(crate) fn run(args: &SampleArgs) -> Outcome {
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let (gate, passage) = expected(&context, args, &kernel_id)?;
     interrupt::catch("rows", |_| {});
-    let conditions = conditions::here(&device);
+    let conditions = conditions::of(device.describe());
     let mut session = Session {
         args,
         context: &context,

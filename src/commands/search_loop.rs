@@ -308,14 +308,8 @@ fn bar(header: &Header) -> ProgressBar {
         Budget::Time(time) => time.as_secs(),
     };
     // What is left: of a time it is known, of trials it is guessed from those so far.
-    let style = working::style("  [{bar:30}] {pos}/{len} {elapsed}, {left}; {msg}");
-    let bar = if working::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(length) };
-    let bar = match style {
-        Some(style) => bar.with_style(style),
-        None => bar,
-    };
-    working::follow(&bar);
-    bar
+    let template = "  [{bar:30}] {pos}/{len} {elapsed}, {left}; {msg}";
+    working::shown(ProgressBar::new(length), template)
 }
 
 fn resume_command(dir: &Path, header: &Header) -> String {

@@ -19,8 +19,7 @@ use crate::context::Context;
 use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
-use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
-use crate::together::spread;
+use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, spread};
 use crate::working::Working;
 
 /// Tokens that one block times.

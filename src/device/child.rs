@@ -10,7 +10,7 @@ use search::{Clocks, DeviceError};
 use telemetry::{Publisher, now_ns};
 use vm_host::HostError;
 
-use super::{Gpu, LOGITS_ROWS, sharing};
+use super::{Gpu, LOGITS_ROWS, device_error, sharing};
 use crate::cli::{DeviceChildArgs, DeviceChoice, PlaceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
@@ -88,24 +88,10 @@ pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
 
 /// What keeps a process from opening the device. What may pass is tried again; what is missing stays missing.
 fn unopened(error: HostError) -> DeviceError {
-    match error {
-        HostError::Driver { .. } => DeviceError::Fault { reason: error.to_string() },
-        HostError::OutOfMemory { needed, free } => DeviceError::OutOfMemory { needed, free },
-        HostError::NoDriver
-        | HostError::NoDevice
-        | HostError::NoSuchDevice { .. }
-        | HostError::NoNvrtc { .. }
-        | HostError::Architecture { .. }
-        | HostError::Compile { .. }
-        | HostError::AbiMismatch { .. }
-        | HostError::NotCoResident { .. }
-        | HostError::Weights { .. }
-        | HostError::Request(_)
-        | HostError::Trapped(_)
-        | HostError::Died { .. }
-        | HostError::Left
-        | HostError::TimedOut { .. } => DeviceError::Unavailable { reason: error.to_string() },
+    if matches!(error, HostError::Driver { .. } | HostError::OutOfMemory { .. }) {
+        return device_error(error);
     }
+    DeviceError::Unavailable { reason: error.to_string() }
 }
 
 /// The kernel as the watching thread sees it.

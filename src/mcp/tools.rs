@@ -124,7 +124,7 @@ pub(super) fn all() -> Result<Vec<Entry>, Failure> {
             Run::Quick(typed(|call: &RunsCall| {
                 if call.verify { runs::verify(&call.runs) } else { runs::list(&call.runs) }
             })),
-            about_runs,
+            |given| about_paths("paths", given),
         )?,
         entry::<DiffArgs, Comparison>(
             "compare",
@@ -172,11 +172,6 @@ fn about_folder(given: &Map<String, Value>) -> Vec<Problem> {
     let checked = folder.ok().map(|args| search_loop::check_folder(&args));
     let out = given.get("out").unwrap_or(&Value::Null);
     checked.and_then(|checked| arguments::about_path("out", out, checked)).into_iter().collect()
-}
-
-/// Each path that holds no search.
-fn about_runs(given: &Map<String, Value>) -> Vec<Problem> {
-    about_paths("paths", given)
 }
 
 /// A page that is no page: the tool writes nothing else, and over nothing else.

@@ -191,12 +191,7 @@ impl Running {
         let (to, free) = (&self.job.to, self.job.free());
         let mut give_way = || to.is_closed() || self.job.free() < free;
         let done = engine.advance(place, &tokens, generate, &mut give_way)?;
-        self.fed += done.ran;
-        for id in done.chosen {
-            self.say(Event::Token { id, logprobs: None });
-            self.chosen.push(id);
-        }
-        Ok((done.ran, self.finish(done.stopped)))
+        Ok((done.ran, self.took(done.ran, done.chosen, done.stopped)))
     }
 }
 

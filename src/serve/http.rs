@@ -35,8 +35,14 @@ pub(super) fn router(served: Arc<Served>, loopback: bool) -> Router {
         .route("/health", get(health))
         .route("/v1/models", get(models))
         .route("/v1/models/{*model}", get(model))
-        .route("/v1/completions", post(completions))
-        .route("/v1/chat/completions", post(chat))
+        .route(
+            "/v1/completions",
+            post(|served, head, body| answer(Api::Completions, served, head, body)),
+        )
+        .route(
+            "/v1/chat/completions",
+            post(|served, head, body| answer(Api::Chat, served, head, body)),
+        )
         .fallback(no_page)
         .method_not_allowed_fallback(no_method)
         .layer(from_fn_with_state(loopback, origin::guard))
@@ -87,29 +93,13 @@ async fn model(
     }
 }
 
-async fn completions(
-    State(served): State<Arc<Served>>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, Refusal> {
-    answer(Api::Completions, served, &headers, body).await
-}
-
-async fn chat(
-    State(served): State<Arc<Served>>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, Refusal> {
-    answer(Api::Chat, served, &headers, body).await
-}
-
 async fn answer(
     api: Api,
-    served: Arc<Served>,
-    headers: &HeaderMap,
+    State(served): State<Arc<Served>>,
+    headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Refusal> {
-    check_type(headers)?;
+    check_type(&headers)?;
     let admitted = served.admission.enter();
     let admitted = admitted.ok_or_else(|| Refusal::full(served.admission.limit()))?;
     let body = body::received(body).await?;

@@ -34,8 +34,7 @@ use crate::engine::{self, Engine, Megakernel};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{MetricsFile, Observer, Sequences};
 use crate::report;
-use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
-use crate::together::spread;
+use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, spread};
 
 use answer::Heading;
 use decode::{Admission, Desk, Job};

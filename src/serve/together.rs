@@ -22,7 +22,7 @@ impl Running {
     }
 
     /// Takes over what the machine chose.
-    fn took(&mut self, ran: usize, chosen: Vec<u32>, stopped: bool) -> Option<Finish> {
+    pub(super) fn took(&mut self, ran: usize, chosen: Vec<u32>, stopped: bool) -> Option<Finish> {
         self.fed += ran;
         for id in chosen {
             self.say(Event::Token { id, logprobs: None });

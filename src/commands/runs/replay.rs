@@ -42,7 +42,7 @@ pub(crate) fn run(args: &ReplayArgs) -> Outcome {
         let kernel_id = |kernel: &_| context.kernel_id(kernel);
         let positions = measured.then_some(POSITIONS_MAX);
         let mut gate = context.gate(seed, positions, &kernel_id)?;
-        let here = device.as_ref().map(|gpu| crate::conditions::here(gpu));
+        let here = device.as_ref().map(|gpu| crate::conditions::of(gpu.describe()));
         let place = match (elsewhere(recorded.as_ref(), here.as_ref()), &mut device) {
             (None, Some(device)) => Place::Here(device as &mut dyn Device),
             (Some(why), _) => Place::Elsewhere(why),

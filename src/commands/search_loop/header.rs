@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::ValueEnum as _;
-use ir::Graph;
+use ir::program::Dims;
 use ir::schedule::ScheduleConfig;
 use search::strategy::{Known, StrategyName};
 use search::{Budget, Conditions, DeviceInfo, LatencyKind};
@@ -291,7 +291,7 @@ impl Header {
         }
         self.graph.clone_from(&context.graph().name);
         self.graph_id = Some(context.graph().id());
-        self.shape = shape(context.graph());
+        self.shape = json!(Dims::from(context.graph()));
         self.target.clone_from(&context.target.name);
         self.kv_capacity = Some(context.kv_capacity);
         if self.min_gain.is_nan() {
@@ -302,20 +302,6 @@ impl Header {
         }
         Ok(self)
     }
-}
-
-/// The sizes of a graph: what makes two of them similar.
-fn shape(graph: &Graph) -> Value {
-    json!({
-        "hidden": graph.hidden,
-        "layers": graph.layers.len(),
-        "heads": graph.heads,
-        "kv_heads": graph.kv_heads,
-        "head_dim": graph.head_dim,
-        "ffn": graph.ffn,
-        "vocab": graph.vocab,
-        "dtype": graph.dtype.name(),
-    })
 }
 
 pub(super) fn unix_s() -> u64 {

@@ -319,7 +319,6 @@ pub(crate) struct DeviceChildArgs {
     pub(crate) kv_capacity: Option<u32>,
 }
 
-/// Arguments of `propose`.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ProposeArgs {
     #[command(flatten)]
@@ -330,7 +329,6 @@ pub(crate) struct ProposeArgs {
     pub(crate) ledger: Option<PathBuf>,
 }
 
-/// Arguments of `evaluate`.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct EvaluateArgs {
     #[command(flatten)]
@@ -352,7 +350,6 @@ pub(crate) struct EvaluateArgs {
     pub(crate) aa: Option<u16>,
 }
 
-/// Arguments of `loop`.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct LoopArgs {
     /// A Hugging Face folder or a preset. Default: smollm2-135m, or the resumed search's.
@@ -409,14 +406,12 @@ pub(crate) struct LoopArgs {
     pub(crate) store: Option<PathBuf>,
 }
 
-/// Arguments of `explain`.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ExplainArgs {
     /// A knob's path, a rule's id, a trap's name, an exit code or a word of the glossary. Default: lists them all.
     pub(crate) name: Option<String>,
 }
 
-/// Arguments of `diff`.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct DiffArgs {
     /// A schedule (JSON: a config, or any subset of one) or a program (.amk, .amkp).
@@ -435,7 +430,6 @@ pub(crate) struct DiffArgs {
     pub(crate) target: Option<String>,
 }
 
-/// Arguments of `report`.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ReportArgs {
     /// Ledgers, folders of a search, or folders of such folders.
@@ -450,7 +444,6 @@ pub(crate) struct ReportArgs {
     pub(crate) force: bool,
 }
 
-/// Arguments of `generate`.
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
     #[command(flatten)]
@@ -492,7 +485,6 @@ pub(crate) struct GenerateArgs {
     pub(crate) weights: WeightsArgs,
 }
 
-/// Arguments of `bench`.
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     #[command(flatten)]
@@ -526,7 +518,6 @@ pub(crate) struct BenchArgs {
     pub(crate) together: SequencesArgs,
 }
 
-/// Arguments of `bundle`.
 #[derive(Debug, Args)]
 pub(crate) struct BundleArgs {
     /// Bundles, as `bench --bundle` writes them.
@@ -559,7 +550,6 @@ pub(crate) enum PeerChoice {
     LlamaCpp,
 }
 
-/// Arguments of `serve`.
 #[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
     #[command(flatten)]
@@ -594,7 +584,6 @@ pub(crate) struct ServeArgs {
     pub(crate) together: LanesArgs,
 }
 
-/// Arguments of `top`.
 #[derive(Debug, Args)]
 pub(crate) struct TopArgs {
     /// The process to look at. Default: the one that there is.
@@ -611,7 +600,6 @@ pub(crate) struct TopArgs {
     pub(crate) every: u64,
 }
 
-/// Arguments of `trace`.
 #[derive(Debug, Args)]
 pub(crate) struct TraceArgs {
     #[command(flatten)]
@@ -645,7 +633,6 @@ pub(crate) struct TraceArgs {
     pub(crate) context: u32,
 }
 
-/// Arguments of `sample`.
 #[derive(Debug, Args)]
 pub(crate) struct SampleArgs {
     #[command(flatten)]
@@ -666,7 +653,6 @@ pub(crate) struct SampleArgs {
     pub(crate) out: PathBuf,
 }
 
-/// Arguments of `calibrate`.
 #[derive(Debug, Args)]
 pub(crate) struct CalibrateArgs {
     /// Rows, as `sample` writes them.
@@ -680,7 +666,6 @@ pub(crate) struct CalibrateArgs {
     pub(crate) fit: Option<PathBuf>,
 }
 
-/// Arguments of `lower`.
 #[derive(Debug, Args)]
 pub(crate) struct LowerArgs {
     #[command(flatten)]
@@ -699,7 +684,6 @@ pub(crate) struct FileArgs {
     pub(crate) file: PathBuf,
 }
 
-/// Arguments of `interpret`.
 #[derive(Debug, Args)]
 pub(crate) struct InterpretArgs {
     /// A program: .amk (text) or .amkp (binary).
@@ -715,7 +699,6 @@ pub(crate) struct InterpretArgs {
     pub(crate) seed: u64,
 }
 
-/// Arguments of `export`.
 #[derive(Debug, Args)]
 pub(crate) struct ExportArgs {
     /// A preset, or a Hugging Face folder.

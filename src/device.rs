@@ -33,7 +33,6 @@ mod sharing;
 mod weights;
 
 pub(crate) use child::serve;
-pub(crate) use sequences::Undone;
 
 use builds::Builds;
 use probe::look;

@@ -13,7 +13,7 @@ use search::Handle;
 use vm_host::{Batch, Lane, Request};
 
 use crate::context::Context;
-use crate::device::{Gpu, Undone};
+use crate::device::Gpu;
 use crate::failure::Failure;
 
 /// Prompt tokens of a turn where each takes a step.
@@ -220,16 +220,6 @@ impl From<Broken> for Failure {
     }
 }
 
-impl From<Undone> for Broken {
-    fn from(undone: Undone) -> Self {
-        match undone {
-            Undone::Refused(why) => Self::Sequence(why),
-            // A kernel that stopped in the middle of a step is launched again, with empty caches.
-            Undone::Failed(error) => Self::All(error.to_string()),
-        }
-    }
-}
-
 impl<'a> Megakernel<'a> {
     pub(crate) fn new(gpu: Gpu<'a>, program: Handle, places: usize) -> Self {
         Self { gpu, program, places: vec![Place::default(); places] }
@@ -249,7 +239,7 @@ impl Engine for Megakernel<'_> {
     fn begin(&mut self, place: usize, positions: u64) -> Result<(), Broken> {
         *self.places.get_mut(place).ok_or_else(|| unknown(place))? = Place::default();
         let positions = u32::try_from(positions).unwrap_or(u32::MAX);
-        Ok(self.gpu.promise_pages(place as u32, positions)?)
+        self.gpu.promise_pages(place as u32, positions)
     }
 
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken> {

@@ -56,7 +56,6 @@ pub(crate) struct RunArgs {
     pub(crate) path: PathBuf,
 }
 
-/// Arguments of `runs compare`.
 #[derive(Debug, Args)]
 pub(crate) struct CompareArgs {
     /// The folder of a search, or its ledger.
@@ -67,7 +66,6 @@ pub(crate) struct CompareArgs {
     pub(crate) b: PathBuf,
 }
 
-/// Arguments of `runs replay`.
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
     /// The folder of a search, or its ledger.
@@ -83,7 +81,6 @@ pub(crate) struct ReplayArgs {
     pub(crate) sharing: SharingArgs,
 }
 
-/// Arguments of `runs export`.
 #[derive(Debug, Args)]
 pub(crate) struct RunsExportArgs {
     #[command(flatten)]
@@ -96,7 +93,6 @@ pub(crate) struct RunsExportArgs {
     pub(crate) validation: u64,
 }
 
-/// Arguments of `runs gc`.
 #[derive(Debug, Args)]
 pub(crate) struct GcArgs {
     #[command(flatten)]
@@ -155,7 +151,6 @@ pub(crate) struct StoreArgs {
     pub(crate) store: PathBuf,
 }
 
-/// Arguments of `corpus import`.
 #[derive(Debug, Args)]
 pub(crate) struct ImportArgs {
     #[command(flatten)]
@@ -165,7 +160,6 @@ pub(crate) struct ImportArgs {
     pub(crate) paths: Vec<PathBuf>,
 }
 
-/// Arguments of `corpus export`.
 #[derive(Debug, Args)]
 pub(crate) struct StoreExportArgs {
     #[command(flatten)]
@@ -224,7 +218,6 @@ impl std::str::FromStr for Shard {
     }
 }
 
-/// Arguments of `landscape record`.
 #[derive(Debug, Args)]
 pub(crate) struct RecordArgs {
     #[command(flatten)]

@@ -4,7 +4,8 @@ use ir::program::{Program, Together, Verified};
 use search::{DeviceError, Handle};
 use vm_host::{Batch, BatchDecoded, Loaded, Resident};
 
-use super::{Gpu, Undone, device_error};
+use super::{Gpu, device_error};
+use crate::engine::Broken;
 
 impl Gpu<'_> {
     /// From the next program on kernels run so many sessions at once. No kernel is launched yet.
@@ -37,7 +38,7 @@ impl Gpu<'_> {
         handle: Handle,
         batch: &Batch<'_>,
         give_way: &mut dyn FnMut() -> bool,
-    ) -> Result<BatchDecoded, Undone> {
+    ) -> Result<BatchDecoded, Broken> {
         self.sequences.fill(None); // of searches
         self.undone(handle, |running| running.run_together(batch, give_way))
     }
@@ -48,7 +49,7 @@ impl Gpu<'_> {
         handle: Handle,
         lanes: u32,
         rows: u32,
-    ) -> Result<Vec<Vec<Vec<f32>>>, Undone> {
+    ) -> Result<Vec<Vec<Vec<f32>>>, Broken> {
         self.undone(handle, |running| {
             (0..lanes).map(|lane| running.lane_logits(lane, rows)).collect()
         })

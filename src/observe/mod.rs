@@ -136,11 +136,6 @@ fn look(page: &Publisher, lookout: &SharedLookout, watch: &mut KernelWatch) {
 }
 
 /// What the process does from now on.
-pub(crate) fn enter(page: &Publisher, activity: Activity) {
-    page.edit(|edit| enter_at(edit.head(), activity, now_ns()));
-}
-
-/// The same, inside another change.
 pub(crate) fn enter_at(head: &mut abi::Telemetry, activity: Activity, now_ns: u64) {
     let began = if head.activity_ns == 0 { head.started_ns } else { head.activity_ns };
     let spent = now_ns.saturating_sub(began);

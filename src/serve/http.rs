@@ -1,5 +1,6 @@
 //! The routes. A request is read and tokenised beside the runtime's thread, decoded on the decode thread, and written out here.
 
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
@@ -119,9 +120,11 @@ async fn answer(
     let job = Job { work: request.work, to, admitted };
     served.jobs.send(job).map_err(|_| Refusal::leaving())?;
     if request.stream {
-        let chunks = stream(answering, heading, request.include_usage);
+        let ready = heading.opening().iter().map(Value::to_string).collect();
+        let include_usage = request.include_usage;
+        let streamed = Streamed { answering, heading, include_usage, ready, over: false };
         let keep_alive = KeepAlive::new().interval(KEEP_ALIVE);
-        return Ok(Sse::new(chunks).keep_alive(keep_alive).into_response());
+        return Ok(Sse::new(streamed.events()).keep_alive(keep_alive).into_response());
     }
     whole(answering, &heading).await
 }
@@ -202,54 +205,47 @@ async fn whole(mut answering: Answering, heading: &Heading) -> Result<Response, 
     }
 }
 
-/// Where a stream is in its life.
-enum Stage {
-    Opening,
-    Text,
-    Usage,
-    Done,
-    Over,
-}
-
-fn stream(
+/// An answer on its way out in lines.
+struct Streamed {
     answering: Answering,
     heading: Heading,
     include_usage: bool,
-) -> impl Stream<Item = Result<sse::Event, Infallible>> {
-    let begin = (answering, Stage::Opening);
-    stream::unfold((begin, heading), move |((mut answering, stage), heading)| async move {
-        let (data, stage) = chunk(&mut answering, stage, &heading, include_usage).await?;
-        Some((Ok(sse::Event::default().data(data)), ((answering, stage), heading)))
-    })
+    /// Lines to send before anything is waited for.
+    ready: VecDeque<String>,
+    over: bool,
 }
 
-/// The next line of a stream, and the stage after it.
-async fn chunk(
-    answering: &mut Answering,
-    stage: Stage,
-    heading: &Heading,
-    include_usage: bool,
-) -> Option<(String, Stage)> {
-    let mut stage = stage;
-    if matches!(stage, Stage::Opening) {
-        stage = Stage::Text;
-        if let Some(opening) = heading.opening() {
-            return Some((opening.to_string(), stage));
+impl Streamed {
+    async fn next(&mut self) -> Option<String> {
+        if self.ready.is_empty() && !self.over {
+            match self.answering.next().await {
+                Ok((piece, finish)) => self.take(&piece, finish),
+                // The status has gone out already: clients look for this.
+                Err(refusal) => {
+                    self.ready.push_back(refusal.document().to_string());
+                    self.over = true;
+                }
+            }
+        }
+        self.ready.pop_front()
+    }
+
+    fn take(&mut self, piece: &Piece, finish: Option<&str>) {
+        let chunk = self.heading.chunk(piece, self.answering.sent, finish);
+        self.ready.push_back(chunk.to_string());
+        self.answering.sent += piece.text.chars().count();
+        if finish.is_some() {
+            let usage = self.include_usage.then(|| self.heading.usage(self.answering.usage));
+            self.ready.extend(usage.map(|usage| usage.to_string()));
+            self.ready.push_back("[DONE]".to_owned());
+            self.over = true;
         }
     }
-    match stage {
-        Stage::Opening | Stage::Text => Some(match answering.next().await {
-            Ok((piece, finish)) => {
-                let chunk = heading.chunk(&piece, answering.sent, finish);
-                answering.sent += piece.text.chars().count();
-                let after = if include_usage { Stage::Usage } else { Stage::Done };
-                (chunk.to_string(), finish.map_or(Stage::Text, |_| after))
-            }
-            // The status has gone out already: clients look for this.
-            Err(refusal) => (refusal.document().to_string(), Stage::Over),
-        }),
-        Stage::Usage => Some((heading.usage(answering.usage).to_string(), Stage::Done)),
-        Stage::Done => Some(("[DONE]".to_owned(), Stage::Over)),
-        Stage::Over => None,
+
+    fn events(self) -> impl Stream<Item = Result<sse::Event, Infallible>> {
+        stream::unfold(self, |mut streamed| async move {
+            let line = streamed.next().await?;
+            Some((Ok(sse::Event::default().data(line)), streamed))
+        })
     }
 }

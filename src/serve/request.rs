@@ -233,20 +233,14 @@ fn top(fields: &mut Fields, api: Api) -> Result<Option<usize>, Refusal> {
 }
 
 fn include_usage(fields: &mut Fields) -> Result<bool, Refusal> {
-    let Some(options) = fields.take("stream_options") else { return Ok(false) };
-    let usage = |value: &Value| match value.as_object()? {
+    let legal = "{\"include_usage\": true or false}";
+    let usage = fields.read("stream_options", legal, |value| match value.as_object()? {
         map if map.keys().all(|key| key == "include_usage") => {
             map.get("include_usage").map_or(Some(false), Value::as_bool)
         }
         _ => None,
-    };
-    usage(&options).ok_or_else(|| {
-        let legal = "{\"include_usage\": true or false}";
-        Refusal::field(
-            "stream_options",
-            format!("`stream_options` is {}; legal: {legal}", short(&options)),
-        )
-    })
+    })?;
+    Ok(usage.unwrap_or(false))
 }
 
 /// OpenAI's word for how soon an answer is wanted.

@@ -129,17 +129,16 @@ fn steps(leaders: &[(f64, f64, Outcome)], last: f64) -> Vec<(f64, f64)> {
 /// Latencies over trials: every one, those that led, the leader of each moment, and the floor.
 pub(super) fn progress(run: &Run) -> Option<Chart> {
     let us = |trial: &Trial| trial.verdict.latency_us;
-    let points: Vec<(f64, f64, Outcome)> = run
+    type Point = (f64, f64, Outcome);
+    let points: Vec<Point> = run
         .trials
         .iter()
         .filter_map(|trial| Some((trial.trial as f64, us(trial)?, trial.outcome)))
         .collect();
-    let leaders: Vec<(f64, f64, Outcome)> =
-        points.iter().copied().filter(|point| point.2.leads()).collect();
+    let (leaders, others): (Vec<Point>, Vec<Point>) =
+        points.into_iter().partition(|point| point.2.leads());
     let (first, best) = (leaders.first()?.1, leaders.last()?.1);
     let floor = run.champion()?.verdict.bound_us?;
-    let others: Vec<(f64, f64, Outcome)> =
-        points.iter().copied().filter(|point| !point.2.leads()).collect();
     let shown = thin(&others, POINTS_MAX, |point| point.1);
     // A floor far below everything would squeeze all that is to be seen.
     let near = floor > 0.4 * best;

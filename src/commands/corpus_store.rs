@@ -1,13 +1,12 @@
 //! `amk corpus`: the store of all searches. What goes into it passed the same checks as `runs verify`.
 
 use std::io::{BufReader, BufWriter, Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use corpus::store::{Added, BEST, PRIORS, parquet, run_id, schema, text};
 use corpus::{Link, Store};
 use ir::text::LoadError;
-use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::runs;
 use crate::cli::{CorpusCommand, ExportFormat, ImportArgs, StoreArgs, StoreExportArgs};
@@ -22,55 +21,6 @@ const EXPORT_BYTES_MAX: u64 = 8 << 30;
 
 /// The file that makes a folder an export.
 const PARQUET: &str = "records.parquet";
-
-#[derive(Debug, Serialize)]
-struct Shown<'a> {
-    schema: &'static str,
-    store: &'a Path,
-    version: i64,
-    /// Rows by table.
-    rows: Map<String, Value>,
-    /// What leads, by model, target, device and kind of latency.
-    best: Vec<Map<String, Value>>,
-    /// What moves brought, the most reliable first.
-    moves: Vec<Map<String, Value>>,
-}
-
-#[derive(Debug, Serialize)]
-struct Checked<'a> {
-    schema: &'static str,
-    store: &'a Path,
-    holds: bool,
-    reason: Option<String>,
-}
-
-#[derive(Debug, Serialize)]
-struct Imported<'a> {
-    schema: &'static str,
-    store: &'a Path,
-    runs: Vec<ImportedRun>,
-    /// Programs that were new.
-    programs: u64,
-}
-
-#[derive(Debug, Serialize)]
-struct ImportedRun {
-    run: String,
-    from: PathBuf,
-    /// Rows that were new, the header among them.
-    new: u64,
-    /// Rows that were there.
-    held: u64,
-}
-
-#[derive(Debug, Serialize)]
-struct Written<'a> {
-    schema: &'static str,
-    store: &'a Path,
-    out: &'a Path,
-    /// Lines, or rows of all tables.
-    rows: u64,
-}
 
 pub(crate) fn run(command: &CorpusCommand) -> Outcome {
     match command {
@@ -93,15 +43,9 @@ fn open(args: &StoreArgs) -> Result<Store, Failure> {
 
 fn show(args: &StoreArgs) -> Outcome {
     let store = open(args)?;
-    let rows = store.counts()?.into_iter().map(|(table, rows)| (table.to_owned(), rows.into()));
-    let shown = Shown {
-        schema: "amk.corpus.v1",
-        store: &args.store,
-        version: schema::VERSION,
-        rows: rows.collect(),
-        best: store.query(BEST, &[])?,
-        moves: store.query(PRIORS, &[])?,
-    };
+    let rows: Map<String, Value> =
+        store.counts()?.into_iter().map(|(table, rows)| (table.to_owned(), rows.into())).collect();
+    let best = store.query(BEST, &[])?;
     let line = |best: &Map<String, Value>| {
         let word = |key: &str| best.get(key).and_then(Value::as_str).unwrap_or("?").to_owned();
         let us = report::maybe(best.get("best_us").and_then(Value::as_f64), "us");
@@ -116,10 +60,17 @@ fn show(args: &StoreArgs) -> Outcome {
             ),
         )
     };
-    report::table(&shown.best.iter().map(line).collect::<Vec<_>>());
-    let total = |table: &str| shown.rows.get(table).and_then(Value::as_u64).unwrap_or(0);
+    report::table(&best.iter().map(line).collect::<Vec<_>>());
+    let total = |table: &str| rows.get(table).and_then(Value::as_u64).unwrap_or(0);
     report::say(&format!("{} runs, {} trials", total("runs"), total("trials")));
-    report::document(&shown)?;
+    report::document(&json!({
+        "schema": "amk.corpus.v1",
+        "store": args.store,
+        "version": schema::VERSION,
+        "rows": rows,
+        "best": best,
+        "moves": store.query(PRIORS, &[])?,
+    }))?;
     Ok(Exit::Yes)
 }
 
@@ -145,12 +96,10 @@ fn check(args: &StoreArgs) -> Outcome {
         )),
     }
     let holds = reason.is_none();
-    report::document(&Checked {
-        schema: "amk.corpus_check.v1",
-        store: &args.store,
-        holds,
-        reason,
-    })?;
+    let schema = "amk.corpus_check.v1";
+    report::document(
+        &json!({"schema": schema, "store": args.store, "holds": holds, "reason": reason}),
+    )?;
     Ok(if holds { Exit::Yes } else { Exit::Integrity })
 }
 
@@ -186,7 +135,7 @@ fn import(args: &ImportArgs) -> Outcome {
         let line = format!("{}: run {run}, {new} rows new, {held} held", from.display());
         report::say(&line);
         working.done();
-        imported.push(ImportedRun { run, from, new, held });
+        imported.push(json!({"run": run, "from": from, "new": new, "held": held}));
     }
     drop(working);
     let mut added = 0;
@@ -195,7 +144,9 @@ fn import(args: &ImportArgs) -> Outcome {
     }
     let path = &args.store.store;
     let schema = "amk.corpus_import.v1";
-    report::document(&Imported { schema, store: path, runs: imported, programs: added })?;
+    report::document(
+        &json!({"schema": schema, "store": path, "runs": imported, "programs": added}),
+    )?;
     Ok(Exit::Yes)
 }
 
@@ -295,7 +246,9 @@ fn export(args: &StoreExportArgs) -> Outcome {
     drop(working);
     report::say(&format!("{rows} rows in {}", args.out.display()));
     let schema = "amk.corpus_export.v1";
-    report::document(&Written { schema, store: &args.store.store, out: &args.out, rows })?;
+    report::document(
+        &json!({"schema": schema, "store": args.store.store, "out": args.out, "rows": rows}),
+    )?;
     Ok(Exit::Yes)
 }
 

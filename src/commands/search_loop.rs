@@ -118,10 +118,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let mut search = search.with_helpers(scope, helpers, threads);
         let began_s = past.trials.iter().map(|trial| trial.ended_s).fold(0.0, f64::max);
         let lines: Vec<Vec<String>> = past.trials.iter().map(cells).collect();
-        for trial in past.trials {
-            search.absorb(trial).map_err(|error| Failure::integrity(error.to_string()))?;
-        }
-        search.check_absorbed().map_err(|error| Failure::usage(error.to_string()))?;
+        absorb(&mut search, past.trials)?;
         corpus::manifest::unseal_run(&dir)?;
         let results = results.map_or_else(|| table(args, &dir, &lines), Ok)?;
         let mut session = Session {
@@ -270,6 +267,13 @@ fn strategy(
     let space = settings.space.clone();
     let ground = Ground { space, seed: header.seed, sweep: header.explore };
     Ok(search::strategy::strategy(header.strategy, ground, header.known.clone()))
+}
+
+fn absorb(search: &mut Search<'_>, past: Vec<Trial>) -> Result<(), Failure> {
+    for trial in past {
+        search.absorb(trial).map_err(|error| Failure::integrity(error.to_string()))?;
+    }
+    search.check_absorbed().map_err(|error| Failure::usage(error.to_string()))
 }
 
 fn say_start(header: &Header, dir: &Path, done: usize) {

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use ir::schedule::ScheduleConfig;
 use search::{Origin, Outcome as End, Trial, Verdict};
 use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::ledgers;
 use super::recorded::Recorded;
@@ -60,17 +60,6 @@ struct Placed {
     steps: u64,
 }
 
-#[derive(Serialize)]
-struct Exported<'a> {
-    schema: &'static str,
-    out: &'a Path,
-    train: u64,
-    validation: u64,
-    runs: Vec<Placed>,
-    /// Ledgers that do not hold: nothing of them was written.
-    refused: Vec<PathBuf>,
-}
-
 pub(crate) fn run(args: &RunsExportArgs) -> Outcome {
     if args.out.exists() {
         return Err(Failure::usage(format!(
@@ -98,15 +87,22 @@ pub(crate) fn run(args: &RunsExportArgs) -> Outcome {
             Failure::usage(format!("cannot write {}: {error}", args.out.display()))
         })
     })?;
-    let count = |split: &str| placed.iter().filter(|p| p.split == split).map(|p| p.steps).sum();
+    let count =
+        |split: &str| placed.iter().filter(|p| p.split == split).map(|p| p.steps).sum::<u64>();
     let (train, validation) = (count("train"), count("validation"));
     report::say(&format!(
         "{train} steps to train on and {validation} to validate, of {} runs, in {}",
         placed.len(),
         args.out.display()
     ));
-    let (schema, out) = ("amk.trajectories.v1", args.out.as_path());
-    report::document(&Exported { schema, out, train, validation, runs: placed, refused })?;
+    report::document(&json!({
+        "schema": "amk.trajectories.v1",
+        "out": args.out,
+        "train": train,
+        "validation": validation,
+        "runs": placed,
+        "refused": refused,
+    }))?;
     Ok(exit)
 }
 

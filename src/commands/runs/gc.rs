@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use corpus::Store;
 use corpus::manifest::{State, collect_run};
 use serde::Serialize;
+use serde_json::json;
 
 use super::ledgers;
 use super::recorded::{Recorded, folder};
@@ -26,14 +27,6 @@ struct Fate {
     action: &'static str,
     why: String,
     bytes: u64,
-}
-
-#[derive(Serialize)]
-struct Collected {
-    schema: &'static str,
-    applied: bool,
-    bytes: u64,
-    runs: Vec<Fate>,
 }
 
 pub(crate) fn run(args: &GcArgs) -> Outcome {
@@ -58,11 +51,13 @@ pub(crate) fn run(args: &GcArgs) -> Outcome {
             apply(fate)?;
         }
     }
-    let bytes = fates.iter().filter(|fate| fate.action != "keep").map(|fate| fate.bytes).sum();
+    let bytes =
+        fates.iter().filter(|fate| fate.action != "keep").map(|fate| fate.bytes).sum::<u64>();
     let verb = if args.apply { "freed" } else { "to free with --apply" };
     report::say(&format!("{bytes} bytes {verb}"));
-    let schema = "amk.gc.v1";
-    report::document(&Collected { schema, applied: args.apply, bytes, runs: fates })?;
+    report::document(
+        &json!({"schema": "amk.gc.v1", "applied": args.apply, "bytes": bytes, "runs": fates}),
+    )?;
     Ok(Exit::Yes)
 }
 

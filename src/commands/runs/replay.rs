@@ -2,8 +2,7 @@
 
 use search::replay::{Place, Repeated, Stage, replay};
 use search::{Conditions, Device, LatencyKind, POSITIONS_MAX};
-use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::recorded::Recorded;
 use crate::cli::{DeviceChoice, PlaceArgs, ReplayArgs};
@@ -11,16 +10,6 @@ use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 use crate::working::Working;
-
-#[derive(Serialize)]
-struct Replayed<'a> {
-    schema: &'static str,
-    run: &'a str,
-    trial: u64,
-    /// Whether nothing that was done differs.
-    same: bool,
-    stages: Vec<Stage>,
-}
 
 pub(crate) fn run(args: &ReplayArgs) -> Outcome {
     let found = Recorded::open(&args.path)?;
@@ -62,8 +51,13 @@ pub(crate) fn run(args: &ReplayArgs) -> Outcome {
         };
         report::say(&format!("  {stage:9} {word:7} {detail}"));
     }
-    let (run, trial) = (found.run.as_str(), trial.trial);
-    report::document(&Replayed { schema: "amk.replay.v1", run, trial, same, stages })?;
+    report::document(&json!({
+        "schema": "amk.replay.v1",
+        "run": found.run,
+        "trial": trial.trial,
+        "same": same,
+        "stages": stages,
+    }))?;
     Ok(if same { Exit::Yes } else { Exit::No })
 }
 

@@ -24,7 +24,6 @@ mod child;
 mod chunks;
 #[cfg(test)]
 mod hang_tests;
-mod lanes;
 mod observed;
 mod open;
 pub(crate) mod probe;
@@ -203,7 +202,11 @@ impl Gpu<'_> {
             Some(loaded) => loaded,
             None => {
                 let began = Instant::now();
-                let loaded = lanes::load(running, &program, together.as_deref())?;
+                let loaded = match &together {
+                    Some(together) => running.load_together(together),
+                    None => running.load(&program),
+                };
+                let loaded = loaded.map_err(device_error)?;
                 self.page.iter().for_each(|page| page.edit(|edit| edit.head().loads += 1));
                 self.costs.loads += 1;
                 self.costs.load_s += began.elapsed().as_secs_f64();

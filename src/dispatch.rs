@@ -5,7 +5,7 @@ use std::path::Path;
 use clap::CommandFactory;
 use serde_json::json;
 
-use crate::cli::{Cli, Command, LandscapeCommand, RunsCommand};
+use crate::cli::{Cli, Command, CorpusCommand, LandscapeCommand, RunsCommand};
 use crate::commands::{
     bench, bundle, calibrate, corpus_store, diff, doctor, evaluate, explain, export, generate,
     landscape, program, propose, rerun, runs, sample, search_loop, trace,
@@ -19,7 +19,10 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Propose(args) => propose::run(&args),
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Loop(args) => search_loop::run(&args),
-        Command::Corpus { command } => corpus_store::run(&command),
+        Command::Corpus { command: CorpusCommand::Show(args) } => corpus_store::show(&args),
+        Command::Corpus { command: CorpusCommand::Check(args) } => corpus_store::check(&args),
+        Command::Corpus { command: CorpusCommand::Import(args) } => corpus_store::import(&args),
+        Command::Corpus { command: CorpusCommand::Export(args) } => corpus_store::export(&args),
         Command::Runs { command: RunsCommand::Verify(args) } => runs::verify(&args)?.print(),
         Command::Runs { command: RunsCommand::List(args) } => runs::list(&args)?.print(),
         Command::Runs { command: RunsCommand::Show(args) } => runs::show::run(&args),

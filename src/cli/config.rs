@@ -1,7 +1,6 @@
 //! The flags of commands that run a schedule.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
@@ -63,7 +62,7 @@ pub(crate) struct RerunArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "config")]
     pub(crate) program: Option<PathBuf>,
     /// The task: its worker and its index in the worker's queue, such as 17:3.
-    #[arg(long, value_name = "WORKER:TASK")]
+    #[arg(long, value_name = "WORKER:TASK", value_parser = task)]
     pub(crate) task: TaskPlace,
     /// The position at which it runs. Default: the first.
     #[arg(long, default_value_t = 0, value_name = "N")]
@@ -86,13 +85,9 @@ pub(crate) struct TaskPlace {
     pub(crate) task: u32,
 }
 
-impl FromStr for TaskPlace {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let parts = text.split_once(':').and_then(|(worker, task)| {
-            Some(Self { worker: worker.parse().ok()?, task: task.parse().ok()? })
-        });
-        parts.ok_or_else(|| "give the worker and the index of the task, such as 17:3".to_owned())
-    }
+fn task(text: &str) -> Result<TaskPlace, String> {
+    let parts = text.split_once(':').and_then(|(worker, task)| {
+        Some(TaskPlace { worker: worker.parse().ok()?, task: task.parse().ok()? })
+    });
+    parts.ok_or_else(|| "give the worker and the index of the task, such as 17:3".to_owned())
 }

@@ -203,18 +203,14 @@ pub(crate) struct Shard {
     pub(crate) of: u32,
 }
 
-impl std::str::FromStr for Shard {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let read = || {
-            let (index, of) = text.split_once('/')?;
-            Some((index.parse().ok()?, of.parse().ok()?))
-        };
-        match read() {
-            Some((index, of)) if index < of => Ok(Self { index, of }),
-            _ => Err("a shard is I/N with I from 0 to N - 1".to_owned()),
-        }
+fn shard(text: &str) -> Result<Shard, String> {
+    let read = || {
+        let (index, of) = text.split_once('/')?;
+        Some((index.parse().ok()?, of.parse().ok()?))
+    };
+    match read() {
+        Some((index, of)) if index < of => Ok(Shard { index, of }),
+        _ => Err("a shard is I/N with I from 0 to N - 1".to_owned()),
     }
 }
 
@@ -237,7 +233,7 @@ pub(crate) struct RecordArgs {
     #[arg(long, default_value_t = 2, value_name = "N")]
     pub(crate) rounds: usize,
     /// Record only the points whose number is I modulo N.
-    #[arg(long, default_value = "0/1", value_name = "I/N")]
+    #[arg(long, default_value = "0/1", value_name = "I/N", value_parser = shard)]
     pub(crate) shard: Shard,
     /// The file of rows to write.
     #[arg(long, value_name = "FILE")]

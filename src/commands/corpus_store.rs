@@ -9,7 +9,7 @@ use ir::text::LoadError;
 use serde_json::{Map, Value, json};
 
 use super::runs;
-use crate::cli::{CorpusCommand, ExportFormat, ImportArgs, StoreArgs, StoreExportArgs};
+use crate::cli::{ExportFormat, ImportArgs, StoreArgs, StoreExportArgs};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 use crate::working::Working;
@@ -22,15 +22,6 @@ const EXPORT_BYTES_MAX: u64 = 8 << 30;
 /// The file that makes a folder an export.
 const PARQUET: &str = "records.parquet";
 
-pub(crate) fn run(command: &CorpusCommand) -> Outcome {
-    match command {
-        CorpusCommand::Show(args) => show(args),
-        CorpusCommand::Check(args) => check(args),
-        CorpusCommand::Import(args) => import(args),
-        CorpusCommand::Export(args) => export(args),
-    }
-}
-
 fn open(args: &StoreArgs) -> Result<Store, Failure> {
     if !args.store.exists() {
         return Err(Failure::usage(format!(
@@ -41,7 +32,7 @@ fn open(args: &StoreArgs) -> Result<Store, Failure> {
     Ok(Store::existing(&args.store)?)
 }
 
-fn show(args: &StoreArgs) -> Outcome {
+pub(crate) fn show(args: &StoreArgs) -> Outcome {
     let store = open(args)?;
     let rows: Map<String, Value> =
         store.counts()?.into_iter().map(|(table, rows)| (table.to_owned(), rows.into())).collect();
@@ -74,7 +65,7 @@ fn show(args: &StoreArgs) -> Outcome {
     Ok(Exit::Yes)
 }
 
-fn check(args: &StoreArgs) -> Outcome {
+pub(crate) fn check(args: &StoreArgs) -> Outcome {
     let store = open(args)?;
     let mut unread = 0_u64;
     let found = match store.check()? {
@@ -103,7 +94,7 @@ fn check(args: &StoreArgs) -> Outcome {
     Ok(if holds { Exit::Yes } else { Exit::Integrity })
 }
 
-fn import(args: &ImportArgs) -> Outcome {
+pub(crate) fn import(args: &ImportArgs) -> Outcome {
     // Everything is read and checked before anything is written.
     let (mut rows, mut programs) = (Vec::new(), Vec::new());
     let working = Working::through(args.paths.len(), "reading");
@@ -225,7 +216,7 @@ fn is_program(id: &str, saved: &[u8]) -> Result<bool, String> {
     }
 }
 
-fn export(args: &StoreExportArgs) -> Outcome {
+pub(crate) fn export(args: &StoreExportArgs) -> Outcome {
     let store = open(&args.store)?;
     if args.out == Path::new("-") && args.format == ExportFormat::Jsonl {
         let mut out = BufWriter::new(std::io::stdout().lock());

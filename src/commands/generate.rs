@@ -28,6 +28,7 @@ use crate::{files, report};
 const PROMPT_BYTES_MAX: u64 = 4 << 20;
 
 /// What was fed and what came out.
+#[derive(Default)]
 struct Generated {
     tokens: Vec<u32>,
     logits: Vec<Vec<f32>>,
@@ -269,9 +270,9 @@ fn on_device(
         let (tokens, logits) =
             device.generate(handle, prompt, &wish.sampling, limit, &wish.stop, wish.keep)?;
         said.chosen(0, tokens.len() as u64);
-        let schedule = Some(source);
+        let (schedule, chosen_on) = (Some(source), "device");
         let mut generated =
-            Generated { tokens, logits, schedule, ..Generated::chosen_on("device") };
+            Generated { tokens, logits, schedule, chosen_on, ..Generated::default() };
         generated.look_at_weights(args, &mut device, began)?;
         return Ok(generated);
     }
@@ -292,12 +293,6 @@ fn streaming(args: &GenerateArgs) -> Streaming {
 }
 
 impl Generated {
-    fn chosen_on(chosen_on: &'static str) -> Self {
-        let (tokens, logits, logprobs) = (Vec::new(), Vec::new(), Vec::new());
-        let (weights, weights_check) = (Value::Null, Value::Null);
-        Self { tokens, logits, logprobs, chosen_on, weights, weights_check, schedule: None }
-    }
-
     fn look_at_weights(
         &mut self,
         args: &GenerateArgs,
@@ -331,7 +326,7 @@ fn on_host(
 ) -> Result<Generated, Failure> {
     let positions = (prompt.len() + wish.limit) as u64;
     engine.begin(0, positions).map_err(|broken| context.unevaluated(broken))?;
-    let mut generated = Generated::chosen_on("host");
+    let mut generated = Generated { chosen_on: "host", ..Generated::default() };
     let mut fed = prompt.to_vec();
     let mut seen = Seen::default();
     let mut position = 0;

@@ -157,8 +157,8 @@ fn measure(
     for (session, prompt) in (0..).zip(&prompts) {
         fill(&mut gpu, handle, session, prompt)?;
     }
-    let (several, logits) = at_once(&mut gpu, handle, &prompts)?;
-    let (accuracy, chosen) = compare(context, &prompts, &several.tokens, &logits)?;
+    let compare = |tokens: &[Vec<u32>], rows: &Rows| compare(context, &prompts, tokens, rows);
+    let (several, (accuracy, chosen)) = at_once(&mut gpu, handle, &prompts, compare)?;
     let ids = [config.id(), program.id(), context.kernel_id_of(&config.kernel, sequences)];
     let bytes = step_bytes(&program, args.context, sequences);
     Ok(Shown { one, several, accuracy, chosen, bytes, bandwidth, ids })
@@ -246,28 +246,29 @@ fn first_greatest(row: &[f32]) -> u32 {
 /// Of each sequence the logits of every position that it generates.
 type Rows = Vec<Vec<Vec<f32>>>;
 
-/// All sequences at once. Whatever is timed gives the tokens whose logits are compared.
+/// All sequences at once. Whatever is timed gives the tokens whose logits were compared before.
 fn at_once(
     gpu: &mut Gpu<'_>,
     handle: Handle,
     prompts: &[Vec<u32>],
-) -> Result<(Measured, Rows), Failure> {
+    compare: impl FnOnce(&[Vec<u32>], &Rows) -> Result<(Accuracy, bool), Failure>,
+) -> Result<(Measured, (Accuracy, bool)), Failure> {
     let lanes = lanes(prompts);
     let batch =
         |keep_logits| Batch { lanes: &lanes, generate: TIMED_TOKENS, stop: &[], keep_logits };
     let first = gpu.batch(handle, &batch(true), &mut || false)?;
     let logits = gpu.batch_logits(handle, lanes.len() as u32, first.steps)?;
+    let tokens: Vec<Vec<u32>> = first.lanes.into_iter().map(|lane| lane.tokens).collect();
+    let compared = compare(&tokens, &logits)?;
     let us = Blocks::time((WARMUP, ROUNDS), || {
         let done = gpu.batch(handle, &batch(false), &mut || false)?;
-        let mut pairs = done.lanes.iter().zip(&first.lanes);
-        if pairs.any(|(lane, first)| lane.tokens != first.tokens) {
+        if done.lanes.iter().zip(&tokens).any(|(lane, tokens)| lane.tokens != *tokens) {
             let what = "a timed block gave other tokens than those that were compared";
             return Err(Failure::refused(what));
         }
         Ok(done.host_us / f64::from(done.steps.max(1)))
     })?;
-    let tokens = first.lanes.into_iter().map(|lane| lane.tokens).collect();
-    Ok((Measured { us, tokens }, logits))
+    Ok((Measured { us, tokens }, compared))
 }
 
 fn say(context: &Context, args: &BenchArgs, sequences: u32, shown: &Shown) {

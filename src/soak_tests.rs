@@ -53,7 +53,12 @@ impl Subject {
         let mut target = Target::by_name("h200").unwrap();
         if on_gpu {
             let card = vm_host::Card::default().info().expect("a GPU");
-            target = Target { sms: card.sms, ..Target::of_card(&card.name) };
+            target = Target {
+                sms: card.sms,
+                smem_optin_bytes: card.shared_bytes,
+                l2_bytes: card.l2_bytes.into(),
+                ..Target::of_card(&card.name)
+            };
         }
         Self { model: model::load(MODEL).unwrap(), target, kv_capacity: KV_CAPACITY, on_gpu }
     }

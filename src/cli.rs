@@ -12,13 +12,12 @@ use search::strategy::StrategyName;
 use serde::Deserialize;
 
 use crate::config_source::ConfigSource;
-use crate::sampling_args::SamplingArgs;
 
 mod config;
 mod gpu;
 mod runs;
 
-pub(crate) use config::{ConfigArgs, RerunArgs, ScheduleChoice, TaskPlace};
+pub(crate) use config::*;
 pub(crate) use gpu::*;
 pub(crate) use runs::*;
 

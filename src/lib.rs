@@ -27,7 +27,6 @@ mod mcp;
 mod observe;
 mod peers;
 mod report;
-mod sampling_args;
 mod schedule_choice;
 #[cfg(feature = "full")]
 mod serve;

@@ -12,8 +12,8 @@ use ir::schedule::Value as KnobValue;
 use ir::{Knob, Target};
 use search::strategy::{Ground, Strategy, StrategyName};
 use search::{
-    Budget, Confirmation, Decision, Device, Outcome as End, POSITIONS_MAX, Row, Search,
-    SearchError, Settings, Step, StoppedBy, Timing, Trial,
+    Budget, Confirmation, Decision, Device, LatencyKind, Outcome as End, POSITIONS_MAX, Row,
+    Search, SearchError, Settings, Step, StoppedBy, Timing, Trial,
 };
 use serde_json::{Value, json};
 
@@ -23,12 +23,13 @@ use crate::commands::runs::recorded::Recorded;
 use crate::context::Context;
 use crate::device::probe::without_kernel;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::found;
 use crate::report::{self, Answer};
+use crate::schedule_choice::reproducible;
 use crate::working;
 
 mod cards;
 mod document;
-mod found;
 mod header;
 pub(super) mod keep;
 pub(crate) use header::MIN_GAIN_MEASURED;
@@ -471,7 +472,7 @@ impl Session<'_> {
 
     /// Keeps a measured champion that was confirmed just now, for `generate` and `serve` on this machine.
     fn keep_found(&mut self, search: &Search<'_>, confirmation: &Confirmation) {
-        match found::confirmed(self.context, self.header, search, confirmation) {
+        match self.kept_for_others(search, confirmation) {
             None => {}
             Some(Ok(path)) => {
                 report::say(&format!("`generate` and `serve` use it here: {}", path.display()));
@@ -481,6 +482,32 @@ impl Session<'_> {
                 report::say(&format!("note: `generate` and `serve` do not use it: {why}"));
             }
         }
+    }
+
+    /// `None` if it did not beat the schedule which would run without it, else its file or why it is not kept.
+    fn kept_for_others(
+        &self,
+        search: &Search<'_>,
+        confirmation: &Confirmation,
+    ) -> Option<Result<PathBuf, String>> {
+        let verdict = &confirmation.verdict;
+        let measured = verdict.latency_kind == Some(LatencyKind::MeasuredGpu);
+        let latency_us = verdict.latency_us.filter(|_| measured)?;
+        let stands = confirmation.decision == Decision::Kept && confirmation.champion > 0;
+        let champion =
+            search.champion().filter(|trial| stands && trial.trial == confirmation.champion)?;
+        let (context, header) = (self.context, self.header);
+        if header.start(context) != reproducible(context, context.predicted_at()) {
+            let why = "the search did not begin with the schedule that they run; start one without --schedule";
+            return Some(Err(why.to_owned()));
+        }
+        let Some(folder) = found::folder() else {
+            return Some(Err("there is no data folder; AMK_DATA names one".to_owned()));
+        };
+        let tokens = search.gate().timed_position();
+        let entry =
+            found::Entry::new(context, &header.device, tokens, &champion.config, latency_us);
+        Some(found::keep(&folder, &entry).map_err(|failure| failure.message))
     }
 
     /// The last document, the table of what was kept, and the best schedule as a file.

@@ -12,31 +12,14 @@ use search::strategy::StrategyName;
 use serde::Deserialize;
 
 use crate::config_source::ConfigSource;
-use crate::sampling_args::SamplingArgs;
 
-mod cards;
 mod config;
-mod corpus;
-mod landscape;
-mod lanes;
-mod observing;
-mod prefill;
-mod rerun;
+mod gpu;
 mod runs;
-mod weights;
 
-pub(crate) use cards::CardNumber;
-pub(crate) use config::{ConfigArgs, ScheduleChoice};
-pub(crate) use corpus::{CorpusCommand, ExportFormat, ImportArgs, StoreArgs, StoreExportArgs};
-pub(crate) use landscape::{LandscapeCommand, RecordArgs};
-pub(crate) use lanes::{LanesArgs, SequencesArgs, widest};
-pub(crate) use observing::{SoakArgs, TopArgs};
-pub(crate) use prefill::{PrefillArgs, PrefillChoice};
-pub(crate) use rerun::{RerunArgs, TaskPlace};
-pub(crate) use runs::{
-    CompareArgs, GcArgs, ReplayArgs, RunArgs, RunsArgs, RunsCommand, RunsExportArgs,
-};
-pub(crate) use weights::{ReadByChoice, WeightsArgs};
+pub(crate) use config::*;
+pub(crate) use gpu::*;
+pub(crate) use runs::*;
 
 /// What `amk` says when it is given nothing to do.
 pub(crate) const FIRST_STEPS: &str = "\
@@ -247,13 +230,6 @@ pub(crate) enum Command {
     /// The process that renders a chat template; started by `amk` itself.
     #[command(hide = true)]
     TemplateChild,
-    /// Keeps a device process busy with random sequences, cancels, kills and stops it, and checks every token and what is held.
-    #[command(
-        hide = true,
-        after_help = "Examples:\n  amk soak --model toy --device cpu --seconds 60\n  amk soak --model toy --device cuda --seconds 3600\n\n\
-        Exit code 1: a wrong token, or something that is held and was not."
-    )]
-    Soak(SoakArgs),
     /// Prints the manual page, or writes those of all commands.
     #[command(
         after_help = "Examples:\n  amk man | man -l -\n  amk man --out ~/.local/share/man/man1\n\nPrints a page, not JSON; with --out a document that names the pages."
@@ -340,12 +316,8 @@ pub(crate) struct DeviceChildArgs {
     /// Tokens that the key/value cache holds.
     #[arg(long)]
     pub(crate) kv_capacity: Option<u32>,
-    /// Run programs on the reference machine: for tests of those who must notice what becomes of a process.
-    #[arg(long)]
-    pub(crate) reference: bool,
 }
 
-/// Arguments of `propose`.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ProposeArgs {
     #[command(flatten)]
@@ -356,7 +328,6 @@ pub(crate) struct ProposeArgs {
     pub(crate) ledger: Option<PathBuf>,
 }
 
-/// Arguments of `evaluate`.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct EvaluateArgs {
     #[command(flatten)]
@@ -378,7 +349,6 @@ pub(crate) struct EvaluateArgs {
     pub(crate) aa: Option<u16>,
 }
 
-/// Arguments of `loop`.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct LoopArgs {
     /// A Hugging Face folder or a preset. Default: smollm2-135m, or the resumed search's.
@@ -435,14 +405,12 @@ pub(crate) struct LoopArgs {
     pub(crate) store: Option<PathBuf>,
 }
 
-/// Arguments of `explain`.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ExplainArgs {
     /// A knob's path, a rule's id, a trap's name, an exit code or a word of the glossary. Default: lists them all.
     pub(crate) name: Option<String>,
 }
 
-/// Arguments of `diff`.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct DiffArgs {
     /// A schedule (JSON: a config, or any subset of one) or a program (.amk, .amkp).
@@ -461,7 +429,6 @@ pub(crate) struct DiffArgs {
     pub(crate) target: Option<String>,
 }
 
-/// Arguments of `report`.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ReportArgs {
     /// Ledgers, folders of a search, or folders of such folders.
@@ -476,7 +443,6 @@ pub(crate) struct ReportArgs {
     pub(crate) force: bool,
 }
 
-/// Arguments of `generate`.
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
     #[command(flatten)]
@@ -518,7 +484,6 @@ pub(crate) struct GenerateArgs {
     pub(crate) weights: WeightsArgs,
 }
 
-/// Arguments of `bench`.
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     #[command(flatten)]
@@ -552,7 +517,6 @@ pub(crate) struct BenchArgs {
     pub(crate) together: SequencesArgs,
 }
 
-/// Arguments of `bundle`.
 #[derive(Debug, Args)]
 pub(crate) struct BundleArgs {
     /// Bundles, as `bench --bundle` writes them.
@@ -585,7 +549,6 @@ pub(crate) enum PeerChoice {
     LlamaCpp,
 }
 
-/// Arguments of `serve`.
 #[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
     #[command(flatten)]
@@ -620,7 +583,22 @@ pub(crate) struct ServeArgs {
     pub(crate) together: LanesArgs,
 }
 
-/// Arguments of `trace`.
+#[derive(Debug, Args)]
+pub(crate) struct TopArgs {
+    /// The process to look at. Default: the one that there is.
+    #[arg(long, value_name = "PID")]
+    pub(crate) pid: Option<u32>,
+    /// Look twice, a moment apart, print one document and end.
+    #[arg(long)]
+    pub(crate) once: bool,
+    /// Print JSON; only with --once, which prints a table for people without it.
+    #[arg(long, requires = "once")]
+    pub(crate) json: bool,
+    /// Milliseconds between two looks.
+    #[arg(long, default_value_t = 500, value_name = "MS", value_parser = clap::value_parser!(u64).range(50..=60_000))]
+    pub(crate) every: u64,
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct TraceArgs {
     #[command(flatten)]
@@ -654,7 +632,6 @@ pub(crate) struct TraceArgs {
     pub(crate) context: u32,
 }
 
-/// Arguments of `sample`.
 #[derive(Debug, Args)]
 pub(crate) struct SampleArgs {
     #[command(flatten)]
@@ -675,7 +652,6 @@ pub(crate) struct SampleArgs {
     pub(crate) out: PathBuf,
 }
 
-/// Arguments of `calibrate`.
 #[derive(Debug, Args)]
 pub(crate) struct CalibrateArgs {
     /// Rows, as `sample` writes them.
@@ -689,7 +665,6 @@ pub(crate) struct CalibrateArgs {
     pub(crate) fit: Option<PathBuf>,
 }
 
-/// Arguments of `lower`.
 #[derive(Debug, Args)]
 pub(crate) struct LowerArgs {
     #[command(flatten)]
@@ -708,7 +683,6 @@ pub(crate) struct FileArgs {
     pub(crate) file: PathBuf,
 }
 
-/// Arguments of `interpret`.
 #[derive(Debug, Args)]
 pub(crate) struct InterpretArgs {
     /// A program: .amk (text) or .amkp (binary).
@@ -724,7 +698,6 @@ pub(crate) struct InterpretArgs {
     pub(crate) seed: u64,
 }
 
-/// Arguments of `export`.
 #[derive(Debug, Args)]
 pub(crate) struct ExportArgs {
     /// A preset, or a Hugging Face folder.

@@ -1,13 +1,8 @@
 //! Where a measurement is made: what a reader of the number needs to know about this machine.
 
-use search::{Conditions, Device, DeviceInfo};
+use search::{Conditions, DeviceInfo};
 
-/// What an open device and this machine say of themselves.
-pub(crate) fn here(device: &dyn Device) -> Conditions {
-    of(device.describe())
-}
-
-/// The same, of what the device said when it was opened.
+/// What a device said when it was opened, and what this machine says.
 pub(crate) fn of(info: DeviceInfo) -> Conditions {
     let nvrtc = vm_host::nvrtc_version().ok().map(|(major, minor)| format!("{major}.{minor}"));
     let unknown = |found: Option<String>| found.unwrap_or_else(|| "unknown".to_owned());

@@ -11,7 +11,6 @@ use serde_json::Value;
 
 use crate::failure::Failure;
 
-/// Longest config file that is read.
 const BYTES_MAX: u64 = 16 << 20;
 
 /// Answers of `amk` that hold a schedule, and the field that it is in.
@@ -23,7 +22,6 @@ const ANSWERS: [(&str, &str); 2] =
 pub(crate) enum ConfigSource {
     /// Standard input, `-` on the command line. A tool's arguments cannot name it: there it carries the protocol.
     Stdin,
-    /// A file.
     File(PathBuf),
     /// The config itself, as JSON text: a tool's argument, or JSON on the command line.
     Inline(String),
@@ -39,18 +37,13 @@ impl ConfigSource {
         let unreadable = |error: std::io::Error| {
             Failure::usage(format!("cannot read {self}: {error}; check the path"))
         };
-        let mut bytes = Vec::new();
-        match self {
+        let input: Box<dyn Read> = match self {
             Self::Inline(config) => return Ok(config.clone()),
-            Self::Stdin => {
-                let mut input = std::io::stdin().lock().take(BYTES_MAX + 1);
-                input.read_to_end(&mut bytes).map_err(unreadable)?;
-            }
-            Self::File(path) => {
-                let file = std::fs::File::open(path).map_err(unreadable)?;
-                file.take(BYTES_MAX + 1).read_to_end(&mut bytes).map_err(unreadable)?;
-            }
-        }
+            Self::Stdin => Box::new(std::io::stdin().lock()),
+            Self::File(path) => Box::new(std::fs::File::open(path).map_err(unreadable)?),
+        };
+        let mut bytes = Vec::new();
+        input.take(BYTES_MAX + 1).read_to_end(&mut bytes).map_err(unreadable)?;
         if bytes.len() as u64 > BYTES_MAX {
             return Err(Failure::usage(format!(
                 "{self} is longer than {} MiB: that is no config",

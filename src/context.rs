@@ -3,13 +3,13 @@
 use ir::program::{Program, Verified};
 use ir::schedule::{KernelConfig, ScheduleConfig};
 use ir::{Graph, Rule, Target, Violations};
-use lower::LowerError;
 use model::Model;
+use search::{Expected, Gate, KernelId};
 
 use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs};
 use crate::config_source::ConfigSource;
 use crate::device::probe::live_target;
-use crate::failure::{Exit, Failure};
+use crate::failure::Failure;
 
 /// The target when there is no live device and none is named.
 const DEFAULT_TARGET: &str = "h200";
@@ -22,9 +22,7 @@ const PREDICTED_POSITION: u32 = 128;
 
 /// A model and where it is to run.
 pub(crate) struct Context {
-    /// The model.
     pub(crate) model: Model,
-    /// The GPU to schedule for.
     pub(crate) target: Target,
     /// Tokens of the key/value cache.
     pub(crate) kv_capacity: u32,
@@ -32,17 +30,24 @@ pub(crate) struct Context {
     pub(crate) name: String,
     /// The target, if one was named.
     pub(crate) named_target: Option<String>,
-    /// The device that was asked for.
     pub(crate) device: DeviceChoice,
 }
 
 impl Context {
-    /// Loads what the arguments name.
     pub(crate) fn new(args: &ModelArgs) -> Result<Self, Failure> {
         Self::load(&args.model, &args.place)
     }
 
-    /// Loads a model for a place.
+    /// The same; a cache of no given size has room for so many tokens, as far as the model has positions.
+    pub(crate) fn with_room(args: &ModelArgs, tokens: u32) -> Result<Self, Failure> {
+        let mut context = Self::new(args)?;
+        if args.place.kv_capacity.is_none() {
+            let needed = tokens.min(context.positions_max());
+            context.kv_capacity = context.kv_capacity.max(needed);
+        }
+        Ok(context)
+    }
+
     pub(crate) fn load(name: &str, place: &PlaceArgs) -> Result<Self, Failure> {
         let target = choose_target(place)?;
         let model = model::load(name)?;
@@ -58,9 +63,13 @@ impl Context {
         Ok(Self { model, target, kv_capacity, name, named_target, device: place.device })
     }
 
-    /// The model's graph.
     pub(crate) fn graph(&self) -> &Graph {
         &self.model.graph
+    }
+
+    /// The most tokens that a key/value cache can hold.
+    pub(crate) fn positions_max(&self) -> u32 {
+        positions_max(self.graph())
     }
 
     /// How programs are lowered here.
@@ -78,12 +87,27 @@ impl Context {
         let (graph, target) = (self.graph(), &self.target);
         let valid = ir::schedule::validate(*config, graph, target)
             .map_err(|violations| Failure::refused(violations.to_string()))?;
-        lower::lower(&valid, graph, target, self.lower_options()).map_err(|error| match error {
-            LowerError::Internal(_) => Failure { exit: Exit::Bug, message: error.to_string() },
-            LowerError::LimitExceeded { .. } | LowerError::NotValidHere(_) => {
-                Failure::refused(error.to_string())
-            }
-        })
+        Ok(lower::lower(&valid, graph, target, self.lower_options())?)
+    }
+
+    /// The gate of this model, on inputs of so many positions, or on those that the reference machine runs. What is expected is computed here.
+    pub(crate) fn gate<'a>(
+        &'a self,
+        seed: u64,
+        positions: Option<usize>,
+        kernel_id: KernelId<'a>,
+    ) -> Result<Gate<'a>, Failure> {
+        let (graph, weights) = (self.graph(), &*self.model.weights);
+        let expected = Expected::new(graph, weights, self.kv_capacity, seed, positions)
+            .map_err(|error| self.unevaluated(error))?;
+        let gate =
+            Gate::new(graph, weights, &self.target, self.lower_options(), kernel_id, expected);
+        Ok(gate.with_context(self.predicted_at()))
+    }
+
+    /// The graph of the model gives no values.
+    pub(crate) fn unevaluated(&self, error: impl std::fmt::Display) -> Failure {
+        Failure::usage(format!("{} cannot be evaluated: {error}", self.graph().name))
     }
 
     /// The kernel build of a kernel config: a hash of source, options and architecture.
@@ -131,7 +155,7 @@ impl Context {
 
 /// Tokens of the key/value cache: those asked for, if the model has as many positions.
 pub(crate) fn kv_capacity(asked: Option<u32>, graph: &Graph) -> Result<u32, Failure> {
-    let most = graph.max_positions.clamp(1, abi::KV_CAPACITY_MAX);
+    let most = positions_max(graph);
     match asked {
         None => Ok(most.min(DEFAULT_KV_CAPACITY)),
         Some(tokens) if (1..=most).contains(&tokens) => Ok(tokens),
@@ -140,6 +164,10 @@ pub(crate) fn kv_capacity(asked: Option<u32>, graph: &Graph) -> Result<u32, Fail
             graph.name
         ))),
     }
+}
+
+fn positions_max(graph: &Graph) -> u32 {
+    graph.max_positions.clamp(1, abi::KV_CAPACITY_MAX)
 }
 
 fn choose_target(place: &PlaceArgs) -> Result<Target, Failure> {

@@ -11,6 +11,7 @@ use ir::sampling::Sampling;
 use ir::schedule::KernelConfig;
 use remote::{Board, Phase, Served};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
+use serde::Serialize;
 use telemetry::Publisher;
 use vm_device::{Architecture, Variant};
 use vm_host::{HostError, Idle, KvPool, Loaded, Lookout, Request, Resident};
@@ -23,7 +24,6 @@ mod child;
 mod chunks;
 #[cfg(test)]
 mod hang_tests;
-mod lanes;
 mod observed;
 mod open;
 pub(crate) mod probe;
@@ -31,8 +31,7 @@ mod sequences;
 mod sharing;
 mod weights;
 
-pub(crate) use child::{open_for_soak, serve};
-pub(crate) use sequences::Undone;
+pub(crate) use child::serve;
 
 use builds::Builds;
 use probe::look;
@@ -65,7 +64,6 @@ enum Machine {
     Running(Box<Resident>),
 }
 
-/// A program that was prepared.
 struct Prepared {
     program: Arc<Verified<Program>>,
     variant: Variant,
@@ -101,7 +99,6 @@ pub(crate) struct Gpu<'a> {
     page: Option<Publisher>,
     /// A kernel did not leave, or took the context with it: only a new process gets the device back.
     lost: bool,
-    /// How long a worker may wait inside a step.
     deadline: Duration,
     /// How the weights come, and what was there when.
     arrival: Arrival,
@@ -191,9 +188,7 @@ impl Gpu<'_> {
 
     /// Makes a prepared program current, launching or switching as needed. `fresh` loads it anew: its scratch memory is poisoned.
     fn activate(&mut self, handle: Handle, fresh: bool) -> Result<&mut Resident, DeviceError> {
-        let Some(prepared) = self.programs.get(&handle.0) else {
-            return Err(DeviceError::Fault { reason: "the program was released".into() });
-        };
+        let prepared = self.prepared(handle)?;
         let (variant, program) = (prepared.variant, prepared.program.clone());
         let (mut had, together) = (prepared.loaded, prepared.together.clone());
         if !matches!(&self.machine, Machine::Running(running) if running.variant() == variant) {
@@ -207,7 +202,11 @@ impl Gpu<'_> {
             Some(loaded) => loaded,
             None => {
                 let began = Instant::now();
-                let loaded = lanes::load(running, &program, together.as_deref())?;
+                let loaded = match &together {
+                    Some(together) => running.load_together(together),
+                    None => running.load(&program),
+                };
+                let loaded = loaded.map_err(device_error)?;
                 self.page.iter().for_each(|page| page.edit(|edit| edit.head().loads += 1));
                 self.costs.loads += 1;
                 self.costs.load_s += began.elapsed().as_secs_f64();
@@ -221,6 +220,29 @@ impl Gpu<'_> {
         Ok(running)
     }
 
+    /// The machine with no kernel resident, booted for a program if need be.
+    fn idle(
+        &mut self,
+        program: &Verified<Program>,
+        variant: &Variant,
+    ) -> Result<Idle, DeviceError> {
+        match std::mem::replace(&mut self.machine, Machine::Absent) {
+            Machine::Absent => {
+                self.enter(Phase::Booting);
+                let options = (self.deadline, self.sessions, self.kv_pool);
+                boot(self.context, program, variant, options, self.arrival.streaming)
+            }
+            Machine::Idle(idle) => Ok(*idle),
+            Machine::Running(running) => self.stop(*running),
+        }
+    }
+
+    /// The program of a handle and the kernel that runs it.
+    fn prepared(&self, handle: Handle) -> Result<&Prepared, DeviceError> {
+        let released = || DeviceError::Fault { reason: "the program was released".into() };
+        self.programs.get(&handle.0).ok_or_else(released)
+    }
+
     /// Launches a kernel with a program: on a machine that is booted for it if there is none.
     fn launch(
         &mut self,
@@ -229,21 +251,7 @@ impl Gpu<'_> {
     ) -> Result<Loaded, DeviceError> {
         let began = Instant::now();
         let booted = matches!(self.machine, Machine::Absent);
-        let idle = match std::mem::replace(&mut self.machine, Machine::Absent) {
-            Machine::Absent => {
-                self.enter(Phase::Booting);
-                let sessions = self.sessions;
-                boot(
-                    self.context,
-                    program,
-                    &variant,
-                    (self.deadline, sessions, self.kv_pool),
-                    self.arrival.streaming,
-                )?
-            }
-            Machine::Idle(idle) => *idle,
-            Machine::Running(running) => self.stop(*running)?,
-        };
+        let idle = self.idle(program, &variant)?;
         self.enter(Phase::Launching);
         match idle.launch(variant, program) {
             Ok(mut running) => {
@@ -462,7 +470,6 @@ impl Gpu<'_> {
     }
 }
 
-/// Seconds that a call takes.
 fn timed(call: impl FnOnce() -> Result<(), HostError>) -> Result<f64, DeviceError> {
     let began = Instant::now();
     call().map_err(device_error)?;
@@ -476,6 +483,14 @@ fn words_of(slot: &Slot, arena: &[u32]) -> Vec<f32> {
     let tag = if slot.kind == abi::SlotKind::Tagged { (1 << abi::TAG_BITS) - 1 } else { 0 };
     let held = arena.get(first..first + words).unwrap_or_default();
     held.iter().map(|&word| f32::from_bits(word & !tag)).collect()
+}
+
+/// Why a device cannot be had, without a preface.
+pub(crate) fn reason(error: &DeviceError) -> String {
+    if let DeviceError::Unavailable { reason } = error {
+        return reason.clone();
+    }
+    error.to_string()
 }
 
 fn device_error(error: HostError) -> DeviceError {
@@ -494,10 +509,6 @@ fn device_error(error: HostError) -> DeviceError {
         },
         HostError::Compile { log } => DeviceError::Compile { log },
         HostError::OutOfMemory { needed, free } => DeviceError::OutOfMemory { needed, free },
-        // A process that lost its context cannot stop its machine either, which is found next.
-        HostError::Left | HostError::Died { .. } => {
-            DeviceError::Fault { reason: error.to_string() }
-        }
         HostError::NoDriver
         | HostError::NoDevice
         | HostError::NoSuchDevice { .. }
@@ -506,9 +517,11 @@ fn device_error(error: HostError) -> DeviceError {
         | HostError::AbiMismatch { .. }
         | HostError::NotCoResident { .. }
         | HostError::Weights { .. } => DeviceError::Unavailable { reason: error.to_string() },
-        HostError::Driver { .. } | HostError::Request(_) => {
-            DeviceError::Fault { reason: error.to_string() }
-        }
+        // A process that lost its context cannot stop its machine either, which is found next.
+        HostError::Left
+        | HostError::Died { .. }
+        | HostError::Driver { .. }
+        | HostError::Request(_) => DeviceError::Fault { reason: error.to_string() },
     }
 }
 
@@ -620,76 +633,73 @@ impl Served for Gpu<'_> {
     }
 }
 
-/// One thing that driving a GPU needs.
+#[derive(Debug, Serialize)]
 pub(crate) struct Check {
     pub(crate) name: &'static str,
     pub(crate) ok: bool,
     pub(crate) found: String,
-    pub(crate) remedy: Option<String>,
+    remedy: Option<String>,
+}
+
+impl Check {
+    pub(crate) fn new(name: &'static str, ok: bool, found: impl Into<String>) -> Self {
+        Self { name, ok, found: found.into(), remedy: None }
+    }
+
+    pub(crate) fn or(self, remedy: impl Into<String>) -> Self {
+        Self { remedy: Some(remedy.into()), ..self }
+    }
+
+    /// What to do, if something is to be done.
+    pub(crate) fn to_do(&self) -> Option<&str> {
+        self.remedy.as_deref().filter(|_| !self.ok)
+    }
 }
 
 /// What driving a GPU needs, and whether it is here. Where all of it is, the bandwidth is measured too.
 pub(crate) fn checks() -> Vec<Check> {
     let info = vm_host::Card::default().info();
     let nvrtc = vm_host::nvrtc_version();
-    let driver = !matches!(info, Err(HostError::NoDriver));
     let fits = info.as_ref().is_ok_and(|info| Architecture::of(info.capability).is_some());
+    let driver = match &info {
+        Ok(info) => format!("CUDA {}.{}", info.driver / 1000, info.driver % 1000 / 10),
+        Err(error) => error.to_string(),
+    };
+    let compiler = match &nvrtc {
+        Ok((major, minor)) => format!("{major}.{minor}"),
+        Err(error) => error.to_string(),
+    };
+    let gpu = info.as_ref().map_or_else(|_| "none".to_owned(), in_words);
     let mut checks = vec![
-        Check {
-            name: "driver",
-            ok: driver,
-            found: match &info {
-                Ok(info) => format!("CUDA {}.{}", info.driver / 1000, info.driver % 1000 / 10),
-                Err(error) => error.to_string(),
-            },
-            remedy: Some("install the NVIDIA driver; in a container, run with --gpus all".into()),
-        },
-        Check {
-            name: "nvrtc",
-            ok: nvrtc.is_ok(),
-            found: match &nvrtc {
-                Ok((major, minor)) => format!("{major}.{minor}"),
-                Err(error) => error.to_string(),
-            },
-            remedy: Some("install the CUDA toolkit, or: pip install nvidia-cuda-nvrtc, and point AMK_NVRTC at its lib folder".into()),
-        },
-        Check {
-            name: "gpu",
-            ok: fits,
-            found: match &info {
-                Ok(info) => format!(
-                    "{}, {} multiprocessors, {} of {:.1} GiB free, compute capability {}.{}",
-                    info.name,
-                    info.sms,
-                    vm_host::Card::default().free_memory()
-                        .map_or_else(|_| "unknown".to_owned(), |free| format!("{:.1}", gib(free))),
-                    gib(info.memory_bytes),
-                    info.capability.0,
-                    info.capability.1
-                ),
-                Err(_) => "none".into(),
-            },
-            remedy: Some(format!("there are kernels for {}", Architecture::all())),
-        },
+        Check::new("driver", !matches!(info, Err(HostError::NoDriver)), driver)
+            .or("install the NVIDIA driver; in a container, run with --gpus all"),
+        Check::new("nvrtc", nvrtc.is_ok(), compiler).or(
+            "install the CUDA toolkit, or: pip install nvidia-cuda-nvrtc, and point AMK_NVRTC at its lib folder",
+        ),
+        Check::new("gpu", fits, gpu).or(format!("there are kernels for {}", Architecture::all())),
     ];
     if fits && nvrtc.is_ok() {
         let bandwidth = vm_host::Card::default().measure_bandwidth(BANDWIDTH_RUNS);
-        checks.push(Check {
-            name: "bandwidth",
-            ok: bandwidth.is_ok(),
-            found: match &bandwidth {
-                Ok(rate) => format!(
-                    "{:.3} TB/s read by bulk copies (median of {BANDWIDTH_RUNS})",
-                    rate / 1e12
-                ),
-                Err(error) => error.to_string(),
-            },
-            remedy: None,
-        });
+        let found = match &bandwidth {
+            Ok(rate) => {
+                format!("{:.3} TB/s read by bulk copies (median of {BANDWIDTH_RUNS})", rate / 1e12)
+            }
+            Err(error) => error.to_string(),
+        };
+        checks.push(Check::new("bandwidth", bandwidth.is_ok(), found));
     }
     checks
 }
 
-fn gib(bytes: u64) -> f64 {
-    bytes as f64 / (1_u64 << 30) as f64
+fn in_words(info: &vm_host::DeviceInfo) -> String {
+    let gib = |bytes: u64| bytes as f64 / (1_u64 << 30) as f64;
+    let free = vm_host::Card::default().free_memory();
+    let free = free.map_or_else(|_| "unknown".to_owned(), |free| format!("{:.1}", gib(free)));
+    let (major, minor) = info.capability;
+    format!(
+        "{}, {} multiprocessors, {free} of {:.1} GiB free, compute capability {major}.{minor}",
+        info.name,
+        info.sms,
+        gib(info.memory_bytes)
+    )
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use clap::CommandFactory;
 use serde_json::json;
 
-use crate::cli::{Cli, Command, RunsCommand};
+use crate::cli::{Cli, Command, CorpusCommand, LandscapeCommand, RunsCommand};
 use crate::commands::{
     bench, bundle, calibrate, corpus_store, diff, doctor, evaluate, explain, export, generate,
     landscape, program, propose, rerun, runs, sample, search_loop, trace,
@@ -13,14 +13,16 @@ use crate::commands::{
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 
-/// Runs a command and says how it ended.
 pub(crate) fn run(command: Command) -> Outcome {
     match command {
         Command::Doctor => doctor::run(),
         Command::Propose(args) => propose::run(&args),
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Loop(args) => search_loop::run(&args),
-        Command::Corpus { command } => corpus_store::run(&command),
+        Command::Corpus { command: CorpusCommand::Show(args) } => corpus_store::show(&args),
+        Command::Corpus { command: CorpusCommand::Check(args) } => corpus_store::check(&args),
+        Command::Corpus { command: CorpusCommand::Import(args) } => corpus_store::import(&args),
+        Command::Corpus { command: CorpusCommand::Export(args) } => corpus_store::export(&args),
         Command::Runs { command: RunsCommand::Verify(args) } => runs::verify(&args)?.print(),
         Command::Runs { command: RunsCommand::List(args) } => runs::list(&args)?.print(),
         Command::Runs { command: RunsCommand::Show(args) } => runs::show::run(&args),
@@ -35,7 +37,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Bundle(args) => bundle::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::Sample(args) => sample::run(&args),
-        Command::Landscape { command } => landscape::run(&command),
+        Command::Landscape { command: LandscapeCommand::Record(args) } => landscape::run(&args),
         Command::Calibrate(args) => calibrate::run(&args),
         Command::Lower(args) => program::lower(&args),
         Command::Verify(args) => program::verify(&args),
@@ -60,7 +62,6 @@ pub(crate) fn run(command: Command) -> Outcome {
         }
         Command::DeviceChild(args) => crate::device::serve(&args),
         Command::TemplateChild => template(),
-        Command::Soak(args) => crate::soak::run(&args),
         Command::Man { out } => man(out.as_deref()),
         Command::Completions { shell } => {
             let mut script = Vec::new();

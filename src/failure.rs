@@ -3,45 +3,25 @@
 use std::process::ExitCode;
 
 use corpus::CorpusError;
+use lower::LowerError;
 use model::ModelError;
+use search::{DeviceError, Dropped};
+use vm_host::HostError;
 
 /// The exit codes. They are part of the interface: scripts and agents branch on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Exit {
-    /// Yes.
-    Yes,
-    /// A gate said no: rejected, disagreed, trapped.
-    No,
-    /// Wrong usage, or input that cannot be read.
-    Usage,
-    /// Something that this machine lacks.
-    Missing,
-    /// Tampered or corrupt files.
-    Integrity,
-    /// The samples do not tell.
-    Inconclusive,
-    /// Our bug.
-    Bug,
-    /// Stopped by the user.
-    Interrupted,
+    Yes = 0,
+    No = 1,
+    Usage = 2,
+    Missing = 3,
+    Integrity = 4,
+    Inconclusive = 5,
+    Bug = 70,
+    Interrupted = 130,
 }
 
 impl Exit {
-    /// The number.
-    pub(crate) fn code(self) -> i32 {
-        match self {
-            Self::Yes => 0,
-            Self::No => 1,
-            Self::Usage => 2,
-            Self::Missing => 3,
-            Self::Integrity => 4,
-            Self::Inconclusive => 5,
-            Self::Bug => 70,
-            Self::Interrupted => 130,
-        }
-    }
-
-    /// Every exit, by number.
     pub(crate) const ALL: [Self; 8] = [
         Self::Yes,
         Self::No,
@@ -53,43 +33,48 @@ impl Exit {
         Self::Interrupted,
     ];
 
-    /// What it tells whoever called, and what to do.
-    pub(crate) fn sentence(self) -> &'static str {
-        match self {
-            Self::Yes => "The answer is yes, or the work is done.",
-            Self::No => {
-                "A gate said no: the schedule or program was rejected, disagreed or trapped. The document says which gate, where, and what would be legal."
-            }
-            Self::Usage => {
-                "Wrong usage, or input that cannot be read or written. The message names the argument or the file, and the remedy."
-            }
-            Self::Missing => {
-                "This machine lacks something: a GPU, a driver, NVRTC. `amk doctor` says what, and how to get it."
-            }
-            Self::Integrity => {
-                "A file was tampered with or is corrupt: a ledger whose chain breaks, an edited bundle, a damaged program."
-            }
-            Self::Inconclusive => {
-                "The samples do not tell: neither better nor worse. Measure longer."
-            }
-            Self::Bug => "A bug in amk. Please report it with the command.",
-            Self::Interrupted => {
-                "Stopped by Ctrl-C. What was finished is on the disk; `--resume` goes on."
-            }
-        }
+    pub(crate) fn code(self) -> i32 {
+        self as i32
     }
 
     /// The word in an error document.
     pub(crate) fn name(self) -> &'static str {
+        self.words().0
+    }
+
+    /// What it tells whoever called, and what to do.
+    pub(crate) fn sentence(self) -> &'static str {
+        self.words().1
+    }
+
+    fn words(self) -> (&'static str, &'static str) {
         match self {
-            Self::Yes => "yes",
-            Self::No => "refused",
-            Self::Usage => "usage",
-            Self::Missing => "capability_missing",
-            Self::Integrity => "integrity",
-            Self::Inconclusive => "inconclusive",
-            Self::Bug => "bug",
-            Self::Interrupted => "interrupted",
+            Self::Yes => ("yes", "The answer is yes, or the work is done."),
+            Self::No => (
+                "refused",
+                "A gate said no: the schedule or program was rejected, disagreed or trapped. The document says which gate, where, and what would be legal.",
+            ),
+            Self::Usage => (
+                "usage",
+                "Wrong usage, or input that cannot be read or written. The message names the argument or the file, and the remedy.",
+            ),
+            Self::Missing => (
+                "capability_missing",
+                "This machine lacks something: a GPU, a driver, NVRTC. `amk doctor` says what, and how to get it.",
+            ),
+            Self::Integrity => (
+                "integrity",
+                "A file was tampered with or is corrupt: a ledger whose chain breaks, an edited bundle, a damaged program.",
+            ),
+            Self::Inconclusive => (
+                "inconclusive",
+                "The samples do not tell: neither better nor worse. Measure longer.",
+            ),
+            Self::Bug => ("bug", "A bug in amk. Please report it with the command."),
+            Self::Interrupted => (
+                "interrupted",
+                "Stopped by Ctrl-C. What was finished is on the disk; `--resume` goes on.",
+            ),
         }
     }
 }
@@ -100,10 +85,8 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// Why a command gave no result.
 #[derive(Clone, Debug)]
 pub(crate) struct Failure {
-    /// What kind of failure.
     pub(crate) exit: Exit,
     /// What, where and what to do, in one line.
     pub(crate) message: String,
@@ -125,9 +108,17 @@ impl Failure {
     pub(crate) fn refused(message: impl Into<String>) -> Self {
         Self { exit: Exit::No, message: message.into() }
     }
+
+    pub(crate) fn bug(message: impl Into<String>) -> Self {
+        Self { exit: Exit::Bug, message: message.into() }
+    }
+
+    /// `why` is what wants a GPU.
+    pub(crate) fn no_gpu(why: &str) -> Self {
+        Self::missing(format!("{why}, and there is no GPU here: see `amk doctor`"))
+    }
 }
 
-/// What a command returns.
 pub(crate) type Outcome = Result<Exit, Failure>;
 
 impl From<ModelError> for Failure {
@@ -143,5 +134,45 @@ impl From<CorpusError> for Failure {
         } else {
             Self::usage(error.to_string())
         }
+    }
+}
+
+impl From<LowerError> for Failure {
+    fn from(error: LowerError) -> Self {
+        match error {
+            LowerError::Internal(_) => Self::bug(error.to_string()),
+            LowerError::LimitExceeded { .. } | LowerError::NotValidHere(_) => {
+                Self::refused(error.to_string())
+            }
+        }
+    }
+}
+
+/// What keeps this machine from driving its GPU.
+impl From<HostError> for Failure {
+    fn from(error: HostError) -> Self {
+        Self::missing(format!("capability missing: {error}"))
+    }
+}
+
+impl From<DeviceError> for Failure {
+    fn from(error: DeviceError) -> Self {
+        let gone = matches!(error, DeviceError::Unavailable { .. });
+        Self { exit: if gone { Exit::Missing } else { Exit::No }, message: error.to_string() }
+    }
+}
+
+/// Some ends are not the schedule's fault: a bug of ours, or a device that is gone.
+impl From<&Dropped> for Failure {
+    fn from(dropped: &Dropped) -> Self {
+        let fault = if let Dropped::Unloadable(error) = dropped {
+            Some(Self::from(error.clone()))
+        } else if let Dropped::Failed(error) = dropped {
+            Some(Self::from(error.clone()))
+        } else {
+            None
+        };
+        let fault = fault.filter(|fault| fault.exit != Exit::No);
+        fault.unwrap_or_else(|| Self::refused(dropped.to_string()))
     }
 }

@@ -6,23 +6,16 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ir::program::{Program, Verified};
+use serde::de::DeserializeOwned;
 
 use crate::failure::Failure;
 
-/// Longest program file that is read.
 const PROGRAM_BYTES_MAX: u64 = 1 << 30;
 
-/// The forms of a program file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
-    Text,
-    Binary,
-}
-
-fn form(path: &Path) -> Result<Form, Failure> {
+fn is_binary(path: &Path) -> Result<bool, Failure> {
     match path.extension().and_then(|e| e.to_str()) {
-        Some("amk") => Ok(Form::Text),
-        Some("amkp") => Ok(Form::Binary),
+        Some("amk") => Ok(false),
+        Some("amkp") => Ok(true),
         Some(_) | None => Err(Failure::usage(format!(
             "{}: a program file ends in .amk (text) or .amkp (binary)",
             path.display()
@@ -32,33 +25,39 @@ fn form(path: &Path) -> Result<Form, Failure> {
 
 /// Writes a program, whole or not at all.
 pub(crate) fn save(program: &Program, path: &Path) -> Result<(), Failure> {
-    let bytes = match form(path)? {
-        Form::Text => ir::text::print(program).into_bytes(),
-        Form::Binary => ir::text::save(program),
+    let bytes = match is_binary(path)? {
+        true => ir::text::save(program),
+        false => ir::text::print(program).into_bytes(),
     };
     write_whole(path, &bytes)
 }
 
 /// Reads a program, without verifying it.
 pub(crate) fn open(path: &Path) -> Result<Program, Failure> {
-    let form = form(path)?;
-    let unreadable = |e: std::io::Error| {
-        Failure::usage(format!("cannot read {}: {e}; check the path", path.display()))
-    };
-    let bytes = corpus::files::read(path, PROGRAM_BYTES_MAX).map_err(unreadable)?;
-    match form {
-        Form::Binary => decode(path, &bytes),
-        Form::Text => {
-            let text = String::from_utf8(bytes)
-                .map_err(|_| Failure::usage(format!("{} is not text", path.display())))?;
-            ir::text::parse(&text).map_err(|e| Failure::usage(format!("{}: {e}", path.display())))
-        }
+    let binary = is_binary(path)?;
+    let bytes = corpus::files::read(path, PROGRAM_BYTES_MAX).map_err(|e| unreadable(path, e))?;
+    if binary {
+        return ir::text::load(&bytes)
+            .map_err(|error| Failure::integrity(format!("{}: {error}", path.display())));
     }
+    let text = String::from_utf8(bytes)
+        .map_err(|_| Failure::usage(format!("{} is not text", path.display())))?;
+    ir::text::parse(&text).map_err(|e| Failure::usage(format!("{}: {e}", path.display())))
 }
 
-fn decode(path: &Path, bytes: &[u8]) -> Result<Program, Failure> {
-    ir::text::load(bytes)
-        .map_err(|error| Failure::integrity(format!("{}: {error}", path.display())))
+/// A path that was named cannot be read.
+pub(crate) fn unreadable(path: &Path, error: impl std::fmt::Display) -> Failure {
+    Failure::usage(format!("cannot read {}: {error}; check the path", path.display()))
+}
+
+/// The text of a file of at most so many bytes.
+pub(crate) fn read_text(path: &Path, most: u64) -> Result<String, Failure> {
+    corpus::files::read_text(path, most).map_err(|error| unreadable(path, error))
+}
+
+/// What a JSON file of at most so many bytes holds.
+pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, most: u64) -> Result<T, Failure> {
+    serde_json::from_str(&read_text(path, most)?).map_err(|error| unreadable(path, error))
 }
 
 /// Writes a file so that it appears complete or not at all.
@@ -93,6 +92,25 @@ pub(crate) fn write_with(
         let _ = std::fs::remove_file(&partial);
         refused(e)
     })
+}
+
+/// Makes a folder so that it appears complete or not at all.
+pub(crate) fn new_folder<T>(
+    path: &Path,
+    fill: impl FnOnce(&Path) -> Result<T, Failure>,
+) -> Result<T, Failure> {
+    let refused = |error: std::io::Error| {
+        let remedy = "--out names a folder that does not exist yet, where there is room";
+        Failure::usage(format!("cannot write {}: {error}; {remedy}", path.display()))
+    };
+    let partial = partial_of(path);
+    std::fs::create_dir_all(&partial).map_err(refused)?;
+    let filled = fill(&partial)
+        .and_then(|filled| std::fs::rename(&partial, path).map(|()| filled).map_err(refused));
+    if filled.is_err() {
+        let _ = std::fs::remove_dir_all(&partial);
+    }
+    filled
 }
 
 fn partial_of(path: &Path) -> PathBuf {

@@ -4,7 +4,6 @@
 //! config, and what does not fit is left out with a word about it. A schedule of another kernel build is not used: its time was that
 //! kernel's.
 
-use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use ir::program::Dims;
@@ -15,10 +14,8 @@ use crate::context::Context;
 use crate::failure::Failure;
 use crate::{files, report};
 
-/// Schema of an entry.
 const SCHEMA: &str = "amk.found.v1";
 
-/// Longest file that is read.
 const BYTES_MAX: u64 = 64 << 10;
 
 /// Farthest context, as a ratio, for which a found schedule is used.
@@ -42,7 +39,6 @@ pub(crate) struct Entry {
     pub(crate) schedule_id: String,
     /// Measured microseconds a token.
     pub(crate) latency_us: f64,
-    /// The schedule.
     pub(crate) config: serde_json::Value,
 }
 
@@ -187,16 +183,7 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
 }
 
 fn read(path: &Path) -> Result<Entry, String> {
-    // A pipe would never end.
-    if !path.is_file() {
-        return Err("it is no file".to_owned());
-    }
-    let mut text = String::new();
-    let file = std::fs::File::open(path).map_err(|error| error.to_string())?;
-    file.take(BYTES_MAX + 1).read_to_string(&mut text).map_err(|error| error.to_string())?;
-    if text.len() as u64 > BYTES_MAX {
-        return Err(format!("it is longer than {BYTES_MAX} bytes"));
-    }
+    let text = corpus::files::read_text(path, BYTES_MAX).map_err(|error| error.to_string())?;
     let entry: Entry = serde_json::from_str(&text).map_err(|error| error.to_string())?;
     if entry.latency_us <= 0.0 {
         return Err(format!("{} us is no latency", entry.latency_us));

@@ -17,7 +17,6 @@ pub(crate) fn catch(parts: &str, then: impl Fn(bool) + Send + 'static) {
     }
 }
 
-/// Whether it came.
 pub(crate) fn came() -> bool {
     TIMES.load(Ordering::SeqCst) > 0
 }

@@ -16,6 +16,7 @@ mod config_source;
 mod context;
 mod device;
 mod dispatch;
+mod engine;
 mod failure;
 mod files;
 mod found;
@@ -26,12 +27,9 @@ mod mcp;
 mod observe;
 mod peers;
 mod report;
-mod sampling_args;
 mod schedule_choice;
 #[cfg(feature = "full")]
 mod serve;
-mod soak;
-mod together;
 #[cfg(feature = "full")]
 mod top;
 mod working;

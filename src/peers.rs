@@ -9,10 +9,12 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use ir::Graph;
+use ir::program::Dims;
 use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::cli::PeerChoice;
+use crate::device::Check;
 
 /// The step in PyTorch; it is given to the interpreter as text, so that there is nothing to install.
 const TORCH_STEP: &str = include_str!("peers/torch_step.py");
@@ -33,13 +35,10 @@ const DRAIN: Duration = Duration::from_secs(2);
 /// Longest part of a peer's own words that is passed on.
 const WORDS_MAX: usize = 300;
 
-/// What peers are asked to do.
 pub(crate) struct Ask<'a> {
-    /// The model.
     pub(crate) graph: &'a Graph,
     /// Tokens before the measured ones.
     pub(crate) context: u32,
-    /// Tokens of a block.
     pub(crate) tokens: u32,
     /// What each peer may take, its start included.
     pub(crate) timeout: Duration,
@@ -47,18 +46,14 @@ pub(crate) struct Ask<'a> {
     pub(crate) gguf: Option<PathBuf>,
 }
 
-/// One engine.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub(crate) struct Peer {
-    /// Its name.
     pub(crate) name: &'static str,
-    /// Its version, if it was measured.
     pub(crate) version: Option<String>,
     /// Median over blocks, in microseconds a token.
     pub(crate) us_per_token: Option<f64>,
     /// Fastest and slowest block.
     pub(crate) interval: Option<[f64; 2]>,
-    /// How it was run.
     pub(crate) conditions: Vec<String>,
     /// Why there is no number, and what would give one.
     pub(crate) absent: Option<String>,
@@ -71,22 +66,12 @@ struct Measured {
     conditions: Vec<String>,
 }
 
-/// Whether an engine can be started here at all.
-pub(crate) struct Found {
-    /// Its name.
-    pub(crate) name: &'static str,
-    /// Whether it was found.
-    pub(crate) present: bool,
-    /// What was found, or what is missing.
-    pub(crate) note: String,
-}
-
 /// Looks for the peers without measuring them.
-pub(crate) fn look() -> [Found; 2] {
+pub(crate) fn look() -> [Check; 2] {
     let python = python();
-    let found = |name, program: &OsStr, args: &[&str], missing: String| {
-        let present = runs(program, args);
-        Found { name, present, note: if present { "found".to_owned() } else { missing } }
+    let found = |name, program: &OsStr, args: &[&str], missing: String| match runs(program, args) {
+        true => Check::new(name, true, "found"),
+        false => Check::new(name, false, missing).or("only needed for side-by-side `amk bench`"),
     };
     let torch = format!("{} cannot import torch", python.display());
     let llama = "llama-bench is not on the PATH".to_owned();
@@ -140,14 +125,7 @@ fn name(peer: PeerChoice) -> &'static str {
 }
 
 fn absent(peer: PeerChoice, reason: String) -> Peer {
-    Peer {
-        name: name(peer),
-        version: None,
-        us_per_token: None,
-        interval: None,
-        conditions: Vec::new(),
-        absent: Some(reason),
-    }
+    Peer { name: name(peer), absent: Some(reason), ..Peer::default() }
 }
 
 fn present(peer: PeerChoice, measured: Measured) -> Peer {
@@ -164,11 +142,10 @@ fn present(peer: PeerChoice, measured: Measured) -> Peer {
         us_per_token: Some(search::median(&blocks)),
         interval: Some([low, high]),
         conditions: [vec![format!("{} blocks", blocks.len())], conditions].concat(),
-        absent: None,
+        ..Peer::default()
     }
 }
 
-/// The step in PyTorch.
 fn torch(peer: PeerChoice, ask: &Ask<'_>) -> Result<Measured, String> {
     let python = python();
     let mut command = Command::new(&python);
@@ -197,17 +174,10 @@ fn torch(peer: PeerChoice, ask: &Ask<'_>) -> Result<Measured, String> {
 fn shapes(peer: PeerChoice, ask: &Ask<'_>) -> Value {
     let graph = ask.graph;
     let layer = graph.layers.first();
-    json!({
+    let shape = json!(Dims::from(graph));
+    let mut asked = json!({
         "peer": name(peer),
         "device": "cuda",
-        "dtype": graph.dtype.name(),
-        "hidden": graph.hidden,
-        "layers": graph.layers.len(),
-        "heads": graph.heads,
-        "kv_heads": graph.kv_heads,
-        "head_dim": graph.head_dim,
-        "ffn": graph.ffn,
-        "vocab": graph.vocab,
         "tied": graph.tied(),
         "attention_bias": layer.is_some_and(|layer| layer.q.bias.is_some()),
         "qk_norm": layer.is_some_and(|layer| layer.q_norm.is_some()),
@@ -219,10 +189,13 @@ fn shapes(peer: PeerChoice, ask: &Ask<'_>) -> Value {
         "blocks": BLOCKS,
         "warmup": WARMUP,
         "seconds": ask.timeout.as_secs(),
-    })
+    });
+    for (size, value) in shape.as_object().into_iter().flatten() {
+        asked[size] = value.clone();
+    }
+    asked
 }
 
-/// llama.cpp's own benchmark.
 fn llama_bench(ask: &Ask<'_>) -> Result<Measured, String> {
     let Some(gguf) = &ask.gguf else {
         return Err("no model for it; --gguf names one".to_owned());

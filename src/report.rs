@@ -19,14 +19,11 @@ static JSON: AtomicBool = AtomicBool::new(false);
 /// What a command answers.
 #[derive(Debug)]
 pub(crate) struct Answer<T> {
-    /// Its one document.
     pub(crate) document: T,
-    /// How it ended.
     pub(crate) exit: Exit,
 }
 
 impl<T: Serialize> Answer<T> {
-    /// Prints the document.
     pub(crate) fn print(&self) -> Outcome {
         document(&self.document)?;
         Ok(self.exit)
@@ -138,7 +135,6 @@ pub(crate) fn fail(failure: &Failure) -> ExitCode {
     failure.exit.into()
 }
 
-/// The document of a failure.
 pub(crate) fn error_document(exit: Exit, message: &str) -> Value {
     json!({
         "schema": "amk.error.v1",
@@ -200,9 +196,10 @@ fn usage_message(rendered: &str) -> String {
 }
 
 /// Two columns, aligned.
-pub(crate) fn table(rows: &[(String, String)]) {
-    let width = rows.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
-    for (name, value) in rows {
+pub(crate) fn table<N: AsRef<str>>(rows: &[(N, String)]) {
+    let names = rows.iter().map(|(name, _)| name.as_ref());
+    let width = names.clone().map(|name| name.chars().count()).max().unwrap_or(0);
+    for (name, (_, value)) in names.zip(rows) {
         say(&format!("  {name:width$}  {value}"));
     }
 }

@@ -1,9 +1,11 @@
 //! Which schedule a command runs, and why: the one place that chooses between a config, what a search found here, what is shipped, and the
 //! rules that need no search.
 
-use ir::Violations;
 use ir::program::Dims;
-use ir::schedule::{ScheduleConfig, default_config_at, read_config, split_keys};
+use ir::schedule::{
+    ScheduleConfig, default_config_at, legal_values, read_config, split_keys, validate,
+};
+use ir::{Graph, Knob, Target, Violations};
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -37,7 +39,7 @@ pub(crate) enum ShapeMatch {
 }
 
 /// Where a schedule comes from.
-#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, JsonSchema)]
 pub(crate) struct ScheduleSource {
     /// config, found, shipped, default or neutral.
     pub(crate) kind: &'static str,
@@ -105,7 +107,7 @@ fn from_config(
     given: &ConfigSource,
 ) -> Result<Result<Chosen, Violations>, Failure> {
     let why = "the given config".to_owned();
-    let source = ScheduleSource { why, ..ScheduleSource::rule("config") };
+    let source = ScheduleSource { kind: "config", why, ..ScheduleSource::default() };
     Ok(context.config(given)?.map(|config| Chosen { config, source }))
 }
 
@@ -151,9 +153,10 @@ pub(crate) fn reproducible(context: &Context, tokens: u32) -> ScheduleConfig {
 fn default(context: &Context, tokens: u32, why: &str) -> Chosen {
     let config = default_config_at(context.graph(), &context.target, tokens);
     let source = ScheduleSource {
+        kind: "default",
         context: Some(tokens),
         why: format!("{why} for {tokens} tokens of context"),
-        ..ScheduleSource::rule("default")
+        ..ScheduleSource::default()
     };
     Chosen { config, source }
 }
@@ -161,7 +164,8 @@ fn default(context: &Context, tokens: u32, why: &str) -> Chosen {
 fn neutral(context: &Context) -> Chosen {
     let config = context.neutral_config();
     let why = "neutral, a slow start of studies".to_owned();
-    Chosen { config, source: ScheduleSource { why, ..ScheduleSource::rule("neutral") } }
+    let source = ScheduleSource { kind: "neutral", why, ..ScheduleSource::default() };
+    Chosen { config, source }
 }
 
 /// The best shipped schedule that is legal here.
@@ -205,7 +209,6 @@ fn kernel_of(bundle: &str) -> Option<String> {
     Some(bundle.get("kernel_id")?.as_str()?.to_owned())
 }
 
-/// What a search found on this machine.
 fn found(context: &Context, tokens: u32) -> Option<Chosen> {
     let (config, entry) = found::nearest(context, tokens)?;
     let Entry { target, card, context, kernel_id, latency_us, .. } = entry;
@@ -224,12 +227,29 @@ fn found(context: &Context, tokens: u32) -> Option<Chosen> {
     Some(Chosen { config, source })
 }
 
-impl ScheduleSource {
-    /// A source that was measured nowhere.
-    fn rule(kind: &'static str) -> Self {
-        let (target, shape, context, kernel) = (None, None, None, None);
-        Self { kind, target, shape, context, kernel, split_for: None, why: String::new() }
+/// The schedule with at least as many splits of the keys as there are lanes. One session at a short context is fastest with few: it has work for
+/// one or two, and each further one is a hand-off more. Lanes take their first splits on different workers (decision 022), so with a split for
+/// each of them eight sessions at a short context have eight times as many workers. There are no more splits than workers for them, and a
+/// value that makes the schedule illegal is passed over.
+pub(crate) fn spread(
+    config: ScheduleConfig,
+    graph: &Graph,
+    target: &Target,
+    lanes: u32,
+) -> ScheduleConfig {
+    let knob = Knob::TilingAttentionKvSplit;
+    let most = target.sms / graph.kv_heads.max(1);
+    let mut best = config;
+    for value in legal_values(knob, graph, target) {
+        let mut tried = config;
+        let set = tried.set(knob, value).is_ok() && validate(tried, graph, target).is_ok();
+        let splits = |config: &ScheduleConfig| config.tiling.attention.kv_split;
+        if set && splits(&best) < lanes && splits(&best) < splits(&tried) && splits(&tried) <= most
+        {
+            best = tried;
+        }
     }
+    best
 }
 
 #[cfg(test)]

@@ -125,3 +125,27 @@ fn shipped_schedules_are_legal_for_the_shapes_that_they_name() {
         assert!(config.is_ok(), "{shipped:?}: {config:?}");
     }
 }
+
+#[test]
+fn lanes_get_a_split_each() {
+    let target = Target::by_name("h200").expect("a known target");
+    for (model, context, lanes, splits) in [
+        ("llama-3.2-1b", 128, 8, 8),
+        ("llama-3.2-1b", 128, 2, 2),
+        ("llama-3.2-1b", 128, 1, 1),
+        ("llama-3.2-1b", 16_384, 8, 16),
+        ("smollm2-135m", 128, 8, 8),
+    ] {
+        let model = model::preset(model).expect("a preset");
+        let shape = ir::program::Dims::from(&model.graph);
+        let shipped = corpus::shipped(&shape, &target, context)[0].shipped;
+        let config = ir::schedule::read_config(shipped.schedule, &model.graph, &target);
+        let config = *config.expect("a legal schedule");
+        let got = spread(config, &model.graph, &target, lanes);
+        assert_eq!(got.tiling.attention.kv_split, splits, "{}", model.graph.name);
+        let mut back = got;
+        back.tiling.attention.kv_split = config.tiling.attention.kv_split;
+        assert_eq!(back, config, "nothing else changes");
+        assert!(validate(got, &model.graph, &target).is_ok());
+    }
+}

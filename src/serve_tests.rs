@@ -135,6 +135,8 @@ impl Server {
                 {
                     break;
                 }
+                // A process that was stopped and goes on has its waits with a limit broken off.
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                 Err(error) => panic!("{error} after {} bytes", bytes.len()),
             }
         }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::serve::Server;
-use super::{Ran, amk_in, command, folder, ran};
+use super::{Ran, command, folder, ran};
 
 /// How long anything may take.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -181,38 +181,4 @@ fn cancelled(server: &Server, runtime: &Path, tokens: u64) {
     let seen = until(runtime, "it has left", |seen| seen["endings"]["cancelled"] == 1);
     assert_eq!(seen["sessions"], json!([]));
     assert!(seen["totals"]["tokens"].as_u64().unwrap() > tokens);
-}
-
-/// Five seconds of random sequences on a process that is killed, stopped and asked for nonsense.
-#[test]
-fn a_soak_loses_no_token_and_holds_nothing() {
-    let home = folder();
-    let ran = amk_in(
-        home.path(),
-        &[
-            "soak",
-            "--model",
-            "toy",
-            "--device",
-            "cpu",
-            "--kv-capacity",
-            "64",
-            "--seconds",
-            "5",
-            "--seed",
-            "1",
-        ],
-    );
-    let document = ran.succeeds("amk.soak.v1");
-    let count = |field: &str| document[field].as_u64().unwrap();
-    for field in ["finished", "cancelled", "bad_commands", "kills", "in_flight", "replays"] {
-        assert!(count(field) > 0, "{field}: {document}");
-    }
-    assert_eq!(
-        (count("hangs"), &document["wrong"], &document["leaks"]),
-        (1, &json!([]), &json!([]))
-    );
-    let reports = document["reports"].as_array().unwrap();
-    let said = |report: &Value| report.as_str().is_some_and(|text| text.contains("tokens kept"));
-    assert!(!reports.is_empty() && reports.iter().all(said), "{document}");
 }

@@ -14,7 +14,6 @@ const ALL: u8 = 0;
 const FAILURES: u8 = 1;
 const NOTHING: u8 = 2;
 
-/// How often the line is drawn.
 const TICK: Duration = Duration::from_millis(250);
 
 /// From here on people are told why something failed, and nothing else.
@@ -53,15 +52,11 @@ impl Working {
     }
 
     fn with(bar: ProgressBar, template: &str, what: impl Into<String>) -> Self {
-        if is_quiet() {
-            return Self(ProgressBar::hidden());
-        }
-        if let Some(style) = style(template) {
-            bar.set_style(style);
+        let bar = shown(bar, template);
+        if !bar.is_hidden() {
+            bar.enable_steady_tick(TICK);
         }
         bar.set_message(what.into());
-        bar.enable_steady_tick(TICK);
-        follow(&bar);
         Self(bar)
     }
 
@@ -79,9 +74,16 @@ impl Working {
 /// The line that is shown now, or was last.
 static SHOWN: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
-/// Keeps what is said from here on out of this line.
-pub(crate) fn follow(bar: &ProgressBar) {
+/// A line in this style, out of which what is said from here on is kept. Nothing is shown where people are told nothing.
+pub(crate) fn shown(bar: ProgressBar, template: &str) -> ProgressBar {
+    if is_quiet() {
+        return ProgressBar::hidden();
+    }
+    if let Some(style) = style(template) {
+        bar.set_style(style);
+    }
     *SHOWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(bar.clone());
+    bar
 }
 
 /// Says something above the line that is shown.
@@ -94,7 +96,7 @@ pub(crate) fn above(say: impl FnOnce()) {
 }
 
 /// A style whose `left` is what the rest will take: guessed from what is done, so nothing is said before anything is.
-pub(crate) fn style(template: &str) -> Option<ProgressStyle> {
+fn style(template: &str) -> Option<ProgressStyle> {
     let left = |state: &ProgressState, out: &mut dyn Write| {
         let written = match state.pos() {
             0 => out.write_str("how long is not known yet"),

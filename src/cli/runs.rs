@@ -1,12 +1,12 @@
-//! Arguments of `amk runs`.
+//! Arguments of the commands on what is kept: runs, their store, landscapes.
 
 use std::path::PathBuf;
 
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 use schemars::JsonSchema;
 use serde::Deserialize;
 
-use super::{DeviceChoice, SharingArgs};
+use super::{DeviceChoice, ModelArgs, SharingArgs};
 
 /// What `runs` does.
 #[derive(Debug, Subcommand)]
@@ -56,7 +56,6 @@ pub(crate) struct RunArgs {
     pub(crate) path: PathBuf,
 }
 
-/// Arguments of `runs compare`.
 #[derive(Debug, Args)]
 pub(crate) struct CompareArgs {
     /// The folder of a search, or its ledger.
@@ -67,7 +66,6 @@ pub(crate) struct CompareArgs {
     pub(crate) b: PathBuf,
 }
 
-/// Arguments of `runs replay`.
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
     /// The folder of a search, or its ledger.
@@ -83,7 +81,6 @@ pub(crate) struct ReplayArgs {
     pub(crate) sharing: SharingArgs,
 }
 
-/// Arguments of `runs export`.
 #[derive(Debug, Args)]
 pub(crate) struct RunsExportArgs {
     #[command(flatten)]
@@ -96,7 +93,6 @@ pub(crate) struct RunsExportArgs {
     pub(crate) validation: u64,
 }
 
-/// Arguments of `runs gc`.
 #[derive(Debug, Args)]
 pub(crate) struct GcArgs {
     #[command(flatten)]
@@ -116,4 +112,133 @@ pub(crate) struct RunsArgs {
     #[arg(value_name = "PATH")]
     #[serde(default)]
     pub(crate) paths: Vec<PathBuf>,
+}
+
+/// What to do with the store.
+#[derive(Debug, Subcommand)]
+pub(crate) enum CorpusCommand {
+    /// Says what a store holds: what leads by model and card, and which moves paid.
+    #[command(
+        after_help = "Examples:\n  amk corpus show\n  amk corpus show --store night.sqlite | jq .best"
+    )]
+    Show(StoreArgs),
+    /// Checks the file, the chain of every run, and that the tables follow from the rows.
+    #[command(after_help = "Examples:\n  amk corpus check")]
+    Check(StoreArgs),
+    /// Adds runs that are not in the store yet: ledgers, folders of runs, or what `export` wrote.
+    #[command(
+        after_help = "Examples:\n  amk corpus import runs\n  amk corpus import night.jsonl --store all.sqlite"
+    )]
+    Import(ImportArgs),
+    /// Writes the store out: JSON lines (every row with its chain, and the programs), or a Parquet file for each table.
+    #[command(
+        after_help = "Examples:\n  amk corpus export --out store.jsonl\n  amk corpus export --out - | gzip > store.jsonl.gz\n  \
+        amk corpus export --format parquet --out tables"
+    )]
+    Export(StoreExportArgs),
+}
+
+/// A store.
+#[derive(Debug, Args)]
+pub(crate) struct StoreArgs {
+    /// The store. Default: runs/store.sqlite.
+    #[arg(
+        long,
+        value_name = "FILE",
+        default_value = "runs/store.sqlite",
+        hide_default_value = true
+    )]
+    pub(crate) store: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ImportArgs {
+    #[command(flatten)]
+    pub(crate) store: StoreArgs,
+    /// Ledgers, folders of a search, folders of such folders, exported files.
+    #[arg(value_name = "PATH", required = true)]
+    pub(crate) paths: Vec<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct StoreExportArgs {
+    #[command(flatten)]
+    pub(crate) store: StoreArgs,
+    /// What to write.
+    #[arg(long, value_enum, default_value = "jsonl")]
+    pub(crate) format: ExportFormat,
+    /// The file, or `-` for standard output, which then carries the lines instead of a document. For Parquet a new folder.
+    #[arg(long, value_name = "FILE|DIR")]
+    pub(crate) out: PathBuf,
+}
+
+/// What a store is written out as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ExportFormat {
+    /// JSON lines: everything, to be imported again.
+    Jsonl,
+    /// A file for each table.
+    Parquet,
+}
+
+/// What to do with landscapes.
+#[derive(Debug, Subcommand)]
+pub(crate) enum LandscapeCommand {
+    /// Measures every point of a grid, each once and briefly. Without a GPU the cost model answers, and the file says so.
+    #[command(
+        after_help = "Examples:\n  amk landscape record --model smollm2-135m --grid corpus/landscapes/smollm2-135m.grid.json --device cuda --out smollm2.jsonl\n  \
+        amk landscape record --model qwen3-0.6b --grid corpus/landscapes/qwen3-0.6b.grid.json --out qwen.jsonl --resume\n\n\
+        Each point agrees on the reference machine and, at the timed positions, on the device before it is timed. Rows are written as they\n\
+        come; Ctrl-C ends the run with exit code 130 and --resume goes on. Failed points are rows too."
+    )]
+    Record(RecordArgs),
+}
+
+/// A part of a whole.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shard {
+    /// Which, from zero.
+    pub(crate) index: u32,
+    /// Of how many.
+    pub(crate) of: u32,
+}
+
+fn shard(text: &str) -> Result<Shard, String> {
+    let read = || {
+        let (index, of) = text.split_once('/')?;
+        Some((index.parse().ok()?, of.parse().ok()?))
+    };
+    match read() {
+        Some((index, of)) if index < of => Ok(Shard { index, of }),
+        _ => Err("a shard is I/N with I from 0 to N - 1".to_owned()),
+    }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RecordArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) sharing: SharingArgs,
+    /// The grid: knobs with the values to combine.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) grid: PathBuf,
+    /// What tokens, and the order of the points, are drawn with.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// Tokens before the timed ones.
+    #[arg(long, default_value_t = 128, value_name = "TOKENS")]
+    pub(crate) context: u32,
+    /// Rounds of four blocks of eight tokens that a point is timed.
+    #[arg(long, default_value_t = 2, value_name = "N")]
+    pub(crate) rounds: usize,
+    /// Record only the points whose number is I modulo N.
+    #[arg(long, default_value = "0/1", value_name = "I/N", value_parser = shard)]
+    pub(crate) shard: Shard,
+    /// The file of rows to write.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) out: PathBuf,
+    /// Go on with a file that is there.
+    #[arg(long)]
+    pub(crate) resume: bool,
 }

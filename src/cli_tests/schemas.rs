@@ -54,7 +54,6 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("corpus check"),
         plain("corpus import runs"),
         plain("corpus export --out store.jsonl"),
-        plain("soak --model toy --device cpu --kv-capacity 64 --seconds 1"),
         with_toy(&["lower", "-o", "toy.amk"]),
         plain("verify toy.amk"),
         plain("interpret toy.amk --model toy"),

@@ -8,10 +8,10 @@ use reference_vm::accuracy::Accuracy;
 use reference_vm::compare::Tolerance;
 use reference_vm::eval::Evaluator;
 use search::{
-    BUNDLE_SCHEMA, Bundle, Conditions, Contender, Device, Dropped, Expected, Gate, Handle,
-    LatencyKind, POSITIONS_MAX, Plan, Ran, Samples, Side, Timing, Verdict, assess, draw_tokens,
+    BUNDLE_SCHEMA, Bundle, Conditions, Contender, Device, Dropped, Gate, Handle, LatencyKind,
+    POSITIONS_MAX, Plan, Ran, Samples, Side, Timing, Verdict, assess, draw_tokens,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::cli::{BenchArgs, DeviceChoice, PeerChoice};
 use crate::context::Context;
@@ -21,6 +21,8 @@ use crate::peers::{self, Peer};
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::working::Working;
 use crate::{conditions, files, report};
+
+pub(super) mod blocks;
 
 /// Tokens that one block times.
 const TIMED_TOKENS: u32 = 32;
@@ -47,7 +49,6 @@ struct Passage {
     seed: u64,
 }
 
-/// What a device showed.
 #[derive(Default)]
 struct Shown {
     accuracy: Option<Accuracy>,
@@ -55,7 +56,6 @@ struct Shown {
     bytes: Option<u64>,
     /// Bytes a second of the device, measured.
     bandwidth: Option<f64>,
-    /// Every timed block.
     rounds_us: Vec<[f64; 4]>,
 }
 
@@ -66,12 +66,7 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     if let Some(sequences) = args.together.sequences {
         return super::together::run(args, sequences);
     }
-    let mut context = Context::new(&args.model)?;
-    if args.model.place.kv_capacity.is_none() {
-        let most = context.graph().max_positions.clamp(1, abi::KV_CAPACITY_MAX);
-        let needed = args.context.saturating_add(TIMED_TOKENS).min(most);
-        context.kv_capacity = context.kv_capacity.max(needed);
-    }
+    let context = Context::with_room(&args.model, args.context.saturating_add(TIMED_TOKENS))?;
     let Chosen { config, source } =
         choose(&context, &args.config, args.context, Auto::Reproducible)?;
     if args.context == 0 || args.context >= context.kv_capacity {
@@ -84,29 +79,22 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     let peers = measure_peers(args, &context);
     let mut device = context.open_process(&args.sharing)?;
     if args.bundle.is_some() && device.is_none() {
-        let message =
-            "--bundle is for what is measured, and there is no GPU here: see `amk doctor`";
-        return Err(Failure::missing(message));
+        return Err(Failure::no_gpu("--bundle is for what is measured"));
     }
-    let conditions = device.as_ref().map(|device| conditions::here(device));
+    let conditions = device.as_ref().map(|device| conditions::of(device.describe()));
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
-    let (graph, weights) = (context.graph(), &*context.model.weights);
-    let unevaluated =
-        |error| Failure::usage(format!("{} cannot be evaluated: {error}", graph.name));
-    let most = device.is_some().then_some(POSITIONS_MAX);
-    let working = Working::on(format!("evaluating {}, then judging the schedule", graph.name));
-    let expected =
-        Expected::new(graph, weights, context.kv_capacity, args.seed, most).map_err(unevaluated)?;
-    let options = context.lower_options();
-    let mut gate = Gate::new(graph, weights, &context.target, options, &kernel_id, expected)
-        .with_context(args.context);
+    let name = &context.graph().name;
+    let working = Working::on(format!("evaluating {name}, then judging the schedule"));
+    let positions = device.is_some().then_some(POSITIONS_MAX);
+    let gate = context.gate(args.seed, positions, &kernel_id)?;
+    let mut gate = gate.with_context(args.context);
     let (mut verdict, outcome, shown) = match &mut device {
         None => {
             let (verdict, outcome) = assess::evaluate(&mut gate, None, &config, TIMING, args.seed);
             (verdict, outcome.map(drop), Shown::default())
         }
         Some(device) => {
-            let passage = Passage::new(&context, args).map_err(unevaluated)?;
+            let passage = Passage::new(&context, args).map_err(|e| context.unevaluated(e))?;
             Bench { gate: &mut gate, device, passage: &passage }.run(&config)
         }
     };
@@ -204,7 +192,6 @@ fn compared(length: usize) -> Vec<usize> {
     positions.into_iter().collect()
 }
 
-/// Where a schedule is benched.
 struct Bench<'b, 'a> {
     gate: &'b mut Gate<'a>,
     device: &'b mut dyn Device,
@@ -299,29 +286,25 @@ fn judge(verdict: &mut Verdict, accuracy: Option<Accuracy>) -> bool {
     accurate
 }
 
-/// What people read.
 fn say(args: &BenchArgs, context: &Context, verdict: &Verdict, shown: &Shown, peers: &[Peer]) {
     let graph = context.graph();
     let mut row = vec![
-        (
-            "model".to_owned(),
-            format!("{} {} on {}", graph.name, graph.dtype.name(), verdict.device),
-        ),
-        ("context".to_owned(), format!("{} tokens, batch 1, whole step", args.context)),
+        ("model", format!("{} {} on {}", graph.name, graph.dtype.name(), verdict.device)),
+        ("context", format!("{} tokens, batch 1, whole step", args.context)),
     ];
     if let Some(reason) = &verdict.rejected_reason {
-        row.push(("NO".to_owned(), reason.clone()));
+        row.push(("NO", reason.clone()));
     }
-    row.push(("amk".to_owned(), latency_line(verdict)));
+    row.push(("amk", latency_line(verdict)));
     let rate = shown.bandwidth.unwrap_or(context.target.bandwidth as f64);
-    row.push(("floor".to_owned(), floor_line(verdict, shown, rate)));
+    row.push(("floor", floor_line(verdict, shown, rate)));
     if let Some(accuracy) = shown.accuracy {
-        row.push(("accuracy".to_owned(), accuracy_line(&accuracy)));
+        row.push(("accuracy", accuracy_line(&accuracy)));
     }
     let measured =
         verdict.latency_us.filter(|_| verdict.latency_kind == Some(LatencyKind::MeasuredGpu));
-    row.extend(peers.iter().map(|peer| (peer.name.to_owned(), peer_line(peer, measured))));
-    row.extend(verdict.notes.iter().map(|note| ("note".to_owned(), note.clone())));
+    row.extend(peers.iter().map(|peer| (peer.name, peer_line(peer, measured))));
+    row.extend(verdict.notes.iter().map(|note| ("note", note.clone())));
     report::table(&row);
     if verdict.latency_kind == Some(LatencyKind::Predicted) {
         report::say("no GPU was used: the latency is a prediction, not a measurement");
@@ -359,6 +342,21 @@ fn accuracy_line(accuracy: &Accuracy) -> String {
     )
 }
 
+pub(super) fn accuracy_document(accuracy: &Accuracy, against: &str) -> Value {
+    json!({
+        "against": against,
+        "positions": accuracy.positions,
+        "rel_err_worst": accuracy.rel_worst,
+        "rel_err_mean": accuracy.rel_mean,
+        "rel_err_max_allowed": Accuracy::REL_MAX,
+        "top1_decided": accuracy.decided,
+        "top1_equal": accuracy.decided_equal,
+        "kl_mean": accuracy.kl_mean,
+        "kl_max_allowed": Accuracy::KL_MAX,
+        "within_bounds": accuracy.holds(),
+    })
+}
+
 fn peer_line(peer: &Peer, amk_us: Option<f64>) -> String {
     let (Some(us), Some([low, high])) = (peer.us_per_token, peer.interval) else {
         return format!("absent: {}", peer.absent.as_deref().unwrap_or("no reason is known"));
@@ -378,20 +376,8 @@ fn answer(
     shown: &Shown,
     peers: &[Peer],
 ) -> Result<(), Failure> {
-    let accuracy = shown.accuracy.map(|accuracy| {
-        json!({
-            "against": "f32 evaluation of the same weights",
-            "positions": accuracy.positions,
-            "rel_err_worst": accuracy.rel_worst,
-            "rel_err_mean": accuracy.rel_mean,
-            "rel_err_max_allowed": Accuracy::REL_MAX,
-            "top1_decided": accuracy.decided,
-            "top1_equal": accuracy.decided_equal,
-            "kl_mean": accuracy.kl_mean,
-            "kl_max_allowed": Accuracy::KL_MAX,
-            "within_bounds": accuracy.holds(),
-        })
-    });
+    let against = "f32 evaluation of the same weights";
+    let accuracy = shown.accuracy.map(|accuracy| accuracy_document(&accuracy, against));
     report::document(&json!({
         "schema": "amk.bench.v1",
         "model": context.graph().name,

@@ -9,9 +9,8 @@ use serde_json::{Value, json};
 use crate::cli::{BundleArgs, DeviceChoice, PlaceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
+use crate::{files, report};
 
-/// Longest file that is read.
 const BYTES_MAX: u64 = 16 << 20;
 
 /// Models up to so many bytes of weights are run on the reference machine without being asked: some seconds on two cores.
@@ -75,7 +74,7 @@ type Refusing = (Exit, String);
 
 /// What a bundle says and what was checked, or why it is refused. A file that cannot be read fails outright.
 fn check(args: &BundleArgs, path: &Path) -> Result<Result<(Value, Status), Refusing>, Failure> {
-    let text = read(path)?;
+    let text = files::read_text(path, BYTES_MAX)?;
     let bundle = match Bundle::read(&text) {
         Ok(bundle) => bundle,
         Err(refusal) => return Ok(Err(refused(&refusal))),
@@ -135,13 +134,6 @@ fn check(args: &BundleArgs, path: &Path) -> Result<Result<(Value, Status), Refus
     Ok(Ok((document, status)))
 }
 
-fn read(path: &Path) -> Result<String, Failure> {
-    let unreadable = |error: std::io::Error| {
-        Failure::usage(format!("cannot read {}: {error}; check the path", path.display()))
-    };
-    corpus::files::read_text(path, BYTES_MAX).map_err(unreadable)
-}
-
 fn refused(refusal: &Refusal) -> Refusing {
     let exit = match refusal {
         Refusal::Unreadable(_) => Exit::Usage,
@@ -154,7 +146,7 @@ fn refused(refusal: &Refusal) -> Refusing {
 /// Runs the program on the reference machine, as the gate of a search does.
 fn reference(context: &Context, bundle: &Bundle) -> Result<Result<String, String>, Failure> {
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
-    let gate = super::evaluate::gate(context, bundle.seed, false, &kernel_id)?;
+    let gate = context.gate(bundle.seed, None, &kernel_id)?;
     let assessed = gate
         .validate(&bundle.config)
         .and_then(|valid| gate.lower(valid))
@@ -171,9 +163,9 @@ fn reference(context: &Context, bundle: &Bundle) -> Result<Result<String, String
 fn say(bundle: &Bundle, checked: &[String], build: &str) {
     let conditions = &bundle.conditions;
     let mut rows = vec![
-        ("model".to_owned(), format!("{} {} for {}", bundle.model, bundle.dtype, bundle.target)),
+        ("model", format!("{} {} for {}", bundle.model, bundle.dtype, bundle.target)),
         (
-            "measured".to_owned(),
+            "measured",
             format!(
                 "{:.1} us a token (99 % interval {:.1} to {:.1}), {:.1} % of the floor of {:.1} us, at {} tokens of context",
                 bundle.median_us,
@@ -185,14 +177,14 @@ fn say(bundle: &Bundle, checked: &[String], build: &str) {
             ),
         ),
         (
-            "on".to_owned(),
+            "on",
             format!(
                 "{}, driver {}, CUDA {}, amk {}",
                 conditions.card, conditions.driver, conditions.cuda, conditions.amk
             ),
         ),
     ];
-    rows.extend(checked.iter().map(|line| ("checked".to_owned(), line.clone())));
-    rows.push(("build".to_owned(), build.to_owned()));
+    rows.extend(checked.iter().map(|line| ("checked", line.clone())));
+    rows.push(("build", build.to_owned()));
     report::table(&rows);
 }

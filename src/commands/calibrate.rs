@@ -18,10 +18,8 @@ use crate::{files, report};
 /// The rank correlation that predictions must have to be worth ranking with.
 const RANK_MIN: f64 = 0.8;
 
-/// Longest file of measured rows that is read.
 const ROWS_BYTES_MAX: u64 = 1 << 30;
 
-/// Longest file of rates that is read.
 const RATES_BYTES_MAX: u64 = 1 << 20;
 
 pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
@@ -37,7 +35,7 @@ pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
         report::say(&format!("note: {other} rows lower to another program than the one measured"));
     }
     let mut rates = match &args.rates {
-        Some(path) => read_rates(path)?,
+        Some(path) => files::read_json::<RateFile>(path, RATES_BYTES_MAX)?.rates,
         None => *Rates::shipped(),
     };
     let mut tables = Vec::new();
@@ -97,11 +95,8 @@ fn rows(cases: &[Case], rates: &Rates) -> Vec<Value> {
     pairs.map(row).collect()
 }
 
-/// The rows of a file, lowered.
 fn read(path: &Path) -> Result<Vec<Case>, Failure> {
-    let text = corpus::files::read_text(path, ROWS_BYTES_MAX).map_err(|error| {
-        Failure::usage(format!("cannot read {}: {error}; check the path", path.display()))
-    })?;
+    let text = files::read_text(path, ROWS_BYTES_MAX)?;
     let at = |index: usize, what: String| {
         Failure::usage(format!("{} line {}: {what}", path.display(), index + 1))
     };
@@ -127,16 +122,6 @@ fn read(path: &Path) -> Result<Vec<Case>, Failure> {
     };
     let lowered = search::calibrate::cases(rows.into_iter().map(of).collect());
     lowered.map_err(|(index, dropped)| at(index, dropped.to_string()))
-}
-
-fn read_rates(path: &Path) -> Result<Rates, Failure> {
-    let unreadable =
-        |error: String| Failure::usage(format!("cannot read {}: {error}", path.display()));
-    let text = corpus::files::read_text(path, RATES_BYTES_MAX)
-        .map_err(|error| unreadable(error.to_string()))?;
-    let file: RateFile =
-        serde_json::from_str(&text).map_err(|error| unreadable(error.to_string()))?;
-    Ok(file.rates)
 }
 
 /// Writes fitted rates, rounded to what the fit can tell, with where they are from.

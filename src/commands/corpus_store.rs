@@ -1,16 +1,15 @@
 //! `amk corpus`: the store of all searches. What goes into it passed the same checks as `runs verify`.
 
 use std::io::{BufReader, BufWriter, Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use corpus::store::{Added, BEST, PRIORS, parquet, run_id, schema, text};
 use corpus::{Link, Store};
 use ir::text::LoadError;
-use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::runs;
-use crate::cli::{CorpusCommand, ExportFormat, ImportArgs, StoreArgs, StoreExportArgs};
+use crate::cli::{ExportFormat, ImportArgs, StoreArgs, StoreExportArgs};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 use crate::working::Working;
@@ -18,76 +17,11 @@ use crate::working::Working;
 /// How every line of an export begins.
 const EXPORTED: [&[u8]; 2] = [b"{\"run\":\"", b"{\"program\":"];
 
-/// Longest export of JSON lines that is read.
 const EXPORT_BYTES_MAX: u64 = 8 << 30;
 
 /// The file that makes a folder an export.
 const PARQUET: &str = "records.parquet";
 
-/// What a store holds.
-#[derive(Debug, Serialize)]
-struct Shown<'a> {
-    schema: &'static str,
-    store: &'a Path,
-    version: i64,
-    /// Rows by table.
-    rows: Map<String, Value>,
-    /// What leads, by model, target, device and kind of latency.
-    best: Vec<Map<String, Value>>,
-    /// What moves brought, the most reliable first.
-    moves: Vec<Map<String, Value>>,
-}
-
-/// Whether a store holds.
-#[derive(Debug, Serialize)]
-struct Checked<'a> {
-    schema: &'static str,
-    store: &'a Path,
-    holds: bool,
-    reason: Option<String>,
-}
-
-/// What an import added.
-#[derive(Debug, Serialize)]
-struct Imported<'a> {
-    schema: &'static str,
-    store: &'a Path,
-    runs: Vec<ImportedRun>,
-    /// Programs that were new.
-    programs: u64,
-}
-
-/// One run of an import.
-#[derive(Debug, Serialize)]
-struct ImportedRun {
-    run: String,
-    from: PathBuf,
-    /// Rows that were new, the header among them.
-    new: u64,
-    /// Rows that were there.
-    held: u64,
-}
-
-/// What an export wrote.
-#[derive(Debug, Serialize)]
-struct Written<'a> {
-    schema: &'static str,
-    store: &'a Path,
-    out: &'a Path,
-    /// Lines, or rows of all tables.
-    rows: u64,
-}
-
-pub(crate) fn run(command: &CorpusCommand) -> Outcome {
-    match command {
-        CorpusCommand::Show(args) => show(args),
-        CorpusCommand::Check(args) => check(args),
-        CorpusCommand::Import(args) => import(args),
-        CorpusCommand::Export(args) => export(args),
-    }
-}
-
-/// A store that is there.
 fn open(args: &StoreArgs) -> Result<Store, Failure> {
     if !args.store.exists() {
         return Err(Failure::usage(format!(
@@ -98,17 +32,11 @@ fn open(args: &StoreArgs) -> Result<Store, Failure> {
     Ok(Store::existing(&args.store)?)
 }
 
-fn show(args: &StoreArgs) -> Outcome {
+pub(crate) fn show(args: &StoreArgs) -> Outcome {
     let store = open(args)?;
-    let rows = store.counts()?.into_iter().map(|(table, rows)| (table.to_owned(), rows.into()));
-    let shown = Shown {
-        schema: "amk.corpus.v1",
-        store: &args.store,
-        version: schema::VERSION,
-        rows: rows.collect(),
-        best: store.query(BEST, &[])?,
-        moves: store.query(PRIORS, &[])?,
-    };
+    let rows: Map<String, Value> =
+        store.counts()?.into_iter().map(|(table, rows)| (table.to_owned(), rows.into())).collect();
+    let best = store.query(BEST, &[])?;
     let line = |best: &Map<String, Value>| {
         let word = |key: &str| best.get(key).and_then(Value::as_str).unwrap_or("?").to_owned();
         let us = report::maybe(best.get("best_us").and_then(Value::as_f64), "us");
@@ -123,14 +51,21 @@ fn show(args: &StoreArgs) -> Outcome {
             ),
         )
     };
-    report::table(&shown.best.iter().map(line).collect::<Vec<_>>());
-    let total = |table: &str| shown.rows.get(table).and_then(Value::as_u64).unwrap_or(0);
+    report::table(&best.iter().map(line).collect::<Vec<_>>());
+    let total = |table: &str| rows.get(table).and_then(Value::as_u64).unwrap_or(0);
     report::say(&format!("{} runs, {} trials", total("runs"), total("trials")));
-    report::document(&shown)?;
+    report::document(&json!({
+        "schema": "amk.corpus.v1",
+        "store": args.store,
+        "version": schema::VERSION,
+        "rows": rows,
+        "best": best,
+        "moves": store.query(PRIORS, &[])?,
+    }))?;
     Ok(Exit::Yes)
 }
 
-fn check(args: &StoreArgs) -> Outcome {
+pub(crate) fn check(args: &StoreArgs) -> Outcome {
     let store = open(args)?;
     let mut unread = 0_u64;
     let found = match store.check()? {
@@ -152,16 +87,14 @@ fn check(args: &StoreArgs) -> Outcome {
         )),
     }
     let holds = reason.is_none();
-    report::document(&Checked {
-        schema: "amk.corpus_check.v1",
-        store: &args.store,
-        holds,
-        reason,
-    })?;
+    let schema = "amk.corpus_check.v1";
+    report::document(
+        &json!({"schema": schema, "store": args.store, "holds": holds, "reason": reason}),
+    )?;
     Ok(if holds { Exit::Yes } else { Exit::Integrity })
 }
 
-fn import(args: &ImportArgs) -> Outcome {
+pub(crate) fn import(args: &ImportArgs) -> Outcome {
     // Everything is read and checked before anything is written.
     let (mut rows, mut programs) = (Vec::new(), Vec::new());
     let working = Working::through(args.paths.len(), "reading");
@@ -178,10 +111,8 @@ fn import(args: &ImportArgs) -> Outcome {
             programs.extend(found.programs);
         } else {
             for ledger in runs::ledgers(std::slice::from_ref(path))? {
-                let (contents, _) = runs::sound(&ledger)?;
-                let header = contents.hashes.first().map_or("", String::as_str);
-                let run = run_id(&contents.header, header);
-                rows.push((run, ledger, contents.links().collect()));
+                let (found, contents) = runs::sound(&ledger)?;
+                rows.push((found.run, ledger, contents.links().collect()));
             }
         }
         working.done();
@@ -195,7 +126,7 @@ fn import(args: &ImportArgs) -> Outcome {
         let line = format!("{}: run {run}, {new} rows new, {held} held", from.display());
         report::say(&line);
         working.done();
-        imported.push(ImportedRun { run, from, new, held });
+        imported.push(json!({"run": run, "from": from, "new": new, "held": held}));
     }
     drop(working);
     let mut added = 0;
@@ -204,7 +135,9 @@ fn import(args: &ImportArgs) -> Outcome {
     }
     let path = &args.store.store;
     let schema = "amk.corpus_import.v1";
-    report::document(&Imported { schema, store: path, runs: imported, programs: added })?;
+    report::document(
+        &json!({"schema": schema, "store": path, "runs": imported, "programs": added}),
+    )?;
     Ok(Exit::Yes)
 }
 
@@ -283,7 +216,7 @@ fn is_program(id: &str, saved: &[u8]) -> Result<bool, String> {
     }
 }
 
-fn export(args: &StoreExportArgs) -> Outcome {
+pub(crate) fn export(args: &StoreExportArgs) -> Outcome {
     let store = open(&args.store)?;
     if args.out == Path::new("-") && args.format == ExportFormat::Jsonl {
         let mut out = BufWriter::new(std::io::stdout().lock());
@@ -304,28 +237,19 @@ fn export(args: &StoreExportArgs) -> Outcome {
     drop(working);
     report::say(&format!("{rows} rows in {}", args.out.display()));
     let schema = "amk.corpus_export.v1";
-    report::document(&Written { schema, store: &args.store.store, out: &args.out, rows })?;
+    report::document(
+        &json!({"schema": schema, "store": args.store.store, "out": args.out, "rows": rows}),
+    )?;
     Ok(Exit::Yes)
 }
 
 /// A Parquet file for each table, in a folder that appears when it is complete.
 fn tables(store: &Store, out: &Path) -> Result<u64, Failure> {
-    let refused = |e: std::io::Error| {
-        let remedy = "--out names a folder that does not exist yet";
-        Failure::usage(format!("cannot write {}: {e}; {remedy}", out.display()))
-    };
     if out.exists() {
-        return Err(refused(std::io::ErrorKind::AlreadyExists.into()));
+        return Err(Failure::usage(format!(
+            "{} is there already; --out names a folder that does not exist yet",
+            out.display()
+        )));
     }
-    let mut partial = out.as_os_str().to_owned();
-    partial.push(format!(".{}.partial", std::process::id()));
-    let partial = PathBuf::from(partial);
-    std::fs::create_dir_all(&partial).map_err(refused)?;
-    let written = parquet::write(store, &partial).map_err(Failure::from);
-    let written =
-        written.and_then(|rows| std::fs::rename(&partial, out).map(|()| rows).map_err(refused));
-    if written.is_err() {
-        let _ = std::fs::remove_dir_all(&partial);
-    }
-    written
+    crate::files::new_folder(out, |folder| Ok(parquet::write(store, folder)?))
 }

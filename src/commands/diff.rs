@@ -23,7 +23,7 @@ use programs::ProgramDiff;
 const ANY_MODEL: &str = "toy";
 
 /// How two schedules or two programs differ.
-#[derive(Debug, Serialize, JsonSchema)]
+#[derive(Debug, Default, Serialize, JsonSchema)]
 pub(crate) struct Difference {
     #[schemars(extend("const" = "amk.diff.v1"))]
     schema: &'static str,
@@ -83,7 +83,6 @@ pub(crate) fn run(args: &DiffArgs) -> Outcome {
     answer(args)?.print()
 }
 
-/// Compares what the arguments name.
 pub(crate) fn answer(args: &DiffArgs) -> Result<Answer<Difference>, Failure> {
     let document = match (program_path(&args.a), program_path(&args.b)) {
         (Some(a), Some(b)) => of_programs(a, b)?,
@@ -107,7 +106,6 @@ pub(crate) fn check(source: &ConfigSource) -> Result<(), Failure> {
     }
 }
 
-/// The path, if it is that of a program.
 fn program_path(source: &ConfigSource) -> Option<&Path> {
     let ConfigSource::File(path) = source else { return None };
     let extension = path.extension()?.to_str()?;
@@ -125,10 +123,8 @@ fn of_programs(a: &Path, b: &Path) -> Result<Difference, Failure> {
         b: b.display().to_string(),
         same: ids[0] == ids[1],
         ids,
-        knobs: None,
-        acts_on: None,
-        lowered: None,
         programs: Some(diff),
+        ..Difference::default()
     })
 }
 
@@ -183,8 +179,7 @@ fn difference(args: &DiffArgs, [a, b]: &[ScheduleConfig; 2]) -> Difference {
             (false, false) => "program",
         }),
         knobs: Some(knobs),
-        lowered: None,
-        programs: None,
+        ..Difference::default()
     }
 }
 

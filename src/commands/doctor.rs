@@ -1,39 +1,20 @@
 //! `amk doctor`: what works here, what is missing, and how to get it.
 
-use serde::Serialize;
 use serde_json::json;
 
+use crate::device::Check;
 use crate::failure::{Exit, Outcome};
 use crate::{peers, report};
 
-/// One thing that was looked for.
-#[derive(Debug, Serialize)]
-struct Check {
-    name: &'static str,
-    ok: bool,
-    found: String,
-    remedy: Option<String>,
-}
-
 pub(crate) fn run() -> Outcome {
     let mut checks = vec![cores(), memory(), scratch()];
-    checks.extend(crate::device::checks().into_iter().map(|check| Check {
-        name: check.name,
-        ok: check.ok,
-        found: check.found,
-        remedy: check.remedy,
-    }));
-    checks.extend(peers::look().into_iter().map(|peer| Check {
-        name: peer.name,
-        ok: peer.present,
-        remedy: (!peer.present).then(|| "only needed for side-by-side `amk bench`".to_owned()),
-        found: peer.note,
-    }));
+    checks.extend(crate::device::checks());
+    checks.extend(peers::look());
     let gpu = checks.iter().filter(|c| ["driver", "nvrtc", "gpu"].contains(&c.name)).all(|c| c.ok);
     for check in &checks {
         let mark = if check.ok { "yes" } else { "no " };
         report::say(&format!("  {mark} {:10} {}", check.name, check.found));
-        if let Some(remedy) = check.remedy.as_ref().filter(|_| !check.ok) {
+        if let Some(remedy) = check.to_do() {
             report::say(&format!("      {:10} {remedy}", ""));
         }
     }
@@ -54,12 +35,7 @@ pub(crate) fn run() -> Outcome {
 
 fn cores() -> Check {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    Check {
-        name: "cpu",
-        ok: true,
-        found: format!("{cores} cores for the reference machine"),
-        remedy: None,
-    }
+    Check::new("cpu", true, format!("{cores} cores for the reference machine"))
 }
 
 fn memory() -> Check {
@@ -68,15 +44,9 @@ fn memory() -> Check {
         .lines()
         .find_map(|line| line.strip_prefix("MemAvailable:"))
         .and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok());
-    match available {
-        Some(kib) => Check {
-            name: "memory",
-            ok: kib > 1 << 20,
-            found: format!("{:.1} GiB free", kib as f64 / (1 << 20) as f64),
-            remedy: Some("presets need their weights in memory: 2 bytes a parameter".into()),
-        },
-        None => Check { name: "memory", ok: true, found: "unknown".into(), remedy: None },
-    }
+    let Some(kib) = available else { return Check::new("memory", true, "unknown") };
+    Check::new("memory", kib > 1 << 20, format!("{:.1} GiB free", kib as f64 / (1 << 20) as f64))
+        .or("presets need their weights in memory: 2 bytes a parameter")
 }
 
 fn scratch() -> Check {
@@ -84,10 +54,6 @@ fn scratch() -> Check {
     let probe = here.join(format!(".amk-doctor-{}", std::process::id()));
     let ok = std::fs::write(&probe, b"").is_ok();
     let _ = std::fs::remove_file(&probe);
-    Check {
-        name: "folder",
-        ok,
-        found: format!("{} can {}be written", here.display(), if ok { "" } else { "not " }),
-        remedy: Some("searches write to ./runs: use --out, or another folder".into()),
-    }
+    let found = format!("{} can {}be written", here.display(), if ok { "" } else { "not " });
+    Check::new("folder", ok, found).or("searches write to ./runs: use --out, or another folder")
 }

@@ -2,7 +2,7 @@
 
 use ir::Violations;
 use schemars::JsonSchema;
-use search::{Assessed, Decision, Device, Dropped, Expected, Gate, Timing, Verdict};
+use search::{Assessed, Decision, Device, Dropped, Gate, POSITIONS_MAX, Timing, Verdict};
 use serde::Serialize;
 use serde_json::json;
 
@@ -18,18 +18,12 @@ use crate::schedule_choice::{self, Auto, Chosen, ScheduleSource};
 use crate::working::Working;
 
 pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
-    match judge(args)? {
-        Judged::Schedule(answer) => answer.print(),
-        Judged::Copies(exit) => Ok(exit),
-    }
+    let (answer, races) = judge(args)?;
+    races.map_or_else(|| answer.print(), Ok)
 }
 
-/// The verdict on one schedule.
 pub(crate) fn answer(args: &EvaluateArgs) -> Result<Answer<Judgement>, Failure> {
-    match judge(args)? {
-        Judged::Schedule(answer) => Ok(*answer),
-        Judged::Copies(_) => Err(Failure::usage("races against copies are for the command line")),
-    }
+    judge(args).map(|(answer, _)| answer)
 }
 
 /// A verdict and the schedule that it is on.
@@ -41,21 +35,14 @@ pub(crate) struct Judgement {
     schedule_source: Option<ScheduleSource>,
 }
 
-/// What there is to say.
-enum Judged {
-    Schedule(Box<Answer<Judgement>>),
-    /// The races against copies have been printed.
-    Copies(Exit),
-}
-
-fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
+/// The verdict on one schedule, and how its races against copies ended, whose document is printed then.
+fn judge(args: &EvaluateArgs) -> Result<(Answer<Judgement>, Option<Exit>), Failure> {
     let context = Context::new(&args.model)?;
     let tokens = context.predicted_at();
     let chosen = schedule_choice::judged(&context, &args.config, tokens, Auto::Reproducible)?;
     let mut device = context.open_process(&args.sharing)?;
     if args.aa.is_some() && device.is_none() {
-        let message = "--aa is for what is measured, and there is no GPU here: see `amk doctor`";
-        return Err(Failure::missing(message));
+        return Err(Failure::no_gpu("--aa is for what is measured"));
     }
     let Chosen { config, source } = match chosen {
         Ok(chosen) => chosen,
@@ -66,12 +53,13 @@ fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
             search::assess::refuse(&mut verdict, &Dropped::Rejected(violations.clone()));
             say_violations(&violations);
             let document = Judgement { verdict, schedule_source };
-            return Ok(Judged::Schedule(Box::new(Answer { document, exit: Exit::No })));
+            return Ok((Answer { document, exit: Exit::No }, None));
         }
     };
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let working = Working::on(format!("judging a schedule of {}", context.graph().name));
-    let mut gate = gate(&context, args.seed, device.is_some(), &kernel_id)?;
+    let positions = device.is_some().then_some(POSITIONS_MAX);
+    let mut gate = context.gate(args.seed, positions, &kernel_id)?;
     let (mut verdict, outcome) = search::assess::evaluate(
         &mut gate,
         device.as_mut().map(|gpu| gpu as &mut dyn Device),
@@ -93,13 +81,14 @@ fn judge(args: &EvaluateArgs) -> Result<Judged, Failure> {
     }
     verdict.notes.extend(without_kernel(&context.target));
     say(&verdict);
+    let mut races = None;
     if let (Some(count), Some(device), Ok(assessed)) = (args.aa, &mut device, &outcome) {
         let copies = (count.into(), args.seed);
-        return same(&mut gate, device, assessed, &verdict, copies).map(Judged::Copies);
+        races = Some(same(&mut gate, device, assessed, &verdict, copies)?);
     }
     let exit = if verdict.correct && outcome.is_ok() { Exit::Yes } else { Exit::No };
     let document = Judgement { verdict, schedule_source: Some(source) };
-    Ok(Judged::Schedule(Box::new(Answer { document, exit })))
+    Ok((Answer { document, exit }, races))
 }
 
 /// Races a program against its copy, and says how often a search would have kept the copy.
@@ -112,9 +101,11 @@ fn same(
 ) -> Outcome {
     let timing = Timing::default();
     let equals = search::equals(gate, device, assessed, timing, MIN_GAIN_MEASURED, (count, seed))
-        .map_err(|dropped| match stop_on_our_fault(&dropped) {
-        Err(failure) => failure,
-        Ok(()) => Failure::refused(format!("a copy of the program is out: {dropped}")),
+        .map_err(|dropped| match Failure::from(&dropped) {
+        Failure { exit: Exit::No, message } => {
+            Failure::refused(format!("a copy of the program is out: {message}"))
+        }
+        fault => fault,
     })?;
     let (kept, most) = (equals.kept(), equals.kept_max());
     let of = |decision| equals.all.iter().filter(|equal| equal.decision == decision).count();
@@ -129,8 +120,7 @@ fn same(
     Ok(if kept <= most { Exit::Yes } else { Exit::No })
 }
 
-/// What an A/A run answers.
-fn aa_document(verdict: &Verdict, equals: &search::Equals) -> serde_json::Value {
+pub(super) fn aa_document(verdict: &Verdict, equals: &search::Equals) -> serde_json::Value {
     let of = |decision| equals.all.iter().filter(|equal| equal.decision == decision).count();
     json!({
         "schema": "amk.aa.v1",
@@ -148,43 +138,10 @@ fn aa_document(verdict: &Verdict, equals: &search::Equals) -> serde_json::Value 
     })
 }
 
-/// A gate for a model: the expected values are computed here.
-pub(crate) fn gate<'a>(
-    context: &'a Context,
-    seed: u64,
-    on_device: bool,
-    kernel_id: search::KernelId<'a>,
-) -> Result<Gate<'a>, Failure> {
-    let (graph, weights) = (context.graph(), &*context.model.weights);
-    let positions = on_device.then_some(search::POSITIONS_MAX);
-    let expected = Expected::new(graph, weights, context.kv_capacity, seed, positions)
-        .map_err(|error| Failure::usage(format!("{} cannot be evaluated: {error}", graph.name)))?;
-    let options = context.lower_options();
-    let predicted_at = context.predicted_at();
-    Ok(Gate::new(graph, weights, &context.target, options, kernel_id, expected)
-        .with_context(predicted_at))
-}
-
-/// Some ends are not the schedule's fault.
+/// Ends the command where an end is not the schedule's fault.
 pub(crate) fn stop_on_our_fault(dropped: &Dropped) -> Result<(), Failure> {
-    match dropped {
-        Dropped::Unloadable(error @ lower::LowerError::Internal(_)) => {
-            Err(Failure { exit: Exit::Bug, message: error.to_string() })
-        }
-        Dropped::Failed(error @ search::DeviceError::Unavailable { .. }) => {
-            Err(Failure::missing(error.to_string()))
-        }
-        Dropped::Rejected(_)
-        | Dropped::Unloadable(_)
-        | Dropped::Unrunnable(_)
-        | Dropped::Unevaluated(_)
-        | Dropped::Halted(_)
-        | Dropped::Sampled { .. }
-        | Dropped::Disagreed { .. }
-        | Dropped::Unrepeatable(_)
-        | Dropped::Failed(_)
-        | Dropped::BelowFloor(_) => Ok(()),
-    }
+    let failure = Failure::from(dropped);
+    if failure.exit == Exit::No { Ok(()) } else { Err(failure) }
 }
 
 fn say_violations(violations: &Violations) {
@@ -195,39 +152,21 @@ fn say_violations(violations: &Violations) {
     }
 }
 
-/// The verdict as a table.
 pub(crate) fn say(verdict: &Verdict) {
     let kind = verdict.latency_kind.map_or("", search::LatencyKind::name);
     let mut rows = vec![
-        ("model".to_owned(), format!("{} on {}", verdict.model, verdict.target)),
-        ("device".to_owned(), verdict.device.clone()),
+        ("model", format!("{} on {}", verdict.model, verdict.target)),
+        ("device", verdict.device.clone()),
     ];
     for gate in &verdict.gates {
         let mark = if gate.passed { "yes" } else { "NO " };
-        rows.push((gate.gate.clone(), format!("{mark} {}", gate.detail)));
+        rows.push((&gate.gate, format!("{mark} {}", gate.detail)));
     }
     let share = report::maybe(verdict.pct_of_roofline, "% of the floor");
-    rows.push((
-        "latency".to_owned(),
-        format!("{} {kind}, {share}", report::maybe(verdict.latency_us, "us")),
-    ));
+    rows.push(("latency", format!("{} {kind}, {share}", report::maybe(verdict.latency_us, "us"))));
     for note in &verdict.notes {
-        rows.push(("note".to_owned(), note.clone()));
+        rows.push(("note", note.clone()));
     }
     report::table(&rows);
     say_divergence(verdict.first_divergence.as_ref());
-}
-
-#[cfg(test)]
-pub(super) mod tests {
-    use super::*;
-
-    /// The document of an A/A run, which takes a card.
-    pub(in crate::commands) fn document() -> serde_json::Value {
-        let gain = search::Interval { low: -0.001, high: 0.001 };
-        let notes = vec!["clocks: SM 1980 MHz".to_owned()];
-        let equal = search::Equal { decision: Decision::Reverted, gain, rounds: 4, notes };
-        let equals = search::Equals { noise_floor: 0.002, threshold: 0.01, all: vec![equal] };
-        aa_document(&Verdict::new("toy", "h200", "NVIDIA H200"), &equals)
-    }
 }

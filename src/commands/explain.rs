@@ -69,7 +69,6 @@ pub(crate) struct Explanation {
     entries: Option<Vec<Entry>>,
 }
 
-/// Every word.
 fn entries() -> Vec<Entry> {
     let knobs = Knob::ALL.iter().map(|&knob| {
         Entry::new("knob", knob.path(), knob.desc())
@@ -99,12 +98,10 @@ fn terms() -> impl Iterator<Item = Entry> {
     })
 }
 
-/// Prints what a word means, in every sense that it has, or all words.
 pub(crate) fn run(args: &ExplainArgs) -> Outcome {
     answer(args)?.print()
 }
 
-/// What a word means, or all words.
 pub(crate) fn answer(args: &ExplainArgs) -> Result<Answer<Explanation>, Failure> {
     let explained = |names, entries| {
         let document = Explanation { schema: "amk.explain.v1", names, entries };

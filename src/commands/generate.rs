@@ -9,9 +9,6 @@ use std::time::{Duration, Instant};
 use abi::Activity;
 use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
 use model::{Chat, Message, Tokenizer};
-use reference_vm::Order;
-use reference_vm::eval::{Evaluator, Logits};
-use reference_vm::machine::{Machine, Run};
 use remote::Served;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
@@ -21,19 +18,17 @@ use crate::cli::{DeviceChoice, GenerateArgs, PrefillChoice, ReadByChoice};
 use crate::config_source::ConfigSource;
 use crate::context::Context;
 use crate::device::Gpu;
+use crate::engine::{self, Engine, Megakernel};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{Observer, Sequences};
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::working::Working;
 use crate::{files, report};
 
-/// Longest prompt that is read.
 const PROMPT_BYTES_MAX: u64 = 4 << 20;
 
-/// Feeds one or more tokens at the next positions and returns the logits of each.
-type Feed<'a> = dyn FnMut(&[u32]) -> Result<Vec<Vec<f32>>, Failure> + 'a;
-
 /// What was fed and what came out.
+#[derive(Default)]
 struct Generated {
     tokens: Vec<u32>,
     logits: Vec<Vec<f32>>,
@@ -222,33 +217,15 @@ fn execute(
     // A kernel counts its own commands.
     let said = Sequences::new(observer.publisher(), args.model.place.device != DeviceChoice::Cuda);
     said.sole((prompt.len() + wish.limit) as u64);
-    let (graph, weights) = (context.graph(), &*context.model.weights);
     args.prefill.check(args.model.place.device == DeviceChoice::Cuda)?;
     match args.model.place.device {
-        DeviceChoice::Eval => {
-            let mut evaluator = Evaluator::new(graph, weights)
-                .map_err(|e| Failure::usage(format!("{} cannot be evaluated: {e}", graph.name)))?;
-            let mut feed = |tokens: &[u32]| {
-                let rows =
-                    evaluator.run(tokens, if wish.keep { Logits::All } else { Logits::Last });
-                rows.map_err(|e| Failure::usage(e.to_string()))
-            };
-            on_host(&mut feed, prompt, wish, &said)
-        }
+        DeviceChoice::Eval => on_host(&mut engine::graph(context), context, prompt, wish, &said),
         DeviceChoice::Cuda => on_device(args, context, prompt, wish, (observer, &said), began),
         DeviceChoice::Auto | DeviceChoice::Cpu => {
             let Chosen { config, source } = schedule(args, context, prompt)?;
             let program = context.lowered(&config)?;
-            let mut machine = Machine::new(&program, graph, weights)
-                .map_err(|e| Failure::usage(e.to_string()))?;
-            let mut feed = |tokens: &[u32]| match machine.run(tokens, Order::Waves) {
-                Ok(Run::Finished(outputs)) => Ok(outputs.logits),
-                Ok(halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. })) => {
-                    Err(Failure::refused(search::Dropped::Halted(halted).to_string()))
-                }
-                Err(error) => Err(Failure::usage(error.to_string())),
-            };
-            let generated = on_host(&mut feed, prompt, wish, &said)?;
+            let mut machine = engine::reference(context, &program);
+            let generated = on_host(&mut machine, context, prompt, wish, &said)?;
             Ok(Generated { schedule: Some(source), ..generated })
         }
     }
@@ -282,43 +259,30 @@ fn on_device(
         return Err(Failure::missing("capability missing: no CUDA device"));
     };
     device.observed(observer.lookout(), observer.publisher());
-    let failed = |error: search::DeviceError| Failure::refused(error.to_string());
     device.set_prefill(args.prefill.prefill)?;
     if args.weights.stream_weights {
         device.stream_weights(streaming(args));
     }
-    let handle = device.prepare(&program, &config.kernel).map_err(failed)?;
+    let handle = device.prepare(&program, &config.kernel)?;
     if chosen_there {
         let limit = u32::try_from(wish.limit).unwrap_or(u32::MAX);
         said.enter(Activity::Running);
-        let (tokens, logits) = device
-            .generate(handle, prompt, &wish.sampling, limit, &wish.stop, wish.keep)
-            .map_err(failed)?;
+        let (tokens, logits) =
+            device.generate(handle, prompt, &wish.sampling, limit, &wish.stop, wish.keep)?;
         said.chosen(0, tokens.len() as u64);
-        let schedule = Some(source);
+        let (schedule, chosen_on) = (Some(source), "device");
         let mut generated =
-            Generated { tokens, logits, schedule, ..Generated::chosen_on("device") };
+            Generated { tokens, logits, schedule, chosen_on, ..Generated::default() };
         generated.look_at_weights(args, &mut device, began)?;
         return Ok(generated);
     }
-    let mut position = 0;
-    let mut feed = |tokens: &[u32]| {
-        let mut rows = Vec::new();
-        // One row a piece: all of them if they are kept.
-        for piece in tokens.chunks(if wish.keep { 1 } else { tokens.len().max(1) }) {
-            let row = device.feed(handle, 0, position, piece, true);
-            rows.push(row?);
-            position += piece.len() as u32;
-        }
-        Ok(rows)
-    };
-    let mut generated = on_host(&mut feed, prompt, wish, said)?;
+    let mut kernel = Megakernel::new(device, handle, 1);
+    let mut generated = on_host(&mut kernel, context, prompt, wish, said)?;
     generated.schedule = Some(source);
-    generated.look_at_weights(args, &mut device, began)?;
+    generated.look_at_weights(args, kernel.gpu(), began)?;
     Ok(generated)
 }
 
-/// How weights are to be streamed.
 fn streaming(args: &GenerateArgs) -> Streaming {
     let read_by = match args.weights.read_weights_by {
         ReadByChoice::Auto => ReadBy::Auto,
@@ -329,22 +293,15 @@ fn streaming(args: &GenerateArgs) -> Streaming {
 }
 
 impl Generated {
-    fn chosen_on(chosen_on: &'static str) -> Self {
-        let (tokens, logits, logprobs) = (Vec::new(), Vec::new(), Vec::new());
-        let (weights, weights_check) = (Value::Null, Value::Null);
-        Self { tokens, logits, logprobs, chosen_on, weights, weights_check, schedule: None }
-    }
-
     fn look_at_weights(
         &mut self,
         args: &GenerateArgs,
         device: &mut Gpu<'_>,
         began: Instant,
     ) -> Result<(), Failure> {
-        let failed = |error: search::DeviceError| Failure::refused(error.to_string());
-        self.weights = device.weights_report(began).map_err(failed)?;
+        self.weights = device.weights_report(began)?;
         if args.weights.check_weights {
-            self.weights_check = device.check_weights().map_err(failed)?;
+            self.weights_check = device.check_weights()?;
         }
         Ok(())
     }
@@ -361,19 +318,25 @@ fn stop_tokens(args: &GenerateArgs, context: &Context) -> Vec<u32> {
 
 /// Chooses on the host from rows that a machine computes.
 fn on_host(
-    feed: &mut Feed<'_>,
+    engine: &mut dyn Engine,
+    context: &Context,
     prompt: &[u32],
     wish: &Wish,
     said: &Sequences,
 ) -> Result<Generated, Failure> {
-    let mut generated = Generated::chosen_on("host");
+    let positions = (prompt.len() + wish.limit) as u64;
+    engine.begin(0, positions).map_err(|broken| context.unevaluated(broken))?;
+    let mut generated = Generated { chosen_on: "host", ..Generated::default() };
     let mut fed = prompt.to_vec();
     let mut seen = Seen::default();
     let mut position = 0;
     loop {
         said.begin(0, position as usize, fed.len());
         let began = Instant::now();
-        let rows = feed(&fed)?;
+        let rows = match wish.keep {
+            true => engine.rows(0, &fed)?,
+            false => vec![engine.feed(0, &fed, true)?],
+        };
         said.ran(0, fed.len(), began.elapsed());
         position += fed.len() as u32;
         seen.extend(fed.iter().copied());

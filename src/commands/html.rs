@@ -3,12 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
-use search::{Confirmation, Trial};
+use search::Trial;
 use serde::Serialize;
-use serde_json::Value;
 
 use super::runs;
-use super::runs::recorded::Recorded;
+use super::runs::recorded::Recorded as Run;
 use crate::cli::ReportArgs;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::files;
@@ -17,7 +16,6 @@ use crate::report::{self, Answer};
 mod charts;
 mod effects;
 mod page;
-mod thin;
 
 /// Where the page goes when nothing is said.
 pub(crate) const FILE: &str = "report.html";
@@ -37,30 +35,15 @@ pub(crate) struct Written {
     trials: usize,
 }
 
-/// A search as the page shows it.
-pub(super) struct Run {
-    /// Its ledger.
-    ledger: PathBuf,
-    /// The ledger's first record.
-    header: Value,
-    /// The trials, first to last.
-    trials: Vec<Trial>,
-    /// The number of the trial that leads at the end.
-    champion: Option<u64>,
-    /// The last confirmation.
-    confirmation: Option<Confirmation>,
-}
-
 pub(crate) fn run(args: &ReportArgs) -> Outcome {
     answer(args)?.print()
 }
 
-/// Writes the page, and says where it is.
 pub(crate) fn answer(args: &ReportArgs) -> Result<Answer<Written>, Failure> {
     let file = args.out.clone().unwrap_or_else(|| PathBuf::from(FILE));
     check_page(&file, args.force)?;
     let ledgers = runs::ledgers(&args.runs)?;
-    let shown: Vec<Run> = ledgers.iter().map(|path| read(path)).collect::<Result<_, _>>()?;
+    let shown: Vec<Run> = ledgers.iter().map(|path| Run::read(path)).collect::<Result<_, _>>()?;
     let page = page::render(&shown);
     files::write_whole(&file, page.as_bytes())?;
     report::say(&format!("{}: {} bytes, needs no network", file.display(), page.len()));
@@ -80,29 +63,15 @@ fn check_page(file: &Path, force: bool) -> Result<(), Failure> {
     Ok(())
 }
 
-fn read(path: &Path) -> Result<Run, Failure> {
-    let found = Recorded::read(path)?;
-    let champion = found.champion().map(|trial| trial.trial);
-    let Recorded { header, trials, confirmation, .. } = found;
-    Ok(Run { ledger: path.to_path_buf(), header, trials, champion, confirmation })
-}
-
 impl Run {
-    /// A word of the header.
-    fn word(&self, key: &str) -> String {
-        match self.header.get(key) {
-            Some(Value::String(text)) => text.clone(),
-            None | Some(Value::Null) => "-".to_owned(),
-            Some(other) => other.to_string(),
-        }
+    fn shown(&self, key: &str) -> String {
+        page::word(self.header.get(key))
     }
 
-    /// Whether its latencies were measured.
     fn is_measured(&self) -> bool {
-        self.word("latency_kind") == search::LatencyKind::MeasuredGpu.name()
+        self.word("latency_kind") == Some(search::LatencyKind::MeasuredGpu.name())
     }
 
-    /// `measured` or `predicted`.
     fn kind(&self) -> &'static str {
         if self.is_measured() { "measured" } else { "predicted" }
     }
@@ -114,11 +83,6 @@ impl Run {
             return first.verdict.latency_us;
         }
         first.beside.iter().find(|other| Some(other.card) == trial.card)?.latency_us
-    }
-
-    /// The trial that leads at the end.
-    fn champion(&self) -> Option<&Trial> {
-        self.trials.iter().find(|trial| Some(trial.trial) == self.champion)
     }
 }
 

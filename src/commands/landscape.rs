@@ -1,13 +1,326 @@
-//! `amk landscape`: every point of a grid of schedules, measured once and kept, so that strategies can be compared with no device.
+//! `amk landscape record`: points are lowered and run on the reference machine by as many threads as there are cores, and the device never
+//! waits for one of them if it can help it. Points of one kernel follow each other.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::time::Instant;
+
+use ir::schedule::ScheduleConfig;
+use rand::SeedableRng;
+use rand::rngs::Xoshiro256PlusPlus;
+use rand::seq::SliceRandom;
+use reference_vm::compare::{Agreement, Reference};
+use search::landscape::{Answer, Grid, LANDSCAPE_SCHEMA, Probe, Space, Terms, prepare};
+use search::{Candidate, Device, Gate, LatencyKind, POSITIONS_MAX};
+use serde_json::json;
+
+use crate::cli::RecordArgs;
+use crate::context::Context;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::working::Working;
+use crate::{conditions, files, interrupt, report};
 
 mod file;
-mod record;
 
-use crate::cli::LandscapeCommand;
-use crate::failure::Outcome;
+use file::Recording;
 
-pub(crate) fn run(command: &LandscapeCommand) -> Outcome {
-    match command {
-        LandscapeCommand::Record(args) => record::run(args),
+/// Tokens of a timed block, as in a search.
+const TIMED_TOKENS: u32 = 8;
+
+const GRID_BYTES_MAX: u64 = 16 << 20;
+
+/// Points after which the first one is timed again.
+const AGAIN_EVERY: usize = 100;
+
+/// Points that may be ready and wait for the device.
+const READY_MAX: usize = 32;
+
+/// The number under which the neutral schedule is written, which need not be in the grid.
+const ANCHOR: u32 = u32::MAX;
+
+/// A point that the device can take, or what became of it before.
+type Ready = Result<(Candidate, Agreement<Reference>), Answer>;
+
+pub(crate) fn run(args: &RecordArgs) -> Outcome {
+    let context = Context::new(&args.model)?;
+    let grid: Grid = files::read_json(&args.grid, GRID_BYTES_MAX)?;
+    let space = grid.space(&context.neutral_config()).map_err(|e| Failure::usage(e.to_string()))?;
+    check(args, &context)?;
+    let device = context.open_process(&args.sharing)?;
+    let mut terms = terms(args, &context, grid);
+    if let Some(device) = &device {
+        terms.latency_kind = LatencyKind::MeasuredGpu;
+        terms.conditions = Some(conditions::of(device.describe()));
+        terms.bandwidth = device.describe().bandwidth;
     }
+    let recording = Recording::open(&args.out, &terms, args.resume)?;
+    interrupt::catch("rows", |_| {});
+    let mut session = Session {
+        args,
+        context: &context,
+        space,
+        recording,
+        fresh: 0,
+        began: Instant::now(),
+        working: None,
+    };
+    let todo = session.legal()?;
+    session.working = Some(Working::through(todo.iter().map(Vec::len).sum(), "points"));
+    match device {
+        Some(mut device) => session.measure(&mut device, &todo)?,
+        None => session.predict(&todo)?,
+    }
+    session.working = None;
+    session.finish(&terms)
+}
+
+fn check(args: &RecordArgs, context: &Context) -> Result<(), Failure> {
+    let end = args.context.saturating_add(TIMED_TOKENS);
+    let most = context.kv_capacity.min(POSITIONS_MAX as u32);
+    if args.context == 0 || end > most {
+        return Err(Failure::usage(format!(
+            "--context {} is out of range: {TIMED_TOKENS} tokens are timed after it, and {most} positions are compared",
+            args.context
+        )));
+    }
+    if args.rounds == 0 {
+        return Err(Failure::usage("--rounds 0 times nothing: at least 1"));
+    }
+    Ok(())
+}
+
+fn terms(args: &RecordArgs, context: &Context, grid: Grid) -> Terms {
+    Terms {
+        schema: LANDSCAPE_SCHEMA.to_owned(),
+        latency_kind: LatencyKind::Predicted,
+        model: args.model.model.clone(),
+        graph_id: context.graph().id(),
+        target: context.target.name.clone(),
+        conditions: None,
+        kv_capacity: context.kv_capacity,
+        context: args.context,
+        timed_tokens: TIMED_TOKENS,
+        rounds: args.rounds,
+        seed: args.seed,
+        bandwidth: None,
+        grid,
+        shard: [args.shard.index, args.shard.of],
+    }
+}
+
+struct Session<'a> {
+    args: &'a RecordArgs,
+    context: &'a Context,
+    space: Space,
+    recording: Recording,
+    /// Rows of this run that needed lowering.
+    fresh: usize,
+    began: Instant,
+    working: Option<Working>,
+}
+
+impl Session<'_> {
+    /// Writes down what is illegal; the others, in the order in which they are to be measured: kernel by kernel, in each at random, so that
+    /// a run which is cut off has seen something of everything.
+    fn legal(&mut self) -> Result<Vec<Vec<u32>>, Failure> {
+        let (graph, target) = (self.context.graph(), &self.context.target);
+        let mut by_kernel: BTreeMap<String, Vec<u32>> = BTreeMap::new();
+        let shard = &self.args.shard;
+        for point in (0..self.space.len()).filter(|point| point % shard.of == shard.index) {
+            if self.recording.done.contains_key(&point) {
+                continue;
+            }
+            let config = self.space.config(point);
+            match ir::schedule::validate(config, graph, target) {
+                Ok(_) => by_kernel.entry(config.kernel.id()).or_default().push(point),
+                Err(violations) => self.recording.row(point, Answer::illegal(&violations))?,
+            }
+        }
+        let mut rng = Xoshiro256PlusPlus::seed_from_u64(self.args.seed);
+        let mut todo: Vec<_> = by_kernel.into_values().collect();
+        todo.iter_mut().for_each(|points| points.shuffle(&mut rng));
+        Ok(todo)
+    }
+
+    fn measure(&mut self, device: &mut dyn Device, todo: &[Vec<u32>]) -> Result<(), Failure> {
+        let (context, args) = (self.context, self.args);
+        let kernels = todo.iter().map(|points| self.space.config(points[0]).kernel);
+        device.foresee(&kernels.collect::<Vec<_>>());
+        let positions = (args.context + TIMED_TOKENS) as usize;
+        let name = &context.graph().name;
+        report::say(&format!("evaluating {name} at {positions} positions"));
+        let kernel_id = |kernel: &_| context.kernel_id(kernel);
+        let gate = context.gate(args.seed, Some(positions), &kernel_id)?;
+        let anchor = prepare(&gate, &context.neutral_config())
+            .map_err(|answer| Failure::refused(format!("the neutral schedule: {answer:?}")))?;
+        let mut probe =
+            Probe::new(&gate, anchor, args.context as usize..positions, args.rounds, args.seed);
+        self.anchor(&mut probe, device)?;
+        for points in todo {
+            self.group(&gate, points, |session, point, ready| match ready {
+                Ok((candidate, reference)) => {
+                    let key = (candidate.program_id.clone(), candidate.kernel_id.clone());
+                    if let Some(&twin) = session.recording.by_ids.get(&key) {
+                        return session.record(point, Answer::Twin(twin));
+                    }
+                    let lost = |e| Failure::missing(format!("{e}; --resume goes on"));
+                    let answer = probe.measure(device, &candidate, reference).map_err(lost)?;
+                    session.record(point, answer)?;
+                    if session.fresh.is_multiple_of(AGAIN_EVERY) {
+                        session.anchor(&mut probe, device)?;
+                    }
+                    Ok(())
+                }
+                Err(answer) => session.record(point, answer),
+            })?;
+        }
+        self.anchor(&mut probe, device)
+    }
+
+    /// The neutral schedule, timed again: it shows what drift there is.
+    fn anchor(
+        &mut self,
+        probe: &mut Probe<'_, '_>,
+        device: &mut dyn Device,
+    ) -> Result<(), Failure> {
+        let lost = |e| Failure::missing(format!("{e}; --resume goes on"));
+        let answer = probe.anchor(device).map_err(lost)?;
+        let Answer::Measured(measured) = &answer else {
+            return Err(Failure::refused(format!("the neutral schedule: {answer:?}")));
+        };
+        report::say(&format!("  neutral schedule {:.1} us", measured.us));
+        self.recording.row(ANCHOR, Answer::Again(measured.clone()))
+    }
+
+    /// Has points prepared on all cores but one, and hands each over as it is ready.
+    fn group(
+        &mut self,
+        gate: &Gate<'_>,
+        points: &[u32],
+        mut take: impl FnMut(&mut Self, u32, Ready) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        let next = AtomicUsize::new(0);
+        let (send, receive) = mpsc::sync_channel::<(u32, Ready)>(READY_MAX);
+        let configs: Vec<(u32, ScheduleConfig)> =
+            points.iter().map(|&point| (point, self.space.config(point))).collect();
+        let work = |send: mpsc::SyncSender<(u32, Ready)>| {
+            while let Some((point, config)) = configs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                if interrupt::came() || send.send((*point, prepare(gate, config))).is_err() {
+                    return;
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..workers() {
+                // A pool of its own, of one thread: several programs at once use cores better than one program on all of them.
+                let Ok(pool) = rayon::ThreadPoolBuilder::new().num_threads(1).build() else {
+                    continue;
+                };
+                let (send, work) = (send.clone(), &work);
+                scope.spawn(move || pool.install(|| work(send)));
+            }
+            drop(send);
+            // Dropped before the threads are joined: those that still want to send then end.
+            let receive = receive;
+            for (point, ready) in &receive {
+                take(self, point, ready)?;
+                if interrupt::came() {
+                    break;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// The cost model's answers, where there is no device.
+    fn predict(&mut self, todo: &[Vec<u32>]) -> Result<(), Failure> {
+        let context = self.context;
+        let position = self.args.context + TIMED_TOKENS / 2;
+        for &point in todo.iter().flatten() {
+            if interrupt::came() {
+                return Ok(());
+            }
+            let config = self.space.config(point);
+            let Ok(valid) = ir::schedule::validate(config, context.graph(), &context.target) else {
+                continue;
+            };
+            let options = context.lower_options();
+            let answer = match lower::lower(&valid, context.graph(), &context.target, options) {
+                Err(error) => {
+                    Answer::Failed { outcome: "unloadable".to_owned(), why: error.to_string() }
+                }
+                Ok(program) => {
+                    let ids = (program.id(), context.kernel_id(&config.kernel));
+                    match self.recording.by_ids.get(&ids) {
+                        Some(&twin) => Answer::Twin(twin),
+                        None => Answer::Predicted {
+                            us: lower::predict(&program, &config.kernel, &context.target, position)
+                                .latency_us,
+                            program_id: ids.0,
+                            kernel_id: ids.1,
+                        },
+                    }
+                }
+            };
+            self.record(point, answer)?;
+        }
+        Ok(())
+    }
+
+    fn record(&mut self, point: u32, answer: Answer) -> Result<(), Failure> {
+        if let Answer::Failed { outcome, why } = &answer {
+            report::say(&format!("  point {point}: {outcome}: {why}"));
+        }
+        if let Some(working) = &self.working {
+            working.done();
+        }
+        self.fresh += 1;
+        if self.fresh.is_multiple_of(AGAIN_EVERY) {
+            let seconds = self.began.elapsed().as_secs_f64();
+            report::say(&format!("  {} points in {seconds:.1} s", self.fresh));
+        }
+        self.recording.row(point, answer)
+    }
+
+    fn finish(&self, terms: &Terms) -> Outcome {
+        let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+        for answer in self.recording.done.values() {
+            let kind = match answer {
+                Answer::Illegal(rules) => format!("illegal {}", rules.join(" ")),
+                Answer::Twin(_) => "twin".to_owned(),
+                Answer::Measured(_) | Answer::Again(_) => "measured".to_owned(),
+                Answer::Predicted { .. } => "predicted".to_owned(),
+                Answer::Failed { outcome, .. } => outcome.clone(),
+            };
+            *counts.entry(kind).or_default() += 1;
+        }
+        let shard = &self.args.shard;
+        let wanted = (0..self.space.len()).filter(|p| p % shard.of == shard.index).count();
+        let seconds = self.began.elapsed().as_secs_f64();
+        report::say(&format!(
+            "{} of {wanted} points are in {}, {} of them new, in {seconds:.1} s",
+            self.recording.done.len(),
+            self.args.out.display(),
+            self.fresh
+        ));
+        report::document(&json!({
+            "schema": "amk.landscape_record.v1",
+            "model": terms.model,
+            "target": terms.target,
+            "latency_kind": terms.latency_kind,
+            "points": wanted,
+            "answers": counts,
+            "new": self.fresh,
+            "seconds": seconds,
+            "out": self.args.out,
+        }))?;
+        let all = self.recording.done.len() == wanted;
+        Ok(if all { Exit::Yes } else { Exit::Interrupted })
+    }
+}
+
+/// Threads that prepare points: the device's driver keeps a core.
+fn workers() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from).saturating_sub(1).max(1)
 }

@@ -34,16 +34,38 @@ mod tests {
     #[test]
     fn documents_that_need_a_card_keep_their_schemas_fields() {
         let mut new = std::collections::BTreeMap::new();
-        for document in [
-            evaluate::tests::document(),
-            crate::found::tests::document(),
-            sample::tests::document(),
-        ] {
+        for document in [races(), crate::found::tests::document(), sampled()] {
             let schema = document["schema"].as_str().expect("a schema id").to_owned();
             let mut found = fields::Fields::new();
             fields::fields_of(&document, "", &mut found);
             new.insert(schema, found);
         }
         fields::settle(new);
+    }
+
+    fn races() -> serde_json::Value {
+        let gain = search::Interval { low: -0.001, high: 0.001 };
+        let notes = vec!["clocks: SM 1980 MHz".to_owned()];
+        let decision = search::Decision::Reverted;
+        let equal = search::Equal { decision, gain, rounds: 4, notes };
+        let equals = search::Equals { noise_floor: 0.002, threshold: 0.01, all: vec![equal] };
+        evaluate::aa_document(&search::Verdict::new("toy", "h200", "NVIDIA H200"), &equals)
+    }
+
+    fn sampled() -> serde_json::Value {
+        let why = serde_json::json!({"why": "too many tasks"});
+        let dropped = std::collections::BTreeMap::from([("over a limit", vec![why])]);
+        let drew = sample::Drew {
+            schema: "amk.sample.v1",
+            model: "toy",
+            target: "h200",
+            context: 128,
+            seed: 0,
+            rows: 1,
+            out: std::path::Path::new("rows.jsonl"),
+            dropped: &dropped,
+            seconds: 1.5,
+        };
+        serde_json::to_value(drew).expect("a document is JSON")
     }
 }

@@ -11,6 +11,7 @@ use serde_json::json;
 use vm_device::{ARCHITECTURES, Architecture};
 use vm_host::{PrefillOptions, Prefilled};
 
+use super::bench::blocks::Blocks;
 use crate::cli::BenchArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
@@ -22,25 +23,19 @@ const RUNS: usize = 10;
 /// Length of the difference of the logits over their length: the bound on both ways to run a prompt.
 const ERROR_MAX: f64 = 5e-3;
 
-/// What was measured.
 struct Measured {
-    /// Milliseconds of each run, sorted.
-    ms: Vec<f64>,
+    /// Milliseconds.
+    ms: Blocks,
     last: Prefilled,
     /// Milliseconds of the same prompt token by token.
     steps_ms: f64,
     error: f64,
     top1: [Option<usize>; 2],
     bandwidth: f64,
-    /// Where the schedule comes from.
     source: ScheduleSource,
 }
 
 impl Measured {
-    fn median(&self) -> f64 {
-        search::median(&self.ms)
-    }
-
     /// Whether chunks and steps agree.
     fn holds(&self) -> bool {
         self.error <= ERROR_MAX
@@ -49,7 +44,7 @@ impl Measured {
 
 pub(crate) fn run(args: &BenchArgs, tokens: u32) -> Outcome {
     let mut context = Context::new(&args.model)?;
-    let most = context.graph().max_positions.clamp(1, abi::KV_CAPACITY_MAX);
+    let most = context.positions_max();
     if tokens == 0 || tokens > most {
         let message =
             format!("--prefill {tokens} is out of range: a prompt has 1 to {most} tokens");
@@ -67,29 +62,21 @@ pub(crate) fn run(args: &BenchArgs, tokens: u32) -> Outcome {
 }
 
 fn measure(args: &BenchArgs, context: &Context, tokens: u32) -> Result<Measured, Failure> {
-    let failed = |error: search::DeviceError| Failure::refused(error.to_string());
     let Chosen { config, source } = choose(context, &args.config, tokens, Auto::Reproducible)?;
     let program = Arc::new(context.lowered(&config)?);
     let Some(mut device) = context.open_here()? else {
-        return Err(Failure::missing(
-            "--prefill is for what is measured, and there is no GPU here: see `amk doctor`",
-        ));
+        return Err(Failure::no_gpu("--prefill is for what is measured"));
     };
     let bandwidth = device.describe().bandwidth.unwrap_or(context.target.bandwidth as f64);
-    let handle = device.prepare(&program, &config.kernel).map_err(failed)?;
+    let handle = device.prepare(&program, &config.kernel)?;
     let prompt = draw_tokens(args.seed, context.graph().vocab, tokens as usize);
     let options = PrefillOptions::default();
-    let mut ms = Vec::new();
-    for run in 0..=RUNS {
-        let (done, _) = device.prefill(handle, (1, 0), &prompt, true, &options).map_err(failed)?;
-        if run > 0 {
-            ms.push(done.device_us / 1e3);
-        }
-    }
-    ms.sort_by(f64::total_cmp);
+    let ms = Blocks::time((1, RUNS), || {
+        let done = device.prefill(handle, (1, 0), &prompt, true, &options);
+        done.map(|(done, _)| done.device_us / 1e3)
+    })?;
     let profiled = PrefillOptions { profile: true, ..options };
-    let (last, chunks) =
-        device.prefill(handle, (1, 0), &prompt, true, &profiled).map_err(failed)?;
+    let (last, chunks) = device.prefill(handle, (1, 0), &prompt, true, &profiled)?;
     // The first token launches the kernel, which is no part of the prompt's time.
     device.feed(handle, 0, 0, &prompt[..1], true)?;
     let began = Instant::now();
@@ -121,25 +108,25 @@ fn floor_ms(graph: &Graph, target: &Target, measured: &Measured) -> f64 {
 }
 
 fn say(context: &Context, tokens: u32, measured: &Measured, floor: f64) {
-    let (graph, ms) = (context.graph(), measured.median());
-    let (least, most) = (measured.ms[0], measured.ms[measured.ms.len() - 1]);
+    let (graph, ms) = (context.graph(), measured.ms.median());
+    let [least, most] = measured.ms.ends();
     let mut rows = vec![
-        ("model".to_owned(), format!("{} {}", graph.name, graph.dtype.name())),
+        ("model", format!("{} {}", graph.name, graph.dtype.name())),
         (
-            "prompt".to_owned(),
+            "prompt",
             format!("{tokens} tokens in {} chunks, logits of the last", measured.last.chunks),
         ),
         (
-            "amk".to_owned(),
+            "amk",
             format!(
                 "{ms:.3} ms ({least:.3} to {most:.3}, median of {RUNS}), {:.0} tokens/s, {:.0} TFLOP/s",
                 f64::from(tokens) / ms * 1e3,
                 measured.last.flop / ms / 1e9
             ),
         ),
-        ("floor".to_owned(), format!("{floor:.3} ms; {:.1} % of it reached", floor / ms * 100.0)),
+        ("floor", format!("{floor:.3} ms; {:.1} % of it reached", floor / ms * 100.0)),
         (
-            "steps".to_owned(),
+            "steps",
             format!(
                 "{:.1} ms token by token, {:.0} x; logits differ by {:.1e} of their length, top-1 {}",
                 measured.steps_ms,
@@ -155,16 +142,13 @@ fn say(context: &Context, tokens: u32, measured: &Measured, floor: f64) {
         } else {
             String::new()
         };
-        (
-            time.kernel.to_owned(),
-            format!("{:.3} ms in {} launches{rate}", time.us / 1e3, time.launches),
-        )
+        (time.kernel, format!("{:.3} ms in {} launches{rate}", time.us / 1e3, time.launches))
     }));
     report::table(&rows);
 }
 
 fn answer(context: &Context, tokens: u32, measured: &Measured, floor: f64) -> Result<(), Failure> {
-    let ms = measured.median();
+    let (ms, [least, most]) = (measured.ms.median(), measured.ms.ends());
     report::document(&json!({
         "schema": "amk.bench.prefill.v1",
         "model": context.graph().name,
@@ -173,8 +157,8 @@ fn answer(context: &Context, tokens: u32, measured: &Measured, floor: f64) -> Re
         "tokens": tokens,
         "chunks": measured.last.chunks,
         "ms": ms,
-        "ms_least": measured.ms[0],
-        "ms_most": measured.ms[measured.ms.len() - 1],
+        "ms_least": least,
+        "ms_most": most,
         "runs": RUNS,
         "tokens_per_second": f64::from(tokens) / ms * 1e3,
         "flop": measured.last.flop,

@@ -32,7 +32,6 @@ pub(crate) fn run(args: &ProposeArgs) -> Outcome {
     answer(args)?.print()
 }
 
-/// The schedule to edit, and the search space.
 pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
     let context = Context::new(&args.model)?;
     let (config, from) = match &args.ledger {
@@ -41,10 +40,10 @@ pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
     };
     let space = ir::schedule::search_space(context.graph(), &context.target);
     let Value::Object(search_space) = space else {
-        return Err(Failure { exit: Exit::Bug, message: "a search space is no object".to_owned() });
+        return Err(Failure::bug("a search space is no object"));
     };
     if !report::prints_documents() {
-        let row = |knob: &Knob| (knob.path().to_owned(), config.get(*knob).to_string());
+        let row = |knob: &Knob| (knob.path(), config.get(*knob).to_string());
         report::table(&Knob::ALL.iter().map(row).collect::<Vec<_>>());
     }
     report::say(&format!(
@@ -62,7 +61,6 @@ pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
     Ok(Answer { document, exit: Exit::Yes })
 }
 
-/// The schedule that leads in a ledger.
 fn incumbent(
     context: &Context,
     path: &std::path::Path,

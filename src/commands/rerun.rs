@@ -18,10 +18,8 @@ use crate::schedule_choice::{Auto, choose};
 use crate::working::Working;
 use crate::{files, report};
 
-/// The schema of its document.
 const SCHEMA: &str = "amk.rerun.v1";
 
-/// A task that was run again.
 struct Found {
     token: u32,
     words: Vec<Word>,
@@ -169,14 +167,12 @@ fn on_device(
     program: &Verified<Program>,
     config: &ScheduleConfig,
 ) -> Result<Left, Failure> {
-    let Some(mut device) = context.open_process(&args.sharing)? else {
-        return Err(Failure::missing("there is no GPU here: see `amk doctor`"));
-    };
-    let failed = |error: search::DeviceError| Failure::refused(error.to_string());
+    let device = context.open_process(&args.sharing)?;
+    let mut device = device.ok_or_else(|| Failure::no_gpu("--device cuda wants one"))?;
     let program = Arc::new(program.clone());
-    let handle = device.prepare(&program, &config.kernel).map_err(failed)?;
-    let rows = device.run(handle, &tokens(context, args), 0).map_err(failed)?.logits;
-    let slots = device.slots(handle).map_err(failed)?;
+    let handle = device.prepare(&program, &config.kernel)?;
+    let rows = device.run(handle, &tokens(context, args), 0)?.logits;
+    let slots = device.slots(handle)?;
     let slots =
         slots.ok_or_else(|| Failure::missing("this device cannot say what its slots hold"))?;
     Ok(Left { slots, logits: rows.into_iter().last().unwrap_or_default() })
@@ -287,7 +283,6 @@ pub(crate) struct Place<'a> {
 }
 
 impl<'a> Place<'a> {
-    /// What a command was given.
     pub(crate) fn of(context: &'a Context) -> Self {
         Self {
             model: &context.name,

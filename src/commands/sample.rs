@@ -10,8 +10,7 @@ use ir::schedule::ScheduleConfig;
 use reference_vm::eval::Evaluator;
 use search::survey::{Drawn, OBSERVATION_SCHEMA, Observation, Passage, Survey, observe};
 use search::{
-    Conditions, Device, DeviceError, Dropped, Expected, ExpectedError, Gate, POSITIONS_MAX, Side,
-    Timing, draw_tokens,
+    Conditions, Device, DeviceError, Dropped, Gate, POSITIONS_MAX, Side, Timing, draw_tokens,
 };
 use serde_json::{Value, json};
 
@@ -31,12 +30,8 @@ const TIMING: Timing = Timing { rounds: 4, warmup: 1 };
 const DRAWS_PER_ROW: usize = 20;
 
 pub(crate) fn run(args: &SampleArgs) -> Outcome {
-    let mut context = Context::new(&args.model)?;
     let end = args.context.saturating_add(TIMED_TOKENS);
-    if args.model.place.kv_capacity.is_none() {
-        let most = context.graph().max_positions.clamp(1, abi::KV_CAPACITY_MAX);
-        context.kv_capacity = context.kv_capacity.max(end.min(most));
-    }
+    let context = Context::with_room(&args.model, end)?;
     if args.context == 0 || end > context.kv_capacity {
         return Err(Failure::usage(format!(
             "--context {} is out of range: {TIMED_TOKENS} tokens are timed after it and the key/value cache holds {}; raise --kv-capacity",
@@ -44,14 +39,13 @@ pub(crate) fn run(args: &SampleArgs) -> Outcome {
         )));
     }
     let Some(mut device) = context.open_process(&args.sharing)? else {
-        let message = "a survey is measured, and there is no GPU here: see `amk doctor`";
-        return Err(Failure::missing(message));
+        return Err(Failure::no_gpu("a survey is measured"));
     };
     let file = open(&args.out)?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let (gate, passage) = expected(&context, args, &kernel_id)?;
     interrupt::catch("rows", |_| {});
-    let conditions = conditions::here(&device);
+    let conditions = conditions::of(device.describe());
     let mut session = Session {
         args,
         context: &context,
@@ -87,28 +81,22 @@ fn expected<'a>(
     args: &SampleArgs,
     kernel_id: search::KernelId<'a>,
 ) -> Result<(Gate<'a>, Passage), Failure> {
-    let (graph, weights) = (context.graph(), &*context.model.weights);
-    let unevaluated = |error: ExpectedError| {
-        Failure::usage(format!("{} cannot be evaluated: {error}", graph.name))
-    };
+    let graph = context.graph();
     let first = args.context as usize;
     let length = first + TIMED_TOKENS as usize;
     let positions = length.min(POSITIONS_MAX);
     let _working = Working::on(format!("evaluating {} at {length} positions", graph.name));
-    let expected = Expected::new(graph, weights, context.kv_capacity, args.seed, Some(positions))
-        .map_err(unevaluated)?;
+    let gate = context.gate(args.seed, Some(positions), kernel_id)?;
     let tokens = draw_tokens(args.seed, graph.vocab, length);
-    let last = match expected.logits.get(length - 1) {
+    let last = match gate.expected().logits.get(length - 1) {
         Some(logits) => logits.clone(),
         None => {
-            let rows = Evaluator::new(graph, weights)
+            let rows = Evaluator::new(graph, &*context.model.weights)
                 .and_then(|mut evaluator| evaluator.run_at(&tokens, &[length - 1]))
-                .map_err(|error| unevaluated(error.into()))?;
+                .map_err(|error| context.unevaluated(error))?;
             rows.into_iter().next().unwrap_or_default()
         }
     };
-    let options = context.lower_options();
-    let gate = Gate::new(graph, weights, &context.target, options, kernel_id, expected);
     Ok((gate, Passage { tokens, first, last }))
 }
 
@@ -286,39 +274,16 @@ impl Session<'_> {
     }
 }
 
-/// What a sampling run answers.
 #[derive(serde::Serialize)]
-struct Drew<'a> {
-    schema: &'static str,
-    model: &'a str,
-    target: &'a str,
-    context: u32,
-    seed: u64,
-    rows: usize,
-    out: &'a Path,
+pub(super) struct Drew<'a> {
+    pub(super) schema: &'static str,
+    pub(super) model: &'a str,
+    pub(super) target: &'a str,
+    pub(super) context: u32,
+    pub(super) seed: u64,
+    pub(super) rows: usize,
+    pub(super) out: &'a Path,
     /// Schedules that gave no row, by what became of them.
-    dropped: &'a BTreeMap<&'static str, Vec<Value>>,
-    seconds: f64,
-}
-
-#[cfg(test)]
-pub(super) mod tests {
-    use super::*;
-
-    /// The document of a sampling run, which takes a card.
-    pub(in crate::commands) fn document() -> Value {
-        let dropped = BTreeMap::from([("over a limit", vec![json!({"why": "too many tasks"})])]);
-        let drew = Drew {
-            schema: "amk.sample.v1",
-            model: "toy",
-            target: "h200",
-            context: 128,
-            seed: 0,
-            rows: 1,
-            out: Path::new("rows.jsonl"),
-            dropped: &dropped,
-            seconds: 1.5,
-        };
-        serde_json::to_value(drew).expect("a document is JSON")
-    }
+    pub(super) dropped: &'a BTreeMap<&'static str, Vec<Value>>,
+    pub(super) seconds: f64,
 }

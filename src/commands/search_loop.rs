@@ -6,30 +6,30 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use corpus::manifest::State;
-use corpus::{Contents, CorpusError, Ledger, Results};
+use corpus::{CorpusError, Ledger, Results};
 use indicatif::ProgressBar;
 use ir::schedule::Value as KnobValue;
 use ir::{Knob, Target};
 use search::strategy::{Ground, Strategy, StrategyName};
 use search::{
-    Budget, Confirmation, Decision, Device, Outcome as End, Row, Search, SearchError, Settings,
-    Step, StoppedBy, Timing, Trial,
+    Budget, Confirmation, Decision, Device, LatencyKind, Outcome as End, POSITIONS_MAX, Row,
+    Search, SearchError, Settings, Step, StoppedBy, Timing, Trial,
 };
 use serde_json::{Value, json};
 
-use super::evaluate::gate;
 use crate::cli::LoopArgs;
 use crate::commands::rerun::{self, Inputs, Place};
-use crate::commands::runs;
+use crate::commands::runs::recorded::Recorded;
 use crate::context::Context;
 use crate::device::probe::without_kernel;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::found;
 use crate::report::{self, Answer};
+use crate::schedule_choice::reproducible;
 use crate::working;
 
 mod cards;
 mod document;
-mod found;
 mod header;
 pub(super) mod keep;
 pub(crate) use header::MIN_GAIN_MEASURED;
@@ -38,15 +38,13 @@ mod spent;
 mod watch;
 
 use cards::Opened;
-use document::Kept;
 use header::Header;
 use keep::Keeper;
 use proposer::Proposer;
 
-pub(crate) use document::{Card, Found, cards as cards_of};
+pub(crate) use document::{Card, Found, Kept, cards as cards_of};
 pub(crate) use watch::{Progress, Watch};
 
-/// Columns of the table of trials.
 const COLUMNS: &[&str] = &[
     "trial",
     "origin",
@@ -78,12 +76,11 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
     let folder = header::folder(args)?;
     let (dir, ledger_path) = (folder.path.clone(), folder.path.join("ledger.jsonl"));
     let (resumed, header, past) = if args.resume {
-        let (ledger, contents) = reopen(&ledger_path)?;
-        let header = Header::resumed(args, &contents, &ledger_path)?;
-        (Some(ledger), header, runs::rows(&contents, &ledger_path)?)
+        let (ledger, past) = reopen(&ledger_path)?;
+        (Some(ledger), Header::resumed(args, &past.header, &ledger_path)?, past)
     } else {
         check_folder(args)?;
-        (None, Header::fresh(args)?, Vec::new())
+        (None, Header::fresh(args)?, Recorded::of(&ledger_path))
     };
     let several = cards::are_meant(args, &header)?;
     let context = Context::load(&header.model, &header.place(args))?;
@@ -99,15 +96,16 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let measures = opened.conditions(&header);
         let header = with_known(args, &dir, header.with_kind(&context, measures, several)?)?;
         let (ledger, results) = open_files(args, resumed, &dir, &header)?;
-        say_start(&header, &dir, past.len());
+        say_start(&header, &dir, past.rows.saturating_sub(1));
         watch.prepares(&resume_command(&dir, &header));
         if let Some(device) = &mut device
-            && past.is_empty()
+            && past.trials.is_empty()
         {
             // Compiled while the graph is evaluated.
             device.foresee(&[header.start(&context).kernel]);
         }
-        let gate = gate(&context, header.seed, opened.count() > 0, &kernel_id)?;
+        let positions = (opened.count() > 0).then_some(POSITIONS_MAX);
+        let gate = context.gate(header.seed, positions, &kernel_id)?;
         let settings = settings(&context, &header);
         let strategy = strategy(&context, &header, &settings)?;
         let (helpers, threads) = helpers(opened.count());
@@ -119,9 +117,9 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         };
         let search = search.with_strategy(strategy).with_clock(spent::clock);
         let mut search = search.with_helpers(scope, helpers, threads);
-        let began_s = past.iter().map(ended).fold(0.0, f64::max);
-        let lines: Vec<Vec<String>> = past.iter().filter_map(cells_of_row).collect();
-        let confirmed = absorb(&mut search, past)?;
+        let began_s = past.trials.iter().map(|trial| trial.ended_s).fold(0.0, f64::max);
+        let lines: Vec<Vec<String>> = past.trials.iter().map(cells).collect();
+        absorb(&mut search, past.trials)?;
         corpus::manifest::unseal_run(&dir)?;
         let results = results.map_or_else(|| table(args, &dir, &lines), Ok)?;
         let mut session = Session {
@@ -139,7 +137,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         };
         watch.begins(&session.progress(&search, None));
         let stopped_by = session.search(&mut search)?;
-        let confirmation = session.confirm(&mut search, stopped_by, confirmed)?;
+        let confirmation = session.confirm(&mut search, stopped_by, past.confirmation)?;
         session.finish(&search, stopped_by, confirmation.as_ref())
     })
 }
@@ -193,25 +191,18 @@ fn helpers(devices: usize) -> (usize, usize) {
     (helpers, (spare / helpers).max(1))
 }
 
-fn ended(row: &Row) -> f64 {
-    match row {
-        Row::Trial(trial) => trial.ended_s,
-        Row::Confirmation(_) => 0.0,
-    }
-}
-
 /// Opens a ledger to go on with, if its run holds as `runs verify` says: an altered one would get a new seal at the end.
-fn reopen(path: &Path) -> Result<(Ledger, Contents), Failure> {
+fn reopen(path: &Path) -> Result<(Ledger, Recorded), Failure> {
     // Locked first: a search that is under way changes its folder.
     let held = Ledger::hold(path)?;
-    let (_, state) = runs::sound(path)?;
-    if matches!(state, State::Collected(..)) {
+    let past = Recorded::read(path)?;
+    if matches!(past.state, State::Collected(..)) {
         return Err(Failure::usage(format!(
             "the files of {} were given up to make room; start a new search in another --out",
             path.display()
         )));
     }
-    Ok(held.resume()?)
+    Ok((held.resume()?.0, past))
 }
 
 /// Begins the ledger and the table of a new search, so that a path that cannot be written fails before anything is computed. The table of a
@@ -279,21 +270,11 @@ fn strategy(
     Ok(search::strategy::strategy(header.strategy, ground, header.known.clone()))
 }
 
-/// Feeds finished trials to the search; returns the confirmation, if it came last.
-fn absorb(search: &mut Search<'_>, past: Vec<Row>) -> Result<Option<Confirmation>, Failure> {
-    let foreign = |error: SearchError| Failure::integrity(error.to_string());
-    let mut confirmed = None;
-    for row in past {
-        match row {
-            Row::Trial(trial) => {
-                confirmed = None;
-                search.absorb(*trial).map_err(foreign)?;
-            }
-            Row::Confirmation(confirmation) => confirmed = Some(*confirmation),
-        }
+fn absorb(search: &mut Search<'_>, past: Vec<Trial>) -> Result<(), Failure> {
+    for trial in past {
+        search.absorb(trial).map_err(|error| Failure::integrity(error.to_string()))?;
     }
-    search.check_absorbed().map_err(|error| Failure::usage(error.to_string()))?;
-    Ok(confirmed)
+    search.check_absorbed().map_err(|error| Failure::usage(error.to_string()))
 }
 
 fn say_start(header: &Header, dir: &Path, done: usize) {
@@ -316,7 +297,6 @@ fn say_start(header: &Header, dir: &Path, done: usize) {
     }
 }
 
-/// Who proposes, for people.
 fn who(header: &Header) -> String {
     match (&header.proposer, header.known.len()) {
         (Some(command), _) => format!("proposer {command:?}"),
@@ -333,17 +313,10 @@ fn bar(header: &Header) -> ProgressBar {
         Budget::Time(time) => time.as_secs(),
     };
     // What is left: of a time it is known, of trials it is guessed from those so far.
-    let style = working::style("  [{bar:30}] {pos}/{len} {elapsed}, {left}; {msg}");
-    let bar = if working::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(length) };
-    let bar = match style {
-        Some(style) => bar.with_style(style),
-        None => bar,
-    };
-    working::follow(&bar);
-    bar
+    let template = "  [{bar:30}] {pos}/{len} {elapsed}, {left}; {msg}";
+    working::shown(ProgressBar::new(length), template)
 }
 
-/// The command that goes on with a search.
 fn resume_command(dir: &Path, header: &Header) -> String {
     let resume = format!("amk loop --resume --out {}", dir.display());
     match &header.proposer {
@@ -478,18 +451,18 @@ impl Session<'_> {
     fn progress(&self, search: &Search<'_>, last: Option<String>) -> Progress {
         let (header, champion) = (self.header, search.champion());
         Progress {
-            folder: self.dir.clone(),
-            model: header.model.clone(),
-            target: header.target.clone(),
-            device: header.device.clone(),
-            latency_kind: header.kind.clone(),
-            budget: header.budget,
+            folder: Some(self.dir.clone()),
+            model: Some(header.model.clone()),
+            target: Some(header.target.clone()),
+            device: Some(header.device.clone()),
+            latency_kind: Some(header.kind.clone()),
+            budget: Some(header.budget),
             trials: search.trials().len() as u64,
-            elapsed: self.elapsed(),
+            elapsed_s: self.elapsed().as_secs_f64(),
             best_us: champion.and_then(|champion| champion.verdict.latency_us),
             best_trial: champion.map(|champion| champion.trial),
             last,
-            resume: self.resume_command(),
+            resume: Some(self.resume_command()),
         }
     }
 
@@ -499,7 +472,7 @@ impl Session<'_> {
 
     /// Keeps a measured champion that was confirmed just now, for `generate` and `serve` on this machine.
     fn keep_found(&mut self, search: &Search<'_>, confirmation: &Confirmation) {
-        match found::confirmed(self.context, self.header, search, confirmation) {
+        match self.kept_for_others(search, confirmation) {
             None => {}
             Some(Ok(path)) => {
                 report::say(&format!("`generate` and `serve` use it here: {}", path.display()));
@@ -509,6 +482,32 @@ impl Session<'_> {
                 report::say(&format!("note: `generate` and `serve` do not use it: {why}"));
             }
         }
+    }
+
+    /// `None` if it did not beat the schedule which would run without it, else its file or why it is not kept.
+    fn kept_for_others(
+        &self,
+        search: &Search<'_>,
+        confirmation: &Confirmation,
+    ) -> Option<Result<PathBuf, String>> {
+        let verdict = &confirmation.verdict;
+        let measured = verdict.latency_kind == Some(LatencyKind::MeasuredGpu);
+        let latency_us = verdict.latency_us.filter(|_| measured)?;
+        let stands = confirmation.decision == Decision::Kept && confirmation.champion > 0;
+        let champion =
+            search.champion().filter(|trial| stands && trial.trial == confirmation.champion)?;
+        let (context, header) = (self.context, self.header);
+        if header.start(context) != reproducible(context, context.predicted_at()) {
+            let why = "the search did not begin with the schedule that they run; start one without --schedule";
+            return Some(Err(why.to_owned()));
+        }
+        let Some(folder) = found::folder() else {
+            return Some(Err("there is no data folder; AMK_DATA names one".to_owned()));
+        };
+        let tokens = search.gate().timed_position();
+        let entry =
+            found::Entry::new(context, &header.device, tokens, &champion.config, latency_us);
+        Some(found::keep(&folder, &entry).map_err(|failure| failure.message))
     }
 
     /// The last document, the table of what was kept, and the best schedule as a file.
@@ -653,13 +652,6 @@ fn changes(trial: &Trial, most: usize) -> String {
         shown.push(format!("and {} more", trial.changed.len() - most));
     }
     shown.join(", ")
-}
-
-fn cells_of_row(row: &Row) -> Option<Vec<String>> {
-    match row {
-        Row::Trial(trial) => Some(cells(trial)),
-        Row::Confirmation(_) => None,
-    }
 }
 
 fn cells(trial: &Trial) -> Vec<String> {

@@ -8,17 +8,18 @@ use reference_vm::accuracy::Accuracy;
 use reference_vm::compare::Tolerance;
 use reference_vm::eval::Evaluator;
 use remote::Served;
-use search::{Expected, Gate, Handle, Timing, assess, draw_tokens};
+use search::{Handle, Timing, assess, draw_tokens};
 use serde_json::json;
-use vm_host::{Batch, BatchDecoded, KvPool, Lane, Request};
+use vm_host::{Batch, KvPool, Lane, Request};
 
+use super::bench::accuracy_document;
+use super::bench::blocks::Blocks;
 use crate::cli::{BenchArgs, PrefillChoice};
 use crate::context::Context;
 use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
-use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
-use crate::together::spread;
+use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, spread};
 use crate::working::Working;
 
 /// Tokens that one block times.
@@ -28,24 +29,15 @@ const ROUNDS: usize = 24;
 const WARMUP: usize = 4;
 /// Positions of each sequence that are compared with the graph: the first timed ones, and the last.
 const COMPARED: [usize; 6] = [0, 1, 2, 3, 30, 31];
-const NO_DEVICE: &str =
-    "--sequences is for what is measured, and there is no GPU here: see `amk doctor`";
 
 /// What a machine of so many lanes did.
 struct Measured {
-    /// Microseconds of a step of each block, sorted.
-    us: Vec<f64>,
+    /// Microseconds of a step.
+    us: Blocks,
     /// Tokens that each sequence got.
     tokens: Vec<Vec<u32>>,
 }
 
-impl Measured {
-    fn median(&self) -> f64 {
-        search::median(&self.us)
-    }
-}
-
-/// All that is told.
 struct Shown {
     one: Measured,
     several: Measured,
@@ -75,9 +67,9 @@ impl Shown {
 }
 
 pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
-    let mut context = Context::new(&args.model)?;
-    let most = context.graph().max_positions.clamp(1, abi::KV_CAPACITY_MAX);
     let needed = args.context.saturating_add(TIMED_TOKENS + 1);
+    let context = Context::with_room(&args.model, needed)?;
+    let most = context.positions_max();
     if args.context == 0 || needed > most {
         let (asked, name) = (args.context, &context.graph().name);
         let message = format!(
@@ -91,11 +83,8 @@ pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
             "--sequences: sequences share the products of 16-bit weights only, and these are f32";
         return Err(Failure::usage(message));
     }
-    if args.model.place.kv_capacity.is_none() {
-        context.kv_capacity = context.kv_capacity.max(needed);
-    }
     if !context.has_device()? {
-        return Err(Failure::missing(NO_DEVICE));
+        return Err(no_gpu());
     }
     let Chosen { config: alone, source } =
         choose(&context, &args.config, args.context, Auto::Reproducible)?;
@@ -114,13 +103,8 @@ pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
 /// it is loaded.
 fn judged(context: &Context, args: &BenchArgs, config: &ScheduleConfig) -> Result<(), Failure> {
     let working = Working::on(format!("judging the schedule for {}", context.graph().name));
-    let (graph, weights) = (context.graph(), &*context.model.weights);
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
-    let expected = Expected::new(graph, weights, context.kv_capacity, args.seed, None);
-    let expected = expected.map_err(|error| Failure::usage(error.to_string()))?;
-    let options = context.lower_options();
-    let mut gate = Gate::new(graph, weights, &context.target, options, &kernel_id, expected)
-        .with_context(args.context);
+    let mut gate = context.gate(args.seed, None, &kernel_id)?.with_context(args.context);
     let timing = Timing { rounds: ROUNDS, warmup: WARMUP };
     let (verdict, outcome) = assess::evaluate(&mut gate, None, config, timing, args.seed);
     drop(working);
@@ -134,13 +118,13 @@ fn judged(context: &Context, args: &BenchArgs, config: &ScheduleConfig) -> Resul
 }
 
 fn open(context: &Context) -> Result<Gpu<'_>, Failure> {
-    let mut gpu = context.open_here()?.ok_or_else(|| Failure::missing(NO_DEVICE))?;
+    let mut gpu = context.open_here()?.ok_or_else(no_gpu)?;
     gpu.set_prefill(PrefillChoice::Auto)?;
     Ok(gpu)
 }
 
-fn failed(error: impl std::fmt::Display) -> Failure {
-    Failure::refused(error.to_string())
+fn no_gpu() -> Failure {
+    Failure::no_gpu("--sequences is for what is measured")
 }
 
 /// Prompts of the sequences, each with the token that is run first behind it.
@@ -160,22 +144,21 @@ fn measure(
     let mut gpu = open(context)?;
     let bandwidth = gpu.describe().bandwidth.unwrap_or(context.target.bandwidth as f64);
     let program = Arc::new(context.lowered(&alone)?);
-    let handle = gpu.prepare(&program, &alone.kernel).map_err(failed)?;
-    gpu.serve(handle, sequences, KvPool::Full).map_err(failed)?;
+    let handle = gpu.prepare(&program, &alone.kernel)?;
+    gpu.serve(handle, sequences, KvPool::Full)?;
     let one = one_by_one(&mut gpu, handle, &prompts)?;
     drop(gpu); // its memory is the next one's
 
     let mut gpu = open(context)?;
     gpu.set_lanes(sequences);
     let program = Arc::new(context.lowered(&config)?);
-    let handle = gpu.prepare(&program, &config.kernel).map_err(failed)?;
-    gpu.serve(handle, sequences, KvPool::Full).map_err(failed)?;
+    let handle = gpu.prepare(&program, &config.kernel)?;
+    gpu.serve(handle, sequences, KvPool::Full)?;
     for (session, prompt) in (0..).zip(&prompts) {
         fill(&mut gpu, handle, session, prompt)?;
     }
-    let (tokens, logits) = gate_run(&mut gpu, handle, &prompts)?;
-    let (accuracy, chosen) = compare(context, &prompts, &tokens, &logits)?;
-    let several = at_once(&mut gpu, handle, &prompts, tokens)?;
+    let compare = |tokens: &[Vec<u32>], rows: &Rows| compare(context, &prompts, tokens, rows);
+    let (several, (accuracy, chosen)) = at_once(&mut gpu, handle, &prompts, compare)?;
     let ids = [config.id(), program.id(), context.kernel_id_of(&config.kernel, sequences)];
     let bytes = step_bytes(&program, args.context, sequences);
     Ok(Shown { one, several, accuracy, chosen, bytes, bandwidth, ids })
@@ -201,34 +184,20 @@ fn one_by_one(
     handle: Handle,
     prompts: &[Vec<u32>],
 ) -> Result<Measured, Failure> {
-    let mut tokens = Vec::new();
     for (session, prompt) in (0..).zip(prompts) {
         fill(gpu, handle, session, prompt)?;
     }
-    let mut us = Vec::new();
-    for (session, prompt) in (0..).zip(prompts) {
-        let (head, last) = prompt.split_at(prompt.len() - 1);
-        let position = head.len() as u32;
-        let request = Request {
-            session,
-            position,
-            tokens: last,
-            generate: TIMED_TOKENS,
-            ..Request::default()
-        };
-        let blocks = if session == 0 { WARMUP + ROUNDS } else { 1 };
-        for block in 0..blocks {
-            let done = gpu.command(handle, &request, &mut || false)?;
-            if block >= WARMUP {
-                us.push(done.host_us / f64::from(done.steps.max(1)));
-            }
-            if block + 1 == blocks {
-                tokens.push(done.tokens);
-            }
-        }
-    }
-    us.sort_by(f64::total_cmp);
-    Ok(Measured { us, tokens })
+    let mut decode = |session: u32, prompt: &[u32]| {
+        let (head, tokens) = prompt.split_at(prompt.len() - 1);
+        let (position, generate) = (head.len() as u32, TIMED_TOKENS);
+        let request = Request { session, position, tokens, generate, ..Request::default() };
+        gpu.command(handle, &request, &mut || false)
+    };
+    let us = Blocks::time((WARMUP, ROUNDS), || {
+        decode(0, &prompts[0]).map(|done| done.host_us / f64::from(done.steps.max(1)))
+    })?;
+    let tokens = (0..).zip(prompts).map(|(session, prompt)| Ok(decode(session, prompt)?.tokens));
+    Ok(Measured { us, tokens: tokens.collect::<Result<_, Failure>>()? })
 }
 
 fn lanes(prompts: &[Vec<u32>]) -> Vec<Lane> {
@@ -239,26 +208,6 @@ fn lanes(prompts: &[Vec<u32>]) -> Vec<Lane> {
         sampled: false,
     };
     (0..).zip(prompts).map(lane).collect()
-}
-
-fn batch(
-    gpu: &mut Gpu<'_>,
-    handle: Handle,
-    prompts: &[Vec<u32>],
-    keep_logits: bool,
-) -> Result<BatchDecoded, Failure> {
-    let lanes = lanes(prompts);
-    let batch = Batch { lanes: &lanes, generate: TIMED_TOKENS, stop: &[], keep_logits };
-    Ok(gpu.batch(handle, &batch, &mut || false)?)
-}
-
-/// Of each sequence what it generates, and the logits of every position of that.
-type Generated = (Vec<Vec<u32>>, Vec<Vec<Vec<f32>>>);
-
-fn gate_run(gpu: &mut Gpu<'_>, handle: Handle, prompts: &[Vec<u32>]) -> Result<Generated, Failure> {
-    let done = batch(gpu, handle, prompts, true)?;
-    let logits = gpu.batch_logits(handle, prompts.len() as u32, done.steps)?;
-    Ok((done.lanes.into_iter().map(|lane| lane.tokens).collect(), logits))
 }
 
 /// Each lane's logits against the graph's, fed with the same tokens; and its tokens against its logits.
@@ -275,7 +224,7 @@ fn compare(
         let positions: Vec<usize> = COMPARED.iter().map(|at| prompt.len() - 1 + at).collect();
         let evaluator = Evaluator::new(context.graph(), &*context.model.weights);
         let wanted = evaluator.and_then(|mut evaluator| evaluator.run_at(&fed, &positions));
-        expected.extend(wanted.map_err(failed)?);
+        expected.extend(wanted.map_err(|error| context.unevaluated(error))?);
         actual.extend(COMPARED.iter().filter_map(|at| rows.get(*at).cloned()));
         chosen &= rows.len() == tokens.len();
         chosen &= rows.iter().zip(tokens).all(|(row, token)| first_greatest(row) == *token);
@@ -294,48 +243,48 @@ fn first_greatest(row: &[f32]) -> u32 {
     row.iter().enumerate().fold(0, better) as u32
 }
 
-/// All sequences at once. Whatever is timed gives the tokens that were compared.
+/// Of each sequence the logits of every position that it generates.
+type Rows = Vec<Vec<Vec<f32>>>;
+
+/// All sequences at once. Whatever is timed gives the tokens whose logits were compared before.
 fn at_once(
     gpu: &mut Gpu<'_>,
     handle: Handle,
     prompts: &[Vec<u32>],
-    tokens: Vec<Vec<u32>>,
-) -> Result<Measured, Failure> {
-    let mut us = Vec::new();
-    for block in 0..WARMUP + ROUNDS {
-        let done = batch(gpu, handle, prompts, false)?;
-        let same = done.lanes.iter().zip(&tokens).all(|(lane, tokens)| lane.tokens == *tokens);
-        if !same {
-            return Err(Failure::refused(format!(
-                "timed block {block} gave other tokens than those that were compared"
-            )));
+    compare: impl FnOnce(&[Vec<u32>], &Rows) -> Result<(Accuracy, bool), Failure>,
+) -> Result<(Measured, (Accuracy, bool)), Failure> {
+    let lanes = lanes(prompts);
+    let batch =
+        |keep_logits| Batch { lanes: &lanes, generate: TIMED_TOKENS, stop: &[], keep_logits };
+    let first = gpu.batch(handle, &batch(true), &mut || false)?;
+    let logits = gpu.batch_logits(handle, lanes.len() as u32, first.steps)?;
+    let tokens: Vec<Vec<u32>> = first.lanes.into_iter().map(|lane| lane.tokens).collect();
+    let compared = compare(&tokens, &logits)?;
+    let us = Blocks::time((WARMUP, ROUNDS), || {
+        let done = gpu.batch(handle, &batch(false), &mut || false)?;
+        if done.lanes.iter().zip(&tokens).any(|(lane, tokens)| lane.tokens != *tokens) {
+            let what = "a timed block gave other tokens than those that were compared";
+            return Err(Failure::refused(what));
         }
-        if block >= WARMUP {
-            us.push(done.host_us / f64::from(done.steps.max(1)));
-        }
-    }
-    us.sort_by(f64::total_cmp);
-    Ok(Measured { us, tokens })
+        Ok(done.host_us / f64::from(done.steps.max(1)))
+    })?;
+    Ok((Measured { us, tokens }, compared))
 }
 
 fn say(context: &Context, args: &BenchArgs, sequences: u32, shown: &Shown) {
-    let (one, several, floor) = (shown.one.median(), shown.several.median(), shown.floor());
+    let (one, several, floor) = (shown.one.us.median(), shown.several.us.median(), shown.floor());
     let range = |measured: &Measured| {
-        format!(
-            "{:.1} us a step ({:.1} to {:.1})",
-            measured.median(),
-            measured.us[0],
-            measured.us[measured.us.len() - 1]
-        )
+        let [least, most] = measured.us.ends();
+        format!("{:.1} us a step ({least:.1} to {most:.1})", measured.us.median())
     };
     let graph = context.graph();
     let a = shown.accuracy;
     report::table(&[
-        ("model".to_owned(), format!("{} {}", graph.name, graph.dtype.name())),
-        ("context".to_owned(), format!("{} tokens, whole steps, median of {ROUNDS}", args.context)),
-        ("one".to_owned(), format!("{}, {:.0} tokens/s", range(&shown.one), 1e6 / one)),
+        ("model", format!("{} {}", graph.name, graph.dtype.name())),
+        ("context", format!("{} tokens, whole steps, median of {ROUNDS}", args.context)),
+        ("one", format!("{}, {:.0} tokens/s", range(&shown.one), 1e6 / one)),
         (
-            format!("{sequences}"),
+            &sequences.to_string(),
             format!(
                 "{}, {:.2} x one; {:.1} us a token, {:.0} tokens/s, {:.2} x one's",
                 range(&shown.several),
@@ -346,7 +295,7 @@ fn say(context: &Context, args: &BenchArgs, sequences: u32, shown: &Shown) {
             ),
         ),
         (
-            "floor".to_owned(),
+            "floor",
             format!(
                 "{floor:.1} us = {:.4} GB at {:.3} TB/s, keys of all; {:.1} % of it reached",
                 shown.bytes as f64 / 1e9,
@@ -355,7 +304,7 @@ fn say(context: &Context, args: &BenchArgs, sequences: u32, shown: &Shown) {
             ),
         ),
         (
-            "accuracy".to_owned(),
+            "accuracy",
             format!(
                 "relative error {:.1e} worst; top-1 equal at {} of {} decided; {} positions against f32: {}; tokens as alone: {} of {sequences}",
                 a.rel_worst,
@@ -375,8 +324,8 @@ fn answer(
     (sequences, source): (u32, &ScheduleSource),
     shown: &Shown,
 ) -> Result<(), Failure> {
-    let a = shown.accuracy;
-    let (one, several, floor) = (shown.one.median(), shown.several.median(), shown.floor());
+    let (one, several, floor) = (shown.one.us.median(), shown.several.us.median(), shown.floor());
+    let against = "f32 evaluation of the same weights, each sequence by itself";
     let [schedule_id, program_id, kernel_id] = &shown.ids;
     report::document(&json!({
         "schema": "amk.bench.sequences.v1",
@@ -387,26 +336,16 @@ fn answer(
         "kv_capacity": context.kv_capacity,
         "sequences": sequences,
         "us_per_step": several,
-        "us_per_step_rounds": shown.several.us,
+        "us_per_step_rounds": shown.several.us.0,
         "us_per_token": several / f64::from(sequences),
         "tokens_per_s": f64::from(sequences) * 1e6 / several,
-        "one": {"us_per_step": one, "us_per_step_rounds": shown.one.us},
+        "one": {"us_per_step": one, "us_per_step_rounds": shown.one.us.0},
         "times_one": several / one,
         "bound_us": floor,
         "pct_of_roofline": floor / several * 100.0,
         "bytes_per_step": shown.bytes,
         "bandwidth_measured": shown.bandwidth,
-        "accuracy": {
-            "against": "f32 evaluation of the same weights, each sequence by itself",
-            "positions": a.positions,
-            "rel_err_worst": a.rel_worst,
-            "rel_err_mean": a.rel_mean,
-            "rel_err_max_allowed": Accuracy::REL_MAX,
-            "top1_decided": a.decided,
-            "top1_equal": a.decided_equal,
-            "kl_mean": a.kl_mean,
-            "within_bounds": a.holds(),
-        },
+        "accuracy": accuracy_document(&shown.accuracy, against),
         "chosen_by_logits": shown.chosen,
         "sequences_as_alone": shown.as_alone(),
         "correct": shown.holds(),

@@ -18,6 +18,7 @@ use lower::{Predictor, Rates, SimulatedStep};
 use serde_json::{Value, json};
 use vm_host::{BootOptions, HostError, Idle, Resident};
 
+use super::bench::blocks::Blocks;
 use crate::cli::{ConfigArgs, TraceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
@@ -28,7 +29,6 @@ use crate::{files, report};
 use counters::{Counter, Ring};
 use timeline::{Clock, Timeline};
 
-/// Tokens of a timed block.
 const TIMED_TOKENS: u32 = 32;
 /// Timed blocks; the median counts.
 const BLOCKS: usize = 12;
@@ -89,7 +89,6 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
     Ok(Exit::Yes)
 }
 
-/// A schedule that was taken apart.
 struct Traced {
     document: Value,
     /// The records of a step as a table.
@@ -123,7 +122,6 @@ impl Traced {
     }
 }
 
-/// What writes a file.
 type Fill<'a> = dyn Fn(&mut BufWriter<&mut File>) -> io::Result<()> + 'a;
 
 /// Where the nanoseconds of all workers went in one step. They add up.
@@ -154,15 +152,7 @@ fn simulated(
     let table = tape.table(program, &records);
     let us = predictor.predict(Rates::shipped()).latency_us;
     report::say(&format!("{name}: {us:.1} us a token, predicted"));
-    let digest = tape.digest();
-    for line in &digest {
-        report::say(&line.1);
-    }
-    let document = json!({
-        "name": name,
-        "us_per_token": us,
-        "ops": digest.into_iter().map(|line| line.0).collect::<Vec<_>>(),
-    });
+    let document = json!({"name": name, "us_per_token": us, "ops": tape.ops()});
     let span = Some([0, (step.us * 1000.0).round() as u64]);
     let clock = Clock { ns_per_cycle: 1.0, span, polls_after_ready: false };
     let bytes = predictor.task_bytes();
@@ -226,12 +216,10 @@ fn schedule(
     let tokens = search::draw_tokens(0, context.graph().vocab, (first + TIMED_TOKENS) as usize);
     let timed = &tokens[first as usize..];
     running.decode(0, 0, &tokens, 1, &[], false)?;
-    let mut blocks = Vec::new();
-    for _ in 0..BLOCKS {
+    let blocks = Blocks::time((0, BLOCKS), || {
         let done = running.decode(0, first, timed, 1, &[], false)?;
-        blocks.push(done.host_us / f64::from(done.steps));
-    }
-    blocks.sort_by(f64::total_cmp);
+        Ok::<_, HostError>(done.host_us / f64::from(done.steps))
+    })?;
     let checksum = logits_checksum(&mut running, first, timed)?;
     let traced = vm_device::Variant { trace: true, ..variant };
     let mut running = running.stop()?.launch(traced, program).map_err(give_back)?;
@@ -246,27 +234,19 @@ fn schedule(
     let records = running.records()?;
     let table = tape.table(program, &records);
     *idle = Some(running.stop()?);
-    let median = search::median(&blocks);
+    let (median, [least, most]) = (blocks.median(), blocks.ends());
     report::say(&format!(
-        "{name}: {median:.1} us a token ({:.1} to {:.1}), traced {:.1}, logits {checksum}",
-        blocks[0],
-        blocks[blocks.len() - 1],
+        "{name}: {median:.1} us a token ({least:.1} to {most:.1}), traced {:.1}, logits {checksum}",
         done.host_us / f64::from(done.steps)
     ));
-    let digest = tape.digest();
-    for line in &digest {
-        report::say(&line.1);
-    }
-    let (loader, line) = tape.loader();
-    report::say(&line);
     let document = json!({
         "name": name,
         "us_per_token": median,
         "traced_us_per_token": done.host_us / f64::from(done.steps),
-        "blocks_us": blocks,
+        "blocks_us": blocks.0,
         "logits": checksum,
-        "ops": digest.into_iter().map(|line| line.0).collect::<Vec<_>>(),
-        "loader": loader,
+        "ops": tape.ops(),
+        "loader": tape.loader(),
     });
     let position = first + TRACED_STEPS - 1;
     let bytes = Predictor::new(program, &config.kernel, &context.target, position).task_bytes();
@@ -342,12 +322,14 @@ impl Tape {
         }
     }
 
-    /// What an average loader waited for in a step, and a line for people.
-    fn loader(&self) -> (Value, String) {
+    /// What an average loader waited for in a step; a line of it for people.
+    fn loader(&self) -> Value {
         let us = self.ns_per_cycle() / 1000.0 / (self.steps * self.workers) as f64;
         let [free, cap, step] = self.loaders.map(|cycles| cycles as f64 * us);
-        let value = json!({ "stage_free_us": free, "in_flight_us": cap, "step_us": step });
-        (value, format!("  loader: no free stage {free:.1}, cap {cap:.1}, step {step:.1} us"))
+        report::say(&format!(
+            "  loader: no free stage {free:.1}, cap {cap:.1}, step {step:.1} us"
+        ));
+        json!({ "stage_free_us": free, "in_flight_us": cap, "step_us": step })
     }
 
     fn ns_per_cycle(&self) -> f64 {
@@ -380,22 +362,21 @@ impl Tape {
         out
     }
 
-    /// For each op: microseconds of a step on an average worker, and a line for people.
-    fn digest(&self) -> Vec<(Value, String)> {
+    /// For each op: microseconds of a step on an average worker. They are said too.
+    fn ops(&self) -> Vec<Value> {
         let us = self.ns_per_cycle() / 1000.0 / (self.steps * self.workers) as f64;
         let line = |(name, s): (&String, &Sums)| {
             let [waited, staged, multiplied, ended, starved] =
                 [s.waited, s.staged, s.multiplied, s.ended, s.starved].map(|c| c as f64 * us);
             let tasks = s.tasks as f64 / (self.steps * self.workers) as f64;
-            let text = format!(
+            report::say(&format!(
                 "  {name:16} {tasks:5.1} tasks a worker: wait {waited:6.1}, input {staged:6.1}, products {multiplied:6.1} (starved {starved:6.1}), output {ended:6.1}; sum {:6.1} us",
                 waited + staged + multiplied + ended
-            );
-            let value = json!({
+            ));
+            json!({
                 "op": name, "tasks_per_worker": tasks, "wait_us": waited, "input_us": staged,
                 "products_us": multiplied, "starved_us": starved, "output_us": ended,
-            });
-            (value, text)
+            })
         };
         self.ops.iter().map(line).collect()
     }

@@ -1,8 +1,9 @@
 //! Kernels that are compiled before they are asked for. A build that is found finished costs its first trial a read from the cache;
 //! which trial that is, and what it decides, does not depend on it.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
 /// Compilers beside the search, which leaves most cores to the reference machine.
@@ -11,101 +12,81 @@ const COMPILERS: usize = 4;
 /// What one compilation does; its result is left where the device looks for it.
 type Compile<V> = dyn Fn(&V) + Send + Sync;
 
-struct State<V> {
-    waiting: VecDeque<V>,
-    running: Vec<V>,
-    known: Vec<V>,
-    over: bool,
-}
-
-struct Shared<V> {
-    state: Mutex<State<V>>,
-    changed: Condvar,
-}
-
-impl<V: Copy + PartialEq> Shared<V> {
-    fn lock(&self) -> MutexGuard<'_, State<V>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn wait<'s>(&self, state: MutexGuard<'s, State<V>>) -> MutexGuard<'s, State<V>> {
-        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Compiles until nobody wants anything any more.
-    fn work(&self, compile: &Compile<V>) {
-        let mut state = self.lock();
-        while !state.over {
-            let Some(variant) = state.waiting.pop_front() else {
-                state = self.wait(state);
-                continue;
-            };
-            state.running.push(variant);
-            drop(state);
-            compile(&variant);
-            state = self.lock();
-            state.running.retain(|&other| other != variant);
-            self.changed.notify_all();
-        }
-    }
-}
+/// A compilation. Whoever comes first does it, and who comes meanwhile waits.
+type Build<V> = (V, Arc<OnceLock<()>>);
 
 /// Compilers at work on kernel variants.
-pub(super) struct Builds<V: Copy + PartialEq> {
-    shared: Arc<Shared<V>>,
+pub(super) struct Builds<V> {
     compile: Arc<Compile<V>>,
+    known: Vec<Build<V>>,
+    waiting: Option<Sender<Build<V>>>,
+    queue: Arc<Mutex<Receiver<Build<V>>>>,
+    over: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl<V: Copy + PartialEq + Send + 'static> Builds<V> {
     /// No thread is started before there is something to compile.
     pub(super) fn new(compile: impl Fn(&V) + Send + Sync + 'static) -> Self {
-        let state =
-            State { waiting: VecDeque::new(), running: Vec::new(), known: Vec::new(), over: false };
-        let shared = Shared { state: Mutex::new(state), changed: Condvar::new() };
-        Self { shared: Arc::new(shared), compile: Arc::new(compile), threads: Vec::new() }
+        let (waiting, queue) = channel();
+        Self {
+            compile: Arc::new(compile),
+            known: Vec::new(),
+            waiting: Some(waiting),
+            queue: Arc::new(Mutex::new(queue)),
+            over: Arc::default(),
+            threads: Vec::new(),
+        }
     }
 
     /// Compiles these after those already asked for. A variant is asked for once.
     pub(super) fn ask(&mut self, variants: impl Iterator<Item = V>) {
-        let mut state = self.shared.lock();
         for variant in variants {
-            if !state.known.contains(&variant) {
-                state.known.push(variant);
-                state.waiting.push_back(variant);
+            if self.find(&variant).is_none() {
+                let build: Build<V> = (variant, Arc::default());
+                self.known.push(build.clone());
+                // The queue lives as long as this.
+                let _ = self.waiting.as_ref().map(|waiting| waiting.send(build));
+                if self.threads.len() < COMPILERS {
+                    self.threads.push(self.compiler());
+                }
             }
-        }
-        let wanted = state.waiting.len().min(COMPILERS);
-        drop(state);
-        self.shared.changed.notify_all();
-        while self.threads.len() < wanted {
-            let (shared, compile) = (self.shared.clone(), self.compile.clone());
-            self.threads.push(std::thread::spawn(move || shared.work(&*compile)));
         }
     }
 
-    /// Returns when no thread compiles this variant: it is done, or it is the caller's.
+    /// A thread that compiles until nobody wants anything any more.
+    fn compiler(&self) -> JoinHandle<()> {
+        let (queue, compile) = (self.queue.clone(), self.compile.clone());
+        let over = self.over.clone();
+        std::thread::spawn(move || {
+            loop {
+                let next = queue.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                let Some((variant, build)) = next.ok().filter(|_| !over.load(Ordering::Relaxed))
+                else {
+                    return;
+                };
+                build.get_or_init(|| compile(&variant));
+            }
+        })
+    }
+
+    fn find(&self, variant: &V) -> Option<&Build<V>> {
+        self.known.iter().find(|(known, _)| known == variant)
+    }
+
+    /// Returns when this variant is compiled, if it was asked for.
     pub(super) fn settle(&self, variant: &V) {
-        let mut state = self.shared.lock();
-        state.waiting.retain(|other| other != variant);
-        if !state.known.contains(variant) {
-            state.known.push(*variant);
-        }
-        while state.running.contains(variant) {
-            state = self.shared.wait(state);
+        if let Some((_, build)) = self.find(variant) {
+            build.get_or_init(|| (self.compile)(variant));
         }
     }
 }
 
-impl<V: Copy + PartialEq> Drop for Builds<V> {
+impl<V> Drop for Builds<V> {
     /// Waits for compilations under way: ending a process inside a compiler may crash it.
     fn drop(&mut self) {
-        {
-            let mut state = self.shared.lock();
-            state.waiting.clear();
-            state.over = true;
-        }
-        self.shared.changed.notify_all();
+        self.over.store(true, Ordering::Relaxed);
+        self.waiting = None;
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
@@ -129,16 +110,10 @@ mod tests {
         });
         builds.ask(0..6);
         builds.ask(0..6);
-        while count.load(Ordering::SeqCst) == 0 {
-            std::thread::yield_now(); // until a thread has taken one
-        }
-        for variant in 0..6 {
+        for variant in 0..7 {
             builds.settle(&variant);
-            assert!(!builds.shared.lock().running.contains(&variant));
         }
-        drop(builds);
-        // Those that were settled before a thread took them are the caller's.
-        assert!((1..=6).contains(&count.load(Ordering::SeqCst)));
+        assert_eq!(count.load(Ordering::SeqCst), 6, "nobody asked for the seventh");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use search::{Clocks, DeviceError};
 use telemetry::{Publisher, now_ns};
 use vm_host::HostError;
 
-use super::{Gpu, LOGITS_ROWS, sharing};
+use super::{Gpu, LOGITS_ROWS, device_error, sharing};
 use crate::cli::{DeviceChildArgs, DeviceChoice, PlaceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
@@ -28,7 +28,6 @@ pub(crate) fn open_process<'a>(
     shared: bool,
     named: bool,
 ) -> Result<Remote<'a>, Failure> {
-    let missing = |what: String| Failure::missing(format!("capability missing: {what}"));
     let others = sharing::others(shared, || vm_host::compute_processes(&info.uuid));
     let other_processes = sharing::judge(others.as_deref(), shared).map_err(Failure::missing)?;
     let visible = if named { vm_host::visible_name(&info.uuid) } else { None };
@@ -36,31 +35,13 @@ pub(crate) fn open_process<'a>(
     let room = Room { rows: LOGITS_ROWS as usize, vocab: graph.vocab as usize };
     let limits = Limits::for_weights(graph.weight_bytes() as u64);
     let opened = Remote::open(Box::new(move || command(context, visible.as_deref())), limits, room);
-    let mut remote = opened.map_err(|error| match error {
-        DeviceError::Unavailable { reason } => missing(reason),
-        DeviceError::Compile { .. }
-        | DeviceError::Trapped { .. }
-        | DeviceError::TimedOut { .. }
-        | DeviceError::OutOfMemory { .. }
-        | DeviceError::Fault { .. } => missing(error.to_string()),
+    let mut remote = opened.map_err(|error| {
+        Failure::missing(format!("capability missing: {}", super::reason(&error)))
     })?;
     remote.set_other_processes(other_processes);
     let uuid = info.uuid.clone();
     remote.read_clocks(Box::new(move || clocks(&uuid)));
     Ok(remote)
-}
-
-/// A process that may be killed again and again: on the GPU if the context has one, else on the reference machine.
-pub(crate) fn open_for_soak(context: &Context, limits: Limits) -> Result<Remote<'_>, Failure> {
-    let reference = !context.has_device()?;
-    let room = Room { rows: LOGITS_ROWS as usize, vocab: context.graph().vocab as usize };
-    let launcher = move || {
-        let mut command = command(context, None);
-        command.args(reference.then_some("--reference"));
-        command
-    };
-    let opened = Remote::open(Box::new(launcher), limits, room);
-    opened.map_err(|error| Failure::missing(format!("capability missing: {error}")))
 }
 
 /// What the card's clocks are now. NVML answers here too: it needs no context.
@@ -89,13 +70,10 @@ fn command(context: &Context, visible: Option<&str>) -> Command {
 pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
     let place = PlaceArgs {
         target: args.target.clone(),
-        device: if args.reference { DeviceChoice::Cpu } else { DeviceChoice::Cuda },
+        device: DeviceChoice::Cuda,
         kv_capacity: args.kv_capacity,
     };
     let context = Context::load(&args.model, &place)?;
-    if args.reference {
-        return crate::soak::serve_reference(&context);
-    }
     let lookout = SharedLookout::default();
     let page = observe::publisher(&context, ("search", "cuda"), 0)?;
     let watch = Kernel::new(lookout.clone(), page.clone());
@@ -110,24 +88,10 @@ pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
 
 /// What keeps a process from opening the device. What may pass is tried again; what is missing stays missing.
 fn unopened(error: HostError) -> DeviceError {
-    match error {
-        HostError::Driver { .. } => DeviceError::Fault { reason: error.to_string() },
-        HostError::OutOfMemory { needed, free } => DeviceError::OutOfMemory { needed, free },
-        HostError::NoDriver
-        | HostError::NoDevice
-        | HostError::NoSuchDevice { .. }
-        | HostError::NoNvrtc { .. }
-        | HostError::Architecture { .. }
-        | HostError::Compile { .. }
-        | HostError::AbiMismatch { .. }
-        | HostError::NotCoResident { .. }
-        | HostError::Weights { .. }
-        | HostError::Request(_)
-        | HostError::Trapped(_)
-        | HostError::Died { .. }
-        | HostError::Left
-        | HostError::TimedOut { .. } => DeviceError::Unavailable { reason: error.to_string() },
+    if matches!(error, HostError::Driver { .. } | HostError::OutOfMemory { .. }) {
+        return device_error(error);
     }
+    DeviceError::Unavailable { reason: error.to_string() }
 }
 
 /// The kernel as the watching thread sees it.

@@ -1,9 +1,8 @@
 //! Prompts in chunks, between two residencies of the kernel.
 
 use search::{DeviceError, Handle};
-use vm_host::{Idle, PrefillOptions, Prefilled};
+use vm_host::{PrefillOptions, Prefilled};
 
-use super::weights::boot;
 use super::{Gpu, Machine, device_error};
 use crate::cli::PrefillChoice;
 use crate::failure::Failure;
@@ -33,22 +32,6 @@ impl Gpu<'_> {
         self.chunks_from.is_some_and(|from| tokens >= from)
     }
 
-    /// The machine with no kernel resident, booted for a program if need be.
-    fn idle(&mut self, handle: Handle) -> Result<Idle, DeviceError> {
-        let Some(prepared) = self.programs.get(&handle.0) else {
-            return Err(DeviceError::Fault { reason: "the program was released".into() });
-        };
-        let (variant, program) = (prepared.variant, prepared.program.clone());
-        match std::mem::replace(&mut self.machine, Machine::Absent) {
-            Machine::Absent => {
-                let sessions = (self.deadline, self.sessions, self.kv_pool);
-                boot(self.context, &program, &variant, sessions, self.arrival.streaming)
-            }
-            Machine::Idle(idle) => Ok(*idle),
-            Machine::Running(running) => self.stop(*running),
-        }
-    }
-
     /// Runs tokens at the next positions of a session in chunks; with `logits`, gives those after the last of them. The kernel is not resident
     /// afterwards.
     pub(crate) fn prefill(
@@ -59,7 +42,9 @@ impl Gpu<'_> {
         logits: bool,
         options: &PrefillOptions,
     ) -> Result<(Prefilled, Vec<f32>), DeviceError> {
-        let mut idle = self.idle(handle)?;
+        let prepared = self.prepared(handle)?;
+        let (variant, program) = (prepared.variant, prepared.program.clone());
+        let mut idle = self.idle(&program, &variant)?;
         let done = idle.prefill(session, position, tokens, logits, options);
         let done = done.and_then(|done| {
             let row = if logits { idle.last_logits()? } else { Vec::new() };

@@ -25,19 +25,18 @@ impl Context {
         ordinal: u32,
         sharing: &SharingArgs,
     ) -> Result<Remote<'_>, Failure> {
-        let info = look_at(&self.target, ordinal)
-            .map_err(|error| Failure::missing(format!("capability missing: {error}")))?;
+        let info = look_at(&self.target, ordinal)?;
         open_process(self, &info, sharing.shared_gpu, true)
     }
 
     /// The GPU in this process, for what runs once, if it is wanted and there is one.
     pub(crate) fn open_here(&self) -> Result<Option<Gpu<'_>>, Failure> {
-        self.open_with(|_| self.gpu(true))
+        self.open_with(|_| Ok(Gpu::open(self, None, true)?))
     }
 
-    /// The same to run one program once.
+    /// The same to run one program once, as soon as can be: the bandwidth is not measured, as its speed is compared with nothing.
     pub(crate) fn open_once(&self) -> Result<Option<Gpu<'_>>, Failure> {
-        self.open_with(|_| self.gpu(false))
+        self.open_with(|_| Ok(Gpu::open(self, None, false)?))
     }
 
     /// Whether there is a GPU, and it is wanted.
@@ -61,16 +60,9 @@ impl Context {
         };
         match look(&self.target) {
             Ok(info) => open(&info).map(Some),
-            Err(error) if wanted => Err(Failure::missing(format!("capability missing: {error}"))),
+            Err(error) if wanted => Err(error.into()),
             Err(_) => Ok(None),
         }
-    }
-
-    /// Opens the GPU in this process. The error says what is missing (exit code 3). Not to `measure` the bandwidth is for who runs one program
-    /// once, as soon as can be: its speed is compared with nothing that is measured.
-    fn gpu(&self, measure: bool) -> Result<Gpu<'_>, Failure> {
-        Gpu::open(self, None, measure)
-            .map_err(|error| Failure::missing(format!("capability missing: {error}")))
     }
 
     /// The GPU's full name, if one is wanted and there.

@@ -1,47 +1,63 @@
 //! Sequences that share the resident kernel, each in a session of its own: what a server drives. Tokens are chosen on the device.
 
 use abi::Ending;
+use ir::program::{Program, Together, Verified};
 use ir::sampling::Sampling;
 use search::{DeviceError, Handle};
-use vm_host::{Decoded, HostError, KvPool, Occupancy, Request, Resident};
+use vm_host::{Batch, BatchDecoded, Decoded, HostError, KvPool, Occupancy, Request, Resident};
 
 use super::{Gpu, Machine, device_error};
-use crate::failure::Failure;
+use crate::engine::Broken;
 use crate::report;
 
-/// Why a command was not run.
-pub(crate) enum Undone {
-    /// It asks for what is not there; nothing has changed, and nobody else is touched.
-    Refused(String),
-    /// The machine failed: every sequence is lost.
-    Failed(DeviceError),
-}
-
-impl std::fmt::Display for Undone {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Refused(why) => f.write_str(why),
-            Self::Failed(error) => error.fmt(f),
-        }
-    }
-}
-
-impl From<Undone> for Failure {
-    fn from(undone: Undone) -> Self {
-        Self::refused(undone.to_string())
-    }
-}
-
-impl From<HostError> for Undone {
-    fn from(error: HostError) -> Self {
-        if let HostError::Request(why) = error {
-            return Self::Refused(why);
-        }
-        Self::Failed(device_error(error))
-    }
-}
-
 impl Gpu<'_> {
+    /// From the next program on kernels run so many sessions at once. No kernel is launched yet.
+    pub(crate) fn set_lanes(&mut self, lanes: u32) {
+        self.lanes = lanes;
+    }
+
+    pub(crate) fn lanes(&self) -> u32 {
+        self.lanes
+    }
+
+    /// The proof that sessions may share a program, where kernels run several.
+    pub(super) fn prove(
+        &self,
+        program: &Verified<Program>,
+    ) -> Result<Option<Together>, DeviceError> {
+        if self.lanes == 1 {
+            return Ok(None);
+        }
+        Together::new(program.clone(), self.lanes).map(Some).map_err(|violations| {
+            let lanes = self.lanes;
+            let reason = format!("the program cannot be shared by {lanes} sessions: {violations}");
+            DeviceError::Fault { reason }
+        })
+    }
+
+    /// Runs a batch. While it runs, `give_way` is asked whether it is to end after the step under way.
+    pub(crate) fn batch(
+        &mut self,
+        handle: Handle,
+        batch: &Batch<'_>,
+        give_way: &mut dyn FnMut() -> bool,
+    ) -> Result<BatchDecoded, Broken> {
+        self.sequences.fill(None); // of searches
+        self.undone(handle, |running| running.run_together(batch, give_way))
+    }
+
+    /// Logits of each lane of the last batch that kept them.
+    pub(crate) fn batch_logits(
+        &mut self,
+        handle: Handle,
+        lanes: u32,
+        rows: u32,
+    ) -> Result<Vec<Vec<Vec<f32>>>, Broken> {
+        self.undone(handle, |running| {
+            (0..lanes).map(|lane| running.lane_logits(lane, rows)).collect()
+        })
+    }
+
     /// Boots for so many sequences that draw their key/value caches from a pool, and launches the kernel with a program.
     pub(crate) fn serve(
         &mut self,
@@ -64,17 +80,14 @@ impl Gpu<'_> {
     }
 
     /// Sets pages aside for a session's first so many positions. Where no machine is, it takes them as it comes to need them.
-    pub(crate) fn promise_pages(&mut self, session: u32, positions: u32) -> Result<(), Undone> {
+    pub(crate) fn promise_pages(&mut self, session: u32, positions: u32) -> Result<(), Broken> {
         let promised = match &mut self.machine {
             Machine::Absent => Ok(()),
             Machine::Idle(idle) => idle.promise_pages(session, positions),
             Machine::Running(running) => running.promise_pages(session, positions),
         };
         self.say_pages();
-        match promised.map_err(Undone::from) {
-            Err(Undone::Failed(error)) => self.recover(Err(error)).map_err(Undone::Failed),
-            promised => promised,
-        }
+        self.outcome(promised)
     }
 
     /// Why this process does not get the device back, if it does not.
@@ -103,7 +116,7 @@ impl Gpu<'_> {
         handle: Handle,
         session: u32,
         sampling: &Sampling,
-    ) -> Result<(), Undone> {
+    ) -> Result<(), Broken> {
         self.undone(handle, |running| running.set_sampling(session, sampling))
     }
 
@@ -113,7 +126,7 @@ impl Gpu<'_> {
         handle: Handle,
         request: &Request<'_>,
         give_way: &mut dyn FnMut() -> bool,
-    ) -> Result<Decoded, Undone> {
+    ) -> Result<Decoded, Broken> {
         self.sequences.fill(None); // of searches
         // All but the last token of a prompt needs no choice.
         let choice = usize::from(request.generate > 0);
@@ -138,14 +151,14 @@ impl Gpu<'_> {
         handle: Handle,
         place: (u32, u32),
         tokens: &[u32],
-    ) -> Result<bool, Undone> {
+    ) -> Result<bool, Broken> {
         // What cannot be run is refused by the resident kernel, which stays.
         let vocab = self.context.graph().vocab;
         if tokens.iter().any(|token| *token >= vocab) {
             return Ok(false);
         }
         let done = self.prefilled(handle, place, tokens);
-        self.recover(done).map_err(Undone::Failed)
+        self.recover(done).map_err(|error| Broken::All(error.to_string()))
     }
 
     /// Runs tokens at the next positions of a session. With `read`, gives the logits after the last of them.
@@ -156,7 +169,7 @@ impl Gpu<'_> {
         position: u32,
         tokens: &[u32],
         read: bool,
-    ) -> Result<Vec<f32>, Undone> {
+    ) -> Result<Vec<f32>, Broken> {
         self.sequences.fill(None);
         let (head, last) = tokens.split_at(tokens.len().saturating_sub(usize::from(read)));
         let chunked = self.in_chunks(handle, (session, position), head)?;
@@ -178,15 +191,24 @@ impl Gpu<'_> {
         &mut self,
         handle: Handle,
         act: impl FnOnce(&mut Resident) -> Result<T, HostError>,
-    ) -> Result<T, Undone> {
+    ) -> Result<T, Broken> {
         let done = match self.activate(handle, false) {
-            Ok(running) => act(running).map_err(Undone::from),
-            Err(error) => Err(Undone::Failed(error)),
+            Ok(running) => act(running),
+            Err(error) => {
+                self.say_pages();
+                return self.recover(Err(error)).map_err(|error| Broken::All(error.to_string()));
+            }
         };
         self.say_pages();
-        match done {
-            Err(Undone::Failed(error)) => self.recover(Err(error)).map_err(Undone::Failed),
-            done => done,
+        self.outcome(done)
+    }
+
+    fn outcome<T>(&mut self, done: Result<T, HostError>) -> Result<T, Broken> {
+        if let Err(HostError::Request(why)) = done {
+            return Err(Broken::Sequence(why));
         }
+        let done = self.recover(done.map_err(device_error));
+        // A kernel that stopped in the middle of a step is launched again, with empty caches.
+        done.map_err(|error| Broken::All(error.to_string()))
     }
 }

@@ -17,7 +17,7 @@ use crate::report;
 /// Something that is wrong. The fields are those of a schedule's violations.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Problem {
-    at: String,
+    pub(super) at: String,
     value: Value,
     legal: Option<String>,
     suggestion: Option<String>,
@@ -25,12 +25,6 @@ pub(super) struct Problem {
 }
 
 impl Problem {
-    /// The place.
-    #[cfg(test)]
-    pub(super) fn at(&self) -> &str {
-        &self.at
-    }
-
     /// Whether a rule of schedules says it.
     pub(super) fn is_about_config(&self) -> bool {
         self.at.starts_with("config.")
@@ -99,7 +93,6 @@ pub(super) fn against(validator: &Validator, schema: &Value, arguments: &Value) 
     problems
 }
 
-/// What a schema says of a property.
 fn described(schema: &Value, name: &str) -> Option<String> {
     schema["properties"][name]["description"].as_str().map(str::to_owned)
 }

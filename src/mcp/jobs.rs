@@ -1,14 +1,14 @@
 //! The long work: one schedule is judged at a time, since two would share a device and two cores, and time each other.
 
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, SemaphorePermit, oneshot, watch};
 
 use crate::commands::search_loop::{Found, Progress, Watch};
-use crate::failure::{Exit, Failure};
+use crate::failure::Failure;
 
 /// Evaluations that may wait for their turn.
 const WAITING_MAX: usize = 8;
@@ -28,13 +28,12 @@ const LAST_WORDS: Duration = Duration::from_secs(7);
 /// Stack of a thread that judges: as much as the main thread has.
 const STACK_BYTES: usize = 8 << 20;
 
-/// What is under way.
 pub(super) struct Jobs {
     /// Held by the one that judges.
     turn: Arc<Semaphore>,
     quick: Arc<Semaphore>,
-    waiting: AtomicUsize,
-    calls: AtomicUsize,
+    waiting: Semaphore,
+    calls: Semaphore,
     ending: Arc<AtomicBool>,
     ended: Notify,
     search: Mutex<Option<Arc<Follow>>>,
@@ -45,8 +44,8 @@ impl Default for Jobs {
         Self {
             turn: Arc::new(Semaphore::new(1)),
             quick: Arc::new(Semaphore::new(QUICK_MAX)),
-            waiting: AtomicUsize::new(0),
-            calls: AtomicUsize::new(0),
+            waiting: Semaphore::new(WAITING_MAX),
+            calls: Semaphore::new(CALLS_MAX),
             ending: Arc::default(),
             ended: Notify::new(),
             search: Mutex::default(),
@@ -54,27 +53,12 @@ impl Default for Jobs {
     }
 }
 
-/// One more of a bounded number, until it is dropped.
-pub(super) struct Counted<'a>(&'a AtomicUsize);
-
-impl<'a> Counted<'a> {
-    fn new(counter: &'a AtomicUsize, most: usize) -> Option<Self> {
-        let less = |n: usize| (n < most).then_some(n + 1);
-        counter.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less).ok().map(|_| Self(counter))
-    }
-}
-
-impl Drop for Counted<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
 impl Jobs {
     /// Notes a call, or refuses it.
-    pub(super) fn call(&self) -> Result<Counted<'_>, Failure> {
-        Counted::new(&self.calls, CALLS_MAX)
-            .ok_or_else(|| busy(&format!("{CALLS_MAX} calls are under way; wait for one of them")))
+    pub(super) fn call(&self) -> Result<SemaphorePermit<'_>, Failure> {
+        self.calls
+            .try_acquire()
+            .map_err(|_| busy(&format!("{CALLS_MAX} calls are under way; wait for one of them")))
     }
 
     /// A thread for a tool that answers soon.
@@ -87,7 +71,7 @@ impl Jobs {
         if let Some(search) = self.search().filter(|search| search.is_running()) {
             return Err(busy(&search.busy()));
         }
-        let Some(_waiting) = Counted::new(&self.waiting, WAITING_MAX) else {
+        let Ok(_waiting) = self.waiting.try_acquire() else {
             return Err(busy(&format!("{WAITING_MAX} evaluations wait already; send it again")));
         };
         self.turn.clone().acquire_owned().await.map_err(|_| busy("the server is ending"))
@@ -106,19 +90,16 @@ impl Jobs {
         Ok((follow, turn))
     }
 
-    /// The latest search of this server.
     pub(super) fn search(&self) -> Option<Arc<Follow>> {
         lock(&self.search).clone()
     }
 
-    /// Whether something is being judged.
     pub(super) fn is_judging(&self) -> bool {
         self.turn.available_permits() == 0
     }
 
-    /// Evaluations that wait for their turn.
     pub(super) fn waiting(&self) -> usize {
-        self.waiting.load(Ordering::SeqCst)
+        WAITING_MAX - self.waiting.available_permits()
     }
 
     /// Ends a search after its trial, and lets nothing begin.
@@ -161,7 +142,7 @@ pub(super) fn on_thread<T: Send + 'static>(
     let run = move || {
         let caught = std::panic::catch_unwind(AssertUnwindSafe(work));
         drop(permit);
-        let bug = |_| Err(Failure { exit: Exit::Bug, message: crate::bug::last_panic() });
+        let bug = |_| Err(Failure::bug(crate::bug::last_panic()));
         // Nobody may be waiting any more.
         let _ = sender.send(caught.unwrap_or_else(bug));
     };
@@ -178,7 +159,6 @@ pub(super) fn received<T>(
     sent.unwrap_or_else(|_| Err(Failure::missing("this machine starts no more threads")))
 }
 
-/// How a search ended.
 pub(super) type End = Result<Found, Failure>;
 
 /// A search, and who follows it.
@@ -206,7 +186,6 @@ impl Follow {
         self.progress.send_modify(|_| {});
     }
 
-    /// How it ended, if it did.
     pub(super) fn end(&self) -> Option<Arc<End>> {
         lock(&self.end).clone()
     }
@@ -215,7 +194,6 @@ impl Follow {
         self.end().is_none()
     }
 
-    /// How far it is.
     pub(super) fn progress(&self) -> Option<Progress> {
         self.progress.borrow().clone()
     }
@@ -227,9 +205,8 @@ impl Follow {
 
     /// Why nothing else may be judged.
     fn busy(&self) -> String {
-        let at = self
-            .progress()
-            .map_or(String::new(), |p| format!(" (trial {} of {})", p.trials, p.budget));
+        let at = |p: Progress| Some(format!(" (trial {} of {})", p.trials, p.budget?));
+        let at = self.progress().and_then(at).unwrap_or_default();
         format!(
             "a search is under way{at}; `status` follows it, cancelling its call ends it after the trial"
         )

@@ -2,7 +2,6 @@
 
 use rmcp::model::{Resource, ResourceContents};
 
-/// A page that is served.
 struct Page {
     uri: &'static str,
     name: &'static str,
@@ -25,7 +24,6 @@ const PAGES: [Page; 2] = [
     },
 ];
 
-/// Every page.
 pub(super) fn list() -> Vec<Resource> {
     let resource = |page: &Page| {
         Resource::new(page.uri, page.name)
@@ -35,13 +33,11 @@ pub(super) fn list() -> Vec<Resource> {
     PAGES.iter().map(resource).collect()
 }
 
-/// One of them.
 pub(super) fn read(uri: &str) -> Option<ResourceContents> {
     let page = PAGES.iter().find(|page| page.uri == uri)?;
     Some(ResourceContents::text((page.text)(), page.uri).with_mime_type("text/markdown"))
 }
 
-/// The addresses that there are.
 pub(super) fn uris() -> String {
     PAGES.map(|page| page.uri).join(", ")
 }

@@ -32,7 +32,6 @@ const INSTRUCTIONS: &str = "amk searches for the fastest schedule of a decoder L
     The order of work: propose (the schedule and the legal values), evaluate (one verdict on your edit), loop (an automatic search), status, \
     runs. You edit the schedule's knobs and nothing else; predicted latencies are never compared with measured ones.";
 
-/// The server of one client.
 pub(super) struct Server {
     jobs: Arc<Jobs>,
     tools: Arc<Vec<Entry>>,
@@ -114,7 +113,7 @@ impl Server {
             let end = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 search_loop::answer(&args, &*watch).map(|answer| answer.document)
             }));
-            let bug = |_| Err(Failure { exit: Exit::Bug, message: crate::bug::last_panic() });
+            let bug = |_| Err(Failure::bug(crate::bug::last_panic()));
             let end = Arc::new(end.unwrap_or_else(bug));
             watch.ended(end.clone());
             Ok(end)
@@ -168,13 +167,13 @@ async fn forward(
 
 fn notification(token: ProgressToken, progress: &Progress) -> ProgressNotificationParam {
     let (done, total) = match progress.budget {
-        Budget::Trials(most) => (progress.trials as f64, most as f64),
-        Budget::Time(most) => (progress.elapsed.as_secs_f64(), most.as_secs_f64()),
+        Some(Budget::Trials(most)) => (progress.trials as f64, most as f64),
+        Some(Budget::Time(most)) => (progress.elapsed_s, most.as_secs_f64()),
+        None => (0.0, 0.0),
     };
+    let kind = progress.latency_kind.as_deref().unwrap_or_default();
     let best = match (progress.best_us, progress.best_trial) {
-        (Some(us), Some(trial)) => {
-            format!("best {us:.1} us {} (trial {trial})", progress.latency_kind)
-        }
+        (Some(us), Some(trial)) => format!("best {us:.1} us {kind} (trial {trial})"),
         _ => "nothing correct yet".to_owned(),
     };
     let last = progress.last.as_deref().unwrap_or_default();
@@ -182,7 +181,7 @@ fn notification(token: ProgressToken, progress: &Progress) -> ProgressNotificati
     ProgressNotificationParam::new(token, done.min(total)).with_total(total).with_message(format!(
         "trial {} of {}; {best}; last: {}",
         progress.trials,
-        progress.budget,
+        progress.budget.map(|budget| budget.to_string()).unwrap_or_default(),
         words.join(" ")
     ))
 }

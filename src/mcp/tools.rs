@@ -17,13 +17,12 @@ use crate::cli::{
     CompareArgs, DiffArgs, EvaluateArgs, ExplainArgs, LoopArgs, ProposeArgs, ReportArgs, RunsArgs,
 };
 use crate::commands::{diff, evaluate, explain, html, propose, runs, search_loop};
-use crate::failure::{Exit, Failure};
+use crate::failure::Failure;
 use crate::report::Answer;
 
 /// A tool that answers from its arguments alone.
 type Call = Box<dyn Fn(Value) -> Result<Answer<Value>, Failure> + Send + Sync>;
 
-/// How a tool is run.
 pub(super) enum Run {
     /// It answers soon, beside whatever else is under way.
     Quick(Call),
@@ -31,17 +30,13 @@ pub(super) enum Run {
     Write(Call),
     /// It judges a schedule: one at a time.
     Judge(Call),
-    /// It searches.
     Search,
-    /// It says what is under way.
     Status,
 }
 
-/// A tool.
 pub(super) struct Entry {
     /// As it is listed.
     pub(super) tool: Tool,
-    /// How it is run.
     pub(super) run: Run,
     schema: Value,
     validator: Validator,
@@ -97,7 +92,6 @@ enum Comparison {
     Parts(Box<diff::Difference>),
 }
 
-/// Every tool.
 pub(super) fn all() -> Result<Vec<Entry>, Failure> {
     Ok(vec![
         entry::<ProposeArgs, propose::Proposal>(
@@ -130,7 +124,7 @@ pub(super) fn all() -> Result<Vec<Entry>, Failure> {
             Run::Quick(typed(|call: &RunsCall| {
                 if call.verify { runs::verify(&call.runs) } else { runs::list(&call.runs) }
             })),
-            about_runs,
+            |given| about_paths("paths", given),
         )?,
         entry::<DiffArgs, Comparison>(
             "compare",
@@ -180,11 +174,6 @@ fn about_folder(given: &Map<String, Value>) -> Vec<Problem> {
     checked.and_then(|checked| arguments::about_path("out", out, checked)).into_iter().collect()
 }
 
-/// Each path that holds no search.
-fn about_runs(given: &Map<String, Value>) -> Vec<Problem> {
-    about_paths("paths", given)
-}
-
 /// A page that is no page: the tool writes nothing else, and over nothing else.
 fn about_page(given: &Map<String, Value>) -> Vec<Problem> {
     let default = Value::from(html::FILE);
@@ -229,10 +218,8 @@ pub(super) fn read<A: DeserializeOwned>(given: Value) -> Result<A, Failure> {
     serde_json::from_value(given).map_err(|error| Failure::usage(format!("arguments: {error}")))
 }
 
-/// A document as it is sent.
 pub(super) fn as_json(document: &impl Serialize) -> Result<Value, Failure> {
-    let bug = |error: serde_json::Error| Failure { exit: Exit::Bug, message: error.to_string() };
-    serde_json::to_value(document).map_err(bug)
+    serde_json::to_value(document).map_err(|error| Failure::bug(error.to_string()))
 }
 
 fn entry<A: JsonSchema, D: JsonSchema>(
@@ -249,11 +236,8 @@ fn entry<A: JsonSchema, D: JsonSchema>(
     let settings = SchemaSettings::draft2020_12().for_serialize();
     let output = listed::object(settings.into_generator().into_root_schema_for::<D>());
     let schema = Value::Object(input.clone());
-    let bug = |error: &dyn std::fmt::Display| Failure {
-        exit: Exit::Bug,
-        message: format!("the schema of `{name}`: {error}"),
-    };
-    let validator = jsonschema::validator_for(&schema).map_err(|error| bug(&error))?;
+    let validator = jsonschema::validator_for(&schema)
+        .map_err(|error| Failure::bug(format!("the schema of `{name}`: {error}")))?;
     let writes = matches!(run, Run::Search | Run::Write(_));
     let hints = ToolAnnotations::new().read_only(!writes).destructive(false).open_world(false);
     let mut tool = Tool::new(name, description, Arc::new(listed::plain(input)));
@@ -323,7 +307,7 @@ mod tests {
         assert_eq!(tool.problems(given.as_object().expect("an object")), []);
         let given = json!({"model": "toy", "devices": ["gpu"], "kv_capacity": "sixteen"});
         let problems = tool.problems(given.as_object().expect("an object"));
-        let places: Vec<&str> = problems.iter().map(Problem::at).collect();
+        let places: Vec<&str> = problems.iter().map(|problem| &*problem.at).collect();
         assert_eq!(places, ["devices.0", "kv_capacity"]);
     }
 
@@ -336,7 +320,7 @@ mod tests {
             "config": {"pipeline": {"stages": 99, "stage": 1}}
         });
         let problems = tool.problems(given.as_object().expect("an object"));
-        let places: Vec<&str> = problems.iter().map(Problem::at).collect();
+        let places: Vec<&str> = problems.iter().map(|problem| &*problem.at).collect();
         for place in [
             "target",
             "device",

@@ -9,7 +9,6 @@ use vm_host::Lookout;
 /// seconds.
 const STILL_NS: u64 = 250_000_000;
 
-/// What was seen of a launch.
 pub(crate) struct KernelWatch {
     launch: u64,
     /// Commands that were counted.

@@ -78,7 +78,6 @@ impl Observer {
         Ok(Self { publisher, lookout, over: Some(over), thread: Some(thread) })
     }
 
-    /// The page.
     pub(crate) fn publisher(&self) -> &Publisher {
         &self.publisher
     }
@@ -137,11 +136,6 @@ fn look(page: &Publisher, lookout: &SharedLookout, watch: &mut KernelWatch) {
 }
 
 /// What the process does from now on.
-pub(crate) fn enter(page: &Publisher, activity: Activity) {
-    page.edit(|edit| enter_at(edit.head(), activity, now_ns()));
-}
-
-/// The same, inside another change.
 pub(crate) fn enter_at(head: &mut abi::Telemetry, activity: Activity, now_ns: u64) {
     let began = if head.activity_ns == 0 { head.started_ns } else { head.activity_ns };
     let spent = now_ns.saturating_sub(began);
@@ -151,7 +145,6 @@ pub(crate) fn enter_at(head: &mut abi::Telemetry, activity: Activity, now_ns: u6
     (head.activity, head.activity_ns) = (activity as u32, now_ns);
 }
 
-/// A page as it is now.
 pub(crate) fn snapshot(reader: &Reader) -> Option<Box<Page>> {
     let mut page = Page::boxed();
     reader.read(&mut page).ok().map(|()| page)

@@ -23,35 +23,28 @@ impl Sequences {
         Self { page: Some(page.clone()), opened: 0, counts }
     }
 
+    fn edit(&self, change: impl FnOnce(&mut Edit<'_>)) {
+        if let Some(page) = &self.page {
+            page.edit(change);
+        }
+    }
+
     /// The owner of the machine does something else from now on.
     pub(crate) fn enter(&self, activity: Activity) {
-        if let Some(page) = &self.page {
-            super::enter(page, activity);
-        }
+        self.edit(|edit| enter_at(edit.head(), activity, now_ns()));
     }
 
     /// So many requests have no place.
     pub(crate) fn waiting(&self, requests: usize) {
-        if let Some(page) = &self.page {
-            page.edit(|edit| edit.head().waiting = u32::try_from(requests).unwrap_or(u32::MAX));
-        }
+        self.edit(|edit| edit.head().waiting = u32::try_from(requests).unwrap_or(u32::MAX));
     }
 
     /// A sequence has a place, and may run so many positions.
     pub(crate) fn open(&mut self, place: usize, priority: Priority, goal: u64, ring: &Ring) {
         self.opened += 1;
-        let Some(page) = &self.page else { return };
-        page.edit(|edit| {
-            let now = now_ns();
-            *edit.session(place) = SessionWords {
-                serial: self.opened,
-                priority: number(priority),
-                state: ring.state(place) as u32,
-                goal,
-                opened_ns: now,
-                turn_ns: now,
-                ..SessionWords::default()
-            };
+        self.edit(|edit| {
+            let state = ring.state(place) as u32;
+            *edit.session(place) = opened(self.opened, priority, state, goal);
             edit.head().opened = self.opened;
             states(edit.head(), ring);
         });
@@ -59,18 +52,8 @@ impl Sequences {
 
     /// There is one sequence only, which takes no turns with others.
     pub(crate) fn sole(&self, goal: u64) {
-        let Some(page) = &self.page else { return };
-        page.edit(|edit| {
-            let now = now_ns();
-            *edit.session(0) = SessionWords {
-                serial: 1,
-                priority: number(Priority::Normal),
-                state: EntryState::Claimed as u32,
-                goal,
-                opened_ns: now,
-                turn_ns: now,
-                ..SessionWords::default()
-            };
+        self.edit(|edit| {
+            *edit.session(0) = opened(1, Priority::Normal, EntryState::Claimed as u32, goal);
             edit.head().opened = 1;
             edit.head().occupancy[EntryState::Claimed as usize] = 1;
         });
@@ -78,8 +61,7 @@ impl Sequences {
 
     /// A command ran so many sequences at once. Each says its turn beside.
     pub(crate) fn batch(&self, turns: usize) {
-        let Some(page) = &self.page else { return };
-        page.edit(|edit| {
+        self.edit(|edit| {
             let head = edit.head();
             head.batches += 1;
             head.batched += turns as u64;
@@ -88,8 +70,7 @@ impl Sequences {
 
     /// The machine begins to run positions of a place.
     pub(crate) fn begin(&self, place: usize, first: usize, positions: usize) {
-        let Some(page) = &self.page else { return };
-        page.edit(|edit| {
+        self.edit(|edit| {
             let now = now_ns();
             let session = edit.session(place);
             (session.state, session.turn_ns) = (EntryState::Claimed as u32, now);
@@ -104,8 +85,7 @@ impl Sequences {
 
     /// It ran so many, in this time.
     pub(crate) fn ran(&self, place: usize, positions: usize, took: Duration) {
-        let Some(page) = &self.page else { return };
-        page.edit(|edit| {
+        self.edit(|edit| {
             let session = edit.session(place);
             session.positions += positions as u64;
             let priority = session.priority as usize;
@@ -128,8 +108,7 @@ impl Sequences {
 
     /// A turn has been given back, in which so many tokens were chosen.
     pub(crate) fn turn(&self, place: usize, tokens: u64, ring: &Ring) {
-        let Some(page) = &self.page else { return };
-        page.edit(|edit| {
+        self.edit(|edit| {
             add_tokens(edit, place, tokens);
             edit.session(place).state = ring.state(place) as u32;
             states(edit.head(), ring);
@@ -138,15 +117,12 @@ impl Sequences {
 
     /// Tokens were chosen, where nobody takes turns.
     pub(crate) fn chosen(&self, place: usize, tokens: u64) {
-        if let Some(page) = &self.page {
-            page.edit(|edit| add_tokens(edit, place, tokens));
-        }
+        self.edit(|edit| add_tokens(edit, place, tokens));
     }
 
     /// A sequence has ended and left its place.
     pub(crate) fn close(&self, place: usize, ending: SequenceEnd, ring: &Ring) {
-        let Some(page) = &self.page else { return };
-        page.edit(|edit| {
+        self.edit(|edit| {
             *edit.session(place) = SessionWords::default();
             edit.head().endings[ending as usize] += 1;
             states(edit.head(), ring);
@@ -155,9 +131,7 @@ impl Sequences {
 
     /// Sequences ended without a turn of their own: they never had a place, or everything ends.
     pub(crate) fn lost(&self, ending: SequenceEnd, count: usize) {
-        if let Some(page) = &self.page {
-            page.edit(|edit| edit.head().endings[ending as usize] += count as u64);
-        }
+        self.edit(|edit| edit.head().endings[ending as usize] += count as u64);
     }
 }
 
@@ -172,12 +146,15 @@ fn add_tokens(edit: &mut Edit<'_>, place: usize, tokens: u64) {
     }
 }
 
-fn number(priority: Priority) -> u32 {
-    match priority {
+fn opened(serial: u64, priority: Priority, state: u32, goal: u64) -> SessionWords {
+    let priority = match priority {
         Priority::Low => 0,
         Priority::Normal => 1,
         Priority::High => 2,
-    }
+    };
+    let now = now_ns();
+    let (opened_ns, turn_ns) = (now, now);
+    SessionWords { serial, priority, state, goal, opened_ns, turn_ns, ..SessionWords::default() }
 }
 
 /// The states of all commands, and how often each was entered.

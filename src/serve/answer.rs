@@ -17,7 +17,6 @@ pub(super) struct Heading {
     pub(super) scored: bool,
 }
 
-/// Tokens of a request.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Usage {
     pub(super) prompt: usize,

@@ -22,7 +22,6 @@ const BODY_MAX: usize = 1 << 20;
 /// How long a body may take to come.
 const BODY_TIME: Duration = Duration::from_secs(10);
 
-/// All of a body.
 pub(super) async fn received(body: Body) -> Result<Bytes, Refusal> {
     let bytes = timeout(BODY_TIME, axum::body::to_bytes(body, BODY_MAX)).await;
     let bytes = bytes.map_err(|_| {

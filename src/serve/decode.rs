@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Instant;
 
@@ -10,8 +9,9 @@ use abi::{Activity, SequenceEnd};
 use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
 use sessions::{Outcome, Priority, Report, Scheduler, SessionId, Turn};
 use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::engine::{Broken, Engine, How};
+use crate::engine::{Broken, Engine, How};
 use crate::observe::Sequences;
 
 /// New tokens of a turn where the machine chooses them. It gives way between turns, and within one to requests that come.
@@ -37,19 +37,27 @@ pub(super) struct Job {
     pub(super) work: Work,
     /// Closed when the client has gone.
     pub(super) to: UnboundedSender<Event>,
-    pub(super) admitted: Admitted,
+    pub(super) admitted: OwnedSemaphorePermit,
+}
+
+impl Job {
+    /// Places that others may take. Fewer than before: somebody came.
+    pub(super) fn free(&self) -> usize {
+        self.admitted.semaphore().available_permits()
+    }
 }
 
 /// What a request hears.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Event {
-    /// A token was chosen.
-    Token { id: u32, logprobs: Option<Logprobs> },
+    Token {
+        id: u32,
+        logprobs: Option<Logprobs>,
+    },
     /// The text has ended; nothing follows.
     End(Finish),
 }
 
-/// Why a text ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Finish {
     /// With a stop token, which was the last one sent.
@@ -58,7 +66,6 @@ pub(super) enum Finish {
     Length,
     /// The machine failed at it.
     Failed(String),
-    /// The server is going down.
     Leaving,
 }
 
@@ -76,54 +83,31 @@ impl Finish {
 /// Requests that are in the server, against its limit.
 #[derive(Clone, Debug)]
 pub(super) struct Admission {
-    inside: Arc<AtomicUsize>,
+    free: Arc<Semaphore>,
     limit: usize,
 }
 
-/// A place in the queue.
-#[derive(Debug)]
-pub(super) struct Admitted(Arc<AtomicUsize>);
-
 impl Admission {
     pub(super) fn new(limit: usize) -> Self {
-        Self { inside: Arc::default(), limit }
+        Self { free: Arc::new(Semaphore::new(limit)), limit }
     }
 
-    /// A place, if one is free.
-    pub(super) fn enter(&self) -> Option<Admitted> {
-        let more = |inside| (inside < self.limit).then_some(inside + 1);
-        let entered = self.inside.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
-        entered.ok().map(|_| Admitted(self.inside.clone()))
+    /// A place, if one is free. It is free again when it is dropped.
+    pub(super) fn enter(&self) -> Option<OwnedSemaphorePermit> {
+        self.free.clone().try_acquire_owned().ok()
     }
 
-    /// Requests inside.
     pub(super) fn inside(&self) -> usize {
-        self.inside.load(Ordering::Relaxed)
+        self.limit - self.free.available_permits()
     }
 
-    /// The most that there may be.
     pub(super) fn limit(&self) -> usize {
         self.limit
     }
 }
 
-impl Admitted {
-    /// Requests inside, this one too.
-    fn inside(&self) -> usize {
-        self.0.load(Ordering::Relaxed)
-    }
-}
-
-impl Drop for Admitted {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// A request that has a session.
 struct Running {
     job: Job,
-    /// Tokens that were fed.
     fed: usize,
     /// Tokens that were chosen; the last one is not fed yet.
     chosen: Vec<u32>,
@@ -204,19 +188,13 @@ impl Running {
         let room = most as usize + 1 - tokens.len();
         let left = work.limit as usize - self.chosen.len();
         let generate = if read { room.min(left).min(SLICE) as u32 } else { 0 };
-        let (to, inside) = (&self.job.to, self.job.admitted.inside());
-        let mut give_way = || to.is_closed() || self.job.admitted.inside() > inside;
+        let (to, free) = (&self.job.to, self.job.free());
+        let mut give_way = || to.is_closed() || self.job.free() < free;
         let done = engine.advance(place, &tokens, generate, &mut give_way)?;
-        self.fed += done.ran;
-        for id in done.chosen {
-            self.say(Event::Token { id, logprobs: None });
-            self.chosen.push(id);
-        }
-        Ok((done.ran, self.finish(done.stopped)))
+        Ok((done.ran, self.took(done.ran, done.chosen, done.stopped)))
     }
 }
 
-/// The decode thread's desk.
 pub(super) struct Desk<'e> {
     engine: Box<dyn Engine + 'e>,
     scheduler: Scheduler,
@@ -269,7 +247,6 @@ impl<'e> Desk<'e> {
         }
     }
 
-    /// Ends everything that is here.
     fn leave(self, finish: &Finish) {
         self.said.lost(finish.ending(), self.running.len() + self.waiting.len());
         let running = self.running.into_values().map(|running| running.job);

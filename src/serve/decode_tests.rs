@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-use super::super::engine::{Advanced, PROMPT_SLICE};
 use super::*;
+use crate::engine::{Advanced, PROMPT_SLICE};
 
 /// Tokens of the scripted model.
 const VOCAB: usize = 64;

@@ -9,10 +9,10 @@ use std::time::Instant;
 use ir::sampling::Sampling;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-use super::super::engine::Megakernel;
 use super::*;
 use crate::cli::{DeviceChoice, PlaceArgs};
 use crate::context::Context;
+use crate::engine::Megakernel;
 
 const SESSIONS: u32 = 16;
 

@@ -1,5 +1,6 @@
 //! The routes. A request is read and tokenised beside the runtime's thread, decoded on the decode thread, and written out here.
 
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,8 +36,14 @@ pub(super) fn router(served: Arc<Served>, loopback: bool) -> Router {
         .route("/health", get(health))
         .route("/v1/models", get(models))
         .route("/v1/models/{*model}", get(model))
-        .route("/v1/completions", post(completions))
-        .route("/v1/chat/completions", post(chat))
+        .route(
+            "/v1/completions",
+            post(|served, head, body| answer(Api::Completions, served, head, body)),
+        )
+        .route(
+            "/v1/chat/completions",
+            post(|served, head, body| answer(Api::Chat, served, head, body)),
+        )
         .fallback(no_page)
         .method_not_allowed_fallback(no_method)
         .layer(from_fn_with_state(loopback, origin::guard))
@@ -87,29 +94,13 @@ async fn model(
     }
 }
 
-async fn completions(
-    State(served): State<Arc<Served>>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, Refusal> {
-    answer(Api::Completions, served, &headers, body).await
-}
-
-async fn chat(
-    State(served): State<Arc<Served>>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, Refusal> {
-    answer(Api::Chat, served, &headers, body).await
-}
-
 async fn answer(
     api: Api,
-    served: Arc<Served>,
-    headers: &HeaderMap,
+    State(served): State<Arc<Served>>,
+    headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Refusal> {
-    check_type(headers)?;
+    check_type(&headers)?;
     let admitted = served.admission.enter();
     let admitted = admitted.ok_or_else(|| Refusal::full(served.admission.limit()))?;
     let body = body::received(body).await?;
@@ -129,9 +120,11 @@ async fn answer(
     let job = Job { work: request.work, to, admitted };
     served.jobs.send(job).map_err(|_| Refusal::leaving())?;
     if request.stream {
-        let chunks = stream(answering, heading, request.include_usage);
+        let ready = heading.opening().iter().map(Value::to_string).collect();
+        let include_usage = request.include_usage;
+        let streamed = Streamed { answering, heading, include_usage, ready, over: false };
         let keep_alive = KeepAlive::new().interval(KEEP_ALIVE);
-        return Ok(Sse::new(chunks).keep_alive(keep_alive).into_response());
+        return Ok(Sse::new(streamed.events()).keep_alive(keep_alive).into_response());
     }
     whole(answering, &heading).await
 }
@@ -158,12 +151,8 @@ struct Answering {
     sent: usize,
 }
 
-/// The next thing to send.
-enum Next {
-    Piece(Piece),
-    /// The last piece and `finish_reason`.
-    Last(Piece, &'static str),
-}
+/// What to send next, and the `finish_reason` if it is the last.
+type Next = (Piece, Option<&'static str>);
 
 impl Answering {
     async fn next(&mut self) -> Result<Next, Refusal> {
@@ -181,10 +170,10 @@ impl Answering {
                         writer.push(id, ends, logprobs.as_ref()).map_err(undecodable)?;
                     if stopped {
                         self.events.close(); // the rest is not wanted
-                        return Ok(Next::Last(piece, "stop"));
+                        return Ok((piece, Some("stop")));
                     }
                     if !piece.is_empty() {
-                        return Ok(Next::Piece(piece));
+                        return Ok((piece, None));
                     }
                 }
                 Some(Event::End(finish)) => {
@@ -196,7 +185,7 @@ impl Answering {
                     };
                     let last = self.writer.take().map(Writer::finish).transpose();
                     let (piece, stopped) = last.map_err(undecodable)?.unwrap_or_default();
-                    return Ok(Next::Last(piece, if stopped { "stop" } else { reason }));
+                    return Ok((piece, Some(if stopped { "stop" } else { reason })));
                 }
                 None => return Err(Refusal::failed("the decode thread has gone")),
             }
@@ -207,10 +196,7 @@ impl Answering {
 async fn whole(mut answering: Answering, heading: &Heading) -> Result<Response, Refusal> {
     let mut all = Piece::default();
     loop {
-        let (piece, finish) = match answering.next().await? {
-            Next::Piece(piece) => (piece, None),
-            Next::Last(piece, finish) => (piece, Some(finish)),
-        };
+        let (piece, finish) = answering.next().await?;
         all.text.push_str(&piece.text);
         all.scored.extend(piece.scored);
         if let Some(finish) = finish {
@@ -219,57 +205,47 @@ async fn whole(mut answering: Answering, heading: &Heading) -> Result<Response, 
     }
 }
 
-/// Where a stream is in its life.
-enum Stage {
-    Opening,
-    Text,
-    Usage,
-    Done,
-    Over,
-}
-
-fn stream(
+/// An answer on its way out in lines.
+struct Streamed {
     answering: Answering,
     heading: Heading,
     include_usage: bool,
-) -> impl Stream<Item = Result<sse::Event, Infallible>> {
-    let begin = (answering, Stage::Opening);
-    stream::unfold((begin, heading), move |((mut answering, stage), heading)| async move {
-        let (data, stage) = chunk(&mut answering, stage, &heading, include_usage).await?;
-        Some((Ok(sse::Event::default().data(data)), ((answering, stage), heading)))
-    })
+    /// Lines to send before anything is waited for.
+    ready: VecDeque<String>,
+    over: bool,
 }
 
-/// The next line of a stream, and the stage after it.
-async fn chunk(
-    answering: &mut Answering,
-    stage: Stage,
-    heading: &Heading,
-    include_usage: bool,
-) -> Option<(String, Stage)> {
-    let mut stage = stage;
-    if matches!(stage, Stage::Opening) {
-        stage = Stage::Text;
-        if let Some(opening) = heading.opening() {
-            return Some((opening.to_string(), stage));
+impl Streamed {
+    async fn next(&mut self) -> Option<String> {
+        if self.ready.is_empty() && !self.over {
+            match self.answering.next().await {
+                Ok((piece, finish)) => self.take(&piece, finish),
+                // The status has gone out already: clients look for this.
+                Err(refusal) => {
+                    self.ready.push_back(refusal.document().to_string());
+                    self.over = true;
+                }
+            }
+        }
+        self.ready.pop_front()
+    }
+
+    fn take(&mut self, piece: &Piece, finish: Option<&str>) {
+        let chunk = self.heading.chunk(piece, self.answering.sent, finish);
+        self.ready.push_back(chunk.to_string());
+        self.answering.sent += piece.text.chars().count();
+        if finish.is_some() {
+            let usage = self.include_usage.then(|| self.heading.usage(self.answering.usage));
+            self.ready.extend(usage.map(|usage| usage.to_string()));
+            self.ready.push_back("[DONE]".to_owned());
+            self.over = true;
         }
     }
-    match stage {
-        Stage::Opening | Stage::Text => Some(match answering.next().await {
-            Ok(Next::Piece(piece)) => {
-                let chunk = heading.chunk(&piece, answering.sent, None);
-                answering.sent += piece.text.chars().count();
-                (chunk.to_string(), Stage::Text)
-            }
-            Ok(Next::Last(piece, finish)) => {
-                let chunk = heading.chunk(&piece, answering.sent, Some(finish));
-                (chunk.to_string(), if include_usage { Stage::Usage } else { Stage::Done })
-            }
-            // The status has gone out already: clients look for this.
-            Err(refusal) => (refusal.document().to_string(), Stage::Over),
-        }),
-        Stage::Usage => Some((heading.usage(answering.usage).to_string(), Stage::Done)),
-        Stage::Done => Some(("[DONE]".to_owned(), Stage::Over)),
-        Stage::Over => None,
+
+    fn events(self) -> impl Stream<Item = Result<sse::Event, Infallible>> {
+        stream::unfold(self, |mut streamed| async move {
+            let line = streamed.next().await?;
+            Some((Ok(sse::Event::default().data(line)), streamed))
+        })
     }
 }

@@ -4,7 +4,6 @@ mod answer;
 mod body;
 mod connections;
 mod decode;
-mod engine;
 mod http;
 mod metrics;
 mod origin;
@@ -31,15 +30,14 @@ use vm_host::KvPool;
 use crate::cli::{DeviceChoice, ServeArgs, widest};
 use crate::context::Context;
 use crate::device::Gpu;
+use crate::engine::{self, Engine, Megakernel};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{MetricsFile, Observer, Sequences};
 use crate::report;
-use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
-use crate::together::spread;
+use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, spread};
 
 use answer::Heading;
 use decode::{Admission, Desk, Job};
-use engine::{Engine, Graph, Megakernel, Reference};
 use refusal::Refusal;
 use request::Api;
 
@@ -154,12 +152,11 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
             gpu.set_prefill(args.prefill.prefill)?;
             gpu.set_lanes(lanes);
             let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
-                .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))
-                .map_err(|error| Failure::refused(error.to_string()))?;
+                .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))?;
             Box::new(Megakernel::new(gpu, handle, places))
         }
-        (_, Some(Lowered { program, .. })) => Box::new(Reference::new(&context, program)),
-        (_, None) => Box::new(Graph::new(&context)),
+        (_, Some(Lowered { program, .. })) => Box::new(engine::reference(&context, program)),
+        (_, None) => Box::new(engine::graph(&context)),
     };
     let (jobs, inbox) = mpsc::channel();
     let schedule = lowered.as_ref().map(|lowered| lowered.source.clone());
@@ -173,9 +170,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
         let worked = Desk::new(engine, places, said).run(&inbox);
         drop(alive);
-        let listened = http.join().unwrap_or_else(|_| {
-            Err(Failure { exit: Exit::Bug, message: crate::bug::last_panic() })
-        });
+        let listened = http.join().unwrap_or_else(|_| Err(Failure::bug(crate::bug::last_panic())));
         worked.map_err(|why| lost(&why)).and(listened)
     })
 }

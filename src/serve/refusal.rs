@@ -4,13 +4,10 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-/// Why a request is not served.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Refusal {
     pub(super) status: StatusCode,
-    /// What, where and what to do.
     pub(super) message: String,
-    /// The field at fault.
     pub(super) param: Option<String>,
     pub(super) code: Option<&'static str>,
 }
@@ -30,17 +27,14 @@ impl Refusal {
         Self { code: Some(code), ..self }
     }
 
-    /// The machine failed.
     pub(super) fn failed(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
     }
 
-    /// The server is going down.
     pub(super) fn leaving() -> Self {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "the server is shutting down")
     }
 
-    /// The queue is full.
     pub(super) fn full(limit: usize) -> Self {
         let message = format!("{limit} requests are in the server, its limit; try again later");
         Self::new(StatusCode::TOO_MANY_REQUESTS, message).coded("queue_full")

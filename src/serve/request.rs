@@ -12,14 +12,12 @@ use super::Served;
 use super::decode::Work;
 use super::refusal::Refusal;
 
-/// Which of the two APIs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Api {
     Completions,
     Chat,
 }
 
-/// A request that will be served.
 #[derive(Debug)]
 pub(super) struct Request {
     pub(super) work: Work,
@@ -117,7 +115,6 @@ impl Fields {
     }
 }
 
-/// A value in a message.
 fn short(value: &Value) -> String {
     clipped(&value.to_string())
 }
@@ -130,7 +127,6 @@ fn clipped(text: &str) -> String {
 }
 
 impl Request {
-    /// Reads a body.
     pub(super) fn read(api: Api, body: &[u8], served: &Served) -> Result<Self, Refusal> {
         let value: Value = serde_json::from_slice(body).map_err(|error| {
             Refusal::new(
@@ -237,20 +233,14 @@ fn top(fields: &mut Fields, api: Api) -> Result<Option<usize>, Refusal> {
 }
 
 fn include_usage(fields: &mut Fields) -> Result<bool, Refusal> {
-    let Some(options) = fields.take("stream_options") else { return Ok(false) };
-    let usage = |value: &Value| match value.as_object()? {
+    let legal = "{\"include_usage\": true or false}";
+    let usage = fields.read("stream_options", legal, |value| match value.as_object()? {
         map if map.keys().all(|key| key == "include_usage") => {
             map.get("include_usage").map_or(Some(false), Value::as_bool)
         }
         _ => None,
-    };
-    usage(&options).ok_or_else(|| {
-        let legal = "{\"include_usage\": true or false}";
-        Refusal::field(
-            "stream_options",
-            format!("`stream_options` is {}; legal: {legal}", short(&options)),
-        )
-    })
+    })?;
+    Ok(usage.unwrap_or(false))
 }
 
 /// OpenAI's word for how soon an answer is wanted.
@@ -277,7 +267,6 @@ fn asked(fields: &mut Fields, api: Api) -> Result<Option<u32>, Refusal> {
     Ok(asked.map(|tokens| tokens as u32))
 }
 
-/// Ids in a list.
 fn tokens(value: &Value) -> Option<Vec<u32>> {
     value.as_array()?.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect()
 }

@@ -14,7 +14,6 @@ pub(super) struct Scored {
     pub(super) top: Vec<(String, f64)>,
 }
 
-/// What can be sent.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Piece {
     pub(super) text: String,
@@ -27,7 +26,6 @@ impl Piece {
     }
 }
 
-/// The text of one answer.
 pub(super) struct Writer {
     tokenizer: Option<Arc<Tokenizer>>,
     stream: Option<TextStream<Arc<Tokenizer>>>,

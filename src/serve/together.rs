@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use sessions::{SessionId, Turn};
 
-use super::super::engine::Advanced;
 use super::{Broken, Desk, Event, Finish, Running, SLICE};
+use crate::engine::Advanced;
 
 impl Running {
     /// The next token, if that is all there is to feed and the machine chooses what follows.
@@ -22,7 +22,7 @@ impl Running {
     }
 
     /// Takes over what the machine chose.
-    fn took(&mut self, ran: usize, chosen: Vec<u32>, stopped: bool) -> Option<Finish> {
+    pub(super) fn took(&mut self, ran: usize, chosen: Vec<u32>, stopped: bool) -> Option<Finish> {
         self.fed += ran;
         for id in chosen {
             self.say(Event::Token { id, logprobs: None });
@@ -77,10 +77,10 @@ impl Desk<'_> {
         for (place, _, running) in &lanes {
             self.said.begin(*place, running.fed, generate);
         }
-        let inside = lanes[0].2.job.admitted.inside();
+        let free = lanes[0].2.job.free();
         let mut give_way = || {
             let gone = lanes.iter().any(|(_, _, running)| running.job.to.is_closed());
-            gone || lanes[0].2.job.admitted.inside() > inside
+            gone || lanes[0].2.job.free() < free
         };
         let fed: Vec<(usize, u32)> =
             lanes.iter().map(|&(place, token, _)| (place, token)).collect();

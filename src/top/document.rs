@@ -70,7 +70,6 @@ fn workers(view: &View<'_>) -> Value {
     })
 }
 
-/// What was seen, as JSON.
 pub(super) fn document(view: &View<'_>) -> Value {
     let head = &view.now.page.head;
     let since = Rates::since_start(&view.now.page, view.now.at_ns);

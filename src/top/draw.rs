@@ -11,7 +11,6 @@ use telemetry::{Stalls, text as words};
 
 use super::View;
 
-/// Whether colours are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Colours(pub(super) bool);
 
@@ -29,7 +28,6 @@ impl Colours {
 /// Width of what `--once` prints, and lines at most.
 const TEXT_SIZE: (u16, u16) = (100, 64);
 
-/// A priority's name.
 pub(super) fn priority(number: u32) -> &'static str {
     ["low", "normal", "high"].get(number as usize).copied().unwrap_or("unknown")
 }
@@ -67,7 +65,6 @@ fn age(ns: u64) -> String {
     }
 }
 
-/// A bar of so many cells.
 fn bar(share: f64, cells: usize) -> String {
     let full = (share.clamp(0.0, 1.0) * cells as f64).round() as usize;
     format!("{}{}", "#".repeat(full), ".".repeat(cells - full))
@@ -333,7 +330,6 @@ fn sheet(view: &View<'_>, area: Rect, colours: Colours) -> Vec<Line<'static>> {
     sheet.lines
 }
 
-/// Draws a view over the whole frame.
 pub(super) fn draw(frame: &mut Frame<'_>, view: &View<'_>, colours: Colours) {
     let area = frame.area();
     let [body, foot] = [
@@ -356,16 +352,4 @@ pub(super) fn text(view: &View<'_>) -> String {
     let lines = sheet(view, Rect::new(0, 0, width, height), Colours(false));
     let text = lines.iter().map(|line| line.to_string().trim_end().to_owned());
     text.collect::<Vec<String>>().join("\n")
-}
-
-/// A frame as its terminal would show it.
-#[cfg(test)]
-pub(super) fn rendered(view: &View<'_>, (width, height): (u16, u16)) -> String {
-    let mut terminal =
-        ratatui::Terminal::new(ratatui::backend::TestBackend::new(width, height)).unwrap();
-    terminal.draw(|frame| draw(frame, view, Colours(false))).unwrap();
-    let buffer = terminal.backend().buffer();
-    let rows = buffer.content().chunks(width as usize);
-    let rows = rows.map(|row| row.iter().map(|cell| cell.symbol()).collect::<String>());
-    rows.map(|row| row.trim_end().to_owned()).collect::<Vec<String>>().join("\n")
 }

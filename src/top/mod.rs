@@ -54,7 +54,6 @@ impl<'a> View<'a> {
     }
 }
 
-/// A process that is looked at.
 struct Subject {
     reader: Reader,
     others: usize,
@@ -150,7 +149,6 @@ fn once(subject: &Subject, args: &TopArgs) -> Outcome {
     Ok(Exit::Yes)
 }
 
-/// What a key asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wish {
     Leave,

@@ -4,7 +4,7 @@ use abi::{Activity, EntryState, SequenceEnd, Trap};
 use ratatui::crossterm::event::{Event, KeyCode, KeyEvent, KeyModifiers};
 use telemetry::bucket;
 
-use super::draw::{mark, rendered, short, text};
+use super::draw::{mark, short, text};
 use super::*;
 
 const MS: u64 = 1_000_000;
@@ -164,4 +164,15 @@ fn keys_do_what_the_last_line_says() {
     assert_eq!(wish(&key(KeyCode::Char('c'), none)), Wish::Nothing);
     assert_eq!(wish(&key(KeyCode::Char('p'), none)), Wish::Pause);
     assert_eq!(wish(&Event::Resize(80, 24)), Wish::Redraw);
+}
+
+/// A frame as its terminal would show it.
+fn rendered(view: &View<'_>, (width, height): (u16, u16)) -> String {
+    let mut terminal =
+        ratatui::Terminal::new(ratatui::backend::TestBackend::new(width, height)).unwrap();
+    terminal.draw(|frame| draw::draw(frame, view, draw::Colours(false))).unwrap();
+    let buffer = terminal.backend().buffer();
+    let rows = buffer.content().chunks(width as usize);
+    let rows = rows.map(|row| row.iter().map(|cell| cell.symbol()).collect::<String>());
+    rows.map(|row| row.trim_end().to_owned()).collect::<Vec<String>>().join("\n")
 }

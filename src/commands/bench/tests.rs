@@ -3,6 +3,7 @@ use ir::Target;
 use ir::program::Program;
 use ir::schedule::KernelConfig;
 use reference_vm::eval::Logits;
+use search::Expected;
 use search::scripted::{Behaviour, ScriptedDevice};
 
 use super::*;

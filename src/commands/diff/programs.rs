@@ -99,7 +99,6 @@ fn form(program: &Program, worker: usize, task: &Task) -> Form {
 }
 
 impl ProgramDiff {
-    /// Compares two programs.
     pub(super) fn of(a: &Program, b: &Program) -> Self {
         let (in_a, in_b) = (tasks(a), tasks(b));
         let works: std::collections::BTreeSet<&Work> = in_a.keys().chain(in_b.keys()).collect();
@@ -179,7 +178,6 @@ impl ProgramDiff {
         }
     }
 
-    /// Lines for people.
     pub(super) fn say(&self) {
         for (name, [a, b]) in &self.sizes {
             report::say(&format!("  {name}: {a} -> {b}"));

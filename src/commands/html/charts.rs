@@ -11,7 +11,6 @@ use search::{Outcome, Trial};
 
 use super::Run;
 use super::effects::{Effect, gain_of};
-use super::thin::thin;
 
 /// Points of a chart, those that led excepted; a page with ten thousand trials stays small.
 const POINTS_MAX: usize = 1500;
@@ -19,7 +18,6 @@ const POINTS_MAX: usize = 1500;
 /// Trials whose intervals are drawn, those that led excepted.
 const INTERVALS_MAX: usize = 240;
 
-/// Knobs of the chart of effects.
 const KNOBS_MAX: usize = 16;
 
 /// How far above the baseline the chart of the progress goes, as a share of the way from the floor.
@@ -49,7 +47,6 @@ type Drawn = Result<(), Box<dyn std::error::Error>>;
 
 /// A chart and what to say below it.
 pub(super) struct Chart {
-    /// The drawing.
     pub(super) drawing: Markup,
     /// What was left out.
     pub(super) note: Option<String>,
@@ -91,7 +88,6 @@ struct YAxis<'a> {
 
 type Framed<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
-/// A chart with its axes and its grid.
 fn framed<'a, 'b>(
     area: &'a Area<'b>,
     x: Range<f64>,
@@ -133,17 +129,16 @@ fn steps(leaders: &[(f64, f64, Outcome)], last: f64) -> Vec<(f64, f64)> {
 /// Latencies over trials: every one, those that led, the leader of each moment, and the floor.
 pub(super) fn progress(run: &Run) -> Option<Chart> {
     let us = |trial: &Trial| trial.verdict.latency_us;
-    let points: Vec<(f64, f64, Outcome)> = run
+    type Point = (f64, f64, Outcome);
+    let points: Vec<Point> = run
         .trials
         .iter()
         .filter_map(|trial| Some((trial.trial as f64, us(trial)?, trial.outcome)))
         .collect();
-    let leaders: Vec<(f64, f64, Outcome)> =
-        points.iter().copied().filter(|point| point.2.leads()).collect();
+    let (leaders, others): (Vec<Point>, Vec<Point>) =
+        points.into_iter().partition(|point| point.2.leads());
     let (first, best) = (leaders.first()?.1, leaders.last()?.1);
     let floor = run.champion()?.verdict.bound_us?;
-    let others: Vec<(f64, f64, Outcome)> =
-        points.iter().copied().filter(|point| !point.2.leads()).collect();
     let shown = thin(&others, POINTS_MAX, |point| point.1);
     // A floor far below everything would squeeze all that is to be seen.
     let near = floor > 0.4 * best;
@@ -198,7 +193,6 @@ pub(super) fn progress(run: &Run) -> Option<Chart> {
     Some(Chart { drawing, note: (!notes.is_empty()).then(|| notes.join("; ")) })
 }
 
-/// Gains with their intervals.
 pub(super) fn gains(run: &Run) -> Option<Chart> {
     type Gained = (f64, [f64; 3], Outcome);
     let gained = |trial: &Trial| -> Option<Gained> {
@@ -335,5 +329,43 @@ pub(super) fn figure(value: f64) -> String {
         size if size >= 10.0 => format!("{value:.1}"),
         size if size >= 1.0 => format!("{value:.2}"),
         _ => format!("{value:.3}"),
+    }
+}
+
+/// Fewer points of the same shape.
+/// Fewer points of the same shape: at most about `most` of the points, which are in order of x. The points are cut into runs of equal length, and each run keeps its
+/// lowest, its highest and its middle one, so that neither the best, nor the worst, nor where most of them lie is lost.
+fn thin<T: Copy>(points: &[T], most: usize, y: impl Fn(&T) -> f64) -> Vec<T> {
+    if points.len() <= most {
+        return points.to_vec();
+    }
+    let length = (3 * points.len()).div_ceil(most.max(3));
+    let mut kept = Vec::new();
+    for run in points.chunks(length) {
+        let mut order: Vec<usize> = (0..run.len()).collect();
+        order.sort_by(|&a, &b| y(&run[a]).total_cmp(&y(&run[b])));
+        let mut take = vec![order[0], order[order.len() / 2], order[order.len() - 1]];
+        take.sort_unstable();
+        take.dedup();
+        kept.extend(take.into_iter().map(|index| run[index]));
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_points_stay_and_of_many_the_extremes_do() {
+        let points: Vec<(u64, f64)> =
+            (0..10_000).map(|i| (i, ((i * 7919) % 1000) as f64)).collect();
+        assert_eq!(thin(&points[..50], 60, |p| p.1).len(), 50);
+        let kept = thin(&points, 600, |p| p.1);
+        assert!((400..=600).contains(&kept.len()), "{}", kept.len());
+        assert!(kept.is_sorted_by_key(|p| p.0));
+        let lowest = |points: &[(u64, f64)]| points.iter().map(|p| p.1).fold(f64::MAX, f64::min);
+        let highest = |points: &[(u64, f64)]| points.iter().map(|p| p.1).fold(0.0, f64::max);
+        assert_eq!((lowest(&kept), highest(&kept)), (lowest(&points), highest(&points)));
     }
 }

@@ -3,9 +3,7 @@
 use ir::schedule::Knob;
 use search::{Outcome, Trial};
 
-/// A knob's record.
 pub(super) struct Effect {
-    /// The knob.
     pub(super) path: &'static str,
     /// Trials that changed it, alone or with others.
     pub(super) trials: usize,
@@ -16,7 +14,6 @@ pub(super) struct Effect {
 }
 
 impl Effect {
-    /// The middle of the gains of changes alone.
     pub(super) fn median(&self) -> Option<f64> {
         self.alone.get(self.alone.len() / 2).copied()
     }

@@ -8,6 +8,7 @@ use serde_json::Value;
 use super::Run;
 use super::charts::{self, Chart, figure};
 use super::effects::{Effect, effects};
+use crate::commands::rerun::quoted;
 
 const STYLE: &str = include_str!("style.css");
 
@@ -17,10 +18,9 @@ const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src dat
 /// Rows of the table of what led; a search that keeps more says so.
 const LED_MAX: usize = 200;
 
-/// The whole page.
 pub(super) fn render(runs: &[Run]) -> String {
     let title = match runs {
-        [run] => format!("{} for {}", run.word("graph"), run.word("target")),
+        [run] => format!("{} for {}", run.shown("graph"), run.shown("target")),
         _ => format!("{} searches", runs.len()),
     };
     let measured = runs.iter().filter(|run| run.is_measured()).count();
@@ -142,7 +142,7 @@ fn chart(title: &str, chart: Option<Chart>) -> Markup {
     }
 }
 
-fn word(value: Option<&Value>) -> String {
+pub(super) fn word(value: Option<&Value>) -> String {
     match value {
         None | Some(Value::Null) => "-".to_owned(),
         Some(Value::String(text)) => text.clone(),
@@ -283,16 +283,6 @@ fn machine(run: &Run) -> Markup {
     }
 }
 
-/// A word of a shell command.
-fn quoted(text: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
-        text.to_owned()
-    } else {
-        format!("'{}'", text.replace('\'', "'\\''"))
-    }
-}
-
 /// The commands that check it and do it again.
 pub(super) fn commands(run: &Run) -> Vec<String> {
     let folder = run.ledger.parent().filter(|folder| !folder.as_os_str().is_empty());
@@ -300,9 +290,9 @@ pub(super) fn commands(run: &Run) -> Vec<String> {
     let device = if run.is_measured() { "cuda" } else { "cpu" };
     let place = format!(
         "--model {} --target {} --device {device} --kv-capacity {}",
-        quoted(&run.word("model")),
-        quoted(&run.word("target")),
-        quoted(&run.word("kv_capacity"))
+        quoted(&run.shown("model")),
+        quoted(&run.shown("target")),
+        quoted(&run.shown("kv_capacity"))
     );
     let percent = run.header.get("min_gain").and_then(Value::as_f64).unwrap_or_default() * 100.0;
     // As many trials as there are now: a search that was resumed has more than its first budget.
@@ -315,7 +305,7 @@ pub(super) fn commands(run: &Run) -> Vec<String> {
         format!("amk evaluate {place} --config {folder}/best.json"),
         format!(
             "amk loop {place} --schedule {start} --seed {} --min-gain {percent} --budget {budget} --out again",
-            quoted(&run.word("seed"))
+            quoted(&run.shown("seed"))
         ),
     ]
 }
@@ -323,7 +313,7 @@ pub(super) fn commands(run: &Run) -> Vec<String> {
 fn reproduce(run: &Run) -> Markup {
     html! {
         h3 { "How to reproduce it" }
-        p { "With amk " (run.word("amk")) ":" }
+        p { "With amk " (run.shown("amk")) ":" }
         pre { (commands(run).join("\n")) }
         @if run.is_measured() {
             p.quiet {

@@ -37,8 +37,9 @@ fn run_of(trials: Vec<Trial>, model: &str) -> Run {
         "budget": "64", "min_gain": 0.01, "kv_capacity": 4096, "amk": "0.1.0", "conditions": {"driver": model}
     });
     let ledger = PathBuf::from(format!("runs/{model}/ledger.jsonl"));
-    let champion = trials.iter().rfind(|t| t.outcome.leads()).map(|t| t.trial);
-    Run { ledger, header, trials, champion, confirmation: None }
+    let mut run = Run::of(&ledger);
+    (run.header, run.trials) = (header, trials);
+    run
 }
 
 fn many(count: u64) -> Vec<Trial> {

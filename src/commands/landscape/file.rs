@@ -9,7 +9,6 @@ use search::landscape::{Answer, Row, Terms};
 
 use crate::failure::Failure;
 
-/// Longest file that is gone on with.
 const BYTES_MAX: u64 = 1 << 30;
 
 /// Rows that are there, and those to come.
@@ -97,7 +96,6 @@ impl Recording {
         self.done.insert(row.point, row.answer);
     }
 
-    /// Writes a row.
     pub(super) fn row(&mut self, point: u32, answer: Answer) -> Result<(), Failure> {
         let row = Row { point, answer };
         self.line(&serde_json::to_string(&row).unwrap_or_default())?;

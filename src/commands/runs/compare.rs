@@ -78,7 +78,6 @@ pub(crate) struct Compared {
     why: String,
 }
 
-/// Compares what the arguments name.
 pub(crate) fn answer(args: &CompareArgs) -> Result<Answer<Compared>, Failure> {
     let [a, b] = [Recorded::open(&args.a)?, Recorded::open(&args.b)?];
     let reasons = reasons(&a, &b);

@@ -11,15 +11,14 @@ use std::path::{Path, PathBuf};
 use ir::schedule::ScheduleConfig;
 use search::{Origin, Outcome as End, Trial, Verdict};
 use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
+use super::ledgers;
 use super::recorded::Recorded;
-use super::{ledgers, look};
 use crate::cli::RunsExportArgs;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
+use crate::{files, report};
 
-/// One step of a search.
 #[derive(Serialize)]
 struct Line<'a> {
     schema: &'static str,
@@ -53,25 +52,12 @@ struct State<'a> {
     latency_us: Option<f64>,
 }
 
-/// A run and where it went.
 #[derive(Serialize)]
 struct Placed {
     run: String,
     ledger: PathBuf,
     split: &'static str,
     steps: u64,
-}
-
-/// What an export wrote.
-#[derive(Serialize)]
-struct Exported<'a> {
-    schema: &'static str,
-    out: &'a Path,
-    train: u64,
-    validation: u64,
-    runs: Vec<Placed>,
-    /// Ledgers that do not hold: nothing of them was written.
-    refused: Vec<PathBuf>,
 }
 
 pub(crate) fn run(args: &RunsExportArgs) -> Outcome {
@@ -86,8 +72,9 @@ pub(crate) fn run(args: &RunsExportArgs) -> Outcome {
     }
     let (mut runs, mut refused, mut exit) = (Vec::new(), Vec::new(), Exit::Yes);
     for ledger in ledgers(&args.runs.paths)? {
-        match look(&ledger).finding {
-            None => runs.push(Recorded::read(&ledger)?),
+        let found = Recorded::look(&ledger);
+        match &found.finding {
+            None => runs.push(found),
             Some(finding) => {
                 report::say(&format!("left out, {}: {}", ledger.display(), finding.reason));
                 exit = if exit == Exit::Integrity { exit } else { finding.exit };
@@ -95,32 +82,31 @@ pub(crate) fn run(args: &RunsExportArgs) -> Outcome {
             }
         }
     }
-    let mut partial = args.out.as_os_str().to_owned();
-    partial.push(format!(".{}.partial", std::process::id()));
-    let partial = PathBuf::from(partial);
-    let written = write(&partial, &runs, args.validation)
-        .and_then(|placed| std::fs::rename(&partial, &args.out).map(|()| placed));
-    let placed = written.map_err(|e| {
-        let _ = std::fs::remove_dir_all(&partial);
-        Failure::usage(format!(
-            "cannot write {}: {e}; choose a path that you may write to and that has room",
-            args.out.display()
-        ))
+    let placed = files::new_folder(&args.out, |folder| {
+        write(folder, &runs, args.validation).map_err(|error| {
+            Failure::usage(format!("cannot write {}: {error}", args.out.display()))
+        })
     })?;
-    let count = |split: &str| placed.iter().filter(|p| p.split == split).map(|p| p.steps).sum();
+    let count =
+        |split: &str| placed.iter().filter(|p| p.split == split).map(|p| p.steps).sum::<u64>();
     let (train, validation) = (count("train"), count("validation"));
     report::say(&format!(
         "{train} steps to train on and {validation} to validate, of {} runs, in {}",
         placed.len(),
         args.out.display()
     ));
-    let (schema, out) = ("amk.trajectories.v1", args.out.as_path());
-    report::document(&Exported { schema, out, train, validation, runs: placed, refused })?;
+    report::document(&json!({
+        "schema": "amk.trajectories.v1",
+        "out": args.out,
+        "train": train,
+        "validation": validation,
+        "runs": placed,
+        "refused": refused,
+    }))?;
     Ok(exit)
 }
 
 fn write(folder: &Path, runs: &[Recorded], validation: u64) -> std::io::Result<Vec<Placed>> {
-    std::fs::create_dir_all(folder)?;
     let create = |name: &str| File::create(folder.join(name)).map(BufWriter::new);
     let mut files = [create("train.jsonl")?, create("validation.jsonl")?];
     let mut placed = Vec::new();

@@ -11,15 +11,15 @@ use std::path::{Path, PathBuf};
 use corpus::Store;
 use corpus::manifest::{State, collect_run};
 use serde::Serialize;
+use serde_json::json;
 
+use super::ledgers;
 use super::recorded::{Recorded, folder};
-use super::{ledgers, look};
 use crate::cli::GcArgs;
 use crate::commands::search_loop::keep::STORE;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 
-/// What becomes of a run.
 #[derive(Serialize)]
 struct Fate {
     folder: PathBuf,
@@ -27,16 +27,6 @@ struct Fate {
     action: &'static str,
     why: String,
     bytes: u64,
-}
-
-/// What was, or would be, given up.
-#[derive(Serialize)]
-struct Collected {
-    schema: &'static str,
-    /// Whether it was done.
-    applied: bool,
-    bytes: u64,
-    runs: Vec<Fate>,
 }
 
 pub(crate) fn run(args: &GcArgs) -> Outcome {
@@ -61,11 +51,13 @@ pub(crate) fn run(args: &GcArgs) -> Outcome {
             apply(fate)?;
         }
     }
-    let bytes = fates.iter().filter(|fate| fate.action != "keep").map(|fate| fate.bytes).sum();
+    let bytes =
+        fates.iter().filter(|fate| fate.action != "keep").map(|fate| fate.bytes).sum::<u64>();
     let verb = if args.apply { "freed" } else { "to free with --apply" };
     report::say(&format!("{bytes} bytes {verb}"));
-    let schema = "amk.gc.v1";
-    report::document(&Collected { schema, applied: args.apply, bytes, runs: fates })?;
+    report::document(
+        &json!({"schema": "amk.gc.v1", "applied": args.apply, "bytes": bytes, "runs": fates}),
+    )?;
     Ok(Exit::Yes)
 }
 
@@ -75,10 +67,10 @@ fn considered(ledger: &Path, place: &Path) -> Result<Recorded, (&'static str, St
     if written {
         return Err(("keep", "another process writes it".to_owned()));
     }
-    if let Some(finding) = look(ledger).finding {
+    let found = Recorded::look(ledger);
+    if let Some(finding) = &found.finding {
         return Err(("keep", format!("it does not hold: {}", finding.reason)));
     }
-    let found = Recorded::read(ledger).map_err(|failure| ("keep", failure.message))?;
     match found.state {
         State::Sealed(..) => Ok(found),
         State::Open if found.trials.is_empty() && only_a_search(place) => {

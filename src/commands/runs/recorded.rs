@@ -1,72 +1,139 @@
-//! A run that holds, read whole: what `show`, `compare`, `replay` and `export` start from.
+//! A run, read whole: what all commands on runs start from.
 
 use std::path::{Path, PathBuf};
 
 use corpus::manifest::State;
-use search::{Conditions, Confirmation, Decision, Row, Trial};
+use corpus::{Contents, CorpusError};
+use search::{Audit, Conditions, Confirmation, Decision, Row, Trial};
 use serde_json::Value;
 
-use super::{one_ledger, sound};
-use crate::failure::Failure;
+use super::{Finding, one_ledger, seal, sound, terms};
+use crate::failure::{Exit, Failure};
 
-/// A run.
+/// A run, as far as it can be read.
 pub(in crate::commands) struct Recorded {
-    /// Its ledger.
-    pub(super) ledger: PathBuf,
-    /// Its id.
-    pub(super) run: String,
-    /// The header of its ledger.
+    pub(in crate::commands) ledger: PathBuf,
+    pub(in crate::commands) run: String,
     pub(in crate::commands) header: Value,
     /// Rows of its ledger, the header among them.
-    pub(super) rows: usize,
+    pub(in crate::commands) rows: usize,
     pub(in crate::commands) trials: Vec<Trial>,
     /// The confirmation of the trial that leads, if it came last.
     pub(in crate::commands) confirmation: Option<Confirmation>,
     /// The champion that was refuted last.
     refuted: Option<u64>,
-    pub(super) state: State,
+    /// Whether an unfinished row at its end was left out.
+    pub(super) torn: bool,
+    pub(in crate::commands) state: State,
+    /// The first thing that does not hold, after which nothing was read.
+    pub(super) finding: Option<Finding>,
 }
 
 impl Recorded {
+    pub(in crate::commands) fn of(ledger: &Path) -> Self {
+        Self {
+            ledger: ledger.to_path_buf(),
+            run: String::new(),
+            header: Value::Null,
+            rows: 0,
+            trials: Vec::new(),
+            confirmation: None,
+            refuted: None,
+            torn: false,
+            state: State::Open,
+            finding: None,
+        }
+    }
+
     /// Reads the one run that a path means, and refuses it if it does not hold.
     pub(super) fn open(path: &Path) -> Result<Self, Failure> {
         Self::read(&one_ledger(path)?)
     }
 
-    /// Reads a ledger with its run.
+    /// Reads a ledger with its run, and refuses it if it does not hold.
     pub(in crate::commands) fn read(ledger: &Path) -> Result<Self, Failure> {
-        let (contents, state) = sound(ledger)?;
-        let first = contents.hashes.first().map_or("", String::as_str);
-        let run = corpus::store::run_id(&contents.header, first);
-        let (mut trials, mut confirmation, mut last_refuted) = (Vec::new(), None, None);
-        for row in super::rows(&contents, ledger)? {
+        sound(ledger).map(|(found, _)| found)
+    }
+
+    /// Reads a ledger as far as it holds.
+    pub(super) fn look(ledger: &Path) -> Self {
+        Self::examined(ledger).0
+    }
+
+    /// The same, and its rows as far as they are a chain.
+    pub(super) fn examined(ledger: &Path) -> (Self, Option<Contents>) {
+        let mut found = Self::of(ledger);
+        match corpus::read(ledger) {
+            Ok(contents) => {
+                let first = contents.hashes.first().map_or("", String::as_str);
+                found.run = corpus::store::run_id(&contents.header, first);
+                (found.rows, found.torn) = (contents.hashes.len(), contents.torn);
+                found.header = contents.header.clone();
+                let taken = found.take(&contents.header, &contents.records).err();
+                found.finding = taken.or_else(|| seal(ledger, &mut found.state));
+                (found, Some(contents))
+            }
+            Err(error) => {
+                let reason = error.to_string();
+                let (line, exit) = if let CorpusError::Tampered { line, .. } = error {
+                    (Some(line), Exit::Integrity)
+                } else {
+                    (None, Exit::Usage)
+                };
+                found.finding = Some(Finding { line, reason, exit });
+                (found, None)
+            }
+        }
+    }
+
+    /// Takes rows in, up to the first that does not follow from its samples and the rows before it.
+    pub(super) fn take(&mut self, header: &Value, records: &[Value]) -> Result<(), Finding> {
+        let Some(terms) = terms(header) else {
+            let reason = "the header is that of another version of amk".to_owned();
+            return Err(Finding { line: Some(1), reason, exit: Exit::Usage });
+        };
+        let mut audit = Audit::new(terms).with_floor(super::floor(header));
+        for (index, record) in records.iter().enumerate() {
+            let at = |reason: String, exit| Finding { line: Some(index + 2), reason, exit };
+            let row: Row = serde_json::from_value(record.clone()).map_err(|error| {
+                at(format!("written by another version of amk ({error})"), Exit::Usage)
+            })?;
+            audit.row(&row).map_err(|reason| {
+                at(format!("the row does not follow: {reason}"), Exit::Integrity)
+            })?;
             match row {
                 Row::Trial(trial) => {
-                    confirmation = None;
-                    trials.push(*trial);
+                    self.confirmation = None;
+                    self.trials.push(*trial);
                 }
                 Row::Confirmation(last) => {
-                    last_refuted = refuted(&last);
-                    confirmation = Some(*last);
+                    let refuted = last.decision == Decision::Reverted;
+                    self.refuted = refuted.then_some(last.champion);
+                    self.confirmation = Some(*last);
                 }
             }
         }
-        let (rows, header, refuted) = (contents.hashes.len(), contents.header, last_refuted);
-        let ledger = ledger.to_path_buf();
-        Ok(Self { ledger, run, header, rows, trials, confirmation, refuted, state })
+        Ok(())
     }
 
     /// A text of the header.
-    pub(super) fn word(&self, key: &str) -> Option<&str> {
+    pub(in crate::commands) fn word(&self, key: &str) -> Option<&str> {
         self.header.get(key).and_then(Value::as_str)
     }
 
-    /// The trial that leads: the baseline where the champion was refuted.
+    /// The trial that leads: the last that led, unless its confirmation refuted it. Then it is the first one, and nobody if that was it.
     pub(in crate::commands) fn champion(&self) -> Option<&Trial> {
-        leading(self.trials.iter(), self.refuted)
+        let mut leading = self.trials.iter().filter(|trial| trial.outcome.leads());
+        let last = leading.next_back()?;
+        if Some(last.trial) == self.refuted { leading.next() } else { Some(last) }
     }
 
-    /// Where it was measured.
+    /// Latency of that one, if all rows hold.
+    pub(super) fn best_us(&self) -> Option<f64> {
+        let whole = self.finding.as_ref().is_none_or(|finding| finding.line.is_none());
+        self.champion().filter(|_| whole)?.verdict.latency_us
+    }
+
     pub(super) fn conditions(&self) -> Option<Conditions> {
         serde_json::from_value(self.header.get("conditions")?.clone()).ok()
     }
@@ -95,21 +162,6 @@ impl Recorded {
     }
 }
 
-/// The champion that a confirmation refuted.
-pub(super) fn refuted(last: &Confirmation) -> Option<u64> {
-    (last.decision == Decision::Reverted).then_some(last.champion)
-}
-
-/// The trial that leads: the last that led, unless its confirmation refuted it. Then it is the first one, and nobody if that was it.
-pub(super) fn leading<'t>(
-    trials: impl DoubleEndedIterator<Item = &'t Trial>,
-    refuted: Option<u64>,
-) -> Option<&'t Trial> {
-    let mut leading = trials.filter(|trial| trial.outcome.leads());
-    let last = leading.next_back()?;
-    if Some(last.trial) == refuted { leading.next() } else { Some(last) }
-}
-
 /// The folder of a run's ledger, if the ledger is called as it should be.
 pub(super) fn folder(ledger: &Path) -> Option<&Path> {
     let named = ledger.file_name().is_some_and(|name| name == super::LEDGER);
@@ -117,7 +169,6 @@ pub(super) fn folder(ledger: &Path) -> Option<&Path> {
     Some(if folder.as_os_str().is_empty() { Path::new(".") } else { folder })
 }
 
-/// The word for a run's state.
 pub(super) fn state_name(state: &State) -> &'static str {
     match state {
         State::Open => "open",

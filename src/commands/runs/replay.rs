@@ -1,29 +1,15 @@
 //! `amk runs replay`: a trial of a run, done again. What cannot be done here is said, and is no failure.
 
 use search::replay::{Place, Repeated, Stage, replay};
-use search::{Conditions, Device, DeviceError, Dropped, LatencyKind};
-use serde::Serialize;
-use serde_json::Value;
+use search::{Conditions, Device, LatencyKind, POSITIONS_MAX};
+use serde_json::{Value, json};
 
 use super::recorded::Recorded;
 use crate::cli::{DeviceChoice, PlaceArgs, ReplayArgs};
-use crate::commands::evaluate::gate;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 use crate::working::Working;
-
-/// A trial, done again.
-#[derive(Serialize)]
-struct Replayed<'a> {
-    schema: &'static str,
-    run: &'a str,
-    trial: u64,
-    /// Whether nothing that was done differs.
-    same: bool,
-    /// What was done, in order.
-    stages: Vec<Stage>,
-}
 
 pub(crate) fn run(args: &ReplayArgs) -> Outcome {
     let found = Recorded::open(&args.path)?;
@@ -43,8 +29,9 @@ pub(crate) fn run(args: &ReplayArgs) -> Outcome {
         let recorded = found.card(trial.card);
         let mut device = if measured { card(&context, args, recorded.as_ref())? } else { None };
         let kernel_id = |kernel: &_| context.kernel_id(kernel);
-        let mut gate = gate(&context, seed, measured, &kernel_id)?;
-        let here = device.as_ref().map(|gpu| crate::conditions::here(gpu));
+        let positions = measured.then_some(POSITIONS_MAX);
+        let mut gate = context.gate(seed, positions, &kernel_id)?;
+        let here = device.as_ref().map(|gpu| crate::conditions::of(gpu.describe()));
         let place = match (elsewhere(recorded.as_ref(), here.as_ref()), &mut device) {
             (None, Some(device)) => Place::Here(device as &mut dyn Device),
             (Some(why), _) => Place::Elsewhere(why),
@@ -53,7 +40,7 @@ pub(crate) fn run(args: &ReplayArgs) -> Outcome {
         let working = Working::on(format!("running trial {} again", trial.trial));
         let done = replay(&mut gate, place, trial, found.noise_floor(trial.card), seed);
         drop(working);
-        stages.extend(done.map_err(|dropped| lost(&dropped))?);
+        stages.extend(done.map_err(|dropped| Failure::from(&dropped))?);
     }
     let same = stages.iter().all(|stage| stage.result != Repeated::Differs);
     for Stage { stage, result, detail } in &stages {
@@ -64,8 +51,13 @@ pub(crate) fn run(args: &ReplayArgs) -> Outcome {
         };
         report::say(&format!("  {stage:9} {word:7} {detail}"));
     }
-    let (run, trial) = (found.run.as_str(), trial.trial);
-    report::document(&Replayed { schema: "amk.replay.v1", run, trial, same, stages })?;
+    report::document(&json!({
+        "schema": "amk.replay.v1",
+        "run": found.run,
+        "trial": trial.trial,
+        "same": same,
+        "stages": stages,
+    }))?;
     Ok(if same { Exit::Yes } else { Exit::No })
 }
 
@@ -123,11 +115,4 @@ fn elsewhere(then: Option<&Conditions>, here: Option<&Conditions>) -> Option<Str
         None => Some("the ledger does not say where it was measured".to_owned()),
         Some(then) => then.differs(here),
     }
-}
-
-fn lost(dropped: &Dropped) -> Failure {
-    if let Dropped::Failed(error @ DeviceError::Unavailable { .. }) = dropped {
-        return Failure::missing(error.to_string());
-    }
-    Failure::refused(dropped.to_string())
 }

@@ -1,94 +1,46 @@
 //! `amk runs show`: one run, whole.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 
-use corpus::manifest::{Manifest, State};
-use ir::schedule::ScheduleConfig;
-use search::{Confirmation, Verdict};
-use serde::Serialize;
-use serde_json::{Map, Value};
+use corpus::manifest::State;
+use serde_json::json;
 
 use super::recorded::{Recorded, state_name};
 use crate::cli::RunArgs;
-use crate::commands::search_loop::{self, Card};
+use crate::commands::search_loop::{self, Card, Kept};
 use crate::failure::{Exit, Outcome};
 use crate::report;
 
-/// One run.
-#[derive(Serialize)]
-struct Shown<'a> {
-    schema: &'static str,
-    run: &'a str,
-    ledger: &'a PathBuf,
-    /// `open` (it can be resumed) or `sealed`.
-    state: &'static str,
-    /// The seal, if there is one.
-    manifest: Option<&'a Manifest>,
-    /// What the search was begun with.
-    terms: &'a Value,
-    rows: usize,
-    /// Trials by outcome.
-    outcomes: BTreeMap<&'static str, u64>,
-    /// Of the card that measured the baseline first.
-    noise_floor: f64,
-    /// The cards of a search that has several.
-    cards: Vec<Card>,
-    /// The trial that leads; the baseline where the champion was refuted.
-    champion: Option<Champion<'a>>,
-    /// Every trial that led.
-    kept: Vec<Kept<'a>>,
-    confirmation: Option<&'a Confirmation>,
-}
-
-/// The trial that leads.
-#[derive(Serialize)]
-struct Champion<'a> {
-    trial: u64,
-    config: &'a ScheduleConfig,
-    verdict: &'a Verdict,
-}
-
-/// A trial that led.
-#[derive(Serialize)]
-struct Kept<'a> {
-    trial: u64,
-    changed: &'a Map<String, Value>,
-    why: &'a str,
-}
-
 pub(crate) fn run(args: &RunArgs) -> Outcome {
     let found = Recorded::open(&args.path)?;
-    let mut outcomes = BTreeMap::new();
+    let mut outcomes: BTreeMap<&str, u64> = BTreeMap::new();
     for trial in &found.trials {
         *outcomes.entry(trial.outcome.name()).or_default() += 1;
     }
-    let champion = found.champion();
     say(&found, &outcomes);
-    report::document(&Shown {
-        schema: "amk.run.v1",
-        run: &found.run,
-        ledger: &found.ledger,
-        state: state_name(&found.state),
-        manifest: match &found.state {
-            State::Sealed(manifest, _) | State::Collected(manifest, _) => Some(&**manifest),
-            State::Open => None,
-        },
-        terms: &found.header,
-        rows: found.rows,
-        outcomes,
-        noise_floor: found.noise_floor(found.trials.first().and_then(|trial| trial.card)),
-        cards: cards(&found),
-        champion: champion.map(|trial| Champion {
-            trial: trial.trial,
-            config: &trial.config,
-            verdict: &trial.verdict,
+    let manifest = match &found.state {
+        State::Sealed(manifest, _) | State::Collected(manifest, _) => Some(manifest),
+        State::Open => None,
+    };
+    let kept = found.trials.iter().filter(|trial| trial.outcome.leads()).map(Kept::from);
+    report::document(&json!({
+        "schema": "amk.run.v1",
+        "run": found.run,
+        "ledger": found.ledger,
+        "state": state_name(&found.state),
+        "manifest": manifest,
+        "terms": found.header,
+        "rows": found.rows,
+        "outcomes": outcomes,
+        // Of the card that measured the baseline first.
+        "noise_floor": found.noise_floor(found.trials.first().and_then(|trial| trial.card)),
+        "cards": cards(&found),
+        "champion": found.champion().map(|trial| {
+            json!({"trial": trial.trial, "config": trial.config, "verdict": trial.verdict})
         }),
-        kept: (found.trials.iter().filter(|trial| trial.outcome.leads()))
-            .map(|trial| Kept { trial: trial.trial, changed: &trial.changed, why: &trial.why })
-            .collect(),
-        confirmation: found.confirmation.as_ref(),
-    })?;
+        "kept": kept.collect::<Vec<Kept>>(),
+        "confirmation": found.confirmation,
+    }))?;
     Ok(Exit::Yes)
 }
 

@@ -14,7 +14,6 @@ use crate::failure::Failure;
 pub(super) enum Opened<'a> {
     /// Nothing: it predicts.
     None,
-    /// One GPU.
     One(DeviceInfo),
     /// Several, by their numbers in the header.
     Several(Crew<'a>),
@@ -92,15 +91,13 @@ pub(super) fn open<'scope, 'a: 'scope>(
 
 /// The GPUs' numbers today: those asked for, or those of the cards that a resumed search ran on.
 fn ordinals(args: &LoopArgs, header: &Header) -> Result<Vec<Result<u32, String>>, Failure> {
-    let missing =
-        |error: vm_host::HostError| Failure::missing(format!("capability missing: {error}"));
     if header.cards.is_empty() {
         return Ok(args.devices.iter().map(|number| Ok(number.0)).collect());
     }
     let mut found = Vec::new();
     for card in &header.cards {
         let uuid = card.uuid.as_deref().unwrap_or_default();
-        let ordinal = device::probe::find(uuid).map_err(missing)?;
+        let ordinal = device::probe::find(uuid)?;
         found.push(ordinal.ok_or_else(|| format!("no GPU with the UUID {uuid} is here")));
     }
     let asked: Vec<u32> = args.devices.iter().map(|number| number.0).collect();
@@ -121,21 +118,13 @@ fn ordinals(args: &LoopArgs, header: &Header) -> Result<Vec<Result<u32, String>>
 
 /// Refuses cards of which one cannot be used, or that are not of one kind.
 fn check(crew: &Crew<'_>, args: &LoopArgs, header: &Header) -> Result<(), Failure> {
-    let said = |error: &DeviceError| match error {
-        DeviceError::Unavailable { reason } => reason.clone(),
-        DeviceError::Compile { .. }
-        | DeviceError::Trapped { .. }
-        | DeviceError::TimedOut { .. }
-        | DeviceError::OutOfMemory { .. }
-        | DeviceError::Fault { .. } => error.to_string(),
-    };
     let infos = crew.infos();
     let none = infos.iter().all(Result::is_err);
     for (card, info) in infos.iter().enumerate() {
         let number = args.devices.get(card).map_or(card as u32, |number| number.0);
         match info {
             Err(error) if none || header.cards.is_empty() => {
-                return Err(Failure::missing(format!("GPU {number}: {}", said(error))));
+                return Err(Failure::missing(format!("GPU {number}: {}", device::reason(error))));
             }
             Ok(_) | Err(_) => {}
         }

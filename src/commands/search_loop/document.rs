@@ -54,7 +54,6 @@ pub(crate) struct Found {
 }
 
 impl Found {
-    /// Whether somebody ended it.
     pub(crate) fn was_interrupted(&self) -> bool {
         self.stopped_by == search::StoppedBy::Interrupted.name()
     }
@@ -107,7 +106,7 @@ pub(crate) fn cards(conditions: &[Conditions], trials: &[Trial]) -> Vec<Card> {
 
 /// A trial that led.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub(super) struct Kept {
+pub(crate) struct Kept {
     trial: u64,
     /// The knobs in which it differs from the schedule that led before: path to before and after.
     changed: Map<String, Value>,

@@ -4,8 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::ValueEnum as _;
-use corpus::Contents;
-use ir::Graph;
+use ir::program::Dims;
 use ir::schedule::ScheduleConfig;
 use search::strategy::{Known, StrategyName};
 use search::{Budget, Conditions, DeviceInfo, LatencyKind};
@@ -20,7 +19,6 @@ use crate::schedule_choice::{Auto, Chosen, choose};
 /// The model of a search that names none: real shapes, and small enough for two cores.
 const DEFAULT_MODEL: &str = "smollm2-135m";
 
-/// The budget of a search that names none.
 const DEFAULT_BUDGET: Budget = Budget::Trials(64);
 
 /// Least gains worth keeping: measurements are noisy, predictions are not.
@@ -60,7 +58,6 @@ pub(super) struct Header {
     /// What the store knew when the search began.
     #[serde(default, rename = "prior")]
     pub(super) known: Vec<Known>,
-    /// The command that proposes, if there is one.
     pub(super) proposer: Option<String>,
     pub(super) min_gain: f64,
     pub(super) kv_capacity: Option<u32>,
@@ -78,10 +75,8 @@ pub(super) struct Header {
     resumed: bool,
 }
 
-/// The schedule that a search begins with.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Start {
-    /// Where it comes from.
     source: Value,
     config: ScheduleConfig,
 }
@@ -121,12 +116,8 @@ impl Header {
     }
 
     /// The terms of a ledger. Arguments that say something else are refused, but the budget may grow.
-    pub(super) fn resumed(
-        args: &LoopArgs,
-        contents: &Contents,
-        path: &Path,
-    ) -> Result<Self, Failure> {
-        let found = serde_json::from_value::<Self>(contents.header.clone()).map_err(|error| {
+    pub(super) fn resumed(args: &LoopArgs, held: &Value, path: &Path) -> Result<Self, Failure> {
+        let found = serde_json::from_value::<Self>(held.clone()).map_err(|error| {
             Failure::usage(format!(
                 "{} has a header of another version of amk ({error}), which this one can read and compare but not resume; \
                  start a new search in another --out",
@@ -158,58 +149,55 @@ impl Header {
     }
 
     fn refuse_changes(&self, args: &LoopArgs, path: &Path) -> Result<(), Failure> {
-        let differs = |flag: &str, given: &str, held: &str| {
-            Err(Failure::usage(format!(
-                "{flag} {given} contradicts {} ({held}); leave it out, or start a new search in another --out",
-                path.display()
-            )))
-        };
-        if let Some(model) = args.model.as_ref().filter(|model| **model != self.model) {
-            return differs("--model", model, &self.model);
-        }
-        if let Some(target) = args.place.target.as_ref().filter(|target| **target != self.target) {
-            return differs("--target", target, &self.target);
-        }
-        if let Some(seed) = args.seed.filter(|&seed| seed != self.seed) {
-            return differs("--seed", &seed.to_string(), &self.seed.to_string());
-        }
-        let (given, held) = (args.proposer.as_deref(), self.proposer.as_deref());
-        if given.is_some() && given != held {
-            let none = format!("strategy {}", self.strategy.name());
-            return differs("--proposer", given.unwrap_or_default(), held.unwrap_or(&none));
-        }
-        if let Some(name) = args.strategy.filter(|&name| held.is_some() || name != self.strategy) {
-            return differs("--strategy", name.name(), held.unwrap_or(self.strategy.name()));
-        }
-        if let Some(gain) = min_gain(args)?.filter(|gain| (gain - self.min_gain).abs() > 1e-12) {
-            let held = (100.0 * self.min_gain).to_string();
-            return differs("--min-gain", &(100.0 * gain).to_string(), &held);
-        }
-        if args.place.kv_capacity.is_some_and(|tokens| Some(tokens) != self.kv_capacity) {
-            let (given, held) = (args.place.kv_capacity, self.kv_capacity);
-            let shown = |tokens: Option<u32>| tokens.unwrap_or_default().to_string();
-            return differs("--kv-capacity", &shown(given), &shown(held));
-        }
-        if !args.devices.is_empty() && self.cards.is_empty() {
-            let given: Vec<String> = args.devices.iter().map(ToString::to_string).collect();
-            return differs("--devices", &given.join(","), "it has no cards by number");
-        }
-        if let Some(choice) = args.schedule.filter(|choice| *choice != ScheduleChoice::Auto) {
-            let held = self.source().unwrap_or_default();
-            let held = held.get("kind").and_then(Value::as_str).unwrap_or("neutral").to_owned();
-            let given = choice.to_possible_value().map(|value| value.get_name().to_owned());
-            if let Some(given) = given.filter(|given| *given != held) {
-                return differs("--schedule", &given, &held);
-            }
-        }
+        let strategy = self.strategy.name().to_owned();
+        let proposer = self.proposer.clone();
+        let devices: Vec<String> = args.devices.iter().map(ToString::to_string).collect();
+        let devices = (!devices.is_empty() && self.cards.is_empty()).then(|| devices.join(","));
+        let start = self.source().unwrap_or_default();
+        let start = start.get("kind").and_then(Value::as_str).unwrap_or("neutral");
+        let schedule = args.schedule.filter(|choice| *choice != ScheduleChoice::Auto);
+        let schedule = schedule.and_then(|choice| choice.to_possible_value());
         let measured = self.kind == LatencyKind::MeasuredGpu.name();
-        match args.place.device {
-            DeviceChoice::Cpu if measured => differs("--device", "cpu", &self.kind),
-            DeviceChoice::Cuda if !measured => differs("--device", "cuda", &self.kind),
-            DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::Cuda | DeviceChoice::Eval => {
-                Ok(())
+        let device = match (args.place.device, measured) {
+            (DeviceChoice::Cpu, true) => Some("cpu".to_owned()),
+            (DeviceChoice::Cuda, false) => Some("cuda".to_owned()),
+            _ => None,
+        };
+        let percent = |share: f64| (100.0 * share).to_string();
+        let tokens = |tokens: Option<u32>| tokens.map(|tokens| tokens.to_string());
+        let terms = [
+            ("--model", args.model.clone(), self.model.clone()),
+            ("--target", args.place.target.clone(), self.target.clone()),
+            ("--seed", args.seed.map(|seed| seed.to_string()), self.seed.to_string()),
+            (
+                "--proposer",
+                args.proposer.clone(),
+                proposer.clone().unwrap_or_else(|| format!("strategy {strategy}")),
+            ),
+            (
+                "--strategy",
+                args.strategy.map(|strategy| strategy.name().to_owned()),
+                proposer.unwrap_or(strategy),
+            ),
+            ("--min-gain", min_gain(args)?.map(percent), percent(self.min_gain)),
+            (
+                "--kv-capacity",
+                tokens(args.place.kv_capacity),
+                tokens(self.kv_capacity).unwrap_or_default(),
+            ),
+            ("--devices", devices, "it has no cards by number".to_owned()),
+            ("--schedule", schedule.map(|value| value.get_name().to_owned()), start.to_owned()),
+            ("--device", device, self.kind.clone()),
+        ];
+        for (flag, given, held) in terms {
+            if let Some(given) = given.filter(|given| *given != held) {
+                return Err(Failure::usage(format!(
+                    "{flag} {given} contradicts {} ({held}); leave it out, or start a new search in another --out",
+                    path.display()
+                )));
             }
         }
+        Ok(())
     }
 
     /// The terms with the schedule that a new search begins with.
@@ -238,7 +226,6 @@ impl Header {
         self.start.as_ref().map_or_else(|| context.neutral_config(), |start| start.config)
     }
 
-    /// Where that schedule comes from.
     pub(super) fn source(&self) -> Option<Value> {
         self.start.as_ref().map(|start| start.source.clone())
     }
@@ -304,7 +291,7 @@ impl Header {
         }
         self.graph.clone_from(&context.graph().name);
         self.graph_id = Some(context.graph().id());
-        self.shape = shape(context.graph());
+        self.shape = json!(Dims::from(context.graph()));
         self.target.clone_from(&context.target.name);
         self.kv_capacity = Some(context.kv_capacity);
         if self.min_gain.is_nan() {
@@ -317,21 +304,6 @@ impl Header {
     }
 }
 
-/// The sizes of a graph: what makes two of them similar.
-fn shape(graph: &Graph) -> Value {
-    json!({
-        "hidden": graph.hidden,
-        "layers": graph.layers.len(),
-        "heads": graph.heads,
-        "kv_heads": graph.kv_heads,
-        "head_dim": graph.head_dim,
-        "ffn": graph.ffn,
-        "vocab": graph.vocab,
-        "dtype": graph.dtype.name(),
-    })
-}
-
-/// Seconds since 1970.
 pub(super) fn unix_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
@@ -354,7 +326,6 @@ fn min_gain(args: &LoopArgs) -> Result<Option<f64>, Failure> {
     }
 }
 
-/// The folder of a search.
 pub(super) struct Folder {
     pub(super) path: PathBuf,
     /// Whether it was made for this search.
@@ -411,7 +382,6 @@ fn new_run(runs: &Path) -> Result<PathBuf, Failure> {
     Err(refused(runs, std::io::ErrorKind::AlreadyExists.into()))
 }
 
-/// The run with the greatest number.
 fn latest_run() -> Option<PathBuf> {
     let runs = numbered(Path::new(RUNS)).into_iter();
     runs.filter(|(_, path)| path.join("ledger.jsonl").is_file()).max().map(|(_, path)| path)

@@ -56,7 +56,6 @@ impl Keeper {
         }
     }
 
-    /// Adds the program of a schedule that leads.
     pub(super) fn program(&mut self, search: &Search<'_>, config: &ScheduleConfig) {
         let Some(store) = &mut self.store else { return };
         let gate = search.gate();

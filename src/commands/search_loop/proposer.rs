@@ -34,7 +34,6 @@ const UNREAD_MAX: usize = 4096;
 /// Proposals for one trial that may be refused.
 const REFUSED_MAX: usize = 100;
 
-/// A command that proposes.
 #[derive(Debug)]
 pub(super) struct Proposer {
     talk: Mutex<Talk>,
@@ -42,7 +41,6 @@ pub(super) struct Proposer {
     target: Target,
 }
 
-/// The conversation with it.
 #[derive(Debug)]
 struct Talk {
     child: Child,
@@ -209,7 +207,6 @@ impl Talk {
         }
     }
 
-    /// Its next line.
     fn hear(&mut self) -> Option<Value> {
         if self.over {
             return None;

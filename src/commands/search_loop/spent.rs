@@ -61,7 +61,6 @@ impl Sum {
         if self.took_s() > 0.0 { self.candidates as f64 / self.took_s() } else { 0.0 }
     }
 
-    /// A part's share of all the time.
     fn share(&self, seconds: f64) -> f64 {
         if self.spent.total_s > 0.0 { seconds / self.spent.total_s } else { 0.0 }
     }

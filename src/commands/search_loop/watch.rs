@@ -2,40 +2,39 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
+use schemars::JsonSchema;
 use search::Budget;
+use serde::Serialize;
 
 use crate::failure::Exit;
 use crate::{interrupt, report};
 
-/// How far a search is.
-#[derive(Clone, Debug)]
+/// How far a search is; empty before it begins.
+#[derive(Clone, Debug, Default, Serialize, JsonSchema)]
 pub(crate) struct Progress {
     /// The search's folder.
-    pub(crate) folder: PathBuf,
-    /// The model, as it was asked for.
-    pub(crate) model: String,
-    /// The GPU that is scheduled for.
-    pub(crate) target: String,
-    /// `cpu`, or the device's name.
-    pub(crate) device: String,
-    /// `measured-gpu` or `predicted`.
-    pub(crate) latency_kind: String,
-    /// When it ends.
-    pub(crate) budget: Budget,
-    /// Trials that are on the disk, those before a resume included.
+    pub(crate) folder: Option<PathBuf>,
+    pub(crate) model: Option<String>,
+    pub(crate) target: Option<String>,
+    /// cpu, or the device's name.
+    pub(crate) device: Option<String>,
+    /// measured-gpu or predicted.
+    pub(crate) latency_kind: Option<String>,
+    #[schemars(with = "Option<String>")]
+    pub(crate) budget: Option<Budget>,
+    /// Trials that are on the disk.
     pub(crate) trials: u64,
-    /// Time that it took, sessions before a resume included.
-    pub(crate) elapsed: Duration,
+    /// Seconds that it took, sessions before a resume included.
+    pub(crate) elapsed_s: f64,
     /// Latency of the schedule that leads, in microseconds a token.
     pub(crate) best_us: Option<f64>,
     /// Its trial.
     pub(crate) best_trial: Option<u64>,
     /// The last trial, in a line.
     pub(crate) last: Option<String>,
-    /// The command that goes on with it.
-    pub(crate) resume: String,
+    /// The command that goes on with it; as a tool: `loop` with `resume` and `out`.
+    pub(crate) resume: Option<String>,
 }
 
 /// Who follows a search.

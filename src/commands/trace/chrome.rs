@@ -21,22 +21,20 @@ pub(super) fn write(
 ) -> io::Result<()> {
     let flows = Flows::new(timeline);
     let meta = |name: &str, tid: usize, value: &str| json!({"ph": "M", "pid": 1, "tid": tid, "name": name, "args": {"name": value}});
-    let mut events = Events { out, first: true };
-    events.out.write_all(b"{\"displayTimeUnit\":\"ns\",\"traceEvents\":[\n")?;
-    events.put(&meta("process_name", 0, title))?;
+    let mut between = "{\"displayTimeUnit\":\"ns\",\"traceEvents\":[\n";
+    let mut put = |event: &Value| write!(out, "{}{event}", std::mem::replace(&mut between, ",\n"));
+    put(&meta("process_name", 0, title))?;
     for counter in counters {
         for &(at, value) in &counter.samples {
             let args = json!({counter.unit: value});
-            events.put(
-                &json!({"ph": "C", "pid": 1, "ts": us(at), "name": counter.name, "args": args}),
-            )?;
+            put(&json!({"ph": "C", "pid": 1, "ts": us(at), "name": counter.name, "args": args}))?;
         }
     }
     for (worker, tasks) in timeline.workers.iter().enumerate() {
-        events.put(&meta("thread_name", worker, &format!("worker {worker}")))?;
+        put(&meta("thread_name", worker, &format!("worker {worker}")))?;
         for index in tasks.clone() {
             let task = &timeline.tasks[index];
-            events.put(&json!({
+            put(&json!({
                 "ph": "X", "pid": 1, "tid": worker, "ts": us(task.begin), "dur": us(task.end - task.begin),
                 "name": timeline.name(task),
                 "args": {
@@ -46,24 +44,12 @@ pub(super) fn write(
             }))?;
             let flow = |ph: &str, id: u64, at: u64| json!({"ph": ph, "pid": 1, "tid": worker, "ts": us(at), "id": id, "name": "handoff", "cat": "handoff", "bp": "e"});
             for &id in flows.leave(index) {
-                events.put(&flow("s", id, task.multiplied))?;
+                put(&flow("s", id, task.multiplied))?;
             }
             if arrow(timeline, task).is_some() {
-                events.put(&flow("f", index as u64 + 1, task.arrived))?;
+                put(&flow("f", index as u64 + 1, task.arrived))?;
             }
         }
     }
-    events.out.write_all(b"\n]}\n")
-}
-
-struct Events<'a, W> {
-    out: &'a mut W,
-    first: bool,
-}
-
-impl<W: Write> Events<'_, W> {
-    fn put(&mut self, event: &Value) -> io::Result<()> {
-        let between = if std::mem::take(&mut self.first) { "" } else { ",\n" };
-        write!(self.out, "{between}{event}")
-    }
+    out.write_all(b"\n]}\n")
 }

@@ -4,7 +4,6 @@ use lower::SimulatedStep;
 
 use super::timeline::{Task, Timeline};
 
-/// A value over time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Counter {
     pub(super) name: String,

@@ -7,7 +7,6 @@ use prost::Message;
 use super::counters::Counter;
 use super::timeline::{Task, Timeline};
 
-/// `Trace`.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Trace {
     #[prost(message, repeated, tag = "1")]
@@ -31,7 +30,6 @@ pub(super) struct Packet {
     pub(super) track_descriptor: Option<TrackDescriptor>,
 }
 
-/// `TrackDescriptor`.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct TrackDescriptor {
     #[prost(uint64, tag = "1")]
@@ -49,14 +47,12 @@ pub(super) struct TrackDescriptor {
     pub(super) sibling_order_rank: i32,
 }
 
-/// `CounterDescriptor`.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct CounterDescriptor {
     #[prost(string, tag = "6")]
     pub(super) unit_name: String,
 }
 
-/// `TrackEvent`.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct TrackEvent {
     #[prost(message, repeated, tag = "4")]
@@ -93,7 +89,6 @@ pub(super) struct Annotation {
     pub(super) uint_value: u64,
 }
 
-/// `InternedData`.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct InternedData {
     #[prost(message, repeated, tag = "2")]
@@ -128,7 +123,6 @@ const COUNTERS: u64 = 1 << 32;
 const PARTS: [&str; 4] = ["wait", "input", "products", "output"];
 const ANNOTATIONS: [&str; 5] = ["layer", "task", "bytes", "floor_ns", "starved_ns"];
 
-/// The bytes of the file.
 pub(super) fn encode(timeline: &Timeline, counters: &[Counter], title: &str) -> Vec<u8> {
     trace(timeline, counters, title).encode_to_vec()
 }

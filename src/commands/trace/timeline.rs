@@ -21,7 +21,6 @@ pub(super) struct Clock {
     pub(super) polls_after_ready: bool,
 }
 
-/// One task of the step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Task {
     pub(super) worker: u32,
@@ -91,7 +90,6 @@ pub(super) struct Timeline {
     pub(super) names: Vec<String>,
     /// Worker by worker, in the order of the queues.
     pub(super) tasks: Vec<Task>,
-    /// The tasks of each worker.
     pub(super) workers: Vec<Range<usize>>,
     pub(super) start: u64,
     pub(super) end: u64,
@@ -189,7 +187,6 @@ impl Timeline {
         &self.names[task.name]
     }
 
-    /// One worker's time.
     pub(super) fn worker(&self, worker: usize) -> Sums {
         let mut sums = Sums::default();
         let mut before = self.start;

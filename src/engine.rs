@@ -1,4 +1,4 @@
-//! What runs the model for the server: sequences in places, tokens in, logits out. The decode thread owns it.
+//! What runs the model for `generate` and `serve`: sequences in places, tokens in, logits out.
 
 use std::collections::BTreeMap;
 
@@ -13,16 +13,17 @@ use search::Handle;
 use vm_host::{Batch, Lane, Request};
 
 use crate::context::Context;
-use crate::device::{Gpu, Undone};
+use crate::device::Gpu;
+use crate::failure::Failure;
 
 /// Prompt tokens of a turn where each takes a step.
-pub(super) const PROMPT_SLICE: u64 = 16;
+pub(crate) const PROMPT_SLICE: u64 = 16;
 /// Prompt tokens of a turn where they are run in chunks: as long as some tens of steps.
 const CHUNK_SLICE: u64 = 1024;
 
 /// Why tokens could not be run.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Broken {
+pub(crate) enum Broken {
     /// This sequence is lost; the others are not touched.
     Sequence(String),
     /// Every sequence is lost. New ones can begin.
@@ -30,7 +31,7 @@ pub(super) enum Broken {
 }
 
 /// Several sequences of one model.
-pub(super) trait Engine {
+pub(crate) trait Engine {
     /// Whether a sequence of so many positions could begin now. Not, if it has to wait until others end.
     fn has_room(&mut self, _positions: u64) -> bool {
         true
@@ -41,6 +42,11 @@ pub(super) trait Engine {
 
     /// Runs tokens at the next positions of a place's sequence; with `read`, gives the logits after the last of them.
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken>;
+
+    /// The same with the logits after each of them.
+    fn rows(&mut self, place: usize, tokens: &[u32]) -> Result<Vec<Vec<f32>>, Broken> {
+        tokens.iter().map(|token| self.feed(place, &[*token], true)).collect()
+    }
 
     /// Forgets a place's sequence.
     fn end(&mut self, place: usize);
@@ -89,94 +95,96 @@ pub(super) trait Engine {
     }
 }
 
-/// How a machine is to choose.
-pub(super) struct How<'a> {
-    pub(super) sampling: &'a Sampling,
+pub(crate) struct How<'a> {
+    pub(crate) sampling: &'a Sampling,
     /// A token among these is the last.
-    pub(super) stop: &'a [u32],
+    pub(crate) stop: &'a [u32],
 }
 
 /// What a machine did that chooses itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Advanced {
-    /// Tokens that were chosen.
-    pub(super) chosen: Vec<u32>,
-    /// Positions that were run.
-    pub(super) ran: usize,
+pub(crate) struct Advanced {
+    pub(crate) chosen: Vec<u32>,
+    pub(crate) ran: usize,
     /// Whether the last of the tokens is a stop token.
-    pub(super) stopped: bool,
+    pub(crate) stopped: bool,
+}
+
+/// Machines on the host, one for the sequence of each place.
+struct Hosted<S, B, R> {
+    begin: B,
+    run: R,
+    sequences: BTreeMap<usize, S>,
 }
 
 /// The graph, with no schedule: `--device eval`.
-pub(super) struct Graph<'a> {
-    context: &'a Context,
-    sequences: BTreeMap<usize, Evaluator<'a>>,
+pub(crate) fn graph(context: &Context) -> impl Engine {
+    let (graph, weights) = (context.graph(), &*context.model.weights);
+    let begin = move || {
+        let evaluator = Evaluator::new(graph, weights).map_err(|error| error.to_string())?;
+        Ok(evaluator.with_capacity(context.kv_capacity))
+    };
+    let run = |evaluator: &mut Evaluator<'_>, tokens: &[u32], logits: Logits| {
+        evaluator.run(tokens, logits).map_err(|error| error.to_string())
+    };
+    Hosted { begin, run, sequences: BTreeMap::new() }
 }
 
-impl<'a> Graph<'a> {
-    pub(super) fn new(context: &'a Context) -> Self {
-        Self { context, sequences: BTreeMap::new() }
-    }
+/// The lowered program on the reference machine: `--device cpu`.
+pub(crate) fn reference<'a>(
+    context: &'a Context,
+    program: &'a Verified<Program>,
+) -> impl Engine + 'a {
+    let (graph, weights) = (context.graph(), &*context.model.weights);
+    let begin = move || Machine::new(program, graph, weights).map_err(|error| error.to_string());
+    let run = |machine: &mut Machine<'a>, tokens: &[u32], _: Logits| match machine
+        .run(tokens, Order::Waves)
+        .map_err(|error| error.to_string())?
+    {
+        Run::Finished(outputs) => Ok(outputs.logits),
+        halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+            Err(search::Dropped::Halted(halted).to_string())
+        }
+    };
+    Hosted { begin, run, sequences: BTreeMap::new() }
 }
 
 fn unknown(place: usize) -> Broken {
     Broken::Sequence(format!("there is no sequence in place {place}"))
 }
 
-impl Engine for Graph<'_> {
+impl<S, B, R> Hosted<S, B, R>
+where
+    R: Fn(&mut S, &[u32], Logits) -> Result<Vec<Vec<f32>>, String>,
+{
+    fn run(
+        &mut self,
+        place: usize,
+        tokens: &[u32],
+        logits: Logits,
+    ) -> Result<Vec<Vec<f32>>, Broken> {
+        let sequence = self.sequences.get_mut(&place).ok_or_else(|| unknown(place))?;
+        (self.run)(sequence, tokens, logits).map_err(Broken::Sequence)
+    }
+}
+
+impl<S, B, R> Engine for Hosted<S, B, R>
+where
+    B: Fn() -> Result<S, String>,
+    R: Fn(&mut S, &[u32], Logits) -> Result<Vec<Vec<f32>>, String>,
+{
     fn begin(&mut self, place: usize, _positions: u64) -> Result<(), Broken> {
-        let (graph, weights) = (self.context.graph(), &*self.context.model.weights);
-        let evaluator = Evaluator::new(graph, weights);
-        let evaluator = evaluator.map_err(|error| Broken::Sequence(error.to_string()))?;
-        self.sequences.insert(place, evaluator.with_capacity(self.context.kv_capacity));
+        self.sequences.insert(place, (self.begin)().map_err(Broken::Sequence)?);
         Ok(())
     }
 
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken> {
-        let sequence = self.sequences.get_mut(&place).ok_or_else(|| unknown(place))?;
-        let logits = if read { Logits::Last } else { Logits::Skip };
-        let rows = sequence.run(tokens, logits);
-        let rows = rows.map_err(|error| Broken::Sequence(error.to_string()))?;
+        let rows = self.run(place, tokens, if read { Logits::Last } else { Logits::Skip })?;
         Ok(rows.into_iter().next_back().unwrap_or_default())
     }
 
-    fn end(&mut self, place: usize) {
-        self.sequences.remove(&place);
-    }
-}
-
-/// The lowered program on the reference machine: `--device cpu`.
-pub(super) struct Reference<'a> {
-    context: &'a Context,
-    program: &'a Verified<Program>,
-    sequences: BTreeMap<usize, Machine<'a>>,
-}
-
-impl<'a> Reference<'a> {
-    pub(super) fn new(context: &'a Context, program: &'a Verified<Program>) -> Self {
-        Self { context, program, sequences: BTreeMap::new() }
-    }
-}
-
-impl Engine for Reference<'_> {
-    fn begin(&mut self, place: usize, _positions: u64) -> Result<(), Broken> {
-        let (graph, weights) = (self.context.graph(), &*self.context.model.weights);
-        let machine = Machine::new(self.program, graph, weights);
-        self.sequences.insert(place, machine.map_err(|error| Broken::Sequence(error.to_string()))?);
-        Ok(())
-    }
-
-    fn feed(&mut self, place: usize, tokens: &[u32], _read: bool) -> Result<Vec<f32>, Broken> {
-        let sequence = self.sequences.get_mut(&place).ok_or_else(|| unknown(place))?;
-        match sequence.run(tokens, Order::Waves) {
-            Ok(Run::Finished(outputs)) => {
-                Ok(outputs.logits.into_iter().next_back().unwrap_or_default())
-            }
-            Ok(halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. })) => {
-                Err(Broken::Sequence(search::Dropped::Halted(halted).to_string()))
-            }
-            Err(error) => Err(Broken::Sequence(error.to_string())),
-        }
+    fn rows(&mut self, place: usize, tokens: &[u32]) -> Result<Vec<Vec<f32>>, Broken> {
+        self.run(place, tokens, Logits::All)
     }
 
     fn end(&mut self, place: usize) {
@@ -185,35 +193,40 @@ impl Engine for Reference<'_> {
 }
 
 /// The resident kernel: `--device cuda`. It chooses itself, but where the host wants rows of logits.
-pub(super) struct Megakernel<'a> {
+pub(crate) struct Megakernel<'a> {
     gpu: Gpu<'a>,
     program: Handle,
     places: Vec<Place>,
 }
 
-/// A sequence on the device.
 #[derive(Clone, Default)]
 struct Place {
-    /// Positions that were run.
     position: u32,
     /// Whether tokens are chosen by settings that the device has.
     sampled: bool,
     stop: Vec<u32>,
 }
 
-impl From<Undone> for Broken {
-    fn from(undone: Undone) -> Self {
-        match undone {
-            Undone::Refused(why) => Self::Sequence(why),
-            // A kernel that stopped in the middle of a step is launched again, with empty caches.
-            Undone::Failed(error) => Self::All(error.to_string()),
-        }
+impl std::fmt::Display for Broken {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (Self::Sequence(why) | Self::All(why)) = self;
+        f.write_str(why)
+    }
+}
+
+impl From<Broken> for Failure {
+    fn from(broken: Broken) -> Self {
+        Self::refused(broken.to_string())
     }
 }
 
 impl<'a> Megakernel<'a> {
-    pub(super) fn new(gpu: Gpu<'a>, program: Handle, places: usize) -> Self {
+    pub(crate) fn new(gpu: Gpu<'a>, program: Handle, places: usize) -> Self {
         Self { gpu, program, places: vec![Place::default(); places] }
+    }
+
+    pub(crate) fn gpu(&mut self) -> &mut Gpu<'a> {
+        &mut self.gpu
     }
 }
 
@@ -226,7 +239,7 @@ impl Engine for Megakernel<'_> {
     fn begin(&mut self, place: usize, positions: u64) -> Result<(), Broken> {
         *self.places.get_mut(place).ok_or_else(|| unknown(place))? = Place::default();
         let positions = u32::try_from(positions).unwrap_or(u32::MAX);
-        Ok(self.gpu.promise_pages(place as u32, positions)?)
+        self.gpu.promise_pages(place as u32, positions)
     }
 
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken> {

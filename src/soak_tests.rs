@@ -1,31 +1,90 @@
-//! `amk soak`: for a stated time random sequences take turns on a device process, and are cancelled, asked for nonsense, killed and stopped.
-//! Whatever becomes of the process, every sequence's tokens are kept and go on in the next one; every token is held against the reference.
-
-mod leaks;
-mod reference;
-mod sequences;
+//! Random sequences take turns on a device process for a stated time, and are cancelled, asked for nonsense, killed and stopped. Whatever
+//! becomes of the process, every sequence's tokens are kept and go on in the next one; every token is held against the reference.
+//!
+//! `AMK_SOAK_SECONDS=3600` says for how long, `AMK_SOAK_SEED` what is drawn. `AMK_SOAK_DEVICE=cuda` drives the GPU that is here through
+//! `amk device-child`; else this binary again is the device, on the reference machine.
+#![cfg(unix)]
 
 use std::collections::{BTreeMap, VecDeque};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ir::program::{Program, Verified};
+use ir::Target;
+use model::Model;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
-use remote::{Limits, Remote};
+use remote::{Limits, Remote, Room};
 use rustix::process::{Pid, Signal, kill_process};
 use search::{Device, DeviceError, Handle, Ran};
-use serde_json::json;
 use sessions::{Outcome as Ended, Priority, Report, Scheduler, SessionId, Turn};
 
-use crate::cli::SoakArgs;
-use crate::context::Context;
-use crate::failure::{Exit, Failure, Outcome};
-use crate::{report, schedule_choice};
+#[path = "soak_tests/leaks.rs"]
+mod leaks;
+#[path = "soak_tests/reference.rs"]
+mod reference;
+#[path = "soak_tests/sequences.rs"]
+mod sequences;
 
 use leaks::Held;
-pub(crate) use reference::serve_reference;
 use sequences::{Found, Script, Sequence, scripts};
+
+/// The model, and the tokens that its key/value cache holds.
+const MODEL: &str = "toy";
+const KV_CAPACITY: u32 = 64;
+/// Sequences that take turns.
+const SESSIONS: usize = 8;
+/// Positions that a device process runs at once at most.
+const ROWS: usize = 160;
+/// Set for this binary where it is the device.
+const CHILD: &str = "AMK_SOAK_CHILD";
+
+/// What is run, and where.
+struct Subject {
+    model: Model,
+    target: Target,
+    kv_capacity: u32,
+    on_gpu: bool,
+}
+
+impl Subject {
+    fn new() -> Self {
+        let on_gpu = std::env::var("AMK_SOAK_DEVICE").is_ok_and(|device| device == "cuda");
+        let mut target = Target::by_name("h200").unwrap();
+        if on_gpu {
+            let card = vm_host::Card::default().info().expect("a GPU");
+            target = Target {
+                sms: card.sms,
+                smem_optin_bytes: card.shared_bytes,
+                l2_bytes: card.l2_bytes.into(),
+                ..Target::of_card(&card.name)
+            };
+        }
+        Self { model: model::load(MODEL).unwrap(), target, kv_capacity: KV_CAPACITY, on_gpu }
+    }
+
+    /// A process that may be killed again and again.
+    fn device(&self) -> Remote<'_> {
+        let room = Room { rows: ROWS, vocab: self.model.graph.vocab as usize };
+        let launcher = || {
+            if self.on_gpu {
+                let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
+                command.args(["device-child", "--model", MODEL, "--kv-capacity"]);
+                command.arg(KV_CAPACITY.to_string());
+                return command;
+            }
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.args(["--exact", "a_soak_loses_no_token_and_holds_nothing", "--nocapture"]);
+            command.env(CHILD, "1");
+            command
+        };
+        Remote::open(Box::new(launcher), limits(self.on_gpu), room).unwrap()
+    }
+}
+
+fn number(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |text| text.parse().expect(name))
+}
 
 /// Reports of what was in flight that are kept.
 const REPORTS: usize = 8;
@@ -63,10 +122,8 @@ impl Tally {
 }
 
 struct Soak<'a> {
-    context: &'a Context,
+    subject: &'a Subject,
     device: Remote<'a>,
-    program: Arc<Verified<Program>>,
-    kernel: ir::KernelConfig,
     handle: Handle,
     scripts: Vec<Script>,
     scheduler: Scheduler,
@@ -77,23 +134,22 @@ struct Soak<'a> {
     tally: Tally,
 }
 
-/// Runs until its time is over.
-pub(crate) fn run(args: &SoakArgs) -> Outcome {
-    let context = Context::new(&args.model)?;
-    let config = schedule_choice::reproducible(&context, context.kv_capacity);
-    let program = Arc::new(context.lowered(&config)?);
-    let scripts = scripts(&context, args.seed)?;
-    let free =
-        context.has_device()?.then(|| vm_host::Card::default().free_memory()).and_then(Result::ok);
-    let began = Instant::now();
-    let mut soak = Soak::open(&context, args, program, config.kernel, scripts)?;
-    let limit = Duration::from_secs(args.seconds);
-    soak.settle()?;
+#[test]
+fn a_soak_loses_no_token_and_holds_nothing() {
+    let subject = Subject::new();
+    if std::env::var_os(CHILD).is_some() {
+        return reference::serve(&subject);
+    }
+    let (seconds, seed) = (number("AMK_SOAK_SECONDS", 5), number("AMK_SOAK_SEED", 1));
+    let free = subject.on_gpu.then(|| vm_host::Card::default().free_memory()).and_then(Result::ok);
+    let (began, limit) = (Instant::now(), Duration::from_secs(seconds));
+    let mut soak = Soak::open(&subject, seed);
+    soak.settle();
     let mut warm = None;
-    let mut hang = args.seconds >= 4;
-    while began.elapsed() < limit {
+    let mut hang = seconds >= 4;
+    while began.elapsed() < limit && soak.tally.wrong.is_empty() {
         if warm.is_none() && began.elapsed() > limit / 4 {
-            soak.settle()?;
+            soak.settle();
             warm = Some(Held::now());
         }
         if hang && began.elapsed() > limit / 2 {
@@ -101,73 +157,57 @@ pub(crate) fn run(args: &SoakArgs) -> Outcome {
             soak.stop_the_process();
         }
         soak.step();
-        if !soak.tally.wrong.is_empty() {
-            break;
-        }
     }
-    soak.settle()?;
-    let leaks = leaks::between(warm.as_ref(), &Held::now());
-    let taken = soak.close();
+    soak.settle();
+    let mut leaks = leaks::between(warm.as_ref(), &Held::now());
+    leaks.extend(soak.close());
     let Soak { device, tally, .. } = soak;
     drop(device);
-    let leaks: Vec<String> = leaks.into_iter().chain(leaks::device(free)).chain(taken).collect();
-    let good = tally.wrong.is_empty() && leaks.is_empty();
-    report::say(&format!("{} turns, {} tokens", tally.turns, tally.tokens));
-    for fault in tally.wrong.iter().chain(&leaks) {
-        report::say(&format!("  {fault}"));
+    leaks.extend(leaks::device(free));
+    println!("{tally:#?}\n{leaks:?}");
+    assert_eq!((&tally.wrong, &leaks), (&Vec::new(), &Vec::new()), "{tally:?}");
+    for count in [tally.finished, tally.cancelled, tally.bad_commands, tally.kills, tally.replays] {
+        assert!(count > 0, "{tally:?}");
     }
-    report::document(&json!({
-        "schema": "amk.soak.v1",
-        "model": context.graph().name,
-        "seed": args.seed,
-        "seconds": began.elapsed().as_secs_f64(),
-        "turns": tally.turns, "finished": tally.finished, "cancelled": tally.cancelled, "tokens": tally.tokens,
-        "near_ties": tally.near_ties, "replays": tally.replays, "bad_commands": tally.bad_commands,
-        "kills": tally.kills, "hangs": tally.hangs, "in_flight": tally.in_flight, "reports": tally.reports,
-        "wrong": tally.wrong, "leaks": leaks,
-    }))?;
-    Ok(if good { Exit::Yes } else { Exit::No })
+    assert_eq!(tally.hangs, u64::from(seconds >= 4));
+    assert!(tally.in_flight > 0 && !tally.reports.is_empty(), "{tally:?}");
+    assert!(tally.reports.iter().all(|report| report.contains("tokens kept")), "{tally:?}");
 }
 
 impl<'a> Soak<'a> {
-    fn open(
-        context: &'a Context,
-        args: &SoakArgs,
-        program: Arc<Verified<Program>>,
-        kernel: ir::KernelConfig,
-        scripts: Vec<Script>,
-    ) -> Result<Self, Failure> {
-        let device = crate::device::open_for_soak(context, limits(context.has_device()?))?;
-        let mut soak = Self {
-            context,
+    fn open(subject: &'a Subject, seed: u64) -> Self {
+        let (graph, target) = (&subject.model.graph, &subject.target);
+        let config = ir::schedule::default_config(graph, target);
+        let valid = ir::schedule::validate(config, graph, target).unwrap();
+        let options = lower::Options { kv_capacity: subject.kv_capacity };
+        let program = Arc::new(lower::lower(&valid, graph, target, options).unwrap());
+        let mut device = subject.device();
+        let handle = device.prepare(&program, &config.kernel).unwrap();
+        Self {
+            subject,
             device,
-            program,
-            kernel,
-            handle: Handle(0),
-            scripts,
-            scheduler: Scheduler::new(args.sessions),
+            handle,
+            scripts: scripts(subject, seed),
+            scheduler: Scheduler::new(SESSIONS),
             open: BTreeMap::new(),
             holds: None,
-            rng: Xoshiro256PlusPlus::seed_from_u64(args.seed),
+            rng: Xoshiro256PlusPlus::seed_from_u64(seed),
             tally: Tally::default(),
-        };
-        let prepared = soak.device.prepare(&soak.program, &soak.kernel);
-        soak.handle = prepared.map_err(|error| Failure::refused(error.to_string()))?;
-        Ok(soak)
+        }
     }
 
     /// Something that only a process which is up can answer. What is wrong with the one before is found by the first question.
-    fn settle(&mut self) -> Result<(), Failure> {
+    fn settle(&mut self) {
         let prompt = self.scripts[0].prompt.clone();
         self.holds = None;
         let mut last = String::new();
         for _ in 0..SETTLE_TRIES {
             match self.device.run(self.handle, &prompt, 0) {
-                Ok(_) => return Ok(()),
+                Ok(_) => return,
                 Err(error) => last = error.to_string(),
             }
         }
-        Err(Failure::refused(format!("the device does not come up again: {last}")))
+        panic!("the device does not come up again: {last}");
     }
 
     fn step(&mut self) {
@@ -280,8 +320,8 @@ impl<'a> Soak<'a> {
 
     /// Asks for what cannot be had. It must be refused, and nobody else may notice.
     fn bad_command(&mut self) {
-        let vocab = self.context.graph().vocab;
-        let too_long = vec![1; self.context.kv_capacity as usize + 1];
+        let vocab = self.subject.model.graph.vocab;
+        let too_long = vec![1; self.subject.kv_capacity as usize + 1];
         let refused = match self.rng.random_range(0..3) {
             0 => self.device.run(self.handle, &[vocab + 7], 0).is_err(),
             1 => self.device.run(self.handle, &too_long, 0).is_err(),

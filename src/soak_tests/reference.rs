@@ -9,12 +9,11 @@ use reference_vm::machine::{Machine, Run};
 use remote::{Board, Served, Watch};
 use search::{DeviceError, DeviceInfo, Handle, Plan};
 
-use crate::context::Context;
-use crate::failure::{Exit, Failure, Outcome};
+use crate::Subject;
 
 /// One program, and one sequence at a time, as any device may have it.
 struct Reference<'a> {
-    context: &'a Context,
+    subject: &'a Subject,
     program: Option<Arc<Verified<Program>>>,
     fed: Vec<u32>,
 }
@@ -51,11 +50,11 @@ impl Served for Reference<'_> {
         logits: &mut [f32],
     ) -> Result<Vec<u32>, DeviceError> {
         let program = self.program.clone().ok_or_else(|| fault("no program"))?;
-        let vocab = self.context.graph().vocab as usize;
+        let vocab = self.subject.model.graph.vocab as usize;
         if first > self.fed.len() || self.fed[..first] != tokens[..first] {
             return Err(fault(format!("no sequence of {first} positions to go on with")));
         }
-        let (graph, weights) = (self.context.graph(), &*self.context.model.weights);
+        let (graph, weights) = (&self.subject.model.graph, &*self.subject.model.weights);
         let mut machine = Machine::new(&program, graph, weights).map_err(fault)?;
         let rows = match machine.run(tokens, Order::Waves).map_err(fault)? {
             Run::Finished(outputs) => outputs,
@@ -94,8 +93,7 @@ impl Watch for Nothing {
 }
 
 /// Runs programs on the reference machine for the parent that started this process.
-pub(crate) fn serve_reference(context: &Context) -> Outcome {
-    let open = |_: &Board| Ok(Reference { context, program: None, fed: Vec::new() });
-    remote::serve(Nothing, open).map_err(|error| Failure::usage(error.to_string()))?;
-    Ok(Exit::Yes)
+pub(super) fn serve(subject: &Subject) {
+    let open = |_: &Board| Ok(Reference { subject, program: None, fed: Vec::new() });
+    remote::serve(Nothing, open).unwrap();
 }

@@ -5,8 +5,7 @@ use rand::{RngExt, SeedableRng};
 use reference_vm::eval::{Evaluator, Logits};
 use search::Ran;
 
-use crate::context::Context;
-use crate::failure::Failure;
+use crate::Subject;
 
 /// Prompts.
 const SCRIPTS: usize = 6;
@@ -50,24 +49,22 @@ pub(super) enum Found {
 }
 
 /// The same for the same seed.
-pub(super) fn scripts(context: &Context, seed: u64) -> Result<Vec<Script>, Failure> {
+pub(super) fn scripts(subject: &Subject, seed: u64) -> Vec<Script> {
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(seed ^ 0x5eed);
-    (0..SCRIPTS).map(|_| script(context, &mut rng)).collect()
+    (0..SCRIPTS).map(|_| script(subject, &mut rng)).collect()
 }
 
-fn script(context: &Context, rng: &mut Xoshiro256PlusPlus) -> Result<Script, Failure> {
-    let failed = |what: String| Failure::usage(format!("the reference: {what}"));
-    let (graph, weights) = (context.graph(), &*context.model.weights);
-    let evaluator = Evaluator::new(graph, weights).map_err(|error| failed(error.to_string()))?;
-    let mut evaluator = evaluator.with_capacity(context.kv_capacity);
+fn script(subject: &Subject, rng: &mut Xoshiro256PlusPlus) -> Script {
+    let (graph, weights) = (&subject.model.graph, &*subject.model.weights);
+    let mut evaluator = Evaluator::new(graph, weights).unwrap().with_capacity(subject.kv_capacity);
     let length = rng.random_range(1..=PROMPT);
     let prompt: Vec<u32> = (0..length).map(|_| rng.random_range(0..graph.vocab)).collect();
     let mut expected = Vec::with_capacity(TOKENS);
     let mut fed = prompt.clone();
     for _ in 0..TOKENS {
-        let rows = evaluator.run(&fed, Logits::Last).map_err(|error| failed(error.to_string()))?;
-        let row = rows.last().ok_or_else(|| failed("no logits".to_owned()))?;
-        let best = best(row).ok_or_else(|| failed("no token".to_owned()))?;
+        let rows = evaluator.run(&fed, Logits::Last).unwrap();
+        let row = rows.last().expect("the logits of the last token");
+        let best = best(row).expect("a token");
         let greatest = row.iter().fold(0.0_f32, |most, logit| most.max(logit.abs()));
         let near = |logit: &f32| row[best as usize] - logit <= TIE * greatest;
         let ties = row.iter().enumerate().filter(|(_, logit)| near(logit));
@@ -75,7 +72,7 @@ fn script(context: &Context, rng: &mut Xoshiro256PlusPlus) -> Result<Script, Fai
         expected.push(Expected { token: best, ties });
         fed = vec![best];
     }
-    Ok(Script { prompt, expected })
+    Script { prompt, expected }
 }
 
 /// The highest logit; the lowest id of equals.

@@ -8,6 +8,9 @@
 //! threads of the caller's `rayon` pool and any number of helpers. No latency without agreement: [`Latency`] and [`Contender`] are made from an `Agreement<Device>`, which is made from an
 //! `Agreement<Reference>`, and from nothing else. The search never learns which driver is behind [`Device`].
 
+#[cfg(test)]
+extern crate self as search;
+
 mod ahead;
 pub mod assess;
 mod audit;
@@ -35,6 +38,9 @@ mod measure;
 mod propose;
 pub mod replay;
 mod run;
+// Tests that look inside use the scripted device of the crate `tests` too.
+#[cfg(test)]
+#[path = "../../tests/src/scripted.rs"]
 pub mod scripted;
 mod settings;
 pub mod strategy;

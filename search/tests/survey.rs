@@ -7,9 +7,9 @@ use ir::program::Program;
 use ir::schedule::{KernelConfig, Knob, ScheduleConfig, neutral_config, validate};
 use model::Model;
 use search::landscape::{Answer, Probe, prepare};
-use search::scripted::{Behaviour, ScriptedDevice};
 use search::survey::{Drawn, Passage, Survey, observe};
 use search::{DeviceError, Dropped, Expected, Gate, Timing, changes};
+use tests::scripted::{Behaviour, ScriptedDevice};
 
 const KV_CAPACITY: u32 = 24;
 

@@ -86,21 +86,7 @@ impl Audit {
     pub fn trial(&mut self, trial: &Trial) -> Result<(), String> {
         self.place(trial)?;
         let verdict = &trial.verdict;
-        let compared = match trial.outcome {
-            Outcome::Baseline | Outcome::Kept | Outcome::Reverted | Outcome::Inconclusive => true,
-            Outcome::Rejected
-            | Outcome::Unloadable
-            | Outcome::Broken
-            | Outcome::Disagreed
-            | Outcome::Unrepeatable
-            | Outcome::CompileFailed
-            | Outcome::Trapped
-            | Outcome::TimedOut
-            | Outcome::OutOfMemory
-            | Outcome::Fault
-            | Outcome::BelowFloor => false,
-        };
-        if compared {
+        if trial.outcome.is_judged() {
             self.judged(trial)?;
         } else {
             unjudged(trial)?;

@@ -50,6 +50,7 @@ pub(crate) struct Lead {
 }
 
 /// A trial to do.
+#[derive(Clone)]
 pub(crate) struct Job {
     pub(crate) index: u64,
     pub(crate) proposal: Proposal,
@@ -187,7 +188,6 @@ impl<'d, 'a> Card<'d, 'a> {
     fn judge(&mut self, job: &mut Job, verdict: &mut Verdict) -> Result<Judgement, Dropped> {
         let candidate = match job.proposal.lowered.take() {
             Some(candidate) => {
-                verdict.passed("validate", "every rule of schedules holds");
                 assess::describe(&candidate, verdict);
                 candidate
             }
@@ -258,8 +258,8 @@ impl<'d, 'a> Card<'d, 'a> {
     }
 
     fn release(&mut self, candidate: &Candidate) {
-        if let Some(device) = &mut self.device {
-            device.release(&candidate.program, &candidate.config.kernel);
+        if let Some(device) = self.device.as_deref_mut() {
+            candidate.release(device);
         }
     }
 
@@ -289,7 +289,7 @@ impl<'d, 'a> Card<'d, 'a> {
         let given_up = self.give_up(guard.device(), job, &screened, verdict);
         self.spent.timing_s += (clock() - began).as_secs_f64();
         if let Some(judgement) = given_up? {
-            let at = screened.once.positions() as u32;
+            let at = screened.positions() as u32;
             let predicted_us = self.predicted_us(&screened.candidate, &screened.reference, at);
             return Ok(Judgement { predicted_us, ..judgement });
         }
@@ -351,17 +351,8 @@ impl<'d, 'a> Card<'d, 'a> {
     ) -> Result<Option<Judgement>, Dropped> {
         let (bar, seed) = (self.bar(job.noise), self.seed_of(job.index));
         let Some((_, incumbent)) = &self.incumbent else { return Ok(None) };
-        let Some((samples, look)) =
-            assess::glance(&self.gate, device, incumbent, screened, &bar, seed)?
-        else {
-            return Ok(None);
-        };
-        assess::given_up(&self.gate, screened, verdict);
-        let at = screened.once.positions() as u32;
-        let floors = assess::floors(&self.gate, device, &screened.candidate, at);
-        let agreement = &screened.once.agreement;
-        assess::set_measured(verdict, agreement, &samples, floors, seed)?;
-        Ok(Some(compared(verdict, look, samples, bar.threshold)))
+        let found = assess::glance(&self.gate, device, incumbent, screened, &bar, seed, verdict)?;
+        Ok(found.map(|(samples, look)| compared(verdict, look, samples, bar.threshold)))
     }
 
     fn bar(&self, noise: Noise) -> Bar {

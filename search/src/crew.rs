@@ -18,7 +18,9 @@ use crate::trial::{Confirmation, Trial};
 pub type Opener<'a> = Box<dyn FnOnce() -> Result<Box<dyn Device + 'a>, DeviceError> + Send + 'a>;
 
 /// Why a device is not there any more whose thread ended by itself.
-const THREAD_ENDED: &str = "the thread that drove it ended";
+fn ended() -> DeviceError {
+    DeviceError::Unavailable { reason: "the thread that drove it ended".to_owned() }
+}
 
 /// A trial for one device. Nobody waits for it any more once it is cancelled.
 pub(crate) struct Ticket {
@@ -44,11 +46,11 @@ struct Start<'a> {
 
 /// What a device says.
 pub(crate) enum Said {
-    Opened(Result<DeviceInfo, DeviceError>),
-    Tried(u64, Result<Box<Trial>, DeviceError>),
-    Confirmed(Result<Box<Confirmation>, DeviceError>),
-    /// Nothing any more.
-    Gone,
+    Opened(DeviceInfo),
+    Tried(u64, Box<Trial>),
+    Confirmed(Box<Confirmation>),
+    /// It says nothing any more.
+    Lost(DeviceError),
 }
 
 /// One device's place.
@@ -77,24 +79,20 @@ impl<'a> Crew<'a> {
             let (orders, taken) = channel();
             let line = Line { card: card as u32, say: say.clone() };
             scope.spawn(move || drive(open, &taken, &line));
-            let reason = THREAD_ENDED.to_owned();
-            let info = Err(DeviceError::Unavailable { reason });
-            seats.push(Seat { orders: Some(orders), info });
+            seats.push(Seat { orders: Some(orders), info: Err(ended()) });
         }
         let mut crew = Self { seats, reports, begun: false };
-        // Every thread says one of the two, also one that panics.
+        // Every thread says one of the two, also one that panics, and only the first one counts.
         let mut waiting: BTreeSet<u32> = (0..crew.seats.len() as u32).collect();
         while !waiting.is_empty() {
             let Ok((card, said)) = crew.reports.recv() else { break };
-            match said {
-                Said::Opened(info) => {
-                    crew.seats[card as usize].info = info;
-                    waiting.remove(&card);
-                }
-                Said::Gone => {
-                    waiting.remove(&card);
-                }
-                Said::Tried(..) | Said::Confirmed(_) => {}
+            let info = match said {
+                Said::Opened(info) => Ok(info),
+                Said::Lost(error) => Err(error),
+                Said::Tried(..) | Said::Confirmed(_) => continue,
+            };
+            if waiting.remove(&card) {
+                crew.seats[card as usize].info = info;
             }
         }
         for seat in &mut crew.seats {
@@ -185,7 +183,7 @@ impl Line {
 
 impl Drop for Line {
     fn drop(&mut self) {
-        self.say(Said::Gone);
+        self.say(Said::Lost(ended()));
     }
 }
 
@@ -193,9 +191,9 @@ impl Drop for Line {
 fn drive<'a>(open: Opener<'a>, orders: &Receiver<Order<'a>>, line: &Line) {
     let mut device = match open() {
         Ok(device) => device,
-        Err(error) => return line.say(Said::Opened(Err(error))),
+        Err(error) => return line.say(Said::Lost(error)),
     };
-    line.say(Said::Opened(Ok(device.describe())));
+    line.say(Said::Opened(device.describe()));
     let Ok(Order::Begin(start)) = orders.recv() else { return };
     let Start { gate, settings, clock, threads } = *start;
     let Ok(pool) = rayon::ThreadPoolBuilder::new().num_threads(threads).build() else { return };
@@ -206,11 +204,14 @@ fn drive<'a>(open: Opener<'a>, orders: &Receiver<Order<'a>>, line: &Line) {
             Order::Try(ticket) => {
                 let Ticket { number, job, cancelled } = *ticket;
                 if !cancelled.load(Ordering::Relaxed) {
-                    line.say(Said::Tried(number, card.try_out(job).map(Box::new)));
+                    let tried = card.try_out(job);
+                    let tried = tried.map(|trial| Said::Tried(number, Box::new(trial)));
+                    line.say(tried.unwrap_or_else(Said::Lost));
                 }
             }
             Order::Confirm(job) => {
-                line.say(Said::Confirmed(card.confirm(*job).map(Box::new)));
+                let confirmed = card.confirm(*job).map(|done| Said::Confirmed(Box::new(done)));
+                line.say(confirmed.unwrap_or_else(Said::Lost));
             }
         }
     }

@@ -228,7 +228,7 @@ impl Expected {
             .map_err(|at| Dropped::Disagreed { by: "reference", at })?;
         agreement = self.near.compare_cache(agreement, machine)?;
         if let Some(far) = &self.far {
-            machine.resume(far.first, &far.before).map_err(Dropped::Unrunnable)?;
+            machine.resume(far.first, &far.before)?;
             let outputs = far.run(machine, chosen)?;
             let allowed = (What::Logits, far.allowed.logits);
             agreement =
@@ -304,7 +304,7 @@ impl Stretch {
     }
 
     fn run(&self, machine: &mut Machine<'_>, chosen: &mut Vec<u32>) -> Result<Outputs, Dropped> {
-        let run = machine.run(&self.tokens, Order::Waves).map_err(Dropped::Unrunnable)?;
+        let run = machine.run(&self.tokens, Order::Waves)?;
         let outputs = match run {
             Run::Finished(outputs) => outputs,
             halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {

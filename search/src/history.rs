@@ -149,6 +149,7 @@ pub(crate) struct Asked {
 }
 
 /// What the next trials are guessed from.
+#[derive(Clone)]
 pub(crate) struct Guess {
     strategy: Arc<dyn Strategy>,
     history: History,

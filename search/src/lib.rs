@@ -68,7 +68,7 @@ pub use dropped::{BitsDiffer, Dropped, ExpectedError};
 pub use effort::{Bar, Look, spread};
 pub use equals::{Equal, Equals, equals};
 pub use expected::{Expected, POSITIONS_MAX, draw_tokens};
-pub use gate::{Gate, OnDeviceOnce};
+pub use gate::Gate;
 pub use measure::{BelowFloor, Interval, Latency, Predicted, gain, median, noise_floor};
 pub use propose::{Change, Origin, Past, PastTrials, Proposer, changes, generator};
 pub use run::{Dropped as DroppedTrials, Search, SearchError, Step, StoppedBy};

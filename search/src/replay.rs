@@ -73,8 +73,7 @@ pub fn replay(
     let id = trial.config.id();
     let named = trial.verdict.schedule_id.as_deref();
     stages.push(Stage::of("schedule", named == Some(&id), format!("{} now {id}", was(named))));
-    let lowered = gate.validate(&trial.config).and_then(|valid| gate.lower(valid));
-    let candidate = match lowered {
+    let candidate = match gate.lower(&trial.config) {
         Ok(candidate) => candidate,
         Err(dropped) => {
             let same = trial.verdict.program_id.is_none();

@@ -31,7 +31,8 @@ pub use side_by_side::Dropped;
 use side_by_side::Fleet;
 
 /// Why a search ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum StoppedBy {
     /// As many trials as were asked for.
     Trials,
@@ -47,12 +48,7 @@ impl StoppedBy {
     /// The name as in the output.
     #[must_use]
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Trials => "trials",
-            Self::Time => "time",
-            Self::Exhausted => "exhausted",
-            Self::Interrupted => "interrupted",
-        }
+        self.into()
     }
 }
 
@@ -265,22 +261,38 @@ impl<'a> Search<'a> {
         let Some((proposal, history)) = self.propose(index, &mut skipped) else {
             return Ok(Step::Done(StoppedBy::Exhausted));
         };
-        let candidate = proposal.lowered.as_ref();
-        let job = Job {
-            index,
-            parent: history.parent,
-            skipped,
-            lead: self.lead(),
-            noise: self.noise(None),
-            began_s: elapsed.as_secs_f64(),
-            spent: self.spent,
-            is_known_program: candidate.is_some_and(|c| self.knows(&c.program_id)),
-            if_kept: candidate.and_then(|candidate| self.guess_kept(index, history, candidate)),
-            proposal,
-        };
+        let job = self.job(index, proposal, &history, self.lead(), None, elapsed);
+        let job = Job { skipped, ..job };
         let trial = self.here.try_out(job).map_err(SearchError::Device)?;
         self.record(trial.clone());
         Ok(Step::Trial(Box::new(trial)))
+    }
+
+    /// A trial to do, on a card of several or on the one that there is.
+    fn job(
+        &self,
+        index: u64,
+        proposal: Proposal,
+        history: &History,
+        lead: Option<Lead>,
+        card: Option<u32>,
+        elapsed: Duration,
+    ) -> Job {
+        let candidate = proposal.lowered.as_ref();
+        let may = lead.is_some() && self.helpers.is_some() && self.strategy.may_be_guessed();
+        let guess = |c: &Candidate| Guess::kept(self.asked(), history.clone(), index, c);
+        Job {
+            index,
+            parent: history.parent,
+            skipped: Skipped::default(),
+            lead,
+            noise: self.noise(card),
+            began_s: elapsed.as_secs_f64(),
+            spent: self.spent,
+            is_known_program: candidate.is_some_and(|c| self.programs.contains(&c.program_id)),
+            if_kept: candidate.filter(|_| may).map(guess),
+            proposal,
+        }
     }
 
     /// The trial that leads, as devices are told of it.
@@ -290,11 +302,6 @@ impl<'a> Search<'a> {
 
     fn noise(&self, card: Option<u32>) -> Noise {
         self.noises.get(&card).copied().unwrap_or_default()
-    }
-
-    /// Whether a trial had this program.
-    fn knows(&self, program_id: &str) -> bool {
-        self.programs.contains(program_id)
     }
 
     fn asked(&self) -> Asked {
@@ -352,13 +359,6 @@ impl<'a> Search<'a> {
         self.spent.lower_s += lower_s;
         self.spent.propose_s += (clock() - began).as_secs_f64() - lower_s;
         proposal
-    }
-
-    /// What helpers may begin with if a candidate is kept, to be said once it was not given up.
-    fn guess_kept(&self, index: u64, history: History, candidate: &Candidate) -> Option<Guess> {
-        let may = self.helpers.is_some() && self.strategy.may_be_guessed();
-        (may && self.incumbent.is_some())
-            .then(|| Guess::kept(self.asked(), history, index, candidate))
     }
 
     fn record(&mut self, trial: Trial) {

@@ -49,9 +49,20 @@ pub trait Strategy: fmt::Debug + Send + Sync {
 
 /// The strategies that need nobody outside.
 #[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, schemars::JsonSchema,
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+    strum::IntoStaticStr,
 )]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum StrategyName {
     /// Every knob at random, each time.
     Random,
@@ -70,13 +81,8 @@ impl StrategyName {
 
     /// Its name.
     #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Random => "random",
-            Self::Climb => "climb",
-            Self::Tpe => "tpe",
-            Self::Prior => "prior",
-        }
+    pub fn name(self) -> &'static str {
+        self.into()
     }
 }
 

@@ -234,15 +234,14 @@ fn time(
     seed: u64,
 ) -> Result<Timed, Dropped> {
     let candidate = &assessed.candidate;
-    let handle = device.prepare(&candidate.program, &candidate.config.kernel);
     let Some(agreement) = &assessed.on_device else {
         let reason = "a program without agreement on the device cannot be timed".to_owned();
-        return Err(Dropped::Failed(DeviceError::Unavailable { reason }));
+        return Err(DeviceError::Unavailable { reason }.into());
     };
-    let contender = Contender::new(handle.map_err(Dropped::Failed)?, agreement);
+    let contender = Contender::new(candidate.load(device)?, agreement);
     let Timing { rounds, warmup } = timing;
     let plan = Plan { tokens: &passage.tokens, first: passage.first, rounds, warmup };
-    let samples = crate::device::time(device, [contender; 2], &plan).map_err(Dropped::Failed)?;
+    let samples = crate::device::time(device, [contender; 2], &plan)?;
     for (actual, chosen) in samples.last() {
         let expected = std::slice::from_ref(&passage.last);
         let _ = assessed
@@ -252,7 +251,6 @@ fn time(
     }
     let middle = u32::midpoint(passage.first as u32, passage.tokens.len() as u32);
     let floors = assess::floors(gate, device, candidate, middle);
-    let latency = Latency::new(agreement, &samples, Side::Candidate, floors.artefact_us, seed)
-        .map_err(Dropped::BelowFloor)?;
+    let latency = Latency::new(agreement, &samples, Side::Candidate, floors.artefact_us, seed)?;
     Ok(Timed { latency, samples, bound_us: floors.bound_us })
 }

@@ -19,7 +19,7 @@ use rusqlite::types::Value as Cell;
 use super::Store;
 use super::schema::{Column, Kind, TABLES, Table};
 use super::text::Exported;
-use crate::error::CorpusError;
+use crate::error::{At, CorpusError};
 use crate::files;
 use crate::ledger::Link;
 
@@ -44,7 +44,7 @@ pub fn write(store: &Store, folder: &Path) -> std::result::Result<u64, CorpusErr
 
 fn write_table(store: &Store, table: &Table, path: &Path) -> std::result::Result<u64, CorpusError> {
     let failed = |e: ParquetError| CorpusError::io("write", path, std::io::Error::other(e));
-    let file = File::create(path).map_err(|e| CorpusError::io("create", path, e))?;
+    let file = File::create(path).at("create", path)?;
     let schema = schema_of(table).map_err(failed)?;
     let properties = Arc::new(WriterProperties::builder().build());
     let mut writer = SerializedFileWriter::new(file, schema, properties).map_err(failed)?;
@@ -63,7 +63,7 @@ fn write_table(store: &Store, table: &Table, path: &Path) -> std::result::Result
         write_group(&mut writer, table, &group).map_err(failed)?;
     }
     let file = writer.into_inner().map_err(failed)?;
-    file.sync_all().map_err(|e| CorpusError::io("sync", path, e))?;
+    file.sync_all().at("sync", path)?;
     Ok(rows)
 }
 

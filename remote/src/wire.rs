@@ -55,8 +55,8 @@ pub(crate) enum Request {
     Slots { handle: u64 },
 }
 
-/// What came of a request.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// What came of a request, each kind a type of its own.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, derive_more::TryInto)]
 pub(crate) enum Reply {
     Opened(DeviceInfo),
     Done,

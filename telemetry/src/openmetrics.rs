@@ -9,6 +9,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::page::{Page, now_ns, text};
+use crate::rates::spent_ns;
 use crate::steps::{BUCKETS, upper_ns};
 
 /// Buckets that become one: bounds every half octave. Any of the page's bounds would be exact.
@@ -130,10 +131,7 @@ impl Snapshot {
         let now = now_ns();
         let spent = Activity::ALL.iter().filter(|activity| **activity != Activity::Ended);
         let spent = spent.map(|activity| {
-            let open = head.activity == *activity as u32;
-            let open = if open { now.saturating_sub(head.activity_ns) } else { 0 };
-            let ns = head.spent_ns[*activity as usize].saturating_add(open);
-            labelled("activity", activity.name(), seconds(ns))
+            labelled("activity", activity.name(), seconds(spent_ns(head, *activity, now)))
         });
         let about = "Time spent, by what the process was doing.";
         Self::labelled(encoder, ("activity", about, SECONDS, MetricType::Counter), spent)?;

@@ -70,7 +70,7 @@ pub use equals::{Equal, Equals, equals};
 pub use expected::{Expected, POSITIONS_MAX, draw_tokens};
 pub use gate::Gate;
 pub use measure::{BelowFloor, Interval, Latency, Predicted, gain, median, noise_floor};
-pub use propose::{Change, Origin, Past, PastTrials, Proposer, changes, generator};
+pub use propose::{Change, Origin, Past, PastTrials, changes, generator};
 pub use run::{Dropped as DroppedTrials, Search, SearchError, Step, StoppedBy};
 pub use settings::Settings;
 pub use trial::{

@@ -11,6 +11,8 @@ use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{RngExt, SeedableRng};
 use serde::{Deserialize, Serialize};
 
+use crate::strategy::Ground;
+
 mod moves;
 mod past;
 
@@ -83,22 +85,11 @@ pub struct Past {
     pub score: Option<f64>,
 }
 
-/// Everything that proposals are drawn from.
-#[derive(Clone, Copy, Debug)]
-pub struct Proposer<'a> {
-    /// The knobs to vary, with the values to draw from.
-    pub space: &'a [(Knob, Vec<Value>)],
-    /// What random choices are made with, together with the trial's number.
-    pub seed: u64,
-    /// Trials, after the baseline, of the sweep at most.
-    pub sweep: u64,
-}
-
-impl<'a> Proposer<'a> {
+impl Ground {
     /// Draws for a trial in the order in which they are to be tried: the same for the same history. They may be illegal, and they may
     /// have been tried. The last ones are random and go on for ever.
-    pub fn draws(
-        self,
+    pub fn draws<'a>(
+        &'a self,
         trial: u64,
         incumbent: &'a ScheduleConfig,
         past: &PastTrials,
@@ -139,7 +130,7 @@ impl<'a> Proposer<'a> {
         };
         let open = |mv: &Move| !mv.forms.iter().any(made);
         let with = |form: &Vec<(Knob, Value)>| (Origin::Sweep, edited(incumbent, form));
-        let moves = moves::all(self.space, incumbent);
+        let moves = moves::all(&self.space, incumbent);
         moves.iter().filter(|mv| open(mv)).flat_map(|mv| mv.forms.iter().map(with)).collect()
     }
 
@@ -151,7 +142,7 @@ impl<'a> Proposer<'a> {
         rng: &mut Xoshiro256PlusPlus,
     ) -> Vec<(Origin, ScheduleConfig)> {
         let mut steps = Vec::new();
-        for (knob, values) in self.space {
+        for (knob, values) in &self.space {
             let at = values.iter().position(|&v| v == incumbent.get(*knob)).unwrap_or(0);
             for (index, &value) in values.iter().enumerate() {
                 if index == at || past.is_refuted(*knob, value) {

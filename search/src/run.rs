@@ -280,7 +280,7 @@ impl<'a> Search<'a> {
     ) -> Job {
         let candidate = proposal.lowered.as_ref();
         let may = lead.is_some() && self.helpers.is_some() && self.strategy.may_be_guessed();
-        let guess = |c: &Candidate| Guess::kept(self.asked(), history.clone(), index, c);
+        let guess = |c: &Candidate| Guess::after(self.asked(), history.clone(), index, c, true);
         Job {
             index,
             parent: history.parent,
@@ -326,7 +326,7 @@ impl<'a> Search<'a> {
         if let (Some(_), Some(candidate)) = (&self.helpers, &proposal.lowered)
             && self.strategy.may_be_guessed()
         {
-            let guess = Guess::reverted(self.asked(), history.clone(), index, candidate);
+            let guess = Guess::after(self.asked(), history.clone(), index, candidate, false);
             self.gate.ahead.guess(guess);
         }
         Some((proposal, history))

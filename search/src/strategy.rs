@@ -12,7 +12,7 @@ use ir::schedule::{Knob, ScheduleConfig, Value};
 use rand::seq::IndexedRandom;
 use serde::{Deserialize, Serialize};
 
-use crate::propose::{Origin, PastTrials, Proposer, edited, generator};
+use crate::propose::{Origin, PastTrials, edited, generator};
 
 mod prior;
 mod tpe;
@@ -111,12 +111,6 @@ pub struct Ground {
     pub sweep: u64,
 }
 
-impl Ground {
-    fn proposer(&self) -> Proposer<'_> {
-        Proposer { space: &self.space, seed: self.seed, sweep: self.sweep }
-    }
-}
-
 /// The strategy of a name. What earlier searches learned is used by [`StrategyName::Prior`] alone.
 #[must_use]
 pub fn strategy(name: StrategyName, ground: Ground, known: Vec<Known>) -> Arc<dyn Strategy> {
@@ -150,7 +144,7 @@ impl Strategy for Random {
     }
 }
 
-/// Sweep, steps, combinations and jumps ([`Proposer`]).
+/// Sweep, steps, combinations and jumps ([`Ground::draws`]).
 #[derive(Debug)]
 struct Climb(Ground);
 
@@ -161,7 +155,7 @@ impl Strategy for Climb {
 
     fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
         let Question { trial, incumbent, past } = *question;
-        Box::new(self.0.proposer().draws(trial, incumbent, past))
+        Box::new(self.0.draws(trial, incumbent, past))
     }
 }
 

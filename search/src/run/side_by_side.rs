@@ -289,7 +289,7 @@ impl<'a> Search<'a> {
         fleet.cut(at);
         if new && guessed && self.helpers.is_some() {
             let next = first + at as u64;
-            self.gate.ahead.guess(Guess::onward(self.asked(), history, next));
+            self.gate.ahead.guess(Guess::onward(self.asked(), history, next, false));
         }
     }
 

@@ -49,10 +49,7 @@ fn guessed(
         let ahead = &*search.gate.ahead;
         let candidate = ahead.lower(&trial.config).unwrap();
         let asked = search.asked();
-        let mut guess = match kept && index > 0 {
-            true => Guess::kept(asked, history, index, &candidate),
-            false => Guess::reverted(asked, history, index, &candidate),
-        };
+        let mut guess = Guess::after(asked, history, index, &candidate, kept && index > 0);
         let lower = |config: &ScheduleConfig, tried: &Tried| ahead.lower_new(config, tried);
         let next = std::iter::from_fn(|| guess.next(lower)).map(|candidate| candidate.schedule_id);
         guesses.push((trial.outcome, next.collect::<Vec<_>>()));

@@ -156,8 +156,40 @@ fn docs_of_the_store_are_fresh() {
     let page = std::fs::read_to_string(root().join("docs/store.md")).unwrap_or_default();
     let (before, rest) = page.split_once(begin).expect("docs/store.md has a place for the tables");
     let (_, after) = rest.split_once(end).expect("docs/store.md has an end of the tables");
-    let tables = corpus::store::schema::markdown();
+    let tables = tables_of_the_store();
     fresh("docs/store.md", &format!("{before}{begin}{tables}{end}{after}"));
+}
+
+fn tables_of_the_store() -> String {
+    use corpus::store::schema::{Column, Kind, Source, TABLES};
+    let mut out = String::new();
+    for table in TABLES {
+        let kind = if table.is_derived() { "derived" } else { "kept" };
+        let _ = writeln!(
+            out,
+            "### `{}` ({kind})\n\n{} Key: `{}`.\n",
+            table.name, table.about, table.key
+        );
+        out.push_str("| column | holds | from | meaning |\n|---|---|---|---|\n");
+        for Column { name, kind, from, about } in table.columns {
+            let from = match from {
+                Source::At(pointer) => format!("`{pointer}`"),
+                Source::Code => String::new(),
+            };
+            let holds = match kind {
+                Kind::Text => "text",
+                Kind::Integer => "integer",
+                Kind::Real => "real",
+                Kind::Flag => "0 or 1",
+                Kind::Json => "JSON",
+                Kind::Bytes => "bytes",
+            };
+            let _ = writeln!(out, "| `{name}` | {holds} | {from} | {about} |");
+        }
+        out.push('\n');
+    }
+    out.truncate(out.trim_end().len());
+    out + "\n"
 }
 
 /// The life of a ring entry in `docs/protocol.md`, between its marks.

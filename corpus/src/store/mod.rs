@@ -131,6 +131,14 @@ impl Store {
         &self.path
     }
 
+    /// What something reads, or why it cannot.
+    fn read<T>(
+        &self,
+        of: impl FnOnce(&Connection) -> rusqlite::Result<T>,
+    ) -> Result<T, CorpusError> {
+        of(&self.db).at("read", &self.path)
+    }
+
     fn prepare(&mut self) -> Result<(), CorpusError> {
         let version = self.version()?;
         if version > VERSION {
@@ -160,8 +168,7 @@ impl Store {
     /// The name of a trigger, if there is one.
     fn trigger(&self) -> Result<Option<String>, CorpusError> {
         let select = "SELECT name FROM sqlite_schema WHERE type = 'trigger' ORDER BY name LIMIT 1";
-        let found = self.db.query_row(select, [], |row| row.get(0)).optional();
-        found.at("read", &self.path)
+        self.read(|db| db.query_row(select, [], |row| row.get(0)).optional())
     }
 
     /// What is in the file besides the tables and indexes of a store, or is one of them made otherwise.
@@ -184,12 +191,11 @@ impl Store {
 
     /// The file's version; zero for an empty one.
     fn version(&self) -> Result<i64, CorpusError> {
-        let read = || -> rusqlite::Result<(i64, i64, i64)> {
-            let number = |pragma: &str| self.db.query_row(pragma, [], |row| row.get(0));
+        let (id, version, tables): (i64, i64, i64) = self.read(|db| {
+            let number = |pragma: &str| db.query_row(pragma, [], |row| row.get(0));
             let tables = number("SELECT count(*) FROM sqlite_schema")?;
             Ok((number("PRAGMA application_id")?, number("PRAGMA user_version")?, tables))
-        };
-        let (id, version, tables) = read().at("read", &self.path)?;
+        })?;
         if id != APPLICATION_ID && tables > 0 {
             return Err(CorpusError::NoStore { path: self.path.clone() });
         }
@@ -267,7 +273,7 @@ impl Store {
     /// # Errors
     /// If the file cannot be read.
     pub fn last(&self, run: &str) -> Result<Option<(u64, String)>, CorpusError> {
-        last(&self.db, run).at("read", &self.path)
+        self.read(|db| last(db, run))
     }
 
     /// Adds a program, unless one of this id is there; says whether it was new.
@@ -286,8 +292,7 @@ impl Store {
     /// If the file cannot be read.
     pub fn program(&self, program_id: &str) -> Result<Option<Vec<u8>>, CorpusError> {
         let select = "SELECT saved FROM programs WHERE program_id = ?";
-        let found = self.db.query_row(select, [program_id], |row| row.get(0)).optional();
-        found.at("read", &self.path)
+        self.read(|db| db.query_row(select, [program_id], |row| row.get(0)).optional())
     }
 
     /// Hands every program to somebody, by id, until one is refused; returns that one's reason.
@@ -298,9 +303,9 @@ impl Store {
         &self,
         mut look: impl FnMut(&str, &[u8]) -> Result<(), String>,
     ) -> Result<Result<(), String>, CorpusError> {
-        let mut select = || -> rusqlite::Result<_> {
+        self.read(|db| {
             let select = "SELECT program_id, saved FROM programs ORDER BY program_id";
-            let mut statement = self.db.prepare(select)?;
+            let mut statement = db.prepare(select)?;
             let mut rows = statement.query([])?;
             while let Some(row) = rows.next()? {
                 let (id, saved) = (row.get_ref(0)?, row.get_ref(1)?);
@@ -315,8 +320,7 @@ impl Store {
                 }
             }
             Ok(Ok(()))
-        };
-        select().at("read", &self.path)
+        })
     }
 
     /// The ids of the runs, in order.
@@ -324,12 +328,10 @@ impl Store {
     /// # Errors
     /// If the file cannot be read.
     pub fn runs(&self) -> Result<Vec<String>, CorpusError> {
-        let select = || -> rusqlite::Result<_> {
-            let mut statement = self.db.prepare("SELECT run FROM runs ORDER BY run")?;
-            let rows = statement.query_map([], |row| row.get(0))?;
-            rows.collect::<Result<Vec<String>, _>>()
-        };
-        select().at("read", &self.path)
+        self.read(|db| {
+            let mut statement = db.prepare("SELECT run FROM runs ORDER BY run")?;
+            statement.query_map([], |row| row.get(0))?.collect()
+        })
     }
 
     /// The rows of a run, the header first.
@@ -337,8 +339,7 @@ impl Store {
     /// # Errors
     /// If the file cannot be read.
     pub fn links(&self, run: &str) -> Result<Vec<Link>, CorpusError> {
-        let select = || links(&self.db, run);
-        select().at("read", &self.path)
+        self.read(|db| links(db, run))
     }
 
     /// The rows of a query as JSON objects.
@@ -383,13 +384,12 @@ impl Store {
     /// # Errors
     /// If the file cannot be read.
     pub fn counts(&self) -> Result<Vec<(&'static str, u64)>, CorpusError> {
-        let count = |table: &Table| {
+        let count = |db: &Connection, table: &Table| {
             let select = format!("SELECT count(*) FROM {}", table.name);
-            let rows: i64 = self.db.query_row(&select, [], |row| row.get(0))?;
+            let rows: i64 = db.query_row(&select, [], |row| row.get(0))?;
             Ok((table.name, rows.cast_unsigned()))
         };
-        let counts: rusqlite::Result<Vec<_>> = TABLES.iter().map(count).collect();
-        counts.at("read", &self.path)
+        self.read(|db| TABLES.iter().map(|table| count(db, table)).collect())
     }
 
     /// Whether the file is sound, every chain holds and the derived tables are those of the records; otherwise what is wrong.

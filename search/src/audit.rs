@@ -154,15 +154,15 @@ impl Audit {
             return Err("only trial 0 is the baseline".to_owned());
         }
         match kind {
-            LatencyKind::MeasuredGpu => self.measured(trial, us, bound),
+            LatencyKind::MeasuredGpu => self.measured(trial),
             LatencyKind::Predicted => self.predicted(trial, us, bound),
         }
     }
 
-    fn measured(&self, trial: &Trial, us: f64, bound: f64) -> Result<(), String> {
+    fn measured(&self, trial: &Trial) -> Result<(), String> {
         let samples = samples_of(&trial.samples_us);
         let seed = mixed(self.terms.seed, trial.trial);
-        self.figures(&Shown::of(&trial.verdict), &samples, us, bound, seed)?;
+        self.figures(&Beside::of_trial(0, trial), trial.verdict.weight_mb, &samples, seed)?;
         let rounds = samples.rounds.len();
         if self.champion.is_none() {
             if rounds != self.terms.timing.rounds {
@@ -248,23 +248,21 @@ impl Audit {
         samples: &Samples,
         seed: u64,
     ) -> Result<(), String> {
-        let (Some(us), Some(bound)) = (other.latency_us, other.bound_us) else {
-            return Err(format!("card {} has no latency", other.card));
-        };
-        let shown = Shown { ci_us: other.ci_us, weight_mb };
-        let followed = self.figures(&shown, samples, us, bound, seed);
+        let followed = self.figures(other, weight_mb, samples, seed);
         followed.map_err(|reason| format!("card {}: {reason}", other.card))
     }
 
     /// Figures that follow from samples whatever they were compared with.
     fn figures(
         &self,
-        shown: &Shown,
+        shown: &Beside,
+        weight_mb: Option<f64>,
         samples: &Samples,
-        us: f64,
-        bound: f64,
         seed: u64,
     ) -> Result<(), String> {
+        let (Some(us), Some(bound)) = (shown.latency_us, shown.bound_us) else {
+            return Err("it has samples and no latency".to_owned());
+        };
         let values = samples.of(Side::Candidate);
         let plausible = |us: &f64| us.is_finite() && *us > 0.0;
         if values.is_empty() || !samples.rounds.iter().flatten().all(plausible) {
@@ -280,9 +278,9 @@ impl Audit {
         if shown.ci_us != wanted {
             return Err("its interval does not follow from its samples".to_owned());
         }
-        self.floor.bound(shown.weight_mb, bound)?;
+        self.floor.bound(weight_mb, bound)?;
         // The floor was made of the bytes of a step, of which the weights are the greater part.
-        let weights = self.floor.weights(shown.weight_mb);
+        let weights = self.floor.weights(weight_mb);
         let cached = self.floor.cached(self.terms.cache_bytes);
         let least =
             if weights > 0.0 { bound * ((weights - cached) / weights).max(0.0) } else { 0.0 };
@@ -356,11 +354,8 @@ impl Audit {
         }
         let samples = samples_of(&confirmation.samples_us);
         let seed = mixed(self.terms.seed, u64::MAX - 1);
-        let (us, bound) = (confirmation.verdict.latency_us, confirmation.verdict.bound_us);
-        let (Some(us), Some(bound)) = (us, bound) else {
-            return Err("it has samples and no latency".to_owned());
-        };
-        self.figures(&Shown::of(&confirmation.verdict), &samples, us, bound, seed)?;
+        let own = Beside::of_confirmation(0, confirmation);
+        self.figures(&own, confirmation.verdict.weight_mb, &samples, seed)?;
         let wanted = 2 * self.terms.timing.rounds;
         if samples.rounds.len() != wanted {
             return Err(format!(
@@ -438,18 +433,6 @@ impl Audit {
         let decision = decide_measured(interval, self.noise(card)?.floor, self.terms.min_gain);
         let same = held == Some(interval);
         if same { Ok(decision) } else { Err(format!("its samples say {decision:?}")) }
-    }
-}
-
-/// What a verdict, or another card's line, shows beside a latency.
-struct Shown {
-    ci_us: Option<[f64; 2]>,
-    weight_mb: Option<f64>,
-}
-
-impl Shown {
-    fn of(verdict: &Verdict) -> Self {
-        Self { ci_us: verdict.ci_us, weight_mb: verdict.weight_mb }
     }
 }
 

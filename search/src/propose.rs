@@ -31,10 +31,11 @@ const PROMISING: f64 = 0.0005;
 const COMBINED_MAX: usize = 6;
 
 /// Where a proposal comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Origin {
     /// The schedule that the search begins with: the first trial.
+    #[default]
     Baseline,
     /// A move of the first sweep.
     Sweep,

@@ -22,12 +22,24 @@ pub(crate) const SKIPPED_SHOWN: usize = 8;
 
 /// How a trial ended.
 #[derive(
-    Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, IntoStaticStr,
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Hash,
+    PartialOrd,
+    Ord,
+    Default,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
 )]
 #[serde(rename_all = "snake_case")]
 #[strum(serialize_all = "snake_case")]
 pub enum Outcome {
     /// The schedule that the search begins with, which the others are compared with.
+    #[default]
     Baseline,
     /// Better than the incumbent: it is the incumbent now.
     Kept,
@@ -151,7 +163,7 @@ pub struct Spent {
 }
 
 /// One finished trial: a row of the ledger.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Trial {
     /// Its number, from zero.
     pub trial: u64,

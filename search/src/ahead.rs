@@ -12,11 +12,11 @@ use std::thread::Scope;
 use ir::schedule::ScheduleConfig;
 use reference_vm::compare::{Agreement, Reference};
 
-use crate::clock::Clock;
 use crate::cpu::{Candidate, Cpu};
 use crate::dropped::Dropped;
 use crate::growing::Growing;
 use crate::history::Guess;
+use crate::settings::Clock;
 
 /// Lowered candidates that are kept: those of some trials to come, three for each of eight devices among them, of some megabytes each.
 const LOWERED_MAX: usize = 64;

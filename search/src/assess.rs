@@ -4,7 +4,6 @@ use ir::schedule::ScheduleConfig;
 use rayon::prelude::*;
 use reference_vm::compare::{Agreement, Device as OnDevice, Reference, Summary};
 
-use crate::clock::Clock;
 use crate::cpu::Candidate;
 use crate::decide::Decision;
 use crate::device::{Contender, Device, DeviceError, ProgramGuard, Ran, Samples, Side};
@@ -12,6 +11,7 @@ use crate::dropped::{BitsDiffer, Dropped};
 use crate::effort::{Bar, Look};
 use crate::gate::Gate;
 use crate::measure::{Interval, Latency, Predicted};
+use crate::settings::Clock;
 use crate::verdict::{LatencyKind, Verdict};
 
 /// Positions of the first stage on the device, after which a candidate that is clearly slower is given up.

@@ -7,7 +7,7 @@
 //! What this cannot show: samples that were made up consistently, down to every other figure. Only measuring again shows that. Nor does it
 //! look at what a prediction says beyond its floor and what follows from it: `replay` predicts again.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::assess::Timing;
 use crate::card::Noise;
@@ -46,12 +46,13 @@ const FLOOR_SLACK: f64 = 0.98;
 /// Reads the rows of a search one after the other.
 #[derive(Clone, Debug)]
 pub struct Audit {
-    terms: Terms,
+    pub(crate) terms: Terms,
     floor: Floor,
-    trials: Vec<Trial>,
-    champion: Option<usize>,
+    pub(crate) trials: Vec<Trial>,
+    /// The trial that leads.
+    pub(crate) champion: Option<usize>,
     /// The noise of each card; of a search that has one, without a number.
-    noises: BTreeMap<Option<u32>, Noise>,
+    pub(crate) noises: BTreeMap<Option<u32>, Noise>,
 }
 
 impl Audit {
@@ -84,6 +85,29 @@ impl Audit {
     /// # Errors
     /// The first thing that does not follow.
     pub fn trial(&mut self, trial: &Trial) -> Result<(), String> {
+        self.check(trial)?;
+        self.push(trial.clone());
+        Ok(())
+    }
+
+    /// Takes a trial that follows.
+    pub(crate) fn push(&mut self, trial: Trial) {
+        let own = trial.noise_floor.map(|floor| (trial.card, floor, &trial.samples_us));
+        let others = trial
+            .beside
+            .iter()
+            .filter_map(|other| Some((Some(other.card), other.noise_floor?, &other.samples_us)));
+        for (card, floor, samples_us) in own.into_iter().chain(others) {
+            self.noises.insert(card, Noise::of(floor, samples_us));
+        }
+        if trial.outcome.leads() {
+            self.champion = Some(self.trials.len());
+        }
+        self.trials.push(trial);
+    }
+
+    /// Whether a trial is the next one, and its figures follow from its samples.
+    pub(crate) fn check(&self, trial: &Trial) -> Result<(), String> {
         self.place(trial)?;
         let verdict = &trial.verdict;
         if trial.outcome.is_judged() {
@@ -98,15 +122,7 @@ impl Audit {
                 verdict.schedule_id
             ));
         }
-        self.beside(trial)?;
-        if let Some(floor) = trial.noise_floor {
-            self.noises.insert(trial.card, Noise::of(floor, &trial.samples_us));
-        }
-        if trial.outcome.leads() {
-            self.champion = Some(self.trials.len());
-        }
-        self.trials.push(trial.clone());
-        Ok(())
+        self.beside(trial)
     }
 
     /// Its number, its incumbent, and what it says that it changed.
@@ -214,11 +230,12 @@ impl Audit {
     }
 
     /// What other cards measured of a baseline.
-    fn beside(&mut self, trial: &Trial) -> Result<(), String> {
+    fn beside(&self, trial: &Trial) -> Result<(), String> {
         if !trial.beside.is_empty() && trial.outcome != Outcome::Baseline {
             return Err("only a baseline is measured on several cards".to_owned());
         }
         let seed = mixed(self.terms.seed, trial.trial);
+        let mut cards = BTreeSet::from([trial.card]);
         for other in &trial.beside {
             let samples = samples_of(&other.samples_us);
             self.figures_of(other, trial.verdict.weight_mb, &samples, seed)?;
@@ -230,10 +247,7 @@ impl Audit {
                     other.card
                 ));
             }
-            let noise = Noise::of(floor, &other.samples_us);
-            if trial.card == Some(other.card)
-                || self.noises.insert(Some(other.card), noise).is_some()
-            {
+            if !cards.insert(Some(other.card)) {
                 return Err(format!("card {} is there twice", other.card));
             }
         }

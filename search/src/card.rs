@@ -7,7 +7,6 @@ use ir::schedule::{ActsOn, Knob, ScheduleConfig, Value};
 use reference_vm::compare::{Agreement, Reference};
 
 use crate::assess::{self, Assessed, Screened};
-use crate::clock::Clock;
 use crate::cpu::Candidate;
 use crate::decide::{Decision, decide_measured, decide_predicted, predicted_gain};
 use crate::device::{Costs, Device, DeviceError, Samples};
@@ -17,7 +16,7 @@ use crate::gate::Gate;
 use crate::history::{Guess, Proposal};
 use crate::measure::{Interval, gain, noise_floor};
 use crate::propose::{changes, mixed};
-use crate::settings::Settings;
+use crate::settings::{Clock, Settings};
 use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial, changed};
 use crate::verdict::Verdict;
 

@@ -8,10 +8,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::Scope;
 
 use crate::card::{Card, Job, LastJob};
-use crate::clock::Clock;
 use crate::device::{Device, DeviceError, DeviceInfo};
 use crate::gate::Gate;
-use crate::settings::Settings;
+use crate::settings::{Clock, Settings};
 use crate::trial::{Confirmation, Trial};
 
 /// Opens a device, on the thread that drives it from then on.
@@ -22,18 +21,13 @@ fn ended() -> DeviceError {
     DeviceError::Unavailable { reason: "the thread that drove it ended".to_owned() }
 }
 
-/// A trial for one device. Nobody waits for it any more once it is cancelled.
-pub(crate) struct Ticket {
-    pub(crate) number: u64,
-    pub(crate) job: Job,
-    pub(crate) cancelled: Arc<AtomicBool>,
-}
+/// What a device does with its card, and what it says then.
+type Work<'a> = Box<dyn for<'d> FnOnce(&mut Card<'d, 'a>) -> Option<Said> + Send + 'a>;
 
 /// What a device is told.
 enum Order<'a> {
     Begin(Box<Start<'a>>),
-    Try(Box<Ticket>),
-    Confirm(Box<LastJob>),
+    Do(Work<'a>),
 }
 
 struct Start<'a> {
@@ -142,12 +136,22 @@ impl<'a> Crew<'a> {
         cards.get(usize::try_from(turn).ok()?).copied()
     }
 
-    pub(crate) fn try_out(&self, card: u32, ticket: Ticket) {
-        self.order(card, Order::Try(Box::new(ticket)));
+    /// A trial for one device. Nobody waits for it any more once it is cancelled.
+    pub(crate) fn try_out(&self, card: u32, number: u64, job: Job, cancelled: Arc<AtomicBool>) {
+        let work = move |card: &mut Card<'_, 'a>| {
+            let tried = (!cancelled.load(Ordering::Relaxed)).then(|| card.try_out(job))?;
+            let tried = tried.map(|trial| Said::Tried(number, Box::new(trial)));
+            Some(tried.unwrap_or_else(Said::Lost))
+        };
+        self.order(card, Order::Do(Box::new(work)));
     }
 
     pub(crate) fn confirm(&self, card: u32, job: LastJob) {
-        self.order(card, Order::Confirm(Box::new(job)));
+        let work = move |card: &mut Card<'_, 'a>| {
+            let confirmed = card.confirm(job).map(|done| Said::Confirmed(Box::new(done)));
+            Some(confirmed.unwrap_or_else(Said::Lost))
+        };
+        self.order(card, Order::Do(Box::new(work)));
     }
 
     fn order(&self, card: u32, order: Order<'a>) {
@@ -199,20 +203,10 @@ fn drive<'a>(open: Opener<'a>, orders: &Receiver<Order<'a>>, line: &Line) {
     let Ok(pool) = rayon::ThreadPoolBuilder::new().num_threads(threads).build() else { return };
     let mut card = Card::new(gate.with_pool(pool), Some(&mut *device), settings, clock);
     for order in orders {
-        match order {
-            Order::Begin(_) => {}
-            Order::Try(ticket) => {
-                let Ticket { number, job, cancelled } = *ticket;
-                if !cancelled.load(Ordering::Relaxed) {
-                    let tried = card.try_out(job);
-                    let tried = tried.map(|trial| Said::Tried(number, Box::new(trial)));
-                    line.say(tried.unwrap_or_else(Said::Lost));
-                }
-            }
-            Order::Confirm(job) => {
-                let confirmed = card.confirm(*job).map(|done| Said::Confirmed(Box::new(done)));
-                line.say(confirmed.unwrap_or_else(Said::Lost));
-            }
+        if let Order::Do(work) = order
+            && let Some(said) = work(&mut card)
+        {
+            line.say(said);
         }
     }
 }

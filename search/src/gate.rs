@@ -12,12 +12,12 @@ use reference_vm::compare::{Agreement, Device as OnDevice, Reference};
 
 use crate::ahead::Ahead;
 use crate::assess::Timing;
-use crate::clock::{Clock, no_clock};
 use crate::cpu::{Candidate, Cpu, KernelId};
 use crate::device::{Contender, Device, DeviceError, Plan, Ran, Samples, Side};
 use crate::dropped::Dropped;
 use crate::expected::Expected;
 use crate::measure::Predicted;
+use crate::settings::{Clock, no_clock};
 
 /// Tokens that one block times at most. Eight steps of a small model are some milliseconds, of which the command's round trip is a
 /// few microseconds, the same for both sides; blocks of one length vary by tenths of a per cent.

@@ -18,7 +18,6 @@ mod budget;
 mod bundle;
 pub mod calibrate;
 mod card;
-mod clock;
 mod clocks;
 mod cpu;
 mod crew;
@@ -52,7 +51,6 @@ pub use assess::{Assessed, Timing};
 pub use audit::{Audit, Floor, StepBytes, Terms};
 pub use budget::{BadBudget, Budget};
 pub use bundle::{BUNDLE_SCHEMA, Bundle, Proof, Refusal};
-pub use clock::Clock;
 pub use clocks::{ClockReadings, Clocks};
 pub use corpus::Conditions;
 pub use cpu::{Candidate, KernelId};
@@ -72,7 +70,7 @@ pub use gate::Gate;
 pub use measure::{BelowFloor, Interval, Latency, Predicted, gain, median, noise_floor};
 pub use propose::{Change, Origin, Past, PastTrials, changes, generator};
 pub use run::{Dropped as DroppedTrials, Search, SearchError, Step, StoppedBy};
-pub use settings::Settings;
+pub use settings::{Clock, Settings};
 pub use trial::{
     Beside, Confirmation, LeftOut, Outcome, PROTOCOL, Row, Skipped, SkippedProposal, Spent, Trial,
 };

@@ -129,10 +129,10 @@ impl Ground {
                     && form.iter().all(|&(knob, value)| past.config.get(knob) == value)
             })
         };
-        let open = |mv: &Move| !mv.forms.iter().any(made);
+        let open = |mv: &Move| !mv.iter().any(made);
         let with = |form: &Vec<(Knob, Value)>| (Origin::Sweep, edited(incumbent, form));
         let moves = moves::all(&self.space, incumbent);
-        moves.iter().filter(|mv| open(mv)).flat_map(|mv| mv.forms.iter().map(with)).collect()
+        moves.iter().filter(|mv| open(mv)).flat_map(|mv| mv.iter().map(with)).collect()
     }
 
     /// Single changes, the most promising knob first; what lost since something of its group last changed is left out.
@@ -224,12 +224,17 @@ pub(crate) fn edited(config: &ScheduleConfig, form: &[(Knob, Value)]) -> Schedul
         let outcome = config.set(knob, value);
         debug_assert!(outcome.is_ok(), "{knob} takes every value of its own domain");
     }
+    fit_caps(&mut config);
+    config
+}
+
+/// Brings the caps of the ring back under what they must not exceed.
+pub(crate) fn fit_caps(config: &mut ScheduleConfig) {
     let ring = &mut config.pipeline;
     let whole = |bytes: u32| (bytes / ring.stage_bytes).max(1) * ring.stage_bytes;
     let most = ring.stages * ring.stage_bytes;
     ring.in_flight_bytes = whole(ring.in_flight_bytes.min(most));
     ring.in_flight_near_bytes = whole(ring.in_flight_near_bytes.min(ring.in_flight_bytes));
-    config
 }
 
 /// A generator for one purpose of one trial.

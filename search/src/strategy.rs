@@ -19,6 +19,9 @@ mod tpe;
 
 pub use prior::{Known, Seen, rank};
 
+/// Knobs with values to set them to.
+type Form = Vec<(Knob, Value)>;
+
 /// Proposals in the order in which they are to be tried. The last ones are random and go on for ever, unless there is nobody to go on.
 pub type Proposals<'s> = Box<dyn Iterator<Item = (Origin, ScheduleConfig)> + 's>;
 
@@ -114,49 +117,45 @@ pub struct Ground {
 /// The strategy of a name. What earlier searches learned is used by [`StrategyName::Prior`] alone.
 #[must_use]
 pub fn strategy(name: StrategyName, ground: Ground, known: Vec<Known>) -> Arc<dyn Strategy> {
-    match name {
-        StrategyName::Random => Arc::new(Random(ground)),
-        StrategyName::Climb => Arc::new(Climb(ground)),
-        StrategyName::Tpe => Arc::new(tpe::Tpe(ground)),
-        StrategyName::Prior => Arc::new(prior::Prior::new(ground, known)),
-    }
+    let moves = prior::moves(&ground, known);
+    Arc::new(Builtin { name, ground, moves })
 }
 
-/// Every knob at random, each time: what any other strategy must beat.
+/// One of those that need nobody outside.
 #[derive(Debug)]
-struct Random(Ground);
-
-impl Strategy for Random {
-    fn name(&self) -> &'static str {
-        StrategyName::Random.name()
-    }
-
-    fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
-        let mut rng = generator(self.0.seed, question.trial);
-        let incumbent = question.incumbent;
-        Box::new(std::iter::repeat_with(move || {
-            let any = |(knob, values): &(Knob, Vec<Value>)| {
-                Some((*knob, values.choose(&mut rng).copied()?))
-            };
-            let form: Vec<_> = self.0.space.iter().filter_map(any).collect();
-            (Origin::Jump, edited(incumbent, &form))
-        }))
-    }
+struct Builtin {
+    name: StrategyName,
+    ground: Ground,
+    /// What earlier searches learned, best first.
+    moves: Vec<Form>,
 }
 
-/// Sweep, steps, combinations and jumps ([`Ground::draws`]).
-#[derive(Debug)]
-struct Climb(Ground);
-
-impl Strategy for Climb {
+impl Strategy for Builtin {
     fn name(&self) -> &'static str {
-        StrategyName::Climb.name()
+        self.name.name()
     }
 
     fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
         let Question { trial, incumbent, past } = *question;
-        Box::new(self.0.draws(trial, incumbent, past))
+        match self.name {
+            StrategyName::Random => random(&self.ground, question),
+            StrategyName::Climb => Box::new(self.ground.draws(trial, incumbent, past)),
+            StrategyName::Tpe => tpe::ask(&self.ground, question),
+            StrategyName::Prior => prior::ask(&self.ground, &self.moves, question),
+        }
     }
+}
+
+/// Every knob at random, each time: what any other strategy must beat.
+fn random<'s>(ground: &'s Ground, question: &Question<'s>) -> Proposals<'s> {
+    let mut rng = generator(ground.seed, question.trial);
+    let incumbent = question.incumbent;
+    Box::new(std::iter::repeat_with(move || {
+        let any =
+            |(knob, values): &(Knob, Vec<Value>)| Some((*knob, values.choose(&mut rng).copied()?));
+        let form: Form = ground.space.iter().filter_map(any).collect();
+        (Origin::Jump, edited(incumbent, &form))
+    }))
 }
 
 #[cfg(test)]

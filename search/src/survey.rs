@@ -18,7 +18,7 @@ use crate::device::{Contender, Device, DeviceError, Plan, Samples, Side};
 use crate::dropped::Dropped;
 use crate::gate::Gate;
 use crate::measure::Latency;
-use crate::propose::changes;
+use crate::propose::{changes, fit_caps};
 
 /// Schema of a row.
 pub const OBSERVATION_SCHEMA: &str = "amk.observation.v1";
@@ -157,11 +157,7 @@ impl<'a> Survey<'a> {
         if let Some(most) = largest_stages(&config, self.graph, self.target) {
             config.pipeline.stages = config.pipeline.stages.min(most);
         }
-        let ring = &mut config.pipeline;
-        let whole = |bytes: u32| (bytes / ring.stage_bytes).max(1) * ring.stage_bytes;
-        let all = whole(ring.in_flight_bytes.min(ring.stages * ring.stage_bytes));
-        let near = whole(ring.in_flight_near_bytes.min(all));
-        (ring.in_flight_bytes, ring.in_flight_near_bytes) = (all, near);
+        fit_caps(&mut config);
         let edits = changes(known, &config).len();
         (Drawn::Near { of: known.id(), edits }, config)
     }

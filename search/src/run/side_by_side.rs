@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use super::{Search, SearchError, Step, StoppedBy};
 use crate::card::{Job, LastJob, Lead};
-use crate::crew::{Crew, Said, Ticket};
+use crate::crew::{Crew, Said};
 use crate::decide::Decision;
 use crate::device::DeviceError;
 use crate::history::{Guess, Proposal};
@@ -81,10 +81,6 @@ impl<'a> Fleet<'a> {
 
     pub(super) fn dropped(&self) -> Dropped {
         self.dropped
-    }
-
-    pub(super) fn cache_bytes(&self) -> u64 {
-        self.crew.cache_bytes()
     }
 
     fn leave_out(&mut self, card: u32, error: DeviceError) {
@@ -162,7 +158,7 @@ impl<'a> Search<'a> {
         elapsed: Duration,
     ) -> Result<Step, SearchError> {
         fleet.crew.begin(&self.gate, &self.settings, self.clock);
-        if self.trials.is_empty() {
+        if self.trials().is_empty() {
             let trial = self.baseline(fleet, elapsed)?;
             return Ok(self.landed(fleet, trial));
         }
@@ -200,7 +196,7 @@ impl<'a> Search<'a> {
         for &card in &cards {
             let job = self.job(0, proposal.clone(), &self.history, None, Some(card), elapsed);
             let (number, cancelled) = (fleet.number(), Arc::default());
-            fleet.crew.try_out(card, Ticket { number, job, cancelled });
+            fleet.crew.try_out(card, number, job, cancelled);
         }
         let mut found = fleet.collect(cards, |said| match said {
             Said::Tried(_, trial) => Some(*trial),
@@ -225,9 +221,9 @@ impl<'a> Search<'a> {
 
     /// After a resume: a device whose noise was never measured cannot be used.
     fn keep_measured_cards(&self, fleet: &mut Fleet<'a>) {
-        if self.incumbent.is_none() {
+        if self.champion().is_none() {
             // Nothing is correct yet: the device that measured so far goes on alone.
-            let one = self.trials.last().and_then(|trial| trial.card);
+            let one = self.trials().last().and_then(|trial| trial.card);
             for card in fleet.crew.cards() {
                 if one.is_some_and(|one| one != card) {
                     let reason = "no card has a correct baseline".to_owned();
@@ -237,7 +233,7 @@ impl<'a> Search<'a> {
             return;
         }
         for card in fleet.crew.cards() {
-            if !self.noises.contains_key(&Some(card)) {
+            if !self.rows.noises.contains_key(&Some(card)) {
                 let reason = "its noise was not measured when the search began".to_owned();
                 fleet.leave_out(card, DeviceError::Unavailable { reason });
             }
@@ -252,7 +248,7 @@ impl<'a> Search<'a> {
         if !guessed && !fleet.flights.is_empty() {
             return;
         }
-        let first = self.trials.len() as u64;
+        let first = self.trials().len() as u64;
         let cards = fleet.crew.cards().len();
         let depth = if guessed && cards > 1 { AHEAD * cards } else { 1 } as u64;
         let end = self.settings.budget.end(first + depth);
@@ -297,8 +293,7 @@ impl<'a> Search<'a> {
     fn depart(&self, fleet: &mut Fleet<'a>, card: u32, mut job: Job, elapsed: Duration) {
         (job.noise, job.began_s) = (self.noise(Some(card)), elapsed.as_secs_f64());
         let (number, cancelled) = (fleet.number(), Arc::<AtomicBool>::default());
-        let ticket = Ticket { number, job: job.clone(), cancelled: cancelled.clone() };
-        fleet.crew.try_out(card, ticket);
+        fleet.crew.try_out(card, number, job.clone(), cancelled.clone());
         job.if_kept = None;
         fleet.flights.push_back(Flight { number, card, job, cancelled, done: None });
     }

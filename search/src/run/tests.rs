@@ -44,7 +44,7 @@ fn guessed(
     let mut search = Search::new(gate, Some(&mut device), settings);
     let mut guesses = Vec::new();
     loop {
-        let (index, history) = (search.trials.len() as u64, search.history());
+        let (index, history) = (search.trials().len() as u64, search.history());
         let Step::Trial(trial) = search.step(Duration::ZERO).unwrap() else { break };
         let ahead = &*search.gate.ahead;
         let candidate = ahead.lower(&trial.config).unwrap();
@@ -54,7 +54,7 @@ fn guessed(
         let next = std::iter::from_fn(|| guess.next(lower)).map(|candidate| candidate.schedule_id);
         guesses.push((trial.outcome, next.collect::<Vec<_>>()));
     }
-    let tried: Vec<String> = search.trials.iter().map(|trial| trial.config.id()).collect();
+    let tried: Vec<String> = search.trials().iter().map(|trial| trial.config.id()).collect();
     let followed = |index: usize, len: usize| tried[index + 1..][..len].to_vec();
     let guesses = guesses.into_iter().enumerate();
     guesses.map(|(i, (end, next))| (end, followed(i, next.len()), next)).collect()

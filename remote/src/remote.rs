@@ -306,7 +306,7 @@ impl<'a> Remote<'a> {
 
     /// Kills the process. False if it is still there after its time.
     fn end(&mut self) -> bool {
-        self.costs_before = self.costs_before + std::mem::take(&mut self.costs);
+        self.costs_before += std::mem::take(&mut self.costs);
         let Some(mut running) = self.running.take() else { return true };
         running.process.kill(self.limits.leave)
     }

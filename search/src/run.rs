@@ -369,14 +369,8 @@ impl<'a> Search<'a> {
             trials: self.trials().len() as u64,
             champion: champion.trial,
             decision: Decision::Kept,
-            why: String::new(),
-            positions: 0,
-            gain: None,
-            threshold: None,
-            samples_us: Vec::new(),
-            card: None,
-            beside: Vec::new(),
             verdict: champion.verdict.clone(),
+            ..Confirmation::default()
         };
         let raced = lead.trial > 0 && self.trials()[0].outcome == Outcome::Baseline;
         let baseline = raced.then_some(self.trials()[0].config);

@@ -213,7 +213,7 @@ pub struct Trial {
 }
 
 /// The champion, once more: on fresh tokens and, where there is a device, against the baseline.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Confirmation {
     /// Trials that were finished.
     pub trials: u64,

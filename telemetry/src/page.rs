@@ -243,7 +243,7 @@ impl Publisher {
     #[must_use]
     pub fn reader(&self) -> Reader {
         let memory = self.lock().memory.clone();
-        Reader { words: memory.words(), _memory: Held::Own(memory) }
+        Reader { words: memory.words(), _memory: memory }
     }
 
     /// Changes the page and shows it. What it costs is on the page too, from the next change on.
@@ -316,15 +316,10 @@ pub enum Unreadable {
     Torn,
 }
 
-enum Held {
-    Own(#[expect(dead_code, reason = "kept for the words that lie in it")] Arc<Memory>),
-    Other(#[expect(dead_code, reason = "kept for the words that lie in it")] memmap2::Mmap),
-}
-
 /// Reads a page, its own process's or another's.
 pub struct Reader {
     words: Mapped,
-    _memory: Held, // of the words: dropped after them
+    _memory: Arc<Memory>, // of the words: dropped after them
 }
 
 impl Reader {
@@ -339,10 +334,10 @@ impl Reader {
             return Err(Unreadable::Foreign);
         }
         let short = about.len() != size_of::<Page>() as u64;
-        // SAFETY: read through atomics only. The file is its writer's, of this user, who sets its length once.
-        let map = unsafe { MmapOptions::new().map(&file)? };
+        let map = MmapOptions::new().map_raw_read_only(&file)?;
         let len = map.len() / WORD_BYTES;
-        // SAFETY: a mapping begins at a page; it is kept beside the words, which are only loaded.
+        // SAFETY: a mapping begins at a page; it is kept beside the words, which are only loaded. The file is its writer's, of this
+        // user, who sets its length once.
         let words = unsafe { Mapped::new(map.as_ptr().cast(), len) };
         let word = |index: usize| words.load(index, std::sync::atomic::Ordering::Relaxed);
         if word(0).to_ne_bytes() != TELEMETRY_MAGIC {
@@ -352,7 +347,8 @@ impl Reader {
         if short || found != TELEMETRY_VERSION || size as usize != size_of::<Page>() {
             return Err(Unreadable::Version { found, size });
         }
-        Ok(Self { words, _memory: Held::Other(map) })
+        let memory = Memory { map, _file: file, path: None };
+        Ok(Self { words, _memory: Arc::new(memory) })
     }
 
     /// Copies the page as it is at some moment. Allocates nothing.

@@ -221,22 +221,18 @@ impl<'a> Search<'a> {
 
     /// After a resume: a device whose noise was never measured cannot be used.
     fn keep_measured_cards(&self, fleet: &mut Fleet<'a>) {
-        if self.champion().is_none() {
-            // Nothing is correct yet: the device that measured so far goes on alone.
-            let one = self.trials().last().and_then(|trial| trial.card);
-            for card in fleet.crew.cards() {
-                if one.is_some_and(|one| one != card) {
-                    let reason = "no card has a correct baseline".to_owned();
-                    fleet.leave_out(card, DeviceError::Unavailable { reason });
-                }
-            }
-            return;
-        }
+        let leads = self.champion().is_some();
+        let last = self.trials().last().and_then(|trial| trial.card);
         for card in fleet.crew.cards() {
-            if !self.rows.noises.contains_key(&Some(card)) {
-                let reason = "its noise was not measured when the search began".to_owned();
-                fleet.leave_out(card, DeviceError::Unavailable { reason });
-            }
+            let why = if leads && !self.rows.noises.contains_key(&Some(card)) {
+                "its noise was not measured when the search began"
+            } else if !leads && last.is_some_and(|last| last != card) {
+                // The device that measured so far goes on alone.
+                "no card has a correct baseline"
+            } else {
+                continue;
+            };
+            fleet.leave_out(card, DeviceError::Unavailable { reason: why.to_owned() });
         }
     }
 

@@ -47,9 +47,8 @@ impl Results {
         if !special || path.is_dir() {
             return Self::create(path, columns, rows);
         }
-        let file = File::create(path)
-            .and_then(|mut file| file.write_all(text(columns, rows).as_bytes()).map(|()| file))
-            .at("write", path)?;
+        let mut file = File::create(path).at("write", path)?;
+        file.write_all(text(columns, rows).as_bytes()).at("write", path)?;
         Ok(Self { file, path: path.to_path_buf(), columns: columns.len() })
     }
 

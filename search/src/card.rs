@@ -454,7 +454,7 @@ impl<'d, 'a> Card<'d, 'a> {
         let Some((_, champion)) = &self.incumbent else { return Ok(()) };
         let seed = mixed(self.settings.seed, u64::MAX - 1);
         if job.thorough {
-            confirmation.positions = self.gate.thorough(&champion.candidate, seed)?;
+            confirmation.positions = self.gate.ahead.cpu.thorough(&champion.candidate, seed)?;
             confirmation.why = format!("agrees at {} positions", confirmation.positions);
         }
         let Some(baseline) = job.baseline.filter(|_| self.device.is_some()) else { return Ok(()) };

@@ -105,14 +105,6 @@ impl<'a> Gate<'a> {
         self.ahead.judge(candidate, no_clock).found
     }
 
-    /// Runs the program on fresh tokens, over more than one block of keys if the model's size allows; returns the positions.
-    ///
-    /// # Errors
-    /// If it traps, gets stuck or disagrees.
-    pub fn thorough(&self, candidate: &Candidate, seed: u64) -> Result<usize, Dropped> {
-        self.ahead.cpu.thorough(candidate, seed)
-    }
-
     /// Runs the program on the reference machine, unless that was done ahead, and does something else meanwhile.
     pub(crate) fn judge_beside<R>(
         &mut self,

@@ -411,23 +411,15 @@ impl Store {
         if let Some(reason) = self.foreign(&fresh).at("read", &self.path)? {
             return Ok(Err(reason));
         }
+        let mut fresh = Self { db: fresh, path: self.path.clone() };
         for run in self.runs()? {
-            let (mut last, mut place) = (None::<(u64, String)>, Place::default());
-            for link in self.links(&run)? {
-                if let Err(reason) =
-                    link.follows(last.as_ref().map(|(seq, hash)| (*seq, hash.as_str())))
-                {
+            match fresh.add(&run, self.links(&run)?) {
+                Err(CorpusError::Foreign { reason, .. }) => {
                     return Ok(Err(format!("run {run}: {reason}")));
                 }
-                let record = serde_json::from_str(&link.record).unwrap_or(Value::Null);
-                if link.seq == 0 {
-                    place = Place::of(&record);
-                }
-                write(&fresh, &run, &place, &link, &record).at("read", &self.path)?;
-                last = Some((link.seq, link.hash));
+                added => drop(added?),
             }
         }
-        let fresh = Self { db: fresh, path: self.path.clone() };
         for table in TABLES.iter().filter(|table| table.is_derived()) {
             let all = format!("SELECT * FROM {} ORDER BY {}", table.name, table.key);
             let (here, wanted) = (self.query(&all, &[])?, fresh.query(&all, &[])?);

@@ -396,7 +396,7 @@ impl Gpu<'_> {
             position += done.steps;
             chosen.extend(done.chosen);
         }
-        self.costs = self.costs + costs;
+        self.costs += costs;
         self.sequences[session as usize] = Some((handle, tokens.to_vec()));
         Ok(chosen)
     }

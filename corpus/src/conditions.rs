@@ -1,10 +1,12 @@
 //! Where a measurement was made.
 
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::{Map, Value};
 
 /// What a reader of a measured number needs to know about the machine and the build. A field is `None` where the device did not say.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "Written")]
+#[serde(remote = "Self", deny_unknown_fields)]
 pub struct Conditions {
     /// The card.
     pub card: String,
@@ -28,42 +30,21 @@ pub struct Conditions {
     pub amk: String,
 }
 
-/// Conditions in a file. Older ones have `notes`, texts that hold what is a field now.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Written {
-    card: String,
-    uuid: Option<String>,
-    sms: Option<u32>,
-    max_sm_mhz: Option<u32>,
-    max_memory_mhz: Option<u32>,
-    other_processes: Option<u32>,
-    driver: String,
-    cuda: String,
-    nvrtc: String,
-    amk: String,
-    #[serde(default)]
-    notes: Vec<String>,
+impl Serialize for Conditions {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        Self::serialize(self, serializer)
+    }
 }
 
-impl From<Written> for Conditions {
-    fn from(written: Written) -> Self {
-        let Written { card, uuid, sms, max_sm_mhz, max_memory_mhz, .. } = written;
-        let Written { other_processes, driver, cuda, nvrtc, amk, notes, .. } = written;
-        let mut found = Self {
-            card,
-            uuid,
-            sms,
-            max_sm_mhz,
-            max_memory_mhz,
-            other_processes,
-            driver,
-            cuda,
-            nvrtc,
-            amk,
-        };
+impl<'de> Deserialize<'de> for Conditions {
+    /// Older files have `notes`, texts that hold what is a field now.
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut fields = Map::deserialize(deserializer)?;
+        let notes = fields.remove("notes").map(Vec::<String>::deserialize).transpose();
+        let mut found = Self::deserialize(Value::Object(fields)).map_err(D::Error::custom)?;
+        let notes = notes.map_err(D::Error::custom)?.unwrap_or_default();
         notes.iter().for_each(|note| found.read_note(note));
-        found
+        Ok(found)
     }
 }
 

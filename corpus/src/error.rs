@@ -121,12 +121,6 @@ pub enum CorpusError {
 }
 
 impl CorpusError {
-    pub(crate) fn store(action: &'static str, path: &Path, source: &rusqlite::Error) -> Self {
-        let (damaged, remedy) = store_remedy(source);
-        let reason = format!("{source}; {remedy}");
-        Self::Store { action, path: path.to_path_buf(), reason, damaged }
-    }
-
     pub(crate) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
         Self::Io { action, path: path.to_path_buf(), source }
     }
@@ -144,6 +138,27 @@ impl CorpusError {
             | Self::NoStore { .. }
             | Self::NewerStore { .. } => false,
         }
+    }
+}
+
+/// Says what was being done to which file when something failed.
+pub(crate) trait At<T> {
+    fn at(self, action: &'static str, path: &Path) -> Result<T, CorpusError>;
+}
+
+impl<T> At<T> for io::Result<T> {
+    fn at(self, action: &'static str, path: &Path) -> Result<T, CorpusError> {
+        self.map_err(|source| CorpusError::io(action, path, source))
+    }
+}
+
+impl<T> At<T> for rusqlite::Result<T> {
+    fn at(self, action: &'static str, path: &Path) -> Result<T, CorpusError> {
+        self.map_err(|source| {
+            let (damaged, remedy) = store_remedy(&source);
+            let reason = format!("{source}; {remedy}");
+            CorpusError::Store { action, path: path.to_path_buf(), reason, damaged }
+        })
     }
 }
 

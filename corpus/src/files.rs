@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
 
+use crate::error::{At, CorpusError};
+
 /// Opens a regular file for reading, wherever a symbolic link leads: for paths that the user named.
 ///
 /// # Errors
@@ -111,6 +113,23 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<File> {
         let _ = std::fs::remove_file(&partial);
     }
     written
+}
+
+/// The folder that a file is in.
+pub(crate) fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Makes the folder that a file is to be in.
+pub(crate) fn make_folder_of(path: &Path) -> Result<(), CorpusError> {
+    let folder = folder_of(path);
+    std::fs::create_dir_all(folder).at("create", folder)
+}
+
+/// A new or renamed file is only found again after a power loss when its folder is on the disk.
+pub(crate) fn sync_folder(path: &Path) -> Result<(), CorpusError> {
+    let folder = folder_of(path);
+    File::open(folder).and_then(|folder| folder.sync_all()).at("sync", folder)
 }
 
 pub(crate) fn not_regular() -> io::Error {

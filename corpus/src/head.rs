@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::error::CorpusError;
+use crate::error::{At, CorpusError};
 use crate::files;
 
 /// Longest text that is read as a head.
@@ -42,8 +42,7 @@ impl Head {
     /// Opens the head of a ledger, or makes one.
     pub(crate) fn open(ledger: &Path) -> Result<Self, CorpusError> {
         let path = path_of(ledger);
-        let file =
-            files::open_to_write(&path, true).map_err(|e| CorpusError::io("create", &path, e))?;
+        let file = files::open_to_write(&path, true).at("create", &path)?;
         Ok(Self { file, path })
     }
 
@@ -53,7 +52,7 @@ impl Head {
         let text = format!("{{\"rows\":{:20},\"hash\":\"{}\"}}\n", mark.rows, mark.hash);
         let written =
             self.file.seek(SeekFrom::Start(0)).and_then(|_| self.file.write_all(text.as_bytes()));
-        written.map_err(|e| CorpusError::io("write", &self.path, e))
+        written.at("write", &self.path)
     }
 }
 

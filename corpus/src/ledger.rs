@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::error::CorpusError;
+use crate::error::{At, CorpusError};
 use crate::files;
 use crate::head::{self, Head, Mark};
 
@@ -53,7 +53,15 @@ impl Held {
     /// If it cannot be read or written, is no ledger, or was tampered with.
     pub fn resume(self) -> Result<(Ledger, Contents), CorpusError> {
         let Self { file, path } = self;
-        Ledger::resume_held(file, &path)
+        let contents = read_open(&file, &path)?;
+        if contents.torn {
+            cut(&file, &path, contents.bytes)?;
+        }
+        let mut head = Head::open(&path)?;
+        let (rows, bytes) = (contents.hashes.len() as u64, contents.bytes);
+        let prev = contents.hashes.last().cloned().unwrap_or_default();
+        head.write(&Mark { rows, hash: prev.clone() })?;
+        Ok((Ledger { file, head, path, seq: rows, prev, bytes }, contents))
     }
 }
 
@@ -93,7 +101,9 @@ impl Link {
     /// Reads a line as a ledger has it. Whether its hash fits is asked by [`follows`](Self::follows).
     #[must_use]
     pub fn parse(line: &str) -> Option<Self> {
-        let (body, hash) = split(line.as_bytes())?;
+        let (body, rest) =
+            Some(line).filter(|line| line.len() <= LINE_MAX)?.rsplit_once(HASH_FIELD)?;
+        let hash = rest.strip_suffix("\"}")?;
         let rest = body.strip_prefix("{\"seq\":")?;
         let (seq, rest) = rest.split_once(",\"prev\":\"")?;
         let (prev, record) = rest.split_once("\",\"record\":")?;
@@ -108,11 +118,13 @@ impl Link {
     pub fn follows(&self, last: Option<(u64, &str)>) -> Result<(), String> {
         let genesis = genesis();
         let (seq, prev) = last.map_or((0, genesis.as_str()), |(seq, hash)| (seq + 1, hash));
-        if self.seq != seq || self.prev != prev {
-            return Err(format!("row {seq} belongs here, and this is row {}", self.seq));
-        }
         if self.hash != hash_of(&body(self.seq, &self.prev, &self.record)) {
-            return Err(format!("row {seq} was edited (its hash does not fit)"));
+            return Err("the row was edited (its hash does not fit)".to_owned());
+        }
+        if self.seq != seq || self.prev != prev {
+            return Err(format!(
+                "a row was removed, inserted or moved before this one (row {seq} belongs here)"
+            ));
         }
         Ok(())
     }
@@ -131,7 +143,6 @@ pub struct Contents {
     pub hashes: Vec<String>,
     /// Bytes of the lines that count.
     bytes: u64,
-    prev: String,
 }
 
 impl Contents {
@@ -156,12 +167,10 @@ impl Ledger {
     /// # Errors
     /// If the file exists and is not empty, or cannot be written.
     pub fn create(path: &Path, header: &Value) -> Result<Self, CorpusError> {
-        if let Some(folder) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
-            std::fs::create_dir_all(folder).map_err(|e| CorpusError::io("create", folder, e))?;
-        }
+        files::make_folder_of(path)?;
         let file = open(path, true)?;
         lock(&file, path)?;
-        let held = file.metadata().map_err(|e| CorpusError::io("read", path, e))?.len();
+        let held = file.metadata().at("read", path)?.len();
         if held > 0 && !only_a_torn_header(&file, path)? {
             return Err(CorpusError::Exists { path: path.to_path_buf() });
         }
@@ -174,7 +183,7 @@ impl Ledger {
             fields.insert("schema".into(), LEDGER_SCHEMA.into());
         }
         ledger.append(&header)?;
-        sync_folder(path)?;
+        files::sync_folder(path)?;
         Ok(ledger)
     }
 
@@ -196,43 +205,24 @@ impl Ledger {
         Ok(Held { file, path: path.to_path_buf() })
     }
 
-    fn resume_held(file: File, path: &Path) -> Result<(Self, Contents), CorpusError> {
-        let contents = read_open(&file, path)?;
-        if contents.torn {
-            cut(&file, path, contents.bytes)?;
-        }
-        let mut head = Head::open(path)?;
-        let rows = contents.records.len() as u64 + 1;
-        head.write(&Mark { rows, hash: contents.prev.clone() })?;
-        let ledger = Self {
-            file,
-            head,
-            path: path.to_path_buf(),
-            seq: contents.records.len() as u64 + 1,
-            prev: contents.prev.clone(),
-            bytes: contents.bytes,
-        };
-        Ok((ledger, contents))
-    }
-
     /// Appends a record and returns its row once the row is on the disk.
     ///
     /// # Errors
     /// If the disk refuses. The ledger then ends where it ended before.
     pub fn append(&mut self, record: &impl Serialize) -> Result<Link, CorpusError> {
-        let record = serde_json::to_string(record)
-            .map_err(|e| CorpusError::io("write", &self.path, e.into()))?;
+        let record = serde_json::to_string(record).map_err(std::io::Error::from);
+        let record = record.at("write", &self.path)?;
         let link = Link::at(self.seq, self.prev.clone(), record);
         let line = link.line() + "\n";
         let written = (&self.file)
             .seek(SeekFrom::Start(self.bytes))
             .and_then(|_| self.file.write_all(line.as_bytes()))
             .and_then(|()| self.file.sync_data());
-        if let Err(error) = written {
+        if written.is_err() {
             // What was written of the line is no row; the next reader would cut it off too.
             let _ = self.file.set_len(self.bytes);
-            return Err(CorpusError::io("write", &self.path, error));
         }
+        written.at("write", &self.path)?;
         self.bytes += line.len() as u64;
         self.seq += 1;
         self.prev.clone_from(&link.hash);
@@ -246,7 +236,7 @@ impl Ledger {
     /// If the disk refuses.
     pub fn remove(self) -> Result<(), CorpusError> {
         for path in [self.path.clone(), head::path_of(&self.path)] {
-            std::fs::remove_file(&path).map_err(|e| CorpusError::io("remove", &path, e))?;
+            std::fs::remove_file(&path).at("remove", &path)?;
         }
         Ok(())
     }
@@ -263,13 +253,13 @@ impl Ledger {
 /// # Errors
 /// If it cannot be read, is no ledger, or was tampered with.
 pub fn read(path: &Path) -> Result<Contents, CorpusError> {
-    let file = files::open_own(path).map_err(|e| CorpusError::io("read", path, e))?;
+    let file = files::open_own(path).at("read", path)?;
     read_open(&file, path)
 }
 
 fn open(path: &Path, create: bool) -> Result<File, CorpusError> {
     let action = if create { "create" } else { "open" };
-    files::open_to_write(path, create).map_err(|e| CorpusError::io(action, path, e))
+    files::open_to_write(path, create).at(action, path)
 }
 
 fn lock(file: &File, path: &Path) -> Result<(), CorpusError> {
@@ -284,24 +274,12 @@ fn lock(file: &File, path: &Path) -> Result<(), CorpusError> {
 
 /// Whether the file holds no finished line: a process died while it wrote the header.
 fn only_a_torn_header(file: &File, path: &Path) -> Result<bool, CorpusError> {
-    let text = files::read_whole(file, BYTES_MAX).map_err(|e| CorpusError::io("read", path, e))?;
+    let text = files::read_whole(file, BYTES_MAX).at("read", path)?;
     Ok(!text.contains(&b'\n') && text.starts_with(br#"{"seq":0,"#))
 }
 
 fn cut(file: &File, path: &Path, bytes: u64) -> Result<(), CorpusError> {
-    file.set_len(bytes)
-        .and_then(|()| file.sync_data())
-        .map_err(|e| CorpusError::io("write", path, e))
-}
-
-/// A new file is only found again after a power loss when its folder is on the disk.
-fn sync_folder(path: &Path) -> Result<(), CorpusError> {
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if cfg!(unix) {
-        let synced = File::open(folder).and_then(|folder| folder.sync_all());
-        synced.map_err(|e| CorpusError::io("sync", folder, e))?;
-    }
-    Ok(())
+    file.set_len(bytes).and_then(|()| file.sync_data()).at("write", path)
 }
 
 fn genesis() -> String {
@@ -324,146 +302,64 @@ fn read_open(file: &File, path: &Path) -> Result<Contents, CorpusError> {
     let bytes = reader
         .seek(SeekFrom::Start(0))
         .and_then(|_| files::read_whole(file, BYTES_MAX))
-        .map_err(|e| CorpusError::io("read", path, e))?;
+        .at("read", path)?;
     let finished = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |last| last + 1);
-    let mut chain = Chain {
-        path,
-        seq: 0,
-        prev: genesis(),
-        records: Vec::new(),
-        hashes: Vec::new(),
-        marked: None,
+    let schema = |found: &str| CorpusError::Schema {
+        path: path.to_path_buf(),
+        needed: LEDGER_SCHEMA,
+        found: found.to_owned(),
     };
-    chain.marked = mark.as_ref().map(|mark| (mark.rows, None));
+    let tampered = |rows: &[String], reason: String| CorpusError::Tampered {
+        path: path.to_path_buf(),
+        line: rows.len() + 1,
+        reason,
+    };
+    let (mut records, mut hashes) = (Vec::new(), Vec::<String>::new());
     for line in bytes[..finished].split_inclusive(|&b| b == b'\n') {
-        chain.line(&line[..line.len() - 1])?;
-    }
-    if !chain.records.is_empty() {
-        chain.reaches(mark)?;
-    }
-    let mut records = chain.records;
-    if records.is_empty() {
-        let found = if bytes.is_empty() { "an empty file" } else { "no finished line" };
-        return Err(CorpusError::Schema {
-            path: path.to_path_buf(),
-            needed: LEDGER_SCHEMA,
-            found: found.into(),
-        });
-    }
-    let header = records.remove(0);
-    Ok(Contents {
-        header,
-        records,
-        torn: finished < bytes.len(),
-        hashes: chain.hashes,
-        bytes: finished as u64,
-        prev: chain.prev,
-    })
-}
-
-struct Chain<'a> {
-    path: &'a Path,
-    seq: u64,
-    prev: String,
-    records: Vec<Value>,
-    hashes: Vec<String>,
-    /// The row that the head names, counted from one, and its hash once it was read.
-    marked: Option<(u64, Option<String>)>,
-}
-
-impl Chain<'_> {
-    fn line(&mut self, line: &[u8]) -> Result<(), CorpusError> {
-        let Some((body, hash)) = split(line) else {
-            if self.seq == 0 {
-                return Err(self.schema("something else"));
-            }
-            return Err(self.tampered("this is not a row".into()));
+        let no_row = || match hashes.len() {
+            0 => schema("something else"),
+            _ => tampered(&hashes, "this is not a row".to_owned()),
         };
-        let parsed: Result<Value, _> = serde_json::from_str(&format!("{body}}}"));
-        let Ok(Value::Object(mut row)) = parsed else {
-            return Err(self.tampered("this is not a row".into()));
-        };
-        let record = row.remove("record").unwrap_or_default();
-        if self.seq == 0 {
-            let schema = record.get("schema").and_then(Value::as_str).unwrap_or("none");
-            if schema != LEDGER_SCHEMA {
-                return Err(self.schema(schema));
+        let line = std::str::from_utf8(&line[..line.len() - 1]).ok();
+        let link = line.and_then(Link::parse).ok_or_else(no_row)?;
+        let record: Value = serde_json::from_str(&link.record).map_err(|_| no_row())?;
+        if hashes.is_empty() {
+            let found = record.get("schema").and_then(Value::as_str).unwrap_or("none");
+            if found != LEDGER_SCHEMA {
+                return Err(schema(found));
             }
         }
-        if hash_of(body) != hash {
-            return Err(self.tampered("the row was edited (its hash does not fit)".into()));
-        }
-        let seq = row.get("seq").and_then(Value::as_u64);
-        let prev = row.get("prev").and_then(Value::as_str);
-        if seq != Some(self.seq) || prev != Some(self.prev.as_str()) {
-            return Err(self.tampered(format!(
-                "a row was removed, inserted or moved before this one (row {} belongs here)",
-                self.seq
-            )));
-        }
-        self.seq += 1;
-        self.prev = hash.to_owned();
-        self.records.push(record);
-        self.hashes.push(hash.to_owned());
-        if let Some((rows, found)) = &mut self.marked
-            && *rows == self.seq
-        {
-            *found = Some(hash.to_owned());
-        }
-        Ok(())
+        let last = hashes.last().map(|hash| (hashes.len() as u64 - 1, hash.as_str()));
+        link.follows(last).map_err(|reason| tampered(&hashes, reason))?;
+        records.push(record);
+        hashes.push(link.hash);
     }
-
-    /// Whether the rows go as far as the head says.
-    fn reaches(&self, mark: Option<Mark>) -> Result<(), CorpusError> {
-        let head = head::path_of(self.path);
-        let head = head.file_name().unwrap_or_default().to_string_lossy();
-        let Some(mark) = mark else {
-            // A new ledger's head is written after its header.
-            return match self.seq {
-                1 => Ok(()),
-                _ => {
-                    Err(self.tampered(format!("{head} is missing, which says where the rows end")))
-                }
-            };
-        };
-        if mark.rows > self.seq {
-            return Err(self.tampered(format!(
-                "rows were cut off the end ({} are here, {head} counts {})",
-                self.seq, mark.rows
-            )));
-        }
-        let found = self.marked.as_ref().and_then(|(_, hash)| hash.as_deref());
-        if found == Some(mark.hash.as_str()) {
-            return Ok(());
-        }
-        Err(self.tampered(format!("{head} names another row {} than this ledger has", mark.rows)))
+    if hashes.is_empty() {
+        return Err(schema(if bytes.is_empty() { "an empty file" } else { "no finished line" }));
     }
-
-    fn schema(&self, found: &str) -> CorpusError {
-        CorpusError::Schema {
-            path: self.path.to_path_buf(),
-            needed: LEDGER_SCHEMA,
-            found: found.to_owned(),
-        }
-    }
-
-    fn tampered(&self, reason: String) -> CorpusError {
-        CorpusError::Tampered {
-            path: self.path.to_path_buf(),
-            line: self.records.len() + 1,
-            reason,
-        }
-    }
+    reaches(&hashes, mark, path).map_err(|reason| tampered(&hashes, reason))?;
+    let (header, torn) = (records.remove(0), finished < bytes.len());
+    Ok(Contents { header, records, torn, hashes, bytes: finished as u64 })
 }
 
-/// A line's text before its hash, and the hash.
-fn split(line: &[u8]) -> Option<(&str, &str)> {
-    if line.len() > LINE_MAX {
-        return None;
+/// Whether the rows go as far as the head says.
+fn reaches(hashes: &[String], mark: Option<Mark>, path: &Path) -> Result<(), String> {
+    let head = head::path_of(path);
+    let head = head.file_name().unwrap_or_default().to_string_lossy();
+    let rows = hashes.len();
+    let Some(mark) = mark else {
+        // A new ledger's head is written after its header.
+        let missing = format!("{head} is missing, which says where the rows end");
+        return if rows == 1 { Ok(()) } else { Err(missing) };
+    };
+    let named = usize::try_from(mark.rows).unwrap_or(usize::MAX);
+    if named > rows {
+        return Err(format!("rows were cut off the end ({rows} are here, {head} counts {named})"));
     }
-    let line = std::str::from_utf8(line).ok()?;
-    let (body, rest) = line.rsplit_once(HASH_FIELD)?;
-    Some((body, rest.strip_suffix("\"}")?))
+    if named.checked_sub(1).is_some_and(|last| hashes[last] == mark.hash) {
+        return Ok(());
+    }
+    Err(format!("{head} names another row {named} than this ledger has"))
 }
 
 #[cfg(test)]

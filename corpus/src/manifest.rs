@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::error::CorpusError;
+use crate::error::{At, CorpusError};
 use crate::files;
 use crate::seal::{check_seal, seal};
 
@@ -27,6 +27,9 @@ pub const UNSEALED: &str = "unsealed.json";
 
 /// Its name once the run's files were given up.
 pub const COLLECTED: &str = "collected.json";
+
+/// Its names, that which counts first.
+const NAMES: [&str; 3] = [MANIFEST, COLLECTED, UNSEALED];
 
 /// The schema id of a manifest.
 pub const MANIFEST_SCHEMA: &str = "amk.manifest.v1";
@@ -149,71 +152,63 @@ impl Manifest {
 /// # Errors
 /// If the folder cannot be read. A manifest that was edited is a problem that is found, not an error.
 pub fn look(folder: &Path) -> Result<Looked, CorpusError> {
-    let open = Looked { state: State::Open, problems: Vec::new(), previous_is_here: false };
-    let sealed = match Manifest::read(&folder.join(MANIFEST)) {
-        Ok(found) => found,
-        Err(error @ CorpusError::Tampered { .. }) => {
-            return Ok(Looked { problems: vec![error.to_string()], ..open });
-        }
-        Err(error) => return Err(error),
-    };
-    let Some((manifest, hash)) = sealed else { return look_without_seal(folder) };
-    let mut problems = match differences(folder, &manifest.files) {
-        Ok(problems) => problems,
-        Err(error) => vec![error.to_string()],
-    };
-    let previous_is_here = match &manifest.previous {
-        None => true,
-        Some(previous) => match neighbour(folder, &previous.run)? {
-            None => false,
-            Some(known) => {
-                if !known.contains(&previous.hash) {
-                    problems.push(format!(
-                        "{MANIFEST} names another manifest of the run before it ({}) than that has",
-                        previous.run
+    let mut looked = Looked { state: State::Open, problems: Vec::new(), previous_is_here: false };
+    for name in NAMES {
+        let (manifest, hash) = match Manifest::read(&folder.join(name)) {
+            Ok(Some(found)) => found,
+            Ok(None) => continue,
+            Err(error) if error.is_integrity() => {
+                looked.problems.push(error.to_string());
+                return Ok(looked);
+            }
+            Err(error) => return Err(error),
+        };
+        let differences = differences(folder, &manifest.files);
+        match name {
+            MANIFEST => {
+                looked.problems = differences.unwrap_or_else(|error| vec![error.to_string()]);
+                look_at_previous(folder, &manifest, &mut looked)?;
+                looked.state = State::Sealed(Box::new(manifest), hash);
+            }
+            COLLECTED => {
+                looked.problems = differences?;
+                // What is gone was given up.
+                looked.problems.retain(|problem| !problem.ends_with(MISSING));
+                looked.state = State::Collected(Box::new(manifest), hash);
+            }
+            // Its search goes on. What was sealed must still be there: another name of the manifest takes nothing of the seal away.
+            _ => {
+                let sealed = manifest.files.get(LEDGER);
+                let begins = sealed.map(|sealed| begins_as_sealed(&folder.join(LEDGER), sealed));
+                if begins.transpose()? == Some(false) {
+                    looked.problems.push(format!(
+                        "{LEDGER} does not begin with the rows that were sealed ({UNSEALED})"
                     ));
                 }
-                true
             }
-        },
-    };
-    Ok(Looked { state: State::Sealed(Box::new(manifest), hash), problems, previous_is_here })
+        }
+        break;
+    }
+    Ok(looked)
 }
 
-/// A run that has no manifest under its name: it was collected, goes on, or was never sealed. What a manifest aside sealed must still be
-/// there: another name of the manifest takes nothing of the seal away.
-fn look_without_seal(folder: &Path) -> Result<Looked, CorpusError> {
-    let open = Looked { state: State::Open, problems: Vec::new(), previous_is_here: false };
-    let found = |name: &str| match Manifest::read(&folder.join(name)) {
-        Ok(found) => Ok(Ok(found)),
-        Err(error) if error.is_integrity() => Ok(Err(vec![error.to_string()])),
-        Err(error) => Err(error),
-    };
-    match found(COLLECTED)? {
-        Err(problems) => return Ok(Looked { problems, ..open }),
-        Ok(Some((manifest, hash))) => {
-            let mut problems = differences(folder, &manifest.files)?;
-            // What is gone was given up.
-            problems.retain(|problem| !problem.ends_with(MISSING));
-            return Ok(Looked {
-                state: State::Collected(Box::new(manifest), hash),
-                problems,
-                ..open
-            });
-        }
-        Ok(None) => {}
+/// Whether the run before is here, and still the one that a manifest names.
+fn look_at_previous(
+    folder: &Path,
+    manifest: &Manifest,
+    looked: &mut Looked,
+) -> Result<(), CorpusError> {
+    looked.previous_is_here = true;
+    let Some(previous) = &manifest.previous else { return Ok(()) };
+    match neighbour(folder, &previous.run)? {
+        None => looked.previous_is_here = false,
+        Some(known) if known.contains(&previous.hash) => {}
+        Some(_) => looked.problems.push(format!(
+            "{MANIFEST} names another manifest of the run before it ({}) than that has",
+            previous.run
+        )),
     }
-    let problems = match found(UNSEALED)? {
-        Err(problems) => problems,
-        Ok(Some((manifest, _))) => match manifest.files.get(LEDGER) {
-            Some(sealed) if !begins_as_sealed(&folder.join(LEDGER), sealed)? => {
-                vec![format!("{LEDGER} does not begin with the rows that were sealed ({UNSEALED})")]
-            }
-            Some(_) | None => Vec::new(),
-        },
-        Ok(None) => Vec::new(),
-    };
-    Ok(Looked { problems, ..open })
+    Ok(())
 }
 
 /// Whether a file still begins with the bytes that were sealed.
@@ -225,7 +220,7 @@ fn begins_as_sealed(path: &Path, sealed: &FileSeal) -> Result<bool, CorpusError>
         }
         hash_of(&file, sealed.bytes).map(Some)
     };
-    let found = hash().map_err(|e| CorpusError::io("read", path, e))?;
+    let found = hash().at("read", path)?;
     Ok(found.as_ref() == Some(&sealed.blake3))
 }
 
@@ -243,7 +238,7 @@ fn hash_of(file: &File, bytes: u64) -> std::io::Result<String> {
 pub fn seal_run(folder: &Path, run: &str, rows: u64, unix_s: u64) -> Result<Manifest, CorpusError> {
     let parent = parent_of(folder);
     // One at a time, so that no two runs follow the same one. Where folders cannot be locked, `look` finds it.
-    let lock = File::open(&parent).map_err(|e| CorpusError::io("read", &parent, e))?;
+    let lock = File::open(&parent).at("read", &parent)?;
     let _ = lock.lock();
     let files = files_of(folder)?;
     let aside = folder.join(UNSEALED);
@@ -269,10 +264,10 @@ pub fn seal_run(folder: &Path, run: &str, rows: u64, unix_s: u64) -> Result<Mani
         Manifest { schema, run, number, previous, sealed_unix_s: unix_s, rows, supersedes, files };
     let path = folder.join(MANIFEST);
     let (text, _) = manifest.to_text();
-    files::replace(&path, text.as_bytes()).map_err(|e| CorpusError::io("write", &path, e))?;
-    sync(&parent)?;
+    files::replace(&path, text.as_bytes()).at("write", &path)?;
+    files::sync_folder(&path)?;
     if aside.exists() {
-        std::fs::remove_file(&aside).map_err(|e| CorpusError::io("remove", &aside, e))?;
+        std::fs::remove_file(&aside).at("remove", &aside)?;
     }
     Ok(manifest)
 }
@@ -366,7 +361,7 @@ fn files_of(folder: &Path) -> Result<BTreeMap<String, FileSeal>, CorpusError> {
             }
             Ok(FileSeal { blake3: hash_of(&file, bytes)?, bytes })
         };
-        let sealed = read().map_err(|e| CorpusError::io("read", &path, e))?;
+        let sealed = read().at("read", &path)?;
         Ok((name, sealed))
     };
     names.into_iter().map(seal).collect()
@@ -379,8 +374,7 @@ fn names_of(folder: &Path) -> Result<BTreeMap<String, PathBuf>, CorpusError> {
     for entry in std::fs::read_dir(folder).map_err(unreadable)? {
         let entry = entry.map_err(unreadable)?;
         let name = entry.file_name().to_string_lossy().into_owned();
-        let own = [MANIFEST, UNSEALED, COLLECTED].contains(&name.as_str());
-        if !own && !name.ends_with(".partial") {
+        if !NAMES.contains(&name.as_str()) && !name.ends_with(".partial") {
             names.insert(name, entry.path());
         }
     }
@@ -396,15 +390,14 @@ fn parent_of(path: &Path) -> PathBuf {
 /// The manifests of the runs beside a folder, in whatever state. One that cannot be read is none.
 fn beside(folder: &Path) -> Result<Vec<(Manifest, String)>, CorpusError> {
     let parent = parent_of(folder);
-    let own = folder.canonicalize().map_err(|e| CorpusError::io("read", folder, e))?;
+    let own = folder.canonicalize().at("read", folder)?;
     let unreadable = |e| CorpusError::io("read", &parent, e);
     let mut found = Vec::new();
     for entry in std::fs::read_dir(&parent).map_err(unreadable)? {
         let other = entry.map_err(unreadable)?.path();
-        let names = [MANIFEST, UNSEALED, COLLECTED];
         if other.file_name() != own.file_name() && other.is_dir() {
             let read = |name: &&str| Manifest::read(&other.join(name)).ok().flatten();
-            found.extend(names.iter().find_map(read));
+            found.extend(NAMES.iter().find_map(read));
         }
     }
     Ok(found)
@@ -422,14 +415,8 @@ fn neighbour(folder: &Path, run: &str) -> Result<Option<Vec<String>>, CorpusErro
 }
 
 fn rename(from: &Path, to: &Path) -> Result<(), CorpusError> {
-    std::fs::rename(from, to).map_err(|e| CorpusError::io("write", to, e))?;
-    sync(&parent_of(to))
-}
-
-/// A renamed file is only found again after a power loss when its folder is on the disk.
-fn sync(folder: &Path) -> Result<(), CorpusError> {
-    let synced = File::open(folder).and_then(|folder| folder.sync_all());
-    synced.map_err(|e| CorpusError::io("sync", folder, e))
+    std::fs::rename(from, to).at("write", to)?;
+    files::sync_folder(to)
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use crate::error::CorpusError;
+use crate::error::{At, CorpusError};
 use crate::files;
 
 /// A tab-separated file with a header. It is a view: the ledger is the record, and the view is written anew on resuming.
@@ -26,13 +26,11 @@ impl Results {
         columns: &[&str],
         rows: &[Vec<String>],
     ) -> Result<Self, CorpusError> {
-        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        std::fs::create_dir_all(folder).map_err(|e| CorpusError::io("create", folder, e))?;
+        files::make_folder_of(path)?;
         if path.is_dir() {
             return Err(CorpusError::io("write", path, std::io::ErrorKind::IsADirectory.into()));
         }
-        let file = files::replace(path, text(columns, rows).as_bytes())
-            .map_err(|e| CorpusError::io("write", path, e))?;
+        let file = files::replace(path, text(columns, rows).as_bytes()).at("write", path)?;
         Ok(Self { file, path: path.to_path_buf(), columns: columns.len() })
     }
 
@@ -49,9 +47,8 @@ impl Results {
         if !special || path.is_dir() {
             return Self::create(path, columns, rows);
         }
-        let file = File::create(path)
-            .and_then(|mut file| file.write_all(text(columns, rows).as_bytes()).map(|()| file))
-            .map_err(|e| CorpusError::io("write", path, e))?;
+        let mut file = File::create(path).at("write", path)?;
+        file.write_all(text(columns, rows).as_bytes()).at("write", path)?;
         Ok(Self { file, path: path.to_path_buf(), columns: columns.len() })
     }
 
@@ -61,9 +58,7 @@ impl Results {
     /// If the file cannot be written.
     pub fn append(&mut self, row: &[String]) -> Result<(), CorpusError> {
         let cells = (0..self.columns).map(|i| row.get(i).map_or("", String::as_str));
-        self.file
-            .write_all(line(cells).as_bytes())
-            .map_err(|e| CorpusError::io("write", &self.path, e))
+        self.file.write_all(line(cells).as_bytes()).at("write", &self.path)
     }
 
     /// The file.

@@ -1,5 +1,7 @@
 //! Schedules that were found and are shipped, by the shape of the graph that they are for.
 
+use std::sync::LazyLock;
+
 use ir::Target;
 use ir::program::Dims;
 
@@ -36,13 +38,28 @@ pub struct Match {
 /// From a leave-one-out over the presets with the cost model (`docs/lab/2026-11-22-default-schedule.md`).
 pub const SHAPE_DISTANCE_MAX: f64 = 2.0;
 
-/// Every file of `schedules/`, by target, folder and name.
-const SHIPPED: &[Shipped] = include!(concat!(env!("OUT_DIR"), "/shipped.rs"));
+/// A file of `schedules/`: target, folder, shape, context, schedule and bundle.
+type File = (&'static str, &'static str, &'static str, u32, &'static str, Option<&'static str>);
+
+/// Every one of them, by target, folder and name.
+const FILES: &[File] = include!(concat!(env!("OUT_DIR"), "/shipped.rs"));
+
+static SHIPPED: LazyLock<Vec<Shipped>> = LazyLock::new(|| {
+    let read = |&(target, folder, shape, context, schedule, bundle): &File| {
+        let shape: Result<Dims, _> = serde_json::from_str(shape);
+        let shape = shape.unwrap_or_else(|e| panic!("schedules/{target}/{folder}/shape.json: {e}"));
+        Shipped { target, folder, shape, context, schedule, bundle }
+    };
+    FILES.iter().map(read).collect()
+});
 
 /// Every shipped schedule.
+///
+/// # Panics
+/// If a shape that was compiled in is none.
 #[must_use]
 pub fn all_shipped() -> &'static [Shipped] {
-    SHIPPED
+    &SHIPPED
 }
 
 /// How unlike two shapes are: the sum of `|ln ratio|` of hidden, ffn, layers, heads and key/value heads. `None` where formats differ.
@@ -58,7 +75,7 @@ pub fn shape_distance(a: &Dims, b: &Dims) -> Option<f64> {
 /// get right, how many workers share the keys of a head, goes with the logarithm of the context.
 #[must_use]
 pub fn shipped(shape: &Dims, target: &Target, context: u32) -> Vec<Match> {
-    matching(SHIPPED, shape, target, context)
+    matching(all_shipped(), shape, target, context)
 }
 
 fn matching(all: &'static [Shipped], shape: &Dims, target: &Target, context: u32) -> Vec<Match> {
@@ -131,7 +148,7 @@ mod tests {
 
     #[test]
     fn shipped_schedules_are_json_objects_and_found_by_their_shape() {
-        for each in SHIPPED {
+        for each in all_shipped() {
             let target = Target::by_name(each.target).expect(each.target);
             let best = shipped(&each.shape, &target, each.context)[0];
             assert_eq!((best.shipped, best.same_shape, best.distance), (each, true, 0.0));

@@ -169,16 +169,8 @@ impl<'a> Remote<'a> {
         if let Err(error) = sent {
             return Err(self.lose(&error.into(), Duration::ZERO));
         }
-        match self.ask(
-            &Request::Open { key: self.key.to_bytes() },
-            &[],
-            Work { opens: true, ..Work::default() },
-        )? {
-            Reply::Opened(info) => Ok(info),
-            reply @ (Reply::Done | Reply::Ran(_) | Reply::Timed(..) | Reply::Slots(_)) => {
-                Err(self.confused(&reply))
-            }
-        }
+        let work = Work { opens: true, ..Work::default() };
+        self.ask(&Request::Open { key: self.key.to_bytes() }, &[], work)
     }
 
     /// A process that answers, with these programs loaded.
@@ -210,7 +202,7 @@ impl<'a> Remote<'a> {
         let ((bytes, seal), kernel) = (self.key.seal(&kept.program), kept.kernel);
         let compiled = self.running.as_ref().is_some_and(|r| r.compiled.contains(&kernel));
         let work = Work { compiles: u32::from(!compiled), ..Work::default() };
-        self.done(&Request::Prepare { handle, kernel, seal }, &bytes, work)?;
+        self.ask::<()>(&Request::Prepare { handle, kernel, seal }, &bytes, work)?;
         if let Some(running) = &mut self.running {
             running.loaded.insert(handle);
             if !compiled {
@@ -237,7 +229,12 @@ impl<'a> Remote<'a> {
     }
 
     /// One request, one answer, within its deadline. Whatever else happens ends the process.
-    fn ask(&mut self, request: &Request, bytes: &[u8], work: Work) -> Result<Reply, DeviceError> {
+    fn ask<T: TryFrom<Reply>>(
+        &mut self,
+        request: &Request,
+        bytes: &[u8],
+        work: Work,
+    ) -> Result<T, DeviceError> {
         self.number = self.number.wrapping_add(1);
         let (number, limit) = (self.number, self.limits.of(&work));
         let Some(running) = &mut self.running else {
@@ -265,32 +262,16 @@ impl<'a> Remote<'a> {
                 if lost {
                     self.end();
                 }
-                result
+                T::try_from(result?).map_err(|_| self.confused())
             }
             Err(broken) => Err(self.lose(&broken, began.elapsed())),
         }
     }
 
-    /// As [`Self::ask`], where there is nothing to answer.
-    fn done(&mut self, request: &Request, bytes: &[u8], work: Work) -> Result<(), DeviceError> {
-        match self.ask(request, bytes, work)? {
-            Reply::Done => Ok(()),
-            reply @ (Reply::Opened(_) | Reply::Ran(_) | Reply::Timed(..) | Reply::Slots(_)) => {
-                Err(self.confused(&reply))
-            }
-        }
-    }
-
     /// An answer to something else.
-    fn confused(&mut self, reply: &Reply) -> DeviceError {
-        let what = match reply {
-            Reply::Opened(_) => "that it has opened its device",
-            Reply::Done => "that it is done",
-            Reply::Ran(_) => "what was chosen at some positions",
-            Reply::Timed(..) => "times",
-            Reply::Slots(_) => "slots",
-        };
-        self.lose(&Broken::Nonsense(format!("{what}, which was not asked")), Duration::ZERO)
+    fn confused(&mut self) -> DeviceError {
+        let what = "an answer to something that was not asked".to_owned();
+        self.lose(&Broken::Nonsense(what), Duration::ZERO)
     }
 
     /// Gives a process up: what it said last, how it ended, and the error that says so.
@@ -325,7 +306,7 @@ impl<'a> Remote<'a> {
 
     /// Kills the process. False if it is still there after its time.
     fn end(&mut self) -> bool {
-        self.costs_before = self.costs_before + std::mem::take(&mut self.costs);
+        self.costs_before += std::mem::take(&mut self.costs);
         let Some(mut running) = self.running.take() else { return true };
         running.process.kill(self.limits.leave)
     }
@@ -384,14 +365,11 @@ impl Device for Remote<'_> {
                 first: begin as u64,
             };
             let work = self.work(&[program], 0, end - begin);
-            match self.ask(&request, &[], work)? {
-                Reply::Ran(chosen) if chosen.len() == end - begin => ran.chosen.extend(chosen),
-                reply @ (Reply::Opened(_)
-                | Reply::Done
-                | Reply::Ran(_)
-                | Reply::Timed(..)
-                | Reply::Slots(_)) => return Err(self.confused(&reply)),
+            let chosen: Vec<u32> = self.ask(&request, &[], work)?;
+            if chosen.len() != end - begin {
+                return Err(self.confused());
             }
+            ran.chosen.extend(chosen);
             self.ran(program);
             ran.logits.extend(self.rows.copy(end - begin));
         }
@@ -400,7 +378,7 @@ impl Device for Remote<'_> {
 
     fn hand_over(&mut self, from: Handle, to: Handle) -> Result<(), DeviceError> {
         self.ready(&[to])?;
-        self.done(&Request::HandOver { from: from.0, to: to.0 }, &[], Work::default())
+        self.ask(&Request::HandOver { from: from.0, to: to.0 }, &[], Work::default())
     }
 
     fn slots(&mut self, program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
@@ -409,19 +387,14 @@ impl Device for Remote<'_> {
         if !self.running.as_ref().is_some_and(has) {
             return Ok(None);
         }
-        match self.ask(&Request::Slots { handle: program.0 }, &[], Work::default())? {
-            Reply::Slots(slots) => Ok(slots),
-            reply @ (Reply::Opened(_) | Reply::Done | Reply::Ran(_) | Reply::Timed(..)) => {
-                Err(self.confused(&reply))
-            }
-        }
+        self.ask(&Request::Slots { handle: program.0 }, &[], Work::default())
     }
 
     fn foresee(&mut self, kernels: &[KernelConfig]) {
         if self.running.is_some() {
             // A hint: a process that fails at it is replaced when it is needed.
             let request = Request::Foresee { kernels: kernels.to_vec() };
-            let _ = self.done(&request, &[], Work::default());
+            let _ = self.ask::<()>(&request, &[], Work::default());
         }
     }
 
@@ -449,27 +422,22 @@ impl Device for Remote<'_> {
         let block = tokens.len().saturating_sub(first);
         let positions = blocks.saturating_mul(2 * block).saturating_add(2 * tokens.len());
         let work = self.work(&handles, blocks, positions);
-        match self.ask(&request, &[], work)? {
-            Reply::Timed(timed, last_chosen) if timed.len() == rounds => {
-                self.ran(handles[1]);
-                let mut rows = self.rows.copy(2).into_iter();
-                let mut last = || rows.next().unwrap_or_default();
-                let last_logits = [last(), last()];
-                Ok(Samples { rounds: timed, last_logits, last_chosen, ..Samples::default() })
-            }
-            reply @ (Reply::Opened(_)
-            | Reply::Done
-            | Reply::Ran(_)
-            | Reply::Timed(..)
-            | Reply::Slots(_)) => Err(self.confused(&reply)),
+        let (timed, last_chosen): (Vec<_>, _) = self.ask(&request, &[], work)?;
+        if timed.len() != rounds {
+            return Err(self.confused());
         }
+        self.ran(handles[1]);
+        let mut rows = self.rows.copy(2).into_iter();
+        let mut last = || rows.next().unwrap_or_default();
+        let last_logits = [last(), last()];
+        Ok(Samples { rounds: timed, last_logits, last_chosen, ..Samples::default() })
     }
 
     fn release(&mut self, program: &Arc<Verified<Program>>, kernel: &KernelConfig) {
         let Some(handle) = self.handle_of(program, kernel) else { return };
         self.programs.remove(&handle);
         if self.running.as_mut().is_some_and(|running| running.loaded.remove(&handle)) {
-            let _ = self.done(&Request::Release { handle }, &[], Work::default());
+            let _ = self.ask::<()>(&Request::Release { handle }, &[], Work::default());
         }
     }
 }

@@ -22,15 +22,12 @@ const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 /// How long the device may take to leave when the parent is gone. Then the process kills itself, and the driver cleans up.
 const LEAVE: Duration = Duration::from_secs(5);
 
-/// What a device process drives. As [`search::Device`], but for where logits go and who proves what is timed.
+/// What a device process drives. As [`search::Device`], errors included, but for where logits go and who proves what is timed.
 pub trait Served {
     /// What it is.
     fn describe(&self) -> DeviceInfo;
 
     /// As [`search::Device::prepare`].
-    ///
-    /// # Errors
-    /// As there.
     fn prepare(
         &mut self,
         program: &Arc<Verified<Program>>,
@@ -38,9 +35,6 @@ pub trait Served {
     ) -> Result<Handle, DeviceError>;
 
     /// As [`search::Device::run`]; the logits of `tokens[first..]` are written to `logits`, row behind row, and what was chosen is returned.
-    ///
-    /// # Errors
-    /// As there.
     fn run(
         &mut self,
         program: Handle,
@@ -51,9 +45,6 @@ pub trait Served {
 
     /// Times two programs in alternation. The parent holds the proofs that they agree; this is its door and nobody else's. The last logits
     /// of both are written to `last`, one behind the other; the tokens chosen by them come with the times.
-    ///
-    /// # Errors
-    /// As [`search::Device::time`].
     fn time(
         &mut self,
         programs: [Handle; 2],
@@ -62,17 +53,11 @@ pub trait Served {
     ) -> Result<(Vec<[f64; 4]>, [u32; 2]), DeviceError>;
 
     /// As [`search::Device::hand_over`].
-    ///
-    /// # Errors
-    /// As there.
     fn hand_over(&mut self, _from: Handle, _to: Handle) -> Result<(), DeviceError> {
         Err(fault("this device keeps sequences apart"))
     }
 
     /// As [`search::Device::slots`].
-    ///
-    /// # Errors
-    /// As there.
     fn slots(&mut self, _program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
         Ok(None)
     }

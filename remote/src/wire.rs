@@ -19,11 +19,8 @@ use search::{Costs, DeviceError, DeviceInfo};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// First word of a frame.
+/// First word of a frame, before the number of the request, the bytes of its body and those behind it.
 const MAGIC: u32 = u32::from_le_bytes(*b"AMKR");
-
-/// Magic, number of the request, bytes of the body, bytes behind it.
-const HEAD_BYTES: usize = 16;
 
 /// Longest body: tokens of a request, a compiler's log or timed blocks in an answer.
 const BODY_BYTES_MAX: u32 = 16 << 20;
@@ -55,8 +52,8 @@ pub(crate) enum Request {
     Slots { handle: u64 },
 }
 
-/// What came of a request.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// What came of a request, each kind a type of its own.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, derive_more::TryInto)]
 pub(crate) enum Reply {
     Opened(DeviceInfo),
     Done,
@@ -134,24 +131,16 @@ impl Channel {
         else {
             return Err(nonsense(format!("{} and {} bytes", body.len(), bytes.len())));
         };
-        let mut head = [0; HEAD_BYTES];
-        for (place, word) in
-            head.as_chunks_mut::<4>().0.iter_mut().zip([MAGIC, number, body_len, bytes_len])
-        {
-            *place = word.to_le_bytes();
-        }
-        self.write(&head)?;
+        self.write(bytemuck::bytes_of(&[MAGIC, number, body_len, bytes_len]))?;
         self.write(&body)?;
         self.write(bytes)
     }
 
     /// Receives a message: its number, its body and the bytes behind it.
     pub(crate) fn receive<T: DeserializeOwned>(&mut self) -> Result<(u32, T, Vec<u8>), Broken> {
-        let mut head = [0; HEAD_BYTES];
-        self.read(&mut head)?;
-        let mut words = head.as_chunks::<4>().0.iter().map(|bytes| u32::from_le_bytes(*bytes));
-        let mut word = || words.next().unwrap_or_default();
-        let (magic, number, body_len, bytes_len) = (word(), word(), word(), word());
+        let mut head = [0_u32; 4];
+        self.read(bytemuck::bytes_of_mut(&mut head))?;
+        let [magic, number, body_len, bytes_len] = head;
         if magic != MAGIC {
             return Err(Broken::Nonsense("what is no message".to_owned()));
         }

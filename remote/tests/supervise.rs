@@ -17,11 +17,11 @@ use ir::program::{Program, Verified};
 use ir::schedule::{Evict, KernelConfig, Knob};
 use model::Model;
 use remote::{Board, Limits, Phase, Remote, Room, Served, Watch};
-use search::scripted::{Behaviour, ScriptedDevice};
 use search::{
     Budget, Costs, Device, DeviceError, DeviceInfo, Expected, Gate, Handle, Outcome, Plan, Search,
     SearchError, Settings, Step, Timing, Trial,
 };
+use tests::scripted::{Behaviour, ScriptedDevice};
 
 /// Set in the process that is to be the device: what it does, such as `hang 5` at its fifth run.
 const MODE: &str = "AMK_TEST_DEVICE";

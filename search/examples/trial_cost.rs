@@ -4,7 +4,8 @@ use std::time::Instant;
 
 use ir::Target;
 use ir::schedule::{KernelConfig, Knob};
-use search::{Expected, Gate, PastTrials, Proposer};
+use search::strategy::Ground;
+use search::{Expected, Gate, PastTrials};
 
 fn main() {
     let mut args = std::env::args().skip(1);
@@ -26,13 +27,12 @@ fn main() {
     let default = ir::schedule::default_config(graph, &target);
     let values = |&knob: &Knob| (knob, ir::schedule::legal_values(knob, graph, &target));
     let space: Vec<_> = Knob::ALL.iter().map(values).collect();
-    let proposer = Proposer { space: &space, seed: 3, sweep: 40 };
-    let draws = proposer.draws(1, &default, &PastTrials::default()).map(|(_, config)| config);
+    let ground = Ground { space, seed: 3, sweep: 40 };
+    let draws = ground.draws(1, &default, &PastTrials::default()).map(|(_, config)| config);
     let mut done = 0;
     for config in std::iter::once(default).chain(draws) {
-        let Ok(valid) = gate.validate(&config) else { continue };
         let begin = Instant::now();
-        let Ok(candidate) = gate.lower(valid) else { continue };
+        let Ok(candidate) = gate.lower(&config) else { continue };
         let lowered = begin.elapsed();
         let agrees = gate.reference(&candidate).is_ok();
         let changed: Vec<_> =

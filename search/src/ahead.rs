@@ -6,17 +6,17 @@
 //! same with any number of threads, and with none.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Scope;
 
 use ir::schedule::ScheduleConfig;
 use reference_vm::compare::{Agreement, Reference};
 
-use crate::clock::Clock;
 use crate::cpu::{Candidate, Cpu};
 use crate::dropped::Dropped;
 use crate::growing::Growing;
 use crate::history::Guess;
+use crate::settings::Clock;
 
 /// Lowered candidates that are kept: those of some trials to come, three for each of eight devices among them, of some megabytes each.
 const LOWERED_MAX: usize = 64;
@@ -31,14 +31,8 @@ pub(crate) struct Judged {
     pub(crate) seconds: f64,
 }
 
-/// A result that is there, or that a thread is at work on.
-enum Entry<T> {
-    Running,
-    Done(T),
-}
-
-/// Results by id.
-type Memo<T> = BTreeMap<String, Entry<T>>;
+/// Results by id. One that a thread is at work on is waited for; if that ends in a panic, whoever waits does the work.
+type Memo<T> = BTreeMap<String, Arc<OnceLock<T>>>;
 
 #[derive(Default)]
 struct State {
@@ -83,27 +77,10 @@ impl<'a> Ahead<'a> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait<'s>(&self, state: MutexGuard<'s, State>) -> MutexGuard<'s, State> {
-        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The result of an id: known, waited for, or computed here.
     fn get<T: Clone>(&self, of: Of<T>, id: &str, compute: impl FnOnce() -> T) -> T {
-        let mut state = self.lock();
-        loop {
-            match of(&mut state).get(id) {
-                Some(Entry::Done(value)) => return value.clone(),
-                Some(Entry::Running) => state = self.wait(state),
-                None => break,
-            }
-        }
-        of(&mut state).insert(id.to_owned(), Entry::Running);
-        drop(state);
-        let running = Running { ahead: self, of, id };
-        let value = compute();
-        of(&mut self.lock()).insert(id.to_owned(), Entry::Done(value.clone()));
-        drop(running);
-        value
+        let cell = of(&mut self.lock()).entry(id.to_owned()).or_default().clone();
+        cell.get_or_init(compute).clone()
     }
 
     /// Validates, lowers and verifies.
@@ -145,15 +122,14 @@ impl<'a> Ahead<'a> {
 
     /// Whether the reference machine has run a program already.
     pub(crate) fn is_judged(&self, program_id: &str) -> bool {
-        matches!(self.lock().judged.get(program_id), Some(Entry::Done(_)))
+        self.lock().judged.get(program_id).is_some_and(|cell| cell.get().is_some())
     }
 
     /// Seconds that the reference machine took for a program that it has run.
     pub(crate) fn seconds(&self, program_id: &str) -> f64 {
-        match self.lock().judged.get(program_id) {
-            Some(Entry::Done(judged)) => judged.seconds,
-            Some(Entry::Running) | None => 0.0,
-        }
+        let state = self.lock();
+        let judged = state.judged.get(program_id).and_then(|cell| cell.get());
+        judged.map_or(0.0, |judged| judged.seconds)
     }
 
     /// Runs a candidate on the reference machine. Equal programs are run once.
@@ -225,27 +201,8 @@ impl<'a> Ahead<'a> {
             if let Some(guess) = state.guesses.pop_front() {
                 return Some(Job::Follow(Box::new(guess), serial));
             }
-            state = self.wait(state);
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-    }
-}
-
-/// Takes the mark of a computation away that ended in a panic, so that nobody waits for it; else it only wakes those who wait.
-struct Running<'r, 'a, T> {
-    ahead: &'r Ahead<'a>,
-    of: Of<T>,
-    id: &'r str,
-}
-
-impl<T> Drop for Running<'_, '_, T> {
-    fn drop(&mut self) {
-        let mut state = self.ahead.lock();
-        let memo = (self.of)(&mut state);
-        if matches!(memo.get(self.id), Some(Entry::Running)) {
-            memo.remove(self.id);
-        }
-        drop(state);
-        self.ahead.changed.notify_all();
     }
 }
 

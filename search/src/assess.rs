@@ -1,17 +1,21 @@
 //! From a candidate to what may be compared: the gates in order, written down in a verdict as they pass.
 
 use ir::schedule::ScheduleConfig;
+use rayon::prelude::*;
 use reference_vm::compare::{Agreement, Device as OnDevice, Reference, Summary};
 
-use crate::clock::Clock;
 use crate::cpu::Candidate;
 use crate::decide::Decision;
-use crate::device::{Contender, Device, DeviceError, ProgramGuard, Samples, Side};
-use crate::dropped::Dropped;
+use crate::device::{Contender, Device, DeviceError, ProgramGuard, Ran, Samples, Side};
+use crate::dropped::{BitsDiffer, Dropped};
 use crate::effort::{Bar, Look};
-use crate::gate::{Gate, OnDeviceOnce};
+use crate::gate::Gate;
 use crate::measure::{Interval, Latency, Predicted};
+use crate::settings::Clock;
 use crate::verdict::{LatencyKind, Verdict};
+
+/// Positions of the first stage on the device, after which a candidate that is clearly slower is given up.
+const FIRST_STAGE: usize = 24;
 
 /// A candidate that agrees, with the proofs.
 #[derive(Debug)]
@@ -29,13 +33,19 @@ pub struct Assessed {
 /// A candidate that agrees on the reference machine and, once, on the device, at the positions of the first stage or at all. It may be
 /// timed, and all that its time can do is to give it up: nothing but an [`Assessed`] is ever kept.
 #[derive(Debug)]
-pub struct Screened {
-    /// The candidate.
-    pub candidate: Candidate,
-    /// It agrees on the reference machine.
-    pub reference: Agreement<Reference>,
-    /// It agrees on the device as far as it was run.
-    pub once: OnDeviceOnce,
+pub(crate) struct Screened {
+    pub(crate) candidate: Candidate,
+    pub(crate) reference: Agreement<Reference>,
+    /// What the device gave at the positions that it ran.
+    ran: Ran,
+    agreement: Agreement<OnDevice>,
+}
+
+impl Screened {
+    /// Positions that the device ran.
+    pub(crate) fn positions(&self) -> usize {
+        self.ran.logits.len()
+    }
 }
 
 /// A verdict that knows what the schedule alone says.
@@ -47,6 +57,9 @@ pub fn begin(gate: &Gate<'_>, device: Option<&dyn Device>, config: &ScheduleConf
     verdict
 }
 
+/// What is noted of a legal schedule.
+const VALID: &str = "every rule of schedules holds";
+
 /// Writes down why a candidate is out.
 pub fn refuse(verdict: &mut Verdict, dropped: &Dropped) {
     let gate = match dropped {
@@ -55,7 +68,10 @@ pub fn refuse(verdict: &mut Verdict, dropped: &Dropped) {
             verdict.violations = all.collect();
             "validate"
         }
-        Dropped::Unloadable(_) => "lower",
+        Dropped::Unloadable(_) => {
+            verdict.passed("validate", VALID);
+            "lower"
+        }
         Dropped::Unrunnable(_)
         | Dropped::Unevaluated(_)
         | Dropped::Halted(_)
@@ -72,7 +88,7 @@ pub fn refuse(verdict: &mut Verdict, dropped: &Dropped) {
 
 /// Writes down where a candidate that was refused goes wrong first. It is lowered again for that, and leaves the device afterwards:
 /// whoever refused it has let go of it.
-pub fn locate(
+pub(crate) fn locate(
     gate: &Gate<'_>,
     device: Option<&mut (dyn Device + '_)>,
     config: &ScheduleConfig,
@@ -86,7 +102,7 @@ pub fn locate(
             | Dropped::Disagreed { .. }
             | Dropped::Unrepeatable(_)
     );
-    if differs && let Ok(candidate) = gate.validate(config).and_then(|valid| gate.lower(valid)) {
+    if differs && let Ok(candidate) = gate.lower(config) {
         let mut guard = device.map(|device| candidate.guard(device));
         let device = guard.as_mut().map(ProgramGuard::device);
         verdict.first_divergence = gate.locate(device, &candidate, dropped);
@@ -102,16 +118,15 @@ pub fn lower(
     config: &ScheduleConfig,
     verdict: &mut Verdict,
 ) -> Result<Candidate, Dropped> {
-    let valid = gate.validate(config)?;
-    verdict.passed("validate", "every rule of schedules holds");
-    let candidate = gate.lower(valid)?;
+    let candidate = gate.lower(config)?;
     describe(&candidate, verdict);
     Ok(candidate)
 }
 
 /// Writes down what lowering says.
-pub fn describe(candidate: &Candidate, verdict: &mut Verdict) {
+pub(crate) fn describe(candidate: &Candidate, verdict: &mut Verdict) {
     let program = &candidate.program;
+    verdict.passed("validate", VALID);
     verdict.valid = true;
     verdict.program_id = Some(candidate.program_id.clone());
     verdict.kernel_id = Some(candidate.kernel_id.clone());
@@ -146,59 +161,74 @@ pub fn assess(
 }
 
 /// Runs the candidate on the reference machine and at the first positions on the device.
-///
-/// # Errors
-/// Why the candidate is out.
-pub fn screen(
+pub(crate) fn screen(
     gate: &mut Gate<'_>,
     device: &mut dyn Device,
     candidate: Candidate,
     verdict: &mut Verdict,
     clock: Clock,
 ) -> Result<Screened, Dropped> {
-    let (reference, first) = gate.first(device, &candidate, clock)?;
+    let (reference, ran) = gate.judge_beside(&candidate, clock, |expected| {
+        let first = FIRST_STAGE.min(expected.tokens.len());
+        candidate.run(device, &expected.tokens[..first], 0)
+    });
+    let reference = reference?;
     passed_reference(gate, &candidate, reference, verdict);
-    let once = first?;
-    set_errors(verdict, once.agreement.summary());
-    Ok(Screened { candidate, reference, once })
+    let ran = ran?;
+    let agreement = gate.agreed(reference, &ran)?;
+    set_errors(verdict, agreement.summary());
+    Ok(Screened { candidate, reference, ran, agreement })
 }
 
-/// Runs what the first stage left out.
-///
-/// # Errors
-/// Why the candidate is out.
-pub fn extend(
+/// Runs what the first stage left out, if it left out anything.
+pub(crate) fn extend(
     gate: &Gate<'_>,
     device: &mut dyn Device,
-    screened: Screened,
+    mut screened: Screened,
     verdict: &mut Verdict,
 ) -> Result<Screened, Dropped> {
-    let Screened { candidate, reference, once } = screened;
-    let once = gate.rest(device, &candidate, reference, once)?;
-    set_errors(verdict, once.agreement.summary());
-    Ok(Screened { candidate, reference, once })
+    let (tokens, first) = (&gate.expected().tokens, screened.positions());
+    if first < tokens.len() {
+        let rest = screened.candidate.run(device, tokens, first)?;
+        screened.ran.logits.extend(rest.logits);
+        screened.ran.chosen.extend(rest.chosen);
+        screened.agreement = gate.agreed(screened.reference, &screened.ran)?;
+        set_errors(verdict, screened.agreement.summary());
+    }
+    Ok(screened)
 }
 
-/// Runs what was left out so far, and then everything once more, which must give the same bits.
-///
-/// # Errors
-/// Why the candidate is out.
-pub fn complete(
+/// Runs what was left out so far, and then everything once more on a fresh sequence, which must give the same bits.
+pub(crate) fn complete(
     gate: &Gate<'_>,
     device: &mut dyn Device,
     screened: Screened,
     verdict: &mut Verdict,
 ) -> Result<Assessed, Dropped> {
-    let Screened { candidate, reference, once } = extend(gate, device, screened, verdict)?;
-    let agreement = gate.again(device, &candidate, reference, &once)?;
+    let Screened { candidate, reference, ran, .. } = extend(gate, device, screened, verdict)?;
+    let tokens = &gate.expected().tokens;
+    let again = candidate.run(device, tokens, 0)?;
+    let agreement = gate.agreed(reference, &again)?;
+    if let Some(at) = bits_differ(&ran.logits, &again.logits) {
+        return Err(Dropped::Unrepeatable(at));
+    }
     set_errors(verdict, agreement.summary());
-    let positions = gate.expected().tokens.len();
+    let positions = tokens.len();
     let detail =
         format!("logits agree with the graph's at {positions} positions, twice with the same bits");
     verdict.passed("device", detail);
     verdict.correct = true;
     let predicted = gate.predict(&candidate, &reference)?;
     Ok(Assessed { candidate, reference, predicted, on_device: Some(agreement) })
+}
+
+/// Where two runs of the same positions differ first. Both agree with the graph, so that they have equally many rows of equal length.
+fn bits_differ(one: &[Vec<f32>], other: &[Vec<f32>]) -> Option<BitsDiffer> {
+    let differ = |(position, (a, b)): (usize, (&Vec<f32>, &Vec<f32>))| {
+        let word = a.iter().zip(b).position(|(a, b)| a.to_bits() != b.to_bits())?;
+        Some(BitsDiffer { position, word, values: [a[word], b[word]] })
+    };
+    one.par_iter().zip(other).enumerate().find_map_first(differ)
 }
 
 fn passed_reference(
@@ -219,8 +249,8 @@ fn passed_reference(
 }
 
 /// Writes down that what was run was enough to give the candidate up.
-pub fn given_up(gate: &Gate<'_>, screened: &Screened, verdict: &mut Verdict) {
-    let (ran, all) = (screened.once.positions(), gate.expected().tokens.len());
+fn given_up(gate: &Gate<'_>, ran: usize, verdict: &mut Verdict) {
+    let all = gate.expected().tokens.len();
     let (rest, when) = if ran == all {
         ("a second run was not needed".to_owned(), "first run")
     } else {
@@ -238,7 +268,7 @@ fn set_errors(verdict: &mut Verdict, summary: Summary) {
 }
 
 /// Writes down a prediction.
-pub fn set_predicted(verdict: &mut Verdict, predicted: &Predicted) {
+pub(crate) fn set_predicted(verdict: &mut Verdict, predicted: &Predicted) {
     verdict.set_latency(predicted.us(), LatencyKind::Predicted, predicted.bound_us());
 }
 
@@ -277,8 +307,7 @@ pub fn set_measured(
     floors: Floors,
     seed: u64,
 ) -> Result<Latency, Dropped> {
-    let latency = Latency::new(agreement, samples, Side::Candidate, floors.artefact_us, seed)
-        .map_err(Dropped::BelowFloor)?;
+    let latency = Latency::new(agreement, samples, Side::Candidate, floors.artefact_us, seed)?;
     verdict.passed("floor", format!("not below {:.1} us", floors.artefact_us));
     verdict.notes.extend(samples.clocks.notes());
     verdict.set_latency(latency.median_us(), LatencyKind::MeasuredGpu, floors.bound_us);
@@ -304,10 +333,7 @@ impl Default for Timing {
 
 /// Times two assessed programs against each other, a few rounds at a time, until `enough` says so, and checks the outputs of the timed
 /// runs. `enough` looks at all samples so far and says how many rounds to add.
-///
-/// # Errors
-/// If the device gives no result, or a timed output disagrees.
-pub fn race(
+pub(crate) fn race(
     gate: &Gate<'_>,
     device: &mut dyn Device,
     sides: [&Assessed; 2],
@@ -317,15 +343,15 @@ pub fn race(
     let [incumbent, candidate] = sides;
     let (Some(first), Some(second)) = (&incumbent.on_device, &candidate.on_device) else {
         let reason = "a program without agreement on the device cannot be timed".to_owned();
-        return Err(Dropped::Failed(DeviceError::Unavailable { reason }));
+        return Err(DeviceError::Unavailable { reason }.into());
     };
     let proofs = [(&incumbent.candidate, first), (&candidate.candidate, second)];
     let contenders = contenders(device, proofs)?;
-    let mut samples = Samples::default();
+    let (mut samples, positions) = (Samples::default(), gate.expected().tokens.len());
     let mut warmup = timing.warmup;
     while let Some(rounds) = enough(&samples) {
-        let more = gate.time(device, contenders, rounds, warmup).map_err(Dropped::Failed)?;
-        let timed = gate.timed(candidate.reference, gate.expected().tokens.len(), &more);
+        let more = gate.time(device, contenders, positions, Timing { rounds, warmup })?;
+        let timed = gate.timed(candidate.reference, positions, &more);
         timed.map_err(|found| blamed(found, &incumbent.candidate, &candidate.candidate))?;
         samples.extend(more);
         warmup = 0;
@@ -333,27 +359,33 @@ pub fn race(
     Ok(samples)
 }
 
-/// Times a screened candidate against the incumbent, one round at the end of what was run.
-///
-/// # Errors
-/// As [`race`].
-pub fn glance(
+/// Times a screened candidate against the incumbent, one round at the end of what was run. Nothing comes of it unless that is enough to
+/// give the candidate up, which is written down.
+pub(crate) fn glance(
     gate: &Gate<'_>,
     device: &mut dyn Device,
     incumbent: &Assessed,
     screened: &Screened,
     bar: &Bar,
     seed: u64,
+    verdict: &mut Verdict,
 ) -> Result<Option<(Samples, Look)>, Dropped> {
     let Some(first) = &incumbent.on_device else { return Ok(None) };
-    let proofs = [(&incumbent.candidate, first), (&screened.candidate, &screened.once.agreement)];
-    let contenders = contenders(device, proofs)?;
-    let positions = screened.once.positions();
-    let samples = gate.time_once(device, contenders, positions).map_err(Dropped::Failed)?;
-    gate.timed(screened.reference, positions, &samples)
-        .map_err(|found| blamed(found, &incumbent.candidate, &screened.candidate))?;
+    let Screened { candidate, reference, agreement, .. } = screened;
+    let contenders = contenders(device, [(&incumbent.candidate, first), (candidate, agreement)])?;
+    let positions = screened.positions();
+    let once = Timing { rounds: 1, warmup: 0 };
+    let samples = gate.time(device, contenders, positions, once)?;
+    gate.timed(*reference, positions, &samples)
+        .map_err(|found| blamed(found, &incumbent.candidate, candidate))?;
     let look = bar.look(&samples, seed);
-    Ok((look.decision == Some(Decision::Reverted)).then_some((samples, look)))
+    if look.decision != Some(Decision::Reverted) {
+        return Ok(None);
+    }
+    given_up(gate, positions, verdict);
+    let floors = floors(gate, device, candidate, positions as u32);
+    set_measured(verdict, agreement, &samples, floors, seed)?;
+    Ok(Some((samples, look)))
 }
 
 /// What a wrong output of a timed run says: of the candidate, that it is wrong; of the incumbent, which had agreed, that nothing can be
@@ -384,14 +416,13 @@ fn contenders<'a>(
     sides: [(&Candidate, &'a Agreement<OnDevice>); 2],
 ) -> Result<[Contender<'a>; 2], Dropped> {
     let mut one = |(candidate, agreement): (&Candidate, &'a Agreement<OnDevice>)| {
-        let handle = device.prepare(&candidate.program, &candidate.config.kernel);
-        Ok(Contender::new(handle.map_err(Dropped::Failed)?, agreement))
+        Ok::<_, Dropped>(Contender::new(candidate.load(device)?, agreement))
     };
     Ok([one(sides[0])?, one(sides[1])?])
 }
 
 /// So many rounds, whatever they show.
-pub fn fixed(rounds: usize) -> impl FnMut(&Samples) -> Option<usize> {
+pub(crate) fn fixed(rounds: usize) -> impl FnMut(&Samples) -> Option<usize> {
     move |samples| (samples.rounds.len() < rounds).then_some(rounds)
 }
 

@@ -7,7 +7,7 @@
 //! What this cannot show: samples that were made up consistently, down to every other figure. Only measuring again shows that. Nor does it
 //! look at what a prediction says beyond its floor and what follows from it: `replay` predicts again.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::assess::Timing;
 use crate::card::Noise;
@@ -46,12 +46,13 @@ const FLOOR_SLACK: f64 = 0.98;
 /// Reads the rows of a search one after the other.
 #[derive(Clone, Debug)]
 pub struct Audit {
-    terms: Terms,
+    pub(crate) terms: Terms,
     floor: Floor,
-    trials: Vec<Trial>,
-    champion: Option<usize>,
+    pub(crate) trials: Vec<Trial>,
+    /// The trial that leads.
+    pub(crate) champion: Option<usize>,
     /// The noise of each card; of a search that has one, without a number.
-    noises: BTreeMap<Option<u32>, Noise>,
+    pub(crate) noises: BTreeMap<Option<u32>, Noise>,
 }
 
 impl Audit {
@@ -84,23 +85,32 @@ impl Audit {
     /// # Errors
     /// The first thing that does not follow.
     pub fn trial(&mut self, trial: &Trial) -> Result<(), String> {
+        self.check(trial)?;
+        self.push(trial.clone());
+        Ok(())
+    }
+
+    /// Takes a trial that follows.
+    pub(crate) fn push(&mut self, trial: Trial) {
+        let own = trial.noise_floor.map(|floor| (trial.card, floor, &trial.samples_us));
+        let others = trial
+            .beside
+            .iter()
+            .filter_map(|other| Some((Some(other.card), other.noise_floor?, &other.samples_us)));
+        for (card, floor, samples_us) in own.into_iter().chain(others) {
+            self.noises.insert(card, Noise::of(floor, samples_us));
+        }
+        if trial.outcome.leads() {
+            self.champion = Some(self.trials.len());
+        }
+        self.trials.push(trial);
+    }
+
+    /// Whether a trial is the next one, and its figures follow from its samples.
+    pub(crate) fn check(&self, trial: &Trial) -> Result<(), String> {
         self.place(trial)?;
         let verdict = &trial.verdict;
-        let compared = match trial.outcome {
-            Outcome::Baseline | Outcome::Kept | Outcome::Reverted | Outcome::Inconclusive => true,
-            Outcome::Rejected
-            | Outcome::Unloadable
-            | Outcome::Broken
-            | Outcome::Disagreed
-            | Outcome::Unrepeatable
-            | Outcome::CompileFailed
-            | Outcome::Trapped
-            | Outcome::TimedOut
-            | Outcome::OutOfMemory
-            | Outcome::Fault
-            | Outcome::BelowFloor => false,
-        };
-        if compared {
+        if trial.outcome.is_judged() {
             self.judged(trial)?;
         } else {
             unjudged(trial)?;
@@ -112,15 +122,7 @@ impl Audit {
                 verdict.schedule_id
             ));
         }
-        self.beside(trial)?;
-        if let Some(floor) = trial.noise_floor {
-            self.noises.insert(trial.card, Noise::of(floor, &trial.samples_us));
-        }
-        if trial.outcome.leads() {
-            self.champion = Some(self.trials.len());
-        }
-        self.trials.push(trial.clone());
-        Ok(())
+        self.beside(trial)
     }
 
     /// Its number, its incumbent, and what it says that it changed.
@@ -168,15 +170,15 @@ impl Audit {
             return Err("only trial 0 is the baseline".to_owned());
         }
         match kind {
-            LatencyKind::MeasuredGpu => self.measured(trial, us, bound),
+            LatencyKind::MeasuredGpu => self.measured(trial),
             LatencyKind::Predicted => self.predicted(trial, us, bound),
         }
     }
 
-    fn measured(&self, trial: &Trial, us: f64, bound: f64) -> Result<(), String> {
+    fn measured(&self, trial: &Trial) -> Result<(), String> {
         let samples = samples_of(&trial.samples_us);
         let seed = mixed(self.terms.seed, trial.trial);
-        self.figures(&Shown::of(&trial.verdict), &samples, us, bound, seed)?;
+        self.figures(&Beside::of_trial(0, trial), trial.verdict.weight_mb, &samples, seed)?;
         let rounds = samples.rounds.len();
         if self.champion.is_none() {
             if rounds != self.terms.timing.rounds {
@@ -228,11 +230,12 @@ impl Audit {
     }
 
     /// What other cards measured of a baseline.
-    fn beside(&mut self, trial: &Trial) -> Result<(), String> {
+    fn beside(&self, trial: &Trial) -> Result<(), String> {
         if !trial.beside.is_empty() && trial.outcome != Outcome::Baseline {
             return Err("only a baseline is measured on several cards".to_owned());
         }
         let seed = mixed(self.terms.seed, trial.trial);
+        let mut cards = BTreeSet::from([trial.card]);
         for other in &trial.beside {
             let samples = samples_of(&other.samples_us);
             self.figures_of(other, trial.verdict.weight_mb, &samples, seed)?;
@@ -244,10 +247,7 @@ impl Audit {
                     other.card
                 ));
             }
-            let noise = Noise::of(floor, &other.samples_us);
-            if trial.card == Some(other.card)
-                || self.noises.insert(Some(other.card), noise).is_some()
-            {
+            if !cards.insert(Some(other.card)) {
                 return Err(format!("card {} is there twice", other.card));
             }
         }
@@ -262,23 +262,21 @@ impl Audit {
         samples: &Samples,
         seed: u64,
     ) -> Result<(), String> {
-        let (Some(us), Some(bound)) = (other.latency_us, other.bound_us) else {
-            return Err(format!("card {} has no latency", other.card));
-        };
-        let shown = Shown { ci_us: other.ci_us, weight_mb };
-        let followed = self.figures(&shown, samples, us, bound, seed);
+        let followed = self.figures(other, weight_mb, samples, seed);
         followed.map_err(|reason| format!("card {}: {reason}", other.card))
     }
 
     /// Figures that follow from samples whatever they were compared with.
     fn figures(
         &self,
-        shown: &Shown,
+        shown: &Beside,
+        weight_mb: Option<f64>,
         samples: &Samples,
-        us: f64,
-        bound: f64,
         seed: u64,
     ) -> Result<(), String> {
+        let (Some(us), Some(bound)) = (shown.latency_us, shown.bound_us) else {
+            return Err("it has samples and no latency".to_owned());
+        };
         let values = samples.of(Side::Candidate);
         let plausible = |us: &f64| us.is_finite() && *us > 0.0;
         if values.is_empty() || !samples.rounds.iter().flatten().all(plausible) {
@@ -294,9 +292,9 @@ impl Audit {
         if shown.ci_us != wanted {
             return Err("its interval does not follow from its samples".to_owned());
         }
-        self.floor.bound(shown.weight_mb, bound)?;
+        self.floor.bound(weight_mb, bound)?;
         // The floor was made of the bytes of a step, of which the weights are the greater part.
-        let weights = self.floor.weights(shown.weight_mb);
+        let weights = self.floor.weights(weight_mb);
         let cached = self.floor.cached(self.terms.cache_bytes);
         let least =
             if weights > 0.0 { bound * ((weights - cached) / weights).max(0.0) } else { 0.0 };
@@ -370,11 +368,8 @@ impl Audit {
         }
         let samples = samples_of(&confirmation.samples_us);
         let seed = mixed(self.terms.seed, u64::MAX - 1);
-        let (us, bound) = (confirmation.verdict.latency_us, confirmation.verdict.bound_us);
-        let (Some(us), Some(bound)) = (us, bound) else {
-            return Err("it has samples and no latency".to_owned());
-        };
-        self.figures(&Shown::of(&confirmation.verdict), &samples, us, bound, seed)?;
+        let own = Beside::of_confirmation(0, confirmation);
+        self.figures(&own, confirmation.verdict.weight_mb, &samples, seed)?;
         let wanted = 2 * self.terms.timing.rounds;
         if samples.rounds.len() != wanted {
             return Err(format!(
@@ -452,18 +447,6 @@ impl Audit {
         let decision = decide_measured(interval, self.noise(card)?.floor, self.terms.min_gain);
         let same = held == Some(interval);
         if same { Ok(decision) } else { Err(format!("its samples say {decision:?}")) }
-    }
-}
-
-/// What a verdict, or another card's line, shows beside a latency.
-struct Shown {
-    ci_us: Option<[f64; 2]>,
-    weight_mb: Option<f64>,
-}
-
-impl Shown {
-    fn of(verdict: &Verdict) -> Self {
-        Self { ci_us: verdict.ci_us, weight_mb: verdict.weight_mb }
     }
 }
 

@@ -7,7 +7,6 @@ use ir::schedule::{ActsOn, Knob, ScheduleConfig, Value};
 use reference_vm::compare::{Agreement, Reference};
 
 use crate::assess::{self, Assessed, Screened};
-use crate::clock::Clock;
 use crate::cpu::Candidate;
 use crate::decide::{Decision, decide_measured, decide_predicted, predicted_gain};
 use crate::device::{Costs, Device, DeviceError, Samples};
@@ -17,7 +16,7 @@ use crate::gate::Gate;
 use crate::history::{Guess, Proposal};
 use crate::measure::{Interval, gain, noise_floor};
 use crate::propose::{changes, mixed};
-use crate::settings::Settings;
+use crate::settings::{Clock, Settings};
 use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial, changed};
 use crate::verdict::Verdict;
 
@@ -50,6 +49,7 @@ pub(crate) struct Lead {
 }
 
 /// A trial to do.
+#[derive(Clone)]
 pub(crate) struct Job {
     pub(crate) index: u64,
     pub(crate) proposal: Proposal,
@@ -79,24 +79,6 @@ pub(crate) struct LastJob {
     pub(crate) noise: Noise,
     /// Whether to run it on fresh tokens, which asks no device.
     pub(crate) thorough: bool,
-}
-
-/// What comparing a candidate with the incumbent gave.
-#[derive(Default)]
-struct Judgement {
-    outcome: Option<Outcome>,
-    why: String,
-    gain: Option<Interval>,
-    threshold: Option<f64>,
-    noise_floor: Option<f64>,
-    predicted_us: Option<f64>,
-    samples_us: Vec<[f64; 4]>,
-}
-
-impl Judgement {
-    fn leads(&self) -> bool {
-        self.outcome.is_some_and(Outcome::leads)
-    }
 }
 
 /// A device with what a search has there; or no device, where predictions are compared.
@@ -144,57 +126,49 @@ impl<'d, 'a> Card<'d, 'a> {
         self.spent = job.spent;
         let config = job.proposal.config;
         let shared = self.device.as_deref().map(|device| device as &dyn Device);
-        let mut verdict = assess::begin(&self.gate, shared, &config);
-        let judgement = match self.judge(&mut job, &mut verdict) {
-            Ok(judgement) => judgement,
-            Err(Dropped::Failed(error @ DeviceError::Unavailable { .. })) => return Err(error),
-            Err(dropped) => {
-                assess::refuse(&mut verdict, &dropped);
-                let device = self.device.as_deref_mut();
-                assess::locate(&self.gate, device, &config, &dropped, &mut verdict);
-                let outcome = Some(Outcome::from(&dropped));
-                Judgement { outcome, why: dropped.to_string(), ..Judgement::default() }
-            }
-        };
-        let here = ((self.clock)() - began).as_secs_f64();
-        let proposed = job.spent.propose_s + job.spent.lower_s;
-        let spent = Spent { device: self.costs() - costs, total_s: proposed + here, ..self.spent };
-        Ok(Trial {
+        let mut trial = Trial {
             trial: job.index,
             origin: job.proposal.origin,
             incumbent: job.lead.map(|lead| lead.trial),
-            outcome: judgement.outcome.unwrap_or(Outcome::Inconclusive),
-            why: judgement.why,
             changed: changed(&changes(&job.parent, &config)),
             config,
-            gain: judgement.gain.filter(|gain| gain.low.is_finite() && gain.high.is_finite()),
-            threshold: judgement.threshold.filter(|threshold| threshold.is_finite()),
-            noise_floor: judgement.noise_floor.filter(|noise| noise.is_finite()),
-            predicted_us: judgement.predicted_us,
-            samples_us: judgement.samples_us,
-            card: None,
-            beside: Vec::new(),
-            left_out: Vec::new(),
-            verdict,
-            skipped: job.skipped,
-            spent,
+            verdict: assess::begin(&self.gate, shared, &config),
+            skipped: std::mem::take(&mut job.skipped),
             began_s: job.began_s,
             ended_s: job.began_s,
-        })
+            ..Trial::default()
+        };
+        match self.judge(&mut job, &mut trial) {
+            Ok(()) => {}
+            Err(Dropped::Failed(error @ DeviceError::Unavailable { .. })) => return Err(error),
+            Err(dropped) => {
+                assess::refuse(&mut trial.verdict, &dropped);
+                let device = self.device.as_deref_mut();
+                assess::locate(&self.gate, device, &config, &dropped, &mut trial.verdict);
+                (trial.outcome, trial.why) = (Outcome::from(&dropped), dropped.to_string());
+            }
+        }
+        let here = ((self.clock)() - began).as_secs_f64();
+        let total_s = job.spent.propose_s + job.spent.lower_s + here;
+        trial.spent = Spent { device: self.costs() - costs, total_s, ..self.spent };
+        trial.gain = trial.gain.filter(|gain| gain.low.is_finite() && gain.high.is_finite());
+        trial.threshold = trial.threshold.filter(|threshold| threshold.is_finite());
+        trial.noise_floor = trial.noise_floor.filter(|noise| noise.is_finite());
+        Ok(trial)
     }
 
     /// The gates, then the comparison with the incumbent. Nothing is assessed in full that was given up before.
-    fn judge(&mut self, job: &mut Job, verdict: &mut Verdict) -> Result<Judgement, Dropped> {
+    fn judge(&mut self, job: &mut Job, trial: &mut Trial) -> Result<(), Dropped> {
+        let verdict = &mut trial.verdict;
         let candidate = match job.proposal.lowered.take() {
             Some(candidate) => {
-                verdict.passed("validate", "every rule of schedules holds");
                 assess::describe(&candidate, verdict);
                 candidate
             }
             None => assess::lower(&self.gate, &job.proposal.config, verdict)?,
         };
         if let Some(device) = self.device.take() {
-            let judged = self.judge_on_device(&mut *device, job, candidate, verdict);
+            let judged = self.judge_on_device(&mut *device, job, candidate, trial);
             self.device = Some(device);
             return judged;
         }
@@ -203,11 +177,11 @@ impl<'d, 'a> Card<'d, 'a> {
         self.spent.gates_s += ((self.clock)() - began).as_secs_f64();
         self.spent.reference_s = self.reference_s(job, &program_id);
         let assessed = assess::assess(&mut self.gate, None, candidate, verdict)?;
-        let judgement = self.judge_predicted(job, &assessed, verdict);
-        if judgement.leads() {
+        self.judge_predicted(&assessed, trial);
+        if trial.outcome.leads() {
             self.better.push((job.index, assessed));
         }
-        Ok(judgement)
+        Ok(())
     }
 
     /// Makes the trial that leads the incumbent here. Where it was not judged, or after a resume, it passes the gates before anything is
@@ -258,8 +232,8 @@ impl<'d, 'a> Card<'d, 'a> {
     }
 
     fn release(&mut self, candidate: &Candidate) {
-        if let Some(device) = &mut self.device {
-            device.release(&candidate.program, &candidate.config.kernel);
+        if let Some(device) = self.device.as_deref_mut() {
+            candidate.release(device);
         }
     }
 
@@ -274,43 +248,44 @@ impl<'d, 'a> Card<'d, 'a> {
         device: &mut dyn Device,
         job: &mut Job,
         candidate: Candidate,
-        verdict: &mut Verdict,
-    ) -> Result<Judgement, Dropped> {
+        trial: &mut Trial,
+    ) -> Result<(), Dropped> {
         let (clock, waited_s) = (self.clock, self.gate.waited_s);
         let began = clock();
         let program_id = candidate.program_id.clone();
         let mut guard = candidate.guard(device);
+        let verdict = &mut trial.verdict;
         let screened = assess::screen(&mut self.gate, guard.device(), candidate, verdict, clock);
         self.spent.reference_s = self.reference_s(job, &program_id);
         self.spent.waiting_s = self.gate.waited_s - waited_s;
         self.spent.gates_s += (clock() - began).as_secs_f64();
         let screened = self.extend_if_needed(guard.device(), screened?, verdict)?;
         let began = clock();
-        let given_up = self.give_up(guard.device(), job, &screened, verdict);
+        let given_up = self.give_up(guard.device(), job, &screened, trial);
         self.spent.timing_s += (clock() - began).as_secs_f64();
-        if let Some(judgement) = given_up? {
-            let at = screened.once.positions() as u32;
-            let predicted_us = self.predicted_us(&screened.candidate, &screened.reference, at);
-            return Ok(Judgement { predicted_us, ..judgement });
+        if given_up? {
+            let at = screened.positions() as u32;
+            trial.predicted_us = self.predicted_us(&screened.candidate, &screened.reference, at);
+            return Ok(());
         }
         if let Some(guess) = job.if_kept.take() {
             self.gate.ahead.guess(guess);
         }
         let began = clock();
-        let assessed = assess::complete(&self.gate, guard.device(), screened, verdict);
+        let assessed = assess::complete(&self.gate, guard.device(), screened, &mut trial.verdict);
         self.spent.gates_s += (clock() - began).as_secs_f64();
         let assessed = assessed?;
         let began = clock();
-        let judgement = self.judge_measured(guard.device(), job, &assessed, verdict);
+        let judged = self.judge_measured(guard.device(), job, &assessed, trial);
         self.spent.timing_s += (clock() - began).as_secs_f64();
+        judged?;
         let at = self.gate.timed_position();
-        let predicted_us = self.predicted_us(&assessed.candidate, &assessed.reference, at);
-        let judgement = Judgement { predicted_us, ..judgement? };
-        if judgement.leads() {
+        trial.predicted_us = self.predicted_us(&assessed.candidate, &assessed.reference, at);
+        if trial.outcome.leads() {
             self.better.push((job.index, assessed));
             guard.keep();
         }
-        Ok(judgement)
+        Ok(())
     }
 
     /// What the cost model says of a program where it was timed, for those who learn from its errors.
@@ -347,21 +322,17 @@ impl<'d, 'a> Card<'d, 'a> {
         device: &mut dyn Device,
         job: &Job,
         screened: &Screened,
-        verdict: &mut Verdict,
-    ) -> Result<Option<Judgement>, Dropped> {
+        trial: &mut Trial,
+    ) -> Result<bool, Dropped> {
         let (bar, seed) = (self.bar(job.noise), self.seed_of(job.index));
-        let Some((_, incumbent)) = &self.incumbent else { return Ok(None) };
-        let Some((samples, look)) =
-            assess::glance(&self.gate, device, incumbent, screened, &bar, seed)?
-        else {
-            return Ok(None);
-        };
-        assess::given_up(&self.gate, screened, verdict);
-        let at = screened.once.positions() as u32;
-        let floors = assess::floors(&self.gate, device, &screened.candidate, at);
-        let agreement = &screened.once.agreement;
-        assess::set_measured(verdict, agreement, &samples, floors, seed)?;
-        Ok(Some(compared(verdict, look, samples, bar.threshold)))
+        let Some((_, incumbent)) = &self.incumbent else { return Ok(false) };
+        let (gate, verdict) = (&self.gate, &mut trial.verdict);
+        let found = assess::glance(gate, device, incumbent, screened, &bar, seed, verdict)?;
+        let given_up = found.is_some();
+        if let Some((samples, look)) = found {
+            compared(trial, look, samples, bar.threshold);
+        }
+        Ok(given_up)
     }
 
     fn bar(&self, noise: Noise) -> Bar {
@@ -374,26 +345,23 @@ impl<'d, 'a> Card<'d, 'a> {
         mixed(self.settings.seed, index)
     }
 
-    fn judge_predicted(&self, job: &Job, assessed: &Assessed, verdict: &mut Verdict) -> Judgement {
-        assess::set_predicted(verdict, &assessed.predicted);
+    fn judge_predicted(&self, assessed: &Assessed, trial: &mut Trial) {
+        assess::set_predicted(&mut trial.verdict, &assessed.predicted);
         let us = assessed.predicted.us();
         let Some((_, incumbent)) = &self.incumbent else {
-            return first(job, format!("{us:.1} us predicted"));
+            return first(trial, format!("{us:.1} us predicted"));
         };
-        let decision =
-            decide_predicted(&incumbent.predicted, &assessed.predicted, self.settings.min_gain);
+        let min_gain = self.settings.min_gain;
+        trial.outcome =
+            decide_predicted(&incumbent.predicted, &assessed.predicted, min_gain).into();
         let gain = predicted_gain(&incumbent.predicted, &assessed.predicted);
-        Judgement {
-            outcome: Some(decision.into()),
-            why: format!(
-                "{us:.1} us predicted, {:+.2} % against {:.1} us of the incumbent",
-                -100.0 * gain,
-                incumbent.predicted.us()
-            ),
-            gain: Some(Interval { low: gain, high: gain }),
-            threshold: Some(self.settings.min_gain),
-            ..Judgement::default()
-        }
+        trial.why = format!(
+            "{us:.1} us predicted, {:+.2} % against {:.1} us of the incumbent",
+            -100.0 * gain,
+            incumbent.predicted.us()
+        );
+        trial.gain = Some(Interval { low: gain, high: gain });
+        trial.threshold = Some(min_gain);
     }
 
     fn judge_measured(
@@ -401,25 +369,27 @@ impl<'d, 'a> Card<'d, 'a> {
         device: &mut dyn Device,
         job: &Job,
         assessed: &Assessed,
-        verdict: &mut Verdict,
-    ) -> Result<Judgement, Dropped> {
+        trial: &mut Trial,
+    ) -> Result<(), Dropped> {
         let (bar, seed) = (self.bar(job.noise), self.seed_of(job.index));
         let timing = self.settings.timing;
         let Some(agreement) = &assessed.on_device else {
-            return Ok(self.judge_predicted(job, assessed, verdict));
+            self.judge_predicted(assessed, trial);
+            return Ok(());
         };
         let at = self.gate.timed_position();
         let floors = assess::floors(&self.gate, device, &assessed.candidate, at);
+        let verdict = &mut trial.verdict;
         let Some((_, incumbent)) = &self.incumbent else {
             let itself = [assessed, assessed];
             let fixed = assess::fixed(timing.rounds);
             let samples = assess::race(&self.gate, device, itself, timing, fixed)?;
             let latency = assess::set_measured(verdict, agreement, &samples, floors, seed)?;
             let noise = noise_floor(&samples, seed);
-            let why =
-                format!("{:.1} us measured, noise {:.2} %", latency.median_us(), 100.0 * noise);
-            let first = first(job, why);
-            return Ok(Judgement { noise_floor: Some(noise), samples_us: samples.rounds, ..first });
+            let us = latency.median_us();
+            first(trial, format!("{us:.1} us measured, noise {:.2} %", 100.0 * noise));
+            (trial.noise_floor, trial.samples_us) = (Some(noise), samples.rounds);
+            return Ok(());
         };
         let enough = |samples: &Samples| bar.enough(samples, seed);
         let sides = [incumbent, assessed];
@@ -432,7 +402,8 @@ impl<'d, 'a> Card<'d, 'a> {
         {
             verdict.notes.push(LEFT_BEHIND.to_owned());
         }
-        Ok(compared(verdict, look, samples, bar.threshold))
+        compared(trial, look, samples, bar.threshold);
+        Ok(())
     }
 
     /// Tells the device which kernels may be asked for next: the leading schedule's with its kernel knobs changed, one change first.
@@ -483,7 +454,7 @@ impl<'d, 'a> Card<'d, 'a> {
         let Some((_, champion)) = &self.incumbent else { return Ok(()) };
         let seed = mixed(self.settings.seed, u64::MAX - 1);
         if job.thorough {
-            confirmation.positions = self.gate.thorough(&champion.candidate, seed)?;
+            confirmation.positions = self.gate.ahead.cpu.thorough(&champion.candidate, seed)?;
             confirmation.why = format!("agrees at {} positions", confirmation.positions);
         }
         let Some(baseline) = job.baseline.filter(|_| self.device.is_some()) else { return Ok(()) };
@@ -530,9 +501,9 @@ impl<'d, 'a> Card<'d, 'a> {
 }
 
 /// The first correct candidate leads whatever its latency.
-fn first(job: &Job, why: String) -> Judgement {
-    let outcome = if job.index == 0 { Outcome::Baseline } else { Outcome::Kept };
-    Judgement { outcome: Some(outcome), why, ..Judgement::default() }
+fn first(trial: &mut Trial, why: String) {
+    trial.outcome = if trial.trial == 0 { Outcome::Baseline } else { Outcome::Kept };
+    trial.why = why;
 }
 
 /// The end of a device on which the schedule that leads fails.
@@ -552,21 +523,17 @@ fn attend_alike(one: &Candidate, other: &Candidate) -> bool {
 }
 
 /// A comparison as a trial keeps it.
-fn compared(verdict: &Verdict, look: Look, samples: Samples, threshold: f64) -> Judgement {
+fn compared(trial: &mut Trial, look: Look, samples: Samples, threshold: f64) {
     let Look { gain, decision } = look;
-    Judgement {
-        outcome: decision.map(Outcome::from),
-        why: format!(
-            "{:.1} us measured, gain {:+.2} to {:+.2} % against the incumbent, {:.2} % needed, {} rounds",
-            verdict.latency_us.unwrap_or(f64::NAN),
-            100.0 * gain.low,
-            100.0 * gain.high,
-            100.0 * threshold,
-            samples.rounds.len()
-        ),
-        gain: Some(gain),
-        threshold: Some(threshold),
-        samples_us: samples.rounds,
-        ..Judgement::default()
-    }
+    trial.outcome = decision.map_or(Outcome::Inconclusive, Outcome::from);
+    trial.why = format!(
+        "{:.1} us measured, gain {:+.2} to {:+.2} % against the incumbent, {:.2} % needed, {} rounds",
+        trial.verdict.latency_us.unwrap_or(f64::NAN),
+        100.0 * gain.low,
+        100.0 * gain.high,
+        100.0 * threshold,
+        samples.rounds.len()
+    );
+    (trial.gain, trial.threshold) = (Some(gain), Some(threshold));
+    trial.samples_us = samples.rounds;
 }

@@ -10,7 +10,7 @@ use reference_vm::compare::{Agreement, Reference};
 use reference_vm::machine::Machine;
 use reference_vm::{MachineError, Products};
 
-use crate::device::{Device, ProgramGuard};
+use crate::device::{Device, DeviceError, Handle, ProgramGuard, Ran};
 use crate::dropped::Dropped;
 use crate::expected::{Expected, affordable, draw_tokens};
 
@@ -42,6 +42,26 @@ impl Candidate {
     /// The device with this candidate on it, for as long as the guard lives.
     pub(crate) fn guard<'d>(&self, device: &'d mut (dyn Device + 'd)) -> ProgramGuard<'d> {
         ProgramGuard::new(device, &self.program, self.config.kernel)
+    }
+
+    /// Loads the program on a device, unless it is there.
+    pub(crate) fn load(&self, device: &mut dyn Device) -> Result<Handle, DeviceError> {
+        device.prepare(&self.program, &self.config.kernel)
+    }
+
+    /// Runs `tokens[first..]` on a device.
+    pub(crate) fn run(
+        &self,
+        device: &mut dyn Device,
+        tokens: &[u32],
+        first: usize,
+    ) -> Result<Ran, DeviceError> {
+        let handle = self.load(device)?;
+        device.run(handle, tokens, first)
+    }
+
+    pub(crate) fn release(&self, device: &mut dyn Device) {
+        device.release(&self.program, &self.config.kernel);
     }
 
     /// What makes two schedules one evaluation: the ids of program and kernel.
@@ -76,7 +96,7 @@ impl<'a> Cpu<'a> {
         Self { graph, weights, target, options, kernel_id, expected, products }
     }
 
-    /// Whether the schedule is legal here.
+    /// Validates: what a proposal must show before a trial is spent on it.
     pub(crate) fn validate(
         &self,
         config: &ScheduleConfig,
@@ -118,7 +138,7 @@ impl<'a> Cpu<'a> {
         candidate: &Candidate,
         inputs: &Expected,
     ) -> Result<Agreement<Reference>, Dropped> {
-        let mut machine = self.machine(&candidate.program).map_err(Dropped::Unrunnable)?;
+        let mut machine = self.machine(&candidate.program)?;
         inputs.examine(&mut machine)
     }
 

@@ -8,30 +8,26 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::Scope;
 
 use crate::card::{Card, Job, LastJob};
-use crate::clock::Clock;
 use crate::device::{Device, DeviceError, DeviceInfo};
 use crate::gate::Gate;
-use crate::settings::Settings;
+use crate::settings::{Clock, Settings};
 use crate::trial::{Confirmation, Trial};
 
 /// Opens a device, on the thread that drives it from then on.
 pub type Opener<'a> = Box<dyn FnOnce() -> Result<Box<dyn Device + 'a>, DeviceError> + Send + 'a>;
 
 /// Why a device is not there any more whose thread ended by itself.
-const THREAD_ENDED: &str = "the thread that drove it ended";
-
-/// A trial for one device. Nobody waits for it any more once it is cancelled.
-pub(crate) struct Ticket {
-    pub(crate) number: u64,
-    pub(crate) job: Job,
-    pub(crate) cancelled: Arc<AtomicBool>,
+fn ended() -> DeviceError {
+    DeviceError::Unavailable { reason: "the thread that drove it ended".to_owned() }
 }
+
+/// What a device does with its card, and what it says then.
+type Work<'a> = Box<dyn for<'d> FnOnce(&mut Card<'d, 'a>) -> Option<Said> + Send + 'a>;
 
 /// What a device is told.
 enum Order<'a> {
     Begin(Box<Start<'a>>),
-    Try(Box<Ticket>),
-    Confirm(Box<LastJob>),
+    Do(Work<'a>),
 }
 
 struct Start<'a> {
@@ -44,11 +40,11 @@ struct Start<'a> {
 
 /// What a device says.
 pub(crate) enum Said {
-    Opened(Result<DeviceInfo, DeviceError>),
-    Tried(u64, Result<Box<Trial>, DeviceError>),
-    Confirmed(Result<Box<Confirmation>, DeviceError>),
-    /// Nothing any more.
-    Gone,
+    Opened(DeviceInfo),
+    Tried(u64, Box<Trial>),
+    Confirmed(Box<Confirmation>),
+    /// It says nothing any more.
+    Lost(DeviceError),
 }
 
 /// One device's place.
@@ -77,24 +73,20 @@ impl<'a> Crew<'a> {
             let (orders, taken) = channel();
             let line = Line { card: card as u32, say: say.clone() };
             scope.spawn(move || drive(open, &taken, &line));
-            let reason = THREAD_ENDED.to_owned();
-            let info = Err(DeviceError::Unavailable { reason });
-            seats.push(Seat { orders: Some(orders), info });
+            seats.push(Seat { orders: Some(orders), info: Err(ended()) });
         }
         let mut crew = Self { seats, reports, begun: false };
-        // Every thread says one of the two, also one that panics.
+        // Every thread says one of the two, also one that panics, and only the first one counts.
         let mut waiting: BTreeSet<u32> = (0..crew.seats.len() as u32).collect();
         while !waiting.is_empty() {
             let Ok((card, said)) = crew.reports.recv() else { break };
-            match said {
-                Said::Opened(info) => {
-                    crew.seats[card as usize].info = info;
-                    waiting.remove(&card);
-                }
-                Said::Gone => {
-                    waiting.remove(&card);
-                }
-                Said::Tried(..) | Said::Confirmed(_) => {}
+            let info = match said {
+                Said::Opened(info) => Ok(info),
+                Said::Lost(error) => Err(error),
+                Said::Tried(..) | Said::Confirmed(_) => continue,
+            };
+            if waiting.remove(&card) {
+                crew.seats[card as usize].info = info;
             }
         }
         for seat in &mut crew.seats {
@@ -144,12 +136,22 @@ impl<'a> Crew<'a> {
         cards.get(usize::try_from(turn).ok()?).copied()
     }
 
-    pub(crate) fn try_out(&self, card: u32, ticket: Ticket) {
-        self.order(card, Order::Try(Box::new(ticket)));
+    /// A trial for one device. Nobody waits for it any more once it is cancelled.
+    pub(crate) fn try_out(&self, card: u32, number: u64, job: Job, cancelled: Arc<AtomicBool>) {
+        let work = move |card: &mut Card<'_, 'a>| {
+            let tried = (!cancelled.load(Ordering::Relaxed)).then(|| card.try_out(job))?;
+            let tried = tried.map(|trial| Said::Tried(number, Box::new(trial)));
+            Some(tried.unwrap_or_else(Said::Lost))
+        };
+        self.order(card, Order::Do(Box::new(work)));
     }
 
     pub(crate) fn confirm(&self, card: u32, job: LastJob) {
-        self.order(card, Order::Confirm(Box::new(job)));
+        let work = move |card: &mut Card<'_, 'a>| {
+            let confirmed = card.confirm(job).map(|done| Said::Confirmed(Box::new(done)));
+            Some(confirmed.unwrap_or_else(Said::Lost))
+        };
+        self.order(card, Order::Do(Box::new(work)));
     }
 
     fn order(&self, card: u32, order: Order<'a>) {
@@ -185,7 +187,7 @@ impl Line {
 
 impl Drop for Line {
     fn drop(&mut self) {
-        self.say(Said::Gone);
+        self.say(Said::Lost(ended()));
     }
 }
 
@@ -193,25 +195,18 @@ impl Drop for Line {
 fn drive<'a>(open: Opener<'a>, orders: &Receiver<Order<'a>>, line: &Line) {
     let mut device = match open() {
         Ok(device) => device,
-        Err(error) => return line.say(Said::Opened(Err(error))),
+        Err(error) => return line.say(Said::Lost(error)),
     };
-    line.say(Said::Opened(Ok(device.describe())));
+    line.say(Said::Opened(device.describe()));
     let Ok(Order::Begin(start)) = orders.recv() else { return };
     let Start { gate, settings, clock, threads } = *start;
     let Ok(pool) = rayon::ThreadPoolBuilder::new().num_threads(threads).build() else { return };
     let mut card = Card::new(gate.with_pool(pool), Some(&mut *device), settings, clock);
     for order in orders {
-        match order {
-            Order::Begin(_) => {}
-            Order::Try(ticket) => {
-                let Ticket { number, job, cancelled } = *ticket;
-                if !cancelled.load(Ordering::Relaxed) {
-                    line.say(Said::Tried(number, card.try_out(job).map(Box::new)));
-                }
-            }
-            Order::Confirm(job) => {
-                line.say(Said::Confirmed(card.confirm(*job).map(Box::new)));
-            }
+        if let Order::Do(work) = order
+            && let Some(said) = work(&mut card)
+        {
+            line.say(said);
         }
     }
 }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::measure::{Interval, Predicted};
 
 /// What becomes of a candidate that is correct.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Decision {
     /// It is better by more than the threshold: the new incumbent.
@@ -14,6 +14,7 @@ pub enum Decision {
     /// It is not.
     Reverted,
     /// The interval holds the threshold.
+    #[default]
     Inconclusive,
 }
 

@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use derive_more::{Add, AddAssign, Sub};
 use ir::program::{Program, Verified};
 use ir::schedule::KernelConfig;
 use reference_vm::compare::{Agreement, Device as OnDevice};
@@ -169,7 +170,7 @@ pub enum DeviceError {
 }
 
 /// What making programs run has cost.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, Add, AddAssign, Sub)]
 pub struct Costs {
     /// Kernels that were compiled, or taken from a cache.
     pub compiles: u64,
@@ -189,41 +190,6 @@ pub struct Costs {
     /// Seconds of reading their logits.
     #[serde(default)]
     pub read_s: f64,
-}
-
-impl std::ops::Add for Costs {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        Self {
-            compiles: self.compiles + other.compiles,
-            compile_s: self.compile_s + other.compile_s,
-            launches: self.launches + other.launches,
-            launch_s: self.launch_s + other.launch_s,
-            loads: self.loads + other.loads,
-            load_s: self.load_s + other.load_s,
-            run_s: self.run_s + other.run_s,
-            read_s: self.read_s + other.read_s,
-        }
-    }
-}
-
-impl std::ops::Sub for Costs {
-    type Output = Self;
-
-    /// What came since `earlier`.
-    fn sub(self, earlier: Self) -> Self {
-        Self {
-            compiles: self.compiles.saturating_sub(earlier.compiles),
-            compile_s: self.compile_s - earlier.compile_s,
-            launches: self.launches.saturating_sub(earlier.launches),
-            launch_s: self.launch_s - earlier.launch_s,
-            loads: self.loads.saturating_sub(earlier.loads),
-            load_s: self.load_s - earlier.load_s,
-            run_s: self.run_s - earlier.run_s,
-            read_s: self.read_s - earlier.read_s,
-        }
-    }
 }
 
 /// A device that runs verified programs.

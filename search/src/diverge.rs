@@ -102,8 +102,8 @@ impl Gate<'_> {
         let mut rows = Vec::new();
         let mut slots = None;
         for _ in 0..2 {
-            let handle = device.prepare(program, &candidate.config.kernel)?;
-            rows.push(device.run(handle, tokens, 0)?.logits);
+            rows.push(candidate.run(device, tokens, 0)?.logits);
+            let handle = candidate.load(device)?;
             slots = device.slots(handle)?;
         }
         let bits = |rows: &Vec<Vec<f32>>| -> Vec<u32> {

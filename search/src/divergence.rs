@@ -9,10 +9,11 @@ use serde::{Deserialize, Serialize};
 use crate::dropped::Dropped;
 
 /// What kind of mistake it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DivergenceClass {
     /// Repeats give the same wrong values.
+    #[default]
     Wrong,
     /// Repeats of the program on the same input differ among themselves.
     Race,
@@ -51,7 +52,7 @@ impl std::fmt::Display for TaskAt {
 }
 
 /// The first task that went wrong, in the order in which the reference machine runs the program.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct FirstDivergence {
     /// wrong, race or halted.
     pub class: DivergenceClass,
@@ -87,22 +88,7 @@ pub struct FirstDivergence {
 
 impl FirstDivergence {
     pub(crate) fn new(class: DivergenceClass, by: &str, detail: String) -> Self {
-        Self {
-            class,
-            by: by.to_owned(),
-            position: None,
-            task: None,
-            slot: None,
-            index: None,
-            got: None,
-            want: None,
-            ulp: None,
-            allowed: None,
-            words: None,
-            unordered: Vec::new(),
-            detail,
-            rerun: None,
-        }
+        Self { class, by: by.to_owned(), detail, ..Self::default() }
     }
 
     /// A task that stored what does not belong there.

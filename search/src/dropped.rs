@@ -21,7 +21,7 @@ pub enum Dropped {
     Unloadable(LowerError),
     /// The reference machine cannot run the lowered program.
     #[error("the reference machine cannot run it: {0}")]
-    Unrunnable(MachineError),
+    Unrunnable(#[from] MachineError),
     /// The graph gives nothing to judge by on these tokens.
     #[error("the graph cannot be evaluated: {0}")]
     Unevaluated(ExpectedError),
@@ -50,11 +50,11 @@ pub enum Dropped {
     #[error("{0}")]
     Unrepeatable(BitsDiffer),
     /// The device gave no result.
-    #[error("{0}")]
-    Failed(DeviceError),
+    #[error(transparent)]
+    Failed(#[from] DeviceError),
     /// It was faster than the bytes that it read allow.
-    #[error("{0}")]
-    BelowFloor(BelowFloor),
+    #[error(transparent)]
+    BelowFloor(#[from] BelowFloor),
 }
 
 /// Why nothing can be judged by what a graph makes of its inputs.

@@ -172,10 +172,13 @@ impl Expected {
         Ok(Self { tokens, logits, reference_positions, on_device, near, far: None })
     }
 
+    fn stretches(&self) -> impl DoubleEndedIterator<Item = &Stretch> {
+        std::iter::once(&self.near).chain(&self.far)
+    }
+
     /// The tokens that a candidate is fed on the reference machine.
     pub fn reference_tokens(&self) -> impl Iterator<Item = u32> {
-        let far = self.far.iter().flat_map(|far| &far.tokens);
-        self.near.tokens.iter().chain(far).copied()
+        self.stretches().flat_map(|stretch| &stretch.tokens).copied()
     }
 
     /// Where a candidate is run on the reference machine, for reports.
@@ -191,8 +194,7 @@ impl Expected {
     /// The least and the most that any row may be off on the reference machine, as a share of its greatest magnitude.
     #[must_use]
     pub fn allowed(&self) -> [f64; 2] {
-        let stretches = [Some(&self.near), self.far.as_ref()].into_iter().flatten();
-        let all = stretches.flat_map(|stretch| {
+        let all = self.stretches().flat_map(|stretch| {
             let cache = stretch.allowed.cache.iter().flatten();
             cache.chain([&stretch.allowed.logits]).map(|tolerance| tolerance.rel())
         });
@@ -202,8 +204,7 @@ impl Expected {
     /// Most keys that a candidate attends to on the reference machine.
     #[must_use]
     pub fn reference_keys(&self) -> usize {
-        let last = self.far.as_ref().unwrap_or(&self.near);
-        last.first + last.tokens.len()
+        self.stretches().map(|stretch| stretch.first + stretch.tokens.len()).max().unwrap_or(0)
     }
 
     /// Runs a fresh machine on the inputs and compares all that it leaves: tokens, logits, keys and values.
@@ -228,7 +229,7 @@ impl Expected {
             .map_err(|at| Dropped::Disagreed { by: "reference", at })?;
         agreement = self.near.compare_cache(agreement, machine)?;
         if let Some(far) = &self.far {
-            machine.resume(far.first, &far.before).map_err(Dropped::Unrunnable)?;
+            machine.resume(far.first, &far.before)?;
             let outputs = far.run(machine, chosen)?;
             let allowed = (What::Logits, far.allowed.logits);
             agreement =
@@ -237,9 +238,7 @@ impl Expected {
         }
         Ok(agreement)
     }
-}
 
-impl Expected {
     /// Runs a fresh machine on the inputs, a position at a time up to `until`, and shows what its tasks have stored there, until it
     /// stops or nobody wants to see more.
     pub fn each_position<'m>(
@@ -248,7 +247,7 @@ impl Expected {
         until: Option<usize>,
         mut look: impl FnMut(&Machine<'m>, u32, &[Fired]) -> bool,
     ) {
-        for stretch in [Some(&self.near), self.far.as_ref()].into_iter().flatten() {
+        for stretch in self.stretches() {
             if stretch.first > 0 && machine.resume(stretch.first, &stretch.before).is_err() {
                 return;
             }
@@ -304,7 +303,7 @@ impl Stretch {
     }
 
     fn run(&self, machine: &mut Machine<'_>, chosen: &mut Vec<u32>) -> Result<Outputs, Dropped> {
-        let run = machine.run(&self.tokens, Order::Waves).map_err(Dropped::Unrunnable)?;
+        let run = machine.run(&self.tokens, Order::Waves)?;
         let outputs = match run {
             Run::Finished(outputs) => outputs,
             halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
@@ -312,19 +311,14 @@ impl Stretch {
             }
         };
         chosen.extend(&outputs.tokens);
-        self.check_tokens(&outputs)?;
-        Ok(outputs)
-    }
-
-    /// The tokens that the program chose must be those of its own logits.
-    fn check_tokens(&self, outputs: &Outputs) -> Result<(), Dropped> {
+        // The tokens that the program chose must be those of its own logits.
         for (index, (&got, logits)) in outputs.tokens.iter().zip(&outputs.logits).enumerate() {
             let want = reference_vm::argmax(logits);
             if got != want {
                 return Err(Dropped::Sampled { position: self.first + index, got, want });
             }
         }
-        Ok(())
+        Ok(outputs)
     }
 
     /// Compares the keys and values of the machine's last positions, which are this stretch's.

@@ -149,6 +149,7 @@ pub(crate) struct Asked {
 }
 
 /// What the next trials are guessed from.
+#[derive(Clone)]
 pub(crate) struct Guess {
     strategy: Arc<dyn Strategy>,
     history: History,
@@ -159,22 +160,8 @@ pub(crate) struct Guess {
 }
 
 impl Guess {
-    /// A guess at what comes after a trial that begins: it is reverted.
-    pub(crate) fn reverted(
-        asked: Asked,
-        history: History,
-        index: u64,
-        candidate: &Candidate,
-    ) -> Self {
-        Self::after(asked, history, index, candidate, false)
-    }
-
-    /// A guess at what comes after a trial that was not given up: it is kept.
-    pub(crate) fn kept(asked: Asked, history: History, index: u64, candidate: &Candidate) -> Self {
-        Self::after(asked, history, index, candidate, true)
-    }
-
-    fn after(
+    /// A guess at what comes after a trial: of one that begins, if it is reverted, and of one that was not given up, if it is kept.
+    pub(crate) fn after(
         asked: Asked,
         mut history: History,
         index: u64,
@@ -182,15 +169,11 @@ impl Guess {
         kept: bool,
     ) -> Self {
         history.assume(index, candidate, kept);
-        Self::from(asked, history, index + 1, kept)
+        Self::onward(asked, history, index + 1, kept)
     }
 
     /// A guess at what comes from a trial on: all are reverted.
-    pub(crate) fn onward(asked: Asked, history: History, index: u64) -> Self {
-        Self::from(asked, history, index, false)
-    }
-
-    fn from(asked: Asked, history: History, index: u64, urgent: bool) -> Self {
+    pub(crate) fn onward(asked: Asked, history: History, index: u64, urgent: bool) -> Self {
         let most = if urgent { GUESSED_KEPT } else { GUESSED };
         let left = asked.budget.end(index + most).saturating_sub(index);
         Self { strategy: asked.strategy, history, index, left, urgent }

@@ -11,11 +11,9 @@ use crate::verdict::LatencyKind;
 
 mod grid;
 mod probe;
-mod recorded;
 
 pub use grid::{BadGrid, GRID_SCHEMA, Grid, Space};
 pub use probe::{Probe, prepare};
-pub use recorded::{BadLandscape, Found, Landscape};
 
 /// Schema of a landscape's file: a line with the terms ([`Terms`]), then a line for each point ([`Row`]).
 pub const LANDSCAPE_SCHEMA: &str = "amk.landscape.v1";

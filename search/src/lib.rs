@@ -8,6 +8,9 @@
 //! threads of the caller's `rayon` pool and any number of helpers. No latency without agreement: [`Latency`] and [`Contender`] are made from an `Agreement<Device>`, which is made from an
 //! `Agreement<Reference>`, and from nothing else. The search never learns which driver is behind [`Device`].
 
+#[cfg(test)]
+extern crate self as search;
+
 mod ahead;
 pub mod assess;
 mod audit;
@@ -15,7 +18,6 @@ mod budget;
 mod bundle;
 pub mod calibrate;
 mod card;
-mod clock;
 mod clocks;
 mod cpu;
 mod crew;
@@ -35,6 +37,9 @@ mod measure;
 mod propose;
 pub mod replay;
 mod run;
+// Tests that look inside use the scripted device of the crate `tests` too.
+#[cfg(test)]
+#[path = "../../tests/src/scripted.rs"]
 pub mod scripted;
 mod settings;
 pub mod strategy;
@@ -46,7 +51,6 @@ pub use assess::{Assessed, Timing};
 pub use audit::{Audit, Floor, StepBytes, Terms};
 pub use budget::{BadBudget, Budget};
 pub use bundle::{BUNDLE_SCHEMA, Bundle, Proof, Refusal};
-pub use clock::Clock;
 pub use clocks::{ClockReadings, Clocks};
 pub use corpus::Conditions;
 pub use cpu::{Candidate, KernelId};
@@ -62,11 +66,11 @@ pub use dropped::{BitsDiffer, Dropped, ExpectedError};
 pub use effort::{Bar, Look, spread};
 pub use equals::{Equal, Equals, equals};
 pub use expected::{Expected, POSITIONS_MAX, draw_tokens};
-pub use gate::{Gate, OnDeviceOnce};
+pub use gate::Gate;
 pub use measure::{BelowFloor, Interval, Latency, Predicted, gain, median, noise_floor};
-pub use propose::{Change, Origin, Past, PastTrials, Proposer, changes, generator};
+pub use propose::{Change, Origin, Past, PastTrials, changes, generator};
 pub use run::{Dropped as DroppedTrials, Search, SearchError, Step, StoppedBy};
-pub use settings::Settings;
+pub use settings::{Clock, Settings};
 pub use trial::{
     Beside, Confirmation, LeftOut, Outcome, PROTOCOL, Row, Skipped, SkippedProposal, Spent, Trial,
 };

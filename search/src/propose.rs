@@ -11,6 +11,8 @@ use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{RngExt, SeedableRng};
 use serde::{Deserialize, Serialize};
 
+use crate::strategy::Ground;
+
 mod moves;
 mod past;
 
@@ -29,10 +31,11 @@ const PROMISING: f64 = 0.0005;
 const COMBINED_MAX: usize = 6;
 
 /// Where a proposal comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Origin {
     /// The schedule that the search begins with: the first trial.
+    #[default]
     Baseline,
     /// A move of the first sweep.
     Sweep,
@@ -83,22 +86,11 @@ pub struct Past {
     pub score: Option<f64>,
 }
 
-/// Everything that proposals are drawn from.
-#[derive(Clone, Copy, Debug)]
-pub struct Proposer<'a> {
-    /// The knobs to vary, with the values to draw from.
-    pub space: &'a [(Knob, Vec<Value>)],
-    /// What random choices are made with, together with the trial's number.
-    pub seed: u64,
-    /// Trials, after the baseline, of the sweep at most.
-    pub sweep: u64,
-}
-
-impl<'a> Proposer<'a> {
+impl Ground {
     /// Draws for a trial in the order in which they are to be tried: the same for the same history. They may be illegal, and they may
     /// have been tried. The last ones are random and go on for ever.
-    pub fn draws(
-        self,
+    pub fn draws<'a>(
+        &'a self,
         trial: u64,
         incumbent: &'a ScheduleConfig,
         past: &PastTrials,
@@ -137,10 +129,10 @@ impl<'a> Proposer<'a> {
                     && form.iter().all(|&(knob, value)| past.config.get(knob) == value)
             })
         };
-        let open = |mv: &Move| !mv.forms.iter().any(made);
+        let open = |mv: &Move| !mv.iter().any(made);
         let with = |form: &Vec<(Knob, Value)>| (Origin::Sweep, edited(incumbent, form));
-        let moves = moves::all(self.space, incumbent);
-        moves.iter().filter(|mv| open(mv)).flat_map(|mv| mv.forms.iter().map(with)).collect()
+        let moves = moves::all(&self.space, incumbent);
+        moves.iter().filter(|mv| open(mv)).flat_map(|mv| mv.iter().map(with)).collect()
     }
 
     /// Single changes, the most promising knob first; what lost since something of its group last changed is left out.
@@ -151,7 +143,7 @@ impl<'a> Proposer<'a> {
         rng: &mut Xoshiro256PlusPlus,
     ) -> Vec<(Origin, ScheduleConfig)> {
         let mut steps = Vec::new();
-        for (knob, values) in self.space {
+        for (knob, values) in &self.space {
             let at = values.iter().position(|&v| v == incumbent.get(*knob)).unwrap_or(0);
             for (index, &value) in values.iter().enumerate() {
                 if index == at || past.is_refuted(*knob, value) {
@@ -232,12 +224,17 @@ pub(crate) fn edited(config: &ScheduleConfig, form: &[(Knob, Value)]) -> Schedul
         let outcome = config.set(knob, value);
         debug_assert!(outcome.is_ok(), "{knob} takes every value of its own domain");
     }
+    fit_caps(&mut config);
+    config
+}
+
+/// Brings the caps of the ring back under what they must not exceed.
+pub(crate) fn fit_caps(config: &mut ScheduleConfig) {
     let ring = &mut config.pipeline;
     let whole = |bytes: u32| (bytes / ring.stage_bytes).max(1) * ring.stage_bytes;
     let most = ring.stages * ring.stage_bytes;
     ring.in_flight_bytes = whole(ring.in_flight_bytes.min(most));
     ring.in_flight_near_bytes = whole(ring.in_flight_near_bytes.min(ring.in_flight_bytes));
-    config
 }
 
 /// A generator for one purpose of one trial.

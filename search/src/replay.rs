@@ -73,8 +73,7 @@ pub fn replay(
     let id = trial.config.id();
     let named = trial.verdict.schedule_id.as_deref();
     stages.push(Stage::of("schedule", named == Some(&id), format!("{} now {id}", was(named))));
-    let lowered = gate.validate(&trial.config).and_then(|valid| gate.lower(valid));
-    let candidate = match lowered {
+    let candidate = match gate.lower(&trial.config) {
         Ok(candidate) => candidate,
         Err(dropped) => {
             let same = trial.verdict.program_id.is_none();
@@ -87,13 +86,14 @@ pub fn replay(
     };
     stages.push(same("program", trial.verdict.program_id.as_deref(), &candidate.program_id));
     stages.push(same("kernel", trial.verdict.kernel_id.as_deref(), &candidate.kernel_id));
-    stages.push(reference(gate, trial));
+    let (verdict, outcome) = assess::evaluate(gate, None, &trial.config, Timing::default(), 0);
+    stages.push(reference(gate, trial, &verdict, outcome.err()));
     let measured = trial.verdict.latency_kind == Some(LatencyKind::MeasuredGpu);
     stages.push(match place {
         _ if trial.verdict.latency_us.is_none() => {
             Stage::skipped("measure", "the trial has no latency")
         }
-        _ if !measured => predict(gate, trial),
+        _ if !measured => predict(trial, &verdict),
         _ if stages
             .iter()
             .any(|stage| stage.stage != "schedule" && stage.result == Repeated::Differs) =>
@@ -111,16 +111,13 @@ fn was(recorded: Option<&str>) -> String {
 }
 
 /// The reference machine agrees with the graph or not, as it did; where its errors are on record, they are the same bits.
-fn reference(gate: &mut Gate<'_>, trial: &Trial) -> Stage {
-    let (verdict, outcome) = assess::evaluate(gate, None, &trial.config, Timing::default(), 0);
+fn reference(gate: &Gate<'_>, trial: &Trial, verdict: &Verdict, dropped: Option<Dropped>) -> Stage {
     let agreed = |verdict: &Verdict| {
         verdict.gates.iter().any(|gate| gate.gate == "reference" && gate.passed)
     };
-    let detail = match &outcome {
-        Ok(_) => format!("agrees with the graph at {}", gate.expected().reference_scope()),
-        Err(dropped) => dropped.to_string(),
-    };
-    let mut same = agreed(&verdict) == agreed(&trial.verdict);
+    let scope = || format!("agrees with the graph at {}", gate.expected().reference_scope());
+    let detail = dropped.map_or_else(scope, |dropped| dropped.to_string());
+    let mut same = agreed(verdict) == agreed(&trial.verdict);
     if same && trial.verdict.latency_kind == Some(LatencyKind::Predicted) {
         same = verdict.max_abs_err == trial.verdict.max_abs_err
             && verdict.max_rel_err == trial.verdict.max_rel_err;
@@ -130,8 +127,7 @@ fn reference(gate: &mut Gate<'_>, trial: &Trial) -> Stage {
     Stage::of("reference", same, detail)
 }
 
-fn predict(gate: &mut Gate<'_>, trial: &Trial) -> Stage {
-    let (verdict, _) = assess::evaluate(gate, None, &trial.config, Timing::default(), 0);
+fn predict(trial: &Trial, verdict: &Verdict) -> Stage {
     let same = verdict.latency_us == trial.verdict.latency_us;
     let us = |us: Option<f64>| us.map_or_else(|| "none".to_owned(), |us| format!("{us:.4} us"));
     let (then, now) = (us(trial.verdict.latency_us), us(verdict.latency_us));

@@ -1,7 +1,7 @@
 //! The search: propose, gate, measure or predict, keep or revert. It does one trial at a time and hands it to the caller, who writes
 //! it down before asking for the next; a search that absorbs those rows again goes on as if it had never stopped.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::thread::Scope;
 use std::time::Duration;
@@ -12,7 +12,6 @@ use crate::ahead::Helpers;
 use crate::audit::{Audit, Terms};
 use crate::budget::Budget;
 use crate::card::{Card, Job, LastJob, Lead, Noise};
-use crate::clock::{Clock, no_clock};
 use crate::cpu::Candidate;
 use crate::crew::Crew;
 use crate::decide::Decision;
@@ -20,7 +19,7 @@ use crate::device::{Device, DeviceError};
 use crate::gate::Gate;
 use crate::history::{Asked, Guess, History, Proposal};
 use crate::propose::Origin;
-use crate::settings::Settings;
+use crate::settings::{Clock, Settings, no_clock};
 use crate::strategy::{Ground, Strategy, StrategyName, strategy};
 use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial};
 use crate::verdict::LatencyKind;
@@ -31,7 +30,8 @@ pub use side_by_side::Dropped;
 use side_by_side::Fleet;
 
 /// Why a search ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum StoppedBy {
     /// As many trials as were asked for.
     Trials,
@@ -47,12 +47,7 @@ impl StoppedBy {
     /// The name as in the output.
     #[must_use]
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Trials => "trials",
-            Self::Time => "time",
-            Self::Exhausted => "exhausted",
-            Self::Interrupted => "interrupted",
-        }
+        self.into()
     }
 }
 
@@ -90,22 +85,17 @@ pub struct Search<'a> {
     fleet: Option<Fleet<'a>>,
     settings: Arc<Settings>,
     strategy: Arc<dyn Strategy>,
-    trials: Vec<Trial>,
+    /// The trials so far, and what checks those of a ledger.
+    rows: Audit,
     /// What they say to the next one.
     history: History,
     /// Ids of their programs.
     programs: BTreeSet<String>,
     rejected: u64,
-    /// The noise of each card; of a search that has one, without a number.
-    noises: BTreeMap<Option<u32>, Noise>,
     clock: Clock,
     spent: Spent,
-    /// What checks the trials of a ledger.
-    audit: Option<Audit>,
     /// Threads that work ahead.
     helpers: Option<Helpers<'a>>,
-    /// The trial that leads.
-    incumbent: Option<usize>,
 }
 
 impl<'a> Search<'a> {
@@ -119,6 +109,10 @@ impl<'a> Search<'a> {
         let ground =
             Ground { space: settings.space.clone(), seed: settings.seed, sweep: settings.explore };
         let history = History::new(settings.default);
+        let kind = device.as_ref().map_or(LatencyKind::Predicted, |_| LatencyKind::MeasuredGpu);
+        let cache_bytes = device.as_deref().map_or(0, |device| device.describe().cache_bytes);
+        let Settings { seed, min_gain, timing, .. } = settings;
+        let terms = Terms { seed, min_gain, timing, kind: Some(kind), cache_bytes };
         let settings = Arc::new(settings);
         Self {
             here: Card::new(gate.beside(), device, settings.clone(), no_clock),
@@ -126,23 +120,23 @@ impl<'a> Search<'a> {
             gate,
             strategy: strategy(StrategyName::default(), ground, Vec::new()),
             settings,
-            trials: Vec::new(),
+            rows: Audit::new(terms),
             history,
             programs: BTreeSet::new(),
             rejected: 0,
-            noises: BTreeMap::new(),
             clock: no_clock,
             spent: Spent::default(),
-            audit: None,
             helpers: None,
-            incumbent: None,
         }
     }
 
     /// A search on several devices at once, of which at least one is open.
     #[must_use]
     pub fn side_by_side(gate: Gate<'a>, crew: Crew<'a>, settings: Settings) -> Self {
-        Self { fleet: Some(Fleet::new(crew)), ..Self::new(gate, None, settings) }
+        let mut search = Self::new(gate, None, settings);
+        let (kind, cache_bytes) = (Some(LatencyKind::MeasuredGpu), crew.cache_bytes());
+        search.rows.terms = Terms { kind, cache_bytes, ..search.rows.terms };
+        Self { fleet: Some(Fleet::new(crew)), ..search }
     }
 
     /// Has this strategy propose instead of the default one.
@@ -179,13 +173,13 @@ impl<'a> Search<'a> {
     /// The trials so far.
     #[must_use]
     pub fn trials(&self) -> &[Trial] {
-        &self.trials
+        &self.rows.trials
     }
 
     /// The trial that leads.
     #[must_use]
     pub fn champion(&self) -> Option<&Trial> {
-        self.incumbent.map(|index| &self.trials[index])
+        self.rows.champion.map(|index| &self.rows.trials[index])
     }
 
     /// What several devices began for nothing.
@@ -211,17 +205,7 @@ impl<'a> Search<'a> {
     /// # Errors
     /// If it is not the next trial of this search, or its figures do not follow from its samples.
     pub fn absorb(&mut self, trial: Trial) -> Result<(), SearchError> {
-        let device = self.here.device.as_deref();
-        let measured = device.is_some() || self.fleet.is_some();
-        let kind = if measured { LatencyKind::MeasuredGpu } else { LatencyKind::Predicted };
-        let Settings { seed, min_gain, timing, .. } = *self.settings;
-        let cache_bytes = match &self.fleet {
-            Some(fleet) => fleet.cache_bytes(),
-            None => device.map_or(0, |device| device.describe().cache_bytes),
-        };
-        let terms = Terms { seed, min_gain, timing, kind: Some(kind), cache_bytes };
-        let audit = self.audit.get_or_insert_with(|| Audit::new(terms));
-        let followed = audit.trial(&trial);
+        let followed = self.rows.check(&trial);
         followed.map_err(|reason| SearchError::Foreign { trial: trial.trial, reason })?;
         self.record(trial);
         Ok(())
@@ -248,7 +232,7 @@ impl<'a> Search<'a> {
     /// # Errors
     /// If the device is lost.
     pub fn step(&mut self, elapsed: Duration) -> Result<Step, SearchError> {
-        let index = self.trials.len() as u64;
+        let index = self.trials().len() as u64;
         if self.settings.budget.is_spent(index, elapsed) {
             return Ok(Step::Done(match self.settings.budget {
                 Budget::Trials(_) => StoppedBy::Trials,
@@ -265,22 +249,38 @@ impl<'a> Search<'a> {
         let Some((proposal, history)) = self.propose(index, &mut skipped) else {
             return Ok(Step::Done(StoppedBy::Exhausted));
         };
-        let candidate = proposal.lowered.as_ref();
-        let job = Job {
-            index,
-            parent: history.parent,
-            skipped,
-            lead: self.lead(),
-            noise: self.noise(None),
-            began_s: elapsed.as_secs_f64(),
-            spent: self.spent,
-            is_known_program: candidate.is_some_and(|c| self.knows(&c.program_id)),
-            if_kept: candidate.and_then(|candidate| self.guess_kept(index, history, candidate)),
-            proposal,
-        };
+        let job = self.job(index, proposal, &history, self.lead(), None, elapsed);
+        let job = Job { skipped, ..job };
         let trial = self.here.try_out(job).map_err(SearchError::Device)?;
         self.record(trial.clone());
         Ok(Step::Trial(Box::new(trial)))
+    }
+
+    /// A trial to do, on a card of several or on the one that there is.
+    fn job(
+        &self,
+        index: u64,
+        proposal: Proposal,
+        history: &History,
+        lead: Option<Lead>,
+        card: Option<u32>,
+        elapsed: Duration,
+    ) -> Job {
+        let candidate = proposal.lowered.as_ref();
+        let may = lead.is_some() && self.helpers.is_some() && self.strategy.may_be_guessed();
+        let guess = |c: &Candidate| Guess::after(self.asked(), history.clone(), index, c, true);
+        Job {
+            index,
+            parent: history.parent,
+            skipped: Skipped::default(),
+            lead,
+            noise: self.noise(card),
+            began_s: elapsed.as_secs_f64(),
+            spent: self.spent,
+            is_known_program: candidate.is_some_and(|c| self.programs.contains(&c.program_id)),
+            if_kept: candidate.filter(|_| may).map(guess),
+            proposal,
+        }
     }
 
     /// The trial that leads, as devices are told of it.
@@ -289,12 +289,7 @@ impl<'a> Search<'a> {
     }
 
     fn noise(&self, card: Option<u32>) -> Noise {
-        self.noises.get(&card).copied().unwrap_or_default()
-    }
-
-    /// Whether a trial had this program.
-    fn knows(&self, program_id: &str) -> bool {
-        self.programs.contains(program_id)
+        self.rows.noises.get(&card).copied().unwrap_or_default()
     }
 
     fn asked(&self) -> Asked {
@@ -319,7 +314,7 @@ impl<'a> Search<'a> {
         if let (Some(_), Some(candidate)) = (&self.helpers, &proposal.lowered)
             && self.strategy.may_be_guessed()
         {
-            let guess = Guess::reverted(self.asked(), history.clone(), index, candidate);
+            let guess = Guess::after(self.asked(), history.clone(), index, candidate, false);
             self.gate.ahead.guess(guess);
         }
         Some((proposal, history))
@@ -354,31 +349,13 @@ impl<'a> Search<'a> {
         proposal
     }
 
-    /// What helpers may begin with if a candidate is kept, to be said once it was not given up.
-    fn guess_kept(&self, index: u64, history: History, candidate: &Candidate) -> Option<Guess> {
-        let may = self.helpers.is_some() && self.strategy.may_be_guessed();
-        (may && self.incumbent.is_some())
-            .then(|| Guess::kept(self.asked(), history, index, candidate))
-    }
-
     fn record(&mut self, trial: Trial) {
         let incumbent = trial.incumbent.and_then(|index| usize::try_from(index).ok());
-        let incumbent = incumbent.and_then(|index| self.trials.get(index));
+        let incumbent = incumbent.and_then(|index| self.rows.trials.get(index));
         self.history.learn(&trial, incumbent.map(|trial| &trial.config));
         self.programs.extend(trial.verdict.program_id.clone());
         self.rejected += trial.skipped.rejected;
-        if let Some(floor) = trial.noise_floor {
-            self.noises.insert(trial.card, Noise::of(floor, &trial.samples_us));
-        }
-        for other in &trial.beside {
-            if let Some(floor) = other.noise_floor {
-                self.noises.insert(Some(other.card), Noise::of(floor, &other.samples_us));
-            }
-        }
-        if trial.outcome.leads() {
-            self.incumbent = Some(self.trials.len());
-        }
-        self.trials.push(trial);
+        self.rows.push(trial);
     }
 
     /// Runs the champion again, on longer and fresh tokens and, where there is a device, against the baseline. `None` when there is no
@@ -389,20 +366,14 @@ impl<'a> Search<'a> {
     pub fn confirm(&mut self) -> Result<Option<Confirmation>, SearchError> {
         let (Some(champion), Some(lead)) = (self.champion(), self.lead()) else { return Ok(None) };
         let confirmation = Confirmation {
-            trials: self.trials.len() as u64,
+            trials: self.trials().len() as u64,
             champion: champion.trial,
             decision: Decision::Kept,
-            why: String::new(),
-            positions: 0,
-            gain: None,
-            threshold: None,
-            samples_us: Vec::new(),
-            card: None,
-            beside: Vec::new(),
             verdict: champion.verdict.clone(),
+            ..Confirmation::default()
         };
-        let raced = lead.trial > 0 && self.trials[0].outcome == Outcome::Baseline;
-        let baseline = raced.then_some(self.trials[0].config);
+        let raced = lead.trial > 0 && self.trials()[0].outcome == Outcome::Baseline;
+        let baseline = raced.then_some(self.trials()[0].config);
         let noise = self.noise(None);
         let job = LastJob { confirmation, lead, baseline, noise, thorough: true };
         let confirmed = match self.fleet.take() {

@@ -1,4 +1,6 @@
-//! The terms of a search.
+//! The terms of a search, and its clock.
+
+use std::time::Duration;
 
 use ir::ScheduleConfig;
 use ir::schedule::{Knob, Value};
@@ -23,4 +25,12 @@ pub struct Settings {
     pub space: Vec<(Knob, Vec<Value>)>,
     /// How a device is timed.
     pub timing: Timing,
+}
+
+/// Time since any fixed moment. The search has no clock of its own; it passes this one on to know what it spent on what.
+pub type Clock = fn() -> Duration;
+
+/// A clock that always reads zero: what is spent on what is not recorded.
+pub(crate) fn no_clock() -> Duration {
+    Duration::ZERO
 }

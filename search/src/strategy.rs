@@ -12,12 +12,15 @@ use ir::schedule::{Knob, ScheduleConfig, Value};
 use rand::seq::IndexedRandom;
 use serde::{Deserialize, Serialize};
 
-use crate::propose::{Origin, PastTrials, Proposer, edited, generator};
+use crate::propose::{Origin, PastTrials, edited, generator};
 
 mod prior;
 mod tpe;
 
 pub use prior::{Known, Seen, rank};
+
+/// Knobs with values to set them to.
+type Form = Vec<(Knob, Value)>;
 
 /// Proposals in the order in which they are to be tried. The last ones are random and go on for ever, unless there is nobody to go on.
 pub type Proposals<'s> = Box<dyn Iterator<Item = (Origin, ScheduleConfig)> + 's>;
@@ -49,9 +52,20 @@ pub trait Strategy: fmt::Debug + Send + Sync {
 
 /// The strategies that need nobody outside.
 #[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, schemars::JsonSchema,
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+    strum::IntoStaticStr,
 )]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum StrategyName {
     /// Every knob at random, each time.
     Random,
@@ -70,13 +84,8 @@ impl StrategyName {
 
     /// Its name.
     #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Random => "random",
-            Self::Climb => "climb",
-            Self::Tpe => "tpe",
-            Self::Prior => "prior",
-        }
+    pub fn name(self) -> &'static str {
+        self.into()
     }
 }
 
@@ -105,58 +114,48 @@ pub struct Ground {
     pub sweep: u64,
 }
 
-impl Ground {
-    fn proposer(&self) -> Proposer<'_> {
-        Proposer { space: &self.space, seed: self.seed, sweep: self.sweep }
-    }
-}
-
 /// The strategy of a name. What earlier searches learned is used by [`StrategyName::Prior`] alone.
 #[must_use]
 pub fn strategy(name: StrategyName, ground: Ground, known: Vec<Known>) -> Arc<dyn Strategy> {
-    match name {
-        StrategyName::Random => Arc::new(Random(ground)),
-        StrategyName::Climb => Arc::new(Climb(ground)),
-        StrategyName::Tpe => Arc::new(tpe::Tpe(ground)),
-        StrategyName::Prior => Arc::new(prior::Prior::new(ground, known)),
-    }
+    let moves = prior::moves(&ground, known);
+    Arc::new(Builtin { name, ground, moves })
 }
 
-/// Every knob at random, each time: what any other strategy must beat.
+/// One of those that need nobody outside.
 #[derive(Debug)]
-struct Random(Ground);
-
-impl Strategy for Random {
-    fn name(&self) -> &'static str {
-        StrategyName::Random.name()
-    }
-
-    fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
-        let mut rng = generator(self.0.seed, question.trial);
-        let incumbent = question.incumbent;
-        Box::new(std::iter::repeat_with(move || {
-            let any = |(knob, values): &(Knob, Vec<Value>)| {
-                Some((*knob, values.choose(&mut rng).copied()?))
-            };
-            let form: Vec<_> = self.0.space.iter().filter_map(any).collect();
-            (Origin::Jump, edited(incumbent, &form))
-        }))
-    }
+struct Builtin {
+    name: StrategyName,
+    ground: Ground,
+    /// What earlier searches learned, best first.
+    moves: Vec<Form>,
 }
 
-/// Sweep, steps, combinations and jumps ([`Proposer`]).
-#[derive(Debug)]
-struct Climb(Ground);
-
-impl Strategy for Climb {
+impl Strategy for Builtin {
     fn name(&self) -> &'static str {
-        StrategyName::Climb.name()
+        self.name.name()
     }
 
     fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
         let Question { trial, incumbent, past } = *question;
-        Box::new(self.0.proposer().draws(trial, incumbent, past))
+        match self.name {
+            StrategyName::Random => random(&self.ground, question),
+            StrategyName::Climb => Box::new(self.ground.draws(trial, incumbent, past)),
+            StrategyName::Tpe => tpe::ask(&self.ground, question),
+            StrategyName::Prior => prior::ask(&self.ground, &self.moves, question),
+        }
     }
+}
+
+/// Every knob at random, each time: what any other strategy must beat.
+fn random<'s>(ground: &'s Ground, question: &Question<'s>) -> Proposals<'s> {
+    let mut rng = generator(ground.seed, question.trial);
+    let incumbent = question.incumbent;
+    Box::new(std::iter::repeat_with(move || {
+        let any =
+            |(knob, values): &(Knob, Vec<Value>)| Some((*knob, values.choose(&mut rng).copied()?));
+        let form: Form = ground.space.iter().filter_map(any).collect();
+        (Origin::Jump, edited(incumbent, &form))
+    }))
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use crate::device::{Contender, Device, DeviceError, Plan, Samples, Side};
 use crate::dropped::Dropped;
 use crate::gate::Gate;
 use crate::measure::Latency;
-use crate::propose::changes;
+use crate::propose::{changes, fit_caps};
 
 /// Schema of a row.
 pub const OBSERVATION_SCHEMA: &str = "amk.observation.v1";
@@ -157,11 +157,7 @@ impl<'a> Survey<'a> {
         if let Some(most) = largest_stages(&config, self.graph, self.target) {
             config.pipeline.stages = config.pipeline.stages.min(most);
         }
-        let ring = &mut config.pipeline;
-        let whole = |bytes: u32| (bytes / ring.stage_bytes).max(1) * ring.stage_bytes;
-        let all = whole(ring.in_flight_bytes.min(ring.stages * ring.stage_bytes));
-        let near = whole(ring.in_flight_near_bytes.min(all));
-        (ring.in_flight_bytes, ring.in_flight_near_bytes) = (all, near);
+        fit_caps(&mut config);
         let edits = changes(known, &config).len();
         (Drawn::Near { of: known.id(), edits }, config)
     }
@@ -234,15 +230,14 @@ fn time(
     seed: u64,
 ) -> Result<Timed, Dropped> {
     let candidate = &assessed.candidate;
-    let handle = device.prepare(&candidate.program, &candidate.config.kernel);
     let Some(agreement) = &assessed.on_device else {
         let reason = "a program without agreement on the device cannot be timed".to_owned();
-        return Err(Dropped::Failed(DeviceError::Unavailable { reason }));
+        return Err(DeviceError::Unavailable { reason }.into());
     };
-    let contender = Contender::new(handle.map_err(Dropped::Failed)?, agreement);
+    let contender = Contender::new(candidate.load(device)?, agreement);
     let Timing { rounds, warmup } = timing;
     let plan = Plan { tokens: &passage.tokens, first: passage.first, rounds, warmup };
-    let samples = crate::device::time(device, [contender; 2], &plan).map_err(Dropped::Failed)?;
+    let samples = crate::device::time(device, [contender; 2], &plan)?;
     for (actual, chosen) in samples.last() {
         let expected = std::slice::from_ref(&passage.last);
         let _ = assessed
@@ -252,7 +247,6 @@ fn time(
     }
     let middle = u32::midpoint(passage.first as u32, passage.tokens.len() as u32);
     let floors = assess::floors(gate, device, candidate, middle);
-    let latency = Latency::new(agreement, &samples, Side::Candidate, floors.artefact_us, seed)
-        .map_err(Dropped::BelowFloor)?;
+    let latency = Latency::new(agreement, &samples, Side::Candidate, floors.artefact_us, seed)?;
     Ok(Timed { latency, samples, bound_us: floors.bound_us })
 }

@@ -1,9 +1,11 @@
 //! What the ledger keeps of a trial, and what a search concludes.
 
+use derive_more::AddAssign;
 use ir::schedule::ScheduleConfig;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use strum::IntoStaticStr;
 
 use crate::decide::Decision;
 use crate::device::{Costs, DeviceError};
@@ -19,10 +21,25 @@ pub const PROTOCOL: u32 = 1;
 pub(crate) const SKIPPED_SHOWN: usize = 8;
 
 /// How a trial ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Hash,
+    PartialOrd,
+    Ord,
+    Default,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum Outcome {
     /// The schedule that the search begins with, which the others are compared with.
+    #[default]
     Baseline,
     /// Better than the incumbent: it is the incumbent now.
     Kept,
@@ -58,57 +75,18 @@ impl Outcome {
     /// The name as in the ledger.
     #[must_use]
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Baseline => "baseline",
-            Self::Kept => "kept",
-            Self::Reverted => "reverted",
-            Self::Inconclusive => "inconclusive",
-            Self::Rejected => "rejected",
-            Self::Unloadable => "unloadable",
-            Self::Broken => "broken",
-            Self::Disagreed => "disagreed",
-            Self::Unrepeatable => "unrepeatable",
-            Self::CompileFailed => "compile_failed",
-            Self::Trapped => "trapped",
-            Self::TimedOut => "timed_out",
-            Self::OutOfMemory => "out_of_memory",
-            Self::Fault => "fault",
-            Self::BelowFloor => "below_floor",
-        }
+        self.into()
     }
 
     /// Whether the candidate became the incumbent.
     #[must_use]
     pub fn leads(self) -> bool {
-        match self {
-            Self::Baseline | Self::Kept => true,
-            Self::Reverted
-            | Self::Inconclusive
-            | Self::Rejected
-            | Self::Unloadable
-            | Self::Broken
-            | Self::Disagreed
-            | Self::Unrepeatable
-            | Self::CompileFailed
-            | Self::Trapped
-            | Self::TimedOut
-            | Self::OutOfMemory
-            | Self::Fault
-            | Self::BelowFloor => false,
-        }
+        matches!(self, Self::Baseline | Self::Kept)
     }
-}
 
-impl std::ops::AddAssign for Spent {
-    fn add_assign(&mut self, other: Self) {
-        self.total_s += other.total_s;
-        self.propose_s += other.propose_s;
-        self.lower_s += other.lower_s;
-        self.gates_s += other.gates_s;
-        self.waiting_s += other.waiting_s;
-        self.reference_s += other.reference_s;
-        self.timing_s += other.timing_s;
-        self.device = self.device + other.device;
+    /// Whether the candidate was correct, and compared.
+    pub(crate) fn is_judged(self) -> bool {
+        self.leads() || matches!(self, Self::Reverted | Self::Inconclusive)
     }
 }
 
@@ -163,7 +141,7 @@ pub struct Skipped {
 }
 
 /// What a trial spent its seconds on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, AddAssign)]
 pub struct Spent {
     /// All of it.
     pub total_s: f64,
@@ -185,7 +163,7 @@ pub struct Spent {
 }
 
 /// One finished trial: a row of the ledger.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Trial {
     /// Its number, from zero.
     pub trial: u64,
@@ -235,7 +213,7 @@ pub struct Trial {
 }
 
 /// The champion, once more: on fresh tokens and, where there is a device, against the baseline.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Confirmation {
     /// Trials that were finished.
     pub trials: u64,
@@ -264,7 +242,7 @@ pub struct Confirmation {
 }
 
 /// The same program on another card of the search. Its figures are that card's own: they are compared with nothing of the others.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Beside {
     /// The card.
     pub card: u32,
@@ -303,7 +281,6 @@ impl Beside {
     /// A baseline as another card measured it.
     pub(crate) fn of_trial(card: u32, trial: &Trial) -> Self {
         Self {
-            decision: None,
             noise_floor: trial.noise_floor,
             gain: trial.gain,
             threshold: trial.threshold,
@@ -331,31 +308,22 @@ impl Beside {
     fn of_verdict(card: u32, why: String, verdict: &Verdict) -> Self {
         Self {
             card,
-            decision: None,
             why,
             latency_us: verdict.latency_us,
             ci_us: verdict.ci_us,
             bound_us: verdict.bound_us,
-            noise_floor: None,
-            gain: None,
-            threshold: None,
-            samples_us: Vec::new(),
             notes: verdict.notes.clone(),
+            ..Self::default()
         }
     }
 }
 
 /// What several cards decide together.
 pub(crate) fn together(decisions: impl IntoIterator<Item = Decision>) -> Decision {
-    let mut all = Decision::Kept;
-    for decision in decisions {
-        all = match (all, decision) {
-            (Decision::Reverted, _) | (_, Decision::Reverted) => Decision::Reverted,
-            (Decision::Inconclusive, _) | (_, Decision::Inconclusive) => Decision::Inconclusive,
-            (Decision::Kept, Decision::Kept) => Decision::Kept,
-        };
-    }
-    all
+    use Decision::{Inconclusive, Kept, Reverted};
+    let all: Vec<Decision> = decisions.into_iter().collect();
+    let worst = [Reverted, Inconclusive].into_iter().find(|decision| all.contains(decision));
+    worst.unwrap_or(Kept)
 }
 
 /// A row of the ledger after the header.

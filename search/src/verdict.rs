@@ -10,13 +10,24 @@ use crate::divergence::FirstDivergence;
 pub const VERDICT_SCHEMA: &str = "amk.verdict.v1";
 
 /// Whether a latency was measured or predicted. The two are never compared.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Hash,
+    Serialize,
+    Deserialize,
+    JsonSchema,
+    strum::IntoStaticStr,
+)]
+#[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum LatencyKind {
     /// A device ran the program, agreed, and was timed.
-    #[serde(rename = "measured-gpu")]
     MeasuredGpu,
     /// The cost model said so, for a program that agrees on the reference machine.
-    #[serde(rename = "predicted")]
     Predicted,
 }
 
@@ -24,10 +35,7 @@ impl LatencyKind {
     /// The name as in a verdict.
     #[must_use]
     pub fn name(self) -> &'static str {
-        match self {
-            Self::MeasuredGpu => "measured-gpu",
-            Self::Predicted => "predicted",
-        }
+        self.into()
     }
 }
 
@@ -43,7 +51,7 @@ pub struct GateReport {
 }
 
 /// What is known about a schedule after its gates. Fields are absent (`null`) when the gates before them did not pass.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Verdict {
     /// [`VERDICT_SCHEMA`].
     pub schema: String,
@@ -106,31 +114,10 @@ impl Verdict {
     pub fn new(model: &str, target: &str, device: &str) -> Self {
         Self {
             schema: VERDICT_SCHEMA.to_owned(),
-            valid: false,
-            rejected_reason: None,
-            violations: Vec::new(),
-            correct: false,
-            max_abs_err: None,
-            max_rel_err: None,
-            top1_agreement: None,
-            latency_us: None,
-            latency_kind: None,
-            ci_us: None,
-            bound_us: None,
-            pct_of_roofline: None,
-            schedule_id: None,
-            program_id: None,
-            kernel_id: None,
-            tasks: None,
-            weight_mb: None,
             model: model.to_owned(),
             target: target.to_owned(),
             device: device.to_owned(),
-            n_slots: None,
-            n_counters: None,
-            gates: Vec::new(),
-            notes: Vec::new(),
-            first_divergence: None,
+            ..Self::default()
         }
     }
 

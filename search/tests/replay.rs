@@ -6,8 +6,8 @@ use ir::Target;
 use ir::schedule::{KernelConfig, Knob};
 use model::Model;
 use search::replay::{Place, Repeated, Stage, replay};
-use search::scripted::{Behaviour, ScriptedDevice};
 use search::{Budget, Device, Expected, Gate, Search, Settings, Step, Timing, Trial};
+use tests::scripted::{Behaviour, ScriptedDevice};
 
 /// A way to change a record.
 type Forge = fn(&mut Trial);

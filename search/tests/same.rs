@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use ir::Target;
 use ir::schedule::{KernelConfig, Knob};
-use search::scripted::{Behaviour, Jitter, ScriptedDevice};
 use search::{Budget, Expected, Gate, Outcome, Search, Settings, Step, Timing};
 use search::{
     Clocks, Contender, Device, DeviceError, DeviceInfo, Equals, Handle, Plan, Ran, Samples, equals,
 };
+use tests::scripted::{Behaviour, Jitter, ScriptedDevice};
 
 const KV_CAPACITY: u32 = 24;
 

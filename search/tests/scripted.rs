@@ -7,11 +7,11 @@ use ir::Target;
 use ir::program::Program;
 use ir::schedule::{Evict, KernelConfig, Knob, Value};
 use model::Model;
-use search::scripted::{Behaviour, ScriptedDevice};
 use search::{
     Budget, Decision, Device, DeviceError, Expected, Gate, LatencyKind, Outcome, Row, Search,
     SearchError, Settings, Step, StoppedBy, Timing, Trial,
 };
+use tests::scripted::{Behaviour, ScriptedDevice};
 
 const KV_CAPACITY: u32 = 24;
 

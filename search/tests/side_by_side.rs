@@ -8,12 +8,12 @@ use ir::Target;
 use ir::program::Program;
 use ir::schedule::{KernelConfig, Knob};
 use model::Model;
-use search::scripted::{Behaviour, ScriptedDevice};
 use search::strategy::{Ground, StrategyName, strategy};
 use search::{
     Audit, Budget, Confirmation, Crew, Decision, Device, DeviceError, Expected, Gate, LatencyKind,
     Opener, Outcome, Row, Search, SearchError, Settings, Step, StoppedBy, Terms, Timing, Trial,
 };
+use tests::scripted::{Behaviour, ScriptedDevice};
 
 const KV_CAPACITY: u32 = 24;
 const TRIALS: u64 = 20;

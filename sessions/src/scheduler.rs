@@ -297,7 +297,7 @@ impl Scheduler {
     /// # Errors
     /// If it does not wait.
     pub fn landed(&mut self, session: SessionId) -> Result<(), Rejected> {
-        self.expect(session, WaitIo, Claimed)?;
+        self.expect(session, &[WaitIo], Claimed)?;
         match self.find(session)?.stamp {
             Some(_) => Ok(()), // told before
             None => self.ready(session),
@@ -309,7 +309,7 @@ impl Scheduler {
     /// # Errors
     /// If it does not wait.
     pub fn lost(&mut self, session: SessionId) -> Result<(), Rejected> {
-        self.expect(session, WaitIo, Fault)?;
+        self.expect(session, &[WaitIo], Fault)?;
         self.ring.change(Side::Host, session.place(), Fault)?;
         self.failed(session, Why::Io)?;
         Ok(())
@@ -320,8 +320,7 @@ impl Scheduler {
     /// # Errors
     /// If it is not in line.
     pub fn refuse(&mut self, session: SessionId) -> Result<(), Rejected> {
-        self.find(session)?;
-        if self.ring.state(session.place()) == Claimed {
+        if self.state(session)? == Claimed {
             return Err(Rejected::Running);
         }
         self.ring.change(Side::Device, session.place(), Fault)?;
@@ -334,23 +333,14 @@ impl Scheduler {
     /// # Errors
     /// If there is none, or it has ended.
     pub fn cancel(&mut self, session: SessionId) -> Result<Cancelled, Rejected> {
-        self.find(session)?;
-        let (entry, from) = (session.place(), self.ring.state(session.place()));
-        match from {
-            Claimed => {
-                self.find(session)?.cancelled = true;
-                Ok(Cancelled::AtTurnEnd)
-            }
-            Published | WaitIo | Yield | Requeue => {
-                self.ring.change(Side::Host, entry, Empty)?;
-                self.find(session)?.stamp = None;
-                Ok(Cancelled::Now)
-            }
-            Empty | Done | Fault => {
-                let transition = Transition { from, to: Empty };
-                Err(Refused::Illegal { entry, transition }.into())
-            }
+        if self.state(session)? == Claimed {
+            self.find(session)?.cancelled = true;
+            return Ok(Cancelled::AtTurnEnd);
         }
+        self.expect(session, &[Published, WaitIo, Yield, Requeue], Empty)?;
+        self.ring.change(Side::Host, session.place(), Empty)?;
+        self.find(session)?.stamp = None;
+        Ok(Cancelled::Now)
     }
 
     /// Takes the answer or the report of an ended command: the session may submit the next one.
@@ -358,13 +348,8 @@ impl Scheduler {
     /// # Errors
     /// If no command has ended.
     pub fn retire(&mut self, session: SessionId) -> Result<(), Rejected> {
-        self.find(session)?;
-        let (entry, from) = (session.place(), self.ring.state(session.place()));
-        if !matches!(from, Done | Fault) {
-            let transition = Transition { from, to: Empty };
-            return Err(Refused::Illegal { entry, transition }.into());
-        }
-        self.ring.change(Side::Host, entry, Empty)?;
+        self.expect(session, &[Done, Fault], Empty)?;
+        self.ring.change(Side::Host, session.place(), Empty)?;
         let held = self.find(session)?;
         (held.why, held.cancelled) = (None, false);
         Ok(())
@@ -375,8 +360,7 @@ impl Scheduler {
     /// # Errors
     /// If its command is running.
     pub fn close(&mut self, session: SessionId) -> Result<(), Rejected> {
-        self.find(session)?;
-        match self.ring.state(session.place()) {
+        match self.state(session)? {
             Empty => {}
             Claimed => return Err(Rejected::Running),
             Published | Done | WaitIo | Yield | Requeue | Fault => {
@@ -399,17 +383,23 @@ impl Scheduler {
         held.filter(|held| held.serial == session.serial).ok_or(Rejected::Closed)
     }
 
-    /// Refuses if a command's state is another than the one that `to` is reached from.
+    /// The state of a session's command.
+    fn state(&mut self, session: SessionId) -> Result<EntryState, Rejected> {
+        self.find(session)?;
+        Ok(self.ring.state(session.place()))
+    }
+
+    /// Refuses if a command's state is none of those that `to` is reached from so.
     fn expect(
         &mut self,
         session: SessionId,
-        state: EntryState,
+        states: &[EntryState],
         to: EntryState,
     ) -> Result<(), Rejected> {
-        self.find(session)?;
-        let (entry, from) = (session.place(), self.ring.state(session.place()));
+        let (entry, from) = (session.place(), self.state(session)?);
         let transition = Transition { from, to };
-        if from == state { Ok(()) } else { Err(Refused::Illegal { entry, transition }.into()) }
+        let illegal = Refused::Illegal { entry, transition };
+        if states.contains(&from) { Ok(()) } else { Err(illegal.into()) }
     }
 
     /// Puts a command in line, behind those whose patience ends sooner.

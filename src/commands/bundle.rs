@@ -147,10 +147,8 @@ fn refused(refusal: &Refusal) -> Refusing {
 fn reference(context: &Context, bundle: &Bundle) -> Result<Result<String, String>, Failure> {
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let gate = context.gate(bundle.seed, None, &kernel_id)?;
-    let assessed = gate
-        .validate(&bundle.config)
-        .and_then(|valid| gate.lower(valid))
-        .and_then(|candidate| gate.reference(&candidate));
+    let lowered = gate.lower(&bundle.config);
+    let assessed = lowered.and_then(|candidate| gate.reference(&candidate));
     Ok(match assessed {
         Ok(_) => {
             let scope = gate.expected().reference_scope();

@@ -127,7 +127,7 @@ impl Session<'_> {
         let (graph, target) = (self.context.graph(), &self.context.target);
         let mut by_kernel: BTreeMap<String, Vec<u32>> = BTreeMap::new();
         let shard = &self.args.shard;
-        for point in (0..self.space.len()).filter(|point| point % shard.of == shard.index) {
+        for point in (0..self.space.points()).filter(|point| point % shard.of == shard.index) {
             if self.recording.done.contains_key(&point) {
                 continue;
             }
@@ -296,7 +296,7 @@ impl Session<'_> {
             *counts.entry(kind).or_default() += 1;
         }
         let shard = &self.args.shard;
-        let wanted = (0..self.space.len()).filter(|p| p % shard.of == shard.index).count();
+        let wanted = (0..self.space.points()).filter(|p| p % shard.of == shard.index).count();
         let seconds = self.began.elapsed().as_secs_f64();
         report::say(&format!(
             "{} of {wanted} points are in {}, {} of them new, in {seconds:.1} s",

@@ -195,7 +195,7 @@ impl Session<'_> {
         drawn: &Drawn,
         config: ScheduleConfig,
     ) -> Result<Option<Observation>, Dropped> {
-        let candidate = self.gate.lower(self.gate.validate(&config)?)?;
+        let candidate = self.gate.lower(&config)?;
         let (program_id, kernel_id) = (candidate.program_id.clone(), candidate.kernel_id.clone());
         if !self.seen.insert((program_id.clone(), kernel_id.clone())) {
             return Ok(None);

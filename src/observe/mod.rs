@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use abi::Activity;
-use telemetry::{Page, Publisher, Reader, Start, now_ns};
+use telemetry::{Page, Publisher, Reader, now_ns};
 
 use crate::context::Context;
 use crate::failure::Failure;
@@ -105,16 +105,12 @@ pub(crate) fn publisher(
 ) -> Result<Publisher, Failure> {
     let graph = context.graph();
     let bytes = graph.weight_bytes() as u64;
-    let start = Start {
-        command,
-        model: &graph.name,
-        device,
-        places,
-        capacity: context.kv_capacity,
-        weights_bytes: bytes,
-        ..Start::default()
-    };
-    let made = Publisher::new(&telemetry::folder(), &start);
+    let made = Publisher::new(&telemetry::folder(), |edit| {
+        edit.command(command, &graph.name);
+        edit.device(device);
+        let head = edit.head();
+        (head.places, head.capacity, head.weights_bytes) = (places, context.kv_capacity, bytes);
+    });
     let (publisher, hidden) =
         made.map_err(|error| Failure::usage(format!("no memory for telemetry: {error}")))?;
     if let Some(why) = hidden {

@@ -6,11 +6,11 @@ use std::time::Duration;
 use corpus::Ledger;
 use ir::Target;
 use ir::schedule::{Evict, KernelConfig, Knob};
-use search::scripted::{Behaviour, ScriptedDevice};
 use search::{
     Budget, Conditions, Crew, Device, Expected, Gate, Opener, Row, Search, Settings, Step, Timing,
 };
 use serde_json::{Value, json};
+use tests::scripted::{Behaviour, ScriptedDevice};
 
 use super::amk;
 

@@ -57,8 +57,8 @@ fn sequences_that_decode_are_run_at_once_and_say_what_they_say_alone() {
 fn batches_are_on_the_page() {
     let home = tempfile::tempdir().unwrap();
     let folder = telemetry::Folder::at(&home.path().join("amk"));
-    let start = telemetry::Start { places: 6, ..telemetry::Start::default() };
-    let (page, _) = telemetry::Publisher::new(&folder, &start).unwrap();
+    let start = |edit: &mut telemetry::Edit<'_>| edit.head().places = 6;
+    let (page, _) = telemetry::Publisher::new(&folder, start).unwrap();
     let engine = Scripted { chooses: true, width: 4, ..Scripted::default() };
     let commands = engine.commands.clone();
     let admission = Admission::new(6);

@@ -19,7 +19,7 @@ mod steps;
 
 pub use find::{Folder, Found, folder};
 pub use openmetrics::openmetrics;
-pub use page::{Edit, Page, Publisher, Reader, Start, Unreadable, now_ns, text};
+pub use page::{Edit, Page, Publisher, Reader, Unreadable, now_ns, text};
 pub use rates::{Rates, Shares};
 pub use stalls::{Stalls, Suspect};
 pub use steps::{BUCKETS, bucket, quantile_ns, upper_ns};

@@ -9,6 +9,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::page::{Page, now_ns, text};
+use crate::rates::spent_ns;
 use crate::steps::{BUCKETS, upper_ns};
 
 /// Buckets that become one: bounds every half octave. Any of the page's bounds would be exact.
@@ -81,79 +82,68 @@ plain! {
 /// Names of priorities, lowest first.
 const PRIORITIES: [&str; 3] = ["low", "normal", "high"];
 
+#[derive(Debug)]
 struct Snapshot(Box<Page>);
 
-impl std::fmt::Debug for Snapshot {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Snapshot").field(&self.0.head.pid).finish()
-    }
-}
-
-/// A label with its value.
-type Labelled<'a> = ([(&'a str, String); 1], f64);
+/// A name, the name of its one label, what it is about, its unit and kind, and its values by label.
+type Family =
+    (&'static str, &'static str, &'static str, Option<Unit>, MetricType, Vec<(String, f64)>);
 
 impl Snapshot {
-    fn labelled<'a>(
-        encoder: &mut DescriptorEncoder<'_>,
-        (name, help, unit, kind): (&str, &str, Option<Unit>, MetricType),
-        values: impl Iterator<Item = Labelled<'a>>,
-    ) -> Result<(), Error> {
-        let mut family = encoder.encode_descriptor(name, help, unit.as_ref(), kind)?;
-        for (labels, value) in values {
-            number(family.encode_family(&labels)?, kind, value)?;
-        }
-        Ok(())
-    }
-
-    fn families(&self, encoder: &mut DescriptorEncoder<'_>) -> Result<(), Error> {
-        let head = &self.0.head;
-        let labelled =
-            |label: &'static str, name: &str, value: f64| ([(label, name.to_owned())], value);
-        let by_state = EntryState::ALL.iter().map(|state| {
-            labelled("state", state.name(), f64::from(head.occupancy[*state as usize]))
-        });
-        let about = "Places by the state of their command.";
-        Self::labelled(encoder, ("occupancy", about, None, MetricType::Gauge), by_state)?;
-        let ended = SequenceEnd::ALL.iter().map(|ending| {
-            labelled("outcome", ending.name(), head.endings[*ending as usize] as f64)
-        });
-        let about = "Sequences that ended, by how.";
-        Self::labelled(encoder, ("sequences_ended", about, None, MetricType::Counter), ended)?;
-        for (name, about, values) in [
-            ("positions", "Positions run, by priority.", &head.priority_positions),
-            ("tokens", "Tokens chosen, by priority.", &head.priority_tokens),
-        ] {
-            let by = PRIORITIES.iter().zip(values);
-            let by = by.map(|(priority, value)| labelled("priority", priority, *value as f64));
-            Self::labelled(encoder, (name, about, None, MetricType::Counter), by)?;
-        }
-        let now = now_ns();
-        let spent = Activity::ALL.iter().filter(|activity| **activity != Activity::Ended);
-        let spent = spent.map(|activity| {
-            let open = head.activity == *activity as u32;
-            let open = if open { now.saturating_sub(head.activity_ns) } else { 0 };
-            let ns = head.spent_ns[*activity as usize].saturating_add(open);
-            labelled("activity", activity.name(), seconds(ns))
-        });
-        let about = "Time spent, by what the process was doing.";
-        Self::labelled(encoder, ("activity", about, SECONDS, MetricType::Counter), spent)?;
-        let place = |value: fn(&abi::SessionWords) -> u64| {
-            self.0.open().map(move |(place, session)| {
-                labelled("place", &place.to_string(), value(session) as f64)
-            })
+    fn families(&self) -> [Family; 7] {
+        use MetricType::{Counter, Gauge};
+        let (head, now) = (&self.0.head, now_ns());
+        let by_state = |state: &EntryState| {
+            (state.name().to_owned(), f64::from(head.occupancy[*state as usize]))
         };
-        let about = "Positions run by the sequence that is open in a place.";
-        Self::labelled(
-            encoder,
-            ("place_positions", about, None, MetricType::Gauge),
-            place(|s| s.positions),
-        )?;
-        let about = "Positions that it may run, at most.";
-        Self::labelled(
-            encoder,
-            ("place_positions_goal", about, None, MetricType::Gauge),
-            place(|s| s.goal),
-        )
+        let by_end =
+            |end: &SequenceEnd| (end.name().to_owned(), head.endings[*end as usize] as f64);
+        let by_priority = |values: &[u64]| {
+            let named = PRIORITIES.iter().zip(values);
+            named.map(|(priority, value)| ((*priority).to_owned(), *value as f64)).collect()
+        };
+        let spent = Activity::ALL.iter().filter(|activity| **activity != Activity::Ended);
+        let spent = spent
+            .map(|activity| (activity.name().to_owned(), seconds(spent_ns(head, *activity, now))));
+        let by_place = |value: fn(&abi::SessionWords) -> u64| {
+            let open = self.0.open();
+            open.map(|(place, session)| (place.to_string(), value(session) as f64)).collect()
+        };
+        let states = EntryState::ALL.iter().map(by_state).collect();
+        let endings = SequenceEnd::ALL.iter().map(by_end).collect();
+        let positions = by_priority(&head.priority_positions);
+        let tokens = by_priority(&head.priority_tokens);
+        let (ran, goals) = (by_place(|s| s.positions), by_place(|s| s.goal));
+        [
+            ("occupancy", "state", "Places by the state of their command.", None, Gauge, states),
+            ("sequences_ended", "outcome", "Sequences that ended, by how.", None, Counter, endings),
+            ("positions", "priority", "Positions run, by priority.", None, Counter, positions),
+            ("tokens", "priority", "Tokens chosen, by priority.", None, Counter, tokens),
+            (
+                "activity",
+                "activity",
+                "Time spent, by what the process was doing.",
+                SECONDS,
+                Counter,
+                spent.collect(),
+            ),
+            (
+                "place_positions",
+                "place",
+                "Positions run by the sequence that is open in a place.",
+                None,
+                Gauge,
+                ran,
+            ),
+            (
+                "place_positions_goal",
+                "place",
+                "Positions that it may run, at most.",
+                None,
+                Gauge,
+                goals,
+            ),
+        ]
     }
 
     fn steps(&self, encoder: &mut DescriptorEncoder<'_>) -> Result<(), Error> {
@@ -216,7 +206,12 @@ impl Collector for Snapshot {
             )?;
             number(metric, plain.kind, (plain.value)(head))?;
         }
-        self.families(&mut encoder)?;
+        for (name, label, help, unit, kind, values) in self.families() {
+            let mut family = encoder.encode_descriptor(name, help, unit.as_ref(), kind)?;
+            for (of, value) in values {
+                number(family.encode_family(&[(label, of)])?, kind, value)?;
+            }
+        }
         self.steps(&mut encoder)
     }
 }

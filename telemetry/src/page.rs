@@ -96,29 +96,6 @@ pub fn now_ns() -> u64 {
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// What is known when a page is made.
-#[derive(Clone, Debug, Default)]
-pub struct Start<'a> {
-    /// The command that the process runs.
-    pub command: &'a str,
-    /// The model.
-    pub model: &'a str,
-    /// What runs the model.
-    pub device: &'a str,
-    /// Places for sequences.
-    pub places: u32,
-    /// Positions of a sequence.
-    pub capacity: u32,
-    /// Workers of the machine.
-    pub workers: u32,
-    /// Bytes of weights that a step reads.
-    pub step_bytes: u64,
-    /// Bytes a second that were measured on the card.
-    pub bandwidth: u64,
-    /// Bytes of weights.
-    pub weights_bytes: u64,
-}
-
 /// The memory of a page.
 struct Memory {
     map: MmapRaw,
@@ -197,6 +174,12 @@ impl Edit<'_> {
         &mut self.0.page.head
     }
 
+    /// The command that the process runs, and its model.
+    pub fn command(&mut self, command: &str, model: &str) {
+        put(&mut self.0.page.head.command, command);
+        put(&mut self.0.page.head.model, model);
+    }
+
     /// What runs the model, once it is known by name.
     pub fn device(&mut self, name: &str) {
         put(&mut self.0.page.head.device, name);
@@ -217,30 +200,24 @@ impl Edit<'_> {
 }
 
 impl Publisher {
-    /// Makes the page of this process. Where its folder cannot be used nobody else sees it, and the second value says why.
+    /// Makes the page of this process, with what is known of it. Where its folder cannot be used nobody else sees it, and the second value says why.
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn new(folder: &Folder, start: &Start<'_>) -> io::Result<(Self, Option<io::Error>)> {
+    pub fn new(
+        folder: &Folder,
+        about: impl FnOnce(&mut Edit<'_>),
+    ) -> io::Result<(Self, Option<io::Error>)> {
         let (memory, why) = Memory::create(folder)?;
         let memory = Arc::new(memory);
         let words = memory.words();
         let mut page = Page::boxed();
         let head = &mut page.head;
-        put(&mut head.command, start.command);
-        put(&mut head.model, start.model);
-        put(&mut head.device, start.device);
         let (pid, now) = (std::process::id(), now_ns());
         *head = Telemetry {
             pid,
             started_ns: now,
             beat_ns: now,
-            places: start.places,
-            capacity: start.capacity,
-            workers: start.workers,
-            step_bytes: start.step_bytes,
-            bandwidth: start.bandwidth,
-            weights_bytes: start.weights_bytes,
             version: TELEMETRY_VERSION,
             size: size_of::<Page>() as u32,
             magic: TELEMETRY_MAGIC,
@@ -248,7 +225,7 @@ impl Publisher {
         };
         let writing = Writing { page, words, sessions: 0, workers: true, memory };
         let publisher = Self(Arc::new(Mutex::new(writing)));
-        publisher.edit(|_| {});
+        publisher.edit(about);
         Ok((publisher, why))
     }
 
@@ -266,7 +243,7 @@ impl Publisher {
     #[must_use]
     pub fn reader(&self) -> Reader {
         let memory = self.lock().memory.clone();
-        Reader { words: memory.words(), _memory: Held::Own(memory) }
+        Reader { words: memory.words(), _memory: memory }
     }
 
     /// Changes the page and shows it. What it costs is on the page too, from the next change on.
@@ -339,15 +316,10 @@ pub enum Unreadable {
     Torn,
 }
 
-enum Held {
-    Own(#[expect(dead_code, reason = "kept for the words that lie in it")] Arc<Memory>),
-    Other(#[expect(dead_code, reason = "kept for the words that lie in it")] memmap2::Mmap),
-}
-
 /// Reads a page, its own process's or another's.
 pub struct Reader {
     words: Mapped,
-    _memory: Held, // of the words: dropped after them
+    _memory: Arc<Memory>, // of the words: dropped after them
 }
 
 impl Reader {
@@ -362,10 +334,10 @@ impl Reader {
             return Err(Unreadable::Foreign);
         }
         let short = about.len() != size_of::<Page>() as u64;
-        // SAFETY: read through atomics only. The file is its writer's, of this user, who sets its length once.
-        let map = unsafe { MmapOptions::new().map(&file)? };
+        let map = MmapOptions::new().map_raw_read_only(&file)?;
         let len = map.len() / WORD_BYTES;
-        // SAFETY: a mapping begins at a page; it is kept beside the words, which are only loaded.
+        // SAFETY: a mapping begins at a page; it is kept beside the words, which are only loaded. The file is its writer's, of this
+        // user, who sets its length once.
         let words = unsafe { Mapped::new(map.as_ptr().cast(), len) };
         let word = |index: usize| words.load(index, std::sync::atomic::Ordering::Relaxed);
         if word(0).to_ne_bytes() != TELEMETRY_MAGIC {
@@ -375,7 +347,8 @@ impl Reader {
         if short || found != TELEMETRY_VERSION || size as usize != size_of::<Page>() {
             return Err(Unreadable::Version { found, size });
         }
-        Ok(Self { words, _memory: Held::Other(map) })
+        let memory = Memory { map, _file: file, path: None };
+        Ok(Self { words, _memory: Arc::new(memory) })
     }
 
     /// Copies the page as it is at some moment. Allocates nothing.

@@ -38,14 +38,16 @@ fn allocations(work: impl FnOnce()) -> u64 {
     ALLOCATIONS.with(Cell::get) - before
 }
 
-fn start() -> Start<'static> {
-    Start { command: "test", model: "toy", device: "cpu", workers: 4, ..Start::default() }
+fn start(edit: &mut Edit<'_>) {
+    edit.command("test", "toy");
+    edit.device("cpu");
+    edit.head().workers = 4;
 }
 
 fn page() -> (tempfile::TempDir, Folder, Publisher) {
     let home = tempfile::tempdir().unwrap();
     let folder = Folder::at(&home.path().join("amk"));
-    let (publisher, why) = Publisher::new(&folder, &start()).unwrap();
+    let (publisher, why) = Publisher::new(&folder, start).unwrap();
     assert!(why.is_none(), "{why:?}");
     (home, folder, publisher)
 }
@@ -150,7 +152,7 @@ fn without_a_folder_the_page_is_this_process_s_own() {
     let home = tempfile::tempdir().unwrap();
     let file = home.path().join("file");
     std::fs::write(&file, "").unwrap();
-    let (publisher, why) = Publisher::new(&Folder::at(&file), &start()).unwrap();
+    let (publisher, why) = Publisher::new(&Folder::at(&file), start).unwrap();
     assert!(why.is_some());
     assert_eq!(publisher.path(), None);
     publisher.edit(|edit| edit.head().tokens = 3);

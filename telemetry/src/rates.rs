@@ -48,7 +48,7 @@ pub struct Rates {
 }
 
 /// Time spent with something until `now`.
-fn spent(head: &Telemetry, activity: Activity, now_ns: u64) -> u64 {
+pub(crate) fn spent_ns(head: &Telemetry, activity: Activity, now_ns: u64) -> u64 {
     let open =
         if head.activity == activity as u32 { now_ns.saturating_sub(head.activity_ns) } else { 0 };
     head.spent_ns[activity as usize].saturating_add(open)
@@ -64,7 +64,7 @@ impl Rates {
             field(&after.head).saturating_sub(field(&before.head)) as f64
         };
         let share = |activity| {
-            let more = spent(&after.head, activity, to).saturating_sub(spent(
+            let more = spent_ns(&after.head, activity, to).saturating_sub(spent_ns(
                 &before.head,
                 activity,
                 from,

@@ -53,11 +53,7 @@ impl Words for Mapped {
 }
 
 /// Begins a change: the sequence is odd. Pairs with [`copy`].
-pub(crate) fn begin(words: &impl Words, sequence: usize) {
-    begin_as(words, sequence);
-}
-
-fn begin_as<W: Words>(words: &W, sequence: usize) {
+pub(crate) fn begin<W: Words>(words: &W, sequence: usize) {
     let before = words.load(sequence, Ordering::Relaxed);
     // A writer that died in the middle left it odd: then it stays odd.
     words.store(sequence, before | 1, Ordering::Relaxed);

@@ -1,15 +1,17 @@
 //! What the cross-crate tests share: toy models, programs built without `lower`, edits that break them,
-//! the explorer of memory orders, and the file-test runner.
+//! the explorer of memory orders, a scripted device, recorded landscapes, and the file-test runner.
 //!
-//! Nothing depends on this crate. It builds programs in its own way, so that a mistake in `lower` is not repeated here.
+//! Nothing but tests depends on this crate. It builds programs in its own way, so that a mistake in `lower` is not repeated here.
 
 pub mod build;
 pub mod edit;
 pub mod explore;
 pub mod filetest;
 pub mod fuzz;
+pub mod landscape;
 pub mod mutant;
 pub mod rng;
+pub mod scripted;
 pub mod toy;
 pub mod weak;
 

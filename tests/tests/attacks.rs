@@ -11,11 +11,11 @@ use ir::schedule::{KernelConfig, Knob};
 use ir::{DType, Target, TensorId, Weights};
 use model::Model;
 use reference_vm::eval::{Evaluator, Logits};
-use search::scripted::{Behaviour, ScriptedDevice};
 use search::{
     Audit, Budget, Bundle, Conditions, Contender, Device, DeviceError, DeviceInfo, Expected, Gate,
     Handle, LatencyKind, Outcome, Plan, Ran, Samples, Search, Settings, Step, Terms, Timing, Trial,
 };
+use tests::scripted::{Behaviour, ScriptedDevice};
 
 const KV_CAPACITY: u32 = 24;
 

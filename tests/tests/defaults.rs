@@ -3,7 +3,7 @@
 use ir::program::Dims;
 use ir::schedule::{ScheduleConfig, default_config, neutral_config, read_config};
 use ir::{Graph, Target};
-use search::landscape::{Found, Landscape};
+use tests::landscape::{Found, Landscape};
 
 fn target(name: &str) -> Target {
     Target::by_name(name).expect("a target of the table")
@@ -34,7 +34,7 @@ fn measured(model: &str) -> [f64; 2] {
         Found::Timed(_, us, _) => Some(us),
         Found::Outside | Found::Illegal | Found::Unrecorded | Found::Failed(_) => None,
     };
-    let best = (0..space.len()).filter_map(|point| us(&space.config(point)));
+    let best = (0..space.points()).filter_map(|point| us(&space.config(point)));
     [us(&config).expect("the rule is a measured point"), best.fold(f64::INFINITY, f64::min)]
 }
 

@@ -57,8 +57,8 @@ const EDGES: &[(&str, &[&str])] = &[
 const TEST_EDGES: &[(&str, &[&str])] = &[
     ("ir", &["model"]),
     ("lower", &["model"]),
-    ("search", &["model"]),
-    ("remote", &["lower", "model"]),
+    ("search", &["model", "tests"]),
+    ("remote", &["lower", "model", "tests"]),
     // Programs to run. The library is built without it.
     ("reference-vm", &["lower", "model"]),
     ("vm-host", &["lower", "model", "reference-vm", "sessions"]),

@@ -6,7 +6,6 @@ use serde_json::{Map, Value, json};
 
 use super::schema::{Column, Kind, Rows, Source, TABLES, Table};
 use crate::conditions::Conditions;
-use crate::ledger::Link;
 
 /// What rows of a run need to know of its header.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -53,80 +52,151 @@ fn today(conditions: &Value) -> Value {
     read.map_or_else(|_| conditions.clone(), |conditions| json!(conditions))
 }
 
-/// Fills the derived tables from one record.
-pub(super) fn derive(
-    db: &Connection,
-    run: &str,
-    place: &Place,
-    link: &Link,
-    record: &Value,
-) -> rusqlite::Result<()> {
-    let kind = record.get("kind").and_then(Value::as_str).unwrap_or("");
-    for table in TABLES {
-        let wanted = match table.rows {
-            Rows::Header => link.seq == 0,
-            Rows::Record(wanted) => link.seq > 0 && kind == wanted,
-            Rows::Kept | Rows::Parts => false,
-        };
-        if wanted && table.name == "machines" {
-            machines(db, table, run, place, link, record)?;
-        } else if wanted {
-            insert(db, table, run, place, link, record)?;
+/// A record on its way into the derived tables.
+pub(super) struct Record<'a> {
+    pub(super) db: &'a Connection,
+    pub(super) run: &'a str,
+    pub(super) place: &'a Place,
+    pub(super) seq: u64,
+    pub(super) record: &'a Value,
+}
+
+impl Record<'_> {
+    /// Fills the derived tables.
+    pub(super) fn derive(&self) -> rusqlite::Result<()> {
+        let kind = self.record.get("kind").and_then(Value::as_str).unwrap_or("");
+        for table in TABLES {
+            let wanted = match table.rows {
+                Rows::Header => self.seq == 0,
+                Rows::Record(wanted) => self.seq > 0 && kind == wanted,
+                Rows::Kept | Rows::Parts => false,
+            };
+            if wanted && table.name == "machines" {
+                self.machines(table)?;
+            } else if wanted {
+                self.insert(table)?;
+            }
+        }
+        if self.seq == 0 {
+            return Ok(());
+        }
+        self.samples()?;
+        match kind {
+            "trial" => self.changes().and_then(|()| self.prior()),
+            "confirmation" => self.confirmed(),
+            _ => Ok(()),
         }
     }
-    if link.seq > 0 {
-        samples(db, run, link.seq, record)?;
-    }
-    if link.seq > 0 && kind == "trial" {
-        changes(db, run, link.seq, record)?;
-        prior(db, place, record)?;
-    }
-    if link.seq > 0 && kind == "confirmation" {
-        confirmed(db, run, place, link.seq, record)?;
-    }
-    Ok(())
-}
 
-/// A machine for each card of a search.
-fn machines(
-    db: &Connection,
-    table: &Table,
-    run: &str,
-    place: &Place,
-    link: &Link,
-    header: &Value,
-) -> rusqlite::Result<()> {
-    for (conditions, machine) in cards(header).into_iter().zip(&place.machines) {
-        let of_card = Place { machines: vec![machine.clone()], ..place.clone() };
-        let header = json!({"conditions": conditions, "cache_bytes": header.get("cache_bytes")});
-        insert(db, table, run, &of_card, link, &header)?;
+    /// A machine for each card of a search.
+    fn machines(&self, table: &Table) -> rusqlite::Result<()> {
+        for (conditions, machine) in cards(self.record).into_iter().zip(&self.place.machines) {
+            let place = &Place { machines: vec![machine.clone()], ..self.place.clone() };
+            let record =
+                &json!({"conditions": conditions, "cache_bytes": self.record.get("cache_bytes")});
+            Record { place, record, ..*self }.insert(table)?;
+        }
+        Ok(())
     }
-    Ok(())
-}
 
-/// The row of a table that has one for each record.
-fn insert(
-    db: &Connection,
-    table: &Table,
-    run: &str,
-    place: &Place,
-    link: &Link,
-    record: &Value,
-) -> rusqlite::Result<()> {
-    let cell = |column: &Column| match (column.from, column.name) {
-        (Source::At(pointer), _) => cell_of(record.pointer(pointer), column.kind),
-        (Source::Code, "run") => Cell::Text(run.to_owned()),
-        (Source::Code, "seq") => Cell::Integer(link.seq.cast_signed()),
-        (Source::Code, "clocks") => Cell::from(clocks(record)),
-        (Source::Code, _) => Cell::from(place.machine_of(record).cloned()),
-    };
-    let marks = vec!["?"; table.columns.len()].join(",");
-    // A machine is there already when an earlier search ran on it.
-    let verb = if table.name == "machines" { "INSERT OR IGNORE" } else { "INSERT" };
-    let mut statement =
-        db.prepare_cached(&format!("{verb} INTO {} VALUES ({marks})", table.name))?;
-    statement.execute(params_from_iter(table.columns.iter().map(cell)))?;
-    Ok(())
+    /// The row of a table that has one for each record.
+    fn insert(&self, table: &Table) -> rusqlite::Result<()> {
+        let cell = |column: &Column| match (column.from, column.name) {
+            (Source::At(pointer), _) => cell_of(self.record.pointer(pointer), column.kind),
+            (Source::Code, "run") => Cell::Text(self.run.to_owned()),
+            (Source::Code, "seq") => Cell::Integer(self.seq.cast_signed()),
+            (Source::Code, "clocks") => Cell::from(clocks(self.record)),
+            (Source::Code, _) => Cell::from(self.place.machine_of(self.record).cloned()),
+        };
+        let marks = vec!["?"; table.columns.len()].join(",");
+        // A machine is there already when an earlier search ran on it.
+        let verb = if table.name == "machines" { "INSERT OR IGNORE" } else { "INSERT" };
+        let mut statement =
+            self.db.prepare_cached(&format!("{verb} INTO {} VALUES ({marks})", table.name))?;
+        statement.execute(params_from_iter(table.columns.iter().map(cell)))?;
+        Ok(())
+    }
+
+    fn samples(&self) -> rusqlite::Result<()> {
+        let rounds = self.record.get("samples_us").and_then(Value::as_array);
+        let mut statement = self.db.prepare_cached("INSERT INTO samples VALUES (?,?,?,?,?,?,?)")?;
+        for (round, blocks) in rounds.into_iter().flatten().enumerate() {
+            let us = |block: usize| blocks.get(block).and_then(Value::as_f64);
+            let (seq, round) = (self.seq.cast_signed(), round as i64);
+            statement.execute(params![self.run, seq, round, us(0), us(1), us(2), us(3)])?;
+        }
+        Ok(())
+    }
+
+    fn changes(&self) -> rusqlite::Result<()> {
+        let mut statement = self.db.prepare_cached("INSERT INTO changes VALUES (?,?,?,?,?)")?;
+        for (knob, pair) in changed(self.record).into_iter().flatten() {
+            let (was, became) = (plain(pair.get(0)), plain(pair.get(1)));
+            statement.execute(params![self.run, self.seq.cast_signed(), knob, was, became])?;
+        }
+        Ok(())
+    }
+
+    /// Takes from the priors what a refuted champion brought, or gives it back when it is confirmed after all.
+    fn confirmed(&self) -> rusqlite::Result<()> {
+        let Some(champion) = self.record.get("champion").and_then(Value::as_i64) else {
+            return Ok(());
+        };
+        let seq = self.seq.cast_signed();
+        let before = "SELECT decision FROM confirmations WHERE run = ? AND champion = ? AND seq < ? \
+            ORDER BY seq DESC LIMIT 1";
+        let before: Option<Option<String>> = self
+            .db
+            .query_row(before, params![self.run, champion, seq], |row| row.get(0))
+            .optional()?;
+        let was_refuted = before.flatten().as_deref() == Some("reverted");
+        let is_refuted = self.record.get("decision").and_then(Value::as_str) == Some("reverted");
+        let sign = i64::from(was_refuted) - i64::from(is_refuted);
+        let trial = "SELECT changed, coalesce((gain_low + gain_high) / 2, 0) FROM trials \
+            WHERE run = ? AND trial = ? AND outcome = 'kept'";
+        let trial: Option<(Option<String>, f64)> = self
+            .db
+            .query_row(trial, params![self.run, champion], |row| Ok((row.get(0)?, row.get(1)?)))
+            .optional()?;
+        let Some((Some(text), gain)) = trial.filter(|_| sign != 0) else { return Ok(()) };
+        let parsed: Option<Map<String, Value>> = serde_json::from_str(&text).ok();
+        let Some(changed) = parsed.filter(|changed| !changed.is_empty()) else { return Ok(()) };
+        let Place { latency_kind, device, target, graph, machines: _ } = self.place;
+        let update = "UPDATE priors SET kept = kept + ?, gain_sum = gain_sum + ? WHERE latency_kind = ? \
+            AND device = ? AND target = ? AND graph = ? AND move = ?";
+        let gain = sign as f64 * gain;
+        let moved = moved(&changed);
+        self.db.execute(update, params![sign, gain, latency_kind, device, target, graph, moved])?;
+        Ok(())
+    }
+
+    fn prior(&self) -> rusqlite::Result<()> {
+        let Some(changed) = changed(self.record) else { return Ok(()) };
+        let end = |key: &str| self.record.pointer("/gain")?.get(key)?.as_f64();
+        let gain = end("low").zip(end("high")).map(|(low, high)| f64::midpoint(low, high));
+        let kept = self.record.get("outcome").and_then(Value::as_str) == Some("kept");
+        let failed = self.record.pointer("/verdict/latency_us").is_none_or(Value::is_null);
+        let Place { latency_kind, device, target, graph, machines: _ } = self.place;
+        let mut statement = self.db.prepare_cached(
+            "INSERT INTO priors VALUES (?,?,?,?,?,1,?,?,?,?) ON CONFLICT DO UPDATE SET tries = tries + 1, \
+             kept = kept + excluded.kept, failed = failed + excluded.failed, gain_sum = gain_sum + excluded.gain_sum, \
+             gain_best = max(coalesce(gain_best, excluded.gain_best), coalesce(excluded.gain_best, gain_best))",
+        )?;
+        let moved = moved(changed);
+        let sum = gain.unwrap_or(0.0);
+        statement.execute(params![
+            latency_kind,
+            device,
+            target,
+            graph,
+            moved,
+            kept,
+            failed,
+            sum,
+            gain
+        ])?;
+        Ok(())
+    }
 }
 
 fn cell_of(value: Option<&Value>, kind: Kind) -> Cell {
@@ -159,17 +229,6 @@ fn machine(conditions: &Value) -> String {
     blake3::hash(text.as_bytes()).to_hex()[..16].to_owned()
 }
 
-fn samples(db: &Connection, run: &str, seq: u64, record: &Value) -> rusqlite::Result<()> {
-    let rounds = record.get("samples_us").and_then(Value::as_array);
-    let mut statement = db.prepare_cached("INSERT INTO samples VALUES (?,?,?,?,?,?,?)")?;
-    for (round, blocks) in rounds.into_iter().flatten().enumerate() {
-        let us = |block: usize| blocks.get(block).and_then(Value::as_f64);
-        let (seq, round) = (seq.cast_signed(), round as i64);
-        statement.execute(params![run, seq, round, us(0), us(1), us(2), us(3)])?;
-    }
-    Ok(())
-}
-
 /// A trial's changes: path to `[before, after]`.
 fn changed(record: &Value) -> Option<&Map<String, Value>> {
     record.get("changed")?.as_object().filter(|changed| !changed.is_empty())
@@ -180,79 +239,8 @@ fn plain(value: Option<&Value>) -> Option<String> {
     value.map(|value| value.as_str().map_or_else(|| value.to_string(), str::to_owned))
 }
 
-fn changes(db: &Connection, run: &str, seq: u64, record: &Value) -> rusqlite::Result<()> {
-    let mut statement = db.prepare_cached("INSERT INTO changes VALUES (?,?,?,?,?)")?;
-    for (knob, pair) in changed(record).into_iter().flatten() {
-        let (was, became) = (plain(pair.get(0)), plain(pair.get(1)));
-        statement.execute(params![run, seq.cast_signed(), knob, was, became])?;
-    }
-    Ok(())
-}
-
 /// The move of a trial: paths of the knobs that it changed, with their new values.
 fn moved(changed: &Map<String, Value>) -> String {
     let after = |(path, pair): (&String, &Value)| Some((path.clone(), pair.get(1)?.clone()));
     Value::Object(changed.iter().filter_map(after).collect()).to_string()
-}
-
-/// Takes from the priors what a refuted champion brought, or gives it back when it is confirmed after all.
-fn confirmed(
-    db: &Connection,
-    run: &str,
-    place: &Place,
-    seq: u64,
-    record: &Value,
-) -> rusqlite::Result<()> {
-    let Some(champion) = record.get("champion").and_then(Value::as_i64) else { return Ok(()) };
-    let seq = seq.cast_signed();
-    let before = "SELECT decision FROM confirmations WHERE run = ? AND champion = ? AND seq < ? \
-        ORDER BY seq DESC LIMIT 1";
-    let before: Option<Option<String>> =
-        db.query_row(before, params![run, champion, seq], |row| row.get(0)).optional()?;
-    let was_refuted = before.flatten().as_deref() == Some("reverted");
-    let is_refuted = record.get("decision").and_then(Value::as_str) == Some("reverted");
-    let sign = i64::from(was_refuted) - i64::from(is_refuted);
-    let trial = "SELECT changed, coalesce((gain_low + gain_high) / 2, 0) FROM trials \
-        WHERE run = ? AND trial = ? AND outcome = 'kept'";
-    let trial: Option<(Option<String>, f64)> = db
-        .query_row(trial, params![run, champion], |row| Ok((row.get(0)?, row.get(1)?)))
-        .optional()?;
-    let Some((Some(text), gain)) = trial.filter(|_| sign != 0) else { return Ok(()) };
-    let parsed: Option<Map<String, Value>> = serde_json::from_str(&text).ok();
-    let Some(changed) = parsed.filter(|changed| !changed.is_empty()) else { return Ok(()) };
-    let Place { latency_kind, device, target, graph, machines: _ } = place;
-    let update = "UPDATE priors SET kept = kept + ?, gain_sum = gain_sum + ? WHERE latency_kind = ? \
-        AND device = ? AND target = ? AND graph = ? AND move = ?";
-    let gain = sign as f64 * gain;
-    let moved = moved(&changed);
-    db.execute(update, params![sign, gain, latency_kind, device, target, graph, moved])?;
-    Ok(())
-}
-
-fn prior(db: &Connection, place: &Place, record: &Value) -> rusqlite::Result<()> {
-    let Some(changed) = changed(record) else { return Ok(()) };
-    let end = |key: &str| record.pointer("/gain")?.get(key)?.as_f64();
-    let gain = end("low").zip(end("high")).map(|(low, high)| f64::midpoint(low, high));
-    let kept = record.get("outcome").and_then(Value::as_str) == Some("kept");
-    let failed = record.pointer("/verdict/latency_us").is_none_or(Value::is_null);
-    let Place { latency_kind, device, target, graph, machines: _ } = place;
-    let mut statement = db.prepare_cached(
-        "INSERT INTO priors VALUES (?,?,?,?,?,1,?,?,?,?) ON CONFLICT DO UPDATE SET tries = tries + 1, \
-         kept = kept + excluded.kept, failed = failed + excluded.failed, gain_sum = gain_sum + excluded.gain_sum, \
-         gain_best = max(coalesce(gain_best, excluded.gain_best), coalesce(excluded.gain_best, gain_best))",
-    )?;
-    let moved = moved(changed);
-    let sum = gain.unwrap_or(0.0);
-    statement.execute(params![
-        latency_kind,
-        device,
-        target,
-        graph,
-        moved,
-        kept,
-        failed,
-        sum,
-        gain
-    ])?;
-    Ok(())
 }

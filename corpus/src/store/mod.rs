@@ -14,7 +14,7 @@ use rusqlite::types::{Value as Cell, ValueRef};
 use rusqlite::{Connection, OptionalExtension, TransactionBehavior, params};
 use serde_json::{Map, Value};
 
-use crate::error::CorpusError;
+use crate::error::{At, CorpusError};
 use crate::ledger::Link;
 
 mod derive;
@@ -25,7 +25,7 @@ pub mod schema;
 mod tests;
 pub mod text;
 
-use derive::{Place, derive};
+use derive::{Place, Record};
 use schema::{STEPS, TABLES, Table, VERSION};
 
 /// What marks a file as a store: `amk1`.
@@ -88,21 +88,19 @@ impl Store {
     /// # Errors
     /// If it is no store, a newer one, or cannot be read or written.
     pub fn open(path: &Path) -> Result<Self, CorpusError> {
-        if let Some(folder) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
-            std::fs::create_dir_all(folder).map_err(|e| CorpusError::io("create", folder, e))?;
-        }
+        crate::files::make_folder_of(path)?;
         let found = std::fs::metadata(path).ok();
         if found.as_ref().is_some_and(|found| !found.is_file() && !found.is_dir()) {
             return Err(CorpusError::io("open", path, crate::files::not_regular()));
         }
         let is_new = found.is_none();
-        let open = || {
+        let open = || -> rusqlite::Result<_> {
             let db = Connection::open(path)?;
             db.busy_timeout(PATIENCE)?;
             db.pragma_update(None, "trusted_schema", false)?;
             Ok(db)
         };
-        let db = open().map_err(|e| CorpusError::store("open", path, &e))?;
+        let db = open().at("open", path)?;
         let mut store = Self { db, path: path.to_path_buf() };
         if let Err(error) = store.prepare() {
             drop(store);
@@ -120,7 +118,7 @@ impl Store {
     /// # Errors
     /// As [`open`](Self::open), and if there is none.
     pub fn existing(path: &Path) -> Result<Self, CorpusError> {
-        let found = std::fs::metadata(path).map_err(|e| CorpusError::io("read", path, e))?;
+        let found = std::fs::metadata(path).at("read", path)?;
         if !found.is_file() {
             return Err(CorpusError::io("read", path, std::io::ErrorKind::IsADirectory.into()));
         }
@@ -131,6 +129,14 @@ impl Store {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// What something reads, or why it cannot.
+    fn read<T>(
+        &self,
+        of: impl FnOnce(&Connection) -> rusqlite::Result<T>,
+    ) -> Result<T, CorpusError> {
+        of(&self.db).at("read", &self.path)
     }
 
     fn prepare(&mut self) -> Result<(), CorpusError> {
@@ -156,14 +162,13 @@ impl Store {
         if version == VERSION {
             return Ok(());
         }
-        self.bring_up_to_date().map_err(|e| CorpusError::store("bring up to date", &self.path, &e))
+        self.bring_up_to_date().at("bring up to date", &self.path)
     }
 
     /// The name of a trigger, if there is one.
     fn trigger(&self) -> Result<Option<String>, CorpusError> {
         let select = "SELECT name FROM sqlite_schema WHERE type = 'trigger' ORDER BY name LIMIT 1";
-        let found = self.db.query_row(select, [], |row| row.get(0)).optional();
-        found.map_err(|e| CorpusError::store("read", &self.path, &e))
+        self.read(|db| db.query_row(select, [], |row| row.get(0)).optional())
     }
 
     /// What is in the file besides the tables and indexes of a store, or is one of them made otherwise.
@@ -186,13 +191,11 @@ impl Store {
 
     /// The file's version; zero for an empty one.
     fn version(&self) -> Result<i64, CorpusError> {
-        let read = || -> rusqlite::Result<(i64, i64, i64)> {
-            let number = |pragma: &str| self.db.query_row(pragma, [], |row| row.get(0));
+        let (id, version, tables): (i64, i64, i64) = self.read(|db| {
+            let number = |pragma: &str| db.query_row(pragma, [], |row| row.get(0));
             let tables = number("SELECT count(*) FROM sqlite_schema")?;
             Ok((number("PRAGMA application_id")?, number("PRAGMA user_version")?, tables))
-        };
-        let (id, version, tables) =
-            read().map_err(|e| CorpusError::store("read", &self.path, &e))?;
+        })?;
         if id != APPLICATION_ID && tables > 0 {
             return Err(CorpusError::NoStore { path: self.path.clone() });
         }
@@ -229,17 +232,16 @@ impl Store {
         links: impl IntoIterator<Item = Link>,
     ) -> Result<Added, CorpusError> {
         let path = self.path.clone();
-        let failed = |e: rusqlite::Error| CorpusError::store("write", &path, &e);
         let db =
-            self.db.transaction_with_behavior(TransactionBehavior::Immediate).map_err(failed)?;
-        let mut last = last(&db, run).map_err(failed)?;
-        let mut place = place(&db, run).map_err(failed)?;
+            self.db.transaction_with_behavior(TransactionBehavior::Immediate).at("write", &path)?;
+        let mut last = last(&db, run).at("write", &path)?;
+        let mut place = place(&db, run).at("write", &path)?;
         let mut added = Added::default();
         for link in links {
             if let Some((seq, _)) = &last
                 && link.seq <= *seq
             {
-                let held = hash_at(&db, run, link.seq).map_err(failed)?;
+                let held = hash_at(&db, run, link.seq).at("write", &path)?;
                 if held.as_deref() != Some(&link.hash) {
                     return Err(CorpusError::Diverged { path, run: run.to_owned(), seq: link.seq });
                 }
@@ -258,11 +260,11 @@ impl Store {
             if link.seq == 0 {
                 place = Place::of(&record);
             }
-            write(&db, run, &place, &link, &record).map_err(failed)?;
+            write(&db, run, &place, &link, &record).at("write", &path)?;
             added.new += 1;
             last = Some((link.seq, link.hash));
         }
-        db.commit().map_err(failed)?;
+        db.commit().at("write", &path)?;
         Ok(added)
     }
 
@@ -271,7 +273,7 @@ impl Store {
     /// # Errors
     /// If the file cannot be read.
     pub fn last(&self, run: &str) -> Result<Option<(u64, String)>, CorpusError> {
-        last(&self.db, run).map_err(|e| CorpusError::store("read", &self.path, &e))
+        self.read(|db| last(db, run))
     }
 
     /// Adds a program, unless one of this id is there; says whether it was new.
@@ -281,7 +283,7 @@ impl Store {
     pub fn add_program(&mut self, program_id: &str, saved: &[u8]) -> Result<bool, CorpusError> {
         let insert = "INSERT OR IGNORE INTO programs VALUES (?, ?)";
         let added = self.db.execute(insert, params![program_id, saved]);
-        added.map(|rows| rows > 0).map_err(|e| CorpusError::store("write", &self.path, &e))
+        added.map(|rows| rows > 0).at("write", &self.path)
     }
 
     /// A program's bytes.
@@ -290,8 +292,7 @@ impl Store {
     /// If the file cannot be read.
     pub fn program(&self, program_id: &str) -> Result<Option<Vec<u8>>, CorpusError> {
         let select = "SELECT saved FROM programs WHERE program_id = ?";
-        let found = self.db.query_row(select, [program_id], |row| row.get(0)).optional();
-        found.map_err(|e| CorpusError::store("read", &self.path, &e))
+        self.read(|db| db.query_row(select, [program_id], |row| row.get(0)).optional())
     }
 
     /// Hands every program to somebody, by id, until one is refused; returns that one's reason.
@@ -302,9 +303,9 @@ impl Store {
         &self,
         mut look: impl FnMut(&str, &[u8]) -> Result<(), String>,
     ) -> Result<Result<(), String>, CorpusError> {
-        let mut select = || {
+        self.read(|db| {
             let select = "SELECT program_id, saved FROM programs ORDER BY program_id";
-            let mut statement = self.db.prepare(select)?;
+            let mut statement = db.prepare(select)?;
             let mut rows = statement.query([])?;
             while let Some(row) = rows.next()? {
                 let (id, saved) = (row.get_ref(0)?, row.get_ref(1)?);
@@ -319,8 +320,7 @@ impl Store {
                 }
             }
             Ok(Ok(()))
-        };
-        select().map_err(|e| CorpusError::store("read", &self.path, &e))
+        })
     }
 
     /// The ids of the runs, in order.
@@ -328,12 +328,10 @@ impl Store {
     /// # Errors
     /// If the file cannot be read.
     pub fn runs(&self) -> Result<Vec<String>, CorpusError> {
-        let select = || {
-            let mut statement = self.db.prepare("SELECT run FROM runs ORDER BY run")?;
-            let rows = statement.query_map([], |row| row.get(0))?;
-            rows.collect::<Result<Vec<String>, _>>()
-        };
-        select().map_err(|e| CorpusError::store("read", &self.path, &e))
+        self.read(|db| {
+            let mut statement = db.prepare("SELECT run FROM runs ORDER BY run")?;
+            statement.query_map([], |row| row.get(0))?.collect()
+        })
     }
 
     /// The rows of a run, the header first.
@@ -341,8 +339,7 @@ impl Store {
     /// # Errors
     /// If the file cannot be read.
     pub fn links(&self, run: &str) -> Result<Vec<Link>, CorpusError> {
-        let select = || links(&self.db, run);
-        select().map_err(|e| CorpusError::store("read", &self.path, &e))
+        self.read(|db| links(db, run))
     }
 
     /// The rows of a query as JSON objects.
@@ -370,14 +367,14 @@ impl Store {
         parameters: &[&str],
         mut row: impl FnMut(&[String], Vec<Cell>) -> Result<(), CorpusError>,
     ) -> Result<(), CorpusError> {
-        let failed = |e: rusqlite::Error| CorpusError::store("read", &self.path, &e);
-        let mut statement = self.db.prepare(sql).map_err(failed)?;
+        let mut statement = self.db.prepare(sql).at("read", &self.path)?;
         let names: Vec<String> = statement.column_names().map(str::to_owned).collect();
-        let mut rows = statement.query(rusqlite::params_from_iter(parameters)).map_err(failed)?;
-        while let Some(found) = rows.next().map_err(failed)? {
+        let mut rows =
+            statement.query(rusqlite::params_from_iter(parameters)).at("read", &self.path)?;
+        while let Some(found) = rows.next().at("read", &self.path)? {
             let cell = |index| found.get::<_, Cell>(index);
             let cells: Result<Vec<Cell>, _> = (0..names.len()).map(cell).collect();
-            row(&names, cells.map_err(failed)?)?;
+            row(&names, cells.at("read", &self.path)?)?;
         }
         Ok(())
     }
@@ -387,13 +384,12 @@ impl Store {
     /// # Errors
     /// If the file cannot be read.
     pub fn counts(&self) -> Result<Vec<(&'static str, u64)>, CorpusError> {
-        let count = |table: &Table| {
+        let count = |db: &Connection, table: &Table| {
             let select = format!("SELECT count(*) FROM {}", table.name);
-            let rows: i64 = self.db.query_row(&select, [], |row| row.get(0))?;
+            let rows: i64 = db.query_row(&select, [], |row| row.get(0))?;
             Ok((table.name, rows.cast_unsigned()))
         };
-        let counts: rusqlite::Result<Vec<_>> = TABLES.iter().map(count).collect();
-        counts.map_err(|e| CorpusError::store("read", &self.path, &e))
+        self.read(|db| TABLES.iter().map(|table| count(db, table)).collect())
     }
 
     /// Whether the file is sound, every chain holds and the derived tables are those of the records; otherwise what is wrong.
@@ -401,36 +397,29 @@ impl Store {
     /// # Errors
     /// If the file cannot be read.
     pub fn check(&self) -> Result<Result<(), String>, CorpusError> {
-        let read = |e| CorpusError::store("read", &self.path, &e);
-        let sound: String =
-            self.db.query_row("PRAGMA integrity_check", [], |row| row.get(0)).map_err(read)?;
+        let sound: String = self
+            .db
+            .query_row("PRAGMA integrity_check", [], |row| row.get(0))
+            .at("read", &self.path)?;
         if sound != "ok" {
             return Ok(Err(sound));
         }
-        let fresh = Connection::open_in_memory().map_err(read)?;
+        let fresh = Connection::open_in_memory().at("read", &self.path)?;
         for table in TABLES {
-            fresh.execute_batch(&table.sql()).map_err(read)?;
+            fresh.execute_batch(&table.sql()).at("read", &self.path)?;
         }
-        if let Some(reason) = self.foreign(&fresh).map_err(read)? {
+        if let Some(reason) = self.foreign(&fresh).at("read", &self.path)? {
             return Ok(Err(reason));
         }
+        let mut fresh = Self { db: fresh, path: self.path.clone() };
         for run in self.runs()? {
-            let (mut last, mut place) = (None::<(u64, String)>, Place::default());
-            for link in self.links(&run)? {
-                if let Err(reason) =
-                    link.follows(last.as_ref().map(|(seq, hash)| (*seq, hash.as_str())))
-                {
+            match fresh.add(&run, self.links(&run)?) {
+                Err(CorpusError::Foreign { reason, .. }) => {
                     return Ok(Err(format!("run {run}: {reason}")));
                 }
-                let record = serde_json::from_str(&link.record).unwrap_or(Value::Null);
-                if link.seq == 0 {
-                    place = Place::of(&record);
-                }
-                write(&fresh, &run, &place, &link, &record).map_err(read)?;
-                last = Some((link.seq, link.hash));
+                added => drop(added?),
             }
         }
-        let fresh = Self { db: fresh, path: self.path.clone() };
         for table in TABLES.iter().filter(|table| table.is_derived()) {
             let all = format!("SELECT * FROM {} ORDER BY {}", table.name, table.key);
             let (here, wanted) = (self.query(&all, &[])?, fresh.query(&all, &[])?);
@@ -474,7 +463,7 @@ fn write(
 ) -> rusqlite::Result<()> {
     let mut statement = db.prepare_cached("INSERT INTO records VALUES (?,?,?,?,?)")?;
     statement.execute(params![run, link.seq.cast_signed(), link.prev, link.hash, link.record])?;
-    derive(db, run, place, link, record)
+    Record { db, run, place, seq: link.seq, record }.derive()
 }
 
 /// Fills the derived tables from the records.
@@ -485,7 +474,8 @@ fn derive_all(db: &Connection) -> rusqlite::Result<()> {
         let place = place(db, &run)?;
         for link in links(db, &run)? {
             let record = serde_json::from_str(&link.record).unwrap_or(Value::Null);
-            derive(db, &run, &place, &link, &record)?;
+            let (run, place, record) = (run.as_str(), &place, &record);
+            Record { db, run, place, seq: link.seq, record }.derive()?;
         }
     }
     Ok(())

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use parquet::basic::{LogicalType, Repetition, Type as Physical};
-use parquet::column::writer::ColumnWriter;
-use parquet::data_type::ByteArray;
+use parquet::column::writer::{ColumnWriter, ColumnWriterImpl};
+use parquet::data_type::{ByteArray, DataType};
 use parquet::errors::{ParquetError, Result};
 use parquet::file::properties::WriterProperties;
 use parquet::file::reader::{FileReader, SerializedFileReader};
@@ -19,7 +19,7 @@ use rusqlite::types::Value as Cell;
 use super::Store;
 use super::schema::{Column, Kind, TABLES, Table};
 use super::text::Exported;
-use crate::error::CorpusError;
+use crate::error::{At, CorpusError};
 use crate::files;
 use crate::ledger::Link;
 
@@ -44,7 +44,7 @@ pub fn write(store: &Store, folder: &Path) -> std::result::Result<u64, CorpusErr
 
 fn write_table(store: &Store, table: &Table, path: &Path) -> std::result::Result<u64, CorpusError> {
     let failed = |e: ParquetError| CorpusError::io("write", path, std::io::Error::other(e));
-    let file = File::create(path).map_err(|e| CorpusError::io("create", path, e))?;
+    let file = File::create(path).at("create", path)?;
     let schema = schema_of(table).map_err(failed)?;
     let properties = Arc::new(WriterProperties::builder().build());
     let mut writer = SerializedFileWriter::new(file, schema, properties).map_err(failed)?;
@@ -63,7 +63,7 @@ fn write_table(store: &Store, table: &Table, path: &Path) -> std::result::Result
         write_group(&mut writer, table, &group).map_err(failed)?;
     }
     let file = writer.into_inner().map_err(failed)?;
-    file.sync_all().map_err(|e| CorpusError::io("sync", path, e))?;
+    file.sync_all().at("sync", path)?;
     Ok(rows)
 }
 
@@ -92,24 +92,12 @@ fn write_group(
     let mut group = writer.next_row_group()?;
     for index in 0..table.columns.len() {
         let Some(mut column) = group.next_column()? else { break };
-        let cells = || rows.iter().filter_map(|row| row.get(index));
-        let levels: Vec<i16> = cells().map(|cell| i16::from(*cell != Cell::Null)).collect();
+        let name = format!("{}.{}", table.name, table.columns[index].name);
+        let cells: Vec<&Cell> = rows.iter().filter_map(|row| row.get(index)).collect();
         match column.untyped() {
-            ColumnWriter::Int64ColumnWriter(column) => {
-                let values: Vec<i64> = cells().filter_map(integer).collect();
-                fits(values.len(), &levels, table, index)?;
-                column.write_batch(&values, Some(&levels), None)?;
-            }
-            ColumnWriter::DoubleColumnWriter(column) => {
-                let values: Vec<f64> = cells().filter_map(real).collect();
-                fits(values.len(), &levels, table, index)?;
-                column.write_batch(&values, Some(&levels), None)?;
-            }
-            ColumnWriter::ByteArrayColumnWriter(column) => {
-                let values: Vec<ByteArray> = cells().filter_map(bytes).collect();
-                fits(values.len(), &levels, table, index)?;
-                column.write_batch(&values, Some(&levels), None)?;
-            }
+            ColumnWriter::Int64ColumnWriter(column) => fill(column, &cells, integer, &name)?,
+            ColumnWriter::DoubleColumnWriter(column) => fill(column, &cells, real, &name)?,
+            ColumnWriter::ByteArrayColumnWriter(column) => fill(column, &cells, bytes, &name)?,
             ColumnWriter::BoolColumnWriter(_)
             | ColumnWriter::Int32ColumnWriter(_)
             | ColumnWriter::Int96ColumnWriter(_)
@@ -123,15 +111,19 @@ fn write_group(
     group.close().map(drop)
 }
 
-/// A value of another type than its column's has no place in a typed file; better refused than lost.
-fn fits(values: usize, levels: &[i16], table: &Table, index: usize) -> Result<()> {
-    let defined = levels.iter().filter(|&&level| level == 1).count();
-    if values == defined {
-        return Ok(());
+/// Writes the cells of a column. A value of another type than the column's has no place in a typed file; better refused than lost.
+fn fill<T: DataType>(
+    column: &mut ColumnWriterImpl<'_, T>,
+    cells: &[&Cell],
+    typed: fn(&Cell) -> Option<T::T>,
+    name: &str,
+) -> Result<()> {
+    let levels: Vec<i16> = cells.iter().map(|&cell| i16::from(*cell != Cell::Null)).collect();
+    let values: Vec<T::T> = cells.iter().filter_map(|&cell| typed(cell)).collect();
+    if values.len() != levels.iter().filter(|&&level| level == 1).count() {
+        return Err(ParquetError::General(format!("{name} holds a value of another type")));
     }
-    let name = table.columns.get(index).map_or("?", |column| column.name);
-    let message = format!("{}.{name} holds a value of another type", table.name);
-    Err(ParquetError::General(message))
+    column.write_batch(&values, Some(&levels), None).map(drop)
 }
 
 fn integer(cell: &Cell) -> Option<i64> {

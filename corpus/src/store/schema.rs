@@ -32,17 +32,6 @@ impl Kind {
             Self::Bytes => "BLOB",
         }
     }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Text => "text",
-            Self::Integer => "integer",
-            Self::Real => "real",
-            Self::Flag => "0 or 1",
-            Self::Json => "JSON",
-            Self::Bytes => "bytes",
-        }
-    }
 }
 
 /// Where a column's value comes from.
@@ -330,29 +319,4 @@ impl Table {
         }
         out
     }
-}
-
-/// The tables as Markdown, for `docs/reference/store.md`.
-#[must_use]
-pub fn markdown() -> String {
-    let mut out = String::new();
-    for table in TABLES {
-        let kind = if table.is_derived() { "derived" } else { "kept" };
-        let _ = writeln!(
-            out,
-            "### `{}` ({kind})\n\n{} Key: `{}`.\n",
-            table.name, table.about, table.key
-        );
-        out.push_str("| column | holds | from | meaning |\n|---|---|---|---|\n");
-        for Column { name, kind, from, about } in table.columns {
-            let from = match from {
-                At(pointer) => format!("`{pointer}`"),
-                Code => String::new(),
-            };
-            let _ = writeln!(out, "| `{name}` | {} | {from} | {about} |", kind.name());
-        }
-        out.push('\n');
-    }
-    out.truncate(out.trim_end().len());
-    out + "\n"
 }

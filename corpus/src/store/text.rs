@@ -7,7 +7,7 @@ use std::io::{BufRead, Read, Write};
 use serde_json::Value;
 
 use super::Store;
-use crate::error::CorpusError;
+use crate::error::{At, CorpusError};
 use crate::ledger::Link;
 
 /// Longest line that is read: a program in hexadecimal, or a row with its samples.
@@ -27,20 +27,20 @@ pub struct Exported {
 /// # Errors
 /// If the store cannot be read or the lines cannot be written.
 pub fn write(store: &Store, out: &mut impl Write) -> Result<u64, CorpusError> {
-    let failed = |e| CorpusError::io("write", store.path(), e);
+    let path = store.path();
     let mut lines = 0;
     for run in store.runs()? {
         for link in store.links(&run)? {
-            writeln!(out, "{{\"run\":\"{run}\",{}", &link.line()[1..]).map_err(failed)?;
+            writeln!(out, "{{\"run\":\"{run}\",{}", &link.line()[1..]).at("write", path)?;
             lines += 1;
         }
     }
     for row in store.query("SELECT program_id, saved FROM programs ORDER BY program_id", &[])? {
         writeln!(out, "{{\"program\":{},\"saved\":{}}}", row["program_id"], row["saved"])
-            .map_err(failed)?;
+            .at("write", path)?;
         lines += 1;
     }
-    out.flush().map_err(failed)?;
+    out.flush().at("write", path)?;
     Ok(lines)
 }
 

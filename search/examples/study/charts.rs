@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use plotters::prelude::*;
-use search::landscape::Landscape;
+
+use tests::landscape::Landscape;
 
 use super::{Line, TRIALS, mean};
 

@@ -6,9 +6,9 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use ::tests::landscape::{Found, Landscape};
 use ir::Target;
 use rayon::prelude::*;
-use search::landscape::{Found, Landscape};
 use search::median;
 use search::strategy::{Known, StrategyName, rank, strategy};
 

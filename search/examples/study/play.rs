@@ -6,9 +6,10 @@ use std::collections::BTreeSet;
 
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::{IndexedRandom, SliceRandom};
-use search::landscape::{Found, Landscape};
 use search::strategy::{Ground, Question, Seen, Strategy};
 use search::{Past, PastTrials, changes, generator, median};
+
+use tests::landscape::{Found, Landscape};
 
 /// Draws for one trial before a search counts as exhausted.
 const DRAWS_MAX: usize = 20_000;

@@ -4,8 +4,9 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 
 use ir::ScheduleConfig;
-use search::landscape::{BadLandscape, Found, Grid, Landscape};
+use search::landscape::Grid;
 use search::strategy::{Known, Seen, StrategyName, rank, strategy};
+use tests::landscape::{BadLandscape, Found, Landscape, point_of};
 
 use super::play::{ground, play, play_halving};
 
@@ -22,7 +23,7 @@ fn landscape(latency: &str) -> Result<Landscape, BadLandscape> {
     let neutral = ScheduleConfig::default();
     let grid: Grid = serde_json::from_str(&grid).unwrap();
     let space = grid.space(&neutral).unwrap();
-    for point in 0..space.len() {
+    for point in 0..space.points() {
         let config = space.config(point);
         let answer = if config.pipeline.stages == 2 {
             r#""illegal": ["S-RING"]"#.to_owned()
@@ -47,11 +48,11 @@ fn what_was_recorded_is_read_back_and_kinds_do_not_mix() {
     let land = landscape("measured").unwrap();
     let (best, us) = land.best().unwrap();
     assert!((us - 105.0).abs() < 1e-9, "the neutral number of stages counts as bad: {us}");
-    assert_eq!(land.at(&best), Found::Timed(land.space().point(&best).unwrap(), us, &[us, us]));
+    assert_eq!(land.at(&best), Found::Timed(point_of(land.space(), &best).unwrap(), us, &[us, us]));
     let mut outside = best;
     outside.kernel.poll_sleep_ns = 100;
     assert_eq!(land.at(&outside), Found::Outside);
-    assert_eq!(land.counts().iter().sum::<usize>(), land.space().len() as usize);
+    assert_eq!(land.counts().iter().sum::<usize>(), land.space().points() as usize);
     assert_eq!(land.counts()[2..], [1, 96, 0]);
     assert!(landscape("predicted").is_err());
 }
@@ -107,7 +108,7 @@ fn measured() -> Vec<Landscape> {
         let land = Landscape::read(&text, &neutral).unwrap();
         let grid = std::fs::read_to_string(folder.join(format!("{name}.grid.json"))).unwrap();
         assert_eq!(land.terms.grid, serde_json::from_str(&grid).unwrap());
-        for point in 0..land.space().len() {
+        for point in 0..land.space().points() {
             // What was illegal then is illegal now, and nothing else.
             let config = land.space().config(point);
             let legal = ir::schedule::validate(config, &graph, &target).is_ok();

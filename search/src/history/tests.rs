@@ -7,12 +7,12 @@ use ir::schedule::{Knob, Value, default_config, legal_values, validate};
 use rand::RngExt;
 
 use super::*;
+use crate::Interval;
 use crate::growing::VISITS;
 use crate::propose::{PastTrials, generator, mixed};
 use crate::strategy::{Ground, StrategyName, strategy};
 use crate::trial::{Outcome, Spent};
 use crate::verdict::Verdict;
-use crate::{Interval, Proposer};
 
 /// A model with everything that trials are made of but gates: each has a program of its own, and ends as its number says.
 struct Bench {
@@ -175,7 +175,7 @@ mod scan {
 fn what_is_kept_up_to_date_is_what_a_scan_finds() {
     let bench = Bench::new();
     let space = bench.space();
-    let proposer = Proposer { space: &space, seed: 5, sweep: 20 };
+    let proposer = Ground { space: space.clone(), seed: 5, sweep: 20 };
     let mut parent = *bench.one.config;
     let (mut all, mut kept_up) = (Vec::new(), PastTrials::default());
     for index in 1..500_u64 {

@@ -103,14 +103,8 @@ impl Space {
 
     /// Points, legal or not.
     #[must_use]
-    pub fn len(&self) -> u32 {
+    pub fn points(&self) -> u32 {
         self.axes.iter().map(|(_, values)| values.len() as u32).product()
-    }
-
-    /// Whether there is none, which no grid that was read can say.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     /// The schedule of a point. Numbers behind the last begin anew.
@@ -125,27 +119,6 @@ impl Space {
         }
         config
     }
-
-    /// The point of a schedule; `None` if it is outside the grid.
-    #[must_use]
-    pub fn point(&self, config: &ScheduleConfig) -> Option<u32> {
-        let mut point = 0;
-        for (knob, values) in &self.axes {
-            let index = values.iter().position(|&value| value == config.get(*knob))?;
-            point = point * values.len() as u32 + index as u32;
-        }
-        (self.config(point) == *config).then_some(point)
-    }
-
-    /// The point at which a search begins: the neutral value of every knob that varies.
-    #[must_use]
-    pub fn start(&self, neutral: &ScheduleConfig) -> Option<u32> {
-        let mut config = self.base;
-        for &(knob, _) in &self.axes {
-            config.set(knob, neutral.get(knob)).ok()?;
-        }
-        self.point(&config)
-    }
 }
 
 #[cfg(test)]
@@ -156,24 +129,6 @@ mod tests {
         let text = format!(r#"{{"schema": "{GRID_SCHEMA}", "base": {base}, "axes": {axes}}}"#);
         let grid: Grid = serde_json::from_str(&text).unwrap();
         grid.space(&ScheduleConfig::default())
-    }
-
-    #[test]
-    fn every_point_is_a_schedule_of_its_own_and_the_other_way_round() {
-        let axes = r#"{"tiling.qkv.rows": [16, 8, 32], "kernel.evict": ["normal", "first"], "pipeline.stages": [8, 5]}"#;
-        let space = grid(r#"{"sync.qkv": "tagged"}"#, axes).unwrap();
-        assert_eq!(space.len(), 12);
-        let ids: std::collections::BTreeSet<_> =
-            (0..12).map(|point| space.config(point).id()).collect();
-        assert_eq!(ids.len(), 12);
-        for point in 0..12 {
-            assert_eq!(space.point(&space.config(point)), Some(point));
-        }
-        let start = space.config(space.start(&ScheduleConfig::default()).unwrap());
-        let mut want = ScheduleConfig::default();
-        want.sync.qkv = ir::schedule::Handoff::Tagged;
-        assert_eq!(start, want);
-        assert_eq!(space.point(&ScheduleConfig::default()), None, "outside: another hand-off");
     }
 
     #[test]

@@ -23,8 +23,7 @@ pub fn prepare(
     gate: &Gate<'_>,
     config: &ScheduleConfig,
 ) -> Result<(Candidate, Agreement<Reference>), Answer> {
-    let lowered = gate.validate(config).and_then(|valid| gate.lower(valid));
-    let judged = lowered.and_then(|candidate| {
+    let judged = gate.lower(config).and_then(|candidate| {
         let reference = gate.reference(&candidate)?;
         Ok((candidate, reference))
     });
@@ -106,8 +105,8 @@ impl<'g, 'a> Probe<'g, 'a> {
 
     /// The context on the device is worth nothing any more.
     fn forget(&mut self, device: &mut dyn Device) {
-        if let Some((_, Candidate { program, config, .. })) = self.holder.take() {
-            device.release(&program, &config.kernel);
+        if let Some((_, before)) = self.holder.take() {
+            before.release(device);
         }
     }
 
@@ -117,14 +116,9 @@ impl<'g, 'a> Probe<'g, 'a> {
             return Ok(handle);
         }
         let (candidate, reference) = &self.anchor;
-        let Candidate { program, config, .. } = candidate;
-        let handle = device.prepare(program, &config.kernel).map_err(Dropped::Failed)?;
-        let expected = self.gate.expected();
-        let end = self.timed.end;
-        let ran = device.run(handle, &expected.tokens[..end], 0).map_err(Dropped::Failed)?;
-        let _ = reference
-            .and_device(&expected.logits[..end], &ran.logits, &ran.chosen, expected.on_device)
-            .map_err(|at| Dropped::Disagreed { by: "device", at })?;
+        let handle = candidate.load(device)?;
+        let ran = device.run(handle, &self.gate.expected().tokens[..self.timed.end], 0)?;
+        let _ = self.gate.agreed(*reference, &ran)?;
         self.holder = Some((handle, candidate.clone()));
         Ok(handle)
     }
@@ -138,29 +132,26 @@ impl<'g, 'a> Probe<'g, 'a> {
         let (expected, Range { start: first, end }) = (self.gate.expected(), self.timed.clone());
         let tokens = &expected.tokens[..end];
         let holder = self.holder(device)?;
-        let handle = device
-            .prepare(&candidate.program, &candidate.config.kernel)
-            .map_err(Dropped::Failed)?;
+        let handle = candidate.load(device)?;
         if handle != holder {
             let before = self.holder.replace((handle, candidate.clone()));
             let handed = device.hand_over(holder, handle);
-            if let Some((_, Candidate { program, config, .. })) = before {
-                device.release(&program, &config.kernel);
+            if let Some((_, before)) = before {
+                before.release(device);
             }
-            handed.map_err(Dropped::Failed)?;
+            handed?;
         }
-        let ran = device.run(handle, tokens, first).map_err(Dropped::Failed)?;
+        let ran = device.run(handle, tokens, first)?;
         let agreement = reference
             .and_device(&expected.logits[first..end], &ran.logits, &ran.chosen, expected.on_device)
             .map_err(|at| Dropped::Disagreed { by: "device", at })?;
         let contender = Contender::new(handle, &agreement);
         let plan = Plan { tokens, first, rounds: self.rounds, warmup: 0 };
-        let samples = device.time([contender; 2], &plan).map_err(Dropped::Failed)?;
+        let samples = device.time([contender; 2], &plan)?;
         self.gate.timed(reference, end, &samples).map_err(|(_, dropped)| dropped)?;
         let at = u32::midpoint(first as u32, end as u32);
         let floor = assess::floors(self.gate, device, candidate, at).artefact_us;
-        let _ = Latency::new(&agreement, &samples, Side::Candidate, floor, self.seed)
-            .map_err(Dropped::BelowFloor)?;
+        let _ = Latency::new(&agreement, &samples, Side::Candidate, floor, self.seed)?;
         Ok(measured(candidate, &samples, device.clocks().map(|clocks| clocks.sm_mhz)))
     }
 }

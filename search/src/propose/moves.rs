@@ -3,15 +3,7 @@
 use ir::schedule::{ActsOn, Knob, ScheduleConfig, Value};
 
 /// One idea, in the forms to try it in: the first legal one is the move.
-pub(super) struct Move {
-    pub(super) forms: Vec<Vec<(Knob, Value)>>,
-}
-
-impl Move {
-    fn one(form: Vec<(Knob, Value)>) -> Self {
-        Self { forms: vec![form] }
-    }
-}
+pub(super) type Move = Vec<Vec<(Knob, Value)>>;
 
 /// Bytes on their way to a worker that a sweep tries, with those of the near cap.
 const CAPS: [(u32, u32); 6] = [
@@ -62,7 +54,7 @@ pub(super) fn all(space: &[(Knob, Vec<Value>)], incumbent: &ScheduleConfig) -> V
         let shown = others.filter(|&(index, _)| {
             few || index.abs_diff(at) == 1 || index == values.len() / 2 || index + 1 == values.len()
         });
-        moves.extend(shown.map(|(_, &value)| Move::one(vec![(*knob, value)])));
+        moves.extend(shown.map(|(_, &value)| vec![vec![(*knob, value)]]));
     }
     moves.extend(ring(space));
     moves
@@ -80,7 +72,7 @@ fn families(space: &[(Knob, Vec<Value>)]) -> Vec<Move> {
             };
             let form: Vec<_> = members.iter().copied().filter_map(|m| takes(&m)).collect();
             if form.iter().any(|&(knob, value)| knob.default() != value) {
-                moves.push(Move::one(form));
+                moves.push(vec![form]);
             }
         }
     }
@@ -93,11 +85,11 @@ fn ring(space: &[(Knob, Vec<Value>)]) -> Vec<Move> {
     let values = |knob: Knob| {
         space.iter().find(|(other, _)| *other == knob).map_or(&[][..], |(_, values)| values)
     };
-    let deepest = |&size: &Value| {
+    let deepest = |&size: &Value| -> Move {
         let depths = values(Knob::PipelineStages).iter().rev();
         let form =
             |&depth: &Value| vec![(Knob::PipelineStageBytes, size), (Knob::PipelineStages, depth)];
-        Move { forms: depths.map(form).collect() }
+        depths.map(form).collect()
     };
     let has = |knob: Knob, bytes: u32| values(knob).contains(&Value::Number(bytes));
     let lower = [
@@ -105,7 +97,7 @@ fn ring(space: &[(Knob, Vec<Value>)]) -> Vec<Move> {
         (Knob::PipelineInFlightNearBytes, Value::Number(NEAR_CAPS.1)),
     ];
     let lowered = |mut all: Move| {
-        all.forms.iter_mut().for_each(|form| form.extend(lower));
+        all.iter_mut().for_each(|form| form.extend(lower));
         all
     };
     let sizes = values(Knob::PipelineStageBytes).iter();
@@ -115,10 +107,10 @@ fn ring(space: &[(Knob, Vec<Value>)]) -> Vec<Move> {
     }
     for (all, near) in CAPS {
         if has(Knob::PipelineInFlightBytes, all) && has(Knob::PipelineInFlightNearBytes, near) {
-            moves.push(Move::one(vec![
+            moves.push(vec![vec![
                 (Knob::PipelineInFlightBytes, Value::Number(all)),
                 (Knob::PipelineInFlightNearBytes, Value::Number(near)),
-            ]));
+            ]]);
         }
     }
     moves

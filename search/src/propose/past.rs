@@ -132,11 +132,3 @@ impl Default for Tried {
         Self { lost_alone: BTreeMap::new(), lost: f64::NEG_INFINITY, kept: BTreeMap::new() }
     }
 }
-
-impl FromIterator<Past> for PastTrials {
-    fn from_iter<I: IntoIterator<Item = Past>>(trials: I) -> Self {
-        let mut all = Self::default();
-        trials.into_iter().for_each(|past| all.push(past));
-        all
-    }
-}

@@ -11,7 +11,7 @@ fn past(from: &ScheduleConfig, to: &ScheduleConfig, gain: f64, kept: bool) -> Pa
 /// What a search does whose every proposal is legal and ends as `gain` says, for so many trials.
 fn run(trials: u64, seed: u64, gain: impl Fn(&ScheduleConfig) -> f64) -> Vec<(Origin, Past)> {
     let space = whole();
-    let proposer = Proposer { space: &space, seed, sweep: trials / 2 };
+    let proposer = Ground { space: space.clone(), seed, sweep: trials / 2 };
     let mut incumbent = ScheduleConfig::default();
     let mut history: Vec<(Origin, Past)> = Vec::new();
     for trial in 1..trials {
@@ -34,7 +34,7 @@ fn run(trials: u64, seed: u64, gain: impl Fn(&ScheduleConfig) -> f64) -> Vec<(Or
 #[test]
 fn equal_histories_give_equal_draws() {
     let space = whole();
-    let proposer = Proposer { space: &space, seed: 7, sweep: 4 };
+    let proposer = Ground { space: space.clone(), seed: 7, sweep: 4 };
     let default = ScheduleConfig::default();
     let mut other = default;
     other.kernel.poll_sleep_ns = 0;
@@ -102,4 +102,12 @@ fn caps_of_the_ring_follow_its_size() {
     let bytes = [(Knob::PipelineStageBytes, Value::Number(32_768))];
     config.pipeline.in_flight_near_bytes = 24_576;
     assert_eq!(edited(&config, &bytes).pipeline.in_flight_near_bytes, 32_768);
+}
+
+impl FromIterator<Past> for PastTrials {
+    fn from_iter<I: IntoIterator<Item = Past>>(trials: I) -> Self {
+        let mut all = Self::default();
+        trials.into_iter().for_each(|past| all.push(past));
+        all
+    }
 }

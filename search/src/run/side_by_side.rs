@@ -10,14 +10,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use ir::schedule::ScheduleConfig;
-
 use super::{Search, SearchError, Step, StoppedBy};
 use crate::card::{Job, LastJob, Lead};
-use crate::crew::{Crew, Said, Ticket};
+use crate::crew::{Crew, Said};
 use crate::decide::Decision;
 use crate::device::DeviceError;
-use crate::history::{Guess, History, Proposal};
+use crate::history::{Guess, Proposal};
 use crate::trial::{Beside, Confirmation, LeftOut, Skipped, Spent, Trial, together};
 
 /// Trials that a device has before it at most, where there are several: the one that it does, and one so that it does not wait for every
@@ -27,14 +25,8 @@ const AHEAD: usize = 2;
 /// A trial that was begun.
 struct Flight {
     number: u64,
-    index: u64,
     card: u32,
-    proposal: Proposal,
-    parent: ScheduleConfig,
-    skipped: Skipped,
-    lead: Option<Lead>,
-    spent: Spent,
-    if_kept: Option<Guess>,
+    job: Job,
     cancelled: Arc<AtomicBool>,
     done: Option<Box<Trial>>,
 }
@@ -52,6 +44,13 @@ pub struct Dropped {
     pub trials: u64,
     /// Seconds of devices.
     pub seconds: f64,
+}
+
+impl Dropped {
+    fn add(&mut self, trial: &Trial) {
+        self.trials += 1;
+        self.seconds += trial.spent.total_s;
+    }
 }
 
 /// The devices, and what they are at.
@@ -84,18 +83,11 @@ impl<'a> Fleet<'a> {
         self.dropped
     }
 
-    pub(super) fn cache_bytes(&self) -> u64 {
-        self.crew.cache_bytes()
-    }
-
     fn leave_out(&mut self, card: u32, error: DeviceError) {
         if self.crew.leave_out(card) {
             // What it measured last is not taken any more: from the row that says so on, no row is its.
             for flight in self.flights.iter_mut().filter(|flight| flight.card == card) {
-                if let Some(trial) = flight.done.take() {
-                    self.dropped.trials += 1;
-                    self.dropped.seconds += trial.spent.total_s;
-                }
+                flight.done.take().iter().for_each(|trial| self.dropped.add(trial));
             }
             self.left_out.push(LeftOut { card, why: error.to_string() });
             self.last = Some(error);
@@ -112,10 +104,7 @@ impl<'a> Fleet<'a> {
     /// Drops what was begun from this place in line on.
     fn cut(&mut self, at: usize) {
         for flight in self.flights.drain(at..) {
-            if let Some(trial) = &flight.done {
-                self.dropped.trials += 1;
-                self.dropped.seconds += trial.spent.total_s;
-            }
+            flight.done.iter().for_each(|trial| self.dropped.add(trial));
         }
     }
 
@@ -123,25 +112,43 @@ impl<'a> Fleet<'a> {
     fn hear(&mut self) -> Result<(), SearchError> {
         let Some((card, said)) = self.crew.hear() else { return Err(self.lost()) };
         match said {
-            Said::Tried(number, Ok(trial)) => {
+            Said::Tried(number, trial) => {
                 match self.flights.iter_mut().find(|flight| flight.number == number) {
                     Some(flight) => flight.done = Some(trial),
-                    None => {
-                        self.dropped.trials += 1;
-                        self.dropped.seconds += trial.spent.total_s;
-                    }
+                    None => self.dropped.add(&trial),
                 }
             }
-            Said::Tried(_, Err(error)) => self.leave_out(card, error),
-            Said::Gone => self.leave_out(card, gone()),
+            Said::Lost(error) => self.leave_out(card, error),
             Said::Opened(_) | Said::Confirmed(_) => {}
         }
         if self.crew.cards().is_empty() { Err(self.lost()) } else { Ok(()) }
     }
-}
 
-fn gone() -> DeviceError {
-    DeviceError::Unavailable { reason: "its thread ended".to_owned() }
+    /// What each of these devices answers, in the order of their numbers; those that are lost meanwhile are left out.
+    fn collect<T>(
+        &mut self,
+        mut cards: Vec<u32>,
+        answer: impl Fn(Said) -> Option<T>,
+    ) -> Result<Vec<(u32, T)>, SearchError> {
+        let mut found = Vec::new();
+        while found.len() < cards.len() {
+            let Some((card, said)) = self.crew.hear() else { return Err(self.lost()) };
+            if let Said::Lost(error) = said {
+                cards.retain(|&other| other != card);
+                found.retain(|&(other, _)| other != card);
+                self.leave_out(card, error);
+            } else if let Some(answer) = answer(said) {
+                found.push((card, answer));
+            }
+        }
+        found.sort_by_key(|&(card, _)| card);
+        if found.is_empty() { Err(self.lost()) } else { Ok(found) }
+    }
+
+    fn number(&mut self) -> u64 {
+        self.numbers += 1;
+        self.numbers
+    }
 }
 
 impl<'a> Search<'a> {
@@ -151,7 +158,7 @@ impl<'a> Search<'a> {
         elapsed: Duration,
     ) -> Result<Step, SearchError> {
         fleet.crew.begin(&self.gate, &self.settings, self.clock);
-        if self.trials.is_empty() {
+        if self.trials().is_empty() {
             let trial = self.baseline(fleet, elapsed)?;
             return Ok(self.landed(fleet, trial));
         }
@@ -165,7 +172,7 @@ impl<'a> Search<'a> {
                 return Ok(Step::Done(StoppedBy::Exhausted));
             };
             if let Some(trial) = head.done.take() {
-                let (skipped, card) = (std::mem::take(&mut head.skipped), head.card);
+                let (skipped, card) = (std::mem::take(&mut head.job.skipped), head.card);
                 fleet.flights.pop_front();
                 let trial = Trial { skipped, card: Some(card), ..*trial };
                 return Ok(self.landed(fleet, trial));
@@ -182,46 +189,20 @@ impl<'a> Search<'a> {
 
     /// The first trial, on every device: it gives each its noise floor.
     fn baseline(&mut self, fleet: &mut Fleet<'a>, elapsed: Duration) -> Result<Trial, SearchError> {
-        let mut skipped = Skipped::default();
         let config = self.settings.default;
         let lowered = self.lower_timed(&config);
         let proposal = Proposal { origin: crate::Origin::Baseline, config, lowered };
         let cards = fleet.crew.cards();
         for &card in &cards {
-            let job = Job {
-                index: 0,
-                proposal: proposal.clone(),
-                parent: config,
-                skipped: std::mem::take(&mut skipped),
-                lead: None,
-                noise: self.noise(Some(card)),
-                began_s: elapsed.as_secs_f64(),
-                spent: self.spent,
-                is_known_program: false,
-                if_kept: None,
-            };
-            let (number, cancelled) = (fleet.numbers, Arc::default());
-            fleet.numbers += 1;
-            fleet.crew.try_out(card, Ticket { number, job, cancelled });
+            let job = self.job(0, proposal.clone(), &self.history, None, Some(card), elapsed);
+            let (number, cancelled) = (fleet.number(), Arc::default());
+            fleet.crew.try_out(card, number, job, cancelled);
         }
-        let mut found: Vec<(u32, Trial)> = Vec::new();
-        while fleet.crew.cards().len() > found.len() {
-            let Some((card, said)) = fleet.crew.hear() else { return Err(fleet.lost()) };
-            match said {
-                Said::Tried(_, Ok(trial)) => found.push((card, *trial)),
-                Said::Tried(_, Err(error)) => fleet.leave_out(card, error),
-                Said::Gone => {
-                    found.retain(|&(other, _)| other != card);
-                    fleet.leave_out(card, gone());
-                }
-                Said::Opened(_) | Said::Confirmed(_) => {}
-            }
-        }
-        found.sort_by_key(|&(card, _)| card);
+        let mut found = fleet.collect(cards, |said| match said {
+            Said::Tried(_, trial) => Some(*trial),
+            Said::Opened(_) | Said::Confirmed(_) | Said::Lost(_) => None,
+        })?;
         let leading = found.iter().position(|(_, trial)| trial.outcome.leads());
-        if found.is_empty() {
-            return Err(fleet.lost());
-        }
         let (card, first) = found.remove(leading.unwrap_or(0));
         let mut beside = Vec::new();
         for (other, trial) in found {
@@ -240,22 +221,18 @@ impl<'a> Search<'a> {
 
     /// After a resume: a device whose noise was never measured cannot be used.
     fn keep_measured_cards(&self, fleet: &mut Fleet<'a>) {
-        if self.incumbent.is_none() {
-            // Nothing is correct yet: the device that measured so far goes on alone.
-            let one = self.trials.last().and_then(|trial| trial.card);
-            for card in fleet.crew.cards() {
-                if one.is_some_and(|one| one != card) {
-                    let reason = "no card has a correct baseline".to_owned();
-                    fleet.leave_out(card, DeviceError::Unavailable { reason });
-                }
-            }
-            return;
-        }
+        let leads = self.champion().is_some();
+        let last = self.trials().last().and_then(|trial| trial.card);
         for card in fleet.crew.cards() {
-            if !self.noises.contains_key(&Some(card)) {
-                let reason = "its noise was not measured when the search began".to_owned();
-                fleet.leave_out(card, DeviceError::Unavailable { reason });
-            }
+            let why = if leads && !self.rows.noises.contains_key(&Some(card)) {
+                "its noise was not measured when the search began"
+            } else if !leads && last.is_some_and(|last| last != card) {
+                // The device that measured so far goes on alone.
+                "no card has a correct baseline"
+            } else {
+                continue;
+            };
+            fleet.leave_out(card, DeviceError::Unavailable { reason: why.to_owned() });
         }
     }
 
@@ -267,7 +244,7 @@ impl<'a> Search<'a> {
         if !guessed && !fleet.flights.is_empty() {
             return;
         }
-        let first = self.trials.len() as u64;
+        let first = self.trials().len() as u64;
         let cards = fleet.crew.cards().len();
         let depth = if guessed && cards > 1 { AHEAD * cards } else { 1 } as u64;
         let end = self.settings.budget.end(first + depth);
@@ -277,16 +254,14 @@ impl<'a> Search<'a> {
             let mut skipped = Skipped::default();
             self.spent = Spent::default();
             let Some(proposal) = self.next_of(&history, index, &mut skipped) else { break };
-            let fits = |f: &Flight| f.proposal.config == proposal.config && f.lead == lead;
+            let fits = |f: &Flight| f.job.proposal.config == proposal.config && f.job.lead == lead;
             match fleet.flights.get_mut(at) {
-                Some(flight) if fits(flight) => flight.skipped = skipped,
+                Some(flight) if fits(flight) => flight.job.skipped = skipped,
                 Some(_) | None => {
                     fleet.cut(at);
-                    let Some(flight) = self.flight(fleet, index, proposal, skipped, &history, lead)
-                    else {
-                        break;
-                    };
-                    self.depart(fleet, flight, elapsed);
+                    let Some(card) = fleet.crew.card_of(index) else { break };
+                    let job = self.job(index, proposal, &history, lead, Some(card), elapsed);
+                    self.depart(fleet, card, Job { skipped, ..job }, elapsed);
                     new = true;
                 }
             }
@@ -297,7 +272,7 @@ impl<'a> Search<'a> {
                 if trial.outcome.leads() {
                     lead = Some(Lead { trial: index, config: trial.config });
                 }
-            } else if let Some(candidate) = &flight.proposal.lowered {
+            } else if let Some(candidate) = &flight.job.proposal.lowered {
                 history.assume(index, candidate, false);
             } else {
                 break; // what does not lower tells nobody what comes next
@@ -306,62 +281,17 @@ impl<'a> Search<'a> {
         fleet.cut(at);
         if new && guessed && self.helpers.is_some() {
             let next = first + at as u64;
-            self.gate.ahead.guess(Guess::onward(self.asked(), history, next));
+            self.gate.ahead.guess(Guess::onward(self.asked(), history, next, false));
         }
     }
 
-    fn flight(
-        &self,
-        fleet: &mut Fleet<'a>,
-        index: u64,
-        proposal: Proposal,
-        skipped: Skipped,
-        history: &History,
-        lead: Option<Lead>,
-    ) -> Option<Flight> {
-        let card = fleet.crew.card_of(index)?;
-        let number = fleet.numbers;
-        fleet.numbers += 1;
-        let may = lead.is_some() && self.helpers.is_some() && self.strategy.may_be_guessed();
-        let if_kept = proposal
-            .lowered
-            .as_ref()
-            .filter(|_| may)
-            .map(|candidate| Guess::kept(self.asked(), history.clone(), index, candidate));
-        let (parent, spent, cancelled) = (history.parent, self.spent, Arc::default());
-        Some(Flight {
-            number,
-            index,
-            card,
-            proposal,
-            parent,
-            skipped,
-            lead,
-            spent,
-            if_kept,
-            cancelled,
-            done: None,
-        })
-    }
-
-    /// Puts a flight in line and gives it to its device.
-    fn depart(&self, fleet: &mut Fleet<'a>, mut flight: Flight, elapsed: Duration) {
-        let known = flight.proposal.lowered.as_ref().is_some_and(|c| self.knows(&c.program_id));
-        let job = Job {
-            index: flight.index,
-            proposal: flight.proposal.clone(),
-            parent: flight.parent,
-            skipped: Skipped::default(),
-            lead: flight.lead,
-            noise: self.noise(Some(flight.card)),
-            began_s: elapsed.as_secs_f64(),
-            spent: flight.spent,
-            is_known_program: known,
-            if_kept: flight.if_kept.take(),
-        };
-        let ticket = Ticket { number: flight.number, job, cancelled: flight.cancelled.clone() };
-        fleet.crew.try_out(flight.card, ticket);
-        fleet.flights.push_back(flight);
+    /// Gives a trial to a device, and puts it in line.
+    fn depart(&self, fleet: &mut Fleet<'a>, card: u32, mut job: Job, elapsed: Duration) {
+        (job.noise, job.began_s) = (self.noise(Some(card)), elapsed.as_secs_f64());
+        let (number, cancelled) = (fleet.number(), Arc::<AtomicBool>::default());
+        fleet.crew.try_out(card, number, job.clone(), cancelled.clone());
+        job.if_kept = None;
+        fleet.flights.push_back(Flight { number, card, job, cancelled, done: None });
     }
 
     /// Gives flights of a device that was left out, and those whose turns have moved, to those that are there.
@@ -370,17 +300,12 @@ impl<'a> Search<'a> {
         if fleet.flights.iter().all(|flight| cards.contains(&flight.card)) {
             return;
         }
-        for mut flight in std::mem::take(&mut fleet.flights) {
-            let card = fleet.crew.card_of(flight.index);
-            let Some(card) = card.filter(|&card| flight.done.is_none() && card != flight.card)
-            else {
-                fleet.flights.push_back(flight);
-                continue;
-            };
-            flight.cancelled.store(true, Ordering::Relaxed);
-            (flight.card, flight.number, flight.cancelled) = (card, fleet.numbers, Arc::default());
-            fleet.numbers += 1;
-            self.depart(fleet, flight, elapsed);
+        for flight in std::mem::take(&mut fleet.flights) {
+            let card = fleet.crew.card_of(flight.job.index);
+            match card.filter(|&card| flight.done.is_none() && card != flight.card) {
+                Some(card) => self.depart(fleet, card, flight.job.clone(), elapsed),
+                None => fleet.flights.push_back(flight),
+            }
         }
     }
 
@@ -402,27 +327,10 @@ impl<'a> Search<'a> {
             let thorough = cards.first() == Some(&card);
             fleet.crew.confirm(card, LastJob { noise, thorough, ..job.clone() });
         }
-        let mut found: Vec<(u32, Confirmation)> = Vec::new();
-        while cards.len() > found.len() {
-            let Some((card, said)) = fleet.crew.hear() else { return Err(fleet.lost()) };
-            match said {
-                Said::Confirmed(Ok(confirmation)) => found.push((card, *confirmation)),
-                Said::Confirmed(Err(error)) => {
-                    cards.retain(|&other| other != card);
-                    fleet.leave_out(card, error);
-                }
-                Said::Gone => {
-                    cards.retain(|&other| other != card);
-                    found.retain(|&(other, _)| other != card);
-                    fleet.leave_out(card, gone());
-                }
-                Said::Opened(_) | Said::Tried(..) => {}
-            }
-        }
-        found.sort_by_key(|&(card, _)| card);
-        if found.is_empty() {
-            return Err(fleet.lost());
-        }
+        let mut found = fleet.collect(cards, |said| match said {
+            Said::Confirmed(confirmation) => Some(*confirmation),
+            Said::Opened(_) | Said::Tried(..) | Said::Lost(_) => None,
+        })?;
         let (card, mut first) = found.remove(0);
         let ran = found.iter().map(|(_, c)| c.positions).chain([first.positions]).max();
         first.positions = ran.unwrap_or(0);

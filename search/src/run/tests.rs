@@ -44,20 +44,17 @@ fn guessed(
     let mut search = Search::new(gate, Some(&mut device), settings);
     let mut guesses = Vec::new();
     loop {
-        let (index, history) = (search.trials.len() as u64, search.history());
+        let (index, history) = (search.trials().len() as u64, search.history());
         let Step::Trial(trial) = search.step(Duration::ZERO).unwrap() else { break };
         let ahead = &*search.gate.ahead;
         let candidate = ahead.lower(&trial.config).unwrap();
         let asked = search.asked();
-        let mut guess = match kept && index > 0 {
-            true => Guess::kept(asked, history, index, &candidate),
-            false => Guess::reverted(asked, history, index, &candidate),
-        };
+        let mut guess = Guess::after(asked, history, index, &candidate, kept && index > 0);
         let lower = |config: &ScheduleConfig, tried: &Tried| ahead.lower_new(config, tried);
         let next = std::iter::from_fn(|| guess.next(lower)).map(|candidate| candidate.schedule_id);
         guesses.push((trial.outcome, next.collect::<Vec<_>>()));
     }
-    let tried: Vec<String> = search.trials.iter().map(|trial| trial.config.id()).collect();
+    let tried: Vec<String> = search.trials().iter().map(|trial| trial.config.id()).collect();
     let followed = |index: usize, len: usize| tried[index + 1..][..len].to_vec();
     let guesses = guesses.into_iter().enumerate();
     guesses.map(|(i, (end, next))| (end, followed(i, next.len()), next)).collect()

@@ -2,11 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use ir::schedule::{Knob, ScheduleConfig, Value};
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
-use super::{Climb, Ground, Proposals, Question, Strategy, StrategyName};
+use super::{Form, Ground, Proposals, Question};
 use crate::propose::{Origin, PastTrials, edited};
 
 /// Trials without a gain that each move is credited with, so that one lucky trial does not lead the list.
@@ -61,34 +60,16 @@ pub fn rank(seen: impl IntoIterator<Item = Seen>) -> Vec<Known> {
     known
 }
 
-type Form = Vec<(Knob, Value)>;
-
-#[derive(Debug)]
-pub(super) struct Prior {
-    climb: Climb,
-    /// Best first.
-    moves: Vec<Form>,
-}
-
-impl Prior {
-    /// What names a knob or a value that this ground lacks is left out.
-    pub(super) fn new(ground: Ground, known: Vec<Known>) -> Self {
-        let form = |known: Known| -> Option<Form> {
-            let one = |(path, json): (&String, &Json)| {
-                let (knob, values) = ground.space.iter().find(|(knob, _)| knob.path() == path)?;
-                Some((*knob, values.iter().copied().find(|value| value.to_json() == *json)?))
-            };
-            known.to.iter().map(one).collect()
+/// The moves of a ground. What names a knob or a value that it lacks is left out.
+pub(super) fn moves(ground: &Ground, known: Vec<Known>) -> Vec<Form> {
+    let form = |known: Known| -> Option<Form> {
+        let one = |(path, json): (&String, &Json)| {
+            let (knob, values) = ground.space.iter().find(|(knob, _)| knob.path() == path)?;
+            Some((*knob, values.iter().copied().find(|value| value.to_json() == *json)?))
         };
-        let moves = known.into_iter().filter_map(form).collect();
-        Self { climb: Climb(ground), moves }
-    }
-
-    /// The first `count` moves at once; where two set the same knob, the better one does.
-    fn together(&self, incumbent: &ScheduleConfig, count: usize) -> ScheduleConfig {
-        let form: Form = self.moves[..count].iter().rev().flatten().copied().collect();
-        edited(incumbent, &form)
-    }
+        known.to.iter().map(one).collect()
+    };
+    known.into_iter().filter_map(form).collect()
 }
 
 /// Whether a trial set all these knobs to these values and lost.
@@ -99,24 +80,25 @@ fn refuted(form: &Form, past: &PastTrials) -> bool {
     })
 }
 
-impl Strategy for Prior {
-    fn name(&self) -> &'static str {
-        StrategyName::Prior.name()
+/// Moves all at once, then parts of them, then each, then as `climb`.
+pub(super) fn ask<'s>(
+    ground: &'s Ground,
+    moves: &[Form],
+    question: &Question<'s>,
+) -> Proposals<'s> {
+    let Question { trial, incumbent, past } = *question;
+    let mut planned = Vec::new();
+    if trial <= ground.sweep {
+        let count = moves.len();
+        let parts = [count, count.div_ceil(2), count.div_ceil(4)];
+        // Where two set the same knob, the better one does.
+        let union =
+            |part: usize| -> Form { moves[..part].iter().rev().flatten().copied().collect() };
+        let unions = parts.into_iter().filter(|&part| part > 1).map(union);
+        let open = moves.iter().filter(|form| !refuted(form, past)).cloned();
+        planned.extend(unions.chain(open).map(|form| edited(incumbent, &form)));
     }
-
-    fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
-        let Question { trial, incumbent, past } = *question;
-        let mut planned = Vec::new();
-        if trial <= self.climb.0.sweep {
-            let count = self.moves.len();
-            let parts = [count, count.div_ceil(2), count.div_ceil(4)];
-            let unions = parts.into_iter().filter(|&part| part > 1);
-            planned.extend(unions.map(|part| self.together(incumbent, part)));
-            let open = self.moves.iter().filter(|form| !refuted(form, past));
-            planned.extend(open.map(|form| edited(incumbent, form)));
-        }
-        let planned = planned.into_iter().filter(move |config| config != incumbent);
-        let known = planned.map(|config| (Origin::Prior, config));
-        Box::new(known.chain(self.climb.ask(question)))
-    }
+    let planned = planned.into_iter().filter(move |config| config != incumbent);
+    let known = planned.map(|config| (Origin::Prior, config));
+    Box::new(known.chain(ground.draws(trial, incumbent, past)))
 }

@@ -5,7 +5,7 @@ use ir::schedule::{Knob, ScheduleConfig, Value};
 use rand::RngExt;
 use rand::rngs::Xoshiro256PlusPlus;
 
-use super::{Ground, Proposals, Question, Strategy, StrategyName};
+use super::{Form, Ground, Proposals, Question};
 use crate::propose::{Origin, Past, PastTrials, edited, generator};
 
 /// Trials that are drawn at random before there is anything to estimate.
@@ -20,32 +20,22 @@ const CANDIDATES: usize = 64;
 /// Weight of an even spread over the values, in trials.
 const EVEN: f64 = 1.0;
 
-#[derive(Debug)]
-pub(super) struct Tpe(pub(super) Ground);
-
-impl Strategy for Tpe {
-    fn name(&self) -> &'static str {
-        StrategyName::Tpe.name()
+pub(super) fn ask<'s>(ground: &'s Ground, question: &Question<'s>) -> Proposals<'s> {
+    let space = &ground.space;
+    let mut rng = generator(ground.seed, question.trial);
+    let incumbent = question.incumbent;
+    let weights =
+        |of: &[&Past]| -> Vec<Vec<f64>> { space.iter().map(|axis| shares(axis, of)).collect() };
+    let mut planned = Vec::new();
+    if question.past.len() >= RANDOM_FIRST {
+        let [good, rest] = halves(question.past).map(|half| weights(&half));
+        planned = likely(space, incumbent, &good, &rest, &mut rng);
     }
-
-    fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
-        let mut rng = generator(self.0.seed, question.trial);
-        let incumbent = question.incumbent;
-        let mut planned = Vec::new();
-        if question.past.len() >= RANDOM_FIRST {
-            let [good, rest] = halves(question.past);
-            let weights = |of: &[&Past]| -> Vec<Vec<f64>> {
-                self.0.space.iter().map(|axis| shares(axis, of)).collect()
-            };
-            let (likely, unlikely) = (weights(&good), weights(&rest));
-            planned = self.likely(incumbent, &likely, &unlikely, &mut rng);
-        }
-        let even: Vec<Vec<f64>> = self.0.space.iter().map(|axis| shares(axis, &[])).collect();
-        let random = std::iter::repeat_with(move || {
-            (Origin::Jump, edited(incumbent, &self.draw(&even, &mut rng).0))
-        });
-        Box::new(planned.into_iter().chain(random))
-    }
+    let even = weights(&[]);
+    let random = std::iter::repeat_with(move || {
+        (Origin::Jump, edited(incumbent, &draw(space, &even, &mut rng).0))
+    });
+    Box::new(planned.into_iter().chain(random))
 }
 
 /// The trials that did best, and the others. What gave no latency is among the others.
@@ -69,45 +59,42 @@ fn shares((knob, values): &(Knob, Vec<Value>), among: &[&Past]) -> Vec<f64> {
     values.iter().map(of).collect()
 }
 
-impl Tpe {
-    /// A value for every knob by these shares, and which they are.
-    fn draw(
-        &self,
-        shares: &[Vec<f64>],
-        rng: &mut Xoshiro256PlusPlus,
-    ) -> (Vec<(Knob, Value)>, Vec<usize>) {
-        let mut picks = Vec::with_capacity(shares.len());
-        let mut form = Vec::with_capacity(shares.len());
-        for ((knob, values), shares) in self.0.space.iter().zip(shares) {
-            let mut left: f64 = rng.random();
-            let found = shares.iter().position(|share| {
-                left -= share;
-                left < 0.0
-            });
-            let pick = found.unwrap_or(values.len() - 1);
-            form.push((*knob, values[pick]));
-            picks.push(pick);
-        }
-        (form, picks)
+/// A value for every knob by these shares, and which they are.
+fn draw(
+    space: &[(Knob, Vec<Value>)],
+    shares: &[Vec<f64>],
+    rng: &mut Xoshiro256PlusPlus,
+) -> (Form, Vec<usize>) {
+    let mut picks = Vec::with_capacity(shares.len());
+    let mut form = Vec::with_capacity(shares.len());
+    for ((knob, values), shares) in space.iter().zip(shares) {
+        let mut left: f64 = rng.random();
+        let found = shares.iter().position(|share| {
+            left -= share;
+            left < 0.0
+        });
+        let pick = found.unwrap_or(values.len() - 1);
+        form.push((*knob, values[pick]));
+        picks.push(pick);
     }
+    (form, picks)
+}
 
-    fn likely(
-        &self,
-        incumbent: &ScheduleConfig,
-        good: &[Vec<f64>],
-        rest: &[Vec<f64>],
-        rng: &mut Xoshiro256PlusPlus,
-    ) -> Vec<(Origin, ScheduleConfig)> {
-        let mut drawn: Vec<(f64, Vec<(Knob, Value)>)> = (0..CANDIDATES)
-            .map(|_| {
-                let (form, picks) = self.draw(good, rng);
-                let ratio =
-                    |(axis, &pick): (usize, &usize)| (good[axis][pick] / rest[axis][pick]).ln();
-                (picks.iter().enumerate().map(ratio).sum(), form)
-            })
-            .collect();
-        drawn.sort_by(|(a, _), (b, _)| b.total_cmp(a));
-        let with = |(_, form): (f64, Vec<_>)| (Origin::Model, edited(incumbent, &form));
-        drawn.into_iter().map(with).collect()
-    }
+fn likely(
+    space: &[(Knob, Vec<Value>)],
+    incumbent: &ScheduleConfig,
+    good: &[Vec<f64>],
+    rest: &[Vec<f64>],
+    rng: &mut Xoshiro256PlusPlus,
+) -> Vec<(Origin, ScheduleConfig)> {
+    let mut drawn: Vec<(f64, Form)> = (0..CANDIDATES)
+        .map(|_| {
+            let (form, picks) = draw(space, good, rng);
+            let ratio = |(axis, &pick): (usize, &usize)| (good[axis][pick] / rest[axis][pick]).ln();
+            (picks.iter().enumerate().map(ratio).sum(), form)
+        })
+        .collect();
+    drawn.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+    let with = |(_, form): (f64, Vec<_>)| (Origin::Model, edited(incumbent, &form));
+    drawn.into_iter().map(with).collect()
 }

@@ -1,10 +1,10 @@
+use ::tests::scripted::{Behaviour, ScriptedDevice};
 use clap::Parser;
 use ir::Target;
 use ir::program::Program;
 use ir::schedule::KernelConfig;
 use reference_vm::eval::Logits;
 use search::Expected;
-use search::scripted::{Behaviour, ScriptedDevice};
 
 use super::*;
 

@@ -58,10 +58,7 @@ impl Keeper {
 
     pub(super) fn program(&mut self, search: &Search<'_>, config: &ScheduleConfig) {
         let Some(store) = &mut self.store else { return };
-        let gate = search.gate();
-        let Ok(candidate) = gate.validate(config).and_then(|valid| gate.lower(valid)) else {
-            return;
-        };
+        let Ok(candidate) = search.gate().lower(config) else { return };
         let saved = ir::text::save(&candidate.program);
         if let Err(error) = store.add_program(&candidate.program_id, &saved) {
             self.behind(&error);

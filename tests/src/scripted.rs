@@ -7,8 +7,7 @@ use ir::schedule::KernelConfig;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
 use reference_vm::argmax;
-
-use crate::device::{
+use search::{
     Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Ran, Samples, Side,
 };
 

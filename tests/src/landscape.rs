@@ -3,9 +3,8 @@
 use std::collections::BTreeMap;
 
 use ir::schedule::ScheduleConfig;
-
-use super::{Answer, LANDSCAPE_SCHEMA, Row, Space, Terms};
-use crate::verdict::LatencyKind;
+use search::LatencyKind;
+use search::landscape::{Answer, LANDSCAPE_SCHEMA, Row, Space, Terms};
 
 /// A file that is no landscape, or not one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -59,7 +58,8 @@ impl Landscape {
             return Err(bad(1, format!("its schema is {}", terms.schema)));
         }
         let space = terms.grid.space(neutral).map_err(|e| bad(1, e.to_string()))?;
-        let start = space.start(neutral).ok_or_else(|| bad(1, "it has no start".to_owned()))?;
+        let start =
+            start_of(&space, neutral).ok_or_else(|| bad(1, "it has no start".to_owned()))?;
         let start = space.config(start);
         let mut land = Self { terms, space, start, answers: BTreeMap::new(), again_us: Vec::new() };
         for (number, line) in lines {
@@ -84,8 +84,8 @@ impl Landscape {
         if kind.is_some_and(|kind| kind != self.terms.latency_kind) {
             return Err("measured and predicted in one file".to_owned());
         }
-        if point >= self.space.len() {
-            return Err(format!("point {point} of {}", self.space.len()));
+        if point >= self.space.points() {
+            return Err(format!("point {point} of {}", self.space.points()));
         }
         match self.answers.insert(point, answer) {
             None => Ok(()),
@@ -108,7 +108,7 @@ impl Landscape {
     /// What is known of a schedule.
     #[must_use]
     pub fn at(&self, config: &ScheduleConfig) -> Found<'_> {
-        let Some(point) = self.space.point(config) else { return Found::Outside };
+        let Some(point) = point_of(&self.space, config) else { return Found::Outside };
         self.of(point)
     }
 
@@ -140,7 +140,7 @@ impl Landscape {
             };
             counts[kind] += 1;
         }
-        counts[4] = self.space.len() as usize - self.answers.len();
+        counts[4] = self.space.points() as usize - self.answers.len();
         counts
     }
 
@@ -151,6 +151,56 @@ impl Landscape {
             Found::Timed(_, us, _) => Some((self.space.config(point), us)),
             Found::Outside | Found::Illegal | Found::Unrecorded | Found::Failed(_) => None,
         };
-        (0..self.space.len()).filter_map(timed).min_by(|(_, a), (_, b)| a.total_cmp(b))
+        (0..self.space.points()).filter_map(timed).min_by(|(_, a), (_, b)| a.total_cmp(b))
+    }
+}
+
+/// The point of a schedule; `None` if it is outside the grid.
+#[must_use]
+pub fn point_of(space: &Space, config: &ScheduleConfig) -> Option<u32> {
+    let mut point = 0;
+    for (knob, values) in space.axes() {
+        let index = values.iter().position(|&value| value == config.get(*knob))?;
+        point = point * values.len() as u32 + index as u32;
+    }
+    (space.config(point) == *config).then_some(point)
+}
+
+/// The point at which a search begins: the neutral value of every knob that varies.
+#[must_use]
+pub fn start_of(space: &Space, neutral: &ScheduleConfig) -> Option<u32> {
+    let mut config = space.config(0);
+    for &(knob, _) in space.axes() {
+        config.set(knob, neutral.get(knob)).ok()?;
+    }
+    point_of(space, &config)
+}
+
+#[cfg(test)]
+mod tests {
+    use search::landscape::{GRID_SCHEMA, Grid};
+
+    use super::*;
+
+    #[test]
+    fn every_point_is_a_schedule_of_its_own_and_the_other_way_round() {
+        let axes = r#"{"tiling.qkv.rows": [16, 8, 32], "kernel.evict": ["normal", "first"], "pipeline.stages": [8, 5]}"#;
+        let text = format!(
+            r#"{{"schema": "{GRID_SCHEMA}", "base": {{"sync.qkv": "tagged"}}, "axes": {axes}}}"#
+        );
+        let grid: Grid = serde_json::from_str(&text).unwrap();
+        let space = grid.space(&ScheduleConfig::default()).unwrap();
+        assert_eq!(space.points(), 12);
+        let ids: std::collections::BTreeSet<_> =
+            (0..12).map(|point| space.config(point).id()).collect();
+        assert_eq!(ids.len(), 12);
+        for point in 0..12 {
+            assert_eq!(point_of(&space, &space.config(point)), Some(point));
+        }
+        let start = space.config(start_of(&space, &ScheduleConfig::default()).unwrap());
+        let mut want = ScheduleConfig::default();
+        want.sync.qkv = ir::schedule::Handoff::Tagged;
+        assert_eq!(start, want);
+        assert_eq!(point_of(&space, &ScheduleConfig::default()), None, "outside: another hand-off");
     }
 }

@@ -15,10 +15,12 @@ use crate::config_source::ConfigSource;
 
 mod config;
 mod gpu;
+mod help;
 mod runs;
 
 pub(crate) use config::*;
 pub(crate) use gpu::*;
+pub(crate) use help::command;
 pub(crate) use runs::*;
 
 /// What `amk` says when it is given nothing to do.
@@ -36,9 +38,24 @@ amk turns a decoder LLM into one persistent CUDA megakernel and searches for its
 4 integrity, 5 inconclusive, 70 a bug in amk, 130 interrupted.";
 
 pub(crate) const EXIT_CODES: &str = "\
-Exit codes: 0 yes; 1 a gate said no (rejected, disagreed, trapped); 2 usage or unreadable input; 3 capability missing (no GPU, no
-NVRTC); 4 integrity (tampered or corrupt); 5 inconclusive; 70 a bug in amk; 130 interrupted.
-Standard output carries one JSON document with a `schema` id, a terminal only with --json; everything for people goes to standard error.";
+Exit codes:
+  0    yes
+  1    a gate said no: rejected, disagreed, trapped
+  2    wrong usage, or input that cannot be read
+  3    capability missing: no GPU, no NVRTC
+  4    integrity: tampered or corrupt
+  5    inconclusive
+  70   a bug in amk
+  130  interrupted
+
+Environment:
+  AMK_NVRTC       folder of libnvrtc.so.13
+  AMK_CACHE       compiled kernels; default: ~/.cache/amk
+  AMK_DATA        schedules found here; default: ~/.local/share/amk
+  AMK_KERNEL_DIR  kernel sources to compile instead of those in the binary
+
+Standard output carries one JSON document with a `schema` id (on a terminal only with --json); \
+everything for people goes to standard error. `amk COMMAND --help` has examples.";
 
 /// Turns a decoder LLM into one persistent CUDA megakernel and searches for its fastest schedule.
 #[derive(Debug, Parser)]
@@ -124,13 +141,13 @@ pub(crate) enum Command {
         megakernel, whose rows of logits come to the host, where tokens are chosen. docs/guide/serving.md has the fields of a request."
     )]
     Serve(ServeArgs),
-    /// Shows what a running `amk` is doing: sequences, workers, step times, rates. It looks on and disturbs nothing.
+    /// Shows what a running `amk` is doing: sequences, workers, step times, rates. It does not slow it down.
     #[command(
         after_help = "Examples:\n  amk top\n  amk top --pid 4711\n  amk top --once --json | jq .rates.tokens_per_s\n\n\
         In the terminal: q ends, p pauses. docs/reference/telemetry.md says what the figures mean."
     )]
     Top(TopArgs),
-    /// Measures microseconds a token and their accuracy, beside the other engines here. Without a GPU it predicts, and says so.
+    /// Measures us per token and accuracy, beside other engines. Without a GPU it predicts, and says so.
     #[command(
         after_help = "Examples:\n  amk bench --model llama-3.2-1b --context 128\n  amk bench --model llama-3.2-1b --context 16384 --peers none\n  \
         amk bench --model DIR --peers all --gguf model.gguf\n  amk bench --model smollm2-135m --device cpu"
@@ -144,19 +161,19 @@ pub(crate) enum Command {
         shown with the build that it is of, and is no failure without --current."
     )]
     Bundle(BundleArgs),
-    /// Times schedules on the GPU and says where the time of a step goes, by op: waiting, input, products, output.
+    /// Shows where the time of a step goes: by op, waiting, input, products and output.
     #[command(
         after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json\n  amk trace --model llama-3.2-1b --device cpu --perfetto step.pftrace --digest step.md"
     )]
     Trace(TraceArgs),
-    /// Measures random legal schedules on the GPU, a row each: what the cost model is fitted to.
+    /// Measures random legal schedules on the GPU: the rows that the cost model is fitted to.
     #[command(
         after_help = "Examples:\n  amk sample --model llama-3.2-1b --count 200 --out llama.jsonl\n  amk sample --model qwen3-0.6b --count 60 --seed 3 --out qwen.jsonl\n\n\
         Half of the schedules are drawn over all knobs, half a few edits away from a known one. Each passes the gates of a search before\n\
         it is timed. Every row is written before the next schedule runs; Ctrl-C ends the survey with exit code 130."
     )]
     Sample(SampleArgs),
-    /// Grids of schedules with a recorded answer for every point, to compare strategies on with no GPU.
+    /// Records grids of schedules: strategies are compared on them without a GPU.
     #[command(
         after_help = "Examples:\n  amk landscape record --model smollm2-135m --grid corpus/landscapes/smollm2-135m.grid.json --device cuda --out smollm2.jsonl"
     )]
@@ -165,7 +182,7 @@ pub(crate) enum Command {
         #[command(subcommand)]
         command: LandscapeCommand,
     },
-    /// Compares the cost model's predictions with measured rows, and fits its rates to them.
+    /// Compares predictions with measured rows: shows the errors, fits the rates.
     #[command(
         after_help = "Examples:\n  amk calibrate corpus/measurements/*.jsonl\n  amk calibrate corpus/measurements/*.jsonl --fit lower/src/cost/rates.json\n\n\
         Exit code 1: some model is ranked worse than 0.8, or a prediction is below the floor. A fit holds out every fourth row and\n\
@@ -188,19 +205,19 @@ pub(crate) enum Command {
         after_help = "Examples:\n  amk disasm toy.amkp | less\n  amk disasm toy.amk\n\nPrints text, not JSON."
     )]
     Disasm(FileArgs),
-    /// Runs a saved program on the reference machine and compares it with the graph.
+    /// Runs a saved program on the reference VM: compares it with the graph.
     #[command(
         after_help = "Examples:\n  amk lower --model toy -o toy.amkp && amk interpret toy.amkp --model toy\n  \
         amk interpret toy.amk --model toy --tokens 5,6,7"
     )]
     Interpret(InterpretArgs),
-    /// Runs one task of a program again, on the inputs that it had, and shows what it stores beside what belongs there.
+    /// Runs one task of a program again: on the inputs that it had, beside what belongs there.
     #[command(after_help = "Examples:\n  amk rerun --model toy --task 0:1 --position 3\n  \
         amk rerun --model toy --program toy.amk --tokens 5,6,7 --position 2 --task 17:0\n\n\
         A verdict names the command for the first task that went wrong (first_divergence.rerun). Exit code 1: a word is wrong.\n\
         With --device cuda the GPU runs the whole step, and the words are those that the task left in its slots.")]
     Rerun(RerunArgs),
-    /// Writes a model out as a Hugging Face folder that any other engine can load.
+    /// Writes a model as a Hugging Face folder: any other engine can load it.
     #[command(after_help = "Examples:\n  amk export --model smollm2-135m --out smollm2/")]
     Export(ExportArgs),
     /// Says what a word means here: a knob, a rule, a trap, an exit code, a term.
@@ -218,7 +235,7 @@ pub(crate) enum Command {
         after_help = "Examples:\n  amk report runs/0001\n  amk report runs --out night.html\n\nThe page has no script and fetches nothing. A ledger that does not hold is shown as such."
     )]
     Report(ReportArgs),
-    /// Serves the verbs that an agent needs as MCP tools, on standard input and output.
+    /// Serves the verbs that an agent needs as MCP tools: on standard input and output.
     #[command(
         after_help = "Examples:\n  amk mcp                           (started by an MCP client; HARNESS.md has the registration)\n\n\
         Standard output carries JSON-RPC only. The server ends when standard input does; a search under way ends after its trial."

@@ -2,10 +2,9 @@
 
 use std::path::Path;
 
-use clap::CommandFactory;
 use serde_json::json;
 
-use crate::cli::{Cli, Command, CorpusCommand, LandscapeCommand, RunsCommand};
+use crate::cli::{Command, CorpusCommand, LandscapeCommand, RunsCommand};
 use crate::commands::{
     bench, bundle, calibrate, corpus_store, diff, doctor, evaluate, explain, export, generate,
     landscape, program, propose, rerun, runs, sample, search_loop, trace,
@@ -65,7 +64,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Man { out } => man(out.as_deref()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
-            clap_complete::generate(shell, &mut Cli::command(), "amk", &mut script);
+            clap_complete::generate(shell, &mut crate::cli::command(), "amk", &mut script);
             report::text(&String::from_utf8_lossy(&script))?;
             Ok(Exit::Yes)
         }
@@ -90,13 +89,13 @@ fn man(out: Option<&Path>) -> Outcome {
     };
     let Some(folder) = out else {
         let mut page = Vec::new();
-        let rendered = clap_mangen::Man::new(Cli::command()).render(&mut page);
+        let rendered = clap_mangen::Man::new(crate::cli::command()).render(&mut page);
         rendered.map_err(|error| unwritable(Path::new("standard output"), error))?;
         report::text(&String::from_utf8_lossy(&page))?;
         return Ok(Exit::Yes);
     };
     let written = std::fs::create_dir_all(folder)
-        .and_then(|()| clap_mangen::generate_to(Cli::command(), folder))
+        .and_then(|()| clap_mangen::generate_to(crate::cli::command(), folder))
         .and_then(|()| std::fs::read_dir(folder));
     let pages = written.map_err(|error| unwritable(folder, error))?;
     let mut names: Vec<String> = pages

@@ -39,7 +39,7 @@ use std::os::unix::process::CommandExt;
 use std::panic::AssertUnwindSafe;
 use std::process::{Command, ExitCode};
 
-use clap::Parser;
+use clap::FromArgMatches as _;
 use failure::Failure;
 
 /// Most threads of a pool, whatever the environment asks for: the machines that this is for have some hundred cores.
@@ -78,7 +78,10 @@ fn limit_threads() {
 }
 
 fn run() -> ExitCode {
-    let cli = match cli::Cli::try_parse() {
+    let parsed = cli::command().try_get_matches().and_then(|found| {
+        cli::Cli::from_arg_matches(&found).map_err(|error| error.format(&mut cli::command()))
+    });
+    let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => return report::usage(&error),
     };

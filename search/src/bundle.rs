@@ -18,7 +18,9 @@ use crate::measure::{median, median_interval};
 use crate::verdict::GateReport;
 
 /// The schema id of a bundle.
-pub const BUNDLE_SCHEMA: &str = "amk.bundle.v1";
+pub const BUNDLE_SCHEMA: &str = "amk.bundle.v2";
+/// The one before, whose conditions may have `notes` in the place of fields. It is read as well.
+const OLDER_SCHEMA: &str = "amk.bundle.v1";
 
 /// How far the device's logits were from the `f32` evaluation of the same weights.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -138,7 +140,7 @@ impl Bundle {
         let unreadable = |error: serde_json::Error| Refusal::Unreadable(error.to_string());
         let mut fields: Map<String, Value> = serde_json::from_str(text).map_err(unreadable)?;
         let schema = fields.get("schema").and_then(Value::as_str).unwrap_or("none");
-        if schema != BUNDLE_SCHEMA {
+        if ![BUNDLE_SCHEMA, OLDER_SCHEMA].contains(&schema) {
             return Err(Refusal::Unreadable(format!("its schema is {schema}")));
         }
         corpus::check_seal(&fields).map_err(Refusal::Tampered)?;
@@ -382,6 +384,12 @@ mod tests {
         assert_eq!(read, bundle());
         let (_, program) = read.rebuild(&model.graph, &target).expect("the same program");
         assert_eq!(program.id(), bundle().program_id);
+    }
+
+    #[test]
+    fn a_bundle_of_the_schema_before_is_read() {
+        let older = Bundle { schema: OLDER_SCHEMA.to_owned(), ..bundle() };
+        assert_eq!(Bundle::read(&older.to_text()).expect("it is whole"), older);
     }
 
     #[test]

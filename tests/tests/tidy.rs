@@ -391,6 +391,63 @@ fn docs_are_linked() {
     none(&problems);
 }
 
+/// Pages that a reader meets, with the lines that they may have.
+const PAGES: [(&str, usize); 4] =
+    [("README.md", 100), ("HARNESS.md", 150), ("docs/explanation/", 300), ("docs/guide/", 150)];
+/// Columns of a line, tables, code, links and generated parts aside.
+const COLUMNS: usize = 120;
+
+/// The lines of a page that somebody wrote as prose.
+fn prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let (mut code, mut generated) = (false, false);
+    text.lines().enumerate().filter(move |(_, line)| {
+        let line = line.trim_start();
+        generated = (generated || line.contains(":begin -->")) && !line.contains(":end -->");
+        let fence = line.starts_with("```");
+        code ^= fence;
+        !(code || fence || generated || line.starts_with(['|', '<', '!']) || line.contains("]("))
+    })
+}
+
+#[test]
+fn pages_are_short_and_narrow() {
+    let mut problems = Vec::new();
+    for (path, text) in files(&["md"]) {
+        let name = path.display().to_string();
+        if name.starts_with("docs/lab/")
+            || name.starts_with("tests/")
+            || text.contains("Generated from")
+        {
+            continue;
+        }
+        let wide = prose(&text).filter(|(_, line)| line.chars().count() > COLUMNS);
+        problems.extend(wide.map(|(at, _)| format!("{name}:{}: over {COLUMNS} columns", at + 1)));
+        let limit = PAGES.iter().find(|(page, _)| name.starts_with(page));
+        if let Some((_, most)) = limit.filter(|(_, most)| text.lines().count() > *most) {
+            problems.push(format!("{name} has {} lines, at most {most}", text.lines().count()));
+        }
+    }
+    none(&problems);
+}
+
+#[test]
+fn links_lead_somewhere() {
+    let mut problems = Vec::new();
+    for (path, text) in files(&["md"]) {
+        let folder = root().join(path.parent().unwrap_or(Path::new("")));
+        for (at, line) in text.lines().enumerate() {
+            for link in line.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+                let file = link.split('#').next().unwrap_or_default();
+                let elsewhere = link.contains("://") || link.contains(' ') || file.is_empty();
+                if !elsewhere && !folder.join(file).exists() {
+                    problems.push(format!("{}:{}: no {file}", path.display(), at + 1));
+                }
+            }
+        }
+    }
+    none(&problems);
+}
+
 #[test]
 fn every_program_rule_is_tested() {
     let expected: Vec<String> =

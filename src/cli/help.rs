@@ -1,0 +1,58 @@
+//! The first page of help: commands in groups.
+
+use std::fmt::Write as _;
+
+use clap::{Command, CommandFactory as _};
+
+/// What `amk --help` lists, in this order; a test holds that every command is in one group.
+const GROUPS: [(&str, &[&str]); 4] = [
+    ("Use a model", &["doctor", "generate", "serve", "bench", "top", "export"]),
+    (
+        "Search for a schedule",
+        &["propose", "evaluate", "loop", "runs", "report", "corpus", "bundle", "mcp"],
+    ),
+    ("Inspect", &["explain", "diff", "trace", "lower", "verify", "disasm", "interpret", "rerun"]),
+    ("Develop amk", &["sample", "calibrate", "landscape", "man", "completions"]),
+];
+
+/// The command line, its commands in groups.
+pub(crate) fn command() -> Command {
+    let command = super::Cli::command();
+    let mut listed = String::new();
+    for (title, names) in GROUPS {
+        let _ = writeln!(listed, "{title}:");
+        for name in names {
+            let about = command.find_subcommand(name).and_then(Command::get_about);
+            let about = about.map(ToString::to_string).unwrap_or_default();
+            let _ = writeln!(listed, "  {name:12} {}", first_clause(&about));
+        }
+        listed.push('\n');
+    }
+    command.help_template(format!(
+        "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n\n{listed}Options:\n{{options}}{{after-help}}"
+    ))
+}
+
+/// As much of a sentence as fits a line beside the command's name.
+fn first_clause(about: &str) -> &str {
+    about.split(['.', ':', ';']).next().unwrap_or(about)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_command_is_in_one_group_and_its_line_is_short() {
+        let listed: Vec<&str> =
+            GROUPS.iter().flat_map(|(_, names)| names.iter().copied()).collect();
+        let command = super::super::Cli::command();
+        for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set()) {
+            let times = listed.iter().filter(|name| **name == sub.get_name()).count();
+            assert_eq!(times, 1, "{}", sub.get_name());
+            let about = sub.get_about().expect("a sentence").to_string();
+            assert!(first_clause(&about).len() <= 66, "{}: {about}", sub.get_name());
+        }
+        assert!(listed.iter().all(|name| command.find_subcommand(name).is_some()));
+    }
+}

@@ -16,12 +16,10 @@ pub(crate) struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    /// Starts reading an object.
     pub(crate) fn new(object: &'a Map<String, Value>, prefix: &'static str) -> Self {
         Self { object, prefix, problems: Vec::new() }
     }
 
-    /// The complaints so far.
     pub(crate) fn into_problems(self) -> Vec<Problem> {
         self.problems
     }
@@ -31,27 +29,22 @@ impl<'a> Fields<'a> {
         self.object.get(field).filter(|value| !value.is_null())
     }
 
-    /// Whether the field is there and `null`.
     pub(crate) fn is_null(&self, field: &str) -> bool {
         self.object.get(field).is_some_and(Value::is_null)
     }
 
-    /// Notes a complaint.
     pub(crate) fn complain(&mut self, field: &str, reason: impl Into<String>) {
         self.problems.push(Problem::new(format!("{}{field}", self.prefix), reason));
     }
 
-    /// Adds complaints made elsewhere.
     pub(crate) fn adopt(&mut self, problems: Vec<Problem>) {
         self.problems.extend(problems);
     }
 
-    /// Whether a complaint about this field has been made.
     pub(crate) fn complained(&self, field: &str) -> bool {
         self.problems.iter().any(|problem| problem.subject == field)
     }
 
-    /// A whole number that may be absent.
     pub(crate) fn whole(&mut self, field: &str) -> Option<u32> {
         let value = self.get(field)?;
         let found = as_u32(value);
@@ -69,7 +62,6 @@ impl<'a> Fields<'a> {
         self.whole(field).unwrap_or(0)
     }
 
-    /// A number that may be absent.
     pub(crate) fn number(&mut self, field: &str) -> Option<f64> {
         let value = self.get(field)?;
         let found = value.as_f64();
@@ -97,7 +89,6 @@ impl<'a> Fields<'a> {
         found.unwrap_or(false)
     }
 
-    /// A string that may be absent.
     pub(crate) fn text(&mut self, field: &str) -> Option<&'a str> {
         let value = self.get(field)?;
         let found = value.as_str();
@@ -107,7 +98,6 @@ impl<'a> Fields<'a> {
         found
     }
 
-    /// An object that may be absent.
     pub(crate) fn object(&mut self, field: &str) -> Option<&'a Map<String, Value>> {
         let value = self.get(field)?;
         let found = value.as_object();
@@ -132,7 +122,6 @@ impl<'a> Fields<'a> {
         found.unwrap_or_default()
     }
 
-    /// Complains that a value is not what is supported.
     pub(crate) fn expected(&mut self, field: &str, value: &Value, supported: &str) {
         self.complain(field, format!("is {}; supported: {supported}", shown(value)));
     }

@@ -478,7 +478,6 @@ impl BoundLayer<'_> {
         self.o.apply(&mixed)
     }
 
-    /// The MLP and its residual.
     fn feed_forward(&self, graph: &Graph, rounding: Rounding, x: &mut [f32]) {
         let [mut gate, up] = self.gate_up(graph, rounding, x);
         let ffn = graph.ffn as usize;
@@ -550,7 +549,6 @@ fn check_heads(graph: &Graph) -> Result<(), EvalError> {
     Err(EvalError::Heads { heads, kv_heads, head_dim, frequencies })
 }
 
-/// Looks tensors up, and checks their shapes against the use at hand.
 struct Binder<'a> {
     graph: &'a Graph,
     weights: &'a dyn Weights,

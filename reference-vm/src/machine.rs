@@ -226,7 +226,6 @@ impl<'a> Machine<'a> {
         self
     }
 
-    /// The program that it runs.
     pub(crate) fn program(&self) -> &'a Program {
         self.program
     }

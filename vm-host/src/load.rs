@@ -28,17 +28,13 @@ pub(crate) struct Residents {
     pub(crate) rope: u64,
     /// Key/value caches by layer: where page zero is.
     pub(crate) caches: Vec<u64>,
-    /// How they lie.
     pub(crate) layout: PageLayout,
     /// Pages that sessions can have.
     pub(crate) pages: u32,
-    /// Logits rows.
     pub(crate) logits: u64,
-    /// Rows of it.
     pub(crate) logits_rows: u32,
     /// Tokens of a session's cache.
     pub(crate) kv_capacity: u32,
-    /// Workers of the launch.
     pub(crate) workers: u32,
     /// Lanes of the kernel: sessions that a step may run at once.
     pub(crate) lanes: u32,
@@ -282,7 +278,6 @@ fn tables(program: &Program, residents: &Residents) -> Tables {
     (tasks, loads, queues)
 }
 
-/// A load with its addresses.
 fn wire_load(
     program: &Program,
     load: Load,

@@ -91,7 +91,6 @@ struct Memory {
     _weights: Vec<DeviceBuffer>,
 }
 
-/// Zeroes a buffer.
 fn zero(stream: &Stream, bounce: &mut HostBuffer, buffer: &DeviceBuffer) -> Result<(), HostError> {
     upload_fill(stream, bounce, buffer.address, buffer.bytes, 0)
 }

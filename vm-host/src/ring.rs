@@ -30,9 +30,7 @@ const ASK_EVERY: Duration = Duration::from_millis(1);
 
 /// The words of a ring, by byte offset. The protocol is written against this, so that a model checker can run it (`ring_tests.rs`).
 pub(crate) trait Words {
-    /// Loads the word at `offset`.
     fn load(&self, offset: usize, order: Ordering) -> u32;
-    /// Stores to the word at `offset`.
     fn store(&self, offset: usize, value: u32, order: Ordering);
 }
 

@@ -34,10 +34,8 @@ impl Extent {
     }
 }
 
-/// A piece to be read.
 #[derive(Debug)]
 pub(crate) struct Job {
-    /// Index of the piece.
     pub(crate) piece: usize,
     pub(crate) extents: Vec<Extent>,
     pub(crate) buffer: IoBuffer,
@@ -70,7 +68,6 @@ impl Identity {
     }
 }
 
-/// A file of weights.
 #[derive(Debug)]
 pub(crate) struct WeightFile {
     pub(crate) path: PathBuf,
@@ -88,7 +85,6 @@ impl WeightFile {
         Ok(Self { path, file, direct, identity })
     }
 
-    /// An error about this file.
     pub(crate) fn error(&self, message: &str) -> HostError {
         failed(&self.path, message)
     }
@@ -186,7 +182,6 @@ impl Files {
         self.extents.iter().map(end).max().unwrap_or(0).next_multiple_of(ALIGN).max(ALIGN)
     }
 
-    /// Stored bytes of a piece.
     pub(crate) fn stored(&self, piece: usize) -> u64 {
         self.extents[piece].iter().map(|extent| extent.bytes as u64).sum()
     }
@@ -279,7 +274,6 @@ impl Source for Threads {
     }
 }
 
-/// Reads a piece where this thread is.
 fn read(files: &Files, mut job: Job, direct: bool) -> Result<Job, HostError> {
     for extent in &job.extents {
         let of = &files.files[extent.file];

@@ -165,7 +165,6 @@ impl Resident {
         Ok(())
     }
 
-    /// Whether the device can serve it.
     fn check_batch(&mut self, batch: &Batch<'_>) -> Result<(), HostError> {
         let lanes = self.lanes();
         let idle = self.idle();
@@ -181,7 +180,6 @@ impl Resident {
     }
 }
 
-/// What a batch must stay within.
 struct Bounds {
     lanes: u32,
     sessions: u32,

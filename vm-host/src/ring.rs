@@ -268,20 +268,6 @@ impl<W: Words> RingHost<W> {
         }
     }
 
-    /// As if the next entry had been overwritten before the device saw it.
-    #[cfg(feature = "faults")]
-    pub(crate) fn lose_one(&mut self) {
-        self.tail = self.tail.wrapping_add(1);
-    }
-
-    /// Overwrites entries and indices.
-    #[cfg(feature = "faults")]
-    pub(crate) fn scribble(&self) {
-        for offset in (0..STATUS).step_by(4) {
-            self.store(offset, u32::MAX, Ordering::Relaxed);
-        }
-    }
-
     /// Forgets everything, for a new launch. No kernel is resident.
     pub(crate) fn reset(&mut self) {
         for offset in (0..BYTES).step_by(4) {
@@ -291,6 +277,9 @@ impl<W: Words> RingHost<W> {
     }
 }
 
+#[cfg(feature = "faults")]
+#[path = "ring_faults_tests.rs"]
+mod faults;
 #[cfg(test)]
 #[path = "ring_tests.rs"]
 mod tests;

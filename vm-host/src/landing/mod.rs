@@ -417,6 +417,7 @@ fn choose(
 }
 
 #[cfg(test)]
+#[path = "tests/scripted.rs"]
 pub(crate) mod scripted;
 #[cfg(test)]
 mod tests;

@@ -94,9 +94,6 @@ pub(crate) struct Image {
 }
 
 /// Lays a program out.
-///
-/// # Errors
-/// If it is of another model or does not fit what was booted.
 pub(crate) fn image(
     program: &Verified<Program>,
     residents: &Residents,
@@ -165,9 +162,6 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
 
 /// Refuses a program for a kernel that was compiled for other attention: whether queries and keys are normalised is compiled in, so a task
 /// that disagrees would read its norm from nowhere, or leave it out.
-///
-/// # Errors
-/// If they differ.
 pub(crate) fn check_variant(program: &Program, variant: &Variant) -> Result<(), HostError> {
     let group = program.dims.heads / program.dims.kv_heads.max(1);
     if (program.dims.head_dim, group) != (variant.head_dim, variant.group) {

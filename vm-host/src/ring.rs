@@ -86,9 +86,6 @@ impl<W: Words> RingHost<W> {
     }
 
     /// Publishes a command and returns its sequence. Pairs with ring.cuh: ring_acquire in poller_run.
-    ///
-    /// # Errors
-    /// If the ring is full.
     pub(crate) fn publish(&mut self, submission: &Submission) -> Result<u32, HostError> {
         if self.tail.wrapping_sub(self.seen) >= RING_ENTRIES {
             return Err(HostError::Request(format!(

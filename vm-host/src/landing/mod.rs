@@ -166,9 +166,6 @@ pub(crate) fn staging_bytes(plan: &Plan) -> usize {
 }
 
 /// Brings in all weights of the plan before a kernel is launched.
-///
-/// # Errors
-/// If a file cannot be read, or a copy fails.
 pub(crate) fn land_before_launch<T: Target>(
     plan: Arc<Plan>,
     weights: &dyn Weights,
@@ -185,9 +182,6 @@ pub(crate) fn land_before_launch<T: Target>(
 
 impl<T: Target> Landing<T> {
     /// Starts. The plan's packed matrices go to the target, which has `staging_bytes` of the plan.
-    ///
-    /// # Errors
-    /// If a tensor is not in a file, or a file cannot be read.
     pub(crate) fn start(
         plan: Arc<Plan>,
         weights: &dyn Weights,

@@ -40,9 +40,6 @@ pub(crate) struct Plan {
 
 impl Plan {
     /// Cuts the matrices of a program.
-    ///
-    /// # Errors
-    /// If they are more units than can be counted.
     pub(crate) fn new(matrices: &[Matrix]) -> Result<Self, HostError> {
         let units: u64 = matrices.iter().map(Matrix::units).sum();
         if units >= u64::from(abi::LANDED_ABANDONED) {

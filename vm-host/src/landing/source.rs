@@ -128,9 +128,6 @@ pub(crate) struct Files {
 
 impl Files {
     /// Opens the files and finds every piece in them. Nothing if some tensor is not in a file.
-    ///
-    /// # Errors
-    /// If a file cannot be opened, or is shorter than its tensors.
     pub(crate) fn open(plan: &Plan, weights: &dyn Weights) -> Result<Option<Self>, HostError> {
         let mut all = Self { files: Vec::new(), extents: Vec::new() };
         for piece in &plan.pieces {
@@ -233,9 +230,6 @@ pub(crate) struct Threads {
 
 impl Threads {
     /// Starts so many threads. They end when the source is dropped; one that a read never comes back to stays behind.
-    ///
-    /// # Errors
-    /// If a thread cannot be started.
     pub(crate) fn new(files: &Arc<Files>, threads: usize, direct: bool) -> Result<Self, HostError> {
         let (ask, jobs) = channel::<Job>();
         let (answer, answers) = channel();

@@ -45,13 +45,22 @@ impl<'a> Fields<'a> {
         self.problems.iter().any(|problem| problem.subject == field)
     }
 
-    pub(crate) fn whole(&mut self, field: &str) -> Option<u32> {
+    fn typed<T>(
+        &mut self,
+        field: &str,
+        supported: &str,
+        read: impl FnOnce(&'a Value) -> Option<T>,
+    ) -> Option<T> {
         let value = self.get(field)?;
-        let found = as_u32(value);
+        let found = read(value);
         if found.is_none() {
-            self.expected(field, value, "a whole number from 0 to 4294967295");
+            self.expected(field, value, supported);
         }
         found
+    }
+
+    pub(crate) fn whole(&mut self, field: &str) -> Option<u32> {
+        self.typed(field, "a whole number from 0 to 4294967295", as_u32)
     }
 
     /// A whole number that must be there. After a complaint it is 0.
@@ -63,12 +72,7 @@ impl<'a> Fields<'a> {
     }
 
     pub(crate) fn number(&mut self, field: &str) -> Option<f64> {
-        let value = self.get(field)?;
-        let found = value.as_f64();
-        if found.is_none() {
-            self.expected(field, value, "a number");
-        }
-        found
+        self.typed(field, "a number", Value::as_f64)
     }
 
     /// A number that must be there. After a complaint it is 1.
@@ -81,30 +85,15 @@ impl<'a> Fields<'a> {
 
     /// A boolean; absent is `false`.
     pub(crate) fn flag(&mut self, field: &str) -> bool {
-        let Some(value) = self.get(field) else { return false };
-        let found = value.as_bool();
-        if found.is_none() {
-            self.expected(field, value, "true or false");
-        }
-        found.unwrap_or(false)
+        self.typed(field, "true or false", Value::as_bool).unwrap_or(false)
     }
 
     pub(crate) fn text(&mut self, field: &str) -> Option<&'a str> {
-        let value = self.get(field)?;
-        let found = value.as_str();
-        if found.is_none() {
-            self.expected(field, value, "a string");
-        }
-        found
+        self.typed(field, "a string", Value::as_str)
     }
 
     pub(crate) fn object(&mut self, field: &str) -> Option<&'a Map<String, Value>> {
-        let value = self.get(field)?;
-        let found = value.as_object();
-        if found.is_none() {
-            self.expected(field, value, "an object or null");
-        }
-        found
+        self.typed(field, "an object or null", Value::as_object)
     }
 
     /// Token ids: one, a list, or none.

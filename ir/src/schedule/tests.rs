@@ -308,7 +308,7 @@ fn schedule_ids_do_not_depend_on_how_the_config_was_written() {
 
 #[test]
 fn the_checked_in_schema_is_fresh() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/schedule.schema.json");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/reference/schedule.schema.json");
     let fresh = serde_json::to_string_pretty(&json_schema()).expect("serializes") + "\n";
     if std::env::var_os("BLESS").is_some() {
         std::fs::write(path, &fresh).expect("docs/ is writable");
@@ -316,7 +316,7 @@ fn the_checked_in_schema_is_fresh() {
     let stored = std::fs::read_to_string(path).unwrap_or_default();
     assert!(
         stored == fresh,
-        "docs/schedule.schema.json is stale; BLESS=1 cargo test -p ir schedule rewrites it"
+        "docs/reference/schedule.schema.json is stale; BLESS=1 cargo test -p ir schedule rewrites it"
     );
 }
 

@@ -326,9 +326,7 @@ impl Tape {
     fn loader(&self) -> Value {
         let us = self.ns_per_cycle() / 1000.0 / (self.steps * self.workers) as f64;
         let [free, cap, step] = self.loaders.map(|cycles| cycles as f64 * us);
-        report::say(&format!(
-            "  loader: no free stage {free:.1}, cap {cap:.1}, step {step:.1} us"
-        ));
+        report::say(&format!("  loader: no free stage {free:.1}, cap {cap:.1}, step {step:.1} us"));
         json!({ "stage_free_us": free, "in_flight_us": cap, "step_us": step })
     }
 

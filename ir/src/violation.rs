@@ -254,7 +254,6 @@ pub struct Violations {
 impl Violations {
     /// Violations that are kept; more are only counted.
     pub const KEPT_MAX: usize = 256;
-    /// Violations that are printed.
     const PRINTED_MAX: usize = 20;
 
     /// Adds one.

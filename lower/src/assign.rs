@@ -15,7 +15,6 @@ const LATE_BYTES: u64 = 32 * 1024;
 /// One phase's shares: the range of items of each worker.
 pub(crate) type Shares = Vec<Range<u32>>;
 
-/// Deals every phase, in order.
 pub(crate) fn assign(flow: &Flow, policy: SmAssignment, workers: u32) -> Vec<Shares> {
     let mut dealer = Dealer { policy, cursor: 0, bytes: vec![0; workers as usize], late: vec![] };
     let mut all: Vec<Shares> = Vec::with_capacity(flow.phases.len());

@@ -43,7 +43,6 @@ pub(crate) struct Plan<'a> {
 }
 
 impl Plan<'_> {
-    /// The workers with all their tasks.
     pub(crate) fn emit(&self, workers: usize) -> Vec<Worker> {
         let mut out = vec![Worker::default(); workers];
         for (index, phase) in self.flow.phases.iter().enumerate() {
@@ -63,7 +62,6 @@ impl Plan<'_> {
         out
     }
 
-    /// What the tasks of a phase have in common.
     fn common(&self, phase: &Phase) -> Task {
         let nothing = abi::NopParams::default();
         let mut task = Task::new(phase.class.opcode(), phase.layer as u16, nothing);
@@ -81,7 +79,6 @@ impl Plan<'_> {
         task
     }
 
-    /// One worker's share of a phase.
     fn share(
         &self,
         phase: &Phase,

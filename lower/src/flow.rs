@@ -57,9 +57,7 @@ pub(crate) struct ValueId(pub(crate) usize);
 pub(crate) struct Value {
     /// The phase, by its place in the list.
     pub(crate) writer: Option<usize>,
-    /// How it is handed over.
     pub(crate) handoff: Option<Handoff>,
-    /// The name of its buffer.
     pub(crate) name: String,
     /// Words of the buffer, for each task of the phase if `per_task`.
     pub(crate) words: u64,
@@ -77,7 +75,6 @@ pub(crate) struct Flow {
 }
 
 impl Flow {
-    /// A step of this graph, with key/value caches of so many words a layer.
     pub(crate) fn new(
         config: &ScheduleConfig,
         graph: &Graph,
@@ -90,12 +87,10 @@ impl Flow {
         builder.flow
     }
 
-    /// Where a value is.
     pub(crate) fn slot(&self, value: ValueId) -> SlotId {
         SlotId(value.0.checked_sub(1).map_or(0, |written| self.slots.len() + written) as u32)
     }
 
-    /// Whether it is handed over by a counter.
     pub(crate) fn counted(&self, value: ValueId) -> bool {
         self.values[value.0].handoff == Some(Handoff::Counter)
     }

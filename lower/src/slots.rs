@@ -11,7 +11,6 @@ use crate::emit::task_count;
 use crate::error::{Limit, LowerError, within};
 use crate::flow::Flow;
 
-/// Names every slot.
 pub(crate) fn slots(flow: &Flow, shares: &[Shares]) -> Result<Vec<Slot>, LowerError> {
     let mut list = flow.slots.clone();
     for value in &flow.values {

@@ -56,7 +56,6 @@ pub struct Chat<'a> {
     pub now: SystemTime,
 }
 
-/// A folder's chat template.
 pub(crate) struct Template {
     source: String,
     tokens: BTreeMap<String, String>,
@@ -104,7 +103,6 @@ impl Template {
         Ok(Some(Self { source: job.source, tokens: tokens.collect() }))
     }
 
-    /// The prompt for a chat.
     pub(crate) fn render(&self, chat: &Chat<'_>) -> Result<String, ModelError> {
         let wrong = |reason: String| ModelError::Template { reason };
         let extra = chat.extra.cloned().unwrap_or_default();
@@ -124,7 +122,6 @@ impl Template {
     }
 }
 
-/// Whether lists and objects are nested deeper than this.
 fn is_deeper(value: &Json, depth: usize) -> bool {
     let inner: Box<dyn Iterator<Item = &Json>> = match value {
         Json::Array(list) => Box::new(list.iter()),

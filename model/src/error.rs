@@ -88,12 +88,10 @@ pub enum ModelError {
 }
 
 impl ModelError {
-    /// An I/O error with its file.
     pub(crate) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
         Self::Io { action, path: path.to_path_buf(), source }
     }
 
-    /// A malformed file.
     pub(crate) fn file(path: &Path, reason: impl Into<String>) -> Self {
         Self::File { path: path.to_path_buf(), reason: reason.into() }
     }
@@ -109,7 +107,6 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// A problem with a field or tensor.
     pub(crate) fn new(subject: impl Into<String>, reason: impl Into<String>) -> Self {
         Self { subject: subject.into(), reason: reason.into() }
     }

@@ -16,12 +16,10 @@ pub(crate) struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    /// Starts reading an object.
     pub(crate) fn new(object: &'a Map<String, Value>, prefix: &'static str) -> Self {
         Self { object, prefix, problems: Vec::new() }
     }
 
-    /// The complaints so far.
     pub(crate) fn into_problems(self) -> Vec<Problem> {
         self.problems
     }
@@ -31,34 +29,38 @@ impl<'a> Fields<'a> {
         self.object.get(field).filter(|value| !value.is_null())
     }
 
-    /// Whether the field is there and `null`.
     pub(crate) fn is_null(&self, field: &str) -> bool {
         self.object.get(field).is_some_and(Value::is_null)
     }
 
-    /// Notes a complaint.
     pub(crate) fn complain(&mut self, field: &str, reason: impl Into<String>) {
         self.problems.push(Problem::new(format!("{}{field}", self.prefix), reason));
     }
 
-    /// Adds complaints made elsewhere.
     pub(crate) fn adopt(&mut self, problems: Vec<Problem>) {
         self.problems.extend(problems);
     }
 
-    /// Whether a complaint about this field has been made.
     pub(crate) fn complained(&self, field: &str) -> bool {
         self.problems.iter().any(|problem| problem.subject == field)
     }
 
-    /// A whole number that may be absent.
-    pub(crate) fn whole(&mut self, field: &str) -> Option<u32> {
+    fn typed<T>(
+        &mut self,
+        field: &str,
+        supported: &str,
+        read: impl FnOnce(&'a Value) -> Option<T>,
+    ) -> Option<T> {
         let value = self.get(field)?;
-        let found = as_u32(value);
+        let found = read(value);
         if found.is_none() {
-            self.expected(field, value, "a whole number from 0 to 4294967295");
+            self.expected(field, value, supported);
         }
         found
+    }
+
+    pub(crate) fn whole(&mut self, field: &str) -> Option<u32> {
+        self.typed(field, "a whole number from 0 to 4294967295", as_u32)
     }
 
     /// A whole number that must be there. After a complaint it is 0.
@@ -69,14 +71,8 @@ impl<'a> Fields<'a> {
         self.whole(field).unwrap_or(0)
     }
 
-    /// A number that may be absent.
     pub(crate) fn number(&mut self, field: &str) -> Option<f64> {
-        let value = self.get(field)?;
-        let found = value.as_f64();
-        if found.is_none() {
-            self.expected(field, value, "a number");
-        }
-        found
+        self.typed(field, "a number", Value::as_f64)
     }
 
     /// A number that must be there. After a complaint it is 1.
@@ -89,32 +85,15 @@ impl<'a> Fields<'a> {
 
     /// A boolean; absent is `false`.
     pub(crate) fn flag(&mut self, field: &str) -> bool {
-        let Some(value) = self.get(field) else { return false };
-        let found = value.as_bool();
-        if found.is_none() {
-            self.expected(field, value, "true or false");
-        }
-        found.unwrap_or(false)
+        self.typed(field, "true or false", Value::as_bool).unwrap_or(false)
     }
 
-    /// A string that may be absent.
     pub(crate) fn text(&mut self, field: &str) -> Option<&'a str> {
-        let value = self.get(field)?;
-        let found = value.as_str();
-        if found.is_none() {
-            self.expected(field, value, "a string");
-        }
-        found
+        self.typed(field, "a string", Value::as_str)
     }
 
-    /// An object that may be absent.
     pub(crate) fn object(&mut self, field: &str) -> Option<&'a Map<String, Value>> {
-        let value = self.get(field)?;
-        let found = value.as_object();
-        if found.is_none() {
-            self.expected(field, value, "an object or null");
-        }
-        found
+        self.typed(field, "an object or null", Value::as_object)
     }
 
     /// Token ids: one, a list, or none.
@@ -132,7 +111,6 @@ impl<'a> Fields<'a> {
         found.unwrap_or_default()
     }
 
-    /// Complains that a value is not what is supported.
     pub(crate) fn expected(&mut self, field: &str, value: &Value, supported: &str) {
         self.complain(field, format!("is {}; supported: {supported}", shown(value)));
     }

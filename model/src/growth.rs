@@ -48,7 +48,6 @@ impl Growth {
         bytes.saturating_mul(self.times).saturating_add(self.plus)
     }
 
-    /// Refuses a text that could grow beyond the limit.
     pub(crate) fn check(self, text: &str) -> Result<(), String> {
         let (bytes, times) = (text.len() as u64, self.times);
         if self.of(bytes) <= GROWN_MAX {

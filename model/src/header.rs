@@ -23,15 +23,12 @@ const RANK_MAX: usize = 8;
 /// One tensor of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Entry {
-    /// Its name.
     pub(crate) name: String,
     /// Its element type, or the format's name of one that is not supported.
     pub(crate) dtype: Result<DType, String>,
-    /// Its shape.
     pub(crate) shape: Vec<u64>,
     /// First byte in the file.
     pub(crate) offset: u64,
-    /// Number of bytes.
     pub(crate) bytes: u64,
 }
 

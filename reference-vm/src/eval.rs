@@ -19,6 +19,7 @@ use attention::{Cache, attend};
 pub(crate) use ops::{Belongs, greatest};
 
 use crate::math::{Matrix, argmax, make_room, rms_norm, rotate, rotations, silu, stored_bytes};
+use crate::trap::InputError;
 
 /// Positions that share one pass over the weights; bounds the memory of a long prompt.
 const POSITIONS_PER_PASS: usize = 64;
@@ -74,33 +75,9 @@ pub enum EvalError {
         /// Bytes that the weights hold.
         got: usize,
     },
-    /// A token is not in the vocabulary.
-    #[error("token {token} is outside the vocabulary of {vocab}")]
-    Token {
-        /// The token.
-        token: u32,
-        /// Size of the vocabulary.
-        vocab: u32,
-    },
-    /// The sequence would grow past the KV cache.
-    #[error("{positions} positions do not fit a KV cache of {capacity}")]
-    Capacity {
-        /// Positions that the sequence would have.
-        positions: usize,
-        /// Positions that the KV cache may hold.
-        capacity: usize,
-    },
-    /// Keys and values to go on from are not those of so many positions in every layer.
-    #[error(
-        "the keys and values to go on from are not those of {positions} positions in every layer"
-    )]
-    Cache {
-        /// Positions that were announced.
-        positions: usize,
-    },
-    /// A continuation was asked for before any token was fed.
-    #[error("there is nothing to continue: feed a token first")]
-    NothingFed,
+    /// What was to be fed or gone on from.
+    #[error(transparent)]
+    Input(#[from] InputError),
 }
 
 /// Which positions of a [`run`](Evaluator::run) get logits. The vocabulary is often the largest
@@ -218,11 +195,9 @@ impl<'a> Evaluator<'a> {
             [keys.len(), values.len()] == [positions * width; 2]
         };
         if layers.len() != self.caches.len() || !layers.iter().all(whole) {
-            return Err(EvalError::Cache { positions });
+            return Err(InputError::Cache { positions }.into());
         }
-        if positions > self.capacity {
-            return Err(EvalError::Capacity { positions, capacity: self.capacity });
-        }
+        InputError::check(&[], 0, positions, self.capacity)?;
         for (cache, (keys, values)) in self.caches.iter_mut().zip(layers) {
             *cache = Cache::default();
             cache.extend(keys, values, width);
@@ -300,13 +275,7 @@ impl<'a> Evaluator<'a> {
         wanted: impl Fn(usize) -> bool,
     ) -> Result<Vec<Vec<f32>>, EvalError> {
         let vocab = self.graph.vocab;
-        if let Some(&token) = tokens.iter().find(|&&token| token >= vocab) {
-            return Err(EvalError::Token { token, vocab });
-        }
-        let positions = self.positions + tokens.len();
-        if positions > self.capacity {
-            return Err(EvalError::Capacity { positions, capacity: self.capacity });
-        }
+        InputError::check(tokens, vocab, self.positions, self.capacity)?;
         let hidden = self.graph.hidden as usize;
         let mut rows = Vec::new();
         for tokens in tokens.chunks(POSITIONS_PER_PASS) {
@@ -336,7 +305,7 @@ impl<'a> Evaluator<'a> {
     /// is full.
     pub fn greedy(&mut self, n: usize, stop: &[u32]) -> Result<Vec<u32>, EvalError> {
         if self.last.is_empty() {
-            return Err(EvalError::NothingFed);
+            return Err(InputError::NothingFed.into());
         }
         let mut tokens = Vec::new();
         while tokens.len() < n {
@@ -478,7 +447,6 @@ impl BoundLayer<'_> {
         self.o.apply(&mixed)
     }
 
-    /// The MLP and its residual.
     fn feed_forward(&self, graph: &Graph, rounding: Rounding, x: &mut [f32]) {
         let [mut gate, up] = self.gate_up(graph, rounding, x);
         let ffn = graph.ffn as usize;
@@ -550,7 +518,6 @@ fn check_heads(graph: &Graph) -> Result<(), EvalError> {
     Err(EvalError::Heads { heads, kv_heads, head_dim, frequencies })
 }
 
-/// Looks tensors up, and checks their shapes against the use at hand.
 struct Binder<'a> {
     graph: &'a Graph,
     weights: &'a dyn Weights,

@@ -36,4 +36,4 @@ pub use math::argmax;
 pub use order::Order;
 pub use products::Products;
 pub use trace::{Appended, Fired, Stored};
-pub use trap::{Fault, MachineError, Trap};
+pub use trap::{Fault, InputError, MachineError, Trap};

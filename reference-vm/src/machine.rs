@@ -19,7 +19,7 @@ use crate::order::{Order, Picker};
 use crate::packed::Packed;
 use crate::products::Products;
 use crate::trace::{Appended, Fired, Stored};
-use crate::trap::{Fault, MachineError, Trap};
+use crate::trap::{Fault, InputError, MachineError, Trap};
 use crate::wave::Wave;
 
 /// How a run ended.
@@ -226,7 +226,6 @@ impl<'a> Machine<'a> {
         self
     }
 
-    /// The program that it runs.
     pub(crate) fn program(&self) -> &'a Program {
         self.program
     }
@@ -286,11 +285,9 @@ impl<'a> Machine<'a> {
         if self.halted {
             return Err(MachineError::Halted);
         }
-        if positions > capacity {
-            return Err(MachineError::Capacity { positions, capacity });
-        }
+        InputError::check(&[], 0, positions, capacity)?;
         if !self.memory.fill(positions, layers) {
-            return Err(MachineError::Cache { positions });
+            return Err(InputError::Cache { positions }.into());
         }
         (self.positions, self.chosen) = (positions, None);
         Ok(())
@@ -302,18 +299,11 @@ impl<'a> Machine<'a> {
     /// If a token is outside the vocabulary, the KV cache is full, or the last run did not finish;
     /// nothing was fed then.
     pub fn run(&mut self, tokens: &[u32], order: Order) -> Result<Run, MachineError> {
-        let vocab = self.program.dims.vocab;
         if self.halted {
             return Err(MachineError::Halted);
         }
-        if let Some(&token) = tokens.iter().find(|&&token| token >= vocab) {
-            return Err(MachineError::Token { token, vocab });
-        }
-        let (positions, capacity) =
-            (self.positions + tokens.len(), self.program.kv_capacity as usize);
-        if positions > capacity {
-            return Err(MachineError::Capacity { positions, capacity });
-        }
+        let Program { dims, kv_capacity, .. } = self.program;
+        InputError::check(tokens, dims.vocab, self.positions, *kv_capacity as usize)?;
         let mut outputs = Outputs::default();
         for &token in tokens {
             match self.step(token, order) {
@@ -396,7 +386,7 @@ impl<'a> Machine<'a> {
     /// As [`run`](Self::run), or if nothing was fed since the start or the last
     /// [`truncate`](Self::truncate).
     pub fn greedy(&mut self, n: usize, stop: &[u32], order: Order) -> Result<Run, MachineError> {
-        let mut token = self.chosen.ok_or(MachineError::NothingFed)?;
+        let mut token = self.chosen.ok_or(InputError::NothingFed)?;
         let mut outputs = Outputs::default();
         while outputs.tokens.len() < n {
             if let Some(&last) = outputs.tokens.last() {

@@ -145,13 +145,11 @@ impl<'a> Matrix<'a> {
         self.cols
     }
 
-    /// The bytes of `len` elements of row `row` from `start` on.
     fn row_bytes(&self, row: usize, start: usize, len: usize) -> &'a [u8] {
         let size = self.dtype.bytes();
         &self.bytes[row * self.cols * size..][..self.cols * size][start * size..][..len * size]
     }
 
-    /// Decodes the elements of row `row` from `start` on into `out`.
     pub(crate) fn decode_row(&self, row: usize, start: usize, out: &mut [f32]) {
         let bytes = self.row_bytes(row, start, out.len());
         match self.dtype {

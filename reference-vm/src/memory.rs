@@ -35,7 +35,6 @@ pub(crate) struct Span {
     pub(crate) len: u32,
 }
 
-/// Where a slot's words are.
 enum Place {
     /// First word in the arena, one word an element.
     Plain(usize),
@@ -74,7 +73,6 @@ pub(crate) struct Memory<'a> {
 }
 
 impl<'a> Memory<'a> {
-    /// Places every slot.
     pub(crate) fn new(
         program: &'a Program,
         graph: &Graph,
@@ -227,7 +225,6 @@ impl<'a> Memory<'a> {
         }
     }
 
-    /// Stores words from `start` on.
     pub(crate) fn write(
         &mut self,
         slot: SlotId,
@@ -277,7 +274,6 @@ impl<'a> Memory<'a> {
         }
     }
 
-    /// Key and value of one head at a position.
     pub(crate) fn key_value(
         &self,
         slot: SlotId,
@@ -296,7 +292,6 @@ impl<'a> Memory<'a> {
         ))
     }
 
-    /// Appends the step's key and value of one head.
     pub(crate) fn append(&mut self, append: &Append, step: Step) -> Result<(), Fault> {
         let Append { slot, kv_head, .. } = *append;
         let layer = self.cache(slot)?;

@@ -38,7 +38,6 @@ pub(crate) struct Context<'m> {
     pub(crate) defect: Option<Defect>,
 }
 
-/// What a task changes.
 #[derive(Default)]
 pub(crate) struct Effects {
     /// Words stored from a first word of a slot on.
@@ -59,7 +58,6 @@ pub(crate) fn inputs(context: Context<'_>) -> Result<Vec<Span>, Fault> {
     visit(context.task.opcode, &context.task.params, &mut Inputs(context))
 }
 
-/// Runs the task at hand.
 pub(crate) fn fire(context: Context<'_>) -> Result<Effects, Fault> {
     visit(context.task.opcode, &context.task.params, &mut Fire(context))
 }
@@ -110,17 +108,14 @@ impl<'m> Context<'m> {
         self.task.writes[index].ok_or(Fault::NoSlot { access: "write", index })
     }
 
-    /// Words of read `index`.
     fn span(self, index: usize, start: u32, len: u32) -> Result<Span, Fault> {
         Ok(Span { slot: self.reads(index)?, start, len })
     }
 
-    /// The values of words of read `index`.
     fn read(self, index: usize, start: u32, len: u32) -> Result<Vec<f32>, Fault> {
         self.memory.read(self.span(index, start, len)?, self.step, self.packed)
     }
 
-    /// The values of words of read `index`, if it is given.
     fn read_optional(self, index: usize, start: u32, len: u32) -> Result<Option<Vec<f32>>, Fault> {
         if self.task.reads[index].is_none() {
             return Ok(None);
@@ -143,9 +138,7 @@ fn reserved(words: &[u32]) -> Result<(), Fault> {
 /// How the keys of a step are split; the same numbers in `attention` and in both merges.
 #[derive(Clone, Copy)]
 struct Splits {
-    /// Keys attended to.
     keys: u32,
-    /// Splits that have any.
     active: u32,
 }
 

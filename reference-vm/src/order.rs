@@ -19,7 +19,6 @@ pub enum Order {
 /// Tasks for which a seeded favour lasts, on average.
 const FAVOUR_TASKS: u64 = 24;
 
-/// Picks workers during one step.
 pub(crate) struct Picker {
     order: Order,
     state: u64,

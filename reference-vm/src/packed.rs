@@ -113,7 +113,6 @@ impl<'a> Packed<'a> {
         }
     }
 
-    /// Decodes the elements of packed row `row` from `start` into `out`.
     pub(crate) fn decode(&self, row: u32, start: usize, out: &mut [f32]) {
         match self.locate(row) {
             Some((_, view, row)) => view.decode_row(row, start, out),

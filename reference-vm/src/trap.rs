@@ -178,6 +178,17 @@ pub enum MachineError {
         /// The matrix.
         matrix: MatrixId,
     },
+    /// What was to be fed or gone on from.
+    #[error(transparent)]
+    Input(#[from] InputError),
+    /// The last run did not finish, so memory is in the middle of a step.
+    #[error("the last run did not finish: reset the machine first")]
+    Halted,
+}
+
+/// What was asked of an evaluator or a machine cannot be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum InputError {
     /// A token is not in the vocabulary.
     #[error("token {token} is outside the vocabulary of {vocab}")]
     Token {
@@ -205,7 +216,20 @@ pub enum MachineError {
     /// A continuation was asked for before any token was fed.
     #[error("there is nothing to continue: feed a token first")]
     NothingFed,
-    /// The last run did not finish, so memory is in the middle of a step.
-    #[error("the last run did not finish: reset the machine first")]
-    Halted,
+}
+
+impl InputError {
+    /// Refuses tokens outside the vocabulary, and more positions than the KV cache may hold.
+    pub(crate) fn check(
+        tokens: &[u32],
+        vocab: u32,
+        positions: usize,
+        capacity: usize,
+    ) -> Result<(), Self> {
+        if let Some(&token) = tokens.iter().find(|&&token| token >= vocab) {
+            return Err(Self::Token { token, vocab });
+        }
+        let positions = positions + tokens.len();
+        if positions > capacity { Err(Self::Capacity { positions, capacity }) } else { Ok(()) }
+    }
 }

@@ -28,7 +28,6 @@ type Shared = Arc<Result<Operand, Fault>>;
 /// All parameters but those that say which rows a task takes, and all reads.
 type Key = ([u32; 16], [Option<SlotId>; abi::READS_MAX]);
 
-/// The operands of a wave.
 #[derive(Default)]
 pub(crate) struct Wave {
     operands: Mutex<BTreeMap<Key, Arc<OnceLock<Shared>>>>,

@@ -7,7 +7,6 @@ use cudarc::driver::sys::{self, CUresult};
 
 use crate::error::HostError;
 
-/// Turns a driver result into ours.
 pub(crate) fn check(call: &'static str, result: CUresult) -> Result<(), HostError> {
     if result == CUresult::CUDA_SUCCESS {
         return Ok(());
@@ -82,7 +81,6 @@ impl Device {
         Ok(value)
     }
 
-    /// Name and limits.
     pub(crate) fn info(&self) -> Result<DeviceInfo, HostError> {
         use sys::CUdevice_attribute as A;
         let mut name = [0_u8; 128];
@@ -117,7 +115,6 @@ impl Device {
     }
 }
 
-/// The primary context of a device.
 pub(crate) struct Context {
     device: Device,
     handle: sys::CUcontext,
@@ -143,18 +140,15 @@ impl Context {
         Ok(Arc::new(Self { device, handle: context }))
     }
 
-    /// Makes the context that of the calling thread.
     pub(crate) fn make_current(&self) -> Result<(), HostError> {
         // SAFETY: the primary context is never released by this process.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.handle) })
     }
 
-    /// Name and limits.
     pub(crate) fn info(&self) -> Result<DeviceInfo, HostError> {
         self.device.info()
     }
 
-    /// Device memory that is free now.
     pub(crate) fn free_bytes(&self) -> Result<u64, HostError> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: both out pointers are valid; this context is current.
@@ -185,7 +179,6 @@ impl Stream {
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.0) })
     }
 
-    /// Whether everything in this stream is done.
     pub(crate) fn is_done(&self) -> Result<bool, HostError> {
         // SAFETY: the stream is live.
         let result = unsafe { sys::cuStreamQuery(self.0) };
@@ -231,7 +224,6 @@ impl Stream {
         })
     }
 
-    /// Launches a kernel with these arguments.
     pub(crate) fn launch(
         &self,
         function: &Function,
@@ -323,7 +315,6 @@ pub(crate) struct Module {
     handle: sys::CUmodule,
 }
 
-/// A kernel of a [`Module`].
 pub(crate) struct Function(sys::CUfunction);
 
 impl Module {

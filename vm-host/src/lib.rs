@@ -16,10 +16,9 @@ mod card;
 mod compile;
 mod driver;
 #[cfg(test)]
+#[path = "emulated_tests.rs"]
 mod emulated;
 mod error;
-#[cfg(feature = "faults")]
-pub mod faults;
 mod landing;
 mod load;
 mod lookout;
@@ -42,6 +41,8 @@ pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
 pub use landing::{LoadReport, ReadBy, Streaming};
 pub use lookout::Lookout;
+#[cfg(feature = "faults")]
+pub use machine::faults;
 pub use machine::{
     Batch, BatchDecoded, Decoded, Idle, LandingReport, Lane, LaneDecoded, Loaded, PROGRAMS_MAX,
     Request, Resident, TensorCheck,

@@ -28,17 +28,13 @@ pub(crate) struct Residents {
     pub(crate) rope: u64,
     /// Key/value caches by layer: where page zero is.
     pub(crate) caches: Vec<u64>,
-    /// How they lie.
     pub(crate) layout: PageLayout,
     /// Pages that sessions can have.
     pub(crate) pages: u32,
-    /// Logits rows.
     pub(crate) logits: u64,
-    /// Rows of it.
     pub(crate) logits_rows: u32,
     /// Tokens of a session's cache.
     pub(crate) kv_capacity: u32,
-    /// Workers of the launch.
     pub(crate) workers: u32,
     /// Lanes of the kernel: sessions that a step may run at once.
     pub(crate) lanes: u32,
@@ -98,9 +94,6 @@ pub(crate) struct Image {
 }
 
 /// Lays a program out.
-///
-/// # Errors
-/// If it is of another model or does not fit what was booted.
 pub(crate) fn image(
     program: &Verified<Program>,
     residents: &Residents,
@@ -169,9 +162,6 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
 
 /// Refuses a program for a kernel that was compiled for other attention: whether queries and keys are normalised is compiled in, so a task
 /// that disagrees would read its norm from nowhere, or leave it out.
-///
-/// # Errors
-/// If they differ.
 pub(crate) fn check_variant(program: &Program, variant: &Variant) -> Result<(), HostError> {
     let group = program.dims.heads / program.dims.kv_heads.max(1);
     if (program.dims.head_dim, group) != (variant.head_dim, variant.group) {
@@ -282,7 +272,6 @@ fn tables(program: &Program, residents: &Residents) -> Tables {
     (tasks, loads, queues)
 }
 
-/// A load with its addresses.
 fn wire_load(
     program: &Program,
     load: Load,

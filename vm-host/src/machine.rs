@@ -91,7 +91,6 @@ struct Memory {
     _weights: Vec<DeviceBuffer>,
 }
 
-/// Zeroes a buffer.
 fn zero(stream: &Stream, bounce: &mut HostBuffer, buffer: &DeviceBuffer) -> Result<(), HostError> {
     upload_fill(stream, bounce, buffer.address, buffer.bytes, 0)
 }
@@ -625,40 +624,6 @@ impl Resident {
         HostError::Trapped(Box::new(status))
     }
 
-    /// The ring, to be spoiled.
-    #[cfg(feature = "faults")]
-    pub(crate) fn ring(&mut self) -> &mut RingHost {
-        &mut self.idle().memory.ring
-    }
-
-    /// Where a loaded program's header is.
-    #[cfg(feature = "faults")]
-    pub(crate) fn address(&mut self, program: Loaded) -> u64 {
-        self.idle().memory.programs[program.place].address
-    }
-
-    /// Reads device memory.
-    #[cfg(feature = "faults")]
-    pub(crate) fn peek<T: bytemuck::Pod>(
-        &mut self,
-        at: u64,
-        out: &mut [T],
-    ) -> Result<(), HostError> {
-        let idle = self.idle();
-        download(&idle.copy, &idle.memory.bounce, at, bytemuck::cast_slice_mut(out))
-    }
-
-    /// Writes device memory.
-    #[cfg(feature = "faults")]
-    pub(crate) fn poke<T: bytemuck::Pod>(
-        &mut self,
-        at: u64,
-        values: &[T],
-    ) -> Result<(), HostError> {
-        let idle = self.idle();
-        upload(&idle.copy, &mut idle.memory.bounce, at, bytemuck::cast_slice(values))
-    }
-
     /// Ends the kernel and gives the machine back.
     ///
     /// # Errors
@@ -716,6 +681,9 @@ mod landed;
 use landed::{Destination, LANDING_COUNTS, place_landing, wait_for_answer};
 pub use landed::{LandingReport, TensorCheck};
 
+#[cfg(feature = "faults")]
+#[path = "machine_faults_tests.rs"]
+pub mod faults;
 #[cfg(test)]
 #[path = "machine_landing_tests.rs"]
 mod landing_tests;

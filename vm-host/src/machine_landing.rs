@@ -183,7 +183,6 @@ pub(super) struct Destination<'a> {
 }
 
 impl Destination<'_> {
-    /// Sets aside what a landing needs.
     pub(super) fn target(&self, plan: &Plan) -> Result<DeviceTarget, HostError> {
         DeviceTarget::new(self.context, staging_bytes(plan), self.matrices.to_vec(), self.landed)
     }

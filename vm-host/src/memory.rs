@@ -9,11 +9,9 @@ use rayon::prelude::*;
 use crate::driver::{Stream, check};
 use crate::error::HostError;
 
-/// A device allocation.
 pub(crate) struct DeviceBuffer {
     /// Address, 256-byte aligned.
     pub(crate) address: u64,
-    /// Bytes.
     pub(crate) bytes: u64,
 }
 
@@ -54,7 +52,6 @@ pub(crate) struct HostBuffer {
     host: *mut u8,
     /// The device's address of the same bytes.
     pub(crate) device: u64,
-    /// Bytes.
     pub(crate) bytes: usize,
     _raw: PhantomData<*mut u8>,
 }
@@ -183,7 +180,6 @@ pub(crate) fn upload_fills(
     stream.synchronize()
 }
 
-/// Copies device memory out through a bounce buffer.
 pub(crate) fn download(
     stream: &Stream,
     bounce: &HostBuffer,
@@ -249,7 +245,6 @@ fn pieces(
     (0..rows).step_by(at_once).map(move |first| first..rows.min(first + at_once))
 }
 
-/// Copies one piece of rows into the bounce buffer.
 fn copy_piece(
     stream: &Stream,
     bounce: &HostBuffer,

@@ -147,7 +147,6 @@ impl PagePool {
 /// How a layer's cache lies in its pages. The device's half is pages.cuh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PageLayout {
-    /// Key/value heads.
     pub(crate) kv_heads: u32,
     /// Bytes of the keys, or values, of a head at one position.
     pub(crate) row_bytes: u32,

@@ -101,7 +101,6 @@ pub fn prefill_refused(graph: &Graph) -> Option<String> {
     })
 }
 
-/// The kernels.
 struct Kernels {
     embed: Function,
     norm: Function,

@@ -30,9 +30,7 @@ const ASK_EVERY: Duration = Duration::from_millis(1);
 
 /// The words of a ring, by byte offset. The protocol is written against this, so that a model checker can run it (`ring_tests.rs`).
 pub(crate) trait Words {
-    /// Loads the word at `offset`.
     fn load(&self, offset: usize, order: Ordering) -> u32;
-    /// Stores to the word at `offset`.
     fn store(&self, offset: usize, value: u32, order: Ordering);
 }
 
@@ -88,9 +86,6 @@ impl<W: Words> RingHost<W> {
     }
 
     /// Publishes a command and returns its sequence. Pairs with ring.cuh: ring_acquire in poller_run.
-    ///
-    /// # Errors
-    /// If the ring is full.
     pub(crate) fn publish(&mut self, submission: &Submission) -> Result<u32, HostError> {
         if self.tail.wrapping_sub(self.seen) >= RING_ENTRIES {
             return Err(HostError::Request(format!(
@@ -270,20 +265,6 @@ impl<W: Words> RingHost<W> {
         }
     }
 
-    /// As if the next entry had been overwritten before the device saw it.
-    #[cfg(feature = "faults")]
-    pub(crate) fn lose_one(&mut self) {
-        self.tail = self.tail.wrapping_add(1);
-    }
-
-    /// Overwrites entries and indices.
-    #[cfg(feature = "faults")]
-    pub(crate) fn scribble(&self) {
-        for offset in (0..STATUS).step_by(4) {
-            self.store(offset, u32::MAX, Ordering::Relaxed);
-        }
-    }
-
     /// Forgets everything, for a new launch. No kernel is resident.
     pub(crate) fn reset(&mut self) {
         for offset in (0..BYTES).step_by(4) {
@@ -293,6 +274,9 @@ impl<W: Words> RingHost<W> {
     }
 }
 
+#[cfg(feature = "faults")]
+#[path = "ring_faults_tests.rs"]
+mod faults;
 #[cfg(test)]
 #[path = "ring_tests.rs"]
 mod tests;

@@ -23,7 +23,6 @@ struct Told {
     anew: bool,
 }
 
-/// Sampling in device memory.
 pub(crate) struct SamplingMemory {
     /// Of each session; behind them what the workers have in common when they choose.
     settings: DeviceBuffer,
@@ -69,7 +68,6 @@ pub(crate) fn wire(sampling: &Sampling) -> SessionSampling {
 }
 
 impl SamplingMemory {
-    /// Bytes of all of it.
     pub(crate) fn bytes(sessions: u32, vocab: u32) -> u64 {
         let session = size_of::<SessionSampling>() as u64
             + 2 * set_bytes(vocab)
@@ -96,7 +94,6 @@ impl SamplingMemory {
         })
     }
 
-    /// Where the settings of the first session are.
     pub(crate) fn settings(&self) -> u64 {
         self.settings.address
     }

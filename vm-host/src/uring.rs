@@ -8,9 +8,6 @@ use io_uring::{IoUring, types};
 /// Submits what is queued and waits until a completion is there or the limit has passed. A signal that interrupts the wait (EINTR: Ctrl-Z
 /// and `fg`, a debugger, a profiler) does not end it: neither one that the kernel reports, nor one that it hides behind the number of
 /// entries that it took.
-///
-/// # Errors
-/// If the kernel refuses the wait.
 pub(crate) fn submit_and_wait(ring: &mut IoUring, limit: Duration) -> Result<()> {
     let start = Instant::now();
     loop {
@@ -29,9 +26,6 @@ pub(crate) fn submit_and_wait(ring: &mut IoUring, limit: Duration) -> Result<()>
 }
 
 /// Submits what is queued, again if a signal interrupts it.
-///
-/// # Errors
-/// If the kernel refuses it.
 pub(crate) fn submit(ring: &mut IoUring) -> Result<()> {
     loop {
         match ring.submit() {

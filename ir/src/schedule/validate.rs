@@ -30,7 +30,6 @@ pub fn validate(
     check(&config, graph, target).into_result().map(|()| Valid(config))
 }
 
-/// Every violation of a config.
 pub(super) fn check(config: &ScheduleConfig, graph: &Graph, target: &Target) -> Violations {
     let mut found = Violations::default();
     domains(config, &mut found);

@@ -106,7 +106,6 @@ impl<'a> Cursor<'a> {
         self.words.first().filter(|word| !word.quoted).map(|word| word.text.as_str())
     }
 
-    /// Takes the next word if it is this one.
     fn take(&mut self, text: &str) -> bool {
         let hit = self.peek() == Some(text);
         if hit {

@@ -30,7 +30,6 @@ pub fn print(program: &Program) -> String {
     out
 }
 
-/// A string literal of the text form.
 fn quote(text: &str) -> String {
     let mut out = String::from("\"");
     for c in text.chars() {

@@ -62,7 +62,6 @@ pub fn save(program: &Program) -> Vec<u8> {
     bytes
 }
 
-/// Takes the next `N` bytes.
 fn take<const N: usize>(bytes: &mut &[u8], whole: usize) -> Result<[u8; N], LoadError> {
     let short = LoadError::Length { found: whole as u64, expected: HEAD_BYTES as u64 };
     let (head, rest) = bytes.split_first_chunk::<N>().ok_or(short)?;

@@ -33,7 +33,6 @@ struct WorkerState {
     landed: f64,
 }
 
-/// One simulated step.
 pub(super) struct Step {
     pub(super) us: f64,
     pub(super) phases: Vec<PhaseTime>,

@@ -11,7 +11,6 @@ use super::rates::Shape;
 /// Keys that all warps of a worker attend to at once: a tile of 32 each.
 const PASS_KEYS: u32 = 32 * abi::CONSUMER_WARPS;
 
-/// What a task does.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Work {
     /// Products of so many bytes in stages and tiles, behind a vector of so many elements and a merge of so many splits.
@@ -36,14 +35,11 @@ impl Work {
     }
 }
 
-/// One task.
 pub(super) struct Cost {
-    /// Index of its phase.
     pub(super) phase: u32,
     /// Index of the flow of its matrix, or of the worker's next one.
     pub(super) flow: u32,
     pub(super) work: Work,
-    /// Counters waited for.
     pub(super) waits: Vec<u32>,
     /// Tagged regions read.
     pub(super) polls: Vec<Poll>,
@@ -61,7 +57,6 @@ pub(super) struct Poll {
 
 /// The phases of one kind in one layer.
 pub(super) struct Phase {
-    /// Index of its name.
     pub(super) name: usize,
     pub(super) tasks: u32,
     pub(super) stream_bytes: u64,
@@ -112,7 +107,6 @@ impl Plan {
 
 /// Stages on average, from the rule that the device loads by.
 struct Stages {
-    /// Units of a stage.
     units: f64,
     /// Tiles of a stage; a part of one where a tile lies in several.
     tiles: f64,

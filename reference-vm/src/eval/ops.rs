@@ -30,13 +30,11 @@ impl Belongs {
     }
 }
 
-/// The greatest magnitude.
 pub(crate) fn greatest(values: &[f32]) -> f32 {
     values.iter().fold(0.0, |greatest, value| value.abs().max(greatest))
 }
 
 impl Evaluator<'_> {
-    /// The token's row of the embedding.
     pub(crate) fn embedded(&self, token: u32) -> Belongs {
         let mut x = vec![0.0; self.graph.hidden as usize];
         self.embed.decode_row(token as usize, 0, &mut x);
@@ -72,12 +70,10 @@ impl Evaluator<'_> {
         Belongs { scales: vec![greatest(values); mixed.len()], values: mixed }
     }
 
-    /// The residual after attention.
     pub(crate) fn after_attention(&self, layer: usize, x: &[f32], mixed: Vec<f32>) -> Belongs {
         added(x, self.layers[layer].project(self.rounding, mixed))
     }
 
-    /// The MLP's hidden layer.
     pub(crate) fn hidden(&self, layer: usize, x: &[f32]) -> Belongs {
         let [gate, up] = self.layers[layer].gate_up(self.graph, self.rounding, x);
         let scale = greatest(&gate) * greatest(&up);
@@ -85,12 +81,10 @@ impl Evaluator<'_> {
         Belongs { scales: vec![scale; values.len()], values }
     }
 
-    /// The residual after the MLP.
     pub(crate) fn after_mlp(&self, layer: usize, x: &[f32], hidden: Vec<f32>) -> Belongs {
         added(x, self.layers[layer].contract(self.rounding, hidden))
     }
 
-    /// Logits of the last residual.
     pub(crate) fn logits_of(&self, x: &[f32]) -> Belongs {
         let mut last = norm_rows(x, &self.final_norm, self.graph.norm_eps);
         self.rounding.factor(&mut last);

@@ -153,7 +153,7 @@ fn sequences_can_be_cut_and_started_again() {
     let first = outputs(machine.run(&tokens(10), Order::Waves).unwrap());
     machine.truncate(4);
     assert_eq!(machine.positions(), 4);
-    assert_eq!(machine.greedy(1, &[], Order::Waves), Err(MachineError::NothingFed));
+    assert_eq!(machine.greedy(1, &[], Order::Waves), Err(InputError::NothingFed.into()));
     let again = outputs(machine.run(&tokens(10)[4..], Order::Queue).unwrap());
     assert_eq!(again.logits, first.logits[4..]);
     machine.reset();
@@ -172,9 +172,9 @@ fn what_cannot_be_run_is_an_error() {
     let vocab = models[0].graph.vocab;
     assert_eq!(
         machine.run(&[vocab], Order::Waves),
-        Err(MachineError::Token { token: vocab, vocab })
+        Err(InputError::Token { token: vocab, vocab }.into())
     );
-    let full = MachineError::Capacity { positions: 9, capacity: 8 };
+    let full = InputError::Capacity { positions: 9, capacity: 8 }.into();
     assert_eq!(machine.run(&[0; 9], Order::Waves), Err(full));
     assert_eq!(machine.run(&[0; 8], Order::Queue), Ok(Run::OutOfFuel { fired: 100 }));
     assert_eq!(machine.run(&[0], Order::Queue), Err(MachineError::Halted));
@@ -439,12 +439,12 @@ fn resuming_goes_on_with_the_same_bits() {
         outputs(other.run(&tokens(2), Order::Waves).unwrap());
         other.resume(9, &cache).unwrap();
         assert_eq!(other.positions(), 9);
-        assert_eq!(other.greedy(1, &[], Order::Waves), Err(MachineError::NothingFed));
+        assert_eq!(other.greedy(1, &[], Order::Waves), Err(InputError::NothingFed.into()));
         assert_eq!(outputs(other.run(&tokens(3), Order::Waves).unwrap()), want);
-        assert_eq!(other.resume(8, &cache), Err(MachineError::Cache { positions: 8 }));
-        assert_eq!(other.resume(9, &cache[1..]), Err(MachineError::Cache { positions: 9 }));
+        assert_eq!(other.resume(8, &cache), Err(InputError::Cache { positions: 8 }.into()));
+        assert_eq!(other.resume(9, &cache[1..]), Err(InputError::Cache { positions: 9 }.into()));
         let capacity = program.kv_capacity as usize;
-        let full = MachineError::Capacity { positions: capacity + 1, capacity };
+        let full = InputError::Capacity { positions: capacity + 1, capacity }.into();
         assert_eq!(other.resume(capacity + 1, &cache), Err(full));
     }
 }

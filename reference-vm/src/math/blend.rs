@@ -22,7 +22,6 @@ pub(crate) struct Blend<'a> {
     pub(crate) cols: usize,
 }
 
-/// Computes the product.
 pub(crate) fn blend(width: Width, product: Blend<'_>) {
     dispatch(width, product);
 }

@@ -122,7 +122,6 @@ impl<'a> Vectors<'a> {
         Self { data: data.into(), cols, stride }
     }
 
-    /// How many.
     pub(super) fn len(&self) -> usize {
         self.data.len() / self.stride
     }

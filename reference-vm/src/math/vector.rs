@@ -30,7 +30,6 @@ impl Width {
         portable
     }
 
-    /// The widest that this CPU has.
     pub(crate) fn best() -> Self {
         Self::all().next_back().unwrap_or(Self::Portable)
     }
@@ -43,7 +42,6 @@ pub(crate) trait Vector: Copy {
     /// Registers that a kernel may use as sums at once, in groups of four.
     const GROUPS: usize;
 
-    /// The same value in each element.
     fn splat(value: f32) -> Self;
 
     /// Reads `LEN` values.

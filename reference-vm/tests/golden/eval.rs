@@ -2,6 +2,7 @@
 
 use ir::{DType, Graph, TensorId};
 use model::{Model, Shape, Window};
+use reference_vm::InputError;
 use reference_vm::compare::{Tolerance, compare, distance};
 use reference_vm::eval::{EvalError, Evaluator, Logits};
 
@@ -94,7 +95,7 @@ fn truncating_goes_back() {
         let logits = evaluator.run(&golden.tokens, Logits::All).unwrap();
         evaluator.truncate(20);
         assert_eq!(evaluator.positions(), 20);
-        assert_eq!(evaluator.greedy(1, &[]), Err(EvalError::NothingFed));
+        assert_eq!(evaluator.greedy(1, &[]), Err(InputError::NothingFed.into()));
         assert_eq!(
             evaluator.run(&golden.tokens[20..], Logits::All).unwrap(),
             logits[20..],
@@ -118,11 +119,11 @@ fn resuming_goes_on_with_the_same_bits() {
         other.run(&golden.tokens[30..], Logits::Skip).unwrap();
         other.resume(20, &cache).unwrap();
         assert_eq!(other.positions(), 20);
-        assert_eq!(other.greedy(1, &[]), Err(EvalError::NothingFed));
+        assert_eq!(other.greedy(1, &[]), Err(InputError::NothingFed.into()));
         assert_eq!(other.run(&golden.tokens[20..], Logits::All).unwrap(), want, "{name}");
-        assert_eq!(other.resume(21, &cache), Err(EvalError::Cache { positions: 21 }));
-        assert_eq!(other.resume(20, &cache[1..]), Err(EvalError::Cache { positions: 20 }));
-        let full = Err(EvalError::Capacity { positions: 20, capacity: 19 });
+        assert_eq!(other.resume(21, &cache), Err(InputError::Cache { positions: 21 }.into()));
+        assert_eq!(other.resume(20, &cache[1..]), Err(InputError::Cache { positions: 20 }.into()));
+        let full = Err(InputError::Capacity { positions: 20, capacity: 19 }.into());
         assert_eq!(other.with_capacity(19).resume(20, &cache), full);
     });
 }
@@ -192,21 +193,21 @@ fn what_cannot_be_evaluated_is_an_error() {
         let mut evaluator = evaluator(golden).with_capacity(4);
         assert_eq!(
             evaluator.run(&[1, vocab], Logits::All),
-            Err(EvalError::Token { token: vocab, vocab }),
+            Err(InputError::Token { token: vocab, vocab }.into()),
             "{name}"
         );
         assert_eq!(
             evaluator.run(&[1; 5], Logits::All),
-            Err(EvalError::Capacity { positions: 5, capacity: 4 })
+            Err(InputError::Capacity { positions: 5, capacity: 4 }.into())
         );
         assert_eq!(evaluator.positions(), 0);
         assert_eq!(evaluator.run(&[], Logits::Last), Ok(vec![]));
-        assert_eq!(evaluator.greedy(1, &[]), Err(EvalError::NothingFed));
+        assert_eq!(evaluator.greedy(1, &[]), Err(InputError::NothingFed.into()));
         evaluator.run(&[1; 4], Logits::Skip).unwrap();
         assert_eq!(evaluator.greedy(1, &[]).unwrap().len(), 1);
         assert_eq!(
             evaluator.greedy(2, &[]),
-            Err(EvalError::Capacity { positions: 5, capacity: 4 })
+            Err(InputError::Capacity { positions: 5, capacity: 4 }.into())
         );
     });
 }

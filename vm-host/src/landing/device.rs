@@ -21,7 +21,6 @@ pub(crate) struct DeviceTarget {
 }
 
 impl DeviceTarget {
-    /// Sets everything aside.
     pub(crate) fn new(
         context: &Arc<Context>,
         staging_bytes: usize,

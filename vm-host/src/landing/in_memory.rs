@@ -15,9 +15,6 @@ use crate::landing::{LoadReport, wait_until};
 const COPY_LIMIT: Duration = Duration::from_secs(10);
 
 /// Brings all weights to the target. Half of the parts of its staging memory are packed into while the other half is copied from.
-///
-/// # Errors
-/// If a copy fails or does not end.
 pub(crate) fn land<T: Target>(
     plan: &Plan,
     weights: &dyn Weights,

@@ -67,7 +67,6 @@ impl Drop for IoBuffer {
 pub(crate) struct Staging {
     start: *mut u8,
     bytes: usize,
-    /// Its number.
     pub(crate) index: usize,
 }
 

@@ -154,7 +154,6 @@ pub(crate) struct Landing<T: Target = DeviceTarget> {
 /// What a landing's source is read through: nothing, but for tests.
 pub(crate) type Through<'a> = &'a dyn Fn(Box<dyn Source>) -> Box<dyn Source>;
 
-/// A landing that is about to go on.
 pub(crate) struct Pending<T> {
     target: T,
     from: usize,
@@ -167,9 +166,6 @@ pub(crate) fn staging_bytes(plan: &Plan) -> usize {
 }
 
 /// Brings in all weights of the plan before a kernel is launched.
-///
-/// # Errors
-/// If a file cannot be read, or a copy fails.
 pub(crate) fn land_before_launch<T: Target>(
     plan: Arc<Plan>,
     weights: &dyn Weights,
@@ -186,9 +182,6 @@ pub(crate) fn land_before_launch<T: Target>(
 
 impl<T: Target> Landing<T> {
     /// Starts. The plan's packed matrices go to the target, which has `staging_bytes` of the plan.
-    ///
-    /// # Errors
-    /// If a tensor is not in a file, or a file cannot be read.
     pub(crate) fn start(
         plan: Arc<Plan>,
         weights: &dyn Weights,
@@ -259,7 +252,6 @@ impl<T: Target> Landing<T> {
         }
     }
 
-    /// Whether weights may still come.
     pub(crate) fn under_way(&self) -> bool {
         self.progress.state().over.is_none()
     }
@@ -280,7 +272,6 @@ impl<T: Target> Landing<T> {
         self.progress.packed.clone()
     }
 
-    /// Why the weights will not come, if so.
     pub(crate) fn failure(&self) -> Option<HostError> {
         match &self.progress.state().over {
             Some(Err(Failure { path, message })) => {
@@ -290,7 +281,6 @@ impl<T: Target> Landing<T> {
         }
     }
 
-    /// What has come so far.
     pub(crate) fn report(&self) -> LoadReport {
         let state = self.progress.state();
         let seconds = match state.over {
@@ -335,7 +325,6 @@ impl<T: Target> Landing<T> {
         Ok(Pending { target, from, files: Arc::new(files) })
     }
 
-    /// Goes on.
     pub(crate) fn resume(&mut self, pending: Pending<T>) -> Result<(), HostError> {
         let Pending { target, from, files } = pending;
         let buffers = buffers(&files);
@@ -376,7 +365,6 @@ impl<T: Target> Drop for Landing<T> {
     }
 }
 
-/// Until `done` says so.
 fn wait_until(
     limit: Duration,
     mut done: impl FnMut() -> Result<bool, HostError>,
@@ -423,6 +411,7 @@ fn choose(
 }
 
 #[cfg(test)]
+#[path = "tests/scripted.rs"]
 pub(crate) mod scripted;
 #[cfg(test)]
 mod tests;

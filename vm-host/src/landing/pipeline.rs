@@ -125,7 +125,6 @@ pub(crate) fn land<T: Target>(
     next
 }
 
-/// Starts reader and crew.
 fn start(
     order: &Order,
     source: Box<dyn Source>,

@@ -7,7 +7,6 @@ use crate::error::HostError;
 
 /// Bytes of a packed piece, at most: one copy to the device. A tile that is longer is a piece of its own.
 const PIECE_BYTES: u64 = 4 << 20;
-/// Bytes of a unit.
 const UNIT: usize = abi::UNIT_BYTES as usize;
 
 /// Rows of a stored tensor that lie one behind the other in its file.
@@ -21,11 +20,8 @@ pub(crate) struct TensorRows {
 /// Whole tiles of a packed matrix, one behind the other on the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
-    /// Index of the matrix.
     pub(crate) matrix: usize,
-    /// First tile.
     pub(crate) tile0: u32,
-    /// Tiles.
     pub(crate) tiles: u32,
     /// Units that have landed, in landing order, once this piece has.
     pub(crate) end: u32,
@@ -44,9 +40,6 @@ pub(crate) struct Plan {
 
 impl Plan {
     /// Cuts the matrices of a program.
-    ///
-    /// # Errors
-    /// If they are more units than can be counted.
     pub(crate) fn new(matrices: &[Matrix]) -> Result<Self, HostError> {
         let units: u64 = matrices.iter().map(Matrix::units).sum();
         if units >= u64::from(abi::LANDED_ABANDONED) {
@@ -70,19 +63,16 @@ impl Plan {
         Ok(Self { matrices: matrices.to_vec(), pieces, starts })
     }
 
-    /// Bytes of a packed piece.
     pub(crate) fn packed_bytes(&self, piece: &Piece) -> usize {
         piece.tiles as usize * self.matrices[piece.matrix].units_per_tile() as usize * UNIT
     }
 
-    /// Bytes of a piece as it is stored.
     pub(crate) fn stored_bytes(&self, piece: &Piece) -> u64 {
         let matrix = &self.matrices[piece.matrix];
         let rows: u64 = piece.reads.iter().map(|read| u64::from(read.rows)).sum();
         rows * matrix.format.row_bytes(matrix.cols) as u64
     }
 
-    /// First byte of a piece in its packed matrix.
     pub(crate) fn packed_offset(&self, piece: &Piece) -> u64 {
         let units =
             u64::from(piece.tile0) * u64::from(self.matrices[piece.matrix].units_per_tile());
@@ -94,7 +84,6 @@ impl Plan {
         if index + 1 == self.pieces.len() { abi::LANDED_ALL } else { self.pieces[index].end }
     }
 
-    /// Bytes of the largest packed piece.
     pub(crate) fn largest(&self) -> usize {
         self.pieces.iter().map(|piece| self.packed_bytes(piece)).max().unwrap_or(0)
     }

@@ -34,10 +34,8 @@ impl Extent {
     }
 }
 
-/// A piece to be read.
 #[derive(Debug)]
 pub(crate) struct Job {
-    /// Index of the piece.
     pub(crate) piece: usize,
     pub(crate) extents: Vec<Extent>,
     pub(crate) buffer: IoBuffer,
@@ -70,7 +68,6 @@ impl Identity {
     }
 }
 
-/// A file of weights.
 #[derive(Debug)]
 pub(crate) struct WeightFile {
     pub(crate) path: PathBuf,
@@ -88,7 +85,6 @@ impl WeightFile {
         Ok(Self { path, file, direct, identity })
     }
 
-    /// An error about this file.
     pub(crate) fn error(&self, message: &str) -> HostError {
         failed(&self.path, message)
     }
@@ -132,9 +128,6 @@ pub(crate) struct Files {
 
 impl Files {
     /// Opens the files and finds every piece in them. Nothing if some tensor is not in a file.
-    ///
-    /// # Errors
-    /// If a file cannot be opened, or is shorter than its tensors.
     pub(crate) fn open(plan: &Plan, weights: &dyn Weights) -> Result<Option<Self>, HostError> {
         let mut all = Self { files: Vec::new(), extents: Vec::new() };
         for piece in &plan.pieces {
@@ -186,7 +179,6 @@ impl Files {
         self.extents.iter().map(end).max().unwrap_or(0).next_multiple_of(ALIGN).max(ALIGN)
     }
 
-    /// Stored bytes of a piece.
     pub(crate) fn stored(&self, piece: usize) -> u64 {
         self.extents[piece].iter().map(|extent| extent.bytes as u64).sum()
     }
@@ -238,9 +230,6 @@ pub(crate) struct Threads {
 
 impl Threads {
     /// Starts so many threads. They end when the source is dropped; one that a read never comes back to stays behind.
-    ///
-    /// # Errors
-    /// If a thread cannot be started.
     pub(crate) fn new(files: &Arc<Files>, threads: usize, direct: bool) -> Result<Self, HostError> {
         let (ask, jobs) = channel::<Job>();
         let (answer, answers) = channel();
@@ -279,7 +268,6 @@ impl Source for Threads {
     }
 }
 
-/// Reads a piece where this thread is.
 fn read(files: &Files, mut job: Job, direct: bool) -> Result<Job, HostError> {
     for extent in &job.extents {
         let of = &files.files[extent.file];

@@ -28,7 +28,6 @@ struct Open {
     left: usize,
 }
 
-/// Reads by io_uring.
 pub(crate) struct Uring {
     ring: Option<IoUring>,
     files: Arc<Files>,
@@ -108,7 +107,6 @@ impl Uring {
         Ok(())
     }
 
-    /// A read has ended.
     fn complete(&mut self, serial: u64, result: i32) -> Result<(), HostError> {
         let Some((piece, part)) = self.parts.remove(&serial) else { return Ok(()) };
         let Some(open) = self.open.get_mut(&piece) else { return Ok(()) };

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use abi::{Command, Completion, Ending, LANE_ENDING_BITS, LANES_MAX, Submission};
 use ir::program::Together;
 
-use super::{Idle, Loaded, Resident};
+use super::{Idle, Loaded, Request, Resident};
 use crate::error::HostError;
 use crate::landing::Landing;
 use crate::memory::{download_rows, upload_fill};
@@ -165,24 +165,27 @@ impl Resident {
         Ok(())
     }
 
-    /// Whether the device can serve it.
     fn check_batch(&mut self, batch: &Batch<'_>) -> Result<(), HostError> {
         let lanes = self.lanes();
-        let idle = self.idle();
-        let residents = &idle.memory.residents;
-        let bounds = Bounds {
-            lanes,
-            sessions: idle.options.sessions,
-            vocab: idle.vocab,
-            capacity: residents.kv_capacity,
-            rows: residents.logits_rows,
-        };
-        bounds.check(batch).map_err(HostError::Request)
+        Bounds { lanes, ..self.idle().bounds() }.check(batch).map_err(HostError::Request)
     }
 }
 
-/// What a batch must stay within.
-struct Bounds {
+impl Idle {
+    pub(super) fn bounds(&self) -> Bounds {
+        let residents = &self.memory.residents;
+        Bounds {
+            lanes: 1,
+            sessions: self.options.sessions,
+            vocab: self.vocab,
+            capacity: residents.kv_capacity,
+            rows: residents.logits_rows,
+        }
+    }
+}
+
+/// What a command must stay within.
+pub(super) struct Bounds {
     lanes: u32,
     sessions: u32,
     vocab: u32,
@@ -199,10 +202,7 @@ impl Bounds {
                 "a batch of {asked} lanes; 1 to {most} are possible with this kernel and this program's proof"
             ));
         }
-        if stop.len() > abi::STOP_TOKENS_MAX {
-            let (asked, most) = (stop.len(), abi::STOP_TOKENS_MAX);
-            return Err(format!("{asked} stop tokens; at most {most} are possible"));
-        }
+        check_stop(stop)?;
         if generate == 0 {
             return Err("a batch that generates nothing: ask for one token at least".into());
         }
@@ -211,7 +211,8 @@ impl Bounds {
             return Err(format!("{generate} rows of logits of each lane; {rows} were set aside"));
         }
         for (index, lane) in lanes.iter().enumerate() {
-            self.check_lane(lane, generate).map_err(|why| format!("lane {index}: {why}"))?;
+            self.check_run(lane.session, lane.position, &[lane.token], generate.into())
+                .map_err(|why| format!("lane {index}: {why}"))?;
             if let Some(other) = lanes[..index].iter().position(|l| l.session == lane.session) {
                 let session = lane.session;
                 return Err(format!("lane {index}: session {session} is that of lane {other} too"));
@@ -220,22 +221,50 @@ impl Bounds {
         Ok(())
     }
 
-    fn check_lane(&self, lane: &Lane, generate: u32) -> Result<(), String> {
-        let &Lane { session, position, token, .. } = lane;
+    /// Refuses `steps` positions from `position` that these tokens begin.
+    pub(super) fn check_run(
+        &self,
+        session: u32,
+        position: u32,
+        tokens: &[u32],
+        steps: u64,
+    ) -> Result<(), String> {
         if session >= self.sessions {
             return Err(format!("session {session} of {}", self.sessions));
         }
-        if token >= self.vocab {
+        if tokens.is_empty() {
+            return Err("an empty prompt: there is no token to start from".into());
+        }
+        if let Some(token) = tokens.iter().find(|&&token| token >= self.vocab) {
             return Err(format!("token {token} is outside the vocabulary of {}", self.vocab));
         }
-        if u64::from(position) + u64::from(generate) > u64::from(self.capacity) {
+        if u64::from(position) + steps > u64::from(self.capacity) {
             let capacity = self.capacity;
             return Err(format!(
-                "{generate} positions from {position} exceed the key/value capacity of {capacity}"
+                "{steps} positions from {position} exceed the key/value capacity of {capacity}"
             ));
         }
         Ok(())
     }
+
+    pub(super) fn check_request(&self, request: &Request<'_>) -> Result<u32, String> {
+        let &Request { session, position, tokens, generate, stop, keep_logits, .. } = request;
+        check_stop(stop)?;
+        let steps = tokens.len() as u64 + u64::from(generate.saturating_sub(1));
+        self.check_run(session, position, tokens, steps)?;
+        if keep_logits && steps > u64::from(self.rows) {
+            return Err(format!("{steps} rows of logits; {} were set aside", self.rows));
+        }
+        Ok(steps as u32)
+    }
+}
+
+fn check_stop(stop: &[u32]) -> Result<(), String> {
+    let (asked, most) = (stop.len(), abi::STOP_TOKENS_MAX);
+    if asked > most {
+        return Err(format!("{asked} stop tokens; at most {most} are possible"));
+    }
+    Ok(())
 }
 
 /// A batch as a command. One lane alone is a plain decode.

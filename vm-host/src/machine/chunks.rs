@@ -48,27 +48,10 @@ impl Idle {
         tokens: &[u32],
         logits: bool,
     ) -> Result<(), HostError> {
-        let (residents, sessions) = (&self.memory.residents, self.options.sessions);
-        let refuse = |what: String| Err(HostError::Request(what));
-        if session >= sessions {
-            return refuse(format!("session {session} of {sessions}"));
-        }
-        if tokens.is_empty() {
-            return refuse("an empty prompt: there is nothing to run".into());
-        }
-        if let Some(token) = tokens.iter().find(|&&token| token >= self.vocab) {
-            let vocab = self.vocab;
-            return refuse(format!("token {token} is outside the vocabulary of {vocab}"));
-        }
-        let (end, capacity) = (u64::from(position) + tokens.len() as u64, residents.kv_capacity);
-        if end > u64::from(capacity) {
-            let count = tokens.len();
-            return refuse(format!(
-                "{count} positions from {position} exceed the key/value capacity of {capacity}"
-            ));
-        }
-        if logits && residents.logits_rows == 0 {
-            return refuse("a row of logits; none was set aside".into());
+        let (bounds, steps) = (self.bounds(), tokens.len() as u64);
+        bounds.check_run(session, position, tokens, steps).map_err(HostError::Request)?;
+        if logits && self.memory.residents.logits_rows == 0 {
+            return Err(HostError::Request("a row of logits; none was set aside".into()));
         }
         Ok(())
     }

@@ -11,7 +11,6 @@ pub(super) struct Places {
 }
 
 impl Places {
-    /// Places that hold nothing.
     pub(super) fn new() -> Self {
         Self { serials: [0; PROGRAMS_MAX], sequences: [1; PROGRAMS_MAX], next: 0 }
     }
@@ -34,7 +33,6 @@ impl Places {
         self.serials[program.place] == program.serial
     }
 
-    /// Sequences that a batch of a loaded program may have.
     pub(super) fn sequences(&self, program: Loaded) -> u32 {
         self.sequences[program.place]
     }

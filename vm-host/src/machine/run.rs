@@ -83,7 +83,7 @@ impl Resident {
         request: &Request<'_>,
         give_way: &mut dyn FnMut() -> bool,
     ) -> Result<Decoded, HostError> {
-        let steps = self.check_request(request)?;
+        let steps = self.idle().bounds().check_request(request).map_err(HostError::Request)?;
         let Request { session, position, tokens, generate, stop, .. } = *request;
         let idle = self.idle();
         if let Some(failure) = idle.landing.as_ref().and_then(Landing::failure) {
@@ -147,40 +147,5 @@ impl Resident {
             ));
         }
         memory.sampling.set(copy, &mut memory.bounce, session, sampling)
-    }
-
-    /// Positions to run, if the request is one that the device can serve.
-    fn check_request(&mut self, request: &Request<'_>) -> Result<u32, HostError> {
-        let &Request { session, position, tokens, generate, stop, keep_logits, .. } = request;
-        let (vocab, sessions) = (self.idle().vocab, self.idle().options.sessions);
-        let (capacity, rows) =
-            (self.idle().memory.residents.kv_capacity, self.idle().memory.residents.logits_rows);
-        let refuse = |what: String| Err(HostError::Request(what));
-        if session >= sessions {
-            return refuse(format!("session {session} of {sessions}"));
-        }
-        if tokens.is_empty() {
-            return refuse("an empty prompt: there is no token to start from".into());
-        }
-        if let Some(token) = tokens.iter().find(|&&t| t >= vocab) {
-            return refuse(format!("token {token} is outside the vocabulary of {vocab}"));
-        }
-        if stop.len() > abi::STOP_TOKENS_MAX {
-            return refuse(format!(
-                "{} stop tokens; at most {} are possible",
-                stop.len(),
-                abi::STOP_TOKENS_MAX
-            ));
-        }
-        let steps = tokens.len() as u64 + u64::from(generate.saturating_sub(1));
-        if u64::from(position) + steps > u64::from(capacity) {
-            return refuse(format!(
-                "{steps} positions from {position} exceed the key/value capacity of {capacity}"
-            ));
-        }
-        if keep_logits && steps > u64::from(rows) {
-            return refuse(format!("{steps} rows of logits; {rows} were set aside"));
-        }
-        Ok(steps as u32)
     }
 }

@@ -73,7 +73,6 @@ impl PageTables {
         })
     }
 
-    /// Where the rows are.
     pub(crate) fn address(&self) -> u64 {
         self.rows.address
     }
@@ -83,12 +82,10 @@ impl PageTables {
         self.stride
     }
 
-    /// Where a session's row is.
     pub(crate) fn row(&self, session: u32) -> u64 {
         self.rows.address + u64::from(session * self.stride) * 2
     }
 
-    /// Where a layer's part of a page is.
     pub(crate) fn place(&self, layer: u32, page: u32) -> u64 {
         self.caches[layer as usize] + u64::from(page) * self.page_bytes
     }

@@ -63,23 +63,16 @@ fn groups(program: &Program, found: &mut Violations) -> BTreeMap<SlotId, Group> 
         group.parts.push((p.kv_head, p.split));
         if group.shape != shape {
             let name = slot_name(program, cache);
-            found.push(
-                Rule::KSplit,
-                at.clone(),
-                format!(
-                    "parameters or slots differ from those of {}, which uses {name} too",
-                    group.first
-                ),
-            );
+            let first = &group.first;
+            let detail =
+                format!("parameters or slots differ from those of {first}, which uses {name} too");
+            found.push(Rule::KSplit, at.clone(), detail);
         }
         if let SlotSource::KvCache { layer } = program.slots[cache.index()].source
             && layer != u32::from(task.layer)
         {
-            found.push(
-                Rule::KCache,
-                at,
-                format!("layer {} uses the cache of layer {layer}", task.layer),
-            );
+            let detail = format!("layer {} uses the cache of layer {layer}", task.layer);
+            found.push(Rule::KCache, at, detail);
         }
     }
     groups
@@ -91,11 +84,9 @@ fn splits(program: &Program, cache: SlotId, group: &Group, found: &mut Violation
     parts.sort_unstable();
     let name = slot_name(program, cache);
     for pair in parts.windows(2).filter(|pair| pair[0] == pair[1]) {
-        found.push(
-            Rule::KSplit,
-            group.first.clone(),
-            format!("split {} of head {} of {name} is attended twice", pair[0].1, pair[0].0),
-        );
+        let (head, split) = pair[0];
+        let detail = format!("split {split} of head {head} of {name} is attended twice");
+        found.push(Rule::KSplit, group.first.clone(), detail);
     }
     parts.dedup();
     let expected = u64::from(program.dims.kv_heads) * u64::from(group.shape.splits);
@@ -122,10 +113,11 @@ fn caches(program: &Program, found: &mut Violations) {
         let SlotSource::KvCache { layer } = slot.source else { continue };
         let id = SlotId(index as u32);
         if let Some(other) = seen.insert(layer, id) {
+            let other = slot_name(program, other);
             found.push(
                 Rule::KCache,
                 At::Slot(id),
-                format!("{} is the cache of layer {layer} too", slot_name(program, other)),
+                format!("{other} is the cache of layer {layer} too"),
             );
         }
     }
@@ -148,25 +140,21 @@ fn merged(task: &Task) -> Option<(u32, u32, u32)> {
 
 /// Partials are written by the attention of one layer and read by merges that compute the same active splits.
 fn merges(program: &Program, groups: &BTreeMap<SlotId, Group>, found: &mut Violations) {
+    let mut wrong = |at: &At, detail| found.push(Rule::KSplit, at.clone(), detail);
     let mut partials: FxHashMap<SlotId, (SlotId, &Shape)> = FxHashMap::default();
     for (&cache, group) in groups {
         let Some(slot) = group.shape.partials else { continue };
         if let Some((other, _)) = partials.insert(slot, (cache, &group.shape)) {
             let (a, b) = (slot_name(program, cache), slot_name(program, other));
-            found.push(
-                Rule::KSplit,
-                group.first.clone(),
+            wrong(
+                &group.first,
                 format!("the attention over {a} and over {b} write the same partials"),
             );
         }
     }
     for (at, task) in tasks(program).filter(|(_, task)| task.opcode != Opcode::Attention) {
         if let Some(slot) = task.writes.iter().flatten().find(|slot| partials.contains_key(slot)) {
-            found.push(
-                Rule::KSplit,
-                at.clone(),
-                format!("writes {}, which holds partials", slot_name(program, *slot)),
-            );
+            wrong(&at, format!("writes {}, which holds partials", slot_name(program, *slot)));
         }
         let merged = merged(task);
         for (index, slot) in task.reads.iter().enumerate() {
@@ -174,16 +162,12 @@ fn merges(program: &Program, groups: &BTreeMap<SlotId, Group>, found: &mut Viola
             let name = || slot_name(program, *slot);
             match (partials.get(slot), merged.filter(|_| index == 0)) {
                 (None, None) => {}
-                (Some(_), None) => found.push(
-                    Rule::KSplit,
-                    at.clone(),
-                    format!("reads the partials {} without merging them", name()),
-                ),
-                (None, Some(_)) => found.push(
-                    Rule::KSplit,
-                    at.clone(),
-                    format!("merges {}, which no attention writes", name()),
-                ),
+                (Some(_), None) => {
+                    wrong(&at, format!("reads the partials {} without merging them", name()))
+                }
+                (None, Some(_)) => {
+                    wrong(&at, format!("merges {}, which no attention writes", name()))
+                }
                 (Some((_, shape)), Some(mine)) => {
                     let theirs = (shape.splits, shape.kv_block, shape.window);
                     if mine != theirs {
@@ -191,28 +175,15 @@ fn merges(program: &Program, groups: &BTreeMap<SlotId, Group>, found: &mut Viola
                             "merges (splits, kv_block, window) {mine:?} of {}, attended with {theirs:?}",
                             name()
                         );
-                        found.push(Rule::KSplit, at.clone(), detail);
+                        wrong(&at, detail);
                     }
                 }
             }
         }
     }
-    attention_reads(program, &partials, found);
-}
-
-/// Attention reads qkv, never partials.
-fn attention_reads(
-    program: &Program,
-    partials: &FxHashMap<SlotId, (SlotId, &Shape)>,
-    found: &mut Violations,
-) {
     for (at, task) in tasks(program).filter(|(_, task)| task.opcode == Opcode::Attention) {
         if let Some(slot) = task.reads.iter().flatten().find(|slot| partials.contains_key(slot)) {
-            found.push(
-                Rule::KSplit,
-                at,
-                format!("attends to {}, which holds partials", slot_name(program, *slot)),
-            );
+            wrong(&at, format!("attends to {}, which holds partials", slot_name(program, *slot)));
         }
     }
 }

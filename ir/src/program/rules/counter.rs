@@ -1,7 +1,7 @@
 //! Counters: every wait can be over, and is for all arrivals. A wait for some of several arrivals says nothing about which ones.
 
 use crate::id::CounterId;
-use crate::program::Program;
+use crate::program::{Program, Wait};
 use crate::violation::{At, Rule, Violations};
 
 use super::tasks;
@@ -14,26 +14,17 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
         }
     }
     for (at, task) in tasks(program) {
-        for wait in &task.waits {
-            let have = arrivals[wait.counter.index()];
-            if wait.count == 0 || wait.count > have {
-                found.push(
-                    Rule::CSatisfiable,
-                    at.clone(),
-                    format!(
-                        "waits for {} arrivals of {}, which gets {have}",
-                        wait.count, wait.counter
-                    ),
-                );
-            } else if wait.count != have {
-                found.push(
-                    Rule::CAlljoin,
-                    at.clone(),
-                    format!("waits for {} of the {have} arrivals of {}", wait.count, wait.counter),
-                );
+        for &Wait { counter, count } in &task.waits {
+            let have = arrivals[counter.index()];
+            if count == 0 || count > have {
+                let detail = format!("waits for {count} arrivals of {counter}, which gets {have}");
+                found.push(Rule::CSatisfiable, at.clone(), detail);
+            } else if count != have {
+                let detail = format!("waits for {count} of the {have} arrivals of {counter}");
+                found.push(Rule::CAlljoin, at.clone(), detail);
             }
-            if u64::from(wait.count) * u64::from(program.kv_capacity) > u64::from(u32::MAX) {
-                found.push(Rule::CWidth, at.clone(), width(wait.count, program));
+            if u64::from(count) * u64::from(program.kv_capacity) > u64::from(u32::MAX) {
+                found.push(Rule::CWidth, at.clone(), width(count, program));
             }
         }
     }

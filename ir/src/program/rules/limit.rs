@@ -15,13 +15,13 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
     pipeline(program, found);
 }
 
+fn limit(found: &mut Violations, detail: String) {
+    found.push(Rule::PLimit, At::Whole, detail);
+}
+
 fn range(found: &mut Violations, what: &str, value: u64, low: u64, high: u64) {
     if !(low..=high).contains(&value) {
-        found.push(
-            Rule::PLimit,
-            At::Whole,
-            format!("{what} is {value}, not within {low}..={high}"),
-        );
+        limit(found, format!("{what} is {value}, not within {low}..={high}"));
     }
 }
 
@@ -48,26 +48,16 @@ fn dims(program: &Program, found: &mut Violations) {
     range(found, "kv_heads", d.kv_heads.into(), 1, d.heads.max(1).into());
     range(found, "head_dim", d.head_dim.into(), 1, abi::HEAD_DIM_MAX.into());
     if !d.head_dim.is_multiple_of(2) {
-        found.push(
-            Rule::PLimit,
-            At::Whole,
-            format!("head_dim is {}, and rotation needs pairs", d.head_dim),
-        );
+        limit(found, format!("head_dim is {}, and rotation needs pairs", d.head_dim));
     }
     if d.kv_heads == 0 || !d.heads.is_multiple_of(d.kv_heads) {
-        found.push(
-            Rule::PLimit,
-            At::Whole,
+        limit(
+            found,
             format!("{} heads do not divide among {} key/value heads", d.heads, d.kv_heads),
         );
     } else {
-        range(
-            found,
-            "heads per key/value head",
-            (d.heads / d.kv_heads).into(),
-            1,
-            abi::GROUP_MAX.into(),
-        );
+        let group = d.heads / d.kv_heads;
+        range(found, "heads per key/value head", group.into(), 1, abi::GROUP_MAX.into());
     }
 }
 
@@ -78,10 +68,6 @@ fn pipeline(program: &Program, found: &mut Violations) {
     range(found, "pipeline.in_flight", p.in_flight.into(), 1, p.stages.into());
     range(found, "pipeline.in_flight_near", p.in_flight_near.into(), 1, p.in_flight.into());
     if !p.stage_units.is_power_of_two() {
-        found.push(
-            Rule::PLimit,
-            At::Whole,
-            format!("pipeline.stage_units is {}, not a power of two", p.stage_units),
-        );
+        limit(found, format!("pipeline.stage_units is {}, not a power of two", p.stage_units));
     }
 }

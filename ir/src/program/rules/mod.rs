@@ -14,12 +14,10 @@ use crate::id::{SlotId, WorkerId};
 use crate::program::{Program, Task};
 use crate::violation::At;
 
-/// A task's place: worker and index in its queue.
 pub(super) fn at(worker: usize, index: usize) -> At {
     At::Task(WorkerId(worker as u32), index as u32)
 }
 
-/// Every task with its place, worker by worker.
 pub(super) fn tasks(program: &Program) -> impl Iterator<Item = (At, &Task)> {
     program.workers.iter().enumerate().flat_map(|(w, worker)| {
         worker.tasks.iter().enumerate().map(move |(i, task)| (at(w, i), task))

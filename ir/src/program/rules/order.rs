@@ -192,21 +192,14 @@ fn last(program: &Program, order: &Order, found: &mut Violations) {
         .map(|(_, n)| n)
         .collect();
     let &[sample] = samples.as_slice() else {
-        found.push(
-            Rule::OStep,
-            At::Whole,
-            format!("{} `sample` tasks, expected one", samples.len()),
-        );
-        return;
+        let detail = format!("{} `sample` tasks, expected one", samples.len());
+        return found.push(Rule::OStep, At::Whole, detail);
     };
     for task in
         (0..order.len() as u32).filter(|&task| task != sample && !order.released_to(task, sample))
     {
-        found.push(
-            Rule::OStep,
-            order.at(task),
-            format!("not ordered before `sample` at {}", order.at(sample)),
-        );
+        let detail = format!("not ordered before `sample` at {}", order.at(sample));
+        found.push(Rule::OStep, order.at(task), detail);
     }
 }
 
@@ -234,16 +227,12 @@ impl Graph {
         let mut regions: Vec<Region> = Vec::new();
         for ((_, task), number) in tasks(program).zip(0_u32..) {
             if let Some(counter) = task.signal {
-                graph.pairs.push((
-                    number,
-                    Edge { to: (task_len + counter.index()) as u32, tagged: false },
-                ));
+                let to = (task_len + counter.index()) as u32;
+                graph.pairs.push((number, Edge { to, tagged: false }));
             }
             for wait in &task.waits {
-                graph.pairs.push((
-                    (task_len + wait.counter.index()) as u32,
-                    Edge { to: number, tagged: false },
-                ));
+                let from = (task_len + wait.counter.index()) as u32;
+                graph.pairs.push((from, Edge { to: number, tagged: false }));
             }
             for region in
                 accesses(program, task).reads.into_iter().filter(|region| tagged(program, region))
@@ -327,11 +316,8 @@ impl Graph {
         let width = program.workers.len();
         let words = (self.tasks + self.counters).saturating_mul(width);
         if words > CLOCK_WORDS_MAX {
-            found.push(
-                Rule::PLimit,
-                At::Whole,
-                format!("clocks of {words} words, more than {CLOCK_WORDS_MAX}"),
-            );
+            let detail = format!("clocks of {words} words, more than {CLOCK_WORDS_MAX}");
+            found.push(Rule::PLimit, At::Whole, detail);
             return None;
         }
         let places = program

@@ -65,10 +65,8 @@ fn source(program: &Program, slot: &Slot) -> Finding {
         ) => false,
     };
     if !fits {
-        return Some((
-            Rule::PArity,
-            format!("a {} slot cannot have this source", slot.kind.name()),
-        ));
+        let detail = format!("a {} slot cannot have this source", slot.kind.name());
+        return Some((Rule::PArity, detail));
     }
     match &slot.source {
         SlotSource::Scratch => (slot.words == 0).then(|| (Rule::PShape, "no words".into())),
@@ -119,10 +117,8 @@ fn arena(program: &Program, slot: &Slot) -> Finding {
         });
     }
     if !slot.offset.is_multiple_of(SLOT_ALIGN) {
-        return Some((
-            Rule::MArena,
-            format!("offset {} is not a multiple of {SLOT_ALIGN}", slot.offset),
-        ));
+        let detail = format!("offset {} is not a multiple of {SLOT_ALIGN}", slot.offset);
+        return Some((Rule::MArena, detail));
     }
     let end = slot.offset.checked_add(bytes);
     end.is_none_or(|end| end > program.arena_bytes).then(|| {

@@ -30,27 +30,20 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
 
 /// Every id is in range, and so is the layer.
 fn ids(program: &Program, task: &Task, at: &At, found: &mut Violations) {
+    let mut wrong = |rule, detail| found.push(rule, at.clone(), detail);
     for slot in named(task).filter(|slot| slot.index() >= program.slots.len()) {
-        found.push(Rule::PArity, at.clone(), format!("there is no slot {slot}"));
+        wrong(Rule::PArity, format!("there is no slot {slot}"));
     }
     for counter in task.waits.iter().map(|wait| wait.counter).chain(task.signal) {
         if counter.0 >= program.counters {
-            found.push(Rule::PArity, at.clone(), format!("there is no counter {counter}"));
+            wrong(Rule::PArity, format!("there is no counter {counter}"));
         }
     }
     if task.waits.len() > abi::WAITS_MAX {
-        found.push(
-            Rule::PArity,
-            at.clone(),
-            format!("{} waits, at most {}", task.waits.len(), abi::WAITS_MAX),
-        );
+        wrong(Rule::PArity, format!("{} waits, at most {}", task.waits.len(), abi::WAITS_MAX));
     }
     if u32::from(task.layer) > program.dims.layers {
-        found.push(
-            Rule::PShape,
-            at.clone(),
-            format!("layer {} of {}", task.layer, program.dims.layers),
-        );
+        wrong(Rule::PShape, format!("layer {} of {}", task.layer, program.dims.layers));
     }
 }
 
@@ -88,21 +81,29 @@ impl<'a> Op<'a> {
         self.found.push(rule, self.at.clone(), detail);
     }
 
+    fn shape(&mut self, detail: String) {
+        self.wrong(Rule::PShape, detail);
+    }
+
+    fn arity(&mut self, detail: String) {
+        self.wrong(Rule::PArity, detail);
+    }
+
     fn equal(&mut self, what: &str, actual: u32, expected: u32) {
         if actual != expected {
-            self.wrong(Rule::PShape, format!("{what} is {actual}, expected {expected}"));
+            self.shape(format!("{what} is {actual}, expected {expected}"));
         }
     }
 
     fn below(&mut self, what: &str, actual: u32, limit: u32) {
         if actual >= limit {
-            self.wrong(Rule::PShape, format!("{what} is {actual}, not below {limit}"));
+            self.shape(format!("{what} is {actual}, not below {limit}"));
         }
     }
 
     fn finite(&mut self, what: &str, value: f32) {
         if !(value.is_finite() && value >= 0.0) {
-            self.wrong(Rule::PShape, format!("{what} is {value}"));
+            self.shape(format!("{what} is {value}"));
         }
     }
 
@@ -115,13 +116,13 @@ impl<'a> Op<'a> {
     /// A slot that must be there, of one of these kinds.
     fn slot(&mut self, what: &str, id: Option<SlotId>, kinds: &[SlotKind]) -> Option<&'a Slot> {
         let Some(id) = id else {
-            self.wrong(Rule::PArity, format!("{what} is missing"));
+            self.arity(format!("{what} is missing"));
             return None;
         };
         let slot = &self.program.slots[id.index()];
         if !kinds.contains(&slot.kind) {
             let name = slot_name(self.program, id);
-            self.wrong(Rule::PArity, format!("{what} is {name}, a {} slot", slot.kind.name()));
+            self.arity(format!("{what} is {name}, a {} slot", slot.kind.name()));
             return None;
         }
         Some(slot)
@@ -144,30 +145,28 @@ impl<'a> Op<'a> {
             u64::from(slot.words)
         };
         if have != words {
-            self.wrong(
-                Rule::PShape,
-                format!("{what} is {} with {have} words, expected {words}", slot.name),
-            );
+            self.shape(format!("{what} is {} with {have} words, expected {words}", slot.name));
         }
+    }
+
+    fn read_words(&mut self, what: &str, index: usize, kinds: &[SlotKind], words: u64) {
+        let slot = self.read(what, index, kinds);
+        self.words(what, slot, words);
+    }
+
+    fn write_words(&mut self, what: &str, index: usize, kinds: &[SlotKind], words: u64) {
+        let slot = self.write(what, index, kinds);
+        self.words(what, slot, words);
     }
 
     /// The slots from these places on are not used.
     fn none(&mut self, reads: &[usize], writes: &[usize]) {
-        for &index in reads {
-            if self.task.reads[index].is_some() {
-                self.wrong(
-                    Rule::PArity,
-                    format!("read {index} is not used by this {}", self.task.opcode.info().name),
-                );
-            }
+        let op = self.task.opcode.info().name;
+        for &index in reads.iter().filter(|&&index| self.task.reads[index].is_some()) {
+            self.arity(format!("read {index} is not used by this {op}"));
         }
-        for &index in writes {
-            if self.task.writes[index].is_some() {
-                self.wrong(
-                    Rule::PArity,
-                    format!("write {index} is not used by this {}", self.task.opcode.info().name),
-                );
-            }
+        for &index in writes.iter().filter(|&&index| self.task.writes[index].is_some()) {
+            self.arity(format!("write {index} is not used by this {op}"));
         }
     }
 
@@ -175,16 +174,10 @@ impl<'a> Op<'a> {
     fn splits(&mut self, head_dim: u32, splits: u32, kv_block: u32) {
         self.equal("head_dim", head_dim, self.program.dims.head_dim);
         if !(1..=abi::SPLITS_MAX).contains(&splits) {
-            self.wrong(
-                Rule::PShape,
-                format!("splits is {splits}, not within 1..={}", abi::SPLITS_MAX),
-            );
+            self.shape(format!("splits is {splits}, not within 1..={}", abi::SPLITS_MAX));
         }
         if !(1..=abi::KV_CAPACITY_MAX).contains(&kv_block) {
-            self.wrong(
-                Rule::PShape,
-                format!("kv_block is {kv_block}, not within 1..={}", abi::KV_CAPACITY_MAX),
-            );
+            self.shape(format!("kv_block is {kv_block}, not within 1..={}", abi::KV_CAPACITY_MAX));
         }
     }
 
@@ -195,7 +188,7 @@ impl<'a> Op<'a> {
 
     fn matrix(&mut self, p: &MatvecParams) {
         let Some(m) = self.program.matrices.get(p.matrix as usize) else {
-            self.wrong(Rule::PArity, format!("there is no matrix m{}", p.matrix));
+            self.arity(format!("there is no matrix m{}", p.matrix));
             return;
         };
         self.equal("units", p.units, m.units_per_tile());
@@ -203,10 +196,13 @@ impl<'a> Op<'a> {
         self.equal("rows", p.rows, m.rows());
         let end = u64::from(p.tile0) + u64::from(p.tiles);
         if p.tiles == 0 || end > u64::from(m.tiles()) {
-            self.wrong(
-                Rule::PShape,
-                format!("tiles {}..+{} of {}, which has {}", p.tile0, p.tiles, m.name, m.tiles()),
-            );
+            self.shape(format!(
+                "tiles {}..+{} of {}, which has {}",
+                p.tile0,
+                p.tiles,
+                m.name,
+                m.tiles()
+            ));
         }
     }
 
@@ -214,64 +210,54 @@ impl<'a> Op<'a> {
         let d = &self.program.dims;
         let norm = match prologue {
             Prologue::Copy | Prologue::Rms => {
-                let x = self.read("the input", 0, VECTOR);
-                self.words("the input", x, p.k_len.into());
+                self.read_words("the input", 0, VECTOR, p.k_len.into());
                 prologue == Prologue::Rms
             }
             Prologue::Merge => {
-                let partials = self.read("the partials", 0, ACTIVATION);
-                self.words("the partials", partials, self.partial_words(p.splits));
+                self.read_words("the partials", 0, ACTIVATION, self.partial_words(p.splits));
                 self.splits(p.head_dim, p.splits, p.kv_block);
                 self.equal("k_len", p.k_len, d.heads * d.head_dim);
                 false
             }
         };
         if norm {
-            let weight = self.read("the norm weight", 1, CONSTANT);
-            self.words("the norm weight", weight, p.k_len.into());
+            self.read_words("the norm weight", 1, CONSTANT, p.k_len.into());
             self.finite("eps", p.eps);
         } else {
             self.none(&[1], &[]);
         }
         if self.task.reads[2].is_some() {
-            let bias = self.read("the bias", 2, CONSTANT);
-            self.words("the bias", bias, p.rows.into());
+            self.read_words("the bias", 2, CONSTANT, p.rows.into());
         }
     }
 
     fn epilogue(&mut self, p: &MatvecParams, epilogue: Epilogue) {
         match epilogue {
             Epilogue::Store => {
-                let out = self.write("the output", 0, ACTIVATION);
-                self.words("the output", out, p.rows.into());
+                self.write_words("the output", 0, ACTIVATION, p.rows.into());
                 self.none(&[3], &[1]);
             }
             Epilogue::Residual => {
-                let residual = self.read("the residual", 3, VECTOR);
-                self.words("the residual", residual, p.rows.into());
-                let out = self.write("the output", 0, ACTIVATION);
-                self.words("the output", out, p.rows.into());
+                self.read_words("the residual", 3, VECTOR, p.rows.into());
+                self.write_words("the output", 0, ACTIVATION, p.rows.into());
                 self.none(&[], &[1]);
             }
             Epilogue::SiluMul => {
                 if let Some(out) = self.write("the output", 0, ACTIVATION)
                     && u64::from(out.words).next_multiple_of(8) != u64::from(p.rows / 2)
                 {
-                    self.wrong(
-                        Rule::PShape,
-                        format!(
-                            "{} has {} words, but gate and up make {}",
-                            out.name,
-                            out.words,
-                            p.rows / 2
-                        ),
-                    );
+                    self.shape(format!(
+                        "{} has {} words, but gate and up make {}",
+                        out.name,
+                        out.words,
+                        p.rows / 2
+                    ));
                 }
                 if !p.tile0.is_multiple_of(2) || !p.tiles.is_multiple_of(2) {
-                    self.wrong(
-                        Rule::PShape,
-                        format!("tiles {}..+{} split a pair of gate and up", p.tile0, p.tiles),
-                    );
+                    self.shape(format!(
+                        "tiles {}..+{} split a pair of gate and up",
+                        p.tile0, p.tiles
+                    ));
                 }
                 let pairs = self
                     .program
@@ -279,16 +265,12 @@ impl<'a> Op<'a> {
                     .get(p.matrix as usize)
                     .is_some_and(|m| m.map.interleaved && m.map.parts.len() == 2);
                 if !pairs {
-                    self.wrong(
-                        Rule::PShape,
-                        format!("m{} does not alternate tiles of gate and up", p.matrix),
-                    );
+                    self.shape(format!("m{} does not alternate tiles of gate and up", p.matrix));
                 }
                 self.none(&[3], &[1]);
             }
             Epilogue::Logits => {
-                let out = self.write("the logits", 0, &[SlotKind::Logits]);
-                self.words("the logits", out, p.rows.into());
+                self.write_words("the logits", 0, &[SlotKind::Logits], p.rows.into());
                 self.equal("rows", p.rows, self.program.dims.vocab);
                 self.write("the candidates", 1, CANDIDATES);
                 self.none(&[3], &[]);
@@ -308,10 +290,9 @@ impl OpVisitor for Op<'_> {
     fn embed(&mut self, p: &EmbedParams) {
         self.zero(&p.reserved);
         self.read("the embedding", 0, &[SlotKind::Embedding]);
-        let out = self.write("the output", 0, ACTIVATION);
-        self.words("the output", out, self.program.dims.hidden.into());
+        self.write_words("the output", 0, ACTIVATION, self.program.dims.hidden.into());
         if p.len == 0 {
-            self.wrong(Rule::PShape, "len is zero".into());
+            self.shape("len is zero".into());
         }
         self.none(&[1, 2, 3], &[1]);
     }
@@ -343,12 +324,12 @@ impl OpVisitor for Op<'_> {
         self.below("split", p.split, p.splits);
         self.finite("eps", p.eps);
         if !p.scale.is_finite() {
-            self.wrong(Rule::PShape, format!("scale is {}", p.scale));
+            self.shape(format!("scale is {}", p.scale));
         }
-        let qkv = self.read("qkv", 0, ACTIVATION);
-        self.words(
+        self.read_words(
             "qkv",
-            qkv,
+            0,
+            ACTIVATION,
             (u64::from(d.heads) + 2 * u64::from(d.kv_heads)) * u64::from(d.head_dim),
         );
         for (what, index) in [("the q norm", 1), ("the k norm", 2)] {
@@ -360,13 +341,9 @@ impl OpVisitor for Op<'_> {
         if let Some(freq) = self.read("inverse frequencies", 3, CONSTANT)
             && freq.source != SlotSource::InvFreq
         {
-            self.wrong(
-                Rule::PArity,
-                format!("{} does not hold the inverse frequencies", freq.name),
-            );
+            self.arity(format!("{} does not hold the inverse frequencies", freq.name));
         }
-        let partials = self.write("the partials", 0, ACTIVATION);
-        self.words("the partials", partials, self.partial_words(p.splits));
+        self.write_words("the partials", 0, ACTIVATION, self.partial_words(p.splits));
         self.write("the cache", 1, &[SlotKind::KvCache]);
     }
 
@@ -376,21 +353,18 @@ impl OpVisitor for Op<'_> {
         self.splits(p.head_dim, p.splits, p.kv_block);
         self.equal("heads_total", p.heads_total, d.heads);
         if p.heads == 0 || u64::from(p.head0) + u64::from(p.heads) > u64::from(d.heads) {
-            self.wrong(Rule::PShape, format!("heads {}..+{} of {}", p.head0, p.heads, d.heads));
+            self.shape(format!("heads {}..+{} of {}", p.head0, p.heads, d.heads));
         }
-        let partials = self.read("the partials", 0, ACTIVATION);
-        self.words("the partials", partials, self.partial_words(p.splits));
-        let out = self.write("the output", 0, ACTIVATION);
-        self.words("the output", out, u64::from(d.heads) * u64::from(d.head_dim));
+        self.read_words("the partials", 0, ACTIVATION, self.partial_words(p.splits));
+        self.write_words("the output", 0, ACTIVATION, u64::from(d.heads) * u64::from(d.head_dim));
         self.none(&[1, 2, 3], &[1]);
     }
 
     fn sample(&mut self, p: &SampleParams) {
         self.zero(&p.reserved);
-        let candidates = self.read("the candidates", 0, CANDIDATES);
-        self.words("the candidates", candidates, 2 * u64::from(p.candidates));
+        self.read_words("the candidates", 0, CANDIDATES, 2 * u64::from(p.candidates));
         if p.candidates == 0 {
-            self.wrong(Rule::PShape, "no candidates".into());
+            self.shape("no candidates".into());
         }
         self.none(&[1, 2, 3], &[0, 1]);
     }

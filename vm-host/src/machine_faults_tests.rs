@@ -8,6 +8,7 @@ use ir::program::{Program, Verified};
 
 use crate::error::HostError;
 use crate::machine::Resident;
+use crate::memory::{download, upload};
 
 /// What goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,8 +49,8 @@ impl Resident {
     /// If that fails, or the program has nothing that can go wrong so.
     pub fn spoil(&mut self, program: &Verified<Program>, fault: Fault) -> Result<(), HostError> {
         match fault {
-            Fault::LostCommand => self.ring().lose_one(),
-            Fault::ScribbledRing => self.ring().scribble(),
+            Fault::LostCommand => self.idle().memory.ring.lose_one(),
+            Fault::ScribbledRing => self.idle().memory.ring.scribble(),
             Fault::MissingSignal
             | Fault::CyclicWait
             | Fault::WrongThreshold
@@ -61,7 +62,7 @@ impl Resident {
 
     fn spoil_tables(&mut self, program: &Verified<Program>, fault: Fault) -> Result<(), HostError> {
         let loaded = self.load(program)?;
-        let base = self.address(loaded);
+        let base = self.idle().memory.programs[loaded.place].address;
         let mut header = [ProgramHeader::default()];
         self.peek(base, &mut header)?;
         let mut tables = Tables {
@@ -81,6 +82,16 @@ impl Resident {
             self.poke(header[0].queues, &tables.queues)?;
         }
         self.switch(loaded)
+    }
+
+    fn peek<T: bytemuck::Pod>(&mut self, at: u64, out: &mut [T]) -> Result<(), HostError> {
+        let idle = self.idle();
+        download(&idle.copy, &idle.memory.bounce, at, bytemuck::cast_slice_mut(out))
+    }
+
+    fn poke<T: bytemuck::Pod>(&mut self, at: u64, values: &[T]) -> Result<(), HostError> {
+        let idle = self.idle();
+        upload(&idle.copy, &mut idle.memory.bounce, at, bytemuck::cast_slice(values))
     }
 }
 

@@ -1,0 +1,19 @@
+//! Ways to spoil a ring; see `machine_faults_tests.rs`.
+
+use std::sync::atomic::Ordering;
+
+use super::{RingHost, STATUS};
+
+impl RingHost {
+    /// As if the next entry had been overwritten before the device saw it.
+    pub(crate) fn lose_one(&mut self) {
+        self.tail = self.tail.wrapping_add(1);
+    }
+
+    /// Overwrites entries and indices.
+    pub(crate) fn scribble(&self) {
+        for offset in (0..STATUS).step_by(4) {
+            self.store(offset, u32::MAX, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,5 +1,5 @@
 // Weights that are still on their way while the kernel runs. The host copies packed units in landing order on a stream of its own and raises
-// `landed` behind each copy (vm-host/src/landing/); who needs units that are not there waits here. docs/explanation/protocol.md, "Landing".
+// `landed` behind each copy (vm-host/src/landing/); who needs units that are not there waits here. docs/protocol.md, "Landing".
 #pragma once
 
 __device__ __forceinline__ amk_landing* landing_of(Shared* sh) { return (amk_landing*)sh->launch->landing; }

@@ -54,8 +54,8 @@ fn opcodes() -> String {
     let structs = abi::structs();
     let mut out = String::from(
         "# Opcodes\n\nGenerated from `abi/src/op.rs` by the tests (`BLESS=1 cargo test -p tests docs`); edits are overwritten.\n\n\
-         The same name stands in the text form, in `op_<name>` on the device and in the reference VM. Parameters are 64 bytes; words that \
-         are not listed are zero.\n\nValues of enumerations:\n\n",
+         The same name stands in the text form, in `op_<name>` on the device and in the reference VM. Parameters are 64 bytes;\nwords that are not \
+         listed are zero.\n\nValues of enumerations:\n\n",
     );
     values(&mut out, "prologue", Prologue::ALL.iter().map(|v| (v.name(), *v as u32)));
     values(&mut out, "epilogue", Epilogue::ALL.iter().map(|v| (v.name(), *v as u32)));
@@ -89,8 +89,8 @@ fn invariants() -> String {
     let files = tests::filetest::all();
     let folder = root();
     let mut out = String::from(
-        "# Invariants\n\nGenerated from the rule table in `ir/src/violation.rs` by the tests (`BLESS=1 cargo test -p tests docs`); edits are \
-         overwritten.\n\n`validate` checks what somebody wrote, `verify` what we made. Both report everything they find, each with its place \
+        "# Invariants\n\nGenerated from the rule table in `ir/src/violation.rs` by the tests (`BLESS=1 cargo test -p tests docs`); edits are\n\
+         overwritten.\n\n`validate` checks what somebody wrote, `verify` what we made. Both report everything they find, each with its\nplace \
          and its numbers.\n",
     );
     for (level, title, who) in
@@ -164,7 +164,7 @@ fn tables_of_the_store() -> String {
         let kind = if table.is_derived() { "derived" } else { "kept" };
         let _ = writeln!(
             out,
-            "### `{}` ({kind})\n\n{} Key: `{}`.\n",
+            "### `{}` ({kind})\n\n{}\n\nKey: `{}`.\n",
             table.name, table.about, table.key
         );
         out.push_str("| column | holds | from | meaning |\n|---|---|---|---|\n");

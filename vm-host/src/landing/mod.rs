@@ -1,5 +1,5 @@
 //! Brings weights to the device, before a kernel is launched or while it is resident: from files through packing threads, in the order in
-//! which a step needs them, or out of memory. docs/explanation/runtime.md, "Weights that land later".
+//! which a step needs them, or out of memory. docs/explanation/runtime.md, "Streamed weight loading".
 
 mod device;
 mod in_memory;

@@ -128,9 +128,136 @@ impl Drop for HostBuffer {
     }
 }
 
-/// Copies `bytes` to the device through a page-locked bounce buffer, in pieces. Safe beside a resident kernel: it only waits for its
-/// own stream.
-pub(crate) fn upload(
+/// Bytes of one copy of a fill.
+const FILL_BYTES: usize = 4 << 20;
+
+/// Copies to and from the device through a page-locked buffer, in pieces. Safe beside a resident kernel: it only waits for its own stream.
+pub(crate) struct Copier {
+    stream: Stream,
+    bounce: HostBuffer,
+}
+
+impl Copier {
+    /// With a buffer of so many bytes. Never called while a kernel is resident.
+    pub(crate) fn new(bytes: usize) -> Result<Self, HostError> {
+        Ok(Self { stream: Stream::new()?, bounce: HostBuffer::zeroed(bytes)? })
+    }
+
+    pub(crate) fn upload(&mut self, target: u64, bytes: &[u8]) -> Result<(), HostError> {
+        upload(&self.stream, &mut self.bounce, target, bytes)
+    }
+
+    /// The same behind everything in another stream.
+    pub(crate) fn upload_behind(
+        &mut self,
+        stream: &Stream,
+        target: u64,
+        bytes: &[u8],
+    ) -> Result<(), HostError> {
+        upload(stream, &mut self.bounce, target, bytes)
+    }
+
+    /// Fills device memory by copies of a filled buffer: a memset may be a kernel, which a resident kernel leaves no room for.
+    pub(crate) fn fill(&mut self, target: u64, bytes: u64, value: u8) -> Result<(), HostError> {
+        self.fill_all(std::iter::once(target), bytes, value)
+    }
+
+    /// Fills several ranges of so many bytes each, and waits once.
+    pub(crate) fn fill_all(
+        &mut self,
+        targets: impl Iterator<Item = u64>,
+        bytes: u64,
+        value: u8,
+    ) -> Result<(), HostError> {
+        let len = (self.bounce.bytes.min(FILL_BYTES) as u64).min(bytes) as usize;
+        // SAFETY: the bounce buffer is ours and holds `len` bytes; no copy from it is under way.
+        unsafe { std::ptr::write_bytes(self.bounce.pointer(), value, len) };
+        for target in targets {
+            let mut done = 0;
+            while done < bytes {
+                let piece = (bytes - done).min(len as u64);
+                self.stream.copy_in(target + done, self.bounce.pointer(), piece as usize)?;
+                done += piece;
+            }
+        }
+        self.stream.synchronize()
+    }
+
+    pub(crate) fn download(&self, source: u64, out: &mut [u8]) -> Result<(), HostError> {
+        for (i, piece) in out.chunks_mut(self.bounce.bytes).enumerate() {
+            self.copy_out(source + (i * self.bounce.bytes) as u64, piece.len())?;
+            self.bounce.read(0, piece);
+        }
+        Ok(())
+    }
+
+    /// So many values from an address on.
+    pub(crate) fn values<T: bytemuck::Pod>(
+        &self,
+        source: u64,
+        count: usize,
+    ) -> Result<Vec<T>, HostError> {
+        let mut values = vec![T::zeroed(); count];
+        self.download(source, bytemuck::cast_slice_mut(&mut values))?;
+        Ok(values)
+    }
+
+    /// Copies rows of numbers out, each into memory of its own.
+    pub(crate) fn rows(
+        &self,
+        source: u64,
+        rows: usize,
+        len: usize,
+    ) -> Result<Vec<Vec<f32>>, HostError> {
+        let mut out = vec![Vec::new(); rows];
+        self.each_piece(source, &mut out, len, |row, copy| {
+            *row = vec![0.0; len];
+            copy(row);
+        })?;
+        Ok(out)
+    }
+
+    /// Copies as many rows of numbers out as `out` holds.
+    pub(crate) fn rows_into(
+        &self,
+        source: u64,
+        out: &mut [f32],
+        len: usize,
+    ) -> Result<(), HostError> {
+        let mut rows: Vec<_> = out.chunks_exact_mut(len).collect();
+        self.each_piece(source, &mut rows, len, |row, copy| copy(row))
+    }
+
+    /// Rows in pieces: as many at a time as the bounce buffer holds, at least one. From there all cores copy.
+    fn each_piece<R: Send>(
+        &self,
+        source: u64,
+        rows: &mut [R],
+        len: usize,
+        take: impl Fn(&mut R, &dyn Fn(&mut [f32])) + Sync,
+    ) -> Result<(), HostError> {
+        let (bounce, row_bytes) = (&self.bounce, len * size_of::<f32>());
+        let at_once = (bounce.bytes / row_bytes).max(1);
+        for (piece, rows) in rows.chunks_mut(at_once).enumerate() {
+            self.copy_out(source + (piece * at_once * row_bytes) as u64, rows.len() * row_bytes)?;
+            rows.par_iter_mut().enumerate().for_each(|(index, row)| {
+                let copy = |values: &mut [f32]| {
+                    bounce.read(index * row_bytes, bytemuck::cast_slice_mut(values));
+                };
+                take(row, &copy);
+            });
+        }
+        Ok(())
+    }
+
+    /// Brings so many bytes into the bounce buffer.
+    fn copy_out(&self, source: u64, bytes: usize) -> Result<(), HostError> {
+        self.stream.copy_out(self.bounce.pointer(), source, bytes)?;
+        self.stream.synchronize()
+    }
+}
+
+fn upload(
     stream: &Stream,
     bounce: &mut HostBuffer,
     target: u64,
@@ -142,117 +269,4 @@ pub(crate) fn upload(
         stream.synchronize()?;
     }
     Ok(())
-}
-
-/// Bytes of one copy of a fill.
-const FILL_BYTES: usize = 4 << 20;
-
-/// Fills device memory by copies of a filled bounce buffer: a memset may be a kernel, which a resident kernel leaves no room for.
-pub(crate) fn upload_fill(
-    stream: &Stream,
-    bounce: &mut HostBuffer,
-    target: u64,
-    bytes: u64,
-    value: u8,
-) -> Result<(), HostError> {
-    upload_fills(stream, bounce, std::iter::once(target), bytes, value)
-}
-
-/// Fills several ranges of so many bytes each, and waits once.
-pub(crate) fn upload_fills(
-    stream: &Stream,
-    bounce: &mut HostBuffer,
-    targets: impl Iterator<Item = u64>,
-    bytes: u64,
-    value: u8,
-) -> Result<(), HostError> {
-    let len = (bounce.bytes.min(FILL_BYTES) as u64).min(bytes) as usize;
-    // SAFETY: the bounce buffer is ours and holds `len` bytes; no copy from it is under way.
-    unsafe { std::ptr::write_bytes(bounce.pointer(), value, len) };
-    for target in targets {
-        let mut done = 0;
-        while done < bytes {
-            let piece = (bytes - done).min(len as u64);
-            stream.copy_in(target + done, bounce.pointer(), piece as usize)?;
-            done += piece;
-        }
-    }
-    stream.synchronize()
-}
-
-pub(crate) fn download(
-    stream: &Stream,
-    bounce: &HostBuffer,
-    source: u64,
-    out: &mut [u8],
-) -> Result<(), HostError> {
-    for (i, piece) in out.chunks_mut(bounce.bytes).enumerate() {
-        stream.copy_out(bounce.pointer(), source + (i * bounce.bytes) as u64, piece.len())?;
-        stream.synchronize()?;
-        bounce.read(0, piece);
-    }
-    Ok(())
-}
-
-/// Copies rows of numbers out, each into memory of its own.
-pub(crate) fn download_rows(
-    stream: &Stream,
-    bounce: &HostBuffer,
-    source: u64,
-    rows: usize,
-    len: usize,
-) -> Result<Vec<Vec<f32>>, HostError> {
-    let row_bytes = len * size_of::<f32>();
-    let mut out = Vec::with_capacity(rows);
-    for piece in pieces(bounce, rows, row_bytes) {
-        copy_piece(stream, bounce, source, &piece, row_bytes)?;
-        let row = |index: usize| {
-            let mut values = vec![0.0; len];
-            bounce.read(index * row_bytes, bytemuck::cast_slice_mut(&mut values));
-            values
-        };
-        out.par_extend((0..piece.len()).into_par_iter().map(row));
-    }
-    Ok(out)
-}
-
-/// Copies as many rows of numbers out as `out` holds.
-pub(crate) fn download_into(
-    stream: &Stream,
-    bounce: &HostBuffer,
-    source: u64,
-    out: &mut [f32],
-    len: usize,
-) -> Result<(), HostError> {
-    let row_bytes = len * size_of::<f32>();
-    for piece in pieces(bounce, out.len() / len, row_bytes) {
-        copy_piece(stream, bounce, source, &piece, row_bytes)?;
-        let rows = &mut out[piece.start * len..piece.end * len];
-        rows.par_chunks_exact_mut(len).enumerate().for_each(|(index, row)| {
-            bounce.read(index * row_bytes, bytemuck::cast_slice_mut(row));
-        });
-    }
-    Ok(())
-}
-
-/// Rows in pieces: as many at a time as the bounce buffer holds, at least one. From there all cores copy.
-fn pieces(
-    bounce: &HostBuffer,
-    rows: usize,
-    row_bytes: usize,
-) -> impl Iterator<Item = std::ops::Range<usize>> {
-    let at_once = (bounce.bytes / row_bytes).max(1);
-    (0..rows).step_by(at_once).map(move |first| first..rows.min(first + at_once))
-}
-
-fn copy_piece(
-    stream: &Stream,
-    bounce: &HostBuffer,
-    source: u64,
-    piece: &std::ops::Range<usize>,
-    row_bytes: usize,
-) -> Result<(), HostError> {
-    let start = source + (piece.start * row_bytes) as u64;
-    stream.copy_out(bounce.pointer(), start, piece.len() * row_bytes)?;
-    stream.synchronize()
 }

@@ -121,7 +121,7 @@ impl FirstDivergence {
         let (worker, task) = match run {
             Run::Trapped(trap) => (trap.worker.0, trap.task),
             Run::Stuck { waiting } => waiting.first().map(|w| (w.worker.0, w.task))?,
-            Run::Finished(_) | Run::OutOfFuel { .. } => return None,
+            Run::Finished(_) => return None,
         };
         let task = TaskAt::of(program, worker, task);
         let detail = format!("{task}: {}", Dropped::Halted(run.clone()));

@@ -306,7 +306,7 @@ impl Stretch {
         let run = machine.run(&self.tokens, Order::Waves)?;
         let outputs = match run {
             Run::Finished(outputs) => outputs,
-            halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+            halted @ (Run::Trapped(_) | Run::Stuck { .. }) => {
                 return Err(Dropped::Halted(halted));
             }
         };

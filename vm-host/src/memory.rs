@@ -3,10 +3,11 @@
 
 use std::marker::PhantomData;
 
+use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
 use rayon::prelude::*;
 
-use crate::driver::{Stream, check};
+use crate::driver::{Stream, called};
 use crate::error::HostError;
 
 pub(crate) struct DeviceBuffer {
@@ -19,22 +20,19 @@ impl DeviceBuffer {
     /// Allocates zeroed memory. Never called while a kernel is resident.
     pub(crate) fn zeroed(bytes: u64) -> Result<Self, HostError> {
         let bytes = bytes.max(256);
-        let mut address = 0;
-        // SAFETY: the out pointer is valid; a context is current.
-        let result = unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes as usize) };
-        if result == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-            let (mut free, mut total) = (0, 0);
-            // SAFETY: both out pointers are valid.
-            check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
+        // SAFETY: a context is current.
+        let made = unsafe { result::malloc_sync(bytes as usize) };
+        if let Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) = made {
+            let (free, _) = called("cuMemGetInfo", result::mem_get_info())?;
             return Err(HostError::OutOfMemory { needed: bytes, free: free as u64 });
         }
-        check("cuMemAlloc", result)?;
+        let address = called("cuMemAlloc", made)?;
         let buffer = Self { address, bytes };
         // The memset does not wait, and our streams do not wait for it: what is copied in next must not be zeroed then.
         // SAFETY: the range was just allocated; null is the legacy stream, in which the memset is.
         unsafe {
-            check("cuMemsetD8", sys::cuMemsetD8_v2(address, 0, bytes as usize))?;
-            check("cuStreamSynchronize", sys::cuStreamSynchronize(std::ptr::null_mut()))?;
+            called("cuMemsetD8", result::memset_d8_sync(address, 0, bytes as usize))?;
+            called("cuStreamSynchronize", result::stream::synchronize(result::stream::null()))?;
         }
         Ok(buffer)
     }
@@ -65,18 +63,16 @@ impl HostBuffer {
     /// Allocates zeroed memory. Never called while a kernel is resident.
     pub(crate) fn zeroed(bytes: usize) -> Result<Self, HostError> {
         let bytes = bytes.max(4096);
-        let mut host = std::ptr::null_mut();
-        let mut device = 0;
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: out pointers are valid; the range written is the range allocated.
-        unsafe {
-            check("cuMemHostAlloc", sys::cuMemHostAlloc(&raw mut host, bytes, flags))?;
+        let mut device = 0;
+        // SAFETY: the out pointer is valid; the range written is the range allocated.
+        let host = unsafe {
+            let host = called("cuMemHostAlloc", result::malloc_host(bytes, flags))?;
             std::ptr::write_bytes(host.cast::<u8>(), 0, bytes);
-            check(
-                "cuMemHostGetDevicePointer",
-                sys::cuMemHostGetDevicePointer_v2(&raw mut device, host, 0),
-            )?;
-        }
+            let made = sys::cuMemHostGetDevicePointer_v2(&raw mut device, host, 0);
+            called("cuMemHostGetDevicePointer", made.result())?;
+            host
+        };
         Ok(Self { host: host.cast(), device, bytes, _raw: PhantomData })
     }
 
@@ -87,30 +83,23 @@ impl HostBuffer {
 
     /// Copies `bytes` in at `offset`. The device is not reading that range.
     pub(crate) fn write(&mut self, offset: usize, bytes: &[u8]) {
-        assert!(
-            offset.checked_add(bytes.len()).is_some_and(|end| end <= self.bytes),
-            "{} bytes at {offset} of {}",
-            bytes.len(),
-            self.bytes
-        );
-        // SAFETY: in range by the assert; the caller promises that the device is not reading it.
-        unsafe {
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.host.add(offset), bytes.len())
-        };
+        let place = self.range(offset, bytes.len());
+        // SAFETY: in range; the caller promises that the device is not reading it.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) };
     }
 
     /// Copies `out.len()` bytes from `offset`. The device is not writing that range.
     pub(crate) fn read(&self, offset: usize, out: &mut [u8]) {
-        assert!(
-            offset.checked_add(out.len()).is_some_and(|end| end <= self.bytes),
-            "{} bytes at {offset} of {}",
-            out.len(),
-            self.bytes
-        );
-        // SAFETY: in range by the assert; the caller promises that the device is not writing it.
-        unsafe {
-            std::ptr::copy_nonoverlapping(self.host.add(offset), out.as_mut_ptr(), out.len())
-        };
+        let place = self.range(offset, out.len());
+        // SAFETY: in range; the caller promises that the device is not writing it.
+        unsafe { std::ptr::copy_nonoverlapping(place, out.as_mut_ptr(), out.len()) };
+    }
+
+    /// Where a range of so many bytes begins, which lies within the buffer.
+    fn range(&self, offset: usize, bytes: usize) -> *mut u8 {
+        let fits = offset.checked_add(bytes).is_some_and(|end| end <= self.bytes);
+        assert!(fits, "{bytes} bytes at {offset} of {}", self.bytes);
+        self.host.wrapping_add(offset)
     }
 
     /// So many words from `offset`, as [`read`](Self::read).

@@ -218,6 +218,12 @@ impl Task {
         const { assert!(size_of::<P>() == abi::PARAM_BYTES) };
         bytemuck::cast(self.params)
     }
+
+    /// The parameters by the op that they are of.
+    #[must_use]
+    pub fn op(&self) -> abi::Params<'_> {
+        abi::Params::new(self.opcode, &self.params)
+    }
 }
 
 /// One persistent thread block's share.

@@ -114,15 +114,9 @@ pub enum What {
     /// Logits, one row a position.
     Logits,
     /// Cached keys of a layer, one row a position.
-    Keys {
-        /// The layer.
-        layer: u32,
-    },
+    Keys(u32),
     /// Cached values of a layer, one row a position.
-    Values {
-        /// The layer.
-        layer: u32,
-    },
+    Values(u32),
     /// What a slot holds after each position.
     Slot(SlotId),
     /// Tokens chosen, one a position.
@@ -133,8 +127,8 @@ impl fmt::Display for What {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Logits => f.write_str("logits"),
-            Self::Keys { layer } => write!(f, "keys of layer {layer}"),
-            Self::Values { layer } => write!(f, "values of layer {layer}"),
+            Self::Keys(layer) => write!(f, "keys of layer {layer}"),
+            Self::Values(layer) => write!(f, "values of layer {layer}"),
             Self::Slot(slot) => write!(f, "slot {slot}"),
             Self::Chosen => f.write_str("chosen tokens"),
         }

@@ -49,15 +49,9 @@ pub enum Place {
     /// A slot.
     Slot(SlotId),
     /// The keys of a layer, at the step's position.
-    Keys {
-        /// The layer.
-        layer: u16,
-    },
+    Keys(u16),
     /// The values of a layer, at the step's position.
-    Values {
-        /// The layer.
-        layer: u16,
-    },
+    Values(u16),
     /// The token chosen.
     Token,
 }
@@ -405,10 +399,8 @@ impl<'s, 'a> Step<'s, 'a> {
         if let Some(appended) = &fired.appended {
             let layer = task.layer;
             let start = appended.kv_head as usize * self.examiner.graph.head_dim as usize;
-            let sides = [
-                (Place::Keys { layer }, &appended.key),
-                (Place::Values { layer }, &appended.value),
-            ];
+            let sides =
+                [(Place::Keys(layer), &appended.key), (Place::Values(layer), &appended.value)];
             for (side, (place, got)) in (1..).zip(sides) {
                 let belongs = self.appended(usize::from(layer), side, start..start + got.len());
                 add(place, start, got, belongs);

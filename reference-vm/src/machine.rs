@@ -270,7 +270,7 @@ impl<'a> Machine<'a> {
         }
         InputError::check(&[], 0, positions, capacity)?;
         if !self.memory.fill(positions, layers) {
-            return Err(InputError::Cache { positions }.into());
+            return Err(InputError::Cache(positions).into());
         }
         (self.positions, self.chosen) = (positions, None);
         Ok(())
@@ -504,7 +504,7 @@ impl<'a> Machine<'a> {
     fn end(&self, worker: usize, progress: &Progress, token: u32, left: u64) -> Result<u32, Trap> {
         let vocab = self.program.dims.vocab;
         if left > 0 {
-            return Err(self.trap(worker, progress.task - 1, Fault::EarlyEnd { tasks: left }));
+            return Err(self.trap(worker, progress.task - 1, Fault::EarlyEnd(left)));
         }
         if token >= vocab {
             return Err(self.trap(worker, progress.task - 1, Fault::BadToken { token, vocab }));

@@ -164,8 +164,8 @@ pub fn place_name(program: &Program, place: Place) -> String {
             .slots
             .get(slot.index())
             .map_or_else(|| slot.to_string(), |found| found.name.clone()),
-        Place::Keys { layer } => format!("layers.{layer}.keys"),
-        Place::Values { layer } => format!("layers.{layer}.values"),
+        Place::Keys(layer) => format!("layers.{layer}.keys"),
+        Place::Values(layer) => format!("layers.{layer}.values"),
         Place::Token => "token".to_owned(),
     }
 }

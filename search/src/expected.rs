@@ -332,8 +332,8 @@ impl Stretch {
         {
             let at = layer as u32;
             let parts = [
-                (What::Keys { layer: at }, keys, machine.keys(layer)),
-                (What::Values { layer: at }, values, machine.values(layer)),
+                (What::Keys(at), keys, machine.keys(layer)),
+                (What::Values(at), values, machine.values(layer)),
             ];
             for ((what, want, all), &allowed) in parts.into_iter().zip(allowed) {
                 let got = &all[all.len().saturating_sub(want.len())..];

@@ -197,11 +197,11 @@ impl Stream {
         shared: u32,
         arguments: &mut [*mut std::ffi::c_void],
     ) -> Result<(), HostError> {
-        // SAFETY: the callers pass one pointer per kernel parameter, each to a value of that parameter's type.
         let (grid, block) = ((grid, 1, 1), (block, 1, 1));
-        called("cuLaunchKernel", unsafe {
-            result::launch_kernel(function.0, grid, block, shared, self.0, arguments)
-        })
+        // SAFETY: the callers pass one pointer per kernel parameter, each to a value of that parameter's type.
+        let launched =
+            unsafe { result::launch_kernel(function.0, grid, block, shared, self.0, arguments) };
+        called("cuLaunchKernel", launched)
     }
 }
 

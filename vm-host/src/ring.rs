@@ -168,7 +168,7 @@ impl<W: Words> RingHost<W> {
                 }
                 if waited > ask_at {
                     // An exception of the kernel, which every later call reports too.
-                    let died = |error: HostError| HostError::Died { message: error.to_string() };
+                    let died = |error: HostError| HostError::Died(error.to_string());
                     if gone().map_err(died)? {
                         return self.last_words();
                     }

@@ -72,8 +72,8 @@ fn agree(model: &Model, plan: Plan, order: Order, n: u32) -> Vec<Vec<f32>> {
     let width = model.graph.kv_width() as usize;
     for layer in 0..model.graph.layers.len() {
         let pairs = [
-            (What::Keys { layer: layer as u32 }, evaluator.keys(layer), machine.keys(layer)),
-            (What::Values { layer: layer as u32 }, evaluator.values(layer), machine.values(layer)),
+            (What::Keys(layer as u32), evaluator.keys(layer), machine.keys(layer)),
+            (What::Values(layer as u32), evaluator.values(layer), machine.values(layer)),
         ];
         for (what, want, got) in pairs {
             let (want, got) = (want.chunks_exact(width), got.chunks_exact(width));
@@ -267,7 +267,7 @@ fn a_step_ends_once_and_last() {
             .position(|worker| worker.tasks.last().unwrap().opcode == Opcode::Sample);
         program.workers[last.unwrap()].tasks.push(nop);
     };
-    assert_eq!(fault(nop, Order::Waves), Fault::EarlyEnd { tasks: 1 });
+    assert_eq!(fault(nop, Order::Waves), Fault::EarlyEnd(1));
     let none = |program: &mut Program| {
         tasks(program, Opcode::Sample).for_each(|task| {
             let nop = ir::program::Task::new(Opcode::Nop, 0, abi::NopParams { reserved: [0; 16] });
@@ -444,8 +444,8 @@ fn resuming_goes_on_with_the_same_bits() {
         assert_eq!(other.positions(), 9);
         assert_eq!(other.greedy(1, &[], Order::Waves), Err(InputError::NothingFed.into()));
         assert_eq!(outputs(other.run(&tokens(3), Order::Waves).unwrap()), want);
-        assert_eq!(other.resume(8, &cache), Err(InputError::Cache { positions: 8 }.into()));
-        assert_eq!(other.resume(9, &cache[1..]), Err(InputError::Cache { positions: 9 }.into()));
+        assert_eq!(other.resume(8, &cache), Err(InputError::Cache(8).into()));
+        assert_eq!(other.resume(9, &cache[1..]), Err(InputError::Cache(9).into()));
         let capacity = program.kv_capacity as usize;
         let full = InputError::Capacity { positions: capacity + 1, capacity }.into();
         assert_eq!(other.resume(capacity + 1, &cache), Err(full));

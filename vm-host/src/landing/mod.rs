@@ -115,9 +115,11 @@ impl Progress {
 
     /// No more weights will come: they are all there, or there is a reason.
     pub(crate) fn end(&self, result: Result<(), HostError>) {
-        let over = result.map_err(|error| match error {
-            HostError::Weights { path, message } => Failure { path, message },
-            error => Failure { path: "weights".into(), message: error.to_string() },
+        let over = result.map_err(|error| {
+            if let HostError::Weights { path, message } = error {
+                return Failure { path, message };
+            }
+            Failure { path: "weights".into(), message: error.to_string() }
         });
         let mut state = self.state();
         state.seconds = self.began.elapsed().as_secs_f64();

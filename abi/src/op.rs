@@ -251,6 +251,13 @@ macro_rules! wire_enum {
                 match self { $(Self::$variant => concat!($($doc),+).trim()),+ }
             }
         }
+
+        /// The value with the least number.
+        impl Default for $name {
+            fn default() -> Self {
+                Self::ALL[0]
+            }
+        }
     };
 }
 pub(crate) use wire_enum;

@@ -234,7 +234,7 @@ pub struct Worker {
 }
 
 /// The ring of landed weights of each worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Pipeline {
     /// Units of a stage, a power of two.
     pub stage_units: u32,
@@ -247,7 +247,7 @@ pub struct Pipeline {
 }
 
 /// The shapes of the graph that programs depend on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Dims {
     /// Width of the residual stream.
     pub hidden: u32,
@@ -283,7 +283,7 @@ impl From<&Graph> for Dims {
 }
 
 /// A lowered program.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Program {
     /// Name of the model, for reports.
     pub model: String,

@@ -507,21 +507,20 @@ fn device_error(error: HostError) -> DeviceError {
             after_ms: u64::try_from(waited.as_millis()).unwrap_or(u64::MAX),
             status: format!("poller {}", if alive { "alive" } else { "silent" }),
         },
-        HostError::Compile { log } => DeviceError::Compile { log },
+        HostError::Compile(log) => DeviceError::Compile { log },
         HostError::OutOfMemory { needed, free } => DeviceError::OutOfMemory { needed, free },
         HostError::NoDriver
         | HostError::NoDevice
         | HostError::NoSuchDevice { .. }
-        | HostError::NoNvrtc { .. }
+        | HostError::NoNvrtc(_)
         | HostError::Architecture { .. }
         | HostError::AbiMismatch { .. }
         | HostError::NotCoResident { .. }
         | HostError::Weights { .. } => DeviceError::Unavailable { reason: error.to_string() },
         // A process that lost its context cannot stop its machine either, which is found next.
-        HostError::Left
-        | HostError::Died { .. }
-        | HostError::Driver { .. }
-        | HostError::Request(_) => DeviceError::Fault { reason: error.to_string() },
+        HostError::Left | HostError::Died(_) | HostError::Driver { .. } | HostError::Request(_) => {
+            DeviceError::Fault { reason: error.to_string() }
+        }
     }
 }
 

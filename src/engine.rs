@@ -142,7 +142,7 @@ pub(crate) fn reference<'a>(
         .map_err(|error| error.to_string())?
     {
         Run::Finished(outputs) => Ok(outputs.logits),
-        halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+        halted @ (Run::Trapped(_) | Run::Stuck { .. }) => {
             Err(search::Dropped::Halted(halted).to_string())
         }
     };

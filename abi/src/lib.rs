@@ -21,7 +21,7 @@ pub use layout::{Field, StructLayout, WireType, structs};
 pub use limits::*;
 pub use op::{
     AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, NopParams, OpInfo,
-    OpVisitor, Opcode, Prologue, SampleParams, visit,
+    Opcode, Params, Prologue, SampleParams,
 };
 pub use ring::{
     Bias, Command, Completion, Ending, EntryState, RingIndices, SessionSampling, Submission,

@@ -188,20 +188,17 @@ macro_rules! define_ops {
             vec![$($params::LAYOUT),+]
         }
 
-        /// One method per op: an implementation that forgets an op does not compile.
-        pub trait OpVisitor {
-            /// What a visit returns.
-            type Output;
-            $(
-                #[doc = concat!("Visits `", stringify!($name), "`.")]
-                fn $name(&mut self, params: &$params) -> Self::Output;
-            )+
-        }
+        /// The parameters of a task by its op: a `match` that forgets an op does not compile.
+        #[derive(Clone, Copy, Debug)]
+        pub enum Params<'a> { $(#[doc = concat!("Those of `", stringify!($name), "`.")] $variant(&'a $params)),+ }
 
-        /// Decodes `params` for `opcode` and calls the visitor's method for it.
-        pub fn visit<V: OpVisitor>(opcode: Opcode, params: &[u32; PARAM_BYTES / 4], visitor: &mut V) -> V::Output {
-            match opcode {
-                $(Opcode::$variant => visitor.$name(bytemuck::cast_ref(params))),+
+        impl<'a> Params<'a> {
+            /// Decodes `params` for `opcode`.
+            #[must_use]
+            pub fn new(opcode: Opcode, params: &'a [u32; PARAM_BYTES / 4]) -> Self {
+                match opcode {
+                    $(Opcode::$variant => Self::$variant(bytemuck::cast_ref(params))),+
+                }
             }
         }
 
@@ -252,6 +249,13 @@ macro_rules! wire_enum {
             #[must_use]
             pub fn sentence(self) -> &'static str {
                 match self { $(Self::$variant => concat!($($doc),+).trim()),+ }
+            }
+        }
+
+        /// The value with the least number.
+        impl Default for $name {
+            fn default() -> Self {
+                Self::ALL[0]
             }
         }
     };

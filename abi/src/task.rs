@@ -1,7 +1,7 @@
 //! The program as the device sees it: tasks, load stream, queues, slots, step state.
 
 use crate::layout::wire_struct;
-use crate::limits::{LANES_MAX, PARAM_BYTES, READS_MAX, STOP_TOKENS_MAX, WAITS_MAX, WRITES_MAX};
+use crate::limits::{LANES_MAX, READS_MAX, STOP_TOKENS_MAX, WAITS_MAX, WRITES_MAX};
 use crate::op::wire_enum;
 
 wire_struct! {
@@ -420,13 +420,5 @@ wire_struct! {
         pub worker: u32,
         /// Zero.
         pub reserved: [u32; 2],
-    }
-}
-
-impl Task {
-    /// The parameters as words of a given op's struct.
-    pub fn set_params<P: bytemuck::Pod>(&mut self, params: P) {
-        const { assert!(size_of::<P>() == PARAM_BYTES) };
-        self.params = bytemuck::cast(params);
     }
 }

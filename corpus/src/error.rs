@@ -21,21 +21,15 @@ pub enum CorpusError {
     /// A new ledger was asked for where one exists.
     #[error(
         "{} already holds a search; continue it with --resume or choose another --out",
-        .path.display()
+        .0.display()
     )]
-    Exists {
-        /// The file.
-        path: PathBuf,
-    },
+    Exists(PathBuf),
     /// Another process writes this ledger.
     #[error(
         "{} is being written by another process; wait for it or choose another --out",
-        .path.display()
+        .0.display()
     )]
-    Locked {
-        /// The file.
-        path: PathBuf,
-    },
+    Locked(PathBuf),
     /// The file is no ledger, or one of another version.
     #[error(
         "{} is not a ledger of this version ({} is needed, found {found}); choose another --out",
@@ -75,11 +69,8 @@ pub enum CorpusError {
         damaged: bool,
     },
     /// An SQLite file of somebody else.
-    #[error("{} is an SQLite file and no store of amk; name another with --store", .path.display())]
-    NoStore {
-        /// The file.
-        path: PathBuf,
-    },
+    #[error("{} is an SQLite file and no store of amk; name another with --store", .0.display())]
+    NoStore(PathBuf),
     /// A store of a later version of `amk`.
     #[error(
         "the store {} is of version {found}, and this amk knows versions up to {known}; use a newer amk, or make another one from the runs: amk corpus import RUNS --store NEW",
@@ -132,10 +123,10 @@ impl CorpusError {
             Self::Tampered { .. } | Self::Diverged { .. } | Self::Foreign { .. } => true,
             Self::Store { damaged, .. } => *damaged,
             Self::Io { .. }
-            | Self::Exists { .. }
-            | Self::Locked { .. }
+            | Self::Exists(_)
+            | Self::Locked(_)
             | Self::Schema { .. }
-            | Self::NoStore { .. }
+            | Self::NoStore(_)
             | Self::NewerStore { .. } => false,
         }
     }

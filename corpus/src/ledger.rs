@@ -172,7 +172,7 @@ impl Ledger {
         lock(&file, path)?;
         let held = file.metadata().at("read", path)?.len();
         if held > 0 && !only_a_torn_header(&file, path)? {
-            return Err(CorpusError::Exists { path: path.to_path_buf() });
+            return Err(CorpusError::Exists(path.to_path_buf()));
         }
         cut(&file, path, 0)?;
         let head = Head::open(path)?;
@@ -265,7 +265,7 @@ fn open(path: &Path, create: bool) -> Result<File, CorpusError> {
 fn lock(file: &File, path: &Path) -> Result<(), CorpusError> {
     match file.try_lock() {
         Ok(()) => Ok(()),
-        Err(TryLockError::WouldBlock) => Err(CorpusError::Locked { path: path.to_path_buf() }),
+        Err(TryLockError::WouldBlock) => Err(CorpusError::Locked(path.to_path_buf())),
         // Some network file systems have no locks; the chain still finds two writers.
         Err(TryLockError::Error(e)) if e.kind() == std::io::ErrorKind::Unsupported => Ok(()),
         Err(TryLockError::Error(source)) => Err(CorpusError::io("lock", path, source)),

@@ -3,8 +3,6 @@
 //! **Promises.** No driver call: a live device is described by whoever talks to it. A bandwidth says where it comes from, because
 //! floors and percentages are only as good as it is.
 
-use std::fmt;
-
 use serde::{Deserialize, Serialize};
 
 use crate::nearest::nearest;
@@ -48,45 +46,25 @@ pub struct Target {
     pub clock_mhz: u32,
 }
 
-/// One row of the table. Bandwidth in GB/s; megabytes of L2 are binary.
-struct Row {
-    name: &'static str,
-    arch: &'static str,
-    sms: u32,
-    smem_optin_kib: u32,
-    l2_mib: u32,
-    gb_per_s: u64,
-    source: BandwidthSource,
-    clock_mhz: u32,
-}
+/// One row of the table: name and architecture; multiprocessors, KiB of shared memory, MiB of L2, MHz; GB/s and where they come from.
+type Row = (&'static str, &'static str, [u32; 4], u64, BandwidthSource);
 
 use BandwidthSource::{Datasheet, Measured};
-
-/// Of the four numbers: multiprocessors, KiB of shared memory, MiB of L2, MHz.
-const fn row(
-    name: &'static str,
-    arch: &'static str,
-    [sms, smem_optin_kib, l2_mib, clock_mhz]: [u32; 4],
-    gb_per_s: u64,
-    source: BandwidthSource,
-) -> Row {
-    Row { name, arch, sms, smem_optin_kib, l2_mib, gb_per_s, source, clock_mhz }
-}
 
 /// The GPUs we know. The h200's bandwidth is measured on one card: 64 KB x 3 stages of bulk copies, 1 block per multiprocessor,
 /// contiguous per multiprocessor, 4.670 TB/s. The rest are data sheets.
 const TABLE: &[Row] = &[
-    row("h200", "sm_90a", [132, 227, 60, 1980], 4670, Measured),
-    row("h100", "sm_90a", [132, 227, 50, 1980], 3350, Datasheet),
-    row("a100", "sm_80", [108, 163, 40, 1410], 2039, Datasheet),
-    row("l40s", "sm_89", [142, 99, 96, 2520], 864, Datasheet),
-    row("rtx4090", "sm_89", [128, 99, 72, 2520], 1008, Datasheet),
-    row("rtx5090", "sm_120a", [170, 99, 96, 2407], 1792, Datasheet),
-    row("b200", "sm_100a", [148, 227, 126, 1965], 8000, Datasheet),
-    row("gh200", "sm_90a", [132, 227, 60, 1980], 4000, Datasheet),
-    row("h20", "sm_90a", [78, 227, 60, 1980], 4000, Datasheet),
+    ("h200", "sm_90a", [132, 227, 60, 1980], 4670, Measured),
+    ("h100", "sm_90a", [132, 227, 50, 1980], 3350, Datasheet),
+    ("a100", "sm_80", [108, 163, 40, 1410], 2039, Datasheet),
+    ("l40s", "sm_89", [142, 99, 96, 2520], 864, Datasheet),
+    ("rtx4090", "sm_89", [128, 99, 72, 2520], 1008, Datasheet),
+    ("rtx5090", "sm_120a", [170, 99, 96, 2407], 1792, Datasheet),
+    ("b200", "sm_100a", [148, 227, 126, 1965], 8000, Datasheet),
+    ("gh200", "sm_90a", [132, 227, 60, 1980], 4000, Datasheet),
+    ("h20", "sm_90a", [78, 227, 60, 1980], 4000, Datasheet),
     // Any other card of capability 9.0, until it has a row. The fastest memory of its kind, so that no measured time lies below the floor.
-    row("sm_90", "sm_90a", [132, 227, 60, 1980], 4900, Datasheet),
+    ("sm_90", "sm_90a", [132, 227, 60, 1980], 4900, Datasheet),
 ];
 
 /// A card that the kernel runs on: the words that its driver's name for it has, the row that it is, and the bandwidth of its data sheet where
@@ -114,27 +92,33 @@ const UNKNOWN_CARD: &str = "sm_90";
 
 impl From<&Row> for Target {
     fn from(row: &Row) -> Self {
-        let percent = match row.source {
+        let &(name, arch, [sms, smem_optin_kib, l2_mib, clock_mhz], gb_per_s, source) = row;
+        let percent = match source {
             Measured => 100,
             Datasheet => DERATE_PERCENT,
         };
         Self {
-            name: row.name.to_string(),
-            arch: row.arch.to_string(),
-            sms: row.sms,
-            smem_optin_bytes: row.smem_optin_kib * 1024,
-            l2_bytes: u64::from(row.l2_mib) << 20,
+            name: name.to_string(),
+            arch: arch.to_string(),
+            sms,
+            smem_optin_bytes: smem_optin_kib * 1024,
+            l2_bytes: u64::from(l2_mib) << 20,
             registers_per_sm: 65_536,
             threads_per_block_max: 1024,
-            bandwidth: row.gb_per_s * 1_000_000_000 / 100 * percent,
-            bandwidth_source: row.source,
-            clock_mhz: row.clock_mhz,
+            bandwidth: gb_per_s * 1_000_000_000 / 100 * percent,
+            bandwidth_source: source,
+            clock_mhz,
         }
     }
 }
 
 /// No GPU of the table has this name.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "unknown target `{given}`; known: {}{}",
+    Target::names().collect::<Vec<_>>().join(", "),
+    .suggestion.map_or_else(String::new, |name| format!("; try `{name}`"))
+)]
 pub struct UnknownTarget {
     /// The name that was given.
     pub given: String,
@@ -142,32 +126,15 @@ pub struct UnknownTarget {
     pub suggestion: Option<&'static str>,
 }
 
-impl fmt::Display for UnknownTarget {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "unknown target `{}`; known: {}",
-            self.given,
-            Target::names().collect::<Vec<_>>().join(", ")
-        )?;
-        match self.suggestion {
-            Some(name) => write!(f, "; try `{name}`"),
-            None => Ok(()),
-        }
-    }
-}
-
-impl std::error::Error for UnknownTarget {}
-
 impl Target {
     /// The GPU of the table with this name.
     ///
     /// # Errors
     /// [`UnknownTarget`], with the nearest name.
     pub fn by_name(name: &str) -> Result<Self, UnknownTarget> {
-        TABLE.iter().find(|row| row.name.eq_ignore_ascii_case(name)).map(Self::from).ok_or_else(
-            || UnknownTarget { given: name.to_string(), suggestion: nearest(name, Self::names()) },
-        )
+        TABLE.iter().find(|row| row.0.eq_ignore_ascii_case(name)).map(Self::from).ok_or_else(|| {
+            UnknownTarget { given: name.to_string(), suggestion: nearest(name, Self::names()) }
+        })
     }
 
     /// The card of capability 9.0 that the driver calls so. One that is not known is the target `sm_90`. Sizes are those of the table: what the
@@ -178,7 +145,7 @@ impl Target {
         let has = |word: &&str| words.iter().any(|had| had.eq_ignore_ascii_case(word));
         let card = CARDS.iter().find(|card| card.words.iter().all(has));
         let name = card.map_or(UNKNOWN_CARD, |card| card.name);
-        let row = TABLE.iter().find(|row| row.name == name).unwrap_or(&TABLE[0]);
+        let row = TABLE.iter().find(|row| row.0 == name).unwrap_or(&TABLE[0]);
         let mut target = Self::from(row);
         if let Some(gb_per_s) = card.and_then(|card| card.gb_per_s) {
             target.bandwidth = gb_per_s * 1_000_000_000 / 100 * DERATE_PERCENT;
@@ -195,7 +162,7 @@ impl Target {
 
     /// The names of the table, in order.
     pub fn names() -> impl Iterator<Item = &'static str> {
-        TABLE.iter().map(|row| row.name)
+        TABLE.iter().map(|row| row.0)
     }
 
     /// Whether the architecture has tensor cores that multiply 16-bit elements of both kinds (8.0 and later).

@@ -104,7 +104,7 @@ impl Template {
     }
 
     pub(crate) fn render(&self, chat: &Chat<'_>) -> Result<String, ModelError> {
-        let wrong = |reason: String| ModelError::Template { reason };
+        let wrong = |reason: String| ModelError::Template(reason);
         let extra = chat.extra.cloned().unwrap_or_default();
         if extra.values().any(|value| is_deeper(value, EXTRA_DEPTH_MAX)) {
             return Err(wrong(format!(

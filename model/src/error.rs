@@ -74,17 +74,11 @@ pub enum ModelError {
         reason: String,
     },
     /// Text could not be turned into ids or back.
-    #[error("tokenizer: {reason}")]
-    Tokenizer {
-        /// What the tokenizer says.
-        reason: String,
-    },
+    #[error("tokenizer: {0}")]
+    Tokenizer(String),
     /// A chat template failed on these messages.
-    #[error("chat template: {reason}")]
-    Template {
-        /// What the template engine says.
-        reason: String,
-    },
+    #[error("chat template: {0}")]
+    Template(String),
 }
 
 impl ModelError {

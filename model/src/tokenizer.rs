@@ -76,7 +76,7 @@ impl Tokenizer {
     /// # Errors
     /// When the tokenizer's model has no id for a part of the text, or the text is so long that it could grow beyond 16 MiB.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, ModelError> {
-        self.growth.check(text).map_err(|reason| ModelError::Tokenizer { reason })?;
+        self.growth.check(text).map_err(ModelError::Tokenizer)?;
         let encoding = caught(|| self.inner.encode_fast(text, special))?;
         Ok(encoding.get_ids().to_vec())
     }
@@ -108,7 +108,7 @@ impl Tokenizer {
     pub fn chat(&self, chat: &Chat<'_>) -> Result<String, ModelError> {
         let Some(template) = &self.template else {
             let reason = "the model has none (chat_template.jinja or chat_template in tokenizer_config.json); give a plain prompt";
-            return Err(ModelError::Template { reason: reason.to_owned() });
+            return Err(ModelError::Template(reason.to_owned()));
         };
         template.render(chat)
     }
@@ -198,10 +198,10 @@ fn caught_parse<T, E: std::fmt::Display>(read: impl FnOnce() -> Result<T, E>) ->
 fn caught<R>(call: impl FnOnce() -> tokenizers::Result<R>) -> Result<R, ModelError> {
     let reason = "the parts of tokenizer.json contradict each other";
     std::panic::catch_unwind(AssertUnwindSafe(call))
-        .map_err(|_| ModelError::Tokenizer { reason: reason.to_owned() })?
+        .map_err(|_| ModelError::Tokenizer(reason.to_owned()))?
         .map_err(|e| failed(&e))
 }
 
 fn failed(error: &tokenizers::Error) -> ModelError {
-    ModelError::Tokenizer { reason: error.to_string() }
+    ModelError::Tokenizer(error.to_string())
 }

@@ -114,15 +114,9 @@ pub enum What {
     /// Logits, one row a position.
     Logits,
     /// Cached keys of a layer, one row a position.
-    Keys {
-        /// The layer.
-        layer: u32,
-    },
+    Keys(u32),
     /// Cached values of a layer, one row a position.
-    Values {
-        /// The layer.
-        layer: u32,
-    },
+    Values(u32),
     /// What a slot holds after each position.
     Slot(SlotId),
     /// Tokens chosen, one a position.
@@ -133,8 +127,8 @@ impl fmt::Display for What {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Logits => f.write_str("logits"),
-            Self::Keys { layer } => write!(f, "keys of layer {layer}"),
-            Self::Values { layer } => write!(f, "values of layer {layer}"),
+            Self::Keys(layer) => write!(f, "keys of layer {layer}"),
+            Self::Values(layer) => write!(f, "values of layer {layer}"),
             Self::Slot(slot) => write!(f, "slot {slot}"),
             Self::Chosen => f.write_str("chosen tokens"),
         }
@@ -278,7 +272,8 @@ pub fn distance<'a>(
     // What the rows are, and how much is allowed, is for the words of a refusal.
     let unbounded = Tolerance { rel: f64::INFINITY };
     let of = |(want, got): (&[f32], &[f32])| {
-        compare_row(What::Logits, 0, want, got, unbounded).map_or(f64::INFINITY, |row| row.max_rel)
+        compare_row(What::Logits, 0, want, got, unbounded)
+            .map_or(f64::INFINITY, |row| row.max_rel_err)
     };
     expected.zip(actual).map(of).fold(0.0, f64::max)
 }
@@ -315,11 +310,10 @@ impl<By> Agreement<By> {
         actual: impl ExactSizeIterator<Item = &'a [f32]>,
         tolerance: Tolerance,
     ) -> Result<Self, Disagreement> {
-        let errors = compare_rows(what, expected, actual, tolerance)?;
-        self.summary.max_abs_err = self.summary.max_abs_err.max(errors.max_abs);
-        self.summary.max_rel_err = self.summary.max_rel_err.max(errors.max_rel);
-        let used = &mut self.summary.max_tolerance_used;
-        *used = used.max(errors.max_used);
+        check_positions(what, expected.len(), actual.len())?;
+        for (position, (want, got)) in expected.zip(actual).enumerate() {
+            self.summary.include(&compare_row(what, position, want, got, tolerance)?);
+        }
         Ok(self)
     }
 }
@@ -343,18 +337,11 @@ impl Agreement<Reference> {
     }
 }
 
-#[derive(Default)]
-struct Errors {
-    max_abs: f64,
-    max_rel: f64,
-    max_used: f64,
-}
-
-impl Errors {
+impl Summary {
     fn include(&mut self, other: &Self) {
-        self.max_abs = self.max_abs.max(other.max_abs);
-        self.max_rel = self.max_rel.max(other.max_rel);
-        self.max_used = self.max_used.max(other.max_used);
+        self.max_abs_err = self.max_abs_err.max(other.max_abs_err);
+        self.max_rel_err = self.max_rel_err.max(other.max_rel_err);
+        self.max_tolerance_used = self.max_tolerance_used.max(other.max_tolerance_used);
     }
 }
 
@@ -379,18 +366,14 @@ fn compare_logits(
             Ok((row, argmax(want) == likeliest))
         })
         .collect();
-    let (mut errors, mut same) = (Errors::default(), 0);
+    let (mut summary, mut same) = (Summary::default(), 0);
     for row in rows {
         let (row, top) = row?;
-        errors.include(&row);
+        summary.include(&row);
         same += usize::from(top);
     }
-    Ok(Summary {
-        max_abs_err: errors.max_abs,
-        max_rel_err: errors.max_rel,
-        max_tolerance_used: errors.max_used,
-        top1_agreement: same as f64 / expected.len() as f64,
-    })
+    summary.top1_agreement = same as f64 / expected.len() as f64;
+    Ok(summary)
 }
 
 fn check_positions(what: What, want: usize, got: usize) -> Result<(), Disagreement> {
@@ -403,28 +386,14 @@ fn check_positions(what: What, want: usize, got: usize) -> Result<(), Disagreeme
     Ok(())
 }
 
-fn compare_rows<'a>(
-    what: What,
-    expected: impl ExactSizeIterator<Item = &'a [f32]>,
-    actual: impl ExactSizeIterator<Item = &'a [f32]>,
-    tolerance: Tolerance,
-) -> Result<Errors, Disagreement> {
-    check_positions(what, expected.len(), actual.len())?;
-    let mut errors = Errors::default();
-    for (position, (want, got)) in expected.zip(actual).enumerate() {
-        let row = compare_row(what, position, want, got, tolerance)?;
-        errors.include(&row);
-    }
-    Ok(errors)
-}
-
+/// How close one row came; which index is the largest is not looked at.
 fn compare_row(
     what: What,
     position: usize,
     want: &[f32],
     got: &[f32],
     tolerance: Tolerance,
-) -> Result<Errors, Disagreement> {
+) -> Result<Summary, Disagreement> {
     if want.len() != got.len() {
         return Err(Disagreement::Elements { what, position, want: want.len(), got: got.len() });
     }
@@ -458,9 +427,10 @@ fn compare_row(
         });
     }
     if max_abs == 0.0 {
-        return Ok(Errors::default());
+        return Ok(Summary::default());
     }
-    Ok(Errors { max_abs, max_rel: max_abs / largest, max_used: max_abs / bound })
+    let (max_rel_err, max_tolerance_used) = (max_abs / largest, max_abs / bound);
+    Ok(Summary { max_abs_err: max_abs, max_rel_err, max_tolerance_used, top1_agreement: 0.0 })
 }
 
 #[cfg(test)]

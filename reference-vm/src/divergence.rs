@@ -4,7 +4,6 @@
 //! with their part of that. So a mistake does not spread: what comes after a wrong task is judged by its own inputs, and the allowance is that
 //! of one op ([`Allowance`]), far below what a whole model may be off. The order is that in which the tasks ran.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -50,15 +49,9 @@ pub enum Place {
     /// A slot.
     Slot(SlotId),
     /// The keys of a layer, at the step's position.
-    Keys {
-        /// The layer.
-        layer: u16,
-    },
+    Keys(u16),
     /// The values of a layer, at the step's position.
-    Values {
-        /// The layer.
-        layer: u16,
-    },
+    Values(u16),
     /// The token chosen.
     Token,
 }
@@ -152,19 +145,7 @@ impl<'a> Examiner<'a> {
         all: &[Fired],
         one: &Fired,
     ) -> Vec<Word> {
-        let mut step = Step::new(self, machine, token, all);
-        let Some(task) = task_of(step.program, one) else { return Vec::new() };
-        let mut words = Vec::new();
-        for (place, start, got, belongs) in step.stored(task, one) {
-            for (index, &got) in got.iter().enumerate() {
-                let part = belongs.as_ref();
-                let want = part.and_then(|part| part.values.get(index).copied());
-                let scale = part.and_then(|part| part.scales.get(index).copied());
-                let allowed = self.allowance.of(want.unwrap_or(0.0), scale.unwrap_or(0.0));
-                words.push(Word { place, index: start + index, got, want, allowed });
-            }
-        }
-        words
+        Step::new(self, machine, token, all).words(one)
     }
 }
 
@@ -187,9 +168,20 @@ impl Word {
     /// Whether it is further off than it may be. Nothing is known of what follows from what is not a number.
     #[must_use]
     pub fn is_wrong(&self) -> bool {
-        let Some(want) = self.want.filter(|want| want.is_finite()) else { return false };
-        let off = (f64::from(self.got) - f64::from(want)).abs();
-        want.to_bits() != self.got.to_bits() && (off.is_nan() || off > self.allowed)
+        let finite = self.want.filter(|want| want.is_finite());
+        let differs = finite.is_some_and(|want| want.to_bits() != self.got.to_bits());
+        let off = self.off();
+        differs && (off.is_nan() || self.allowed.is_nan() || off > self.allowed)
+    }
+
+    fn off(&self) -> f64 {
+        (f64::from(self.got) - f64::from(self.want.unwrap_or(f32::NAN))).abs()
+    }
+
+    /// How many times as far off it is as it may be.
+    fn excess(&self) -> f64 {
+        let excess = self.off() / self.allowed.max(f64::MIN_POSITIVE);
+        if excess.is_finite() { excess } else { f64::INFINITY }
     }
 }
 
@@ -200,9 +192,6 @@ fn longest(graph: &Graph) -> usize {
 fn task_of<'p>(program: &'p Program, fired: &Fired) -> Option<&'p Task> {
     program.workers.get(fired.worker.index())?.tasks.get(fired.task as usize)
 }
-
-/// Words that a task has stored: where, from which word on, what, and what belongs there.
-type Store<'f> = (Place, usize, Cow<'f, [f32]>, Option<Belongs>);
 
 /// What the tasks of a step had, and what belongs where.
 struct Step<'s, 'a> {
@@ -393,32 +382,40 @@ impl<'s, 'a> Step<'s, 'a> {
         Some(belongs)
     }
 
-    /// What a task has stored, and what belongs there. Keys and values first: what it mixes has its own among them.
-    fn stored<'f>(&mut self, task: &Task, fired: &'f Fired) -> Vec<Store<'f>> {
-        let mut all = Vec::new();
+    /// The words that a task has stored, and what belongs there. Keys and values first: what it mixes has its own among them.
+    fn words(&mut self, fired: &Fired) -> Vec<Word> {
+        let Some(task) = task_of(self.program, fired) else { return Vec::new() };
+        let allowance = self.examiner.allowance;
+        let mut words = Vec::new();
+        let mut add = |place: Place, start: usize, got: &[f32], belongs: Option<Belongs>| {
+            let belongs = belongs.unwrap_or_default();
+            words.extend(got.iter().enumerate().map(|(index, &got)| {
+                let want = belongs.values.get(index).copied();
+                let scale = belongs.scales.get(index).copied().unwrap_or(0.0);
+                let allowed = allowance.of(want.unwrap_or(0.0), scale);
+                Word { place, index: start + index, got, want, allowed }
+            }));
+        };
         if let Some(appended) = &fired.appended {
             let layer = task.layer;
             let start = appended.kv_head as usize * self.examiner.graph.head_dim as usize;
-            let sides = [
-                (Place::Keys { layer }, &appended.key),
-                (Place::Values { layer }, &appended.value),
-            ];
+            let sides =
+                [(Place::Keys(layer), &appended.key), (Place::Values(layer), &appended.value)];
             for (side, (place, got)) in (1..).zip(sides) {
                 let belongs = self.appended(usize::from(layer), side, start..start + got.len());
-                all.push((place, start, Cow::Borrowed(&got[..]), belongs));
+                add(place, start, got, belongs);
             }
         }
         for (index, stored) in fired.writes.iter().enumerate() {
             let belongs = self.part(task, index, stored, fired);
-            let place = Place::Slot(stored.slot);
-            all.push((place, stored.start as usize, Cow::Borrowed(&stored.values[..]), belongs));
+            add(Place::Slot(stored.slot), stored.start as usize, &stored.values, belongs);
         }
         if let Some(chosen) = fired.chosen {
             let want = self.had.get(&Role::Logits).map(|logits| argmax(logits) as f32);
             let belongs = want.map(|want| Belongs { values: vec![want], scales: vec![0.0] });
-            all.push((Place::Token, 0, Cow::Owned(vec![chosen as f32]), belongs));
+            add(Place::Token, 0, &[chosen as f32], belongs);
         }
-        all
+        words
     }
 
     /// The key or value that belongs where one was stored, which is not that of the task's head if it was stored under another.
@@ -430,24 +427,24 @@ impl<'s, 'a> Step<'s, 'a> {
         Some(Belongs { scales: vec![greatest(&values); values.len()], values })
     }
 
+    /// Of the first place where words are off by more than they may be, the one that is most of its allowance off.
     fn judge(&mut self, fired: &Fired) -> Option<Divergence> {
         let task = task_of(self.program, fired)?;
-        let (position, allowance) = (self.position, self.examiner.allowance);
-        self.stored(task, fired).into_iter().find_map(|(place, start, got, belongs)| {
-            let worst = worst(&belongs?, &got, start, allowance)?;
-            Some(Divergence {
-                worker: fired.worker,
-                task: fired.task,
-                opcode: task.opcode,
-                layer: task.layer,
-                position,
-                place,
-                index: worst.index,
-                got: worst.got,
-                want: worst.want,
-                allowed: worst.allowed,
-                words: worst.words,
-            })
+        let wrong: Vec<Word> = self.words(fired).into_iter().filter(Word::is_wrong).collect();
+        let first = wrong.chunk_by(|a, b| a.place == b.place).next()?;
+        let worst = first.iter().min_by(|a, b| b.excess().total_cmp(&a.excess()))?;
+        Some(Divergence {
+            worker: fired.worker,
+            task: fired.task,
+            opcode: task.opcode,
+            layer: task.layer,
+            position: self.position,
+            place: worst.place,
+            index: worst.index,
+            got: worst.got,
+            want: worst.want?,
+            allowed: worst.allowed,
+            words: first.len(),
         })
     }
 }
@@ -533,40 +530,6 @@ fn candidate(logits: &Stored) -> Option<Belongs> {
     let row = f32::from_bits(logits.start + best);
     let values = vec![*logits.values.get(best as usize)?, row];
     Some(Belongs { scales: vec![0.0; values.len()], values })
-}
-
-/// The word that is furthest off.
-struct Worst {
-    index: usize,
-    got: f32,
-    want: f32,
-    allowed: f64,
-    words: usize,
-}
-
-/// The word that is most of its allowance off, if any is off by more; what is not a number is.
-fn worst(belongs: &Belongs, got: &[f32], start: usize, allowance: Allowance) -> Option<Worst> {
-    let (mut worst, mut most, mut words): (Option<Worst>, f64, usize) = (None, 0.0, 0);
-    let pairs = belongs.values.iter().zip(&belongs.scales).zip(got);
-    for (index, ((&want, &scale), &got)) in pairs.enumerate() {
-        // Nothing is known of what follows from what is not a number.
-        if want.to_bits() == got.to_bits() || !want.is_finite() {
-            continue;
-        }
-        let allowed = allowance.of(want, scale);
-        let off = (f64::from(got) - f64::from(want)).abs();
-        if off <= allowed {
-            continue;
-        }
-        words += 1;
-        let share =
-            if off.is_finite() { off / allowed.max(f64::MIN_POSITIVE) } else { f64::INFINITY };
-        if worst.is_none() || share > most {
-            most = share;
-            worst = Some(Worst { index: start + index, got, want, allowed, words: 0 });
-        }
-    }
-    worst.map(|worst| Worst { words, ..worst })
 }
 
 /// How many numbers of f32 lie between two of them, and one more; none where one is not a number.

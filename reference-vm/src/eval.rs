@@ -60,11 +60,8 @@ pub enum EvalError {
         got: Vec<u32>,
     },
     /// A matrix has no elements.
-    #[error("tensor {tensor} is used as a matrix and has no elements")]
-    Empty {
-        /// The tensor.
-        tensor: TensorId,
-    },
+    #[error("tensor {0} is used as a matrix and has no elements")]
+    Empty(TensorId),
     /// The weights hold another number of bytes than the graph says.
     #[error("tensor {tensor} has {got} bytes instead of {want}")]
     Bytes {
@@ -195,7 +192,7 @@ impl<'a> Evaluator<'a> {
             [keys.len(), values.len()] == [positions * width; 2]
         };
         if layers.len() != self.caches.len() || !layers.iter().all(whole) {
-            return Err(InputError::Cache { positions }.into());
+            return Err(InputError::Cache(positions).into());
         }
         InputError::check(&[], 0, positions, self.capacity)?;
         for (cache, (keys, values)) in self.caches.iter_mut().zip(layers) {
@@ -552,7 +549,7 @@ impl<'a> Binder<'a> {
 
     fn matrix(&self, tensor: TensorId, rows: u32, cols: u32) -> Result<Matrix<'a>, EvalError> {
         let (dtype, bytes) = self.stored(tensor, &[rows, cols])?;
-        Matrix::new(dtype, rows as usize, cols as usize, bytes).ok_or(EvalError::Empty { tensor })
+        Matrix::new(dtype, rows as usize, cols as usize, bytes).ok_or(EvalError::Empty(tensor))
     }
 
     fn vector(&self, tensor: TensorId, len: u32) -> Result<Vec<f32>, EvalError> {

@@ -30,11 +30,6 @@ pub enum Run {
     Finished(Outputs),
     /// The program did something that it must not do.
     Trapped(Trap),
-    /// The fuel is used up.
-    OutOfFuel {
-        /// Tasks fired.
-        fired: u64,
-    },
     /// Tasks are left and none is ready.
     Stuck {
         /// What each unfinished worker waits for.
@@ -48,8 +43,14 @@ impl Run {
     pub fn finished(self) -> Option<Outputs> {
         match self {
             Self::Finished(outputs) => Some(outputs),
-            Self::Trapped(_) | Self::OutOfFuel { .. } | Self::Stuck { .. } => None,
+            Self::Trapped(_) | Self::Stuck { .. } => None,
         }
+    }
+}
+
+impl From<Trap> for Run {
+    fn from(trap: Trap) -> Self {
+        Self::Trapped(trap)
     }
 }
 
@@ -119,8 +120,6 @@ pub struct Machine<'a> {
     packed: Vec<Packed<'a>>,
     products: Option<&'a Products<'a>>,
     memory: Memory<'a>,
-    fuel: u64,
-    fired: u64,
     epoch: u32,
     positions: usize,
     /// The last token chosen, until positions are forgotten.
@@ -130,13 +129,6 @@ pub struct Machine<'a> {
     defect: Option<(Defect, Option<u16>)>,
     /// What tasks stored, while somebody wants to know.
     trace: Option<Vec<Fired>>,
-}
-
-/// Why a step stopped; turned into a [`Run`].
-enum Stop {
-    Trapped(Trap),
-    OutOfFuel,
-    Stuck(Vec<Waiting>),
 }
 
 /// Where a worker stands in its queue during a step.
@@ -201,8 +193,6 @@ impl<'a> Machine<'a> {
             packed: matrices.map(bind).collect::<Result<_, _>>()?,
             products: None,
             memory: Memory::new(program, graph, weights)?,
-            fuel: u64::MAX,
-            fired: 0,
             epoch: 0,
             positions: 0,
             chosen: None,
@@ -216,13 +206,6 @@ impl<'a> Machine<'a> {
     #[must_use]
     pub fn with_defect(mut self, defect: Defect, layer: Option<u16>) -> Self {
         self.defect = Some((defect, layer));
-        self
-    }
-
-    /// Limits the tasks fired until the next [`reset`](Self::reset).
-    #[must_use]
-    pub fn with_fuel(mut self, tasks: u64) -> Self {
-        self.fuel = tasks;
         self
     }
 
@@ -259,7 +242,7 @@ impl<'a> Machine<'a> {
     /// Forgets everything, as if the program had just been loaded.
     pub fn reset(&mut self) {
         self.memory.reset();
-        (self.fired, self.epoch, self.positions, self.chosen, self.halted) = (0, 0, 0, None, false);
+        (self.epoch, self.positions, self.chosen, self.halted) = (0, 0, None, false);
     }
 
     /// Forgets all but the first `positions` positions. A continuation then needs a fed token
@@ -287,7 +270,7 @@ impl<'a> Machine<'a> {
         }
         InputError::check(&[], 0, positions, capacity)?;
         if !self.memory.fill(positions, layers) {
-            return Err(InputError::Cache { positions }.into());
+            return Err(InputError::Cache(positions).into());
         }
         (self.positions, self.chosen) = (positions, None);
         Ok(())
@@ -312,13 +295,9 @@ impl<'a> Machine<'a> {
                     outputs.tokens.push(chosen);
                     outputs.logits.push(self.memory.logits());
                 }
-                Err(stop) => {
+                Err(stopped) => {
                     self.halted = true;
-                    return Ok(match stop {
-                        Stop::Trapped(trap) => Run::Trapped(trap),
-                        Stop::OutOfFuel => Run::OutOfFuel { fired: self.fired },
-                        Stop::Stuck(waiting) => Run::Stuck { waiting },
-                    });
+                    return Ok(stopped);
                 }
             }
         }
@@ -346,13 +325,8 @@ impl<'a> Machine<'a> {
         let step = Step { token, position, epoch: self.epoch };
         let (worker, task) = (fired.worker.index(), fired.task as usize);
         let progress = Progress { task, ..Progress::default() };
-        let effects =
-            ops::fire(self.context(worker, &progress, step)).map_err(|fault| {
-                match self.trap(worker, task, fault) {
-                    Stop::Trapped(trap) => trap,
-                    Stop::OutOfFuel | Stop::Stuck(_) => unreachable!("`trap` makes traps"),
-                }
-            })?;
+        let effects = ops::fire(self.context(worker, &progress, step));
+        let effects = effects.map_err(|fault| self.trap(worker, task, fault))?;
         Ok(self.fired(worker, task, &effects))
     }
 
@@ -395,7 +369,7 @@ impl<'a> Machine<'a> {
                         outputs.logits.extend(fed.logits);
                         token = fed.tokens[0];
                     }
-                    run @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+                    run @ (Run::Trapped(_) | Run::Stuck { .. }) => {
                         return Ok(run);
                     }
                 }
@@ -409,7 +383,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Runs one token through the program and returns the token chosen.
-    fn step(&mut self, token: u32, order: Order) -> Result<u32, Stop> {
+    fn step(&mut self, token: u32, order: Order) -> Result<u32, Run> {
         self.epoch = self.epoch.wrapping_add(1);
         let step = Step { token, position: self.positions as u32, epoch: self.epoch };
         self.memory.begin(step);
@@ -427,7 +401,7 @@ impl<'a> Machine<'a> {
                 }
             }
             if ready.is_empty() {
-                return Err(Stop::Stuck(self.waiting(&workers, step)));
+                return Err(Run::Stuck { waiting: self.waiting(&workers, step) });
             }
             let picked = picker.pick(&mut ready);
             let picked = &ready[ready.len() - picked..];
@@ -441,11 +415,11 @@ impl<'a> Machine<'a> {
             }
         }
         self.positions += 1;
-        chosen.ok_or_else(|| self.trap(0, 0, Fault::NoEnd))
+        Ok(chosen.ok_or_else(|| self.trap(0, 0, Fault::NoEnd))?)
     }
 
     /// Whether the worker's next task is ready; looks only at what it was not known to have.
-    fn poll(&self, worker: usize, progress: &mut Progress, step: Step) -> Result<bool, Stop> {
+    fn poll(&self, worker: usize, progress: &mut Progress, step: Step) -> Result<bool, Trap> {
         let Some(task) = self.program.workers[worker].tasks.get(progress.task) else {
             return Ok(false);
         };
@@ -478,26 +452,21 @@ impl<'a> Machine<'a> {
 
     /// Computes what the picked workers' next tasks change. None sees the changes of another.
     fn fire(
-        &mut self,
+        &self,
         picked: &[usize],
         workers: &[Progress],
         step: Step,
-    ) -> Result<Vec<(usize, Effects)>, Stop> {
-        if self.fuel - self.fired < picked.len() as u64 {
-            return Err(Stop::OutOfFuel);
-        }
-        self.fired += picked.len() as u64;
-        let (machine, wave) = (&*self, Wave::default());
+    ) -> Result<Vec<(usize, Effects)>, Trap> {
+        let wave = Wave::default();
         let effects = |&worker: &usize| {
             let progress = &workers[worker];
             let context = Context {
-                products: machine.products.map(|products| (products, &wave)),
-                ..machine.context(worker, progress, step)
+                products: self.products.map(|products| (products, &wave)),
+                ..self.context(worker, progress, step)
             };
             let effects = ops::fire(context);
-            effects
-                .map(|effects| (worker, effects))
-                .map_err(|fault| machine.trap(worker, progress.task, fault))
+            let effects = effects.map_err(|fault| self.trap(worker, progress.task, fault))?;
+            Ok((worker, effects))
         };
         // Collected first, so that the first trap in order is the one reported.
         let all: Vec<_> = picked.par_iter().map(effects).collect();
@@ -510,7 +479,7 @@ impl<'a> Machine<'a> {
         progress: &mut Progress,
         effects: Effects,
         step: Step,
-    ) -> Result<(), Stop> {
+    ) -> Result<(), Trap> {
         let program = self.program;
         let task = &program.workers[worker].tasks[progress.task];
         let stored = (|| {
@@ -532,10 +501,10 @@ impl<'a> Machine<'a> {
     }
 
     /// Checks the end of a step: the token chosen, and that no other task is left.
-    fn end(&self, worker: usize, progress: &Progress, token: u32, left: u64) -> Result<u32, Stop> {
+    fn end(&self, worker: usize, progress: &Progress, token: u32, left: u64) -> Result<u32, Trap> {
         let vocab = self.program.dims.vocab;
         if left > 0 {
-            return Err(self.trap(worker, progress.task - 1, Fault::EarlyEnd { tasks: left }));
+            return Err(self.trap(worker, progress.task - 1, Fault::EarlyEnd(left)));
         }
         if token >= vocab {
             return Err(self.trap(worker, progress.task - 1, Fault::BadToken { token, vocab }));
@@ -559,13 +528,13 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn trap(&self, worker: usize, task: usize, fault: Fault) -> Stop {
+    fn trap(&self, worker: usize, task: usize, fault: Fault) -> Trap {
         let opcode = self.program.workers[worker]
             .tasks
             .get(task)
             .map_or(abi::Opcode::Nop, |task| task.opcode);
         let (worker, task) = (WorkerId(worker as u32), task as u32);
-        Stop::Trapped(Trap { worker, task, opcode, epoch: self.epoch, fault })
+        Trap { worker, task, opcode, epoch: self.epoch, fault }
     }
 
     fn waiting(&self, workers: &[Progress], step: Step) -> Vec<Waiting> {

@@ -156,7 +156,7 @@ impl<'a> Memory<'a> {
 
     fn slot(&self, span: Span) -> Result<(&Slot, &Place), Fault> {
         let id = span.slot;
-        let bad = Fault::BadSlot { slot: id };
+        let bad = Fault::BadSlot(id);
         let (slot, place) =
             (self.program.slots.get(id.index()).ok_or(bad)?, &self.places[id.index()]);
         let words = if let Place::Embedding { cols, .. } = *place { cols } else { slot.words };
@@ -262,7 +262,7 @@ impl<'a> Memory<'a> {
     }
 
     fn cache(&self, slot: SlotId) -> Result<usize, Fault> {
-        match self.places.get(slot.index()).ok_or(Fault::BadSlot { slot })? {
+        match self.places.get(slot.index()).ok_or(Fault::BadSlot(slot))? {
             Place::KvCache(layer) => Ok(*layer),
             Place::Plain(_)
             | Place::Tagged(_)
@@ -308,11 +308,11 @@ impl<'a> Memory<'a> {
     }
 
     pub(crate) fn counter(&self, counter: CounterId) -> Result<u64, Fault> {
-        self.counters.get(counter.index()).copied().ok_or(Fault::BadCounter { counter })
+        self.counters.get(counter.index()).copied().ok_or(Fault::BadCounter(counter))
     }
 
     pub(crate) fn signal(&mut self, counter: CounterId) -> Result<(), Fault> {
-        *self.counters.get_mut(counter.index()).ok_or(Fault::BadCounter { counter })? += 1;
+        *self.counters.get_mut(counter.index()).ok_or(Fault::BadCounter(counter))? += 1;
         Ok(())
     }
 
@@ -369,7 +369,7 @@ fn place(
     weights: &dyn Weights,
     (id, slot): (SlotId, &Slot),
 ) -> Result<Place, MachineError> {
-    let misfit = MachineError::Slot { slot: id };
+    let misfit = MachineError::Slot(id);
     let when = |fits: bool, place: Place| if fits { Ok(place) } else { Err(misfit) };
     let words = slot.words as usize;
     let in_arena = || {

@@ -1,19 +1,14 @@
-//! What each op reads, computes and writes. One op a file, named as in the opcode table.
+//! What each op reads, computes and writes. An op with more to it than moving words has a file, named as in the opcode table.
 //!
 //! An op is a function of memory, the step and its parameters; it returns its [`Effects`] and
 //! changes nothing. `inputs` lists the activations that must have arrived before it may run.
 
 mod attention;
 mod attention_merge;
-mod embed;
 mod matvec;
-mod nop;
 mod sample;
 
-use abi::{
-    AttentionMergeParams, AttentionParams, EmbedParams, MatvecParams, NopParams, OpVisitor,
-    SampleParams, visit,
-};
+use abi::Params;
 use ir::SlotId;
 use ir::program::{Task, active_splits, attended};
 
@@ -55,49 +50,30 @@ impl Effects {
 
 /// The words that the task at hand needs to have arrived.
 pub(crate) fn inputs(context: Context<'_>) -> Result<Vec<Span>, Fault> {
-    visit(context.task.opcode, &context.task.params, &mut Inputs(context))
+    match context.task.op() {
+        Params::Nop(p) => reserved(&p.reserved).map(|()| Vec::new()),
+        Params::Embed(p) => reserved(&p.reserved).map(|()| Vec::new()),
+        Params::Matvec(p) => matvec::inputs(context, p),
+        Params::Attention(p) => attention::inputs(context, p),
+        Params::AttentionMerge(p) => attention_merge::inputs(context, p),
+        Params::Sample(p) => sample::inputs(context, p),
+    }
 }
 
 pub(crate) fn fire(context: Context<'_>) -> Result<Effects, Fault> {
-    visit(context.task.opcode, &context.task.params, &mut Fire(context))
-}
-
-macro_rules! dispatch {
-    ($visitor:ident -> $output:ty, $function:ident) => {
-        impl OpVisitor for $visitor<'_> {
-            type Output = Result<$output, Fault>;
-
-            fn nop(&mut self, params: &NopParams) -> Self::Output {
-                nop::$function(self.0, params)
-            }
-
-            fn embed(&mut self, params: &EmbedParams) -> Self::Output {
-                embed::$function(self.0, params)
-            }
-
-            fn matvec(&mut self, params: &MatvecParams) -> Self::Output {
-                matvec::$function(self.0, params)
-            }
-
-            fn attention(&mut self, params: &AttentionParams) -> Self::Output {
-                attention::$function(self.0, params)
-            }
-
-            fn attention_merge(&mut self, params: &AttentionMergeParams) -> Self::Output {
-                attention_merge::$function(self.0, params)
-            }
-
-            fn sample(&mut self, params: &SampleParams) -> Self::Output {
-                sample::$function(self.0, params)
-            }
+    match context.task.op() {
+        Params::Nop(_) => Ok(Effects::default()),
+        // A part of the token's embedding row.
+        Params::Embed(p) => {
+            let row = context.read(0, p.offset, p.len)?;
+            Ok(Effects::store(context.writes(0)?, p.offset, &row))
         }
-    };
+        Params::Matvec(p) => matvec::fire(context, p),
+        Params::Attention(p) => attention::fire(context, p),
+        Params::AttentionMerge(p) => attention_merge::fire(context, p),
+        Params::Sample(p) => sample::fire(context, p),
+    }
 }
-
-struct Inputs<'m>(Context<'m>);
-struct Fire<'m>(Context<'m>);
-dispatch!(Inputs -> Vec<Span>, inputs);
-dispatch!(Fire -> Effects, fire);
 
 impl<'m> Context<'m> {
     fn reads(self, index: usize) -> Result<SlotId, Fault> {

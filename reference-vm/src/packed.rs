@@ -39,7 +39,7 @@ impl<'a> Packed<'a> {
         graph: &Graph,
         weights: &'a dyn Weights,
     ) -> Result<Self, MachineError> {
-        let empty = MachineError::Matrix { matrix: id };
+        let empty = MachineError::Matrix(id);
         let rows = rows(&matrix.map).filter(|&rows| rows > 0 && matrix.cols > 0).ok_or(empty)?;
         let part = |&(tensor, part_rows): &(Option<TensorId>, u32)| {
             let Some(tensor) = tensor else { return Ok(None) };
@@ -48,7 +48,7 @@ impl<'a> Packed<'a> {
                 && stored.dtype == matrix.format.stored()
                 && stored.shape[0] >= part_rows
                 && stored.shape[1] == matrix.cols;
-            let misfit = MachineError::Tensor { tensor };
+            let misfit = MachineError::Tensor(tensor);
             if !fits {
                 return Err(misfit);
             }
@@ -143,7 +143,7 @@ pub(crate) fn vector(
         let Some(tensor) = tensor else { continue };
         let stored = stored(tensor, graph, weights)?;
         if stored.shape.len() != 1 || stored.shape[0] < part_rows {
-            return Err(MachineError::Tensor { tensor });
+            return Err(MachineError::Tensor(tensor));
         }
         let mut values = vec![0f32; stored.shape[0] as usize];
         ir::decode(stored.dtype, stored.bytes, &mut values);
@@ -176,7 +176,7 @@ fn stored<'g, 'a>(
     graph: &'g Graph,
     weights: &'a dyn Weights,
 ) -> Result<Stored<'g, 'a>, MachineError> {
-    let misfit = MachineError::Tensor { tensor };
+    let misfit = MachineError::Tensor(tensor);
     let meta = graph.tensors.get(tensor.index()).ok_or(misfit)?;
     let bytes = weights.bytes(tensor);
     if Some(bytes.len()) != math::stored_bytes(meta) {

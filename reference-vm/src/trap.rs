@@ -40,11 +40,8 @@ pub enum Fault {
         index: usize,
     },
     /// A slot outside the table.
-    #[error("slot {slot} does not exist")]
-    BadSlot {
-        /// The slot.
-        slot: SlotId,
-    },
+    #[error("slot {0} does not exist")]
+    BadSlot(SlotId),
     /// A slot of a kind that this access cannot use.
     #[error("slot {slot} of kind {} cannot be used here", kind.name())]
     Kind {
@@ -106,23 +103,14 @@ pub enum Fault {
         position: u32,
     },
     /// A counter outside the table.
-    #[error("counter {counter} does not exist")]
-    BadCounter {
-        /// The counter.
-        counter: CounterId,
-    },
+    #[error("counter {0} does not exist")]
+    BadCounter(CounterId),
     /// A matrix outside the table.
-    #[error("matrix {matrix} does not exist")]
-    BadMatrix {
-        /// The matrix.
-        matrix: MatrixId,
-    },
+    #[error("matrix {0} does not exist")]
+    BadMatrix(MatrixId),
     /// The step ended while tasks were left.
-    #[error("the step ends while {tasks} other tasks are left")]
-    EarlyEnd {
-        /// Tasks left.
-        tasks: u64,
-    },
+    #[error("the step ends while {0} other tasks are left")]
+    EarlyEnd(u64),
     /// All tasks are over and none ended the step.
     #[error("no task ends the step")]
     NoEnd,
@@ -160,24 +148,15 @@ pub enum MachineError {
     },
     /// A slot lies outside the arena, is not aligned, or its source does not fit its kind and
     /// words.
-    #[error("slot {slot} cannot be placed")]
-    Slot {
-        /// The slot.
-        slot: SlotId,
-    },
+    #[error("slot {0} cannot be placed")]
+    Slot(SlotId),
     /// A packed matrix or vector refers to a tensor that does not exist or has another shape or
     /// element type.
-    #[error("tensor {tensor} does not fit where the program uses it")]
-    Tensor {
-        /// The tensor.
-        tensor: TensorId,
-    },
+    #[error("tensor {0} does not fit where the program uses it")]
+    Tensor(TensorId),
     /// A packed matrix has no parts, no rows or no columns.
-    #[error("matrix {matrix} is empty")]
-    Matrix {
-        /// The matrix.
-        matrix: MatrixId,
-    },
+    #[error("matrix {0} is empty")]
+    Matrix(MatrixId),
     /// What was to be fed or gone on from.
     #[error(transparent)]
     Input(#[from] InputError),
@@ -206,13 +185,8 @@ pub enum InputError {
         capacity: usize,
     },
     /// Keys and values to go on from are not those of so many positions in every layer.
-    #[error(
-        "the keys and values to go on from are not those of {positions} positions in every layer"
-    )]
-    Cache {
-        /// Positions that were announced.
-        positions: usize,
-    },
+    #[error("the keys and values to go on from are not those of {0} positions in every layer")]
+    Cache(usize),
     /// A continuation was asked for before any token was fed.
     #[error("there is nothing to continue: feed a token first")]
     NothingFed,

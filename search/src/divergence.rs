@@ -121,7 +121,7 @@ impl FirstDivergence {
         let (worker, task) = match run {
             Run::Trapped(trap) => (trap.worker.0, trap.task),
             Run::Stuck { waiting } => waiting.first().map(|w| (w.worker.0, w.task))?,
-            Run::Finished(_) | Run::OutOfFuel { .. } => return None,
+            Run::Finished(_) => return None,
         };
         let task = TaskAt::of(program, worker, task);
         let detail = format!("{task}: {}", Dropped::Halted(run.clone()));
@@ -164,8 +164,8 @@ pub fn place_name(program: &Program, place: Place) -> String {
             .slots
             .get(slot.index())
             .map_or_else(|| slot.to_string(), |found| found.name.clone()),
-        Place::Keys { layer } => format!("layers.{layer}.keys"),
-        Place::Values { layer } => format!("layers.{layer}.values"),
+        Place::Keys(layer) => format!("layers.{layer}.keys"),
+        Place::Values(layer) => format!("layers.{layer}.values"),
         Place::Token => "token".to_owned(),
     }
 }

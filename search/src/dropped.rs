@@ -94,7 +94,6 @@ fn ended(run: &Run) -> String {
     match run {
         Run::Finished(_) => "finished".to_owned(),
         Run::Trapped(trap) => trap.to_string(),
-        Run::OutOfFuel { fired } => format!("still running after {fired} tasks"),
         Run::Stuck { waiting } => match waiting.first() {
             Some(first) => format!("stuck, {} workers wait: {first}", waiting.len()),
             None => "stuck".to_owned(),

@@ -306,7 +306,7 @@ impl Stretch {
         let run = machine.run(&self.tokens, Order::Waves)?;
         let outputs = match run {
             Run::Finished(outputs) => outputs,
-            halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+            halted @ (Run::Trapped(_) | Run::Stuck { .. }) => {
                 return Err(Dropped::Halted(halted));
             }
         };
@@ -332,8 +332,8 @@ impl Stretch {
         {
             let at = layer as u32;
             let parts = [
-                (What::Keys { layer: at }, keys, machine.keys(layer)),
-                (What::Values { layer: at }, values, machine.values(layer)),
+                (What::Keys(at), keys, machine.keys(layer)),
+                (What::Values(at), values, machine.values(layer)),
             ];
             for ((what, want, all), &allowed) in parts.into_iter().zip(allowed) {
                 let got = &all[all.len().saturating_sub(want.len())..];

@@ -58,7 +58,7 @@ impl Served for Reference<'_> {
         let mut machine = Machine::new(&program, graph, weights).map_err(fault)?;
         let rows = match machine.run(tokens, Order::Waves).map_err(fault)? {
             Run::Finished(outputs) => outputs,
-            halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+            halted @ (Run::Trapped(_) | Run::Stuck { .. }) => {
                 self.fed.clear();
                 return Err(fault(search::Dropped::Halted(halted)));
             }

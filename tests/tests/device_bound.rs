@@ -84,9 +84,7 @@ fn logits_within(
             compare(&expected.logits, &outputs.logits, expected.on_device)
                 .map_err(|at| Dropped::Disagreed { by: "device", at })
         }
-        halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
-            Err(Dropped::Halted(halted))
-        }
+        halted @ (Run::Trapped(_) | Run::Stuck { .. }) => Err(Dropped::Halted(halted)),
     }
 }
 

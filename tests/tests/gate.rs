@@ -145,9 +145,7 @@ fn loosened(
             compare(&expected.logits[..6], &outputs.logits, Tolerance::DEVICE)
                 .map_err(|at| Dropped::Disagreed { by: "reference", at })
         }
-        halted @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
-            Err(Dropped::Halted(halted))
-        }
+        halted @ (Run::Trapped(_) | Run::Stuck { .. }) => Err(Dropped::Halted(halted)),
     }
 }
 

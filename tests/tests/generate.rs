@@ -104,9 +104,7 @@ pub(crate) fn run(
             Ok(outputs.logits.into_iter().flatten().map(f32::to_bits).collect())
         }
         Run::Trapped(Trap { fault: Fault::BadToken { .. }, epoch, .. }) => Ok(vec![epoch]),
-        other @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
-            Err(format!("{other:?}"))
-        }
+        other @ (Run::Trapped(_) | Run::Stuck { .. }) => Err(format!("{other:?}")),
     }
 }
 

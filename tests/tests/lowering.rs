@@ -83,7 +83,7 @@ fn run(program: &Verified<Program>, graph: &Graph) -> Result<(), String> {
             Machine::new(program, graph, &weights).map_err(|error| error.to_string())?;
         let outputs = match machine.run(&tokens, order).map_err(|error| error.to_string())? {
             Run::Finished(outputs) => outputs,
-            other @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+            other @ (Run::Trapped(_) | Run::Stuck { .. }) => {
                 return Err(format!("{order:?}: {other:?}"));
             }
         };

@@ -12,7 +12,7 @@ use crate::error::HostError;
 use crate::landing::Streaming;
 use crate::load::{Residents, constant_key, constant_values, rope_table};
 use crate::machine::PROGRAMS_MAX;
-use crate::memory::{DeviceBuffer, HostBuffer, upload};
+use crate::memory::{Copier, DeviceBuffer, HostBuffer};
 use crate::pages::{KvPool, PageLayout, PageTables, page_bytes, pool_pages};
 use crate::sampling::SamplingMemory;
 
@@ -125,13 +125,12 @@ pub(crate) fn make_residents(
     workers: u32,
     lanes: u32,
     owned: &mut Vec<DeviceBuffer>,
-    stream: &Stream,
-    bounce: &mut HostBuffer,
+    copier: &mut Copier,
 ) -> Result<Residents, HostError> {
     let mut place = |bytes: &[u8], owned: &mut Vec<DeviceBuffer>| -> Result<u64, HostError> {
         let buffer = DeviceBuffer::zeroed(bytes.len() as u64)?;
         let address = buffer.address;
-        upload(stream, bounce, address, bytes)?;
+        copier.upload(address, bytes)?;
         owned.push(buffer);
         Ok(address)
     };

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Instant;
 
+use cudarc::nvrtc::result::{self, NvrtcError};
 use cudarc::nvrtc::sys;
 use ir::program::staging::{Staging, WARP_UNITS_MAX};
 use ir::schedule::Evict;
@@ -106,8 +107,11 @@ fn unit(sources: impl Iterator<Item = &'static Source>) -> Result<String, HostEr
     for source in sources {
         let read = dir.as_ref().map(|dir| {
             let path = dir.join(source.name);
-            std::fs::read_to_string(&path).map_err(|error| HostError::Compile {
-                log: format!("AMK_KERNEL_DIR: cannot read {}: {error}", path.display()),
+            std::fs::read_to_string(&path).map_err(|error| {
+                HostError::Compile(format!(
+                    "AMK_KERNEL_DIR: cannot read {}: {error}",
+                    path.display()
+                ))
             })
         });
         let read = read.transpose()?;
@@ -247,7 +251,7 @@ fn load_nvrtc() -> Result<(), HostError> {
             nvrtc_folders().iter().map(|f| f.display().to_string()).collect();
         Err(format!("{}, the dynamic loader's path", searched.join(", ")))
     });
-    loaded.clone().map_err(|searched| HostError::NoNvrtc { searched })
+    loaded.clone().map_err(HostError::NoNvrtc)
 }
 
 /// Opens `libnvrtc-builtins` and `libnvrtc` of a folder for the life of the process, if they are there.
@@ -277,75 +281,46 @@ pub fn nvrtc_version() -> Result<(i32, i32), HostError> {
     load_nvrtc()?;
     let (mut major, mut minor) = (0, 0);
     // SAFETY: both out pointers are valid for the call.
-    check("nvrtcVersion", unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) })?;
+    let found = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) }.result();
+    found.map_err(refused("nvrtcVersion"))?;
     Ok((major, minor))
 }
 
-fn check(call: &'static str, result: sys::nvrtcResult) -> Result<(), HostError> {
-    if result == sys::nvrtcResult::NVRTC_SUCCESS {
-        return Ok(());
-    }
-    Err(HostError::Driver { call, message: format!("{result:?}") })
+fn refused(call: &'static str) -> impl Fn(NvrtcError) -> HostError {
+    move |error| HostError::Driver { call, message: format!("{:?}", error.0) }
 }
 
 fn run_nvrtc(source: &str, options: &[String]) -> Result<(Vec<u8>, String), HostError> {
     load_nvrtc()?;
-    let no_nul = |_| HostError::Compile { log: "the source or an option holds a NUL byte".into() };
+    let no_nul = |_| HostError::Compile("the source or an option holds a NUL byte".into());
     let source = CString::new(source).map_err(no_nul)?;
-    let options: Vec<CString> = options
-        .iter()
-        .map(|o| CString::new(o.as_str()))
-        .collect::<Result<_, _>>()
-        .map_err(no_nul)?;
-    let pointers: Vec<*const i8> = options.iter().map(|o| o.as_ptr()).collect();
-    let mut program = std::ptr::null_mut();
-    // SAFETY: the strings outlive the call; no headers are passed.
-    check("nvrtcCreateProgram", unsafe {
-        sys::nvrtcCreateProgram(
-            &raw mut program,
-            source.as_ptr(),
-            c"megakernel.cu".as_ptr(),
-            0,
-            std::ptr::null(),
-            std::ptr::null(),
-        )
-    })?;
-    // SAFETY: `program` is live, `pointers` holds as many valid strings as is said.
-    let compiled =
-        unsafe { sys::nvrtcCompileProgram(program, pointers.len() as i32, pointers.as_ptr()) };
-    let log = program_log(program);
-    let image = if compiled == sys::nvrtcResult::NVRTC_SUCCESS {
-        program_image(program)
-    } else {
-        Err(HostError::Compile { log: log.clone() })
+    let options = options.iter().map(|option| CString::new(option.as_str()));
+    let options: Vec<CString> = options.collect::<Result<_, _>>().map_err(no_nul)?;
+    let program = result::create_program(&source, Some(c"megakernel.cu"))
+        .map_err(refused("nvrtcCreateProgram"))?;
+    // SAFETY: `program` is live.
+    let compiled = unsafe { result::compile_program(program, &options) };
+    // SAFETY: `program` is live.
+    let log: Vec<u8> = unsafe { result::get_program_log(program) }
+        .map(|log| log.into_iter().map(i8::cast_unsigned).collect())
+        .unwrap_or_default();
+    let log = CStr::from_bytes_until_nul(&log).unwrap_or_default().to_string_lossy().into_owned();
+    let image = match compiled {
+        Ok(()) => program_image(program).map_err(refused("nvrtcGetCUBIN")),
+        Err(_) => Err(HostError::Compile(log.clone())),
     };
-    // SAFETY: `program` is live and not used after.
-    unsafe { sys::nvrtcDestroyProgram(&raw mut program) };
+    // SAFETY: `program` is live and not used after. Failing to free it is not failing to compile.
+    let _ = unsafe { result::destroy_program(program) };
     Ok((image?, log))
 }
 
-fn program_log(program: sys::nvrtcProgram) -> String {
-    let mut size = 0;
-    // SAFETY: `program` is live.
-    if unsafe { sys::nvrtcGetProgramLogSize(program, &raw mut size) }
-        != sys::nvrtcResult::NVRTC_SUCCESS
-        || size == 0
-    {
-        return String::new();
-    }
-    let mut bytes = vec![0_u8; size];
-    // SAFETY: the buffer has the size that NVRTC asked for.
-    unsafe { sys::nvrtcGetProgramLog(program, bytes.as_mut_ptr().cast()) };
-    CStr::from_bytes_until_nul(&bytes).map(|s| s.to_string_lossy().into_owned()).unwrap_or_default()
-}
-
-fn program_image(program: sys::nvrtcProgram) -> Result<Vec<u8>, HostError> {
+fn program_image(program: sys::nvrtcProgram) -> Result<Vec<u8>, NvrtcError> {
     let mut size = 0;
     // SAFETY: `program` is live and compiled.
-    check("nvrtcGetCUBINSize", unsafe { sys::nvrtcGetCUBINSize(program, &raw mut size) })?;
+    unsafe { sys::nvrtcGetCUBINSize(program, &raw mut size) }.result()?;
     let mut image = vec![0_u8; size];
     // SAFETY: the buffer has the size that NVRTC asked for.
-    check("nvrtcGetCUBIN", unsafe { sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast()) })?;
+    unsafe { sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast()) }.result()?;
     Ok(image)
 }
 

@@ -3,25 +3,25 @@
 use std::ffi::CStr;
 use std::sync::Arc;
 
+use cudarc::driver::result::{self, DriverError, stream::StreamKind};
 use cudarc::driver::sys::{self, CUresult};
 
 use crate::error::HostError;
 
-pub(crate) fn check(call: &'static str, result: CUresult) -> Result<(), HostError> {
-    if result == CUresult::CUDA_SUCCESS {
-        return Ok(());
+/// What a driver call gave, or which one failed and why.
+pub(crate) fn called<T>(call: &'static str, made: Result<T, DriverError>) -> Result<T, HostError> {
+    made.map_err(|error| {
+        let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
+        HostError::Driver { call, message: text.unwrap_or_else(|_| format!("{:?}", error.0)) }
+    })
+}
+
+/// Whether what was asked about is over; that it is not is no failure.
+fn over(call: &'static str, made: Result<(), DriverError>) -> Result<bool, HostError> {
+    match made {
+        Err(DriverError(CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+        made => called(call, made).map(|()| true),
     }
-    let mut text = std::ptr::null();
-    // SAFETY: the out pointer is valid; the driver's strings are static.
-    let known = unsafe { sys::cuGetErrorString(result, &raw mut text) } == CUresult::CUDA_SUCCESS
-        && !text.is_null();
-    let message = if known {
-        // SAFETY: checked non-null above; the driver returns NUL-terminated static strings.
-        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
-    } else {
-        format!("{result:?}")
-    };
-    Err(HostError::Driver { call, message })
 }
 
 /// What is known of the device, for reports and comparability.
@@ -55,52 +55,36 @@ impl Device {
         if !unsafe { sys::is_culib_present() } {
             return Err(HostError::NoDriver);
         }
-        let (mut count, mut device) = (0, 0);
-        // SAFETY: all out pointers are valid for their calls.
-        unsafe {
-            check("cuInit", sys::cuInit(0))?;
-            check("cuDeviceGetCount", sys::cuDeviceGetCount(&raw mut count))?;
-            if count == 0 {
-                return Err(HostError::NoDevice);
-            }
-            let there = i32::try_from(ordinal).ok().filter(|&ordinal| ordinal < count);
-            let Some(ordinal) = there else {
-                return Err(HostError::NoSuchDevice { ordinal, count: count.cast_unsigned() });
-            };
-            check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, ordinal))?;
+        called("cuInit", result::init())?;
+        let count = called("cuDeviceGetCount", result::device::get_count())?;
+        if count == 0 {
+            return Err(HostError::NoDevice);
         }
-        Ok(Self(device))
+        let there = i32::try_from(ordinal).ok().filter(|&ordinal| ordinal < count);
+        let Some(ordinal) = there else {
+            return Err(HostError::NoSuchDevice { ordinal, count: count.cast_unsigned() });
+        };
+        called("cuDeviceGet", result::device::get(ordinal)).map(Self)
     }
 
     fn attribute(&self, attribute: sys::CUdevice_attribute) -> Result<i32, HostError> {
-        let mut value = 0;
-        // SAFETY: the out pointer is valid and the device is live.
-        check("cuDeviceGetAttribute", unsafe {
-            sys::cuDeviceGetAttribute(&raw mut value, attribute, self.0)
-        })?;
-        Ok(value)
+        // SAFETY: the device is live.
+        let value = unsafe { result::device::get_attribute(self.0, attribute) };
+        called("cuDeviceGetAttribute", value)
     }
 
     pub(crate) fn info(&self) -> Result<DeviceInfo, HostError> {
         use sys::CUdevice_attribute as A;
-        let mut name = [0_u8; 128];
-        let mut uuid = sys::CUuuid { bytes: [0; 16] };
-        let (mut driver, mut total) = (0, 0);
-        // SAFETY: every out pointer is valid, the name buffer as long as is said.
-        unsafe {
-            check(
-                "cuDeviceGetName",
-                sys::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, self.0),
-            )?;
-            check("cuDeviceGetUuid", sys::cuDeviceGetUuid_v2(&raw mut uuid, self.0))?;
-            check("cuDriverGetVersion", sys::cuDriverGetVersion(&raw mut driver))?;
-            check("cuDeviceTotalMem", sys::cuDeviceTotalMem_v2(&raw mut total, self.0))?;
-        }
+        let mut driver = 0;
+        // SAFETY: the out pointer is valid.
+        let version = unsafe { sys::cuDriverGetVersion(&raw mut driver) };
+        called("cuDriverGetVersion", version.result())?;
+        let uuid = called("cuDeviceGetUuid", result::device::get_uuid(self.0))?;
+        // SAFETY: the device is live.
+        let total = unsafe { result::device::total_mem(self.0) };
         let number = |attribute| self.attribute(attribute).map(i32::cast_unsigned);
         Ok(DeviceInfo {
-            name: CStr::from_bytes_until_nul(&name)
-                .map(|s| s.to_string_lossy().into_owned())
-                .unwrap_or_default(),
+            name: called("cuDeviceGetName", result::device::get_name(self.0))?,
             uuid: uuid.bytes.iter().map(|b| format!("{:02x}", b.cast_unsigned())).collect(),
             driver,
             capability: (
@@ -110,7 +94,7 @@ impl Device {
             sms: number(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             shared_bytes: number(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
             l2_bytes: number(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
-            memory_bytes: total as u64,
+            memory_bytes: called("cuDeviceTotalMem", total)? as u64,
         })
     }
 }
@@ -128,21 +112,17 @@ unsafe impl Sync for Context {}
 impl Context {
     /// Makes the primary context current on this thread.
     pub(crate) fn new(device: Device) -> Result<Arc<Self>, HostError> {
-        let mut context = std::ptr::null_mut();
-        // SAFETY: the out pointer is valid and the device is live; the context is that of the first call.
-        unsafe {
-            check(
-                "cuDevicePrimaryCtxRetain",
-                sys::cuDevicePrimaryCtxRetain(&raw mut context, device.0),
-            )?;
-            check("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))?;
-        }
-        Ok(Arc::new(Self { device, handle: context }))
+        // SAFETY: the device is live; the context is that of the first call, and never released by this process.
+        let handle =
+            called("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(device.0) })?;
+        let context = Self { device, handle };
+        context.make_current()?;
+        Ok(Arc::new(context))
     }
 
     pub(crate) fn make_current(&self) -> Result<(), HostError> {
         // SAFETY: the primary context is never released by this process.
-        check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.handle) })
+        called("cuCtxSetCurrent", unsafe { result::ctx::set_current(self.handle) })
     }
 
     pub(crate) fn info(&self) -> Result<DeviceInfo, HostError> {
@@ -150,10 +130,7 @@ impl Context {
     }
 
     pub(crate) fn free_bytes(&self) -> Result<u64, HostError> {
-        let (mut free, mut total) = (0, 0);
-        // SAFETY: both out pointers are valid; this context is current.
-        check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
-        Ok(free as u64)
+        called("cuMemGetInfo", result::mem_get_info()).map(|(free, _)| free as u64)
     }
 }
 
@@ -165,27 +142,18 @@ unsafe impl Send for Stream {}
 
 impl Stream {
     pub(crate) fn new() -> Result<Self, HostError> {
-        let mut stream = std::ptr::null_mut();
-        // SAFETY: the out pointer is valid; a context is current.
-        check("cuStreamCreate", unsafe {
-            sys::cuStreamCreate(&raw mut stream, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32)
-        })?;
-        Ok(Self(stream))
+        called("cuStreamCreate", result::stream::create(StreamKind::NonBlocking)).map(Self)
     }
 
     /// Waits for everything in this stream, and for nothing else.
     pub(crate) fn synchronize(&self) -> Result<(), HostError> {
         // SAFETY: the stream is live.
-        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.0) })
+        called("cuStreamSynchronize", unsafe { result::stream::synchronize(self.0) })
     }
 
     pub(crate) fn is_done(&self) -> Result<bool, HostError> {
         // SAFETY: the stream is live.
-        let result = unsafe { sys::cuStreamQuery(self.0) };
-        if result == CUresult::CUDA_ERROR_NOT_READY {
-            return Ok(false);
-        }
-        check("cuStreamQuery", result).map(|()| true)
+        over("cuStreamQuery", unsafe { sys::cuStreamQuery(self.0) }.result())
     }
 
     /// Copies to the device. `source` must be page-locked and stay untouched until the stream has been synchronised.
@@ -196,9 +164,8 @@ impl Stream {
         bytes: usize,
     ) -> Result<(), HostError> {
         // SAFETY: the callers own both ranges and keep them until they synchronise.
-        check("cuMemcpyHtoDAsync", unsafe {
-            sys::cuMemcpyHtoDAsync_v2(target, source.cast(), bytes, self.0)
-        })
+        let made = unsafe { sys::cuMemcpyHtoDAsync_v2(target, source.cast(), bytes, self.0) };
+        called("cuMemcpyHtoDAsync", made.result())
     }
 
     /// Copies from the device into page-locked memory.
@@ -209,9 +176,8 @@ impl Stream {
         bytes: usize,
     ) -> Result<(), HostError> {
         // SAFETY: as `copy_in`.
-        check("cuMemcpyDtoHAsync", unsafe {
-            sys::cuMemcpyDtoHAsync_v2(target.cast(), source, bytes, self.0)
-        })
+        let made = unsafe { sys::cuMemcpyDtoHAsync_v2(target.cast(), source, bytes, self.0) };
+        called("cuMemcpyDtoHAsync", made.result())
     }
 
     /// Writes a word of device memory behind everything in this stream, a fence of the whole system in front: whoever sees the word sees
@@ -219,9 +185,8 @@ impl Stream {
     pub(crate) fn write_value(&self, target: u64, value: u32) -> Result<(), HostError> {
         let flags = sys::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
         // SAFETY: the callers own the word, which is aligned.
-        check("cuStreamWriteValue32", unsafe {
-            sys::cuStreamWriteValue32_v2(self.0, target, value, flags)
-        })
+        let made = unsafe { sys::cuStreamWriteValue32_v2(self.0, target, value, flags) };
+        called("cuStreamWriteValue32", made.result())
     }
 
     pub(crate) fn launch(
@@ -232,22 +197,11 @@ impl Stream {
         shared: u32,
         arguments: &mut [*mut std::ffi::c_void],
     ) -> Result<(), HostError> {
+        let (grid, block) = ((grid, 1, 1), (block, 1, 1));
         // SAFETY: the callers pass one pointer per kernel parameter, each to a value of that parameter's type.
-        check("cuLaunchKernel", unsafe {
-            sys::cuLaunchKernel(
-                function.0,
-                grid,
-                1,
-                1,
-                block,
-                1,
-                1,
-                shared,
-                self.0,
-                arguments.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        })
+        let launched =
+            unsafe { result::launch_kernel(function.0, grid, block, shared, self.0, arguments) };
+        called("cuLaunchKernel", launched)
     }
 }
 
@@ -266,39 +220,30 @@ unsafe impl Send for Event {}
 
 impl Event {
     pub(crate) fn new() -> Result<Self, HostError> {
-        let mut event = std::ptr::null_mut();
-        // SAFETY: the out pointer is valid; a context is current.
-        check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, 0) })?;
-        Ok(Self(event))
+        let flags = sys::CUevent_flags::CU_EVENT_DEFAULT;
+        called("cuEventCreate", result::event::create(flags)).map(Self)
     }
 
     pub(crate) fn record(&self, stream: &Stream) -> Result<(), HostError> {
         // SAFETY: both handles are live.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(self.0, stream.0) })
+        called("cuEventRecord", unsafe { result::event::record(self.0, stream.0) })
     }
 
     pub(crate) fn synchronize(&self) -> Result<(), HostError> {
         // SAFETY: the event is live.
-        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.0) })
+        called("cuEventSynchronize", unsafe { result::event::synchronize(self.0) })
     }
 
     /// Whether what was recorded is over. Does not wait.
     pub(crate) fn is_reached(&self) -> Result<bool, HostError> {
         // SAFETY: the event is live.
-        let result = unsafe { sys::cuEventQuery(self.0) };
-        if result == CUresult::CUDA_ERROR_NOT_READY {
-            return Ok(false);
-        }
-        check("cuEventQuery", result).map(|()| true)
+        over("cuEventQuery", unsafe { result::event::query(self.0) })
     }
 
     /// Microseconds from `self` to `end`, both recorded and reached.
     pub(crate) fn elapsed_us(&self, end: &Self) -> Result<f64, HostError> {
-        let mut ms = 0.0;
-        // SAFETY: both events are live, the out pointer is valid.
-        check("cuEventElapsedTime", unsafe {
-            sys::cuEventElapsedTime_v2(&raw mut ms, self.0, end.0)
-        })?;
+        // SAFETY: both events are live.
+        let ms = called("cuEventElapsedTime", unsafe { result::event::elapsed(self.0, end.0) })?;
         Ok(f64::from(ms) * 1000.0)
     }
 }
@@ -319,21 +264,15 @@ pub(crate) struct Function(sys::CUfunction);
 
 impl Module {
     pub(crate) fn load(image: &[u8]) -> Result<Self, HostError> {
-        let mut handle = std::ptr::null_mut();
         // SAFETY: the image is a complete cubin; the driver copies it.
-        check("cuModuleLoadData", unsafe {
-            sys::cuModuleLoadData(&raw mut handle, image.as_ptr().cast())
-        })?;
-        Ok(Self { handle })
+        let handle = unsafe { result::module::load_data(image.as_ptr().cast()) };
+        called("cuModuleLoadData", handle).map(|handle| Self { handle })
     }
 
     pub(crate) fn function(&self, name: &CStr) -> Result<Function, HostError> {
-        let mut function = std::ptr::null_mut();
-        // SAFETY: the module is live, the name NUL-terminated.
-        check("cuModuleGetFunction", unsafe {
-            sys::cuModuleGetFunction(&raw mut function, self.handle, name.as_ptr())
-        })?;
-        Ok(Function(function))
+        // SAFETY: the module is live.
+        let function = unsafe { result::module::get_function(self.handle, name.to_owned()) };
+        called("cuModuleGetFunction", function).map(Function)
     }
 }
 
@@ -349,23 +288,18 @@ impl Function {
     pub(crate) fn allow_shared(&self, bytes: u32) -> Result<(), HostError> {
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function is live.
-        check("cuFuncSetAttribute", unsafe {
-            sys::cuFuncSetAttribute(self.0, attribute, bytes.cast_signed())
-        })
+        let made = unsafe { sys::cuFuncSetAttribute(self.0, attribute, bytes.cast_signed()) };
+        called("cuFuncSetAttribute", made.result())
     }
 
     /// Blocks of this shape that fit on one multiprocessor.
     pub(crate) fn resident_blocks(&self, threads: u32, shared: u32) -> Result<u32, HostError> {
-        let mut blocks = 0;
-        // SAFETY: the function is live, the out pointer valid.
-        check("cuOccupancyMaxActiveBlocksPerMultiprocessor", unsafe {
-            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                &raw mut blocks,
-                self.0,
-                threads.cast_signed(),
-                shared as usize,
-            )
-        })?;
+        let (threads, shared) = (threads.cast_signed(), shared as usize);
+        // SAFETY: the function is live.
+        let blocks = unsafe {
+            result::occupancy::max_active_block_per_multiprocessor(self.0, threads, shared)
+        };
+        let blocks = called("cuOccupancyMaxActiveBlocksPerMultiprocessor", blocks)?;
         Ok(blocks.cast_unsigned())
     }
 }

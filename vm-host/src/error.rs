@@ -27,12 +27,9 @@ pub enum HostError {
     },
     /// No NVRTC library.
     #[error(
-        "NVRTC not found (looked in {searched}): install the CUDA toolkit or point AMK_NVRTC at the folder of libnvrtc.so.13"
+        "NVRTC not found (looked in {0}): install the CUDA toolkit or point AMK_NVRTC at the folder of libnvrtc.so.13"
     )]
-    NoNvrtc {
-        /// Where it was looked for.
-        searched: String,
-    },
+    NoNvrtc(String),
     /// The device is of an architecture that the kernel does not run on.
     #[error(
         "{name} has compute capability {major}.{minor}; there are kernels for {}",
@@ -55,11 +52,8 @@ pub enum HostError {
         message: String,
     },
     /// The kernel does not compile.
-    #[error("the kernel does not compile: {log}")]
-    Compile {
-        /// NVRTC's log.
-        log: String,
-    },
+    #[error("the kernel does not compile: {0}")]
+    Compile(String),
     /// The compiled kernel was built from another layout.
     #[error(
         "the compiled kernel was built from another header (hash {found:#x}, expected {expected:#x}): empty $AMK_CACHE, or mend $AMK_KERNEL_DIR"
@@ -110,12 +104,9 @@ pub enum HostError {
     Trapped(Box<Status>),
     /// The kernel died of an exception, as the driver says. The driver gives this process nothing more.
     #[error(
-        "the kernel died in the middle of a command ({message}): run it again in a new process; if it dies there too, compute-sanitizer shows where"
+        "the kernel died in the middle of a command ({0}): run it again in a new process; if it dies there too, compute-sanitizer shows where"
     )]
-    Died {
-        /// What the driver says.
-        message: String,
-    },
+    Died(String),
     /// The kernel is gone, and left neither an answer nor a trap.
     #[error("the kernel left without an answer: stop the machine and launch it again")]
     Left,

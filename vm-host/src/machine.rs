@@ -20,12 +20,10 @@ use crate::boot::{BootOptions, check_memory, check_residency, make_residents, pr
 use crate::card::load_module;
 use crate::driver::{Context, DeviceInfo, Module, Stream};
 use crate::error::HostError;
-use crate::landing::{Landing, LoadReport, Through, land_before_launch};
+use crate::landing::{DeviceTarget, Landing, LoadReport, Through, land_before_launch};
 use crate::load::{Image, Residents, check_variant, image};
 use crate::lookout::Lookout;
-use crate::memory::{
-    DeviceBuffer, HostBuffer, download, download_into, download_rows, upload, upload_fill,
-};
+use crate::memory::{Copier, DeviceBuffer, HostBuffer};
 use crate::pages::{PagePool, PageTables};
 use crate::prefill::Prefill;
 use crate::ring::{self, RingHost};
@@ -83,7 +81,7 @@ struct Memory {
     records: DeviceBuffer,
     tokens: HostBuffer,
     token_stride: u32,
-    bounce: HostBuffer,
+    copier: Copier,
     pages: PageTables,
     sampling: SamplingMemory,
     ring: RingHost,
@@ -91,16 +89,11 @@ struct Memory {
     _weights: Vec<DeviceBuffer>,
 }
 
-fn zero(stream: &Stream, bounce: &mut HostBuffer, buffer: &DeviceBuffer) -> Result<(), HostError> {
-    upload_fill(stream, bounce, buffer.address, buffer.bytes, 0)
-}
-
 /// A booted machine with no kernel running.
 pub struct Idle {
     /// Weights on their way: ended before the memory that they go to is freed.
     landing: Option<Landing>,
     memory: Memory,
-    copy: Stream,
     compute: Stream,
     /// The variant that was launched last: loading one takes longer than the rest of a launch. Freed with the memory, never while the kernel runs.
     kernel: (Variant, Module),
@@ -151,19 +144,18 @@ impl Idle {
         check_shape(graph, &options)?;
         let pages = check_memory(program, &options, variant.lanes, context.free_bytes()?)?;
         let (module, _) = load_module(variant, &info)?;
-        let (copy, compute) = (Stream::new()?, Stream::new()?);
+        let compute = Stream::new()?;
         probe_abi(&module, &compute)?;
         let row_bytes = graph.vocab as usize * size_of::<f32>();
-        let mut bounce = HostBuffer::zeroed(BOUNCE_BYTES.max(row_bytes))?;
+        let mut copier = Copier::new(BOUNCE_BYTES.max(row_bytes))?;
         let mut owned = Vec::new();
         let mut matrices = Vec::new();
         for matrix in &program.matrices {
             owned.push(DeviceBuffer::zeroed(matrix.bytes())?);
             matrices.extend(owned.last().map(|b| b.address));
         }
-        let (plan, block) = place_landing(program, &options, &copy, &mut bounce)?;
-        let to = Destination { context: &context, matrices: &matrices, landed: block.address };
-        let target = to.target(&plan)?;
+        let (plan, block) = place_landing(program, &options, &mut copier)?;
+        let target = DeviceTarget::new(&context, &plan, matrices.clone(), block.address)?;
         let (landing, report) = match options.streaming {
             None => (None, land_before_launch(plan.clone(), weights, target)?),
             Some(how) => {
@@ -181,16 +173,14 @@ impl Idle {
             info.sms,
             variant.lanes,
             &mut owned,
-            &copy,
-            &mut bounce,
+            &mut copier,
         )?;
         let sampling = SamplingMemory::new(options.sessions, graph.vocab, residents.logits)?;
         let capacity = program.kv_capacity;
-        let memory = Memory::new(residents, &options, capacity, bounce, owned, block, sampling)?;
+        let memory = Memory::new(residents, &options, capacity, copier, owned, block, sampling)?;
         Ok(Self {
             landing,
             memory,
-            copy,
             compute,
             kernel: (*variant, module),
             _context: context,
@@ -260,10 +250,11 @@ impl Idle {
         check_residency(requested, per_sm, self.info.sms, THREADS, shared)?;
         let loaded = self.load_into(0, program, 1)?;
         self.memory.ring.reset();
-        zero(&self.copy, &mut self.memory.bounce, &self.memory.step)?;
-        zero(&self.copy, &mut self.memory.bounce, &self.memory.done)?;
-        let waits = self.memory.landing.address + offset_of!(abi::Landing, waits) as u64;
-        upload_fill(&self.copy, &mut self.memory.bounce, waits, LANDING_COUNTS, 0)?;
+        let Memory { copier, step, done, landing, .. } = &mut self.memory;
+        copier.fill(step.address, step.bytes, 0)?;
+        copier.fill(done.address, done.bytes, 0)?;
+        let waits = landing.address + offset_of!(abi::Landing, waits) as u64;
+        copier.fill(waits, LANDING_COUNTS, 0)?;
         let mut launch = self.launch_block();
         let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut launch).cast()];
         self.compute.launch(&kernel, requested, THREADS, shared, &mut arguments)?;
@@ -317,10 +308,10 @@ impl Idle {
                 "the program needs {needed} bytes of tables and activations, {room} were set aside"
             )));
         }
-        upload(&self.copy, &mut m.bounce, base, &bytes)?;
+        m.copier.upload(base, &bytes)?;
         let end = base + bytes.len() as u64;
-        upload_fill(&self.copy, &mut m.bounce, end, zeroed, 0)?;
-        upload_fill(&self.copy, &mut m.bounce, end + zeroed, poisoned, 0xff)?;
+        m.copier.fill(end, zeroed, 0)?;
+        m.copier.fill(end + zeroed, poisoned, 0xff)?;
         m.arenas[place] = (end + zeroed, poisoned);
         Ok(m.places.fill(place, sequences))
     }
@@ -331,7 +322,7 @@ impl Memory {
         residents: Residents,
         options: &BootOptions,
         kv_capacity: u32,
-        bounce: HostBuffer,
+        copier: Copier,
         weights: Vec<DeviceBuffer>,
         landing: DeviceBuffer,
         sampling: SamplingMemory,
@@ -361,7 +352,7 @@ impl Memory {
             records: DeviceBuffer::zeroed(records_bytes(options.records) + loader_records)?,
             tokens: HostBuffer::zeroed(options.sessions as usize * 2 * token_stride as usize * 4)?,
             token_stride,
-            bounce,
+            copier,
             sampling,
             ring,
             block,
@@ -482,10 +473,7 @@ impl Resident {
     /// # Errors
     /// If a copy fails.
     pub fn logits(&mut self, rows: u32) -> Result<Vec<Vec<f32>>, HostError> {
-        let idle = self.idle();
-        let (residents, bounce) = (&idle.memory.residents, &idle.memory.bounce);
-        let rows = rows.min(residents.logits_rows) as usize;
-        download_rows(&idle.copy, bounce, residents.logits, rows, idle.vocab as usize)
+        self.lane_logits(0, rows)
     }
 
     /// The same into a caller's memory, row behind row: as many as fit.
@@ -493,9 +481,8 @@ impl Resident {
     /// # Errors
     /// If a copy fails.
     pub fn logits_into(&mut self, out: &mut [f32]) -> Result<(), HostError> {
-        let idle = self.idle();
-        let (residents, bounce) = (&idle.memory.residents, &idle.memory.bounce);
-        download_into(&idle.copy, bounce, residents.logits, out, idle.vocab as usize)
+        let Idle { memory, vocab, .. } = self.idle();
+        memory.copier.rows_into(memory.residents.logits, out, *vocab as usize)
     }
 
     /// The activations of a program as its last step left them: the words of its arena, poison where nothing was stored. Between two
@@ -507,12 +494,9 @@ impl Resident {
         if !self.holds(program) {
             return Err(HostError::Request("the program's place has been used again".into()));
         }
-        let idle = self.idle();
-        let (address, bytes) = idle.memory.arenas[program.place];
-        let mut words = vec![0_u32; bytes as usize / size_of::<u32>()];
-        let out = bytemuck::cast_slice_mut(&mut words);
-        download(&idle.copy, &idle.memory.bounce, address, out)?;
-        Ok(words)
+        let memory = &self.idle().memory;
+        let (address, bytes) = memory.arenas[program.place];
+        memory.copier.values(address, bytes as usize / size_of::<u32>())
     }
 
     /// What the traced variant wrote of the last step: a record a task.
@@ -520,12 +504,8 @@ impl Resident {
     /// # Errors
     /// If a copy fails.
     pub fn records(&mut self) -> Result<Vec<TaskRecord>, HostError> {
-        let idle = self.idle();
-        let mut records: Vec<TaskRecord> =
-            vec![bytemuck::Zeroable::zeroed(); idle.options.records as usize];
-        let source = idle.memory.records.address;
-        download(&idle.copy, &idle.memory.bounce, source, bytemuck::cast_slice_mut(&mut records))?;
-        Ok(records)
+        let Idle { memory, options, .. } = self.idle();
+        memory.copier.values(memory.records.address, options.records as usize)
     }
 
     /// What the traced variant wrote of each worker's loader in the last step.
@@ -533,12 +513,9 @@ impl Resident {
     /// # Errors
     /// If a copy fails.
     pub fn loader_records(&mut self) -> Result<Vec<LoaderRecord>, HostError> {
-        let idle = self.idle();
-        let mut records: Vec<LoaderRecord> =
-            vec![bytemuck::Zeroable::zeroed(); idle.memory.residents.workers as usize];
-        let source = idle.memory.records.address + records_bytes(idle.options.records);
-        download(&idle.copy, &idle.memory.bounce, source, bytemuck::cast_slice_mut(&mut records))?;
-        Ok(records)
+        let Idle { memory, options, .. } = self.idle();
+        let source = memory.records.address + records_bytes(options.records);
+        memory.copier.values(source, memory.residents.workers as usize)
     }
 
     /// Fills the first rows of logits with what is not a number: those that a command is to write and the host to read.
@@ -546,10 +523,7 @@ impl Resident {
     /// # Errors
     /// If a copy fails.
     pub fn poison_logits(&mut self, rows: u32) -> Result<(), HostError> {
-        let idle = self.idle();
-        let (residents, bounce) = (&idle.memory.residents, &mut idle.memory.bounce);
-        let bytes = u64::from(rows.min(residents.logits_rows)) * u64::from(idle.vocab) * 4;
-        upload_fill(&idle.copy, bounce, residents.logits, bytes, 0xff)
+        self.poison_lane_logits(0, rows)
     }
 
     /// Whether a handle still names the program that it was given for.
@@ -678,7 +652,7 @@ fn end_kernel(idle: &mut Idle, failed: bool) -> Result<(), HostError> {
 
 #[path = "machine_landing.rs"]
 mod landed;
-use landed::{Destination, LANDING_COUNTS, place_landing, wait_for_answer};
+use landed::{LANDING_COUNTS, place_landing, wait_for_answer};
 pub use landed::{LandingReport, TensorCheck};
 
 #[cfg(feature = "faults")]

@@ -8,7 +8,6 @@ use ir::program::{Program, Verified};
 
 use crate::error::HostError;
 use crate::machine::Resident;
-use crate::memory::{download, upload};
 
 /// What goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,12 +85,12 @@ impl Resident {
 
     fn peek<T: bytemuck::Pod>(&mut self, at: u64, out: &mut [T]) -> Result<(), HostError> {
         let idle = self.idle();
-        download(&idle.copy, &idle.memory.bounce, at, bytemuck::cast_slice_mut(out))
+        idle.memory.copier.download(at, bytemuck::cast_slice_mut(out))
     }
 
     fn poke<T: bytemuck::Pod>(&mut self, at: u64, values: &[T]) -> Result<(), HostError> {
         let idle = self.idle();
-        upload(&idle.copy, &mut idle.memory.bounce, at, bytemuck::cast_slice(values))
+        idle.memory.copier.upload(at, bytemuck::cast_slice(values))
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a running machine does with weights that land meanwhile: says how far they are, goes on after a fault, compares them with their files.
+//! What a running machine does with weights that land meanwhile: says how far they are, compares them with their files.
 
 use std::collections::BTreeMap;
 use std::mem::offset_of;
@@ -12,14 +12,11 @@ use rayon::prelude::*;
 
 use super::{Idle, Resident};
 use crate::boot::BootOptions;
-use crate::driver::{Context, Stream};
+use crate::driver::Stream;
 use crate::error::HostError;
-use crate::landing::{DeviceTarget, Landing, LoadReport, Plan, staging_bytes};
-use crate::memory::{DeviceBuffer, HostBuffer, download, upload};
+use crate::landing::{Landing, LoadReport, Plan};
+use crate::memory::{Copier, DeviceBuffer};
 use crate::ring::RingHost;
-
-/// How long a write of one word may take on a stream that holds copies only.
-const WORD_LIMIT: Duration = Duration::from_secs(5);
 
 /// How weights came in while the kernel was resident.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
@@ -68,30 +65,9 @@ impl Resident {
     /// If a copy fails.
     pub fn landing_report(&mut self) -> Result<LandingReport, HostError> {
         let idle = self.idle();
-        let mut block = [abi::Landing::default()];
-        let (address, out) = (idle.memory.landing.address, bytemuck::cast_slice_mut(&mut block));
-        download(&idle.copy, &idle.memory.bounce, address, out)?;
+        let block: Vec<abi::Landing> = idle.memory.copier.values(idle.memory.landing.address, 1)?;
         let (waits, waited_s) = (block[0].waits, f64::from(block[0].waited_us) / 1e6);
         Ok(LandingReport { load: idle.load_report(), waits, waited_s })
-    }
-
-    /// Brings in what has not landed when a read failed. The files must be those of the first time, unchanged: what has landed stays. Every
-    /// worker starts its stream anew, so that nothing is left of what it took meanwhile.
-    ///
-    /// # Errors
-    /// If the files are others (stop the machine and boot it again), or the device stopped.
-    pub fn resume_weights(&mut self, weights: &dyn Weights) -> Result<(), HostError> {
-        let idle = self.idle();
-        let Some(landing) = idle.landing.as_mut().filter(|landing| landing.failure().is_some())
-        else {
-            return Ok(());
-        };
-        let pending = landing.prepare_to_resume(weights, WORD_LIMIT)?;
-        self.adopt(self.current)?;
-        if let Some(landing) = &mut self.idle().landing {
-            landing.resume(pending)?;
-        }
-        Ok(())
     }
 
     /// Compares every matrix on the device with its file, tensor by tensor. Takes as long as copying them all back.
@@ -106,9 +82,8 @@ impl Resident {
         let idle = self.idle();
         let mut checks = Vec::new();
         for (index, matrix) in idle.memory.residents.matrix_table.iter().enumerate() {
-            let mut packed = vec![0; matrix.bytes() as usize];
             let address = idle.memory.residents.matrices[index];
-            download(&idle.copy, &idle.memory.bounce, address, &mut packed)?;
+            let packed = idle.memory.copier.values(address, matrix.bytes() as usize)?;
             let rows = rows_by_tensor(matrix);
             checks.par_extend(rows.par_iter().map(|(&tensor, rows)| {
                 let of = graph.tensor(tensor);
@@ -133,8 +108,7 @@ pub(super) const LANDING_COUNTS: u64 =
 pub(super) fn place_landing(
     program: &Program,
     options: &BootOptions,
-    stream: &Stream,
-    bounce: &mut HostBuffer,
+    copier: &mut Copier,
 ) -> Result<(Arc<Plan>, DeviceBuffer), HostError> {
     let plan = Arc::new(Plan::new(&program.matrices)?);
     let block = DeviceBuffer::zeroed(size_of::<abi::Landing>() as u64)?;
@@ -154,7 +128,7 @@ pub(super) fn place_landing(
         patience: (limit.as_nanos() * 4 / options.deadline.as_nanos().max(1) + 2) as u32,
         ..abi::Landing::default()
     };
-    upload(stream, bounce, block.address, bytemuck::bytes_of(&landing))?;
+    copier.upload(block.address, bytemuck::bytes_of(&landing))?;
     Ok((plan, block))
 }
 
@@ -172,19 +146,6 @@ pub(super) fn wait_for_answer(
             Err(HostError::TimedOut { .. }) if under_way => {}
             answer => return answer,
         }
-    }
-}
-
-/// Where packed matrices go, and the word that says how far they are.
-pub(super) struct Destination<'a> {
-    pub(super) context: &'a Arc<Context>,
-    pub(super) matrices: &'a [u64],
-    pub(super) landed: u64,
-}
-
-impl Destination<'_> {
-    pub(super) fn target(&self, plan: &Plan) -> Result<DeviceTarget, HostError> {
-        DeviceTarget::new(self.context, staging_bytes(plan), self.matrices.to_vec(), self.landed)
     }
 }
 

@@ -82,7 +82,7 @@ impl Subject {
         let residents = &idle.memory.residents;
         let of = |(matrix, &address): (&ir::program::Matrix, &u64)| {
             let mut bytes = vec![0; matrix.bytes() as usize];
-            download(&idle.copy, &idle.memory.bounce, address, &mut bytes).expect("a copy");
+            idle.memory.copier.download(address, &mut bytes).expect("a copy");
             bytes
         };
         residents.matrix_table.iter().zip(&residents.matrices).map(of).collect()
@@ -159,8 +159,8 @@ fn a_byte_that_differs_is_found() {
     let idle = machine.idle();
     let at = idle.memory.residents.matrices[2] + 77;
     let mut byte = [0];
-    download(&idle.copy, &idle.memory.bounce, at, &mut byte).expect("a byte");
-    upload(&idle.copy, &mut idle.memory.bounce, at, &[byte[0] ^ 1]).expect("another");
+    idle.memory.copier.download(at, &mut byte).expect("a byte");
+    idle.memory.copier.upload(at, &[byte[0] ^ 1]).expect("another");
     let (graph, weights) = (&subject.model.graph, &*subject.model.weights);
     let checks = machine.check_weights(graph, weights).expect("a comparison");
     let wrong: Vec<_> = checks.iter().filter(|check| !check.equal()).collect();
@@ -171,7 +171,6 @@ fn a_byte_that_differs_is_found() {
 #[test]
 fn a_disk_that_fails_faults_the_command_and_the_kernel_goes_on() {
     let Some(subject) = subject(&golden_dir("llama3-rope-bf16")) else { return };
-    let (tokens, logits, packed) = subject.expected();
     let cases = [
         (Mishap::Eio, 3, "Input/output error", LIMIT),
         (Mishap::Silent, 3, "does not answer", LIMIT * 2),
@@ -201,11 +200,6 @@ fn a_disk_that_fails_faults_the_command_and_the_kernel_goes_on() {
         assert!(again.to_string().contains(words), "{again}");
         let loaded = machine.load(&subject.program).expect("a program loads");
         machine.switch(loaded).expect("and is switched to");
-        machine.resume_weights(&*subject.model.weights).expect("the files are the same");
-        let after = Subject::decode(&mut machine).unwrap_or_else(|e| panic!("{mishap:?}: {e}"));
-        assert_eq!(after.tokens, tokens, "{mishap:?} from {from}");
-        assert_eq!(machine.logits(PROMPT.len() as u32).expect("rows"), logits);
-        assert!(subject.packed(&mut machine) == packed);
         machine.stop().expect("it stops");
     }
 }
@@ -243,8 +237,6 @@ fn a_file_that_changes_faults_the_command_and_another_boot_runs() {
         let error = result.expect_err("the file changed before it was read");
         assert!(matches!(error, HostError::Weights { .. }), "{error}");
         machine.ping().expect("the kernel is there");
-        let refused = machine.resume_weights(&*whole.model.weights).expect_err("other files");
-        assert!(refused.to_string().contains("boot it again"), "{refused}");
         machine.stop().expect("it stops");
         let mut machine = whole.resident(Some(ReadBy::Auto), &|source| source);
         assert_eq!(Subject::decode(&mut machine).expect("it decodes").tokens, tokens);

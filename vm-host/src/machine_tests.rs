@@ -45,11 +45,10 @@ fn lose_signals(machine: &mut Resident, program: &Program) {
     let idle = machine.idle();
     let mut bytes = [0; size_of::<ProgramHeader>()];
     let base = idle.memory.programs[place].address;
-    download(&idle.copy, &idle.memory.bounce, base, &mut bytes).expect("the header");
+    idle.memory.copier.download(base, &mut bytes).expect("the header");
     let header: ProgramHeader = bytemuck::pod_read_unaligned(&bytes);
     let counters = u64::from(program.counters) * 32;
-    upload_fill(&idle.copy, &mut idle.memory.bounce, header.counters, counters, 0x80)
-        .expect("the counters");
+    idle.memory.copier.fill(header.counters, counters, 0x80).expect("the counters");
 }
 
 #[test]
@@ -145,12 +144,12 @@ fn a_command_for_positions_without_pages_is_refused_by_the_device() {
 /// The bytes of the only session's pages.
 fn caches(machine: &mut Resident) -> Vec<u8> {
     let idle = machine.idle();
-    let Memory { residents, pages, bounce, .. } = &idle.memory;
+    let Memory { residents, pages, copier, .. } = &idle.memory;
     let mut all = Vec::new();
     for layer in 0..residents.caches.len() as u32 {
         for &page in pages.pool.held(0) {
             let mut bytes = vec![0; residents.layout.page_bytes() as usize];
-            download(&idle.copy, bounce, pages.place(layer, page), &mut bytes).expect("a page");
+            copier.download(pages.place(layer, page), &mut bytes).expect("a page");
             all.extend(bytes);
         }
     }
@@ -188,11 +187,11 @@ fn die() {
     let idle = machine.idle();
     let base = idle.memory.programs[place].address;
     let mut bytes = [0; size_of::<ProgramHeader>()];
-    download(&idle.copy, &idle.memory.bounce, base, &mut bytes).expect("the header");
+    idle.memory.copier.download(base, &mut bytes).expect("the header");
     let mut header: ProgramHeader = bytemuck::pod_read_unaligned(&bytes);
     header.tasks = 128;
     let header = bytemuck::bytes_of(&header);
-    upload(&idle.copy, &mut idle.memory.bounce, base, header).expect("the header");
+    idle.memory.copier.upload(base, header).expect("the header");
     let load =
         Submission { command: Command::LoadProgram as u32, program: base, ..Submission::default() };
     let limit = Duration::from_secs(60);
@@ -209,7 +208,7 @@ fn die() {
     let waited = start.elapsed();
     let error = died.expect_err("there are no tasks");
     eprintln!("after {waited:?}: {error}");
-    assert!(matches!(error, HostError::Died { .. }), "{error}");
+    assert!(matches!(error, HostError::Died(_)), "{error}");
     assert!(waited < limit / 10, "{waited:?}");
     assert!(machine.stop().is_err(), "the context is gone");
 }
@@ -222,10 +221,10 @@ fn fresh_memory_keeps_what_is_copied_in_at_once() {
     for round in 0..10 {
         let buffer = DeviceBuffer::zeroed(BYTES).expect("memory");
         let (copied, end) = ([0xa5; 4096], buffer.address + BYTES - 4096);
-        upload(&idle.copy, &mut idle.memory.bounce, end, &copied).expect("a copy");
+        idle.memory.copier.upload(end, &copied).expect("a copy");
         std::thread::sleep(Duration::from_millis(5)); // whatever is still under way elsewhere comes to its end
         let mut kept = [0; 4096];
-        download(&idle.copy, &idle.memory.bounce, end, &mut kept).expect("a copy");
+        idle.memory.copier.download(end, &mut kept).expect("a copy");
         assert!(kept == copied, "round {round}: {:x?} ...", &kept[..8]);
     }
 }

@@ -3,10 +3,11 @@
 
 use std::marker::PhantomData;
 
+use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
 use rayon::prelude::*;
 
-use crate::driver::{Stream, check};
+use crate::driver::{Stream, called};
 use crate::error::HostError;
 
 pub(crate) struct DeviceBuffer {
@@ -19,22 +20,19 @@ impl DeviceBuffer {
     /// Allocates zeroed memory. Never called while a kernel is resident.
     pub(crate) fn zeroed(bytes: u64) -> Result<Self, HostError> {
         let bytes = bytes.max(256);
-        let mut address = 0;
-        // SAFETY: the out pointer is valid; a context is current.
-        let result = unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes as usize) };
-        if result == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-            let (mut free, mut total) = (0, 0);
-            // SAFETY: both out pointers are valid.
-            check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
+        // SAFETY: a context is current.
+        let made = unsafe { result::malloc_sync(bytes as usize) };
+        if let Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) = made {
+            let (free, _) = called("cuMemGetInfo", result::mem_get_info())?;
             return Err(HostError::OutOfMemory { needed: bytes, free: free as u64 });
         }
-        check("cuMemAlloc", result)?;
+        let address = called("cuMemAlloc", made)?;
         let buffer = Self { address, bytes };
         // The memset does not wait, and our streams do not wait for it: what is copied in next must not be zeroed then.
         // SAFETY: the range was just allocated; null is the legacy stream, in which the memset is.
         unsafe {
-            check("cuMemsetD8", sys::cuMemsetD8_v2(address, 0, bytes as usize))?;
-            check("cuStreamSynchronize", sys::cuStreamSynchronize(std::ptr::null_mut()))?;
+            called("cuMemsetD8", result::memset_d8_sync(address, 0, bytes as usize))?;
+            called("cuStreamSynchronize", result::stream::synchronize(result::stream::null()))?;
         }
         Ok(buffer)
     }
@@ -65,18 +63,16 @@ impl HostBuffer {
     /// Allocates zeroed memory. Never called while a kernel is resident.
     pub(crate) fn zeroed(bytes: usize) -> Result<Self, HostError> {
         let bytes = bytes.max(4096);
-        let mut host = std::ptr::null_mut();
-        let mut device = 0;
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: out pointers are valid; the range written is the range allocated.
-        unsafe {
-            check("cuMemHostAlloc", sys::cuMemHostAlloc(&raw mut host, bytes, flags))?;
+        let mut device = 0;
+        // SAFETY: the out pointer is valid; the range written is the range allocated.
+        let host = unsafe {
+            let host = called("cuMemHostAlloc", result::malloc_host(bytes, flags))?;
             std::ptr::write_bytes(host.cast::<u8>(), 0, bytes);
-            check(
-                "cuMemHostGetDevicePointer",
-                sys::cuMemHostGetDevicePointer_v2(&raw mut device, host, 0),
-            )?;
-        }
+            let made = sys::cuMemHostGetDevicePointer_v2(&raw mut device, host, 0);
+            called("cuMemHostGetDevicePointer", made.result())?;
+            host
+        };
         Ok(Self { host: host.cast(), device, bytes, _raw: PhantomData })
     }
 
@@ -87,30 +83,23 @@ impl HostBuffer {
 
     /// Copies `bytes` in at `offset`. The device is not reading that range.
     pub(crate) fn write(&mut self, offset: usize, bytes: &[u8]) {
-        assert!(
-            offset.checked_add(bytes.len()).is_some_and(|end| end <= self.bytes),
-            "{} bytes at {offset} of {}",
-            bytes.len(),
-            self.bytes
-        );
-        // SAFETY: in range by the assert; the caller promises that the device is not reading it.
-        unsafe {
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.host.add(offset), bytes.len())
-        };
+        let place = self.range(offset, bytes.len());
+        // SAFETY: in range; the caller promises that the device is not reading it.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) };
     }
 
     /// Copies `out.len()` bytes from `offset`. The device is not writing that range.
     pub(crate) fn read(&self, offset: usize, out: &mut [u8]) {
-        assert!(
-            offset.checked_add(out.len()).is_some_and(|end| end <= self.bytes),
-            "{} bytes at {offset} of {}",
-            out.len(),
-            self.bytes
-        );
-        // SAFETY: in range by the assert; the caller promises that the device is not writing it.
-        unsafe {
-            std::ptr::copy_nonoverlapping(self.host.add(offset), out.as_mut_ptr(), out.len())
-        };
+        let place = self.range(offset, out.len());
+        // SAFETY: in range; the caller promises that the device is not writing it.
+        unsafe { std::ptr::copy_nonoverlapping(place, out.as_mut_ptr(), out.len()) };
+    }
+
+    /// Where a range of so many bytes begins, which lies within the buffer.
+    fn range(&self, offset: usize, bytes: usize) -> *mut u8 {
+        let fits = offset.checked_add(bytes).is_some_and(|end| end <= self.bytes);
+        assert!(fits, "{bytes} bytes at {offset} of {}", self.bytes);
+        self.host.wrapping_add(offset)
     }
 
     /// So many words from `offset`, as [`read`](Self::read).
@@ -128,9 +117,136 @@ impl Drop for HostBuffer {
     }
 }
 
-/// Copies `bytes` to the device through a page-locked bounce buffer, in pieces. Safe beside a resident kernel: it only waits for its
-/// own stream.
-pub(crate) fn upload(
+/// Bytes of one copy of a fill.
+const FILL_BYTES: usize = 4 << 20;
+
+/// Copies to and from the device through a page-locked buffer, in pieces. Safe beside a resident kernel: it only waits for its own stream.
+pub(crate) struct Copier {
+    stream: Stream,
+    bounce: HostBuffer,
+}
+
+impl Copier {
+    /// With a buffer of so many bytes. Never called while a kernel is resident.
+    pub(crate) fn new(bytes: usize) -> Result<Self, HostError> {
+        Ok(Self { stream: Stream::new()?, bounce: HostBuffer::zeroed(bytes)? })
+    }
+
+    pub(crate) fn upload(&mut self, target: u64, bytes: &[u8]) -> Result<(), HostError> {
+        upload(&self.stream, &mut self.bounce, target, bytes)
+    }
+
+    /// The same behind everything in another stream.
+    pub(crate) fn upload_behind(
+        &mut self,
+        stream: &Stream,
+        target: u64,
+        bytes: &[u8],
+    ) -> Result<(), HostError> {
+        upload(stream, &mut self.bounce, target, bytes)
+    }
+
+    /// Fills device memory by copies of a filled buffer: a memset may be a kernel, which a resident kernel leaves no room for.
+    pub(crate) fn fill(&mut self, target: u64, bytes: u64, value: u8) -> Result<(), HostError> {
+        self.fill_all(std::iter::once(target), bytes, value)
+    }
+
+    /// Fills several ranges of so many bytes each, and waits once.
+    pub(crate) fn fill_all(
+        &mut self,
+        targets: impl Iterator<Item = u64>,
+        bytes: u64,
+        value: u8,
+    ) -> Result<(), HostError> {
+        let len = (self.bounce.bytes.min(FILL_BYTES) as u64).min(bytes) as usize;
+        // SAFETY: the bounce buffer is ours and holds `len` bytes; no copy from it is under way.
+        unsafe { std::ptr::write_bytes(self.bounce.pointer(), value, len) };
+        for target in targets {
+            let mut done = 0;
+            while done < bytes {
+                let piece = (bytes - done).min(len as u64);
+                self.stream.copy_in(target + done, self.bounce.pointer(), piece as usize)?;
+                done += piece;
+            }
+        }
+        self.stream.synchronize()
+    }
+
+    pub(crate) fn download(&self, source: u64, out: &mut [u8]) -> Result<(), HostError> {
+        for (i, piece) in out.chunks_mut(self.bounce.bytes).enumerate() {
+            self.copy_out(source + (i * self.bounce.bytes) as u64, piece.len())?;
+            self.bounce.read(0, piece);
+        }
+        Ok(())
+    }
+
+    /// So many values from an address on.
+    pub(crate) fn values<T: bytemuck::Pod>(
+        &self,
+        source: u64,
+        count: usize,
+    ) -> Result<Vec<T>, HostError> {
+        let mut values = vec![T::zeroed(); count];
+        self.download(source, bytemuck::cast_slice_mut(&mut values))?;
+        Ok(values)
+    }
+
+    /// Copies rows of numbers out, each into memory of its own.
+    pub(crate) fn rows(
+        &self,
+        source: u64,
+        rows: usize,
+        len: usize,
+    ) -> Result<Vec<Vec<f32>>, HostError> {
+        let mut out = vec![Vec::new(); rows];
+        self.each_piece(source, &mut out, len, |row, copy| {
+            *row = vec![0.0; len];
+            copy(row);
+        })?;
+        Ok(out)
+    }
+
+    /// Copies as many rows of numbers out as `out` holds.
+    pub(crate) fn rows_into(
+        &self,
+        source: u64,
+        out: &mut [f32],
+        len: usize,
+    ) -> Result<(), HostError> {
+        let mut rows: Vec<_> = out.chunks_exact_mut(len).collect();
+        self.each_piece(source, &mut rows, len, |row, copy| copy(row))
+    }
+
+    /// Rows in pieces: as many at a time as the bounce buffer holds, at least one. From there all cores copy.
+    fn each_piece<R: Send>(
+        &self,
+        source: u64,
+        rows: &mut [R],
+        len: usize,
+        take: impl Fn(&mut R, &dyn Fn(&mut [f32])) + Sync,
+    ) -> Result<(), HostError> {
+        let (bounce, row_bytes) = (&self.bounce, len * size_of::<f32>());
+        let at_once = (bounce.bytes / row_bytes).max(1);
+        for (piece, rows) in rows.chunks_mut(at_once).enumerate() {
+            self.copy_out(source + (piece * at_once * row_bytes) as u64, rows.len() * row_bytes)?;
+            rows.par_iter_mut().enumerate().for_each(|(index, row)| {
+                let copy = |values: &mut [f32]| {
+                    bounce.read(index * row_bytes, bytemuck::cast_slice_mut(values));
+                };
+                take(row, &copy);
+            });
+        }
+        Ok(())
+    }
+
+    /// Brings so many bytes into the bounce buffer.
+    fn copy_out(&self, source: u64, bytes: usize) -> Result<(), HostError> {
+        self.stream.copy_out(self.bounce.pointer(), source, bytes)?;
+        self.stream.synchronize()
+    }
+}
+
+fn upload(
     stream: &Stream,
     bounce: &mut HostBuffer,
     target: u64,
@@ -142,117 +258,4 @@ pub(crate) fn upload(
         stream.synchronize()?;
     }
     Ok(())
-}
-
-/// Bytes of one copy of a fill.
-const FILL_BYTES: usize = 4 << 20;
-
-/// Fills device memory by copies of a filled bounce buffer: a memset may be a kernel, which a resident kernel leaves no room for.
-pub(crate) fn upload_fill(
-    stream: &Stream,
-    bounce: &mut HostBuffer,
-    target: u64,
-    bytes: u64,
-    value: u8,
-) -> Result<(), HostError> {
-    upload_fills(stream, bounce, std::iter::once(target), bytes, value)
-}
-
-/// Fills several ranges of so many bytes each, and waits once.
-pub(crate) fn upload_fills(
-    stream: &Stream,
-    bounce: &mut HostBuffer,
-    targets: impl Iterator<Item = u64>,
-    bytes: u64,
-    value: u8,
-) -> Result<(), HostError> {
-    let len = (bounce.bytes.min(FILL_BYTES) as u64).min(bytes) as usize;
-    // SAFETY: the bounce buffer is ours and holds `len` bytes; no copy from it is under way.
-    unsafe { std::ptr::write_bytes(bounce.pointer(), value, len) };
-    for target in targets {
-        let mut done = 0;
-        while done < bytes {
-            let piece = (bytes - done).min(len as u64);
-            stream.copy_in(target + done, bounce.pointer(), piece as usize)?;
-            done += piece;
-        }
-    }
-    stream.synchronize()
-}
-
-pub(crate) fn download(
-    stream: &Stream,
-    bounce: &HostBuffer,
-    source: u64,
-    out: &mut [u8],
-) -> Result<(), HostError> {
-    for (i, piece) in out.chunks_mut(bounce.bytes).enumerate() {
-        stream.copy_out(bounce.pointer(), source + (i * bounce.bytes) as u64, piece.len())?;
-        stream.synchronize()?;
-        bounce.read(0, piece);
-    }
-    Ok(())
-}
-
-/// Copies rows of numbers out, each into memory of its own.
-pub(crate) fn download_rows(
-    stream: &Stream,
-    bounce: &HostBuffer,
-    source: u64,
-    rows: usize,
-    len: usize,
-) -> Result<Vec<Vec<f32>>, HostError> {
-    let row_bytes = len * size_of::<f32>();
-    let mut out = Vec::with_capacity(rows);
-    for piece in pieces(bounce, rows, row_bytes) {
-        copy_piece(stream, bounce, source, &piece, row_bytes)?;
-        let row = |index: usize| {
-            let mut values = vec![0.0; len];
-            bounce.read(index * row_bytes, bytemuck::cast_slice_mut(&mut values));
-            values
-        };
-        out.par_extend((0..piece.len()).into_par_iter().map(row));
-    }
-    Ok(out)
-}
-
-/// Copies as many rows of numbers out as `out` holds.
-pub(crate) fn download_into(
-    stream: &Stream,
-    bounce: &HostBuffer,
-    source: u64,
-    out: &mut [f32],
-    len: usize,
-) -> Result<(), HostError> {
-    let row_bytes = len * size_of::<f32>();
-    for piece in pieces(bounce, out.len() / len, row_bytes) {
-        copy_piece(stream, bounce, source, &piece, row_bytes)?;
-        let rows = &mut out[piece.start * len..piece.end * len];
-        rows.par_chunks_exact_mut(len).enumerate().for_each(|(index, row)| {
-            bounce.read(index * row_bytes, bytemuck::cast_slice_mut(row));
-        });
-    }
-    Ok(())
-}
-
-/// Rows in pieces: as many at a time as the bounce buffer holds, at least one. From there all cores copy.
-fn pieces(
-    bounce: &HostBuffer,
-    rows: usize,
-    row_bytes: usize,
-) -> impl Iterator<Item = std::ops::Range<usize>> {
-    let at_once = (bounce.bytes / row_bytes).max(1);
-    (0..rows).step_by(at_once).map(move |first| first..rows.min(first + at_once))
-}
-
-fn copy_piece(
-    stream: &Stream,
-    bounce: &HostBuffer,
-    source: u64,
-    piece: &std::ops::Range<usize>,
-    row_bytes: usize,
-) -> Result<(), HostError> {
-    let start = source + (piece.start * row_bytes) as u64;
-    stream.copy_out(bounce.pointer(), start, piece.len() * row_bytes)?;
-    stream.synchronize()
 }

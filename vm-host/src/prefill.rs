@@ -15,7 +15,7 @@ use crate::compile::{compile_prefill, default_cache};
 use crate::driver::{DeviceInfo, Event, Function, Module, Stream};
 use crate::error::HostError;
 use crate::load::Residents;
-use crate::memory::{DeviceBuffer, HostBuffer, upload};
+use crate::memory::{Copier, DeviceBuffer};
 
 mod cached;
 mod plan;
@@ -310,7 +310,7 @@ impl Prefill {
     pub(crate) fn run(
         &self,
         stream: &Stream,
-        bounce: &mut HostBuffer,
+        copier: &mut Copier,
         (pages, start, tokens): (u64, u32, &[u32]),
         logits: bool,
         options: &PrefillOptions,
@@ -328,7 +328,11 @@ impl Prefill {
         let chunks = tokens.chunks(self.chunk as usize);
         let count = chunks.len() as u32;
         for (piece, index) in chunks.zip(0..) {
-            upload(stream, bounce, self.buffers.tokens.address, bytemuck::cast_slice(piece))?;
+            copier.upload_behind(
+                stream,
+                self.buffers.tokens.address,
+                bytemuck::cast_slice(piece),
+            )?;
             run.chunk(
                 start + index * self.chunk,
                 piece.len() as u32,

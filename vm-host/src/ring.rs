@@ -105,19 +105,29 @@ impl<W: Words> RingHost<W> {
         Ok(sequence)
     }
 
+    /// The words of a value. Whoever writes them is done, or each stands for itself.
+    fn copy<T: bytemuck::Pod>(&self, offset: usize) -> T {
+        let mut copy = T::zeroed();
+        let words: &mut [u32] = bytemuck::cast_slice_mut(std::slice::from_mut(&mut copy));
+        for (index, word) in words.iter_mut().enumerate() {
+            *word = self.load(offset + index * 4, Ordering::Relaxed);
+        }
+        copy
+    }
+
+    /// The completion of a command, by its number from zero, if its entry holds it.
+    fn posted(&self, index: u32) -> Option<Completion> {
+        let entry = COMPLETIONS + (index % RING_ENTRIES) as usize * size_of::<Completion>();
+        let sequence = entry + core::mem::offset_of!(Completion, sequence);
+        let here = self.load(sequence, Ordering::Acquire) == index.wrapping_add(1);
+        here.then(|| self.copy(entry))
+    }
+
     /// The next completion, if it is there. Pairs with poller.cuh: post_completion.
     pub(crate) fn poll_completion(&mut self) -> Option<Completion> {
-        let entry = COMPLETIONS + (self.seen % RING_ENTRIES) as usize * size_of::<Completion>();
-        let words = size_of::<Completion>() / 4;
-        if self.load(entry + (words - 1) * 4, Ordering::Acquire) != self.seen.wrapping_add(1) {
-            return None;
-        }
-        let mut copy = [0_u32; size_of::<Completion>() / 4];
-        for (i, word) in copy.iter_mut().enumerate() {
-            *word = self.load(entry + i * 4, Ordering::Relaxed);
-        }
+        let completion = self.posted(self.seen)?;
         self.seen = self.seen.wrapping_add(1);
-        Some(bytemuck::cast(copy))
+        Some(completion)
     }
 
     /// Waits for the next completion, at most until `limit`. Now and then `gone` is asked whether the kernel is: one that died posts
@@ -158,7 +168,7 @@ impl<W: Words> RingHost<W> {
                 }
                 if waited > ask_at {
                     // An exception of the kernel, which every later call reports too.
-                    let died = |error: HostError| HostError::Died { message: error.to_string() };
+                    let died = |error: HostError| HostError::Died(error.to_string());
                     if gone().map_err(died)? {
                         return self.last_words();
                     }
@@ -190,10 +200,7 @@ impl<W: Words> RingHost<W> {
 
     /// What a worker last said of itself. Pairs with worker.cuh: pulse.
     pub(crate) fn pulse(&self, worker: u32) -> Pulse {
-        let at = PULSES + (worker % WORKERS_MAX) as usize * size_of::<Pulse>();
-        let word = |index: usize| self.load(at + index * 4, Ordering::Relaxed);
-        let words: [u32; size_of::<Pulse>() / 4] = std::array::from_fn(word);
-        bytemuck::cast(words)
+        self.copy(PULSES + (worker % WORKERS_MAX) as usize * size_of::<Pulse>())
     }
 
     /// Completions posted since the launch. Pairs with poller.cuh: post_completion.
@@ -204,17 +211,9 @@ impl<W: Words> RingHost<W> {
     /// A completion that was posted, for who only looks on; nothing if its entry may be another's by now. The device writes into an entry
     /// again a whole lap later, and says nothing before it does: so entries of the last quarter of a lap are not believed.
     pub(crate) fn completion(&self, index: u32) -> Option<Completion> {
-        let entry = COMPLETIONS + (index % RING_ENTRIES) as usize * size_of::<Completion>();
-        let words = size_of::<Completion>() / 4;
-        if self.load(entry + (words - 1) * 4, Ordering::Acquire) != index.wrapping_add(1) {
-            return None;
-        }
-        let mut copy = [0_u32; size_of::<Completion>() / 4];
-        for (i, word) in copy.iter_mut().enumerate() {
-            *word = self.load(entry + i * 4, Ordering::Relaxed);
-        }
+        let completion = self.posted(index)?;
         let ahead = self.answered().wrapping_sub(index);
-        (ahead <= RING_ENTRIES / 4 * 3).then(|| bytemuck::cast(copy))
+        (ahead <= RING_ENTRIES / 4 * 3).then_some(completion)
     }
 
     /// Commands published and not answered, for who only looks on.
@@ -242,14 +241,9 @@ impl<W: Words> RingHost<W> {
 
     /// The status block, once the device has completed it. Pairs with worker.cuh: trap.
     pub(crate) fn status(&self) -> Option<Status> {
-        if self.load(STATUS + core::mem::offset_of!(Status, valid), Ordering::Acquire) == 0 {
-            return None;
-        }
-        let mut copy = [0_u32; size_of::<Status>() / 4];
-        for (i, word) in copy.iter_mut().enumerate() {
-            *word = self.load(STATUS + i * 4, Ordering::Relaxed);
-        }
-        Some(bytemuck::cast(copy))
+        let valid =
+            self.load(STATUS + core::mem::offset_of!(Status, valid), Ordering::Acquire) != 0;
+        valid.then(|| self.copy(STATUS))
     }
 
     /// The status block of a device of which a completion says that it trapped: at most until `limit`. The poller leaves as soon as anybody

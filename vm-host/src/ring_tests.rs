@@ -77,7 +77,7 @@ fn a_dead_kernel_is_reported_at_once() {
     let start = Instant::now();
     let error = ring.wait_completion(limit, dead, &mut || false).unwrap_err();
     assert!(start.elapsed() < limit / 10);
-    assert!(matches!(&error, HostError::Died { message: said } if said.contains(&message)));
+    assert!(matches!(&error, HostError::Died(said) if said.contains(&message)));
     assert!(error.to_string().contains("run it again"), "{error}");
     assert!(matches!(
         ring.wait_completion(limit, || Ok(true), &mut || false),

@@ -7,9 +7,8 @@ use abi::{
 };
 use ir::sampling::Sampling;
 
-use crate::driver::Stream;
 use crate::error::HostError;
-use crate::memory::{DeviceBuffer, HostBuffer, upload};
+use crate::memory::{Copier, DeviceBuffer};
 
 /// Tokens that the threads of a worker go over at once: four each.
 const LIST_STEP: u64 = CONSUMER_WARPS as u64 * 32 * 4;
@@ -101,8 +100,7 @@ impl SamplingMemory {
     /// Writes a session's settings. No command of the session is under way.
     pub(crate) fn set(
         &mut self,
-        stream: &Stream,
-        bounce: &mut HostBuffer,
+        copier: &mut Copier,
         session: u32,
         sampling: &Sampling,
     ) -> Result<(), HostError> {
@@ -140,13 +138,13 @@ impl SamplingMemory {
             for token in sampling.bias.keys() {
                 words[*token as usize / 32] |= 1 << (token % 32);
             }
-            upload(stream, bounce, settings.biased, bytemuck::cast_slice(&words))?;
+            copier.upload(settings.biased, bytemuck::cast_slice(&words))?;
             let biases: Vec<Bias> =
                 sampling.bias.iter().map(|(&token, &value)| Bias { token, value }).collect();
-            upload(stream, bounce, bias, bytemuck::cast_slice(&biases))?;
+            copier.upload(bias, bytemuck::cast_slice(&biases))?;
         }
         let at = self.settings.address + index * size_of::<SessionSampling>() as u64;
-        upload(stream, bounce, at, bytemuck::bytes_of(&settings))?;
+        copier.upload(at, bytemuck::bytes_of(&settings))?;
         self.told[session as usize] = Told { settings: Some(settings), anew: false };
         Ok(())
     }
@@ -154,8 +152,7 @@ impl SamplingMemory {
     /// A request is about to be sampled: has the set of tokens made anew where it may hold others than the sequence's.
     pub(crate) fn uses(
         &mut self,
-        stream: &Stream,
-        bounce: &mut HostBuffer,
+        copier: &mut Copier,
         session: u32,
         position: u32,
     ) -> Result<(), HostError> {
@@ -168,7 +165,7 @@ impl SamplingMemory {
         if told.anew || position == 0 {
             let at =
                 self.settings.address + u64::from(session) * size_of::<SessionSampling>() as u64;
-            upload(stream, bounce, at, bytemuck::bytes_of(&settings))?;
+            copier.upload(at, bytemuck::bytes_of(&settings))?;
             told.anew = false;
         }
         Ok(())

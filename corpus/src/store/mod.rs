@@ -197,7 +197,7 @@ impl Store {
             Ok((number("PRAGMA application_id")?, number("PRAGMA user_version")?, tables))
         })?;
         if id != APPLICATION_ID && tables > 0 {
-            return Err(CorpusError::NoStore { path: self.path.clone() });
+            return Err(CorpusError::NoStore(self.path.clone()));
         }
         Ok(version)
     }

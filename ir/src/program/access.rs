@@ -1,10 +1,7 @@
 //! Which words of which slots a task touches. `verify` proves order and coverage on these regions; the reference VM checks tags
 //! on them. The device touches exactly the same words.
 
-use abi::{
-    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, OpVisitor,
-    Prologue, SampleParams, SlotKind, visit,
-};
+use abi::{AttentionParams, Epilogue, MatvecParams, Params, Prologue, SlotKind};
 
 use crate::id::SlotId;
 use crate::program::{Program, Task};
@@ -34,7 +31,19 @@ pub struct Accesses {
 #[must_use]
 pub fn accesses(program: &Program, task: &Task) -> Accesses {
     let mut finder = Finder { program, task, found: Accesses::default() };
-    visit(task.opcode, &task.params, &mut finder);
+    match task.op() {
+        Params::Nop(_) => {}
+        Params::Embed(p) => finder.write(0, p.offset, p.len),
+        Params::Matvec(p) => finder.matvec(p),
+        Params::Attention(p) => finder.attention(p),
+        Params::AttentionMerge(p) => {
+            finder.partials(p.head0, p.heads, p.heads_total, p.head_dim, p.splits);
+            let (start, len) =
+                (p.head0.saturating_mul(p.head_dim), p.heads.saturating_mul(p.head_dim));
+            finder.write(0, start, len);
+        }
+        Params::Sample(p) => finder.read(0, 0, p.candidates.saturating_mul(2)),
+    }
     finder.found
 }
 
@@ -69,16 +78,6 @@ impl Finder<'_> {
             let first = split.saturating_mul(heads_total).saturating_add(head0);
             self.read(0, first.saturating_mul(stride), heads.saturating_mul(stride));
         }
-    }
-}
-
-impl OpVisitor for Finder<'_> {
-    type Output = ();
-
-    fn nop(&mut self, _: &abi::NopParams) {}
-
-    fn embed(&mut self, p: &EmbedParams) {
-        self.write(0, p.offset, p.len);
     }
 
     fn matvec(&mut self, p: &MatvecParams) {
@@ -123,14 +122,5 @@ impl OpVisitor for Finder<'_> {
         let first = p.split.saturating_mul(heads).saturating_add(p.kv_head.saturating_mul(p.group));
         let stride = hd.saturating_add(abi::PARTIAL_HEADER);
         self.write(0, first.saturating_mul(stride), p.group.saturating_mul(stride));
-    }
-
-    fn attention_merge(&mut self, p: &AttentionMergeParams) {
-        self.partials(p.head0, p.heads, p.heads_total, p.head_dim, p.splits);
-        self.write(0, p.head0.saturating_mul(p.head_dim), p.heads.saturating_mul(p.head_dim));
-    }
-
-    fn sample(&mut self, p: &SampleParams) {
-        self.read(0, 0, p.candidates.saturating_mul(2));
     }
 }

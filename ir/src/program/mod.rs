@@ -218,6 +218,12 @@ impl Task {
         const { assert!(size_of::<P>() == abi::PARAM_BYTES) };
         bytemuck::cast(self.params)
     }
+
+    /// The parameters by the op that they are of.
+    #[must_use]
+    pub fn op(&self) -> abi::Params<'_> {
+        abi::Params::new(self.opcode, &self.params)
+    }
 }
 
 /// One persistent thread block's share.
@@ -228,7 +234,7 @@ pub struct Worker {
 }
 
 /// The ring of landed weights of each worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Pipeline {
     /// Units of a stage, a power of two.
     pub stage_units: u32,
@@ -241,7 +247,7 @@ pub struct Pipeline {
 }
 
 /// The shapes of the graph that programs depend on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Dims {
     /// Width of the residual stream.
     pub hidden: u32,
@@ -277,7 +283,7 @@ impl From<&Graph> for Dims {
 }
 
 /// A lowered program.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Program {
     /// Name of the model, for reports.
     pub model: String,

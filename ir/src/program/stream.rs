@@ -3,10 +3,7 @@
 //! The stream follows from the tasks, so it cannot disagree with them. The cost model times it, the host gives it addresses, and the
 //! device copies it into the ring.
 
-use abi::{
-    AttentionMergeParams, AttentionParams, EmbedParams, MatvecParams, NopParams, OpVisitor,
-    SampleParams, visit,
-};
+use abi::{AttentionParams, Params};
 
 use super::staging::Staging;
 use super::{Program, Task, Worker};
@@ -56,7 +53,21 @@ impl Task {
     /// What the task takes out of its worker's ring, if anything.
     #[must_use]
     pub fn load(&self) -> Option<Load> {
-        visit(self.opcode, &self.params, &mut Loads(self))
+        match self.op() {
+            Params::Matvec(p) => Some(Load::Weights {
+                matrix: MatrixId(p.matrix),
+                unit0: u64::from(p.tile0) * u64::from(p.units),
+                units: p.tiles.saturating_mul(p.units),
+            }),
+            Params::Attention(p) => {
+                let &AttentionParams { kv_head, kv_block, window, split, splits, .. } = p;
+                let slot = self.writes[1]?;
+                Some(Load::Cache { slot, kv_head, kv_block, window, split, splits })
+            }
+            Params::Nop(_) | Params::Embed(_) | Params::AttentionMerge(_) | Params::Sample(_) => {
+                None
+            }
+        }
     }
 }
 
@@ -79,42 +90,6 @@ impl Program {
     }
 }
 
-struct Loads<'a>(&'a Task);
-
-impl OpVisitor for Loads<'_> {
-    type Output = Option<Load>;
-
-    fn nop(&mut self, _: &NopParams) -> Option<Load> {
-        None
-    }
-
-    fn embed(&mut self, _: &EmbedParams) -> Option<Load> {
-        None
-    }
-
-    fn matvec(&mut self, p: &MatvecParams) -> Option<Load> {
-        Some(Load::Weights {
-            matrix: MatrixId(p.matrix),
-            unit0: u64::from(p.tile0) * u64::from(p.units),
-            units: p.tiles.saturating_mul(p.units),
-        })
-    }
-
-    fn attention(&mut self, p: &AttentionParams) -> Option<Load> {
-        let &AttentionParams { kv_head, kv_block, window, split, splits, .. } = p;
-        let slot = self.0.writes[1]?;
-        Some(Load::Cache { slot, kv_head, kv_block, window, split, splits })
-    }
-
-    fn attention_merge(&mut self, _: &AttentionMergeParams) -> Option<Load> {
-        None
-    }
-
-    fn sample(&mut self, _: &SampleParams) -> Option<Load> {
-        None
-    }
-}
-
 /// Why the device cannot count the stages of a matrix in a kernel of so many sequences.
 pub(super) fn uncountable(program: &Program, matrix: MatrixId, sequences: u32) -> Option<String> {
     let Staging { period, stage_units, .. } = program.staging(matrix, sequences);
@@ -132,7 +107,7 @@ pub(super) fn uncountable(program: &Program, matrix: MatrixId, sequences: u32) -
 
 #[cfg(test)]
 mod tests {
-    use abi::Opcode;
+    use abi::{MatvecParams, NopParams, Opcode};
 
     use super::*;
 

@@ -31,7 +31,7 @@ pub struct ParseError {
 /// # Errors
 /// The first place that is not as the text form wants it.
 pub fn parse(text: &str) -> Result<Program, ParseError> {
-    let mut parser = Parser { structs: abi::structs(), program: empty(), headers: 0 };
+    let mut parser = Parser { structs: abi::structs(), program: Program::default(), headers: 0 };
     let mut last = 0;
     for (line, number) in text.lines().zip(1_u32..) {
         last = number;
@@ -57,29 +57,6 @@ pub fn parse(text: &str) -> Result<Program, ParseError> {
 
 /// The lines that every program begins with, in this order.
 const HEADERS: [&str; 7] = ["amk", "model", "dims", "kv_capacity", "pipeline", "counters", "arena"];
-
-fn empty() -> Program {
-    Program {
-        model: String::new(),
-        dims: Dims {
-            hidden: 0,
-            heads: 0,
-            kv_heads: 0,
-            head_dim: 0,
-            ffn: 0,
-            vocab: 0,
-            layers: 0,
-            dtype: DType::F32,
-        },
-        kv_capacity: 0,
-        pipeline: Pipeline { stage_units: 0, stages: 0, in_flight: 0, in_flight_near: 0 },
-        matrices: Vec::new(),
-        slots: Vec::new(),
-        counters: 0,
-        arena_bytes: 0,
-        workers: Vec::new(),
-    }
-}
 
 /// The words of a line that are still to be read.
 struct Cursor<'a> {

@@ -71,7 +71,7 @@ fn what_is_not_finite_disagrees_even_with_itself() {
 fn values_extend_an_agreement_and_can_end_it() {
     let agreement = || compare(&rows(), &rows(), Tolerance::REFERENCE).unwrap();
     let (want, got) = ([1.0f32, 2.0, 3.0, 4.0], [1.0f32, 2.0, 3.0, 4.0005]);
-    let what = What::Keys { layer: 3 };
+    let what = What::Keys(3);
     let extended = agreement().and_values(
         what,
         want.chunks_exact(2),
@@ -195,7 +195,7 @@ fn an_agreement_says_how_much_of_its_tolerance_was_used() {
     let agreement = compare(&rows(), &rows(), Tolerance::REFERENCE)
         .unwrap()
         .and_values(
-            What::Values { layer: 0 },
+            What::Values(0),
             want.chunks_exact(2),
             got.chunks_exact(2),
             Tolerance::REFERENCE,

@@ -74,7 +74,7 @@ pub(super) fn inputs(context: Context<'_>, p: &MatvecParams) -> Result<Vec<Span>
 
 pub(super) fn fire(context: Context<'_>, p: &MatvecParams) -> Result<Effects, Fault> {
     let id = MatrixId(p.matrix);
-    let matrix = context.packed.get(id.index()).ok_or(Fault::BadMatrix { matrix: id })?;
+    let matrix = context.packed.get(id.index()).ok_or(Fault::BadMatrix(id))?;
     if p.units != matrix.units_per_tile() {
         return Err(Fault::Parameter { name: "units", value: p.units });
     }

@@ -121,8 +121,8 @@ fn resuming_goes_on_with_the_same_bits() {
         assert_eq!(other.positions(), 20);
         assert_eq!(other.greedy(1, &[]), Err(InputError::NothingFed.into()));
         assert_eq!(other.run(&golden.tokens[20..], Logits::All).unwrap(), want, "{name}");
-        assert_eq!(other.resume(21, &cache), Err(InputError::Cache { positions: 21 }.into()));
-        assert_eq!(other.resume(20, &cache[1..]), Err(InputError::Cache { positions: 20 }.into()));
+        assert_eq!(other.resume(21, &cache), Err(InputError::Cache(21).into()));
+        assert_eq!(other.resume(20, &cache[1..]), Err(InputError::Cache(20).into()));
         let full = Err(InputError::Capacity { positions: 20, capacity: 19 }.into());
         assert_eq!(other.with_capacity(19).resume(20, &cache), full);
     });

@@ -12,7 +12,7 @@ use crate::{Golden, each};
 fn finished(run: Run) -> Outputs {
     match run {
         Run::Finished(outputs) => outputs,
-        other @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
+        other @ (Run::Trapped(_) | Run::Stuck { .. }) => {
             panic!("{other:?}")
         }
     }

@@ -41,8 +41,8 @@ impl Fate {
             Disagreement::Beyond { what, got, want, bound, .. } => {
                 let beyond = f64::from((got - want).abs()) / bound;
                 let by = match what {
-                    What::Keys { .. } => "keys",
-                    What::Values { .. } => "values",
+                    What::Keys(_) => "keys",
+                    What::Values(_) => "values",
                     What::Logits | What::Slot(_) => "logits",
                     What::Chosen => "tokens",
                 };

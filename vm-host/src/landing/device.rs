@@ -6,6 +6,7 @@ use crate::driver::{Context, Event, Stream};
 use crate::error::HostError;
 use crate::landing::memory::Staging;
 use crate::landing::pipeline::{SLOTS, Target};
+use crate::landing::plan::Plan;
 use crate::memory::HostBuffer;
 
 /// The device's end of a landing: all that it needs is allocated before a kernel is resident.
@@ -23,10 +24,11 @@ pub(crate) struct DeviceTarget {
 impl DeviceTarget {
     pub(crate) fn new(
         context: &Arc<Context>,
-        staging_bytes: usize,
+        plan: &Plan,
         matrices: Vec<u64>,
         landed: u64,
     ) -> Result<Self, HostError> {
+        let staging_bytes = plan.largest() * SLOTS;
         let events = (0..=SLOTS).map(|_| Event::new()).collect::<Result<_, _>>()?;
         let (stream, staging) = (Stream::new()?, HostBuffer::zeroed(staging_bytes)?);
         Ok(Self { context: context.clone(), stream, events, staging, matrices, landed })

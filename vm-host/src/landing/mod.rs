@@ -78,7 +78,7 @@ impl Default for Streaming {
 pub(crate) struct Progress {
     began: Instant,
     bytes: AtomicU64,
-    /// Packed bytes on the device, also of a landing that this one goes on from. Whoever looks on from another thread keeps it.
+    /// Packed bytes on the device. Whoever looks on from another thread keeps it.
     packed: Arc<AtomicU64>,
     state: Mutex<State>,
 }
@@ -97,9 +97,10 @@ struct Failure {
 }
 
 impl Progress {
-    fn new(packed: Arc<AtomicU64>) -> Self {
+    fn new() -> Self {
+        let (bytes, packed) = (AtomicU64::new(0), Arc::default());
         let state = Mutex::new(State { over: None, seconds: 0.0 });
-        Self { began: Instant::now(), bytes: AtomicU64::new(0), packed, state }
+        Self { began: Instant::now(), bytes, packed, state }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -112,21 +113,17 @@ impl Progress {
         self.packed.fetch_add(packed, Ordering::Relaxed);
     }
 
-    pub(crate) fn finish(&self) {
-        let mut state = self.state();
-        state.seconds = self.began.elapsed().as_secs_f64();
-        state.over = Some(Ok(()));
-    }
-
-    pub(crate) fn fail(&self, error: HostError) {
-        let failure = if let HostError::Weights { path, message } = error {
-            Failure { path, message }
-        } else {
+    /// No more weights will come: they are all there, or there is a reason.
+    pub(crate) fn end(&self, result: Result<(), HostError>) {
+        let over = result.map_err(|error| {
+            if let HostError::Weights { path, message } = error {
+                return Failure { path, message };
+            }
             Failure { path: "weights".into(), message: error.to_string() }
-        };
+        });
         let mut state = self.state();
         state.seconds = self.began.elapsed().as_secs_f64();
-        state.over = Some(Err(failure));
+        state.over = Some(over);
     }
 
     /// Not even that could be said to the device: its own patience ends the wait.
@@ -139,31 +136,16 @@ impl Progress {
 
 /// Weights on their way to a target.
 pub(crate) struct Landing<T: Target = DeviceTarget> {
-    plan: Arc<Plan>,
-    files: Arc<Files>,
-    streaming: Streaming,
     progress: Arc<Progress>,
     cancel: Arc<AtomicBool>,
     source: String,
     fallback: Option<String>,
+    /// Until it has ended: it gives the target back, with the first piece that has not landed.
     thread: Option<JoinHandle<(T, usize)>>,
-    /// Once the thread has ended: what it gave back.
-    rest: Option<(T, usize)>,
 }
 
 /// What a landing's source is read through: nothing, but for tests.
 pub(crate) type Through<'a> = &'a dyn Fn(Box<dyn Source>) -> Box<dyn Source>;
-
-pub(crate) struct Pending<T> {
-    target: T,
-    from: usize,
-    files: Arc<Files>,
-}
-
-/// Page-locked memory that a landing of this plan needs.
-pub(crate) fn staging_bytes(plan: &Plan) -> usize {
-    plan.largest() * SLOTS
-}
 
 /// Brings in all weights of the plan before a kernel is launched.
 pub(crate) fn land_before_launch<T: Target>(
@@ -181,7 +163,7 @@ pub(crate) fn land_before_launch<T: Target>(
 }
 
 impl<T: Target> Landing<T> {
-    /// Starts. The plan's packed matrices go to the target, which has `staging_bytes` of the plan.
+    /// Starts. The plan's packed matrices go to the target.
     pub(crate) fn start(
         plan: Arc<Plan>,
         weights: &dyn Weights,
@@ -201,55 +183,27 @@ impl<T: Target> Landing<T> {
         plan: Arc<Plan>,
         files: Files,
         streaming: Streaming,
-        target: T,
+        mut target: T,
         through: Through<'_>,
     ) -> Result<Self, HostError> {
         let files = Arc::new(files);
-        let buffers = buffers(&files);
+        let bytes = files.buffer_bytes();
+        let buffers: Vec<_> = (0..SLOTS as u16).map(|index| IoBuffer::new(bytes, index)).collect();
         let (source, fallback) = choose(&files, &buffers, streaming.read_by)?;
         let source = through(source);
-        let packed = Arc::default();
-        Ok(Self::run(plan, files, streaming, target, 0, source, buffers, fallback, packed))
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "called by `start`, `resume` and tests only")]
-    fn run(
-        plan: Arc<Plan>,
-        files: Arc<Files>,
-        streaming: Streaming,
-        mut target: T,
-        from: usize,
-        source: Box<dyn Source>,
-        buffers: Vec<IoBuffer>,
-        fallback: Option<String>,
-        packed: Arc<AtomicU64>,
-    ) -> Self {
         let parts = plan.largest();
         // SAFETY: the trait's promise; the gate of `land` is closed before the target is given back.
         let staging = unsafe { Staging::parts(target.staging(parts * SLOTS), parts, SLOTS) };
-        let (progress, cancel) =
-            (Arc::new(Progress::new(packed)), Arc::new(AtomicBool::new(false)));
+        let (progress, cancel) = (Arc::new(Progress::new()), Arc::<AtomicBool>::default());
         let name = source.name();
-        let crew = threads();
-        let order =
-            Order { plan: plan.clone(), files: files.clone(), from, limit: streaming.limit, crew };
+        let order = Order { plan, files, limit: streaming.limit, crew: threads() };
         let (seen, stop) = (progress.clone(), cancel.clone());
         let body = move || {
             let next = pipeline::land(&order, source, buffers, staging, &mut target, &seen, &stop);
             (target, next)
         };
         let thread = Some(std::thread::spawn(body));
-        Self {
-            plan,
-            files,
-            streaming,
-            progress,
-            cancel,
-            source: name,
-            fallback,
-            thread,
-            rest: None,
-        }
+        Ok(Self { progress, cancel, source: name, fallback, thread })
     }
 
     pub(crate) fn under_way(&self) -> bool {
@@ -295,67 +249,19 @@ impl<T: Target> Landing<T> {
         }
     }
 
-    /// Makes ready to bring in what has not landed: the files are opened again, and `landed` says what is there.
-    pub(crate) fn prepare_to_resume(
-        &mut self,
-        weights: &dyn Weights,
-        limit: Duration,
-    ) -> Result<Pending<T>, HostError> {
-        let files = Files::open(&self.plan, weights)?.filter(|files| files.same(&self.files));
-        let Some(files) = files else {
-            return Err(HostError::Request(
-                "the files are not those that were landing: stop the machine and boot it again"
-                    .into(),
-            ));
-        };
-        let Some((mut target, from)) = self.end() else {
-            return Err(HostError::Request(
-                "what was landing does not end: start a new process".into(),
-            ));
-        };
-        let landed = from.checked_sub(1).map_or(0, |last| self.plan.landed_behind(last));
-        let said = target
-            .enter()
-            .and_then(|()| target.landed(landed, SLOTS))
-            .and_then(|()| wait_until(limit, || target.copied(SLOTS)));
-        if let Err(error) = said {
-            self.rest = Some((target, from));
-            return Err(error);
-        }
-        Ok(Pending { target, from, files: Arc::new(files) })
-    }
-
-    pub(crate) fn resume(&mut self, pending: Pending<T>) -> Result<(), HostError> {
-        let Pending { target, from, files } = pending;
-        let buffers = buffers(&files);
-        let (source, fallback) = match choose(&files, &buffers, self.streaming.read_by) {
-            Ok(chosen) => chosen,
-            Err(error) => {
-                self.rest = Some((target, from));
-                return Err(error);
-            }
-        };
-        let (plan, streaming) = (self.plan.clone(), self.streaming);
-        let packed = self.packed();
-        *self = Self::run(plan, files, streaming, target, from, source, buffers, fallback, packed);
-        Ok(())
-    }
-
     /// Ends it and gives the target back, with the first piece that has not landed. Nothing if its thread does not end, which keeps all that it
     /// uses.
     pub(crate) fn end(&mut self) -> Option<(T, usize)> {
         self.cancel.store(true, Ordering::Relaxed);
         let limit = Instant::now() + STOP_LIMIT;
-        if let Some(thread) = self.thread.take() {
-            while !thread.is_finished() {
-                if Instant::now() > limit {
-                    return None;
-                }
-                std::thread::sleep(Duration::from_micros(200));
+        let thread = self.thread.take()?;
+        while !thread.is_finished() {
+            if Instant::now() > limit {
+                return None;
             }
-            self.rest = thread.join().ok();
+            std::thread::sleep(Duration::from_micros(200));
         }
-        self.rest.take()
+        thread.join().ok()
     }
 }
 
@@ -381,11 +287,6 @@ fn wait_until(
 
 fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(CREW_MAX)
-}
-
-fn buffers(files: &Files) -> Vec<IoBuffer> {
-    let bytes = files.buffer_bytes();
-    (0..SLOTS as u16).map(|index| IoBuffer::new(bytes, index)).collect()
 }
 
 /// The source that is asked for, or the best there is; and why it is not io_uring where that was meant.

@@ -90,15 +90,13 @@ impl Gate {
 pub(crate) struct Order {
     pub(crate) plan: Arc<Plan>,
     pub(crate) files: Arc<Files>,
-    /// The first piece that is not there yet.
-    pub(crate) from: usize,
     /// How long nothing may come.
     pub(crate) limit: Duration,
     pub(crate) crew: usize,
 }
 
-/// Lands everything from `order.from` on; returns the first piece that did not land. Runs where it is called; the other threads end by
-/// themselves. When something fails, `landed` says that no more will come.
+/// Lands everything; returns the first piece that did not land. Runs where it is called; the other threads end by themselves. When
+/// something fails, `landed` says that no more will come.
 pub(crate) fn land<T: Target>(
     order: &Order,
     source: Box<dyn Source>,
@@ -109,18 +107,17 @@ pub(crate) fn land<T: Target>(
     cancel: &AtomicBool,
 ) -> usize {
     let gate = Gate::new();
-    let mut next = order.from;
+    let mut next = 0;
     let result = target.enter().and_then(|()| {
         let (free, messages) = start(order, source, buffers, staging, &gate)?;
         lander(order, target, progress, cancel, &free, &messages, &mut next)
     });
     gate.close();
-    if let Err(error) = result {
-        // The reason is known before anybody is let through.
-        progress.fail(error);
-        if let Err(error) = target.landed(abi::LANDED_ABANDONED, SLOTS) {
-            progress.unreachable(&error);
-        }
+    // The reason is known before anybody is let through.
+    let failed = result.is_err();
+    progress.end(result);
+    if failed && let Err(error) = target.landed(abi::LANDED_ABANDONED, SLOTS) {
+        progress.unreachable(&error);
     }
     next
 }
@@ -144,11 +141,9 @@ fn start(
         let plan = order.plan.clone();
         spawn("weights-pack", move || crew(&plan, &to_pack, &tell, &gate))?;
     }
-    let (plan, files, from, limit) =
-        (order.plan.clone(), order.files.clone(), order.from, order.limit);
+    let (files, limit) = (order.files.clone(), order.limit);
     spawn("weights-order", move || {
-        let pieces = from..plan.pieces.len();
-        if let Err(error) = reader(&files.extents, pieces, source, &slots, &read, limit) {
+        if let Err(error) = reader(&files.extents, source, &slots, &read, limit) {
             let _ = tell.send(Message::Failed(error)); // nobody listens if it was cancelled
         }
     })?;
@@ -170,14 +165,13 @@ fn gone() -> HostError {
 /// Asks for pieces in landing order, as many at once as there are slots, and passes on what comes.
 fn reader(
     extents: &[Vec<Extent>],
-    pieces: std::ops::Range<usize>,
     mut source: Box<dyn Source>,
     slots: &Receiver<Slot>,
     read: &Sender<Read>,
     limit: Duration,
 ) -> Result<(), HostError> {
     let mut under_way: BTreeMap<usize, Staging> = BTreeMap::new();
-    let mut ask = pieces;
+    let mut ask = 0..extents.len();
     loop {
         while !ask.is_empty() {
             // With nothing under way there is nothing else to wait for; slots stop coming when the lander is gone.
@@ -298,6 +292,5 @@ fn lander<T: Target>(
             last = Instant::now();
         }
     }
-    progress.finish();
     Ok(())
 }

@@ -183,13 +183,6 @@ impl Files {
         self.extents[piece].iter().map(|extent| extent.bytes as u64).sum()
     }
 
-    /// Whether these are the files that those were, unchanged.
-    pub(crate) fn same(&self, other: &Self) -> bool {
-        let of =
-            |files: &Self| -> Vec<Identity> { files.files.iter().map(|f| f.identity).collect() };
-        of(self) == of(other)
-    }
-
     /// Whether all files can be read past the page cache.
     pub(crate) fn direct(&self) -> bool {
         self.files.iter().all(|file| file.direct.is_some())

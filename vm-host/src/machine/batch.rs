@@ -1,14 +1,11 @@
 //! Batches: several sessions that one decode command runs side by side, a lane each (decision 022).
 
-use std::time::{Duration, Instant};
-
-use abi::{Command, Completion, Ending, LANE_ENDING_BITS, LANES_MAX, Submission};
+use abi::{Completion, Ending, LANE_ENDING_BITS, LANES_MAX, Submission};
 use ir::program::Together;
 
-use super::{Idle, Loaded, Request, Resident};
+use super::run::decode;
+use super::{Idle, Loaded, Memory, Request, Resident};
 use crate::error::HostError;
-use crate::landing::Landing;
-use crate::memory::{download_rows, upload_fill};
 
 /// One session of a batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -86,14 +83,12 @@ impl Resident {
         batch: &Batch<'_>,
         give_way: &mut dyn FnMut() -> bool,
     ) -> Result<BatchDecoded, HostError> {
-        self.check_batch(batch)?;
-        self.begin_batch(batch)?;
-        let steps = batch.generate;
-        let submission = submission(batch);
-        let start = Instant::now();
-        let limit = self.idle().options.deadline * 2 + Duration::from_millis(100) * steps;
-        let done = self.command(&submission, limit, give_way)?;
-        let host_us = start.elapsed().as_secs_f64() * 1e6;
+        let lanes = self.lanes();
+        Bounds { lanes, ..self.idle().bounds() }.check(batch).map_err(HostError::Request)?;
+        for &Lane { session, position, token, sampled } in batch.lanes {
+            self.begin(session, position..position + batch.generate, &[token], sampled)?;
+        }
+        let (done, host_us, device_us) = self.timed(&submission(batch), give_way)?;
         let memory = &self.idle().memory;
         let lanes = batch.lanes.iter().zip(0_u32..).map(|(lane, index)| {
             let ending = ending(&done, index)?;
@@ -105,7 +100,7 @@ impl Resident {
             lanes: lanes.collect::<Result<_, HostError>>()?,
             steps: done.steps,
             host_us,
-            device_us: done.end_ns.saturating_sub(done.start_ns) as f64 / 1000.0,
+            device_us,
         })
     }
 
@@ -114,13 +109,10 @@ impl Resident {
     /// # Errors
     /// If there is no such lane, or a copy fails.
     pub fn lane_logits(&mut self, lane: u32, rows: u32) -> Result<Vec<Vec<f32>>, HostError> {
-        self.check_lane(lane)?;
-        let idle = self.idle();
-        let (residents, bounce) = (&idle.memory.residents, &idle.memory.bounce);
-        let rows = rows.min(residents.logits_rows);
-        let skipped = u64::from(lane) * u64::from(residents.logits_rows) * u64::from(idle.vocab);
-        let source = residents.logits + skipped * size_of::<f32>() as u64;
-        download_rows(&idle.copy, bounce, source, rows as usize, idle.vocab as usize)
+        let source = self.lane_row(lane)?;
+        let Idle { memory, vocab, .. } = self.idle();
+        let rows = rows.min(memory.residents.logits_rows);
+        memory.copier.rows(source, rows as usize, *vocab as usize)
     }
 
     /// Fills the first rows of a lane's logits with what is not a number.
@@ -128,46 +120,21 @@ impl Resident {
     /// # Errors
     /// If there is no such lane, or a copy fails.
     pub fn poison_lane_logits(&mut self, lane: u32, rows: u32) -> Result<(), HostError> {
-        self.check_lane(lane)?;
-        let idle = self.idle();
-        let (residents, bounce) = (&idle.memory.residents, &mut idle.memory.bounce);
-        let row = u64::from(idle.vocab) * size_of::<f32>() as u64;
-        let first = u64::from(lane) * u64::from(residents.logits_rows);
-        let bytes = u64::from(rows.min(residents.logits_rows)) * row;
-        upload_fill(&idle.copy, bounce, residents.logits + first * row, bytes, 0xff)
+        let source = self.lane_row(lane)?;
+        let Idle { memory, vocab, .. } = self.idle();
+        let rows = u64::from(rows.min(memory.residents.logits_rows));
+        memory.copier.fill(source, rows * u64::from(*vocab) * size_of::<f32>() as u64, 0xff)
     }
 
-    fn check_lane(&self, lane: u32) -> Result<(), HostError> {
+    /// Where the first row of a lane's logits is.
+    fn lane_row(&mut self, lane: u32) -> Result<u64, HostError> {
         let lanes = self.variant.lanes;
-        if lane < lanes {
-            return Ok(());
+        if lane >= lanes {
+            return Err(HostError::Request(format!("lane {lane} of a kernel of {lanes}")));
         }
-        Err(HostError::Request(format!("lane {lane} of a kernel of {lanes}")))
-    }
-
-    /// Writes each lane's first token where the device looks for it, and brings what samples up to date.
-    fn begin_batch(&mut self, batch: &Batch<'_>) -> Result<(), HostError> {
-        let Idle { memory, copy, landing, .. } = self.idle();
-        if let Some(failure) = landing.as_ref().and_then(Landing::failure) {
-            return Err(failure);
-        }
-        for lane in batch.lanes {
-            let positions = lane.position..lane.position + batch.generate;
-            memory.give_pages(copy, lane.session, positions)?;
-            if lane.sampled {
-                memory.sampling.uses(copy, &mut memory.bounce, lane.session, lane.position)?;
-            } else {
-                memory.sampling.passes_by(lane.session);
-            }
-            let at = memory.tokens_at(lane.session, lane.position);
-            memory.tokens.write(at, bytemuck::bytes_of(&lane.token));
-        }
-        Ok(())
-    }
-
-    fn check_batch(&mut self, batch: &Batch<'_>) -> Result<(), HostError> {
-        let lanes = self.lanes();
-        Bounds { lanes, ..self.idle().bounds() }.check(batch).map_err(HostError::Request)
+        let Idle { memory: Memory { residents, .. }, vocab, .. } = self.idle();
+        let skipped = u64::from(lane) * u64::from(residents.logits_rows) * u64::from(*vocab);
+        Ok(residents.logits + skipped * size_of::<f32>() as u64)
     }
 }
 
@@ -269,23 +236,14 @@ fn check_stop(stop: &[u32]) -> Result<(), String> {
 
 /// A batch as a command. One lane alone is a plain decode.
 fn submission(batch: &Batch<'_>) -> Submission {
-    let keep = if batch.keep_logits { abi::FLAG_KEEP_LOGITS } else { 0 };
-    let mut submission = Submission {
-        command: Command::Decode as u32,
-        steps: batch.generate,
-        flags: keep,
-        stop_len: batch.stop.len() as u32,
-        lanes: batch.lanes.len() as u32,
-        ..Submission::default()
-    };
-    submission.stop[..batch.stop.len()].copy_from_slice(batch.stop);
-    if let [lane] = batch.lanes {
-        (submission.session, submission.position) = (lane.session, lane.position);
-        submission.forced = lane.position + 1;
-        submission.flags |= if lane.sampled { abi::FLAG_SAMPLE } else { 0 };
-        return submission;
+    let &Batch { lanes, generate, stop, keep_logits } = batch;
+    if let &[Lane { session, position, sampled, .. }] = lanes {
+        let plain = decode(generate, stop, keep_logits, sampled);
+        return Submission { lanes: 1, session, position, forced: position + 1, ..plain };
     }
-    for (index, lane) in batch.lanes.iter().enumerate().take(LANES_MAX) {
+    let mut submission = decode(generate, stop, keep_logits, false);
+    submission.lanes = lanes.len() as u32;
+    for (index, lane) in lanes.iter().enumerate().take(LANES_MAX) {
         submission.lane_position[index] = lane.position;
         submission.lane_session[index / 4] |= lane.session << (8 * (index % 4));
         submission.lane_sample |= u32::from(lane.sampled) << index;
@@ -294,7 +252,7 @@ fn submission(batch: &Batch<'_>) -> Submission {
 }
 
 /// How a lane ended. A plain decode has its ending in a word of its own, and no other lanes.
-fn ending(done: &Completion, lane: u32) -> Result<Ending, HostError> {
+pub(super) fn ending(done: &Completion, lane: u32) -> Result<Ending, HostError> {
     let mask = (1 << LANE_ENDING_BITS) - 1;
     let code = (done.lane_endings >> (lane * LANE_ENDING_BITS) & mask) | done.ending;
     Ending::new(code).ok_or_else(|| {

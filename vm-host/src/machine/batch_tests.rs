@@ -116,8 +116,8 @@ fn the_device_refuses_what_it_cannot_run() {
     let good = [lane(1, 3), lane(2, 4), lane(4, 60)];
     // What a command without its pages is refused for would hide every other reason.
     for of in &good {
-        let super::Idle { memory, copy, .. } = machine.idle();
-        memory.give_pages(copy, of.session, 0..64).expect("there are pages");
+        let memory = &mut machine.idle().memory;
+        memory.pages.before(&mut memory.copier, of.session, 0..64).expect("there are pages");
     }
     let good = submission(&Batch { lanes: &good, generate: 4, ..Batch::default() });
     let second = |session: u32| {

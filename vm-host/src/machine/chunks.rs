@@ -2,7 +2,6 @@
 
 use super::{Idle, Memory};
 use crate::error::HostError;
-use crate::memory::download;
 use crate::pages::pages_of;
 use crate::prefill::{Prefill, PrefillOptions, Prefilled, unpacked};
 
@@ -30,13 +29,13 @@ impl Idle {
             None => Box::new(Prefill::new(&self.graph, residents, &self.info, options)?),
         };
         let positions = position..position + tokens.len() as u32;
-        self.memory.give_pages(&self.copy, session, positions)?;
+        self.memory.pages.before(&mut self.memory.copier, session, positions)?;
         // Who samples from this session later looks for its tokens there.
         let at = self.memory.tokens_at(session, position);
         self.memory.tokens.write(at, bytemuck::cast_slice(tokens));
         self.memory.sampling.passes_by(session);
         let place = (pages, position, tokens);
-        let done = ready.run(&self.compute, &mut self.memory.bounce, place, logits, options);
+        let done = ready.run(&self.compute, &mut self.memory.copier, place, logits, options);
         self.prefill = Some(ready);
         done
     }
@@ -61,10 +60,7 @@ impl Idle {
     /// # Errors
     /// If a copy fails.
     pub fn last_logits(&mut self) -> Result<Vec<f32>, HostError> {
-        let mut row = vec![0.0_f32; self.vocab as usize];
-        let (source, bounce) = (self.memory.residents.logits, &self.memory.bounce);
-        download(&self.copy, bounce, source, bytemuck::cast_slice_mut(&mut row))?;
-        Ok(row)
+        self.memory.copier.values(self.memory.residents.logits, self.vocab as usize)
     }
 
     /// Keys and values of a session's first `positions` positions in a layer, as they are kept: each `[positions, kv_heads * head_dim]`.
@@ -77,7 +73,7 @@ impl Idle {
         layer: u32,
         positions: u32,
     ) -> Result<(Vec<f32>, Vec<f32>), HostError> {
-        let Memory { residents, pages, bounce, .. } = &self.memory;
+        let Memory { residents, pages, copier, .. } = &self.memory;
         let held = pages.pool.held(session).get(..pages_of(positions) as usize);
         let Some(held) = held.filter(|_| (layer as usize) < residents.caches.len()) else {
             return Err(HostError::Request(format!(
@@ -87,7 +83,7 @@ impl Idle {
         let mut out = vec![0_u8; held.len() * residents.layout.page_bytes() as usize];
         let parts = out.chunks_exact_mut(residents.layout.page_bytes() as usize);
         for (&page, part) in held.iter().zip(parts) {
-            download(&self.copy, bounce, pages.place(layer, page), part)?;
+            copier.download(pages.place(layer, page), part)?;
         }
         Ok(unpacked(&out, residents.layout, positions))
     }

@@ -1,23 +1,8 @@
 //! The pages of sessions: promised, given before a command, poisoned, given back.
 
-use std::ops::Range;
-
-use super::{Idle, Memory, Resident};
-use crate::driver::Stream;
+use super::{Idle, Resident};
 use crate::error::HostError;
 use crate::pages::Occupancy;
-
-impl Memory {
-    /// A command is about to use these positions of a session: it has pages for them then.
-    pub(super) fn give_pages(
-        &mut self,
-        copy: &Stream,
-        session: u32,
-        positions: Range<u32>,
-    ) -> Result<(), HostError> {
-        self.pages.before(copy, &mut self.bounce, session, positions)
-    }
-}
 
 impl Idle {
     /// Sets pages aside for a session's first so many positions, so that no other session can take them before it comes to need them.
@@ -25,7 +10,7 @@ impl Idle {
     /// # Errors
     /// If there is no such session, or not so many pages that nobody was promised. The other sessions are as they were.
     pub fn promise_pages(&mut self, session: u32, positions: u32) -> Result<(), HostError> {
-        Ok(self.memory.pages.promise(session, positions)?)
+        Ok(self.memory.pages.pool.promise(session, positions)?)
     }
 
     /// A session is over: what it has in the caches is gone, and others may have its pages. Its next command begins at position zero.
@@ -34,7 +19,7 @@ impl Idle {
     /// If a copy fails.
     pub fn end_session(&mut self, session: u32) -> Result<(), HostError> {
         self.memory.sampling.passes_by(session);
-        self.memory.pages.release(&self.copy, &mut self.memory.bounce, session)
+        self.memory.pages.release(&mut self.memory.copier, session)
     }
 
     /// How full the caches are.
@@ -84,7 +69,7 @@ impl Resident {
     /// # Errors
     /// If a copy fails.
     pub fn poison_session(&mut self, session: u32) -> Result<(), HostError> {
-        let Idle { memory, copy, .. } = self.idle();
-        memory.pages.poison(copy, &mut memory.bounce, session)
+        let memory = &mut self.idle().memory;
+        memory.pages.poison(&mut memory.copier, session)
     }
 }

@@ -1,8 +1,9 @@
 //! Decode commands: what is asked for, what came of it.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use abi::{Command, Ending, Submission};
+use abi::{Command, Completion, Ending, Submission};
 use ir::sampling::Sampling;
 
 use super::{Idle, Memory, Resident};
@@ -84,51 +85,67 @@ impl Resident {
         give_way: &mut dyn FnMut() -> bool,
     ) -> Result<Decoded, HostError> {
         let steps = self.idle().bounds().check_request(request).map_err(HostError::Request)?;
-        let Request { session, position, tokens, generate, stop, .. } = *request;
-        let idle = self.idle();
-        if let Some(failure) = idle.landing.as_ref().and_then(Landing::failure) {
-            return Err(failure);
-        }
-        idle.memory.give_pages(&idle.copy, session, position..position + steps)?;
-        if request.sampled {
-            idle.memory.sampling.uses(&idle.copy, &mut idle.memory.bounce, session, position)?;
-        } else {
-            idle.memory.sampling.passes_by(session);
-        }
-        let stride = idle.memory.token_stride as usize;
-        let base = idle.memory.tokens_at(session, position);
-        idle.memory.tokens.write(base, bytemuck::cast_slice(tokens));
-        let keep = if request.keep_logits { abi::FLAG_KEEP_LOGITS } else { 0 };
-        let sample = if request.sampled { abi::FLAG_SAMPLE } else { 0 };
-        let mut submission = Submission {
-            command: Command::Decode as u32,
+        let Request { session, position, tokens, generate, stop, sampled, .. } = *request;
+        self.begin(session, position..position + steps, tokens, sampled)?;
+        let submission = Submission {
             session,
             position,
-            steps,
             forced: position + tokens.len() as u32,
-            flags: keep | sample,
-            stop_len: stop.len() as u32,
-            ..Submission::default()
+            ..decode(steps, stop, request.keep_logits, sampled)
         };
-        submission.stop[..stop.len()].copy_from_slice(stop);
-        let start = Instant::now();
-        let limit = idle.options.deadline * 2 + Duration::from_millis(100) * steps;
-        let done = self.command(&submission, limit, give_way)?;
-        let host_us = start.elapsed().as_secs_f64() * 1e6;
-        let ending = Ending::new(done.ending).ok_or_else(|| {
-            HostError::Request(format!("the device says of the command's end: {}", done.ending))
-        })?;
+        let (done, host_us, device_us) = self.timed(&submission, give_way)?;
+        let ending = super::batch::ending(&done, 0)?;
         let last = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
         let generated = last - u32::from(ending == Ending::NoToken && last > 0);
-        let buffer = &self.idle().memory.tokens;
+        let memory = &self.idle().memory;
+        let base = memory.tokens_at(session, position);
+        let chosen = base + memory.token_stride as usize * 4;
         Ok(Decoded {
-            tokens: buffer.read_words(base + tokens.len() * 4, generated as usize),
-            chosen: buffer.read_words(base + stride * 4, done.steps as usize),
+            tokens: memory.tokens.read_words(base + tokens.len() * 4, generated as usize),
+            chosen: memory.tokens.read_words(chosen, done.steps as usize),
             steps: done.steps,
             ending,
             host_us,
-            device_us: done.end_ns.saturating_sub(done.start_ns) as f64 / 1000.0,
+            device_us,
         })
+    }
+
+    /// Makes ready for a command that runs these positions of a session: it has pages for them, what samples is up to date, and its first
+    /// tokens are where the device looks for them.
+    pub(super) fn begin(
+        &mut self,
+        session: u32,
+        positions: Range<u32>,
+        tokens: &[u32],
+        sampled: bool,
+    ) -> Result<(), HostError> {
+        let Idle { memory, landing, .. } = self.idle();
+        if let Some(failure) = landing.as_ref().and_then(Landing::failure) {
+            return Err(failure);
+        }
+        memory.pages.before(&mut memory.copier, session, positions.clone())?;
+        if sampled {
+            memory.sampling.uses(&mut memory.copier, session, positions.start)?;
+        } else {
+            memory.sampling.passes_by(session);
+        }
+        let at = memory.tokens_at(session, positions.start);
+        memory.tokens.write(at, bytemuck::cast_slice(tokens));
+        Ok(())
+    }
+
+    /// Runs a decode command: its completion, and the microseconds that it took by the clocks of host and device.
+    pub(super) fn timed(
+        &mut self,
+        submission: &Submission,
+        give_way: &mut dyn FnMut() -> bool,
+    ) -> Result<(Completion, f64, f64), HostError> {
+        let deadline = self.idle().options.deadline;
+        let limit = deadline * 2 + Duration::from_millis(100) * submission.steps;
+        let start = Instant::now();
+        let done = self.command(submission, limit, give_way)?;
+        let host_us = start.elapsed().as_secs_f64() * 1e6;
+        Ok((done, host_us, done.end_ns.saturating_sub(done.start_ns) as f64 / 1000.0))
     }
 
     /// Says how tokens of a session are chosen from now on; the next sampled request of the session begins with its tokens so far.
@@ -140,12 +157,27 @@ impl Resident {
         if let Some(problem) = sampling.problems(vocab).first() {
             return Err(HostError::Request(problem.to_string()));
         }
-        let Idle { memory, copy, .. } = self.idle();
+        let memory = &mut self.idle().memory;
         if memory.residents.workers < 2 {
             return Err(HostError::Request(
                 "one worker alone does not choose: the others go through the row".into(),
             ));
         }
-        memory.sampling.set(copy, &mut memory.bounce, session, sampling)
+        memory.sampling.set(&mut memory.copier, session, sampling)
     }
+}
+
+/// A decode command that runs so many positions, whichever they are.
+pub(super) fn decode(steps: u32, stop: &[u32], keep_logits: bool, sampled: bool) -> Submission {
+    let keep = if keep_logits { abi::FLAG_KEEP_LOGITS } else { 0 };
+    let sample = if sampled { abi::FLAG_SAMPLE } else { 0 };
+    let mut submission = Submission {
+        command: Command::Decode as u32,
+        steps,
+        flags: keep | sample,
+        stop_len: stop.len() as u32,
+        ..Submission::default()
+    };
+    submission.stop[..stop.len()].copy_from_slice(stop);
+    submission
 }

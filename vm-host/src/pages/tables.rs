@@ -2,10 +2,9 @@
 
 use std::ops::Range;
 
-use super::{NoPages, PagePool, row_words};
-use crate::driver::Stream;
+use super::{PagePool, row_words};
 use crate::error::HostError;
-use crate::memory::{DeviceBuffer, HostBuffer, upload, upload_fills};
+use crate::memory::{Copier, DeviceBuffer};
 
 /// What pages are poisoned with: an f16 far from any key or value, yet finite, since the copies of a tile bring rows behind the last key,
 /// which are multiplied by zero.
@@ -94,18 +93,17 @@ impl PageTables {
     /// of the session is under way.
     pub(crate) fn before(
         &mut self,
-        stream: &Stream,
-        bounce: &mut HostBuffer,
+        copier: &mut Copier,
         session: u32,
         positions: Range<u32>,
     ) -> Result<(), HostError> {
         let had = self.pool.held(session).len();
         self.pool.grow(session, positions.end)?;
         if self.poisons[session as usize] {
-            self.fill(stream, bounce, session, had)?;
+            self.fill(copier, session, had)?;
         }
         if self.told[session as usize] != Some(self.pool.held(session).len()) {
-            self.tell(stream, bounce, session)?;
+            self.tell(copier, session)?;
         }
         let first = (positions.start / abi::KV_PAGE) as usize;
         let last = super::pages_of(positions.end) as usize;
@@ -116,66 +114,40 @@ impl PageTables {
     }
 
     /// Writes a session's row: its pages, and zeros behind them.
-    fn tell(
-        &mut self,
-        stream: &Stream,
-        bounce: &mut HostBuffer,
-        session: u32,
-    ) -> Result<(), HostError> {
+    fn tell(&mut self, copier: &mut Copier, session: u32) -> Result<(), HostError> {
         let mut words = vec![0_u16; self.stride as usize];
         for (word, &page) in words.iter_mut().zip(self.pool.held(session)) {
             *word = page as u16; // of fewer than KV_PAGES_MAX
         }
         self.told[session as usize] = None;
-        upload(stream, bounce, self.row(session), bytemuck::cast_slice(&words))?;
+        copier.upload(self.row(session), bytemuck::cast_slice(&words))?;
         self.told[session as usize] = Some(self.pool.held(session).len());
         Ok(())
     }
 
-    /// Sets pages aside for a session's first so many positions.
-    pub(crate) fn promise(&mut self, session: u32, positions: u32) -> Result<(), NoPages> {
-        self.pool.promise(session, positions)
-    }
-
     /// The session is over: others may have its pages, and its row names none.
-    pub(crate) fn release(
-        &mut self,
-        stream: &Stream,
-        bounce: &mut HostBuffer,
-        session: u32,
-    ) -> Result<(), HostError> {
+    pub(crate) fn release(&mut self, copier: &mut Copier, session: u32) -> Result<(), HostError> {
         self.pool.release(session);
         let Some(poisons) = self.poisons.get_mut(session as usize) else { return Ok(()) };
         *poisons = false;
         if self.told[session as usize] == Some(0) {
             return Ok(());
         }
-        self.tell(stream, bounce, session)
+        self.tell(copier, session)
     }
 
     /// Fills the session's pages that hold something else with poison, and from now on those that it gets.
-    pub(crate) fn poison(
-        &mut self,
-        stream: &Stream,
-        bounce: &mut HostBuffer,
-        session: u32,
-    ) -> Result<(), HostError> {
+    pub(crate) fn poison(&mut self, copier: &mut Copier, session: u32) -> Result<(), HostError> {
         self.poisons[session as usize] = true;
-        self.fill(stream, bounce, session, 0)
+        self.fill(copier, session, 0)
     }
 
     /// Fills those of a session's pages with poison that hold something else, from its `first` on.
-    fn fill(
-        &mut self,
-        stream: &Stream,
-        bounce: &mut HostBuffer,
-        session: u32,
-        first: usize,
-    ) -> Result<(), HostError> {
+    fn fill(&mut self, copier: &mut Copier, session: u32, first: usize) -> Result<(), HostError> {
         for run in runs(unpoisoned(self.pool.held(session), first, &self.used)) {
             let bytes = u64::from(run.end - run.start) * self.page_bytes;
             let targets = (0..self.caches.len() as u32).map(|layer| self.place(layer, run.start));
-            upload_fills(stream, bounce, targets, bytes, CACHE_POISON)?;
+            copier.fill_all(targets, bytes, CACHE_POISON)?;
             self.used[run.start as usize..run.end as usize].fill(false);
         }
         Ok(())

@@ -3,8 +3,8 @@
 //! Relies on sound limits, matrices and slots. Everything later relies on this: regions lie inside their slots.
 
 use abi::{
-    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, NopParams,
-    OpVisitor, Prologue, SampleParams, SlotKind, visit,
+    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, Params, Prologue,
+    SampleParams, SlotKind,
 };
 
 use crate::id::SlotId;
@@ -21,7 +21,17 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
             continue;
         }
         let mut op = Op { program, task, at: &at, found };
-        visit(task.opcode, &task.params, &mut op);
+        match task.op() {
+            Params::Nop(p) => {
+                op.zero(&p.reserved);
+                op.none(&[0, 1, 2, 3], &[0, 1]);
+            }
+            Params::Embed(p) => op.embed(p),
+            Params::Matvec(p) => op.matvec(p),
+            Params::Attention(p) => op.attention(p),
+            Params::AttentionMerge(p) => op.attention_merge(p),
+            Params::Sample(p) => op.sample(p),
+        }
         if found.total() == before {
             bounds(program, task, &at, found);
         }
@@ -276,15 +286,6 @@ impl<'a> Op<'a> {
                 self.none(&[3], &[]);
             }
         }
-    }
-}
-
-impl OpVisitor for Op<'_> {
-    type Output = ();
-
-    fn nop(&mut self, p: &NopParams) {
-        self.zero(&p.reserved);
-        self.none(&[0, 1, 2, 3], &[0, 1]);
     }
 
     fn embed(&mut self, p: &EmbedParams) {

@@ -9,10 +9,7 @@
 //! (`K-SPLIT`), so it waits for the same tasks whichever lane it is in. For the same reason all lanes come to an end when one does. What is
 //! left to check is what the kernel of several lanes asks beside the proof: [`Together::new`].
 
-use abi::{
-    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, NopParams,
-    OpVisitor, Opcode, Prologue, SampleParams, SlotKind, visit,
-};
+use abi::{AttentionParams, Epilogue, Opcode, Params, Prologue, SlotKind};
 
 use super::Verified;
 use crate::graph::DType;
@@ -112,39 +109,17 @@ fn one_form(program: &Program, found: &mut Violations) {
 
 /// The slots of a task, and whether it takes the words of each for halves (`input_write` in slot.cuh).
 fn forms_of(task: &Task) -> Vec<(SlotId, bool)> {
-    let (read, written) = visit(task.opcode, &task.params, &mut Halves);
+    // Of the first input and of the first output.
+    let (read, written) = match task.op() {
+        Params::Matvec(p) => {
+            (p.prologue == Prologue::Copy as u32, p.epilogue == Epilogue::SiluMul as u32)
+        }
+        Params::AttentionMerge(_) => (false, true),
+        Params::Nop(_) | Params::Embed(_) | Params::Attention(_) | Params::Sample(_) => {
+            (false, false)
+        }
+    };
     let reads = task.reads.iter().enumerate().map(|(i, a)| (a, i == 0 && read));
     let writes = task.writes.iter().enumerate().map(|(i, a)| (a, i == 0 && written));
     reads.chain(writes).filter_map(|(slot, split)| Some(((*slot)?, split))).collect()
-}
-
-/// Whether an op's first input and its first output are halves.
-struct Halves;
-
-impl OpVisitor for Halves {
-    type Output = (bool, bool);
-
-    fn nop(&mut self, _: &NopParams) -> (bool, bool) {
-        (false, false)
-    }
-
-    fn embed(&mut self, _: &EmbedParams) -> (bool, bool) {
-        (false, false)
-    }
-
-    fn matvec(&mut self, p: &MatvecParams) -> (bool, bool) {
-        (p.prologue == Prologue::Copy as u32, p.epilogue == Epilogue::SiluMul as u32)
-    }
-
-    fn attention(&mut self, _: &AttentionParams) -> (bool, bool) {
-        (false, false)
-    }
-
-    fn attention_merge(&mut self, _: &AttentionMergeParams) -> (bool, bool) {
-        (false, true)
-    }
-
-    fn sample(&mut self, _: &SampleParams) -> (bool, bool) {
-        (false, false)
-    }
 }

@@ -30,9 +30,7 @@ fn shown(program: &Program, model: &Model, products: Option<&Products<'_>>) -> O
                 .flat_map(|layer| [bits(machine.keys(layer)), bits(machine.values(layer))])
                 .collect(),
         },
-        stopped @ (Run::Trapped(_) | Run::OutOfFuel { .. } | Run::Stuck { .. }) => {
-            Shown::Stopped(stopped)
-        }
+        stopped @ (Run::Trapped(_) | Run::Stuck { .. }) => Shown::Stopped(stopped),
     })
 }
 

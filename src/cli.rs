@@ -163,7 +163,7 @@ pub(crate) enum Command {
     Bundle(BundleArgs),
     /// Shows where the time of a step goes: by op, waiting, input, products and output.
     #[command(
-        after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json\n  amk trace --model llama-3.2-1b --device cpu --perfetto step.pftrace --digest step.md"
+        after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json\n  amk trace --model llama-3.2-1b --device cpu --perfetto step.json --digest step.md"
     )]
     Trace(TraceArgs),
     /// Measures random legal schedules on the GPU: the rows that the cost model is fitted to.
@@ -635,12 +635,9 @@ pub(crate) struct TraceArgs {
     /// Write every record of one step of the last schedule: a table with a line a task, times in nanoseconds.
     #[arg(long, value_name = "FILE")]
     pub(crate) records: Option<PathBuf>,
-    /// Write one step of the last schedule as a Perfetto trace (ui.perfetto.dev): a lane a worker, arrows from who was waited for, counters.
-    #[arg(long, value_name = "FILE")]
+    /// Write one step of the last schedule as trace events in JSON, for ui.perfetto.dev: a lane a worker, arrows from who was waited for, counters.
+    #[arg(long, value_name = "FILE", alias = "chrome")]
     pub(crate) perfetto: Option<PathBuf>,
-    /// The same as Chrome's JSON.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) chrome: Option<PathBuf>,
     /// Write at most 6 KB of text on it: time by op and layer, the worst waits and who was waited for, bubbles.
     #[arg(long, value_name = "FILE")]
     pub(crate) digest: Option<PathBuf>,

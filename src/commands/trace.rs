@@ -1,7 +1,6 @@
 //! `amk trace`: where the time of a step goes. On a GPU from a kernel variant in which every task notes its times, else in the virtual time of the
 //! cost model; the records are the same.
 
-mod chrome;
 mod counters;
 mod digest;
 mod perfetto;
@@ -102,11 +101,10 @@ impl Traced {
     fn keep(mut self, args: &TraceArgs, title: &str) -> Result<Value, Failure> {
         let (timeline, counters) = (&self.timeline, &self.counters);
         let digest = digest::write(timeline, title);
-        let files: [(_, &Fill<'_>); 4] = [
+        let files: [(_, &Fill<'_>); 3] = [
             (&args.records, &|out| out.write_all(self.table.as_bytes())),
             (&args.digest, &|out| out.write_all(digest.as_bytes())),
-            (&args.chrome, &|out| chrome::write(out, timeline, counters, title)),
-            (&args.perfetto, &|out| out.write_all(&perfetto::encode(timeline, counters, title))),
+            (&args.perfetto, &|out| perfetto::write(out, timeline, counters, title)),
         ];
         for (path, fill) in files {
             if let Some(path) = path {

@@ -7,6 +7,7 @@ use std::sync::mpsc::channel;
 use std::time::Instant;
 
 use ir::sampling::Sampling;
+use sessions::Priority;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;

@@ -1,5 +1,7 @@
 //! How a command can end, and the exit code that says so.
 
+use std::fmt::Display;
+use std::path::Path;
 use std::process::ExitCode;
 
 use corpus::CorpusError;
@@ -111,6 +113,15 @@ impl Failure {
 
     pub(crate) fn bug(message: impl Into<String>) -> Self {
         Self { exit: Exit::Bug, message: message.into() }
+    }
+
+    /// What could not be done with a path, and what to do about it.
+    pub(crate) fn cannot<E: Display>(
+        verb: &str,
+        path: &Path,
+        remedy: &str,
+    ) -> impl Fn(E) -> Self + Copy {
+        move |error| Self::usage(format!("cannot {verb} {}: {error}; {remedy}", path.display()))
     }
 
     /// `why` is what wants a GPU.

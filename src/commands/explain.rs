@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::cli::ExplainArgs;
-use crate::failure::{Exit, Failure, Outcome};
+use crate::failure::{Exit, Failure};
 use crate::report::{self, Answer};
 
 const GLOSSARY: &str = include_str!("../../docs/reference/glossary.md");
@@ -96,10 +96,6 @@ fn terms() -> impl Iterator<Item = Entry> {
         let not = cells.next().map_or("", |not| not.trim_end_matches('|').trim());
         Some(if not.is_empty() { entry } else { entry.with("not", not) })
     })
-}
-
-pub(crate) fn run(args: &ExplainArgs) -> Outcome {
-    answer(args)?.print()
 }
 
 pub(crate) fn answer(args: &ExplainArgs) -> Result<Answer<Explanation>, Failure> {

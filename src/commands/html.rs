@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::runs;
 use super::runs::recorded::Recorded as Run;
 use crate::cli::ReportArgs;
-use crate::failure::{Exit, Failure, Outcome};
+use crate::failure::{Exit, Failure};
 use crate::files;
 use crate::report::{self, Answer};
 
@@ -33,10 +33,6 @@ pub(crate) struct Written {
     ledgers: Vec<PathBuf>,
     /// Their trials.
     trials: usize,
-}
-
-pub(crate) fn run(args: &ReportArgs) -> Outcome {
-    answer(args)?.print()
 }
 
 pub(crate) fn answer(args: &ReportArgs) -> Result<Answer<Written>, Failure> {

@@ -46,7 +46,11 @@ pub(crate) fn run(args: &RecordArgs) -> Outcome {
     let context = Context::new(&args.model)?;
     let grid: Grid = files::read_json(&args.grid, GRID_BYTES_MAX)?;
     let space = grid.space(&context.neutral_config()).map_err(|e| Failure::usage(e.to_string()))?;
-    check(args, &context)?;
+    let most = context.kv_capacity.min(POSITIONS_MAX as u32);
+    context.check_timed(args.context, TIMED_TOKENS, most)?;
+    if args.rounds == 0 {
+        return Err(Failure::usage("--rounds 0 times nothing: at least 1"));
+    }
     let device = context.open_process(&args.sharing)?;
     let mut terms = terms(args, &context, grid);
     if let Some(device) = &device {
@@ -73,21 +77,6 @@ pub(crate) fn run(args: &RecordArgs) -> Outcome {
     }
     session.working = None;
     session.finish(&terms)
-}
-
-fn check(args: &RecordArgs, context: &Context) -> Result<(), Failure> {
-    let end = args.context.saturating_add(TIMED_TOKENS);
-    let most = context.kv_capacity.min(POSITIONS_MAX as u32);
-    if args.context == 0 || end > most {
-        return Err(Failure::usage(format!(
-            "--context {} is out of range: {TIMED_TOKENS} tokens are timed after it, and {most} positions are compared",
-            args.context
-        )));
-    }
-    if args.rounds == 0 {
-        return Err(Failure::usage("--rounds 0 times nothing: at least 1"));
-    }
-    Ok(())
 }
 
 fn terms(args: &RecordArgs, context: &Context, grid: Grid) -> Terms {

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use super::runs::recorded::Recorded;
 use crate::cli::ProposeArgs;
 use crate::context::Context;
-use crate::failure::{Exit, Failure, Outcome};
+use crate::failure::{Exit, Failure};
 use crate::report::{self, Answer};
 
 /// A schedule to start from.
@@ -26,10 +26,6 @@ pub(crate) struct Proposal {
     schedule_id: String,
     /// Each knob's dotted path with its type, its choices or min, max and step, its default, what it acts on and what it decides.
     search_space: Map<String, Value>,
-}
-
-pub(crate) fn run(args: &ProposeArgs) -> Outcome {
-    answer(args)?.print()
 }
 
 pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {

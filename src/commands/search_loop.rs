@@ -530,12 +530,9 @@ impl Session<'_> {
         let best_path = self.dir.join("best.json");
         if let Some(best) = best {
             let text = serde_json::to_string_pretty(&best.config).unwrap_or_default() + "\n";
-            corpus::files::replace(&best_path, text.as_bytes()).map_err(|e| {
-                Failure::usage(format!(
-                    "cannot write {}: {e}; free some space, or choose another --out",
-                    best_path.display()
-                ))
-            })?;
+            let remedy = "free some space, or choose another --out";
+            corpus::files::replace(&best_path, text.as_bytes())
+                .map_err(Failure::cannot("write", &best_path, remedy))?;
         }
         say_end(&kept, best, confirmation, &best_path);
         if stopped_by != StoppedBy::Interrupted {

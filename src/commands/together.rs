@@ -69,15 +69,7 @@ impl Shown {
 pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
     let needed = args.context.saturating_add(TIMED_TOKENS + 1);
     let context = Context::with_room(&args.model, needed)?;
-    let most = context.positions_max();
-    if args.context == 0 || needed > most {
-        let (asked, name) = (args.context, &context.graph().name);
-        let message = format!(
-            "--context {asked} is out of range: {name} has {most} positions, {} of them timed",
-            TIMED_TOKENS + 1
-        );
-        return Err(Failure::usage(message));
-    }
+    context.check_timed(args.context, TIMED_TOKENS + 1, context.positions_max())?;
     if context.graph().dtype == ir::DType::F32 {
         let message =
             "--sequences: sequences share the products of 16-bit weights only, and these are f32";

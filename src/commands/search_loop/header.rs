@@ -363,23 +363,19 @@ pub(super) fn folder(args: &LoopArgs) -> Result<Folder, Failure> {
 
 /// Makes the folder after the last one. Of searches that begin together each gets its own, since only one can make a folder.
 fn new_run(runs: &Path) -> Result<PathBuf, Failure> {
-    let refused = |path: &Path, error: std::io::Error| {
-        Failure::usage(format!(
-            "cannot create {}: {error}; name a folder that you may write to with --out",
-            path.display()
-        ))
-    };
-    std::fs::create_dir_all(runs).map_err(|error| refused(runs, error))?;
+    let remedy = "name a folder that you may write to with --out";
+    let refused = Failure::cannot::<std::io::Error>("create a folder in", runs, remedy);
+    std::fs::create_dir_all(runs).map_err(refused)?;
     let last = numbered(runs).into_iter().map(|(number, _)| number).max().unwrap_or(0);
     for number in u64::from(last) + 1.. {
         let path = runs.join(format!("{number:04}"));
         match std::fs::create_dir(&path) {
             Ok(()) => return Ok(path),
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(refused(&path, error)),
+            Err(error) => return Err(refused(error)),
         }
     }
-    Err(refused(runs, std::io::ErrorKind::AlreadyExists.into()))
+    Err(refused(std::io::ErrorKind::AlreadyExists.into()))
 }
 
 fn latest_run() -> Option<PathBuf> {

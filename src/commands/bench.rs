@@ -63,7 +63,7 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     if let Some(tokens) = args.prefill {
         return super::prefill::run(args, tokens);
     }
-    if let Some(sequences) = args.together.sequences {
+    if let Some(sequences) = args.sequences {
         return super::together::run(args, sequences);
     }
     let context = Context::with_room(&args.model, args.context.saturating_add(TIMED_TOKENS))?;

@@ -173,7 +173,7 @@ fn prompt_from_stdin(args: &GenerateArgs) -> Result<String, Failure> {
 fn check(args: &GenerateArgs, context: &Context, prompt: &[u32]) -> Result<(), Failure> {
     let (vocab, capacity) = (context.graph().vocab, context.kv_capacity as usize);
     let name = &context.graph().name;
-    let weights = args.weights.stream_weights || args.weights.check_weights;
+    let weights = args.stream_weights || args.check_weights;
     if weights && args.model.place.device != DeviceChoice::Cuda {
         let message = "--stream-weights and --check-weights are about the GPU; add --device cuda";
         return Err(Failure::usage(message));
@@ -248,7 +248,7 @@ fn kernel<'a>(
     };
     device.observed(observer.lookout(), observer.publisher());
     device.set_prefill(args.prefill.prefill)?;
-    if args.weights.stream_weights {
+    if args.stream_weights {
         device.stream_weights(streaming(args));
     }
     let handle = device.prepare(program, &config.kernel)?;
@@ -260,12 +260,12 @@ fn kernel<'a>(
 }
 
 fn streaming(args: &GenerateArgs) -> Streaming {
-    let read_by = match args.weights.read_weights_by {
+    let read_by = match args.read_weights_by {
         ReadByChoice::Auto => ReadBy::Auto,
         ReadByChoice::IoUring => ReadBy::IoUring,
         ReadByChoice::Pread => ReadBy::Pread,
     };
-    Streaming { read_by, limit: Duration::from_secs(args.weights.weights_deadline.max(1)) }
+    Streaming { read_by, limit: Duration::from_secs(args.weights_deadline.max(1)) }
 }
 
 impl Generated {
@@ -276,7 +276,7 @@ impl Generated {
         began: Instant,
     ) -> Result<(), Failure> {
         self.weights = device.weights_report(began)?;
-        if args.weights.check_weights {
+        if args.check_weights {
             self.weights_check = device.check_weights()?;
         }
         Ok(())

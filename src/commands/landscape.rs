@@ -94,7 +94,7 @@ fn terms(args: &RecordArgs, context: &Context, grid: Grid) -> Terms {
         seed: args.seed,
         bandwidth: None,
         grid,
-        shard: [args.shard.index, args.shard.of],
+        shard: args.shard.into(),
     }
 }
 
@@ -115,8 +115,8 @@ impl Session<'_> {
     fn legal(&mut self) -> Result<Vec<Vec<u32>>, Failure> {
         let (graph, target) = (self.context.graph(), &self.context.target);
         let mut by_kernel: BTreeMap<String, Vec<u32>> = BTreeMap::new();
-        let shard = &self.args.shard;
-        for point in (0..self.space.points()).filter(|point| point % shard.of == shard.index) {
+        let (index, of) = self.args.shard;
+        for point in (0..self.space.points()).filter(|point| point % of == index) {
             if self.recording.done.contains_key(&point) {
                 continue;
             }
@@ -284,8 +284,8 @@ impl Session<'_> {
             };
             *counts.entry(kind).or_default() += 1;
         }
-        let shard = &self.args.shard;
-        let wanted = (0..self.space.points()).filter(|p| p % shard.of == shard.index).count();
+        let (index, of) = self.args.shard;
+        let wanted = (0..self.space.points()).filter(|p| p % of == index).count();
         let seconds = self.began.elapsed().as_secs_f64();
         report::say(&format!(
             "{} of {wanted} points are in {}, {} of them new, in {seconds:.1} s",

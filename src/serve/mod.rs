@@ -128,7 +128,10 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         }
     };
     args.prefill.check(gpu.is_some())?;
-    args.together.check(gpu.is_some())?;
+    if gpu.is_none() && args.lanes.is_some_and(|lanes| lanes > 1) {
+        let message = "--lanes is for --device cuda: on the CPU sequences take turns; leave it out";
+        return Err(Failure::usage(message));
+    }
     let kv_pool = kv_pool(args, device)?;
     let most = abi::SESSIONS_MAX as usize;
     let places = args.sessions.unwrap_or(8);
@@ -227,7 +230,7 @@ fn lowered(
         let source = source.clone();
         Ok::<_, Failure>(Lowered { config, program, lanes, source })
     };
-    match args.together.lanes {
+    match args.lanes {
         Some(lanes) => return lower(lanes),
         None if !on_gpu => return lower(1),
         None => {}

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use ir::Graph;
 use ir::program::Dims;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::cli::PeerChoice;
@@ -63,6 +63,16 @@ pub(crate) struct Peer {
 struct Measured {
     version: String,
     blocks: Vec<f64>,
+    conditions: Vec<String>,
+}
+
+/// The answer of the step in PyTorch.
+#[derive(Deserialize)]
+struct Torch {
+    absent: Option<String>,
+    version: Option<String>,
+    us_per_token: Option<Vec<f64>>,
+    #[serde(default)]
     conditions: Vec<String>,
 }
 
@@ -155,19 +165,14 @@ fn torch(peer: PeerChoice, ask: &Ask<'_>) -> Result<Measured, String> {
     let answer = run(command, &input, ask.timeout, &missing)?;
     let line = answer.lines().rev().find(|line| line.starts_with('{')).unwrap_or_default();
     let garbage = || format!("its answer is not the expected JSON: {}", shortened(&answer));
-    let fields: Value = serde_json::from_str(line).map_err(|_| garbage())?;
-    if let Some(reason) = fields["absent"].as_str() {
+    let said: Torch = serde_json::from_str(line).map_err(|_| garbage())?;
+    if let Some(reason) = &said.absent {
         return Err(shortened(reason));
     }
-    let words = |list: &Value| {
-        let words = list.as_array().map(Vec::as_slice).unwrap_or_default().iter();
-        words.filter_map(Value::as_str).map(shortened).collect()
-    };
-    let blocks = fields["us_per_token"].as_array().ok_or_else(garbage)?;
     Ok(Measured {
-        version: fields["version"].as_str().map(shortened).ok_or_else(garbage)?,
-        blocks: blocks.iter().map(|us| us.as_f64().unwrap_or(f64::NAN)).collect(),
-        conditions: words(&fields["conditions"]),
+        version: shortened(&said.version.ok_or_else(garbage)?),
+        blocks: said.us_per_token.ok_or_else(garbage)?,
+        conditions: said.conditions.iter().map(|words| shortened(words)).collect(),
     })
 }
 

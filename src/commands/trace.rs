@@ -263,15 +263,11 @@ fn logits_checksum(running: &mut Resident, first: u32, timed: &[u32]) -> Result<
     Ok(format!("{sum:.4e}, last best {:?}", top))
 }
 
-/// Sums of the times of a kind of task, in cycles.
+/// Sums of the times of a kind of task: how many there are, and cycles of waiting, input, products, output, and of products without weights.
 #[derive(Clone, Copy, Default)]
 struct Sums {
     tasks: u64,
-    waited: u64,
-    staged: u64,
-    multiplied: u64,
-    ended: u64,
-    starved: u64,
+    cycles: [u64; 5],
 }
 
 #[derive(Default)]
@@ -299,11 +295,9 @@ impl Tape {
                 index += 1;
                 let sums = self.ops.entry(program.phase_name(task).to_owned()).or_default();
                 sums.tasks += 1;
-                sums.waited += u64::from(r.ready);
-                sums.staged += u64::from(r.staged - r.ready);
-                sums.multiplied += u64::from(r.multiplied - r.staged);
-                sums.ended += u64::from(r.end - r.multiplied);
-                sums.starved += u64::from(r.starved);
+                let (input, products) = (r.staged - r.ready, r.multiplied - r.staged);
+                let took = [r.ready, input, products, r.end - r.multiplied, r.starved];
+                sums.cycles.iter_mut().zip(took).for_each(|(sum, took)| *sum += u64::from(took));
                 cycles += u64::from(r.end);
             }
             let span = records[index - 1].begin - records[first].begin;
@@ -362,8 +356,7 @@ impl Tape {
     fn ops(&self) -> Vec<Value> {
         let us = self.ns_per_cycle() / 1000.0 / (self.steps * self.workers) as f64;
         let line = |(name, s): (&String, &Sums)| {
-            let [waited, staged, multiplied, ended, starved] =
-                [s.waited, s.staged, s.multiplied, s.ended, s.starved].map(|c| c as f64 * us);
+            let [waited, staged, multiplied, ended, starved] = s.cycles.map(|c| c as f64 * us);
             let tasks = s.tasks as f64 / (self.steps * self.workers) as f64;
             report::say(&format!(
                 "  {name:16} {tasks:5.1} tasks a worker: wait {waited:6.1}, input {staged:6.1}, products {multiplied:6.1} (starved {starved:6.1}), output {ended:6.1}; sum {:6.1} us",

@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 use tokio::sync::watch;
 
 use super::arguments;
-use super::jobs::{Follow, Jobs, on_thread, received};
+use super::jobs::{Follow, Jobs, on_thread};
 use super::resources;
 use super::status::Status;
 use super::tools::{self, Entry, Run};
@@ -56,7 +56,7 @@ impl Server {
         let given = self.tools[index].typed(given);
         let (tools, checked) = (self.tools.clone(), given.clone());
         let check = move || Ok(tools[index].problems(&checked));
-        let problems = match received(on_thread(quick, check).await) {
+        let problems = match on_thread(quick, check).await {
             Ok(problems) => problems,
             Err(failure) => return Ok(Err(failure)),
         };
@@ -92,7 +92,7 @@ impl Server {
             Run::Quick(call) | Run::Write(call) | Run::Judge(call) => call(given),
             Run::Search | Run::Status => Err(Failure::refused("not a call")),
         };
-        received(on_thread(permit, work).await)
+        on_thread(permit, work).await
     }
 
     /// Searches until the budget is spent, or the call is cancelled.
@@ -108,7 +108,7 @@ impl Server {
             tokio::spawn(forward(token, peer, follow, news))
         });
         let watch = follow.clone();
-        let mut end = on_thread(turn, move || {
+        let end = on_thread(turn, move || {
             // Noted on the thread: a status after this is true whoever still listens.
             let end = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 search_loop::answer(&args, &*watch).map(|answer| answer.document)
@@ -118,6 +118,7 @@ impl Server {
             watch.ended(end.clone());
             Ok(end)
         });
+        let mut end = std::pin::pin!(end);
         let end = tokio::select! {
             end = &mut end => end,
             () = context.ct.cancelled() => {
@@ -125,7 +126,7 @@ impl Server {
                 end.await
             }
         };
-        let end = received(end).inspect_err(|failure| {
+        let end = end.inspect_err(|failure| {
             follow.ended(Arc::new(Err(failure.clone())));
         })?;
         if let Some(mut news) = news

@@ -647,9 +647,6 @@ pub(crate) struct TraceArgs {
         hide_possible_values = true
     )]
     pub(crate) schedule: Option<ScheduleChoice>,
-    /// Write every record of one step of the last schedule: a table with a line a task, times in nanoseconds.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) records: Option<PathBuf>,
     /// Write one step of the last schedule as trace events in JSON, for ui.perfetto.dev: a lane a worker, arrows from who was waited for, counters.
     #[arg(long, value_name = "FILE", alias = "chrome")]
     pub(crate) perfetto: Option<PathBuf>,

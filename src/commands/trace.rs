@@ -90,8 +90,6 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
 
 struct Traced {
     document: Value,
-    /// The records of a step as a table.
-    table: String,
     timeline: Timeline,
     counters: Vec<Counter>,
 }
@@ -101,8 +99,7 @@ impl Traced {
     fn keep(mut self, args: &TraceArgs, title: &str) -> Result<Value, Failure> {
         let (timeline, counters) = (&self.timeline, &self.counters);
         let digest = digest::write(timeline, title);
-        let files: [(_, &Fill<'_>); 3] = [
-            (&args.records, &|out| out.write_all(self.table.as_bytes())),
+        let files: [(_, &Fill<'_>); 2] = [
             (&args.digest, &|out| out.write_all(digest.as_bytes())),
             (&args.perfetto, &|out| perfetto::write(out, timeline, counters, title)),
         ];
@@ -147,7 +144,6 @@ fn simulated(
     let records = virtual_records(program, &step);
     let mut tape = Tape::default();
     tape.add(program, &records);
-    let table = tape.table(program, &records);
     let us = predictor.predict(Rates::shipped()).latency_us;
     report::say(&format!("{name}: {us:.1} us a token, predicted"));
     let document = json!({"name": name, "us_per_token": us, "ops": tape.ops()});
@@ -163,7 +159,7 @@ fn simulated(
     };
     let mut counters = vec![counters::multiplied(&timeline)];
     counters.extend(counters::rings(&timeline, &step, ring));
-    Traced { document, table, timeline, counters }
+    Traced { document, timeline, counters }
 }
 
 /// The records that the traced kernel would leave if a cycle took a nanosecond.
@@ -230,7 +226,6 @@ fn schedule(
         tape.add_loaders(&running.loader_records()?);
     }
     let records = running.records()?;
-    let table = tape.table(program, &records);
     *idle = Some(running.stop()?);
     let (median, [least, most]) = (blocks.median(), blocks.ends());
     report::say(&format!(
@@ -251,7 +246,7 @@ fn schedule(
     let clock = Clock { ns_per_cycle: tape.ns_per_cycle(), span: None, polls_after_ready: true };
     let timeline = Timeline::new(program, &records, &bytes, context.target.bandwidth, clock);
     let counters = vec![counters::multiplied(&timeline)];
-    Ok(Traced { document, table, timeline, counters })
+    Ok(Traced { document, timeline, counters })
 }
 
 /// A hash of the logits of a block: two schedules that add in the same order agree.
@@ -324,32 +319,6 @@ impl Tape {
 
     fn ns_per_cycle(&self) -> f64 {
         self.span_ns / self.span_cycles
-    }
-
-    /// The records of one step as tab-separated text.
-    fn table(&self, program: &Program, records: &[TaskRecord]) -> String {
-        let ns = self.ns_per_cycle();
-        let mut out =
-            "worker\tlayer\top\tbegin\tready\tstaged\tmultiplied\tend\tstarved\n".to_owned();
-        let mut records = records.iter();
-        let start = records.clone().next().map_or(0, |r| r.begin);
-        for (w, worker) in program.workers.iter().enumerate() {
-            for (task, r) in worker.tasks.iter().zip(&mut records) {
-                let begin = r.begin as i64 - start as i64;
-                let at = |cycles: u32| begin + (f64::from(cycles) * ns) as i64;
-                out += &format!(
-                    "{w}\t{}\t{}\t{begin}\t{}\t{}\t{}\t{}\t{}\n",
-                    task.layer,
-                    program.phase_name(task),
-                    at(r.ready),
-                    at(r.staged),
-                    at(r.multiplied),
-                    at(r.end),
-                    (f64::from(r.starved) * ns) as i64,
-                );
-            }
-        }
-        out
     }
 
     /// For each op: microseconds of a step on an average worker. They are said too.

@@ -433,10 +433,13 @@ pub(crate) struct ExplainArgs {
 pub(crate) struct DiffArgs {
     /// A schedule (JSON: a config, or any subset of one) or a program (.amk, .amkp).
     #[schemars(
+        with = "serde_json::Value",
+        extend("type" = ["object", "string"]),
         description = "A schedule (a config, any subset of one, or its file), a program (.amk, .amkp) or a run (the folder of a search, or its ledger.jsonl)."
     )]
     pub(crate) a: ConfigSource,
     /// What it is compared with: another of the same kind.
+    #[schemars(with = "serde_json::Value", extend("type" = ["object", "string"]))]
     pub(crate) b: ConfigSource,
     /// Lower both schedules for this model and compare the programs and their predicted latencies too.
     #[arg(long, value_name = "DIR|PRESET")]
@@ -563,7 +566,8 @@ pub(crate) struct BundleArgs {
 }
 
 /// Another engine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, strum::Display, strum::IntoStaticStr)]
+#[strum(serialize_all = "kebab-case")]
 pub(crate) enum PeerChoice {
     /// None of them.
     None,
@@ -575,6 +579,7 @@ pub(crate) enum PeerChoice {
     TorchCompile,
     /// llama.cpp's llama-bench, with --gguf.
     #[value(name = "llama.cpp")]
+    #[strum(serialize = "llama.cpp")]
     LlamaCpp,
 }
 

@@ -11,7 +11,7 @@ use search::{DeviceError, Dropped};
 use vm_host::HostError;
 
 /// The exit codes. They are part of the interface: scripts and agents branch on them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::VariantArray)]
 pub(crate) enum Exit {
     Yes = 0,
     No = 1,
@@ -24,17 +24,6 @@ pub(crate) enum Exit {
 }
 
 impl Exit {
-    pub(crate) const ALL: [Self; 8] = [
-        Self::Yes,
-        Self::No,
-        Self::Usage,
-        Self::Missing,
-        Self::Integrity,
-        Self::Inconclusive,
-        Self::Bug,
-        Self::Interrupted,
-    ];
-
     pub(crate) fn code(self) -> i32 {
         self as i32
     }

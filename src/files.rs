@@ -1,7 +1,7 @@
 //! Saved programs (`.amk` is text, `.amkp` is binary), and files that appear whole or not at all.
 
 use std::fs::{File, OpenOptions};
-use std::io::{Seek, SeekFrom, Write};
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -54,6 +54,21 @@ pub(crate) fn unreadable(path: &Path, error: impl std::fmt::Display) -> Failure 
 /// The text of a file of at most so many bytes.
 pub(crate) fn read_text(path: &Path, most: u64) -> Result<String, Failure> {
     corpus::files::read_text(path, most).map_err(|error| unreadable(path, error))
+}
+
+/// The text of whatever gives bytes, standard input or a pipe say: at most so many.
+pub(crate) fn read_input(
+    input: impl Read,
+    name: &dyn std::fmt::Display,
+    most: u64,
+) -> Result<String, Failure> {
+    let mut bytes = Vec::new();
+    let read = input.take(most + 1).read_to_end(&mut bytes);
+    read.map_err(|error| Failure::usage(format!("cannot read {name}: {error}")))?;
+    if bytes.len() as u64 > most {
+        return Err(Failure::usage(format!("{name} is longer than {} MiB", most >> 20)));
+    }
+    String::from_utf8(bytes).map_err(|_| Failure::usage(format!("{name} is not UTF-8 text")))
 }
 
 /// What a JSON file of at most so many bytes holds.

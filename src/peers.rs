@@ -108,9 +108,9 @@ pub(crate) fn measure(chosen: &[PeerChoice], ask: &Ask<'_>, say: impl Fn(&str)) 
     let all = [PeerChoice::TorchGraph, PeerChoice::TorchCompile, PeerChoice::LlamaCpp];
     let one = |peer: PeerChoice| {
         if !chosen.contains(&peer) && !chosen.contains(&PeerChoice::All) {
-            return absent(peer, format!("not asked for; --peers {} measures it", name(peer)));
+            return absent(peer, format!("not asked for; --peers {peer} measures it"));
         }
-        say(&format!("measuring {}, at most {} s", name(peer), ask.timeout.as_secs()));
+        say(&format!("measuring {peer}, at most {} s", ask.timeout.as_secs()));
         let measured = match peer {
             PeerChoice::LlamaCpp => llama_bench(ask),
             PeerChoice::TorchGraph | PeerChoice::TorchCompile => torch(peer, ask),
@@ -124,18 +124,8 @@ pub(crate) fn measure(chosen: &[PeerChoice], ask: &Ask<'_>, say: impl Fn(&str)) 
     all.map(one).into()
 }
 
-fn name(peer: PeerChoice) -> &'static str {
-    match peer {
-        PeerChoice::None => "none",
-        PeerChoice::All => "all",
-        PeerChoice::TorchGraph => "torch-graph",
-        PeerChoice::TorchCompile => "torch-compile",
-        PeerChoice::LlamaCpp => "llama.cpp",
-    }
-}
-
 fn absent(peer: PeerChoice, reason: String) -> Peer {
-    Peer { name: name(peer), absent: Some(reason), ..Peer::default() }
+    Peer { name: peer.into(), absent: Some(reason), ..Peer::default() }
 }
 
 fn present(peer: PeerChoice, measured: Measured) -> Peer {
@@ -147,7 +137,7 @@ fn present(peer: PeerChoice, measured: Measured) -> Peer {
     let low = blocks.iter().copied().fold(f64::INFINITY, f64::min);
     let high = blocks.iter().copied().fold(0.0, f64::max);
     Peer {
-        name: name(peer),
+        name: peer.into(),
         version: Some(version),
         us_per_token: Some(search::median(&blocks)),
         interval: Some([low, high]),
@@ -181,7 +171,7 @@ fn shapes(peer: PeerChoice, ask: &Ask<'_>) -> Value {
     let layer = graph.layers.first();
     let shape = json!(Dims::from(graph));
     let mut asked = json!({
-        "peer": name(peer),
+        "peer": peer.to_string(),
         "device": "cuda",
         "tied": graph.tied(),
         "attention_bias": layer.is_some_and(|layer| layer.q.bias.is_some()),

@@ -34,6 +34,8 @@ pub(crate) struct ConfigArgs {
     /// default for the model and GPU. Default: see --schedule.
     #[arg(long, value_name = "FILE|-|JSON")]
     #[schemars(
+        with = "Option<serde_json::Value>",
+        extend("type" = ["object", "string", "null"]),
         description = "The schedule: an object with any subset of the knobs, such as {\"pipeline\": {\"stages\": 4}}, or the path of a JSON file with one. Knobs that it leaves out take the rule-based default for the model and GPU. Default: see `schedule`."
     )]
     pub(crate) config: Option<ConfigSource>,

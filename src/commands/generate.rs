@@ -1,7 +1,6 @@
 //! `amk generate`: continues a prompt, on the reference machine, the graph or the GPU.
 
 use std::collections::HashMap;
-use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,7 +18,6 @@ use vm_host::{KvPool, ReadBy, Streaming};
 use crate::cli::{DeviceChoice, GenerateArgs, PrefillChoice, ReadByChoice};
 use crate::config_source::ConfigSource;
 use crate::context::Context;
-use crate::device::Gpu;
 use crate::engine::{self, Engine, Megakernel};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{Observer, Sequences};
@@ -151,21 +149,8 @@ fn prompt_from_stdin(args: &GenerateArgs) -> Result<String, Failure> {
             "--prompt - and --config - both read standard input; name a file",
         ));
     }
-    let unreadable = |error: std::io::Error| {
-        Failure::usage(format!(
-            "cannot read the prompt from standard input: {error}; give UTF-8 text"
-        ))
-    };
-    let mut text = String::new();
-    std::io::stdin()
-        .lock()
-        .take(PROMPT_BYTES_MAX + 1)
-        .read_to_string(&mut text)
-        .map_err(unreadable)?;
-    if text.len() as u64 > PROMPT_BYTES_MAX {
-        let most = PROMPT_BYTES_MAX >> 20;
-        return Err(Failure::usage(format!("the prompt is longer than {most} MiB; shorten it")));
-    }
+    let input = std::io::stdin().lock();
+    let text = files::read_input(input, &"the prompt on standard input", PROMPT_BYTES_MAX)?;
     Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
 }
 
@@ -227,7 +212,10 @@ fn execute(
     let generated = if on_gpu {
         let mut kernel = kernel(args, context, (&program, &config), &work, observer)?;
         let mut generated = continued(&mut kernel, context, (work, keep), &said)?;
-        generated.look_at_weights(args, kernel.gpu(), began)?;
+        generated.weights = kernel.gpu().weights_report(began)?;
+        if args.check_weights {
+            generated.weights_check = kernel.gpu().check_weights()?;
+        }
         generated
     } else {
         continued(&mut engine::reference(context, &program), context, (work, keep), &said)?
@@ -266,21 +254,6 @@ fn streaming(args: &GenerateArgs) -> Streaming {
         ReadByChoice::Pread => ReadBy::Pread,
     };
     Streaming { read_by, limit: Duration::from_secs(args.weights_deadline.max(1)) }
-}
-
-impl Generated {
-    fn look_at_weights(
-        &mut self,
-        args: &GenerateArgs,
-        device: &mut Gpu<'_>,
-        began: Instant,
-    ) -> Result<(), Failure> {
-        self.weights = device.weights_report(began)?;
-        if args.check_weights {
-            self.weights_check = device.check_weights()?;
-        }
-        Ok(())
-    }
 }
 
 /// Text stops where the model says; raw tokens only where the caller says.

@@ -1,6 +1,6 @@
 //! `amk report`: searches as one HTML page that needs nothing else. It shows what the ledger says and computes nothing new but medians.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use search::Trial;
@@ -37,7 +37,13 @@ pub(crate) struct Written {
 
 pub(crate) fn answer(args: &ReportArgs) -> Result<Answer<Written>, Failure> {
     let file = args.out.clone().unwrap_or_else(|| PathBuf::from(FILE));
-    check_page(&file, args.force)?;
+    // What is no file, such as a pipe, holds nothing that would be lost.
+    if file.is_file() && !args.force {
+        return Err(Failure::usage(format!(
+            "{} exists; name another --out, or give --force to write over it",
+            file.display()
+        )));
+    }
     let ledgers = runs::ledgers(&args.runs)?;
     let shown: Vec<Run> = ledgers.iter().map(|path| Run::read(path)).collect::<Result<_, _>>()?;
     let page = page::render(&shown);
@@ -46,17 +52,6 @@ pub(crate) fn answer(args: &ReportArgs) -> Result<Answer<Written>, Failure> {
     let trials = shown.iter().map(|run| run.trials.len()).sum();
     let document = Written { schema: "amk.report.v1", file, bytes: page.len(), ledgers, trials };
     Ok(Answer { document, exit: Exit::Yes })
-}
-
-/// Whether the page may be written there. What is no file, such as a pipe, holds nothing that would be lost.
-fn check_page(file: &Path, force: bool) -> Result<(), Failure> {
-    if file.is_file() && !force {
-        return Err(Failure::usage(format!(
-            "{} exists; name another --out, or give --force to write over it",
-            file.display()
-        )));
-    }
-    Ok(())
 }
 
 impl Run {

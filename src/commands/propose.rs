@@ -62,9 +62,8 @@ fn incumbent(
     path: &std::path::Path,
 ) -> Result<(ScheduleConfig, String), Failure> {
     let found = Recorded::read(path)?;
-    let held = found.header.get("model").and_then(Value::as_str).unwrap_or_default();
-    let name = &context.graph().name;
-    if found.header.get("graph").and_then(Value::as_str) != Some(name) {
+    let (held, name) = (found.word("model").unwrap_or_default(), &context.graph().name);
+    if found.word("graph") != Some(name) {
         return Err(Failure::usage(format!(
             "{} holds a search on {held}, not on {name}; give that --model",
             path.display()

@@ -200,7 +200,7 @@ impl Difference {
         if self.same {
             report::say(&format!("the two {} are the same: {}", self.kind, self.ids[0]));
         }
-        let word = |value: &Value| value.as_str().map_or(value.to_string(), str::to_owned);
+        let word = |value| report::word(Some(value));
         for knob in self.knobs.iter().flatten() {
             let KnobChange { knob, a, b, acts_on, decides } = knob;
             report::say(&format!("  {knob}: {} -> {} ({acts_on})  {decides}", word(a), word(b)));

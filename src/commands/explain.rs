@@ -127,10 +127,7 @@ pub(crate) fn answer(args: &ExplainArgs) -> Result<Answer<Explanation>, Failure>
     for entry in &found {
         report::say(&format!("{} ({}): {}", entry.name, entry.kind, entry.meaning));
         for (key, value) in &entry.more {
-            report::say(&format!(
-                "  {key}: {}",
-                value.as_str().map_or(value.to_string(), str::to_owned)
-            ));
+            report::say(&format!("  {key}: {}", report::word(Some(value))));
         }
     }
     explained(None, Some(found))

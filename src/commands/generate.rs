@@ -231,7 +231,7 @@ fn kernel<'a>(
     work: &Work,
     observer: &Observer,
 ) -> Result<Megakernel<'a>, Failure> {
-    let Some(mut device) = context.open_once()? else {
+    let Some(mut device) = context.open_here(false)? else {
         return Err(Failure::missing("capability missing: no CUDA device"));
     };
     device.observed(observer.lookout(), observer.publisher());

@@ -56,7 +56,7 @@ pub(crate) fn answer(args: &ReportArgs) -> Result<Answer<Written>, Failure> {
 
 impl Run {
     fn shown(&self, key: &str) -> String {
-        page::word(self.header.get(key))
+        report::word(self.header.get(key))
     }
 
     fn is_measured(&self) -> bool {

@@ -620,7 +620,7 @@ fn trial_line(trial: &Trial) -> String {
 }
 
 /// The gain over the incumbent; an interval when it was measured.
-fn gain(trial: &Trial) -> String {
+pub(crate) fn gain(trial: &Trial) -> String {
     let percent = |share: f64| format!("{:+.1}", 100.0 * share);
     match trial.gain {
         None => String::new(),
@@ -631,13 +631,8 @@ fn gain(trial: &Trial) -> String {
 
 /// `path before -> after` of the changed knobs, at most `most` of them.
 fn changes(trial: &Trial, most: usize) -> String {
-    let word = |value: Option<&Value>| match value {
-        Some(Value::String(text)) => text.clone(),
-        Some(other) => other.to_string(),
-        None => String::new(),
-    };
     let one = |(path, pair): (&String, &Value)| {
-        format!("{path} {} -> {}", word(pair.get(0)), word(pair.get(1)))
+        format!("{path} {} -> {}", report::word(pair.get(0)), report::word(pair.get(1)))
     };
     let mut shown: Vec<String> = trial.changed.iter().take(most).map(one).collect();
     if trial.changed.len() > most {

@@ -110,7 +110,7 @@ fn judged(context: &Context, args: &BenchArgs, config: &ScheduleConfig) -> Resul
 }
 
 fn open(context: &Context) -> Result<Gpu<'_>, Failure> {
-    let mut gpu = context.open_here()?.ok_or_else(no_gpu)?;
+    let mut gpu = context.open_here(true)?.ok_or_else(no_gpu)?;
     gpu.set_prefill(PrefillChoice::Auto)?;
     Ok(gpu)
 }

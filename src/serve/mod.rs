@@ -29,7 +29,6 @@ use vm_host::KvPool;
 
 use crate::cli::{DeviceChoice, ServeArgs, widest};
 use crate::context::Context;
-use crate::device::Gpu;
 use crate::engine::{self, Engine, Megakernel};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{MetricsFile, Observer, Sequences};
@@ -123,7 +122,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let (device, mut gpu) = match args.model.place.device {
         DeviceChoice::Eval => ("eval", None),
         DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::Cuda => {
-            let gpu = context.open_here()?;
+            let gpu = context.open_here(true)?;
             (if gpu.is_some() { "cuda" } else { "cpu" }, gpu)
         }
     };
@@ -144,7 +143,10 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         _ => Some(lowered(&context, args, places, gpu.is_some())?),
     };
     let lanes = lowered.as_ref().map_or(1, |lowered| lowered.lanes);
-    let observer = observer(&context, args, (device, gpu.as_mut()), places)?;
+    let every = Duration::from_secs(u64::from(args.metrics_every));
+    let file = args.metrics_file.clone().map(|path| MetricsFile { path, every });
+    let observer = Observer::start(&context, ("serve", device), places as u32, file)?;
+    gpu.iter_mut().for_each(|gpu| gpu.observed(observer.lookout(), observer.publisher()));
     let said = Sequences::new(observer.publisher(), gpu.is_none());
     if let Some(lowered) = &lowered {
         let bytes = lowered.program.stream_bytes();
@@ -181,22 +183,6 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
 /// A server without its device has nothing to serve with.
 fn lost(why: &str) -> Failure {
     Failure::missing(format!("{why}; every request was told, and the server ends: start it again"))
-}
-
-/// The page of the server, for `amk top` and the metrics.
-fn observer(
-    context: &Context,
-    args: &ServeArgs,
-    (device, gpu): (&str, Option<&mut Gpu<'_>>),
-    places: usize,
-) -> Result<Observer, Failure> {
-    let every = Duration::from_secs(u64::from(args.metrics_every));
-    let file = args.metrics_file.clone().map(|path| MetricsFile { path, every });
-    let observer = Observer::start(context, ("serve", device), places as u32, file)?;
-    if let Some(gpu) = gpu {
-        gpu.observed(observer.lookout(), observer.publisher());
-    }
-    Ok(observer)
 }
 
 /// The pages that sequences draw from.

@@ -129,7 +129,7 @@ pub(crate) enum Command {
         amk generate --model DIR --prompt \"Once\" --temperature 0.8 --top-p 0.95 --seed 7\n  \
         amk generate --model toy --tokens 1,2,3 --device eval --logits logits.safetensors\n\n\
         --device cpu runs the lowered program on the reference machine, eval the graph with no schedule, cuda the megakernel.\n\
-        With cuda the device chooses greedily; with any other setting it sends its logits and the host chooses.\n\
+        With cuda the device chooses; with --logprobs or --logits it sends its logits and the host chooses.\n\
         --tokens continues for exactly --max-new-tokens tokens unless --stop is given; --prompt also stops at the model's end tokens."
     )]
     Generate(GenerateArgs),

@@ -12,7 +12,7 @@ use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::SliceRandom;
 use reference_vm::compare::{Agreement, Reference};
 use search::landscape::{Answer, Grid, LANDSCAPE_SCHEMA, Probe, Space, Terms, prepare};
-use search::{Candidate, Device, Gate, LatencyKind, POSITIONS_MAX};
+use search::{Candidate, Device, DeviceInfo, Gate, LatencyKind, POSITIONS_MAX};
 use serde_json::json;
 
 use crate::cli::RecordArgs;
@@ -52,12 +52,7 @@ pub(crate) fn run(args: &RecordArgs) -> Outcome {
         return Err(Failure::usage("--rounds 0 times nothing: at least 1"));
     }
     let device = context.open_process(&args.sharing)?;
-    let mut terms = terms(args, &context, grid);
-    if let Some(device) = &device {
-        terms.latency_kind = LatencyKind::MeasuredGpu;
-        terms.conditions = Some(conditions::of(device.describe()));
-        terms.bandwidth = device.describe().bandwidth;
-    }
+    let terms = terms(args, &context, grid, device.as_ref().map(Device::describe));
     let recording = Recording::open(&args.out, &terms, args.resume)?;
     interrupt::catch("rows", |_| {});
     let mut session = Session {
@@ -79,20 +74,21 @@ pub(crate) fn run(args: &RecordArgs) -> Outcome {
     session.finish(&terms)
 }
 
-fn terms(args: &RecordArgs, context: &Context, grid: Grid) -> Terms {
+fn terms(args: &RecordArgs, context: &Context, grid: Grid, info: Option<DeviceInfo>) -> Terms {
+    let measured = info.is_some();
     Terms {
         schema: LANDSCAPE_SCHEMA.to_owned(),
-        latency_kind: LatencyKind::Predicted,
+        latency_kind: if measured { LatencyKind::MeasuredGpu } else { LatencyKind::Predicted },
         model: args.model.model.clone(),
         graph_id: context.graph().id(),
         target: context.target.name.clone(),
-        conditions: None,
+        bandwidth: info.as_ref().and_then(|info| info.bandwidth),
+        conditions: info.map(conditions::of),
         kv_capacity: context.kv_capacity,
         context: args.context,
         timed_tokens: TIMED_TOKENS,
         rounds: args.rounds,
         seed: args.seed,
-        bandwidth: None,
         grid,
         shard: args.shard.into(),
     }

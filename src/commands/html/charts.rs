@@ -332,7 +332,6 @@ pub(super) fn figure(value: f64) -> String {
     }
 }
 
-/// Fewer points of the same shape.
 /// Fewer points of the same shape: at most about `most` of the points, which are in order of x. The points are cut into runs of equal length, and each run keeps its
 /// lowest, its highest and its middle one, so that neither the best, nor the worst, nor where most of them lie is lost.
 fn thin<T: Copy>(points: &[T], most: usize, y: impl Fn(&T) -> f64) -> Vec<T> {

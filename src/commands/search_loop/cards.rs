@@ -122,11 +122,10 @@ fn check(crew: &Crew<'_>, args: &LoopArgs, header: &Header) -> Result<(), Failur
     let none = infos.iter().all(Result::is_err);
     for (card, info) in infos.iter().enumerate() {
         let number = args.devices.get(card).copied().unwrap_or(card as u32);
-        match info {
-            Err(error) if none || header.cards.is_empty() => {
-                return Err(Failure::missing(format!("GPU {number}: {}", device::reason(error))));
-            }
-            Ok(_) | Err(_) => {}
+        if let Err(error) = info
+            && (none || header.cards.is_empty())
+        {
+            return Err(Failure::missing(format!("GPU {number}: {}", device::reason(error))));
         }
     }
     let names: Vec<&str> = infos.iter().flatten().map(|info| info.name.as_str()).collect();

@@ -94,10 +94,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
             None => Opened::None,
         };
         let measures = opened.conditions(&header);
-        let mut header = header.with_kind(&context, measures, several)?;
-        if header.strategy == StrategyName::Prior && !args.resume {
-            header.known = keep::known(args, &dir, &header.kind, &header.target)?;
-        }
+        let header = with_known(args, &dir, header.with_kind(&context, measures, several)?)?;
         let (ledger, results) = open_files(args, resumed, &dir, &header)?;
         say_start(&header, &dir, past.rows.saturating_sub(1));
         watch.prepares(&resume_command(&dir, &header));
@@ -143,6 +140,14 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let confirmation = session.confirm(&mut search, stopped_by, past.confirmation)?;
         session.finish(&search, stopped_by, confirmation.as_ref())
     })
+}
+
+/// The terms of a new search with what the store knows, if its strategy wants that.
+fn with_known(args: &LoopArgs, dir: &Path, mut header: Header) -> Result<Header, Failure> {
+    if header.strategy == StrategyName::Prior && !args.resume {
+        header.known = keep::known(args, dir, &header.kind, &header.target)?;
+    }
+    Ok(header)
 }
 
 /// Whether a search can begin, or go on, where the arguments say. It begins in a folder of its own: it would write over files in any other.

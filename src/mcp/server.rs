@@ -18,7 +18,6 @@ use tokio::sync::watch;
 use super::arguments;
 use super::jobs::{Follow, Jobs, on_thread};
 use super::resources;
-use super::status::Status;
 use super::tools::{self, Entry, Run};
 use crate::cli::LoopArgs;
 use crate::commands::search_loop::{self, Progress};
@@ -39,7 +38,7 @@ pub(super) struct Server {
 
 impl Server {
     pub(super) fn new(jobs: Arc<Jobs>) -> Result<Self, Failure> {
-        Ok(Self { jobs, tools: Arc::new(tools::all()?) })
+        Ok(Self { tools: Arc::new(tools::all(&jobs)?), jobs })
     }
 
     /// Runs a tool by its place in the table. The outer error is for arguments that are wrong, as a document.
@@ -66,8 +65,6 @@ impl Server {
         }
         let given = Value::Object(given);
         Ok(match &entry.run {
-            Run::Status => tools::as_json(&Status::of(&self.jobs))
-                .map(|document| Answer { document, exit: Exit::Yes }),
             Run::Search => self.search(given, context).await,
             Run::Quick(_) | Run::Write(_) | Run::Judge(_) => self.call(index, given, context).await,
         })
@@ -85,12 +82,12 @@ impl Server {
                 turn = self.jobs.turn() => turn?,
                 () = context.ct.cancelled() => return Err(Failure::refused("cancelled")),
             },
-            Run::Quick(_) | Run::Write(_) | Run::Search | Run::Status => self.jobs.quick().await?,
+            Run::Quick(_) | Run::Write(_) | Run::Search => self.jobs.quick().await?,
         };
         let tools = self.tools.clone();
         let work = move || match &tools[index].run {
             Run::Quick(call) | Run::Write(call) | Run::Judge(call) => call(given),
-            Run::Search | Run::Status => Err(Failure::refused("not a call")),
+            Run::Search => Err(Failure::refused("not a call")),
         };
         on_thread(permit, work).await
     }

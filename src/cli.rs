@@ -129,7 +129,7 @@ pub(crate) enum Command {
         amk generate --model DIR --prompt \"Once\" --temperature 0.8 --top-p 0.95 --seed 7\n  \
         amk generate --model toy --tokens 1,2,3 --device eval --logits logits.safetensors\n\n\
         --device cpu runs the lowered program on the reference machine, eval the graph with no schedule, cuda the megakernel.\n\
-        With cuda the device chooses greedily; with any other setting it sends its logits and the host chooses.\n\
+        With cuda the device chooses; with --logprobs or --logits it sends its logits and the host chooses.\n\
         --tokens continues for exactly --max-new-tokens tokens unless --stop is given; --prompt also stops at the model's end tokens."
     )]
     Generate(GenerateArgs),
@@ -163,7 +163,7 @@ pub(crate) enum Command {
     Bundle(BundleArgs),
     /// Shows where the time of a step goes: by op, waiting, input, products and output.
     #[command(
-        after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json\n  amk trace --model llama-3.2-1b --device cpu --perfetto step.pftrace --digest step.md"
+        after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json\n  amk trace --model llama-3.2-1b --device cpu --perfetto step.json --digest step.md"
     )]
     Trace(TraceArgs),
     /// Measures random legal schedules on the GPU: the rows that the cost model is fitted to.
@@ -379,9 +379,10 @@ pub(crate) struct LoopArgs {
     pub(crate) sharing: SharingArgs,
     /// The GPUs of this machine that search side by side, such as 0,1 (or cuda:0,cuda:1), all of one kind. Default: the first one, or the
     /// resumed search's.
-    #[arg(long, value_delimiter = ',', value_name = "GPUS")]
-    #[serde(default)]
-    pub(crate) devices: Vec<CardNumber>,
+    #[arg(long, value_delimiter = ',', value_name = "GPUS", value_parser = gpu::card)]
+    #[serde(default, deserialize_with = "gpu::cards")]
+    #[schemars(extend("items" = gpu::card_schema()))]
+    pub(crate) devices: Vec<u32>,
     /// Where the search begins: auto (the schedule shipped for this shape, else default), found, shipped, default (rule-based) or neutral
     /// (a slow start of studies). Default: auto, or the resumed search's.
     #[arg(long, value_enum, value_name = "NAME", hide_possible_values = true)]
@@ -432,10 +433,13 @@ pub(crate) struct ExplainArgs {
 pub(crate) struct DiffArgs {
     /// A schedule (JSON: a config, or any subset of one) or a program (.amk, .amkp).
     #[schemars(
+        with = "serde_json::Value",
+        extend("type" = ["object", "string"]),
         description = "A schedule (a config, any subset of one, or its file), a program (.amk, .amkp) or a run (the folder of a search, or its ledger.jsonl)."
     )]
     pub(crate) a: ConfigSource,
     /// What it is compared with: another of the same kind.
+    #[schemars(with = "serde_json::Value", extend("type" = ["object", "string"]))]
     pub(crate) b: ConfigSource,
     /// Lower both schedules for this model and compare the programs and their predicted latencies too.
     #[arg(long, value_name = "DIR|PRESET")]
@@ -497,8 +501,18 @@ pub(crate) struct GenerateArgs {
     /// Write the logits of every executed position: a safetensors file with `logits`, [positions, vocab] f32.
     #[arg(long, value_name = "FILE")]
     pub(crate) logits: Option<PathBuf>,
-    #[command(flatten)]
-    pub(crate) weights: WeightsArgs,
+    /// Launch the kernel before the weights are there: each layer is run as soon as it has landed.
+    #[arg(long)]
+    pub(crate) stream_weights: bool,
+    /// Where streamed weights are read from.
+    #[arg(long, value_enum, default_value = "auto", requires = "stream_weights")]
+    pub(crate) read_weights_by: ReadByChoice,
+    /// Seconds without a byte after which streamed weights are given up.
+    #[arg(long, default_value_t = 10, value_name = "SECONDS", requires = "stream_weights")]
+    pub(crate) weights_deadline: u64,
+    /// Compare every tensor on the GPU with its file afterwards.
+    #[arg(long)]
+    pub(crate) check_weights: bool,
 }
 
 #[derive(Debug, Args)]
@@ -530,8 +544,9 @@ pub(crate) struct BenchArgs {
     /// Time a prompt of so many tokens in chunks instead of decoding. Needs the GPU.
     #[arg(long, value_name = "TOKENS", conflicts_with_all = ["context", "bundle", "peers", "gguf"])]
     pub(crate) prefill: Option<u32>,
-    #[command(flatten)]
-    pub(crate) together: SequencesArgs,
+    /// Time a step of so many sequences at once, beside that of one: 2, 4 or 8. Needs the GPU and 16-bit weights.
+    #[arg(long, value_name = "N", value_parser = gpu::several, conflicts_with_all = ["bundle", "peers", "gguf", "prefill"])]
+    pub(crate) sequences: Option<u32>,
 }
 
 #[derive(Debug, Args)]
@@ -551,7 +566,8 @@ pub(crate) struct BundleArgs {
 }
 
 /// Another engine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, strum::Display, strum::IntoStaticStr)]
+#[strum(serialize_all = "kebab-case")]
 pub(crate) enum PeerChoice {
     /// None of them.
     None,
@@ -563,6 +579,7 @@ pub(crate) enum PeerChoice {
     TorchCompile,
     /// llama.cpp's llama-bench, with --gguf.
     #[value(name = "llama.cpp")]
+    #[strum(serialize = "llama.cpp")]
     LlamaCpp,
 }
 
@@ -596,8 +613,11 @@ pub(crate) struct ServeArgs {
     pub(crate) metrics_every: u32,
     #[command(flatten)]
     pub(crate) prefill: PrefillArgs,
-    #[command(flatten)]
-    pub(crate) together: LanesArgs,
+    /// Sequences that one command decodes at once on cuda, sharing a pass over the weights: 1, 2, 4 or 8. Default: 8 where the weights have
+    /// 16 bits, but no more than --sessions. Eight clients then get over three times as many tokens, and a lone one waits longer for each
+    /// (llama-3.2-1b on an H200: 725 instead of 610 us; smollm2-135m: half as long again and more). For a lone client say 1.
+    #[arg(long, value_name = "N", value_parser = gpu::width)]
+    pub(crate) lanes: Option<u32>,
 }
 
 #[derive(Debug, Args)]
@@ -632,15 +652,9 @@ pub(crate) struct TraceArgs {
         hide_possible_values = true
     )]
     pub(crate) schedule: Option<ScheduleChoice>,
-    /// Write every record of one step of the last schedule: a table with a line a task, times in nanoseconds.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) records: Option<PathBuf>,
-    /// Write one step of the last schedule as a Perfetto trace (ui.perfetto.dev): a lane a worker, arrows from who was waited for, counters.
-    #[arg(long, value_name = "FILE")]
+    /// Write one step of the last schedule as trace events in JSON, for ui.perfetto.dev: a lane a worker, arrows from who was waited for, counters.
+    #[arg(long, value_name = "FILE", alias = "chrome")]
     pub(crate) perfetto: Option<PathBuf>,
-    /// The same as Chrome's JSON.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) chrome: Option<PathBuf>,
     /// Write at most 6 KB of text on it: time by op and layer, the worst waits and who was waited for, bubbles.
     #[arg(long, value_name = "FILE")]
     pub(crate) digest: Option<PathBuf>,

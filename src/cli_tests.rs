@@ -689,8 +689,7 @@ fn without_a_gpu_bench_predicts_and_says_so() {
 #[test]
 fn without_a_gpu_trace_takes_a_predicted_step_apart() {
     let folder = folder();
-    let files =
-        ["--perfetto", "a.pftrace", "--chrome", "a.json", "--digest", "a.md", "--records", "a.tsv"];
+    let files = ["--perfetto", "a.json", "--digest", "a.md"];
     let args = ["trace", "--model", "toy", "--device", "cpu", "--kv-capacity", "256"];
     let document = amk_in(folder.path(), &[&args[..], &files].concat()).succeeds("amk.trace.v1");
     assert_eq!(document["latency_kind"], "predicted");

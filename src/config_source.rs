@@ -1,15 +1,13 @@
 //! Where a schedule is read from: a file, standard input, or the caller's own arguments.
 
-use std::borrow::Cow;
 use std::ffi::OsString;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 use crate::failure::Failure;
+use crate::files;
 
 const BYTES_MAX: u64 = 16 << 20;
 
@@ -17,7 +15,8 @@ const BYTES_MAX: u64 = 16 << 20;
 const ANSWERS: [(&str, &str); 2] =
     [("amk.propose.v1", "schedule_config"), ("amk.loop.v1", "best_config")];
 
-/// What `--config`, or a tool's `config`, names.
+/// What `--config`, or a tool's `config`, names. Its schema is an object or a text and not the knobs' own: what is wrong inside a config is
+/// said by its rules, with legal values and a suggestion each.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum ConfigSource {
     /// Standard input, `-` on the command line. A tool's arguments cannot name it: there it carries the protocol.
@@ -34,25 +33,14 @@ impl ConfigSource {
     }
 
     fn whole_text(&self) -> Result<String, Failure> {
-        let unreadable = |error: std::io::Error| {
-            Failure::usage(format!("cannot read {self}: {error}; check the path"))
-        };
-        let input: Box<dyn Read> = match self {
-            Self::Inline(config) => return Ok(config.clone()),
-            Self::Stdin => Box::new(std::io::stdin().lock()),
-            Self::File(path) => Box::new(std::fs::File::open(path).map_err(unreadable)?),
-        };
-        let mut bytes = Vec::new();
-        input.take(BYTES_MAX + 1).read_to_end(&mut bytes).map_err(unreadable)?;
-        if bytes.len() as u64 > BYTES_MAX {
-            return Err(Failure::usage(format!(
-                "{self} is longer than {} MiB: that is no config",
-                BYTES_MAX >> 20
-            )));
+        match self {
+            Self::Inline(config) => Ok(config.clone()),
+            Self::Stdin => files::read_input(std::io::stdin().lock(), self, BYTES_MAX),
+            Self::File(path) => {
+                let file = std::fs::File::open(path).map_err(|e| files::unreadable(path, e))?;
+                files::read_input(file, self, BYTES_MAX)
+            }
         }
-        String::from_utf8(bytes).map_err(|_| {
-            Failure::usage(format!("{self} is not UTF-8 text; a config is a JSON object"))
-        })
     }
 
     /// The schedule in a document of ours. Any other text is the config, right or wrong.
@@ -110,20 +98,5 @@ impl<'de> Deserialize<'de> for ConfigSource {
                 Err(serde::de::Error::custom("neither a config object nor a path"))
             }
         }
-    }
-}
-
-impl JsonSchema for ConfigSource {
-    fn schema_name() -> Cow<'static, str> {
-        "ConfigSource".into()
-    }
-
-    fn inline_schema() -> bool {
-        true
-    }
-
-    // Not the knobs' own schema: what is wrong inside a config is said by its rules, with legal values and a suggestion each.
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({"type": ["object", "string"]})
     }
 }

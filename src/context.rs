@@ -72,6 +72,17 @@ impl Context {
         positions_max(self.graph())
     }
 
+    /// Refuses a context behind which so many tokens cannot be timed: there are `most` positions.
+    pub(crate) fn check_timed(&self, tokens: u32, timed: u32, most: u32) -> Result<(), Failure> {
+        if (1..=most.saturating_sub(timed)).contains(&tokens) {
+            return Ok(());
+        }
+        Err(Failure::usage(format!(
+            "--context {tokens} is out of range: {timed} tokens of {} are timed after it, and there are {most} positions; raise --kv-capacity",
+            self.graph().name
+        )))
+    }
+
     /// How programs are lowered here.
     pub(crate) fn lower_options(&self) -> lower::Options {
         lower::Options { kv_capacity: self.kv_capacity }

@@ -5,16 +5,14 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use abi::Ending;
 use ir::program::{Program, Slot, Together, Verified};
-use ir::sampling::Sampling;
 use ir::schedule::KernelConfig;
 use remote::{Board, Phase, Served};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
 use serde::Serialize;
 use telemetry::Publisher;
 use vm_device::{Architecture, Variant};
-use vm_host::{HostError, Idle, KvPool, Loaded, Lookout, Request, Resident};
+use vm_host::{HostError, Idle, KvPool, Loaded, Lookout, Resident};
 
 use crate::context::Context;
 use crate::observe::SharedLookout;
@@ -289,74 +287,6 @@ impl Gpu<'_> {
             }
         }
         result
-    }
-
-    /// Runs a prompt and generates on the device, where tokens are chosen and fed back. With `keep`, the logits of every position.
-    pub(crate) fn generate(
-        &mut self,
-        handle: Handle,
-        prompt: &[u32],
-        sampling: &Sampling,
-        generate: u32,
-        stop: &[u32],
-        keep: bool,
-    ) -> Result<(Vec<u32>, Vec<Vec<f32>>), DeviceError> {
-        self.sequences = [const { None }; SESSIONS as usize];
-        let mut logits = Vec::new();
-        let (mut head, last) = prompt.split_at(prompt.len().saturating_sub(1));
-        let mut position = 0;
-        if !keep && self.prefilled(handle, (0, 0), head)? {
-            (position, head) = (head.len() as u32, &[]);
-        }
-        let running = self.activate(handle, true)?;
-        let sampled = !sampling.is_plain_greedy();
-        if sampled {
-            running.set_sampling(0, sampling).map_err(device_error)?;
-        }
-        // The prompt but its last token, in pieces whose logits can be kept.
-        for piece in head.chunks(running.logits_rows() as usize) {
-            let done = running.decode(0, position, piece, 1, &[], keep).map_err(device_error)?;
-            if keep {
-                logits.extend(running.logits(done.steps).map_err(device_error)?);
-            }
-            position += done.steps;
-        }
-        let (mut tokens, mut first) = (Vec::new(), None);
-        let mut next = last.to_vec();
-        while (tokens.len() as u32) < generate {
-            let rows = running.logits_rows();
-            // The first alone: how long it took is worth knowing.
-            let most = if tokens.is_empty() { 1 } else { rows };
-            let count = (generate - tokens.len() as u32).min(most);
-            let request = Request {
-                session: 0,
-                position,
-                tokens: &next,
-                generate: count,
-                stop,
-                keep_logits: keep,
-                sampled,
-            };
-            let done = running.run(&request, &mut || false).map_err(device_error)?;
-            if keep {
-                logits.extend(running.logits(done.steps).map_err(device_error)?);
-            }
-            position += done.steps;
-            tokens.extend(&done.tokens);
-            first.get_or_insert_with(Instant::now);
-            next = tokens.last().copied().into_iter().collect();
-            match done.ending {
-                Ending::Stop => break,
-                Ending::Length | Ending::Yield => {}
-                Ending::NoToken | Ending::BadToken => {
-                    let what = "every token is banned or not a number";
-                    let reason = format!("no token for position {position}: {what}");
-                    return Err(DeviceError::Fault { reason });
-                }
-            }
-        }
-        self.arrival.first_token(first);
-        Ok((tokens, logits))
     }
 
     fn run_tokens(

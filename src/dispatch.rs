@@ -15,7 +15,7 @@ use crate::report;
 pub(crate) fn run(command: Command) -> Outcome {
     match command {
         Command::Doctor => doctor::run(),
-        Command::Propose(args) => propose::run(&args),
+        Command::Propose(args) => propose::answer(&args)?.print(),
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Loop(args) => search_loop::run(&args),
         Command::Corpus { command: CorpusCommand::Show(args) } => corpus_store::show(&args),
@@ -44,10 +44,10 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Interpret(args) => program::interpret(&args),
         Command::Rerun(args) => rerun::run(&args),
         Command::Export(args) => export::run(&args),
-        Command::Explain(args) => explain::run(&args),
-        Command::Diff(args) => diff::run(&args),
+        Command::Explain(args) => explain::answer(&args)?.print(),
+        Command::Diff(args) => diff::answer(&args)?.print(),
         #[cfg(feature = "full")]
-        Command::Report(args) => crate::commands::html::run(&args),
+        Command::Report(args) => crate::commands::html::answer(&args)?.print(),
         #[cfg(feature = "full")]
         Command::Serve(args) => crate::serve::run(&args),
         #[cfg(feature = "full")]
@@ -81,23 +81,19 @@ fn template() -> Outcome {
 
 /// The manual: one page on standard output, or a page for each command in a folder.
 fn man(out: Option<&Path>) -> Outcome {
-    let unwritable = |folder: &Path, error: std::io::Error| {
-        Failure::usage(format!(
-            "cannot write to {}: {error}; name another folder",
-            folder.display()
-        ))
-    };
+    let place = out.unwrap_or(Path::new("standard output"));
+    let unwritable = Failure::cannot("write to", place, "name another folder");
     let Some(folder) = out else {
         let mut page = Vec::new();
         let rendered = clap_mangen::Man::new(crate::cli::command()).render(&mut page);
-        rendered.map_err(|error| unwritable(Path::new("standard output"), error))?;
+        rendered.map_err(unwritable)?;
         report::text(&String::from_utf8_lossy(&page))?;
         return Ok(Exit::Yes);
     };
     let written = std::fs::create_dir_all(folder)
         .and_then(|()| clap_mangen::generate_to(crate::cli::command(), folder))
         .and_then(|()| std::fs::read_dir(folder));
-    let pages = written.map_err(|error| unwritable(folder, error))?;
+    let pages = written.map_err(unwritable)?;
     let mut names: Vec<String> = pages
         .filter_map(|page| page.ok()?.file_name().into_string().ok())
         .filter(|name| name.starts_with("amk") && name.ends_with(".1"))

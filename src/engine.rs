@@ -220,6 +220,16 @@ impl From<Broken> for Failure {
     }
 }
 
+/// Whether a command ended with a stop token, or why there is no token.
+fn has_stopped(ending: Ending) -> Result<bool, String> {
+    match ending {
+        Ending::Length | Ending::Yield => Ok(false),
+        Ending::Stop => Ok(true),
+        Ending::NoToken => Err("every token is banned or not a number".to_owned()),
+        Ending::BadToken => Err("a token is outside the vocabulary".to_owned()),
+    }
+}
+
 impl<'a> Megakernel<'a> {
     pub(crate) fn new(gpu: Gpu<'a>, program: Handle, places: usize) -> Self {
         Self { gpu, program, places: vec![Place::default(); places] }
@@ -295,16 +305,7 @@ impl Engine for Megakernel<'_> {
         };
         let done = self.gpu.command(self.program, &request, give_way)?;
         held.position += done.steps;
-        let stopped = match done.ending {
-            Ending::Length | Ending::Yield => false,
-            Ending::Stop => true,
-            Ending::NoToken => {
-                return Err(Broken::Sequence("every token is banned or not a number".into()));
-            }
-            Ending::BadToken => {
-                return Err(Broken::Sequence("a token is outside the vocabulary".into()));
-            }
-        };
+        let stopped = has_stopped(done.ending).map_err(Broken::Sequence)?;
         Ok(Advanced { chosen: done.tokens, ran: done.steps as usize, stopped })
     }
 
@@ -341,13 +342,8 @@ impl Engine for Megakernel<'_> {
                 let held = &mut self.places[place];
                 held.position += done.steps;
                 let stopped = lane.tokens.last().is_some_and(|last| held.stop.contains(last));
-                match lane.ending {
-                    Ending::NoToken => Err("every token is banned or not a number".into()),
-                    Ending::BadToken => Err("a token is outside the vocabulary".into()),
-                    Ending::Length | Ending::Yield | Ending::Stop => {
-                        Ok(Advanced { chosen: lane.tokens, ran, stopped })
-                    }
-                }
+                has_stopped(lane.ending)?;
+                Ok(Advanced { chosen: lane.tokens, ran, stopped })
             })
             .collect())
     }

@@ -1,5 +1,7 @@
 //! How a command can end, and the exit code that says so.
 
+use std::fmt::Display;
+use std::path::Path;
 use std::process::ExitCode;
 
 use corpus::CorpusError;
@@ -9,7 +11,7 @@ use search::{DeviceError, Dropped};
 use vm_host::HostError;
 
 /// The exit codes. They are part of the interface: scripts and agents branch on them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::VariantArray)]
 pub(crate) enum Exit {
     Yes = 0,
     No = 1,
@@ -22,17 +24,6 @@ pub(crate) enum Exit {
 }
 
 impl Exit {
-    pub(crate) const ALL: [Self; 8] = [
-        Self::Yes,
-        Self::No,
-        Self::Usage,
-        Self::Missing,
-        Self::Integrity,
-        Self::Inconclusive,
-        Self::Bug,
-        Self::Interrupted,
-    ];
-
     pub(crate) fn code(self) -> i32 {
         self as i32
     }
@@ -111,6 +102,15 @@ impl Failure {
 
     pub(crate) fn bug(message: impl Into<String>) -> Self {
         Self { exit: Exit::Bug, message: message.into() }
+    }
+
+    /// What could not be done with a path, and what to do about it.
+    pub(crate) fn cannot<E: Display>(
+        verb: &str,
+        path: &Path,
+        remedy: &str,
+    ) -> impl Fn(E) -> Self + Copy {
+        move |error| Self::usage(format!("cannot {verb} {}: {error}; {remedy}", path.display()))
     }
 
     /// `why` is what wants a GPU.

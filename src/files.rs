@@ -1,11 +1,12 @@
 //! Saved programs (`.amk` is text, `.amkp` is binary), and files that appear whole or not at all.
 
-use std::fs::File;
-use std::io::Write;
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ir::program::{Program, Verified};
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::failure::Failure;
@@ -47,12 +48,27 @@ pub(crate) fn open(path: &Path) -> Result<Program, Failure> {
 
 /// A path that was named cannot be read.
 pub(crate) fn unreadable(path: &Path, error: impl std::fmt::Display) -> Failure {
-    Failure::usage(format!("cannot read {}: {error}; check the path", path.display()))
+    Failure::cannot("read", path, "check the path")(error)
 }
 
 /// The text of a file of at most so many bytes.
 pub(crate) fn read_text(path: &Path, most: u64) -> Result<String, Failure> {
     corpus::files::read_text(path, most).map_err(|error| unreadable(path, error))
+}
+
+/// The text of whatever gives bytes, standard input or a pipe say: at most so many.
+pub(crate) fn read_input(
+    input: impl Read,
+    name: &dyn std::fmt::Display,
+    most: u64,
+) -> Result<String, Failure> {
+    let mut bytes = Vec::new();
+    let read = input.take(most + 1).read_to_end(&mut bytes);
+    read.map_err(|error| Failure::usage(format!("cannot read {name}: {error}")))?;
+    if bytes.len() as u64 > most {
+        return Err(Failure::usage(format!("{name} is longer than {} MiB", most >> 20)));
+    }
+    String::from_utf8(bytes).map_err(|_| Failure::usage(format!("{name} is not UTF-8 text")))
 }
 
 /// What a JSON file of at most so many bytes holds.
@@ -65,23 +81,25 @@ pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     write_with(path, |file| file.write_all(bytes))
 }
 
+/// The same with a value in JSON.
+pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Failure> {
+    let text = serde_json::to_string_pretty(value).unwrap_or_default() + "\n";
+    write_whole(path, text.as_bytes())
+}
+
 /// The same, in parts.
 pub(crate) fn write_with(
     path: &Path,
     write: impl FnOnce(&mut File) -> std::io::Result<()>,
 ) -> Result<(), Failure> {
-    let refused = |e: std::io::Error| {
-        Failure::usage(format!(
-            "cannot write {}: {e}; choose a path that you may write to and that has room",
-            path.display()
-        ))
-    };
+    let remedy = "choose a path that you may write to and that has room";
+    let refused = Failure::cannot::<std::io::Error>("write", path, remedy);
     if path.is_dir() {
         return Err(refused(std::io::ErrorKind::IsADirectory.into()));
     }
     if path.exists() && !path.is_file() {
         // A pipe or a device: there is nothing to rename over.
-        let mut file = std::fs::OpenOptions::new().write(true).open(path).map_err(refused)?;
+        let mut file = OpenOptions::new().write(true).open(path).map_err(refused)?;
         return write(&mut file).map_err(refused);
     }
     let partial = partial_of(path);
@@ -99,10 +117,8 @@ pub(crate) fn new_folder<T>(
     path: &Path,
     fill: impl FnOnce(&Path) -> Result<T, Failure>,
 ) -> Result<T, Failure> {
-    let refused = |error: std::io::Error| {
-        let remedy = "--out names a folder that does not exist yet, where there is room";
-        Failure::usage(format!("cannot write {}: {error}; {remedy}", path.display()))
-    };
+    let remedy = "--out names a folder that does not exist yet, where there is room";
+    let refused = Failure::cannot::<std::io::Error>("write", path, remedy);
     let partial = partial_of(path);
     std::fs::create_dir_all(&partial).map_err(refused)?;
     let filled = fill(&partial)
@@ -127,4 +143,41 @@ pub(crate) fn verified(path: &Path) -> Result<Verified<Program>, Failure> {
     ir::program::verify(open(path)?).map_err(|violations| {
         Failure::refused(format!("{} does not verify: {violations}", path.display()))
     })
+}
+
+/// A file of rows in JSON, each out of this process's hands before the next one is made.
+pub(crate) struct Rows {
+    path: PathBuf,
+    file: File,
+}
+
+impl Rows {
+    /// A new file, which must not be there yet.
+    pub(crate) fn create(path: &Path, remedy: &str) -> Result<Self, Failure> {
+        let file = OpenOptions::new().write(true).create_new(true).open(path);
+        let file = file.map_err(Failure::cannot("start", path, remedy))?;
+        Ok(Self { path: path.to_owned(), file })
+    }
+
+    /// One that is there, to go on with, and its text up to the last whole row: what a kill cut off is taken away.
+    pub(crate) fn resume(path: &Path, most: u64) -> Result<(Self, String), Failure> {
+        let mut text = read_text(path, most)?;
+        text.truncate(text.rfind('\n').map_or(0, |end| end + 1));
+        let whole = |mut file: File| {
+            file.set_len(text.len() as u64)?;
+            file.seek(SeekFrom::End(0)).map(|_| file)
+        };
+        let file = OpenOptions::new().write(true).open(path).and_then(whole);
+        let file = file.map_err(Failure::cannot("write", path, "check the path"))?;
+        Ok((Self { path: path.to_owned(), file }, text))
+    }
+
+    pub(crate) fn write(&mut self, row: &impl Serialize) -> Result<(), Failure> {
+        let line = serde_json::to_string(row).map_err(std::io::Error::from);
+        let written = line.and_then(|line| self.file.write_all((line + "\n").as_bytes()));
+        let remedy = "make room there";
+        written
+            .and_then(|()| self.file.flush())
+            .map_err(Failure::cannot("write", &self.path, remedy))
+    }
 }

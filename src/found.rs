@@ -100,14 +100,9 @@ pub(crate) fn keep(folder: &Path, entry: &Entry) -> Result<PathBuf, Failure> {
     if read(&path).is_ok_and(|held| held.latency_us <= entry.latency_us) {
         return Ok(path);
     }
-    std::fs::create_dir_all(folder).map_err(|error| {
-        Failure::usage(format!(
-            "cannot make {}: {error}; AMK_DATA names another folder",
-            folder.display()
-        ))
-    })?;
-    let text = serde_json::to_string_pretty(entry).unwrap_or_default() + "\n";
-    files::write_whole(&path, text.as_bytes())?;
+    let made = std::fs::create_dir_all(folder);
+    made.map_err(Failure::cannot("make", folder, "AMK_DATA names another folder"))?;
+    files::write_json(&path, entry)?;
     Ok(path)
 }
 

@@ -28,6 +28,7 @@ mod observe;
 mod peers;
 mod report;
 mod schedule_choice;
+mod sequence;
 #[cfg(feature = "full")]
 mod serve;
 #[cfg(feature = "full")]

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use ir::Graph;
 use ir::program::Dims;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::cli::PeerChoice;
@@ -66,6 +66,16 @@ struct Measured {
     conditions: Vec<String>,
 }
 
+/// The answer of the step in PyTorch.
+#[derive(Deserialize)]
+struct Torch {
+    absent: Option<String>,
+    version: Option<String>,
+    us_per_token: Option<Vec<f64>>,
+    #[serde(default)]
+    conditions: Vec<String>,
+}
+
 /// Looks for the peers without measuring them.
 pub(crate) fn look() -> [Check; 2] {
     let python = python();
@@ -98,9 +108,9 @@ pub(crate) fn measure(chosen: &[PeerChoice], ask: &Ask<'_>, say: impl Fn(&str)) 
     let all = [PeerChoice::TorchGraph, PeerChoice::TorchCompile, PeerChoice::LlamaCpp];
     let one = |peer: PeerChoice| {
         if !chosen.contains(&peer) && !chosen.contains(&PeerChoice::All) {
-            return absent(peer, format!("not asked for; --peers {} measures it", name(peer)));
+            return absent(peer, format!("not asked for; --peers {peer} measures it"));
         }
-        say(&format!("measuring {}, at most {} s", name(peer), ask.timeout.as_secs()));
+        say(&format!("measuring {peer}, at most {} s", ask.timeout.as_secs()));
         let measured = match peer {
             PeerChoice::LlamaCpp => llama_bench(ask),
             PeerChoice::TorchGraph | PeerChoice::TorchCompile => torch(peer, ask),
@@ -114,18 +124,8 @@ pub(crate) fn measure(chosen: &[PeerChoice], ask: &Ask<'_>, say: impl Fn(&str)) 
     all.map(one).into()
 }
 
-fn name(peer: PeerChoice) -> &'static str {
-    match peer {
-        PeerChoice::None => "none",
-        PeerChoice::All => "all",
-        PeerChoice::TorchGraph => "torch-graph",
-        PeerChoice::TorchCompile => "torch-compile",
-        PeerChoice::LlamaCpp => "llama.cpp",
-    }
-}
-
 fn absent(peer: PeerChoice, reason: String) -> Peer {
-    Peer { name: name(peer), absent: Some(reason), ..Peer::default() }
+    Peer { name: peer.into(), absent: Some(reason), ..Peer::default() }
 }
 
 fn present(peer: PeerChoice, measured: Measured) -> Peer {
@@ -137,7 +137,7 @@ fn present(peer: PeerChoice, measured: Measured) -> Peer {
     let low = blocks.iter().copied().fold(f64::INFINITY, f64::min);
     let high = blocks.iter().copied().fold(0.0, f64::max);
     Peer {
-        name: name(peer),
+        name: peer.into(),
         version: Some(version),
         us_per_token: Some(search::median(&blocks)),
         interval: Some([low, high]),
@@ -155,19 +155,14 @@ fn torch(peer: PeerChoice, ask: &Ask<'_>) -> Result<Measured, String> {
     let answer = run(command, &input, ask.timeout, &missing)?;
     let line = answer.lines().rev().find(|line| line.starts_with('{')).unwrap_or_default();
     let garbage = || format!("its answer is not the expected JSON: {}", shortened(&answer));
-    let fields: Value = serde_json::from_str(line).map_err(|_| garbage())?;
-    if let Some(reason) = fields["absent"].as_str() {
+    let said: Torch = serde_json::from_str(line).map_err(|_| garbage())?;
+    if let Some(reason) = &said.absent {
         return Err(shortened(reason));
     }
-    let words = |list: &Value| {
-        let words = list.as_array().map(Vec::as_slice).unwrap_or_default().iter();
-        words.filter_map(Value::as_str).map(shortened).collect()
-    };
-    let blocks = fields["us_per_token"].as_array().ok_or_else(garbage)?;
     Ok(Measured {
-        version: fields["version"].as_str().map(shortened).ok_or_else(garbage)?,
-        blocks: blocks.iter().map(|us| us.as_f64().unwrap_or(f64::NAN)).collect(),
-        conditions: words(&fields["conditions"]),
+        version: shortened(&said.version.ok_or_else(garbage)?),
+        blocks: said.us_per_token.ok_or_else(garbage)?,
+        conditions: said.conditions.iter().map(|words| shortened(words)).collect(),
     })
 }
 
@@ -176,7 +171,7 @@ fn shapes(peer: PeerChoice, ask: &Ask<'_>) -> Value {
     let layer = graph.layers.first();
     let shape = json!(Dims::from(graph));
     let mut asked = json!({
-        "peer": name(peer),
+        "peer": peer.to_string(),
         "device": "cuda",
         "tied": graph.tied(),
         "attention_bias": layer.is_some_and(|layer| layer.q.bias.is_some()),

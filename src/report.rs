@@ -204,6 +204,15 @@ pub(crate) fn table<N: AsRef<str>>(rows: &[(N, String)]) {
     }
 }
 
+/// A value as it is in words: a text without its quotes, a dash for nothing.
+pub(crate) fn word(value: Option<&Value>) -> String {
+    match value {
+        None | Some(Value::Null) => "-".to_owned(),
+        Some(Value::String(text)) => text.clone(),
+        Some(other) => other.to_string(),
+    }
+}
+
 /// A number with its unit, or a dash.
 pub(crate) fn maybe(value: Option<f64>, unit: &str) -> String {
     value.map_or_else(|| "-".to_owned(), |value| format!("{value:.1} {unit}"))

@@ -10,7 +10,6 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use crate::cli::{ConfigArgs, ScheduleChoice};
-use crate::config_source::ConfigSource;
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::found::{self, Entry};
@@ -71,7 +70,11 @@ pub(crate) fn choose(
     tokens: u32,
     auto: Auto,
 ) -> Result<Chosen, Failure> {
-    judged(context, args, tokens, auto)?.map_err(|violations| refused(args, &violations))
+    judged(context, args, tokens, auto)?.map_err(|violations| {
+        let from = args.config.as_ref();
+        let from = from.map_or_else(|| "the schedule".to_owned(), ToString::to_string);
+        Failure::refused(format!("{from}: {violations}"))
+    })
 }
 
 /// The same for commands whose answer can hold violations. The inner error is a gate's no; unreadable files fail outright.
@@ -85,7 +88,11 @@ pub(crate) fn judged(
         return Err(Failure::usage("config and schedule both name a schedule; give one of them"));
     }
     let chosen = match &args.config {
-        Some(source) => from_config(context, source)?,
+        Some(given) => {
+            let why = "the given config".to_owned();
+            let source = ScheduleSource { kind: "config", why, ..ScheduleSource::default() };
+            context.config(given)?.map(|config| Chosen { config, source })
+        }
         None => {
             let choice = args.schedule.unwrap_or(ScheduleChoice::Auto);
             Ok(by_name(context, choice, tokens, auto)?)
@@ -95,20 +102,6 @@ pub(crate) fn judged(
         report::say(&format!("schedule: {}", chosen.source.why));
     }
     Ok(chosen)
-}
-
-fn refused(args: &ConfigArgs, violations: &Violations) -> Failure {
-    let from = args.config.as_ref().map_or_else(|| "the schedule".to_owned(), ToString::to_string);
-    Failure::refused(format!("{from}: {violations}"))
-}
-
-fn from_config(
-    context: &Context,
-    given: &ConfigSource,
-) -> Result<Result<Chosen, Violations>, Failure> {
-    let why = "the given config".to_owned();
-    let source = ScheduleSource { kind: "config", why, ..ScheduleSource::default() };
-    Ok(context.config(given)?.map(|config| Chosen { config, source }))
 }
 
 fn by_name(

@@ -6,6 +6,7 @@ use serde_json::json;
 
 use super::*;
 use crate::cli::{DeviceChoice, PlaceArgs};
+use crate::config_source::ConfigSource;
 
 fn place(target: &str) -> PlaceArgs {
     PlaceArgs { target: Some(target.to_owned()), device: DeviceChoice::Cpu, kv_capacity: None }

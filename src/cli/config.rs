@@ -34,6 +34,8 @@ pub(crate) struct ConfigArgs {
     /// default for the model and GPU. Default: see --schedule.
     #[arg(long, value_name = "FILE|-|JSON")]
     #[schemars(
+        with = "Option<serde_json::Value>",
+        extend("type" = ["object", "string", "null"]),
         description = "The schedule: an object with any subset of the knobs, such as {\"pipeline\": {\"stages\": 4}}, or the path of a JSON file with one. Knobs that it leaves out take the rule-based default for the model and GPU. Default: see `schedule`."
     )]
     pub(crate) config: Option<ConfigSource>,
@@ -65,7 +67,7 @@ pub(crate) struct RerunArgs {
     pub(crate) program: Option<PathBuf>,
     /// The task: its worker and its index in the worker's queue, such as 17:3.
     #[arg(long, value_name = "WORKER:TASK", value_parser = task)]
-    pub(crate) task: TaskPlace,
+    pub(crate) task: (u32, u32),
     /// The position at which it runs. Default: the first.
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub(crate) position: usize,
@@ -81,16 +83,9 @@ pub(crate) struct RerunArgs {
 }
 
 /// A task by worker and index.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct TaskPlace {
-    pub(crate) worker: u32,
-    pub(crate) task: u32,
-}
-
-fn task(text: &str) -> Result<TaskPlace, String> {
-    let parts = text.split_once(':').and_then(|(worker, task)| {
-        Some(TaskPlace { worker: worker.parse().ok()?, task: task.parse().ok()? })
-    });
+fn task(text: &str) -> Result<(u32, u32), String> {
+    let parts = text.split_once(':');
+    let parts = parts.and_then(|(worker, task)| Some((worker.parse().ok()?, task.parse().ok()?)));
     parts.ok_or_else(|| "give the worker and the index of the task, such as 17:3".to_owned())
 }
 

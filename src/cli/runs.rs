@@ -194,22 +194,14 @@ pub(crate) enum LandscapeCommand {
     Record(RecordArgs),
 }
 
-/// A part of a whole.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Shard {
-    /// Which, from zero.
-    pub(crate) index: u32,
-    /// Of how many.
-    pub(crate) of: u32,
-}
-
-fn shard(text: &str) -> Result<Shard, String> {
+/// A part of a whole: which, from zero, and of how many.
+fn shard(text: &str) -> Result<(u32, u32), String> {
     let read = || {
         let (index, of) = text.split_once('/')?;
         Some((index.parse().ok()?, of.parse().ok()?))
     };
     match read() {
-        Some((index, of)) if index < of => Ok(Shard { index, of }),
+        Some((index, of)) if index < of => Ok((index, of)),
         _ => Err("a shard is I/N with I from 0 to N - 1".to_owned()),
     }
 }
@@ -234,7 +226,7 @@ pub(crate) struct RecordArgs {
     pub(crate) rounds: usize,
     /// Record only the points whose number is I modulo N.
     #[arg(long, default_value = "0/1", value_name = "I/N", value_parser = shard)]
-    pub(crate) shard: Shard,
+    pub(crate) shard: (u32, u32),
     /// The file of rows to write.
     #[arg(long, value_name = "FILE")]
     pub(crate) out: PathBuf,

@@ -56,11 +56,11 @@ fn a_trace_that_finds_no_room_leaves_no_half_file() {
     let dir = folder();
     // The limit is in blocks of 512 or 1024 bytes; the signal is ignored, so that the write itself fails.
     let script = "trap '' XFSZ; ulimit -f 8; exec \"$0\" \"$@\"";
-    let trace = "trace --model toy --device cpu --kv-capacity 256 --perfetto a.pftrace";
+    let trace = "trace --model toy --device cpu --kv-capacity 256 --perfetto a.json";
     let mut command = Command::new("sh");
     command.args(["-c", script, env!("CARGO_BIN_EXE_amk")]).args(trace.split(' '));
     let ran = ran(command.current_dir(dir.path()).stdin(Stdio::null()).output().unwrap());
-    ran.fails(2, &["cannot write a.pftrace"]);
+    ran.fails(2, &["cannot write a.json"]);
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "something is left");
 }
 

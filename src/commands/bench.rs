@@ -63,18 +63,13 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     if let Some(tokens) = args.prefill {
         return super::prefill::run(args, tokens);
     }
-    if let Some(sequences) = args.together.sequences {
+    if let Some(sequences) = args.sequences {
         return super::together::run(args, sequences);
     }
     let context = Context::with_room(&args.model, args.context.saturating_add(TIMED_TOKENS))?;
     let Chosen { config, source } =
         choose(&context, &args.config, args.context, Auto::Reproducible)?;
-    if args.context == 0 || args.context >= context.kv_capacity {
-        return Err(Failure::usage(format!(
-            "--context {} is out of range: the key/value cache holds {}; raise --kv-capacity",
-            args.context, context.kv_capacity
-        )));
-    }
+    context.check_timed(args.context, 1, context.kv_capacity)?;
     // Before the device is opened: nothing shares the GPU with a measurement.
     let peers = measure_peers(args, &context);
     let mut device = context.open_process(&args.sharing)?;

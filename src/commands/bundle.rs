@@ -4,6 +4,7 @@ use std::path::Path;
 
 use ir::Target;
 use search::{Bundle, Refusal};
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::cli::{BundleArgs, DeviceChoice, PlaceArgs};
@@ -22,7 +23,7 @@ pub(crate) fn run(args: &BundleArgs) -> Outcome {
     for path in &args.files {
         let (mut document, status) = match check(args, path)? {
             Ok((document, status)) => {
-                report::say(&format!("{}: {}", path.display(), status.name()));
+                report::say(&format!("{}: {}", path.display(), status));
                 (document, status)
             }
             Err((why, reason)) => {
@@ -33,7 +34,7 @@ pub(crate) fn run(args: &BundleArgs) -> Outcome {
         };
         document["file"] = json!(path);
         document["holds"] = json!(status != Status::Altered);
-        document["status"] = json!(status.name());
+        document["status"] = json!(status);
         documents.push(document);
         if args.current && status == Status::Stale && exit == Exit::Yes {
             exit = Exit::No;
@@ -49,7 +50,9 @@ pub(crate) fn run(args: &BundleArgs) -> Outcome {
 }
 
 /// What a bundle is worth to this build.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, strum::Display)]
+#[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 enum Status {
     /// Everything follows, and this build has the kernel that was measured.
     Holds,
@@ -57,16 +60,6 @@ enum Status {
     Stale,
     /// It proves nothing.
     Altered,
-}
-
-impl Status {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Holds => "holds",
-            Self::Stale => "stale",
-            Self::Altered => "altered",
-        }
-    }
 }
 
 /// The exit code of a bundle that is refused, and the reason.

@@ -149,8 +149,7 @@ fn write_rates(
         ),
         rates: (0..Rates::TABLE.len()).fold(*rates, round),
     };
-    let text = serde_json::to_string_pretty(&file).unwrap_or_default() + "\n";
-    files::write_whole(path, text.as_bytes())?;
+    files::write_json(path, &file)?;
     report::say(&format!("rates: {}", path.display()));
     Ok(())
 }

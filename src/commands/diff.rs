@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::cli::{DeviceChoice, DiffArgs, PlaceArgs};
 use crate::config_source::ConfigSource;
 use crate::context::Context;
-use crate::failure::{Exit, Failure, Outcome};
+use crate::failure::{Exit, Failure};
 use crate::files;
 use crate::report::{self, Answer};
 
@@ -77,10 +77,6 @@ struct Lowered {
     predicted_us: [f64; 2],
     /// The tasks that differ.
     programs: ProgramDiff,
-}
-
-pub(crate) fn run(args: &DiffArgs) -> Outcome {
-    answer(args)?.print()
 }
 
 pub(crate) fn answer(args: &DiffArgs) -> Result<Answer<Difference>, Failure> {
@@ -204,7 +200,7 @@ impl Difference {
         if self.same {
             report::say(&format!("the two {} are the same: {}", self.kind, self.ids[0]));
         }
-        let word = |value: &Value| value.as_str().map_or(value.to_string(), str::to_owned);
+        let word = |value| report::word(Some(value));
         for knob in self.knobs.iter().flatten() {
             let KnobChange { knob, a, b, acts_on, decides } = knob;
             report::say(&format!("  {knob}: {} -> {} ({acts_on})  {decides}", word(a), word(b)));

@@ -108,15 +108,15 @@ fn same(
         fault => fault,
     })?;
     let (kept, most) = (equals.kept(), equals.kept_max());
-    let of = |decision| equals.all.iter().filter(|equal| equal.decision == decision).count();
+    let document = aa_document(verdict, &equals);
     report::say(&format!(
         "A/A: {kept} of {count} equal candidates kept (at most {most}), {} reverted, {} inconclusive; intervals {:.2} % wide, threshold {:.2} %",
-        of(Decision::Reverted),
-        of(Decision::Inconclusive),
+        document["reverted"],
+        document["inconclusive"],
         100.0 * equals.width(),
         100.0 * equals.threshold
     ));
-    report::document(&aa_document(verdict, &equals))?;
+    report::document(&document)?;
     Ok(if kept <= most { Exit::Yes } else { Exit::No })
 }
 

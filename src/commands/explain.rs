@@ -8,9 +8,10 @@ use ir::schedule::Knob;
 use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::Value;
+use strum::VariantArray as _;
 
 use crate::cli::ExplainArgs;
-use crate::failure::{Exit, Failure, Outcome};
+use crate::failure::{Exit, Failure};
 use crate::report::{self, Answer};
 
 const GLOSSARY: &str = include_str!("../../docs/reference/glossary.md");
@@ -80,7 +81,7 @@ fn entries() -> Vec<Entry> {
     let traps = Trap::ALL
         .iter()
         .map(|trap| Entry::new("trap", trap.name(), trap.sentence()).with("number", *trap as u32));
-    let exits = Exit::ALL.iter().map(|exit| {
+    let exits = Exit::VARIANTS.iter().map(|exit| {
         Entry::new("exit", exit.code().to_string(), exit.sentence()).with("error", exit.name())
     });
     knobs.chain(rules).chain(traps).chain(exits).chain(terms()).collect()
@@ -96,10 +97,6 @@ fn terms() -> impl Iterator<Item = Entry> {
         let not = cells.next().map_or("", |not| not.trim_end_matches('|').trim());
         Some(if not.is_empty() { entry } else { entry.with("not", not) })
     })
-}
-
-pub(crate) fn run(args: &ExplainArgs) -> Outcome {
-    answer(args)?.print()
 }
 
 pub(crate) fn answer(args: &ExplainArgs) -> Result<Answer<Explanation>, Failure> {
@@ -130,10 +127,7 @@ pub(crate) fn answer(args: &ExplainArgs) -> Result<Answer<Explanation>, Failure>
     for entry in &found {
         report::say(&format!("{} ({}): {}", entry.name, entry.kind, entry.meaning));
         for (key, value) in &entry.more {
-            report::say(&format!(
-                "  {key}: {}",
-                value.as_str().map_or(value.to_string(), str::to_owned)
-            ));
+            report::say(&format!("  {key}: {}", report::word(Some(value))));
         }
     }
     explained(None, Some(found))
@@ -177,14 +171,14 @@ mod tests {
         let count = |kind| all.iter().filter(|entry| entry.kind == kind).count();
         assert_eq!(count("knob"), Knob::ALL.len());
         assert_eq!(count("rule"), Rule::ALL.len());
-        assert_eq!(count("exit"), Exit::ALL.len());
+        assert_eq!(count("exit"), Exit::VARIANTS.len());
         let rows = GLOSSARY.lines().filter(|line| line.starts_with("| ")).count();
         assert_eq!(count("term"), rows - 1, "a row of the glossary is not a term");
     }
 
     #[test]
     fn the_help_names_every_exit_code() {
-        for exit in Exit::ALL {
+        for exit in Exit::VARIANTS {
             let code = format!(" {} ", exit.code());
             for help in [crate::cli::EXIT_CODES, crate::cli::FIRST_STEPS] {
                 let help = help.replace('\n', " ");

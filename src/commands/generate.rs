@@ -1,27 +1,28 @@
 //! `amk generate`: continues a prompt, on the reference machine, the graph or the GPU.
 
 use std::collections::HashMap;
-use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use abi::Activity;
-use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
+use ir::program::{Program, Verified};
+use ir::sampling::Logprobs;
+use ir::schedule::ScheduleConfig;
 use model::{Chat, Message, Tokenizer};
 use remote::Served;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
-use vm_host::{ReadBy, Streaming};
+use sessions::Priority;
+use vm_host::{KvPool, ReadBy, Streaming};
 
 use crate::cli::{DeviceChoice, GenerateArgs, PrefillChoice, ReadByChoice};
 use crate::config_source::ConfigSource;
 use crate::context::Context;
-use crate::device::Gpu;
 use crate::engine::{self, Engine, Megakernel};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{Observer, Sequences};
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
+use crate::sequence::{SLICE, Sequence, Work};
 use crate::working::Working;
 use crate::{files, report};
 
@@ -43,32 +44,23 @@ struct Generated {
     schedule: Option<ScheduleSource>,
 }
 
-/// What is asked for beside a prompt.
-struct Wish {
-    sampling: Sampling,
-    limit: usize,
-    stop: Vec<u32>,
-    /// Keep the logits of every position.
-    keep: bool,
-    logprobs: Option<usize>,
-}
-
 pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     let began = Instant::now();
     let context = Context::new(&args.model)?;
     let tokenizer = context.model.tokenizer()?;
     let prompt = prompt(args, &context, tokenizer.as_ref())?;
     check(args, &context, &prompt)?;
-    let wish = Wish {
+    let work = Work {
+        prompt: prompt.clone(),
+        limit: u32::try_from(args.max_new_tokens).unwrap_or(u32::MAX),
         sampling: args.sampling.sampling(context.graph().vocab)?,
-        limit: args.max_new_tokens,
         stop: stop_tokens(args, &context),
-        keep: args.logits.is_some(),
         logprobs: args.sampling.logprobs,
+        priority: Priority::Normal,
     };
     let working = Working::on(format!("generating with {}", context.graph().name));
     let observer = observer(args, &context)?;
-    let mut generated = execute(args, &context, &prompt, &wish, &observer, began)?;
+    let mut generated = execute(args, &context, work, &observer, began)?;
     drop(working);
     if let Some(path) = &args.logits {
         write_logits(path, &generated.logits, context.graph().vocab as usize)?;
@@ -157,21 +149,8 @@ fn prompt_from_stdin(args: &GenerateArgs) -> Result<String, Failure> {
             "--prompt - and --config - both read standard input; name a file",
         ));
     }
-    let unreadable = |error: std::io::Error| {
-        Failure::usage(format!(
-            "cannot read the prompt from standard input: {error}; give UTF-8 text"
-        ))
-    };
-    let mut text = String::new();
-    std::io::stdin()
-        .lock()
-        .take(PROMPT_BYTES_MAX + 1)
-        .read_to_string(&mut text)
-        .map_err(unreadable)?;
-    if text.len() as u64 > PROMPT_BYTES_MAX {
-        let most = PROMPT_BYTES_MAX >> 20;
-        return Err(Failure::usage(format!("the prompt is longer than {most} MiB; shorten it")));
-    }
+    let input = std::io::stdin().lock();
+    let text = files::read_input(input, &"the prompt on standard input", PROMPT_BYTES_MAX)?;
     Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
 }
 
@@ -179,7 +158,7 @@ fn prompt_from_stdin(args: &GenerateArgs) -> Result<String, Failure> {
 fn check(args: &GenerateArgs, context: &Context, prompt: &[u32]) -> Result<(), Failure> {
     let (vocab, capacity) = (context.graph().vocab, context.kv_capacity as usize);
     let name = &context.graph().name;
-    let weights = args.weights.stream_weights || args.weights.check_weights;
+    let weights = args.stream_weights || args.check_weights;
     if weights && args.model.place.device != DeviceChoice::Cuda {
         let message = "--stream-weights and --check-weights are about the GPU; add --device cuda";
         return Err(Failure::usage(message));
@@ -209,102 +188,72 @@ fn check(args: &GenerateArgs, context: &Context, prompt: &[u32]) -> Result<(), F
 fn execute(
     args: &GenerateArgs,
     context: &Context,
-    prompt: &[u32],
-    wish: &Wish,
+    work: Work,
     observer: &Observer,
     began: Instant,
 ) -> Result<Generated, Failure> {
     // A kernel counts its own commands.
-    let said = Sequences::new(observer.publisher(), args.model.place.device != DeviceChoice::Cuda);
-    said.sole((prompt.len() + wish.limit) as u64);
-    args.prefill.check(args.model.place.device == DeviceChoice::Cuda)?;
-    match args.model.place.device {
-        DeviceChoice::Eval => on_host(&mut engine::graph(context), context, prompt, wish, &said),
-        DeviceChoice::Cuda => on_device(args, context, prompt, wish, (observer, &said), began),
-        DeviceChoice::Auto | DeviceChoice::Cpu => {
-            let Chosen { config, source } = schedule(args, context, prompt)?;
-            let program = context.lowered(&config)?;
-            let mut machine = engine::reference(context, &program);
-            let generated = on_host(&mut machine, context, prompt, wish, &said)?;
-            Ok(Generated { schedule: Some(source), ..generated })
-        }
+    let on_gpu = args.model.place.device == DeviceChoice::Cuda;
+    let said = Sequences::new(observer.publisher(), !on_gpu);
+    said.sole(work.positions());
+    args.prefill.check(on_gpu)?;
+    let keep = args.logits.is_some();
+    if args.model.place.device == DeviceChoice::Eval {
+        return continued(&mut engine::graph(context), context, (work, keep), &said);
     }
-}
-
-/// The schedule that is named, else the best known one for where the generation ends: that is where steps are slowest.
-fn schedule(args: &GenerateArgs, context: &Context, prompt: &[u32]) -> Result<Chosen, Failure> {
-    let tokens = u32::try_from(prompt.len() + args.max_new_tokens).unwrap_or(u32::MAX);
-    choose(context, &args.config, tokens, Auto::Fastest)
-}
-
-/// The megakernel decodes, chooses and feeds back. Where log probabilities are asked for, or more than it holds, the host gets its logits.
-fn on_device(
-    args: &GenerateArgs,
-    context: &Context,
-    prompt: &[u32],
-    wish: &Wish,
-    (observer, said): (&Observer, &Sequences),
-    began: Instant,
-) -> Result<Generated, Failure> {
-    let fits = wish.stop.len() <= abi::STOP_TOKENS_MAX
-        && wish.sampling.bias.len() <= abi::BIAS_MAX as usize;
-    let chosen_there = fits && wish.logprobs.is_none();
-    if wish.keep && args.prefill.prefill == PrefillChoice::Chunks {
+    // For where the generation ends: that is where steps are slowest.
+    let tokens = u32::try_from(work.positions()).unwrap_or(u32::MAX);
+    if on_gpu && keep && args.prefill.prefill == PrefillChoice::Chunks {
         let message = "--prefill chunks: chunks give the logits of the last position alone, and --logits wants those of all";
         return Err(Failure::usage(message));
     }
-    let Chosen { config, source } = schedule(args, context, prompt)?;
+    let Chosen { config, source } = choose(context, &args.config, tokens, Auto::Fastest)?;
     let program = Arc::new(context.lowered(&config)?);
-    let Some(mut device) = context.open_once()? else {
+    let generated = if on_gpu {
+        let mut kernel = kernel(args, context, (&program, &config), &work, observer)?;
+        let mut generated = continued(&mut kernel, context, (work, keep), &said)?;
+        generated.weights = kernel.gpu().weights_report(began)?;
+        if args.check_weights {
+            generated.weights_check = kernel.gpu().check_weights()?;
+        }
+        generated
+    } else {
+        continued(&mut engine::reference(context, &program), context, (work, keep), &said)?
+    };
+    Ok(Generated { schedule: Some(source), ..generated })
+}
+
+/// The megakernel, which decodes, chooses and feeds back. Where log probabilities are asked for, or more than it holds, the host gets its logits.
+fn kernel<'a>(
+    args: &GenerateArgs,
+    context: &'a Context,
+    (program, config): (&Arc<Verified<Program>>, &ScheduleConfig),
+    work: &Work,
+    observer: &Observer,
+) -> Result<Megakernel<'a>, Failure> {
+    let Some(mut device) = context.open_here(false)? else {
         return Err(Failure::missing("capability missing: no CUDA device"));
     };
     device.observed(observer.lookout(), observer.publisher());
     device.set_prefill(args.prefill.prefill)?;
-    if args.weights.stream_weights {
+    if args.stream_weights {
         device.stream_weights(streaming(args));
     }
-    let handle = device.prepare(&program, &config.kernel)?;
-    if chosen_there {
-        let limit = u32::try_from(wish.limit).unwrap_or(u32::MAX);
-        said.enter(Activity::Running);
-        let (tokens, logits) =
-            device.generate(handle, prompt, &wish.sampling, limit, &wish.stop, wish.keep)?;
-        said.chosen(0, tokens.len() as u64);
-        let (schedule, chosen_on) = (Some(source), "device");
-        let mut generated =
-            Generated { tokens, logits, schedule, chosen_on, ..Generated::default() };
-        generated.look_at_weights(args, &mut device, began)?;
-        return Ok(generated);
+    let handle = device.prepare(program, &config.kernel)?;
+    // Chunks come before the first launch.
+    if args.logits.is_some() || !device.takes_chunks(work.prompt.len().saturating_sub(1)) {
+        device.serve(handle, 1, KvPool::Full)?;
     }
-    let mut kernel = Megakernel::new(device, handle, 1);
-    let mut generated = on_host(&mut kernel, context, prompt, wish, said)?;
-    generated.schedule = Some(source);
-    generated.look_at_weights(args, kernel.gpu(), began)?;
-    Ok(generated)
+    Ok(Megakernel::new(device, handle, 1))
 }
 
 fn streaming(args: &GenerateArgs) -> Streaming {
-    let read_by = match args.weights.read_weights_by {
+    let read_by = match args.read_weights_by {
         ReadByChoice::Auto => ReadBy::Auto,
         ReadByChoice::IoUring => ReadBy::IoUring,
         ReadByChoice::Pread => ReadBy::Pread,
     };
-    Streaming { read_by, limit: Duration::from_secs(args.weights.weights_deadline.max(1)) }
-}
-
-impl Generated {
-    fn look_at_weights(
-        &mut self,
-        args: &GenerateArgs,
-        device: &mut Gpu<'_>,
-        began: Instant,
-    ) -> Result<(), Failure> {
-        self.weights = device.weights_report(began)?;
-        if args.weights.check_weights {
-            self.weights_check = device.check_weights()?;
-        }
-        Ok(())
-    }
+    Streaming { read_by, limit: Duration::from_secs(args.weights_deadline.max(1)) }
 }
 
 /// Text stops where the model says; raw tokens only where the caller says.
@@ -316,54 +265,43 @@ fn stop_tokens(args: &GenerateArgs, context: &Context) -> Vec<u32> {
     stop
 }
 
-/// Chooses on the host from rows that a machine computes.
-fn on_host(
+/// Runs the prompt, and goes on until the text ends.
+fn continued(
     engine: &mut dyn Engine,
     context: &Context,
-    prompt: &[u32],
-    wish: &Wish,
+    (work, keep): (Work, bool),
     said: &Sequences,
 ) -> Result<Generated, Failure> {
-    let positions = (prompt.len() + wish.limit) as u64;
-    engine.begin(0, positions).map_err(|broken| context.unevaluated(broken))?;
-    let mut generated = Generated { chosen_on: "host", ..Generated::default() };
-    let mut fed = prompt.to_vec();
-    let mut seen = Seen::default();
-    let mut position = 0;
-    loop {
-        said.begin(0, position as usize, fed.len());
-        let began = Instant::now();
-        let rows = match wish.keep {
-            true => engine.rows(0, &fed)?,
-            false => vec![engine.feed(0, &fed, true)?],
+    let mut sequence = Sequence::new(work);
+    sequence.rows = keep.then(Vec::new);
+    sequence.begin(engine, 0).map_err(|broken| context.unevaluated(broken))?;
+    let mut scores = Vec::new();
+    let mut finish = None;
+    while finish.is_none() {
+        // The first token alone: how long it took is worth knowing.
+        let most = match sequence.chosen.len() {
+            0 => sequence.work.prompt.len(),
+            _ => SLICE,
         };
-        said.ran(0, fed.len(), began.elapsed());
-        position += fed.len() as u32;
-        seen.extend(fed.iter().copied());
-        let row = rows.last().filter(|_| generated.tokens.len() < wish.limit);
-        let next = row.map(|row| {
-            let next = wish.sampling.choose(row, &seen, position);
-            generated
-                .logprobs
-                .extend(next.zip(wish.logprobs).map(|(token, top)| logprobs(row, token, top)));
-            next.ok_or_else(|| {
-                let what = "every token is banned by --logit-bias or not a number";
-                Failure::refused(format!("no token for position {position}: {what}"))
-            })
-        });
-        let next = next.transpose()?;
-        if wish.keep {
-            generated.logits.extend(rows);
-        }
-        let Some(next) = next else { break };
-        generated.tokens.push(next);
-        said.chosen(0, 1);
-        if generated.tokens.len() == wish.limit || wish.stop.contains(&next) {
-            break;
-        }
-        fed = vec![next];
+        said.begin(0, sequence.fed, sequence.next(most as u64).len());
+        let (began, before) = (Instant::now(), sequence.chosen.len());
+        let mut tell = |_, logprobs| scores.extend(logprobs);
+        let turn = sequence.turn(engine, (0, most as u64), &mut tell, &mut || false);
+        let (ran, ended) = turn.map_err(|broken| match engine.lost() {
+            Some(why) => Failure::missing(why),
+            None => Failure::from(broken),
+        })?;
+        said.ran(0, ran, began.elapsed());
+        said.chosen(0, (sequence.chosen.len() - before) as u64);
+        finish = ended;
     }
-    Ok(generated)
+    Ok(Generated {
+        chosen_on: if sequence.chosen_there { "device" } else { "host" },
+        tokens: sequence.chosen,
+        logits: sequence.rows.unwrap_or_default(),
+        logprobs: scores,
+        ..Generated::default()
+    })
 }
 
 fn write_logits(path: &Path, rows: &[Vec<f32>], vocab: usize) -> Result<(), Failure> {

@@ -1,6 +1,6 @@
 //! `amk report`: searches as one HTML page that needs nothing else. It shows what the ledger says and computes nothing new but medians.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use search::Trial;
@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::runs;
 use super::runs::recorded::Recorded as Run;
 use crate::cli::ReportArgs;
-use crate::failure::{Exit, Failure, Outcome};
+use crate::failure::{Exit, Failure};
 use crate::files;
 use crate::report::{self, Answer};
 
@@ -35,13 +35,15 @@ pub(crate) struct Written {
     trials: usize,
 }
 
-pub(crate) fn run(args: &ReportArgs) -> Outcome {
-    answer(args)?.print()
-}
-
 pub(crate) fn answer(args: &ReportArgs) -> Result<Answer<Written>, Failure> {
     let file = args.out.clone().unwrap_or_else(|| PathBuf::from(FILE));
-    check_page(&file, args.force)?;
+    // What is no file, such as a pipe, holds nothing that would be lost.
+    if file.is_file() && !args.force {
+        return Err(Failure::usage(format!(
+            "{} exists; name another --out, or give --force to write over it",
+            file.display()
+        )));
+    }
     let ledgers = runs::ledgers(&args.runs)?;
     let shown: Vec<Run> = ledgers.iter().map(|path| Run::read(path)).collect::<Result<_, _>>()?;
     let page = page::render(&shown);
@@ -52,20 +54,9 @@ pub(crate) fn answer(args: &ReportArgs) -> Result<Answer<Written>, Failure> {
     Ok(Answer { document, exit: Exit::Yes })
 }
 
-/// Whether the page may be written there. What is no file, such as a pipe, holds nothing that would be lost.
-fn check_page(file: &Path, force: bool) -> Result<(), Failure> {
-    if file.is_file() && !force {
-        return Err(Failure::usage(format!(
-            "{} exists; name another --out, or give --force to write over it",
-            file.display()
-        )));
-    }
-    Ok(())
-}
-
 impl Run {
     fn shown(&self, key: &str) -> String {
-        page::word(self.header.get(key))
+        report::word(self.header.get(key))
     }
 
     fn is_measured(&self) -> bool {

@@ -12,7 +12,7 @@ use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::SliceRandom;
 use reference_vm::compare::{Agreement, Reference};
 use search::landscape::{Answer, Grid, LANDSCAPE_SCHEMA, Probe, Space, Terms, prepare};
-use search::{Candidate, Device, Gate, LatencyKind, POSITIONS_MAX};
+use search::{Candidate, Device, DeviceInfo, Gate, LatencyKind, POSITIONS_MAX};
 use serde_json::json;
 
 use crate::cli::RecordArgs;
@@ -46,14 +46,13 @@ pub(crate) fn run(args: &RecordArgs) -> Outcome {
     let context = Context::new(&args.model)?;
     let grid: Grid = files::read_json(&args.grid, GRID_BYTES_MAX)?;
     let space = grid.space(&context.neutral_config()).map_err(|e| Failure::usage(e.to_string()))?;
-    check(args, &context)?;
-    let device = context.open_process(&args.sharing)?;
-    let mut terms = terms(args, &context, grid);
-    if let Some(device) = &device {
-        terms.latency_kind = LatencyKind::MeasuredGpu;
-        terms.conditions = Some(conditions::of(device.describe()));
-        terms.bandwidth = device.describe().bandwidth;
+    let most = context.kv_capacity.min(POSITIONS_MAX as u32);
+    context.check_timed(args.context, TIMED_TOKENS, most)?;
+    if args.rounds == 0 {
+        return Err(Failure::usage("--rounds 0 times nothing: at least 1"));
     }
+    let device = context.open_process(&args.sharing)?;
+    let terms = terms(args, &context, grid, device.as_ref().map(Device::describe));
     let recording = Recording::open(&args.out, &terms, args.resume)?;
     interrupt::catch("rows", |_| {});
     let mut session = Session {
@@ -75,37 +74,23 @@ pub(crate) fn run(args: &RecordArgs) -> Outcome {
     session.finish(&terms)
 }
 
-fn check(args: &RecordArgs, context: &Context) -> Result<(), Failure> {
-    let end = args.context.saturating_add(TIMED_TOKENS);
-    let most = context.kv_capacity.min(POSITIONS_MAX as u32);
-    if args.context == 0 || end > most {
-        return Err(Failure::usage(format!(
-            "--context {} is out of range: {TIMED_TOKENS} tokens are timed after it, and {most} positions are compared",
-            args.context
-        )));
-    }
-    if args.rounds == 0 {
-        return Err(Failure::usage("--rounds 0 times nothing: at least 1"));
-    }
-    Ok(())
-}
-
-fn terms(args: &RecordArgs, context: &Context, grid: Grid) -> Terms {
+fn terms(args: &RecordArgs, context: &Context, grid: Grid, info: Option<DeviceInfo>) -> Terms {
+    let measured = info.is_some();
     Terms {
         schema: LANDSCAPE_SCHEMA.to_owned(),
-        latency_kind: LatencyKind::Predicted,
+        latency_kind: if measured { LatencyKind::MeasuredGpu } else { LatencyKind::Predicted },
         model: args.model.model.clone(),
         graph_id: context.graph().id(),
         target: context.target.name.clone(),
-        conditions: None,
+        bandwidth: info.as_ref().and_then(|info| info.bandwidth),
+        conditions: info.map(conditions::of),
         kv_capacity: context.kv_capacity,
         context: args.context,
         timed_tokens: TIMED_TOKENS,
         rounds: args.rounds,
         seed: args.seed,
-        bandwidth: None,
         grid,
-        shard: [args.shard.index, args.shard.of],
+        shard: args.shard.into(),
     }
 }
 
@@ -126,8 +111,8 @@ impl Session<'_> {
     fn legal(&mut self) -> Result<Vec<Vec<u32>>, Failure> {
         let (graph, target) = (self.context.graph(), &self.context.target);
         let mut by_kernel: BTreeMap<String, Vec<u32>> = BTreeMap::new();
-        let shard = &self.args.shard;
-        for point in (0..self.space.points()).filter(|point| point % shard.of == shard.index) {
+        let (index, of) = self.args.shard;
+        for point in (0..self.space.points()).filter(|point| point % of == index) {
             if self.recording.done.contains_key(&point) {
                 continue;
             }
@@ -295,8 +280,8 @@ impl Session<'_> {
             };
             *counts.entry(kind).or_default() += 1;
         }
-        let shard = &self.args.shard;
-        let wanted = (0..self.space.points()).filter(|p| p % shard.of == shard.index).count();
+        let (index, of) = self.args.shard;
+        let wanted = (0..self.space.points()).filter(|p| p % of == index).count();
         let seconds = self.began.elapsed().as_secs_f64();
         report::say(&format!(
             "{} of {wanted} points are in {}, {} of them new, in {seconds:.1} s",

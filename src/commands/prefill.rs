@@ -64,7 +64,7 @@ pub(crate) fn run(args: &BenchArgs, tokens: u32) -> Outcome {
 fn measure(args: &BenchArgs, context: &Context, tokens: u32) -> Result<Measured, Failure> {
     let Chosen { config, source } = choose(context, &args.config, tokens, Auto::Reproducible)?;
     let program = Arc::new(context.lowered(&config)?);
-    let Some(mut device) = context.open_here()? else {
+    let Some(mut device) = context.open_here(true)? else {
         return Err(Failure::no_gpu("--prefill is for what is measured"));
     };
     let bandwidth = device.describe().bandwidth.unwrap_or(context.target.bandwidth as f64);

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use super::runs::recorded::Recorded;
 use crate::cli::ProposeArgs;
 use crate::context::Context;
-use crate::failure::{Exit, Failure, Outcome};
+use crate::failure::{Exit, Failure};
 use crate::report::{self, Answer};
 
 /// A schedule to start from.
@@ -26,10 +26,6 @@ pub(crate) struct Proposal {
     schedule_id: String,
     /// Each knob's dotted path with its type, its choices or min, max and step, its default, what it acts on and what it decides.
     search_space: Map<String, Value>,
-}
-
-pub(crate) fn run(args: &ProposeArgs) -> Outcome {
-    answer(args)?.print()
 }
 
 pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
@@ -66,9 +62,8 @@ fn incumbent(
     path: &std::path::Path,
 ) -> Result<(ScheduleConfig, String), Failure> {
     let found = Recorded::read(path)?;
-    let held = found.header.get("model").and_then(Value::as_str).unwrap_or_default();
-    let name = &context.graph().name;
-    if found.header.get("graph").and_then(Value::as_str) != Some(name) {
+    let (held, name) = (found.word("model").unwrap_or_default(), &context.graph().name);
+    if found.word("graph") != Some(name) {
         return Err(Failure::usage(format!(
             "{} holds a search on {held}, not on {name}; give that --model",
             path.display()

@@ -11,7 +11,7 @@ use reference_vm::{Fired, Order};
 use search::{Device, Expected, FirstDivergence, TaskAt};
 use serde_json::{Map, Value, json};
 
-use crate::cli::{DeviceChoice, RerunArgs, TaskPlace};
+use crate::cli::{DeviceChoice, RerunArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::schedule_choice::{Auto, choose};
@@ -53,30 +53,16 @@ pub(crate) fn run(args: &RerunArgs) -> Outcome {
     Ok(if wrong == 0 && found.repeatable != Some(false) { Exit::Yes } else { Exit::No })
 }
 
-fn check_task(program: &Program, at: TaskPlace) -> Result<(), Failure> {
-    let workers = program.workers.len();
-    let Some(worker) = program.workers.get(at.worker as usize) else {
-        return Err(Failure::usage(format!(
-            "--task {}:{}: the program has workers 0 to {}",
-            at.worker,
-            at.task,
-            workers - 1
-        )));
+fn check_task(program: &Program, (at, task): (u32, u32)) -> Result<(), Failure> {
+    let last = match program.workers.get(at as usize).map(|worker| worker.tasks.len()) {
+        None => format!("the program has workers 0 to {}", program.workers.len() - 1),
+        Some(0) => format!("worker {at} has no tasks; `amk disasm` lists them"),
+        Some(tasks) if task as usize >= tasks => {
+            format!("worker {at} has tasks 0 to {}; `amk disasm` lists them", tasks - 1)
+        }
+        Some(_) => return Ok(()),
     };
-    match worker.tasks.len() {
-        0 => Err(Failure::usage(format!(
-            "worker {} has no tasks; `amk disasm` lists them",
-            at.worker
-        ))),
-        tasks if at.task as usize >= tasks => Err(Failure::usage(format!(
-            "--task {}:{}: worker {} has tasks 0 to {}; `amk disasm` lists them",
-            at.worker,
-            at.task,
-            at.worker,
-            tasks - 1
-        ))),
-        _ => Ok(()),
-    }
+    Err(Failure::usage(format!("--task {at}:{task}: {last}")))
 }
 
 /// Runs the reference machine as far as the task's step, and the task alone then.
@@ -140,11 +126,11 @@ fn tokens(context: &Context, args: &RerunArgs) -> Vec<u32> {
 fn look_at(
     examiner: &Examiner<'_>,
     (machine, token, fired): (&Machine<'_>, u32, &[Fired]),
-    at: TaskPlace,
+    (worker, task): (u32, u32),
     program: &Program,
     left: Option<&Left>,
 ) -> Result<Found, Failure> {
-    let is_it = |fired: &&Fired| fired.worker.0 == at.worker && fired.task == at.task;
+    let is_it = |fired: &&Fired| fired.worker.0 == worker && fired.task == task;
     let missing = || Failure::refused("the task did not run in this step");
     if let Some(left) = left {
         let (left, _) = search::left_in(program, fired, &left.slots, Some(&left.logits));
@@ -185,7 +171,7 @@ fn print(
     args: &RerunArgs,
     on_gpu: bool,
 ) -> Result<usize, Failure> {
-    let task = TaskAt::of(program, args.task.worker, args.task.task);
+    let task = TaskAt::of(program, args.task.0, args.task.1);
     let wrong = found.words.iter().filter(|word| word.is_wrong()).count();
     let mut order: Vec<&Word> = found.words.iter().collect();
     let off = |word: &Word| word.want.map_or(0.0, |want| (word.got - want).abs());

@@ -79,34 +79,37 @@ pub(super) struct Finding {
 /// Checks ledgers: the chain, the head, and that every row follows from its samples.
 pub(crate) fn verify(args: &RunsArgs) -> Result<Answer<Runs>, Failure> {
     let mut exit = Exit::Yes;
-    let (mut runs, paths) = (Vec::new(), ledgers(&args.paths)?);
-    let working = Working::through(paths.len(), "checking");
-    for path in paths {
-        let found = Recorded::look(&path);
-        say(&found);
-        working.done();
-        if let Some(finding) = &found.finding
-            && exit != Exit::Integrity
-        {
-            exit = finding.exit;
-        }
-        runs.push(document(&found));
-    }
-    Ok(Answer { document: Runs { schema: SCHEMA, runs }, exit })
+    let document = look_at_each(args, "checking", |found| {
+        say(found);
+        let finding = found.finding.as_ref().filter(|_| exit != Exit::Integrity);
+        exit = finding.map_or(exit, |finding| finding.exit);
+    })?;
+    Ok(Answer { document, exit })
 }
 
 pub(crate) fn list(args: &RunsArgs) -> Result<Answer<Runs>, Failure> {
-    let (mut runs, mut lines, paths) = (Vec::new(), Vec::new(), ledgers(&args.paths)?);
-    let working = Working::through(paths.len(), "reading");
-    for path in paths {
-        let found = Recorded::look(&path);
-        lines.push((path.display().to_string(), line(&found)));
-        runs.push(document(&found));
-        working.done();
-    }
-    drop(working);
+    let mut lines = Vec::new();
+    let document = look_at_each(args, "reading", |found| {
+        lines.push((found.ledger.display().to_string(), line(found)));
+    })?;
     report::table(&lines);
-    Ok(Answer { document: Runs { schema: SCHEMA, runs }, exit: Exit::Yes })
+    Ok(Answer { document, exit: Exit::Yes })
+}
+
+fn look_at_each(
+    args: &RunsArgs,
+    what: &str,
+    mut look: impl FnMut(&Recorded),
+) -> Result<Runs, Failure> {
+    let paths = ledgers(&args.paths)?;
+    let working = Working::through(paths.len(), what);
+    let one = |path: PathBuf| {
+        let found = Recorded::look(&path);
+        look(&found);
+        working.done();
+        document(&found)
+    };
+    Ok(Runs { schema: SCHEMA, runs: paths.into_iter().map(one).collect() })
 }
 
 /// The ledgers that are meant: files, folders of one search, folders of many.

@@ -1,8 +1,6 @@
 //! `amk sample`: random legal schedules, gated and timed, one row each: what the cost model is fitted to.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{File, OpenOptions};
-use std::io::Write;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -17,6 +15,7 @@ use serde_json::{Value, json};
 use crate::cli::SampleArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::files::Rows;
 use crate::working::Working;
 use crate::{conditions, interrupt, report};
 
@@ -32,16 +31,11 @@ const DRAWS_PER_ROW: usize = 20;
 pub(crate) fn run(args: &SampleArgs) -> Outcome {
     let end = args.context.saturating_add(TIMED_TOKENS);
     let context = Context::with_room(&args.model, end)?;
-    if args.context == 0 || end > context.kv_capacity {
-        return Err(Failure::usage(format!(
-            "--context {} is out of range: {TIMED_TOKENS} tokens are timed after it and the key/value cache holds {}; raise --kv-capacity",
-            args.context, context.kv_capacity
-        )));
-    }
+    context.check_timed(args.context, TIMED_TOKENS, context.kv_capacity)?;
     let Some(mut device) = context.open_process(&args.sharing)? else {
         return Err(Failure::no_gpu("a survey is measured"));
     };
-    let file = open(&args.out)?;
+    let file = Rows::create(&args.out, "--out names a file that does not exist yet")?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let (gate, passage) = expected(&context, args, &kernel_id)?;
     interrupt::catch("rows", |_| {});
@@ -63,16 +57,6 @@ pub(crate) fn run(args: &SampleArgs) -> Outcome {
     session.survey(&mut device)?;
     session.working.end();
     session.finish()
-}
-
-fn open(path: &Path) -> Result<File, Failure> {
-    let refused = |error: std::io::Error| {
-        Failure::usage(format!(
-            "cannot start {}: {error}; --out names a file that does not exist yet",
-            path.display()
-        ))
-    };
-    OpenOptions::new().write(true).create_new(true).open(path).map_err(refused)
 }
 
 /// The gate, and the tokens at which schedules are timed. Up to the gate's own length they are the gate's.
@@ -117,7 +101,7 @@ struct Session<'a> {
     gate: Gate<'a>,
     passage: Passage,
     conditions: Conditions,
-    file: File,
+    file: Rows,
     seen: BTreeSet<(String, String)>,
     rows: usize,
     /// By kind: what is needed to try them again.
@@ -227,11 +211,7 @@ impl Session<'_> {
 
     /// Writes a row; it is out of this process's hands before the next schedule runs.
     fn record(&mut self, row: &Observation) -> Result<(), Failure> {
-        let unwritten = |error: std::io::Error| {
-            Failure::usage(format!("cannot write {}: {error}", self.args.out.display()))
-        };
-        let line = serde_json::to_string(row).map_err(|error| unwritten(error.into()))? + "\n";
-        self.file.write_all(line.as_bytes()).and_then(|()| self.file.flush()).map_err(unwritten)?;
+        self.file.write(row)?;
         self.rows += 1;
         let drawn = match &row.drawn {
             Drawn::Wide => "wide".to_owned(),

@@ -530,12 +530,9 @@ impl Session<'_> {
         let best_path = self.dir.join("best.json");
         if let Some(best) = best {
             let text = serde_json::to_string_pretty(&best.config).unwrap_or_default() + "\n";
-            corpus::files::replace(&best_path, text.as_bytes()).map_err(|e| {
-                Failure::usage(format!(
-                    "cannot write {}: {e}; free some space, or choose another --out",
-                    best_path.display()
-                ))
-            })?;
+            let remedy = "free some space, or choose another --out";
+            corpus::files::replace(&best_path, text.as_bytes())
+                .map_err(Failure::cannot("write", &best_path, remedy))?;
         }
         say_end(&kept, best, confirmation, &best_path);
         if stopped_by != StoppedBy::Interrupted {
@@ -545,7 +542,7 @@ impl Session<'_> {
             let count = search.rejected();
             report::say(&format!("{count} illegal proposals, which cost no trial"));
         }
-        let spent = spent::Sum::of(trials).with_dropped(search.dropped());
+        let spent = spent::Sum::of(trials, search.dropped());
         let wall = spent::clock();
         report::say(&spent.line(wall));
         if stopped_by == StoppedBy::Interrupted {
@@ -628,7 +625,7 @@ fn trial_line(trial: &Trial) -> String {
 }
 
 /// The gain over the incumbent; an interval when it was measured.
-fn gain(trial: &Trial) -> String {
+pub(crate) fn gain(trial: &Trial) -> String {
     let percent = |share: f64| format!("{:+.1}", 100.0 * share);
     match trial.gain {
         None => String::new(),
@@ -639,13 +636,8 @@ fn gain(trial: &Trial) -> String {
 
 /// `path before -> after` of the changed knobs, at most `most` of them.
 fn changes(trial: &Trial, most: usize) -> String {
-    let word = |value: Option<&Value>| match value {
-        Some(Value::String(text)) => text.clone(),
-        Some(other) => other.to_string(),
-        None => String::new(),
-    };
     let one = |(path, pair): (&String, &Value)| {
-        format!("{path} {} -> {}", word(pair.get(0)), word(pair.get(1)))
+        format!("{path} {} -> {}", report::word(pair.get(0)), report::word(pair.get(1)))
     };
     let mut shown: Vec<String> = trial.changed.iter().take(most).map(one).collect();
     if trial.changed.len() > most {

@@ -69,15 +69,7 @@ impl Shown {
 pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
     let needed = args.context.saturating_add(TIMED_TOKENS + 1);
     let context = Context::with_room(&args.model, needed)?;
-    let most = context.positions_max();
-    if args.context == 0 || needed > most {
-        let (asked, name) = (args.context, &context.graph().name);
-        let message = format!(
-            "--context {asked} is out of range: {name} has {most} positions, {} of them timed",
-            TIMED_TOKENS + 1
-        );
-        return Err(Failure::usage(message));
-    }
+    context.check_timed(args.context, TIMED_TOKENS + 1, context.positions_max())?;
     if context.graph().dtype == ir::DType::F32 {
         let message =
             "--sequences: sequences share the products of 16-bit weights only, and these are f32";
@@ -118,7 +110,7 @@ fn judged(context: &Context, args: &BenchArgs, config: &ScheduleConfig) -> Resul
 }
 
 fn open(context: &Context) -> Result<Gpu<'_>, Failure> {
-    let mut gpu = context.open_here()?.ok_or_else(no_gpu)?;
+    let mut gpu = context.open_here(true)?.ok_or_else(no_gpu)?;
     gpu.set_prefill(PrefillChoice::Auto)?;
     Ok(gpu)
 }

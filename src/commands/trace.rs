@@ -1,7 +1,6 @@
 //! `amk trace`: where the time of a step goes. On a GPU from a kernel variant in which every task notes its times, else in the virtual time of the
 //! cost model; the records are the same.
 
-mod chrome;
 mod counters;
 mod digest;
 mod perfetto;
@@ -91,8 +90,6 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
 
 struct Traced {
     document: Value,
-    /// The records of a step as a table.
-    table: String,
     timeline: Timeline,
     counters: Vec<Counter>,
 }
@@ -102,11 +99,9 @@ impl Traced {
     fn keep(mut self, args: &TraceArgs, title: &str) -> Result<Value, Failure> {
         let (timeline, counters) = (&self.timeline, &self.counters);
         let digest = digest::write(timeline, title);
-        let files: [(_, &Fill<'_>); 4] = [
-            (&args.records, &|out| out.write_all(self.table.as_bytes())),
+        let files: [(_, &Fill<'_>); 2] = [
             (&args.digest, &|out| out.write_all(digest.as_bytes())),
-            (&args.chrome, &|out| chrome::write(out, timeline, counters, title)),
-            (&args.perfetto, &|out| out.write_all(&perfetto::encode(timeline, counters, title))),
+            (&args.perfetto, &|out| perfetto::write(out, timeline, counters, title)),
         ];
         for (path, fill) in files {
             if let Some(path) = path {
@@ -149,7 +144,6 @@ fn simulated(
     let records = virtual_records(program, &step);
     let mut tape = Tape::default();
     tape.add(program, &records);
-    let table = tape.table(program, &records);
     let us = predictor.predict(Rates::shipped()).latency_us;
     report::say(&format!("{name}: {us:.1} us a token, predicted"));
     let document = json!({"name": name, "us_per_token": us, "ops": tape.ops()});
@@ -165,7 +159,7 @@ fn simulated(
     };
     let mut counters = vec![counters::multiplied(&timeline)];
     counters.extend(counters::rings(&timeline, &step, ring));
-    Traced { document, table, timeline, counters }
+    Traced { document, timeline, counters }
 }
 
 /// The records that the traced kernel would leave if a cycle took a nanosecond.
@@ -232,7 +226,6 @@ fn schedule(
         tape.add_loaders(&running.loader_records()?);
     }
     let records = running.records()?;
-    let table = tape.table(program, &records);
     *idle = Some(running.stop()?);
     let (median, [least, most]) = (blocks.median(), blocks.ends());
     report::say(&format!(
@@ -253,7 +246,7 @@ fn schedule(
     let clock = Clock { ns_per_cycle: tape.ns_per_cycle(), span: None, polls_after_ready: true };
     let timeline = Timeline::new(program, &records, &bytes, context.target.bandwidth, clock);
     let counters = vec![counters::multiplied(&timeline)];
-    Ok(Traced { document, table, timeline, counters })
+    Ok(Traced { document, timeline, counters })
 }
 
 /// A hash of the logits of a block: two schedules that add in the same order agree.
@@ -265,15 +258,11 @@ fn logits_checksum(running: &mut Resident, first: u32, timed: &[u32]) -> Result<
     Ok(format!("{sum:.4e}, last best {:?}", top))
 }
 
-/// Sums of the times of a kind of task, in cycles.
+/// Sums of the times of a kind of task: how many there are, and cycles of waiting, input, products, output, and of products without weights.
 #[derive(Clone, Copy, Default)]
 struct Sums {
     tasks: u64,
-    waited: u64,
-    staged: u64,
-    multiplied: u64,
-    ended: u64,
-    starved: u64,
+    cycles: [u64; 5],
 }
 
 #[derive(Default)]
@@ -301,11 +290,9 @@ impl Tape {
                 index += 1;
                 let sums = self.ops.entry(program.phase_name(task).to_owned()).or_default();
                 sums.tasks += 1;
-                sums.waited += u64::from(r.ready);
-                sums.staged += u64::from(r.staged - r.ready);
-                sums.multiplied += u64::from(r.multiplied - r.staged);
-                sums.ended += u64::from(r.end - r.multiplied);
-                sums.starved += u64::from(r.starved);
+                let (input, products) = (r.staged - r.ready, r.multiplied - r.staged);
+                let took = [r.ready, input, products, r.end - r.multiplied, r.starved];
+                sums.cycles.iter_mut().zip(took).for_each(|(sum, took)| *sum += u64::from(took));
                 cycles += u64::from(r.end);
             }
             let span = records[index - 1].begin - records[first].begin;
@@ -334,38 +321,11 @@ impl Tape {
         self.span_ns / self.span_cycles
     }
 
-    /// The records of one step as tab-separated text.
-    fn table(&self, program: &Program, records: &[TaskRecord]) -> String {
-        let ns = self.ns_per_cycle();
-        let mut out =
-            "worker\tlayer\top\tbegin\tready\tstaged\tmultiplied\tend\tstarved\n".to_owned();
-        let mut records = records.iter();
-        let start = records.clone().next().map_or(0, |r| r.begin);
-        for (w, worker) in program.workers.iter().enumerate() {
-            for (task, r) in worker.tasks.iter().zip(&mut records) {
-                let begin = r.begin as i64 - start as i64;
-                let at = |cycles: u32| begin + (f64::from(cycles) * ns) as i64;
-                out += &format!(
-                    "{w}\t{}\t{}\t{begin}\t{}\t{}\t{}\t{}\t{}\n",
-                    task.layer,
-                    program.phase_name(task),
-                    at(r.ready),
-                    at(r.staged),
-                    at(r.multiplied),
-                    at(r.end),
-                    (f64::from(r.starved) * ns) as i64,
-                );
-            }
-        }
-        out
-    }
-
     /// For each op: microseconds of a step on an average worker. They are said too.
     fn ops(&self) -> Vec<Value> {
         let us = self.ns_per_cycle() / 1000.0 / (self.steps * self.workers) as f64;
         let line = |(name, s): (&String, &Sums)| {
-            let [waited, staged, multiplied, ended, starved] =
-                [s.waited, s.staged, s.multiplied, s.ended, s.starved].map(|c| c as f64 * us);
+            let [waited, staged, multiplied, ended, starved] = s.cycles.map(|c| c as f64 * us);
             let tasks = s.tasks as f64 / (self.steps * self.workers) as f64;
             report::say(&format!(
                 "  {name:16} {tasks:5.1} tasks a worker: wait {waited:6.1}, input {staged:6.1}, products {multiplied:6.1} (starved {starved:6.1}), output {ended:6.1}; sum {:6.1} us",

@@ -2,9 +2,9 @@
 //! which trial that is, and what it decides, does not depend on it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, OnceLock};
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
 
 /// Compilers beside the search, which leaves most cores to the reference machine.
 const COMPILERS: usize = 4;
@@ -12,71 +12,52 @@ const COMPILERS: usize = 4;
 /// What one compilation does; its result is left where the device looks for it.
 type Compile<V> = dyn Fn(&V) + Send + Sync;
 
-/// A compilation. Whoever comes first does it, and who comes meanwhile waits.
-type Build<V> = (V, Arc<OnceLock<()>>);
-
 /// Compilers at work on kernel variants.
 pub(super) struct Builds<V> {
     compile: Arc<Compile<V>>,
-    known: Vec<Build<V>>,
-    waiting: Option<Sender<Build<V>>>,
-    queue: Arc<Mutex<Receiver<Build<V>>>>,
+    /// Compilations. Whoever comes first does it, and who comes meanwhile waits.
+    known: Vec<(V, Arc<OnceLock<()>>)>,
     over: Arc<AtomicBool>,
-    threads: Vec<JoinHandle<()>>,
+    /// No thread is started before there is something to compile.
+    pool: Option<ThreadPool>,
 }
 
 impl<V: Copy + PartialEq + Send + 'static> Builds<V> {
-    /// No thread is started before there is something to compile.
     pub(super) fn new(compile: impl Fn(&V) + Send + Sync + 'static) -> Self {
-        let (waiting, queue) = channel();
-        Self {
-            compile: Arc::new(compile),
-            known: Vec::new(),
-            waiting: Some(waiting),
-            queue: Arc::new(Mutex::new(queue)),
-            over: Arc::default(),
-            threads: Vec::new(),
-        }
+        Self { compile: Arc::new(compile), known: Vec::new(), over: Arc::default(), pool: None }
     }
 
     /// Compiles these after those already asked for. A variant is asked for once.
     pub(super) fn ask(&mut self, variants: impl Iterator<Item = V>) {
         for variant in variants {
-            if self.find(&variant).is_none() {
-                let build: Build<V> = (variant, Arc::default());
-                self.known.push(build.clone());
-                // The queue lives as long as this.
-                let _ = self.waiting.as_ref().map(|waiting| waiting.send(build));
-                if self.threads.len() < COMPILERS {
-                    self.threads.push(self.compiler());
-                }
+            if self.find(&variant).is_some() {
+                continue;
             }
+            let build: Arc<OnceLock<()>> = Arc::default();
+            self.known.push((variant, build.clone()));
+            if self.pool.is_none() {
+                let pool = ThreadPoolBuilder::new().num_threads(COMPILERS);
+                // Whoever needs what a compiler broke down on gets the error.
+                self.pool = pool.panic_handler(|_| {}).build().ok();
+            }
+            let (compile, over) = (self.compile.clone(), self.over.clone());
+            let Some(pool) = &self.pool else { return };
+            pool.spawn_fifo(move || {
+                if !over.load(Ordering::Relaxed) {
+                    build.get_or_init(|| compile(&variant));
+                }
+            });
         }
     }
 
-    /// A thread that compiles until nobody wants anything any more.
-    fn compiler(&self) -> JoinHandle<()> {
-        let (queue, compile) = (self.queue.clone(), self.compile.clone());
-        let over = self.over.clone();
-        std::thread::spawn(move || {
-            loop {
-                let next = queue.lock().unwrap_or_else(PoisonError::into_inner).recv();
-                let Some((variant, build)) = next.ok().filter(|_| !over.load(Ordering::Relaxed))
-                else {
-                    return;
-                };
-                build.get_or_init(|| compile(&variant));
-            }
-        })
-    }
-
-    fn find(&self, variant: &V) -> Option<&Build<V>> {
-        self.known.iter().find(|(known, _)| known == variant)
+    fn find(&self, variant: &V) -> Option<&OnceLock<()>> {
+        let known = self.known.iter().find(|(known, _)| known == variant);
+        known.map(|(_, build)| &**build)
     }
 
     /// Returns when this variant is compiled, if it was asked for.
     pub(super) fn settle(&self, variant: &V) {
-        if let Some((_, build)) = self.find(variant) {
+        if let Some(build) = self.find(variant) {
             build.get_or_init(|| (self.compile)(variant));
         }
     }
@@ -86,10 +67,7 @@ impl<V> Drop for Builds<V> {
     /// Waits for compilations under way: ending a process inside a compiler may crash it.
     fn drop(&mut self) {
         self.over.store(true, Ordering::Relaxed);
-        self.waiting = None;
-        for thread in self.threads.drain(..) {
-            let _ = thread.join();
-        }
+        self.pool.iter().for_each(|pool| drop(pool.broadcast(|_| ())));
     }
 }
 

@@ -29,14 +29,9 @@ impl Context {
         open_process(self, &info, sharing.shared_gpu, true)
     }
 
-    /// The GPU in this process, for what runs once, if it is wanted and there is one.
-    pub(crate) fn open_here(&self) -> Result<Option<Gpu<'_>>, Failure> {
-        self.open_with(|_| Ok(Gpu::open(self, None, true)?))
-    }
-
-    /// The same to run one program once, as soon as can be: the bandwidth is not measured, as its speed is compared with nothing.
-    pub(crate) fn open_once(&self) -> Result<Option<Gpu<'_>>, Failure> {
-        self.open_with(|_| Ok(Gpu::open(self, None, false)?))
+    /// The GPU in this process, if it is wanted and there is one. The bandwidth is measured if speed will be compared with something.
+    pub(crate) fn open_here(&self, measure: bool) -> Result<Option<Gpu<'_>>, Failure> {
+        self.open_with(|_| Ok(Gpu::open(self, None, measure)?))
     }
 
     /// Whether there is a GPU, and it is wanted.

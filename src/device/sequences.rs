@@ -131,17 +131,18 @@ impl Gpu<'_> {
         // All but the last token of a prompt needs no choice.
         let choice = usize::from(request.generate > 0);
         let (head, rest) = request.tokens.split_at(request.tokens.len().saturating_sub(choice));
-        if !self.in_chunks(handle, (request.session, request.position), head)? {
-            return self.undone(handle, |running| running.run(request, give_way));
-        }
-        let ran = head.len() as u32;
-        if rest.is_empty() {
+        let chunked = self.in_chunks(handle, (request.session, request.position), head)?;
+        let (ran, tokens) = if chunked { (head.len() as u32, rest) } else { (0, request.tokens) };
+        if chunked && rest.is_empty() {
             let (ending, host_us, device_us) = (Ending::Length, 0.0, 0.0);
             let (tokens, chosen) = (Vec::new(), Vec::new());
             return Ok(Decoded { tokens, chosen, steps: ran, ending, host_us, device_us });
         }
-        let request = Request { position: request.position + ran, tokens: rest, ..*request };
+        let request = Request { position: request.position + ran, tokens, ..*request };
         let done = self.undone(handle, |running| running.run(&request, give_way))?;
+        if !done.tokens.is_empty() {
+            self.arrival.tokens();
+        }
         Ok(Decoded { steps: done.steps + ran, ..done })
     }
 

@@ -27,9 +27,9 @@ impl Arrival {
         self.resident_at.get_or_insert_with(Instant::now);
     }
 
-    /// A command gave its first token then.
-    pub(super) fn first_token(&mut self, at: Option<Instant>) {
-        self.first_token_at = self.first_token_at.or(at);
+    /// A command gave tokens.
+    pub(super) fn tokens(&mut self) {
+        self.first_token_at.get_or_insert_with(Instant::now);
     }
 }
 

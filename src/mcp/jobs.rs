@@ -1,11 +1,10 @@
 //! The long work: one schedule is judged at a time, since two would share a device and two cores, and time each other.
 
-use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, SemaphorePermit, oneshot, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, SemaphorePermit, watch};
 
 use crate::commands::search_loop::{Found, Progress, Watch};
 use crate::failure::Failure;
@@ -26,7 +25,7 @@ const GRACE: Duration = Duration::from_secs(10);
 const LAST_WORDS: Duration = Duration::from_secs(7);
 
 /// Stack of a thread that judges: as much as the main thread has.
-const STACK_BYTES: usize = 8 << 20;
+pub(super) const STACK_BYTES: usize = 8 << 20;
 
 pub(super) struct Jobs {
     /// Held by the one that judges.
@@ -134,29 +133,16 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Runs something on a thread of its own, which keeps the permit until it is done. A panic is a failure like any other, and ours.
-pub(super) fn on_thread<T: Send + 'static>(
+pub(super) async fn on_thread<T: Send + 'static>(
     permit: OwnedSemaphorePermit,
     work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
-) -> oneshot::Receiver<Result<T, Failure>> {
-    let (sender, receiver) = oneshot::channel();
-    let run = move || {
-        let caught = std::panic::catch_unwind(AssertUnwindSafe(work));
-        drop(permit);
-        let bug = |_| Err(Failure::bug(crate::bug::last_panic()));
-        // Nobody may be waiting any more.
-        let _ = sender.send(caught.unwrap_or_else(bug));
-    };
-    let thread = std::thread::Builder::new().name("amk-judge".to_owned()).stack_size(STACK_BYTES);
-    // Without a thread the sender is dropped, which the receiver sees.
-    let _ = thread.spawn(run);
-    receiver
-}
-
-/// What became of a thread's work.
-pub(super) fn received<T>(
-    sent: Result<Result<T, Failure>, oneshot::error::RecvError>,
 ) -> Result<T, Failure> {
-    sent.unwrap_or_else(|_| Err(Failure::missing("this machine starts no more threads")))
+    let run = move || {
+        let _permit = permit;
+        work()
+    };
+    let done = tokio::task::spawn_blocking(run).await;
+    done.unwrap_or_else(|_| Err(Failure::bug(crate::bug::last_panic())))
 }
 
 pub(super) type End = Result<Found, Failure>;

@@ -34,7 +34,8 @@ pub(crate) fn serve() -> Outcome {
     report::say("amk mcp: serving on standard input and output until the input ends");
     crate::working::quiet();
     let here = |error: std::io::Error| Failure::missing(format!("cannot start a server: {error}"));
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    let runtime = runtime.enable_all().thread_stack_size(jobs::STACK_BYTES).build();
     let runtime = runtime.map_err(here)?;
     let jobs = Arc::new(Jobs::default());
     let server = server::Server::new(jobs.clone())?;

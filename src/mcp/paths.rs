@@ -11,11 +11,8 @@ use serde_json::{Map, Value};
 use super::arguments::Problem;
 use crate::config_source::ConfigSource;
 
-/// Arguments that are a path.
-const PATHS: [&str; 3] = ["ledger", "out", "store"];
-
-/// Arguments that are a list of paths.
-const LISTS: [&str; 2] = ["paths", "runs"];
+/// Arguments that are a path, or a list of paths.
+const PATHS: [&str; 5] = ["ledger", "out", "store", "paths", "runs"];
 
 /// Arguments that are a schedule or the path of one.
 const SOURCES: [&str; 3] = ["config", "a", "b"];
@@ -25,35 +22,34 @@ pub(super) fn outside(arguments: &Map<String, Value>) -> Vec<Problem> {
     let Ok(folder) = std::env::current_dir().and_then(std::fs::canonicalize) else {
         return Vec::new();
     };
+    let why = format!(
+        "it is outside of {}, where the server was started; name a file in there, or give the schedule itself",
+        folder.display()
+    );
     let mut problems = Vec::new();
-    let mut check = |name: &'static str, given: &Value, path: &Path| {
-        if !is_inside(&folder, path) {
-            let why = format!(
-                "it is outside of {}, where the server was started; name a file in there, or give the schedule itself",
-                folder.display()
-            );
-            problems.push(Problem::new(name, given, why));
-        }
-    };
-    for name in PATHS {
-        if let Some(given @ Value::String(path)) = arguments.get(name) {
-            check(name, given, Path::new(path));
-        }
-    }
-    for name in LISTS {
-        for given in arguments.get(name).and_then(Value::as_array).into_iter().flatten() {
-            if let Some(path) = given.as_str() {
-                check(name, given, Path::new(path));
+    for (name, given) in arguments {
+        for given in given.as_array().map_or(std::slice::from_ref(given), Vec::as_slice) {
+            let path = if PATHS.contains(&name.as_str()) {
+                given.as_str().map(PathBuf::from)
+            } else if SOURCES.contains(&name.as_str()) {
+                named(given)
+            } else {
+                None
+            };
+            if path.is_some_and(|path| !is_inside(&folder, &path)) {
+                problems.push(Problem::new(name, given, why.as_str()));
             }
         }
     }
-    for name in SOURCES {
-        let Some(given) = arguments.get(name) else { continue };
-        if let Ok(ConfigSource::File(path)) = serde_json::from_value(given.clone()) {
-            check(name, given, &path);
-        }
-    }
     problems
+}
+
+/// The path of a schedule, if it is not the schedule itself.
+fn named(given: &Value) -> Option<PathBuf> {
+    match serde_json::from_value(given.clone()) {
+        Ok(ConfigSource::File(path)) => Some(path),
+        Ok(ConfigSource::Stdin | ConfigSource::Inline(_)) | Err(_) => None,
+    }
 }
 
 /// Whether a path leads into the folder, its links followed. What is not there yet is judged by the folder that it would be made in.

@@ -16,9 +16,8 @@ use serde_json::{Map, Value};
 use tokio::sync::watch;
 
 use super::arguments;
-use super::jobs::{Follow, Jobs, on_thread, received};
+use super::jobs::{Follow, Jobs, on_thread};
 use super::resources;
-use super::status::Status;
 use super::tools::{self, Entry, Run};
 use crate::cli::LoopArgs;
 use crate::commands::search_loop::{self, Progress};
@@ -39,7 +38,7 @@ pub(super) struct Server {
 
 impl Server {
     pub(super) fn new(jobs: Arc<Jobs>) -> Result<Self, Failure> {
-        Ok(Self { jobs, tools: Arc::new(tools::all()?) })
+        Ok(Self { tools: Arc::new(tools::all(&jobs)?), jobs })
     }
 
     /// Runs a tool by its place in the table. The outer error is for arguments that are wrong, as a document.
@@ -56,7 +55,7 @@ impl Server {
         let given = self.tools[index].typed(given);
         let (tools, checked) = (self.tools.clone(), given.clone());
         let check = move || Ok(tools[index].problems(&checked));
-        let problems = match received(on_thread(quick, check).await) {
+        let problems = match on_thread(quick, check).await {
             Ok(problems) => problems,
             Err(failure) => return Ok(Err(failure)),
         };
@@ -66,8 +65,6 @@ impl Server {
         }
         let given = Value::Object(given);
         Ok(match &entry.run {
-            Run::Status => tools::as_json(&Status::of(&self.jobs))
-                .map(|document| Answer { document, exit: Exit::Yes }),
             Run::Search => self.search(given, context).await,
             Run::Quick(_) | Run::Write(_) | Run::Judge(_) => self.call(index, given, context).await,
         })
@@ -85,14 +82,14 @@ impl Server {
                 turn = self.jobs.turn() => turn?,
                 () = context.ct.cancelled() => return Err(Failure::refused("cancelled")),
             },
-            Run::Quick(_) | Run::Write(_) | Run::Search | Run::Status => self.jobs.quick().await?,
+            Run::Quick(_) | Run::Write(_) | Run::Search => self.jobs.quick().await?,
         };
         let tools = self.tools.clone();
         let work = move || match &tools[index].run {
             Run::Quick(call) | Run::Write(call) | Run::Judge(call) => call(given),
-            Run::Search | Run::Status => Err(Failure::refused("not a call")),
+            Run::Search => Err(Failure::refused("not a call")),
         };
-        received(on_thread(permit, work).await)
+        on_thread(permit, work).await
     }
 
     /// Searches until the budget is spent, or the call is cancelled.
@@ -108,7 +105,7 @@ impl Server {
             tokio::spawn(forward(token, peer, follow, news))
         });
         let watch = follow.clone();
-        let mut end = on_thread(turn, move || {
+        let end = on_thread(turn, move || {
             // Noted on the thread: a status after this is true whoever still listens.
             let end = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 search_loop::answer(&args, &*watch).map(|answer| answer.document)
@@ -118,6 +115,7 @@ impl Server {
             watch.ended(end.clone());
             Ok(end)
         });
+        let mut end = std::pin::pin!(end);
         let end = tokio::select! {
             end = &mut end => end,
             () = context.ct.cancelled() => {
@@ -125,7 +123,7 @@ impl Server {
                 end.await
             }
         };
-        let end = received(end).inspect_err(|failure| {
+        let end = end.inspect_err(|failure| {
             follow.ended(Arc::new(Err(failure.clone())));
         })?;
         if let Some(mut news) = news

@@ -11,13 +11,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::arguments::{self, Problem};
+use super::jobs::Jobs;
 use super::status::Status;
 use super::{listed, paths};
 use crate::cli::{
     CompareArgs, DiffArgs, EvaluateArgs, ExplainArgs, LoopArgs, ProposeArgs, ReportArgs, RunsArgs,
 };
 use crate::commands::{diff, evaluate, explain, html, propose, runs, search_loop};
-use crate::failure::Failure;
+use crate::failure::{Exit, Failure};
 use crate::report::Answer;
 
 /// A tool that answers from its arguments alone.
@@ -31,7 +32,6 @@ pub(super) enum Run {
     /// It judges a schedule: one at a time.
     Judge(Call),
     Search,
-    Status,
 }
 
 pub(super) struct Entry {
@@ -92,7 +92,8 @@ enum Comparison {
     Parts(Box<diff::Difference>),
 }
 
-pub(super) fn all() -> Result<Vec<Entry>, Failure> {
+pub(super) fn all(jobs: &Arc<Jobs>) -> Result<Vec<Entry>, Failure> {
+    let jobs = jobs.clone();
     Ok(vec![
         entry::<ProposeArgs, propose::Proposal>(
             "propose",
@@ -115,7 +116,9 @@ pub(super) fn all() -> Result<Vec<Entry>, Failure> {
         entry::<StatusArgs, Status>(
             "status",
             "What this server is doing: idle, judging or searching; of the latest search the trials so far, the best latency, how it ended and the whole result.",
-            Run::Status,
+            Run::Quick(typed(move |_: &StatusArgs| {
+                Ok(Answer { document: Status::of(&jobs), exit: Exit::Yes })
+            })),
             |_| Vec::new(),
         )?,
         entry::<RunsCall, runs::Runs>(
@@ -252,7 +255,7 @@ mod tests {
 
     #[test]
     fn tools_describe_themselves_whole() {
-        for entry in all().expect("schemas that compile") {
+        for entry in all(&Arc::default()).expect("schemas that compile") {
             let name = &entry.tool.name;
             let properties = entry.schema["properties"].as_object().expect("an object");
             for (property, schema) in properties {
@@ -278,7 +281,7 @@ mod tests {
                 Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
             }
         }
-        for entry in all().expect("schemas that compile") {
+        for entry in all(&Arc::default()).expect("schemas that compile") {
             let mut found = Vec::new();
             let output = entry.tool.output_schema.as_ref().expect("an output schema");
             formats(&Value::Object((**output).clone()), &mut found);
@@ -289,7 +292,7 @@ mod tests {
 
     #[test]
     fn what_may_be_left_out_is_listed_with_its_type_and_may_be_null() {
-        let tools = all().expect("schemas that compile");
+        let tools = all(&Arc::default()).expect("schemas that compile");
         let tool = tools.iter().find(|entry| entry.tool.name == "loop").expect("loop");
         for entry in &tools {
             let listed = entry.tool.input_schema["properties"].as_object().expect("an object");
@@ -313,7 +316,7 @@ mod tests {
 
     #[test]
     fn everything_wrong_is_said_at_once() {
-        let tools = all().expect("schemas that compile");
+        let tools = all(&Arc::default()).expect("schemas that compile");
         let tool = tools.iter().find(|entry| entry.tool.name == "evaluate").expect("evaluate");
         let given = serde_json::json!({
             "model": "toy", "target": "h2000", "device": "gpu", "kv_capacity": 99_999_999, "sed": 1,

@@ -148,12 +148,6 @@ pub(crate) fn snapshot(reader: &Reader) -> Option<Box<Page>> {
 
 /// Writes the metrics whole or not at all: beside the file, then in its place.
 fn write_metrics(path: &Path, reader: &Reader) -> Result<(), Failure> {
-    let failed = |error: std::io::Error| {
-        Failure::usage(format!(
-            "cannot write metrics to {}: {error}; --metrics-file takes another path",
-            path.display()
-        ))
-    };
     let Some(page) = snapshot(reader) else { return Ok(()) };
     let text = telemetry::openmetrics(page);
     let mut name = path.file_name().unwrap_or_default().to_owned();
@@ -164,6 +158,6 @@ fn write_metrics(path: &Path, reader: &Reader) -> Result<(), Failure> {
         .and_then(|()| std::fs::rename(&beside, path));
     written.map_err(|error| {
         let _ = std::fs::remove_file(&beside); // there may be none
-        failed(error)
+        Failure::cannot("write metrics to", path, "--metrics-file takes another path")(error)
     })
 }

@@ -34,74 +34,58 @@ impl Usage {
 }
 
 impl Heading {
-    fn document(&self, object: &str, choices: Vec<Value>) -> Value {
+    /// A document of these choices; `streamed` if others follow or went before.
+    fn document(&self, streamed: bool, choices: Vec<Value>) -> Value {
+        let object = match (self.api, streamed) {
+            (Api::Completions, _) => "text_completion",
+            (Api::Chat, false) => "chat.completion",
+            (Api::Chat, true) => "chat.completion.chunk",
+        };
         json!({
             "id": self.id, "object": object, "created": self.created, "model": self.model,
             "system_fingerprint": self.fingerprint, "choices": choices,
         })
     }
 
+    /// The one choice: its text as the API names and wraps it, and why it ends if it does.
+    fn choice((name, text): (&str, Value), logprobs: Value, finish: Option<&str>) -> Vec<Value> {
+        vec![json!({"index": 0, name: text, "logprobs": logprobs, "finish_reason": finish})]
+    }
+
     /// The whole answer in one document; `finish` is `stop` or `length`.
     pub(super) fn whole(&self, piece: &Piece, finish: &str, usage: Usage) -> Value {
-        let logprobs = self.logprobs(&piece.scored, 0);
-        let (object, choice) = match self.api {
-            Api::Completions => (
-                "text_completion",
-                json!({"index": 0, "text": piece.text, "logprobs": logprobs, "finish_reason": finish}),
-            ),
+        let text = match self.api {
+            Api::Completions => ("text", json!(piece.text)),
             Api::Chat => {
-                let message = json!({"role": "assistant", "content": piece.text, "refusal": null});
-                let choice = json!({
-                    "index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish,
-                });
-                ("chat.completion", choice)
+                ("message", json!({"role": "assistant", "content": piece.text, "refusal": null}))
             }
         };
-        let mut document = self.document(object, vec![choice]);
+        let choice = Self::choice(text, self.logprobs(&piece.scored, 0), Some(finish));
+        let mut document = self.document(false, choice);
         document["usage"] = usage.document();
         document
     }
 
     /// A piece of a streamed answer: the `sent` bytes of text before it, and why it is the last one if it is.
     pub(super) fn chunk(&self, piece: &Piece, sent: usize, finish: Option<&str>) -> Value {
-        let logprobs = self.logprobs(&piece.scored, sent);
-        match self.api {
-            Api::Completions => {
-                let choice = json!({
-                    "index": 0, "text": piece.text, "logprobs": logprobs, "finish_reason": finish,
-                });
-                self.document("text_completion", vec![choice])
-            }
-            Api::Chat => {
-                let delta = match piece.text.is_empty() {
-                    true => json!({}),
-                    false => json!({"content": piece.text}),
-                };
-                self.delta(delta, logprobs, finish)
-            }
-        }
+        let text = match self.api {
+            Api::Completions => ("text", json!(piece.text)),
+            Api::Chat if piece.text.is_empty() => ("delta", json!({})),
+            Api::Chat => ("delta", json!({"content": piece.text})),
+        };
+        self.document(true, Self::choice(text, self.logprobs(&piece.scored, sent), finish))
     }
 
     /// What a streamed chat begins with: who speaks.
     pub(super) fn opening(&self) -> Option<Value> {
-        let delta = json!({"role": "assistant", "content": ""});
-        (self.api == Api::Chat).then(|| self.delta(delta, Value::Null, None))
-    }
-
-    fn delta(&self, delta: Value, logprobs: Value, finish: Option<&str>) -> Value {
-        let choice = json!({
-            "index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish,
-        });
-        self.document("chat.completion.chunk", vec![choice])
+        let delta = ("delta", json!({"role": "assistant", "content": ""}));
+        let opening = || self.document(true, Self::choice(delta, Value::Null, None));
+        (self.api == Api::Chat).then(opening)
     }
 
     /// What a stream ends with if a count was asked for.
     pub(super) fn usage(&self, usage: Usage) -> Value {
-        let object = match self.api {
-            Api::Completions => "text_completion",
-            Api::Chat => "chat.completion.chunk",
-        };
-        let mut document = self.document(object, Vec::new());
+        let mut document = self.document(true, Vec::new());
         document["usage"] = usage.document();
         document
     }

@@ -6,30 +6,15 @@ use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Instant;
 
 use abi::{Activity, SequenceEnd};
-use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
-use sessions::{Outcome, Priority, Report, Scheduler, SessionId, Turn};
+use ir::sampling::Logprobs;
+use sessions::{Outcome, Report, Scheduler, SessionId, Turn};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::engine::{Broken, Engine, How};
+use crate::engine::{Broken, Engine};
 use crate::observe::Sequences;
-
-/// New tokens of a turn where the machine chooses them. It gives way between turns, and within one to requests that come.
-const SLICE: usize = 16;
-
-/// What a request wants of the model.
-#[derive(Debug)]
-pub(super) struct Work {
-    pub(super) prompt: Vec<u32>,
-    /// Tokens to generate at most; one at least.
-    pub(super) limit: u32,
-    pub(super) sampling: Sampling,
-    /// Ids that end the text.
-    pub(super) stop: Vec<u32>,
-    /// How many likeliest tokens to report beside the chosen one's probability.
-    pub(super) logprobs: Option<usize>,
-    pub(super) priority: Priority,
-}
+use crate::sequence::Sequence;
+pub(super) use crate::sequence::{Finish, Work};
 
 /// A request on its way to the decode thread. Its place in the queue is free again when it is dropped.
 #[derive(Debug)]
@@ -38,13 +23,6 @@ pub(super) struct Job {
     /// Closed when the client has gone.
     pub(super) to: UnboundedSender<Event>,
     pub(super) admitted: OwnedSemaphorePermit,
-}
-
-impl Job {
-    /// Places that others may take. Fewer than before: somebody came.
-    pub(super) fn free(&self) -> usize {
-        self.admitted.semaphore().available_permits()
-    }
 }
 
 /// What a request hears.
@@ -56,28 +34,6 @@ pub(super) enum Event {
     },
     /// The text has ended; nothing follows.
     End(Finish),
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Finish {
-    /// With a stop token, which was the last one sent.
-    Stop,
-    /// As long as was asked for.
-    Length,
-    /// The machine failed at it.
-    Failed(String),
-    Leaving,
-}
-
-impl Finish {
-    fn ending(&self) -> SequenceEnd {
-        match self {
-            Self::Stop => SequenceEnd::Stop,
-            Self::Length => SequenceEnd::Length,
-            Self::Failed(_) => SequenceEnd::Failed,
-            Self::Leaving => SequenceEnd::Leaving,
-        }
-    }
 }
 
 /// Requests that are in the server, against its limit.
@@ -107,92 +63,43 @@ impl Admission {
 }
 
 struct Running {
-    job: Job,
-    fed: usize,
-    /// Tokens that were chosen; the last one is not fed yet.
-    chosen: Vec<u32>,
-    seen: Seen,
-    /// Whether the machine chooses, not the host.
-    chosen_there: bool,
+    sequence: Sequence,
+    to: UnboundedSender<Event>,
+    admitted: OwnedSemaphorePermit,
 }
 
 impl Running {
-    fn new(job: Job) -> Self {
-        let mut seen = Seen::default();
-        seen.extend(job.work.prompt.iter().copied());
-        Self { job, fed: 0, chosen: Vec::new(), seen, chosen_there: false }
+    fn new(Job { work, to, admitted }: Job) -> Self {
+        Self { sequence: Sequence::new(work), to, admitted }
     }
 
-    fn say(&self, event: Event) {
-        // A client that has gone is noticed at the next turn.
-        let _ = self.job.to.send(event);
-    }
-
-    /// What to feed next, at most `most` tokens.
-    fn next(&self, most: u64) -> Vec<u32> {
-        let prompt = &self.job.work.prompt;
-        match prompt.get(self.fed..) {
-            Some(rest) if !rest.is_empty() => rest[..rest.len().min(most as usize)].to_vec(),
-            _ => self.chosen.last().copied().into_iter().collect(),
-        }
-    }
-
-    /// Chooses from a row; says so, and whether that was the last.
-    fn choose(&mut self, logits: &[f32]) -> Result<Option<Finish>, String> {
-        let work = &self.job.work;
-        let position = u32::try_from(self.fed).unwrap_or(u32::MAX);
-        let id = work.sampling.choose(logits, &self.seen, position);
-        let id = id.ok_or_else(|| "every token is banned or not a number".to_owned())?;
-        let stopped = work.stop.contains(&id);
-        self.say(Event::Token { id, logprobs: work.logprobs.map(|top| logprobs(logits, id, top)) });
-        self.seen.insert(id);
-        self.chosen.push(id);
-        Ok(self.finish(stopped))
-    }
-
-    /// Whether the last token was the last.
-    fn finish(&self, stopped: bool) -> Option<Finish> {
-        let full = self.chosen.len() >= self.job.work.limit as usize;
-        match (stopped, full) {
-            (true, _) => Some(Finish::Stop),
-            (false, true) => Some(Finish::Length),
-            (false, false) => None,
-        }
-    }
-
-    /// A turn of `most` positions in which the host chooses. How many were run, and whether that was all.
-    fn turn_here(
+    /// A turn of `most` positions. Where the machine chooses, it gives way when a request comes, or when this one's client has gone.
+    fn turn(
         &mut self,
         engine: &mut dyn Engine,
         place: usize,
         most: u64,
     ) -> Result<(usize, Option<Finish>), Broken> {
-        let tokens = self.next(most);
-        let read = self.fed + tokens.len() >= self.job.work.prompt.len();
-        let row = engine.feed(place, &tokens, read)?;
-        self.fed += tokens.len();
-        let finish = if read { self.choose(&row).map_err(Broken::Sequence)? } else { None };
-        Ok((tokens.len(), finish))
+        let Self { sequence, to, admitted } = self;
+        let free = free(admitted);
+        let mut give_way = || to.is_closed() || self::free(admitted) < free;
+        sequence.turn(
+            engine,
+            (place, most),
+            &mut |id, logprobs| say(to, id, logprobs),
+            &mut give_way,
+        )
     }
+}
 
-    /// The same where the machine chooses. It gives way when a request comes, or when this one's client has gone.
-    fn turn_there(
-        &mut self,
-        engine: &mut dyn Engine,
-        place: usize,
-        most: u64,
-    ) -> Result<(usize, Option<Finish>), Broken> {
-        let tokens = self.next(most);
-        let work = &self.job.work;
-        let read = self.fed + tokens.len() >= work.prompt.len();
-        let room = most as usize + 1 - tokens.len();
-        let left = work.limit as usize - self.chosen.len();
-        let generate = if read { room.min(left).min(SLICE) as u32 } else { 0 };
-        let (to, free) = (&self.job.to, self.job.free());
-        let mut give_way = || to.is_closed() || self.job.free() < free;
-        let done = engine.advance(place, &tokens, generate, &mut give_way)?;
-        Ok((done.ran, self.took(done.ran, done.chosen, done.stopped)))
-    }
+/// Places that others may take. Fewer than before: somebody came.
+fn free(admitted: &OwnedSemaphorePermit) -> usize {
+    admitted.semaphore().available_permits()
+}
+
+/// A client that has gone is noticed at the next turn.
+fn say(to: &UnboundedSender<Event>, id: u32, logprobs: Option<Logprobs>) {
+    let _ = to.send(Event::Token { id, logprobs });
 }
 
 pub(super) struct Desk<'e> {
@@ -249,9 +156,9 @@ impl<'e> Desk<'e> {
 
     fn leave(self, finish: &Finish) {
         self.said.lost(finish.ending(), self.running.len() + self.waiting.len());
-        let running = self.running.into_values().map(|running| running.job);
-        for job in running.chain(self.waiting) {
-            let _ = job.to.send(Event::End(finish.clone()));
+        let running = self.running.into_values().map(|running| running.to);
+        for to in running.chain(self.waiting.into_iter().map(|job| job.to)) {
+            let _ = to.send(Event::End(finish.clone()));
         }
     }
 
@@ -270,8 +177,7 @@ impl<'e> Desk<'e> {
 
     fn seat(&mut self) {
         while let Some(job) = self.waiting.pop_front() {
-            let quota = job.work.prompt.len() as u64 + u64::from(job.work.limit);
-            let priority = job.work.priority;
+            let (quota, priority) = (job.work.positions(), job.work.priority);
             // The first in line waits for pages that others hold; if nobody does, `begin` says why there are none.
             if !self.running.is_empty() && !self.engine.has_room(quota) {
                 return self.waiting.push_front(job);
@@ -280,7 +186,8 @@ impl<'e> Desk<'e> {
                 return self.waiting.push_front(job);
             };
             let mut running = Running::new(job);
-            let begun = self.begin(session.place(), &mut running).and_then(|()| {
+            let begun = running.sequence.begin(&mut *self.engine, session.place());
+            let begun = begun.and_then(|()| {
                 let submitted = self.scheduler.submit(session);
                 submitted.map_err(|rejected| Broken::Sequence(rejected.to_string()))
             });
@@ -297,38 +204,23 @@ impl<'e> Desk<'e> {
         }
     }
 
-    /// Begins a request's sequence, and finds out who chooses.
-    fn begin(&mut self, place: usize, running: &mut Running) -> Result<(), Broken> {
-        let work = &running.job.work;
-        self.engine.begin(place, work.prompt.len() as u64 + u64::from(work.limit))?;
-        // Probabilities are the host's to compute, from rows.
-        if work.logprobs.is_none() {
-            let how = How { sampling: &work.sampling, stop: &work.stop };
-            running.chosen_there = self.engine.choose_by(place, &how)?;
-        }
-        Ok(())
-    }
-
     /// One turn: a piece of a prompt, or new tokens.
     fn turn(&mut self, turn: Turn) {
         let session = turn.session();
         let Some(running) = self.running.get_mut(&session) else {
             unreachable!("every open session has its request")
         };
-        if running.job.to.is_closed() {
+        if running.to.is_closed() {
             return self.gone(turn);
         }
-        let (engine, place) = (&mut *self.engine, session.place());
-        let chosen = running.chosen.len();
-        self.said.begin(place, running.fed, running.next(turn.tokens()).len());
+        let (place, sequence) = (session.place(), &running.sequence);
+        let chosen = sequence.chosen.len();
+        self.said.begin(place, sequence.fed, sequence.next(turn.tokens()).len());
         let began = Instant::now();
-        let done = match running.chosen_there {
-            true => running.turn_there(engine, place, turn.tokens()),
-            false => running.turn_here(engine, place, turn.tokens()),
-        };
+        let done = running.turn(&mut *self.engine, place, turn.tokens());
         let ran = done.as_ref().map_or(0, |(ran, _)| *ran);
         self.said.ran(place, ran, began.elapsed());
-        let chosen = (running.chosen.len() - chosen) as u64;
+        let chosen = (running.sequence.chosen.len() - chosen) as u64;
         self.settle(turn, ran, chosen, done.map(|(_, finish)| finish));
     }
 
@@ -383,7 +275,7 @@ impl<'e> Desk<'e> {
     }
 
     fn end(&mut self, session: SessionId, finish: Finish) {
-        if let Some(Job { to, admitted, .. }) = self.forget(session, finish.ending()) {
+        if let Some(Running { to, admitted, .. }) = self.forget(session, finish.ending()) {
             // Whoever hears of the end may send the next request at once.
             drop(admitted);
             let _ = to.send(Event::End(finish));
@@ -391,12 +283,12 @@ impl<'e> Desk<'e> {
     }
 
     /// Takes a request from the desk, whatever became of it.
-    fn forget(&mut self, session: SessionId, ending: SequenceEnd) -> Option<Job> {
+    fn forget(&mut self, session: SessionId, ending: SequenceEnd) -> Option<Running> {
         self.engine.end(session.place());
         let closed = self.scheduler.close(session);
         debug_assert_eq!(closed, Ok(()), "no turn is out");
         self.said.close(session.place(), ending, self.scheduler.ring());
-        self.running.remove(&session).map(|running| running.job)
+        self.running.remove(&session)
     }
 }
 

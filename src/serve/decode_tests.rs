@@ -3,10 +3,12 @@
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 
+use ir::sampling::Sampling;
+use sessions::Priority;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
-use crate::engine::{Advanced, PROMPT_SLICE};
+use crate::engine::{Advanced, How, PROMPT_SLICE};
 
 /// Tokens of the scripted model.
 const VOCAB: usize = 64;
@@ -493,14 +495,14 @@ fn a_turn_gives_way() {
     let (admission, other) = (Admission::new(2), Admission::new(1));
     let (job, events) = job(&[1], 60, &admission);
     let mut engine = Scripted { chooses: true, ..Scripted::default() };
-    engine.begin(0, 64).unwrap();
     let mut running = Running::new(job);
-    assert_eq!(running.turn_there(&mut engine, 0, 8).unwrap(), (8, None));
+    running.sequence.begin(&mut engine, 0).unwrap();
+    assert_eq!(running.turn(&mut engine, 0, 8).unwrap(), (8, None));
     let entered = other.enter();
-    assert_eq!(running.turn_there(&mut engine, 0, 8).unwrap(), (8, None), "of another server");
+    assert_eq!(running.turn(&mut engine, 0, 8).unwrap(), (8, None), "of another server");
     drop(entered);
     drop(events);
-    assert_eq!(running.turn_there(&mut engine, 0, 8).unwrap(), (1, None), "nobody listens");
+    assert_eq!(running.turn(&mut engine, 0, 8).unwrap(), (1, None), "nobody listens");
     assert_eq!(*engine.gave_way.lock().unwrap(), 1);
-    assert_eq!(running.chosen, expected(&[1], 17));
+    assert_eq!(running.sequence.chosen, expected(&[1], 17));
 }

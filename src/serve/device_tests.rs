@@ -7,6 +7,7 @@ use std::sync::mpsc::channel;
 use std::time::Instant;
 
 use ir::sampling::Sampling;
+use sessions::Priority;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
@@ -114,7 +115,7 @@ fn sessions_on_the_kernel_say_what_each_says_alone() {
         all
     };
     let run = |together: bool| {
-        let gpu = context.open_here().unwrap_or_else(|f| panic!("{}", f.message));
+        let gpu = context.open_here(true).unwrap_or_else(|f| panic!("{}", f.message));
         let mut gpu = gpu.expect("there is one");
         let handle = remote::Served::prepare(&mut gpu, &program, &config.kernel).expect("a kernel");
         gpu.serve(handle, SESSIONS, vm_host::KvPool::Full).expect("it boots");

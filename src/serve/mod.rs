@@ -29,7 +29,6 @@ use vm_host::KvPool;
 
 use crate::cli::{DeviceChoice, ServeArgs, widest};
 use crate::context::Context;
-use crate::device::Gpu;
 use crate::engine::{self, Engine, Megakernel};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{MetricsFile, Observer, Sequences};
@@ -123,12 +122,15 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let (device, mut gpu) = match args.model.place.device {
         DeviceChoice::Eval => ("eval", None),
         DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::Cuda => {
-            let gpu = context.open_here()?;
+            let gpu = context.open_here(true)?;
             (if gpu.is_some() { "cuda" } else { "cpu" }, gpu)
         }
     };
     args.prefill.check(gpu.is_some())?;
-    args.together.check(gpu.is_some())?;
+    if gpu.is_none() && args.lanes.is_some_and(|lanes| lanes > 1) {
+        let message = "--lanes is for --device cuda: on the CPU sequences take turns; leave it out";
+        return Err(Failure::usage(message));
+    }
     let kv_pool = kv_pool(args, device)?;
     let most = abi::SESSIONS_MAX as usize;
     let places = args.sessions.unwrap_or(8);
@@ -141,7 +143,10 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         _ => Some(lowered(&context, args, places, gpu.is_some())?),
     };
     let lanes = lowered.as_ref().map_or(1, |lowered| lowered.lanes);
-    let observer = observer(&context, args, (device, gpu.as_mut()), places)?;
+    let every = Duration::from_secs(u64::from(args.metrics_every));
+    let file = args.metrics_file.clone().map(|path| MetricsFile { path, every });
+    let observer = Observer::start(&context, ("serve", device), places as u32, file)?;
+    gpu.iter_mut().for_each(|gpu| gpu.observed(observer.lookout(), observer.publisher()));
     let said = Sequences::new(observer.publisher(), gpu.is_none());
     if let Some(lowered) = &lowered {
         let bytes = lowered.program.stream_bytes();
@@ -180,22 +185,6 @@ fn lost(why: &str) -> Failure {
     Failure::missing(format!("{why}; every request was told, and the server ends: start it again"))
 }
 
-/// The page of the server, for `amk top` and the metrics.
-fn observer(
-    context: &Context,
-    args: &ServeArgs,
-    (device, gpu): (&str, Option<&mut Gpu<'_>>),
-    places: usize,
-) -> Result<Observer, Failure> {
-    let every = Duration::from_secs(u64::from(args.metrics_every));
-    let file = args.metrics_file.clone().map(|path| MetricsFile { path, every });
-    let observer = Observer::start(context, ("serve", device), places as u32, file)?;
-    if let Some(gpu) = gpu {
-        gpu.observed(observer.lookout(), observer.publisher());
-    }
-    Ok(observer)
-}
-
 /// The pages that sequences draw from.
 fn kv_pool(args: &ServeArgs, device: &str) -> Result<KvPool, Failure> {
     let Some(positions) = args.kv_pool else { return Ok(KvPool::Fitting) };
@@ -227,7 +216,7 @@ fn lowered(
         let source = source.clone();
         Ok::<_, Failure>(Lowered { config, program, lanes, source })
     };
-    match args.together.lanes {
+    match args.lanes {
         Some(lanes) => return lower(lanes),
         None if !on_gpu => return lower(1),
         None => {}

@@ -4,31 +4,24 @@ use std::time::Instant;
 
 use sessions::{SessionId, Turn};
 
-use super::{Broken, Desk, Event, Finish, Running, SLICE};
+use super::{Broken, Desk, Running, free, say};
 use crate::engine::Advanced;
+use crate::sequence::SLICE;
 
 impl Running {
     /// The next token, if that is all there is to feed and the machine chooses what follows.
     fn decodes(&self) -> Option<u32> {
-        let last = self.fed + 1 == self.job.work.prompt.len() + self.chosen.len();
-        let tokens = self.next(1);
-        (self.chosen_there && last && !self.job.to.is_closed()).then(|| tokens.first().copied())?
+        let sequence = &self.sequence;
+        let last = sequence.fed + 1 == sequence.work.prompt.len() + sequence.chosen.len();
+        let tokens = sequence.next(1);
+        (sequence.chosen_there && last && !self.to.is_closed()).then(|| tokens.first().copied())?
     }
 
     /// Tokens that a turn of `most` positions may choose.
     fn allowed(&self, most: u64) -> usize {
-        let left = (self.job.work.limit as usize).saturating_sub(self.chosen.len());
+        let left = self.sequence.work.limit as usize;
+        let left = left.saturating_sub(self.sequence.chosen.len());
         left.min(SLICE).min(usize::try_from(most).unwrap_or(usize::MAX))
-    }
-
-    /// Takes over what the machine chose.
-    pub(super) fn took(&mut self, ran: usize, chosen: Vec<u32>, stopped: bool) -> Option<Finish> {
-        self.fed += ran;
-        for id in chosen {
-            self.say(Event::Token { id, logprobs: None });
-            self.chosen.push(id);
-        }
-        self.finish(stopped)
     }
 }
 
@@ -75,12 +68,13 @@ impl Desk<'_> {
         };
         let generate = lanes.iter().zip(&turns).map(allowed).min().unwrap_or(1).max(1);
         for (place, _, running) in &lanes {
-            self.said.begin(*place, running.fed, generate);
+            self.said.begin(*place, running.sequence.fed, generate);
         }
-        let free = lanes[0].2.job.free();
+        let admitted = &lanes[0].2.admitted;
+        let before = free(admitted);
         let mut give_way = || {
-            let gone = lanes.iter().any(|(_, _, running)| running.job.to.is_closed());
-            gone || lanes[0].2.job.free() < free
+            let gone = lanes.iter().any(|(_, _, running)| running.to.is_closed());
+            gone || free(admitted) < before
         };
         let fed: Vec<(usize, u32)> =
             lanes.iter().map(|&(place, token, _)| (place, token)).collect();
@@ -100,7 +94,8 @@ impl Desk<'_> {
             let (ran, chosen, finish) = match outcome {
                 Ok(lane) => {
                     let (ran, chosen) = (lane.ran, lane.chosen.len() as u64);
-                    (ran, chosen, Ok(running.took(ran, lane.chosen, lane.stopped)))
+                    let mut tell = |id, logprobs| say(&running.to, id, logprobs);
+                    (ran, chosen, Ok(running.sequence.took(lane, &mut tell)))
                 }
                 Err(broken) => (0, 0, Err(broken)),
             };

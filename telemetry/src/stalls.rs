@@ -122,21 +122,13 @@ impl std::fmt::Display for Suspect {
             self.worker,
             self.still_ns / 1_000_000
         )?;
-        let name = match Trap::new(wait) {
-            Some(Trap::CounterDeadline) => "counter",
-            Some(Trap::PayloadDeadline) => "word of slot",
-            Some(Trap::StageDeadline) => "stage",
-            None
-            | Some(
-                Trap::None
-                | Trap::Aborted
-                | Trap::Stalled
-                | Trap::BadOpcode
-                | Trap::BadIndex
-                | Trap::BadCommand
-                | Trap::Weights
-                | Trap::WeightsDeadline,
-            ) => return write!(f, " and waits for nothing"),
+        let waits = [
+            (Trap::CounterDeadline, "counter"),
+            (Trap::PayloadDeadline, "word of slot"),
+            (Trap::StageDeadline, "stage"),
+        ];
+        let Some((_, name)) = waits.iter().find(|(trap, _)| *trap as u32 == wait) else {
+            return write!(f, " and waits for nothing");
         };
         write!(f, " and waits for {name} {object}, which has {have} and needs {need}")
     }

@@ -36,7 +36,9 @@ pub(crate) struct ProgramDiff {
 }
 
 /// Tasks of two programs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema, derive_more::AddAssign,
+)]
 pub(super) struct Counts {
     /// In the first.
     a: u64,
@@ -119,7 +121,7 @@ impl ProgramDiff {
         }
         let all = std::mem::take(&mut diff.by_opcode);
         for counts in all.values() {
-            diff.tasks.add(counts);
+            diff.tasks += *counts;
         }
         let differs = |counts: &Counts| counts.same != counts.a || counts.same != counts.b;
         diff.by_opcode = all.into_iter().filter(|(_, counts)| differs(counts)).collect();
@@ -165,7 +167,7 @@ impl ProgramDiff {
             counts.added += 1;
             self.example(work.0, || format!("{}: added on worker {}", said(work), form.worker));
         }
-        self.by_opcode.entry(work.0).or_default().add(&counts);
+        *self.by_opcode.entry(work.0).or_default() += counts;
     }
 
     fn example(&mut self, opcode: &'static str, line: impl FnOnce() -> String) {
@@ -198,19 +200,6 @@ impl ProgramDiff {
         if self.more > 0 {
             report::say(&format!("    and {} more", self.more));
         }
-    }
-}
-
-impl Counts {
-    fn add(&mut self, other: &Self) {
-        self.a += other.a;
-        self.b += other.b;
-        self.same += other.same;
-        self.moved += other.moved;
-        self.slots += other.slots;
-        self.sync += other.sync;
-        self.added += other.added;
-        self.removed += other.removed;
     }
 }
 

@@ -126,6 +126,14 @@ fn steps(leaders: &[(f64, f64, Outcome)], last: f64) -> Vec<(f64, f64)> {
     line
 }
 
+/// What is said below a chart of trials of which only some are drawn.
+fn drawn(shown: usize, all: usize) -> Vec<String> {
+    let note = format!(
+        "{shown} of {all} trials that did not lead are drawn: of each run of neighbours the lowest, the middle and the highest"
+    );
+    if shown < all { vec![note] } else { Vec::new() }
+}
+
 /// Latencies over trials: every one, those that led, the leader of each moment, and the floor.
 pub(super) fn progress(run: &Run) -> Option<Chart> {
     let us = |trial: &Trial| trial.verdict.latency_us;
@@ -176,14 +184,7 @@ pub(super) fn progress(run: &Run) -> Option<Chart> {
         chart.draw_series(leaders.iter().map(|p| Circle::new((p.0, p.1), 4, KEPT.filled())))?;
         Ok(())
     });
-    let mut notes = Vec::new();
-    if shown.len() < others.len() {
-        notes.push(format!(
-            "{} of {} trials that did not lead are drawn: of each run of neighbours the lowest, the middle and the highest",
-            shown.len(),
-            others.len()
-        ));
-    }
+    let mut notes = drawn(shown.len(), others.len());
     if above > 0 {
         notes.push(format!("above the chart, as triangles at its edge: {above}"));
     }
@@ -230,14 +231,7 @@ pub(super) fn gains(run: &Run) -> Option<Chart> {
         }
         Ok(())
     });
-    let mut notes = Vec::new();
-    if shown.len() < others.len() {
-        notes.push(format!(
-            "{} of {} trials that were not kept are drawn",
-            shown.len(),
-            others.len()
-        ));
-    }
+    let mut notes = drawn(shown.len(), others.len());
     if below > 0 {
         notes.push(format!("below the chart, drawn at its edge: {below}"));
     }
@@ -332,7 +326,6 @@ pub(super) fn figure(value: f64) -> String {
     }
 }
 
-/// Fewer points of the same shape.
 /// Fewer points of the same shape: at most about `most` of the points, which are in order of x. The points are cut into runs of equal length, and each run keeps its
 /// lowest, its highest and its middle one, so that neither the best, nor the worst, nor where most of them lie is lost.
 fn thin<T: Copy>(points: &[T], most: usize, y: impl Fn(&T) -> f64) -> Vec<T> {

@@ -9,6 +9,8 @@ use super::Run;
 use super::charts::{self, Chart, figure};
 use super::effects::{Effect, effects};
 use crate::commands::rerun::quoted;
+use crate::commands::search_loop::gain;
+use crate::report::word;
 
 const STYLE: &str = include_str!("style.css");
 
@@ -142,14 +144,6 @@ fn chart(title: &str, chart: Option<Chart>) -> Markup {
     }
 }
 
-pub(super) fn word(value: Option<&Value>) -> String {
-    match value {
-        None | Some(Value::Null) => "-".to_owned(),
-        Some(Value::String(text)) => text.clone(),
-        Some(other) => other.to_string(),
-    }
-}
-
 /// A table with these columns; those marked hold numbers.
 fn table(columns: &[(&str, bool)], rows: &Markup) -> Markup {
     html! {
@@ -166,12 +160,6 @@ fn table(columns: &[(&str, bool)], rows: &Markup) -> Markup {
 fn led(run: &Run) -> Markup {
     let all: Vec<&Trial> = run.trials.iter().filter(|trial| trial.outcome.leads()).collect();
     let left_out = all.len().saturating_sub(LED_MAX);
-    let percent = |share: f64| format!("{:+.2}", 100.0 * share);
-    let gain = |trial: &Trial| match trial.gain {
-        None => String::new(),
-        Some(gain) if gain.low == gain.high => format!("{} %", percent(gain.low)),
-        Some(gain) => format!("{} to {} %", percent(gain.low), percent(gain.high)),
-    };
     let rows = html! {
         @for trial in all.iter().skip(left_out) {
             tr {

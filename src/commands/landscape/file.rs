@@ -1,20 +1,19 @@
 //! The file of a landscape while it is written: terms first, then rows, each out of this process's hands before the next one is begun.
 
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
-use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use search::landscape::{Answer, Row, Terms};
 
 use crate::failure::Failure;
+use crate::files::Rows;
 
 const BYTES_MAX: u64 = 1 << 30;
 
 /// Rows that are there, and those to come.
 pub(super) struct Recording {
     path: PathBuf,
-    file: File,
+    rows: Rows,
     /// Answers by point.
     pub(super) done: BTreeMap<u32, Answer>,
     /// The point that gave the answer for a program and a kernel.
@@ -24,28 +23,15 @@ pub(super) struct Recording {
 impl Recording {
     /// A new file, which must not be there yet; or with `resume` one that goes on, if its terms are these.
     pub(super) fn open(path: &Path, terms: &Terms, resume: bool) -> Result<Self, Failure> {
-        let failed = |error: std::io::Error| {
-            Failure::usage(format!("cannot write {}: {error}", path.display()))
-        };
         let (done, by_ids) = (BTreeMap::new(), BTreeMap::new());
         if !(resume && path.exists()) {
-            let new = OpenOptions::new().write(true).create_new(true).open(path);
-            let file = new.map_err(|error| {
-                Failure::usage(format!(
-                    "cannot start {}: {error}; --out names a new file, or one to go on with and --resume",
-                    path.display()
-                ))
-            })?;
-            let mut recording = Self { path: path.to_owned(), file, done, by_ids };
-            recording.line(&serde_json::to_string(terms).unwrap_or_default())?;
-            return Ok(recording);
+            let remedy = "--out names a new file, or one to go on with and --resume";
+            let mut rows = Rows::create(path, remedy)?;
+            rows.write(terms)?;
+            return Ok(Self { path: path.to_owned(), rows, done, by_ids });
         }
-        let text = corpus::files::read_text(path, BYTES_MAX).map_err(failed)?;
-        let whole = text.rfind('\n').map_or("", |end| &text[..=end]);
-        let mut file = OpenOptions::new().write(true).open(path).map_err(failed)?;
-        file.set_len(whole.len() as u64).map_err(failed)?; // what a kill cut off
-        file.seek(SeekFrom::End(0)).map_err(failed)?;
-        let mut recording = Self { path: path.to_owned(), file, done, by_ids };
+        let (rows, whole) = Rows::resume(path, BYTES_MAX)?;
+        let mut recording = Self { path: path.to_owned(), rows, done, by_ids };
         let mut lines = whole.lines();
         recording.check_terms(lines.next().unwrap_or_default(), terms)?;
         for (number, line) in lines.enumerate() {
@@ -98,15 +84,8 @@ impl Recording {
 
     pub(super) fn row(&mut self, point: u32, answer: Answer) -> Result<(), Failure> {
         let row = Row { point, answer };
-        self.line(&serde_json::to_string(&row).unwrap_or_default())?;
+        self.rows.write(&row)?;
         self.note(row);
         Ok(())
-    }
-
-    fn line(&mut self, line: &str) -> Result<(), Failure> {
-        let written = self.file.write_all(format!("{line}\n").as_bytes());
-        written.and_then(|()| self.file.flush()).map_err(|error| {
-            Failure::usage(format!("cannot write {}: {error}", self.path.display()))
-        })
     }
 }

@@ -122,6 +122,11 @@ fn side_line(side: &str) -> &str {
 /// Every reason why figures of two runs may not stand beside each other.
 fn reasons(a: &Recorded, b: &Recorded) -> Vec<Reason> {
     let mut found = Vec::new();
+    let mut differs = |what: &str, a: Value, b: Value, why: &str| {
+        if a != b {
+            found.push(Reason { what: what.to_owned(), a, b, why: why.to_owned() });
+        }
+    };
     let measured =
         [a, b].iter().all(|run| run.word("latency_kind") == Some(LatencyKind::MeasuredGpu.name()));
     for (what, pointer, why) in EQUAL {
@@ -130,37 +135,23 @@ fn reasons(a: &Recorded, b: &Recorded) -> Vec<Reason> {
             continue;
         }
         let at = |run: &Recorded| run.header.pointer(pointer).cloned().unwrap_or(Value::Null);
-        let (one, other) = (at(a), at(b));
-        if one != other {
-            let reason = Reason { what: what.to_owned(), a: one, b: other, why: why.to_owned() };
-            found.push(reason);
-        }
+        differs(what, at(a), at(b), why);
     }
-    let mut differs = |what: &str, one: Option<String>, other: Option<String>, why: &str| {
-        if one != other {
-            let (a, b) = (one.into(), other.into());
-            found.push(Reason { what: what.to_owned(), a, b, why: why.to_owned() });
-        }
-    };
     if shared(a, b).is_empty() {
         let (one, other) = (uuids(a).join(", "), uuids(b).join(", "));
         let why = "two cards of one name differ by per cents";
-        differs("card's UUID", Some(one), Some(other), why);
+        differs("card's UUID", one.into(), other.into(), why);
     }
     let kernels =
         conflict(a, b, |trial| Some((trial.config.kernel.id(), trial.verdict.kernel_id.clone()?)));
     if let Some((one, other)) = kernels {
-        differs(
-            "kernel build",
-            Some(one),
-            Some(other),
-            "one kernel config was compiled from two sources",
-        );
+        let why = "one kernel config was compiled from two sources";
+        differs("kernel build", one.into(), other.into(), why);
     }
     let programs =
         conflict(a, b, |trial| Some((trial.config.id(), trial.verdict.program_id.clone()?)));
     if let Some((one, other)) = programs {
-        differs("lowering", Some(one), Some(other), "one schedule lowered to two programs");
+        differs("lowering", one.into(), other.into(), "one schedule lowered to two programs");
     }
     found
 }

@@ -83,9 +83,8 @@ pub(crate) fn run(args: &RunsExportArgs) -> Outcome {
         }
     }
     let placed = files::new_folder(&args.out, |folder| {
-        write(folder, &runs, args.validation).map_err(|error| {
-            Failure::usage(format!("cannot write {}: {error}", args.out.display()))
-        })
+        let written = write(folder, &runs, args.validation);
+        written.map_err(Failure::cannot("write", &args.out, "there may be no room"))
     })?;
     let count =
         |split: &str| placed.iter().filter(|p| p.split == split).map(|p| p.steps).sum::<u64>();

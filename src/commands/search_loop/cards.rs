@@ -92,7 +92,7 @@ pub(super) fn open<'scope, 'a: 'scope>(
 /// The GPUs' numbers today: those asked for, or those of the cards that a resumed search ran on.
 fn ordinals(args: &LoopArgs, header: &Header) -> Result<Vec<Result<u32, String>>, Failure> {
     if header.cards.is_empty() {
-        return Ok(args.devices.iter().map(|number| Ok(number.0)).collect());
+        return Ok(args.devices.iter().map(|&number| Ok(number)).collect());
     }
     let mut found = Vec::new();
     for card in &header.cards {
@@ -100,16 +100,16 @@ fn ordinals(args: &LoopArgs, header: &Header) -> Result<Vec<Result<u32, String>>
         let ordinal = device::probe::find(uuid)?;
         found.push(ordinal.ok_or_else(|| format!("no GPU with the UUID {uuid} is here")));
     }
-    let asked: Vec<u32> = args.devices.iter().map(|number| number.0).collect();
+    let asked = &args.devices;
     let known: Vec<u32> = found.iter().filter_map(|ordinal| ordinal.clone().ok()).collect();
-    if !asked.is_empty() && asked != known {
+    if !asked.is_empty() && *asked != known {
         let list = |numbers: &[u32]| {
             let all: Vec<String> = numbers.iter().map(ToString::to_string).collect();
             all.join(",")
         };
         return Err(Failure::usage(format!(
             "--devices {} contradicts the ledger: its cards are the GPUs {} here; leave it out, or start a new search in another --out",
-            list(&asked),
+            list(asked),
             list(&known)
         )));
     }
@@ -121,12 +121,11 @@ fn check(crew: &Crew<'_>, args: &LoopArgs, header: &Header) -> Result<(), Failur
     let infos = crew.infos();
     let none = infos.iter().all(Result::is_err);
     for (card, info) in infos.iter().enumerate() {
-        let number = args.devices.get(card).map_or(card as u32, |number| number.0);
-        match info {
-            Err(error) if none || header.cards.is_empty() => {
-                return Err(Failure::missing(format!("GPU {number}: {}", device::reason(error))));
-            }
-            Ok(_) | Err(_) => {}
+        let number = args.devices.get(card).copied().unwrap_or(card as u32);
+        if let Err(error) = info
+            && (none || header.cards.is_empty())
+        {
+            return Err(Failure::missing(format!("GPU {number}: {}", device::reason(error))));
         }
     }
     let names: Vec<&str> = infos.iter().flatten().map(|info| info.name.as_str()).collect();

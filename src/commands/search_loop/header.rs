@@ -87,7 +87,13 @@ impl Header {
         let budget = args.budget.unwrap_or(DEFAULT_BUDGET);
         Ok(Self {
             schema: None,
-            run: Some(fresh_run()),
+            // An id that no other search has.
+            run: Some(corpus::store::fresh_run_id(&format!(
+                "{:?} {} {}",
+                SystemTime::now(),
+                std::process::id(),
+                std::env::current_dir().unwrap_or_default().display()
+            ))),
             began_unix_s: unix_s(),
             amk: Some(env!("CARGO_PKG_VERSION").to_owned()),
             commit: option_env!("AMK_COMMIT").map(str::to_owned),
@@ -259,28 +265,19 @@ impl Header {
             let one = self.conditions.as_slice();
             let then = if self.cards.is_empty() { one } else { &self.cards };
             let differs = |(then, now): (&Conditions, &Conditions)| then.differs(now);
-            if let Some(difference) = then.iter().zip(&now).find_map(differs) {
-                return Err(Failure::usage(format!(
-                    "this search was measured elsewhere: {difference}; start a new search in another --out"
-                )));
-            }
-            if name != self.device || context.graph().name != self.graph {
-                return Err(Failure::usage(format!(
-                    "this search ran {} on {}, and here is {} on {name}; start a new search in another --out",
-                    self.graph,
-                    self.device,
-                    context.graph().name
-                )));
-            }
-            let now = context.graph().id();
-            if self.graph_id.as_ref().is_some_and(|then| *then != now) {
-                return Err(Failure::usage(format!(
-                    "this search ran another graph called {} (graph {}, here {now}); start a new search in another --out",
-                    self.graph,
-                    self.graph_id.as_deref().unwrap_or_default()
-                )));
-            }
-            return Ok(self);
+            let (graph, here, id) = (&self.graph, &context.graph().name, context.graph().id());
+            let other = if let Some(difference) = then.iter().zip(&now).find_map(differs) {
+                format!("was measured elsewhere: {difference}")
+            } else if name != self.device || here != graph {
+                format!("ran {graph} on {}, and here is {here} on {name}", self.device)
+            } else if let Some(then) = self.graph_id.as_ref().filter(|then| **then != id) {
+                format!("ran another graph called {graph} (graph {then}, here {id})")
+            } else {
+                return Ok(self);
+            };
+            return Err(Failure::usage(format!(
+                "this search {other}; start a new search in another --out"
+            )));
         }
         self.kind = kind.name().to_owned();
         self.device = name;
@@ -306,13 +303,6 @@ impl Header {
 
 pub(super) fn unix_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
-}
-
-/// An id that no other search has.
-fn fresh_run() -> String {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let place = std::env::current_dir().unwrap_or_default();
-    corpus::store::fresh_run_id(&format!("{now:?} {} {}", std::process::id(), place.display()))
 }
 
 /// The least gain as a share.
@@ -363,23 +353,19 @@ pub(super) fn folder(args: &LoopArgs) -> Result<Folder, Failure> {
 
 /// Makes the folder after the last one. Of searches that begin together each gets its own, since only one can make a folder.
 fn new_run(runs: &Path) -> Result<PathBuf, Failure> {
-    let refused = |path: &Path, error: std::io::Error| {
-        Failure::usage(format!(
-            "cannot create {}: {error}; name a folder that you may write to with --out",
-            path.display()
-        ))
-    };
-    std::fs::create_dir_all(runs).map_err(|error| refused(runs, error))?;
+    let remedy = "name a folder that you may write to with --out";
+    let refused = Failure::cannot::<std::io::Error>("create a folder in", runs, remedy);
+    std::fs::create_dir_all(runs).map_err(refused)?;
     let last = numbered(runs).into_iter().map(|(number, _)| number).max().unwrap_or(0);
     for number in u64::from(last) + 1.. {
         let path = runs.join(format!("{number:04}"));
         match std::fs::create_dir(&path) {
             Ok(()) => return Ok(path),
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(refused(&path, error)),
+            Err(error) => return Err(refused(error)),
         }
     }
-    Err(refused(runs, std::io::ErrorKind::AlreadyExists.into()))
+    Err(refused(std::io::ErrorKind::AlreadyExists.into()))
 }
 
 fn latest_run() -> Option<PathBuf> {

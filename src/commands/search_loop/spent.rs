@@ -23,13 +23,14 @@ pub(super) struct Sum {
 }
 
 impl Sum {
-    pub(super) fn of(trials: &[Trial]) -> Self {
+    /// `dropped` is what several cards began for nothing.
+    pub(super) fn of(trials: &[Trial], dropped: DroppedTrials) -> Self {
         let mut sum = Self {
             candidates: 0,
             spent: Spent::default(),
             baseline: Spent::default(),
             wall_s: None,
-            dropped: DroppedTrials::default(),
+            dropped,
         };
         if let [first, .., last] = trials
             && trials.iter().any(|trial| trial.card.is_some())
@@ -45,11 +46,6 @@ impl Sum {
             }
         }
         sum
-    }
-
-    /// The same with what several cards began for nothing.
-    pub(super) fn with_dropped(self, dropped: DroppedTrials) -> Self {
-        Self { dropped, ..self }
     }
 
     /// The seconds that the candidates took: of several cards those of the clock.
@@ -168,7 +164,7 @@ mod tests {
         assert!(line.ends_with("baseline 3.0 s, the whole command 20.0 s"), "{line}");
         // Two cards: the clock's seconds, beside those of the cards.
         let dropped = DroppedTrials { trials: 3, seconds: 0.6 };
-        let sum = Sum { wall_s: Some(5.0), ..sum }.with_dropped(dropped);
+        let sum = Sum { wall_s: Some(5.0), dropped, ..sum };
         assert_eq!(sum.to_json(wall)["candidates_per_s"], 10.0);
         assert_eq!(sum.to_json(wall)["cards_s"], 10.0);
         let line = sum.line(wall);
@@ -178,7 +174,7 @@ mod tests {
 
     #[test]
     fn nothing_divides_by_nothing() {
-        let sum = Sum::of(&[]);
+        let sum = Sum::of(&[], DroppedTrials::default());
         assert_eq!(sum.to_json(Duration::ZERO)["candidates_per_s"], 0.0);
         assert!(sum.line(Duration::ZERO).contains("0.00 a second"));
     }

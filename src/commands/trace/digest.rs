@@ -99,12 +99,7 @@ fn ops(timeline: &Timeline, total: &Sums, out: &mut String) {
     }
     if !rest.is_empty() {
         let mut others = Sums::default();
-        for (_, s) in rest {
-            others.tasks += s.tasks;
-            others.floor += s.floor;
-            others.excess += s.excess;
-            others.waiting += s.waiting;
-        }
+        rest.iter().for_each(|(_, sums)| others.add(sums));
         table_row(timeline, &format!("{} others", rest.len()), &others, out);
     }
     row!(out, "bubble\t\t\t\t\t{:.1}", mean(timeline, total.bubbles()));

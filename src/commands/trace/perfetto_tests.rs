@@ -1,10 +1,8 @@
-//! A step of a small model in virtual time: its sums, and all three files read back.
+//! A step of a small model in virtual time: its sums, and the files read back.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
-use prost::Message;
-
-use super::super::{Traced, chrome, digest, simulated};
+use super::super::{Traced, digest, simulated};
 use super::*;
 use crate::cli::{DeviceChoice, PlaceArgs};
 use crate::context::Context;
@@ -63,107 +61,52 @@ fn who_is_waited_for_has_just_ended() {
     }
 }
 
-/// The slices of each track as (begin, end, name), outer ones behind those inside; and where arrows start and end.
-#[derive(Default)]
-struct Decoded {
-    slices: BTreeMap<u64, Vec<(u64, u64, u64)>>,
-    arrows: BTreeMap<u64, Vec<(&'static str, u64)>>,
-    names: BTreeMap<u64, String>,
-    tracks: BTreeMap<u64, String>,
-    counters: BTreeMap<u64, Vec<i64>>,
-}
-
-fn decode(bytes: &[u8]) -> Decoded {
-    let trace = Trace::decode(bytes).expect("it decodes");
-    let mut decoded = Decoded::default();
-    let mut open: BTreeMap<u64, Vec<(u64, u64)>> = BTreeMap::new();
-    let mut last: BTreeMap<u64, u64> = BTreeMap::new();
-    for packet in &trace.packet {
-        assert_eq!(packet.trusted_packet_sequence_id, SEQUENCE);
-        if let Some(data) = &packet.interned_data {
-            decoded.names.extend(data.event_names.iter().map(|n| (n.iid, n.name.clone())));
-        }
-        if let Some(track) = &packet.track_descriptor {
-            assert!(decoded.tracks.insert(track.uuid, track.name.clone()).is_none());
-        }
-        let Some(event) = &packet.track_event else { continue };
-        let at = packet.timestamp.expect("events have a time");
-        let before = last.insert(event.track_uuid, at).unwrap_or(0);
-        assert!(before <= at && decoded.tracks.contains_key(&event.track_uuid));
-        let stack = open.entry(event.track_uuid).or_default();
-        match event.kind() {
-            Kind::SliceBegin => stack.push((at, event.name_iid)),
-            Kind::SliceEnd => {
-                let (begin, name) = stack.pop().expect("it was begun");
-                decoded.slices.entry(event.track_uuid).or_default().push((begin, at, name));
-            }
-            Kind::Counter => {
-                let value = event.counter_value.expect("a value");
-                decoded.counters.entry(event.track_uuid).or_default().push(value);
-            }
-            Kind::Unspecified => panic!("an event of no kind"),
-        }
-        for &id in &event.flow_ids {
-            decoded.arrows.entry(id).or_default().push(("from", at));
-        }
-        for &id in &event.terminating_flow_ids {
-            decoded.arrows.entry(id).or_default().push(("to", at));
-        }
-    }
-    assert!(open.values().all(Vec::is_empty), "every slice ends");
-    decoded
-}
-
 #[test]
-fn the_perfetto_file_tells_the_same() {
+fn the_trace_file_tells_the_same() {
     let Traced { timeline, counters, .. } = traced();
-    let decoded = decode(&encode(&timeline, &counters, "toy"));
-    assert_eq!(decoded.tracks.len(), 1 + counters.len() + timeline.workers.len());
+    let mut file = Vec::new();
+    write(&mut file, &timeline, &counters, "toy").expect("memory takes it");
+    let document: Value = serde_json::from_slice(&file).expect("it is JSON");
+    let events = document["traceEvents"].as_array().expect("a list");
+    let of = |ph: &str| events.iter().filter(|event| event["ph"] == ph).collect::<Vec<_>>();
+    let ns = |event: &Value, key: &str| (event[key].as_f64().expect(key) * 1000.0).round() as u64;
+    assert_eq!(of("M").len(), 1 + timeline.workers.len());
+    let slices = of("X");
+    assert_eq!(slices.len(), 5 * timeline.tasks.len(), "a task and its four parts");
     let mut waiting = 0;
-    for (worker, tasks) in timeline.workers.iter().enumerate() {
-        let slices = decoded.slices.get(&(WORKERS + worker as u64)).map_or(&[][..], Vec::as_slice);
-        assert_eq!(slices.len(), 5 * tasks.len(), "a task and its four parts");
-        let waits = slices.iter().filter(|(.., name)| decoded.names[name] == "wait");
-        waiting += waits.map(|(begin, end, _)| end - begin).sum::<u64>();
-        for (index, five) in tasks.clone().zip(slices.chunks(5)) {
-            let (begin, end, name) = five[4];
-            let task = &timeline.tasks[index];
-            assert_eq!((begin, end), (task.begin, task.end));
-            assert_eq!(decoded.names[&name], timeline.name(task));
+    for (task, five) in timeline.tasks.iter().zip(slices.chunks(5)) {
+        let whole = five[0];
+        assert_eq!((ns(whole, "ts"), ns(whole, "dur")), (task.begin, task.end - task.begin));
+        assert_eq!(
+            (whole["name"].as_str(), &whole["tid"]),
+            (Some(timeline.name(task)), &json!(task.worker))
+        );
+        assert_eq!(five[1]["name"], "wait");
+        waiting += ns(five[1], "dur");
+        let mut end = task.begin;
+        for part in &five[1..] {
+            assert_eq!((ns(part, "ts"), &part["tid"]), (end, &whole["tid"]), "side by side");
+            end += ns(part, "dur");
         }
+        assert_eq!(end, task.end);
     }
     assert_eq!(waiting as i64, timeline.total().waiting);
-    assert!(!decoded.arrows.is_empty());
-    for (id, ends) in &decoded.arrows {
-        let mut ends = ends.clone();
-        ends.sort_by_key(|&(end, at)| (at, end));
-        assert!(matches!(ends[..], [("from", a), ("to", b)] if a <= b), "arrow {id}: {ends:?}");
+    let floor: u64 = slices.iter().filter_map(|event| event["args"]["floor_ns"].as_u64()).sum();
+    assert_eq!(floor as i64, timeline.total().floor);
+    let (from, to) = (of("s"), of("f"));
+    assert!(!from.is_empty() && from.len() == to.len());
+    for (from, to) in from.iter().zip(&to) {
+        assert_eq!(from["id"], to["id"]);
+        assert!(ns(from, "ts") <= ns(to, "ts") && from["tid"] != to["tid"], "{from} to {to}");
     }
-    let named = |name: &str| {
-        let uuid =
-            decoded.tracks.iter().find(|(_, track)| track.starts_with(name)).map(|(id, _)| id);
-        &decoded.counters[uuid.expect(name)]
+    let named = |name: &str| -> Vec<i64> {
+        let is = |event: &&&Value| event["name"].as_str().is_some_and(|n| n.starts_with(name));
+        of("C").iter().filter(is).filter_map(|event| event["args"]["bytes"].as_i64()).collect()
     };
     let bytes: u64 = timeline.tasks.iter().map(|task| task.bytes).sum();
     assert_eq!(named("bytes multiplied").iter().sum::<i64>() as u64, bytes);
     assert!(named("ring depth").iter().collect::<BTreeSet<_>>().len() > 1);
     assert!(named("bytes in flight").iter().any(|&bytes| bytes > 0));
-}
-
-#[test]
-fn the_chrome_file_tells_the_same() {
-    let Traced { timeline, counters, .. } = traced();
-    let mut file = Vec::new();
-    chrome::write(&mut file, &timeline, &counters, "toy").expect("memory takes it");
-    let document: serde_json::Value = serde_json::from_slice(&file).expect("it is JSON");
-    let events = document["traceEvents"].as_array().expect("a list");
-    let of = |ph: &str| events.iter().filter(|event| event["ph"] == ph).collect::<Vec<_>>();
-    assert_eq!(of("X").len(), timeline.tasks.len());
-    let ids = |ph: &str| of(ph).iter().map(|event| event["id"].as_u64()).collect::<BTreeSet<_>>();
-    assert_eq!(ids("s"), ids("f"));
-    assert_eq!(of("f").len(), ids("f").len());
-    let floor: u64 = of("X").iter().filter_map(|event| event["args"]["floor_ns"].as_u64()).sum();
-    assert_eq!(floor as i64, timeline.total().floor);
 }
 
 #[test]

@@ -76,6 +76,14 @@ impl Sums {
         self.floor + self.excess + self.waiting + self.bubbles()
     }
 
+    pub(super) fn add(&mut self, other: &Self) {
+        self.tasks += other.tasks;
+        self.floor += other.floor;
+        self.excess += other.excess;
+        self.waiting += other.waiting;
+        self.bubble.iter_mut().zip(other.bubble).for_each(|(all, one)| *all += one);
+    }
+
     fn add_task(&mut self, task: &Task) {
         self.tasks += 1;
         self.floor += task.floor as i64;
@@ -208,11 +216,7 @@ impl Timeline {
         for worker in 0..self.workers.len() {
             let sums = self.worker(worker);
             assert_eq!(sums.sum(), self.span() as i64, "the parts of worker {worker}");
-            total.tasks += sums.tasks;
-            total.floor += sums.floor;
-            total.excess += sums.excess;
-            total.waiting += sums.waiting;
-            total.bubble.iter_mut().zip(sums.bubble).for_each(|(all, one)| *all += one);
+            total.add(&sums);
         }
         assert_eq!(total.sum(), (self.span() * self.workers.len() as u64) as i64, "the parts");
         total

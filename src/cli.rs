@@ -617,7 +617,7 @@ pub(crate) struct ServeArgs {
     /// 16 bits, but no more than --sessions. Eight clients then get over three times as many tokens, and a lone one waits longer for each
     /// (llama-3.2-1b on an H200: 725 instead of 610 us; smollm2-135m: half as long again and more). For a lone client say 1.
     #[arg(long, value_name = "N", value_parser = gpu::width)]
-    pub(crate) lanes: Option<u32>,
+    pub(crate) seqs: Option<u32>,
 }
 
 #[derive(Debug, Args)]
@@ -652,7 +652,7 @@ pub(crate) struct TraceArgs {
         hide_possible_values = true
     )]
     pub(crate) schedule: Option<ScheduleChoice>,
-    /// Write one step of the last schedule as trace events in JSON, for ui.perfetto.dev: a lane a worker, arrows from who was waited for, counters.
+    /// Write one step of the last schedule as trace events in JSON, for ui.perfetto.dev: one track per worker, arrows from who was waited for, counters.
     #[arg(long, value_name = "FILE", alias = "chrome")]
     pub(crate) perfetto: Option<PathBuf>,
     /// Write at most 6 KB of text on it: time by op and layer, the worst waits and who was waited for, bubbles.

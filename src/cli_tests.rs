@@ -8,14 +8,14 @@ use serde_json::Value;
 
 #[path = "cli_tests/feedback.rs"]
 mod feedback;
-#[path = "cli_tests/lanes.rs"]
-mod lanes;
 #[path = "cli_tests/prefill.rs"]
 mod prefill;
 #[path = "cli_tests/refusals.rs"]
 mod refusals;
 #[path = "cli_tests/schemas.rs"]
 mod schemas;
+#[path = "cli_tests/batch.rs"]
+mod seqs;
 #[path = "serve_tests.rs"]
 mod serve;
 #[path = "top_tests.rs"]

@@ -127,8 +127,8 @@ impl Context {
     }
 
     /// The same of the build that runs so many sequences at once.
-    pub(crate) fn kernel_id_of(&self, kernel: &KernelConfig, lanes: u32) -> String {
-        let variant = vm_device::Variant { lanes, ..vm_host::variant(kernel, self.graph()) };
+    pub(crate) fn kernel_id_of(&self, kernel: &KernelConfig, seqs: u32) -> String {
+        let variant = vm_device::Variant { seqs, ..vm_host::variant(kernel, self.graph()) };
         vm_host::kernel_id(&variant, &self.target.arch)
     }
 

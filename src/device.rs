@@ -103,7 +103,7 @@ pub(crate) struct Gpu<'a> {
     /// Tokens from which on a prompt is run in chunks.
     chunks_from: Option<usize>,
     /// Sessions that a command may run at once.
-    lanes: u32,
+    seqs: u32,
 }
 
 impl<'a> Gpu<'a> {
@@ -131,7 +131,7 @@ impl<'a> Gpu<'a> {
             deadline: DEADLINE,
             arrival: Arrival::default(),
             chunks_from: None,
-            lanes: 1,
+            seqs: 1,
         })
     }
 
@@ -160,7 +160,7 @@ impl<'a> Gpu<'a> {
 
 impl Gpu<'_> {
     fn variant(&self, kernel: &KernelConfig) -> Variant {
-        Variant { lanes: self.lanes, ..vm_host::variant(kernel, self.context.graph()) }
+        Variant { seqs: self.seqs, ..vm_host::variant(kernel, self.context.graph()) }
     }
 
     /// The session that holds tokens which a program was fed, from position zero on.

@@ -10,7 +10,7 @@ use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::{Machine, Run};
 use search::Handle;
 
-use vm_host::{Batch, Lane, Request};
+use vm_host::{Batch, Request, Sequence};
 
 use crate::context::Context;
 use crate::device::Gpu;
@@ -79,7 +79,7 @@ pub(crate) trait Engine {
     }
 
     /// Sequences that the machine runs at once where it chooses for them.
-    fn lanes(&self) -> usize {
+    fn seqs(&self) -> usize {
         1
     }
 
@@ -87,7 +87,7 @@ pub(crate) trait Engine {
     /// cannot go on says why; the others are not touched.
     fn together(
         &mut self,
-        _lanes: &[(usize, u32)],
+        _seqs: &[(usize, u32)],
         _generate: u32,
         _give_way: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Result<Advanced, String>>, Broken> {
@@ -309,41 +309,41 @@ impl Engine for Megakernel<'_> {
         Ok(Advanced { chosen: done.tokens, ran: done.steps as usize, stopped })
     }
 
-    fn lanes(&self) -> usize {
-        self.gpu.lanes() as usize
+    fn seqs(&self) -> usize {
+        self.gpu.seqs() as usize
     }
 
     fn together(
         &mut self,
-        lanes: &[(usize, u32)],
+        seqs: &[(usize, u32)],
         generate: u32,
         give_way: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Result<Advanced, String>>, Broken> {
         let mut stop: Vec<u32> = Vec::new();
-        let mut asked = Vec::with_capacity(lanes.len());
-        for &(place, token) in lanes {
+        let mut asked = Vec::with_capacity(seqs.len());
+        for &(place, token) in seqs {
             let held = self.places.get(place).ok_or_else(|| unknown(place))?;
             let &Place { position, sampled, .. } = held;
             stop.extend(held.stop.iter().filter(|token| !stop.contains(token)).collect::<Vec<_>>());
-            asked.push(Lane { session: place as u32, position, token, sampled });
+            asked.push(Sequence { session: place as u32, position, token, sampled });
         }
         // A token that ends another sequence's text ends the batch, and is a token like any other here. Too many of them: each is looked for
         // step by step.
         let several = stop.len() <= abi::STOP_TOKENS_MAX;
         let (stop, generate) = if several { (&stop[..], generate) } else { (&[][..], 1) };
-        let batch = Batch { lanes: &asked, generate, stop, keep_logits: false };
+        let batch = Batch { seqs: &asked, generate, stop, keep_logits: false };
         let done = self.gpu.batch(self.program, &batch, give_way)?;
         let ran = done.steps as usize;
         Ok(done
-            .lanes
+            .seqs
             .into_iter()
-            .zip(lanes)
-            .map(|(lane, &(place, _))| {
+            .zip(seqs)
+            .map(|(seq, &(place, _))| {
                 let held = &mut self.places[place];
                 held.position += done.steps;
-                let stopped = lane.tokens.last().is_some_and(|last| held.stop.contains(last));
-                has_stopped(lane.ending)?;
-                Ok(Advanced { chosen: lane.tokens, ran, stopped })
+                let stopped = seq.tokens.last().is_some_and(|last| held.stop.contains(last));
+                has_stopped(seq.ending)?;
+                Ok(Advanced { chosen: seq.tokens, ran, stopped })
             })
             .collect())
     }

@@ -220,15 +220,15 @@ fn found(context: &Context, tokens: u32) -> Option<Chosen> {
     Some(Chosen { config, source })
 }
 
-/// The schedule with at least as many splits of the keys as there are lanes. One session at a short context is fastest with few: it has work for
-/// one or two, and each further one is a hand-off more. Lanes take their first splits on different workers (decision 022), so with a split for
+/// The schedule with at least as many splits of the keys as there are sequences. One session at a short context is fastest with few: it has work for
+/// one or two, and each further one is a hand-off more. Sequences take their first splits on different workers (decision 022), so with a split for
 /// each of them eight sessions at a short context have eight times as many workers. There are no more splits than workers for them, and a
 /// value that makes the schedule illegal is passed over.
 pub(crate) fn spread(
     config: ScheduleConfig,
     graph: &Graph,
     target: &Target,
-    lanes: u32,
+    seqs: u32,
 ) -> ScheduleConfig {
     let knob = Knob::TilingAttentionKvSplit;
     let most = target.sms / graph.kv_heads.max(1);
@@ -237,8 +237,7 @@ pub(crate) fn spread(
         let mut tried = config;
         let set = tried.set(knob, value).is_ok() && validate(tried, graph, target).is_ok();
         let splits = |config: &ScheduleConfig| config.tiling.attention.kv_split;
-        if set && splits(&best) < lanes && splits(&best) < splits(&tried) && splits(&tried) <= most
-        {
+        if set && splits(&best) < seqs && splits(&best) < splits(&tried) && splits(&tried) <= most {
             best = tried;
         }
     }

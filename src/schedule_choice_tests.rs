@@ -128,9 +128,9 @@ fn shipped_schedules_are_legal_for_the_shapes_that_they_name() {
 }
 
 #[test]
-fn lanes_get_a_split_each() {
+fn sequences_get_a_split_each() {
     let target = Target::by_name("h200").expect("a known target");
-    for (model, context, lanes, splits) in [
+    for (model, context, seqs, splits) in [
         ("llama-3.2-1b", 128, 8, 8),
         ("llama-3.2-1b", 128, 2, 2),
         ("llama-3.2-1b", 128, 1, 1),
@@ -142,7 +142,7 @@ fn lanes_get_a_split_each() {
         let shipped = corpus::shipped(&shape, &target, context)[0].shipped;
         let config = ir::schedule::read_config(shipped.schedule, &model.graph, &target);
         let config = *config.expect("a legal schedule");
-        let got = spread(config, &model.graph, &target, lanes);
+        let got = spread(config, &model.graph, &target, seqs);
         assert_eq!(got.tiling.attention.kv_split, splits, "{}", model.graph.name);
         let mut back = got;
         back.tiling.attention.kv_split = config.tiling.attention.kv_split;

@@ -130,7 +130,7 @@ pub fn structs() -> Vec<StructLayout> {
         crate::SlotDesc::LAYOUT,
         crate::ProgramHeader::LAYOUT,
         crate::StepState::LAYOUT,
-        crate::LaneStates::LAYOUT,
+        crate::SeqStates::LAYOUT,
         crate::Launch::LAYOUT,
         crate::Landing::LAYOUT,
         crate::Done::LAYOUT,

@@ -54,7 +54,7 @@ limits! {
     /// Pages of the key/value cache, the one that is nobody's included: a word of the tables has 16 bits.
     KV_PAGES_MAX: u32 = 1 << 16;
     /// What a tag counts an epoch as: a tag is `epoch * TAG_RUNS + run`, of which a word keeps the lowest `TAG_BITS`. Every word is written in every
-    /// step, so a stale one is at most a step old and the bits suffice; a lane of a batch that sat out some steps tells its words by its
+    /// step, so a stale one is at most a step old and the bits suffice; a sequence of a batch that sat out some steps tells its words by its
     /// run, one of three, and all else has run 0.
     TAG_RUNS: u32 = 4;
     /// Lowest bits of a tagged f32 that hold its tag; the value keeps the others, rounded.
@@ -72,8 +72,8 @@ limits! {
     FIXED_BYTES: u32 = 11 * 1024;
     /// Query heads that the attention op works on at once, at most: columns of its operand.
     ATTENTION_GROUP: u32 = 4;
-    /// Tiles of which a worker keeps the sums of all lanes before an epilogue, where a step has several (decision 022).
-    LANE_TILES: u32 = 8;
+    /// Tiles of which a worker keeps the sums of all sequences before an epilogue, where a step has several (decision 022).
+    BATCH_TILES: u32 = 8;
     /// Threads of the prompt kernels that go over vectors.
     PREFILL_THREADS: u32 = 256;
     /// Tokens of a block of the prompt's attention.
@@ -86,10 +86,10 @@ limits! {
     STOP_TOKENS_MAX: usize = 8;
     /// Sessions of one resident kernel.
     SESSIONS_MAX: u32 = 64;
-    /// Sessions that one decode command runs at once, each in a lane of its own: the columns of one matrix product.
-    LANES_MAX: usize = 8;
-    /// Bits of a lane in `lane_endings`.
-    LANE_ENDING_BITS: u32 = 4;
+    /// Sessions that one decode command runs at once, each in a sequence of its own: the columns of one matrix product.
+    SEQS_MAX: usize = 8;
+    /// Bits of a sequence in `seq_endings`.
+    SEQ_ENDING_BITS: u32 = 4;
     /// In place of a number of landed units: every weight is there.
     LANDED_ALL: u32 = u32::MAX;
     /// In place of a number of landed units: no more will come. Whoever waits goes on with what there is, and the step's answer is void.
@@ -115,6 +115,6 @@ limits! {
 const _: () =
     assert!(1 << TAG_BITS >= 4 * TAG_RUNS, "a tag differs from those of the step before and after");
 const _: () = assert!(RING_ENTRIES.is_power_of_two());
-const _: () = assert!(LANES_MAX as u32 * LANE_ENDING_BITS <= 32 && SESSIONS_MAX <= 256);
+const _: () = assert!(SEQS_MAX as u32 * SEQ_ENDING_BITS <= 32 && SESSIONS_MAX <= 256);
 const _: () = assert!(UNIT_BYTES == UNIT_ROWS * UNIT_ROW_BYTES);
 const _: () = assert!(TASK_BYTES == 64 + PARAM_BYTES);

@@ -4,7 +4,7 @@
 //! (`ring.rs: publish` on the host), the device acquires it (`ring.cuh: ring_poll`); completions run the other way.
 
 use crate::layout::wire_struct;
-use crate::limits::{LANES_MAX, STOP_TOKENS_MAX};
+use crate::limits::{SEQS_MAX, STOP_TOKENS_MAX};
 use crate::op::wire_enum;
 
 wire_enum! {
@@ -41,20 +41,20 @@ wire_struct! {
         pub flags: u32,
         /// Stop tokens in use.
         pub stop_len: u32,
-        /// Lanes of a decode command; 0 and 1: it runs `session` at `position`.
-        /// More: it is a batch (decision 022). `session`, `position` and `forced` are zero, each lane starts with the token at its
+        /// Sequences of a decode command; 0 and 1: it runs `session` at `position`.
+        /// More: it is a batch (decision 022). `session`, `position` and `forced` are zero, each sequence starts with the token at its
         /// position in its session's buffer, and `stop` holds for all.
-        pub lanes: u32,
+        pub seqs: u32,
         /// Address of the `amk_program`, for `load_program`.
         pub program: u64,
         /// A generated token among these ends the command.
         pub stop: [u32; STOP_TOKENS_MAX],
-        /// Sessions of the lanes, a byte each, lane 0 lowest.
-        pub lane_session: [u32; 2],
-        /// First position of each lane.
-        pub lane_position: [u32; LANES_MAX],
-        /// A bit a lane: what `FLAG_SAMPLE` is to a plain decode.
-        pub lane_sample: u32,
+        /// Sessions of the sequences, a byte each, sequence 0 lowest.
+        pub seq_session: [u32; 2],
+        /// First position of each sequence.
+        pub seq_position: [u32; SEQS_MAX],
+        /// A bit a sequence: what `FLAG_SAMPLE` is to a plain decode.
+        pub seq_sample: u32,
         /// Zero.
         pub reserved1: [u32; 2],
         /// Index of the entry plus one; written last.
@@ -78,10 +78,10 @@ wire_struct! {
         pub start_ns: u64,
         /// Device nanoseconds when it was done.
         pub end_ns: u64,
-        /// Of a batch: the `Ending` of each lane, `LANE_ENDING_BITS` each, lane 0 lowest.
+        /// Of a batch: the `Ending` of each sequence, `SEQ_ENDING_BITS` each, sequence 0 lowest.
         /// `ending` and `token` are then zero. A batch ends for all as soon as it does for one: `length` with fewer than the steps asked
-        /// for is a lane that could have gone on.
-        pub lane_endings: u32,
+        /// for is a sequence that could have gone on.
+        pub seq_endings: u32,
         /// Zero.
         pub reserved: [u32; 6],
         /// Index of the entry plus one; written last.

@@ -1,7 +1,7 @@
 //! The program as the device sees it: tasks, load stream, queues, slots, step state.
 
 use crate::layout::wire_struct;
-use crate::limits::{LANES_MAX, READS_MAX, STOP_TOKENS_MAX, WAITS_MAX, WRITES_MAX};
+use crate::limits::{READS_MAX, SEQS_MAX, STOP_TOKENS_MAX, WAITS_MAX, WRITES_MAX};
 use crate::op::wire_enum;
 
 wire_struct! {
@@ -166,14 +166,14 @@ wire_struct! {
         pub vocab: u32,
         /// Steps run since it was loaded; the poller keeps it, so that a program can be left and come back to.
         pub epoch: u32,
-        /// Lanes that the tables are laid out for, and activations and logits set aside; those of the kernel.
-        pub lanes: u32,
-        /// Bytes from a scratch slot of one lane to that of the next.
-        pub lane_bytes: u32,
-        /// Which run of each lane it is, of three, two bits a lane, lane 0 lowest: part of its tags. The poller keeps it, as it does `epoch`.
-        pub lane_runs: u32,
-        /// Lanes of the last command. The poller keeps it.
-        pub last_lanes: u32,
+        /// Sequences that the tables are laid out for, and activations and logits set aside; those of the kernel.
+        pub seqs: u32,
+        /// Bytes from a scratch slot of one sequence to that of the next.
+        pub seq_bytes: u32,
+        /// Which run of each sequence it is, of three, two bits a sequence, sequence 0 lowest: part of its tags. The poller keeps it, as it does `epoch`.
+        pub seq_runs: u32,
+        /// Sequences of the last command. The poller keeps it.
+        pub last_seqs: u32,
         /// Zero.
         pub reserved: [u32; 2],
     }
@@ -228,11 +228,11 @@ wire_struct! {
         pub epoch: u32,
         /// Input token.
         pub token: u32,
-        /// Of one sequence: position of the input token; keys 0..=position are attended to. Of a batch, `amk_lanes.position` says it.
+        /// Of one sequence: position of the input token; keys 0..=position are attended to. Of a batch, `amk_seqs.position` says it.
         pub position: u32,
         /// Session whose key/value cache is used.
         pub session: u32,
-        /// Row of the logits buffer; a lane's rows are `amk_program.logits_rows` behind those of the lane before it.
+        /// Row of the logits buffer; a sequence's rows are `amk_program.logits_rows` behind those of the sequence before it.
         pub logits_row: u32,
         /// Steps of the command that came before this one.
         pub index: u32,
@@ -256,20 +256,20 @@ wire_struct! {
 }
 
 wire_struct! {
-    /// The lanes of a command, in device memory right behind the `amk_step`; read by kernels of more than one lane, and released with it.
-    amk_lanes align(16) size(112)
-    pub struct LaneStates {
-        /// Input token of each lane in this step.
-        pub token: [u32; LANES_MAX],
-        /// Position of each lane in the first step; `amk_step.index` later in this one.
-        pub position: [u32; LANES_MAX],
-        /// Session of each lane.
-        pub session: [u32; LANES_MAX],
-        /// Lanes of the command; 1 for a plain decode.
-        pub lanes: u32,
-        /// A bit a lane: tokens are chosen by the session's `amk_sampling`.
+    /// The sequences of a command, in device memory right behind the `amk_step`; read by kernels of more than one sequence, and released with it.
+    amk_seqs align(16) size(112)
+    pub struct SeqStates {
+        /// Input token of each sequence in this step.
+        pub token: [u32; SEQS_MAX],
+        /// Position of each sequence in the first step; `amk_step.index` later in this one.
+        pub position: [u32; SEQS_MAX],
+        /// Session of each sequence.
+        pub session: [u32; SEQS_MAX],
+        /// Sequences of the command; 1 for a plain decode.
+        pub seqs: u32,
+        /// A bit a sequence: tokens are chosen by the session's `amk_sampling`.
         pub sample: u32,
-        /// Two bits a lane: which run of the lane this is, of three. A lane that did not run for some steps has old words whose epoch may look
+        /// Two bits a sequence: which run of the sequence this is, of three. A sequence that did not run for some steps has old words whose epoch may look
         /// like this one; the run, part of its tags, tells them.
         pub runs: u32,
         /// Zero.
@@ -362,8 +362,8 @@ wire_struct! {
         pub token: u32,
         /// What `amk_completion.ending` is to be.
         pub ending: u32,
-        /// What `amk_completion.lane_endings` is to be.
-        pub lane_endings: u32,
+        /// What `amk_completion.seq_endings` is to be.
+        pub seq_endings: u32,
         /// Workers that have switched program, ever.
         pub switched: u32,
         /// Workers that have left.

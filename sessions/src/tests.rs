@@ -467,7 +467,7 @@ fn a_faulty_session_is_faulted_alone() {
 /// bound, in turns of `next`.
 #[test]
 fn who_joins_makes_nobody_wait_longer() {
-    const LANES: usize = 8;
+    const SEQS: usize = 8;
     for (seed, alone) in [(1, 1), (2, 4), (3, 40)] {
         let mut random = Xoshiro256PlusPlus::seed_from_u64(seed);
         let mut scheduler = Scheduler::new(ALL);
@@ -484,7 +484,7 @@ fn who_joins_makes_nobody_wait_longer() {
             let mut turns = vec![first];
             let mut suits = |session: SessionId| session.place() >= alone;
             if suits(turns[0].session()) {
-                while turns.len() < LANES
+                while turns.len() < SEQS
                     && let Some(turn) = scheduler.join(4, &mut suits)
                 {
                     assert_eq!(turn.tokens(), 4);
@@ -494,7 +494,7 @@ fn who_joins_makes_nobody_wait_longer() {
                 let mut places: Vec<usize> = turns.iter().map(|t| t.session().place()).collect();
                 places.sort_unstable();
                 places.dedup();
-                assert_eq!(places.len(), turns.len(), "nobody is in two lanes");
+                assert_eq!(places.len(), turns.len(), "nobody is in two sequences");
             }
             for turn in turns {
                 let (session, place) = (turn.session(), turn.session().place());

@@ -35,12 +35,12 @@ pub(super) fn card_schema() -> Value {
     })
 }
 
-/// Lanes that kernels are compiled with.
+/// Sequences that kernels are compiled with.
 const WIDTHS: [u32; 4] = [1, 2, 4, 8];
 
 /// The most sequences at once that kernels are compiled for and that these places can fill.
 pub(crate) fn widest(places: usize) -> u32 {
-    let fits = |lanes: &u32| *lanes as usize <= places;
+    let fits = |seqs: &u32| *seqs as usize <= places;
     WIDTHS.into_iter().rev().find(fits).unwrap_or(1)
 }
 

@@ -10,7 +10,7 @@ use reference_vm::eval::Evaluator;
 use remote::Served;
 use search::{Handle, Timing, assess, draw_tokens};
 use serde_json::json;
-use vm_host::{Batch, KvPool, Lane, Request};
+use vm_host::{Batch, KvPool, Request, Sequence};
 
 use super::bench::accuracy_document;
 use super::bench::blocks::Blocks;
@@ -30,7 +30,7 @@ const WARMUP: usize = 4;
 /// Positions of each sequence that are compared with the graph: the first timed ones, and the last.
 const COMPARED: [usize; 6] = [0, 1, 2, 3, 30, 31];
 
-/// What a machine of so many lanes did.
+/// What a machine of so many sequences did.
 struct Measured {
     /// Microseconds of a step.
     us: Blocks,
@@ -91,7 +91,7 @@ pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
     Ok(if shown.holds() { Exit::Yes } else { Exit::No })
 }
 
-/// The gates that need no device: what the schedule lowers to is what the graph computes. That each lane's program is as good is proven when
+/// The gates that need no device: what the schedule lowers to is what the graph computes. That each sequence's program is as good is proven when
 /// it is loaded.
 fn judged(context: &Context, args: &BenchArgs, config: &ScheduleConfig) -> Result<(), Failure> {
     let working = Working::on(format!("judging the schedule for {}", context.graph().name));
@@ -122,7 +122,7 @@ fn no_gpu() -> Failure {
 /// Prompts of the sequences, each with the token that is run first behind it.
 fn prompts(args: &BenchArgs, vocab: u32, sequences: u32) -> Vec<Vec<u32>> {
     let length = args.context as usize + 1;
-    let seeds = (0..u64::from(sequences)).map(|lane| args.seed.wrapping_mul(8191) + lane);
+    let seeds = (0..u64::from(sequences)).map(|seq| args.seed.wrapping_mul(8191) + seq);
     seeds.map(|seed| draw_tokens(seed, vocab, length)).collect()
 }
 
@@ -142,7 +142,7 @@ fn measure(
     drop(gpu); // its memory is the next one's
 
     let mut gpu = open(context)?;
-    gpu.set_lanes(sequences);
+    gpu.set_seqs(sequences);
     let program = Arc::new(context.lowered(&config)?);
     let handle = gpu.prepare(&program, &config.kernel)?;
     gpu.serve(handle, sequences, KvPool::Full)?;
@@ -170,7 +170,7 @@ fn fill(gpu: &mut Gpu<'_>, handle: Handle, session: u32, prompt: &[u32]) -> Resu
     Ok(())
 }
 
-/// Each sequence by itself, on a kernel of one lane; the first is timed.
+/// Each sequence by itself, on a kernel of one sequence; the first is timed.
 fn one_by_one(
     gpu: &mut Gpu<'_>,
     handle: Handle,
@@ -192,17 +192,17 @@ fn one_by_one(
     Ok(Measured { us, tokens: tokens.collect::<Result<_, Failure>>()? })
 }
 
-fn lanes(prompts: &[Vec<u32>]) -> Vec<Lane> {
-    let lane = |(session, prompt): (u32, &Vec<u32>)| Lane {
+fn seqs(prompts: &[Vec<u32>]) -> Vec<Sequence> {
+    let seq = |(session, prompt): (u32, &Vec<u32>)| Sequence {
         session,
         position: prompt.len() as u32 - 1,
         token: prompt.last().copied().unwrap_or_default(),
         sampled: false,
     };
-    (0..).zip(prompts).map(lane).collect()
+    (0..).zip(prompts).map(seq).collect()
 }
 
-/// Each lane's logits against the graph's, fed with the same tokens; and its tokens against its logits.
+/// Each sequence's logits against the graph's, fed with the same tokens; and its tokens against its logits.
 fn compare(
     context: &Context,
     prompts: &[Vec<u32>],
@@ -245,16 +245,15 @@ fn at_once(
     prompts: &[Vec<u32>],
     compare: impl FnOnce(&[Vec<u32>], &Rows) -> Result<(Accuracy, bool), Failure>,
 ) -> Result<(Measured, (Accuracy, bool)), Failure> {
-    let lanes = lanes(prompts);
-    let batch =
-        |keep_logits| Batch { lanes: &lanes, generate: TIMED_TOKENS, stop: &[], keep_logits };
+    let seqs = seqs(prompts);
+    let batch = |keep_logits| Batch { seqs: &seqs, generate: TIMED_TOKENS, stop: &[], keep_logits };
     let first = gpu.batch(handle, &batch(true), &mut || false)?;
-    let logits = gpu.batch_logits(handle, lanes.len() as u32, first.steps)?;
-    let tokens: Vec<Vec<u32>> = first.lanes.into_iter().map(|lane| lane.tokens).collect();
+    let logits = gpu.batch_logits(handle, seqs.len() as u32, first.steps)?;
+    let tokens: Vec<Vec<u32>> = first.seqs.into_iter().map(|seq| seq.tokens).collect();
     let compared = compare(&tokens, &logits)?;
     let us = Blocks::time((WARMUP, ROUNDS), || {
         let done = gpu.batch(handle, &batch(false), &mut || false)?;
-        if done.lanes.iter().zip(&tokens).any(|(lane, tokens)| lane.tokens != *tokens) {
+        if done.seqs.iter().zip(&tokens).any(|(seq, tokens)| seq.tokens != *tokens) {
             let what = "a timed block gave other tokens than those that were compared";
             return Err(Failure::refused(what));
         }

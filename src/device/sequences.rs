@@ -12,12 +12,12 @@ use crate::report;
 
 impl Gpu<'_> {
     /// From the next program on kernels run so many sessions at once. No kernel is launched yet.
-    pub(crate) fn set_lanes(&mut self, lanes: u32) {
-        self.lanes = lanes;
+    pub(crate) fn set_seqs(&mut self, seqs: u32) {
+        self.seqs = seqs;
     }
 
-    pub(crate) fn lanes(&self) -> u32 {
-        self.lanes
+    pub(crate) fn seqs(&self) -> u32 {
+        self.seqs
     }
 
     /// The proof that sessions may share a program, where kernels run several.
@@ -25,12 +25,12 @@ impl Gpu<'_> {
         &self,
         program: &Verified<Program>,
     ) -> Result<Option<Together>, DeviceError> {
-        if self.lanes == 1 {
+        if self.seqs == 1 {
             return Ok(None);
         }
-        Together::new(program.clone(), self.lanes).map(Some).map_err(|violations| {
-            let lanes = self.lanes;
-            let reason = format!("the program cannot be shared by {lanes} sessions: {violations}");
+        Together::new(program.clone(), self.seqs).map(Some).map_err(|violations| {
+            let seqs = self.seqs;
+            let reason = format!("the program cannot be shared by {seqs} sessions: {violations}");
             DeviceError::Fault { reason }
         })
     }
@@ -46,16 +46,14 @@ impl Gpu<'_> {
         self.undone(handle, |running| running.run_together(batch, give_way))
     }
 
-    /// Logits of each lane of the last batch that kept them.
+    /// Logits of each sequence of the last batch that kept them.
     pub(crate) fn batch_logits(
         &mut self,
         handle: Handle,
-        lanes: u32,
+        seqs: u32,
         rows: u32,
     ) -> Result<Vec<Vec<Vec<f32>>>, Broken> {
-        self.undone(handle, |running| {
-            (0..lanes).map(|lane| running.lane_logits(lane, rows)).collect()
-        })
+        self.undone(handle, |running| (0..seqs).map(|seq| running.seq_logits(seq, rows)).collect())
     }
 
     /// Boots for so many sequences that draw their key/value caches from a pool, and launches the kernel with a program.

@@ -145,20 +145,20 @@ impl Engine for Scripted {
         Ok(Advanced { chosen, ran, stopped: false })
     }
 
-    fn lanes(&self) -> usize {
+    fn seqs(&self) -> usize {
         self.width.max(1)
     }
 
     fn together(
         &mut self,
-        lanes: &[(usize, u32)],
+        seqs: &[(usize, u32)],
         generate: u32,
         give_way: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Result<Advanced, String>>, Broken> {
-        assert!(lanes.len() > 1 && lanes.len() <= self.width, "{lanes:?}");
-        let places: Vec<usize> = lanes.iter().map(|(place, _)| *place).collect();
-        let mut texts: Vec<Vec<u32>> = lanes.iter().map(|(_, token)| vec![*token]).collect();
-        let mut broken = vec![None; lanes.len()];
+        assert!(seqs.len() > 1 && seqs.len() <= self.width, "{seqs:?}");
+        let places: Vec<usize> = seqs.iter().map(|(place, _)| *place).collect();
+        let mut texts: Vec<Vec<u32>> = seqs.iter().map(|(_, token)| vec![*token]).collect();
+        let mut broken = vec![None; seqs.len()];
         let mut ran = 0;
         while ran < generate as usize && broken.iter().all(Option::is_none) {
             for ((place, text), broken) in places.iter().zip(&mut texts).zip(&mut broken) {
@@ -179,11 +179,11 @@ impl Engine for Scripted {
             }
         }
         self.commands.lock().unwrap().push(places);
-        let lane = |(mut text, broken): (Vec<u32>, Option<String>)| match broken {
+        let seq = |(mut text, broken): (Vec<u32>, Option<String>)| match broken {
             Some(why) => Err(why),
             None => Ok(Advanced { chosen: text.split_off(1), ran, stopped: false }),
         };
-        Ok(texts.into_iter().zip(broken).map(lane).collect())
+        Ok(texts.into_iter().zip(broken).map(seq).collect())
     }
 }
 

@@ -47,7 +47,7 @@ const GRACE: Duration = Duration::from_secs(10);
 struct Lowered {
     config: ScheduleConfig,
     program: Arc<Verified<Program>>,
-    lanes: u32,
+    seqs: u32,
     source: ScheduleSource,
 }
 
@@ -62,7 +62,7 @@ pub(crate) struct Served {
     /// Positions of a sequence.
     capacity: u32,
     /// Sequences that one command decodes at once.
-    lanes: u32,
+    seqs: u32,
     eos: Vec<u32>,
     tokenizer: Option<Arc<Tokenizer>>,
     admission: Admission,
@@ -127,8 +127,8 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         }
     };
     args.prefill.check(gpu.is_some())?;
-    if gpu.is_none() && args.lanes.is_some_and(|lanes| lanes > 1) {
-        let message = "--lanes is for --device cuda: on the CPU sequences take turns; leave it out";
+    if gpu.is_none() && args.seqs.is_some_and(|seqs| seqs > 1) {
+        let message = "--batch is for --device cuda: on the CPU sequences take turns; leave it out";
         return Err(Failure::usage(message));
     }
     let kv_pool = kv_pool(args, device)?;
@@ -142,7 +142,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         "eval" => None,
         _ => Some(lowered(&context, args, places, gpu.is_some())?),
     };
-    let lanes = lowered.as_ref().map_or(1, |lowered| lowered.lanes);
+    let seqs = lowered.as_ref().map_or(1, |lowered| lowered.seqs);
     let every = Duration::from_secs(u64::from(args.metrics_every));
     let file = args.metrics_file.clone().map(|path| MetricsFile { path, every });
     let observer = Observer::start(&context, ("serve", device), places as u32, file)?;
@@ -155,7 +155,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let engine: Box<dyn Engine + '_> = match (gpu, &lowered) {
         (Some(mut gpu), Some(Lowered { config, program, .. })) => {
             gpu.set_prefill(args.prefill.prefill)?;
-            gpu.set_lanes(lanes);
+            gpu.set_seqs(seqs);
             let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
                 .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))?;
             Box::new(Megakernel::new(gpu, handle, places))
@@ -165,7 +165,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     };
     let (jobs, inbox) = mpsc::channel();
     let schedule = lowered.as_ref().map(|lowered| lowered.source.clone());
-    let served = Arc::new(serving(&context, args, (device, lanes, schedule), jobs)?);
+    let served = Arc::new(serving(&context, args, (device, seqs, schedule), jobs)?);
     let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));
     std::thread::scope(|scope| {
         // Dropped when this thread is done with the model, however it ends.
@@ -207,17 +207,17 @@ fn lowered(
 ) -> Result<Lowered, Failure> {
     let Chosen { config, source } =
         choose(context, &args.config, context.kv_capacity, Auto::Fastest)?;
-    let lower = |lanes: u32| {
-        let config = match (&args.config.config, lanes) {
+    let lower = |seqs: u32| {
+        let config = match (&args.config.config, seqs) {
             (Some(_), _) | (None, 1) => config,
-            (None, lanes) => spread(config, context.graph(), &context.target, lanes),
+            (None, seqs) => spread(config, context.graph(), &context.target, seqs),
         };
         let program = Arc::new(context.lowered(&config)?);
         let source = source.clone();
-        Ok::<_, Failure>(Lowered { config, program, lanes, source })
+        Ok::<_, Failure>(Lowered { config, program, seqs, source })
     };
-    match args.lanes {
-        Some(lanes) => return lower(lanes),
+    match args.seqs {
+        Some(seqs) => return lower(seqs),
         None if !on_gpu => return lower(1),
         None => {}
     }
@@ -233,18 +233,18 @@ fn lowered(
 
 /// Whether several sequences can share a program in one command, or why they cannot.
 fn shared(lowered: &Lowered) -> Result<(), String> {
-    let Lowered { program, lanes, .. } = lowered;
-    if *lanes == 1 {
+    let Lowered { program, seqs, .. } = lowered;
+    if *seqs == 1 {
         return Ok(());
     }
-    let proven = Together::new(Verified::clone(program), *lanes);
+    let proven = Together::new(Verified::clone(program), *seqs);
     proven.map(|_| ()).map_err(|violations| violations.to_string())
 }
 
 fn serving(
     context: &Context,
     args: &ServeArgs,
-    (device, lanes, schedule): (&'static str, u32, Option<ScheduleSource>),
+    (device, seqs, schedule): (&'static str, u32, Option<ScheduleSource>),
     jobs: mpsc::Sender<Job>,
 ) -> Result<Served, Failure> {
     let graph = context.graph();
@@ -255,7 +255,7 @@ fn serving(
         fingerprint: format!("amk-{}-{device}", env!("CARGO_PKG_VERSION")),
         vocab: graph.vocab,
         capacity: context.kv_capacity,
-        lanes,
+        seqs,
         eos: graph.eos.clone(),
         tokenizer: context.model.tokenizer()?.map(Arc::new),
         admission: Admission::new(args.queue),
@@ -345,7 +345,7 @@ fn announce(
         // Where tokens are chosen, unless a request asks for probabilities.
         "sampling": if served.device == "cuda" { "device" } else { "host" },
         "kv_capacity": served.capacity,
-        "lanes": served.lanes,
+        "sequences": served.seqs,
         "schedule_source": served.schedule,
         "tokenizer": served.tokenizer.is_some(),
         "metrics": metrics.map(|addr| format!("http://{addr}/metrics")),

@@ -28,7 +28,7 @@ impl Running {
 impl Desk<'_> {
     /// The turn, and those of the sessions that can be run beside it: of all that only decode, those whose turns would be next.
     pub(super) fn joined(&mut self, turn: Turn) -> Vec<Turn> {
-        let (lanes, slice) = (self.engine.lanes(), self.engine.prompt_slice());
+        let (seqs, slice) = (self.engine.seqs(), self.engine.prompt_slice());
         let running = &self.running;
         let mut suits =
             |session: SessionId| running.get(&session).and_then(Running::decodes).is_some();
@@ -36,7 +36,7 @@ impl Desk<'_> {
         if !suits(turns[0].session()) {
             return turns;
         }
-        while turns.len() < lanes
+        while turns.len() < seqs
             && let Some(turn) = self.scheduler.join(slice, &mut suits)
         {
             turns.push(turn);
@@ -58,26 +58,25 @@ impl Desk<'_> {
             let running = self.running.get(&turn.session())?;
             Some((turn.session().place(), running.decodes()?, running))
         };
-        let lanes: Option<Vec<(usize, u32, &Running)>> = turns.iter().map(held).collect();
-        let Some(lanes) = lanes else {
+        let seqs: Option<Vec<(usize, u32, &Running)>> = turns.iter().map(held).collect();
+        let Some(seqs) = seqs else {
             // A client has gone since it was chosen.
             return turns.into_iter().for_each(|turn| self.turn(turn));
         };
         let allowed = |((_, _, running), turn): (&(usize, u32, &Running), &Turn)| {
             running.allowed(turn.tokens())
         };
-        let generate = lanes.iter().zip(&turns).map(allowed).min().unwrap_or(1).max(1);
-        for (place, _, running) in &lanes {
+        let generate = seqs.iter().zip(&turns).map(allowed).min().unwrap_or(1).max(1);
+        for (place, _, running) in &seqs {
             self.said.begin(*place, running.sequence.fed, generate);
         }
-        let admitted = &lanes[0].2.admitted;
+        let admitted = &seqs[0].2.admitted;
         let before = free(admitted);
         let mut give_way = || {
-            let gone = lanes.iter().any(|(_, _, running)| running.to.is_closed());
+            let gone = seqs.iter().any(|(_, _, running)| running.to.is_closed());
             gone || free(admitted) < before
         };
-        let fed: Vec<(usize, u32)> =
-            lanes.iter().map(|&(place, token, _)| (place, token)).collect();
+        let fed: Vec<(usize, u32)> = seqs.iter().map(|&(place, token, _)| (place, token)).collect();
         let began = Instant::now();
         let done = self.engine.together(&fed, generate as u32, &mut give_way);
         let took = began.elapsed();
@@ -92,10 +91,10 @@ impl Desk<'_> {
             };
             let outcome = outcomes.next().unwrap_or_else(|| Err(Broken::All("no answer".into())));
             let (ran, chosen, finish) = match outcome {
-                Ok(lane) => {
-                    let (ran, chosen) = (lane.ran, lane.chosen.len() as u64);
+                Ok(seq) => {
+                    let (ran, chosen) = (seq.ran, seq.chosen.len() as u64);
                     let mut tell = |id, logprobs| say(&running.to, id, logprobs);
-                    (ran, chosen, Ok(running.sequence.took(lane, &mut tell)))
+                    (ran, chosen, Ok(running.sequence.took(seq, &mut tell)))
                 }
                 Err(broken) => (0, 0, Err(broken)),
             };
@@ -105,16 +104,16 @@ impl Desk<'_> {
     }
 }
 
-/// What came of each lane. If every sequence is lost the last lane says so: by then no other turn is out.
+/// What came of each sequence. If every sequence is lost the last sequence says so: by then no other turn is out.
 fn outcomes(
     done: Result<Vec<Result<Advanced, String>>, Broken>,
-    lanes: usize,
+    seqs: usize,
 ) -> Vec<Result<Advanced, Broken>> {
     match done {
-        Ok(lanes) => lanes.into_iter().map(|lane| lane.map_err(Broken::Sequence)).collect(),
+        Ok(seqs) => seqs.into_iter().map(|seq| seq.map_err(Broken::Sequence)).collect(),
         Err(broken) => {
             let (Broken::Sequence(why) | Broken::All(why)) = &broken;
-            let mut all = vec![Err(Broken::Sequence(why.clone())); lanes.saturating_sub(1)];
+            let mut all = vec![Err(Broken::Sequence(why.clone())); seqs.saturating_sub(1)];
             all.push(Err(broken));
             all
         }

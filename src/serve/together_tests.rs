@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Runs these prompts on an engine of so many lanes. Gives what each request heard, and the places of each command.
+/// Runs these prompts on an engine of so many sequences. Gives what each request heard, and the places of each command.
 #[expect(clippy::type_complexity, reason = "one use")]
 fn served(
     prompts: &[Vec<u32>],
@@ -45,11 +45,11 @@ fn sequences_that_decode_are_run_at_once_and_say_what_they_say_alone() {
             let mut seen = places.clone();
             seen.sort_unstable();
             seen.dedup();
-            assert_eq!(seen.len(), places.len(), "nobody is in two lanes: {places:?}");
+            assert_eq!(seen.len(), places.len(), "nobody is in two sequences: {places:?}");
         }
         let mut sizes = vec![0; width + 1];
         commands.iter().for_each(|places| sizes[places.len()] += 1);
-        assert!(full >= 10, "commands of 0, 1, .. lanes: {sizes:?}");
+        assert!(full >= 10, "commands of 0, 1, .. sequences: {sizes:?}");
     }
 }
 
@@ -76,7 +76,7 @@ fn batches_are_on_the_page() {
     let mut seen = telemetry::Page::boxed();
     page.reader().read(&mut seen).unwrap();
     let commands = commands.lock().unwrap();
-    let batches: Vec<usize> = commands.iter().map(Vec::len).filter(|lanes| *lanes > 1).collect();
+    let batches: Vec<usize> = commands.iter().map(Vec::len).filter(|seqs| *seqs > 1).collect();
     assert!(batches.len() > 2, "{commands:?}");
     assert_eq!(seen.head.batches, batches.len() as u64);
     assert_eq!(seen.head.batched, batches.iter().sum::<usize>() as u64);

@@ -214,7 +214,7 @@ fn ring(sheet: &mut Sheet, view: &View<'_>) {
     }
     if head.kv_pages > 0 {
         let batches = match head.batched.checked_div(head.batches) {
-            Some(lanes) => format!("; {} batches of {lanes}", short(head.batches as f64)),
+            Some(seqs) => format!("; {} batches of {seqs}", short(head.batches as f64)),
             None => String::new(),
         };
         let (all, held, promised) = (head.kv_pages, head.kv_held, head.kv_promised);

@@ -2,7 +2,7 @@
 
     batches.py AMK MODEL LANES [SERVE_ARGUMENT...]
 
-With --lanes 8 the requests share passes over the weights, and with a small --kv-pool some wait for pages. Every third request draws its tokens.
+With --batch 8 the requests share passes over the weights, and with a small --kv-pool some wait for pages. Every third request draws its tokens.
 Prints the times as JSON; exits with 1 if an answer differs. The standard library only: the machine with the GPU has no network.
 """
 
@@ -17,9 +17,9 @@ import urllib.request
 REQUESTS, NEW_TOKENS = 12, 200
 
 
-def start(amk, model, lanes, more):
+def start(amk, model, sequences, more):
     """The server's process and URL: it prints a document once it answers."""
-    command = [amk, "serve", "--model", model, "--device", "cuda", "--addr", "127.0.0.1:0", "--kv-capacity", "512", "--lanes", lanes, *more]
+    command = [amk, "serve", "--model", model, "--device", "cuda", "--addr", "127.0.0.1:0", "--kv-capacity", "512", "--batch", sequences, *more]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     document = ""
     for line in server.stdout:
@@ -66,8 +66,8 @@ def run(url, model, at_once):
 
 
 def main():
-    amk, model, lanes, *more = sys.argv[1:]
-    server, url = start(amk, model, lanes, more)
+    amk, model, sequences, *more = sys.argv[1:]
+    server, url = start(amk, model, sequences, more)
     try:
         run(url, model, True)  # warm: pages and caches have been used before, in another order
         alone, alone_s = run(url, model, False)
@@ -77,7 +77,7 @@ def main():
         code = server.wait(30)
     differ = [index for index in range(REQUESTS) if alone[index] != at_once[index] or alone[index] is None]
     tokens = sum(answer[1] for answer in at_once if answer)
-    print(json.dumps({"model": model, "lanes": int(lanes), "arguments": more, "tokens": tokens, "alone_tokens_per_s": round(tokens / alone_s), "at_once_tokens_per_s": round(tokens / at_once_s), "differ": differ, "exit": code}))
+    print(json.dumps({"model": model, "sequences": int(sequences), "arguments": more, "tokens": tokens, "alone_tokens_per_s": round(tokens / alone_s), "at_once_tokens_per_s": round(tokens / at_once_s), "differ": differ, "exit": code}))
     return 1 if differ or code not in (0, 130) else 0
 
 

@@ -1,8 +1,8 @@
-//! Programs that sessions share: each lane is a program like any other, and gives the bits that the session would get alone.
+//! Programs that sessions share: each sequence is a program like any other, and gives the bits that the session would get alone.
 
 use abi::{Epilogue, MatvecParams, Opcode, Prologue};
 use ir::Rule;
-use ir::program::{Program, Together, Verified, check, check_lanes, verify};
+use ir::program::{Program, Together, Verified, check, check_seqs, verify};
 use reference_vm::Order;
 use tests::build::build;
 use tests::rng::Rng;
@@ -10,7 +10,7 @@ use tests::toy::{SeededWeights, graph, in_bf16};
 
 use crate::generate::{lowered, plan, run, shape};
 
-const LANES: u32 = abi::LANES_MAX as u32;
+const SEQS: u32 = abi::SEQS_MAX as u32;
 
 /// A program for a schedule drawn at random, or one that is built without `lower`.
 fn drawn(seed: u64) -> (ir::Graph, Program) {
@@ -29,39 +29,39 @@ fn verified(program: Program, seed: u64) -> Verified<Program> {
 
 /// In any order of its tasks, too.
 #[test]
-fn every_lane_gives_the_bits_of_a_session_alone() {
-    let (mut lanes, mut others) = (0, 0);
+fn every_sequence_gives_the_bits_of_a_session_alone() {
+    let (mut seqs, mut others) = (0, 0);
     for seed in 0..60 {
         let (graph, program) = drawn(seed);
         let weights = SeededWeights::new(&graph, seed);
         let plain = verified(program, seed);
         let alone = run(&plain, &graph, &weights, Order::Queue).expect("it runs");
-        let together = Together::new(plain.clone(), LANES)
+        let together = Together::new(plain.clone(), SEQS)
             .unwrap_or_else(|violations| panic!("seed {seed}\n{violations}"));
-        assert_eq!(together.lane(0).as_ref(), Some(&plain));
-        assert_eq!(together.lane(LANES), None);
-        for lane in 1..4 {
-            let mine = together.lane(lane).expect("a lane");
+        assert_eq!(together.seq(0).as_ref(), Some(&plain));
+        assert_eq!(together.seq(SEQS), None);
+        for seq in 1..4 {
+            let mine = together.seq(seq).expect("a sequence");
             check(&mine)
-                .unwrap_or_else(|violations| panic!("seed {seed}, lane {lane}\n{violations}"));
-            let order = [Order::Reverse, Order::Waves, Order::Seeded(seed)][lane as usize - 1];
+                .unwrap_or_else(|violations| panic!("seed {seed}, sequence {seq}\n{violations}"));
+            let order = [Order::Reverse, Order::Waves, Order::Seeded(seed)][seq as usize - 1];
             let bits = run(&mine, &graph, &weights, order);
-            assert_eq!(bits.as_ref(), Ok(&alone), "seed {seed}, lane {lane}");
-            lanes += 1;
+            assert_eq!(bits.as_ref(), Ok(&alone), "seed {seed}, sequence {seq}");
+            seqs += 1;
             others += u32::from(mine != plain);
         }
     }
-    println!("{lanes} lanes, {others} of them with splits on other workers");
-    assert!(others >= 30, "{others} of {lanes}");
+    println!("{seqs} sequences, {others} of them with splits on other workers");
+    assert!(others >= 30, "{others} of {seqs}");
 }
 
 #[test]
-fn lanes_are_as_many_as_a_command_has() {
+fn sequences_are_as_many_as_a_command_has() {
     let (_, program) = drawn(0);
     let plain = verified(program, 0);
-    for (lanes, good) in [(0, false), (1, true), (LANES, true), (LANES + 1, false)] {
-        let together = Together::new(plain.clone(), lanes);
-        assert_eq!(together.is_ok(), good, "{lanes}");
+    for (seqs, good) in [(0, false), (1, true), (SEQS, true), (SEQS + 1, false)] {
+        let together = Together::new(plain.clone(), seqs);
+        assert_eq!(together.is_ok(), good, "{seqs}");
         if let Err(found) = together {
             assert_eq!(found.list()[0].rule, Rule::PLimit);
         }
@@ -92,14 +92,14 @@ fn edited(merge: &str, edit: impl Fn(&mut MatvecParams) -> bool) -> Program {
 }
 
 #[test]
-fn what_the_lanes_would_read_wrong_is_refused() {
+fn what_the_sequences_would_read_wrong_is_refused() {
     for merge in ["o_proj", "separate"] {
-        check_lanes(&edited(merge, |_| true), LANES).unwrap_or_else(|e| panic!("{merge}: {e}"));
+        check_seqs(&edited(merge, |_| true), SEQS).unwrap_or_else(|e| panic!("{merge}: {e}"));
     }
     let refused = |program: &Program, says: &str| {
-        let found = check_lanes(program, LANES).expect_err(says).to_string();
+        let found = check_seqs(program, SEQS).expect_err(says).to_string();
         assert!(found.contains(says), "{found} does not say {says:?}");
-        assert!(check_lanes(program, 1).is_ok());
+        assert!(check_seqs(program, 1).is_ok());
     };
     // Values, taken for halves; halves, taken for values; halves written where others write values.
     let copies = |from: Prologue| {

@@ -3,7 +3,7 @@
 
 // Runs the staged task. The caller has waited for its counters.
 __device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, Cursor& c) {
-#if AMK_LANES > 1
+#if AMK_SEQS > 1
   // What an op works out from these is not to be kept from task to task: there are no registers for that.
   uint32_t shared = shared_address(w.shared), x = shared_address(w.x), ring = shared_address(w.ring);
   asm volatile("" : "+r"(w.thread), "+r"(shared), "+r"(x), "+r"(ring));
@@ -17,8 +17,8 @@ __device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, Cursor
     op_embed(w, st);
     break;
   case AMK_OP_MATVEC:
-#if AMK_LANES > 1
-    op_matvec_lanes(w, st, c);
+#if AMK_SEQS > 1
+    op_matvec_batch(w, st, c);
 #else
     op_matvec(w, st, c);
 #endif
@@ -30,8 +30,8 @@ __device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, Cursor
     op_attention_merge(w, st);
     break;
   case AMK_OP_SAMPLE:
-#if AMK_LANES > 1
-    op_sample_lanes(w, st);
+#if AMK_SEQS > 1
+    op_sample_batch(w, st);
 #else
     op_sample(w, st);
 #endif

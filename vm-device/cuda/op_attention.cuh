@@ -45,16 +45,16 @@ __device__ __forceinline__ uint32_t cache_pair(float low, float high) {
   return half_pair(fminf(fmaxf(low, -65504.f), 65504.f), fminf(fmaxf(high, -65504.f), 65504.f));
 }
 
-// The split of a head that a task works on, in this lane.
-__device__ __forceinline__ uint32_t task_split(Worker const& w, amk_attention_params const& p) { return lane_split(p.split, p.splits, lane_of(w)); }
+// The split of a head that a task works on, for this sequence.
+__device__ __forceinline__ uint32_t task_split(Worker const& w, amk_attention_params const& p) { return seq_split(p.split, p.splits, seq_of(w)); }
 
 // The number of the step's own key, and its page.
-__device__ __forceinline__ uint32_t fresh_paged(Worker const& w) { return paged_key(lane_session(w), w.shared->launch->page_stride, lane_position(w)); }
+__device__ __forceinline__ uint32_t fresh_paged(Worker const& w) { return paged_key(seq_session(w), w.shared->launch->page_stride, seq_position(w)); }
 __device__ __forceinline__ uint32_t fresh_page(Worker const& w) { return page_ask(w.shared->launch->pages, fresh_paged(w)); }
 // Where its row is in the cache of this task's head; that of the value is `fresh_values` further on.
 __device__ __forceinline__ uint32_t fresh_values(amk_attention_params const& p) { return p.kv_heads * PAGE_KEYS * ROW_BYTES; }
 __device__ __forceinline__ char* fresh_row(Worker const& w, ResolvedSlot const& kv, amk_attention_params const& p, uint32_t page) {
-  return (char*)kv.address + paged_row(page, fresh_values(p), lane_position(w)) + p.kv_head * (PAGE_KEYS * ROW_BYTES);
+  return (char*)kv.address + paged_row(page, fresh_values(p), seq_position(w)) + p.kv_head * (PAGE_KEYS * ROW_BYTES);
 }
 
 // 16 keys in registers: lane / 4 is the key of each 8 of them, lane % 4 the part of a block.
@@ -160,7 +160,7 @@ struct HeadsAsked {
 };
 __device__ __forceinline__ HeadsAsked heads_ask(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, bool newest) {
   HeadsAsked a;
-  uint32_t const lane = w.thread % 32, part = lane % HEAD_LANES, heads = p.kv_heads * p.group, position = lane_position(w);
+  uint32_t const lane = w.thread % 32, part = lane % HEAD_LANES, heads = p.kv_heads * p.group, position = seq_position(w);
   float const* angles = (float const*)st.slot[3].address + (size_t)position * AMK_HEAD_DIM + part * 8;
   a.shapes.angles[0] = load_constant(angles), a.shapes.angles[1] = load_constant(angles + 4);
 #pragma unroll
@@ -411,7 +411,7 @@ __device__ __forceinline__ void tile_take(Worker const& w, Cursor& c, KeyWalk& w
 // One warp: queries g0.. of the group over its tiles of the keys, the last of which is the step's if `owns`. The keys of the first tile are in
 // registers before the queries are there. Stages are passed as far as they must be before the warps meet.
 __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t g0, KeyWalk& walk, bool owns) {
-  uint32_t const position = lane_position(w), count = walk.count, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS;
+  uint32_t const position = seq_position(w), count = walk.count, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS;
   uint32_t const mine = w.thread / 32 * TILE_KEYS; // this warp's tiles begin here in every two blocks
   bool const newest = owns && newest_tile % (2 * BLOCK_KEYS) == mine;
   Running r;
@@ -462,9 +462,9 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
   warp_finish(w, r);
 }
 
-// A lane's keys of this task's split, of which there are some.
+// A sequence's keys of this task's split, of which there are some.
 __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t keys, uint32_t active) {
-  uint32_t const first = lane_position(w) + 1 - keys;
+  uint32_t const first = seq_position(w) + 1 - keys;
   uint32_t const start = split_start(keys, p.kv_block, active, task_split(w, p)), end = split_start(keys, p.kv_block, active, task_split(w, p) + 1);
   uint32_t const count = end - start, last = count % BLOCK_KEYS, of_block = stages_of_block(BLOCK_KEYS, w.stage_bytes);
   uint32_t const stages = count / BLOCK_KEYS * of_block + (last != 0 ? stages_of_block(last, w.stage_bytes) : 0);
@@ -483,7 +483,7 @@ __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& 
   }
 }
 
-#if AMK_LANES > 1
+#if AMK_SEQS > 1
 // A split without keys, at the begin of a command: words that are of no step, as what is poisoned. Splits gain keys while a command runs and
 // lose none, so its later steps have nothing to say.
 __device__ __forceinline__ void write_never(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
@@ -494,30 +494,30 @@ __device__ __forceinline__ void write_never(Worker const& w, StagedTask const& s
   }
 }
 
-// Lane after lane, in the order in which the loader brings their keys. The splits of a head change places from lane to lane (lane_split), so that short
+// Sequence after sequence, in the order in which the loader brings their keys. The splits of a head change places from sequence to sequence (seq_split), so that short
 // sequences do not queue up on the workers of the first.
 __device__ __forceinline__ void op_attention(Worker& w, StagedTask const& st, Cursor& c) {
   amk_attention_params const& p = *(amk_attention_params const*)st.task.params; // read again where it is used
   consumers_sync(); // the scratch may hold sums of the matvec in front
-  w.lane = first_lane(p.split, p.splits, lanes_running(w));
+  w.seq = first_seq(p.split, p.splits, seqs_running(w));
 #pragma unroll 1
-  for (uint32_t turn = 0; turn < lanes_running(w); ++turn) {
-    uint32_t const keys = attended(lane_position(w), p.window), active = active_splits(keys, p.kv_block, p.splits);
+  for (uint32_t turn = 0; turn < seqs_running(w); ++turn) {
+    uint32_t const keys = attended(seq_position(w), p.window), active = active_splits(keys, p.kv_block, p.splits);
     if (task_split(w, p) < active) {
       attend_split(w, st, p, c, keys, active);
       consumers_sync(); // the scratch is about to be overwritten
     } else if (w.shared->step.index == 0) {
       write_never(w, st, p);
     }
-    w.lane = w.lane + 1 == lanes_running(w) ? 0 : w.lane + 1;
+    w.seq = w.seq + 1 == seqs_running(w) ? 0 : w.seq + 1;
   }
-  w.lane = 0;
+  w.seq = 0;
   task_barrier(w);
 }
 #else
 __device__ __forceinline__ void op_attention(Worker& w, StagedTask const& st, Cursor& c) {
   amk_attention_params const p = *(amk_attention_params const*)st.task.params;
-  uint32_t const keys = attended(lane_position(w), p.window), active = active_splits(keys, p.kv_block, p.splits);
+  uint32_t const keys = attended(seq_position(w), p.window), active = active_splits(keys, p.kv_block, p.splits);
   if (p.split >= active) {
     write_nothing(w, st, p);
   } else {

@@ -58,7 +58,7 @@ __device__ __forceinline__ void merge_heads(Worker const& w, StagedTask const& s
   constexpr uint32_t QUADS = AMK_HEAD_DIM / 4, SHARES = CONSUMERS / QUADS;
   uint32_t const t = threadIdx.x, quad = t % QUADS, share = t / QUADS;
   Words const in = slot_words(w, st.slot[0]), out = slot_words(w, st.slot[AMK_READS_MAX]);
-  uint32_t const active = active_splits(attended(lane_position(w), p.window), p.kv_block, p.splits);
+  uint32_t const active = active_splits(attended(seq_position(w), p.window), p.kv_block, p.splits);
   Merged* sums = (Merged*)w.x;
   tape_staged(w);
 #pragma unroll 1
@@ -102,7 +102,7 @@ __device__ __forceinline__ void merge_heads(Worker const& w, StagedTask const& s
 
 __device__ __forceinline__ void op_attention_merge(Worker& w, StagedTask const& st) {
   amk_attention_merge_params const p = *(amk_attention_merge_params const*)st.task.params;
-  for_lanes(w, [&] { merge_heads(w, st, p); });
+  for_seqs(w, [&] { merge_heads(w, st, p); });
   tape_multiplied(w);
   task_barrier(w);
 }

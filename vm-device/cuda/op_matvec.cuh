@@ -228,7 +228,7 @@ __device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& 
   Words const words = slot_words(w, in);
   uint32_t skip = 0;
   if (p.prologue == AMK_PROLOGUE_MERGE) {
-    uint32_t const active = active_splits(attended(lane_position(w), p.window), p.kv_block, p.splits);
+    uint32_t const active = active_splits(attended(seq_position(w), p.window), p.kv_block, p.splits);
     if (active > 1) {
       stage_merged(w, words, p, active);
       return 0.f;

@@ -40,9 +40,9 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bo
 // All threads: the tokens of the sequence up to this step's into the session's set. Those of steps that were not sampled, or not run here,
 // are in the host's buffer. Where a sequence begins anew the set is emptied.
 __device__ __forceinline__ void see_tokens(Worker const& w, amk_sampling const& settings, amk_sampling* session) {
-  uint32_t const vocab = w.shared->program.vocab, position = lane_position(w);
+  uint32_t const vocab = w.shared->program.vocab, position = seq_position(w);
   uint32_t* seen = (uint32_t*)settings.seen;
-  uint32_t const* tokens = session_tokens(*w.shared->launch, lane_session(w));
+  uint32_t const* tokens = session_tokens(*w.shared->launch, seq_session(w));
   bool const anew = position < settings.upto;
   uint32_t const from = anew ? 0 : settings.upto;
   if (from == 0) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void see_tokens(Worker const& w, amk_sampling const& 
     consumers_sync();
   }
   for (uint32_t i = from + w.thread; i <= position; i += CONSUMERS) {
-    uint32_t const token = i == position ? lane_token(w) : host_load(tokens + i);
+    uint32_t const token = i == position ? seq_token(w) : host_load(tokens + i);
     if (token < vocab) {
       set_bits(seen + token / 32, 1u << token % 32);
     }
@@ -75,8 +75,8 @@ __device__ __forceinline__ uint32_t first_number(uint32_t go) { return go * 16; 
 __device__ __forceinline__ void choice_wake(Worker const& w) {
   amk_step* step = (amk_step*)w.shared->launch->step;
   w.shared->step.go += 1;
-#if AMK_LANES > 1
-  store_relaxed(&step->session, lane_session(w)); // whose settings they are to load
+#if AMK_SEQS > 1
+  store_relaxed(&step->session, seq_session(w)); // whose settings they are to load
 #endif
   store_relaxed(&step->action, AMK_ACTION_CHOOSE);
   word_publish(&step->go, w.shared->step.go);
@@ -87,7 +87,7 @@ __device__ __forceinline__ void choice_wake(Worker const& w) {
 __device__ __forceinline__ uint32_t sampled_token(Worker const& w, Best highest) {
   amk_launch const& l = *w.shared->launch;
   Draw& d = *(Draw*)&w.shared->part;
-  amk_sampling* session = (amk_sampling*)l.sampling + lane_session(w);
+  amk_sampling* session = (amk_sampling*)l.sampling + seq_session(w);
   settings_load(w, d, session);
   if (d.settings.penalty != 1.f) {
     see_tokens(w, d.settings, session);
@@ -95,7 +95,7 @@ __device__ __forceinline__ uint32_t sampled_token(Worker const& w, Best highest)
   uint32_t const vocab = w.shared->program.vocab;
   Choice* const choice = choice_of(l);
   Asker a = {choice, w.shared->index, l.workers - 1, first_number(w.shared->step.go + 1), load_relaxed(&choice->done), false};
-  uint32_t const token = sample_row(w, d, a, (float const*)d.settings.logits + (size_t)lane_logits_row(w) * vocab, highest, vocab, lane_position(w) + 1);
+  uint32_t const token = sample_row(w, d, a, (float const*)d.settings.logits + (size_t)seq_logits_row(w) * vocab, highest, vocab, seq_position(w) + 1);
   if (w.thread == 0) {
     store_relaxed(&((amk_step*)l.step)->action, AMK_ACTION_STEP); // of what the others are sent to next
   }

@@ -15,7 +15,7 @@ struct Poller {
   bool landing; // weights may still be on their way
 };
 
-__device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, uint32_t steps, uint32_t token, uint32_t ending, uint32_t lane_endings, uint64_t start) {
+__device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, uint32_t steps, uint32_t token, uint32_t ending, uint32_t seq_endings, uint64_t start) {
   amk_launch const& l = *p.worker->shared->launch;
   amk_completion* c = (amk_completion*)l.completions + (p.head & (AMK_RING_ENTRIES - 1));
   uint64_t const end = now_ns();
@@ -23,8 +23,8 @@ __device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, u
   host_store(&c->steps, steps);
   host_store(&c->token, token);
   host_store(&c->ending, ending);
-#if AMK_LANES > 1
-  host_store(&c->lane_endings, lane_endings);
+#if AMK_SEQS > 1
+  host_store(&c->seq_endings, seq_endings);
 #endif
   host_store((uint32_t*)&c->start_ns, (uint32_t)start);
   host_store((uint32_t*)&c->start_ns + 1, (uint32_t)(start >> 32));
@@ -128,30 +128,30 @@ __device__ __forceinline__ bool has_page(amk_launch const& l, uint32_t session, 
   return page != 0 && page < l.page_count;
 }
 
-#if AMK_LANES > 1
-// Lanes that did not run in the command before begin another run: what they left may be of any epoch, so its tags could be this one's.
+#if AMK_SEQS > 1
+// Sequences that did not run in the command before begin another run: what they left may be of any epoch, so its tags could be this one's.
 // Three runs in turn, since what is poisoned has the fourth.
-__device__ __forceinline__ void begin_runs(Poller& p, amk_lanes* to, uint32_t lanes) {
+__device__ __forceinline__ void begin_runs(Poller& p, amk_seqs* to, uint32_t seqs) {
   amk_program* const program = (amk_program*)p.program;
-  uint32_t runs = load_relaxed(&program->lane_runs);
+  uint32_t runs = load_relaxed(&program->seq_runs);
 #pragma unroll 1
-  for (uint32_t lane = load_relaxed(&program->last_lanes); lane < lanes; ++lane) {
-    uint32_t const run = runs >> 2 * lane & 3;
-    runs += run == 2 ? 0u - (2u << 2 * lane) : 1u << 2 * lane;
+  for (uint32_t seq = load_relaxed(&program->last_seqs); seq < seqs; ++seq) {
+    uint32_t const run = runs >> 2 * seq & 3;
+    runs += run == 2 ? 0u - (2u << 2 * seq) : 1u << 2 * seq;
   }
   store_relaxed(&to->runs, runs);
-  store_relaxed(&program->lane_runs, runs);
-  store_relaxed(&program->last_lanes, lanes);
+  store_relaxed(&program->seq_runs, runs);
+  store_relaxed(&program->last_seqs, seqs);
 }
 
-// Writes the lanes of a decode command behind the step. False if they are not as they must be. A plain decode is a batch of one, from `position`
+// Writes the sequences of a decode command behind the step. False if they are not as they must be. A plain decode is a batch of one, from `position`
 // on, and `token` its first.
-__device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, uint32_t lanes, uint32_t session, uint32_t position, uint32_t steps, uint32_t capacity, uint32_t flags, uint32_t token) {
+__device__ __forceinline__ bool begin_seqs(Poller& p, amk_submission const* s, uint32_t seqs, uint32_t session, uint32_t position, uint32_t steps, uint32_t capacity, uint32_t flags, uint32_t token) {
   amk_launch const& l = *p.worker->shared->launch;
-  amk_lanes* to = (amk_lanes*)((amk_step*)l.step + 1);
+  amk_seqs* to = (amk_seqs*)((amk_step*)l.step + 1);
   uint32_t const vocab = load_relaxed(&((amk_program const*)p.program)->vocab);
-  store_relaxed(&to->lanes, lanes <= 1 ? 1 : lanes);
-  if (lanes <= 1) {
+  store_relaxed(&to->seqs, seqs <= 1 ? 1 : seqs);
+  if (seqs <= 1) {
     store_relaxed(&to->token[0], token);
     store_relaxed(&to->position[0], position);
     store_relaxed(&to->session[0], session);
@@ -161,22 +161,22 @@ __device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, 
   }
   uint64_t taken = 0; // a bit a session
   bool bad = false;
-  store_relaxed(&to->sample, host_load(&s->lane_sample));
+  store_relaxed(&to->sample, host_load(&s->seq_sample));
 #pragma unroll 1
-  for (uint32_t i = 0; i < lanes; i += 2) { // a load of host memory takes a microsecond: two lanes at once
-    uint32_t const sessions = host_load(&s->lane_session[i / 4]) >> i % 4 * 8;
-    uint32_t const position[2] = {host_load(&s->lane_position[i]), host_load(&s->lane_position[i + 1])};
+  for (uint32_t i = 0; i < seqs; i += 2) { // a load of host memory takes a microsecond: two sequences at once
+    uint32_t const sessions = host_load(&s->seq_session[i / 4]) >> i % 4 * 8;
+    uint32_t const position[2] = {host_load(&s->seq_position[i]), host_load(&s->seq_position[i + 1])};
     uint32_t word[2];
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
       uint32_t const of = sessions >> j * 8 & 0xff;
-      bool const here = i + j < lanes, right = of < l.sessions && position[j] < capacity && steps <= capacity - position[j] && has_page(l, of, position[j] + steps - 1) && (taken >> (of & 63) & 1) == 0;
+      bool const here = i + j < seqs, right = of < l.sessions && position[j] < capacity && steps <= capacity - position[j] && has_page(l, of, position[j] + steps - 1) && (taken >> (of & 63) & 1) == 0;
       bad |= here && !right;
       taken |= here ? 1ull << (of & 63) : 0;
       word[j] = here && right ? host_load(session_tokens(l, of) + position[j]) : 0;
     }
 #pragma unroll
-    for (uint32_t j = 0; j < 2; ++j) { // what is written of lanes that do not run, nobody reads
+    for (uint32_t j = 0; j < 2; ++j) { // what is written of sequences that do not run, nobody reads
       bad |= word[j] >= vocab;
       store_relaxed(&to->token[i + j], word[j]);
       store_relaxed(&to->position[i + j], position[j]);
@@ -184,12 +184,12 @@ __device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const* s, 
     }
   }
   if (!bad) {
-    begin_runs(p, to, lanes);
+    begin_runs(p, to, seqs);
   }
   return !bad;
 }
 #else
-__device__ __forceinline__ bool begin_lanes(Poller& p, amk_submission const*, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t token) {
+__device__ __forceinline__ bool begin_seqs(Poller& p, amk_submission const*, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t token) {
   return token < load_relaxed(&((amk_program const*)p.program)->vocab);
 }
 #endif
@@ -200,13 +200,13 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   amk_done* done = (amk_done*)l.done;
   amk_program const* program = (amk_program const*)p.program;
   uint32_t const session = host_load(&s->session), position = host_load(&s->position), steps = host_load(&s->steps);
-  uint32_t const flags = host_load(&s->flags), stop_len = host_load(&s->stop_len), lanes = host_load(&s->lanes);
+  uint32_t const flags = host_load(&s->flags), stop_len = host_load(&s->stop_len), seqs = host_load(&s->seqs);
   uint32_t const capacity = load_relaxed(&program->kv_capacity);
   uint32_t const rows = load_relaxed(&program->logits_rows);
   bool const bad = session >= l.sessions || steps == 0 || position >= capacity || steps > capacity - position || stop_len > AMK_STOP_TOKENS_MAX ||
-                   ((flags & AMK_FLAG_KEEP_LOGITS) != 0 && steps > rows) || lanes > LANES || (lanes > 1 && (session | position) != 0);
-  uint32_t const token = bad || lanes > 1 ? 0 : host_load(session_tokens(l, session) + position);
-  if (bad || (lanes <= 1 && !has_page(l, session, position + steps - 1)) || !begin_lanes(p, s, lanes, session, position, steps, capacity, flags, token)) {
+                   ((flags & AMK_FLAG_KEEP_LOGITS) != 0 && steps > rows) || seqs > SEQS || (seqs > 1 && (session | position) != 0);
+  uint32_t const token = bad || seqs > 1 ? 0 : host_load(session_tokens(l, session) + position);
+  if (bad || (seqs <= 1 && !has_page(l, session, position + steps - 1)) || !begin_seqs(p, s, seqs, session, position, steps, capacity, flags, token)) {
     post_completion(p, AMK_TRAP_BAD_COMMAND, 0, 0, 0, 0, start);
     return AMK_TRAP_NONE;
   }
@@ -228,7 +228,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   store_relaxed(&step->session, session);
   store_relaxed(&step->logits_row, 0);
   store_relaxed(&step->steps, alone ? 1 : steps);
-  store_relaxed(&step->forced, lanes > 1 ? 0 : host_load(&s->forced));
+  store_relaxed(&step->forced, seqs > 1 ? 0 : host_load(&s->forced));
   store_relaxed(&step->flags, flags);
   store_relaxed(&step->stop_len, stop_len);
   store_relaxed(&step->command, p.finished + 1);
@@ -248,8 +248,8 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
     }
     host_store(&((amk_ring_indices*)l.indices)->waiting, 0);
     lost = poller_abandoned(p);
-    static_assert(AMK_ENDING_LENGTH == 0, "no lane has ended");
-    if (lost || steps == 1 || (load_relaxed(&done->ending) | load_relaxed(&done->lane_endings)) != 0) {
+    static_assert(AMK_ENDING_LENGTH == 0, "no sequence has ended");
+    if (lost || steps == 1 || (load_relaxed(&done->ending) | load_relaxed(&done->seq_endings)) != 0) {
       break;
     }
     uint32_t const result = prepare_rest(p, position, steps, flags);
@@ -263,7 +263,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   if (lost) {
     post_completion(p, AMK_TRAP_WEIGHTS, 0, 0, 0, 0, start);
   } else {
-    post_completion(p, AMK_TRAP_NONE, ran, load_relaxed(&done->token), load_relaxed(&done->ending), load_relaxed(&done->lane_endings), start);
+    post_completion(p, AMK_TRAP_NONE, ran, load_relaxed(&done->token), load_relaxed(&done->ending), load_relaxed(&done->seq_endings), start);
   }
   return AMK_TRAP_NONE;
 }

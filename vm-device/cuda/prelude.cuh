@@ -35,8 +35,8 @@ constexpr unsigned AMK_WARPS = AMK_CONSUMER_WARPS;
 #ifndef AMK_SHARES // bit n: some matrix of the model is taken in shares of n units a warp
 #define AMK_SHARES 0x100
 #endif
-#ifndef AMK_LANES // sessions that a step may run at once: 1, or 2, 4 or 8
-#define AMK_LANES 1
+#ifndef AMK_SEQS // sessions that a step may run at once: 1, or 2, 4 or 8
+#define AMK_SEQS 1
 #endif
 #ifndef AMK_TRACE // 1: every task leaves an amk_record
 #define AMK_TRACE 0

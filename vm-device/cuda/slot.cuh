@@ -12,7 +12,7 @@ constexpr uint32_t UNIT_QUADS = UNIT_COLS / 4;                     // groups of 
 
 // Where a column lies in its row of a unit, and back. Of 16 columns of 16 bits, the second and the third group of four change places. So the
 // 16 bytes of one thread go with elements 0..4 and 8..12 of 16, and those of its neighbour with the others: two threads that ask for f32 of
-// the vector get whole sectors of 32 bytes at each question (matvec_lanes.cuh). ir::program::exchange_quads is the same.
+// the vector get whole sectors of 32 bytes at each question (matvec_batch.cuh). ir::program::exchange_quads is the same.
 __device__ __forceinline__ constexpr uint32_t unit_column(uint32_t column) {
   return AMK_DTYPE == AMK_DTYPE_F32 ? column % UNIT_COLS : (column % UNIT_COLS & ~12u) | (column & 4) << 1 | (column & 8) >> 1;
 }
@@ -51,7 +51,7 @@ constexpr uint32_t TAG_MASK = (1u << AMK_TAG_BITS) - 1;
 
 __device__ __forceinline__ Words slot_words(Worker const& w, ResolvedSlot const& s) {
   bool const tagged = s.kind == AMK_SLOT_TAGGED;
-  return Words{(uint32_t*)slot_address(w, s), tagged ? (w.epoch * AMK_TAG_RUNS + lane_run(w)) & TAG_MASK : 0, tagged ? TAG_MASK : 0};
+  return Words{(uint32_t*)slot_address(w, s), tagged ? (w.epoch * AMK_TAG_RUNS + seq_run(w)) & TAG_MASK : 0, tagged ? TAG_MASK : 0};
 }
 __device__ __forceinline__ bool word_here(Words const& s, uint32_t word) { return ((word ^ s.tag) & s.mask) == 0; }
 __device__ __forceinline__ float word_value(Words const& s, uint32_t word) { return __uint_as_float(word & ~s.mask); }
@@ -63,11 +63,11 @@ __device__ __forceinline__ void word_write(Words const& s, uint32_t i, float v) 
   store_u32(s.at + i, s.mask != 0 ? (rounded & ~s.mask) | s.tag : bits);
 }
 
-// A word of a vector that is multiplied as it is (no norm, no merge in front), as `input_write` leaves it: in a kernel of several lanes the high
+// A word of a vector that is multiplied as it is (no norm, no merge in front), as `input_write` leaves it: in a kernel of several sequences the high
 // 16-bit half of the element above the low one, which loses what the tag takes. Every worker reads all of these vectors and a thread writes a few
 // words, so whoever writes splits them.
 __device__ __forceinline__ void input_write(Words const& s, uint32_t i, float v) {
-#if AMK_LANES > 1
+#if AMK_SEQS > 1
   uint32_t const word = element_pair(v - pair_values(element_pair(v, 0.f)).x, v);
   store_u32(s.at + i, (word & ~s.mask) | s.tag);
 #else
@@ -131,7 +131,7 @@ __device__ __forceinline__ float word_wait(Worker const& w, Words const& s, uint
 
 // Elements e..e+4 (e a multiple of 4) of the token's embedding row.
 __device__ __forceinline__ float4 embedding_read4(Worker const& w, ResolvedSlot const& s, uint32_t e) {
-  uint32_t const token = lane_token(w);
+  uint32_t const token = seq_token(w);
   uint64_t const unit = (uint64_t)(token / AMK_UNIT_ROWS) * s.units + e / UNIT_COLS;
   char const* p = (char const*)s.address + unit * AMK_UNIT_BYTES + (token % AMK_UNIT_ROWS) * AMK_UNIT_ROW_BYTES + unit_column(e) * ELEMENT_BYTES;
 #if AMK_DTYPE == AMK_DTYPE_F32

@@ -161,13 +161,13 @@ __device__ __forceinline__ bool loader_issue(Shared* sh, Loader& l, uint64_t fro
 // Units that the loader has asked for, once a run and not once a stage; in shared memory, because its registers are all taken.
 __device__ __forceinline__ void loader_count(Shared* sh, uint32_t units) { flag_store(&sh->issued, flag_load(&sh->issued) + units); }
 
-#if AMK_LANES > 1
-// Tiles that are longer than a stage, for several lanes: a part of all tiles of an epilogue, then the next part of them, so that each part of
-// the lanes' vectors is brought once for all. `units` of a tile.
+#if AMK_SEQS > 1
+// Tiles that are longer than a stage, for several sequences: a part of all tiles of an epilogue, then the next part of them, so that each part of
+// the sequences' vectors is brought once for all. `units` of a tile.
 __device__ __forceinline__ bool loader_parts(Shared* sh, Loader& l, uint64_t address, uint32_t all, uint32_t part, uint32_t units, LoaderWaits& waits) {
 #pragma unroll 1
-  for (uint32_t done = 0; done < all; done += LANE_TILES * units) {
-    uint32_t const end = all - done < LANE_TILES * units ? all : done + LANE_TILES * units;
+  for (uint32_t done = 0; done < all; done += BATCH_TILES * units) {
+    uint32_t const end = all - done < BATCH_TILES * units ? all : done + BATCH_TILES * units;
 #pragma unroll 1
     for (uint32_t first = 0; first < units; first += part) {
       uint32_t const n = units - first < part ? units - first : part;
@@ -193,7 +193,7 @@ __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run,
   uint32_t place = 0;
   loader_count(sh, run.z);
   loader_caps(l, sh->program, stage_units);
-#if AMK_LANES > 1
+#if AMK_SEQS > 1
   if (period > stage_units) {
     return loader_parts(sh, l, address, run.z, stage_units, period, waits);
   }
@@ -243,19 +243,19 @@ __device__ __forceinline__ bool loader_block(Shared* sh, Loader& l, uint64_t hea
   return true;
 }
 
-// A lane's keys and values of an attention task, in the step that has begun. What earlier steps have written is here then; the row of the step's
+// A sequence's keys and values of an attention task, in the step that has begun. What earlier steps have written is here then; the row of the step's
 // own key is read as it was before, and the op knows better. `more`: kv_block, window, split and splits behind its first word.
-__device__ __forceinline__ bool loader_lane(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t lap, uint32_t lane, LoaderWaits& waits) {
-  uint32_t const position = flag_load(&sh->begun_position[lap % 2 * LANES + lane]), keys = attended(position, more.z);
-  uint32_t const active = active_splits(keys, more.y, more.w >> 16), split = lane_split(more.w & 0xffff, more.w >> 16, lane);
+__device__ __forceinline__ bool loader_seq(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t lap, uint32_t seq, LoaderWaits& waits) {
+  uint32_t const position = flag_load(&sh->begun_position[lap % 2 * SEQS + seq]), keys = attended(position, more.z);
+  uint32_t const active = active_splits(keys, more.y, more.w >> 16), split = seq_split(more.w & 0xffff, more.w >> 16, seq);
   uint32_t const start = split < active ? split_start(keys, more.y, active, split) : 0;
   uint32_t const count = split < active ? split_start(keys, more.y, active, split + 1) - start : 0;
-  uint32_t key = paged_key(flag_load(&sh->begun_session[lap % 2 * LANES + lane]), sh->launch->page_stride, position + 1 - keys + start);
+  uint32_t key = paged_key(flag_load(&sh->begun_session[lap % 2 * SEQS + seq]), sh->launch->page_stride, position + 1 - keys + start);
   block_fence();
   if (flag_load(&sh->begun) - lap >= 2) { // that step is over, without these keys: the split had none
     return true;
   }
-  if (LANES > 1 && count == 0) {
+  if (SEQS > 1 && count == 0) {
     return true;
   }
   pieces_wait<0>(); // of the run before: no two lines are on their way to one place
@@ -296,14 +296,14 @@ __device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, ui
     }
   }
   block_fence();
-  uint32_t const running = begun_lanes(sh, lap);
-  uint32_t lane = first_lane(more.w & 0xffff, more.w >> 16, running);
+  uint32_t const running = begun_seqs(sh, lap);
+  uint32_t seq = first_seq(more.w & 0xffff, more.w >> 16, running);
 #pragma unroll 1
   for (uint32_t turn = 0; turn < running; ++turn) {
-    if (!loader_lane(sh, l, run, more, lap, lane, waits)) {
+    if (!loader_seq(sh, l, run, more, lap, seq, waits)) {
       return false;
     }
-    lane = lane + 1 == running ? 0 : lane + 1;
+    seq = seq + 1 == running ? 0 : seq + 1;
   }
   return true;
 }

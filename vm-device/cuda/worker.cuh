@@ -5,8 +5,8 @@ constexpr uint32_t CONSUMERS = AMK_WARPS * 32;
 constexpr uint32_t HELPERS = AMK_HELPER_WARPS * 32; // threads: loader, fetcher, watchdog, and the one that writes the pulse; registers are given away by whole groups of 4 warps
 constexpr uint32_t TILES_BUF = 16;                       // tiles whose sums are kept before an epilogue
 constexpr uint32_t ROWS_BUF = TILES_BUF * AMK_UNIT_ROWS; // 128
-constexpr uint32_t LANES = AMK_LANES;
-constexpr uint32_t PART_ROWS = LANES == 1 ? ROWS_BUF : 112; // of several lanes the sums lie elsewhere, and this is scratch
+constexpr uint32_t SEQS = AMK_SEQS;
+constexpr uint32_t PART_ROWS = SEQS == 1 ? ROWS_BUF : 112; // of several sequences the sums lie elsewhere, and this is scratch
 constexpr uint32_t SPINS_PER_NOTE = 256;                 // turns of a wait after which it says what it waits for
 
 // A slot as a task uses it: resolved when the task is fetched.
@@ -38,8 +38,8 @@ struct Shared {
   amk_program program;
   amk_queue queue;
   amk_step step;
-#if AMK_LANES > 1
-  amk_lanes lanes; // right behind the step, as in device memory
+#if AMK_SEQS > 1
+  amk_seqs seqs; // right behind the step, as in device memory
 #endif
   float part[2][AMK_WARPS][PART_ROWS]; // of two barriers in turn: the fast warps may be one ahead
   alignas(16) float sums[2][AMK_WARPS];
@@ -53,9 +53,9 @@ struct Shared {
   uint32_t done;     // number of the first task that has not ended
   uint32_t gone;  // the consumers are leaving: so does the watchdog
   uint32_t begun;    // steps begun since the program was adopted; the loader may be one behind, so of the last two:
-  uint32_t begun_position[2 * LANES], begun_session[2 * LANES]; // of each lane
-#if AMK_LANES > 1
-  uint32_t begun_lanes[2];
+  uint32_t begun_position[2 * SEQS], begun_session[2 * SEQS]; // of each sequence
+#if AMK_SEQS > 1
+  uint32_t begun_seqs[2];
 #endif
   uint32_t active;   // nonzero while a step is under way
   uint32_t progress; // tasks done, ever
@@ -89,8 +89,8 @@ struct Worker {
   uint32_t parity; // of the next barrier
   uint32_t progress; // barriers announced, ever
   uint32_t thread;   // threadIdx.x, which the compiler would read again at every use
-#if AMK_LANES > 1
-  uint32_t lane; // that the ops' work is for
+#if AMK_SEQS > 1
+  uint32_t seq; // that the ops' work is for
 #endif
 };
 
@@ -173,7 +173,7 @@ __device__ __forceinline__ void pulse(Shared* sh, uint64_t now) {
     return;
   }
   sh->pulse_ns = now;
-  uint32_t const begun = flag_load(&sh->begun), position = begun != 0 ? flag_load(&sh->begun_position[(begun - 1) % 2 * LANES]) : 0;
+  uint32_t const begun = flag_load(&sh->begun), position = begun != 0 ? flag_load(&sh->begun_position[(begun - 1) % 2 * SEQS]) : 0;
   char* words = (char*)((amk_pulse*)sh->launch->pulses + sh->index);
   host_store_u32x4(words, (uint32_t)(now >> 10), flag_load(&sh->active), flag_load(&sh->progress), flag_load(&sh->epoch));
   host_store_u32x4(words + 16, position, flag_load(&sh->task), flag_load(&sh->issued), flag_load(&sh->wait_code));

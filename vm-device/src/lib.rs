@@ -31,20 +31,20 @@ pub const SOURCES: &[Source] = sources![
     "cuda/pages.cuh",
     "cuda/tasks.cuh",
     "cuda/worker.cuh",
-    "cuda/lanes.cuh",
+    "cuda/batch.cuh",
     "cuda/landing.cuh",
     "cuda/tape.cuh",
     "cuda/slot.cuh",
     "cuda/stream.cuh",
     "cuda/op_attention_merge.cuh",
     "cuda/op_matvec.cuh",
-    "cuda/matvec_lanes.cuh",
+    "cuda/matvec_batch.cuh",
     "cuda/op_attention.cuh",
     "cuda/op_small.cuh",
     "cuda/sampling.cuh",
     "cuda/choosing.cuh",
     "cuda/op_sample.cuh",
-    "cuda/sample_lanes.cuh",
+    "cuda/sample_batch.cuh",
     "cuda/dispatch.cuh",
     "cuda/poller.cuh",
     "cuda/megakernel.cu",
@@ -75,7 +75,7 @@ pub struct Variant {
     /// Weights leave L2 first.
     pub evict_first: bool,
     /// Sessions that a step may run at once: 1, 2, 4 or 8. More than one only of 16-bit weights.
-    pub lanes: u32,
+    pub seqs: u32,
     /// Every task leaves an `amk_record`. Never in a build that is timed.
     pub trace: bool,
     /// Number of a program's first task: 0, but in the test of the wrap at 2^32.
@@ -95,7 +95,7 @@ impl Variant {
             shares,
             poll_sleep_ns,
             evict_first,
-            lanes,
+            seqs,
             trace,
             first_task,
         } = *self;
@@ -110,7 +110,7 @@ impl Variant {
             format!("-DAMK_SHARES={shares}"),
             format!("-DAMK_POLL_SLEEP_NS={poll_sleep_ns}"),
             format!("-DAMK_EVICT_FIRST={}", u32::from(evict_first)),
-            format!("-DAMK_LANES={lanes}"),
+            format!("-DAMK_SEQS={seqs}"),
             format!("-DAMK_TRACE={}", u32::from(trace)),
             format!("-DAMK_FIRST_TASK={first_task}u"),
         ]

@@ -74,13 +74,13 @@ const SPARE_BYTES: u64 = 2 << 30;
 pub(crate) fn check_memory(
     program: &Program,
     options: &BootOptions,
-    lanes: u32,
+    seqs: u32,
     free: u64,
 ) -> Result<u32, HostError> {
     let matrices: u64 = program.matrices.iter().map(ir::program::Matrix::bytes).sum();
     let (page, sessions) = (page_bytes(program).max(1), options.sessions);
     let tables = PageTables::bytes(sessions, program.kv_capacity);
-    let logits = logits_bytes(options, lanes, program.dims.vocab);
+    let logits = logits_bytes(options, seqs, program.dims.vocab);
     let sampling = SamplingMemory::bytes(options.sessions, program.dims.vocab);
     let programs = options.program_bytes * PROGRAMS_MAX as u64;
     let needed = matrices + tables + page + logits + sampling + programs + (256 << 20);
@@ -93,9 +93,9 @@ pub(crate) fn check_memory(
     }
 }
 
-/// Bytes of the rows of logits of all lanes.
-fn logits_bytes(options: &BootOptions, lanes: u32, vocab: u32) -> u64 {
-    u64::from(lanes) * u64::from(options.logits_rows) * u64::from(vocab) * 4
+/// Bytes of the rows of logits of all sequences.
+fn logits_bytes(options: &BootOptions, seqs: u32, vocab: u32) -> u64 {
+    u64::from(seqs) * u64::from(options.logits_rows) * u64::from(vocab) * 4
 }
 
 /// The layout handshake: the compiled kernel must be of this build's header, whose assertions hold sizes and offsets.
@@ -123,7 +123,7 @@ pub(crate) fn make_residents(
     matrices: Vec<u64>,
     landing_starts: Vec<u32>,
     workers: u32,
-    lanes: u32,
+    seqs: u32,
     owned: &mut Vec<DeviceBuffer>,
     copier: &mut Copier,
 ) -> Result<Residents, HostError> {
@@ -152,7 +152,7 @@ pub(crate) fn make_residents(
             caches[layer as usize] = owned.last().map_or(0, |b| b.address);
         }
     }
-    owned.push(DeviceBuffer::zeroed(logits_bytes(options, lanes, graph.vocab))?);
+    owned.push(DeviceBuffer::zeroed(logits_bytes(options, seqs, graph.vocab))?);
     Ok(Residents {
         matrices,
         landing_starts,
@@ -166,7 +166,7 @@ pub(crate) fn make_residents(
         logits_rows: options.logits_rows,
         kv_capacity: program.kv_capacity,
         workers,
-        lanes,
+        seqs,
     })
 }
 
@@ -216,7 +216,7 @@ mod tests {
         let spared = needed + SPARE_BYTES.next_multiple_of(page);
         assert_eq!(pages(KvPool::Fitting, spared - 5 * page), Some(3));
         assert_eq!(pages(KvPool::Positions(1), needed - 7 * page), Some(1));
-        assert!(check_memory(&program, &more, 2, needed).is_err(), "lanes have logits");
+        assert!(check_memory(&program, &more, 2, needed).is_err(), "sequences have logits");
         assert!(error.to_string().contains("nothing was allocated"), "{error}");
     }
 }

@@ -19,7 +19,7 @@ const PROBE_VARIANT: Variant = Variant {
     shares: 0,
     poll_sleep_ns: 20,
     evict_first: true,
-    lanes: 1,
+    seqs: 1,
     trace: false,
     first_task: 0,
 };

@@ -52,7 +52,7 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
         shares: share_mask(graph),
         poll_sleep_ns: kernel.poll_sleep_ns,
         evict_first: kernel.evict == Evict::First,
-        lanes: 1,
+        seqs: 1,
         trace: false,
         first_task: 0,
     }

@@ -44,8 +44,8 @@ pub use lookout::Lookout;
 #[cfg(feature = "faults")]
 pub use machine::faults;
 pub use machine::{
-    Batch, BatchDecoded, Decoded, Idle, LandingReport, Lane, LaneDecoded, Loaded, PROGRAMS_MAX,
-    Request, Resident, TensorCheck,
+    Batch, BatchDecoded, Decoded, Idle, LandingReport, Loaded, PROGRAMS_MAX, Request, Resident,
+    SeqDecoded, Sequence, TensorCheck,
 };
 pub use nvml::{
     CardClocks, card_clocks, compute_processes, driver_version, max_clocks, visible_name,

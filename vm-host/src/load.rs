@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use abi::{NONE, ProgramHeader, Queue, SlotDesc};
 use ir::program::staging::Staging;
-use ir::program::{Load, Program, RowMap, Slot, SlotSource, Task, Verified, check_lanes, smem};
+use ir::program::{Load, Program, RowMap, Slot, SlotSource, Task, Verified, check_seqs, smem};
 use ir::{Graph, MatrixId, SlotId, Weights, decode};
 use vm_device::Variant;
 
@@ -36,8 +36,8 @@ pub(crate) struct Residents {
     /// Tokens of a session's cache.
     pub(crate) kv_capacity: u32,
     pub(crate) workers: u32,
-    /// Lanes of the kernel: sessions that a step may run at once.
-    pub(crate) lanes: u32,
+    /// Sequences of the kernel: sessions that a step may run at once.
+    pub(crate) seqs: u32,
 }
 
 /// Names a constant by its content, the same for every program of a model.
@@ -122,9 +122,9 @@ pub(crate) fn image(
         ..header(program, residents, shared_bytes)?
     };
     layout.write(base, bytemuck::bytes_of(&header));
-    let poisoned = match residents.lanes {
+    let poisoned = match residents.seqs {
         1 => program.arena_bytes,
-        lanes => u64::from(lanes) * u64::from(header.lane_bytes),
+        seqs => u64::from(seqs) * u64::from(header.seq_bytes),
     };
     Ok(Image { bytes: layout.bytes, zeroed: arena - counters, poisoned })
 }
@@ -148,8 +148,8 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
             program.model
         )));
     }
-    if residents.lanes > 1 {
-        check_lanes(program, residents.lanes).map_err(|v| HostError::Request(v.to_string()))?;
+    if residents.seqs > 1 {
+        check_seqs(program, residents.seqs).map_err(|v| HostError::Request(v.to_string()))?;
     }
     if program.workers.len() != residents.workers as usize {
         let (want, have) = (program.workers.len(), residents.workers);
@@ -188,7 +188,7 @@ fn header(
     residents: &Residents,
     shared_bytes: u32,
 ) -> Result<ProgramHeader, HostError> {
-    let room = Room::new(program, residents.lanes, shared_bytes)?;
+    let room = Room::new(program, residents.seqs, shared_bytes)?;
     Ok(ProgramHeader {
         stages: room.stages,
         stage_units: program.pipeline.stage_units,
@@ -200,14 +200,14 @@ fn header(
         kv_values: residents.layout.values(),
         logits_rows: residents.logits_rows,
         vocab: program.dims.vocab,
-        lanes: residents.lanes,
-        lane_bytes: lane_bytes(program)?,
+        seqs: residents.seqs,
+        seq_bytes: seq_bytes(program)?,
         ..ProgramHeader::default()
     })
 }
 
-/// Bytes from a scratch slot of one lane to that of the next.
-fn lane_bytes(program: &Program) -> Result<u32, HostError> {
+/// Bytes from a scratch slot of one sequence to that of the next.
+fn seq_bytes(program: &Program) -> Result<u32, HostError> {
     let bytes = program.arena_bytes.next_multiple_of(256);
     u32::try_from(bytes).map_err(|_| {
         HostError::Request(format!(
@@ -228,21 +228,21 @@ struct Room {
 const STAGES_MIN: u32 = 2;
 
 impl Room {
-    /// A schedule's ring fits beside the activations of one lane, since `validate` says so. Those of several may be more: then the ring has as
+    /// A schedule's ring fits beside the activations of one sequence, since `validate` says so. Those of several may be more: then the ring has as
     /// many stages as there is room for, which changes how far the stream runs ahead and nothing else.
-    fn new(program: &Program, lanes: u32, shared_bytes: u32) -> Result<Self, HostError> {
+    fn new(program: &Program, seqs: u32, shared_bytes: u32) -> Result<Self, HostError> {
         let stage_bytes = program.pipeline.stage_units * abi::UNIT_BYTES;
-        let (x_bytes, least) = match lanes {
+        let (x_bytes, least) = match seqs {
             1 => (smem::activation_bytes(&program.dims), program.pipeline.stages),
-            lanes => (smem::lanes_activation_bytes(&program.dims, lanes), STAGES_MIN),
+            seqs => (smem::batch_activation_bytes(&program.dims, seqs), STAGES_MIN),
         };
         let fits =
             shared_bytes.saturating_sub(smem::worker_bytes(0, stage_bytes, x_bytes)) / stage_bytes;
         if fits < least {
             let needed = smem::worker_bytes(least, stage_bytes, x_bytes);
             return Err(HostError::Request(format!(
-                "the program needs {needed} bytes of shared memory a block for {least} stages of {stage_bytes} and {lanes} lanes, {shared_bytes} may \
-                 be had: lower pipeline.stages or pipeline.stage_bytes, or boot for fewer lanes"
+                "the program needs {needed} bytes of shared memory a block for {least} stages of {stage_bytes} and {seqs} sequences, {shared_bytes} may \
+                 be had: lower pipeline.stages or pipeline.stage_bytes, or boot for fewer sequences"
             )));
         }
         Ok(Self { stages: program.pipeline.stages.min(fits), x_bytes })
@@ -256,7 +256,7 @@ fn tables(program: &Program, residents: &Residents) -> Tables {
     let (mut tasks, mut loads, mut queues) = (Vec::new(), Vec::new(), Vec::new());
     let matrices = (0..program.matrices.len() as u32).map(MatrixId);
     let stagings: Vec<Staging> =
-        matrices.map(|matrix| program.staging(matrix, residents.lanes)).collect();
+        matrices.map(|matrix| program.staging(matrix, residents.seqs)).collect();
     for worker in &program.workers {
         let load0 = loads.len();
         loads.extend(worker.stream().map(|load| wire_load(program, load, &stagings, residents)));

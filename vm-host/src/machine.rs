@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use abi::{
-    Command, Completion, LaneStates, Launch, LoaderRecord, StepState, Submission, TaskRecord,
+    Command, Completion, Launch, LoaderRecord, SeqStates, StepState, Submission, TaskRecord,
 };
 use ir::program::{Program, Verified};
 use ir::{Graph, Weights};
@@ -37,7 +37,7 @@ mod run;
 
 use places::Places;
 
-pub use batch::{Batch, BatchDecoded, Lane, LaneDecoded};
+pub use batch::{Batch, BatchDecoded, SeqDecoded, Sequence};
 pub use run::{Decoded, Request};
 
 /// Programs that can be loaded beside each other.
@@ -47,8 +47,8 @@ fn records_bytes(records: u32) -> u64 {
     u64::from(records) * size_of::<TaskRecord>() as u64
 }
 
-/// The state of a step, and that of its lanes right behind it.
-const STEP_BYTES: u64 = (size_of::<StepState>() + size_of::<LaneStates>()) as u64;
+/// The state of a step, and that of its sequences right behind it.
+const STEP_BYTES: u64 = (size_of::<StepState>() + size_of::<SeqStates>()) as u64;
 /// Threads of a worker.
 const THREADS: u32 = (abi::CONSUMER_WARPS + abi::HELPER_WARPS) * 32;
 /// How often a worker says that it lives, at most: 132 workers with 48 bytes each are 6 MB/s over the bus.
@@ -142,7 +142,7 @@ impl Idle {
         let context = options.card.context()?;
         let info = context.info()?;
         check_shape(graph, &options)?;
-        let pages = check_memory(program, &options, variant.lanes, context.free_bytes()?)?;
+        let pages = check_memory(program, &options, variant.seqs, context.free_bytes()?)?;
         let (module, _) = load_module(variant, &info)?;
         let compute = Stream::new()?;
         probe_abi(&module, &compute)?;
@@ -171,7 +171,7 @@ impl Idle {
             matrices,
             plan.starts.clone(),
             info.sms,
-            variant.lanes,
+            variant.seqs,
             &mut owned,
             &mut copier,
         )?;
@@ -217,7 +217,7 @@ impl Idle {
         let launched = self.try_launch(&variant, program);
         tracing::info!(
             model = program.model,
-            lanes = variant.lanes,
+            seqs = variant.seqs,
             ok = launched.is_ok(),
             "kernel launched"
         );
@@ -232,11 +232,11 @@ impl Idle {
         variant: &Variant,
         program: &Verified<Program>,
     ) -> Result<Loaded, HostError> {
-        let booted = self.memory.residents.lanes;
-        if variant.lanes != booted {
+        let booted = self.memory.residents.seqs;
+        if variant.seqs != booted {
             return Err(HostError::Request(format!(
-                "a kernel of {} lanes on a machine booted for {booted}: boot with the variant that is to run",
-                variant.lanes
+                "a kernel of {} sequences on a machine booted for {booted}: boot with the variant that is to run",
+                variant.seqs
             )));
         }
         if self.kernel.0 != *variant {
@@ -473,7 +473,7 @@ impl Resident {
     /// # Errors
     /// If a copy fails.
     pub fn logits(&mut self, rows: u32) -> Result<Vec<Vec<f32>>, HostError> {
-        self.lane_logits(0, rows)
+        self.seq_logits(0, rows)
     }
 
     /// The same into a caller's memory, row behind row: as many as fit.
@@ -523,7 +523,7 @@ impl Resident {
     /// # Errors
     /// If a copy fails.
     pub fn poison_logits(&mut self, rows: u32) -> Result<(), HostError> {
-        self.poison_lane_logits(0, rows)
+        self.poison_seq_logits(0, rows)
     }
 
     /// Whether a handle still names the program that it was given for.

@@ -93,10 +93,10 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|error| panic!("{name}: {text:?}: {error}")))
 }
 
-/// The kernel that a program runs on: of one lane, or of `AMK_TEST_LANES`, which must say the same of a plain decode.
+/// The kernel that a program runs on: of one sequence, or of `AMK_TEST_BATCH`, which must say the same of a plain decode.
 fn kernel_variant(kernel: &ir::KernelConfig, graph: &ir::Graph) -> vm_device::Variant {
-    let lanes = number("AMK_TEST_LANES").unwrap_or(1) as u32;
-    vm_device::Variant { lanes, ..vm_host::variant(kernel, graph) }
+    let seqs = number("AMK_TEST_BATCH").unwrap_or(1) as u32;
+    vm_device::Variant { seqs, ..vm_host::variant(kernel, graph) }
 }
 
 /// How a device is booted here.

@@ -11,7 +11,7 @@ use ir::sampling::Sampling;
 use ir::schedule::{neutral_config, read_config_over};
 use model::Model;
 use vm_device::Variant;
-use vm_host::{Batch, BatchDecoded, BootOptions, HostError, Idle, Lane, Request, Resident};
+use vm_host::{Batch, BatchDecoded, BootOptions, HostError, Idle, Request, Resident, Sequence};
 
 mod device;
 use device::device;
@@ -53,13 +53,13 @@ fn golden(name: &str) -> Model {
     model::import(&root.join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-/// A machine that runs so many lanes of a model.
+/// A machine that runs so many sequences of a model.
 fn machine(
     model: &Model,
     info: &vm_host::DeviceInfo,
     schedule: &str,
     capacity: u32,
-    lanes: u32,
+    seqs: u32,
 ) -> Resident {
     let (graph, name) = (&model.graph, &model.graph.name);
     let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
@@ -67,17 +67,17 @@ fn machine(
     let config = config.unwrap_or_else(|e| panic!("{schedule}: {e}"));
     let options = lower::Options { kv_capacity: capacity };
     let program = lower::lower(&config, graph, &target, options).expect("it lowers");
-    let together = Together::new(program.clone(), lanes).unwrap_or_else(|e| panic!("{name}: {e}"));
-    let variant = Variant { lanes, ..vm_host::variant(&config.kernel, graph) };
+    let together = Together::new(program.clone(), seqs).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let variant = Variant { seqs, ..vm_host::variant(&config.kernel, graph) };
     let options = BootOptions { sessions: SESSIONS, logits_rows: ROWS, ..BootOptions::default() };
     let idle = Idle::boot(graph, &*model.weights, &program, &variant, options);
     let idle = idle.unwrap_or_else(|error| panic!("{name}: boot: {error}"));
     let mut machine =
         idle.launch(variant, &program).unwrap_or_else(|e| panic!("{name}: launch: {}", e.1));
-    assert_eq!(machine.lanes(), 1, "what is launched with is proven for one session");
+    assert_eq!(machine.seqs(), 1, "what is launched with is proven for one session");
     let loaded = machine.load_together(&together).expect("it loads");
     machine.switch(loaded).expect("it switches");
-    assert_eq!(machine.lanes(), lanes);
+    assert_eq!(machine.seqs(), seqs);
     machine
 }
 
@@ -116,13 +116,13 @@ fn alone(machine: &mut Resident, lengths: &[u32], vocab: u32) -> Vec<Session> {
     (0..).zip(lengths).map(run).collect()
 }
 
-fn lane(session: u32, of: &Session) -> Lane {
+fn seq(session: u32, of: &Session) -> Sequence {
     let position = of.prompt.len() as u32 - 1;
-    Lane { session, position, token: of.prompt[position as usize], sampled: false }
+    Sequence { session, position, token: of.prompt[position as usize], sampled: false }
 }
 
-fn together(machine: &mut Resident, lanes: &[Lane], keep_logits: bool) -> BatchDecoded {
-    let batch = Batch { lanes, generate: GENERATED, stop: &[], keep_logits };
+fn together(machine: &mut Resident, seqs: &[Sequence], keep_logits: bool) -> BatchDecoded {
+    let batch = Batch { seqs, generate: GENERATED, stop: &[], keep_logits };
     machine.run_together(&batch, &mut || false).expect("it runs together")
 }
 
@@ -136,21 +136,21 @@ fn worst(expected: &[f32], actual: &[f32]) -> f64 {
     differences.fold(0.0, f64::max) / scale
 }
 
-/// Runs these sessions in one batch and compares every logit and token with what they gave alone. To the bit: a lane's sums have the order
-/// that a plain decode's have in the same kernel, and nothing of one lane is added to another's.
+/// Runs these sessions in one batch and compares every logit and token with what they gave alone. To the bit: a sequence's sums have the order
+/// that a plain decode's have in the same kernel, and nothing of one sequence is added to another's.
 fn check_batch(machine: &mut Resident, sessions: &[Session], chosen: &[u32], what: &str) {
-    let lanes: Vec<Lane> =
-        chosen.iter().map(|&session| lane(session, &sessions[session as usize])).collect();
-    for (index, lane) in (0..).zip(&lanes) {
-        fill(machine, lane.session, &sessions[lane.session as usize].prompt);
-        machine.poison_lane_logits(index, GENERATED).expect("poison");
+    let seqs: Vec<Sequence> =
+        chosen.iter().map(|&session| seq(session, &sessions[session as usize])).collect();
+    for (index, seq) in (0..).zip(&seqs) {
+        fill(machine, seq.session, &sessions[seq.session as usize].prompt);
+        machine.poison_seq_logits(index, GENERATED).expect("poison");
     }
-    let done = together(machine, &lanes, true);
+    let done = together(machine, &seqs, true);
     assert_eq!(done.steps, GENERATED, "{what}");
     let mut wrong = Vec::new();
-    for ((index, lane), got) in (0..).zip(&lanes).zip(&done.lanes) {
-        let expected = &sessions[lane.session as usize];
-        let logits = machine.lane_logits(index, done.steps).expect("logits");
+    for ((index, seq), got) in (0..).zip(&seqs).zip(&done.seqs) {
+        let expected = &sessions[seq.session as usize];
+        let logits = machine.seq_logits(index, done.steps).expect("logits");
         let rows = expected.logits.iter().zip(&logits);
         let errors: Vec<f64> = rows.map(|(want, got)| worst(want, got)).collect();
         let greatest = errors.iter().copied().fold(0.0, f64::max);
@@ -160,27 +160,27 @@ fn check_batch(machine: &mut Resident, sessions: &[Session], chosen: &[u32], wha
         let same = same.eq(logits.iter().flatten().map(|x| x.to_bits()));
         if !same || got.tokens != expected.tokens || got.ending != Ending::Length {
             wrong.push(format!(
-                "lane {index}, session {} at {}: worst {greatest:.2e} (by position {by_position}), tokens {:?} instead of {:?}, {:?}",
-                lane.session, lane.position, got.tokens, expected.tokens, got.ending
+                "sequence {index}, session {} at {}: worst {greatest:.2e} (by position {by_position}), tokens {:?} instead of {:?}, {:?}",
+                seq.session, seq.position, got.tokens, expected.tokens, got.ending
             ));
         }
     }
     eprintln!(
-        "{what}, {} lanes: {} wrong, {:.1} us a step",
-        lanes.len(),
+        "{what}, {} sequences: {} wrong, {:.1} us a step",
+        seqs.len(),
         wrong.len(),
         done.device_us / f64::from(done.steps)
     );
     assert!(wrong.is_empty(), "{what}:\n{}", wrong.join("\n"));
 }
 
-/// Lanes at positions far apart, with prompts of their own, in batches of every size, in lanes that are not the sessions' numbers.
-fn check_model(model: &Model, schedule: (&str, &str), lengths: &[u32], capacity: u32, lanes: u32) {
+/// Sequences at positions far apart, with prompts of their own, in batches of every size, in sequences that are not the sessions' numbers.
+fn check_model(model: &Model, schedule: (&str, &str), lengths: &[u32], capacity: u32, seqs: u32) {
     let Some(info) = device() else { return };
-    let what = format!("{}, {}, kernel of {lanes}", model.graph.name, schedule.0);
-    let mut machine = machine(model, &info, schedule.1, capacity, lanes);
+    let what = format!("{}, {}, kernel of {seqs}", model.graph.name, schedule.0);
+    let mut machine = machine(model, &info, schedule.1, capacity, seqs);
     let sessions = alone(&mut machine, lengths, model.graph.vocab);
-    for size in 2..=lanes {
+    for size in 2..=seqs {
         let first = size % 3;
         let mut chosen: Vec<u32> =
             (0..size).map(|i| (first + i * 2) % lengths.len() as u32).collect();
@@ -198,14 +198,14 @@ fn sessions_of_a_batch_get_what_they_get_alone() {
     for name in GOLDEN {
         let model = golden(name);
         for (index, schedule) in SCHEDULES.into_iter().enumerate() {
-            let lanes = [8, 8, 4, 2][index];
-            check_model(&model, schedule, &[1, 17, 33, 96, 2, 64, 5, 40, 127], 160, lanes);
+            let seqs = [8, 8, 4, 2][index];
+            check_model(&model, schedule, &[1, 17, 33, 96, 2, 64, 5, 40, 127], 160, seqs);
         }
     }
 }
 
 #[test]
-fn lanes_may_be_a_thousand_positions_apart() {
+fn sequences_may_be_a_thousand_positions_apart() {
     let model = golden("llama3-rope-bf16");
     for schedule in [SCHEDULES[0], SCHEDULES[1]] {
         let lengths = [1, 1001, 18, 128, 700, 129, 2, 300, 1000];
@@ -213,20 +213,20 @@ fn lanes_may_be_a_thousand_positions_apart() {
     }
 }
 
-/// A lane's words carry the lowest bits of an epoch. Once, lanes that had sat out took those of their last step for new ones.
+/// A sequence's words carry the lowest bits of an epoch. Once, sequences that had sat out took those of their last step for new ones.
 #[test]
-fn lanes_that_sat_out_read_nothing_old() {
+fn sequences_that_sat_out_read_nothing_old() {
     let Some((mut machine, sessions, _)) = prepared() else { return };
     for steps in 1..=9 {
         check_batch(&mut machine, &sessions, &[4, 1, 6, 0, 7, 2, 5], "before");
         // `fill` runs a number of steps of its own: those of the first prompt are none.
         let tokens = vec![3; steps];
         machine.decode(8, 0, &tokens, 0, &[], false).expect("some plain steps");
-        let lanes: Vec<Lane> =
-            [0_u32, 4, 6].map(|session| lane(session, &sessions[session as usize])).into();
-        let done = together(&mut machine, &lanes, false);
-        for (lane, session) in done.lanes.iter().zip([0_usize, 4, 6]) {
-            assert_eq!(lane.tokens, sessions[session].tokens, "after {steps} steps");
+        let seqs: Vec<Sequence> =
+            [0_u32, 4, 6].map(|session| seq(session, &sessions[session as usize])).into();
+        let done = together(&mut machine, &seqs, false);
+        for (seq, session) in done.seqs.iter().zip([0_usize, 4, 6]) {
+            assert_eq!(seq.tokens, sessions[session].tokens, "after {steps} steps");
         }
     }
     machine.stop().expect("it stops");
@@ -254,7 +254,7 @@ fn sessions_of_a_model_with_long_rows_get_what_they_get_alone() {
     check_model(&model, ("as shipped", &shipped(8)), &lengths, 512, 8);
 }
 
-/// A machine of 8 lanes of a small model, with sessions that have run alone.
+/// A machine of 8 sequences of a small model, with sessions that have run alone.
 fn prepared() -> Option<(Resident, Vec<Session>, u32)> {
     let info = device()?;
     let model = golden("llama3-rope-bf16");
@@ -270,36 +270,36 @@ fn prepared() -> Option<(Resident, Vec<Session>, u32)> {
 #[test]
 fn a_batch_that_cannot_be_is_refused_and_the_next_one_runs() {
     let Some((mut machine, sessions, _)) = prepared() else { return };
-    let lanes: Vec<Lane> = (0..8).map(|s| lane(s, &sessions[s as usize])).collect();
-    let twice = [lanes[1], lanes[2], lanes[1]];
-    let beyond = [lanes[0], Lane { position: 256, ..lanes[1] }];
-    let nobody = [lanes[0], Lane { session: SESSIONS, ..lanes[1] }];
-    let nine: Vec<Lane> = (0..9).map(|s| Lane { session: s, ..lanes[0] }).collect();
+    let seqs: Vec<Sequence> = (0..8).map(|s| seq(s, &sessions[s as usize])).collect();
+    let twice = [seqs[1], seqs[2], seqs[1]];
+    let beyond = [seqs[0], Sequence { position: 256, ..seqs[1] }];
+    let nobody = [seqs[0], Sequence { session: SESSIONS, ..seqs[1] }];
+    let nine: Vec<Sequence> = (0..9).map(|s| Sequence { session: s, ..seqs[0] }).collect();
     for (bad, says) in [
-        (&twice[..], "session 1 is that of lane 0"),
+        (&twice[..], "session 1 is that of sequence 0"),
         (&beyond[..], "exceed the key/value capacity"),
         (&nobody[..], "session 9 of 9"),
-        (&nine[..], "a batch of 9 lanes"),
+        (&nine[..], "a batch of 9 sequences"),
     ] {
-        let batch = Batch { lanes: bad, generate: 4, ..Batch::default() };
+        let batch = Batch { seqs: bad, generate: 4, ..Batch::default() };
         let refused = machine.run_together(&batch, &mut || false).expect_err(says);
         assert!(
             matches!(&refused, HostError::Request(why) if why.contains(says)),
             "{refused} does not say {says:?}"
         );
     }
-    let done = together(&mut machine, &lanes, false);
-    for (lane, of) in done.lanes.iter().zip(&sessions) {
-        assert_eq!(lane.tokens, of.tokens);
+    let done = together(&mut machine, &seqs, false);
+    for (seq, of) in done.seqs.iter().zip(&sessions) {
+        assert_eq!(seq.tokens, of.tokens);
     }
     machine.stop().expect("it stops");
 }
 
 /// The sixth token of a session, if none of the sessions has it earlier: a batch with it as stop token ends there.
 #[test]
-fn a_stop_token_in_one_lane_ends_the_batch_and_the_others_go_on() {
+fn a_stop_token_in_one_sequence_ends_the_batch_and_the_others_go_on() {
     let Some((mut machine, sessions, vocab)) = prepared() else { return };
-    let lanes: Vec<Lane> = (0..8).map(|s| lane(s, &sessions[s as usize])).collect();
+    let seqs: Vec<Sequence> = (0..8).map(|s| seq(s, &sessions[s as usize])).collect();
     // Where each token is generated first, by any session.
     let first = |token: u32| {
         let at = sessions.iter().map(|of| of.tokens.iter().position(|t| *t == token));
@@ -307,29 +307,29 @@ fn a_stop_token_in_one_lane_ends_the_batch_and_the_others_go_on() {
     };
     let stop = (0..vocab).find(|&token| (2..11).contains(&first(token))).expect("a late token");
     let steps = first(stop) + 1;
-    let batch = Batch { lanes: &lanes, generate: GENERATED, stop: &[stop], keep_logits: false };
+    let batch = Batch { seqs: &seqs, generate: GENERATED, stop: &[stop], keep_logits: false };
     let done = machine.run_together(&batch, &mut || false).expect("it runs");
     assert_eq!(done.steps as usize, steps);
-    for (index, (lane, of)) in done.lanes.iter().zip(&sessions).enumerate() {
-        assert_eq!(lane.tokens, of.tokens[..steps], "lane {index}");
+    for (index, (seq, of)) in done.seqs.iter().zip(&sessions).enumerate() {
+        assert_eq!(seq.tokens, of.tokens[..steps], "sequence {index}");
         let stopped = of.tokens[steps - 1] == stop;
         let expected = if stopped { Ending::Stop } else { Ending::Length };
-        assert_eq!(lane.ending, expected, "lane {index}");
+        assert_eq!(seq.ending, expected, "sequence {index}");
     }
     // Those that could have gone on do, in a smaller batch and then alone.
-    let rest: Vec<usize> = (0..8).filter(|s| done.lanes[*s].ending == Ending::Length).collect();
+    let rest: Vec<usize> = (0..8).filter(|s| done.seqs[*s].ending == Ending::Length).collect();
     assert!(rest.len() < 8 && rest.len() > 1, "{rest:?}");
-    let on = |s: &usize| Lane {
-        position: lanes[*s].position + done.steps,
-        token: *done.lanes[*s].tokens.last().expect("a token"),
-        ..lanes[*s]
+    let on = |s: &usize| Sequence {
+        position: seqs[*s].position + done.steps,
+        token: *done.seqs[*s].tokens.last().expect("a token"),
+        ..seqs[*s]
     };
-    let more: Vec<Lane> = rest.iter().map(on).collect();
+    let more: Vec<Sequence> = rest.iter().map(on).collect();
     let left = GENERATED - done.steps;
-    let batch = Batch { lanes: &more, generate: left, stop: &[], keep_logits: false };
+    let batch = Batch { seqs: &more, generate: left, stop: &[], keep_logits: false };
     let next = machine.run_together(&batch, &mut || false).expect("it goes on");
-    for (lane, s) in next.lanes.iter().zip(&rest) {
-        assert_eq!(lane.tokens, sessions[*s].tokens[steps..], "session {s}");
+    for (seq, s) in next.seqs.iter().zip(&rest) {
+        assert_eq!(seq.tokens, sessions[*s].tokens[steps..], "session {s}");
     }
     machine.stop().expect("it stops");
 }
@@ -337,23 +337,23 @@ fn a_stop_token_in_one_lane_ends_the_batch_and_the_others_go_on() {
 #[test]
 fn a_batch_gives_way_and_goes_on_with_the_same_tokens() {
     let Some((mut machine, sessions, _)) = prepared() else { return };
-    let mut lanes: Vec<Lane> = (0..8).map(|s| lane(s, &sessions[s as usize])).collect();
+    let mut seqs: Vec<Sequence> = (0..8).map(|s| seq(s, &sessions[s as usize])).collect();
     let mut said: Vec<Vec<u32>> = vec![Vec::new(); 8];
     let (mut commands, mut yields) = (0, 0);
     while said[0].len() < GENERATED as usize {
         let generate = GENERATED - said[0].len() as u32;
-        let batch = Batch { lanes: &lanes, generate, stop: &[], keep_logits: false };
+        let batch = Batch { seqs: &seqs, generate, stop: &[], keep_logits: false };
         let done = machine.run_together(&batch, &mut || true).expect("it runs");
         commands += 1;
-        for ((lane, said), got) in lanes.iter_mut().zip(&mut said).zip(&done.lanes) {
+        for ((seq, said), got) in seqs.iter_mut().zip(&mut said).zip(&done.seqs) {
             assert!(matches!(got.ending, Ending::Yield | Ending::Length), "{:?}", got.ending);
             yields += u32::from(got.ending == Ending::Yield);
-            lane.position += done.steps;
-            lane.token = *got.tokens.last().expect("a token");
+            seq.position += done.steps;
+            seq.token = *got.tokens.last().expect("a token");
             said.extend(&got.tokens);
         }
     }
-    eprintln!("{commands} commands, {yields} lanes gave way");
+    eprintln!("{commands} commands, {yields} sequences gave way");
     assert!(commands > 1 && yields >= 8);
     for (said, of) in said.iter().zip(&sessions) {
         assert_eq!(*said, of.tokens);
@@ -361,9 +361,9 @@ fn a_batch_gives_way_and_goes_on_with_the_same_tokens() {
     machine.stop().expect("it stops");
 }
 
-/// Lanes 2 and 5 draw, with settings of their own; the others are greedy. Each says what it says alone.
+/// Sequences 2 and 5 draw, with settings of their own; the others are greedy. Each says what it says alone.
 #[test]
-fn some_lanes_sample_and_the_others_do_not() {
+fn some_sequences_sample_and_the_others_do_not() {
     let Some((mut machine, sessions, _)) = prepared() else { return };
     let drawing = [2_u32, 5];
     let mut expected: Vec<Vec<u32>> = sessions.iter().map(|of| of.tokens.clone()).collect();
@@ -390,33 +390,33 @@ fn some_lanes_sample_and_the_others_do_not() {
         machine.set_sampling(session, &sampling).expect("settings");
         fill(&mut machine, session, &of.prompt);
     }
-    let lanes: Vec<Lane> = (0..8)
-        .map(|s| Lane { sampled: drawing.contains(&s), ..lane(s, &sessions[s as usize]) })
+    let seqs: Vec<Sequence> = (0..8)
+        .map(|s| Sequence { sampled: drawing.contains(&s), ..seq(s, &sessions[s as usize]) })
         .collect();
-    let done = together(&mut machine, &lanes, false);
-    for (session, (lane, expected)) in done.lanes.iter().zip(&expected).enumerate() {
-        assert_eq!(lane.tokens, *expected, "session {session}");
+    let done = together(&mut machine, &seqs, false);
+    for (session, (seq, expected)) in done.seqs.iter().zip(&expected).enumerate() {
+        assert_eq!(seq.tokens, *expected, "session {session}");
     }
     machine.stop().expect("it stops");
 }
 
 /// A session whose every token is banned ends with no token, and takes nobody with it.
 #[test]
-fn a_lane_without_a_token_ends_alone() {
+fn a_sequence_without_a_token_ends_alone() {
     let Some((mut machine, sessions, vocab)) = prepared() else { return };
     assert!(vocab <= abi::BIAS_MAX, "all can be banned");
     let bias = (0..vocab).map(|token| (token, f32::NEG_INFINITY)).collect();
     machine.set_sampling(3, &Sampling { bias, ..Sampling::default() }).expect("settings");
-    let mut lanes: Vec<Lane> = (0..8).map(|s| lane(s, &sessions[s as usize])).collect();
-    lanes[3].sampled = true;
-    let done = together(&mut machine, &lanes, false);
+    let mut seqs: Vec<Sequence> = (0..8).map(|s| seq(s, &sessions[s as usize])).collect();
+    seqs[3].sampled = true;
+    let done = together(&mut machine, &seqs, false);
     assert_eq!(done.steps, 1);
-    for (index, (lane, of)) in done.lanes.iter().zip(&sessions).enumerate() {
+    for (index, (seq, of)) in done.seqs.iter().zip(&sessions).enumerate() {
         let (ending, tokens) = match index {
             3 => (Ending::NoToken, &of.tokens[..0]),
             _ => (Ending::Length, &of.tokens[..1]),
         };
-        assert_eq!((lane.ending, &lane.tokens[..]), (ending, tokens), "lane {index}");
+        assert_eq!((seq.ending, &seq.tokens[..]), (ending, tokens), "sequence {index}");
     }
     machine.stop().expect("it stops");
 }
@@ -436,12 +436,12 @@ fn shipped(splits: u32) -> String {
 /// Microseconds of a step of so many sessions at a context of 128, the median of 16 commands.
 fn step_us(machine: &mut Resident, sessions: u32) -> f64 {
     const STEPS: u32 = 24;
-    let lanes: Vec<Lane> = (0..sessions)
-        .map(|session| Lane { session, position: 128, token: 11 + session, sampled: false })
+    let seqs: Vec<Sequence> = (0..sessions)
+        .map(|session| Sequence { session, position: 128, token: 11 + session, sampled: false })
         .collect();
     let mut us: Vec<f64> = (0..20)
         .map(|_| {
-            let batch = Batch { lanes: &lanes, generate: STEPS, stop: &[], keep_logits: false };
+            let batch = Batch { seqs: &seqs, generate: STEPS, stop: &[], keep_logits: false };
             let done = machine.run_together(&batch, &mut || false).expect("it runs");
             assert_eq!(done.steps, STEPS);
             done.device_us / f64::from(STEPS)
@@ -460,11 +460,11 @@ fn a_step_of_eight_sessions_takes_at_most_half_as_long_again() {
     let mut one = machine(&model, &info, &shipped(1), 512, 1);
     let alone = step_us(&mut one, 1);
     one.stop().expect("it stops");
-    eprintln!("one lane, 1 session: {alone:.1} us");
+    eprintln!("one sequence, 1 session: {alone:.1} us");
     let mut eight = machine(&model, &info, &shipped(8), 512, 8);
     let steps = [1, 2, 4, 8].map(|sessions| {
         let us = step_us(&mut eight, sessions);
-        eprintln!("eight lanes, {sessions} sessions: {us:.1} us, {:.2} of one", us / alone);
+        eprintln!("eight sequences, {sessions} sessions: {us:.1} us, {:.2} of one", us / alone);
         us
     });
     eight.stop().expect("it stops");

@@ -47,8 +47,8 @@ const LAUNCH_REGISTERS: u32 = 168;
 const PREFILL_KERNELS: usize = 11;
 const WIDE_SPILLS: u32 = 192;
 const TRACE_SPILLS: u32 = 32;
-/// Of kernels of several lanes, whose vectors take 64 registers of a thread: the one of 8 lanes for llama-3.2-1b spills 652. What that costs was not measured.
-const LANES_SPILLS: u32 = 800;
+/// Of kernels of several sequences, whose vectors take 64 registers of a thread: the one of 8 sequences for llama-3.2-1b spills 652. What that costs was not measured.
+const BATCH_SPILLS: u32 = 800;
 
 /// Whether there is a compiler.
 fn nvrtc() -> bool {
@@ -123,10 +123,9 @@ fn compile_all(variants: &[Variant]) -> Vec<Built> {
 
 fn name(variant: &Variant) -> String {
     let dtype = variant.dtype.name();
-    let Variant { head_dim, group, qk_norm, poll_sleep_ns, evict_first, lanes, trace, .. } =
-        variant;
+    let Variant { head_dim, group, qk_norm, poll_sleep_ns, evict_first, seqs, trace, .. } = variant;
     format!(
-        "{dtype:4} heads of {head_dim:3} by {group}, norm {qk_norm:5}, sleep {poll_sleep_ns:3} ns, evict first {evict_first:5}, lanes {lanes}, trace {trace}"
+        "{dtype:4} heads of {head_dim:3} by {group}, norm {qk_norm:5}, sleep {poll_sleep_ns:3} ns, evict first {evict_first:5}, sequences {seqs}, trace {trace}"
     )
 }
 
@@ -135,8 +134,8 @@ fn spills_allowed(variant: &Variant) -> u32 {
     if variant.trace {
         return TRACE_SPILLS; // its times are for taking a step apart, and no build that is timed has them
     }
-    if variant.lanes > 1 {
-        return LANES_SPILLS;
+    if variant.seqs > 1 {
+        return BATCH_SPILLS;
     }
     let of = |&&(head_dim, ..): &&(u32, u32, bool, u32)| head_dim == variant.head_dim;
     HEADS.iter().find(of).map_or(0, |&(.., spills)| spills)
@@ -202,9 +201,9 @@ fn every_shape_of_heads_compiles() {
     let shaped = |(head_dim, group, qk_norm, _)| Variant { head_dim, group, qk_norm, ..plain };
     let mut variants: Vec<Variant> = HEADS.into_iter().map(shaped).collect();
     variants.push(Variant { trace: true, ..shaped(HEADS[4]) });
-    variants.push(Variant { lanes: 2, ..shaped(HEADS[0]) });
+    variants.push(Variant { seqs: 2, ..shaped(HEADS[0]) });
     let (heads, widths, shares) = MATRICES[1];
-    variants.push(Variant { lanes: 8, widths, shares, ..shaped(HEADS[heads]) });
+    variants.push(Variant { seqs: 8, widths, shares, ..shaped(HEADS[heads]) });
     for (heads, widths, shares) in MATRICES {
         variants.push(Variant { widths, shares, ..shaped(HEADS[heads]) });
     }

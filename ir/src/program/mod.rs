@@ -18,7 +18,7 @@ pub use rules::order::Order;
 pub use rules::words::Unordered;
 pub use stream::Load;
 pub use verify::{
-    Seal, SealKey, Together, Unsealed, Verified, check, check_lanes, unordered, verify,
+    Seal, SealKey, Together, Unsealed, Verified, check, check_seqs, unordered, verify,
 };
 
 use abi::{Opcode, SlotKind};

@@ -1,6 +1,6 @@
 //! Shared memory of a worker: the one formula that `validate`, the launch and the device agree on.
 
-use abi::{ATTENTION_GROUP, CONSUMER_WARPS, FIXED_BYTES, LANE_TILES};
+use abi::{ATTENTION_GROUP, BATCH_TILES, CONSUMER_WARPS, FIXED_BYTES};
 
 use crate::format::Format;
 use crate::program::Dims;
@@ -25,11 +25,11 @@ fn scratch_bytes(dims: &Dims) -> u32 {
     merge.max(attention)
 }
 
-/// Bytes of the activation buffer where a step has several lanes: their vectors stay in registers, so it holds the warps' sums of two
+/// Bytes of the activation buffer where a step has several sequences: their vectors stay in registers, so it holds the warps' sums of two
 /// epilogues in turn, or what attention and its merge need.
 #[must_use]
-pub fn lanes_activation_bytes(dims: &Dims, lanes: u32) -> u32 {
-    let sums = 4 * 2 * LANE_TILES * CONSUMER_WARPS * abi::UNIT_ROWS * lanes;
+pub fn batch_activation_bytes(dims: &Dims, seqs: u32) -> u32 {
+    let sums = 4 * 2 * BATCH_TILES * CONSUMER_WARPS * abi::UNIT_ROWS * seqs;
     sums.max(scratch_bytes(dims)).next_multiple_of(128)
 }
 

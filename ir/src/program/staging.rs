@@ -1,6 +1,6 @@
 //! How the tiles of a matrix lie in the stages of the weight ring. The device loads by this rule and the cost model predicts by it.
 
-use abi::{CONSUMER_WARPS, LANE_TILES};
+use abi::{BATCH_TILES, CONSUMER_WARPS};
 
 /// Units of a stage that one warp takes into registers, at most.
 pub const WARP_UNITS_MAX: u32 = abi::STAGE_UNITS_MAX / CONSUMER_WARPS;
@@ -30,10 +30,10 @@ impl Staging {
             .unwrap_or_else(|| Self::unit_by_unit(tile_units, stage_units))
     }
 
-    /// The same for a kernel that runs several sequences at once (matvec_lanes.cuh): whole tiles in a stage, a divisor of those of an
+    /// The same for a kernel that runs several sequences at once (matvec_batch.cuh): whole tiles in a stage, a divisor of those of an
     /// epilogue; or a part of a tile, as long as the warps' registers hold the vectors of.
     #[must_use]
-    pub fn lanes(tile_units: u32, stage_units: u32) -> Self {
+    pub fn seqs(tile_units: u32, stage_units: u32) -> Self {
         let (tile_units, stage_units) = (tile_units.max(1), stage_units.max(1));
         let tile_parts = tile_units.div_ceil(stage_units.min(abi::STAGE_UNITS_MAX));
         if tile_parts > 1 {
@@ -46,7 +46,7 @@ impl Staging {
                 tile_parts,
             };
         }
-        let stage_tiles = 1 << (stage_units / tile_units).clamp(1, LANE_TILES).ilog2();
+        let stage_tiles = 1 << (stage_units / tile_units).clamp(1, BATCH_TILES).ilog2();
         let stage_units = stage_tiles * tile_units;
         Self { stage_units, stage_tiles, period: stage_units, warp_units: 0, tile_parts }
     }
@@ -136,9 +136,9 @@ mod tests {
     }
 
     #[test]
-    fn several_lanes_take_tiles_part_by_part() {
+    fn several_sequences_take_tiles_part_by_part() {
         let of = |tile, stage| {
-            let s = Staging::lanes(tile, stage);
+            let s = Staging::seqs(tile, stage);
             (s.stage_units, s.stage_tiles, s.period, s.tile_parts)
         };
         assert_eq!(of(64, 64), (64, 1, 64, 1));
@@ -149,9 +149,9 @@ mod tests {
         assert_eq!(of(2, 64), (16, 8, 16, 1), "and no more than those");
         for tile in 1..1000 {
             for stage in [8, 16, 32, 64] {
-                let s = Staging::lanes(tile, stage);
+                let s = Staging::seqs(tile, stage);
                 assert!(
-                    s.stage_units <= stage && LANE_TILES.is_multiple_of(s.stage_tiles),
+                    s.stage_units <= stage && BATCH_TILES.is_multiple_of(s.stage_tiles),
                     "{tile} in {stage}: {s:?}"
                 );
                 let parts = s.tile_parts;

@@ -85,7 +85,7 @@ impl Program {
         let tile_units = self.matrices[matrix.index()].units_per_tile();
         match sequences {
             1 => Staging::new(tile_units, self.pipeline.stage_units),
-            _ => Staging::lanes(tile_units, self.pipeline.stage_units),
+            _ => Staging::seqs(tile_units, self.pipeline.stage_units),
         }
     }
 }

@@ -22,10 +22,10 @@ mod seal;
 mod together;
 
 pub use seal::{Seal, SealKey, Unsealed};
-pub use together::{Together, check_lanes};
+pub use together::{Together, check_seqs};
 
 /// A value that its checker accepted. Only [`verify`] makes one, [`SealKey::open`] out of what one was sealed as, and [`Together`] of
-/// lanes.
+/// sequences.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verified<T>(T);
 

@@ -1,4 +1,4 @@
-//! A timeline as trace events in JSON, which Perfetto and Chrome read: a lane a worker, a slice a task with its parts, an arrow from who was
+//! A timeline as trace events in JSON, which Perfetto and Chrome read: one track per worker, one slice per task with its parts, an arrow from who was
 //! waited for, counters. Times are microseconds there.
 
 use std::io::{self, Write};

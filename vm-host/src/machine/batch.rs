@@ -1,6 +1,6 @@
-//! Batches: several sessions that one decode command runs side by side, a lane each (decision 022).
+//! Batches: several sessions that one decode command runs side by side, a sequence each (decision 022).
 
-use abi::{Completion, Ending, LANE_ENDING_BITS, LANES_MAX, Submission};
+use abi::{Completion, Ending, SEQ_ENDING_BITS, SEQS_MAX, Submission};
 use ir::program::Together;
 
 use super::run::decode;
@@ -9,8 +9,8 @@ use crate::error::HostError;
 
 /// One session of a batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Lane {
-    /// The session whose caches are used; no other lane's.
+pub struct Sequence {
+    /// The session whose caches are used; no other sequence's.
     pub session: u32,
     /// Position of its token. What was run before is in its caches.
     pub position: u32,
@@ -20,34 +20,34 @@ pub struct Lane {
     pub sampled: bool,
 }
 
-/// What a batch is to do. It ends for all lanes as soon as it does for one.
+/// What a batch is to do. It ends for all sequences as soon as it does for one.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Batch<'a> {
-    /// The sessions, in lanes 0, 1, ...
-    pub lanes: &'a [Lane],
-    /// Tokens to generate at most, each lane as many; one at least.
+    /// The sessions, in sequences 0, 1, ...
+    pub seqs: &'a [Sequence],
+    /// Tokens to generate at most, each sequence as many; one at least.
     pub generate: u32,
     /// A generated token among these ends the batch.
     pub stop: &'a [u32],
-    /// Keep the logits of every position of every lane.
+    /// Keep the logits of every position of every sequence.
     pub keep_logits: bool,
 }
 
-/// What came of a lane.
+/// What came of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LaneDecoded {
+pub struct SeqDecoded {
     /// Tokens that were generated, a stop token included. The last one is not run.
     pub tokens: Vec<u32>,
-    /// How it ended. `Length` with fewer tokens than were asked for is a lane that could have gone on: another one's end ended the batch.
+    /// How it ended. `Length` with fewer tokens than were asked for is a sequence that could have gone on: another one's end ended the batch.
     pub ending: Ending,
 }
 
 /// The result of a batch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BatchDecoded {
-    /// Of each lane, in order.
-    pub lanes: Vec<LaneDecoded>,
-    /// Positions that were run, of each lane.
+    /// Of each sequence, in order.
+    pub seqs: Vec<SeqDecoded>,
+    /// Positions that were run, of each sequence.
     pub steps: u32,
     /// Microseconds from publishing the command to seeing its completion, by the host's clock.
     pub host_us: f64,
@@ -56,18 +56,18 @@ pub struct BatchDecoded {
 }
 
 impl Resident {
-    /// Loads a program beside the current one, as [`load`](Self::load) does, for batches of as many lanes as it is proven for.
+    /// Loads a program beside the current one, as [`load`](Self::load) does, for batches of as many sequences as it is proven for.
     ///
     /// # Errors
     /// If the program does not fit.
     pub fn load_together(&mut self, program: &Together) -> Result<Loaded, HostError> {
-        self.load_for(program.program(), program.lanes())
+        self.load_for(program.program(), program.seqs())
     }
 
-    /// Lanes that a batch may have now: those of the kernel, and those that the current program is proven for.
+    /// Sequences that a batch may have now: those of the kernel, and those that the current program is proven for.
     #[must_use]
-    pub fn lanes(&mut self) -> u32 {
-        let (most, current) = (self.variant.lanes, self.current);
+    pub fn seqs(&mut self) -> u32 {
+        let (most, current) = (self.variant.seqs, self.current);
         most.min(self.idle().memory.places.sequences(current))
     }
 
@@ -83,57 +83,57 @@ impl Resident {
         batch: &Batch<'_>,
         give_way: &mut dyn FnMut() -> bool,
     ) -> Result<BatchDecoded, HostError> {
-        let lanes = self.lanes();
-        Bounds { lanes, ..self.idle().bounds() }.check(batch).map_err(HostError::Request)?;
-        for &Lane { session, position, token, sampled } in batch.lanes {
+        let seqs = self.seqs();
+        Bounds { seqs, ..self.idle().bounds() }.check(batch).map_err(HostError::Request)?;
+        for &Sequence { session, position, token, sampled } in batch.seqs {
             self.begin(session, position..position + batch.generate, &[token], sampled)?;
         }
         let (done, host_us, device_us) = self.timed(&submission(batch), give_way)?;
         let memory = &self.idle().memory;
-        let lanes = batch.lanes.iter().zip(0_u32..).map(|(lane, index)| {
+        let seqs = batch.seqs.iter().zip(0_u32..).map(|(seq, index)| {
             let ending = ending(&done, index)?;
-            let at = memory.tokens_at(lane.session, lane.position) + 4;
+            let at = memory.tokens_at(seq.session, seq.position) + 4;
             let generated = done.steps - u32::from(ending == Ending::NoToken).min(done.steps);
-            Ok(LaneDecoded { tokens: memory.tokens.read_words(at, generated as usize), ending })
+            Ok(SeqDecoded { tokens: memory.tokens.read_words(at, generated as usize), ending })
         });
         Ok(BatchDecoded {
-            lanes: lanes.collect::<Result<_, HostError>>()?,
+            seqs: seqs.collect::<Result<_, HostError>>()?,
             steps: done.steps,
             host_us,
             device_us,
         })
     }
 
-    /// Logits of the first `rows` positions of a lane of the last batch that kept them.
+    /// Logits of the first `rows` positions of a sequence of the last batch that kept them.
     ///
     /// # Errors
-    /// If there is no such lane, or a copy fails.
-    pub fn lane_logits(&mut self, lane: u32, rows: u32) -> Result<Vec<Vec<f32>>, HostError> {
-        let source = self.lane_row(lane)?;
+    /// If there is no such sequence, or a copy fails.
+    pub fn seq_logits(&mut self, seq: u32, rows: u32) -> Result<Vec<Vec<f32>>, HostError> {
+        let source = self.lane_row(seq)?;
         let Idle { memory, vocab, .. } = self.idle();
         let rows = rows.min(memory.residents.logits_rows);
         memory.copier.rows(source, rows as usize, *vocab as usize)
     }
 
-    /// Fills the first rows of a lane's logits with what is not a number.
+    /// Fills the first rows of a sequence's logits with what is not a number.
     ///
     /// # Errors
-    /// If there is no such lane, or a copy fails.
-    pub fn poison_lane_logits(&mut self, lane: u32, rows: u32) -> Result<(), HostError> {
-        let source = self.lane_row(lane)?;
+    /// If there is no such sequence, or a copy fails.
+    pub fn poison_seq_logits(&mut self, seq: u32, rows: u32) -> Result<(), HostError> {
+        let source = self.lane_row(seq)?;
         let Idle { memory, vocab, .. } = self.idle();
         let rows = u64::from(rows.min(memory.residents.logits_rows));
         memory.copier.fill(source, rows * u64::from(*vocab) * size_of::<f32>() as u64, 0xff)
     }
 
-    /// Where the first row of a lane's logits is.
-    fn lane_row(&mut self, lane: u32) -> Result<u64, HostError> {
-        let lanes = self.variant.lanes;
-        if lane >= lanes {
-            return Err(HostError::Request(format!("lane {lane} of a kernel of {lanes}")));
+    /// Where the first row of a sequence's logits is.
+    fn lane_row(&mut self, seq: u32) -> Result<u64, HostError> {
+        let seqs = self.variant.seqs;
+        if seq >= seqs {
+            return Err(HostError::Request(format!("sequence {seq} of a kernel of {seqs}")));
         }
         let Idle { memory: Memory { residents, .. }, vocab, .. } = self.idle();
-        let skipped = u64::from(lane) * u64::from(residents.logits_rows) * u64::from(*vocab);
+        let skipped = u64::from(seq) * u64::from(residents.logits_rows) * u64::from(*vocab);
         Ok(residents.logits + skipped * size_of::<f32>() as u64)
     }
 }
@@ -142,7 +142,7 @@ impl Idle {
     pub(super) fn bounds(&self) -> Bounds {
         let residents = &self.memory.residents;
         Bounds {
-            lanes: 1,
+            seqs: 1,
             sessions: self.options.sessions,
             vocab: self.vocab,
             capacity: residents.kv_capacity,
@@ -153,7 +153,7 @@ impl Idle {
 
 /// What a command must stay within.
 pub(super) struct Bounds {
-    lanes: u32,
+    seqs: u32,
     sessions: u32,
     vocab: u32,
     capacity: u32,
@@ -162,11 +162,11 @@ pub(super) struct Bounds {
 
 impl Bounds {
     fn check(&self, batch: &Batch<'_>) -> Result<(), String> {
-        let &Batch { lanes, generate, stop, keep_logits } = batch;
-        if lanes.is_empty() || lanes.len() > self.lanes as usize {
-            let (asked, most) = (lanes.len(), self.lanes);
+        let &Batch { seqs, generate, stop, keep_logits } = batch;
+        if seqs.is_empty() || seqs.len() > self.seqs as usize {
+            let (asked, most) = (seqs.len(), self.seqs);
             return Err(format!(
-                "a batch of {asked} lanes; 1 to {most} are possible with this kernel and this program's proof"
+                "a batch of {asked} sequences; 1 to {most} are possible with this kernel and this program's proof"
             ));
         }
         check_stop(stop)?;
@@ -175,14 +175,18 @@ impl Bounds {
         }
         if keep_logits && generate > self.rows {
             let rows = self.rows;
-            return Err(format!("{generate} rows of logits of each lane; {rows} were set aside"));
+            return Err(format!(
+                "{generate} rows of logits of each sequence; {rows} were set aside"
+            ));
         }
-        for (index, lane) in lanes.iter().enumerate() {
-            self.check_run(lane.session, lane.position, &[lane.token], generate.into())
-                .map_err(|why| format!("lane {index}: {why}"))?;
-            if let Some(other) = lanes[..index].iter().position(|l| l.session == lane.session) {
-                let session = lane.session;
-                return Err(format!("lane {index}: session {session} is that of lane {other} too"));
+        for (index, seq) in seqs.iter().enumerate() {
+            self.check_run(seq.session, seq.position, &[seq.token], generate.into())
+                .map_err(|why| format!("sequence {index}: {why}"))?;
+            if let Some(other) = seqs[..index].iter().position(|l| l.session == seq.session) {
+                let session = seq.session;
+                return Err(format!(
+                    "sequence {index}: session {session} is that of sequence {other} too"
+                ));
             }
         }
         Ok(())
@@ -234,29 +238,29 @@ fn check_stop(stop: &[u32]) -> Result<(), String> {
     Ok(())
 }
 
-/// A batch as a command. One lane alone is a plain decode.
+/// A batch as a command. One sequence alone is a plain decode.
 fn submission(batch: &Batch<'_>) -> Submission {
-    let &Batch { lanes, generate, stop, keep_logits } = batch;
-    if let &[Lane { session, position, sampled, .. }] = lanes {
+    let &Batch { seqs, generate, stop, keep_logits } = batch;
+    if let &[Sequence { session, position, sampled, .. }] = seqs {
         let plain = decode(generate, stop, keep_logits, sampled);
-        return Submission { lanes: 1, session, position, forced: position + 1, ..plain };
+        return Submission { seqs: 1, session, position, forced: position + 1, ..plain };
     }
     let mut submission = decode(generate, stop, keep_logits, false);
-    submission.lanes = lanes.len() as u32;
-    for (index, lane) in lanes.iter().enumerate().take(LANES_MAX) {
-        submission.lane_position[index] = lane.position;
-        submission.lane_session[index / 4] |= lane.session << (8 * (index % 4));
-        submission.lane_sample |= u32::from(lane.sampled) << index;
+    submission.seqs = seqs.len() as u32;
+    for (index, seq) in seqs.iter().enumerate().take(SEQS_MAX) {
+        submission.seq_position[index] = seq.position;
+        submission.seq_session[index / 4] |= seq.session << (8 * (index % 4));
+        submission.seq_sample |= u32::from(seq.sampled) << index;
     }
     submission
 }
 
-/// How a lane ended. A plain decode has its ending in a word of its own, and no other lanes.
-pub(super) fn ending(done: &Completion, lane: u32) -> Result<Ending, HostError> {
-    let mask = (1 << LANE_ENDING_BITS) - 1;
-    let code = (done.lane_endings >> (lane * LANE_ENDING_BITS) & mask) | done.ending;
+/// How a sequence ended. A plain decode has its ending in a word of its own, and no other sequences.
+pub(super) fn ending(done: &Completion, seq: u32) -> Result<Ending, HostError> {
+    let mask = (1 << SEQ_ENDING_BITS) - 1;
+    let code = (done.seq_endings >> (seq * SEQ_ENDING_BITS) & mask) | done.ending;
     Ending::new(code).ok_or_else(|| {
-        HostError::Request(format!("the device says of the end of lane {lane}: {code}"))
+        HostError::Request(format!("the device says of the end of sequence {seq}: {code}"))
     })
 }
 

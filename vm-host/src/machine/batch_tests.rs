@@ -2,71 +2,71 @@
 
 use abi::{Completion, Ending, Submission};
 
-use super::{Batch, Bounds, Lane, ending, submission};
+use super::{Batch, Bounds, Sequence, ending, submission};
 
-const BOUNDS: Bounds = Bounds { lanes: 4, sessions: 6, vocab: 100, capacity: 64, rows: 8 };
+const BOUNDS: Bounds = Bounds { seqs: 4, sessions: 6, vocab: 100, capacity: 64, rows: 8 };
 
-fn lane(session: u32, position: u32) -> Lane {
-    Lane { session, position, token: 7, sampled: session == 5 }
+fn seq(session: u32, position: u32) -> Sequence {
+    Sequence { session, position, token: 7, sampled: session == 5 }
 }
 
 #[test]
 fn a_batch_within_its_bounds_is_accepted() {
-    let lanes = [lane(5, 0), lane(0, 56), lane(3, 8)];
-    let batch = Batch { lanes: &lanes, generate: 8, stop: &[1], keep_logits: true };
+    let seqs = [seq(5, 0), seq(0, 56), seq(3, 8)];
+    let batch = Batch { seqs: &seqs, generate: 8, stop: &[1], keep_logits: true };
     assert_eq!(BOUNDS.check(&batch), Ok(()));
-    let alone = Batch { lanes: &lanes[..1], ..batch };
+    let alone = Batch { seqs: &seqs[..1], ..batch };
     assert_eq!(BOUNDS.check(&alone), Ok(()));
 }
 
-/// A batch (lanes, tokens to generate, stop tokens, whether logits are kept), and what is said of it.
-type Case<'a> = (&'a [Lane], u32, &'a [u32], bool, &'a str);
+/// A batch (sequences, tokens to generate, stop tokens, whether logits are kept), and what is said of it.
+type Case<'a> = (&'a [Sequence], u32, &'a [u32], bool, &'a str);
 
 /// Each is one step beyond a batch that is accepted.
 #[test]
 fn a_batch_beyond_any_bound_is_refused_by_name() {
-    let good = [lane(1, 56), lane(2, 0)];
+    let good = [seq(1, 56), seq(2, 0)];
     let cases: [Case<'_>; 10] = [
-        (&[], 8, &[], false, "a batch of 0 lanes"),
-        (&[lane(0, 0), lane(1, 0), lane(2, 0), lane(3, 0), lane(4, 0)], 8, &[], false, "5 lanes"),
+        (&[], 8, &[], false, "a batch of 0 sequences"),
+        (&[seq(0, 0), seq(1, 0), seq(2, 0), seq(3, 0), seq(4, 0)], 8, &[], false, "5 sequences"),
         (&good, 0, &[], false, "generates nothing"),
         (&good, 8, &[0; 9], false, "9 stop tokens"),
-        (&[lane(1, 0), lane(2, 0)], 9, &[], true, "9 rows of logits"),
-        (&good, 9, &[], false, "lane 0: 9 positions from 56"),
-        (&[lane(1, 0), lane(2, u32::MAX)], 8, &[], false, "lane 1: 8 positions from 4294967295"),
-        (&[lane(1, 0), lane(6, 0)], 8, &[], false, "lane 1: session 6 of 6"),
+        (&[seq(1, 0), seq(2, 0)], 9, &[], true, "9 rows of logits"),
+        (&good, 9, &[], false, "sequence 0: 9 positions from 56"),
+        (&[seq(1, 0), seq(2, u32::MAX)], 8, &[], false, "sequence 1: 8 positions from 4294967295"),
+        (&[seq(1, 0), seq(6, 0)], 8, &[], false, "sequence 1: session 6 of 6"),
         (
-            &[lane(1, 0), lane(2, 0), lane(1, 9)],
+            &[seq(1, 0), seq(2, 0), seq(1, 9)],
             8,
             &[],
             false,
-            "lane 2: session 1 is that of lane 0",
+            "sequence 2: session 1 is that of sequence 0",
         ),
-        (&[Lane { token: 100, ..lane(1, 0) }], 8, &[], false, "lane 0: token 100"),
+        (&[Sequence { token: 100, ..seq(1, 0) }], 8, &[], false, "sequence 0: token 100"),
     ];
-    for (lanes, generate, stop, keep_logits, expected) in cases {
-        let batch = Batch { lanes, generate, stop, keep_logits };
+    for (seqs, generate, stop, keep_logits, expected) in cases {
+        let batch = Batch { seqs, generate, stop, keep_logits };
         let refused = BOUNDS.check(&batch).expect_err(expected);
         assert!(refused.contains(expected), "{refused:?} does not say {expected:?}");
     }
 }
 
 #[test]
-fn a_batch_is_written_lane_by_lane() {
-    let lanes = [lane(5, 9), lane(0, 3), lane(1, 4), lane(2, 5), lane(4, 6)];
-    let batch = Batch { lanes: &lanes, generate: 3, stop: &[11, 12], keep_logits: true };
+fn a_batch_is_written_sequence_by_sequence() {
+    let seqs = [seq(5, 9), seq(0, 3), seq(1, 4), seq(2, 5), seq(4, 6)];
+    let batch = Batch { seqs: &seqs, generate: 3, stop: &[11, 12], keep_logits: true };
     let s = submission(&batch);
-    assert_eq!((s.lanes, s.steps, s.stop_len, s.flags), (5, 3, 2, abi::FLAG_KEEP_LOGITS));
+    assert_eq!((s.seqs, s.steps, s.stop_len, s.flags), (5, 3, 2, abi::FLAG_KEEP_LOGITS));
     assert_eq!((s.session, s.position, s.forced), (0, 0, 0));
     assert_eq!(s.stop[..3], [11, 12, 0]);
-    assert_eq!(s.lane_position, [9, 3, 4, 5, 6, 0, 0, 0]);
-    assert_eq!(s.lane_session, [0x0201_0005, 4]);
-    assert_eq!(s.lane_sample, 1, "session 5 in lane 0");
+    assert_eq!(s.seq_position, [9, 3, 4, 5, 6, 0, 0, 0]);
+    assert_eq!(s.seq_session, [0x0201_0005, 4]);
+    assert_eq!(s.seq_sample, 1, "session 5 in sequence 0");
 }
 
 #[test]
-fn one_lane_alone_is_a_plain_decode() {
-    let s = submission(&Batch { lanes: &[lane(5, 9)], generate: 3, ..Batch::default() });
+fn one_sequence_alone_is_a_plain_decode() {
+    let s = submission(&Batch { seqs: &[seq(5, 9)], generate: 3, ..Batch::default() });
     let plain = Submission {
         command: s.command,
         session: 5,
@@ -74,21 +74,21 @@ fn one_lane_alone_is_a_plain_decode() {
         steps: 3,
         forced: 10,
         flags: abi::FLAG_SAMPLE,
-        lanes: 1,
+        seqs: 1,
         ..Submission::default()
     };
     assert_eq!(s, plain);
 }
 
 #[test]
-fn endings_are_read_by_lane() {
-    let done = Completion { lane_endings: 0x3012_0000, ..Completion::default() };
-    let read: Vec<Ending> = (0..8).filter_map(|lane| ending(&done, lane).ok()).collect();
+fn endings_are_read_by_sequence() {
+    let done = Completion { seq_endings: 0x3012_0000, ..Completion::default() };
+    let read: Vec<Ending> = (0..8).filter_map(|seq| ending(&done, seq).ok()).collect();
     let end = Ending::Length;
     assert_eq!(read, [end, end, end, end, Ending::Yield, Ending::Stop, end, Ending::NoToken]);
     let plain = Completion { ending: Ending::Stop as u32, ..Completion::default() };
     assert_eq!(ending(&plain, 0).ok(), Some(Ending::Stop));
-    let unknown = Completion { lane_endings: 0xf0, ..Completion::default() };
+    let unknown = Completion { seq_endings: 0xf0, ..Completion::default() };
     assert!(ending(&unknown, 0).is_ok() && ending(&unknown, 1).is_err());
 }
 
@@ -108,30 +108,30 @@ fn the_device_refuses_what_it_cannot_run() {
     let config = ir::schedule::validate(config, &model.graph, &target).expect("it is legal");
     let options = lower::Options { kv_capacity: 64 };
     let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");
-    let variant = vm_device::Variant { lanes: 4, ..crate::variant(&config.kernel, &model.graph) };
+    let variant = vm_device::Variant { seqs: 4, ..crate::variant(&config.kernel, &model.graph) };
     let options = crate::BootOptions { sessions: 6, logits_rows: 8, ..Default::default() };
     let idle = super::Idle::boot(&model.graph, &*model.weights, &program, &variant, options);
     let launched = idle.expect("it boots").launch(variant, &program);
     let mut machine = launched.unwrap_or_else(|e| panic!("{}", e.1));
-    let good = [lane(1, 3), lane(2, 4), lane(4, 60)];
+    let good = [seq(1, 3), seq(2, 4), seq(4, 60)];
     // What a command without its pages is refused for would hide every other reason.
     for of in &good {
         let memory = &mut machine.idle().memory;
         memory.pages.before(&mut memory.copier, of.session, 0..64).expect("there are pages");
     }
-    let good = submission(&Batch { lanes: &good, generate: 4, ..Batch::default() });
+    let good = submission(&Batch { seqs: &good, generate: 4, ..Batch::default() });
     let second = |session: u32| {
         let mut bad = good;
-        bad.lane_session[0] = bad.lane_session[0] & !0xff00 | session << 8;
+        bad.seq_session[0] = bad.seq_session[0] & !0xff00 | session << 8;
         bad
     };
-    let low = Submission { lane_position: [0; 8], ..good };
+    let low = Submission { seq_position: [0; 8], ..good };
     let mut behind = good;
-    behind.lane_position[1] = 61;
+    behind.seq_position[1] = 61;
     for (bad, what) in [
-        (Submission { lanes: 5, ..good }, "more lanes than the kernel has"),
-        (Submission { lanes: u32::MAX, ..good }, "far more lanes"),
-        (Submission { steps: 5, ..good }, "one step too many for the last lane"),
+        (Submission { seqs: 5, ..good }, "more sequences than the kernel has"),
+        (Submission { seqs: u32::MAX, ..good }, "far more sequences"),
+        (Submission { steps: 5, ..good }, "one step too many for the last sequence"),
         (Submission { steps: 0, ..good }, "no step"),
         (Submission { stop_len: 9, ..good }, "nine stop tokens"),
         (Submission { steps: 9, flags: abi::FLAG_KEEP_LOGITS, ..low }, "nine rows of logits"),
@@ -143,11 +143,11 @@ fn the_device_refuses_what_it_cannot_run() {
     ] {
         let limit = std::time::Duration::from_secs(2);
         let refused = machine.command(&bad, limit, &mut || false);
-        let refused = refused.map(|done| done.lane_endings);
+        let refused = refused.map(|done| done.seq_endings);
         assert!(matches!(refused, Err(crate::HostError::Request(_))), "{what}: {refused:?}");
     }
     let limit = std::time::Duration::from_secs(2);
     let done = machine.command(&good, limit, &mut || false).expect("the good one runs");
-    assert_eq!((done.steps, done.lane_endings), (4, 0));
+    assert_eq!((done.steps, done.seq_endings), (4, 0));
     machine.stop().expect("it stops");
 }

@@ -1,13 +1,13 @@
-//! Programs that sessions may run side by side, each in a lane of its own.
+//! Programs that sessions may run side by side, each in a sequence of its own.
 //!
-//! Every task does the work of all lanes, lane after lane, before it signals. Lanes share queues, counters and weights, and nothing that is
-//! written: each has activations, logits and a session of its own. So that short contexts do not queue up on the few workers of split 0, lane
+//! Every task does the work of all sequences, sequence after sequence, before it signals. Sequences share queues, counters and weights, and nothing that is
+//! written: each has activations, logits and a session of its own. So that short contexts do not queue up on the few workers of split 0, sequence
 //! `l` runs, in the task of split `s` of `n`, split `(s + l) % n`: the rotated program.
 //!
 //! **Why a verified program verifies in every rotation.** Queues and counters are shared. Of the hand-offs only those of attention change
 //! their writers, within a head; every word is still written once, and whoever reads a head's partials reads those of all its splits
-//! (`K-SPLIT`), so it waits for the same tasks whichever lane it is in. For the same reason all lanes come to an end when one does. What is
-//! left to check is what the kernel of several lanes asks beside the proof: [`Together::new`].
+//! (`K-SPLIT`), so it waits for the same tasks whichever sequence it is in. For the same reason all sequences come to an end when one does. What is
+//! left to check is what the kernel of several sequences asks beside the proof: [`Together::new`].
 
 use abi::{AttentionParams, Epilogue, Opcode, Params, Prologue, SlotKind};
 
@@ -18,72 +18,72 @@ use crate::program::stream::uncountable;
 use crate::program::{Program, Task};
 use crate::violation::{At, Rule, Violations};
 
-/// What lane `lane` of a batch runs: the program with the splits of each head's keys dealt to its tasks anew.
+/// What sequence `seq` of a batch runs: the program with the splits of each head's keys dealt to its tasks anew.
 #[must_use]
-fn rotated(program: &Program, lane: u32) -> Program {
+fn rotated(program: &Program, seq: u32) -> Program {
     let mut program = program.clone();
     let tasks = program.workers.iter_mut().flat_map(|worker| &mut worker.tasks);
     for task in tasks.filter(|task| task.opcode == Opcode::Attention) {
         let p: AttentionParams = task.params();
-        let split = (p.split + lane) % p.splits.max(1);
+        let split = (p.split + seq) % p.splits.max(1);
         task.params = bytemuck::cast(AttentionParams { split, ..p });
     }
     program
 }
 
-/// A program that so many lanes may share. Only [`Together::new`] makes one.
+/// A program that so many sequences may share. Only [`Together::new`] makes one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Together {
     program: Verified<Program>,
-    lanes: u32,
+    seqs: u32,
 }
 
 impl Together {
-    /// Checks what a kernel of so many lanes asks of a program.
+    /// Checks what a kernel of so many sequences asks of a program.
     ///
     /// # Errors
     /// All violations.
-    pub fn new(program: Verified<Program>, lanes: u32) -> Result<Self, Violations> {
-        check_lanes(&program, lanes)?;
-        Ok(Self { program, lanes })
+    pub fn new(program: Verified<Program>, seqs: u32) -> Result<Self, Violations> {
+        check_seqs(&program, seqs)?;
+        Ok(Self { program, seqs })
     }
 
-    /// Lanes that may share it.
+    /// Sequences that may share it.
     #[must_use]
-    pub fn lanes(&self) -> u32 {
-        self.lanes
+    pub fn seqs(&self) -> u32 {
+        self.seqs
     }
 
-    /// The program of lane 0.
+    /// The program of sequence 0.
     #[must_use]
     pub fn program(&self) -> &Verified<Program> {
         &self.program
     }
 
-    /// The program of a lane, if there is such a lane.
+    /// The program of a sequence, if there is such a sequence.
     #[must_use]
-    pub fn lane(&self, lane: u32) -> Option<Verified<Program>> {
-        (lane < self.lanes).then(|| Verified(rotated(&self.program, lane)))
+    pub fn seq(&self, seq: u32) -> Option<Verified<Program>> {
+        (seq < self.seqs).then(|| Verified(rotated(&self.program, seq)))
     }
 }
 
-/// What a kernel of so many lanes asks of a verified program.
+/// What a kernel of so many sequences asks of a verified program.
 ///
 /// # Errors
 /// All violations.
-pub fn check_lanes(program: &Program, lanes: u32) -> Result<(), Violations> {
+pub fn check_seqs(program: &Program, seqs: u32) -> Result<(), Violations> {
     let mut found = Violations::default();
-    let most = abi::LANES_MAX as u32;
-    if !(1..=most).contains(&lanes) {
-        found.push(Rule::PLimit, At::Whole, format!("{lanes} lanes, not within 1..={most}"));
+    let most = abi::SEQS_MAX as u32;
+    if !(1..=most).contains(&seqs) {
+        found.push(Rule::PLimit, At::Whole, format!("{seqs} sequences, not within 1..={most}"));
     }
-    if lanes > 1 {
+    if seqs > 1 {
         if program.dims.dtype == DType::F32 {
-            let detail = "several lanes share the products of 16-bit weights only, and these are f32: convert the model, or run one lane";
+            let detail = "several sequences share the products of 16-bit weights only, and these are f32: convert the model, or run one sequence";
             found.push(Rule::PShape, At::Whole, detail.to_owned());
         }
         for matrix in (0..program.matrices.len() as u32).map(MatrixId) {
-            if let Some(detail) = uncountable(program, matrix, lanes) {
+            if let Some(detail) = uncountable(program, matrix, seqs) {
                 found.push(Rule::PLimit, At::Matrix(matrix), detail);
             }
         }
@@ -92,7 +92,7 @@ pub fn check_lanes(program: &Program, lanes: u32) -> Result<(), Violations> {
     if found.is_empty() { Ok(()) } else { Err(found) }
 }
 
-/// A kernel of several lanes keeps what is multiplied as it is in halves of 16 bits: every task takes the words of a slot for the same.
+/// A kernel of several sequences keeps what is multiplied as it is in halves of 16 bits: every task takes the words of a slot for the same.
 fn one_form(program: &Program, found: &mut Violations) {
     let mut forms = vec![None; program.slots.len()];
     let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
@@ -100,8 +100,7 @@ fn one_form(program: &Program, found: &mut Violations) {
         let scratch =
             matches!(program.slots[slot.index()].kind, SlotKind::Plain | SlotKind::Tagged);
         if scratch && *forms[slot.index()].get_or_insert(split) != split {
-            let detail =
-                "its words are values to one task and halves of 16 bits to another: run one lane";
+            let detail = "its words are values to one task and halves of 16 bits to another: run one sequence";
             found.push(Rule::PShape, At::Slot(slot), detail.to_owned());
         }
     }

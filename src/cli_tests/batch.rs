@@ -9,13 +9,13 @@ fn unread(ran: &Ran, says: &[&str]) {
 }
 
 #[test]
-fn lanes_are_not_ignored_on_the_cpu() {
+fn sequences_are_not_ignored_on_the_cpu() {
     for device in ["cpu", "eval"] {
-        amk(&["serve", "--model", "toy", "--device", device, "--lanes", "4"])
-            .fails(2, &["--lanes", "--device cuda"]);
+        amk(&["serve", "--model", "toy", "--device", device, "--batch", "4"])
+            .fails(2, &["--batch", "--device cuda"]);
     }
-    let three = amk(&["serve", "--model", "toy", "--lanes", "3"]);
-    unread(&three, &["--lanes <N>", "[1, 2, 4, 8]"]);
+    let three = amk(&["serve", "--model", "toy", "--batch", "3"]);
+    unread(&three, &["--batch <N>", "[1, 2, 4, 8]"]);
 }
 
 #[test]

@@ -1,52 +1,52 @@
-// matvec for several lanes: rows of a streamed matrix times one vector of each lane, of which the weights are read once.
+// matvec for several sequences: rows of a streamed matrix times one vector of each sequence, of which the weights are read once.
 //
-// The vectors are the left operand of the products: of its 16 rows, 8 are the high halves of the lanes' elements and 8 the low halves, and the
-// 8 rows of a unit are its columns. So 8 lanes take as many products as one. Warp w multiplies units w, w + 8, ... of a part of the rows, and
-// its columns of all lanes stay in its registers: they come from L2 straight into the places where the products want them, never through
+// The vectors are the left operand of the products: of its 16 rows, 8 are the high halves of the sequences' elements and 8 the low halves, and the
+// 8 rows of a unit are its columns. So 8 sequences take as many products as one. Warp w multiplies units w, w + 8, ... of a part of the rows, and
+// its columns of all sequences stay in its registers: they come from L2 straight into the places where the products want them, never through
 // shared memory. Where a row is longer than the registers hold, it is taken part by part: a part of all tiles whose sums are kept, then the
 // next part of them (loader_parts in stream.cuh; vm-host/src/staging.rs says how long a part is).
 #pragma once
 
-#if AMK_LANES > 1
+#if AMK_SEQS > 1
 #if AMK_DTYPE == AMK_DTYPE_F32
-#error "several lanes share the products of 16-bit weights; with f32 weights a kernel has one lane"
+#error "several sequences share the products of 16-bit weights; with f32 weights a kernel has one sequence"
 #endif
 
-constexpr uint32_t LANE_SUMS = AMK_UNIT_ROWS * LANES;                            // of a tile, of one warp
-constexpr uint32_t LANE_QUADS = 2 * SHARE;                                       // groups of 4 elements of a thread
-constexpr uint32_t OUT_ONCE = CONSUMERS / LANE_SUMS;                             // tiles whose rows the threads finish at once
-constexpr uint32_t OUT_TURNS = (LANE_TILES + OUT_ONCE - 1) / OUT_ONCE;           // until all are finished
-static_assert(CONSUMERS % LANE_SUMS == 0, "a thread finishes rows of one lane");
+constexpr uint32_t SEQ_SUMS = AMK_UNIT_ROWS * SEQS;                            // of a tile, of one warp
+constexpr uint32_t SEQ_VEC4S = 2 * SHARE;                                       // groups of 4 elements of a thread
+constexpr uint32_t OUT_ONCE = CONSUMERS / SEQ_SUMS;                             // tiles whose rows the threads finish at once
+constexpr uint32_t OUT_TURNS = (BATCH_TILES + OUT_ONCE - 1) / OUT_ONCE;           // until all are finished
+static_assert(CONSUMERS % SEQ_SUMS == 0, "a thread finishes rows of one sequence");
 
-// What the warps leave each other beside the sums of products: in the part of shared memory that kernels of one lane keep those in.
-struct LaneScratch {
-  float squares[2][LANES][AMK_WARPS]; // of two barriers in turn
+// What the warps leave each other beside the sums of products: in the part of shared memory that kernels of one sequence keep those in.
+struct BatchScratch {
+  float squares[2][SEQS][AMK_WARPS]; // of two barriers in turn
   float best_value[CONSUMERS / AMK_UNIT_ROWS];
   uint32_t best_row[CONSUMERS / AMK_UNIT_ROWS];
 };
-static_assert(sizeof(LaneScratch) <= sizeof(Shared::part), "the scratch of several lanes");
-__device__ __forceinline__ LaneScratch& lane_scratch(Worker const& w) { return *(LaneScratch*)&w.shared->part; }
+static_assert(sizeof(BatchScratch) <= sizeof(Shared::part), "the scratch of several sequences");
+__device__ __forceinline__ BatchScratch& batch_scratch(Worker const& w) { return *(BatchScratch*)&w.shared->part; }
 
-// The sums of a warp for a tile: those of lane l begin at word l * AMK_UNIT_ROWS. They are of two barriers in turn.
-__device__ __forceinline__ float* lane_sums(Worker const& w, uint32_t buffer, uint32_t tile, uint32_t warp) {
-  return (float*)w.x + ((buffer * LANE_TILES + tile) * AMK_WARPS + warp) * LANE_SUMS;
+// The sums of a warp for a tile: those of sequence l begin at word l * AMK_UNIT_ROWS. They are of two barriers in turn.
+__device__ __forceinline__ float* seq_sums(Worker const& w, uint32_t buffer, uint32_t tile, uint32_t warp) {
+  return (float*)w.x + ((buffer * BATCH_TILES + tile) * AMK_WARPS + warp) * SEQ_SUMS;
 }
 
-// This thread's left operands: of one lane, the 8 elements beside its 8 weights in each unit of its warp, as two products take them.
-struct LaneInput {
+// This thread's left operands: of one sequence, the 8 elements beside its 8 weights in each unit of its warp, as two products take them.
+struct SeqInput {
   uint4 half[SHARE][2];
 };
-// The lane of this thread's rows of the left operand. Rows of lanes that do not run are copies of the first, and nobody reads their sums.
-__device__ __forceinline__ uint32_t operand_lane(Worker const& w) {
-  uint32_t const row = w.thread % 32 / 4 % LANES;
-  return row < lanes_running(w) ? row : 0;
+// The sequence of this thread's rows of the left operand. Rows of sequences that do not run are copies of the first, and nobody reads their sums.
+__device__ __forceinline__ uint32_t operand_seq(Worker const& w) {
+  uint32_t const row = w.thread % 32 / 4 % SEQS;
+  return row < seqs_running(w) ? row : 0;
 }
 
 // Groups of 4 words of a slot, until all that are `wanted` (a bit each) are here: `at(i)` is the first word of group i, the others are
-// zero. Of a whole warp. All are asked for at once; then, until something more is here, one group a thread again and again, since the lanes'
+// zero. Of a whole warp. All are asked for at once; then, until something more is here, one group a thread again and again, since the sequences'
 // vectors are as many bytes as a stage of weights and come to the multiprocessor by the same way.
 // WHOLE: the warp wants all of them.
-template <bool WHOLE, uint32_t N, typename At> __device__ __forceinline__ void lanes_wait(Worker const& w, Words const& s, At const& at, uint32_t wanted, uint4 (&out)[N]) {
+template <bool WHOLE, uint32_t N, typename At> __device__ __forceinline__ void batch_wait(Worker const& w, Words const& s, At const& at, uint32_t wanted, uint4 (&out)[N]) {
 #pragma unroll
   for (uint32_t i = 0; i < N; ++i) {
     out[i] = make_uint4(s.tag, s.tag, s.tag, s.tag); // a zero of this step
@@ -129,10 +129,10 @@ enum class Form { VALUES, NORMED, SPLIT };
 
 // Groups of 4 words from `first` on, the `wanted` ones, in the places of operands; `word` is where the first of them is.
 template <Form FORM, uint32_t SKIP, bool WHOLE>
-__device__ __forceinline__ float lanes_stage_words(Worker const& w, Words const& words, float const* norm, uint32_t first, uint32_t wanted, LaneInput& x) {
+__device__ __forceinline__ float batch_stage_words(Worker const& w, Words const& words, float const* norm, uint32_t first, uint32_t wanted, SeqInput& x) {
   uint32_t const word = first + (first / AMK_HEAD_DIM + 1) * SKIP;
-  uint4 v[LANE_QUADS];
-  lanes_wait<WHOLE>(w, words, [&](uint32_t i) { return word + i / 2 * step_words<SKIP>() + i % 2 * SECOND; }, wanted, v);
+  uint4 v[SEQ_VEC4S];
+  batch_wait<WHOLE>(w, words, [&](uint32_t i) { return word + i / 2 * step_words<SKIP>() + i % 2 * SECOND; }, wanted, v);
   float4 square = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; ++j) {
@@ -154,27 +154,27 @@ __device__ __forceinline__ float lanes_stage_words(Worker const& w, Words const&
   return quad_sum(square);
 }
 
-// Units `unit0`.. of the lanes' vectors, of which `mine` are this warp's.
+// Units `unit0`.. of the sequences' vectors, of which `mine` are this warp's.
 template <Form FORM, uint32_t SKIP>
-__device__ __forceinline__ float lanes_stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, LaneInput& x) {
+__device__ __forceinline__ float batch_stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, SeqInput& x) {
   uint32_t const first = operand_element(w, unit0 + w.thread / 32);
   uint32_t wanted = 0;
 #pragma unroll
-  for (uint32_t i = 0; i < LANE_QUADS; ++i) {
+  for (uint32_t i = 0; i < SEQ_VEC4S; ++i) {
     wanted |= i / 2 < mine && first + i / 2 * STEP_ELEMENTS + i % 2 * SECOND < p.k_len ? 1u << i : 0;
   }
   if (FORM == Form::NORMED && w.thread % 32 < mine) {
     prefetch_l1(norm + (unit0 + w.thread / 32 + w.thread % 32 * AMK_WARPS) * UNIT_COLS);
   }
-  if (__all_sync(~0u, wanted == (1u << LANE_QUADS) - 1)) {
-    return lanes_stage_words<FORM, SKIP, true>(w, words, norm, first, wanted, x);
+  if (__all_sync(~0u, wanted == (1u << SEQ_VEC4S) - 1)) {
+    return batch_stage_words<FORM, SKIP, true>(w, words, norm, first, wanted, x);
   }
-  return lanes_stage_words<FORM, SKIP, false>(w, words, norm, first, wanted, x);
+  return batch_stage_words<FORM, SKIP, false>(w, words, norm, first, wanted, x);
 }
 
 // The same of the tokens' embeddings, times the norm.
-__device__ __forceinline__ float lanes_stage_embedding(Worker const& w, ResolvedSlot const& in, float const* norm, amk_matvec_params const& p, uint32_t unit0, uint32_t mine,
-                                                       LaneInput& x) {
+__device__ __forceinline__ float batch_stage_embedding(Worker const& w, ResolvedSlot const& in, float const* norm, amk_matvec_params const& p, uint32_t unit0, uint32_t mine,
+                                                       SeqInput& x) {
   float4 square = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; ++j) {
@@ -194,9 +194,9 @@ __device__ __forceinline__ float lanes_stage_embedding(Worker const& w, Resolved
   return quad_sum(square);
 }
 
-// The same of the attention's result, merged from `active` splits, which is 1 or more and another number in every lane; `most` of any.
-__device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const& words, amk_matvec_params const& p, uint32_t active, uint32_t most, uint32_t unit0, uint32_t mine,
-                                                   LaneInput& x) {
+// The same of the attention's result, merged from `active` splits, which is 1 or more and another number in every sequence; `most` of any.
+__device__ __forceinline__ void batch_stage_merged(Worker const& w, Words const& words, amk_matvec_params const& p, uint32_t active, uint32_t most, uint32_t unit0, uint32_t mine,
+                                                   SeqInput& x) {
   constexpr uint32_t ONCE = 2, SPLITS = 2; // units and splits that are asked for at once
   constexpr uint32_t STEP = STEP_ELEMENTS / AMK_HEAD_DIM * PARTIAL_WORDS;
   uint32_t const first = operand_element(w, unit0 + w.thread / 32), head = first / AMK_HEAD_DIM, split_words = p.k_len / AMK_HEAD_DIM * PARTIAL_WORDS;
@@ -217,7 +217,7 @@ __device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const&
         wanted |= split + i % SPLITS < active && j0 + i / SPLITS < mine && first + (j0 + i / SPLITS) * STEP_ELEMENTS < p.k_len ? 7u << 3 * i : 0;
       }
       uint4 v[3 * ONCE * SPLITS];
-      lanes_wait<false>(
+      batch_wait<false>(
           w, words,
           [&](uint32_t i) {
             uint32_t const word = split * split_words + head * PARTIAL_WORDS + (j0 + i / 3 / SPLITS) * STEP + i / 3 % SPLITS * split_words;
@@ -247,12 +247,12 @@ __device__ __forceinline__ void lanes_stage_merged(Worker const& w, Words const&
 }
 
 // How a task's tiles lie in the ring.
-struct LaneTiles {
+struct BatchTiles {
   uint32_t units, part;      // of a tile; of a part of it, but for the last
-  uint32_t parts, per_stage; // of a tile; tiles of a stage, 1 where a tile has several parts, and else a divisor of LANE_TILES
+  uint32_t parts, per_stage; // of a tile; tiles of a stage, 1 where a tile has several parts, and else a divisor of BATCH_TILES
 };
 // The units of a warp out of a tile in the ring. FULL: they are SHARE.
-template <bool FULL> __device__ __forceinline__ void lanes_take(Worker const& w, char const* tile, uint32_t mine, Share& v) {
+template <bool FULL> __device__ __forceinline__ void batch_take(Worker const& w, char const* tile, uint32_t mine, Share& v) {
   char const* from = tile + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; ++j) {
@@ -260,31 +260,31 @@ template <bool FULL> __device__ __forceinline__ void lanes_take(Worker const& w,
   }
 }
 
-// Units `unit0`.. of the prologue's result, of all lanes, into the warps' registers. Returns the thread's part of its lane's sum of squares.
-__device__ __forceinline__ float lanes_stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, LaneInput& x) {
-  Worker const own = in_lane(w, operand_lane(w));
+// Units `unit0`.. of the prologue's result, of all sequences, into the warps' registers. Returns the thread's part of its sequence's sum of squares.
+__device__ __forceinline__ float batch_stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, SeqInput& x) {
+  Worker const own = in_seq(w, operand_seq(w));
   ResolvedSlot const& in = st.slot[0];
   float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.slot[1].address : nullptr;
   if (in.kind == AMK_SLOT_EMBEDDING) {
-    return lanes_stage_embedding(own, in, norm, p, unit0, mine, x);
+    return batch_stage_embedding(own, in, norm, p, unit0, mine, x);
   }
   Words const words = slot_words(own, in);
   if (p.prologue == AMK_PROLOGUE_MERGE) {
-    uint32_t const active = active_splits(attended(lane_position(own), p.window), p.kv_block, p.splits), most = __reduce_max_sync(~0u, active);
+    uint32_t const active = active_splits(attended(seq_position(own), p.window), p.kv_block, p.splits), most = __reduce_max_sync(~0u, active);
     if (most > 1) {
-      lanes_stage_merged(own, words, p, active, most, unit0, mine, x);
+      batch_stage_merged(own, words, p, active, most, unit0, mine, x);
       return 0.f;
     }
-    return lanes_stage_vector<Form::VALUES, PARTIAL_HEAD>(own, words, nullptr, p, unit0, mine, x); // of one split, the partials are the result
+    return batch_stage_vector<Form::VALUES, PARTIAL_HEAD>(own, words, nullptr, p, unit0, mine, x); // of one split, the partials are the result
   }
   if (norm == nullptr) {
-    return lanes_stage_vector<Form::SPLIT, 0>(own, words, norm, p, unit0, mine, x);
+    return batch_stage_vector<Form::SPLIT, 0>(own, words, norm, p, unit0, mine, x);
   }
-  return lanes_stage_vector<Form::NORMED, 0>(own, words, norm, p, unit0, mine, x);
+  return batch_stage_vector<Form::NORMED, 0>(own, words, norm, p, unit0, mine, x);
 }
 
-// A warp's products of a tile's part with the lanes' vectors, into its sums, or added to those of the parts before.
-template <bool FULL> __device__ __forceinline__ void lanes_multiply(Worker const& w, Share const& v, LaneInput const& x, uint32_t mine, float* sums, bool first) {
+// A warp's products of a tile's part with the sequences' vectors, into its sums, or added to those of the parts before.
+template <bool FULL> __device__ __forceinline__ void batch_multiply(Worker const& w, Share const& v, SeqInput const& x, uint32_t mine, float* sums, bool first) {
   float c[4][4] = {}; // chains of products that do not wait for each other
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; ++j) {
@@ -294,11 +294,11 @@ template <bool FULL> __device__ __forceinline__ void lanes_multiply(Worker const
       mma(b, b, x.half[j][1], v.weights[j].z, v.weights[j].w);
     }
   }
-  // A thread has rows 2t and 2t + 1 of the unit for the lane of its operands: products of the high halves, and of the low.
+  // A thread has rows 2t and 2t + 1 of the unit for the sequence of its operands: products of the high halves, and of the low.
   float r0 = ((c[0][0] + c[1][0]) + (c[2][0] + c[3][0])) + ((c[0][2] + c[1][2]) + (c[2][2] + c[3][2]));
   float r1 = ((c[0][1] + c[1][1]) + (c[2][1] + c[3][1])) + ((c[0][3] + c[1][3]) + (c[2][3] + c[3][3]));
   uint32_t const row = w.thread % 32 / 4;
-  if (row < LANES) {
+  if (row < SEQS) {
     float2* to = (float2*)(sums + row * AMK_UNIT_ROWS + w.thread % 4 * 2);
     if (!first) {
       float2 const before = *to;
@@ -310,8 +310,8 @@ template <bool FULL> __device__ __forceinline__ void lanes_multiply(Worker const
 
 // A part of `tiles` tiles: all products of this warp. `left`: stages of the task.
 template <bool FULL>
-__device__ __forceinline__ void lanes_products(Worker const& w, Cursor& c, LaneTiles const& k, uint32_t& left, LaneInput const& x, uint32_t buffer, uint32_t tiles, uint32_t mine, bool first) {
-  float* sums = lane_sums(w, buffer, 0, w.thread / 32);
+__device__ __forceinline__ void batch_products(Worker const& w, Cursor& c, BatchTiles const& k, uint32_t& left, SeqInput const& x, uint32_t buffer, uint32_t tiles, uint32_t mine, bool first) {
+  float* sums = seq_sums(w, buffer, 0, w.thread / 32);
   char const* place = nullptr;
 #pragma unroll 1
   for (uint32_t tile = 0; tile < tiles; ++tile) {
@@ -321,44 +321,44 @@ __device__ __forceinline__ void lanes_products(Worker const& w, Cursor& c, LaneT
       place = cursor_land(w, c);
     }
     Share v;
-    lanes_take<FULL>(w, place + in_stage * k.units * AMK_UNIT_BYTES, mine, v); // where a stage has several tiles, they are whole
-    lanes_multiply<FULL>(w, v, x, mine, sums, first);
+    batch_take<FULL>(w, place + in_stage * k.units * AMK_UNIT_BYTES, mine, v); // where a stage has several tiles, they are whole
+    batch_multiply<FULL>(w, v, x, mine, sums, first);
     if (in_stage + 1 == k.per_stage || tile + 1 == tiles) {
       cursor_next(w, c); // behind the products: what is multiplied has been read
       --left;
     }
-    sums += AMK_WARPS * LANE_SUMS;
+    sums += AMK_WARPS * SEQ_SUMS;
   }
 }
 
-// A row of a lane's sums, over the warps.
-__device__ __forceinline__ float lanes_row_sum(Worker const& w, uint32_t buffer, uint32_t tile, uint32_t at) {
+// A row of a sequence's sums, over the warps.
+__device__ __forceinline__ float batch_row_sum(Worker const& w, uint32_t buffer, uint32_t tile, uint32_t at) {
   float v = 0.f;
 #pragma unroll
   for (uint32_t i = 0; i < AMK_WARPS; ++i) {
-    v += lane_sums(w, buffer, tile, i)[at];
+    v += seq_sums(w, buffer, tile, i)[at];
   }
   return v;
 }
 
-// What a thread finishes of up to LANE_TILES tiles: row `thread % 8` for one lane, of every OUT_ONCE-th tile, or pair of tiles where gate and up alternate.
-struct LaneOut {
+// What a thread finishes of up to BATCH_TILES tiles: row `thread % 8` for one sequence, of every OUT_ONCE-th tile, or pair of tiles where gate and up alternate.
+struct SeqOut {
   uint32_t tile0, tiles; // of the task, and how many
   uint32_t every;        // 2 for pairs
-  bool running;          // the lane runs
+  bool running;          // the sequence runs
 };
-__device__ __forceinline__ uint32_t out_lane(Worker const& w) { return w.thread / AMK_UNIT_ROWS % LANES; }
-__device__ __forceinline__ uint32_t out_tile(Worker const& w, LaneOut const& o, uint32_t turn) { return (turn * OUT_ONCE + w.thread / LANE_SUMS) * o.every; }
-__device__ __forceinline__ uint32_t out_row(Worker const& w, LaneOut const& o, uint32_t turn) { return (o.tile0 + out_tile(w, o, turn)) * AMK_UNIT_ROWS + w.thread % AMK_UNIT_ROWS; }
-__device__ __forceinline__ bool out_mine(Worker const& w, LaneOut const& o, amk_matvec_params const& p, uint32_t turn) {
+__device__ __forceinline__ uint32_t out_seq(Worker const& w) { return w.thread / AMK_UNIT_ROWS % SEQS; }
+__device__ __forceinline__ uint32_t out_tile(Worker const& w, SeqOut const& o, uint32_t turn) { return (turn * OUT_ONCE + w.thread / SEQ_SUMS) * o.every; }
+__device__ __forceinline__ uint32_t out_row(Worker const& w, SeqOut const& o, uint32_t turn) { return (o.tile0 + out_tile(w, o, turn)) * AMK_UNIT_ROWS + w.thread % AMK_UNIT_ROWS; }
+__device__ __forceinline__ bool out_mine(Worker const& w, SeqOut const& o, amk_matvec_params const& p, uint32_t turn) {
   return o.running && out_tile(w, o, turn) < o.tiles && out_row(w, o, turn) < p.rows;
 }
 
-// A thread's rows: sums over the warps, scale, bias, then what the epilogue says. `w` is at work for the lane of its rows.
-__device__ __forceinline__ void lanes_epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, LaneOut const& o, uint32_t buffer, float scale,
+// A thread's rows: sums over the warps, scale, bias, then what the epilogue says. `w` is at work for the sequence of its rows.
+__device__ __forceinline__ void batch_epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, SeqOut const& o, uint32_t buffer, float scale,
                                                Addends const (&add)[OUT_TURNS], Best& best) {
   Words const out = slot_words(w, st.slot[AMK_READS_MAX]);
-  uint32_t const at = w.thread % LANE_SUMS;
+  uint32_t const at = w.thread % SEQ_SUMS;
 #pragma unroll
   for (uint32_t turn = 0; turn < OUT_TURNS; ++turn) {
     if (!out_mine(w, o, p, turn)) {
@@ -366,14 +366,14 @@ __device__ __forceinline__ void lanes_epilogue(Worker const& w, StagedTask const
     }
     uint32_t const tile = out_tile(w, o, turn);
     uint32_t row = out_row(w, o, turn);
-    float v = lanes_row_sum(w, buffer, tile, at) * scale + add[turn].bias;
+    float v = batch_row_sum(w, buffer, tile, at) * scale + add[turn].bias;
     if (p.epilogue == AMK_EPILOGUE_LOGITS) {
       best = better(best, Best{v, row});
-      store_f32((float*)out.at + (size_t)lane_logits_row(w) * p.rows + row, v);
+      store_f32((float*)out.at + (size_t)seq_logits_row(w) * p.rows + row, v);
       continue;
     }
     if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
-      float const up = lanes_row_sum(w, buffer, tile + 1, at) * scale + add[turn].bias_up;
+      float const up = batch_row_sum(w, buffer, tile + 1, at) * scale + add[turn].bias_up;
       row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
       if (row >= st.slot[AMK_READS_MAX].units) { // words of the slot: padding rows are dropped
         continue;
@@ -388,9 +388,9 @@ __device__ __forceinline__ void lanes_epilogue(Worker const& w, StagedTask const
   }
 }
 
-// Leaves the best row of this worker as candidate `index`, in each lane.
-__device__ __forceinline__ void lanes_candidates(Worker const& w, StagedTask const& st, uint32_t index, Best best) {
-  LaneScratch& scratch = lane_scratch(w);
+// Leaves the best row of this worker as candidate `index`, in each sequence.
+__device__ __forceinline__ void batch_candidates(Worker const& w, StagedTask const& st, uint32_t index, Best best) {
+  BatchScratch& scratch = batch_scratch(w);
 #pragma unroll
   for (int o = 4; o > 0; o >>= 1) {
     best = better(best, Best{__shfl_xor_sync(~0u, best.value, o), __shfl_xor_sync(~0u, best.row, o)});
@@ -401,53 +401,53 @@ __device__ __forceinline__ void lanes_candidates(Worker const& w, StagedTask con
     scratch.best_row[entry] = best.row;
   }
   consumers_sync();
-  if (w.thread < lanes_running(w)) {
+  if (w.thread < seqs_running(w)) {
     best = Best{scratch.best_value[w.thread], scratch.best_row[w.thread]};
-    for (uint32_t i = LANES; i < CONSUMERS / AMK_UNIT_ROWS; i += LANES) {
+    for (uint32_t i = SEQS; i < CONSUMERS / AMK_UNIT_ROWS; i += SEQS) {
       best = better(best, Best{scratch.best_value[w.thread + i], scratch.best_row[w.thread + i]});
     }
     // As in write_candidate: the last words of this worker in the step.
-    uint32_t* out = (uint32_t*)slot_address(in_lane(w, w.thread), st.slot[AMK_READS_MAX + 1]) + (size_t)index * 2;
+    uint32_t* out = (uint32_t*)slot_address(in_seq(w, w.thread), st.slot[AMK_READS_MAX + 1]) + (size_t)index * 2;
     store_u32(out, __float_as_uint(best.value));
     store_u32(out + 1, best.row);
   }
 }
 
-// The squares of a lane's elements, over the threads that have them, for the rows behind the barrier.
-__device__ __forceinline__ void lanes_leave_squares(Worker const& w, uint32_t buffer, float square) {
+// The squares of a sequence's elements, over the threads that have them, for the rows behind the barrier.
+__device__ __forceinline__ void batch_leave_squares(Worker const& w, uint32_t buffer, float square) {
   square += __shfl_xor_sync(~0u, square, 1);
   square += __shfl_xor_sync(~0u, square, 2);
   uint32_t const row = w.thread % 32 / 4;
-  if (w.thread % 4 == 0 && row < LANES) {
-    lane_scratch(w).squares[buffer][row][w.thread / 32] = square;
+  if (w.thread % 4 == 0 && row < SEQS) {
+    batch_scratch(w).squares[buffer][row][w.thread / 32] = square;
   }
 }
-__device__ __forceinline__ float lanes_scale(Worker const& w, uint32_t buffer, amk_matvec_params const& p) {
-  float const* s = lane_scratch(w).squares[buffer][out_lane(w)];
+__device__ __forceinline__ float batch_scale(Worker const& w, uint32_t buffer, amk_matvec_params const& p) {
+  float const* s = batch_scratch(w).squares[buffer][out_seq(w)];
   float4 const a = *(float4 const*)s, b = *(float4 const*)(s + 4);
   return rsqrtf(fmaf(((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)), __fdividef(1.f, (float)p.k_len), p.eps));
 }
 
-__device__ __forceinline__ void op_matvec_lanes(Worker& w, StagedTask const& st, Cursor& c) {
+__device__ __forceinline__ void op_matvec_batch(Worker& w, StagedTask const& st, Cursor& c) {
   amk_matvec_params const& p = *(amk_matvec_params const*)st.task.params; // read again where it is used: registers are for vectors
-  LaneTiles const k = {p.units, st.task.tile_parts == 1 ? p.units : st.task.stage_units, st.task.tile_parts, st.task.stage_tiles};
+  BatchTiles const k = {p.units, st.task.tile_parts == 1 ? p.units : st.task.stage_units, st.task.tile_parts, st.task.stage_tiles};
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
-  Worker const out = in_lane(w, out_lane(w));
-  LaneInput x;
+  Worker const out = in_seq(w, out_seq(w));
+  SeqInput x;
   uint32_t left = k.parts > 1 ? p.tiles * k.parts : (p.tiles + k.per_stage - 1) / k.per_stage; // stages of the task
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
   float scale = 1.f, square = 0.f;
 #pragma unroll 1
-  for (uint32_t done = 0; done < p.tiles; done += LANE_TILES) {
-    uint32_t const buffer = w.parity, tiles = p.tiles - done < LANE_TILES ? p.tiles - done : LANE_TILES;
-    LaneOut const o = {p.tile0 + done, tiles, p.epilogue == AMK_EPILOGUE_SILU_MUL ? 2u : 1u, out_lane(w) < lanes_running(w)};
+  for (uint32_t done = 0; done < p.tiles; done += BATCH_TILES) {
+    uint32_t const buffer = w.parity, tiles = p.tiles - done < BATCH_TILES ? p.tiles - done : BATCH_TILES;
+    SeqOut const o = {p.tile0 + done, tiles, p.epilogue == AMK_EPILOGUE_SILU_MUL ? 2u : 1u, out_seq(w) < seqs_running(w)};
     Addends add[OUT_TURNS];
     barrier_announce(w);
 #pragma unroll 1
     for (uint32_t part = 0; part < k.parts; ++part) {
       uint32_t const unit0 = part * k.part, units = k.units - unit0 < k.part ? k.units - unit0 : k.part, mine = warp_share(w, units);
       if (done == 0 || k.parts > 1) {
-        square += lanes_stage(w, st, p, unit0, mine, x);
+        square += batch_stage(w, st, p, unit0, mine, x);
         if (w.thread == 0) {
           flag_store(&w.shared->near, left <= 3); // its last stages are there already
         }
@@ -460,23 +460,23 @@ __device__ __forceinline__ void op_matvec_lanes(Worker& w, StagedTask const& st,
         }
       }
       if (mine == SHARE) {
-        lanes_products<true>(w, c, k, left, x, buffer, tiles, mine, part == 0);
+        batch_products<true>(w, c, k, left, x, buffer, tiles, mine, part == 0);
       } else {
-        lanes_products<false>(w, c, k, left, x, buffer, tiles, mine, part == 0);
+        batch_products<false>(w, c, k, left, x, buffer, tiles, mine, part == 0);
       }
     }
     if (done == 0) {
-      lanes_leave_squares(w, buffer, square);
+      batch_leave_squares(w, buffer, square);
     }
     tape_multiplied(w);
     barrier_meet(w);
     if (rms && done == 0) {
-      scale = lanes_scale(w, buffer, p);
+      scale = batch_scale(w, buffer, p);
     }
-    lanes_epilogue(out, st, p, o, buffer, scale, add, best);
+    batch_epilogue(out, st, p, o, buffer, scale, add, best);
   }
   if (p.epilogue == AMK_EPILOGUE_LOGITS) {
-    lanes_candidates(w, st, p.candidate, best);
+    batch_candidates(w, st, p.candidate, best);
   }
 }
 #endif

@@ -1,12 +1,12 @@
-// sample for several lanes: chooses the token of each and ends the step for all. A warp chooses a lane's token greedily, as op_sample does with
-// all threads; the lanes that sample take all threads, one lane after the other.
+// sample for several sequences: chooses the token of each and ends the step for all. A warp chooses a sequence's token greedily, as op_sample does with
+// all threads; the sequences that sample take all threads, one sequence after the other.
 #pragma once
 
-#if AMK_LANES > 1
-static_assert(LANES <= AMK_WARPS, "a warp for each lane");
+#if AMK_SEQS > 1
+static_assert(SEQS <= AMK_WARPS, "a warp for each sequence");
 
-// The best of the candidates of a warp's lane, of which BATCH groups are asked for at once. The counter has been waited for.
-__device__ __forceinline__ Best lane_best(Worker const& w, StagedTask const& st, uint32_t candidates) {
+// The best of the candidates of a warp's sequence, of which BATCH groups are asked for at once. The counter has been waited for.
+__device__ __forceinline__ Best seq_best(Worker const& w, StagedTask const& st, uint32_t candidates) {
   constexpr uint32_t BATCH = 4;
   float const* from = (float const*)slot_address(w, st.slot[0]);
   Best best = {-__int_as_float(0x7f800000), AMK_NONE};
@@ -25,15 +25,15 @@ __device__ __forceinline__ Best lane_best(Worker const& w, StagedTask const& st,
   return warp_best(best);
 }
 
-// What a lane's step ended with: an Ending, and the token that the next step has.
-struct LaneEnd {
+// What a sequence's step ended with: an Ending, and the token that the next step has.
+struct SeqEnd {
   uint32_t ending, token;
 };
-// One thread of a lane: its tokens, to the host and for the next step. A forced token comes from the host; only a plain decode has some.
-__device__ __forceinline__ LaneEnd lane_finish(Worker const& w, uint32_t chosen) {
+// One thread of a sequence: its tokens, to the host and for the next step. A forced token comes from the host; only a plain decode has some.
+__device__ __forceinline__ SeqEnd seq_finish(Worker const& w, uint32_t chosen) {
   amk_step const& s = w.shared->step;
-  uint32_t const position = lane_position(w), next = position + 1;
-  uint32_t* tokens = session_tokens(*w.shared->launch, lane_session(w));
+  uint32_t const position = seq_position(w), next = position + 1;
+  uint32_t* tokens = session_tokens(*w.shared->launch, seq_session(w));
   host_store(tokens + w.shared->launch->token_stride + position, chosen);
   bool const forced = next < s.forced;
   uint32_t const token = forced ? host_load(tokens + next) : chosen;
@@ -46,37 +46,37 @@ __device__ __forceinline__ LaneEnd lane_finish(Worker const& w, uint32_t chosen)
     }
     host_store(tokens + next, token);
   }
-  return LaneEnd{ending, token};
+  return SeqEnd{ending, token};
 }
 
-// The first warp: ends the step; thread l knows what lane l chose. A batch goes on only if every lane does.
-__device__ __forceinline__ void finish_lanes(Worker const& w, uint32_t chosen, bool gives_way) {
+// The first warp: ends the step; thread l knows what sequence l chose. A batch goes on only if every sequence does.
+__device__ __forceinline__ void finish_seqs(Worker const& w, uint32_t chosen, bool gives_way) {
   amk_step const& s = w.shared->step;
   amk_step* next_step = (amk_step*)w.shared->launch->step;
   amk_done* done = (amk_done*)w.shared->launch->done;
-  uint32_t const lane = w.thread, lanes = lanes_running(w), ran = s.index + 1;
-  LaneEnd end = {AMK_ENDING_LENGTH, 0};
-  if (lane < lanes) {
-    end = lane_finish(in_lane(w, lane), chosen);
-    store_relaxed(&((amk_lanes*)(next_step + 1))->token[lane], end.token);
+  uint32_t const seq = w.thread, seqs = seqs_running(w), ran = s.index + 1;
+  SeqEnd end = {AMK_ENDING_LENGTH, 0};
+  if (seq < seqs) {
+    end = seq_finish(in_seq(w, seq), chosen);
+    store_relaxed(&((amk_seqs*)(next_step + 1))->token[seq], end.token);
     if (end.ending == AMK_ENDING_LENGTH && gives_way && ran < s.steps) {
       end.ending = AMK_ENDING_YIELD;
     }
   }
   bool const over = __any_sync(~0u, ran >= s.steps || end.ending != AMK_ENDING_LENGTH);
-  uint32_t const endings = __reduce_or_sync(~0u, lane < lanes ? end.ending << lane * AMK_LANE_ENDING_BITS : 0);
+  uint32_t const endings = __reduce_or_sync(~0u, seq < seqs ? end.ending << seq * AMK_SEQ_ENDING_BITS : 0);
   if (over) {
     host_fence(); // the tokens are on their way to the host before the poller may say so
   }
   __syncwarp();
-  if (lane != 0) {
+  if (seq != 0) {
     return;
   }
   if (over) {
     store_relaxed(&done->steps, ran);
-    store_relaxed(&done->token, lanes == 1 ? end.token : 0);
-    store_relaxed(&done->ending, lanes == 1 ? end.ending : AMK_ENDING_LENGTH);
-    store_relaxed(&done->lane_endings, lanes == 1 ? 0 : endings);
+    store_relaxed(&done->token, seqs == 1 ? end.token : 0);
+    store_relaxed(&done->ending, seqs == 1 ? end.ending : AMK_ENDING_LENGTH);
+    store_relaxed(&done->seq_endings, seqs == 1 ? 0 : endings);
     host_fence();
     word_publish(&done->sequence, load_relaxed(&done->sequence) + 1);
     return;
@@ -87,37 +87,37 @@ __device__ __forceinline__ void finish_lanes(Worker const& w, uint32_t chosen, b
   word_publish(&next_step->go, s.go + 1);
 }
 
-__device__ __forceinline__ void op_sample_lanes(Worker& w, StagedTask const& st) {
+__device__ __forceinline__ void op_sample_batch(Worker& w, StagedTask const& st) {
   amk_sample_params const p = *(amk_sample_params const*)st.task.params;
-  uint32_t const warp = w.thread / 32, lanes = lanes_running(w);
+  uint32_t const warp = w.thread / 32, seqs = seqs_running(w);
   uint32_t gives_way = 0;
   if (warp == 0) { // on its way beside the candidates
     gives_way = load_relaxed(&((amk_step const*)w.shared->launch->step)->give_way);
   }
-  if (warp < lanes) {
-    Best const best = lane_best(in_lane(w, warp), st, p.candidates);
+  if (warp < seqs) {
+    Best const best = seq_best(in_seq(w, warp), st, p.candidates);
     if (w.thread % 32 == 0) {
       w.shared->best_value[warp] = best.value;
       w.shared->best_row[warp] = best.row;
     }
   }
   task_barrier(w);
-  // Kept by the threads whose number is that of the lane: a choice by all threads uses those words for itself.
+  // Kept by the threads whose number is that of the sequence: a choice by all threads uses those words for itself.
   Best chosen = {w.shared->best_value[w.thread % 32 % AMK_WARPS], w.shared->best_row[w.thread % 32 % AMK_WARPS]};
 #pragma unroll 1
-  for (w.lane = 0; w.lane < lanes; ++w.lane) {
-    bool const sampled = (w.shared->lanes.sample >> w.lane & 1) != 0 && lane_position(w) + 1 >= w.shared->step.forced;
+  for (w.seq = 0; w.seq < seqs; ++w.seq) {
+    bool const sampled = (w.shared->seqs.sample >> w.seq & 1) != 0 && seq_position(w) + 1 >= w.shared->step.forced;
     if (sampled && !left(w)) {
       consumers_sync(); // the words of the choice before are about to be used again
-      uint32_t const row = sampled_token(w, Best{__shfl_sync(~0u, chosen.value, w.lane), __shfl_sync(~0u, chosen.row, w.lane)});
-      if (w.thread == w.lane) {
+      uint32_t const row = sampled_token(w, Best{__shfl_sync(~0u, chosen.value, w.seq), __shfl_sync(~0u, chosen.row, w.seq)});
+      if (w.thread == w.seq) {
         chosen.row = row;
       }
     }
   }
-  w.lane = 0;
+  w.seq = 0;
   if (warp == 0 && !__any_sync(~0u, is_dead(w.shared))) {
-    finish_lanes(w, chosen.row, __shfl_sync(~0u, gives_way, 0) == w.shared->step.command);
+    finish_seqs(w, chosen.row, __shfl_sync(~0u, gives_way, 0) == w.shared->step.command);
   }
 }
 #endif

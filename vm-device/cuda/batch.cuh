@@ -1,0 +1,80 @@
+// Sequences: the sessions that a step runs at once (decision 022). Every task is done for each of them; what belongs to one lies in its own copy
+// of the scratch slots. In a kernel of one sequence all of this is what it was without sequences.
+#pragma once
+
+static_assert(SEQS == 1 || SEQS == 2 || SEQS == 4 || SEQS == AMK_SEQS_MAX, "rows of a product's left operand");
+constexpr uint32_t BATCH_TILES = AMK_BATCH_TILES;
+
+#if AMK_SEQS > 1
+constexpr uint32_t STEP_BYTES = sizeof(amk_step) + sizeof(amk_seqs);
+static_assert(AMK_OFFSETOF(Shared, seqs) == AMK_OFFSETOF(Shared, step) + sizeof(amk_step), "both are copied as one");
+
+__device__ __forceinline__ uint32_t seqs_running(Worker const& w) { return w.shared->seqs.seqs; }
+// The same worker, at work for another sequence.
+__device__ __forceinline__ Worker in_seq(Worker const& w, uint32_t seq) {
+  Worker other = w;
+  other.seq = seq;
+  return other;
+}
+__device__ __forceinline__ uint32_t seq_of(Worker const& w) { return w.seq; }
+__device__ __forceinline__ uint32_t seq_token(Worker const& w) { return w.shared->seqs.token[w.seq]; }
+__device__ __forceinline__ uint32_t seq_position(Worker const& w) { return w.shared->step.index + w.shared->seqs.position[w.seq]; }
+__device__ __forceinline__ uint32_t seq_session(Worker const& w) { return w.shared->seqs.session[w.seq]; }
+__device__ __forceinline__ uint32_t seq_logits_row(Worker const& w) { return w.seq * w.shared->program.logits_rows + w.shared->step.logits_row; }
+// The run of a sequence, part of its tags.
+__device__ __forceinline__ uint32_t seq_run(Worker const& w) { return w.shared->seqs.runs >> 2 * w.seq & 3; }
+// Where a slot is. The activations are there once for each sequence.
+__device__ __forceinline__ uint64_t slot_address(Worker const& w, ResolvedSlot const& s) {
+  bool const own = s.kind == AMK_SLOT_TAGGED || s.kind == AMK_SLOT_PLAIN;
+  return s.address + (own ? (uint64_t)w.seq * w.shared->program.seq_bytes : 0);
+}
+// The split that a task of `split` works on in a sequence. Every rotation of a verified program verifies (ir/src/program/verify/together.rs).
+__device__ __forceinline__ uint32_t seq_split(uint32_t split, uint32_t splits, uint32_t seq) { return (split + seq) % splits; }
+
+// The sequences of an attention task are taken in turn from the one in which it has the first split: of short contexts this is the only one with keys,
+// and nothing is in front of it.
+__device__ __forceinline__ uint32_t first_seq(uint32_t split, uint32_t splits, uint32_t running) {
+  uint32_t const seq = split == 0 ? 0 : splits - split;
+  return seq < running ? seq : 0;
+}
+
+// All threads: `f` for each sequence in turn.
+template <typename F> __device__ __forceinline__ void for_seqs(Worker& w, F const& f) {
+  consumers_sync(); // scratch may hold sums of the matvec in front
+#pragma unroll 1
+  for (w.seq = 0; w.seq < seqs_running(w); ++w.seq) {
+    f();
+  }
+  w.seq = 0;
+}
+
+// One thread, when step `begun` begins: what the loader needs of it.
+__device__ __forceinline__ void note_begun(Shared* sh, uint32_t begun) {
+  uint32_t const at = begun % 2 * SEQS;
+#pragma unroll
+  for (uint32_t i = 0; i < SEQS; ++i) {
+    flag_store(&sh->begun_position[at + i], sh->step.index + sh->seqs.position[i]);
+    flag_store(&sh->begun_session[at + i], sh->seqs.session[i]);
+  }
+  flag_store(&sh->begun_seqs[begun % 2], sh->seqs.seqs);
+}
+__device__ __forceinline__ uint32_t begun_seqs(Shared* sh, uint32_t lap) { return flag_load(&sh->begun_seqs[lap % 2]); }
+#else
+constexpr uint32_t STEP_BYTES = sizeof(amk_step);
+
+__device__ __forceinline__ uint32_t seq_of(Worker const&) { return 0; }
+__device__ __forceinline__ uint32_t seq_token(Worker const& w) { return w.shared->step.token; }
+__device__ __forceinline__ uint32_t seq_position(Worker const& w) { return w.shared->step.position; }
+__device__ __forceinline__ uint32_t seq_session(Worker const& w) { return w.shared->step.session; }
+__device__ __forceinline__ uint32_t seq_logits_row(Worker const& w) { return w.shared->step.logits_row; }
+__device__ __forceinline__ uint32_t seq_run(Worker const&) { return 0; }
+__device__ __forceinline__ uint64_t slot_address(Worker const&, ResolvedSlot const& s) { return s.address; }
+__device__ __forceinline__ uint32_t seq_split(uint32_t split, uint32_t, uint32_t) { return split; }
+__device__ __forceinline__ uint32_t first_seq(uint32_t, uint32_t, uint32_t) { return 0; }
+template <typename F> __device__ __forceinline__ void for_seqs(Worker&, F const& f) { f(); }
+__device__ __forceinline__ void note_begun(Shared* sh, uint32_t begun) {
+  flag_store(&sh->begun_position[begun % 2], sh->step.position);
+  flag_store(&sh->begun_session[begun % 2], sh->step.session);
+}
+__device__ __forceinline__ uint32_t begun_seqs(Shared*, uint32_t) { return 1; }
+#endif

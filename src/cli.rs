@@ -215,7 +215,7 @@ pub(crate) enum Command {
     #[command(after_help = "Examples:\n  amk rerun --model toy --task 0:1 --position 3\n  \
         amk rerun --model toy --program toy.amk --tokens 5,6,7 --position 2 --task 17:0\n\n\
         A verdict names the command for the first task that went wrong (first_divergence.rerun). Exit code 1: a word is wrong.\n\
-        With --device cuda the GPU runs the whole step, and the words are those that the task left in its slots.")]
+        With --device cuda the GPU runs the whole step, and the words are those that the task left in its buffers.")]
     Rerun(RerunArgs),
     /// Writes a model as a Hugging Face folder: any other engine can load it.
     #[command(after_help = "Examples:\n  amk export --model smollm2-135m --out smollm2/")]

@@ -109,9 +109,9 @@ fn programs_are_compared_task_by_task() {
     let count = |diff: &Value, what: &str| diff["tasks"][what].as_u64().unwrap();
     let moved = tasks("moved.amkp");
     assert!(count(&moved, "moved") > 0 && count(&moved, "added") == 0, "{moved}");
-    assert_eq!(count(&moved, "slots"), 0);
+    assert_eq!(count(&moved, "buffers"), 0);
     let tagged = tasks("tagged.amkp");
-    assert!(count(&tagged, "slots") > 0 && count(&tagged, "sync") > 0, "{tagged}");
+    assert!(count(&tagged, "buffers") > 0 && count(&tagged, "sync") > 0, "{tagged}");
     assert_eq!(
         (count(&tagged, "added"), count(&tagged, "removed"), count(&tagged, "moved")),
         (0, 0, 0),
@@ -210,7 +210,7 @@ fn the_first_task_that_goes_wrong_is_named_and_run_again() {
     let ran = amk(&["interpret", "wrong.amk", "--model", "toy-2l"]);
     let found = document(&ran, 1)["first_divergence"].clone();
     assert_eq!((&found["class"], &found["by"]), (&json!("wrong"), &json!("reference")));
-    let task = (&found["task"]["opcode"], &found["task"]["layer"], &found["slot"]);
+    let task = (&found["task"]["opcode"], &found["task"]["layer"], &found["buffer"]);
     assert_eq!(task, (&json!("attention"), &json!(1), &json!("layers.1.partials")), "{found}");
     assert!(found["ulp"].as_u64().unwrap() > 0 && found["got"] != found["want"], "{found}");
     let said = String::from_utf8_lossy(&ran.stderr).into_owned();
@@ -223,7 +223,7 @@ fn the_first_task_that_goes_wrong_is_named_and_run_again() {
     let again = document(&amk(&words[1..]), 1);
     assert_eq!(again["schema"], "amk.rerun.v1");
     assert_eq!((&again["task"], &again["repeatable"]), (&found["task"], &json!(true)));
-    assert_eq!(again["words"][0]["slot"], found["slot"]);
+    assert_eq!(again["words"][0]["buffer"], found["buffer"]);
     let index = |document: &Value| document["index"].clone();
     let shown = again["words"].as_array().unwrap();
     assert!(shown.iter().any(|word| index(word) == index(&found)), "{again}");

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use ir::program::{Program, Slot, Together, Verified};
+use ir::program::{Buffer, Program, Together, Verified};
 use ir::schedule::KernelConfig;
 use remote::{Board, Phase, Served};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
@@ -382,9 +382,9 @@ impl Gpu<'_> {
         let vocab = self.context.graph().vocab as usize;
         for _ in 0..plan.rounds {
             let mut round = [0.0; 4];
-            for (slot, side) in round.iter_mut().zip(ROUND) {
+            for (buffer, side) in round.iter_mut().zip(ROUND) {
                 let index = usize::from(side == Side::Candidate);
-                (*slot, chosen[index]) =
+                (*buffer, chosen[index]) =
                     self.block(sides[index], plan, current != Some(sides[index].0))?;
                 current = Some(sides[index].0);
                 if rounds.len() + 1 == plan.rounds
@@ -406,11 +406,11 @@ fn timed(call: impl FnOnce() -> Result<(), HostError>) -> Result<f64, DeviceErro
     Ok(began.elapsed().as_secs_f64())
 }
 
-/// The words of an activation slot, as its readers find them: without tags.
-fn words_of(slot: &Slot, arena: &[u32]) -> Vec<f32> {
-    let first = slot.offset as usize / size_of::<u32>();
-    let words = slot.arena_bytes() as usize / size_of::<u32>();
-    let tag = if slot.kind == abi::SlotKind::Tagged { (1 << abi::TAG_BITS) - 1 } else { 0 };
+/// The words of an activation buffer, as its readers find them: without tags.
+fn words_of(buffer: &Buffer, arena: &[u32]) -> Vec<f32> {
+    let first = buffer.offset as usize / size_of::<u32>();
+    let words = buffer.arena_bytes() as usize / size_of::<u32>();
+    let tag = if buffer.kind == abi::BufferKind::Tagged { (1 << abi::TAG_BITS) - 1 } else { 0 };
     let held = arena.get(first..first + words).unwrap_or_default();
     held.iter().map(|&word| f32::from_bits(word & !tag)).collect()
 }
@@ -517,7 +517,7 @@ impl Served for Gpu<'_> {
         Ok(())
     }
 
-    fn slots(&mut self, program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+    fn buffers(&mut self, program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
         let Some(prepared) = self.programs.get(&program.0) else { return Ok(None) };
         let (Machine::Running(running), Some(loaded)) = (&mut self.machine, prepared.loaded) else {
             return Ok(None);
@@ -526,7 +526,7 @@ impl Served for Gpu<'_> {
             return Ok(None);
         }
         let arena = running.arena(loaded).map_err(device_error)?;
-        Ok(Some(prepared.program.slots.iter().map(|slot| words_of(slot, &arena)).collect()))
+        Ok(Some(prepared.program.buffers.iter().map(|buffer| words_of(buffer, &arena)).collect()))
     }
 
     fn foresee(&mut self, kernels: &[KernelConfig]) {

@@ -7,7 +7,7 @@ use crate::limits::{LIMITS, NONE};
 use crate::op::{Epilogue, Opcode, Prologue};
 use crate::ring::{Command, Ending};
 use crate::status::Trap;
-use crate::task::{Action, DType, LoadKind, SlotKind};
+use crate::task::{Action, BufferKind, DType, LoadKind};
 
 /// FNV-1a, 64 bits: enough to notice a change, and the same everywhere.
 const fn fnv1a(hash: u64, byte: u8) -> u64 {
@@ -20,7 +20,7 @@ pub fn abi_hash() -> u64 {
     body().bytes().fold(0xcbf2_9ce4_8422_2325, fnv1a)
 }
 
-/// What a stored program is written in: ops with their parameters, slots, how weights lie. A program keeps its id while the ring, the
+/// What a stored program is written in: ops with their parameters, buffers, how weights lie. A program keeps its id while the ring, the
 /// launch or a comment change.
 #[must_use]
 pub fn program_hash() -> u64 {
@@ -35,7 +35,7 @@ fn language() -> String {
     enumeration(&mut out, "OP", Opcode::ALL.iter().map(|op| (op.info().name, *op as u32)));
     enumeration(&mut out, "PROLOGUE", Prologue::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "EPILOGUE", Epilogue::ALL.iter().map(|v| (v.name(), *v as u32)));
-    enumeration(&mut out, "SLOT", SlotKind::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "BUFFER", BufferKind::ALL.iter().map(|v| (v.name(), *v as u32)));
     for layout in crate::op::param_layouts() {
         let _ = writeln!(out, "{} {}", layout.c_name, layout.size);
         for field in layout.fields {
@@ -97,7 +97,7 @@ fn body() -> String {
     enumeration(&mut out, "OP", Opcode::ALL.iter().map(|op| (op.info().name, *op as u32)));
     enumeration(&mut out, "PROLOGUE", Prologue::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "EPILOGUE", Epilogue::ALL.iter().map(|v| (v.name(), *v as u32)));
-    enumeration(&mut out, "SLOT", SlotKind::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "BUFFER", BufferKind::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "COMMAND", Command::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "ENDING", Ending::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "ACTION", Action::ALL.iter().map(|v| (v.name(), *v as u32)));

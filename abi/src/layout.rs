@@ -127,7 +127,7 @@ pub fn structs() -> Vec<StructLayout> {
         crate::Task::LAYOUT,
         crate::Load::LAYOUT,
         crate::Queue::LAYOUT,
-        crate::SlotDesc::LAYOUT,
+        crate::BufferDesc::LAYOUT,
         crate::ProgramHeader::LAYOUT,
         crate::StepState::LAYOUT,
         crate::SeqStates::LAYOUT,

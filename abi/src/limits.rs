@@ -17,9 +17,9 @@ limits! {
     UNIT_ROWS: u32 = 8;
     /// Bytes of one row in a unit.
     UNIT_ROW_BYTES: u32 = 64;
-    /// Slots that a task may read.
+    /// Buffers that a task may read.
     READS_MAX: usize = 4;
-    /// Slots that a task may write.
+    /// Buffers that a task may write.
     WRITES_MAX: usize = 2;
     /// Counters that a task may wait for.
     WAITS_MAX: usize = 2;
@@ -29,8 +29,8 @@ limits! {
     TASK_BYTES: usize = 128;
     /// Tasks of a program.
     TASKS_MAX: u32 = 1 << 20;
-    /// Slots of a program.
-    SLOTS_MAX: u32 = 1 << 16;
+    /// Buffers of a program.
+    BUFFERS_MAX: u32 = 1 << 16;
     /// Counters of a program.
     COUNTERS_MAX: u32 = 1 << 16;
     /// Workers of a program: more than the multiprocessors of any GPU.
@@ -108,7 +108,7 @@ limits! {
     FLAG_KEEP_LOGITS: u32 = 1;
     /// Flag of a decode command: tokens are chosen by the session's `amk_sampling`, not greedily.
     FLAG_SAMPLE: u32 = 2;
-    /// "No slot", "no counter" and "no token" in a wire struct.
+    /// "No buffer", "no counter" and "no token" in a wire struct.
     NONE: u32 = u32::MAX;
 }
 

@@ -14,7 +14,7 @@ macro_rules! for_each_op {
                 /// Zero.
                 pub reserved: [u32; 16],
             }
-            /// Writes `len` elements of the current token's embedding row to the residual slot.
+            /// Writes `len` elements of the current token's embedding row to the residual buffer.
             ///
             /// Reads `[embedding]`, writes `[x]`.
             embed = Embed = 1 EmbedParams amk_embed_params { reads 1, writes 1 } {
@@ -55,7 +55,7 @@ macro_rules! for_each_op {
                 pub kv_block: u32,
                 /// Sliding window or zero, for `merge`.
                 pub window: u32,
-                /// Index of this task's entry in the candidates slot, for `logits`.
+                /// Index of this task's entry in the candidates buffer, for `logits`.
                 pub candidate: u32,
                 /// Zero.
                 pub reserved: [u32; 2],
@@ -131,9 +131,9 @@ pub struct OpInfo {
     pub name: &'static str,
     /// First line of its documentation.
     pub doc: &'static str,
-    /// Slots it may read.
+    /// Buffers it may read.
     pub reads: usize,
-    /// Slots it may write.
+    /// Buffers it may write.
     pub writes: usize,
 }
 

@@ -20,7 +20,7 @@ wire_enum! {
         Stalled = 5 "stalled",
         /// An opcode outside the table.
         BadOpcode = 6 "bad_opcode",
-        /// A slot, counter or token outside its table.
+        /// A buffer, counter or token outside its table.
         BadIndex = 7 "bad_index",
         /// A submission that cannot be carried out.
         BadCommand = 8 "bad_command",
@@ -43,7 +43,7 @@ wire_struct! {
         pub task: u32,
         /// Opcode of the task.
         pub opcode: u32,
-        /// Counter, slot or stage waited for.
+        /// Counter, buffer or stage waited for.
         pub object: u32,
         /// What it held.
         pub have: u32,

@@ -1,4 +1,4 @@
-//! The program as the device sees it: tasks, load stream, queues, slots, step state.
+//! The program as the device sees it: tasks, load stream, queues, buffers, step state.
 
 use crate::layout::wire_struct;
 use crate::limits::{READS_MAX, SEQS_MAX, STOP_TOKENS_MAX, WAITS_MAX, WRITES_MAX};
@@ -23,9 +23,9 @@ wire_struct! {
         pub stage_tiles: u8,
         /// Counter that gains one when the task's stores are visible, or none.
         pub signal: u32,
-        /// Slots read; meaning by op.
+        /// Buffers read; meaning by op.
         pub reads: [u32; READS_MAX],
-        /// Slots written; meaning by op.
+        /// Buffers written; meaning by op.
         pub writes: [u32; WRITES_MAX],
         /// For a matvec of several sequences: parts that a tile is cut into, each as long as the vectors that the warps' registers hold.
         pub tile_parts: u16,
@@ -93,8 +93,8 @@ wire_struct! {
 }
 
 wire_enum! {
-    /// How the device addresses a slot.
-    SlotKind {
+    /// How the device addresses a buffer.
+    BufferKind {
         /// f32 words, ordered by counters.
         Plain = 0 "plain",
         /// f32 words whose lowest bits are a tag: the reader polls the data itself.
@@ -112,14 +112,14 @@ wire_enum! {
 }
 
 wire_struct! {
-    /// One slot, its address patched in when the program is loaded.
-    amk_slot align(16) size(32)
-    pub struct SlotDesc {
+    /// One buffer, its address patched in when the program is loaded.
+    amk_buffer align(16) size(32)
+    pub struct BufferDesc {
         /// Device address.
         pub address: u64,
-        /// A `SlotKind`.
+        /// A `BufferKind`.
         pub kind: u32,
-        /// Words (elements) of the slot; for `kv_cache` of one session.
+        /// Words (elements) of the buffer; for `kv_cache` of one session.
         pub words: u32,
         /// Units along a row, for `embedding`.
         pub units: u32,
@@ -138,8 +138,8 @@ wire_struct! {
         pub loads: u64,
         /// `amk_queue[workers]`.
         pub queues: u64,
-        /// `amk_slot[]`.
-        pub slots: u64,
+        /// `amk_buffer[]`.
+        pub buffers: u64,
         /// Counters, one per 32-byte sector.
         pub counters: u64,
         /// Stages of the weight ring.
@@ -158,8 +158,8 @@ wire_struct! {
         pub kv_capacity: u32,
         /// Bytes from the keys of a head to its values: half a page of a layer.
         pub kv_values: u32,
-        /// Slots, for bounds checks.
-        pub slot_len: u32,
+        /// Buffers, for bounds checks.
+        pub buffer_len: u32,
         /// Rows of the logits buffer.
         pub logits_rows: u32,
         /// Vocabulary, for token checks.
@@ -168,7 +168,7 @@ wire_struct! {
         pub epoch: u32,
         /// Sequences that the tables are laid out for, and activations and logits set aside; those of the kernel.
         pub seqs: u32,
-        /// Bytes from a scratch slot of one sequence to that of the next.
+        /// Bytes from a scratch buffer of one sequence to that of the next.
         pub seq_bytes: u32,
         /// Which run of each sequence it is, of three, two bits a sequence, sequence 0 lowest: part of its tags. The poller keeps it, as it does `epoch`.
         pub seq_runs: u32,

@@ -30,7 +30,7 @@ wire_struct! {
         pub issued: u32,
         /// What a wait that lasts is about: a `Trap` as it would be reported, or zero.
         pub wait: u32,
-        /// Counter, slot or stage waited for.
+        /// Counter, buffer or stage waited for.
         pub object: u32,
         /// What it held.
         pub have: u32,

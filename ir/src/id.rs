@@ -1,4 +1,4 @@
-//! Typed indices, so that a slot cannot be used where a counter is meant.
+//! Typed indices, so that a buffer cannot be used where a counter is meant.
 
 use serde::{Deserialize, Serialize};
 
@@ -31,7 +31,7 @@ define_id! {
     /// A packed matrix that a program streams.
     MatrixId("m");
     /// A buffer that tasks name by index.
-    SlotId("s");
+    BufferId("s");
     /// A monotone counter in device memory.
     CounterId("c");
     /// A persistent thread block.

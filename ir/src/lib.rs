@@ -19,7 +19,7 @@ mod weights;
 
 pub use format::Format;
 pub use graph::{DType, Graph, Layer, Linear, Tensor};
-pub use id::{CounterId, MatrixId, SlotId, TensorId, WorkerId};
+pub use id::{BufferId, CounterId, MatrixId, TensorId, WorkerId};
 pub use nearest::nearest;
 pub use phase::PhaseClass;
 pub use schedule::{KernelConfig, Knob, ScheduleConfig, Valid};

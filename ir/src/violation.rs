@@ -7,7 +7,7 @@ use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 use serde_json::Value as Json;
 
-use crate::id::{CounterId, MatrixId, SlotId, WorkerId};
+use crate::id::{BufferId, CounterId, MatrixId, WorkerId};
 
 /// Calls `$macro` with the whole rule table. Schedule rules first, then program rules by family.
 macro_rules! for_each_rule {
@@ -26,17 +26,17 @@ macro_rules! for_each_rule {
             Schedule SSplit "S-SPLIT" "every split of the keys has work at some position";
             Program PLimit "P-LIMIT" "sizes, dimensions and the weight ring stay within the ABI's limits";
             Program POpcode "P-OPCODE" "enumerations hold values of their table and reserved words are zero";
-            Program PArity "P-ARITY" "a task has the slots that its op needs, of the right kinds, and every id is in range";
-            Program PShape "P-SHAPE" "parameters, slots, matrices and dimensions agree, and no word or tile lies outside its slot or matrix";
+            Program PArity "P-ARITY" "a task has the buffers that its op needs, of the right kinds, and every id is in range";
+            Program PShape "P-SHAPE" "parameters, buffers, matrices and dimensions agree, and no word or tile lies outside its buffer or matrix";
             Program CSatisfiable "C-SATISFIABLE" "a wait is for at least one arrival and at most those that the counter gets in a step";
             Program CAlljoin "C-ALLJOIN" "a wait is for all arrivals of its counter in a step";
             Program CWidth "C-WIDTH" "arrivals over a whole key/value cache of steps fit into a counter";
-            Program OAcyclic "O-ACYCLIC" "queue order, counters and tagged slots leave no cycle of tasks that wait for each other";
+            Program OAcyclic "O-ACYCLIC" "queue order, counters and tagged buffers leave no cycle of tasks that wait for each other";
             Program OStep "O-STEP" "a step has exactly one `sample`, and it is ordered after every other task";
             Program RHappens "R-HAPPENS" "a read is ordered after the write that it reads";
             Program RWriter "R-WRITER" "no word is written twice in a step";
-            Program TCover "T-COVER" "every word of a slot that tasks use is written in each step";
-            Program MArena "M-ARENA" "slots lie in the arena, aligned and apart from each other";
+            Program TCover "T-COVER" "every word of a buffer that tasks use is written in each step";
+            Program MArena "M-ARENA" "buffers lie in the arena, aligned and apart from each other";
             Program KSplit "K-SPLIT" "each split of each key/value head of a layer is attended exactly once, with equal parameters, and merged with the same";
             Program KCache "K-CACHE" "each layer has one key/value cache of the right size, used by that layer only";
         }
@@ -124,8 +124,8 @@ pub enum At {
     Target,
     /// A matrix of the program.
     Matrix(MatrixId),
-    /// A slot of the program.
-    Slot(SlotId),
+    /// A buffer of the program.
+    Buffer(BufferId),
     /// A counter of the program.
     Counter(CounterId),
     /// A worker of the program.
@@ -143,7 +143,7 @@ impl std::fmt::Display for At {
             Self::Graph => f.write_str("graph"),
             Self::Target => f.write_str("target"),
             Self::Matrix(id) => id.fmt(f),
-            Self::Slot(id) => id.fmt(f),
+            Self::Buffer(id) => id.fmt(f),
             Self::Counter(id) => id.fmt(f),
             Self::Worker(id) => id.fmt(f),
             Self::Task(worker, index) => write!(f, "{worker}.{index}"),

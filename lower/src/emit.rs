@@ -66,14 +66,14 @@ impl Plan<'_> {
         let nothing = abi::NopParams::default();
         let mut task = Task::new(phase.class.opcode(), phase.layer as u16, nothing);
         (task.reads, task.writes) = (phase.reads, phase.writes);
-        task.reads[0] = Some(self.flow.slot(phase.input));
+        task.reads[0] = Some(self.flow.buffer(phase.input));
         if let Some(residual) = phase.residual {
-            task.reads[3] = Some(self.flow.slot(residual));
+            task.reads[3] = Some(self.flow.buffer(residual));
         }
         if let (Some(output), Some(free)) =
             (phase.output, task.writes.iter_mut().find(|place| place.is_none()))
         {
-            *free = Some(self.flow.slot(output));
+            *free = Some(self.flow.buffer(output));
             task.signal = self.counters[output.0].map(|wait| wait.counter);
         }
         task

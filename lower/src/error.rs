@@ -11,12 +11,12 @@ pub enum Limit {
     KvCapacity,
     /// Elements of one layer's key/value cache.
     KvWords,
-    /// Elements of one slot.
-    SlotWords,
+    /// Elements of one buffer.
+    BufferWords,
     /// Rows of a packed matrix.
     MatrixRows,
-    /// Slots of a program.
-    Slots,
+    /// Buffers of a program.
+    Buffers,
     /// Counters of a program.
     Counters,
     /// Tasks of a program.
@@ -28,9 +28,9 @@ impl fmt::Display for Limit {
         f.write_str(match self {
             Self::KvCapacity => "tokens of the key/value cache",
             Self::KvWords => "elements of one layer's key/value cache",
-            Self::SlotWords => "elements of a slot",
+            Self::BufferWords => "elements of a buffer",
             Self::MatrixRows => "rows of a packed matrix",
-            Self::Slots => "slots",
+            Self::Buffers => "buffers",
             Self::Counters => "counters",
             Self::Tasks => "tasks",
         })

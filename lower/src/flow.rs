@@ -1,14 +1,14 @@
 //! The phases of a step and the values between them: what a model is made of. The passes after this one walk values and know no model.
 
 use abi::{
-    AttentionMergeParams, AttentionParams, Epilogue, MatvecParams, Prologue, READS_MAX, SlotKind,
+    AttentionMergeParams, AttentionParams, BufferKind, Epilogue, MatvecParams, Prologue, READS_MAX,
     UNIT_BYTES, UNIT_ROWS, WRITES_MAX,
 };
 use ir::program::{
-    PackedAttention, PackedMatrix, PackedMlp, PackedModel, RowMap, Slot, SlotSource,
+    Buffer, BufferSource, PackedAttention, PackedMatrix, PackedMlp, PackedModel, RowMap,
 };
 use ir::schedule::{EmbedGrouping, Handoff, MergeGrouping};
-use ir::{Graph, Layer, PhaseClass, ScheduleConfig, SlotId, TensorId};
+use ir::{BufferId, Graph, Layer, PhaseClass, ScheduleConfig, TensorId};
 
 /// Elements of the embedding row that one task copies, at least: four for each thread of a small worker.
 const EMBED_BLOCK: u32 = 512;
@@ -37,9 +37,9 @@ pub(crate) struct Phase {
     /// `None` for `sample`, which has no reader.
     pub(crate) output: Option<ValueId>,
     /// Constants in their places among the op's reads.
-    pub(crate) reads: [Option<SlotId>; READS_MAX],
+    pub(crate) reads: [Option<BufferId>; READS_MAX],
     /// What else it writes, in its place among the op's writes: the output takes the first free one.
-    pub(crate) writes: [Option<SlotId>; WRITES_MAX],
+    pub(crate) writes: [Option<BufferId>; WRITES_MAX],
     /// Tiles of the matrix; elements of the embedding; (head, split) pairs; heads to merge.
     pub(crate) items: u32,
     /// Items dealt at once.
@@ -71,7 +71,7 @@ pub(crate) struct Flow {
     /// The embedding table, then the outputs of phases in their order.
     pub(crate) values: Vec<Value>,
     /// The embedding table, constants, caches and logits. Buffers of values come behind them.
-    pub(crate) slots: Vec<Slot>,
+    pub(crate) buffers: Vec<Buffer>,
 }
 
 impl Flow {
@@ -87,8 +87,8 @@ impl Flow {
         builder.flow
     }
 
-    pub(crate) fn slot(&self, value: ValueId) -> SlotId {
-        SlotId(value.0.checked_sub(1).map_or(0, |written| self.slots.len() + written) as u32)
+    pub(crate) fn buffer(&self, value: ValueId) -> BufferId {
+        BufferId(value.0.checked_sub(1).map_or(0, |written| self.buffers.len() + written) as u32)
     }
 
     pub(crate) fn counted(&self, value: ValueId) -> bool {
@@ -112,10 +112,11 @@ struct Builder<'a> {
 impl Builder<'_> {
     fn model(&mut self) {
         let (graph, packed) = (self.graph, self.packed);
-        let source = SlotSource::Embedding(packed.embed.id);
-        self.slot("embedding".into(), SlotKind::Embedding, graph.hidden, source);
+        let source = BufferSource::Embedding(packed.embed.id);
+        self.buffer("embedding".into(), BufferKind::Embedding, graph.hidden, source);
         let half = graph.head_dim / 2;
-        let rope = self.slot("inv_freq".into(), SlotKind::Constant, half, SlotSource::InvFreq);
+        let rope =
+            self.buffer("inv_freq".into(), BufferKind::Constant, half, BufferSource::InvFreq);
         let mut x = ValueId(0);
         if self.config.fusion_grouping.embed == EmbedGrouping::Separate {
             let item_bytes = graph.dtype.bytes() as u64;
@@ -135,7 +136,7 @@ impl Builder<'_> {
         n: u32,
         layer: &Layer,
         packed: &PackedAttention,
-        rope: SlotId,
+        rope: BufferId,
         x: ValueId,
     ) -> ValueId {
         let (graph, tiling) = (self.graph, self.config.tiling.attention);
@@ -159,8 +160,8 @@ impl Builder<'_> {
         };
         let q_norm = layer.q_norm.map(|t| self.vector(name("q_norm"), t, head_dim));
         let k_norm = layer.k_norm.map(|t| self.vector(name("k_norm"), t, head_dim));
-        let source = SlotSource::KvCache { layer: n };
-        let kv = self.slot(name("kv"), SlotKind::KvCache, self.kv_words, source);
+        let source = BufferSource::KvCache { layer: n };
+        let kv = self.buffer(name("kv"), BufferKind::KvCache, self.kv_words, source);
         // The length of the sequence is not known here: one block of keys stands for it.
         let key_bytes = 2 * u64::from(head_dim) * graph.dtype.bytes() as u64;
         let attention = Phase {
@@ -220,7 +221,8 @@ impl Builder<'_> {
     fn head(&mut self, n: u32, x: ValueId) {
         let (graph, packed) = (self.graph, self.packed);
         let norm = self.vector("final_norm".into(), graph.final_norm, graph.hidden);
-        let logits = self.slot("logits".into(), SlotKind::Logits, graph.vocab, SlotSource::Scratch);
+        let logits =
+            self.buffer("logits".into(), BufferKind::Logits, graph.vocab, BufferSource::Scratch);
         let params = product(Prologue::Rms, Epilogue::Logits);
         let lm_head = self.matvec(PhaseClass::LmHead, n, &packed.lm_head, params, x, Some(norm));
         let candidates = self.push(Phase { writes: [Some(logits), None], ..lm_head }, 2);
@@ -237,7 +239,7 @@ impl Builder<'_> {
         packed: &PackedMatrix,
         params: MatvecParams,
         input: ValueId,
-        norm: Option<SlotId>,
+        norm: Option<BufferId>,
     ) -> Phase {
         let matrix = &self.packed.matrices[packed.id.index()];
         let bias = packed.bias.clone();
@@ -291,17 +293,23 @@ impl Builder<'_> {
         next
     }
 
-    fn slot(&mut self, name: String, kind: SlotKind, words: u32, source: SlotSource) -> SlotId {
-        self.flow.slots.push(Slot { name, kind, words, source, offset: 0 });
-        SlotId(self.flow.slots.len() as u32 - 1)
+    fn buffer(
+        &mut self,
+        name: String,
+        kind: BufferKind,
+        words: u32,
+        source: BufferSource,
+    ) -> BufferId {
+        self.flow.buffers.push(Buffer { name, kind, words, source, offset: 0 });
+        BufferId(self.flow.buffers.len() as u32 - 1)
     }
 
-    fn vector(&mut self, name: String, tensor: TensorId, len: u32) -> SlotId {
+    fn vector(&mut self, name: String, tensor: TensorId, len: u32) -> BufferId {
         self.constant(name, RowMap::single(tensor, len))
     }
 
-    fn constant(&mut self, name: String, map: RowMap) -> SlotId {
-        self.slot(name, SlotKind::Constant, map.rows(), SlotSource::Vector(map))
+    fn constant(&mut self, name: String, map: RowMap) -> BufferId {
+        self.buffer(name, BufferKind::Constant, map.rows(), BufferSource::Vector(map))
     }
 }
 

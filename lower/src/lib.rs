@@ -9,8 +9,8 @@
 //! | `assign` | who does what | every item of every phase is dealt once, a worker's share is one range |
 //! | `emit::counters` | the counters | one per value that is handed over by counter; arrivals are its writer's tasks |
 //! | `order` | which phases happen before which | a task waits for all that it needs the counters of |
-//! | `slots` | the slots | one scratch slot per value, written once per step |
-//! | `pages` | arena offsets | slots share no bytes |
+//! | `buffers` | the buffers | one scratch buffer per value, written once per step |
+//! | `pages` | arena offsets | buffers share no bytes |
 //! | `emit` | tasks | `sample` waits for every worker |
 //! | `ir::program::verify` | the proof | the program gives one result in every order |
 //!
@@ -19,13 +19,13 @@
 //! verify is our bug and is reported as such.
 
 mod assign;
+mod buffers;
 mod cost;
 mod emit;
 mod error;
 mod flow;
 mod order;
 mod pages;
-mod slots;
 
 use ir::program::{Dims, PackedModel, Pipeline, Program, Verified};
 use ir::schedule::{Valid, validate};
@@ -78,8 +78,8 @@ pub(crate) fn build(
     let shares = assign::assign(&flow, config.sm_assignment, target.sms);
     let counters = emit::counters(&flow, &shares);
     let order = order::PhaseOrder::new(&flow, &shares);
-    let mut slots = slots::slots(&flow, &shares)?;
-    let arena_bytes = pages::pages(&mut slots);
+    let mut buffers = buffers::buffers(&flow, &shares)?;
+    let arena_bytes = pages::pages(&mut buffers);
     let plan = emit::Plan { flow: &flow, shares: &shares, counters: &counters, order: &order };
     let mut workers = plan.emit(target.sms as usize);
     let phase_counters = counters.iter().flatten().count() as u32;
@@ -91,7 +91,7 @@ pub(crate) fn build(
         kv_capacity: options.kv_capacity,
         pipeline: pipeline(config),
         matrices: packed.matrices,
-        slots,
+        buffers,
         counters,
         arena_bytes,
         workers,

@@ -1,21 +1,21 @@
-//! Places scratch slots in the activation arena: each has bytes of its own, plain slots in front of tagged ones.
+//! Places scratch buffers in the activation arena: each has bytes of its own, plain buffers in front of tagged ones.
 //!
 //! Sharing bytes saves memory that nobody lacks (a few megabytes) and no time on any model that was measured (docs/explanation/performance.md). `verify`
-//! knows programs whose slots do share (rule M-PAGE).
+//! knows programs whose buffers do share (rule M-PAGE).
 
-use abi::SlotKind;
-use ir::program::Slot;
+use abi::BufferKind;
+use ir::program::Buffer;
 
-/// One L2 line: slots never share one.
+/// One L2 line: buffers never share one.
 const ALIGN: u64 = 128;
 
-/// Sets the offsets of all scratch slots; how many bytes they take.
-pub(crate) fn pages(slots: &mut [Slot]) -> u64 {
+/// Sets the offsets of all scratch buffers; how many bytes they take.
+pub(crate) fn pages(buffers: &mut [Buffer]) -> u64 {
     let mut bytes = 0;
-    for kind in [SlotKind::Plain, SlotKind::Tagged] {
-        for slot in slots.iter_mut().filter(|slot| slot.kind == kind) {
-            slot.offset = bytes;
-            bytes += slot.arena_bytes().next_multiple_of(ALIGN);
+    for kind in [BufferKind::Plain, BufferKind::Tagged] {
+        for buffer in buffers.iter_mut().filter(|buffer| buffer.kind == kind) {
+            buffer.offset = bytes;
+            bytes += buffer.arena_bytes().next_multiple_of(ALIGN);
         }
     }
     bytes

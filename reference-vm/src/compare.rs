@@ -18,7 +18,7 @@
 use std::fmt;
 use std::marker::PhantomData;
 
-use ir::{DType, SlotId};
+use ir::{BufferId, DType};
 use rayon::prelude::*;
 
 use crate::math::{LANES, argmax};
@@ -117,8 +117,8 @@ pub enum What {
     Keys(u32),
     /// Cached values of a layer, one row a position.
     Values(u32),
-    /// What a slot holds after each position.
-    Slot(SlotId),
+    /// What a buffer holds after each position.
+    Buffer(BufferId),
     /// Tokens chosen, one a position.
     Chosen,
 }
@@ -129,7 +129,7 @@ impl fmt::Display for What {
             Self::Logits => f.write_str("logits"),
             Self::Keys(layer) => write!(f, "keys of layer {layer}"),
             Self::Values(layer) => write!(f, "values of layer {layer}"),
-            Self::Slot(slot) => write!(f, "slot {slot}"),
+            Self::Buffer(buffer) => write!(f, "buffer {buffer}"),
             Self::Chosen => f.write_str("chosen tokens"),
         }
     }
@@ -299,7 +299,7 @@ impl<By> Agreement<By> {
     }
 
     /// Extends the agreement by other values than logits, one row a position: the KV cache, or a
-    /// slot.
+    /// buffer.
     ///
     /// # Errors
     /// The first position that disagrees; the agreement is lost.

@@ -1,4 +1,4 @@
-//! Finds the first task that stored something else than the graph makes of what was in the slots before it.
+//! Finds the first task that stored something else than the graph makes of what was in the buffers before it.
 //!
 //! The graph is evaluated op by op, each op on the values that this executor itself had handed over, and each task's words are compared
 //! with their part of that. So a mistake does not spread: what comes after a wrong task is judged by its own inputs, and the allowance is that
@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use abi::{AttentionParams, Epilogue, MatvecParams, Opcode, Prologue};
 use ir::program::{Program, Task, active_splits, attended, split_range};
-use ir::{Graph, SlotId, Weights, WorkerId};
+use ir::{BufferId, Graph, Weights, WorkerId};
 
 use crate::eval::{Belongs, EvalError, Evaluator, greatest};
 use crate::machine::Machine;
@@ -46,8 +46,8 @@ pub struct Divergence {
 /// Where a task stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// A slot.
-    Slot(SlotId),
+    /// A buffer.
+    Buffer(BufferId),
     /// The keys of a layer, at the step's position.
     Keys(u16),
     /// The values of a layer, at the step's position.
@@ -87,7 +87,7 @@ impl Allowance {
     }
 }
 
-/// What a slot is for. In the order of a step.
+/// What a buffer is for. In the order of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Role {
     Embedded,
@@ -408,7 +408,7 @@ impl<'s, 'a> Step<'s, 'a> {
         }
         for (index, stored) in fired.writes.iter().enumerate() {
             let belongs = self.part(task, index, stored, fired);
-            add(Place::Slot(stored.slot), stored.start as usize, &stored.values, belongs);
+            add(Place::Buffer(stored.buffer), stored.start as usize, &stored.values, belongs);
         }
         if let Some(chosen) = fired.chosen {
             let want = self.had.get(&Role::Logits).map(|logits| argmax(logits) as f32);
@@ -449,7 +449,7 @@ impl<'s, 'a> Step<'s, 'a> {
     }
 }
 
-/// What a task stores. By its op, and not by the names of slots, which are for reports.
+/// What a task stores. By its op, and not by the names of buffers, which are for reports.
 fn role(graph: &Graph, program: &Program, task: &Task, index: usize) -> Option<Role> {
     let layer = usize::from(task.layer);
     let inside = layer < graph.layers.len();

@@ -9,7 +9,7 @@
 //! wrong is for [`compare`](crate::compare) to find.
 
 use ir::program::{Program, Verified};
-use ir::{CounterId, Graph, SlotId, Weights, WorkerId};
+use ir::{BufferId, CounterId, Graph, Weights, WorkerId};
 use rayon::prelude::*;
 
 use crate::defect::Defect;
@@ -89,8 +89,8 @@ pub enum On {
     },
     /// A tagged word.
     Word {
-        /// The slot.
-        slot: SlotId,
+        /// The buffer.
+        buffer: BufferId,
         /// The word.
         word: u32,
         /// Its tag.
@@ -107,8 +107,8 @@ impl std::fmt::Display for Waiting {
             On::Counter { counter, have, need } => {
                 write!(f, "counter {counter}, which has {have} of {need}")
             }
-            On::Word { slot, word, have, need } => {
-                write!(f, "word {word} of slot {slot}, which has tag {have} instead of {need}")
+            On::Word { buffer, word, have, need } => {
+                write!(f, "word {word} of buffer {buffer}, which has tag {have} instead of {need}")
             }
         }
     }
@@ -181,7 +181,8 @@ impl<'a> Machine<'a> {
         if program.dims != graph.into() || !qkv_fits {
             return Err(MachineError::Dims);
         }
-        let logits = program.slots.iter().filter(|slot| slot.kind == abi::SlotKind::Logits).count();
+        let logits =
+            program.buffers.iter().filter(|buffer| buffer.kind == abi::BufferKind::Logits).count();
         if program.workers.is_empty() || logits != 1 {
             return Err(MachineError::Incomplete { workers: program.workers.len(), logits });
         }
@@ -233,10 +234,10 @@ impl<'a> Machine<'a> {
         self.memory.layer(layer).map_or(&[], |cache| &cache.values)
     }
 
-    /// What a plain or tagged slot holds after the last step; words that no task wrote are NaN.
+    /// What a plain or tagged buffer holds after the last step; words that no task wrote are NaN.
     #[must_use]
-    pub fn slot(&self, slot: SlotId) -> Option<Vec<f32>> {
-        self.memory.contents(slot)
+    pub fn buffer(&self, buffer: BufferId) -> Option<Vec<f32>> {
+        self.memory.contents(buffer)
     }
 
     /// Forgets everything, as if the program had just been loaded.
@@ -332,10 +333,10 @@ impl<'a> Machine<'a> {
 
     /// What a task has stored, as readers find it.
     fn fired(&self, worker: usize, task: usize, effects: &Effects) -> Fired {
-        let stored = |(slot, start, words): &(SlotId, u32, Vec<u32>)| Stored {
-            slot: *slot,
+        let stored = |(buffer, start, words): &(BufferId, u32, Vec<u32>)| Stored {
+            buffer: *buffer,
             start: *start,
-            values: self.memory.as_read(*slot, words),
+            values: self.memory.as_read(*buffer, words),
         };
         let appended = effects.append.as_ref().map(|append| Appended {
             kv_head: append.kv_head,
@@ -483,8 +484,8 @@ impl<'a> Machine<'a> {
         let program = self.program;
         let task = &program.workers[worker].tasks[progress.task];
         let stored = (|| {
-            for (slot, start, words) in &effects.writes {
-                self.memory.write(*slot, *start, words, step)?;
+            for (buffer, start, words) in &effects.writes {
+                self.memory.write(*buffer, *start, words, step)?;
             }
             if let Some(append) = &effects.append {
                 self.memory.append(append, step)?;
@@ -550,8 +551,8 @@ impl<'a> Machine<'a> {
             let word = || {
                 let span = *progress.inputs.as_ref()?.get(progress.scan.0)?;
                 let (word, have) = self.memory.missing_tag(span, progress.scan.1, step).ok()??;
-                let (slot, need) = (span.slot, step.epoch);
-                Some(On::Word { slot, word: span.start + word, have, need })
+                let (buffer, need) = (span.buffer, step.epoch);
+                Some(On::Word { buffer, word: span.start + word, have, need })
             };
             let (worker, task) = (WorkerId(worker as u32), progress.task as u32);
             Some(Waiting { worker, task, on: counter.or_else(word)? })

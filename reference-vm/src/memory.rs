@@ -5,9 +5,9 @@
 //! poisoned before every step: reading what no task of this step has written is a fault, not a stale
 //! number.
 
-use abi::SlotKind;
-use ir::program::{Dims, Program, Slot, SlotSource};
-use ir::{CounterId, Graph, MatrixId, SlotId, Weights};
+use abi::BufferKind;
+use ir::program::{Buffer, BufferSource, Dims, Program};
+use ir::{BufferId, CounterId, Graph, MatrixId, Weights};
 
 use crate::math::make_room;
 use crate::packed::{Packed, vector};
@@ -27,10 +27,10 @@ pub(crate) struct Step {
     pub(crate) epoch: u32,
 }
 
-/// Words `start..start + len` of a slot.
+/// Words `start..start + len` of a buffer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Span {
-    pub(crate) slot: SlotId,
+    pub(crate) buffer: BufferId,
     pub(crate) start: u32,
     pub(crate) len: u32,
 }
@@ -82,10 +82,14 @@ impl<'a> Memory<'a> {
         if bytes > ARENA_BYTES_MAX {
             return Err(MachineError::Arena { bytes, max: ARENA_BYTES_MAX });
         }
-        let slots =
-            program.slots.iter().enumerate().map(|(index, slot)| (SlotId(index as u32), slot));
-        let places =
-            slots.map(|slot| place(program, graph, weights, slot)).collect::<Result<_, _>>()?;
+        let buffers = program
+            .buffers
+            .iter()
+            .enumerate()
+            .map(|(index, buffer)| (BufferId(index as u32), buffer));
+        let places = buffers
+            .map(|buffer| place(program, graph, weights, buffer))
+            .collect::<Result<_, _>>()?;
         let mut memory = Self {
             program,
             places,
@@ -138,9 +142,9 @@ impl<'a> Memory<'a> {
 
     /// Makes room for the step's key and value, and poisons what earlier steps left.
     pub(crate) fn begin(&mut self, step: Step) {
-        for (slot, place) in self.program.slots.iter().zip(&self.places) {
+        for (buffer, place) in self.program.buffers.iter().zip(&self.places) {
             if let Place::Plain(first) = *place {
-                self.arena[first..first + slot.words as usize].fill(POISON);
+                self.arena[first..first + buffer.words as usize].fill(POISON);
             }
         }
         self.logits.fill(POISON);
@@ -154,17 +158,17 @@ impl<'a> Memory<'a> {
         }
     }
 
-    fn slot(&self, span: Span) -> Result<(&Slot, &Place), Fault> {
-        let id = span.slot;
-        let bad = Fault::BadSlot(id);
-        let (slot, place) =
-            (self.program.slots.get(id.index()).ok_or(bad)?, &self.places[id.index()]);
-        let words = if let Place::Embedding { cols, .. } = *place { cols } else { slot.words };
+    fn buffer(&self, span: Span) -> Result<(&Buffer, &Place), Fault> {
+        let id = span.buffer;
+        let bad = Fault::BadBuffer(id);
+        let (buffer, place) =
+            (self.program.buffers.get(id.index()).ok_or(bad)?, &self.places[id.index()]);
+        let words = if let Place::Embedding { cols, .. } = *place { cols } else { buffer.words };
         let end = u64::from(span.start) + u64::from(span.len);
         if end > u64::from(words) {
-            return Err(Fault::Bounds { slot: id, start: span.start, end, words });
+            return Err(Fault::Bounds { buffer: id, start: span.start, end, words });
         }
-        Ok((slot, place))
+        Ok((buffer, place))
     }
 
     /// The first word of `span`, from its word `from` on, whose tag is not there yet, with the tag
@@ -175,7 +179,7 @@ impl<'a> Memory<'a> {
         from: u32,
         step: Step,
     ) -> Result<Option<(u32, u32)>, Fault> {
-        let (_, place) = self.slot(span)?;
+        let (_, place) = self.buffer(span)?;
         let Place::Tagged(first) = *place else { return Ok(None) };
         let need = step.epoch;
         let tags = &self.tags[first + span.start as usize..][..span.len as usize];
@@ -191,13 +195,13 @@ impl<'a> Memory<'a> {
         step: Step,
         packed: &[Packed<'_>],
     ) -> Result<Vec<f32>, Fault> {
-        let (slot, place) = self.slot(span)?;
-        let (id, start, len) = (span.slot, span.start as usize, span.len as usize);
+        let (buffer, place) = self.buffer(span)?;
+        let (id, start, len) = (span.buffer, span.start as usize, span.len as usize);
         match place {
             Place::Plain(first) => {
                 let words = &self.arena[first + start..][..len];
                 if let Some(word) = find(words, |word| word == POISON) {
-                    return Err(Fault::Unwritten { slot: id, word: span.start + word as u32 });
+                    return Err(Fault::Unwritten { buffer: id, word: span.start + word as u32 });
                 }
                 Ok(words.iter().map(|&word| f32::from_bits(word)).collect())
             }
@@ -206,7 +210,7 @@ impl<'a> Memory<'a> {
                 let need = step.epoch;
                 if let Some(word) = find(tags, |tag| tag != need) {
                     return Err(Fault::Tag {
-                        slot: id,
+                        buffer: id,
                         word: span.start + word as u32,
                         have: tags[word],
                         need,
@@ -221,20 +225,20 @@ impl<'a> Memory<'a> {
                 packed[matrix.index()].decode(step.token, start, &mut out);
                 Ok(out)
             }
-            Place::KvCache(_) | Place::Logits => Err(Fault::Kind { slot: id, kind: slot.kind }),
+            Place::KvCache(_) | Place::Logits => Err(Fault::Kind { buffer: id, kind: buffer.kind }),
         }
     }
 
     pub(crate) fn write(
         &mut self,
-        slot: SlotId,
+        buffer: BufferId,
         start: u32,
         words: &[u32],
         step: Step,
     ) -> Result<(), Fault> {
-        let span = Span { slot, start, len: words.len() as u32 };
-        let (kind, start) = (self.slot(span)?.0.kind, start as usize);
-        match self.places[slot.index()] {
+        let span = Span { buffer, start, len: words.len() as u32 };
+        let (kind, start) = (self.buffer(span)?.0.kind, start as usize);
+        match self.places[buffer.index()] {
             Place::Plain(first) => {
                 self.arena[first + start..][..words.len()].copy_from_slice(words)
             }
@@ -246,7 +250,7 @@ impl<'a> Memory<'a> {
             }
             Place::Logits => self.logits[start..][..words.len()].copy_from_slice(words),
             Place::Constant(_) | Place::Embedding { .. } | Place::KvCache(_) => {
-                return Err(Fault::Kind { slot, kind });
+                return Err(Fault::Kind { buffer, kind });
             }
         }
         Ok(())
@@ -256,34 +260,34 @@ impl<'a> Memory<'a> {
         self.program.dims
     }
 
-    /// Words of a slot, whatever is in them; 0 for a slot that does not exist.
-    pub(crate) fn words(&self, slot: SlotId) -> u32 {
-        self.program.slots.get(slot.index()).map_or(0, |slot| slot.words)
+    /// Words of a buffer, whatever is in them; 0 for a buffer that does not exist.
+    pub(crate) fn words(&self, buffer: BufferId) -> u32 {
+        self.program.buffers.get(buffer.index()).map_or(0, |buffer| buffer.words)
     }
 
-    fn cache(&self, slot: SlotId) -> Result<usize, Fault> {
-        match self.places.get(slot.index()).ok_or(Fault::BadSlot(slot))? {
+    fn cache(&self, buffer: BufferId) -> Result<usize, Fault> {
+        match self.places.get(buffer.index()).ok_or(Fault::BadBuffer(buffer))? {
             Place::KvCache(layer) => Ok(*layer),
             Place::Plain(_)
             | Place::Tagged(_)
             | Place::Constant(_)
             | Place::Embedding { .. }
             | Place::Logits => {
-                Err(Fault::Kind { slot, kind: self.program.slots[slot.index()].kind })
+                Err(Fault::Kind { buffer, kind: self.program.buffers[buffer.index()].kind })
             }
         }
     }
 
     pub(crate) fn key_value(
         &self,
-        slot: SlotId,
+        buffer: BufferId,
         kv_head: u32,
         position: u32,
     ) -> Result<(&[f32], &[f32]), Fault> {
-        let cache = &self.caches[self.cache(slot)?];
+        let cache = &self.caches[self.cache(buffer)?];
         let head = position as usize * self.program.dims.kv_heads as usize + kv_head as usize;
         if !cache.written.get(head).copied().unwrap_or(false) {
-            return Err(Fault::NoKey { slot, kv_head, position });
+            return Err(Fault::NoKey { buffer, kv_head, position });
         }
         let head_dim = self.program.dims.head_dim as usize;
         Ok((
@@ -293,13 +297,13 @@ impl<'a> Memory<'a> {
     }
 
     pub(crate) fn append(&mut self, append: &Append, step: Step) -> Result<(), Fault> {
-        let Append { slot, kv_head, .. } = *append;
-        let layer = self.cache(slot)?;
+        let Append { buffer, kv_head, .. } = *append;
+        let layer = self.cache(buffer)?;
         let cache = &mut self.caches[layer];
         let position = step.position;
         let head = position as usize * self.program.dims.kv_heads as usize + kv_head as usize;
         if std::mem::replace(&mut cache.written[head], true) {
-            return Err(Fault::KeyTwice { slot, kv_head, position });
+            return Err(Fault::KeyTwice { buffer, kv_head, position });
         }
         let head_dim = self.program.dims.head_dim as usize;
         cache.keys[head * head_dim..][..head_dim].copy_from_slice(&append.key);
@@ -325,17 +329,17 @@ impl<'a> Memory<'a> {
         self.caches.get(layer)
     }
 
-    /// Words that are stored in a slot, as a reader finds them.
-    pub(crate) fn as_read(&self, slot: SlotId, words: &[u32]) -> Vec<f32> {
-        let tagged = matches!(self.places.get(slot.index()), Some(Place::Tagged(_)));
+    /// Words that are stored in a buffer, as a reader finds them.
+    pub(crate) fn as_read(&self, buffer: BufferId, words: &[u32]) -> Vec<f32> {
+        let tagged = matches!(self.places.get(buffer.index()), Some(Place::Tagged(_)));
         let read = |&word: &u32| f32::from_bits(if tagged { make_room(word) } else { word });
         words.iter().map(read).collect()
     }
 
-    /// What a plain or tagged slot holds after the last step.
-    pub(crate) fn contents(&self, slot: SlotId) -> Option<Vec<f32>> {
-        let words = self.words(slot) as usize;
-        match *self.places.get(slot.index())? {
+    /// What a plain or tagged buffer holds after the last step.
+    pub(crate) fn contents(&self, buffer: BufferId) -> Option<Vec<f32>> {
+        let words = self.words(buffer) as usize;
+        match *self.places.get(buffer.index())? {
             Place::Plain(first) | Place::Tagged(first) => {
                 Some(self.arena[first..][..words].iter().map(|&w| f32::from_bits(w)).collect())
             }
@@ -356,44 +360,44 @@ fn find(words: &[u32], is: impl Fn(u32) -> bool) -> Option<usize> {
 
 /// A key and a value for the step's position.
 pub(crate) struct Append {
-    pub(crate) slot: SlotId,
+    pub(crate) buffer: BufferId,
     pub(crate) kv_head: u32,
     pub(crate) key: Vec<f32>,
     pub(crate) value: Vec<f32>,
 }
 
-/// Where a slot's words are, if its source, kind, words and offset fit together.
+/// Where a buffer's words are, if its source, kind, words and offset fit together.
 fn place(
     program: &Program,
     graph: &Graph,
     weights: &dyn Weights,
-    (id, slot): (SlotId, &Slot),
+    (id, buffer): (BufferId, &Buffer),
 ) -> Result<Place, MachineError> {
-    let misfit = MachineError::Slot(id);
+    let misfit = MachineError::Buffer(id);
     let when = |fits: bool, place: Place| if fits { Ok(place) } else { Err(misfit) };
-    let words = slot.words as usize;
+    let words = buffer.words as usize;
     let in_arena = || {
-        let end = slot.offset.checked_add(slot.arena_bytes()).ok_or(misfit)?;
-        let fits = slot.offset % 8 == 0 && end <= program.arena_bytes / 4 * 4;
-        if fits { Ok(slot.offset as usize / 4) } else { Err(misfit) }
+        let end = buffer.offset.checked_add(buffer.arena_bytes()).ok_or(misfit)?;
+        let fits = buffer.offset % 8 == 0 && end <= program.arena_bytes / 4 * 4;
+        if fits { Ok(buffer.offset as usize / 4) } else { Err(misfit) }
     };
-    match (slot.kind, &slot.source) {
-        (SlotKind::Plain, SlotSource::Scratch) => Ok(Place::Plain(in_arena()?)),
-        (SlotKind::Tagged, SlotSource::Scratch) => Ok(Place::Tagged(in_arena()?)),
-        (SlotKind::Logits, SlotSource::Scratch) => {
-            when(slot.words == program.dims.vocab, Place::Logits)
+    match (buffer.kind, &buffer.source) {
+        (BufferKind::Plain, BufferSource::Scratch) => Ok(Place::Plain(in_arena()?)),
+        (BufferKind::Tagged, BufferSource::Scratch) => Ok(Place::Tagged(in_arena()?)),
+        (BufferKind::Logits, BufferSource::Scratch) => {
+            when(buffer.words == program.dims.vocab, Place::Logits)
         }
-        (SlotKind::Constant, SlotSource::InvFreq) => {
+        (BufferKind::Constant, BufferSource::InvFreq) => {
             when(graph.inv_freq.len() == words, Place::Constant(graph.inv_freq.clone()))
         }
-        (SlotKind::Constant, SlotSource::Vector(map)) => {
+        (BufferKind::Constant, BufferSource::Vector(map)) => {
             let values = vector(map, graph, weights)?.ok_or(misfit)?;
             when(values.len() == words, Place::Constant(values))
         }
-        (SlotKind::KvCache, SlotSource::KvCache { layer }) => {
+        (BufferKind::KvCache, BufferSource::KvCache { layer }) => {
             when(*layer < program.dims.layers, Place::KvCache(*layer as usize))
         }
-        (SlotKind::Embedding, SlotSource::Embedding(matrix)) => {
+        (BufferKind::Embedding, BufferSource::Embedding(matrix)) => {
             let cols = program.matrices.get(matrix.index()).ok_or(misfit)?.cols;
             Ok(Place::Embedding { matrix: *matrix, cols })
         }

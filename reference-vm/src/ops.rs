@@ -9,7 +9,7 @@ mod matvec;
 mod sample;
 
 use abi::Params;
-use ir::SlotId;
+use ir::BufferId;
 use ir::program::{Task, active_splits, attended};
 
 use crate::defect::Defect;
@@ -35,16 +35,16 @@ pub(crate) struct Context<'m> {
 
 #[derive(Default)]
 pub(crate) struct Effects {
-    /// Words stored from a first word of a slot on.
-    pub(crate) writes: Vec<(SlotId, u32, Vec<u32>)>,
+    /// Words stored from a first word of a buffer on.
+    pub(crate) writes: Vec<(BufferId, u32, Vec<u32>)>,
     pub(crate) append: Option<Append>,
     /// The token chosen; ends the step.
     pub(crate) chosen: Option<u32>,
 }
 
 impl Effects {
-    fn store(slot: SlotId, start: u32, values: &[f32]) -> Self {
-        Self { writes: vec![(slot, start, bits(values))], ..Self::default() }
+    fn store(buffer: BufferId, start: u32, values: &[f32]) -> Self {
+        Self { writes: vec![(buffer, start, bits(values))], ..Self::default() }
     }
 }
 
@@ -76,16 +76,16 @@ pub(crate) fn fire(context: Context<'_>) -> Result<Effects, Fault> {
 }
 
 impl<'m> Context<'m> {
-    fn reads(self, index: usize) -> Result<SlotId, Fault> {
-        self.task.reads[index].ok_or(Fault::NoSlot { access: "read", index })
+    fn reads(self, index: usize) -> Result<BufferId, Fault> {
+        self.task.reads[index].ok_or(Fault::NoBuffer { access: "read", index })
     }
 
-    fn writes(self, index: usize) -> Result<SlotId, Fault> {
-        self.task.writes[index].ok_or(Fault::NoSlot { access: "write", index })
+    fn writes(self, index: usize) -> Result<BufferId, Fault> {
+        self.task.writes[index].ok_or(Fault::NoBuffer { access: "write", index })
     }
 
     fn span(self, index: usize, start: u32, len: u32) -> Result<Span, Fault> {
-        Ok(Span { slot: self.reads(index)?, start, len })
+        Ok(Span { buffer: self.reads(index)?, start, len })
     }
 
     fn read(self, index: usize, start: u32, len: u32) -> Result<Vec<f32>, Fault> {

@@ -1,6 +1,6 @@
 //! Dot products that were computed before, for machines that run many programs of one model.
 //!
-//! A schedule decides which task multiplies which rows, when, and from which slot it takes the
+//! A schedule decides which task multiplies which rows, when, and from which buffer it takes the
 //! vector. It does not decide what a stored row times a given vector is. That number alone is kept
 //! here, under the stored row and all bits of the vector; everything that a schedule decides is
 //! still executed. A task with a wrong row asks for another number, and one with a wrong vector

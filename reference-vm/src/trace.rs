@@ -1,6 +1,6 @@
 //! What each task of a step stored, in the order in which the machine ran them.
 
-use ir::{SlotId, WorkerId};
+use ir::{BufferId, WorkerId};
 
 /// A task that ran.
 #[derive(Clone, Debug)]
@@ -25,11 +25,11 @@ impl Fired {
     }
 }
 
-/// Words of a slot.
+/// Words of a buffer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stored {
-    /// The slot.
-    pub slot: SlotId,
+    /// The buffer.
+    pub buffer: BufferId,
     /// First word.
     pub start: u32,
     /// The words.

@@ -1,8 +1,8 @@
 //! Whose fault it is: a [`Trap`] is a result of the program, a [`MachineError`] is a fault of what
 //! surrounds it.
 
-use abi::{Opcode, SlotKind};
-use ir::{CounterId, MatrixId, SlotId, TensorId, WorkerId};
+use abi::{BufferKind, Opcode};
+use ir::{BufferId, CounterId, MatrixId, TensorId, WorkerId};
 
 /// The program did something that it must not do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -31,50 +31,50 @@ pub enum Fault {
         /// Its value.
         value: u32,
     },
-    /// A slot that the op needs is not given.
+    /// A buffer that the op needs is not given.
     #[error("{access} {index} is not given")]
-    NoSlot {
+    NoBuffer {
         /// `read` or `write`.
         access: &'static str,
         /// Which of them.
         index: usize,
     },
-    /// A slot outside the table.
-    #[error("slot {0} does not exist")]
-    BadSlot(SlotId),
-    /// A slot of a kind that this access cannot use.
-    #[error("slot {slot} of kind {} cannot be used here", kind.name())]
+    /// A buffer outside the table.
+    #[error("buffer {0} does not exist")]
+    BadBuffer(BufferId),
+    /// A buffer of a kind that this access cannot use.
+    #[error("buffer {buffer} of kind {} cannot be used here", kind.name())]
     Kind {
-        /// The slot.
-        slot: SlotId,
+        /// The buffer.
+        buffer: BufferId,
         /// Its kind.
-        kind: SlotKind,
+        kind: BufferKind,
     },
-    /// Words outside a slot.
-    #[error("words {start}..{end} are outside slot {slot} of {words}")]
+    /// Words outside a buffer.
+    #[error("words {start}..{end} are outside buffer {buffer} of {words}")]
     Bounds {
-        /// The slot.
-        slot: SlotId,
+        /// The buffer.
+        buffer: BufferId,
         /// First word.
         start: u32,
         /// One past the last word.
         end: u64,
-        /// Words of the slot.
+        /// Words of the buffer.
         words: u32,
     },
     /// A word that nothing has written in this step.
-    #[error("word {word} of slot {slot} is read before it is written")]
+    #[error("word {word} of buffer {buffer} is read before it is written")]
     Unwritten {
-        /// The slot.
-        slot: SlotId,
+        /// The buffer.
+        buffer: BufferId,
         /// The word.
         word: u32,
     },
     /// A tagged word that holds another write than the one meant.
-    #[error("word {word} of slot {slot} has tag {have} instead of {need}")]
+    #[error("word {word} of buffer {buffer} has tag {have} instead of {need}")]
     Tag {
-        /// The slot.
-        slot: SlotId,
+        /// The buffer.
+        buffer: BufferId,
         /// The word.
         word: u32,
         /// Its tag.
@@ -83,20 +83,20 @@ pub enum Fault {
         need: u32,
     },
     /// A key that is not in the cache.
-    #[error("key {position} of head {kv_head} in slot {slot} is read before it is appended")]
+    #[error("key {position} of head {kv_head} in buffer {buffer} is read before it is appended")]
     NoKey {
         /// The key/value cache.
-        slot: SlotId,
+        buffer: BufferId,
         /// Key/value head.
         kv_head: u32,
         /// Position of the key.
         position: u32,
     },
     /// A key that is in the cache already.
-    #[error("key {position} of head {kv_head} in slot {slot} is appended twice")]
+    #[error("key {position} of head {kv_head} in buffer {buffer} is appended twice")]
     KeyTwice {
         /// The key/value cache.
-        slot: SlotId,
+        buffer: BufferId,
         /// Key/value head.
         kv_head: u32,
         /// Position of the key.
@@ -130,12 +130,12 @@ pub enum MachineError {
     /// The program was lowered from a graph of other shapes.
     #[error("the program's shapes are not the graph's")]
     Dims,
-    /// A program without workers, or with as many logits slots as this, instead of one.
-    #[error("the program has {workers} workers and {logits} logits slots")]
+    /// A program without workers, or with as many logits buffers as this, instead of one.
+    #[error("the program has {workers} workers and {logits} logits buffers")]
     Incomplete {
         /// Workers.
         workers: usize,
-        /// Slots of kind `logits`.
+        /// Buffers of kind `logits`.
         logits: usize,
     },
     /// The arena is larger than the machine allows.
@@ -146,10 +146,10 @@ pub enum MachineError {
         /// Bytes allowed.
         max: u64,
     },
-    /// A slot lies outside the arena, is not aligned, or its source does not fit its kind and
+    /// A buffer lies outside the arena, is not aligned, or its source does not fit its kind and
     /// words.
-    #[error("slot {0} cannot be placed")]
-    Slot(SlotId),
+    #[error("buffer {0} cannot be placed")]
+    Buffer(BufferId),
     /// A packed matrix or vector refers to a tensor that does not exist or has another shape or
     /// element type.
     #[error("tensor {0} does not fit where the program uses it")]

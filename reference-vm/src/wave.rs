@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use abi::{MatvecParams, Opcode};
-use ir::SlotId;
+use ir::BufferId;
 use ir::program::Task;
 
 use crate::packed::Known;
@@ -26,7 +26,7 @@ pub(crate) struct Operand {
 type Shared = Arc<Result<Operand, Fault>>;
 
 /// All parameters but those that say which rows a task takes, and all reads.
-type Key = ([u32; 16], [Option<SlotId>; abi::READS_MAX]);
+type Key = ([u32; 16], [Option<BufferId>; abi::READS_MAX]);
 
 #[derive(Default)]
 pub(crate) struct Wave {

@@ -381,13 +381,13 @@ impl Device for Remote<'_> {
         self.ask(&Request::HandOver { from: from.0, to: to.0 }, &[], Work::default())
     }
 
-    fn slots(&mut self, program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+    fn buffers(&mut self, program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
         // A process that took the place of another has run nothing yet.
         let has = |running: &Running| running.loaded.contains(&program.0);
         if !self.running.as_ref().is_some_and(has) {
             return Ok(None);
         }
-        self.ask(&Request::Slots { handle: program.0 }, &[], Work::default())
+        self.ask(&Request::Buffers { handle: program.0 }, &[], Work::default())
     }
 
     fn foresee(&mut self, kernels: &[KernelConfig]) {

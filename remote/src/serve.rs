@@ -14,7 +14,7 @@ use rustix::process::{Signal, getpid, kill_process, set_parent_process_death_sig
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan};
 
 use crate::shared::{Board, Phase, Rows, Shared};
-use crate::wire::{Answer, Channel, Reply, Request, SLOT_WORDS_MAX};
+use crate::wire::{Answer, BUFFER_WORDS_MAX, Channel, Reply, Request};
 
 /// How often the watching thread looks at the kernel.
 const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
@@ -57,8 +57,8 @@ pub trait Served {
         Err(fault("this device keeps sequences apart"))
     }
 
-    /// As [`search::Device::slots`].
-    fn slots(&mut self, _program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+    /// As [`search::Device::buffers`].
+    fn buffers(&mut self, _program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
         Ok(None)
     }
 
@@ -239,12 +239,12 @@ impl<D: Served> Session<D> {
                 self.device.foresee(&kernels);
                 Ok(Reply::Done)
             }
-            Request::Slots { handle } => {
+            Request::Buffers { handle } => {
                 let handle = self.handle(handle)?;
                 self.board.enter(Phase::Reading);
-                let slots = self.device.slots(handle)?;
-                let words = |slots: &Vec<Vec<f32>>| slots.iter().map(Vec::len).sum::<usize>();
-                Ok(Reply::Slots(slots.filter(|slots| words(slots) <= SLOT_WORDS_MAX)))
+                let buffers = self.device.buffers(handle)?;
+                let words = |buffers: &Vec<Vec<f32>>| buffers.iter().map(Vec::len).sum::<usize>();
+                Ok(Reply::Buffers(buffers.filter(|buffers| words(buffers) <= BUFFER_WORDS_MAX)))
             }
             Request::Release { handle } => {
                 if let Some(handle) = self.handles.remove(&handle) {

@@ -25,8 +25,8 @@ const MAGIC: u32 = u32::from_le_bytes(*b"AMKR");
 /// Longest body: tokens of a request, a compiler's log or timed blocks in an answer.
 const BODY_BYTES_MAX: u32 = 16 << 20;
 
-/// Words of all slots that fit into an answer.
-pub(crate) const SLOT_WORDS_MAX: usize = BODY_BYTES_MAX as usize / size_of::<f32>() / 2;
+/// Words of all buffers that fit into an answer.
+pub(crate) const BUFFER_WORDS_MAX: usize = BODY_BYTES_MAX as usize / size_of::<f32>() / 2;
 
 /// Longest saved program.
 const BYTES_MAX: u32 = 512 << 20;
@@ -48,8 +48,8 @@ pub(crate) enum Request {
     Foresee { kernels: Vec<KernelConfig> },
     /// Lets go of a program.
     Release { handle: u64 },
-    /// What a program's slots hold.
-    Slots { handle: u64 },
+    /// What a program's buffers hold.
+    Buffers { handle: u64 },
 }
 
 /// What came of a request, each kind a type of its own.
@@ -59,7 +59,7 @@ pub(crate) enum Reply {
     Done,
     Ran(Vec<u32>),
     Timed(Vec<[f64; 4]>, [u32; 2]),
-    Slots(Option<Vec<Vec<f32>>>),
+    Buffers(Option<Vec<Vec<f32>>>),
 }
 
 /// What the child answers.

@@ -132,7 +132,7 @@ pub(crate) fn describe(candidate: &Candidate, verdict: &mut Verdict) {
     verdict.kernel_id = Some(candidate.kernel_id.clone());
     verdict.tasks = Some(program.task_len() as u64);
     verdict.weight_mb = Some(program.stream_bytes() as f64 / 1e6);
-    verdict.n_slots = Some(program.slots.len() as u64);
+    verdict.n_buffers = Some(program.buffers.len() as u64);
     verdict.n_counters = Some(u64::from(program.counters));
     let workers = program.workers.len();
     verdict.passed("lower", format!("{} tasks on {workers} workers", program.task_len()));

@@ -138,7 +138,7 @@ pub enum DeviceError {
         worker: u32,
         /// Its task.
         task: u32,
-        /// The counter (or slot word) waited for.
+        /// The counter (or buffer word) waited for.
         counter: u32,
         /// What it held.
         have: u32,
@@ -224,11 +224,11 @@ pub trait Device {
         Err(DeviceError::Fault { reason: "this device keeps sequences apart".to_owned() })
     }
 
-    /// What each slot of a program holds after its last step; of slots that are no activations nothing. None where a device cannot say.
+    /// What each buffer of a program holds after its last step; of buffers that are no activations nothing. None where a device cannot say.
     ///
     /// # Errors
     /// If the device trapped, hung or was lost, or has run something else since.
-    fn slots(&mut self, _program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+    fn buffers(&mut self, _program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
         Ok(None)
     }
 

@@ -67,7 +67,7 @@ impl Gate<'_> {
         let found = FirstDivergence::new(DivergenceClass::Race, "device", at.to_string());
         let found = FirstDivergence {
             position: Some(at.position as u64),
-            slot: Some("logits".to_owned()),
+            buffer: Some("logits".to_owned()),
             index: Some(at.word as u64),
             ..found
         };
@@ -100,33 +100,33 @@ impl Gate<'_> {
         let program = &candidate.program;
         let tokens = &self.expected().tokens[..=position.min(self.expected().tokens.len() - 1)];
         let mut rows = Vec::new();
-        let mut slots = None;
+        let mut buffers = None;
         for _ in 0..2 {
             rows.push(candidate.run(device, tokens, 0)?.logits);
             let handle = candidate.load(device)?;
-            slots = device.slots(handle)?;
+            buffers = device.buffers(handle)?;
         }
         let bits = |rows: &Vec<Vec<f32>>| -> Vec<u32> {
             rows.iter().flatten().map(|value| value.to_bits()).collect()
         };
         let same = bits(&rows[0]) == bits(&rows[1]);
-        let found = match slots {
-            Some(slots) => self.among_slots(program, tokens, &slots, rows[1].last()),
+        let found = match buffers {
+            Some(buffers) => self.among_buffers(program, tokens, &buffers, rows[1].last()),
             None => FirstDivergence::new(
                 DivergenceClass::Wrong,
                 "device",
-                "this device cannot say what its slots hold".to_owned(),
+                "this device cannot say what its buffers hold".to_owned(),
             ),
         };
         Ok(if same { found } else { found.as_race(program) })
     }
 
-    /// Judges what a device left in its slots beside a reference machine that made the same steps.
-    fn among_slots(
+    /// Judges what a device left in its buffers beside a reference machine that made the same steps.
+    fn among_buffers(
         &self,
         program: &Verified<Program>,
         tokens: &[u32],
-        slots: &[Vec<f32>],
+        buffers: &[Vec<f32>],
         logits: Option<&Vec<f32>>,
     ) -> FirstDivergence {
         let cpu = &self.ahead.cpu;
@@ -144,7 +144,7 @@ impl Gate<'_> {
         let Ok((Run::Finished(_), fired)) = ran else {
             return none("the reference machine does not run it");
         };
-        let (left, overwritten) = left_in(program, &fired, slots, logits);
+        let (left, overwritten) = left_in(program, &fired, buffers, logits);
         let said = match overwritten {
             0 => String::new(),
             n => {
@@ -158,25 +158,25 @@ impl Gate<'_> {
                 found
             }
             None => none(&format!(
-                "no task of position {} stands out in what the device left in its slots{said}",
+                "no task of position {} stands out in what the device left in its buffers{said}",
                 tokens.len() - 1
             )),
         }
     }
 }
 
-/// What each task of a step has left in the slots, in the order of `fired`, and how many left nothing: others have written there since.
+/// What each task of a step has left in the buffers, in the order of `fired`, and how many left nothing: others have written there since.
 #[must_use]
 pub fn left_in(
     program: &Program,
     fired: &[Fired],
-    slots: &[Vec<f32>],
+    buffers: &[Vec<f32>],
     logits: Option<&Vec<f32>>,
 ) -> (Vec<Fired>, usize) {
     let bytes = |stored: &Stored| {
-        let slot = &program.slots[stored.slot.index()];
-        let first = slot.offset + u64::from(stored.start) * 4;
-        (slot.arena_bytes() > 0).then_some(first..first + stored.values.len() as u64 * 4)
+        let buffer = &program.buffers[stored.buffer.index()];
+        let first = buffer.offset + u64::from(stored.start) * 4;
+        (buffer.arena_bytes() > 0).then_some(first..first + stored.values.len() as u64 * 4)
     };
     let mut overwritten = 0;
     let mut left = Vec::new();
@@ -194,7 +194,7 @@ pub fn left_in(
                 continue;
             }
             let held = match range {
-                Some(_) => slots.get(stored.slot.index()),
+                Some(_) => buffers.get(stored.buffer.index()),
                 None => logits,
             };
             let words = stored.start as usize..stored.start as usize + stored.values.len();

@@ -62,9 +62,9 @@ pub struct FirstDivergence {
     pub position: Option<u64>,
     /// The task; null where none stands out.
     pub task: Option<TaskAt>,
-    /// Where it stored: a slot's name, `layers.N.keys`, `layers.N.values` or `token`.
-    pub slot: Option<String>,
-    /// The word of the slot that is furthest off.
+    /// Where it stored: a buffer's name, `layers.N.keys`, `layers.N.values` or `token`.
+    pub buffer: Option<String>,
+    /// The word of the buffer that is furthest off.
     pub index: Option<u64>,
     /// What is there; null for what is not finite.
     pub got: Option<f64>,
@@ -95,18 +95,18 @@ impl FirstDivergence {
     #[must_use]
     pub fn of(program: &Program, by: &str, at: &Divergence) -> Self {
         let task = TaskAt::of(program, at.worker.0, at.task);
-        let slot = place_name(program, at.place);
+        let buffer = place_name(program, at.place);
         let finite = |value: f32| value.is_finite().then_some(f64::from(value));
         let ulp = ulps(at.got, at.want);
         let apart = ulp.map_or(String::new(), |ulp| format!(", {ulp} ulp"));
         let detail = format!(
-            "position {}: {task} stored {} in word {} of {slot} where {} belongs (allowed {:.1e}{apart}); {} of its words are wrong",
+            "position {}: {task} stored {} in word {} of {buffer} where {} belongs (allowed {:.1e}{apart}); {} of its words are wrong",
             at.position, at.got, at.index, at.want, at.allowed, at.words
         );
         Self {
             position: Some(at.position as u64),
             task: Some(task),
-            slot: Some(slot),
+            buffer: Some(buffer),
             index: Some(at.index as u64),
             got: finite(at.got),
             want: finite(at.want),
@@ -138,9 +138,9 @@ impl FirstDivergence {
             Some(pair) => {
                 let at = |(worker, task): (ir::WorkerId, u32)| TaskAt::of(program, worker.0, task);
                 let (writer, reader) = (at(pair.writer), at(pair.reader));
-                let slot = place_name(program, Place::Slot(pair.slot));
+                let buffer = place_name(program, Place::Buffer(pair.buffer));
                 let why = format!(
-                    "{writer} writes words {}..{} of {slot}, {reader} reads them, and nothing orders the two ({} such pairs)",
+                    "{writer} writes words {}..{} of {buffer}, {reader} reads them, and nothing orders the two ({} such pairs)",
                     pair.start, pair.end, pairs.len()
                 );
                 (vec![writer, reader], why)
@@ -160,10 +160,10 @@ impl FirstDivergence {
 #[must_use]
 pub fn place_name(program: &Program, place: Place) -> String {
     match place {
-        Place::Slot(slot) => program
-            .slots
-            .get(slot.index())
-            .map_or_else(|| slot.to_string(), |found| found.name.clone()),
+        Place::Buffer(buffer) => program
+            .buffers
+            .get(buffer.index())
+            .map_or_else(|| buffer.to_string(), |found| found.name.clone()),
         Place::Keys(layer) => format!("layers.{layer}.keys"),
         Place::Values(layer) => format!("layers.{layer}.values"),
         Place::Token => "token".to_owned(),

@@ -95,8 +95,8 @@ pub struct Verdict {
     pub target: String,
     /// `cpu`, or the device's name.
     pub device: String,
-    /// Slots of the program.
-    pub n_slots: Option<u64>,
+    /// Buffers of the program.
+    pub n_buffers: Option<u64>,
     /// Counters of the program.
     pub n_counters: Option<u64>,
     /// The gates that were run, in order.

@@ -450,7 +450,7 @@ fn two_runs_that_differ_in_one_bit_are_unrepeatable_and_never_lead() {
             let verdict = &trial.verdict;
             assert!(!verdict.correct && verdict.latency_us.is_none() && trial.gain.is_none());
             let found = verdict.first_divergence.as_ref().unwrap();
-            let place = (found.position, found.slot.as_deref(), found.index);
+            let place = (found.position, found.buffer.as_deref(), found.index);
             assert_eq!(place, (Some(at.0 as u64), Some("logits"), Some(at.1 as u64)));
             assert!(trial.why.contains(&format!("word {} of the logits", at.1)), "{}", trial.why);
         }

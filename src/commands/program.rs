@@ -52,7 +52,7 @@ fn facts(program: &Program) -> Value {
         "program_id": program.id(),
         "tasks": program.task_len(),
         "workers": program.workers.len(),
-        "n_slots": program.slots.len(),
+        "n_buffers": program.buffers.len(),
         "n_counters": program.counters,
         "weight_mb": program.stream_bytes() as f64 / 1e6,
         "kv_capacity": program.kv_capacity,

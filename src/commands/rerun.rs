@@ -27,9 +27,9 @@ struct Found {
     repeatable: Option<bool>,
 }
 
-/// What a GPU has left after the position: its slots and its logits.
+/// What a GPU has left after the position: its buffers and its logits.
 struct Left {
-    slots: Vec<Vec<f32>>,
+    buffers: Vec<Vec<f32>>,
     logits: Vec<f32>,
 }
 
@@ -133,7 +133,7 @@ fn look_at(
     let is_it = |fired: &&Fired| fired.worker.0 == worker && fired.task == task;
     let missing = || Failure::refused("the task did not run in this step");
     if let Some(left) = left {
-        let (left, _) = search::left_in(program, fired, &left.slots, Some(&left.logits));
+        let (left, _) = search::left_in(program, fired, &left.buffers, Some(&left.logits));
         let one = left.iter().find(is_it).ok_or_else(missing)?;
         let words = examiner.words(machine, token, &left, one);
         return Ok(Found { token, words, repeatable: None });
@@ -146,7 +146,7 @@ fn look_at(
     Ok(Found { token, words, repeatable: Some(same) })
 }
 
-/// A GPU runs whole steps: what is in its slots after the one of the task.
+/// A GPU runs whole steps: what is in its buffers after the one of the task.
 fn on_device(
     context: &Context,
     args: &RerunArgs,
@@ -158,10 +158,10 @@ fn on_device(
     let program = Arc::new(program.clone());
     let handle = device.prepare(&program, &config.kernel)?;
     let rows = device.run(handle, &tokens(context, args), 0)?.logits;
-    let slots = device.slots(handle)?;
-    let slots =
-        slots.ok_or_else(|| Failure::missing("this device cannot say what its slots hold"))?;
-    Ok(Left { slots, logits: rows.into_iter().last().unwrap_or_default() })
+    let buffers = device.buffers(handle)?;
+    let buffers =
+        buffers.ok_or_else(|| Failure::missing("this device cannot say what its buffers hold"))?;
+    Ok(Left { buffers, logits: rows.into_iter().last().unwrap_or_default() })
 }
 
 /// Prints the words, wrong ones first, and returns how many are wrong.
@@ -190,11 +190,13 @@ fn print(
     };
     report::table(&order.iter().map(line).collect::<Vec<_>>());
     if on_gpu {
-        report::say("the GPU ran the whole step; these words are what the task left in its slots");
+        report::say(
+            "the GPU ran the whole step; these words are what the task left in its buffers",
+        );
     }
     let shown = |word: &&Word| {
         json!({
-            "slot": name(word), "index": word.index, "got": word.got, "want": word.want,
+            "buffer": name(word), "index": word.index, "got": word.got, "want": word.want,
             "ulp": ulp(word), "allowed": word.allowed, "wrong": word.is_wrong(),
         })
     };

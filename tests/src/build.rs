@@ -1,11 +1,13 @@
 //! Builds valid programs by construction, without `lower`: one phase after the other, each dealt over the workers.
 
 use abi::{
-    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, Opcode, Prologue,
-    SampleParams, SlotKind,
+    AttentionMergeParams, AttentionParams, BufferKind, EmbedParams, Epilogue, MatvecParams, Opcode,
+    Prologue, SampleParams,
 };
-use ir::program::{Dims, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker};
-use ir::{CounterId, Graph, MatrixId, SlotId, TensorId};
+use ir::program::{
+    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Wait, Worker,
+};
+use ir::{BufferId, CounterId, Graph, MatrixId, TensorId};
 
 use crate::toy::{Shape, graph};
 
@@ -56,7 +58,7 @@ pub struct Plan {
 /// What a phase hands over.
 #[derive(Clone, Copy)]
 struct Output {
-    slot: SlotId,
+    buffer: BufferId,
     wait: Option<Wait>,
 }
 
@@ -102,7 +104,8 @@ struct Builder<'a> {
 pub fn build(graph: &Graph, plan: &Plan) -> Program {
     let mut b = Builder { graph, plan, program: empty(graph, plan), phases: 0 };
     let embedding = b.matrix("embed", RowMap::single(graph.embed, graph.vocab), graph.hidden);
-    let inv_freq = b.slot("inv_freq", SlotKind::Constant, graph.head_dim / 2, SlotSource::InvFreq);
+    let inv_freq =
+        b.buffer("inv_freq", BufferKind::Constant, graph.head_dim / 2, BufferSource::InvFreq);
     let mut x = b.embed(embedding);
     for layer in 0..graph.layers.len() as u32 {
         x = b.layer(layer, x, inv_freq);
@@ -123,7 +126,7 @@ fn empty(graph: &Graph, plan: &Plan) -> Program {
         kv_capacity: plan.kv_capacity,
         pipeline: Pipeline { stage_units: 32, stages: 8, in_flight: 4, in_flight_near: 2 },
         matrices: Vec::new(),
-        slots: Vec::new(),
+        buffers: Vec::new(),
         counters: 0,
         arena_bytes: 0,
         workers: vec![Worker::default(); plan.workers as usize],
@@ -141,18 +144,24 @@ impl Builder<'_> {
         MatrixId(self.program.matrices.len() as u32 - 1)
     }
 
-    fn slot(&mut self, name: &str, kind: SlotKind, words: u32, source: SlotSource) -> SlotId {
-        self.program.slots.push(Slot { name: name.into(), kind, words, source, offset: 0 });
-        SlotId(self.program.slots.len() as u32 - 1)
+    fn buffer(
+        &mut self,
+        name: &str,
+        kind: BufferKind,
+        words: u32,
+        source: BufferSource,
+    ) -> BufferId {
+        self.program.buffers.push(Buffer { name: name.into(), kind, words, source, offset: 0 });
+        BufferId(self.program.buffers.len() as u32 - 1)
     }
 
-    fn vector(&mut self, name: String, tensor: TensorId) -> SlotId {
+    fn vector(&mut self, name: String, tensor: TensorId) -> BufferId {
         let words = self.graph.tensor(tensor).shape[0];
-        self.slot(
+        self.buffer(
             &name,
-            SlotKind::Constant,
+            BufferKind::Constant,
             words,
-            SlotSource::Vector(RowMap::single(tensor, words)),
+            BufferSource::Vector(RowMap::single(tensor, words)),
         )
     }
 
@@ -161,21 +170,21 @@ impl Builder<'_> {
         phase != Phase::LmHead && self.plan.tagged >> phase as u32 & 1 == 1
     }
 
-    /// The slot that a phase writes.
-    fn activation(&mut self, phase: Phase, layer: u32, name: &str, words: u32) -> SlotId {
-        let kind = if self.is_tagged(phase) { SlotKind::Tagged } else { SlotKind::Plain };
-        let id = self.slot(&format!("layers.{layer}.{name}"), kind, words, SlotSource::Scratch);
-        let slot = &mut self.program.slots[id.index()];
-        slot.offset = self.program.arena_bytes;
-        self.program.arena_bytes += slot.arena_bytes().next_multiple_of(128);
+    /// The buffer that a phase writes.
+    fn activation(&mut self, phase: Phase, layer: u32, name: &str, words: u32) -> BufferId {
+        let kind = if self.is_tagged(phase) { BufferKind::Tagged } else { BufferKind::Plain };
+        let id = self.buffer(&format!("layers.{layer}.{name}"), kind, words, BufferSource::Scratch);
+        let buffer = &mut self.program.buffers[id.index()];
+        buffer.offset = self.program.arena_bytes;
+        self.program.arena_bytes += buffer.arena_bytes().next_multiple_of(128);
         id
     }
 
-    /// Deals `tasks` (each already complete but for its signal) over the workers and hands over `slot`.
+    /// Deals `tasks` (each already complete but for its signal) over the workers and hands over `buffer`.
     fn phase(
         &mut self,
         phase: Phase,
-        slot: SlotId,
+        buffer: BufferId,
         input: Option<Output>,
         tasks: Vec<Task>,
     ) -> Output {
@@ -191,7 +200,7 @@ impl Builder<'_> {
             self.push(worker, task);
         }
         self.phases += 1;
-        Output { slot, wait: counter.map(|counter| Wait { counter, count }) }
+        Output { buffer, wait: counter.map(|counter| Wait { counter, count }) }
     }
 
     fn push(&mut self, worker: u32, task: Task) {
@@ -245,14 +254,14 @@ impl Builder<'_> {
     }
 
     fn embed(&mut self, matrix: MatrixId) -> Output {
-        let embedding = self.slot(
+        let embedding = self.buffer(
             "embedding",
-            SlotKind::Embedding,
+            BufferKind::Embedding,
             self.graph.hidden,
-            SlotSource::Embedding(matrix),
+            BufferSource::Embedding(matrix),
         );
         if self.plan.embed_fused {
-            return Output { slot: embedding, wait: None };
+            return Output { buffer: embedding, wait: None };
         }
         let x = self.activation(Phase::Embed, 0, "x0", self.graph.hidden);
         let shares = self.shares(self.graph.hidden.div_ceil(8), 1);
@@ -278,12 +287,12 @@ impl Builder<'_> {
         mut tasks: Vec<Task>,
         input: Output,
         residual: Output,
-        out: SlotId,
+        out: BufferId,
     ) -> Output {
         for task in &mut tasks {
             task.waits.extend(residual.wait);
         }
-        self.linear(phase, tasks, input, [None, None, Some(residual.slot)], out)
+        self.linear(phase, tasks, input, [None, None, Some(residual.buffer)], out)
     }
 
     /// A matvec phase: input, norm, bias, residual, output.
@@ -292,17 +301,17 @@ impl Builder<'_> {
         phase: Phase,
         mut tasks: Vec<Task>,
         input: Output,
-        reads: [Option<SlotId>; 3],
-        out: SlotId,
+        reads: [Option<BufferId>; 3],
+        out: BufferId,
     ) -> Output {
         for task in &mut tasks {
-            task.reads = [Some(input.slot), reads[0], reads[1], reads[2]];
+            task.reads = [Some(input.buffer), reads[0], reads[1], reads[2]];
             task.writes[0] = Some(out);
         }
         self.phase(phase, out, Some(input), tasks)
     }
 
-    fn layer(&mut self, layer: u32, x: Output, inv_freq: SlotId) -> Output {
+    fn layer(&mut self, layer: u32, x: Output, inv_freq: BufferId) -> Output {
         let graph = self.graph;
         let l = &graph.layers[layer as usize];
         let name = |part: &str| format!("layers.{layer}.{part}");
@@ -315,7 +324,12 @@ impl Builder<'_> {
                 parts: vec![(l.q.bias, q), (l.k.bias, kv), (l.v.bias, kv)],
                 interleaved: false,
             };
-            self.slot(&name("qkv_bias"), SlotKind::Constant, q + 2 * kv, SlotSource::Vector(map))
+            self.buffer(
+                &name("qkv_bias"),
+                BufferKind::Constant,
+                q + 2 * kv,
+                BufferSource::Vector(map),
+            )
         });
         let out = self.activation(Phase::Qkv, layer, "qkv", q + 2 * kv);
         let tasks = self.matvecs(matrix, Prologue::Rms, Epilogue::Store, layer);
@@ -347,17 +361,17 @@ impl Builder<'_> {
         self.added(Phase::Down, tasks, h, mid, out)
     }
 
-    fn attention(&mut self, layer: u32, qkv: Output, inv_freq: SlotId) -> Output {
+    fn attention(&mut self, layer: u32, qkv: Output, inv_freq: BufferId) -> Output {
         let (graph, plan) = (self.graph, self.plan);
         let l = &graph.layers[layer as usize];
         let q_norm = l.q_norm.map(|tensor| self.vector(format!("layers.{layer}.q_norm"), tensor));
         let k_norm = l.k_norm.map(|tensor| self.vector(format!("layers.{layer}.k_norm"), tensor));
         let words = 2 * graph.kv_width() * plan.kv_capacity;
-        let cache = self.slot(
+        let cache = self.buffer(
             &format!("layers.{layer}.kv"),
-            SlotKind::KvCache,
+            BufferKind::KvCache,
             words,
-            SlotSource::KvCache { layer },
+            BufferSource::KvCache { layer },
         );
         let partials = self.activation(
             Phase::Attention,
@@ -383,7 +397,7 @@ impl Builder<'_> {
                 reserved: [0; 6],
             };
             let mut task = Task::new(Opcode::Attention, layer as u16, params);
-            task.reads = [Some(qkv.slot), q_norm, k_norm, Some(inv_freq)];
+            task.reads = [Some(qkv.buffer), q_norm, k_norm, Some(inv_freq)];
             task.writes = [Some(partials), Some(cache)];
             tasks.push(task);
         }
@@ -405,7 +419,7 @@ impl Builder<'_> {
                 reserved: [0; 9],
             };
             let mut task = Task::new(Opcode::AttentionMerge, layer as u16, params);
-            (task.reads[0], task.writes[0]) = (Some(partials.slot), Some(out));
+            (task.reads[0], task.writes[0]) = (Some(partials.buffer), Some(out));
             task
         });
         let tasks = tasks.collect();
@@ -415,12 +429,13 @@ impl Builder<'_> {
     fn lm_head(&mut self, matrix: MatrixId, x: Output) {
         let layers = self.graph.layers.len() as u32;
         let norm = self.vector("final_norm".into(), self.graph.final_norm);
-        let logits = self.slot("logits", SlotKind::Logits, self.graph.vocab, SlotSource::Scratch);
+        let logits =
+            self.buffer("logits", BufferKind::Logits, self.graph.vocab, BufferSource::Scratch);
         let mut tasks = self.matvecs(matrix, Prologue::Rms, Epilogue::Logits, layers);
         let count = tasks.len() as u32;
         let candidates = self.activation(Phase::LmHead, layers, "candidates", 2 * count);
         for task in &mut tasks {
-            task.reads = [Some(x.slot), Some(norm), None, None];
+            task.reads = [Some(x.buffer), Some(norm), None, None];
             task.writes = [Some(logits), Some(candidates)];
         }
         let out = self.phase(Phase::LmHead, candidates, Some(x), tasks);

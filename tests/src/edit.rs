@@ -1,8 +1,8 @@
 //! Single edits of a valid program, most of which make it invalid.
 
-use abi::{AttentionMergeParams, AttentionParams, MatvecParams, Opcode, SlotKind};
+use abi::{AttentionMergeParams, AttentionParams, BufferKind, MatvecParams, Opcode};
 use ir::program::{Program, Task};
-use ir::{CounterId, SlotId};
+use ir::{BufferId, CounterId};
 
 use crate::rng::Rng;
 
@@ -42,11 +42,11 @@ edits! {
     CorruptRing "change the ring of stages"
     MoveWait "move a wait to another task of the queue"
     CorruptSplit "change a split of attention"
-    AliasSlot "put a slot on the bytes of another"
-    ShiftSlot "move a slot in the arena"
-    FlipKind "make a slot tagged, or plain"
-    CorruptRead "read another slot"
-    CorruptWrite "write another slot"
+    AliasBuffer "put a buffer on the bytes of another"
+    ShiftBuffer "move a buffer in the arena"
+    FlipKind "make a buffer tagged, or plain"
+    CorruptRead "read another buffer"
+    CorruptWrite "write another buffer"
     CorruptParam "change a parameter"
 }
 
@@ -75,8 +75,8 @@ impl Edit {
             | Self::CutTile
             | Self::CorruptRing
             | Self::MoveWait
-            | Self::AliasSlot
-            | Self::ShiftSlot
+            | Self::AliasBuffer
+            | Self::ShiftBuffer
             | Self::FlipKind => true,
         }
     }
@@ -107,7 +107,9 @@ impl Edit {
             }
             Self::MoveWait => self.move_wait(program, rng),
             Self::CorruptSplit => corrupt_split(program, rng),
-            Self::AliasSlot | Self::ShiftSlot | Self::FlipKind => self.edit_slot(program, rng),
+            Self::AliasBuffer | Self::ShiftBuffer | Self::FlipKind => {
+                self.edit_buffer(program, rng)
+            }
             Self::CorruptRead | Self::CorruptWrite => self.edit_access(program, rng),
             Self::CorruptParam => {
                 if let Some(task) = any_task(program, rng, |_| true) {
@@ -199,29 +201,30 @@ impl Edit {
         }
     }
 
-    fn edit_slot(self, program: &mut Program, rng: &mut Rng) {
+    fn edit_buffer(self, program: &mut Program, rng: &mut Rng) {
         let arena: Vec<usize> =
-            (0..program.slots.len()).filter(|&i| program.slots[i].arena_bytes() > 0).collect();
+            (0..program.buffers.len()).filter(|&i| program.buffers[i].arena_bytes() > 0).collect();
         let (a, b) = (rng.pick(&arena), rng.pick(&arena));
-        if self == Self::AliasSlot {
-            program.slots[a].offset = program.slots[b].offset;
+        if self == Self::AliasBuffer {
+            program.buffers[a].offset = program.buffers[b].offset;
             return;
         }
-        if self == Self::ShiftSlot {
+        if self == Self::ShiftBuffer {
             let by = rng.pick(&[128, 256, u64::MAX - 127, 4]);
-            program.slots[a].offset = program.slots[a].offset.wrapping_add(by);
+            program.buffers[a].offset = program.buffers[a].offset.wrapping_add(by);
             return;
         }
         // Out of the others' way, so that only the kind changes.
-        let slot = &mut program.slots[a];
-        slot.kind = if slot.kind == SlotKind::Tagged { SlotKind::Plain } else { SlotKind::Tagged };
-        slot.offset = program.arena_bytes;
-        program.arena_bytes += slot.arena_bytes().next_multiple_of(128);
+        let buffer = &mut program.buffers[a];
+        buffer.kind =
+            if buffer.kind == BufferKind::Tagged { BufferKind::Plain } else { BufferKind::Tagged };
+        buffer.offset = program.arena_bytes;
+        program.arena_bytes += buffer.arena_bytes().next_multiple_of(128);
     }
 
     fn edit_access(self, program: &mut Program, rng: &mut Rng) {
-        let slots = program.slots.len();
-        let slot = SlotId(rng.below(slots) as u32);
+        let buffers = program.buffers.len();
+        let buffer = BufferId(rng.below(buffers) as u32);
         let near = rng.flip();
         let Some(task) = any_task(program, rng, |task| {
             task.reads.iter().chain(&task.writes).any(Option::is_some)
@@ -236,7 +239,7 @@ impl Edit {
         }
         if let Some(place) = &mut places[rng.pick(&used)] {
             // A neighbour is more often of the right kind.
-            *place = if near { SlotId((place.0 + 1) % slots as u32) } else { slot };
+            *place = if near { BufferId((place.0 + 1) % buffers as u32) } else { buffer };
         }
     }
 }

@@ -6,7 +6,7 @@
 //! - `text`: the file is as `print` would write it;
 //! - `lower`, `run`: see `tests/lowering.rs`.
 //!
-//! An expected error is a comment `; error: RULE words of the detail` on the line of the slot, matrix, worker or task that it is about, or
+//! An expected error is a comment `; error: RULE words of the detail` on the line of the buffer, matrix, worker or task that it is about, or
 //! on a line of its own before the program when it is about no line. A parse error has `PARSE` for a rule. Every error must be expected,
 //! and every expected error must occur. `BLESS=1` rewrites the expectations.
 
@@ -181,16 +181,16 @@ fn located(text: &str, violations: &Violations) -> Vec<Expectation> {
 /// Which line declares what.
 fn places(text: &str) -> Vec<(At, usize)> {
     let mut places = Vec::new();
-    let (mut matrices, mut slots, mut workers, mut tasks) = (0, 0, 0, 0);
+    let (mut matrices, mut buffers, mut workers, mut tasks) = (0, 0, 0, 0);
     for (line, number) in text.lines().zip(1..) {
         let at = match line.split_whitespace().next().unwrap_or(";") {
             "matrix" => {
                 matrices += 1;
                 At::Matrix(ir::MatrixId(matrices - 1))
             }
-            "slot" => {
-                slots += 1;
-                At::Slot(ir::SlotId(slots - 1))
+            "buffer" => {
+                buffers += 1;
+                At::Buffer(ir::BufferId(buffers - 1))
             }
             "worker" => {
                 (workers, tasks) = (workers + 1, 0);

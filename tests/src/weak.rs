@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use abi::{AttentionParams, Epilogue, MatvecParams, Opcode, SlotKind};
+use abi::{AttentionParams, BufferKind, Epilogue, MatvecParams, Opcode};
 use ir::program::{Program, Region, Task, accesses, active_splits, attended, split_range};
 
 use crate::rng::Rng;
@@ -20,7 +20,7 @@ const WARPS: usize = 2;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Value {
     step: u32,
-    slot: u32,
+    buffer: u32,
     /// Task that wrote it.
     by: usize,
 }
@@ -49,7 +49,7 @@ enum Micro {
 /// Cuts the program's bytes where accesses begin or end.
 struct Pieces<'a> {
     program: &'a Program,
-    /// First byte of each slot's words: arena, then logits, then candidates of caches.
+    /// First byte of each buffer's words: arena, then logits, then candidates of caches.
     bases: Vec<u64>,
     cuts: Vec<u64>,
     caches: HashMap<(u32, u32, u32), usize>,
@@ -58,18 +58,18 @@ struct Pieces<'a> {
 impl<'a> Pieces<'a> {
     fn new(program: &'a Program) -> Self {
         let mut logits = 1 << 40;
-        let base = |slot: &ir::program::Slot| match slot.kind {
-            SlotKind::Logits => {
+        let base = |buffer: &ir::program::Buffer| match buffer.kind {
+            BufferKind::Logits => {
                 logits += 1 << 32;
                 logits
             }
-            SlotKind::Plain
-            | SlotKind::Tagged
-            | SlotKind::Constant
-            | SlotKind::KvCache
-            | SlotKind::Embedding => slot.offset,
+            BufferKind::Plain
+            | BufferKind::Tagged
+            | BufferKind::Constant
+            | BufferKind::KvCache
+            | BufferKind::Embedding => buffer.offset,
         };
-        let bases = program.slots.iter().map(base).collect();
+        let bases = program.buffers.iter().map(base).collect();
         let mut pieces = Self { program, bases, cuts: Vec::new(), caches: HashMap::new() };
         let mut cuts = Vec::new();
         for task in program.workers.iter().flat_map(|worker| &worker.tasks) {
@@ -86,7 +86,7 @@ impl<'a> Pieces<'a> {
     }
 
     fn bytes(&self, region: &Region) -> (u64, u64) {
-        let base = self.bases[region.slot.index()];
+        let base = self.bases[region.buffer.index()];
         let byte = |word: u32| base.saturating_add(u64::from(word) * 4); // an absurd offset is not our business
         (byte(region.start), byte(region.end))
     }
@@ -98,9 +98,9 @@ impl<'a> Pieces<'a> {
     }
 
     /// The piece for a row of keys and values.
-    fn row(&mut self, slot: u32, kv_head: u32, position: u32) -> usize {
+    fn row(&mut self, buffer: u32, kv_head: u32, position: u32) -> usize {
         let next = self.cuts.len() + self.caches.len();
-        *self.caches.entry((slot, kv_head, position)).or_insert(next)
+        *self.caches.entry((buffer, kv_head, position)).or_insert(next)
     }
 }
 
@@ -142,7 +142,7 @@ pub fn run(program: &Program, steps: u32, seed: u64) -> Result<u64, String> {
         todo.push(warps);
     }
     let count = pieces.cuts.len() + pieces.caches.len();
-    let nothing = Value { step: 0, slot: u32::MAX, by: usize::MAX };
+    let nothing = Value { step: 0, buffer: u32::MAX, by: usize::MAX };
     let view = vec![0.0; count];
     Machine {
         program,
@@ -184,8 +184,8 @@ fn task_ops(
     let touched = accesses(program, task);
     let late = touched.reads.len() - usize::from(residual && !touched.reads.is_empty());
     let read = |region: &Region, warps: &mut [Vec<Micro>; WARPS], rng: &mut Rng| {
-        let polled = program.slots[region.slot.index()].kind == SlotKind::Tagged;
-        let want = Value { step, slot: region.slot.0, by };
+        let polled = program.buffers[region.buffer.index()].kind == BufferKind::Tagged;
+        let want = Value { step, buffer: region.buffer.0, by };
         for piece in pieces.of(region) {
             warps[rng.below(WARPS)].push(Micro::Read { piece, want, polled });
         }
@@ -194,7 +194,7 @@ fn task_ops(
         touched.reads[..late].iter().for_each(|region| read(region, warps, rng));
     }
     let write = |region: &Region, warps: &mut [Vec<Micro>; WARPS], rng: &mut Rng| {
-        let value = Value { step, slot: region.slot.0, by };
+        let value = Value { step, buffer: region.buffer.0, by };
         for piece in pieces.of(region) {
             warps[rng.below(WARPS)].push(Micro::Write { piece, value });
         }
@@ -225,7 +225,7 @@ fn task_ops(
 fn cache_ops(
     pieces: &mut Pieces<'_>,
     p: &AttentionParams,
-    slot: u32,
+    buffer: u32,
     by: usize,
     step: u32,
     ops: &mut Vec<Micro>,
@@ -235,8 +235,8 @@ fn cache_ops(
     let active = active_splits(keys, p.kv_block, p.splits);
     for key in split_range(keys, p.kv_block, active, p.split) {
         let row = position + 1 - keys + key;
-        let piece = pieces.row(slot, p.kv_head, row);
-        let value = Value { step: row + 1, slot, by };
+        let piece = pieces.row(buffer, p.kv_head, row);
+        let value = Value { step: row + 1, buffer, by };
         ops.push(if row == position {
             Micro::Write { piece, value }
         } else {
@@ -350,13 +350,13 @@ impl Machine<'_> {
         let mut hasher = DefaultHasher::new();
         (want.by, want.step, piece, value.by).hash(&mut hasher);
         self.found = self.found.wrapping_add(hasher.finish());
-        if (value.step, value.slot) != (want.step, want.slot) {
+        if (value.step, value.buffer) != (want.step, want.buffer) {
             return Err(format!(
                 "{} of step {} reads s{} and finds s{} of step {} by {}",
                 self.name(want.by),
                 want.step,
-                want.slot,
-                value.slot,
+                want.buffer,
+                value.buffer,
                 value.step,
                 self.name(value.by)
             ));

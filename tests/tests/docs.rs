@@ -3,7 +3,7 @@
 
 use std::fmt::Write as _;
 
-use abi::{Epilogue, Opcode, Prologue, SlotKind};
+use abi::{BufferKind, Epilogue, Opcode, Prologue};
 use ir::{Level, Rule};
 use tests::filetest::unified;
 use tests::root;
@@ -59,11 +59,11 @@ fn opcodes() -> String {
     );
     values(&mut out, "prologue", Prologue::ALL.iter().map(|v| (v.name(), *v as u32)));
     values(&mut out, "epilogue", Epilogue::ALL.iter().map(|v| (v.name(), *v as u32)));
-    values(&mut out, "slot kind", SlotKind::ALL.iter().map(|v| (v.name(), *v as u32)));
+    values(&mut out, "buffer kind", BufferKind::ALL.iter().map(|v| (v.name(), *v as u32)));
     for &op in Opcode::ALL {
         let info = op.info();
         let _ = writeln!(out, "\n## {} `{}`\n\n{}\n", op as u16, info.name, op_doc(&source, op));
-        let _ = writeln!(out, "At most {} slots read, {} written.\n", info.reads, info.writes);
+        let _ = writeln!(out, "At most {} buffers read, {} written.\n", info.reads, info.writes);
         let _ = writeln!(out, "| byte | field | type | meaning |\n|---|---|---|---|");
         let name = format!("amk_{}_params", info.name);
         let layout = structs

@@ -11,7 +11,7 @@ use tests::mutant::{Base, LEFT_TO_THE_GATE, Left, Plan, families, left_to_the_ga
 /// Operands of the same value and effect: splits of the keys that are cut otherwise, for all who take part.
 const HONEST: &[&str] = &["attention and merge.kv_block"];
 
-/// A model whose tasks read every slot that they can: biases, and norms of queries and keys.
+/// A model whose tasks read every buffer that they can: biases, and norms of queries and keys.
 fn with_everything() -> Model {
     let shape = Shape {
         name: "everything".to_owned(),

@@ -1,5 +1,5 @@
 // Sequences: the sessions that a step runs at once (decision 022). Every task is done for each of them; what belongs to one lies in its own copy
-// of the scratch slots. In a kernel of one sequence all of this is what it was without sequences.
+// of the scratch buffers. In a kernel of one sequence all of this is what it was without sequences.
 #pragma once
 
 static_assert(SEQS == 1 || SEQS == 2 || SEQS == 4 || SEQS == AMK_SEQS_MAX, "rows of a product's left operand");
@@ -23,9 +23,9 @@ __device__ __forceinline__ uint32_t seq_session(Worker const& w) { return w.shar
 __device__ __forceinline__ uint32_t seq_logits_row(Worker const& w) { return w.seq * w.shared->program.logits_rows + w.shared->step.logits_row; }
 // The run of a sequence, part of its tags.
 __device__ __forceinline__ uint32_t seq_run(Worker const& w) { return w.shared->seqs.runs >> 2 * w.seq & 3; }
-// Where a slot is. The activations are there once for each sequence.
-__device__ __forceinline__ uint64_t slot_address(Worker const& w, ResolvedSlot const& s) {
-  bool const own = s.kind == AMK_SLOT_TAGGED || s.kind == AMK_SLOT_PLAIN;
+// Where a buffer is. The activations are there once for each sequence.
+__device__ __forceinline__ uint64_t buffer_address(Worker const& w, ResolvedBuffer const& s) {
+  bool const own = s.kind == AMK_BUFFER_TAGGED || s.kind == AMK_BUFFER_PLAIN;
   return s.address + (own ? (uint64_t)w.seq * w.shared->program.seq_bytes : 0);
 }
 // The split that a task of `split` works on in a sequence. Every rotation of a verified program verifies (ir/src/program/verify/together.rs).
@@ -68,7 +68,7 @@ __device__ __forceinline__ uint32_t seq_position(Worker const& w) { return w.sha
 __device__ __forceinline__ uint32_t seq_session(Worker const& w) { return w.shared->step.session; }
 __device__ __forceinline__ uint32_t seq_logits_row(Worker const& w) { return w.shared->step.logits_row; }
 __device__ __forceinline__ uint32_t seq_run(Worker const&) { return 0; }
-__device__ __forceinline__ uint64_t slot_address(Worker const&, ResolvedSlot const& s) { return s.address; }
+__device__ __forceinline__ uint64_t buffer_address(Worker const&, ResolvedBuffer const& s) { return s.address; }
 __device__ __forceinline__ uint32_t seq_split(uint32_t split, uint32_t, uint32_t) { return split; }
 __device__ __forceinline__ uint32_t first_seq(uint32_t, uint32_t, uint32_t) { return 0; }
 template <typename F> __device__ __forceinline__ void for_seqs(Worker&, F const& f) { f(); }

@@ -42,7 +42,7 @@ __device__ __forceinline__ uint32_t operand_seq(Worker const& w) {
   return row < seqs_running(w) ? row : 0;
 }
 
-// Groups of 4 words of a slot, until all that are `wanted` (a bit each) are here: `at(i)` is the first word of group i, the others are
+// Groups of 4 words of a buffer, until all that are `wanted` (a bit each) are here: `at(i)` is the first word of group i, the others are
 // zero. Of a whole warp. All are asked for at once; then, until something more is here, one group a thread again and again, since the sequences'
 // vectors are as many bytes as a stage of weights and come to the multiprocessor by the same way.
 // WHOLE: the warp wants all of them.
@@ -173,7 +173,7 @@ __device__ __forceinline__ float batch_stage_vector(Worker const& w, Words const
 }
 
 // The same of the tokens' embeddings, times the norm.
-__device__ __forceinline__ float batch_stage_embedding(Worker const& w, ResolvedSlot const& in, float const* norm, amk_matvec_params const& p, uint32_t unit0, uint32_t mine,
+__device__ __forceinline__ float batch_stage_embedding(Worker const& w, ResolvedBuffer const& in, float const* norm, amk_matvec_params const& p, uint32_t unit0, uint32_t mine,
                                                        SeqInput& x) {
   float4 square = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
@@ -263,12 +263,12 @@ template <bool FULL> __device__ __forceinline__ void batch_take(Worker const& w,
 // Units `unit0`.. of the prologue's result, of all sequences, into the warps' registers. Returns the thread's part of its sequence's sum of squares.
 __device__ __forceinline__ float batch_stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, SeqInput& x) {
   Worker const own = in_seq(w, operand_seq(w));
-  ResolvedSlot const& in = st.slot[0];
-  float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.slot[1].address : nullptr;
-  if (in.kind == AMK_SLOT_EMBEDDING) {
+  ResolvedBuffer const& in = st.buffer[0];
+  float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.buffer[1].address : nullptr;
+  if (in.kind == AMK_BUFFER_EMBEDDING) {
     return batch_stage_embedding(own, in, norm, p, unit0, mine, x);
   }
-  Words const words = slot_words(own, in);
+  Words const words = buffer_words(own, in);
   if (p.prologue == AMK_PROLOGUE_MERGE) {
     uint32_t const active = active_splits(attended(seq_position(own), p.window), p.kv_block, p.splits), most = __reduce_max_sync(~0u, active);
     if (most > 1) {
@@ -357,7 +357,7 @@ __device__ __forceinline__ bool out_mine(Worker const& w, SeqOut const& o, amk_m
 // A thread's rows: sums over the warps, scale, bias, then what the epilogue says. `w` is at work for the sequence of its rows.
 __device__ __forceinline__ void batch_epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, SeqOut const& o, uint32_t buffer, float scale,
                                                Addends const (&add)[OUT_TURNS], Best& best) {
-  Words const out = slot_words(w, st.slot[AMK_READS_MAX]);
+  Words const out = buffer_words(w, st.buffer[AMK_READS_MAX]);
   uint32_t const at = w.thread % SEQ_SUMS;
 #pragma unroll
   for (uint32_t turn = 0; turn < OUT_TURNS; ++turn) {
@@ -375,7 +375,7 @@ __device__ __forceinline__ void batch_epilogue(Worker const& w, StagedTask const
     if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
       float const up = batch_row_sum(w, buffer, tile + 1, at) * scale + add[turn].bias_up;
       row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
-      if (row >= st.slot[AMK_READS_MAX].units) { // words of the slot: padding rows are dropped
+      if (row >= st.buffer[AMK_READS_MAX].units) { // words of the buffer: padding rows are dropped
         continue;
       }
       input_write(out, row, __fdividef(v, 1.f + __expf(-v)) * up);
@@ -407,7 +407,7 @@ __device__ __forceinline__ void batch_candidates(Worker const& w, StagedTask con
       best = better(best, Best{scratch.best_value[w.thread + i], scratch.best_row[w.thread + i]});
     }
     // As in write_candidate: the last words of this worker in the step.
-    uint32_t* out = (uint32_t*)slot_address(in_seq(w, w.thread), st.slot[AMK_READS_MAX + 1]) + (size_t)index * 2;
+    uint32_t* out = (uint32_t*)buffer_address(in_seq(w, w.thread), st.buffer[AMK_READS_MAX + 1]) + (size_t)index * 2;
     store_u32(out, __float_as_uint(best.value));
     store_u32(out + 1, best.row);
   }

@@ -2,7 +2,7 @@
 //
 //   host ring -> poller -> step state -> every worker: its task queue, fed by its own weight stream -> sample -> next step
 
-// The fetcher: one warp, stages tasks with their slots a few ahead of the consumers, since each is two trips to L2. Endless, until
+// The fetcher: one warp, stages tasks with their buffers a few ahead of the consumers, since each is two trips to L2. Endless, until
 // halted: the queue starts over with every step.
 __device__ __forceinline__ void fetcher_run(Worker const& w) {
   Shared* sh = w.shared;
@@ -23,19 +23,19 @@ __device__ __forceinline__ void fetcher_run(Worker const& w) {
     if (lane < AMK_TASK_BYTES / 16) {
       record = load_u32x4((char const*)(queue + index) + lane * 16);
     }
-    // Lane j < 6 picks slot index j out of the record, words 3..9 of the task, and asks for its descriptor.
+    // Lane j < 6 picks buffer index j out of the record, words 3..9 of the task, and asks for its descriptor.
     uint32_t const x = __shfl_sync(~0u, record.x, word / 4), y = __shfl_sync(~0u, record.y, word / 4);
     uint32_t const z = __shfl_sync(~0u, record.z, word / 4), v = __shfl_sync(~0u, record.w, word / 4);
-    uint32_t const slot = word % 4 == 0 ? x : word % 4 == 1 ? y : word % 4 == 2 ? z : v;
+    uint32_t const buffer = word % 4 == 0 ? x : word % 4 == 1 ? y : word % 4 == 2 ? z : v;
     StagedTask& st = sh->staged[k % STAGED];
     if (lane < AMK_READS_MAX + AMK_WRITES_MAX) {
       uint4 resolved = make_uint4(0, 0, 0, 0);
-      if (slot < sh->program.slot_len) {
-        uint4 const head = load_u32x4((amk_slot const*)sh->program.slots + slot);
-        uint4 const tail = load_u32x4((char const*)((amk_slot const*)sh->program.slots + slot) + 16);
-        resolved = make_uint4(head.x, head.y, head.z, head.z == AMK_SLOT_EMBEDDING ? tail.x : head.w);
+      if (buffer < sh->program.buffer_len) {
+        uint4 const head = load_u32x4((amk_buffer const*)sh->program.buffers + buffer);
+        uint4 const tail = load_u32x4((char const*)((amk_buffer const*)sh->program.buffers + buffer) + 16);
+        resolved = make_uint4(head.x, head.y, head.z, head.z == AMK_BUFFER_EMBEDDING ? tail.x : head.w);
       }
-      ((uint4*)st.slot)[lane] = resolved;
+      ((uint4*)st.buffer)[lane] = resolved;
     }
     if (lane < AMK_TASK_BYTES / 16) {
       ((uint4*)&st.task)[lane] = record;

@@ -53,7 +53,7 @@ __device__ __forceinline__ uint32_t fresh_paged(Worker const& w) { return paged_
 __device__ __forceinline__ uint32_t fresh_page(Worker const& w) { return page_ask(w.shared->launch->pages, fresh_paged(w)); }
 // Where its row is in the cache of this task's head; that of the value is `fresh_values` further on.
 __device__ __forceinline__ uint32_t fresh_values(amk_attention_params const& p) { return p.kv_heads * PAGE_KEYS * ROW_BYTES; }
-__device__ __forceinline__ char* fresh_row(Worker const& w, ResolvedSlot const& kv, amk_attention_params const& p, uint32_t page) {
+__device__ __forceinline__ char* fresh_row(Worker const& w, ResolvedBuffer const& kv, amk_attention_params const& p, uint32_t page) {
   return (char*)kv.address + paged_row(page, fresh_values(p), seq_position(w)) + p.kv_head * (PAGE_KEYS * ROW_BYTES);
 }
 
@@ -161,7 +161,7 @@ struct HeadsAsked {
 __device__ __forceinline__ HeadsAsked heads_ask(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, bool newest) {
   HeadsAsked a;
   uint32_t const lane = w.thread % 32, part = lane % HEAD_LANES, heads = p.kv_heads * p.group, position = seq_position(w);
-  float const* angles = (float const*)st.slot[3].address + (size_t)position * AMK_HEAD_DIM + part * 8;
+  float const* angles = (float const*)st.buffer[3].address + (size_t)position * AMK_HEAD_DIM + part * 8;
   a.shapes.angles[0] = load_constant(angles), a.shapes.angles[1] = load_constant(angles + 4);
 #pragma unroll
   for (uint32_t i = 0; i < TURNS; ++i) {
@@ -171,7 +171,7 @@ __device__ __forceinline__ HeadsAsked heads_ask(Worker const& w, StagedTask cons
     a.at[2 * i + 1] = a.at[2 * i] + AMK_HEAD_DIM / 2;
     a.wanted[2 * i] = a.wanted[2 * i + 1] = query || (row == GROUP_BUF && newest);
 #if AMK_QK_NORM
-    float const* norm = (float const*)st.slot[query ? 1 : 2].address + part * 4;
+    float const* norm = (float const*)st.buffer[query ? 1 : 2].address + part * 4;
     a.shapes.norm[2 * i] = load_constant(norm), a.shapes.norm[2 * i + 1] = load_constant(norm + AMK_HEAD_DIM / 2);
 #endif
   }
@@ -185,7 +185,7 @@ __device__ __forceinline__ HeadsAsked heads_ask(Worker const& w, StagedTask cons
 __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st, amk_attention_params const& p, HeadsAsked const& asked, bool newest, Queries& q) {
   constexpr uint32_t N = HeadsAsked::N;
   uint32_t const lane = w.thread % 32, part = lane % HEAD_LANES;
-  Words const in = slot_words(w, st.slot[0]);
+  Words const in = buffer_words(w, st.buffer[0]);
   uint4 v[N];
   quads_wait(w, in, asked.at, asked.wanted, v);
   __syncwarp();
@@ -340,7 +340,7 @@ __device__ __forceinline__ void warp_finish(Worker const& w, Running& r) {
 
 // After the barrier: the partial result of `group` heads from the warps' scratch.
 __device__ __forceinline__ void write_partials(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, uint32_t group) {
-  Words const out = slot_words(w, st.slot[AMK_READS_MAX]);
+  Words const out = buffer_words(w, st.buffer[AMK_READS_MAX]);
   uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group + g0);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x * 2; i < group * AMK_HEAD_DIM; i += CONSUMERS * 2) {
@@ -373,7 +373,7 @@ __device__ __forceinline__ void write_partials(Worker const& w, StagedTask const
 
 // A split without keys: words of this step all the same, so that no stale one can be mistaken for a later step's.
 __device__ __forceinline__ void write_nothing(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
-  Words const out = slot_words(w, st.slot[AMK_READS_MAX]);
+  Words const out = buffer_words(w, st.buffer[AMK_READS_MAX]);
   uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < p.group * PARTIAL_WORDS; i += CONSUMERS) {
@@ -429,7 +429,7 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
     HeadsAsked const asked = heads_ask(w, st, p, g0, newest);
     TilePlace place = tile_place(w, walk, mine);
     tile_take(w, c, walk, place, mine, k);
-    char* const to = fresh_row(w, st.slot[AMK_READS_MAX + 1], p, page); // while the queries are on their way
+    char* const to = fresh_row(w, st.buffer[AMK_READS_MAX + 1], p, page); // while the queries are on their way
     heads_wait(w, st, p, asked, newest, q);
     tape_staged(w);
 #pragma unroll 1
@@ -487,7 +487,7 @@ __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& 
 // A split without keys, at the begin of a command: words that are of no step, as what is poisoned. Splits gain keys while a command runs and
 // lose none, so its later steps have nothing to say.
 __device__ __forceinline__ void write_never(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
-  uint32_t* const out = slot_words(w, st.slot[AMK_READS_MAX]).at + partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
+  uint32_t* const out = buffer_words(w, st.buffer[AMK_READS_MAX]).at + partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
 #pragma unroll 1
   for (uint32_t i = w.thread; i < p.group * PARTIAL_WORDS; i += CONSUMERS) {
     store_u32(out + i, AMK_NONE);

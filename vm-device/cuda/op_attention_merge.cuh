@@ -57,7 +57,7 @@ __device__ __forceinline__ float4 merge_wait(Worker const& w, Words const& s, ui
 __device__ __forceinline__ void merge_heads(Worker const& w, StagedTask const& st, amk_attention_merge_params const& p) {
   constexpr uint32_t QUADS = AMK_HEAD_DIM / 4, SHARES = CONSUMERS / QUADS;
   uint32_t const t = threadIdx.x, quad = t % QUADS, share = t / QUADS;
-  Words const in = slot_words(w, st.slot[0]), out = slot_words(w, st.slot[AMK_READS_MAX]);
+  Words const in = buffer_words(w, st.buffer[0]), out = buffer_words(w, st.buffer[AMK_READS_MAX]);
   uint32_t const active = active_splits(attended(seq_position(w), p.window), p.kv_block, p.splits);
   Merged* sums = (Merged*)w.x;
   tape_staged(w);

@@ -171,7 +171,7 @@ __device__ __forceinline__ void stage_merged(Worker const& w, Words const& words
 }
 
 // One warp: its columns of the token's embedding, times the norm; returns its lanes' sums of squares.
-__device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedSlot const& in, float const* norm, amk_matvec_params const& p) {
+__device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer const& in, float const* norm, amk_matvec_params const& p) {
   float square = 0.f;
 #pragma unroll 1
   for (uint32_t i = 0; i * TURN_UNITS < warp_share(w, p.units); ++i) {
@@ -220,12 +220,12 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
 
 // One warp: its columns of the prologue's result into the activation buffer; returns its lanes' sums of squares.
 __device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& st, amk_matvec_params const& p) {
-  ResolvedSlot const& in = st.slot[0];
-  float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.slot[1].address : nullptr;
-  if (in.kind == AMK_SLOT_EMBEDDING) {
+  ResolvedBuffer const& in = st.buffer[0];
+  float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.buffer[1].address : nullptr;
+  if (in.kind == AMK_BUFFER_EMBEDDING) {
     return stage_embedding(w, in, norm, p);
   }
-  Words const words = slot_words(w, in);
+  Words const words = buffer_words(w, in);
   uint32_t skip = 0;
   if (p.prologue == AMK_PROLOGUE_MERGE) {
     uint32_t const active = active_splits(attended(seq_position(w), p.window), p.kv_block, p.splits);
@@ -265,24 +265,24 @@ struct Addends {
   float bias, bias_up;
 };
 // Optional constant of a row: the bias.
-__device__ __forceinline__ float constant_or_zero(ResolvedSlot const& s, uint32_t i) { return s.address != 0 ? __ldg((float const*)s.address + i) : 0.f; }
+__device__ __forceinline__ float constant_or_zero(ResolvedBuffer const& s, uint32_t i) { return s.address != 0 ? __ldg((float const*)s.address + i) : 0.f; }
 
 __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row) {
   if (row >= p.rows) {
     return Addends{};
   }
-  bool const residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.slot[3].kind == AMK_SLOT_TAGGED;
-  return Addends{residual ? load_relaxed((uint32_t const*)slot_address(w, st.slot[3]) + row) : 0, constant_or_zero(st.slot[2], row),
-                 p.epilogue == AMK_EPILOGUE_SILU_MUL ? constant_or_zero(st.slot[2], row + AMK_UNIT_ROWS) : 0.f};
+  bool const residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.buffer[3].kind == AMK_BUFFER_TAGGED;
+  return Addends{residual ? load_relaxed((uint32_t const*)buffer_address(w, st.buffer[3]) + row) : 0, constant_or_zero(st.buffer[2], row),
+                 p.epilogue == AMK_EPILOGUE_SILU_MUL ? constant_or_zero(st.buffer[2], row + AMK_UNIT_ROWS) : 0.f};
 }
 
 // The residual of a row, behind the task's barrier. Where a tagged word came too early, which takes a reader that did not need the whole
 // vector, it is waited for.
 __device__ __forceinline__ float residual_value(Worker const& w, StagedTask const& st, uint32_t row, uint32_t word) {
-  if (st.slot[3].kind != AMK_SLOT_TAGGED) {
-    return slot_read(w, st.slot[3], row);
+  if (st.buffer[3].kind != AMK_BUFFER_TAGGED) {
+    return buffer_read(w, st.buffer[3], row);
   }
-  Words const words = slot_words(w, st.slot[3]);
+  Words const words = buffer_words(w, st.buffer[3]);
   return word_here(words, word) ? word_value(words, word) : word_wait(w, words, row);
 }
 
@@ -312,7 +312,7 @@ __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, 
     }
     float const up = row_sum(w, buffer, t + AMK_UNIT_ROWS) * scale + add.bias_up;
     row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
-    if (row >= st.slot[AMK_READS_MAX].units) { // words of the slot: padding rows are dropped
+    if (row >= st.buffer[AMK_READS_MAX].units) { // words of the buffer: padding rows are dropped
       return;
     }
     v = __fdividef(v, 1.f + __expf(-v)) * up;
@@ -338,7 +338,7 @@ __device__ __forceinline__ void write_candidate(Worker const& w, StagedTask cons
     }
     // The candidate is the last word of this worker in the step. Tagged words order nothing else, so what it wrote before without a
     // signal (keys and values, logits) is released by the signal behind it; pairs with the wait in front of op_sample.
-    uint32_t* out = (uint32_t*)st.slot[AMK_READS_MAX + 1].address + (size_t)index * 2;
+    uint32_t* out = (uint32_t*)st.buffer[AMK_READS_MAX + 1].address + (size_t)index * 2;
     store_u32(out, __float_as_uint(best.value));
     store_u32(out + 1, best.row);
   }
@@ -608,7 +608,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   amk_matvec_params const p = *(amk_matvec_params const*)st.task.params;
   uint32_t const t = w.thread, warp = t / 32;
   Tiles const k = task_tiles(st.task, p);
-  Words const out = slot_words(w, st.slot[AMK_READS_MAX]);
+  Words const out = buffer_words(w, st.buffer[AMK_READS_MAX]);
   Share v[TAKE] = {};
   Addends add = {};
   float const inverse = __fdividef(1.f, (float)p.k_len);

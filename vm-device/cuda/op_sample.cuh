@@ -112,7 +112,7 @@ __device__ __forceinline__ void op_sample(Worker& w, StagedTask const& st) {
   }
   Best best = {-__int_as_float(0x7f800000), AMK_NONE};
   for (uint32_t i = t; i < p.candidates; i += CONSUMERS) {
-    float2 const c = load_f32x2((float const*)st.slot[0].address + (size_t)i * 2); // the counter has been waited for
+    float2 const c = load_f32x2((float const*)st.buffer[0].address + (size_t)i * 2); // the counter has been waited for
     best = better(best, Best{c.x, __float_as_uint(c.y)});
   }
   best = warp_best(best);

@@ -8,7 +8,7 @@ static_assert(SEQS <= AMK_WARPS, "a warp for each sequence");
 // The best of the candidates of a warp's sequence, of which BATCH groups are asked for at once. The counter has been waited for.
 __device__ __forceinline__ Best seq_best(Worker const& w, StagedTask const& st, uint32_t candidates) {
   constexpr uint32_t BATCH = 4;
-  float const* from = (float const*)slot_address(w, st.slot[0]);
+  float const* from = (float const*)buffer_address(w, st.buffer[0]);
   Best best = {-__int_as_float(0x7f800000), AMK_NONE};
 #pragma unroll 1
   for (uint32_t i = w.thread % 32; i < candidates; i += 32 * BATCH) {

@@ -65,8 +65,8 @@ __device__ __forceinline__ uint4 load_u32x4(void const* p) {
 }
 __device__ __forceinline__ void store_f32(float* p, float v) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory"); }
 
-// A word of a slot. If it is tagged, value and tag are this one access: whoever sees the tag has the value, with no fence on either
-// side. Pairs with load_u32x4 and load_relaxed in slot.cuh.
+// A word of a buffer. If it is tagged, value and tag are this one access: whoever sees the tag has the value, with no fence on either
+// side. Pairs with load_u32x4 and load_relaxed in buffer.cuh.
 __device__ __forceinline__ void store_u32(uint32_t* p, uint32_t v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
 __device__ __forceinline__ void store_u32x4(void* p, uint4 v) {

@@ -9,17 +9,17 @@ constexpr uint32_t SEQS = AMK_SEQS;
 constexpr uint32_t PART_ROWS = SEQS == 1 ? ROWS_BUF : 112; // of several sequences the sums lie elsewhere, and this is scratch
 constexpr uint32_t SPINS_PER_NOTE = 256;                 // turns of a wait after which it says what it waits for
 
-// A slot as a task uses it: resolved when the task is fetched.
-struct alignas(16) ResolvedSlot {
+// A buffer as a task uses it: resolved when the task is fetched.
+struct alignas(16) ResolvedBuffer {
   uint64_t address;
   uint32_t kind;
   uint32_t units;
 };
 
-// A task with its slots, as staged in shared memory.
+// A task with its buffers, as staged in shared memory.
 struct alignas(16) StagedTask {
   amk_task task;
-  ResolvedSlot slot[AMK_READS_MAX + AMK_WRITES_MAX];
+  ResolvedBuffer buffer[AMK_READS_MAX + AMK_WRITES_MAX];
 };
 
 #if AMK_TRACE

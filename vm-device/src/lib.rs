@@ -34,7 +34,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/batch.cuh",
     "cuda/landing.cuh",
     "cuda/tape.cuh",
-    "cuda/slot.cuh",
+    "cuda/buffer.cuh",
     "cuda/stream.cuh",
     "cuda/op_attention_merge.cuh",
     "cuda/op_matvec.cuh",

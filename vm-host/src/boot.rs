@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use ir::program::{Program, SlotSource};
+use ir::program::{BufferSource, Program};
 use ir::{Graph, Weights};
 
 use crate::card::Card;
@@ -135,8 +135,8 @@ pub(crate) fn make_residents(
         Ok(address)
     };
     let mut constants = BTreeMap::new();
-    for slot in &program.slots {
-        if let SlotSource::Vector(map) = &slot.source {
+    for buffer in &program.buffers {
+        if let BufferSource::Vector(map) = &buffer.source {
             let values = constant_values(map, graph, weights);
             constants.insert(constant_key(map), place(bytemuck::cast_slice(&values), owned)?);
         }
@@ -145,8 +145,8 @@ pub(crate) fn make_residents(
         place(bytemuck::cast_slice(&rope_table(&graph.inv_freq, program.kv_capacity)), owned)?;
     let mut caches = vec![0; graph.layers.len()];
     let layout = PageLayout::new(graph.kv_heads, graph.head_dim);
-    for slot in &program.slots {
-        if let SlotSource::KvCache { layer } = slot.source {
+    for buffer in &program.buffers {
+        if let BufferSource::KvCache { layer } = buffer.source {
             let with_zero = u64::from(pages) + 1;
             owned.push(DeviceBuffer::zeroed(with_zero * layout.page_bytes())?);
             caches[layer as usize] = owned.last().map_or(0, |b| b.address);

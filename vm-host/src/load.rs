@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use abi::{NONE, ProgramHeader, Queue, SlotDesc};
+use abi::{BufferDesc, NONE, ProgramHeader, Queue};
 use ir::program::staging::Staging;
-use ir::program::{Load, Program, RowMap, Slot, SlotSource, Task, Verified, check_seqs, smem};
-use ir::{Graph, MatrixId, SlotId, Weights, decode};
+use ir::program::{Buffer, BufferSource, Load, Program, RowMap, Task, Verified, check_seqs, smem};
+use ir::{BufferId, Graph, MatrixId, Weights, decode};
 use vm_device::Variant;
 
 use crate::error::HostError;
@@ -106,19 +106,20 @@ pub(crate) fn image(
     let task_address = layout.place(bytemuck::cast_slice(&tasks));
     let load_address = layout.place(bytemuck::cast_slice(&loads));
     let queue_address = layout.place(bytemuck::cast_slice(&queues));
-    let slot_address = layout.reserve(program.slots.len() as u64 * size_of::<SlotDesc>() as u64);
+    let buffer_address =
+        layout.reserve(program.buffers.len() as u64 * size_of::<BufferDesc>() as u64);
     let fixed = layout.end();
     let counters = base + fixed;
     let arena = counters + (u64::from(program.counters) * COUNTER_BYTES).next_multiple_of(256);
-    let slots = slot_table(program, residents, arena)?;
-    layout.write(slot_address, bytemuck::cast_slice(&slots));
+    let buffers = buffer_table(program, residents, arena)?;
+    layout.write(buffer_address, bytemuck::cast_slice(&buffers));
     let header = ProgramHeader {
         tasks: task_address,
         loads: load_address,
         queues: queue_address,
-        slots: slot_address,
+        buffers: buffer_address,
         counters,
-        slot_len: program.slots.len() as u32,
+        buffer_len: program.buffers.len() as u32,
         ..header(program, residents, shared_bytes)?
     };
     layout.write(base, bytemuck::bytes_of(&header));
@@ -206,7 +207,7 @@ fn header(
     })
 }
 
-/// Bytes from a scratch slot of one sequence to that of the next.
+/// Bytes from a scratch buffer of one sequence to that of the next.
 fn seq_bytes(program: &Program) -> Result<u32, HostError> {
     let bytes = program.arena_bytes.next_multiple_of(256);
     u32::try_from(bytes).map_err(|_| {
@@ -291,10 +292,10 @@ fn wire_load(
                 ..abi::Load::default()
             }
         }
-        Load::Cache { slot, kv_head, kv_block, window, split, splits } => {
+        Load::Cache { buffer, kv_head, kv_block, window, split, splits } => {
             let head = u64::from(kv_head) * u64::from(residents.layout.head_bytes());
             abi::Load {
-                address: cache(program, slot, residents) + head,
+                address: cache(program, buffer, residents) + head,
                 kind: abi::LoadKind::Cache as u8,
                 kv_block,
                 window,
@@ -307,8 +308,8 @@ fn wire_load(
 }
 
 /// Where page zero of a layer's keys and values is.
-fn cache(program: &Program, slot: SlotId, residents: &Residents) -> u64 {
-    let SlotSource::KvCache { layer } = program.slots[slot.index()].source else {
+fn cache(program: &Program, buffer: BufferId, residents: &Residents) -> u64 {
+    let BufferSource::KvCache { layer } = program.buffers[buffer.index()].source else {
         unreachable!("attention of a verified program is over a cache");
     };
     residents.caches[layer as usize]
@@ -320,8 +321,8 @@ fn wire_task(task: &Task, stagings: &[Staging]) -> abi::Task {
         layer: task.layer,
         wait_len: task.waits.len() as u8,
         signal: task.signal.map_or(NONE, |c| c.0),
-        reads: task.reads.map(|slot| slot.map_or(NONE, |slot| slot.0)),
-        writes: task.writes.map(|slot| slot.map_or(NONE, |slot| slot.0)),
+        reads: task.reads.map(|buffer| buffer.map_or(NONE, |buffer| buffer.0)),
+        writes: task.writes.map(|buffer| buffer.map_or(NONE, |buffer| buffer.0)),
         params: task.params,
         ..abi::Task::default()
     };
@@ -337,40 +338,46 @@ fn wire_task(task: &Task, stagings: &[Staging]) -> abi::Task {
     wire
 }
 
-fn slot_table(
+fn buffer_table(
     program: &Program,
     residents: &Residents,
     arena: u64,
-) -> Result<Vec<SlotDesc>, HostError> {
-    program.slots.iter().map(|slot| wire_slot(program, slot, residents, arena)).collect()
+) -> Result<Vec<BufferDesc>, HostError> {
+    program.buffers.iter().map(|buffer| wire_buffer(program, buffer, residents, arena)).collect()
 }
 
-fn wire_slot(
+fn wire_buffer(
     program: &Program,
-    slot: &Slot,
+    buffer: &Buffer,
     residents: &Residents,
     arena: u64,
-) -> Result<SlotDesc, HostError> {
+) -> Result<BufferDesc, HostError> {
     let mut units = 0;
-    let address = match &slot.source {
-        SlotSource::Scratch if slot.kind == abi::SlotKind::Logits => residents.logits,
-        SlotSource::Scratch => arena + slot.offset,
-        SlotSource::Vector(map) => {
+    let address = match &buffer.source {
+        BufferSource::Scratch if buffer.kind == abi::BufferKind::Logits => residents.logits,
+        BufferSource::Scratch => arena + buffer.offset,
+        BufferSource::Vector(map) => {
             *residents.constants.get(&constant_key(map)).ok_or_else(|| {
                 HostError::Request(format!(
-                    "slot {} is of a constant that is not on the device",
-                    slot.name
+                    "buffer {} is of a constant that is not on the device",
+                    buffer.name
                 ))
             })?
         }
-        SlotSource::InvFreq => residents.rope,
-        SlotSource::KvCache { layer } => residents.caches[*layer as usize],
-        SlotSource::Embedding(matrix) => {
+        BufferSource::InvFreq => residents.rope,
+        BufferSource::KvCache { layer } => residents.caches[*layer as usize],
+        BufferSource::Embedding(matrix) => {
             units = program.matrices[matrix.index()].units_per_tile();
             residents.matrices[matrix.index()]
         }
     };
-    Ok(SlotDesc { address, kind: slot.kind as u32, words: slot.words, units, reserved: [0; 3] })
+    Ok(BufferDesc {
+        address,
+        kind: buffer.kind as u32,
+        words: buffer.words,
+        units,
+        reserved: [0; 3],
+    })
 }
 
 /// Tables one after the other, each 128-byte aligned.

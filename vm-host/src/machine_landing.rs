@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use abi::Completion;
-use ir::program::{Matrix, Program, SlotSource};
+use ir::program::{BufferSource, Matrix, Program};
 use ir::{Graph, TensorId, Weights};
 use rayon::prelude::*;
 
@@ -113,12 +113,12 @@ pub(super) fn place_landing(
     let plan = Arc::new(Plan::new(&program.matrices)?);
     let block = DeviceBuffer::zeroed(size_of::<abi::Landing>() as u64)?;
     let end = |matrix: usize| plan.starts[matrix] + program.matrices[matrix].units() as u32;
-    let embeddings = program.slots.iter().filter_map(|slot| match slot.source {
-        SlotSource::Embedding(matrix) => Some(end(matrix.index())),
-        SlotSource::Scratch
-        | SlotSource::Vector(_)
-        | SlotSource::InvFreq
-        | SlotSource::KvCache { .. } => None,
+    let embeddings = program.buffers.iter().filter_map(|buffer| match buffer.source {
+        BufferSource::Embedding(matrix) => Some(end(matrix.index())),
+        BufferSource::Scratch
+        | BufferSource::Vector(_)
+        | BufferSource::InvFreq
+        | BufferSource::KvCache { .. } => None,
     });
     let limit = options.streaming.map_or(Duration::ZERO, |streaming| streaming.limit);
     let landing = abi::Landing {

@@ -5,7 +5,7 @@
 //! All pages are there before the launch; between two commands of a session its row grows, and at its end the pages are given back.
 
 use abi::{KV_ELEMENT_BYTES, KV_PAGE, KV_PAGES_MAX};
-use ir::program::{Program, SlotSource};
+use ir::program::{BufferSource, Program};
 
 use crate::error::HostError;
 
@@ -181,8 +181,9 @@ pub(crate) fn row_words(capacity: u32) -> u32 {
 
 /// Bytes of a page in all layers of a program.
 pub(crate) fn page_bytes(program: &Program) -> u64 {
-    let cached = |slot: &&ir::program::Slot| matches!(slot.source, SlotSource::KvCache { .. });
-    let layers = program.slots.iter().filter(cached).count() as u64;
+    let cached =
+        |buffer: &&ir::program::Buffer| matches!(buffer.source, BufferSource::KvCache { .. });
+    let layers = program.buffers.iter().filter(cached).count() as u64;
     layers * PageLayout::new(program.dims.kv_heads, program.dims.head_dim).page_bytes()
 }
 

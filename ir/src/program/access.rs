@@ -1,16 +1,16 @@
-//! Which words of which slots a task touches. `verify` proves order and coverage on these regions; the reference VM checks tags
+//! Which words of which buffers a task touches. `verify` proves order and coverage on these regions; the reference VM checks tags
 //! on them. The device touches exactly the same words.
 
-use abi::{AttentionParams, Epilogue, MatvecParams, Params, Prologue, SlotKind};
+use abi::{AttentionParams, BufferKind, Epilogue, MatvecParams, Params, Prologue};
 
-use crate::id::SlotId;
+use crate::id::BufferId;
 use crate::program::{Program, Task};
 
-/// Words `start..end` of a slot.
+/// Words `start..end` of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Region {
-    /// The slot.
-    pub slot: SlotId,
+    /// The buffer.
+    pub buffer: BufferId,
     /// First word.
     pub start: u32,
     /// One past the last word.
@@ -26,7 +26,7 @@ pub struct Accesses {
     pub writes: Vec<Region>,
 }
 
-/// The regions that `task` touches. Out-of-range slots give no region (the shape rules report those); word ranges are not clipped,
+/// The regions that `task` touches. Out-of-range buffers give no region (the shape rules report those); word ranges are not clipped,
 /// so that the bounds rule sees them. Arithmetic saturates: an absurd parameter gives an absurd region, never a wrapped one.
 #[must_use]
 pub fn accesses(program: &Program, task: &Task) -> Accesses {
@@ -54,14 +54,14 @@ struct Finder<'a> {
 }
 
 impl Finder<'_> {
-    fn region(&self, id: Option<SlotId>, start: u32, len: u32) -> Option<Region> {
+    fn region(&self, id: Option<BufferId>, start: u32, len: u32) -> Option<Region> {
         let id = id?;
-        let slot = self.program.slots.get(id.index())?;
+        let buffer = self.program.buffers.get(id.index())?;
         let tracked = matches!(
-            slot.kind,
-            SlotKind::Plain | SlotKind::Tagged | SlotKind::KvCache | SlotKind::Logits
+            buffer.kind,
+            BufferKind::Plain | BufferKind::Tagged | BufferKind::KvCache | BufferKind::Logits
         );
-        tracked.then_some(Region { slot: id, start, end: start.saturating_add(len) })
+        tracked.then_some(Region { buffer: id, start, end: start.saturating_add(len) })
     }
 
     fn read(&mut self, index: usize, start: u32, len: u32) {
@@ -93,7 +93,7 @@ impl Finder<'_> {
         if p.epilogue == Epilogue::SiluMul as u32 {
             // Gate and up tiles alternate, so two tiles give eight rows; `rows` counts those of the padded matrix.
             let out_rows = self.task.writes[0]
-                .and_then(|slot| self.program.slots.get(slot.index()))
+                .and_then(|buffer| self.program.buffers.get(buffer.index()))
                 .map_or(0, |s| s.words);
             let (start, end) = (row0 / 2, (row1 / 2).min(out_rows.max(row0 / 2)));
             self.write(0, start, end - start);

@@ -1,7 +1,7 @@
 //! The program: what a schedule lowers to, what both VMs execute.
 //!
 //! A program is position-free: token, position and number of keys are run-time values of the step. Each worker has a queue of tasks; what
-//! these take out of its weight ring, in that order, is its [stream](Worker::stream). Workers meet only through counters and tagged slots,
+//! these take out of its weight ring, in that order, is its [stream](Worker::stream). Workers meet only through counters and tagged buffers,
 //! so a program whose accesses are all ordered by those gives the same result in every execution order.
 
 mod access;
@@ -21,12 +21,12 @@ pub use verify::{
     Seal, SealKey, Together, Unsealed, Verified, check, check_seqs, unordered, verify,
 };
 
-use abi::{Opcode, SlotKind};
+use abi::{BufferKind, Opcode};
 use serde::{Deserialize, Serialize};
 
 use crate::format::Format;
 use crate::graph::{DType, Graph};
-use crate::id::{CounterId, MatrixId, SlotId, TensorId};
+use crate::id::{BufferId, CounterId, MatrixId, TensorId};
 use crate::phase::PhaseClass;
 
 /// How rows of a packed matrix, or elements of a packed vector, come from stored tensors.
@@ -124,9 +124,9 @@ impl Matrix {
     }
 }
 
-/// What fills a slot before the first step.
+/// What fills a buffer before the first step.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum SlotSource {
+pub enum BufferSource {
     /// Nothing: tasks write it.
     Scratch,
     /// Stored tensors, as f32.
@@ -144,26 +144,29 @@ pub enum SlotSource {
 
 /// A buffer that tasks name by index.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Slot {
+pub struct Buffer {
     /// Such as `layers.3.h`.
     pub name: String,
     /// How the device addresses it.
-    pub kind: SlotKind,
+    pub kind: BufferKind,
     /// Elements; for a key/value cache those of one session.
     pub words: u32,
     /// What fills it.
-    pub source: SlotSource,
-    /// Byte offset in the activation arena, for `plain` and `tagged` scratch slots; 128-byte aligned.
+    pub source: BufferSource,
+    /// Byte offset in the activation arena, for `plain` and `tagged` scratch buffers; 128-byte aligned.
     pub offset: u64,
 }
 
-impl Slot {
-    /// Bytes in the activation arena (zero for slots that live elsewhere).
+impl Buffer {
+    /// Bytes in the activation arena (zero for buffers that live elsewhere).
     #[must_use]
     pub fn arena_bytes(&self) -> u64 {
         match self.kind {
-            SlotKind::Plain | SlotKind::Tagged => u64::from(self.words) * 4,
-            SlotKind::Constant | SlotKind::KvCache | SlotKind::Embedding | SlotKind::Logits => 0,
+            BufferKind::Plain | BufferKind::Tagged => u64::from(self.words) * 4,
+            BufferKind::Constant
+            | BufferKind::KvCache
+            | BufferKind::Embedding
+            | BufferKind::Logits => 0,
         }
     }
 }
@@ -184,10 +187,10 @@ pub struct Task {
     pub opcode: Opcode,
     /// Layer, for reports; the layer count for what follows the last layer.
     pub layer: u16,
-    /// Slots read; the op's documentation says which is which.
-    pub reads: [Option<SlotId>; abi::READS_MAX],
-    /// Slots written.
-    pub writes: [Option<SlotId>; abi::WRITES_MAX],
+    /// Buffers read; the op's documentation says which is which.
+    pub reads: [Option<BufferId>; abi::READS_MAX],
+    /// Buffers written.
+    pub writes: [Option<BufferId>; abi::WRITES_MAX],
     /// Counters waited for before anything is read.
     pub waits: Vec<Wait>,
     /// Counter that gains one after all stores.
@@ -296,7 +299,7 @@ pub struct Program {
     /// Packed matrices.
     pub matrices: Vec<Matrix>,
     /// Buffers.
-    pub slots: Vec<Slot>,
+    pub buffers: Vec<Buffer>,
     /// Number of counters.
     pub counters: u32,
     /// Bytes of the activation arena.

@@ -7,7 +7,7 @@ use abi::{AttentionParams, Params};
 
 use super::staging::Staging;
 use super::{Program, Task, Worker};
-use crate::id::{MatrixId, SlotId};
+use crate::id::{BufferId, MatrixId};
 
 /// What one task takes out of the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub enum Load {
     /// The keys and values of a head that one split attends to. How many there are follows from the position.
     Cache {
         /// The key/value cache.
-        slot: SlotId,
+        buffer: BufferId,
         /// Key/value head.
         kv_head: u32,
         /// Keys of a block of the splits.
@@ -61,8 +61,8 @@ impl Task {
             }),
             Params::Attention(p) => {
                 let &AttentionParams { kv_head, kv_block, window, split, splits, .. } = p;
-                let slot = self.writes[1]?;
-                Some(Load::Cache { slot, kv_head, kv_block, window, split, splits })
+                let buffer = self.writes[1]?;
+                Some(Load::Cache { buffer, kv_head, kv_block, window, split, splits })
             }
             Params::Nop(_) | Params::Embed(_) | Params::AttentionMerge(_) | Params::Sample(_) => {
                 None
@@ -123,7 +123,7 @@ mod tests {
             ..Default::default()
         };
         let mut attends = Task::new(Opcode::Attention, 0, attention);
-        attends.writes[1] = Some(SlotId(9));
+        attends.writes[1] = Some(BufferId(9));
         let worker = Worker {
             tasks: vec![
                 Task::new(Opcode::Nop, 0, NopParams::default()),
@@ -132,7 +132,7 @@ mod tests {
             ],
         };
         let cache = Load::Cache {
-            slot: SlotId(9),
+            buffer: BufferId(9),
             kv_head: 1,
             kv_block: 64,
             window: 7,

@@ -2,7 +2,7 @@
 //!
 //! **What is checked**, stage by stage; a stage runs only when the one before it found nothing, and reports everything it finds:
 //!
-//! 1. *limits and shapes*: sizes, ids, kinds of slots, parameters, matrices, dimensions (`P-*`);
+//! 1. *limits and shapes*: sizes, ids, kinds of buffers, parameters, matrices, dimensions (`P-*`);
 //! 2. *program*: counters (`C-*`), attention splits and caches (`K-*`), every word written once (`R-WRITER`, `T-COVER`);
 //! 3. *order*: no cycle, and one `sample` at the end (`O-*`);
 //! 4. *data*: every read is ordered after its write (`R-HAPPENS`).
@@ -98,7 +98,7 @@ fn parts(program: &Program) -> Result<(), Violations> {
     stage(|found| rules::limit::check(program, found))?;
     stage(|found| {
         rules::matrix::check(program, found);
-        rules::slot::check(program, found);
+        rules::buffer::check(program, found);
         if found.is_empty() {
             rules::task::check(program, found);
         }

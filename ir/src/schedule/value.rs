@@ -156,7 +156,7 @@ choice! {
 choice! {
     /// Which phase reads the embedding row.
     EmbedGrouping {
-        /// A phase of its own writes it to a slot.
+        /// A phase of its own writes it to a buffer.
         Separate = "separate",
         /// The first layer reads the table itself.
         Qkv = "qkv",

@@ -16,13 +16,13 @@
 //! counters 1
 //! arena 384
 //! matrix m0 "layers.0.o" cols=32 format=f32 rows %7:48
-//! slot s0 "layers.0.attn" plain words=32 offset=0
-//! slot s1 "layers.0.x_mid" tagged words=48 offset=128
+//! buffer b0 "layers.0.attn" plain words=32 offset=0
+//! buffer b1 "layers.0.x_mid" tagged words=48 offset=128
 //! worker w0
-//!   matvec layer=0 matrix=m0 tiles=2 units=2 k_len=32 rows=48 reads s0 -> s1 waits c0>=4 signal c0
+//!   matvec layer=0 matrix=m0 tiles=2 units=2 k_len=32 rows=48 reads b0 -> b1 waits c0>=4 signal c0
 //! ```
 //!
-//! A task's parameters have the names of the ABI's table. `reads` and `->` list slots by place: `_` is none.
+//! A task's parameters have the names of the ABI's table. `reads` and `->` list buffers by place: `_` is none.
 //! A row map is `rows` or `interleaved`, then `%tensor:rows` or `zero:rows` for each part.
 
 mod lex;

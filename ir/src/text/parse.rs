@@ -2,13 +2,13 @@
 
 use std::str::FromStr;
 
-use abi::{Epilogue, Opcode, Prologue, SlotKind, StructLayout, WireType};
+use abi::{BufferKind, Epilogue, Opcode, Prologue, StructLayout, WireType};
 
 use crate::format::Format;
 use crate::graph::DType;
-use crate::id::{CounterId, MatrixId, SlotId, TensorId};
+use crate::id::{BufferId, CounterId, MatrixId, TensorId};
 use crate::program::{
-    Dims, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker,
+    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Wait, Worker,
 };
 
 use super::lex::{Word, words};
@@ -211,7 +211,7 @@ impl Parser {
         }
         match cursor.first.text.clone().as_str() {
             "matrix" => self.matrix(cursor)?,
-            "slot" => self.slot(cursor)?,
+            "buffer" => self.buffer(cursor)?,
             "worker" => {
                 cursor.declared('w', self.program.workers.len())?;
                 self.program.workers.push(Worker::default());
@@ -261,12 +261,12 @@ impl Parser {
         Ok(())
     }
 
-    fn slot(&mut self, cursor: &mut Cursor<'_>) -> Result<(), ParseError> {
-        cursor.declared('s', self.program.slots.len())?;
-        let name = cursor.string("the slot's name")?;
-        let word = cursor.next("a slot kind")?;
-        let Some(kind) = SlotKind::from_name(&word.text) else {
-            return cursor.error(word.column, format!("there is no slot kind `{}`", word.text));
+    fn buffer(&mut self, cursor: &mut Cursor<'_>) -> Result<(), ParseError> {
+        cursor.declared('s', self.program.buffers.len())?;
+        let name = cursor.string("the buffer's name")?;
+        let word = cursor.next("a buffer kind")?;
+        let Some(kind) = BufferKind::from_name(&word.text) else {
+            return cursor.error(word.column, format!("there is no buffer kind `{}`", word.text));
         };
         let words = cursor.named_number("words")?;
         let offset = if cursor.peek().is_some_and(|w| w.starts_with("offset=")) {
@@ -275,7 +275,7 @@ impl Parser {
             0
         };
         let source = source(cursor)?;
-        self.program.slots.push(Slot { name, kind, words, source, offset });
+        self.program.buffers.push(Buffer { name, kind, words, source, offset });
         Ok(())
     }
 
@@ -295,7 +295,7 @@ impl Parser {
         else {
             return cursor.error(
                 cursor.first.column,
-                format!("`{name}` is neither an op nor `matrix`, `slot` or `worker`"),
+                format!("`{name}` is neither an op nor `matrix`, `buffer` or `worker`"),
             );
         };
         let mut task = Task::new(opcode, cursor.named_number("layer")?, [0_u32; 16]);
@@ -303,10 +303,10 @@ impl Parser {
             self.param(cursor, &mut task)?;
         }
         if cursor.take("reads") {
-            slots(cursor, &mut task.reads)?;
+            buffers(cursor, &mut task.reads)?;
         }
         if cursor.take("->") {
-            slots(cursor, &mut task.writes)?;
+            buffers(cursor, &mut task.writes)?;
         }
         if cursor.take("waits") {
             while cursor.peek().is_some_and(|word| word.contains(">=")) {
@@ -390,42 +390,42 @@ fn pipeline(cursor: &mut Cursor<'_>) -> Result<Pipeline, ParseError> {
     })
 }
 
-fn source(cursor: &mut Cursor<'_>) -> Result<SlotSource, ParseError> {
+fn source(cursor: &mut Cursor<'_>) -> Result<BufferSource, ParseError> {
     if cursor.words.is_empty() {
-        return Ok(SlotSource::Scratch);
+        return Ok(BufferSource::Scratch);
     }
     let word = cursor.next("a source")?;
     Ok(match word.text.as_str() {
-        "rows" => SlotSource::Vector(cursor.map(false)?),
-        "interleaved" => SlotSource::Vector(cursor.map(true)?),
-        "inv_freq" => SlotSource::InvFreq,
-        "cache" => SlotSource::KvCache { layer: cursor.number("a layer")? },
+        "rows" => BufferSource::Vector(cursor.map(false)?),
+        "interleaved" => BufferSource::Vector(cursor.map(true)?),
+        "inv_freq" => BufferSource::InvFreq,
+        "cache" => BufferSource::KvCache { layer: cursor.number("a layer")? },
         "embedding" => {
             let word = cursor.next("a matrix")?;
-            SlotSource::Embedding(MatrixId(cursor.id(word, &word.text, 'm')?))
+            BufferSource::Embedding(MatrixId(cursor.id(word, &word.text, 'm')?))
         }
-        other => return cursor.error(word.column, format!("there is no slot source `{other}`")),
+        other => return cursor.error(word.column, format!("there is no buffer source `{other}`")),
     })
 }
 
-/// Slots by place, as many as there are.
-fn slots(cursor: &mut Cursor<'_>, places: &mut [Option<SlotId>]) -> Result<(), ParseError> {
+/// Buffers by place, as many as there are.
+fn buffers(cursor: &mut Cursor<'_>, places: &mut [Option<BufferId>]) -> Result<(), ParseError> {
     let limit = places.len();
     let mut used = 0;
-    while let Some(text) = cursor.peek().filter(|text| *text == "_" || is_slot(text)) {
-        let word = cursor.next("a slot")?;
+    while let Some(text) = cursor.peek().filter(|text| *text == "_" || is_buffer(text)) {
+        let word = cursor.next("a buffer")?;
         let Some(place) = places.get_mut(used) else {
-            return cursor.error(word.column, format!("more than {limit} slots"));
+            return cursor.error(word.column, format!("more than {limit} buffers"));
         };
         used += 1;
         if text == "_" {
             continue;
         }
-        *place = Some(SlotId(cursor.id(word, &word.text, 's')?));
+        *place = Some(BufferId(cursor.id(word, &word.text, 's')?));
     }
     Ok(())
 }
 
-fn is_slot(text: &str) -> bool {
+fn is_buffer(text: &str) -> bool {
     text.strip_prefix('s').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
 }

@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 
 use abi::{Epilogue, Field, Prologue, StructLayout, WireType};
 
-use crate::id::SlotId;
-use crate::program::{Matrix, Program, RowMap, Slot, SlotSource, Task};
+use crate::id::BufferId;
+use crate::program::{Buffer, BufferSource, Matrix, Program, RowMap, Task};
 
 use super::{FORMAT_VERSION, param_fields};
 
@@ -18,8 +18,8 @@ pub fn print(program: &Program) -> String {
     for (index, matrix) in program.matrices.iter().enumerate() {
         print_matrix(&mut out, index, matrix);
     }
-    for (index, slot) in program.slots.iter().enumerate() {
-        print_slot(&mut out, index, slot);
+    for (index, buffer) in program.buffers.iter().enumerate() {
+        print_buffer(&mut out, index, buffer);
     }
     for (index, worker) in program.workers.iter().enumerate() {
         let _ = writeln!(out, "worker w{index}");
@@ -93,25 +93,25 @@ fn print_matrix(out: &mut String, index: usize, matrix: &Matrix) {
     out.push('\n');
 }
 
-fn print_slot(out: &mut String, index: usize, slot: &Slot) {
+fn print_buffer(out: &mut String, index: usize, buffer: &Buffer) {
     let _ = write!(
         out,
-        "slot s{index} {} {} words={}",
-        quote(&slot.name),
-        slot.kind.name(),
-        slot.words
+        "buffer s{index} {} {} words={}",
+        quote(&buffer.name),
+        buffer.kind.name(),
+        buffer.words
     );
-    if slot.offset != 0 || slot.arena_bytes() > 0 {
-        let _ = write!(out, " offset={}", slot.offset);
+    if buffer.offset != 0 || buffer.arena_bytes() > 0 {
+        let _ = write!(out, " offset={}", buffer.offset);
     }
-    match &slot.source {
-        SlotSource::Scratch => {}
-        SlotSource::Vector(map) => print_map(out, map),
-        SlotSource::InvFreq => *out += " inv_freq",
-        SlotSource::KvCache { layer } => {
+    match &buffer.source {
+        BufferSource::Scratch => {}
+        BufferSource::Vector(map) => print_map(out, map),
+        BufferSource::InvFreq => *out += " inv_freq",
+        BufferSource::KvCache { layer } => {
             let _ = write!(out, " cache {layer}");
         }
-        SlotSource::Embedding(matrix) => {
+        BufferSource::Embedding(matrix) => {
             let _ = write!(out, " embedding {matrix}");
         }
     }
@@ -123,8 +123,8 @@ fn print_task(out: &mut String, task: &Task, structs: &[StructLayout]) {
     for field in param_fields(task.opcode, structs) {
         print_param(out, field, &task.params);
     }
-    print_slots(out, " reads", &task.reads);
-    print_slots(out, " ->", &task.writes);
+    print_buffers(out, " reads", &task.reads);
+    print_buffers(out, " ->", &task.writes);
     if !task.waits.is_empty() {
         *out += " waits";
         for wait in &task.waits {
@@ -172,16 +172,16 @@ fn float(bits: u32) -> String {
     }
 }
 
-fn print_slots(out: &mut String, word: &str, slots: &[Option<SlotId>]) {
-    let used = slots.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
+fn print_buffers(out: &mut String, word: &str, buffers: &[Option<BufferId>]) {
+    let used = buffers.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
     if used == 0 {
         return;
     }
     *out += word;
-    for slot in &slots[..used] {
-        let _ = match slot {
+    for buffer in &buffers[..used] {
+        let _ = match buffer {
             None => write!(out, " _"),
-            Some(slot) => write!(out, " {slot}"),
+            Some(buffer) => write!(out, " {buffer}"),
         };
     }
 }

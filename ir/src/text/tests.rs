@@ -1,13 +1,13 @@
-use abi::{Opcode, SlotKind};
+use abi::{BufferKind, Opcode};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::{LoadError, load, parse, print, save};
 use crate::format::Format;
 use crate::graph::DType;
-use crate::id::{CounterId, MatrixId, SlotId, TensorId};
+use crate::id::{BufferId, CounterId, MatrixId, TensorId};
 use crate::program::{
-    Dims, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker,
+    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Wait, Worker,
 };
 
 fn name() -> impl Strategy<Value = String> {
@@ -29,30 +29,31 @@ fn matrix() -> impl Strategy<Value = Matrix> {
     })
 }
 
-fn slot() -> impl Strategy<Value = Slot> {
+fn buffer() -> impl Strategy<Value = Buffer> {
     let source = prop_oneof![
-        Just(SlotSource::Scratch),
-        row_map().prop_map(SlotSource::Vector),
-        Just(SlotSource::InvFreq),
-        any::<u32>().prop_map(|layer| SlotSource::KvCache { layer }),
-        any::<u32>().prop_map(|id| SlotSource::Embedding(MatrixId(id))),
+        Just(BufferSource::Scratch),
+        row_map().prop_map(BufferSource::Vector),
+        Just(BufferSource::InvFreq),
+        any::<u32>().prop_map(|layer| BufferSource::KvCache { layer }),
+        any::<u32>().prop_map(|id| BufferSource::Embedding(MatrixId(id))),
     ];
-    let kind = proptest::sample::select(SlotKind::ALL);
-    (name(), kind, any::<u32>(), source, any::<u64>())
-        .prop_map(|(name, kind, words, source, offset)| Slot { name, kind, words, source, offset })
+    let kind = proptest::sample::select(BufferKind::ALL);
+    (name(), kind, any::<u32>(), source, any::<u64>()).prop_map(
+        |(name, kind, words, source, offset)| Buffer { name, kind, words, source, offset },
+    )
 }
 
 fn task() -> impl Strategy<Value = Task> {
     let word = prop_oneof![Just(0), 0..4_u32, any::<u32>(), any::<f32>().prop_map(f32::to_bits)];
     let wait = (any::<u32>(), any::<u32>())
         .prop_map(|(counter, count)| Wait { counter: CounterId(counter), count });
-    let slot = || any::<Option<u32>>().prop_map(|id| id.map(SlotId));
-    let slots = (proptest::array::uniform4(slot()), proptest::array::uniform2(slot()));
+    let buffer = || any::<Option<u32>>().prop_map(|id| id.map(BufferId));
+    let buffers = (proptest::array::uniform4(buffer()), proptest::array::uniform2(buffer()));
     let signal = any::<Option<u32>>().prop_map(|id| id.map(CounterId));
     (
         proptest::sample::select(Opcode::ALL),
         any::<u16>(),
-        slots,
+        buffers,
         vec(wait, 0..4),
         signal,
         proptest::array::uniform16(word),
@@ -94,11 +95,11 @@ prop_compose! {
         [kv_capacity, counters, stage_units, stages, in_flight, in_flight_near] in proptest::array::uniform6(any::<u32>()),
         arena_bytes in any::<u64>(),
         matrices in vec(matrix(), 0..3),
-        slots in vec(slot(), 0..4),
+        buffers in vec(buffer(), 0..4),
         workers in vec(worker(), 0..3),
     ) -> Program {
         let pipeline = Pipeline { stage_units, stages, in_flight, in_flight_near };
-        Program { model, dims, kv_capacity, pipeline, matrices, slots, counters, arena_bytes, workers }
+        Program { model, dims, kv_capacity, pipeline, matrices, buffers, counters, arena_bytes, workers }
     }
 }
 

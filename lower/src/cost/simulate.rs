@@ -17,7 +17,7 @@ struct Counter {
     time: f64,
 }
 
-/// When the writers of one tagged slot were done in this step.
+/// When the writers of one tagged buffer were done in this step.
 struct Tagged {
     done: Vec<Option<f64>>,
     have: usize,
@@ -137,7 +137,7 @@ impl<'a> Simulation<'a> {
             arrival.counter = Some(arrival.counter.unwrap_or(0.0).max(counter.time));
         }
         for poll in &task.polls {
-            let time = self.tagged[poll.slot as usize].arrival(poll)?;
+            let time = self.tagged[poll.buffer as usize].arrival(poll)?;
             arrival.tagged = Some(arrival.tagged.unwrap_or(0.0).max(time));
         }
         Some(arrival)
@@ -183,8 +183,8 @@ impl<'a> Simulation<'a> {
             counter.have += 1;
             counter.time = counter.time.max(end);
         }
-        for &(slot, place) in &task.posts {
-            let tagged = &mut self.tagged[slot as usize];
+        for &(buffer, place) in &task.posts {
+            let tagged = &mut self.tagged[buffer as usize];
             tagged.done[place as usize] = Some(end);
             tagged.have += 1;
             tagged.time = tagged.time.max(end);

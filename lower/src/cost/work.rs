@@ -1,7 +1,7 @@
 //! What the tasks of a program have to do, as far as time goes and whatever the rates are.
 
-use abi::{AttentionMergeParams, AttentionParams, MatvecParams, Opcode, Prologue, SlotKind};
-use ir::SlotId;
+use abi::{AttentionMergeParams, AttentionParams, BufferKind, MatvecParams, Opcode, Prologue};
+use ir::BufferId;
 use ir::program::staging::Staging;
 use ir::program::{Program, Region, Task, accesses, active_splits, attended, split_range};
 use rustc_hash::FxHashMap;
@@ -44,13 +44,13 @@ pub(super) struct Cost {
     /// Tagged regions read.
     pub(super) polls: Vec<Poll>,
     pub(super) signal: Option<u32>,
-    /// Tagged writes: slot, place in its list.
+    /// Tagged writes: buffer, place in its list.
     pub(super) posts: Vec<(u32, u32)>,
 }
 
-/// A tagged region that a task reads: writers `first..last` of a slot.
+/// A tagged region that a task reads: writers `first..last` of a buffer.
 pub(super) struct Poll {
-    pub(super) slot: u32,
+    pub(super) buffer: u32,
     pub(super) first: u32,
     pub(super) last: u32,
 }
@@ -69,7 +69,7 @@ pub(super) struct Plan {
     pub(super) workers: Vec<Vec<Cost>>,
     /// Arrivals of each counter in a step.
     pub(super) counters: Vec<u32>,
-    /// Writers of each tagged slot, by first word.
+    /// Writers of each tagged buffer, by first word.
     pub(super) tagged: Vec<Vec<(u32, u32)>>,
     pub(super) flows: Vec<Shape>,
     pub(super) phases: Vec<Phase>,
@@ -98,7 +98,7 @@ impl Plan {
         Self { workers, counters, tagged, flows, phases, names, kv_bytes }
     }
 
-    /// Every counter and every tagged slot is one handoff.
+    /// Every counter and every tagged buffer is one handoff.
     pub(super) fn handoffs(&self) -> u32 {
         let counters = self.counters.iter().filter(|&&arrivals| arrivals > 0).count();
         (counters + self.tagged.len()) as u32
@@ -131,12 +131,12 @@ impl Stages {
     }
 }
 
-/// Costs tasks one by one, and numbers flows, phases and tagged slots on the way.
+/// Costs tasks one by one, and numbers flows, phases and tagged buffers on the way.
 struct Builder<'a> {
     program: &'a Program,
     position: u32,
     tagged: Vec<Vec<(u32, u32)>>,
-    tagged_ids: FxHashMap<SlotId, usize>,
+    tagged_ids: FxHashMap<BufferId, usize>,
     flows: Vec<Shape>,
     phases: Vec<Phase>,
     phase_ids: FxHashMap<(u16, usize), usize>,
@@ -164,7 +164,7 @@ impl<'a> Builder<'a> {
                 continue;
             }
             let next = builder.tagged.len();
-            let id = *builder.tagged_ids.entry(region.slot).or_insert(next);
+            let id = *builder.tagged_ids.entry(region.buffer).or_insert(next);
             if id == next {
                 builder.tagged.push(Vec::new());
             }
@@ -175,7 +175,7 @@ impl<'a> Builder<'a> {
     }
 
     fn is_tagged(&self, region: &Region) -> bool {
-        self.program.slots[region.slot.index()].kind == SlotKind::Tagged
+        self.program.buffers[region.buffer.index()].kind == BufferKind::Tagged
     }
 
     /// The flow of matrices whose tiles have so many units.
@@ -200,21 +200,21 @@ impl<'a> Builder<'a> {
         let touched = accesses(self.program, task);
         let mut polls: Vec<Poll> = Vec::new();
         for region in touched.reads.iter().filter(|region| self.is_tagged(region)) {
-            let Some(&slot) = self.tagged_ids.get(&region.slot) else {
+            let Some(&buffer) = self.tagged_ids.get(&region.buffer) else {
                 continue;
             };
-            let writers = &self.tagged[slot];
+            let writers = &self.tagged[buffer];
             let first = writers.partition_point(|&(_, end)| end <= region.start);
             let last = writers.partition_point(|&(start, _)| start < region.end).max(first);
-            polls.push(Poll { slot: slot as u32, first: first as u32, last: last as u32 });
+            polls.push(Poll { buffer: buffer as u32, first: first as u32, last: last as u32 });
         }
         let mut posts = Vec::new();
         for region in touched.writes.iter().filter(|region| self.is_tagged(region)) {
-            let Some(&slot) = self.tagged_ids.get(&region.slot) else {
+            let Some(&buffer) = self.tagged_ids.get(&region.buffer) else {
                 continue;
             };
-            let place = self.tagged[slot].binary_search(&(region.start, region.end));
-            posts.extend(place.map(|place| (slot as u32, place as u32)));
+            let place = self.tagged[buffer].binary_search(&(region.start, region.end));
+            posts.extend(place.map(|place| (buffer as u32, place as u32)));
         }
         let (work, stream_bytes) = self.work(task, flow);
         let phase = self.phase(task, stream_bytes);

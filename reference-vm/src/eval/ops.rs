@@ -1,5 +1,5 @@
-//! The graph's ops one at a time, for one position, on inputs that somebody else has: what belongs in a slot, given what was in the
-//! slots before it.
+//! The graph's ops one at a time, for one position, on inputs that somebody else has: what belongs in a buffer, given what was in the
+//! buffers before it.
 
 use super::{Cache, Evaluator, attend, norm_rows, rotations, shape_heads, silu};
 

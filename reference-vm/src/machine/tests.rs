@@ -241,10 +241,12 @@ fn wrong_counts_and_words_that_nobody_writes_are_stuck() {
     );
 
     let edit = |program: &mut Program| {
-        let words = program.slots[1].words;
-        let other =
-            program.slots.iter().rposition(|s| (s.kind, s.words) == (abi::SlotKind::Tagged, words));
-        let other = other.map(|slot| SlotId(slot as u32));
+        let words = program.buffers[1].words;
+        let other = program
+            .buffers
+            .iter()
+            .rposition(|s| (s.kind, s.words) == (abi::BufferKind::Tagged, words));
+        let other = other.map(|buffer| BufferId(buffer as u32));
         tasks(program, Opcode::Embed).for_each(|task| task.writes[0] = other);
     };
     let Run::Stuck { waiting } =
@@ -252,7 +254,7 @@ fn wrong_counts_and_words_that_nobody_writes_are_stuck() {
     else {
         panic!("not stuck")
     };
-    let on = On::Word { slot: SlotId(1), word: 0, have: 0, need: 1 };
+    let on = On::Word { buffer: BufferId(1), word: 0, have: 0, need: 1 };
     assert_eq!(waiting[0], Waiting { worker: WorkerId(0), task: 1, on });
 }
 
@@ -377,24 +379,27 @@ fn tasks_touch_what_verification_orders() {
                 fire_all(&mut machine, step, &|task, inputs, effects| {
                     let declared = ir::program::accesses(&program, task);
                     let within = |regions: &[ir::program::Region],
-                                  slot: SlotId,
+                                  buffer: BufferId,
                                   start: u32,
                                   len: usize| {
                         let inside = |region: &ir::program::Region| {
-                            region.slot == slot
+                            region.buffer == buffer
                                 && region.start <= start
                                 && start as usize + len <= region.end as usize
                         };
-                        assert!(regions.iter().any(inside), "{task:?}: {start}..+{len} of {slot}");
+                        assert!(
+                            regions.iter().any(inside),
+                            "{task:?}: {start}..+{len} of {buffer}"
+                        );
                     };
                     for span in inputs {
-                        let kind = program.slots[span.slot.index()].kind;
-                        if kind != abi::SlotKind::Embedding {
-                            within(&declared.reads, span.slot, span.start, span.len as usize);
+                        let kind = program.buffers[span.buffer.index()].kind;
+                        if kind != abi::BufferKind::Embedding {
+                            within(&declared.reads, span.buffer, span.start, span.len as usize);
                         }
                     }
-                    for (slot, start, words) in &effects.writes {
-                        within(&declared.writes, *slot, *start, words.len());
+                    for (buffer, start, words) in &effects.writes {
+                        within(&declared.writes, *buffer, *start, words.len());
                     }
                 });
             }

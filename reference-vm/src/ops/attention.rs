@@ -92,7 +92,7 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
     let append = if newest {
         let key = shaped(context.read(0, at.k, p.head_dim)?, Rotated::Keys)?;
         let value = context.read(0, at.v, p.head_dim)?;
-        Some(Append { slot: cache, kv_head: p.kv_head, key, value })
+        Some(Append { buffer: cache, kv_head: p.kv_head, key, value })
     } else {
         None
     };

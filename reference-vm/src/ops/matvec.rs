@@ -152,7 +152,7 @@ fn finish(
     p: &MatvecParams,
     rows: &Rows,
     mut y: Vec<f32>,
-) -> Result<Vec<(ir::SlotId, u32, Vec<u32>)>, Fault> {
+) -> Result<Vec<(ir::BufferId, u32, Vec<u32>)>, Fault> {
     let out = context.writes(0)?;
     match epilogue(p)? {
         Epilogue::Store => Ok(vec![(out, rows.row0, bits(&y))]),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ir::program::{Program, Verified};
 use ir::schedule::{KernelConfig, ScheduleConfig};
-use ir::{Graph, SlotId, Target, Weights};
+use ir::{BufferId, Graph, Target, Weights};
 use model::Model;
 use reference_vm::machine::Machine;
 use reference_vm::{Defect, Order};
@@ -35,7 +35,7 @@ struct Copy<'a> {
     weights: &'a dyn Weights,
     wrong: Wrong,
     program: Option<Arc<Verified<Program>>>,
-    slots: Vec<Vec<f32>>,
+    buffers: Vec<Vec<f32>>,
     runs: usize,
     looked: usize,
 }
@@ -66,8 +66,8 @@ impl Device for Copy<'_> {
             Wrong::Sometimes(_) | Wrong::Nothing | Wrong::Bits => machine,
         };
         let ran = machine.run(tokens, Order::Waves).unwrap().finished().unwrap();
-        let slot = |id| machine.slot(SlotId(id)).unwrap_or_default();
-        self.slots = (0..program.slots.len() as u32).map(slot).collect();
+        let buffer = |id| machine.buffer(BufferId(id)).unwrap_or_default();
+        self.buffers = (0..program.buffers.len() as u32).map(buffer).collect();
         let mut rows = ran.logits;
         if matches!(self.wrong, Wrong::Bits) && odd {
             rows[0][0] = rows[0][0].next_up();
@@ -76,9 +76,9 @@ impl Device for Copy<'_> {
         Ok(Ran { logits: rows.split_off(first), chosen })
     }
 
-    fn slots(&mut self, _: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+    fn buffers(&mut self, _: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
         self.looked += 1;
-        Ok(Some(self.slots.clone()))
+        Ok(Some(self.buffers.clone()))
     }
 
     fn time(&mut self, _: [Contender<'_>; 2], plan: &Plan<'_>) -> Result<Samples, DeviceError> {
@@ -92,12 +92,12 @@ impl Device for Copy<'_> {
     fn release(&mut self, _: &Arc<Verified<Program>>, _: &KernelConfig) {}
 }
 
-/// The verdict on the neutral schedule on such a device, and how often its slots were looked at.
+/// The verdict on the neutral schedule on such a device, and how often its buffers were looked at.
 fn verdict(wrong: Wrong) -> (Verdict, usize) {
     let model = model::preset("toy-2l").unwrap();
     let (graph, weights) = (&model.graph, &*model.weights);
     let mut device =
-        Copy { graph, weights, wrong, program: None, slots: Vec::new(), runs: 0, looked: 0 };
+        Copy { graph, weights, wrong, program: None, buffers: Vec::new(), runs: 0, looked: 0 };
     let (config, target) = neutral(&model);
     let expected = Expected::new(graph, weights, KV_CAPACITY, 1, Some(POSITIONS)).unwrap();
     let options = lower::Options { kv_capacity: KV_CAPACITY };
@@ -126,7 +126,7 @@ fn what_passes_costs_nothing_more() {
 #[test]
 fn the_first_wrong_task_of_a_device_is_named() {
     let layer = Some(1);
-    for (defect, slot) in [
+    for (defect, buffer) in [
         (Defect::Relu, "layers.1.h"),
         (Defect::TwiceResidual, "layers.1.x"),
         (Defect::LateQueries, "layers.1.partials"),
@@ -136,7 +136,7 @@ fn the_first_wrong_task_of_a_device_is_named() {
         let at = found(&verdict);
         assert!(!verdict.correct);
         assert_eq!((at.class, &*at.by), (DivergenceClass::Wrong, "device"), "{at:?}");
-        assert_eq!(at.slot.as_deref(), Some(slot), "{at:?}");
+        assert_eq!(at.buffer.as_deref(), Some(buffer), "{at:?}");
         assert_eq!(at.task.as_ref().unwrap().layer, 1, "{at:?}");
         assert!(at.ulp.unwrap() > 100 && at.words.unwrap() > 0 && at.got != at.want, "{at:?}");
         // It goes through JSON, as in a ledger.
@@ -156,7 +156,7 @@ fn repeats_that_differ_are_a_race() {
     let (other, _) = verdict(Wrong::Bits);
     assert!(!other.correct && other.latency_us.is_none(), "{other:?}");
     let at = found(&other);
-    let place = (at.class, at.position, at.slot.as_deref(), at.index);
+    let place = (at.class, at.position, at.buffer.as_deref(), at.index);
     assert_eq!(place, (DivergenceClass::Race, Some(0), Some("logits"), Some(0)), "{at:?}");
 }
 
@@ -195,8 +195,8 @@ fn a_machine_and_a_graph_that_were_given_other_weights_name_no_task() {
     let mut machine = Machine::new(&program, graph, &zeroed).unwrap();
     let at = gate.expected().diverges(&examiner, &mut machine, None).unwrap();
     let task = &program.workers[at.worker.index()].tasks[at.task as usize];
-    let slot = &program.slots[task.writes[0].unwrap().index()];
-    assert_eq!((task.layer, &*slot.name), (1, "layers.1.h"), "{at:?}");
+    let buffer = &program.buffers[task.writes[0].unwrap().index()];
+    assert_eq!((task.layer, &*buffer.name), (1, "layers.1.h"), "{at:?}");
 }
 
 #[test]
@@ -208,20 +208,20 @@ fn what_was_overwritten_is_not_judged_and_counted() {
     let program = lower::lower(&valid, &model.graph, &target, options).unwrap();
     let mut machine = Machine::new(&program, &model.graph, &*model.weights).unwrap();
     let (_, fired) = machine.traced(3, Order::Waves).unwrap();
-    let slots: Vec<Vec<f32>> = (0..program.slots.len() as u32)
-        .map(|id| machine.slot(SlotId(id)).unwrap_or_default())
+    let buffers: Vec<Vec<f32>> = (0..program.buffers.len() as u32)
+        .map(|id| machine.buffer(BufferId(id)).unwrap_or_default())
         .collect();
-    let (left, overwritten) = left_in(&program, &fired, &slots, None);
+    let (left, overwritten) = left_in(&program, &fired, &buffers, None);
     let writes = |all: &[Fired]| all.iter().map(|fired| fired.writes.len()).sum::<usize>();
     assert_eq!((left.len(), overwritten), (fired.len(), 0));
-    // All but the logits, which are no slot of the arena.
+    // All but the logits, which are no buffer of the arena.
     let logits = fired.iter().filter(|fired| fired.writes.len() == 2).count();
     assert_eq!(writes(&left), writes(&fired) - logits);
     // The residual after the last layer in the bytes of the first: what was there first is gone.
     let mut shared = (*program).clone();
-    let place = |name: &str| program.slots.iter().position(|slot| slot.name == name).unwrap();
-    shared.slots[place("x.2")].offset = shared.slots[place("x.0")].offset;
-    let (left, overwritten) = left_in(&shared, &fired, &slots, None);
+    let place = |name: &str| program.buffers.iter().position(|buffer| buffer.name == name).unwrap();
+    shared.buffers[place("x.2")].offset = shared.buffers[place("x.0")].offset;
+    let (left, overwritten) = left_in(&shared, &fired, &buffers, None);
     assert!(overwritten > 0);
     assert_eq!(writes(&left), writes(&fired) - logits - overwritten);
 }

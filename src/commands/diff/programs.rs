@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use ir::SlotId;
+use ir::BufferId;
 use ir::program::{Program, Task};
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -22,10 +22,10 @@ pub(crate) struct ProgramDiff {
     tasks: Counts,
     /// By opcode, those opcodes whose tasks differ.
     by_opcode: BTreeMap<&'static str, Counts>,
-    /// Names of slots that only the second has.
-    slots_added: Vec<String>,
-    /// Names of slots that only the first has.
-    slots_removed: Vec<String>,
+    /// Names of buffers that only the second has.
+    buffers_added: Vec<String>,
+    /// Names of buffers that only the first has.
+    buffers_removed: Vec<String>,
     /// The first tasks of each opcode that differ, each in a line.
     examples: Vec<String>,
     /// Differing tasks that are not among the examples.
@@ -48,8 +48,8 @@ pub(super) struct Counts {
     same: u64,
     /// In both, on another worker.
     moved: u64,
-    /// In both, with other slots.
-    slots: u64,
+    /// In both, with other buffers.
+    buffers: u64,
     /// In both, waiting or signalling otherwise.
     sync: u64,
     /// In the second only.
@@ -87,8 +87,8 @@ fn tasks(program: &Program) -> BTreeMap<Work, Vec<Form>> {
 }
 
 fn form(program: &Program, worker: usize, task: &Task) -> Form {
-    let name = |id: &SlotId| match program.slots.get(id.index()) {
-        Some(slot) => format!("{} ({})", slot.name, slot.kind.name()),
+    let name = |id: &BufferId| match program.buffers.get(id.index()) {
+        Some(buffer) => format!("{} ({})", buffer.name, buffer.kind.name()),
         None => id.to_string(),
     };
     Form {
@@ -108,8 +108,8 @@ impl ProgramDiff {
             sizes: sizes(a, b),
             tasks: Counts::default(),
             by_opcode: BTreeMap::new(),
-            slots_added: only(b, a),
-            slots_removed: only(a, b),
+            buffers_added: only(b, a),
+            buffers_removed: only(a, b),
             examples: Vec::new(),
             more: 0,
             named: BTreeMap::new(),
@@ -149,7 +149,7 @@ impl ProgramDiff {
             match left.next() {
                 Some(other) => {
                     counts.moved += u64::from(form.worker != other.worker);
-                    counts.slots +=
+                    counts.buffers +=
                         u64::from((&form.reads, &form.writes) != (&other.reads, &other.writes));
                     counts.sync +=
                         u64::from((&form.waits, form.signals) != (&other.waits, other.signals));
@@ -186,8 +186,8 @@ impl ProgramDiff {
         }
         let line = |name: &str, c: &Counts| {
             format!(
-                "  {name}: {} -> {} tasks; {} same, {} added, {} removed; of those in both {} on another worker, {} with other slots, {} that wait or signal otherwise",
-                c.a, c.b, c.same, c.added, c.removed, c.moved, c.slots, c.sync
+                "  {name}: {} -> {} tasks; {} same, {} added, {} removed; of those in both {} on another worker, {} with other buffers, {} that wait or signal otherwise",
+                c.a, c.b, c.same, c.added, c.removed, c.moved, c.buffers, c.sync
             )
         };
         report::say(&line("all", &self.tasks));
@@ -234,7 +234,7 @@ fn sizes(a: &Program, b: &Program) -> BTreeMap<&'static str, [u64; 2]> {
         [
             ("workers", program.workers.len() as u64),
             ("counters", u64::from(program.counters)),
-            ("slots", program.slots.len() as u64),
+            ("buffers", program.buffers.len() as u64),
             ("matrices", program.matrices.len() as u64),
             ("arena_bytes", program.arena_bytes),
             ("stream_bytes", program.stream_bytes()),
@@ -249,9 +249,10 @@ fn sizes(a: &Program, b: &Program) -> BTreeMap<&'static str, [u64; 2]> {
     pairs.filter(|(a, b)| a != b).map(|((name, a), (_, b))| (name, [a, b])).collect()
 }
 
-/// Slots that the first has and the second has not.
+/// Buffers that the first has and the second has not.
 fn only(a: &Program, b: &Program) -> Vec<String> {
-    let has = |program: &Program, name: &str| program.slots.iter().any(|slot| slot.name == name);
-    let names = a.slots.iter().map(|slot| &slot.name);
+    let has =
+        |program: &Program, name: &str| program.buffers.iter().any(|buffer| buffer.name == name);
+    let names = a.buffers.iter().map(|buffer| &buffer.name);
     names.filter(|name| !has(b, name)).cloned().collect()
 }

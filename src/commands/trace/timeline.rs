@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use abi::{SlotKind, TaskRecord};
+use abi::{BufferKind, TaskRecord};
 use ir::program::{Program, Region, Task as ProgramTask, accesses};
 
 /// How the times of records are meant.
@@ -253,7 +253,9 @@ impl Floors {
 }
 
 fn tagged<'a>(program: &'a Program, regions: &'a [Region]) -> impl Iterator<Item = &'a Region> {
-    regions.iter().filter(|region| program.slots[region.slot.index()].kind == SlotKind::Tagged)
+    regions
+        .iter()
+        .filter(|region| program.buffers[region.buffer.index()].kind == BufferKind::Tagged)
 }
 
 fn polls(program: &Program, task: &ProgramTask) -> bool {
@@ -273,8 +275,8 @@ fn producers(program: &Program, times: &[Task]) -> Vec<Option<usize>> {
             *last = Some(later(*last, index));
         }
         for region in tagged(program, &accesses(program, task).writes) {
-            let of_slot = writers.entry(region.slot).or_default();
-            of_slot.push((region.start, region.end, index));
+            let of_buffer = writers.entry(region.buffer).or_default();
+            of_buffer.push((region.start, region.end, index));
         }
     }
     // Many tasks read the same words.
@@ -285,8 +287,8 @@ fn producers(program: &Program, times: &[Task]) -> Vec<Option<usize>> {
         let mut last = counters.fold(None, |last, index| Some(later(last, index)));
         for region in tagged(program, &accesses(program, task).reads) {
             let writer = *known.entry(*region).or_insert_with(|| {
-                let of_slot = writers.get(&region.slot);
-                of_slot
+                let of_buffer = writers.get(&region.buffer);
+                of_buffer
                     .into_iter()
                     .flatten()
                     .filter(|(start, end, _)| *start < region.end && region.start < *end)

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use abi::{Epilogue, MatvecParams, Opcode, Prologue};
-use ir::program::{Program, SlotSource, Task, Verified};
-use ir::{Graph, SlotId, TensorId, Weights};
+use ir::program::{BufferSource, Program, Task, Verified};
+use ir::{BufferId, Graph, TensorId, Weights};
 use reference_vm::Defect;
 use reference_vm::divergence::Examiner;
 use reference_vm::machine::Machine;
@@ -141,14 +141,14 @@ pub(super) fn reads(program: &Program, task: &Task, tensors: &dyn Fn(TensorId) -
         let parts = program.matrices.get(matrix).map_or(&[][..], |matrix| &matrix.map.parts);
         parts.iter().any(|part| part.0.is_some_and(tensors))
     };
-    let of_slot = |slot: SlotId| match &program.slots[slot.index()].source {
-        SlotSource::Vector(map) => map.parts.iter().any(|part| part.0.is_some_and(tensors)),
-        SlotSource::Embedding(matrix) => of_matrix(matrix.index()),
-        SlotSource::Scratch | SlotSource::InvFreq | SlotSource::KvCache { .. } => false,
+    let of_buffer = |buffer: BufferId| match &program.buffers[buffer.index()].source {
+        BufferSource::Vector(map) => map.parts.iter().any(|part| part.0.is_some_and(tensors)),
+        BufferSource::Embedding(matrix) => of_matrix(matrix.index()),
+        BufferSource::Scratch | BufferSource::InvFreq | BufferSource::KvCache { .. } => false,
     };
     let multiplied =
         task.opcode == Opcode::Matvec && of_matrix(task.params::<MatvecParams>().matrix as usize);
-    multiplied || task.reads.iter().flatten().any(|&slot| of_slot(slot))
+    multiplied || task.reads.iter().flatten().any(|&buffer| of_buffer(buffer))
 }
 
 /// Whether a machine's mistake shows in a task.
@@ -157,11 +157,9 @@ fn has(program: &Program, defect: Defect, task: &Task) -> bool {
     let prologue = |p: Prologue| matvec.is_some_and(|m| m.prologue == p as u32);
     let epilogue = |e: Epilogue| matvec.is_some_and(|m| m.epilogue == e as u32);
     match defect {
-        Defect::NextToken => task
-            .reads
-            .iter()
-            .flatten()
-            .any(|slot| matches!(program.slots[slot.index()].source, SlotSource::Embedding(_))),
+        Defect::NextToken => task.reads.iter().flatten().any(|buffer| {
+            matches!(program.buffers[buffer.index()].source, BufferSource::Embedding(_))
+        }),
         Defect::NoNormScale => prologue(Prologue::Rms),
         Defect::LateQueries
         | Defect::LateKeys

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use abi::{Epilogue, MatvecParams, Opcode, Prologue};
-use ir::SlotId;
+use ir::BufferId;
 use ir::program::{Program, Task};
 use rayon::prelude::*;
 
@@ -67,10 +67,10 @@ enum Change {
     Param(usize, u32),
     /// Other products, and so another load stream.
     Stream(MatvecParams),
-    /// A slot that is read.
-    Read(usize, Option<SlotId>),
-    /// A slot that is written.
-    Write(usize, Option<SlotId>),
+    /// A buffer that is read.
+    Read(usize, Option<BufferId>),
+    /// A buffer that is written.
+    Write(usize, Option<BufferId>),
 }
 
 impl Edit {
@@ -210,7 +210,7 @@ struct Mutants<'p, 'l, 'b> {
     program: &'p Program,
     schedule: usize,
     place: Place,
-    /// Many values of each word, and every slot.
+    /// Many values of each word, and every buffer.
     wide: bool,
     list: &'l mut Vec<Mutant<'b>>,
 }
@@ -314,7 +314,7 @@ impl Mutants<'_, '_, '_> {
         }
     }
 
-    /// Each slot read and written.
+    /// Each buffer read and written.
     fn accesses(&mut self) {
         let (reads, writes) = (self.task().reads, self.task().writes);
         for (operand, access) in reads.into_iter().enumerate() {
@@ -329,25 +329,25 @@ impl Mutants<'_, '_, '_> {
         }
     }
 
-    /// What could stand in place of an access: nothing, slots of the same kind and size, and any other.
-    fn others(&self, slot: Option<SlotId>) -> Vec<(String, Option<SlotId>)> {
-        let slots = &self.program.slots;
-        let at = |index: usize| SlotId(index as u32);
-        let Some(slot) = slot else {
-            let some = self.place.1 % slots.len();
-            let others = (0..slots.len()).filter(|&index| self.wide || index == some).map(at);
-            return others.map(|other| (format!("slot {other} for none"), Some(other))).collect();
+    /// What could stand in place of an access: nothing, buffers of the same kind and size, and any other.
+    fn others(&self, buffer: Option<BufferId>) -> Vec<(String, Option<BufferId>)> {
+        let buffers = &self.program.buffers;
+        let at = |index: usize| BufferId(index as u32);
+        let Some(buffer) = buffer else {
+            let some = self.place.1 % buffers.len();
+            let others = (0..buffers.len()).filter(|&index| self.wide || index == some).map(at);
+            return others.map(|other| (format!("buffer {other} for none"), Some(other))).collect();
         };
-        let own = &slots[slot.index()];
-        let mut all = vec![(format!("none for slot {slot}"), None)];
-        let twins = (0..slots.len()).filter(|&i| {
-            let alike = slots[i].kind == own.kind && slots[i].words == own.words;
-            i != slot.index() && (self.wide || alike)
+        let own = &buffers[buffer.index()];
+        let mut all = vec![(format!("none for buffer {buffer}"), None)];
+        let twins = (0..buffers.len()).filter(|&i| {
+            let alike = buffers[i].kind == own.kind && buffers[i].words == own.words;
+            i != buffer.index() && (self.wide || alike)
         });
-        let next = (slot.index() + 1) % slots.len();
+        let next = (buffer.index() + 1) % buffers.len();
         for index in twins.chain([next]) {
-            let names = (&slots[index].name, &own.name);
-            all.push((format!("slot {} for {}", names.0, names.1), Some(at(index))));
+            let names = (&buffers[index].name, &own.name);
+            all.push((format!("buffer {} for {}", names.0, names.1), Some(at(index))));
         }
         all
     }

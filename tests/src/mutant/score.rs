@@ -43,7 +43,7 @@ impl Fate {
                 let by = match what {
                     What::Keys(_) => "keys",
                     What::Values(_) => "values",
-                    What::Logits | What::Slot(_) => "logits",
+                    What::Logits | What::Buffer(_) => "logits",
                     What::Chosen => "tokens",
                 };
                 Self::Gate { by, beyond }

@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 use abi::{AttentionMergeParams, AttentionParams, MatvecParams, Opcode, Prologue};
 use rustc_hash::FxHashMap;
 
-use crate::id::SlotId;
-use crate::program::{Program, SlotSource, Task};
+use crate::id::BufferId;
+use crate::program::{BufferSource, Program, Task};
 use crate::violation::{At, Rule, Violations};
 
-use super::{slot_name, tasks};
+use super::{buffer_name, tasks};
 
 /// What all attention tasks of a layer must share.
 #[derive(Clone, Copy, PartialEq)]
@@ -21,8 +21,8 @@ struct Shape {
     window: u32,
     scale: u32,
     eps: u32,
-    reads: [Option<SlotId>; abi::READS_MAX],
-    partials: Option<SlotId>,
+    reads: [Option<BufferId>; abi::READS_MAX],
+    partials: Option<BufferId>,
 }
 
 /// The attention tasks of one cache.
@@ -41,8 +41,8 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
     merges(program, &groups, found);
 }
 
-fn groups(program: &Program, found: &mut Violations) -> BTreeMap<SlotId, Group> {
-    let mut groups: BTreeMap<SlotId, Group> = BTreeMap::new();
+fn groups(program: &Program, found: &mut Violations) -> BTreeMap<BufferId, Group> {
+    let mut groups: BTreeMap<BufferId, Group> = BTreeMap::new();
     for (at, task) in tasks(program).filter(|(_, task)| task.opcode == Opcode::Attention) {
         let p: AttentionParams = task.params();
         let Some(cache) = task.writes[1] else { continue };
@@ -62,13 +62,14 @@ fn groups(program: &Program, found: &mut Violations) -> BTreeMap<SlotId, Group> 
         });
         group.parts.push((p.kv_head, p.split));
         if group.shape != shape {
-            let name = slot_name(program, cache);
+            let name = buffer_name(program, cache);
             let first = &group.first;
-            let detail =
-                format!("parameters or slots differ from those of {first}, which uses {name} too");
+            let detail = format!(
+                "parameters or buffers differ from those of {first}, which uses {name} too"
+            );
             found.push(Rule::KSplit, at.clone(), detail);
         }
-        if let SlotSource::KvCache { layer } = program.slots[cache.index()].source
+        if let BufferSource::KvCache { layer } = program.buffers[cache.index()].source
             && layer != u32::from(task.layer)
         {
             let detail = format!("layer {} uses the cache of layer {layer}", task.layer);
@@ -79,10 +80,10 @@ fn groups(program: &Program, found: &mut Violations) -> BTreeMap<SlotId, Group> 
 }
 
 /// Every (head, split) exactly once.
-fn splits(program: &Program, cache: SlotId, group: &Group, found: &mut Violations) {
+fn splits(program: &Program, cache: BufferId, group: &Group, found: &mut Violations) {
     let mut parts = group.parts.clone();
     parts.sort_unstable();
-    let name = slot_name(program, cache);
+    let name = buffer_name(program, cache);
     for pair in parts.windows(2).filter(|pair| pair[0] == pair[1]) {
         let (head, split) = pair[0];
         let detail = format!("split {split} of head {head} of {name} is attended twice");
@@ -108,15 +109,15 @@ fn splits(program: &Program, cache: SlotId, group: &Group, found: &mut Violation
 
 /// One cache a layer.
 fn caches(program: &Program, found: &mut Violations) {
-    let mut seen: FxHashMap<u32, SlotId> = FxHashMap::default();
-    for (index, slot) in program.slots.iter().enumerate() {
-        let SlotSource::KvCache { layer } = slot.source else { continue };
-        let id = SlotId(index as u32);
+    let mut seen: FxHashMap<u32, BufferId> = FxHashMap::default();
+    for (index, buffer) in program.buffers.iter().enumerate() {
+        let BufferSource::KvCache { layer } = buffer.source else { continue };
+        let id = BufferId(index as u32);
         if let Some(other) = seen.insert(layer, id) {
-            let other = slot_name(program, other);
+            let other = buffer_name(program, other);
             found.push(
                 Rule::KCache,
-                At::Slot(id),
+                At::Buffer(id),
                 format!("{other} is the cache of layer {layer} too"),
             );
         }
@@ -139,13 +140,13 @@ fn merged(task: &Task) -> Option<(u32, u32, u32)> {
 }
 
 /// Partials are written by the attention of one layer and read by merges that compute the same active splits.
-fn merges(program: &Program, groups: &BTreeMap<SlotId, Group>, found: &mut Violations) {
+fn merges(program: &Program, groups: &BTreeMap<BufferId, Group>, found: &mut Violations) {
     let mut wrong = |at: &At, detail| found.push(Rule::KSplit, at.clone(), detail);
-    let mut partials: FxHashMap<SlotId, (SlotId, &Shape)> = FxHashMap::default();
+    let mut partials: FxHashMap<BufferId, (BufferId, &Shape)> = FxHashMap::default();
     for (&cache, group) in groups {
-        let Some(slot) = group.shape.partials else { continue };
-        if let Some((other, _)) = partials.insert(slot, (cache, &group.shape)) {
-            let (a, b) = (slot_name(program, cache), slot_name(program, other));
+        let Some(buffer) = group.shape.partials else { continue };
+        if let Some((other, _)) = partials.insert(buffer, (cache, &group.shape)) {
+            let (a, b) = (buffer_name(program, cache), buffer_name(program, other));
             wrong(
                 &group.first,
                 format!("the attention over {a} and over {b} write the same partials"),
@@ -153,14 +154,16 @@ fn merges(program: &Program, groups: &BTreeMap<SlotId, Group>, found: &mut Viola
         }
     }
     for (at, task) in tasks(program).filter(|(_, task)| task.opcode != Opcode::Attention) {
-        if let Some(slot) = task.writes.iter().flatten().find(|slot| partials.contains_key(slot)) {
-            wrong(&at, format!("writes {}, which holds partials", slot_name(program, *slot)));
+        if let Some(buffer) =
+            task.writes.iter().flatten().find(|buffer| partials.contains_key(buffer))
+        {
+            wrong(&at, format!("writes {}, which holds partials", buffer_name(program, *buffer)));
         }
         let merged = merged(task);
-        for (index, slot) in task.reads.iter().enumerate() {
-            let Some(slot) = slot else { continue };
-            let name = || slot_name(program, *slot);
-            match (partials.get(slot), merged.filter(|_| index == 0)) {
+        for (index, buffer) in task.reads.iter().enumerate() {
+            let Some(buffer) = buffer else { continue };
+            let name = || buffer_name(program, *buffer);
+            match (partials.get(buffer), merged.filter(|_| index == 0)) {
                 (None, None) => {}
                 (Some(_), None) => {
                     wrong(&at, format!("reads the partials {} without merging them", name()))
@@ -182,8 +185,13 @@ fn merges(program: &Program, groups: &BTreeMap<SlotId, Group>, found: &mut Viola
         }
     }
     for (at, task) in tasks(program).filter(|(_, task)| task.opcode == Opcode::Attention) {
-        if let Some(slot) = task.reads.iter().flatten().find(|slot| partials.contains_key(slot)) {
-            wrong(&at, format!("attends to {}, which holds partials", slot_name(program, *slot)));
+        if let Some(buffer) =
+            task.reads.iter().flatten().find(|buffer| partials.contains_key(buffer))
+        {
+            wrong(
+                &at,
+                format!("attends to {}, which holds partials", buffer_name(program, *buffer)),
+            );
         }
     }
 }

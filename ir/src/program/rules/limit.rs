@@ -30,8 +30,8 @@ fn sizes(program: &Program, found: &mut Violations) {
     let workers = program.workers.len() as u64;
     range(found, "number of workers", workers, 1, abi::WORKERS_MAX.into());
     range(found, "number of tasks", tasks, 1, abi::TASKS_MAX.into());
-    range(found, "number of slots", program.slots.len() as u64, 0, abi::SLOTS_MAX.into());
-    range(found, "number of matrices", program.matrices.len() as u64, 0, abi::SLOTS_MAX.into());
+    range(found, "number of buffers", program.buffers.len() as u64, 0, abi::BUFFERS_MAX.into());
+    range(found, "number of matrices", program.matrices.len() as u64, 0, abi::BUFFERS_MAX.into());
     range(found, "number of counters", program.counters.into(), 0, abi::COUNTERS_MAX.into());
     range(found, "kv_capacity", program.kv_capacity.into(), 1, abi::KV_CAPACITY_MAX.into());
     range(found, "arena_bytes", program.arena_bytes, 0, ARENA_BYTES_MAX);

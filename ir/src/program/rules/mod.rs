@@ -2,15 +2,15 @@
 //! before it proved, and says so.
 
 pub(super) mod attention;
+pub(super) mod buffer;
 pub(super) mod counter;
 pub(super) mod limit;
 pub(super) mod matrix;
 pub(super) mod order;
-pub(super) mod slot;
 pub(super) mod task;
 pub(super) mod words;
 
-use crate::id::{SlotId, WorkerId};
+use crate::id::{BufferId, WorkerId};
 use crate::program::{Program, Task};
 use crate::violation::At;
 
@@ -24,15 +24,15 @@ pub(super) fn tasks(program: &Program) -> impl Iterator<Item = (At, &Task)> {
     })
 }
 
-/// A slot as it is spoken of: `s3 (layers.0.h)`.
-pub(super) fn slot_name(program: &Program, slot: SlotId) -> String {
-    match program.slots.get(slot.index()) {
-        Some(s) => format!("{slot} ({})", s.name),
-        None => format!("{slot}"),
+/// A buffer as it is spoken of: `s3 (layers.0.h)`.
+pub(super) fn buffer_name(program: &Program, buffer: BufferId) -> String {
+    match program.buffers.get(buffer.index()) {
+        Some(s) => format!("{buffer} ({})", s.name),
+        None => format!("{buffer}"),
     }
 }
 
-/// The slots that a task names, reads first.
-pub(super) fn named(task: &Task) -> impl Iterator<Item = SlotId> {
+/// The buffers that a task names, reads first.
+pub(super) fn named(task: &Task) -> impl Iterator<Item = BufferId> {
     task.reads.iter().chain(&task.writes).copied().flatten()
 }

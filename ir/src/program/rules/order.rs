@@ -3,7 +3,7 @@
 //! **What orders.** The queue of a worker, and counters: whoever signals has released all that its worker did and knew before. A tagged
 //! hand-off orders nothing beside its own words. Value and tag of those arrive together, but the store is relaxed, and what else the
 //! writer did may become visible later or never win (`tests/src/explore/models/transitive.rs` has each shape with an execution that goes
-//! wrong). So clocks pass along queues and counters; edges of tagged slots count when we look for cycles and for a sequence to
+//! wrong). So clocks pass along queues and counters; edges of tagged buffers count when we look for cycles and for a sequence to
 //! check in, and a read of tagged words needs no order, for it waits for its words themselves.
 //!
 //! **Neighbours.** The warps of a worker meet at a block barrier inside every task, in front of a task that waits and behind one that
@@ -12,7 +12,7 @@
 
 use std::collections::VecDeque;
 
-use abi::{Opcode, SlotKind};
+use abi::{BufferKind, Opcode};
 use rustc_hash::FxHashMap;
 
 use crate::id::WorkerId;
@@ -20,7 +20,7 @@ use crate::program::{Program, Region, Verified, accesses};
 use crate::violation::{At, Rule, Violations};
 
 use super::words::Writes;
-use super::{at, slot_name, tasks};
+use super::{at, buffer_name, tasks};
 
 /// Edges of tagged reads, and rows of clocks, that `verify` is willing to hold. A 70B program has a hundredth of them.
 const EDGES_MAX: usize = 1 << 26;
@@ -103,7 +103,7 @@ struct Edge {
     tagged: bool,
 }
 
-/// Edges out of tasks and joins, by source. Queue order is not among them. A join is a counter, or a range of a tagged slot that several
+/// Edges out of tasks and joins, by source. Queue order is not among them. A join is a counter, or a range of a tagged buffer that several
 /// tasks read, which has no clock.
 struct Edges {
     starts: Vec<u32>,
@@ -165,7 +165,7 @@ impl Clocks {
 }
 
 fn tagged(program: &Program, region: &Region) -> bool {
-    program.slots[region.slot.index()].kind == SlotKind::Tagged
+    program.buffers[region.buffer.index()].kind == BufferKind::Tagged
 }
 
 /// Finds the order and checks it. Relies on every word being written once.
@@ -398,7 +398,7 @@ impl Graph {
         }
         match node - self.tasks {
             counter if counter < self.counters => format!("c{counter}"),
-            join => slot_name(program, self.joins[join - self.counters].slot),
+            join => buffer_name(program, self.joins[join - self.counters].buffer),
         }
     }
 }

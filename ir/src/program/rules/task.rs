@@ -1,17 +1,17 @@
-//! Each task by itself: the slots that its op needs, and parameters that agree with slots, matrices and dimensions.
+//! Each task by itself: the buffers that its op needs, and parameters that agree with buffers, matrices and dimensions.
 //!
-//! Relies on sound limits, matrices and slots. Everything later relies on this: regions lie inside their slots.
+//! Relies on sound limits, matrices and buffers. Everything later relies on this: regions lie inside their buffers.
 
 use abi::{
-    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, Params, Prologue,
-    SampleParams, SlotKind,
+    AttentionMergeParams, AttentionParams, BufferKind, EmbedParams, Epilogue, MatvecParams, Params,
+    Prologue, SampleParams,
 };
 
-use crate::id::SlotId;
-use crate::program::{Program, Slot, SlotSource, Task, accesses};
+use crate::id::BufferId;
+use crate::program::{Buffer, BufferSource, Program, Task, accesses};
 use crate::violation::{At, Rule, Violations};
 
-use super::{named, slot_name, tasks};
+use super::{buffer_name, named, tasks};
 
 pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
     for (at, task) in tasks(program) {
@@ -41,8 +41,8 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
 /// Every id is in range, and so is the layer.
 fn ids(program: &Program, task: &Task, at: &At, found: &mut Violations) {
     let mut wrong = |rule, detail| found.push(rule, at.clone(), detail);
-    for slot in named(task).filter(|slot| slot.index() >= program.slots.len()) {
-        wrong(Rule::PArity, format!("there is no slot {slot}"));
+    for buffer in named(task).filter(|buffer| buffer.index() >= program.buffers.len()) {
+        wrong(Rule::PArity, format!("there is no buffer {buffer}"));
     }
     for counter in task.waits.iter().map(|wait| wait.counter).chain(task.signal) {
         if counter.0 >= program.counters {
@@ -57,13 +57,13 @@ fn ids(program: &Program, task: &Task, at: &At, found: &mut Violations) {
     }
 }
 
-/// No region is empty or reaches outside its slot.
+/// No region is empty or reaches outside its buffer.
 fn bounds(program: &Program, task: &Task, at: &At, found: &mut Violations) {
     let touched = accesses(program, task);
     for region in touched.reads.iter().chain(&touched.writes) {
-        let words = program.slots[region.slot.index()].words;
+        let words = program.buffers[region.buffer.index()].words;
         if region.start >= region.end || region.end > words {
-            let name = slot_name(program, region.slot);
+            let name = buffer_name(program, region.buffer);
             found.push(
                 Rule::PShape,
                 at.clone(),
@@ -73,11 +73,11 @@ fn bounds(program: &Program, task: &Task, at: &At, found: &mut Violations) {
     }
 }
 
-const ACTIVATION: &[SlotKind] = &[SlotKind::Plain, SlotKind::Tagged];
+const ACTIVATION: &[BufferKind] = &[BufferKind::Plain, BufferKind::Tagged];
 /// A candidate holds a row, which leaves no room for a tag.
-const CANDIDATES: &[SlotKind] = &[SlotKind::Plain];
-const VECTOR: &[SlotKind] = &[SlotKind::Plain, SlotKind::Tagged, SlotKind::Embedding];
-const CONSTANT: &[SlotKind] = &[SlotKind::Constant];
+const CANDIDATES: &[BufferKind] = &[BufferKind::Plain];
+const VECTOR: &[BufferKind] = &[BufferKind::Plain, BufferKind::Tagged, BufferKind::Embedding];
+const CONSTANT: &[BufferKind] = &[BufferKind::Constant];
 
 struct Op<'a> {
     program: &'a Program,
@@ -123,53 +123,58 @@ impl<'a> Op<'a> {
         }
     }
 
-    /// A slot that must be there, of one of these kinds.
-    fn slot(&mut self, what: &str, id: Option<SlotId>, kinds: &[SlotKind]) -> Option<&'a Slot> {
+    /// A buffer that must be there, of one of these kinds.
+    fn buffer(
+        &mut self,
+        what: &str,
+        id: Option<BufferId>,
+        kinds: &[BufferKind],
+    ) -> Option<&'a Buffer> {
         let Some(id) = id else {
             self.arity(format!("{what} is missing"));
             return None;
         };
-        let slot = &self.program.slots[id.index()];
-        if !kinds.contains(&slot.kind) {
-            let name = slot_name(self.program, id);
-            self.arity(format!("{what} is {name}, a {} slot", slot.kind.name()));
+        let buffer = &self.program.buffers[id.index()];
+        if !kinds.contains(&buffer.kind) {
+            let name = buffer_name(self.program, id);
+            self.arity(format!("{what} is {name}, a {} buffer", buffer.kind.name()));
             return None;
         }
-        Some(slot)
+        Some(buffer)
     }
 
-    fn read(&mut self, what: &str, index: usize, kinds: &[SlotKind]) -> Option<&'a Slot> {
-        self.slot(what, self.task.reads[index], kinds)
+    fn read(&mut self, what: &str, index: usize, kinds: &[BufferKind]) -> Option<&'a Buffer> {
+        self.buffer(what, self.task.reads[index], kinds)
     }
 
-    fn write(&mut self, what: &str, index: usize, kinds: &[SlotKind]) -> Option<&'a Slot> {
-        self.slot(what, self.task.writes[index], kinds)
+    fn write(&mut self, what: &str, index: usize, kinds: &[BufferKind]) -> Option<&'a Buffer> {
+        self.buffer(what, self.task.writes[index], kinds)
     }
 
-    /// A slot of exactly this many words. An embedding stands for one row.
-    fn words(&mut self, what: &str, slot: Option<&Slot>, words: u64) {
-        let Some(slot) = slot else { return };
-        let have = if slot.kind == SlotKind::Embedding {
+    /// A buffer of exactly this many words. An embedding stands for one row.
+    fn words(&mut self, what: &str, buffer: Option<&Buffer>, words: u64) {
+        let Some(buffer) = buffer else { return };
+        let have = if buffer.kind == BufferKind::Embedding {
             u64::from(self.program.dims.hidden)
         } else {
-            u64::from(slot.words)
+            u64::from(buffer.words)
         };
         if have != words {
-            self.shape(format!("{what} is {} with {have} words, expected {words}", slot.name));
+            self.shape(format!("{what} is {} with {have} words, expected {words}", buffer.name));
         }
     }
 
-    fn read_words(&mut self, what: &str, index: usize, kinds: &[SlotKind], words: u64) {
-        let slot = self.read(what, index, kinds);
-        self.words(what, slot, words);
+    fn read_words(&mut self, what: &str, index: usize, kinds: &[BufferKind], words: u64) {
+        let buffer = self.read(what, index, kinds);
+        self.words(what, buffer, words);
     }
 
-    fn write_words(&mut self, what: &str, index: usize, kinds: &[SlotKind], words: u64) {
-        let slot = self.write(what, index, kinds);
-        self.words(what, slot, words);
+    fn write_words(&mut self, what: &str, index: usize, kinds: &[BufferKind], words: u64) {
+        let buffer = self.write(what, index, kinds);
+        self.words(what, buffer, words);
     }
 
-    /// The slots from these places on are not used.
+    /// The buffers from these places on are not used.
     fn none(&mut self, reads: &[usize], writes: &[usize]) {
         let op = self.task.opcode.info().name;
         for &index in reads.iter().filter(|&&index| self.task.reads[index].is_some()) {
@@ -280,7 +285,7 @@ impl<'a> Op<'a> {
                 self.none(&[3], &[1]);
             }
             Epilogue::Logits => {
-                self.write_words("the logits", 0, &[SlotKind::Logits], p.rows.into());
+                self.write_words("the logits", 0, &[BufferKind::Logits], p.rows.into());
                 self.equal("rows", p.rows, self.program.dims.vocab);
                 self.write("the candidates", 1, CANDIDATES);
                 self.none(&[3], &[]);
@@ -290,7 +295,7 @@ impl<'a> Op<'a> {
 
     fn embed(&mut self, p: &EmbedParams) {
         self.zero(&p.reserved);
-        self.read("the embedding", 0, &[SlotKind::Embedding]);
+        self.read("the embedding", 0, &[BufferKind::Embedding]);
         self.write_words("the output", 0, ACTIVATION, self.program.dims.hidden.into());
         if p.len == 0 {
             self.shape("len is zero".into());
@@ -340,12 +345,12 @@ impl<'a> Op<'a> {
             }
         }
         if let Some(freq) = self.read("inverse frequencies", 3, CONSTANT)
-            && freq.source != SlotSource::InvFreq
+            && freq.source != BufferSource::InvFreq
         {
             self.arity(format!("{} does not hold the inverse frequencies", freq.name));
         }
         self.write_words("the partials", 0, ACTIVATION, self.partial_words(p.splits));
-        self.write("the cache", 1, &[SlotKind::KvCache]);
+        self.write("the cache", 1, &[BufferKind::KvCache]);
     }
 
     fn attention_merge(&mut self, p: &AttentionMergeParams) {

@@ -1,15 +1,15 @@
-//! Each word of a slot is written exactly once per step, and every read is ordered after that write.
+//! Each word of a buffer is written exactly once per step, and every read is ordered after that write.
 //!
-//! Relies on sound tasks: regions lie inside their slots.
+//! Relies on sound tasks: regions lie inside their buffers.
 
-use abi::SlotKind;
+use abi::BufferKind;
 
-use crate::id::{SlotId, WorkerId};
+use crate::id::{BufferId, WorkerId};
 use crate::program::{Program, Region, accesses};
 use crate::violation::{At, Rule, Violations};
 
 use super::order::Order;
-use super::{slot_name, tasks};
+use super::{buffer_name, tasks};
 
 /// Runs of words that tasks touch, all together.
 const REGIONS_MAX: usize = 1 << 22;
@@ -27,15 +27,15 @@ pub struct Unordered {
     pub writer: (WorkerId, u32),
     /// The one that reads.
     pub reader: (WorkerId, u32),
-    /// The slot.
-    pub slot: SlotId,
+    /// The buffer.
+    pub buffer: BufferId,
     /// First word of it that both touch.
     pub start: u32,
     /// One past the last.
     pub end: u32,
 }
 
-/// A run of words of a slot and the task that writes it; tasks are numbered as in [`Order`].
+/// A run of words of a buffer and the task that writes it; tasks are numbered as in [`Order`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Write {
     start: u32,
@@ -43,23 +43,23 @@ struct Write {
     task: u32,
 }
 
-/// The writes of each slot, sorted by first word.
+/// The writes of each buffer, sorted by first word.
 pub(super) struct Writes(Vec<Vec<Write>>);
 
 impl Writes {
     pub(super) fn new(program: &Program) -> Self {
-        let mut slots = vec![Vec::new(); program.slots.len()];
+        let mut buffers = vec![Vec::new(); program.buffers.len()];
         for ((_, task), number) in tasks(program).zip(0_u32..) {
-            for Region { slot, start, end } in accesses(program, task).writes {
-                slots[slot.index()].push(Write { start, end, task: number });
+            for Region { buffer, start, end } in accesses(program, task).writes {
+                buffers[buffer.index()].push(Write { start, end, task: number });
             }
         }
-        slots.iter_mut().for_each(|writes| writes.sort_unstable());
-        Self(slots)
+        buffers.iter_mut().for_each(|writes| writes.sort_unstable());
+        Self(buffers)
     }
 
     fn writes_in(&self, region: Region) -> impl Iterator<Item = Write> + '_ {
-        let writes = &self.0[region.slot.index()];
+        let writes = &self.0[region.buffer.index()];
         let first = writes.partition_point(|write| write.end <= region.start);
         writes[first..].iter().take_while(move |write| write.start < region.end).copied()
     }
@@ -70,15 +70,15 @@ impl Writes {
     }
 }
 
-/// Every word of each slot that tasks use is written, and by one task.
+/// Every word of each buffer that tasks use is written, and by one task.
 pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
-    let mut used = vec![false; program.slots.len()];
+    let mut used = vec![false; program.buffers.len()];
     let mut regions = 0;
     for (_, task) in tasks(program) {
         let touched = accesses(program, task);
         regions += touched.reads.len() + touched.writes.len();
         for region in touched.reads.iter().chain(&touched.writes) {
-            used[region.slot.index()] = true;
+            used[region.buffer.index()] = true;
         }
     }
     if regions > REGIONS_MAX {
@@ -86,34 +86,40 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
         return found.push(Rule::PLimit, At::Whole, detail);
     }
     let places: Vec<At> = tasks(program).map(|(at, _)| at).collect();
-    for ((writes, slot), used) in Writes::new(program).0.iter().zip(0..).zip(used) {
-        let slot = SlotId(slot);
+    for ((writes, buffer), used) in Writes::new(program).0.iter().zip(0..).zip(used) {
+        let buffer = BufferId(buffer);
         // What is appended to a cache is the business of the attention rules.
-        if used && program.slots[slot.index()].kind != SlotKind::KvCache {
-            twice(program, slot, writes, &places, found);
-            covered(program, slot, writes, found);
+        if used && program.buffers[buffer.index()].kind != BufferKind::KvCache {
+            twice(program, buffer, writes, &places, found);
+            covered(program, buffer, writes, found);
         }
     }
 }
 
-fn twice(program: &Program, slot: SlotId, writes: &[Write], places: &[At], found: &mut Violations) {
+fn twice(
+    program: &Program,
+    buffer: BufferId,
+    writes: &[Write],
+    places: &[At],
+    found: &mut Violations,
+) {
     for pair in writes.windows(2).filter(|pair| pair[1].start < pair[0].end) {
         let (start, end) = (pair[1].start, pair[0].end.min(pair[1].end));
-        let name = slot_name(program, slot);
+        let name = buffer_name(program, buffer);
         let first = &places[pair[0].task as usize];
         let detail = format!("words {start}..{end} of {name} are written by {first} too");
         found.push(Rule::RWriter, places[pair[1].task as usize].clone(), detail);
     }
 }
 
-fn covered(program: &Program, slot: SlotId, writes: &[Write], found: &mut Violations) {
-    let words = program.slots[slot.index()].words;
+fn covered(program: &Program, buffer: BufferId, writes: &[Write], found: &mut Violations) {
+    let words = program.buffers[buffer.index()].words;
     let mut next = 0;
     for write in writes.iter().chain(&[Write { start: words, end: words, task: 0 }]) {
         if write.start > next {
-            let name = slot_name(program, slot);
+            let name = buffer_name(program, buffer);
             let detail = format!("no task writes words {next}..{} of {name}", write.start);
-            return found.push(Rule::TCover, At::Slot(slot), detail);
+            return found.push(Rule::TCover, At::Buffer(buffer), detail);
         }
         next = next.max(write.end);
     }
@@ -123,7 +129,7 @@ fn covered(program: &Program, slot: SlotId, writes: &[Write], found: &mut Violat
 pub(in crate::program) fn check_order(program: &Program, order: &Order, found: &mut Violations) {
     let places: Vec<At> = tasks(program).map(|(at, _)| at).collect();
     let looked = unordered_reads(program, order, |reader, write, region| {
-        let name = slot_name(program, region.slot);
+        let name = buffer_name(program, region.buffer);
         let detail = format!(
             "reads words {}..{} of {name}, written by {}, and is not ordered after it",
             region.start, region.end, places[write.task as usize]
@@ -144,7 +150,7 @@ pub(in crate::program) fn unordered(program: &Program, order: &Order) -> Vec<Uno
             pairs.push(Unordered {
                 writer: order.place(write.task),
                 reader: order.place(reader),
-                slot: region.slot,
+                buffer: region.buffer,
                 start: region.start.max(write.start),
                 end: region.end.min(write.end),
             });
@@ -165,7 +171,8 @@ fn unordered_reads(
     for &reader in order.sequence() {
         let (worker, index) = order.place(reader);
         let task = &program.workers[worker.index()].tasks[index as usize];
-        let plain = |region: &Region| program.slots[region.slot.index()].kind != SlotKind::Tagged;
+        let plain =
+            |region: &Region| program.buffers[region.buffer.index()].kind != BufferKind::Tagged;
         for region in accesses(program, task).reads.into_iter().filter(plain) {
             let unordered = writes.writes_in(region).find(|write| {
                 looked += 1;

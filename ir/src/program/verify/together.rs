@@ -9,11 +9,11 @@
 //! (`K-SPLIT`), so it waits for the same tasks whichever sequence it is in. For the same reason all sequences come to an end when one does. What is
 //! left to check is what the kernel of several sequences asks beside the proof: [`Together::new`].
 
-use abi::{AttentionParams, Epilogue, Opcode, Params, Prologue, SlotKind};
+use abi::{AttentionParams, BufferKind, Epilogue, Opcode, Params, Prologue};
 
 use super::Verified;
 use crate::graph::DType;
-use crate::id::{MatrixId, SlotId};
+use crate::id::{BufferId, MatrixId};
 use crate::program::stream::uncountable;
 use crate::program::{Program, Task};
 use crate::violation::{At, Rule, Violations};
@@ -92,22 +92,22 @@ pub fn check_seqs(program: &Program, seqs: u32) -> Result<(), Violations> {
     if found.is_empty() { Ok(()) } else { Err(found) }
 }
 
-/// A kernel of several sequences keeps what is multiplied as it is in halves of 16 bits: every task takes the words of a slot for the same.
+/// A kernel of several sequences keeps what is multiplied as it is in halves of 16 bits: every task takes the words of a buffer for the same.
 fn one_form(program: &Program, found: &mut Violations) {
-    let mut forms = vec![None; program.slots.len()];
+    let mut forms = vec![None; program.buffers.len()];
     let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
-    for (slot, split) in tasks.flat_map(forms_of) {
+    for (buffer, split) in tasks.flat_map(forms_of) {
         let scratch =
-            matches!(program.slots[slot.index()].kind, SlotKind::Plain | SlotKind::Tagged);
-        if scratch && *forms[slot.index()].get_or_insert(split) != split {
+            matches!(program.buffers[buffer.index()].kind, BufferKind::Plain | BufferKind::Tagged);
+        if scratch && *forms[buffer.index()].get_or_insert(split) != split {
             let detail = "its words are values to one task and halves of 16 bits to another: run one sequence";
-            found.push(Rule::PShape, At::Slot(slot), detail.to_owned());
+            found.push(Rule::PShape, At::Buffer(buffer), detail.to_owned());
         }
     }
 }
 
-/// The slots of a task, and whether it takes the words of each for halves (`input_write` in slot.cuh).
-fn forms_of(task: &Task) -> Vec<(SlotId, bool)> {
+/// The buffers of a task, and whether it takes the words of each for halves (`input_write` in buffer.cuh).
+fn forms_of(task: &Task) -> Vec<(BufferId, bool)> {
     // Of the first input and of the first output.
     let (read, written) = match task.op() {
         Params::Matvec(p) => {
@@ -120,5 +120,5 @@ fn forms_of(task: &Task) -> Vec<(SlotId, bool)> {
     };
     let reads = task.reads.iter().enumerate().map(|(i, a)| (a, i == 0 && read));
     let writes = task.writes.iter().enumerate().map(|(i, a)| (a, i == 0 && written));
-    reads.chain(writes).filter_map(|(slot, split)| Some(((*slot)?, split))).collect()
+    reads.chain(writes).filter_map(|(buffer, split)| Some(((*buffer)?, split))).collect()
 }

@@ -2,11 +2,13 @@
 //! fusion.
 
 use abi::{
-    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, Opcode, Prologue,
-    SampleParams, SlotKind,
+    AttentionMergeParams, AttentionParams, BufferKind, EmbedParams, Epilogue, MatvecParams, Opcode,
+    Prologue, SampleParams,
 };
-use ir::program::{Dims, Matrix, Pipeline, Program, RowMap, Slot, SlotSource, Task, Wait, Worker};
-use ir::{CounterId, Graph, Layer, Linear, MatrixId, SlotId, TensorId};
+use ir::program::{
+    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Wait, Worker,
+};
+use ir::{BufferId, CounterId, Graph, Layer, Linear, MatrixId, TensorId};
 
 /// How to run a graph.
 #[derive(Clone, Copy, Debug)]
@@ -40,10 +42,10 @@ impl Default for Plan {
 /// What a matvec does besides multiplying.
 #[derive(Clone, Copy, Default)]
 struct Around {
-    x: Option<SlotId>,
-    norm: Option<SlotId>,
-    bias: Option<SlotId>,
-    residual: Option<SlotId>,
+    x: Option<BufferId>,
+    norm: Option<BufferId>,
+    bias: Option<BufferId>,
+    residual: Option<BufferId>,
 }
 
 struct Builder<'a> {
@@ -63,7 +65,7 @@ pub(super) fn program(graph: &Graph, plan: Plan) -> Program {
         kv_capacity: plan.capacity,
         pipeline: Pipeline { stage_units: 16, stages: 4, in_flight: 2, in_flight_near: 2 },
         matrices: Vec::new(),
-        slots: Vec::new(),
+        buffers: Vec::new(),
         counters: 0,
         arena_bytes: 0,
         workers: vec![Worker::default(); plan.workers],
@@ -77,13 +79,21 @@ impl Builder<'_> {
     fn build(&mut self) {
         let graph = self.graph;
         let embed = self.matrix("embed", RowMap::single(graph.embed, graph.vocab), graph.hidden);
-        let mut x =
-            self.slot("embedding", SlotKind::Embedding, graph.hidden, SlotSource::Embedding(embed));
+        let mut x = self.buffer(
+            "embedding",
+            BufferKind::Embedding,
+            graph.hidden,
+            BufferSource::Embedding(embed),
+        );
         if !self.plan.fuse_embed {
             x = self.embed(x);
         }
-        let inv_freq =
-            self.slot("inv_freq", SlotKind::Constant, graph.head_dim / 2, SlotSource::InvFreq);
+        let inv_freq = self.buffer(
+            "inv_freq",
+            BufferKind::Constant,
+            graph.head_dim / 2,
+            BufferSource::InvFreq,
+        );
         for (index, layer) in graph.layers.iter().enumerate() {
             x = self.attend(index as u16, layer, x, inv_freq);
             x = self.feed_forward(index as u16, layer, x);
@@ -94,7 +104,7 @@ impl Builder<'_> {
             self.matrix("lm_head", RowMap::single(graph.lm_head, graph.vocab), graph.hidden)
         };
         let norm = self.constant("final_norm", RowMap::single(graph.final_norm, graph.hidden));
-        let logits = self.slot("logits", SlotKind::Logits, graph.vocab, SlotSource::Scratch);
+        let logits = self.buffer("logits", BufferKind::Logits, graph.vocab, BufferSource::Scratch);
         let tiles = self.program.matrices[lm_head.index()].tiles();
         let candidates = tiles.min(self.plan.workers as u32);
         let pairs = self.activation("candidates", candidates * 2, false); // rows leave no room for a tag
@@ -109,7 +119,7 @@ impl Builder<'_> {
         self.phase(vec![sample], false);
     }
 
-    fn embed(&mut self, embedding: SlotId) -> SlotId {
+    fn embed(&mut self, embedding: BufferId) -> BufferId {
         let hidden = self.graph.hidden;
         let x = self.activation("x", hidden, true);
         let part = hidden.div_ceil(2);
@@ -123,7 +133,7 @@ impl Builder<'_> {
         x
     }
 
-    fn attend(&mut self, index: u16, layer: &Layer, x: SlotId, inv_freq: SlotId) -> SlotId {
+    fn attend(&mut self, index: u16, layer: &Layer, x: BufferId, inv_freq: BufferId) -> BufferId {
         let graph = self.graph;
         let (q_width, kv_width) = (graph.q_width(), graph.kv_width());
         let parts = [(layer.q, q_width), (layer.k, kv_width), (layer.v, kv_width)];
@@ -188,7 +198,13 @@ impl Builder<'_> {
         out
     }
 
-    fn attention(&mut self, index: u16, layer: &Layer, qkv: SlotId, inv_freq: SlotId) -> SlotId {
+    fn attention(
+        &mut self,
+        index: u16,
+        layer: &Layer,
+        qkv: BufferId,
+        inv_freq: BufferId,
+    ) -> BufferId {
         let graph = self.graph;
         let splits = self.plan.splits;
         let partials = self.activation(
@@ -197,8 +213,12 @@ impl Builder<'_> {
             false,
         );
         let words = 2 * graph.kv_width() * self.plan.capacity;
-        let cache =
-            self.slot("kv", SlotKind::KvCache, words, SlotSource::KvCache { layer: index.into() });
+        let cache = self.buffer(
+            "kv",
+            BufferKind::KvCache,
+            words,
+            BufferSource::KvCache { layer: index.into() },
+        );
         let norms = [layer.q_norm, layer.k_norm].map(|norm| {
             norm.map(|norm| self.constant("head_norm", RowMap::single(norm, graph.head_dim)))
         });
@@ -228,7 +248,7 @@ impl Builder<'_> {
         partials
     }
 
-    fn feed_forward(&mut self, index: u16, layer: &Layer, x: SlotId) -> SlotId {
+    fn feed_forward(&mut self, index: u16, layer: &Layer, x: BufferId) -> BufferId {
         let graph = self.graph;
         let parts = [(layer.gate, graph.ffn), (layer.up, graph.ffn)];
         let around = Around {
@@ -265,7 +285,7 @@ impl Builder<'_> {
         id: MatrixId,
         around: Around,
         params: MatvecParams,
-        writes: [Option<SlotId>; 2],
+        writes: [Option<BufferId>; 2],
     ) {
         let matrix = self.program.matrices[id.index()].clone();
         let granule = if params.epilogue == Epilogue::SiluMul as u32 { 2 } else { 1 };
@@ -330,26 +350,32 @@ impl Builder<'_> {
         MatrixId(self.program.matrices.len() as u32 - 1)
     }
 
-    fn slot(&mut self, name: &str, kind: SlotKind, words: u32, source: SlotSource) -> SlotId {
-        let mut slot = Slot { name: name.into(), kind, words, source, offset: 0 };
-        if slot.arena_bytes() > 0 {
-            slot.offset = self.program.arena_bytes;
-            self.program.arena_bytes += slot.arena_bytes().next_multiple_of(128);
+    fn buffer(
+        &mut self,
+        name: &str,
+        kind: BufferKind,
+        words: u32,
+        source: BufferSource,
+    ) -> BufferId {
+        let mut buffer = Buffer { name: name.into(), kind, words, source, offset: 0 };
+        if buffer.arena_bytes() > 0 {
+            buffer.offset = self.program.arena_bytes;
+            self.program.arena_bytes += buffer.arena_bytes().next_multiple_of(128);
         }
-        self.program.slots.push(slot);
-        SlotId(self.program.slots.len() as u32 - 1)
+        self.program.buffers.push(buffer);
+        BufferId(self.program.buffers.len() as u32 - 1)
     }
 
-    fn activation(&mut self, name: &str, words: u32, may_tag: bool) -> SlotId {
-        let kind = if self.plan.tagged && may_tag { SlotKind::Tagged } else { SlotKind::Plain };
-        self.slot(name, kind, words, SlotSource::Scratch)
+    fn activation(&mut self, name: &str, words: u32, may_tag: bool) -> BufferId {
+        let kind = if self.plan.tagged && may_tag { BufferKind::Tagged } else { BufferKind::Plain };
+        self.buffer(name, kind, words, BufferSource::Scratch)
     }
 
-    fn constant(&mut self, name: &str, map: RowMap) -> SlotId {
-        self.slot(name, SlotKind::Constant, map.rows(), SlotSource::Vector(map))
+    fn constant(&mut self, name: &str, map: RowMap) -> BufferId {
+        self.buffer(name, BufferKind::Constant, map.rows(), BufferSource::Vector(map))
     }
 
-    fn bias(&mut self, parts: &[(Linear, u32)], interleaved: bool) -> Option<SlotId> {
+    fn bias(&mut self, parts: &[(Linear, u32)], interleaved: bool) -> Option<BufferId> {
         parts.iter().any(|(linear, _)| linear.bias.is_some()).then(|| {
             let parts: Vec<(Option<TensorId>, u32)> =
                 parts.iter().map(|&(linear, rows)| (linear.bias, rows)).collect();

@@ -85,12 +85,12 @@ fn a_wrong_program_is_as_wrong_with_every_product_known() {
             }
         }
         for access in 0..4 {
-            for slot in 0..whole.slots.len() as u32 {
+            for buffer in 0..whole.buffers.len() as u32 {
                 let mut program = whole.clone();
                 let Some(task) = tasks(&mut program, Opcode::Matvec).nth(index) else { continue };
                 let Some(read) = &mut task.reads[access] else { continue };
-                *read = SlotId(slot);
-                check(&program, &format!("operand {access} of task {index} is slot {slot}"));
+                *read = BufferId(buffer);
+                check(&program, &format!("operand {access} of task {index} is buffer {buffer}"));
             }
         }
     }

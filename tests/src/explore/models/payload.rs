@@ -26,7 +26,7 @@ enum Bug {
 
 const MASK: u32 = (1 << abi::TAG_BITS) - 1;
 
-/// As in `slot_words`.
+/// As in `buffer_words`.
 fn tag(epoch: u32) -> u32 {
     (epoch * abi::TAG_RUNS) & MASK
 }

@@ -1,4 +1,4 @@
-// Reading and writing slots by kind.
+// Reading and writing buffers by kind.
 #pragma once
 
 #if AMK_DTYPE == AMK_DTYPE_F32
@@ -39,7 +39,7 @@ __device__ __forceinline__ float2 pair_values(uint32_t v) {
 }
 #endif
 
-// The words of a slot. A tagged word is an f32 whose lowest AMK_TAG_BITS bits are the tag: value and tag are one access, so whoever
+// The words of a buffer. A tagged word is an f32 whose lowest AMK_TAG_BITS bits are the tag: value and tag are one access, so whoever
 // sees the tag has the value, and a word costs no more than a plain one. A plain word is the same with no bits of tag.
 struct Words {
   uint32_t* at;
@@ -49,9 +49,9 @@ struct Words {
 
 constexpr uint32_t TAG_MASK = (1u << AMK_TAG_BITS) - 1;
 
-__device__ __forceinline__ Words slot_words(Worker const& w, ResolvedSlot const& s) {
-  bool const tagged = s.kind == AMK_SLOT_TAGGED;
-  return Words{(uint32_t*)slot_address(w, s), tagged ? (w.epoch * AMK_TAG_RUNS + seq_run(w)) & TAG_MASK : 0, tagged ? TAG_MASK : 0};
+__device__ __forceinline__ Words buffer_words(Worker const& w, ResolvedBuffer const& s) {
+  bool const tagged = s.kind == AMK_BUFFER_TAGGED;
+  return Words{(uint32_t*)buffer_address(w, s), tagged ? (w.epoch * AMK_TAG_RUNS + seq_run(w)) & TAG_MASK : 0, tagged ? TAG_MASK : 0};
 }
 __device__ __forceinline__ bool word_here(Words const& s, uint32_t word) { return ((word ^ s.tag) & s.mask) == 0; }
 __device__ __forceinline__ float word_value(Words const& s, uint32_t word) { return __uint_as_float(word & ~s.mask); }
@@ -82,7 +82,7 @@ __device__ __forceinline__ bool quad_here(Words const& s, uint4 const& v) {
   return (((v.x ^ s.tag) | (v.y ^ s.tag) | (v.z ^ s.tag) | (v.w ^ s.tag)) & s.mask) == 0;
 }
 
-// Groups of 4 words of a slot, asked for together and again until all are here; `at[i]` is the first word of group i, and those not
+// Groups of 4 words of a buffer, asked for together and again until all are here; `at[i]` is the first word of group i, and those not
 // `wanted` are zero.
 template <uint32_t N> __device__ __forceinline__ void quads_wait(Worker const& w, Words const& s, uint32_t const (&at)[N], bool const (&wanted)[N], uint4 (&out)[N]) {
   bool missing[N];
@@ -130,7 +130,7 @@ __device__ __forceinline__ float word_wait(Worker const& w, Words const& s, uint
 }
 
 // Elements e..e+4 (e a multiple of 4) of the token's embedding row.
-__device__ __forceinline__ float4 embedding_read4(Worker const& w, ResolvedSlot const& s, uint32_t e) {
+__device__ __forceinline__ float4 embedding_read4(Worker const& w, ResolvedBuffer const& s, uint32_t e) {
   uint32_t const token = seq_token(w);
   uint64_t const unit = (uint64_t)(token / AMK_UNIT_ROWS) * s.units + e / UNIT_COLS;
   char const* p = (char const*)s.address + unit * AMK_UNIT_BYTES + (token % AMK_UNIT_ROWS) * AMK_UNIT_ROW_BYTES + unit_column(e) * ELEMENT_BYTES;
@@ -143,11 +143,11 @@ __device__ __forceinline__ float4 embedding_read4(Worker const& w, ResolvedSlot 
 #endif
 }
 
-// Element i of the residual stream: of the embedding, or of a slot once it is here.
-__device__ __forceinline__ float slot_read(Worker const& w, ResolvedSlot const& s, uint32_t i) {
-  if (s.kind == AMK_SLOT_EMBEDDING) {
+// Element i of the residual stream: of the embedding, or of a buffer once it is here.
+__device__ __forceinline__ float buffer_read(Worker const& w, ResolvedBuffer const& s, uint32_t i) {
+  if (s.kind == AMK_BUFFER_EMBEDDING) {
     float4 const v = embedding_read4(w, s, i & ~3u);
     return (i & 2) ? ((i & 1) ? v.w : v.z) : ((i & 1) ? v.y : v.x);
   }
-  return word_wait(w, slot_words(w, s), i);
+  return word_wait(w, buffer_words(w, s), i);
 }

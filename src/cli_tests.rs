@@ -228,7 +228,7 @@ fn absurd_values_are_refused_not_run() {
         r#"{"pipeline": {"stages": -1}}"#,
         r#"{"pipeline": {"stages": 1e300}}"#,
         r#"{"pipeline": {"stages": 26, "stage_bytes": 32768}}"#,
-        r#"{"pipeline": {"in_flight_bytes": 8192, "in_flight_near_bytes": 65536}}"#,
+        r#"{"pipeline": {"in_flight_bytes": 8192, "in_flight_before_wait_bytes": 65536}}"#,
         r#"{"kernel": null}"#,
         r#"{"kernel": []}"#,
         "[]",

@@ -149,7 +149,7 @@ wire_struct! {
         /// Stages on their way at once, at most.
         pub in_flight: u32,
         /// The same while the worker is about to receive a handoff.
-        pub in_flight_near: u32,
+        pub in_flight_before_wait: u32,
         /// Byte offset of the activation buffer in shared memory.
         pub x_offset: u32,
         /// Bytes of the activation buffer.

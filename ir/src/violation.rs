@@ -21,7 +21,7 @@ macro_rules! for_each_rule {
             Schedule STarget "S-TARGET" "the target lies within the limits of the opcode table";
             Schedule SRing "S-RING" "the weight ring fits in shared memory beside the activation buffer";
             Schedule SInFlight "S-IN-FLIGHT" "bytes in flight are whole stages, at least one and at most the ring";
-            Schedule SNear "S-NEAR" "bytes in flight near a handoff are at most those elsewhere";
+            Schedule SBeforeWait "S-BEFORE-WAIT" "bytes in flight before a wait are at most those elsewhere";
             Schedule SThreads "S-THREADS" "the threads of a worker are within the target's limits, and its architecture has what the kernel uses";
             Schedule SSplit "S-SPLIT" "every split of the keys has work at some position";
             Program PLimit "P-LIMIT" "sizes, dimensions and the weight ring stay within the ABI's limits";

@@ -107,7 +107,7 @@ fn pipeline(config: &ScheduleConfig) -> Pipeline {
         stage_units: knobs.stage_bytes / abi::UNIT_BYTES,
         stages: knobs.stages,
         in_flight: knobs.in_flight_bytes / knobs.stage_bytes,
-        in_flight_near: knobs.in_flight_near_bytes / knobs.stage_bytes,
+        in_flight_before_wait: knobs.in_flight_before_wait_bytes / knobs.stage_bytes,
     }
 }
 

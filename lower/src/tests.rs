@@ -243,10 +243,10 @@ fn variants(knob: Knob, value: Value, graph: &Graph, target: &Target) -> Vec<[Sc
     bases.push(fine);
     let mut shallow = base;
     shallow.pipeline.in_flight_bytes = 32_768;
-    shallow.pipeline.in_flight_near_bytes = 32_768;
+    shallow.pipeline.in_flight_before_wait_bytes = 32_768;
     bases.push(shallow);
     let mut low = deep;
-    low.pipeline.in_flight_near_bytes = 8192;
+    low.pipeline.in_flight_before_wait_bytes = 8192;
     bases.push(low);
     bases
         .into_iter()
@@ -325,7 +325,7 @@ fn tuned() -> ScheduleConfig {
     let mut config = ScheduleConfig::default();
     config.pipeline.stages = 10;
     config.pipeline.in_flight_bytes = 49_152;
-    config.pipeline.in_flight_near_bytes = 32_768;
+    config.pipeline.in_flight_before_wait_bytes = 32_768;
     config.sm_assignment = SmAssignment::ByteBalance;
     config
 }
@@ -341,11 +341,11 @@ fn predictions_rank_as_measurements_did() {
     };
     let deep = with(&|c| {
         c.pipeline.in_flight_bytes = 131_072;
-        c.pipeline.in_flight_near_bytes = 131_072;
+        c.pipeline.in_flight_before_wait_bytes = 131_072;
     });
     let starved = with(&|c| {
         c.pipeline.in_flight_bytes = 16_384;
-        c.pipeline.in_flight_near_bytes = 16_384;
+        c.pipeline.in_flight_before_wait_bytes = 16_384;
     });
     let shallow = with(&|c| {
         c.pipeline.stages = 4;
@@ -375,7 +375,7 @@ fn deeper_rings_are_predicted_a_little_faster() {
     config.fusion_grouping.merge = MergeGrouping::OProj;
     config.sync.qkv = Handoff::Tagged;
     config.sync.o_proj = Handoff::Tagged;
-    config.pipeline.in_flight_near_bytes = 49_152;
+    config.pipeline.in_flight_before_wait_bytes = 49_152;
     let times = [4, 7, 9, 11].map(|stages| {
         config.pipeline.stages = stages;
         latency(config, &graph)

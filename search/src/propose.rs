@@ -234,7 +234,8 @@ pub(crate) fn fit_caps(config: &mut ScheduleConfig) {
     let whole = |bytes: u32| (bytes / ring.stage_bytes).max(1) * ring.stage_bytes;
     let most = ring.stages * ring.stage_bytes;
     ring.in_flight_bytes = whole(ring.in_flight_bytes.min(most));
-    ring.in_flight_near_bytes = whole(ring.in_flight_near_bytes.min(ring.in_flight_bytes));
+    ring.in_flight_before_wait_bytes =
+        whole(ring.in_flight_before_wait_bytes.min(ring.in_flight_bytes));
 }
 
 /// A generator for one purpose of one trial.

@@ -136,7 +136,7 @@ impl<'a> Survey<'a> {
         let caps = greatest(space, Knob::PipelineInFlightBytes) / ring.stage_bytes;
         let all = rng.random_range(1..=caps.clamp(1, ring.stages));
         ring.in_flight_bytes = all * ring.stage_bytes;
-        ring.in_flight_near_bytes = rng.random_range(1..=all) * ring.stage_bytes;
+        ring.in_flight_before_wait_bytes = rng.random_range(1..=all) * ring.stage_bytes;
         config
     }
 

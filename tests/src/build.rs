@@ -124,7 +124,7 @@ fn empty(graph: &Graph, plan: &Plan) -> Program {
         model: graph.name.clone(),
         dims: Dims::from(graph),
         kv_capacity: plan.kv_capacity,
-        pipeline: Pipeline { stage_units: 32, stages: 8, in_flight: 4, in_flight_near: 2 },
+        pipeline: Pipeline { stage_units: 32, stages: 8, in_flight: 4, in_flight_before_wait: 2 },
         matrices: Vec::new(),
         buffers: Vec::new(),
         counters: 0,

@@ -101,7 +101,7 @@ impl Edit {
                     0 => &mut ring.stage_units,
                     1 => &mut ring.stages,
                     2 => &mut ring.in_flight,
-                    _ => &mut ring.in_flight_near,
+                    _ => &mut ring.in_flight_before_wait,
                 };
                 *field = rng.pick(&[0, 1, 2, 3, field.wrapping_sub(1), *field + 1, *field * 2]);
             }

@@ -114,7 +114,7 @@ __device__ __forceinline__ uint32_t stages_of(Loader const& l, uint32_t units, u
 }
 __device__ __forceinline__ void loader_caps(Loader& l, amk_program const& p, uint32_t stage_units) {
   l.cap_far = stages_of(l, p.in_flight * p.stage_units, stage_units);
-  l.cap_near = stages_of(l, p.in_flight_near * p.stage_units, stage_units);
+  l.cap_near = stages_of(l, p.in_flight_before_wait * p.stage_units, stage_units);
 }
 
 // The next stage, once it has been freed by every consumer warp and few enough bytes are on their way: the messages of a handoff queue

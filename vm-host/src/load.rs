@@ -194,7 +194,7 @@ fn header(
         stages: room.stages,
         stage_units: program.pipeline.stage_units,
         in_flight: program.pipeline.in_flight,
-        in_flight_near: program.pipeline.in_flight_near,
+        in_flight_before_wait: program.pipeline.in_flight_before_wait,
         x_offset: abi::FIXED_BYTES,
         x_bytes: room.x_bytes,
         kv_capacity: residents.kv_capacity,

@@ -37,7 +37,7 @@ const SCHEDULES: [(&str, &str); 10] = [
     ),
     (
         "small stages, evict first",
-        r#"{"kernel": {"evict": "first", "poll_sleep_ns": 0}, "pipeline": {"stages": 4, "stage_bytes": 8192, "in_flight_bytes": 16384, "in_flight_near_bytes": 8192}}"#,
+        r#"{"kernel": {"evict": "first", "poll_sleep_ns": 0}, "pipeline": {"stages": 4, "stage_bytes": 8192, "in_flight_bytes": 16384, "in_flight_before_wait_bytes": 8192}}"#,
     ),
     (
         "two splits",
@@ -52,7 +52,7 @@ const SCHEDULES: [(&str, &str); 10] = [
     ),
     (
         "counters from the hidden layer on",
-        r#"{"pipeline": {"stage_bytes": 16384, "stages": 10, "in_flight_bytes": 49152, "in_flight_near_bytes": 49152},
+        r#"{"pipeline": {"stage_bytes": 16384, "stages": 10, "in_flight_bytes": 49152, "in_flight_before_wait_bytes": 49152},
             "sync": {"embed": "tagged", "qkv": "tagged", "attention": "tagged", "merge": "tagged", "o_proj": "tagged", "gate_up": "counter", "down": "counter"},
             "fusion_grouping": {"merge": "o_proj"}, "tiling": {"qkv": {"rows": 64}, "gate_up": {"rows": 16}, "down": {"rows": 32}, "o_proj": {"rows": 8}},
             "sm_assignment": "carry"}"#,
@@ -60,11 +60,11 @@ const SCHEDULES: [(&str, &str); 10] = [
     (
         // The smallest there is. With longer heads than these models have it holds less than a block of keys: stage `rings` of .ci/device.
         "smallest ring",
-        r#"{"pipeline": {"stages": 2, "stage_bytes": 8192, "in_flight_bytes": 8192, "in_flight_near_bytes": 8192}, "tiling": {"attention": {"kv_split": 1}}}"#,
+        r#"{"pipeline": {"stages": 2, "stage_bytes": 8192, "in_flight_bytes": 8192, "in_flight_before_wait_bytes": 8192}, "tiling": {"attention": {"kv_split": 1}}}"#,
     ),
     (
         "large stages",
-        r#"{"pipeline": {"stages": 2, "stage_bytes": 32768, "in_flight_bytes": 32768, "in_flight_near_bytes": 32768}}"#,
+        r#"{"pipeline": {"stages": 2, "stage_bytes": 32768, "in_flight_bytes": 32768, "in_flight_before_wait_bytes": 32768}}"#,
     ),
 ];
 
@@ -314,7 +314,7 @@ fn odd_widths_compute_what_the_graph_says() {
             ..model::Shape::default()
         };
         let model = model::Model::random(shape, 7);
-        let text = r#"{"pipeline": {"stage_bytes": 32768, "stages": 4, "in_flight_bytes": 65536, "in_flight_near_bytes": 32768}}"#;
+        let text = r#"{"pipeline": {"stage_bytes": 32768, "stages": 4, "in_flight_bytes": 65536, "in_flight_before_wait_bytes": 32768}}"#;
         let config = config(text, &model.graph, &target);
         let options = lower::Options { kv_capacity: 128 };
         let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");

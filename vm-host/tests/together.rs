@@ -34,7 +34,7 @@ const SCHEDULES: [(&str, &str); 4] = [
     ),
     (
         "small stages",
-        r#"{"pipeline": {"stages": 4, "stage_bytes": 8192, "in_flight_bytes": 16384, "in_flight_near_bytes": 8192}}"#,
+        r#"{"pipeline": {"stages": 4, "stage_bytes": 8192, "in_flight_bytes": 16384, "in_flight_before_wait_bytes": 8192}}"#,
     ),
 ];
 
@@ -424,7 +424,7 @@ fn a_sequence_without_a_token_ends_alone() {
 /// The shipped schedule of llama-3.2-1b for a context of 128, its attention in so many splits.
 fn shipped(splits: u32) -> String {
     format!(
-        r#"{{"pipeline": {{"stage_bytes": 32768, "stages": 5, "in_flight_bytes": 98304, "in_flight_near_bytes": 32768}},
+        r#"{{"pipeline": {{"stage_bytes": 32768, "stages": 5, "in_flight_bytes": 98304, "in_flight_before_wait_bytes": 32768}},
             "sync": {{"embed": "tagged", "qkv": "tagged", "attention": "tagged", "merge": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged"}},
             "fusion_grouping": {{"embed": "qkv", "merge": "o_proj"}},
             "tiling": {{"qkv": {{"rows": 8}}, "o_proj": {{"rows": 8}}, "gate_up": {{"rows": 8}}, "down": {{"rows": 8}}, "lm_head": {{"rows": 8}},

@@ -246,7 +246,7 @@ pub struct Pipeline {
     /// Stages on their way at once, at most.
     pub in_flight: u32,
     /// The same in the last stages before a handoff, and until it has arrived.
-    pub in_flight_near: u32,
+    pub in_flight_before_wait: u32,
 }
 
 /// The shapes of the graph that programs depend on.

@@ -72,7 +72,7 @@ fn ruled() -> ScheduleConfig {
     config.kernel.poll_sleep_ns = 0;
     config.kernel.evict = Evict::First;
     config.sm_assignment = SmAssignment::Carry;
-    config.pipeline.in_flight_near_bytes = NEAR_BYTES;
+    config.pipeline.in_flight_before_wait_bytes = NEAR_BYTES;
     config
 }
 
@@ -90,7 +90,8 @@ fn fitted(
         sized.pipeline.stages = largest_stages(&sized, graph, target)?.min(stages_max);
         let ring = sized.pipeline.stages * stage_bytes;
         sized.pipeline.in_flight_bytes = config.pipeline.in_flight_bytes.min(ring);
-        sized.pipeline.in_flight_near_bytes = config.pipeline.in_flight_near_bytes.min(ring);
+        sized.pipeline.in_flight_before_wait_bytes =
+            config.pipeline.in_flight_before_wait_bytes.min(ring);
         check(&sized, graph, target).is_empty().then_some(sized)
     };
     sizes.iter().find_map(sized)

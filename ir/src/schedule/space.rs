@@ -20,11 +20,11 @@ fn undemanding(knob: Knob, value: Value) -> ScheduleConfig {
     // `value` is from the knob's own domain.
     let _ = config.set(knob, value);
     let stage = config.pipeline.stage_bytes;
-    if knob != Knob::PipelineInFlightNearBytes {
-        config.pipeline.in_flight_near_bytes = stage;
+    if knob != Knob::PipelineInFlightBeforeWaitBytes {
+        config.pipeline.in_flight_before_wait_bytes = stage;
     }
     if knob != Knob::PipelineInFlightBytes {
-        config.pipeline.in_flight_bytes = config.pipeline.in_flight_near_bytes;
+        config.pipeline.in_flight_bytes = config.pipeline.in_flight_before_wait_bytes;
     }
     config.pipeline.stages = config.pipeline.stages.max(config.pipeline.in_flight_bytes / stage);
     config

@@ -183,10 +183,10 @@ fn a_ring_that_does_not_fit_names_the_largest_that_does() {
 #[test]
 fn rules_between_knobs_are_all_reported_in_one_answer() {
     let graph = graph(14336, DType::F32);
-    let text = r#"{"pipeline": {"in_flight_bytes": 24576, "in_flight_near_bytes": 32768, "stages": 25},
+    let text = r#"{"pipeline": {"in_flight_bytes": 24576, "in_flight_before_wait_bytes": 32768, "stages": 25},
         "tiling": {"attention": {"kv_block": 512, "kv_split": 32}}, "oops": 1}"#;
     let found = read_config(text, &graph, &h200()).expect_err("refused");
-    for rule in [Rule::SKey, Rule::SRing, Rule::SInFlight, Rule::SNear, Rule::SSplit] {
+    for rule in [Rule::SKey, Rule::SRing, Rule::SInFlight, Rule::SBeforeWait, Rule::SSplit] {
         assert!(found.has(rule), "{rule} in {found}");
     }
 }
@@ -245,7 +245,7 @@ fn the_default_is_the_deepest_ring_of_32_kb_stages_with_every_hand_off_in_the_da
         let target = Target::by_name(name).expect("in the table");
         let config = default_config(&graph, &target);
         assert_eq!((config.pipeline.stage_bytes, config.pipeline.stages), (32 * 1024, 5));
-        assert_eq!(config.pipeline.in_flight_near_bytes, 32 * 1024);
+        assert_eq!(config.pipeline.in_flight_before_wait_bytes, 32 * 1024);
         assert_eq!(largest_stages(&config, &graph, &target), Some(5));
         for knob in Knob::ALL.iter().filter(|knob| knob.path().starts_with("sync.")) {
             assert_eq!(config.get(*knob), Value::Name("tagged"), "{knob}");

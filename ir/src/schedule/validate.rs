@@ -1,7 +1,7 @@
 //! Checks a config against a graph and a target.
 //!
 //! **Checked:** every knob is in the table's domain; the graph and target are within the opcode table's limits; the rules between knobs
-//! (`S-RING`, `S-IN-FLIGHT`, `S-NEAR`, `S-THREADS`, `S-SPLIT`). A rule between knobs is left out when one of its knobs is
+//! (`S-RING`, `S-IN-FLIGHT`, `S-BEFORE-WAIT`, `S-THREADS`, `S-SPLIT`). A rule between knobs is left out when one of its knobs is
 //! outside its domain. **Not checked:** limits of the lowered program (`lower`), and that the kernel compiles (the build).
 //!
 //! **Rounding.** There is none. Bytes in flight must be whole stages, and what is given is what runs.
@@ -168,7 +168,7 @@ fn in_flight(config: &ScheduleConfig, found: &mut Violations) {
     let ring = stage * pipeline.stages;
     let caps = [
         (Knob::PipelineInFlightBytes, pipeline.in_flight_bytes),
-        (Knob::PipelineInFlightNearBytes, pipeline.in_flight_near_bytes),
+        (Knob::PipelineInFlightBeforeWaitBytes, pipeline.in_flight_before_wait_bytes),
     ];
     for (knob, bytes) in caps {
         if bytes >= stage && bytes <= ring && bytes.is_multiple_of(stage) {
@@ -184,15 +184,15 @@ fn in_flight(config: &ScheduleConfig, found: &mut Violations) {
                 .suggest(format!("{knob} = {nearest}")),
         );
     }
-    if pipeline.in_flight_near_bytes > pipeline.in_flight_bytes {
+    if pipeline.in_flight_before_wait_bytes > pipeline.in_flight_bytes {
         let detail = format!(
-            "{} near handoffs, {} elsewhere",
-            pipeline.in_flight_near_bytes, pipeline.in_flight_bytes
+            "{} before waits, {} elsewhere",
+            pipeline.in_flight_before_wait_bytes, pipeline.in_flight_bytes
         );
-        let knob = Knob::PipelineInFlightNearBytes;
+        let knob = Knob::PipelineInFlightBeforeWaitBytes;
         found.add(
-            Violation::new(Rule::SNear, at(knob), detail)
-                .value(pipeline.in_flight_near_bytes)
+            Violation::new(Rule::SBeforeWait, at(knob), detail)
+                .value(pipeline.in_flight_before_wait_bytes)
                 .legal(format!("at most {}", pipeline.in_flight_bytes))
                 .suggest(format!("{knob} = {}", pipeline.in_flight_bytes)),
         );

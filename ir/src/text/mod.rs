@@ -12,7 +12,7 @@
 //! model "toy"
 //! dims hidden=48 heads=4 kv_heads=2 head_dim=8 ffn=56 vocab=100 layers=1 dtype=f32
 //! kv_capacity 16
-//! pipeline stage_units=32 stages=8 in_flight=4 in_flight_near=2
+//! pipeline stage_units=32 stages=8 in_flight=4 in_flight_before_wait=2
 //! counters 1
 //! arena 384
 //! matrix m0 "layers.0.o" cols=32 format=f32 rows %7:48

@@ -386,7 +386,7 @@ fn pipeline(cursor: &mut Cursor<'_>) -> Result<Pipeline, ParseError> {
         stage_units: cursor.named_number("stage_units")?,
         stages: cursor.named_number("stages")?,
         in_flight: cursor.named_number("in_flight")?,
-        in_flight_near: cursor.named_number("in_flight_near")?,
+        in_flight_before_wait: cursor.named_number("in_flight_before_wait")?,
     })
 }
 

@@ -64,8 +64,8 @@ fn header(out: &mut String, program: &Program) {
     let _ = writeln!(out, "kv_capacity {}", program.kv_capacity);
     let _ = writeln!(
         out,
-        "pipeline stage_units={} stages={} in_flight={} in_flight_near={}",
-        p.stage_units, p.stages, p.in_flight, p.in_flight_near
+        "pipeline stage_units={} stages={} in_flight={} in_flight_before_wait={}",
+        p.stage_units, p.stages, p.in_flight, p.in_flight_before_wait
     );
     let _ = writeln!(out, "counters {}", program.counters);
     let _ = writeln!(out, "arena {}", program.arena_bytes);

@@ -92,13 +92,13 @@ prop_compose! {
     fn program()(
         model in name(),
         dims in dims(),
-        [kv_capacity, counters, stage_units, stages, in_flight, in_flight_near] in proptest::array::uniform6(any::<u32>()),
+        [kv_capacity, counters, stage_units, stages, in_flight, in_flight_before_wait] in proptest::array::uniform6(any::<u32>()),
         arena_bytes in any::<u64>(),
         matrices in vec(matrix(), 0..3),
         buffers in vec(buffer(), 0..4),
         workers in vec(worker(), 0..3),
     ) -> Program {
-        let pipeline = Pipeline { stage_units, stages, in_flight, in_flight_near };
+        let pipeline = Pipeline { stage_units, stages, in_flight, in_flight_before_wait };
         Program { model, dims, kv_capacity, pipeline, matrices, buffers, counters, arena_bytes, workers }
     }
 }
@@ -153,7 +153,7 @@ proptest! {
 
 fn empty() -> Program {
     let text = "amk 2\nmodel \"\"\ndims hidden=0 heads=0 kv_heads=0 head_dim=0 ffn=0 vocab=0 layers=0 dtype=f32\nkv_capacity 0\n\
-                pipeline stage_units=0 stages=0 in_flight=0 in_flight_near=0\ncounters 0\narena 0\n";
+                pipeline stage_units=0 stages=0 in_flight=0 in_flight_before_wait=0\ncounters 0\narena 0\n";
     parse(text).unwrap_or_else(|error| panic!("{error}"))
 }
 

@@ -148,16 +148,16 @@ fn interpolate(points: &[(f64, f64)], x: f64) -> f64 {
 pub(super) struct Flow {
     /// Bytes that the ring holds when it is full.
     pub(super) ring: f64,
-    /// Bytes that land in a microsecond inside a phase, and while a handoff is near, with every worker streaming.
+    /// Bytes that land in a microsecond inside a phase, and before a wait, with every worker streaming.
     pub(super) stream: f64,
-    pub(super) stream_near: f64,
+    pub(super) stream_before_wait: f64,
     /// What the bytes in flight allow however few others stream.
     pub(super) alone: f64,
     /// Multiplying a byte, and what comes on top for each stage and each tile.
     pub(super) byte: f64,
     pub(super) stage: f64,
     pub(super) tile: f64,
-    /// Delay of one trip by the bytes in flight near a handoff.
+    /// Delay of one trip by the bytes in flight before a wait.
     pub(super) queue: f64,
 }
 
@@ -166,7 +166,7 @@ pub(super) struct Flow {
 pub(super) struct Shape {
     pub(super) stages: u32,
     pub(super) in_flight: u32,
-    pub(super) in_flight_near: u32,
+    pub(super) in_flight_before_wait: u32,
     /// Bytes of an average stage.
     pub(super) payload: f64,
     /// Whether each warp takes its share of a stage into registers at once.
@@ -216,7 +216,7 @@ impl Speeds {
         let byte = kib / KIB / self.clock;
         let stage = rates.stage_us / self.clock;
         let in_flight = f64::from(shape.in_flight) * shape.payload;
-        let near = f64::from(shape.in_flight_near) * shape.payload;
+        let before_wait = f64::from(shape.in_flight_before_wait) * shape.payload;
         let taken = if shape.even { TAKEN_STAGES } else { 0 };
         let ring = f64::from(shape.stages + taken) * shape.payload;
         // While products run, a stage is free again when it has landed and been multiplied.
@@ -224,12 +224,12 @@ impl Speeds {
         Flow {
             ring,
             stream: self.stream(in_flight).min(lap),
-            stream_near: self.stream(near),
+            stream_before_wait: self.stream(before_wait),
             alone: self.alone(in_flight).min(lap),
             byte,
             stage,
             tile: if shape.even { 0.0 } else { rates.odd_tile_us / self.clock },
-            queue: rates.queue_share * interpolate(QUEUE, near / self.scale),
+            queue: rates.queue_share * interpolate(QUEUE, before_wait / self.scale),
         }
     }
 

@@ -152,7 +152,7 @@ impl<'a> Simulation<'a> {
         advance(state, &flow, ready);
         let aside = self.speeds.aside(&task.work);
         // The vector is staged while the stream goes on; then the products; then the reduction and the stores.
-        state.landed = (state.landed + aside.before * flow.stream_near).min(flow.ring);
+        state.landed = (state.landed + aside.before * flow.stream_before_wait).min(flow.ring);
         times.staged = ready + aside.before;
         times.landed[0] = state.landed;
         let mut multiply = 0.0;
@@ -168,7 +168,7 @@ impl<'a> Simulation<'a> {
         }
         times.multiplied = times.staged + multiply;
         times.landed[1] = state.landed;
-        state.landed = (state.landed + aside.after * flow.stream_near).min(flow.ring);
+        state.landed = (state.landed + aside.after * flow.stream_before_wait).min(flow.ring);
         state.time += aside.before + multiply + aside.after;
         state.next += 1;
         let end = state.time;
@@ -196,7 +196,7 @@ impl<'a> Simulation<'a> {
     fn ready(&self, state: &WorkerState, flow: &Flow, arrival: Arrival) -> f64 {
         let latest = arrival.counter.unwrap_or(0.0).max(arrival.tagged.unwrap_or(0.0));
         let idle = (latest - state.time).max(0.0);
-        let landed = (state.landed + idle * flow.stream_near).min(flow.ring);
+        let landed = (state.landed + idle * flow.stream_before_wait).min(flow.ring);
         let trips = |count| self.speeds.trips(count, flow, flow.ring - landed);
         let (poll, counter_us) = (self.speeds.poll, self.speeds.rates.counter_us);
         let mut ready = state.time;
@@ -240,7 +240,7 @@ impl<'a> Simulation<'a> {
 /// Lets the stream of an idle worker run on until `time`.
 fn advance(state: &mut WorkerState, flow: &Flow, time: f64) {
     let idle = (time - state.time).max(0.0);
-    state.landed = (state.landed + idle * flow.stream_near).min(flow.ring);
+    state.landed = (state.landed + idle * flow.stream_before_wait).min(flow.ring);
     state.time = state.time.max(time);
 }
 
@@ -289,7 +289,7 @@ impl Speeds {
     fn trips(&self, trips: f64, flow: &Flow, free: f64) -> f64 {
         let idle = trips * self.rates.trip_us;
         let loaded = idle + trips * flow.queue;
-        let fill = free.max(0.0) / flow.stream_near;
+        let fill = free.max(0.0) / flow.stream_before_wait;
         if fill >= loaded { loaded } else { fill + (1.0 - fill / loaded) * idle }
     }
 }

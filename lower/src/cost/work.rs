@@ -185,7 +185,7 @@ impl<'a> Builder<'a> {
         let shape = Shape {
             stages: pipeline.stages,
             in_flight: pipeline.in_flight,
-            in_flight_near: pipeline.in_flight_near,
+            in_flight_before_wait: pipeline.in_flight_before_wait,
             payload: staging.units * f64::from(abi::UNIT_BYTES),
             even: staging.even,
         };

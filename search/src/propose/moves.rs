@@ -5,7 +5,7 @@ use ir::schedule::{ActsOn, Knob, ScheduleConfig, Value};
 /// One idea, in the forms to try it in: the first legal one is the move.
 pub(super) type Move = Vec<Vec<(Knob, Value)>>;
 
-/// Bytes on their way to a worker that a sweep tries, with those of the near cap.
+/// Bytes on their way to a worker that a sweep tries, with those of the cap before a wait.
 const CAPS: [(u32, u32); 6] = [
     (32 << 10, 32 << 10),
     (48 << 10, 32 << 10),
@@ -79,7 +79,7 @@ fn families(space: &[(Knob, Vec<Value>)]) -> Vec<Move> {
     moves
 }
 
-/// The ring as a whole: each stage size with as many stages as fit, with the caps as they are and with the lower one near a handoff
+/// The ring as a whole: each stage size with as many stages as fit, with the caps as they are and with the lower one before a handoff
 /// (measured on an H200: stages of 32 KB are worse than those of 16 KB with the first, and better with the second), then each pair of caps.
 fn ring(space: &[(Knob, Vec<Value>)]) -> Vec<Move> {
     let values = |knob: Knob| {
@@ -94,7 +94,7 @@ fn ring(space: &[(Knob, Vec<Value>)]) -> Vec<Move> {
     let has = |knob: Knob, bytes: u32| values(knob).contains(&Value::Number(bytes));
     let lower = [
         (Knob::PipelineInFlightBytes, Value::Number(NEAR_CAPS.0)),
-        (Knob::PipelineInFlightNearBytes, Value::Number(NEAR_CAPS.1)),
+        (Knob::PipelineInFlightBeforeWaitBytes, Value::Number(NEAR_CAPS.1)),
     ];
     let lowered = |mut all: Move| {
         all.iter_mut().for_each(|form| form.extend(lower));
@@ -105,11 +105,13 @@ fn ring(space: &[(Knob, Vec<Value>)]) -> Vec<Move> {
     if has(lower[0].0, NEAR_CAPS.0) && has(lower[1].0, NEAR_CAPS.1) {
         moves.extend(sizes.map(deepest).map(lowered));
     }
-    for (all, near) in CAPS {
-        if has(Knob::PipelineInFlightBytes, all) && has(Knob::PipelineInFlightNearBytes, near) {
+    for (all, before_wait) in CAPS {
+        if has(Knob::PipelineInFlightBytes, all)
+            && has(Knob::PipelineInFlightBeforeWaitBytes, before_wait)
+        {
             moves.push(vec![vec![
                 (Knob::PipelineInFlightBytes, Value::Number(all)),
-                (Knob::PipelineInFlightNearBytes, Value::Number(near)),
+                (Knob::PipelineInFlightBeforeWaitBytes, Value::Number(before_wait)),
             ]]);
         }
     }

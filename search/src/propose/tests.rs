@@ -98,10 +98,10 @@ fn caps_of_the_ring_follow_its_size() {
     config.pipeline.in_flight_bytes = 131_072;
     let stages = [(Knob::PipelineStages, Value::Number(2))];
     let pipeline = edited(&config, &stages).pipeline;
-    assert_eq!((pipeline.in_flight_bytes, pipeline.in_flight_near_bytes), (32_768, 32_768));
+    assert_eq!((pipeline.in_flight_bytes, pipeline.in_flight_before_wait_bytes), (32_768, 32_768));
     let bytes = [(Knob::PipelineStageBytes, Value::Number(32_768))];
-    config.pipeline.in_flight_near_bytes = 24_576;
-    assert_eq!(edited(&config, &bytes).pipeline.in_flight_near_bytes, 32_768);
+    config.pipeline.in_flight_before_wait_bytes = 24_576;
+    assert_eq!(edited(&config, &bytes).pipeline.in_flight_before_wait_bytes, 32_768);
 }
 
 impl FromIterator<Past> for PastTrials {

@@ -242,7 +242,7 @@ fn sizes(a: &Program, b: &Program) -> BTreeMap<&'static str, [u64; 2]> {
             ("ring.stage_units", u64::from(p.stage_units)),
             ("ring.stages", u64::from(p.stages)),
             ("ring.in_flight", u64::from(p.in_flight)),
-            ("ring.in_flight_near", u64::from(p.in_flight_near)),
+            ("ring.in_flight_before_wait", u64::from(p.in_flight_before_wait)),
         ]
     };
     let pairs = facts(a).into_iter().zip(facts(b));

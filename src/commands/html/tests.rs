@@ -5,7 +5,7 @@ use super::*;
 /// A trial of a search on the reference machine, as the ledger keeps it, with what varies left to vary.
 fn trial(number: u64, us: f64, outcome: search::Outcome) -> Trial {
     let config: ir::schedule::ScheduleConfig = serde_json::from_value(serde_json::json!({
-        "pipeline": {"stage_bytes": 16384, "stages": 8, "in_flight_bytes": 65536, "in_flight_near_bytes": 65536},
+        "pipeline": {"stage_bytes": 16384, "stages": 8, "in_flight_bytes": 65536, "in_flight_before_wait_bytes": 65536},
         "sync": {"embed": "counter", "qkv": "counter", "attention": "counter", "merge": "counter", "o_proj": "counter", "gate_up": "counter", "down": "counter"},
         "fusion_grouping": {"embed": "separate", "merge": "separate"},
         "tiling": {"qkv": {"rows": 16}, "o_proj": {"rows": 16}, "gate_up": {"rows": 16}, "down": {"rows": 16}, "lm_head": {"rows": 16}, "attention": {"kv_block": 128, "kv_split": 1}},

@@ -19,11 +19,11 @@ const SCHEDULES: [(&str, &str); 4] = [
     ("blocks of 32", r#"{"tiling": {"attention": {"kv_split": 4, "kv_block": 32}}}"#),
     (
         "small stages",
-        r#"{"pipeline": {"stages": 4, "stage_bytes": 8192, "in_flight_bytes": 16384, "in_flight_near_bytes": 8192}, "tiling": {"attention": {"kv_split": 4, "kv_block": 64}}}"#,
+        r#"{"pipeline": {"stages": 4, "stage_bytes": 8192, "in_flight_bytes": 16384, "in_flight_before_wait_bytes": 8192}, "tiling": {"attention": {"kv_split": 4, "kv_block": 64}}}"#,
     ),
     (
         "large stages",
-        r#"{"pipeline": {"stages": 2, "stage_bytes": 32768, "in_flight_bytes": 32768, "in_flight_near_bytes": 32768}, "tiling": {"attention": {"kv_split": 1}}}"#,
+        r#"{"pipeline": {"stages": 2, "stage_bytes": 32768, "in_flight_bytes": 32768, "in_flight_before_wait_bytes": 32768}, "tiling": {"attention": {"kv_split": 1}}}"#,
     ),
 ];
 

@@ -66,7 +66,13 @@ fn pipeline(program: &Program, found: &mut Violations) {
     range(found, "pipeline.stages", p.stages.into(), 1, abi::STAGES_MAX.into());
     range(found, "pipeline.stage_units", p.stage_units.into(), 1, abi::STAGE_UNITS_MAX.into());
     range(found, "pipeline.in_flight", p.in_flight.into(), 1, p.stages.into());
-    range(found, "pipeline.in_flight_near", p.in_flight_near.into(), 1, p.in_flight.into());
+    range(
+        found,
+        "pipeline.in_flight_before_wait",
+        p.in_flight_before_wait.into(),
+        1,
+        p.in_flight.into(),
+    );
     if !p.stage_units.is_power_of_two() {
         limit(found, format!("pipeline.stage_units is {}, not a power of two", p.stage_units));
     }

@@ -63,7 +63,7 @@ pub(super) fn program(graph: &Graph, plan: Plan) -> Program {
         model: graph.name.clone(),
         dims: Dims::from(graph),
         kv_capacity: plan.capacity,
-        pipeline: Pipeline { stage_units: 16, stages: 4, in_flight: 2, in_flight_near: 2 },
+        pipeline: Pipeline { stage_units: 16, stages: 4, in_flight: 2, in_flight_before_wait: 2 },
         matrices: Vec::new(),
         buffers: Vec::new(),
         counters: 0,

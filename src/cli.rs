@@ -223,7 +223,7 @@ pub(crate) enum Command {
     /// Says what a word means here: a knob, a rule, a trap, an exit code, a term.
     #[command(
         after_help = "Examples:\n  amk explain                       every name there is\n  amk explain pipeline.stages\n  amk explain R-HAPPENS\n  \
-        amk explain counter_deadline\n  amk explain 5                     an exit code\n  amk explain \"tagged word\""
+        amk explain counter_deadline\n  amk explain 5                     an exit code\n  amk explain \"flag-in-data word\""
     )]
     Explain(ExplainArgs),
     /// Compares two schedules knob by knob, or two programs task by task.

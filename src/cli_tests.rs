@@ -761,7 +761,7 @@ fn explain_knows_every_kind_of_name() {
         ("r-happens", "rule"),
         ("stalled", "trap"),
         ("4", "exit"),
-        ("Tagged word", "term"),
+        ("Flag-in-data word", "term"),
     ] {
         let entries = amk(&["explain", name]).succeeds("amk.explain.v1")["entries"].clone();
         assert_eq!(

@@ -93,7 +93,7 @@ fn programs_are_compared_task_by_task() {
     lower("a.amkp", json!({}));
     lower("a.amk", json!({}));
     lower("moved.amkp", json!({"/sm_assignment": "carry"}));
-    lower("tagged.amkp", json!({"/sync/qkv": "tagged"}));
+    lower("flag-in-data.amkp", json!({"/sync/qkv": "flag_in_data"}));
     lower("rows.amkp", json!({"/tiling/down/rows": 8}));
     let tasks = |b: &str| document(&amk(dir.path(), &["diff", "a.amkp", b]), 0)["programs"].clone();
 
@@ -110,17 +110,24 @@ fn programs_are_compared_task_by_task() {
     let moved = tasks("moved.amkp");
     assert!(count(&moved, "moved") > 0 && count(&moved, "added") == 0, "{moved}");
     assert_eq!(count(&moved, "buffers"), 0);
-    let tagged = tasks("tagged.amkp");
-    assert!(count(&tagged, "buffers") > 0 && count(&tagged, "sync") > 0, "{tagged}");
+    let flag_in_data = tasks("flag-in-data.amkp");
+    assert!(
+        count(&flag_in_data, "buffers") > 0 && count(&flag_in_data, "sync") > 0,
+        "{flag_in_data}"
+    );
     assert_eq!(
-        (count(&tagged, "added"), count(&tagged, "removed"), count(&tagged, "moved")),
+        (
+            count(&flag_in_data, "added"),
+            count(&flag_in_data, "removed"),
+            count(&flag_in_data, "moved")
+        ),
         (0, 0, 0),
-        "{tagged}"
+        "{flag_in_data}"
     );
     let rows = tasks("rows.amkp");
     assert!(count(&rows, "added") > 0 && count(&rows, "removed") > 0, "{rows}");
     assert!((1..=16).contains(&rows["examples"].as_array().unwrap().len()));
-    for diff in [moved, tagged, rows] {
+    for diff in [moved, flag_in_data, rows] {
         let of_a = count(&diff, "same") + count(&diff, "removed");
         assert!(of_a <= count(&diff, "a"), "{diff}");
     }

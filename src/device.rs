@@ -410,7 +410,7 @@ fn timed(call: impl FnOnce() -> Result<(), HostError>) -> Result<f64, DeviceErro
 fn words_of(buffer: &Buffer, arena: &[u32]) -> Vec<f32> {
     let first = buffer.offset as usize / size_of::<u32>();
     let words = buffer.arena_bytes() as usize / size_of::<u32>();
-    let tag = if buffer.kind == abi::BufferKind::Tagged { (1 << abi::TAG_BITS) - 1 } else { 0 };
+    let tag = if buffer.kind == abi::BufferKind::FlagInData { (1 << abi::TAG_BITS) - 1 } else { 0 };
     let held = arena.get(first..first + words).unwrap_or_default();
     held.iter().map(|&word| f32::from_bits(word & !tag)).collect()
 }

@@ -77,7 +77,7 @@ fn an_h100_runs_the_schedule_of_an_h200_of_the_same_shape() {
     assert_eq!(h100.config, taken(&load("llama-3.2-1b", "h200"), None, 2048).config);
     assert_eq!(h100.source.target.as_deref(), Some("h200"));
     assert_eq!(h100.config.pipeline.stage_bytes, 32 * 1024);
-    assert_eq!(h100.config.sync.attention, ir::schedule::Handoff::Tagged);
+    assert_eq!(h100.config.sync.attention, ir::schedule::Handoff::FlagInData);
     let other = taken(&load("llama-3.2-1b", "a100"), None, 128);
     assert_eq!(other.source.kind, "default", "another architecture");
     assert!(other.source.why.starts_with("no schedule for this shape: rule-based default"));

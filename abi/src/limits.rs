@@ -57,7 +57,7 @@ limits! {
     /// step, so a stale one is at most a step old and the bits suffice; a sequence of a batch that sat out some steps tells its words by its
     /// run, one of three, and all else has run 0.
     TAG_RUNS: u32 = 4;
-    /// Lowest bits of a tagged f32 that hold its tag; the value keeps the others, rounded.
+    /// Lowest bits of a flag-in-data f32 that hold its tag; the value keeps the others, rounded.
     TAG_BITS: u32 = 4;
     /// Words in front of the outputs of a head in the attention partials: greatest score, sum of exponentials, two of padding.
     PARTIAL_HEADER: u32 = 4;

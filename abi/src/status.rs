@@ -12,7 +12,7 @@ wire_enum! {
         Aborted = 1 "aborted",
         /// A counter did not reach its threshold before the deadline.
         CounterDeadline = 2 "counter_deadline",
-        /// A tagged word did not arrive before the deadline.
+        /// A flag-in-data word did not arrive before the deadline.
         PayloadDeadline = 3 "payload_deadline",
         /// A weight stage did not land before the deadline.
         StageDeadline = 4 "stage_deadline",

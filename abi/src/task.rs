@@ -98,7 +98,7 @@ wire_enum! {
         /// f32 words, ordered by counters.
         Plain = 0 "plain",
         /// f32 words whose lowest bits are a tag: the reader polls the data itself.
-        Tagged = 1 "tagged",
+        FlagInData = 1 "flag_in_data",
         /// f32 constants: norm weights, biases, inverse frequencies.
         Constant = 2 "constant",
         /// Key/value cache of one layer. A session's is `[2][kv_heads][capacity][head_dim]` of the cache's element type; on the device it lies

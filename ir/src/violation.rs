@@ -31,7 +31,7 @@ macro_rules! for_each_rule {
             Program CSatisfiable "C-SATISFIABLE" "a wait is for at least one arrival and at most those that the counter gets in a step";
             Program CAlljoin "C-ALLJOIN" "a wait is for all arrivals of its counter in a step";
             Program CWidth "C-WIDTH" "arrivals over a whole key/value cache of steps fit into a counter";
-            Program OAcyclic "O-ACYCLIC" "queue order, counters and tagged buffers leave no cycle of tasks that wait for each other";
+            Program OAcyclic "O-ACYCLIC" "queue order, counters and flag-in-data buffers leave no cycle of tasks that wait for each other";
             Program OStep "O-STEP" "a step has exactly one `sample`, and it is ordered after every other task";
             Program RHappens "R-HAPPENS" "a read is ordered after the write that it reads";
             Program RWriter "R-WRITER" "no word is written twice in a step";

@@ -17,7 +17,7 @@ pub(crate) fn buffers(flow: &Flow, shares: &[Shares]) -> Result<Vec<Buffer>, Low
         let (Some(handoff), Some(writer)) = (value.handoff, value.writer) else { continue };
         let kind = match handoff {
             Handoff::Counter => BufferKind::Plain,
-            Handoff::Tagged => BufferKind::Tagged,
+            Handoff::FlagInData => BufferKind::FlagInData,
         };
         let tasks = task_count(&flow.phases[writer], &shares[writer]);
         let words = value.words * if value.per_task { tasks.into() } else { 1 };

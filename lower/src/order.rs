@@ -1,8 +1,8 @@
 //! The order of phases in the memory model: which counters a task must wait for beside that of its input. `verify` proves it again, task
 //! by task.
 //!
-//! Counters order everything that was done before them; a tagged hand-off orders nothing beside its own words. So a worker knows that a
-//! phase is over if it has waited for a counter behind it, and a tagged phase in between says nothing.
+//! Counters order everything that was done before them; a flag-in-data hand-off orders nothing beside its own words. So a worker knows that a
+//! phase is over if it has waited for a counter behind it, and a flag-in-data phase in between says nothing.
 
 use std::ops::Range;
 

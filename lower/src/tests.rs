@@ -206,14 +206,17 @@ fn any_mixture_of_edges_verifies_over_many_layers() {
     let graph = Shape { layers: 24, kv_heads: 4, ..Shape::default() }.graph();
     for kv_split in [1, 4] {
         for merge in MergeGrouping::ALL {
-            for tagged in 0..256_u32 {
+            for flag_in_data in 0..256_u32 {
                 let mut config = ScheduleConfig::default();
                 config.tiling.attention.kv_split = kv_split;
                 config.fusion_grouping.merge = *merge;
                 let syncs = Knob::ALL.iter().filter(|knob| knob.path().starts_with("sync."));
                 for (bit, knob) in syncs.enumerate() {
-                    let handoff =
-                        if tagged >> bit & 1 == 1 { Handoff::Tagged } else { Handoff::Counter };
+                    let handoff = if flag_in_data >> bit & 1 == 1 {
+                        Handoff::FlagInData
+                    } else {
+                        Handoff::Counter
+                    };
                     config.set(*knob, Value::Name(handoff.name())).expect("a handoff");
                 }
                 let mut small = target("h200");
@@ -351,18 +354,18 @@ fn predictions_rank_as_measurements_did() {
         c.pipeline.stages = 4;
     });
     let round_robin = with(&|c| c.sm_assignment = SmAssignment::RoundRobin);
-    let tagged = with(&|c| {
-        c.sync.o_proj = Handoff::Tagged;
-        c.sync.down = Handoff::Tagged;
+    let flag_in_data = with(&|c| {
+        c.sync.o_proj = Handoff::FlagInData;
+        c.sync.down = Handoff::FlagInData;
     });
     println!(
-        "base {base:.0} deep {deep:.0} starved {starved:.0} shallow {shallow:.0} rr {round_robin:.0} tagged {tagged:.0}"
+        "base {base:.0} deep {deep:.0} starved {starved:.0} shallow {shallow:.0} rr {round_robin:.0} flag-in-data {flag_in_data:.0}"
     );
     assert!(deep > 0.99 * base, "more in flight than needed is no better: {deep} {base}");
     assert!(starved > base, "{starved} {base}");
     assert!(shallow >= base, "{shallow} {base}");
     assert!(round_robin >= base, "{round_robin} {base}");
-    assert!(tagged < base, "{tagged} {base}");
+    assert!(flag_in_data < base, "{flag_in_data} {base}");
     assert!((529.0..2000.0).contains(&base), "{base}");
 }
 
@@ -373,8 +376,8 @@ fn deeper_rings_are_predicted_a_little_faster() {
     let mut config = tuned();
     config.fusion_grouping.embed = EmbedGrouping::Qkv;
     config.fusion_grouping.merge = MergeGrouping::OProj;
-    config.sync.qkv = Handoff::Tagged;
-    config.sync.o_proj = Handoff::Tagged;
+    config.sync.qkv = Handoff::FlagInData;
+    config.sync.o_proj = Handoff::FlagInData;
     config.pipeline.in_flight_before_wait_bytes = 49_152;
     let times = [4, 7, 9, 11].map(|stages| {
         config.pipeline.stages = stages;
@@ -394,7 +397,7 @@ fn large_models_lower() {
     let mut config = neutral_config(&graph, &target("h200"));
     lowered(config, &graph, &target("h200"));
     for knob in Knob::ALL.iter().filter(|knob| knob.path().starts_with("sync.")) {
-        config.set(*knob, Value::Name(Handoff::Tagged.name())).expect("a handoff");
+        config.set(*knob, Value::Name(Handoff::FlagInData.name())).expect("a handoff");
     }
     config.tiling.attention.kv_split = 32;
     lowered(config, &graph, &target("b200"));
@@ -417,15 +420,15 @@ fn predictions_add_up_and_know_the_position() {
     assert!((near.bound_us - 529.0).abs() < 5.0, "{}", near.bound_us);
 }
 
-/// A worker without a share of q, k and v has not waited for the residual that its output projection adds to, and the tagged words in
+/// A worker without a share of q, k and v has not waited for the residual that its output projection adds to, and the flag-in-data words in
 /// between do not order it: it waits for the counter of the residual itself, unless it wrote those rows.
 #[test]
 fn a_worker_waits_for_a_residual_that_it_does_not_know() {
     let mut config = ScheduleConfig::default();
     for (path, value) in [
-        ("sync.qkv", "tagged"),
-        ("sync.attention", "tagged"),
-        ("sync.merge", "tagged"),
+        ("sync.qkv", "flag_in_data"),
+        ("sync.attention", "flag_in_data"),
+        ("sync.merge", "flag_in_data"),
         ("sync.down", "counter"),
     ] {
         let knob = Knob::ALL.iter().find(|knob| knob.path() == path).expect("a knob");

@@ -27,7 +27,7 @@ use crate::math::{LANES, argmax};
 /// greatest of many errors of one law, so they differ by less than two; the rest is for laws with a longer tail.
 const RESPONSE_MARGIN: f64 = 4.0;
 
-/// Steps of a running sum that err as much as one tagged hand-off: the square of the ratio of their roundings, `2^TAG_BITS`.
+/// Steps of a running sum that err as much as one flag-in-data hand-off: the square of the ratio of their roundings, `2^TAG_BITS`.
 const STEPS_OF_A_HANDOFF: f64 = (1_u32 << (2 * abi::TAG_BITS)) as f64;
 
 /// How many times as far as the roundings of a device moved the graph's own logits an honest device may be. It rounds the same keys and
@@ -69,7 +69,7 @@ impl Tolerance {
     }
 
     /// Reference VM by graph evaluation, for values that lie `response` apart ([`distance`]) when every
-    /// hand-off of the graph is rounded as a tagged word is: what roundings do to this model at these
+    /// hand-off of the graph is rounded as a flag-in-data word is: what roundings do to this model at these
     /// tokens. Sums of at most `longest` products in another order add to it. Derived in
     /// docs/explanation/tolerances.md.
     ///

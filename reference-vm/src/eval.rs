@@ -155,7 +155,7 @@ impl<'a> Evaluator<'a> {
         self
     }
 
-    /// Rounds every activation that a program may hand over in tagged words as such words round it: what this changes is what the
+    /// Rounds every activation that a program may hand over in flag-in-data words as such words round it: what this changes is what the
     /// roundings of an honest program may change (docs/explanation/tolerances.md).
     #[must_use]
     pub fn with_rounded_handoffs(mut self) -> Self {

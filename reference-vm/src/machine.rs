@@ -1,7 +1,7 @@
-//! Executes a program: workers, their queues, counters and tagged words, one step a token.
+//! Executes a program: workers, their queues, counters and flag-in-data words, one step a token.
 //!
 //! A step fires every task once. A worker's next task is ready when its waits are over and all
-//! tagged words that it reads have the right tag; which ready task goes first is the [`Order`]'s
+//! flag-in-data words that it reads have the right tag; which ready task goes first is the [`Order`]'s
 //! choice. Counters and tags persist over steps, as on the device.
 //!
 //! What a program does wrong is a [`Trap`], which says where: words read before they are written, a
@@ -87,7 +87,7 @@ pub enum On {
         /// The value waited for.
         need: u64,
     },
-    /// A tagged word.
+    /// A flag-in-data word.
     Word {
         /// The buffer.
         buffer: BufferId,
@@ -234,7 +234,7 @@ impl<'a> Machine<'a> {
         self.memory.layer(layer).map_or(&[], |cache| &cache.values)
     }
 
-    /// What a plain or tagged buffer holds after the last step; words that no task wrote are NaN.
+    /// What a plain or flag-in-data buffer holds after the last step; words that no task wrote are NaN.
     #[must_use]
     pub fn buffer(&self, buffer: BufferId) -> Option<Vec<f32>> {
         self.memory.contents(buffer)

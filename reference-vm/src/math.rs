@@ -103,7 +103,7 @@ fn tree(sums: &[f32; LANES]) -> f32 {
     sums[0] as f32
 }
 
-/// The bits of an f32 rounded so that its lowest `TAG_BITS` are free, as a tagged buffer keeps it: to nearest, ties away from zero. What
+/// The bits of an f32 rounded so that its lowest `TAG_BITS` are free, as a flag-in-data buffer keeps it: to nearest, ties away from zero. What
 /// is not a number stays so.
 pub(crate) fn make_room(bits: u32) -> u32 {
     let tag = (1_u32 << abi::TAG_BITS) - 1;

@@ -39,7 +39,7 @@ enum Place {
     /// First word in the arena, one word an element.
     Plain(usize),
     /// First word in the arena, one word an element; its tag stands in a table of its own.
-    Tagged(usize),
+    FlagInData(usize),
     Constant(Vec<f32>),
     /// One row of a packed matrix.
     Embedding {
@@ -65,7 +65,7 @@ pub(crate) struct Memory<'a> {
     program: &'a Program,
     places: Vec<Place>,
     arena: Vec<u32>,
-    /// The step that wrote each tagged word of the arena; the device keeps the lowest bits of it in the word.
+    /// The step that wrote each flag-in-data word of the arena; the device keeps the lowest bits of it in the word.
     tags: Vec<u32>,
     logits: Vec<u32>,
     counters: Vec<u64>,
@@ -180,7 +180,7 @@ impl<'a> Memory<'a> {
         step: Step,
     ) -> Result<Option<(u32, u32)>, Fault> {
         let (_, place) = self.buffer(span)?;
-        let Place::Tagged(first) = *place else { return Ok(None) };
+        let Place::FlagInData(first) = *place else { return Ok(None) };
         let need = step.epoch;
         let tags = &self.tags[first + span.start as usize..][..span.len as usize];
         let rest = tags.get(from as usize..).unwrap_or_default();
@@ -205,7 +205,7 @@ impl<'a> Memory<'a> {
                 }
                 Ok(words.iter().map(|&word| f32::from_bits(word)).collect())
             }
-            Place::Tagged(first) => {
+            Place::FlagInData(first) => {
                 let tags = &self.tags[first + start..][..len];
                 let need = step.epoch;
                 if let Some(word) = find(tags, |tag| tag != need) {
@@ -242,7 +242,7 @@ impl<'a> Memory<'a> {
             Place::Plain(first) => {
                 self.arena[first + start..][..words.len()].copy_from_slice(words)
             }
-            Place::Tagged(first) => {
+            Place::FlagInData(first) => {
                 self.tags[first + start..][..words.len()].fill(step.epoch);
                 for (stored, &word) in self.arena[first + start..].iter_mut().zip(words) {
                     *stored = make_room(word);
@@ -269,7 +269,7 @@ impl<'a> Memory<'a> {
         match self.places.get(buffer.index()).ok_or(Fault::BadBuffer(buffer))? {
             Place::KvCache(layer) => Ok(*layer),
             Place::Plain(_)
-            | Place::Tagged(_)
+            | Place::FlagInData(_)
             | Place::Constant(_)
             | Place::Embedding { .. }
             | Place::Logits => {
@@ -331,16 +331,16 @@ impl<'a> Memory<'a> {
 
     /// Words that are stored in a buffer, as a reader finds them.
     pub(crate) fn as_read(&self, buffer: BufferId, words: &[u32]) -> Vec<f32> {
-        let tagged = matches!(self.places.get(buffer.index()), Some(Place::Tagged(_)));
-        let read = |&word: &u32| f32::from_bits(if tagged { make_room(word) } else { word });
+        let flag_in_data = matches!(self.places.get(buffer.index()), Some(Place::FlagInData(_)));
+        let read = |&word: &u32| f32::from_bits(if flag_in_data { make_room(word) } else { word });
         words.iter().map(read).collect()
     }
 
-    /// What a plain or tagged buffer holds after the last step.
+    /// What a plain or flag-in-data buffer holds after the last step.
     pub(crate) fn contents(&self, buffer: BufferId) -> Option<Vec<f32>> {
         let words = self.words(buffer) as usize;
         match *self.places.get(buffer.index())? {
-            Place::Plain(first) | Place::Tagged(first) => {
+            Place::Plain(first) | Place::FlagInData(first) => {
                 Some(self.arena[first..][..words].iter().map(|&w| f32::from_bits(w)).collect())
             }
             Place::Constant(_) | Place::Embedding { .. } | Place::KvCache(_) | Place::Logits => {
@@ -383,7 +383,7 @@ fn place(
     };
     match (buffer.kind, &buffer.source) {
         (BufferKind::Plain, BufferSource::Scratch) => Ok(Place::Plain(in_arena()?)),
-        (BufferKind::Tagged, BufferSource::Scratch) => Ok(Place::Tagged(in_arena()?)),
+        (BufferKind::FlagInData, BufferSource::Scratch) => Ok(Place::FlagInData(in_arena()?)),
         (BufferKind::Logits, BufferSource::Scratch) => {
             when(buffer.words == program.dims.vocab, Place::Logits)
         }

@@ -70,7 +70,7 @@ pub enum Fault {
         /// The word.
         word: u32,
     },
-    /// A tagged word that holds another write than the one meant.
+    /// A flag-in-data word that holds another write than the one meant.
     #[error("word {word} of buffer {buffer} has tag {have} instead of {need}")]
     Tag {
         /// The buffer.

@@ -37,8 +37,8 @@ pub enum Phase {
 pub struct Plan {
     /// Workers.
     pub workers: u32,
-    /// Bit per [`Phase`]: tagged instead of counter.
-    pub tagged: u8,
+    /// Bit per [`Phase`]: flag-in-data instead of counter.
+    pub flag_in_data: u8,
     /// Layer 0 reads the embedding itself.
     pub embed_fused: bool,
     /// `o_proj` merges the splits.
@@ -64,7 +64,7 @@ struct Output {
 
 /// A program of about this many tasks: as many layers of a large model as it takes, about five tasks a worker each.
 #[must_use]
-pub fn sized(tasks: u32, workers: u32, tagged: u8) -> Program {
+pub fn sized(tasks: u32, workers: u32, flag_in_data: u8) -> Program {
     let shape = Shape {
         hidden: 8192,
         heads: 64,
@@ -80,7 +80,7 @@ pub fn sized(tasks: u32, workers: u32, tagged: u8) -> Program {
     };
     let plan = Plan {
         workers,
-        tagged,
+        flag_in_data,
         embed_fused: false,
         merge_fused: true,
         splits: workers.div_ceil(8),
@@ -166,13 +166,14 @@ impl Builder<'_> {
     }
 
     /// Candidates hold rows, which leave no room for a tag.
-    fn is_tagged(&self, phase: Phase) -> bool {
-        phase != Phase::LmHead && self.plan.tagged >> phase as u32 & 1 == 1
+    fn is_flag_in_data(&self, phase: Phase) -> bool {
+        phase != Phase::LmHead && self.plan.flag_in_data >> phase as u32 & 1 == 1
     }
 
     /// The buffer that a phase writes.
     fn activation(&mut self, phase: Phase, layer: u32, name: &str, words: u32) -> BufferId {
-        let kind = if self.is_tagged(phase) { BufferKind::Tagged } else { BufferKind::Plain };
+        let kind =
+            if self.is_flag_in_data(phase) { BufferKind::FlagInData } else { BufferKind::Plain };
         let id = self.buffer(&format!("layers.{layer}.{name}"), kind, words, BufferSource::Scratch);
         let buffer = &mut self.program.buffers[id.index()];
         buffer.offset = self.program.arena_bytes;
@@ -188,7 +189,7 @@ impl Builder<'_> {
         input: Option<Output>,
         tasks: Vec<Task>,
     ) -> Output {
-        let counter = (!self.is_tagged(phase)).then(|| {
+        let counter = (!self.is_flag_in_data(phase)).then(|| {
             self.program.counters += 1;
             CounterId(self.program.counters - 1)
         });
@@ -280,7 +281,7 @@ impl Builder<'_> {
         self.phase(Phase::Embed, x, None, tasks)
     }
 
-    /// A matvec phase that adds to a residual. The words of the input may be tagged and so do not order the residual: its own counter does.
+    /// A matvec phase that adds to a residual. The words of the input may be flag-in-data and so do not order the residual: its own counter does.
     fn added(
         &mut self,
         phase: Phase,
@@ -450,7 +451,7 @@ impl Builder<'_> {
         self.push(0, sample);
     }
 
-    /// What the last task of a worker has stored is released to the next step by a counter: where it hands over by tagged words
+    /// What the last task of a worker has stored is released to the next step by a counter: where it hands over by flag-in-data words
     /// alone, it signals, and `sample` waits for that.
     fn loose_ends(&mut self) -> Option<Wait> {
         let counter = CounterId(self.program.counters);

@@ -44,7 +44,7 @@ edits! {
     CorruptSplit "change a split of attention"
     AliasBuffer "put a buffer on the bytes of another"
     ShiftBuffer "move a buffer in the arena"
-    FlipKind "make a buffer tagged, or plain"
+    FlipKind "make a buffer flag-in-data, or plain"
     CorruptRead "read another buffer"
     CorruptWrite "write another buffer"
     CorruptParam "change a parameter"
@@ -216,8 +216,11 @@ impl Edit {
         }
         // Out of the others' way, so that only the kind changes.
         let buffer = &mut program.buffers[a];
-        buffer.kind =
-            if buffer.kind == BufferKind::Tagged { BufferKind::Plain } else { BufferKind::Tagged };
+        buffer.kind = if buffer.kind == BufferKind::FlagInData {
+            BufferKind::Plain
+        } else {
+            BufferKind::FlagInData
+        };
         buffer.offset = program.arena_bytes;
         program.arena_bytes += buffer.arena_bytes().next_multiple_of(128);
     }

@@ -186,7 +186,7 @@ mod tests {
     fn every_point_is_a_schedule_of_its_own_and_the_other_way_round() {
         let axes = r#"{"tiling.qkv.rows": [16, 8, 32], "kernel.evict": ["normal", "first"], "pipeline.stages": [8, 5]}"#;
         let text = format!(
-            r#"{{"schema": "{GRID_SCHEMA}", "base": {{"sync.qkv": "tagged"}}, "axes": {axes}}}"#
+            r#"{{"schema": "{GRID_SCHEMA}", "base": {{"sync.qkv": "flag_in_data"}}, "axes": {axes}}}"#
         );
         let grid: Grid = serde_json::from_str(&text).unwrap();
         let space = grid.space(&ScheduleConfig::default()).unwrap();
@@ -199,7 +199,7 @@ mod tests {
         }
         let start = space.config(start_of(&space, &ScheduleConfig::default()).unwrap());
         let mut want = ScheduleConfig::default();
-        want.sync.qkv = ir::schedule::Handoff::Tagged;
+        want.sync.qkv = ir::schedule::Handoff::FlagInData;
         assert_eq!(start, want);
         assert_eq!(point_of(&space, &ScheduleConfig::default()), None, "outside: another hand-off");
     }

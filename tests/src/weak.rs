@@ -64,7 +64,7 @@ impl<'a> Pieces<'a> {
                 logits
             }
             BufferKind::Plain
-            | BufferKind::Tagged
+            | BufferKind::FlagInData
             | BufferKind::Constant
             | BufferKind::KvCache
             | BufferKind::Embedding => buffer.offset,
@@ -184,7 +184,7 @@ fn task_ops(
     let touched = accesses(program, task);
     let late = touched.reads.len() - usize::from(residual && !touched.reads.is_empty());
     let read = |region: &Region, warps: &mut [Vec<Micro>; WARPS], rng: &mut Rng| {
-        let polled = program.buffers[region.buffer.index()].kind == BufferKind::Tagged;
+        let polled = program.buffers[region.buffer.index()].kind == BufferKind::FlagInData;
         let want = Value { step, buffer: region.buffer.0, by };
         for piece in pieces.of(region) {
             warps[rng.below(WARPS)].push(Micro::Read { piece, want, polled });

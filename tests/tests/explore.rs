@@ -35,12 +35,12 @@ fn counters() {
 }
 
 #[test]
-fn tagged_words() {
+fn flag_in_data_words() {
     check(payload::cases());
 }
 
 #[test]
-fn what_tagged_words_do_not_order() {
+fn what_flag_in_data_words_do_not_order() {
     check(transitive::cases());
 }
 

@@ -42,7 +42,7 @@ pub(crate) fn plan(rng: &mut Rng) -> Plan {
     let mixed = rng.next_u64() as u8;
     Plan {
         workers: rng.pick(&[1, 2, 3, 7]),
-        tagged: rng.pick(&[0, 0xff, mixed]),
+        flag_in_data: rng.pick(&[0, 0xff, mixed]),
         embed_fused: rng.flip(),
         merge_fused: rng.flip(),
         splits: rng.pick(&[1, 2, 3]),
@@ -308,12 +308,12 @@ fn edited_programs_are_rejected_or_do_not_depend_on_the_order() {
     assert_eq!(tallies.len(), 2 * Edit::ALL.len(), "every class of edits must occur");
 }
 
-/// The order that `verify` works with is the one that its edges imply, seen from the outside: queues and counters, and no tagged words.
+/// The order that `verify` works with is the one that its edges imply, seen from the outside: queues and counters, and no flag-in-data words.
 #[test]
 fn order_follows_queues_and_counters() {
     let mut rng = Rng::new(11);
     let (graph, plan) =
-        (graph(&shape(&mut rng)), Plan { tagged: 0b0101_1010, workers: 3, ..plan(&mut rng) });
+        (graph(&shape(&mut rng)), Plan { flag_in_data: 0b0101_1010, workers: 3, ..plan(&mut rng) });
     let program = verify(build(&graph, &plan)).unwrap_or_else(|violations| panic!("{violations}"));
     let order = ir::program::Order::of(&program);
     let tasks: Vec<&ir::program::Task> =

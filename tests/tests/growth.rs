@@ -29,9 +29,9 @@ fn least(mut work: impl FnMut()) -> u64 {
 
 /// How many times the work of `work` grows for eight times the tasks. Linear is 8 and some, quadratic
 /// is 64.
-fn growth(tagged: u8, work: impl Fn(&Program)) -> f64 {
+fn growth(flag_in_data: u8, work: impl Fn(&Program)) -> f64 {
     let [small, large] = [SMALL, LARGE].map(|tasks| {
-        let program = sized(tasks, WORKERS, tagged);
+        let program = sized(tasks, WORKERS, flag_in_data);
         least(|| work(&program)) as f64
     });
     large / small
@@ -41,10 +41,12 @@ const GROWTH_MAX: f64 = 24.0;
 
 #[test]
 fn verify_grows_about_linearly() {
-    for tagged in [0, 0xff] {
-        let growth = growth(tagged, |program| check(program).expect("it verifies"));
-        println!("tagged {tagged:#x}: eight times the tasks are {growth:.1} times the work");
-        assert!(growth < GROWTH_MAX, "tagged {tagged:#x}: {growth:.1}");
+    for flag_in_data in [0, 0xff] {
+        let growth = growth(flag_in_data, |program| check(program).expect("it verifies"));
+        println!(
+            "flag-in-data {flag_in_data:#x}: eight times the tasks are {growth:.1} times the work"
+        );
+        assert!(growth < GROWTH_MAX, "flag-in-data {flag_in_data:#x}: {growth:.1}");
     }
 }
 
@@ -67,8 +69,8 @@ fn the_measure_sees_a_square() {
 #[test]
 fn large_programs_verify() {
     for (tasks, workers) in [(100, 16), (10_000, 132), (50_000, 132)] {
-        for tagged in [0, 0xff] {
-            let program = sized(tasks, workers, tagged);
+        for flag_in_data in [0, 0xff] {
+            let program = sized(tasks, workers, flag_in_data);
             assert_eq!(check(&program), Ok(()), "{tasks} tasks, {workers} workers");
         }
     }

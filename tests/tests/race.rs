@@ -30,7 +30,7 @@ fn waits(program: &Program) -> Vec<(usize, usize, usize)> {
 #[test]
 fn a_dropped_wait_is_found_between_the_tasks_that_it_was_for() {
     let (mut dropped, mut refused, mut seen) = (0, 0, 0);
-    for config in ["{}", r#"{"sync": {"attention": "tagged", "down": "tagged"}}"#] {
+    for config in ["{}", r#"{"sync": {"attention": "flag_in_data", "down": "flag_in_data"}}"#] {
         let right = program(config);
         assert_eq!(unordered(&right).map(|pairs| pairs.len()).ok(), Some(0));
         let order = Order::of(&right);

@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t seq_logits_row(Worker const& w) { return w.s
 __device__ __forceinline__ uint32_t seq_run(Worker const& w) { return w.shared->seqs.runs >> 2 * w.seq & 3; }
 // Where a buffer is. The activations are there once for each sequence.
 __device__ __forceinline__ uint64_t buffer_address(Worker const& w, ResolvedBuffer const& s) {
-  bool const own = s.kind == AMK_BUFFER_TAGGED || s.kind == AMK_BUFFER_PLAIN;
+  bool const own = s.kind == AMK_BUFFER_FLAG_IN_DATA || s.kind == AMK_BUFFER_PLAIN;
   return s.address + (own ? (uint64_t)w.seq * w.shared->program.seq_bytes : 0);
 }
 // The split that a task of `split` works on in a sequence. Every rotation of a verified program verifies (ir/src/program/verify/together.rs).

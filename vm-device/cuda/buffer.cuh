@@ -39,7 +39,7 @@ __device__ __forceinline__ float2 pair_values(uint32_t v) {
 }
 #endif
 
-// The words of a buffer. A tagged word is an f32 whose lowest AMK_TAG_BITS bits are the tag: value and tag are one access, so whoever
+// The words of a buffer. A flag-in-data word is an f32 whose lowest AMK_TAG_BITS bits are the tag: value and tag are one access, so whoever
 // sees the tag has the value, and a word costs no more than a plain one. A plain word is the same with no bits of tag.
 struct Words {
   uint32_t* at;
@@ -50,8 +50,8 @@ struct Words {
 constexpr uint32_t TAG_MASK = (1u << AMK_TAG_BITS) - 1;
 
 __device__ __forceinline__ Words buffer_words(Worker const& w, ResolvedBuffer const& s) {
-  bool const tagged = s.kind == AMK_BUFFER_TAGGED;
-  return Words{(uint32_t*)buffer_address(w, s), tagged ? (w.epoch * AMK_TAG_RUNS + seq_run(w)) & TAG_MASK : 0, tagged ? TAG_MASK : 0};
+  bool const flag_in_data = s.kind == AMK_BUFFER_FLAG_IN_DATA;
+  return Words{(uint32_t*)buffer_address(w, s), flag_in_data ? (w.epoch * AMK_TAG_RUNS + seq_run(w)) & TAG_MASK : 0, flag_in_data ? TAG_MASK : 0};
 }
 __device__ __forceinline__ bool word_here(Words const& s, uint32_t word) { return ((word ^ s.tag) & s.mask) == 0; }
 __device__ __forceinline__ float word_value(Words const& s, uint32_t word) { return __uint_as_float(word & ~s.mask); }

@@ -259,7 +259,7 @@ __device__ __forceinline__ Best warp_best(Best b) {
 }
 
 // What the epilogue adds to a thread's row: on its way while the products are computed. The residual is the word as it was found, if it is
-// tagged: a plain one may be read only once the input of all warps is there, since that is what it is ordered by.
+// flag-in-data: a plain one may be read only once the input of all warps is there, since that is what it is ordered by.
 struct Addends {
   uint32_t residual;
   float bias, bias_up;
@@ -271,15 +271,15 @@ __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st
   if (row >= p.rows) {
     return Addends{};
   }
-  bool const residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.buffer[3].kind == AMK_BUFFER_TAGGED;
+  bool const residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.buffer[3].kind == AMK_BUFFER_FLAG_IN_DATA;
   return Addends{residual ? load_relaxed((uint32_t const*)buffer_address(w, st.buffer[3]) + row) : 0, constant_or_zero(st.buffer[2], row),
                  p.epilogue == AMK_EPILOGUE_SILU_MUL ? constant_or_zero(st.buffer[2], row + AMK_UNIT_ROWS) : 0.f};
 }
 
-// The residual of a row, behind the task's barrier. Where a tagged word came too early, which takes a reader that did not need the whole
+// The residual of a row, behind the task's barrier. Where a flag-in-data word came too early, which takes a reader that did not need the whole
 // vector, it is waited for.
 __device__ __forceinline__ float residual_value(Worker const& w, StagedTask const& st, uint32_t row, uint32_t word) {
-  if (st.buffer[3].kind != AMK_BUFFER_TAGGED) {
+  if (st.buffer[3].kind != AMK_BUFFER_FLAG_IN_DATA) {
     return buffer_read(w, st.buffer[3], row);
   }
   Words const words = buffer_words(w, st.buffer[3]);
@@ -336,7 +336,7 @@ __device__ __forceinline__ void write_candidate(Worker const& w, StagedTask cons
     for (uint32_t i = 1; i < AMK_WARPS; ++i) {
       best = better(best, Best{w.shared->best_value[i], w.shared->best_row[i]});
     }
-    // The candidate is the last word of this worker in the step. Tagged words order nothing else, so what it wrote before without a
+    // The candidate is the last word of this worker in the step. Flag-in-data words order nothing else, so what it wrote before without a
     // signal (keys and values, logits) is released by the signal behind it; pairs with the wait in front of op_sample.
     uint32_t* out = (uint32_t*)st.buffer[AMK_READS_MAX + 1].address + (size_t)index * 2;
     store_u32(out, __float_as_uint(best.value));

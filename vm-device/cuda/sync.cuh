@@ -1,4 +1,4 @@
-// Memory order inside the GPU: counters, tagged words, the step word. All accesses to words that another worker writes or reads
+// Memory order inside the GPU: counters, flag-in-data words, the step word. All accesses to words that another worker writes or reads
 // concurrently are here, each naming the function that it pairs with. Scope is .gpu throughout; the host's words are in ring.cuh.
 #pragma once
 
@@ -65,7 +65,7 @@ __device__ __forceinline__ uint4 load_u32x4(void const* p) {
 }
 __device__ __forceinline__ void store_f32(float* p, float v) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory"); }
 
-// A word of a buffer. If it is tagged, value and tag are this one access: whoever sees the tag has the value, with no fence on either
+// A word of a buffer. If it is flag-in-data, value and tag are this one access: whoever sees the tag has the value, with no fence on either
 // side. Pairs with load_u32x4 and load_relaxed in buffer.cuh.
 __device__ __forceinline__ void store_u32(uint32_t* p, uint32_t v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 

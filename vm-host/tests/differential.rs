@@ -26,12 +26,12 @@ const SCHEDULES: [(&str, &str); 10] = [
     ("neutral", "{}"),
     ("fused", r#"{"fusion_grouping": {"embed": "qkv", "merge": "o_proj"}}"#),
     (
-        "tagged",
-        r#"{"sync": {"embed": "tagged", "qkv": "tagged", "attention": "tagged", "merge": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged"}}"#,
+        "flag_in_data",
+        r#"{"sync": {"embed": "flag_in_data", "qkv": "flag_in_data", "attention": "flag_in_data", "merge": "flag_in_data", "o_proj": "flag_in_data", "gate_up": "flag_in_data", "down": "flag_in_data"}}"#,
     ),
     (
-        "tagged, fused, split",
-        r#"{"sync": {"qkv": "tagged", "attention": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged"},
+        "flag-in-data, fused, split",
+        r#"{"sync": {"qkv": "flag_in_data", "attention": "flag_in_data", "o_proj": "flag_in_data", "gate_up": "flag_in_data", "down": "flag_in_data"},
             "fusion_grouping": {"embed": "qkv", "merge": "o_proj"}, "tiling": {"attention": {"kv_split": 4, "kv_block": 32}},
             "sm_assignment": "carry"}"#,
     ),
@@ -44,16 +44,16 @@ const SCHEDULES: [(&str, &str); 10] = [
         r#"{"tiling": {"attention": {"kv_split": 2, "kv_block": 32}, "qkv": {"rows": 8}},
             "sm_assignment": "byte_balance"}"#,
     ),
-    // A worker without a task in the phase between has nothing but the tagged input to order the plain residual by.
+    // A worker without a task in the phase between has nothing but the flag-in-data input to order the plain residual by.
     (
         "plain residual",
-        r#"{"sync": {"embed": "counter", "qkv": "tagged", "attention": "tagged", "o_proj": "counter", "gate_up": "tagged", "down": "counter"},
+        r#"{"sync": {"embed": "counter", "qkv": "flag_in_data", "attention": "flag_in_data", "o_proj": "counter", "gate_up": "flag_in_data", "down": "counter"},
             "tiling": {"qkv": {"rows": 64}, "o_proj": {"rows": 8}, "gate_up": {"rows": 64}, "down": {"rows": 8}}}"#,
     ),
     (
         "counters from the hidden layer on",
         r#"{"pipeline": {"stage_bytes": 16384, "stages": 10, "in_flight_bytes": 49152, "in_flight_before_wait_bytes": 49152},
-            "sync": {"embed": "tagged", "qkv": "tagged", "attention": "tagged", "merge": "tagged", "o_proj": "tagged", "gate_up": "counter", "down": "counter"},
+            "sync": {"embed": "flag_in_data", "qkv": "flag_in_data", "attention": "flag_in_data", "merge": "flag_in_data", "o_proj": "flag_in_data", "gate_up": "counter", "down": "counter"},
             "fusion_grouping": {"merge": "o_proj"}, "tiling": {"qkv": {"rows": 64}, "gate_up": {"rows": 16}, "down": {"rows": 32}, "o_proj": {"rows": 8}},
             "sm_assignment": "carry"}"#,
     ),

@@ -23,8 +23,8 @@ const GOLDEN: [&str; 4] =
 const SCHEDULES: [(&str, &str); 4] = [
     ("neutral", "{}"),
     (
-        "tagged, fused, split",
-        r#"{"sync": {"qkv": "tagged", "attention": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged"},
+        "flag-in-data, fused, split",
+        r#"{"sync": {"qkv": "flag_in_data", "attention": "flag_in_data", "o_proj": "flag_in_data", "gate_up": "flag_in_data", "down": "flag_in_data"},
             "fusion_grouping": {"embed": "qkv", "merge": "o_proj"}, "tiling": {"attention": {"kv_split": 4, "kv_block": 32}},
             "sm_assignment": "carry"}"#,
     ),
@@ -425,7 +425,7 @@ fn a_sequence_without_a_token_ends_alone() {
 fn shipped(splits: u32) -> String {
     format!(
         r#"{{"pipeline": {{"stage_bytes": 32768, "stages": 5, "in_flight_bytes": 98304, "in_flight_before_wait_bytes": 32768}},
-            "sync": {{"embed": "tagged", "qkv": "tagged", "attention": "tagged", "merge": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged"}},
+            "sync": {{"embed": "flag_in_data", "qkv": "flag_in_data", "attention": "flag_in_data", "merge": "flag_in_data", "o_proj": "flag_in_data", "gate_up": "flag_in_data", "down": "flag_in_data"}},
             "fusion_grouping": {{"embed": "qkv", "merge": "o_proj"}},
             "tiling": {{"qkv": {{"rows": 8}}, "o_proj": {{"rows": 8}}, "gate_up": {{"rows": 8}}, "down": {{"rows": 8}}, "lm_head": {{"rows": 8}},
                         "attention": {{"kv_block": 256, "kv_split": {splits}}}}},

@@ -27,7 +27,7 @@ fn trial(number: u64) -> Value {
         "kind": "trial", "trial": number, "origin": "step", "incumbent": number.checked_sub(1),
         "outcome": if kept { "kept" } else { "reverted" }, "why": "a,\"hash\":\"b", "threshold": 0.01,
         "noise_floor": null, "gain": {"low": gain, "high": gain + 0.5},
-        "changed": {"pipeline.stages": [8, number % 7 + 2], "sync.qkv": ["counter", "tagged"]},
+        "changed": {"pipeline.stages": [8, number % 7 + 2], "sync.qkv": ["counter", "flag_in_data"]},
         "config": {"pipeline": {"stages": number % 7 + 2}},
         "samples_us": [[10.0, 9.5, 9.6, 10.1], [10.2, 9.4, 9.5, 10.0]],
         "verdict": {
@@ -85,7 +85,7 @@ fn rows_are_added_once_and_the_tables_follow_from_them() {
         ("uuid", json!("00ff")),
         ("clocks", json!("at most 1980 MHz, memory 3201 MHz")),
         ("driver", json!("580.1")),
-        ("changed", json!(r#"{"pipeline.stages":[8,8],"sync.qkv":["counter","tagged"]}"#)),
+        ("changed", json!(r#"{"pipeline.stages":[8,8],"sync.qkv":["counter","flag_in_data"]}"#)),
     ] {
         assert_eq!(row[column], value, "{column}");
     }

@@ -59,7 +59,7 @@ impl Finder<'_> {
         let buffer = self.program.buffers.get(id.index())?;
         let tracked = matches!(
             buffer.kind,
-            BufferKind::Plain | BufferKind::Tagged | BufferKind::KvCache | BufferKind::Logits
+            BufferKind::Plain | BufferKind::FlagInData | BufferKind::KvCache | BufferKind::Logits
         );
         tracked.then_some(Region { buffer: id, start, end: start.saturating_add(len) })
     }

@@ -1,7 +1,7 @@
 //! The program: what a schedule lowers to, what both VMs execute.
 //!
 //! A program is position-free: token, position and number of keys are run-time values of the step. Each worker has a queue of tasks; what
-//! these take out of its weight ring, in that order, is its [stream](Worker::stream). Workers meet only through counters and tagged buffers,
+//! these take out of its weight ring, in that order, is its [stream](Worker::stream). Workers meet only through counters and flag-in-data buffers,
 //! so a program whose accesses are all ordered by those gives the same result in every execution order.
 
 mod access;
@@ -153,7 +153,7 @@ pub struct Buffer {
     pub words: u32,
     /// What fills it.
     pub source: BufferSource,
-    /// Byte offset in the activation arena, for `plain` and `tagged` scratch buffers; 128-byte aligned.
+    /// Byte offset in the activation arena, for `plain` and `flag_in_data` scratch buffers; 128-byte aligned.
     pub offset: u64,
 }
 
@@ -162,7 +162,7 @@ impl Buffer {
     #[must_use]
     pub fn arena_bytes(&self) -> u64 {
         match self.kind {
-            BufferKind::Plain | BufferKind::Tagged => u64::from(self.words) * 4,
+            BufferKind::Plain | BufferKind::FlagInData => u64::from(self.words) * 4,
             BufferKind::Constant
             | BufferKind::KvCache
             | BufferKind::Embedding

@@ -10,7 +10,7 @@
 //! **What is not checked**: that the program computes the model. Two layers' weights may be swapped and an epsilon may be wrong; the
 //! comparison with the graph's evaluator finds that.
 //!
-//! The order in stage 3 is that of the memory model: queues and counters make it, tagged hand-offs do not; see [`Order`](super::Order).
+//! The order in stage 3 is that of the memory model: queues and counters make it, flag-in-data hand-offs do not; see [`Order`](super::Order).
 
 use crate::program::Program;
 use crate::program::rules;

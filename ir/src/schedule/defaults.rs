@@ -64,7 +64,7 @@ fn ruled() -> ScheduleConfig {
     let mut config = ScheduleConfig::default();
     for knob in PhaseClass::ALL.iter().filter_map(|class| class.sync()) {
         // Every knob of a hand-off has this value.
-        let _ = config.set(knob, Handoff::Tagged.to_value());
+        let _ = config.set(knob, Handoff::FlagInData.to_value());
     }
     config.fusion_grouping.embed = EmbedGrouping::Qkv;
     config.fusion_grouping.merge = MergeGrouping::OProj;

@@ -71,13 +71,13 @@ fn refuse(text: &str) -> Violations {
 fn any_subset_of_the_tree_parses_and_the_rest_is_default() {
     let graph = graph(14336, DType::Bf16);
     let config = parse_config(
-        r#"{"tiling": {"gate_up": {"rows": 32}}, "sync": {"qkv": "tagged"}}"#,
+        r#"{"tiling": {"gate_up": {"rows": 32}}, "sync": {"qkv": "flag_in_data"}}"#,
         &graph,
         &h200(),
     );
     let mut expected = default_config(&graph, &h200());
     expected.tiling.gate_up.rows = 32;
-    expected.sync.qkv = Handoff::Tagged;
+    expected.sync.qkv = Handoff::FlagInData;
     assert_eq!(config, Ok(expected));
     assert_eq!(parse_config("{}", &graph, &h200()), Ok(default_config(&graph, &h200())));
     let neutral = neutral_config(&graph, &h200());
@@ -107,7 +107,7 @@ fn everything_wrong_is_reported_at_once_with_place_and_suggestion() {
         (Rule::SRange, "pipeline.stage_bytes", "pipeline.stage_bytes = 16384"),
         (Rule::SKey, "pipeline.depth", ""),
         (Rule::SRange, "pipeline.in_flight_bytes", "pipeline.in_flight_bytes = 8192"),
-        (Rule::SRange, "sync.qkv", "sync.qkv = tagged"),
+        (Rule::SRange, "sync.qkv", "sync.qkv = flag_in_data"),
         (Rule::SKey, "sync.attn", ""),
         (Rule::SType, "kernel", ""),
         (Rule::SKey, "stage_bytes", "pipeline.stage_bytes"),
@@ -127,7 +127,7 @@ fn everything_wrong_is_reported_at_once_with_place_and_suggestion() {
 
 #[test]
 fn broken_json_has_its_line_and_column() {
-    let found = refuse("{\n  \"sync\": {\n    \"qkv\" \"tagged\" }}");
+    let found = refuse("{\n  \"sync\": {\n    \"qkv\" \"flag_in_data\" }}");
     assert_eq!(
         (found.list()[0].rule, &found.list()[0].at),
         (Rule::SJson, &At::Text { line: 3, column: 11 })
@@ -248,7 +248,7 @@ fn the_default_is_the_deepest_ring_of_32_kb_stages_with_every_hand_off_in_the_da
         assert_eq!(config.pipeline.in_flight_before_wait_bytes, 32 * 1024);
         assert_eq!(largest_stages(&config, &graph, &target), Some(5));
         for knob in Knob::ALL.iter().filter(|knob| knob.path().starts_with("sync.")) {
-            assert_eq!(config.get(*knob), Value::Name("tagged"), "{knob}");
+            assert_eq!(config.get(*knob), Value::Name("flag_in_data"), "{knob}");
         }
         assert_eq!(config.fusion_grouping.merge, MergeGrouping::OProj);
         assert_eq!((config.sm_assignment, config.kernel.poll_sleep_ns), (SmAssignment::Carry, 0));
@@ -323,12 +323,12 @@ fn the_checked_in_schema_is_fresh() {
 #[test]
 fn serde_agrees_with_the_table() {
     assert!(
-        serde_json::from_str::<ScheduleConfig>(r#"{"sync": {"qvk": "tagged"}}"#).is_err(),
+        serde_json::from_str::<ScheduleConfig>(r#"{"sync": {"qvk": "flag_in_data"}}"#).is_err(),
         "unknown fields are refused"
     );
     let config: ScheduleConfig =
-        serde_json::from_str(r#"{"sync": {"qkv": "tagged"}}"#).expect("a subset is enough");
-    assert_eq!(config.get(Knob::SyncQkv), Value::Name("tagged"));
+        serde_json::from_str(r#"{"sync": {"qkv": "flag_in_data"}}"#).expect("a subset is enough");
+    assert_eq!(config.get(Knob::SyncQkv), Value::Name("flag_in_data"));
     assert_eq!(
         schemars::schema_for!(ScheduleConfig).as_value()["properties"]["pipeline"]["additionalProperties"],
         json!(false)

@@ -149,7 +149,7 @@ choice! {
         /// Every producing task signals the phase's counter; each consumer waits for all of them.
         Counter = "counter",
         /// Each word carries its epoch; the consumer polls the data.
-        Tagged = "tagged",
+        FlagInData = "flag_in_data",
     }
 }
 

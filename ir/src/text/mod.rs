@@ -17,7 +17,7 @@
 //! arena 384
 //! matrix m0 "layers.0.o" cols=32 format=f32 rows %7:48
 //! buffer b0 "layers.0.attn" plain words=32 offset=0
-//! buffer b1 "layers.0.x_mid" tagged words=48 offset=128
+//! buffer b1 "layers.0.x_mid" flag-in-data words=48 offset=128
 //! worker w0
 //!   matvec layer=0 matrix=m0 tiles=2 units=2 k_len=32 rows=48 reads b0 -> b1 waits c0>=4 signal c0
 //! ```

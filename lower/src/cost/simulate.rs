@@ -7,9 +7,9 @@ use super::{PhaseTime, SimulatedStep, TaskTimes};
 /// Steps to run until the ring's fill at the end of a step no longer changes.
 const STEPS: usize = 3;
 
-/// Trips through L2 of a counter handoff (store, release, poll, load) and of a tagged one (store, load).
+/// Trips through L2 of a counter handoff (store, release, poll, load) and of a flag-in-data one (store, load).
 const COUNTER_TRIPS: f64 = 4.0;
-const TAGGED_TRIPS: f64 = 2.0;
+const FLAG_IN_DATA_TRIPS: f64 = 2.0;
 
 #[derive(Clone, Copy, Default)]
 struct Counter {
@@ -17,8 +17,8 @@ struct Counter {
     time: f64,
 }
 
-/// When the writers of one tagged buffer were done in this step.
-struct Tagged {
+/// When the writers of one flag-in-data buffer were done in this step.
+struct FlagInData {
     done: Vec<Option<f64>>,
     have: usize,
     time: f64,
@@ -43,7 +43,7 @@ pub(super) struct Simulation<'a> {
     speeds: Speeds,
     flows: Vec<Flow>,
     counters: Vec<Counter>,
-    tagged: Vec<Tagged>,
+    flag_in_data: Vec<FlagInData>,
     /// When the last task of each phase ended.
     ends: Vec<f64>,
     states: Vec<WorkerState>,
@@ -53,7 +53,7 @@ pub(super) struct Simulation<'a> {
 
 impl<'a> Simulation<'a> {
     pub(super) fn new(plan: &'a Plan, speeds: Speeds) -> Self {
-        let tagged = |writers: &Vec<(u32, u32)>| Tagged {
+        let flag_in_data = |writers: &Vec<(u32, u32)>| FlagInData {
             done: vec![None; writers.len()],
             have: 0,
             time: 0.0,
@@ -63,7 +63,7 @@ impl<'a> Simulation<'a> {
             speeds,
             flows: plan.flows.iter().map(|shape| speeds.flow(shape)).collect(),
             counters: vec![Counter::default(); plan.counters.len()],
-            tagged: plan.tagged.iter().map(tagged).collect(),
+            flag_in_data: plan.flag_in_data.iter().map(flag_in_data).collect(),
             ends: vec![0.0; plan.phases.len()],
             states: vec![WorkerState::default(); plan.workers.len()],
             tape: None,
@@ -101,9 +101,9 @@ impl<'a> Simulation<'a> {
         for counter in &mut self.counters {
             *counter = Counter { have: 0, time: start };
         }
-        for tagged in &mut self.tagged {
-            tagged.done.fill(None);
-            (tagged.have, tagged.time) = (0, start);
+        for flag_in_data in &mut self.flag_in_data {
+            flag_in_data.done.fill(None);
+            (flag_in_data.have, flag_in_data.time) = (0, start);
         }
         for worker in 0..self.states.len() {
             let first = self.plan.workers[worker].first();
@@ -137,8 +137,8 @@ impl<'a> Simulation<'a> {
             arrival.counter = Some(arrival.counter.unwrap_or(0.0).max(counter.time));
         }
         for poll in &task.polls {
-            let time = self.tagged[poll.buffer as usize].arrival(poll)?;
-            arrival.tagged = Some(arrival.tagged.unwrap_or(0.0).max(time));
+            let time = self.flag_in_data[poll.buffer as usize].arrival(poll)?;
+            arrival.flag_in_data = Some(arrival.flag_in_data.unwrap_or(0.0).max(time));
         }
         Some(arrival)
     }
@@ -184,17 +184,17 @@ impl<'a> Simulation<'a> {
             counter.time = counter.time.max(end);
         }
         for &(buffer, place) in &task.posts {
-            let tagged = &mut self.tagged[buffer as usize];
-            tagged.done[place as usize] = Some(end);
-            tagged.have += 1;
-            tagged.time = tagged.time.max(end);
+            let flag_in_data = &mut self.flag_in_data[buffer as usize];
+            flag_in_data.done[place as usize] = Some(end);
+            flag_in_data.have += 1;
+            flag_in_data.time = flag_in_data.time.max(end);
         }
     }
 
     /// When a task has its input. A counter handoff is four trips, of which the last two are made even if the input arrived long
-    /// ago; a tagged one is two, of which the last is.
+    /// ago; a flag-in-data one is two, of which the last is.
     fn ready(&self, state: &WorkerState, flow: &Flow, arrival: Arrival) -> f64 {
-        let latest = arrival.counter.unwrap_or(0.0).max(arrival.tagged.unwrap_or(0.0));
+        let latest = arrival.counter.unwrap_or(0.0).max(arrival.flag_in_data.unwrap_or(0.0));
         let idle = (latest - state.time).max(0.0);
         let landed = (state.landed + idle * flow.stream_before_wait).min(flow.ring);
         let trips = |count| self.speeds.trips(count, flow, flow.ring - landed);
@@ -204,9 +204,9 @@ impl<'a> Simulation<'a> {
             let arrived = time + trips(COUNTER_TRIPS) + poll + counter_us;
             ready = ready.max(arrived).max(state.time + trips(COUNTER_TRIPS / 2.0));
         }
-        if let Some(time) = arrival.tagged {
-            let arrived = time + trips(TAGGED_TRIPS) + poll;
-            ready = ready.max(arrived).max(state.time + trips(TAGGED_TRIPS / 2.0));
+        if let Some(time) = arrival.flag_in_data {
+            let arrived = time + trips(FLAG_IN_DATA_TRIPS) + poll;
+            ready = ready.max(arrived).max(state.time + trips(FLAG_IN_DATA_TRIPS / 2.0));
         }
         ready
     }
@@ -298,10 +298,10 @@ impl Speeds {
 #[derive(Clone, Copy, Default)]
 struct Arrival {
     counter: Option<f64>,
-    tagged: Option<f64>,
+    flag_in_data: Option<f64>,
 }
 
-impl Tagged {
+impl FlagInData {
     fn arrival(&self, poll: &Poll) -> Option<f64> {
         let (first, last) = (poll.first as usize, poll.last as usize);
         if last - first == self.done.len() {

@@ -41,14 +41,14 @@ pub(super) struct Cost {
     pub(super) flow: u32,
     pub(super) work: Work,
     pub(super) waits: Vec<u32>,
-    /// Tagged regions read.
+    /// Flag-in-data regions read.
     pub(super) polls: Vec<Poll>,
     pub(super) signal: Option<u32>,
-    /// Tagged writes: buffer, place in its list.
+    /// Flag-in-data writes: buffer, place in its list.
     pub(super) posts: Vec<(u32, u32)>,
 }
 
-/// A tagged region that a task reads: writers `first..last` of a buffer.
+/// A flag-in-data region that a task reads: writers `first..last` of a buffer.
 pub(super) struct Poll {
     pub(super) buffer: u32,
     pub(super) first: u32,
@@ -69,8 +69,8 @@ pub(super) struct Plan {
     pub(super) workers: Vec<Vec<Cost>>,
     /// Arrivals of each counter in a step.
     pub(super) counters: Vec<u32>,
-    /// Writers of each tagged buffer, by first word.
-    pub(super) tagged: Vec<Vec<(u32, u32)>>,
+    /// Writers of each flag-in-data buffer, by first word.
+    pub(super) flag_in_data: Vec<Vec<(u32, u32)>>,
     pub(super) flows: Vec<Shape>,
     pub(super) phases: Vec<Phase>,
     pub(super) names: Vec<String>,
@@ -94,14 +94,14 @@ impl Plan {
         for signal in tasks.filter_map(|task| task.signal) {
             counters[signal.index()] += 1;
         }
-        let Builder { tagged, flows, phases, names, kv_bytes, .. } = builder;
-        Self { workers, counters, tagged, flows, phases, names, kv_bytes }
+        let Builder { flag_in_data, flows, phases, names, kv_bytes, .. } = builder;
+        Self { workers, counters, flag_in_data, flows, phases, names, kv_bytes }
     }
 
-    /// Every counter and every tagged buffer is one handoff.
+    /// Every counter and every flag-in-data buffer is one handoff.
     pub(super) fn handoffs(&self) -> u32 {
         let counters = self.counters.iter().filter(|&&arrivals| arrivals > 0).count();
-        (counters + self.tagged.len()) as u32
+        (counters + self.flag_in_data.len()) as u32
     }
 }
 
@@ -131,12 +131,12 @@ impl Stages {
     }
 }
 
-/// Costs tasks one by one, and numbers flows, phases and tagged buffers on the way.
+/// Costs tasks one by one, and numbers flows, phases and flag-in-data buffers on the way.
 struct Builder<'a> {
     program: &'a Program,
     position: u32,
-    tagged: Vec<Vec<(u32, u32)>>,
-    tagged_ids: FxHashMap<BufferId, usize>,
+    flag_in_data: Vec<Vec<(u32, u32)>>,
+    flag_in_data_ids: FxHashMap<BufferId, usize>,
     flows: Vec<Shape>,
     phases: Vec<Phase>,
     phase_ids: FxHashMap<(u16, usize), usize>,
@@ -149,8 +149,8 @@ impl<'a> Builder<'a> {
         let mut builder = Self {
             program,
             position,
-            tagged: Vec::new(),
-            tagged_ids: FxHashMap::default(),
+            flag_in_data: Vec::new(),
+            flag_in_data_ids: FxHashMap::default(),
             flows: Vec::new(),
             phases: Vec::new(),
             phase_ids: FxHashMap::default(),
@@ -160,22 +160,22 @@ impl<'a> Builder<'a> {
         builder.flow(program.pipeline.stage_units);
         let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
         for region in tasks.flat_map(|task| accesses(program, task).writes) {
-            if !builder.is_tagged(&region) {
+            if !builder.is_flag_in_data(&region) {
                 continue;
             }
-            let next = builder.tagged.len();
-            let id = *builder.tagged_ids.entry(region.buffer).or_insert(next);
+            let next = builder.flag_in_data.len();
+            let id = *builder.flag_in_data_ids.entry(region.buffer).or_insert(next);
             if id == next {
-                builder.tagged.push(Vec::new());
+                builder.flag_in_data.push(Vec::new());
             }
-            builder.tagged[id].push((region.start, region.end));
+            builder.flag_in_data[id].push((region.start, region.end));
         }
-        builder.tagged.iter_mut().for_each(|writers| writers.sort_unstable());
+        builder.flag_in_data.iter_mut().for_each(|writers| writers.sort_unstable());
         builder
     }
 
-    fn is_tagged(&self, region: &Region) -> bool {
-        self.program.buffers[region.buffer.index()].kind == BufferKind::Tagged
+    fn is_flag_in_data(&self, region: &Region) -> bool {
+        self.program.buffers[region.buffer.index()].kind == BufferKind::FlagInData
     }
 
     /// The flow of matrices whose tiles have so many units.
@@ -199,21 +199,21 @@ impl<'a> Builder<'a> {
     fn cost(&mut self, task: &Task, flow: &mut u32) -> Cost {
         let touched = accesses(self.program, task);
         let mut polls: Vec<Poll> = Vec::new();
-        for region in touched.reads.iter().filter(|region| self.is_tagged(region)) {
-            let Some(&buffer) = self.tagged_ids.get(&region.buffer) else {
+        for region in touched.reads.iter().filter(|region| self.is_flag_in_data(region)) {
+            let Some(&buffer) = self.flag_in_data_ids.get(&region.buffer) else {
                 continue;
             };
-            let writers = &self.tagged[buffer];
+            let writers = &self.flag_in_data[buffer];
             let first = writers.partition_point(|&(_, end)| end <= region.start);
             let last = writers.partition_point(|&(start, _)| start < region.end).max(first);
             polls.push(Poll { buffer: buffer as u32, first: first as u32, last: last as u32 });
         }
         let mut posts = Vec::new();
-        for region in touched.writes.iter().filter(|region| self.is_tagged(region)) {
-            let Some(&buffer) = self.tagged_ids.get(&region.buffer) else {
+        for region in touched.writes.iter().filter(|region| self.is_flag_in_data(region)) {
+            let Some(&buffer) = self.flag_in_data_ids.get(&region.buffer) else {
                 continue;
             };
-            let place = self.tagged[buffer].binary_search(&(region.start, region.end));
+            let place = self.flag_in_data[buffer].binary_search(&(region.start, region.end));
             posts.extend(place.map(|place| (buffer as u32, place as u32)));
         }
         let (work, stream_bytes) = self.work(task, flow);

@@ -89,11 +89,12 @@ fn agree(model: &Model, plan: Plan, order: Order, n: u32) -> Vec<Vec<f32>> {
 #[test]
 fn every_model_and_edge_agrees_with_the_graph() {
     for model in models() {
-        for tagged in [false, true] {
+        for flag_in_data in [false, true] {
             for (fuse_merge, fuse_embed, workers) in
                 [(false, false, 3), (true, true, 1), (true, false, 7)]
             {
-                let plan = Plan { tagged, fuse_merge, fuse_embed, workers, ..Plan::default() };
+                let plan =
+                    Plan { flag_in_data, fuse_merge, fuse_embed, workers, ..Plan::default() };
                 agree(&model, plan, Order::Waves, 30);
             }
         }
@@ -103,8 +104,8 @@ fn every_model_and_edge_agrees_with_the_graph() {
 #[test]
 fn orders_do_not_change_bits() {
     for model in models() {
-        for tagged in [false, true] {
-            let plan = Plan { tagged, workers: 5, splits: 3, kv_block: 4, ..Plan::default() };
+        for flag_in_data in [false, true] {
+            let plan = Plan { flag_in_data, workers: 5, splits: 3, kv_block: 4, ..Plan::default() };
             let [first, rest @ ..] = ORDERS.map(|order| agree(&model, plan, order, 12));
             for logits in rest {
                 assert_eq!(logits, first);
@@ -138,7 +139,7 @@ fn goldens_agree() {
         agree(&model, Plan::default(), Order::Waves, 48);
         agree(
             &model,
-            Plan { tagged: true, fuse_merge: true, ..Plan::default() },
+            Plan { flag_in_data: true, fuse_merge: true, ..Plan::default() },
             Order::Reverse,
             48,
         );
@@ -218,10 +219,10 @@ fn missing_waits_read_what_is_not_written() {
     let traps = ORDERS
         .map(|order| trapped(broken(edit, Plan { workers: 4, ..Plan::default() }, order)).fault);
     assert!(traps.iter().all(|fault| matches!(fault, Fault::Unwritten { .. })), "{traps:?}");
-    // A tagged word is its own wait.
+    // A flag-in-data word is its own wait.
     let run = broken(
         edit,
-        Plan { tagged: true, fuse_merge: false, splits: 1, ..Plan::default() },
+        Plan { flag_in_data: true, fuse_merge: false, splits: 1, ..Plan::default() },
         Order::Seeded(3),
     );
     assert!(run.finished().is_some());
@@ -245,12 +246,12 @@ fn wrong_counts_and_words_that_nobody_writes_are_stuck() {
         let other = program
             .buffers
             .iter()
-            .rposition(|s| (s.kind, s.words) == (abi::BufferKind::Tagged, words));
+            .rposition(|s| (s.kind, s.words) == (abi::BufferKind::FlagInData, words));
         let other = other.map(|buffer| BufferId(buffer as u32));
         tasks(program, Opcode::Embed).for_each(|task| task.writes[0] = other);
     };
     let Run::Stuck { waiting } =
-        broken(edit, Plan { tagged: true, ..Plan::default() }, Order::Waves)
+        broken(edit, Plan { flag_in_data: true, ..Plan::default() }, Order::Waves)
     else {
         panic!("not stuck")
     };
@@ -368,8 +369,8 @@ fn parameters_that_verification_lets_through_change_the_result() {
 #[test]
 fn tasks_touch_what_verification_orders() {
     for model in models() {
-        for (tagged, fuse_merge) in [(false, true), (true, false)] {
-            let plan = Plan { tagged, fuse_merge, splits: 3, kv_block: 2, ..Plan::default() };
+        for (flag_in_data, fuse_merge) in [(false, true), (true, false)] {
+            let plan = Plan { flag_in_data, fuse_merge, splits: 3, kv_block: 2, ..Plan::default() };
             let program = plan::program(&model.graph, plan);
             let mut machine = Machine::bind(&program, &model.graph, &*model.weights).unwrap();
             for position in 0..9 {

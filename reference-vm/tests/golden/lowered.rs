@@ -61,7 +61,7 @@ fn goldens_agree_whatever_a_knob_says() {
 }
 
 #[test]
-fn goldens_agree_with_every_edge_tagged_and_splits_that_become_active() {
+fn goldens_agree_with_every_edge_flag_in_data_and_splits_that_become_active() {
     let target = Target { sms: 7, ..Target::by_name("h200").unwrap() };
     each(|_, golden| {
         let mut config = default_config(&golden.model.graph, &target);

@@ -10,9 +10,9 @@ use tests::landscape::{BadLandscape, Found, Landscape, point_of};
 
 use super::play::{ground, play, play_halving};
 
-/// A landscape in which tagged hand-offs, rows of 8 and no sleep are good, two stages are illegal, and one point failed.
+/// A landscape in which flag-in-data hand-offs, rows of 8 and no sleep are good, two stages are illegal, and one point failed.
 fn landscape(latency: &str) -> Result<Landscape, BadLandscape> {
-    let axes = r#"{"sync.qkv": ["counter", "tagged"], "sync.down": ["counter", "tagged"], "tiling.qkv.rows": [8, 16, 32],
+    let axes = r#"{"sync.qkv": ["counter", "flag_in_data"], "sync.down": ["counter", "flag_in_data"], "tiling.qkv.rows": [8, 16, 32],
         "tiling.down.rows": [8, 16], "kernel.poll_sleep_ns": [0, 20], "pipeline.stages": [2, 8], "sm_assignment": ["round_robin", "carry"]}"#
         .replace('\n', "");
     let grid = format!(r#"{{"schema": "amk.grid.v1", "base": {{}}, "axes": {axes}}}"#);

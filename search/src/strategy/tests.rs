@@ -10,7 +10,7 @@ fn ground(seed: u64) -> Ground {
     Ground { space, seed, sweep: 20 }
 }
 
-/// Microseconds: every hand-off tagged, small rows and a merge less are good, and the ring does not matter.
+/// Microseconds: every hand-off flag-in-data, small rows and a merge less are good, and the ring does not matter.
 fn us(config: &ScheduleConfig) -> f64 {
     let knobs = Knob::ALL.iter().filter(|knob| !knob.path().starts_with("pipeline"));
     let bad = |knob: &&Knob| config.get(**knob) == knob.default();
@@ -90,7 +90,7 @@ fn what_helped_comes_first_and_one_lucky_trial_does_not_lead() {
         seen(r#"{"tiling.qkv.rows": 8}"#, 4.0, 0.10),
         seen(r#"{"tiling.qkv.rows": 8}"#, 4.0, 0.08),
         seen(r#"{"tiling.qkv.rows": 64}"#, 3.0, -2.0),
-        seen(r#"{"sync.qkv": "tagged"}"#, 9.0, 0.004),
+        seen(r#"{"sync.qkv": "flag_in_data"}"#, 9.0, 0.004),
     ]);
     let names: Vec<_> = ranked.iter().flat_map(|known| known.to.keys()).collect();
     assert_eq!(names, ["tiling.qkv.rows", "kernel.evict"]);

@@ -16,7 +16,7 @@ pub(super) struct Clock {
     pub(super) ns_per_cycle: f64,
     /// When the step began and ended, if the records do not say.
     pub(super) span: Option<[u64; 2]>,
-    /// Whether a task that polls tagged words is ready before it has them. The device marks the end of counter waits, and then that the input
+    /// Whether a task that polls flag-in-data words is ready before it has them. The device marks the end of counter waits, and then that the input
     /// is there; the simulation knows when it has arrived.
     pub(super) polls_after_ready: bool,
 }
@@ -252,14 +252,17 @@ impl Floors {
     }
 }
 
-fn tagged<'a>(program: &'a Program, regions: &'a [Region]) -> impl Iterator<Item = &'a Region> {
+fn flag_in_data<'a>(
+    program: &'a Program,
+    regions: &'a [Region],
+) -> impl Iterator<Item = &'a Region> {
     regions
         .iter()
-        .filter(|region| program.buffers[region.buffer.index()].kind == BufferKind::Tagged)
+        .filter(|region| program.buffers[region.buffer.index()].kind == BufferKind::FlagInData)
 }
 
 fn polls(program: &Program, task: &ProgramTask) -> bool {
-    tagged(program, &accesses(program, task).reads).next().is_some()
+    flag_in_data(program, &accesses(program, task).reads).next().is_some()
 }
 
 /// For each task the last to be done of those that it waits for, by counter or for words.
@@ -274,7 +277,7 @@ fn producers(program: &Program, times: &[Task]) -> Vec<Option<usize>> {
             let last = &mut signalled[counter.index()];
             *last = Some(later(*last, index));
         }
-        for region in tagged(program, &accesses(program, task).writes) {
+        for region in flag_in_data(program, &accesses(program, task).writes) {
             let of_buffer = writers.entry(region.buffer).or_default();
             of_buffer.push((region.start, region.end, index));
         }
@@ -285,7 +288,7 @@ fn producers(program: &Program, times: &[Task]) -> Vec<Option<usize>> {
     for (_, task) in all() {
         let counters = task.waits.iter().filter_map(|wait| signalled[wait.counter.index()]);
         let mut last = counters.fold(None, |last, index| Some(later(last, index)));
-        for region in tagged(program, &accesses(program, task).reads) {
+        for region in flag_in_data(program, &accesses(program, task).reads) {
             let writer = *known.entry(*region).or_insert_with(|| {
                 let of_buffer = writers.get(&region.buffer);
                 of_buffer

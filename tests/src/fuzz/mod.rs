@@ -140,7 +140,7 @@ pub const TARGETS: &[Target] = &[
             "matvec",
             "wait",
             "signal",
-            "tagged",
+            "flag_in_data",
         ],
         memory: 64 * MIB,
         memory_per_byte: 1024,

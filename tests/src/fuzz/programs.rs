@@ -52,7 +52,7 @@ fn verify(program: Program) {
 pub(super) fn amk_text_seeds() -> Vec<Vec<u8>> {
     let files = [
         "verify/accept/layer.amk",
-        "verify/accept/tagged.amk",
+        "verify/accept/flag-in-data.amk",
         "verify/accept/counters.amk",
         "text/odd-values.amk",
     ];

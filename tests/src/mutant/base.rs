@@ -33,9 +33,9 @@ const WIDE_SEED: u64 = 77;
 /// Schedules that mutants are made of: each way to hand over and to fuse, and keys split over several workers.
 const SCHEDULES: &[&str] = &[
     r#"{"tiling": {"attention": {"kv_block": 32, "kv_split": 4}}}"#,
-    r#"{"sync": {"embed": "tagged", "qkv": "tagged", "attention": "tagged", "merge": "tagged", "o_proj": "tagged", "gate_up": "tagged", "down": "tagged"},
+    r#"{"sync": {"embed": "flag_in_data", "qkv": "flag_in_data", "attention": "flag_in_data", "merge": "flag_in_data", "o_proj": "flag_in_data", "gate_up": "flag_in_data", "down": "flag_in_data"},
         "tiling": {"attention": {"kv_block": 32, "kv_split": 4}}}"#,
-    r#"{"fusion_grouping": {"embed": "qkv", "merge": "o_proj"}, "sync": {"down": "tagged", "attention": "tagged"},
+    r#"{"fusion_grouping": {"embed": "qkv", "merge": "o_proj"}, "sync": {"down": "flag_in_data", "attention": "flag_in_data"},
         "tiling": {"attention": {"kv_block": 64, "kv_split": 2}}}"#,
 ];
 

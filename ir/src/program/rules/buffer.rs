@@ -60,7 +60,10 @@ fn source(program: &Program, buffer: &Buffer) -> Finding {
         })
     };
     let fits = match (&buffer.source, buffer.kind) {
-        (BufferSource::Scratch, BufferKind::Plain | BufferKind::Tagged | BufferKind::Logits)
+        (
+            BufferSource::Scratch,
+            BufferKind::Plain | BufferKind::FlagInData | BufferKind::Logits,
+        )
         | (BufferSource::Vector(_) | BufferSource::InvFreq, BufferKind::Constant)
         | (BufferSource::KvCache { .. }, BufferKind::KvCache)
         | (BufferSource::Embedding(_), BufferKind::Embedding) => true,

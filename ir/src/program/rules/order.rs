@@ -1,10 +1,10 @@
 //! The order of tasks within a step, as vector clocks: what has happened, in the sense of the memory model, before what.
 //!
-//! **What orders.** The queue of a worker, and counters: whoever signals has released all that its worker did and knew before. A tagged
+//! **What orders.** The queue of a worker, and counters: whoever signals has released all that its worker did and knew before. A flag-in-data
 //! hand-off orders nothing beside its own words. Value and tag of those arrive together, but the store is relaxed, and what else the
 //! writer did may become visible later or never win (`tests/src/explore/models/transitive.rs` has each shape with an execution that goes
-//! wrong). So clocks pass along queues and counters; edges of tagged buffers count when we look for cycles and for a sequence to
-//! check in, and a read of tagged words needs no order, for it waits for its words themselves.
+//! wrong). So clocks pass along queues and counters; edges of flag-in-data buffers count when we look for cycles and for a sequence to
+//! check in, and a read of flag-in-data words needs no order, for it waits for its words themselves.
 //!
 //! **Neighbours.** The warps of a worker meet at a block barrier inside every task, in front of a task that waits and behind one that
 //! signals. Stores may come behind the barrier inside, loads before it. So a task and the next one in its queue are in order only
@@ -22,7 +22,7 @@ use crate::violation::{At, Rule, Violations};
 use super::words::Writes;
 use super::{at, buffer_name, tasks};
 
-/// Edges of tagged reads, and rows of clocks, that `verify` is willing to hold. A 70B program has a hundredth of them.
+/// Edges of flag-in-data reads, and rows of clocks, that `verify` is willing to hold. A 70B program has a hundredth of them.
 const EDGES_MAX: usize = 1 << 26;
 const CLOCK_WORDS_MAX: usize = 1 << 28;
 
@@ -100,10 +100,10 @@ impl Order {
 #[derive(Clone, Copy, Debug)]
 struct Edge {
     to: u32,
-    tagged: bool,
+    flag_in_data: bool,
 }
 
-/// Edges out of tasks and joins, by source. Queue order is not among them. A join is a counter, or a range of a tagged buffer that several
+/// Edges out of tasks and joins, by source. Queue order is not among them. A join is a counter, or a range of a flag-in-data buffer that several
 /// tasks read, which has no clock.
 struct Edges {
     starts: Vec<u32>,
@@ -120,7 +120,7 @@ impl Edges {
             starts[node + 1] += starts[node];
         }
         let mut next = starts.clone();
-        let mut list = vec![Edge { to: 0, tagged: false }; pairs.len()];
+        let mut list = vec![Edge { to: 0, flag_in_data: false }; pairs.len()];
         for (from, edge) in pairs {
             let place = &mut next[*from as usize];
             list[*place as usize] = *edge;
@@ -164,8 +164,8 @@ impl Clocks {
     }
 }
 
-fn tagged(program: &Program, region: &Region) -> bool {
-    program.buffers[region.buffer.index()].kind == BufferKind::Tagged
+fn flag_in_data(program: &Program, region: &Region) -> bool {
+    program.buffers[region.buffer.index()].kind == BufferKind::FlagInData
 }
 
 /// Finds the order and checks it. Relies on every word being written once.
@@ -228,14 +228,16 @@ impl Graph {
         for ((_, task), number) in tasks(program).zip(0_u32..) {
             if let Some(counter) = task.signal {
                 let to = (task_len + counter.index()) as u32;
-                graph.pairs.push((number, Edge { to, tagged: false }));
+                graph.pairs.push((number, Edge { to, flag_in_data: false }));
             }
             for wait in &task.waits {
                 let from = (task_len + wait.counter.index()) as u32;
-                graph.pairs.push((from, Edge { to: number, tagged: false }));
+                graph.pairs.push((from, Edge { to: number, flag_in_data: false }));
             }
-            for region in
-                accesses(program, task).reads.into_iter().filter(|region| tagged(program, region))
+            for region in accesses(program, task)
+                .reads
+                .into_iter()
+                .filter(|region| flag_in_data(program, region))
             {
                 let list = readers.entry(region).or_default();
                 if list.is_empty() {
@@ -245,13 +247,13 @@ impl Graph {
             }
         }
         for region in regions {
-            graph.tagged_edges(writes, region, &readers[&region])?;
+            graph.flag_in_data_edges(writes, region, &readers[&region])?;
         }
         Ok(graph)
     }
 
     /// A region with one reader needs no join.
-    fn tagged_edges(
+    fn flag_in_data_edges(
         &mut self,
         writes: &Writes,
         region: Region,
@@ -263,15 +265,16 @@ impl Graph {
             let join = self.nodes as u32;
             self.nodes += 1;
             self.joins.push(region);
-            self.pairs
-                .extend(readers.iter().map(|&reader| (join, Edge { to: reader, tagged: true })));
+            self.pairs.extend(
+                readers.iter().map(|&reader| (join, Edge { to: reader, flag_in_data: true })),
+            );
             join
         };
         self.pairs.extend(
-            writes.writers(region).map(|writer| (writer, Edge { to: target, tagged: true })),
+            writes.writers(region).map(|writer| (writer, Edge { to: target, flag_in_data: true })),
         );
         if self.pairs.len() > EDGES_MAX {
-            return Err(format!("tagged reads make more than {EDGES_MAX} edges"));
+            return Err(format!("flag-in-data reads make more than {EDGES_MAX} edges"));
         }
         Ok(())
     }
@@ -297,7 +300,7 @@ impl Graph {
                 let (worker, index) = order.places[node as usize];
                 order.clocks.tick(node as usize, worker as usize, index);
                 if order.places.get(node as usize + 1).is_some_and(|&(_, next)| next == index + 1) {
-                    let queue = Edge { to: node + 1, tagged: false };
+                    let queue = Edge { to: node + 1, flag_in_data: false };
                     order.pass(node, queue, &mut waiting, &mut ready);
                 }
             }
@@ -407,7 +410,7 @@ impl Order {
     /// Takes `edge`, and `node`'s clock with it if the edge orders memory.
     fn pass(&mut self, node: u32, edge: Edge, waiting: &mut [u32], ready: &mut VecDeque<u32>) {
         let (from, to) = (node as usize, edge.to as usize);
-        if !edge.tagged {
+        if !edge.flag_in_data {
             self.clocks.join(from, to);
         }
         waiting[to] -= 1;

@@ -73,10 +73,10 @@ fn bounds(program: &Program, task: &Task, at: &At, found: &mut Violations) {
     }
 }
 
-const ACTIVATION: &[BufferKind] = &[BufferKind::Plain, BufferKind::Tagged];
+const ACTIVATION: &[BufferKind] = &[BufferKind::Plain, BufferKind::FlagInData];
 /// A candidate holds a row, which leaves no room for a tag.
 const CANDIDATES: &[BufferKind] = &[BufferKind::Plain];
-const VECTOR: &[BufferKind] = &[BufferKind::Plain, BufferKind::Tagged, BufferKind::Embedding];
+const VECTOR: &[BufferKind] = &[BufferKind::Plain, BufferKind::FlagInData, BufferKind::Embedding];
 const CONSTANT: &[BufferKind] = &[BufferKind::Constant];
 
 struct Op<'a> {

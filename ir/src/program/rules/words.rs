@@ -125,7 +125,7 @@ fn covered(program: &Program, buffer: BufferId, writes: &[Write], found: &mut Vi
     }
 }
 
-/// Every read is ordered after the writes that it reads; a reader of tagged words polls these words themselves.
+/// Every read is ordered after the writes that it reads; a reader of flag-in-data words polls these words themselves.
 pub(in crate::program) fn check_order(program: &Program, order: &Order, found: &mut Violations) {
     let places: Vec<At> = tasks(program).map(|(at, _)| at).collect();
     let looked = unordered_reads(program, order, |reader, write, region| {
@@ -172,7 +172,7 @@ fn unordered_reads(
         let (worker, index) = order.place(reader);
         let task = &program.workers[worker.index()].tasks[index as usize];
         let plain =
-            |region: &Region| program.buffers[region.buffer.index()].kind != BufferKind::Tagged;
+            |region: &Region| program.buffers[region.buffer.index()].kind != BufferKind::FlagInData;
         for region in accesses(program, task).reads.into_iter().filter(plain) {
             let unordered = writes.writes_in(region).find(|write| {
                 looked += 1;

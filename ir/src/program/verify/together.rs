@@ -97,8 +97,10 @@ fn one_form(program: &Program, found: &mut Violations) {
     let mut forms = vec![None; program.buffers.len()];
     let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
     for (buffer, split) in tasks.flat_map(forms_of) {
-        let scratch =
-            matches!(program.buffers[buffer.index()].kind, BufferKind::Plain | BufferKind::Tagged);
+        let scratch = matches!(
+            program.buffers[buffer.index()].kind,
+            BufferKind::Plain | BufferKind::FlagInData
+        );
         if scratch && *forms[buffer.index()].get_or_insert(split) != split {
             let detail = "its words are values to one task and halves of 16 bits to another: run one sequence";
             found.push(Rule::PShape, At::Buffer(buffer), detail.to_owned());

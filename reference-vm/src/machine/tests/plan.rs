@@ -14,8 +14,8 @@ use ir::{BufferId, CounterId, Graph, Layer, Linear, MatrixId, TensorId};
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Plan {
     pub(super) workers: usize,
-    /// Every edge but those after attention is tagged words instead of counters.
-    pub(super) tagged: bool,
+    /// Every edge but those after attention is flag-in-data words instead of counters.
+    pub(super) flag_in_data: bool,
     pub(super) splits: u32,
     pub(super) kv_block: u32,
     /// The o projection merges by itself.
@@ -29,7 +29,7 @@ impl Default for Plan {
     fn default() -> Self {
         Self {
             workers: 3,
-            tagged: false,
+            flag_in_data: false,
             splits: 2,
             kv_block: 8,
             fuse_merge: false,
@@ -322,7 +322,7 @@ impl Builder<'_> {
     /// Deals tasks to workers in turn. Each waits for all of the last phase; `may_tag` says that
     /// readers may poll the data instead.
     fn phase(&mut self, mut tasks: Vec<Task>, may_tag: bool) {
-        let counted = !(self.plan.tagged && may_tag) && tasks[0].opcode != Opcode::Sample;
+        let counted = !(self.plan.flag_in_data && may_tag) && tasks[0].opcode != Opcode::Sample;
         let signal = counted.then(|| {
             self.program.counters += 1;
             CounterId(self.program.counters - 1)
@@ -367,7 +367,11 @@ impl Builder<'_> {
     }
 
     fn activation(&mut self, name: &str, words: u32, may_tag: bool) -> BufferId {
-        let kind = if self.plan.tagged && may_tag { BufferKind::Tagged } else { BufferKind::Plain };
+        let kind = if self.plan.flag_in_data && may_tag {
+            BufferKind::FlagInData
+        } else {
+            BufferKind::Plain
+        };
         self.buffer(name, kind, words, BufferSource::Scratch)
     }
 

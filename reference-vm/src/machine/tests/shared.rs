@@ -38,10 +38,16 @@ fn shown(program: &Program, model: &Model, products: Option<&Products<'_>>) -> O
 fn shared_products_change_no_bit() {
     for model in models() {
         let products = Products::new(&*model.weights, 64 << 20);
-        for tagged in [false, true] {
+        for flag_in_data in [false, true] {
             for (fuse_merge, workers, splits) in [(false, 3, 1), (true, 7, 3), (true, 1, 8)] {
-                let plan =
-                    Plan { tagged, fuse_merge, workers, splits, kv_block: 2, ..Plan::default() };
+                let plan = Plan {
+                    flag_in_data,
+                    fuse_merge,
+                    workers,
+                    splits,
+                    kv_block: 2,
+                    ..Plan::default()
+                };
                 let program = plan::program(&model.graph, plan);
                 let alone = shown(&program, &model, None);
                 assert!(matches!(alone, Some(Shown::Finished { .. })), "{plan:?}");

@@ -1,4 +1,4 @@
-//! Tagged words: `word_write` and `quads_wait` of the device. Value and tag are one word, stored and loaded relaxed.
+//! Flag-in-data words: `word_write` and `quads_wait` of the device. Value and tag are one word, stored and loaded relaxed.
 //!
 //! A producer writes two words in every step, two readers wait for both by their tags; the step ends with a counter and begins with
 //! the step word, as always.
@@ -136,10 +136,14 @@ fn apart(bug: Bug) -> Model {
 #[must_use]
 pub fn cases() -> Vec<Case> {
     vec![
-        Case::holds("tagged: as it is, six steps", model(Bug::None)),
-        Case::fails("tagged: one bit of tag", model(Bug::ShortTag), "reads"),
-        Case::fails("tagged: a word that not every step writes", model(Bug::SkipsSteps), "reads"),
-        Case::fails("tagged: the tag is not looked at", model(Bug::NoPoll), "reads"),
+        Case::holds("flag-in-data: as it is, six steps", model(Bug::None)),
+        Case::fails("flag-in-data: one bit of tag", model(Bug::ShortTag), "reads"),
+        Case::fails(
+            "flag-in-data: a word that not every step writes",
+            model(Bug::SkipsSteps),
+            "reads",
+        ),
+        Case::fails("flag-in-data: the tag is not looked at", model(Bug::NoPoll), "reads"),
         Case::fails(
             "tag apart: stored behind the value, relaxed",
             apart(Bug::TagApart),

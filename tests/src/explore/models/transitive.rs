@@ -1,4 +1,4 @@
-//! What a tagged hand-off does not order: everything but its own words.
+//! What a flag-in-data hand-off does not order: everything but its own words.
 //!
 //! Each shape is a small program: workers, tasks, hand-offs. `verify` must refuse those that fail here and accept those that hold;
 //! `tests/filetests/verify/formal` has them as programs.
@@ -11,7 +11,7 @@ use super::{Case, Unless};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Handoff {
     Counter,
-    Tagged,
+    FlagInData,
 }
 
 /// `signal` and `wait` of a hand-off over `at`, once.
@@ -21,7 +21,7 @@ fn handoff(kind: Handoff, at: usize) -> (Vec<Op>, Vec<Op>) {
             vec![Op::Fence, Op::Add(at)],
             vec![Op::Poll(at, Order::Relaxed, Until::AtLeast(1)), Op::Fence],
         ),
-        Handoff::Tagged => (vec![Op::Write(at, Order::Relaxed, word(1))], vec![wait(at, 1)]),
+        Handoff::FlagInData => (vec![Op::Write(at, Order::Relaxed, word(1))], vec![wait(at, 1)]),
     }
 }
 
@@ -86,20 +86,24 @@ fn neighbours(barrier: bool) -> Model {
 /// The shapes.
 #[must_use]
 pub fn cases() -> Vec<Case> {
-    use Handoff::{Counter, Tagged};
+    use Handoff::{Counter, FlagInData};
     vec![
         Case::holds("plain word behind a counter", plain_word(Counter)),
-        Case::fails("plain word behind a tagged word", plain_word(Tagged), "reads 0 from residual"),
+        Case::fails(
+            "plain word behind a flag-in-data word",
+            plain_word(FlagInData),
+            "reads 0 from residual",
+        ),
         Case::holds("plain word behind two counters", plain_word_over_three(Counter)),
         Case::fails(
-            "plain word behind a counter and a tagged word",
-            plain_word_over_three(Tagged),
+            "plain word behind a counter and a flag-in-data word",
+            plain_word_over_three(FlagInData),
             "reads 0 from residual",
         ),
         Case::holds("cache row, the step ends with a counter", cache_row(Counter)),
         Case::fails(
-            "cache row, the step ends with a tagged word",
-            cache_row(Tagged),
+            "cache row, the step ends with a flag-in-data word",
+            cache_row(FlagInData),
             "reads 0 from cache row",
         ),
         Case::holds("neighbours in a queue with a block barrier", neighbours(true)),

@@ -501,7 +501,7 @@ pub(crate) struct GenerateArgs {
     /// Write the logits of every executed position: a safetensors file with `logits`, [positions, vocab] f32.
     #[arg(long, value_name = "FILE")]
     pub(crate) logits: Option<PathBuf>,
-    /// Launch the kernel before the weights are there: each layer is run as soon as it has landed.
+    /// Launch the kernel before the weights are there: each layer is run as soon as it has arrived.
     #[arg(long)]
     pub(crate) stream_weights: bool,
     /// Where streamed weights are read from.

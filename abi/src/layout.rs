@@ -132,7 +132,7 @@ pub fn structs() -> Vec<StructLayout> {
         crate::StepState::LAYOUT,
         crate::SeqStates::LAYOUT,
         crate::Launch::LAYOUT,
-        crate::Landing::LAYOUT,
+        crate::WeightStream::LAYOUT,
         crate::Done::LAYOUT,
         crate::TaskRecord::LAYOUT,
         crate::LoaderRecord::LAYOUT,

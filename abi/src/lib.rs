@@ -28,8 +28,8 @@ pub use ring::{
 };
 pub use status::{Status, Trap};
 pub use task::{
-    Action, BufferDesc, BufferKind, DType, Done, Landing, Launch, Load, LoadKind, LoaderRecord,
-    ProgramHeader, Queue, SeqStates, StepState, Task, TaskRecord,
+    Action, BufferDesc, BufferKind, DType, Done, Launch, Load, LoadKind, LoaderRecord,
+    ProgramHeader, Queue, SeqStates, StepState, Task, TaskRecord, WeightStream,
 };
 pub use telemetry::{
     Activity, Pulse, SequenceEnd, SessionWords, TELEMETRY_MAGIC, TELEMETRY_VERSION, Telemetry,

@@ -90,10 +90,10 @@ limits! {
     SEQS_MAX: usize = 8;
     /// Bits of a sequence in `seq_endings`.
     SEQ_ENDING_BITS: u32 = 4;
-    /// In place of a number of landed units: every weight is there.
-    LANDED_ALL: u32 = u32::MAX;
-    /// In place of a number of landed units: no more will come. Whoever waits goes on with what there is, and the step's answer is void.
-    LANDED_ABANDONED: u32 = u32::MAX - 1;
+    /// In place of a number of arrived units: every weight is there.
+    WATERMARK_ALL: u32 = u32::MAX;
+    /// In place of a number of arrived units: no more will come. Whoever waits goes on with what there is, and the step's answer is void.
+    WATERMARK_ABANDONED: u32 = u32::MAX - 1;
     /// Biases of a session's sampling.
     BIAS_MAX: u32 = 512;
     /// Tokens of a vocabulary that is sampled from: the sum of so many weights fits into 64 bits.

@@ -26,7 +26,7 @@ wire_enum! {
         BadCommand = 8 "bad_command",
         /// Weights that the command needs will not come. The kernel goes on.
         Weights = 9 "weights",
-        /// Nothing landed for as long as a worker may wait for weights.
+        /// Nothing arrived for as long as a worker may wait for weights.
         WeightsDeadline = 10 "weights_deadline",
     }
 }

@@ -64,8 +64,8 @@ wire_struct! {
         pub stage_units: u8,
         /// Weights: units after which a new stage begins even if the last is not full: those of a tile that lies in several stages.
         pub period: u16,
-        /// Weights: units that must have landed before, in landing order.
-        pub landed: u32,
+        /// Weights: units that must have arrived before, in stream order.
+        pub watermark: u32,
         /// Cache: keys of a block of the task's splits.
         pub kv_block: u32,
         /// Cache: sliding window, or zero for full attention.
@@ -309,8 +309,8 @@ wire_struct! {
         pub record_len: u32,
         /// First program, loaded before the launch.
         pub program: u64,
-        /// `amk_landing` in device memory.
-        pub landing: u64,
+        /// `amk_weight_stream` in device memory.
+        pub weight_stream: u64,
         /// `amk_pulse[workers]` in mapped host memory.
         pub pulses: u64,
         /// Nanoseconds between two writes of a pulse.
@@ -330,14 +330,14 @@ wire_struct! {
 }
 
 wire_struct! {
-    /// How far the weights have come, in device memory. Units are counted in landing order: matrix after matrix, as the host copies them.
-    amk_landing align(16) size(32)
-    pub struct Landing {
-        /// Units that are there, `LANDED_ABANDONED` or `LANDED_ALL`; written behind the copies, on their stream.
-        pub landed: u32,
+    /// How far the weights have come, in device memory. Units are counted in stream order: matrix after matrix, as the host copies them.
+    amk_weight_stream align(16) size(32)
+    pub struct WeightStream {
+        /// Units that are there, `WATERMARK_ABANDONED` or `WATERMARK_ALL`; written behind the copies, on their stream.
+        pub watermark: u32,
         /// Units that must be there before a step may begin: those of the embedding, which no load brings.
         pub embedding: u32,
-        /// Deadlines in a row that may pass with nothing landing before a worker that waits gives up.
+        /// Deadlines in a row that may pass with nothing weight streaming before a worker that waits gives up.
         pub patience: u32,
         /// Times that a loader began to wait for weights since the launch.
         pub waits: u32,

@@ -167,8 +167,8 @@ wire_struct! {
         pub resident_bytes: u64,
         /// Bytes of weights that are to be there.
         pub weights_bytes: u64,
-        /// Bytes of weights that have landed.
-        pub landed_bytes: u64,
+        /// Bytes of weights that have arrived.
+        pub arrived_bytes: u64,
         /// Bytes that loaders asked for, weights, keys and values.
         pub streamed_bytes: u64,
         /// Bytes copied to the device.

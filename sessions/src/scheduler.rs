@@ -79,7 +79,7 @@ pub enum Outcome {
     Done,
     /// There is more to do.
     Yield,
-    /// Nothing can be done before [`Scheduler::landed`].
+    /// Nothing can be done before [`Scheduler::returned`].
     WaitIo,
     /// The session is broken.
     Fault,
@@ -296,7 +296,7 @@ impl Scheduler {
     ///
     /// # Errors
     /// If it does not wait.
-    pub fn landed(&mut self, session: SessionId) -> Result<(), Rejected> {
+    pub fn returned(&mut self, session: SessionId) -> Result<(), Rejected> {
         self.expect(session, &[WaitIo], Claimed)?;
         match self.find(session)?.stamp {
             Some(_) => Ok(()), // told before

@@ -119,12 +119,12 @@ fn a_command_gives_way_and_finishes() {
 fn waiting_cancelling_and_failing() {
     let (mut scheduler, session) = one(10);
     let turn = scheduler.next(4).unwrap();
-    assert!(scheduler.landed(session).is_err() && scheduler.lost(session).is_err());
+    assert!(scheduler.returned(session).is_err() && scheduler.lost(session).is_err());
     assert_eq!(scheduler.refuse(session), Err(Rejected::Running));
     assert_eq!(scheduler.give_back(turn, 0, Outcome::WaitIo), Ok(Report::Waiting));
     assert_eq!(scheduler.next(4), None, "it waits");
-    scheduler.landed(session).unwrap();
-    scheduler.landed(session).unwrap();
+    scheduler.returned(session).unwrap();
+    scheduler.returned(session).unwrap();
     let turn = scheduler.next(4).unwrap();
     assert_eq!(scheduler.cancel(session), Ok(Cancelled::AtTurnEnd));
     assert_eq!(scheduler.give_back(turn, 4, Outcome::Yield), Ok(Report::Cancelled));
@@ -144,7 +144,7 @@ fn waiting_cancelling_and_failing() {
     scheduler.submit(session).unwrap();
     let turn = scheduler.next(1).unwrap();
     let _ = scheduler.give_back(turn, 0, Outcome::WaitIo);
-    scheduler.landed(session).unwrap();
+    scheduler.returned(session).unwrap();
     scheduler.lost(session).unwrap();
     assert_eq!((scheduler.why(session), scheduler.next(4)), (Some(Why::Io), None));
     scheduler.retire(session).unwrap();
@@ -194,7 +194,7 @@ fn random_sessions_reach_every_state_and_make_every_change() {
             (5, Some(session)) => drop(scheduler.submit(session)),
             (6, Some(session)) => drop(scheduler.cancel(session)),
             (7, Some(session)) => drop(scheduler.retire(session)),
-            (8, Some(session)) if random.random_bool(0.5) => drop(scheduler.landed(session)),
+            (8, Some(session)) if random.random_bool(0.5) => drop(scheduler.returned(session)),
             (8, Some(session)) if random.random_bool(0.5) => drop(scheduler.lost(session)),
             (8, Some(session)) => drop(scheduler.refuse(session)),
             (9, Some(session)) if scheduler.close(session).is_ok() => {
@@ -278,7 +278,7 @@ impl Picks for Real {
     }
 
     fn land(&mut self, session: usize) {
-        self.scheduler.landed(self.sessions[session].0).unwrap();
+        self.scheduler.returned(self.sessions[session].0).unwrap();
     }
 
     fn bound(&self, priority: Priority) -> u64 {
@@ -370,9 +370,9 @@ fn hostile(
             Outcome::Yield | Outcome::Fault => {}
         }
         if !waiting.is_empty() && random.random_bool(0.2) {
-            let landed = waiting.swap_remove(random.random_range(0..waiting.len()));
-            picks.land(landed);
-            ready_since[landed] = Some(now + 1);
+            let returned = waiting.swap_remove(random.random_range(0..waiting.len()));
+            picks.land(returned);
+            ready_since[returned] = Some(now + 1);
         }
         for (session, since) in ready_since.iter().enumerate() {
             let bound = picks.bound(kinds[session]);

@@ -28,7 +28,7 @@ impl Gpu<'_> {
             *copied += bytes;
             head.launches += 1;
             head.step_bytes = program.stream_bytes();
-            head.weights_bytes = bytes; // how many have landed is looked at from beside
+            head.weights_bytes = bytes; // how many have arrived is looked at from beside
             head.resident_bytes = bytes + pages * program.kv_bytes(abi::KV_PAGE - 1);
         });
         self.say_pages();

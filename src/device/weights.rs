@@ -78,17 +78,17 @@ impl Gpu<'_> {
         let (resident, first) =
             (since(self.arrival.resident_at), since(self.arrival.first_token_at));
         let Machine::Running(running) = &mut self.machine else { return Ok(Value::Null) };
-        let landing = running.landing_report().map_err(device_error)?;
-        let rate = landing.load.bytes as f64 / 1e9 / landing.load.seconds.max(1e-9);
+        let weight_stream = running.weight_stream_report().map_err(device_error)?;
+        let rate = weight_stream.load.bytes as f64 / 1e9 / weight_stream.load.seconds.max(1e-9);
         Ok(json!({
             "streamed": self.arrival.streaming.is_some(),
-            "bytes": landing.load.bytes,
-            "seconds": landing.load.seconds,
+            "bytes": weight_stream.load.bytes,
+            "seconds": weight_stream.load.seconds,
             "gb_per_s": rate,
-            "source": landing.load.source,
-            "fallback": landing.load.fallback,
-            "waits": landing.waits,
-            "waited_s": landing.waited_s,
+            "source": weight_stream.load.source,
+            "fallback": weight_stream.load.fallback,
+            "waits": weight_stream.waits,
+            "waited_s": weight_stream.waited_s,
             "resident_s": resident,
             "first_token_s": first,
         }))

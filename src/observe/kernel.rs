@@ -49,7 +49,7 @@ impl KernelWatch {
         self.commands(lookout, edit, answered);
         let head = edit.head();
         head.published = head.drained + u64::from(outstanding);
-        head.landed_bytes = lookout.landed_bytes().unwrap_or(head.weights_bytes);
+        head.arrived_bytes = lookout.arrived_bytes().unwrap_or(head.weights_bytes);
         self.seen = answered;
         self.workers(lookout, edit, outstanding > 0, now_ns)
     }

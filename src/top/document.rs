@@ -105,7 +105,7 @@ pub(super) fn document(view: &View<'_>) -> Value {
         "priority_positions": by_name(priorities(), &head.priority_positions),
         "priority_tokens": by_name(priorities(), &head.priority_tokens),
         "bytes": {
-            "resident": head.resident_bytes, "weights": head.weights_bytes, "landed": head.landed_bytes,
+            "resident": head.resident_bytes, "weights": head.weights_bytes, "arrived": head.arrived_bytes,
             "streamed": head.streamed_bytes, "uploaded": head.uploaded_bytes, "avoided": head.avoided_bytes,
         },
         "kv_pages": {"all": head.kv_pages, "held": head.kv_held, "promised": head.kv_promised},

@@ -198,14 +198,14 @@ fn ring(sheet: &mut Sheet, view: &View<'_>) {
     let endings = if endings.is_empty() { "none yet".to_owned() } else { endings };
     sheet.row("ended", format!("{endings}; {} faults, {} traps", head.faults, head.traps));
     let bytes = |bytes: u64| format!("{}B", short(bytes as f64));
-    if head.landed_bytes > 0 {
-        let landed = head.landed_bytes as f64 / head.weights_bytes as f64;
+    if head.arrived_bytes > 0 {
+        let watermark = head.arrived_bytes as f64 / head.weights_bytes as f64;
         sheet.row(
             "weights",
             format!(
                 "{}, {} on the device; {} copied, {} avoided; {} a step",
                 bytes(head.weights_bytes),
-                percent(landed),
+                percent(watermark),
                 bytes(head.uploaded_bytes),
                 bytes(head.avoided_bytes),
                 bytes(head.step_bytes)

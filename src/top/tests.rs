@@ -37,7 +37,7 @@ fn served(at_ns: u64, tokens: u64) -> Look {
     head.steps[bucket(600_000)] = tokens;
     head.steps_ns = tokens * 600_000;
     (head.step_bytes, head.bandwidth) = (2_470_000_000, 4_600_000_000_000);
-    (head.weights_bytes, head.landed_bytes, head.uploaded_bytes) =
+    (head.weights_bytes, head.arrived_bytes, head.uploaded_bytes) =
         (2_470_000_000, 2_470_000_000, 2_470_000_000);
     (head.kv_pages, head.kv_held, head.kv_promised) = (255, 9, 24);
     (head.batches, head.batched) = (tokens / 4, tokens);

@@ -62,7 +62,7 @@ plain! {
     Gauge "bandwidth_bytes_per_second" None, "Measured on the card; zero without one.", |h| h.bandwidth as f64;
     Gauge "resident" BYTES, "Weights and caches on the device.", |h| h.resident_bytes as f64;
     Gauge "weights" BYTES, "Weights that are to be on the device.", |h| h.weights_bytes as f64;
-    Gauge "weights_landed" BYTES, "Weights that have landed.", |h| h.landed_bytes as f64;
+    Gauge "weights_arrived" BYTES, "Weights that have arrived.", |h| h.arrived_bytes as f64;
     Counter "streamed" BYTES, "Weights, keys and values that loaders asked for.", |h| h.streamed_bytes as f64;
     Counter "uploaded" BYTES, "Copied to the device.", |h| h.uploaded_bytes as f64;
     Counter "avoided" BYTES, "Not copied because it was on the device already.", |h| h.avoided_bytes as f64;

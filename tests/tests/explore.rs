@@ -2,7 +2,7 @@
 //! the counter-examples.
 
 use tests::explore::models::{
-    Case, attend, counter, host, landing, payload, stages, switch, transitive, trap,
+    Case, attend, counter, host, payload, stages, switch, transitive, trap, weight_stream,
 };
 use tests::explore::{Model, Op, Order, Verdict, explore, outcomes};
 
@@ -61,7 +61,7 @@ fn host_ring() {
 
 #[test]
 fn weights_that_land_while_the_kernel_runs() {
-    check(landing::cases());
+    check(weight_stream::cases());
 }
 
 #[test]

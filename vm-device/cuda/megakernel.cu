@@ -258,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megaker
     sh->leave[0] = sh->leave[1] = sh->gone = sh->active = sh->progress = sh->wait_code = sh->fault_code = 0;
     sh->seen_progress = 0;
     sh->seen_ns = 0;
-    sh->landed = sh->seen_landed = sh->landing_idle = 0;
+    sh->watermark = sh->seen_watermark = sh->weight_stream_idle = 0;
     sh->index = blockIdx.x;
     sh->epoch = 0;
     sh->task = 0;

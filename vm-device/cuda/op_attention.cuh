@@ -398,7 +398,7 @@ __device__ __forceinline__ TilePlace tile_place(Worker const& w, KeyWalk const& 
   uint32_t const at = block * walk.of_block + (first >> (31 - __clz(in.rows)));
   return TilePlace{at, at + (in.values == 0 ? stages_of_rows(in.copied, in.rows) : 0), first & (in.rows - 1), in.values};
 }
-// The keys of a tile into registers, once they have landed.
+// The keys of a tile into registers, once they have arrived.
 __device__ __forceinline__ void tile_take(Worker const& w, Cursor& c, KeyWalk& walk, TilePlace const& place, uint32_t tile, KeyTile (&k)[HALVES]) {
   cursor_pass(w, c, walk.passed, place.at);
   char const* rows = cursor_land(w, c) + place.row * ROW_BYTES;

@@ -390,7 +390,7 @@ template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const
   return (!RAGGED && (UNITS == SHARE || j + 1 < UNITS)) || j * AMK_WARPS + w.thread / 32 < units;
 }
 
-// Takes the current stage, a tile's chunk of that number, which has landed, steps to the next, and gives what stage_read is to wait for before it
+// Takes the current stage, a tile's chunk of that number, which has arrived, steps to the next, and gives what stage_read is to wait for before it
 // is freed. The second tile of a pair may be missing at the end of a task: what is read then is multiplied for nothing.
 template <uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
   uint32_t const units = chunk_units(k, chunk);
@@ -559,7 +559,7 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
   uint32_t const ahead = k.shares < TAKE ? k.shares : TAKE;
   float square = 0.f;
   uint32_t taken = 0;
-  // One piece of code, gone through twice if need be: before the vector is there for what has landed, which then waits in registers while
+  // One piece of code, gone through twice if need be: before the vector is there for what has arrived, which then waits in registers while
   // the stream goes on; and afterwards for the rest.
 #pragma unroll 1
   for (bool late = false;; late = true) {

@@ -12,7 +12,7 @@ struct Poller {
   uint32_t switched; // workers that have switched, expected
   uint32_t epoch;    // epochs of the current program so far
   uint64_t program;
-  bool landing; // weights may still be on their way
+  bool weight_stream; // weights may still be on their way
 };
 
 __device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, uint32_t steps, uint32_t token, uint32_t ending, uint32_t seq_endings, uint64_t start) {
@@ -58,21 +58,21 @@ __device__ __forceinline__ bool poller_wait(Poller& p, uint32_t const* word, uin
       }
       host_store(&indices->heartbeat, (uint32_t)now_ns());
       watchdog_check(p.worker->shared);
-      if (p.landing) {
-        landing_report(p.worker->shared, p.head + 1);
+      if (p.weight_stream) {
+        weight_stream_report(p.worker->shared, p.head + 1);
       }
     }
     __nanosleep(100);
   }
 }
 
-// Until the embedding has landed, or no more will. False when the device is leaving.
+// Until the embedding has arrived, or no more will. False when the device is leaving.
 __device__ __forceinline__ bool poller_wait_embedding(Poller& p) {
   amk_launch const& l = *p.worker->shared->launch;
-  amk_landing* landing = (amk_landing*)l.landing;
+  amk_weight_stream* weight_stream = (amk_weight_stream*)l.weight_stream;
   amk_ring_indices* indices = (amk_ring_indices*)l.indices;
-  uint32_t const need = load_relaxed(&landing->embedding);
-  while (load_relaxed(&landing->landed) < need) { // abandoned is more than any number of units
+  uint32_t const need = load_relaxed(&weight_stream->embedding);
+  while (load_relaxed(&weight_stream->watermark) < need) { // abandoned is more than any number of units
     if (load_relaxed(&((amk_done*)l.done)->abort) != 0) {
       return false;
     }
@@ -84,17 +84,17 @@ __device__ __forceinline__ bool poller_wait_embedding(Poller& p) {
     host_store(&indices->waiting, p.head + 1);
     __nanosleep(500);
   }
-  acquire_release_fence(); // pairs with the fence in front of the write of `landed`
+  acquire_release_fence(); // pairs with the fence in front of the write of `watermark`
   host_store(&indices->waiting, 0);
   return true;
 }
 
-// What is known of the weights now; noted in p.landing. True when no more will come.
+// What is known of the weights now; noted in p.weight streaming. True when no more will come.
 __device__ __forceinline__ bool poller_abandoned(Poller& p) {
-  uint32_t const landed = load_relaxed(&((amk_landing*)p.worker->shared->launch->landing)->landed);
+  uint32_t const watermark = load_relaxed(&((amk_weight_stream*)p.worker->shared->launch->weight_stream)->watermark);
   acquire_release_fence();
-  p.landing = landed != AMK_LANDED_ALL;
-  return landed == AMK_LANDED_ABANDONED;
+  p.weight_stream = watermark != AMK_WATERMARK_ALL;
+  return watermark == AMK_WATERMARK_ABANDONED;
 }
 
 __device__ __forceinline__ void publish_action(Poller& p, uint32_t action) {
@@ -210,7 +210,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
     post_completion(p, AMK_TRAP_BAD_COMMAND, 0, 0, 0, 0, start);
     return AMK_TRAP_NONE;
   }
-  if (p.landing) {
+  if (p.weight_stream) {
     if (!poller_wait_embedding(p)) {
       return AMK_TRAP_ABORTED;
     }
@@ -219,8 +219,8 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
       return AMK_TRAP_NONE;
     }
   }
-  // While weights are on their way the first step runs alone: behind it everything has landed, or its answer is void. So no worker looks.
-  bool const alone = p.landing;
+  // While weights are on their way the first step runs alone: behind it everything has arrived, or its answer is void. So no worker looks.
+  bool const alone = p.weight_stream;
   store_relaxed(&step->epoch, p.epoch + 1);
   store_relaxed(&step->token, token);
   store_relaxed(&step->position, position);
@@ -277,7 +277,7 @@ __device__ __forceinline__ uint32_t run_load_program(Poller& p, amk_submission c
   p.program = program;
   p.epoch = load_relaxed(&((amk_program const*)program)->epoch);
   p.switched += l.workers;
-  p.landing = true; // the weights may be others
+  p.weight_stream = true; // the weights may be others
   publish_action(p, AMK_ACTION_SWITCH);
   if (!poller_wait(p, &((amk_done*)l.done)->switched, p.switched)) {
     return AMK_TRAP_ABORTED;

@@ -1,7 +1,7 @@
 // Prefill: causal attention of many tokens over the keys and values in the cache, their own included.
 //
 // A block has 64 tokens of one query head, a warp 16 of them, and goes over the keys in blocks of 64, two of which are on their way or
-// landed, in the layout of the cache: the permuted chunks of its rows (keys.cuh) keep lanes out of each other's banks here too. Queries,
+// arrived, in the layout of the cache: the permuted chunks of its rows (keys.cuh) keep lanes out of each other's banks here too. Queries,
 // and the weights of the keys, are multiplied as a high and a low half, 22 bits together.
 #pragma once
 

@@ -1,6 +1,6 @@
 // Prefill: the vectors of many tokens times a matrix, on the tensor cores.
 //
-// A block goes along the columns a unit (32 of them) at a time, some of which are on their way or landed. Weights and vectors have the same
+// A block goes along the columns a unit (32 of them) at a time, some of which are on their way or arrived. Weights and vectors have the same
 // layout, so a lane's 16 bytes of a unit of 8 rows are its part of a right operand for two products, and its 16 bytes of two units of 8 tokens
 // are its part of a left one. The columns are then not in the order that the instruction has in mind, but in the same order in both.
 #pragma once

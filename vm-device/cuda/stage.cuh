@@ -1,4 +1,4 @@
-// Shared memory between the roles of a block: flags, and the ring of landed weights, whose bulk copies complete on `full` and which
+// Shared memory between the roles of a block: flags, and the ring of arrived weights, whose bulk copies complete on `full` and which
 // consumers free on `empty`.
 #pragma once
 
@@ -45,7 +45,7 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
-// 16 bytes of a landed stage or of the staged vector. Volatile, so that a batch of them stays in front of the products that use it.
+// 16 bytes of a arrived stage or of the staged vector. Volatile, so that a batch of them stays in front of the products that use it.
 __device__ __forceinline__ uint4 stage_load(void const* p) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(p)));
@@ -90,7 +90,7 @@ __device__ __forceinline__ void stage_copy_at(uint32_t stage, uint64_t address, 
 
 // Copies of 16 bytes by threads, for kernels that fill shared memory without the copy engine: `bytes` of them are read, the rest of the 16 is
 // zero. They land in groups: waiting leaves at most LEFT of this thread's groups on their way, and a block barrier behind it shows the
-// others what has landed.
+// others what has arrived.
 __device__ __forceinline__ void piece_copy(uint32_t target, void const* source, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
 }

@@ -11,7 +11,7 @@ struct Cursor {
 // Where the current stage is.
 __device__ __forceinline__ char const* cursor_place(Worker const& w, Cursor const& c) { return w.ring + (size_t)c.stage * w.stage_bytes; }
 
-// The current stage, once it has landed.
+// The current stage, once it has arrived.
 __device__ __forceinline__ char const* cursor_land(Worker const& w, Cursor const& c) {
   uint32_t const since = tape_clock();
   wait_stage(w.shared, &w.shared->full[c.stage], c.parity, c.stage);
@@ -19,8 +19,8 @@ __device__ __forceinline__ char const* cursor_land(Worker const& w, Cursor const
   return cursor_place(w, c);
 }
 
-// Whether the current stage has landed, without waiting for it. All lanes agree.
-__device__ __forceinline__ bool cursor_landed(Worker const& w, Cursor const& c) { return __all_sync(~0u, barrier_try(&w.shared->full[c.stage], c.parity)) != 0; }
+// Whether the current stage has arrived, without waiting for it. All lanes agree.
+__device__ __forceinline__ bool cursor_arrived(Worker const& w, Cursor const& c) { return __all_sync(~0u, barrier_try(&w.shared->full[c.stage], c.parity)) != 0; }
 
 // The same, or until it has.
 __device__ __forceinline__ bool cursor_ready(Worker const& w, Cursor const& c, bool wait) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ bool cursor_ready(Worker const& w, Cursor const& c, b
     cursor_land(w, c);
     return true;
   }
-  return cursor_landed(w, c);
+  return cursor_arrived(w, c);
 }
 
 // Frees a stage that this warp has stepped over. All lanes have read what they need: used it, or waited for it (stage_read).
@@ -50,7 +50,7 @@ __device__ __forceinline__ void cursor_next(Worker const& w, Cursor& c) {
   cursor_step(w, c);
 }
 
-// Passes stages until it has passed `to`, all of which have landed by then.
+// Passes stages until it has passed `to`, all of which have arrived by then.
 __device__ __forceinline__ void cursor_pass(Worker const& w, Cursor& c, uint32_t& passed, uint32_t to) {
 #pragma unroll 1
   for (; passed < to; ++passed) {
@@ -74,8 +74,8 @@ struct Loader {
 
 constexpr uint32_t EMPTY_BEHIND = AMK_OFFSETOF(Shared, empty) - AMK_OFFSETOF(Shared, full);
 
-// The oldest stage on its way has landed.
-__device__ __forceinline__ void loader_landed(Loader& l) {
+// The oldest stage on its way has arrived.
+__device__ __forceinline__ void loader_arrived(Loader& l) {
   --l.in_flight;
   if (++l.oldest == l.stages) {
     l.oldest = 0;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void loader_drain(Worker const& w, Loader& l) {
         return;
       }
     }
-    loader_landed(l);
+    loader_arrived(l);
   }
 }
 
@@ -130,7 +130,7 @@ __device__ __forceinline__ bool loader_claim(Shared* sh, Loader& l, LoaderWaits&
     if (!loader_wait(sh, l.full + l.oldest * 8, l.oldest_parity)) {
       return false;
     }
-    loader_landed(l);
+    loader_arrived(l);
   }
   waits.free += t1 - t0;
   waits.cap += tape_clock() - t1;
@@ -183,9 +183,9 @@ __device__ __forceinline__ bool loader_parts(Shared* sh, Loader& l, uint64_t add
 }
 #endif
 
-// A run of units of a matrix, once `need` units have landed.
+// A run of units of a matrix, once `need` units have arrived.
 __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t lap, LoaderWaits& waits) {
-  if (need > flag_load(&sh->landed) && !landing_wait(sh, need, lap)) {
+  if (need > flag_load(&sh->watermark) && !weight_stream_wait(sh, need, lap)) {
     return false;
   }
   uint64_t address = (uint64_t)run.y << 32 | run.x;

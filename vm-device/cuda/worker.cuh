@@ -67,8 +67,8 @@ struct Shared {
   uint32_t issued; // units that the loader has asked for, ever
   uint32_t seen_progress; // the watchdog's: progress when it last changed, and when that was
   uint64_t seen_ns;
-  uint32_t landed; // units that have landed, as far as the loader knows: in shared memory, since its registers are all taken
-  uint32_t seen_landed, landing_idle; // the watchdog's: units landed when it last looked, and deadlines since they last changed
+  uint32_t watermark; // units that have arrived, as far as the loader knows: in shared memory, since its registers are all taken
+  uint32_t seen_watermark, weight_stream_idle; // the watchdog's: units arrived when it last looked, and deadlines since they last changed
   uint64_t pulse_ns; // when the worker's pulse was last written
   alignas(16) PageLines pages; // the loader's
   amk_launch const* launch;
@@ -165,7 +165,7 @@ __device__ __forceinline__ void fault(Shared* sh, uint32_t code, uint32_t object
   flag_store(&sh->fault_code, code);
 }
 
-__device__ __forceinline__ bool landing_excuses(Shared* sh); // landing.cuh
+__device__ __forceinline__ bool weight_stream_excuses(Shared* sh); // weight_stream.cuh
 
 // The worker's life signs for other processes, by a warp of their own and seldom. They cross the bus, so they go in three writes.
 __device__ __forceinline__ void pulse(Shared* sh, uint64_t now) {
@@ -196,10 +196,10 @@ __device__ __forceinline__ void watchdog_check(Shared* sh) {
     sh->seen_ns = now;
     flag_store(&sh->wait_code, 0);
   } else if (now - sh->seen_ns > sh->launch->deadline_ns && !is_dead(sh)) {
-    if (landing_excuses(sh)) {
+    if (weight_stream_excuses(sh)) {
       sh->seen_ns = now;
     } else {
-      uint32_t const code = sh->landing_idle != 0 ? AMK_TRAP_WEIGHTS_DEADLINE : flag_load(&sh->wait_code);
+      uint32_t const code = sh->weight_stream_idle != 0 ? AMK_TRAP_WEIGHTS_DEADLINE : flag_load(&sh->wait_code);
       trap(sh, code != 0 ? code : AMK_TRAP_STALLED, flag_load(&sh->wait_object), flag_load(&sh->wait_have), flag_load(&sh->wait_need), now - sh->seen_ns);
     }
   }

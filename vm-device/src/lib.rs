@@ -32,7 +32,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/tasks.cuh",
     "cuda/worker.cuh",
     "cuda/batch.cuh",
-    "cuda/landing.cuh",
+    "cuda/weight_stream.cuh",
     "cuda/tape.cuh",
     "cuda/buffer.cuh",
     "cuda/stream.cuh",

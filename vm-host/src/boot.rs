@@ -9,12 +9,12 @@ use ir::{Graph, Weights};
 use crate::card::Card;
 use crate::driver::{Module, Stream};
 use crate::error::HostError;
-use crate::landing::Streaming;
 use crate::load::{Residents, constant_key, constant_values, rope_table};
 use crate::machine::PROGRAMS_MAX;
 use crate::memory::{Copier, DeviceBuffer, HostBuffer};
 use crate::pages::{KvPool, PageLayout, PageTables, page_bytes, pool_pages};
 use crate::sampling::SamplingMemory;
+use crate::weight_stream::Streaming;
 
 /// What a machine is booted for.
 #[derive(Clone, Debug)]
@@ -121,7 +121,7 @@ pub(crate) fn make_residents(
     program: &Program,
     (options, pages): (&BootOptions, u32),
     matrices: Vec<u64>,
-    landing_starts: Vec<u32>,
+    weight_stream_starts: Vec<u32>,
     workers: u32,
     seqs: u32,
     owned: &mut Vec<DeviceBuffer>,
@@ -155,7 +155,7 @@ pub(crate) fn make_residents(
     owned.push(DeviceBuffer::zeroed(logits_bytes(options, seqs, graph.vocab))?);
     Ok(Residents {
         matrices,
-        landing_starts,
+        weight_stream_starts,
         matrix_table: program.matrices.clone(),
         constants,
         rope,

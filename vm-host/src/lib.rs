@@ -19,7 +19,6 @@ mod driver;
 #[path = "emulated_tests.rs"]
 mod emulated;
 mod error;
-mod landing;
 mod load;
 mod lookout;
 mod machine;
@@ -30,6 +29,7 @@ mod prefill;
 mod ring;
 mod sampling;
 mod uring;
+mod weight_stream;
 
 pub use boot::BootOptions;
 pub use card::Card;
@@ -39,16 +39,16 @@ pub use compile::{
 };
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
-pub use landing::{LoadReport, ReadBy, Streaming};
 pub use lookout::Lookout;
 #[cfg(feature = "faults")]
 pub use machine::faults;
 pub use machine::{
-    Batch, BatchDecoded, Decoded, Idle, LandingReport, Loaded, PROGRAMS_MAX, Request, Resident,
-    SeqDecoded, Sequence, TensorCheck,
+    Batch, BatchDecoded, Decoded, Idle, Loaded, PROGRAMS_MAX, Request, Resident, SeqDecoded,
+    Sequence, TensorCheck, WeightStreamReport,
 };
 pub use nvml::{
     CardClocks, card_clocks, compute_processes, driver_version, max_clocks, visible_name,
 };
 pub use pages::{KvPool, NoPages, Occupancy, PagePool, pages_of};
 pub use prefill::{GemmShape, KernelTime, PrefillOptions, Prefilled, prefill_refused};
+pub use weight_stream::{LoadReport, ReadBy, Streaming};

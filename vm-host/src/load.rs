@@ -19,7 +19,7 @@ pub(crate) struct Residents {
     /// Of each packed matrix, by `MatrixId`.
     pub(crate) matrices: Vec<u64>,
     /// Of each packed matrix: units that land before its first.
-    pub(crate) landing_starts: Vec<u32>,
+    pub(crate) weight_stream_starts: Vec<u32>,
     /// The matrices that they hold, to refuse a program of another model.
     pub(crate) matrix_table: Vec<ir::program::Matrix>,
     /// Constants by the tensors that they are made of.
@@ -286,7 +286,7 @@ fn wire_load(
                 address: residents.matrices[index] + unit0 * u64::from(abi::UNIT_BYTES),
                 units,
                 kind: abi::LoadKind::Weights as u8,
-                landed: residents.landing_starts[index] + unit0 as u32 + units,
+                watermark: residents.weight_stream_starts[index] + unit0 as u32 + units,
                 stage_units: staging.stage_units as u8,
                 period: staging.period as u16,
                 ..abi::Load::default()

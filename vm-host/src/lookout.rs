@@ -14,7 +14,7 @@ pub struct Lookout {
     ring: RingHost,
     workers: u32,
     launch: u64,
-    landing: Option<Arc<AtomicU64>>,
+    weight_stream: Option<Arc<AtomicU64>>,
     _block: Arc<HostBuffer>, // the ring's memory: dropped after it
 }
 
@@ -25,9 +25,9 @@ impl Lookout {
         workers: u32,
         launch: u64,
         block: Arc<HostBuffer>,
-        landing: Option<Arc<AtomicU64>>,
+        weight_stream: Option<Arc<AtomicU64>>,
     ) -> Self {
-        Self { ring, workers, launch, landing, _block: block }
+        Self { ring, workers, launch, weight_stream, _block: block }
     }
 
     /// The poller's clock.
@@ -84,10 +84,10 @@ impl Lookout {
         self.ring.waiting() != 0
     }
 
-    /// Packed bytes of weights that have landed, if they came or come while the kernel runs; of all that it was launched with otherwise nothing.
+    /// Packed bytes of weights that have arrived, if they came or come while the kernel runs; of all that it was launched with otherwise nothing.
     #[must_use]
-    pub fn landed_bytes(&self) -> Option<u64> {
-        self.landing.as_ref().map(|packed| packed.load(Ordering::Relaxed))
+    pub fn arrived_bytes(&self) -> Option<u64> {
+        self.weight_stream.as_ref().map(|packed| packed.load(Ordering::Relaxed))
     }
 
     /// Asks the kernel to leave.

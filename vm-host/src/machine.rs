@@ -20,7 +20,6 @@ use crate::boot::{BootOptions, check_memory, check_residency, make_residents, pr
 use crate::card::load_module;
 use crate::driver::{Context, DeviceInfo, Module, Stream};
 use crate::error::HostError;
-use crate::landing::{DeviceTarget, Landing, LoadReport, Through, land_before_launch};
 use crate::load::{Image, Residents, check_variant, image};
 use crate::lookout::Lookout;
 use crate::memory::{Copier, DeviceBuffer, HostBuffer};
@@ -28,6 +27,7 @@ use crate::pages::{PagePool, PageTables};
 use crate::prefill::Prefill;
 use crate::ring::{self, RingHost};
 use crate::sampling::SamplingMemory;
+use crate::weight_stream::{DeviceTarget, LoadReport, Through, WeightStream, land_before_launch};
 
 mod batch;
 mod chunks;
@@ -77,7 +77,7 @@ struct Memory {
     arenas: Vec<(u64, u64)>,
     step: DeviceBuffer,
     done: DeviceBuffer,
-    landing: DeviceBuffer,
+    weight_stream: DeviceBuffer,
     records: DeviceBuffer,
     tokens: HostBuffer,
     token_stride: u32,
@@ -92,7 +92,7 @@ struct Memory {
 /// A booted machine with no kernel running.
 pub struct Idle {
     /// Weights on their way: ended before the memory that they go to is freed.
-    landing: Option<Landing>,
+    weight_stream: Option<WeightStream>,
     memory: Memory,
     compute: Stream,
     /// The variant that was launched last: loading one takes longer than the rest of a launch. Freed with the memory, never while the kernel runs.
@@ -154,13 +154,14 @@ impl Idle {
             owned.push(DeviceBuffer::zeroed(matrix.bytes())?);
             matrices.extend(owned.last().map(|b| b.address));
         }
-        let (plan, block) = place_landing(program, &options, &mut copier)?;
+        let (plan, block) = place_weight_stream(program, &options, &mut copier)?;
         let target = DeviceTarget::new(&context, &plan, matrices.clone(), block.address)?;
-        let (landing, report) = match options.streaming {
+        let (weight_stream, report) = match options.streaming {
             None => (None, land_before_launch(plan.clone(), weights, target)?),
             Some(how) => {
-                let landing = Landing::start(plan.clone(), weights, how, target, through)?;
-                (Some(landing), LoadReport::default())
+                let weight_stream =
+                    WeightStream::start(plan.clone(), weights, how, target, through)?;
+                (Some(weight_stream), LoadReport::default())
             }
         };
         let residents = make_residents(
@@ -179,7 +180,7 @@ impl Idle {
         let capacity = program.kv_capacity;
         let memory = Memory::new(residents, &options, capacity, copier, owned, block, sampling)?;
         Ok(Self {
-            landing,
+            weight_stream,
             memory,
             compute,
             kernel: (*variant, module),
@@ -202,7 +203,7 @@ impl Idle {
     /// How the weights came in, or how far they are.
     #[must_use]
     pub fn load_report(&self) -> LoadReport {
-        self.landing.as_ref().map_or_else(|| self.report.clone(), Landing::report)
+        self.weight_stream.as_ref().map_or_else(|| self.report.clone(), WeightStream::report)
     }
 
     /// Launches the kernel with a program. Residency of the whole grid is proven first.
@@ -250,11 +251,11 @@ impl Idle {
         check_residency(requested, per_sm, self.info.sms, THREADS, shared)?;
         let loaded = self.load_into(0, program, 1)?;
         self.memory.ring.reset();
-        let Memory { copier, step, done, landing, .. } = &mut self.memory;
+        let Memory { copier, step, done, weight_stream, .. } = &mut self.memory;
         copier.fill(step.address, step.bytes, 0)?;
         copier.fill(done.address, done.bytes, 0)?;
-        let waits = landing.address + offset_of!(abi::Landing, waits) as u64;
-        copier.fill(waits, LANDING_COUNTS, 0)?;
+        let waits = weight_stream.address + offset_of!(abi::WeightStream, waits) as u64;
+        copier.fill(waits, WEIGHT_STREAM_COUNTS, 0)?;
         let mut launch = self.launch_block();
         let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut launch).cast()];
         self.compute.launch(&kernel, requested, THREADS, shared, &mut arguments)?;
@@ -279,7 +280,7 @@ impl Idle {
             sessions: self.options.sessions,
             workers: m.residents.workers,
             program: m.programs[0].address,
-            landing: m.landing.address,
+            weight_stream: m.weight_stream.address,
             sampling: m.sampling.settings(),
             pages: m.pages.address(),
             page_stride: m.pages.stride(),
@@ -324,7 +325,7 @@ impl Memory {
         kv_capacity: u32,
         copier: Copier,
         weights: Vec<DeviceBuffer>,
-        landing: DeviceBuffer,
+        weight_stream: DeviceBuffer,
         sampling: SamplingMemory,
     ) -> Result<Self, HostError> {
         let block = Arc::new(HostBuffer::zeroed(ring::BYTES)?);
@@ -348,7 +349,7 @@ impl Memory {
             programs,
             step: DeviceBuffer::zeroed(STEP_BYTES)?,
             done: DeviceBuffer::zeroed(size_of::<abi::Done>() as u64)?,
-            landing,
+            weight_stream,
             records: DeviceBuffer::zeroed(records_bytes(options.records) + loader_records)?,
             tokens: HostBuffer::zeroed(options.sessions as usize * 2 * token_stride as usize * 4)?,
             token_stride,
@@ -396,13 +397,13 @@ impl Resident {
 
     /// What another thread may see of this kernel.
     pub fn lookout(&mut self) -> Lookout {
-        let Idle { memory, landing, .. } = self.idle();
+        let Idle { memory, weight_stream, .. } = self.idle();
         let (block, workers) = (memory.block.clone(), memory.residents.workers);
-        let landing = landing.as_ref().map(Landing::packed);
+        let weight_stream = weight_stream.as_ref().map(WeightStream::packed);
         // SAFETY: the block is page-aligned, long enough, kept by the value beside the ring, and shared with the device alone. This end
         // publishes nothing.
         let ring = unsafe { RingHost::new(block.pointer()) };
-        Lookout::new(ring, workers, LAUNCHES.load(Ordering::Relaxed), block, landing)
+        Lookout::new(ring, workers, LAUNCHES.load(Ordering::Relaxed), block, weight_stream)
     }
 
     /// The kernel variant that is running.
@@ -562,10 +563,11 @@ impl Resident {
                 "the device stopped earlier: stop the machine and launch it again".into(),
             ));
         }
-        let Idle { memory, compute, landing, .. } = self.idle();
+        let Idle { memory, compute, weight_stream, .. } = self.idle();
         memory.ring.publish(submission)?;
-        let answer = wait_for_answer(&mut memory.ring, compute, landing.as_ref(), limit, give_way);
-        let lost = landing.as_ref().and_then(Landing::failure);
+        let answer =
+            wait_for_answer(&mut memory.ring, compute, weight_stream.as_ref(), limit, give_way);
+        let lost = weight_stream.as_ref().and_then(WeightStream::failure);
         match answer {
             Ok(completion) if completion.trap == abi::Trap::None as u32 => Ok(completion),
             Ok(completion) if completion.trap == abi::Trap::BadCommand as u32 => {
@@ -650,17 +652,17 @@ fn end_kernel(idle: &mut Idle, failed: bool) -> Result<(), HostError> {
     Ok(())
 }
 
-#[path = "machine_landing.rs"]
-mod landed;
-use landed::{LANDING_COUNTS, place_landing, wait_for_answer};
-pub use landed::{LandingReport, TensorCheck};
+#[path = "machine_weight_stream.rs"]
+mod watermark;
+pub use watermark::{TensorCheck, WeightStreamReport};
+use watermark::{WEIGHT_STREAM_COUNTS, place_weight_stream, wait_for_answer};
 
 #[cfg(feature = "faults")]
 #[path = "machine_faults_tests.rs"]
 pub mod faults;
 #[cfg(test)]
-#[path = "machine_landing_tests.rs"]
-mod landing_tests;
-#[cfg(test)]
 #[path = "machine_tests.rs"]
 mod tests;
+#[cfg(test)]
+#[path = "machine_weight_stream_tests.rs"]
+mod weight_stream_tests;

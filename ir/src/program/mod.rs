@@ -236,7 +236,7 @@ pub struct Worker {
     pub tasks: Vec<Task>,
 }
 
-/// The ring of landed weights of each worker.
+/// The ring of arrived weights of each worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Pipeline {
     /// Units of a stage, a power of two.

@@ -19,7 +19,7 @@ macro_rules! for_each_knob {
             /// A schedule: every choice that a search may make. Built from the table's neutral values or parsed from JSON; checked by `validate`.
             struct ScheduleConfig {
                 groups {
-                    /// The ring of landed weights.
+                    /// The ring of arrived weights.
                     pipeline: Pipeline,
                     /// How each phase hands its output over.
                     sync: Handoffs,
@@ -35,7 +35,7 @@ macro_rules! for_each_knob {
                         default SmAssignment::RoundRobin, program, "Which workers get the blocks that do not divide evenly.";
                 }
             }
-            /// The ring of landed weights of each worker.
+            /// The ring of arrived weights of each worker.
             struct Pipeline {
                 groups {}
                 knobs {

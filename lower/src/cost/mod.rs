@@ -5,7 +5,7 @@
 //!
 //! Each worker loads at its share of the bandwidth, limited by the bytes in flight, until the ring is full; loads run ahead of
 //! the tasks and over the end of the step. A task starts when its inputs have arrived, which takes longer the more bytes are on
-//! their way to its worker; it ends when its weights have landed and been multiplied. A few steps are run and the last is reported.
+//! their way to its worker; it ends when its weights have arrived and been multiplied. A few steps are run and the last is reported.
 
 mod rates;
 mod simulate;
@@ -76,7 +76,7 @@ pub struct TaskTimes {
     /// How long its products waited for weights.
     pub starved: f64,
     /// Bytes in its worker's ring when its products began and when they were done.
-    pub landed: [f64; 2],
+    pub arrived: [f64; 2],
 }
 
 impl TaskTimes {

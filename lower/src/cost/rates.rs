@@ -86,7 +86,7 @@ rates! {
     vector_us: [0.0, 1.0],
     /// A stage taken out of the ring, by its consumers.
     stage_us: [0.0, 1.0],
-    /// Multiplying 1 KiB of weights that have landed, where each warp takes its share of a stage into registers at once.
+    /// Multiplying 1 KiB of weights that have arrived, where each warp takes its share of a stage into registers at once.
     kib_us: [0.0, 0.03],
     /// The same where it does not.
     odd_kib_us: [0.002, 0.06],
@@ -94,7 +94,7 @@ rates! {
     odd_tile_us: [0.0, 1.5],
     /// Share of the measured stream that the loader reaches.
     stream_share: [0.5, 1.1],
-    /// From a stage's landing to the next one's request: what a loader with few bytes in flight waits beyond the trip to memory.
+    /// From a stage's weight streaming to the next one's request: what a loader with few bytes in flight waits beyond the trip to memory.
     issue_us: [0.0, 1.0],
     /// Share of the bandwidth that idle workers leave which the busy ones get, where a phase is dealt unevenly.
     idle_share: [0.0, 1.0],
@@ -219,7 +219,7 @@ impl Speeds {
         let before_wait = f64::from(shape.in_flight_before_wait) * shape.payload;
         let taken = if shape.even { TAKEN_STAGES } else { 0 };
         let ring = f64::from(shape.stages + taken) * shape.payload;
-        // While products run, a stage is free again when it has landed and been multiplied.
+        // While products run, a stage is free again when it has arrived and been multiplied.
         let lap = ring / (MEMORY_US + rates.issue_us + stage + shape.payload * byte);
         Flow {
             ring,

@@ -29,8 +29,8 @@ struct WorkerState {
     next: usize,
     /// When it is free.
     time: f64,
-    /// Bytes that have landed and not been multiplied.
-    landed: f64,
+    /// Bytes that have arrived and not been multiplied.
+    arrived: f64,
 }
 
 pub(super) struct Step {
@@ -152,23 +152,23 @@ impl<'a> Simulation<'a> {
         advance(state, &flow, ready);
         let aside = self.speeds.aside(&task.work);
         // The vector is staged while the stream goes on; then the products; then the reduction and the stores.
-        state.landed = (state.landed + aside.before * flow.stream_before_wait).min(flow.ring);
+        state.arrived = (state.arrived + aside.before * flow.stream_before_wait).min(flow.ring);
         times.staged = ready + aside.before;
-        times.landed[0] = state.landed;
+        times.arrived[0] = state.arrived;
         let mut multiply = 0.0;
         if let Some((bytes, consume, tail)) = self.speeds.consume(&task.work, &flow) {
             let phase = &self.plan.phases[task.phase as usize];
             let all = (phase.stream_bytes + phase.kv_bytes) as f64;
             let stream = self.speeds.stream_of(&flow, bytes, all / self.plan.workers.len() as f64);
-            let missing = (bytes - state.landed).max(0.0);
-            // The last stage is used after it has landed.
+            let missing = (bytes - state.arrived).max(0.0);
+            // The last stage is used after it has arrived.
             multiply = if missing == 0.0 { consume } else { consume.max(missing / stream + tail) };
-            state.landed = (state.landed + multiply * stream - bytes).max(0.0);
+            state.arrived = (state.arrived + multiply * stream - bytes).max(0.0);
             times.starved = multiply - consume;
         }
         times.multiplied = times.staged + multiply;
-        times.landed[1] = state.landed;
-        state.landed = (state.landed + aside.after * flow.stream_before_wait).min(flow.ring);
+        times.arrived[1] = state.arrived;
+        state.arrived = (state.arrived + aside.after * flow.stream_before_wait).min(flow.ring);
         state.time += aside.before + multiply + aside.after;
         state.next += 1;
         let end = state.time;
@@ -196,8 +196,8 @@ impl<'a> Simulation<'a> {
     fn ready(&self, state: &WorkerState, flow: &Flow, arrival: Arrival) -> f64 {
         let latest = arrival.counter.unwrap_or(0.0).max(arrival.flag_in_data.unwrap_or(0.0));
         let idle = (latest - state.time).max(0.0);
-        let landed = (state.landed + idle * flow.stream_before_wait).min(flow.ring);
-        let trips = |count| self.speeds.trips(count, flow, flow.ring - landed);
+        let arrived = (state.arrived + idle * flow.stream_before_wait).min(flow.ring);
+        let trips = |count| self.speeds.trips(count, flow, flow.ring - arrived);
         let (poll, counter_us) = (self.speeds.poll, self.speeds.rates.counter_us);
         let mut ready = state.time;
         if let Some(time) = arrival.counter {
@@ -240,7 +240,7 @@ impl<'a> Simulation<'a> {
 /// Lets the stream of an idle worker run on until `time`.
 fn advance(state: &mut WorkerState, flow: &Flow, time: f64) {
     let idle = (time - state.time).max(0.0);
-    state.landed = (state.landed + idle * flow.stream_before_wait).min(flow.ring);
+    state.arrived = (state.arrived + idle * flow.stream_before_wait).min(flow.ring);
     state.time = state.time.max(time);
 }
 
@@ -269,7 +269,7 @@ impl Speeds {
         }
     }
 
-    /// Bytes that a task takes out of the ring, what consuming them takes once they have landed, and the part of that for the last stage.
+    /// Bytes that a task takes out of the ring, what consuming them takes once they have arrived, and the part of that for the last stage.
     fn consume(&self, work: &Work, flow: &Flow) -> Option<(f64, f64, f64)> {
         match *work {
             Work::Product { bytes, stages, tiles, .. } => {

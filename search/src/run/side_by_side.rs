@@ -160,7 +160,7 @@ impl<'a> Search<'a> {
         fleet.crew.begin(&self.gate, &self.settings, self.clock);
         if self.trials().is_empty() {
             let trial = self.baseline(fleet, elapsed)?;
-            return Ok(self.landed(fleet, trial));
+            return Ok(self.commit(fleet, trial));
         }
         self.keep_measured_cards(fleet);
         loop {
@@ -175,13 +175,13 @@ impl<'a> Search<'a> {
                 let (skipped, card) = (std::mem::take(&mut head.job.skipped), head.card);
                 fleet.flights.pop_front();
                 let trial = Trial { skipped, card: Some(card), ..*trial };
-                return Ok(self.landed(fleet, trial));
+                return Ok(self.commit(fleet, trial));
             }
             fleet.hear()?;
         }
     }
 
-    fn landed(&mut self, fleet: &mut Fleet<'a>, trial: Trial) -> Step {
+    fn commit(&mut self, fleet: &mut Fleet<'a>, trial: Trial) -> Step {
         let trial = Trial { left_out: std::mem::take(&mut fleet.left_out), ..trial };
         self.record(trial.clone());
         Step::Trial(Box::new(trial))

@@ -58,27 +58,27 @@ fn spread(task: &Task, start: u64, width: u64, bins: &mut [i64]) {
     }
 }
 
-/// Bytes that have landed and wait in the rings, and bytes on their way, of a simulated step. The device's records do not hold them.
+/// Bytes that have arrived and wait in the rings, and bytes on their way, of a simulated step. The device's records do not hold them.
 pub(super) fn rings(timeline: &Timeline, step: &SimulatedStep, ring: Ring) -> [Counter; 2] {
     let mut changes: Vec<(u64, usize, u64)> = Vec::new();
     for (worker, (times, tasks)) in step.workers.iter().zip(&timeline.workers).enumerate() {
         for (times, task) in times.iter().zip(&timeline.tasks[tasks.clone()]) {
-            let [begun, done] = times.landed.map(|bytes| bytes.round() as u64);
+            let [begun, done] = times.arrived.map(|bytes| bytes.round() as u64);
             changes.extend([(task.staged, worker, begun), (task.multiplied, worker, done)]);
         }
     }
     changes.sort_by_key(|&(at, ..)| at);
     let mut changes = changes.into_iter().peekable();
     // Before its first mark a worker's ring is full: it filled at the end of the step before.
-    let mut landed = vec![ring.bytes; timeline.workers.len()];
+    let mut arrived = vec![ring.bytes; timeline.workers.len()];
     let (mut depth, mut flight) = (Vec::new(), Vec::new());
     for at in (timeline.start..=timeline.end).step_by(bin(timeline) as usize) {
         while let Some((_, worker, bytes)) = changes.next_if(|&(changed, ..)| changed <= at) {
-            landed[worker] = bytes;
+            arrived[worker] = bytes;
         }
-        let on_their_way = |&landed: &u64| ring.bytes.saturating_sub(landed).min(ring.in_flight);
-        depth.push((at, landed.iter().sum::<u64>() as i64));
-        flight.push((at, landed.iter().map(on_their_way).sum::<u64>() as i64));
+        let on_their_way = |&arrived: &u64| ring.bytes.saturating_sub(arrived).min(ring.in_flight);
+        depth.push((at, arrived.iter().sum::<u64>() as i64));
+        flight.push((at, arrived.iter().map(on_their_way).sum::<u64>() as i64));
     }
     let counter = |name: &str, samples| Counter { name: name.to_owned(), unit: "bytes", samples };
     [counter("ring depth", depth), counter("bytes in flight", flight)]

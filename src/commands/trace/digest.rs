@@ -66,7 +66,7 @@ fn whole(timeline: &Timeline, total: &Sums, out: &mut String) {
         us(total.bubbles()),
         us(total.sum())
     );
-    out.push_str("floor: the step's bytes at the full bandwidth. excess: at work beyond that (below zero: bytes landed while waiting). waiting: for what others hand over. bubble: no task.\n");
+    out.push_str("floor: the step's bytes at the full bandwidth. excess: at work beyond that (below zero: bytes arrived while waiting). waiting: for what others hand over. bubble: no task.\n");
 }
 
 fn table_row(timeline: &Timeline, name: &str, s: &Sums, out: &mut String) {

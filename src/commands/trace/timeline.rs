@@ -50,7 +50,7 @@ pub(super) struct Sums {
     pub(super) tasks: u64,
     /// What the bytes take at the full bandwidth, shared evenly.
     pub(super) floor: i64,
-    /// At work beyond that. Negative where bytes landed while the worker waited: the ring runs ahead.
+    /// At work beyond that. Negative where bytes arrived while the worker waited: the ring runs ahead.
     pub(super) excess: i64,
     /// Until what tasks need from others was there.
     pub(super) waiting: i64,

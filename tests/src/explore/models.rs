@@ -5,12 +5,12 @@
 pub mod attend;
 pub mod counter;
 pub mod host;
-pub mod landing;
 pub mod payload;
 pub mod stages;
 pub mod switch;
 pub mod transitive;
 pub mod trap;
+pub mod weight_stream;
 
 use super::Model;
 

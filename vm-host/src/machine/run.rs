@@ -8,7 +8,7 @@ use ir::sampling::Sampling;
 
 use super::{Idle, Memory, Resident};
 use crate::error::HostError;
-use crate::landing::Landing;
+use crate::weight_stream::WeightStream;
 
 /// The result of a decode command.
 #[derive(Clone, Debug, PartialEq)]
@@ -119,8 +119,8 @@ impl Resident {
         tokens: &[u32],
         sampled: bool,
     ) -> Result<(), HostError> {
-        let Idle { memory, landing, .. } = self.idle();
-        if let Some(failure) = landing.as_ref().and_then(Landing::failure) {
+        let Idle { memory, weight_stream, .. } = self.idle();
+        if let Some(failure) = weight_stream.as_ref().and_then(WeightStream::failure) {
             return Err(failure);
         }
         memory.pages.before(&mut memory.copier, session, positions.clone())?;

@@ -16,11 +16,11 @@ enum Bug {
     /// A warp's first parity is the other one: a lap ahead.
     WarpParity,
     /// A warp frees stages that it multiplies nothing of without having seen them land.
-    SkipsLanding,
+    SkipsArrival,
     /// A warp frees the stage before it has read it.
     EarlyFree,
     /// Reads without waiting.
-    NoLanding,
+    NoArrival,
     /// The count of bytes is announced behind the copy.
     LateExpect,
 }
@@ -72,8 +72,8 @@ fn ring(s: Shape, bug: Bug) -> Model {
         for chunk in 0..s.chunks {
             let (at, lap) = (chunk % s.stages, chunk / s.stages);
             let ahead = usize::from(bug == Bug::WarpParity && warp == 0);
-            let skips = bug == Bug::SkipsLanding && warp == 1;
-            ops.unless(skips || bug == Bug::NoLanding, Op::Land(full[at], (lap + ahead) as u8 % 2));
+            let skips = bug == Bug::SkipsArrival && warp == 1;
+            ops.unless(skips || bug == Bug::NoArrival, Op::Land(full[at], (lap + ahead) as u8 % 2));
             let read = Op::Read(stage[at], Order::Relaxed, chunk as u32 + 1);
             if bug == Bug::EarlyFree {
                 ops.extend([Op::Arrive(empty[at]), read]);
@@ -182,11 +182,11 @@ pub fn cases() -> Vec<Case> {
         Case::fails("stages: a warp's parity is a lap ahead", ring(two, Bug::WarpParity), reads),
         Case::fails(
             "stages: a warp frees what it has not seen land",
-            ring(two, Bug::SkipsLanding),
+            ring(two, Bug::SkipsArrival),
             reads,
         ),
         Case::fails("stages: freed before it is read", ring(two, Bug::EarlyFree), reads),
-        Case::fails("stages: read before it has landed", ring(two, Bug::NoLanding), reads),
+        Case::fails("stages: read before it has arrived", ring(two, Bug::NoArrival), reads),
         Case::fails(
             "stages: announced behind the copy",
             ring(two, Bug::LateExpect),

@@ -1,12 +1,12 @@
 //! The threads that bring weights in: one that reads, a crew that packs, and one that copies and says how far it has come.
 //!
 //! ```text
-//!          free slots                                   in landing order
+//!          free slots                                   in stream order
 //!   ┌──────────────────────────────────────────────────────────────┐
-//!   └► reader ─ start, next ─► crew ─ pack ─► lander ─ copy, landed ┘
+//!   └► reader ─ start, next ─► crew ─ pack ─► lander ─ copy, arrived ┘
 //! ```
 //!
-//! A slot (a buffer to read into, a part of the page-locked memory to pack into) is handed out in landing order and given back once its copy is
+//! A slot (a buffer to read into, a part of the page-locked memory to pack into) is handed out in stream order and given back once its copy is
 //! over. So the piece that has to land next always has one, and nothing can be stuck behind it.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -16,10 +16,10 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use crate::error::HostError;
-use crate::landing::Progress;
-use crate::landing::memory::{IoBuffer, Staging};
-use crate::landing::plan::{Plan, pack};
-use crate::landing::source::{Extent, Files, Job, Source};
+use crate::weight_stream::Progress;
+use crate::weight_stream::memory::{IoBuffer, Staging};
+use crate::weight_stream::plan::{Plan, pack};
+use crate::weight_stream::source::{Extent, Files, Job, Source};
 
 /// Pieces on their way at once.
 pub(crate) const SLOTS: usize = 16;
@@ -43,8 +43,8 @@ pub(crate) unsafe trait Target: Send + 'static {
         from: &Staging,
         bytes: usize,
     ) -> Result<(), HostError>;
-    /// Writes `landed` behind every copy started so far, then marks the end of this slot's.
-    fn landed(&mut self, value: u32, slot: usize) -> Result<(), HostError>;
+    /// Writes `watermark` behind every copy started so far, then marks the end of this slot's.
+    fn watermark(&mut self, value: u32, slot: usize) -> Result<(), HostError>;
     /// Whether the slot's copy is over.
     fn copied(&mut self, slot: usize) -> Result<bool, HostError>;
 }
@@ -96,7 +96,7 @@ pub(crate) struct Order {
 }
 
 /// Lands everything; returns the first piece that did not land. Runs where it is called; the other threads end by themselves. When
-/// something fails, `landed` says that no more will come.
+/// something fails, `watermark` says that no more will come.
 pub(crate) fn land<T: Target>(
     order: &Order,
     source: Box<dyn Source>,
@@ -116,7 +116,7 @@ pub(crate) fn land<T: Target>(
     // The reason is known before anybody is let through.
     let failed = result.is_err();
     progress.end(result);
-    if failed && let Err(error) = target.landed(abi::LANDED_ABANDONED, SLOTS) {
+    if failed && let Err(error) = target.watermark(abi::WATERMARK_ABANDONED, SLOTS) {
         progress.unreachable(&error);
     }
     next
@@ -162,7 +162,7 @@ fn gone() -> HostError {
     HostError::Request("a thread that brings weights in is gone".into())
 }
 
-/// Asks for pieces in landing order, as many at once as there are slots, and passes on what comes.
+/// Asks for pieces in stream order, as many at once as there are slots, and passes on what comes.
 fn reader(
     extents: &[Vec<Extent>],
     mut source: Box<dyn Source>,
@@ -236,7 +236,7 @@ fn crew(plan: &Plan, reads: &Mutex<Receiver<Read>>, tell: &Sender<Message>, gate
     }
 }
 
-/// Copies pieces in landing order and says how far it has come.
+/// Copies pieces in stream order and says how far it has come.
 fn lander<T: Target>(
     order: &Order,
     target: &mut T,
@@ -253,7 +253,7 @@ fn lander<T: Target>(
     while *next < count || !copying.is_empty() {
         if cancel.load(Ordering::Relaxed) {
             return Err(HostError::Request(
-                "the weights were still landing when it was stopped".into(),
+                "the weights were still weight streaming when it was stopped".into(),
             ));
         }
         while let Some(slot) = copying.front()
@@ -276,7 +276,7 @@ fn lander<T: Target>(
             return Err(HostError::Weights {
                 path: "weights".into(),
                 message: format!(
-                    "nothing landed for {:?}: whoever reads them hangs",
+                    "nothing arrived for {:?}: whoever reads them hangs",
                     order.limit * 2
                 ),
             });
@@ -285,8 +285,8 @@ fn lander<T: Target>(
             let piece = &order.plan.pieces[*next];
             let (bytes, offset) = (order.plan.packed_bytes(piece), order.plan.packed_offset(piece));
             target.copy(piece.matrix, offset, &slot.staging, bytes)?;
-            target.landed(order.plan.landed_behind(*next), slot.staging.index)?;
-            progress.landed(order.files.stored(*next), bytes as u64);
+            target.watermark(order.plan.watermark_behind(*next), slot.staging.index)?;
+            progress.watermark(order.files.stored(*next), bytes as u64);
             copying.push_back(slot);
             *next += 1;
             last = Instant::now();

@@ -6,10 +6,10 @@ use ir::Weights;
 use rayon::prelude::*;
 
 use crate::error::HostError;
-use crate::landing::memory::Staging;
-use crate::landing::pipeline::{SLOTS, Target};
-use crate::landing::plan::{Plan, pack};
-use crate::landing::{LoadReport, wait_until};
+use crate::weight_stream::memory::Staging;
+use crate::weight_stream::pipeline::{SLOTS, Target};
+use crate::weight_stream::plan::{Plan, pack};
+use crate::weight_stream::{LoadReport, wait_until};
 
 /// How long the copy of a piece may take.
 const COPY_LIMIT: Duration = Duration::from_secs(10);
@@ -46,7 +46,7 @@ pub(crate) fn land<T: Target>(
         for (part, piece) in half.iter().zip(pieces) {
             let bytes = plan.packed_bytes(piece);
             target.copy(piece.matrix, plan.packed_offset(piece), part, bytes)?;
-            target.landed(plan.landed_behind(next), part.index)?;
+            target.watermark(plan.watermark_behind(next), part.index)?;
             next += 1;
         }
     }

@@ -12,8 +12,8 @@ use std::time::Duration;
 use ir::Weights;
 
 use crate::error::HostError;
-use crate::landing::memory::IoBuffer;
-use crate::landing::plan::{Piece, Plan};
+use crate::weight_stream::memory::IoBuffer;
+use crate::weight_stream::plan::{Piece, Plan};
 
 /// What reads past the page cache are aligned to: offset, length and address.
 pub(crate) const ALIGN: usize = 4096;

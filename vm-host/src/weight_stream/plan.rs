@@ -23,13 +23,13 @@ pub(crate) struct Piece {
     pub(crate) matrix: usize,
     pub(crate) tile0: u32,
     pub(crate) tiles: u32,
-    /// Units that have landed, in landing order, once this piece has.
+    /// Units that have arrived, in stream order, once this piece has.
     pub(crate) end: u32,
     /// Where its rows come from, each tensor once.
     pub(crate) reads: Vec<TensorRows>,
 }
 
-/// All pieces in landing order: the order of the matrices, which is that of their first use in a step, and within a matrix that of its tiles.
+/// All pieces in stream order: the order of the matrices, which is that of their first use in a step, and within a matrix that of its tiles.
 #[derive(Debug)]
 pub(crate) struct Plan {
     pub(crate) matrices: Vec<Matrix>,
@@ -42,22 +42,22 @@ impl Plan {
     /// Cuts the matrices of a program.
     pub(crate) fn new(matrices: &[Matrix]) -> Result<Self, HostError> {
         let units: u64 = matrices.iter().map(Matrix::units).sum();
-        if units >= u64::from(abi::LANDED_ABANDONED) {
+        if units >= u64::from(abi::WATERMARK_ABANDONED) {
             return Err(HostError::Request(format!(
                 "{units} units of weights; {} can be counted",
-                abi::LANDED_ABANDONED
+                abi::WATERMARK_ABANDONED
             )));
         }
-        let (mut pieces, mut starts, mut landed) = (Vec::new(), Vec::new(), 0);
+        let (mut pieces, mut starts, mut watermark) = (Vec::new(), Vec::new(), 0);
         for (index, matrix) in matrices.iter().enumerate() {
-            starts.push(landed);
+            starts.push(watermark);
             let tile_bytes = u64::from(matrix.units_per_tile()) * u64::from(abi::UNIT_BYTES);
             let step = (PIECE_BYTES / tile_bytes.max(1)).clamp(1, u64::from(u32::MAX)) as u32;
             for tile0 in (0..matrix.tiles()).step_by(step as usize) {
                 let tiles = step.min(matrix.tiles() - tile0);
-                landed += tiles * matrix.units_per_tile();
+                watermark += tiles * matrix.units_per_tile();
                 let reads = reads(matrix, tile0, tiles);
-                pieces.push(Piece { matrix: index, tile0, tiles, end: landed, reads });
+                pieces.push(Piece { matrix: index, tile0, tiles, end: watermark, reads });
             }
         }
         Ok(Self { matrices: matrices.to_vec(), pieces, starts })
@@ -79,9 +79,9 @@ impl Plan {
         units * u64::from(abi::UNIT_BYTES)
     }
 
-    /// What `landed` is to say once piece `index` is on the device.
-    pub(crate) fn landed_behind(&self, index: usize) -> u32 {
-        if index + 1 == self.pieces.len() { abi::LANDED_ALL } else { self.pieces[index].end }
+    /// What `watermark` is to say once piece `index` is on the device.
+    pub(crate) fn watermark_behind(&self, index: usize) -> u32 {
+        if index + 1 == self.pieces.len() { abi::WATERMARK_ALL } else { self.pieces[index].end }
     }
 
     pub(crate) fn largest(&self) -> usize {

@@ -30,7 +30,7 @@ use uring::Uring;
 const CREW_MAX: usize = 8;
 /// How long nothing may come before the launch.
 const READ_LIMIT: Duration = Duration::from_secs(60);
-/// How long a stopped landing may take to notice.
+/// How long a stopped weight streaming may take to notice.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
 
 /// How the weights came in.
@@ -108,7 +108,7 @@ impl Progress {
     }
 
     /// A piece is on its way behind those before it: so many bytes of files, so many packed.
-    pub(crate) fn landed(&self, bytes: u64, packed: u64) {
+    pub(crate) fn watermark(&self, bytes: u64, packed: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         self.packed.fetch_add(packed, Ordering::Relaxed);
     }
@@ -135,16 +135,16 @@ impl Progress {
 }
 
 /// Weights on their way to a target.
-pub(crate) struct Landing<T: Target = DeviceTarget> {
+pub(crate) struct WeightStream<T: Target = DeviceTarget> {
     progress: Arc<Progress>,
     cancel: Arc<AtomicBool>,
     source: String,
     fallback: Option<String>,
-    /// Until it has ended: it gives the target back, with the first piece that has not landed.
+    /// Until it has ended: it gives the target back, with the first piece that has not arrived.
     thread: Option<JoinHandle<(T, usize)>>,
 }
 
-/// What a landing's source is read through: nothing, but for tests.
+/// What a weight streaming's source is read through: nothing, but for tests.
 pub(crate) type Through<'a> = &'a dyn Fn(Box<dyn Source>) -> Box<dyn Source>;
 
 /// Brings in all weights of the plan before a kernel is launched.
@@ -157,12 +157,12 @@ pub(crate) fn land_before_launch<T: Target>(
         return in_memory::land(&plan, weights, &mut target);
     };
     let streaming = Streaming { limit: READ_LIMIT, ..Streaming::default() };
-    let landing = Landing::of(plan, files, streaming, target, &|source| source)?;
-    landing.wait()?;
-    Ok(landing.report())
+    let weight_stream = WeightStream::of(plan, files, streaming, target, &|source| source)?;
+    weight_stream.wait()?;
+    Ok(weight_stream.report())
 }
 
-impl<T: Target> Landing<T> {
+impl<T: Target> WeightStream<T> {
     /// Starts. The plan's packed matrices go to the target.
     pub(crate) fn start(
         plan: Arc<Plan>,
@@ -216,7 +216,7 @@ impl<T: Target> Landing<T> {
     /// Why they have not all come.
     pub(crate) fn wait(&self) -> Result<(), HostError> {
         while self.under_way() {
-            std::thread::sleep(Duration::from_micros(200)); // the landing bounds it
+            std::thread::sleep(Duration::from_micros(200)); // the weight streaming bounds it
         }
         self.failure().map_or(Ok(()), Err)
     }
@@ -249,7 +249,7 @@ impl<T: Target> Landing<T> {
         }
     }
 
-    /// Ends it and gives the target back, with the first piece that has not landed. Nothing if its thread does not end, which keeps all that it
+    /// Ends it and gives the target back, with the first piece that has not arrived. Nothing if its thread does not end, which keeps all that it
     /// uses.
     pub(crate) fn end(&mut self) -> Option<(T, usize)> {
         self.cancel.store(true, Ordering::Relaxed);
@@ -265,7 +265,7 @@ impl<T: Target> Landing<T> {
     }
 }
 
-impl<T: Target> Drop for Landing<T> {
+impl<T: Target> Drop for WeightStream<T> {
     fn drop(&mut self) {
         self.end();
     }

@@ -1,4 +1,4 @@
-//! Landing without a device: the packed bytes, their order, and everything that can go wrong on the way.
+//! Weight streaming without a device: the packed bytes, their order, and everything that can go wrong on the way.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -10,7 +10,7 @@ use model::Model;
 
 use super::scripted::{Mishap, Scripted};
 use super::*;
-use crate::landing::plan::{Piece, TensorRows, pack};
+use crate::weight_stream::plan::{Piece, TensorRows, pack};
 
 const GOLDEN: [&str; 5] =
     ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
@@ -52,8 +52,12 @@ fn weights_in_memory_land_as_those_of_files_do() {
         let report = in_memory::land(&plan, &weights, &mut memory).expect("it lands");
         let stored: u64 = plan.pieces.iter().map(|piece| plan.stored_bytes(piece)).sum();
         assert_eq!((report.bytes, report.source.as_str()), (stored, "memory"));
-        for (matrix, landed) in plan.matrices.iter().zip(&memory.matrices) {
-            assert!(*landed == packed_by_definition(matrix, &weights), "{name}, {}", matrix.name);
+        for (matrix, watermark) in plan.matrices.iter().zip(&memory.matrices) {
+            assert!(
+                *watermark == packed_by_definition(matrix, &weights),
+                "{name}, {}",
+                matrix.name
+            );
         }
         assert_order(&plan, &memory.said);
         memory.broken = true;
@@ -100,13 +104,13 @@ fn lowered(model: &Model) -> Verified<Program> {
     lower::lower(&config, &model.graph, &target, options).expect("it lowers")
 }
 
-/// Memory as a target. What is not landed is poison.
+/// Memory as a target. What is not arrived is poison.
 struct Memory {
     staging: Vec<u8>,
     matrices: Vec<Vec<u8>>,
     said: Vec<u32>,
     /// The last of it, for those who look meanwhile.
-    landed: Arc<AtomicU32>,
+    watermark: Arc<AtomicU32>,
     /// Whether the device takes copies.
     broken: bool,
 }
@@ -115,7 +119,7 @@ impl Memory {
     fn new(plan: &Plan) -> Self {
         let matrices = plan.matrices.iter().map(|m| vec![0xa5; m.bytes() as usize]).collect();
         let staging = vec![0; plan.largest() * SLOTS];
-        Self { staging, matrices, said: Vec::new(), landed: Arc::default(), broken: false }
+        Self { staging, matrices, said: Vec::new(), watermark: Arc::default(), broken: false }
     }
 }
 
@@ -146,9 +150,9 @@ unsafe impl Target for Memory {
         Ok(())
     }
 
-    fn landed(&mut self, value: u32, _slot: usize) -> Result<(), HostError> {
+    fn watermark(&mut self, value: u32, _slot: usize) -> Result<(), HostError> {
         self.said.push(value);
-        self.landed.store(value, Ordering::Release);
+        self.watermark.store(value, Ordering::Release);
         Ok(())
     }
 
@@ -157,21 +161,26 @@ unsafe impl Target for Memory {
     }
 }
 
-fn land(model: &Model, read_by: ReadBy, limit: Duration, through: Through<'_>) -> Landing<Memory> {
+fn land(
+    model: &Model,
+    read_by: ReadBy,
+    limit: Duration,
+    through: Through<'_>,
+) -> WeightStream<Memory> {
     let plan = Arc::new(plan(model));
     let target = Memory::new(&plan);
-    Landing::start(plan, &*model.weights, Streaming { read_by, limit }, target, through)
+    WeightStream::start(plan, &*model.weights, Streaming { read_by, limit }, target, through)
         .expect("it starts")
 }
 
 /// Waits for the end; fails if it takes longer than it may.
-fn ended(landing: &mut Landing<Memory>, at_most: Duration) -> (Memory, usize) {
+fn ended(weight_stream: &mut WeightStream<Memory>, at_most: Duration) -> (Memory, usize) {
     let start = Instant::now();
-    while landing.under_way() {
+    while weight_stream.under_way() {
         assert!(start.elapsed() < at_most, "still under way after {at_most:?}");
         std::thread::sleep(Duration::from_millis(1));
     }
-    landing.end().expect("its thread ends")
+    weight_stream.end().expect("its thread ends")
 }
 
 #[test]
@@ -180,11 +189,11 @@ fn every_source_lands_what_the_kernel_would_have_packed() {
         let model = golden(name);
         let matrices = matrices(&model);
         for read_by in [ReadBy::Auto, ReadBy::IoUring, ReadBy::Pread] {
-            let mut landing = land(&model, read_by, Duration::from_secs(20), &|s| s);
-            let (memory, next) = ended(&mut landing, Duration::from_secs(60));
-            assert!(landing.failure().is_none(), "{name}: {:?}", landing.failure());
+            let mut weight_stream = land(&model, read_by, Duration::from_secs(20), &|s| s);
+            let (memory, next) = ended(&mut weight_stream, Duration::from_secs(60));
+            assert!(weight_stream.failure().is_none(), "{name}: {:?}", weight_stream.failure());
             assert_eq!(next, plan(&model).pieces.len());
-            let report = landing.report();
+            let report = weight_stream.report();
             eprintln!("{name}: {read_by:?}: {} {:?}", report.source, report.fallback);
             for (index, matrix) in matrices.iter().enumerate() {
                 let expected = packed_by_definition(matrix, &*model.weights);
@@ -194,7 +203,7 @@ fn every_source_lands_what_the_kernel_would_have_packed() {
             let stored: u64 = plan.pieces.iter().map(|piece| plan.stored_bytes(piece)).sum();
             assert_eq!(report.bytes, stored);
             let packed: u64 = matrices.iter().map(Matrix::bytes).sum();
-            assert_eq!(landing.packed().load(Ordering::Relaxed), packed);
+            assert_eq!(weight_stream.packed().load(Ordering::Relaxed), packed);
             assert_order(&plan, &memory.said);
         }
     }
@@ -226,14 +235,14 @@ fn where_io_uring_is_refused_threads_read_instead() {
     let refused = std::thread::spawn(|| {
         refuse_io_uring();
         let model = golden("llama3-rope-bf16");
-        let mut landing = land(&model, ReadBy::IoUring, Duration::from_secs(20), &|s| s);
-        let (memory, next) = ended(&mut landing, Duration::from_secs(60));
-        assert!(landing.failure().is_none(), "{:?}", landing.failure());
+        let mut weight_stream = land(&model, ReadBy::IoUring, Duration::from_secs(20), &|s| s);
+        let (memory, next) = ended(&mut weight_stream, Duration::from_secs(60));
+        assert!(weight_stream.failure().is_none(), "{:?}", weight_stream.failure());
         assert_eq!(next, plan(&model).pieces.len());
-        for (matrix, landed) in matrices(&model).iter().zip(&memory.matrices) {
-            assert!(*landed == packed_by_definition(matrix, &*model.weights), "{}", matrix.name);
+        for (matrix, watermark) in matrices(&model).iter().zip(&memory.matrices) {
+            assert!(*watermark == packed_by_definition(matrix, &*model.weights), "{}", matrix.name);
         }
-        landing.report()
+        weight_stream.report()
     });
     let report = refused.join().expect("it lands");
     let why = report.fallback.expect("it says why");
@@ -241,10 +250,10 @@ fn where_io_uring_is_refused_threads_read_instead() {
     assert!(!report.source.starts_with("io_uring"), "{}", report.source);
 }
 
-/// `landed` counts up, piece after piece, and ends with "all".
+/// `watermark` counts up, piece after piece, and ends with "all".
 fn assert_order(plan: &Plan, said: &[u32]) {
     let mut expected: Vec<u32> = plan.pieces.iter().map(|piece| piece.end).collect();
-    *expected.last_mut().expect("a piece") = abi::LANDED_ALL;
+    *expected.last_mut().expect("a piece") = abi::WATERMARK_ALL;
     assert_eq!(said, expected);
     assert!(said.is_sorted());
 }
@@ -341,24 +350,24 @@ fn pieces_of_large_matrices_are_cut_at_tiles() {
     let read = |tensor, first| TensorRows { tensor: TensorId(tensor), first, rows: 512 };
     assert_eq!(plan.pieces[3].reads, [read(0, 1536), read(1, 1536)]);
     assert_eq!((plan.pieces[3].tile0, plan.pieces[3].tiles), (384, 128));
-    assert_eq!(plan.landed_behind(3), 4 * 128 * 64);
-    assert_eq!(plan.landed_behind(7), abi::LANDED_ALL);
+    assert_eq!(plan.watermark_behind(3), 4 * 128 * 64);
+    assert_eq!(plan.watermark_behind(7), abi::WATERMARK_ALL);
 }
 
-/// Something went wrong: the reason is known, the device was told, what landed before is there, and it took no longer than it may.
+/// Something went wrong: the reason is known, the device was told, what arrived before is there, and it took no longer than it may.
 fn assert_failed(
     name: &str,
-    landing: &mut Landing<Memory>,
+    weight_stream: &mut WeightStream<Memory>,
     words: &str,
     at_most: Duration,
 ) -> usize {
-    let (memory, next) = ended(landing, at_most);
-    let failure = landing.failure().expect("it failed").to_string();
+    let (memory, next) = ended(weight_stream, at_most);
+    let failure = weight_stream.failure().expect("it failed").to_string();
     eprintln!("{name}: {next} pieces, {failure}");
     assert!(failure.contains(words), "{name}: {failure}");
-    assert_eq!(memory.said.last(), Some(&abi::LANDED_ABANDONED), "{name}");
+    assert_eq!(memory.said.last(), Some(&abi::WATERMARK_ABANDONED), "{name}");
     assert_eq!(memory.said.len(), next + 1, "{name}: what was said is there, and no more");
-    assert!(!memory.said.contains(&abi::LANDED_ALL));
+    assert!(!memory.said.contains(&abi::WATERMARK_ALL));
     next
 }
 
@@ -377,9 +386,10 @@ fn scripted(mishap: (usize, Mishap)) -> impl Fn(Box<dyn Source>) -> Box<dyn Sour
 fn a_read_error_is_reported_and_what_landed_before_it_is_there() {
     let model = golden("llama3-rope-bf16");
     for read_by in [ReadBy::IoUring, ReadBy::Pread] {
-        let mut landing = land(&model, read_by, LIMIT, &scripted((4, Mishap::Eio)));
-        let packed = landing.packed();
-        let next = assert_failed("eio", &mut landing, "a dead disk: Input/output error", LIMIT);
+        let mut weight_stream = land(&model, read_by, LIMIT, &scripted((4, Mishap::Eio)));
+        let packed = weight_stream.packed();
+        let next =
+            assert_failed("eio", &mut weight_stream, "a dead disk: Input/output error", LIMIT);
         let plan = plan(&model);
         let here = plan.pieces[..next].iter().map(|piece| plan.packed_bytes(piece));
         assert_eq!(packed.load(Ordering::Relaxed), here.sum::<usize>() as u64);
@@ -409,13 +419,13 @@ fn a_device_that_takes_no_copy_ends_it() {
     let plan = Arc::new(plan(&model));
     let target = Memory { broken: true, ..Memory::new(&plan) };
     let streaming = Streaming { read_by: ReadBy::Auto, limit: LIMIT };
-    let mut landing =
-        Landing::start(plan, &*model.weights, streaming, target, &|s| s).expect("it starts");
-    assert_eq!(assert_failed("broken", &mut landing, "copy failed: no", LIMIT), 0);
+    let mut weight_stream =
+        WeightStream::start(plan, &*model.weights, streaming, target, &|s| s).expect("it starts");
+    assert_eq!(assert_failed("broken", &mut weight_stream, "copy failed: no", LIMIT), 0);
 }
 
 #[test]
-fn a_stopped_landing_ends_at_once() {
+fn a_stopped_stream_ends_at_once() {
     let model = golden("llama-tied-f32");
     let through = |inner| -> Box<dyn Source> {
         Box::new(Scripted {
@@ -425,12 +435,14 @@ fn a_stopped_landing_ends_at_once() {
             mishap: None,
         })
     };
-    let mut landing = land(&model, ReadBy::Auto, Duration::from_secs(60), &through);
+    let mut weight_stream = land(&model, ReadBy::Auto, Duration::from_secs(60), &through);
     let start = Instant::now();
-    let (_, next) = landing.end().expect("its thread ends");
+    let (_, next) = weight_stream.end().expect("its thread ends");
     assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
     assert!(next < plan(&model).pieces.len());
-    assert!(landing.failure().is_some_and(|f| f.to_string().contains("still landing")));
+    assert!(
+        weight_stream.failure().is_some_and(|f| f.to_string().contains("still weight streaming"))
+    );
 }
 
 /// The file that a copied model has.
@@ -456,20 +468,20 @@ fn files_that_change_meanwhile_are_noticed() {
             land(&model, read_by, LIMIT, &through)
         };
         let bytes = std::fs::metadata(&file).expect("the file").len();
-        let mut landing = spoiled(&|file| {
+        let mut weight_stream = spoiled(&|file| {
             std::os::unix::fs::FileExt::write_all_at(file, &[1], bytes - 1).expect("a byte");
         });
-        assert_failed("changed", &mut landing, "was changed while it was read", LIMIT);
-        let mut landing = spoiled(&|file| file.set_len(bytes / 2).expect("a shorter file"));
-        let (_, next) = ended(&mut landing, LIMIT);
-        let failure = landing.failure().expect("it failed").to_string();
+        assert_failed("changed", &mut weight_stream, "was changed while it was read", LIMIT);
+        let mut weight_stream = spoiled(&|file| file.set_len(bytes / 2).expect("a shorter file"));
+        let (_, next) = ended(&mut weight_stream, LIMIT);
+        let failure = weight_stream.failure().expect("it failed").to_string();
         eprintln!("truncated: {next} pieces, {failure}");
         assert!(failure.contains("was cut from") || failure.contains("bytes early"), "{failure}");
         assert!(began.load(Ordering::Relaxed));
         // A file that was short from the beginning does not even start; the mapping of the whole one is not touched.
         let plan = Arc::new(plan(&model));
         let target = Memory::new(&plan);
-        let short = Landing::start(
+        let short = WeightStream::start(
             plan,
             &*model.weights,
             Streaming { read_by, limit: LIMIT },
@@ -487,7 +499,7 @@ fn weights_that_are_in_no_file_are_refused() {
     let plan = Arc::new(plan(&model));
     let target = Memory::new(&plan);
     let streaming = Streaming::default();
-    let refused = Landing::start(plan, &*model.weights, streaming, target, &|s| s).err();
+    let refused = WeightStream::start(plan, &*model.weights, streaming, target, &|s| s).err();
     assert!(refused.is_some_and(|e| e.to_string().contains("export the model first")));
 }
 
@@ -498,18 +510,22 @@ enum Ended {
     Fault(Option<sessions::Why>),
 }
 
-/// Runs one command under the scheduler while weights land: a turn goes on to the first layer that is not there. Says how often it waited.
-fn run_while_landing(model: &Model, landing: &Landing<Memory>, landed: &AtomicU32) -> (Ended, u32) {
+/// Runs one command under the scheduler while weights stream in: a turn goes on to the first layer that is not there. Says how often it waited.
+fn run_while_streaming(
+    model: &Model,
+    weight_stream: &WeightStream<Memory>,
+    watermark: &AtomicU32,
+) -> (Ended, u32) {
     use sessions::{Outcome, Priority, Scheduler};
     let program = lowered(model);
     let mut scheduler = Scheduler::new(4);
     let session = scheduler.open(Priority::Normal, 100).expect("a place");
     scheduler.submit(session).expect("it is in line");
     let plan = plan(model);
-    let needs: Vec<u32> = plan.starts.iter().copied().skip(1).chain([abi::LANDED_ALL]).collect();
+    let needs: Vec<u32> = plan.starts.iter().copied().skip(1).chain([abi::WATERMARK_ALL]).collect();
     let here = |layer: usize| {
-        let landed = landed.load(Ordering::Acquire);
-        landed != abi::LANDED_ABANDONED && landed >= needs[layer]
+        let watermark = watermark.load(Ordering::Acquire);
+        watermark != abi::WATERMARK_ABANDONED && watermark >= needs[layer]
     };
     let (mut layer, mut waits) = (0, 0);
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -535,8 +551,8 @@ fn run_while_landing(model: &Model, landing: &Landing<Memory>, landed: &AtomicU3
             assert_eq!(scheduler.ring().state(session.place()), abi::EntryState::Done);
             return (Ended::Done(run.expect("it finished").tokens), waits);
         } else if here(layer) {
-            scheduler.landed(session).expect("it waited");
-        } else if landing.failure().is_some() {
+            scheduler.returned(session).expect("it waited");
+        } else if weight_stream.failure().is_some() {
             scheduler.lost(session).expect("it waited");
             assert_eq!(scheduler.ring().state(session.place()), abi::EntryState::Fault);
             return (Ended::Fault(scheduler.why(session)), waits);
@@ -552,7 +568,7 @@ fn a_command_on_the_reference_machine_waits_for_each_layer() {
     let start = |mishap| {
         let plan = Arc::new(plan(&model));
         let target = Memory::new(&plan);
-        let landed = target.landed.clone();
+        let watermark = target.watermark.clone();
         let through = move |inner| -> Box<dyn Source> {
             Box::new(Scripted {
                 inner,
@@ -562,15 +578,15 @@ fn a_command_on_the_reference_machine_waits_for_each_layer() {
             })
         };
         let streaming = Streaming { read_by: ReadBy::IoUring, limit: LIMIT };
-        let landing = Landing::start(plan, &*model.weights, streaming, target, &through);
-        (landing.expect("it starts"), landed)
+        let weight_stream = WeightStream::start(plan, &*model.weights, streaming, target, &through);
+        (weight_stream.expect("it starts"), watermark)
     };
-    let (landing, landed) = start(Some((5, Mishap::Eio)));
-    let (ended, waits) = run_while_landing(&model, &landing, &landed);
+    let (weight_stream, watermark) = start(Some((5, Mishap::Eio)));
+    let (ended, waits) = run_while_streaming(&model, &weight_stream, &watermark);
     assert_eq!(ended, Ended::Fault(Some(sessions::Why::Io)));
     assert!(waits > 0);
-    let (landing, landed) = start(None);
-    let (ended, waits) = run_while_landing(&model, &landing, &landed);
+    let (weight_stream, watermark) = start(None);
+    let (ended, waits) = run_while_streaming(&model, &weight_stream, &watermark);
     eprintln!("waited {waits} times, {ended:?}");
     assert!(waits > 2, "layer by layer: {waits}");
     assert!(matches!(&ended, Ended::Done(tokens) if tokens.len() == 4), "{ended:?}");

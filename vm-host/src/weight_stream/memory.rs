@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use crate::landing::source::ALIGN;
+use crate::weight_stream::source::ALIGN;
 
 /// Whole pages for reads past the page cache.
 #[derive(Debug)]

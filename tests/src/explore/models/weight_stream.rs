@@ -1,6 +1,6 @@
-//! Weights that land while the kernel runs: `Stream::write_value`, `landing_wait`, `poller_wait_embedding`, `poller_abandoned`.
+//! Weights that land while the kernel runs: `Stream::write_value`, `weight_stream_wait`, `poller_wait_embedding`, `poller_abandoned`.
 //!
-//! Two pieces land one after the other and `landed` counts them; a loader copies each into a stage once it is there. Or a read fails: whoever waits is let
+//! Two pieces land one after the other and `watermark` counts them; a loader copies each into a stage once it is there. Or a read fails: whoever waits is let
 //! through, and the poller, which looks behind the step, must not take the answer for good. Then the rest lands after all.
 
 use super::super::{Model, Op, Order, Source, Until, Word};
@@ -34,13 +34,13 @@ enum Bug {
 fn lands(bug: Bug) -> Model {
     let mut m = Model::default();
     let pieces = [m.word("piece 1"), m.word("piece 2")];
-    let landed = m.word("landed");
+    let watermark = m.word("arrived");
     let stages: Vec<Word> = (0..3).map(|i| m.word(format!("stage{i}"))).collect();
     let full: Vec<_> = (0..3).map(|i| m.barrier(format!("full{i}"), 1)).collect();
     let mut copies = Vec::new();
     for (piece, count) in pieces.iter().zip(1..) {
         let copy = Op::Write(*piece, Order::Relaxed, 10 + count);
-        let said = Op::Write(landed, Order::Relaxed, count);
+        let said = Op::Write(watermark, Order::Relaxed, count);
         let first = bug == Bug::SaidFirst;
         copies.push(if first { said } else { copy });
         copies.unless(bug == Bug::NoBarrier, Op::Fence);
@@ -52,7 +52,7 @@ fn lands(bug: Bug) -> Model {
         let need = piece as u32 + 1 - u32::from(bug == Bug::OneShort);
         let asks = at < 2 && !(at == 1 && bug == Bug::KeepsTooMuch) && bug != Bug::NoWait;
         if asks {
-            loader.push(Op::Poll(landed, Order::Relaxed, Until::AtLeast(need)));
+            loader.push(Op::Poll(watermark, Order::Relaxed, Until::AtLeast(need)));
             loader.unless(bug == Bug::NoAcquire, Op::Fence);
             loader.unless(bug == Bug::NoProxyFence, Op::ProxyFence);
         }
@@ -88,19 +88,22 @@ enum FaultBug {
     SaidFirst,
 }
 
-/// A read fails in the first step. The host hears of the fault, brings in the rest and sends the second step, whose stage must hold what landed.
+/// A read fails in the first step. The host hears of the fault, brings in the rest and sends the second step, whose stage must hold what arrived.
 fn fails(bug: FaultBug) -> Model {
     let mut m = Model::default();
-    let (piece, landed) = (m.word("piece"), m.word("landed"));
+    let (piece, watermark) = (m.word("piece"), m.word("arrived"));
     let (done, answer, go) = (m.word("done"), m.word("answer"), m.word("go"));
     let stages = [m.word("stage0"), m.word("stage1")];
     let full = [m.barrier("full0", 1), m.barrier("full1", 1)];
-    let mut host = vec![Op::Write(landed, Order::Relaxed, 1)];
-    host.unless(bug == FaultBug::NobodyTold, Op::Write(landed, Order::Relaxed, ABANDONED));
+    let mut host = vec![Op::Write(watermark, Order::Relaxed, 1)];
+    host.unless(bug == FaultBug::NobodyTold, Op::Write(watermark, Order::Relaxed, ABANDONED));
     // Only a fault lets it go on; a token that comes of nothing would be another answer.
     host.push(Op::PollFor(answer, Until::AtLeast(1), 2));
-    let rest =
-        [Op::Write(piece, Order::Relaxed, 11), Op::Fence, Op::Write(landed, Order::Relaxed, ALL)];
+    let rest = [
+        Op::Write(piece, Order::Relaxed, 11),
+        Op::Fence,
+        Op::Write(watermark, Order::Relaxed, ALL),
+    ];
     let order = if bug == FaultBug::SaidFirst { [2, 1, 0] } else { [0, 1, 2] };
     host.extend(order.map(|i| rest[i]));
     host.push(Op::Write(go, Order::Release, 1));
@@ -109,7 +112,7 @@ fn fails(bug: FaultBug) -> Model {
     let enough = Until::AtLeast(ABANDONED);
     let ahead = if bug == FaultBug::RunsAhead { enough } else { Until::Equals(ALL) };
     for (at, until) in [enough, ahead].into_iter().enumerate() {
-        loader.push(Op::Poll(landed, Order::Relaxed, until));
+        loader.push(Op::Poll(watermark, Order::Relaxed, until));
         loader.unless(bug == FaultBug::NoFence, Op::Fence);
         loader.push(Op::ProxyFence);
         loader.extend([Op::Expect(full[at]), Op::Copy(Source::Word(piece), stages[at], full[at])]);
@@ -128,7 +131,7 @@ fn fails(bug: FaultBug) -> Model {
     );
     // The poller posts a fault (2) if it reads that the rest was abandoned. Reading anything else there is the failure that is looked for.
     let wait = [Op::Poll(done, Order::Relaxed, Until::AtLeast(1)), Op::Fence];
-    let look = Op::Read(landed, Order::Relaxed, ABANDONED);
+    let look = Op::Read(watermark, Order::Relaxed, ABANDONED);
     let mut poller = Vec::new();
     if bug == FaultBug::LooksBefore {
         poller.push(look);
@@ -146,7 +149,7 @@ fn fails(bug: FaultBug) -> Model {
 /// Everything, with what must be found.
 #[must_use]
 pub fn cases() -> Vec<Case> {
-    let mut all = vec![Case::holds("landing", lands(Bug::None))];
+    let mut all = vec![Case::holds("weight streaming", lands(Bug::None))];
     for bug in [
         Bug::NoBarrier,
         Bug::SaidFirst,
@@ -156,18 +159,22 @@ pub fn cases() -> Vec<Case> {
         Bug::NoProxyFence,
         Bug::KeepsTooMuch,
     ] {
-        all.push(Case::fails(format!("landing: {bug:?}"), lands(bug), "stage"));
+        all.push(Case::fails(format!("weight streaming: {bug:?}"), lands(bug), "stage"));
     }
-    all.push(Case::holds("landing: a read fails", fails(FaultBug::None)));
+    all.push(Case::holds("weight streaming: a read fails", fails(FaultBug::None)));
     for (bug, words) in [
         (FaultBug::NobodyTold, "nobody goes on"),
         (FaultBug::NoFence, "stage1"),
-        (FaultBug::LooksBefore, "landed"),
-        (FaultBug::NoAcquire, "landed"),
+        (FaultBug::LooksBefore, "arrived"),
+        (FaultBug::NoAcquire, "arrived"),
         (FaultBug::RunsAhead, "stage1"),
         (FaultBug::SaidFirst, "stage1"),
     ] {
-        all.push(Case::fails(format!("landing: a read fails: {bug:?}"), fails(bug), words));
+        all.push(Case::fails(
+            format!("weight streaming: a read fails: {bug:?}"),
+            fails(bug),
+            words,
+        ));
     }
     all
 }

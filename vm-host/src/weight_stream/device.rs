@@ -1,15 +1,15 @@
-//! Copies that land on the device, on a stream of their own, with `landed` raised behind them.
+//! Copies that land on the device, on a stream of their own, with `watermark` raised behind them.
 
 use std::sync::Arc;
 
 use crate::driver::{Context, Event, Stream};
 use crate::error::HostError;
-use crate::landing::memory::Staging;
-use crate::landing::pipeline::{SLOTS, Target};
-use crate::landing::plan::Plan;
 use crate::memory::HostBuffer;
+use crate::weight_stream::memory::Staging;
+use crate::weight_stream::pipeline::{SLOTS, Target};
+use crate::weight_stream::plan::Plan;
 
-/// The device's end of a landing: all that it needs is allocated before a kernel is resident.
+/// The device's end of a weight streaming: all that it needs is allocated before a kernel is resident.
 pub(crate) struct DeviceTarget {
     context: Arc<Context>,
     stream: Stream,
@@ -17,8 +17,8 @@ pub(crate) struct DeviceTarget {
     staging: HostBuffer,
     /// Addresses of the packed matrices.
     matrices: Vec<u64>,
-    /// Address of `landed`.
-    landed: u64,
+    /// Address of `watermark`.
+    watermark: u64,
 }
 
 impl DeviceTarget {
@@ -26,12 +26,12 @@ impl DeviceTarget {
         context: &Arc<Context>,
         plan: &Plan,
         matrices: Vec<u64>,
-        landed: u64,
+        watermark: u64,
     ) -> Result<Self, HostError> {
         let staging_bytes = plan.largest() * SLOTS;
         let events = (0..=SLOTS).map(|_| Event::new()).collect::<Result<_, _>>()?;
         let (stream, staging) = (Stream::new()?, HostBuffer::zeroed(staging_bytes)?);
-        Ok(Self { context: context.clone(), stream, events, staging, matrices, landed })
+        Ok(Self { context: context.clone(), stream, events, staging, matrices, watermark })
     }
 }
 
@@ -56,8 +56,8 @@ unsafe impl Target for DeviceTarget {
         self.stream.copy_in(self.matrices[matrix] + offset, from.pointer(), bytes)
     }
 
-    fn landed(&mut self, value: u32, slot: usize) -> Result<(), HostError> {
-        self.stream.write_value(self.landed, value)?;
+    fn watermark(&mut self, value: u32, slot: usize) -> Result<(), HostError> {
+        self.stream.write_value(self.watermark, value)?;
         self.events[slot].record(&self.stream)
     }
 

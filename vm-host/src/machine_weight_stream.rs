@@ -14,13 +14,13 @@ use super::{Idle, Resident};
 use crate::boot::BootOptions;
 use crate::driver::Stream;
 use crate::error::HostError;
-use crate::landing::{Landing, LoadReport, Plan};
 use crate::memory::{Copier, DeviceBuffer};
 use crate::ring::RingHost;
+use crate::weight_stream::{LoadReport, Plan, WeightStream};
 
 /// How weights came in while the kernel was resident.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
-pub struct LandingReport {
+pub struct WeightStreamReport {
     /// What was read, how fast and from where.
     #[serde(flatten)]
     pub load: LoadReport,
@@ -54,7 +54,7 @@ impl TensorCheck {
 impl Idle {
     /// Waits until all weights are there: kernels that are not the resident one do not know how to wait for them.
     pub(super) fn weights_here(&self) -> Result<(), HostError> {
-        self.landing.as_ref().map_or(Ok(()), Landing::wait)
+        self.weight_stream.as_ref().map_or(Ok(()), WeightStream::wait)
     }
 }
 
@@ -63,11 +63,12 @@ impl Resident {
     ///
     /// # Errors
     /// If a copy fails.
-    pub fn landing_report(&mut self) -> Result<LandingReport, HostError> {
+    pub fn weight_stream_report(&mut self) -> Result<WeightStreamReport, HostError> {
         let idle = self.idle();
-        let block: Vec<abi::Landing> = idle.memory.copier.values(idle.memory.landing.address, 1)?;
+        let block: Vec<abi::WeightStream> =
+            idle.memory.copier.values(idle.memory.weight_stream.address, 1)?;
         let (waits, waited_s) = (block[0].waits, f64::from(block[0].waited_us) / 1e6);
-        Ok(LandingReport { load: idle.load_report(), waits, waited_s })
+        Ok(WeightStreamReport { load: idle.load_report(), waits, waited_s })
     }
 
     /// Compares every matrix on the device with its file, tensor by tensor. Takes as long as copying them all back.
@@ -100,18 +101,18 @@ impl Resident {
     }
 }
 
-/// Bytes of the counts of `abi::Landing`.
-pub(super) const LANDING_COUNTS: u64 =
-    (offset_of!(abi::Landing, reserved) - offset_of!(abi::Landing, waits)) as u64;
+/// Bytes of the counts of `abi::WeightStream`.
+pub(super) const WEIGHT_STREAM_COUNTS: u64 =
+    (offset_of!(abi::WeightStream, reserved) - offset_of!(abi::WeightStream, waits)) as u64;
 
-/// The order in which weights land, and what the device is to know of it: how far they are, or that they are all there.
-pub(super) fn place_landing(
+/// The order in which weights stream in, and what the device is to know of it: how far they are, or that they are all there.
+pub(super) fn place_weight_stream(
     program: &Program,
     options: &BootOptions,
     copier: &mut Copier,
 ) -> Result<(Arc<Plan>, DeviceBuffer), HostError> {
     let plan = Arc::new(Plan::new(&program.matrices)?);
-    let block = DeviceBuffer::zeroed(size_of::<abi::Landing>() as u64)?;
+    let block = DeviceBuffer::zeroed(size_of::<abi::WeightStream>() as u64)?;
     let end = |matrix: usize| plan.starts[matrix] + program.matrices[matrix].units() as u32;
     let embeddings = program.buffers.iter().filter_map(|buffer| match buffer.source {
         BufferSource::Embedding(matrix) => Some(end(matrix.index())),
@@ -121,27 +122,27 @@ pub(super) fn place_landing(
         | BufferSource::KvCache { .. } => None,
     });
     let limit = options.streaming.map_or(Duration::ZERO, |streaming| streaming.limit);
-    let landing = abi::Landing {
-        landed: if options.streaming.is_some() { 0 } else { abi::LANDED_ALL },
+    let weight_stream = abi::WeightStream {
+        watermark: if options.streaming.is_some() { 0 } else { abi::WATERMARK_ALL },
         embedding: embeddings.max().unwrap_or(0),
         // The host gives up after two limits: the device must not be first.
         patience: (limit.as_nanos() * 4 / options.deadline.as_nanos().max(1) + 2) as u32,
-        ..abi::Landing::default()
+        ..abi::WeightStream::default()
     };
-    copier.upload(block.address, bytemuck::bytes_of(&landing))?;
+    copier.upload(block.address, bytemuck::bytes_of(&weight_stream))?;
     Ok((plan, block))
 }
 
-/// Waits for a command. One that waits for weights may take as long as they do, which their landing bounds.
+/// Waits for a command. One that waits for weights may take as long as they do, which their weight streaming bounds.
 pub(super) fn wait_for_answer(
     ring: &mut RingHost,
     kernel: &Stream,
-    landing: Option<&Landing>,
+    weight_stream: Option<&WeightStream>,
     limit: Duration,
     give_way: &mut dyn FnMut() -> bool,
 ) -> Result<Completion, HostError> {
     loop {
-        let under_way = landing.is_some_and(Landing::under_way);
+        let under_way = weight_stream.is_some_and(WeightStream::under_way);
         match ring.wait_completion(limit, || kernel.is_done(), give_way) {
             Err(HostError::TimedOut { .. }) if under_way => {}
             answer => return answer,

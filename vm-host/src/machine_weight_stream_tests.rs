@@ -10,8 +10,8 @@ use ir::{KernelConfig, Target};
 use model::Model;
 
 use super::*;
-use crate::landing::scripted::{Mishap, Scripted};
-use crate::landing::{ReadBy, Streaming};
+use crate::weight_stream::scripted::{Mishap, Scripted};
+use crate::weight_stream::{ReadBy, Streaming};
 
 const DEADLINE: Duration = Duration::from_millis(300);
 const LIMIT: Duration = Duration::from_millis(1000);
@@ -103,7 +103,7 @@ impl Subject {
     }
 }
 
-fn slow(inner: Box<dyn crate::landing::Source>) -> Box<dyn crate::landing::Source> {
+fn slow(inner: Box<dyn crate::weight_stream::Source>) -> Box<dyn crate::weight_stream::Source> {
     Box::new(Scripted { inner, asked: Duration::ZERO, delay: SLOW, mishap: None })
 }
 
@@ -129,7 +129,7 @@ fn decoding_begins_before_the_weights_are_there_and_answers_the_same() {
                 (Subject::decode(&mut machine), watch.join().expect("it looks"))
             });
             let first = first.unwrap_or_else(|e| panic!("{name}, {read_by:?}: {e}"));
-            let report = machine.landing_report().expect("a report");
+            let report = machine.weight_stream_report().expect("a report");
             eprintln!(
                 "{name}, {read_by:?}: {:?}, seen waiting {waited} times, {report:?}",
                 start.elapsed()
@@ -144,7 +144,7 @@ fn decoding_begins_before_the_weights_are_there_and_answers_the_same() {
             // Once everything is there nobody waits.
             let second = Subject::decode(&mut machine).expect("it decodes");
             assert_eq!(second.tokens, tokens);
-            assert_eq!(machine.landing_report().expect("a report").waits, report.waits);
+            assert_eq!(machine.weight_stream_report().expect("a report").waits, report.waits);
             assert!(!lookout.waits_for_weights());
             machine.stop().expect("it stops");
         }
@@ -179,7 +179,7 @@ fn a_disk_that_fails_faults_the_command_and_the_kernel_goes_on() {
         (Mishap::Silent, 6, "does not answer", LIMIT * 2),
     ];
     for (mishap, from, words, at_most) in cases {
-        let through = |inner| -> Box<dyn crate::landing::Source> {
+        let through = |inner| -> Box<dyn crate::weight_stream::Source> {
             Box::new(Scripted {
                 inner,
                 asked: Duration::ZERO,
@@ -214,7 +214,7 @@ fn a_file_that_changes_faults_the_command_and_another_boot_runs() {
         copied(name, folder.path());
         let Some(subject) = subject(folder.path()) else { return };
         // Asked for late: what is read before the file changes is the file as it was.
-        let through = |inner| -> Box<dyn crate::landing::Source> {
+        let through = |inner| -> Box<dyn crate::weight_stream::Source> {
             Box::new(Scripted {
                 inner,
                 asked: SLOW + SLOW / 2,
@@ -245,7 +245,7 @@ fn a_file_that_changes_faults_the_command_and_another_boot_runs() {
 }
 
 #[test]
-fn a_kernel_may_stop_while_weights_are_landing() {
+fn a_kernel_may_stop_while_weights_stream() {
     let Some(subject) = subject(&golden_dir("llama3-rope-bf16")) else { return };
     let (tokens, ..) = subject.expected();
     let machine = subject.resident(Some(ReadBy::Pread), &slow);

@@ -8,9 +8,9 @@ use std::time::Duration;
 use io_uring::{IoUring, opcode, squeue, types};
 
 use crate::error::HostError;
-use crate::landing::memory::IoBuffer;
-use crate::landing::source::{ALIGN, Extent, Files, Job, Source, unique};
 use crate::uring;
+use crate::weight_stream::memory::IoBuffer;
+use crate::weight_stream::source::{ALIGN, Extent, Files, Job, Source, unique};
 
 /// Reads of one piece at most: a matrix has at most three parts, and a map may name more.
 const PARTS: usize = 8;
@@ -36,7 +36,7 @@ pub(crate) struct Uring {
     open: HashMap<usize, Open>,
     parts: HashMap<u64, (usize, Part)>,
     serial: u64,
-    /// The first in landing order is given out first.
+    /// The first in stream order is given out first.
     finished: BTreeMap<usize, Job>,
 }
 

@@ -1,0 +1,61 @@
+// Weights that are still on their way while the kernel runs. The host copies packed units in stream order on a stream of its own and raises
+// `watermark` behind each copy (vm-host/src/weight_stream/); who needs units that are not there waits here. docs/protocol.md, "Weight streaming".
+#pragma once
+
+__device__ __forceinline__ amk_weight_stream* weight_stream_of(Shared* sh) { return (amk_weight_stream*)sh->launch->weight_stream; }
+
+// The loader, before the first stage of a run: until the run's units have arrived, counting to `need` in stream order. What was seen is
+// kept in the worker's `watermark`, so that nothing is asked once everything is there. When the rest is abandoned, a step that has begun is let through: its answer is
+// void. One that has not begun waits on, so that no stage of a later step holds bytes that never came. False when the loader is to stop.
+__device__ __forceinline__ bool weight_stream_wait(Shared* sh, uint32_t need, uint32_t lap) {
+  amk_weight_stream* weight_stream = weight_stream_of(sh);
+  uint64_t since = 0;
+  for (;;) {
+    uint32_t const watermark = load_relaxed(&weight_stream->watermark);
+    if (watermark == AMK_WATERMARK_ABANDONED) {
+      if ((int32_t)(flag_load(&sh->begun) - lap) > 0) {
+        break;
+      }
+    } else if (watermark >= need) {
+      flag_store(&sh->watermark, watermark);
+      break;
+    }
+    if (since == 0) {
+      since = now_ns();
+      claim(&weight_stream->waits);
+    }
+    if (flag_load(&sh->halt) != 0 || is_dead(sh)) {
+      claim(&weight_stream->resumed);
+      return false;
+    }
+    __nanosleep(500);
+  }
+  acquire_release_fence(); // pairs with the fence in front of the write of `watermark`
+  copies_see_stores();
+  if (since != 0) {
+    add_relaxed(&weight_stream->waited_us, (uint32_t)((now_ns() - since) / 1000));
+    claim(&weight_stream->resumed);
+  }
+  return true;
+}
+
+// The watchdog, when a worker has finished nothing for the deadline: whether weights on their way excuse it. They do while something lands, and
+// for so many deadlines in a row in which nothing does.
+__device__ __forceinline__ bool weight_stream_excuses(Shared* sh) {
+  amk_weight_stream* weight_stream = weight_stream_of(sh);
+  uint32_t const watermark = load_relaxed(&weight_stream->watermark);
+  if (watermark >= AMK_WATERMARK_ABANDONED) {
+    sh->weight_stream_idle = 0;
+    return false;
+  }
+  sh->weight_stream_idle = watermark == sh->seen_watermark ? sh->weight_stream_idle + 1 : 0;
+  sh->seen_watermark = watermark;
+  return sh->weight_stream_idle <= load_relaxed(&weight_stream->patience);
+}
+
+// Says to the host whether the command under way waits for weights.
+__device__ __forceinline__ void weight_stream_report(Shared* sh, uint32_t sequence) {
+  amk_weight_stream const* weight_stream = weight_stream_of(sh);
+  bool const waits = load_relaxed(&weight_stream->waits) != load_relaxed(&weight_stream->resumed);
+  host_store(&((amk_ring_indices*)sh->launch->indices)->waiting, waits ? sequence : 0);
+}

@@ -56,7 +56,7 @@ pub(crate) trait Engine {
         None
     }
 
-    /// Prompt tokens of a turn: a long prompt gives way between them.
+    /// Prompt tokens of a turn: a long prompt yields between them.
     fn prompt_slice(&self) -> u64 {
         PROMPT_SLICE
     }
@@ -67,13 +67,13 @@ pub(crate) trait Engine {
     }
 
     /// Runs tokens at the next positions of a sequence that the machine chooses for, then chooses at most `generate` and runs all but the
-    /// last. While it does, `give_way` is asked whether to end after the step under way.
+    /// last. While it does, `preempt` is asked whether to end after the step under way.
     fn advance(
         &mut self,
         place: usize,
         _tokens: &[u32],
         _generate: u32,
-        _give_way: &mut dyn FnMut() -> bool,
+        _preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Advanced, Broken> {
         Err(Broken::Sequence(format!("the machine does not choose for place {place}")))
     }
@@ -89,7 +89,7 @@ pub(crate) trait Engine {
         &mut self,
         _seqs: &[(usize, u32)],
         _generate: u32,
-        _give_way: &mut dyn FnMut() -> bool,
+        _preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Result<Advanced, String>>, Broken> {
         Err(Broken::All("the machine runs one sequence at a time".into()))
     }
@@ -290,7 +290,7 @@ impl Engine for Megakernel<'_> {
         place: usize,
         tokens: &[u32],
         generate: u32,
-        give_way: &mut dyn FnMut() -> bool,
+        preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Advanced, Broken> {
         let held = self.places.get_mut(place).ok_or_else(|| unknown(place))?;
         let request = Request {
@@ -303,7 +303,7 @@ impl Engine for Megakernel<'_> {
             // What is only read needs no choice.
             sampled: held.sampled && generate > 0,
         };
-        let done = self.gpu.command(self.program, &request, give_way)?;
+        let done = self.gpu.command(self.program, &request, preempt)?;
         held.position += done.steps;
         let stopped = has_stopped(done.ending).map_err(Broken::Sequence)?;
         Ok(Advanced { chosen: done.tokens, ran: done.steps as usize, stopped })
@@ -317,7 +317,7 @@ impl Engine for Megakernel<'_> {
         &mut self,
         seqs: &[(usize, u32)],
         generate: u32,
-        give_way: &mut dyn FnMut() -> bool,
+        preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Result<Advanced, String>>, Broken> {
         let mut stop: Vec<u32> = Vec::new();
         let mut asked = Vec::with_capacity(seqs.len());
@@ -332,7 +332,7 @@ impl Engine for Megakernel<'_> {
         let several = stop.len() <= abi::STOP_TOKENS_MAX;
         let (stop, generate) = if several { (&stop[..], generate) } else { (&[][..], 1) };
         let batch = Batch { seqs: &asked, generate, stop, keep_logits: false };
-        let done = self.gpu.batch(self.program, &batch, give_way)?;
+        let done = self.gpu.batch(self.program, &batch, preempt)?;
         let ran = done.steps as usize;
         Ok(done
             .seqs

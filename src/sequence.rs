@@ -6,7 +6,7 @@ use sessions::Priority;
 
 use crate::engine::{Advanced, Broken, Engine, How};
 
-/// New tokens of a turn where the machine chooses them. It gives way between turns, and within one to requests that come.
+/// New tokens of a turn where the machine chooses them. It yields between turns, and within one to requests that come.
 pub(crate) const SLICE: usize = 16;
 
 /// What somebody wants of the model.
@@ -101,7 +101,7 @@ impl Sequence {
         engine: &mut dyn Engine,
         (place, most): (usize, u64),
         tell: Tell<'_>,
-        give_way: &mut dyn FnMut() -> bool,
+        preempt: &mut dyn FnMut() -> bool,
     ) -> Result<(usize, Option<Finish>), Broken> {
         let tokens = self.next(most);
         let read = self.fed + tokens.len() >= self.work.prompt.len();
@@ -109,7 +109,7 @@ impl Sequence {
             let room = most as usize + 1 - tokens.len();
             let left = self.work.limit as usize - self.chosen.len();
             let generate = if read { room.min(left).min(SLICE) as u32 } else { 0 };
-            let done = engine.advance(place, &tokens, generate, give_way)?;
+            let done = engine.advance(place, &tokens, generate, preempt)?;
             return Ok((done.ran, self.took(done, tell)));
         }
         let row = match &mut self.rows {

@@ -97,7 +97,7 @@ wire_enum! {
         Length = 0 "length",
         /// With a stop token.
         Stop = 1 "stop",
-        /// It was asked to give way.
+        /// It was asked to yield.
         Yield = 2 "yield",
         /// Every token was banned or not a number.
         NoToken = 3 "no_token",
@@ -161,8 +161,8 @@ wire_struct! {
     pub struct RingIndices {
         /// Written by the host: nonzero asks every worker to leave.
         pub abort: u32,
-        /// Written by the host: sequence of the command that is to give way after the step under way.
-        pub give_way: u32,
+        /// Written by the host: sequence of the command that is to yield after the step under way.
+        pub preempt: u32,
         /// Zero.
         pub reserved0: [u32; 30],
         /// Written by the device: increases while the poller lives.

@@ -248,8 +248,8 @@ wire_struct! {
         pub stop: [u32; STOP_TOKENS_MAX],
         /// Number of the command: what `amk_done.sequence` becomes with it.
         pub command: u32,
-        /// Written by the poller at any time: number of the command that is to give way.
-        pub give_way: u32,
+        /// Written by the poller at any time: number of the command that is to yield.
+        pub preempt: u32,
         /// Actions published so far; released last.
         pub go: u32,
     }

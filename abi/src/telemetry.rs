@@ -121,7 +121,7 @@ wire_struct! {
         pub unseen: u64,
         /// Turns given to sequences.
         pub turns: u64,
-        /// Turns after which a sequence gave way.
+        /// Turns after which a sequence yielded.
         pub yields: u64,
         /// Times that a sequence went back in line.
         pub requeues: u64,

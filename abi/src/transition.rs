@@ -52,7 +52,7 @@ changes! {
     Claimed -> Done by Device: "it is finished";
     Claimed -> Fault by Device: "it trapped";
     Claimed -> WaitIo by Device: "weights that it needs are still on their way";
-    Claimed -> Yield by Device: "it gives way at a token boundary";
+    Claimed -> Yield by Device: "it yields at a token boundary";
     WaitIo -> Claimed by Device: "the weights have arrived and its turn has come";
     WaitIo -> Fault by Host: "the weights will never land";
     WaitIo -> Empty by Host: "it is cancelled";

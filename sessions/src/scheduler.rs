@@ -269,8 +269,8 @@ impl Scheduler {
                 self.failed(session, if over { Why::Overran } else { Why::Trapped })
             }
             Outcome::WaitIo | Outcome::Yield if cancelled => {
-                let gives_way = if outcome == Outcome::Yield { Yield } else { WaitIo };
-                self.ring.change(Side::Device, place, gives_way)?;
+                let preempted = if outcome == Outcome::Yield { Yield } else { WaitIo };
+                self.ring.change(Side::Device, place, preempted)?;
                 self.ring.change(Side::Host, place, Empty)?;
                 self.find(session)?.cancelled = false;
                 Ok(Report::Cancelled)

@@ -86,7 +86,7 @@ fn the_ring_makes_the_changes_of_the_table_and_no_others() {
 }
 
 #[test]
-fn a_command_gives_way_and_finishes() {
+fn a_command_yields_and_finishes() {
     let (mut scheduler, session) = one(10);
     assert_eq!(
         scheduler.submit(session).unwrap_err().to_string(),

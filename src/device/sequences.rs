@@ -35,15 +35,15 @@ impl Gpu<'_> {
         })
     }
 
-    /// Runs a batch. While it runs, `give_way` is asked whether it is to end after the step under way.
+    /// Runs a batch. While it runs, `preempt` is asked whether it is to end after the step under way.
     pub(crate) fn batch(
         &mut self,
         handle: Handle,
         batch: &Batch<'_>,
-        give_way: &mut dyn FnMut() -> bool,
+        preempt: &mut dyn FnMut() -> bool,
     ) -> Result<BatchDecoded, Broken> {
         self.sequences.fill(None); // of searches
-        self.undone(handle, |running| running.run_together(batch, give_way))
+        self.undone(handle, |running| running.run_together(batch, preempt))
     }
 
     /// Logits of each sequence of the last batch that kept them.
@@ -118,12 +118,12 @@ impl Gpu<'_> {
         self.undone(handle, |running| running.set_sampling(session, sampling))
     }
 
-    /// Runs a command of a session. While it runs, `give_way` is asked whether it is to end after the step under way.
+    /// Runs a command of a session. While it runs, `preempt` is asked whether it is to end after the step under way.
     pub(crate) fn command(
         &mut self,
         handle: Handle,
         request: &Request<'_>,
-        give_way: &mut dyn FnMut() -> bool,
+        preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Decoded, Broken> {
         self.sequences.fill(None); // of searches
         // All but the last token of a prompt needs no choice.
@@ -137,7 +137,7 @@ impl Gpu<'_> {
             return Ok(Decoded { tokens, chosen, steps: ran, ending, host_us, device_us });
         }
         let request = Request { position: request.position + ran, tokens, ..*request };
-        let done = self.undone(handle, |running| running.run(&request, give_way))?;
+        let done = self.undone(handle, |running| running.run(&request, preempt))?;
         if !done.tokens.is_empty() {
             self.arrival.tokens();
         }

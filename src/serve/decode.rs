@@ -73,7 +73,7 @@ impl Running {
         Self { sequence: Sequence::new(work), to, admitted }
     }
 
-    /// A turn of `most` positions. Where the machine chooses, it gives way when a request comes, or when this one's client has gone.
+    /// A turn of `most` positions. Where the machine chooses, it yields when a request comes, or when this one's client has gone.
     fn turn(
         &mut self,
         engine: &mut dyn Engine,
@@ -82,12 +82,12 @@ impl Running {
     ) -> Result<(usize, Option<Finish>), Broken> {
         let Self { sequence, to, admitted } = self;
         let free = free(admitted);
-        let mut give_way = || to.is_closed() || self::free(admitted) < free;
+        let mut preempt = || to.is_closed() || self::free(admitted) < free;
         sequence.turn(
             engine,
             (place, most),
             &mut |id, logprobs| say(to, id, logprobs),
-            &mut give_way,
+            &mut preempt,
         )
     }
 }

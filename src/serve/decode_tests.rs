@@ -19,9 +19,9 @@ struct Scripted {
     sums: BTreeMap<usize, u32>,
     /// Place and positions of each call.
     fed: Arc<Mutex<Vec<(usize, usize)>>>,
-    /// Whether it chooses itself, as the resident kernel does, and how often it gave way before it had to.
+    /// Whether it chooses itself, as the resident kernel does, and how often it yielded before it had to.
     chooses: bool,
-    gave_way: Arc<Mutex<usize>>,
+    preempted: Arc<Mutex<usize>>,
     /// Sequences that it runs at once, where it chooses; none is one.
     width: usize,
     /// The places of each command in which it chose.
@@ -122,7 +122,7 @@ impl Engine for Scripted {
         place: usize,
         tokens: &[u32],
         generate: u32,
-        give_way: &mut dyn FnMut() -> bool,
+        preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Advanced, Broken> {
         let steps = tokens.len() + (generate as usize).saturating_sub(1);
         let mut all = tokens.to_vec();
@@ -134,8 +134,8 @@ impl Engine for Scripted {
             if ran >= tokens.len() && generate > 0 {
                 all.push(row.iter().position(|logit| *logit == 1.0).unwrap() as u32);
             }
-            if ran < steps && give_way() {
-                *self.gave_way.lock().unwrap() += 1;
+            if ran < steps && preempt() {
+                *self.preempted.lock().unwrap() += 1;
                 break;
             }
         }
@@ -153,7 +153,7 @@ impl Engine for Scripted {
         &mut self,
         seqs: &[(usize, u32)],
         generate: u32,
-        give_way: &mut dyn FnMut() -> bool,
+        preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Result<Advanced, String>>, Broken> {
         assert!(seqs.len() > 1 && seqs.len() <= self.width, "{seqs:?}");
         let places: Vec<usize> = seqs.iter().map(|(place, _)| *place).collect();
@@ -173,8 +173,8 @@ impl Engine for Scripted {
                 }
             }
             ran += 1;
-            if ran < generate as usize && give_way() {
-                *self.gave_way.lock().unwrap() += 1;
+            if ran < generate as usize && preempt() {
+                *self.preempted.lock().unwrap() += 1;
                 break;
             }
         }
@@ -388,7 +388,7 @@ fn nobody_decodes_for_a_client_that_has_gone() {
 }
 
 #[test]
-fn prompts_give_way() {
+fn prompts_yield() {
     let admission = Admission::new(100);
     let engine = Scripted::default();
     let fed = engine.fed.clone();
@@ -427,7 +427,7 @@ fn sixty_four_hostile_requests_wait_no_longer_than_they_must() {
     const ALL: usize = abi::SESSIONS_MAX as usize;
     let admission = Admission::new(ALL + 1);
     let engine = Scripted { chooses: true, ..Scripted::default() };
-    let (fed, gave_way) = (engine.fed.clone(), engine.gave_way.clone());
+    let (fed, preempted) = (engine.fed.clone(), engine.preempted.clone());
     let priority = |i: usize| Priority::ALL[if i == 0 { 0 } else { i % 3 }];
     let prompt = |i: usize| {
         let mut prompt = vec![i as u32 % 50; 1 + 13 * i % 90];
@@ -485,13 +485,13 @@ fn sixty_four_hostile_requests_wait_no_longer_than_they_must() {
         turns += 1;
     }
     assert!(longest > 63 && longest <= bound, "somebody waited {longest} turns of {bound}");
-    let gave_way = *gave_way.lock().unwrap();
-    eprintln!("{turns} turns, {gave_way} of them gave way early, the longest wait was {longest}");
+    let preempted = *preempted.lock().unwrap();
+    eprintln!("{turns} turns, {preempted} of them yielded early, the longest wait was {longest}");
 }
 
 /// A turn that could go on ends when its client has gone or another request comes.
 #[test]
-fn a_turn_gives_way() {
+fn a_turn_yields() {
     let (admission, other) = (Admission::new(2), Admission::new(1));
     let (job, events) = job(&[1], 60, &admission);
     let mut engine = Scripted { chooses: true, ..Scripted::default() };
@@ -503,6 +503,6 @@ fn a_turn_gives_way() {
     drop(entered);
     drop(events);
     assert_eq!(running.turn(&mut engine, 0, 8).unwrap(), (1, None), "nobody listens");
-    assert_eq!(*engine.gave_way.lock().unwrap(), 1);
+    assert_eq!(*engine.preempted.lock().unwrap(), 1);
     assert_eq!(running.sequence.chosen, expected(&[1], 17));
 }

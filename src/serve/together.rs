@@ -72,13 +72,13 @@ impl Desk<'_> {
         }
         let admitted = &seqs[0].2.admitted;
         let before = free(admitted);
-        let mut give_way = || {
+        let mut preempt = || {
             let gone = seqs.iter().any(|(_, _, running)| running.to.is_closed());
             gone || free(admitted) < before
         };
         let fed: Vec<(usize, u32)> = seqs.iter().map(|&(place, token, _)| (place, token)).collect();
         let began = Instant::now();
-        let done = self.engine.together(&fed, generate as u32, &mut give_way);
+        let done = self.engine.together(&fed, generate as u32, &mut preempt);
         let took = began.elapsed();
         if done.is_ok() {
             self.said.batch(turns.len());

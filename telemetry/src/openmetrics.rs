@@ -50,7 +50,7 @@ plain! {
     Counter "commands_drained" None, "Commands that it has answered.", |h| h.drained as f64;
     Counter "commands_unseen" None, "Of these, commands whose positions and times are not counted.", |h| h.unseen as f64;
     Counter "turns" None, "Turns given to sequences.", |h| h.turns as f64;
-    Counter "yields" None, "Turns after which a sequence gave way.", |h| h.yields as f64;
+    Counter "yields" None, "Turns after which a sequence yielded.", |h| h.yields as f64;
     Counter "requeues" None, "Times that a sequence went back in line.", |h| h.requeues as f64;
     Counter "io_waits" None, "Turns that found their weights on the way.", |h| h.io_waits as f64;
     Counter "faults" None, "Times that a sequence's command failed.", |h| h.faults as f64;

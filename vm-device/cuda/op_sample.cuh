@@ -1,8 +1,8 @@
 // sample: chooses the token of a step, and ends the step. Greedily as reference-vm/src/ops/sample.rs, or by the session's settings.
 #pragma once
 
-// Ends the step: announces the next one, or the end of the command to the poller. `gives_way`: the host wants the machine.
-__device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bool gives_way) {
+// Ends the step: announces the next one, or the end of the command to the poller. `preempted`: the host wants the machine.
+__device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bool preempted) {
   amk_step const& s = w.shared->step;
   amk_step* next_step = (amk_step*)w.shared->launch->step;
   amk_done* done = (amk_done*)w.shared->launch->done;
@@ -12,7 +12,7 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bo
   bool const forced = next < s.forced;
   uint32_t const token = forced ? host_load(tokens + next) : chosen;
   bool const known = token < w.shared->program.vocab;
-  uint32_t ending = gives_way && ran < s.steps ? AMK_ENDING_YIELD : AMK_ENDING_LENGTH;
+  uint32_t ending = preempted && ran < s.steps ? AMK_ENDING_YIELD : AMK_ENDING_LENGTH;
   if (!known) { // this session's alone: nobody else's step has seen it
     ending = forced ? AMK_ENDING_BAD_TOKEN : AMK_ENDING_NO_TOKEN;
   } else if (!forced) {
@@ -106,9 +106,9 @@ __device__ __forceinline__ void op_sample(Worker& w, StagedTask const& st) {
   amk_sample_params const p = *(amk_sample_params const*)st.task.params;
   amk_step const& s = w.shared->step;
   uint32_t const t = w.thread;
-  uint32_t gives_way = 0;
+  uint32_t preempted = 0;
   if (t == 0) { // on its way beside the candidates
-    gives_way = load_relaxed(&((amk_step const*)w.shared->launch->step)->give_way);
+    preempted = load_relaxed(&((amk_step const*)w.shared->launch->step)->preempt);
   }
   Best best = {-__int_as_float(0x7f800000), AMK_NONE};
   for (uint32_t i = t; i < p.candidates; i += CONSUMERS) {
@@ -133,6 +133,6 @@ __device__ __forceinline__ void op_sample(Worker& w, StagedTask const& st) {
     best.row = sampled_token(w, best);
   }
   if (t == 0 && !is_dead(w.shared)) {
-    finish_step(w, best.row, gives_way == s.command);
+    finish_step(w, best.row, preempted == s.command);
   }
 }

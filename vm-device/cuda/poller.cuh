@@ -2,7 +2,7 @@
 // while waiting.
 #pragma once
 
-constexpr uint32_t POLLS_PER_LOOK = 32; // polls of a command under way for a look at whether it is to give way: some 40 us
+constexpr uint32_t POLLS_PER_LOOK = 32; // polls of a command under way for a look at whether it is to yield: some 40 us
 
 struct Poller {
   Worker const* worker;
@@ -48,8 +48,8 @@ __device__ __forceinline__ bool poller_wait(Poller& p, uint32_t const* word, uin
     if (load_relaxed(&done->abort) != 0) {
       return false;
     }
-    if (spin % POLLS_PER_LOOK == 0 && host_load(&indices->give_way) == p.head + 1) { // pairs with ring.rs: give_way
-      store_relaxed(&((amk_step*)l.step)->give_way, p.finished); // the sampling worker looks at it in every step
+    if (spin % POLLS_PER_LOOK == 0 && host_load(&indices->preempt) == p.head + 1) { // pairs with ring.rs: preempt
+      store_relaxed(&((amk_step*)l.step)->preempt, p.finished); // the sampling worker looks at it in every step
     }
     if (spin % 512 == 0) { // a read of host memory takes about a microsecond: seldom, so that a finished command is seen at once
       if (host_load(&indices->abort) != 0) {

@@ -50,7 +50,7 @@ __device__ __forceinline__ SeqEnd seq_finish(Worker const& w, uint32_t chosen) {
 }
 
 // The first warp: ends the step; thread l knows what sequence l chose. A batch goes on only if every sequence does.
-__device__ __forceinline__ void finish_seqs(Worker const& w, uint32_t chosen, bool gives_way) {
+__device__ __forceinline__ void finish_seqs(Worker const& w, uint32_t chosen, bool preempted) {
   amk_step const& s = w.shared->step;
   amk_step* next_step = (amk_step*)w.shared->launch->step;
   amk_done* done = (amk_done*)w.shared->launch->done;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void finish_seqs(Worker const& w, uint32_t chosen, bo
   if (seq < seqs) {
     end = seq_finish(in_seq(w, seq), chosen);
     store_relaxed(&((amk_seqs*)(next_step + 1))->token[seq], end.token);
-    if (end.ending == AMK_ENDING_LENGTH && gives_way && ran < s.steps) {
+    if (end.ending == AMK_ENDING_LENGTH && preempted && ran < s.steps) {
       end.ending = AMK_ENDING_YIELD;
     }
   }
@@ -90,9 +90,9 @@ __device__ __forceinline__ void finish_seqs(Worker const& w, uint32_t chosen, bo
 __device__ __forceinline__ void op_sample_batch(Worker& w, StagedTask const& st) {
   amk_sample_params const p = *(amk_sample_params const*)st.task.params;
   uint32_t const warp = w.thread / 32, seqs = seqs_running(w);
-  uint32_t gives_way = 0;
+  uint32_t preempted = 0;
   if (warp == 0) { // on its way beside the candidates
-    gives_way = load_relaxed(&((amk_step const*)w.shared->launch->step)->give_way);
+    preempted = load_relaxed(&((amk_step const*)w.shared->launch->step)->preempt);
   }
   if (warp < seqs) {
     Best const best = seq_best(in_seq(w, warp), st, p.candidates);
@@ -117,7 +117,7 @@ __device__ __forceinline__ void op_sample_batch(Worker& w, StagedTask const& st)
   }
   w.seq = 0;
   if (warp == 0 && !__any_sync(~0u, is_dead(w.shared))) {
-    finish_seqs(w, chosen.row, __shfl_sync(~0u, gives_way, 0) == w.shared->step.command);
+    finish_seqs(w, chosen.row, __shfl_sync(~0u, preempted, 0) == w.shared->step.command);
   }
 }
 #endif

@@ -556,7 +556,7 @@ impl Resident {
         &mut self,
         submission: &Submission,
         limit: Duration,
-        give_way: &mut dyn FnMut() -> bool,
+        preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Completion, HostError> {
         if self.failed {
             return Err(HostError::Request(
@@ -566,7 +566,7 @@ impl Resident {
         let Idle { memory, compute, weight_stream, .. } = self.idle();
         memory.ring.publish(submission)?;
         let answer =
-            wait_for_answer(&mut memory.ring, compute, weight_stream.as_ref(), limit, give_way);
+            wait_for_answer(&mut memory.ring, compute, weight_stream.as_ref(), limit, preempt);
         let lost = weight_stream.as_ref().and_then(WeightStream::failure);
         match answer {
             Ok(completion) if completion.trap == abi::Trap::None as u32 => Ok(completion),

@@ -139,11 +139,11 @@ pub(super) fn wait_for_answer(
     kernel: &Stream,
     weight_stream: Option<&WeightStream>,
     limit: Duration,
-    give_way: &mut dyn FnMut() -> bool,
+    preempt: &mut dyn FnMut() -> bool,
 ) -> Result<Completion, HostError> {
     loop {
         let under_way = weight_stream.is_some_and(WeightStream::under_way);
-        match ring.wait_completion(limit, || kernel.is_done(), give_way) {
+        match ring.wait_completion(limit, || kernel.is_done(), preempt) {
             Err(HostError::TimedOut { .. }) if under_way => {}
             answer => return answer,
         }

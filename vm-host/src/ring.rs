@@ -131,7 +131,7 @@ impl<W: Words> RingHost<W> {
     }
 
     /// Waits for the next completion, at most until `limit`. Now and then `gone` is asked whether the kernel is: one that died posts
-    /// nothing any more; and `give_way`, until it says yes, whether the command is to.
+    /// nothing any more; and `preempt`, until it says yes, whether the command is to.
     ///
     /// # Errors
     /// What the status block says if the device stopped, what the driver says if the kernel died, else a time-out.
@@ -139,7 +139,7 @@ impl<W: Words> RingHost<W> {
         &mut self,
         limit: Duration,
         mut gone: impl FnMut() -> Result<bool, HostError>,
-        give_way: &mut dyn FnMut() -> bool,
+        preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Completion, HostError> {
         let start = Instant::now();
         let heartbeat = self.heartbeat();
@@ -151,8 +151,8 @@ impl<W: Words> RingHost<W> {
                 return Ok(completion);
             }
             spins = spins.wrapping_add(1);
-            if spins.is_multiple_of(256) && !asked && give_way() {
-                self.give_way(self.seen.wrapping_add(1));
+            if spins.is_multiple_of(256) && !asked && preempt() {
+                self.preempt(self.seen.wrapping_add(1));
                 asked = true;
             }
             if spins.is_multiple_of(1024) {
@@ -234,8 +234,8 @@ impl<W: Words> RingHost<W> {
     }
 
     /// Asks a decode command to end after the step under way. One that has ended does not notice. Pairs with poller.cuh: poller_wait.
-    pub(crate) fn give_way(&self, sequence: u32) {
-        let word = INDICES + core::mem::offset_of!(RingIndices, give_way);
+    pub(crate) fn preempt(&self, sequence: u32) {
+        let word = INDICES + core::mem::offset_of!(RingIndices, preempt);
         self.store(word, sequence, Ordering::Relaxed);
     }
 

@@ -107,14 +107,14 @@ fn what_a_kernel_said_before_it_left_counts() {
 
 /// What a host asks of a command under way names that command, once, and is no answer.
 #[test]
-fn a_command_is_asked_to_give_way() {
+fn a_command_is_asked_to_yield() {
     let (_block, mut ring) = ring();
     for sequence in [1, 2] {
         assert_eq!(ring.publish(&Submission::default()).ok(), Some(sequence));
     }
     answer(&ring, 0, 3);
     assert!(ring.poll_completion().is_some());
-    let word = INDICES + core::mem::offset_of!(RingIndices, give_way);
+    let word = INDICES + core::mem::offset_of!(RingIndices, preempt);
     assert_eq!(ring.load(word, Ordering::Relaxed), 0);
     let twin = RingHost { words: Mapped(ring.words.0), tail: 0, seen: 0 };
     let mut asked = 0;

@@ -1,4 +1,4 @@
-//! Sampling and giving way on the resident kernel, on a real device.
+//! Sampling and yielding on the resident kernel, on a real device.
 //!
 //! Without a device every test here says `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure.
 
@@ -192,12 +192,12 @@ fn the_kernel_draws_as_often_as_it_should() {
     machine.stop().expect("it stops");
 }
 
-/// Runs a request to its end in as many commands as it takes. `give_way` is asked as in `run`. Gives the tokens, the commands, and the longest
+/// Runs a request to its end in as many commands as it takes. `preempt` is asked as in `run`. Gives the tokens, the commands, and the longest
 /// time from a yes to the end of the command.
 fn in_pieces(
     machine: &mut Resident,
     whole: &Request<'_>,
-    give_way: &mut dyn FnMut() -> bool,
+    preempt: &mut dyn FnMut() -> bool,
 ) -> (Vec<u32>, u32, Duration) {
     let (mut tokens, mut commands, mut longest) = (Vec::new(), 0, Duration::ZERO);
     let (mut position, mut feed) = (whole.position, whole.tokens.to_vec());
@@ -206,7 +206,7 @@ fn in_pieces(
         let generate = whole.generate - tokens.len() as u32;
         let request = Request { position, tokens: &feed, generate, ..*whole };
         let done = machine.run(&request, &mut || {
-            let yes = give_way();
+            let yes = preempt();
             if yes {
                 asked = Some(Instant::now());
             }
@@ -231,7 +231,7 @@ fn in_pieces(
 }
 
 #[test]
-fn a_command_gives_way_and_goes_on_with_the_same_tokens() {
+fn a_command_yields_and_goes_on_with_the_same_tokens() {
     let Some((mut machine, _)) = machine("smollm2-135m", 2, 4) else { return };
     let sampling = Sampling {
         temperature: 0.9,
@@ -378,7 +378,7 @@ impl Speaker {
         machine: &mut Resident,
         session: u32,
         slice: u32,
-        give_way: &mut dyn FnMut() -> bool,
+        preempt: &mut dyn FnMut() -> bool,
     ) -> Ending {
         let left = self.generate - self.said.len() as u32;
         let request = Request {
@@ -389,7 +389,7 @@ impl Speaker {
             sampled: !self.sampling.is_plain_greedy(),
             ..Request::default()
         };
-        let done = machine.run(&request, give_way).expect("it runs");
+        let done = machine.run(&request, preempt).expect("it runs");
         self.position += done.steps;
         self.said.extend(&done.tokens);
         match done.tokens.last() {
@@ -400,7 +400,7 @@ impl Speaker {
     }
 }
 
-/// Sixteen sessions of all settings in random turns that give way at random: each says what it says alone. Some go early, one asks for what
+/// Sixteen sessions of all settings in random turns that yield at random: each says what it says alone. Some go early, one asks for what
 /// is not there between the turns of the others.
 #[test]
 fn sessions_beside_each_other_say_what_each_says_alone() {
@@ -441,7 +441,7 @@ fn sessions_beside_each_other_say_what_each_says_alone() {
         turns += 1;
         yields += u32::from(ending == Ending::Yield);
     }
-    eprintln!("{turns} turns, {yields} gave way, {refused} bad requests between them");
+    eprintln!("{turns} turns, {yields} yielded, {refused} bad requests between them");
     assert!(yields > 10 && refused > 0, "{yields} {refused}");
     for (session, (alone, together)) in alone.iter().zip(&together).enumerate() {
         let heard = alone.goes as usize;

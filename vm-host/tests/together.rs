@@ -335,7 +335,7 @@ fn a_stop_token_in_one_sequence_ends_the_batch_and_the_others_go_on() {
 }
 
 #[test]
-fn a_batch_gives_way_and_goes_on_with_the_same_tokens() {
+fn a_batch_yields_and_goes_on_with_the_same_tokens() {
     let Some((mut machine, sessions, _)) = prepared() else { return };
     let mut seqs: Vec<Sequence> = (0..8).map(|s| seq(s, &sessions[s as usize])).collect();
     let mut said: Vec<Vec<u32>> = vec![Vec::new(); 8];
@@ -353,7 +353,7 @@ fn a_batch_gives_way_and_goes_on_with_the_same_tokens() {
             said.extend(&got.tokens);
         }
     }
-    eprintln!("{commands} commands, {yields} sequences gave way");
+    eprintln!("{commands} commands, {yields} sequences yielded");
     assert!(commands > 1 && yields >= 8);
     for (said, of) in said.iter().zip(&sessions) {
         assert_eq!(*said, of.tokens);

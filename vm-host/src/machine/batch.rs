@@ -71,7 +71,7 @@ impl Resident {
         most.min(self.idle().memory.places.sequences(current))
     }
 
-    /// Runs one step after the other of several sessions at once, each with the tokens that it would get alone. While it runs, `give_way` is
+    /// Runs one step after the other of several sessions at once, each with the tokens that it would get alone. While it runs, `preempt` is
     /// asked now and then; once it says yes the batch ends after the step that is under way. A session goes on, in whatever batch or
     /// alone, with its last token, `steps` positions further.
     ///
@@ -81,14 +81,14 @@ impl Resident {
     pub fn run_together(
         &mut self,
         batch: &Batch<'_>,
-        give_way: &mut dyn FnMut() -> bool,
+        preempt: &mut dyn FnMut() -> bool,
     ) -> Result<BatchDecoded, HostError> {
         let seqs = self.seqs();
         Bounds { seqs, ..self.idle().bounds() }.check(batch).map_err(HostError::Request)?;
         for &Sequence { session, position, token, sampled } in batch.seqs {
             self.begin(session, position..position + batch.generate, &[token], sampled)?;
         }
-        let (done, host_us, device_us) = self.timed(&submission(batch), give_way)?;
+        let (done, host_us, device_us) = self.timed(&submission(batch), preempt)?;
         let memory = &self.idle().memory;
         let seqs = batch.seqs.iter().zip(0_u32..).map(|(seq, index)| {
             let ending = ending(&done, index)?;

@@ -73,7 +73,7 @@ impl Resident {
         self.run(&request, &mut || false)
     }
 
-    /// Runs a request. While it runs, `give_way` is asked now and then; once it says yes the command ends after the step that is under
+    /// Runs a request. While it runs, `preempt` is asked now and then; once it says yes the command ends after the step that is under
     /// way, and a request that starts with the last token, at its position, goes on as if there had been no end.
     ///
     /// # Errors
@@ -82,7 +82,7 @@ impl Resident {
     pub fn run(
         &mut self,
         request: &Request<'_>,
-        give_way: &mut dyn FnMut() -> bool,
+        preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Decoded, HostError> {
         let steps = self.idle().bounds().check_request(request).map_err(HostError::Request)?;
         let Request { session, position, tokens, generate, stop, sampled, .. } = *request;
@@ -93,7 +93,7 @@ impl Resident {
             forced: position + tokens.len() as u32,
             ..decode(steps, stop, request.keep_logits, sampled)
         };
-        let (done, host_us, device_us) = self.timed(&submission, give_way)?;
+        let (done, host_us, device_us) = self.timed(&submission, preempt)?;
         let ending = super::batch::ending(&done, 0)?;
         let last = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
         let generated = last - u32::from(ending == Ending::NoToken && last > 0);
@@ -138,12 +138,12 @@ impl Resident {
     pub(super) fn timed(
         &mut self,
         submission: &Submission,
-        give_way: &mut dyn FnMut() -> bool,
+        preempt: &mut dyn FnMut() -> bool,
     ) -> Result<(Completion, f64, f64), HostError> {
         let deadline = self.idle().options.deadline;
         let limit = deadline * 2 + Duration::from_millis(100) * submission.steps;
         let start = Instant::now();
-        let done = self.command(submission, limit, give_way)?;
+        let done = self.command(submission, limit, preempt)?;
         let host_us = start.elapsed().as_secs_f64() * 1e6;
         Ok((done, host_us, done.end_ns.saturating_sub(done.start_ns) as f64 / 1000.0))
     }

@@ -12,10 +12,10 @@ use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
 use serde::Serialize;
 use telemetry::Publisher;
 use vm_device::{Architecture, Variant};
-use vm_host::{HostError, Idle, KvPool, Loaded, Lookout, Resident};
+use vm_host::{HostError, Idle, KvPool, Loaded, Monitor, Resident};
 
 use crate::context::Context;
-use crate::observe::SharedLookout;
+use crate::observe::SharedMonitor;
 
 mod builds;
 mod child;
@@ -92,7 +92,7 @@ pub(crate) struct Gpu<'a> {
     /// Where to say what is being done, in a process of its own.
     board: Option<Board>,
     /// The ring of the machine, for a thread beside this one.
-    lookout: SharedLookout,
+    monitor: SharedMonitor,
     /// Where to say what was brought to the device.
     page: Option<Publisher>,
     /// A kernel did not leave, or took the context with it: only a new process gets the device back.
@@ -125,7 +125,7 @@ impl<'a> Gpu<'a> {
             costs: Costs::default(),
             builds: builds(&context.target.arch),
             board: board.cloned(),
-            lookout: SharedLookout::default(),
+            monitor: SharedMonitor::default(),
             page: None,
             lost: false,
             deadline: DEADLINE,
@@ -141,8 +141,8 @@ impl<'a> Gpu<'a> {
         }
     }
 
-    fn set_lookout(&self, lookout: Option<Lookout>) {
-        *self.lookout.lock().unwrap_or_else(PoisonError::into_inner) = lookout;
+    fn set_monitor(&self, monitor: Option<Monitor>) {
+        *self.monitor.lock().unwrap_or_else(PoisonError::into_inner) = monitor;
     }
 
     /// Ends the kernel. If it does not leave, the device is lost to this process.
@@ -153,7 +153,7 @@ impl<'a> Gpu<'a> {
             let reason = format!("the kernel did not leave ({error})");
             DeviceError::Fault { reason }
         });
-        self.set_lookout(None); // what it said is not said of the next one
+        self.set_monitor(None); // what it said is not said of the next one
         stopped
     }
 }
@@ -253,8 +253,8 @@ impl Gpu<'_> {
         self.enter(Phase::Launching);
         match idle.launch(variant, program) {
             Ok(mut running) => {
-                let (loaded, lookout) = (running.current(), running.lookout());
-                self.set_lookout(Some(lookout));
+                let (loaded, monitor) = (running.current(), running.monitor());
+                self.set_monitor(Some(monitor));
                 self.machine = Machine::Running(Box::new(running));
                 self.arrival.resident();
                 self.launched(program, booted);

@@ -109,7 +109,7 @@ fn store_is_brought_to_the_ledger(folder: &Path) -> u64 {
     first["new"].as_u64().unwrap()
 }
 
-fn has_begun(folder: &Path) -> bool {
+fn has_started(folder: &Path) -> bool {
     std::fs::read(folder.join("s/ledger.jsonl")).is_ok_and(|bytes| bytes.contains(&b'\n'))
 }
 
@@ -119,9 +119,9 @@ fn killed_often(kills: u64, rng: &mut Xoshiro256PlusPlus) -> [usize; 3] {
     let (mut safe, mut torn, mut behind) = (Vec::new(), 0, 0);
     for _ in 0..kills {
         let time = Duration::from_micros(rng.random_range(0..LATEST_MS * 1000));
-        let resume = has_begun(folder.path());
+        let resume = has_started(folder.path());
         safe.extend(killed_after(folder.path(), resume, time));
-        if !has_begun(folder.path()) {
+        if !has_started(folder.path()) {
             assert!(safe.is_empty(), "{safe:?} were acknowledged without a ledger");
             continue;
         }
@@ -137,7 +137,8 @@ fn killed_often(kills: u64, rng: &mut Xoshiro256PlusPlus) -> [usize; 3] {
     assert_eq!((code, &document["runs"][0]["holds"]), (0, &Value::from(true)), "{said}");
     let held = trials(folder.path());
     let budget = (held.len() + 3).to_string();
-    let (code, document, said) = ran(&mut start(folder.path(), has_begun(folder.path()), &budget));
+    let (code, document, said) =
+        ran(&mut start(folder.path(), has_started(folder.path()), &budget));
     assert_eq!((code, &document["n_trials"]), (0, &Value::from(held.len() + 3)), "{said}");
     assert_eq!(
         schedules(&trials(folder.path()))[..held.len()],
@@ -235,7 +236,7 @@ fn a_store_holds_whole_runs_when_who_writes_it_is_killed_at_random_moments() {
 fn a_killed_search_makes_the_trials_of_one_that_was_left_alone() {
     let [cut, whole] = [(); 2].map(|()| tempfile::tempdir().unwrap());
     for ms in [150, 200, 250] {
-        killed_after(cut.path(), has_begun(cut.path()), Duration::from_millis(ms));
+        killed_after(cut.path(), has_started(cut.path()), Duration::from_millis(ms));
     }
     let budget = (trials(cut.path()).len() + 5).to_string();
     assert_eq!(ran(&mut start(cut.path(), true, &budget)).0, 0);

@@ -142,7 +142,7 @@ pub fn structs() -> Vec<StructLayout> {
         crate::Bias::LAYOUT,
         crate::RingIndices::LAYOUT,
         crate::Status::LAYOUT,
-        crate::Pulse::LAYOUT,
+        crate::WorkerHeartbeat::LAYOUT,
     ];
     all.extend(crate::op::param_layouts());
     all

@@ -32,7 +32,7 @@ pub use task::{
     ProgramHeader, Queue, SeqStates, StepState, Task, TaskRecord, WeightStream,
 };
 pub use telemetry::{
-    Activity, Pulse, SequenceEnd, SessionWords, TELEMETRY_MAGIC, TELEMETRY_VERSION, Telemetry,
-    WorkerWords, telemetry_structs,
+    Activity, SequenceEnd, SessionWords, TELEMETRY_MAGIC, TELEMETRY_VERSION, Telemetry,
+    WorkerHeartbeat, WorkerWords, telemetry_structs,
 };
 pub use transition::{CHANGES, Change, Side, Transition, transition};

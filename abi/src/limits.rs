@@ -65,7 +65,7 @@ limits! {
     STAGE_UNITS_MAX: u32 = 64;
     /// Warps of a worker that run its tasks.
     CONSUMER_WARPS: u32 = 8;
-    /// Its other warps: the loader, the fetcher of tasks, the watchdog that also polls the host ring, and one that only completes the group of
+    /// Its other warps: the loader, the prefetcher of tasks, the watchdog that also polls the host ring, and one that only completes the group of
     /// four that gives registers to the consumers.
     HELPER_WARPS: u32 = 4;
     /// Bytes of a worker's shared memory for reductions, barriers and task records, whatever the program.

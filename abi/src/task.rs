@@ -311,10 +311,10 @@ wire_struct! {
         pub program: u64,
         /// `amk_weight_stream` in device memory.
         pub weight_stream: u64,
-        /// `amk_pulse[workers]` in mapped host memory.
-        pub pulses: u64,
-        /// Nanoseconds between two writes of a pulse.
-        pub pulse_ns: u32,
+        /// `amk_worker_heartbeat[workers]` in mapped host memory.
+        pub worker_heartbeats: u64,
+        /// Nanoseconds between two writes of a worker_heartbeat.
+        pub worker_heartbeat_ns: u32,
         /// Zero.
         pub reserved: u32,
         /// `amk_sampling[sessions]` in device memory.

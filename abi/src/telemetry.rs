@@ -1,4 +1,4 @@
-//! What a running machine says of itself: a pulse of each worker, written by the device, and the page that other processes read.
+//! What a running machine says of itself: a worker heartbeat of each worker, written by the device, and the page that other processes read.
 //!
 //! The page lies in a file that the writing process maps and others map for reading ([docs/reference/telemetry.md]). Its words change under a
 //! sequence: odd while somebody writes, and different afterwards. Times are nanoseconds since 1970 by the host's clock unless a field says
@@ -12,8 +12,8 @@ use crate::op::wire_enum;
 wire_struct! {
     /// A worker's life signs, written by a warp of its own to mapped host memory, a few times a second at least and a thousand times at most. Each
     /// word stands for itself: two words may be of two neighbouring writes.
-    amk_pulse align(16) size(48)
-    pub struct Pulse {
+    amk_worker_heartbeat align(16) size(48)
+    pub struct WorkerHeartbeat {
         /// The device's clock at the last write, in units of 1 024 ns; it wraps.
         pub beat: u32,
         /// Nonzero while a step is under way.
@@ -228,30 +228,30 @@ wire_struct! {
 }
 
 wire_struct! {
-    /// A worker as the watching thread saw it: its pulse, and since when it has not moved.
+    /// A worker as the watching thread saw it: its worker heartbeat, and since when it has not moved.
     amk_telemetry_worker align(64) size(64)
     pub struct WorkerWords {
-        /// As in `Pulse`.
+        /// As in `WorkerHeartbeat`.
         pub beat: u32,
-        /// As in `Pulse`.
+        /// As in `WorkerHeartbeat`.
         pub active: u32,
-        /// As in `Pulse`.
+        /// As in `WorkerHeartbeat`.
         pub progress: u32,
-        /// As in `Pulse`.
+        /// As in `WorkerHeartbeat`.
         pub epoch: u32,
-        /// As in `Pulse`.
+        /// As in `WorkerHeartbeat`.
         pub position: u32,
-        /// As in `Pulse`.
+        /// As in `WorkerHeartbeat`.
         pub task: u32,
-        /// As in `Pulse`.
+        /// As in `WorkerHeartbeat`.
         pub issued: u32,
-        /// As in `Pulse`.
+        /// As in `WorkerHeartbeat`.
         pub wait: u32,
-        /// As in `Pulse`.
+        /// As in `WorkerHeartbeat`.
         pub object: u32,
-        /// As in `Pulse`.
+        /// As in `WorkerHeartbeat`.
         pub have: u32,
-        /// As in `Pulse`.
+        /// As in `WorkerHeartbeat`.
         pub need: u32,
         /// Nonzero while it is suspected.
         pub suspected: u32,
@@ -267,7 +267,7 @@ pub const TELEMETRY_MAGIC: [u8; 8] = *b"AMKTELEM";
 /// Bumped on every change of the page.
 pub const TELEMETRY_VERSION: u32 = 2;
 
-/// The parts of the page, for its documentation. They are the host's: the device's header has the pulse alone.
+/// The parts of the page, for its documentation. They are the host's: the device's header has the worker heartbeat alone.
 #[must_use]
 pub fn telemetry_structs() -> Vec<StructLayout> {
     vec![Telemetry::LAYOUT, SessionWords::LAYOUT, WorkerWords::LAYOUT]

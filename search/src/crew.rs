@@ -57,7 +57,7 @@ struct Seat<'a> {
 pub struct Crew<'a> {
     seats: Vec<Seat<'a>>,
     reports: Receiver<(u32, Said)>,
-    begun: bool,
+    started: bool,
 }
 
 impl<'a> Crew<'a> {
@@ -75,7 +75,7 @@ impl<'a> Crew<'a> {
             scope.spawn(move || drive(open, &taken, &line));
             seats.push(Seat { orders: Some(orders), info: Err(ended()) });
         }
-        let mut crew = Self { seats, reports, begun: false };
+        let mut crew = Self { seats, reports, started: false };
         // Every thread says one of the two, also one that panics, and only the first one counts.
         let mut waiting: BTreeSet<u32> = (0..crew.seats.len() as u32).collect();
         while !waiting.is_empty() {
@@ -111,7 +111,7 @@ impl<'a> Crew<'a> {
 
     /// Gives the devices what they judge by, once.
     pub(crate) fn begin(&mut self, gate: &Gate<'a>, settings: &Arc<Settings>, clock: Clock) {
-        if std::mem::replace(&mut self.begun, true) {
+        if std::mem::replace(&mut self.started, true) {
             return;
         }
         let cards = self.cards();

@@ -234,7 +234,7 @@ fn kernel<'a>(
     let Some(mut device) = context.open_here(false)? else {
         return Err(Failure::missing("capability missing: no CUDA device"));
     };
-    device.observed(observer.lookout(), observer.publisher());
+    device.observed(observer.monitor(), observer.publisher());
     device.set_prefill(args.prefill.prefill)?;
     if args.stream_weights {
         device.stream_weights(streaming(args));

@@ -163,8 +163,8 @@ pub(crate) fn check_folder(args: &LoopArgs) -> Result<(), Failure> {
     let ledger = dir.join("ledger.jsonl");
     if std::fs::metadata(&ledger).is_ok_and(|file| file.len() > 0) {
         // One that was killed while it wrote its first row is begun again; the ledger decides.
-        let begun = std::fs::read(&ledger).is_ok_and(|bytes| !bytes.contains(&b'\n'));
-        return if begun { Ok(()) } else { Err(CorpusError::Exists(ledger).into()) };
+        let started = std::fs::read(&ledger).is_ok_and(|bytes| !bytes.contains(&b'\n'));
+        return if started { Ok(()) } else { Err(CorpusError::Exists(ledger).into()) };
     }
     let ours = |name: &OsStr| ["ledger.jsonl", "ledger.head"].iter().any(|file| name == *file);
     let mut entries = std::fs::read_dir(dir).into_iter().flatten().flatten();

@@ -142,11 +142,11 @@ fn simulated(
     let predictor = Predictor::new(program, &config.kernel, &context.target, first);
     let step = predictor.simulate(Rates::shipped());
     let records = virtual_records(program, &step);
-    let mut tape = Tape::default();
-    tape.add(program, &records);
+    let mut trace_buffer = TraceBuffer::default();
+    trace_buffer.add(program, &records);
     let us = predictor.predict(Rates::shipped()).latency_us;
     report::say(&format!("{name}: {us:.1} us a token, predicted"));
-    let document = json!({"name": name, "us_per_token": us, "ops": tape.ops()});
+    let document = json!({"name": name, "us_per_token": us, "ops": trace_buffer.ops()});
     let span = Some([0, (step.us * 1000.0).round() as u64]);
     let clock = Clock { ns_per_cycle: 1.0, span, polls_after_ready: false };
     let bytes = predictor.task_bytes();
@@ -219,11 +219,11 @@ fn schedule(
     let mut running = running.stop()?.launch(traced, program).map_err(give_back)?;
     running.decode(0, 0, &tokens, 1, &[], false)?;
     let done = running.decode(0, first, timed, 1, &[], false)?;
-    let mut tape = Tape::default();
+    let mut trace_buffer = TraceBuffer::default();
     for step in 0..TRACED_STEPS {
         running.decode(0, first + step, &[timed[step as usize]], 1, &[], false)?;
-        tape.add(program, &running.records()?);
-        tape.add_loaders(&running.loader_records()?);
+        trace_buffer.add(program, &running.records()?);
+        trace_buffer.add_loaders(&running.loader_records()?);
     }
     let records = running.records()?;
     *idle = Some(running.stop()?);
@@ -238,12 +238,13 @@ fn schedule(
         "traced_us_per_token": done.host_us / f64::from(done.steps),
         "blocks_us": blocks.0,
         "logits": checksum,
-        "ops": tape.ops(),
-        "loader": tape.loader(),
+        "ops": trace_buffer.ops(),
+        "loader": trace_buffer.loader(),
     });
     let position = first + TRACED_STEPS - 1;
     let bytes = Predictor::new(program, &config.kernel, &context.target, position).task_bytes();
-    let clock = Clock { ns_per_cycle: tape.ns_per_cycle(), span: None, polls_after_ready: true };
+    let clock =
+        Clock { ns_per_cycle: trace_buffer.ns_per_cycle(), span: None, polls_after_ready: true };
     let timeline = Timeline::new(program, &records, &bytes, context.target.bandwidth, clock);
     let counters = vec![counters::multiplied(&timeline)];
     Ok(Traced { document, timeline, counters })
@@ -266,7 +267,7 @@ struct Sums {
 }
 
 #[derive(Default)]
-struct Tape {
+struct TraceBuffer {
     /// By name of op and, for products, of matrix.
     ops: BTreeMap<String, Sums>,
     /// Cycles of all loaders: waiting for a free stage, waiting for fewer bytes in flight, and of the steps.
@@ -278,7 +279,7 @@ struct Tape {
     span_cycles: f64,
 }
 
-impl Tape {
+impl TraceBuffer {
     fn add(&mut self, program: &Program, records: &[TaskRecord]) {
         self.steps += 1;
         self.workers = program.workers.len() as u64;

@@ -14,7 +14,7 @@ use super::{Gpu, LOGITS_ROWS, device_error, sharing};
 use crate::cli::{DeviceChildArgs, DeviceChoice, PlaceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::observe::{self, KernelWatch, SharedLookout};
+use crate::observe::{self, KernelWatch, SharedMonitor};
 
 /// This program, whatever has become of its file: both sides are the same build.
 const THIS_PROGRAM: &str = "/proc/self/exe";
@@ -74,12 +74,12 @@ pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
         kv_capacity: args.kv_capacity,
     };
     let context = Context::load(&args.model, &place)?;
-    let lookout = SharedLookout::default();
+    let monitor = SharedMonitor::default();
     let page = observe::publisher(&context, ("search", "cuda"), 0)?;
-    let watch = Kernel::new(lookout.clone(), page.clone());
+    let watch = Kernel::new(monitor.clone(), page.clone());
     let open = |board: &Board| {
         let mut gpu = Gpu::open(&context, Some(board), true).map_err(unopened)?;
-        gpu.observed(&lookout, &page);
+        gpu.observed(&monitor, &page);
         Ok(gpu)
     };
     remote::serve(watch, open).map_err(|error| Failure::usage(error.to_string()))?;
@@ -96,15 +96,15 @@ fn unopened(error: HostError) -> DeviceError {
 
 /// The kernel as the watching thread sees it.
 pub(super) struct Kernel {
-    lookout: SharedLookout,
+    monitor: SharedMonitor,
     page: Publisher,
     watch: KernelWatch,
     activity: Activity,
 }
 
 impl Kernel {
-    pub(super) fn new(lookout: SharedLookout, page: Publisher) -> Self {
-        Self { lookout, page, watch: KernelWatch::default(), activity: Activity::Idle }
+    pub(super) fn new(monitor: SharedMonitor, page: Publisher) -> Self {
+        Self { monitor, page, watch: KernelWatch::default(), activity: Activity::Idle }
     }
 }
 
@@ -130,24 +130,24 @@ impl Watch for Kernel {
     fn look(&mut self, board: &Board) {
         let activity = activity(board.last().phase);
         let changed = std::mem::replace(&mut self.activity, activity) != activity;
-        let lookout = self.lookout.lock().unwrap_or_else(PoisonError::into_inner);
+        let monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
         let suspect = self.page.edit(|edit| {
             let now = now_ns();
             if changed {
                 observe::enter_at(edit.head(), activity, now);
             }
-            lookout.as_ref().and_then(|lookout| self.watch.look(lookout, edit, now))
+            monitor.as_ref().and_then(|monitor| self.watch.look(monitor, edit, now))
         });
-        if let Some(lookout) = &*lookout {
-            board.kernel(lookout.heartbeat(), lookout.status().as_ref());
+        if let Some(monitor) = &*monitor {
+            board.kernel(monitor.heartbeat(), monitor.status().as_ref());
         }
         board.suspect(suspect.as_ref());
     }
 
     fn leave(&mut self) {
-        let lookout = self.lookout.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(lookout) = &*lookout {
-            lookout.abort();
+        let monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(monitor) = &*monitor {
+            monitor.abort();
         }
     }
 }

@@ -194,12 +194,12 @@ impl Served for Faulty<'_> {
 /// This binary as a device process.
 fn be_a_device(faults: String) {
     let context = context();
-    let lookout = observe::SharedLookout::default();
+    let monitor = observe::SharedMonitor::default();
     let page = observe::publisher(&context, ("test", "cuda"), 0).expect("memory for a page");
-    let watch = Kernel::new(lookout.clone(), page);
+    let watch = Kernel::new(monitor.clone(), page);
     let open = |board: &Board| {
         let mut gpu = Gpu::open(&context, Some(board), true).map_err(device_error)?;
-        gpu.lookout = lookout;
+        gpu.monitor = monitor;
         gpu.deadline = DEADLINE;
         Ok(Faulty { gpu, faults, runs: 0 })
     };

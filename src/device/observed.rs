@@ -4,17 +4,17 @@ use ir::program::Program;
 use telemetry::Publisher;
 
 use super::Gpu;
-use crate::observe::SharedLookout;
+use crate::observe::SharedMonitor;
 
 impl Gpu<'_> {
     /// From here on its kernels are looked at from there, and a page says what is brought to the device.
-    pub(crate) fn observed(&mut self, lookout: &SharedLookout, page: &Publisher) {
+    pub(crate) fn observed(&mut self, monitor: &SharedMonitor, page: &Publisher) {
         page.edit(|edit| {
             edit.device(&self.info.name);
             let known = self.bandwidth.unwrap_or(self.context.target.bandwidth as f64);
             edit.head().bandwidth = known as u64;
         });
-        (self.lookout, self.page) = (lookout.clone(), Some(page.clone()));
+        (self.monitor, self.page) = (monitor.clone(), Some(page.clone()));
     }
 
     /// A kernel was launched: on a machine that was booted for it, or on one that had its weights already.

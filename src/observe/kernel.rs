@@ -1,9 +1,9 @@
-//! The kernel as a thread beside sees it, without a call of the driver: commands, steps, pulses, suspicion. Everything comes from memory that
+//! The kernel as a thread beside sees it, without a call of the driver: commands, steps, worker heartbeats, suspicion. Everything comes from memory that
 //! the device writes, so who drives the machine does nothing for it.
 
 use abi::{RING_ENTRIES, UNIT_BYTES, WORKERS_MAX};
 use telemetry::{Edit, Stalls, Suspect, bucket};
-use vm_host::Lookout;
+use vm_host::Monitor;
 
 /// How long a worker may be still inside a step before it is suspected. A step takes milliseconds, and the kernel itself gives up after
 /// seconds.
@@ -38,28 +38,28 @@ impl KernelWatch {
     /// Takes in what is new. Returns the worker that is suspected, if one is.
     pub(crate) fn look(
         &mut self,
-        lookout: &Lookout,
+        monitor: &Monitor,
         edit: &mut Edit<'_>,
         now_ns: u64,
     ) -> Option<Suspect> {
-        if self.launch != lookout.launch() {
-            *self = Self { launch: lookout.launch(), ..Self::default() };
+        if self.launch != monitor.launch() {
+            *self = Self { launch: monitor.launch(), ..Self::default() };
         }
-        let (answered, outstanding) = (lookout.answered(), lookout.outstanding());
-        self.commands(lookout, edit, answered);
+        let (answered, outstanding) = (monitor.answered(), monitor.outstanding());
+        self.commands(monitor, edit, answered);
         let head = edit.head();
         head.published = head.drained + u64::from(outstanding);
-        head.arrived_bytes = lookout.arrived_bytes().unwrap_or(head.weights_bytes);
+        head.arrived_bytes = monitor.arrived_bytes().unwrap_or(head.weights_bytes);
         self.seen = answered;
-        self.workers(lookout, edit, outstanding > 0, now_ns)
+        self.workers(monitor, edit, outstanding > 0, now_ns)
     }
 
-    fn commands(&mut self, lookout: &Lookout, edit: &mut Edit<'_>, answered: u32) {
+    fn commands(&mut self, monitor: &Monitor, edit: &mut Edit<'_>, answered: u32) {
         let head = edit.head();
         let new = answered.wrapping_sub(self.seen);
         head.drained += u64::from(new);
         for index in (0..new.min(RING_ENTRIES)).rev().map(|back| answered.wrapping_sub(back + 1)) {
-            let Some(done) = lookout.completion(index) else {
+            let Some(done) = monitor.completion(index) else {
                 head.unseen += 1;
                 continue;
             };
@@ -84,20 +84,21 @@ impl KernelWatch {
 
     fn workers(
         &mut self,
-        lookout: &Lookout,
+        monitor: &Monitor,
         edit: &mut Edit<'_>,
         under_way: bool,
         now_ns: u64,
     ) -> Option<Suspect> {
-        let count = lookout.workers().min(WORKERS_MAX) as usize;
+        let count = monitor.workers().min(WORKERS_MAX) as usize;
         edit.head().workers = count as u32;
         let workers = &mut edit.workers()[..count];
         let mut streamed = 0;
         for ((worker, words), issued) in workers.iter_mut().enumerate().zip(&mut self.issued) {
-            let pulse = lookout.pulse(worker as u32);
-            streamed += u64::from(pulse.issued.wrapping_sub(*issued)) * u64::from(UNIT_BYTES);
-            *issued = pulse.issued;
-            self.stalls.look(words, &pulse, under_way, now_ns);
+            let worker_heartbeat = monitor.worker_heartbeat(worker as u32);
+            streamed +=
+                u64::from(worker_heartbeat.issued.wrapping_sub(*issued)) * u64::from(UNIT_BYTES);
+            *issued = worker_heartbeat.issued;
+            self.stalls.look(words, &worker_heartbeat, under_way, now_ns);
         }
         let (suspected, suspect) = Stalls::suspects(workers, now_ns);
         let head = edit.head();

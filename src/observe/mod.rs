@@ -25,7 +25,7 @@ pub(crate) use sequences::Sequences;
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// The ring of a machine, while there is one.
-pub(crate) type SharedLookout = Arc<Mutex<Option<vm_host::Lookout>>>;
+pub(crate) type SharedMonitor = Arc<Mutex<Option<vm_host::Monitor>>>;
 
 /// A file that is written now and then.
 pub(crate) struct MetricsFile {
@@ -37,7 +37,7 @@ pub(crate) struct MetricsFile {
 pub(crate) struct Observer {
     publisher: Publisher,
     /// The kernel that the thread looks at, once there is one.
-    lookout: SharedLookout,
+    monitor: SharedMonitor,
     over: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -56,8 +56,8 @@ impl Observer {
             write_metrics(&file.path, &reader)?;
         }
         let (over, ended) = channel();
-        let lookout = SharedLookout::default();
-        let (page, looked) = (publisher.clone(), lookout.clone());
+        let monitor = SharedMonitor::default();
+        let (page, looked) = (publisher.clone(), monitor.clone());
         let run = move || {
             let mut watch = KernelWatch::default();
             let mut written = Instant::now();
@@ -75,7 +75,7 @@ impl Observer {
         };
         let thread = std::thread::Builder::new().name("telemetry".to_owned()).spawn(run);
         let thread = thread.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
-        Ok(Self { publisher, lookout, over: Some(over), thread: Some(thread) })
+        Ok(Self { publisher, monitor, over: Some(over), thread: Some(thread) })
     }
 
     pub(crate) fn publisher(&self) -> &Publisher {
@@ -83,8 +83,8 @@ impl Observer {
     }
 
     /// Where a machine leaves its kernel to be looked at.
-    pub(crate) fn lookout(&self) -> &SharedLookout {
-        &self.lookout
+    pub(crate) fn monitor(&self) -> &SharedMonitor {
+        &self.monitor
     }
 }
 
@@ -122,11 +122,11 @@ pub(crate) fn publisher(
     Ok(publisher)
 }
 
-fn look(page: &Publisher, lookout: &SharedLookout, watch: &mut KernelWatch) {
-    let lookout = lookout.lock().unwrap_or_else(PoisonError::into_inner);
+fn look(page: &Publisher, monitor: &SharedMonitor, watch: &mut KernelWatch) {
+    let monitor = monitor.lock().unwrap_or_else(PoisonError::into_inner);
     page.edit(|edit| {
-        if let Some(lookout) = &*lookout {
-            watch.look(lookout, edit, now_ns());
+        if let Some(monitor) = &*monitor {
+            watch.look(monitor, edit, now_ns());
         }
     });
 }

@@ -186,14 +186,14 @@ impl<'e> Desk<'e> {
                 return self.waiting.push_front(job);
             };
             let mut running = Running::new(job);
-            let begun = running.sequence.begin(&mut *self.engine, session.place());
-            let begun = begun.and_then(|()| {
+            let started = running.sequence.begin(&mut *self.engine, session.place());
+            let started = started.and_then(|()| {
                 let submitted = self.scheduler.submit(session);
                 submitted.map_err(|rejected| Broken::Sequence(rejected.to_string()))
             });
             self.running.insert(session, running);
             self.said.open(session.place(), priority, quota, self.scheduler.ring());
-            match begun {
+            match started {
                 Ok(()) => {}
                 Err(Broken::Sequence(why)) => self.end(session, Finish::Failed(why)),
                 Err(Broken::All(why)) => self.end_all(&Finish::Failed(why)),

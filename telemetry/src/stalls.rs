@@ -1,7 +1,7 @@
 //! Suspicion of a stall, from two looks at the workers: none of a worker's tasks was finished between them, for longer than a limit, while a
 //! step was under way. The kernel's own watchdogs report at their deadline, which is later; this names the worker before.
 
-use abi::{Pulse, Trap, WorkerWords};
+use abi::{Trap, WorkerHeartbeat, WorkerWords};
 
 /// Looks at workers and remembers since when they have not moved.
 #[derive(Clone, Copy, Debug)]
@@ -29,27 +29,34 @@ impl Stalls {
         Self { limit_ns }
     }
 
-    /// Takes a worker's pulse in. `under_way`: the machine has a command that it has not answered.
-    pub fn look(&self, words: &mut WorkerWords, pulse: &Pulse, under_way: bool, now_ns: u64) {
-        let idle = pulse.active == 0 || !under_way;
+    /// Takes a worker's worker heartbeat in. `under_way`: the machine has a command that it has not answered.
+    pub fn look(
+        &self,
+        words: &mut WorkerWords,
+        worker_heartbeat: &WorkerHeartbeat,
+        under_way: bool,
+        now_ns: u64,
+    ) {
+        let idle = worker_heartbeat.active == 0 || !under_way;
         // A worker that does not move while a step is under way is what is looked for; that of another step is another matter.
-        let moved = idle || (pulse.progress, pulse.epoch) != (words.progress, words.epoch);
-        let beats = pulse.beat != words.beat || words.beat_ns == 0;
+        let moved = idle
+            || (worker_heartbeat.progress, worker_heartbeat.epoch) != (words.progress, words.epoch);
+        let beats = worker_heartbeat.beat != words.beat || words.beat_ns == 0;
         let moved_ns = if moved || words.moved_ns == 0 { now_ns } else { words.moved_ns };
         let beat_ns = if beats { now_ns } else { words.beat_ns };
         let still = now_ns.saturating_sub(moved_ns);
         *words = WorkerWords {
-            beat: pulse.beat,
-            active: pulse.active,
-            progress: pulse.progress,
-            epoch: pulse.epoch,
-            position: pulse.position,
-            task: pulse.task,
-            issued: pulse.issued,
-            wait: pulse.wait,
-            object: pulse.object,
-            have: pulse.have,
-            need: pulse.need,
+            beat: worker_heartbeat.beat,
+            active: worker_heartbeat.active,
+            progress: worker_heartbeat.progress,
+            epoch: worker_heartbeat.epoch,
+            position: worker_heartbeat.position,
+            task: worker_heartbeat.task,
+            issued: worker_heartbeat.issued,
+            wait: worker_heartbeat.wait,
+            object: worker_heartbeat.object,
+            have: worker_heartbeat.have,
+            need: worker_heartbeat.need,
             suspected: u32::from(still > self.limit_ns),
             moved_ns,
             beat_ns,
@@ -141,21 +148,27 @@ mod tests {
     const MS: u64 = 1_000_000;
     const START: u64 = 1000 * MS;
 
-    fn pulse(progress: u32) -> Pulse {
-        Pulse { active: 1, beat: progress, progress, epoch: 3, ..Pulse::default() }
+    fn worker_heartbeat(progress: u32) -> WorkerHeartbeat {
+        WorkerHeartbeat {
+            active: 1,
+            beat: progress,
+            progress,
+            epoch: 3,
+            ..WorkerHeartbeat::default()
+        }
     }
 
     #[test]
     fn a_worker_that_does_not_move_is_suspected_after_the_limit_and_cleared_when_it_moves() {
         let stalls = Stalls::new(200 * MS);
         let mut words = WorkerWords::default();
-        let waits = |beat| Pulse {
+        let waits = |beat| WorkerHeartbeat {
             beat,
             wait: Trap::CounterDeadline as u32,
             object: 7,
             have: 12,
             need: 16,
-            ..pulse(5)
+            ..worker_heartbeat(5)
         };
         for (at, expected) in [(0, 0), (100, 0), (200, 0), (201, 1), (900, 1)] {
             stalls.look(&mut words, &waits(at as u32), true, START + at * MS);
@@ -169,7 +182,7 @@ mod tests {
         for part in ["worker 1", "900 ms", "counter 7", "has 12 and needs 16"] {
             assert!(said.contains(part), "{said}");
         }
-        stalls.look(&mut words, &pulse(6), true, START + 1000 * MS);
+        stalls.look(&mut words, &worker_heartbeat(6), true, START + 1000 * MS);
         assert_eq!((words.suspected, words.moved_ns), (0, START + 1000 * MS));
     }
 
@@ -177,16 +190,16 @@ mod tests {
     fn a_worker_between_steps_or_of_an_idle_machine_is_not() {
         let stalls = Stalls::new(200 * MS);
         let mut words = WorkerWords::default();
-        stalls.look(&mut words, &pulse(5), true, START);
-        let between = Pulse { active: 0, ..pulse(5) };
+        stalls.look(&mut words, &worker_heartbeat(5), true, START);
+        let between = WorkerHeartbeat { active: 0, ..worker_heartbeat(5) };
         stalls.look(&mut words, &between, true, START + 900 * MS);
         assert_eq!(words.suspected, 0);
-        stalls.look(&mut words, &pulse(5), false, START + 1800 * MS);
+        stalls.look(&mut words, &worker_heartbeat(5), false, START + 1800 * MS);
         assert_eq!(words.suspected, 0);
         // It counts from when the next step was seen, not from the last one.
-        stalls.look(&mut words, &pulse(5), true, START + 1900 * MS);
+        stalls.look(&mut words, &worker_heartbeat(5), true, START + 1900 * MS);
         assert_eq!(words.suspected, 0);
-        stalls.look(&mut words, &pulse(5), true, START + 2001 * MS);
+        stalls.look(&mut words, &worker_heartbeat(5), true, START + 2001 * MS);
         assert_eq!(words.suspected, 1);
     }
 

@@ -8,7 +8,7 @@ const FLAG: &str = "========= Error: Race reported between Write access at flag_
 =========     and Read access at flag_load(const unsigned int *)+0x90 in stage.cuh:7 [12 hazards]
 =========
 ";
-const STAGED: &str = "========= Error: Race reported between Write access at fetcher_run(const Worker &)+0x4060 in megakernel.cu:42
+const STAGED: &str = "========= Error: Race reported between Write access at prefetcher_run(const Worker &)+0x4060 in megakernel.cu:42
 =========     and Read access at op_matvec(Worker &, const StagedTask &, Cursor &)+0x7e20 in op_matvec.cuh:570 [27392 hazards]
 =========
 ";
@@ -54,7 +54,7 @@ fn every_other_pair_of_accesses_is_a_race() {
     // Neither a plain read of a flag's word, nor one of the ring by an op, nor a task that an op writes, nor sums behind no barrier.
     let pairs = [
         ("flag_store", "op_matvec"),
-        ("stage_copy_at", "fetcher_run"),
+        ("stage_copy_at", "prefetcher_run"),
         ("op_matvec", "staged_task"),
         ("reduce_rows", "epilogue"),
     ];
@@ -67,7 +67,7 @@ fn every_other_pair_of_accesses_is_a_race() {
 }
 
 #[test]
-fn whoever_writes_beside_the_fetcher_is_in_a_race() {
+fn whoever_writes_beside_the_prefetcher_is_in_a_race() {
     let read = "and Read access at op_matvec(";
     assert!(STAGED.contains(read));
     let (code, said) =

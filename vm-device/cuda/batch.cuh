@@ -48,17 +48,17 @@ template <typename F> __device__ __forceinline__ void for_seqs(Worker& w, F cons
   w.seq = 0;
 }
 
-// One thread, when step `begun` begins: what the loader needs of it.
-__device__ __forceinline__ void note_begun(Shared* sh, uint32_t begun) {
-  uint32_t const at = begun % 2 * SEQS;
+// One thread, when step `started` begins: what the loader needs of it.
+__device__ __forceinline__ void note_started(Shared* sh, uint32_t started) {
+  uint32_t const at = started % 2 * SEQS;
 #pragma unroll
   for (uint32_t i = 0; i < SEQS; ++i) {
-    flag_store(&sh->begun_position[at + i], sh->step.index + sh->seqs.position[i]);
-    flag_store(&sh->begun_session[at + i], sh->seqs.session[i]);
+    flag_store(&sh->started_position[at + i], sh->step.index + sh->seqs.position[i]);
+    flag_store(&sh->started_session[at + i], sh->seqs.session[i]);
   }
-  flag_store(&sh->begun_seqs[begun % 2], sh->seqs.seqs);
+  flag_store(&sh->started_seqs[started % 2], sh->seqs.seqs);
 }
-__device__ __forceinline__ uint32_t begun_seqs(Shared* sh, uint32_t lap) { return flag_load(&sh->begun_seqs[lap % 2]); }
+__device__ __forceinline__ uint32_t started_seqs(Shared* sh, uint32_t wrap) { return flag_load(&sh->started_seqs[wrap % 2]); }
 #else
 constexpr uint32_t STEP_BYTES = sizeof(amk_step);
 
@@ -72,9 +72,9 @@ __device__ __forceinline__ uint64_t buffer_address(Worker const&, ResolvedBuffer
 __device__ __forceinline__ uint32_t seq_split(uint32_t split, uint32_t, uint32_t) { return split; }
 __device__ __forceinline__ uint32_t first_seq(uint32_t, uint32_t, uint32_t) { return 0; }
 template <typename F> __device__ __forceinline__ void for_seqs(Worker&, F const& f) { f(); }
-__device__ __forceinline__ void note_begun(Shared* sh, uint32_t begun) {
-  flag_store(&sh->begun_position[begun % 2], sh->step.position);
-  flag_store(&sh->begun_session[begun % 2], sh->step.session);
+__device__ __forceinline__ void note_started(Shared* sh, uint32_t started) {
+  flag_store(&sh->started_position[started % 2], sh->step.position);
+  flag_store(&sh->started_session[started % 2], sh->step.session);
 }
-__device__ __forceinline__ uint32_t begun_seqs(Shared*, uint32_t) { return 1; }
+__device__ __forceinline__ uint32_t started_seqs(Shared*, uint32_t) { return 1; }
 #endif

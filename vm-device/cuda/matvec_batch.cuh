@@ -451,7 +451,7 @@ __device__ __forceinline__ void op_matvec_batch(Worker& w, StagedTask const& st,
         if (w.thread == 0) {
           flag_store(&w.shared->near, left <= 3); // its last stages are there already
         }
-        tape_staged(w);
+        trace_staged(w);
       }
       if (part + 1 == k.parts) { // on their way beside the products
 #pragma unroll
@@ -468,7 +468,7 @@ __device__ __forceinline__ void op_matvec_batch(Worker& w, StagedTask const& st,
     if (done == 0) {
       batch_leave_squares(w, buffer, square);
     }
-    tape_multiplied(w);
+    trace_multiplied(w);
     barrier_meet(w);
     if (rms && done == 0) {
       scale = batch_scale(w, buffer, p);

@@ -2,9 +2,9 @@
 //
 //   host ring -> poller -> step state -> every worker: its task queue, fed by its own weight stream -> sample -> next step
 
-// The fetcher: one warp, stages tasks with their buffers a few ahead of the consumers, since each is two trips to L2. Endless, until
+// The prefetcher: one warp, stages tasks with their buffers a few ahead of the consumers, since each is two trips to L2. Endless, until
 // halted: the queue starts over with every step.
-__device__ __forceinline__ void fetcher_run(Worker const& w) {
+__device__ __forceinline__ void prefetcher_run(Worker const& w) {
   Shared* sh = w.shared;
   uint32_t const lane = threadIdx.x % 32, word = 3 + (lane < AMK_READS_MAX + AMK_WRITES_MAX ? lane : 0), tasks = sh->queue.tasks;
   amk_task const* queue = (amk_task const*)sh->program.tasks + sh->queue.task0;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void fetcher_run(Worker const& w) {
   }
 }
 
-// Until the fetcher has staged this warp's next task.
+// Until the prefetcher has staged this warp's next task.
 __device__ __forceinline__ StagedTask const& staged_task(Worker const& w) {
   while (!is_staged(w.task, flag_load(&w.shared->fetched)) && !is_dead(w.shared)) {
   }
@@ -62,14 +62,14 @@ __device__ __forceinline__ bool run_step(Worker& w, Cursor& c) {
   Shared* sh = w.shared;
   for (uint32_t i = 0; i < sh->queue.tasks; ++i) {
     StagedTask const& st = staged_task(w);
-    tape_begin(w);
+    trace_begin(w);
     if (st.task.wait_len > 0) {
       if (w.thread == 0) {
         wait_counters(w, st.task);
       }
       consumers_sync();
     }
-    tape_ready(w);
+    trace_ready(w);
     dispatch(w, st, c);
     if (st.task.signal != AMK_NONE) {
       consumers_sync();
@@ -77,7 +77,7 @@ __device__ __forceinline__ bool run_step(Worker& w, Cursor& c) {
         counter_signal((uint32_t*)sh->program.counters + (size_t)st.task.signal * 8);
       }
     }
-    tape_end(w, st.task, i);
+    trace_end(w, st.task, i);
     ++w.task;
     if (w.thread == 0) {
       flag_store(&sh->task, i + 1);
@@ -99,7 +99,7 @@ __device__ __forceinline__ void worker_ring(Worker& w) {
   w.stage_bytes = p.stage_units * AMK_UNIT_BYTES;
 }
 
-// Consumers: makes `program` current. The loader is halted and drained, the fetcher halted.
+// Consumers: makes `program` current. The loader is halted and drained, the prefetcher halted.
 __device__ __forceinline__ void adopt_program(Worker& w, Cursor& c, uint64_t program) {
   Shared* sh = w.shared;
   uint32_t const t = threadIdx.x;
@@ -123,13 +123,13 @@ __device__ __forceinline__ void adopt_program(Worker& w, Cursor& c, uint64_t pro
     sh->near = 0;
     sh->fetched = AMK_FIRST_TASK;
     sh->done = AMK_FIRST_TASK;
-    flag_store(&sh->begun, 0); // the pulse's warp reads it at any time
+    flag_store(&sh->started, 0); // the worker heartbeat's warp reads it at any time
   }
   consumers_sync();
   worker_ring(w);
   w.task = AMK_FIRST_TASK;
   c = Cursor{0, 0};
-  worker_sync(); // loader and fetcher may start
+  worker_sync(); // loader and prefetcher may start
 }
 
 // One thread: until the next action is announced. Idle time has no deadline; the host may be thinking.
@@ -169,10 +169,10 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
       if (threadIdx.x == 0) {
         flag_store(&sh->epoch, w.epoch);
         flag_store(&sh->active, 1);
-        uint32_t const begun = flag_load(&sh->begun);
-        note_begun(sh, begun);
+        uint32_t const started = flag_load(&sh->started);
+        note_started(sh, started);
         block_fence();
-        flag_store(&sh->begun, begun + 1);
+        flag_store(&sh->started, started + 1);
       }
       leaving = !run_step(w, c);
       if (threadIdx.x == 0) {
@@ -187,7 +187,7 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
     if (threadIdx.x == 0) {
       flag_store(&sh->halt, 1);
     }
-    worker_sync(); // the loader has drained, the fetcher has stopped
+    worker_sync(); // the loader has drained, the prefetcher has stopped
     if (leaving || sh->step.action != AMK_ACTION_SWITCH) {
       if (threadIdx.x == 0) {
         flag_store(&sh->halt, 2);
@@ -207,7 +207,7 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
   }
 }
 
-// The loader's warp and the fetcher's.
+// The loader's warp and the prefetcher's.
 __device__ __forceinline__ void helper_life(Worker w, bool loader) {
   for (;;) {
     worker_sync(); // a program has been adopted, or it is time to leave
@@ -216,7 +216,7 @@ __device__ __forceinline__ void helper_life(Worker w, bool loader) {
     }
     worker_ring(w);
     if (!loader) {
-      fetcher_run(w);
+      prefetcher_run(w);
     } else if (threadIdx.x % 32 == 0) {
       loader_run(w);
     }
@@ -227,9 +227,9 @@ __device__ __forceinline__ void helper_life(Worker w, bool loader) {
 }
 
 // A warp of every block that has nothing else to do: the worker's life signs, until the consumers have left.
-__device__ __forceinline__ void pulse_run(Shared* sh) {
+__device__ __forceinline__ void worker_heartbeat_run(Shared* sh) {
   while (flag_load(&sh->gone) == 0) {
-    pulse(sh, now_ns());
+    worker_heartbeat(sh, now_ns());
     __nanosleep(20000);
   }
 }
@@ -262,8 +262,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megaker
     sh->index = blockIdx.x;
     sh->epoch = 0;
     sh->task = 0;
-    sh->issued = sh->begun = 0;
-    sh->pulse_ns = 0;
+    sh->issued = sh->started = 0;
+    sh->worker_heartbeat_ns = 0;
     sh->launch = &launch;
 #pragma unroll 1
     for (uint32_t s = 0; s < AMK_STAGES_MAX; ++s) { // so that the first program finds barriers to invalidate
@@ -286,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megaker
     }
     watchdog_run(sh);
   } else if (threadIdx.x == CONSUMERS + 96) {
-    pulse_run(sh);
+    worker_heartbeat_run(sh);
   }
 }
 

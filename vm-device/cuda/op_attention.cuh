@@ -431,7 +431,7 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
     tile_take(w, c, walk, place, mine, k);
     char* const to = fresh_row(w, st.buffer[AMK_READS_MAX + 1], p, page); // while the queries are on their way
     heads_wait(w, st, p, asked, newest, q);
-    tape_staged(w);
+    trace_staged(w);
 #pragma unroll 1
     for (uint32_t tile = mine;;) {
       bool const fresh_here = newest && tile == newest_tile;
@@ -472,7 +472,7 @@ __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& 
   for (uint32_t g0 = 0; g0 < AMK_GROUP; g0 += GROUP_BUF) {
     KeyWalk walk = {first + start, count, of_block, stages, 0};
     attend(w, st, p, c, g0, walk, task_split(w, p) + 1 == active);
-    tape_multiplied(w);
+    trace_multiplied(w);
     consumers_sync();
     write_partials(w, st, p, g0, AMK_GROUP - g0 < GROUP_BUF ? AMK_GROUP - g0 : GROUP_BUF);
     stage_given_back(); // to the copies, by whoever has put the new value there

@@ -60,7 +60,7 @@ __device__ __forceinline__ void merge_heads(Worker const& w, StagedTask const& s
   Words const in = buffer_words(w, st.buffer[0]), out = buffer_words(w, st.buffer[AMK_READS_MAX]);
   uint32_t const active = active_splits(attended(seq_position(w), p.window), p.kv_block, p.splits);
   Merged* sums = (Merged*)w.x;
-  tape_staged(w);
+  trace_staged(w);
 #pragma unroll 1
   for (uint32_t h = 0; h < p.heads; ++h) {
     uint32_t const head = p.head0 + h;
@@ -103,6 +103,6 @@ __device__ __forceinline__ void merge_heads(Worker const& w, StagedTask const& s
 __device__ __forceinline__ void op_attention_merge(Worker& w, StagedTask const& st) {
   amk_attention_merge_params const p = *(amk_attention_merge_params const*)st.task.params;
   for_seqs(w, [&] { merge_heads(w, st, p); });
-  tape_multiplied(w);
+  trace_multiplied(w);
   task_barrier(w);
 }

@@ -591,7 +591,7 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
     if (w.thread == 0) {
       flag_store(&w.shared->near, held); // its last shares are there already
     }
-    tape_staged(w);
+    trace_staged(w);
     if (taken == ahead) {
       return square;
     }
@@ -622,7 +622,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     if (t % 32 == 0) {
       w.shared->sums[buffer][warp] = square;
     }
-    tape_multiplied(w);
+    trace_multiplied(w);
     barrier_meet(w);
     if (mine) {
       epilogue(w, st, p, out, buffer, row, rms ? rms_scale(w, buffer, inverse, p.eps) : 1.f, add, best);

@@ -32,7 +32,7 @@ constexpr uint32_t PAGE_LINES = 8, LINE_KEYS = 8 * PAGE_KEYS;
 struct PageLines {
   uint4 line[PAGE_LINES];
   uint32_t number[PAGE_LINES];
-  uint32_t lap;                // the step that they are of
+  uint32_t wrap;                // the step that they are of
   uint32_t key, count, rounds; // where the run of keys begins that is being brought, how long it is, and how often it is to come still
 };
 
@@ -45,8 +45,8 @@ __device__ __forceinline__ void line_ask(PageLines& p, uint64_t pages, uint32_t 
     pieces_group();
   }
 }
-__device__ __forceinline__ void lines_forget(PageLines& p, uint32_t lap) {
-  p.lap = lap;
+__device__ __forceinline__ void lines_forget(PageLines& p, uint32_t wrap) {
+  p.wrap = wrap;
 #pragma unroll
   for (uint32_t i = 0; i < PAGE_LINES; ++i) {
     p.number[i] = AMK_NONE;

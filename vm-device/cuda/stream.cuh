@@ -2,7 +2,7 @@
 #pragma once
 
 // A consumer warp's place in the ring. Every warp passes every stage, in order, so that a parity cannot be mistaken for another
-// lap's: a warp never waits for a stage that it has not seen the phase before of.
+// wrap's: a warp never waits for a stage that it has not seen the phase before of.
 struct Cursor {
   uint32_t stage;  // ring index of the current stage
   uint32_t parity; // of its full barrier
@@ -13,9 +13,9 @@ __device__ __forceinline__ char const* cursor_place(Worker const& w, Cursor cons
 
 // The current stage, once it has arrived.
 __device__ __forceinline__ char const* cursor_land(Worker const& w, Cursor const& c) {
-  uint32_t const since = tape_clock();
+  uint32_t const since = trace_clock();
   wait_stage(w.shared, &w.shared->full[c.stage], c.parity, c.stage);
-  tape_starved(w, since);
+  trace_starved(w, since);
   return cursor_place(w, c);
 }
 
@@ -107,7 +107,7 @@ __device__ __forceinline__ void loader_drain(Worker const& w, Loader& l) {
 }
 
 // How many stages of so many units may be on their way: one at least, and never more than there are. With more, the oldest would be a
-// whole lap behind, and its barrier's parity that of another phase.
+// whole wrap behind, and its barrier's parity that of another phase.
 __device__ __forceinline__ uint32_t stages_of(Loader const& l, uint32_t units, uint32_t stage_units) {
   uint32_t const n = units / stage_units;
   return n == 0 ? 1 : n < l.stages ? n : l.stages;
@@ -121,11 +121,11 @@ __device__ __forceinline__ void loader_caps(Loader& l, amk_program const& p, uin
 // behind them. False when the loader is to stop.
 __device__ __forceinline__ bool loader_claim(Shared* sh, Loader& l, LoaderWaits& waits) {
   uint32_t const near = flag_load(&sh->near), halt = flag_load(&sh->halt);
-  uint32_t const cap = near != 0 ? l.cap_near : l.cap_far, t0 = tape_clock();
+  uint32_t const cap = near != 0 ? l.cap_near : l.cap_far, t0 = trace_clock();
   if (halt != 0 || !loader_wait(sh, l.full + l.stage * 8 + EMPTY_BEHIND, l.parity)) {
     return false;
   }
-  uint32_t const t1 = tape_clock();
+  uint32_t const t1 = trace_clock();
   while (l.in_flight >= cap) {
     if (!loader_wait(sh, l.full + l.oldest * 8, l.oldest_parity)) {
       return false;
@@ -133,7 +133,7 @@ __device__ __forceinline__ bool loader_claim(Shared* sh, Loader& l, LoaderWaits&
     loader_arrived(l);
   }
   waits.free += t1 - t0;
-  waits.cap += tape_clock() - t1;
+  waits.cap += trace_clock() - t1;
   return true;
 }
 
@@ -184,8 +184,8 @@ __device__ __forceinline__ bool loader_parts(Shared* sh, Loader& l, uint64_t add
 #endif
 
 // A run of units of a matrix, once `need` units have arrived.
-__device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t lap, LoaderWaits& waits) {
-  if (need > flag_load(&sh->watermark) && !weight_stream_wait(sh, need, lap)) {
+__device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t wrap, LoaderWaits& waits) {
+  if (need > flag_load(&sh->watermark) && !weight_stream_wait(sh, need, wrap)) {
     return false;
   }
   uint64_t address = (uint64_t)run.y << 32 | run.x;
@@ -245,23 +245,23 @@ __device__ __forceinline__ bool loader_block(Shared* sh, Loader& l, uint64_t hea
 
 // A sequence's keys and values of an attention task, in the step that has begun. What earlier steps have written is here then; the row of the step's
 // own key is read as it was before, and the op knows better. `more`: kv_block, window, split and splits behind its first word.
-__device__ __forceinline__ bool loader_seq(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t lap, uint32_t seq, LoaderWaits& waits) {
-  uint32_t const position = flag_load(&sh->begun_position[lap % 2 * SEQS + seq]), keys = attended(position, more.z);
+__device__ __forceinline__ bool loader_seq(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t wrap, uint32_t seq, LoaderWaits& waits) {
+  uint32_t const position = flag_load(&sh->started_position[wrap % 2 * SEQS + seq]), keys = attended(position, more.z);
   uint32_t const active = active_splits(keys, more.y, more.w >> 16), split = seq_split(more.w & 0xffff, more.w >> 16, seq);
   uint32_t const start = split < active ? split_start(keys, more.y, active, split) : 0;
   uint32_t const count = split < active ? split_start(keys, more.y, active, split + 1) - start : 0;
-  uint32_t key = paged_key(flag_load(&sh->begun_session[lap % 2 * SEQS + seq]), sh->launch->page_stride, position + 1 - keys + start);
+  uint32_t key = paged_key(flag_load(&sh->started_session[wrap % 2 * SEQS + seq]), sh->launch->page_stride, position + 1 - keys + start);
   block_fence();
-  if (flag_load(&sh->begun) - lap >= 2) { // that step is over, without these keys: the split had none
+  if (flag_load(&sh->started) - wrap >= 2) { // that step is over, without these keys: the split had none
     return true;
   }
   if (SEQS > 1 && count == 0) {
     return true;
   }
   pieces_wait<0>(); // of the run before: no two lines are on their way to one place
-  bool const first = sh->pages.lap != lap;
+  bool const first = sh->pages.wrap != wrap;
   if (first) {
-    lines_forget(sh->pages, lap);
+    lines_forget(sh->pages, wrap);
   }
   lines_begin(sh->pages, sh->launch->pages, key);
   if (first) {
@@ -289,18 +289,18 @@ __device__ __forceinline__ bool loader_seq(Shared* sh, Loader& l, uint4 run, uin
 }
 
 // Keys and values of an attention task, once the step that they are for has begun.
-__device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t lap, LoaderWaits& waits) {
-  while ((int32_t)(flag_load(&sh->begun) - lap) <= 0) {
+__device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t wrap, LoaderWaits& waits) {
+  while ((int32_t)(flag_load(&sh->started) - wrap) <= 0) {
     if (flag_load(&sh->halt) != 0 || is_dead(sh)) {
       return false;
     }
   }
   block_fence();
-  uint32_t const running = begun_seqs(sh, lap);
+  uint32_t const running = started_seqs(sh, wrap);
   uint32_t seq = first_seq(more.w & 0xffff, more.w >> 16, running);
 #pragma unroll 1
   for (uint32_t turn = 0; turn < running; ++turn) {
-    if (!loader_seq(sh, l, run, more, lap, seq, waits)) {
+    if (!loader_seq(sh, l, run, more, wrap, seq, waits)) {
       return false;
     }
     seq = seq + 1 == running ? 0 : seq + 1;
@@ -317,10 +317,10 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
   Loader l = {};
   l.full = shared_address(sh->full), l.ring = shared_address(w.ring), l.parity = 1;
   l.stages = w.stages, l.stage_bytes = w.stage_bytes;
-  sh->pages.lap = AMK_NONE;
+  sh->pages.wrap = AMK_NONE;
   l.policy = evict_first_policy();
-  LoaderWaits waits = {0, 0, tape_clock()};
-  uint32_t load = 0, lap = 0;
+  LoaderWaits waits = {0, 0, trace_clock()};
+  uint32_t load = 0, wrap = 0;
   uint4 run = make_uint4(0, 0, 0, 0), more = run;
   if (sh->queue.loads > 0) {
     amk_load const* list = loader_list(sh);
@@ -330,15 +330,15 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
     load = load + 1 == sh->queue.loads ? 0 : load + 1;
     amk_load const* at = loader_list(sh) + load;
     uint4 const next = load_u32x4(at), next_more = load_u32x4((char const*)at + 16); // a whole run ahead: a trip to L2
-    bool const on = (run.w & 0xff) == AMK_LOAD_CACHE ? loader_keys(sh, l, run, more, lap, waits) : loader_weights(sh, l, run, more.x, lap, waits);
+    bool const on = (run.w & 0xff) == AMK_LOAD_CACHE ? loader_keys(sh, l, run, more, wrap, waits) : loader_weights(sh, l, run, more.x, wrap, waits);
     if (!on) {
       loader_drain(w, l);
       return;
     }
     run = next, more = next_more;
     if (load == 0) {
-      ++lap;
-      tape_loader(w, waits);
+      ++wrap;
+      trace_loader(w, waits);
     }
   }
 }

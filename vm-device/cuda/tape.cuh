@@ -2,64 +2,64 @@
 #pragma once
 
 #if AMK_TRACE
-__device__ __forceinline__ uint32_t tape_clock() { return (uint32_t)clock64(); }
+__device__ __forceinline__ uint32_t trace_clock() { return (uint32_t)clock64(); }
 #else
-__device__ __forceinline__ uint32_t tape_clock() { return 0; }
+__device__ __forceinline__ uint32_t trace_clock() { return 0; }
 #endif
 
-__device__ __forceinline__ void tape_begin(Worker const& w) {
+__device__ __forceinline__ void trace_begin(Worker const& w) {
 #if AMK_TRACE
   if (threadIdx.x == 0) {
-    Tape& t = w.shared->tape;
+    TraceBuffer& t = w.shared->trace;
     t.begin_ns = now_ns();
-    t.begin = t.ready = t.staged = t.multiplied = tape_clock();
+    t.begin = t.ready = t.staged = t.multiplied = trace_clock();
     t.starved = 0;
   }
 #endif
 }
 
 // What the task waited for is here.
-__device__ __forceinline__ void tape_ready(Worker const& w) {
+__device__ __forceinline__ void trace_ready(Worker const& w) {
 #if AMK_TRACE
   if (threadIdx.x == 0) {
-    w.shared->tape.ready = w.shared->tape.staged = w.shared->tape.multiplied = tape_clock();
+    w.shared->trace.ready = w.shared->trace.staged = w.shared->trace.multiplied = trace_clock();
   }
 #endif
 }
 // The input is on the multiprocessor.
-__device__ __forceinline__ void tape_staged(Worker const& w) {
+__device__ __forceinline__ void trace_staged(Worker const& w) {
 #if AMK_TRACE
   if (threadIdx.x == 0) {
-    w.shared->tape.staged = w.shared->tape.multiplied = tape_clock();
+    w.shared->trace.staged = w.shared->trace.multiplied = trace_clock();
   }
 #endif
 }
 // The products are done.
-__device__ __forceinline__ void tape_multiplied(Worker const& w) {
+__device__ __forceinline__ void trace_multiplied(Worker const& w) {
 #if AMK_TRACE
   if (threadIdx.x == 0) {
-    w.shared->tape.multiplied = tape_clock();
+    w.shared->trace.multiplied = trace_clock();
   }
 #endif
 }
 // The first consumer warp had no weights since `since`.
-__device__ __forceinline__ void tape_starved(Worker const& w, uint32_t since) {
+__device__ __forceinline__ void trace_starved(Worker const& w, uint32_t since) {
 #if AMK_TRACE
   if (threadIdx.x == 0) {
-    w.shared->tape.starved += tape_clock() - since;
+    w.shared->trace.starved += trace_clock() - since;
   }
 #endif
 }
 
-__device__ __forceinline__ void tape_end(Worker const& w, amk_task const& task, uint32_t index) {
+__device__ __forceinline__ void trace_end(Worker const& w, amk_task const& task, uint32_t index) {
 #if AMK_TRACE
   if (threadIdx.x == 0) {
-    Tape const& t = w.shared->tape;
+    TraceBuffer const& t = w.shared->trace;
     amk_launch const& l = *w.shared->launch;
     uint32_t const at = w.shared->queue.task0 + index;
     if (l.records != 0 && at < l.record_len) {
       ((amk_record*)l.records)[at] =
-          amk_record{t.begin_ns, t.ready - t.begin, t.staged - t.begin, t.multiplied - t.begin, tape_clock() - t.begin, t.starved, blockIdx.x, at, task.opcode, {0, 0}};
+          amk_record{t.begin_ns, t.ready - t.begin, t.staged - t.begin, t.multiplied - t.begin, trace_clock() - t.begin, t.starved, blockIdx.x, at, task.opcode, {0, 0}};
     }
   }
 #endif
@@ -69,13 +69,13 @@ __device__ __forceinline__ void tape_end(Worker const& w, amk_task const& task, 
 struct LoaderWaits {
   uint32_t free, cap, start;
 };
-__device__ __forceinline__ void tape_loader(Worker const& w, LoaderWaits& waits) {
+__device__ __forceinline__ void trace_loader(Worker const& w, LoaderWaits& waits) {
 #if AMK_TRACE
   amk_launch const& l = *w.shared->launch;
   if (l.records != 0) {
     amk_loader_record* const all = (amk_loader_record*)((amk_record*)l.records + l.record_len);
-    all[blockIdx.x] = amk_loader_record{now_ns(), waits.free, waits.cap, tape_clock() - waits.start, blockIdx.x, {0, 0}};
+    all[blockIdx.x] = amk_loader_record{now_ns(), waits.free, waits.cap, trace_clock() - waits.start, blockIdx.x, {0, 0}};
   }
-  waits = LoaderWaits{0, 0, tape_clock()};
+  waits = LoaderWaits{0, 0, trace_clock()};
 #endif
 }

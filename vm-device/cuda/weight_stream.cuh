@@ -7,13 +7,13 @@ __device__ __forceinline__ amk_weight_stream* weight_stream_of(Shared* sh) { ret
 // The loader, before the first stage of a run: until the run's units have arrived, counting to `need` in stream order. What was seen is
 // kept in the worker's `watermark`, so that nothing is asked once everything is there. When the rest is abandoned, a step that has begun is let through: its answer is
 // void. One that has not begun waits on, so that no stage of a later step holds bytes that never came. False when the loader is to stop.
-__device__ __forceinline__ bool weight_stream_wait(Shared* sh, uint32_t need, uint32_t lap) {
+__device__ __forceinline__ bool weight_stream_wait(Shared* sh, uint32_t need, uint32_t wrap) {
   amk_weight_stream* weight_stream = weight_stream_of(sh);
   uint64_t since = 0;
   for (;;) {
     uint32_t const watermark = load_relaxed(&weight_stream->watermark);
     if (watermark == AMK_WATERMARK_ABANDONED) {
-      if ((int32_t)(flag_load(&sh->begun) - lap) > 0) {
+      if ((int32_t)(flag_load(&sh->started) - wrap) > 0) {
         break;
       }
     } else if (watermark >= need) {

@@ -2,7 +2,7 @@
 #pragma once
 
 constexpr uint32_t CONSUMERS = AMK_WARPS * 32;
-constexpr uint32_t HELPERS = AMK_HELPER_WARPS * 32; // threads: loader, fetcher, watchdog, and the one that writes the pulse; registers are given away by whole groups of 4 warps
+constexpr uint32_t HELPERS = AMK_HELPER_WARPS * 32; // threads: loader, prefetcher, watchdog, and the one that writes the worker heartbeat; registers are given away by whole groups of 4 warps
 constexpr uint32_t TILES_BUF = 16;                       // tiles whose sums are kept before an epilogue
 constexpr uint32_t ROWS_BUF = TILES_BUF * AMK_UNIT_ROWS; // 128
 constexpr uint32_t SEQS = AMK_SEQS;
@@ -24,7 +24,7 @@ struct alignas(16) StagedTask {
 
 #if AMK_TRACE
 // Marks of the task under way, in cycles; what the loader waited for in this step.
-struct Tape {
+struct TraceBuffer {
   uint64_t begin_ns;
   uint32_t begin, ready, staged, multiplied, starved;
 };
@@ -52,10 +52,10 @@ struct Shared {
   uint32_t fetched;  // number of the next task to stage (tasks.cuh)
   uint32_t done;     // number of the first task that has not ended
   uint32_t gone;  // the consumers are leaving: so does the watchdog
-  uint32_t begun;    // steps begun since the program was adopted; the loader may be one behind, so of the last two:
-  uint32_t begun_position[2 * SEQS], begun_session[2 * SEQS]; // of each sequence
+  uint32_t started;    // steps begun since the program was adopted; the loader may be one behind, so of the last two:
+  uint32_t started_position[2 * SEQS], started_session[2 * SEQS]; // of each sequence
 #if AMK_SEQS > 1
-  uint32_t begun_seqs[2];
+  uint32_t started_seqs[2];
 #endif
   uint32_t active;   // nonzero while a step is under way
   uint32_t progress; // tasks done, ever
@@ -69,11 +69,11 @@ struct Shared {
   uint64_t seen_ns;
   uint32_t watermark; // units that have arrived, as far as the loader knows: in shared memory, since its registers are all taken
   uint32_t seen_watermark, weight_stream_idle; // the watchdog's: units arrived when it last looked, and deadlines since they last changed
-  uint64_t pulse_ns; // when the worker's pulse was last written
+  uint64_t worker_heartbeat_ns; // when the worker's worker heartbeat was last written
   alignas(16) PageLines pages; // the loader's
   amk_launch const* launch;
 #if AMK_TRACE
-  Tape tape;
+  TraceBuffer trace;
 #endif
 };
 static_assert(sizeof(Shared) <= AMK_FIXED_BYTES, "the fixed part holds the shared state");
@@ -106,7 +106,7 @@ __device__ __forceinline__ void helper_registers() { asm volatile("setmaxnreg.de
 
 // Barrier among the consumer warps. Every path of every op passes the same barriers, dead or not.
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
-// Barrier among consumers, loader and fetcher, at a program switch and at the end. The unaligned form: they come to it on paths of their
+// Barrier among consumers, loader and prefetcher, at a program switch and at the end. The unaligned form: they come to it on paths of their
 // own, and the aligned one promises one instruction for all.
 __device__ __forceinline__ void worker_sync() { asm volatile("barrier.sync 2, %0;" ::"n"(CONSUMERS + 64) : "memory"); }
 
@@ -168,13 +168,13 @@ __device__ __forceinline__ void fault(Shared* sh, uint32_t code, uint32_t object
 __device__ __forceinline__ bool weight_stream_excuses(Shared* sh); // weight_stream.cuh
 
 // The worker's life signs for other processes, by a warp of their own and seldom. They cross the bus, so they go in three writes.
-__device__ __forceinline__ void pulse(Shared* sh, uint64_t now) {
-  if (now - sh->pulse_ns < sh->launch->pulse_ns) {
+__device__ __forceinline__ void worker_heartbeat(Shared* sh, uint64_t now) {
+  if (now - sh->worker_heartbeat_ns < sh->launch->worker_heartbeat_ns) {
     return;
   }
-  sh->pulse_ns = now;
-  uint32_t const begun = flag_load(&sh->begun), position = begun != 0 ? flag_load(&sh->begun_position[(begun - 1) % 2 * SEQS]) : 0;
-  char* words = (char*)((amk_pulse*)sh->launch->pulses + sh->index);
+  sh->worker_heartbeat_ns = now;
+  uint32_t const started = flag_load(&sh->started), position = started != 0 ? flag_load(&sh->started_position[(started - 1) % 2 * SEQS]) : 0;
+  char* words = (char*)((amk_worker_heartbeat*)sh->launch->worker_heartbeats + sh->index);
   host_store_u32x4(words, (uint32_t)(now >> 10), flag_load(&sh->active), flag_load(&sh->progress), flag_load(&sh->epoch));
   host_store_u32x4(words + 16, position, flag_load(&sh->task), flag_load(&sh->issued), flag_load(&sh->wait_code));
   host_store_u32x4(words + 32, flag_load(&sh->wait_object), flag_load(&sh->wait_have), flag_load(&sh->wait_need), 0);

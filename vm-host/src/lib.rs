@@ -20,9 +20,9 @@ mod driver;
 mod emulated;
 mod error;
 mod load;
-mod lookout;
 mod machine;
 mod memory;
+mod monitor;
 mod nvml;
 mod pages;
 mod prefill;
@@ -39,13 +39,13 @@ pub use compile::{
 };
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
-pub use lookout::Lookout;
 #[cfg(feature = "faults")]
 pub use machine::faults;
 pub use machine::{
     Batch, BatchDecoded, Decoded, Idle, Loaded, PROGRAMS_MAX, Request, Resident, SeqDecoded,
     Sequence, TensorCheck, WeightStreamReport,
 };
+pub use monitor::Monitor;
 pub use nvml::{
     CardClocks, card_clocks, compute_processes, driver_version, max_clocks, visible_name,
 };

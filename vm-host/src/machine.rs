@@ -21,8 +21,8 @@ use crate::card::load_module;
 use crate::driver::{Context, DeviceInfo, Module, Stream};
 use crate::error::HostError;
 use crate::load::{Image, Residents, check_variant, image};
-use crate::lookout::Lookout;
 use crate::memory::{Copier, DeviceBuffer, HostBuffer};
+use crate::monitor::Monitor;
 use crate::pages::{PagePool, PageTables};
 use crate::prefill::Prefill;
 use crate::ring::{self, RingHost};
@@ -52,7 +52,7 @@ const STEP_BYTES: u64 = (size_of::<StepState>() + size_of::<SeqStates>()) as u64
 /// Threads of a worker.
 const THREADS: u32 = (abi::CONSUMER_WARPS + abi::HELPER_WARPS) * 32;
 /// How often a worker says that it lives, at most: 132 workers with 48 bytes each are 6 MB/s over the bus.
-const PULSE_EVERY: Duration = Duration::from_millis(1);
+const WORKER_HEARTBEAT_EVERY: Duration = Duration::from_millis(1);
 /// How long the report of a trap may come after the completion that says so: some stores to host memory.
 const REPORT_LIMIT: Duration = Duration::from_millis(100);
 /// Bytes of the page-locked buffer that copies beside a resident kernel go through.
@@ -285,8 +285,8 @@ impl Idle {
             pages: m.pages.address(),
             page_stride: m.pages.stride(),
             page_count: m.residents.pages + 1,
-            pulses: m.block.device + ring::PULSES as u64,
-            pulse_ns: PULSE_EVERY.as_nanos() as u32,
+            worker_heartbeats: m.block.device + ring::WORKER_HEARTBEATS as u64,
+            worker_heartbeat_ns: WORKER_HEARTBEAT_EVERY.as_nanos() as u32,
             ..Launch::default()
         }
     }
@@ -396,14 +396,14 @@ impl Resident {
     }
 
     /// What another thread may see of this kernel.
-    pub fn lookout(&mut self) -> Lookout {
+    pub fn monitor(&mut self) -> Monitor {
         let Idle { memory, weight_stream, .. } = self.idle();
         let (block, workers) = (memory.block.clone(), memory.residents.workers);
         let weight_stream = weight_stream.as_ref().map(WeightStream::packed);
         // SAFETY: the block is page-aligned, long enough, kept by the value beside the ring, and shared with the device alone. This end
         // publishes nothing.
         let ring = unsafe { RingHost::new(block.pointer()) };
-        Lookout::new(ring, workers, LAUNCHES.load(Ordering::Relaxed), block, weight_stream)
+        Monitor::new(ring, workers, LAUNCHES.load(Ordering::Relaxed), block, weight_stream)
     }
 
     /// The kernel variant that is running.

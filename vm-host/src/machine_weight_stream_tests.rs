@@ -114,17 +114,17 @@ fn decoding_begins_before_the_weights_are_there_and_answers_the_same() {
         let (tokens, logits, packed) = subject.expected();
         for read_by in [ReadBy::Auto, ReadBy::IoUring, ReadBy::Pread] {
             let mut machine = subject.resident(Some(read_by), &slow);
-            let lookout = machine.lookout();
+            let monitor = machine.monitor();
             let start = Instant::now();
-            let (first, (waited, lookout)) = std::thread::scope(|scope| {
+            let (first, (waited, monitor)) = std::thread::scope(|scope| {
                 let watch = scope.spawn(move || {
                     let end = Instant::now() + Duration::from_secs(5);
                     let mut seen = 0;
                     while Instant::now() < end && seen < 10 {
-                        seen += u32::from(lookout.waits_for_weights());
+                        seen += u32::from(monitor.waits_for_weights());
                         std::thread::sleep(Duration::from_millis(1));
                     }
-                    (seen, lookout)
+                    (seen, monitor)
                 });
                 (Subject::decode(&mut machine), watch.join().expect("it looks"))
             });
@@ -145,7 +145,7 @@ fn decoding_begins_before_the_weights_are_there_and_answers_the_same() {
             let second = Subject::decode(&mut machine).expect("it decodes");
             assert_eq!(second.tokens, tokens);
             assert_eq!(machine.weight_stream_report().expect("a report").waits, report.waits);
-            assert!(!lookout.waits_for_weights());
+            assert!(!monitor.waits_for_weights());
             machine.stop().expect("it stops");
         }
     }

@@ -6,7 +6,9 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use abi::{Completion, Pulse, RING_ENTRIES, RingIndices, Status, Submission, WORKERS_MAX};
+use abi::{
+    Completion, RING_ENTRIES, RingIndices, Status, Submission, WORKERS_MAX, WorkerHeartbeat,
+};
 
 use crate::error::HostError;
 
@@ -19,11 +21,12 @@ pub(crate) const INDICES: usize =
     (COMPLETIONS + RING_ENTRIES as usize * size_of::<Completion>()).next_multiple_of(128);
 /// Then the status block.
 pub(crate) const STATUS: usize = (INDICES + size_of::<RingIndices>()).next_multiple_of(128);
-/// Then a pulse for each worker.
-pub(crate) const PULSES: usize = (STATUS + size_of::<Status>()).next_multiple_of(128);
+/// Then a worker heartbeat for each worker.
+pub(crate) const WORKER_HEARTBEATS: usize = (STATUS + size_of::<Status>()).next_multiple_of(128);
 /// Bytes of all of it.
-pub(crate) const BYTES: usize =
-    (PULSES + WORKERS_MAX as usize * size_of::<Pulse>()).next_multiple_of(4096);
+pub(crate) const BYTES: usize = (WORKER_HEARTBEATS
+    + WORKERS_MAX as usize * size_of::<WorkerHeartbeat>())
+.next_multiple_of(4096);
 
 /// How often a wait asks the driver for the kernel: a fraction of a step's time, and far cheaper than one.
 const ASK_EVERY: Duration = Duration::from_millis(1);
@@ -198,9 +201,11 @@ impl<W: Words> RingHost<W> {
         self.load(INDICES + core::mem::offset_of!(RingIndices, waiting), Ordering::Relaxed)
     }
 
-    /// What a worker last said of itself. Pairs with worker.cuh: pulse.
-    pub(crate) fn pulse(&self, worker: u32) -> Pulse {
-        self.copy(PULSES + (worker % WORKERS_MAX) as usize * size_of::<Pulse>())
+    /// What a worker last said of itself. Pairs with worker.cuh: worker_heartbeat.
+    pub(crate) fn worker_heartbeat(&self, worker: u32) -> WorkerHeartbeat {
+        self.copy(
+            WORKER_HEARTBEATS + (worker % WORKERS_MAX) as usize * size_of::<WorkerHeartbeat>(),
+        )
     }
 
     /// Completions posted since the launch. Pairs with poller.cuh: post_completion.

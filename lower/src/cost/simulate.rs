@@ -48,7 +48,7 @@ pub(super) struct Simulation<'a> {
     ends: Vec<f64>,
     states: Vec<WorkerState>,
     /// For each worker, the times of the tasks of the step; if asked for.
-    tape: Option<Vec<Vec<TaskTimes>>>,
+    trace_buffer: Option<Vec<Vec<TaskTimes>>>,
 }
 
 impl<'a> Simulation<'a> {
@@ -66,21 +66,21 @@ impl<'a> Simulation<'a> {
             flag_in_data: plan.flag_in_data.iter().map(flag_in_data).collect(),
             ends: vec![0.0; plan.phases.len()],
             states: vec![WorkerState::default(); plan.workers.len()],
-            tape: None,
+            trace_buffer: None,
         }
     }
 
     /// Runs a few steps; the times of all tasks of the last one.
     pub(super) fn record(mut self) -> SimulatedStep {
-        self.tape = Some(vec![Vec::new(); self.states.len()]);
+        self.trace_buffer = Some(vec![Vec::new(); self.states.len()]);
         let mut start = 0.0;
         let mut before = 0.0;
         for _ in 0..STEPS {
             before = start;
-            self.tape.iter_mut().flatten().for_each(Vec::clear);
+            self.trace_buffer.iter_mut().flatten().for_each(Vec::clear);
             start = self.step(start);
         }
-        let mut workers = self.tape.take().unwrap_or_default();
+        let mut workers = self.trace_buffer.take().unwrap_or_default();
         workers.iter_mut().flatten().for_each(|times| times.shift(before));
         SimulatedStep { us: start - before, workers }
     }
@@ -173,8 +173,8 @@ impl<'a> Simulation<'a> {
         state.next += 1;
         let end = state.time;
         times.end = end;
-        if let Some(tape) = &mut self.tape {
-            tape[worker].push(times);
+        if let Some(trace_buffer) = &mut self.trace_buffer {
+            trace_buffer[worker].push(times);
         }
         let phase_end = &mut self.ends[task.phase as usize];
         *phase_end = phase_end.max(end);

@@ -66,11 +66,11 @@ impl Watch for Interrupts {
     fn prepares(&self, resume: &str) {
         let resume = resume.to_owned();
         interrupt::catch("trials", move |again| {
-            let begun = BEGUN.load(Ordering::SeqCst);
-            if !begun {
+            let started = BEGUN.load(Ordering::SeqCst);
+            if !started {
                 report::say(&format!("interrupted before the next trial; continue with: {resume}"));
             }
-            if again || !begun {
+            if again || !started {
                 std::process::exit(Exit::Interrupted.code());
             }
             report::say("stopping after this trial (again: at once; finished trials are safe)");

@@ -63,8 +63,8 @@ pub(super) fn rings(timeline: &Timeline, step: &SimulatedStep, ring: Ring) -> [C
     let mut changes: Vec<(u64, usize, u64)> = Vec::new();
     for (worker, (times, tasks)) in step.workers.iter().zip(&timeline.workers).enumerate() {
         for (times, task) in times.iter().zip(&timeline.tasks[tasks.clone()]) {
-            let [begun, done] = times.arrived.map(|bytes| bytes.round() as u64);
-            changes.extend([(task.staged, worker, begun), (task.multiplied, worker, done)]);
+            let [started, done] = times.arrived.map(|bytes| bytes.round() as u64);
+            changes.extend([(task.staged, worker, started), (task.multiplied, worker, done)]);
         }
     }
     changes.sort_by_key(|&(at, ..)| at);

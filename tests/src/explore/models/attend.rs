@@ -1,5 +1,5 @@
 //! The ring under an attention task: `tile_take`, `attend`, `write_partials` and the end of `op_attention`. Warps walk the stages as
-//! everywhere, but they meet in the middle, and what a warp has not passed by then nobody gets another lap of.
+//! everywhere, but they meet in the middle, and what a warp has not passed by then nobody gets another wrap of.
 
 use super::super::{Model, Op, Order, Source, Word};
 use super::{Case, Unless};
@@ -172,9 +172,9 @@ fn warp_of(s: Shape, bug: Bug, warp: usize, scratch: &[Word], walk: &mut Walk<'_
 fn loader(s: Shape, stage: &[Word], full: &[usize], empty: &[usize]) -> Vec<Op> {
     let mut ops = Vec::new();
     for chunk in 0..s.rounds * s.of_task() + s.behind {
-        let (at, lap) = (chunk % s.stages, chunk / s.stages);
-        if lap > 0 {
-            ops.push(Op::Land(empty[at], (lap - 1) as u8 % 2));
+        let (at, wrap) = (chunk % s.stages, chunk / s.stages);
+        if wrap > 0 {
+            ops.push(Op::Land(empty[at], (wrap - 1) as u8 % 2));
         }
         if let Some(oldest) = chunk.checked_sub(CAP.min(s.stages)) {
             ops.push(Op::Land(full[oldest % s.stages], (oldest / s.stages) as u8 % 2));

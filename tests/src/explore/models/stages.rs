@@ -11,9 +11,9 @@ enum Bug {
     Overrun,
     /// Counts one arrival less than there are warps.
     PartialEmpty,
-    /// The loader's first lap parity is the other one.
+    /// The loader's first wrap parity is the other one.
     LoaderParity,
-    /// A warp's first parity is the other one: a lap ahead.
+    /// A warp's first parity is the other one: a wrap ahead.
     WarpParity,
     /// A warp frees stages that it multiplies nothing of without having seen them land.
     SkipsArrival,
@@ -38,9 +38,9 @@ fn loader(s: Shape, bug: Bug, stage: &[usize], full: &[usize], empty: &[usize]) 
     let mut ops = Vec::new();
     let (mut oldest, mut in_flight) = (0, 0);
     for chunk in 0..s.chunks {
-        let (at, lap) = (chunk % s.stages, chunk / s.stages);
-        if lap > 0 {
-            let parity = (lap - 1 + usize::from(bug == Bug::LoaderParity)) as u8 % 2;
+        let (at, wrap) = (chunk % s.stages, chunk / s.stages);
+        if wrap > 0 {
+            let parity = (wrap - 1 + usize::from(bug == Bug::LoaderParity)) as u8 % 2;
             ops.unless(bug == Bug::Overrun, Op::Land(empty[at], parity));
         }
         while in_flight >= s.cap {
@@ -70,10 +70,13 @@ fn ring(s: Shape, bug: Bug) -> Model {
     for warp in 0..s.warps {
         let mut ops = Vec::new();
         for chunk in 0..s.chunks {
-            let (at, lap) = (chunk % s.stages, chunk / s.stages);
+            let (at, wrap) = (chunk % s.stages, chunk / s.stages);
             let ahead = usize::from(bug == Bug::WarpParity && warp == 0);
             let skips = bug == Bug::SkipsArrival && warp == 1;
-            ops.unless(skips || bug == Bug::NoArrival, Op::Land(full[at], (lap + ahead) as u8 % 2));
+            ops.unless(
+                skips || bug == Bug::NoArrival,
+                Op::Land(full[at], (wrap + ahead) as u8 % 2),
+            );
             let read = Op::Read(stage[at], Order::Relaxed, chunk as u32 + 1);
             if bug == Bug::EarlyFree {
                 ops.extend([Op::Arrive(empty[at]), read]);
@@ -105,7 +108,7 @@ enum KeysBug {
 /// its own row in its place, frees the stage, and the next copy comes.
 fn keys(bug: KeysBug) -> Model {
     let mut m = Model::default();
-    let (row, go, begun, stage) =
+    let (row, go, started, stage) =
         (m.word("cache row"), m.word("go"), m.word("begun"), m.word("stage"));
     let (full, empty) = (m.barrier("full", 1), m.barrier("empty", 1));
     m.thread(
@@ -116,11 +119,11 @@ fn keys(bug: KeysBug) -> Model {
     if bug == KeysBug::NoBlockFence {
         begins.pop();
     }
-    begins.push(Op::Write(begun, Order::Relaxed, 1));
+    begins.push(Op::Write(started, Order::Relaxed, 1));
     m.thread("thread0", begins);
     let mut loads = Vec::new();
     if bug != KeysBug::NoBegun {
-        loads.extend([Op::Poll(begun, Order::Relaxed, Until::AtLeast(1)), Op::Fence]);
+        loads.extend([Op::Poll(started, Order::Relaxed, Until::AtLeast(1)), Op::Fence]);
     }
     loads.unless(bug == KeysBug::NoProxyFence, Op::ProxyFence);
     loads.extend([Op::Expect(full), Op::Copy(Source::Word(row), stage, full)]);
@@ -179,7 +182,7 @@ pub fn cases() -> Vec<Case> {
             ring(two, Bug::LoaderParity),
             reads,
         ),
-        Case::fails("stages: a warp's parity is a lap ahead", ring(two, Bug::WarpParity), reads),
+        Case::fails("stages: a warp's parity is a wrap ahead", ring(two, Bug::WarpParity), reads),
         Case::fails(
             "stages: a warp frees what it has not seen land",
             ring(two, Bug::SkipsArrival),

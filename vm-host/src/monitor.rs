@@ -10,7 +10,7 @@ use crate::ring::RingHost;
 
 /// A look at the ring from beside the thread that drives the machine, which may be stuck in a call of the driver. It keeps the ring's
 /// memory.
-pub struct Lookout {
+pub struct Monitor {
     ring: RingHost,
     workers: u32,
     launch: u64,
@@ -18,7 +18,7 @@ pub struct Lookout {
     _block: Arc<HostBuffer>, // the ring's memory: dropped after it
 }
 
-impl Lookout {
+impl Monitor {
     /// Of this ring, whose memory is kept.
     pub(crate) fn new(
         ring: RingHost,
@@ -74,8 +74,8 @@ impl Lookout {
 
     /// What a worker last said of itself.
     #[must_use]
-    pub fn pulse(&self, worker: u32) -> abi::Pulse {
-        self.ring.pulse(worker)
+    pub fn worker_heartbeat(&self, worker: u32) -> abi::WorkerHeartbeat {
+        self.ring.worker_heartbeat(worker)
     }
 
     /// Whether a command is under way that waits for weights.

@@ -128,7 +128,7 @@ pub(crate) enum Command {
         amk generate --model DIR --prompt \"What is 2 + 2?\" --chat\n  \
         amk generate --model DIR --prompt \"Once\" --temperature 0.8 --top-p 0.95 --seed 7\n  \
         amk generate --model toy --tokens 1,2,3 --device eval --logits logits.safetensors\n\n\
-        --device cpu runs the lowered program on the reference machine, eval the graph with no schedule, cuda the megakernel.\n\
+        --device cpu runs the lowered program on the reference VM, eval the graph with no schedule, cuda the megakernel.\n\
         With cuda the device chooses; with --logprobs or --logits it sends its logits and the host chooses.\n\
         --tokens continues for exactly --max-new-tokens tokens unless --stop is given; --prompt also stops at the model's end tokens."
     )]
@@ -137,7 +137,7 @@ pub(crate) enum Command {
     #[command(
         after_help = "Examples:\n  amk serve --model DIR\n  amk serve --model smollm2-135m --device eval --addr 127.0.0.1:9000\n\n\
         Standard output carries one document, with the address, once requests are taken. Ctrl-C lets requests under way finish, at most\n\
-        10 s; a second one breaks them off. --device eval runs the graph, cpu the lowered program on the reference machine, cuda the\n\
+        10 s; a second one breaks them off. --device eval runs the graph, cpu the lowered program on the reference VM, cuda the\n\
         megakernel, whose rows of logits come to the host, where tokens are chosen. docs/guide/serving.md has the fields of a request."
     )]
     Serve(ServeArgs),
@@ -157,7 +157,7 @@ pub(crate) enum Command {
     #[command(
         after_help = "Examples:\n  amk bundle corpus/schedules/h200/*/*.bundle.json\n  amk bundle mine.json --reference\n\n\
         Refuses an edited file (exit code 4), a schedule that is illegal or lowers to another program now, and figures that do not\n\
-        follow from the samples. Small models are run on the reference machine too. A bundle of another kernel build is `stale`: it is\n\
+        follow from the samples. Small models are run on the reference VM too. A bundle of another kernel build is `stale`: it is\n\
         shown with the build that it is of, and is no failure without --current."
     )]
     Bundle(BundleArgs),
@@ -274,7 +274,7 @@ pub(crate) enum DeviceChoice {
     /// The GPU if there is one, else the CPU.
     #[default]
     Auto,
-    /// The reference machine; latencies are predicted.
+    /// The reference VM; latencies are predicted.
     Cpu,
     /// The GPU; an error without one.
     Cuda,
@@ -301,7 +301,7 @@ pub(crate) struct PlaceArgs {
     #[arg(long, value_name = "GPU")]
     #[schemars(extend("enum" = target_names()))]
     pub(crate) target: Option<String>,
-    /// What runs the model: auto (the GPU if there is one, else the CPU), cpu (the reference machine; latencies are predicted) or cuda.
+    /// What runs the model: auto (the GPU if there is one, else the CPU), cpu (the reference VM; latencies are predicted) or cuda.
     #[arg(long, value_enum, default_value_t = DeviceChoice::Auto)]
     #[serde(default)]
     #[schemars(with = "Option<String>", extend("enum" = ["auto", "cpu", "cuda"], "type" = "string"))]
@@ -557,7 +557,7 @@ pub(crate) struct BundleArgs {
     /// Where the model is. Default: the name that the bundle has.
     #[arg(long, value_name = "DIR|PRESET")]
     pub(crate) model: Option<String>,
-    /// Run the program on the reference machine whatever the model's size.
+    /// Run the program on the reference VM whatever the model's size.
     #[arg(long)]
     pub(crate) reference: bool,
     /// Fail (exit code 1) where the kernel or the program that was measured is not this build's.

@@ -101,7 +101,7 @@ impl Context {
         Ok(lower::lower(&valid, graph, target, self.lower_options())?)
     }
 
-    /// The gate of this model, on inputs of so many positions, or on those that the reference machine runs. What is expected is computed here.
+    /// The gate of this model, on inputs of so many positions, or on those that the reference VM runs. What is expected is computed here.
     pub(crate) fn gate<'a>(
         &'a self,
         seed: u64,

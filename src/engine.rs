@@ -130,7 +130,7 @@ pub(crate) fn graph(context: &Context) -> impl Engine {
     Hosted { begin, run, sequences: BTreeMap::new() }
 }
 
-/// The lowered program on the reference machine: `--device cpu`.
+/// The lowered program on the reference VM: `--device cpu`.
 pub(crate) fn reference<'a>(
     context: &'a Context,
     program: &'a Verified<Program>,

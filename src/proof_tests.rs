@@ -84,7 +84,7 @@ fn a_whole_bundle_holds_and_says_what_was_checked() {
     let checked: Vec<&str> =
         row["checked"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
     assert_eq!(checked.len(), 4, "{checked:?}");
-    assert!(checked[3].contains("reference machine"), "{checked:?}");
+    assert!(checked[3].contains("reference VM"), "{checked:?}");
     assert!(said.contains("another kernel") && said.contains("NVIDIA H200"), "{said}");
 }
 

@@ -2,7 +2,7 @@
 //! becomes of the process, every sequence's tokens are kept and go on in the next one; every token is held against the reference.
 //!
 //! `AMK_SOAK_SECONDS=3600` says for how long, `AMK_SOAK_SEED` what is drawn. `AMK_SOAK_DEVICE=cuda` drives the GPU that is here through
-//! `amk device-child`; else this binary again is the device, on the reference machine.
+//! `amk device-child`; else this binary again is the device, on the reference VM.
 #![cfg(unix)]
 
 use std::collections::{BTreeMap, VecDeque};
@@ -384,7 +384,7 @@ impl<'a> Soak<'a> {
     }
 }
 
-/// A process that is stopped is given up after these. A card needs its time to boot; the reference machine has nothing to bring anywhere.
+/// A process that is stopped is given up after these. A card needs its time to boot; the reference VM has nothing to bring anywhere.
 fn limits(card: bool) -> Limits {
     let limits = Limits::default();
     if card {

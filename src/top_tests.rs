@@ -1,4 +1,4 @@
-//! Figures against what was sent: a server on the reference machine, `amk top --once --json` and `/metrics`. Prometheus's own parser reads the
+//! Figures against what was sent: a server on the reference VM, `amk top --once --json` and `/metrics`. Prometheus's own parser reads the
 //! latter, and a terminal shows the former, in `tests/serve/client.py`.
 
 use std::io::Read;

@@ -68,7 +68,7 @@ struct Allowance {
 }
 
 impl Allowance {
-    /// The reference machine: a word may be rounded for its tag, and sums of so many products run in another order.
+    /// The reference VM: a word may be rounded for its tag, and sums of so many products run in another order.
     fn reference(longest: usize) -> Self {
         let sum = 8.0 * 2f64.powi(-24) * (longest.max(1) as f64).sqrt();
         Self { word: 2f64.powi(abi::TAG_BITS as i32 - 24), sum, score: sum }
@@ -109,7 +109,7 @@ pub struct Examiner<'a> {
 }
 
 impl<'a> Examiner<'a> {
-    /// For the reference machine.
+    /// For the reference VM.
     ///
     /// # Errors
     /// If the graph cannot be evaluated.

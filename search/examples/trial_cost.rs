@@ -38,7 +38,7 @@ fn main() {
         let changed: Vec<_> =
             search::changes(&default, &config).iter().map(|c| c.knob.path()).collect();
         println!(
-            "lower and verify {:5.1} ms, reference machine {:7.1} ms, agrees: {agrees}, {changed:?}",
+            "lower and verify {:5.1} ms, reference VM {:7.1} ms, agrees: {agrees}, {changed:?}",
             lowered.as_secs_f64() * 1e3,
             (begin.elapsed() - lowered).as_secs_f64() * 1e3,
         );

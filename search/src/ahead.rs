@@ -1,6 +1,6 @@
 //! Work that is done before it is asked for, on threads beside the search.
 //!
-//! While a device runs and times one candidate, the next ones can be lowered, verified and run on the reference machine: what comes of
+//! While a device runs and times one candidate, the next ones can be lowered, verified and run on the reference VM: what comes of
 //! that follows from the schedule alone. Which schedules come next is a guess, namely that the trial under way is reverted. A guess
 //! decides nothing: the search asks for the candidates that it proposes itself, and finds some of them done. So the trials are the
 //! same with any number of threads, and with none.
@@ -24,7 +24,7 @@ const LOWERED_MAX: usize = 64;
 /// A schedule as it lowers, or why it does not.
 pub(crate) type Lowered = Result<Candidate, Dropped>;
 
-/// What the reference machine found, and how many seconds that took it by the clock of whoever asked.
+/// What the reference VM found, and how many seconds that took it by the clock of whoever asked.
 #[derive(Clone)]
 pub(crate) struct Judged {
     pub(crate) found: Result<Agreement<Reference>, Dropped>,
@@ -47,7 +47,7 @@ struct State {
     /// What the next trials are guessed from, the most urgent first. Those of an earlier trial have another serial number.
     guesses: VecDeque<Guess>,
     serial: u64,
-    /// Guessed candidates that the reference machine has not run, in the order in which they may be asked for.
+    /// Guessed candidates that the reference VM has not run, in the order in which they may be asked for.
     waiting: VecDeque<Candidate>,
     over: bool,
 }
@@ -120,19 +120,19 @@ impl<'a> Ahead<'a> {
         })
     }
 
-    /// Whether the reference machine has run a program already.
+    /// Whether the reference VM has run a program already.
     pub(crate) fn is_judged(&self, program_id: &str) -> bool {
         self.lock().judged.get(program_id).is_some_and(|cell| cell.get().is_some())
     }
 
-    /// Seconds that the reference machine took for a program that it has run.
+    /// Seconds that the reference VM took for a program that it has run.
     pub(crate) fn seconds(&self, program_id: &str) -> f64 {
         let state = self.lock();
         let judged = state.judged.get(program_id).and_then(|cell| cell.get());
         judged.map_or(0.0, |judged| judged.seconds)
     }
 
-    /// Runs a candidate on the reference machine. Equal programs are run once.
+    /// Runs a candidate on the reference VM. Equal programs are run once.
     pub(crate) fn judge(&self, candidate: &Candidate, clock: Clock) -> Judged {
         self.get(
             |s| &mut s.judged,
@@ -210,7 +210,7 @@ impl<'a> Ahead<'a> {
 pub(crate) struct Helpers<'a>(Arc<Ahead<'a>>);
 
 impl<'a> Helpers<'a> {
-    /// Starts `helpers` threads, each with `threads` more for the reference machine. Where the system has none to give, nothing is done ahead.
+    /// Starts `helpers` threads, each with `threads` more for the reference VM. Where the system has none to give, nothing is done ahead.
     pub(crate) fn start<'scope>(
         ahead: &Arc<Ahead<'a>>,
         scope: &'scope Scope<'scope, '_>,

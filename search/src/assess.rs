@@ -22,7 +22,7 @@ const FIRST_STAGE: usize = 24;
 pub struct Assessed {
     /// The candidate.
     pub candidate: Candidate,
-    /// It agrees on the reference machine.
+    /// It agrees on the reference VM.
     pub reference: Agreement<Reference>,
     /// What the cost model says of it.
     pub predicted: Predicted,
@@ -30,7 +30,7 @@ pub struct Assessed {
     pub on_device: Option<Agreement<OnDevice>>,
 }
 
-/// A candidate that agrees on the reference machine and, once, on the device, at the positions of the first stage or at all. It may be
+/// A candidate that agrees on the reference VM and, once, on the device, at the positions of the first stage or at all. It may be
 /// timed, and all that its time can do is to give it up: nothing but an [`Assessed`] is ever kept.
 #[derive(Debug)]
 pub(crate) struct Screened {
@@ -139,7 +139,7 @@ pub(crate) fn describe(candidate: &Candidate, verdict: &mut Verdict) {
     verdict.passed("verify", "no deadlock, no race, every tile once, within every limit");
 }
 
-/// Runs the candidate on the reference machine and, if there is one, on the device, at every position and twice.
+/// Runs the candidate on the reference VM and, if there is one, on the device, at every position and twice.
 ///
 /// # Errors
 /// Why the candidate is out.
@@ -160,7 +160,7 @@ pub fn assess(
     complete(gate, device, screened, verdict)
 }
 
-/// Runs the candidate on the reference machine and at the first positions on the device.
+/// Runs the candidate on the reference VM and at the first positions on the device.
 pub(crate) fn screen(
     gate: &mut Gate<'_>,
     device: &mut dyn Device,
@@ -243,7 +243,7 @@ fn passed_reference(
     let block = candidate.config.tiling.attention.kv_block as usize;
     if keys <= block {
         verdict.notes.push(format!(
-            "the reference machine attended to {keys} keys, not more than one block of {block}"
+            "the reference VM attended to {keys} keys, not more than one block of {block}"
         ));
     }
 }

@@ -361,7 +361,7 @@ impl Audit {
         }
         proven(&confirmation.verdict)?;
         if confirmation.positions == 0 {
-            return Err("it ran no position on the reference machine".to_owned());
+            return Err("it ran no position on the reference VM".to_owned());
         }
         if confirmation.samples_us.is_empty() {
             return self.confirmed_without_samples(champion, confirmation);

@@ -237,7 +237,7 @@ impl<'d, 'a> Card<'d, 'a> {
         }
     }
 
-    /// Seconds that the reference machine took for this trial's program, ahead or now; none if an earlier trial had the same one.
+    /// Seconds that the reference VM took for this trial's program, ahead or now; none if an earlier trial had the same one.
     fn reference_s(&self, job: &Job, program_id: &str) -> f64 {
         if job.is_known_program { 0.0 } else { self.gate.ahead.seconds(program_id) }
     }

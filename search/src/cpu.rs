@@ -1,4 +1,4 @@
-//! What judging a candidate takes before a device is asked: rules, lowering and the reference machine. All of it follows from the
+//! What judging a candidate takes before a device is asked: rules, lowering and the reference VM. All of it follows from the
 //! schedule and the model alone, and every thread of a search may do it.
 
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use crate::device::{Device, DeviceError, Handle, ProgramGuard, Ran};
 use crate::dropped::Dropped;
 use crate::expected::{Expected, affordable, draw_tokens};
 
-/// Weight bytes that the reference machine may read for the champion of a search, which is run on longer and fresh tokens.
+/// Weight bytes that the reference VM may read for the champion of a search, which is run on longer and fresh tokens.
 const THOROUGH_BYTES: u64 = 24 << 30;
 
-/// Bytes of products that the reference machine keeps from one candidate to the next.
+/// Bytes of products that the reference VM keeps from one candidate to the next.
 const PRODUCTS_BYTES: usize = 1 << 30;
 
 /// Names the kernel build of a kernel config.

@@ -34,7 +34,7 @@ struct Start<'a> {
     gate: Gate<'a>,
     settings: Arc<Settings>,
     clock: Clock,
-    /// For the reference machine.
+    /// For the reference VM.
     threads: usize,
 }
 

@@ -121,7 +121,7 @@ impl Gate<'_> {
         Ok(if same { found } else { found.as_race(program) })
     }
 
-    /// Judges what a device left in its buffers beside a reference machine that made the same steps.
+    /// Judges what a device left in its buffers beside a reference VM that made the same steps.
     fn among_buffers(
         &self,
         program: &Verified<Program>,
@@ -136,13 +136,13 @@ impl Gate<'_> {
         let (Ok(examiner), Ok(mut machine)) =
             (Examiner::of_device(cpu.graph, cpu.weights), cpu.machine(program))
         else {
-            return none("the reference machine does not run it");
+            return none("the reference VM does not run it");
         };
         let Some((&token, before)) = tokens.split_last() else { return none("nothing was run") };
         let ran =
             machine.run(before, Order::Waves).and_then(|_| machine.traced(token, Order::Waves));
         let Ok((Run::Finished(_), fired)) = ran else {
-            return none("the reference machine does not run it");
+            return none("the reference VM does not run it");
         };
         let (left, overwritten) = left_in(program, &fired, buffers, logits);
         let said = match overwritten {

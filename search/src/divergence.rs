@@ -51,7 +51,7 @@ impl std::fmt::Display for TaskAt {
     }
 }
 
-/// The first task that went wrong, in the order in which the reference machine runs the program.
+/// The first task that went wrong, in the order in which the reference VM runs the program.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct FirstDivergence {
     /// wrong, race or halted.

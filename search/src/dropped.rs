@@ -19,14 +19,14 @@ pub enum Dropped {
     /// The schedule is legal and cannot be lowered.
     #[error("{0}")]
     Unloadable(LowerError),
-    /// The reference machine cannot run the lowered program.
-    #[error("the reference machine cannot run it: {0}")]
+    /// The reference VM cannot run the lowered program.
+    #[error("the reference VM cannot run it: {0}")]
     Unrunnable(#[from] MachineError),
     /// The graph gives nothing to judge by on these tokens.
     #[error("the graph cannot be evaluated: {0}")]
     Unevaluated(ExpectedError),
-    /// The program trapped, got stuck or used up its fuel on the reference machine.
-    #[error("on the reference machine: {}", ended(.0))]
+    /// The program trapped, got stuck or used up its fuel on the reference VM.
+    #[error("on the reference VM: {}", ended(.0))]
     Halted(Run),
     /// The program chose another token than its own logits say.
     #[error("token {got} was chosen at position {position} where the logits say {want}")]

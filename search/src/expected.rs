@@ -1,6 +1,6 @@
 //! The inputs of the gate and what the graph makes of them, with no schedule: what every executor is compared with.
 //!
-//! The reference machine runs two stretches of positions. The **near** one begins at position zero with an empty cache. The **far** one
+//! The reference VM runs two stretches of positions. The **near** one begins at position zero with an empty cache. The **far** one
 //! takes over a cache that somebody else filled, so that many keys, many blocks of them and large angles cost no more than two steps
 //! of the weights. How much is allowed is found with the values: each stretch is evaluated a second time with rounded hand-offs
 //! (docs/explanation/tolerances.md).
@@ -15,10 +15,10 @@ use reference_vm::{Fired, Order};
 use crate::dropped::{Dropped, ExpectedError};
 use crate::propose::generator;
 
-/// Weight bytes that the reference machine may read for one candidate: what decides how many positions it runs.
+/// Weight bytes that the reference VM may read for one candidate: what decides how many positions it runs.
 const REFERENCE_BYTES: u64 = 2 << 30;
 
-/// Positions that the reference machine runs at least. With six, single elements of a last layer whose input is small at all of them passed
+/// Positions that the reference VM runs at least. With six, single elements of a last layer whose input is small at all of them passed
 /// with nine tenths of a tolerance (docs/explanation/trust.md); with eight none did.
 const REFERENCE_POSITIONS_MIN: usize = 8;
 
@@ -59,7 +59,7 @@ pub struct Expected {
     pub tokens: Vec<u32>,
     /// Logits of every position.
     pub logits: Vec<Vec<f32>>,
-    /// Positions from zero that a candidate runs on the reference machine.
+    /// Positions from zero that a candidate runs on the reference VM.
     pub reference_positions: usize,
     /// How far the logits of a device may be off.
     pub on_device: Tolerance,
@@ -67,7 +67,7 @@ pub struct Expected {
     far: Option<Stretch>,
 }
 
-/// Positions in a row that the reference machine runs.
+/// Positions in a row that the reference VM runs.
 #[derive(Debug)]
 struct Stretch {
     first: usize,
@@ -89,7 +89,7 @@ struct Allowed {
 }
 
 impl Expected {
-    /// Draws tokens from the seed and evaluates the graph on them: as many as the reference machine can afford, or as a device is to
+    /// Draws tokens from the seed and evaluates the graph on them: as many as the reference VM can afford, or as a device is to
     /// run ([`POSITIONS_MAX`] unless there is a reason).
     ///
     /// # Errors
@@ -104,7 +104,7 @@ impl Expected {
         Self::within(graph, weights, kv_capacity, seed, on_device, REFERENCE_BYTES)
     }
 
-    /// As [`new`](Self::new), with so many weight bytes that the reference machine may read for one candidate: with few, what a search of
+    /// As [`new`](Self::new), with so many weight bytes that the reference VM may read for one candidate: with few, what a search of
     /// a large model gets.
     ///
     /// # Errors
@@ -140,7 +140,7 @@ impl Expected {
         Ok(expected)
     }
 
-    /// Evaluates the graph on these tokens, all of which a candidate runs on the reference machine.
+    /// Evaluates the graph on these tokens, all of which a candidate runs on the reference VM.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -153,7 +153,7 @@ impl Expected {
         Self::of_tokens(graph, weights, tokens, positions)
     }
 
-    /// Evaluates the graph on these tokens; a candidate runs the first `reference_positions` on the reference machine, and no others.
+    /// Evaluates the graph on these tokens; a candidate runs the first `reference_positions` on the reference VM, and no others.
     pub(crate) fn of_tokens(
         graph: &Graph,
         weights: &dyn Weights,
@@ -176,12 +176,12 @@ impl Expected {
         std::iter::once(&self.near).chain(&self.far)
     }
 
-    /// The tokens that a candidate is fed on the reference machine.
+    /// The tokens that a candidate is fed on the reference VM.
     pub fn reference_tokens(&self) -> impl Iterator<Item = u32> {
         self.stretches().flat_map(|stretch| &stretch.tokens).copied()
     }
 
-    /// Where a candidate is run on the reference machine, for reports.
+    /// Where a candidate is run on the reference VM, for reports.
     #[must_use]
     pub fn reference_scope(&self) -> String {
         let near = format!("{} positions", self.reference_positions);
@@ -191,7 +191,7 @@ impl Expected {
         }
     }
 
-    /// The least and the most that any row may be off on the reference machine, as a share of its greatest magnitude.
+    /// The least and the most that any row may be off on the reference VM, as a share of its greatest magnitude.
     #[must_use]
     pub fn allowed(&self) -> [f64; 2] {
         let all = self.stretches().flat_map(|stretch| {
@@ -201,7 +201,7 @@ impl Expected {
         all.fold([f64::INFINITY, 0.0], |[least, most], rel| [least.min(rel), most.max(rel)])
     }
 
-    /// Most keys that a candidate attends to on the reference machine.
+    /// Most keys that a candidate attends to on the reference VM.
     #[must_use]
     pub fn reference_keys(&self) -> usize {
         self.stretches().map(|stretch| stretch.first + stretch.tokens.len()).max().unwrap_or(0)

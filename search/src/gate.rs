@@ -26,11 +26,11 @@ const TIMED_TOKENS: usize = 8;
 /// Everything that candidates are judged by.
 pub struct Gate<'a> {
     context: Option<u32>,
-    /// Threads for the reference machine beside the device; none: those of whoever calls.
+    /// Threads for the reference VM beside the device; none: those of whoever calls.
     pool: Option<Arc<ThreadPool>>,
     /// The part that needs no device, with what it found so far.
     pub(crate) ahead: Arc<Ahead<'a>>,
-    /// Seconds so far in which a device that had done its part waited for the reference machine, by the clock of those who asked for
+    /// Seconds so far in which a device that had done its part waited for the reference VM, by the clock of those who asked for
     /// [`first`](Self::first).
     pub(crate) waited_s: f64,
 }
@@ -58,7 +58,7 @@ impl<'a> Gate<'a> {
         Self { context: self.context, pool, ahead, waited_s: 0.0 }
     }
 
-    /// Runs the reference machine on threads of its own. Where several devices share what is known, each needs them: a thread that waits
+    /// Runs the reference VM on threads of its own. Where several devices share what is known, each needs them: a thread that waits
     /// for its part of a program must not take up the same program for another device, which waits for the first.
     pub(crate) fn with_pool(self, pool: ThreadPool) -> Self {
         Self { pool: Some(Arc::new(pool)), ..self }
@@ -97,7 +97,7 @@ impl<'a> Gate<'a> {
         self.ahead.cpu.lower(self.ahead.cpu.validate(config)?)
     }
 
-    /// Runs the program on the reference machine. Equal programs are run once.
+    /// Runs the program on the reference VM. Equal programs are run once.
     ///
     /// # Errors
     /// If it traps, gets stuck or disagrees.
@@ -105,7 +105,7 @@ impl<'a> Gate<'a> {
         self.ahead.judge(candidate, no_clock).found
     }
 
-    /// Runs the program on the reference machine, unless that was done ahead, and does something else meanwhile.
+    /// Runs the program on the reference VM, unless that was done ahead, and does something else meanwhile.
     pub(crate) fn judge_beside<R>(
         &mut self,
         candidate: &Candidate,

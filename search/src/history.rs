@@ -21,7 +21,7 @@ const DRAWS_MAX: usize = 20_000;
 /// Legal draws that are lowered for one trial before the space counts as exhausted.
 const LOWERED_MAX: u32 = 256;
 
-/// Trials that are guessed: far enough that what the reference machine takes long for is begun early.
+/// Trials that are guessed: far enough that what the reference VM takes long for is begun early.
 const GUESSED: u64 = 16;
 
 /// Trials that are guessed for the case that the one under way is kept.

@@ -1,7 +1,7 @@
 //! Propose, gate, measure, keep or revert.
 //!
 //! A trial in one line: a schedule is **proposed**, **validated**, **lowered** and **verified**, agrees with the graph on the
-//! **reference machine**, agrees on the **device**, is **timed** against the incumbent, and is **kept**, **reverted** or found
+//! **reference VM**, agrees on the **device**, is **timed** against the incumbent, and is **kept**, **reverted** or found
 //! **inconclusive**. Without a device the cost model's prediction is compared instead; the two kinds never meet.
 //!
 //! **Promises.** Pure: no IO, clock or environment; seeds and time are arguments, so equal inputs give equal trials, with any number of

@@ -78,7 +78,7 @@ impl Latency {
     }
 }
 
-/// A latency that the cost model predicts, for a program that agrees on the reference machine. Never compared with a [`Latency`].
+/// A latency that the cost model predicts, for a program that agrees on the reference VM. Never compared with a [`Latency`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Predicted {
     us: f64,

@@ -1,4 +1,4 @@
-//! A recorded trial, done again: the same program from the schedule, the same values on the reference machine, the same latency.
+//! A recorded trial, done again: the same program from the schedule, the same values on the reference VM, the same latency.
 //!
 //! Everything that needs no device is repeated exactly. A time is not: on the card, driver and compiler that it was measured on it is
 //! measured again, and the recorded median must lie in the new interval, widened by the noise floor of the recorded search. Whether
@@ -110,7 +110,7 @@ fn was(recorded: Option<&str>) -> String {
     recorded.map_or_else(|| "recorded: none,".to_owned(), |id| format!("recorded {id},"))
 }
 
-/// The reference machine agrees with the graph or not, as it did; where its errors are on record, they are the same bits.
+/// The reference VM agrees with the graph or not, as it did; where its errors are on record, they are the same bits.
 fn reference(gate: &Gate<'_>, trial: &Trial, verdict: &Verdict, dropped: Option<Dropped>) -> Stage {
     let agreed = |verdict: &Verdict| {
         verdict.gates.iter().any(|gate| gate.gate == "reference" && gate.passed)

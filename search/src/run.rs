@@ -153,7 +153,7 @@ impl<'a> Search<'a> {
         search
     }
 
-    /// Lowers the schedules that are likely to come next, and runs them on the reference machine, beside the trial under way: with so many
+    /// Lowers the schedules that are likely to come next, and runs them on the reference VM, beside the trial under way: with so many
     /// helpers, of so many threads each, which end with the search. They decide nothing: the trials are the same without them.
     #[must_use]
     pub fn with_helpers<'scope>(

@@ -51,7 +51,7 @@ pub enum Outcome {
     Rejected,
     /// Legal, but it cannot be lowered.
     Unloadable,
-    /// The program gets stuck or traps on the reference machine.
+    /// The program gets stuck or traps on the reference VM.
     Broken,
     /// Wrong values.
     Disagreed,
@@ -149,12 +149,12 @@ pub struct Spent {
     pub propose_s: f64,
     /// Lowering and verifying, those included that repeat a trial.
     pub lower_s: f64,
-    /// The gates: reference machine and device, which run side by side in the first stage.
+    /// The gates: reference VM and device, which run side by side in the first stage.
     pub gates_s: f64,
-    /// The part of that in which the device waited for the reference machine.
+    /// The part of that in which the device waited for the reference VM.
     #[serde(default)]
     pub waiting_s: f64,
-    /// The reference machine's own seconds, which may be from before the trial began: helpers work ahead.
+    /// The reference VM's own seconds, which may be from before the trial began: helpers work ahead.
     pub reference_s: f64,
     /// Timing against the incumbent.
     pub timing_s: f64,
@@ -223,7 +223,7 @@ pub struct Confirmation {
     pub decision: Decision,
     /// Why, in one line.
     pub why: String,
-    /// Positions that the reference machine ran on fresh tokens.
+    /// Positions that the reference VM ran on fresh tokens.
     pub positions: usize,
     /// Share of its time that it saves over the baseline.
     pub gain: Option<Interval>,

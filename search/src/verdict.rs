@@ -27,7 +27,7 @@ pub const VERDICT_SCHEMA: &str = "amk.verdict.v1";
 pub enum LatencyKind {
     /// A device ran the program, agreed, and was timed.
     MeasuredGpu,
-    /// The cost model said so, for a program that agrees on the reference machine.
+    /// The cost model said so, for a program that agrees on the reference VM.
     Predicted,
 }
 
@@ -61,7 +61,7 @@ pub struct Verdict {
     pub rejected_reason: Option<String>,
     /// Every violation of a rule, with its place, value, legal range and a suggestion.
     pub violations: Vec<Value>,
-    /// Agrees with the evaluated graph, on the reference machine and, where there is one, on the device.
+    /// Agrees with the evaluated graph, on the reference VM and, where there is one, on the device.
     pub correct: bool,
     /// Largest difference of a logit.
     pub max_abs_err: Option<f64>,

@@ -188,7 +188,7 @@ pub(crate) enum LandscapeCommand {
     #[command(
         after_help = "Examples:\n  amk landscape record --model smollm2-135m --grid corpus/landscapes/smollm2-135m.grid.json --device cuda --out smollm2.jsonl\n  \
         amk landscape record --model qwen3-0.6b --grid corpus/landscapes/qwen3-0.6b.grid.json --out qwen.jsonl --resume\n\n\
-        Each point agrees on the reference machine and, at the timed positions, on the device before it is timed. Rows are written as they\n\
+        Each point agrees on the reference VM and, at the timed positions, on the device before it is timed. Rows are written as they\n\
         come; Ctrl-C ends the run with exit code 130 and --resume goes on. Failed points are rows too."
     )]
     Record(RecordArgs),

@@ -14,7 +14,7 @@ use crate::{files, report};
 
 const BYTES_MAX: u64 = 16 << 20;
 
-/// Models up to so many bytes of weights are run on the reference machine without being asked: some seconds on two cores.
+/// Models up to so many bytes of weights are run on the reference VM without being asked: some seconds on two cores.
 const REFERENCE_BYTES_MAX: usize = 600 << 20;
 
 pub(crate) fn run(args: &BundleArgs) -> Outcome {
@@ -136,7 +136,7 @@ fn refused(refusal: &Refusal) -> Refusing {
     (exit, refusal.to_string())
 }
 
-/// Runs the program on the reference machine, as the gate of a search does.
+/// Runs the program on the reference VM, as the gate of a search does.
 fn reference(context: &Context, bundle: &Bundle) -> Result<Result<String, String>, Failure> {
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let gate = context.gate(bundle.seed, None, &kernel_id)?;
@@ -145,7 +145,7 @@ fn reference(context: &Context, bundle: &Bundle) -> Result<Result<String, String
     Ok(match assessed {
         Ok(_) => {
             let scope = gate.expected().reference_scope();
-            Ok(format!("it agrees with the graph on the reference machine at {scope}"))
+            Ok(format!("it agrees with the graph on the reference VM at {scope}"))
         }
         Err(dropped) => Err(dropped.to_string()),
     })

@@ -35,7 +35,7 @@ pub(crate) fn run() -> Outcome {
 
 fn cores() -> Check {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    Check::new("cpu", true, format!("{cores} cores for the reference machine"))
+    Check::new("cpu", true, format!("{cores} cores for the reference VM"))
 }
 
 fn memory() -> Check {

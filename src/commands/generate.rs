@@ -1,4 +1,4 @@
-//! `amk generate`: continues a prompt, on the reference machine, the graph or the GPU.
+//! `amk generate`: continues a prompt, on the reference VM, the graph or the GPU.
 
 use std::collections::HashMap;
 use std::path::Path;

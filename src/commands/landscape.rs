@@ -1,4 +1,4 @@
-//! `amk landscape record`: points are lowered and run on the reference machine by as many threads as there are cores, and the device never
+//! `amk landscape record`: points are lowered and run on the reference VM by as many threads as there are cores, and the device never
 //! waits for one of them if it can help it. Points of one kernel follow each other.
 
 use std::collections::BTreeMap;

@@ -90,7 +90,7 @@ pub(crate) fn interpret(args: &InterpretArgs) -> Outcome {
     let program = files::verified(&args.file)?;
     let model = model::load(&args.model)?;
     let graph = &model.graph;
-    let working = Working::on(format!("running {} on the reference machine", graph.name));
+    let working = Working::on(format!("running {} on the reference VM", graph.name));
     let mut machine = Machine::new(&program, graph, &*model.weights).map_err(|e| {
         Failure::usage(format!("{} does not run on {}: {e}", args.file.display(), graph.name))
     })?;

@@ -65,7 +65,7 @@ fn check_task(program: &Program, (at, task): (u32, u32)) -> Result<(), Failure> 
     Err(Failure::usage(format!("--task {at}:{task}: {last}")))
 }
 
-/// Runs the reference machine as far as the task's step, and the task alone then.
+/// Runs the reference VM as far as the task's step, and the task alone then.
 fn at_position(
     context: &Context,
     args: &RerunArgs,

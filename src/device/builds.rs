@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-/// Compilers beside the search, which leaves most cores to the reference machine.
+/// Compilers beside the search, which leaves most cores to the reference VM.
 const COMPILERS: usize = 4;
 
 /// What one compilation does; its result is left where the device looks for it.

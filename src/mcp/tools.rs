@@ -103,7 +103,7 @@ pub(super) fn all(jobs: &Arc<Jobs>) -> Result<Vec<Entry>, Failure> {
         )?,
         entry::<EvaluateArgs, evaluate::Judgement>(
             "evaluate",
-            "Judges one schedule: legal, lowered, verified, equal to the graph's values on the reference machine and the GPU, then timed, or predicted without a GPU. An illegal schedule is an error with every violation; a wrong or slow one is a verdict.",
+            "Judges one schedule: legal, lowered, verified, equal to the graph's values on the reference VM and the GPU, then timed, or predicted without a GPU. An illegal schedule is an error with every violation; a wrong or slow one is a verdict.",
             Run::Judge(typed(evaluate::answer)),
             arguments::about_model,
         )?,

@@ -1,4 +1,4 @@
-//! The reference machine as a device process: what a soak kills where there is no card.
+//! The reference VM as a device process: what a soak kills where there is no card.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ fn fault(reason: impl ToString) -> DeviceError {
 impl Served for Reference<'_> {
     fn describe(&self) -> DeviceInfo {
         DeviceInfo {
-            name: "reference machine".to_owned(),
+            name: "reference VM".to_owned(),
             bandwidth: None,
             cache_bytes: 0,
             ..DeviceInfo::default()
@@ -77,7 +77,7 @@ impl Served for Reference<'_> {
         _plan: &Plan<'_>,
         _last: &mut [f32],
     ) -> Result<(Vec<[f64; 4]>, [u32; 2]), DeviceError> {
-        Err(fault("the reference machine is not timed"))
+        Err(fault("the reference VM is not timed"))
     }
 
     fn release(&mut self, _program: Handle) {}
@@ -92,7 +92,7 @@ impl Watch for Nothing {
     fn leave(&mut self) {}
 }
 
-/// Runs programs on the reference machine for the parent that started this process.
+/// Runs programs on the reference VM for the parent that started this process.
 pub(super) fn serve(subject: &Subject) {
     let open = |_: &Board| Ok(Reference { subject, program: None, fed: Vec::new() });
     remote::serve(Nothing, open).unwrap();

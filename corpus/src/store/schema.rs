@@ -229,7 +229,7 @@ const CONFIRMATIONS: Table = Table {
         measured_on Text Code, "the machine of the card that `latency_us` is of: a row of `machines`";
         decision Text At("/decision"), "`kept`, `reverted` or `inconclusive`";
         why Text At("/why"), "why, in one line";
-        positions Integer At("/positions"), "positions that the reference machine ran";
+        positions Integer At("/positions"), "positions that the reference VM ran";
         latency_us Real At("/verdict/latency_us"), "microseconds a token";
         gain_low Real At("/gain/low"), "share of the time saved over the baseline: lower end";
         gain_high Real At("/gain/high"), "upper end";

@@ -1,4 +1,4 @@
-//! What is said of candidates that a gate refuses, on devices that are the reference machine with a mistake.
+//! What is said of candidates that a gate refuses, on devices that are the reference VM with a mistake.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ enum Wrong {
     Bits,
 }
 
-/// A device that is the reference machine.
+/// A device that is the reference VM.
 struct Copy<'a> {
     graph: &'a Graph,
     weights: &'a dyn Weights,

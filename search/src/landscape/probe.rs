@@ -15,7 +15,7 @@ use crate::gate::Gate;
 use crate::measure::{Latency, median};
 use crate::trial::Outcome;
 
-/// Lowers a point and runs it on the reference machine: all that needs no device. Any number of threads may do it.
+/// Lowers a point and runs it on the reference VM: all that needs no device. Any number of threads may do it.
 ///
 /// # Errors
 /// What becomes of a point that comes no further.

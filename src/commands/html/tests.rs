@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A trial of a search on the reference machine, as the ledger keeps it, with what varies left to vary.
+/// A trial of a search on the reference VM, as the ledger keeps it, with what varies left to vary.
 fn trial(number: u64, us: f64, outcome: search::Outcome) -> Trial {
     let config: ir::schedule::ScheduleConfig = serde_json::from_value(serde_json::json!({
         "pipeline": {"stage_bytes": 16384, "stages": 8, "in_flight_bytes": 65536, "in_flight_before_wait_bytes": 65536},

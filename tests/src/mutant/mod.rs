@@ -1,6 +1,6 @@
 //! Mutants that the gate must refuse: models and programs with one mistake each, and what became of them.
 //!
-//! A mutant is run through [`Expected::examine`], which is all that the product does with a candidate on the reference machine. Whether
+//! A mutant is run through [`Expected::examine`], which is all that the product does with a candidate on the reference VM. Whether
 //! it deserved to be refused is found without the gate: by its logits on other and longer inputs ([`Base::is_equivalent`]).
 
 mod base;

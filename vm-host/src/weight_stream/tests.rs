@@ -503,7 +503,7 @@ fn weights_that_are_in_no_file_are_refused() {
     assert!(refused.is_some_and(|e| e.to_string().contains("export the model first")));
 }
 
-/// Where a command on the reference machine got to.
+/// Where a command on the reference VM got to.
 #[derive(Debug, PartialEq, Eq)]
 enum Ended {
     Done(Vec<u32>),
@@ -563,7 +563,7 @@ fn run_while_streaming(
 }
 
 #[test]
-fn a_command_on_the_reference_machine_waits_for_each_layer() {
+fn a_command_on_the_reference_vm_waits_for_each_layer() {
     let model = golden("llama3-rope-bf16");
     let start = |mishap| {
         let plan = Arc::new(plan(&model));

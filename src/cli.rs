@@ -185,7 +185,7 @@ pub(crate) enum Command {
     /// Compares predictions with measured rows: shows the errors, fits the rates.
     #[command(
         after_help = "Examples:\n  amk calibrate corpus/measurements/*.jsonl\n  amk calibrate corpus/measurements/*.jsonl --fit lower/src/cost/rates.json\n\n\
-        Exit code 1: some model is ranked worse than 0.8, or a prediction is below the floor. A fit holds out every fourth row and\n\
+        Exit code 1: some model is ranked worse than 0.8, or a prediction is below the bound. A fit holds out every fourth row and\n\
         prints both; the build includes the rates, so build again after it."
     )]
     Calibrate(CalibrateArgs),
@@ -230,7 +230,7 @@ pub(crate) enum Command {
     #[command(after_help = "Examples:\n  amk diff runs/0001/best.json runs/0002/best.json\n  \
         amk diff a.json b.json --model smollm2-135m      (and what they lower to)\n  amk diff a.amkp b.amkp")]
     Diff(DiffArgs),
-    /// Writes searches as one HTML page: progress, what was kept, the floor, each knob's effect, the machine, how to reproduce.
+    /// Writes searches as one HTML page: progress, what was kept, the bound, each knob's effect, the machine, how to reproduce.
     #[command(
         after_help = "Examples:\n  amk report runs/0001\n  amk report runs --out night.html\n\nThe page has no script and fetches nothing. A ledger that does not hold is shown as such."
     )]

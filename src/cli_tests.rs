@@ -673,7 +673,7 @@ fn without_a_gpu_bench_predicts_and_says_so() {
     assert_eq!(document["latency_kind"], "predicted");
     assert!(document["accuracy"].is_null(), "there is no device whose logits could be measured");
     assert!(ran.stderr.contains("not a measurement"));
-    for line in ["  model ", "  context ", "  amk ", "  floor ", "  torch-graph ", "  llama.cpp "] {
+    for line in ["  model ", "  context ", "  amk ", "  bound ", "  torch-graph ", "  llama.cpp "] {
         assert!(ran.stderr.contains(line), "{line:?} is not in {}", ran.stderr);
     }
     let peers = document["peers"].as_array().unwrap();
@@ -696,7 +696,7 @@ fn without_a_gpu_trace_takes_a_predicted_step_apart() {
     let step = &document["schedules"][0]["step"];
     let ns = |key: &str| step[key].as_i64().unwrap_or_else(|| panic!("{key}: {step}"));
     let bubbles = ["before", "between", "after"].map(|at| step["bubble_ns"][at].as_i64().unwrap());
-    let parts = ns("floor_ns") + ns("excess_ns") + ns("waiting_ns") + bubbles.iter().sum::<i64>();
+    let parts = ns("bound_ns") + ns("excess_ns") + ns("waiting_ns") + bubbles.iter().sum::<i64>();
     assert_eq!(parts, ns("span_ns") * ns("workers"));
     for file in files.iter().skip(1).step_by(2) {
         assert!(std::fs::metadata(folder.path().join(file)).unwrap().len() > 500, "{file}");

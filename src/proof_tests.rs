@@ -46,7 +46,7 @@ fn bundle() -> Bundle {
         program_id: program.id(),
         kernel_id: "0123456789abcdef".to_owned(),
         conditions: Conditions { card: "NVIDIA H200".to_owned(), ..Conditions::default() },
-        gates: ["validate", "lower", "verify", "reference", "device", "floor"].map(gate).to_vec(),
+        gates: ["validate", "lower", "verify", "reference", "device", "bound"].map(gate).to_vec(),
         accuracy: Proof {
             positions: 48,
             rel_err_worst: 1e-4,
@@ -231,7 +231,7 @@ fn a_calibration_says_how_good_predictions_are_and_fits_them() {
     let (code, document, said) = amk(&["calibrate", path.to_str().unwrap()]);
     assert_eq!((code, &document["holds"]), (0, &true.into()), "{said}");
     let table = &document["tables"][0]["models"]["toy at 16 on h200"];
-    assert_eq!((&table["rows"], &table["below_floor"]), (&24.into(), &0.into()));
+    assert_eq!((&table["rows"], &table["below_bound"]), (&24.into(), &0.into()));
     assert!(table["rank_correlation"].as_f64().unwrap() > 0.999, "{table}");
     assert!(table["error_median"].as_f64().unwrap() < 1e-9, "{table}");
 

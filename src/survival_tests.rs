@@ -373,7 +373,7 @@ const TAMPERINGS: [Tampering; 9] = [
         "a forged latency",
         |f| forge(f, |rows| rows[2]["verdict"]["latency_us"] = 0.001.into()),
         4,
-        "floor",
+        "bound",
     ),
     (
         "a forged outcome",

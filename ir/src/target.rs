@@ -1,7 +1,7 @@
 //! A GPU as data: what schedules, lowering and the cost model need to know of it.
 //!
 //! **Promises.** No driver call: a live device is described by whoever talks to it. A bandwidth says where it comes from, because
-//! floors and percentages are only as good as it is.
+//! bounds and percentages are only as good as it is.
 
 use serde::{Deserialize, Serialize};
 
@@ -63,7 +63,7 @@ const TABLE: &[Row] = &[
     ("b200", "sm_100a", [148, 227, 126, 1965], 8000, Datasheet),
     ("gh200", "sm_90a", [132, 227, 60, 1980], 4000, Datasheet),
     ("h20", "sm_90a", [78, 227, 60, 1980], 4000, Datasheet),
-    // Any other card of capability 9.0, until it has a row. The fastest memory of its kind, so that no measured time lies below the floor.
+    // Any other card of capability 9.0, until it has a row. The fastest memory of its kind, so that no measured time lies below the bound.
     ("sm_90", "sm_90a", [132, 227, 60, 1980], 4900, Datasheet),
 ];
 

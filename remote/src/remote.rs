@@ -177,7 +177,7 @@ impl<'a> Remote<'a> {
     fn ready(&mut self, handles: &[Handle]) -> Result<(), DeviceError> {
         if self.running.is_none() {
             let info = self.start()?;
-            // Another bandwidth would move the floors in the middle of a search; another card would move everything.
+            // Another bandwidth would move the bounds in the middle of a search; another card would move everything.
             if info.name != self.info.name {
                 let reason = format!("the device was {} and is {} now", self.info.name, info.name);
                 self.end();

@@ -78,9 +78,9 @@ pub fn refuse(verdict: &mut Verdict, dropped: &Dropped) {
         | Dropped::Sampled { .. } => "reference",
         Dropped::Disagreed { by, .. } => by,
         Dropped::Unrepeatable(_) | Dropped::Failed(_) => "device",
-        Dropped::BelowFloor(_) => "floor",
+        Dropped::BelowBound(_) => "bound",
     };
-    if gate != "floor" {
+    if gate != "bound" {
         verdict.correct = false;
     }
     verdict.failed(gate, dropped.to_string());
@@ -272,25 +272,25 @@ pub(crate) fn set_predicted(verdict: &mut Verdict, predicted: &Predicted) {
     verdict.set_latency(predicted.us(), LatencyKind::Predicted, predicted.bound_us());
 }
 
-/// The floors of a program on a device, in microseconds a token.
+/// The bounds of a program on a device, in microseconds a token.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Floors {
+pub struct Bounds {
     /// All bytes read, over the bandwidth: what percentages refer to.
     pub bound_us: f64,
     /// The same, less what the cache may hold from one token to the next: what no honest time is below.
     pub artefact_us: f64,
 }
 
-/// The floors at a position.
+/// The bounds at a position.
 #[must_use]
-pub fn floors(gate: &Gate<'_>, device: &dyn Device, candidate: &Candidate, at: u32) -> Floors {
+pub fn bounds(gate: &Gate<'_>, device: &dyn Device, candidate: &Candidate, at: u32) -> Bounds {
     let info = device.describe();
     let bandwidth = info.bandwidth.unwrap_or(gate.target().bandwidth as f64);
     let program = &candidate.program;
     let kv_bytes = program.kv_bytes(at);
     let bytes = (program.stream_bytes() + kv_bytes) as f64;
     let beyond_cache = (bytes - info.cache_bytes as f64).max(0.0);
-    Floors { bound_us: bytes / bandwidth * 1e6, artefact_us: beyond_cache / bandwidth * 1e6 }
+    Bounds { bound_us: bytes / bandwidth * 1e6, artefact_us: beyond_cache / bandwidth * 1e6 }
 }
 
 /// Rounds below which a bootstrap interval of a median would promise too much.
@@ -299,18 +299,18 @@ pub(crate) const INTERVAL_ROUNDS: usize = 4;
 /// Writes down a measured latency.
 ///
 /// # Errors
-/// If it is below the floor.
+/// If it is below the bound.
 pub fn set_measured(
     verdict: &mut Verdict,
     agreement: &Agreement<OnDevice>,
     samples: &Samples,
-    floors: Floors,
+    bounds: Bounds,
     seed: u64,
 ) -> Result<Latency, Dropped> {
-    let latency = Latency::new(agreement, samples, Side::Candidate, floors.artefact_us, seed)?;
-    verdict.passed("floor", format!("not below {:.1} us", floors.artefact_us));
+    let latency = Latency::new(agreement, samples, Side::Candidate, bounds.artefact_us, seed)?;
+    verdict.passed("bound", format!("not below {:.1} us", bounds.artefact_us));
     verdict.notes.extend(samples.clocks.notes());
-    verdict.set_latency(latency.median_us(), LatencyKind::MeasuredGpu, floors.bound_us);
+    verdict.set_latency(latency.median_us(), LatencyKind::MeasuredGpu, bounds.bound_us);
     let Interval { low, high } = latency.ci_us();
     verdict.ci_us = (samples.rounds.len() >= INTERVAL_ROUNDS).then_some([low, high]);
     Ok(latency)
@@ -383,8 +383,8 @@ pub(crate) fn glance(
         return Ok(None);
     }
     given_up(gate, positions, verdict);
-    let floors = floors(gate, device, candidate, positions as u32);
-    set_measured(verdict, agreement, &samples, floors, seed)?;
+    let bounds = bounds(gate, device, candidate, positions as u32);
+    set_measured(verdict, agreement, &samples, bounds, seed)?;
     Ok(Some((samples, look)))
 }
 
@@ -441,10 +441,10 @@ pub fn evaluate(
         let assessed = assess(gate, device.as_deref_mut(), candidate, &mut verdict)?;
         match (device.as_deref_mut(), &assessed.on_device) {
             (Some(device), Some(agreement)) => {
-                let floors = floors(gate, device, &assessed.candidate, gate.timed_position());
+                let bounds = bounds(gate, device, &assessed.candidate, gate.timed_position());
                 let itself = [&assessed, &assessed];
                 let samples = race(gate, device, itself, timing, fixed(timing.rounds))?;
-                set_measured(&mut verdict, agreement, &samples, floors, seed)?;
+                set_measured(&mut verdict, agreement, &samples, bounds, seed)?;
                 let noise = crate::measure::noise_floor(&samples, seed);
                 verdict.notes.push(format!("noise floor {:.2} %", 100.0 * noise));
             }

@@ -2,10 +2,10 @@
 //!
 //! A row holds its raw samples, so everything that was decided from them can be decided again: the median, its interval, the gain, the
 //! threshold, the outcome, and that measuring went on for exactly as long as the rule says. A row that claims a latency without samples, a
-//! latency below its floor, a decision that its samples do not carry, or another incumbent than the one that led, is found and named.
+//! latency below its bound, a decision that its samples do not carry, or another incumbent than the one that led, is found and named.
 //!
 //! What this cannot show: samples that were made up consistently, down to every other figure. Only measuring again shows that. Nor does it
-//! look at what a prediction says beyond its floor and what follows from it: `replay` predicts again.
+//! look at what a prediction says beyond its bound and what follows from it: `replay` predicts again.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,11 +19,11 @@ use crate::propose::{changes, mixed};
 use crate::trial::{Beside, Confirmation, Outcome, Row, Trial, changed, together};
 use crate::verdict::{LatencyKind, Verdict};
 
-mod floor;
+mod bound;
 #[cfg(test)]
 mod tests;
 
-pub use floor::{Floor, StepBytes};
+pub use bound::{RooflineBound, StepBytes};
 
 /// What a search was run with, as far as its rows depend on it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -40,14 +40,14 @@ pub struct Terms {
     pub cache_bytes: u64,
 }
 
-/// How far a floor may be missed: the bandwidth is measured in each process, and differs by a per cent or so.
-const FLOOR_SLACK: f64 = 0.98;
+/// How far a bound may be missed: the bandwidth is measured in each process, and differs by a per cent or so.
+const BOUND_SLACK: f64 = 0.98;
 
 /// Reads the rows of a search one after the other.
 #[derive(Clone, Debug)]
 pub struct Audit {
     pub(crate) terms: Terms,
-    floor: Floor,
+    bound: RooflineBound,
     pub(crate) trials: Vec<Trial>,
     /// The trial that leads.
     pub(crate) champion: Option<usize>,
@@ -59,14 +59,14 @@ impl Audit {
     /// An audit that has seen no row.
     #[must_use]
     pub fn new(terms: Terms) -> Self {
-        let floor = Floor::default();
-        Self { terms, floor, trials: Vec::new(), champion: None, noises: BTreeMap::new() }
+        let bound = RooflineBound::default();
+        Self { terms, bound, trials: Vec::new(), champion: None, noises: BTreeMap::new() }
     }
 
-    /// The same where the model or the card is known: floors follow from them, and not from what rows say.
+    /// The same where the model or the card is known: bounds follow from them, and not from what rows say.
     #[must_use]
-    pub fn with_floor(self, floor: Floor) -> Self {
-        Self { floor, ..self }
+    pub fn with_bound(self, bound: RooflineBound) -> Self {
+        Self { bound, ..self }
     }
 
     /// Looks at the next row.
@@ -160,7 +160,7 @@ impl Audit {
             return Err(format!("its latency is {}, which this search has none of", kind.name()));
         }
         if verdict.pct_of_roofline != (us > 0.0).then_some(100.0 * bound / us) {
-            return Err("its share of the floor does not follow from its latency".to_owned());
+            return Err("its share of the bound does not follow from its latency".to_owned());
         }
         let first = self.champion.is_none();
         if first && !trial.outcome.leads() {
@@ -292,14 +292,14 @@ impl Audit {
         if shown.ci_us != wanted {
             return Err("its interval does not follow from its samples".to_owned());
         }
-        self.floor.bound(weight_mb, bound)?;
-        // The floor was made of the bytes of a step, of which the weights are the greater part.
-        let weights = self.floor.weights(weight_mb);
-        let cached = self.floor.cached(self.terms.cache_bytes);
+        self.bound.bound(weight_mb, bound)?;
+        // The bound was made of the bytes of a step, of which the weights are the greater part.
+        let weights = self.bound.weights(weight_mb);
+        let cached = self.bound.cached(self.terms.cache_bytes);
         let least =
             if weights > 0.0 { bound * ((weights - cached) / weights).max(0.0) } else { 0.0 };
-        if us < least * FLOOR_SLACK {
-            return Err(format!("its latency of {us} us is below the floor of {least} us"));
+        if us < least * BOUND_SLACK {
+            return Err(format!("its latency of {us} us is below the bound of {least} us"));
         }
         Ok(())
     }
@@ -312,9 +312,9 @@ impl Audit {
         {
             return Err("it is predicted and has samples".to_owned());
         }
-        self.floor.bound(trial.verdict.weight_mb, bound)?;
+        self.bound.bound(trial.verdict.weight_mb, bound)?;
         if !us.is_finite() || us < bound * (1.0 - 1e-6) {
-            return Err(format!("its latency of {us} us is below the floor of {bound} us"));
+            return Err(format!("its latency of {us} us is below the bound of {bound} us"));
         }
         let Some(index) = self.champion else { return Ok(()) };
         let Some(incumbent) = self.trials[index].verdict.latency_us else {
@@ -458,7 +458,7 @@ fn proven(verdict: &Verdict) -> Result<(), String> {
     let passed = |name: &str| verdict.gates.iter().any(|gate| gate.gate == name);
     let device = verdict.latency_kind == Some(LatencyKind::MeasuredGpu);
     let mut needed = vec!["validate", "lower", "verify", "reference"];
-    needed.extend(if device { &["device", "floor"][..] } else { &[] });
+    needed.extend(if device { &["device", "bound"][..] } else { &[] });
     if let Some(missing) = needed.into_iter().find(|name| !passed(name)) {
         return Err(format!(
             "it has an outcome, and nothing says that it passed the gate {missing}"

@@ -104,7 +104,7 @@ pub struct Bundle {
     pub ci_us: [f64; 2],
     /// Every block, four a round: this program against itself, the second and third are the candidate's.
     pub rounds_us: Vec<[f64; 4]>,
-    /// The floor: `bytes_per_token` over `bandwidth`, in microseconds.
+    /// The bound: `bytes_per_token` over `bandwidth`, in microseconds.
     pub bound_us: f64,
     /// Bytes that a step reads at the timed positions.
     pub bytes_per_token: u64,
@@ -197,11 +197,11 @@ impl Bundle {
         Ok(())
     }
 
-    /// What follows from the samples: the median, its interval, and that the floor is made of the bytes and the bandwidth.
+    /// What follows from the samples: the median, its interval, and that the bound is made of the bytes and the bandwidth.
     fn times(&self) -> Result<(), String> {
         let plausible = |us: &f64| us.is_finite() && *us > 0.0;
         if !self.rounds_us.iter().flatten().all(plausible) || !plausible(&self.bound_us) {
-            return Err("it has samples or a floor that are no times".to_owned());
+            return Err("it has samples or a bound that are no times".to_owned());
         }
         let rounds = self.rounds_us.len();
         if rounds < INTERVAL_ROUNDS {
@@ -223,7 +223,7 @@ impl Bundle {
         let bound = self.bytes_per_token as f64 / self.bandwidth * 1e6;
         if (bound - self.bound_us).abs() > 1e-9 * self.bound_us {
             return Err(format!(
-                "its floor is {} us, its bytes and bandwidth have {bound}",
+                "its bound is {} us, its bytes and bandwidth have {bound}",
                 self.bound_us
             ));
         }
@@ -265,19 +265,19 @@ impl Bundle {
 }
 
 /// The gates that a measured program passes.
-const GATES: &[&str] = &["validate", "lower", "verify", "reference", "device", "floor"];
+const GATES: &[&str] = &["validate", "lower", "verify", "reference", "device", "bound"];
 
 /// How much faster than the table says a card may read: cards of a name differ by a per cent or so.
 const BANDWIDTH_SLACK: f64 = 1.05;
 
-/// The least share of the table's bandwidth that is believed. A smaller one would make a slow program look near its floor.
+/// The least share of the table's bandwidth that is believed. A smaller one would make a slow program look near its bound.
 const BANDWIDTH_LEAST: f64 = 0.5;
 
-/// How far a floor of the bundle's own bandwidth may be missed: it is measured in each process.
-const FLOOR_SLACK: f64 = 0.98;
+/// How far a bound of the bundle's own bandwidth may be missed: it is measured in each process.
+const BOUND_SLACK: f64 = 0.98;
 
 impl Bundle {
-    /// Whether the figures are possible for this program on this target: the card, its bandwidth, the bytes of a step, the floor.
+    /// Whether the figures are possible for this program on this target: the card, its bandwidth, the bytes of a step, the bound.
     fn fits(&self, target: &Target, program: &Program) -> Result<(), Refusal> {
         let tampered = |what: String| Err(Refusal::Tampered(what));
         let card = self.conditions.card.to_lowercase().replace(' ', "");
@@ -304,11 +304,11 @@ impl Bundle {
             ));
         }
         // What the cache may hold from one step to the next need not be read again.
-        let floor =
-            bytes.saturating_sub(target.l2_bytes) as f64 / self.bandwidth * 1e6 * FLOOR_SLACK;
-        if self.median_us < floor {
+        let bound =
+            bytes.saturating_sub(target.l2_bytes) as f64 / self.bandwidth * 1e6 * BOUND_SLACK;
+        if self.median_us < bound {
             return tampered(format!(
-                "its median of {} us is below the floor of {floor} us",
+                "its median of {} us is below the bound of {bound} us",
                 self.median_us
             ));
         }
@@ -416,11 +416,11 @@ mod tests {
             ("were timed", |b| b.timed_tokens = 0),
             ("were timed", |b| b.context = 60),
             ("gate validate", |b| b.gates.retain(|gate| gate.gate == "device")),
-            ("gate floor", |b| b.gates.retain(|gate| gate.gate != "floor")),
+            ("gate bound", |b| b.gates.retain(|gate| gate.gate != "bound")),
             ("accuracy", |b| b.accuracy.rel_err_mean = -1.0),
             ("accuracy", |b| b.accuracy.kl_mean = -1e-9),
             ("accuracy", |b| (b.accuracy.top1_decided, b.accuracy.top1_equal) = (49, 49)),
-            ("floor", |b| b.bound_us = 20.0),
+            ("bound", |b| b.bound_us = 20.0),
             ("schedule", |b| b.config.pipeline.stages -= 1),
             ("gate reference", |b| b.gates[3].passed = false),
             ("device", |b| b.gates.truncate(4)),

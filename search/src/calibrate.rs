@@ -72,7 +72,7 @@ pub struct Point {
     pub measured_us: f64,
     /// Predicted microseconds a token.
     pub predicted_us: f64,
-    /// The floor that no prediction may be below.
+    /// The bound that no prediction may be below.
     pub bound_us: f64,
 }
 
@@ -89,8 +89,8 @@ pub struct Calibration {
     pub error_p90: f64,
     /// Median of `predicted / measured - 1`: whether it is too fast or too slow on the whole.
     pub bias: f64,
-    /// Predictions below the floor.
-    pub below_floor: usize,
+    /// Predictions below the bound.
+    pub below_bound: usize,
 }
 
 impl Calibration {
@@ -109,7 +109,7 @@ impl Calibration {
             error_median: quantile(&errors, 0.5),
             error_p90: quantile(&errors, 0.9),
             bias: quantile(&signed, 0.5),
-            below_floor: points.iter().filter(|point| point.predicted_us < point.bound_us).count(),
+            below_bound: points.iter().filter(|point| point.predicted_us < point.bound_us).count(),
         }
     }
 }
@@ -360,7 +360,7 @@ mod tests {
         let points =
             [point(100.0, 110.0), point(200.0, 190.0), point(300.0, 300.0), point(95.0, 85.0)];
         let found = Calibration::of(&points);
-        assert_eq!((found.rows, found.below_floor), (4, 1));
+        assert_eq!((found.rows, found.below_bound), (4, 1));
         assert!((found.rank_correlation - 1.0).abs() < 1e-12);
         assert!((found.error_median - 0.1).abs() < 1e-12, "{found:?}");
         assert!((found.error_p90 - 10.0 / 95.0).abs() < 1e-12, "{found:?}");

@@ -378,13 +378,13 @@ impl<'d, 'a> Card<'d, 'a> {
             return Ok(());
         };
         let at = self.gate.timed_position();
-        let floors = assess::floors(&self.gate, device, &assessed.candidate, at);
+        let bounds = assess::bounds(&self.gate, device, &assessed.candidate, at);
         let verdict = &mut trial.verdict;
         let Some((_, incumbent)) = &self.incumbent else {
             let itself = [assessed, assessed];
             let fixed = assess::fixed(timing.rounds);
             let samples = assess::race(&self.gate, device, itself, timing, fixed)?;
-            let latency = assess::set_measured(verdict, agreement, &samples, floors, seed)?;
+            let latency = assess::set_measured(verdict, agreement, &samples, bounds, seed)?;
             let noise = noise_floor(&samples, seed);
             let us = latency.median_us();
             first(trial, format!("{us:.1} us measured, noise {:.2} %", 100.0 * noise));
@@ -394,7 +394,7 @@ impl<'d, 'a> Card<'d, 'a> {
         let enough = |samples: &Samples| bar.enough(samples, seed);
         let sides = [incumbent, assessed];
         let samples = assess::race(&self.gate, device, sides, timing, enough)?;
-        assess::set_measured(verdict, agreement, &samples, floors, seed)?;
+        assess::set_measured(verdict, agreement, &samples, bounds, seed)?;
         let look = bar.look(&samples, seed);
         if look.decision == Some(Decision::Inconclusive)
             && bar.is_left_behind(&samples)
@@ -481,10 +481,10 @@ impl<'d, 'a> Card<'d, 'a> {
         let Some(agreement) = &champion.on_device else { return Ok(()) };
         let Settings { min_gain, timing, .. } = *self.settings;
         let at = self.gate.timed_position();
-        let floors = assess::floors(&self.gate, device, &champion.candidate, at);
+        let bounds = assess::bounds(&self.gate, device, &champion.candidate, at);
         let fixed = assess::fixed(2 * timing.rounds);
         let samples = assess::race(&self.gate, device, [baseline, champion], timing, fixed)?;
-        assess::set_measured(&mut confirmation.verdict, agreement, &samples, floors, seed)?;
+        assess::set_measured(&mut confirmation.verdict, agreement, &samples, bounds, seed)?;
         let interval = gain(&samples, seed);
         confirmation.decision = decide_measured(interval, noise.floor, min_gain);
         let comma = if confirmation.why.is_empty() { "" } else { ", " };

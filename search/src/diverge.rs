@@ -58,7 +58,7 @@ impl Gate<'_> {
             | Dropped::Unrunnable(_)
             | Dropped::Unevaluated(_)
             | Dropped::Failed(_)
-            | Dropped::BelowFloor(_) => None,
+            | Dropped::BelowBound(_) => None,
         }
     }
 

@@ -8,7 +8,7 @@ use reference_vm::eval::EvalError;
 use reference_vm::machine::Run;
 
 use crate::device::DeviceError;
-use crate::measure::BelowFloor;
+use crate::measure::BelowBound;
 
 /// Why a candidate is out. Every end but a latency is data for the ledger, not a failure of the search.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -54,7 +54,7 @@ pub enum Dropped {
     Failed(#[from] DeviceError),
     /// It was faster than the bytes that it read allow.
     #[error(transparent)]
-    BelowFloor(#[from] BelowFloor),
+    BelowBound(#[from] BelowBound),
 }
 
 /// Why nothing can be judged by what a graph makes of its inputs.

@@ -154,7 +154,7 @@ impl<'a> Gate<'a> {
         Ok(())
     }
 
-    /// What the cost model says, at the position where a device would be timed. One that is below the floor is a fault of the model.
+    /// What the cost model says, at the position where a device would be timed. One that is below the bound is a fault of the model.
     pub(crate) fn predict(
         &self,
         candidate: &Candidate,
@@ -187,7 +187,7 @@ impl<'a> Gate<'a> {
         crate::device::time(device, contenders, &plan)
     }
 
-    /// Position of the middle of the timed tokens: where floors are computed.
+    /// Position of the middle of the timed tokens: where bounds are computed.
     #[must_use]
     pub fn timed_position(&self) -> u32 {
         let positions = self.expected().tokens.len();

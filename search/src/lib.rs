@@ -48,7 +48,7 @@ mod trial;
 mod verdict;
 
 pub use assess::{Assessed, Timing};
-pub use audit::{Audit, Floor, StepBytes, Terms};
+pub use audit::{Audit, RooflineBound, StepBytes, Terms};
 pub use budget::{BadBudget, Budget};
 pub use bundle::{BUNDLE_SCHEMA, Bundle, Proof, Refusal};
 pub use clocks::{ClockReadings, Clocks};
@@ -67,7 +67,7 @@ pub use effort::{Bar, Look, spread};
 pub use equals::{Equal, Equals, equals};
 pub use expected::{Expected, POSITIONS_MAX, draw_tokens};
 pub use gate::Gate;
-pub use measure::{BelowFloor, Interval, Latency, Predicted, gain, median, noise_floor};
+pub use measure::{BelowBound, Interval, Latency, Predicted, gain, median, noise_floor};
 pub use propose::{Change, Origin, Past, PastTrials, changes, generator};
 pub use run::{Dropped as DroppedTrials, Search, SearchError, Step, StoppedBy};
 pub use settings::{Clock, Settings};

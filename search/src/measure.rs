@@ -37,10 +37,10 @@ pub struct Latency {
 
 /// A time that cannot be: less than the bytes read need on this device.
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
-#[error("{measured_us:.3} us a token is below the floor of {floor_us:.3} us: an artefact")]
-pub struct BelowFloor {
+#[error("{measured_us:.3} us a token is below the bound of {bound_us:.3} us: an artefact")]
+pub struct BelowBound {
     /// The least that the bytes read need.
-    pub floor_us: f64,
+    pub bound_us: f64,
     /// What was measured.
     pub measured_us: f64,
 }
@@ -49,18 +49,18 @@ impl Latency {
     /// The latency of one side of the samples. The proof is asked for because nothing else may be timed.
     ///
     /// # Errors
-    /// If it is below the floor.
+    /// If it is below the bound.
     pub fn new(
         _proof: &Agreement<Device>,
         samples: &Samples,
         side: Side,
-        floor_us: f64,
+        bound_us: f64,
         seed: u64,
-    ) -> Result<Self, BelowFloor> {
+    ) -> Result<Self, BelowBound> {
         let values = samples.of(side);
         let median_us = median(&values);
-        if !median_us.is_finite() || median_us < floor_us {
-            return Err(BelowFloor { floor_us, measured_us: median_us });
+        if !median_us.is_finite() || median_us < bound_us {
+            return Err(BelowBound { bound_us, measured_us: median_us });
         }
         Ok(Self { median_us, ci_us: median_interval(&values, seed) })
     }
@@ -86,18 +86,18 @@ pub struct Predicted {
 }
 
 impl Predicted {
-    /// A prediction and the floor that it may not be below.
+    /// A prediction and the bound that it may not be below.
     ///
     /// # Errors
-    /// If it is below the floor, which is a fault of the cost model.
+    /// If it is below the bound, which is a fault of the cost model.
     pub fn new(
         _proof: &Agreement<reference_vm::compare::Reference>,
         us: f64,
         bound_us: f64,
-    ) -> Result<Self, BelowFloor> {
+    ) -> Result<Self, BelowBound> {
         // One part in a million: sums in another order may differ in the last bits.
         if !us.is_finite() || us < bound_us * (1.0 - 1e-6) {
-            return Err(BelowFloor { floor_us: bound_us, measured_us: us });
+            return Err(BelowBound { bound_us, measured_us: us });
         }
         Ok(Self { us, bound_us })
     }
@@ -108,7 +108,7 @@ impl Predicted {
         self.us
     }
 
-    /// The floor.
+    /// The bound.
     #[must_use]
     pub fn bound_us(&self) -> f64 {
         self.bound_us

@@ -72,7 +72,7 @@ pub struct Observation {
     pub ci_us: [f64; 2],
     /// Blocks that the median is of, in the order in which they were timed.
     pub blocks_us: Vec<f64>,
-    /// Floor with the bandwidth measured in the same process.
+    /// Bound with the bandwidth measured in the same process.
     pub bound_us: f64,
     /// That bandwidth, in bytes a second.
     pub bandwidth: f64,
@@ -198,7 +198,7 @@ pub struct Timed {
     pub latency: Latency,
     /// All samples.
     pub samples: Samples,
-    /// The floor at the middle of the timed positions, in microseconds.
+    /// The bound at the middle of the timed positions, in microseconds.
     pub bound_us: f64,
 }
 
@@ -246,7 +246,7 @@ fn time(
             .map_err(|at| Dropped::Disagreed { by: "timed", at })?;
     }
     let middle = u32::midpoint(passage.first as u32, passage.tokens.len() as u32);
-    let floors = assess::floors(gate, device, candidate, middle);
-    let latency = Latency::new(agreement, &samples, Side::Candidate, floors.artefact_us, seed)?;
-    Ok(Timed { latency, samples, bound_us: floors.bound_us })
+    let bounds = assess::bounds(gate, device, candidate, middle);
+    let latency = Latency::new(agreement, &samples, Side::Candidate, bounds.artefact_us, seed)?;
+    Ok(Timed { latency, samples, bound_us: bounds.bound_us })
 }

@@ -68,7 +68,7 @@ pub enum Outcome {
     /// The driver reported a fault.
     Fault,
     /// Faster than it can be.
-    BelowFloor,
+    BelowBound,
 }
 
 impl Outcome {
@@ -108,7 +108,7 @@ impl From<&Dropped> for Outcome {
             Dropped::Unrunnable(_) | Dropped::Unevaluated(_) | Dropped::Halted(_) => Self::Broken,
             Dropped::Disagreed { .. } | Dropped::Sampled { .. } => Self::Disagreed,
             Dropped::Unrepeatable(_) => Self::Unrepeatable,
-            Dropped::BelowFloor(_) => Self::BelowFloor,
+            Dropped::BelowBound(_) => Self::BelowBound,
             Dropped::Failed(error) => match error {
                 DeviceError::Compile { .. } => Self::CompileFailed,
                 DeviceError::Trapped { .. } => Self::Trapped,
@@ -254,7 +254,7 @@ pub struct Beside {
     pub latency_us: Option<f64>,
     /// Interval of that median.
     pub ci_us: Option<[f64; 2]>,
-    /// The floor there.
+    /// The bound there.
     pub bound_us: Option<f64>,
     /// The card's noise floor, of a baseline.
     pub noise_floor: Option<f64>,

@@ -42,7 +42,7 @@ impl LatencyKind {
 /// How one gate ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct GateReport {
-    /// `validate`, `lower`, `verify`, `reference`, `device`, `floor`.
+    /// `validate`, `lower`, `verify`, `reference`, `device`, `bound`.
     pub gate: String,
     /// Whether the candidate passed.
     pub passed: bool,
@@ -75,7 +75,7 @@ pub struct Verdict {
     pub latency_kind: Option<LatencyKind>,
     /// Interval of a measured median.
     pub ci_us: Option<[f64; 2]>,
-    /// The floor: bytes read over bandwidth.
+    /// The bound: bytes read over bandwidth.
     pub bound_us: Option<f64>,
     /// `100 * bound_us / latency_us`.
     pub pct_of_roofline: Option<f64>,
@@ -133,7 +133,7 @@ impl Verdict {
         self.gates.push(GateReport { gate: gate.into(), passed: false, detail });
     }
 
-    /// Sets the latency and the share of the floor.
+    /// Sets the latency and the share of the bound.
     pub(crate) fn set_latency(&mut self, us: f64, kind: LatencyKind, bound_us: f64) {
         self.latency_us = Some(us);
         self.latency_kind = Some(kind);

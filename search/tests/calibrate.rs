@@ -63,7 +63,7 @@ fn a_fit_finds_rates_that_predict_rows_it_has_not_seen() {
     assert!(before.error_median > 0.1, "{before:?}");
     assert!(after.error_median < 0.02, "{after:?}");
     assert!(after.rank_correlation > 0.95, "{after:?}");
-    assert_eq!(after.below_floor, 0);
+    assert_eq!(after.below_bound, 0);
     assert_eq!(found, fit(&fitted, shipped, |_, _| ()), "a fit is deterministic");
 }
 

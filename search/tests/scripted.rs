@@ -233,7 +233,7 @@ fn faster_than_the_bytes_allow_is_an_artefact() {
         .device(5, |_, _| Behaviour::takes(if first.replace(false) { 200.0 } else { 1.0 }))
         .with_bandwidth(1e9);
     let trials = bench.search(&mut device, bench.settings(3));
-    assert_eq!(outcomes(&trials), [Outcome::Baseline, Outcome::BelowFloor, Outcome::BelowFloor]);
+    assert_eq!(outcomes(&trials), [Outcome::Baseline, Outcome::BelowBound, Outcome::BelowBound]);
     assert_eq!(trials[1].verdict.latency_us, None);
     assert!(trials[1].why.contains("artefact"), "{}", trials[1].why);
 }

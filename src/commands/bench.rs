@@ -240,8 +240,8 @@ impl Bench<'_, '_> {
         let middle = u32::midpoint(passage.context as u32, passage.tokens.len() as u32);
         let keys = candidate.program.kv_bytes(middle);
         shown.bytes = Some(candidate.program.stream_bytes() + keys);
-        let floors = assess::floors(self.gate, self.device, candidate, middle);
-        let _ = assess::set_measured(verdict, &agreement, &samples, floors, passage.seed)?;
+        let bounds = assess::bounds(self.gate, self.device, candidate, middle);
+        let _ = assess::set_measured(verdict, &agreement, &samples, bounds, passage.seed)?;
         debug_assert_eq!(samples.of(Side::Candidate).len(), 2 * rounds);
         let noise = search::noise_floor(&samples, passage.seed);
         verdict.notes.push(format!("noise floor {:.2} %", 100.0 * noise));
@@ -292,7 +292,7 @@ fn say(args: &BenchArgs, context: &Context, verdict: &Verdict, shown: &Shown, pe
     }
     row.push(("amk", latency_line(verdict)));
     let rate = shown.bandwidth.unwrap_or(context.target.bandwidth as f64);
-    row.push(("floor", floor_line(verdict, shown, rate)));
+    row.push(("bound", bound_line(verdict, shown, rate)));
     if let Some(accuracy) = shown.accuracy {
         row.push(("accuracy", accuracy_line(&accuracy)));
     }
@@ -314,7 +314,7 @@ fn latency_line(verdict: &Verdict) -> String {
     format!("{} a token{interval}, {kind}", report::maybe(verdict.latency_us, "us"))
 }
 
-fn floor_line(verdict: &Verdict, shown: &Shown, bandwidth: f64) -> String {
+fn bound_line(verdict: &Verdict, shown: &Shown, bandwidth: f64) -> String {
     let bytes = shown.bytes.map(|bytes| bytes as f64);
     let bytes = bytes.or(verdict.bound_us.map(|us| us * 1e-6 * bandwidth));
     let share = report::maybe(verdict.pct_of_roofline, "% of it reached");

@@ -171,9 +171,9 @@ fn table(title: &'static str, cases: &[Case], rates: &Rates) -> Table {
 }
 
 impl Table {
-    /// Whether every model is ranked well enough and no prediction is below the floor.
+    /// Whether every model is ranked well enough and no prediction is below the bound.
     fn holds(&self) -> bool {
-        let good = |c: &Calibration| c.rank_correlation >= RANK_MIN && c.below_floor == 0;
+        let good = |c: &Calibration| c.rank_correlation >= RANK_MIN && c.below_bound == 0;
         !self.rows.is_empty() && self.rows.iter().all(|(_, calibration)| good(calibration))
     }
 
@@ -181,13 +181,13 @@ impl Table {
         report::say(&format!("{}: predicted beside measured", self.title));
         for (name, c) in &self.rows {
             report::say(&format!(
-                "  {name}: {} rows, rank correlation {:.3}, error {:.1} % median, {:.1} % at nine tenths, bias {:+.1} %, {} below the floor",
+                "  {name}: {} rows, rank correlation {:.3}, error {:.1} % median, {:.1} % at nine tenths, bias {:+.1} %, {} below the bound",
                 c.rows,
                 c.rank_correlation,
                 100.0 * c.error_median,
                 100.0 * c.error_p90,
                 100.0 * c.bias,
-                c.below_floor
+                c.below_bound
             ));
         }
     }

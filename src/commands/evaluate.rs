@@ -162,7 +162,7 @@ pub(crate) fn say(verdict: &Verdict) {
         let mark = if gate.passed { "yes" } else { "NO " };
         rows.push((&gate.gate, format!("{mark} {}", gate.detail)));
     }
-    let share = report::maybe(verdict.pct_of_roofline, "% of the floor");
+    let share = report::maybe(verdict.pct_of_roofline, "% of the bound");
     rows.push(("latency", format!("{} {kind}, {share}", report::maybe(verdict.latency_us, "us"))));
     for note in &verdict.notes {
         rows.push(("note", note.clone()));

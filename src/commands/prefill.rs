@@ -55,9 +55,9 @@ pub(crate) fn run(args: &BenchArgs, tokens: u32) -> Outcome {
         return Err(Failure::usage(format!("--prefill: {why}")));
     }
     let measured = measure(args, &context, tokens)?;
-    let floor = floor_ms(context.graph(), &context.target, &measured);
-    say(&context, tokens, &measured, floor);
-    answer(&context, tokens, &measured, floor)?;
+    let bound = bound_ms(context.graph(), &context.target, &measured);
+    say(&context, tokens, &measured, bound);
+    answer(&context, tokens, &measured, bound)?;
     Ok(if measured.holds() { Exit::Yes } else { Exit::No })
 }
 
@@ -99,7 +99,7 @@ fn greatest(row: &[f32]) -> Option<usize> {
 }
 
 /// No card is faster: its arithmetic, or all weights read once a chunk, whichever takes longer.
-fn floor_ms(graph: &Graph, target: &Target, measured: &Measured) -> f64 {
+fn bound_ms(graph: &Graph, target: &Target, measured: &Measured) -> f64 {
     // Measured here, so there is a kernel for it.
     let row = Architecture::named(&target.arch).unwrap_or(&ARCHITECTURES[0]);
     let peak = f64::from(target.sms) * row.flop_per_cycle * f64::from(target.clock_mhz) * 1e6;
@@ -107,7 +107,7 @@ fn floor_ms(graph: &Graph, target: &Target, measured: &Measured) -> f64 {
     (measured.last.flop / peak).max(bytes / measured.bandwidth) * 1e3
 }
 
-fn say(context: &Context, tokens: u32, measured: &Measured, floor: f64) {
+fn say(context: &Context, tokens: u32, measured: &Measured, bound: f64) {
     let (graph, ms) = (context.graph(), measured.ms.median());
     let [least, most] = measured.ms.ends();
     let mut rows = vec![
@@ -124,7 +124,7 @@ fn say(context: &Context, tokens: u32, measured: &Measured, floor: f64) {
                 measured.last.flop / ms / 1e9
             ),
         ),
-        ("floor", format!("{floor:.3} ms; {:.1} % of it reached", floor / ms * 100.0)),
+        ("bound", format!("{bound:.3} ms; {:.1} % of it reached", bound / ms * 100.0)),
         (
             "steps",
             format!(
@@ -147,7 +147,7 @@ fn say(context: &Context, tokens: u32, measured: &Measured, floor: f64) {
     report::table(&rows);
 }
 
-fn answer(context: &Context, tokens: u32, measured: &Measured, floor: f64) -> Result<(), Failure> {
+fn answer(context: &Context, tokens: u32, measured: &Measured, bound: f64) -> Result<(), Failure> {
     let (ms, [least, most]) = (measured.ms.median(), measured.ms.ends());
     report::document(&json!({
         "schema": "amk.bench.prefill.v1",
@@ -162,8 +162,8 @@ fn answer(context: &Context, tokens: u32, measured: &Measured, floor: f64) -> Re
         "runs": RUNS,
         "tokens_per_second": f64::from(tokens) / ms * 1e3,
         "flop": measured.last.flop,
-        "bound_ms": floor,
-        "pct_of_bound": floor / ms * 100.0,
+        "bound_ms": bound,
+        "pct_of_bound": bound / ms * 100.0,
         "steps_ms": measured.steps_ms,
         "rel_err": measured.error,
         "rel_err_max_allowed": ERROR_MAX,

@@ -6,7 +6,7 @@ use corpus::Contents;
 use corpus::manifest::{self, State};
 use ir::Target;
 use schemars::JsonSchema;
-use search::{Floor, LatencyKind, StepBytes, Terms, Timing};
+use search::{LatencyKind, RooflineBound, StepBytes, Terms, Timing};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -219,9 +219,9 @@ pub(super) fn terms(header: &Value) -> Option<Terms> {
 
 /// What a step of the search's model reads on its card: from the tables of this build where they have them, never from the rows. A model
 /// in a folder is not opened for this, since the ledger is what says where it is.
-pub(super) fn floor(header: &Value) -> Floor {
+pub(super) fn bound(header: &Value) -> RooflineBound {
     let text = |key: &str| header.get(key).and_then(Value::as_str).unwrap_or("");
-    let Ok(target) = Target::by_name(text("target")) else { return Floor::default() };
+    let Ok(target) = Target::by_name(text("target")) else { return RooflineBound::default() };
     let predicted = text("latency_kind") == LatencyKind::Predicted.name();
     let device = text("device").to_lowercase().replace(' ', "");
     let card = (predicted || device.contains(&target.name)).then(|| target.clone());
@@ -234,7 +234,7 @@ pub(super) fn floor(header: &Value) -> Floor {
         let capacity = capacity.unwrap_or(u32::MAX).clamp(1, graph.max_positions);
         StepBytes::of(&graph, &target, capacity.min(abi::KV_CAPACITY_MAX))
     });
-    Floor { bytes, card }
+    RooflineBound { bytes, card }
 }
 
 fn say(found: &Recorded) {

@@ -154,7 +154,7 @@ impl Session<'_> {
                 let kind = match dropped {
                     Dropped::Rejected(_) | Dropped::Unloadable(_) => "over a limit",
                     Dropped::Failed(_) => "failed on the device",
-                    Dropped::BelowFloor(_) => "below the floor",
+                    Dropped::BelowBound(_) => "below the bound",
                     Dropped::Unrepeatable(_) => "unrepeatable",
                     Dropped::Unrunnable(_)
                     | Dropped::Unevaluated(_)

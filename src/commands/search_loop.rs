@@ -604,7 +604,7 @@ fn say_end(
             best.trial,
             report::maybe(best.verdict.latency_us, "us"),
             best.verdict.latency_kind.map_or("", search::LatencyKind::name),
-            report::maybe(best.verdict.pct_of_roofline, "% of the floor"),
+            report::maybe(best.verdict.pct_of_roofline, "% of the bound"),
             best_path.display()
         )),
         None => report::say("no schedule was correct; see `why` in the table"),

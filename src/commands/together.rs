@@ -54,7 +54,7 @@ impl Shown {
         self.accuracy.holds() && self.chosen
     }
 
-    fn floor(&self) -> f64 {
+    fn bound(&self) -> f64 {
         self.bytes as f64 / self.bandwidth * 1e6
     }
 
@@ -263,7 +263,7 @@ fn at_once(
 }
 
 fn say(context: &Context, args: &BenchArgs, sequences: u32, shown: &Shown) {
-    let (one, several, floor) = (shown.one.us.median(), shown.several.us.median(), shown.floor());
+    let (one, several, bound) = (shown.one.us.median(), shown.several.us.median(), shown.bound());
     let range = |measured: &Measured| {
         let [least, most] = measured.us.ends();
         format!("{:.1} us a step ({least:.1} to {most:.1})", measured.us.median())
@@ -286,12 +286,12 @@ fn say(context: &Context, args: &BenchArgs, sequences: u32, shown: &Shown) {
             ),
         ),
         (
-            "floor",
+            "bound",
             format!(
-                "{floor:.1} us = {:.4} GB at {:.3} TB/s, keys of all; {:.1} % of it reached",
+                "{bound:.1} us = {:.4} GB at {:.3} TB/s, keys of all; {:.1} % of it reached",
                 shown.bytes as f64 / 1e9,
                 shown.bandwidth / 1e12,
-                floor / several * 100.0
+                bound / several * 100.0
             ),
         ),
         (
@@ -315,7 +315,7 @@ fn answer(
     (sequences, source): (u32, &ScheduleSource),
     shown: &Shown,
 ) -> Result<(), Failure> {
-    let (one, several, floor) = (shown.one.us.median(), shown.several.us.median(), shown.floor());
+    let (one, several, bound) = (shown.one.us.median(), shown.several.us.median(), shown.bound());
     let against = "f32 evaluation of the same weights, each sequence by itself";
     let [schedule_id, program_id, kernel_id] = &shown.ids;
     report::document(&json!({
@@ -332,8 +332,8 @@ fn answer(
         "tokens_per_s": f64::from(sequences) * 1e6 / several,
         "one": {"us_per_step": one, "us_per_step_rounds": shown.one.us.0},
         "times_one": several / one,
-        "bound_us": floor,
-        "pct_of_roofline": floor / several * 100.0,
+        "bound_us": bound,
+        "pct_of_roofline": bound / several * 100.0,
         "bytes_per_step": shown.bytes,
         "bandwidth_measured": shown.bandwidth,
         "accuracy": accuracy_document(&shown.accuracy, against),

@@ -121,11 +121,11 @@ type Fill<'a> = dyn Fn(&mut BufWriter<&mut File>) -> io::Result<()> + 'a;
 
 /// Where the nanoseconds of all workers went in one step. They add up.
 fn sums(timeline: &Timeline) -> Value {
-    let timeline::Sums { tasks, floor, excess, waiting, bubble } = timeline.total();
+    let timeline::Sums { tasks, bound, excess, waiting, bubble } = timeline.total();
     let [before, between, after] = bubble;
     json!({
         "span_ns": timeline.span(), "workers": timeline.workers.len(), "tasks": tasks,
-        "floor_ns": floor, "excess_ns": excess, "waiting_ns": waiting,
+        "bound_ns": bound, "excess_ns": excess, "waiting_ns": waiting,
         "bubble_ns": {"before": before, "between": between, "after": after},
         "clocks_differ_ns": timeline.moved,
     })

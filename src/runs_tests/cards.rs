@@ -65,7 +65,7 @@ fn write_run(folder: &Path, knob: Knob, cards: &[(&str, Times)]) {
                 let script = move |_: &ir::program::Program, kernel: &KernelConfig| {
                     Behaviour::takes(times(kernel)).with_noise(0.002)
                 };
-                // What the card of the name reads: floors are looked at with that in mind.
+                // What the card of the name reads: bounds are looked at with that in mind.
                 let device = ScriptedDevice::new(logits, 3, script).with_bandwidth(4.6e12);
                 Ok(Box::new(device) as Box<dyn Device>)
             })

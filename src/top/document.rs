@@ -85,7 +85,7 @@ pub(super) fn document(view: &View<'_>) -> Value {
         "uptime_s": view.now.at_ns.saturating_sub(head.started_ns) as f64 / 1e9,
         "rates": rates(&view.rates),
         "since_start": rates(&since),
-        "floor_us": view.rates.floor_us,
+        "bound_us": view.rates.bound_us,
         "bandwidth": head.bandwidth,
         "step_bytes": head.step_bytes,
         "occupancy": by_name(EntryState::ALL.iter().map(|state| state.name()), &head.occupancy),

@@ -130,17 +130,17 @@ fn figures(sheet: &mut Sheet, view: &View<'_>) {
         "speed",
         format!("{} tokens/s, {} positions/s", short(rates.tokens), short(rates.positions)),
     );
-    let floor = match (rates.floor_us, rates.p50_us) {
-        (Some(floor), Some(p50)) => {
-            format!(", floor {} ({} of p50)", time(Some(floor)), percent(floor / p50))
+    let bound = match (rates.bound_us, rates.p50_us) {
+        (Some(bound), Some(p50)) => {
+            format!(", bound {} ({} of p50)", time(Some(bound)), percent(bound / p50))
         }
-        (Some(floor), None) => format!(", floor {}", time(Some(floor))),
+        (Some(bound), None) => format!(", bound {}", time(Some(bound))),
         (None, _) => String::new(),
     };
     sheet.row(
         "step",
         format!(
-            "p50 {}, p99 {}, mean {}{floor}",
+            "p50 {}, p99 {}, mean {}{bound}",
             time(rates.p50_us),
             time(rates.p99_us),
             time(rates.mean_us)

@@ -38,7 +38,7 @@ pub struct Rates {
     /// Mean of the steps.
     pub mean_us: Option<f64>,
     /// The least that a step can take: its weights at the bandwidth of the card.
-    pub floor_us: Option<f64>,
+    pub bound_us: Option<f64>,
     /// Bytes a second while the machine ran.
     pub bytes: f64,
     /// Whether the loaders counted these bytes; else they are positions times the weights of a step.
@@ -98,7 +98,7 @@ impl Rates {
             p50_us: us(0.5),
             p99_us: us(0.99),
             mean_us: (count > 0).then(|| more(|head| head.steps_ns) / count as f64 / 1e3),
-            floor_us: floor_us(&after.head),
+            bound_us: bound_us(&after.head),
             bytes: ratio(read, seconds * shares.running),
             counted: streamed > 0.0,
             telemetry: ratio(more(|head| head.write_ns) / 1e9, seconds),
@@ -115,7 +115,7 @@ impl Rates {
 }
 
 /// The least that a step can take.
-fn floor_us(head: &Telemetry) -> Option<f64> {
+fn bound_us(head: &Telemetry) -> Option<f64> {
     (head.bandwidth > 0 && head.step_bytes > 0)
         .then(|| head.step_bytes as f64 / head.bandwidth as f64 * 1e6)
 }
@@ -160,7 +160,7 @@ mod tests {
         let Shares { running, between, idle, loading } = rates.shares;
         assert!(close(running, 0.5) && close(between, 0.25) && close(idle, 0.25), "{rates:?}");
         assert!(close(loading, 0.0) && close(rates.device_idle.unwrap(), 0.25));
-        assert!(close(rates.mean_us.unwrap(), 600.0) && close(rates.floor_us.unwrap(), 500.0));
+        assert!(close(rates.mean_us.unwrap(), 600.0) && close(rates.bound_us.unwrap(), 500.0));
         assert!((rates.p50_us.unwrap() / 600.0 - 1.0).abs() < 0.125);
         assert!(
             close(rates.bytes, 200e9) && !rates.counted,
@@ -176,7 +176,7 @@ mod tests {
     fn nothing_that_happened_is_no_number() {
         let page = Page::boxed();
         let rates = Rates::between((&page, 5), (&page, 5));
-        assert_eq!((rates.p50_us, rates.floor_us, rates.device_idle), (None, None, None));
+        assert_eq!((rates.p50_us, rates.bound_us, rates.device_idle), (None, None, None));
         assert!(close(rates.tokens, 0.0) && close(rates.bytes, 0.0));
         // A page that goes backwards is another process's: no rate is negative.
         let mut more = Page::boxed();

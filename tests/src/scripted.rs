@@ -148,7 +148,7 @@ impl<'a> ScriptedDevice<'a> {
         }
     }
 
-    /// The same device with this bandwidth, which sets the floor.
+    /// The same device with this bandwidth, which sets the bound.
     #[must_use]
     pub fn with_bandwidth(self, bandwidth: f64) -> Self {
         Self { bandwidth, ..self }

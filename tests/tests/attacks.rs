@@ -120,24 +120,24 @@ pub(crate) const ATTACKS: &[Attack] = &[
         run: || cheats(Cheat::SlowsTheNext),
     },
     Attack {
-        name: "a latency below the floor",
+        name: "a latency below the bound",
         how: "a tenth of what reading the bytes takes",
-        found_by: "the gate `floor`",
-        says: "below the floor",
+        found_by: "the gate `bound`",
+        says: "below the bound",
         run: || too_fast(0.1),
     },
     Attack {
         name: "a latency of zero",
         how: "the clock says that nothing passed",
-        found_by: "the gate `floor`",
-        says: "below the floor",
+        found_by: "the gate `bound`",
+        says: "below the bound",
         run: || too_fast(0.0),
     },
     Attack {
         name: "a latency that is no number",
         how: "NaN, which no comparison refuses",
-        found_by: "the gate `floor`",
-        says: "below the floor",
+        found_by: "the gate `bound`",
+        says: "below the bound",
         run: || too_fast(f64::NAN),
     },
     Attack {
@@ -205,7 +205,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
         name: "a forged bundle",
         how: "0.001 us, with samples, interval and hash that fit it",
         found_by: "`Bundle::rebuild`",
-        says: "below the floor",
+        says: "below the bound",
         run: || {
             shipped_bundle(str::to_owned, |bundle| {
                 bundle.rounds_us.iter_mut().for_each(|round| *round = [0.001; 4]);
@@ -215,7 +215,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     },
     Attack {
         name: "a forged bundle: fewer bytes",
-        how: "the same, with a floor for fewer bytes than the program reads",
+        how: "the same, with a bound for fewer bytes than the program reads",
         found_by: "`Bundle::rebuild`",
         says: "the program reads",
         run: || {
@@ -530,15 +530,15 @@ fn cheats(cheat: Cheat) -> Option<String> {
     refusal(&bench.trials(&mut device))
 }
 
-/// A search whose candidates take so many times their floor.
+/// A search whose candidates take so many times their bound.
 fn too_fast(times: f64) -> Option<String> {
     let bench = Bench::new();
-    // 106 kB a step: a floor of 1064 us.
+    // 106 kB a step: a bound of 1064 us.
     const BANDWIDTH: f64 = 1e8;
     let first = std::cell::Cell::new(true);
     let script = move |program: &Program, _: &KernelConfig| {
-        let floor = program.stream_bytes() as f64 / BANDWIDTH * 1e6;
-        Behaviour::takes(floor * if first.replace(false) { 4.0 } else { times })
+        let bound = program.stream_bytes() as f64 / BANDWIDTH * 1e6;
+        Behaviour::takes(bound * if first.replace(false) { 4.0 } else { times })
     };
     let honest = ScriptedDevice::new(bench.expected().logits, 1, script).with_bandwidth(BANDWIDTH);
     let mut device = Cheating { honest, bench: &bench, cheat: Cheat::Nothing };

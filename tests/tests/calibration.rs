@@ -52,7 +52,7 @@ fn judged(cases: &[Case], point: impl Fn(&Case) -> Point) -> BTreeMap<String, Ca
 
 fn good(calibration: &Calibration) -> bool {
     let ranked = calibration.rows < ROWS_MIN || calibration.rank_correlation >= RANK_MIN;
-    ranked && calibration.error_median <= ERROR_MAX && calibration.below_floor == 0
+    ranked && calibration.error_median <= ERROR_MAX && calibration.below_bound == 0
 }
 
 #[test]
@@ -69,8 +69,8 @@ fn predictions_rank_measured_schedules_and_a_spoilt_model_does_not() {
         );
     }
     // A model that knows nothing but the bytes.
-    let floor = |point: Point| Point { predicted_us: point.bound_us, ..point };
-    let spoilt = judged(&cases, |case| floor(case.point(Rates::shipped())));
+    let bound = |point: Point| Point { predicted_us: point.bound_us, ..point };
+    let spoilt = judged(&cases, |case| bound(case.point(Rates::shipped())));
     assert!(!spoilt.values().any(|calibration| calibration.rank_correlation >= RANK_MIN));
     assert!(!spoilt.values().any(good), "bytes alone pass: {spoilt:?}");
     // Every rate at the far end of its range: the order may survive that, the error may not.

@@ -199,7 +199,7 @@ const TRIALS: Table = Table {
         threshold Real At("/threshold"), "what the gain had to beat";
         noise_floor Real At("/noise_floor"), "the noise, on the trial that measured it";
         predicted_us Real At("/predicted_us"), "what the cost model predicts where it was timed, if it was";
-        bound_us Real At("/verdict/bound_us"), "the floor: bytes over bandwidth";
+        bound_us Real At("/verdict/bound_us"), "the bound: bytes over bandwidth";
         pct_of_roofline Real At("/verdict/pct_of_roofline"), "100 * bound_us / latency_us";
         max_rel_err Real At("/verdict/max_rel_err"), "largest error of a logit over the largest logit of its position";
         schedule_id Text At("/verdict/schedule_id"), "hash of the schedule";

@@ -1,7 +1,7 @@
 //! Predicts the time of a step: a deterministic simulation of every worker's two streams.
 //!
 //! A prediction ranks schedules and says where the time goes; it never competes with a measurement and is never below
-//! the floor (bytes over bandwidth). Its rates are fitted to measurements on one H200, see `rates`.
+//! the bound (bytes over bandwidth). Its rates are fitted to measurements on one H200, see `rates`.
 //!
 //! Each worker loads at its share of the bandwidth, limited by the bytes in flight, until the ring is full; loads run ahead of
 //! the tasks and over the end of the step. A task starts when its inputs have arrived, which takes longer the more bytes are on
@@ -26,7 +26,7 @@ use work::{Cost, Plan};
 pub struct Prediction {
     /// Microseconds of a step. Never below `bound_us`.
     pub latency_us: f64,
-    /// The floor: all bytes at the target's full bandwidth.
+    /// The bound: all bytes at the target's full bandwidth.
     pub bound_us: f64,
     /// Weight bytes that a step streams.
     pub stream_bytes: u64,
@@ -120,7 +120,7 @@ impl Predictor {
         }
     }
 
-    /// The simulated step with these rates, task by task. Its length is not raised to the floor.
+    /// The simulated step with these rates, task by task. Its length is not raised to the bound.
     #[must_use]
     pub fn simulate(&self, rates: &Rates) -> SimulatedStep {
         let speeds = Speeds::new(rates, self.workers, &self.kernel, &self.target);

@@ -21,7 +21,7 @@ struct Ran {
     trials: Vec<Trial>,
     confirmation: Confirmation,
     terms: Terms,
-    floor: Floor,
+    bound: RooflineBound,
 }
 
 fn ran(measured: bool) -> Ran {
@@ -53,14 +53,14 @@ fn ran(measured: bool) -> Ran {
     let confirmation = search.confirm().unwrap().expect("something leads");
     let trials = search.trials().to_vec();
     let bytes = StepBytes::of(graph, &target, KV_CAPACITY);
-    let floor = Floor { bytes, card: Some(target.clone()) };
+    let bound = RooflineBound { bytes, card: Some(target.clone()) };
     let terms = Terms { seed, min_gain, timing, kind: Some(kind), cache_bytes: 0 };
-    Ran { trials, confirmation, terms, floor }
+    Ran { trials, confirmation, terms, bound }
 }
 
 impl Ran {
     fn audit(&self) -> Result<(), String> {
-        let mut audit = Audit::new(self.terms).with_floor(self.floor.clone());
+        let mut audit = Audit::new(self.terms).with_bound(self.bound.clone());
         self.trials.iter().try_for_each(|trial| audit.trial(trial))?;
         audit.confirmation(&self.confirmation)
     }
@@ -143,15 +143,15 @@ fn impossible(ran: &mut Ran) {
 }
 
 #[test]
-fn a_floor_follows_from_the_model_and_the_card_and_not_from_the_row() {
+fn a_bound_follows_from_the_model_and_the_card_and_not_from_the_row() {
     type Forge = fn(&mut Ran);
     let forged: [(&str, Forge); 4] = [
-        ("below the floor", |_| {}),
+        ("below the bound", |_| {}),
         ("is not that of", |ran| {
             let verdict = &mut ran.trials[0].verdict;
             (verdict.bound_us, verdict.pct_of_roofline) = (Some(1e-9), Some(100.0 * 1e-9 / 0.001));
         }),
-        ("below the floor", |ran| ran.trials[0].verdict.weight_mb = None),
+        ("below the bound", |ran| ran.trials[0].verdict.weight_mb = None),
         ("is not that of", |ran| {
             let verdict = &mut ran.trials[0].verdict;
             (verdict.bound_us, verdict.pct_of_roofline) = (Some(50.0), Some(100.0 * 50.0 / 0.001));
@@ -160,8 +160,8 @@ fn a_floor_follows_from_the_model_and_the_card_and_not_from_the_row() {
     for (is, forge) in forged {
         let mut ran = ran(true);
         impossible(&mut ran);
-        // The toy fits into the cache of the card, so its floor says something without one only.
-        ran.floor.card.as_mut().unwrap().l2_bytes = 0;
+        // The toy fits into the cache of the card, so its bound says something without one only.
+        ran.bound.card.as_mut().unwrap().l2_bytes = 0;
         ran.terms.cache_bytes = u64::MAX;
         forge(&mut ran);
         ran.refused(is);
@@ -176,7 +176,7 @@ fn a_floor_follows_from_the_model_and_the_card_and_not_from_the_row() {
 #[test]
 fn of_an_unknown_model_the_card_bounds_what_a_row_says() {
     let mut ran = ran(true);
-    ran.floor.bytes = None;
+    ran.bound.bytes = None;
     assert_eq!(ran.audit(), Ok(()));
     impossible(&mut ran);
     let verdict = &mut ran.trials[0].verdict;

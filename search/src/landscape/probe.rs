@@ -150,8 +150,8 @@ impl<'g, 'a> Probe<'g, 'a> {
         let samples = device.time([contender; 2], &plan)?;
         self.gate.timed(reference, end, &samples).map_err(|(_, dropped)| dropped)?;
         let at = u32::midpoint(first as u32, end as u32);
-        let floor = assess::floors(self.gate, device, candidate, at).artefact_us;
-        let _ = Latency::new(&agreement, &samples, Side::Candidate, floor, self.seed)?;
+        let bound = assess::bounds(self.gate, device, candidate, at).artefact_us;
+        let _ = Latency::new(&agreement, &samples, Side::Candidate, bound, self.seed)?;
         Ok(measured(candidate, &samples, device.clocks().map(|clocks| clocks.sm_mhz)))
     }
 }

@@ -58,7 +58,7 @@ fn a_device_that_is_right_is_measured_at_the_context() {
     let us = verdict.latency_us.expect("it was timed");
     assert!((us - 50.0).abs() < 0.5 && verdict.ci_us.is_some());
     let bound = shown.bytes.expect("it was counted") as f64 / 4.6e12 * 1e6;
-    assert!((verdict.bound_us.expect("it has a floor") - bound).abs() < 1e-9);
+    assert!((verdict.bound_us.expect("it has a bound") - bound).abs() < 1e-9);
 }
 
 #[test]

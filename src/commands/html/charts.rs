@@ -20,7 +20,7 @@ const INTERVALS_MAX: usize = 240;
 
 const KNOBS_MAX: usize = 16;
 
-/// How far above the baseline the chart of the progress goes, as a share of the way from the floor.
+/// How far above the baseline the chart of the progress goes, as a share of the way from the bound.
 const HEADROOM: f64 = 0.35;
 
 const WIDTH: u32 = 860;
@@ -31,7 +31,7 @@ const GRID: RGBColor = RGBColor(4, 5, 6);
 const KEPT: RGBColor = RGBColor(7, 8, 9);
 const REVERTED: RGBColor = RGBColor(10, 11, 12);
 const UNCLEAR: RGBColor = RGBColor(13, 14, 15);
-const FLOOR: RGBColor = RGBColor(16, 17, 18);
+const BOUND: RGBColor = RGBColor(16, 17, 18);
 
 const COLOURS: [(&str, &str); 6] = [
     ("#010203", "var(--ink)"),
@@ -39,7 +39,7 @@ const COLOURS: [(&str, &str); 6] = [
     ("#070809", "var(--kept)"),
     ("#0A0B0C", "var(--reverted)"),
     ("#0D0E0F", "var(--unclear)"),
-    ("#101112", "var(--floor)"),
+    ("#101112", "var(--bound)"),
 ];
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
@@ -134,7 +134,7 @@ fn drawn(shown: usize, all: usize) -> Vec<String> {
     if shown < all { vec![note] } else { Vec::new() }
 }
 
-/// Latencies over trials: every one, those that led, the leader of each moment, and the floor.
+/// Latencies over trials: every one, those that led, the leader of each moment, and the bound.
 pub(super) fn progress(run: &Run) -> Option<Chart> {
     let us = |trial: &Trial| trial.verdict.latency_us;
     type Point = (f64, f64, Outcome);
@@ -146,12 +146,12 @@ pub(super) fn progress(run: &Run) -> Option<Chart> {
     let (leaders, others): (Vec<Point>, Vec<Point>) =
         points.into_iter().partition(|point| point.2.leads());
     let (first, best) = (leaders.first()?.1, leaders.last()?.1);
-    let floor = run.champion()?.verdict.bound_us?;
+    let bound = run.champion()?.verdict.bound_us?;
     let shown = thin(&others, POINTS_MAX, |point| point.1);
-    // A floor far below everything would squeeze all that is to be seen.
-    let near = floor > 0.4 * best;
+    // A bound far below everything would squeeze all that is to be seen.
+    let near = bound > 0.4 * best;
     let least = leaders.iter().map(|point| point.1).fold(f64::MAX, f64::min);
-    let bottom = if near { 0.96 * floor } else { least - 0.25 * (first - least).max(0.1 * least) };
+    let bottom = if near { 0.96 * bound } else { least - 0.25 * (first - least).max(0.1 * least) };
     let top = first + HEADROOM * (first - bottom);
     let above = others.iter().filter(|point| point.1 > top).count();
     let last = run.trials.last()?.trial.max(1) as f64;
@@ -164,8 +164,8 @@ pub(super) fn progress(run: &Run) -> Option<Chart> {
         let mut chart = framed(area, -0.01 * last..1.02 * last, bottom..top, &axes)?;
         if near {
             chart.draw_series(LineSeries::new(
-                [(0.0, floor), (last, floor)],
-                FLOOR.stroke_width(2),
+                [(0.0, bound), (last, bound)],
+                BOUND.stroke_width(2),
             ))?;
         }
         for (x, y, outcome) in &shown {
@@ -189,7 +189,7 @@ pub(super) fn progress(run: &Run) -> Option<Chart> {
         notes.push(format!("above the chart, as triangles at its edge: {above}"));
     }
     if !near {
-        notes.push(format!("the floor, {} us, lies far below the chart", figure(floor)));
+        notes.push(format!("the bound, {} us, lies far below the chart", figure(bound)));
     }
     Some(Chart { drawing, note: (!notes.is_empty()).then(|| notes.join("; ")) })
 }
@@ -280,15 +280,15 @@ pub(super) fn knobs(effects: &[Effect]) -> Option<Chart> {
     Some(Chart { drawing, note: (left > 0).then_some(note) })
 }
 
-/// The start, the best and the floor, as bars from zero.
-pub(super) fn floor(run: &Run) -> Option<Chart> {
+/// The start, the best and the bound, as bars from zero.
+pub(super) fn bound(run: &Run) -> Option<Chart> {
     let champion = run.champion()?;
     let first = run.baseline_us(champion)?;
-    let (best, floor) = (champion.verdict.latency_us?, champion.verdict.bound_us?);
-    let bars = [("start", first, REVERTED), ("best", best, KEPT), ("floor", floor, FLOOR)];
-    let drawing = draw(200, "The start, the best and the floor", |area| {
+    let (best, bound) = (champion.verdict.latency_us?, champion.verdict.bound_us?);
+    let bars = [("start", first, REVERTED), ("best", best, KEPT), ("bound", bound, BOUND)];
+    let drawing = draw(200, "The start, the best and the bound", |area| {
         let most = 1.18 * first.max(best);
-        let words = format!("{} latency, us a token (the floor: bytes over bandwidth)", run.kind());
+        let words = format!("{} latency, us a token (the bound: bytes over bandwidth)", run.kind());
         let axes = Axes { x: &words, x_label: &|x| tick(*x, most), y: None, left: 90 };
         let mut chart = framed(area, 0.0..most, 0.0..3.0, &axes)?;
         for (index, (name, us, colour)) in bars.iter().enumerate() {

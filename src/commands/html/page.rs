@@ -60,7 +60,7 @@ fn section(run: &Run) -> Markup {
             h2 { (run.ledger.display()) }
             (facts(run))
             p.key.quiet {
-                @for (colour, what) in key.into_iter().chain([("floor", "floor")]) {
+                @for (colour, what) in key.into_iter().chain([("bound", "bound")]) {
                     span { i style={ "background:var(--" (colour) ")" } {} (what) }
                 }
             }
@@ -71,7 +71,7 @@ fn section(run: &Run) -> Markup {
                      comparable, gains are. The best and the start above are of one card."
                 }
             }
-            (chart("Against the floor", charts::floor(run)))
+            (chart("Against the bound", charts::bound(run)))
             (chart("Kept and reverted", charts::gains(run)))
             (led(run))
             (chart("What each knob was worth", charts::knobs(&effects)))
@@ -114,7 +114,7 @@ fn facts(run: &Run) -> Markup {
         (format!("start, {kind}, a token"), shown(first)),
         (format!("time saved, {kind}"), saved),
         (
-            "of the floor reached".to_owned(),
+            "of the bound reached".to_owned(),
             share.map_or("-".to_owned(), |share| format!("{share:.1} %")),
         ),
         ("the champion, once more".to_owned(), confirmed.to_owned()),

@@ -92,7 +92,7 @@ impl Recorded {
             let reason = "the header is that of another version of amk".to_owned();
             return Err(Finding { line: Some(1), reason, exit: Exit::Usage });
         };
-        let mut audit = Audit::new(terms).with_floor(super::floor(header));
+        let mut audit = Audit::new(terms).with_bound(super::bound(header));
         for (index, record) in records.iter().enumerate() {
             let at = |reason: String, exit| Finding { line: Some(index + 2), reason, exit };
             let row: Row = serde_json::from_value(record.clone()).map_err(|error| {

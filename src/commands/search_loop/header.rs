@@ -63,7 +63,7 @@ pub(super) struct Header {
     pub(super) kv_capacity: Option<u32>,
     /// Where it is measured; nothing where it is predicted. Of several cards the first.
     conditions: Option<Conditions>,
-    /// The device's cache, which floors depend on.
+    /// The device's cache, which bounds depend on.
     cache_bytes: u64,
     /// Where it begins; nothing in ledgers from before there was a choice.
     #[serde(skip_serializing_if = "Option::is_none")]

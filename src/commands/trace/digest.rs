@@ -59,25 +59,25 @@ fn whole(timeline: &Timeline, total: &Sums, out: &mut String) {
     );
     row!(
         out,
-        "floor {:.1} + excess {:.1} + waiting {:.1} + bubble {:.1} = {:.1}",
-        us(total.floor),
+        "bound {:.1} + excess {:.1} + waiting {:.1} + bubble {:.1} = {:.1}",
+        us(total.bound),
         us(total.excess),
         us(total.waiting),
         us(total.bubbles()),
         us(total.sum())
     );
-    out.push_str("floor: the step's bytes at the full bandwidth. excess: at work beyond that (below zero: bytes arrived while waiting). waiting: for what others hand over. bubble: no task.\n");
+    out.push_str("bound: the step's bytes at the full bandwidth. excess: at work beyond that (below zero: bytes arrived while waiting). waiting: for what others hand over. bubble: no task.\n");
 }
 
 fn table_row(timeline: &Timeline, name: &str, s: &Sums, out: &mut String) {
     let us = |ns| mean(timeline, ns);
-    let sum = us(s.floor + s.excess + s.waiting);
+    let sum = us(s.bound + s.excess + s.waiting);
     row!(
         out,
         "{}\t{}\t{:.1}\t{:.1}\t{:.1}\t{sum:.1}",
         cut(name),
         s.tasks,
-        us(s.floor),
+        us(s.bound),
         us(s.excess),
         us(s.waiting)
     );
@@ -86,7 +86,7 @@ fn table_row(timeline: &Timeline, name: &str, s: &Sums, out: &mut String) {
 /// Those with the most time first.
 fn by_time<K>(sums: HashMap<K, Sums>, key: impl Fn(&K) -> u64) -> Vec<(K, Sums)> {
     let mut rows: Vec<(K, Sums)> = sums.into_iter().collect();
-    rows.sort_by_key(|(name, s)| (-(s.floor + s.excess + s.waiting), key(name)));
+    rows.sort_by_key(|(name, s)| (-(s.bound + s.excess + s.waiting), key(name)));
     rows
 }
 

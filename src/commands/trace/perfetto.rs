@@ -49,7 +49,7 @@ pub(super) fn write(
     }
     for (index, task) in timeline.tasks.iter().enumerate() {
         let about = json!({
-            "layer": task.layer, "task": index, "bytes": task.bytes, "floor_ns": task.floor,
+            "layer": task.layer, "task": index, "bytes": task.bytes, "bound_ns": task.bound,
             "starved_ns": task.starved,
         });
         put(&slice(task.worker, timeline.name(task), [task.begin, task.end], &about))?;

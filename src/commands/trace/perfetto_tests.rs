@@ -24,9 +24,9 @@ fn every_nanosecond_is_somewhere() {
     let Traced { mut timeline, .. } = traced();
     let total = timeline.total();
     assert_eq!(total.sum(), (timeline.span() * timeline.workers.len() as u64) as i64);
-    assert!(total.floor > 0 && total.waiting > 0 && total.bubbles() > 0, "{total:?}");
+    assert!(total.bound > 0 && total.waiting > 0 && total.bubbles() > 0, "{total:?}");
     let of_ops: i64 =
-        timeline.by(|task| task.name).values().map(|s| s.floor + s.excess + s.waiting).sum();
+        timeline.by(|task| task.name).values().map(|s| s.bound + s.excess + s.waiting).sum();
     assert_eq!(of_ops + total.bubbles(), total.sum());
     assert_eq!(timeline.moved, 0, "virtual time runs forwards");
     // Marks out of order are found out, also where arithmetic wraps: the parts would still add up.
@@ -38,12 +38,12 @@ fn every_nanosecond_is_somewhere() {
 }
 
 #[test]
-fn the_floor_is_that_of_the_bytes() {
+fn the_bound_is_that_of_the_bytes() {
     let Traced { timeline, document, .. } = traced();
     let bytes: u64 = timeline.tasks.iter().map(|task| task.bytes).sum();
     let bandwidth = ir::Target::by_name("h200").expect("it is known").bandwidth;
     let exact = bytes as f64 * 1e9 / bandwidth as f64 * timeline.workers.len() as f64;
-    assert!((timeline.total().floor as f64 - exact).abs() <= 1.0, "rounded once, not once a task");
+    assert!((timeline.total().bound as f64 - exact).abs() <= 1.0, "rounded once, not once a task");
     let us = document["us_per_token"].as_f64().expect("a number");
     assert!((timeline.span() as f64 / 1000.0 - us).abs() < 0.001, "the step that is predicted");
 }
@@ -91,8 +91,8 @@ fn the_trace_file_tells_the_same() {
         assert_eq!(end, task.end);
     }
     assert_eq!(waiting as i64, timeline.total().waiting);
-    let floor: u64 = slices.iter().filter_map(|event| event["args"]["floor_ns"].as_u64()).sum();
-    assert_eq!(floor as i64, timeline.total().floor);
+    let bound: u64 = slices.iter().filter_map(|event| event["args"]["bound_ns"].as_u64()).sum();
+    assert_eq!(bound as i64, timeline.total().bound);
     let (from, to) = (of("s"), of("f"));
     assert!(!from.is_empty() && from.len() == to.len());
     for (from, to) in from.iter().zip(&to) {

@@ -1,7 +1,7 @@
 //! One step of every worker in whole nanoseconds: where each of them went, and who was waited for.
 //!
 //! A worker's time is parted at the marks of its tasks, so nothing is counted twice and nothing is left out:
-//! `floor + excess + waiting + bubble = workers * span`, which [`Timeline::total`] asserts.
+//! `bound + excess + waiting + bubble = workers * span`, which [`Timeline::total`] asserts.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -39,7 +39,7 @@ pub(super) struct Task {
     /// Bytes out of the ring.
     pub(super) bytes: u64,
     /// What these take at the worker's share of the bandwidth.
-    pub(super) floor: u64,
+    pub(super) bound: u64,
     /// Of the tasks that it waited for, the last to be done.
     pub(super) producer: Option<usize>,
 }
@@ -49,7 +49,7 @@ pub(super) struct Task {
 pub(super) struct Sums {
     pub(super) tasks: u64,
     /// What the bytes take at the full bandwidth, shared evenly.
-    pub(super) floor: i64,
+    pub(super) bound: i64,
     /// At work beyond that. Negative where bytes arrived while the worker waited: the ring runs ahead.
     pub(super) excess: i64,
     /// Until what tasks need from others was there.
@@ -73,12 +73,12 @@ impl Sums {
     }
 
     pub(super) fn sum(&self) -> i64 {
-        self.floor + self.excess + self.waiting + self.bubbles()
+        self.bound + self.excess + self.waiting + self.bubbles()
     }
 
     pub(super) fn add(&mut self, other: &Self) {
         self.tasks += other.tasks;
-        self.floor += other.floor;
+        self.bound += other.bound;
         self.excess += other.excess;
         self.waiting += other.waiting;
         self.bubble.iter_mut().zip(other.bubble).for_each(|(all, one)| *all += one);
@@ -86,8 +86,8 @@ impl Sums {
 
     fn add_task(&mut self, task: &Task) {
         self.tasks += 1;
-        self.floor += task.floor as i64;
-        self.excess += between(task.arrived, task.end) - task.floor as i64;
+        self.bound += task.bound as i64;
+        self.excess += between(task.arrived, task.end) - task.bound as i64;
         self.waiting += between(task.begin, task.arrived);
     }
 }
@@ -127,7 +127,7 @@ impl Timeline {
             moved: 0,
         };
         let mut names = HashMap::new();
-        let mut floors = Floors { bytes: 0, workers: program.workers.len() as u64, bandwidth };
+        let mut bounds = Bounds { bytes: 0, workers: program.workers.len() as u64, bandwidth };
         for (index, worker) in program.workers.iter().enumerate() {
             let first = timeline.tasks.len();
             let mut before = start;
@@ -152,7 +152,7 @@ impl Timeline {
                     end,
                     starved: (f64::from(record.starved) * clock.ns_per_cycle).round() as u64,
                     bytes,
-                    floor: floors.of(bytes),
+                    bound: bounds.of(bytes),
                     producer: None,
                 });
             }
@@ -233,13 +233,13 @@ impl Timeline {
 }
 
 /// Whole nanoseconds of each task that add up to those of all bytes.
-struct Floors {
+struct Bounds {
     bytes: u128,
     workers: u64,
     bandwidth: u64,
 }
 
-impl Floors {
+impl Bounds {
     fn until_now(&self) -> u64 {
         (self.bytes * 1_000_000_000 * u128::from(self.workers) / u128::from(self.bandwidth.max(1)))
             as u64

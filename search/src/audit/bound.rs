@@ -35,14 +35,14 @@ impl StepBytes {
 
 /// What is known of a search besides its rows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Floor {
+pub struct RooflineBound {
     /// Bytes of a step, where the model is known.
     pub bytes: Option<StepBytes>,
     /// The card, where its name is one of the table.
     pub card: Option<Target>,
 }
 
-impl Floor {
+impl RooflineBound {
     /// Whether a roofline bound can be that of the model on the card.
     pub(super) fn bound(&self, weight_mb: Option<f64>, bound_us: f64) -> Result<(), String> {
         let Some(card) = &self.card else { return Ok(()) };
@@ -59,7 +59,7 @@ impl Floor {
             return Ok(());
         }
         Err(format!(
-            "its floor of {bound_us} us is not that of {weights} bytes of weights on a {} ({least} to {most} us)",
+            "its bound of {bound_us} us is not that of {weights} bytes of weights on a {} ({least} to {most} us)",
             card.name
         ))
     }

@@ -395,7 +395,7 @@ pub(crate) struct LoopArgs {
     /// What proposals and the gate's tokens are drawn with. Default: 0, or the resumed search's.
     #[arg(long)]
     pub(crate) seed: Option<u64>,
-    /// Who proposes: random, climb, tpe or prior (what the store knows comes first). Default: climb, or the resumed search's.
+    /// Who proposes: random, hill-climb, tpe or prior (what the store knows comes first). Default: hill-climb, or the resumed search's.
     #[arg(long, value_name = "NAME")]
     pub(crate) strategy: Option<StrategyName>,
     /// A shell command that proposes instead: JSON lines on its standard input and output (HARNESS.md, ask and tell). A resumed search needs

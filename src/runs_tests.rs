@@ -372,7 +372,7 @@ fn a_resumed_search_proposes_what_would_have_come_whatever_the_strategy() {
     let folder = folder();
     let at = |name: &str| folder.path().join(name);
     search(folder.path(), "teach/a", &["--budget", "24", "--store", "store.sqlite"]);
-    for strategy in ["random", "climb", "tpe", "prior"] {
+    for strategy in ["random", "hill-climb", "tpe", "prior"] {
         let [whole, parts] = ["whole", "parts"].map(|kind| format!("{kind}/{strategy}"));
         let terms = ["--strategy", strategy, "--seed", "3", "--store", "store.sqlite"];
         // What a search learns from the store is settled when it begins.
@@ -392,9 +392,9 @@ fn a_resumed_search_proposes_what_would_have_come_whatever_the_strategy() {
     assert!(origins.filter(|origin| origin == "prior").count() > 1);
     let prior = &corpus::read(&at("whole/prior").join("ledger.jsonl")).unwrap().header["prior"];
     assert!(!prior.as_array().unwrap().is_empty());
-    let other = ["loop", "--resume", "--out", "whole/tpe", "--strategy", "climb"];
+    let other = ["loop", "--resume", "--out", "whole/tpe", "--strategy", "hill-climb"];
     let (code, _, said) = amk(folder.path(), &other);
-    assert!(code == 2 && said.contains("--strategy climb contradicts"), "{said}");
+    assert!(code == 2 && said.contains("--strategy hill-climb contradicts"), "{said}");
 }
 
 #[test]
@@ -406,7 +406,7 @@ fn a_search_of_a_removed_strategy_is_read_but_not_resumed() {
     succeeds(folder.path(), &["runs", "show", "old"], "amk.run.v1");
     let (code, _, said) = amk(folder.path(), &["loop", "--resume", "--out", "old"]);
     assert_eq!(code, 2, "{said}");
-    for part in ["unknown variant `restarts`", "`climb`", "not resume", "another --out"] {
+    for part in ["unknown variant `restarts`", "`hill_climb`", "not resume", "another --out"] {
         assert!(said.contains(part), "{part}: {said}");
     }
 }

@@ -64,23 +64,23 @@ pub trait Strategy: fmt::Debug + Send + Sync {
     schemars::JsonSchema,
     strum::IntoStaticStr,
 )]
-#[serde(rename_all = "lowercase")]
-#[strum(serialize_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum StrategyName {
     /// Every knob at random, each time.
     Random,
     /// A sweep over what belongs together, then single steps, combinations and jumps from the schedule that leads.
     #[default]
-    Climb,
+    HillClimb,
     /// A tree-structured Parzen estimator: values that good trials have more often than others.
     Tpe,
-    /// What earlier searches learned, best first; then as `climb`.
+    /// What earlier searches learned, best first; then as `hill_climb`.
     Prior,
 }
 
 impl StrategyName {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Random, Self::Climb, Self::Tpe, Self::Prior];
+    pub const ALL: [Self; 4] = [Self::Random, Self::HillClimb, Self::Tpe, Self::Prior];
 
     /// Its name.
     #[must_use]
@@ -139,7 +139,7 @@ impl Strategy for Builtin {
         let Question { trial, incumbent, past } = *question;
         match self.name {
             StrategyName::Random => random(&self.ground, question),
-            StrategyName::Climb => Box::new(self.ground.draws(trial, incumbent, past)),
+            StrategyName::HillClimb => Box::new(self.ground.draws(trial, incumbent, past)),
             StrategyName::Tpe => tpe::ask(&self.ground, question),
             StrategyName::Prior => prior::ask(&self.ground, &self.moves, question),
         }

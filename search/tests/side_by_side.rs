@@ -101,7 +101,7 @@ impl Host {
         let script = script.clone();
         let mut device = ScriptedDevice::new(self.logits(), 1, move |p, k| script(p, k));
         let search = Search::new(self.gate(), Some(&mut device), self.settings());
-        self.finish(search, &[], StrategyName::Climb)
+        self.finish(search, &[], StrategyName::HillClimb)
     }
 
     fn finish(&self, search: Search<'_>, past: &[Trial], name: StrategyName) -> Ran {
@@ -182,7 +182,7 @@ fn several_cards_write_the_rows_of_one() {
     assert!(kept >= 2, "{kept} kept: too few to be in the way of what is begun ahead");
     for cards in [vec![1.0], vec![1.0, 1.03], vec![1.03, 1.0], vec![1.0, 1.03, 0.9]] {
         let scripts: Vec<Script> = cards.iter().map(|&slower| card(slower)).collect();
-        let many = host.run(&scripts, &[], StrategyName::Climb);
+        let many = host.run(&scripts, &[], StrategyName::HillClimb);
         assert_eq!(many.ended, Ok(StoppedBy::Trials), "{cards:?}");
         assert_eq!(all_said(&many), all_said(&one), "{cards:?}");
         audit(&many).unwrap();
@@ -203,13 +203,13 @@ fn several_cards_write_the_rows_of_one() {
 #[test]
 fn helpers_change_no_row_of_several_cards() {
     let host = Host::new();
-    let without = host.run(&[card(1.0), card(1.03)], &[], StrategyName::Climb);
+    let without = host.run(&[card(1.0), card(1.03)], &[], StrategyName::HillClimb);
     // A gate of its own: helpers end what they share.
     let gate = fresh_gate(host.model, host.target);
     let with = std::thread::scope(|scope| {
         let crew = Crew::open(scope, host.openers(&[card(1.0), card(1.03)]));
         let search = Search::side_by_side(gate, crew, host.settings()).with_helpers(scope, 1, 1);
-        host.finish(search, &[], StrategyName::Climb)
+        host.finish(search, &[], StrategyName::HillClimb)
     });
     assert_eq!(all_said(&with), all_said(&without));
 }
@@ -221,7 +221,7 @@ fn a_figure_of_another_card_would_have_decided_otherwise() {
     let latency = |trial: &Trial| trial.verdict.latency_us.unwrap();
     let mut wrong = Vec::new();
     for cards in [[1.0, 1.03], [1.03, 1.0], [1.0, 1.05], [1.05, 1.0]] {
-        let ran = host.run(&cards.map(card), &[], StrategyName::Climb);
+        let ran = host.run(&cards.map(card), &[], StrategyName::HillClimb);
         for trial in &ran.trials[1..] {
             let incumbent = &ran.trials[trial.incumbent.unwrap() as usize];
             let mixed = 1.0 - latency(trial) / latency(incumbent);
@@ -249,9 +249,9 @@ fn every_strategy_is_the_same_on_two_cards() {
 fn a_resumed_search_goes_on_as_if_it_had_not_stopped() {
     let host = Host::new();
     let cards = [card(1.0), card(1.03)];
-    let whole = host.run(&cards, &[], StrategyName::Climb);
+    let whole = host.run(&cards, &[], StrategyName::HillClimb);
     for cut in [1, 2, 9, 19] {
-        let again = host.run(&cards, &whole.trials[..cut], StrategyName::Climb);
+        let again = host.run(&cards, &whole.trials[..cut], StrategyName::HillClimb);
         assert_eq!(all_said(&again), all_said(&whole), "cut at {cut}");
         let on = |ran: &Ran| ran.trials.iter().map(|trial| trial.card).collect::<Vec<_>>();
         assert_eq!(on(&again), on(&whole));
@@ -264,7 +264,7 @@ fn a_resumed_search_goes_on_as_if_it_had_not_stopped() {
         let crew = Crew::open(scope, openers);
         assert!(crew.infos()[1].is_err());
         let search = Search::side_by_side(host.gate(), crew, host.settings());
-        host.finish(search, &whole.trials[..9], StrategyName::Climb)
+        host.finish(search, &whole.trials[..9], StrategyName::HillClimb)
     });
     assert_eq!(all_said(&again), all_said(&whole));
     assert!(again.trials[9..].iter().all(|trial| trial.card == Some(0)));
@@ -286,9 +286,9 @@ fn lost_after(loads: usize) -> Script {
 #[test]
 fn a_card_that_is_lost_is_left_out_and_the_rows_are_the_same() {
     let host = Host::new();
-    let whole = host.run(&[card(1.0), card(1.03)], &[], StrategyName::Climb);
+    let whole = host.run(&[card(1.0), card(1.03)], &[], StrategyName::HillClimb);
     for loads in [0, 1, 4, 8] {
-        let ran = host.run(&[card(1.0), lost_after(loads)], &[], StrategyName::Climb);
+        let ran = host.run(&[card(1.0), lost_after(loads)], &[], StrategyName::HillClimb);
         assert_eq!(ran.ended, Ok(StoppedBy::Trials), "after {loads} loads");
         assert_eq!(all_said(&ran), all_said(&whole), "after {loads} loads");
         let out: Vec<&search::LeftOut> = ran.trials.iter().flat_map(|t| &t.left_out).collect();
@@ -305,10 +305,10 @@ fn a_card_that_is_lost_is_left_out_and_the_rows_are_the_same() {
 #[test]
 fn without_a_card_the_search_ends_and_can_go_on() {
     let host = Host::new();
-    let ran = host.run(&[lost_after(4), lost_after(6)], &[], StrategyName::Climb);
+    let ran = host.run(&[lost_after(4), lost_after(6)], &[], StrategyName::HillClimb);
     assert!(matches!(&ran.ended, Err(SearchError::Device(_))), "{:?}", ran.ended);
     assert!(!ran.trials.is_empty());
-    let on = host.run(&[card(1.03), card(1.03)], &ran.trials, StrategyName::Climb);
+    let on = host.run(&[card(1.03), card(1.03)], &ran.trials, StrategyName::HillClimb);
     assert_eq!(on.trials.len() as u64, TRIALS);
     audit(&on).unwrap();
 }
@@ -318,14 +318,14 @@ fn a_card_without_a_correct_baseline_takes_no_part() {
     let host = Host::new();
     let wrong: Script = Arc::new(|p, k| Behaviour { wrong: true, ..Behaviour::takes(us(p, k)) });
     for (scripts, good) in [([card(1.0), wrong.clone()], 0), ([wrong.clone(), card(1.0)], 1)] {
-        let ran = host.run(&scripts, &[], StrategyName::Climb);
+        let ran = host.run(&scripts, &[], StrategyName::HillClimb);
         assert_eq!(all_said(&ran), all_said(&host.alone(&card(1.0))));
         assert!(ran.trials.iter().all(|trial| trial.card == Some(good)));
         assert!(ran.trials[0].left_out[0].why.contains("the baseline is disagreed there"));
         audit(&ran).unwrap();
     }
     // Where no baseline is correct there is nothing to compare by, on one card as on two.
-    let ran = host.run(&[wrong.clone(), wrong], &[], StrategyName::Climb);
+    let ran = host.run(&[wrong.clone(), wrong], &[], StrategyName::HillClimb);
     assert!(ran.trials.iter().all(|trial| trial.outcome == Outcome::Disagreed));
     assert!(ran.trials.iter().all(|trial| trial.card == Some(0)));
     audit(&ran).unwrap();
@@ -334,7 +334,7 @@ fn a_card_without_a_correct_baseline_takes_no_part() {
 #[test]
 fn a_schedule_that_leads_must_pass_on_every_card_that_goes_on() {
     let host = Host::new();
-    let fast = host.run(&[card(1.0), card(1.0)], &[], StrategyName::Climb);
+    let fast = host.run(&[card(1.0), card(1.0)], &[], StrategyName::HillClimb);
     let kept = fast.trials.iter().find(|trial| trial.outcome == Outcome::Kept).unwrap();
     let (program, kernel) = (kept.verdict.program_id.clone().unwrap(), kept.config.kernel.id());
     let other = 1 - kept.card.unwrap() as usize;
@@ -343,7 +343,7 @@ fn a_schedule_that_leads_must_pass_on_every_card_that_goes_on() {
         wrong: p.id() == program && k.id() == kernel,
         ..Behaviour::takes(us(p, k))
     });
-    let ran = host.run(&scripts, &[], StrategyName::Climb);
+    let ran = host.run(&scripts, &[], StrategyName::HillClimb);
     assert_eq!(all_said(&ran), all_said(&fast));
     let out: Vec<&search::LeftOut> = ran.trials.iter().flat_map(|trial| &trial.left_out).collect();
     assert_eq!(out.len(), 1);
@@ -354,7 +354,7 @@ fn a_schedule_that_leads_must_pass_on_every_card_that_goes_on() {
 #[test]
 fn a_champion_is_confirmed_on_each_card() {
     let host = Host::new();
-    let ran = host.run(&[card(1.0), card(1.03)], &[], StrategyName::Climb);
+    let ran = host.run(&[card(1.0), card(1.03)], &[], StrategyName::HillClimb);
     let confirmation = ran.confirmation.unwrap();
     assert_eq!(confirmation.decision, Decision::Kept);
     assert_eq!((confirmation.card, confirmation.beside[0].card), (Some(0), 1));
@@ -364,7 +364,7 @@ fn a_champion_is_confirmed_on_each_card() {
 
     // Where nothing is better than the baseline nothing is raced, and no card has a figure of another one.
     let equal = |slower: f64| -> Script { Arc::new(move |_, _| Behaviour::takes(100.0 * slower)) };
-    let none = host.run(&[equal(1.0), equal(1.03)], &[], StrategyName::Climb);
+    let none = host.run(&[equal(1.0), equal(1.03)], &[], StrategyName::HillClimb);
     let last = none.confirmation.as_ref().unwrap();
     assert_eq!((last.champion, last.card, last.beside.len()), (0, Some(0), 0));
     audit(&none).unwrap();
@@ -379,7 +379,7 @@ fn a_champion_is_confirmed_on_each_card() {
         let is_champion = p.id() == program && k.id() == kernel;
         Behaviour::takes(if is_champion { 200.0 } else { us(p, k) })
     });
-    let again = host.run(&scripts, &ran.trials, StrategyName::Climb);
+    let again = host.run(&scripts, &ran.trials, StrategyName::HillClimb);
     let confirmation = again.confirmation.as_ref().unwrap();
     assert_eq!(confirmation.decision, Decision::Reverted, "{}", confirmation.why);
     audit(&again).unwrap();
@@ -418,7 +418,7 @@ fn rows_that_mix_cards_are_refused() {
     let noisy = |slower: f64, noise: f64| -> Script {
         Arc::new(move |p, k| Behaviour::takes(us(p, k) * slower).with_noise(noise))
     };
-    let ran = host.run(&[noisy(1.0, 0.002), noisy(1.03, 0.08)], &[], StrategyName::Climb);
+    let ran = host.run(&[noisy(1.0, 0.002), noisy(1.03, 0.08)], &[], StrategyName::HillClimb);
     audit(&ran).unwrap();
     let noise = |trial: &Trial| trial.threshold.unwrap();
     let (quiet, loud) = (noise(&ran.trials[2]), noise(&ran.trials[1]));
@@ -464,8 +464,8 @@ fn a_thread_that_panics_is_heard_of() {
 fn what_is_begun_for_nothing_is_counted() {
     let host = Host::new();
     let nothing: Script = Arc::new(|_, _| Behaviour::takes(100.0));
-    let ran = host.run(&[nothing.clone(), nothing], &[], StrategyName::Climb);
+    let ran = host.run(&[nothing.clone(), nothing], &[], StrategyName::HillClimb);
     assert_eq!(ran.dropped, 0, "nothing is kept, so that all was foreseen");
-    let ran = host.run(&[card(1.0), card(1.0)], &[], StrategyName::Climb);
+    let ran = host.run(&[card(1.0), card(1.0)], &[], StrategyName::HillClimb);
     assert!(ran.dropped > 0 && ran.dropped < TRIALS, "{}", ran.dropped);
 }

@@ -83,7 +83,7 @@ fn main() {
 }
 
 /// Strategies that know nothing of other searches.
-const ALONE: [StrategyName; 3] = [StrategyName::Random, StrategyName::Climb, StrategyName::Tpe];
+const ALONE: [StrategyName; 3] = [StrategyName::Random, StrategyName::HillClimb, StrategyName::Tpe];
 
 fn read(path: &Path) -> Landscape {
     let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
@@ -125,9 +125,9 @@ fn alone(lands: &[Landscape], name: StrategyName) -> Line {
 }
 
 fn halving(lands: &[Landscape]) -> Line {
-    line("halving (climb)", lands, |_, land, seed, trials| {
-        let climb = strategy(StrategyName::Climb, ground(land, seed, trials), Vec::new());
-        play_halving(land, &*climb, trials, MIN_GAIN, seed)
+    line("halving (hill-climb)", lands, |_, land, seed, trials| {
+        let hill_climb = strategy(StrategyName::HillClimb, ground(land, seed, trials), Vec::new());
+        play_halving(land, &*hill_climb, trials, MIN_GAIN, seed)
     })
 }
 
@@ -144,8 +144,10 @@ fn others(lands: &[Landscape], held_out: usize, seeds: std::ops::Range<u64>) -> 
     let mut seen = Vec::new();
     for (_, land) in lands.iter().enumerate().filter(|(index, _)| *index != held_out) {
         for seed in seeds.clone() {
-            let climb = strategy(StrategyName::Climb, ground(land, seed, TRIALS), Vec::new());
-            let played = play(land, &*climb, TRIALS, MIN_GAIN, seed).expect("the start was timed");
+            let hill_climb =
+                strategy(StrategyName::HillClimb, ground(land, seed, TRIALS), Vec::new());
+            let played =
+                play(land, &*hill_climb, TRIALS, MIN_GAIN, seed).expect("the start was timed");
             seen.extend(played.seen());
         }
     }
@@ -255,10 +257,10 @@ fn held_out(
     known: &[Vec<Known>],
 ) {
     let named = |name| lines.iter().find(|line| line.name == name).expect("it is played");
-    let (climb, prior) = (named("climb"), named("prior"));
+    let (hill_climb, prior) = (named("hill-climb"), named("prior"));
     let _ = writeln!(
         out,
-        "**Held out.** The store of each row holds what {} searches of {TRIALS} trials (`climb`) found on each of the other models, and nothing of this one; in the column beside it, one search each. Regret in per cent, mean and worst of {SEEDS} seeds.\n",
+        "**Held out.** The store of each row holds what {} searches of {TRIALS} trials (`hill_climb`) found on each of the other models, and nothing of this one; in the column beside it, one search each. Regret in per cent, mean and worst of {SEEDS} seeds.\n",
         EARLIER.end - EARLIER.start
     );
     out.push_str("| held out | moves known | full store, 16 trials | of one search each | empty store, 16 trials | empty store, 64 trials |\n|---|---|---|---|---|---|\n");
@@ -275,8 +277,8 @@ fn held_out(
             known[index].len(),
             cell(prior, SHORT),
             cell(once, SHORT),
-            cell(climb, SHORT),
-            cell(climb, TRIALS)
+            cell(hill_climb, SHORT),
+            cell(hill_climb, TRIALS)
         );
     }
 }

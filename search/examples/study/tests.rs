@@ -78,16 +78,16 @@ fn played_searches_are_deterministic_and_find_the_best_point() {
             assert_eq!(played.best_us[63], best, "{}", name.name());
         }
     }
-    let climb = strategy(StrategyName::Climb, ground(&land, 3, 64), Vec::new());
-    let halved = play_halving(&land, &*climb, 64, 0.01, 3).unwrap();
+    let hill_climb = strategy(StrategyName::HillClimb, ground(&land, 3, 64), Vec::new());
+    let halved = play_halving(&land, &*hill_climb, 64, 0.01, 3).unwrap();
     assert_eq!((halved.best_us.len(), halved.best_us[63]), (64, best));
 }
 
 #[test]
 fn what_one_search_learned_saves_the_next_one_trials() {
     let land = landscape("measured").unwrap();
-    let climb = strategy(StrategyName::Climb, ground(&land, 1, 64), Vec::new());
-    let first = play(&land, &*climb, 64, 0.01, 1).unwrap();
+    let hill_climb = strategy(StrategyName::HillClimb, ground(&land, 1, 64), Vec::new());
+    let first = play(&land, &*hill_climb, 64, 0.01, 1).unwrap();
     let known = rank(first.seen());
     assert!(!known.is_empty());
     let prior = strategy(StrategyName::Prior, ground(&land, 2, 16), known);
@@ -144,8 +144,8 @@ fn the_default_leads_where_it_was_measured_and_a_full_store_saves_three_trials_o
     // As in docs/explanation/search.md: five searches of each model.
     let found = |land: &Landscape| -> Vec<Seen> {
         let one = |seed| {
-            let climb = strategy(StrategyName::Climb, ground(land, seed, 64), Vec::new());
-            play(land, &*climb, 64, 0.01, seed).unwrap().seen()
+            let hill_climb = strategy(StrategyName::HillClimb, ground(land, seed, 64), Vec::new());
+            play(land, &*hill_climb, 64, 0.01, seed).unwrap().seen()
         };
         (1000..1005).flat_map(one).collect()
     };

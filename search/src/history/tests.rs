@@ -121,7 +121,7 @@ fn trial(index: u64, config: ScheduleConfig) -> Trial {
 #[test]
 fn ten_thousand_trials_cost_so_much_each_as_a_thousand() {
     let bench = Bench::new();
-    for name in [StrategyName::Climb, StrategyName::Random] {
+    for name in [StrategyName::HillClimb, StrategyName::Random] {
         let [few, many] = [1_000, 10_000].map(|trials| bench.visits(trials, name));
         // An entry moves once a doubling, and a lookup asks one run a doubling: 10 doublings here, 14 there.
         assert!(many <= 16 * few, "{}: {few} visits of 1 000, {many} of 10 000", name.name());

@@ -80,7 +80,7 @@ fn refuted(form: &Form, past: &PastTrials) -> bool {
     })
 }
 
-/// Moves all at once, then parts of them, then each, then as `climb`.
+/// Moves all at once, then parts of them, then each, then as `hill_climb`.
 pub(super) fn ask<'s>(
     ground: &'s Ground,
     moves: &[Form],

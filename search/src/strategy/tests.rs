@@ -49,7 +49,11 @@ fn equal_questions_have_equal_answers_and_seeds_tell_searches_apart() {
         Past { config: other, changes: changed, gain: Some(-0.1), kept: false, score: Some(0.1) };
     let past: PastTrials = std::iter::repeat_n(trial, 24).collect();
     assert!(
-        "simulated annealing".parse::<StrategyName>().unwrap_err().to_string().contains("climb")
+        "simulated annealing"
+            .parse::<StrategyName>()
+            .unwrap_err()
+            .to_string()
+            .contains("hill-climb")
     );
     for name in StrategyName::ALL {
         let asked = |seed| {
@@ -73,7 +77,7 @@ fn every_strategy_beats_chance_on_a_plain_slope() {
         (0..4).map(one).sum::<f64>() / 4.0
     };
     let random = ends(StrategyName::Random);
-    for name in [StrategyName::Climb, StrategyName::Tpe] {
+    for name in [StrategyName::HillClimb, StrategyName::Tpe] {
         let end = ends(name);
         assert!(end < 0.99 * random, "{} {end}, random {random}", name.name());
     }

@@ -170,7 +170,7 @@ pub(crate) enum Command {
     #[command(
         after_help = "Examples:\n  amk sample --model llama-3.2-1b --count 200 --out llama.jsonl\n  amk sample --model qwen3-0.6b --count 60 --seed 3 --out qwen.jsonl\n\n\
         Half of the schedules are drawn over all knobs, half a few edits away from a known one. Each passes the gates of a search before\n\
-        it is timed. Every row is written before the next schedule runs; Ctrl-C ends the survey with exit code 130."
+        it is timed. Every row is written before the next schedule runs; Ctrl-C ends the random sample with exit code 130."
     )]
     Sample(SampleArgs),
     /// Records grids of schedules: strategies are compared on them without a GPU.

@@ -143,7 +143,7 @@ pub(crate) fn reference<'a>(
     {
         Run::Finished(outputs) => Ok(outputs.logits),
         halted @ (Run::Trapped(_) | Run::Stuck { .. }) => {
-            Err(search::Dropped::Halted(halted).to_string())
+            Err(search::Rejection::Halted(halted).to_string())
         }
     };
     Hosted { begin, run, sequences: BTreeMap::new() }

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use corpus::CorpusError;
 use lower::LowerError;
 use model::ModelError;
-use search::{DeviceError, Dropped};
+use search::{DeviceError, Rejection};
 use vm_host::HostError;
 
 /// The exit codes. They are part of the interface: scripts and agents branch on them.
@@ -163,11 +163,11 @@ impl From<DeviceError> for Failure {
 }
 
 /// Some ends are not the schedule's fault: a bug of ours, or a device that is gone.
-impl From<&Dropped> for Failure {
-    fn from(dropped: &Dropped) -> Self {
-        let fault = if let Dropped::Unloadable(error) = dropped {
+impl From<&Rejection> for Failure {
+    fn from(dropped: &Rejection) -> Self {
+        let fault = if let Rejection::Unloadable(error) = dropped {
             Some(Self::from(error.clone()))
-        } else if let Dropped::Failed(error) = dropped {
+        } else if let Rejection::Failed(error) = dropped {
             Some(Self::from(error.clone()))
         } else {
             None

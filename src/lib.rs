@@ -31,9 +31,9 @@ mod schedule_choice;
 mod sequence;
 #[cfg(feature = "full")]
 mod serve;
+mod spinner;
 #[cfg(feature = "full")]
 mod top;
-mod working;
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
@@ -95,7 +95,7 @@ fn run() -> ExitCode {
         report::json_wanted();
     }
     if cli.quiet {
-        working::only_failures();
+        spinner::only_failures();
     }
     log::begin(cli.verbose);
     if !matches!(command, cli::Command::TemplateChild) {

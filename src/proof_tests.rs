@@ -1,10 +1,10 @@
-//! Bundles, surveys and calibrations as users meet them: the built binary on a machine without a GPU.
+//! Bundles, random sample and calibrations as users meet them: the built binary on a machine without a GPU.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use ir::Target;
-use search::survey::{Drawn, OBSERVATION_SCHEMA, Observation, Survey};
+use search::random_sample::{Drawn, OBSERVATION_SCHEMA, Observation, RandomSample};
 use search::{BUNDLE_SCHEMA, Bundle, Conditions, GateReport, Proof};
 use serde_json::Value;
 
@@ -179,8 +179,8 @@ fn bundles_that_prove_nothing_are_refused_with_the_reason() {
 fn what_must_be_measured_is_not_made_up() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("rows.jsonl");
-    let survey = ["sample", "--model", "toy", "--device", "cpu", "--out", out.to_str().unwrap()];
-    let (code, document, _) = amk(&survey);
+    let sample = ["sample", "--model", "toy", "--device", "cpu", "--out", out.to_str().unwrap()];
+    let (code, document, _) = amk(&sample);
     assert_eq!((code, &document["error"]), (3, &"capability_missing".into()));
     assert!(!out.exists(), "no file without a row");
     let bundle = folder.path().join("b.json");
@@ -195,7 +195,7 @@ fn rows(reversed: bool) -> String {
     let graph = model::preset("toy").unwrap().graph;
     let target = Target::by_name("h200").unwrap();
     let known = [ir::schedule::default_config(&graph, &target)];
-    let survey = Survey { graph: &graph, target: &target, known: &known, seed: 1 };
+    let sample = RandomSample { graph: &graph, target: &target, known: &known, seed: 1 };
     let row = |config: ir::ScheduleConfig| {
         let valid = ir::schedule::validate(config, &graph, &target).ok()?;
         let options = lower::Options { kv_capacity: KV_CAPACITY };
@@ -220,7 +220,7 @@ fn rows(reversed: bool) -> String {
             bandwidth: 4e12,
         })
     };
-    let rows = survey.draws().filter_map(|(_, config)| row(config)).take(24);
+    let rows = sample.draws().filter_map(|(_, config)| row(config)).take(24);
     rows.map(|row| serde_json::to_string(&row).unwrap() + "\n").collect()
 }
 

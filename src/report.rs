@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::failure::{Exit, Failure, Outcome};
-use crate::working;
+use crate::spinner;
 
 /// Whether `--json` was given.
 static JSON: AtomicBool = AtomicBool::new(false);
@@ -74,20 +74,20 @@ fn text_to(out: &mut impl Write, text: &str) -> Result<(), Failure> {
 
 /// A line for people. A closed stderr is no reason to stop.
 pub(crate) fn say(line: &str) {
-    if !working::is_quiet() {
+    if !spinner::is_quiet() {
         print_line(line);
     }
 }
 
 /// Why something failed: told with `--quiet` too.
 pub(crate) fn say_failure(line: &str) {
-    if !working::is_silent() {
+    if !spinner::is_silent() {
         print_line(line);
     }
 }
 
 fn print_line(line: &str) {
-    working::above(|| {
+    spinner::above(|| {
         let _ = writeln!(std::io::stderr(), "{}", plain(line));
     });
 }

@@ -26,7 +26,7 @@ mod reference;
 #[path = "soak_tests/sequences.rs"]
 mod sequences;
 
-use leaks::Held;
+use leaks::ResourceUsage;
 use sequences::{Found, Script, Sequence, scripts};
 
 /// The model, and the tokens that its key/value cache holds.
@@ -150,7 +150,7 @@ fn a_soak_loses_no_token_and_holds_nothing() {
     while began.elapsed() < limit && soak.tally.wrong.is_empty() {
         if warm.is_none() && began.elapsed() > limit / 4 {
             soak.settle();
-            warm = Some(Held::now());
+            warm = Some(ResourceUsage::now());
         }
         if hang && began.elapsed() > limit / 2 {
             hang = false;
@@ -159,7 +159,7 @@ fn a_soak_loses_no_token_and_holds_nothing() {
         soak.step();
     }
     soak.settle();
-    let mut leaks = leaks::between(warm.as_ref(), &Held::now());
+    let mut leaks = leaks::between(warm.as_ref(), &ResourceUsage::now());
     leaks.extend(soak.close());
     let Soak { device, tally, .. } = soak;
     drop(device);

@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use ir::Target;
 use ir::schedule::{KernelConfig, Knob};
-use search::strategy::Ground;
-use search::{Expected, Gate, PastTrials};
+use search::strategy::SearchSpace;
+use search::{Expected, Gate, TrialRecords};
 
 fn main() {
     let mut args = std::env::args().skip(1);
@@ -27,8 +27,8 @@ fn main() {
     let default = ir::schedule::default_config(graph, &target);
     let values = |&knob: &Knob| (knob, ir::schedule::legal_values(knob, graph, &target));
     let space: Vec<_> = Knob::ALL.iter().map(values).collect();
-    let ground = Ground { space, seed: 3, sweep: 40 };
-    let draws = ground.draws(1, &default, &PastTrials::default()).map(|(_, config)| config);
+    let search_space = SearchSpace { space, seed: 3, sweep: 40 };
+    let draws = search_space.draws(1, &default, &TrialRecords::default()).map(|(_, config)| config);
     let mut done = 0;
     for config in std::iter::once(default).chain(draws) {
         let begin = Instant::now();

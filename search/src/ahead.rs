@@ -13,21 +13,21 @@ use ir::schedule::ScheduleConfig;
 use reference_vm::compare::{Agreement, Reference};
 
 use crate::cpu::{Candidate, Cpu};
-use crate::dropped::Dropped;
 use crate::growing::Growing;
 use crate::history::Guess;
+use crate::rejection::Rejection;
 use crate::settings::Clock;
 
 /// Lowered candidates that are kept: those of some trials to come, three for each of eight devices among them, of some megabytes each.
 const LOWERED_MAX: usize = 64;
 
 /// A schedule as it lowers, or why it does not.
-pub(crate) type Lowered = Result<Candidate, Dropped>;
+pub(crate) type Lowered = Result<Candidate, Rejection>;
 
 /// What the reference VM found, and how many seconds that took it by the clock of whoever asked.
 #[derive(Clone)]
 pub(crate) struct Judged {
-    pub(crate) found: Result<Agreement<Reference>, Dropped>,
+    pub(crate) found: Result<Agreement<Reference>, Rejection>,
     pub(crate) seconds: f64,
 }
 
@@ -108,7 +108,7 @@ impl<'a> Ahead<'a> {
         &self,
         config: &ScheduleConfig,
         tried: &Growing<(String, String), u64>,
-    ) -> Result<Result<Candidate, u64>, Dropped> {
+    ) -> Result<Result<Candidate, u64>, Rejection> {
         let known = self.lock().keys.get(&config.id()).and_then(|key| tried.get(key)).copied();
         if let Some(twin) = known {
             return Ok(Err(twin));

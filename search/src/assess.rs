@@ -7,10 +7,10 @@ use reference_vm::compare::{Agreement, Device as OnDevice, Reference, Summary};
 use crate::cpu::Candidate;
 use crate::decide::Decision;
 use crate::device::{Contender, Device, DeviceError, ProgramGuard, Ran, Samples, Side};
-use crate::dropped::{BitsDiffer, Dropped};
-use crate::effort::{Bar, Look};
+use crate::effort::{Interim, StoppingRule};
 use crate::gate::Gate;
 use crate::measure::{Interval, Latency, Predicted};
+use crate::rejection::{BitsDiffer, Rejection};
 use crate::settings::Clock;
 use crate::verdict::{LatencyKind, Verdict};
 
@@ -61,24 +61,24 @@ pub fn begin(gate: &Gate<'_>, device: Option<&dyn Device>, config: &ScheduleConf
 const VALID: &str = "every rule of schedules holds";
 
 /// Writes down why a candidate is out.
-pub fn refuse(verdict: &mut Verdict, dropped: &Dropped) {
+pub fn refuse(verdict: &mut Verdict, dropped: &Rejection) {
     let gate = match dropped {
-        Dropped::Rejected(violations) => {
+        Rejection::Rejected(violations) => {
             let all = violations.list().iter().filter_map(|v| serde_json::to_value(v).ok());
             verdict.violations = all.collect();
             "validate"
         }
-        Dropped::Unloadable(_) => {
+        Rejection::Unloadable(_) => {
             verdict.passed("validate", VALID);
             "lower"
         }
-        Dropped::Unrunnable(_)
-        | Dropped::Unevaluated(_)
-        | Dropped::Halted(_)
-        | Dropped::Sampled { .. } => "reference",
-        Dropped::Disagreed { by, .. } => by,
-        Dropped::Unrepeatable(_) | Dropped::Failed(_) => "device",
-        Dropped::BelowBound(_) => "bound",
+        Rejection::Unrunnable(_)
+        | Rejection::Unevaluated(_)
+        | Rejection::Halted(_)
+        | Rejection::Sampled { .. } => "reference",
+        Rejection::Disagreed { by, .. } => by,
+        Rejection::Unrepeatable(_) | Rejection::Failed(_) => "device",
+        Rejection::BelowBound(_) => "bound",
     };
     if gate != "bound" {
         verdict.correct = false;
@@ -92,15 +92,15 @@ pub(crate) fn locate(
     gate: &Gate<'_>,
     device: Option<&mut (dyn Device + '_)>,
     config: &ScheduleConfig,
-    dropped: &Dropped,
+    dropped: &Rejection,
     verdict: &mut Verdict,
 ) {
     let differs = matches!(
         dropped,
-        Dropped::Halted(_)
-            | Dropped::Sampled { .. }
-            | Dropped::Disagreed { .. }
-            | Dropped::Unrepeatable(_)
+        Rejection::Halted(_)
+            | Rejection::Sampled { .. }
+            | Rejection::Disagreed { .. }
+            | Rejection::Unrepeatable(_)
     );
     if differs && let Ok(candidate) = gate.lower(config) {
         let mut guard = device.map(|device| candidate.guard(device));
@@ -117,7 +117,7 @@ pub fn lower(
     gate: &Gate<'_>,
     config: &ScheduleConfig,
     verdict: &mut Verdict,
-) -> Result<Candidate, Dropped> {
+) -> Result<Candidate, Rejection> {
     let candidate = gate.lower(config)?;
     describe(&candidate, verdict);
     Ok(candidate)
@@ -148,7 +148,7 @@ pub fn assess(
     device: Option<&mut (dyn Device + '_)>,
     candidate: Candidate,
     verdict: &mut Verdict,
-) -> Result<Assessed, Dropped> {
+) -> Result<Assessed, Rejection> {
     let Some(device) = device else {
         let reference = gate.reference(&candidate)?;
         passed_reference(gate, &candidate, reference, verdict);
@@ -167,7 +167,7 @@ pub(crate) fn screen(
     candidate: Candidate,
     verdict: &mut Verdict,
     clock: Clock,
-) -> Result<Screened, Dropped> {
+) -> Result<Screened, Rejection> {
     let (reference, ran) = gate.judge_beside(&candidate, clock, |expected| {
         let first = FIRST_STAGE.min(expected.tokens.len());
         candidate.run(device, &expected.tokens[..first], 0)
@@ -186,7 +186,7 @@ pub(crate) fn extend(
     device: &mut dyn Device,
     mut screened: Screened,
     verdict: &mut Verdict,
-) -> Result<Screened, Dropped> {
+) -> Result<Screened, Rejection> {
     let (tokens, first) = (&gate.expected().tokens, screened.positions());
     if first < tokens.len() {
         let rest = screened.candidate.run(device, tokens, first)?;
@@ -204,13 +204,13 @@ pub(crate) fn complete(
     device: &mut dyn Device,
     screened: Screened,
     verdict: &mut Verdict,
-) -> Result<Assessed, Dropped> {
+) -> Result<Assessed, Rejection> {
     let Screened { candidate, reference, ran, .. } = extend(gate, device, screened, verdict)?;
     let tokens = &gate.expected().tokens;
     let again = candidate.run(device, tokens, 0)?;
     let agreement = gate.agreed(reference, &again)?;
     if let Some(at) = bits_differ(&ran.logits, &again.logits) {
-        return Err(Dropped::Unrepeatable(at));
+        return Err(Rejection::Unrepeatable(at));
     }
     set_errors(verdict, agreement.summary());
     let positions = tokens.len();
@@ -306,7 +306,7 @@ pub fn set_measured(
     samples: &Samples,
     bounds: Bounds,
     seed: u64,
-) -> Result<Latency, Dropped> {
+) -> Result<Latency, Rejection> {
     let latency = Latency::new(agreement, samples, Side::Candidate, bounds.artefact_us, seed)?;
     verdict.passed("bound", format!("not below {:.1} us", bounds.artefact_us));
     verdict.notes.extend(samples.clocks.notes());
@@ -339,7 +339,7 @@ pub(crate) fn race(
     sides: [&Assessed; 2],
     timing: Timing,
     mut enough: impl FnMut(&Samples) -> Option<usize>,
-) -> Result<Samples, Dropped> {
+) -> Result<Samples, Rejection> {
     let [incumbent, candidate] = sides;
     let (Some(first), Some(second)) = (&incumbent.on_device, &candidate.on_device) else {
         let reason = "a program without agreement on the device cannot be timed".to_owned();
@@ -361,15 +361,15 @@ pub(crate) fn race(
 
 /// Times a screened candidate against the incumbent, one round at the end of what was run. Nothing comes of it unless that is enough to
 /// give the candidate up, which is written down.
-pub(crate) fn glance(
+pub(crate) fn quick_look(
     gate: &Gate<'_>,
     device: &mut dyn Device,
     incumbent: &Assessed,
     screened: &Screened,
-    bar: &Bar,
+    bar: &StoppingRule,
     seed: u64,
     verdict: &mut Verdict,
-) -> Result<Option<(Samples, Look)>, Dropped> {
+) -> Result<Option<(Samples, Interim)>, Rejection> {
     let Some(first) = &incumbent.on_device else { return Ok(None) };
     let Screened { candidate, reference, agreement, .. } = screened;
     let contenders = contenders(device, [(&incumbent.candidate, first), (candidate, agreement)])?;
@@ -391,21 +391,21 @@ pub(crate) fn glance(
 /// What a wrong output of a timed run says: of the candidate, that it is wrong; of the incumbent, which had agreed, that nothing can be
 /// compared with it on this device.
 fn blamed(
-    (side, dropped): (Side, Dropped),
+    (side, dropped): (Side, Rejection),
     incumbent: &Candidate,
     candidate: &Candidate,
-) -> Dropped {
+) -> Rejection {
     if side == Side::Candidate || incumbent.key() == candidate.key() {
         return dropped;
     }
     let who = format!("the schedule that it was timed against ({})", incumbent.schedule_id);
-    Dropped::Failed(incumbent_failed(&who, dropped))
+    Rejection::Failed(incumbent_failed(&who, dropped))
 }
 
 /// The end of a device on which a schedule fails that had passed: no candidate can be judged there, and none is to blame. A device that
 /// is gone says so itself.
-pub(crate) fn incumbent_failed(who: &str, dropped: Dropped) -> DeviceError {
-    if let Dropped::Failed(gone @ DeviceError::Unavailable { .. }) = dropped {
+pub(crate) fn incumbent_failed(who: &str, dropped: Rejection) -> DeviceError {
+    if let Rejection::Failed(gone @ DeviceError::Unavailable { .. }) = dropped {
         return gone;
     }
     DeviceError::Unavailable { reason: format!("{who} fails there: {dropped}") }
@@ -414,9 +414,9 @@ pub(crate) fn incumbent_failed(who: &str, dropped: Dropped) -> DeviceError {
 fn contenders<'a>(
     device: &mut dyn Device,
     sides: [(&Candidate, &'a Agreement<OnDevice>); 2],
-) -> Result<[Contender<'a>; 2], Dropped> {
+) -> Result<[Contender<'a>; 2], Rejection> {
     let mut one = |(candidate, agreement): (&Candidate, &'a Agreement<OnDevice>)| {
-        Ok::<_, Dropped>(Contender::new(candidate.load(device)?, agreement))
+        Ok::<_, Rejection>(Contender::new(candidate.load(device)?, agreement))
     };
     Ok([one(sides[0])?, one(sides[1])?])
 }
@@ -433,7 +433,7 @@ pub fn evaluate(
     config: &ScheduleConfig,
     timing: Timing,
     seed: u64,
-) -> (Verdict, Result<Assessed, Dropped>) {
+) -> (Verdict, Result<Assessed, Rejection>) {
     let shared = device.as_deref().map(|device| device as &dyn Device);
     let mut verdict = begin(gate, shared, config);
     let mut run = || {

@@ -10,10 +10,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::assess::Timing;
-use crate::card::Noise;
 use crate::decide::{Decision, decide_measured};
 use crate::device::{Samples, Side};
-use crate::effort::Bar;
+use crate::device_worker::Noise;
+use crate::effort::StoppingRule;
 use crate::measure::{Interval, gain, median, median_interval, noise_floor};
 use crate::propose::{changes, mixed};
 use crate::trial::{Beside, Confirmation, Outcome, Row, Trial, changed, together};
@@ -200,7 +200,8 @@ impl Audit {
         if trial.threshold != Some(threshold) {
             return Err(format!("its threshold is not that of the search ({threshold})"));
         }
-        let bar = Bar { threshold, spread: noise.spread, rounds: self.terms.timing.rounds };
+        let bar =
+            StoppingRule { threshold, spread: noise.spread, rounds: self.terms.timing.rounds };
         // Measuring ends with the first look that decides.
         let mut done = 0;
         while let Some(more) = bar.more(done).filter(|more| done + more <= rounds) {

@@ -9,8 +9,8 @@ use lower::{Predictor, Rates};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::dropped::Dropped;
-use crate::survey::Observation;
+use crate::random_sample::Observation;
+use crate::rejection::Rejection;
 
 /// Residuals up to this are squared; larger ones count linearly, so that a few odd rows do not decide.
 const HUBER: f64 = 0.15;
@@ -45,10 +45,12 @@ impl Case {
     ///
     /// # Errors
     /// If it is not legal any more, or cannot be lowered.
-    pub fn new(row: Observation, graph: &Graph, target: &Target) -> Result<Self, Dropped> {
-        let valid = ir::schedule::validate(row.config, graph, target).map_err(Dropped::Rejected)?;
+    pub fn new(row: Observation, graph: &Graph, target: &Target) -> Result<Self, Rejection> {
+        let valid =
+            ir::schedule::validate(row.config, graph, target).map_err(Rejection::Rejected)?;
         let options = lower::Options { kv_capacity: row.kv_capacity };
-        let program = lower::lower(&valid, graph, target, options).map_err(Dropped::Unloadable)?;
+        let program =
+            lower::lower(&valid, graph, target, options).map_err(Rejection::Unloadable)?;
         let predictor = Predictor::new(&program, &valid.kernel, target, row.position());
         Ok(Self { same_program: program.id() == row.program_id, row, predictor })
     }
@@ -118,7 +120,7 @@ impl Calibration {
 ///
 /// # Errors
 /// The first row that cannot be, by its place.
-pub fn cases(rows: Vec<(Observation, &Graph, &Target)>) -> Result<Vec<Case>, (usize, Dropped)> {
+pub fn cases(rows: Vec<(Observation, &Graph, &Target)>) -> Result<Vec<Case>, (usize, Rejection)> {
     let one = |(index, (row, graph, target)): (usize, (Observation, &Graph, &Target))| {
         Case::new(row, graph, target).map_err(|dropped| (index, dropped))
     };

@@ -11,8 +11,8 @@ use reference_vm::machine::Machine;
 use reference_vm::{MachineError, Products};
 
 use crate::device::{Device, DeviceError, Handle, ProgramGuard, Ran};
-use crate::dropped::Dropped;
 use crate::expected::{Expected, affordable, draw_tokens};
+use crate::rejection::Rejection;
 
 /// Weight bytes that the reference VM may read for the champion of a search, which is run on longer and fresh tokens.
 const THOROUGH_BYTES: u64 = 24 << 30;
@@ -100,14 +100,14 @@ impl<'a> Cpu<'a> {
     pub(crate) fn validate(
         &self,
         config: &ScheduleConfig,
-    ) -> Result<Valid<ScheduleConfig>, Dropped> {
-        ir::schedule::validate(*config, self.graph, self.target).map_err(Dropped::Rejected)
+    ) -> Result<Valid<ScheduleConfig>, Rejection> {
+        ir::schedule::validate(*config, self.graph, self.target).map_err(Rejection::Rejected)
     }
 
     /// Lowers and verifies.
-    pub(crate) fn lower(&self, config: Valid<ScheduleConfig>) -> Result<Candidate, Dropped> {
+    pub(crate) fn lower(&self, config: Valid<ScheduleConfig>) -> Result<Candidate, Rejection> {
         let program = lower::lower(&config, self.graph, self.target, self.options)
-            .map_err(Dropped::Unloadable)?;
+            .map_err(Rejection::Unloadable)?;
         Ok(Candidate {
             schedule_id: config.id(),
             program_id: program.id(),
@@ -118,17 +118,17 @@ impl<'a> Cpu<'a> {
     }
 
     /// Runs the program on the gate's inputs.
-    pub(crate) fn judge(&self, candidate: &Candidate) -> Result<Agreement<Reference>, Dropped> {
+    pub(crate) fn judge(&self, candidate: &Candidate) -> Result<Agreement<Reference>, Rejection> {
         self.interpret(candidate, &self.expected)
     }
 
     /// Runs the program on fresh tokens, over more than one block of keys if the model's size allows; returns the positions.
-    pub(crate) fn thorough(&self, candidate: &Candidate, seed: u64) -> Result<usize, Dropped> {
+    pub(crate) fn thorough(&self, candidate: &Candidate, seed: u64) -> Result<usize, Rejection> {
         let most = candidate.config.tiling.attention.kv_block as usize + 2;
         let positions = affordable(self.graph, self.options.kv_capacity, THOROUGH_BYTES, most);
         let tokens = draw_tokens(seed, self.graph.vocab, positions);
         let expected = Expected::of_tokens(self.graph, self.weights, tokens, positions)
-            .map_err(Dropped::Unevaluated)?;
+            .map_err(Rejection::Unevaluated)?;
         let _ = self.interpret(candidate, &expected)?;
         Ok(positions)
     }
@@ -137,7 +137,7 @@ impl<'a> Cpu<'a> {
         &self,
         candidate: &Candidate,
         inputs: &Expected,
-    ) -> Result<Agreement<Reference>, Dropped> {
+    ) -> Result<Agreement<Reference>, Rejection> {
         let mut machine = self.machine(&candidate.program)?;
         inputs.examine(&mut machine)
     }

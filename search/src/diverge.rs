@@ -11,9 +11,9 @@ use reference_vm::{Fired, Order, Stored};
 use crate::cpu::Candidate;
 use crate::device::{Device, DeviceError};
 use crate::divergence::{DivergenceClass, FirstDivergence};
-use crate::dropped::{BitsDiffer, Dropped};
 use crate::expected::Expected;
 use crate::gate::Gate;
+use crate::rejection::{BitsDiffer, Rejection};
 
 /// Where the gates saw it.
 fn position_of(at: &Disagreement) -> Option<usize> {
@@ -33,17 +33,17 @@ impl Gate<'_> {
         &self,
         device: Option<&mut (dyn Device + '_)>,
         candidate: &Candidate,
-        dropped: &Dropped,
+        dropped: &Rejection,
     ) -> Option<FirstDivergence> {
         let program = &candidate.program;
         match dropped {
-            Dropped::Halted(run) => FirstDivergence::halted(program, run),
-            Dropped::Sampled { position, .. } => self.on_reference(program, Some(*position)),
-            Dropped::Disagreed { by: "reference", at } => {
+            Rejection::Halted(run) => FirstDivergence::halted(program, run),
+            Rejection::Sampled { position, .. } => self.on_reference(program, Some(*position)),
+            Rejection::Disagreed { by: "reference", at } => {
                 self.on_reference(program, position_of(at))
             }
-            Dropped::Unrepeatable(at) => Some(Self::race(candidate, at)),
-            Dropped::Disagreed { by, at } => {
+            Rejection::Unrepeatable(at) => Some(Self::race(candidate, at)),
+            Rejection::Disagreed { by, at } => {
                 // What a timed run left is that of its last position.
                 let timed = (*by == "timed").then(|| self.expected().tokens.len() - 1);
                 let position = timed.or_else(|| position_of(at))?;
@@ -53,12 +53,12 @@ impl Gate<'_> {
                     FirstDivergence::new(DivergenceClass::Wrong, "device", detail)
                 }))
             }
-            Dropped::Rejected(_)
-            | Dropped::Unloadable(_)
-            | Dropped::Unrunnable(_)
-            | Dropped::Unevaluated(_)
-            | Dropped::Failed(_)
-            | Dropped::BelowBound(_) => None,
+            Rejection::Rejected(_)
+            | Rejection::Unloadable(_)
+            | Rejection::Unrunnable(_)
+            | Rejection::Unevaluated(_)
+            | Rejection::Failed(_)
+            | Rejection::BelowBound(_) => None,
         }
     }
 

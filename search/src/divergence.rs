@@ -6,7 +6,7 @@ use reference_vm::machine::Run;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::dropped::Dropped;
+use crate::rejection::Rejection;
 
 /// What kind of mistake it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -124,7 +124,7 @@ impl FirstDivergence {
             Run::Finished(_) => return None,
         };
         let task = TaskAt::of(program, worker, task);
-        let detail = format!("{task}: {}", Dropped::Halted(run.clone()));
+        let detail = format!("{task}: {}", Rejection::Halted(run.clone()));
         let found = Self::new(DivergenceClass::Halted, "reference", detail);
         Some(Self { task: Some(task), ..found })
     }

@@ -31,7 +31,7 @@ const LONGEST: usize = 3;
 
 /// What a comparison must beat, and how much single blocks vary.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Bar {
+pub struct StoppingRule {
     /// The larger of the noise floor and the least gain worth keeping.
     pub threshold: f64,
     /// Standard deviation of a block, as a share, from racing the baseline against itself.
@@ -42,14 +42,14 @@ pub struct Bar {
 
 /// What samples say so far.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Look {
+pub struct Interim {
     /// Share of its time that the candidate saves.
     pub gain: Interval,
     /// What is decided; `None` asks for more rounds.
     pub decision: Option<Decision>,
 }
 
-impl Bar {
+impl StoppingRule {
     /// Rounds to add to so many; `None` when nothing more is to be measured.
     #[must_use]
     pub fn more(&self, done: usize) -> Option<usize> {
@@ -68,7 +68,7 @@ impl Bar {
 
     /// Looks at the samples of so many rounds.
     #[must_use]
-    pub fn look(&self, samples: &Samples, seed: u64) -> Look {
+    pub fn look(&self, samples: &Samples, seed: u64) -> Interim {
         let rounds = samples.rounds.len();
         if rounds >= self.rounds {
             let gain = gain(samples, seed);
@@ -78,7 +78,7 @@ impl Bar {
             }
             let last = self.more(rounds).is_none();
             let undecided = decision == Decision::Inconclusive && !last;
-            return Look { gain, decision: (!undecided).then_some(decision) };
+            return Interim { gain, decision: (!undecided).then_some(decision) };
         }
         let gains: Vec<f64> = samples.rounds.iter().map(gain_of_round).collect();
         let n = gains.len() as f64;
@@ -90,7 +90,7 @@ impl Bar {
         let spread = self.spread.max(spread(samples));
         let wide = within(GIVE_UP, spread);
         if wide.high < self.threshold {
-            return Look { gain: wide, decision: Some(Decision::Reverted) };
+            return Interim { gain: wide, decision: Some(Decision::Reverted) };
         }
         if let Some((_, quantile)) =
             KEEP_AFTER.iter().rev().find(|(after, _)| gains.len() >= *after)
@@ -98,10 +98,10 @@ impl Bar {
             let squares: f64 = gains.iter().map(|gain| (gain - mean).powi(2)).sum();
             let sure = within(*quantile, spread.max((squares / (n - 1.0)).sqrt()));
             if sure.low > self.threshold && !self.is_left_behind(samples) {
-                return Look { gain: sure, decision: Some(Decision::Kept) };
+                return Interim { gain: sure, decision: Some(Decision::Kept) };
             }
         }
-        Look { gain: wide, decision: None }
+        Interim { gain: wide, decision: None }
     }
 
     /// Whether a gain is gone where each side follows its own kind: then it is what the candidate does to the block after it.
@@ -140,7 +140,7 @@ mod tests {
 
     const TRIES: u64 = 200;
 
-    const BAR: Bar = Bar { threshold: 0.01, spread: 0.002, rounds: 12 };
+    const BAR: StoppingRule = StoppingRule { threshold: 0.01, spread: 0.002, rounds: 12 };
 
     /// A block: noise of four uniform numbers, and in one of fifty a spike of up to 5 %.
     fn block(us: f64, noise: f64, rng: &mut Xoshiro256PlusPlus) -> f64 {
@@ -150,7 +150,7 @@ mod tests {
     }
 
     /// Runs the rule to its end; returns the decision and the rounds that it took.
-    fn decided(bar: Bar, gain: f64, noise: f64, seed: u64) -> (Decision, usize) {
+    fn decided(bar: StoppingRule, gain: f64, noise: f64, seed: u64) -> (Decision, usize) {
         let mut rng = Xoshiro256PlusPlus::seed_from_u64(seed);
         let mut samples = Samples::default();
         loop {
@@ -166,7 +166,7 @@ mod tests {
         }
     }
 
-    fn share(bar: Bar, gain: f64, noise: f64, decision: Decision) -> f64 {
+    fn share(bar: StoppingRule, gain: f64, noise: f64, decision: Decision) -> f64 {
         let hits = (0..TRIES).filter(|&seed| decided(bar, gain, noise, seed).0 == decision).count();
         hits as f64 / TRIES as f64
     }
@@ -174,7 +174,7 @@ mod tests {
     #[test]
     fn equals_are_not_kept_even_without_a_threshold() {
         for noise in [0.0005, 0.002, 0.01] {
-            let bar = Bar { threshold: 0.0, spread: noise, ..BAR };
+            let bar = StoppingRule { threshold: 0.0, spread: noise, ..BAR };
             let kept = share(bar, 0.0, noise, Decision::Kept);
             assert!(kept <= 0.02, "{kept} of equal candidates kept at noise {noise}");
             assert!(share(BAR, 0.0, noise, Decision::Kept) == 0.0);
@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn a_spread_that_is_too_small_keeps_no_equals() {
-        let bar = Bar { threshold: 0.0, spread: 0.0001, ..BAR };
+        let bar = StoppingRule { threshold: 0.0, spread: 0.0001, ..BAR };
         let kept = share(bar, 0.0, 0.01, Decision::Kept);
         assert!(kept <= 0.02, "{kept} kept");
     }
@@ -235,6 +235,6 @@ mod tests {
             looks.push(done);
         }
         assert_eq!(looks, [1, 2, 4, 8, 12, 36]);
-        assert_eq!(Bar { rounds: 2, ..BAR }.more(1), Some(1));
+        assert_eq!(StoppingRule { rounds: 2, ..BAR }.more(1), Some(1));
     }
 }

@@ -7,11 +7,11 @@ use serde::Serialize;
 use crate::assess::{Assessed, Timing, assess, fixed, race};
 use crate::decide::Decision;
 use crate::device::{Device, Samples};
-use crate::dropped::Dropped;
-use crate::effort::{Bar, spread};
+use crate::effort::{StoppingRule, spread};
 use crate::gate::Gate;
 use crate::measure::{Interval, median, noise_floor};
 use crate::propose::mixed;
+use crate::rejection::Rejection;
 use crate::verdict::Verdict;
 
 /// Of 64 equal candidates a search may keep so many.
@@ -74,7 +74,7 @@ pub fn equals(
     timing: Timing,
     min_gain: f64,
     (count, seed): (usize, u64),
-) -> Result<Equals, Dropped> {
+) -> Result<Equals, Rejection> {
     let mut copy = assessed.candidate.clone();
     copy.program = Arc::new((*copy.program).clone());
     let mut unread = Verdict::new("", "", "");
@@ -82,7 +82,7 @@ pub fn equals(
     let baseline = race(gate, device, [assessed; 2], timing, fixed(timing.rounds))?;
     let noise_floor = noise_floor(&baseline, seed);
     let threshold = noise_floor.max(min_gain);
-    let bar = Bar { threshold, spread: spread(&baseline), rounds: timing.rounds };
+    let bar = StoppingRule { threshold, spread: spread(&baseline), rounds: timing.rounds };
     let mut all = Vec::with_capacity(count);
     for index in 0..count {
         let seed = mixed(seed, index as u64);

@@ -12,8 +12,8 @@ use reference_vm::eval::{EvalError, Evaluator, Logits};
 use reference_vm::machine::{Machine, Outputs, Run};
 use reference_vm::{Fired, Order};
 
-use crate::dropped::{Dropped, ExpectedError};
 use crate::propose::generator;
+use crate::rejection::{ExpectedError, Rejection};
 
 /// Weight bytes that the reference VM may read for one candidate: what decides how many positions it runs.
 const REFERENCE_BYTES: u64 = 2 << 30;
@@ -63,13 +63,13 @@ pub struct Expected {
     pub reference_positions: usize,
     /// How far the logits of a device may be off.
     pub on_device: Tolerance,
-    near: Stretch,
-    far: Option<Stretch>,
+    near: Segment,
+    far: Option<Segment>,
 }
 
 /// Positions in a row that the reference VM runs.
 #[derive(Debug)]
-struct Stretch {
+struct Segment {
     first: usize,
     /// The cache of the positions before.
     before: Layers,
@@ -133,7 +133,7 @@ impl Expected {
                 (0..FAR_POSITIONS).map(|_| rng.random_range(0..graph.vocab.max(1))).collect();
             let before = filled(graph, &expected.near.cache, first, &mut rng);
             let mut evaluator = Evaluator::new(graph, weights)?;
-            let mut far = Stretch::new(&mut evaluator, weights, graph, before, tokens, first)?;
+            let mut far = Segment::new(&mut evaluator, weights, graph, before, tokens, first)?;
             far.allowed = far.allowed.or(&expected.near.allowed);
             expected.far = Some(far);
         }
@@ -162,7 +162,7 @@ impl Expected {
     ) -> Result<Self, ExpectedError> {
         let mut evaluator = Evaluator::new(graph, weights)?;
         let (first, rest) = tokens.split_at(reference_positions);
-        let near = Stretch::new(&mut evaluator, weights, graph, empty(graph), first.to_vec(), 0)?;
+        let near = Segment::new(&mut evaluator, weights, graph, empty(graph), first.to_vec(), 0)?;
         let mut logits = near.logits.clone();
         logits.extend(evaluator.run(rest, Logits::All)?);
         if is_flat(&logits) {
@@ -172,7 +172,7 @@ impl Expected {
         Ok(Self { tokens, logits, reference_positions, on_device, near, far: None })
     }
 
-    fn stretches(&self) -> impl DoubleEndedIterator<Item = &Stretch> {
+    fn stretches(&self) -> impl DoubleEndedIterator<Item = &Segment> {
         std::iter::once(&self.near).chain(&self.far)
     }
 
@@ -211,7 +211,7 @@ impl Expected {
     ///
     /// # Errors
     /// If it traps, gets stuck or disagrees.
-    pub fn examine(&self, machine: &mut Machine<'_>) -> Result<Agreement<Reference>, Dropped> {
+    pub fn examine(&self, machine: &mut Machine<'_>) -> Result<Agreement<Reference>, Rejection> {
         self.examine_into(machine, &mut Vec::new())
     }
 
@@ -223,10 +223,10 @@ impl Expected {
         &self,
         machine: &mut Machine<'_>,
         chosen: &mut Vec<u32>,
-    ) -> Result<Agreement<Reference>, Dropped> {
+    ) -> Result<Agreement<Reference>, Rejection> {
         let outputs = self.near.run(machine, chosen)?;
         let mut agreement = compare(&self.near.logits, &outputs.logits, self.near.allowed.logits)
-            .map_err(|at| Dropped::Disagreed { by: "reference", at })?;
+            .map_err(|at| Rejection::Disagreed { by: "reference", at })?;
         agreement = self.near.compare_cache(agreement, machine)?;
         if let Some(far) = &self.far {
             machine.resume(far.first, &far.before)?;
@@ -274,7 +274,7 @@ impl Allowed {
     }
 }
 
-impl Stretch {
+impl Segment {
     fn new(
         evaluator: &mut Evaluator<'_>,
         weights: &dyn Weights,
@@ -302,12 +302,12 @@ impl Stretch {
         Ok(Self { first, before, tokens, logits, cache, allowed })
     }
 
-    fn run(&self, machine: &mut Machine<'_>, chosen: &mut Vec<u32>) -> Result<Outputs, Dropped> {
+    fn run(&self, machine: &mut Machine<'_>, chosen: &mut Vec<u32>) -> Result<Outputs, Rejection> {
         let run = machine.run(&self.tokens, Order::Waves)?;
         let outputs = match run {
             Run::Finished(outputs) => outputs,
             halted @ (Run::Trapped(_) | Run::Stuck { .. }) => {
-                return Err(Dropped::Halted(halted));
+                return Err(Rejection::Halted(halted));
             }
         };
         chosen.extend(&outputs.tokens);
@@ -315,7 +315,7 @@ impl Stretch {
         for (index, (&got, logits)) in outputs.tokens.iter().zip(&outputs.logits).enumerate() {
             let want = reference_vm::argmax(logits);
             if got != want {
-                return Err(Dropped::Sampled { position: self.first + index, got, want });
+                return Err(Rejection::Sampled { position: self.first + index, got, want });
             }
         }
         Ok(outputs)
@@ -326,7 +326,7 @@ impl Stretch {
         &self,
         mut agreement: Agreement<Reference>,
         machine: &Machine<'_>,
-    ) -> Result<Agreement<Reference>, Dropped> {
+    ) -> Result<Agreement<Reference>, Rejection> {
         for (layer, ((keys, values), allowed)) in
             self.cache.iter().zip(&self.allowed.cache).enumerate()
         {
@@ -351,10 +351,11 @@ impl Stretch {
         (what, allowed): (What, Tolerance),
         want: impl ExactSizeIterator<Item = &'a [f32]>,
         got: impl ExactSizeIterator<Item = &'a [f32]>,
-    ) -> Result<Agreement<Reference>, Dropped> {
-        agreement
-            .and_values(what, want, got, allowed)
-            .map_err(|at| Dropped::Disagreed { by: "reference", at: at.from_position(self.first) })
+    ) -> Result<Agreement<Reference>, Rejection> {
+        agreement.and_values(what, want, got, allowed).map_err(|at| Rejection::Disagreed {
+            by: "reference",
+            at: at.from_position(self.first),
+        })
     }
 }
 

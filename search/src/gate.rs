@@ -14,9 +14,9 @@ use crate::ahead::Ahead;
 use crate::assess::Timing;
 use crate::cpu::{Candidate, Cpu, KernelId};
 use crate::device::{Contender, Device, DeviceError, Plan, Ran, Samples, Side};
-use crate::dropped::Dropped;
 use crate::expected::Expected;
 use crate::measure::Predicted;
+use crate::rejection::Rejection;
 use crate::settings::{Clock, no_clock};
 
 /// Tokens that one block times at most. Eight steps of a small model are some milliseconds, of which the command's round trip is a
@@ -93,7 +93,7 @@ impl<'a> Gate<'a> {
     ///
     /// # Errors
     /// Every violation, or why it cannot be lowered.
-    pub fn lower(&self, config: &ScheduleConfig) -> Result<Candidate, Dropped> {
+    pub fn lower(&self, config: &ScheduleConfig) -> Result<Candidate, Rejection> {
         self.ahead.cpu.lower(self.ahead.cpu.validate(config)?)
     }
 
@@ -101,7 +101,7 @@ impl<'a> Gate<'a> {
     ///
     /// # Errors
     /// If it traps, gets stuck or disagrees.
-    pub fn reference(&self, candidate: &Candidate) -> Result<Agreement<Reference>, Dropped> {
+    pub fn reference(&self, candidate: &Candidate) -> Result<Agreement<Reference>, Rejection> {
         self.ahead.judge(candidate, no_clock).found
     }
 
@@ -111,7 +111,7 @@ impl<'a> Gate<'a> {
         candidate: &Candidate,
         clock: Clock,
         here: impl FnOnce(&Expected) -> R,
-    ) -> (Result<Agreement<Reference>, Dropped>, R) {
+    ) -> (Result<Agreement<Reference>, Rejection>, R) {
         let ahead = &*self.ahead;
         let known = ahead.is_judged(&candidate.program_id);
         let judge = (!known).then_some(|| drop(ahead.judge(candidate, clock)));
@@ -127,12 +127,12 @@ impl<'a> Gate<'a> {
         &self,
         reference: Agreement<Reference>,
         ran: &Ran,
-    ) -> Result<Agreement<OnDevice>, Dropped> {
+    ) -> Result<Agreement<OnDevice>, Rejection> {
         let expected = self.expected();
         let rows = expected.logits.get(..ran.logits.len()).unwrap_or(&expected.logits);
         reference
             .and_device(rows, &ran.logits, &ran.chosen, expected.on_device)
-            .map_err(|at| Dropped::Disagreed { by: "device", at })
+            .map_err(|at| Rejection::Disagreed { by: "device", at })
     }
 
     /// Checks the outputs of timed runs: a program that is only right when nobody times it is wrong. The error says which side's last
@@ -142,14 +142,14 @@ impl<'a> Gate<'a> {
         proof: Agreement<Reference>,
         positions: usize,
         samples: &Samples,
-    ) -> Result<(), (Side, Dropped)> {
+    ) -> Result<(), (Side, Rejection)> {
         let last = positions.saturating_sub(1).min(self.expected().logits.len());
         let last = &self.expected().logits[last..][..1];
         let sides = [Side::Incumbent, Side::Candidate].into_iter().zip(samples.last());
         for (side, (actual, chosen)) in sides.rev() {
             let _ = proof
                 .and_device(last, actual, chosen, self.expected().on_device)
-                .map_err(|at| (side, Dropped::Disagreed { by: "timed", at }))?;
+                .map_err(|at| (side, Rejection::Disagreed { by: "timed", at }))?;
         }
         Ok(())
     }
@@ -159,7 +159,7 @@ impl<'a> Gate<'a> {
         &self,
         candidate: &Candidate,
         proof: &Agreement<Reference>,
-    ) -> Result<Predicted, Dropped> {
+    ) -> Result<Predicted, Rejection> {
         self.predict_at(candidate, proof, self.context.unwrap_or(self.timed_position()))
     }
 
@@ -168,7 +168,7 @@ impl<'a> Gate<'a> {
         candidate: &Candidate,
         proof: &Agreement<Reference>,
         position: u32,
-    ) -> Result<Predicted, Dropped> {
+    ) -> Result<Predicted, Rejection> {
         let Candidate { program, config, .. } = candidate;
         let cost = lower::predict(program, &config.kernel, self.target(), position);
         Ok(Predicted::new(proof, cost.latency_us, cost.bound_us)?)

@@ -9,9 +9,9 @@ use lower::LowerError;
 
 use crate::budget::Budget;
 use crate::cpu::Candidate;
-use crate::dropped::Dropped;
 use crate::growing::Growing;
-use crate::propose::{Origin, Past, PastTrials, changes};
+use crate::propose::{Origin, TrialRecord, TrialRecords, changes};
+use crate::rejection::Rejection;
 use crate::strategy::{Question, Strategy};
 use crate::trial::{SKIPPED_SHOWN, Skipped, SkippedProposal, Trial, changed};
 
@@ -35,7 +35,7 @@ const GUESSED_GAIN: [f64; 2] = [-0.01, 0.02];
 pub(crate) struct History {
     /// What proposals are drawn from: the schedule that leads, else the default.
     pub(crate) parent: ScheduleConfig,
-    pub(crate) past: PastTrials,
+    pub(crate) past: TrialRecords,
     /// Ids of the schedules that were tried.
     drawn: Growing<String, ()>,
     pub(crate) tried: Tried,
@@ -45,7 +45,7 @@ pub(crate) struct History {
 pub(crate) type Tried = Growing<(String, String), u64>;
 
 /// A lowered schedule, the trial that it would repeat, or why it cannot be lowered.
-pub(crate) type Lowered = Result<Result<Candidate, u64>, Dropped>;
+pub(crate) type Lowered = Result<Result<Candidate, u64>, Rejection>;
 
 /// A schedule to try. What it lowers to is there already, unless lowering is to fail in the open.
 #[derive(Clone)]
@@ -58,7 +58,8 @@ pub(crate) struct Proposal {
 impl History {
     /// No trial yet.
     pub(crate) fn new(default: ScheduleConfig) -> Self {
-        let (past, drawn, tried) = (PastTrials::default(), Growing::default(), Growing::default());
+        let (past, drawn, tried) =
+            (TrialRecords::default(), Growing::default(), Growing::default());
         Self { parent: default, past, drawn, tried }
     }
 
@@ -69,7 +70,7 @@ impl History {
             let gain = trial.gain.map(|gain| f64::midpoint(gain.low, gain.high));
             let score = gain.map(|gain| self.past.score(gain)).filter(|score| score.is_finite());
             let (changes, kept) = (changes(incumbent, config), trial.outcome.leads());
-            self.past.push(Past { config: *config, changes, gain, kept, score });
+            self.past.push(TrialRecord { config: *config, changes, gain, kept, score });
         }
         if trial.outcome.leads() {
             self.parent = *config;
@@ -106,7 +107,7 @@ impl History {
                     format!("lowers to the program and kernel of trial {twin}")
                 }
                 // Our own mistake must be seen, so it is tried and recorded.
-                Err(Dropped::Unloadable(LowerError::Internal(_))) => {
+                Err(Rejection::Unloadable(LowerError::Internal(_))) => {
                     return Some(Proposal { origin, config, lowered: None });
                 }
                 Err(dropped) => {
@@ -132,7 +133,7 @@ impl History {
             let changes = changes(&self.parent, &config);
             let gain = GUESSED_GAIN[usize::from(kept)];
             let score = Some(self.past.score(gain));
-            self.past.push(Past { config, changes, gain: Some(gain), kept, score });
+            self.past.push(TrialRecord { config, changes, gain: Some(gain), kept, score });
         }
         if kept {
             self.parent = config;

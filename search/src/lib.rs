@@ -17,15 +17,13 @@ mod audit;
 mod budget;
 mod bundle;
 pub mod calibrate;
-mod card;
 mod clocks;
 mod cpu;
-mod crew;
 mod decide;
 mod device;
+mod device_worker;
 mod diverge;
 mod divergence;
-mod dropped;
 mod effort;
 mod equals;
 mod expected;
@@ -35,15 +33,17 @@ mod history;
 pub mod landscape;
 mod measure;
 mod propose;
+mod rejection;
 pub mod replay;
 mod run;
+mod worker_pool;
 // Tests that look inside use the scripted device of the crate `tests` too.
+pub mod random_sample;
 #[cfg(test)]
 #[path = "../../tests/src/scripted.rs"]
 pub mod scripted;
 mod settings;
 pub mod strategy;
-pub mod survey;
 mod trial;
 mod verdict;
 
@@ -54,7 +54,6 @@ pub use bundle::{BUNDLE_SCHEMA, Bundle, Proof, Refusal};
 pub use clocks::{ClockReadings, Clocks};
 pub use corpus::Conditions;
 pub use cpu::{Candidate, KernelId};
-pub use crew::{Crew, Opener};
 pub use decide::{Decision, decide_measured, decide_predicted, predicted_gain};
 pub use device::{
     Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Ran, Samples, Side,
@@ -62,16 +61,17 @@ pub use device::{
 };
 pub use diverge::left_in;
 pub use divergence::{DivergenceClass, FirstDivergence, TaskAt, place_name};
-pub use dropped::{BitsDiffer, Dropped, ExpectedError};
-pub use effort::{Bar, Look, spread};
+pub use effort::{Interim, StoppingRule, spread};
 pub use equals::{Equal, Equals, equals};
 pub use expected::{Expected, POSITIONS_MAX, draw_tokens};
 pub use gate::Gate;
 pub use measure::{BelowBound, Interval, Latency, Predicted, gain, median, noise_floor};
-pub use propose::{Change, Origin, Past, PastTrials, changes, generator};
-pub use run::{Dropped as DroppedTrials, Search, SearchError, Step, StoppedBy};
+pub use propose::{Change, Origin, TrialRecord, TrialRecords, changes, generator};
+pub use rejection::{BitsDiffer, ExpectedError, Rejection};
+pub use run::{Search, SearchError, Step, StoppedBy, WastedSpeculation};
 pub use settings::{Clock, Settings};
 pub use trial::{
     Beside, Confirmation, LeftOut, Outcome, PROTOCOL, Row, Skipped, SkippedProposal, Spent, Trial,
 };
 pub use verdict::{GateReport, LatencyKind, VERDICT_SCHEMA, Verdict};
+pub use worker_pool::{Opener, WorkerPool};

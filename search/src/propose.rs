@@ -11,15 +11,15 @@ use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{RngExt, SeedableRng};
 use serde::{Deserialize, Serialize};
 
-use crate::strategy::Ground;
+use crate::strategy::SearchSpace;
 
 mod moves;
-mod past;
+mod records;
 
 use moves::Move;
 #[cfg(test)]
 pub(crate) use moves::group;
-pub use past::PastTrials;
+pub use records::TrialRecords;
 
 /// Gain that an untried knob is credited with: more than noise, less than a knob that paid.
 const UNTRIED: f64 = 0.005;
@@ -73,7 +73,7 @@ pub fn changes(from: &ScheduleConfig, to: &ScheduleConfig) -> Vec<Change> {
 
 /// What a finished trial says about its changes.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Past {
+pub struct TrialRecord {
     /// The schedule.
     pub config: ScheduleConfig,
     /// What it changed in the incumbent of its time.
@@ -86,14 +86,14 @@ pub struct Past {
     pub score: Option<f64>,
 }
 
-impl Ground {
+impl SearchSpace {
     /// Draws for a trial in the order in which they are to be tried: the same for the same history. They may be illegal, and they may
     /// have been tried. The last ones are random and go on for ever.
     pub fn draws<'a>(
         &'a self,
         trial: u64,
         incumbent: &'a ScheduleConfig,
-        past: &PastTrials,
+        past: &TrialRecords,
     ) -> impl Iterator<Item = (Origin, ScheduleConfig)> + use<'a> {
         let mut rng = generator(self.seed, trial);
         let mut planned = Vec::new();
@@ -117,7 +117,7 @@ impl Ground {
     fn sweep(
         &self,
         incumbent: &ScheduleConfig,
-        past: &PastTrials,
+        past: &TrialRecords,
     ) -> Vec<(Origin, ScheduleConfig)> {
         // The caps of the ring follow its size, so they may have changed without being asked for.
         let follows = |knob: Knob| moves::group(knob) == "pipeline";
@@ -139,7 +139,7 @@ impl Ground {
     fn steps(
         &self,
         incumbent: &ScheduleConfig,
-        past: &PastTrials,
+        past: &TrialRecords,
         rng: &mut Xoshiro256PlusPlus,
     ) -> Vec<(Origin, ScheduleConfig)> {
         let mut steps = Vec::new();
@@ -181,11 +181,11 @@ impl Ground {
 /// Trials that seemed to help and were not kept, put together: all of them, then random parts.
 fn combinations(
     incumbent: &ScheduleConfig,
-    past: &PastTrials,
+    past: &TrialRecords,
     rng: &mut Xoshiro256PlusPlus,
 ) -> Vec<(Origin, ScheduleConfig)> {
-    let found: Vec<&Past> = past.promising().iter().collect();
-    let together = |parts: &[&Past]| {
+    let found: Vec<&TrialRecord> = past.promising().iter().collect();
+    let together = |parts: &[&TrialRecord]| {
         let form: Vec<_> =
             parts.iter().rev().flat_map(|p| &p.changes).map(|c| (c.knob, c.to)).collect();
         (Origin::Combine, edited(incumbent, &form))
@@ -197,7 +197,7 @@ fn combinations(
     all.push(together(&found));
     for _ in 0..2 {
         let count = rng.random_range(2..=found.len());
-        let mut part: Vec<&Past> = found.clone();
+        let mut part: Vec<&TrialRecord> = found.clone();
         part.shuffle(rng);
         part.truncate(count);
         all.push(together(&part));

@@ -8,9 +8,9 @@ use serde::Serialize;
 
 use crate::assess::{self, Timing};
 use crate::device::{Device, DeviceError};
-use crate::dropped::Dropped;
 use crate::gate::Gate;
 use crate::measure::Interval;
+use crate::rejection::Rejection;
 use crate::trial::Trial;
 use crate::verdict::{LatencyKind, Verdict};
 
@@ -68,7 +68,7 @@ pub fn replay(
     trial: &Trial,
     noise_floor: f64,
     seed: u64,
-) -> Result<Vec<Stage>, Dropped> {
+) -> Result<Vec<Stage>, Rejection> {
     let mut stages = Vec::new();
     let id = trial.config.id();
     let named = trial.verdict.schedule_id.as_deref();
@@ -111,7 +111,12 @@ fn was(recorded: Option<&str>) -> String {
 }
 
 /// The reference VM agrees with the graph or not, as it did; where its errors are on record, they are the same bits.
-fn reference(gate: &Gate<'_>, trial: &Trial, verdict: &Verdict, dropped: Option<Dropped>) -> Stage {
+fn reference(
+    gate: &Gate<'_>,
+    trial: &Trial,
+    verdict: &Verdict,
+    dropped: Option<Rejection>,
+) -> Stage {
     let agreed = |verdict: &Verdict| {
         verdict.gates.iter().any(|gate| gate.gate == "reference" && gate.passed)
     };
@@ -140,7 +145,7 @@ fn measure(
     trial: &Trial,
     noise_floor: f64,
     seed: u64,
-) -> Result<Stage, Dropped> {
+) -> Result<Stage, Rejection> {
     let Some(then) = trial.verdict.latency_us.filter(|_| trial.verdict.ci_us.is_some()) else {
         let why = "it was given up after a few rounds at early positions: its latency is no median to be found again";
         return Ok(Stage::skipped("measure", why));
@@ -148,7 +153,7 @@ fn measure(
     let timing = Timing::default();
     let (verdict, outcome) = assess::evaluate(gate, Some(device), &trial.config, timing, seed);
     if let Err(dropped) = outcome {
-        let lost = matches!(dropped, Dropped::Failed(DeviceError::Unavailable { .. }));
+        let lost = matches!(dropped, Rejection::Failed(DeviceError::Unavailable { .. }));
         let stage = Stage::of("measure", false, dropped.to_string());
         return if lost { Err(dropped) } else { Ok(stage) };
     }

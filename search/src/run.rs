@@ -11,23 +11,23 @@ use ir::schedule::ScheduleConfig;
 use crate::ahead::Helpers;
 use crate::audit::{Audit, Terms};
 use crate::budget::Budget;
-use crate::card::{Card, Job, LastJob, Lead, Noise};
 use crate::cpu::Candidate;
-use crate::crew::Crew;
 use crate::decide::Decision;
 use crate::device::{Device, DeviceError};
+use crate::device_worker::{DeviceWorker, Job, LastJob, Lead, Noise};
 use crate::gate::Gate;
 use crate::history::{Asked, Guess, History, Proposal};
 use crate::propose::Origin;
 use crate::settings::{Clock, Settings, no_clock};
-use crate::strategy::{Ground, Strategy, StrategyName, strategy};
+use crate::strategy::{SearchSpace, Strategy, StrategyName, strategy};
 use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial};
 use crate::verdict::LatencyKind;
+use crate::worker_pool::WorkerPool;
 
 mod side_by_side;
 
-pub use side_by_side::Dropped;
 use side_by_side::Fleet;
+pub use side_by_side::WastedSpeculation;
 
 /// Why a search ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, strum::IntoStaticStr)]
@@ -80,7 +80,7 @@ pub enum SearchError {
 pub struct Search<'a> {
     gate: Gate<'a>,
     /// The device of a search that has one, or none.
-    here: Card<'a, 'a>,
+    here: DeviceWorker<'a, 'a>,
     /// The devices of a search that has several.
     fleet: Option<Fleet<'a>>,
     settings: Arc<Settings>,
@@ -106,8 +106,11 @@ impl<'a> Search<'a> {
         device: Option<&'a mut (dyn Device + 'a)>,
         settings: Settings,
     ) -> Self {
-        let ground =
-            Ground { space: settings.space.clone(), seed: settings.seed, sweep: settings.explore };
+        let search_space = SearchSpace {
+            space: settings.space.clone(),
+            seed: settings.seed,
+            sweep: settings.explore,
+        };
         let history = History::new(settings.default);
         let kind = device.as_ref().map_or(LatencyKind::Predicted, |_| LatencyKind::MeasuredGpu);
         let cache_bytes = device.as_deref().map_or(0, |device| device.describe().cache_bytes);
@@ -115,10 +118,10 @@ impl<'a> Search<'a> {
         let terms = Terms { seed, min_gain, timing, kind: Some(kind), cache_bytes };
         let settings = Arc::new(settings);
         Self {
-            here: Card::new(gate.beside(), device, settings.clone(), no_clock),
+            here: DeviceWorker::new(gate.beside(), device, settings.clone(), no_clock),
             fleet: None,
             gate,
-            strategy: strategy(StrategyName::default(), ground, Vec::new()),
+            strategy: strategy(StrategyName::default(), search_space, Vec::new()),
             settings,
             rows: Audit::new(terms),
             history,
@@ -132,11 +135,11 @@ impl<'a> Search<'a> {
 
     /// A search on several devices at once, of which at least one is open.
     #[must_use]
-    pub fn side_by_side(gate: Gate<'a>, crew: Crew<'a>, settings: Settings) -> Self {
+    pub fn side_by_side(gate: Gate<'a>, pool: WorkerPool<'a>, settings: Settings) -> Self {
         let mut search = Self::new(gate, None, settings);
-        let (kind, cache_bytes) = (Some(LatencyKind::MeasuredGpu), crew.cache_bytes());
+        let (kind, cache_bytes) = (Some(LatencyKind::MeasuredGpu), pool.cache_bytes());
         search.rows.terms = Terms { kind, cache_bytes, ..search.rows.terms };
-        Self { fleet: Some(Fleet::new(crew)), ..search }
+        Self { fleet: Some(Fleet::new(pool)), ..search }
     }
 
     /// Has this strategy propose instead of the default one.
@@ -184,8 +187,8 @@ impl<'a> Search<'a> {
 
     /// What several devices began for nothing.
     #[must_use]
-    pub fn dropped(&self) -> Dropped {
-        self.fleet.as_ref().map_or_else(Dropped::default, Fleet::dropped)
+    pub fn dropped(&self) -> WastedSpeculation {
+        self.fleet.as_ref().map_or_else(WastedSpeculation::default, Fleet::dropped)
     }
 
     /// Illegal proposals so far. They cost no trial.

@@ -12,12 +12,12 @@ use ir::schedule::{Knob, ScheduleConfig, Value};
 use rand::seq::IndexedRandom;
 use serde::{Deserialize, Serialize};
 
-use crate::propose::{Origin, PastTrials, edited, generator};
+use crate::propose::{Origin, TrialRecords, edited, generator};
 
 mod prior;
 mod tpe;
 
-pub use prior::{Known, Seen, rank};
+pub use prior::{MoveStats, PriorMove, rank};
 
 /// Knobs with values to set them to.
 type Form = Vec<(Knob, Value)>;
@@ -33,7 +33,7 @@ pub struct Question<'q> {
     /// The schedule that leads.
     pub incumbent: &'q ScheduleConfig,
     /// How the trials before it ended, the baseline left out.
-    pub past: &'q PastTrials,
+    pub past: &'q TrialRecords,
 }
 
 /// A way of searching.
@@ -105,7 +105,7 @@ impl std::str::FromStr for StrategyName {
 
 /// What every strategy draws from.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Ground {
+pub struct SearchSpace {
     /// The knobs to vary, with the values to draw from.
     pub space: Vec<(Knob, Vec<Value>)>,
     /// What random choices are made with, together with the trial's number.
@@ -116,16 +116,20 @@ pub struct Ground {
 
 /// The strategy of a name. What earlier searches learned is used by [`StrategyName::Prior`] alone.
 #[must_use]
-pub fn strategy(name: StrategyName, ground: Ground, known: Vec<Known>) -> Arc<dyn Strategy> {
-    let moves = prior::moves(&ground, known);
-    Arc::new(Builtin { name, ground, moves })
+pub fn strategy(
+    name: StrategyName,
+    search_space: SearchSpace,
+    known: Vec<PriorMove>,
+) -> Arc<dyn Strategy> {
+    let moves = prior::moves(&search_space, known);
+    Arc::new(Builtin { name, search_space, moves })
 }
 
 /// One of those that need nobody outside.
 #[derive(Debug)]
 struct Builtin {
     name: StrategyName,
-    ground: Ground,
+    search_space: SearchSpace,
     /// What earlier searches learned, best first.
     moves: Vec<Form>,
 }
@@ -138,22 +142,22 @@ impl Strategy for Builtin {
     fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
         let Question { trial, incumbent, past } = *question;
         match self.name {
-            StrategyName::Random => random(&self.ground, question),
-            StrategyName::HillClimb => Box::new(self.ground.draws(trial, incumbent, past)),
-            StrategyName::Tpe => tpe::ask(&self.ground, question),
-            StrategyName::Prior => prior::ask(&self.ground, &self.moves, question),
+            StrategyName::Random => random(&self.search_space, question),
+            StrategyName::HillClimb => Box::new(self.search_space.draws(trial, incumbent, past)),
+            StrategyName::Tpe => tpe::ask(&self.search_space, question),
+            StrategyName::Prior => prior::ask(&self.search_space, &self.moves, question),
         }
     }
 }
 
 /// Every knob at random, each time: what any other strategy must beat.
-fn random<'s>(ground: &'s Ground, question: &Question<'s>) -> Proposals<'s> {
-    let mut rng = generator(ground.seed, question.trial);
+fn random<'s>(search_space: &'s SearchSpace, question: &Question<'s>) -> Proposals<'s> {
+    let mut rng = generator(search_space.seed, question.trial);
     let incumbent = question.incumbent;
     Box::new(std::iter::repeat_with(move || {
         let any =
             |(knob, values): &(Knob, Vec<Value>)| Some((*knob, values.choose(&mut rng).copied()?));
-        let form: Form = ground.space.iter().filter_map(any).collect();
+        let form: Form = search_space.space.iter().filter_map(any).collect();
         (Origin::Jump, edited(incumbent, &form))
     }))
 }

@@ -9,9 +9,9 @@ use strum::IntoStaticStr;
 
 use crate::decide::Decision;
 use crate::device::{Costs, DeviceError};
-use crate::dropped::Dropped;
 use crate::measure::Interval;
 use crate::propose::{Change, Origin};
+use crate::rejection::Rejection;
 use crate::verdict::Verdict;
 
 /// Version of how trials are gated, timed and decided. It rises when figures of before and after may not stand beside each other.
@@ -100,16 +100,18 @@ impl From<Decision> for Outcome {
     }
 }
 
-impl From<&Dropped> for Outcome {
-    fn from(dropped: &Dropped) -> Self {
+impl From<&Rejection> for Outcome {
+    fn from(dropped: &Rejection) -> Self {
         match dropped {
-            Dropped::Rejected(_) => Self::Rejected,
-            Dropped::Unloadable(_) => Self::Unloadable,
-            Dropped::Unrunnable(_) | Dropped::Unevaluated(_) | Dropped::Halted(_) => Self::Broken,
-            Dropped::Disagreed { .. } | Dropped::Sampled { .. } => Self::Disagreed,
-            Dropped::Unrepeatable(_) => Self::Unrepeatable,
-            Dropped::BelowBound(_) => Self::BelowBound,
-            Dropped::Failed(error) => match error {
+            Rejection::Rejected(_) => Self::Rejected,
+            Rejection::Unloadable(_) => Self::Unloadable,
+            Rejection::Unrunnable(_) | Rejection::Unevaluated(_) | Rejection::Halted(_) => {
+                Self::Broken
+            }
+            Rejection::Disagreed { .. } | Rejection::Sampled { .. } => Self::Disagreed,
+            Rejection::Unrepeatable(_) => Self::Unrepeatable,
+            Rejection::BelowBound(_) => Self::BelowBound,
+            Rejection::Failed(error) => match error {
                 DeviceError::Compile { .. } => Self::CompileFailed,
                 DeviceError::Trapped { .. } => Self::Trapped,
                 DeviceError::TimedOut { .. } => Self::TimedOut,

@@ -5,7 +5,7 @@ use ir::schedule::{neutral_config, validate};
 use lower::{Options, Rates, lower, predict};
 use search::Conditions;
 use search::calibrate::{Calibration, Case, fit, points, split};
-use search::survey::{OBSERVATION_SCHEMA, Observation, Survey};
+use search::random_sample::{OBSERVATION_SCHEMA, Observation, RandomSample};
 
 const KV_CAPACITY: u32 = 256;
 
@@ -14,7 +14,7 @@ fn cases(count: usize, truth: &Rates, error: f64) -> Vec<Case> {
     let graph = model::preset("toy-2l").unwrap().graph;
     let target = Target::by_name("h200").unwrap();
     let known = [neutral_config(&graph, &target)];
-    let survey = Survey { graph: &graph, target: &target, known: &known, seed: 4 };
+    let sample = RandomSample { graph: &graph, target: &target, known: &known, seed: 4 };
     let case = |(index, (drawn, config)): (usize, (_, ir::ScheduleConfig))| {
         let valid = validate(config, &graph, &target).ok()?;
         let program = lower(&valid, &graph, &target, Options { kv_capacity: KV_CAPACITY }).ok()?;
@@ -42,7 +42,7 @@ fn cases(count: usize, truth: &Rates, error: f64) -> Vec<Case> {
         case.row.median_us = case.point(truth).predicted_us * (1.0 + off);
         Some(case)
     };
-    survey.draws().enumerate().filter_map(case).take(count).collect()
+    sample.draws().enumerate().filter_map(case).take(count).collect()
 }
 
 #[test]

@@ -8,10 +8,11 @@ use ir::Target;
 use ir::program::Program;
 use ir::schedule::{KernelConfig, Knob};
 use model::Model;
-use search::strategy::{Ground, StrategyName, strategy};
+use search::strategy::{SearchSpace, StrategyName, strategy};
 use search::{
-    Audit, Budget, Confirmation, Crew, Decision, Device, DeviceError, Expected, Gate, LatencyKind,
+    Audit, Budget, Confirmation, Decision, Device, DeviceError, Expected, Gate, LatencyKind,
     Opener, Outcome, Row, Search, SearchError, Settings, Step, StoppedBy, Terms, Timing, Trial,
+    WorkerPool,
 };
 use tests::scripted::{Behaviour, ScriptedDevice};
 
@@ -91,8 +92,8 @@ impl Host {
     /// A search on these cards, after `past`.
     fn run(&self, scripts: &[Script], past: &[Trial], name: StrategyName) -> Ran {
         std::thread::scope(|scope| {
-            let crew = Crew::open(scope, self.openers(scripts));
-            let search = Search::side_by_side(self.gate(), crew, self.settings());
+            let pool = WorkerPool::open(scope, self.openers(scripts));
+            let search = Search::side_by_side(self.gate(), pool, self.settings());
             self.finish(search, past, name)
         })
     }
@@ -106,8 +107,9 @@ impl Host {
 
     fn finish(&self, search: Search<'_>, past: &[Trial], name: StrategyName) -> Ran {
         let settings = self.settings();
-        let ground = Ground { space: settings.space, seed: settings.seed, sweep: settings.explore };
-        let mut search = search.with_strategy(strategy(name, ground, Vec::new()));
+        let search_space =
+            SearchSpace { space: settings.space, seed: settings.seed, sweep: settings.explore };
+        let mut search = search.with_strategy(strategy(name, search_space, Vec::new()));
         for trial in past {
             search.absorb(trial.clone()).unwrap();
         }
@@ -207,8 +209,8 @@ fn helpers_change_no_row_of_several_cards() {
     // A gate of its own: helpers end what they share.
     let gate = fresh_gate(host.model, host.target);
     let with = std::thread::scope(|scope| {
-        let crew = Crew::open(scope, host.openers(&[card(1.0), card(1.03)]));
-        let search = Search::side_by_side(gate, crew, host.settings()).with_helpers(scope, 1, 1);
+        let pool = WorkerPool::open(scope, host.openers(&[card(1.0), card(1.03)]));
+        let search = Search::side_by_side(gate, pool, host.settings()).with_helpers(scope, 1, 1);
         host.finish(search, &[], StrategyName::HillClimb)
     });
     assert_eq!(all_said(&with), all_said(&without));
@@ -261,9 +263,9 @@ fn a_resumed_search_goes_on_as_if_it_had_not_stopped() {
     let lost: Opener<'_> = Box::new(|| Err(DeviceError::Unavailable { reason: "no card".into() }));
     let again = std::thread::scope(|scope| {
         let openers = vec![host.openers(&cards).remove(0), lost];
-        let crew = Crew::open(scope, openers);
-        assert!(crew.infos()[1].is_err());
-        let search = Search::side_by_side(host.gate(), crew, host.settings());
+        let pool = WorkerPool::open(scope, openers);
+        assert!(pool.infos()[1].is_err());
+        let search = Search::side_by_side(host.gate(), pool, host.settings());
         host.finish(search, &whole.trials[..9], StrategyName::HillClimb)
     });
     assert_eq!(all_said(&again), all_said(&whole));
@@ -448,8 +450,8 @@ fn a_thread_that_panics_is_heard_of() {
     let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         let mut trials = 0;
         std::thread::scope(|scope| {
-            let crew = Crew::open(scope, host.openers(&[card(1.0), panics]));
-            let mut search = Search::side_by_side(host.gate(), crew, host.settings());
+            let pool = WorkerPool::open(scope, host.openers(&[card(1.0), panics]));
+            let mut search = Search::side_by_side(host.gate(), pool, host.settings());
             while let Ok(Step::Trial(trial)) = search.step(Duration::ZERO) {
                 assert!(trial.trial > 0 || trial.left_out.len() == 1);
                 trials += 1;

@@ -8,8 +8,8 @@ use reference_vm::accuracy::Accuracy;
 use reference_vm::compare::Tolerance;
 use reference_vm::eval::Evaluator;
 use search::{
-    BUNDLE_SCHEMA, Bundle, Conditions, Contender, Device, Dropped, Gate, Handle, LatencyKind,
-    POSITIONS_MAX, Plan, Ran, Samples, Side, Timing, Verdict, assess, draw_tokens,
+    BUNDLE_SCHEMA, Bundle, Conditions, Contender, Device, Gate, Handle, LatencyKind, POSITIONS_MAX,
+    Plan, Ran, Rejection, Samples, Side, Timing, Verdict, assess, draw_tokens,
 };
 use serde_json::{Value, json};
 
@@ -19,7 +19,7 @@ use crate::device::probe::live_target;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::peers::{self, Peer};
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
-use crate::working::Working;
+use crate::spinner::Spinner;
 use crate::{conditions, files, report};
 
 pub(super) mod blocks;
@@ -79,7 +79,7 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     let conditions = device.as_ref().map(|device| conditions::of(device.describe()));
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let name = &context.graph().name;
-    let working = Working::on(format!("evaluating {name}, then judging the schedule"));
+    let working = Spinner::on(format!("evaluating {name}, then judging the schedule"));
     let positions = device.is_some().then_some(POSITIONS_MAX);
     let gate = context.gate(args.seed, positions, &kernel_id)?;
     let mut gate = gate.with_context(args.context);
@@ -195,7 +195,7 @@ struct Bench<'b, 'a> {
 
 impl Bench<'_, '_> {
     /// The gates, then accuracy and time at the bench's context.
-    fn run(mut self, config: &ScheduleConfig) -> (Verdict, Result<(), Dropped>, Shown) {
+    fn run(mut self, config: &ScheduleConfig) -> (Verdict, Result<(), Rejection>, Shown) {
         let mut verdict = assess::begin(self.gate, Some(&*self.device), config);
         let bandwidth = self.device.describe().bandwidth;
         let mut shown = Shown { bandwidth, ..Shown::default() };
@@ -211,16 +211,16 @@ impl Bench<'_, '_> {
         config: &ScheduleConfig,
         shown: &mut Shown,
         verdict: &mut Verdict,
-    ) -> Result<(), Dropped> {
+    ) -> Result<(), Rejection> {
         let passage = self.passage;
         let candidate = assess::lower(self.gate, config, verdict)?;
         let assessed = assess::assess(self.gate, Some(self.device), candidate, verdict)?;
         let candidate = &assessed.candidate;
         let kernel = &candidate.config.kernel;
-        let handle = self.device.prepare(&candidate.program, kernel).map_err(Dropped::Failed)?;
+        let handle = self.device.prepare(&candidate.program, kernel).map_err(Rejection::Failed)?;
         let actual = rows_at(self.device, handle, passage)?;
         shown.accuracy = Accuracy::of(&passage.expected, &actual.logits, Tolerance::DEVICE);
-        let disagreed = |by| move |at| Dropped::Disagreed { by, at };
+        let disagreed = |by| move |at| Rejection::Disagreed { by, at };
         let agreement = assessed
             .reference
             .and_device(&passage.expected, &actual.logits, &actual.chosen, Tolerance::DEVICE)
@@ -229,7 +229,7 @@ impl Bench<'_, '_> {
         let Timing { rounds, warmup } = TIMING;
         let plan = Plan { tokens: &passage.tokens, first: passage.context, rounds, warmup };
         let samples: Samples =
-            search::time(self.device, [contender; 2], &plan).map_err(Dropped::Failed)?;
+            search::time(self.device, [contender; 2], &plan).map_err(Rejection::Failed)?;
         let last = passage.expected.last().map(std::slice::from_ref).unwrap_or_default();
         for (actual, chosen) in samples.last() {
             let _ = assessed
@@ -251,12 +251,12 @@ impl Bench<'_, '_> {
 }
 
 /// What the device gave at the passage's positions. The others are let go piece by piece: at a long context they would not fit.
-fn rows_at(device: &mut dyn Device, handle: Handle, passage: &Passage) -> Result<Ran, Dropped> {
+fn rows_at(device: &mut dyn Device, handle: Handle, passage: &Passage) -> Result<Ran, Rejection> {
     let wanted: BTreeSet<usize> = passage.positions.iter().copied().collect();
     let mut kept = Ran::default();
     for first in (0..passage.tokens.len()).step_by(PIECE) {
         let end = passage.tokens.len().min(first + PIECE);
-        let ran = device.run(handle, &passage.tokens[..end], first).map_err(Dropped::Failed)?;
+        let ran = device.run(handle, &passage.tokens[..end], first).map_err(Rejection::Failed)?;
         let positions = ran.logits.into_iter().zip(ran.chosen).zip(first..);
         for ((row, token), _) in positions.filter(|(_, position)| wanted.contains(position)) {
             kept.logits.push(row);

@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use ir::Target;
 use lower::{RateFile, Rates};
 use search::calibrate::{Calibration, Case, Point, fit, points, split};
-use search::survey::{OBSERVATION_SCHEMA, Observation};
+use search::random_sample::{OBSERVATION_SCHEMA, Observation};
 use serde_json::{Value, json};
 
 use crate::cli::CalibrateArgs;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::working::Working;
+use crate::spinner::Spinner;
 use crate::{files, report};
 
 /// The rank correlation that predictions must have to be worth ranking with.
@@ -24,7 +24,7 @@ const RATES_BYTES_MAX: u64 = 1 << 20;
 
 pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
     let mut cases = Vec::new();
-    let working = Working::through(args.samples.len(), "lowering the rows of files");
+    let working = Spinner::through(args.samples.len(), "lowering the rows of files");
     for path in &args.samples {
         cases.extend(read(path)?);
         working.done();
@@ -46,7 +46,7 @@ pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
             table("before, held out", &held, &rates),
         ];
         tables.extend(before);
-        let _working = Working::on("fitting rates");
+        let _working = Spinner::on("fitting rates");
         rates = fit(&fitted, &rates, |iteration, loss| {
             report::say(&format!("  iteration {iteration}: loss {loss:.6}"));
         });

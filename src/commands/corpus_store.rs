@@ -12,7 +12,7 @@ use super::runs;
 use crate::cli::{ExportFormat, ImportArgs, StoreArgs, StoreExportArgs};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
-use crate::working::Working;
+use crate::spinner::Spinner;
 
 /// How every line of an export begins.
 const EXPORTED: [&[u8]; 2] = [b"{\"run\":\"", b"{\"program\":"];
@@ -97,7 +97,7 @@ pub(crate) fn check(args: &StoreArgs) -> Outcome {
 pub(crate) fn import(args: &ImportArgs) -> Outcome {
     // Everything is read and checked before anything is written.
     let (mut rows, mut programs) = (Vec::new(), Vec::new());
-    let working = Working::through(args.paths.len(), "reading");
+    let working = Spinner::through(args.paths.len(), "reading");
     for path in &args.paths {
         if path.is_file() && path.extension().is_some_and(|end| end == "parquet") {
             return Err(Failure::usage(format!(
@@ -120,7 +120,7 @@ pub(crate) fn import(args: &ImportArgs) -> Outcome {
     drop(working);
     let mut store = Store::open(&args.store.store)?;
     let mut imported = Vec::new();
-    let working = Working::through(rows.len(), "adding");
+    let working = Spinner::through(rows.len(), "adding");
     for (run, from, links) in rows {
         let Added { new, held } = store.add(&run, links)?;
         let line = format!("{}: run {run}, {new} rows new, {held} held", from.display());
@@ -224,7 +224,7 @@ pub(crate) fn export(args: &StoreExportArgs) -> Outcome {
         return Ok(Exit::Yes);
     }
     let mut rows = 0;
-    let working = Working::on(format!("writing {}", args.out.display()));
+    let working = Spinner::on(format!("writing {}", args.out.display()));
     match args.format {
         ExportFormat::Jsonl => crate::files::write_with(&args.out, |file| {
             let mut out = BufWriter::new(file);

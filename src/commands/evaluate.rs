@@ -2,7 +2,7 @@
 
 use ir::Violations;
 use schemars::JsonSchema;
-use search::{Assessed, Decision, Device, Dropped, Gate, POSITIONS_MAX, Timing, Verdict};
+use search::{Assessed, Decision, Device, Gate, POSITIONS_MAX, Rejection, Timing, Verdict};
 use serde::Serialize;
 use serde_json::json;
 
@@ -15,7 +15,7 @@ use crate::device::probe::without_kernel;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report::{self, Answer};
 use crate::schedule_choice::{self, Auto, Chosen, ScheduleSource};
-use crate::working::Working;
+use crate::spinner::Spinner;
 
 pub(crate) fn run(args: &EvaluateArgs) -> Outcome {
     let (answer, races) = judge(args)?;
@@ -50,14 +50,14 @@ fn judge(args: &EvaluateArgs) -> Result<(Answer<Judgement>, Option<Exit>), Failu
             let schedule_source = None;
             let name = device.as_ref().map_or_else(|| "cpu".to_owned(), |d| d.describe().name);
             let mut verdict = Verdict::new(&context.graph().name, &context.target.name, &name);
-            search::assess::refuse(&mut verdict, &Dropped::Rejected(violations.clone()));
+            search::assess::refuse(&mut verdict, &Rejection::Rejected(violations.clone()));
             say_violations(&violations);
             let document = Judgement { verdict, schedule_source };
             return Ok((Answer { document, exit: Exit::No }, None));
         }
     };
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
-    let working = Working::on(format!("judging a schedule of {}", context.graph().name));
+    let working = Spinner::on(format!("judging a schedule of {}", context.graph().name));
     let positions = device.is_some().then_some(POSITIONS_MAX);
     let mut gate = context.gate(args.seed, positions, &kernel_id)?;
     let (mut verdict, outcome) = search::assess::evaluate(
@@ -139,7 +139,7 @@ pub(super) fn aa_document(verdict: &Verdict, equals: &search::Equals) -> serde_j
 }
 
 /// Ends the command where an end is not the schedule's fault.
-pub(crate) fn stop_on_our_fault(dropped: &Dropped) -> Result<(), Failure> {
+pub(crate) fn stop_on_our_fault(dropped: &Rejection) -> Result<(), Failure> {
     let failure = Failure::from(dropped);
     if failure.exit == Exit::No { Ok(()) } else { Err(failure) }
 }

@@ -5,11 +5,11 @@ use serde_json::json;
 use crate::cli::ExportArgs;
 use crate::failure::{Exit, Outcome};
 use crate::report;
-use crate::working::Working;
+use crate::spinner::Spinner;
 
 pub(crate) fn run(args: &ExportArgs) -> Outcome {
     let model = model::load(&args.model)?;
-    let working = Working::on(format!("writing {}", args.out.display()));
+    let working = Spinner::on(format!("writing {}", args.out.display()));
     model::export(&model, &args.out)?;
     drop(working);
     report::document(&json!({

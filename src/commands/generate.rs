@@ -23,7 +23,7 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{Observer, Sequences};
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::sequence::{SLICE, Sequence, Work};
-use crate::working::Working;
+use crate::spinner::Spinner;
 use crate::{files, report};
 
 const PROMPT_BYTES_MAX: u64 = 4 << 20;
@@ -58,7 +58,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
         logprobs: args.sampling.logprobs,
         priority: Priority::Normal,
     };
-    let working = Working::on(format!("generating with {}", context.graph().name));
+    let working = Spinner::on(format!("generating with {}", context.graph().name));
     let observer = observer(args, &context)?;
     let mut generated = execute(args, &context, work, &observer, began)?;
     drop(working);

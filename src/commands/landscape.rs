@@ -18,7 +18,7 @@ use serde_json::json;
 use crate::cli::RecordArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::working::Working;
+use crate::spinner::Spinner;
 use crate::{conditions, files, interrupt, report};
 
 mod file;
@@ -65,7 +65,7 @@ pub(crate) fn run(args: &RecordArgs) -> Outcome {
         working: None,
     };
     let todo = session.legal()?;
-    session.working = Some(Working::through(todo.iter().map(Vec::len).sum(), "points"));
+    session.working = Some(Spinner::through(todo.iter().map(Vec::len).sum(), "points"));
     match device {
         Some(mut device) => session.measure(&mut device, &todo)?,
         None => session.predict(&todo)?,
@@ -102,7 +102,7 @@ struct Session<'a> {
     /// Rows of this run that needed lowering.
     fresh: usize,
     began: Instant,
-    working: Option<Working>,
+    working: Option<Spinner>,
 }
 
 impl Session<'_> {

@@ -3,7 +3,7 @@
 use ir::program::{Program, Verified};
 use reference_vm::divergence::Examiner;
 use reference_vm::machine::Machine;
-use search::{Dropped, Expected, FirstDivergence};
+use search::{Expected, FirstDivergence, Rejection};
 use serde_json::{Value, json};
 
 use crate::cli::{FileArgs, InterpretArgs, LowerArgs};
@@ -11,7 +11,7 @@ use crate::commands::rerun::{self, Inputs, Place};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::schedule_choice::{Auto, Chosen, choose};
-use crate::working::Working;
+use crate::spinner::Spinner;
 use crate::{files, report};
 
 pub(crate) fn lower(args: &LowerArgs) -> Outcome {
@@ -90,7 +90,7 @@ pub(crate) fn interpret(args: &InterpretArgs) -> Outcome {
     let program = files::verified(&args.file)?;
     let model = model::load(&args.model)?;
     let graph = &model.graph;
-    let working = Working::on(format!("running {} on the reference VM", graph.name));
+    let working = Spinner::on(format!("running {} on the reference VM", graph.name));
     let mut machine = Machine::new(&program, graph, &*model.weights).map_err(|e| {
         Failure::usage(format!("{} does not run on {}: {e}", args.file.display(), graph.name))
     })?;
@@ -98,10 +98,10 @@ pub(crate) fn interpret(args: &InterpretArgs) -> Outcome {
         .map_err(|e| Failure::usage(format!("{} cannot be evaluated: {e}", graph.name)))?;
     let mut chosen = Vec::new();
     let agreement = match expected.examine_into(&mut machine, &mut chosen) {
-        Err(Dropped::Unrunnable(e)) => {
+        Err(Rejection::Unrunnable(e)) => {
             return Err(Failure::usage(format!("the tokens cannot be fed: {e}")));
         }
-        Err(halted @ Dropped::Halted(_)) => return Err(Failure::refused(halted.to_string())),
+        Err(halted @ Rejection::Halted(_)) => return Err(Failure::refused(halted.to_string())),
         judged => judged,
     };
     let summary = agreement.as_ref().ok().map(|agreement| agreement.summary());

@@ -15,7 +15,7 @@ use crate::cli::{DeviceChoice, RerunArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::schedule_choice::{Auto, choose};
-use crate::working::Working;
+use crate::spinner::Spinner;
 use crate::{files, report};
 
 const SCHEMA: &str = "amk.rerun.v1";
@@ -42,7 +42,7 @@ pub(crate) fn run(args: &RerunArgs) -> Outcome {
         None => context.lowered(&config)?,
     };
     check_task(&program, args.task)?;
-    let working = Working::on("preparing the inputs of the task");
+    let working = Spinner::on("preparing the inputs of the task");
     let left = match args.model.place.device {
         DeviceChoice::Cuda => Some(on_device(&context, args, &program, &config)?),
         DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::Eval => None,
@@ -101,7 +101,7 @@ fn at_position(
     for token in tokens {
         let ran = machine.traced(token, Order::Waves).map_err(|e| unrunnable(&e))?;
         let (Run::Finished(_), fired) = ran else {
-            return Err(Failure::refused(search::Dropped::Halted(ran.0).to_string()));
+            return Err(Failure::refused(search::Rejection::Halted(ran.0).to_string()));
         };
         if !look(&machine, token, &fired) {
             break;

@@ -14,7 +14,7 @@ use crate::cli::RunsArgs;
 use crate::failure::{Exit, Failure};
 use crate::files;
 use crate::report::{self, Answer};
-use crate::working::Working;
+use crate::spinner::Spinner;
 
 use recorded::Recorded;
 
@@ -102,7 +102,7 @@ fn look_at_each(
     mut look: impl FnMut(&Recorded),
 ) -> Result<Runs, Failure> {
     let paths = ledgers(&args.paths)?;
-    let working = Working::through(paths.len(), what);
+    let working = Spinner::through(paths.len(), what);
     let one = |path: PathBuf| {
         let found = Recorded::look(&path);
         look(&found);

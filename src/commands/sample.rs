@@ -6,9 +6,11 @@ use std::time::{Duration, Instant};
 
 use ir::schedule::ScheduleConfig;
 use reference_vm::eval::Evaluator;
-use search::survey::{Drawn, OBSERVATION_SCHEMA, Observation, Passage, Survey, observe};
+use search::random_sample::{
+    Drawn, OBSERVATION_SCHEMA, Observation, Passage, RandomSample, observe,
+};
 use search::{
-    Conditions, Device, DeviceError, Dropped, Gate, POSITIONS_MAX, Side, Timing, draw_tokens,
+    Conditions, Device, DeviceError, Gate, POSITIONS_MAX, Rejection, Side, Timing, draw_tokens,
 };
 use serde_json::{Value, json};
 
@@ -16,7 +18,7 @@ use crate::cli::SampleArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::files::Rows;
-use crate::working::Working;
+use crate::spinner::Spinner;
 use crate::{conditions, interrupt, report};
 
 /// Tokens of a timed block, as in a search.
@@ -33,7 +35,7 @@ pub(crate) fn run(args: &SampleArgs) -> Outcome {
     let context = Context::with_room(&args.model, end)?;
     context.check_timed(args.context, TIMED_TOKENS, context.kv_capacity)?;
     let Some(mut device) = context.open_process(&args.sharing)? else {
-        return Err(Failure::no_gpu("a survey is measured"));
+        return Err(Failure::no_gpu("a random sample is measured"));
     };
     let file = Rows::create(&args.out, "--out names a file that does not exist yet")?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
@@ -49,12 +51,12 @@ pub(crate) fn run(args: &SampleArgs) -> Outcome {
         file,
         seen: BTreeSet::new(),
         rows: 0,
-        working: Working::through(args.count, "schedules"),
+        working: Spinner::through(args.count, "schedules"),
         dropped: BTreeMap::new(),
         began: Instant::now(),
         timed: Duration::ZERO,
     };
-    session.survey(&mut device)?;
+    session.sample(&mut device)?;
     session.working.end();
     session.finish()
 }
@@ -69,7 +71,7 @@ fn expected<'a>(
     let first = args.context as usize;
     let length = first + TIMED_TOKENS as usize;
     let positions = length.min(POSITIONS_MAX);
-    let _working = Working::on(format!("evaluating {} at {length} positions", graph.name));
+    let _working = Spinner::on(format!("evaluating {} at {length} positions", graph.name));
     let gate = context.gate(args.seed, Some(positions), kernel_id)?;
     let tokens = draw_tokens(args.seed, graph.vocab, length);
     let last = match gate.expected().logits.get(length - 1) {
@@ -106,18 +108,18 @@ struct Session<'a> {
     rows: usize,
     /// By kind: what is needed to try them again.
     dropped: BTreeMap<&'static str, Vec<Value>>,
-    working: Working,
+    working: Spinner,
     began: Instant,
     timed: Duration,
 }
 
 impl Session<'_> {
     /// Draws as many as are missing, groups them by kernel so that each kernel is launched once, and observes them.
-    fn survey(&mut self, device: &mut dyn Device) -> Result<(), Failure> {
+    fn sample(&mut self, device: &mut dyn Device) -> Result<(), Failure> {
         let (graph, target) = (self.context.graph(), &self.context.target);
         let known = known(self.context);
-        let survey = Survey { graph, target, known: &known, seed: self.args.seed };
-        let mut draws = survey.draws().take(self.args.count.saturating_mul(DRAWS_PER_ROW));
+        let sample = RandomSample { graph, target, known: &known, seed: self.args.seed };
+        let mut draws = sample.draws().take(self.args.count.saturating_mul(DRAWS_PER_ROW));
         while self.rows < self.args.count {
             let missing = self.args.count - self.rows;
             let mut batch: Vec<_> = draws.by_ref().take(missing).collect();
@@ -147,20 +149,24 @@ impl Session<'_> {
         match self.measure(device, &drawn, config) {
             Ok(None) => Ok(()),
             Ok(Some(row)) => self.record(&row),
-            Err(Dropped::Failed(error @ DeviceError::Unavailable { .. })) => Err(Failure::missing(
-                format!("{error}; {} finished rows are in {}", self.rows, self.args.out.display()),
-            )),
+            Err(Rejection::Failed(error @ DeviceError::Unavailable { .. })) => {
+                Err(Failure::missing(format!(
+                    "{error}; {} finished rows are in {}",
+                    self.rows,
+                    self.args.out.display()
+                )))
+            }
             Err(dropped) => {
                 let kind = match dropped {
-                    Dropped::Rejected(_) | Dropped::Unloadable(_) => "over a limit",
-                    Dropped::Failed(_) => "failed on the device",
-                    Dropped::BelowBound(_) => "below the bound",
-                    Dropped::Unrepeatable(_) => "unrepeatable",
-                    Dropped::Unrunnable(_)
-                    | Dropped::Unevaluated(_)
-                    | Dropped::Halted(_)
-                    | Dropped::Sampled { .. }
-                    | Dropped::Disagreed { .. } => "disagreed",
+                    Rejection::Rejected(_) | Rejection::Unloadable(_) => "over a limit",
+                    Rejection::Failed(_) => "failed on the device",
+                    Rejection::BelowBound(_) => "below the bound",
+                    Rejection::Unrepeatable(_) => "unrepeatable",
+                    Rejection::Unrunnable(_)
+                    | Rejection::Unevaluated(_)
+                    | Rejection::Halted(_)
+                    | Rejection::Sampled { .. }
+                    | Rejection::Disagreed { .. } => "disagreed",
                 };
                 let reason = dropped.to_string();
                 let line = format!("  {kind}: {}: {reason}", config.id());
@@ -178,7 +184,7 @@ impl Session<'_> {
         device: &mut dyn Device,
         drawn: &Drawn,
         config: ScheduleConfig,
-    ) -> Result<Option<Observation>, Dropped> {
+    ) -> Result<Option<Observation>, Rejection> {
         let candidate = self.gate.lower(&config)?;
         let (program_id, kernel_id) = (candidate.program_id.clone(), candidate.kernel_id.clone());
         if !self.seen.insert((program_id.clone(), kernel_id.clone())) {

@@ -10,7 +10,7 @@ use corpus::{CorpusError, Ledger, Results};
 use indicatif::ProgressBar;
 use ir::schedule::Value as KnobValue;
 use ir::{Knob, Target};
-use search::strategy::{Ground, Strategy, StrategyName};
+use search::strategy::{SearchSpace, Strategy, StrategyName};
 use search::{
     Budget, Confirmation, Decision, Device, LatencyKind, Outcome as End, POSITIONS_MAX, Row,
     Search, SearchError, Settings, Step, StoppedBy, Timing, Trial,
@@ -26,12 +26,12 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::found;
 use crate::report::{self, Answer};
 use crate::schedule_choice::reproducible;
-use crate::working;
+use crate::spinner;
 
 mod cards;
 mod document;
 mod header;
-pub(super) mod keep;
+pub(super) mod store_sink;
 pub(crate) use header::MIN_GAIN_MEASURED;
 mod proposer;
 mod spent;
@@ -39,8 +39,8 @@ mod watch;
 
 use cards::Opened;
 use header::Header;
-use keep::Keeper;
 use proposer::Proposer;
+use store_sink::StoreSink;
 
 pub(crate) use document::{Card, Found, Kept, cards as cards_of};
 pub(crate) use watch::{Progress, Watch};
@@ -110,7 +110,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let strategy = strategy(&context, &header, &settings)?;
         let (helpers, threads) = helpers(opened.count());
         let search = match opened {
-            Opened::Several(crew) => Search::side_by_side(gate, crew, settings),
+            Opened::Several(pool) => Search::side_by_side(gate, pool, settings),
             Opened::None | Opened::One(_) => {
                 Search::new(gate, device.as_mut().map(|gpu| gpu as &mut dyn Device), settings)
             }
@@ -125,7 +125,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let mut session = Session {
             context: &context,
             found: None,
-            keeper: Keeper::open(args, &dir, &ledger_path),
+            keeper: StoreSink::open(args, &dir, &ledger_path),
             ledger,
             results,
             bar: bar(&header),
@@ -145,7 +145,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
 /// The terms of a new search with what the store knows, if its strategy wants that.
 fn with_known(args: &LoopArgs, dir: &Path, mut header: Header) -> Result<Header, Failure> {
     if header.strategy == StrategyName::Prior && !args.resume {
-        header.known = keep::known(args, dir, &header.kind, &header.target)?;
+        header.known = store_sink::known(args, dir, &header.kind, &header.target)?;
     }
     Ok(header)
 }
@@ -266,8 +266,8 @@ fn strategy(
         return Ok(Arc::new(Proposer::start(command, context, header.seed)?));
     }
     let space = settings.space.clone();
-    let ground = Ground { space, seed: header.seed, sweep: header.explore };
-    Ok(search::strategy::strategy(header.strategy, ground, header.known.clone()))
+    let search_space = SearchSpace { space, seed: header.seed, sweep: header.explore };
+    Ok(search::strategy::strategy(header.strategy, search_space, header.known.clone()))
 }
 
 fn absorb(search: &mut Search<'_>, past: Vec<Trial>) -> Result<(), Failure> {
@@ -314,7 +314,7 @@ fn bar(header: &Header) -> ProgressBar {
     };
     // What is left: of a time it is known, of trials it is guessed from those so far.
     let template = "  [{bar:30}] {pos}/{len} {elapsed}, {left}; {msg}";
-    working::shown(ProgressBar::new(length), template)
+    spinner::shown(ProgressBar::new(length), template)
 }
 
 fn resume_command(dir: &Path, header: &Header) -> String {
@@ -331,7 +331,7 @@ struct Session<'a> {
     found: Option<PathBuf>,
     header: &'a Header,
     watch: &'a dyn Watch,
-    keeper: Keeper,
+    keeper: StoreSink,
     ledger: Ledger,
     results: Results,
     bar: ProgressBar,
@@ -536,7 +536,7 @@ impl Session<'_> {
         }
         say_end(&kept, best, confirmation, &best_path);
         if stopped_by != StoppedBy::Interrupted {
-            keep::seal(&self.dir, self.ledger.path());
+            store_sink::seal(&self.dir, self.ledger.path());
         }
         if search.rejected() > 0 {
             let count = search.rejected();

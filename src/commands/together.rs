@@ -20,7 +20,7 @@ use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, spread};
-use crate::working::Working;
+use crate::spinner::Spinner;
 
 /// Tokens that one block times.
 const TIMED_TOKENS: u32 = 32;
@@ -94,7 +94,7 @@ pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
 /// The gates that need no device: what the schedule lowers to is what the graph computes. That each sequence's program is as good is proven when
 /// it is loaded.
 fn judged(context: &Context, args: &BenchArgs, config: &ScheduleConfig) -> Result<(), Failure> {
-    let working = Working::on(format!("judging the schedule for {}", context.graph().name));
+    let working = Spinner::on(format!("judging the schedule for {}", context.graph().name));
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let mut gate = context.gate(args.seed, None, &kernel_id)?.with_context(args.context);
     let timing = Timing { rounds: ROUNDS, warmup: WARMUP };
@@ -209,7 +209,7 @@ fn compare(
     tokens: &[Vec<u32>],
     logits: &[Vec<Vec<f32>>],
 ) -> Result<(Accuracy, bool), Failure> {
-    let working = Working::on(format!("evaluating {} for each sequence", context.graph().name));
+    let working = Spinner::on(format!("evaluating {} for each sequence", context.graph().name));
     let (mut expected, mut actual, mut chosen) = (Vec::new(), Vec::new(), true);
     for ((prompt, tokens), rows) in prompts.iter().zip(tokens).zip(logits) {
         let fed = [&prompt[..], &tokens[..tokens.len().saturating_sub(1)]].concat();

@@ -22,7 +22,7 @@ use crate::cli::{ConfigArgs, TraceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::schedule_choice::{Auto, Chosen, choose};
-use crate::working::Working;
+use crate::spinner::Spinner;
 use crate::{files, report};
 
 use counters::{Counter, Ring};
@@ -57,7 +57,7 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
     let mut idle = None;
     let mut documents = Vec::new();
     for (name, Chosen { config, source }) in &schedules {
-        let working = Working::on(format!("tracing schedule {name}"));
+        let working = Spinner::on(format!("tracing schedule {name}"));
         let program = context.lowered(config)?;
         let traced = if measured {
             schedule(&context, args.context, name, config, &program, &mut idle)

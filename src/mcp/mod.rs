@@ -32,7 +32,7 @@ use jobs::Jobs;
 /// Serves one client until its end of the input is closed.
 pub(crate) fn serve() -> Outcome {
     report::say("amk mcp: serving on standard input and output until the input ends");
-    crate::working::quiet();
+    crate::spinner::quiet();
     let here = |error: std::io::Error| Failure::missing(format!("cannot start a server: {error}"));
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = runtime.enable_all().thread_stack_size(jobs::STACK_BYTES).build();

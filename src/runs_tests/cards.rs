@@ -7,7 +7,8 @@ use corpus::Ledger;
 use ir::Target;
 use ir::schedule::{Evict, KernelConfig, Knob};
 use search::{
-    Budget, Conditions, Crew, Device, Expected, Gate, Opener, Row, Search, Settings, Step, Timing,
+    Budget, Conditions, Device, Expected, Gate, Opener, Row, Search, Settings, Step, Timing,
+    WorkerPool,
 };
 use serde_json::{Value, json};
 use tests::scripted::{Behaviour, ScriptedDevice};
@@ -70,9 +71,9 @@ fn write_run(folder: &Path, knob: Knob, cards: &[(&str, Times)]) {
                 Ok(Box::new(device) as Box<dyn Device>)
             })
         };
-        let crew = Crew::open(scope, cards.iter().map(opener).collect());
+        let pool = WorkerPool::open(scope, cards.iter().map(opener).collect());
         let gate = Gate::new(graph, weights, &target, options, &kernel_id, expected());
-        let mut search = Search::side_by_side(gate, crew, settings(graph, &target, knob));
+        let mut search = Search::side_by_side(gate, pool, settings(graph, &target, knob));
         while let Step::Trial(trial) = search.step(Duration::ZERO).unwrap() {
             ledger.append(&Row::Trial(trial)).unwrap();
         }

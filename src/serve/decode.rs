@@ -102,7 +102,7 @@ fn say(to: &UnboundedSender<Event>, id: u32, logprobs: Option<Logprobs>) {
     let _ = to.send(Event::Token { id, logprobs });
 }
 
-pub(super) struct Desk<'e> {
+pub(super) struct EngineLoop<'e> {
     engine: Box<dyn Engine + 'e>,
     scheduler: Scheduler,
     running: BTreeMap<SessionId, Running>,
@@ -111,7 +111,7 @@ pub(super) struct Desk<'e> {
     said: Sequences,
 }
 
-impl<'e> Desk<'e> {
+impl<'e> EngineLoop<'e> {
     pub(super) fn new(engine: Box<dyn Engine + 'e>, places: usize, said: Sequences) -> Self {
         let scheduler = Scheduler::new(places);
         let (running, waiting) = (BTreeMap::new(), VecDeque::new());
@@ -169,13 +169,13 @@ impl<'e> Desk<'e> {
         if waited > 0 {
             self.said.lost(SequenceEnd::Cancelled, waited - self.waiting.len());
         }
-        self.seat();
+        self.slot();
         if waited > 0 {
             self.said.waiting(self.waiting.len());
         }
     }
 
-    fn seat(&mut self) {
+    fn slot(&mut self) {
         while let Some(job) = self.waiting.pop_front() {
             let (quota, priority) = (job.work.positions(), job.work.priority);
             // The first in line waits for pages that others hold; if nobody does, `begin` says why there are none.

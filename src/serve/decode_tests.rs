@@ -234,9 +234,10 @@ fn beside(engine: Scripted, places: usize, test: impl FnOnce(Sender<Job>)) {
 fn said_beside(engine: Scripted, places: usize, said: Sequences, test: impl FnOnce(Sender<Job>)) {
     std::thread::scope(|scope| {
         let (jobs, inbox) = channel();
-        let desk = scope.spawn(move || Desk::new(Box::new(engine), places, said).run(&inbox));
+        let engine_loop =
+            scope.spawn(move || EngineLoop::new(Box::new(engine), places, said).run(&inbox));
         test(jobs);
-        assert_eq!(desk.join().unwrap(), Ok(()));
+        assert_eq!(engine_loop.join().unwrap(), Ok(()));
     });
 }
 
@@ -330,7 +331,7 @@ fn a_machine_that_is_lost_ends_the_desk_and_everybody_is_told() {
         jobs.send(job).unwrap();
         answers.push(events);
     }
-    let worked = Desk::new(Box::new(engine), 2, Sequences::default()).run(&inbox);
+    let worked = EngineLoop::new(Box::new(engine), 2, Sequences::default()).run(&inbox);
     assert_eq!(worked, Err("no context".into()));
     drop(jobs);
     let ends: Vec<_> = answers.into_iter().map(|events| heard(events).1).collect();

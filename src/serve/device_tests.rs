@@ -64,7 +64,11 @@ fn listen(mut events: UnboundedReceiver<Event>, goes: Option<usize>) -> (Vec<u32
 }
 
 /// Hands requests to a desk, all at once or one after the other, and gives what each heard.
-fn heard(desk: Desk<'_>, wanted: Vec<Wanted>, together: bool) -> Vec<(Vec<u32>, Option<Finish>)> {
+fn heard(
+    engine_loop: EngineLoop<'_>,
+    wanted: Vec<Wanted>,
+    together: bool,
+) -> Vec<(Vec<u32>, Option<Finish>)> {
     let (jobs, inbox) = channel();
     let admission = Admission::new(wanted.len());
     std::thread::scope(|scope| {
@@ -87,7 +91,7 @@ fn heard(desk: Desk<'_>, wanted: Vec<Wanted>, together: bool) -> Vec<(Vec<u32>, 
             drop(jobs); // the desk ends with it
             heard
         });
-        assert_eq!(desk.run(&inbox), Ok(()));
+        assert_eq!(engine_loop.run(&inbox), Ok(()));
         clients.join().expect("they were answered")
     })
 }
@@ -121,8 +125,9 @@ fn sessions_on_the_kernel_say_what_each_says_alone() {
         gpu.serve(handle, SESSIONS, vm_host::KvPool::Full).expect("it boots");
         let engine = Megakernel::new(gpu, handle, SESSIONS as usize);
         let began = Instant::now();
-        let desk = Desk::new(Box::new(engine), SESSIONS as usize, Sequences::default());
-        let heard = heard(desk, all(), together);
+        let engine_loop =
+            EngineLoop::new(Box::new(engine), SESSIONS as usize, Sequences::default());
+        let heard = heard(engine_loop, all(), together);
         let tokens: usize = heard.iter().map(|(tokens, _)| tokens.len()).sum();
         eprintln!("together {together}: {tokens} tokens in {:.1?}", began.elapsed());
         heard

@@ -36,7 +36,7 @@ use crate::report;
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, spread};
 
 use answer::Heading;
-use decode::{Admission, Desk, Job};
+use decode::{Admission, EngineLoop, Job};
 use refusal::Refusal;
 use request::Api;
 
@@ -173,7 +173,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let http = std::thread::Builder::new().name("http".to_owned());
         let http = http.spawn_scoped(scope, || listen(args.addr, metrics, served, gone));
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
-        let worked = Desk::new(engine, places, said).run(&inbox);
+        let worked = EngineLoop::new(engine, places, said).run(&inbox);
         drop(alive);
         let listened = http.join().unwrap_or_else(|_| Err(Failure::bug(crate::bug::last_panic())));
         worked.map_err(|why| lost(&why)).and(listened)

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use sessions::{SessionId, Turn};
 
-use super::{Broken, Desk, Running, free, say};
+use super::{Broken, EngineLoop, Running, free, say};
 use crate::engine::Advanced;
 use crate::sequence::SLICE;
 
@@ -25,7 +25,7 @@ impl Running {
     }
 }
 
-impl Desk<'_> {
+impl EngineLoop<'_> {
     /// The turn, and those of the sessions that can be run beside it: of all that only decode, those whose turns would be next.
     pub(super) fn joined(&mut self, turn: Turn) -> Vec<Turn> {
         let (seqs, slice) = (self.engine.seqs(), self.engine.prompt_slice());

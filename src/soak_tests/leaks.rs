@@ -7,13 +7,13 @@ const CARD: u64 = 64 << 20;
 
 /// What this process holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Held {
+pub(super) struct ResourceUsage {
     files: usize,
     children: usize,
     memory: u64,
 }
 
-impl Held {
+impl ResourceUsage {
     /// Now.
     pub(super) fn now() -> Self {
         let count = |folder: &str| std::fs::read_dir(folder).map_or(0, Iterator::count);
@@ -34,7 +34,7 @@ impl Held {
 }
 
 /// What is held now and was not then.
-pub(super) fn between(before: Option<&Held>, after: &Held) -> Vec<String> {
+pub(super) fn between(before: Option<&ResourceUsage>, after: &ResourceUsage) -> Vec<String> {
     let Some(before) = before else { return Vec::new() };
     let mut leaks = Vec::new();
     if after.files > before.files {
@@ -61,13 +61,16 @@ mod tests {
 
     #[test]
     fn what_is_held_is_seen() {
-        let before = Held::now();
+        let before = ResourceUsage::now();
         assert!(before.files > 2 && before.memory > 1 << 20, "{before:?}");
-        let more =
-            Held { files: before.files + 1, children: 3, memory: before.memory + (33 << 20) };
+        let more = ResourceUsage {
+            files: before.files + 1,
+            children: 3,
+            memory: before.memory + (33 << 20),
+        };
         assert_eq!(between(Some(&before), &before), Vec::<String>::new());
         assert_eq!(between(Some(&before), &more).len(), 3);
         let _file = std::fs::File::open("/proc/self/status").unwrap();
-        assert!(Held::now().files >= before.files);
+        assert!(ResourceUsage::now().files >= before.files);
     }
 }

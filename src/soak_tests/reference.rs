@@ -60,7 +60,7 @@ impl Served for Reference<'_> {
             Run::Finished(outputs) => outputs,
             halted @ (Run::Trapped(_) | Run::Stuck { .. }) => {
                 self.fed.clear();
-                return Err(fault(search::Dropped::Halted(halted)));
+                return Err(fault(search::Rejection::Halted(halted)));
             }
         };
         self.fed = tokens.to_vec();

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use ir::Target;
 use lower::Rates;
 use search::calibrate::{Calibration, Case, Point};
-use search::survey::{OBSERVATION_SCHEMA, Observation};
+use search::random_sample::{OBSERVATION_SCHEMA, Observation};
 use tests::root;
 
 /// What predictions must reach to be worth ranking with.
@@ -60,7 +60,7 @@ fn predictions_rank_measured_schedules_and_a_spoilt_model_does_not() {
     let cases = cases();
     let shipped = judged(&cases, |case| case.point(Rates::shipped()));
     println!("{shipped:#?}");
-    let llama = shipped.get("llama-3.2-1b at 128").expect("the model of the survey");
+    let llama = shipped.get("llama-3.2-1b at 128").expect("the model of the random sample");
     assert!(llama.rows >= 100, "{} rows", llama.rows);
     for (name, calibration) in &shipped {
         assert!(

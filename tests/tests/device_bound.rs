@@ -14,7 +14,7 @@ use reference_vm::Order;
 use reference_vm::compare::{Agreement, Reference, Tolerance, compare, distance};
 use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::{Machine, Run};
-use search::{Dropped, Expected};
+use search::{Expected, Rejection};
 use tests::mutant::{Base, Fate, Mutant, Plan, defects, families, golden, weights};
 use tests::rng::Rng;
 
@@ -75,16 +75,16 @@ fn logits_within(
     expected: &Expected,
     machine: &mut Machine<'_>,
     apart: &Mutex<f64>,
-) -> Result<Agreement<Reference>, Dropped> {
+) -> Result<Agreement<Reference>, Rejection> {
     let mut apart = apart.lock().unwrap();
     *apart = f64::INFINITY;
-    match machine.run(&expected.tokens, Order::Waves).map_err(Dropped::Unrunnable)? {
+    match machine.run(&expected.tokens, Order::Waves).map_err(Rejection::Unrunnable)? {
         Run::Finished(outputs) => {
             *apart = distance(rows(&expected.logits), rows(&outputs.logits));
             compare(&expected.logits, &outputs.logits, expected.on_device)
-                .map_err(|at| Dropped::Disagreed { by: "device", at })
+                .map_err(|at| Rejection::Disagreed { by: "device", at })
         }
-        halted @ (Run::Trapped(_) | Run::Stuck { .. }) => Err(Dropped::Halted(halted)),
+        halted @ (Run::Trapped(_) | Run::Stuck { .. }) => Err(Rejection::Halted(halted)),
     }
 }
 

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use reference_vm::Order;
 use reference_vm::compare::{Agreement, Reference, Tolerance, compare};
 use reference_vm::machine::{Machine, Run};
-use search::{Dropped, Expected};
+use search::{Expected, Rejection};
 use tests::mutant::{
     Base, Blame, Blamed, Gate, LEFT_TO_THE_GATE, Mutant, Outcome, Plan, Score, defects, families,
     golden, operands, weights,
@@ -138,14 +138,14 @@ fn the_gate_refuses_every_mutant_and_no_honest_schedule() {
 fn loosened(
     expected: &Expected,
     machine: &mut Machine<'_>,
-) -> Result<Agreement<Reference>, Dropped> {
-    let run = machine.run(&expected.tokens[..6], Order::Waves).map_err(Dropped::Unrunnable)?;
+) -> Result<Agreement<Reference>, Rejection> {
+    let run = machine.run(&expected.tokens[..6], Order::Waves).map_err(Rejection::Unrunnable)?;
     match run {
         Run::Finished(outputs) => {
             compare(&expected.logits[..6], &outputs.logits, Tolerance::DEVICE)
-                .map_err(|at| Dropped::Disagreed { by: "reference", at })
+                .map_err(|at| Rejection::Disagreed { by: "reference", at })
         }
-        halted @ (Run::Trapped(_) | Run::Stuck { .. }) => Err(Dropped::Halted(halted)),
+        halted @ (Run::Trapped(_) | Run::Stuck { .. }) => Err(Rejection::Halted(halted)),
     }
 }
 

@@ -10,14 +10,14 @@ use ::tests::landscape::{Found, Landscape};
 use ir::Target;
 use rayon::prelude::*;
 use search::median;
-use search::strategy::{Known, StrategyName, rank, strategy};
+use search::strategy::{PriorMove, StrategyName, rank, strategy};
 
 mod charts;
 mod play;
 #[cfg(test)]
 mod tests;
 
-use play::{Played, ground, play, play_halving};
+use play::{Played, play, play_halving, search_space};
 
 /// Searches of each strategy on each landscape.
 const SEEDS: u64 = 20;
@@ -64,7 +64,7 @@ fn main() {
     assert!(!lands.is_empty(), "name the files of landscapes");
     let mut lines: Vec<Line> = ALONE.iter().map(|name| alone(&lands, *name)).collect();
     lines.push(halving(&lands));
-    let learned = |seeds: std::ops::Range<u64>| -> Vec<Vec<Known>> {
+    let learned = |seeds: std::ops::Range<u64>| -> Vec<Vec<PriorMove>> {
         (0..lands.len()).map(|land| others(&lands, land, seeds.clone())).collect()
     };
     let known = learned(EARLIER);
@@ -119,33 +119,34 @@ fn line(
 
 fn alone(lands: &[Landscape], name: StrategyName) -> Line {
     line(name.name(), lands, |_, land, seed, trials| {
-        let strategy = strategy(name, ground(land, seed, trials), Vec::new());
+        let strategy = strategy(name, search_space(land, seed, trials), Vec::new());
         play(land, &*strategy, trials, MIN_GAIN, seed)
     })
 }
 
 fn halving(lands: &[Landscape]) -> Line {
     line("halving (hill-climb)", lands, |_, land, seed, trials| {
-        let hill_climb = strategy(StrategyName::HillClimb, ground(land, seed, trials), Vec::new());
+        let hill_climb =
+            strategy(StrategyName::HillClimb, search_space(land, seed, trials), Vec::new());
         play_halving(land, &*hill_climb, trials, MIN_GAIN, seed)
     })
 }
 
-fn with_prior(lands: &[Landscape], known: &[Vec<Known>]) -> Line {
+fn with_prior(lands: &[Landscape], known: &[Vec<PriorMove>]) -> Line {
     line("prior", lands, |index, land, seed, trials| {
         let known = known[index].clone();
-        let strategy = strategy(StrategyName::Prior, ground(land, seed, trials), known);
+        let strategy = strategy(StrategyName::Prior, search_space(land, seed, trials), known);
         play(land, &*strategy, trials, MIN_GAIN, seed)
     })
 }
 
 /// What searches of the other models would have left in a store.
-fn others(lands: &[Landscape], held_out: usize, seeds: std::ops::Range<u64>) -> Vec<Known> {
+fn others(lands: &[Landscape], held_out: usize, seeds: std::ops::Range<u64>) -> Vec<PriorMove> {
     let mut seen = Vec::new();
     for (_, land) in lands.iter().enumerate().filter(|(index, _)| *index != held_out) {
         for seed in seeds.clone() {
             let hill_climb =
-                strategy(StrategyName::HillClimb, ground(land, seed, TRIALS), Vec::new());
+                strategy(StrategyName::HillClimb, search_space(land, seed, TRIALS), Vec::new());
             let played =
                 play(land, &*hill_climb, TRIALS, MIN_GAIN, seed).expect("the start was timed");
             seen.extend(played.seen());
@@ -183,7 +184,7 @@ fn arrivals(line: &Line, land: usize) -> (usize, Option<f64>) {
     (trials.len(), (!trials.is_empty()).then(|| median(&trials)))
 }
 
-fn report(lands: &[Landscape], lines: &[Line], once: &Line, known: &[Vec<Known>]) -> String {
+fn report(lands: &[Landscape], lines: &[Line], once: &Line, known: &[Vec<PriorMove>]) -> String {
     let mut out = String::new();
     grounds(&mut out, lands);
     table(&mut out, lands, lines);
@@ -254,7 +255,7 @@ fn held_out(
     lands: &[Landscape],
     lines: &[Line],
     once: &Line,
-    known: &[Vec<Known>],
+    known: &[Vec<PriorMove>],
 ) {
     let named = |name| lines.iter().find(|line| line.name == name).expect("it is played");
     let (hill_climb, prior) = (named("hill-climb"), named("prior"));

@@ -6,8 +6,8 @@ use std::collections::BTreeSet;
 
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::{IndexedRandom, SliceRandom};
-use search::strategy::{Ground, Question, Seen, Strategy};
-use search::{Past, PastTrials, changes, generator, median};
+use search::strategy::{MoveStats, Question, SearchSpace, Strategy};
+use search::{TrialRecord, TrialRecords, changes, generator, median};
 
 use tests::landscape::{Found, Landscape};
 
@@ -30,13 +30,13 @@ pub(super) struct Played {
     /// Proposals that the landscape has no answer for: outside its grid, or not recorded.
     pub(super) unknown: u64,
     /// The trials after the baseline.
-    pub(super) past: PastTrials,
+    pub(super) past: TrialRecords,
 }
 
 impl Played {
     /// What a store would know of these moves.
-    pub(super) fn seen(&self) -> Vec<Seen> {
-        let one = |past: &Past| Seen {
+    pub(super) fn seen(&self) -> Vec<MoveStats> {
+        let one = |past: &TrialRecord| MoveStats {
             to: past
                 .changes
                 .iter()
@@ -161,7 +161,7 @@ impl<'l> Game<'l> {
         let kept = gain.is_some_and(|gain| gain > self.min_gain);
         let score = gain.map(|gain| self.score + (1.0 - gain).ln());
         let changes = changes(&self.incumbent, &config);
-        self.played.past.push(Past { config, changes, gain, kept, score });
+        self.played.past.push(TrialRecord { config, changes, gain, kept, score });
         if let (true, Some((us, blocks)), Some(score)) = (kept, timed, score) {
             (self.incumbent, self.us, self.blocks, self.score) = (config, us, blocks, score);
         }
@@ -225,7 +225,7 @@ pub(super) fn play_halving(
 }
 
 /// What strategies draw from on a landscape, with the sweep that a search of so many trials has.
-pub(super) fn ground(land: &Landscape, seed: u64, trials: u64) -> Ground {
+pub(super) fn search_space(land: &Landscape, seed: u64, trials: u64) -> SearchSpace {
     let sweep = search::Budget::Trials(trials).explore();
-    Ground { space: land.space().axes().to_vec(), seed, sweep }
+    SearchSpace { space: land.space().axes().to_vec(), seed, sweep }
 }

@@ -5,10 +5,10 @@ use std::fmt::Write;
 
 use ir::ScheduleConfig;
 use search::landscape::Grid;
-use search::strategy::{Known, Seen, StrategyName, rank, strategy};
+use search::strategy::{MoveStats, PriorMove, StrategyName, rank, strategy};
 use tests::landscape::{BadLandscape, Found, Landscape, point_of};
 
-use super::play::{ground, play, play_halving};
+use super::play::{play, play_halving, search_space};
 
 /// A landscape in which flag-in-data hand-offs, rows of 8 and no sleep are good, two stages are illegal, and one point failed.
 fn landscape(latency: &str) -> Result<Landscape, BadLandscape> {
@@ -63,7 +63,7 @@ fn played_searches_are_deterministic_and_find_the_best_point() {
     let (_, best) = land.best().unwrap();
     for name in StrategyName::ALL {
         let run = |seed| {
-            let strategy = strategy(name, ground(&land, seed, 64), Vec::new());
+            let strategy = strategy(name, search_space(&land, seed, 64), Vec::new());
             play(&land, &*strategy, 64, 0.01, seed).unwrap()
         };
         let played = run(3);
@@ -78,7 +78,7 @@ fn played_searches_are_deterministic_and_find_the_best_point() {
             assert_eq!(played.best_us[63], best, "{}", name.name());
         }
     }
-    let hill_climb = strategy(StrategyName::HillClimb, ground(&land, 3, 64), Vec::new());
+    let hill_climb = strategy(StrategyName::HillClimb, search_space(&land, 3, 64), Vec::new());
     let halved = play_halving(&land, &*hill_climb, 64, 0.01, 3).unwrap();
     assert_eq!((halved.best_us.len(), halved.best_us[63]), (64, best));
 }
@@ -86,11 +86,11 @@ fn played_searches_are_deterministic_and_find_the_best_point() {
 #[test]
 fn what_one_search_learned_saves_the_next_one_trials() {
     let land = landscape("measured").unwrap();
-    let hill_climb = strategy(StrategyName::HillClimb, ground(&land, 1, 64), Vec::new());
+    let hill_climb = strategy(StrategyName::HillClimb, search_space(&land, 1, 64), Vec::new());
     let first = play(&land, &*hill_climb, 64, 0.01, 1).unwrap();
     let known = rank(first.seen());
     assert!(!known.is_empty());
-    let prior = strategy(StrategyName::Prior, ground(&land, 2, 16), known);
+    let prior = strategy(StrategyName::Prior, search_space(&land, 2, 16), known);
     let second = play(&land, &*prior, 16, 0.01, 2).unwrap();
     let (_, best) = land.best().unwrap();
     assert_eq!(second.best_us[15], best);
@@ -120,10 +120,10 @@ fn measured() -> Vec<Landscape> {
 }
 
 /// Mean regret of some seeds after so many trials.
-fn regret(land: &Landscape, name: StrategyName, known: &[Known], trials: u64) -> f64 {
+fn regret(land: &Landscape, name: StrategyName, known: &[PriorMove], trials: u64) -> f64 {
     let (_, best) = land.best().unwrap();
     let one = |seed| {
-        let strategy = strategy(name, ground(land, seed, trials), known.to_vec());
+        let strategy = strategy(name, search_space(land, seed, trials), known.to_vec());
         let played = play(land, &*strategy, trials, 0.01, seed).unwrap();
         played.best_us.last().unwrap() / best - 1.0
     };
@@ -142,14 +142,15 @@ fn the_default_leads_where_it_was_measured_and_a_full_store_saves_three_trials_o
         assert!(ends(name) > default, "{}", name.name());
     }
     // As in docs/explanation/search.md: five searches of each model.
-    let found = |land: &Landscape| -> Vec<Seen> {
+    let found = |land: &Landscape| -> Vec<MoveStats> {
         let one = |seed| {
-            let hill_climb = strategy(StrategyName::HillClimb, ground(land, seed, 64), Vec::new());
+            let hill_climb =
+                strategy(StrategyName::HillClimb, search_space(land, seed, 64), Vec::new());
             play(land, &*hill_climb, 64, 0.01, seed).unwrap().seen()
         };
         (1000..1005).flat_map(one).collect()
     };
-    let found: Vec<Vec<Seen>> = lands.iter().map(found).collect();
+    let found: Vec<Vec<MoveStats>> = lands.iter().map(found).collect();
     for (held_out, land) in lands.iter().enumerate() {
         let others = found.iter().enumerate().filter(|(index, _)| *index != held_out);
         let known = rank(others.flat_map(|(_, seen)| seen.clone()));

@@ -9,8 +9,8 @@ use rand::RngExt;
 use super::*;
 use crate::Interval;
 use crate::growing::VISITS;
-use crate::propose::{PastTrials, generator, mixed};
-use crate::strategy::{Ground, StrategyName, strategy};
+use crate::propose::{TrialRecords, generator, mixed};
+use crate::strategy::{SearchSpace, StrategyName, strategy};
 use crate::trial::{Outcome, Spent};
 use crate::verdict::Verdict;
 
@@ -39,9 +39,9 @@ impl Bench {
         Knob::ALL.iter().map(values).collect()
     }
 
-    fn lower(&self, config: &ScheduleConfig) -> Result<Result<Candidate, u64>, Dropped> {
+    fn lower(&self, config: &ScheduleConfig) -> Result<Result<Candidate, u64>, Rejection> {
         let valid = validate(*config, &self.model.graph, &self.target);
-        let valid = valid.map_err(Dropped::Rejected)?;
+        let valid = valid.map_err(Rejection::Rejected)?;
         let id = config.id();
         Ok(Ok(Candidate {
             config: valid,
@@ -53,8 +53,8 @@ impl Bench {
 
     /// Entries that were looked at or moved by so many trials, each with a copy of the history for helpers.
     fn visits(&self, trials: u64, name: StrategyName) -> usize {
-        let ground = Ground { space: self.space(), seed: 3, sweep: 40 };
-        let strategy = strategy(name, ground, Vec::new());
+        let search_space = SearchSpace { space: self.space(), seed: 3, sweep: 40 };
+        let strategy = strategy(name, search_space, Vec::new());
         let mut history = History::new(*self.one.config);
         let before = VISITS.get();
         let mut helpers = history.clone();
@@ -134,7 +134,7 @@ mod scan {
     use super::*;
     use crate::propose::group;
 
-    pub(super) fn refuted(knob: Knob, value: Value, past: &[Past]) -> bool {
+    pub(super) fn refuted(knob: Knob, value: Value, past: &[TrialRecord]) -> bool {
         for past in past.iter().rev() {
             let alone = past.changes.len() == 1;
             if alone && past.changes[0].knob == knob && past.changes[0].to == value && !past.kept {
@@ -147,7 +147,7 @@ mod scan {
         false
     }
 
-    pub(super) fn worth(knob: Knob, value: Value, past: &[Past]) -> f64 {
+    pub(super) fn worth(knob: Knob, value: Value, past: &[TrialRecord]) -> f64 {
         let with = past.iter().filter_map(|past| {
             let change = past.changes.iter().find(|change| change.knob == knob)?;
             let share = past.gain? / past.changes.len() as f64;
@@ -158,14 +158,15 @@ mod scan {
         if best == f64::NEG_INFINITY { 0.005 } else { best.clamp(0.00125, 0.2) }
     }
 
-    pub(super) fn promising(past: &[Past]) -> Vec<Past> {
-        let promising = |past: &&Past| !past.kept && past.gain.is_some_and(|gain| gain > 0.0005);
-        let mut found: Vec<&Past> = past.iter().filter(promising).collect();
+    pub(super) fn promising(past: &[TrialRecord]) -> Vec<TrialRecord> {
+        let promising =
+            |past: &&TrialRecord| !past.kept && past.gain.is_some_and(|gain| gain > 0.0005);
+        let mut found: Vec<&TrialRecord> = past.iter().filter(promising).collect();
         found.sort_by(|a, b| b.gain.unwrap_or(0.0).total_cmp(&a.gain.unwrap_or(0.0)));
         found.into_iter().take(6).cloned().collect()
     }
 
-    pub(super) fn score(past: &[Past], gain: f64) -> f64 {
+    pub(super) fn score(past: &[TrialRecord], gain: f64) -> f64 {
         let leading = past.iter().rev().find(|past| past.kept).and_then(|past| past.score);
         leading.unwrap_or(0.0) + (1.0 - gain).ln()
     }
@@ -175,9 +176,9 @@ mod scan {
 fn what_is_kept_up_to_date_is_what_a_scan_finds() {
     let bench = Bench::new();
     let space = bench.space();
-    let proposer = Ground { space: space.clone(), seed: 5, sweep: 20 };
+    let proposer = SearchSpace { space: space.clone(), seed: 5, sweep: 20 };
     let mut parent = *bench.one.config;
-    let (mut all, mut kept_up) = (Vec::new(), PastTrials::default());
+    let (mut all, mut kept_up) = (Vec::new(), TrialRecords::default());
     for index in 1..500_u64 {
         let mut rng = generator(17, index);
         let mut draws = proposer.draws(index, &parent, &kept_up);
@@ -188,7 +189,7 @@ fn what_is_kept_up_to_date_is_what_a_scan_finds() {
         let kept = gain.is_some() && rng.random_bool(0.05);
         let score = gain.map(|gain| scan::score(&all, gain));
         assert_eq!(score, gain.map(|gain| kept_up.score(gain)));
-        let past = Past { config, changes: changes(&parent, &config), gain, kept, score };
+        let past = TrialRecord { config, changes: changes(&parent, &config), gain, kept, score };
         all.push(past.clone());
         kept_up.push(past);
         if kept {

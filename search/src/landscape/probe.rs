@@ -10,9 +10,9 @@ use super::{Answer, Measured};
 use crate::assess;
 use crate::cpu::Candidate;
 use crate::device::{Contender, Device, DeviceError, Handle, Plan, Samples, Side};
-use crate::dropped::Dropped;
 use crate::gate::Gate;
 use crate::measure::{Latency, median};
+use crate::rejection::Rejection;
 use crate::trial::Outcome;
 
 /// Lowers a point and runs it on the reference VM: all that needs no device. Any number of threads may do it.
@@ -30,8 +30,8 @@ pub fn prepare(
     judged.map_err(|dropped| answer(&dropped))
 }
 
-fn answer(dropped: &Dropped) -> Answer {
-    if let Dropped::Rejected(violations) = dropped {
+fn answer(dropped: &Rejection) -> Answer {
+    if let Rejection::Rejected(violations) = dropped {
         return Answer::illegal(violations);
     }
     let outcome = Outcome::from(dropped).name().to_owned();
@@ -87,7 +87,7 @@ impl<'g, 'a> Probe<'g, 'a> {
         let mut measured = self.once(device, candidate, reference);
         let doubtful = matches!(
             measured,
-            Err(Dropped::Disagreed { .. } | Dropped::Failed(DeviceError::Fault { .. }))
+            Err(Rejection::Disagreed { .. } | Rejection::Failed(DeviceError::Fault { .. }))
         );
         if inherited && doubtful {
             self.forget(device);
@@ -95,7 +95,7 @@ impl<'g, 'a> Probe<'g, 'a> {
         }
         match measured {
             Ok(measured) => Ok(Answer::Measured(measured)),
-            Err(Dropped::Failed(error @ DeviceError::Unavailable { .. })) => Err(error),
+            Err(Rejection::Failed(error @ DeviceError::Unavailable { .. })) => Err(error),
             Err(dropped) => {
                 self.forget(device);
                 Ok(answer(&dropped))
@@ -111,7 +111,7 @@ impl<'g, 'a> Probe<'g, 'a> {
     }
 
     /// A program that has the context, which the anchor fills if there is none.
-    fn holder(&mut self, device: &mut dyn Device) -> Result<Handle, Dropped> {
+    fn holder(&mut self, device: &mut dyn Device) -> Result<Handle, Rejection> {
         if let Some((handle, _)) = self.holder {
             return Ok(handle);
         }
@@ -128,7 +128,7 @@ impl<'g, 'a> Probe<'g, 'a> {
         device: &mut dyn Device,
         candidate: &Candidate,
         reference: Agreement<Reference>,
-    ) -> Result<Measured, Dropped> {
+    ) -> Result<Measured, Rejection> {
         let (expected, Range { start: first, end }) = (self.gate.expected(), self.timed.clone());
         let tokens = &expected.tokens[..end];
         let holder = self.holder(device)?;
@@ -144,7 +144,7 @@ impl<'g, 'a> Probe<'g, 'a> {
         let ran = device.run(handle, tokens, first)?;
         let agreement = reference
             .and_device(&expected.logits[first..end], &ran.logits, &ran.chosen, expected.on_device)
-            .map_err(|at| Dropped::Disagreed { by: "device", at })?;
+            .map_err(|at| Rejection::Disagreed { by: "device", at })?;
         let contender = Contender::new(handle, &agreement);
         let plan = Plan { tokens, first, rounds: self.rounds, warmup: 0 };
         let samples = device.time([contender; 2], &plan)?;

@@ -4,18 +4,22 @@ fn whole() -> Vec<(Knob, Vec<Value>)> {
     Knob::ALL.iter().map(|&knob| (knob, knob.values())).collect()
 }
 
-fn past(from: &ScheduleConfig, to: &ScheduleConfig, gain: f64, kept: bool) -> Past {
-    Past { config: *to, changes: changes(from, to), gain: Some(gain), kept, score: None }
+fn past(from: &ScheduleConfig, to: &ScheduleConfig, gain: f64, kept: bool) -> TrialRecord {
+    TrialRecord { config: *to, changes: changes(from, to), gain: Some(gain), kept, score: None }
 }
 
 /// What a search does whose every proposal is legal and ends as `gain` says, for so many trials.
-fn run(trials: u64, seed: u64, gain: impl Fn(&ScheduleConfig) -> f64) -> Vec<(Origin, Past)> {
+fn run(
+    trials: u64,
+    seed: u64,
+    gain: impl Fn(&ScheduleConfig) -> f64,
+) -> Vec<(Origin, TrialRecord)> {
     let space = whole();
-    let proposer = Ground { space: space.clone(), seed, sweep: trials / 2 };
+    let proposer = SearchSpace { space: space.clone(), seed, sweep: trials / 2 };
     let mut incumbent = ScheduleConfig::default();
-    let mut history: Vec<(Origin, Past)> = Vec::new();
+    let mut history: Vec<(Origin, TrialRecord)> = Vec::new();
     for trial in 1..trials {
-        let pasts: PastTrials = history.iter().map(|(_, past)| past.clone()).collect();
+        let pasts: TrialRecords = history.iter().map(|(_, past)| past.clone()).collect();
         let tried = |config: &ScheduleConfig| {
             *config == ScheduleConfig::default() || pasts.iter().any(|past| past.config == *config)
         };
@@ -34,11 +38,11 @@ fn run(trials: u64, seed: u64, gain: impl Fn(&ScheduleConfig) -> f64) -> Vec<(Or
 #[test]
 fn equal_histories_give_equal_draws() {
     let space = whole();
-    let proposer = Ground { space: space.clone(), seed: 7, sweep: 4 };
+    let proposer = SearchSpace { space: space.clone(), seed: 7, sweep: 4 };
     let default = ScheduleConfig::default();
     let mut other = default;
     other.kernel.poll_sleep_ns = 0;
-    let history: PastTrials = [past(&default, &other, -0.1, false)].into_iter().collect();
+    let history: TrialRecords = [past(&default, &other, -0.1, false)].into_iter().collect();
     for trial in 1..40 {
         let draws = || proposer.draws(trial, &default, &history).take(50).collect::<Vec<_>>();
         assert_eq!(draws(), draws());
@@ -53,7 +57,7 @@ fn a_sweep_touches_every_knob_before_anything_is_left_to_chance() {
     assert_eq!(touched.len(), Knob::ALL.len());
     let sweep: Vec<_> = history.iter().filter(|(origin, _)| *origin == Origin::Sweep).collect();
     assert!(sweep.len() > 20, "{} moves", sweep.len());
-    let part = |past: &Past| match past.changes[0].knob.path().split_once('.') {
+    let part = |past: &TrialRecord| match past.changes[0].knob.path().split_once('.') {
         Some(("kernel", _)) => 1,
         Some(("pipeline", _)) => 2,
         _ => 0,
@@ -104,8 +108,8 @@ fn caps_of_the_ring_follow_its_size() {
     assert_eq!(edited(&config, &bytes).pipeline.in_flight_before_wait_bytes, 32_768);
 }
 
-impl FromIterator<Past> for PastTrials {
-    fn from_iter<I: IntoIterator<Item = Past>>(trials: I) -> Self {
+impl FromIterator<TrialRecord> for TrialRecords {
+    fn from_iter<I: IntoIterator<Item = TrialRecord>>(trials: I) -> Self {
         let mut all = Self::default();
         trials.into_iter().for_each(|past| all.push(past));
         all

@@ -11,12 +11,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::{Search, SearchError, Step, StoppedBy};
-use crate::card::{Job, LastJob, Lead};
-use crate::crew::{Crew, Said};
 use crate::decide::Decision;
 use crate::device::DeviceError;
+use crate::device_worker::{Job, LastJob, Lead};
 use crate::history::{Guess, Proposal};
 use crate::trial::{Beside, Confirmation, LeftOut, Skipped, Spent, Trial, together};
+use crate::worker_pool::{Event, WorkerPool};
 
 /// Trials that a device has before it at most, where there are several: the one that it does, and one so that it does not wait for every
 /// slower one of another device. Of those still further on most would be dropped: a trial takes long because it is about to be kept.
@@ -39,14 +39,14 @@ impl Drop for Flight {
 
 /// What was begun for nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Dropped {
+pub struct WastedSpeculation {
     /// Trials.
     pub trials: u64,
     /// Seconds of devices.
     pub seconds: f64,
 }
 
-impl Dropped {
+impl WastedSpeculation {
     fn add(&mut self, trial: &Trial) {
         self.trials += 1;
         self.seconds += trial.spent.total_s;
@@ -55,36 +55,36 @@ impl Dropped {
 
 /// The devices, and what they are at.
 pub(super) struct Fleet<'a> {
-    crew: Crew<'a>,
+    pool: WorkerPool<'a>,
     /// Trials in the order of their numbers, from the next one on.
     flights: VecDeque<Flight>,
     numbers: u64,
-    dropped: Dropped,
+    dropped: WastedSpeculation,
     left_out: Vec<LeftOut>,
     /// Why the last device was left out.
     last: Option<DeviceError>,
 }
 
 impl<'a> Fleet<'a> {
-    pub(super) fn new(crew: Crew<'a>) -> Self {
+    pub(super) fn new(pool: WorkerPool<'a>) -> Self {
         let mut left_out = Vec::new();
         let mut last = None;
-        for (card, info) in crew.infos().into_iter().enumerate() {
+        for (card, info) in pool.infos().into_iter().enumerate() {
             if let Err(error) = info {
                 left_out.push(LeftOut { card: card as u32, why: error.to_string() });
                 last = Some(error.clone());
             }
         }
-        let (flights, dropped) = (VecDeque::new(), Dropped::default());
-        Self { crew, flights, numbers: 0, dropped, left_out, last }
+        let (flights, dropped) = (VecDeque::new(), WastedSpeculation::default());
+        Self { pool, flights, numbers: 0, dropped, left_out, last }
     }
 
-    pub(super) fn dropped(&self) -> Dropped {
+    pub(super) fn dropped(&self) -> WastedSpeculation {
         self.dropped
     }
 
     fn leave_out(&mut self, card: u32, error: DeviceError) {
-        if self.crew.leave_out(card) {
+        if self.pool.leave_out(card) {
             // What it measured last is not taken any more: from the row that says so on, no row is its.
             for flight in self.flights.iter_mut().filter(|flight| flight.card == card) {
                 flight.done.take().iter().for_each(|trial| self.dropped.add(trial));
@@ -109,31 +109,31 @@ impl<'a> Fleet<'a> {
     }
 
     /// Takes what a device says.
-    fn hear(&mut self) -> Result<(), SearchError> {
-        let Some((card, said)) = self.crew.hear() else { return Err(self.lost()) };
+    fn recv(&mut self) -> Result<(), SearchError> {
+        let Some((card, said)) = self.pool.recv() else { return Err(self.lost()) };
         match said {
-            Said::Tried(number, trial) => {
+            Event::Tried(number, trial) => {
                 match self.flights.iter_mut().find(|flight| flight.number == number) {
                     Some(flight) => flight.done = Some(trial),
                     None => self.dropped.add(&trial),
                 }
             }
-            Said::Lost(error) => self.leave_out(card, error),
-            Said::Opened(_) | Said::Confirmed(_) => {}
+            Event::Lost(error) => self.leave_out(card, error),
+            Event::Opened(_) | Event::Confirmed(_) => {}
         }
-        if self.crew.cards().is_empty() { Err(self.lost()) } else { Ok(()) }
+        if self.pool.cards().is_empty() { Err(self.lost()) } else { Ok(()) }
     }
 
     /// What each of these devices answers, in the order of their numbers; those that are lost meanwhile are left out.
     fn collect<T>(
         &mut self,
         mut cards: Vec<u32>,
-        answer: impl Fn(Said) -> Option<T>,
+        answer: impl Fn(Event) -> Option<T>,
     ) -> Result<Vec<(u32, T)>, SearchError> {
         let mut found = Vec::new();
         while found.len() < cards.len() {
-            let Some((card, said)) = self.crew.hear() else { return Err(self.lost()) };
-            if let Said::Lost(error) = said {
+            let Some((card, said)) = self.pool.recv() else { return Err(self.lost()) };
+            if let Event::Lost(error) = said {
                 cards.retain(|&other| other != card);
                 found.retain(|&(other, _)| other != card);
                 self.leave_out(card, error);
@@ -157,14 +157,14 @@ impl<'a> Search<'a> {
         fleet: &mut Fleet<'a>,
         elapsed: Duration,
     ) -> Result<Step, SearchError> {
-        fleet.crew.begin(&self.gate, &self.settings, self.clock);
+        fleet.pool.begin(&self.gate, &self.settings, self.clock);
         if self.trials().is_empty() {
             let trial = self.baseline(fleet, elapsed)?;
             return Ok(self.commit(fleet, trial));
         }
         self.keep_measured_cards(fleet);
         loop {
-            if fleet.crew.cards().is_empty() {
+            if fleet.pool.cards().is_empty() {
                 return Err(fleet.lost());
             }
             self.plan(fleet, elapsed);
@@ -177,7 +177,7 @@ impl<'a> Search<'a> {
                 let trial = Trial { skipped, card: Some(card), ..*trial };
                 return Ok(self.commit(fleet, trial));
             }
-            fleet.hear()?;
+            fleet.recv()?;
         }
     }
 
@@ -192,15 +192,15 @@ impl<'a> Search<'a> {
         let config = self.settings.default;
         let lowered = self.lower_timed(&config);
         let proposal = Proposal { origin: crate::Origin::Baseline, config, lowered };
-        let cards = fleet.crew.cards();
+        let cards = fleet.pool.cards();
         for &card in &cards {
             let job = self.job(0, proposal.clone(), &self.history, None, Some(card), elapsed);
             let (number, cancelled) = (fleet.number(), Arc::default());
-            fleet.crew.try_out(card, number, job, cancelled);
+            fleet.pool.try_out(card, number, job, cancelled);
         }
         let mut found = fleet.collect(cards, |said| match said {
-            Said::Tried(_, trial) => Some(*trial),
-            Said::Opened(_) | Said::Confirmed(_) | Said::Lost(_) => None,
+            Event::Tried(_, trial) => Some(*trial),
+            Event::Opened(_) | Event::Confirmed(_) | Event::Lost(_) => None,
         })?;
         let leading = found.iter().position(|(_, trial)| trial.outcome.leads());
         let (card, first) = found.remove(leading.unwrap_or(0));
@@ -223,7 +223,7 @@ impl<'a> Search<'a> {
     fn keep_measured_cards(&self, fleet: &mut Fleet<'a>) {
         let leads = self.champion().is_some();
         let last = self.trials().last().and_then(|trial| trial.card);
-        for card in fleet.crew.cards() {
+        for card in fleet.pool.cards() {
             let why = if leads && !self.rows.noises.contains_key(&Some(card)) {
                 "its noise was not measured when the search began"
             } else if !leads && last.is_some_and(|last| last != card) {
@@ -239,13 +239,13 @@ impl<'a> Search<'a> {
     /// Brings what is under way in line with what is known by now: what nobody would try any more is dropped, and devices get what comes
     /// next. The first flight, afterwards, is the trial that one device would do now.
     fn plan(&mut self, fleet: &mut Fleet<'a>, elapsed: Duration) {
-        self.reseat(fleet, elapsed);
+        self.reassign(fleet, elapsed);
         let guessed = self.strategy.may_be_guessed();
         if !guessed && !fleet.flights.is_empty() {
             return;
         }
         let first = self.trials().len() as u64;
-        let cards = fleet.crew.cards().len();
+        let cards = fleet.pool.cards().len();
         let depth = if guessed && cards > 1 { AHEAD * cards } else { 1 } as u64;
         let end = self.settings.budget.end(first + depth);
         let (mut history, mut lead) = (self.history(), self.lead());
@@ -259,9 +259,9 @@ impl<'a> Search<'a> {
                 Some(flight) if fits(flight) => flight.job.skipped = skipped,
                 Some(_) | None => {
                     fleet.cut(at);
-                    let Some(card) = fleet.crew.card_of(index) else { break };
+                    let Some(card) = fleet.pool.card_of(index) else { break };
                     let job = self.job(index, proposal, &history, lead, Some(card), elapsed);
-                    self.depart(fleet, card, Job { skipped, ..job }, elapsed);
+                    self.dispatch(fleet, card, Job { skipped, ..job }, elapsed);
                     new = true;
                 }
             }
@@ -286,24 +286,24 @@ impl<'a> Search<'a> {
     }
 
     /// Gives a trial to a device, and puts it in line.
-    fn depart(&self, fleet: &mut Fleet<'a>, card: u32, mut job: Job, elapsed: Duration) {
+    fn dispatch(&self, fleet: &mut Fleet<'a>, card: u32, mut job: Job, elapsed: Duration) {
         (job.noise, job.began_s) = (self.noise(Some(card)), elapsed.as_secs_f64());
         let (number, cancelled) = (fleet.number(), Arc::<AtomicBool>::default());
-        fleet.crew.try_out(card, number, job.clone(), cancelled.clone());
+        fleet.pool.try_out(card, number, job.clone(), cancelled.clone());
         job.if_kept = None;
         fleet.flights.push_back(Flight { number, card, job, cancelled, done: None });
     }
 
     /// Gives flights of a device that was left out, and those whose turns have moved, to those that are there.
-    fn reseat(&self, fleet: &mut Fleet<'a>, elapsed: Duration) {
-        let cards = fleet.crew.cards();
+    fn reassign(&self, fleet: &mut Fleet<'a>, elapsed: Duration) {
+        let cards = fleet.pool.cards();
         if fleet.flights.iter().all(|flight| cards.contains(&flight.card)) {
             return;
         }
         for flight in std::mem::take(&mut fleet.flights) {
-            let card = fleet.crew.card_of(flight.job.index);
+            let card = fleet.pool.card_of(flight.job.index);
             match card.filter(|&card| flight.done.is_none() && card != flight.card) {
-                Some(card) => self.depart(fleet, card, flight.job.clone(), elapsed),
+                Some(card) => self.dispatch(fleet, card, flight.job.clone(), elapsed),
                 None => fleet.flights.push_back(flight),
             }
         }
@@ -315,21 +315,21 @@ impl<'a> Search<'a> {
         fleet: &mut Fleet<'a>,
         job: &LastJob,
     ) -> Result<Confirmation, SearchError> {
-        fleet.crew.begin(&self.gate, &self.settings, self.clock);
+        fleet.pool.begin(&self.gate, &self.settings, self.clock);
         self.keep_measured_cards(fleet);
         fleet.cut(0);
-        let mut cards = fleet.crew.cards();
+        let mut cards = fleet.pool.cards();
         if job.baseline.is_none() {
             cards.truncate(1); // there is nothing to race
         }
         for &card in &cards {
             let noise = self.noise(Some(card));
             let thorough = cards.first() == Some(&card);
-            fleet.crew.confirm(card, LastJob { noise, thorough, ..job.clone() });
+            fleet.pool.confirm(card, LastJob { noise, thorough, ..job.clone() });
         }
         let mut found = fleet.collect(cards, |said| match said {
-            Said::Confirmed(confirmation) => Some(*confirmation),
-            Said::Opened(_) | Said::Tried(..) | Said::Lost(_) => None,
+            Event::Confirmed(confirmation) => Some(*confirmation),
+            Event::Opened(_) | Event::Tried(..) | Event::Lost(_) => None,
         })?;
         let (card, mut first) = found.remove(0);
         let ran = found.iter().map(|(_, c)| c.positions).chain([first.positions]).max();

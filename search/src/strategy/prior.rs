@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
-use super::{Form, Ground, Proposals, Question};
-use crate::propose::{Origin, PastTrials, edited};
+use super::{Form, Proposals, Question, SearchSpace};
+use crate::propose::{Origin, TrialRecords, edited};
 
 /// Trials without a gain that each move is credited with, so that one lucky trial does not lead the list.
 const DOUBT: f64 = 1.0;
@@ -22,7 +22,7 @@ const LOSS_MAX: f64 = -0.1;
 
 /// What a store knows of one move, of one graph on one card.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Seen {
+pub struct MoveStats {
     /// Paths of the knobs that were changed, with their new values.
     pub to: BTreeMap<String, Json>,
     /// Trials that made the move.
@@ -34,7 +34,7 @@ pub struct Seen {
 /// A move that helped.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Known {
+pub struct PriorMove {
     /// Paths of the knobs with the values that helped.
     pub to: BTreeMap<String, Json>,
     /// The gain to expect of it, a share of the time.
@@ -43,17 +43,18 @@ pub struct Known {
 
 /// The moves that helped, best first. What several graphs or cards say of one move is put together, each having as much to say as it tried.
 #[must_use]
-pub fn rank(seen: impl IntoIterator<Item = Seen>) -> Vec<Known> {
+pub fn rank(seen: impl IntoIterator<Item = MoveStats>) -> Vec<PriorMove> {
     let mut sums: BTreeMap<String, (BTreeMap<String, Json>, f64, f64)> = BTreeMap::new();
-    for Seen { to, tries, gain_sum } in seen {
+    for MoveStats { to, tries, gain_sum } in seen {
         let name = serde_json::to_string(&to).unwrap_or_default();
         let (_, all, gains) = sums.entry(name).or_insert((to, 0.0, 0.0));
         *all += tries;
         *gains += gain_sum.max(LOSS_MAX * tries);
     }
-    let known =
-        sums.into_values().map(|(to, tries, gains)| Known { to, worth: gains / (tries + DOUBT) });
-    let mut known: Vec<Known> = known.filter(|known| known.worth >= WORTH_MIN).collect();
+    let known = sums
+        .into_values()
+        .map(|(to, tries, gains)| PriorMove { to, worth: gains / (tries + DOUBT) });
+    let mut known: Vec<PriorMove> = known.filter(|known| known.worth >= WORTH_MIN).collect();
     // Equal ones stay in the order of their names.
     known.sort_by(|a, b| b.worth.total_cmp(&a.worth));
     known.truncate(MOVES_MAX);
@@ -61,10 +62,10 @@ pub fn rank(seen: impl IntoIterator<Item = Seen>) -> Vec<Known> {
 }
 
 /// The moves of a ground. What names a knob or a value that it lacks is left out.
-pub(super) fn moves(ground: &Ground, known: Vec<Known>) -> Vec<Form> {
-    let form = |known: Known| -> Option<Form> {
+pub(super) fn moves(search_space: &SearchSpace, known: Vec<PriorMove>) -> Vec<Form> {
+    let form = |known: PriorMove| -> Option<Form> {
         let one = |(path, json): (&String, &Json)| {
-            let (knob, values) = ground.space.iter().find(|(knob, _)| knob.path() == path)?;
+            let (knob, values) = search_space.space.iter().find(|(knob, _)| knob.path() == path)?;
             Some((*knob, values.iter().copied().find(|value| value.to_json() == *json)?))
         };
         known.to.iter().map(one).collect()
@@ -73,7 +74,7 @@ pub(super) fn moves(ground: &Ground, known: Vec<Known>) -> Vec<Form> {
 }
 
 /// Whether a trial set all these knobs to these values and lost.
-fn refuted(form: &Form, past: &PastTrials) -> bool {
+fn refuted(form: &Form, past: &TrialRecords) -> bool {
     past.iter().any(|past| {
         let made = past.changes.iter().all(|c| form.contains(&(c.knob, c.to)));
         made && !past.kept && form.iter().all(|&(knob, value)| past.config.get(knob) == value)
@@ -82,13 +83,13 @@ fn refuted(form: &Form, past: &PastTrials) -> bool {
 
 /// Moves all at once, then parts of them, then each, then as `hill_climb`.
 pub(super) fn ask<'s>(
-    ground: &'s Ground,
+    search_space: &'s SearchSpace,
     moves: &[Form],
     question: &Question<'s>,
 ) -> Proposals<'s> {
     let Question { trial, incumbent, past } = *question;
     let mut planned = Vec::new();
-    if trial <= ground.sweep {
+    if trial <= search_space.sweep {
         let count = moves.len();
         let parts = [count, count.div_ceil(2), count.div_ceil(4)];
         // Where two set the same knob, the better one does.
@@ -100,5 +101,5 @@ pub(super) fn ask<'s>(
     }
     let planned = planned.into_iter().filter(move |config| config != incumbent);
     let known = planned.map(|config| (Origin::Prior, config));
-    Box::new(known.chain(ground.draws(trial, incumbent, past)))
+    Box::new(known.chain(search_space.draws(trial, incumbent, past)))
 }

@@ -3,11 +3,11 @@
 use std::collections::BTreeSet;
 
 use super::*;
-use crate::propose::{Past, changes};
+use crate::propose::{TrialRecord, changes};
 
-fn ground(seed: u64) -> Ground {
+fn search_space(seed: u64) -> SearchSpace {
     let space = Knob::ALL.iter().map(|&knob| (knob, knob.values())).collect();
-    Ground { space, seed, sweep: 20 }
+    SearchSpace { space, seed, sweep: 20 }
 }
 
 /// Microseconds: every hand-off flag-in-data, small rows and a merge less are good, and the ring does not matter.
@@ -22,7 +22,7 @@ fn best(strategy: &dyn Strategy, trials: u64) -> f64 {
     let mut incumbent = ScheduleConfig::default();
     let base = us(&incumbent);
     let mut tried = BTreeSet::from([incumbent.id()]);
-    let mut past = PastTrials::default();
+    let mut past = TrialRecords::default();
     for trial in 1..trials {
         let question = Question { trial, incumbent: &incumbent, past: &past };
         let mut new = strategy.ask(&question).filter(|(_, config)| tried.insert(config.id()));
@@ -31,7 +31,7 @@ fn best(strategy: &dyn Strategy, trials: u64) -> f64 {
         let gain = 1.0 - us(&config) / us(&incumbent);
         let (kept, score) = (gain > 0.01, Some((us(&config) / base).ln()));
         let changes = changes(&incumbent, &config);
-        past.push(Past { config, changes, gain: Some(gain), kept, score });
+        past.push(TrialRecord { config, changes, gain: Some(gain), kept, score });
         if kept {
             incumbent = config;
         }
@@ -45,9 +45,14 @@ fn equal_questions_have_equal_answers_and_seeds_tell_searches_apart() {
     other.kernel.poll_sleep_ns = 0;
     let incumbent = ScheduleConfig::default();
     let changed = changes(&incumbent, &other);
-    let trial =
-        Past { config: other, changes: changed, gain: Some(-0.1), kept: false, score: Some(0.1) };
-    let past: PastTrials = std::iter::repeat_n(trial, 24).collect();
+    let trial = TrialRecord {
+        config: other,
+        changes: changed,
+        gain: Some(-0.1),
+        kept: false,
+        score: Some(0.1),
+    };
+    let past: TrialRecords = std::iter::repeat_n(trial, 24).collect();
     assert!(
         "simulated annealing"
             .parse::<StrategyName>()
@@ -57,7 +62,7 @@ fn equal_questions_have_equal_answers_and_seeds_tell_searches_apart() {
     );
     for name in StrategyName::ALL {
         let asked = |seed| {
-            let strategy = strategy(name, ground(seed), Vec::new());
+            let strategy = strategy(name, search_space(seed), Vec::new());
             let ask = |trial| {
                 let question = Question { trial, incumbent: &incumbent, past: &past };
                 strategy.ask(&question).take(30).collect::<Vec<_>>()
@@ -73,7 +78,7 @@ fn equal_questions_have_equal_answers_and_seeds_tell_searches_apart() {
 #[test]
 fn every_strategy_beats_chance_on_a_plain_slope() {
     let ends = |name: StrategyName| {
-        let one = |seed| best(&*strategy(name, ground(seed), Vec::new()), 64);
+        let one = |seed| best(&*strategy(name, search_space(seed), Vec::new()), 64);
         (0..4).map(one).sum::<f64>() / 4.0
     };
     let random = ends(StrategyName::Random);
@@ -83,8 +88,8 @@ fn every_strategy_beats_chance_on_a_plain_slope() {
     }
 }
 
-fn seen(to: &str, tries: f64, gain_sum: f64) -> Seen {
-    Seen { to: serde_json::from_str(to).unwrap(), tries, gain_sum }
+fn seen(to: &str, tries: f64, gain_sum: f64) -> MoveStats {
+    MoveStats { to: serde_json::from_str(to).unwrap(), tries, gain_sum }
 }
 
 #[test]
@@ -109,9 +114,9 @@ fn a_prior_is_tried_whole_then_in_parts_and_then_the_search_goes_on() {
         seen(r#"{"tiling.qkv.rows": 8}"#, 1.0, 0.1),
         seen(r#"{"no.such.knob": 8}"#, 1.0, 0.1),
     ]);
-    let strategy = strategy(StrategyName::Prior, ground(1), known);
+    let strategy = strategy(StrategyName::Prior, search_space(1), known);
     let incumbent = ScheduleConfig::default();
-    let question = Question { trial: 1, incumbent: &incumbent, past: &PastTrials::default() };
+    let question = Question { trial: 1, incumbent: &incumbent, past: &TrialRecords::default() };
     let asked: Vec<_> = strategy.ask(&question).take(4).collect();
     let changed = |(_, config): &(Origin, ScheduleConfig)| {
         changes(&incumbent, config).iter().map(|c| c.knob.path()).collect::<Vec<_>>()

@@ -5,8 +5,8 @@ use ir::schedule::{Knob, ScheduleConfig, Value};
 use rand::RngExt;
 use rand::rngs::Xoshiro256PlusPlus;
 
-use super::{Form, Ground, Proposals, Question};
-use crate::propose::{Origin, Past, PastTrials, edited, generator};
+use super::{Form, Proposals, Question, SearchSpace};
+use crate::propose::{Origin, TrialRecord, TrialRecords, edited, generator};
 
 /// Trials that are drawn at random before there is anything to estimate.
 const RANDOM_FIRST: usize = 8;
@@ -20,12 +20,13 @@ const CANDIDATES: usize = 64;
 /// Weight of an even spread over the values, in trials.
 const EVEN: f64 = 1.0;
 
-pub(super) fn ask<'s>(ground: &'s Ground, question: &Question<'s>) -> Proposals<'s> {
-    let space = &ground.space;
-    let mut rng = generator(ground.seed, question.trial);
+pub(super) fn ask<'s>(search_space: &'s SearchSpace, question: &Question<'s>) -> Proposals<'s> {
+    let space = &search_space.space;
+    let mut rng = generator(search_space.seed, question.trial);
     let incumbent = question.incumbent;
-    let weights =
-        |of: &[&Past]| -> Vec<Vec<f64>> { space.iter().map(|axis| shares(axis, of)).collect() };
+    let weights = |of: &[&TrialRecord]| -> Vec<Vec<f64>> {
+        space.iter().map(|axis| shares(axis, of)).collect()
+    };
     let mut planned = Vec::new();
     if question.past.len() >= RANDOM_FIRST {
         let [good, rest] = halves(question.past).map(|half| weights(&half));
@@ -39,8 +40,8 @@ pub(super) fn ask<'s>(ground: &'s Ground, question: &Question<'s>) -> Proposals<
 }
 
 /// The trials that did best, and the others. What gave no latency is among the others.
-fn halves(past: &PastTrials) -> [Vec<&Past>; 2] {
-    let mut all: Vec<&Past> = past.iter().collect();
+fn halves(past: &TrialRecords) -> [Vec<&TrialRecord>; 2] {
+    let mut all: Vec<&TrialRecord> = past.iter().collect();
     all.sort_by(|a, b| {
         a.score.unwrap_or(f64::INFINITY).total_cmp(&b.score.unwrap_or(f64::INFINITY))
     });
@@ -50,7 +51,7 @@ fn halves(past: &PastTrials) -> [Vec<&Past>; 2] {
 }
 
 /// How often each value of a knob occurs.
-fn shares((knob, values): &(Knob, Vec<Value>), among: &[&Past]) -> Vec<f64> {
+fn shares((knob, values): &(Knob, Vec<Value>), among: &[&TrialRecord]) -> Vec<f64> {
     let all = among.len() as f64 + EVEN;
     let of = |value: &Value| {
         let count = among.iter().filter(|past| past.config.get(*knob) == *value).count();

@@ -25,7 +25,7 @@ fn compared_positions_are_all_of_a_few_and_some_of_many() {
 fn bench_of(
     edit: impl Fn(&mut Vec<f32>),
     behaviour: Behaviour,
-) -> (Verdict, Result<(), Dropped>, Shown) {
+) -> (Verdict, Result<(), Rejection>, Shown) {
     let model = model::preset("toy").expect("a preset");
     let (graph, weights) = (&model.graph, &*model.weights);
     let target = Target::by_name("h200").expect("a known target");
@@ -108,11 +108,11 @@ fn an_error_that_the_gate_accepts_can_be_too_large_for_the_bench() {
 fn a_device_that_is_wrong_is_not_timed() {
     let wrong = Behaviour { wrong: true, ..Behaviour::takes(50.0) };
     let (verdict, outcome, _) = bench_of(|_| (), wrong);
-    assert!(matches!(outcome, Err(Dropped::Disagreed { by: "device", .. })), "{outcome:?}");
+    assert!(matches!(outcome, Err(Rejection::Disagreed { by: "device", .. })), "{outcome:?}");
     assert!(!verdict.correct && verdict.latency_us.is_none());
     let wrong = Behaviour { wrong_when_timed: true, ..Behaviour::takes(50.0) };
     let (verdict, outcome, _) = bench_of(|_| (), wrong);
-    assert!(matches!(outcome, Err(Dropped::Disagreed { by: "timed", .. })), "{outcome:?}");
+    assert!(matches!(outcome, Err(Rejection::Disagreed { by: "timed", .. })), "{outcome:?}");
     assert!(verdict.latency_us.is_none());
 }
 

@@ -16,7 +16,7 @@ use serde_json::json;
 use super::ledgers;
 use super::recorded::{Recorded, folder};
 use crate::cli::GcArgs;
-use crate::commands::search_loop::keep::STORE;
+use crate::commands::search_loop::store_sink::STORE;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 

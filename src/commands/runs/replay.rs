@@ -9,7 +9,7 @@ use crate::cli::{DeviceChoice, PlaceArgs, ReplayArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
-use crate::working::Working;
+use crate::spinner::Spinner;
 
 pub(crate) fn run(args: &ReplayArgs) -> Outcome {
     let found = Recorded::open(&args.path)?;
@@ -37,7 +37,7 @@ pub(crate) fn run(args: &ReplayArgs) -> Outcome {
             (Some(why), _) => Place::Elsewhere(why),
             (None, None) => Place::Elsewhere("no GPU: none was found, or --device cpu".to_owned()),
         };
-        let working = Working::on(format!("running trial {} again", trial.trial));
+        let working = Spinner::on(format!("running trial {} again", trial.trial));
         let done = replay(&mut gate, place, trial, found.noise_floor(trial.card), seed);
         drop(working);
         stages.extend(done.map_err(|dropped| Failure::from(&dropped))?);

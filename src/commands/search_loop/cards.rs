@@ -2,7 +2,7 @@
 
 use std::thread::Scope;
 
-use search::{Conditions, Crew, Device, DeviceError, DeviceInfo, Opener};
+use search::{Conditions, Device, DeviceError, DeviceInfo, Opener, WorkerPool};
 
 use super::header::Header;
 use crate::cli::{DeviceChoice, LoopArgs};
@@ -16,7 +16,7 @@ pub(super) enum Opened<'a> {
     None,
     One(DeviceInfo),
     /// Several, by their numbers in the header.
-    Several(Crew<'a>),
+    Several(WorkerPool<'a>),
 }
 
 impl Opened<'_> {
@@ -24,25 +24,25 @@ impl Opened<'_> {
         match self {
             Self::None => 0,
             Self::One(_) => 1,
-            Self::Several(crew) => crew.infos().iter().filter(|info| info.is_ok()).count(),
+            Self::Several(pool) => pool.infos().iter().filter(|info| info.is_ok()).count(),
         }
     }
 
     /// What a device says of itself, and what is measured under, card by card.
     pub(super) fn conditions(&self, header: &Header) -> (Option<DeviceInfo>, Vec<Conditions>) {
-        let crew = match self {
+        let pool = match self {
             Self::None => return (None, Vec::new()),
             Self::One(info) => {
                 return (Some(info.clone()), vec![crate::conditions::of(info.clone())]);
             }
-            Self::Several(crew) => crew,
+            Self::Several(pool) => pool,
         };
         let one = |(card, info): (usize, Result<&DeviceInfo, &DeviceError>)| match info {
             Ok(info) => crate::conditions::of(info.clone()),
             // Not opened after a resume: as it was.
             Err(_) => header.cards.get(card).cloned().unwrap_or_default(),
         };
-        let infos = crew.infos();
+        let infos = pool.infos();
         let first = infos.iter().flatten().next().map(|&info| info.clone());
         (first, infos.into_iter().enumerate().map(one).collect())
     }
@@ -70,7 +70,7 @@ pub(super) fn open<'scope, 'a: 'scope>(
     context: &'a Context,
     args: &'a LoopArgs,
     header: &Header,
-) -> Result<Crew<'a>, Failure> {
+) -> Result<WorkerPool<'a>, Failure> {
     let ordinals = ordinals(args, header)?;
     let kernel = header.start(context).kernel;
     let opener = |ordinal: Result<u32, String>| -> Opener<'a> {
@@ -84,9 +84,9 @@ pub(super) fn open<'scope, 'a: 'scope>(
             Ok(Box::new(opened) as Box<dyn Device + 'a>)
         })
     };
-    let crew = Crew::open(scope, ordinals.into_iter().map(opener).collect());
-    check(&crew, args, header)?;
-    Ok(crew)
+    let pool = WorkerPool::open(scope, ordinals.into_iter().map(opener).collect());
+    check(&pool, args, header)?;
+    Ok(pool)
 }
 
 /// The GPUs' numbers today: those asked for, or those of the cards that a resumed search ran on.
@@ -117,8 +117,8 @@ fn ordinals(args: &LoopArgs, header: &Header) -> Result<Vec<Result<u32, String>>
 }
 
 /// Refuses cards of which one cannot be used, or that are not of one kind.
-fn check(crew: &Crew<'_>, args: &LoopArgs, header: &Header) -> Result<(), Failure> {
-    let infos = crew.infos();
+fn check(pool: &WorkerPool<'_>, args: &LoopArgs, header: &Header) -> Result<(), Failure> {
+    let infos = pool.infos();
     let none = infos.iter().all(Result::is_err);
     for (card, info) in infos.iter().enumerate() {
         let number = args.devices.get(card).copied().unwrap_or(card as u32);

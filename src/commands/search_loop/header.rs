@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use clap::ValueEnum as _;
 use ir::program::Dims;
 use ir::schedule::ScheduleConfig;
-use search::strategy::{Known, StrategyName};
+use search::strategy::{PriorMove, StrategyName};
 use search::{Budget, Conditions, DeviceInfo, LatencyKind};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -57,7 +57,7 @@ pub(super) struct Header {
     pub(super) strategy: StrategyName,
     /// What the store knew when the search began.
     #[serde(default, rename = "prior")]
-    pub(super) known: Vec<Known>,
+    pub(super) known: Vec<PriorMove>,
     pub(super) proposer: Option<String>,
     pub(super) min_gain: f64,
     pub(super) kv_capacity: Option<u32>,

@@ -15,7 +15,7 @@ use ir::schedule::{ScheduleConfig, parse_config, search_space, validate};
 use ir::{Graph, Target, Violations};
 use rustix::process::{Pid, Signal, kill_process_group};
 use search::strategy::{Proposals, Question, Strategy};
-use search::{Origin, PastTrials};
+use search::{Origin, TrialRecords};
 use serde_json::{Value, json};
 
 use crate::context::Context;
@@ -103,7 +103,7 @@ impl Proposer {
             talk.say(&json!({
                 "ask": {"trial": question.trial, "incumbent": question.incumbent, "refused": refused}
             }));
-            let answer = talk.hear()?;
+            let answer = talk.recv()?;
             let Some(config) = answer.get("config") else {
                 let over = answer.get("stop").is_some();
                 talk.end(match over {
@@ -178,7 +178,7 @@ fn read_line(reader: &mut impl BufRead) -> std::io::Result<Option<String>> {
 
 impl Talk {
     /// Says what finished since the last time.
-    fn tell(&mut self, past: &PastTrials) {
+    fn tell(&mut self, past: &TrialRecords) {
         for (index, past) in (self.told..).zip(past.since(self.told)) {
             let changed: serde_json::Map<String, Value> = (past.changes.iter())
                 .map(|c| (c.knob.path().to_owned(), json!([c.from.to_json(), c.to.to_json()])))
@@ -207,7 +207,7 @@ impl Talk {
         }
     }
 
-    fn hear(&mut self) -> Option<Value> {
+    fn recv(&mut self) -> Option<Value> {
         if self.over {
             return None;
         }

@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use search::{DroppedTrials, Spent, Trial};
+use search::{Spent, Trial, WastedSpeculation};
 use serde_json::{Value, json};
 
 /// Time since the first call. The search asks for it only to say what it spent on what.
@@ -19,12 +19,12 @@ pub(super) struct Sum {
     baseline: Spent,
     /// Seconds from the end of the baseline to the end of the last trial. Of several cards, whose seconds pass side by side.
     wall_s: Option<f64>,
-    dropped: DroppedTrials,
+    dropped: WastedSpeculation,
 }
 
 impl Sum {
     /// `dropped` is what several cards began for nothing.
-    pub(super) fn of(trials: &[Trial], dropped: DroppedTrials) -> Self {
+    pub(super) fn of(trials: &[Trial], dropped: WastedSpeculation) -> Self {
         let mut sum = Self {
             candidates: 0,
             spent: Spent::default(),
@@ -149,7 +149,7 @@ mod tests {
             ..Spent::default()
         };
         let baseline = Spent { total_s: 3.0, ..spent };
-        let dropped = DroppedTrials::default();
+        let dropped = WastedSpeculation::default();
         let sum = Sum { candidates: 50, spent, baseline, wall_s: None, dropped };
         let wall = Duration::from_secs(20);
         let document = sum.to_json(wall);
@@ -163,7 +163,7 @@ mod tests {
         assert!(line.starts_with("50 candidates in 10.0 s, 5.00 a second: propose 10 %"), "{line}");
         assert!(line.ends_with("baseline 3.0 s, the whole command 20.0 s"), "{line}");
         // Two cards: the clock's seconds, beside those of the cards.
-        let dropped = DroppedTrials { trials: 3, seconds: 0.6 };
+        let dropped = WastedSpeculation { trials: 3, seconds: 0.6 };
         let sum = Sum { wall_s: Some(5.0), dropped, ..sum };
         assert_eq!(sum.to_json(wall)["candidates_per_s"], 10.0);
         assert_eq!(sum.to_json(wall)["cards_s"], 10.0);
@@ -174,7 +174,7 @@ mod tests {
 
     #[test]
     fn nothing_divides_by_nothing() {
-        let sum = Sum::of(&[], DroppedTrials::default());
+        let sum = Sum::of(&[], WastedSpeculation::default());
         assert_eq!(sum.to_json(Duration::ZERO)["candidates_per_s"], 0.0);
         assert!(sum.line(Duration::ZERO).contains("0.00 a second"));
     }

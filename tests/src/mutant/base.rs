@@ -10,7 +10,7 @@ use reference_vm::divergence::Examiner;
 use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::Machine;
 use reference_vm::{Defect, Order};
-use search::survey::Survey;
+use search::random_sample::RandomSample;
 use search::{Expected, draw_tokens};
 
 use super::config;
@@ -166,14 +166,14 @@ impl Base {
 
     /// Runs random legal schedules: all must pass, and what they do to the logits is what mutants are measured by.
     fn run_honest(&mut self, plan: Plan) {
-        let survey = Survey {
+        let sample = RandomSample {
             graph: &self.model.graph,
             target: &self.target,
             known: &self.schedules,
             seed: plan.seed,
         };
         let mut configs = self.schedules.clone();
-        configs.extend(survey.draws().map(|(_, config)| config).take(plan.schedules));
+        configs.extend(sample.draws().map(|(_, config)| config).take(plan.schedules));
         let runs: Vec<_> = configs.par_iter().map(|config| self.run_one(*config)).collect();
         for (config, (refusal, change, used)) in configs.iter().zip(runs) {
             if let Some(refusal) = refusal {

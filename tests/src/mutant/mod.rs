@@ -22,7 +22,7 @@ use ir::{Graph, ScheduleConfig, Weights};
 use reference_vm::Defect;
 use reference_vm::compare::{Agreement, Reference};
 use reference_vm::machine::Machine;
-use search::{Dropped, Expected};
+use search::{Expected, Rejection};
 
 use crate::mutant::operand::Edit;
 use crate::mutant::weight::Patched;
@@ -47,7 +47,7 @@ pub const LEFT_TO_THE_GATE: &[&str] = &[
 
 /// What judges a machine by what is expected.
 pub type Gate<'g> =
-    dyn Fn(&Expected, &mut Machine<'_>) -> Result<Agreement<Reference>, Dropped> + Sync + 'g;
+    dyn Fn(&Expected, &mut Machine<'_>) -> Result<Agreement<Reference>, Rejection> + Sync + 'g;
 
 /// One mistake.
 pub struct Mutant<'b> {

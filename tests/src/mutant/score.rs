@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use ir::DType;
 use reference_vm::compare::{Agreement, Disagreement, Reference, What};
-use search::Dropped;
+use search::Rejection;
 
 /// How a mutant ended.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,13 +28,13 @@ pub enum Fate {
 impl Fate {
     /// The fate that the gate's verdict means.
     #[must_use]
-    pub fn of(verdict: Result<Agreement<Reference>, Dropped>) -> Self {
+    pub fn of(verdict: Result<Agreement<Reference>, Rejection>) -> Self {
         let at = match verdict {
             Ok(_) => return Self::Survived,
-            Err(Dropped::Sampled { .. }) => {
+            Err(Rejection::Sampled { .. }) => {
                 return Self::Gate { by: "tokens", beyond: f64::INFINITY };
             }
-            Err(Dropped::Disagreed { at, .. }) => at,
+            Err(Rejection::Disagreed { at, .. }) => at,
             Err(other) => return Self::Trapped(other.to_string()),
         };
         match at {

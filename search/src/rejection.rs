@@ -12,7 +12,7 @@ use crate::measure::BelowBound;
 
 /// Why a candidate is out. Every end but a latency is data for the ledger, not a failure of the search.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum Dropped {
+pub enum Rejection {
     /// The schedule breaks rules.
     #[error("{}", joined(.0))]
     Rejected(Violations),

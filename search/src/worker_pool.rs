@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::Scope;
 
-use crate::card::{Card, Job, LastJob};
 use crate::device::{Device, DeviceError, DeviceInfo};
+use crate::device_worker::{DeviceWorker, Job, LastJob};
 use crate::gate::Gate;
 use crate::settings::{Clock, Settings};
 use crate::trial::{Confirmation, Trial};
@@ -22,7 +22,7 @@ fn ended() -> DeviceError {
 }
 
 /// What a device does with its card, and what it says then.
-type Work<'a> = Box<dyn for<'d> FnOnce(&mut Card<'d, 'a>) -> Option<Said> + Send + 'a>;
+type Work<'a> = Box<dyn for<'d> FnOnce(&mut DeviceWorker<'d, 'a>) -> Option<Event> + Send + 'a>;
 
 /// What a device is told.
 enum Order<'a> {
@@ -39,7 +39,7 @@ struct Start<'a> {
 }
 
 /// What a device says.
-pub(crate) enum Said {
+pub(crate) enum Event {
     Opened(DeviceInfo),
     Tried(u64, Box<Trial>),
     Confirmed(Box<Confirmation>),
@@ -48,19 +48,19 @@ pub(crate) enum Said {
 }
 
 /// One device's place.
-struct Seat<'a> {
+struct PoolSlot<'a> {
     orders: Option<Sender<Order<'a>>>,
     info: Result<DeviceInfo, DeviceError>,
 }
 
 /// The devices of a search. Their numbers are those of the openers.
-pub struct Crew<'a> {
-    seats: Vec<Seat<'a>>,
-    reports: Receiver<(u32, Said)>,
+pub struct WorkerPool<'a> {
+    slots: Vec<PoolSlot<'a>>,
+    reports: Receiver<(u32, Event)>,
     started: bool,
 }
 
-impl<'a> Crew<'a> {
+impl<'a> WorkerPool<'a> {
     /// Opens devices side by side, and waits until each is open or has failed to.
     #[must_use]
     pub fn open<'scope>(scope: &'scope Scope<'scope, '_>, openers: Vec<Opener<'a>>) -> Self
@@ -68,44 +68,44 @@ impl<'a> Crew<'a> {
         'a: 'scope,
     {
         let (say, reports) = channel();
-        let mut seats = Vec::new();
+        let mut slots = Vec::new();
         for (card, open) in openers.into_iter().enumerate() {
             let (orders, taken) = channel();
             let line = Line { card: card as u32, say: say.clone() };
             scope.spawn(move || drive(open, &taken, &line));
-            seats.push(Seat { orders: Some(orders), info: Err(ended()) });
+            slots.push(PoolSlot { orders: Some(orders), info: Err(ended()) });
         }
-        let mut crew = Self { seats, reports, started: false };
+        let mut pool = Self { slots, reports, started: false };
         // Every thread says one of the two, also one that panics, and only the first one counts.
-        let mut waiting: BTreeSet<u32> = (0..crew.seats.len() as u32).collect();
+        let mut waiting: BTreeSet<u32> = (0..pool.slots.len() as u32).collect();
         while !waiting.is_empty() {
-            let Ok((card, said)) = crew.reports.recv() else { break };
+            let Ok((card, said)) = pool.reports.recv() else { break };
             let info = match said {
-                Said::Opened(info) => Ok(info),
-                Said::Lost(error) => Err(error),
-                Said::Tried(..) | Said::Confirmed(_) => continue,
+                Event::Opened(info) => Ok(info),
+                Event::Lost(error) => Err(error),
+                Event::Tried(..) | Event::Confirmed(_) => continue,
             };
             if waiting.remove(&card) {
-                crew.seats[card as usize].info = info;
+                pool.slots[card as usize].info = info;
             }
         }
-        for seat in &mut crew.seats {
-            if seat.info.is_err() {
-                seat.orders = None;
+        for slot in &mut pool.slots {
+            if slot.info.is_err() {
+                slot.orders = None;
             }
         }
-        crew
+        pool
     }
 
     /// What each device is, or why it could not be opened.
     #[must_use]
     pub fn infos(&self) -> Vec<Result<&DeviceInfo, &DeviceError>> {
-        self.seats.iter().map(|seat| seat.info.as_ref()).collect()
+        self.slots.iter().map(|slot| slot.info.as_ref()).collect()
     }
 
     /// Bytes of the devices' cache.
     pub(crate) fn cache_bytes(&self) -> u64 {
-        let info = self.seats.iter().find_map(|seat| seat.info.as_ref().ok());
+        let info = self.slots.iter().find_map(|slot| slot.info.as_ref().ok());
         info.map_or(0, |info| info.cache_bytes)
     }
 
@@ -125,7 +125,7 @@ impl<'a> Crew<'a> {
 
     /// The devices that are there.
     pub(crate) fn cards(&self) -> Vec<u32> {
-        let there = self.seats.iter().enumerate().filter(|(_, seat)| seat.orders.is_some());
+        let there = self.slots.iter().enumerate().filter(|(_, slot)| slot.orders.is_some());
         there.map(|(card, _)| card as u32).collect()
     }
 
@@ -138,48 +138,48 @@ impl<'a> Crew<'a> {
 
     /// A trial for one device. Nobody waits for it any more once it is cancelled.
     pub(crate) fn try_out(&self, card: u32, number: u64, job: Job, cancelled: Arc<AtomicBool>) {
-        let work = move |card: &mut Card<'_, 'a>| {
+        let work = move |card: &mut DeviceWorker<'_, 'a>| {
             let tried = (!cancelled.load(Ordering::Relaxed)).then(|| card.try_out(job))?;
-            let tried = tried.map(|trial| Said::Tried(number, Box::new(trial)));
-            Some(tried.unwrap_or_else(Said::Lost))
+            let tried = tried.map(|trial| Event::Tried(number, Box::new(trial)));
+            Some(tried.unwrap_or_else(Event::Lost))
         };
         self.order(card, Order::Do(Box::new(work)));
     }
 
     pub(crate) fn confirm(&self, card: u32, job: LastJob) {
-        let work = move |card: &mut Card<'_, 'a>| {
-            let confirmed = card.confirm(job).map(|done| Said::Confirmed(Box::new(done)));
-            Some(confirmed.unwrap_or_else(Said::Lost))
+        let work = move |card: &mut DeviceWorker<'_, 'a>| {
+            let confirmed = card.confirm(job).map(|done| Event::Confirmed(Box::new(done)));
+            Some(confirmed.unwrap_or_else(Event::Lost))
         };
         self.order(card, Order::Do(Box::new(work)));
     }
 
     fn order(&self, card: u32, order: Order<'a>) {
-        if let Some(orders) = &self.seats[card as usize].orders {
+        if let Some(orders) = &self.slots[card as usize].orders {
             // A thread that has ended has said so, and is heard of.
             let _ = orders.send(order);
         }
     }
 
     /// The next thing that a device says. Every device answers within its own limits.
-    pub(crate) fn hear(&self) -> Option<(u32, Said)> {
+    pub(crate) fn recv(&self) -> Option<(u32, Event)> {
         self.reports.recv().ok()
     }
 
     /// Goes on without a device. Whether it was there.
     pub(crate) fn leave_out(&mut self, card: u32) -> bool {
-        self.seats[card as usize].orders.take().is_some()
+        self.slots[card as usize].orders.take().is_some()
     }
 }
 
 /// Where a device's thread speaks; it says when it ends, however it ends.
 struct Line {
     card: u32,
-    say: Sender<(u32, Said)>,
+    say: Sender<(u32, Event)>,
 }
 
 impl Line {
-    fn say(&self, said: Said) {
+    fn say(&self, said: Event) {
         // Nobody may be listening any more.
         let _ = self.say.send((self.card, said));
     }
@@ -187,7 +187,7 @@ impl Line {
 
 impl Drop for Line {
     fn drop(&mut self) {
-        self.say(Said::Lost(ended()));
+        self.say(Event::Lost(ended()));
     }
 }
 
@@ -195,13 +195,13 @@ impl Drop for Line {
 fn drive<'a>(open: Opener<'a>, orders: &Receiver<Order<'a>>, line: &Line) {
     let mut device = match open() {
         Ok(device) => device,
-        Err(error) => return line.say(Said::Lost(error)),
+        Err(error) => return line.say(Event::Lost(error)),
     };
-    line.say(Said::Opened(device.describe()));
+    line.say(Event::Opened(device.describe()));
     let Ok(Order::Begin(start)) = orders.recv() else { return };
     let Start { gate, settings, clock, threads } = *start;
     let Ok(pool) = rayon::ThreadPoolBuilder::new().num_threads(threads).build() else { return };
-    let mut card = Card::new(gate.with_pool(pool), Some(&mut *device), settings, clock);
+    let mut card = DeviceWorker::new(gate.with_pool(pool), Some(&mut *device), settings, clock);
     for order in orders {
         if let Order::Do(work) = order
             && let Some(said) = work(&mut card)

@@ -1,4 +1,4 @@
-//! Draws of a survey, and what may become a row, on a scripted device.
+//! Draws of a random sample, and what may become a row, on a scripted device.
 
 use std::collections::BTreeSet;
 
@@ -7,8 +7,8 @@ use ir::program::Program;
 use ir::schedule::{KernelConfig, Knob, ScheduleConfig, neutral_config, validate};
 use model::Model;
 use search::landscape::{Answer, Probe, prepare};
-use search::survey::{Drawn, Passage, Survey, observe};
-use search::{DeviceError, Dropped, Expected, Gate, Timing, changes};
+use search::random_sample::{Drawn, Passage, RandomSample, observe};
+use search::{DeviceError, Expected, Gate, Rejection, Timing, changes};
 use tests::scripted::{Behaviour, ScriptedDevice};
 
 const KV_CAPACITY: u32 = 24;
@@ -21,10 +21,10 @@ fn model(name: &str) -> (Model, Target) {
 fn draws_are_legal_repeatable_and_cover_every_knob() {
     let (model, target) = model("llama-3.2-1b");
     let known = [neutral_config(&model.graph, &target)];
-    let survey = |seed| Survey { graph: &model.graph, target: &target, known: &known, seed };
-    let draws: Vec<_> = survey(1).draws().take(200).collect();
-    assert_eq!(draws, survey(1).draws().take(200).collect::<Vec<_>>());
-    assert_ne!(draws[..10], survey(2).draws().take(10).collect::<Vec<_>>()[..]);
+    let sample = |seed| RandomSample { graph: &model.graph, target: &target, known: &known, seed };
+    let draws: Vec<_> = sample(1).draws().take(200).collect();
+    assert_eq!(draws, sample(1).draws().take(200).collect::<Vec<_>>());
+    assert_ne!(draws[..10], sample(2).draws().take(10).collect::<Vec<_>>()[..]);
     for (drawn, config) in &draws {
         assert!(validate(*config, &model.graph, &target).is_ok());
         if let Drawn::Near { of, edits } = drawn {
@@ -43,7 +43,7 @@ fn draws_are_legal_repeatable_and_cover_every_knob() {
 }
 
 /// Observes the neutral schedule of the toy model on a device that behaves like this.
-fn observed(behaviour: &Behaviour, context: usize) -> Result<(f64, usize), Dropped> {
+fn observed(behaviour: &Behaviour, context: usize) -> Result<(f64, usize), Rejection> {
     let (model, target) = model("toy");
     let (graph, weights) = (&model.graph, &*model.weights);
     let expected = || Expected::new(graph, weights, KV_CAPACITY, 1, Some(144)).unwrap();
@@ -72,9 +72,9 @@ fn what_agrees_is_timed() {
 fn what_disagrees_has_no_row() {
     let right = Behaviour::takes(25.0);
     let late = Behaviour { wrong_from: Some(20), ..right.clone() };
-    assert!(matches!(observed(&late, 8), Err(Dropped::Disagreed { by: "device", .. })));
+    assert!(matches!(observed(&late, 8), Err(Rejection::Disagreed { by: "device", .. })));
     let timed = Behaviour { wrong_when_timed: true, ..right };
-    assert!(matches!(observed(&timed, 8), Err(Dropped::Disagreed { by: "timed", .. })));
+    assert!(matches!(observed(&timed, 8), Err(Rejection::Disagreed { by: "timed", .. })));
 }
 
 /// Schedules of the toy model that lower to different programs.

@@ -1,4 +1,4 @@
-//! A survey: random legal schedules, each gated as in a search and timed on its own. What a cost model is fitted to and judged by.
+//! A random sample: random legal schedules, each gated as in a search and timed on its own. What a cost model is fitted to and judged by.
 //!
 //! Half of the draws are **wide**: every knob takes any legal value. They say what a knob does in bad company. The other half are **near**
 //! a schedule that is known to be good (or the neutral one), one to four knobs away: they say what a search will ask about.
@@ -15,10 +15,10 @@ use serde::{Deserialize, Serialize};
 use crate::assess::{self, Assessed, Timing};
 use crate::cpu::Candidate;
 use crate::device::{Contender, Device, DeviceError, Plan, Samples, Side};
-use crate::dropped::Dropped;
 use crate::gate::Gate;
 use crate::measure::Latency;
 use crate::propose::{changes, fit_caps};
+use crate::rejection::Rejection;
 
 /// Schema of a row.
 pub const OBSERVATION_SCHEMA: &str = "amk.observation.v1";
@@ -88,7 +88,7 @@ impl Observation {
 
 /// What schedules are drawn from.
 #[derive(Clone, Copy, Debug)]
-pub struct Survey<'a> {
+pub struct RandomSample<'a> {
     /// The model.
     pub graph: &'a Graph,
     /// The GPU.
@@ -99,7 +99,7 @@ pub struct Survey<'a> {
     pub seed: u64,
 }
 
-impl<'a> Survey<'a> {
+impl<'a> RandomSample<'a> {
     /// Legal schedules without end, wide and near in turn. They may repeat.
     pub fn draws(self) -> impl Iterator<Item = (Drawn, ScheduleConfig)> + 'a {
         let values = |&knob: &Knob| (knob, legal_values(knob, self.graph, self.target));
@@ -180,7 +180,7 @@ fn greatest(space: &[(Knob, Vec<Value>)], knob: Knob) -> u32 {
     row.and_then(|(_, values)| values.iter().map(of).max()).unwrap_or(0)
 }
 
-/// The tokens of a survey: where schedules are timed, and what the last timed position must show.
+/// The tokens of a random sample: where schedules are timed, and what the last timed position must show.
 #[derive(Clone, Debug)]
 pub struct Passage {
     /// From position zero.
@@ -214,7 +214,7 @@ pub fn observe(
     passage: &Passage,
     timing: Timing,
     seed: u64,
-) -> Result<Timed, Dropped> {
+) -> Result<Timed, Rejection> {
     let mut verdict = assess::begin(gate, None, &candidate.config);
     let mut guard = candidate.guard(device);
     let assessed = assess::assess(gate, Some(guard.device()), candidate, &mut verdict)?;
@@ -228,7 +228,7 @@ fn time(
     passage: &Passage,
     timing: Timing,
     seed: u64,
-) -> Result<Timed, Dropped> {
+) -> Result<Timed, Rejection> {
     let candidate = &assessed.candidate;
     let Some(agreement) = &assessed.on_device else {
         let reason = "a program without agreement on the device cannot be timed".to_owned();
@@ -243,7 +243,7 @@ fn time(
         let _ = assessed
             .reference
             .and_device(expected, actual, chosen, Tolerance::DEVICE)
-            .map_err(|at| Dropped::Disagreed { by: "timed", at })?;
+            .map_err(|at| Rejection::Disagreed { by: "timed", at })?;
     }
     let middle = u32::midpoint(passage.first as u32, passage.tokens.len() as u32);
     let bounds = assess::bounds(gate, device, candidate, middle);

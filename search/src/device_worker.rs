@@ -10,12 +10,12 @@ use crate::assess::{self, Assessed, Screened};
 use crate::cpu::Candidate;
 use crate::decide::{Decision, decide_measured, decide_predicted, predicted_gain};
 use crate::device::{Costs, Device, DeviceError, Samples};
-use crate::dropped::Dropped;
-use crate::effort::{Bar, Look, spread};
+use crate::effort::{Interim, StoppingRule, spread};
 use crate::gate::Gate;
 use crate::history::{Guess, Proposal};
 use crate::measure::{Interval, gain, noise_floor};
 use crate::propose::{changes, mixed};
+use crate::rejection::Rejection;
 use crate::settings::{Clock, Settings};
 use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial, changed};
 use crate::verdict::Verdict;
@@ -82,7 +82,7 @@ pub(crate) struct LastJob {
 }
 
 /// A device with what a search has there; or no device, where predictions are compared.
-pub(crate) struct Card<'d, 'a> {
+pub(crate) struct DeviceWorker<'d, 'a> {
     gate: Gate<'a>,
     pub(crate) device: Option<&'d mut (dyn Device + 'd)>,
     settings: Arc<Settings>,
@@ -94,7 +94,7 @@ pub(crate) struct Card<'d, 'a> {
     spent: Spent,
 }
 
-impl<'d, 'a> Card<'d, 'a> {
+impl<'d, 'a> DeviceWorker<'d, 'a> {
     pub(crate) fn new(
         gate: Gate<'a>,
         device: Option<&'d mut (dyn Device + 'd)>,
@@ -140,7 +140,7 @@ impl<'d, 'a> Card<'d, 'a> {
         };
         match self.judge(&mut job, &mut trial) {
             Ok(()) => {}
-            Err(Dropped::Failed(error @ DeviceError::Unavailable { .. })) => return Err(error),
+            Err(Rejection::Failed(error @ DeviceError::Unavailable { .. })) => return Err(error),
             Err(dropped) => {
                 assess::refuse(&mut trial.verdict, &dropped);
                 let device = self.device.as_deref_mut();
@@ -158,7 +158,7 @@ impl<'d, 'a> Card<'d, 'a> {
     }
 
     /// The gates, then the comparison with the incumbent. Nothing is assessed in full that was given up before.
-    fn judge(&mut self, job: &mut Job, trial: &mut Trial) -> Result<(), Dropped> {
+    fn judge(&mut self, job: &mut Job, trial: &mut Trial) -> Result<(), Rejection> {
         let verdict = &mut trial.verdict;
         let candidate = match job.proposal.lowered.take() {
             Some(candidate) => {
@@ -189,7 +189,7 @@ impl<'d, 'a> Card<'d, 'a> {
     ///
     /// # Errors
     /// If it does not pass them.
-    fn follow(&mut self, lead: Lead) -> Result<(), Dropped> {
+    fn follow(&mut self, lead: Lead) -> Result<(), Rejection> {
         if self.incumbent.as_ref().is_some_and(|(here, _)| *here == lead) {
             return Ok(());
         }
@@ -217,7 +217,7 @@ impl<'d, 'a> Card<'d, 'a> {
         Ok(())
     }
 
-    fn assess_again(&mut self, config: &ScheduleConfig) -> Result<Assessed, Dropped> {
+    fn assess_again(&mut self, config: &ScheduleConfig) -> Result<Assessed, Rejection> {
         let candidate = self.gate.ahead.lower(config)?;
         let shared = self.device.as_deref().map(|device| device as &dyn Device);
         let mut ignored = assess::begin(&self.gate, shared, config);
@@ -249,7 +249,7 @@ impl<'d, 'a> Card<'d, 'a> {
         job: &mut Job,
         candidate: Candidate,
         trial: &mut Trial,
-    ) -> Result<(), Dropped> {
+    ) -> Result<(), Rejection> {
         let (clock, waited_s) = (self.clock, self.gate.waited_s);
         let began = clock();
         let program_id = candidate.program_id.clone();
@@ -305,7 +305,7 @@ impl<'d, 'a> Card<'d, 'a> {
         device: &mut dyn Device,
         screened: Screened,
         verdict: &mut Verdict,
-    ) -> Result<Screened, Dropped> {
+    ) -> Result<Screened, Rejection> {
         let Some((_, incumbent)) = &self.incumbent else { return Ok(screened) };
         if attend_alike(&incumbent.candidate, &screened.candidate) {
             return Ok(screened);
@@ -323,11 +323,11 @@ impl<'d, 'a> Card<'d, 'a> {
         job: &Job,
         screened: &Screened,
         trial: &mut Trial,
-    ) -> Result<bool, Dropped> {
+    ) -> Result<bool, Rejection> {
         let (bar, seed) = (self.bar(job.noise), self.seed_of(job.index));
         let Some((_, incumbent)) = &self.incumbent else { return Ok(false) };
         let (gate, verdict) = (&self.gate, &mut trial.verdict);
-        let found = assess::glance(gate, device, incumbent, screened, &bar, seed, verdict)?;
+        let found = assess::quick_look(gate, device, incumbent, screened, &bar, seed, verdict)?;
         let given_up = found.is_some();
         if let Some((samples, look)) = found {
             compared(trial, look, samples, bar.threshold);
@@ -335,10 +335,10 @@ impl<'d, 'a> Card<'d, 'a> {
         Ok(given_up)
     }
 
-    fn bar(&self, noise: Noise) -> Bar {
+    fn bar(&self, noise: Noise) -> StoppingRule {
         let Settings { min_gain, timing, .. } = *self.settings;
         let threshold = noise.floor.max(min_gain);
-        Bar { threshold, spread: noise.spread, rounds: timing.rounds }
+        StoppingRule { threshold, spread: noise.spread, rounds: timing.rounds }
     }
 
     fn seed_of(&self, index: u64) -> u64 {
@@ -370,7 +370,7 @@ impl<'d, 'a> Card<'d, 'a> {
         job: &Job,
         assessed: &Assessed,
         trial: &mut Trial,
-    ) -> Result<(), Dropped> {
+    ) -> Result<(), Rejection> {
         let (bar, seed) = (self.bar(job.noise), self.seed_of(job.index));
         let timing = self.settings.timing;
         let Some(agreement) = &assessed.on_device else {
@@ -435,7 +435,7 @@ impl<'d, 'a> Card<'d, 'a> {
         let mut confirmation = job.confirmation.clone();
         match self.confirm_into(&job, &mut confirmation) {
             Ok(()) => Ok(confirmation),
-            Err(Dropped::Failed(error @ DeviceError::Unavailable { .. })) => Err(error),
+            Err(Rejection::Failed(error @ DeviceError::Unavailable { .. })) => Err(error),
             Err(dropped) => {
                 confirmation.decision = Decision::Reverted;
                 confirmation.why = dropped.to_string();
@@ -449,7 +449,7 @@ impl<'d, 'a> Card<'d, 'a> {
         &mut self,
         job: &LastJob,
         confirmation: &mut Confirmation,
-    ) -> Result<(), Dropped> {
+    ) -> Result<(), Rejection> {
         self.follow(job.lead)?;
         let Some((_, champion)) = &self.incumbent else { return Ok(()) };
         let seed = mixed(self.settings.seed, u64::MAX - 1);
@@ -460,7 +460,7 @@ impl<'d, 'a> Card<'d, 'a> {
         let Some(baseline) = job.baseline.filter(|_| self.device.is_some()) else { return Ok(()) };
         // Its failure is none of the champion's.
         let baseline = self.assess_again(&baseline).map_err(|dropped| {
-            Dropped::Failed(assess::incumbent_failed("the baseline (trial 0)", dropped))
+            Rejection::Failed(assess::incumbent_failed("the baseline (trial 0)", dropped))
         })?;
         let raced = self.race_baseline(&baseline, seed, job.noise, confirmation);
         self.release(&baseline.candidate);
@@ -473,7 +473,7 @@ impl<'d, 'a> Card<'d, 'a> {
         seed: u64,
         noise: Noise,
         confirmation: &mut Confirmation,
-    ) -> Result<(), Dropped> {
+    ) -> Result<(), Rejection> {
         let (Some((_, champion)), Some(device)) = (&self.incumbent, self.device.as_deref_mut())
         else {
             return Ok(());
@@ -507,7 +507,7 @@ fn first(trial: &mut Trial, why: String) {
 }
 
 /// The end of a device on which the schedule that leads fails.
-fn failed_there(lead: Lead, dropped: Dropped) -> DeviceError {
+fn failed_there(lead: Lead, dropped: Rejection) -> DeviceError {
     assess::incumbent_failed(&format!("the schedule that leads (trial {})", lead.trial), dropped)
 }
 
@@ -523,8 +523,8 @@ fn attend_alike(one: &Candidate, other: &Candidate) -> bool {
 }
 
 /// A comparison as a trial keeps it.
-fn compared(trial: &mut Trial, look: Look, samples: Samples, threshold: f64) {
-    let Look { gain, decision } = look;
+fn compared(trial: &mut Trial, look: Interim, samples: Samples, threshold: f64) {
+    let Interim { gain, decision } = look;
     trial.outcome = decision.map_or(Outcome::Inconclusive, Outcome::from);
     trial.why = format!(
         "{:.1} us measured, gain {:+.2} to {:+.2} % against the incumbent, {:.2} % needed, {} rounds",

@@ -5,18 +5,18 @@ use std::collections::BTreeMap;
 
 use ir::schedule::{Knob, Value};
 
-use super::{COMBINED_MAX, PROMISING, Past, UNTRIED, moves};
+use super::{COMBINED_MAX, PROMISING, TrialRecord, UNTRIED, moves};
 use crate::growing::Growing;
 
 /// The trials after the baseline, in order. Copies are cheap.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct PastTrials {
-    all: Growing<usize, Past>,
+pub struct TrialRecords {
+    all: Growing<usize, TrialRecord>,
     knobs: BTreeMap<Knob, Tried>,
     /// The last trial that was kept and changed something, by the group of what it changed.
     kept: BTreeMap<&'static str, usize>,
     /// Trials that seemed to help and were not kept: those of the greatest gain, greatest first.
-    promising: Vec<Past>,
+    promising: Vec<TrialRecord>,
     /// The score of the schedule that leads.
     leading: Option<f64>,
 }
@@ -32,7 +32,7 @@ struct Tried {
     kept: BTreeMap<(bool, Value), f64>,
 }
 
-impl PastTrials {
+impl TrialRecords {
     /// How many.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -46,12 +46,12 @@ impl PastTrials {
     }
 
     /// All of them, in order.
-    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Past> {
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &TrialRecord> {
         self.all.values()
     }
 
     /// Those from a number on.
-    pub fn since(&self, first: usize) -> impl Iterator<Item = &Past> {
+    pub fn since(&self, first: usize) -> impl Iterator<Item = &TrialRecord> {
         self.all.values_from(first)
     }
 
@@ -62,7 +62,7 @@ impl PastTrials {
     }
 
     /// Adds a trial.
-    pub fn push(&mut self, past: Past) {
+    pub fn push(&mut self, past: TrialRecord) {
         let index = self.len();
         if past.kept {
             self.leading = past.score;
@@ -94,8 +94,8 @@ impl PastTrials {
     }
 
     /// Of equal gains the older one comes first.
-    fn promise(&mut self, past: Past) {
-        let gain = |past: &Past| past.gain.unwrap_or(0.0);
+    fn promise(&mut self, past: TrialRecord) {
+        let gain = |past: &TrialRecord| past.gain.unwrap_or(0.0);
         let at =
             self.promising.partition_point(|other| gain(other).total_cmp(&gain(&past)).is_ge());
         self.promising.insert(at, past);
@@ -103,7 +103,7 @@ impl PastTrials {
     }
 
     /// Trials that seemed to help and were not kept: those of the greatest gain, greatest first.
-    pub(crate) fn promising(&self) -> &[Past] {
+    pub(crate) fn promising(&self) -> &[TrialRecord] {
         &self.promising
     }
 

@@ -37,9 +37,9 @@ pub(crate) fn is_silent() -> bool {
 }
 
 /// A line that is taken away at the end.
-pub(crate) struct Working(ProgressBar);
+pub(crate) struct Spinner(ProgressBar);
 
-impl Working {
+impl Spinner {
     /// Something of which nobody knows how long it takes: the time so far is all that can be said.
     pub(crate) fn on(what: impl Into<String>) -> Self {
         Self::with(ProgressBar::no_length(), "  {spinner} {msg}, {elapsed}", what)
@@ -108,7 +108,7 @@ fn style(template: &str) -> Option<ProgressStyle> {
     Some(ProgressStyle::with_template(template).ok()?.with_key("left", left))
 }
 
-impl Drop for Working {
+impl Drop for Spinner {
     fn drop(&mut self) {
         self.0.finish_and_clear();
     }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use corpus::{CorpusError, Link, Store};
 use ir::schedule::ScheduleConfig;
 use search::Search;
-use search::strategy::{Known, Seen, rank};
+use search::strategy::{MoveStats, PriorMove, rank};
 use serde_json::{Map, Value};
 
 use crate::cli::LoopArgs;
@@ -16,13 +16,13 @@ use crate::report;
 pub(crate) const STORE: &str = "store.sqlite";
 
 /// A store that follows one ledger.
-pub(super) struct Keeper {
+pub(super) struct StoreSink {
     store: Option<Store>,
     run: String,
     ledger: PathBuf,
 }
 
-impl Keeper {
+impl StoreSink {
     /// Opens the store and adds what the ledger holds already: after a kill that may be more than the store has.
     pub(super) fn open(args: &LoopArgs, dir: &Path, ledger: &Path) -> Self {
         let mut keeper = Self { store: None, run: String::new(), ledger: ledger.to_path_buf() };
@@ -84,11 +84,11 @@ pub(super) fn known(
     dir: &Path,
     kind: &str,
     target: &str,
-) -> Result<Vec<Known>, CorpusError> {
+) -> Result<Vec<PriorMove>, CorpusError> {
     let Some(path) = path(args, dir).filter(|path| path.is_file()) else { return Ok(Vec::new()) };
     let rows = Store::existing(&path)?.query(SEEN, &[kind, target])?;
     let seen = |row: Map<String, Value>| {
-        Some(Seen {
+        Some(MoveStats {
             to: serde_json::from_str(row.get("move")?.as_str()?).ok()?,
             tries: row.get("tries")?.as_f64()?,
             gain_sum: row.get("gain_sum")?.as_f64()?,

@@ -175,12 +175,12 @@ pub(crate) enum Command {
     Sample(SampleArgs),
     /// Records grids of schedules: strategies are compared on them without a GPU.
     #[command(
-        after_help = "Examples:\n  amk landscape record --model smollm2-135m --grid corpus/landscapes/smollm2-135m.grid.json --device cuda --out smollm2.jsonl"
+        after_help = "Examples:\n  amk grid record --model smollm2-135m --grid corpus/grids/smollm2-135m.grid.json --device cuda --out smollm2.jsonl"
     )]
-    Landscape {
+    MeasuredGrid {
         /// What to do with them.
         #[command(subcommand)]
-        command: LandscapeCommand,
+        command: MeasuredGridCommand,
     },
     /// Compares predictions with measured rows: shows the errors, fits the rates.
     #[command(

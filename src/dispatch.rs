@@ -4,10 +4,10 @@ use std::path::Path;
 
 use serde_json::json;
 
-use crate::cli::{Command, CorpusCommand, LandscapeCommand, RunsCommand};
+use crate::cli::{Command, CorpusCommand, MeasuredGridCommand, RunsCommand};
 use crate::commands::{
     bench, bundle, calibrate, corpus_store, diff, doctor, evaluate, explain, export, generate,
-    landscape, program, propose, rerun, runs, sample, search_loop, trace,
+    measured_grid, program, propose, rerun, runs, sample, search_loop, trace,
 };
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
@@ -36,7 +36,9 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Bundle(args) => bundle::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::Sample(args) => sample::run(&args),
-        Command::Landscape { command: LandscapeCommand::Record(args) } => landscape::run(&args),
+        Command::MeasuredGrid { command: MeasuredGridCommand::Record(args) } => {
+            measured_grid::run(&args)
+        }
         Command::Calibrate(args) => calibrate::run(&args),
         Command::Lower(args) => program::lower(&args),
         Command::Verify(args) => program::verify(&args),

@@ -137,7 +137,7 @@ fn a_pipe_or_a_folder_in_the_place_of_a_file_is_refused_at_once() {
         (pipe("b.json"), pipe("p.amk"), pipe("rows.jsonl"), pipe("grid.json"));
     let store = folder.path().join("s.sqlite").to_str().unwrap().to_owned();
     let out = folder.path().join("out.jsonl").to_str().unwrap().to_owned();
-    let record = ["landscape", "record", "--model", "toy", "--device", "cpu", "--context", "8"];
+    let record = ["grid", "record", "--model", "toy", "--device", "cpu", "--context", "8"];
     for args in [
         vec!["bundle", &bundle],
         vec!["verify", &program],

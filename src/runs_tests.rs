@@ -456,12 +456,12 @@ fn a_command_outside_proposes_and_its_faults_end_the_search_cleanly() {
 }
 
 #[test]
-fn a_predicted_landscape_is_complete_says_so_and_goes_on_after_a_kill() {
+fn a_predicted_measured_grid_is_complete_says_so_and_goes_on_after_a_kill() {
     let folder = folder();
     let grid = r#"{"schema": "amk.grid.v1", "base": {"sync.qkv": "flag_in_data"},
         "axes": {"pipeline.stages": [2, 8], "tiling.lm_head.rows": [8, 16], "kernel.poll_sleep_ns": [0, 20]}}"#;
     std::fs::write(folder.path().join("grid.json"), grid).unwrap();
-    let args = ["landscape", "record", "--model", "toy", "--device", "cpu", "--grid", "grid.json"];
+    let args = ["grid", "record", "--model", "toy", "--device", "cpu", "--grid", "grid.json"];
     let record =
         |more: &[&str]| amk(folder.path(), &[&args[..], &["--context", "8"], more].concat());
     let (code, document, said) = record(&["--out", "land.jsonl"]);

@@ -6,7 +6,7 @@ use ir::Target;
 use ir::program::Program;
 use ir::schedule::{KernelConfig, Knob, ScheduleConfig, neutral_config, validate};
 use model::Model;
-use search::landscape::{Answer, Probe, prepare};
+use search::measured_grid::{Answer, Probe, prepare};
 use search::random_sample::{Drawn, Passage, RandomSample, observe};
 use search::{DeviceError, Expected, Gate, Rejection, Timing, changes};
 use tests::scripted::{Behaviour, ScriptedDevice};
@@ -121,7 +121,7 @@ fn said(answer: &Answer) -> Result<f64, &str> {
 }
 
 #[test]
-fn points_of_a_landscape_share_their_context() {
+fn points_of_a_measured_grid_share_their_context() {
     let us = |us| Behaviour::takes(us);
     let (answers, positions) = recorded([us(20.0), us(30.0), us(40.0), us(50.0)]);
     assert_eq!(

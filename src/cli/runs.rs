@@ -1,4 +1,4 @@
-//! Arguments of the commands on what is kept: runs, their store, landscapes.
+//! Arguments of the commands on what is kept: runs, their store, measured grids.
 
 use std::path::PathBuf;
 
@@ -181,13 +181,13 @@ pub(crate) enum ExportFormat {
     Parquet,
 }
 
-/// What to do with landscapes.
+/// What to do with measured grids.
 #[derive(Debug, Subcommand)]
-pub(crate) enum LandscapeCommand {
+pub(crate) enum MeasuredGridCommand {
     /// Measures every point of a grid, each once and briefly. Without a GPU the cost model answers, and the file says so.
     #[command(
-        after_help = "Examples:\n  amk landscape record --model smollm2-135m --grid corpus/landscapes/smollm2-135m.grid.json --device cuda --out smollm2.jsonl\n  \
-        amk landscape record --model qwen3-0.6b --grid corpus/landscapes/qwen3-0.6b.grid.json --out qwen.jsonl --resume\n\n\
+        after_help = "Examples:\n  amk grid record --model smollm2-135m --grid corpus/grids/smollm2-135m.grid.json --device cuda --out smollm2.jsonl\n  \
+        amk grid record --model qwen3-0.6b --grid corpus/grids/qwen3-0.6b.grid.json --out qwen.jsonl --resume\n\n\
         Each point agrees on the reference VM and, at the timed positions, on the device before it is timed. Rows are written as they\n\
         come; Ctrl-C ends the run with exit code 130 and --resume goes on. Failed points are rows too."
     )]

@@ -22,8 +22,8 @@ const ON_A_CARD: [&str; 3] = ["amk.aa.v1", "amk.found.v1", "amk.sample.v1"];
 /// Ids that are nowhere written any more, and are refused or read by name.
 const NOT_WRITTEN: [&str; 1] = ["amk.bundle.v1"];
 
-/// A landscape of the grid that is in the folder.
-const RECORD: &str = "landscape record --context 4 --grid grid.json --out points.jsonl";
+/// A measured grid of the grid that is in the folder.
+const RECORD: &str = "measured grid record --context 4 --grid grid.json --out points.jsonl";
 
 /// The documents of a small work day, by schema.
 fn documents() -> BTreeMap<String, Fields> {

@@ -12,7 +12,7 @@ pub(crate) mod export;
 pub(crate) mod generate;
 #[cfg(feature = "full")]
 pub(crate) mod html;
-pub(crate) mod landscape;
+pub(crate) mod measured_grid;
 pub(crate) mod prefill;
 pub(crate) mod program;
 pub(crate) mod propose;

@@ -1,5 +1,5 @@
 //! What the cross-crate tests share: toy models, programs built without `lower`, edits that break them,
-//! the explorer of memory orders, a scripted device, recorded landscapes, and the file-test runner.
+//! the explorer of memory orders, a scripted device, recorded measured grids, and the file-test runner.
 //!
 //! Nothing but tests depends on this crate. It builds programs in its own way, so that a mistake in `lower` is not repeated here.
 
@@ -8,7 +8,7 @@ pub mod edit;
 pub mod explore;
 pub mod filetest;
 pub mod fuzz;
-pub mod landscape;
+pub mod measured_grid;
 pub mod mutant;
 pub mod rng;
 pub mod scripted;

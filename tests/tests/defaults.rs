@@ -3,7 +3,7 @@
 use ir::program::Dims;
 use ir::schedule::{ScheduleConfig, default_config, neutral_config, read_config};
 use ir::{Graph, Target};
-use tests::landscape::{Found, Landscape};
+use tests::measured_grid::{Found, MeasuredGrid};
 
 fn target(name: &str) -> Target {
     Target::by_name(name).expect("a target of the table")
@@ -19,11 +19,10 @@ fn predicted(config: &ScheduleConfig, graph: &Graph, target: &Target) -> f64 {
 
 /// The rule's point of a grid and the best one, measured microseconds. Knobs that the grid does not vary are the grid's.
 fn measured(model: &str) -> [f64; 2] {
-    let path =
-        format!("{}/../corpus/landscapes/h200-{model}-128.jsonl", env!("CARGO_MANIFEST_DIR"));
+    let path = format!("{}/../corpus/grids/h200-{model}-128.jsonl", env!("CARGO_MANIFEST_DIR"));
     let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
     let (graph, target) = (model::preset(model).expect("a preset").graph, target("h200"));
-    let land = Landscape::read(&text, &neutral_config(&graph, &target));
+    let land = MeasuredGrid::read(&text, &neutral_config(&graph, &target));
     let land = land.unwrap_or_else(|error| panic!("{path}: {error}"));
     let (space, rule) = (land.space(), default_config(&graph, &target));
     let mut config = space.config(0);

@@ -1,10 +1,10 @@
-//! The regret curves as one SVG: a panel a landscape, a line a strategy, the mean over seeds.
+//! The regret curves as one SVG: a panel a measured grid, a line a strategy, the mean over seeds.
 
 use std::path::Path;
 
 use plotters::prelude::*;
 
-use tests::landscape::Landscape;
+use tests::measured_grid::MeasuredGrid;
 
 use super::{Line, TRIALS, mean};
 
@@ -24,7 +24,7 @@ const COLOURS: [RGBColor; 5] = [
 ];
 
 /// Draws all panels into a file.
-pub(super) fn draw(path: &Path, lands: &[Landscape], lines: &[Line]) {
+pub(super) fn draw(path: &Path, lands: &[MeasuredGrid], lines: &[Line]) {
     let size = (PANEL.0 * lands.len() as u32, PANEL.1);
     let area = SVGBackend::new(path, size).into_drawing_area();
     area.fill(&WHITE).expect("the file can be written");

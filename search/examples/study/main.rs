@@ -1,12 +1,12 @@
-//! Compares strategies on recorded landscapes and writes what came of it into docs/explanation/search.md, with a chart beside it:
-//! `cargo run --release -p search --example study -- corpus/landscapes/*.jsonl --out docs`.
+//! Compares strategies on recorded measured grids and writes what came of it into docs/explanation/search.md, with a chart beside it:
+//! `cargo run --release -p search --example study -- corpus/grids/*.jsonl --out docs`.
 //!
 //! Every figure follows from the files and the seeds: the same command gives the same bytes.
 
 use std::fmt::Write;
 use std::path::Path;
 
-use ::tests::landscape::{Found, Landscape};
+use ::tests::measured_grid::{Found, MeasuredGrid};
 use ir::Target;
 use rayon::prelude::*;
 use search::median;
@@ -19,7 +19,7 @@ mod tests;
 
 use play::{Played, play, play_halving, search_space};
 
-/// Searches of each strategy on each landscape.
+/// Searches of each strategy on each measured grid.
 const SEEDS: u64 = 20;
 
 /// Trials of a search.
@@ -40,7 +40,7 @@ const MIN_GAIN: f64 = 0.01;
 /// How near the best point counts as there.
 const NEAR: f64 = 0.02;
 
-/// The regret of each search after each trial, by landscape and seed.
+/// The regret of each search after each trial, by measured grid and seed.
 type Paths = Vec<Vec<Vec<f64>>>;
 
 /// A way of searching, with its searches of each budget in [`BUDGETS`]: a short search is no long one cut off, since it plans for its length.
@@ -60,8 +60,8 @@ fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let out = args.iter().position(|arg| arg == "--out").map(|at| args[at + 1].clone());
     let files = args.iter().take_while(|arg| *arg != "--out");
-    let lands: Vec<Landscape> = files.map(|file| read(Path::new(file))).collect();
-    assert!(!lands.is_empty(), "name the files of landscapes");
+    let lands: Vec<MeasuredGrid> = files.map(|file| read(Path::new(file))).collect();
+    assert!(!lands.is_empty(), "name the files of measured grids");
     let mut lines: Vec<Line> = ALONE.iter().map(|name| alone(&lands, *name)).collect();
     lines.push(halving(&lands));
     let learned = |seeds: std::ops::Range<u64>| -> Vec<Vec<PriorMove>> {
@@ -85,30 +85,30 @@ fn main() {
 /// Strategies that know nothing of other searches.
 const ALONE: [StrategyName; 3] = [StrategyName::Random, StrategyName::HillClimb, StrategyName::Tpe];
 
-fn read(path: &Path) -> Landscape {
+fn read(path: &Path) -> MeasuredGrid {
     let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let first = text.lines().next().unwrap_or_default();
-    let terms: search::landscape::Terms =
+    let terms: search::measured_grid::Terms =
         serde_json::from_str(first).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
-    let graph = model::preset(&terms.model).expect("landscapes are of presets").graph;
+    let graph = model::preset(&terms.model).expect("measured grids are of presets").graph;
     let target = Target::by_name(&terms.target).expect("a target of the table");
     let neutral = ir::schedule::neutral_config(&graph, &target);
-    Landscape::read(&text, &neutral).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+    MeasuredGrid::read(&text, &neutral).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-fn regrets(land: &Landscape, played: &Played) -> Vec<f64> {
+fn regrets(land: &MeasuredGrid, played: &Played) -> Vec<f64> {
     let (_, best) = land.best().expect("some point was timed");
     played.best_us.iter().map(|us| us / best - 1.0).collect()
 }
 
-/// A way of searching, by what it does on a landscape (of a number) with a seed and a budget.
+/// A way of searching, by what it does on a measured grid (of a number) with a seed and a budget.
 fn line(
     name: &str,
-    lands: &[Landscape],
-    play: impl Fn(usize, &Landscape, u64, u64) -> Option<Played> + Sync,
+    lands: &[MeasuredGrid],
+    play: impl Fn(usize, &MeasuredGrid, u64, u64) -> Option<Played> + Sync,
 ) -> Line {
     let of = |trials: u64| {
-        let one = |(index, land): (usize, &Landscape)| {
+        let one = |(index, land): (usize, &MeasuredGrid)| {
             let played = |seed| play(index, land, seed, trials).expect("the start was timed");
             (0..SEEDS).into_par_iter().map(|seed| regrets(land, &played(seed))).collect()
         };
@@ -117,14 +117,14 @@ fn line(
     Line { name: name.to_owned(), paths: BUDGETS.map(of) }
 }
 
-fn alone(lands: &[Landscape], name: StrategyName) -> Line {
+fn alone(lands: &[MeasuredGrid], name: StrategyName) -> Line {
     line(name.name(), lands, |_, land, seed, trials| {
         let strategy = strategy(name, search_space(land, seed, trials), Vec::new());
         play(land, &*strategy, trials, MIN_GAIN, seed)
     })
 }
 
-fn halving(lands: &[Landscape]) -> Line {
+fn halving(lands: &[MeasuredGrid]) -> Line {
     line("halving (hill-climb)", lands, |_, land, seed, trials| {
         let hill_climb =
             strategy(StrategyName::HillClimb, search_space(land, seed, trials), Vec::new());
@@ -132,7 +132,7 @@ fn halving(lands: &[Landscape]) -> Line {
     })
 }
 
-fn with_prior(lands: &[Landscape], known: &[Vec<PriorMove>]) -> Line {
+fn with_prior(lands: &[MeasuredGrid], known: &[Vec<PriorMove>]) -> Line {
     line("prior", lands, |index, land, seed, trials| {
         let known = known[index].clone();
         let strategy = strategy(StrategyName::Prior, search_space(land, seed, trials), known);
@@ -141,7 +141,7 @@ fn with_prior(lands: &[Landscape], known: &[Vec<PriorMove>]) -> Line {
 }
 
 /// What searches of the other models would have left in a store.
-fn others(lands: &[Landscape], held_out: usize, seeds: std::ops::Range<u64>) -> Vec<PriorMove> {
+fn others(lands: &[MeasuredGrid], held_out: usize, seeds: std::ops::Range<u64>) -> Vec<PriorMove> {
     let mut seen = Vec::new();
     for (_, land) in lands.iter().enumerate().filter(|(index, _)| *index != held_out) {
         for seed in seeds.clone() {
@@ -155,7 +155,7 @@ fn others(lands: &[Landscape], held_out: usize, seeds: std::ops::Range<u64>) -> 
     rank(seen)
 }
 
-/// Regrets at the end of all searches of a landscape and a budget, sorted.
+/// Regrets at the end of all searches of a measured grid and a budget, sorted.
 fn after(line: &Line, land: usize, trials: u64) -> Vec<f64> {
     let budget = BUDGETS.iter().position(|&budget| budget == trials).expect("one of the budgets");
     let paths = &line.paths[budget][land];
@@ -168,7 +168,7 @@ fn mean(all: &[f64]) -> f64 {
     all.iter().sum::<f64>() / all.len().max(1) as f64
 }
 
-/// Mean over landscapes and budgets of the regret at the end: what a search returns is where it ends, not how it came there.
+/// Mean over measured grids and budgets of the regret at the end: what a search returns is where it ends, not how it came there.
 fn ends(line: &Line) -> f64 {
     let lands = 0..line.whole().len();
     let all: Vec<f64> =
@@ -184,7 +184,7 @@ fn arrivals(line: &Line, land: usize) -> (usize, Option<f64>) {
     (trials.len(), (!trials.is_empty()).then(|| median(&trials)))
 }
 
-fn report(lands: &[Landscape], lines: &[Line], once: &Line, known: &[Vec<PriorMove>]) -> String {
+fn report(lands: &[MeasuredGrid], lines: &[Line], once: &Line, known: &[Vec<PriorMove>]) -> String {
     let mut out = String::new();
     grounds(&mut out, lands);
     table(&mut out, lands, lines);
@@ -196,7 +196,7 @@ fn report(lands: &[Landscape], lines: &[Line], once: &Line, known: &[Vec<PriorMo
         best.iter().map(|(end, name)| format!("{name} {:.2} %", 100.0 * end)).collect();
     let _ = writeln!(
         out,
-        "\n**Chosen: `{}`**, by the mean of the regrets of searches of 16, 32 and 64 trials on all landscapes, among those that the loop offers and that need no store: {}.\n",
+        "\n**Chosen: `{}`**, by the mean of the regrets of searches of 16, 32 and 64 trials on all measured grids, among those that the loop offers and that need no store: {}.\n",
         best[0].1,
         order.join(", ")
     );
@@ -204,8 +204,8 @@ fn report(lands: &[Landscape], lines: &[Line], once: &Line, known: &[Vec<PriorMo
     out
 }
 
-fn grounds(out: &mut String, lands: &[Landscape]) {
-    out.push_str("| landscape | card | points measured | illegal | failed | not recorded | start us | best us | neutral schedule again |\n|---|---|---|---|---|---|---|---|---|\n");
+fn grounds(out: &mut String, lands: &[MeasuredGrid]) {
+    out.push_str("| measured grid | card | points measured | illegal | failed | not recorded | start us | best us | neutral schedule again |\n|---|---|---|---|---|---|---|---|---|\n");
     for land in lands {
         let [timed, twins, failed, illegal, missing] = land.counts();
         let (_, best) = land.best().expect("some point was timed");
@@ -227,13 +227,13 @@ fn grounds(out: &mut String, lands: &[Landscape]) {
     out.push('\n');
 }
 
-fn table(out: &mut String, lands: &[Landscape], lines: &[Line]) {
+fn table(out: &mut String, lands: &[MeasuredGrid], lines: &[Line]) {
     let _ = writeln!(
         out,
         "Regret: how much slower the schedule that leads is than the best point, per cent; mean of {SEEDS} searches of 16, of 32 and of {TRIALS} trials; of the longest also the worst, how many came within {:.0} % and the median of the trials that it took those.\n",
         100.0 * NEAR
     );
-    out.push_str("| strategy | landscape | 16 | 32 | 64 | worst | near | trials |\n|---|---|---|---|---|---|---|---|\n");
+    out.push_str("| strategy | measured grid | 16 | 32 | 64 | worst | near | trials |\n|---|---|---|---|---|---|---|---|\n");
     for line in lines {
         for (index, land) in lands.iter().enumerate() {
             let [short, half, whole] =
@@ -252,7 +252,7 @@ fn table(out: &mut String, lands: &[Landscape], lines: &[Line]) {
 
 fn held_out(
     out: &mut String,
-    lands: &[Landscape],
+    lands: &[MeasuredGrid],
     lines: &[Line],
     once: &Line,
     known: &[Vec<PriorMove>],

@@ -1,4 +1,4 @@
-//! Searches on a recorded landscape: what a strategy would have done, trial by trial, by the loop's own rule of keep and revert. What a trial
+//! Searches on a recorded measured grid: what a strategy would have done, trial by trial, by the loop's own rule of keep and revert. What a trial
 //! sees is not the recorded median but the median of as many blocks drawn from the recorded ones, anew for each trial and both sides, so that
 //! searches of several seeds meet the noise of the card; what they are judged by is the recorded median.
 
@@ -9,7 +9,7 @@ use rand::seq::{IndexedRandom, SliceRandom};
 use search::strategy::{MoveStats, Question, SearchSpace, Strategy};
 use search::{TrialRecord, TrialRecords, changes, generator, median};
 
-use tests::landscape::{Found, Landscape};
+use tests::measured_grid::{Found, MeasuredGrid};
 
 /// Draws for one trial before a search counts as exhausted.
 const DRAWS_MAX: usize = 20_000;
@@ -27,7 +27,7 @@ pub(super) struct Played {
     pub(super) best_us: Vec<f64>,
     /// Proposals that broke rules.
     pub(super) rejected: u64,
-    /// Proposals that the landscape has no answer for: outside its grid, or not recorded.
+    /// Proposals that the measured grid has no answer for: outside its grid, or not recorded.
     pub(super) unknown: u64,
     /// The trials after the baseline.
     pub(super) past: TrialRecords,
@@ -57,7 +57,7 @@ type Timed<'l> = (f64, &'l [f64]);
 
 /// A search under way.
 struct Game<'l> {
-    land: &'l Landscape,
+    land: &'l MeasuredGrid,
     incumbent: ir::ScheduleConfig,
     /// The recorded median and the blocks of the schedule that leads.
     us: f64,
@@ -72,7 +72,7 @@ struct Game<'l> {
 }
 
 impl<'l> Game<'l> {
-    fn new(land: &'l Landscape, min_gain: f64, seed: u64) -> Option<Self> {
+    fn new(land: &'l MeasuredGrid, min_gain: f64, seed: u64) -> Option<Self> {
         let incumbent = *land.start();
         let Found::Timed(point, us, blocks) = land.at(&incumbent) else { return None };
         Some(Self {
@@ -174,9 +174,9 @@ fn resampled(blocks: &[f64], rng: &mut Xoshiro256PlusPlus) -> f64 {
     median(&drawn)
 }
 
-/// Plays a search of so many trials, the baseline included. `None` if the landscape does not know its own start.
+/// Plays a search of so many trials, the baseline included. `None` if the measured grid does not know its own start.
 pub(super) fn play(
-    land: &Landscape,
+    land: &MeasuredGrid,
     strategy: &dyn Strategy,
     trials: u64,
     min_gain: f64,
@@ -194,9 +194,9 @@ pub(super) fn play(
 }
 
 /// Plays a search by successive halving on measuring: the strategy fills a bracket of candidates, each is measured for one block, the better
-/// half for one more, and so on; the last one is judged. As many blocks are one trial as the landscape has of a point.
+/// half for one more, and so on; the last one is judged. As many blocks are one trial as the measured grid has of a point.
 pub(super) fn play_halving(
-    land: &Landscape,
+    land: &MeasuredGrid,
     strategy: &dyn Strategy,
     trials: u64,
     min_gain: f64,
@@ -224,8 +224,8 @@ pub(super) fn play_halving(
     Some(game.played)
 }
 
-/// What strategies draw from on a landscape, with the sweep that a search of so many trials has.
-pub(super) fn search_space(land: &Landscape, seed: u64, trials: u64) -> SearchSpace {
+/// What strategies draw from on a measured grid, with the sweep that a search of so many trials has.
+pub(super) fn search_space(land: &MeasuredGrid, seed: u64, trials: u64) -> SearchSpace {
     let sweep = search::Budget::Trials(trials).explore();
     SearchSpace { space: land.space().axes().to_vec(), seed, sweep }
 }

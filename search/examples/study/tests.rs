@@ -1,23 +1,23 @@
-//! Played searches on a small landscape whose best point is known.
+//! Played searches on a small measured grid whose best point is known.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
 use ir::ScheduleConfig;
-use search::landscape::Grid;
+use search::measured_grid::Grid;
 use search::strategy::{MoveStats, PriorMove, StrategyName, rank, strategy};
-use tests::landscape::{BadLandscape, Found, Landscape, point_of};
+use tests::measured_grid::{BadMeasuredGrid, Found, MeasuredGrid, point_of};
 
 use super::play::{play, play_halving, search_space};
 
-/// A landscape in which flag-in-data hand-offs, rows of 8 and no sleep are good, two stages are illegal, and one point failed.
-fn landscape(latency: &str) -> Result<Landscape, BadLandscape> {
+/// A measured grid in which flag-in-data hand-offs, rows of 8 and no sleep are good, two stages are illegal, and one point failed.
+fn measured_grid(latency: &str) -> Result<MeasuredGrid, BadMeasuredGrid> {
     let axes = r#"{"sync.qkv": ["counter", "flag_in_data"], "sync.down": ["counter", "flag_in_data"], "tiling.qkv.rows": [8, 16, 32],
         "tiling.down.rows": [8, 16], "kernel.poll_sleep_ns": [0, 20], "pipeline.stages": [2, 8], "sm_assignment": ["round_robin", "carry"]}"#
         .replace('\n', "");
     let grid = format!(r#"{{"schema": "amk.grid.v1", "base": {{}}, "axes": {axes}}}"#);
     let mut text = format!(
-        r#"{{"schema": "amk.landscape.v1", "latency_kind": "measured-gpu", "model": "m", "graph_id": "g", "target": "h200", "conditions": null, "kv_capacity": 1, "context": 128, "timed_tokens": 8, "rounds": 2, "seed": 0, "bandwidth": null, "grid": {grid}, "shard": [0, 1]}}"#
+        r#"{{"schema": "amk.measured_grid.v1", "latency_kind": "measured-gpu", "model": "m", "graph_id": "g", "target": "h200", "conditions": null, "kv_capacity": 1, "context": 128, "timed_tokens": 8, "rounds": 2, "seed": 0, "bandwidth": null, "grid": {grid}, "shard": [0, 1]}}"#
     );
     text.push('\n');
     let neutral = ScheduleConfig::default();
@@ -40,12 +40,12 @@ fn landscape(latency: &str) -> Result<Landscape, BadLandscape> {
         };
         writeln!(text, r#"{{"point": {point}, {answer}}}"#).unwrap();
     }
-    Landscape::read(&text, &neutral)
+    MeasuredGrid::read(&text, &neutral)
 }
 
 #[test]
 fn what_was_recorded_is_read_back_and_kinds_do_not_mix() {
-    let land = landscape("measured").unwrap();
+    let land = measured_grid("measured").unwrap();
     let (best, us) = land.best().unwrap();
     assert!((us - 105.0).abs() < 1e-9, "the neutral number of stages counts as bad: {us}");
     assert_eq!(land.at(&best), Found::Timed(point_of(land.space(), &best).unwrap(), us, &[us, us]));
@@ -54,12 +54,12 @@ fn what_was_recorded_is_read_back_and_kinds_do_not_mix() {
     assert_eq!(land.at(&outside), Found::Outside);
     assert_eq!(land.counts().iter().sum::<usize>(), land.space().points() as usize);
     assert_eq!(land.counts()[2..], [1, 96, 0]);
-    assert!(landscape("predicted").is_err());
+    assert!(measured_grid("predicted").is_err());
 }
 
 #[test]
 fn played_searches_are_deterministic_and_find_the_best_point() {
-    let land = landscape("measured").unwrap();
+    let land = measured_grid("measured").unwrap();
     let (_, best) = land.best().unwrap();
     for name in StrategyName::ALL {
         let run = |seed| {
@@ -85,7 +85,7 @@ fn played_searches_are_deterministic_and_find_the_best_point() {
 
 #[test]
 fn what_one_search_learned_saves_the_next_one_trials() {
-    let land = landscape("measured").unwrap();
+    let land = measured_grid("measured").unwrap();
     let hill_climb = strategy(StrategyName::HillClimb, search_space(&land, 1, 64), Vec::new());
     let first = play(&land, &*hill_climb, 64, 0.01, 1).unwrap();
     let known = rank(first.seen());
@@ -97,15 +97,15 @@ fn what_one_search_learned_saves_the_next_one_trials() {
     assert!(first.best_us[4] > best, "the first search had to look for it");
 }
 
-/// The landscapes that were measured.
-fn measured() -> Vec<Landscape> {
-    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/landscapes");
+/// The measured grids that were measured.
+fn measured() -> Vec<MeasuredGrid> {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/grids");
     let read = |name: &str| {
         let graph = model::preset(name).unwrap().graph;
         let target = ir::Target::by_name("h200").unwrap();
         let neutral = ir::schedule::neutral_config(&graph, &target);
         let text = std::fs::read_to_string(folder.join(format!("h200-{name}-128.jsonl"))).unwrap();
-        let land = Landscape::read(&text, &neutral).unwrap();
+        let land = MeasuredGrid::read(&text, &neutral).unwrap();
         let grid = std::fs::read_to_string(folder.join(format!("{name}.grid.json"))).unwrap();
         assert_eq!(land.terms.grid, serde_json::from_str(&grid).unwrap());
         for point in 0..land.space().points() {
@@ -120,7 +120,7 @@ fn measured() -> Vec<Landscape> {
 }
 
 /// Mean regret of some seeds after so many trials.
-fn regret(land: &Landscape, name: StrategyName, known: &[PriorMove], trials: u64) -> f64 {
+fn regret(land: &MeasuredGrid, name: StrategyName, known: &[PriorMove], trials: u64) -> f64 {
     let (_, best) = land.best().unwrap();
     let one = |seed| {
         let strategy = strategy(name, search_space(land, seed, trials), known.to_vec());
@@ -142,7 +142,7 @@ fn the_default_leads_where_it_was_measured_and_a_full_store_saves_three_trials_o
         assert!(ends(name) > default, "{}", name.name());
     }
     // As in docs/explanation/search.md: five searches of each model.
-    let found = |land: &Landscape| -> Vec<MoveStats> {
+    let found = |land: &MeasuredGrid| -> Vec<MoveStats> {
         let one = |seed| {
             let hill_climb =
                 strategy(StrategyName::HillClimb, search_space(land, seed, 64), Vec::new());

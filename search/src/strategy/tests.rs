@@ -1,4 +1,4 @@
-//! Strategies on a landscape made of a formula: deterministic, within the space, and better than chance where they should be.
+//! Strategies on a measured grid made of a formula: deterministic, within the space, and better than chance where they should be.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-//! The points of a landscape: every combination of some values of some knobs.
+//! The points of a measured grid: every combination of some values of some knobs.
 
 use std::collections::BTreeMap;
 

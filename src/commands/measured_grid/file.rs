@@ -1,9 +1,9 @@
-//! The file of a landscape while it is written: terms first, then rows, each out of this process's hands before the next one is begun.
+//! The file of a measured grid while it is written: terms first, then rows, each out of this process's hands before the next one is begun.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use search::landscape::{Answer, Row, Terms};
+use search::measured_grid::{Answer, Row, Terms};
 
 use crate::failure::Failure;
 use crate::files::Rows;
@@ -52,7 +52,7 @@ impl Recording {
             )))
         };
         let Ok(then) = serde_json::from_str::<Terms>(line) else {
-            return refuse("its first line is not the terms of a landscape".to_owned());
+            return refuse("its first line is not the terms of a measured grid".to_owned());
         };
         if let (Some(then), Some(now)) = (&then.conditions, &now.conditions)
             && let Some(difference) = then.differs(now)

@@ -1,4 +1,4 @@
-//! A point of a landscape on a device: agreement first, as everywhere, then a few blocks. What makes it cheap is the context, which is filled
+//! A point of a measured grid on a device: agreement first, as everywhere, then a few blocks. What makes it cheap is the context, which is filled
 //! once: each program goes on with the sequence that the one before it left.
 
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! `amk landscape record`: points are lowered and run on the reference VM by as many threads as there are cores, and the device never
+//! `amk grid record`: points are lowered and run on the reference VM by as many threads as there are cores, and the device never
 //! waits for one of them if it can help it. Points of one kernel follow each other.
 
 use std::collections::BTreeMap;
@@ -11,7 +11,7 @@ use rand::SeedableRng;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::SliceRandom;
 use reference_vm::compare::{Agreement, Reference};
-use search::landscape::{Answer, Grid, LANDSCAPE_SCHEMA, Probe, Space, Terms, prepare};
+use search::measured_grid::{Answer, Grid, LANDSCAPE_SCHEMA, Probe, Space, Terms, prepare};
 use search::{Candidate, Device, DeviceInfo, Gate, LatencyKind, POSITIONS_MAX};
 use serde_json::json;
 
@@ -290,7 +290,7 @@ impl Session<'_> {
             self.fresh
         ));
         report::document(&json!({
-            "schema": "amk.landscape_record.v1",
+            "schema": "amk.grid_record.v1",
             "model": terms.model,
             "target": terms.target,
             "latency_kind": terms.latency_kind,

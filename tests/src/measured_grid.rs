@@ -1,22 +1,22 @@
-//! A recorded landscape, read back.
+//! A recorded measured grid, read back.
 
 use std::collections::BTreeMap;
 
 use ir::schedule::ScheduleConfig;
 use search::LatencyKind;
-use search::landscape::{Answer, LANDSCAPE_SCHEMA, Row, Space, Terms};
+use search::measured_grid::{Answer, LANDSCAPE_SCHEMA, Row, Space, Terms};
 
-/// A file that is no landscape, or not one.
+/// A file that is no measured grid, or not one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {what}")]
-pub struct BadLandscape {
+pub struct BadMeasuredGrid {
     /// The line, from one.
     pub line: usize,
     /// What is wrong.
     pub what: String,
 }
 
-/// What a landscape says of a schedule.
+/// What a measured grid says of a schedule.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Found<'l> {
     /// It is not a point of the grid.
@@ -33,7 +33,7 @@ pub enum Found<'l> {
 
 /// All answers of a grid.
 #[derive(Clone, Debug)]
-pub struct Landscape {
+pub struct MeasuredGrid {
     /// The terms of its file.
     pub terms: Terms,
     space: Space,
@@ -43,15 +43,15 @@ pub struct Landscape {
     pub again_us: Vec<f64>,
 }
 
-impl Landscape {
+impl MeasuredGrid {
     /// Reads the text of a file. `neutral` is the neutral schedule of its model. A last line without an end is left out: a kill cut it off.
     ///
     /// # Errors
     /// The first line that does not fit.
-    pub fn read(text: &str, neutral: &ScheduleConfig) -> Result<Self, BadLandscape> {
+    pub fn read(text: &str, neutral: &ScheduleConfig) -> Result<Self, BadMeasuredGrid> {
         let whole = text.rfind('\n').map_or("", |end| &text[..=end]);
         let mut lines = whole.lines().enumerate().map(|(number, line)| (number + 1, line));
-        let bad = |line: usize, what: String| BadLandscape { line, what };
+        let bad = |line: usize, what: String| BadMeasuredGrid { line, what };
         let (_, first) = lines.next().ok_or_else(|| bad(1, "there is none".to_owned()))?;
         let terms: Terms = serde_json::from_str(first).map_err(|e| bad(1, e.to_string()))?;
         if terms.schema != LANDSCAPE_SCHEMA {
@@ -178,7 +178,7 @@ pub fn start_of(space: &Space, neutral: &ScheduleConfig) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
-    use search::landscape::{GRID_SCHEMA, Grid};
+    use search::measured_grid::{GRID_SCHEMA, Grid};
 
     use super::*;
 

@@ -1,4 +1,4 @@
-//! A landscape: every point of a grid of schedules with its answer, so that strategies can be compared with no device. Whatever a strategy
+//! A measured grid: every point of a grid of schedules with its answer, so that strategies can be compared with no device. Whatever a strategy
 //! proposes within the grid was recorded; nothing is interpolated, and nothing is taken for its neighbour.
 
 use std::collections::BTreeSet;
@@ -15,8 +15,8 @@ mod probe;
 pub use grid::{BadGrid, GRID_SCHEMA, Grid, Space};
 pub use probe::{Probe, prepare};
 
-/// Schema of a landscape's file: a line with the terms ([`Terms`]), then a line for each point ([`Row`]).
-pub const LANDSCAPE_SCHEMA: &str = "amk.landscape.v1";
+/// Schema of a measured grid's file: a line with the terms ([`Terms`]), then a line for each point ([`Row`]).
+pub const LANDSCAPE_SCHEMA: &str = "amk.measured_grid.v1";
 
 /// Under which terms the rows that follow were recorded.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

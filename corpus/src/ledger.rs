@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::error::{At, CorpusError};
 use crate::files;
-use crate::head::{self, Head, Mark};
+use crate::tip::{self, Tip, TipRecord};
 
 /// The schema id that the first record of every ledger carries in `schema`.
 pub const LEDGER_SCHEMA: &str = "amk.ledger.v2";
@@ -32,7 +32,7 @@ const BYTES_MAX: u64 = 2 << 30;
 #[derive(Debug)]
 pub struct Ledger {
     file: File,
-    head: Head,
+    head: Tip,
     path: PathBuf,
     seq: u64,
     prev: String,
@@ -57,10 +57,10 @@ impl Held {
         if contents.torn {
             cut(&file, &path, contents.bytes)?;
         }
-        let mut head = Head::open(&path)?;
+        let mut head = Tip::open(&path)?;
         let (rows, bytes) = (contents.hashes.len() as u64, contents.bytes);
         let prev = contents.hashes.last().cloned().unwrap_or_default();
-        head.write(&Mark { rows, hash: prev.clone() })?;
+        head.write(&TipRecord { rows, hash: prev.clone() })?;
         Ok((Ledger { file, head, path, seq: rows, prev, bytes }, contents))
     }
 }
@@ -175,7 +175,7 @@ impl Ledger {
             return Err(CorpusError::Exists(path.to_path_buf()));
         }
         cut(&file, path, 0)?;
-        let head = Head::open(path)?;
+        let head = Tip::open(path)?;
         let path_buf = path.to_path_buf();
         let mut ledger = Self { file, head, path: path_buf, seq: 0, prev: genesis(), bytes: 0 };
         let mut header = header.clone();
@@ -226,7 +226,7 @@ impl Ledger {
         self.bytes += line.len() as u64;
         self.seq += 1;
         self.prev.clone_from(&link.hash);
-        self.head.write(&Mark { rows: self.seq, hash: link.hash.clone() })?;
+        self.head.write(&TipRecord { rows: self.seq, hash: link.hash.clone() })?;
         Ok(link)
     }
 
@@ -235,7 +235,7 @@ impl Ledger {
     /// # Errors
     /// If the disk refuses.
     pub fn remove(self) -> Result<(), CorpusError> {
-        for path in [self.path.clone(), head::path_of(&self.path)] {
+        for path in [self.path.clone(), tip::path_of(&self.path)] {
             std::fs::remove_file(&path).at("remove", &path)?;
         }
         Ok(())
@@ -297,7 +297,7 @@ fn body(seq: u64, prev: &str, record: &str) -> String {
 
 fn read_open(file: &File, path: &Path) -> Result<Contents, CorpusError> {
     // First, so that rows which another process adds meanwhile are not missed.
-    let mark = head::read(path)?;
+    let mark = tip::read(path)?;
     let mut reader = file;
     let bytes = reader
         .seek(SeekFrom::Start(0))
@@ -343,8 +343,8 @@ fn read_open(file: &File, path: &Path) -> Result<Contents, CorpusError> {
 }
 
 /// Whether the rows go as far as the head says.
-fn reaches(hashes: &[String], mark: Option<Mark>, path: &Path) -> Result<(), String> {
-    let head = head::path_of(path);
+fn reaches(hashes: &[String], mark: Option<TipRecord>, path: &Path) -> Result<(), String> {
+    let head = tip::path_of(path);
     let head = head.file_name().unwrap_or_default().to_string_lossy();
     let rows = hashes.len();
     let Some(mark) = mark else {

@@ -58,29 +58,29 @@ fn a_head_that_is_edited_or_gone_is_found() {
     ];
     for (word, edit) in edits {
         let (_folder, path) = filled(4);
-        let head = std::fs::read_to_string(head::path_of(&path)).unwrap();
-        std::fs::write(head::path_of(&path), edit(&head)).unwrap();
+        let head = std::fs::read_to_string(tip::path_of(&path)).unwrap();
+        std::fs::write(tip::path_of(&path), edit(&head)).unwrap();
         let error = read(&path).unwrap_err();
         assert!(error.is_integrity() && error.to_string().contains(word), "{word}: {error}");
     }
     let (_folder, path) = filled(4);
-    std::fs::remove_file(head::path_of(&path)).unwrap();
+    std::fs::remove_file(tip::path_of(&path)).unwrap();
     assert!(read(&path).unwrap_err().to_string().contains("ledger.head is missing"));
 }
 
 #[test]
 fn a_head_that_is_behind_is_caught_up() {
     let (_folder, path) = filled(4);
-    let now = std::fs::read_to_string(head::path_of(&path)).unwrap();
+    let now = std::fs::read_to_string(tip::path_of(&path)).unwrap();
     assert_eq!(now, head_after(&path, 5));
     // A process that died between the row and the head.
-    std::fs::write(head::path_of(&path), head_after(&path, 4)).unwrap();
+    std::fs::write(tip::path_of(&path), head_after(&path, 4)).unwrap();
     assert_eq!(read(&path).unwrap().records.len(), 4);
     drop(Ledger::resume(&path).unwrap());
-    assert_eq!(std::fs::read_to_string(head::path_of(&path)).unwrap(), now);
+    assert_eq!(std::fs::read_to_string(tip::path_of(&path)).unwrap(), now);
     // Or between the header and its head.
     let (_folder, path) = filled(0);
-    std::fs::write(head::path_of(&path), "").unwrap();
+    std::fs::write(tip::path_of(&path), "").unwrap();
     assert_eq!(read(&path).unwrap().records.len(), 0);
 }
 
@@ -119,7 +119,7 @@ fn a_torn_row_is_ignored_and_cut_off_wherever_it_tore() {
     let mark = head_after(&path, 3);
     for end in last + 1..whole.len() {
         std::fs::write(&path, &whole[..end]).unwrap();
-        std::fs::write(head::path_of(&path), &mark).unwrap();
+        std::fs::write(tip::path_of(&path), &mark).unwrap();
         assert!(read(&path).unwrap().torn);
         let (mut ledger, contents) = Ledger::resume(&path).unwrap();
         assert_eq!(contents.records.len(), 2, "torn at {end}");
@@ -188,7 +188,7 @@ fn an_older_version_says_so() {
 fn a_full_disk_is_one_line_with_a_remedy() {
     let file = OpenOptions::new().write(true).open("/dev/full").unwrap();
     let folder = tempfile::tempdir().unwrap();
-    let head = Head::open(&folder.path().join("ledger.jsonl")).unwrap();
+    let head = Tip::open(&folder.path().join("ledger.jsonl")).unwrap();
     let path = "/dev/full".into();
     let mut ledger = Ledger { file, head, path, seq: 0, prev: genesis(), bytes: 0 };
     let error = ledger.append(&json!({})).unwrap_err().to_string();

@@ -15,13 +15,13 @@
 mod conditions;
 mod error;
 pub mod files;
-mod head;
 mod ledger;
 pub mod manifest;
 mod results;
 mod schedules;
 mod seal;
 pub mod store;
+mod tip;
 
 pub use conditions::Conditions;
 pub use error::CorpusError;

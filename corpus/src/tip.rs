@@ -19,7 +19,7 @@ const BYTES_MAX: u64 = 256;
 /// What a head says.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Mark {
+pub(crate) struct TipRecord {
     /// Rows of the ledger, the header among them.
     pub(crate) rows: u64,
     /// The last one's hash.
@@ -28,7 +28,7 @@ pub(crate) struct Mark {
 
 /// A head that is open for writing.
 #[derive(Debug)]
-pub(crate) struct Head {
+pub(crate) struct Tip {
     file: File,
     path: PathBuf,
 }
@@ -38,7 +38,7 @@ pub(crate) fn path_of(ledger: &Path) -> PathBuf {
     ledger.with_extension("head")
 }
 
-impl Head {
+impl Tip {
     /// Opens the head of a ledger, or makes one.
     pub(crate) fn open(ledger: &Path) -> Result<Self, CorpusError> {
         let path = path_of(ledger);
@@ -47,7 +47,7 @@ impl Head {
     }
 
     /// Says how far the ledger goes now.
-    pub(crate) fn write(&mut self, mark: &Mark) -> Result<(), CorpusError> {
+    pub(crate) fn write(&mut self, mark: &TipRecord) -> Result<(), CorpusError> {
         // Of one length whatever it says, so that nothing of an older text is left behind it.
         let text = format!("{{\"rows\":{:20},\"hash\":\"{}\"}}\n", mark.rows, mark.hash);
         let written =
@@ -57,7 +57,7 @@ impl Head {
 }
 
 /// The head of a ledger, if there is one.
-pub(crate) fn read(ledger: &Path) -> Result<Option<Mark>, CorpusError> {
+pub(crate) fn read(ledger: &Path) -> Result<Option<TipRecord>, CorpusError> {
     let path = path_of(ledger);
     let text = match files::open_own(&path).and_then(|file| files::read_whole(&file, BYTES_MAX)) {
         Ok(text) => text,
@@ -68,7 +68,7 @@ pub(crate) fn read(ledger: &Path) -> Result<Option<Mark>, CorpusError> {
         // A process died before it wrote the first one.
         return Ok(None);
     }
-    let mark: Result<Mark, _> = serde_json::from_slice(&text);
+    let mark: Result<TipRecord, _> = serde_json::from_slice(&text);
     mark.map(Some).map_err(|_| CorpusError::Tampered {
         path,
         line: 1,

@@ -99,7 +99,7 @@ impl Format {
                         out[left.len()..].fill(0);
                     }
                 }
-                self.exchange_quads(out);
+                self.exchange_vec4s(out);
             }
         }
     }
@@ -110,13 +110,13 @@ impl Format {
         for unit in tile.chunks_exact(UNIT) {
             let first = out.len();
             out.extend_from_slice(&unit[row * ROW..][..ROW]);
-            self.exchange_quads(&mut out[first..]);
+            self.exchange_vec4s(&mut out[first..]);
         }
     }
 
     /// Puts the columns of a row of a unit where the kernel wants them, or back: of 16 columns of 16 bits, the second and the third group of
     /// four change places. Two threads that multiply neighbouring 16 bytes then ask for whole sectors of the vector. Elements of 32 bits stay.
-    fn exchange_quads(self, row: &mut [u8]) {
+    fn exchange_vec4s(self, row: &mut [u8]) {
         if self.bits() == 16 {
             for half in row.chunks_exact_mut(32) {
                 let (front, back) = half.split_at_mut(16);
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn quads_of_16_bits_change_places() {
+    fn vec4s_of_16_bits_change_places() {
         let row: Vec<u8> = (0..32_u16).flat_map(u16::to_le_bytes).collect();
         let mut tile = [0; UNIT];
         Format::Bf16.pack(&std::array::from_fn(|_| &row[..]), &mut tile);

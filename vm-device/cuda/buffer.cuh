@@ -8,11 +8,11 @@ constexpr uint32_t ELEMENT_BYTES = 2;
 #endif
 constexpr uint32_t UNIT_COLS = AMK_UNIT_ROW_BYTES / ELEMENT_BYTES; // 16 or 32
 constexpr uint32_t X_BYTES = UNIT_COLS * 4;                        // staged bytes of a unit's columns, in either form
-constexpr uint32_t UNIT_QUADS = UNIT_COLS / 4;                     // groups of 4 elements of a unit's columns
+constexpr uint32_t UNIT_VEC4S = UNIT_COLS / 4;                     // groups of 4 elements of a unit's columns
 
 // Where a column lies in its row of a unit, and back. Of 16 columns of 16 bits, the second and the third group of four change places. So the
 // 16 bytes of one thread go with elements 0..4 and 8..12 of 16, and those of its neighbour with the others: two threads that ask for f32 of
-// the vector get whole sectors of 32 bytes at each question (matvec_batch.cuh). ir::program::exchange_quads is the same.
+// the vector get whole sectors of 32 bytes at each question (matvec_batch.cuh). ir::program::exchange_vec4s is the same.
 __device__ __forceinline__ constexpr uint32_t unit_column(uint32_t column) {
   return AMK_DTYPE == AMK_DTYPE_F32 ? column % UNIT_COLS : (column % UNIT_COLS & ~12u) | (column & 4) << 1 | (column & 8) >> 1;
 }
@@ -75,16 +75,16 @@ __device__ __forceinline__ void input_write(Words const& s, uint32_t i, float v)
 #endif
 }
 
-__device__ __forceinline__ float4 quad_value(Words const& s, uint4 v) {
+__device__ __forceinline__ float4 vec4_value(Words const& s, uint4 v) {
   return make_float4(word_value(s, v.x), word_value(s, v.y), word_value(s, v.z), word_value(s, v.w));
 }
-__device__ __forceinline__ bool quad_here(Words const& s, uint4 const& v) {
+__device__ __forceinline__ bool vec4_here(Words const& s, uint4 const& v) {
   return (((v.x ^ s.tag) | (v.y ^ s.tag) | (v.z ^ s.tag) | (v.w ^ s.tag)) & s.mask) == 0;
 }
 
 // Groups of 4 words of a buffer, asked for together and again until all are here; `at[i]` is the first word of group i, and those not
 // `wanted` are zero.
-template <uint32_t N> __device__ __forceinline__ void quads_wait(Worker const& w, Words const& s, uint32_t const (&at)[N], bool const (&wanted)[N], uint4 (&out)[N]) {
+template <uint32_t N> __device__ __forceinline__ void vec4s_wait(Worker const& w, Words const& s, uint32_t const (&at)[N], bool const (&wanted)[N], uint4 (&out)[N]) {
   bool missing[N];
 #pragma unroll
   for (uint32_t i = 0; i < N; ++i) {
@@ -102,7 +102,7 @@ template <uint32_t N> __device__ __forceinline__ void quads_wait(Worker const& w
     }
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
-      missing[i] = missing[i] && !quad_here(s, out[i]);
+      missing[i] = missing[i] && !vec4_here(s, out[i]);
       any |= missing[i];
     }
     if (!any || is_dead(w.shared)) {

@@ -67,11 +67,11 @@ template <bool WHOLE, uint32_t N, typename At> __device__ __forceinline__ void b
     uint32_t missing = 0;
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
-      missing |= quad_here(s, out[i]) ? 0 : 1u << i;
+      missing |= vec4_here(s, out[i]) ? 0 : 1u << i;
     }
     uint32_t const* one = s.at + at(missing != 0 ? 31 - __clz(missing) : 0);
     for (uint32_t spin = 1;; ++spin) {
-      bool const here = missing == 0 || quad_here(s, load_u32x4(one));
+      bool const here = missing == 0 || vec4_here(s, load_u32x4(one));
       if (__all_sync(~0u, here) || __any_sync(~0u, is_dead(w.shared))) {
         break;
       }
@@ -90,7 +90,7 @@ template <bool WHOLE, uint32_t N, typename At> __device__ __forceinline__ void b
 }
 
 // Four elements as high halves, two words, and low halves.
-__device__ __forceinline__ uint4 quad_halves(float4 v) {
+__device__ __forceinline__ uint4 vec4_halves(float4 v) {
   uint32_t const h0 = element_pair(v.x, v.y), h1 = element_pair(v.z, v.w);
   float2 const b0 = pair_values(h0), b1 = pair_values(h1);
   return make_uint4(h0, h1, element_pair(v.x - b0.x, v.y - b0.y), element_pair(v.z - b1.x, v.w - b1.y));
@@ -105,7 +105,7 @@ __device__ __forceinline__ uint32_t operand_element(Worker const& w, uint32_t un
 static_assert(unit_column(4) == SECOND && AMK_HEAD_DIM % 16 == 0, "both groups belong to one head");
 
 // The same of words that are halves already (input_write).
-__device__ __forceinline__ uint4 quad_split(Words const& s, uint4 v) {
+__device__ __forceinline__ uint4 vec4_split(Words const& s, uint4 v) {
   uint32_t const bare = ~(s.mask | s.mask << 16);
   return make_uint4(__byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x7632), __byte_perm(v.x, v.y, 0x5410) & bare, __byte_perm(v.z, v.w, 0x5410) & bare);
 }
@@ -115,9 +115,9 @@ __device__ __forceinline__ void operand_of(uint4 first, uint4 second, uint4 (&ha
   half[1] = make_uint4(second.x, second.z, second.y, second.w);
 }
 
-__device__ __forceinline__ void quad_square(float4 v, float4& sum) { sum = make_float4(fmaf(v.x, v.x, sum.x), fmaf(v.y, v.y, sum.y), fmaf(v.z, v.z, sum.z), fmaf(v.w, v.w, sum.w)); }
-__device__ __forceinline__ float quad_sum(float4 v) { return (v.x + v.y) + (v.z + v.w); }
-__device__ __forceinline__ float4 quad_times(float4 v, float4 n) { return make_float4(v.x * n.x, v.y * n.y, v.z * n.z, v.w * n.w); }
+__device__ __forceinline__ void vec4_square(float4 v, float4& sum) { sum = make_float4(fmaf(v.x, v.x, sum.x), fmaf(v.y, v.y, sum.y), fmaf(v.z, v.z, sum.z), fmaf(v.w, v.w, sum.w)); }
+__device__ __forceinline__ float vec4_sum(float4 v) { return (v.x + v.y) + (v.z + v.w); }
+__device__ __forceinline__ float4 vec4_times(float4 v, float4 n) { return make_float4(v.x * n.x, v.y * n.y, v.z * n.z, v.w * n.w); }
 
 // From a unit of a warp to its next: elements, and words where each head has SKIP words in front.
 constexpr uint32_t STEP_ELEMENTS = AMK_WARPS * UNIT_COLS;
@@ -137,21 +137,21 @@ __device__ __forceinline__ float batch_stage_words(Worker const& w, Words const&
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; ++j) {
     if (FORM == Form::SPLIT) {
-      operand_of(quad_split(words, v[2 * j]), quad_split(words, v[2 * j + 1]), x.half[j]);
+      operand_of(vec4_split(words, v[2 * j]), vec4_split(words, v[2 * j + 1]), x.half[j]);
       continue;
     }
-    float4 a = quad_value(words, v[2 * j]), b = quad_value(words, v[2 * j + 1]);
+    float4 a = vec4_value(words, v[2 * j]), b = vec4_value(words, v[2 * j + 1]);
     if (FORM == Form::NORMED) {
-      quad_square(a, square);
-      quad_square(b, square);
+      vec4_square(a, square);
+      vec4_square(b, square);
       // What is not wanted is zero, and so is its product with the first of the norm's weights.
       float const* n = norm + (WHOLE || (wanted >> 2 * j & 1) != 0 ? first + j * STEP_ELEMENTS : 0);
       float const* m = norm + (WHOLE || (wanted >> (2 * j + 1) & 1) != 0 ? first + j * STEP_ELEMENTS + SECOND : 0);
-      a = quad_times(a, load_constant(n)), b = quad_times(b, load_constant(m));
+      a = vec4_times(a, load_constant(n)), b = vec4_times(b, load_constant(m));
     }
-    operand_of(quad_halves(a), quad_halves(b), x.half[j]);
+    operand_of(vec4_halves(a), vec4_halves(b), x.half[j]);
   }
-  return quad_sum(square);
+  return vec4_sum(square);
 }
 
 // Units `unit0`.. of the sequences' vectors, of which `mine` are this warp's.
@@ -185,13 +185,13 @@ __device__ __forceinline__ float batch_stage_embedding(Worker const& w, Resolved
       v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
       if (j < mine && e < p.k_len) {
         v[i] = embedding_read4(w, in, e);
-        quad_square(v[i], square);
-        v[i] = norm != nullptr ? quad_times(v[i], load_constant(norm + e)) : v[i];
+        vec4_square(v[i], square);
+        v[i] = norm != nullptr ? vec4_times(v[i], load_constant(norm + e)) : v[i];
       }
     }
-    operand_of(quad_halves(v[0]), quad_halves(v[1]), x.half[j]);
+    operand_of(vec4_halves(v[0]), vec4_halves(v[1]), x.half[j]);
   }
-  return quad_sum(square);
+  return vec4_sum(square);
 }
 
 // The same of the attention's result, merged from `active` splits, which is 1 or more and another number in every sequence; `most` of any.
@@ -233,15 +233,15 @@ __device__ __forceinline__ void batch_stage_merged(Worker const& w, Words const&
         float4& second = b[i / SPLITS];
         float const m = word_value(words, v[3 * i].x), l = active == 1 ? 1.f : word_value(words, v[3 * i].y); // of one split, the partials are the result
         Merged other = Merged{to.m, to.l, second};
-        merged_add(other, m, l, quad_value(words, v[3 * i + 2]));
-        merged_add(to, m, l, quad_value(words, v[3 * i + 1]));
+        merged_add(other, m, l, vec4_value(words, v[3 * i + 2]));
+        merged_add(to, m, l, vec4_value(words, v[3 * i + 1]));
         second = other.v;
       }
     }
 #pragma unroll
     for (uint32_t j = 0; j < ONCE; ++j) {
       bool const some = a[j].l > 0.f;
-      operand_of(quad_halves(some ? merged_value(a[j]) : none), quad_halves(some ? merged_value(Merged{a[j].m, a[j].l, b[j]}) : none), x.half[j0 + j]);
+      operand_of(vec4_halves(some ? merged_value(a[j]) : none), vec4_halves(some ? merged_value(Merged{a[j].m, a[j].l, b[j]}) : none), x.half[j0 + j]);
     }
   }
 }

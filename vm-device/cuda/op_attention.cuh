@@ -187,12 +187,12 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
   uint32_t const lane = w.thread % 32, part = lane % HEAD_LANES;
   Words const in = buffer_words(w, st.buffer[0]);
   uint4 v[N];
-  quads_wait(w, in, asked.at, asked.wanted, v);
+  vec4s_wait(w, in, asked.at, asked.wanted, v);
   __syncwarp();
 #pragma unroll
   for (uint32_t i = 0; i < TURNS; ++i) {
     uint32_t const row = i * HEADS_ONCE + lane / HEAD_LANES;
-    float4 const a = quad_value(in, v[2 * i]), b = quad_value(in, v[2 * i + 1]);
+    float4 const a = vec4_value(in, v[2 * i]), b = vec4_value(in, v[2 * i + 1]);
     float x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
     shape_head(x, y, asked.shapes, i, p.eps);
     if (row < GROUP_BUF) {
@@ -206,7 +206,7 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
     }
   }
   if (asked.wanted[N - 1]) {
-    float4 const f = quad_value(in, v[N - 1]);
+    float4 const f = vec4_value(in, v[N - 1]);
     ((uint2*)fresh_value(w))[lane] = make_uint2(cache_pair(f.x, f.y), cache_pair(f.z, f.w));
   }
   __syncwarp();

@@ -42,11 +42,11 @@ __device__ __forceinline__ float4 merge_wait(Worker const& w, Words const& s, ui
       at[2 * j + 1] = word + PARTIAL_HEAD + e % AMK_HEAD_DIM;
       wanted[2 * j] = wanted[2 * j + 1] = e != AMK_NONE && split + j < active;
     }
-    quads_wait(w, s, at, wanted, v);
+    vec4s_wait(w, s, at, wanted, v);
 #pragma unroll
     for (uint32_t j = 0; j < SPLITS; ++j) {
       if (wanted[2 * j]) {
-        merged_add(a, word_value(s, v[2 * j].x), word_value(s, v[2 * j].y), quad_value(s, v[2 * j + 1]));
+        merged_add(a, word_value(s, v[2 * j].x), word_value(s, v[2 * j].y), vec4_value(s, v[2 * j + 1]));
       }
     }
   }
@@ -55,8 +55,8 @@ __device__ __forceinline__ float4 merge_wait(Worker const& w, Words const& s, ui
 
 // Threads share a head: each takes 4 elements of every so-many-th split, then their sums meet in shared memory.
 __device__ __forceinline__ void merge_heads(Worker const& w, StagedTask const& st, amk_attention_merge_params const& p) {
-  constexpr uint32_t QUADS = AMK_HEAD_DIM / 4, SHARES = CONSUMERS / QUADS;
-  uint32_t const t = threadIdx.x, quad = t % QUADS, share = t / QUADS;
+  constexpr uint32_t VEC4S = AMK_HEAD_DIM / 4, SHARES = CONSUMERS / VEC4S;
+  uint32_t const t = threadIdx.x, vec4 = t % VEC4S, share = t / VEC4S;
   Words const in = buffer_words(w, st.buffer[0]), out = buffer_words(w, st.buffer[AMK_READS_MAX]);
   uint32_t const active = active_splits(attended(seq_position(w), p.window), p.kv_block, p.splits);
   Merged* sums = (Merged*)w.x;
@@ -68,23 +68,23 @@ __device__ __forceinline__ void merge_heads(Worker const& w, StagedTask const& s
 #pragma unroll 1
     for (uint32_t split = 0; split < active; split += SHARES) {
       uint32_t const word = partial_word(split + share, p.heads_total, head);
-      uint32_t const at[2] = {word, word + PARTIAL_HEAD + quad * 4};
+      uint32_t const at[2] = {word, word + PARTIAL_HEAD + vec4 * 4};
       bool const mine = share < SHARES && split + share < active, wanted[2] = {mine, mine};
       uint4 v[2];
-      quads_wait(w, in, at, wanted, v);
+      vec4s_wait(w, in, at, wanted, v);
       if (mine) {
-        merged_add(a, word_value(in, v[0].x), word_value(in, v[0].y), quad_value(in, v[1]));
+        merged_add(a, word_value(in, v[0].x), word_value(in, v[0].y), vec4_value(in, v[1]));
       }
     }
     if (share < SHARES) {
-      sums[share * QUADS + quad] = a;
+      sums[share * VEC4S + vec4] = a;
     }
     consumers_sync();
-    if (t < QUADS) {
+    if (t < VEC4S) {
       Merged all = merged_empty();
 #pragma unroll 1
       for (uint32_t i = 0; i < SHARES; ++i) {
-        Merged const part = sums[i * QUADS + t];
+        Merged const part = sums[i * VEC4S + t];
         if (part.l > 0.f) {
           merged_add(all, part.m, part.l, merged_value(part));
         }

@@ -142,7 +142,7 @@ __device__ __forceinline__ uint32_t warp_share(Worker const& w, uint32_t units) 
   return warp < units ? (units - warp + AMK_WARPS - 1) / AMK_WARPS : 0;
 }
 
-constexpr uint32_t TURN_UNITS = 32 / UNIT_QUADS; // units of which a warp takes all elements at once, 4 a lane
+constexpr uint32_t TURN_UNITS = 32 / UNIT_VEC4S; // units of which a warp takes all elements at once, 4 a lane
 
 // Turns that a warp takes to stage a vector of so many elements, or an equal part of them where that is more than `most`. Any number would
 // do for any vector; this one leaves nothing over.
@@ -154,8 +154,8 @@ __device__ constexpr uint32_t turns_at_once(uint32_t elements, uint32_t most) {
 
 // The first of a lane's i-th 4 elements.
 __device__ __forceinline__ uint32_t lane_element(Worker const& w, uint32_t i) {
-  uint32_t const lane = w.thread % 32, unit = w.thread / 32 + (i * TURN_UNITS + lane / UNIT_QUADS) * AMK_WARPS;
-  return unit * UNIT_COLS + lane % UNIT_QUADS * 4;
+  uint32_t const lane = w.thread % 32, unit = w.thread / 32 + (i * TURN_UNITS + lane / UNIT_VEC4S) * AMK_WARPS;
+  return unit * UNIT_COLS + lane % UNIT_VEC4S * 4;
 }
 
 // One warp: its columns of the attention's result, merged from several splits, into the activation buffer.
@@ -204,11 +204,11 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
       at[i] = e + (e / AMK_HEAD_DIM + 1) * skip;
       n[i] = NORM && norm != nullptr && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
     }
-    quads_wait(w, words, at, wanted, v);
+    vec4s_wait(w, words, at, wanted, v);
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
       uint32_t const e = lane_element(w, first + i);
-      float4 const x = quad_value(words, v[i]);
+      float4 const x = vec4_value(words, v[i]);
       square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, square))));
       if (e < p.units * UNIT_COLS) {
         stage_x4(w, e, make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w));

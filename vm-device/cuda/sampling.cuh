@@ -98,7 +98,7 @@ __device__ __forceinline__ uint32_t ordered(float x) {
 }
 
 // Four neighbouring logits.
-__device__ __forceinline__ uint4 quad_load(float const* logits, uint32_t vocab, uint32_t id) {
+__device__ __forceinline__ uint4 vec4_load(float const* logits, uint32_t vocab, uint32_t id) {
   uint32_t const banned = 0xff800000u;
   uint4 q = make_uint4(banned, banned, banned, banned);
   if (id >= vocab) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ uint32_t bucket_of(float t) {
 template <typename Body> __device__ __forceinline__ void span_visit(Row const& r, Span span, uint32_t thread, Body const& body) {
 #pragma unroll 1
   for (uint32_t id = span.first + thread * 4; id < span.end; id += THREADS * 4) {
-    uint4 const q = quad_load(r.logits, r.vocab, id);
+    uint4 const q = vec4_load(r.logits, r.vocab, id);
     uint32_t const logit[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
     for (uint32_t k = 0; k < 4; ++k) {
@@ -206,7 +206,7 @@ __device__ __forceinline__ Best change_row(float const* logits, uint32_t vocab, 
   Best best = {-__int_as_float(0x7f800000), AMK_NONE};
 #pragma unroll 1
   for (uint32_t id = span.first + thread * 4; id < span.end; id += THREADS * 4) {
-    uint4 const q = quad_load(logits, vocab, id);
+    uint4 const q = vec4_load(logits, vocab, id);
     uint32_t const seen = c.seen != 0 ? load_relaxed(c.seen + id / 32) >> id % 32 & 15 : 0;
     uint32_t const biased = c.biased != 0 ? load_relaxed(c.biased + id / 32) >> id % 32 & 15 : 0;
     uint32_t bits[4] = {q.x, q.y, q.z, q.w};

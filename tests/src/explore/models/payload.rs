@@ -1,4 +1,4 @@
-//! Flag-in-data words: `word_write` and `quads_wait` of the device. Value and tag are one word, stored and loaded relaxed.
+//! Flag-in-data words: `word_write` and `vec4s_wait` of the device. Value and tag are one word, stored and loaded relaxed.
 //!
 //! A producer writes two words in every step, two readers wait for both by their tags; the step ends with a counter and begins with
 //! the step word, as always.

@@ -99,9 +99,9 @@ limits! {
     /// Tokens of a vocabulary that is sampled from: the sum of so many weights fits into 64 bits.
     SAMPLED_VOCAB_MAX: u32 = 1 << 22;
     /// Bytes behind the settings of the sessions in which the workers choose a token together.
-    CHOICE_BYTES: u32 = 10752;
+    SAMPLER_BYTES: u32 = 10752;
     /// What their place is a multiple of.
-    CHOICE_ALIGN: u32 = 128;
+    SAMPLER_ALIGN: u32 = 128;
     /// Bytes of a token that may be drawn.
     LISTED_BYTES: u32 = 16;
     /// Flag of a decode command: the logits of each step go to a row of their own.

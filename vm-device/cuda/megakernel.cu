@@ -160,7 +160,7 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
     bool leaving = left(w);
     if (!leaving && sh->step.action == AMK_ACTION_CHOOSE) {
       amk_launch const& l = *sh->launch;
-      choice_help(w, choice_of(l), (amk_sampling const*)l.sampling + sh->step.session, sh->program.vocab, sh->index, l.workers, first_number(sh->step.go));
+      sampler_help(w, sampler_of(l), (amk_sampling const*)l.sampling + sh->step.session, sh->program.vocab, sh->index, l.workers, first_number(sh->step.go));
       consumers_sync(); // as behind a step
       continue;
     }

@@ -65,14 +65,14 @@ __device__ __forceinline__ void see_tokens(Worker const& w, amk_sampling const& 
 
 
 // Behind the settings of the sessions.
-__device__ __forceinline__ Choice* choice_of(amk_launch const& l) {
-  return (Choice*)((l.sampling + (uint64_t)l.sessions * sizeof(amk_sampling) + alignof(Choice) - 1) / alignof(Choice) * alignof(Choice));
+__device__ __forceinline__ CooperativeSampler* sampler_of(amk_launch const& l) {
+  return (CooperativeSampler*)((l.sampling + (uint64_t)l.sessions * sizeof(amk_sampling) + alignof(CooperativeSampler) - 1) / alignof(CooperativeSampler) * alignof(CooperativeSampler));
 }
 // Of what is asked for during an action, the number before the first: no two actions have the same.
 __device__ __forceinline__ uint32_t first_number(uint32_t go) { return go * 16; }
 
 // One thread: sends the others from their wait for the next step to choice_help.
-__device__ __forceinline__ void choice_wake(Worker const& w) {
+__device__ __forceinline__ void sampler_wake(Worker const& w) {
   amk_step* step = (amk_step*)w.shared->launch->step;
   w.shared->step.go += 1;
 #if AMK_SEQS > 1
@@ -86,15 +86,15 @@ __device__ __forceinline__ void choice_wake(Worker const& w) {
 // the sampling task has waited for: they are ordered as these are, for the helpers too, who are asked later. They are read past L1.
 __device__ __forceinline__ uint32_t sampled_token(Worker const& w, Best highest) {
   amk_launch const& l = *w.shared->launch;
-  Draw& d = *(Draw*)&w.shared->part;
+  SamplerScratch& d = *(SamplerScratch*)&w.shared->part;
   amk_sampling* session = (amk_sampling*)l.sampling + seq_session(w);
   settings_load(w, d, session);
   if (d.settings.penalty != 1.f) {
     see_tokens(w, d.settings, session);
   }
   uint32_t const vocab = w.shared->program.vocab;
-  Choice* const choice = choice_of(l);
-  Asker a = {choice, w.shared->index, l.workers - 1, first_number(w.shared->step.go + 1), load_relaxed(&choice->done), false};
+  CooperativeSampler* const choice = sampler_of(l);
+  SampleRequester a = {choice, w.shared->index, l.workers - 1, first_number(w.shared->step.go + 1), load_relaxed(&choice->done), false};
   uint32_t const token = sample_row(w, d, a, (float const*)d.settings.logits + (size_t)seq_logits_row(w) * vocab, highest, vocab, seq_position(w) + 1);
   if (w.thread == 0) {
     store_relaxed(&((amk_step*)l.step)->action, AMK_ACTION_STEP); // of what the others are sent to next

@@ -1,5 +1,5 @@
 // What a choice of a token is made of, as decision 015 defines it and `ir::sampling` computes it: weights, histograms, lists. Who does what is in
-// choosing.cuh.
+// cooperative_sampler.cuh.
 //
 // Nothing depends on the number of workers or threads or on their order: sums are of integers, and what is sought is found by counting. No sort:
 // a number is found digit by digit, from a histogram of those that share the digits found so far.
@@ -18,7 +18,7 @@ struct alignas(16) Listed {
 };
 
 // What the threads of a worker share meanwhile: in shared memory that is free at the end of a step.
-struct Draw {
+struct SamplerScratch {
   uint32_t count[BUCKETS], low[BUCKETS], high[BUCKETS]; // tokens and their weight, by digit or bucket
   amk_sampling settings;
   uint64_t sums[AMK_WARPS];
@@ -28,7 +28,7 @@ struct Draw {
   uint32_t ranks;  // in which bits those of listed tokens differ
   uint32_t leaves; // `dead` as one thread saw it
 };
-static_assert(sizeof(Draw) <= sizeof(Shared::part), "the sums of products are not needed any more");
+static_assert(sizeof(SamplerScratch) <= sizeof(Shared::part), "the sums of products are not needed any more");
 
 // A row of logits, after penalty and bias. What is not a number fails every comparison and weighs nothing.
 struct Row {
@@ -143,7 +143,7 @@ template <typename Body> __device__ __forceinline__ void span_visit(Row const& r
 __device__ __forceinline__ uint32_t rank_of(Row const& r, uint32_t logit) { return ordered(r.highest) - ordered(__uint_as_float(logit)); }
 
 // A token into the histogram.
-__device__ __forceinline__ void bucket_add(Draw& d, uint32_t b, uint64_t weight) {
+__device__ __forceinline__ void bucket_add(SamplerScratch& d, uint32_t b, uint64_t weight) {
   uint32_t const low = (uint32_t)weight;
   block_add(&d.count[b], 1);
   uint32_t const old = block_add(&d.low[b], low);
@@ -152,7 +152,7 @@ __device__ __forceinline__ void bucket_add(Draw& d, uint32_t b, uint64_t weight)
     block_add(&d.high[b], high);
   }
 }
-__device__ __forceinline__ void buckets_clear(Worker const& w, Draw& d) {
+__device__ __forceinline__ void buckets_clear(Worker const& w, SamplerScratch& d) {
   for (uint32_t b = w.thread; b < BUCKETS; b += THREADS) {
     d.count[b] = d.low[b] = d.high[b] = 0;
   }
@@ -167,7 +167,7 @@ __device__ __forceinline__ uint64_t warp_sum64(uint64_t v) {
 }
 
 // Of all threads, for all threads.
-__device__ __forceinline__ uint64_t block_sum64(Worker const& w, Draw& d, uint64_t v) {
+__device__ __forceinline__ uint64_t block_sum64(Worker const& w, SamplerScratch& d, uint64_t v) {
   v = warp_sum64(v);
   if (w.thread % 32 == 0) {
     d.sums[w.thread / 32] = v;
@@ -299,7 +299,7 @@ __device__ __forceinline__ uint64_t listed_weight(Listed const& e, Sought const&
 __device__ __forceinline__ uint64_t key_of(Listed const& e, Sought const& s) { return s.by_id ? e.id : (uint64_t)e.rank << ID_BITS | e.id; }
 
 // A listed token into the histogram of its digit, if it counts and has the digits found so far.
-__device__ __forceinline__ void add_digit(Draw& d, Listed const& e, Sought const& s, uint32_t shift, uint32_t width, uint64_t prefix) {
+__device__ __forceinline__ void add_digit(SamplerScratch& d, Listed const& e, Sought const& s, uint32_t shift, uint32_t width, uint64_t prefix) {
   uint64_t const key = key_of(e, s), weight = listed_weight(e, s);
   if (weight == 0 || key >> shift >> width != prefix >> shift >> width) {
     return;
@@ -308,7 +308,7 @@ __device__ __forceinline__ void add_digit(Draw& d, Listed const& e, Sought const
 }
 
 // The key of the only listed token that counts and has these digits in front.
-__device__ __forceinline__ uint64_t list_alone(Worker const& w, Draw& d, List const& l, Sought const& s, uint64_t digits, uint32_t shift) {
+__device__ __forceinline__ uint64_t list_alone(Worker const& w, SamplerScratch& d, List const& l, Sought const& s, uint64_t digits, uint32_t shift) {
 #pragma unroll 1
   for (uint32_t i = 0; i < l.len; i += 2) {
     Listed e[2];
@@ -336,7 +336,7 @@ struct Bucket {
 };
 
 // In the warp that has it: the lane's buckets before whose end it is reached.
-__device__ __forceinline__ void bucket_find_lane(Worker const& w, Draw& d, uint32_t each, uint64_t count, uint64_t weight, uint64_t counts, uint64_t weights, bool by_weight, uint64_t need) {
+__device__ __forceinline__ void bucket_find_lane(Worker const& w, SamplerScratch& d, uint32_t each, uint64_t count, uint64_t weight, uint64_t counts, uint64_t weights, bool by_weight, uint64_t need) {
   uint32_t const lane = w.thread % 32;
   uint64_t count_upto = count, weight_upto = weight;
 #pragma unroll 1
@@ -368,7 +368,7 @@ __device__ __forceinline__ void bucket_find_lane(Worker const& w, Draw& d, uint3
   }
 }
 
-__device__ __forceinline__ Bucket bucket_find(Worker const& w, Draw& d, bool by_weight, uint64_t need) {
+__device__ __forceinline__ Bucket bucket_find(Worker const& w, SamplerScratch& d, bool by_weight, uint64_t need) {
   constexpr uint32_t EACH = (BUCKETS + THREADS - 1) / THREADS;
   consumers_sync();
   uint32_t count = 0;
@@ -402,7 +402,7 @@ __device__ __forceinline__ Bucket bucket_find(Worker const& w, Draw& d, bool by_
   return Bucket{found, d.alone != 0, d.bucket, d.before, d.weight_before, found ? d.weight : all_weights};
 }
 
-__device__ __forceinline__ Found list_find(Worker const& w, Draw& d, List const& l, Sought const& s) {
+__device__ __forceinline__ Found list_find(Worker const& w, SamplerScratch& d, List const& l, Sought const& s) {
   uint64_t prefix = s.prefix, need = s.need, before = 0;
   uint32_t width = s.bits < DIGIT_BITS ? s.bits : DIGIT_BITS, shift = s.bits - width;
 #pragma unroll 1
@@ -438,7 +438,7 @@ __device__ __forceinline__ Found list_find(Worker const& w, Draw& d, List const&
 __device__ __forceinline__ uint32_t bits_of(uint32_t v) { return 32 - __clz(v); }
 
 // Weight of the listed tokens that count.
-__device__ __forceinline__ uint64_t list_sum(Worker const& w, Draw& d, List const& l, Sought const& s) {
+__device__ __forceinline__ uint64_t list_sum(Worker const& w, SamplerScratch& d, List const& l, Sought const& s) {
   uint64_t sum = 0;
 #pragma unroll 1
   for (uint32_t i = 0; i < l.len; i += 2) {

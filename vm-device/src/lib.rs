@@ -42,7 +42,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/op_attention.cuh",
     "cuda/op_small.cuh",
     "cuda/sampling.cuh",
-    "cuda/choosing.cuh",
+    "cuda/cooperative_sampler.cuh",
     "cuda/op_sample.cuh",
     "cuda/sample_batch.cuh",
     "cuda/dispatch.cuh",

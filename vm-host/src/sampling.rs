@@ -2,7 +2,7 @@
 //! step runs at a time.
 
 use abi::{
-    BIAS_MAX, Bias, CHOICE_ALIGN, CHOICE_BYTES, CONSUMER_WARPS, LISTED_BYTES, SAMPLED_VOCAB_MAX,
+    BIAS_MAX, Bias, CONSUMER_WARPS, LISTED_BYTES, SAMPLED_VOCAB_MAX, SAMPLER_ALIGN, SAMPLER_BYTES,
     SessionSampling,
 };
 use ir::sampling::Sampling;
@@ -71,7 +71,7 @@ impl SamplingMemory {
         let session = size_of::<SessionSampling>() as u64
             + 2 * set_bytes(vocab)
             + u64::from(BIAS_MAX) * size_of::<Bias>() as u64;
-        let shared = u64::from(CHOICE_BYTES + CHOICE_ALIGN);
+        let shared = u64::from(SAMPLER_BYTES + SAMPLER_ALIGN);
         u64::from(sessions) * session + shared + list_bytes(vocab) + changed_bytes(vocab)
     }
 
@@ -81,7 +81,7 @@ impl SamplingMemory {
         Ok(Self {
             settings: DeviceBuffer::zeroed(
                 u64::from(sessions) * size_of::<SessionSampling>() as u64
-                    + u64::from(CHOICE_BYTES + CHOICE_ALIGN),
+                    + u64::from(SAMPLER_BYTES + SAMPLER_ALIGN),
             )?,
             sets: of_each(2 * set_bytes(vocab))?,
             biases: of_each(u64::from(BIAS_MAX) * size_of::<Bias>() as u64)?,

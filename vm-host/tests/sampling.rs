@@ -1,6 +1,6 @@
 //! The device's choice of a token against `ir::sampling`: the same token from the same row, settings, tokens, seed and position.
 //!
-//! `sampling.cuh` and `choosing.cuh` are compiled as host C++ and run on emulated threads (`emulated/`), so that their logic is tried where there is no card. A
+//! `sampling.cuh` and `cooperative_sampler.cuh` are compiled as host C++ and run on emulated threads (`emulated/`), so that their logic is tried where there is no card. A
 //! missing compiler fails these tests; `AMK_NO_CXX=1` says that this is known. Where there is a card and nvcc, the same cases run there.
 
 use std::collections::BTreeMap;
@@ -240,7 +240,7 @@ fn wrong(scratch: &Scratch, binary: &Path, cases: &[Case], repeats: u32) -> Vec<
 }
 
 fn sources() -> Sources {
-    ["sampling.cuh", "choosing.cuh"].map(|name| {
+    ["sampling.cuh", "cooperative_sampler.cuh"].map(|name| {
         let path = format!("cuda/{name}");
         let found = vm_device::SOURCES.iter().find(|source| source.name == path);
         (name, found.expect("it is a source").text.to_owned())

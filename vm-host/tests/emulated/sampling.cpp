@@ -37,7 +37,7 @@ __device__ static bool is_dead(Shared*) { return false; }
 #include "sampling.cuh"
 #include "choosing.cuh"
 
-__device__ void choice_wake(Worker const&) {} // the others are waiting in choice_help
+__device__ void sampler_wake(Worker const&) {} // the others are waiting in choice_help
 
 struct alignas(16) Case {
   amk_sampling settings; // addresses are zero
@@ -50,11 +50,11 @@ static Case now;
 
 #ifdef __CUDACC__
 // The same on a card: one worker asks, the others help; and how long it takes.
-__global__ void __launch_bounds__(AMK_WARPS * 32) choose(Case const* now, float const* row, Choice* choice, uint32_t* chosen, uint32_t repeats, uint64_t* ns) {
+__global__ void __launch_bounds__(AMK_WARPS * 32) choose(Case const* now, float const* row, CooperativeSampler* choice, uint32_t* chosen, uint32_t repeats, uint64_t* ns) {
   extern __shared__ __align__(128) char memory[];
   Shared& shared = *(Shared*)memory;
   Worker const w = {&shared, memory + sizeof(Shared) / 128 * 128 + 128, threadIdx.x};
-  Draw& d = *(Draw*)&shared.part;
+  SamplerScratch& d = *(SamplerScratch*)&shared.part;
   bool const asked = now->settings.penalty != 1.f || now->settings.bias_len != 0 || now->candidate > GREATEST_F32 ||
                      (now->settings.greedy == 0 && now->candidate >= -GREATEST_F32); // else nobody is woken
   uint32_t const asker = now->vocab % gridDim.x; // any of them
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(AMK_WARPS * 32) choose(Case const* now, float 
   for (uint32_t i = 0; i < repeats; ++i) {
     if (blockIdx.x != asker) {
       if (asked) {
-        choice_help(w, choice, &now->settings, now->vocab, blockIdx.x, gridDim.x, i * 16);
+        sampler_help(w, choice, &now->settings, now->vocab, blockIdx.x, gridDim.x, i * 16);
       }
       consumers_sync();
       continue;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(AMK_WARPS * 32) choose(Case const* now, float 
       shared.program.x_bytes = now->x_bytes;
     }
     settings_load(w, d, &now->settings);
-    Asker a = {choice, asker, gridDim.x - 1, i * 16, load_relaxed(&choice->done), false};
+    SampleRequester a = {choice, asker, gridDim.x - 1, i * 16, load_relaxed(&choice->done), false};
     token = sample_row(w, d, a, row, Best{now->candidate, now->candidate_row}, now->vocab, now->position);
     consumers_sync();
     uint64_t end;
@@ -107,7 +107,7 @@ static uint32_t run(std::vector<uint32_t>& seen, std::vector<uint32_t>& biased, 
   now.settings.changed = (uint64_t)on_device(changed);
   Case* const here = on_device(std::vector<Case>{now});
   float* const logits = on_device(row);
-  Choice* const choice = on_device(std::vector<Choice>(1));
+  CooperativeSampler* const choice = on_device(std::vector<CooperativeSampler>(1));
   uint32_t const bytes = sizeof(Shared) + 256 + now.x_bytes;
   cudaFuncSetAttribute(choose, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
   choose<<<WORKERS, AMK_WARPS * 32, bytes>>>(here, logits, choice, tokens, repeats, times);
@@ -134,24 +134,24 @@ static uint32_t run(std::vector<uint32_t>& seen, std::vector<uint32_t>& biased, 
 }
 #else
 static Shared shared[WORKERS];
-static Choice choice;
+static CooperativeSampler choice;
 static std::vector<uint4> near_memory[WORKERS];
 static uint32_t chosen[THREADS_OF_WORKER], number; // of what was asked for last, before this case
 
 static void choose(uint32_t worker, uint32_t thread) {
   Worker const w = {&shared[worker], (char*)near_memory[worker].data(), thread};
-  Draw& d = *(Draw*)&shared[worker].part;
+  SamplerScratch& d = *(SamplerScratch*)&shared[worker].part;
   uint32_t const asker = now.vocab % WORKERS;
   if (worker != asker) {
     bool const asked = now.settings.penalty != 1.f || now.settings.bias_len != 0 || now.candidate > GREATEST_F32 ||
                        (now.settings.greedy == 0 && now.candidate >= -GREATEST_F32); // else nobody is woken
     if (asked) {
-      choice_help(w, &choice, &now.settings, now.vocab, worker, WORKERS, number);
+      sampler_help(w, &choice, &now.settings, now.vocab, worker, WORKERS, number);
     }
     return;
   }
   settings_load(w, d, &now.settings);
-  Asker a = {&choice, asker, WORKERS - 1, number, choice.done, false};
+  SampleRequester a = {&choice, asker, WORKERS - 1, number, choice.done, false};
   chosen[thread] = sample_row(w, d, a, row.data(), Best{now.candidate, now.candidate_row}, now.vocab, now.position);
 }
 

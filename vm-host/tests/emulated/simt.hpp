@@ -1,5 +1,5 @@
 // The threads of some workers on one CPU thread: each is a fiber that runs until its next barrier, exchange with its warp, or turn of a wait.
-// Enough of CUDA for sampling.cuh and choosing.cuh, which are compiled as they are. No memory order is tried here: a fiber sees what those
+// Enough of CUDA for sampling.cuh and cooperative_sampler.cuh, which are compiled as they are. No memory order is tried here: a fiber sees what those
 // before it have stored.
 #pragma once
 #include <cfenv>

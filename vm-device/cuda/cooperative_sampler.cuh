@@ -3,14 +3,14 @@
 #pragma once
 
 // What a helper is asked to do with its part of the row.
-enum Asked : uint32_t {
-  ASKED_CHANGE, // write it anew, after penalty and bias, and find its best
-  ASKED_COUNT,  // count and weigh its tokens, by bucket
-  ASKED_LIST,   // list its tokens of some buckets
-  ASKED_WEIGH,  // weigh its tokens that count
-  ASKED_END,    // nothing more
+enum SampleWork : uint32_t {
+  SAMPLE_WORK_CHANGE, // write it anew, after penalty and bias, and find its best
+  SAMPLE_WORK_COUNT,  // count and weigh its tokens, by bucket
+  SAMPLE_WORK_LIST,   // list its tokens of some buckets
+  SAMPLE_WORK_WEIGH,  // weigh its tokens that count
+  SAMPLE_WORK_END,    // nothing more
 };
-struct alignas(16) Ask {
+struct alignas(16) SampleRequest {
   uint32_t what;
   uint32_t last;  // nonzero: nothing follows
   uint32_t asker; // the worker that asks
@@ -20,23 +20,23 @@ struct alignas(16) Ask {
   uint64_t least; // the least weight that counts
   uint64_t unused;
 };
-static_assert(sizeof(Ask) == 48, "three words of 16 bytes");
+static_assert(sizeof(SampleRequest) == 48, "three words of 16 bytes");
 
 // What the workers have in common while a token is chosen, in device memory. What is asked for is numbered, and who has done its part adds one
 // to `done`: nothing is asked for before all have.
-struct Choice {
+struct CooperativeSampler {
   alignas(128) uint32_t number;
-  alignas(128) Ask ask;
+  alignas(128) SampleRequest ask;
   alignas(128) uint32_t done;
   alignas(128) uint32_t listed; // tokens
   alignas(128) uint64_t weight[BUCKETS];
   uint32_t count[BUCKETS];
   uint4 left[AMK_WORKERS_MAX]; // by each helper: its best (value, token), or a weight (low, high)
 };
-static_assert(sizeof(Choice) == AMK_CHOICE_BYTES && alignof(Choice) == AMK_CHOICE_ALIGN, "the host allots it");
+static_assert(sizeof(CooperativeSampler) == AMK_SAMPLER_BYTES && alignof(CooperativeSampler) == AMK_SAMPLER_ALIGN, "the host allots it");
 
 // Until a word of another worker has reached `need`. Pairs with word_publish in choice_ask and counter_signal in choice_help.
-__device__ __forceinline__ void choice_wait(Worker const& w, uint32_t const* word, uint32_t need) {
+__device__ __forceinline__ void sampler_wait(Worker const& w, uint32_t const* word, uint32_t need) {
   while ((int32_t)(load_relaxed(word) - need) < 0) {
     if (is_dead(w.shared)) {
       return;
@@ -46,14 +46,14 @@ __device__ __forceinline__ void choice_wait(Worker const& w, uint32_t const* wor
   acquire_release_fence();
 }
 
-__device__ __forceinline__ void settings_load(Worker const& w, Draw& d, amk_sampling const* settings) {
+__device__ __forceinline__ void settings_load(Worker const& w, SamplerScratch& d, amk_sampling const* settings) {
   if (w.thread < SAMPLING_WORDS) {
     ((uint4*)&d.settings)[w.thread] = load_u32x4((char const*)settings + w.thread * 16);
   }
   consumers_sync();
 }
 
-__device__ __forceinline__ void help_change(Worker const& w, Draw const& d, Choice* c, float const* logits, uint32_t vocab, Span span, uint32_t helper) {
+__device__ __forceinline__ void help_change(Worker const& w, SamplerScratch const& d, CooperativeSampler* c, float const* logits, uint32_t vocab, Span span, uint32_t helper) {
   amk_sampling const& s = d.settings;
   Changes const changes = {s.penalty != 1.f ? (uint32_t const*)s.seen : 0, s.bias_len != 0 ? (uint32_t const*)s.biased : 0, (amk_bias const*)s.bias, s.bias_len, s.penalty};
   Best const best = block_best(w, change_row(logits, vocab, span, changes, (float*)s.changed, w.thread));
@@ -63,7 +63,7 @@ __device__ __forceinline__ void help_change(Worker const& w, Draw const& d, Choi
 }
 
 // What the histogram of this part has into the one that all share.
-__device__ __forceinline__ void buckets_share(Worker const& w, Draw const& d, Choice* c) {
+__device__ __forceinline__ void buckets_share(Worker const& w, SamplerScratch const& d, CooperativeSampler* c) {
   for (uint32_t b = w.thread; b < BUCKETS; b += THREADS) {
     if (d.count[b] != 0) {
       add_relaxed(&c->count[b], d.count[b]);
@@ -73,16 +73,16 @@ __device__ __forceinline__ void buckets_share(Worker const& w, Draw const& d, Ch
 }
 
 // Count, list or weigh. One loop over the tokens for all three: what is asked for later in a step finds its code in the cache.
-__device__ __forceinline__ void help_visit(Worker const& w, Draw& d, Choice* c, Row const& r, Span span, uint32_t what, uint64_t limit, uint64_t least, uint32_t helper) {
+__device__ __forceinline__ void help_visit(Worker const& w, SamplerScratch& d, CooperativeSampler* c, Row const& r, Span span, uint32_t what, uint64_t limit, uint64_t least, uint32_t helper) {
   uint32_t const from = (uint32_t)limit, to = (uint32_t)(limit >> 32); // buckets
   uint4* const list = (uint4*)d.settings.list;
   uint64_t sum = 0;
   buckets_clear(w, d);
   span_visit(r, span, w.thread, [&](uint32_t id, uint32_t logit, float t, uint64_t weight) {
     uint32_t const rank = rank_of(r, logit), bucket = bucket_of(t);
-    if (what == ASKED_WEIGH) {
+    if (what == SAMPLE_WORK_WEIGH) {
       sum += ((uint64_t)rank << ID_BITS | id) <= limit && weight >= least ? weight : 0;
-    } else if (what == ASKED_COUNT) {
+    } else if (what == SAMPLE_WORK_COUNT) {
       bucket_add(d, bucket, weight);
     } else if (bucket >= from && bucket <= to) {
       uint32_t const at = claim(&c->listed);
@@ -92,23 +92,23 @@ __device__ __forceinline__ void help_visit(Worker const& w, Draw& d, Choice* c, 
     }
   });
   sum = block_sum64(w, d, sum);
-  if (what == ASKED_COUNT) {
+  if (what == SAMPLE_WORK_COUNT) {
     buckets_share(w, d, c);
-  } else if (what == ASKED_WEIGH && w.thread == 0) {
+  } else if (what == SAMPLE_WORK_WEIGH && w.thread == 0) {
     store_u32x4(&c->left[helper], make_uint4((uint32_t)sum, (uint32_t)(sum >> 32), 0, 0));
   }
 }
 
 // All threads of a worker that has nothing to do: what it is asked for, from the one behind `number` on, until nothing follows or the device
 // is leaving.
-__device__ __forceinline__ void choice_help(Worker const& w, Choice* c, amk_sampling const* settings, uint32_t vocab, uint32_t worker, uint32_t workers, uint32_t number) {
-  Draw& d = *(Draw*)&w.shared->part;
+__device__ __forceinline__ void sampler_help(Worker const& w, CooperativeSampler* c, amk_sampling const* settings, uint32_t vocab, uint32_t worker, uint32_t workers, uint32_t number) {
+  SamplerScratch& d = *(SamplerScratch*)&w.shared->part;
   settings_load(w, d, settings);
 #pragma unroll 1
   for (;;) {
     ++number;
     if (w.thread == 0) {
-      choice_wait(w, &c->number, number);
+      sampler_wait(w, &c->number, number);
       d.leaves = is_dead(w.shared);
     }
     consumers_sync();
@@ -120,9 +120,9 @@ __device__ __forceinline__ void choice_help(Worker const& w, Choice* c, amk_samp
     Span const span = part_of(vocab, workers - 1, helper);
     uint64_t const logits = (uint64_t)b.y << 32 | b.x, least = (uint64_t)e.y << 32 | e.x;
     Row const r = {(float const*)logits, vocab, __uint_as_float(a.w), d.settings.scale};
-    if (a.x == ASKED_CHANGE) {
+    if (a.x == SAMPLE_WORK_CHANGE) {
       help_change(w, d, c, r.logits, vocab, span, helper);
-    } else if (a.x != ASKED_END) {
+    } else if (a.x != SAMPLE_WORK_END) {
       help_visit(w, d, c, r, span, a.x, (uint64_t)b.w << 32 | b.z, least, helper);
     }
     consumers_sync();
@@ -136,18 +136,18 @@ __device__ __forceinline__ void choice_help(Worker const& w, Choice* c, amk_samp
 }
 
 // The asking worker's side.
-struct Asker {
-  Choice* choice;
+struct SampleRequester {
+  CooperativeSampler* choice;
   uint32_t worker, helpers;
   uint32_t number; // of what was asked for last
   uint32_t done;   // parts that were done by then, ever
   bool waiting;    // the helpers wait for more
 };
 
-__device__ __forceinline__ void choice_wake(Worker const& w); // op_sample.cuh: sends the others to choice_help
+__device__ __forceinline__ void sampler_wake(Worker const& w); // op_sample.cuh: sends the others to choice_help
 
 // All threads: has the helpers do something, and waits until all have. What this worker has stored comes before, what they have, behind.
-__device__ __forceinline__ void choice_ask(Worker const& w, Asker& a, Asked what, bool last, Row const& r, uint64_t limit, uint64_t least) {
+__device__ __forceinline__ void sampler_ask(Worker const& w, SampleRequester& a, SampleWork what, bool last, Row const& r, uint64_t limit, uint64_t least) {
   consumers_sync();
   ++a.number;
   a.done += a.helpers;
@@ -158,9 +158,9 @@ __device__ __forceinline__ void choice_ask(Worker const& w, Asker& a, Asked what
     store_u32x4((char*)&a.choice->ask + 32, make_uint4((uint32_t)least, (uint32_t)(least >> 32), 0, 0));
     word_publish(&a.choice->number, a.number);
     if (!a.waiting) {
-      choice_wake(w);
+      sampler_wake(w);
     }
-    choice_wait(w, &a.choice->done, a.done);
+    sampler_wait(w, &a.choice->done, a.done);
   }
   a.waiting = !last;
   consumers_sync();
@@ -168,7 +168,7 @@ __device__ __forceinline__ void choice_ask(Worker const& w, Asker& a, Asked what
 
 // The list that the helpers have left, as each thread's own part; as much of it as fits comes closer. Gives the rank of its first token, and d.ranks
 // in which bits others differ from it.
-__device__ __forceinline__ uint32_t list_take(Worker const& w, Draw& d, List& l, uint32_t tokens) {
+__device__ __forceinline__ uint32_t list_take(Worker const& w, SamplerScratch& d, List& l, uint32_t tokens) {
   uint32_t const rank = load_u32x4(l.far).x;
   if (w.thread == 0) {
     d.ranks = 0;
@@ -190,7 +190,7 @@ __device__ __forceinline__ uint32_t list_take(Worker const& w, Draw& d, List& l,
 }
 
 // The histogram that the helpers have left; gives the weight of all.
-__device__ __forceinline__ uint64_t buckets_take(Worker const& w, Draw& d, Choice const* c) {
+__device__ __forceinline__ uint64_t buckets_take(Worker const& w, SamplerScratch& d, CooperativeSampler const* c) {
   uint64_t sum = 0;
   for (uint32_t b = w.thread; b < BUCKETS; b += THREADS) {
     d.count[b] = load_relaxed(&c->count[b]);
@@ -200,7 +200,7 @@ __device__ __forceinline__ uint64_t buckets_take(Worker const& w, Draw& d, Choic
   }
   return block_sum64(w, d, sum);
 }
-__device__ __forceinline__ void buckets_forget(Worker const& w, Choice* c) {
+__device__ __forceinline__ void buckets_forget(Worker const& w, CooperativeSampler* c) {
   for (uint32_t b = w.thread; b < BUCKETS; b += THREADS) {
     store_relaxed(&c->count[b], 0);
     store_relaxed((uint32_t*)&c->weight[b], 0);
@@ -219,7 +219,7 @@ constexpr uint32_t LIST_WISH = 2048; // tokens that are soon gone through
 
 // Has the tokens listed among which the last one that counts is to be sought. If what counts is but a few buckets' tokens all of them are, and
 // nobody is asked again; else those of its bucket. False if every token counts. `before`: weight of what comes before the listed ones.
-__device__ __forceinline__ bool list_likeliest(Worker const& w, Draw& d, Asker& a, List& l, Row const& r, Sought& sought, Kept& kept, bool first, uint64_t& before) {
+__device__ __forceinline__ bool list_likeliest(Worker const& w, SamplerScratch& d, SampleRequester& a, List& l, Row const& r, Sought& sought, Kept& kept, bool first, uint64_t& before) {
   uint64_t const total = buckets_take(w, d, a.choice);
   if (first) {
     kept.weight = total;
@@ -238,7 +238,7 @@ __device__ __forceinline__ bool list_likeliest(Worker const& w, Draw& d, Asker& 
   if (w.thread == 0) {
     store_relaxed(&a.choice->listed, 0);
   }
-  choice_ask(w, a, ASKED_LIST, kept.listed, r, (uint64_t)to << 32 | (kept.listed ? 0 : to), 0);
+  sampler_ask(w, a, SAMPLE_WORK_LIST, kept.listed, r, (uint64_t)to << 32 | (kept.listed ? 0 : to), 0);
   uint32_t const listed = load_relaxed(&a.choice->listed), rank = list_take(w, d, l, listed < r.vocab ? listed : r.vocab);
   uint32_t const bits = bits_of(d.ranks);
   sought.bits = ID_BITS + bits;
@@ -260,10 +260,10 @@ __device__ __forceinline__ void list_span(Worker const& w, List& l, Row const& r
 }
 
 // What is drawn with: on the list, or the weights of the helpers' parts, which are put on it. True if it is parts.
-__device__ __forceinline__ bool draw_begin(Worker const& w, Draw& d, Asker& a, List& l, Row const& r, Sought& sought, Kept& kept, uint64_t least, uint64_t bits) {
+__device__ __forceinline__ bool draw_begin(Worker const& w, SamplerScratch& d, SampleRequester& a, List& l, Row const& r, Sought& sought, Kept& kept, uint64_t least, uint64_t bits) {
   sought = Sought{true, true, kept.limit, least, 0, bits_of(r.vocab - 1), 0};
   if (!kept.listed) {
-    choice_ask(w, a, ASKED_WEIGH, true, r, kept.limit, least);
+    sampler_ask(w, a, SAMPLE_WORK_WEIGH, true, r, kept.limit, least);
     l.len = 0;
     uint64_t sum = 0;
     if (w.thread < a.helpers) { // as many as threads at most
@@ -282,7 +282,7 @@ __device__ __forceinline__ bool draw_begin(Worker const& w, Draw& d, Asker& a, L
 
 // Top-k, then top-p, then the draw: from the list, or by the weights of the helpers' parts and among one part's tokens. All that is sought is found
 // in one place, so that its code is cold but once.
-__device__ __forceinline__ uint32_t draw(Worker const& w, Draw& d, Asker& a, List& l, Row const& r, uint64_t bits) {
+__device__ __forceinline__ uint32_t draw(Worker const& w, SamplerScratch& d, SampleRequester& a, List& l, Row const& r, uint64_t bits) {
   uint64_t const share = d.settings.share, least = d.settings.least > 1 ? d.settings.least : 1;
   uint32_t const top_k = d.settings.top_k;
   bool const nucleus = share < 1ull << 32, filtered = top_k != 0 || nucleus;
@@ -292,7 +292,7 @@ __device__ __forceinline__ uint32_t draw(Worker const& w, Draw& d, Asker& a, Lis
   uint32_t id = 0;
   if (filtered) {
     buckets_forget(w, a.choice);
-    choice_ask(w, a, ASKED_COUNT, false, r, 0, 0);
+    sampler_ask(w, a, SAMPLE_WORK_COUNT, false, r, 0, 0);
   }
 #pragma unroll 1
   for (;; first = false) {
@@ -333,13 +333,13 @@ __device__ __forceinline__ uint32_t draw(Worker const& w, Draw& d, Asker& a, Lis
 
 // The token for `position`, by all threads of the asking worker and for all of them; AMK_NONE if every token is banned. `highest` is the candidate
 // of the row as it came. The settings are in d.
-__device__ __forceinline__ uint32_t sample_row(Worker const& w, Draw& d, Asker& a, float const* logits, Best highest, uint32_t vocab, uint32_t position) {
+__device__ __forceinline__ uint32_t sample_row(Worker const& w, SamplerScratch& d, SampleRequester& a, float const* logits, Best highest, uint32_t vocab, uint32_t position) {
   amk_sampling const& s = d.settings;
   bool const greedy = s.greedy != 0;
   Row r = {logits, vocab, highest.value, s.scale};
   // An infinite logit is as high as the greatest number: so it is put into the row.
   if (s.penalty != 1.f || s.bias_len != 0 || highest.value > GREATEST_F32) {
-    choice_ask(w, a, ASKED_CHANGE, greedy, r, 0, 0);
+    sampler_ask(w, a, SAMPLE_WORK_CHANGE, greedy, r, 0, 0);
     highest = Best{-__int_as_float(0x7f800000), AMK_NONE};
     for (uint32_t i = w.thread; i < a.helpers; i += THREADS) {
       uint4 const v = load_u32x4(&a.choice->left[i]);
@@ -352,7 +352,7 @@ __device__ __forceinline__ uint32_t sample_row(Worker const& w, Draw& d, Asker& 
   bool const none = !(highest.value >= -GREATEST_F32);
   if (none || greedy) {
     if (a.waiting) {
-      choice_ask(w, a, ASKED_END, true, r, 0, 0);
+      sampler_ask(w, a, SAMPLE_WORK_END, true, r, 0, 0);
     }
     return none ? AMK_NONE : highest.row;
   }

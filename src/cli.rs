@@ -16,6 +16,7 @@ use crate::config_source::ConfigSource;
 mod config;
 mod gpu;
 mod help;
+pub(crate) mod renamed;
 mod runs;
 
 pub(crate) use config::*;
@@ -177,6 +178,7 @@ pub(crate) enum Command {
     #[command(
         after_help = "Examples:\n  amk grid record --model smollm2-135m --grid corpus/grids/smollm2-135m.grid.json --device cuda --out smollm2.jsonl"
     )]
+    #[command(name = "grid")]
     MeasuredGrid {
         /// What to do with them.
         #[command(subcommand)]
@@ -220,6 +222,12 @@ pub(crate) enum Command {
     /// Writes a model as a Hugging Face folder: any other engine can load it.
     #[command(after_help = "Examples:\n  amk export --model smollm2-135m --out smollm2/")]
     Export(ExportArgs),
+    /// Rewrites a schedule, a grid, measured rows or a run of the version before in today's names.
+    #[command(
+        after_help = "Examples:\n  amk migrate old/best.json --out best.json\n  amk migrate old-runs/0001 --out runs/0001\n\n\
+        Only names change; schedules get new ids, and what was rewritten names its origin in `migrated_from`. A ledger that does not hold is refused."
+    )]
+    Migrate(MigrateArgs),
     /// Says what a word means here: a knob, a rule, a trap, an exit code, a term.
     #[command(
         after_help = "Examples:\n  amk explain                       every name there is\n  amk explain pipeline.stages\n  amk explain R-HAPPENS\n  \
@@ -545,7 +553,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "TOKENS", conflicts_with_all = ["context", "bundle", "peers", "gguf"])]
     pub(crate) prefill: Option<u32>,
     /// Time a step of so many sequences at once, beside that of one: 2, 4 or 8. Needs the GPU and 16-bit weights.
-    #[arg(long, value_name = "N", value_parser = gpu::several, conflicts_with_all = ["bundle", "peers", "gguf", "prefill"])]
+    #[arg(long = "batch", value_name = "N", value_parser = gpu::several, conflicts_with_all = ["bundle", "peers", "gguf", "prefill"])]
     pub(crate) sequences: Option<u32>,
 }
 
@@ -616,7 +624,7 @@ pub(crate) struct ServeArgs {
     /// Sequences that one command decodes at once on cuda, sharing a pass over the weights: 1, 2, 4 or 8. Default: 8 where the weights have
     /// 16 bits, but no more than --sessions. Eight clients then get over three times as many tokens, and a lone one waits longer for each
     /// (llama-3.2-1b on an H200: 725 instead of 610 us; smollm2-135m: half as long again and more). For a lone client say 1.
-    #[arg(long, value_name = "N", value_parser = gpu::width)]
+    #[arg(long = "batch", value_name = "N", value_parser = gpu::width)]
     pub(crate) seqs: Option<u32>,
 }
 
@@ -736,6 +744,16 @@ pub(crate) struct ExportArgs {
     pub(crate) model: String,
     /// The folder to write; it must not exist, or be empty.
     #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct MigrateArgs {
+    /// A JSON file, JSON lines, or the folder of a run.
+    #[arg(value_name = "FILE|RUN")]
+    pub(crate) path: PathBuf,
+    /// What to write; it must not exist.
+    #[arg(long, value_name = "FILE|RUN")]
     pub(crate) out: PathBuf,
 }
 

@@ -7,7 +7,7 @@ use serde_json::json;
 use crate::cli::{Command, CorpusCommand, MeasuredGridCommand, RunsCommand};
 use crate::commands::{
     bench, bundle, calibrate, corpus_store, diff, doctor, evaluate, explain, export, generate,
-    measured_grid, program, propose, rerun, runs, sample, search_loop, trace,
+    measured_grid, migrate, program, propose, rerun, runs, sample, search_loop, trace,
 };
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
@@ -46,6 +46,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Interpret(args) => program::interpret(&args),
         Command::Rerun(args) => rerun::run(&args),
         Command::Export(args) => export::run(&args),
+        Command::Migrate(args) => migrate::run(&args),
         Command::Explain(args) => explain::answer(&args)?.print(),
         Command::Diff(args) => diff::answer(&args)?.print(),
         #[cfg(feature = "full")]

@@ -79,7 +79,8 @@ fn limit_threads() {
 }
 
 fn run() -> ExitCode {
-    let parsed = cli::command().try_get_matches().and_then(|found| {
+    let (arguments, renamed) = cli::renamed::today(std::env::args_os());
+    let parsed = cli::command().try_get_matches_from(arguments).and_then(|found| {
         cli::Cli::from_arg_matches(&found).map_err(|error| error.format(&mut cli::command()))
     });
     let cli = match parsed {
@@ -97,6 +98,7 @@ fn run() -> ExitCode {
     if cli.quiet {
         spinner::only_failures();
     }
+    renamed.iter().for_each(|warning| report::say(&format!("note: {warning}")));
     log::begin(cli.verbose);
     if !matches!(command, cli::Command::TemplateChild) {
         limit_threads();

@@ -32,7 +32,7 @@ pub enum CorpusError {
     Locked(PathBuf),
     /// The file is no ledger, or one of another version.
     #[error(
-        "{} is not a ledger of this version ({} is needed, found {found}); choose another --out",
+        "{} is not a ledger of this version ({} is needed, found {found}); `amk migrate` rewrites those of the version before, else choose another --out",
         .path.display(), .needed
     )]
     Schema {

@@ -17,7 +17,10 @@ use crate::files;
 use crate::tip::{self, Tip, TipRecord};
 
 /// The schema id that the first record of every ledger carries in `schema`.
-pub const LEDGER_SCHEMA: &str = "amk.ledger.v2";
+pub const LEDGER_SCHEMA: &str = "amk.ledger.v3";
+
+/// Schema of the ledgers of the version before, which [`migrate`](crate::migrate) reads.
+pub(crate) const EARLIER_LEDGER_SCHEMA: &str = "amk.ledger.v2";
 
 /// Where the text that is hashed ends.
 const HASH_FIELD: &str = ",\"hash\":\"";
@@ -53,7 +56,7 @@ impl Held {
     /// If it cannot be read or written, is no ledger, or was tampered with.
     pub fn resume(self) -> Result<(Ledger, Contents), CorpusError> {
         let Self { file, path } = self;
-        let contents = read_open(&file, &path)?;
+        let contents = read_open(&file, &path, LEDGER_SCHEMA)?;
         if contents.torn {
             cut(&file, &path, contents.bytes)?;
         }
@@ -116,7 +119,11 @@ impl Link {
     /// # Errors
     /// Why it is not.
     pub fn follows(&self, last: Option<(u64, &str)>) -> Result<(), String> {
-        let genesis = genesis();
+        self.follows_in(LEDGER_SCHEMA, last)
+    }
+
+    fn follows_in(&self, schema: &str, last: Option<(u64, &str)>) -> Result<(), String> {
+        let genesis = hash_of(schema);
         let (seq, prev) = last.map_or((0, genesis.as_str()), |(seq, hash)| (seq + 1, hash));
         if self.hash != hash_of(&body(self.seq, &self.prev, &self.record)) {
             return Err("the row was edited (its hash does not fit)".to_owned());
@@ -254,7 +261,16 @@ impl Ledger {
 /// If it cannot be read, is no ledger, or was tampered with.
 pub fn read(path: &Path) -> Result<Contents, CorpusError> {
     let file = files::open_own(path).at("read", path)?;
-    read_open(&file, path)
+    read_open(&file, path, LEDGER_SCHEMA)
+}
+
+/// Reads and checks a ledger of the version before.
+///
+/// # Errors
+/// As [`read`].
+pub(crate) fn read_earlier(path: &Path) -> Result<Contents, CorpusError> {
+    let file = files::open_own(path).at("read", path)?;
+    read_open(&file, path, EARLIER_LEDGER_SCHEMA)
 }
 
 fn open(path: &Path, create: bool) -> Result<File, CorpusError> {
@@ -295,7 +311,7 @@ fn body(seq: u64, prev: &str, record: &str) -> String {
     format!("{{\"seq\":{seq},\"prev\":\"{prev}\",\"record\":{record}")
 }
 
-fn read_open(file: &File, path: &Path) -> Result<Contents, CorpusError> {
+fn read_open(file: &File, path: &Path, needed: &'static str) -> Result<Contents, CorpusError> {
     // First, so that rows which another process adds meanwhile are not missed.
     let mark = tip::read(path)?;
     let mut reader = file;
@@ -306,7 +322,7 @@ fn read_open(file: &File, path: &Path) -> Result<Contents, CorpusError> {
     let finished = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |last| last + 1);
     let schema = |found: &str| CorpusError::Schema {
         path: path.to_path_buf(),
-        needed: LEDGER_SCHEMA,
+        needed,
         found: found.to_owned(),
     };
     let tampered = |rows: &[String], reason: String| CorpusError::Tampered {
@@ -325,12 +341,12 @@ fn read_open(file: &File, path: &Path) -> Result<Contents, CorpusError> {
         let record: Value = serde_json::from_str(&link.record).map_err(|_| no_row())?;
         if hashes.is_empty() {
             let found = record.get("schema").and_then(Value::as_str).unwrap_or("none");
-            if found != LEDGER_SCHEMA {
+            if found != needed {
                 return Err(schema(found));
             }
         }
         let last = hashes.last().map(|hash| (hashes.len() as u64 - 1, hash.as_str()));
-        link.follows(last).map_err(|reason| tampered(&hashes, reason))?;
+        link.follows_in(needed, last).map_err(|reason| tampered(&hashes, reason))?;
         records.push(record);
         hashes.push(link.hash);
     }

@@ -17,6 +17,7 @@ mod error;
 pub mod files;
 mod ledger;
 pub mod manifest;
+pub mod migrate;
 mod results;
 mod schedules;
 mod seal;

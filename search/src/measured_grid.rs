@@ -16,13 +16,13 @@ pub use grid::{BadGrid, GRID_SCHEMA, Grid, Space};
 pub use probe::{Probe, prepare};
 
 /// Schema of a measured grid's file: a line with the terms ([`Terms`]), then a line for each point ([`Row`]).
-pub const LANDSCAPE_SCHEMA: &str = "amk.measured_grid.v1";
+pub const MEASURED_GRID_SCHEMA: &str = "amk.measured_grid.v1";
 
 /// Under which terms the rows that follow were recorded.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Terms {
-    /// [`LANDSCAPE_SCHEMA`].
+    /// [`MEASURED_GRID_SCHEMA`].
     pub schema: String,
     /// Measured, or predicted by the cost model; one file holds one of the two.
     pub latency_kind: LatencyKind,
@@ -50,6 +50,9 @@ pub struct Terms {
     pub grid: Grid,
     /// Which part of the points: `[i, n]` are those whose number is `i` modulo `n`.
     pub shard: [u32; 2],
+    /// Hash of the file that this one was made of by `amk migrate`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub migrated_from: Option<String>,
 }
 
 /// A point with its answer.

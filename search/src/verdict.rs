@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::divergence::FirstDivergence;
 
 /// The schema id of a verdict.
-pub const VERDICT_SCHEMA: &str = "amk.verdict.v1";
+pub const VERDICT_SCHEMA: &str = "amk.verdict.v2";
 
 /// Whether a latency was measured or predicted. The two are never compared.
 #[derive(

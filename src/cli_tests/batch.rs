@@ -21,16 +21,16 @@ fn sequences_are_not_ignored_on_the_cpu() {
 #[test]
 fn sequences_that_cannot_be_timed_are_refused() {
     let bench = |model, more: &[&str]| {
-        let place = ["bench", "--model", model, "--device", "cpu", "--sequences"];
+        let place = ["bench", "--model", model, "--device", "cpu", "--batch"];
         amk(&[&place[..], more].concat())
     };
     for several in ["3", "1", "many"] {
-        unread(&bench("toy", &[several]), &["--sequences <N>", "[2, 4, 8]"]);
+        unread(&bench("toy", &[several]), &["--batch <N>", "[2, 4, 8]"]);
     }
     bench("smollm2-135m", &["2", "--context", "9999999"]).fails(2, &["--context 9999999", "8192"]);
     bench("smollm2-135m", &["2", "--context", "0"]).fails(2, &["--context 0"]);
     let f32 = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/golden/llama-tied-f32");
     bench(f32, &["8", "--context", "16"]).fails(2, &["16-bit weights", "f32"]);
-    bench("smollm2-135m", &["8"]).fails(3, &["--sequences", "no GPU here"]);
+    bench("smollm2-135m", &["8"]).fails(3, &["--batch", "no GPU here"]);
     unread(&bench("toy", &["2", "--prefill", "8"]), &["cannot be used with"]);
 }

@@ -25,7 +25,7 @@ const ANY_MODEL: &str = "toy";
 /// How two schedules or two programs differ.
 #[derive(Debug, Default, Serialize, JsonSchema)]
 pub(crate) struct Difference {
-    #[schemars(extend("const" = "amk.diff.v1"))]
+    #[schemars(extend("const" = "amk.diff.v2"))]
     schema: &'static str,
     /// schedules or programs.
     kind: &'static str,
@@ -113,7 +113,7 @@ fn of_programs(a: &Path, b: &Path) -> Result<Difference, Failure> {
     let diff = ProgramDiff::of(&pair[0], &pair[1]);
     let ids = pair.map(|program| program.id());
     Ok(Difference {
-        schema: "amk.diff.v1",
+        schema: "amk.diff.v2",
         kind: "programs",
         a: a.display().to_string(),
         b: b.display().to_string(),
@@ -163,7 +163,7 @@ fn difference(args: &DiffArgs, [a, b]: &[ScheduleConfig; 2]) -> Difference {
         })
         .collect();
     Difference {
-        schema: "amk.diff.v1",
+        schema: "amk.diff.v2",
         kind: "schedules",
         a: args.a.to_string(),
         b: args.b.to_string(),

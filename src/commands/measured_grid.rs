@@ -11,7 +11,7 @@ use rand::SeedableRng;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::SliceRandom;
 use reference_vm::compare::{Agreement, Reference};
-use search::measured_grid::{Answer, Grid, LANDSCAPE_SCHEMA, Probe, Space, Terms, prepare};
+use search::measured_grid::{Answer, Grid, MEASURED_GRID_SCHEMA, Probe, Space, Terms, prepare};
 use search::{Candidate, Device, DeviceInfo, Gate, LatencyKind, POSITIONS_MAX};
 use serde_json::json;
 
@@ -77,7 +77,7 @@ pub(crate) fn run(args: &RecordArgs) -> Outcome {
 fn terms(args: &RecordArgs, context: &Context, grid: Grid, info: Option<DeviceInfo>) -> Terms {
     let measured = info.is_some();
     Terms {
-        schema: LANDSCAPE_SCHEMA.to_owned(),
+        schema: MEASURED_GRID_SCHEMA.to_owned(),
         latency_kind: if measured { LatencyKind::MeasuredGpu } else { LatencyKind::Predicted },
         model: args.model.model.clone(),
         graph_id: context.graph().id(),
@@ -91,6 +91,7 @@ fn terms(args: &RecordArgs, context: &Context, grid: Grid, info: Option<DeviceIn
         seed: args.seed,
         grid,
         shard: args.shard.into(),
+        migrated_from: None,
     }
 }
 

@@ -13,6 +13,7 @@ pub(crate) mod generate;
 #[cfg(feature = "full")]
 pub(crate) mod html;
 pub(crate) mod measured_grid;
+pub(crate) mod migrate;
 pub(crate) mod prefill;
 pub(crate) mod program;
 pub(crate) mod propose;

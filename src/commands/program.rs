@@ -34,7 +34,7 @@ pub(crate) fn lower(args: &LowerArgs) -> Outcome {
         report::say(&format!("saved to {}", path.display()));
     }
     let mut document = facts(&program);
-    document["schema"] = "amk.lower.v1".into();
+    document["schema"] = "amk.lower.v2".into();
     document["model"] = context.graph().name.clone().into();
     document["target"] = context.target.name.clone().into();
     document["schedule_id"] = config.id().into();

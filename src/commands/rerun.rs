@@ -18,7 +18,7 @@ use crate::schedule_choice::{Auto, choose};
 use crate::spinner::Spinner;
 use crate::{files, report};
 
-const SCHEMA: &str = "amk.rerun.v1";
+const SCHEMA: &str = "amk.rerun.v2";
 
 struct Found {
     token: u32,

@@ -1,4 +1,4 @@
-//! `amk bench --sequences N`: microseconds of a step of several sequences at once, beside those of one alone.
+//! `amk bench --batch N`: microseconds of a step of several sequences at once, beside those of one alone.
 
 use std::sync::Arc;
 
@@ -72,7 +72,7 @@ pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
     context.check_timed(args.context, TIMED_TOKENS + 1, context.positions_max())?;
     if context.graph().dtype == ir::DType::F32 {
         let message =
-            "--sequences: sequences share the products of 16-bit weights only, and these are f32";
+            "--batch: sequences share the products of 16-bit weights only, and these are f32";
         return Err(Failure::usage(message));
     }
     if !context.has_device()? {
@@ -116,7 +116,7 @@ fn open(context: &Context) -> Result<Gpu<'_>, Failure> {
 }
 
 fn no_gpu() -> Failure {
-    Failure::no_gpu("--sequences is for what is measured")
+    Failure::no_gpu("--batch is for what is measured")
 }
 
 /// Prompts of the sequences, each with the token that is run first behind it.

@@ -78,7 +78,7 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
         documents.push(document);
     }
     report::document(&json!({
-        "schema": "amk.trace.v1",
+        "schema": "amk.trace.v2",
         "model": context.graph().name,
         "target": context.target.name,
         "context": args.context,

@@ -85,7 +85,7 @@ struct RunsCall {
 #[serde(untagged)]
 #[schemars(extend(
     "type" = "object",
-    "properties" = json!({"schema": {"type": "string", "enum": ["amk.compare.v1", "amk.diff.v1"]}})
+    "properties" = json!({"schema": {"type": "string", "enum": ["amk.compare.v1", "amk.diff.v2"]}})
 ))]
 enum Comparison {
     Runs(Box<runs::compare::Compared>),

@@ -338,14 +338,14 @@ fn announce(
         served.name, served.device
     ));
     report::document(&json!({
-        "schema": "amk.serve.v1",
+        "schema": "amk.serve.v2",
         "url": format!("http://{bound}/v1"),
         "model": served.name,
         "device": served.device,
         // Where tokens are chosen, unless a request asks for probabilities.
         "sampling": if served.device == "cuda" { "device" } else { "host" },
         "kv_capacity": served.capacity,
-        "sequences": served.seqs,
+        "batch": served.seqs,
         "schedule_source": served.schedule,
         "tokenizer": served.tokenizer.is_some(),
         "metrics": metrics.map(|addr| format!("http://{addr}/metrics")),

@@ -75,7 +75,7 @@ pub(super) fn document(view: &View<'_>) -> Value {
     let since = Rates::since_start(&view.now.page, view.now.at_ns);
     let priorities = || [0, 1, 2].into_iter().map(super::draw::priority);
     json!({
-        "schema": "amk.top.v1",
+        "schema": "amk.top.v2",
         "pid": head.pid,
         "command": text(&head.command),
         "model": text(&head.model),

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use ir::schedule::ScheduleConfig;
 use search::LatencyKind;
-use search::measured_grid::{Answer, LANDSCAPE_SCHEMA, Row, Space, Terms};
+use search::measured_grid::{Answer, MEASURED_GRID_SCHEMA, Row, Space, Terms};
 
 /// A file that is no measured grid, or not one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -54,7 +54,7 @@ impl MeasuredGrid {
         let bad = |line: usize, what: String| BadMeasuredGrid { line, what };
         let (_, first) = lines.next().ok_or_else(|| bad(1, "there is none".to_owned()))?;
         let terms: Terms = serde_json::from_str(first).map_err(|e| bad(1, e.to_string()))?;
-        if terms.schema != LANDSCAPE_SCHEMA {
+        if terms.schema != MEASURED_GRID_SCHEMA {
             return Err(bad(1, format!("its schema is {}", terms.schema)));
         }
         let space = terms.grid.space(neutral).map_err(|e| bad(1, e.to_string()))?;

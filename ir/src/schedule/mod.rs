@@ -9,6 +9,7 @@
 mod defaults;
 mod knobs;
 mod parse;
+mod renamed;
 mod space;
 #[cfg(test)]
 mod tests;
@@ -23,6 +24,9 @@ pub use knobs::{
     Knob, LmHeadTiling, OProjTiling, Pipeline, QkvTiling, ScheduleConfig, Tiling,
 };
 pub use parse::{parse_config, read_config, read_config_over, unique_json};
+pub use renamed::{
+    RENAMED_KNOBS, RENAMED_VALUES, earlier_schedule_id, renamed_knob, renamed_value,
+};
 pub use space::{json_schema, knob_table_markdown, legal_values, search_space};
 pub use validate::{activation_bytes, largest_stages, validate};
 pub use value::{Domain, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value};
@@ -55,8 +59,12 @@ pub fn schedule_id(config: &ScheduleConfig) -> String {
 
 /// Hash of the canonical JSON (fields in table order) under a kind's name.
 pub(crate) fn content_id<T: Serialize>(kind: &str, value: &T) -> String {
+    id_of(kind, &serde_json::to_string(value).unwrap_or_default())
+}
+
+fn id_of(kind: &str, text: &str) -> String {
     let mut hasher = blake3::Hasher::new();
     hasher.update(kind.as_bytes());
-    hasher.update(serde_json::to_string(value).unwrap_or_default().as_bytes());
+    hasher.update(text.as_bytes());
     hasher.finalize().to_hex()[..16].to_string()
 }

@@ -4,6 +4,7 @@ use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor}
 use serde_json::Value as Json;
 
 use super::defaults::default_config;
+use super::renamed::{renamed_knob, renamed_value};
 use super::validate::check;
 use super::value::Value;
 use super::{Knob, ScheduleConfig, Valid};
@@ -189,6 +190,10 @@ fn unknown(path: &str, key: &str, keys: &[&'static str]) -> Violation {
         format!("no knob or group is called `{key}` here"),
     )
     .legal(keys.join(", "));
+    if let Some(knob) = renamed_knob(path) {
+        let what = format!("{knob}: the knob was renamed; `amk migrate` rewrites old files");
+        return violation.suggest(what);
+    }
     if Knob::from_path(key).is_some() {
         return violation.suggest(format!("nested objects, one for each part of `{key}`"));
     }
@@ -256,7 +261,8 @@ fn nearest_value(knob: Knob, given: &Json) -> Option<Value> {
             Value::Name(name) => Some(*name),
             Value::Number(_) => None,
         });
-        return nearest(given.as_str()?, names).map(Value::Name);
+        let given = given.as_str()?;
+        return renamed_value(given).or_else(|| nearest(given, names)).map(Value::Name);
     }
     let number = match given {
         Json::Number(number) => number.as_f64()?,

@@ -98,7 +98,7 @@ pub(super) fn known(
 }
 
 /// Seals the run of a search that has ended. Without a seal it is as safe as before, and counts as one that can be resumed.
-pub(super) fn seal(dir: &Path, ledger: &Path) {
+pub(in crate::commands) fn seal(dir: &Path, ledger: &Path) {
     let sealed = corpus::read(ledger).and_then(|contents| {
         let first = contents.hashes.first().map_or("", String::as_str);
         let run = corpus::store::run_id(&contents.header, first);

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0xd76a5921be6b24f0ull
+#define AMK_ABI_HASH 0xc3318174ea810c13ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -24,7 +24,7 @@ typedef long long int64_t;
 #define AMK_PARAM_BYTES 64u
 #define AMK_TASK_BYTES 128u
 #define AMK_TASKS_MAX 1048576u
-#define AMK_SLOTS_MAX 65536u
+#define AMK_BUFFERS_MAX 65536u
 #define AMK_COUNTERS_MAX 65536u
 #define AMK_WORKERS_MAX 256u
 #define AMK_KV_ELEMENT_BYTES 2u
@@ -44,21 +44,21 @@ typedef long long int64_t;
 #define AMK_HELPER_WARPS 4u
 #define AMK_FIXED_BYTES 11264u
 #define AMK_ATTENTION_GROUP 4u
-#define AMK_LANE_TILES 8u
+#define AMK_BATCH_TILES 8u
 #define AMK_PREFILL_THREADS 256u
 #define AMK_ATTEND_TOKENS 64u
 #define AMK_ATTEND_KEYS 64u
 #define AMK_RING_ENTRIES 64u
 #define AMK_STOP_TOKENS_MAX 8u
 #define AMK_SESSIONS_MAX 64u
-#define AMK_LANES_MAX 8u
-#define AMK_LANE_ENDING_BITS 4u
-#define AMK_LANDED_ALL 0xffffffffu
-#define AMK_LANDED_ABANDONED 4294967294u
+#define AMK_SEQS_MAX 8u
+#define AMK_SEQ_ENDING_BITS 4u
+#define AMK_WATERMARK_ALL 0xffffffffu
+#define AMK_WATERMARK_ABANDONED 4294967294u
 #define AMK_BIAS_MAX 512u
 #define AMK_SAMPLED_VOCAB_MAX 4194304u
-#define AMK_CHOICE_BYTES 10752u
-#define AMK_CHOICE_ALIGN 128u
+#define AMK_SAMPLER_BYTES 10752u
+#define AMK_SAMPLER_ALIGN 128u
 #define AMK_LISTED_BYTES 16u
 #define AMK_FLAG_KEEP_LOGITS 1u
 #define AMK_FLAG_SAMPLE 2u
@@ -80,12 +80,12 @@ typedef long long int64_t;
 #define AMK_EPILOGUE_SILU_MUL 2u
 #define AMK_EPILOGUE_LOGITS 3u
 
-#define AMK_SLOT_PLAIN 0u
-#define AMK_SLOT_TAGGED 1u
-#define AMK_SLOT_CONSTANT 2u
-#define AMK_SLOT_KV_CACHE 3u
-#define AMK_SLOT_EMBEDDING 4u
-#define AMK_SLOT_LOGITS 5u
+#define AMK_BUFFER_PLAIN 0u
+#define AMK_BUFFER_FLAG_IN_DATA 1u
+#define AMK_BUFFER_CONSTANT 2u
+#define AMK_BUFFER_KV_CACHE 3u
+#define AMK_BUFFER_EMBEDDING 4u
+#define AMK_BUFFER_LOGITS 5u
 
 #define AMK_COMMAND_PING 1u
 #define AMK_COMMAND_DECODE 2u
@@ -133,8 +133,8 @@ struct alignas(16) amk_task {
   uint8_t stage_units; // For a matvec: units of a stage. A tile that is longer lies in several, each full but its last.
   uint8_t stage_tiles; // For a matvec: tiles of a stage, 1 where a tile lies in several.
   uint32_t signal; // Counter that gains one when the task's stores are visible, or none.
-  uint32_t reads[4]; // Slots read; meaning by op.
-  uint32_t writes[2]; // Slots written; meaning by op.
+  uint32_t reads[4]; // Buffers read; meaning by op.
+  uint32_t writes[2]; // Buffers written; meaning by op.
   uint16_t tile_parts; // For a matvec of several sequences: parts that a tile is cut into, each as long as the vectors that the warps' registers hold.
   uint16_t reserved[5]; // Zero.
   uint32_t wait_counter[2]; // Counters waited for.
@@ -164,7 +164,7 @@ struct alignas(16) amk_load {
   uint8_t kind; // A `LoadKind`.
   uint8_t stage_units; // Weights: units of a stage.
   uint16_t period; // Weights: units after which a new stage begins even if the last is not full: those of a tile that lies in several stages.
-  uint32_t landed; // Weights: units that must have landed before, in landing order.
+  uint32_t watermark; // Weights: units that must have arrived before, in stream order.
   uint32_t kv_block; // Cache: keys of a block of the task's splits.
   uint32_t window; // Cache: sliding window, or zero for full attention.
   uint16_t split; // Cache: the task's split.
@@ -177,7 +177,7 @@ static_assert(AMK_OFFSETOF(amk_load, units) == 8, "offset of amk_load.units");
 static_assert(AMK_OFFSETOF(amk_load, kind) == 12, "offset of amk_load.kind");
 static_assert(AMK_OFFSETOF(amk_load, stage_units) == 13, "offset of amk_load.stage_units");
 static_assert(AMK_OFFSETOF(amk_load, period) == 14, "offset of amk_load.period");
-static_assert(AMK_OFFSETOF(amk_load, landed) == 16, "offset of amk_load.landed");
+static_assert(AMK_OFFSETOF(amk_load, watermark) == 16, "offset of amk_load.watermark");
 static_assert(AMK_OFFSETOF(amk_load, kv_block) == 20, "offset of amk_load.kv_block");
 static_assert(AMK_OFFSETOF(amk_load, window) == 24, "offset of amk_load.window");
 static_assert(AMK_OFFSETOF(amk_load, split) == 28, "offset of amk_load.split");
@@ -196,43 +196,43 @@ static_assert(AMK_OFFSETOF(amk_queue, tasks) == 4, "offset of amk_queue.tasks");
 static_assert(AMK_OFFSETOF(amk_queue, load0) == 8, "offset of amk_queue.load0");
 static_assert(AMK_OFFSETOF(amk_queue, loads) == 12, "offset of amk_queue.loads");
 
-struct alignas(16) amk_slot {
+struct alignas(16) amk_buffer {
   uint64_t address; // Device address.
-  uint32_t kind; // A `SlotKind`.
-  uint32_t words; // Words (elements) of the slot; for `kv_cache` of one session.
+  uint32_t kind; // A `BufferKind`.
+  uint32_t words; // Words (elements) of the buffer; for `kv_cache` of one session.
   uint32_t units; // Units along a row, for `embedding`.
   uint32_t reserved[3]; // Zero.
 };
-static_assert(sizeof(amk_slot) == 32, "size of amk_slot");
-static_assert(alignof(amk_slot) == 16, "alignment of amk_slot");
-static_assert(AMK_OFFSETOF(amk_slot, address) == 0, "offset of amk_slot.address");
-static_assert(AMK_OFFSETOF(amk_slot, kind) == 8, "offset of amk_slot.kind");
-static_assert(AMK_OFFSETOF(amk_slot, words) == 12, "offset of amk_slot.words");
-static_assert(AMK_OFFSETOF(amk_slot, units) == 16, "offset of amk_slot.units");
-static_assert(AMK_OFFSETOF(amk_slot, reserved) == 20, "offset of amk_slot.reserved");
+static_assert(sizeof(amk_buffer) == 32, "size of amk_buffer");
+static_assert(alignof(amk_buffer) == 16, "alignment of amk_buffer");
+static_assert(AMK_OFFSETOF(amk_buffer, address) == 0, "offset of amk_buffer.address");
+static_assert(AMK_OFFSETOF(amk_buffer, kind) == 8, "offset of amk_buffer.kind");
+static_assert(AMK_OFFSETOF(amk_buffer, words) == 12, "offset of amk_buffer.words");
+static_assert(AMK_OFFSETOF(amk_buffer, units) == 16, "offset of amk_buffer.units");
+static_assert(AMK_OFFSETOF(amk_buffer, reserved) == 20, "offset of amk_buffer.reserved");
 
 struct alignas(16) amk_program {
   uint64_t tasks; // `amk_task[]`.
   uint64_t loads; // `amk_load[]`.
   uint64_t queues; // `amk_queue[workers]`.
-  uint64_t slots; // `amk_slot[]`.
+  uint64_t buffers; // `amk_buffer[]`.
   uint64_t counters; // Counters, one per 32-byte sector.
   uint32_t stages; // Stages of the weight ring.
   uint32_t stage_units; // Units of one stage, a power of two.
   uint32_t in_flight; // Stages on their way at once, at most.
-  uint32_t in_flight_near; // The same while the worker is about to receive a handoff.
+  uint32_t in_flight_before_wait; // The same while the worker is about to receive a handoff.
   uint32_t x_offset; // Byte offset of the activation buffer in shared memory.
   uint32_t x_bytes; // Bytes of the activation buffer.
   uint32_t kv_capacity; // Tokens of a session's key/value cache.
   uint32_t kv_values; // Bytes from the keys of a head to its values: half a page of a layer.
-  uint32_t slot_len; // Slots, for bounds checks.
+  uint32_t buffer_len; // Buffers, for bounds checks.
   uint32_t logits_rows; // Rows of the logits buffer.
   uint32_t vocab; // Vocabulary, for token checks.
   uint32_t epoch; // Steps run since it was loaded; the poller keeps it, so that a program can be left and come back to.
-  uint32_t lanes; // Lanes that the tables are laid out for, and activations and logits set aside; those of the kernel.
-  uint32_t lane_bytes; // Bytes from a scratch slot of one lane to that of the next.
-  uint32_t lane_runs; // Which run of each lane it is, of three, two bits a lane, lane 0 lowest: part of its tags. The poller keeps it, as it does `epoch`.
-  uint32_t last_lanes; // Lanes of the last command. The poller keeps it.
+  uint32_t seqs; // Sequences that the tables are laid out for, and activations and logits set aside; those of the kernel.
+  uint32_t seq_bytes; // Bytes from a scratch buffer of one sequence to that of the next.
+  uint32_t seq_runs; // Which run of each sequence it is, of three, two bits a sequence, sequence 0 lowest: part of its tags. The poller keeps it, as it does `epoch`.
+  uint32_t last_seqs; // Sequences of the last command. The poller keeps it.
   uint32_t reserved[2]; // Zero.
 };
 static_assert(sizeof(amk_program) == 112, "size of amk_program");
@@ -240,24 +240,24 @@ static_assert(alignof(amk_program) == 16, "alignment of amk_program");
 static_assert(AMK_OFFSETOF(amk_program, tasks) == 0, "offset of amk_program.tasks");
 static_assert(AMK_OFFSETOF(amk_program, loads) == 8, "offset of amk_program.loads");
 static_assert(AMK_OFFSETOF(amk_program, queues) == 16, "offset of amk_program.queues");
-static_assert(AMK_OFFSETOF(amk_program, slots) == 24, "offset of amk_program.slots");
+static_assert(AMK_OFFSETOF(amk_program, buffers) == 24, "offset of amk_program.buffers");
 static_assert(AMK_OFFSETOF(amk_program, counters) == 32, "offset of amk_program.counters");
 static_assert(AMK_OFFSETOF(amk_program, stages) == 40, "offset of amk_program.stages");
 static_assert(AMK_OFFSETOF(amk_program, stage_units) == 44, "offset of amk_program.stage_units");
 static_assert(AMK_OFFSETOF(amk_program, in_flight) == 48, "offset of amk_program.in_flight");
-static_assert(AMK_OFFSETOF(amk_program, in_flight_near) == 52, "offset of amk_program.in_flight_near");
+static_assert(AMK_OFFSETOF(amk_program, in_flight_before_wait) == 52, "offset of amk_program.in_flight_before_wait");
 static_assert(AMK_OFFSETOF(amk_program, x_offset) == 56, "offset of amk_program.x_offset");
 static_assert(AMK_OFFSETOF(amk_program, x_bytes) == 60, "offset of amk_program.x_bytes");
 static_assert(AMK_OFFSETOF(amk_program, kv_capacity) == 64, "offset of amk_program.kv_capacity");
 static_assert(AMK_OFFSETOF(amk_program, kv_values) == 68, "offset of amk_program.kv_values");
-static_assert(AMK_OFFSETOF(amk_program, slot_len) == 72, "offset of amk_program.slot_len");
+static_assert(AMK_OFFSETOF(amk_program, buffer_len) == 72, "offset of amk_program.buffer_len");
 static_assert(AMK_OFFSETOF(amk_program, logits_rows) == 76, "offset of amk_program.logits_rows");
 static_assert(AMK_OFFSETOF(amk_program, vocab) == 80, "offset of amk_program.vocab");
 static_assert(AMK_OFFSETOF(amk_program, epoch) == 84, "offset of amk_program.epoch");
-static_assert(AMK_OFFSETOF(amk_program, lanes) == 88, "offset of amk_program.lanes");
-static_assert(AMK_OFFSETOF(amk_program, lane_bytes) == 92, "offset of amk_program.lane_bytes");
-static_assert(AMK_OFFSETOF(amk_program, lane_runs) == 96, "offset of amk_program.lane_runs");
-static_assert(AMK_OFFSETOF(amk_program, last_lanes) == 100, "offset of amk_program.last_lanes");
+static_assert(AMK_OFFSETOF(amk_program, seqs) == 88, "offset of amk_program.seqs");
+static_assert(AMK_OFFSETOF(amk_program, seq_bytes) == 92, "offset of amk_program.seq_bytes");
+static_assert(AMK_OFFSETOF(amk_program, seq_runs) == 96, "offset of amk_program.seq_runs");
+static_assert(AMK_OFFSETOF(amk_program, last_seqs) == 100, "offset of amk_program.last_seqs");
 static_assert(AMK_OFFSETOF(amk_program, reserved) == 104, "offset of amk_program.reserved");
 
 struct alignas(16) amk_step {
@@ -265,9 +265,9 @@ struct alignas(16) amk_step {
   uint32_t action; // What to do: an `Action`.
   uint32_t epoch; // Epoch of the program: steps run since it was loaded, this one included.
   uint32_t token; // Input token.
-  uint32_t position; // Of one sequence: position of the input token; keys 0..=position are attended to. Of a batch, `amk_lanes.position` says it.
+  uint32_t position; // Of one sequence: position of the input token; keys 0..=position are attended to. Of a batch, `amk_seqs.position` says it.
   uint32_t session; // Session whose key/value cache is used.
-  uint32_t logits_row; // Row of the logits buffer; a lane's rows are `amk_program.logits_rows` behind those of the lane before it.
+  uint32_t logits_row; // Row of the logits buffer; a sequence's rows are `amk_program.logits_rows` behind those of the sequence before it.
   uint32_t index; // Steps of the command that came before this one.
   uint32_t steps; // Steps of the command.
   uint32_t forced; // Positions below this one take their token from the prompt.
@@ -275,7 +275,7 @@ struct alignas(16) amk_step {
   uint32_t stop_len; // Stop tokens in use.
   uint32_t stop[8]; // A generated token among these ends the command.
   uint32_t command; // Number of the command: what `amk_done.sequence` becomes with it.
-  uint32_t give_way; // Written by the poller at any time: number of the command that is to give way.
+  uint32_t preempt; // Written by the poller at any time: number of the command that is to yield.
   uint32_t go; // Actions published so far; released last.
 };
 static_assert(sizeof(amk_step) == 96, "size of amk_step");
@@ -294,27 +294,27 @@ static_assert(AMK_OFFSETOF(amk_step, flags) == 44, "offset of amk_step.flags");
 static_assert(AMK_OFFSETOF(amk_step, stop_len) == 48, "offset of amk_step.stop_len");
 static_assert(AMK_OFFSETOF(amk_step, stop) == 52, "offset of amk_step.stop");
 static_assert(AMK_OFFSETOF(amk_step, command) == 84, "offset of amk_step.command");
-static_assert(AMK_OFFSETOF(amk_step, give_way) == 88, "offset of amk_step.give_way");
+static_assert(AMK_OFFSETOF(amk_step, preempt) == 88, "offset of amk_step.preempt");
 static_assert(AMK_OFFSETOF(amk_step, go) == 92, "offset of amk_step.go");
 
-struct alignas(16) amk_lanes {
-  uint32_t token[8]; // Input token of each lane in this step.
-  uint32_t position[8]; // Position of each lane in the first step; `amk_step.index` later in this one.
-  uint32_t session[8]; // Session of each lane.
-  uint32_t lanes; // Lanes of the command; 1 for a plain decode.
-  uint32_t sample; // A bit a lane: tokens are chosen by the session's `amk_sampling`.
-  uint32_t runs; // Two bits a lane: which run of the lane this is, of three. A lane that did not run for some steps has old words whose epoch may look
+struct alignas(16) amk_seqs {
+  uint32_t token[8]; // Input token of each sequence in this step.
+  uint32_t position[8]; // Position of each sequence in the first step; `amk_step.index` later in this one.
+  uint32_t session[8]; // Session of each sequence.
+  uint32_t seqs; // Sequences of the command; 1 for a plain decode.
+  uint32_t sample; // A bit a sequence: tokens are chosen by the session's `amk_sampling`.
+  uint32_t runs; // Two bits a sequence: which run of the sequence this is, of three. A sequence that did not run for some steps has old words whose epoch may look
   uint32_t reserved; // Zero.
 };
-static_assert(sizeof(amk_lanes) == 112, "size of amk_lanes");
-static_assert(alignof(amk_lanes) == 16, "alignment of amk_lanes");
-static_assert(AMK_OFFSETOF(amk_lanes, token) == 0, "offset of amk_lanes.token");
-static_assert(AMK_OFFSETOF(amk_lanes, position) == 32, "offset of amk_lanes.position");
-static_assert(AMK_OFFSETOF(amk_lanes, session) == 64, "offset of amk_lanes.session");
-static_assert(AMK_OFFSETOF(amk_lanes, lanes) == 96, "offset of amk_lanes.lanes");
-static_assert(AMK_OFFSETOF(amk_lanes, sample) == 100, "offset of amk_lanes.sample");
-static_assert(AMK_OFFSETOF(amk_lanes, runs) == 104, "offset of amk_lanes.runs");
-static_assert(AMK_OFFSETOF(amk_lanes, reserved) == 108, "offset of amk_lanes.reserved");
+static_assert(sizeof(amk_seqs) == 112, "size of amk_seqs");
+static_assert(alignof(amk_seqs) == 16, "alignment of amk_seqs");
+static_assert(AMK_OFFSETOF(amk_seqs, token) == 0, "offset of amk_seqs.token");
+static_assert(AMK_OFFSETOF(amk_seqs, position) == 32, "offset of amk_seqs.position");
+static_assert(AMK_OFFSETOF(amk_seqs, session) == 64, "offset of amk_seqs.session");
+static_assert(AMK_OFFSETOF(amk_seqs, seqs) == 96, "offset of amk_seqs.seqs");
+static_assert(AMK_OFFSETOF(amk_seqs, sample) == 100, "offset of amk_seqs.sample");
+static_assert(AMK_OFFSETOF(amk_seqs, runs) == 104, "offset of amk_seqs.runs");
+static_assert(AMK_OFFSETOF(amk_seqs, reserved) == 108, "offset of amk_seqs.reserved");
 
 struct alignas(16) amk_launch {
   uint64_t submissions; // `amk_submission[RING_ENTRIES]` in mapped host memory.
@@ -331,9 +331,9 @@ struct alignas(16) amk_launch {
   uint32_t workers; // Workers: thread blocks of the launch.
   uint32_t record_len; // Records of tasks that fit.
   uint64_t program; // First program, loaded before the launch.
-  uint64_t landing; // `amk_landing` in device memory.
-  uint64_t pulses; // `amk_pulse[workers]` in mapped host memory.
-  uint32_t pulse_ns; // Nanoseconds between two writes of a pulse.
+  uint64_t weight_stream; // `amk_weight_stream` in device memory.
+  uint64_t worker_heartbeats; // `amk_worker_heartbeat[workers]` in mapped host memory.
+  uint32_t worker_heartbeat_ns; // Nanoseconds between two writes of a worker_heartbeat.
   uint32_t reserved; // Zero.
   uint64_t sampling; // `amk_sampling[sessions]` in device memory.
   uint64_t pages; // Of each session `page_stride` words of 16 bits in device memory: the page of each `KV_PAGE` positions, zero where it has none. The
@@ -356,40 +356,40 @@ static_assert(AMK_OFFSETOF(amk_launch, sessions) == 76, "offset of amk_launch.se
 static_assert(AMK_OFFSETOF(amk_launch, workers) == 80, "offset of amk_launch.workers");
 static_assert(AMK_OFFSETOF(amk_launch, record_len) == 84, "offset of amk_launch.record_len");
 static_assert(AMK_OFFSETOF(amk_launch, program) == 88, "offset of amk_launch.program");
-static_assert(AMK_OFFSETOF(amk_launch, landing) == 96, "offset of amk_launch.landing");
-static_assert(AMK_OFFSETOF(amk_launch, pulses) == 104, "offset of amk_launch.pulses");
-static_assert(AMK_OFFSETOF(amk_launch, pulse_ns) == 112, "offset of amk_launch.pulse_ns");
+static_assert(AMK_OFFSETOF(amk_launch, weight_stream) == 96, "offset of amk_launch.weight_stream");
+static_assert(AMK_OFFSETOF(amk_launch, worker_heartbeats) == 104, "offset of amk_launch.worker_heartbeats");
+static_assert(AMK_OFFSETOF(amk_launch, worker_heartbeat_ns) == 112, "offset of amk_launch.worker_heartbeat_ns");
 static_assert(AMK_OFFSETOF(amk_launch, reserved) == 116, "offset of amk_launch.reserved");
 static_assert(AMK_OFFSETOF(amk_launch, sampling) == 120, "offset of amk_launch.sampling");
 static_assert(AMK_OFFSETOF(amk_launch, pages) == 128, "offset of amk_launch.pages");
 static_assert(AMK_OFFSETOF(amk_launch, page_stride) == 136, "offset of amk_launch.page_stride");
 static_assert(AMK_OFFSETOF(amk_launch, page_count) == 140, "offset of amk_launch.page_count");
 
-struct alignas(16) amk_landing {
-  uint32_t landed; // Units that are there, `LANDED_ABANDONED` or `LANDED_ALL`; written behind the copies, on their stream.
+struct alignas(16) amk_weight_stream {
+  uint32_t watermark; // Units that are there, `WATERMARK_ABANDONED` or `WATERMARK_ALL`; written behind the copies, on their stream.
   uint32_t embedding; // Units that must be there before a step may begin: those of the embedding, which no load brings.
-  uint32_t patience; // Deadlines in a row that may pass with nothing landing before a worker that waits gives up.
+  uint32_t patience; // Deadlines in a row that may pass with nothing weight streaming before a worker that waits gives up.
   uint32_t waits; // Times that a loader began to wait for weights since the launch.
   uint32_t resumed; // Times that such a wait was over.
   uint32_t waited_us; // Microseconds of all of them together.
   uint32_t reserved[2]; // Zero.
 };
-static_assert(sizeof(amk_landing) == 32, "size of amk_landing");
-static_assert(alignof(amk_landing) == 16, "alignment of amk_landing");
-static_assert(AMK_OFFSETOF(amk_landing, landed) == 0, "offset of amk_landing.landed");
-static_assert(AMK_OFFSETOF(amk_landing, embedding) == 4, "offset of amk_landing.embedding");
-static_assert(AMK_OFFSETOF(amk_landing, patience) == 8, "offset of amk_landing.patience");
-static_assert(AMK_OFFSETOF(amk_landing, waits) == 12, "offset of amk_landing.waits");
-static_assert(AMK_OFFSETOF(amk_landing, resumed) == 16, "offset of amk_landing.resumed");
-static_assert(AMK_OFFSETOF(amk_landing, waited_us) == 20, "offset of amk_landing.waited_us");
-static_assert(AMK_OFFSETOF(amk_landing, reserved) == 24, "offset of amk_landing.reserved");
+static_assert(sizeof(amk_weight_stream) == 32, "size of amk_weight_stream");
+static_assert(alignof(amk_weight_stream) == 16, "alignment of amk_weight_stream");
+static_assert(AMK_OFFSETOF(amk_weight_stream, watermark) == 0, "offset of amk_weight_stream.watermark");
+static_assert(AMK_OFFSETOF(amk_weight_stream, embedding) == 4, "offset of amk_weight_stream.embedding");
+static_assert(AMK_OFFSETOF(amk_weight_stream, patience) == 8, "offset of amk_weight_stream.patience");
+static_assert(AMK_OFFSETOF(amk_weight_stream, waits) == 12, "offset of amk_weight_stream.waits");
+static_assert(AMK_OFFSETOF(amk_weight_stream, resumed) == 16, "offset of amk_weight_stream.resumed");
+static_assert(AMK_OFFSETOF(amk_weight_stream, waited_us) == 20, "offset of amk_weight_stream.waited_us");
+static_assert(AMK_OFFSETOF(amk_weight_stream, reserved) == 24, "offset of amk_weight_stream.reserved");
 
 struct alignas(16) amk_done {
   uint32_t abort; // Device-wide: nonzero asks every worker to leave.
   uint32_t steps; // Positions that were run.
   uint32_t token; // Last token chosen.
   uint32_t ending; // What `amk_completion.ending` is to be.
-  uint32_t lane_endings; // What `amk_completion.lane_endings` is to be.
+  uint32_t seq_endings; // What `amk_completion.seq_endings` is to be.
   uint32_t switched; // Workers that have switched program, ever.
   uint32_t left; // Workers that have left.
   uint32_t reporter; // Claim on the status block: the first worker to take it reports.
@@ -402,7 +402,7 @@ static_assert(AMK_OFFSETOF(amk_done, abort) == 0, "offset of amk_done.abort");
 static_assert(AMK_OFFSETOF(amk_done, steps) == 4, "offset of amk_done.steps");
 static_assert(AMK_OFFSETOF(amk_done, token) == 8, "offset of amk_done.token");
 static_assert(AMK_OFFSETOF(amk_done, ending) == 12, "offset of amk_done.ending");
-static_assert(AMK_OFFSETOF(amk_done, lane_endings) == 16, "offset of amk_done.lane_endings");
+static_assert(AMK_OFFSETOF(amk_done, seq_endings) == 16, "offset of amk_done.seq_endings");
 static_assert(AMK_OFFSETOF(amk_done, switched) == 20, "offset of amk_done.switched");
 static_assert(AMK_OFFSETOF(amk_done, left) == 24, "offset of amk_done.left");
 static_assert(AMK_OFFSETOF(amk_done, reporter) == 28, "offset of amk_done.reporter");
@@ -459,12 +459,12 @@ struct alignas(64) amk_submission {
   uint32_t forced; // Positions below this one take their token from the session's token buffer.
   uint32_t flags; // `FLAG_KEEP_LOGITS`, `FLAG_SAMPLE`.
   uint32_t stop_len; // Stop tokens in use.
-  uint32_t lanes; // Lanes of a decode command; 0 and 1: it runs `session` at `position`.
+  uint32_t seqs; // Sequences of a decode command; 0 and 1: it runs `session` at `position`.
   uint64_t program; // Address of the `amk_program`, for `load_program`.
   uint32_t stop[8]; // A generated token among these ends the command.
-  uint32_t lane_session[2]; // Sessions of the lanes, a byte each, lane 0 lowest.
-  uint32_t lane_position[8]; // First position of each lane.
-  uint32_t lane_sample; // A bit a lane: what `FLAG_SAMPLE` is to a plain decode.
+  uint32_t seq_session[2]; // Sessions of the sequences, a byte each, sequence 0 lowest.
+  uint32_t seq_position[8]; // First position of each sequence.
+  uint32_t seq_sample; // A bit a sequence: what `FLAG_SAMPLE` is to a plain decode.
   uint32_t reserved1[2]; // Zero.
   uint32_t sequence; // Index of the entry plus one; written last.
 };
@@ -477,12 +477,12 @@ static_assert(AMK_OFFSETOF(amk_submission, steps) == 12, "offset of amk_submissi
 static_assert(AMK_OFFSETOF(amk_submission, forced) == 16, "offset of amk_submission.forced");
 static_assert(AMK_OFFSETOF(amk_submission, flags) == 20, "offset of amk_submission.flags");
 static_assert(AMK_OFFSETOF(amk_submission, stop_len) == 24, "offset of amk_submission.stop_len");
-static_assert(AMK_OFFSETOF(amk_submission, lanes) == 28, "offset of amk_submission.lanes");
+static_assert(AMK_OFFSETOF(amk_submission, seqs) == 28, "offset of amk_submission.seqs");
 static_assert(AMK_OFFSETOF(amk_submission, program) == 32, "offset of amk_submission.program");
 static_assert(AMK_OFFSETOF(amk_submission, stop) == 40, "offset of amk_submission.stop");
-static_assert(AMK_OFFSETOF(amk_submission, lane_session) == 72, "offset of amk_submission.lane_session");
-static_assert(AMK_OFFSETOF(amk_submission, lane_position) == 80, "offset of amk_submission.lane_position");
-static_assert(AMK_OFFSETOF(amk_submission, lane_sample) == 112, "offset of amk_submission.lane_sample");
+static_assert(AMK_OFFSETOF(amk_submission, seq_session) == 72, "offset of amk_submission.seq_session");
+static_assert(AMK_OFFSETOF(amk_submission, seq_position) == 80, "offset of amk_submission.seq_position");
+static_assert(AMK_OFFSETOF(amk_submission, seq_sample) == 112, "offset of amk_submission.seq_sample");
 static_assert(AMK_OFFSETOF(amk_submission, reserved1) == 116, "offset of amk_submission.reserved1");
 static_assert(AMK_OFFSETOF(amk_submission, sequence) == 124, "offset of amk_submission.sequence");
 
@@ -493,7 +493,7 @@ struct alignas(64) amk_completion {
   uint32_t ending; // An `Ending`.
   uint64_t start_ns; // Device nanoseconds when the command was taken up.
   uint64_t end_ns; // Device nanoseconds when it was done.
-  uint32_t lane_endings; // Of a batch: the `Ending` of each lane, `LANE_ENDING_BITS` each, lane 0 lowest.
+  uint32_t seq_endings; // Of a batch: the `Ending` of each sequence, `SEQ_ENDING_BITS` each, sequence 0 lowest.
   uint32_t reserved[6]; // Zero.
   uint32_t sequence; // Index of the entry plus one; written last.
 };
@@ -505,7 +505,7 @@ static_assert(AMK_OFFSETOF(amk_completion, token) == 8, "offset of amk_completio
 static_assert(AMK_OFFSETOF(amk_completion, ending) == 12, "offset of amk_completion.ending");
 static_assert(AMK_OFFSETOF(amk_completion, start_ns) == 16, "offset of amk_completion.start_ns");
 static_assert(AMK_OFFSETOF(amk_completion, end_ns) == 24, "offset of amk_completion.end_ns");
-static_assert(AMK_OFFSETOF(amk_completion, lane_endings) == 32, "offset of amk_completion.lane_endings");
+static_assert(AMK_OFFSETOF(amk_completion, seq_endings) == 32, "offset of amk_completion.seq_endings");
 static_assert(AMK_OFFSETOF(amk_completion, reserved) == 36, "offset of amk_completion.reserved");
 static_assert(AMK_OFFSETOF(amk_completion, sequence) == 60, "offset of amk_completion.sequence");
 
@@ -555,7 +555,7 @@ static_assert(AMK_OFFSETOF(amk_bias, value) == 4, "offset of amk_bias.value");
 
 struct alignas(128) amk_ring_indices {
   uint32_t abort; // Written by the host: nonzero asks every worker to leave.
-  uint32_t give_way; // Written by the host: sequence of the command that is to give way after the step under way.
+  uint32_t preempt; // Written by the host: sequence of the command that is to yield after the step under way.
   uint32_t reserved0[30]; // Zero.
   uint32_t heartbeat; // Written by the device: increases while the poller lives.
   uint32_t reserved1[31]; // Zero.
@@ -566,7 +566,7 @@ struct alignas(128) amk_ring_indices {
 static_assert(sizeof(amk_ring_indices) == 384, "size of amk_ring_indices");
 static_assert(alignof(amk_ring_indices) == 128, "alignment of amk_ring_indices");
 static_assert(AMK_OFFSETOF(amk_ring_indices, abort) == 0, "offset of amk_ring_indices.abort");
-static_assert(AMK_OFFSETOF(amk_ring_indices, give_way) == 4, "offset of amk_ring_indices.give_way");
+static_assert(AMK_OFFSETOF(amk_ring_indices, preempt) == 4, "offset of amk_ring_indices.preempt");
 static_assert(AMK_OFFSETOF(amk_ring_indices, reserved0) == 8, "offset of amk_ring_indices.reserved0");
 static_assert(AMK_OFFSETOF(amk_ring_indices, heartbeat) == 128, "offset of amk_ring_indices.heartbeat");
 static_assert(AMK_OFFSETOF(amk_ring_indices, reserved1) == 132, "offset of amk_ring_indices.reserved1");
@@ -579,7 +579,7 @@ struct alignas(64) amk_status {
   uint32_t worker; // Worker that reported.
   uint32_t task; // Its task, by index in its queue.
   uint32_t opcode; // Opcode of the task.
-  uint32_t object; // Counter, slot or stage waited for.
+  uint32_t object; // Counter, buffer or stage waited for.
   uint32_t have; // What it held.
   uint32_t need; // What was needed.
   uint32_t epoch; // Epoch.
@@ -603,7 +603,7 @@ static_assert(AMK_OFFSETOF(amk_status, left) == 40, "offset of amk_status.left")
 static_assert(AMK_OFFSETOF(amk_status, reserved) == 44, "offset of amk_status.reserved");
 static_assert(AMK_OFFSETOF(amk_status, valid) == 60, "offset of amk_status.valid");
 
-struct alignas(16) amk_pulse {
+struct alignas(16) amk_worker_heartbeat {
   uint32_t beat; // The device's clock at the last write, in units of 1 024 ns; it wraps.
   uint32_t active; // Nonzero while a step is under way.
   uint32_t progress; // Tasks done since the launch; it wraps.
@@ -612,25 +612,25 @@ struct alignas(16) amk_pulse {
   uint32_t task; // Tasks of its queue that the worker has done in that step.
   uint32_t issued; // Bytes that the loader has asked for since the launch, in units of 512; it wraps.
   uint32_t wait; // What a wait that lasts is about: a `Trap` as it would be reported, or zero.
-  uint32_t object; // Counter, slot or stage waited for.
+  uint32_t object; // Counter, buffer or stage waited for.
   uint32_t have; // What it held.
   uint32_t need; // What was needed.
   uint32_t reserved; // Zero.
 };
-static_assert(sizeof(amk_pulse) == 48, "size of amk_pulse");
-static_assert(alignof(amk_pulse) == 16, "alignment of amk_pulse");
-static_assert(AMK_OFFSETOF(amk_pulse, beat) == 0, "offset of amk_pulse.beat");
-static_assert(AMK_OFFSETOF(amk_pulse, active) == 4, "offset of amk_pulse.active");
-static_assert(AMK_OFFSETOF(amk_pulse, progress) == 8, "offset of amk_pulse.progress");
-static_assert(AMK_OFFSETOF(amk_pulse, epoch) == 12, "offset of amk_pulse.epoch");
-static_assert(AMK_OFFSETOF(amk_pulse, position) == 16, "offset of amk_pulse.position");
-static_assert(AMK_OFFSETOF(amk_pulse, task) == 20, "offset of amk_pulse.task");
-static_assert(AMK_OFFSETOF(amk_pulse, issued) == 24, "offset of amk_pulse.issued");
-static_assert(AMK_OFFSETOF(amk_pulse, wait) == 28, "offset of amk_pulse.wait");
-static_assert(AMK_OFFSETOF(amk_pulse, object) == 32, "offset of amk_pulse.object");
-static_assert(AMK_OFFSETOF(amk_pulse, have) == 36, "offset of amk_pulse.have");
-static_assert(AMK_OFFSETOF(amk_pulse, need) == 40, "offset of amk_pulse.need");
-static_assert(AMK_OFFSETOF(amk_pulse, reserved) == 44, "offset of amk_pulse.reserved");
+static_assert(sizeof(amk_worker_heartbeat) == 48, "size of amk_worker_heartbeat");
+static_assert(alignof(amk_worker_heartbeat) == 16, "alignment of amk_worker_heartbeat");
+static_assert(AMK_OFFSETOF(amk_worker_heartbeat, beat) == 0, "offset of amk_worker_heartbeat.beat");
+static_assert(AMK_OFFSETOF(amk_worker_heartbeat, active) == 4, "offset of amk_worker_heartbeat.active");
+static_assert(AMK_OFFSETOF(amk_worker_heartbeat, progress) == 8, "offset of amk_worker_heartbeat.progress");
+static_assert(AMK_OFFSETOF(amk_worker_heartbeat, epoch) == 12, "offset of amk_worker_heartbeat.epoch");
+static_assert(AMK_OFFSETOF(amk_worker_heartbeat, position) == 16, "offset of amk_worker_heartbeat.position");
+static_assert(AMK_OFFSETOF(amk_worker_heartbeat, task) == 20, "offset of amk_worker_heartbeat.task");
+static_assert(AMK_OFFSETOF(amk_worker_heartbeat, issued) == 24, "offset of amk_worker_heartbeat.issued");
+static_assert(AMK_OFFSETOF(amk_worker_heartbeat, wait) == 28, "offset of amk_worker_heartbeat.wait");
+static_assert(AMK_OFFSETOF(amk_worker_heartbeat, object) == 32, "offset of amk_worker_heartbeat.object");
+static_assert(AMK_OFFSETOF(amk_worker_heartbeat, have) == 36, "offset of amk_worker_heartbeat.have");
+static_assert(AMK_OFFSETOF(amk_worker_heartbeat, need) == 40, "offset of amk_worker_heartbeat.need");
+static_assert(AMK_OFFSETOF(amk_worker_heartbeat, reserved) == 44, "offset of amk_worker_heartbeat.reserved");
 
 struct alignas(4) amk_nop_params {
   uint32_t reserved[16]; // Zero.
@@ -664,7 +664,7 @@ struct alignas(4) amk_matvec_params {
   uint32_t head_dim; // Elements of a head, for `merge`.
   uint32_t kv_block; // Keys of a block, for `merge`.
   uint32_t window; // Sliding window or zero, for `merge`.
-  uint32_t candidate; // Index of this task's entry in the candidates slot, for `logits`.
+  uint32_t candidate; // Index of this task's entry in the candidates buffer, for `logits`.
   uint32_t reserved[2]; // Zero.
 };
 static_assert(sizeof(amk_matvec_params) == 64, "size of amk_matvec_params");

@@ -130,17 +130,22 @@ fn print_struct(out: &mut String, layout: &StructLayout) {
         let _ = writeln!(out, "  {} {}{array}; //{}", field.ty.c_name(), field.name, field.doc);
     }
     let _ = writeln!(out, "}};");
-    let _ = writeln!(out, "static_assert(sizeof({name}) == {}, \"size of {name}\");", layout.size);
-    let _ = writeln!(
-        out,
-        "static_assert(alignof({name}) == {}, \"alignment of {name}\");",
-        layout.align
-    );
-    for field in layout.fields {
-        let _ = writeln!(
-            out,
-            "static_assert(AMK_OFFSETOF({name}, {}) == {}, \"offset of {name}.{}\");",
-            field.name, field.offset, field.name
-        );
+    let (size, align) = (layout.size, layout.align);
+    let same = format!("sizeof({name}) == {size} && alignof({name}) == {align}");
+    let _ = writeln!(out, "static_assert({same}, \"layout of {name}\");");
+}
+
+/// Assertions that every field lies where Rust has it, for a compiler that has read the header. They are no part of it: its text follows from
+/// the same table, and each kernel would check them again.
+#[must_use]
+pub fn c_field_asserts() -> String {
+    let mut out = String::new();
+    for StructLayout { c_name, fields, .. } in structs() {
+        for field in fields {
+            let (name, offset) = (field.name, field.offset);
+            let same = format!("AMK_OFFSETOF({c_name}, {name}) == {offset}");
+            let _ = writeln!(out, "static_assert({same}, \"offset of {c_name}.{name}\");");
+        }
     }
+    out
 }

@@ -16,7 +16,7 @@ mod task;
 mod telemetry;
 mod transition;
 
-pub use header::{abi_hash, c_header, program_hash};
+pub use header::{abi_hash, c_field_asserts, c_header, program_hash};
 pub use layout::{Field, StructLayout, WireType, structs};
 pub use limits::*;
 pub use op::{

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0xc3318174ea810c13ull
+#define AMK_ABI_HASH 0xe6389a0de64bca88ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -141,22 +141,7 @@ struct alignas(16) amk_task {
   uint32_t wait_count[2]; // Arrivals per epoch of each such counter; the wait is for `epoch * count`.
   uint32_t params[16]; // Parameters by op.
 };
-static_assert(sizeof(amk_task) == 128, "size of amk_task");
-static_assert(alignof(amk_task) == 16, "alignment of amk_task");
-static_assert(AMK_OFFSETOF(amk_task, opcode) == 0, "offset of amk_task.opcode");
-static_assert(AMK_OFFSETOF(amk_task, layer) == 2, "offset of amk_task.layer");
-static_assert(AMK_OFFSETOF(amk_task, wait_len) == 4, "offset of amk_task.wait_len");
-static_assert(AMK_OFFSETOF(amk_task, warp_units) == 5, "offset of amk_task.warp_units");
-static_assert(AMK_OFFSETOF(amk_task, stage_units) == 6, "offset of amk_task.stage_units");
-static_assert(AMK_OFFSETOF(amk_task, stage_tiles) == 7, "offset of amk_task.stage_tiles");
-static_assert(AMK_OFFSETOF(amk_task, signal) == 8, "offset of amk_task.signal");
-static_assert(AMK_OFFSETOF(amk_task, reads) == 12, "offset of amk_task.reads");
-static_assert(AMK_OFFSETOF(amk_task, writes) == 28, "offset of amk_task.writes");
-static_assert(AMK_OFFSETOF(amk_task, tile_parts) == 36, "offset of amk_task.tile_parts");
-static_assert(AMK_OFFSETOF(amk_task, reserved) == 38, "offset of amk_task.reserved");
-static_assert(AMK_OFFSETOF(amk_task, wait_counter) == 48, "offset of amk_task.wait_counter");
-static_assert(AMK_OFFSETOF(amk_task, wait_count) == 56, "offset of amk_task.wait_count");
-static_assert(AMK_OFFSETOF(amk_task, params) == 64, "offset of amk_task.params");
+static_assert(sizeof(amk_task) == 128 && alignof(amk_task) == 16, "layout of amk_task");
 
 struct alignas(16) amk_load {
   uint64_t address; // Device address: of the first unit, or of a head's keys in page zero.
@@ -170,18 +155,7 @@ struct alignas(16) amk_load {
   uint16_t split; // Cache: the task's split.
   uint16_t splits; // Cache: splits of the head.
 };
-static_assert(sizeof(amk_load) == 32, "size of amk_load");
-static_assert(alignof(amk_load) == 16, "alignment of amk_load");
-static_assert(AMK_OFFSETOF(amk_load, address) == 0, "offset of amk_load.address");
-static_assert(AMK_OFFSETOF(amk_load, units) == 8, "offset of amk_load.units");
-static_assert(AMK_OFFSETOF(amk_load, kind) == 12, "offset of amk_load.kind");
-static_assert(AMK_OFFSETOF(amk_load, stage_units) == 13, "offset of amk_load.stage_units");
-static_assert(AMK_OFFSETOF(amk_load, period) == 14, "offset of amk_load.period");
-static_assert(AMK_OFFSETOF(amk_load, watermark) == 16, "offset of amk_load.watermark");
-static_assert(AMK_OFFSETOF(amk_load, kv_block) == 20, "offset of amk_load.kv_block");
-static_assert(AMK_OFFSETOF(amk_load, window) == 24, "offset of amk_load.window");
-static_assert(AMK_OFFSETOF(amk_load, split) == 28, "offset of amk_load.split");
-static_assert(AMK_OFFSETOF(amk_load, splits) == 30, "offset of amk_load.splits");
+static_assert(sizeof(amk_load) == 32 && alignof(amk_load) == 16, "layout of amk_load");
 
 struct alignas(16) amk_queue {
   uint32_t task0; // Index of the first task.
@@ -189,12 +163,7 @@ struct alignas(16) amk_queue {
   uint32_t load0; // Index of the first load.
   uint32_t loads; // Loads.
 };
-static_assert(sizeof(amk_queue) == 16, "size of amk_queue");
-static_assert(alignof(amk_queue) == 16, "alignment of amk_queue");
-static_assert(AMK_OFFSETOF(amk_queue, task0) == 0, "offset of amk_queue.task0");
-static_assert(AMK_OFFSETOF(amk_queue, tasks) == 4, "offset of amk_queue.tasks");
-static_assert(AMK_OFFSETOF(amk_queue, load0) == 8, "offset of amk_queue.load0");
-static_assert(AMK_OFFSETOF(amk_queue, loads) == 12, "offset of amk_queue.loads");
+static_assert(sizeof(amk_queue) == 16 && alignof(amk_queue) == 16, "layout of amk_queue");
 
 struct alignas(16) amk_buffer {
   uint64_t address; // Device address.
@@ -203,13 +172,7 @@ struct alignas(16) amk_buffer {
   uint32_t units; // Units along a row, for `embedding`.
   uint32_t reserved[3]; // Zero.
 };
-static_assert(sizeof(amk_buffer) == 32, "size of amk_buffer");
-static_assert(alignof(amk_buffer) == 16, "alignment of amk_buffer");
-static_assert(AMK_OFFSETOF(amk_buffer, address) == 0, "offset of amk_buffer.address");
-static_assert(AMK_OFFSETOF(amk_buffer, kind) == 8, "offset of amk_buffer.kind");
-static_assert(AMK_OFFSETOF(amk_buffer, words) == 12, "offset of amk_buffer.words");
-static_assert(AMK_OFFSETOF(amk_buffer, units) == 16, "offset of amk_buffer.units");
-static_assert(AMK_OFFSETOF(amk_buffer, reserved) == 20, "offset of amk_buffer.reserved");
+static_assert(sizeof(amk_buffer) == 32 && alignof(amk_buffer) == 16, "layout of amk_buffer");
 
 struct alignas(16) amk_program {
   uint64_t tasks; // `amk_task[]`.
@@ -235,30 +198,7 @@ struct alignas(16) amk_program {
   uint32_t last_seqs; // Sequences of the last command. The poller keeps it.
   uint32_t reserved[2]; // Zero.
 };
-static_assert(sizeof(amk_program) == 112, "size of amk_program");
-static_assert(alignof(amk_program) == 16, "alignment of amk_program");
-static_assert(AMK_OFFSETOF(amk_program, tasks) == 0, "offset of amk_program.tasks");
-static_assert(AMK_OFFSETOF(amk_program, loads) == 8, "offset of amk_program.loads");
-static_assert(AMK_OFFSETOF(amk_program, queues) == 16, "offset of amk_program.queues");
-static_assert(AMK_OFFSETOF(amk_program, buffers) == 24, "offset of amk_program.buffers");
-static_assert(AMK_OFFSETOF(amk_program, counters) == 32, "offset of amk_program.counters");
-static_assert(AMK_OFFSETOF(amk_program, stages) == 40, "offset of amk_program.stages");
-static_assert(AMK_OFFSETOF(amk_program, stage_units) == 44, "offset of amk_program.stage_units");
-static_assert(AMK_OFFSETOF(amk_program, in_flight) == 48, "offset of amk_program.in_flight");
-static_assert(AMK_OFFSETOF(amk_program, in_flight_before_wait) == 52, "offset of amk_program.in_flight_before_wait");
-static_assert(AMK_OFFSETOF(amk_program, x_offset) == 56, "offset of amk_program.x_offset");
-static_assert(AMK_OFFSETOF(amk_program, x_bytes) == 60, "offset of amk_program.x_bytes");
-static_assert(AMK_OFFSETOF(amk_program, kv_capacity) == 64, "offset of amk_program.kv_capacity");
-static_assert(AMK_OFFSETOF(amk_program, kv_values) == 68, "offset of amk_program.kv_values");
-static_assert(AMK_OFFSETOF(amk_program, buffer_len) == 72, "offset of amk_program.buffer_len");
-static_assert(AMK_OFFSETOF(amk_program, logits_rows) == 76, "offset of amk_program.logits_rows");
-static_assert(AMK_OFFSETOF(amk_program, vocab) == 80, "offset of amk_program.vocab");
-static_assert(AMK_OFFSETOF(amk_program, epoch) == 84, "offset of amk_program.epoch");
-static_assert(AMK_OFFSETOF(amk_program, seqs) == 88, "offset of amk_program.seqs");
-static_assert(AMK_OFFSETOF(amk_program, seq_bytes) == 92, "offset of amk_program.seq_bytes");
-static_assert(AMK_OFFSETOF(amk_program, seq_runs) == 96, "offset of amk_program.seq_runs");
-static_assert(AMK_OFFSETOF(amk_program, last_seqs) == 100, "offset of amk_program.last_seqs");
-static_assert(AMK_OFFSETOF(amk_program, reserved) == 104, "offset of amk_program.reserved");
+static_assert(sizeof(amk_program) == 112 && alignof(amk_program) == 16, "layout of amk_program");
 
 struct alignas(16) amk_step {
   uint64_t program; // Address of the `amk_program`.
@@ -278,24 +218,7 @@ struct alignas(16) amk_step {
   uint32_t preempt; // Written by the poller at any time: number of the command that is to yield.
   uint32_t go; // Actions published so far; released last.
 };
-static_assert(sizeof(amk_step) == 96, "size of amk_step");
-static_assert(alignof(amk_step) == 16, "alignment of amk_step");
-static_assert(AMK_OFFSETOF(amk_step, program) == 0, "offset of amk_step.program");
-static_assert(AMK_OFFSETOF(amk_step, action) == 8, "offset of amk_step.action");
-static_assert(AMK_OFFSETOF(amk_step, epoch) == 12, "offset of amk_step.epoch");
-static_assert(AMK_OFFSETOF(amk_step, token) == 16, "offset of amk_step.token");
-static_assert(AMK_OFFSETOF(amk_step, position) == 20, "offset of amk_step.position");
-static_assert(AMK_OFFSETOF(amk_step, session) == 24, "offset of amk_step.session");
-static_assert(AMK_OFFSETOF(amk_step, logits_row) == 28, "offset of amk_step.logits_row");
-static_assert(AMK_OFFSETOF(amk_step, index) == 32, "offset of amk_step.index");
-static_assert(AMK_OFFSETOF(amk_step, steps) == 36, "offset of amk_step.steps");
-static_assert(AMK_OFFSETOF(amk_step, forced) == 40, "offset of amk_step.forced");
-static_assert(AMK_OFFSETOF(amk_step, flags) == 44, "offset of amk_step.flags");
-static_assert(AMK_OFFSETOF(amk_step, stop_len) == 48, "offset of amk_step.stop_len");
-static_assert(AMK_OFFSETOF(amk_step, stop) == 52, "offset of amk_step.stop");
-static_assert(AMK_OFFSETOF(amk_step, command) == 84, "offset of amk_step.command");
-static_assert(AMK_OFFSETOF(amk_step, preempt) == 88, "offset of amk_step.preempt");
-static_assert(AMK_OFFSETOF(amk_step, go) == 92, "offset of amk_step.go");
+static_assert(sizeof(amk_step) == 96 && alignof(amk_step) == 16, "layout of amk_step");
 
 struct alignas(16) amk_seqs {
   uint32_t token[8]; // Input token of each sequence in this step.
@@ -306,15 +229,7 @@ struct alignas(16) amk_seqs {
   uint32_t runs; // Two bits a sequence: which run of the sequence this is, of three. A sequence that did not run for some steps has old words whose epoch may look
   uint32_t reserved; // Zero.
 };
-static_assert(sizeof(amk_seqs) == 112, "size of amk_seqs");
-static_assert(alignof(amk_seqs) == 16, "alignment of amk_seqs");
-static_assert(AMK_OFFSETOF(amk_seqs, token) == 0, "offset of amk_seqs.token");
-static_assert(AMK_OFFSETOF(amk_seqs, position) == 32, "offset of amk_seqs.position");
-static_assert(AMK_OFFSETOF(amk_seqs, session) == 64, "offset of amk_seqs.session");
-static_assert(AMK_OFFSETOF(amk_seqs, seqs) == 96, "offset of amk_seqs.seqs");
-static_assert(AMK_OFFSETOF(amk_seqs, sample) == 100, "offset of amk_seqs.sample");
-static_assert(AMK_OFFSETOF(amk_seqs, runs) == 104, "offset of amk_seqs.runs");
-static_assert(AMK_OFFSETOF(amk_seqs, reserved) == 108, "offset of amk_seqs.reserved");
+static_assert(sizeof(amk_seqs) == 112 && alignof(amk_seqs) == 16, "layout of amk_seqs");
 
 struct alignas(16) amk_launch {
   uint64_t submissions; // `amk_submission[RING_ENTRIES]` in mapped host memory.
@@ -340,30 +255,7 @@ struct alignas(16) amk_launch {
   uint32_t page_stride; // Words of a session's pages, a multiple of 8.
   uint32_t page_count; // Pages of the key/value cache. Page zero is nobody's: it holds zeros.
 };
-static_assert(sizeof(amk_launch) == 144, "size of amk_launch");
-static_assert(alignof(amk_launch) == 16, "alignment of amk_launch");
-static_assert(AMK_OFFSETOF(amk_launch, submissions) == 0, "offset of amk_launch.submissions");
-static_assert(AMK_OFFSETOF(amk_launch, completions) == 8, "offset of amk_launch.completions");
-static_assert(AMK_OFFSETOF(amk_launch, indices) == 16, "offset of amk_launch.indices");
-static_assert(AMK_OFFSETOF(amk_launch, status) == 24, "offset of amk_launch.status");
-static_assert(AMK_OFFSETOF(amk_launch, tokens) == 32, "offset of amk_launch.tokens");
-static_assert(AMK_OFFSETOF(amk_launch, step) == 40, "offset of amk_launch.step");
-static_assert(AMK_OFFSETOF(amk_launch, done) == 48, "offset of amk_launch.done");
-static_assert(AMK_OFFSETOF(amk_launch, records) == 56, "offset of amk_launch.records");
-static_assert(AMK_OFFSETOF(amk_launch, deadline_ns) == 64, "offset of amk_launch.deadline_ns");
-static_assert(AMK_OFFSETOF(amk_launch, token_stride) == 72, "offset of amk_launch.token_stride");
-static_assert(AMK_OFFSETOF(amk_launch, sessions) == 76, "offset of amk_launch.sessions");
-static_assert(AMK_OFFSETOF(amk_launch, workers) == 80, "offset of amk_launch.workers");
-static_assert(AMK_OFFSETOF(amk_launch, record_len) == 84, "offset of amk_launch.record_len");
-static_assert(AMK_OFFSETOF(amk_launch, program) == 88, "offset of amk_launch.program");
-static_assert(AMK_OFFSETOF(amk_launch, weight_stream) == 96, "offset of amk_launch.weight_stream");
-static_assert(AMK_OFFSETOF(amk_launch, worker_heartbeats) == 104, "offset of amk_launch.worker_heartbeats");
-static_assert(AMK_OFFSETOF(amk_launch, worker_heartbeat_ns) == 112, "offset of amk_launch.worker_heartbeat_ns");
-static_assert(AMK_OFFSETOF(amk_launch, reserved) == 116, "offset of amk_launch.reserved");
-static_assert(AMK_OFFSETOF(amk_launch, sampling) == 120, "offset of amk_launch.sampling");
-static_assert(AMK_OFFSETOF(amk_launch, pages) == 128, "offset of amk_launch.pages");
-static_assert(AMK_OFFSETOF(amk_launch, page_stride) == 136, "offset of amk_launch.page_stride");
-static_assert(AMK_OFFSETOF(amk_launch, page_count) == 140, "offset of amk_launch.page_count");
+static_assert(sizeof(amk_launch) == 144 && alignof(amk_launch) == 16, "layout of amk_launch");
 
 struct alignas(16) amk_weight_stream {
   uint32_t watermark; // Units that are there, `WATERMARK_ABANDONED` or `WATERMARK_ALL`; written behind the copies, on their stream.
@@ -374,15 +266,7 @@ struct alignas(16) amk_weight_stream {
   uint32_t waited_us; // Microseconds of all of them together.
   uint32_t reserved[2]; // Zero.
 };
-static_assert(sizeof(amk_weight_stream) == 32, "size of amk_weight_stream");
-static_assert(alignof(amk_weight_stream) == 16, "alignment of amk_weight_stream");
-static_assert(AMK_OFFSETOF(amk_weight_stream, watermark) == 0, "offset of amk_weight_stream.watermark");
-static_assert(AMK_OFFSETOF(amk_weight_stream, embedding) == 4, "offset of amk_weight_stream.embedding");
-static_assert(AMK_OFFSETOF(amk_weight_stream, patience) == 8, "offset of amk_weight_stream.patience");
-static_assert(AMK_OFFSETOF(amk_weight_stream, waits) == 12, "offset of amk_weight_stream.waits");
-static_assert(AMK_OFFSETOF(amk_weight_stream, resumed) == 16, "offset of amk_weight_stream.resumed");
-static_assert(AMK_OFFSETOF(amk_weight_stream, waited_us) == 20, "offset of amk_weight_stream.waited_us");
-static_assert(AMK_OFFSETOF(amk_weight_stream, reserved) == 24, "offset of amk_weight_stream.reserved");
+static_assert(sizeof(amk_weight_stream) == 32 && alignof(amk_weight_stream) == 16, "layout of amk_weight_stream");
 
 struct alignas(16) amk_done {
   uint32_t abort; // Device-wide: nonzero asks every worker to leave.
@@ -396,18 +280,7 @@ struct alignas(16) amk_done {
   uint32_t reserved[3]; // Zero.
   uint32_t sequence; // Commands finished; released last.
 };
-static_assert(sizeof(amk_done) == 48, "size of amk_done");
-static_assert(alignof(amk_done) == 16, "alignment of amk_done");
-static_assert(AMK_OFFSETOF(amk_done, abort) == 0, "offset of amk_done.abort");
-static_assert(AMK_OFFSETOF(amk_done, steps) == 4, "offset of amk_done.steps");
-static_assert(AMK_OFFSETOF(amk_done, token) == 8, "offset of amk_done.token");
-static_assert(AMK_OFFSETOF(amk_done, ending) == 12, "offset of amk_done.ending");
-static_assert(AMK_OFFSETOF(amk_done, seq_endings) == 16, "offset of amk_done.seq_endings");
-static_assert(AMK_OFFSETOF(amk_done, switched) == 20, "offset of amk_done.switched");
-static_assert(AMK_OFFSETOF(amk_done, left) == 24, "offset of amk_done.left");
-static_assert(AMK_OFFSETOF(amk_done, reporter) == 28, "offset of amk_done.reporter");
-static_assert(AMK_OFFSETOF(amk_done, reserved) == 32, "offset of amk_done.reserved");
-static_assert(AMK_OFFSETOF(amk_done, sequence) == 44, "offset of amk_done.sequence");
+static_assert(sizeof(amk_done) == 48 && alignof(amk_done) == 16, "layout of amk_done");
 
 struct alignas(16) amk_record {
   uint64_t begin; // Nanoseconds, the device's clock, when the worker took the task up.
@@ -421,18 +294,7 @@ struct alignas(16) amk_record {
   uint32_t opcode; // The op.
   uint32_t reserved[2]; // Zero.
 };
-static_assert(sizeof(amk_record) == 48, "size of amk_record");
-static_assert(alignof(amk_record) == 16, "alignment of amk_record");
-static_assert(AMK_OFFSETOF(amk_record, begin) == 0, "offset of amk_record.begin");
-static_assert(AMK_OFFSETOF(amk_record, ready) == 8, "offset of amk_record.ready");
-static_assert(AMK_OFFSETOF(amk_record, staged) == 12, "offset of amk_record.staged");
-static_assert(AMK_OFFSETOF(amk_record, multiplied) == 16, "offset of amk_record.multiplied");
-static_assert(AMK_OFFSETOF(amk_record, end) == 20, "offset of amk_record.end");
-static_assert(AMK_OFFSETOF(amk_record, starved) == 24, "offset of amk_record.starved");
-static_assert(AMK_OFFSETOF(amk_record, worker) == 28, "offset of amk_record.worker");
-static_assert(AMK_OFFSETOF(amk_record, task) == 32, "offset of amk_record.task");
-static_assert(AMK_OFFSETOF(amk_record, opcode) == 36, "offset of amk_record.opcode");
-static_assert(AMK_OFFSETOF(amk_record, reserved) == 40, "offset of amk_record.reserved");
+static_assert(sizeof(amk_record) == 48 && alignof(amk_record) == 16, "layout of amk_record");
 
 struct alignas(16) amk_loader_record {
   uint64_t end_ns; // Nanoseconds, the device's clock, when the step's last load was issued.
@@ -442,14 +304,7 @@ struct alignas(16) amk_loader_record {
   uint32_t worker; // Worker.
   uint32_t reserved[2]; // Zero.
 };
-static_assert(sizeof(amk_loader_record) == 32, "size of amk_loader_record");
-static_assert(alignof(amk_loader_record) == 16, "alignment of amk_loader_record");
-static_assert(AMK_OFFSETOF(amk_loader_record, end_ns) == 0, "offset of amk_loader_record.end_ns");
-static_assert(AMK_OFFSETOF(amk_loader_record, stage_free) == 8, "offset of amk_loader_record.stage_free");
-static_assert(AMK_OFFSETOF(amk_loader_record, in_flight) == 12, "offset of amk_loader_record.in_flight");
-static_assert(AMK_OFFSETOF(amk_loader_record, step) == 16, "offset of amk_loader_record.step");
-static_assert(AMK_OFFSETOF(amk_loader_record, worker) == 20, "offset of amk_loader_record.worker");
-static_assert(AMK_OFFSETOF(amk_loader_record, reserved) == 24, "offset of amk_loader_record.reserved");
+static_assert(sizeof(amk_loader_record) == 32 && alignof(amk_loader_record) == 16, "layout of amk_loader_record");
 
 struct alignas(64) amk_submission {
   uint32_t command; // A `Command`.
@@ -468,23 +323,7 @@ struct alignas(64) amk_submission {
   uint32_t reserved1[2]; // Zero.
   uint32_t sequence; // Index of the entry plus one; written last.
 };
-static_assert(sizeof(amk_submission) == 128, "size of amk_submission");
-static_assert(alignof(amk_submission) == 64, "alignment of amk_submission");
-static_assert(AMK_OFFSETOF(amk_submission, command) == 0, "offset of amk_submission.command");
-static_assert(AMK_OFFSETOF(amk_submission, session) == 4, "offset of amk_submission.session");
-static_assert(AMK_OFFSETOF(amk_submission, position) == 8, "offset of amk_submission.position");
-static_assert(AMK_OFFSETOF(amk_submission, steps) == 12, "offset of amk_submission.steps");
-static_assert(AMK_OFFSETOF(amk_submission, forced) == 16, "offset of amk_submission.forced");
-static_assert(AMK_OFFSETOF(amk_submission, flags) == 20, "offset of amk_submission.flags");
-static_assert(AMK_OFFSETOF(amk_submission, stop_len) == 24, "offset of amk_submission.stop_len");
-static_assert(AMK_OFFSETOF(amk_submission, seqs) == 28, "offset of amk_submission.seqs");
-static_assert(AMK_OFFSETOF(amk_submission, program) == 32, "offset of amk_submission.program");
-static_assert(AMK_OFFSETOF(amk_submission, stop) == 40, "offset of amk_submission.stop");
-static_assert(AMK_OFFSETOF(amk_submission, seq_session) == 72, "offset of amk_submission.seq_session");
-static_assert(AMK_OFFSETOF(amk_submission, seq_position) == 80, "offset of amk_submission.seq_position");
-static_assert(AMK_OFFSETOF(amk_submission, seq_sample) == 112, "offset of amk_submission.seq_sample");
-static_assert(AMK_OFFSETOF(amk_submission, reserved1) == 116, "offset of amk_submission.reserved1");
-static_assert(AMK_OFFSETOF(amk_submission, sequence) == 124, "offset of amk_submission.sequence");
+static_assert(sizeof(amk_submission) == 128 && alignof(amk_submission) == 64, "layout of amk_submission");
 
 struct alignas(64) amk_completion {
   uint32_t trap; // A `Trap`; zero is success.
@@ -497,17 +336,7 @@ struct alignas(64) amk_completion {
   uint32_t reserved[6]; // Zero.
   uint32_t sequence; // Index of the entry plus one; written last.
 };
-static_assert(sizeof(amk_completion) == 64, "size of amk_completion");
-static_assert(alignof(amk_completion) == 64, "alignment of amk_completion");
-static_assert(AMK_OFFSETOF(amk_completion, trap) == 0, "offset of amk_completion.trap");
-static_assert(AMK_OFFSETOF(amk_completion, steps) == 4, "offset of amk_completion.steps");
-static_assert(AMK_OFFSETOF(amk_completion, token) == 8, "offset of amk_completion.token");
-static_assert(AMK_OFFSETOF(amk_completion, ending) == 12, "offset of amk_completion.ending");
-static_assert(AMK_OFFSETOF(amk_completion, start_ns) == 16, "offset of amk_completion.start_ns");
-static_assert(AMK_OFFSETOF(amk_completion, end_ns) == 24, "offset of amk_completion.end_ns");
-static_assert(AMK_OFFSETOF(amk_completion, seq_endings) == 32, "offset of amk_completion.seq_endings");
-static_assert(AMK_OFFSETOF(amk_completion, reserved) == 36, "offset of amk_completion.reserved");
-static_assert(AMK_OFFSETOF(amk_completion, sequence) == 60, "offset of amk_completion.sequence");
+static_assert(sizeof(amk_completion) == 64 && alignof(amk_completion) == 64, "layout of amk_completion");
 
 struct alignas(16) amk_sampling {
   uint64_t logits; // Rows of logits.
@@ -526,32 +355,13 @@ struct alignas(16) amk_sampling {
   uint32_t greedy; // Nonzero: the highest logit after penalty and bias.
   uint32_t upto; // Positions whose tokens are in `seen`; the host writes zero where a sequence begins.
 };
-static_assert(sizeof(amk_sampling) == 96, "size of amk_sampling");
-static_assert(alignof(amk_sampling) == 16, "alignment of amk_sampling");
-static_assert(AMK_OFFSETOF(amk_sampling, logits) == 0, "offset of amk_sampling.logits");
-static_assert(AMK_OFFSETOF(amk_sampling, seen) == 8, "offset of amk_sampling.seen");
-static_assert(AMK_OFFSETOF(amk_sampling, biased) == 16, "offset of amk_sampling.biased");
-static_assert(AMK_OFFSETOF(amk_sampling, bias) == 24, "offset of amk_sampling.bias");
-static_assert(AMK_OFFSETOF(amk_sampling, list) == 32, "offset of amk_sampling.list");
-static_assert(AMK_OFFSETOF(amk_sampling, changed) == 40, "offset of amk_sampling.changed");
-static_assert(AMK_OFFSETOF(amk_sampling, seed) == 48, "offset of amk_sampling.seed");
-static_assert(AMK_OFFSETOF(amk_sampling, share) == 56, "offset of amk_sampling.share");
-static_assert(AMK_OFFSETOF(amk_sampling, least) == 64, "offset of amk_sampling.least");
-static_assert(AMK_OFFSETOF(amk_sampling, scale) == 72, "offset of amk_sampling.scale");
-static_assert(AMK_OFFSETOF(amk_sampling, penalty) == 76, "offset of amk_sampling.penalty");
-static_assert(AMK_OFFSETOF(amk_sampling, top_k) == 80, "offset of amk_sampling.top_k");
-static_assert(AMK_OFFSETOF(amk_sampling, bias_len) == 84, "offset of amk_sampling.bias_len");
-static_assert(AMK_OFFSETOF(amk_sampling, greedy) == 88, "offset of amk_sampling.greedy");
-static_assert(AMK_OFFSETOF(amk_sampling, upto) == 92, "offset of amk_sampling.upto");
+static_assert(sizeof(amk_sampling) == 96 && alignof(amk_sampling) == 16, "layout of amk_sampling");
 
 struct alignas(8) amk_bias {
   uint32_t token; // Token.
   float value; // Added.
 };
-static_assert(sizeof(amk_bias) == 8, "size of amk_bias");
-static_assert(alignof(amk_bias) == 8, "alignment of amk_bias");
-static_assert(AMK_OFFSETOF(amk_bias, token) == 0, "offset of amk_bias.token");
-static_assert(AMK_OFFSETOF(amk_bias, value) == 4, "offset of amk_bias.value");
+static_assert(sizeof(amk_bias) == 8 && alignof(amk_bias) == 8, "layout of amk_bias");
 
 struct alignas(128) amk_ring_indices {
   uint32_t abort; // Written by the host: nonzero asks every worker to leave.
@@ -563,16 +373,7 @@ struct alignas(128) amk_ring_indices {
   uint32_t waiting; // Written by the device: sequence of the command under way while it waits for weights (`wait_io`), else zero.
   uint32_t reserved2[30]; // Zero.
 };
-static_assert(sizeof(amk_ring_indices) == 384, "size of amk_ring_indices");
-static_assert(alignof(amk_ring_indices) == 128, "alignment of amk_ring_indices");
-static_assert(AMK_OFFSETOF(amk_ring_indices, abort) == 0, "offset of amk_ring_indices.abort");
-static_assert(AMK_OFFSETOF(amk_ring_indices, preempt) == 4, "offset of amk_ring_indices.preempt");
-static_assert(AMK_OFFSETOF(amk_ring_indices, reserved0) == 8, "offset of amk_ring_indices.reserved0");
-static_assert(AMK_OFFSETOF(amk_ring_indices, heartbeat) == 128, "offset of amk_ring_indices.heartbeat");
-static_assert(AMK_OFFSETOF(amk_ring_indices, reserved1) == 132, "offset of amk_ring_indices.reserved1");
-static_assert(AMK_OFFSETOF(amk_ring_indices, head) == 256, "offset of amk_ring_indices.head");
-static_assert(AMK_OFFSETOF(amk_ring_indices, waiting) == 260, "offset of amk_ring_indices.waiting");
-static_assert(AMK_OFFSETOF(amk_ring_indices, reserved2) == 264, "offset of amk_ring_indices.reserved2");
+static_assert(sizeof(amk_ring_indices) == 384 && alignof(amk_ring_indices) == 128, "layout of amk_ring_indices");
 
 struct alignas(64) amk_status {
   uint32_t trap; // A `Trap`.
@@ -588,20 +389,7 @@ struct alignas(64) amk_status {
   uint32_t reserved[4]; // Zero.
   uint32_t valid; // Written last: nonzero when the block is complete.
 };
-static_assert(sizeof(amk_status) == 64, "size of amk_status");
-static_assert(alignof(amk_status) == 64, "alignment of amk_status");
-static_assert(AMK_OFFSETOF(amk_status, trap) == 0, "offset of amk_status.trap");
-static_assert(AMK_OFFSETOF(amk_status, worker) == 4, "offset of amk_status.worker");
-static_assert(AMK_OFFSETOF(amk_status, task) == 8, "offset of amk_status.task");
-static_assert(AMK_OFFSETOF(amk_status, opcode) == 12, "offset of amk_status.opcode");
-static_assert(AMK_OFFSETOF(amk_status, object) == 16, "offset of amk_status.object");
-static_assert(AMK_OFFSETOF(amk_status, have) == 20, "offset of amk_status.have");
-static_assert(AMK_OFFSETOF(amk_status, need) == 24, "offset of amk_status.need");
-static_assert(AMK_OFFSETOF(amk_status, epoch) == 28, "offset of amk_status.epoch");
-static_assert(AMK_OFFSETOF(amk_status, waited_ns) == 32, "offset of amk_status.waited_ns");
-static_assert(AMK_OFFSETOF(amk_status, left) == 40, "offset of amk_status.left");
-static_assert(AMK_OFFSETOF(amk_status, reserved) == 44, "offset of amk_status.reserved");
-static_assert(AMK_OFFSETOF(amk_status, valid) == 60, "offset of amk_status.valid");
+static_assert(sizeof(amk_status) == 64 && alignof(amk_status) == 64, "layout of amk_status");
 
 struct alignas(16) amk_worker_heartbeat {
   uint32_t beat; // The device's clock at the last write, in units of 1 024 ns; it wraps.
@@ -617,38 +405,19 @@ struct alignas(16) amk_worker_heartbeat {
   uint32_t need; // What was needed.
   uint32_t reserved; // Zero.
 };
-static_assert(sizeof(amk_worker_heartbeat) == 48, "size of amk_worker_heartbeat");
-static_assert(alignof(amk_worker_heartbeat) == 16, "alignment of amk_worker_heartbeat");
-static_assert(AMK_OFFSETOF(amk_worker_heartbeat, beat) == 0, "offset of amk_worker_heartbeat.beat");
-static_assert(AMK_OFFSETOF(amk_worker_heartbeat, active) == 4, "offset of amk_worker_heartbeat.active");
-static_assert(AMK_OFFSETOF(amk_worker_heartbeat, progress) == 8, "offset of amk_worker_heartbeat.progress");
-static_assert(AMK_OFFSETOF(amk_worker_heartbeat, epoch) == 12, "offset of amk_worker_heartbeat.epoch");
-static_assert(AMK_OFFSETOF(amk_worker_heartbeat, position) == 16, "offset of amk_worker_heartbeat.position");
-static_assert(AMK_OFFSETOF(amk_worker_heartbeat, task) == 20, "offset of amk_worker_heartbeat.task");
-static_assert(AMK_OFFSETOF(amk_worker_heartbeat, issued) == 24, "offset of amk_worker_heartbeat.issued");
-static_assert(AMK_OFFSETOF(amk_worker_heartbeat, wait) == 28, "offset of amk_worker_heartbeat.wait");
-static_assert(AMK_OFFSETOF(amk_worker_heartbeat, object) == 32, "offset of amk_worker_heartbeat.object");
-static_assert(AMK_OFFSETOF(amk_worker_heartbeat, have) == 36, "offset of amk_worker_heartbeat.have");
-static_assert(AMK_OFFSETOF(amk_worker_heartbeat, need) == 40, "offset of amk_worker_heartbeat.need");
-static_assert(AMK_OFFSETOF(amk_worker_heartbeat, reserved) == 44, "offset of amk_worker_heartbeat.reserved");
+static_assert(sizeof(amk_worker_heartbeat) == 48 && alignof(amk_worker_heartbeat) == 16, "layout of amk_worker_heartbeat");
 
 struct alignas(4) amk_nop_params {
   uint32_t reserved[16]; // Zero.
 };
-static_assert(sizeof(amk_nop_params) == 64, "size of amk_nop_params");
-static_assert(alignof(amk_nop_params) == 4, "alignment of amk_nop_params");
-static_assert(AMK_OFFSETOF(amk_nop_params, reserved) == 0, "offset of amk_nop_params.reserved");
+static_assert(sizeof(amk_nop_params) == 64 && alignof(amk_nop_params) == 4, "layout of amk_nop_params");
 
 struct alignas(4) amk_embed_params {
   uint32_t offset; // First element.
   uint32_t len; // Elements.
   uint32_t reserved[14]; // Zero.
 };
-static_assert(sizeof(amk_embed_params) == 64, "size of amk_embed_params");
-static_assert(alignof(amk_embed_params) == 4, "alignment of amk_embed_params");
-static_assert(AMK_OFFSETOF(amk_embed_params, offset) == 0, "offset of amk_embed_params.offset");
-static_assert(AMK_OFFSETOF(amk_embed_params, len) == 4, "offset of amk_embed_params.len");
-static_assert(AMK_OFFSETOF(amk_embed_params, reserved) == 8, "offset of amk_embed_params.reserved");
+static_assert(sizeof(amk_embed_params) == 64 && alignof(amk_embed_params) == 4, "layout of amk_embed_params");
 
 struct alignas(4) amk_matvec_params {
   uint32_t matrix; // Matrix of the program; the rows come from the worker's load stream, in order.
@@ -667,23 +436,7 @@ struct alignas(4) amk_matvec_params {
   uint32_t candidate; // Index of this task's entry in the candidates buffer, for `logits`.
   uint32_t reserved[2]; // Zero.
 };
-static_assert(sizeof(amk_matvec_params) == 64, "size of amk_matvec_params");
-static_assert(alignof(amk_matvec_params) == 4, "alignment of amk_matvec_params");
-static_assert(AMK_OFFSETOF(amk_matvec_params, matrix) == 0, "offset of amk_matvec_params.matrix");
-static_assert(AMK_OFFSETOF(amk_matvec_params, tile0) == 4, "offset of amk_matvec_params.tile0");
-static_assert(AMK_OFFSETOF(amk_matvec_params, tiles) == 8, "offset of amk_matvec_params.tiles");
-static_assert(AMK_OFFSETOF(amk_matvec_params, units) == 12, "offset of amk_matvec_params.units");
-static_assert(AMK_OFFSETOF(amk_matvec_params, k_len) == 16, "offset of amk_matvec_params.k_len");
-static_assert(AMK_OFFSETOF(amk_matvec_params, rows) == 20, "offset of amk_matvec_params.rows");
-static_assert(AMK_OFFSETOF(amk_matvec_params, prologue) == 24, "offset of amk_matvec_params.prologue");
-static_assert(AMK_OFFSETOF(amk_matvec_params, epilogue) == 28, "offset of amk_matvec_params.epilogue");
-static_assert(AMK_OFFSETOF(amk_matvec_params, eps) == 32, "offset of amk_matvec_params.eps");
-static_assert(AMK_OFFSETOF(amk_matvec_params, splits) == 36, "offset of amk_matvec_params.splits");
-static_assert(AMK_OFFSETOF(amk_matvec_params, head_dim) == 40, "offset of amk_matvec_params.head_dim");
-static_assert(AMK_OFFSETOF(amk_matvec_params, kv_block) == 44, "offset of amk_matvec_params.kv_block");
-static_assert(AMK_OFFSETOF(amk_matvec_params, window) == 48, "offset of amk_matvec_params.window");
-static_assert(AMK_OFFSETOF(amk_matvec_params, candidate) == 52, "offset of amk_matvec_params.candidate");
-static_assert(AMK_OFFSETOF(amk_matvec_params, reserved) == 56, "offset of amk_matvec_params.reserved");
+static_assert(sizeof(amk_matvec_params) == 64 && alignof(amk_matvec_params) == 4, "layout of amk_matvec_params");
 
 struct alignas(4) amk_attention_params {
   uint32_t kv_head; // Key/value head.
@@ -698,19 +451,7 @@ struct alignas(4) amk_attention_params {
   float eps; // Epsilon of the q and k norms.
   uint32_t reserved[6]; // Zero.
 };
-static_assert(sizeof(amk_attention_params) == 64, "size of amk_attention_params");
-static_assert(alignof(amk_attention_params) == 4, "alignment of amk_attention_params");
-static_assert(AMK_OFFSETOF(amk_attention_params, kv_head) == 0, "offset of amk_attention_params.kv_head");
-static_assert(AMK_OFFSETOF(amk_attention_params, kv_heads) == 4, "offset of amk_attention_params.kv_heads");
-static_assert(AMK_OFFSETOF(amk_attention_params, group) == 8, "offset of amk_attention_params.group");
-static_assert(AMK_OFFSETOF(amk_attention_params, head_dim) == 12, "offset of amk_attention_params.head_dim");
-static_assert(AMK_OFFSETOF(amk_attention_params, split) == 16, "offset of amk_attention_params.split");
-static_assert(AMK_OFFSETOF(amk_attention_params, splits) == 20, "offset of amk_attention_params.splits");
-static_assert(AMK_OFFSETOF(amk_attention_params, kv_block) == 24, "offset of amk_attention_params.kv_block");
-static_assert(AMK_OFFSETOF(amk_attention_params, window) == 28, "offset of amk_attention_params.window");
-static_assert(AMK_OFFSETOF(amk_attention_params, scale) == 32, "offset of amk_attention_params.scale");
-static_assert(AMK_OFFSETOF(amk_attention_params, eps) == 36, "offset of amk_attention_params.eps");
-static_assert(AMK_OFFSETOF(amk_attention_params, reserved) == 40, "offset of amk_attention_params.reserved");
+static_assert(sizeof(amk_attention_params) == 64 && alignof(amk_attention_params) == 4, "layout of amk_attention_params");
 
 struct alignas(4) amk_attention_merge_params {
   uint32_t head0; // First query head.
@@ -722,22 +463,10 @@ struct alignas(4) amk_attention_merge_params {
   uint32_t window; // Sliding window or zero.
   uint32_t reserved[9]; // Zero.
 };
-static_assert(sizeof(amk_attention_merge_params) == 64, "size of amk_attention_merge_params");
-static_assert(alignof(amk_attention_merge_params) == 4, "alignment of amk_attention_merge_params");
-static_assert(AMK_OFFSETOF(amk_attention_merge_params, head0) == 0, "offset of amk_attention_merge_params.head0");
-static_assert(AMK_OFFSETOF(amk_attention_merge_params, heads) == 4, "offset of amk_attention_merge_params.heads");
-static_assert(AMK_OFFSETOF(amk_attention_merge_params, heads_total) == 8, "offset of amk_attention_merge_params.heads_total");
-static_assert(AMK_OFFSETOF(amk_attention_merge_params, head_dim) == 12, "offset of amk_attention_merge_params.head_dim");
-static_assert(AMK_OFFSETOF(amk_attention_merge_params, splits) == 16, "offset of amk_attention_merge_params.splits");
-static_assert(AMK_OFFSETOF(amk_attention_merge_params, kv_block) == 20, "offset of amk_attention_merge_params.kv_block");
-static_assert(AMK_OFFSETOF(amk_attention_merge_params, window) == 24, "offset of amk_attention_merge_params.window");
-static_assert(AMK_OFFSETOF(amk_attention_merge_params, reserved) == 28, "offset of amk_attention_merge_params.reserved");
+static_assert(sizeof(amk_attention_merge_params) == 64 && alignof(amk_attention_merge_params) == 4, "layout of amk_attention_merge_params");
 
 struct alignas(4) amk_sample_params {
   uint32_t candidates; // Candidates.
   uint32_t reserved[15]; // Zero.
 };
-static_assert(sizeof(amk_sample_params) == 64, "size of amk_sample_params");
-static_assert(alignof(amk_sample_params) == 4, "alignment of amk_sample_params");
-static_assert(AMK_OFFSETOF(amk_sample_params, candidates) == 0, "offset of amk_sample_params.candidates");
-static_assert(AMK_OFFSETOF(amk_sample_params, reserved) == 4, "offset of amk_sample_params.reserved");
+static_assert(sizeof(amk_sample_params) == 64 && alignof(amk_sample_params) == 4, "layout of amk_sample_params");

@@ -323,7 +323,7 @@ pub(crate) struct PlaceArgs {
 /// Whether a measurement may share the GPU.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct SharingArgs {
-    /// Measure although other processes use the GPU. The conditions of the measurement say so.
+    /// Measure even if other processes use the GPU. The conditions of the measurement say so.
     #[arg(long)]
     #[serde(default)]
     pub(crate) shared_gpu: bool,
@@ -597,7 +597,7 @@ pub(crate) struct ServeArgs {
     pub(crate) model: ModelArgs,
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
-    /// Where to listen; port 0 takes a free one. Nobody is asked who they are, so anything but loopback is for closed networks.
+    /// Where to listen; port 0 takes a free one. There is no authentication, so anything but loopback is for closed networks.
     #[arg(long, default_value = "127.0.0.1:8080", value_name = "IP:PORT")]
     pub(crate) addr: SocketAddr,
     /// Sequences that decode at the same time, each with its own key/value cache. Default: 8.

@@ -177,7 +177,7 @@ fn a_report_is_one_page_that_a_name_cannot_break_out_of() {
     ] {
         assert!(page.contains(part), "{part}");
     }
-    assert!(page.contains("predicted latency, us a token") && !page.contains("measured latency"));
+    assert!(page.contains("predicted latency, us per token") && !page.contains("measured latency"));
     assert!(!page.contains("does not hold"));
     // The page gives the commands that check it and do it again.
     let command = page.lines().find(|line| line.starts_with("amk loop ")).unwrap();

@@ -343,7 +343,7 @@ impl Gpu<'_> {
         Ok(session)
     }
 
-    /// One timed block: microseconds a token by this process's clock, ring round trip included.
+    /// One timed block: microseconds per token by this process's clock, ring round trip included.
     fn block(
         &mut self,
         (handle, session): (Handle, u32),

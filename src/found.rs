@@ -37,7 +37,7 @@ pub(crate) struct Entry {
     /// The kernel build that it was measured with.
     pub(crate) kernel_id: String,
     pub(crate) schedule_id: String,
-    /// Measured microseconds a token.
+    /// Measured microseconds per token.
     pub(crate) latency_us: f64,
     pub(crate) config: serde_json::Value,
 }

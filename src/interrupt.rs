@@ -12,7 +12,7 @@ pub(crate) fn catch(parts: &str, then: impl Fn(bool) + Send + 'static) {
     let handler = move || then(TIMES.fetch_add(1, Ordering::SeqCst) > 0);
     if ctrlc::set_handler(handler).is_err() {
         report::say(&format!(
-            "note: Ctrl-C cannot be caught here; finished {parts} are safe all the same"
+            "note: Ctrl-C cannot be caught here; finished {parts} are safe anyway"
         ));
     }
 }

@@ -50,7 +50,7 @@ pub(crate) struct Ask<'a> {
 pub(crate) struct Peer {
     pub(crate) name: &'static str,
     pub(crate) version: Option<String>,
-    /// Median over blocks, in microseconds a token.
+    /// Median over blocks, in microseconds per token.
     pub(crate) us_per_token: Option<f64>,
     /// Fastest and slowest block.
     pub(crate) interval: Option<[f64; 2]>,

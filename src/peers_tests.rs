@@ -59,7 +59,7 @@ fn a_peer_that_answers_is_a_median_with_its_spread() {
     assert_eq!(found["version"], "2.11.0");
     assert_eq!(found["conditions"], serde_json::json!(["5 blocks", "CUDA graph"]));
     assert!(found["absent"].is_null());
-    assert!(said.contains("12.0 us a token (10.0 to 14.0)"), "{said}");
+    assert!(said.contains("12.0 us per token (10.0 to 14.0)"), "{said}");
     // Nothing was measured on a GPU, so nothing is compared.
     assert!(!said.contains("x amk"), "{said}");
     let asked: Value = serde_json::from_slice(&std::fs::read(asked).unwrap()).unwrap();

@@ -53,7 +53,7 @@ wire_struct! {
         pub seq_session: [u32; 2],
         /// First position of each sequence.
         pub seq_position: [u32; SEQS_MAX],
-        /// A bit a sequence: what `FLAG_SAMPLE` is to a plain decode.
+        /// A bit per sequence: what `FLAG_SAMPLE` is to a plain decode.
         pub seq_sample: u32,
         /// Zero.
         pub reserved1: [u32; 2],

@@ -170,7 +170,7 @@ wire_struct! {
         pub seqs: u32,
         /// Bytes from a scratch buffer of one sequence to that of the next.
         pub seq_bytes: u32,
-        /// Which run of each sequence it is, of three, two bits a sequence, sequence 0 lowest: part of its tags. The poller keeps it, as it does `epoch`.
+        /// Which run of each sequence it is, of three, two bits per sequence, sequence 0 lowest: part of its tags. The poller keeps it, as it does `epoch`.
         pub seq_runs: u32,
         /// Sequences of the last command. The poller keeps it.
         pub last_seqs: u32,
@@ -267,9 +267,9 @@ wire_struct! {
         pub session: [u32; SEQS_MAX],
         /// Sequences of the command; 1 for a plain decode.
         pub seqs: u32,
-        /// A bit a sequence: tokens are chosen by the session's `amk_sampling`.
+        /// A bit per sequence: tokens are chosen by the session's `amk_sampling`.
         pub sample: u32,
-        /// Two bits a sequence: which run of the sequence this is, of three. A sequence that did not run for some steps has old words whose epoch may look
+        /// Two bits per sequence: which run of the sequence this is, of three. A sequence that did not run for some steps has old words whose epoch may look
         /// like this one; the run, part of its tags, tells them.
         pub runs: u32,
         /// Zero.

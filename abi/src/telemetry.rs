@@ -161,7 +161,7 @@ wire_struct! {
         pub steps_ns: u64,
         /// Bytes of weights that a step reads.
         pub step_bytes: u64,
-        /// Bytes a second that were measured on the card; zero if there is none.
+        /// Bytes per second that were measured on the card; zero if there is none.
         pub bandwidth: u64,
         /// Bytes of weights and caches on the device.
         pub resident_bytes: u64,

@@ -68,7 +68,7 @@ impl Recipe {
     fn of(graph: &Graph, id: TensorId) -> Self {
         let tensor = graph.tensor(id).clone();
         let law = match tensor.shape[..] {
-            // A tied table is also the output matrix. With deviation 1 a token's own row would win every argmax by far, and
+            // A tied table is also the output matrix. With deviation 1 per token's own row would win every argmax by far, and
             // the model would repeat its input for ever.
             [_, _] if id == graph.embed && !graph.tied() => Law::Bell(1.0),
             [_, cols] => Law::Bell(1.0 / f64::from(cols).sqrt()),

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-/// Bytes a second that the slowest way of bringing weights to a device is taken to reach.
+/// Bytes per second that the slowest way of bringing weights to a device is taken to reach.
 const SLOWEST_LOAD: u64 = 100_000_000;
 
 /// The deadlines of requests, and how often a process is started.

@@ -272,7 +272,7 @@ pub(crate) fn set_predicted(verdict: &mut Verdict, predicted: &Predicted) {
     verdict.set_latency(predicted.us(), LatencyKind::Predicted, predicted.bound_us());
 }
 
-/// The bounds of a program on a device, in microseconds a token.
+/// The bounds of a program on a device, in microseconds per token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Bounds {
     /// All bytes read, over the bandwidth: what percentages refer to.

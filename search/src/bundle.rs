@@ -98,7 +98,7 @@ pub struct Bundle {
     pub accuracy: Proof,
     /// Tokens of a timed block.
     pub timed_tokens: u32,
-    /// Measured: microseconds a token, the median of the candidate's blocks.
+    /// Measured: microseconds per token, the median of the candidate's blocks.
     pub median_us: f64,
     /// 99 % interval of the median.
     pub ci_us: [f64; 2],
@@ -108,7 +108,7 @@ pub struct Bundle {
     pub bound_us: f64,
     /// Bytes that a step reads at the timed positions.
     pub bytes_per_token: u64,
-    /// Bytes a second, measured in the same process.
+    /// Bytes per second, measured in the same process.
     pub bandwidth: f64,
     /// What else a reader should know.
     pub notes: Vec<String>,

@@ -28,7 +28,7 @@ const PROBE: f64 = 0.01;
 /// An iteration that gains less than this share of the loss is the last.
 const ENOUGH: f64 = 2e-3;
 
-/// Every so manieth row is held out of a fit.
+/// One row in so many is held out of a fit.
 const HELD_OUT: usize = 4;
 
 /// A measured row, ready to be predicted.
@@ -70,9 +70,9 @@ impl Case {
 /// A measurement and its prediction. They stand beside each other, and are never mixed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Point {
-    /// Measured microseconds a token.
+    /// Measured microseconds per token.
     pub measured_us: f64,
-    /// Predicted microseconds a token.
+    /// Predicted microseconds per token.
     pub predicted_us: f64,
     /// The bound that no prediction may be below.
     pub bound_us: f64,

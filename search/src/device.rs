@@ -19,7 +19,7 @@ use crate::clocks::{ClockReadings, Clocks};
 pub struct DeviceInfo {
     /// Such as `NVIDIA H200`.
     pub name: String,
-    /// Bytes a second that reading device memory reached on this device, in this process.
+    /// Bytes per second that reading device memory reached on this device, in this process.
     pub bandwidth: Option<f64>,
     /// Bytes of the last-level cache, which a small model's weights may stay in.
     pub cache_bytes: u64,
@@ -93,7 +93,7 @@ pub const ROUND: [Side; 4] = [Side::Incumbent, Side::Candidate, Side::Candidate,
 /// What timing two contenders gave.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Samples {
-    /// Microseconds a token of each block, four a round in the order of [`ROUND`].
+    /// Microseconds per token of each block, four a round in the order of [`ROUND`].
     pub rounds: Vec<[f64; 4]>,
     /// Logits of the last position of the last timed block of the incumbent and the candidate.
     pub last_logits: [Vec<f32>; 2],

@@ -37,7 +37,7 @@ pub struct Latency {
 
 /// A time that cannot be: less than the bytes read need on this device.
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
-#[error("{measured_us:.3} us a token is below the bound of {bound_us:.3} us: an artefact")]
+#[error("{measured_us:.3} us per token is below the bound of {bound_us:.3} us: an artefact")]
 pub struct BelowBound {
     /// The least that the bytes read need.
     pub bound_us: f64,
@@ -65,7 +65,7 @@ impl Latency {
         Ok(Self { median_us, ci_us: median_interval(&values, seed) })
     }
 
-    /// Median, in microseconds a token.
+    /// Median, in microseconds per token.
     #[must_use]
     pub fn median_us(&self) -> f64 {
         self.median_us
@@ -102,7 +102,7 @@ impl Predicted {
         Ok(Self { us, bound_us })
     }
 
-    /// Microseconds a token.
+    /// Microseconds per token.
     #[must_use]
     pub fn us(&self) -> f64 {
         self.us

@@ -44,7 +44,7 @@ pub struct Terms {
     pub rounds: usize,
     /// What tokens, and the order of the points, were drawn with.
     pub seed: u64,
-    /// Bytes a second that the device read at the start.
+    /// Bytes per second that the device read at the start.
     pub bandwidth: Option<f64>,
     /// The points.
     pub grid: Grid,
@@ -81,7 +81,7 @@ pub enum Answer {
         program_id: String,
         /// Hash of the kernel build.
         kernel_id: String,
-        /// Microseconds a token.
+        /// Microseconds per token.
         us: f64,
     },
     /// It is legal and has no latency.
@@ -112,7 +112,7 @@ pub struct Measured {
     pub program_id: String,
     /// Hash of the kernel build.
     pub kernel_id: String,
-    /// Median of the blocks, in microseconds a token.
+    /// Median of the blocks, in microseconds per token.
     pub us: f64,
     /// The blocks, in the order in which they ran. The least and the greatest of eight enclose the median with 99.2 % (sign test).
     pub blocks_us: Vec<f64>,

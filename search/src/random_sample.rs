@@ -66,7 +66,7 @@ pub struct Observation {
     pub program_id: String,
     /// Hash of the kernel build.
     pub kernel_id: String,
-    /// Measured median, in microseconds a token.
+    /// Measured median, in microseconds per token.
     pub median_us: f64,
     /// 99 % interval of the median.
     pub ci_us: [f64; 2],
@@ -74,7 +74,7 @@ pub struct Observation {
     pub blocks_us: Vec<f64>,
     /// Bound with the bandwidth measured in the same process.
     pub bound_us: f64,
-    /// That bandwidth, in bytes a second.
+    /// That bandwidth, in bytes per second.
     pub bandwidth: f64,
 }
 

@@ -187,10 +187,10 @@ pub struct Trial {
     pub threshold: Option<f64>,
     /// The noise floor, on the trial that measured it.
     pub noise_floor: Option<f64>,
-    /// Of a measured trial: microseconds a token that the cost model predicts at the position where it was timed. Nothing is decided by it.
+    /// Of a measured trial: microseconds per token that the cost model predicts at the position where it was timed. Nothing is decided by it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted_us: Option<f64>,
-    /// Raw samples: microseconds a token of each round's four blocks (incumbent, candidate, candidate, incumbent).
+    /// Raw samples: microseconds per token of each round's four blocks (incumbent, candidate, candidate, incumbent).
     pub samples_us: Vec<[f64; 4]>,
     /// The card that measured it, where the search has several: its number in the header's `cards`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -252,7 +252,7 @@ pub struct Beside {
     pub decision: Option<Decision>,
     /// Why, in one line.
     pub why: String,
-    /// Microseconds a token.
+    /// Microseconds per token.
     pub latency_us: Option<f64>,
     /// Interval of that median.
     pub ci_us: Option<[f64; 2]>,

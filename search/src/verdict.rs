@@ -69,7 +69,7 @@ pub struct Verdict {
     pub max_rel_err: Option<f64>,
     /// Share of positions with the expected most likely token.
     pub top1_agreement: Option<f64>,
-    /// Microseconds a token.
+    /// Microseconds per token.
     pub latency_us: Option<f64>,
     /// Where `latency_us` comes from.
     pub latency_kind: Option<LatencyKind>,

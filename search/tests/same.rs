@@ -1,4 +1,4 @@
-//! A/A: a search over candidates that are all the same program to the card, at the settings of `amk loop`. Whatever it keeps, it made up.
+//! A/A: a search over candidates that are one and the same program to the card, at the settings of `amk loop`. Whatever it keeps, it made up.
 //!
 //! `AMK_AA_SEEDS=100` searches with so many seeds for each kind of noise, and prints how many of 64 were kept how often.
 

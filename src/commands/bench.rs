@@ -1,4 +1,4 @@
-//! `amk bench`: microseconds a token and how accurate they are, beside the other engines that run here.
+//! `amk bench`: microseconds per token and how accurate they are, beside the other engines that run here.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -54,7 +54,7 @@ struct Shown {
     accuracy: Option<Accuracy>,
     /// Bytes that a step reads at the timed positions.
     bytes: Option<u64>,
-    /// Bytes a second of the device, measured.
+    /// Bytes per second of the device, measured.
     bandwidth: Option<f64>,
     rounds_us: Vec<[f64; 4]>,
 }
@@ -359,7 +359,7 @@ fn peer_line(peer: &Peer, amk_us: Option<f64>) -> String {
     let ratio = amk_us.map_or_else(String::new, |amk| format!(", {:.2} x amk", us / amk));
     let version = peer.version.as_deref().unwrap_or_default();
     format!(
-        "{us:.1} us a token ({low:.1} to {high:.1}){ratio}; {version}; {}",
+        "{us:.1} us per token ({low:.1} to {high:.1}){ratio}; {version}; {}",
         peer.conditions.join("; ")
     )
 }

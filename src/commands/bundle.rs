@@ -158,7 +158,7 @@ fn say(bundle: &Bundle, checked: &[String], build: &str) {
         (
             "measured",
             format!(
-                "{:.1} us a token (99 % interval {:.1} to {:.1}), {:.1} % of the bound of {:.1} us, at {} tokens of context",
+                "{:.1} us per token (99 % interval {:.1} to {:.1}), {:.1} % of the bound of {:.1} us, at {} tokens of context",
                 bundle.median_us,
                 bundle.ci_us[0],
                 bundle.ci_us[1],

@@ -73,7 +73,7 @@ struct Lowered {
     target: String,
     program_ids: [String; 2],
     kernel_ids: [String; 2],
-    /// Microseconds a token that the cost model predicts, at 128 tokens of context or the whole cache.
+    /// Microseconds per token that the cost model predicts, at 128 tokens of context or the whole cache.
     predicted_us: [f64; 2],
     /// The tasks that differ.
     programs: ProgramDiff,

@@ -133,7 +133,7 @@ pub(crate) fn answer(args: &ExplainArgs) -> Result<Answer<Explanation>, Failure>
     explained(None, Some(found))
 }
 
-/// What a name means: everything that is called so, else the one thing that has it as a word of its name.
+/// What a name means: everything of that name, else the one thing whose name contains it as a word.
 fn meant(name: &str, all: &[Entry]) -> Option<Vec<Entry>> {
     let exact: Vec<Entry> = all.iter().filter(|entry| entry.is(name)).cloned().collect();
     if !exact.is_empty() {

@@ -65,7 +65,7 @@ struct Run {
     target: Option<Value>,
     device: Option<Value>,
     latency_kind: Option<Value>,
-    /// Latency of the schedule that leads, in microseconds a token.
+    /// Latency of the schedule that leads, in microseconds per token.
     best_us: Option<f64>,
 }
 

@@ -266,7 +266,7 @@ fn say(context: &Context, args: &BenchArgs, sequences: u32, shown: &Shown) {
     let (one, several, bound) = (shown.one.us.median(), shown.several.us.median(), shown.bound());
     let range = |measured: &Measured| {
         let [least, most] = measured.us.ends();
-        format!("{:.1} us a step ({least:.1} to {most:.1})", measured.us.median())
+        format!("{:.1} us per step ({least:.1} to {most:.1})", measured.us.median())
     };
     let graph = context.graph();
     let a = shown.accuracy;
@@ -277,7 +277,7 @@ fn say(context: &Context, args: &BenchArgs, sequences: u32, shown: &Shown) {
         (
             &sequences.to_string(),
             format!(
-                "{}, {:.2} x one; {:.1} us a token, {:.0} tokens/s, {:.2} x one's",
+                "{}, {:.2} x one; {:.1} us per token, {:.0} tokens/s, {:.2} x one's",
                 range(&shown.several),
                 several / one,
                 several / f64::from(sequences),

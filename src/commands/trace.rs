@@ -145,7 +145,7 @@ fn simulated(
     let mut trace_buffer = TraceBuffer::default();
     trace_buffer.add(program, &records);
     let us = predictor.predict(Rates::shipped()).latency_us;
-    report::say(&format!("{name}: {us:.1} us a token, predicted"));
+    report::say(&format!("{name}: {us:.1} us per token, predicted"));
     let document = json!({"name": name, "us_per_token": us, "ops": trace_buffer.ops()});
     let span = Some([0, (step.us * 1000.0).round() as u64]);
     let clock = Clock { ns_per_cycle: 1.0, span, polls_after_ready: false };
@@ -229,7 +229,7 @@ fn schedule(
     *idle = Some(running.stop()?);
     let (median, [least, most]) = (blocks.median(), blocks.ends());
     report::say(&format!(
-        "{name}: {median:.1} us a token ({least:.1} to {most:.1}), traced {:.1}, logits {checksum}",
+        "{name}: {median:.1} us per token ({least:.1} to {most:.1}), traced {:.1}, logits {checksum}",
         done.host_us / f64::from(done.steps)
     ));
     let document = json!({

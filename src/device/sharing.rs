@@ -38,7 +38,7 @@ pub(super) fn judge(others: Option<&[u32]>, shared: bool) -> Result<Option<u32>,
     }
     let numbers: Vec<String> = others.iter().map(ToString::to_string).collect();
     Err(format!(
-        "the GPU is in use by {} other {} ({}): times would be theirs too; end them, or measure all the same with --shared-gpu",
+        "the GPU is in use by {} other {} ({}): times would be theirs too; end them, or measure anyway with --shared-gpu",
         others.len(),
         if others.len() == 1 { "process" } else { "processes" },
         numbers.join(", ")

@@ -102,7 +102,7 @@ fn unknown(name: &str, schema: &Value, arguments: &Value) -> Problem {
     let empty = Map::new();
     let known = schema["properties"].as_object().unwrap_or(&empty);
     let names: Vec<&str> = known.keys().map(String::as_str).collect();
-    let mut problem = Problem::new(name, &arguments[name], "no argument is called so");
+    let mut problem = Problem::new(name, &arguments[name], "unknown argument");
     problem.legal = Some(if names.is_empty() { "none".to_owned() } else { names.join(", ") });
     problem.suggestion = ir::nearest(name, names.iter().copied()).map(str::to_owned);
     problem

@@ -124,7 +124,7 @@ def captured(torch, model, step):
 
 
 def blocks(torch, ask, model, step):
-    """Microseconds a token of each block. Every block decodes the same positions: the cache holds the true context."""
+    """Microseconds per token of each block. Every block decodes the same positions: the cache holds the true context."""
     wait = torch.cuda.synchronize if ask["device"] == "cuda" else lambda: None
     times = []
     for _ in range(ask["warmup"] + ask["blocks"]):

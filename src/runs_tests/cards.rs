@@ -17,7 +17,7 @@ use super::amk;
 
 const KV_CAPACITY: u32 = 24;
 
-/// Microseconds a token by the kernel.
+/// Microseconds per token by the kernel.
 type Times = fn(&KernelConfig) -> f64;
 
 fn conditions(uuid: &str) -> Conditions {

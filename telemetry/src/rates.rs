@@ -39,7 +39,7 @@ pub struct Rates {
     pub mean_us: Option<f64>,
     /// The least that a step can take: its weights at the bandwidth of the card.
     pub bound_us: Option<f64>,
-    /// Bytes a second while the machine ran.
+    /// Bytes per second while the machine ran.
     pub bytes: f64,
     /// Whether the loaders counted these bytes; else they are positions times the weights of a step.
     pub counted: bool,

@@ -27,7 +27,7 @@ pub enum Found<'l> {
     Unrecorded,
     /// It is legal and has no latency. The number tells programs apart.
     Failed(u32),
-    /// Microseconds a token, and the blocks that say so. The number tells programs apart.
+    /// Microseconds per token, and the blocks that say so. The number tells programs apart.
     Timed(u32, f64, &'l [f64]),
 }
 

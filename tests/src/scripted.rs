@@ -41,7 +41,7 @@ struct Weather {
 /// What a scripted device does with one program.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Behaviour {
-    /// Microseconds a token.
+    /// Microseconds per token.
     pub us: f64,
     /// Width of the uniform noise on that, as a share.
     pub noise: f64,

@@ -16,4 +16,6 @@ mod results;
 mod sanitizer;
 mod shipped;
 mod tidy;
+
 mod together;
+mod words;

@@ -73,7 +73,7 @@ const FUNCTION_LINES_MAX: usize = 70;
 const ORDER_FILES: &[&str] = &["sync.cuh", "ring.cuh", "stage.cuh"];
 
 /// Files below a folder with one of these extensions; build output and hidden folders are left out.
-fn files(extensions: &[&str]) -> Vec<(PathBuf, String)> {
+pub(crate) fn files(extensions: &[&str]) -> Vec<(PathBuf, String)> {
     let mut folders = vec![root()];
     let mut found = Vec::new();
     while let Some(folder) = folders.pop() {

@@ -142,7 +142,7 @@ __device__ __forceinline__ uint32_t warp_share(Worker const& w, uint32_t units) 
   return warp < units ? (units - warp + AMK_WARPS - 1) / AMK_WARPS : 0;
 }
 
-constexpr uint32_t TURN_UNITS = 32 / UNIT_VEC4S; // units of which a warp takes all elements at once, 4 a lane
+constexpr uint32_t TURN_UNITS = 32 / UNIT_VEC4S; // units of which a warp takes all elements at once, 4 per lane
 
 // Turns that a warp takes to stage a vector of so many elements, or an equal part of them where that is more than `most`. Any number would
 // do for any vector; this one leaves nothing over.
@@ -185,7 +185,7 @@ __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer
   return square;
 }
 
-// One warp: its columns of a vector, times the norm if there is one, N groups of 4 elements a lane at once; returns its lanes' sums of
+// One warp: its columns of a vector, times the norm if there is one, N groups of 4 elements per lane at once; returns its lanes' sums of
 // squares. `skip`: words in front of the elements of each head.
 template <uint32_t N, bool NORM>
 __device__ __forceinline__ float stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, uint32_t skip) {

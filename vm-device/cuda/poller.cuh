@@ -159,7 +159,7 @@ __device__ __forceinline__ bool begin_seqs(Poller& p, amk_submission const* s, u
     begin_runs(p, to, 1);
     return token < vocab;
   }
-  uint64_t taken = 0; // a bit a session
+  uint64_t taken = 0; // a bit per session
   bool bad = false;
   store_relaxed(&to->sample, host_load(&s->seq_sample));
 #pragma unroll 1

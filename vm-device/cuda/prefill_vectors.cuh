@@ -3,7 +3,7 @@
 // The vectors that are multiplied lie as the weights do: tiles of 8 tokens, units of 8 tokens by 64 bytes along a vector, and behind each unit
 // of high 16-bit halves the unit of low ones (X_HALVES 2), so a lane's 16 bytes are part of an operand as they are, and what a block wants of
 // a tile is one run of bytes. Columns behind the last one are zero: nobody writes there after the memory was zeroed.
-// What is not multiplied, the residual stream and the rows of q, k and v, is f32, a row a token.
+// What is not multiplied, the residual stream and the rows of q, k and v, is f32, one row per token.
 #pragma once
 
 #ifndef AMK_PREFILL_HALVES // 2: vectors are multiplied as sums of two 16-bit halves; 1: as one

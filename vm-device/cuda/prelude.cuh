@@ -32,7 +32,7 @@ constexpr unsigned AMK_WARPS = AMK_CONSUMER_WARPS;
 #ifndef AMK_FFN
 #define AMK_FFN 8192
 #endif
-#ifndef AMK_SHARES // bit n: some matrix of the model is taken in shares of n units a warp
+#ifndef AMK_SHARES // bit n: some matrix of the model is taken in shares of n units per warp
 #define AMK_SHARES 0x100
 #endif
 #ifndef AMK_SEQS // sessions that a step may run at once: 1, or 2, 4 or 8

@@ -1,5 +1,5 @@
 // Weights that are still on their way while the kernel runs. The host copies packed units in stream order on a stream of its own and raises
-// `watermark` behind each copy (vm-host/src/weight_stream/); who needs units that are not there waits here. docs/protocol.md, "Weight streaming".
+// `watermark` behind each copy (vm-host/src/weight_stream/); who needs units that are not there waits here. docs/explanation/protocol.md.
 #pragma once
 
 __device__ __forceinline__ amk_weight_stream* weight_stream_of(Shared* sh) { return (amk_weight_stream*)sh->launch->weight_stream; }

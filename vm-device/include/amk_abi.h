@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0xe6389a0de64bca88ull
+#define AMK_ABI_HASH 0xeeb5c6c89549d1a4ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -194,7 +194,7 @@ struct alignas(16) amk_program {
   uint32_t epoch; // Steps run since it was loaded; the poller keeps it, so that a program can be left and come back to.
   uint32_t seqs; // Sequences that the tables are laid out for, and activations and logits set aside; those of the kernel.
   uint32_t seq_bytes; // Bytes from a scratch buffer of one sequence to that of the next.
-  uint32_t seq_runs; // Which run of each sequence it is, of three, two bits a sequence, sequence 0 lowest: part of its tags. The poller keeps it, as it does `epoch`.
+  uint32_t seq_runs; // Which run of each sequence it is, of three, two bits per sequence, sequence 0 lowest: part of its tags. The poller keeps it, as it does `epoch`.
   uint32_t last_seqs; // Sequences of the last command. The poller keeps it.
   uint32_t reserved[2]; // Zero.
 };
@@ -225,8 +225,8 @@ struct alignas(16) amk_seqs {
   uint32_t position[8]; // Position of each sequence in the first step; `amk_step.index` later in this one.
   uint32_t session[8]; // Session of each sequence.
   uint32_t seqs; // Sequences of the command; 1 for a plain decode.
-  uint32_t sample; // A bit a sequence: tokens are chosen by the session's `amk_sampling`.
-  uint32_t runs; // Two bits a sequence: which run of the sequence this is, of three. A sequence that did not run for some steps has old words whose epoch may look
+  uint32_t sample; // A bit per sequence: tokens are chosen by the session's `amk_sampling`.
+  uint32_t runs; // Two bits per sequence: which run of the sequence this is, of three. A sequence that did not run for some steps has old words whose epoch may look
   uint32_t reserved; // Zero.
 };
 static_assert(sizeof(amk_seqs) == 112 && alignof(amk_seqs) == 16, "layout of amk_seqs");
@@ -319,7 +319,7 @@ struct alignas(64) amk_submission {
   uint32_t stop[8]; // A generated token among these ends the command.
   uint32_t seq_session[2]; // Sessions of the sequences, a byte each, sequence 0 lowest.
   uint32_t seq_position[8]; // First position of each sequence.
-  uint32_t seq_sample; // A bit a sequence: what `FLAG_SAMPLE` is to a plain decode.
+  uint32_t seq_sample; // A bit per sequence: what `FLAG_SAMPLE` is to a plain decode.
   uint32_t reserved1[2]; // Zero.
   uint32_t sequence; // Index of the entry plus one; written last.
 };

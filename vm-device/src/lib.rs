@@ -33,7 +33,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/worker.cuh",
     "cuda/batch.cuh",
     "cuda/weight_stream.cuh",
-    "cuda/tape.cuh",
+    "cuda/trace.cuh",
     "cuda/buffer.cuh",
     "cuda/stream.cuh",
     "cuda/op_attention_merge.cuh",
@@ -68,7 +68,7 @@ pub struct Variant {
     pub qk_norm: bool,
     /// Elements of the residual stream, of all query heads, of the hidden layer. Vectors of other lengths work too, more slowly.
     pub widths: [u32; 3],
-    /// Bit n: some matrix of the model is taken in shares of n units a warp. Bit 0: some share is shorter for some warps.
+    /// Bit n: some matrix of the model is taken in shares of n units per warp. Bit 0: some share is shorter for some warps.
     pub shares: u32,
     /// Pause between two polls.
     pub poll_sleep_ns: u32,

@@ -58,7 +58,7 @@ impl Card {
         Context::new(Device::at(self.ordinal)?)
     }
 
-    /// Bytes a second that bulk copies read on it: the median of `runs` sweeps over scratch memory far larger than the L2 cache.
+    /// Bytes per second that bulk copies read on it: the median of `runs` sweeps over scratch memory far larger than the L2 cache.
     /// No kernel of ours may be resident.
     ///
     /// # Errors

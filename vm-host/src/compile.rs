@@ -58,7 +58,7 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
     }
 }
 
-/// Bit n: tiles of some matrix of the model are taken in parts of n units a warp. Bit 0: some warp has less of some part than the loop
+/// Bit n: tiles of some matrix of the model are taken in parts of n units per warp. Bit 0: some warp has less of some part than the loop
 /// for it takes for granted elsewhere. The loops of other parts are not compiled; the widths of the model's vectors are those of its
 /// matrices.
 fn share_mask(graph: &Graph) -> u32 {
@@ -81,7 +81,7 @@ pub fn options(variant: &Variant, arch: &str) -> Vec<String> {
     all_options(arch, variant.defines())
 }
 
-/// The row of an architecture; for one that there are no kernels for, which is compiled nowhere and has ids all the same, the first.
+/// The row of an architecture. One without kernels gets the first row: it is never compiled, but needs ids.
 fn row(arch: &str) -> &'static Architecture {
     Architecture::named(arch).unwrap_or(&ARCHITECTURES[0])
 }

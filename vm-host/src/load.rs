@@ -269,7 +269,7 @@ fn tables(program: &Program, residents: &Residents) -> Tables {
         });
         tasks.extend(worker.tasks.iter().map(|task| wire_task(task, &stagings)));
     }
-    tasks.push(abi::Task { signal: NONE, ..abi::Task::default() }); // a worker without tasks fetches one all the same
+    tasks.push(abi::Task { signal: NONE, ..abi::Task::default() }); // sentinel: the prefetcher reads one task past the end
     (tasks, loads, queues)
 }
 

@@ -214,7 +214,7 @@ impl<W: Words> RingHost<W> {
     }
 
     /// A completion that was posted, for who only looks on; nothing if its entry may be another's by now. The device writes into an entry
-    /// again a whole lap later, and says nothing before it does: so entries of the last quarter of a lap are not believed.
+    /// again a whole wrap later, and says nothing before it does: so entries of the last quarter of a wrap are not believed.
     pub(crate) fn completion(&self, index: u32) -> Option<Completion> {
         let completion = self.posted(index)?;
         let ahead = self.answered().wrapping_sub(index);

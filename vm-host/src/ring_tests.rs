@@ -190,7 +190,7 @@ mod every_execution {
         }
     }
 
-    /// The first command: the second one begins another lap.
+    /// The first command: the second one begins another wrap.
     const FIRST: u32 = 2 * RING_ENTRIES - 1;
     const COMMANDS: u32 = 2;
 
@@ -198,7 +198,7 @@ mod every_execution {
         base + (index % RING_ENTRIES) as usize * size
     }
 
-    /// Entries as the lap before left them.
+    /// Entries as the wrap before left them.
     fn words(broken: Broken) -> Modelled {
         let mut words = HashMap::new();
         for index in FIRST..FIRST + COMMANDS {

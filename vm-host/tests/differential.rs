@@ -170,7 +170,7 @@ fn check_program(machine: &mut Resident, golden: &Golden, name: &str, schedule: 
             .concat();
         let error = worst(expected, &logits);
         eprintln!(
-            "{name:18} {schedule:22} run {repeat}: max |diff| / max |logit| {error:.2e}, {:.1} us a position",
+            "{name:18} {schedule:22} run {repeat}: max |diff| / max |logit| {error:.2e}, {:.1} us per position",
             decoded.device_us / f64::from(decoded.steps)
         );
         assert!(error <= 5e-3, "{name}, {schedule}: {error:.3e}");
@@ -332,7 +332,7 @@ fn odd_widths_compute_what_the_graph_says() {
             evaluator.run(&tokens, reference_vm::eval::Logits::All).expect("it runs").concat();
         let error = worst(&expected, &logits);
         eprintln!(
-            "hidden {hidden}, ffn {ffn}: max |diff| / max |logit| {error:.2e}, {:.1} us a position",
+            "hidden {hidden}, ffn {ffn}: max |diff| / max |logit| {error:.2e}, {:.1} us per position",
             decoded.device_us / f64::from(decoded.steps)
         );
         assert!(error <= 5e-3, "hidden {hidden}, ffn {ffn}: {error:.3e}");

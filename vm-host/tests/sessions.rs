@@ -334,7 +334,7 @@ fn the_price_of_a_choice() {
         }
         prices.push((name, questions, best));
         let more = best - prices[0].2;
-        eprintln!("{vocab} logits, {name}: {best:.1} us a token, {more:.1} more than greedy");
+        eprintln!("{vocab} logits, {name}: {best:.1} us per token, {more:.1} more than greedy");
     }
     let greedy = prices[0].2;
     let budget = |questions: i32| AIM_US.min(BUDGET_US + QUESTION_US * f64::from(questions));

@@ -166,7 +166,7 @@ fn check_batch(machine: &mut Resident, sessions: &[Session], chosen: &[u32], wha
         }
     }
     eprintln!(
-        "{what}, {} sequences: {} wrong, {:.1} us a step",
+        "{what}, {} sequences: {} wrong, {:.1} us per step",
         seqs.len(),
         wrong.len(),
         done.device_us / f64::from(done.steps)

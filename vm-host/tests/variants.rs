@@ -161,7 +161,7 @@ fn check(variants: &[Variant]) {
         }
         // `setmaxnreg` can only move what the launch hands out. With fewer, consumers would wait for registers forever, and nothing traps.
         if main.registers != LAUNCH_REGISTERS {
-            problems.push(format!("{}: {} registers a thread", name(variant), main.registers));
+            problems.push(format!("{}: {} registers per thread", name(variant), main.registers));
         }
         let allowed = spills_allowed(variant);
         let spills =

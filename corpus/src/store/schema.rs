@@ -189,7 +189,7 @@ const TRIALS: Table = Table {
         why Text At("/why"), "why, in one line";
         valid Flag At("/verdict/valid"), "validated, lowered and verified";
         correct Flag At("/verdict/correct"), "agreed with the graph";
-        latency_us Real At("/verdict/latency_us"), "microseconds a token";
+        latency_us Real At("/verdict/latency_us"), "microseconds per token";
         latency_kind Text At("/verdict/latency_kind"), "`measured-gpu` or `predicted`";
         measured_on Text Code, "the machine of the card that did it: a row of `machines`; latencies of two machines are not comparable";
         ci_low_us Real At("/verdict/ci_us/0"), "lower end of the 99 % interval of a measured median";
@@ -230,7 +230,7 @@ const CONFIRMATIONS: Table = Table {
         decision Text At("/decision"), "`kept`, `reverted` or `inconclusive`";
         why Text At("/why"), "why, in one line";
         positions Integer At("/positions"), "positions that the reference VM ran";
-        latency_us Real At("/verdict/latency_us"), "microseconds a token";
+        latency_us Real At("/verdict/latency_us"), "microseconds per token";
         gain_low Real At("/gain/low"), "share of the time saved over the baseline: lower end";
         gain_high Real At("/gain/high"), "upper end";
     },
@@ -239,7 +239,7 @@ const CONFIRMATIONS: Table = Table {
 
 const SAMPLES: Table = Table {
     name: "samples",
-    about: "One round of a race: microseconds a token of its four blocks, in the order in which they ran.",
+    about: "One round of a race: microseconds per token of its four blocks, in the order in which they ran.",
     rows: Rows::Parts,
     key: "run, seq, round",
     columns: columns! {

@@ -253,7 +253,7 @@ fn the_default_is_the_deepest_ring_of_32_kb_stages_with_every_hand_off_in_the_da
         assert_eq!(config.fusion_grouping.merge, MergeGrouping::OProj);
         assert_eq!((config.sm_assignment, config.kernel.poll_sleep_ns), (SmAssignment::Carry, 0));
     }
-    // 99 KB less 67 KB: two stages of 16 KB, and one of them near a hand-off.
+    // 99 KB less 67 KB: two stages of 16 KB, and one of them before a wait.
     let small = default_config(&graph, &Target::by_name("l40s").expect("in the table"));
     assert_eq!((small.pipeline.stage_bytes, small.pipeline.stages), (16 * 1024, 2));
     assert_eq!(small.pipeline.in_flight_bytes, 32 * 1024);

@@ -220,12 +220,12 @@ impl Speeds {
         let taken = if shape.even { TAKEN_STAGES } else { 0 };
         let ring = f64::from(shape.stages + taken) * shape.payload;
         // While products run, a stage is free again when it has arrived and been multiplied.
-        let lap = ring / (MEMORY_US + rates.issue_us + stage + shape.payload * byte);
+        let refill = ring / (MEMORY_US + rates.issue_us + stage + shape.payload * byte);
         Flow {
             ring,
-            stream: self.stream(in_flight).min(lap),
+            stream: self.stream(in_flight).min(refill),
             stream_before_wait: self.stream(before_wait),
-            alone: self.alone(in_flight).min(lap),
+            alone: self.alone(in_flight).min(refill),
             byte,
             stage,
             tile: if shape.even { 0.0 } else { rates.odd_tile_us / self.clock },

@@ -127,7 +127,7 @@ fn a_peer_stands_beside_a_measurement_with_its_ratio() {
         absent: absent.map(str::to_owned),
     };
     let line = peer_line(&peer(Some(150.0), None), Some(100.0));
-    assert_eq!(line, "150.0 us a token (149.0 to 151.0), 1.50 x amk; 2.11; 5 blocks");
+    assert_eq!(line, "150.0 us per token (149.0 to 151.0), 1.50 x amk; 2.11; 5 blocks");
     assert!(!peer_line(&peer(Some(150.0), None), None).contains("x amk"));
     assert_eq!(peer_line(&peer(None, Some("no torch")), Some(100.0)), "absent: no torch");
 }

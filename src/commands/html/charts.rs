@@ -157,7 +157,7 @@ pub(super) fn progress(run: &Run) -> Option<Chart> {
     let last = run.trials.last()?.trial.max(1) as f64;
     let drawing = draw(380, "Latency of every trial", |area| {
         let y_axis = YAxis {
-            words: &format!("{} latency, us a token", run.kind()),
+            words: &format!("{} latency, us per token", run.kind()),
             label: &|y| tick(*y, top - bottom),
         };
         let axes = Axes { x: "trial", x_label: &|x| format!("{x:.0}"), y: Some(y_axis), left: 70 };
@@ -288,7 +288,8 @@ pub(super) fn bound(run: &Run) -> Option<Chart> {
     let bars = [("start", first, REVERTED), ("best", best, KEPT), ("bound", bound, BOUND)];
     let drawing = draw(200, "The start, the best and the bound", |area| {
         let most = 1.18 * first.max(best);
-        let words = format!("{} latency, us a token (the bound: bytes over bandwidth)", run.kind());
+        let words =
+            format!("{} latency, us per token (the bound: bytes over bandwidth)", run.kind());
         let axes = Axes { x: &words, x_label: &|x| tick(*x, most), y: None, left: 90 };
         let mut chart = framed(area, 0.0..most, 0.0..3.0, &axes)?;
         for (index, (name, us, colour)) in bars.iter().enumerate() {

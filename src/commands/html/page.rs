@@ -179,7 +179,7 @@ fn led(run: &Run) -> Markup {
             }
         }
     };
-    let us = format!("us a token, {}", run.kind());
+    let us = format!("us per token, {}", run.kind());
     html! {
         (table(&[("trial", true), (&us, true), ("time saved", true), ("changed", false)], &rows))
         @if left_out > 0 { p.quiet { (left_out) " earlier ones are in the ledger." } }

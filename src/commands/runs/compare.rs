@@ -48,7 +48,7 @@ struct Side {
     /// The trial that leads.
     champion: Option<u64>,
     schedule_id: Option<String>,
-    /// Microseconds a token: of the confirmation, where there is one.
+    /// Microseconds per token: of the confirmation, where there is one.
     latency_us: Option<f64>,
     /// Its 99 % interval, if it was measured.
     ci_us: Option<[f64; 2]>,

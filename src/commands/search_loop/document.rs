@@ -69,7 +69,7 @@ pub(crate) struct Card {
     pub(crate) trials: usize,
     /// The gain that the baseline seems to have over itself there.
     pub(crate) noise_floor: Option<f64>,
-    /// Microseconds a token of the baseline there.
+    /// Microseconds per token of the baseline there.
     pub(crate) baseline_us: Option<f64>,
     /// Why the search went on without it, if it did.
     pub(crate) left_out: Option<String>,

@@ -86,7 +86,7 @@ impl Sum {
             ),
         };
         let mut line = format!(
-            "{} candidates in {:.1} s{cards}, {:.2} a second: {}; reference VM {reference_s:.1} s, waited for {waiting_s:.1} s; baseline {:.1} s, the whole command {:.1} s",
+            "{} candidates in {:.1} s{cards}, {:.2} per second: {}; reference VM {reference_s:.1} s, waited for {waiting_s:.1} s; baseline {:.1} s, the whole command {:.1} s",
             self.candidates,
             self.took_s(),
             self.per_second(),

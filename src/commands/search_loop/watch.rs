@@ -27,7 +27,7 @@ pub(crate) struct Progress {
     pub(crate) trials: u64,
     /// Seconds that it took, sessions before a resume included.
     pub(crate) elapsed_s: f64,
-    /// Latency of the schedule that leads, in microseconds a token.
+    /// Latency of the schedule that leads, in microseconds per token.
     pub(crate) best_us: Option<f64>,
     /// Its trial.
     pub(crate) best_trial: Option<u64>,

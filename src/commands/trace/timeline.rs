@@ -107,7 +107,7 @@ pub(super) struct Timeline {
 
 impl Timeline {
     /// The step that the records tell of, a record a task in the program's order. `bytes` are what each task takes out of the ring, and
-    /// `bandwidth` is that of all workers together, in bytes a second.
+    /// `bandwidth` is that of all workers together, in bytes per second.
     pub(super) fn new(
         program: &Program,
         records: &[TaskRecord],

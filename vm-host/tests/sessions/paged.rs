@@ -234,7 +234,7 @@ fn the_price_of_scattered_pages() {
     });
     let pages = machine.session_pages(1);
     assert!(pages.windows(2).all(|pair| pair[1] != pair[0] + 1), "{pages:?}");
-    eprintln!("{CONTEXT} positions: {ordered:.2} us a step in order, {scattered:.2} scattered");
+    eprintln!("{CONTEXT} positions: {ordered:.2} us per step in order, {scattered:.2} scattered");
     assert!(scattered < ordered * 1.02, "{scattered} us against {ordered}");
     machine.stop().expect("it stops");
 }

@@ -32,7 +32,7 @@ def serving(amk, *arguments):
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         announced = json.loads(server.stdout.readline())
-        assert announced["schema"] == "amk.serve.v1", announced
+        assert announced["schema"] == "amk.serve.v2", announced
         url = announced["url"]
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
             yield client, server, announced

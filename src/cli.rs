@@ -222,7 +222,7 @@ pub(crate) enum Command {
     /// Writes a model as a Hugging Face folder: any other engine can load it.
     #[command(after_help = "Examples:\n  amk export --model smollm2-135m --out smollm2/")]
     Export(ExportArgs),
-    /// Rewrites a schedule, a grid, measured rows or a run of the version before in today's names.
+    /// Rewrites files of the version before: schedules, grids, measured rows, runs.
     #[command(
         after_help = "Examples:\n  amk migrate old/best.json --out best.json\n  amk migrate old-runs/0001 --out runs/0001\n\n\
         Only names change; schedules get new ids, and what was rewritten names its origin in `migrated_from`. A ledger that does not hold is refused."

@@ -173,13 +173,13 @@ fn propose_gives_a_config_and_the_whole_space() {
         }
     }
     let config = serde_json::to_vec(&document["schedule_config"]).unwrap();
-    let verdict = evaluate(&config).succeeds("amk.verdict.v1");
+    let verdict = evaluate(&config).succeeds("amk.verdict.v2");
     assert_eq!(verdict["schedule_id"], document["schedule_id"]);
 }
 
 #[test]
 fn a_verdict_has_exactly_the_fields_of_the_contract() {
-    let verdict = evaluate(b"{}").succeeds("amk.verdict.v1");
+    let verdict = evaluate(b"{}").succeeds("amk.verdict.v2");
     let expected = "schema valid rejected_reason violations correct max_abs_err max_rel_err top1_agreement latency_us \
                     latency_kind ci_us bound_us pct_of_roofline schedule_id program_id kernel_id tasks weight_mb model \
                     target device n_buffers n_counters gates notes first_divergence schedule_source";
@@ -202,7 +202,7 @@ fn bad_configs_list_every_violation_and_are_exit_1() {
     );
     assert_eq!(ran.code, 1, "{}", ran.stderr);
     let verdict = ran.json();
-    assert_eq!(verdict["schema"], "amk.verdict.v1");
+    assert_eq!(verdict["schema"], "amk.verdict.v2");
     assert_eq!(
         (&verdict["valid"], &verdict["correct"], &verdict["latency_us"]),
         (&false.into(), &false.into(), &Value::Null)
@@ -345,7 +345,7 @@ fn a_search_ends_with_its_best_schedule_and_leaves_its_files() {
     let best = out.join("best.json").display().to_string();
     let args = ["evaluate", "--model", "toy", "--device", "cpu", "--kv-capacity", "16"];
     let verdict =
-        amk_in(dir.path(), &[&args[..], &["--config", &best]].concat()).succeeds("amk.verdict.v1");
+        amk_in(dir.path(), &[&args[..], &["--config", &best]].concat()).succeeds("amk.verdict.v2");
     assert_eq!(verdict["program_id"], document["best_verdict"]["program_id"]);
     let ledger = out.join("ledger.jsonl").display().to_string();
     let proposed = amk(&["propose", "--model", "toy", "--device", "cpu", "--ledger", &ledger])
@@ -610,8 +610,8 @@ fn programs_are_saved_read_checked_and_run() {
             file,
         ])
     };
-    let id = lower("toy.amkp").succeeds("amk.lower.v1")["program_id"].clone();
-    assert_eq!(lower("toy.amk").succeeds("amk.lower.v1")["program_id"], id);
+    let id = lower("toy.amkp").succeeds("amk.lower.v2")["program_id"].clone();
+    assert_eq!(lower("toy.amk").succeeds("amk.lower.v2")["program_id"], id);
     for file in ["toy.amk", "toy.amkp"] {
         let verified = amk(&["verify", file]).succeeds("amk.verify.v1");
         assert_eq!((&verified["verified"], &verified["program_id"]), (&true.into(), &id));
@@ -636,7 +636,7 @@ fn damaged_program_files_are_told_apart() {
     let at = |name: &str| dir.path().join(name);
     let amk = |args: &[&str]| amk_in(dir.path(), args);
     let args = ["lower", "--model", "toy", "--device", "cpu", "-o", "toy.amkp"];
-    amk(&args).succeeds("amk.lower.v1");
+    amk(&args).succeeds("amk.lower.v2");
     let whole = std::fs::read(at("toy.amkp")).unwrap();
     let mut flipped = whole.clone();
     *flipped.last_mut().unwrap() ^= 1;
@@ -691,7 +691,7 @@ fn without_a_gpu_trace_takes_a_predicted_step_apart() {
     let folder = folder();
     let files = ["--perfetto", "a.json", "--digest", "a.md"];
     let args = ["trace", "--model", "toy", "--device", "cpu", "--kv-capacity", "256"];
-    let document = amk_in(folder.path(), &[&args[..], &files].concat()).succeeds("amk.trace.v1");
+    let document = amk_in(folder.path(), &[&args[..], &files].concat()).succeeds("amk.trace.v2");
     assert_eq!(document["latency_kind"], "predicted");
     let step = &document["schedules"][0]["step"];
     let ns = |key: &str| step[key].as_i64().unwrap_or_else(|| panic!("{key}: {step}"));
@@ -719,7 +719,7 @@ fn doctor_lists_what_works_and_what_is_missing() {
     let measures = document["can_measure"] == true;
     let ran = amk(&["evaluate", "--model", "toy", "--device", "cuda"]);
     if measures {
-        ran.succeeds("amk.verdict.v1");
+        ran.succeeds("amk.verdict.v2");
     } else {
         ran.fails(3, &["capability missing"]);
         amk(&["evaluate", "--model", "toy", "--aa", "2"]).fails(3, &["no GPU here"]);

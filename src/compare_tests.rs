@@ -228,7 +228,7 @@ fn the_first_task_that_goes_wrong_is_named_and_run_again() {
     let words: Vec<&str> = command.split_whitespace().collect();
     assert_eq!(words[0], "amk");
     let again = document(&amk(&words[1..]), 1);
-    assert_eq!(again["schema"], "amk.rerun.v1");
+    assert_eq!(again["schema"], "amk.rerun.v2");
     assert_eq!((&again["task"], &again["repeatable"]), (&found["task"], &json!(true)));
     assert_eq!(again["words"][0]["buffer"], found["buffer"]);
     let index = |document: &Value| document["index"].clone();

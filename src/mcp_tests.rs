@@ -292,7 +292,7 @@ fn wrong_arguments_are_an_error_that_says_all_of_it() {
     // Nothing but the schedule is wrong: the verdict says so, with every violation, and it is an error.
     let illegal = json!({"config": {"pipeline": {"stages": 99, "stage": 1}, "kernel": {"poll_sleep_ns": "8"}}});
     let verdict = server.refused("evaluate", toy(illegal));
-    assert_eq!(verdict["schema"], "amk.verdict.v1");
+    assert_eq!(verdict["schema"], "amk.verdict.v2");
     assert_eq!(places(&verdict), ["pipeline.stages", "pipeline.stage", "kernel.poll_sleep_ns"]);
 
     let error = server.refused("evaluate", json!({"model": "no-such-model", "seed": -1}));

@@ -160,7 +160,7 @@ fn bundles_that_prove_nothing_are_refused_with_the_reason() {
     let edited = text.replace("\"median_us\": 25.5", "\"median_us\": 20.5");
     let cases = [
         (edited, 4, "edited"),
-        ("{\"schema\": \"amk.verdict.v1\"}".to_owned(), 2, "amk.verdict.v1"),
+        ("{\"schema\": \"amk.verdict.v2\"}".to_owned(), 2, "amk.verdict.v2"),
     ];
     for (text, expected, word) in cases {
         let path = write(folder.path(), "x.bundle.json", &text);

@@ -406,7 +406,7 @@ fn a_search_of_a_removed_strategy_is_read_but_not_resumed() {
     succeeds(folder.path(), &["runs", "show", "old"], "amk.run.v1");
     let (code, _, said) = amk(folder.path(), &["loop", "--resume", "--out", "old"]);
     assert_eq!(code, 2, "{said}");
-    for part in ["unknown variant `restarts`", "`hill_climb`", "not resume", "another --out"] {
+    for part in ["unknown variant `restarts`", "`hill-climb`", "not resume", "another --out"] {
         assert!(said.contains(part), "{part}: {said}");
     }
 }

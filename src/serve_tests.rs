@@ -91,7 +91,7 @@ impl Server {
         let mut line = String::new();
         output.read_line(&mut line).unwrap();
         let document: Value = serde_json::from_str(&line).unwrap_or_else(|e| panic!("{e}: {line}"));
-        assert_eq!(document["schema"], "amk.serve.v1");
+        assert_eq!(document["schema"], "amk.serve.v2");
         let url = document["url"].as_str().unwrap();
         let address = url.trim_start_matches("http://").trim_end_matches("/v1").to_owned();
         Self { child, _output: output, address, document }

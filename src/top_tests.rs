@@ -20,7 +20,7 @@ fn top(runtime: &Path, arguments: &[&str]) -> Ran {
 }
 
 fn look(runtime: &Path) -> Value {
-    top(runtime, &["--once", "--json", "--every", "50"]).succeeds("amk.top.v1")
+    top(runtime, &["--once", "--json", "--every", "50"]).succeeds("amk.top.v2")
 }
 
 /// Looks until it is so.

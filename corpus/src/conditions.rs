@@ -154,7 +154,7 @@ mod tests {
     fn every_measurement_that_is_kept_here_says_its_card_and_clocks() {
         let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
         let mut files = Vec::new();
-        for name in ["schedules", "measured grids", "measurements"] {
+        for name in ["schedules", "grids", "measurements"] {
             files_under(&root.join(name), &mut files);
         }
         let mut found = Vec::new();

@@ -59,6 +59,12 @@ pub fn documents(documents: &mut [Value], from: &str) -> usize {
 pub fn text(text: &str) -> Result<(String, usize), serde_json::Error> {
     let from = blake3::hash(text.as_bytes()).to_hex();
     if let Ok(mut document) = serde_json::from_str::<Value>(text) {
+        let schema = document.get("schema").and_then(Value::as_str).unwrap_or_default();
+        if schema.starts_with("amk.bundle.") {
+            return Err(<serde_json::Error as serde::de::Error>::custom(
+                "a bundle is evidence of one program and kernel; measure again: amk bench --bundle",
+            ));
+        }
         let changed = documents(std::slice::from_mut(&mut document), &from);
         return Ok((format!("{document:#}\n"), changed));
     }

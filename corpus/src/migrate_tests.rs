@@ -76,3 +76,9 @@ fn a_ledger_that_was_edited_is_not_rewritten() {
     let error = ledger(&from, &to).unwrap_err();
     assert!(error.is_integrity() && !to.exists(), "{error}");
 }
+
+#[test]
+fn evidence_is_not_rewritten() {
+    let error = text(r#"{"schema": "amk.bundle.v2", "median_us": 1}"#).unwrap_err();
+    assert!(error.to_string().contains("measure again"), "{error}");
+}

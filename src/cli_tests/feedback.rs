@@ -94,7 +94,7 @@ fn text_that_begins_as_json_is_never_a_path() {
     wrong.fails(2, &["line 1 column 2", "key must be a string"]);
     with_config(r#"{"pipeline": {"stages": 4}"#).fails(2, &["line 1 column 26", "EOF"]);
     with_config("[]").fails(2, &["an array instead of an object"]);
-    with_config(r#" {"pipeline": {"stages": 4}}"#).succeeds("amk.verdict.v1");
+    with_config(r#" {"pipeline": {"stages": 4}}"#).succeeds("amk.verdict.v2");
 }
 
 #[test]
@@ -116,16 +116,16 @@ fn answers_of_propose_and_loop_are_configs() {
     keep("propose.json", &proposed);
     let found = call(&["loop", "--budget", "4", "--out", "s"]).succeeds("amk.loop.v1");
     keep("loop.json", &found);
-    let judged = call(&["evaluate", "--config", "propose.json"]).succeeds("amk.verdict.v1");
+    let judged = call(&["evaluate", "--config", "propose.json"]).succeeds("amk.verdict.v2");
     assert_eq!(judged["schedule_id"], proposed["schedule_id"]);
-    let judged = call(&["evaluate", "--config", "loop.json"]).succeeds("amk.verdict.v1");
+    let judged = call(&["evaluate", "--config", "loop.json"]).succeeds("amk.verdict.v2");
     assert_eq!(judged["schedule_id"], found["best_verdict"]["schedule_id"]);
-    let inline = super::evaluate(proposed.to_string().as_bytes()).succeeds("amk.verdict.v1");
+    let inline = super::evaluate(proposed.to_string().as_bytes()).succeeds("amk.verdict.v2");
     assert_eq!(inline["schedule_id"], proposed["schedule_id"]);
     // A verdict holds the schedule's id alone.
     keep("verdict.json", &judged);
     let verdict = call(&["evaluate", "--config", "verdict.json"]);
-    verdict.fails(2, &["amk.verdict.v1 without a schedule", "amk.propose.v1"]);
+    verdict.fails(2, &["amk.verdict.v2 without a schedule", "amk.propose.v1"]);
 }
 
 #[test]

@@ -97,7 +97,7 @@ fn a_name_of_the_hub_gets_the_command_that_downloads_it_and_no_preset() {
 fn a_prediction_for_a_card_without_a_kernel_says_so() {
     let notes = |target: &str| {
         let args = ["evaluate", "--model", "toy", "--device", "cpu", "--target", target];
-        amk(&args).succeeds("amk.verdict.v1")["notes"].to_string()
+        amk(&args).succeeds("amk.verdict.v2")["notes"].to_string()
     };
     assert!(notes("l40s").contains("no kernel for sm_89; rates from H200"), "{}", notes("l40s"));
     for target in ["h200", "h100", "gh200"] {

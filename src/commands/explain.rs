@@ -194,7 +194,7 @@ mod tests {
             meant(asked, &all).into_iter().flatten().map(|entry| entry.name).collect()
         };
         assert_eq!(names("kv_split"), ["tiling.attention.kv_split"]);
-        assert_eq!(names("flag_in_data"), ["flag-in-data word"]);
+        assert_eq!(names("flag-in-data"), ["flag-in-data word"]);
         assert_eq!(names("stages"), ["pipeline.stages"]);
         assert_eq!(names("inconclusive"), ["5", "kept, reverted, inconclusive"]);
         assert_eq!(names("rows"), Vec::<String>::new(), "several knobs are called so");

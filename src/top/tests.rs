@@ -126,7 +126,7 @@ fn any_size_and_any_page_are_drawn() {
             assert!(shown.lines().count() <= size.1 as usize, "{size:?}");
         }
         assert!(!text(&view(before, now)).is_empty());
-        assert_eq!(document::document(&view(before, now))["schema"], "amk.top.v1");
+        assert_eq!(document::document(&view(before, now))["schema"], "amk.top.v2");
     }
 }
 

@@ -43,7 +43,7 @@ fn no_listed_word_is_used() {
     for (path, text) in
         crate::tidy::files(&["rs", "cu", "cuh", "h", "hpp", "md", "py", "toml", "amk"])
     {
-        let path = path.strip_prefix(root()).expect("a file of the project").display().to_string();
+        let path = path.strip_prefix(root()).unwrap_or(&path).display().to_string();
         if NOT_SEARCHED.iter().any(|left_out| path.starts_with(left_out)) {
             continue;
         }

@@ -94,7 +94,7 @@ fn any_subset_of_the_tree_parses_and_the_rest_is_default() {
 fn everything_wrong_is_reported_at_once_with_place_and_suggestion() {
     let found = refuse(
         r#"{"pipelin": {"stages": 4}, "pipeline": {"stages": "8", "stage_bytes": 16000, "depth": 3, "in_flight_bytes": -1},
-            "sync": {"qkv": "taged", "attn": 4}, "kernel": 7, "stage_bytes": 8192, "tiling.qkv.rows": 8, "sm_assignment": null}"#,
+            "sync": {"qkv": "flag_in_dat", "attn": 4}, "kernel": 7, "stage_bytes": 8192, "tiling.qkv.rows": 8, "sm_assignment": null}"#,
     );
     let got: Vec<_> = found
         .list()

@@ -262,7 +262,7 @@ impl Parser {
     }
 
     fn buffer(&mut self, cursor: &mut Cursor<'_>) -> Result<(), ParseError> {
-        cursor.declared('s', self.program.buffers.len())?;
+        cursor.declared('b', self.program.buffers.len())?;
         let name = cursor.string("the buffer's name")?;
         let word = cursor.next("a buffer kind")?;
         let Some(kind) = BufferKind::from_name(&word.text) else {
@@ -421,11 +421,11 @@ fn buffers(cursor: &mut Cursor<'_>, places: &mut [Option<BufferId>]) -> Result<(
         if text == "_" {
             continue;
         }
-        *place = Some(BufferId(cursor.id(word, &word.text, 's')?));
+        *place = Some(BufferId(cursor.id(word, &word.text, 'b')?));
     }
     Ok(())
 }
 
 fn is_buffer(text: &str) -> bool {
-    text.strip_prefix('s').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+    text.strip_prefix('b').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
 }

@@ -160,7 +160,10 @@ mod tests {
         let all: f64 = shares.values().filter_map(Value::as_f64).sum();
         assert!((all - 1.0).abs() < 1e-9);
         let line = sum.line(wall);
-        assert!(line.starts_with("50 candidates in 10.0 s, 5.00 a second: propose 10 %"), "{line}");
+        assert!(
+            line.starts_with("50 candidates in 10.0 s, 5.00 per second: propose 10 %"),
+            "{line}"
+        );
         assert!(line.ends_with("baseline 3.0 s, the whole command 20.0 s"), "{line}");
         // Two cards: the clock's seconds, beside those of the cards.
         let dropped = WastedSpeculation { trials: 3, seconds: 0.6 };
@@ -168,7 +171,7 @@ mod tests {
         assert_eq!(sum.to_json(wall)["candidates_per_s"], 10.0);
         assert_eq!(sum.to_json(wall)["cards_s"], 10.0);
         let line = sum.line(wall);
-        let cards = "50 candidates in 5.0 s (10.0 s of cards, and 0.6 s for 3 trials that were begun for nothing), 10.00 a second";
+        let cards = "50 candidates in 5.0 s (10.0 s of cards, and 0.6 s for 3 trials that were begun for nothing), 10.00 per second";
         assert!(line.starts_with(cards), "{line}");
     }
 
@@ -176,6 +179,6 @@ mod tests {
     fn nothing_divides_by_nothing() {
         let sum = Sum::of(&[], WastedSpeculation::default());
         assert_eq!(sum.to_json(Duration::ZERO)["candidates_per_s"], 0.0);
-        assert!(sum.line(Duration::ZERO).contains("0.00 a second"));
+        assert!(sum.line(Duration::ZERO).contains("0.00 per second"));
     }
 }

@@ -1,4 +1,4 @@
-// Reads cases from the file that is named, and prints the token that choosing.cuh chooses in each. Compiled by tests/sampling.rs.
+// Reads cases from the file that is named, and prints the token that cooperative_sampler.cuh chooses in each. Compiled by tests/sampling.rs.
 #ifdef __CUDACC__
 #include "card.hpp"
 #else
@@ -35,9 +35,9 @@ struct Worker {
 __device__ static bool is_dead(Shared*) { return false; }
 
 #include "sampling.cuh"
-#include "choosing.cuh"
+#include "cooperative_sampler.cuh"
 
-__device__ void sampler_wake(Worker const&) {} // the others are waiting in choice_help
+__device__ void sampler_wake(Worker const&) {} // the others are waiting in sampler_help
 
 struct alignas(16) Case {
   amk_sampling settings; // addresses are zero

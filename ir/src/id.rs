@@ -31,7 +31,7 @@ define_id! {
     /// A packed matrix that a program streams.
     MatrixId("m");
     /// A buffer that tasks name by index.
-    BufferId("s");
+    BufferId("b");
     /// A monotone counter in device memory.
     CounterId("c");
     /// A persistent thread block.

@@ -96,7 +96,7 @@ fn print_matrix(out: &mut String, index: usize, matrix: &Matrix) {
 fn print_buffer(out: &mut String, index: usize, buffer: &Buffer) {
     let _ = write!(
         out,
-        "buffer s{index} {} {} words={}",
+        "buffer b{index} {} {} words={}",
         quote(&buffer.name),
         buffer.kind.name(),
         buffer.words

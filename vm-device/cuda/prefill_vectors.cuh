@@ -77,8 +77,8 @@ __device__ __forceinline__ void cache_write4(char* row, uint32_t position, uint3
   *(uint2*)to = make_uint2(cache_pair(v[0], v[1]), cache_pair(v[2], v[3]));
 }
 
-// The rows of q, k and v of each token: queries normed, rotated and scaled into `queries`, [token][head][half][head_dim] of f16; keys normed
-// and rotated, and values, into the pages of the layer and session. HEAD_LANES threads a head.
+// Splits the rows of q, k and v of each token. Queries are normalised, rotated and scaled into `queries`, [token][head][half][head_dim] of f16;
+// keys (normalised and rotated) and values go into the pages of the layer and session. HEAD_LANES threads per head.
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(char* queries, char* cache, uint16_t const* pages, float const* qkv, float const* angles,
                                                                               float const* q_norm, float const* k_norm, uint32_t tokens, uint32_t stride, uint32_t kv_heads,
                                                                               uint32_t start, float eps, float scale) {

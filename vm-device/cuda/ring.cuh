@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t host_load(uint32_t const* word) {
 }
 __device__ __forceinline__ void host_store(uint32_t* word, uint32_t v) { asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory"); }
 
-// Stores four independent words in one write over the bus. Pairs with machine.rs: Monitor::worker_heartbeat.
+// Stores four independent words in one write over the bus. Pairs with ring.rs: worker_heartbeat.
 __device__ __forceinline__ void host_store_u32x4(void* words, uint32_t x, uint32_t y, uint32_t z, uint32_t v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(words), "r"(x), "r"(y), "r"(z), "r"(v) : "memory");
 }

@@ -14,14 +14,14 @@ const fn fnv1a(hash: u64, byte: u8) -> u64 {
     (hash ^ byte as u64).wrapping_mul(0x0000_0100_0000_01b3)
 }
 
-/// A hash over everything that both sides must agree on. The compiled kernel reports the one it was built with.
+/// A hash over everything that both sides must agree on. The compiled kernel reports the hash that it was built with.
 #[must_use]
 pub fn abi_hash() -> u64 {
     body().bytes().fold(0xcbf2_9ce4_8422_2325, fnv1a)
 }
 
-/// What a stored program is written in: ops with their parameters, buffers, how weights lie. A program keeps its id while the ring, the
-/// launch or a comment change.
+/// A hash over the encoding of a stored program: ops with their parameters, buffers, the layout of weights. A program keeps its id when
+/// the ring, the launch or a comment changes.
 #[must_use]
 pub fn program_hash() -> u64 {
     language().bytes().fold(0xcbf2_9ce4_8422_2325, fnv1a)
@@ -46,7 +46,7 @@ fn language() -> String {
     out
 }
 
-/// Limits that say what a program means, rather than how large one may be.
+/// Limits that change the meaning of a program, rather than its maximum size.
 const MEANINGS: [&str; 9] = [
     "ABI_VERSION",
     "UNIT_BYTES",
@@ -135,8 +135,8 @@ fn print_struct(out: &mut String, layout: &StructLayout) {
     let _ = writeln!(out, "static_assert({same}, \"layout of {name}\");");
 }
 
-/// Assertions that every field lies where Rust has it, for a compiler that has read the header. They are no part of it: its text follows from
-/// the same table, and each kernel would check them again.
+/// Assertions that every field is at the same offset as in Rust, for a compiler that has read the header. They are not part of the header:
+/// its text is generated from the same table, and each kernel would check them again.
 #[must_use]
 pub fn c_field_asserts() -> String {
     let mut out = String::new();

@@ -1,4 +1,4 @@
-//! `wire_struct!`: a `repr(C)` Pod struct that also records its field offsets, so that the C header can assert each of them.
+//! `wire_struct!`: a `repr(C)` Pod struct that also records its field offsets, so that a test can assert each of them in C.
 
 /// A field's type, as both sides spell it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,7 +115,7 @@ macro_rules! wire_struct {
 }
 pub(crate) use wire_struct;
 
-/// The first of a doc comment's lines.
+/// The first line of a doc comment.
 pub(crate) const fn first(lines: &[&'static str]) -> &'static str {
     lines[0]
 }

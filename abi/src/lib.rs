@@ -1,4 +1,4 @@
-//! What crosses the boundary between host and device, and nothing else.
+//! Everything that crosses the boundary between host and device, and nothing else.
 //!
 //! Opcodes, task parameters, wire structs, limits, trap codes and ring states are declared here **once**. The C header that the
 //! device compiles ([`c_header`]) is generated from the same tables, so the two sides cannot drift: every struct's size and every

@@ -1,4 +1,4 @@
-//! The opcode table. An op is added here and nowhere else; the compiler then lists what is missing.
+//! The opcode table: the only place where an op is added. The compiler then lists what is missing.
 
 use serde::{Deserialize, Serialize};
 
@@ -122,7 +122,7 @@ macro_rules! for_each_op {
     };
 }
 
-/// What the table says of an op.
+/// An op's row of the table.
 #[derive(Clone, Copy, Debug)]
 pub struct OpInfo {
     /// The op.
@@ -188,7 +188,7 @@ macro_rules! define_ops {
             vec![$($params::LAYOUT),+]
         }
 
-        /// The parameters of a task by its op: a `match` that forgets an op does not compile.
+        /// A task's parameters by op; a `match` that omits an op does not compile.
         #[derive(Clone, Copy, Debug)]
         pub enum Params<'a> { $(#[doc = concat!("Those of `", stringify!($name), "`.")] $variant(&'a $params)),+ }
 
@@ -245,14 +245,14 @@ macro_rules! wire_enum {
                 Self::ALL.iter().copied().find(|v| v.name() == name)
             }
 
-            /// What it means, as these pages say.
+            ///             /// Its documentation, as printed in the reference pages.
             #[must_use]
             pub fn sentence(self) -> &'static str {
                 match self { $(Self::$variant => concat!($($doc),+).trim()),+ }
             }
         }
 
-        /// The value with the least number.
+        ///         /// The value with the smallest number.
         impl Default for $name {
             fn default() -> Self {
                 Self::ALL[0]
@@ -275,7 +275,7 @@ wire_enum! {
 }
 
 wire_enum! {
-    /// What a `matvec` does with its products.
+    ///     /// What a `matvec` does with its products.
     Epilogue {
         /// Stores them.
         Store = 0 "store",

@@ -8,7 +8,7 @@ use crate::limits::{SEQS_MAX, STOP_TOKENS_MAX};
 use crate::op::wire_enum;
 
 wire_enum! {
-    /// What a submission asks for.
+    ///     /// What a submission does.
     Command {
         /// Nothing; completes at once. Measures the ring.
         Ping = 1 "ping",
@@ -53,7 +53,7 @@ wire_struct! {
         pub seq_session: [u32; 2],
         /// First position of each sequence.
         pub seq_position: [u32; SEQS_MAX],
-        /// A bit per sequence: what `FLAG_SAMPLE` is to a plain decode.
+        ///         /// A bit per sequence: `FLAG_SAMPLE` for that sequence.
         pub seq_sample: u32,
         /// Zero.
         pub reserved1: [u32; 2],
@@ -63,7 +63,7 @@ wire_struct! {
 }
 
 wire_struct! {
-    /// The device's answer.
+    ///     /// The completion of a command.
     amk_completion align(64) size(64)
     pub struct Completion {
         /// A `Trap`; zero is success.
@@ -74,13 +74,13 @@ wire_struct! {
         pub token: u32,
         /// An `Ending`.
         pub ending: u32,
-        /// Device nanoseconds when the command was taken up.
+        ///         /// Device nanoseconds when the command was started.
         pub start_ns: u64,
-        /// Device nanoseconds when it was done.
+        ///         /// Device nanoseconds when it was completed.
         pub end_ns: u64,
-        /// Of a batch: the `Ending` of each sequence, `SEQ_ENDING_BITS` each, sequence 0 lowest.
-        /// `ending` and `token` are then zero. A batch ends for all as soon as it does for one: `length` with fewer than the steps asked
-        /// for is a sequence that could have gone on.
+        ///         /// Batches: the `Ending` of each sequence, `SEQ_ENDING_BITS` each, sequence 0 lowest.
+        ///         /// `ending` and `token` are then zero. A batch ends for all sequences as soon as it ends for one: `length` with fewer than the
+        ///         /// requested steps is a sequence that can continue.
         pub seq_endings: u32,
         /// Zero.
         pub reserved: [u32; 6],
@@ -90,32 +90,32 @@ wire_struct! {
 }
 
 wire_enum! {
-    /// How a decode command ended that did not trap. Whatever it is, the positions that were run are right, and a command that starts
-    /// behind them goes on as if there had been no end.
+    ///     /// How a decode command ended that did not trap. Whatever the ending, the positions that were run are valid, and a command that
+    ///     /// starts after them continues as if there had been no end.
     Ending {
         /// All positions were run.
         Length = 0 "length",
-        /// With a stop token.
+        ///         /// A stop token was generated.
         Stop = 1 "stop",
-        /// It was asked to yield.
+        ///         /// The host asked it to yield.
         Yield = 2 "yield",
         /// Every token was banned or not a number.
         NoToken = 3 "no_token",
-        /// A token of the prompt is outside the vocabulary: it and what follows were not run.
+        ///         /// A token of the prompt is outside the vocabulary: it and the tokens after it were not run.
         BadToken = 4 "bad_token",
     }
 }
 
 wire_struct! {
-    /// How tokens of a session are chosen, in device memory (decision 017). The host writes it between two commands of the session, all
-    /// in fixed point or as the f32 that the arithmetic of decision 015 takes; the device keeps `upto`.
+    ///     /// Sampling settings of a session, in device memory (decision 017). The host writes them between two commands of the session, all in
+    ///     /// fixed point or as the f32 that the arithmetic of decision 015 takes; the device maintains `upto`.
     amk_sampling align(16) size(96)
     pub struct SessionSampling {
-        /// Rows of logits.
+        ///         /// Address of the rows of logits.
         pub logits: u64,
-        /// A bit for each token of the vocabulary: whether it is in the sequence.
+        ///         /// Address of a bit per token of the vocabulary: it has occurred in the sequence.
         pub seen: u64,
-        /// A bit for each token: whether it has a bias.
+        ///         /// Address of a bit per token of the vocabulary: it has a bias.
         pub biased: u64,
         /// `amk_bias[bias_len]`, by token.
         pub bias: u64,
@@ -123,34 +123,34 @@ wire_struct! {
         pub list: u64,
         /// Scratch: a row after penalty and bias, whole groups of 4 logits.
         pub changed: u64,
-        /// What is drawn with.
+        ///         /// Seed of the random numbers.
         pub seed: u64,
-        /// `top_p` in 32 binary places, rounded up; `2^32` for all.
+        ///         /// `top_p` in 32 binary places, rounded up; `2^32` for no limit.
         pub share: u64,
-        /// The least weight that `min_p` lets through.
+        ///         /// The least weight that passes `min_p`.
         pub least: u64,
-        /// What differences to the highest logit are multiplied with.
+        ///         /// Factor on the differences to the highest logit.
         pub scale: f32,
         /// Repetition penalty; 1 for none.
         pub penalty: f32,
-        /// The likeliest so many; 0 for all.
+        ///         /// `top_k`: only this many likeliest tokens; 0 for no limit.
         pub top_k: u32,
-        /// Biases.
+        ///         /// Number of biases.
         pub bias_len: u32,
-        /// Nonzero: the highest logit after penalty and bias.
+        ///         /// Nonzero: greedy, the highest logit after penalty and bias.
         pub greedy: u32,
-        /// Positions whose tokens are in `seen`; the host writes zero where a sequence begins.
+        ///         /// Positions whose tokens are in `seen`; the host writes zero when a sequence begins.
         pub upto: u32,
     }
 }
 
 wire_struct! {
-    /// What is added to the logit of a token.
+    ///     /// The bias of a token's logit.
     amk_bias align(8) size(8)
     pub struct Bias {
         /// Token.
         pub token: u32,
-        /// Added.
+        ///         /// Value added to its logit.
         pub value: f32,
     }
 }
@@ -159,19 +159,19 @@ wire_struct! {
     /// Words of the ring that are not entries, each on a line of its own.
     amk_ring_indices align(128) size(384)
     pub struct RingIndices {
-        /// Written by the host: nonzero asks every worker to leave.
+        ///         /// Written by the host: nonzero makes every worker leave.
         pub abort: u32,
-        /// Written by the host: sequence of the command that is to yield after the step under way.
+        ///         /// Written by the host: sequence of the command that must yield after the current step.
         pub preempt: u32,
         /// Zero.
         pub reserved0: [u32; 30],
-        /// Written by the device: increases while the poller lives.
+        ///         /// Written by the device: changes while the poller runs.
         pub heartbeat: u32,
         /// Zero.
         pub reserved1: [u32; 31],
-        /// Written by the device: submissions taken up.
+        ///         /// Written by the device: submissions consumed.
         pub head: u32,
-        /// Written by the device: sequence of the command under way while it waits for weights (`wait_io`), else zero.
+        ///         /// Written by the device: sequence of the current command while it waits for weights (`wait_io`), else zero.
         pub waiting: u32,
         /// Zero.
         pub reserved2: [u32; 30],
@@ -179,21 +179,21 @@ wire_struct! {
 }
 
 wire_enum! {
-    /// Where a ring entry is in its life.
+    ///     /// State of a ring entry.
     EntryState {
         /// Free.
         Empty = 0 "empty",
         /// Visible to the device.
         Published = 1 "published",
-        /// Being worked on.
+        ///         /// Being executed.
         Claimed = 2 "claimed",
         /// Finished.
         Done = 3 "done",
-        /// Waits for weights that are still on their way.
+        ///         /// Waits for weights that have not arrived.
         WaitIo = 4 "wait_io",
-        /// Gave way at a token boundary.
+        ///         /// Yielded at a token boundary.
         Yield = 5 "yield",
-        /// Back in line.
+        ///         /// Queued again.
         Requeue = 6 "requeue",
         /// Failed.
         Fault = 7 "fault",

@@ -1,8 +1,8 @@
-//! What a running machine says of itself: a worker heartbeat of each worker, written by the device, and the page that other processes read.
+//! Telemetry of a running machine: a heartbeat of each worker, written by the device, and the page that other processes read.
 //!
-//! The page lies in a file that the writing process maps and others map for reading ([docs/reference/telemetry.md]). Its words change under a
-//! sequence: odd while somebody writes, and different afterwards. Times are nanoseconds since 1970 by the host's clock unless a field says
-//! otherwise; sums only grow while the process lives.
+//! The page is a file that the writing process maps and others map for reading ([docs/reference/telemetry.md]). A sequence word guards it: odd
+//! during a write, and changed afterwards. Times are nanoseconds since 1970 by the host's clock unless a field states otherwise; sums only
+//! grow while the process lives.
 //!
 //! [docs/reference/telemetry.md]: https://github.com/amk/amk/blob/main/docs/reference/telemetry.md
 
@@ -10,31 +10,31 @@ use crate::layout::{StructLayout, wire_struct};
 use crate::op::wire_enum;
 
 wire_struct! {
-    /// A worker's life signs, written by a warp of its own to mapped host memory, a few times a second at least and a thousand times at most. Each
-    /// word stands for itself: two words may be of two neighbouring writes.
+    ///     /// A worker's heartbeat. One of its warps writes it to mapped host memory, between a few times and a thousand times per second. Each
+    ///     /// word is independent: two words may be of two neighbouring writes.
     amk_worker_heartbeat align(16) size(48)
     pub struct WorkerHeartbeat {
         /// The device's clock at the last write, in units of 1 024 ns; it wraps.
         pub beat: u32,
-        /// Nonzero while a step is under way.
+        ///         /// Nonzero while a step is running.
         pub active: u32,
         /// Tasks done since the launch; it wraps.
         pub progress: u32,
-        /// The step under way, or the last one, counted since the launch or the load of the program.
+        ///         /// The current step, or the last one, counted since the launch or the load of the program.
         pub epoch: u32,
         /// Position of that step.
         pub position: u32,
         /// Tasks of its queue that the worker has done in that step.
         pub task: u32,
-        /// Bytes that the loader has asked for since the launch, in units of 512; it wraps.
+        ///         /// Bytes that the loader has requested since the launch, in units of 512; it wraps.
         pub issued: u32,
-        /// What a wait that lasts is about: a `Trap` as it would be reported, or zero.
+        ///         /// Reason of a long wait: a `Trap` as it would be reported, or zero.
         pub wait: u32,
         /// Counter, buffer or stage waited for.
         pub object: u32,
-        /// What it held.
+        ///         /// Value that it held.
         pub have: u32,
-        /// What was needed.
+        ///         /// Value that was needed.
         pub need: u32,
         /// Zero.
         pub reserved: u32,
@@ -44,29 +44,29 @@ wire_struct! {
 wire_enum! {
     /// How a sequence ended.
     SequenceEnd {
-        /// With a stop token.
+        ///         /// A stop token was generated.
         Stop = 0 "stop",
-        /// As long as was asked for.
+        ///         /// It reached its requested length.
         Length = 1 "length",
-        /// Its client had gone.
+        ///         /// Its client disconnected.
         Cancelled = 2 "cancelled",
-        /// The machine failed at it.
+        ///         /// The machine failed.
         Failed = 3 "failed",
-        /// The process was going down.
+        ///         /// The process was shutting down.
         Leaving = 4 "leaving",
     }
 }
 
 wire_enum! {
-    /// What the process that writes is doing.
+    ///     /// What the writing process is doing.
     Activity {
         /// There is nothing to do.
         Idle = 0 "idle",
         /// The machine runs positions.
         Running = 1 "running",
-        /// It is between two commands: chooses tokens, takes requests, loads programs.
+        ///         /// It is between two commands: samples tokens, accepts requests, loads programs.
         Between = 2 "between",
-        /// Brings a model or a program to the machine.
+        ///         /// Loads a model or a program onto the machine.
         Loading = 3 "loading",
         /// Has ended.
         Ended = 4 "ended",
@@ -74,16 +74,16 @@ wire_enum! {
 }
 
 wire_struct! {
-    /// What stands in front: whose page it is, what it has done, and how long it took.
+    ///     /// Head of the page: its process, what it has done, and how long it took.
     amk_telemetry align(64) size(1792)
     pub struct Telemetry {
-        /// `AMKTELEM`, which says what this file is.
+        ///         /// `AMKTELEM`, the file's magic.
         pub magic: [u8; 8],
         /// Version of the layout.
         pub version: u32,
         /// Bytes of the page.
         pub size: u32,
-        /// Odd while somebody writes; another one after each write.
+        ///         /// Odd during a write; changed after each write.
         pub sequence: u64,
         /// The process.
         pub pid: u32,
@@ -93,7 +93,7 @@ wire_struct! {
         pub command: [u8; 32],
         /// The model.
         pub model: [u8; 64],
-        /// What runs the model: `cpu`, `eval` or the name of the card.
+        ///         /// Device of the model: `cpu`, `eval` or the name of the card.
         pub device: [u8; 64],
         /// When the page was made.
         pub started_ns: u64,
@@ -101,9 +101,9 @@ wire_struct! {
         pub beat_ns: u64,
         /// Writes.
         pub writes: u64,
-        /// Time spent writing, the watching thread's included.
+        ///         /// Time spent writing, including the monitor thread's.
         pub write_ns: u64,
-        /// Workers of the machine; those of the page behind them mean nothing.
+        ///         /// Workers of the machine; further entries of the page are meaningless.
         pub workers: u32,
         /// Sequences that can be open at once.
         pub places: u32,
@@ -113,19 +113,19 @@ wire_struct! {
         pub waiting: u32,
         /// Places by the state of their command, an `EntryState` each.
         pub occupancy: [u32; 8],
-        /// Commands that the machine was given: entries of its ring.
+        ///         /// Commands published to the machine: entries of its ring.
         pub published: u64,
-        /// Commands that it has answered.
+        ///         /// Commands that it has completed.
         pub drained: u64,
-        /// Of these, commands that came and went between two looks: their positions and times are not counted.
+        ///         /// Completed commands that the monitor missed between two samples: their positions and times are not counted.
         pub unseen: u64,
         /// Turns given to sequences.
         pub turns: u64,
         /// Turns after which a sequence yielded.
         pub yields: u64,
-        /// Times that a sequence went back in line.
+        ///         /// Times that a sequence was queued again.
         pub requeues: u64,
-        /// Turns that found their weights on the way.
+        ///         /// Turns whose weights had not arrived.
         pub io_waits: u64,
         /// Times that a sequence's command failed.
         pub faults: u64,
@@ -143,9 +143,9 @@ wire_struct! {
         pub priority_positions: [u64; 4],
         /// Tokens chosen, by priority.
         pub priority_tokens: [u64; 4],
-        /// When it began with what it is doing.
+        ///         /// When its current activity began.
         pub activity_ns: u64,
-        /// Time spent so far, by `Activity`; what it is doing now is not in it.
+        ///         /// Time spent so far, by `Activity`, without the current one.
         pub spent_ns: [u64; 8],
         /// The command under way: positions, at most.
         pub command_positions: u32,

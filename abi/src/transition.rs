@@ -1,8 +1,8 @@
-//! The life of a ring entry: every legal change of its state, who makes it, and when.
+//! The state machine of a ring entry: every legal transition, which side makes it, and when.
 
 use crate::ring::EntryState;
 
-/// Who changes an entry.
+/// The side that changes an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// The process that owns the sessions.
@@ -12,7 +12,7 @@ pub enum Side {
 }
 
 impl Side {
-    /// The word for it.
+    ///     /// Its name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -29,7 +29,7 @@ pub struct Change {
     pub from: EntryState,
     /// The state after.
     pub to: EntryState,
-    /// Who makes it; nobody else may.
+    ///     /// The side that makes it; the other may not.
     pub by: Side,
     /// When.
     pub when: &'static str,
@@ -37,7 +37,7 @@ pub struct Change {
 
 macro_rules! changes {
     ($($from:ident -> $to:ident by $by:ident: $when:literal;)+) => {
-        /// Every legal change. What is not here is refused, on both sides.
+        ///         /// Every legal transition. Both sides refuse any other.
         pub const CHANGES: &[Change] = &[$(
             Change { from: EntryState::$from, to: EntryState::$to, by: Side::$by, when: $when },
         )+];
@@ -66,12 +66,12 @@ changes! {
     Fault -> Empty by Host: "its report was taken";
 }
 
-/// A change of state that was asked for and is not legal.
+/// A requested transition that is not legal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transition {
     /// The state before.
     pub from: EntryState,
-    /// The state asked for.
+    ///     /// The requested state.
     pub to: EntryState,
 }
 
@@ -83,7 +83,7 @@ impl std::fmt::Display for Transition {
 
 impl std::error::Error for Transition {}
 
-/// The legal change from one state to another, whoever makes it.
+/// The legal transition from one state to another, on either side.
 ///
 /// # Errors
 /// If an entry in `from` may not become `to`.

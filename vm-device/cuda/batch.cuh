@@ -1,5 +1,5 @@
-// Sequences: the sessions that a step runs at once (decision 022). Every task is done for each of them; what belongs to one lies in its own copy
-// of the scratch buffers. In a kernel of one sequence all of this is what it was without sequences.
+// Sequences: the sessions that a step runs at once (decision 022). Every task runs for each of them, on the sequence's own copy of the scratch
+// buffers. A kernel of one sequence compiles to the same code as without batches.
 #pragma once
 
 static_assert(SEQS == 1 || SEQS == 2 || SEQS == 4 || SEQS == AMK_SEQS_MAX, "rows of a product's left operand");
@@ -10,7 +10,7 @@ constexpr uint32_t STEP_BYTES = sizeof(amk_step) + sizeof(amk_seqs);
 static_assert(AMK_OFFSETOF(Shared, seqs) == AMK_OFFSETOF(Shared, step) + sizeof(amk_step), "both are copied as one");
 
 __device__ __forceinline__ uint32_t seqs_running(Worker const& w) { return w.shared->seqs.seqs; }
-// The same worker, at work for another sequence.
+// The same worker, set to another sequence.
 __device__ __forceinline__ Worker in_seq(Worker const& w, uint32_t seq) {
   Worker other = w;
   other.seq = seq;
@@ -23,24 +23,24 @@ __device__ __forceinline__ uint32_t seq_session(Worker const& w) { return w.shar
 __device__ __forceinline__ uint32_t seq_logits_row(Worker const& w) { return w.seq * w.shared->program.logits_rows + w.shared->step.logits_row; }
 // The run of a sequence, part of its tags.
 __device__ __forceinline__ uint32_t seq_run(Worker const& w) { return w.shared->seqs.runs >> 2 * w.seq & 3; }
-// Where a buffer is. The activations are there once for each sequence.
+// Address of a buffer. Each sequence has its own activations.
 __device__ __forceinline__ uint64_t buffer_address(Worker const& w, ResolvedBuffer const& s) {
   bool const own = s.kind == AMK_BUFFER_FLAG_IN_DATA || s.kind == AMK_BUFFER_PLAIN;
   return s.address + (own ? (uint64_t)w.seq * w.shared->program.seq_bytes : 0);
 }
-// The split that a task of `split` works on in a sequence. Every rotation of a verified program verifies (ir/src/program/verify/together.rs).
+// The split that a task of `split` works on in a sequence. If a program verifies, so does every rotation (ir/src/program/verify/together.rs).
 __device__ __forceinline__ uint32_t seq_split(uint32_t split, uint32_t splits, uint32_t seq) { return (split + seq) % splits; }
 
-// The sequences of an attention task are taken in turn from the one in which it has the first split: of short contexts this is the only one with keys,
-// and nothing is in front of it.
+// First sequence of an attention task. The sequences are taken in turn from the one in which the task has the first split: for short contexts
+// this is the only one with keys, and nothing delays it.
 __device__ __forceinline__ uint32_t first_seq(uint32_t split, uint32_t splits, uint32_t running) {
   uint32_t const seq = split == 0 ? 0 : splits - split;
   return seq < running ? seq : 0;
 }
 
-// All threads: `f` for each sequence in turn.
+// All threads: calls `f` for each sequence in turn.
 template <typename F> __device__ __forceinline__ void for_seqs(Worker& w, F const& f) {
-  consumers_sync(); // scratch may hold sums of the matvec in front
+  consumers_sync(); // scratch may hold sums of the preceding matvec
 #pragma unroll 1
   for (w.seq = 0; w.seq < seqs_running(w); ++w.seq) {
     f();
@@ -48,7 +48,7 @@ template <typename F> __device__ __forceinline__ void for_seqs(Worker& w, F cons
   w.seq = 0;
 }
 
-// One thread, when step `started` begins: what the loader needs of it.
+// One thread, when step `started` begins: records what the loader needs for it.
 __device__ __forceinline__ void note_started(Shared* sh, uint32_t started) {
   uint32_t const at = started % 2 * SEQS;
 #pragma unroll

@@ -10,15 +10,15 @@ constexpr uint32_t UNIT_COLS = AMK_UNIT_ROW_BYTES / ELEMENT_BYTES; // 16 or 32
 constexpr uint32_t X_BYTES = UNIT_COLS * 4;                        // staged bytes of a unit's columns, in either form
 constexpr uint32_t UNIT_VEC4S = UNIT_COLS / 4;                     // groups of 4 elements of a unit's columns
 
-// Where a column lies in its row of a unit, and back. Of 16 columns of 16 bits, the second and the third group of four change places. So the
-// 16 bytes of one thread go with elements 0..4 and 8..12 of 16, and those of its neighbour with the others: two threads that ask for f32 of
-// the vector get whole sectors of 32 bytes at each question (matvec_batch.cuh). ir::program::exchange_vec4s is the same.
+// Position of a column in its row of a unit; it is its own inverse. Of 16 columns of 16 bits, the second and the third group of four are
+// swapped. So a thread's 16 bytes go with elements 0..4 and 8..12 of 16, and its neighbour's with the others: two threads that load f32 of
+// the vector read whole sectors of 32 bytes with each load (matvec_batch.cuh). Same as ir::program::exchange_vec4s.
 __device__ __forceinline__ constexpr uint32_t unit_column(uint32_t column) {
   return AMK_DTYPE == AMK_DTYPE_F32 ? column % UNIT_COLS : (column % UNIT_COLS & ~12u) | (column & 4) << 1 | (column & 8) >> 1;
 }
 
 #if AMK_DTYPE != AMK_DTYPE_F32
-// Two floats as stored elements, the first in the low half; and back.
+// Packs two floats as stored elements, the first in the low half; and unpacks them.
 __device__ __forceinline__ uint32_t element_pair(float low, float high) {
   uint32_t r;
 #if AMK_DTYPE == AMK_DTYPE_BF16
@@ -39,8 +39,8 @@ __device__ __forceinline__ float2 pair_values(uint32_t v) {
 }
 #endif
 
-// The words of a buffer. A flag-in-data word is an f32 whose lowest AMK_TAG_BITS bits are the tag: value and tag are one access, so whoever
-// sees the tag has the value, and a word costs no more than a plain one. A plain word is the same with no bits of tag.
+// The words of a buffer. A flag-in-data word (NCCL's LL protocol) is an f32 whose lowest AMK_TAG_BITS bits are the tag: value and tag are one
+// access, so a reader that sees the tag has the value, and it costs no more than a plain word. A plain word has no tag bits.
 struct Words {
   uint32_t* at;
   uint32_t tag;
@@ -56,16 +56,16 @@ __device__ __forceinline__ Words buffer_words(Worker const& w, ResolvedBuffer co
 __device__ __forceinline__ bool word_here(Words const& s, uint32_t word) { return ((word ^ s.tag) & s.mask) == 0; }
 __device__ __forceinline__ float word_value(Words const& s, uint32_t word) { return __uint_as_float(word & ~s.mask); }
 
-// Rounds to nearest, ties away from zero; what is not a number stays so. Same as reference-vm/src/memory.rs.
+// Writes a word. Rounds to nearest, ties away from zero; NaN stays NaN. Same as reference-vm/src/memory.rs.
 __device__ __forceinline__ void word_write(Words const& s, uint32_t i, float v) {
   uint32_t const bits = __float_as_uint(v);
   uint32_t const rounded = v != v ? 0x7fc00000u : bits + ((s.mask + 1) >> 1);
   store_u32(s.at + i, s.mask != 0 ? (rounded & ~s.mask) | s.tag : bits);
 }
 
-// A word of a vector that is multiplied as it is (no norm, no merge in front), as `input_write` leaves it: in a kernel of several sequences the high
-// 16-bit half of the element above the low one, which loses what the tag takes. Every worker reads all of these vectors and a thread writes a few
-// words, so whoever writes splits them.
+// Writes a word of a vector that is multiplied directly (without a norm or merge before it). In a kernel of several sequences it holds the
+// high 16-bit half of the element above the low one, which loses the bits that the tag takes. Every worker reads all of these vectors while a
+// thread writes only a few words, so the writer does the split.
 __device__ __forceinline__ void input_write(Words const& s, uint32_t i, float v) {
 #if AMK_SEQS > 1
   uint32_t const word = element_pair(v - pair_values(element_pair(v, 0.f)).x, v);
@@ -82,8 +82,8 @@ __device__ __forceinline__ bool vec4_here(Words const& s, uint4 const& v) {
   return (((v.x ^ s.tag) | (v.y ^ s.tag) | (v.z ^ s.tag) | (v.w ^ s.tag)) & s.mask) == 0;
 }
 
-// Groups of 4 words of a buffer, asked for together and again until all are here; `at[i]` is the first word of group i, and those not
-// `wanted` are zero.
+// Waits for groups of 4 words of a buffer: loads all together, and again until all have arrived. `at[i]` is the first word of group i; groups
+// that are not `wanted` are zero.
 template <uint32_t N> __device__ __forceinline__ void vec4s_wait(Worker const& w, Words const& s, uint32_t const (&at)[N], bool const (&wanted)[N], uint4 (&out)[N]) {
   bool missing[N];
 #pragma unroll
@@ -115,7 +115,7 @@ template <uint32_t N> __device__ __forceinline__ void vec4s_wait(Worker const& w
   }
 }
 
-// One word, once it is here.
+// Waits for one word.
 __device__ __forceinline__ float word_wait(Worker const& w, Words const& s, uint32_t i) {
   for (uint32_t spin = 1;; ++spin) {
     uint32_t const word = load_relaxed(s.at + i);
@@ -129,7 +129,7 @@ __device__ __forceinline__ float word_wait(Worker const& w, Words const& s, uint
   }
 }
 
-// Elements e..e+4 (e a multiple of 4) of the token's embedding row.
+// Loads elements e..e+4 (e a multiple of 4) of the token's embedding row.
 __device__ __forceinline__ float4 embedding_read4(Worker const& w, ResolvedBuffer const& s, uint32_t e) {
   uint32_t const token = seq_token(w);
   uint64_t const unit = (uint64_t)(token / AMK_UNIT_ROWS) * s.units + e / UNIT_COLS;
@@ -143,7 +143,7 @@ __device__ __forceinline__ float4 embedding_read4(Worker const& w, ResolvedBuffe
 #endif
 }
 
-// Element i of the residual stream: of the embedding, or of a buffer once it is here.
+// Reads element i of the residual stream: from the embedding, or from a buffer once it has arrived.
 __device__ __forceinline__ float buffer_read(Worker const& w, ResolvedBuffer const& s, uint32_t i) {
   if (s.kind == AMK_BUFFER_EMBEDDING) {
     float4 const v = embedding_read4(w, s, i & ~3u);

@@ -1,41 +1,41 @@
-// A choice of a token, by all workers: the one that ends the step asks, and the others, who have nothing to do then, each go through their
-// part of the row. How and why: decision 017.
+// Cooperative sampler: all workers pick a token together. The worker that ends the step sends requests; the others, idle at that time,
+// each process their part of the row. How and why: decision 017.
 #pragma once
 
-// What a helper is asked to do with its part of the row.
+// Work that a request asks of a helper, on its part of the row.
 enum SampleWork : uint32_t {
-  SAMPLE_WORK_CHANGE, // write it anew, after penalty and bias, and find its best
-  SAMPLE_WORK_COUNT,  // count and weigh its tokens, by bucket
+  SAMPLE_WORK_CHANGE, // rewrite it with penalty and bias, and find its best
+  SAMPLE_WORK_COUNT,  // histogram of its tokens and their weights, by bucket
   SAMPLE_WORK_LIST,   // list its tokens of some buckets
-  SAMPLE_WORK_WEIGH,  // weigh its tokens that count
+  SAMPLE_WORK_WEIGH,  // sum the weights of its tokens that pass the filters
   SAMPLE_WORK_END,    // nothing more
 };
 struct alignas(16) SampleRequest {
   uint32_t what;
-  uint32_t last;  // nonzero: nothing follows
-  uint32_t asker; // the worker that asks
-  float highest;  // of the row
+  uint32_t last;  // nonzero: the last request
+  uint32_t asker; // the requesting worker
+  float highest;  // highest logit of the row
   uint64_t logits;
-  uint64_t limit; // the last rank and id that count, or the first and the last bucket
-  uint64_t least; // the least weight that counts
+  uint64_t limit; // the last rank and id that pass, or the first and the last bucket
+  uint64_t least; // the least weight that passes
   uint64_t unused;
 };
 static_assert(sizeof(SampleRequest) == 48, "three words of 16 bytes");
 
-// What the workers have in common while a token is chosen, in device memory. What is asked for is numbered, and who has done its part adds one
-// to `done`: nothing is asked for before all have.
+// State in device memory that the workers share while a token is sampled. Requests are numbered, and each helper that has done its part adds
+// one to `done`; the next request is sent only after all have.
 struct CooperativeSampler {
   alignas(128) uint32_t number;
   alignas(128) SampleRequest ask;
   alignas(128) uint32_t done;
-  alignas(128) uint32_t listed; // tokens
+  alignas(128) uint32_t listed; // number of listed tokens
   alignas(128) uint64_t weight[BUCKETS];
   uint32_t count[BUCKETS];
-  uint4 left[AMK_WORKERS_MAX]; // by each helper: its best (value, token), or a weight (low, high)
+  uint4 left[AMK_WORKERS_MAX]; // per helper: its best (value, token), or a weight (low, high)
 };
 static_assert(sizeof(CooperativeSampler) == AMK_SAMPLER_BYTES && alignof(CooperativeSampler) == AMK_SAMPLER_ALIGN, "the host allots it");
 
-// Until a word of another worker has reached `need`. Pairs with word_publish in choice_ask and counter_signal in choice_help.
+// Waits until a word of another worker reaches `need`. Pairs with word_publish in sampler_ask and counter_signal in sampler_help.
 __device__ __forceinline__ void sampler_wait(Worker const& w, uint32_t const* word, uint32_t need) {
   while ((int32_t)(load_relaxed(word) - need) < 0) {
     if (is_dead(w.shared)) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void help_change(Worker const& w, SamplerScratch cons
   }
 }
 
-// What the histogram of this part has into the one that all share.
+// Adds this part's histogram to the shared one.
 __device__ __forceinline__ void buckets_share(Worker const& w, SamplerScratch const& d, CooperativeSampler* c) {
   for (uint32_t b = w.thread; b < BUCKETS; b += THREADS) {
     if (d.count[b] != 0) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void buckets_share(Worker const& w, SamplerScratch co
   }
 }
 
-// Count, list or weigh. One loop over the tokens for all three: what is asked for later in a step finds its code in the cache.
+// Counts, lists or weighs. One loop over the tokens for all three, so that later requests of a step find its code in the cache.
 __device__ __forceinline__ void help_visit(Worker const& w, SamplerScratch& d, CooperativeSampler* c, Row const& r, Span span, uint32_t what, uint64_t limit, uint64_t least, uint32_t helper) {
   uint32_t const from = (uint32_t)limit, to = (uint32_t)(limit >> 32); // buckets
   uint4* const list = (uint4*)d.settings.list;
@@ -86,7 +86,7 @@ __device__ __forceinline__ void help_visit(Worker const& w, SamplerScratch& d, C
       bucket_add(d, bucket, weight);
     } else if (bucket >= from && bucket <= to) {
       uint32_t const at = claim(&c->listed);
-      if (at < r.vocab) { // always, but if the device is leaving
+      if (at < r.vocab) { // always, unless the device is leaving
         store_u32x4(list + at, make_uint4(rank, id, (uint32_t)weight, (uint32_t)(weight >> 32)));
       }
     }
@@ -99,8 +99,7 @@ __device__ __forceinline__ void help_visit(Worker const& w, SamplerScratch& d, C
   }
 }
 
-// All threads of a worker that has nothing to do: what it is asked for, from the one behind `number` on, until nothing follows or the device
-// is leaving.
+// All threads of a helper: serves the requests after `number`, until the last one or until the device is leaving.
 __device__ __forceinline__ void sampler_help(Worker const& w, CooperativeSampler* c, amk_sampling const* settings, uint32_t vocab, uint32_t worker, uint32_t workers, uint32_t number) {
   SamplerScratch& d = *(SamplerScratch*)&w.shared->part;
   settings_load(w, d, settings);
@@ -135,18 +134,18 @@ __device__ __forceinline__ void sampler_help(Worker const& w, CooperativeSampler
   }
 }
 
-// The asking worker's side.
+// The requesting worker's state.
 struct SampleRequester {
   CooperativeSampler* choice;
   uint32_t worker, helpers;
-  uint32_t number; // of what was asked for last
-  uint32_t done;   // parts that were done by then, ever
-  bool waiting;    // the helpers wait for more
+  uint32_t number; // of the last request
+  uint32_t done;   // total of parts done by then
+  bool waiting;    // the helpers wait for more requests
 };
 
-__device__ __forceinline__ void sampler_wake(Worker const& w); // op_sample.cuh: sends the others to choice_help
+__device__ __forceinline__ void sampler_wake(Worker const& w); // op_sample.cuh: sends the others to sampler_help
 
-// All threads: has the helpers do something, and waits until all have. What this worker has stored comes before, what they have, behind.
+// All threads: sends a request and waits until all helpers are done. Orders this worker's earlier stores before their work, and theirs after.
 __device__ __forceinline__ void sampler_ask(Worker const& w, SampleRequester& a, SampleWork what, bool last, Row const& r, uint64_t limit, uint64_t least) {
   consumers_sync();
   ++a.number;
@@ -166,8 +165,8 @@ __device__ __forceinline__ void sampler_ask(Worker const& w, SampleRequester& a,
   consumers_sync();
 }
 
-// The list that the helpers have left, as each thread's own part; as much of it as fits comes closer. Gives the rank of its first token, and d.ranks
-// in which bits others differ from it.
+// Takes over the list that the helpers wrote, a part per thread; copies as much of it as fits to shared memory. Returns the rank of its first
+// token, and in d.ranks the bits in which others differ from it.
 __device__ __forceinline__ uint32_t list_take(Worker const& w, SamplerScratch& d, List& l, uint32_t tokens) {
   uint32_t const rank = load_u32x4(l.far).x;
   if (w.thread == 0) {
@@ -189,7 +188,7 @@ __device__ __forceinline__ uint32_t list_take(Worker const& w, SamplerScratch& d
   return rank;
 }
 
-// The histogram that the helpers have left; gives the weight of all.
+// Loads the helpers' histogram; returns the total weight.
 __device__ __forceinline__ uint64_t buckets_take(Worker const& w, SamplerScratch& d, CooperativeSampler const* c) {
   uint64_t sum = 0;
   for (uint32_t b = w.thread; b < BUCKETS; b += THREADS) {
@@ -208,17 +207,17 @@ __device__ __forceinline__ void buckets_forget(Worker const& w, CooperativeSampl
   }
 }
 
-// What the filters by rank leave.
+// The result of the filters by rank.
 struct Kept {
-  uint64_t limit;  // the last rank and id
-  uint64_t weight; // of all of them
+  uint64_t limit;  // the last rank and id that pass
+  uint64_t weight; // total weight of those
   bool listed;     // they are on the list
 };
 
-constexpr uint32_t LIST_WISH = 2048; // tokens that are soon gone through
+constexpr uint32_t LIST_WISH = 2048; // tokens that a list search goes through quickly
 
-// Has the tokens listed among which the last one that counts is to be sought. If what counts is but a few buckets' tokens all of them are, and
-// nobody is asked again; else those of its bucket. False if every token counts. `before`: weight of what comes before the listed ones.
+// Has the helpers list the tokens among which the last one that passes is searched. If all that pass are a few buckets' tokens, those are
+// listed and no further request is needed; else only those of its bucket. False if every token passes. `before`: weight before the listed ones.
 __device__ __forceinline__ bool list_likeliest(Worker const& w, SamplerScratch& d, SampleRequester& a, List& l, Row const& r, Sought& sought, Kept& kept, bool first, uint64_t& before) {
   uint64_t const total = buckets_take(w, d, a.choice);
   if (first) {
@@ -248,7 +247,7 @@ __device__ __forceinline__ bool list_likeliest(Worker const& w, SamplerScratch& 
   return true;
 }
 
-// Of a helper's part those that count, on the list.
+// Lists the tokens of a helper's part that pass.
 __device__ __forceinline__ void list_span(Worker const& w, List& l, Row const& r, Span span, Kept const& kept, uint64_t least) {
   l.len = 0;
   span_visit(r, span, w.thread, [&](uint32_t id, uint32_t logit, float, uint64_t weight) {
@@ -259,14 +258,14 @@ __device__ __forceinline__ void list_span(Worker const& w, List& l, Row const& r
   });
 }
 
-// What is drawn with: on the list, or the weights of the helpers' parts, which are put on it. True if it is parts.
+// Prepares the draw: among the listed tokens, or among the weights of the helpers' parts, which it puts on the list. Returns true for parts.
 __device__ __forceinline__ bool draw_begin(Worker const& w, SamplerScratch& d, SampleRequester& a, List& l, Row const& r, Sought& sought, Kept& kept, uint64_t least, uint64_t bits) {
   sought = Sought{true, true, kept.limit, least, 0, bits_of(r.vocab - 1), 0};
   if (!kept.listed) {
     sampler_ask(w, a, SAMPLE_WORK_WEIGH, true, r, kept.limit, least);
     l.len = 0;
     uint64_t sum = 0;
-    if (w.thread < a.helpers) { // as many as threads at most
+    if (w.thread < a.helpers) { // there are at most as many helpers as threads
       uint4 const v = load_u32x4(&a.choice->left[w.thread]);
       list_add(l, w.thread, Listed{0, w.thread, v.x, v.y});
       sum = (uint64_t)v.y << 32 | v.x;
@@ -280,8 +279,8 @@ __device__ __forceinline__ bool draw_begin(Worker const& w, SamplerScratch& d, S
   return !kept.listed;
 }
 
-// Top-k, then top-p, then the draw: from the list, or by the weights of the helpers' parts and among one part's tokens. All that is sought is found
-// in one place, so that its code is cold but once.
+// Top-k, then top-p, then the draw: from the list, or first by the weights of the helpers' parts and then among one part's tokens. All
+// searches are one call site, so that its code is cold only once.
 __device__ __forceinline__ uint32_t draw(Worker const& w, SamplerScratch& d, SampleRequester& a, List& l, Row const& r, uint64_t bits) {
   uint64_t const share = d.settings.share, least = d.settings.least > 1 ? d.settings.least : 1;
   uint32_t const top_k = d.settings.top_k;
@@ -331,13 +330,13 @@ __device__ __forceinline__ uint32_t draw(Worker const& w, SamplerScratch& d, Sam
   }
 }
 
-// The token for `position`, by all threads of the asking worker and for all of them; AMK_NONE if every token is banned. `highest` is the candidate
-// of the row as it came. The settings are in d.
+// The token for `position`; called and returned in all threads of the requesting worker. AMK_NONE if every token is banned. `highest` is the
+// candidate of the unchanged row. The settings are in d.
 __device__ __forceinline__ uint32_t sample_row(Worker const& w, SamplerScratch& d, SampleRequester& a, float const* logits, Best highest, uint32_t vocab, uint32_t position) {
   amk_sampling const& s = d.settings;
   bool const greedy = s.greedy != 0;
   Row r = {logits, vocab, highest.value, s.scale};
-  // An infinite logit is as high as the greatest number: so it is put into the row.
+  // An infinite logit counts as the greatest number; rewriting the row stores it so.
   if (s.penalty != 1.f || s.bias_len != 0 || highest.value > GREATEST_F32) {
     sampler_ask(w, a, SAMPLE_WORK_CHANGE, greedy, r, 0, 0);
     highest = Best{-__int_as_float(0x7f800000), AMK_NONE};

@@ -1,17 +1,16 @@
-// Which keys a task attends to, and how keys and values lie in the cache and in the ring. The loader and the attention op must agree.
+// Which keys a task attends to, and the layout of keys and values in the cache and in the ring. The loader and the attention op must agree.
 //
-// The cache holds rows of f16 in pages (pages.cuh). They come through the ring as the weights do, in blocks of 128 keys, the keys of a block
-// in front of its values; a consumer warp has a tile of 32 keys of every other block. The 16-byte chunks of
-// a row are permuted by the key's number, so that neither the rows of a tile's keys nor those of its values meet in the same banks of
-// shared memory.
+// The cache holds rows of f16 in pages (pages.cuh). They stream through the ring as the weights do, in blocks of 128 keys, the keys of a block
+// before its values; a consumer warp takes a tile of 32 keys of every other block. The 16-byte chunks of a row are permuted by the key's
+// number, so that neither the rows of a tile's keys nor those of its values conflict in shared-memory banks.
 #pragma once
 
 constexpr uint32_t TILE_KEYS = 32;
 constexpr uint32_t BLOCK_KEYS = TILE_KEYS * AMK_WARPS / 2;
 constexpr uint32_t ROW_BYTES = AMK_HEAD_DIM * 2;
 constexpr uint32_t ROW_CHUNKS = ROW_BYTES / 16;
-constexpr uint32_t GROUP_BUF = AMK_GROUP <= AMK_ATTENTION_GROUP ? AMK_GROUP : AMK_ATTENTION_GROUP; // query heads worked on at once: columns of the operand
-constexpr uint32_t ROUNDS = (AMK_GROUP + GROUP_BUF - 1) / GROUP_BUF; // times that a task goes over its keys
+constexpr uint32_t GROUP_BUF = AMK_GROUP <= AMK_ATTENTION_GROUP ? AMK_GROUP : AMK_ATTENTION_GROUP; // query heads processed at once: columns of the B operand
+constexpr uint32_t ROUNDS = (AMK_GROUP + GROUP_BUF - 1) / GROUP_BUF; // passes of a task over its keys
 static_assert((AMK_HEAD_DIM & (AMK_HEAD_DIM - 1)) == 0 && AMK_HEAD_DIM >= 16 && AMK_HEAD_DIM <= 128, "rows are whole chunks, a power of two of them");
 
 // a / b for a < 2^24, in a third of the time of an integer division.
@@ -21,7 +20,7 @@ __device__ __forceinline__ uint32_t quotient(uint32_t a, uint32_t b) {
   return q + (a - q * b >= b);
 }
 
-// Keys attended to, and how many splits have some. Same as ir::program::{attended, active_splits, split_range}.
+// Number of keys attended to, and number of splits that have any. Same as ir::program::{attended, active_splits, split_range}.
 __device__ __forceinline__ uint32_t attended(uint32_t position, uint32_t window) { return window == 0 || position + 1 < window ? position + 1 : window; }
 __device__ __forceinline__ uint32_t active_splits(uint32_t keys, uint32_t kv_block, uint32_t splits) {
   uint32_t const blocks = quotient(keys + kv_block - 1, kv_block);
@@ -33,7 +32,7 @@ __device__ __forceinline__ uint32_t split_start(uint32_t keys, uint32_t kv_block
   return start < keys ? start : keys;
 }
 
-// What chunk c of a row is exchanged with: chunk c lies at c ^ row_swizzle(key).
+// XOR mask of a row's chunks: chunk c is stored at c ^ row_swizzle(key).
 __device__ __forceinline__ uint32_t row_swizzle(uint32_t key) {
   if (ROW_CHUNKS < 8) {
     return key / (8 / ROW_CHUNKS) % ROW_CHUNKS;
@@ -41,20 +40,20 @@ __device__ __forceinline__ uint32_t row_swizzle(uint32_t key) {
   return (key & 1) << 2 | (key & 6) >> 1;
 }
 
-// How a block of so many rows lies in stages. Whole tiles are brought: what lies behind the last key is multiplied by zero.
+// Layout of a block of `rows` rows in stages. Whole tiles are copied: rows after the last key are multiplied by zero.
 struct BlockStages {
   uint32_t copied; // rows
-  uint32_t rows;   // of a stage
-  uint32_t values; // bytes in front of the values where one stage has the whole block, else 0
+  uint32_t rows;   // rows per stage
+  uint32_t values; // byte offset of the values if the whole block fits in one stage, else 0
 };
 __device__ __forceinline__ BlockStages block_stages(uint32_t rows, uint32_t stage_bytes) {
   uint32_t const copied = (rows + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS, values = copied * ROW_BYTES;
   return BlockStages{copied, stage_bytes / ROW_BYTES, 2 * values <= stage_bytes ? values : 0};
 }
 
-// Stages that so many rows of a block take. Stages and rows are powers of two.
+// Stages needed for `rows` rows of a block. Stages and rows are powers of two.
 __device__ __forceinline__ uint32_t stages_of_rows(uint32_t rows, uint32_t of_stage) { return (rows + of_stage - 1) >> (31 - __clz(of_stage)); }
-// Stages of a block of so many keys, keys and values.
+// Stages needed for a block of `keys` keys with their values.
 __device__ __forceinline__ uint32_t stages_of_block(uint32_t keys, uint32_t stage_bytes) {
   BlockStages const b = block_stages(keys, stage_bytes);
   return b.values != 0 ? 1 : 2 * stages_of_rows(b.copied, b.rows);

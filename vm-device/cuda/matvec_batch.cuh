@@ -1,10 +1,10 @@
-// matvec for several sequences: rows of a streamed matrix times one vector of each sequence, of which the weights are read once.
+// matvec for several sequences: rows of a streamed matrix times one vector per sequence; the weights are read once.
 //
-// The vectors are the left operand of the products: of its 16 rows, 8 are the high halves of the sequences' elements and 8 the low halves, and the
-// 8 rows of a unit are its columns. So 8 sequences take as many products as one. Warp w multiplies units w, w + 8, ... of a part of the rows, and
-// its columns of all sequences stay in its registers: they come from L2 straight into the places where the products want them, never through
-// shared memory. Where a row is longer than the registers hold, it is taken part by part: a part of all tiles whose sums are kept, then the
-// next part of them (loader_parts in stream.cuh; vm-host/src/staging.rs says how long a part is).
+// The vectors are the A operand of the products: of its 16 rows, 8 are the high halves of the sequences' elements and 8 the low halves. The
+// 8 rows of a unit are the columns of the B operand. So 8 sequences take as many products as one. Warp w multiplies units w, w + 8, ... of a
+// part of the rows, and its columns of all sequences stay in its registers: they are loaded from L2 straight into the operands' places, not
+// through shared memory. A row that is longer than the registers hold is processed in parts: one part of all tiles whose sums are kept, then
+// the next part of them (loader_parts in stream.cuh; ir/src/program/staging.rs sets the length of a part).
 #pragma once
 
 #if AMK_SEQS > 1
@@ -12,40 +12,40 @@
 #error "several sequences share the products of 16-bit weights; with f32 weights a kernel has one sequence"
 #endif
 
-constexpr uint32_t SEQ_SUMS = AMK_UNIT_ROWS * SEQS;                            // of a tile, of one warp
-constexpr uint32_t SEQ_VEC4S = 2 * SHARE;                                       // groups of 4 elements of a thread
+constexpr uint32_t SEQ_SUMS = AMK_UNIT_ROWS * SEQS;                            // per tile and warp
+constexpr uint32_t SEQ_VEC4S = 2 * SHARE;                                       // groups of 4 elements per thread
 constexpr uint32_t OUT_ONCE = CONSUMERS / SEQ_SUMS;                             // tiles whose rows the threads finish at once
-constexpr uint32_t OUT_TURNS = (BATCH_TILES + OUT_ONCE - 1) / OUT_ONCE;           // until all are finished
+constexpr uint32_t OUT_TURNS = (BATCH_TILES + OUT_ONCE - 1) / OUT_ONCE;           // turns until all are finished
 static_assert(CONSUMERS % SEQ_SUMS == 0, "a thread finishes rows of one sequence");
 
-// What the warps leave each other beside the sums of products: in the part of shared memory that kernels of one sequence keep those in.
+// What the warps exchange besides the sums of products. It is in the shared memory where kernels of one sequence keep those sums.
 struct BatchScratch {
-  float squares[2][SEQS][AMK_WARPS]; // of two barriers in turn
+  float squares[2][SEQS][AMK_WARPS]; // double-buffered by barrier
   float best_value[CONSUMERS / AMK_UNIT_ROWS];
   uint32_t best_row[CONSUMERS / AMK_UNIT_ROWS];
 };
 static_assert(sizeof(BatchScratch) <= sizeof(Shared::part), "the scratch of several sequences");
 __device__ __forceinline__ BatchScratch& batch_scratch(Worker const& w) { return *(BatchScratch*)&w.shared->part; }
 
-// The sums of a warp for a tile: those of sequence l begin at word l * AMK_UNIT_ROWS. They are of two barriers in turn.
+// A warp's sums for a tile: those of sequence l begin at word l * AMK_UNIT_ROWS. Double-buffered by barrier.
 __device__ __forceinline__ float* seq_sums(Worker const& w, uint32_t buffer, uint32_t tile, uint32_t warp) {
   return (float*)w.x + ((buffer * BATCH_TILES + tile) * AMK_WARPS + warp) * SEQ_SUMS;
 }
 
-// This thread's left operands: of one sequence, the 8 elements beside its 8 weights in each unit of its warp, as two products take them.
+// This thread's A operands: for one sequence, the 8 elements that go with its 8 weights in each unit of its warp, as two products take them.
 struct SeqInput {
   uint4 half[SHARE][2];
 };
-// The sequence of this thread's rows of the left operand. Rows of sequences that do not run are copies of the first, and nobody reads their sums.
+// The sequence of this thread's rows of the A operand. Rows of sequences that do not run are copies of the first; their sums are never read.
 __device__ __forceinline__ uint32_t operand_seq(Worker const& w) {
   uint32_t const row = w.thread % 32 / 4 % SEQS;
   return row < seqs_running(w) ? row : 0;
 }
 
-// Groups of 4 words of a buffer, until all that are `wanted` (a bit each) are here: `at(i)` is the first word of group i, the others are
-// zero. Of a whole warp. All are asked for at once; then, until something more is here, one group a thread again and again, since the sequences'
-// vectors are as many bytes as a stage of weights and come to the multiprocessor by the same way.
-// WHOLE: the warp wants all of them.
+// A whole warp: loads groups of 4 words of a buffer until all that are `wanted` (one bit each) have this step's tag. `at(i)` is the first word
+// of group i; the others are zero. All are requested at once. After that each thread polls a single missing group until it arrives, since the
+// sequences' vectors are as many bytes as a stage of weights and use the same path to the multiprocessor.
+// WHOLE: all groups are wanted.
 template <bool WHOLE, uint32_t N, typename At> __device__ __forceinline__ void batch_wait(Worker const& w, Words const& s, At const& at, uint32_t wanted, uint4 (&out)[N]) {
 #pragma unroll
   for (uint32_t i = 0; i < N; ++i) {
@@ -56,7 +56,7 @@ template <bool WHOLE, uint32_t N, typename At> __device__ __forceinline__ void b
   }
 #pragma unroll 1
   for (;;) {
-    uint4 off = make_uint4(0, 0, 0, 0); // four chains that do not wait for each other
+    uint4 off = make_uint4(0, 0, 0, 0); // four independent chains
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
       off.x |= out[i].x ^ s.tag, off.y |= out[i].y ^ s.tag, off.z |= out[i].z ^ s.tag, off.w |= out[i].w ^ s.tag;
@@ -89,22 +89,22 @@ template <bool WHOLE, uint32_t N, typename At> __device__ __forceinline__ void b
   }
 }
 
-// Four elements as high halves, two words, and low halves.
+// Splits four elements into high halves, two words, and low halves.
 __device__ __forceinline__ uint4 vec4_halves(float4 v) {
   uint32_t const h0 = element_pair(v.x, v.y), h1 = element_pair(v.z, v.w);
   float2 const b0 = pair_values(h0), b1 = pair_values(h1);
   return make_uint4(h0, h1, element_pair(v.x - b0.x, v.y - b0.y), element_pair(v.z - b1.x, v.w - b1.y));
 }
 
-// A thread needs two groups of 4 elements of a unit, SECOND apart, and this is the first element of the first: those that go with its 16 bytes of
-// weights (unit_column). Two loads bring them, and in each of these the threads of a pair take a whole sector.
+// Index of a thread's first element in a unit. A thread needs two groups of 4 elements, SECOND apart: those that go with its 16 bytes of
+// weights (unit_column). Two loads fetch them, and in each load the two threads of a pair read a whole sector.
 constexpr uint32_t SECOND = 8;
 __device__ __forceinline__ uint32_t operand_element(Worker const& w, uint32_t unit) {
   return unit * UNIT_COLS + unit_column(w.thread % 4 * 8);
 }
 static_assert(unit_column(4) == SECOND && AMK_HEAD_DIM % 16 == 0, "both groups belong to one head");
 
-// The same of words that are halves already (input_write).
+// The same for words that are split into halves already (input_write).
 __device__ __forceinline__ uint4 vec4_split(Words const& s, uint4 v) {
   uint32_t const bare = ~(s.mask | s.mask << 16);
   return make_uint4(__byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x7632), __byte_perm(v.x, v.y, 0x5410) & bare, __byte_perm(v.z, v.w, 0x5410) & bare);
@@ -119,15 +119,15 @@ __device__ __forceinline__ void vec4_square(float4 v, float4& sum) { sum = make_
 __device__ __forceinline__ float vec4_sum(float4 v) { return (v.x + v.y) + (v.z + v.w); }
 __device__ __forceinline__ float4 vec4_times(float4 v, float4 n) { return make_float4(v.x * n.x, v.y * n.y, v.z * n.z, v.w * n.w); }
 
-// From a unit of a warp to its next: elements, and words where each head has SKIP words in front.
+// Distance from a unit of a warp to its next: in elements, and in words where each head has SKIP words before it.
 constexpr uint32_t STEP_ELEMENTS = AMK_WARPS * UNIT_COLS;
 template <uint32_t SKIP> __device__ constexpr uint32_t step_words() { return STEP_ELEMENTS + STEP_ELEMENTS / AMK_HEAD_DIM * SKIP; }
 static_assert(STEP_ELEMENTS % AMK_HEAD_DIM == 0, "a warp's units begin at the same place of a head");
 
-// What a vector's elements are on their way to the operands: values, values times a norm, or halves already (input_write).
+// How a vector's elements become operands: values, values times a norm, or halves already (input_write).
 enum class Form { VALUES, NORMED, SPLIT };
 
-// Groups of 4 words from `first` on, the `wanted` ones, in the places of operands; `word` is where the first of them is.
+// Loads the `wanted` groups of 4 words from `first` on into the operands; `word` is the index of the first word.
 template <Form FORM, uint32_t SKIP, bool WHOLE>
 __device__ __forceinline__ float batch_stage_words(Worker const& w, Words const& words, float const* norm, uint32_t first, uint32_t wanted, SeqInput& x) {
   uint32_t const word = first + (first / AMK_HEAD_DIM + 1) * SKIP;
@@ -144,7 +144,7 @@ __device__ __forceinline__ float batch_stage_words(Worker const& w, Words const&
     if (FORM == Form::NORMED) {
       vec4_square(a, square);
       vec4_square(b, square);
-      // What is not wanted is zero, and so is its product with the first of the norm's weights.
+      // A group that is not wanted is zero, and so is its product with the norm's first weights.
       float const* n = norm + (WHOLE || (wanted >> 2 * j & 1) != 0 ? first + j * STEP_ELEMENTS : 0);
       float const* m = norm + (WHOLE || (wanted >> (2 * j + 1) & 1) != 0 ? first + j * STEP_ELEMENTS + SECOND : 0);
       a = vec4_times(a, load_constant(n)), b = vec4_times(b, load_constant(m));
@@ -154,7 +154,7 @@ __device__ __forceinline__ float batch_stage_words(Worker const& w, Words const&
   return vec4_sum(square);
 }
 
-// Units `unit0`.. of the sequences' vectors, of which `mine` are this warp's.
+// Loads units `unit0`.. of the sequences' vectors, `mine` of which are this warp's.
 template <Form FORM, uint32_t SKIP>
 __device__ __forceinline__ float batch_stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, SeqInput& x) {
   uint32_t const first = operand_element(w, unit0 + w.thread / 32);
@@ -172,7 +172,7 @@ __device__ __forceinline__ float batch_stage_vector(Worker const& w, Words const
   return batch_stage_words<FORM, SKIP, false>(w, words, norm, first, wanted, x);
 }
 
-// The same of the tokens' embeddings, times the norm.
+// The same for the tokens' embeddings, times the norm.
 __device__ __forceinline__ float batch_stage_embedding(Worker const& w, ResolvedBuffer const& in, float const* norm, amk_matvec_params const& p, uint32_t unit0, uint32_t mine,
                                                        SeqInput& x) {
   float4 square = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -194,10 +194,10 @@ __device__ __forceinline__ float batch_stage_embedding(Worker const& w, Resolved
   return vec4_sum(square);
 }
 
-// The same of the attention's result, merged from `active` splits, which is 1 or more and another number in every sequence; `most` of any.
+// The same for the attention's result, merged from `active` splits: 1 or more, different in each sequence, `most` in any.
 __device__ __forceinline__ void batch_stage_merged(Worker const& w, Words const& words, amk_matvec_params const& p, uint32_t active, uint32_t most, uint32_t unit0, uint32_t mine,
                                                    SeqInput& x) {
-  constexpr uint32_t ONCE = 2, SPLITS = 2; // units and splits that are asked for at once
+  constexpr uint32_t ONCE = 2, SPLITS = 2; // units and splits that are requested at once
   constexpr uint32_t STEP = STEP_ELEMENTS / AMK_HEAD_DIM * PARTIAL_WORDS;
   uint32_t const first = operand_element(w, unit0 + w.thread / 32), head = first / AMK_HEAD_DIM, split_words = p.k_len / AMK_HEAD_DIM * PARTIAL_WORDS;
 #pragma unroll
@@ -231,7 +231,7 @@ __device__ __forceinline__ void batch_stage_merged(Worker const& w, Words const&
         }
         Merged& to = a[i / SPLITS];
         float4& second = b[i / SPLITS];
-        float const m = word_value(words, v[3 * i].x), l = active == 1 ? 1.f : word_value(words, v[3 * i].y); // of one split, the partials are the result
+        float const m = word_value(words, v[3 * i].x), l = active == 1 ? 1.f : word_value(words, v[3 * i].y); // with one split, the partials are the result
         Merged other = Merged{to.m, to.l, second};
         merged_add(other, m, l, vec4_value(words, v[3 * i + 2]));
         merged_add(to, m, l, vec4_value(words, v[3 * i + 1]));
@@ -246,12 +246,12 @@ __device__ __forceinline__ void batch_stage_merged(Worker const& w, Words const&
   }
 }
 
-// How a task's tiles lie in the ring.
+// Layout of a task's tiles in the ring.
 struct BatchTiles {
-  uint32_t units, part;      // of a tile; of a part of it, but for the last
-  uint32_t parts, per_stage; // of a tile; tiles of a stage, 1 where a tile has several parts, and else a divisor of BATCH_TILES
+  uint32_t units, part;      // per tile; per part of it, except the last
+  uint32_t parts, per_stage; // per tile; tiles per stage: 1 if a tile has several parts, else a divisor of BATCH_TILES
 };
-// The units of a warp out of a tile in the ring. FULL: they are SHARE.
+// Loads a warp's units of a tile from the ring. FULL: there are SHARE of them.
 template <bool FULL> __device__ __forceinline__ void batch_take(Worker const& w, char const* tile, uint32_t mine, Share& v) {
   char const* from = tile + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
 #pragma unroll
@@ -260,7 +260,7 @@ template <bool FULL> __device__ __forceinline__ void batch_take(Worker const& w,
   }
 }
 
-// Units `unit0`.. of the prologue's result, of all sequences, into the warps' registers. Returns the thread's part of its sequence's sum of squares.
+// Loads units `unit0`.. of the prologue's result, for all sequences, into registers. Returns the thread's part of its sequence's sum of squares.
 __device__ __forceinline__ float batch_stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, SeqInput& x) {
   Worker const own = in_seq(w, operand_seq(w));
   ResolvedBuffer const& in = st.buffer[0];
@@ -275,7 +275,7 @@ __device__ __forceinline__ float batch_stage(Worker const& w, StagedTask const& 
       batch_stage_merged(own, words, p, active, most, unit0, mine, x);
       return 0.f;
     }
-    return batch_stage_vector<Form::VALUES, PARTIAL_HEAD>(own, words, nullptr, p, unit0, mine, x); // of one split, the partials are the result
+    return batch_stage_vector<Form::VALUES, PARTIAL_HEAD>(own, words, nullptr, p, unit0, mine, x); // with one split, the partials are the result
   }
   if (norm == nullptr) {
     return batch_stage_vector<Form::SPLIT, 0>(own, words, norm, p, unit0, mine, x);
@@ -283,9 +283,9 @@ __device__ __forceinline__ float batch_stage(Worker const& w, StagedTask const& 
   return batch_stage_vector<Form::NORMED, 0>(own, words, norm, p, unit0, mine, x);
 }
 
-// A warp's products of a tile's part with the sequences' vectors, into its sums, or added to those of the parts before.
+// Multiplies a warp's units of a tile's part by the sequences' vectors; stores its sums, or adds to those of the parts before.
 template <bool FULL> __device__ __forceinline__ void batch_multiply(Worker const& w, Share const& v, SeqInput const& x, uint32_t mine, float* sums, bool first) {
-  float c[4][4] = {}; // chains of products that do not wait for each other
+  float c[4][4] = {}; // independent chains of products
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; ++j) {
     if (FULL || j < mine) {
@@ -308,7 +308,7 @@ template <bool FULL> __device__ __forceinline__ void batch_multiply(Worker const
   }
 }
 
-// A part of `tiles` tiles: all products of this warp. `left`: stages of the task.
+// All products of this warp for a part of `tiles` tiles. `left`: stages left in the task.
 template <bool FULL>
 __device__ __forceinline__ void batch_products(Worker const& w, Cursor& c, BatchTiles const& k, uint32_t& left, SeqInput const& x, uint32_t buffer, uint32_t tiles, uint32_t mine, bool first) {
   float* sums = seq_sums(w, buffer, 0, w.thread / 32);
@@ -321,17 +321,17 @@ __device__ __forceinline__ void batch_products(Worker const& w, Cursor& c, Batch
       place = cursor_land(w, c);
     }
     Share v;
-    batch_take<FULL>(w, place + in_stage * k.units * AMK_UNIT_BYTES, mine, v); // where a stage has several tiles, they are whole
+    batch_take<FULL>(w, place + in_stage * k.units * AMK_UNIT_BYTES, mine, v); // if a stage has several tiles, they are whole
     batch_multiply<FULL>(w, v, x, mine, sums, first);
     if (in_stage + 1 == k.per_stage || tile + 1 == tiles) {
-      cursor_next(w, c); // behind the products: what is multiplied has been read
+      cursor_next(w, c); // after the products: what is multiplied has been read
       --left;
     }
     sums += AMK_WARPS * SEQ_SUMS;
   }
 }
 
-// A row of a sequence's sums, over the warps.
+// Sum of a row of a sequence over the warps.
 __device__ __forceinline__ float batch_row_sum(Worker const& w, uint32_t buffer, uint32_t tile, uint32_t at) {
   float v = 0.f;
 #pragma unroll
@@ -341,9 +341,10 @@ __device__ __forceinline__ float batch_row_sum(Worker const& w, uint32_t buffer,
   return v;
 }
 
-// What a thread finishes of up to BATCH_TILES tiles: row `thread % 8` for one sequence, of every OUT_ONCE-th tile, or pair of tiles where gate and up alternate.
+// The rows that a thread finishes out of up to BATCH_TILES tiles: row `thread % 8` for one sequence, of every OUT_ONCE-th tile, or pair of
+// tiles if gate and up alternate.
 struct SeqOut {
-  uint32_t tile0, tiles; // of the task, and how many
+  uint32_t tile0, tiles; // first tile in the task, and number of tiles
   uint32_t every;        // 2 for pairs
   bool running;          // the sequence runs
 };
@@ -354,7 +355,7 @@ __device__ __forceinline__ bool out_mine(Worker const& w, SeqOut const& o, amk_m
   return o.running && out_tile(w, o, turn) < o.tiles && out_row(w, o, turn) < p.rows;
 }
 
-// A thread's rows: sums over the warps, scale, bias, then what the epilogue says. `w` is at work for the sequence of its rows.
+// Finishes a thread's rows: sums over the warps, scale, bias, then the epilogue. `w` is set to the sequence of its rows.
 __device__ __forceinline__ void batch_epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, SeqOut const& o, uint32_t buffer, float scale,
                                                Addends const (&add)[OUT_TURNS], Best& best) {
   Words const out = buffer_words(w, st.buffer[AMK_READS_MAX]);
@@ -388,7 +389,7 @@ __device__ __forceinline__ void batch_epilogue(Worker const& w, StagedTask const
   }
 }
 
-// Leaves the best row of this worker as candidate `index`, in each sequence.
+// Writes the best row of this worker as candidate `index`, in each sequence.
 __device__ __forceinline__ void batch_candidates(Worker const& w, StagedTask const& st, uint32_t index, Best best) {
   BatchScratch& scratch = batch_scratch(w);
 #pragma unroll
@@ -413,7 +414,7 @@ __device__ __forceinline__ void batch_candidates(Worker const& w, StagedTask con
   }
 }
 
-// The squares of a sequence's elements, over the threads that have them, for the rows behind the barrier.
+// Sums the squares of a sequence's elements over the threads that hold them, for use after the barrier.
 __device__ __forceinline__ void batch_leave_squares(Worker const& w, uint32_t buffer, float square) {
   square += __shfl_xor_sync(~0u, square, 1);
   square += __shfl_xor_sync(~0u, square, 2);
@@ -434,7 +435,7 @@ __device__ __forceinline__ void op_matvec_batch(Worker& w, StagedTask const& st,
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   Worker const out = in_seq(w, out_seq(w));
   SeqInput x;
-  uint32_t left = k.parts > 1 ? p.tiles * k.parts : (p.tiles + k.per_stage - 1) / k.per_stage; // stages of the task
+  uint32_t left = k.parts > 1 ? p.tiles * k.parts : (p.tiles + k.per_stage - 1) / k.per_stage; // stages left in the task
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
   float scale = 1.f, square = 0.f;
 #pragma unroll 1
@@ -449,11 +450,11 @@ __device__ __forceinline__ void op_matvec_batch(Worker& w, StagedTask const& st,
       if (done == 0 || k.parts > 1) {
         square += batch_stage(w, st, p, unit0, mine, x);
         if (w.thread == 0) {
-          flag_store(&w.shared->near, left <= 3); // its last stages are there already
+          flag_store(&w.shared->near, left <= 3); // its last stages have arrived already
         }
         trace_staged(w);
       }
-      if (part + 1 == k.parts) { // on their way beside the products
+      if (part + 1 == k.parts) { // overlaps with the products
 #pragma unroll
         for (uint32_t turn = 0; turn < OUT_TURNS; ++turn) {
           add[turn] = addends(out, st, p, out_mine(w, o, p, turn) ? out_row(w, o, turn) : p.rows);

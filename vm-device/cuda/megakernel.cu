@@ -2,8 +2,8 @@
 //
 //   host ring -> poller -> step state -> every worker: its task queue, fed by its own weight stream -> sample -> next step
 
-// The prefetcher: one warp, stages tasks with their buffers a few ahead of the consumers, since each is two trips to L2. Endless, until
-// halted: the queue starts over with every step.
+// Task prefetcher: one warp that stages tasks and their resolved buffers a few tasks ahead of the consumers, because each staging takes
+// two round trips to L2. It loops over the queue, which repeats every step, until it is halted.
 __device__ __forceinline__ void prefetcher_run(Worker const& w) {
   Shared* sh = w.shared;
   uint32_t const lane = threadIdx.x % 32, word = 3 + (lane < AMK_READS_MAX + AMK_WRITES_MAX ? lane : 0), tasks = sh->queue.tasks;
@@ -23,7 +23,7 @@ __device__ __forceinline__ void prefetcher_run(Worker const& w) {
     if (lane < AMK_TASK_BYTES / 16) {
       record = load_u32x4((char const*)(queue + index) + lane * 16);
     }
-    // Lane j < 6 picks buffer index j out of the record, words 3..9 of the task, and asks for its descriptor.
+    // Lane j < 6 extracts buffer index j from the record (words 3..9 of the task) and loads its descriptor.
     uint32_t const x = __shfl_sync(~0u, record.x, word / 4), y = __shfl_sync(~0u, record.y, word / 4);
     uint32_t const z = __shfl_sync(~0u, record.z, word / 4), v = __shfl_sync(~0u, record.w, word / 4);
     uint32_t const buffer = word % 4 == 0 ? x : word % 4 == 1 ? y : word % 4 == 2 ? z : v;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void prefetcher_run(Worker const& w) {
   }
 }
 
-// Until the prefetcher has staged this warp's next task.
+// Waits until the prefetcher has staged this warp's next task.
 __device__ __forceinline__ StagedTask const& staged_task(Worker const& w) {
   while (!is_staged(w.task, flag_load(&w.shared->fetched)) && !is_dead(w.shared)) {
   }
@@ -57,7 +57,7 @@ __device__ __forceinline__ StagedTask const& staged_task(Worker const& w) {
   return w.shared->staged[w.task % STAGED];
 }
 
-// One step of this worker: its tasks in order. False when all are to leave.
+// Runs one step of this worker: its tasks in order. Returns false when the worker is to leave.
 __device__ __forceinline__ bool run_step(Worker& w, Cursor& c) {
   Shared* sh = w.shared;
   for (uint32_t i = 0; i < sh->queue.tasks; ++i) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ bool run_step(Worker& w, Cursor& c) {
   return true;
 }
 
-// Where the program puts the activation buffer and the ring.
+// Sets the addresses of the activation buffer and the ring from the program.
 __device__ __forceinline__ void worker_ring(Worker& w) {
   amk_program const& p = w.shared->program;
   w.x = (char*)w.shared + p.x_offset;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void worker_ring(Worker& w) {
   w.stage_bytes = p.stage_units * AMK_UNIT_BYTES;
 }
 
-// Consumers: makes `program` current. The loader is halted and drained, the prefetcher halted.
+// Consumers: makes `program` current. The loader must be halted and drained, and the prefetcher halted.
 __device__ __forceinline__ void adopt_program(Worker& w, Cursor& c, uint64_t program) {
   Shared* sh = w.shared;
   uint32_t const t = threadIdx.x;
@@ -129,10 +129,10 @@ __device__ __forceinline__ void adopt_program(Worker& w, Cursor& c, uint64_t pro
   worker_ring(w);
   w.task = AMK_FIRST_TASK;
   c = Cursor{0, 0};
-  worker_sync(); // loader and prefetcher may start
+  worker_sync(); // releases loader and prefetcher
 }
 
-// One thread: until the next action is announced. Idle time has no deadline; the host may be thinking.
+// One thread: waits until the next action is published. There is no deadline, since the host may leave the device idle.
 __device__ __forceinline__ void wait_action(Worker const& w, uint32_t go) {
   amk_step const* step = (amk_step const*)w.shared->launch->step;
   while ((int32_t)(load_relaxed(&step->go) - go) < 0) {
@@ -161,7 +161,7 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
     if (!leaving && sh->step.action == AMK_ACTION_CHOOSE) {
       amk_launch const& l = *sh->launch;
       sampler_help(w, sampler_of(l), (amk_sampling const*)l.sampling + sh->step.session, sh->program.vocab, sh->index, l.workers, first_number(sh->step.go));
-      consumers_sync(); // as behind a step
+      consumers_sync(); // as after a step
       continue;
     }
     if (!leaving && sh->step.action == AMK_ACTION_STEP) {
@@ -177,22 +177,22 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
       leaving = !run_step(w, c);
       if (threadIdx.x == 0) {
         flag_store(&sh->active, 0);
-        go = sh->step.go; // if this worker has announced more
+        go = sh->step.go; // this worker may have published more steps
       }
       if (!leaving) {
-        consumers_sync(); // the step's state is about to be overwritten
+        consumers_sync(); // the step's state is overwritten next
         continue;
       }
     }
     if (threadIdx.x == 0) {
       flag_store(&sh->halt, 1);
     }
-    worker_sync(); // the loader has drained, the prefetcher has stopped
+    worker_sync(); // after it the loader has drained and the prefetcher has stopped
     if (leaving || sh->step.action != AMK_ACTION_SWITCH) {
       if (threadIdx.x == 0) {
         flag_store(&sh->halt, 2);
       }
-      worker_sync(); // they leave
+      worker_sync(); // the helpers return after it
       if (threadIdx.x == 0) {
         flag_store(&sh->gone, 1);
         claim(&((amk_done*)sh->launch->done)->left);
@@ -201,16 +201,16 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
     }
     adopt_program(w, c, sh->step.program);
     if (threadIdx.x == 0) {
-      acquire_release_fence(); // the host may write where the old program lay: after the last look at it
+      acquire_release_fence(); // orders this worker's last reads of the old program before the host overwrites it
       claim(&((amk_done*)sh->launch->done)->switched);
     }
   }
 }
 
-// The loader's warp and the prefetcher's.
+// Main loop of the loader's warp and of the prefetcher's.
 __device__ __forceinline__ void helper_life(Worker w, bool loader) {
   for (;;) {
-    worker_sync(); // a program has been adopted, or it is time to leave
+    worker_sync(); // a program has been adopted, or the block is leaving
     if (flag_load(&w.shared->halt) == 2) {
       return;
     }
@@ -221,12 +221,12 @@ __device__ __forceinline__ void helper_life(Worker w, bool loader) {
       loader_run(w);
     }
     __syncwarp();
-    // Who has nothing to do waits here for the consumers.
+    // Lanes without work wait here for the consumers.
     worker_sync();
   }
 }
 
-// A warp of every block that has nothing else to do: the worker's life signs, until the consumers have left.
+// One helper warp of every block: writes the worker's heartbeat until the consumers have left.
 __device__ __forceinline__ void worker_heartbeat_run(Shared* sh) {
   while (flag_load(&sh->gone) == 0) {
     worker_heartbeat(sh, now_ns());
@@ -234,7 +234,7 @@ __device__ __forceinline__ void worker_heartbeat_run(Shared* sh) {
   }
 }
 
-// The third helper warp of every block, once the poller (if it has one) is done: until the consumers have left.
+// The third helper warp of every block: the watchdog, until the consumers have left. In block 0 it runs the poller first.
 __device__ __forceinline__ void watchdog_run(Shared* sh) {
   while (flag_load(&sh->gone) == 0) {
     watchdog_check(sh);
@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megaker
     sh->worker_heartbeat_ns = 0;
     sh->launch = &launch;
 #pragma unroll 1
-    for (uint32_t s = 0; s < AMK_STAGES_MAX; ++s) { // so that the first program finds barriers to invalidate
+    for (uint32_t s = 0; s < AMK_STAGES_MAX; ++s) { // so that the first program has barriers to invalidate
       barrier_init(&sh->full[s], 1);
       barrier_init(&sh->empty[s], AMK_WARPS);
     }
@@ -290,10 +290,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megaker
   }
 }
 
-// Reports the header that this build was compiled with, for the handshake at boot.
+// Reports the hash of the header that this build was compiled with, for the handshake at boot.
 extern "C" __global__ void amk_abi_probe(uint64_t* out) { *out = AMK_ABI_HASH; }
 
-// Reads `bytes` once and leaves how fast: the ceiling that a stream can reach on this card, by the same copies that the loader uses.
+// Reads `bytes` once with the same bulk copies as the loader; timing it gives the bandwidth that a weight stream can reach on this card.
 extern "C" __global__ void __launch_bounds__(32, 1) amk_bandwidth(char const* source, uint64_t bytes, uint32_t stage_bytes, uint32_t stages) {
   extern __shared__ __align__(128) char memory[];
   uint64_t* full = (uint64_t*)memory;

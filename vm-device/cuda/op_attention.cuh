@@ -1,17 +1,17 @@
 // attention: one key/value head's query group over one split of the keys. Same stages as reference-vm/src/ops/attention.rs.
 //
-// Keys and values come through the ring, in blocks (keys.cuh), asked for long before the queries are there. Each warp works alone on its
-// tiles of 32 keys, with the tensor cores: scores are keys times queries, the columns of the right operand being the high halves of up to
-// four heads of the group and then their low halves (22 bits together); the weights of the keys become the right operand of the product
+// Keys and values come through the ring, in blocks (keys.cuh), requested long before the queries arrive. Each warp works alone on its
+// tiles of 32 keys, with the tensor cores: scores are keys times queries, the columns of the B operand being the high halves of up to
+// four heads of the group and then their low halves (22 bits together); the softmax weights become the B operand of the product
 // with the values, in the same columns. Keys and values are f16 as in the cache. The warps meet once, to add up.
 #pragma once
 
 constexpr uint32_t BLOCKS = (AMK_HEAD_DIM + 31) / 32;          // of 32 elements of a head, 8 for each of 4 lanes
-constexpr uint32_t HALVES = TILE_KEYS / 16;                    // of a tile: keys of one product with the values
+constexpr uint32_t HALVES = TILE_KEYS / 16;                    // of a tile: 16 keys per product with the values
 constexpr float LOWEST = -1e30f;                               // below every score, and finite, so that differences are numbers
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// 2 to the x. Scores are kept in units in which this is the softmax's exponential.
+// 2 to the power of x. Scores are scaled by log2(e), so that this is the softmax's exponential.
 __device__ __forceinline__ float exp2_fast(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t half_pair(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-// Rows and columns of an 8x8 matrix exchanged: a lane has two elements of row lane / 4, and then two of that column.
+// Transposes an 8x8 matrix: a lane has two elements of row lane / 4 before, two of that column after.
 __device__ __forceinline__ uint32_t transposed(uint32_t v) {
   uint32_t r;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
@@ -40,7 +40,7 @@ __device__ __forceinline__ float2 half_values(uint32_t v) {
   asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(r.x), "=f"(r.y) : "r"(v));
   return r;
 }
-// As it is kept in the cache: clamped to what f16 holds.
+// Packs two values as in the cache: clamped to the range of f16.
 __device__ __forceinline__ uint32_t cache_pair(float low, float high) {
   return half_pair(fminf(fmaxf(low, -65504.f), 65504.f), fminf(fmaxf(high, -65504.f), 65504.f));
 }
@@ -48,23 +48,23 @@ __device__ __forceinline__ uint32_t cache_pair(float low, float high) {
 // The split of a head that a task works on, for this sequence.
 __device__ __forceinline__ uint32_t task_split(Worker const& w, amk_attention_params const& p) { return seq_split(p.split, p.splits, seq_of(w)); }
 
-// The number of the step's own key, and its page.
+// The index of the step's own key among all sessions' (paged_key).
 __device__ __forceinline__ uint32_t fresh_paged(Worker const& w) { return paged_key(seq_session(w), w.shared->launch->page_stride, seq_position(w)); }
 __device__ __forceinline__ uint32_t fresh_page(Worker const& w) { return page_ask(w.shared->launch->pages, fresh_paged(w)); }
-// Where its row is in the cache of this task's head; that of the value is `fresh_values` further on.
+// Byte distance from the row of the step's key, in the cache of this task's head, to the row of its value.
 __device__ __forceinline__ uint32_t fresh_values(amk_attention_params const& p) { return p.kv_heads * PAGE_KEYS * ROW_BYTES; }
 __device__ __forceinline__ char* fresh_row(Worker const& w, ResolvedBuffer const& kv, amk_attention_params const& p, uint32_t page) {
   return (char*)kv.address + paged_row(page, fresh_values(p), seq_position(w)) + p.kv_head * (PAGE_KEYS * ROW_BYTES);
 }
 
-// 16 keys in registers: lane / 4 is the key of each 8 of them, lane % 4 the part of a block.
+// 16 keys in registers: lane / 4 is the key within each 8 of them, lane % 4 the part of a block.
 struct KeyTile {
   uint4 bits[2][BLOCKS];
 };
 
 __device__ __forceinline__ bool block_lane() { return threadIdx.x % 4 * 8 < AMK_HEAD_DIM; } // false only where a head is half a block
 
-// Out of the ring; `key0` is the number of the first key.
+// Loads 16 keys from the ring; `key0` is the number of the first key.
 __device__ __forceinline__ void keys_take(KeyTile& tile, char const* rows, uint32_t key0) {
   uint32_t const lane = threadIdx.x % 32, swizzle = row_swizzle(key0 + lane / 4); // of both halves
 #pragma unroll
@@ -77,7 +77,7 @@ __device__ __forceinline__ void keys_take(KeyTile& tile, char const* rows, uint3
   }
 }
 
-// The left operand for two chunks of 8 elements over 16 keys: elements are rows, keys are columns.
+// The A operand for two chunks of 8 elements over 16 keys: elements are rows, keys are columns.
 __device__ __forceinline__ uint4 values_pick(Worker const& w, char const* rows, uint32_t swizzle, uint32_t chunk) {
   uint32_t const lane = w.thread % 32;
   uint32_t const at = shared_address(rows + (lane % 8 + lane / 16 * 8) * ROW_BYTES + ((chunk + lane / 8 % 2) ^ swizzle) * 16);
@@ -86,25 +86,25 @@ __device__ __forceinline__ uint4 values_pick(Worker const& w, char const* rows, 
   return a;
 }
 
-// What a lane knows of the queries: 8 elements of each block of its column, which is lane / 4.
+// A lane's part of the queries: 8 elements of each block of its column, which is lane / 4.
 struct Queries {
   uint4 bits[BLOCKS];
 };
 constexpr uint32_t COLUMN_HEADS = 4; // columns from here on are low halves
 
-// A head's place in the scratch of the warps: maximum, sum, padding, then its sums.
+// Words per head in the scratch of the warps: maximum, sum, padding, then its sums.
 constexpr uint32_t SCRATCH_HEAD = AMK_HEAD_DIM + 4;
 __device__ __forceinline__ float* scratch_head(Worker const& w, uint32_t warp, uint32_t g) { return (float*)w.x + (warp * GROUP_BUF + g) * SCRATCH_HEAD; }
-// Behind it the step's new key and value as they go into the cache, where they are this worker's.
+// After the warps' scratch: the step's new key and value as they go into the cache, if they are this worker's.
 __device__ __forceinline__ uint4* fresh_key(Worker const& w) { return (uint4*)scratch_head(w, AMK_WARPS, 0); }
 __device__ __forceinline__ uint4* fresh_value(Worker const& w) { return fresh_key(w) + ROW_CHUNKS; }
 
-// How a warp brings heads into shape: so many lanes share a head, each with 4 elements of its first half and the 4 that they are rotated with.
+// Lanes that normalise and rotate a head together, each with 4 elements of its first half and the 4 that they are rotated with.
 constexpr uint32_t HEAD_LANES = AMK_HEAD_DIM / 8;
 constexpr uint32_t HEADS_ONCE = 32 / HEAD_LANES;
 constexpr uint32_t TURNS = (GROUP_BUF + HEADS_ONCE) / HEADS_ONCE; // for the queries and the new key
 
-// What the elements are shaped with, in registers before they are there: two cosines and sines each, and norms.
+// Operands of the normalisation and rotation, loaded before the elements arrive: two cosines and sines each, and norms.
 struct Shapes {
   float4 angles[2];
 #if AMK_QK_NORM
@@ -112,7 +112,7 @@ struct Shapes {
 #endif
 };
 
-// Four elements of a head and the four half a head further on: normalised (QK_NORM) and rotated. All lanes.
+// Normalises (QK_NORM) and rotates four elements of a head and the four half a head further on. All lanes.
 __device__ __forceinline__ void shape_head(float (&x)[4], float (&y)[4], Shapes const& s, uint32_t turn, float eps) {
 #if AMK_QK_NORM
   float square = 0.f;
@@ -138,20 +138,20 @@ __device__ __forceinline__ void shape_head(float (&x)[4], float (&y)[4], Shapes 
   }
 }
 
-// Two numbers as f16, and what rounding left of them.
+// Two numbers as f16, and their rounding errors as f16.
 __device__ __forceinline__ uint2 halves(float a, float b) {
   uint32_t const high = half_pair(a, b);
   float2 const back = half_values(high);
   return make_uint2(high, half_pair(a - back.x, b - back.y));
 }
-// Four elements of a head into its rows of high and of low halves.
+// Writes four elements of a head to its rows of high and of low halves.
 __device__ __forceinline__ void head_stage(char* to, float (&x)[4], float scale) {
   uint2 const a = halves(x[0] * scale, x[1] * scale), b = halves(x[2] * scale, x[3] * scale);
   *(uint2*)to = make_uint2(a.x, b.x);
   *(uint2*)(to + ROW_BYTES) = make_uint2(a.y, b.y);
 }
 
-// Of the queries and, if `newest`, of the new key and value: where a lane's words are, and what they will be shaped with.
+// The requested words of the queries and, if `newest`, of the new key and value: where a lane's are, and their shapes.
 struct HeadsAsked {
   static constexpr uint32_t N = 2 * TURNS + 1;
   uint32_t at[N];
@@ -180,8 +180,8 @@ __device__ __forceinline__ HeadsAsked heads_ask(Worker const& w, StagedTask cons
   return a;
 }
 
-// One warp: waits for the queries, and for the new key and value if `newest`, and brings them into shape. They change lanes by way of the
-// warp's scratch.
+// One warp: waits for the queries, and for the new key and value if `newest`, and normalises and rotates them. They are redistributed over the
+// lanes through the warp's scratch.
 __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st, amk_attention_params const& p, HeadsAsked const& asked, bool newest, Queries& q) {
   constexpr uint32_t N = HeadsAsked::N;
   uint32_t const lane = w.thread % 32, part = lane % HEAD_LANES;
@@ -210,7 +210,7 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
     ((uint2*)fresh_value(w))[lane] = make_uint2(cache_pair(f.x, f.y), cache_pair(f.z, f.w));
   }
   __syncwarp();
-  uint32_t const column = lane / 4, head = column % COLUMN_HEADS < GROUP_BUF ? column % COLUMN_HEADS : 0; // nobody reads what others give
+  uint32_t const column = lane / 4, head = column % COLUMN_HEADS < GROUP_BUF ? column % COLUMN_HEADS : 0; // the result of other columns is never read
   char const* mine = (char const*)scratch_head(w, w.thread / 32, head) + column / COLUMN_HEADS * ROW_BYTES + lane % 4 * 16;
 #pragma unroll
   for (uint32_t i = 0; i < BLOCKS; ++i) {
@@ -219,7 +219,7 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
   __syncwarp();
 }
 
-// The new key into its row of the cache, and into the 16 keys that it belongs to, if `row` is one of them.
+// Writes the new key to its row of the cache, and into this tile of 16 keys if `row` is one of them.
 __device__ __forceinline__ void key_append(Worker const& w, char* to, uint32_t position, uint32_t row, bool store, KeyTile& keys) {
   uint32_t const lane = threadIdx.x % 32;
   if (store && lane < ROW_CHUNKS) {
@@ -233,7 +233,7 @@ __device__ __forceinline__ void key_append(Worker const& w, char* to, uint32_t p
   }
 }
 
-// The new value into its row of the cache, and into the tile that it belongs to.
+// Writes the new value to its row of the cache, and into its tile.
 __device__ __forceinline__ void value_append(Worker const& w, char* to, uint32_t position, char* row, bool store) {
   uint32_t const lane = threadIdx.x % 32;
   if (lane < ROW_CHUNKS) {
@@ -247,14 +247,14 @@ __device__ __forceinline__ void value_append(Worker const& w, char* to, uint32_t
   __syncwarp();
 }
 
-// The softmax of a lane's two heads, 2 * (lane % 2) and the next: sums over the keys that this lane has seen, maxima over those of the warp.
-// Lanes whose column is a low half have the same as those two lanes below, but for `out`.
+// Running softmax of a lane's two heads, 2 * (lane % 2) and the next: sums over the keys that this lane has seen, maxima over the warp's keys.
+// Lanes whose column is a low half have the same values as the lanes two below, except for `out`.
 struct Running {
   float m[2], l[2];
-  float out[ROW_CHUNKS / 2][4]; // of 16 elements of the head: two columns of row lane / 4, two of the row 8 further on
+  float out[ROW_CHUNKS / 2][4]; // 16 elements of the head: two columns of row lane / 4, two of row lane / 4 + 8
 };
 
-// Scores of 16 keys: of keys lane / 4 and 8 further on, this lane's two heads. In two chains of products that do not wait for each other.
+// Scores of 16 keys: keys lane / 4 and lane / 4 + 8, for this lane's two heads. Two independent chains of products.
 __device__ __forceinline__ void tile_scores(Queries const& q, KeyTile const& keys, float (&s)[2][2]) {
   float even[4] = {}, odd[4] = {};
 #pragma unroll
@@ -266,11 +266,11 @@ __device__ __forceinline__ void tile_scores(Queries const& q, KeyTile const& key
 #pragma unroll
   for (uint32_t i = 0; i < 4; ++i) {
     float const half = even[i] + odd[i];
-    s[i / 2][i % 2] = half + __shfl_xor_sync(~0u, half, 2); // of the high halves and of the low ones
+    s[i / 2][i % 2] = half + __shfl_xor_sync(~0u, half, 2); // high halves plus low halves
   }
 }
 
-// Adds a tile of `count` keys with its values. `s`: of each 8 keys, this lane's two heads.
+// Adds a tile of `count` keys with its values. `s`: for each 8 keys, this lane's two heads.
 __device__ __forceinline__ void tile_add(Worker const& w, Running& r, float (&s)[HALVES][2][2], uint32_t count, char const* values, uint32_t swizzle, bool first) {
   uint32_t const key = w.thread % 32 / 4;
   float old[2];
@@ -299,7 +299,7 @@ __device__ __forceinline__ void tile_add(Worker const& w, Running& r, float (&s)
     uint2 const both = halves(a, b);
     weights[i] = transposed(w.thread % 4 < 2 ? both.x : both.y);
   }
-  if (!first) { // else they are zero
+  if (!first) { // else the sums are zero
 #pragma unroll
     for (uint32_t c = 0; c < ROW_CHUNKS / 2; ++c) {
       r.out[c][0] *= old[0], r.out[c][1] *= old[1], r.out[c][2] *= old[0], r.out[c][3] *= old[1];
@@ -314,7 +314,7 @@ __device__ __forceinline__ void tile_add(Worker const& w, Running& r, float (&s)
   }
 }
 
-// Leaves what the warp has summed in the scratch. Lanes 0 and 1 of four write the first of their two heads, the others the second.
+// Writes the warp's sums to the scratch. Lanes 0 and 1 of each four write the first of their two heads, the others the second.
 __device__ __forceinline__ void warp_finish(Worker const& w, Running& r) {
   uint32_t const lane = w.thread % 32, second = lane % 4 / 2, g = lane % 2 * 2 + second;
   float* to = scratch_head(w, w.thread / 32, g);
@@ -338,7 +338,7 @@ __device__ __forceinline__ void warp_finish(Worker const& w, Running& r) {
   }
 }
 
-// After the barrier: the partial result of `group` heads from the warps' scratch.
+// After the barrier: combines the warps' scratch into the partial result of `group` heads.
 __device__ __forceinline__ void write_partials(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, uint32_t group) {
   Words const out = buffer_words(w, st.buffer[AMK_READS_MAX]);
   uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group + g0);
@@ -371,7 +371,7 @@ __device__ __forceinline__ void write_partials(Worker const& w, StagedTask const
   }
 }
 
-// A split without keys: words of this step all the same, so that no stale one can be mistaken for a later step's.
+// For a split without keys: still writes words of this step, so that no stale word can be mistaken for a later step's.
 __device__ __forceinline__ void write_nothing(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
   Words const out = buffer_words(w, st.buffer[AMK_READS_MAX]);
   uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
@@ -381,16 +381,16 @@ __device__ __forceinline__ void write_nothing(Worker const& w, StagedTask const&
   }
 }
 
-// A warp's way through the stages of an attention task.
+// A warp's position in the stages of an attention task.
 struct KeyWalk {
   uint32_t start, count, of_block; // first key and number of keys; stages of a whole block
-  uint32_t stages;                 // of all keys and values
+  uint32_t stages;                 // stages of all keys and values
   uint32_t passed;
 };
-// Where a tile of keys is.
+// Position of a tile of keys.
 struct TilePlace {
-  uint32_t at, values_at; // stages in front of its keys' and its values'
-  uint32_t row, values;   // of the stage; bytes in front of the values
+  uint32_t at, values_at; // stages before its keys and before its values
+  uint32_t row, values;   // first row in the stage; bytes before the values
 };
 __device__ __forceinline__ TilePlace tile_place(Worker const& w, KeyWalk const& walk, uint32_t tile) {
   uint32_t const block = tile / BLOCK_KEYS, first = tile % BLOCK_KEYS, keys = walk.count - block * BLOCK_KEYS;
@@ -398,7 +398,7 @@ __device__ __forceinline__ TilePlace tile_place(Worker const& w, KeyWalk const& 
   uint32_t const at = block * walk.of_block + (first >> (31 - __clz(in.rows)));
   return TilePlace{at, at + (in.values == 0 ? stages_of_rows(in.copied, in.rows) : 0), first & (in.rows - 1), in.values};
 }
-// The keys of a tile into registers, once they have arrived.
+// Loads the keys of a tile into registers, once they have arrived.
 __device__ __forceinline__ void tile_take(Worker const& w, Cursor& c, KeyWalk& walk, TilePlace const& place, uint32_t tile, KeyTile (&k)[HALVES]) {
   cursor_pass(w, c, walk.passed, place.at);
   char const* rows = cursor_land(w, c) + place.row * ROW_BYTES;
@@ -408,8 +408,8 @@ __device__ __forceinline__ void tile_take(Worker const& w, Cursor& c, KeyWalk& w
   }
 }
 
-// One warp: queries g0.. of the group over its tiles of the keys, the last of which is the step's if `owns`. The keys of the first tile are in
-// registers before the queries are there. Stages are passed as far as they must be before the warps meet.
+// One warp: attends queries g0.. of the group to its tiles of the keys, the last of which is the step's own if `owns`. The keys of the first
+// tile are in registers before the queries arrive. Stages are passed only as far as needed before the warps meet.
 __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t g0, KeyWalk& walk, bool owns) {
   uint32_t const position = seq_position(w), count = walk.count, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS;
   uint32_t const mine = w.thread / 32 * TILE_KEYS; // this warp's tiles begin here in every two blocks
@@ -422,14 +422,14 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
     r.out[i][0] = r.out[i][1] = r.out[i][2] = r.out[i][3] = 0.f;
   }
   if (mine < count) {
-    uint32_t const swizzle = row_swizzle(walk.start + w.thread % 8); // of the rows of values that this lane picks from, in every tile
-    uint32_t const page = newest ? fresh_page(w) : 0; // asked for long before it is used
+    uint32_t const swizzle = row_swizzle(walk.start + w.thread % 8); // of the rows of values that this lane reads, in every tile
+    uint32_t const page = newest ? fresh_page(w) : 0; // requested long before it is used
     Queries q;
     KeyTile k[HALVES];
     HeadsAsked const asked = heads_ask(w, st, p, g0, newest);
     TilePlace place = tile_place(w, walk, mine);
     tile_take(w, c, walk, place, mine, k);
-    char* const to = fresh_row(w, st.buffer[AMK_READS_MAX + 1], p, page); // while the queries are on their way
+    char* const to = fresh_row(w, st.buffer[AMK_READS_MAX + 1], p, page); // overlaps with the wait for the queries
     heads_wait(w, st, p, asked, newest, q);
     trace_staged(w);
 #pragma unroll 1
@@ -457,12 +457,12 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
       tile_take(w, c, walk, place, tile, k);
     }
   }
-  // What is left can wait until the result is out, but for what the ring cannot hold: others need what comes behind it.
+  // The remaining stages can be passed after the result is written, except those beyond the ring's size: other warps need what comes after them.
   cursor_pass(w, c, walk.passed, walk.stages > w.stages ? walk.stages - w.stages : 0);
   warp_finish(w, r);
 }
 
-// A sequence's keys of this task's split, of which there are some.
+// Attends to a sequence's keys of this task's split, at least one.
 __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t keys, uint32_t active) {
   uint32_t const first = seq_position(w) + 1 - keys;
   uint32_t const start = split_start(keys, p.kv_block, active, task_split(w, p)), end = split_start(keys, p.kv_block, active, task_split(w, p) + 1);
@@ -475,17 +475,17 @@ __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& 
     trace_multiplied(w);
     consumers_sync();
     write_partials(w, st, p, g0, AMK_GROUP - g0 < GROUP_BUF ? AMK_GROUP - g0 : GROUP_BUF);
-    stage_given_back(); // to the copies, by whoever has put the new value there
+    stage_given_back(); // orders the stores of the thread that put the new value there before the next copy
     cursor_pass(w, c, walk.passed, stages);
     if (g0 + GROUP_BUF < AMK_GROUP) {
-      consumers_sync(); // the scratch is about to be overwritten
+      consumers_sync(); // the scratch is overwritten next
     }
   }
 }
 
 #if AMK_SEQS > 1
-// A split without keys, at the begin of a command: words that are of no step, as what is poisoned. Splits gain keys while a command runs and
-// lose none, so its later steps have nothing to say.
+// For a split without keys, at the beginning of a command: writes words that belong to no step, as poisoned ones. Splits gain keys while a
+// command runs and never lose any, so the command's later steps need not write.
 __device__ __forceinline__ void write_never(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
   uint32_t* const out = buffer_words(w, st.buffer[AMK_READS_MAX]).at + partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
 #pragma unroll 1
@@ -494,18 +494,18 @@ __device__ __forceinline__ void write_never(Worker const& w, StagedTask const& s
   }
 }
 
-// Sequence after sequence, in the order in which the loader brings their keys. The splits of a head change places from sequence to sequence (seq_split), so that short
-// sequences do not queue up on the workers of the first.
+// Processes the sequences in the order in which the loader brings their keys. The splits of a head rotate from sequence to sequence (seq_split),
+// so that short sequences do not queue up on the workers of the first split.
 __device__ __forceinline__ void op_attention(Worker& w, StagedTask const& st, Cursor& c) {
   amk_attention_params const& p = *(amk_attention_params const*)st.task.params; // read again where it is used
-  consumers_sync(); // the scratch may hold sums of the matvec in front
+  consumers_sync(); // the scratch may hold sums of the preceding matvec
   w.seq = first_seq(p.split, p.splits, seqs_running(w));
 #pragma unroll 1
   for (uint32_t turn = 0; turn < seqs_running(w); ++turn) {
     uint32_t const keys = attended(seq_position(w), p.window), active = active_splits(keys, p.kv_block, p.splits);
     if (task_split(w, p) < active) {
       attend_split(w, st, p, c, keys, active);
-      consumers_sync(); // the scratch is about to be overwritten
+      consumers_sync(); // the scratch is overwritten next
     } else if (w.shared->step.index == 0) {
       write_never(w, st, p);
     }

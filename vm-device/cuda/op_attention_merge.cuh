@@ -1,19 +1,19 @@
 // attention_merge, and the same arithmetic as the prologue of a matvec: combines the partial results of the active splits.
 #pragma once
 
-// Word of the partials: greatest score, sum of exponentials, two of padding, then the outputs of a head.
+// Layout of a head's partials: greatest score, sum of exponentials, two words of padding, then the outputs.
 constexpr uint32_t PARTIAL_HEAD = AMK_PARTIAL_HEADER;
 constexpr uint32_t PARTIAL_WORDS = AMK_HEAD_DIM + PARTIAL_HEAD;
 __device__ __forceinline__ uint32_t partial_word(uint32_t split, uint32_t heads_total, uint32_t head) { return (split * heads_total + head) * PARTIAL_WORDS; }
 
-// Softmax over parts whose sums are known: greatest score, sum, weighted outputs.
+// Running merge of softmax parts: greatest score, sum, weighted outputs.
 struct Merged {
   float m, l;
   float4 v;
 };
 __device__ __forceinline__ Merged merged_empty() { return Merged{-__int_as_float(0x7f800000), 0.f, make_float4(0.f, 0.f, 0.f, 0.f)}; }
 
-// Adds a part of weight l (its sum of exponentials) whose outputs are normalised.
+// Adds a part with sum of exponentials l, whose outputs are normalised.
 __device__ __forceinline__ void merged_add(Merged& a, float m, float l, float4 v) {
   float const top = fmaxf(a.m, m);
   float const old = a.l > 0.f ? __expf(a.m - top) : 0.f, now = l > 0.f ? l * __expf(m - top) : 0.f;
@@ -26,9 +26,9 @@ __device__ __forceinline__ float4 merged_value(Merged const& a) {
   return make_float4(a.v.x * k, a.v.y * k, a.v.z * k, a.v.w * k);
 }
 
-// One warp, all lanes: elements e..e+4 of the merged vector, or zeros for AMK_NONE.
+// One warp, all lanes: waits for elements e..e+4 of the merged vector and returns them; zeros for AMK_NONE.
 __device__ __forceinline__ float4 merge_wait(Worker const& w, Words const& s, uint32_t heads, uint32_t active, uint32_t e) {
-  constexpr uint32_t SPLITS = 4; // asked for at once
+  constexpr uint32_t SPLITS = 4; // requested at once
   Merged a = merged_empty();
 #pragma unroll 1
   for (uint32_t split = 0; split < active; split += SPLITS) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ float4 merge_wait(Worker const& w, Words const& s, ui
   return e != AMK_NONE ? merged_value(a) : a.v;
 }
 
-// Threads share a head: each takes 4 elements of every so-many-th split, then their sums meet in shared memory.
+// Threads share a head: each takes 4 elements of every n-th split, then their sums are combined in shared memory.
 __device__ __forceinline__ void merge_heads(Worker const& w, StagedTask const& st, amk_attention_merge_params const& p) {
   constexpr uint32_t VEC4S = AMK_HEAD_DIM / 4, SHARES = CONSUMERS / VEC4S;
   uint32_t const t = threadIdx.x, vec4 = t % VEC4S, share = t / VEC4S;
@@ -96,7 +96,7 @@ __device__ __forceinline__ void merge_heads(Worker const& w, StagedTask const& s
       input_write(out, e + 2, v.z);
       input_write(out, e + 3, v.w);
     }
-    consumers_sync(); // the sums are about to be overwritten
+    consumers_sync(); // the sums are overwritten next
   }
 }
 

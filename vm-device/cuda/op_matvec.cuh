@@ -1,21 +1,21 @@
-// matvec: rows of a streamed matrix times a vector, with the norm or the attention merge in front and the residual, activation or
-// argmax behind. Same stages as reference-vm/src/ops/matvec.rs.
+// matvec: rows of a streamed matrix times a vector, with the norm or the attention merge before and the residual, activation or
+// argmax after. Same stages as reference-vm/src/ops/matvec.rs.
 //
 // A stage of the ring holds one or two whole tiles, or a part (chunk) of a tile that is longer than a stage; the last chunk may be shorter.
-// Warp w multiplies units w, w + 8, ... of every chunk, and chunks begin at multiples of 8, so it needs units w, w + 8, ... of the vector
-// alone: it waits for them, stages them and starts, and the warps first meet when all sums of the task are there.
+// Warp w multiplies units w, w + 8, ... of every chunk, and chunks begin at multiples of 8, so it needs only units w, w + 8, ... of the
+// vector: it waits for them, stages them and starts, and the warps first meet when all sums of the task are done.
 //
-// A share is what a warp takes out of the ring into registers at once: UNITS units of a chunk, of one tile or of two. Which shares there
-// are is compiled in (AMK_SHARES has bit n for shares of n UNITS, and bit 0 where chunks have any length); tiles of any other length go
-// without.
+// A warp fragment (Share) is what a warp loads from the ring into registers at once: UNITS units of a chunk, of one tile or of two. The
+// fragment sizes are compiled in (AMK_SHARES has bit n for fragments of n UNITS, and bit 0 if chunks have any length); tiles of any other
+// length are multiplied without fragments.
 #pragma once
 
-constexpr uint32_t SHARE = AMK_STAGE_UNITS_MAX / AMK_WARPS; // units of a chunk that a warp has at most
-constexpr uint32_t TAKE = 2;                                 // stages that wait in registers
+constexpr uint32_t SHARE = AMK_STAGE_UNITS_MAX / AMK_WARPS; // most units of a chunk per warp
+constexpr uint32_t TAKE = 2;                                 // fragments that wait in registers
 
 #if AMK_DTYPE != AMK_DTYPE_F32
-// c = a . b + from for a 16x16 a and a 16x8 b. Of a, row g has elements 0..4 of a lane's 8 columns and row g + 8 elements 4..8, so two
-// products with the two halves of the lane's 8 weights do for both; the half of each result that nobody reads is of the wrong pairs.
+// c = a . b + from for a 16x16 a and a 16x8 b. Row g of a has elements 0..4 of a lane's 8 columns and row g + 8 elements 4..8, so two
+// products with the two halves of the lane's 8 weights cover both; the other half of each result mixes the wrong pairs and is never read.
 __device__ __forceinline__ void mma(float (&c)[4], float const (&from)[4], uint4 a, uint32_t b0, uint32_t b1) {
 #if AMK_DTYPE == AMK_DTYPE_BF16
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
@@ -27,9 +27,9 @@ __device__ __forceinline__ void mma(float (&c)[4], float const (&from)[4], uint4
 }
 #endif
 
-// Elements e..e+4 of the vector into the activation buffer, in the form that is multiplied: f32, or for the tensor cores the high and
-// the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16). Of the 8 elements that go with 16 bytes of weights, pairs 0 and 1 lie
-// in words 0 and 2 and pairs 2 and 3 in words 1 and 3: so 16 bytes are a left operand as they are.
+// Stages elements e..e+4 of the vector in the activation buffer, in the form that is multiplied: f32, or for the tensor cores the high and
+// the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16). Of the 8 elements that go with 16
+// bytes of weights, pairs 0 and 1 are in words 0 and 2 and pairs 2 and 3 in words 1 and 3: so 16 bytes are an A operand without shuffling.
 __device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) {
 #if AMK_DTYPE == AMK_DTYPE_F32
   *(float4*)(w.x + (size_t)e * 4) = v;
@@ -43,17 +43,17 @@ __device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) 
 #endif
 }
 
-// A lane's 16 bytes of the staged vector for a unit: rows of the left operand are the high and the low halves in turn, of which the first
-// two are used. Zeros for the others would cost more than multiplying them.
+// Loads a lane's 16 bytes of the staged vector for a unit. Rows of the A operand alternate high and low halves, of which only the first two
+// are used; zeroing the others would cost more than multiplying them.
 __device__ __forceinline__ uint4 x_load(Worker const& w, char const* x) {
 #if AMK_DTYPE == AMK_DTYPE_F32
   return stage_load(x + (w.thread & 3) * 16);
 #else
-  return stage_load(x + (w.thread & 7) * 16); // 4 of the high halves, 4 of the low
+  return stage_load(x + (w.thread & 7) * 16); // 4 high halves, 4 low
 #endif
 }
 
-// Sums of 8 rows in the making. Chains of products that do not wait for each other: two for each of PAIRS.
+// Accumulators of 8 rows: two independent chains of products for each of PAIRS.
 template <uint32_t PAIRS> struct Sums {
   float c[PAIRS][2][4];
 };
@@ -71,12 +71,12 @@ template <uint32_t PAIRS> __device__ __forceinline__ void unit_multiply(Sums<PAI
 #endif
 }
 
-// This warp's units of a stage.
+// A warp fragment: this warp's units of a stage.
 struct Share {
   uint4 weights[SHARE];
 };
 
-// This warp's `mine` units of a chunk, with the vector in the activation buffer.
+// Multiplies this warp's `mine` units of a chunk by the vector in the activation buffer.
 __device__ __forceinline__ void chunk_multiply(Worker const& w, char const* weights, char const* x, uint32_t mine, Sums<2>& s) {
   constexpr uint32_t BATCH = 4;
   uint32_t j = 0;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void chunk_multiply(Worker const& w, char const* weig
   }
 }
 
-// The sum over the lanes of a warp.
+// Sum over the lanes of a warp.
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int o = 16; o > 0; o >>= 1) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// The sums of a tile's 8 rows over the lanes, into `part`.
+// Reduces the sums of a tile's 8 rows over the lanes, into `part`.
 template <uint32_t PAIRS> __device__ __forceinline__ void tile_finish(Worker const& w, Sums<PAIRS> const& s, float* part) {
   uint32_t const lane = w.thread % 32;
 #if AMK_DTYPE == AMK_DTYPE_F32
@@ -128,7 +128,7 @@ template <uint32_t PAIRS> __device__ __forceinline__ void tile_finish(Worker con
   for (uint32_t i = 1; i < PAIRS; ++i) {
     r0 += s.c[i][0][0] + s.c[i][1][2], r1 += s.c[i][0][1] + s.c[i][1][3];
   }
-  r0 += __shfl_down_sync(~0u, r0, 4); // row 0 holds the high halves' products, row 1 the low halves'
+  r0 += __shfl_down_sync(~0u, r0, 4); // row 0 holds the products of the high halves, row 1 of the low
   r1 += __shfl_down_sync(~0u, r1, 4);
   if (lane < 4) {
     *(float2*)(part + lane * 2) = make_float2(r0, r1);
@@ -136,29 +136,29 @@ template <uint32_t PAIRS> __device__ __forceinline__ void tile_finish(Worker con
 #endif
 }
 
-// Units of `units` consecutive ones that this warp multiplies: each 8th, from its own number on.
+// Number of this warp's units among `units` consecutive ones: every 8th, starting at the warp's number.
 __device__ __forceinline__ uint32_t warp_share(Worker const& w, uint32_t units) {
   uint32_t const warp = w.thread / 32;
   return warp < units ? (units - warp + AMK_WARPS - 1) / AMK_WARPS : 0;
 }
 
-constexpr uint32_t TURN_UNITS = 32 / UNIT_VEC4S; // units of which a warp takes all elements at once, 4 per lane
+constexpr uint32_t TURN_UNITS = 32 / UNIT_VEC4S; // units that a warp loads at once, 4 elements per lane
 
-// Turns that a warp takes to stage a vector of so many elements, or an equal part of them where that is more than `most`. Any number would
-// do for any vector; this one leaves nothing over.
+// Turns in which a warp stages a vector of `elements` elements; if they exceed `most`, an equal part of them. Any value is correct for any
+// vector; this one leaves no remainder.
 __device__ constexpr uint32_t turns_at_once(uint32_t elements, uint32_t most) {
   uint32_t const turns = (elements + TURN_UNITS * UNIT_COLS * AMK_WARPS - 1) / (TURN_UNITS * UNIT_COLS * AMK_WARPS);
   uint32_t const parts = (turns + most - 1) / most;
   return (turns + parts - 1) / parts;
 }
 
-// The first of a lane's i-th 4 elements.
+// Index of the first of a lane's i-th group of 4 elements.
 __device__ __forceinline__ uint32_t lane_element(Worker const& w, uint32_t i) {
   uint32_t const lane = w.thread % 32, unit = w.thread / 32 + (i * TURN_UNITS + lane / UNIT_VEC4S) * AMK_WARPS;
   return unit * UNIT_COLS + lane % UNIT_VEC4S * 4;
 }
 
-// One warp: its columns of the attention's result, merged from several splits, into the activation buffer.
+// One warp: stages its columns of the attention's result, merged from several splits, in the activation buffer.
 __device__ __forceinline__ void stage_merged(Worker const& w, Words const& words, amk_matvec_params const& p, uint32_t active) {
 #pragma unroll 1
   for (uint32_t i = 0; i * TURN_UNITS < warp_share(w, p.units); ++i) {
@@ -170,7 +170,7 @@ __device__ __forceinline__ void stage_merged(Worker const& w, Words const& words
   }
 }
 
-// One warp: its columns of the token's embedding, times the norm; returns its lanes' sums of squares.
+// One warp: stages its columns of the token's embedding, times the norm; returns the lane's sum of squares.
 __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer const& in, float const* norm, amk_matvec_params const& p) {
   float square = 0.f;
 #pragma unroll 1
@@ -185,8 +185,8 @@ __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer
   return square;
 }
 
-// One warp: its columns of a vector, times the norm if there is one, N groups of 4 elements per lane at once; returns its lanes' sums of
-// squares. `skip`: words in front of the elements of each head.
+// One warp: stages its columns of a vector, times the norm if there is one, N groups of 4 elements per lane at once; returns the lane's sum
+// of squares. `skip`: words before the elements of each head.
 template <uint32_t N, bool NORM>
 __device__ __forceinline__ float stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, uint32_t skip) {
   float square = 0.f;
@@ -218,7 +218,7 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
   return square;
 }
 
-// One warp: its columns of the prologue's result into the activation buffer; returns its lanes' sums of squares.
+// One warp: stages its columns of the prologue's result in the activation buffer; returns the lane's sum of squares.
 __device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& st, amk_matvec_params const& p) {
   ResolvedBuffer const& in = st.buffer[0];
   float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.buffer[1].address : nullptr;
@@ -233,7 +233,7 @@ __device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& 
       stage_merged(w, words, p, active);
       return 0.f;
     }
-    skip = PARTIAL_HEAD; // of one split, the partials are the result
+    skip = PARTIAL_HEAD; // with one split, the partials are the result
   }
   if (norm != nullptr) {
     return stage_vector<turns_at_once(AMK_HIDDEN, 4), true>(w, words, norm, p, skip); // the norm's weights take as many registers as the vector
@@ -258,8 +258,8 @@ __device__ __forceinline__ Best warp_best(Best b) {
   return b;
 }
 
-// What the epilogue adds to a thread's row: on its way while the products are computed. The residual is the word as it was found, if it is
-// flag-in-data: a plain one may be read only once the input of all warps is there, since that is what it is ordered by.
+// The epilogue's addends for a thread's row, loaded while the products are computed. A flag-in-data residual is kept as it was read, ready or
+// not. A plain one may be read only after the inputs of all warps have arrived, since they order it.
 struct Addends {
   uint32_t residual;
   float bias, bias_up;
@@ -276,8 +276,8 @@ __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st
                  p.epilogue == AMK_EPILOGUE_SILU_MUL ? constant_or_zero(st.buffer[2], row + AMK_UNIT_ROWS) : 0.f};
 }
 
-// The residual of a row, behind the task's barrier. Where a flag-in-data word came too early, which takes a reader that did not need the whole
-// vector, it is waited for.
+// The residual of a row, after the task's barrier. A flag-in-data word that was read too early is waited for; that takes a reader that did
+// not need the whole vector.
 __device__ __forceinline__ float residual_value(Worker const& w, StagedTask const& st, uint32_t row, uint32_t word) {
   if (st.buffer[3].kind != AMK_BUFFER_FLAG_IN_DATA) {
     return buffer_read(w, st.buffer[3], row);
@@ -286,7 +286,7 @@ __device__ __forceinline__ float residual_value(Worker const& w, StagedTask cons
   return word_here(words, word) ? word_value(words, word) : word_wait(w, words, row);
 }
 
-// A row's sum over the warps. `buffer` is the parity that the products were written under.
+// Sum of a row over the warps. `buffer` is the parity under which the products were written.
 __device__ __forceinline__ float row_sum(Worker const& w, uint32_t buffer, uint32_t t) {
   float v = 0.f;
 #pragma unroll
@@ -296,7 +296,7 @@ __device__ __forceinline__ float row_sum(Worker const& w, uint32_t buffer, uint3
   return v;
 }
 
-// A thread's row of a group of tiles: sum over the warps, scale, bias, then what the epilogue says.
+// Finishes a thread's row of a group of tiles: sum over the warps, scale, bias, then the epilogue.
 __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, Words const& out, uint32_t buffer, uint32_t row, float scale,
                                          Addends const& add, Best& best) {
   uint32_t const t = w.thread;
@@ -312,7 +312,7 @@ __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, 
     }
     float const up = row_sum(w, buffer, t + AMK_UNIT_ROWS) * scale + add.bias_up;
     row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
-    if (row >= st.buffer[AMK_READS_MAX].units) { // words of the buffer: padding rows are dropped
+    if (row >= st.buffer[AMK_READS_MAX].units) { // words in the buffer: padding rows are dropped
       return;
     }
     v = __fdividef(v, 1.f + __expf(-v)) * up;
@@ -323,7 +323,7 @@ __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, 
   word_write(out, row, v);
 }
 
-// Leaves the best row of this worker as candidate `index`.
+// Writes the best row of this worker as candidate `index`.
 __device__ __forceinline__ void write_candidate(Worker const& w, StagedTask const& st, uint32_t index, Best best) {
   uint32_t const t = w.thread;
   best = warp_best(best);
@@ -336,34 +336,34 @@ __device__ __forceinline__ void write_candidate(Worker const& w, StagedTask cons
     for (uint32_t i = 1; i < AMK_WARPS; ++i) {
       best = better(best, Best{w.shared->best_value[i], w.shared->best_row[i]});
     }
-    // The candidate is the last word of this worker in the step. Flag-in-data words order nothing else, so what it wrote before without a
-    // signal (keys and values, logits) is released by the signal behind it; pairs with the wait in front of op_sample.
+    // The candidate is the last word that this worker writes in the step. Flag-in-data words order nothing else, so the signal after it releases
+    // what it wrote without a signal before (keys and values, logits); pairs with the wait before op_sample.
     uint32_t* out = (uint32_t*)st.buffer[AMK_READS_MAX + 1].address + (size_t)index * 2;
     store_u32(out, __float_as_uint(best.value));
     store_u32(out + 1, best.row);
   }
 }
 
-// How a task's tiles lie in the ring.
+// Layout of a task's tiles in the ring.
 struct Tiles {
-  uint32_t units;       // of a tile
-  uint32_t stage_units; // of a chunk, where a tile is longer than a stage; else of the tiles of a stage
-  uint32_t per_stage;   // tiles of a stage; 1 where a tile has several chunks
-  uint32_t count;       // of the task
-  uint32_t warp_units;  // of a share, or 0 where tiles are not taken in shares
-  uint32_t chunk;       // units of a chunk that is a share
+  uint32_t units;       // per tile
+  uint32_t stage_units; // per chunk if a tile is longer than a stage; else per the tiles of a stage
+  uint32_t per_stage;   // tiles per stage; 1 if a tile has several chunks
+  uint32_t count;       // tiles of the task
+  uint32_t warp_units;  // units per fragment, or 0 if tiles are not taken in fragments
+  uint32_t chunk;       // units of a chunk that is a fragment
   uint32_t last;        // units of a tile's last chunk
-  uint32_t chunks;      // of a tile, that are shares
-  uint32_t shares;      // of the task
+  uint32_t chunks;      // chunks per tile that are fragments
+  uint32_t shares;      // fragments of the task
 };
-// Tiles of a share.
+// Tiles per fragment.
 __device__ constexpr uint32_t share_tiles(uint32_t warp_units) { return 2 * warp_units <= SHARE ? 2 : 1; }
 __device__ constexpr bool has_share(uint32_t warp_units) { return (AMK_SHARES >> warp_units & 1) != 0; }
 constexpr bool RAGGED = has_share(0); // chunks have any length: else all of a tile have the same, and those of SHARE are full stages
 
 __device__ __forceinline__ Tiles task_tiles(amk_task const& task, amk_matvec_params const& p) {
   Tiles k = {p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, p.units, p.units, 1, 0};
-  if (k.warp_units > SHARE / 2) { // of one tile
+  if (k.warp_units > SHARE / 2) { // fragments of one tile
     k.chunk = k.stage_units;
     // An integer division takes ten times as long.
     k.chunks = 1 + (uint32_t)__fdividef((float)k.units - 0.5f, (float)k.stage_units);
@@ -375,23 +375,24 @@ __device__ __forceinline__ Tiles task_tiles(amk_task const& task, amk_matvec_par
   return k;
 }
 
-// Announces that the task's last stages are near, so that little is on its way when the next handoff comes.
+// Announces that the task's last stages are close, so that the loader keeps little in flight when the next hand-off comes.
 __device__ __forceinline__ void note_near(Worker const& w, uint32_t left, uint32_t enough) {
   if (w.thread == 0 && left <= enough) {
     flag_store(&w.shared->near, 1);
   }
 }
 
-// Units of a chunk of a tile.
+// Units of chunk `chunk` of a tile.
 __device__ __forceinline__ uint32_t chunk_units(Tiles const& k, uint32_t chunk) { return RAGGED && chunk + 1 == k.chunks ? k.last : k.chunk; }
 
-// Whether unit j of this warp's is one of a chunk of so many units. Where chunks are not ragged all but the last always are.
+// Returns whether unit j of this warp's is in a chunk of `units` units. Without ragged chunks all but the last always are.
 template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const& w, uint32_t units, uint32_t j) {
   return (!RAGGED && (UNITS == SHARE || j + 1 < UNITS)) || j * AMK_WARPS + w.thread / 32 < units;
 }
 
-// Takes the current stage, a tile's chunk of that number, which has arrived, steps to the next, and gives what stage_read is to wait for before it
-// is freed. The second tile of a pair may be missing at the end of a task: what is read then is multiplied for nothing.
+// Loads this warp's fragment of the current stage, which has arrived and holds chunk `chunk` of a tile, and steps to the next stage. Returns
+// the word that stage_read waits for before the stage is freed. The second tile of a pair may be missing at the end of a task: what is read
+// then is multiplied for nothing.
 template <uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
   uint32_t const units = chunk_units(k, chunk);
   char const* weights = cursor_place(w, c) + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
@@ -402,8 +403,8 @@ template <uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker 
     v.weights[i] = share_has<UNITS>(w, units, j) ? stage_load(weights + (tile * k.chunk + j * AMK_WARPS) * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
   }
   cursor_step(w, c);
-  uint32_t read = v.weights[LOADS - 1].x | v.weights[LOADS > 1 ? LOADS - 2 : 0].x; // the last may be none
-  if (RAGGED) { // and any of the others
+  uint32_t read = v.weights[LOADS - 1].x | v.weights[LOADS > 1 ? LOADS - 2 : 0].x; // the last may be absent
+  if (RAGGED) { // and so may any of the others
 #pragma unroll
     for (uint32_t i = 0; i + 2 < LOADS; ++i) {
       read |= v.weights[i].x;
@@ -416,7 +417,7 @@ template <uint32_t UNITS> __device__ __forceinline__ void share_take(Worker cons
   stage_read(share_load<UNITS>(w, c, k, chunk, v));
   cursor_free(w, stage);
 }
-// Calls f<UNITS>() for the task's share.
+// Calls f<UNITS>() for the task's fragment size.
 template <typename F> __device__ __forceinline__ void with_share(Tiles const& k, F const& f) {
   auto const of = [&](auto units) {
     if constexpr (has_share(decltype(units)::value)) {
@@ -427,7 +428,7 @@ template <typename F> __device__ __forceinline__ void with_share(Tiles const& k,
   };
   of(Number<1>()), of(Number<2>()), of(Number<3>()), of(Number<4>()), of(Number<5>()), of(Number<6>()), of(Number<7>()), of(Number<8>());
 }
-// This warp's part of the vector for a chunk.
+// Loads this warp's part of the vector for a chunk.
 template <uint32_t UNITS> __device__ __forceinline__ void frag_load(Worker const& w, Tiles const& k, uint32_t chunk, uint4 (&frag)[UNITS]) {
   uint32_t const units = chunk_units(k, chunk);
 #pragma unroll
@@ -436,12 +437,12 @@ template <uint32_t UNITS> __device__ __forceinline__ void frag_load(Worker const
   }
 }
 
-// Tiles `tile0`.. of a task whose stages are shares: this warp's products of each. `v` holds the next two shares, also afterwards, if the
-// task has so many left.
+// Multiplies tiles `tile0`.. of a task whose stages are fragments: this warp's products of each. `v` holds the next two fragments, also on
+// return if the task has that many left.
 template <uint32_t UNITS>
 __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part) {
   constexpr uint32_t TILES = share_tiles(UNITS), PAIRS = TILES == 1 ? 2 : 1;
-  uint32_t chunk = 0, left = k.shares - tile0 / TILES * k.chunks, next = k.chunks > TAKE ? TAKE : 0; // the chunk that is taken next
+  uint32_t chunk = 0, left = k.shares - tile0 / TILES * k.chunks, next = k.chunks > TAKE ? TAKE : 0; // `next`: the chunk that is loaded next
   uint4 frag[UNITS];
   frag_load<UNITS>(w, k, 0, frag);
   Sums<PAIRS> s[TILES] = {};
@@ -482,8 +483,8 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
   }
 }
 
-// The same for a task whose shares wait in registers, but for one at most, in one go; and the sum of `square` over the lanes meanwhile. It
-// is what lies between a handoff and the next, so every instruction counts.
+// The same in one pass, for a task whose fragments wait in registers, except one at most; it also sums `square` over the lanes. This is the
+// path between one hand-off and the next, so every instruction counts.
 template <uint32_t UNITS> __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
   constexpr uint32_t TILES = share_tiles(UNITS), PAIRS = TILES == 1 ? 2 : 1;
   uint4 frag[UNITS];
@@ -530,7 +531,7 @@ template <uint32_t UNITS> __device__ __forceinline__ void multiply_held(Worker c
   finish();
 }
 
-// The same for tiles of any length.
+// The same for tiles of any length, without fragments.
 __device__ __forceinline__ void multiply_chunks(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, float* part) {
   uint32_t const warp = w.thread / 32, lane0 = warp * AMK_UNIT_BYTES + w.thread % 32 * 16;
   uint32_t in_stage = tile0 % k.per_stage;
@@ -552,15 +553,15 @@ __device__ __forceinline__ void multiply_chunks(Worker const& w, Cursor& c, Tile
   }
 }
 
-// What can be done before the vector is there, then the vector into the activation buffer: up to TAKE shares in registers, which are here
-// afterwards in any case, and what the epilogue adds to `row`. Returns the lane's part of the sum of squares.
+// Does what is possible before the vector arrives, then stages the vector in the activation buffer: loads up to TAKE fragments into
+// registers, which are there on return in any case, and the epilogue's addends of `row`. Returns the lane's sum of squares.
 __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, bool held, uint32_t row, Share (&v)[TAKE],
                                                 Addends& add) {
   uint32_t const ahead = k.shares < TAKE ? k.shares : TAKE;
   float square = 0.f;
   uint32_t taken = 0;
-  // One piece of code, gone through twice if need be: before the vector is there for what has arrived, which then waits in registers while
-  // the stream goes on; and afterwards for the rest.
+  // One piece of code that runs twice if needed: before the vector is there, for the stages that have arrived, whose fragments then wait in
+  // registers while the stream continues; and afterwards for the rest.
 #pragma unroll 1
   for (bool late = false;; late = true) {
     uint32_t const freed = taken;
@@ -577,7 +578,7 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
       add = addends(w, st, p, row);
       barrier_announce(w);
     }
-    stage_read(last); // both, on their way beside what lies between
+    stage_read(last); // both; they overlap with the code in between
 #pragma unroll 1
     for (uint32_t i = freed; i < taken; ++i) {
       cursor_free(w, stage);
@@ -589,7 +590,7 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
     square = stage_input(w, st, p);
     __syncwarp();
     if (w.thread == 0) {
-      flag_store(&w.shared->near, held); // its last shares are there already
+      flag_store(&w.shared->near, held); // its last fragments have been loaded already
     }
     trace_staged(w);
     if (taken == ahead) {
@@ -598,7 +599,7 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
   }
 }
 
-// What the rows of a normalised vector are multiplied by, from the warps' sums of squares.
+// The factor of a normalised vector's rows, from the warps' sums of squares.
 __device__ __forceinline__ float rms_scale(Worker const& w, uint32_t buffer, float inverse, float eps) {
   float4 const a = *(float4 const*)&w.shared->sums[buffer][0], b = *(float4 const*)&w.shared->sums[buffer][4];
   return rsqrtf(fmaf(((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)), inverse, eps));
@@ -617,7 +618,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
   float square = take_and_stage(w, st, p, k, c, held, mine ? row : p.rows, v, add);
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
-  // What follows the products of up to TILES_BUF tiles.
+  // Finishes the rows of up to TILES_BUF tiles, after their products.
   auto const rows_finish = [&](uint32_t buffer) {
     if (t % 32 == 0) {
       w.shared->sums[buffer][warp] = square;

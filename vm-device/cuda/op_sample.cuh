@@ -1,7 +1,7 @@
-// sample: chooses the token of a step, and ends the step. Greedily as reference-vm/src/ops/sample.rs, or by the session's settings.
+// sample: picks the token of a step and ends the step. Greedy as in reference-vm/src/ops/sample.rs, or by the session's settings.
 #pragma once
 
-// Ends the step: announces the next one, or the end of the command to the poller. `preempted`: the host wants the machine.
+// Ends the step: publishes the next one, or reports the end of the command to the poller. `preempted`: the host asks for the machine.
 __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bool preempted) {
   amk_step const& s = w.shared->step;
   amk_step* next_step = (amk_step*)w.shared->launch->step;
@@ -13,7 +13,7 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bo
   uint32_t const token = forced ? host_load(tokens + next) : chosen;
   bool const known = token < w.shared->program.vocab;
   uint32_t ending = preempted && ran < s.steps ? AMK_ENDING_YIELD : AMK_ENDING_LENGTH;
-  if (!known) { // this session's alone: nobody else's step has seen it
+  if (!known) { // ends this session's command only: no other session has read the token
     ending = forced ? AMK_ENDING_BAD_TOKEN : AMK_ENDING_NO_TOKEN;
   } else if (!forced) {
     for (uint32_t i = 0; i < s.stop_len && i < AMK_STOP_TOKENS_MAX; ++i) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bo
     store_relaxed(&done->steps, ran);
     store_relaxed(&done->token, token);
     store_relaxed(&done->ending, ending);
-    host_fence(); // the tokens are on their way to the host before the poller may say so
+    host_fence(); // the tokens must be on their way to the host before the poller reports the end
     word_publish(&done->sequence, load_relaxed(&done->sequence) + 1);
     return;
   }
@@ -37,8 +37,8 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bo
   word_publish(&next_step->go, s.go + 1);
 }
 
-// All threads: the tokens of the sequence up to this step's into the session's set. Those of steps that were not sampled, or not run here,
-// are in the host's buffer. Where a sequence begins anew the set is emptied.
+// All threads: adds the sequence's tokens up to this step's to the session's set of seen tokens. Those of steps that were not sampled, or not
+// run here, are in the host's buffer. The set is cleared when a sequence starts anew.
 __device__ __forceinline__ void see_tokens(Worker const& w, amk_sampling const& settings, amk_sampling* session) {
   uint32_t const vocab = w.shared->program.vocab, position = seq_position(w);
   uint32_t* seen = (uint32_t*)settings.seen;
@@ -64,26 +64,26 @@ __device__ __forceinline__ void see_tokens(Worker const& w, amk_sampling const& 
 }
 
 
-// Behind the settings of the sessions.
+// The cooperative sampler's memory: after the settings of the sessions.
 __device__ __forceinline__ CooperativeSampler* sampler_of(amk_launch const& l) {
   return (CooperativeSampler*)((l.sampling + (uint64_t)l.sessions * sizeof(amk_sampling) + alignof(CooperativeSampler) - 1) / alignof(CooperativeSampler) * alignof(CooperativeSampler));
 }
-// Of what is asked for during an action, the number before the first: no two actions have the same.
+// Number before the first request of an action. Numbers of different actions are disjoint.
 __device__ __forceinline__ uint32_t first_number(uint32_t go) { return go * 16; }
 
-// One thread: sends the others from their wait for the next step to choice_help.
+// One thread: wakes the other workers from their wait for the next step and sends them to sampler_help.
 __device__ __forceinline__ void sampler_wake(Worker const& w) {
   amk_step* step = (amk_step*)w.shared->launch->step;
   w.shared->step.go += 1;
 #if AMK_SEQS > 1
-  store_relaxed(&step->session, seq_session(w)); // whose settings they are to load
+  store_relaxed(&step->session, seq_session(w)); // they load its settings
 #endif
   store_relaxed(&step->action, AMK_ACTION_CHOOSE);
   word_publish(&step->go, w.shared->step.go);
 }
 
-// All threads: the token by the session's settings. The logits were stored by the tasks that left the candidates, before the signals that
-// the sampling task has waited for: they are ordered as these are, for the helpers too, who are asked later. They are read past L1.
+// All threads: the token by the session's settings. The tasks that wrote the candidates stored the logits before their signals, for which the
+// sampling task has waited. So the logits are ordered as the candidates are, also for the helpers, which are woken later. Loads bypass L1.
 __device__ __forceinline__ uint32_t sampled_token(Worker const& w, Best highest) {
   amk_launch const& l = *w.shared->launch;
   SamplerScratch& d = *(SamplerScratch*)&w.shared->part;
@@ -97,7 +97,7 @@ __device__ __forceinline__ uint32_t sampled_token(Worker const& w, Best highest)
   SampleRequester a = {choice, w.shared->index, l.workers - 1, first_number(w.shared->step.go + 1), load_relaxed(&choice->done), false};
   uint32_t const token = sample_row(w, d, a, (float const*)d.settings.logits + (size_t)seq_logits_row(w) * vocab, highest, vocab, seq_position(w) + 1);
   if (w.thread == 0) {
-    store_relaxed(&((amk_step*)l.step)->action, AMK_ACTION_STEP); // of what the others are sent to next
+    store_relaxed(&((amk_step*)l.step)->action, AMK_ACTION_STEP); // the next action of the other workers
   }
   return token;
 }
@@ -107,7 +107,7 @@ __device__ __forceinline__ void op_sample(Worker& w, StagedTask const& st) {
   amk_step const& s = w.shared->step;
   uint32_t const t = w.thread;
   uint32_t preempted = 0;
-  if (t == 0) { // on its way beside the candidates
+  if (t == 0) { // overlaps with the loads of the candidates
     preempted = load_relaxed(&((amk_step const*)w.shared->launch->step)->preempt);
   }
   Best best = {-__int_as_float(0x7f800000), AMK_NONE};
@@ -129,7 +129,7 @@ __device__ __forceinline__ void op_sample(Worker& w, StagedTask const& st) {
     best = better(best, Best{w.shared->best_value[i], w.shared->best_row[i]});
   }
   if (sampled && !left(w)) {
-    consumers_sync(); // their words are about to be used again
+    consumers_sync(); // best_value and best_row are reused next
     best.row = sampled_token(w, best);
   }
   if (t == 0 && !is_dead(w.shared)) {

@@ -1,4 +1,4 @@
-// nop and embed: the ops that do little. Same as the files of these names in reference-vm/src/ops/.
+// nop and embed. Same as the files of these names in reference-vm/src/ops/.
 #pragma once
 
 __device__ __forceinline__ void op_embed(Worker& w, StagedTask const& st) {

@@ -1,18 +1,18 @@
-// The poller: one thread of the first worker that watches the host ring and speaks for the device. Nobody else reads host memory
-// while waiting.
+// The poller: one thread of the first worker that polls the host ring and reports for the device. No other thread reads host memory while
+// waiting.
 #pragma once
 
-constexpr uint32_t POLLS_PER_LOOK = 32; // polls of a command under way for a look at whether it is to yield: some 40 us
+constexpr uint32_t POLLS_PER_LOOK = 32; // polls of a running command per check for a preemption request: about 40 us
 
 struct Poller {
   Worker const* worker;
-  uint32_t head;     // submissions taken up
+  uint32_t head;     // submissions consumed
   uint32_t go;       // actions published
   uint32_t finished; // commands finished by the workers
-  uint32_t switched; // workers that have switched, expected
+  uint32_t switched; // expected number of workers that have switched, ever
   uint32_t epoch;    // epochs of the current program so far
   uint64_t program;
-  bool weight_stream; // weights may still be on their way
+  bool weight_stream; // weights may still be in flight
 };
 
 __device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, uint32_t steps, uint32_t token, uint32_t ending, uint32_t seq_endings, uint64_t start) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void post_completion(Poller& p, uint32_t trap_code, u
   ring_release(&((amk_ring_indices*)l.indices)->head, p.head);
 }
 
-// Until a word that the workers raise reaches `need`; false when the device is leaving.
+// Waits until a word that the workers increment reaches `need`. Returns false when the device is leaving.
 __device__ __forceinline__ bool poller_wait(Poller& p, uint32_t const* word, uint32_t need) {
   amk_launch const& l = *p.worker->shared->launch;
   amk_done* done = (amk_done*)l.done;
@@ -49,9 +49,9 @@ __device__ __forceinline__ bool poller_wait(Poller& p, uint32_t const* word, uin
       return false;
     }
     if (spin % POLLS_PER_LOOK == 0 && host_load(&indices->preempt) == p.head + 1) { // pairs with ring.rs: preempt
-      store_relaxed(&((amk_step*)l.step)->preempt, p.finished); // the sampling worker looks at it in every step
+      store_relaxed(&((amk_step*)l.step)->preempt, p.finished); // the sampling worker checks it in every step
     }
-    if (spin % 512 == 0) { // a read of host memory takes about a microsecond: seldom, so that a finished command is seen at once
+    if (spin % 512 == 0) { // a read of host memory takes about 1 us: rare, so that a finished command is seen at once
       if (host_load(&indices->abort) != 0) {
         trap(p.worker->shared, AMK_TRAP_ABORTED, 0, 0, 0, 0);
         return false;
@@ -66,13 +66,13 @@ __device__ __forceinline__ bool poller_wait(Poller& p, uint32_t const* word, uin
   }
 }
 
-// Until the embedding has arrived, or no more will. False when the device is leaving.
+// Waits until the embedding has arrived or the weight stream is abandoned. Returns false when the device is leaving.
 __device__ __forceinline__ bool poller_wait_embedding(Poller& p) {
   amk_launch const& l = *p.worker->shared->launch;
   amk_weight_stream* weight_stream = (amk_weight_stream*)l.weight_stream;
   amk_ring_indices* indices = (amk_ring_indices*)l.indices;
   uint32_t const need = load_relaxed(&weight_stream->embedding);
-  while (load_relaxed(&weight_stream->watermark) < need) { // abandoned is more than any number of units
+  while (load_relaxed(&weight_stream->watermark) < need) { // AMK_WATERMARK_ABANDONED is above any number of units
     if (load_relaxed(&((amk_done*)l.done)->abort) != 0) {
       return false;
     }
@@ -84,12 +84,12 @@ __device__ __forceinline__ bool poller_wait_embedding(Poller& p) {
     host_store(&indices->waiting, p.head + 1);
     __nanosleep(500);
   }
-  acquire_release_fence(); // pairs with the fence in front of the write of `watermark`
+  acquire_release_fence(); // pairs with the fence before the write of `watermark`
   host_store(&indices->waiting, 0);
   return true;
 }
 
-// What is known of the weights now; noted in p.weight streaming. True when no more will come.
+// Rereads the watermark into p.weight_stream. Returns true when the rest of the weights was abandoned.
 __device__ __forceinline__ bool poller_abandoned(Poller& p) {
   uint32_t const watermark = load_relaxed(&((amk_weight_stream*)p.worker->shared->launch->weight_stream)->watermark);
   acquire_release_fence();
@@ -103,7 +103,7 @@ __device__ __forceinline__ void publish_action(Poller& p, uint32_t action) {
   word_publish(&step->go, ++p.go);
 }
 
-// Makes the steps of a command behind its first, which ran alone, the next action.
+// Prepares the remaining steps of a command whose first step ran alone, as the next action.
 __device__ __forceinline__ uint32_t prepare_rest(Poller& p, uint32_t position, uint32_t steps, uint32_t flags) {
   amk_launch const& l = *p.worker->shared->launch;
   amk_step* step = (amk_step*)l.step;
@@ -122,15 +122,15 @@ __device__ __forceinline__ uint32_t prepare_rest(Poller& p, uint32_t position, u
   return AMK_TRAP_NONE;
 }
 
-// Whether a session has a page for a position: the host gives pages from the first on, so for all before it too.
+// Returns whether a session has a page for a position. The host allots pages from the first on, so all earlier positions have one too.
 __device__ __forceinline__ bool has_page(amk_launch const& l, uint32_t session, uint32_t position) {
   uint32_t const page = page_ask(l.pages, paged_key(session, l.page_stride, position));
   return page != 0 && page < l.page_count;
 }
 
 #if AMK_SEQS > 1
-// Sequences that did not run in the command before begin another run: what they left may be of any epoch, so its tags could be this one's.
-// Three runs in turn, since what is poisoned has the fourth.
+// Starts a new run for each sequence that was not part of the command before: its old words may be of any epoch, so their tags could match
+// this run's. Runs cycle through three values; the fourth marks poisoned buffers.
 __device__ __forceinline__ void begin_runs(Poller& p, amk_seqs* to, uint32_t seqs) {
   amk_program* const program = (amk_program*)p.program;
   uint32_t runs = load_relaxed(&program->seq_runs);
@@ -144,8 +144,8 @@ __device__ __forceinline__ void begin_runs(Poller& p, amk_seqs* to, uint32_t seq
   store_relaxed(&program->last_seqs, seqs);
 }
 
-// Writes the sequences of a decode command behind the step. False if they are not as they must be. A plain decode is a batch of one, from `position`
-// on, and `token` its first.
+// Writes the sequences of a decode command after the step. Returns false if they are invalid. A plain decode is a batch of one that starts
+// at `position` with `token`.
 __device__ __forceinline__ bool begin_seqs(Poller& p, amk_submission const* s, uint32_t seqs, uint32_t session, uint32_t position, uint32_t steps, uint32_t capacity, uint32_t flags, uint32_t token) {
   amk_launch const& l = *p.worker->shared->launch;
   amk_seqs* to = (amk_seqs*)((amk_step*)l.step + 1);
@@ -159,11 +159,11 @@ __device__ __forceinline__ bool begin_seqs(Poller& p, amk_submission const* s, u
     begin_runs(p, to, 1);
     return token < vocab;
   }
-  uint64_t taken = 0; // a bit per session
+  uint64_t taken = 0; // one bit per session
   bool bad = false;
   store_relaxed(&to->sample, host_load(&s->seq_sample));
 #pragma unroll 1
-  for (uint32_t i = 0; i < seqs; i += 2) { // a load of host memory takes a microsecond: two sequences at once
+  for (uint32_t i = 0; i < seqs; i += 2) { // a load of host memory takes about 1 us: two sequences at once
     uint32_t const sessions = host_load(&s->seq_session[i / 4]) >> i % 4 * 8;
     uint32_t const position[2] = {host_load(&s->seq_position[i]), host_load(&s->seq_position[i + 1])};
     uint32_t word[2];
@@ -176,7 +176,7 @@ __device__ __forceinline__ bool begin_seqs(Poller& p, amk_submission const* s, u
       word[j] = here && right ? host_load(session_tokens(l, of) + position[j]) : 0;
     }
 #pragma unroll
-    for (uint32_t j = 0; j < 2; ++j) { // what is written of sequences that do not run, nobody reads
+    for (uint32_t j = 0; j < 2; ++j) { // values of sequences that do not run are never read
       bad |= word[j] >= vocab;
       store_relaxed(&to->token[i + j], word[j]);
       store_relaxed(&to->position[i + j], position[j]);
@@ -219,7 +219,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
       return AMK_TRAP_NONE;
     }
   }
-  // While weights are on their way the first step runs alone: behind it everything has arrived, or its answer is void. So no worker looks.
+  // While weights are in flight the first step runs alone: after it either all of them have arrived or its result is void. So workers never check.
   bool const alone = p.weight_stream;
   store_relaxed(&step->epoch, p.epoch + 1);
   store_relaxed(&step->token, token);
@@ -237,12 +237,12 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   }
   bool lost = false;
 #pragma unroll 1
-  for (bool first = alone;; first = false) { // one wait in the code for both parts: each costs registers
+  for (bool first = alone;; first = false) { // one wait in the code for both parts, to save registers
     publish_action(p, AMK_ACTION_STEP);
     if (!poller_wait(p, &done->sequence, ++p.finished)) {
       return AMK_TRAP_ABORTED;
     }
-    p.go = load_relaxed(&step->go); // the sampling worker announced the steps after the first, and its choices
+    p.go = load_relaxed(&step->go); // the sampling worker published the steps after the first, and its sampling requests
     if (!first) {
       break;
     }
@@ -259,7 +259,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   }
   uint32_t const ran = load_relaxed(&done->steps);
   p.epoch += ran;
-  store_relaxed(&((amk_program*)p.program)->epoch, p.epoch); // its counters stand there: coming back must not start over
+  store_relaxed(&((amk_program*)p.program)->epoch, p.epoch); // the program's counters are at this epoch: a later reload continues from it
   if (lost) {
     post_completion(p, AMK_TRAP_WEIGHTS, 0, 0, 0, 0, start);
   } else {
@@ -277,7 +277,7 @@ __device__ __forceinline__ uint32_t run_load_program(Poller& p, amk_submission c
   p.program = program;
   p.epoch = load_relaxed(&((amk_program const*)program)->epoch);
   p.switched += l.workers;
-  p.weight_stream = true; // the weights may be others
+  p.weight_stream = true; // the program may use other weights
   publish_action(p, AMK_ACTION_SWITCH);
   if (!poller_wait(p, &((amk_done*)l.done)->switched, p.switched)) {
     return AMK_TRAP_ABORTED;
@@ -286,7 +286,7 @@ __device__ __forceinline__ uint32_t run_load_program(Poller& p, amk_submission c
   return AMK_TRAP_NONE;
 }
 
-// The poller's life. Ends at a stop command or when the device leaves.
+// Main loop of the poller. Ends at a stop command or when the device leaves.
 __device__ __forceinline__ void poller_run(Worker const& w) {
   amk_launch const& l = *w.shared->launch;
   Poller p = {&w, 0, 0, 0, 0, load_relaxed(&((amk_program const*)l.program)->epoch), l.program, true};
@@ -315,12 +315,12 @@ __device__ __forceinline__ void poller_run(Worker const& w) {
       publish_action(p, AMK_ACTION_LEAVE);
       post_completion(p, AMK_TRAP_NONE, 0, 0, 0, 0, start);
       return;
-    } else { // ping and fence: everything before has finished, since commands run one after the other
+    } else { // ping and fence: all earlier commands have finished, since commands run one after the other
       bool const known = command == AMK_COMMAND_PING || command == AMK_COMMAND_FENCE;
       post_completion(p, known ? AMK_TRAP_NONE : AMK_TRAP_BAD_COMMAND, 0, 0, 0, 0, start);
     }
     if (result != AMK_TRAP_NONE) {
-      post_completion(p, result, 0, 0, 0, 0, start); // the status block says why
+      post_completion(p, result, 0, 0, 0, 0, start); // the status block holds the reason
       return;
     }
   }

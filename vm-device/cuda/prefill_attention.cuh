@@ -1,25 +1,25 @@
-// Prefill: causal attention of many tokens over the keys and values in the cache, their own included.
+// Prefill: causal attention of many tokens over the keys and values in the cache, including their own.
 //
-// A block has 64 tokens of one query head, a warp 16 of them, and goes over the keys in blocks of 64, two of which are on their way or
-// arrived, in the layout of the cache: the permuted chunks of its rows (keys.cuh) keep lanes out of each other's banks here too. Queries,
-// and the weights of the keys, are multiplied as a high and a low half, 22 bits together.
+// A block processes 64 tokens of one query head, a warp 16 of them, over the keys in blocks of 64, two of which are in flight or arrived. They
+// keep the cache's layout: the permuted chunks of its rows (keys.cuh) avoid bank conflicts here too. Queries and softmax weights are
+// multiplied as a high and a low half, 22 bits together.
 #pragma once
 
 constexpr uint32_t ATTEND_TOKENS = AMK_ATTEND_TOKENS, ATTEND_KEYS = AMK_ATTEND_KEYS, ATTEND_THREADS = ATTEND_TOKENS / 16 * 32;
-constexpr uint32_t ATTEND_BLOCK_BYTES = ATTEND_KEYS * ROW_BYTES; // of keys, or of values
+constexpr uint32_t ATTEND_BLOCK_BYTES = ATTEND_KEYS * ROW_BYTES; // keys only, or values only
 static_assert(PAGE_KEYS % ATTEND_KEYS == 0, "a block of keys is of one page");
 constexpr uint32_t KEY_TILES = ATTEND_KEYS / 8, DIM_TILES = AMK_HEAD_DIM / 8;
 
 struct Attend {
   char* out;           // vectors of `units` units
-  char const* queries; // as amk_prefill_heads leaves them
+  char const* queries; // as amk_prefill_heads writes them
   char const* keys;    // of the head, in page 0
   uint16_t const* pages;
-  uint32_t values;     // bytes from a page's keys of a head to its values
+  uint32_t values;     // byte distance from a head's keys in a page to its values
   uint32_t units, tokens, heads, head, start, window;
 };
 
-// A warp's 16 queries: of rows lane / 4 and 8 further on, 8 elements of each block of 32.
+// A warp's 16 queries: per lane, rows lane / 4 and lane / 4 + 8, 8 elements of each block of 32.
 struct WarpQueries {
   uint4 bits[2][BLOCKS][2];
 };
@@ -40,7 +40,7 @@ __device__ __forceinline__ void queries_load(Attend const& a, WarpQueries& q, ui
   }
 }
 
-// Keys first..first + 64, all of `page`, and their values on their way; rows from `end` on are zero.
+// Starts the copies of keys first..first + 64, all in `page`, and of their values; rows from `end` on become zero.
 __device__ __forceinline__ void keys_copy(Attend const& a, uint32_t page, uint32_t first, uint32_t end, char* stage) {
   uint32_t const to = shared_address(stage);
   char const* keys = a.keys + paged_row(page, a.values, first);
@@ -53,7 +53,7 @@ __device__ __forceinline__ void keys_copy(Attend const& a, uint32_t page, uint32
   }
 }
 
-// Scores of 16 queries and 64 keys: rows lane / 4 and 8 further on, keys 8 * j + lane % 4 * 2 and the next.
+// Scores of 16 queries and 64 keys: rows lane / 4 and lane / 4 + 8, keys 8 * j + lane % 4 * 2 and the next.
 __device__ __forceinline__ void scores(WarpQueries const& q, char const* keys, float (&s)[KEY_TILES][4]) {
   uint32_t const lane = threadIdx.x % 32, swizzle = row_swizzle(lane / 4); // rows begin at multiples of 8
 #pragma unroll
@@ -73,13 +73,13 @@ __device__ __forceinline__ void scores(WarpQueries const& q, char const* keys, f
   }
 }
 
-// What a warp has summed of its 16 tokens: of rows lane / 4 and 8 further on. Sums are of this lane's keys.
+// Running softmax of a warp's 16 tokens: rows lane / 4 and lane / 4 + 8. Sums cover this lane's keys only.
 struct Summed {
   float m[2], l[2];
   float out[DIM_TILES][4];
 };
 
-// Which keys of a block a warp's tokens do not see: those behind them and those before their window.
+// Masks the keys of a block that a token does not attend to: those after it and those before its window.
 __device__ __forceinline__ void scores_mask(float (&s)[KEY_TILES][4], uint32_t first, uint32_t position, uint32_t window) {
   uint32_t const lane = threadIdx.x % 32;
 #pragma unroll
@@ -93,7 +93,7 @@ __device__ __forceinline__ void scores_mask(float (&s)[KEY_TILES][4], uint32_t f
   }
 }
 
-// Scores become the weights of keys; what was summed before is scaled down to the new maximum.
+// Turns scores into softmax weights and rescales the running sums to the new maximum.
 __device__ __forceinline__ void weigh(Summed& r, float (&s)[KEY_TILES][4]) {
 #pragma unroll
   for (uint32_t upper = 0; upper < 2; ++upper) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void weigh(Summed& r, float (&s)[KEY_TILES][4]) {
     for (uint32_t j = 0; j < KEY_TILES; ++j) {
 #pragma unroll
       for (uint32_t i = 2 * upper; i < 2 * upper + 2; ++i) {
-        float const p = s[j][i] > LOWEST ? exp2_fast(s[j][i] - top) : 0.f; // a row may see nothing of its first block
+        float const p = s[j][i] > LOWEST ? exp2_fast(s[j][i] - top) : 0.f; // a row may have no visible key in its first block
         s[j][i] = p;
         r.l[upper] += p;
       }
@@ -123,7 +123,7 @@ __device__ __forceinline__ void weigh(Summed& r, float (&s)[KEY_TILES][4]) {
   }
 }
 
-// Two chunks of 8 elements of 16 values: rows are keys, exchanged on the way, so that they are the right operands of two products.
+// Loads two chunks of 8 elements of 16 values, transposed by ldmatrix, as the B operands of two products.
 __device__ __forceinline__ uint4 values_pair(char const* values, uint32_t chunk) {
   uint32_t const lane = threadIdx.x % 32, swizzle = row_swizzle(lane % 8);
   uint32_t const at = shared_address(values + lane % 16 * ROW_BYTES + ((chunk + lane / 16) ^ swizzle) * 16);
@@ -132,7 +132,7 @@ __device__ __forceinline__ uint4 values_pair(char const* values, uint32_t chunk)
   return v;
 }
 
-// Adds 64 values, each times its weight.
+// Adds 64 values, weighted.
 __device__ __forceinline__ void values_add(Summed& r, float const (&s)[KEY_TILES][4], char const* values) {
 #pragma unroll
   for (uint32_t k = 0; k < KEY_TILES; k += 2) {
@@ -167,12 +167,12 @@ __device__ __forceinline__ void attend_finish(Attend const& a, Summed& r, uint32
   }
 }
 
-// A block's part. The last tokens, who see the most keys, come first.
+// A block's work. The last tokens, which attend to the most keys, are scheduled first.
 __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
   uint32_t const warp = threadIdx.x / 32, token_blocks = (a.tokens + ATTEND_TOKENS - 1) / ATTEND_TOKENS;
   uint32_t const block0 = (token_blocks - 1 - block) * ATTEND_TOKENS, token0 = block0 + warp * 16, position = a.start + token0;
   uint32_t const tokens = a.tokens - block0 < ATTEND_TOKENS ? a.tokens - block0 : ATTEND_TOKENS, end = a.start + block0 + tokens;
-  uint32_t const oldest = a.start + block0 + 1; // of the first token's keys, and one more
+  uint32_t const oldest = a.start + block0 + 1; // number of the first token's keys
   uint32_t const begin = a.window != 0 && oldest > a.window ? (oldest - a.window) / ATTEND_KEYS * ATTEND_KEYS : 0;
   WarpQueries q;
   queries_load(a, q, token0);
@@ -180,7 +180,7 @@ __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
   r.m[0] = r.m[1] = LOWEST;
   keys_copy(a, a.pages[begin / PAGE_KEYS], begin, end, prefill_memory);
   pieces_group();
-  uint32_t stage = 0, page = a.pages[(begin + ATTEND_KEYS) / PAGE_KEYS]; // of the next block; a session has a word behind its last
+  uint32_t stage = 0, page = a.pages[(begin + ATTEND_KEYS) / PAGE_KEYS]; // page of the next block; a session's table has a word after its last page
 #pragma unroll 1
   for (uint32_t first = begin; first < end; first += ATTEND_KEYS) {
     if (first + ATTEND_KEYS < end) {
@@ -190,7 +190,7 @@ __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
     pieces_group();
     pieces_wait<1>();
     __syncthreads();
-    if (first <= position + 15 && token0 < a.tokens) { // else no token of the warp sees any
+    if (first <= position + 15 && token0 < a.tokens) { // else no token of the warp attends to any of these keys
       char const* keys = prefill_memory + stage * 2 * ATTEND_BLOCK_BYTES;
       float s[KEY_TILES][4];
       scores(q, keys, s);
@@ -200,7 +200,7 @@ __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
       weigh(r, s);
       values_add(r, s, keys + ATTEND_BLOCK_BYTES);
     }
-    __syncthreads(); // the stage is filled again next
+    __syncthreads(); // the stage is refilled next
     stage ^= 1;
   }
   attend_finish(a, r, token0);

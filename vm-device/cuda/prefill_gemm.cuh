@@ -1,11 +1,11 @@
 // Prefill: the vectors of many tokens times a matrix, on the tensor cores.
 //
-// A block goes along the columns a unit (32 of them) at a time, some of which are on their way or arrived. Weights and vectors have the same
-// layout, so a lane's 16 bytes of a unit of 8 rows are its part of a right operand for two products, and its 16 bytes of two units of 8 tokens
-// are its part of a left one. The columns are then not in the order that the instruction has in mind, but in the same order in both.
+// A block walks along the columns one unit (32 of them) at a time, several of which are in flight or arrived. Weights and vectors have the same
+// layout, so a lane's 16 bytes of a unit of 8 rows are its part of a B operand for two products, and its 16 bytes of two units of 8 tokens
+// are its part of an A operand. The columns are then not in the instruction's order, but in the same order in both operands.
 #pragma once
 
-// What becomes of the products.
+// What is done with the products.
 enum Epilogue : uint32_t { EPILOGUE_STORE, EPILOGUE_RESIDUAL, EPILOGUE_SILU_MUL };
 
 struct Gemm {
@@ -27,7 +27,7 @@ __device__ __forceinline__ void mma_elements(float (&c)[4], uint32_t a0, uint32_
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Two warps by COLUMNS, each with TOKENS16 tiles of 16 tokens and TILES tiles of 8 rows.
+// Shape of a block: two warps by COLUMNS, each with TOKENS16 tiles of 16 tokens and TILES tiles of 8 rows.
 template <uint32_t TOKENS16, uint32_t TILES, uint32_t COLUMNS, uint32_t STAGES> struct GemmShape {
   static constexpr uint32_t WARP_TOKENS16 = TOKENS16, WARP_TILES = TILES, STAGES_HELD = STAGES;
   static constexpr uint32_t THREADS = 2 * COLUMNS * 32;
@@ -36,8 +36,8 @@ template <uint32_t TOKENS16, uint32_t TILES, uint32_t COLUMNS, uint32_t STAGES> 
   static constexpr uint32_t STAGE_BYTES = STAGE_X_BYTES + BLOCK_TILES * AMK_UNIT_BYTES;
 };
 
-// One unit of all tokens and rows of the block on its way into a stage. SWIZZLED: the four chunks of a row are exchanged by the row's number,
-// which is how products that read shared memory by themselves want rows of 64 bytes.
+// Starts the copies of one unit of all tokens and rows of the block into a stage. SWIZZLED: the four chunks of a row are permuted by the row's
+// number, the 64-byte swizzle of products that read shared memory directly (wgmma).
 template <typename Shape, bool SWIZZLED> __device__ __forceinline__ void gemm_copy(Gemm const& g, uint32_t token_tile, uint32_t row_tile, uint32_t unit, char* stage) {
   constexpr uint32_t X_PIECES = X_UNIT_BYTES / 16, W_PIECES = AMK_UNIT_BYTES / 16; // of a tile
   constexpr uint32_t X_COPIES = Shape::TOKENS / AMK_UNIT_ROWS * X_PIECES / Shape::THREADS, W_COPIES = Shape::BLOCK_TILES * W_PIECES / Shape::THREADS;
@@ -57,7 +57,7 @@ template <typename Shape, bool SWIZZLED> __device__ __forceinline__ void gemm_co
   }
 }
 
-// A warp's products of one unit. `x` and `weights`: this lane's 16 bytes of its first tiles.
+// A warp's products of one unit. `x` and `weights` point to this lane's 16 bytes of the warp's first tiles.
 template <uint32_t TOKENS16, uint32_t TILES> __device__ __forceinline__ void gemm_multiply(float (&c)[TOKENS16][TILES][4], char const* x, char const* weights) {
   uint4 b[TILES];
 #pragma unroll
@@ -84,7 +84,7 @@ template <uint32_t TOKENS16, uint32_t TILES> __device__ __forceinline__ void gem
 
 __device__ __forceinline__ float2 bias_of(Gemm const& g, uint32_t row) { return g.bias != nullptr ? *(float2 const*)(g.bias + row) : make_float2(0.f, 0.f); }
 
-// The products of some tiles for a token, two rows each, `at` being the first tile's. What is added is asked for first, all of it: loads behind
+// Stores the products of some tiles for a token, two rows each; `at` is the first tile's address. All addends are loaded first: loads after
 // stores would wait for one another.
 template <Epilogue KIND, uint32_t TILES> __device__ __forceinline__ void gemm_store(Gemm const& g, float* at, uint32_t row, uint32_t tile, float2 const (&v)[TILES]) {
   float2 bias[TILES] = {}, before[TILES] = {};
@@ -106,7 +106,7 @@ template <Epilogue KIND, uint32_t TILES> __device__ __forceinline__ void gemm_st
 }
 __device__ __forceinline__ float silu_mul(float gate, float up) { return __fdividef(gate, 1.f + __expf(-gate)) * up; }
 
-// A warp's products to where they belong; its first token and tile of rows.
+// Stores a warp's products. `token0` and `tile0` are its first token and tile of rows.
 template <Epilogue KIND, uint32_t TOKENS16, uint32_t TILES>
 __device__ __forceinline__ void gemm_finish(Gemm const& g, float const (&c)[TOKENS16][TILES][4], uint32_t token0, uint32_t tile0) {
   uint32_t const lane = threadIdx.x % 32;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void gemm_finish(Gemm const& g, float const (&c)[TOKE
           }
         }
       } else {
-        constexpr uint32_t AT_ONCE = TILES <= 4 ? TILES : 1; // eight of a warpgroup's were slower with 1 000 tokens: everybody is at it then
+        constexpr uint32_t AT_ONCE = TILES <= 4 ? TILES : 1; // eight at once in a warpgroup were slower with 1 000 tokens, when all do it together
         uint32_t const row = tile0 * AMK_UNIT_ROWS + lane % 4 * 2;
         float* const at = (float*)g.out + (uint64_t)token * g.stride + row;
 #pragma unroll
@@ -147,7 +147,7 @@ __device__ __forceinline__ void gemm_finish(Gemm const& g, float const (&c)[TOKE
   }
 }
 
-// A block's part: tokens first, so that blocks which run at the same time share weights.
+// A block's work. Block indices vary over tokens first, so that blocks which run at the same time share weights.
 template <typename Shape, Epilogue KIND> __device__ __forceinline__ void gemm_warps(Gemm const& g) {
   constexpr uint32_t STAGES = Shape::STAGES_HELD;
   uint32_t const token_blocks = (g.tokens + Shape::TOKENS - 1) / Shape::TOKENS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -166,7 +166,7 @@ template <typename Shape, Epilogue KIND> __device__ __forceinline__ void gemm_wa
 #pragma unroll 1
   for (uint32_t unit = 0; unit < g.units; ++unit) {
     pieces_wait<STAGES - 2>();
-    __syncthreads(); // the unit is there, and everybody is done with the one before, whose stage is filled next
+    __syncthreads(); // the unit has arrived, and all warps are done with the one before, whose stage is refilled next
     if (unit + STAGES - 1 < g.units) {
       gemm_copy<Shape, false>(g, token0 / AMK_UNIT_ROWS, tile0, unit + STAGES - 1, prefill_memory + next * Shape::STAGE_BYTES);
     }
@@ -178,11 +178,11 @@ template <typename Shape, Epilogue KIND> __device__ __forceinline__ void gemm_wa
   gemm_finish<KIND>(g, c, token0 + warp_tokens, tile0 + warp_tiles);
 }
 
-// The same with products of whole warpgroups, which take both operands out of shared memory: 64 tokens by 256 rows each, two of them a block.
+// The same with warpgroup products (wgmma), which read both operands from shared memory: 64 tokens by 256 rows each, two of them per block.
 using GroupShape = GemmShape<4, 8, 4, 6>;
-constexpr uint32_t GROUP_TILES = GroupShape::BLOCK_TILES; // each group has all rows of the block, and a half of its tokens
+constexpr uint32_t GROUP_TILES = GroupShape::BLOCK_TILES; // each group takes all rows of the block and half of its tokens
 
-// Where 8 rows of 64 bytes, chunks exchanged, follow each other every `stride` bytes.
+// wgmma descriptor of a swizzled operand: groups of 8 rows of 64 bytes, `stride` bytes apart.
 __device__ __forceinline__ uint64_t operand(uint32_t at, uint32_t stride) { return (uint64_t)(at >> 4) | 1ull << 16 | (uint64_t)(stride >> 4) << 32 | 2ull << 62; }
 
 __device__ __forceinline__ void group_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -236,7 +236,7 @@ template <Epilogue KIND> __device__ __forceinline__ void gemm_group(Gemm const& 
   for (uint32_t unit = 0; unit < g.units; ++unit) {
     pieces_wait<AHEAD - 1>();
     products_see_pieces();
-    __syncthreads(); // the unit is there, and everybody's products of the one before the last are done, whose stage is filled next
+    __syncthreads(); // the unit has arrived, and all products of the one before the last are done, whose stage is refilled next
     if (unit + AHEAD < g.units) {
       gemm_copy<Shape, true>(g, token0 / AMK_UNIT_ROWS, tile0, unit + AHEAD, prefill_memory + next * Shape::STAGE_BYTES);
     }
@@ -259,7 +259,7 @@ template <Epilogue KIND> __device__ __forceinline__ void gemm_group(Gemm const& 
   gemm_finish<KIND>(g, c, token0 + warp * 16, tile0);
 }
 
-using SmallShape = GemmShape<2, 4, 2, 4>;  // 64 by 64, for short prompts: more blocks, each with less to read
+using SmallShape = GemmShape<2, 4, 2, 4>;  // 64 by 64, for short prompts: more blocks, each of which reads less
 
 #define AMK_PREFILL_GEMM(NAME, SHAPE, BLOCKS_SM, RUN)                                                                                                                   \
   extern "C" __global__ void __launch_bounds__(SHAPE::THREADS, BLOCKS_SM)                                                                                              \

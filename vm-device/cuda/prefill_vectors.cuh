@@ -1,9 +1,9 @@
-// Prefill: how the vectors of many tokens lie in memory, and the ops that go over them without a matrix.
+// Prefill: memory layout of the vectors of many tokens, and the ops on them that have no matrix.
 //
-// The vectors that are multiplied lie as the weights do: tiles of 8 tokens, units of 8 tokens by 64 bytes along a vector, and behind each unit
-// of high 16-bit halves the unit of low ones (X_HALVES 2), so a lane's 16 bytes are part of an operand as they are, and what a block wants of
-// a tile is one run of bytes. Columns behind the last one are zero: nobody writes there after the memory was zeroed.
-// What is not multiplied, the residual stream and the rows of q, k and v, is f32, one row per token.
+// Vectors that are multiplied are laid out as the weights are: tiles of 8 tokens, units of 8 tokens by 64 bytes along a vector. Each unit of
+// high 16-bit halves is followed by the unit of low ones (X_HALVES 2). So a lane's 16 bytes are part of an operand without shuffling, and a
+// block reads one run of bytes per tile. Columns after the last one are zero: they are never written after the memory was zeroed.
+// The residual stream and the rows of q, k and v, which are not multiplied, are f32, one row per token.
 #pragma once
 
 #ifndef AMK_PREFILL_HALVES // 2: vectors are multiplied as sums of two 16-bit halves; 1: as one
@@ -13,17 +13,17 @@ static_assert(AMK_DTYPE != AMK_DTYPE_F32, "chunks of a prompt are multiplied wit
 
 constexpr uint32_t X_HALVES = AMK_PREFILL_HALVES;
 constexpr uint32_t X_UNIT_BYTES = AMK_UNIT_BYTES * X_HALVES; // of 8 tokens
-constexpr uint32_t PREFILL_THREADS = AMK_PREFILL_THREADS;     // of the kernels that go over vectors
+constexpr uint32_t PREFILL_THREADS = AMK_PREFILL_THREADS;     // threads per block of the kernels without a matrix
 
 extern __shared__ __align__(1024) char prefill_memory[];
 
-// Where a token's column is, in its unit of high halves.
+// Address of a token's column in its unit of high halves.
 __device__ __forceinline__ char* x_place(char* x, uint32_t units, uint32_t token, uint32_t column) {
   uint64_t const unit = (uint64_t)(token / AMK_UNIT_ROWS) * units + column / UNIT_COLS;
   return x + unit * X_UNIT_BYTES + token % AMK_UNIT_ROWS * AMK_UNIT_ROW_BYTES + unit_column(column) * ELEMENT_BYTES;
 }
 
-// Two neighbouring columns, the first one even.
+// Writes two neighbouring columns; the first one is even.
 __device__ __forceinline__ void x_write2(char* x, uint32_t units, uint32_t token, uint32_t column, float a, float b) {
   char* to = x_place(x, units, token, column);
   uint32_t const high = element_pair(a, b);
@@ -34,7 +34,7 @@ __device__ __forceinline__ void x_write2(char* x, uint32_t units, uint32_t token
   }
 }
 
-// Tokens' embeddings into the residual stream, a block a token. Rows are `stride` long, a multiple of 8.
+// Copies tokens' embeddings into the residual stream, one block per token. Rows are `stride` long, a multiple of 8.
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_embed(float* residual, char const* embedding, uint32_t const* tokens, uint32_t stride, uint32_t units) {
   uint32_t const token = tokens[blockIdx.x];
   float* out = residual + (uint64_t)blockIdx.x * stride;
@@ -45,14 +45,14 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_embed(
   }
 }
 
-// Rows of the residual stream, normalised, as they are multiplied: a block a token.
+// Normalises rows of the residual stream into the layout that is multiplied: one block per token.
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_norm(char* x, float const* residual, float const* norm, uint32_t stride, uint32_t units, uint32_t columns,
                                                                              float eps) {
   __shared__ float sums[PREFILL_THREADS / 32];
   float const* row = residual + (uint64_t)blockIdx.x * stride;
   float square = 0.f;
   for (uint32_t e = threadIdx.x * 2; e < stride; e += PREFILL_THREADS * 2) {
-    float2 const v = *(float2 const*)(row + e); // zero behind the last column
+    float2 const v = *(float2 const*)(row + e); // zero after the last column
     square = fmaf(v.x, v.x, fmaf(v.y, v.y, square));
   }
   square = warp_sum(square);
@@ -71,21 +71,21 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_norm(c
   }
 }
 
-// Four elements of a key or a value into its row of the cache, `e` being a multiple of 4: as key_append and value_append leave them.
+// Writes four elements of a key or a value to its row of the cache, in the layout of key_append and value_append; `e` is a multiple of 4.
 __device__ __forceinline__ void cache_write4(char* row, uint32_t position, uint32_t e, float const (&v)[4]) {
   char* to = row + (e / 8 ^ row_swizzle(position)) * 16 + e % 8 * 2;
   *(uint2*)to = make_uint2(cache_pair(v[0], v[1]), cache_pair(v[2], v[3]));
 }
 
-// The rows of q, k and v of each token: queries normed, rotated and scaled into `queries`, [token][head][half][head_dim] of f16; keys normed
-// and rotated, and values, into the pages of the layer and session. HEAD_LANES threads a head.
+// Splits the rows of q, k and v of each token. Queries are normalised, rotated and scaled into `queries`, [token][head][half][head_dim] of f16;
+// keys (normalised and rotated) and values go into the pages of the layer and session. HEAD_LANES threads per head.
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(char* queries, char* cache, uint16_t const* pages, float const* qkv, float const* angles,
                                                                               float const* q_norm, float const* k_norm, uint32_t tokens, uint32_t stride, uint32_t kv_heads,
                                                                               uint32_t start, float eps, float scale) {
   uint32_t const heads = kv_heads * AMK_GROUP, all = heads + 2 * kv_heads;
   uint64_t const index = (uint64_t)blockIdx.x * PREFILL_THREADS + threadIdx.x;
   uint32_t const part = (uint32_t)(index % HEAD_LANES), token = (uint32_t)(index / HEAD_LANES / all), head = (uint32_t)(index / HEAD_LANES % all);
-  bool const mine = token < tokens; // the others come along for the sums over lanes
+  bool const mine = token < tokens; // the other lanes take part in the sums over lanes
   uint32_t const position = start + token;
   float x[4] = {}, y[4] = {};
   Shapes s = {};
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(
 #endif
   }
   float u[4] = {x[0], x[1], x[2], x[3]}, v[4] = {y[0], y[1], y[2], y[3]};
-  shape_head(u, v, s, 0, eps); // with all lanes, though values stay as they are
+  shape_head(u, v, s, 0, eps); // called by all lanes, even if the values do not change
   if (!mine) {
     return;
   }
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(
     head_stage(to + AMK_HEAD_DIM, v, scale * LOG2_E); // half a row further on
     return;
   }
-  uint32_t const run = head - heads; // keys of each head, then values
+  uint32_t const run = head - heads; // the keys of each head, then the values
   uint32_t const run_bytes = PAGE_KEYS * ROW_BYTES;
   char* row = cache + paged_row(pages[position / PAGE_KEYS], kv_heads * run_bytes, position) + run * run_bytes;
 #pragma unroll
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(
   cache_write4(row, position, AMK_HEAD_DIM / 2 + part * 4, y);
 }
 
-// Logits of one token: every warp a tile of 8 rows at a time. `x` is the unit of the token's tile, `row` the token in it.
+// Logits of one token: each warp takes a tile of 8 rows at a time. `x` is the first unit of the token's tile, `row` the token in it.
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_logits(float* logits, char const* weights, char const* x, uint32_t row, uint32_t units, uint32_t rows) {
   uint32_t const lane = threadIdx.x % 32, warp = (blockIdx.x * PREFILL_THREADS + threadIdx.x) / 32, warps = gridDim.x * (PREFILL_THREADS / 32);
   for (uint32_t tile = warp; tile * AMK_UNIT_ROWS < rows; tile += warps) {

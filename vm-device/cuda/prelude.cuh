@@ -1,19 +1,19 @@
 // Compile-time knobs and their defaults. Each is set by -D from ir::schedule's kernel knobs and the model's element type.
 #pragma once
-#ifndef AMK_DTYPE // of the matrices
+#ifndef AMK_DTYPE // element type of the matrices
 #define AMK_DTYPE AMK_DTYPE_BF16
 #endif
 #ifndef AMK_HEAD_DIM // elements of a head
 #define AMK_HEAD_DIM 64
 #endif
-#ifndef AMK_GROUP // query heads of a key/value head
+#ifndef AMK_GROUP // query heads per key/value head
 #define AMK_GROUP 4
 #endif
 #ifndef AMK_QK_NORM // 1: queries and keys are normalised
 #define AMK_QK_NORM 0
 #endif
 constexpr unsigned AMK_WARPS = AMK_CONSUMER_WARPS;
-#ifndef AMK_CONSUMER_REGISTERS // of a thread; the architecture's row says how many (vm-device/src/lib.rs)
+#ifndef AMK_CONSUMER_REGISTERS // registers per thread; set from the architecture's row (vm-device/src/lib.rs)
 #define AMK_CONSUMER_REGISTERS 224
 #define AMK_HELPER_REGISTERS 56
 #endif
@@ -23,7 +23,7 @@ constexpr unsigned AMK_WARPS = AMK_CONSUMER_WARPS;
 #ifndef AMK_EVICT_FIRST
 #define AMK_EVICT_FIRST 0
 #endif
-#ifndef AMK_HIDDEN // elements of the residual stream, of all query heads, of the hidden layer
+#ifndef AMK_HIDDEN // elements of the residual stream; then of all query heads, and of the hidden layer
 #define AMK_HIDDEN 2048
 #endif
 #ifndef AMK_Q_WIDTH
@@ -32,17 +32,17 @@ constexpr unsigned AMK_WARPS = AMK_CONSUMER_WARPS;
 #ifndef AMK_FFN
 #define AMK_FFN 8192
 #endif
-#ifndef AMK_SHARES // bit n: some matrix of the model is taken in shares of n units per warp
+#ifndef AMK_SHARES // bit n: some matrix of the model is taken in warp fragments of n units
 #define AMK_SHARES 0x100
 #endif
 #ifndef AMK_SEQS // sessions that a step may run at once: 1, or 2, 4 or 8
 #define AMK_SEQS 1
 #endif
-#ifndef AMK_TRACE // 1: every task leaves an amk_record
+#ifndef AMK_TRACE // 1: every task writes an amk_record
 #define AMK_TRACE 0
 #endif
 
-// A number as a type, for what is compiled once for each.
+// A number as a type, for code that is instantiated per value.
 template <uint32_t N> struct Number {
   static constexpr uint32_t value = N;
 };

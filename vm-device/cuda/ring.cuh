@@ -14,7 +14,7 @@ __device__ __forceinline__ void ring_release(uint32_t* word, uint32_t v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");
 }
 
-// Words that order nothing: token buffers, abort requests, payloads behind a release.
+// Accesses that order nothing: token buffers, abort requests, payloads published by a later release.
 __device__ __forceinline__ uint32_t host_load(uint32_t const* word) {
   uint32_t v;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
@@ -22,10 +22,10 @@ __device__ __forceinline__ uint32_t host_load(uint32_t const* word) {
 }
 __device__ __forceinline__ void host_store(uint32_t* word, uint32_t v) { asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory"); }
 
-// Four words at once, each of which stands for itself: one write over the bus. Pairs with machine.rs: Monitor::worker_heartbeat.
+// Stores four independent words in one write over the bus. Pairs with ring.rs: worker_heartbeat.
 __device__ __forceinline__ void host_store_u32x4(void* words, uint32_t x, uint32_t y, uint32_t z, uint32_t v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(words), "r"(x), "r"(y), "r"(z), "r"(v) : "memory");
 }
 
-// Orders host_store words before a publication that the poller passes on to the host.
+// Orders host_store words before the publication that the poller forwards to the host.
 __device__ __forceinline__ void host_fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }

@@ -1,11 +1,11 @@
-// sample for several sequences: chooses the token of each and ends the step for all. A warp chooses a sequence's token greedily, as op_sample does with
-// all threads; the sequences that sample take all threads, one sequence after the other.
+// sample for several sequences: picks the token of each and ends the step for all. For greedy sequences, one warp does what op_sample does
+// with all threads; each sequence with random sampling takes all threads, one sequence after the other.
 #pragma once
 
 #if AMK_SEQS > 1
 static_assert(SEQS <= AMK_WARPS, "a warp for each sequence");
 
-// The best of the candidates of a warp's sequence, of which BATCH groups are asked for at once. The counter has been waited for.
+// Best candidate of a warp's sequence, loading BATCH groups at once. The caller has waited for the counter.
 __device__ __forceinline__ Best seq_best(Worker const& w, StagedTask const& st, uint32_t candidates) {
   constexpr uint32_t BATCH = 4;
   float const* from = (float const*)buffer_address(w, st.buffer[0]);
@@ -25,11 +25,11 @@ __device__ __forceinline__ Best seq_best(Worker const& w, StagedTask const& st, 
   return warp_best(best);
 }
 
-// What a sequence's step ended with: an Ending, and the token that the next step has.
+// How a sequence's step ended: an Ending, and the token of the next step.
 struct SeqEnd {
   uint32_t ending, token;
 };
-// One thread of a sequence: its tokens, to the host and for the next step. A forced token comes from the host; only a plain decode has some.
+// One thread per sequence: writes its tokens to the host and picks the next step's. Forced tokens come from the host, in plain decodes only.
 __device__ __forceinline__ SeqEnd seq_finish(Worker const& w, uint32_t chosen) {
   amk_step const& s = w.shared->step;
   uint32_t const position = seq_position(w), next = position + 1;
@@ -49,7 +49,7 @@ __device__ __forceinline__ SeqEnd seq_finish(Worker const& w, uint32_t chosen) {
   return SeqEnd{ending, token};
 }
 
-// The first warp: ends the step; thread l knows what sequence l chose. A batch goes on only if every sequence does.
+// The first warp: ends the step; thread l holds the token of sequence l. A batch continues only if every sequence does.
 __device__ __forceinline__ void finish_seqs(Worker const& w, uint32_t chosen, bool preempted) {
   amk_step const& s = w.shared->step;
   amk_step* next_step = (amk_step*)w.shared->launch->step;
@@ -66,7 +66,7 @@ __device__ __forceinline__ void finish_seqs(Worker const& w, uint32_t chosen, bo
   bool const over = __any_sync(~0u, ran >= s.steps || end.ending != AMK_ENDING_LENGTH);
   uint32_t const endings = __reduce_or_sync(~0u, seq < seqs ? end.ending << seq * AMK_SEQ_ENDING_BITS : 0);
   if (over) {
-    host_fence(); // the tokens are on their way to the host before the poller may say so
+    host_fence(); // the tokens must be on their way to the host before the poller reports the end
   }
   __syncwarp();
   if (seq != 0) {
@@ -91,7 +91,7 @@ __device__ __forceinline__ void op_sample_batch(Worker& w, StagedTask const& st)
   amk_sample_params const p = *(amk_sample_params const*)st.task.params;
   uint32_t const warp = w.thread / 32, seqs = seqs_running(w);
   uint32_t preempted = 0;
-  if (warp == 0) { // on its way beside the candidates
+  if (warp == 0) { // overlaps with the loads of the candidates
     preempted = load_relaxed(&((amk_step const*)w.shared->launch->step)->preempt);
   }
   if (warp < seqs) {
@@ -102,13 +102,13 @@ __device__ __forceinline__ void op_sample_batch(Worker& w, StagedTask const& st)
     }
   }
   task_barrier(w);
-  // Kept by the threads whose number is that of the sequence: a choice by all threads uses those words for itself.
+  // Kept in thread `seq` for each sequence, since sampling with all threads reuses those words.
   Best chosen = {w.shared->best_value[w.thread % 32 % AMK_WARPS], w.shared->best_row[w.thread % 32 % AMK_WARPS]};
 #pragma unroll 1
   for (w.seq = 0; w.seq < seqs; ++w.seq) {
     bool const sampled = (w.shared->seqs.sample >> w.seq & 1) != 0 && seq_position(w) + 1 >= w.shared->step.forced;
     if (sampled && !left(w)) {
-      consumers_sync(); // the words of the choice before are about to be used again
+      consumers_sync(); // the words of the sequence before are reused next
       uint32_t const row = sampled_token(w, Best{__shfl_sync(~0u, chosen.value, w.seq), __shfl_sync(~0u, chosen.row, w.seq)});
       if (w.thread == w.seq) {
         chosen.row = row;

@@ -1,8 +1,8 @@
-// What a choice of a token is made of, as decision 015 defines it and `ir::sampling` computes it: weights, histograms, lists. Who does what is in
+// Building blocks of sampling, as decision 015 defines it and `ir::sampling` computes it: weights, histograms, lists. The division of work is in
 // cooperative_sampler.cuh.
 //
-// Nothing depends on the number of workers or threads or on their order: sums are of integers, and what is sought is found by counting. No sort:
-// a number is found digit by digit, from a histogram of those that share the digits found so far.
+// The result does not depend on the number or order of workers and threads: sums are of integers, and searches count. There is no sort:
+// a number is found digit by digit, from a histogram of the tokens that share the digits found so far.
 #pragma once
 
 constexpr uint32_t DIGIT_BITS = 9, BUCKETS = 1u << DIGIT_BITS;
@@ -12,32 +12,32 @@ constexpr uint32_t THREADS = AMK_WARPS * 32;
 constexpr uint32_t SAMPLING_WORDS = sizeof(amk_sampling) / 16;
 constexpr float GREATEST_F32 = 3.402823466e38f;
 
-// A token that may be drawn. Rank: how far its logit is below the highest, in steps of an f32; equals have the same.
+// A token that may be drawn. Rank: how far its logit is below the highest, in steps of an f32; equal logits have equal ranks.
 struct alignas(16) Listed {
   uint32_t rank, id, low, high;
 };
 
-// What the threads of a worker share meanwhile: in shared memory that is free at the end of a step.
+// Data that the threads of a worker share while sampling, in shared memory that is free at the end of a step.
 struct SamplerScratch {
   uint32_t count[BUCKETS], low[BUCKETS], high[BUCKETS]; // tokens and their weight, by digit or bucket
   amk_sampling settings;
   uint64_t sums[AMK_WARPS];
   uint32_t counts[AMK_WARPS];
-  uint64_t before, weight_before, weight, key; // what the last digit found
+  uint64_t before, weight_before, weight, key; // result of the last digit
   uint32_t bucket, alone;
-  uint32_t ranks;  // in which bits those of listed tokens differ
+  uint32_t ranks;  // the bits in which listed tokens' ranks differ
   uint32_t leaves; // `dead` as one thread saw it
 };
 static_assert(sizeof(SamplerScratch) <= sizeof(Shared::part), "the sums of products are not needed any more");
 
-// A row of logits, after penalty and bias. What is not a number fails every comparison and weighs nothing.
+// A row of logits, after penalty and bias. NaN fails every comparison and weighs nothing.
 struct Row {
   float const* logits;
   uint32_t vocab;
   float highest, scale;
 };
 
-// Some neighbouring tokens of a row; the first is a multiple of four.
+// A range of neighbouring tokens of a row; the first is a multiple of four.
 struct Span {
   uint32_t first, end;
 };
@@ -63,7 +63,7 @@ __device__ __forceinline__ uint64_t philox_bits(uint64_t seed, uint32_t position
   return (uint64_t)word[1] << 32 | word[0];
 }
 
-constexpr float LIGHTEST = -41.f; // what is as far down or farther weighs nothing
+constexpr float LIGHTEST = -41.f; // at this distance or farther the weight is zero
 
 // The mantissa of 2^t in 24 binary places and what it is halved by, for t in [LIGHTEST, 0]. Same as ir/src/sampling/weight.rs, bit for
 // bit, without its slow conversions: adding 3 * 2^22 and rounding up leaves the whole part in the lowest bits, and the bits of a number
@@ -83,21 +83,21 @@ __device__ __forceinline__ Power power_of_two(float t) {
   p = __fmaf_rn(p, f, 1.f);
   return Power{__float_as_uint(p) - 0x3e800000u, __float_as_uint(base) - __float_as_uint(whole)}; // p is in [0.5, 1]
 }
-// In 40 binary places.
+// Weight of a token, in 40 binary places.
 __device__ __forceinline__ uint64_t token_weight(float t) {
   Power const p = power_of_two(t);
   return (uint64_t)p.mantissa << 16 >> p.halvings;
 }
-// How far down a logit is, in octaves; what weighs nothing is at LIGHTEST.
+// Distance of a logit below the highest, in octaves, clamped to LIGHTEST, where the weight is zero.
 __device__ __forceinline__ float distance(Row const& r, float logit) { return fmaxf(__fmul_rn(__fsub_rn(logit, r.highest), r.scale), LIGHTEST); }
 
-// An f32 as a number with the same order; zeros are equal.
+// Maps an f32 to an integer with the same order; both zeros are equal.
 __device__ __forceinline__ uint32_t ordered(float x) {
   uint32_t const bits = __float_as_uint(__fadd_rn(x, 0.f));
   return (int32_t)bits < 0 ? ~bits : bits | 0x80000000u;
 }
 
-// Four neighbouring logits.
+// Loads four neighbouring logits.
 __device__ __forceinline__ uint4 vec4_load(float const* logits, uint32_t vocab, uint32_t id) {
   uint32_t const banned = 0xff800000u;
   uint4 q = make_uint4(banned, banned, banned, banned);
@@ -115,16 +115,16 @@ __device__ __forceinline__ uint4 vec4_load(float const* logits, uint32_t vocab, 
   return q;
 }
 
-// Buckets are parts of the distance, so every row has its tokens in many of them: ranks by themselves are steps of a float, nearly all in a few
-// octaves. The parts are small where filters end: no more than a thousand or two of a flat row's tokens are in one.
-constexpr float NEAR_OCTAVES = 16.f, NEAR_BUCKETS = 28.f, FAR_BUCKETS = 2.5f; // buckets of an octave
+// Buckets divide the distance, so every row has its tokens in many of them; ranks are steps of a float, nearly all in a few octaves. Buckets
+// are small where filters end: no more than a thousand or two of a flat row's tokens are in one.
+constexpr float NEAR_OCTAVES = 16.f, NEAR_BUCKETS = 28.f, FAR_BUCKETS = 2.5f; // buckets per octave
 static_assert(NEAR_OCTAVES * NEAR_BUCKETS + (-LIGHTEST - NEAR_OCTAVES) * FAR_BUCKETS < BUCKETS, "every weight has a bucket");
 __device__ __forceinline__ uint32_t bucket_of(float t) {
   float const near = __fmul_rn(fminf(-t, NEAR_OCTAVES), NEAR_BUCKETS), far = __fmul_rn(fmaxf(__fsub_rn(-t, NEAR_OCTAVES), 0.f), FAR_BUCKETS);
   return (uint32_t)__fadd_rn(near, far);
 }
 
-// Goes over a span once: body(id, logit, distance, weight) for the tokens that weigh something.
+// Visits a span once: calls body(id, logit, distance, weight) for the tokens whose weight is not zero.
 template <typename Body> __device__ __forceinline__ void span_visit(Row const& r, Span span, uint32_t thread, Body const& body) {
 #pragma unroll 1
   for (uint32_t id = span.first + thread * 4; id < span.end; id += THREADS * 4) {
@@ -142,7 +142,7 @@ template <typename Body> __device__ __forceinline__ void span_visit(Row const& r
 }
 __device__ __forceinline__ uint32_t rank_of(Row const& r, uint32_t logit) { return ordered(r.highest) - ordered(__uint_as_float(logit)); }
 
-// A token into the histogram.
+// Adds a token to the histogram.
 __device__ __forceinline__ void bucket_add(SamplerScratch& d, uint32_t b, uint64_t weight) {
   uint32_t const low = (uint32_t)weight;
   block_add(&d.count[b], 1);
@@ -159,14 +159,14 @@ __device__ __forceinline__ void buckets_clear(Worker const& w, SamplerScratch& d
   consumers_sync();
 }
 
-// Of a warp, in three parts whose sums fit into words. It is below 2^62.
+// Sum over a warp, in three parts whose sums fit into words. The total is below 2^62.
 __device__ __forceinline__ uint64_t warp_sum64(uint64_t v) {
   uint32_t const mask = (1u << 26) - 1;
   uint64_t const low = __reduce_add_sync(~0u, (uint32_t)v & mask), middle = __reduce_add_sync(~0u, (uint32_t)(v >> 26) & mask), high = __reduce_add_sync(~0u, (uint32_t)(v >> 52));
   return low + (middle << 26) + (high << 52);
 }
 
-// Of all threads, for all threads.
+// Sum over all threads, returned in all of them.
 __device__ __forceinline__ uint64_t block_sum64(Worker const& w, SamplerScratch& d, uint64_t v) {
   v = warp_sum64(v);
   if (w.thread % 32 == 0) {
@@ -182,7 +182,7 @@ __device__ __forceinline__ uint64_t block_sum64(Worker const& w, SamplerScratch&
   return sum;
 }
 
-// What changes logits: zero where nothing does.
+// Changes to the logits; zero where there are none.
 struct Changes {
   uint32_t const *seen, *biased;
   amk_bias const* bias;
@@ -190,7 +190,7 @@ struct Changes {
   float penalty;
 };
 
-// The bias of a token that has one.
+// The bias of a token, zero if it has none.
 __device__ __forceinline__ float bias_of(Changes const& c, uint32_t id) {
   uint32_t low = 0, high = c.bias_len;
   while (low + 1 < high) {
@@ -200,7 +200,7 @@ __device__ __forceinline__ float bias_of(Changes const& c, uint32_t id) {
   return __uint_as_float(load_relaxed((uint32_t const*)&c.bias[low].value));
 }
 
-// A span of the row after penalty and bias, what is not a number banned, into `changed`; and its highest logit, the first of equals: of this
+// Writes a span of the row with penalty and bias to `changed`, NaN becoming a ban. Returns its highest logit, the first of equals, among this
 // thread's tokens.
 __device__ __forceinline__ Best change_row(float const* logits, uint32_t vocab, Span span, Changes const& c, float* changed, uint32_t thread) {
   Best best = {-__int_as_float(0x7f800000), AMK_NONE};
@@ -230,7 +230,7 @@ __device__ __forceinline__ Best change_row(float const* logits, uint32_t vocab, 
   return best;
 }
 
-// The highest of the threads' best, for all of them.
+// The highest of the threads' bests, returned in all of them.
 __device__ __forceinline__ Best block_best(Worker const& w, Best best) {
   best = warp_best(best);
   if (w.thread % 32 == 0) {
@@ -244,7 +244,7 @@ __device__ __forceinline__ Best block_best(Worker const& w, Best best) {
   return best;
 }
 
-// Each thread's own tokens: nobody else reads them. They lie in the activation buffer as far as they fit, and behind that in device memory.
+// A list with a part per thread, which no other thread reads. It is in the activation buffer as far as it fits, and the rest in device memory.
 struct List {
   uint4* near;
   uint4* far;
@@ -261,7 +261,7 @@ __device__ __forceinline__ void list_add(List& l, uint32_t thread, Listed e) {
   }
   ++l.len;
 }
-// Entries from..from+2 of this thread's part; those that are not there weigh nothing.
+// Loads entries from..from+2 of this thread's part; absent ones weigh nothing.
 __device__ __forceinline__ void list_load(List const& l, uint32_t thread, uint32_t from, Listed (&e)[2]) {
 #pragma unroll
   for (uint32_t k = 0; k < 2; ++k) {
@@ -274,20 +274,20 @@ __device__ __forceinline__ void list_load(List const& l, uint32_t thread, uint32
   }
 }
 
-// What is sought in the list: the smallest key up to which the tokens are so many, or weigh so much. The key is the id, or the rank with
-// the id behind it.
+// A search in the list: the smallest key up to which the tokens reach a number or a weight. The key is the id, or the rank followed by
+// the id.
 struct Sought {
   bool by_id, by_weight;
-  uint64_t limit; // the last rank and id that count
-  uint64_t least; // the least weight that counts
+  uint64_t limit; // the last rank and id that pass
+  uint64_t least; // the least weight that passes
   uint64_t need;
   uint32_t bits;   // of the longest key, or those in which keys differ
-  uint64_t prefix; // what they have in front
+  uint64_t prefix; // the keys' common prefix
 };
 struct Found {
   bool there;
   uint64_t key;
-  uint64_t before, upto; // weight of what comes before it, and with it; of all if it is not there
+  uint64_t before, upto; // weight before it, and including it; the total if it is not found
 };
 
 __device__ __forceinline__ uint64_t listed_weight(Listed const& e, Sought const& s) {
@@ -298,7 +298,7 @@ __device__ __forceinline__ uint64_t listed_weight(Listed const& e, Sought const&
 
 __device__ __forceinline__ uint64_t key_of(Listed const& e, Sought const& s) { return s.by_id ? e.id : (uint64_t)e.rank << ID_BITS | e.id; }
 
-// A listed token into the histogram of its digit, if it counts and has the digits found so far.
+// Adds a listed token to the histogram of its digit, if it passes and has the digits found so far.
 __device__ __forceinline__ void add_digit(SamplerScratch& d, Listed const& e, Sought const& s, uint32_t shift, uint32_t width, uint64_t prefix) {
   uint64_t const key = key_of(e, s), weight = listed_weight(e, s);
   if (weight == 0 || key >> shift >> width != prefix >> shift >> width) {
@@ -307,7 +307,7 @@ __device__ __forceinline__ void add_digit(SamplerScratch& d, Listed const& e, So
   bucket_add(d, (uint32_t)(key >> shift) & ((1u << width) - 1), weight);
 }
 
-// The key of the only listed token that counts and has these digits in front.
+// The key of the only listed token that passes and has these leading digits.
 __device__ __forceinline__ uint64_t list_alone(Worker const& w, SamplerScratch& d, List const& l, Sought const& s, uint64_t digits, uint32_t shift) {
 #pragma unroll 1
   for (uint32_t i = 0; i < l.len; i += 2) {
@@ -327,15 +327,15 @@ __device__ __forceinline__ uint64_t list_alone(Worker const& w, SamplerScratch& 
   return key;
 }
 
-// The bucket in which a count or a weight reaches what is sought, for all threads.
+// The bucket in which a count or a weight reaches the searched value, in all threads.
 struct Bucket {
   bool found, alone;
   uint32_t bucket;
-  uint64_t before, weight_before; // of what is sought, and the weight, in the buckets before
-  uint64_t weight;                // of the bucket; of all if it is not found
+  uint64_t before, weight_before; // of the searched quantity, and the weight, in the buckets before
+  uint64_t weight;                // of the bucket; the total if it is not found
 };
 
-// In the warp that has it: the lane's buckets before whose end it is reached.
+// In the warp that holds it: finds the bucket among those of the lane before whose end the value is reached.
 __device__ __forceinline__ void bucket_find_lane(Worker const& w, SamplerScratch& d, uint32_t each, uint64_t count, uint64_t weight, uint64_t counts, uint64_t weights, bool by_weight, uint64_t need) {
   uint32_t const lane = w.thread % 32;
   uint64_t count_upto = count, weight_upto = weight;
@@ -424,7 +424,7 @@ __device__ __forceinline__ Found list_find(Worker const& w, SamplerScratch& d, L
     prefix |= (uint64_t)b.bucket << shift;
     need -= b.before;
     before += b.weight_before;
-    if (shift == 0) { // keys are different: it is alone
+    if (shift == 0) { // keys are distinct: it is the only one
       return Found{true, prefix, before, before + b.weight};
     }
     if (b.alone) {
@@ -437,7 +437,7 @@ __device__ __forceinline__ Found list_find(Worker const& w, SamplerScratch& d, L
 
 __device__ __forceinline__ uint32_t bits_of(uint32_t v) { return 32 - __clz(v); }
 
-// Weight of the listed tokens that count.
+// Total weight of the listed tokens that pass.
 __device__ __forceinline__ uint64_t list_sum(Worker const& w, SamplerScratch& d, List const& l, Sought const& s) {
   uint64_t sum = 0;
 #pragma unroll 1
@@ -449,7 +449,7 @@ __device__ __forceinline__ uint64_t list_sum(Worker const& w, SamplerScratch& d,
   return block_sum64(w, d, sum);
 }
 
-// ceil(weight * share / 2^32), one at least.
+// ceil(weight * share / 2^32), at least one.
 __device__ __forceinline__ uint64_t share_of(uint64_t weight, uint64_t share) {
   uint64_t const low = weight * share, need = __umul64hi(weight, share) << 32 | low >> 32;
   uint64_t const up = need + ((uint32_t)low != 0);

@@ -2,16 +2,16 @@
 // consumers free on `empty`.
 #pragma once
 
-// Words by which the roles of a block tell each other things without a barrier: written and read again and again. What else was written
-// before is ordered by a block_fence on both sides.
+// Flags in shared memory: words that one role of a block writes and others poll, without a barrier. Other data that they announce is ordered
+// by a block_fence on both sides.
 __device__ __forceinline__ uint32_t flag_load(uint32_t const* word) { return *(volatile uint32_t const*)word; }
 __device__ __forceinline__ void flag_store(uint32_t* word, uint32_t v) { *(volatile uint32_t*)word = v; }
 
 __device__ __forceinline__ uint32_t shared_address(void const* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// And back: the compiler sees that what is there is shared memory.
+// The inverse; the compiler can tell that the result points to shared memory.
 __device__ __forceinline__ char* shared_place(uint32_t address) { return (char*)__cvta_shared_to_generic(address); }
 
-// Adds to a word of shared memory, or sets bits of it, beside other threads of the block; what orders them is the barrier behind.
+// Adds to a word of shared memory, or sets bits in it, atomically within the block. The barrier that follows orders it.
 __device__ __forceinline__ uint32_t block_add(uint32_t* word, uint32_t v) {
   uint32_t old;
   asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(old) : "r"(shared_address(word)), "r"(v) : "memory");
@@ -26,7 +26,7 @@ __device__ __forceinline__ void barrier_init(uint64_t* b, uint32_t arrivals) {
 __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_invalidate(uint64_t* b) { asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory"); }
 
-// Whether the phase of this parity is over. Pairs with barrier_arrive (empty) and the copy's completion (full); acquires.
+// Returns whether the phase of this parity has completed; acquires. Pairs with barrier_arrive (empty) and the copy's completion (full).
 __device__ __forceinline__ bool barrier_try_at(uint32_t b, uint32_t parity) {
   uint32_t ok;
   asm volatile(
@@ -45,17 +45,16 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
-// 16 bytes of a arrived stage or of the staged vector. Volatile, so that a batch of them stays in front of the products that use it.
+// Loads 16 bytes of an arrived stage or of the staged vector. Volatile, so that a batch of loads stays ahead of the products that use it.
 __device__ __forceinline__ uint4 stage_load(void const* p) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(p)));
   return v;
 }
 
-// What a stage was read for is in registers before anything that follows is issued: here is an instruction that needs `last`, a word of the last load,
-// and a warp's loads from shared memory return in order. They queue up with loads of vectors, for longer than it takes to fill a stage that was
-// given back, and nobody else waits for them: not the arrival on a barrier, nor the compiler in front of it. Nothing can be seen of it, whatever
-// the word is.
+// Waits until a stage's loads are in registers: this instruction depends on `last`, a word of the last load, and a warp's loads from shared
+// memory return in order. They can queue behind loads of vectors for longer than refilling a freed stage takes, and nothing else waits for
+// them: not the arrival on a barrier, nor the compiler before it. It has no effect, whatever the word's value.
 __device__ __forceinline__ void stage_read(uint32_t last) {
   asm volatile("{ .reg .pred q; setp.eq.u32 q, %0, 0x7fedcba9; @q nanosleep.u32 0; }" ::"r"(last) : "memory");
 }
@@ -64,17 +63,17 @@ __device__ __forceinline__ void stage_store(void* p, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(p)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// What threads have stored in global memory, and this one has seen, comes before the copies that follow. Takes a microsecond.
+// Orders global stores that threads have made, and this one has observed, before the bulk copies that follow. Takes about a microsecond.
 __device__ __forceinline__ void copies_see_stores() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-// What this thread has stored in a stage comes before the copy that fills it again.
+// Orders this thread's stores to a stage before the bulk copy that refills it.
 __device__ __forceinline__ void stage_given_back() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Announces `bytes` on the barrier of a stage. The copies that bring them follow. Places are shared addresses here: the loader's loop is
-// short on purpose.
+// Announces `bytes` on the full barrier of a stage, before the copies that bring them. Operands are shared addresses, to keep the loader's
+// loop short.
 __device__ __forceinline__ void stage_expect_at(uint32_t full, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(full), "r"(bytes) : "memory");
 }
-// Brings `bytes` (a multiple of 16) into a stage.
+// Starts a bulk copy of `bytes` (a multiple of 16) into a stage.
 __device__ __forceinline__ void stage_copy_at(uint32_t stage, uint64_t address, uint32_t bytes, uint32_t full, uint64_t policy) {
 #if AMK_EVICT_FIRST
   asm volatile(
@@ -88,13 +87,13 @@ __device__ __forceinline__ void stage_copy_at(uint32_t stage, uint64_t address, 
 #endif
 }
 
-// Copies of 16 bytes by threads, for kernels that fill shared memory without the copy engine: `bytes` of them are read, the rest of the 16 is
-// zero. They land in groups: waiting leaves at most LEFT of this thread's groups on their way, and a block barrier behind it shows the
-// others what has arrived.
+// cp.async copies of 16 bytes per thread, for kernels that fill shared memory without bulk copies: `bytes` of them are read, the rest of the
+// 16 is zero. They complete in groups: pieces_wait leaves at most LEFT of this thread's groups in flight, and a block barrier after it makes
+// the data visible to the other threads.
 __device__ __forceinline__ void piece_copy(uint32_t target, void const* source, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void pieces_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <uint32_t LEFT> __device__ __forceinline__ void pieces_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
-// What this thread's copies have brought comes before products that read shared memory by themselves.
+// Orders the data of this thread's copies before products that read shared memory through the async proxy (wgmma).
 __device__ __forceinline__ void products_see_pieces() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -1,17 +1,17 @@
-// The weight stream of a worker: the loader fills stages in order, each consumer warp walks them in order.
+// The weight stream of a worker: the loader fills stages in order, and each consumer warp walks them in order.
 #pragma once
 
-// A consumer warp's place in the ring. Every warp passes every stage, in order, so that a parity cannot be mistaken for another
-// wrap's: a warp never waits for a stage that it has not seen the phase before of.
+// A consumer warp's position in the ring. Every warp passes every stage, in order, so that a parity cannot be mistaken for another wrap's: a
+// warp never waits on a barrier whose preceding phase it has not observed.
 struct Cursor {
   uint32_t stage;  // ring index of the current stage
   uint32_t parity; // of its full barrier
 };
 
-// Where the current stage is.
+// Address of the current stage.
 __device__ __forceinline__ char const* cursor_place(Worker const& w, Cursor const& c) { return w.ring + (size_t)c.stage * w.stage_bytes; }
 
-// The current stage, once it has arrived.
+// Waits until the current stage has arrived; returns its address.
 __device__ __forceinline__ char const* cursor_land(Worker const& w, Cursor const& c) {
   uint32_t const since = trace_clock();
   wait_stage(w.shared, &w.shared->full[c.stage], c.parity, c.stage);
@@ -19,10 +19,10 @@ __device__ __forceinline__ char const* cursor_land(Worker const& w, Cursor const
   return cursor_place(w, c);
 }
 
-// Whether the current stage has arrived, without waiting for it. All lanes agree.
+// Returns whether the current stage has arrived, without waiting. All lanes agree.
 __device__ __forceinline__ bool cursor_arrived(Worker const& w, Cursor const& c) { return __all_sync(~0u, barrier_try(&w.shared->full[c.stage], c.parity)) != 0; }
 
-// The same, or until it has.
+// The same, but waits if `wait` is set.
 __device__ __forceinline__ bool cursor_ready(Worker const& w, Cursor const& c, bool wait) {
   if (wait) {
     cursor_land(w, c);
@@ -31,7 +31,7 @@ __device__ __forceinline__ bool cursor_ready(Worker const& w, Cursor const& c, b
   return cursor_arrived(w, c);
 }
 
-// Frees a stage that this warp has stepped over. All lanes have read what they need: used it, or waited for it (stage_read).
+// Frees a stage that this warp has stepped past. All lanes have read what they need: used it, or waited for it (stage_read).
 __device__ __forceinline__ void cursor_free(Worker const& w, uint32_t stage) {
   __syncwarp();
   if (w.thread % 32 == 0) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void cursor_next(Worker const& w, Cursor& c) {
   cursor_step(w, c);
 }
 
-// Passes stages until it has passed `to`, all of which have arrived by then.
+// Passes stages until it has passed `to`; all of them have arrived by then.
 __device__ __forceinline__ void cursor_pass(Worker const& w, Cursor& c, uint32_t& passed, uint32_t to) {
 #pragma unroll 1
   for (; passed < to; ++passed) {
@@ -59,22 +59,22 @@ __device__ __forceinline__ void cursor_pass(Worker const& w, Cursor& c, uint32_t
   }
 }
 
-// What the loader knows of the ring. Its loop runs once a stage and must be far faster than a stage lands, so places are shared addresses
+// The loader's state of the ring. Its loop runs once per stage and must be far faster than a stage arrives, so addresses are shared addresses
 // and everything is in registers.
 struct Loader {
-  uint32_t full;           // the barrier of stage 0
-  uint32_t ring;           // stage 0
+  uint32_t full;           // shared address of stage 0's full barrier
+  uint32_t ring;           // shared address of stage 0
   uint32_t stages, stage_bytes;
-  uint32_t stage, parity;  // next stage to issue; parity that its empty barrier is waited for: at first that of the phase before a new barrier's first
-  uint32_t cap_far, cap_near; // stages that may be on their way, and near a handoff
-  uint32_t in_flight;      // stages on their way
-  uint32_t oldest, oldest_parity; // the first of them
+  uint32_t stage, parity;  // next stage to issue; parity to wait for on its empty barrier: initially that of the phase before a new barrier's first
+  uint32_t cap_far, cap_near; // stages that may be in flight: normally, and before a hand-off
+  uint32_t in_flight;      // stages in flight
+  uint32_t oldest, oldest_parity; // the oldest of them
   uint64_t policy;
 };
 
 constexpr uint32_t EMPTY_BEHIND = AMK_OFFSETOF(Shared, empty) - AMK_OFFSETOF(Shared, full);
 
-// The oldest stage on its way has arrived.
+// The oldest stage in flight has arrived.
 __device__ __forceinline__ void loader_arrived(Loader& l) {
   --l.in_flight;
   if (++l.oldest == l.stages) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ void loader_arrived(Loader& l) {
   }
 }
 
-// Until the phase of a barrier is over. False when the loader is to stop.
+// Waits until the phase of a barrier has completed. Returns false when the loader is to stop.
 __device__ __forceinline__ bool loader_wait(Shared* sh, uint32_t barrier, uint32_t parity) {
   while (!barrier_try_at(barrier, parity)) {
     if (flag_load(&sh->halt) != 0 || is_dead(sh)) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ bool loader_wait(Shared* sh, uint32_t barrier, uint32
   return true;
 }
 
-// Nothing may be on its way into shared memory when the barriers are made anew or the block ends.
+// Waits for all copies in flight: none may write shared memory when the barriers are initialised again or the block ends.
 __device__ __forceinline__ void loader_drain(Worker const& w, Loader& l) {
   uint64_t const start = now_ns();
   while (l.in_flight != 0) {
@@ -106,8 +106,8 @@ __device__ __forceinline__ void loader_drain(Worker const& w, Loader& l) {
   }
 }
 
-// How many stages of so many units may be on their way: one at least, and never more than there are. With more, the oldest would be a
-// whole wrap behind, and its barrier's parity that of another phase.
+// Cap in stages for `units` units in flight: at least one, and never more than there are stages. With more, the oldest would be a whole wrap
+// behind, and its barrier's parity that of another phase.
 __device__ __forceinline__ uint32_t stages_of(Loader const& l, uint32_t units, uint32_t stage_units) {
   uint32_t const n = units / stage_units;
   return n == 0 ? 1 : n < l.stages ? n : l.stages;
@@ -117,8 +117,8 @@ __device__ __forceinline__ void loader_caps(Loader& l, amk_program const& p, uin
   l.cap_near = stages_of(l, p.in_flight_before_wait * p.stage_units, stage_units);
 }
 
-// The next stage, once it has been freed by every consumer warp and few enough bytes are on their way: the messages of a handoff queue
-// behind them. False when the loader is to stop.
+// Claims the next stage: waits until every consumer warp has freed it and few enough bytes are in flight, since a hand-off's messages queue
+// behind them. Returns false when the loader is to stop.
 __device__ __forceinline__ bool loader_claim(Shared* sh, Loader& l, LoaderWaits& waits) {
   uint32_t const near = flag_load(&sh->near), halt = flag_load(&sh->halt);
   uint32_t const cap = near != 0 ? l.cap_near : l.cap_far, t0 = trace_clock();
@@ -137,7 +137,7 @@ __device__ __forceinline__ bool loader_claim(Shared* sh, Loader& l, LoaderWaits&
   return true;
 }
 
-// The claimed stage has been issued.
+// Accounts for the claimed stage, which has been issued.
 __device__ __forceinline__ void loader_issued(Loader& l) {
   ++l.in_flight;
   if (++l.stage == l.stages) {
@@ -146,7 +146,7 @@ __device__ __forceinline__ void loader_issued(Loader& l) {
   }
 }
 
-// A stage of one run of bytes. False when the loader is to stop.
+// Loads a stage from one run of bytes. Returns false when the loader is to stop.
 __device__ __forceinline__ bool loader_issue(Shared* sh, Loader& l, uint64_t from, uint32_t bytes, LoaderWaits& waits) {
   if (!loader_claim(sh, l, waits)) {
     return false;
@@ -158,12 +158,12 @@ __device__ __forceinline__ bool loader_issue(Shared* sh, Loader& l, uint64_t fro
   return true;
 }
 
-// Units that the loader has asked for, once a run and not once a stage; in shared memory, because its registers are all taken.
+// Counts the units that the loader has requested, once per run rather than per stage; in shared memory, to save registers.
 __device__ __forceinline__ void loader_count(Shared* sh, uint32_t units) { flag_store(&sh->issued, flag_load(&sh->issued) + units); }
 
 #if AMK_SEQS > 1
-// Tiles that are longer than a stage, for several sequences: a part of all tiles of an epilogue, then the next part of them, so that each part of
-// the sequences' vectors is brought once for all. `units` of a tile.
+// Tiles that are longer than a stage, for several sequences: one part of all tiles of an epilogue, then the next part of them, so that each
+// part of the sequences' vectors is loaded once for all. `units`: per tile.
 __device__ __forceinline__ bool loader_parts(Shared* sh, Loader& l, uint64_t address, uint32_t all, uint32_t part, uint32_t units, LoaderWaits& waits) {
 #pragma unroll 1
   for (uint32_t done = 0; done < all; done += BATCH_TILES * units) {
@@ -183,7 +183,7 @@ __device__ __forceinline__ bool loader_parts(Shared* sh, Loader& l, uint64_t add
 }
 #endif
 
-// A run of units of a matrix, once `need` units have arrived.
+// Loads a run of units of a matrix, once `need` units have arrived.
 __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t wrap, LoaderWaits& waits) {
   if (need > flag_load(&sh->watermark) && !weight_stream_wait(sh, need, wrap)) {
     return false;
@@ -211,8 +211,8 @@ __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run,
   return true;
 }
 
-// A block of keys and their values: in one stage, or in stages of their own. `head`: the keys of page 0. A copy has rows of
-// one page; a stage takes two where the block does not begin with a page. False when the loader is to stop.
+// Loads a block of keys and their values: into one stage, or into stages of their own. `head`: address of the head's keys in page 0. A copy
+// has rows of one page; a stage takes two copies if the block does not begin with a page. Returns false when the loader is to stop.
 __device__ __forceinline__ bool loader_block(Shared* sh, Loader& l, uint64_t head, uint32_t key, uint32_t keys, LoaderWaits& waits) {
   BlockStages const b = block_stages(keys, l.stage_bytes);
   uint32_t const values = sh->program.kv_values;
@@ -221,7 +221,7 @@ __device__ __forceinline__ bool loader_block(Shared* sh, Loader& l, uint64_t hea
     bool const behind = at >= b.copied;
     uint32_t const row = behind ? at - b.copied : at, in = row & (b.rows - 1), left = b.copied - row;
     uint32_t const most = left < b.rows - in ? left : b.rows - in, rows = rows_of_page(key + row, most);
-    // While the stage is not free yet: behind the claim every cycle is one in which nothing is on its way.
+    // Computed before the stage is free: after the claim, every cycle is one with nothing in flight.
     uint64_t const from = head + paged_row(page_kept(sh->pages, key + row), values, key + row) + (behind ? values : 0);
     if (in == 0 && !(behind && b.values != 0)) {
       if (!loader_claim(sh, l, waits)) {
@@ -232,7 +232,7 @@ __device__ __forceinline__ bool loader_block(Shared* sh, Loader& l, uint64_t hea
     uint32_t const full = l.full + l.stage * 8, place = l.ring + l.stage * l.stage_bytes + in * ROW_BYTES;
     stage_copy_at(place + (behind ? b.values : 0), from, rows * ROW_BYTES, full, l.policy);
     at += rows;
-    if (b.values != 0 && rows == b.copied && !behind) { // all of a page, and the values in the same stage
+    if (b.values != 0 && rows == b.copied && !behind) { // all from one page, and the values go into the same stage
       stage_copy_at(place + b.values, from + values, rows * ROW_BYTES, full, l.policy);
       at += rows;
     }
@@ -243,8 +243,8 @@ __device__ __forceinline__ bool loader_block(Shared* sh, Loader& l, uint64_t hea
   return true;
 }
 
-// A sequence's keys and values of an attention task, in the step that has begun. What earlier steps have written is here then; the row of the step's
-// own key is read as it was before, and the op knows better. `more`: kv_block, window, split and splits behind its first word.
+// Loads a sequence's keys and values for an attention task, in the step that has begun. What earlier steps wrote is visible then. The row of
+// the step's own key is stale; the op replaces it. `more`: kv_block, window, split and splits after its first word.
 __device__ __forceinline__ bool loader_seq(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t wrap, uint32_t seq, LoaderWaits& waits) {
   uint32_t const position = flag_load(&sh->started_position[wrap % 2 * SEQS + seq]), keys = attended(position, more.z);
   uint32_t const active = active_splits(keys, more.y, more.w >> 16), split = seq_split(more.w & 0xffff, more.w >> 16, seq);
@@ -252,20 +252,20 @@ __device__ __forceinline__ bool loader_seq(Shared* sh, Loader& l, uint4 run, uin
   uint32_t const count = split < active ? split_start(keys, more.y, active, split + 1) - start : 0;
   uint32_t key = paged_key(flag_load(&sh->started_session[wrap % 2 * SEQS + seq]), sh->launch->page_stride, position + 1 - keys + start);
   block_fence();
-  if (flag_load(&sh->started) - wrap >= 2) { // that step is over, without these keys: the split had none
+  if (flag_load(&sh->started) - wrap >= 2) { // that step ended without these keys: the split had none
     return true;
   }
   if (SEQS > 1 && count == 0) {
     return true;
   }
-  pieces_wait<0>(); // of the run before: no two lines are on their way to one place
+  pieces_wait<0>(); // of the run before: two lines must not be in flight to one place
   bool const first = sh->pages.wrap != wrap;
   if (first) {
     lines_forget(sh->pages, wrap);
   }
   lines_begin(sh->pages, sh->launch->pages, key);
   if (first) {
-    copies_see_stores(); // as long as the trip for the lines
+    copies_see_stores(); // takes as long as the round trip for the lines
   }
   loader_caps(l, sh->program, l.stage_bytes / AMK_UNIT_BYTES);
   loader_count(sh, ROUNDS * count * 2 * ROW_BYTES / AMK_UNIT_BYTES);
@@ -281,14 +281,14 @@ __device__ __forceinline__ bool loader_seq(Shared* sh, Loader& l, uint4 run, uin
     key += rows, left -= rows;
     if (ROUNDS > 1 && left == 0 && --sh->pages.rounds > 0) { // over the same keys again
       key = sh->pages.key, left = sh->pages.count;
-      lines_begin(sh->pages, sh->launch->pages, key); // they may have made room for others
+      lines_begin(sh->pages, sh->launch->pages, key); // they may have been replaced by others
       pieces_wait<0>();
     }
   }
   return true;
 }
 
-// Keys and values of an attention task, once the step that they are for has begun.
+// Loads keys and values of an attention task, once the step that they are for has begun.
 __device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t wrap, LoaderWaits& waits) {
   while ((int32_t)(flag_load(&sh->started) - wrap) <= 0) {
     if (flag_load(&sh->halt) != 0 || is_dead(sh)) {
@@ -308,10 +308,10 @@ __device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, ui
   return true;
 }
 
-// The worker's loads. Looked up once a run and not kept: the loader's registers are all taken.
+// The worker's list of loads. Recomputed once per run and not kept: the loader's registers are all taken.
 __device__ __forceinline__ amk_load const* loader_list(Shared* sh) { return (amk_load const*)sh->program.loads + sh->queue.load0; }
 
-// The loader: one thread, endless, until halted. Every run starts on a stage of its own.
+// Main loop of the loader: one thread, until halted. Every run starts on a new stage.
 __device__ __forceinline__ void loader_run(Worker const& w) {
   Shared* sh = w.shared;
   Loader l = {};
@@ -329,7 +329,7 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
   while (sh->queue.loads > 0) {
     load = load + 1 == sh->queue.loads ? 0 : load + 1;
     amk_load const* at = loader_list(sh) + load;
-    uint4 const next = load_u32x4(at), next_more = load_u32x4((char const*)at + 16); // a whole run ahead: a trip to L2
+    uint4 const next = load_u32x4(at), next_more = load_u32x4((char const*)at + 16); // a whole run ahead: a round trip to L2
     bool const on = (run.w & 0xff) == AMK_LOAD_CACHE ? loader_keys(sh, l, run, more, wrap, waits) : loader_weights(sh, l, run, more.x, wrap, waits);
     if (!on) {
       loader_drain(w, l);

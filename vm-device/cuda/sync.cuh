@@ -1,5 +1,5 @@
 // Memory order inside the GPU: counters, flag-in-data words, the step word. All accesses to words that another worker writes or reads
-// concurrently are here, each naming the function that it pairs with. Scope is .gpu throughout; the host's words are in ring.cuh.
+// concurrently are here; each names the function it pairs with. Scope is .gpu throughout; the host's words are in ring.cuh.
 #pragma once
 
 // A 64-bit nanosecond clock for deadlines and reports.
@@ -9,7 +9,7 @@ __device__ __forceinline__ uint64_t now_ns() {
   return t;
 }
 
-// Polls without ordering anything; follow a success with acquire_release_fence. Pairs with counter_signal, word_publish.
+// Polls without ordering; after a success, call acquire_release_fence. Pairs with counter_signal, word_publish.
 __device__ __forceinline__ uint32_t load_relaxed(uint32_t const* word) {
   uint32_t v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
@@ -20,30 +20,30 @@ __device__ __forceinline__ void store_relaxed(uint32_t* word, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");
 }
 
-// After a successful poll: what the signalling worker wrote before its release is visible; with the CTA barrier that follows, to
-// every thread of this worker. Before a relaxed publication: what this worker wrote before is visible to who fences after seeing it.
+// After a successful poll: makes visible what the signalling worker wrote before its release; with the CTA barrier that follows, to every
+// thread of this worker. Before a relaxed publication: releases this worker's earlier writes to readers that fence after seeing it.
 __device__ __forceinline__ void acquire_release_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// One arrival: everything this worker wrote before (ordered by the CTA barrier in front) is visible to who sees it. Pairs with
-// load_relaxed + acquire_release_fence in wait_counter.
+// Signals a counter once. A reader of the new value sees everything this worker wrote before (ordered by the preceding CTA barrier). Pairs
+// with load_relaxed + acquire_release_fence in wait_counter.
 __device__ __forceinline__ void counter_signal(uint32_t* counter) {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-// Publishes a word last. Pairs with load_relaxed + acquire_release_fence of whoever polls it.
+// Release store of a word, after the data that it announces. Pairs with load_relaxed + acquire_release_fence of its pollers.
 __device__ __forceinline__ void word_publish(uint32_t* word, uint32_t v) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");
 }
 
-// Adds one and returns the old value; for claims, which order nothing by themselves.
+// Adds one and returns the old value. For claims; orders nothing.
 __device__ __forceinline__ uint32_t claim(uint32_t* word) {
   uint32_t v;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(word) : "memory");
   return v;
 }
 
-// Adds; for sums that are read when nobody adds any more.
+// Adds. For sums that are read only after all additions.
 __device__ __forceinline__ void add_relaxed(uint32_t* word, uint32_t v) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");
 }
@@ -52,7 +52,7 @@ __device__ __forceinline__ void add_relaxed64(uint64_t* word, uint64_t v) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(word), "l"(v) : "memory");
 }
 
-// Activations. They bypass L1, which is not coherent between multiprocessors.
+// Loads of activations. They bypass L1, which is not coherent between multiprocessors.
 __device__ __forceinline__ float2 load_f32x2(float const* p) {
   float2 v;
   asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
@@ -65,25 +65,25 @@ __device__ __forceinline__ uint4 load_u32x4(void const* p) {
 }
 __device__ __forceinline__ void store_f32(float* p, float v) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory"); }
 
-// A word of a buffer. If it is flag-in-data, value and tag are this one access: whoever sees the tag has the value, with no fence on either
-// side. Pairs with load_u32x4 and load_relaxed in buffer.cuh.
+// Stores a word of a buffer. A flag-in-data word holds value and tag in this one access: a reader that sees the tag has the value, with no
+// fence on either side. Pairs with load_u32x4 and load_relaxed in buffer.cuh.
 __device__ __forceinline__ void store_u32(uint32_t* p, uint32_t v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
 __device__ __forceinline__ void store_u32x4(void* p, uint4 v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Sets bits of a word that other threads of this worker set bits of too; orders nothing.
+// Sets bits of a word whose other bits other threads of this worker set concurrently; orders nothing.
 __device__ __forceinline__ void set_bits(uint32_t* word, uint32_t bits) { asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" ::"l"(word), "r"(bits) : "memory"); }
 
-// What never changes while the kernel runs. Volatile, so that it is asked for where it says.
+// Loads data that is constant while the kernel runs. Volatile, so that the load is issued where it is written.
 __device__ __forceinline__ float4 load_constant(float const* p) {
   float4 v;
   asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
   return v;
 }
 
-// Brings a line that never changes closer.
+// Prefetches a line of constant data into L1.
 __device__ __forceinline__ void prefetch_l1(void const* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 
-// Words of shared memory that one warp writes and then announces, and that others read once they have seen the announcement.
+// Orders shared-memory data before the flag that announces it, in the writing warp, and after it in the readers.
 __device__ __forceinline__ void block_fence() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }

@@ -1,4 +1,4 @@
-// Times of each task, in the traced variant; nothing at all in the others. One thread of a worker writes, so marks cost it alone.
+// Timestamps of each task, in the traced variant only. One thread of a worker takes them, so only that thread pays for it.
 #pragma once
 
 #if AMK_TRACE
@@ -18,7 +18,7 @@ __device__ __forceinline__ void trace_begin(Worker const& w) {
 #endif
 }
 
-// What the task waited for is here.
+// The task's waits are over.
 __device__ __forceinline__ void trace_ready(Worker const& w) {
 #if AMK_TRACE
   if (threadIdx.x == 0) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ void trace_ready(Worker const& w) {
   }
 #endif
 }
-// The input is on the multiprocessor.
+// The input vector is staged in shared memory.
 __device__ __forceinline__ void trace_staged(Worker const& w) {
 #if AMK_TRACE
   if (threadIdx.x == 0) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void trace_multiplied(Worker const& w) {
   }
 #endif
 }
-// The first consumer warp had no weights since `since`.
+// The first consumer warp has waited for weights since `since`.
 __device__ __forceinline__ void trace_starved(Worker const& w, uint32_t since) {
 #if AMK_TRACE
   if (threadIdx.x == 0) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void trace_end(Worker const& w, amk_task const& task,
 #endif
 }
 
-// What a loader has waited for in this step, in cycles: a free stage, the cap on bytes in flight; and when the step began.
+// Cycles that a loader waited in this step, for a free stage and for the cap on bytes in flight; and when the step began.
 struct LoaderWaits {
   uint32_t free, cap, start;
 };

@@ -1,12 +1,13 @@
-// Weights that are still on their way while the kernel runs. The host copies packed units in stream order on a stream of its own and raises
-// `watermark` behind each copy (vm-host/src/weight_stream/); who needs units that are not there waits here. docs/explanation/protocol.md.
+// Streamed weight loading while the kernel runs. The host copies packed units in stream order on a stream of its own and raises
+// `watermark` after each copy (vm-host/src/weight_stream/); readers of units that have not arrived wait here. docs/explanation/protocol.md.
 #pragma once
 
 __device__ __forceinline__ amk_weight_stream* weight_stream_of(Shared* sh) { return (amk_weight_stream*)sh->launch->weight_stream; }
 
-// The loader, before the first stage of a run: until the run's units have arrived, counting to `need` in stream order. What was seen is
-// kept in the worker's `watermark`, so that nothing is asked once everything is there. When the rest is abandoned, a step that has begun is let through: its answer is
-// void. One that has not begun waits on, so that no stage of a later step holds bytes that never came. False when the loader is to stop.
+// The loader, before the first stage of a run: waits until the run's units have arrived, `need` in stream order. The value read is kept in the
+// worker's `watermark`, so that nothing is polled once everything has arrived. If the rest is abandoned, a step that has begun continues: its
+// result is void. One that has not begun keeps waiting, so that no stage of a later step holds bytes that never arrived. Returns false when
+// the loader is to stop.
 __device__ __forceinline__ bool weight_stream_wait(Shared* sh, uint32_t need, uint32_t wrap) {
   amk_weight_stream* weight_stream = weight_stream_of(sh);
   uint64_t since = 0;
@@ -30,7 +31,7 @@ __device__ __forceinline__ bool weight_stream_wait(Shared* sh, uint32_t need, ui
     }
     __nanosleep(500);
   }
-  acquire_release_fence(); // pairs with the fence in front of the write of `watermark`
+  acquire_release_fence(); // pairs with the fence before the write of `watermark`
   copies_see_stores();
   if (since != 0) {
     add_relaxed(&weight_stream->waited_us, (uint32_t)((now_ns() - since) / 1000));
@@ -39,8 +40,8 @@ __device__ __forceinline__ bool weight_stream_wait(Shared* sh, uint32_t need, ui
   return true;
 }
 
-// The watchdog, when a worker has finished nothing for the deadline: whether weights on their way excuse it. They do while something lands, and
-// for so many deadlines in a row in which nothing does.
+// The watchdog, when a worker has finished nothing for the deadline: returns whether weights in flight are the reason. They are while some
+// arrive, and for a limited number of deadlines in a row in which none do.
 __device__ __forceinline__ bool weight_stream_excuses(Shared* sh) {
   amk_weight_stream* weight_stream = weight_stream_of(sh);
   uint32_t const watermark = load_relaxed(&weight_stream->watermark);
@@ -53,7 +54,7 @@ __device__ __forceinline__ bool weight_stream_excuses(Shared* sh) {
   return sh->weight_stream_idle <= load_relaxed(&weight_stream->patience);
 }
 
-// Says to the host whether the command under way waits for weights.
+// Reports to the host whether the current command waits for weights.
 __device__ __forceinline__ void weight_stream_report(Shared* sh, uint32_t sequence) {
   amk_weight_stream const* weight_stream = weight_stream_of(sh);
   bool const waits = load_relaxed(&weight_stream->waits) != load_relaxed(&weight_stream->resumed);

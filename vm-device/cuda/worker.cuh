@@ -1,29 +1,29 @@
-// What the roles of a worker share: its shared memory, its barriers, how it gives up.
+// State shared by the roles of a worker: its shared memory, its barriers, its traps.
 #pragma once
 
 constexpr uint32_t CONSUMERS = AMK_WARPS * 32;
-constexpr uint32_t HELPERS = AMK_HELPER_WARPS * 32; // threads: loader, prefetcher, watchdog, and the one that writes the worker heartbeat; registers are given away by whole groups of 4 warps
+constexpr uint32_t HELPERS = AMK_HELPER_WARPS * 32; // threads: loader, prefetcher, watchdog, and the heartbeat's writer; registers move by whole groups of 4 warps
 constexpr uint32_t TILES_BUF = 16;                       // tiles whose sums are kept before an epilogue
 constexpr uint32_t ROWS_BUF = TILES_BUF * AMK_UNIT_ROWS; // 128
 constexpr uint32_t SEQS = AMK_SEQS;
-constexpr uint32_t PART_ROWS = SEQS == 1 ? ROWS_BUF : 112; // of several sequences the sums lie elsewhere, and this is scratch
-constexpr uint32_t SPINS_PER_NOTE = 256;                 // turns of a wait after which it says what it waits for
+constexpr uint32_t PART_ROWS = SEQS == 1 ? ROWS_BUF : 112; // with several sequences the sums are elsewhere, and this is scratch
+constexpr uint32_t SPINS_PER_NOTE = 256;                 // spins of a wait before it publishes its reason
 
-// A buffer as a task uses it: resolved when the task is fetched.
+// A buffer as a task uses it, resolved when the task is prefetched.
 struct alignas(16) ResolvedBuffer {
   uint64_t address;
   uint32_t kind;
   uint32_t units;
 };
 
-// A task with its buffers, as staged in shared memory.
+// A task with its resolved buffers, as staged in shared memory.
 struct alignas(16) StagedTask {
   amk_task task;
   ResolvedBuffer buffer[AMK_READS_MAX + AMK_WRITES_MAX];
 };
 
 #if AMK_TRACE
-// Marks of the task under way, in cycles; what the loader waited for in this step.
+// Timestamps of the current task, in cycles, and the loader's waits in this step.
 struct TraceBuffer {
   uint64_t begin_ns;
   uint32_t begin, ready, staged, multiplied, starved;
@@ -39,37 +39,37 @@ struct Shared {
   amk_queue queue;
   amk_step step;
 #if AMK_SEQS > 1
-  amk_seqs seqs; // right behind the step, as in device memory
+  amk_seqs seqs; // directly after the step, as in device memory
 #endif
-  float part[2][AMK_WARPS][PART_ROWS]; // of two barriers in turn: the fast warps may be one ahead
+  float part[2][AMK_WARPS][PART_ROWS]; // double-buffered by barrier: fast warps may be one ahead
   alignas(16) float sums[2][AMK_WARPS];
   float best_value[AMK_WARPS];
   uint32_t best_row[AMK_WARPS];
   uint32_t dead; // nonzero: every wait returns at once and the worker leaves at the next task boundary
   uint32_t halt; // nonzero: the loader stops issuing
   uint32_t near; // nonzero: the loader keeps to the lower cap
-  uint32_t leave[2]; // `dead` as one thread saw it before a barrier, so that all decide alike after it
+  uint32_t leave[2]; // `dead` as one thread read it before a barrier, so that all decide alike after it
   uint32_t fetched;  // number of the next task to stage (tasks.cuh)
   uint32_t done;     // number of the first task that has not ended
-  uint32_t gone;  // the consumers are leaving: so does the watchdog
-  uint32_t started;    // steps begun since the program was adopted; the loader may be one behind, so of the last two:
-  uint32_t started_position[2 * SEQS], started_session[2 * SEQS]; // of each sequence
+  uint32_t gone;  // nonzero: the consumers are leaving, and so must the watchdog
+  uint32_t started;    // steps begun since the program was adopted; the loader may be one behind, so the last two are kept:
+  uint32_t started_position[2 * SEQS], started_session[2 * SEQS]; // per sequence
 #if AMK_SEQS > 1
   uint32_t started_seqs[2];
 #endif
-  uint32_t active;   // nonzero while a step is under way
+  uint32_t active;   // nonzero while a step is running
   uint32_t progress; // tasks done, ever
-  uint32_t wait_code, wait_object, wait_have, wait_need; // what the longest wait of the moment is about
-  uint32_t fault_code, fault_object, fault_have, fault_need; // what a consumer found wrong, for the watchdog to report
+  uint32_t wait_code, wait_object, wait_have, wait_need; // the reason of the longest current wait
+  uint32_t fault_code, fault_object, fault_have, fault_need; // an error that a consumer found, for the watchdog to report
   uint32_t index; // of the worker
   uint32_t epoch; // for reports
   uint32_t task;  // index in the queue, for reports
-  uint32_t issued; // units that the loader has asked for, ever
-  uint32_t seen_progress; // the watchdog's: progress when it last changed, and when that was
+  uint32_t issued; // units that the loader has requested, ever
+  uint32_t seen_progress; // the watchdog's: progress at its last change, and the time of that
   uint64_t seen_ns;
-  uint32_t watermark; // units that have arrived, as far as the loader knows: in shared memory, since its registers are all taken
-  uint32_t seen_watermark, weight_stream_idle; // the watchdog's: units arrived when it last looked, and deadlines since they last changed
-  uint64_t worker_heartbeat_ns; // when the worker's worker heartbeat was last written
+  uint32_t watermark; // units that have arrived, as last read by the loader: in shared memory, to save registers
+  uint32_t seen_watermark, weight_stream_idle; // the watchdog's: arrived units at its last check, and deadlines since they changed
+  uint64_t worker_heartbeat_ns; // when the worker's heartbeat was last written
   alignas(16) PageLines pages; // the loader's
   amk_launch const* launch;
 #if AMK_TRACE
@@ -78,7 +78,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= AMK_FIXED_BYTES, "the fixed part holds the shared state");
 
-// Everything that a role needs to hand. Lives in registers: it is never passed by address to a function that is not inlined.
+// State that a role keeps in registers. It is never passed by address to a function that is not inlined.
 struct Worker {
   Shared* shared;
   char* x;    // activation buffer
@@ -88,31 +88,31 @@ struct Worker {
   uint32_t task;   // tasks begun since the program was adopted
   uint32_t parity; // of the next barrier
   uint32_t progress; // barriers announced, ever
-  uint32_t thread;   // threadIdx.x, which the compiler would read again at every use
+  uint32_t thread;   // threadIdx.x, which the compiler would otherwise reread at every use
 #if AMK_SEQS > 1
-  uint32_t seq; // that the ops' work is for
+  uint32_t seq; // sequence that the op is working on
 #endif
 };
 
 __device__ __forceinline__ bool is_dead(Shared* sh) { return flag_load(&sh->dead) != 0; }
 
-// Registers go from the helpers to the consumers, whole groups of 4 warps at once. A block starts with what the launch gave it, and who
-// asks for more than the others have given back waits forever.
+// Moves registers from the helpers to the consumers (setmaxnreg), in whole groups of 4 warps. A block starts with what the launch gave it, and
+// a request for more than the others have given back waits forever.
 constexpr uint32_t CONSUMER_REGISTERS = AMK_CONSUMER_REGISTERS, HELPER_REGISTERS = AMK_HELPER_REGISTERS;
-constexpr uint32_t LAUNCH_REGISTERS = 65536 / (CONSUMERS + HELPERS) / 8 * 8; // of a thread
+constexpr uint32_t LAUNCH_REGISTERS = 65536 / (CONSUMERS + HELPERS) / 8 * 8; // per thread
 static_assert(CONSUMERS * CONSUMER_REGISTERS + HELPERS * HELPER_REGISTERS <= (CONSUMERS + HELPERS) * LAUNCH_REGISTERS, "registers are only moved");
 __device__ __forceinline__ void consumer_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS)); }
 __device__ __forceinline__ void helper_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(HELPER_REGISTERS)); }
 
 // Barrier among the consumer warps. Every path of every op passes the same barriers, dead or not.
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
-// Barrier among consumers, loader and prefetcher, at a program switch and at the end. The unaligned form: they come to it on paths of their
-// own, and the aligned one promises one instruction for all.
+// Barrier among consumers, loader and prefetcher, at a program switch and at the end. The unaligned form: the roles reach it on different
+// paths, and the aligned one requires one instruction for all.
 __device__ __forceinline__ void worker_sync() { asm volatile("barrier.sync 2, %0;" ::"n"(CONSUMERS + 64) : "memory"); }
 
-// The barrier of a task: what the warps computed meets behind it. Each task passes it once or more; afterwards `left` says whether all
-// are to leave, and the parity of the buffers has changed. In two parts, so that what one thread decides is not in the way: announced
-// before the products, met behind them.
+// The barrier of a task, after which the warps' results are combined. Each task passes it once or more; afterwards `left` tells whether all
+// are to leave, and the parity of the buffers has changed. It has two parts, to keep one thread's decision off the critical path: announced
+// before the products, met after them.
 __device__ __forceinline__ void barrier_announce(Worker& w) {
   ++w.progress;
   if (w.thread == 0) {
@@ -130,12 +130,12 @@ __device__ __forceinline__ void task_barrier(Worker& w) {
 }
 __device__ __forceinline__ bool left(Worker const& w) { return w.shared->leave[w.parity ^ 1] != 0; }
 
-// The words of a session's tokens; what was chosen behind each lies `token_stride` words further on.
+// Address of a session's tokens; the token chosen after each is `token_stride` words further on.
 __device__ __forceinline__ uint32_t* session_tokens(amk_launch const& l, uint32_t session) {
   return (uint32_t*)l.tokens + (size_t)session * 2 * l.token_stride;
 }
 
-// Asks the whole device to leave, and writes who waited for what. The first reporter wins.
+// Makes the whole device leave and writes the reason to the status block. The first reporter wins.
 __device__ __forceinline__ void trap(Shared* sh, uint32_t code, uint32_t object, uint32_t have, uint32_t need, uint64_t waited_ns) {
   flag_store(&sh->dead, 1);
   amk_done* done = (amk_done*)sh->launch->done;
@@ -156,7 +156,7 @@ __device__ __forceinline__ void trap(Shared* sh, uint32_t code, uint32_t object,
   word_publish(&done->abort, 1);
 }
 
-// One consumer thread: what it has found cannot go on. The watchdog reports it, so that the ops have no code for that.
+// One consumer thread: records an error that makes the step void. The watchdog reports it, so that the ops need no code for that.
 __device__ __forceinline__ void fault(Shared* sh, uint32_t code, uint32_t object, uint32_t have, uint32_t need) {
   flag_store(&sh->fault_object, object);
   flag_store(&sh->fault_have, have);
@@ -167,7 +167,7 @@ __device__ __forceinline__ void fault(Shared* sh, uint32_t code, uint32_t object
 
 __device__ __forceinline__ bool weight_stream_excuses(Shared* sh); // weight_stream.cuh
 
-// The worker's life signs for other processes, by a warp of their own and seldom. They cross the bus, so they go in three writes.
+// Writes the worker's heartbeat for other processes, rarely and from a warp of its own. It crosses the bus, so it is three writes.
 __device__ __forceinline__ void worker_heartbeat(Shared* sh, uint64_t now) {
   if (now - sh->worker_heartbeat_ns < sh->launch->worker_heartbeat_ns) {
     return;
@@ -180,8 +180,8 @@ __device__ __forceinline__ void worker_heartbeat(Shared* sh, uint64_t now) {
   host_store_u32x4(words + 32, flag_load(&sh->wait_object), flag_load(&sh->wait_have), flag_load(&sh->wait_need), 0);
 }
 
-// Every wait inside a step spins on `dead` and on nothing slower; this thread of each worker sets it. It looks at the device-wide abort
-// word, and it reports the worker when no task has been finished for the deadline.
+// Watchdog of a worker. Every wait inside a step polls only `dead`, which is fast; this thread sets it. It checks the device-wide abort word,
+// and it traps when no task has been finished for the deadline.
 __device__ __forceinline__ void watchdog_check(Shared* sh) {
   if (load_relaxed(&((amk_done*)sh->launch->done)->abort) != 0) {
     flag_store(&sh->dead, 1);
@@ -205,7 +205,7 @@ __device__ __forceinline__ void watchdog_check(Shared* sh) {
   }
 }
 
-// A long wait says what it is about, for the watchdog's report.
+// Publishes the reason of a long wait, for the watchdog's report.
 __device__ __forceinline__ void note_wait(Shared* sh, uint32_t code, uint32_t object, uint32_t have, uint32_t need) {
   flag_store(&sh->wait_object, object);
   flag_store(&sh->wait_have, have);
@@ -219,7 +219,7 @@ __device__ __forceinline__ void poll_pause() {
 #endif
 }
 
-// One thread: until the counter holds epoch * count. Pairs with counter_signal.
+// One thread: waits until the counter holds epoch * count. Pairs with counter_signal.
 __device__ __forceinline__ bool wait_counter(Worker const& w, uint32_t counter, uint32_t count) {
   uint32_t const* word = (uint32_t const*)w.shared->program.counters + (size_t)counter * 8;
   uint32_t const need = w.epoch * count;
@@ -239,7 +239,7 @@ __device__ __forceinline__ bool wait_counter(Worker const& w, uint32_t counter, 
   }
 }
 
-// Until a phase of a stage barrier is over.
+// Waits until a phase of a stage barrier has completed.
 __device__ __forceinline__ bool wait_stage(Shared* sh, uint64_t* barrier, uint32_t parity, uint32_t stage) {
   for (uint32_t spin = 1; !barrier_try(barrier, parity); ++spin) {
     if (is_dead(sh)) {

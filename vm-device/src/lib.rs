@@ -1,7 +1,7 @@
 //! The CUDA source of the megakernel, as data.
 //!
-//! **Promises.** No CUDA dependency and no logic beyond which files there are, in which order, and how a variant's macros are
-//! spelled. The files of a unit, one after the other, are one self-contained text: NVRTC needs no header search path.
+//! **Promises.** No CUDA dependency, and no logic beyond the list of files, their order, and the spelling of a variant's macros. The
+//! files of a unit, concatenated, are self-contained: NVRTC needs no header search path.
 
 use abi::DType;
 
@@ -50,8 +50,8 @@ pub const SOURCES: &[Source] = sources![
     "cuda/megakernel.cu",
 ];
 
-/// The files of the kernels that run a prompt chunk by chunk. They follow those of [`SOURCES`] that are headers, in a unit of their own: what
-/// is resident does not change with them.
+/// The files of the kernels that run a prompt chunk by chunk. They follow the headers among [`SOURCES`], in a compilation unit of their
+/// own, so that the resident kernel does not change with them.
 pub const PREFILL_SOURCES: &[Source] =
     sources!["cuda/prefill_vectors.cuh", "cuda/prefill_gemm.cuh", "cuda/prefill_attention.cuh",];
 
@@ -62,23 +62,23 @@ pub struct Variant {
     pub dtype: DType,
     /// Elements of a head.
     pub head_dim: u32,
-    /// Query heads of a key/value head.
+    ///     /// Query heads per key/value head.
     pub group: u32,
     /// Whether queries and keys are normalised.
     pub qk_norm: bool,
     /// Elements of the residual stream, of all query heads, of the hidden layer. Vectors of other lengths work too, more slowly.
     pub widths: [u32; 3],
-    /// Bit n: some matrix of the model is taken in shares of n units per warp. Bit 0: some share is shorter for some warps.
+    ///     /// Bit n: some matrix of the model is taken in warp fragments of n units. Bit 0: some fragment is shorter for some warps.
     pub shares: u32,
     /// Pause between two polls.
     pub poll_sleep_ns: u32,
-    /// Weights leave L2 first.
+    ///     /// Weights are loaded with the L2 policy evict-first.
     pub evict_first: bool,
-    /// Sessions that a step may run at once: 1, 2, 4 or 8. More than one only of 16-bit weights.
+    ///     /// Sessions that a step may run at once: 1, 2, 4 or 8. More than one requires 16-bit weights.
     pub seqs: u32,
-    /// Every task leaves an `amk_record`. Never in a build that is timed.
+    ///     /// Every task writes an `amk_record`. Never in a build that is timed.
     pub trace: bool,
-    /// Number of a program's first task: 0, but in the test of the wrap at 2^32.
+    ///     /// Number of a program's first task: 0, except in the test of the wrap at 2^32.
     pub first_task: u32,
 }
 
@@ -122,13 +122,13 @@ impl Variant {
 pub struct PrefillVariant {
     /// Element type of the matrices, of 16 bits.
     pub dtype: DType,
-    /// Elements of a head.
+    ///     /// Elements of a head.
     pub head_dim: u32,
-    /// Query heads of a key/value head.
+    ///     /// Query heads per key/value head.
     pub group: u32,
     /// Whether queries and keys are normalised.
     pub qk_norm: bool,
-    /// 16-bit halves that a vector is multiplied as, 1 or 2.
+    ///     /// Number of 16-bit halves into which a vector is split for multiplication, 1 or 2.
     pub vector_halves: u32,
 }
 
@@ -147,26 +147,26 @@ impl PrefillVariant {
     }
 }
 
-/// A GPU architecture that there are kernels for.
+/// A GPU architecture that the kernels support.
 #[derive(Debug)]
 pub struct Architecture {
-    /// As the compiler takes it.
+    ///     /// Name, as the compiler takes it.
     pub name: &'static str,
-    /// Compute capability, major: kernels run on every minor one of it.
+    ///     /// Compute capability, major: the kernels run on every minor one of it.
     pub major: i32,
     /// Cards, for messages.
     pub cards: &'static str,
     /// Files of the resident kernel, in the order in which the compiler sees them.
     pub sources: &'static [Source],
-    /// Files of the kernels for prompt chunks, behind the headers among `sources`: the matrix products differ most between architectures.
+    ///     /// Files of the kernels for prompt chunks, after the headers among `sources`: matrix products differ most between architectures.
     pub prefill_sources: &'static [Source],
-    /// Registers of a thread of the warps that run tasks, and of the other warps.
+    ///     /// Registers per thread: of the warps that run tasks, and of the other warps.
     pub registers: [u32; 2],
-    /// Multiplications and additions of 16-bit numbers that a multiprocessor does in a cycle, at most.
+    ///     /// Peak rate: multiplications plus additions of 16-bit numbers per cycle of a multiprocessor.
     pub flop_per_cycle: f64,
 }
 
-/// Every architecture that there are kernels for, a row each.
+/// Every supported architecture, one row each.
 pub const ARCHITECTURES: &[Architecture] = &[Architecture {
     name: "sm_90a",
     major: 9,
@@ -178,7 +178,7 @@ pub const ARCHITECTURES: &[Architecture] = &[Architecture {
 }];
 
 impl Architecture {
-    /// The architecture of a device, if there are kernels for it.
+    ///     /// The architecture of a device, if it is supported.
     #[must_use]
     pub fn of(capability: (i32, i32)) -> Option<&'static Self> {
         ARCHITECTURES.iter().find(|row| row.major == capability.0)
@@ -190,13 +190,13 @@ impl Architecture {
         ARCHITECTURES.iter().find(|row| row.name == name)
     }
 
-    /// The files of the unit of the kernels for prompt chunks, in their order.
+    ///     /// The files of the kernels for prompt chunks, in order.
     pub fn prefill_unit(&self) -> impl Iterator<Item = &'static Source> {
         let headers = self.sources.iter().filter(|source| source.name.ends_with('h'));
         headers.chain(self.prefill_sources)
     }
 
-    /// The macro definitions of every kernel for it, as compiler options.
+    ///     /// The macro definitions of every kernel for this architecture, as compiler options.
     #[must_use]
     pub fn defines(&self) -> [String; 2] {
         let [consumers, helpers] = self.registers;
@@ -206,7 +206,7 @@ impl Architecture {
         ]
     }
 
-    /// What there are kernels for, for messages: `9.x (H100, H200)`.
+    ///     /// The supported architectures, for messages: `9.x (H100, H200)`.
     #[must_use]
     pub fn all() -> String {
         let rows = ARCHITECTURES.iter().map(|row| format!("{}.x ({})", row.major, row.cards));

@@ -15,14 +15,14 @@ pub enum HostError {
     /// No device.
     #[error("the CUDA driver is here but reports no device")]
     NoDevice,
-    /// No device of this number.
+    /// No device with this number.
     #[error(
         "there is no GPU {ordinal}: {count} are seen here, counted from 0 (CUDA_VISIBLE_DEVICES and the container say which)"
     )]
     NoSuchDevice {
         /// The number.
         ordinal: u32,
-        /// Devices that there are.
+        /// Number of devices.
         count: u32,
     },
     /// No NVRTC library.
@@ -48,13 +48,13 @@ pub enum HostError {
     Driver {
         /// The call.
         call: &'static str,
-        /// What the driver says.
+        /// The driver's message.
         message: String,
     },
     /// The kernel does not compile.
     #[error("the kernel does not compile: {0}")]
     Compile(String),
-    /// The compiled kernel was built from another layout.
+    /// The compiled kernel was built with another layout.
     #[error(
         "the compiled kernel was built from another header (hash {found:#x}, expected {expected:#x}): empty $AMK_CACHE, or mend $AMK_KERNEL_DIR"
     )]
@@ -64,12 +64,12 @@ pub enum HostError {
         /// This build's.
         expected: u64,
     },
-    /// The grid does not fit on the device at once, so that waiting for each other would never end.
+    /// The grid does not fit on the device at once, so its workers would wait for each other forever.
     #[error(
         "{requested} workers need {requested} resident blocks, but {possible} fit ({threads} threads, {shared} bytes of shared memory each): nothing was launched; lower for a target with at most {possible} multiprocessors (--target, or leave it out to take the GPU that is here)"
     )]
     NotCoResident {
-        /// Blocks asked for.
+        /// Blocks requested.
         requested: u32,
         /// Blocks that fit.
         possible: u32,
@@ -96,31 +96,31 @@ pub enum HostError {
         /// What went wrong.
         message: String,
     },
-    /// The caller asked for something that the machine was not booted for.
+    /// The request exceeds what the machine was booted for.
     #[error("{0}")]
     Request(String),
-    /// The device stopped and said why.
+    /// The device stopped and reported the reason.
     #[error("the device stopped: {}", describe(.0))]
     Trapped(Box<Status>),
-    /// The kernel died of an exception, as the driver says. The driver gives this process nothing more.
+    /// The kernel died of an exception that the driver reports. The driver serves this process no more.
     #[error(
         "the kernel died in the middle of a command ({0}): run it again in a new process; if it dies there too, compute-sanitizer shows where"
     )]
     Died(String),
-    /// The kernel is gone, and left neither an answer nor a trap.
+    /// The kernel is gone, without an answer or a trap.
     #[error("the kernel left without an answer: stop the machine and launch it again")]
     Left,
-    /// The device did not answer in time and said nothing.
+    /// The device did not answer in time and reported nothing.
     #[error("no answer from the device in {waited:?} (poller heartbeat {}): the process that holds it must be restarted", if *.alive { "alive" } else { "stopped" })]
     TimedOut {
-        /// How long was waited.
+        /// How long the wait was.
         waited: Duration,
-        /// Whether the poller's heartbeat moved meanwhile.
+        /// Whether the poller's heartbeat changed during the wait.
         alive: bool,
     },
 }
 
-/// The status block in words.
+/// The status block as text.
 #[must_use]
 pub fn describe(s: &Status) -> String {
     let trap = Trap::new(s.trap).map_or("unknown trap", Trap::name);

@@ -1,8 +1,8 @@
-//! The device's life: boot, launch, commands, stop.
+//! Life cycle of the device: boot, launch, commands, stop.
 //!
-//! [`Idle`] owns the memory and may allocate, load and free; [`Resident`] holds a running kernel and can only do what never waits for
-//! it: copies on its own stream and words in mapped memory. Going from one to the other moves the value, so that a call of the first
-//! kind behind a resident kernel does not compile.
+//! [`Idle`] owns the memory and may allocate, load and free. [`Resident`] holds a running kernel and can do only what never waits for it:
+//! copies on its own stream and words in mapped memory. Each transition moves the value, so that a call that waits for the device does not
+//! compile while a kernel is resident.
 
 use std::mem::offset_of;
 use std::sync::Arc;
@@ -42,26 +42,26 @@ pub use run::{Decoded, Request};
 
 /// Programs that can be loaded beside each other.
 pub const PROGRAMS_MAX: usize = 4;
-/// Bytes of so many records of tasks; those of the loaders come behind.
+/// Bytes of this many task records; those of the loaders follow them.
 fn records_bytes(records: u32) -> u64 {
     u64::from(records) * size_of::<TaskRecord>() as u64
 }
 
-/// The state of a step, and that of its sequences right behind it.
+/// The state of a step, directly followed by that of its sequences.
 const STEP_BYTES: u64 = (size_of::<StepState>() + size_of::<SeqStates>()) as u64;
 /// Threads of a worker.
 const THREADS: u32 = (abi::CONSUMER_WARPS + abi::HELPER_WARPS) * 32;
-/// How often a worker says that it lives, at most: 132 workers with 48 bytes each are 6 MB/s over the bus.
+/// Least interval between a worker's heartbeats: 132 workers with 48 bytes each are 6 MB/s over the bus.
 const WORKER_HEARTBEAT_EVERY: Duration = Duration::from_millis(1);
-/// How long the report of a trap may come after the completion that says so: some stores to host memory.
+/// How long after a trap's completion its report may arrive: a few stores to host memory.
 const REPORT_LIMIT: Duration = Duration::from_millis(100);
-/// Bytes of the page-locked buffer that copies beside a resident kernel go through.
+/// Bytes of the page-locked buffer for copies while a kernel is resident.
 const BOUNCE_BYTES: usize = 32 << 20;
 
-/// Launches of this process, so that who looks on can tell them apart.
+/// Launches of this process, so that a monitor can tell them apart.
 static LAUNCHES: AtomicU64 = AtomicU64::new(0);
 
-/// A loaded program: a place in device memory. Good for the machine that loaded it, until the place is used again.
+/// Handle of a loaded program: a place in device memory. Valid for the machine that loaded it, until the place is reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Loaded {
     place: usize,
@@ -73,7 +73,7 @@ struct Memory {
     residents: Residents,
     programs: Vec<DeviceBuffer>,
     places: Places,
-    /// Of the program in each place: address and bytes of its activations.
+    /// Address and bytes of the activations, per place.
     arenas: Vec<(u64, u64)>,
     step: DeviceBuffer,
     done: DeviceBuffer,
@@ -91,11 +91,11 @@ struct Memory {
 
 /// A booted machine with no kernel running.
 pub struct Idle {
-    /// Weights on their way: ended before the memory that they go to is freed.
+    /// Weights in flight; ended before the memory that they go to is freed.
     weight_stream: Option<WeightStream>,
     memory: Memory,
     compute: Stream,
-    /// The variant that was launched last: loading one takes longer than the rest of a launch. Freed with the memory, never while the kernel runs.
+    /// The variant of the last launch: loading one takes longer than the rest of a launch. Freed with the memory, never while the kernel runs.
     kernel: (Variant, Module),
     _context: Arc<Context>,
     info: DeviceInfo,
@@ -103,7 +103,7 @@ pub struct Idle {
     report: LoadReport,
     vocab: u32,
     graph: Graph,
-    /// Kernels and memory for prompt chunks, once one was run.
+    /// Kernels and memory for prompt chunks, created with the first of them.
     prefill: Option<Box<Prefill>>,
 }
 
@@ -116,7 +116,7 @@ pub struct Resident {
 }
 
 impl Idle {
-    /// Brings a model onto the device: packed weights, constants, caches, rings. `program` is any program of the model.
+    /// Loads a model onto the device: packed weights, constants, caches, rings. `program` is any program of the model.
     ///
     /// # Errors
     /// If there is no suitable device, memory is short, or a weight file cannot be read.
@@ -130,7 +130,7 @@ impl Idle {
         Self::boot_through(graph, weights, program, variant, options, &|source| source)
     }
 
-    /// The same, weights that stream read through something.
+    /// The same, with a wrapper for the source that weights are streamed from.
     pub(crate) fn boot_through(
         graph: &Graph,
         weights: &dyn Weights,
@@ -200,16 +200,16 @@ impl Idle {
         &self.info
     }
 
-    /// How the weights came in, or how far they are.
+    /// How the weights were loaded, or how far they have arrived.
     #[must_use]
     pub fn load_report(&self) -> LoadReport {
         self.weight_stream.as_ref().map_or_else(|| self.report.clone(), WeightStream::report)
     }
 
-    /// Launches the kernel with a program. Residency of the whole grid is proven first.
+    /// Launches the kernel with a program, after checking that the whole grid can be resident.
     ///
     /// # Errors
-    /// If the kernel does not compile, does not fit, or the program is of another model; the machine is given back.
+    /// If the kernel does not compile, does not fit, or the program is of another model; the machine is returned with the error.
     pub fn launch(
         mut self,
         variant: Variant,
@@ -291,7 +291,7 @@ impl Idle {
         }
     }
 
-    /// Writes a program's image into a place. Beside a resident kernel the place must not be the current one.
+    /// Writes a program's image to a place. While a kernel is resident it must not be the current place.
     fn load_into(
         &mut self,
         place: usize,
@@ -362,7 +362,7 @@ impl Memory {
     }
 }
 
-/// What no kernel could be booted for.
+/// Refuses shapes and options that no kernel supports.
 fn check_shape(graph: &Graph, options: &BootOptions) -> Result<(), HostError> {
     if options.sessions == 0 || options.sessions > abi::SESSIONS_MAX {
         return Err(HostError::Request(format!(
@@ -395,7 +395,7 @@ impl Resident {
             .unwrap_or_else(|| unreachable!("only `stop` takes it, and consumes the machine"))
     }
 
-    /// What another thread may see of this kernel.
+    /// A handle with which another thread can watch this kernel.
     pub fn monitor(&mut self) -> Monitor {
         let Idle { memory, weight_stream, .. } = self.idle();
         let (block, workers) = (memory.block.clone(), memory.residents.workers);
@@ -412,13 +412,13 @@ impl Resident {
         self.variant
     }
 
-    /// The program that is current.
+    /// The current program.
     #[must_use]
     pub fn current(&self) -> Loaded {
         self.current
     }
 
-    /// Loads a program beside the current one. Its place is the one used longest ago; a handle of that place is no longer good.
+    /// Loads a program beside the current one. It takes the place that was filled longest ago; a handle of that place becomes invalid.
     ///
     /// # Errors
     /// If the program does not fit.
@@ -426,7 +426,7 @@ impl Resident {
         self.load_for(program, 1)
     }
 
-    /// The same for batches of so many sequences.
+    /// The same, for batches of up to this many sequences.
     fn load_for(
         &mut self,
         program: &Verified<Program>,
@@ -442,7 +442,7 @@ impl Resident {
     /// Makes a loaded program current.
     ///
     /// # Errors
-    /// If its place has been used again, or the device stopped.
+    /// If its place has been reused, or the device stopped.
     pub fn switch(&mut self, program: Loaded) -> Result<(), HostError> {
         if !self.holds(program) {
             return Err(HostError::Request(
@@ -456,7 +456,7 @@ impl Resident {
         Ok(())
     }
 
-    /// Every worker takes the program up, and drops what it has of the current one.
+    /// Switches every worker to the program, and drops what each holds of the current one.
     fn adopt(&mut self, program: Loaded) -> Result<(), HostError> {
         let idle = self.idle();
         let address = idle.memory.programs[program.place].address;
@@ -477,7 +477,7 @@ impl Resident {
         self.seq_logits(0, rows)
     }
 
-    /// The same into a caller's memory, row behind row: as many as fit.
+    /// The same into a caller's memory, row after row: as many as fit.
     ///
     /// # Errors
     /// If a copy fails.
@@ -486,11 +486,11 @@ impl Resident {
         memory.copier.rows_into(memory.residents.logits, out, *vocab as usize)
     }
 
-    /// The activations of a program as its last step left them: the words of its arena, poison where nothing was stored. Between two
-    /// commands nobody writes there.
+    /// The activations of a program as its last step left them: the words of its arena, poison where nothing was stored. They do not change
+    /// between two commands.
     ///
     /// # Errors
-    /// If the program's place has been used again, or a copy fails.
+    /// If the program's place has been reused, or a copy fails.
     pub fn arena(&mut self, program: Loaded) -> Result<Vec<u32>, HostError> {
         if !self.holds(program) {
             return Err(HostError::Request("the program's place has been used again".into()));
@@ -500,7 +500,7 @@ impl Resident {
         memory.copier.values(address, bytes as usize / size_of::<u32>())
     }
 
-    /// What the traced variant wrote of the last step: a record a task.
+    /// The records of the traced variant for the last step, one per task.
     ///
     /// # Errors
     /// If a copy fails.
@@ -509,7 +509,7 @@ impl Resident {
         memory.copier.values(memory.records.address, options.records as usize)
     }
 
-    /// What the traced variant wrote of each worker's loader in the last step.
+    /// The records of the traced variant for each worker's loader in the last step.
     ///
     /// # Errors
     /// If a copy fails.
@@ -519,7 +519,7 @@ impl Resident {
         memory.copier.values(source, memory.residents.workers as usize)
     }
 
-    /// Fills the first rows of logits with what is not a number: those that a command is to write and the host to read.
+    /// Fills the first rows of logits with NaN: those that a command will write and the host will read.
     ///
     /// # Errors
     /// If a copy fails.
@@ -537,7 +537,7 @@ impl Resident {
         self.idle().memory.residents.logits_rows
     }
 
-    /// Microseconds of an empty command, there and back.
+    /// Round-trip time of an empty command, in microseconds.
     ///
     /// # Errors
     /// If the device stopped.
@@ -587,20 +587,20 @@ impl Resident {
         }
     }
 
-    /// The kernel is leaving in the middle of a step: the counters of every loaded program are worth nothing.
+    /// Marks the machine as failed: the kernel leaves in the middle of a step, so the counters of every loaded program are invalid.
     fn fail(&mut self) {
         self.failed = true;
         self.idle().memory.places.forget();
     }
 
-    /// The command ended in a trap: the status block says which.
+    /// Fails after a command that ended in a trap, with the status block's reason.
     fn fail_with_status(&mut self) -> HostError {
         self.fail();
         let status = self.idle().memory.ring.await_status(REPORT_LIMIT).unwrap_or_default();
         HostError::Trapped(Box::new(status))
     }
 
-    /// Ends the kernel and gives the machine back.
+    /// Ends the kernel and returns the idle machine.
     ///
     /// # Errors
     /// If the kernel does not leave in time; then only ending the process frees the device.
@@ -611,7 +611,7 @@ impl Resident {
         let left = end_kernel(&mut idle, self.failed);
         tracing::info!(ok = left.is_ok(), "kernel stopped");
         if let Err(error) = left {
-            std::mem::forget(idle); // freeing anything would wait for the kernel for ever
+            std::mem::forget(idle); // freeing anything would wait for the kernel forever
             return Err(error);
         }
         Ok(idle)
@@ -628,7 +628,7 @@ impl Drop for Resident {
     }
 }
 
-/// Asks the kernel to leave and waits for it, at most a few deadlines long.
+/// Makes the kernel leave and waits for it, at most a few deadlines long.
 fn end_kernel(idle: &mut Idle, failed: bool) -> Result<(), HostError> {
     if failed {
         idle.memory.ring.abort();

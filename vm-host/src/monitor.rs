@@ -1,4 +1,4 @@
-//! What another thread may see of a running kernel.
+//! A handle with which another thread watches a running kernel.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,8 +8,8 @@ use abi::Completion;
 use crate::memory::HostBuffer;
 use crate::ring::RingHost;
 
-/// A look at the ring from beside the thread that drives the machine, which may be stuck in a call of the driver. It keeps the ring's
-/// memory.
+/// Read access to the ring for threads other than the one that drives the machine, which may be stuck in a call of the driver. It keeps
+/// the ring's memory.
 pub struct Monitor {
     ring: RingHost,
     workers: u32,
@@ -19,7 +19,7 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// Of this ring, whose memory is kept.
+    /// For this ring, whose memory it keeps.
     pub(crate) fn new(
         ring: RingHost,
         workers: u32,
@@ -36,13 +36,13 @@ impl Monitor {
         self.ring.heartbeat()
     }
 
-    /// Who waited for what, if the kernel has given up.
+    /// The status block, if the kernel has trapped.
     #[must_use]
     pub fn status(&self) -> Option<abi::Status> {
         self.ring.status()
     }
 
-    /// Number of the launch in this process: what was counted of another is over.
+    /// Number of the launch in this process: counts of another launch are final.
     #[must_use]
     pub fn launch(&self) -> u64 {
         self.launch
@@ -60,7 +60,7 @@ impl Monitor {
         self.ring.outstanding()
     }
 
-    /// One of the last commands answered, by its number from zero; nothing if too many came after it.
+    /// One of the last commands answered, by its number from zero; `None` if too many followed it.
     #[must_use]
     pub fn completion(&self, index: u32) -> Option<Completion> {
         self.ring.completion(index)
@@ -72,19 +72,19 @@ impl Monitor {
         self.workers
     }
 
-    /// What a worker last said of itself.
+    /// The last heartbeat of a worker.
     #[must_use]
     pub fn worker_heartbeat(&self, worker: u32) -> abi::WorkerHeartbeat {
         self.ring.worker_heartbeat(worker)
     }
 
-    /// Whether a command is under way that waits for weights.
+    /// Whether the current command waits for weights.
     #[must_use]
     pub fn waits_for_weights(&self) -> bool {
         self.ring.waiting() != 0
     }
 
-    /// Packed bytes of weights that have arrived, if they came or come while the kernel runs; of all that it was launched with otherwise nothing.
+    /// Packed bytes of weights that have arrived, if they are streamed while the kernel runs; else `None`.
     #[must_use]
     pub fn arrived_bytes(&self) -> Option<u64> {
         self.weight_stream.as_ref().map(|packed| packed.load(Ordering::Relaxed))

@@ -14,24 +14,24 @@ use crate::error::HostError;
 
 /// Byte offsets of the parts in the mapped block.
 pub(crate) const SUBMISSIONS: usize = 0;
-/// Completions behind the submissions.
+/// Completions, after the submissions.
 pub(crate) const COMPLETIONS: usize = SUBMISSIONS + RING_ENTRIES as usize * size_of::<Submission>();
-/// Then the indices, on lines of their own.
+/// Then the indices, on cache lines of their own.
 pub(crate) const INDICES: usize =
     (COMPLETIONS + RING_ENTRIES as usize * size_of::<Completion>()).next_multiple_of(128);
 /// Then the status block.
 pub(crate) const STATUS: usize = (INDICES + size_of::<RingIndices>()).next_multiple_of(128);
-/// Then a worker heartbeat for each worker.
+/// Then one heartbeat per worker.
 pub(crate) const WORKER_HEARTBEATS: usize = (STATUS + size_of::<Status>()).next_multiple_of(128);
 /// Bytes of all of it.
 pub(crate) const BYTES: usize = (WORKER_HEARTBEATS
     + WORKERS_MAX as usize * size_of::<WorkerHeartbeat>())
 .next_multiple_of(4096);
 
-/// How often a wait asks the driver for the kernel: a fraction of a step's time, and far cheaper than one.
+/// Interval at which a wait queries the driver for the kernel's state: the query is far cheaper than a step.
 const ASK_EVERY: Duration = Duration::from_millis(1);
 
-/// The words of a ring, by byte offset. The protocol is written against this, so that a model checker can run it (`ring_tests.rs`).
+/// The words of a ring, by byte offset. The protocol is written against this trait, so that a model checker can run it (`ring_tests.rs`).
 pub(crate) trait Words {
     fn load(&self, offset: usize, order: Ordering) -> u32;
     fn store(&self, offset: usize, value: u32, order: Ordering);
@@ -65,7 +65,7 @@ impl Words for Mapped {
 pub(crate) struct RingHost<W = Mapped> {
     words: W,
     tail: u32, // submissions published
-    seen: u32, // completions taken
+    seen: u32, // completions read
 }
 
 impl RingHost {
@@ -108,7 +108,7 @@ impl<W: Words> RingHost<W> {
         Ok(sequence)
     }
 
-    /// The words of a value. Whoever writes them is done, or each stands for itself.
+    /// Copies a value word by word. Its writer is done, or each word is independent.
     fn copy<T: bytemuck::Pod>(&self, offset: usize) -> T {
         let mut copy = T::zeroed();
         let words: &mut [u32] = bytemuck::cast_slice_mut(std::slice::from_mut(&mut copy));
@@ -126,18 +126,18 @@ impl<W: Words> RingHost<W> {
         here.then(|| self.copy(entry))
     }
 
-    /// The next completion, if it is there. Pairs with poller.cuh: post_completion.
+    /// The next completion, if it has been posted. Pairs with poller.cuh: post_completion.
     pub(crate) fn poll_completion(&mut self) -> Option<Completion> {
         let completion = self.posted(self.seen)?;
         self.seen = self.seen.wrapping_add(1);
         Some(completion)
     }
 
-    /// Waits for the next completion, at most until `limit`. Now and then `gone` is asked whether the kernel is: one that died posts
-    /// nothing any more; and `preempt`, until it says yes, whether the command is to.
+    /// Waits for the next completion, at most until `limit`. Now and then it calls `gone`, whether the kernel has exited (one that died posts
+    /// nothing more), and `preempt`, until that returns true, whether the command must yield.
     ///
     /// # Errors
-    /// What the status block says if the device stopped, what the driver says if the kernel died, else a time-out.
+    /// The status block's reason if the device stopped, the driver's if the kernel died, else a time-out.
     pub(crate) fn wait_completion(
         &mut self,
         limit: Duration,
@@ -182,7 +182,7 @@ impl<W: Words> RingHost<W> {
         }
     }
 
-    /// What a kernel that is gone left: it may have answered after it was last looked at.
+    /// The last completion of a kernel that is gone: it may have answered after the last poll.
     fn last_words(&mut self) -> Result<Completion, HostError> {
         match (self.poll_completion(), self.status()) {
             (Some(completion), _) => Ok(completion),
@@ -196,12 +196,12 @@ impl<W: Words> RingHost<W> {
         self.load(INDICES + core::mem::offset_of!(RingIndices, heartbeat), Ordering::Relaxed)
     }
 
-    /// Sequence of the command under way that waits for weights, or zero.
+    /// Sequence of the current command if it waits for weights, else zero.
     pub(crate) fn waiting(&self) -> u32 {
         self.load(INDICES + core::mem::offset_of!(RingIndices, waiting), Ordering::Relaxed)
     }
 
-    /// What a worker last said of itself. Pairs with worker.cuh: worker_heartbeat.
+    /// The last heartbeat of a worker. Pairs with worker.cuh: worker_heartbeat.
     pub(crate) fn worker_heartbeat(&self, worker: u32) -> WorkerHeartbeat {
         self.copy(
             WORKER_HEARTBEATS + (worker % WORKERS_MAX) as usize * size_of::<WorkerHeartbeat>(),
@@ -213,15 +213,15 @@ impl<W: Words> RingHost<W> {
         self.load(INDICES + core::mem::offset_of!(RingIndices, head), Ordering::Acquire)
     }
 
-    /// A completion that was posted, for who only looks on; nothing if its entry may be another's by now. The device writes into an entry
-    /// again a whole wrap later, and says nothing before it does: so entries of the last quarter of a wrap are not believed.
+    /// A completion that was posted, for a monitor; `None` if its entry may have been overwritten. The device reuses an entry one wrap later,
+    /// without announcing it: so entries of the last quarter of a wrap are not trusted.
     pub(crate) fn completion(&self, index: u32) -> Option<Completion> {
         let completion = self.posted(index)?;
         let ahead = self.answered().wrapping_sub(index);
         (ahead <= RING_ENTRIES / 4 * 3).then_some(completion)
     }
 
-    /// Commands published and not answered, for who only looks on.
+    /// Commands published and not answered, for a monitor.
     pub(crate) fn outstanding(&self) -> u32 {
         let answered = self.answered();
         let published = |index: u32| {
@@ -233,12 +233,12 @@ impl<W: Words> RingHost<W> {
             as u32
     }
 
-    /// Asks the device to leave. Pairs with poller.cuh: poller_wait, poller_run.
+    /// Makes the device leave. Pairs with poller.cuh: poller_wait, poller_run.
     pub(crate) fn abort(&self) {
         self.store(INDICES + core::mem::offset_of!(RingIndices, abort), 1, Ordering::Release);
     }
 
-    /// Asks a decode command to end after the step under way. One that has ended does not notice. Pairs with poller.cuh: poller_wait.
+    /// Makes a decode command end after the current step. No effect on one that has ended. Pairs with poller.cuh: poller_wait.
     pub(crate) fn preempt(&self, sequence: u32) {
         let word = INDICES + core::mem::offset_of!(RingIndices, preempt);
         self.store(word, sequence, Ordering::Relaxed);
@@ -251,8 +251,8 @@ impl<W: Words> RingHost<W> {
         valid.then(|| self.copy(STATUS))
     }
 
-    /// The status block of a device of which a completion says that it trapped: at most until `limit`. The poller leaves as soon as anybody
-    /// aborts, and the one who reports may still be writing (tests/src/explore/models/trap.rs).
+    /// Waits for the status block of a device whose completion reports a trap, at most until `limit`. The poller leaves on any abort, and the
+    /// reporting worker may still be writing (tests/src/explore/models/trap.rs).
     pub(crate) fn await_status(&self, limit: Duration) -> Option<Status> {
         let start = Instant::now();
         loop {
@@ -264,7 +264,7 @@ impl<W: Words> RingHost<W> {
         }
     }
 
-    /// Forgets everything, for a new launch. No kernel is resident.
+    /// Resets all words for a new launch. No kernel is resident.
     pub(crate) fn reset(&mut self) {
         for offset in (0..BYTES).step_by(4) {
             self.store(offset, 0, Ordering::Relaxed);

@@ -12,20 +12,20 @@ use crate::error::HostError;
 pub struct Sequence {
     /// The session whose caches are used; no other sequence's.
     pub session: u32,
-    /// Position of its token. What was run before is in its caches.
+    /// Position of its token. The caches hold the positions before it.
     pub position: u32,
     /// The token to run first.
     pub token: u32,
-    /// Choose by the session's settings ([`Resident::set_sampling`]), not greedily.
+    /// Sample by the session's settings ([`Resident::set_sampling`]), not greedily.
     pub sampled: bool,
 }
 
-/// What a batch is to do. It ends for all sequences as soon as it does for one.
+/// A batch to run. It ends for all sequences as soon as it ends for one.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Batch<'a> {
     /// The sessions, in sequences 0, 1, ...
     pub seqs: &'a [Sequence],
-    /// Tokens to generate at most, each sequence as many; one at least.
+    /// Tokens to generate per sequence, at most; one at least.
     pub generate: u32,
     /// A generated token among these ends the batch.
     pub stop: &'a [u32],
@@ -33,12 +33,12 @@ pub struct Batch<'a> {
     pub keep_logits: bool,
 }
 
-/// What came of a sequence.
+/// Result of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SeqDecoded {
     /// Tokens that were generated, a stop token included. The last one is not run.
     pub tokens: Vec<u32>,
-    /// How it ended. `Length` with fewer tokens than were asked for is a sequence that could have gone on: another one's end ended the batch.
+    /// How it ended. `Length` with fewer tokens than requested is a sequence that can continue: another one's end ended the batch.
     pub ending: Ending,
 }
 
@@ -47,11 +47,11 @@ pub struct SeqDecoded {
 pub struct BatchDecoded {
     /// Of each sequence, in order.
     pub seqs: Vec<SeqDecoded>,
-    /// Positions that were run, of each sequence.
+    /// Positions that were run, per sequence.
     pub steps: u32,
     /// Microseconds from publishing the command to seeing its completion, by the host's clock.
     pub host_us: f64,
-    /// Microseconds between taking the command up and completing it, by the device's clock; for diagnosis only.
+    /// Microseconds from start to completion of the command, by the device's clock; for diagnosis only.
     pub device_us: f64,
 }
 
@@ -64,20 +64,20 @@ impl Resident {
         self.load_for(program.program(), program.seqs())
     }
 
-    /// Sequences that a batch may have now: those of the kernel, and those that the current program is proven for.
+    /// Sequences that a batch may have now: the least of the kernel's, and those that the current program is proven for.
     #[must_use]
     pub fn seqs(&mut self) -> u32 {
         let (most, current) = (self.variant.seqs, self.current);
         most.min(self.idle().memory.places.sequences(current))
     }
 
-    /// Runs one step after the other of several sessions at once, each with the tokens that it would get alone. While it runs, `preempt` is
-    /// asked now and then; once it says yes the batch ends after the step that is under way. A session goes on, in whatever batch or
-    /// alone, with its last token, `steps` positions further.
+    /// Runs steps of several sessions at once, each with the tokens that it would get alone. While it runs, `preempt` is called now and
+    /// then; once it returns true, the batch ends after the current step. A session continues, in any batch or alone, with its last token,
+    /// `steps` positions further.
     ///
     /// # Errors
-    /// If the batch is outside what was booted or proven, or the device stopped. A session that cannot go on is no error of the device: its
-    /// [`Ending`] says so.
+    /// If the batch is outside what was booted or proven, or the device stopped. A session that cannot continue is not an error of the
+    /// device: its [`Ending`] reports it.
     pub fn run_together(
         &mut self,
         batch: &Batch<'_>,
@@ -115,7 +115,7 @@ impl Resident {
         memory.copier.rows(source, rows as usize, *vocab as usize)
     }
 
-    /// Fills the first rows of a sequence's logits with what is not a number.
+    /// Fills the first rows of a sequence's logits with NaN.
     ///
     /// # Errors
     /// If there is no such sequence, or a copy fails.
@@ -126,7 +126,7 @@ impl Resident {
         memory.copier.fill(source, rows * u64::from(*vocab) * size_of::<f32>() as u64, 0xff)
     }
 
-    /// Where the first row of a sequence's logits is.
+    /// Address of the first row of a sequence's logits.
     fn lane_row(&mut self, seq: u32) -> Result<u64, HostError> {
         let seqs = self.variant.seqs;
         if seq >= seqs {
@@ -151,7 +151,7 @@ impl Idle {
     }
 }
 
-/// What a command must stay within.
+/// Bounds on a command.
 pub(super) struct Bounds {
     seqs: u32,
     sessions: u32,
@@ -192,7 +192,7 @@ impl Bounds {
         Ok(())
     }
 
-    /// Refuses `steps` positions from `position` that these tokens begin.
+    /// Refuses a run of `steps` positions from `position` that starts with these tokens, if it is out of bounds.
     pub(super) fn check_run(
         &self,
         session: u32,
@@ -255,7 +255,7 @@ fn submission(batch: &Batch<'_>) -> Submission {
     submission
 }
 
-/// How a sequence ended. A plain decode has its ending in a word of its own, and no other sequences.
+/// How a sequence ended. A plain decode has its ending in a separate word, and no other sequences.
 pub(super) fn ending(done: &Completion, seq: u32) -> Result<Ending, HostError> {
     let mask = (1 << SEQ_ENDING_BITS) - 1;
     let code = (done.seq_endings >> (seq * SEQ_ENDING_BITS) & mask) | done.ending;

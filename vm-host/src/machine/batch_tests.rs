@@ -1,4 +1,4 @@
-//! What needs no device: bounds, and how batches and their answers are written.
+//! Tests without a device: bounds, and the encoding of batches and their completions.
 
 use abi::{Completion, Ending, Submission};
 
@@ -19,10 +19,10 @@ fn a_batch_within_its_bounds_is_accepted() {
     assert_eq!(BOUNDS.check(&alone), Ok(()));
 }
 
-/// A batch (sequences, tokens to generate, stop tokens, whether logits are kept), and what is said of it.
+/// A batch (sequences, tokens to generate, stop tokens, whether logits are kept), and the expected message.
 type Case<'a> = (&'a [Sequence], u32, &'a [u32], bool, &'a str);
 
-/// Each is one step beyond a batch that is accepted.
+/// Each case is one step beyond a batch that is accepted.
 #[test]
 fn a_batch_beyond_any_bound_is_refused_by_name() {
     let good = [seq(1, 56), seq(2, 0)];
@@ -92,7 +92,7 @@ fn endings_are_read_by_sequence() {
     assert!(ending(&unknown, 0).is_ok() && ending(&unknown, 1).is_err());
 }
 
-/// What the host would have refused, put to the device itself: it answers, and goes on.
+/// Sends commands that the host would refuse to the device itself: it rejects them and continues.
 #[test]
 fn the_device_refuses_what_it_cannot_run() {
     let Ok(info) = crate::Card::default().info() else {
@@ -114,7 +114,7 @@ fn the_device_refuses_what_it_cannot_run() {
     let launched = idle.expect("it boots").launch(variant, &program);
     let mut machine = launched.unwrap_or_else(|e| panic!("{}", e.1));
     let good = [seq(1, 3), seq(2, 4), seq(4, 60)];
-    // What a command without its pages is refused for would hide every other reason.
+    // Pages first: otherwise the missing pages would be the reason of every refusal.
     for of in &good {
         let memory = &mut machine.idle().memory;
         memory.pages.before(&mut memory.copier, of.session, 0..64).expect("there are pages");

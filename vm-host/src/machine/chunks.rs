@@ -1,4 +1,4 @@
-//! Between two residencies: prompts in chunks, and what is in the caches.
+//! Operations while no kernel is resident: prompts in chunks, and reading the caches.
 
 use super::{Idle, Memory};
 use crate::error::HostError;
@@ -6,9 +6,9 @@ use crate::pages::pages_of;
 use crate::prefill::{Prefill, PrefillOptions, Prefilled, unpacked};
 
 impl Idle {
-    /// Runs a prompt in chunks of many tokens: the keys and values of `tokens`, at the positions of a session from `position` on, into its
-    /// caches, and with `logits` those of the last token into the first row, to be read by [`last_logits`](Self::last_logits). What was
-    /// at the positions before stays and is attended to.
+    /// Runs a prompt in chunks of many tokens. It writes the keys and values of `tokens`, at the positions of a session from `position` on,
+    /// to its caches, and with `logits` those of the last token to the first row, for [`last_logits`](Self::last_logits). The positions
+    /// before are unchanged and attended to.
     ///
     /// # Errors
     /// If the request is outside what was booted, the weights are f32 ([`prefill_refused`](crate::prefill_refused)), or the device failed.
@@ -30,7 +30,7 @@ impl Idle {
         };
         let positions = position..position + tokens.len() as u32;
         self.memory.pages.before(&mut self.memory.copier, session, positions)?;
-        // Who samples from this session later looks for its tokens there.
+        // Sampling from this session later reads its tokens there.
         let at = self.memory.tokens_at(session, position);
         self.memory.tokens.write(at, bytemuck::cast_slice(tokens));
         self.memory.sampling.passes_by(session);
@@ -55,7 +55,7 @@ impl Idle {
         Ok(())
     }
 
-    /// The logits that the last [`prefill`](Self::prefill) left.
+    /// The logits of the last [`prefill`](Self::prefill).
     ///
     /// # Errors
     /// If a copy fails.
@@ -63,10 +63,10 @@ impl Idle {
         self.memory.copier.values(self.memory.residents.logits, self.vocab as usize)
     }
 
-    /// Keys and values of a session's first `positions` positions in a layer, as they are kept: each `[positions, kv_heads * head_dim]`.
+    /// Keys and values of a session's first `positions` positions in a layer, as stored: each `[positions, kv_heads * head_dim]`.
     ///
     /// # Errors
-    /// If there is no such layer, the session has not so many positions, or a copy fails.
+    /// If there is no such layer, the session has fewer positions, or a copy fails.
     pub fn cached(
         &mut self,
         session: u32,

@@ -1,19 +1,19 @@
-//! The pages of sessions: promised, given before a command, poisoned, given back.
+//! The pages of sessions: promised, allocated before a command, poisoned, returned.
 
 use super::{Idle, Resident};
 use crate::error::HostError;
 use crate::pages::Occupancy;
 
 impl Idle {
-    /// Sets pages aside for a session's first so many positions, so that no other session can take them before it comes to need them.
+    /// Reserves pages for a session's first `positions` positions, so that no other session can take them before it needs them.
     ///
     /// # Errors
-    /// If there is no such session, or not so many pages that nobody was promised. The other sessions are as they were.
+    /// If there is no such session, or too few unreserved pages. The other sessions are unchanged.
     pub fn promise_pages(&mut self, session: u32, positions: u32) -> Result<(), HostError> {
         Ok(self.memory.pages.pool.promise(session, positions)?)
     }
 
-    /// A session is over: what it has in the caches is gone, and others may have its pages. Its next command begins at position zero.
+    /// Ends a session: its cache contents are lost, and others may have its pages. Its next command begins at position zero.
     ///
     /// # Errors
     /// If a copy fails.
@@ -22,7 +22,7 @@ impl Idle {
         self.memory.pages.release(&mut self.memory.copier, session)
     }
 
-    /// How full the caches are.
+    /// Occupancy of the caches.
     #[must_use]
     pub fn pages(&self) -> Occupancy {
         self.memory.pages.pool.occupancy()
@@ -44,7 +44,7 @@ impl Resident {
         self.idle().promise_pages(session, positions)
     }
 
-    /// As [`Idle::end_session`]. No command is under way: each is waited for.
+    /// As [`Idle::end_session`]. No command can be running: each is waited for.
     ///
     /// # Errors
     /// The same.
@@ -52,7 +52,7 @@ impl Resident {
         self.idle().end_session(session)
     }
 
-    /// How full the caches are.
+    /// Occupancy of the caches.
     #[must_use]
     pub fn pages(&self) -> Occupancy {
         self.idle.as_ref().map(Idle::pages).unwrap_or_default()
@@ -63,8 +63,8 @@ impl Resident {
         self.idle().session_pages(session)
     }
 
-    /// Fills a session's key/value caches with what no key or value is, so that a run which skips work cannot pass for one that did it
-    /// before: the pages that it has, and from now on each that it gets. Those that no command touched since the last time still hold it, and are left out.
+    /// Poisons a session's key/value caches, so that a run which skips work cannot pass as one that did it before: the pages that it has,
+    /// and from now on each that it gets. Pages that no command touched since the last time still hold poison and are skipped.
     ///
     /// # Errors
     /// If a copy fails.

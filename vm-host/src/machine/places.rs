@@ -1,8 +1,8 @@
-//! Which loaded program is in which place of device memory.
+//! The places of device memory for loaded programs.
 
 use super::{Loaded, PROGRAMS_MAX};
 
-/// The places. A place changes only when a program has been written there: a refused load leaves every handle as good as it was.
+/// The places. A place changes only when a program has been written to it: a refused load leaves every handle as it was.
 pub(super) struct Places {
     serials: [u64; PROGRAMS_MAX],
     /// Sequences that a batch of the program in each place may have.
@@ -15,12 +15,12 @@ impl Places {
         Self { serials: [0; PROGRAMS_MAX], sequences: [1; PROGRAMS_MAX], next: 0 }
     }
 
-    /// The place that was filled longest ago, and not the current one.
+    /// The place that was filled longest ago, except the current one.
     pub(super) fn oldest(&self, current: Loaded) -> usize {
         if self.next == current.place { (self.next + 1) % PROGRAMS_MAX } else { self.next }
     }
 
-    /// A program has been written to a place, proven for batches of so many sequences.
+    /// Records that a program was written to a place, proven for batches of up to `sequences`.
     pub(super) fn fill(&mut self, place: usize, sequences: u32) -> Loaded {
         self.serials[place] += 1;
         self.sequences[place] = sequences;
@@ -37,7 +37,7 @@ impl Places {
         self.sequences[program.place]
     }
 
-    /// No handle is good any more.
+    /// Invalidates every handle.
     pub(super) fn forget(&mut self) {
         self.serials.iter_mut().for_each(|serial| *serial += 1);
     }
@@ -55,7 +55,7 @@ mod tests {
         for _ in 2..PROGRAMS_MAX {
             places.fill(places.oldest(current), 1);
         }
-        // The next load is to go where `batch` is, and is refused: nothing is filled.
+        // The next load would go to the place of `batch`, and is refused: nothing is filled.
         assert_eq!(places.oldest(current), batch.place);
         assert!(places.holds(batch));
         assert_eq!(places.sequences(batch), 8);

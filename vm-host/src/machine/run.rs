@@ -1,4 +1,4 @@
-//! Decode commands: what is asked for, what came of it.
+//! Decode commands: requests and results.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use crate::weight_stream::WeightStream;
 pub struct Decoded {
     /// Tokens that were generated, a stop token included.
     pub tokens: Vec<u32>,
-    /// What the device chose behind each position that was run, also where a token was forced.
+    /// The device's choice after each position that was run, also where a token was forced.
     pub chosen: Vec<u32>,
     /// Positions that were run.
     pub steps: u32,
@@ -23,18 +23,18 @@ pub struct Decoded {
     pub ending: Ending,
     /// Microseconds from publishing the command to seeing its completion, by the host's clock.
     pub host_us: f64,
-    /// Microseconds between taking the command up and completing it, by the device's clock; for diagnosis only.
+    /// Microseconds from start to completion of the command, by the device's clock; for diagnosis only.
     pub device_us: f64,
 }
 
-/// What a decode command is to do.
+/// A decode request.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Request<'a> {
     /// The session whose caches are used.
     pub session: u32,
     /// Position of the first token.
     pub position: u32,
-    /// Tokens to run; one at least.
+    /// Tokens to run; at least one.
     pub tokens: &'a [u32],
     /// Tokens to generate at most. The last one is not run, so a later command starts with it.
     pub generate: u32,
@@ -42,12 +42,12 @@ pub struct Request<'a> {
     pub stop: &'a [u32],
     /// Keep the logits of every position.
     pub keep_logits: bool,
-    /// Choose by the session's settings ([`Resident::set_sampling`]), not greedily.
+    /// Sample by the session's settings ([`Resident::set_sampling`]), not greedily.
     pub sampled: bool,
 }
 
 impl Memory {
-    /// Where the token of a session's position is in the token buffers.
+    /// Index of a session's position in the token buffers.
     pub(super) fn tokens_at(&self, session: u32, position: u32) -> usize {
         (session as usize * 2 * self.token_stride as usize + position as usize) * 4
     }
@@ -55,7 +55,7 @@ impl Memory {
 
 impl Resident {
     /// Runs the prompt `tokens` from `position` of a session, then generates greedily until `generate` tokens or a stop token. With
-    /// `keep_logits` the logits of every position that is run can be read afterwards.
+    /// `keep_logits`, the logits of every position that is run can be read afterwards.
     ///
     /// # Errors
     /// If the request is outside what was booted, or the device stopped.
@@ -73,12 +73,12 @@ impl Resident {
         self.run(&request, &mut || false)
     }
 
-    /// Runs a request. While it runs, `preempt` is asked now and then; once it says yes the command ends after the step that is under
-    /// way, and a request that starts with the last token, at its position, goes on as if there had been no end.
+    /// Runs a request. While it runs, `preempt` is called now and then; once it returns true, the command ends after the current step. A
+    /// request that starts with the last token, at its position, continues as if there had been no end.
     ///
     /// # Errors
-    /// If the request is outside what was booted, or the device stopped. A session that cannot go on is no error of the device: the
-    /// [`Ending`] says so.
+    /// If the request is outside what was booted, or the device stopped. A session that cannot continue is not an error of the device: the
+    /// [`Ending`] reports it.
     pub fn run(
         &mut self,
         request: &Request<'_>,
@@ -110,8 +110,8 @@ impl Resident {
         })
     }
 
-    /// Makes ready for a command that runs these positions of a session: it has pages for them, what samples is up to date, and its first
-    /// tokens are where the device looks for them.
+    /// Prepares a command that runs these positions of a session: allocates their pages, updates the sampling state, and writes the first
+    /// tokens to the token buffer.
     pub(super) fn begin(
         &mut self,
         session: u32,
@@ -134,7 +134,7 @@ impl Resident {
         Ok(())
     }
 
-    /// Runs a decode command: its completion, and the microseconds that it took by the clocks of host and device.
+    /// Runs a decode command; returns its completion, and its microseconds by the clocks of host and device.
     pub(super) fn timed(
         &mut self,
         submission: &Submission,
@@ -148,7 +148,7 @@ impl Resident {
         Ok((done, host_us, done.end_ns.saturating_sub(done.start_ns) as f64 / 1000.0))
     }
 
-    /// Says how tokens of a session are chosen from now on; the next sampled request of the session begins with its tokens so far.
+    /// Sets how tokens of a session are sampled from now on; the session's next sampled request begins with its tokens so far.
     ///
     /// # Errors
     /// If the settings have no meaning, there is no such session, or a copy fails.
@@ -167,7 +167,7 @@ impl Resident {
     }
 }
 
-/// A decode command that runs so many positions, whichever they are.
+/// A decode command that runs this many positions, without session and position.
 pub(super) fn decode(steps: u32, stop: &[u32], keep_logits: bool, sampled: bool) -> Submission {
     let keep = if keep_logits { abi::FLAG_KEEP_LOGITS } else { 0 };
     let sample = if sampled { abi::FLAG_SAMPLE } else { 0 };

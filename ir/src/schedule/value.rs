@@ -1,10 +1,10 @@
-//! What a knob can hold: a number or a name.
+//! Knob values: numbers or names.
 
 use std::fmt;
 
 use serde_json::Value as Json;
 
-/// A knob's value, whatever its type.
+/// A knob's value, of either type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Value {
     /// A number.
@@ -94,7 +94,7 @@ impl fmt::Display for Domain {
     }
 }
 
-/// A Rust type that a knob can have.
+/// A Rust type of knob values.
 pub(super) trait KnobType: Copy {
     fn to_value(self) -> Value;
     fn from_value(value: Value) -> Option<Self>;

@@ -180,7 +180,8 @@ choice! {
         RoundRobin = "round_robin",
         /// The remainder goes to the workers after the one where the last phase stopped.
         Carry = "carry",
-        /// The remainder goes to the workers with the fewest bytes so far; who attended gets a block less of the next phase.
+        /// The remainder goes to the workers with the fewest bytes so far; workers that ran attention get one block
+        /// less of the next phase.
         ByteBalance = "byte_balance",
     }
 }
@@ -190,7 +191,7 @@ choice! {
     Evict {
         /// The default policy.
         Normal = "normal",
-        /// Weights are the first to go.
+        /// Weights are evicted first.
         First = "first",
     }
 }

@@ -18,9 +18,9 @@ pub struct Conditions {
     pub max_sm_mhz: Option<u32>,
     /// Highest clock of the memory, in MHz.
     pub max_memory_mhz: Option<u32>,
-    /// Processes of others that used the card when it was opened.
-    pub other_processes: Option<u32>,
     /// Number of other processes on the card when it was opened.
+    pub other_processes: Option<u32>,
+    /// Version of the kernel driver.
     pub driver: String,
     /// CUDA version that the driver supports.
     pub cuda: String,

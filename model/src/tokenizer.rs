@@ -104,8 +104,8 @@ impl Tokenizer {
 
     /// The prompt for a chat, rendered by the model's own template.
     ///
+    /// # Errors
     /// When there is no template, when it fails on the messages, or when it runs too long.
-    /// When there is no template, when the template refuses the messages, or when it runs too long.
     pub fn chat(&self, chat: &Chat<'_>) -> Result<String, ModelError> {
         let Some(template) = &self.template else {
             let reason = "the model has none (chat_template.jinja or chat_template in tokenizer_config.json); give a plain prompt";

@@ -8,7 +8,7 @@
 use super::super::{Model, Op, Order, Source, Until, Word};
 use super::{Case, Unless};
 
-/// In place of a count: no more will come, so waiting threads proceed.
+/// Values in place of a count. `ABANDONED`: no more will come; `ALL`: everything has arrived.
 const ABANDONED: u32 = 8;
 const ALL: u32 = 9;
 

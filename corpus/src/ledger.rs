@@ -3,7 +3,7 @@
 //! A line is `{"seq":N,"prev":"…","record":{…},"hash":"…"}`. `hash` is the blake3 of the line's text before `,"hash"`,
 //! so the check covers exactly the bytes that were written. `prev` is the `hash` of the line before, and the
 //! [`LEDGER_SCHEMA`]'s hash on the first line. The first record is the caller's header. The number of rows is in a file
-//! beside the ledger ([`head`](crate::head)), so that rows cut off its end are detected.
+//! beside the ledger ([`tip`](crate::tip)), so that rows cut off its end are detected.
 
 use std::fs::{File, TryLockError};
 use std::io::{Seek, SeekFrom, Write};

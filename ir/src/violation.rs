@@ -1,7 +1,7 @@
 //! Every rule that `validate` and `verify` check, and the report of a violation.
 //!
-//! A rule is declared once, in [`for_each_rule!`]: its identifier and one sentence. `docs/reference/invariants.md` is generated from the table,
-//! and a test fails when a program rule has no negative file test.
+//! A rule is declared once, in [`for_each_rule!`]: its identifier and one sentence. `docs/reference/invariants.md` is
+//! generated from the table, and a test fails when a program rule has no negative file test.
 
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};

@@ -56,8 +56,8 @@ fn give(bytes: usize) {
     }
 }
 
-// SAFETY: every call is passed on with the arguments that it came with, or never returns; an allocator may do either. The account is made of
-// plain cells of the thread and allocates nothing.
+// SAFETY: every call is passed on with its own arguments, or never returns; an allocator may do either. The budget is
+// made of plain cells of the thread and allocates nothing.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for Guarded<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         take(layout.size());

@@ -34,8 +34,8 @@ struct Shape {
     warps: usize,
     /// Tiles of keys; each warp takes one of every two blocks of `warps / 2`.
     tiles: usize,
-    /// Tiles of keys or of values in a stage; 0 if one stage has a whole block with its values. A stage is one word here, so no two warps may
-    /// have tiles in the stage that the new value goes to: they have rows of their own there.
+    /// Tiles of keys or of values in a stage; 0 if one stage has a whole block with its values. A stage is one word here,
+    /// so no two warps may have tiles in the stage that the new value goes to: on the device they have separate rows.
     of_stage: usize,
     /// Times that the task goes over its keys.
     rounds: usize,
